@@ -1,16 +1,18 @@
-"""What the host agent costs: processor time and memory while it watches 8 devices, and how quickly it answers.
+"""What the host agent costs: processor time and memory while it watches 8 devices, and how quickly
+it answers.
 
     python benchmarks/agent.py [--seconds 120] [--devices 8] [--otlp] [--rules]
     python benchmarks/agent.py --traces [--seconds 120] [--clients 1000]
 
-Starts the agent as a user would (`traceloom agent run --simulate 8`), scrapes it as Prometheus does, asks it 100 times
-a second, fills a history with a day of 400 series, and looks at 300 rules of triggers, which `--rules` does alone.
-Beside it stands what others publish about themselves.
+Starts the agent as a user would (`traceloom agent run --simulate 8`), scrapes it as Prometheus
+does, asks it 100 times a second, fills a history with a day of 400 series, and looks at 300 rules
+of triggers, which `--rules` does alone. Beside it stands what others publish about themselves.
 
-With `--traces`: what traces on demand cost. Clients are processes that poll as libkineto does, with PyTorch's library
-mapped; traces and steps are those of a real training loop. Steps are compared in pairs: two processes, of which one
-knows of no agent, run in turns of seconds. Processor seconds hold on a busy machine too; times from a
-request to a file, skews and late answers are upper bounds there.
+With `--traces`: what traces on demand cost. Clients are processes that poll as libkineto does, with
+PyTorch's library mapped; traces and steps are those of a real training loop. Steps are compared in
+pairs: two processes, of which one knows of no agent, run in turns of seconds. Processor seconds
+hold on a busy machine too; times from a request to a file, skews and late answers are upper bounds
+there.
 """
 
 from __future__ import annotations
@@ -44,9 +46,21 @@ from traceloom.agent.triggers.watches import MetricWatch, SeriesValues, match_ru
 from traceloom.server.client import AgentClient
 
 LIMITS = {
-    "processor": 0.01, "memory": 64e6, "memory with OTLP": 76e6, "query": 0.020, "day": 200e6, "hour": 0.050,
-    "rules": 0.020, "polls": 0.03, "late": 0, "steps": 4.0, "time": 8.0, "skew": 0.020, "outside": 1.02, "clock": 1.01,
-}  # fmt: skip
+    "processor": 0.01,
+    "memory": 64e6,
+    "memory with OTLP": 76e6,
+    "query": 0.020,
+    "day": 200e6,
+    "hour": 0.050,
+    "rules": 0.020,
+    "polls": 0.03,
+    "late": 0,
+    "steps": 4.0,
+    "time": 8.0,
+    "skew": 0.020,
+    "outside": 1.02,
+    "clock": 1.01,
+}
 PEERS = """\
 published by peers: dcgm-exporter: 100m CPU and 128 MiB (requests and limits that its Helm chart suggests), and a
 host engine of DCGM beside it; dynolog: "lightweight", no figure; neither keeps history or answers queries"""
@@ -83,7 +97,11 @@ def processor_s(pid: int) -> float:
 
 def memory(pid: int) -> dict[str, int]:
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("Rss", "Pss:"))}
+    return {
+        line.split(":")[0]: int(line.split()[1]) * 1024
+        for line in lines
+        if line.startswith(("Rss", "Pss:"))
+    }
 
 
 def line(what: str, value: float, limit: float, shown: str) -> None:
@@ -108,10 +126,23 @@ def running(directory: Path, args: argparse.Namespace) -> None:
     if args.otlp:
         sink = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Sink)
         threading.Thread(target=sink.serve_forever, daemon=True).start()
-        config += f'[otlp]\nendpoint = "http://127.0.0.1:{sink.server_port}/v1/metrics"\nperiod = 10.0\n'
+        config += (
+            f'[otlp]\nendpoint = "http://127.0.0.1:{sink.server_port}/v1/metrics"\nperiod = 10.0\n'
+        )
     (directory / "agent.toml").write_text(config)
-    command = [sys.executable, "-m", "traceloom", "agent", "run", "-q", "--simulate", str(args.devices)]
-    agent = subprocess.Popen([*command, "--config", str(directory / "agent.toml")], stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "traceloom",
+        "agent",
+        "run",
+        "-q",
+        "--simulate",
+        str(args.devices),
+    ]
+    agent = subprocess.Popen(
+        [*command, "--config", str(directory / "agent.toml")], stderr=subprocess.DEVNULL
+    )
     try:
         while not path.exists():
             time.sleep(0.05)
@@ -127,7 +158,9 @@ def running(directory: Path, args: argparse.Namespace) -> None:
             time.sleep(max(0.0, 10 - (time.monotonic() - at)))
         share = (processor_s(agent.pid) - before) / (time.monotonic() - start)
         used = memory(agent.pid)
-        print(f"{args.devices} simulated devices, {status['series']} series, scraped every 10 s for {args.seconds} s")
+        print(
+            f"{args.devices} simulated devices, {status['series']} series, scraped every 10 s for {args.seconds} s"
+        )
         line("processor time of a core", share, LIMITS["processor"], f"{share:.2%}")
         limit = LIMITS["memory with OTLP" if args.otlp else "memory"]
         line("resident memory", used["Rss"], limit, f"{used['Rss'] / 1e6:.1f} MB")
@@ -156,7 +189,12 @@ def queries(connection: Unix, pid: int) -> None:
         times.append(time.monotonic() - at)
     share = (processor_s(pid) - before) / (time.monotonic() - start)
     times.sort()
-    line("a query at 100/s, 99th percentile", times[990], LIMITS["query"], f"{times[990] * 1e3:.1f} ms")
+    line(
+        "a query at 100/s, 99th percentile",
+        times[990],
+        LIMITS["query"],
+        f"{times[990] * 1e3:.1f} ms",
+    )
     print(f"{'  median, longest':52} {times[500] * 1e3:>6.1f}, {times[-1] * 1e3:.1f} ms")
     print(f"{'  processor time of a core meanwhile':52} {share:>13.1%}")
 
@@ -166,9 +204,17 @@ def a_day(directory: Path) -> None:
     path = directory / "day.db"
     history = History(path, HistorySettings(most_mb=10_000))
     metrics = [
-        "gpu_power_watts", "gpu_busy_ratio", "gpu_sm_active_ratio", "gpu_dram_active_ratio", "gpu_memory_used_bytes",
-        "gpu_energy_joules_total", "gpu_clock_hertz", "gpu_temperature_celsius", "gpu_pipe_active_ratio", "gpu_flops",
-    ]  # fmt: skip
+        "gpu_power_watts",
+        "gpu_busy_ratio",
+        "gpu_sm_active_ratio",
+        "gpu_dram_active_ratio",
+        "gpu_memory_used_bytes",
+        "gpu_energy_joules_total",
+        "gpu_clock_hertz",
+        "gpu_temperature_celsius",
+        "gpu_pipe_active_ratio",
+        "gpu_flops",
+    ]
     rng, start_ns = random.Random(1), 1_700_000_000 * 10**9
     series = [(metric, (f"GPU-{device:032x}",)) for metric in metrics for device in range(40)]
     before = time.process_time()
@@ -186,16 +232,29 @@ def a_day(directory: Path) -> None:
         points = history.query(rng.choice(metrics), since, since + 3600 * 10**9)
         times.append(time.monotonic() - at)
         assert len(points[0].values) in (360, 361)
-    line("an hour of one metric, longest of 50", max(times), LIMITS["hour"], f"{max(times) * 1e3:.1f} ms")
+    line(
+        "an hour of one metric, longest of 50",
+        max(times),
+        LIMITS["hour"],
+        f"{max(times) * 1e3:.1f} ms",
+    )
 
 
 def rules() -> None:
-    """300 rules, each for a job of its own, among 7,400 series delivered every 10 s and looked at each second."""
+    """300 rules, each for a job of its own, among 7,400 series delivered every 10 s and looked at
+    each second.
+    """
     board = Snapshot()
-    of_jobs = [MetricRule(name=f"r{n}", metric="gpu_flops", below=-1.0, for_seconds=30.0) for n in range(2)]
+    of_jobs = [
+        MetricRule(name=f"r{n}", metric="gpu_flops", below=-1.0, for_seconds=30.0) for n in range(2)
+    ]
     of_jobs += [
         MetricRule(
-            name=f"j{job}", metric="dataloader_wait_seconds_total", above=0.5, for_seconds=30.0, where={"job": f"{job}"}
+            name=f"j{job}",
+            metric="dataloader_wait_seconds_total",
+            above=0.5,
+            for_seconds=30.0,
+            where={"job": f"{job}"},
         )
         for job in range(298)
     ]
@@ -205,15 +264,29 @@ def rules() -> None:
     for tick in range(200):
         now_ns = 10**18 + tick * 10**9
         if tick % 10 == 0:
-            waits = [Reading("dataloader_wait_seconds_total", (f"{n // 8}", f"{n % 8}"), tick) for n in range(2400)]
-            board.put("jobs", [*waits, *(Reading("process_threads", (f"{n}",), 1.0) for n in range(5000))], now_ns)
+            waits = [
+                Reading("dataloader_wait_seconds_total", (f"{n // 8}", f"{n % 8}"), tick)
+                for n in range(2400)
+            ]
+            board.put(
+                "jobs",
+                [*waits, *(Reading("process_threads", (f"{n}",), 1.0) for n in range(5000))],
+                now_ns,
+            )
         before = time.process_time()
         values.refresh()
         firing = sum(1 for watch in watches for _ in watch.look(now_ns))
         (quiet if tick % 10 else fresh).append(time.process_time() - before)
     assert firing == 298 * 8
-    line("300 rules, 7,400 new series, longest of 20 looks", max(fresh), LIMITS["rules"], f"{max(fresh) * 1e3:.1f} ms")
-    print(f"{'  a look when nothing is new, with 2,384 firing':52} {statistics.median(quiet) * 1e3:>11.1f} ms")
+    line(
+        "300 rules, 7,400 new series, longest of 20 looks",
+        max(fresh),
+        LIMITS["rules"],
+        f"{max(fresh) * 1e3:.1f} ms",
+    )
+    print(
+        f"{'  a look when nothing is new, with 2,384 firing':52} {statistics.median(quiet) * 1e3:>11.1f} ms"
+    )
 
 
 TRAINS = """
@@ -239,7 +312,16 @@ def started(directory: Path) -> tuple[subprocess.Popen[bytes], AgentClient]:
     (directory / "agent.toml").write_text(
         f'[paths]\nsocket = "{directory}/s"\nhistory = "{directory}/agent.db"\naudit = "{directory}/audit.jsonl"\n'
     )
-    command = [sys.executable, "-m", "traceloom", "agent", "run", "-q", "--config", str(directory / "agent.toml")]
+    command = [
+        sys.executable,
+        "-m",
+        "traceloom",
+        "agent",
+        "run",
+        "-q",
+        "--config",
+        str(directory / "agent.toml"),
+    ]
     agent = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     while not (directory / "kineto" / str(os.geteuid()) / "dynolog").exists():
         time.sleep(0.05)
@@ -254,7 +336,9 @@ def polls(directory: Path, args: argparse.Namespace) -> None:
     assert torch is not None
     assert torch.launch_position is not None
     library = os.open(Path(torch.launch_position).parent / "lib" / "libtorch_cpu.so", os.O_RDONLY)
-    mapped = mmap.mmap(library, 4096, prot=mmap.PROT_READ)  # which clients inherit, and the step clock looks for
+    mapped = mmap.mmap(
+        library, 4096, prot=mmap.PROT_READ
+    )  # which clients inherit, and the step clock looks for
     counts = mmap.mmap(-1, 16 * args.clients)  # of each: answers, late ones
     clients = []
     try:
@@ -280,7 +364,9 @@ def polls(directory: Path, args: argparse.Namespace) -> None:
         agent.terminate()
         agent.wait(60)
         mapped.close()
-    answers, late = (sum(new[at] - old[at] for new, old in zip(now, counted, strict=True)) for at in (0, 1))
+    answers, late = (
+        sum(new[at] - old[at] for new, old in zip(now, counted, strict=True)) for at in (0, 1)
+    )
     print(f"{args.clients} processes poll every 5 s: {answers} answers in {args.seconds} s")
     line("processor time of a core, all of the agent", share, LIMITS["polls"], f"{share:.2%}")
     print(f"{'  of it without them':52} {alone:>14.2%}")
@@ -305,7 +391,9 @@ def poll_for_ever(sockets: Path, number: int, clients: int, counts: mmap.mmap) -
 
 
 def traced(client: AgentClient, **wanted: object) -> tuple[float, list[dict[str, Any]]]:
-    """Seconds from a request until its files are verified, as the agent's clock has it, and the targets."""
+    """Seconds from a request until its files are verified, as the agent's clock has it, and the
+    targets.
+    """
     request = client.post("requests", wanted)
     while not (request := client.get(f"requests/{request['id']}"))["done"]:
         time.sleep(0.02)
@@ -330,23 +418,48 @@ def traces(directory: Path, args: argparse.Namespace) -> None:
         time.sleep(25)  # what has just begun is given time to import
         os.kill(unobserved, signal.SIGSTOP)
         took = [traced(client, pids=[observed], steps=3)[0] for _ in range(5)]
-        line("request to verified file, --steps 3, median of 5", statistics.median(took), LIMITS["steps"],
-             f"{statistics.median(took):.2f} s")  # fmt: skip
+        line(
+            "request to verified file, --steps 3, median of 5",
+            statistics.median(took),
+            LIMITS["steps"],
+            f"{statistics.median(took):.2f} s",
+        )
         print(f"{'  longest':52} {max(took):>12.2f} s")
         took = [traced(client, pids=[observed], duration_s=0.5)[0] for _ in range(5)]
-        line("request to verified file, 500 ms, median of 5", statistics.median(took), LIMITS["time"],
-             f"{statistics.median(took):.2f} s")  # fmt: skip
+        line(
+            "request to verified file, 500 ms, median of 5",
+            statistics.median(took),
+            LIMITS["time"],
+            f"{statistics.median(took):.2f} s",
+        )
         print(f"{'  longest':52} {max(took):>12.2f} s")
         skews = []
         for _ in range(5):
-            starts = [t["window_start_ns"] for t in traced(client, pids=[observed, second], duration_s=0.5)[1]]
+            starts = [
+                t["window_start_ns"]
+                for t in traced(client, pids=[observed, second], duration_s=0.5)[1]
+            ]
             skews.append((max(starts) - min(starts)) / 1e9)
-        line("skew between two processes, longest of 5", max(skews), LIMITS["skew"], f"{max(skews) * 1e3:.2f} ms")
+        line(
+            "skew between two processes, longest of 5",
+            max(skews),
+            LIMITS["skew"],
+            f"{max(skews) * 1e3:.2f} ms",
+        )
         os.kill(second, signal.SIGSTOP)
-        clock, _ = in_turns(client, (unobserved, observed), logs, args.seconds / 2, with_traces=False)
+        clock, _ = in_turns(
+            client, (unobserved, observed), logs, args.seconds / 2, with_traces=False
+        )
         line("steps while it polls and steps are counted", clock, LIMITS["clock"], f"{clock:.4f} x")
-        outside, number = in_turns(client, (unobserved, observed), logs, args.seconds, with_traces=True)
-        line(f"steps outside of the windows of {number} traces", outside, LIMITS["outside"], f"{outside:.4f} x")
+        outside, number = in_turns(
+            client, (unobserved, observed), logs, args.seconds, with_traces=True
+        )
+        line(
+            f"steps outside of the windows of {number} traces",
+            outside,
+            LIMITS["outside"],
+            f"{outside:.4f} x",
+        )
     finally:
         for job in jobs:
             job.kill()
@@ -356,9 +469,16 @@ def traces(directory: Path, args: argparse.Namespace) -> None:
 
 
 def in_turns(
-    client: AgentClient, pids: tuple[int, int], logs: list[Path], seconds: float, *, with_traces: bool
+    client: AgentClient,
+    pids: tuple[int, int],
+    logs: list[Path],
+    seconds: float,
+    *,
+    with_traces: bool,
 ) -> tuple[float, int]:
-    """Steps of the observed process over those of the other, each a median of turns; and how many traces there were."""
+    """Steps of the observed process over those of the other, each a median of turns; and how many
+    traces there were.
+    """
     ratios, windows, end = [], [], time.monotonic() + seconds
     unobserved, observed = pids
     os.kill(observed, signal.SIGSTOP)
@@ -389,7 +509,9 @@ def in_turns(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=int, default=120)
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--otlp", action="store_true", help="export by OTLP too")

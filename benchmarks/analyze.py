@@ -3,15 +3,16 @@
     python benchmarks/analyze.py [--runs 5] [--trace FILE]
     python benchmarks/analyze.py --job FOLDER [--ranks 8 16 64]
 
-The first prints the processor time of each analysis for h100_owlv2, of the first set (the core of the report), of all
-of them, and their ratio; the least of several runs, each on a trace that nobody has looked at. An analysis that shares
-something with those before it in the list pays only for the rest. The ratio is told three times: of the analyses alone
-(the strict one: reading is in neither), with reading, which both need, in both, and of what a user waits for: the whole
-command, in turns.
+The first prints the processor time of each analysis for h100_owlv2, of the first set (the core of
+the report), of all of them, and their ratio; the least of several runs, each on a trace that nobody
+has looked at. An analysis that shares something with those before it in the list pays only for the
+rest. The ratio is told three times: of the analyses alone (the strict one: reading is in neither),
+with reading, which both need, in both, and of what a user waits for: the whole command, in turns.
 
-The second makes a job (benchmarks/make_job.py) in FOLDER where there is none yet, reports so many of its ranks without
-and with our cache, and prints time, the peak of anonymous memory (without mapped files, of the process and its readers)
-and the size of the page. Only Linux tells anonymous memory.
+The second makes a job (benchmarks/make_job.py) in FOLDER where there is none yet, reports so many
+of its ranks without and with our cache, and prints time, the peak of anonymous memory (without
+mapped files, of the process and its readers) and the size of the page. Only Linux tells anonymous
+memory.
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ def once(trace: Trace) -> dict[str, float]:
     for section in sections:
         taken, result = spent(partial(section.measure, fresh, options))
         study = Measurements(session, session, options, [result])
-        built, _ = spent(partial(section.build, study, UnknownValues(session.epoch_ns, collect_reasons(sections))))
+        built, _ = spent(
+            partial(
+                section.build, study, UnknownValues(session.epoch_ns, collect_reasons(sections))
+            )
+        )
         times[section.key] = taken + built
     return times
 
@@ -77,7 +82,9 @@ def one_trace(path: Path, runs: int) -> None:
     core = least["core"]
     print(f"first set {core:.0f} ms, all {whole:.0f} ms: {whole / core:.2f} times")
     both = (reading + whole) / (reading + core)
-    print(f"with {reading:.0f} ms of reading: {reading + core:.0f} ms, {reading + whole:.0f} ms: {both:.2f} times")
+    print(
+        f"with {reading:.0f} ms of reading: {reading + core:.0f} ms, {reading + whole:.0f} ms: {both:.2f} times"
+    )
     first, everything = by_turns(path, runs)
     print(
         f"whole command: {first:.2f} s with the first set, {everything:.2f} s with all: {everything / first:.2f} times"
@@ -85,7 +92,8 @@ def one_trace(path: Path, runs: int) -> None:
 
 
 def by_turns(path: Path, runs: int) -> tuple[float, float]:
-    """Seconds that a user waits for `traceloom report` with the first set, and with all analyses (no findings).
+    """Seconds that a user waits for `traceloom report` with the first set, and with all analyses
+    (no findings).
 
     Without the cache; medians of runs that take turns.
     """
@@ -96,7 +104,8 @@ def by_turns(path: Path, runs: int) -> tuple[float, float]:
                 out = ["-o", f"{folder}/report.json", "--force", "--quiet", "--no-cache"]
                 began = time.perf_counter()
                 subprocess.run(
-                    [sys.executable, "-m", "traceloom", "report", str(path), "--only", only, *out], check=True
+                    [sys.executable, "-m", "traceloom", "report", str(path), "--only", only, *out],
+                    check=True,
                 )
                 times.append(time.perf_counter() - began)
     first, everything = (statistics.median(times) for times in took.values())
@@ -127,7 +136,16 @@ def anonymous_kb(process: int) -> int:
 def reported(folder: Path, ranks: int, cache: Path, out: Path) -> None:
     """Report the first ranks of a job and print what it cost."""
     chosen = ["--rank", ",".join(map(str, range(ranks)))]
-    command = [sys.executable, "-m", "traceloom", "report", str(folder), *chosen, "--quiet", "--force"]
+    command = [
+        sys.executable,
+        "-m",
+        "traceloom",
+        "report",
+        str(folder),
+        *chosen,
+        "--quiet",
+        "--force",
+    ]
     began, before = time.perf_counter(), os.times()
     process = subprocess.Popen(
         [*command, "-o", str(out / "job.html"), "-o", str(out / "job.json")],
@@ -140,7 +158,9 @@ def reported(folder: Path, ranks: int, cache: Path, out: Path) -> None:
     if process.returncode:
         raise SystemExit(f"the report ended with code {process.returncode}")
     after = os.times()
-    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    cpu = (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
     sizes = [(out / name).stat().st_size / 1e6 for name in ("job.html", "job.json")]
     wall = time.perf_counter() - began
     print(
@@ -167,7 +187,9 @@ def job(folder: Path, counts: list[int]) -> None:
 
 def main() -> None:
     """Measure what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--job", type=Path, help="folder of a made job; made where it is empty")

@@ -2,10 +2,11 @@
 
     python benchmarks/chakra.py [--nodes 10000 100000 1000000]
 
-A made graph of one rank with the attributes of a real one (an op, its launch, its kernel, a gap; every 50th a copy,
-every 200th a collective; the host's ops with their tensors) goes out as `.et`, comes back as a graph, is read and
-written as messages, and becomes JSON lines. Each step is a process of its own with one thread, so that its peak memory
-is its own; `streamed` reads message by message and keeps none.
+A made graph of one rank with the attributes of a real one (an op, its launch, its kernel, a gap;
+every 50th a copy, every 200th a collective; the host's ops with their tensors) goes out as `.et`,
+comes back as a graph, is read and written as messages, and becomes JSON lines. Each step is a
+process of its own with one thread, so that its peak memory is its own; `streamed` reads message by
+message and keeps none.
 """
 
 from __future__ import annotations
@@ -43,12 +44,16 @@ def made(count: int) -> Graph:
     kinds = np.array(["host", "launch", "kernel", "think"], dtype=object)[part]
     kinds[device & (op % 50 == 0)] = "copy"
     kinds[device & (op % 200 == 100)] = "collective"
-    names = np.array([f"kernel_{n}<float, {n % 7}>" for n in range(300)], dtype=object)[op * 7 % 300]
+    names = np.array([f"kernel_{n}<float, {n % 7}>" for n in range(300)], dtype=object)[
+        op * 7 % 300
+    ]
     start = op * 20_000 + np.array([0, 4_000, 7_000, 9_000])[part]
     duration = np.array([4_000, 3_000, 11_000, 11_000])[part] + op % 900
     duration[part != 2] -= op[part != 2] % 900
     kernel = {"correlation": pl.when(pl.Series(np.isin(part, [1, 2]))).then(pl.Series(op))}
-    nodes = pl.DataFrame({"node": node, "kind": kinds, "start_ns": start, "duration_ns": duration}).with_columns(
+    nodes = pl.DataFrame(
+        {"node": node, "kind": kinds, "start_ns": start, "duration_ns": duration}
+    ).with_columns(
         name=pl.when(pl.Series(device))
         .then(pl.Series(names))
         .otherwise(pl.Series(np.array(["aten::mm", "cudaLaunchKernel", "", ""])[part])),
@@ -64,7 +69,9 @@ def made(count: int) -> Graph:
         bytes=pl.when(pl.col("kind").is_in(["copy", "collective"])).then(1 << 20),
         **kernel,
     )
-    thread = pl.DataFrame({"source": node[:-1][part[:-1] != 2], "part": part[:-1][part[:-1] != 2]}).with_columns(
+    thread = pl.DataFrame(
+        {"source": node[:-1][part[:-1] != 2], "part": part[:-1][part[:-1] != 2]}
+    ).with_columns(
         target=pl.col("source") + pl.when(pl.col("part") == 1).then(2).otherwise(1),
         kind=pl.lit("thread"),
         from_end=pl.lit(value=True),
@@ -72,11 +79,14 @@ def made(count: int) -> Graph:
     launch = pl.DataFrame({"source": node[part == 1], "target": node[part == 2]}).with_columns(
         kind=pl.lit("launch"), from_end=pl.lit(value=False)
     )
-    stream = pl.DataFrame({"source": node[part == 2][:-1], "target": node[part == 2][1:]}).with_columns(
-        kind=pl.lit("stream"), from_end=pl.lit(value=True)
-    )
+    stream = pl.DataFrame(
+        {"source": node[part == 2][:-1], "target": node[part == 2][1:]}
+    ).with_columns(kind=pl.lit("stream"), from_end=pl.lit(value=True))
     edges = pl.concat([thread.drop("part").select(launch.columns), launch, stream]).with_columns(
-        evidence=pl.lit("measured"), to_end=pl.lit(value=False), delay_ns=pl.lit(0), residual_ns=pl.lit(0)
+        evidence=pl.lit("measured"),
+        to_end=pl.lit(value=False),
+        delay_ns=pl.lit(0),
+        residual_ns=pl.lit(0),
     )
     lanes = [
         {"lane": 0, "rank": 0, "kind": "host", "name": "thread 1"},
@@ -85,14 +95,22 @@ def made(count: int) -> Graph:
     collective = nodes.filter(kind="collective").select(
         "node", kind=pl.lit("all_reduce"), group=pl.lit("0"), in_bytes="bytes"
     )
-    host_ops = pl.DataFrame({"id": np.arange(ops) + 2, "record_function_id": np.arange(ops) + 9}).with_columns(
-        rank=pl.lit(0), name=pl.lit("aten::mm"), parent=pl.lit(1), thread=pl.lit(1), scope=pl.lit(0),
+    host_ops = pl.DataFrame(
+        {"id": np.arange(ops) + 2, "record_function_id": np.arange(ops) + 9}
+    ).with_columns(
+        rank=pl.lit(0),
+        name=pl.lit("aten::mm"),
+        parent=pl.lit(1),
+        thread=pl.lit(1),
+        scope=pl.lit(0),
         schema=pl.lit("aten::mm(Tensor self, Tensor mat2) -> Tensor"),
         inputs=pl.lit('[[12,13,0,65536,4,"cuda:0"],[14,15,0,65536,4,"cuda:0"]]'),
         input_shapes=pl.lit("[[256,256],[256,256]]"),
-        input_types=pl.lit('["Tensor(float)","Tensor(float)"]'), outputs=pl.lit('[[16,17,0,65536,4,"cuda:0"]]'),
-        output_shapes=pl.lit("[[256,256]]"), output_types=pl.lit('["Tensor(float)"]'),
-    )  # fmt: skip
+        input_types=pl.lit('["Tensor(float)","Tensor(float)"]'),
+        outputs=pl.lit('[[16,17,0,65536,4,"cuda:0"]]'),
+        output_shapes=pl.lit("[[256,256]]"),
+        output_types=pl.lit('["Tensor(float)"]'),
+    )
     frames = {
         "nodes": nodes,
         "edges": edges,
@@ -137,13 +155,20 @@ def step(name: str, folder: Path) -> tuple[float, float, float]:
 
 
 def _peak_mb() -> float:
-    """Peak memory of this process. Not `ru_maxrss`: a process begins with that of the one that started it."""
+    """Peak memory of this process.
+
+    Not `ru_maxrss`: a process begins with that of the one that started it.
+    """
     status = Path("/proc/self/status").read_text(encoding="ascii")
-    return next(int(line.split()[1]) / 1e3 for line in status.splitlines() if line.startswith("VmHWM"))
+    return next(
+        int(line.split()[1]) / 1e3 for line in status.splitlines() if line.startswith("VmHWM")
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nodes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -151,7 +176,9 @@ def main() -> None:
     if args.step:
         print(json.dumps(step(args.step, args.folder)))
         return
-    print(f"{'step':12} {'nodes':>10} {'nodes/s of CPU':>15} {'wall s':>8} {'peak MB':>8} {'bytes/node':>11}")
+    print(
+        f"{'step':12} {'nodes':>10} {'nodes/s of CPU':>15} {'wall s':>8} {'peak MB':>8} {'bytes/node':>11}"
+    )
     for count in args.nodes:
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place)
@@ -162,10 +189,15 @@ def main() -> None:
             for name in STEPS:
                 command = [sys.executable, __file__, "--step", name, "--folder", place]
                 environment = os.environ | {"POLARS_MAX_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-                done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+                done = subprocess.run(
+                    command, check=True, capture_output=True, text=True, env=environment
+                )
                 cpu, wall, peak = json.loads(done.stdout)
                 size = (folder / "made.et").stat().st_size / nodes
-                print(f"{name:12} {nodes:10,} {nodes / cpu:15,.0f} {wall:8.2f} {peak:8.0f} {size:11.0f}", flush=True)
+                print(
+                    f"{name:12} {nodes:10,} {nodes / cpu:15,.0f} {wall:8.2f} {peak:8.0f} {size:11.0f}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

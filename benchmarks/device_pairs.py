@@ -1,9 +1,11 @@
-"""One model recorded on two devices: the kernel time that one recording predicts for the other, and the measured one.
+"""One model recorded on two devices: the kernel time that one recording predicts for the other, and
+the measured one.
 
     python benchmarks/device_pairs.py [DIRECTORY]
 
-Prints, for each public pair and kind of kernels, the time here, predicted there, its interval and the time measured
-there; `outside` marks what lies outside. The directory holds the recordings (default: ../shared/data/kineto).
+Prints, for each public pair and kind of kernels, the time here, predicted there, its interval and
+the time measured there; `outside` marks what lies outside. The directory holds the recordings
+(default: ../shared/data/kineto).
 """
 
 from __future__ import annotations
@@ -30,11 +32,18 @@ def table(directory: Path, model: str, pair: tuple[str, str, str]) -> pl.DataFra
     work = answer.account.account.filter(~pl.col("rule").is_in(["host", "communication"]))
     predicted = work.group_by("kind").agg(pl.col(COLUMNS[:4]).sum())
     trace = there.traces[0]
-    measured = classify_kinds(trace).select(pl.col("kind").cast(pl.String), measured_ns=trace.gpu_work()["duration_ns"])
-    both = predicted.join(
-        measured.group_by("kind").agg(pl.col("measured_ns").sum()), on="kind", how="full", coalesce=True
+    measured = classify_kinds(trace).select(
+        pl.col("kind").cast(pl.String), measured_ns=trace.gpu_work()["duration_ns"]
     )
-    by_kind = both.fill_null(0).sort("here_ns", "kind", descending=[True, False]).select("kind", *COLUMNS)
+    both = predicted.join(
+        measured.group_by("kind").agg(pl.col("measured_ns").sum()),
+        on="kind",
+        how="full",
+        coalesce=True,
+    )
+    by_kind = (
+        both.fill_null(0).sort("here_ns", "kind", descending=[True, False]).select("kind", *COLUMNS)
+    )
     return pl.concat([by_kind, by_kind.select(pl.lit("all").alias("kind"), pl.col(COLUMNS).sum())])
 
 
@@ -45,7 +54,9 @@ def main() -> None:
     for model in MODELS:
         for pair in PAIRS:
             print(f"\n{model}: {pair[0]} -> {pair[1]} (us)")
-            print(f"{'kind':<16}{'here':>10}{'predicted':>10}{'low':>10}{'high':>10}{'measured':>10}")
+            print(
+                f"{'kind':<16}{'here':>10}{'predicted':>10}{'low':>10}{'high':>10}{'measured':>10}"
+            )
             for kind, *times in table(directory, model, pair).rows():
                 _, _, low, high, measured = times
                 word = "" if low <= measured <= high else "  outside"

@@ -1,9 +1,11 @@
-"""A small training job with one planted fault, for `findings_truth.py`: `python findings_job.py FAULT [fixed]`.
+"""A small training job with one planted fault, for `findings_truth.py`: `python findings_job.py
+FAULT [fixed]`.
 
-With `fixed` the fault is mended the way its finding advises; all else is the same. Without, all steps up to FROM have
-the fault, which are those that are recorded; after them steps with and without it take turns (even steps have it), so
-that what the fix saves is told by neighbours and not by two runs. Of several ranks the last one is late (`straggler`:
-it sleeps, `busy`: it computes), data parallel or, with `-fsdp` behind the fault, sharded.
+With `fixed` the fault is mended the way its finding advises; all else is the same. Without, all
+steps up to FROM have the fault, which are those that are recorded; after them steps with and
+without it take turns (even steps have it), so that what the fix saves is told by neighbours and not
+by two runs. Of several ranks the last one is late (`straggler`: it sleeps, `busy`: it computes),
+data parallel or, with `-fsdp` behind the fault, sharded.
 """
 
 from __future__ import annotations
@@ -18,8 +20,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-FAULTS = ("none", "sleep", "loader", "workers", "elements", "python", "recomputation", "item", "straggler", "busy",
-          "copies", "tiny")  # fmt: skip
+FAULTS = (
+    "none",
+    "sleep",
+    "loader",
+    "workers",
+    "elements",
+    "python",
+    "recomputation",
+    "item",
+    "straggler",
+    "busy",
+    "copies",
+    "tiny",
+)
 STEPS, FROM, BATCH = 100, 30, 64
 # where ranks share processors a narrow model: what one rank waits for, the others would compute in
 WIDTH = 256 if int(os.environ.get("WORLD_SIZE", "1")) <= (os.cpu_count() or 1) else 32
@@ -27,7 +41,9 @@ WIDTH = 256 if int(os.environ.get("WORLD_SIZE", "1")) <= (os.cpu_count() or 1) e
 
 def broken(number: int) -> bool:
     """Whether a step has the fault."""
-    return "fixed" not in sys.argv[2:] and (number < FROM or number % 2 == 0 or sys.argv[1] == "workers")
+    return "fixed" not in sys.argv[2:] and (
+        number < FROM or number % 2 == 0 or sys.argv[1] == "workers"
+    )
 
 
 class Rows(Dataset):
@@ -78,7 +94,9 @@ def loader(fault: str) -> DataLoader:
 
 
 def first_of_all() -> None:
-    """Take the processor before others do, where that is allowed: times on a busy machine are of the others."""
+    """Take the processor before others do, where that is allowed: times on a busy machine are of
+    the others.
+    """
     if os.environ.get("FINDINGS_FIRST"):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
 
@@ -111,7 +129,10 @@ def extra(fault: str, batch: torch.Tensor, *, wrong: bool) -> None:
     elif fault == "straggler" and late():
         time.sleep(0.050)  # longer than two ranks wait for each other on two busy processors
     elif fault == "busy" and late():
-        some, ends = batch, time.thread_time() + 0.050  # so much of the processor, however long that takes
+        some, ends = (
+            batch,
+            time.thread_time() + 0.050,
+        )  # so much of the processor, however long that takes
         while time.thread_time() < ends:
             some = torch.tanh(some)
     elif fault == "copies":

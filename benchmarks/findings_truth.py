@@ -4,12 +4,15 @@
     python benchmarks/findings_truth.py random [--jobs 100] [--seed 1]
     python benchmarks/findings_truth.py hidden [--jobs 100] [--seed 1]
 
-Made jobs: the saving that the expected finding predicts, against the same job simulated again without the fault. Real
+Made jobs: the saving that the expected finding predicts, against the same job simulated again
+without the fault. Real
 runs: the same against the time of a step after the real fix, by the wall times of steps that nobody recorded: in each
-run steps with and without the fault take turns after those that are recorded (see findings_job.py). `--first` asks for
-the processor ahead of all others (needs the right to), without which a busy machine measures its other work. Random
+run steps with and without the fault take turns after those that are recorded (see findings_job.py).
+`--first` asks for the processor ahead of all others (needs the right to), without which a busy
+machine measures its other work. Random
 jobs: how far changes and findings are off, by kind, against the same jobs simulated again with the change, or without
-what makes a rank late. Hidden: the same where one rank alone was recorded, and its peers were not. Prints Markdown.
+what makes a rank late. Hidden: the same where one rank alone was recorded, and its peers were not.
+Prints Markdown.
 """
 
 from __future__ import annotations
@@ -51,12 +54,21 @@ FROM = 30  # as in findings_job.py: from here on every other step is without the
 _COUNTS = 0.02  # of the step: smaller savings are not judged
 _LATE = ("straggler", "host-pause", "data-starved")
 EXPECTED = {
-    "none": (), "sleep": ("host-pause",), "loader": ("data-starved",), "workers": ("data-starved",),
-    "elements": ("python-bound",), "python": ("host-pause",), "recomputation": ("recomputation",), "item": (),
+    "none": (),
+    "sleep": ("host-pause",),
+    "loader": ("data-starved",),
+    "workers": ("data-starved",),
+    "elements": ("python-bound",),
+    "python": ("host-pause",),
+    "recomputation": ("recomputation",),
+    "item": (),
     "straggler": ("host-pause", "straggler"),  # the sleep itself, or the rank that it makes late
-    "straggler-fsdp": ("host-pause", "straggler"), "busy": ("straggler",), "busy-fsdp": ("straggler",),
-    "copies": ("host-copies",), "tiny": ("tiny-operators",),
-}  # fmt: skip
+    "straggler-fsdp": ("host-pause", "straggler"),
+    "busy": ("straggler",),
+    "busy-fsdp": ("straggler",),
+    "copies": ("host-copies",),
+    "tiny": ("tiny-operators",),
+}
 
 
 @dataclass(frozen=True)
@@ -74,19 +86,31 @@ class Row:
         slugs = [finding.slug for finding in self.found.time]
         place = next((number for number, slug in enumerate(slugs) if slug in self.expected), None)
         first = slugs[0] if slugs else "nothing"
-        cells = [self.fault, f"{self.step / 1e6:.2f} ms", f"{self.truth / 1e6:.2f} ms ({self.truth / self.step:.0%})"]
+        cells = [
+            self.fault,
+            f"{self.step / 1e6:.2f} ms",
+            f"{self.truth / 1e6:.2f} ms ({self.truth / self.step:.0%})",
+        ]
         if place is None:
             saving = self.found.time[0].saving_fraction if slugs else 0.0
             cells += ["–", f"{first} {saving or 0:.1%}", "–"]
         else:
             saved = self.found.time[place].saving_ns or 0
-            low, high = (getattr(self.found.time[place], f"saving_{end}_ns") for end in ("low", "high"))
+            low, high = (
+                getattr(self.found.time[place], f"saving_{end}_ns") for end in ("low", "high")
+            )
             between = "" if low is None else f" ({low / 1e6:.2f} to {high / 1e6:.2f})"
-            cells += [f"{place + 1}", f"{slugs[place]} {saved / 1e6:.2f} ms{between}", f"{saved / self.truth - 1:+.0%}"]
+            cells += [
+                f"{place + 1}",
+                f"{slugs[place]} {saved / 1e6:.2f} ms{between}",
+                f"{saved / self.truth - 1:+.0%}",
+            ]
         return "| " + " | ".join(cells) + " |"
 
 
-HEAD = "| fault | step | truth | place | predicted | off by |\n| --- | --: | --: | --: | --- | --: |"
+HEAD = (
+    "| fault | step | truth | place | predicted | off by |\n| --- | --: | --: | --: | --- | --: |"
+)
 
 
 def made(only: str) -> Iterator[Row]:
@@ -106,7 +130,11 @@ def made(only: str) -> Iterator[Row]:
 
 def recorded(fault: str, folder: Path, *, fixed: bool, first: bool, ranks: int) -> Path:
     """Record a real run of a job."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(traceloom.__file__).parents[1])}
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(traceloom.__file__).parents[1]),
+    }
     env |= {"FINDINGS_FIRST": "1"} if first else {}
     job = [sys.executable, str(HERE / "findings_job.py"), fault, *(["fixed"] if fixed else [])]
     if fault.startswith(("straggler", "busy")):
@@ -127,16 +155,22 @@ def recorded(fault: str, folder: Path, *, fixed: bool, first: bool, ranks: int) 
         *job,
     ]
     for _ in range(TRIES):
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=600, check=False
+        )
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
         if undisturbed(folder) >= ENOUGH:
             return folder
-    raise SystemExit(f"{fault}: the recorder wrote its files until the job was over; is the machine busy?")
+    raise SystemExit(
+        f"{fault}: the recorder wrote its files until the job was over; is the machine busy?"
+    )
 
 
 def undisturbed(folder: Path) -> int:
-    """Steps behind the recorded ones during which nothing was recorded and nothing written; of the rank with fewest."""
+    """Steps behind the recorded ones during which nothing was recorded and nothing written; of the
+    rank with fewest.
+    """
     ranks = json.loads((folder / "capture.json").read_text())["ranks"]
     return min(part["steps"]["state"][FROM:].count("unrecorded") for part in ranks)
 
@@ -146,7 +180,11 @@ def step_ns(folder: Path, *, odd: bool) -> float:
     slowest = 0.0
     for part in json.loads((folder / "capture.json").read_text())["ranks"]:
         told = zip(part["steps"]["duration_ns"], part["steps"]["state"], strict=True)
-        times = [time for number, (time, state) in enumerate(told) if state == "unrecorded" and number % 2 == odd]
+        times = [
+            time
+            for number, (time, state) in enumerate(told)
+            if state == "unrecorded" and number % 2 == odd
+        ]
         slowest = max(slowest, statistics.median(times))
     return slowest
 
@@ -154,17 +192,22 @@ def step_ns(folder: Path, *, odd: bool) -> float:
 def predicted(folder: Path) -> Ranked:
     """Findings of a real run, as they would be of one in which all steps have the fault.
 
-    What recording costs is told by steps with the fault alone: those without are the experiment's, not the user's.
+    What recording costs is told by steps with the fault alone: those without are the experiment's,
+    not the user's.
     """
     context = Context.of(traceloom.load(folder))
     ratios = []
     for part in json.loads((folder / "capture.json").read_text())["ranks"]:
         times, states = part["steps"]["cpu_ns"], part["steps"]["state"]
         recorded = [number for number, state in enumerate(states) if state == "recorded"]
-        plain = [number for number, state in enumerate(states)
-                 if state == "unrecorded" and number > 2 and (number < FROM or number % 2 == 0)]  # fmt: skip
+        plain = [
+            number
+            for number, state in enumerate(states)
+            if state == "unrecorded" and number > 2 and (number < FROM or number % 2 == 0)
+        ]
         ran, ran_plain = (
-            [times[number] for number in some] for some in (recorded, select_nearest_steps(plain, recorded))
+            [times[number] for number in some]
+            for some in (recorded, select_nearest_steps(plain, recorded))
         )
         ratios.append(statistics.median(ran) / statistics.median(ran_plain))
     context.host_ratio = max(ratios, default=None)
@@ -179,14 +222,24 @@ def real(only: str, repeats: int, *, first: bool, ranks: int) -> Iterator[Row]:
         with tempfile.TemporaryDirectory() as name:
             steps, truths, found = [], [], []
             for number in range(repeats):
-                run = recorded(fault, Path(name) / f"faulty{number}", fixed=False, first=first, ranks=ranks)
+                run = recorded(
+                    fault, Path(name) / f"faulty{number}", fixed=False, first=first, ranks=ranks
+                )
                 steps.append(step_ns(run, odd=False))
                 fixed = run
                 if fault == "workers":
-                    fixed = recorded(fault, Path(name) / f"fixed{number}", fixed=True, first=first, ranks=ranks)
+                    fixed = recorded(
+                        fault, Path(name) / f"fixed{number}", fixed=True, first=first, ranks=ranks
+                    )
                 truths.append(steps[-1] - step_ns(fixed, odd=True))
                 found.append(predicted(run))
-        yield Row(fault, statistics.median(steps), statistics.median(truths), expected, _middle(found, expected))
+        yield Row(
+            fault,
+            statistics.median(steps),
+            statistics.median(truths),
+            expected,
+            _middle(found, expected),
+        )
 
 
 def _middle(found: list[Ranked], expected: tuple[str, ...]) -> Ranked:
@@ -199,7 +252,9 @@ def _middle(found: list[Ranked], expected: tuple[str, ...]) -> Ranked:
 
 
 def distributions(count: int, seed: int) -> Iterator[str]:
-    """How far what-ifs of random jobs are off, and the first finding of random jobs with a late rank; Markdown."""
+    """How far what-ifs of random jobs are off, and the first finding of random jobs with a late
+    rank; Markdown.
+    """
     answers = [
         answer
         for changed in to_change(count, seed)
@@ -211,7 +266,9 @@ def distributions(count: int, seed: int) -> Iterator[str]:
 
 
 def hidden(count: int, seed: int) -> Iterator[str]:
-    """How far what-ifs are off where one rank of several was recorded, and another one is late; Markdown."""
+    """How far what-ifs are off where one rank of several was recorded, and another one is late;
+    Markdown.
+    """
     changes = (
         ("gpu * 0.5", Change(kernels=0.5)),
         ("host * 0.7", Change(host=0.7)),
@@ -224,7 +281,9 @@ def hidden(count: int, seed: int) -> Iterator[str]:
             [
                 answer
                 for late in with_a_late_rank(count, seed, steps=4)
-                for answer in _answers(late.job, changes, [(late.rank + beside) % len(late.job.ranks)])
+                for answer in _answers(
+                    late.job, changes, [(late.rank + beside) % len(late.job.ranks)]
+                )
             ]
         )
 
@@ -240,7 +299,9 @@ class Answer:
     impossible: bool
 
 
-def _answers(job: Job, changes: Iterable[tuple[str, Change]], ranks: Collection[int]) -> Iterator[Answer]:
+def _answers(
+    job: Job, changes: Iterable[tuple[str, Change]], ranks: Collection[int]
+) -> Iterator[Answer]:
     run = job.run()
     graph = calibrate(join_ranks([link_rank(run.trace(rank).build()) for rank in ranks]))
     plan, window = Plan(graph), _window(run, ranks)
@@ -308,8 +369,12 @@ def _late(count: int, seed: int) -> Iterator[str]:
 
 def main() -> None:
     """Run what is asked for, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", default=["made", "real"], help="made, real, random, hidden")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "what", nargs="*", default=["made", "real"], help="made, real, random, hidden"
+    )
     parser.add_argument("--jobs", type=int, default=100, help="random jobs of each kind")
     parser.add_argument("--seed", type=int, default=1, help="of random jobs")
     parser.add_argument("--only", default="", help="one fault, by its name; or clean")
@@ -327,7 +392,9 @@ def main() -> None:
         for row in made(arguments.only):
             print(row.line(), flush=True)
     if "real" in arguments.what:
-        for row in real(arguments.only, arguments.repeats, first=arguments.first, ranks=arguments.ranks):
+        for row in real(
+            arguments.only, arguments.repeats, first=arguments.first, ranks=arguments.ranks
+        ):
             print(row.line(), flush=True)
 
 

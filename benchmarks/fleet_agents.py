@@ -1,9 +1,10 @@
-"""What many hosts cost the fleet's service: simulated agents over HTTP, with the messages of real ones.
+"""What many hosts cost the fleet's service: simulated agents over HTTP, with the messages of real
+ones.
 
-Each has two connections, as an agent has: a heartbeat every 10 s (8 devices, 8 ranks, a minute of usage once a minute),
-and a question for work that waits for 30 s. The service is a process of its own, on SQLite; what is measured is its
-processor time, with that of the process that writes its tables, the memory of both, and how long all hosts take to hear
-of a request for a trace.
+Each has two connections, as an agent has: a heartbeat every 10 s (8 devices, 8 ranks, a minute of
+usage once a minute), and a question for work that waits for 30 s. The service is a process of its
+own, on SQLite; what is measured is its processor time, with that of the process that writes its
+tables, the memory of both, and how long all hosts take to hear of a request for a trace.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ class Agent:
 
     def __init__(self, port: int, number: int, heard: Callable[[str], None]) -> None:
         self.name, self.number, self.heard = f"node{number:04}", number, heard
-        self.beats, self.polls = Exchange(port, f"secret{number}"), Exchange(port, f"secret{number}")
+        self.beats, self.polls = (
+            Exchange(port, f"secret{number}"),
+            Exchange(port, f"secret{number}"),
+        )
         self.reports = Exchange(port, f"secret{number}")
         self.told = 0
 
@@ -95,7 +99,9 @@ class Agent:
                 [work] = answer.work
                 self.heard(work.step)
                 if work.step == "arm":
-                    report = msgspec.json.encode(HostReport(state="armed", processes=self._armed(), clock=CLOCK))
+                    report = msgspec.json.encode(
+                        HostReport(state="armed", processes=self._armed(), clock=CLOCK)
+                    )
                     path = f"/api/v1/agents/{self.name}/requests/{work.request}"
                     await self.reports.ask("POST", path, report)
             version = answer.version
@@ -103,7 +109,11 @@ class Agent:
     def _armed(self) -> list[ArmedProcess]:
         return [
             ArmedProcess(
-                key=f"{1000 + at}@77", pid=1000 + at, job=JOB, rank=self.number * DEVICES + at, steps_per_second=2.5
+                key=f"{1000 + at}@77",
+                pid=1000 + at,
+                job=JOB,
+                rank=self.number * DEVICES + at,
+                steps_per_second=2.5,
             )
             for at in range(DEVICES)
         ]
@@ -111,43 +121,72 @@ class Agent:
     def _usage(self, minute: int) -> list[UsageRow]:
         return [
             UsageRow(
-                minute=minute, device=self._device(at), device_model=MODEL, job=JOB, state=state, device_ms=30_000,
-                busy_ms=30_000 if state == "busy" else 0, energy_mj=20_000_000,
+                minute=minute,
+                device=self._device(at),
+                device_model=MODEL,
+                job=JOB,
+                state=state,
+                device_ms=30_000,
+                busy_ms=30_000 if state == "busy" else 0,
+                energy_mj=20_000_000,
             )
             for at in range(DEVICES)
             for state in ("busy", "idle-allocated")
-        ]  # fmt: skip
+        ]
 
     def _device(self, at: int) -> str:
         return f"GPU-{self.number:08x}-1234-5678-9abc-{at:012x}"
 
     def _heartbeat(self, usage: list[UsageRow]) -> Heartbeat:
-        values = {"gpu_busy_ratio": 0.93, "gpu_power_watts": 612.5, "gpu_memory_used_bytes": 6.1e10, "gpu_up": 1.0}
+        values = {
+            "gpu_busy_ratio": 0.93,
+            "gpu_power_watts": 612.5,
+            "gpu_memory_used_bytes": 6.1e10,
+            "gpu_up": 1.0,
+        }
         return Heartbeat(
-            sent_ns=time.time_ns(), boot_id="8d4f5a5e-31d4-4d0e-9ad5-1d6c3b6c4a4e", version="0.2.0", usage=usage,
+            sent_ns=time.time_ns(),
+            boot_id="8d4f5a5e-31d4-4d0e-9ad5-1d6c3b6c4a4e",
+            version="0.2.0",
+            usage=usage,
             clock=CLOCK,
             devices=[
-                HostDevice(uuid=self._device(at), index=str(at), model=MODEL, values=values) for at in range(DEVICES)
+                HostDevice(uuid=self._device(at), index=str(at), model=MODEL, values=values)
+                for at in range(DEVICES)
             ],
             processes=[
                 HostProcess(
-                    key=f"{1000 + at}@77", pid=1000 + at, uid=1000, job=JOB, job_name="train", scheduler="slurm",
-                    rank=self.number * DEVICES + at, world_size=8000, user="ada", framework="pytorch",
-                    devices=(self._device(at),), steps_per_second=2.5, polls=True,
+                    key=f"{1000 + at}@77",
+                    pid=1000 + at,
+                    uid=1000,
+                    job=JOB,
+                    job_name="train",
+                    scheduler="slurm",
+                    rank=self.number * DEVICES + at,
+                    world_size=8000,
+                    user="ada",
+                    framework="pytorch",
+                    devices=(self._device(at),),
+                    steps_per_second=2.5,
+                    polls=True,
                 )
                 for at in range(DEVICES)
             ],
-        )  # fmt: skip
+        )
 
 
 def cpu_s(pid: int) -> float:
-    """Of a process, those that it started and that run, and those that it started and that have ended."""
+    """Of a process, those that it started and that run, and those that it started and that have
+    ended.
+    """
     total = 0.0
     for process in (psutil.Process(pid), *psutil.Process(pid).children()):
         with contextlib.suppress(psutil.NoSuchProcess):
             times = process.cpu_times()
             total += (
-                times.user + times.system + (times.children_user + times.children_system if process.pid == pid else 0)
+                times.user
+                + times.system
+                + (times.children_user + times.children_system if process.pid == pid else 0)
             )
     return total
 
@@ -157,7 +196,9 @@ def memory_mb(pid: int) -> float:
 
 
 class Writers:
-    """The processes that write tables: the most memory of one, and the share of the time in which there is one."""
+    """The processes that write tables: the most memory of one, and the share of the time in which
+    there is one.
+    """
 
     def __init__(self, pid: int) -> None:
         self.pid, self.most, self.looks, self.seen = pid, 0.0, 0, 0
@@ -176,8 +217,12 @@ class Writers:
             await asyncio.sleep(0.1)
 
 
-async def measured(port: int, pid: int, client: FleetClient, agents: int, seconds: float) -> dict[str, float]:
-    """What the service costs, and how long hosts take to hear of a request, and then of its common instant."""
+async def measured(
+    port: int, pid: int, client: FleetClient, agents: int, seconds: float
+) -> dict[str, float]:
+    """What the service costs, and how long hosts take to hear of a request, and then of its common
+    instant.
+    """
     heard: dict[str, list[float]] = {"arm": [], "start": []}
     all_begin = asyncio.Event()
 
@@ -187,8 +232,14 @@ async def measured(port: int, pid: int, client: FleetClient, agents: int, second
             all_begin.set()
 
     hosts = [Agent(port, number, hears) for number in range(agents)]
-    tasks = [asyncio.create_task(loop) for host in hosts for loop in (host.beat_for_ever(), host.poll_for_ever())]
-    await asyncio.wait(tasks, timeout=1.5 * BEAT_S, return_when=asyncio.FIRST_EXCEPTION)  # all have come
+    tasks = [
+        asyncio.create_task(loop)
+        for host in hosts
+        for loop in (host.beat_for_ever(), host.poll_for_ever())
+    ]
+    await asyncio.wait(
+        tasks, timeout=1.5 * BEAT_S, return_when=asyncio.FIRST_EXCEPTION
+    )  # all have come
     writers = Writers(pid)
     looking = asyncio.create_task(writers.look_for_ever())
     before, began = cpu_s(pid), time.monotonic()
@@ -202,12 +253,20 @@ async def measured(port: int, pid: int, client: FleetClient, agents: int, second
     await asyncio.to_thread(client.post, "requests", {"wanted": wanted})
     with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
         await asyncio.wait_for(all_begin.wait(), 60)
-    times = {step: max(times) - began if len(times) == agents else float("inf") for step, times in heard.items()}
+    times = {
+        step: max(times) - began if len(times) == agents else float("inf")
+        for step, times in heard.items()
+    }
     result = {
-        "share": share, "memory": memory, "woken": times["arm"], "started": times["start"],
-        "request_cpu": cpu_s(pid) - before, "memory_then": memory_mb(pid), "writer": writers.most,
+        "share": share,
+        "memory": memory,
+        "woken": times["arm"],
+        "started": times["start"],
+        "request_cpu": cpu_s(pid) - before,
+        "memory_then": memory_mb(pid),
+        "writer": writers.most,
         "writer_share": writers.share,
-    }  # fmt: skip
+    }
     for task in (looking, *tasks):
         task.cancel()
     await asyncio.gather(looking, *tasks, return_exceptions=True)
@@ -221,16 +280,31 @@ def agents_of_fleet(folder: Path, agents: int, seconds: float) -> dict[str, floa
         state.put_host(f"node{number:04}", f"secret{number}")
     state.close()
     environment = {**os.environ, "XDG_CONFIG_HOME": str(folder), "XDG_DATA_HOME": str(folder)}
-    command = [sys.executable, "-m", "traceloom", "serve", "--store", str(folder / "store"), "--address", "127.0.0.1:0"]
+    command = [
+        sys.executable,
+        "-m",
+        "traceloom",
+        "serve",
+        "--store",
+        str(folder / "store"),
+        "--address",
+        "127.0.0.1:0",
+    ]
     log = folder / "log"
-    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as service:
+    with (
+        log.open("wb") as out,
+        subprocess.Popen(command, stdout=out, stderr=out, env=environment) as service,
+    ):
         try:
             while not (match := re.search(r"answers at \S+:(\d+),", log.read_text())):
                 time.sleep(0.1)
                 if service.poll() is not None:
                     raise RuntimeError(log.read_text())
             port = int(match[1])
-            client = FleetClient(f"http://127.0.0.1:{port}", (folder / "traceloom" / "fleet-token").read_text().strip())
+            client = FleetClient(
+                f"http://127.0.0.1:{port}",
+                (folder / "traceloom" / "fleet-token").read_text().strip(),
+            )
             while True:
                 try:
                     client.get("hosts")

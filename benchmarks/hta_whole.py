@@ -1,11 +1,11 @@
-"""What HolisticTraceAnalysis does in a whole process: load, then analyses. Run by read.py and reach.py in the virtual
-environment that they make.
+"""What HolisticTraceAnalysis does in a whole process: load, then analyses. Run by read.py and
+reach.py in the virtual environment that they make.
 
     python hta_whole.py FILE ... [--whole | --all]
 
-`--whole`: its temporal, idle, kernel, overlap, queue, launch and memory-bandwidth analyses; `--all`: those, and what it
-has of the other questions that a report answers (annotations, delays of operators, stragglers, frequent sequences of
-kernels, the critical path of one step).
+`--whole`: its temporal, idle, kernel, overlap, queue, launch and memory-bandwidth analyses;
+`--all`: those, and what it has of the other questions that a report answers (annotations, delays of
+operators, stragglers, frequent sequences of kernels, the critical path of one step).
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("get_gpu_kernels_with_user_annotations", {"rank": 0}),
     ("get_aten_op_kernels_and_delay", {}),
     ("get_potential_stragglers", {}),
-    ("get_frequent_cuda_kernel_sequences", {"operator_name": "aten::", "output_dir": tempfile.gettempdir()}),
+    (
+        "get_frequent_cuda_kernel_sequences",
+        {"operator_name": "aten::", "output_dir": tempfile.gettempdir()},
+    ),
     ("critical_path_analysis", {"rank": 0, "annotation": "ProfilerStep", "instance_id": 0}),
 )
 
@@ -66,7 +69,11 @@ def main() -> None:
             began = time.process_time()
             failed += failure(partial(getattr(analysis, name), **options), name)
             took[name] = round(time.process_time() - began, 3)
-    times = {"import_s": imported - started, "load_s": loaded - imported, "load_cpu_s": loaded_cpu - cpu}
+    times = {
+        "import_s": imported - started,
+        "load_s": loaded - imported,
+        "load_cpu_s": loaded_cpu - cpu,
+    }
     print(json.dumps({**times, "failed": failed, "cpu_s": took}))
 
 

@@ -1,10 +1,12 @@
-"""Linking: nodes per second as traces grow, and whole processes against the linker of mlcommons/chakra.
+"""Linking: nodes per second as traces grow, and whole processes against the linker of
+mlcommons/chakra.
 
     python benchmarks/link.py [--runs 3] [--peer PYTHON]
 
-Made traces of 10 k to 1 M events lie under benchmarks/out. The peer is `chakra_trace_link` of mlc-chakra 1.0.0 with
-`et_replay` of facebookresearch/param (which is not on PyPI: install both by hand and give that Python); its step that
-calls HolisticTraceAnalysis is switched off, because it fails on these files. Without --peer ours is measured alone.
+Made traces of 10 k to 1 M events lie under benchmarks/out. The peer is `chakra_trace_link` of
+mlc-chakra 1.0.0 with `et_replay` of facebookresearch/param (which is not on PyPI: install both by
+hand and give that Python); its step that calls HolisticTraceAnalysis is switched off, because it
+fails on these files. Without --peer ours is measured alone.
 """
 
 from __future__ import annotations
@@ -28,8 +30,11 @@ OUT = HERE / "out"
 DATA = HERE.parents[1] / "shared" / "data"
 PAIRS = ("linear", "mismatched_resnet")
 SOURCE = DATA / "kineto" / "h100_qwen_0.5b.json.gz"
-# An installed package has its bytecode; without this an editable one would be compiled again in every run.
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+# An installed package has its bytecode; without this an editable one would be compiled again in
+# every run.
+ENVIRONMENT = {
+    name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+}
 OURS = """
 import json, resource, sys, time
 from traceloom.graph.job import join_ranks as join
@@ -56,7 +61,9 @@ main()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--peer", type=Path, metavar="PYTHON")
     args = parser.parse_args()
@@ -78,7 +85,11 @@ def growth(runs: int) -> None:
         found = []
         for _ in range(runs):
             done = subprocess.run(
-                [sys.executable, "-c", OURS, str(path)], capture_output=True, text=True, check=True, env=ENVIRONMENT
+                [sys.executable, "-c", OURS, str(path)],
+                capture_output=True,
+                text=True,
+                check=True,
+                env=ENVIRONMENT,
             )
             found.append(json.loads(done.stdout))
         count, nodes, edges, load, link, calibrate, peak = (
@@ -101,11 +112,22 @@ def whole(runs: int, peer: Path | None) -> None:
     for name in PAIRS:
         files = [str(DATA / "pairs" / f"{name}.{kind}.json.gz") for kind in ("host", "kineto")]
         with tempfile.TemporaryDirectory(dir=OUT) as folder:
-            command = [sys.executable, "-m", "traceloom", "link", *files, "--no-cache", "--no-law", "--quiet"]
+            command = [
+                sys.executable,
+                "-m",
+                "traceloom",
+                "link",
+                *files,
+                "--no-cache",
+                "--no-law",
+                "--quiet",
+            ]
             times, code = timed([*command, "-o", f"{folder}/out.et"], runs)
             line = f"{name:<20} {times:>7.2f} {code:>5}"
             if peer is not None:
-                theirs, _ = timed([str(peer), "-c", PEER, *plain(files, folder), f"{folder}/out.json"], 1)
+                theirs, _ = timed(
+                    [str(peer), "-c", PEER, *plain(files, folder), f"{folder}/out.json"], 1
+                )
                 line += f" {theirs:>8.1f} {theirs / times:>6.0f}x"
             print(line, flush=True)
 

@@ -1,4 +1,5 @@
-"""Write the traces of a made job of many ranks: 64 of about 20 MB of JSON each, where nothing else is asked for.
+"""Write the traces of a made job of many ranks: 64 of about 20 MB of JSON each, where nothing else
+is asked for.
 
     python benchmarks/make_job.py FOLDER [--ranks 64] [--megabytes 20]
 
@@ -28,9 +29,16 @@ def recipe(ranks: int, megabytes: float) -> ParallelRecipe:
     layers = max(round(megabytes / _MEGABYTES_PER_LAYER / _passes(steps, microbatches)), 1)
     faults = (SlowRank(17 % ranks, 1.3), LateHost(42 % ranks, 6000, steps=(2,)))
     return ParallelRecipe(
-        data=ranks // tensor // pipeline, tensor=tensor, pipeline=pipeline, steps=steps, layers=layers,
-        microbatches=microbatches, stacks=True, faults=faults, clocks={1: (2_000_000, 1e-6), 5: (-700_000, 0.0)},
-    )  # fmt: skip
+        data=ranks // tensor // pipeline,
+        tensor=tensor,
+        pipeline=pipeline,
+        steps=steps,
+        layers=layers,
+        microbatches=microbatches,
+        stacks=True,
+        faults=faults,
+        clocks={1: (2_000_000, 1e-6), 5: (-700_000, 0.0)},
+    )
 
 
 def _passes(steps: int, microbatches: int) -> int:
@@ -39,7 +47,9 @@ def _passes(steps: int, microbatches: int) -> int:
 
 def main() -> None:
     """Make the job and write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--megabytes", type=float, default=20)
@@ -52,7 +62,9 @@ def main() -> None:
     )
     run.write(asked.folder)
     size = sum(path.stat().st_size for path in asked.folder.glob("*.kineto.json.gz")) / 1e6
-    print(f"wrote {len(run.spans):,} spans, {size:.0f} MB compressed, in {time.perf_counter() - began:.0f} s")
+    print(
+        f"wrote {len(run.spans):,} spans, {size:.0f} MB compressed, in {time.perf_counter() - began:.0f} s"
+    )
 
 
 if __name__ == "__main__":

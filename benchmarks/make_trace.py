@@ -1,4 +1,6 @@
-"""Make a big trace file: `python benchmarks/make_trace.py 1GB benchmarks/out/1gb.json [source.json.gz]`."""
+"""Make a big trace file: `python benchmarks/make_trace.py 1GB benchmarks/out/1gb.json
+[source.json.gz]`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def main() -> None:
     args.path.parent.mkdir(parents=True, exist_ok=True)
     entries = write_big(args.path, args.size, args.source)
     took = time.perf_counter() - started
-    print(f"Wrote {args.path}: {args.path.stat().st_size / 1e9:.2f} GB, {entries:,} entries, {took:.0f} s")
+    print(
+        f"Wrote {args.path}: {args.path.stat().st_size / 1e9:.2f} GB, {entries:,} entries, {took:.0f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     python benchmarks/memory.py [--events 10000000] [--no-recording]
 
-The events are made in memory as those of a training run: operators in nested scopes, each with blocks that die at once,
-at the end of the step, or never. Pairing, naming, categories and the tree at the peak are timed together (processor
-time), then the CSV file; memory is what is resident beyond the trace itself, at its highest. Then one training step,
-with and without recording of allocations, with module scopes and without; and an empty scope while nothing records.
+The events are made in memory as those of a training run: operators in nested scopes, each with
+blocks that die at once, at the end of the step, or never. Pairing, naming, categories and the tree
+at the peak are timed together (processor time), then the CSV file; memory is what is resident
+beyond the trace itself, at its highest. Then one training step, with and without recording of
+allocations, with module scopes and without; and an empty scope while nothing records.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ OPS_PER_SCOPE, SCOPES_PER_STEP = 8, 250
 
 
 def made(events: int) -> Trace:
-    """A trace of one thread: steps, scopes in them, operators in these, allocations and frees in those."""
+    """A trace of one thread: steps, scopes in them, operators in these, allocations and frees in
+    those.
+    """
     ops = events // PER_OP
     scopes = -(-ops // OPS_PER_SCOPE)
     steps = -(-scopes // SCOPES_PER_STEP)
@@ -56,13 +59,15 @@ def made(events: int) -> Trace:
     order = np.lexsort((depth, start))
     place = np.empty(order.size, dtype=np.int64)
     place[order] = np.arange(order.size)
-    above = np.concatenate([np.full(steps, -1), place[np.arange(scopes) // SCOPES_PER_STEP], place[steps + scope_of]])[
-        order
-    ]
+    above = np.concatenate(
+        [np.full(steps, -1), place[np.arange(scopes) // SCOPES_PER_STEP], place[steps + scope_of]]
+    )[order]
     names = [f"traceloom.step#{k}" for k in range(steps)]
     names += [f"traceloom.module:Net.blocks.{k % 24}" for k in range(scopes)]
     names += [f"aten::op{k}" for k in range(12)] * (ops // 12 + 1)
-    category = np.concatenate([np.zeros(steps + scopes, dtype=np.int64), np.ones(ops, dtype=np.int64)])[order]
+    category = np.concatenate(
+        [np.zeros(steps + scopes, dtype=np.int64), np.ones(ops, dtype=np.int64)]
+    )[order]
     step = (start[order] // (SCOPES_PER_STEP * OPS_PER_SCOPE * 1000)).astype(np.int32)
     frame = make_empty_frame("events")
     count = order.size
@@ -72,7 +77,9 @@ def made(events: int) -> Trace:
     columns |= {
         "event": np.arange(count, dtype=np.uint32),
         "name": pl.Series(names[:count]).gather(order),
-        "category": pl.Series(["annotation", "op"], dtype=SCHEMAS["events"]["category"]).gather(category),
+        "category": pl.Series(["annotation", "op"], dtype=SCHEMAS["events"]["category"]).gather(
+            category
+        ),
         "start_ns": start[order],
         "duration_ns": (end - start)[order],
         "nested_end_ns": end[order],
@@ -84,19 +91,35 @@ def made(events: int) -> Trace:
         "step": step,
     }
     lanes = pl.DataFrame(
-        {"lane": [0], "kind": ["host"], "process": ["1"], "thread": ["1"], "device": [None], "stream": [None],
-         "name": ["main thread"], "events": [count], "busy_ns": [int(end.max())]},
+        {
+            "lane": [0],
+            "kind": ["host"],
+            "process": ["1"],
+            "thread": ["1"],
+            "device": [None],
+            "stream": [None],
+            "name": ["main thread"],
+            "events": [count],
+            "busy_ns": [int(end.max())],
+        },
         schema=SCHEMAS["lanes"],
-    )  # fmt: skip
+    )
     marks = pl.DataFrame(
-        {"step": np.arange(steps), "start_ns": step_start, "end_ns": np.append(step_start[1:], end.max())}
+        {
+            "step": np.arange(steps),
+            "start_ns": step_start,
+            "end_ns": np.append(step_start[1:], end.max()),
+        }
     )
     frames = {name: make_empty_frame(name) for name in SCHEMAS}
     frames |= {
         "events": pl.DataFrame(columns).select(frame.columns).cast(dict(frame.schema)),
         "lanes": lanes,
         "steps": marks.select(
-            *(pl.col(name) if name in marks.columns else pl.lit(None).alias(name) for name in SCHEMAS["steps"])
+            *(
+                pl.col(name) if name in marks.columns else pl.lit(None).alias(name)
+                for name in SCHEMAS["steps"]
+            )
         ).cast(dict(SCHEMAS["steps"])),
         "allocations": _allocations(ops, op_start, place[steps + scopes :]),
     }
@@ -104,7 +127,9 @@ def made(events: int) -> Trace:
 
 
 def _allocations(ops: int, start: np.ndarray, row: np.ndarray) -> pl.DataFrame:
-    """In each operator a block that dies at once, one that dies in the next operator, and one in twenty that stays."""
+    """In each operator a block that dies at once, one that dies in the next operator, and one in
+    twenty that stays.
+    """
     number = np.arange(ops, dtype=np.int64)
     sizes = 512 * (1 + number % 97)
     address = 1 << 40
@@ -114,8 +139,12 @@ def _allocations(ops: int, start: np.ndarray, row: np.ndarray) -> pl.DataFrame:
         (start + 20, address + number % 64 * 4096, -sizes),
         (start + 30, 2 * address + number * 4096, sizes + 512),
         (start + 40, 3 * address + number * 4096, np.where(stays, 64, 128)),
-        (start + np.where(stays, 60, 50), np.where(stays, 4, 3) * address + number * 4096, np.where(stays, 32, -128)),
-    ]  # fmt: skip
+        (
+            start + np.where(stays, 60, 50),
+            np.where(stays, 4, 3) * address + number * 4096,
+            np.where(stays, 32, -128),
+        ),
+    ]
     time_ns = np.concatenate([one[0] for one in rows])
     where = np.concatenate([one[1] for one in rows])
     size = np.concatenate([one[2] for one in rows])
@@ -128,31 +157,44 @@ def _allocations(ops: int, start: np.ndarray, row: np.ndarray) -> pl.DataFrame:
     order = np.argsort(time_ns, kind="stable")
     return pl.DataFrame(
         {
-            "time_ns": time_ns[order], "address": where[order].astype(np.uint64), "bytes": size[order],
-            "device_type": pl.repeat("cpu", order.size, eager=True), "device": np.full(order.size, -1, dtype=np.int32),
+            "time_ns": time_ns[order],
+            "address": where[order].astype(np.uint64),
+            "bytes": size[order],
+            "device_type": pl.repeat("cpu", order.size, eager=True),
+            "device": np.full(order.size, -1, dtype=np.int32),
             "allocated_bytes": pl.repeat(None, order.size, dtype=pl.Int64, eager=True),
             "reserved_bytes": pl.repeat(None, order.size, dtype=pl.Int64, eager=True),
-            "process": np.ones(order.size, dtype=np.int64), "thread": np.ones(order.size, dtype=np.int64),
+            "process": np.ones(order.size, dtype=np.int64),
+            "thread": np.ones(order.size, dtype=np.int64),
             "op": inside[order].astype(np.uint32),
             "step": (time_ns[order] // (SCOPES_PER_STEP * OPS_PER_SCOPE * 1000)).astype(np.int32),
         },
         schema=SCHEMAS["allocations"],
-    )  # fmt: skip
+    )
 
 
 def resident_gb() -> tuple[float, float]:
-    """Resident memory now, and the highest since `forget_peak`; where the system does not tell, the highest of all."""
+    """Resident memory now, and the highest since `forget_peak`; where the system does not tell, the
+    highest of all.
+    """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
         return highest, highest
-    told = {name: line.split()[1] for line in lines for name in ("VmRSS", "VmHWM") if line.startswith(name)}
+    told = {
+        name: line.split()[1]
+        for line in lines
+        for name in ("VmRSS", "VmHWM")
+        if line.startswith(name)
+    }
     return int(told["VmRSS"]) / 1e6, int(told["VmHWM"]) / 1e6
 
 
 def forget_peak() -> None:
-    """The highest resident memory counts from now on: making the trace took more than the trace does."""
+    """The highest resident memory counts from now on: making the trace took more than the trace
+    does.
+    """
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
@@ -170,18 +212,24 @@ def events(count: int) -> bool:
     spent = time.process_time() - started
     peak = int(found.pools["peak_bytes"][0])
     more = resident_gb()[1] - bare
-    print(f"  paired, named, tree at the peak {spent:6.1f} s{more:8.2f} GB more at most (limit {LIMIT_SECONDS} s)")
+    print(
+        f"  paired, named, tree at the peak {spent:6.1f} s{more:8.2f} GB more at most (limit {LIMIT_SECONDS} s)"
+    )
     assert found.peak.filter(pl.col("depth") == 0)["bytes"][0] == peak
     assert int(trace.allocations["bytes"].cum_sum().max()) == peak
     for whole, label in ((False, "name,bytes"), (True, "all columns")):
         started, size = time.process_time(), 0
-        for part in iterate_block_tables(trace, known.named, known.kinds, known.whose, full_table=whole):
+        for part in iterate_block_tables(
+            trace, known.named, known.kinds, known.whose, full_table=whole
+        ):
             text = io.BytesIO()
             part.write_csv(text, include_header=False)
             size += text.tell()
         spent_csv = time.process_time() - started
         more = resident_gb()[1] - bare
-        print(f"  CSV, {label:12}               {spent_csv:6.1f} s{more:8.2f} GB more at most, {size / 1e9:.2f} GB")
+        print(
+            f"  CSV, {label:12}               {spent_csv:6.1f} s{more:8.2f} GB more at most, {size / 1e9:.2f} GB"
+        )
     return spent <= LIMIT_SECONDS
 
 
@@ -199,14 +247,18 @@ def quiet() -> Iterator[None]:
 
 
 def spent(step: Callable[[], None]) -> tuple[int, int]:
-    """Processor time of the whole process in one step, and its wall time, which other work on the machine lengthens."""
+    """Processor time of the whole process in one step, and its wall time, which other work on the
+    machine lengthens.
+    """
     processor, wall = time.process_time_ns(), time.perf_counter_ns()
     step()
     return time.process_time_ns() - processor, time.perf_counter_ns() - wall
 
 
 def recording(rounds: int) -> bool:
-    """One training step of the example, in turns: unrecorded, recorded, with memory, with module scopes."""
+    """One training step of the example, in turns: unrecorded, recorded, with memory, with module
+    scopes.
+    """
     import tempfile
 
     import traceloom
@@ -258,13 +310,17 @@ def empty_scope() -> bool:
         "    return (time.process_time() - started) / count * 1e6\n"
         "print(min(cost() for _ in range(5)))\n"
     )
-    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout
     print(f"an empty scope while nothing records: {float(said):.2f} us (limit {LIMIT_SCOPE_US} us)")
     return float(said) <= LIMIT_SCOPE_US
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--events", type=int, default=10_000_000)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--no-recording", action="store_true", help="only the events")

@@ -2,10 +2,11 @@
 
     python benchmarks/page.py [INPUT ...] [--keep FOLDER]
 
-Each INPUT is what `traceloom report` takes. Printed per page: bytes, of these the timeline and the tables, bytes of the
-rest with 5 per event of the timeline taken off, elements at first paint and in the largest view, milliseconds to
-DOMContentLoaded, to the first view and to the longest view, pixels of the first and of the longest view. Times are the
-median of three loads. Chromium draws in software.
+Each INPUT is what `traceloom report` takes. Printed per page: bytes, of these the timeline and the
+tables, bytes of the rest with 5 per event of the timeline taken off, elements at first paint and in
+the largest view, milliseconds to DOMContentLoaded, to the first view and to the longest view,
+pixels of the first and of the longest view. Times are the median of three loads. Chromium draws in
+software.
 """
 
 from __future__ import annotations
@@ -50,28 +51,45 @@ def measure(browser: Browser, path: Path) -> dict[str, Any]:
         page.goto(path.as_uri())
         page.wait_for_selector("html[data-ready]", state="attached", timeout=60_000)
         loads.append(page.evaluate(LOADED))
-        names = [link.get_attribute("data-view") for link in page.query_selector_all("nav [data-view]")]
+        names = [
+            link.get_attribute("data-view") for link in page.query_selector_all("nav [data-view]")
+        ]
         views = [page.evaluate(OPEN, name) for name in names] if len(loads) == LOADS else []
         page.close()
-    loaded, ready, nodes, height = (statistics.median(values) for values in zip(*loads, strict=True))
+    loaded, ready, nodes, height = (
+        statistics.median(values) for values in zip(*loads, strict=True)
+    )
     return {
-        "nodes": int(nodes), "most": max(view[0] for view in views), "loaded": loaded, "ready": ready,
-        "slowest": max(view[1] for view in views), "height": int(height), "longest": max(view[2] for view in views),
-    }  # fmt: skip
+        "nodes": int(nodes),
+        "most": max(view[0] for view in views),
+        "loaded": loaded,
+        "ready": ready,
+        "slowest": max(view[1] for view in views),
+        "height": int(height),
+        "longest": max(view[2] for view in views),
+    }
 
 
 def main() -> None:
     """Make the pages and print a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("inputs", nargs="*", default=[str(DATA / "kineto" / "h100_owlv2.json.gz")])
     parser.add_argument("--keep", type=Path, help="folder for the pages")
     asked = parser.parse_args()
     folder = asked.keep or Path(tempfile.mkdtemp())
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
-    print(f"{'input':28} {'events':>8} {'bytes':>9} {'timeline':>9} {'tables':>8} {'rest':>8} {'nodes':>6} "
-          f"{'most':>6} {'DCL ms':>7} {'ready':>6} {'slowest':>7} {'px':>6} {'longest':>7} {'made s':>7}")  # fmt: skip
+    chromium = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome")))
+    )
+    print(
+        f"{'input':28} {'events':>8} {'bytes':>9} {'timeline':>9} {'tables':>8} {'rest':>8} {'nodes':>6} "
+        f"{'most':>6} {'DCL ms':>7} {'ready':>6} {'slowest':>7} {'px':>6} {'longest':>7} {'made s':>7}"
+    )
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
+        )
         for given in asked.inputs:
             session = traceloom.load(given)
             made = run.build(session)
@@ -82,13 +100,20 @@ def main() -> None:
             path.write_text(text, encoding="utf-8")
             size = path.stat().st_size
             payload = len(text.partition('id="timeline-data">')[2].partition("</script>")[0])
-            tables = sum(map(len, re.findall(r'<script type="application/json">.*?</script>', text, re.DOTALL)))
+            tables = sum(
+                map(
+                    len,
+                    re.findall(r'<script type="application/json">.*?</script>', text, re.DOTALL),
+                )
+            )
             events = sum(trace.events.height for trace in session.traces)
             found = measure(browser, path)
-            print(f"{Path(given).name[:28]:28} {events:8} {size:9} {payload:9} {tables:8} {size - payload - tables:8} "
-                  f"{found['nodes']:6} {found['most']:6} {found['loaded']:7.0f} {found['ready']:6.0f} "
-                  f"{found['slowest']:7.0f} {found['height']:6} {found['longest']:7} {took:7.2f}",
-                  flush=True)  # fmt: skip
+            print(
+                f"{Path(given).name[:28]:28} {events:8} {size:9} {payload:9} {tables:8} {size - payload - tables:8} "
+                f"{found['nodes']:6} {found['most']:6} {found['loaded']:7.0f} {found['ready']:6.0f} "
+                f"{found['slowest']:7.0f} {found['height']:6} {found['longest']:7} {took:7.2f}",
+                flush=True,
+            )
         browser.close()
 
 

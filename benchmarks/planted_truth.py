@@ -2,8 +2,8 @@
 
     python benchmarks/planted_truth.py [JOBS] [FIRST]
 
-Every third job is a parallel one (tensor, pipeline, data; programmatic launches, graphs). Prints the answers that are
-more than 2 % off, and how the others are spread.
+Every third job is a parallel one (tensor, pipeline, data; programmatic launches, graphs). Prints
+the answers that are more than 2 % off, and how the others are spread.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def recipe(seed: int) -> Recipe:
         transfer_us=chance.choice([20, 80, 200, 500]),
         sharded=sharded,
         pipeline=ranks > 1 and not sharded and chance.random() < 0.4,
-        delay_us={chance.randrange(ranks): chance.choice([300.0, 1500.0, 5000.0])} if chance.random() < 0.5 else {},
+        delay_us={chance.randrange(ranks): chance.choice([300.0, 1500.0, 5000.0])}
+        if chance.random() < 0.5
+        else {},
         clocks=dict.fromkeys(range(2, ranks), far),
         spread=chance.choice([0.05, 0.15, 0.3]),
         seed=seed,
@@ -114,8 +116,12 @@ def main(jobs: int = 100, first: int = 0) -> None:
             errors.append(abs((times.max() - times.min()) / true - 1))
             if errors[-1] > ALLOWED:
                 print(f"{errors[-1]:6.2%}  {true / 1e6:8.2f} ms  {what:24} {made}", flush=True)
-    spread = ", ".join(f"{share} % within {np.percentile(errors, share):.2%}" for share in (50, 90, 99, 100))
-    print(f"{jobs} jobs, {len(errors)} answers, {sum(e > ALLOWED for e in errors)} over 2 %; {spread}")
+    spread = ", ".join(
+        f"{share} % within {np.percentile(errors, share):.2%}" for share in (50, 90, 99, 100)
+    )
+    print(
+        f"{jobs} jobs, {len(errors)} answers, {sum(e > ALLOWED for e in errors)} over 2 %; {spread}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""What probes cost: a hit, a stack, a step with the step clock and without, an allocation; how long attaching takes.
+"""What probes cost: a hit, a stack, a step with the step clock and without, an allocation; how long
+attaching takes.
 
     python benchmarks/probes.py [--pairs 16] [--steps 200]
 
-Needs root (or CAP_SYS_ADMIN), PyTorch and a C compiler. One training loop runs all the while; blocks of its
-steps with and without probes take turns. Times are processor time of the loop, which uses one thread and waits for
+Needs root (or CAP_SYS_ADMIN), PyTorch and a C compiler. One training loop runs all the while;
+blocks of its steps with and without probes take turns. Times are processor time of the loop, which
+uses one thread and waits for
 nothing: what else the machine does counts little, what the kernel does for the probes counts in full. Blocks are long,
 since the loop pays some 2 ms once whenever probes are attached.
 """
@@ -61,8 +63,9 @@ for line in sys.stdin:
 """
 
 
-# The functions that the step clock probes, with nothing in them. They begin as PyTorch's do, which counts: the kernel
-# does some instructions itself where a probe lies, as a push, and has the processor make a single step for others.
+# The functions that the step clock probes, with nothing in them. They begin as PyTorch's do, which
+# counts: the kernel does some instructions itself where a probe lies, as a push, and has the
+# processor make a single step for others.
 STAND_IN = """
 struct text { const char *letters; unsigned long length; };
 void nothing(const void *value) { __asm__ volatile("" : : "r"(value)); }
@@ -97,13 +100,17 @@ void burst(int depth, int number) { for (int i = 0; i < number; i++) deep(depth)
 
 
 def stacks(depth: int = 20, bursts: int = 60) -> dict[str, float]:
-    """Seconds that a probe adds to a call: that records it alone, and with its stack of C and of Python."""
+    """Seconds that a probe adds to a call: that records it alone, and with its stack of C and of
+    Python.
+    """
     # No burst has more calls than stacks are taken in a window; between them lies one.
     number = MOST_IN_WINDOW - 50
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "chain.so")
         options = ["-O1", "-fomit-frame-pointer", "-fno-inline", "-shared", "-fPIC"]
-        subprocess.run(["cc", "-x", "c", "-", "-o", str(path), *options], input=CHAIN, text=True, check=True)
+        subprocess.run(
+            ["cc", "-x", "c", "-", "-o", str(path), *options], input=CHAIN, text=True, check=True
+        )
         burst = ctypes.CDLL(str(path)).burst
 
         def seconds() -> float:
@@ -119,20 +126,25 @@ def stacks(depth: int = 20, bursts: int = 60) -> dict[str, float]:
         symbols = Symbols(os.getpid())
         symbols.look()
         for name, interpreter, with_stack in (
-            ("recorded", None, False), ("with a stack of C", None, True),
+            ("recorded", None, False),
+            ("with a stack of C", None, True),
             ("with a stack of C and Python", PythonFrames(os.getpid()), True),
-        ):  # fmt: skip
+        ):
             taken = CallStacks(os.getpid(), symbols, interpreter)
             taken.look()
             probes = CallProbes(os.getpid(), taken)
-            probes.attach(os.open(path, os.O_RDONLY), [(0, ProbedCall("watched\0", (), stacks=with_stack))])
+            probes.attach(
+                os.open(path, os.O_RDONLY), [(0, ProbedCall("watched\0", (), stacks=with_stack))]
+            )
             for _ in range(3):  # rules are learned
                 burst(depth, 1)
                 taken.take()
             result[name] = seconds() - result["plain"]
             assert not taken.refused()
             if with_stack:
-                longest = max(taken.stacks.values(), key=lambda stack: len(stack.native) + len(stack.python))
+                longest = max(
+                    taken.stacks.values(), key=lambda stack: len(stack.native) + len(stack.python)
+                )
                 frames = f"{len(longest.native)} + {len(longest.python)} frames"
                 result[f"{name} ({frames})"] = result.pop(name)
             probes.close()
@@ -171,9 +183,10 @@ def hits(calls: int = 100_000, times: int = 7) -> dict[str, float]:
             return statistics.median(results)
 
         cases = {
-            "a range begins": ("enter", b"forward"), "a step": ("enter", b"Optimizer.step#AdamW.step"),
+            "a range begins": ("enter", b"forward"),
+            "a step": ("enter", b"Optimizer.step#AdamW.step"),
             "a range ends": ("leave", b""),
-        }  # fmt: skip
+        }
         before = {name: seconds(*case) for name, case in cases.items()}
         probes = StepProbes()
         attached, _ = probes.attach(os.open(path, os.O_RDONLY))
@@ -205,7 +218,9 @@ class Job:
 def step_clock(pid: int, times: list[float]) -> Iterator[None]:
     start = time.perf_counter()
     probes = StepProbes()
-    library = next(mapping for mapping in read_mappings(pid) if mapping.path.endswith("/libtorch_cpu.so"))
+    library = next(
+        mapping for mapping in read_mappings(pid) if mapping.path.endswith("/libtorch_cpu.so")
+    )
     attached, lacks = probes.attach(open_mapped(pid, library))
     times.append(time.perf_counter() - start)
     assert not lacks, lacks
@@ -214,10 +229,14 @@ def step_clock(pid: int, times: list[float]) -> Iterator[None]:
     probes.close()
 
 
-def paired(job: Job, what: str, number: int, pairs: int, attaching: list[float]) -> tuple[float, float, list[float]]:
-    """Seconds per call without and with probes, of the quickest tenth of the blocks, and the differences of the pairs.
+def paired(
+    job: Job, what: str, number: int, pairs: int, attaching: list[float]
+) -> tuple[float, float, list[float]]:
+    """Seconds per call without and with probes, of the quickest tenth of the blocks, and the
+    differences of the pairs.
 
-    What else the machine does makes blocks slower, by its caches, and never quicker; the order in a pair is random.
+    What else the machine does makes blocks slower, by its caches, and never quicker; the order in a
+    pair is random.
     """
     job.seconds(what, number)
     without, with_probes = [], []
@@ -229,15 +248,27 @@ def paired(job: Job, what: str, number: int, pairs: int, attaching: list[float])
             else:
                 without.append(job.seconds(what, number))
     differences = [after - before for before, after in zip(without, with_probes, strict=True)]
-    return statistics.quantiles(without, n=10)[0], statistics.quantiles(with_probes, n=10)[0], differences
+    return (
+        statistics.quantiles(without, n=10)[0],
+        statistics.quantiles(with_probes, n=10)[0],
+        differences,
+    )
 
 
 async def allocations(job: Job, start_ticks: int, directory: Path) -> tuple[float, Path]:
     """Seconds per allocation and its free while they are recorded, and what was recorded."""
     process = Process(
-        key="job", pid=job.process.pid, start_ticks=start_ticks, started_ns=0, parent_pid=0, uid=0, command=""
+        key="job",
+        pid=job.process.pid,
+        start_ticks=start_ticks,
+        started_ns=0,
+        parent_pid=0,
+        uid=0,
+        command="",
     )
-    recording = asyncio.create_task(AllocationsProfiler().record(process, Window(0, 3.0, None), directory, "rank0"))
+    recording = asyncio.create_task(
+        AllocationsProfiler().record(process, Window(0, 3.0, None), directory, "rank0")
+    )
     before = await asyncio.to_thread(job.seconds, "allocation", 2000)
     slowest = before
     while not recording.done():
@@ -265,7 +296,9 @@ def main() -> None:
         share = (with_probes - without) / without
         spread = statistics.quantiles([difference / without for difference in differences], n=4)
         verdict = "within" if share <= LIMIT else "ABOVE"
-        print(f"a step: {without * 1e3:.3f} -> {with_probes * 1e3:.3f} ms (quickest tenth of {args.pairs} blocks each)")
+        print(
+            f"a step: {without * 1e3:.3f} -> {with_probes * 1e3:.3f} ms (quickest tenth of {args.pairs} blocks each)"
+        )
         print(
             f"the step clock costs {share:+.2%} of a step (quartiles of pairs {spread[0]:+.2%} to {spread[2]:+.2%}), "
             f"{verdict} the limit of {LIMIT:.0%}"
@@ -278,9 +311,13 @@ def main() -> None:
         plain = job.seconds("allocation", 50_000)
         with tempfile.TemporaryDirectory() as folder:
             stat = Path(f"/proc/{job.process.pid}/stat").read_text()
-            recorded, path = asyncio.run(allocations(job, int(stat.rpartition(")")[2].split()[19]), Path(folder)))
+            recorded, path = asyncio.run(
+                allocations(job, int(stat.rpartition(")")[2].split()[19]), Path(folder))
+            )
             document = json.loads(gzip.decompress(path.read_bytes()))
-        print(f"an allocation and its free: {plain * 1e6:.2f} -> {recorded * 1e6:.2f} us with stacks")
+        print(
+            f"an allocation and its free: {plain * 1e6:.2f} -> {recorded * 1e6:.2f} us with stacks"
+        )
         print(
             f"recorded {len(document['events']):,} in 3 s, lost {document['lost']:,}, "
             f"without a stack {document['without_stack']:,}"

@@ -1,12 +1,14 @@
-"""What a whole report costs beside its peers: processor time of whole processes, cold, all sections, in one run.
+"""What a whole report costs beside its peers: processor time of whole processes, cold, all
+sections, in one run.
 
     python benchmarks/reach.py [--runs 5] [--tracelens COMMAND] [--job FOLDER]
 
-For each trace the medians of interleaved runs: `traceloom report X -o out.json` without a cache (all sections and
-findings), the short report on a terminal cold and warm (the second one of an unchanged file), HolisticTraceAnalysis
+For each trace the medians of interleaved runs: `traceloom report X -o out.json` without a cache
+(all sections and findings), the short report on a terminal cold and warm (the second one of an
+unchanged file), HolisticTraceAnalysis
 0.5.0 (load and all its analyses), and TraceLens where its command is given (`TraceLens_generate_perf_report_pytorch`,
-which is not on PyPI). `json.load` is what Python's own module takes for the text alone. `--job` adds a made job of many
-ranks (benchmarks/make_job.py) reported by ours alone, by the clock.
+which is not on PyPI). `json.load` is what Python's own module takes for the text alone. `--job`
+adds a made job of many ranks (benchmarks/make_job.py) reported by ours alone, by the clock.
 """
 
 from __future__ import annotations
@@ -43,7 +45,13 @@ def commands(paths: list[str], tracelens: str | None) -> dict[str, list[str]]:
     }
     if tracelens and len(paths) == 1:
         folder = str(OUT / "tracelens")
-        compared["TraceLens"] = [tracelens, "--profile_json_path", paths[0], "--output_csvs_dir", folder]
+        compared["TraceLens"] = [
+            tracelens,
+            "--profile_json_path",
+            paths[0],
+            "--output_csvs_dir",
+            folder,
+        ]
     return compared
 
 
@@ -58,7 +66,9 @@ def compare(name: str, paths: list[str], runs: int, tracelens: str | None) -> No
     cpu = {who: statistics.median(run.cpu_s for run in some) for who, some in turns.items()}
     wall = {who: statistics.median(run.wall_s for run in some) for who, some in turns.items()}
     peers = "".join(
-        f"  {who} {cpu[who]:6.2f} ({cpu[who] / cpu['all']:4.1f}x)" for who in ("HTA", "TraceLens") if who in cpu
+        f"  {who} {cpu[who]:6.2f} ({cpu[who] / cpu['all']:4.1f}x)"
+        for who in ("HTA", "TraceLens")
+        if who in cpu
     )
     print(
         f"{name:20} all {cpu['all']:5.2f}  short {cpu['short']:5.2f}  warm {cpu['warm']:5.2f} (wall {wall['warm']:.2f})"
@@ -68,7 +78,9 @@ def compare(name: str, paths: list[str], runs: int, tracelens: str | None) -> No
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--only", help="only the runs whose name holds this")
     parser.add_argument("--tracelens", help="its command, where it is installed")
@@ -76,7 +88,9 @@ def main() -> None:
     args = parser.parse_args()
     OUT.mkdir(exist_ok=True)
     install_peer()
-    print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}, medians of {args.runs} runs, processor s")
+    print(
+        f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}, medians of {args.runs} runs, processor s"
+    )
     for name, files in RUNS.items():
         if not args.only or args.only in name:
             compare(name, [str(DATA / file) for file in files], args.runs, args.tracelens)
@@ -85,7 +99,9 @@ def main() -> None:
             subprocess.run([sys.executable, str(HERE / "make_job.py"), str(args.job)], check=True)
         report = [sys.executable, "-m", "traceloom", "report", str(args.job), "-q", "--no-cache"]
         run = measured(report)
-        print(f"{args.job.name}: {run.wall_s:.1f} s by the clock, {run.cpu_s:.1f} s of processor time")
+        print(
+            f"{args.job.name}: {run.wall_s:.1f} s by the clock, {run.cpu_s:.1f} s of processor time"
+        )
 
 
 if __name__ == "__main__":

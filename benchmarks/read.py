@@ -1,13 +1,16 @@
-"""Reading and reporting against HolisticTraceAnalysis 0.5.0: time and peak memory, in one run, without our cache.
+"""Reading and reporting against HolisticTraceAnalysis 0.5.0: time and peak memory, in one run,
+without our cache.
 
     python benchmarks/read.py [--runs 5] [--huge] [--only NAME]
 
-Makes a virtual environment for HolisticTraceAnalysis and big files under benchmarks/out. Prints medians of interleaved
-runs. `whole process` is a process from start to end (`traceloom report X --only core -o out.json` against load and
-seven analyses), `load in process` the load inside a process that has imported everything; processor time is that of all
-processes and threads. Memory is the peak over a process and its children together, sampled in runs of their own:
-`resident` counts the pages of libraries that are mapped, too (what several processes share is counted once), `own` is
-what only this process has (anonymous memory). Where other programs are running, processor time says more than time.
+Makes a virtual environment for HolisticTraceAnalysis and big files under benchmarks/out. Prints
+medians of interleaved runs. `whole process` is a process from start to end (`traceloom report X
+--only core -o out.json` against load and seven analyses), `load in process` the load inside a
+process that has imported everything; processor time is that of all processes and threads. Memory is
+the peak over a process and its children together, sampled in runs of their own: `resident` counts
+the pages of libraries that are mapped, too (what several processes share is counted once), `own` is
+what only this process has (anonymous memory). Where other programs are running, processor time says
+more than time.
 """
 
 from __future__ import annotations
@@ -27,8 +30,11 @@ OUT = HERE / "out"
 DATA = HERE.parents[1] / "shared" / "data"
 PEER = OUT / "hta" / "bin" / "python"
 FILES = ("kineto/h100_owlv2", "kineto/h100_qwen_0.5b", "kineto/a100_ddp_nccl", "diff/a100_control")
-# An installed package has its bytecode; without this an editable one would be compiled again in every run.
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+# An installed package has its bytecode; without this an editable one would be compiled again in
+# every run.
+ENVIRONMENT = {
+    name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+}
 OURS_LOAD = """
 import json, os, sys, time
 from traceloom.formats import load
@@ -51,7 +57,9 @@ class Run:
 def measured(command: list[str]) -> Run:
     """Run a process; its own peak memory comes from wait4."""
     started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT
+    )
     assert process.stdout is not None
     printed = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
@@ -70,7 +78,9 @@ def measured(command: list[str]) -> Run:
 
 def peaks(command: list[str]) -> tuple[float, float]:
     """Most memory of a process and its children together: resident and own, in MB."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT
+    )
     resident = own = 0.0
     while process.poll() is None:
         family = [_memory(pid) for pid in _family(process.pid)]
@@ -82,7 +92,10 @@ def peaks(command: list[str]) -> tuple[float, float]:
 
 def _family(pid: int) -> list[int]:
     try:
-        children = [Path(task, "children").read_text().split() for task in Path(f"/proc/{pid}/task").iterdir()]
+        children = [
+            Path(task, "children").read_text().split()
+            for task in Path(f"/proc/{pid}/task").iterdir()
+        ]
     except OSError:  # gone meanwhile
         return []
     return [pid, *(one for some in children for child in some for one in _family(int(child)))]
@@ -103,13 +116,25 @@ def install_peer() -> None:
         return
     print("installing HolisticTraceAnalysis 0.5.0 ...", flush=True)
     subprocess.run([sys.executable, "-m", "venv", str(OUT / "hta")], check=True)
-    subprocess.run([str(PEER), "-m", "pip", "install", "-q", "HolisticTraceAnalysis==0.5.0"], check=True)
+    subprocess.run(
+        [str(PEER), "-m", "pip", "install", "-q", "HolisticTraceAnalysis==0.5.0"], check=True
+    )
 
 
 def commands(path: Path) -> dict[str, list[str]]:
     """The four processes that are compared."""
     # The core of the report is what the seven analyses of the peer are about.
-    report = [sys.executable, "-m", "traceloom", "report", str(path), "--no-cache", "--force", "--only", "core"]
+    report = [
+        sys.executable,
+        "-m",
+        "traceloom",
+        "report",
+        str(path),
+        "--no-cache",
+        "--force",
+        "--only",
+        "core",
+    ]
     return {
         "ours whole": [*report, "-o", str(OUT / "report.json")],
         "peer whole": [str(PEER), str(HERE / "hta_whole.py"), str(path), "--whole"],
@@ -128,10 +153,20 @@ def compare(path: Path, runs: int) -> None:
                 found[name].append(run)
     wall = {name: statistics.median(run.wall_s for run in some) for name, some in found.items()}
     cpu = {name: statistics.median(run.cpu_s for run in some) for name, some in found.items()}
-    memory = {name: [peaks(command) for _ in range(3)] for name, command in commands(path).items() if "whole" in name}
-    (resident, own) = ({name: max(one[at] for one in some) for name, some in memory.items()} for at in (0, 1))
+    memory = {
+        name: [peaks(command) for _ in range(3)]
+        for name, command in commands(path).items()
+        if "whole" in name
+    }
+    (resident, own) = (
+        {name: max(one[at] for one in some) for name, some in memory.items()} for at in (0, 1)
+    )
     load, load_cpu = (
-        {name: statistics.median(run.answer[key] for run in some) for name, some in found.items() if "load" in name}
+        {
+            name: statistics.median(run.answer[key] for run in some)
+            for name, some in found.items()
+            if "load" in name
+        }
         for key in ("load_s", "load_cpu_s")
     )
     print(
@@ -162,16 +197,27 @@ def alone(size: str, runs: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--huge", action="store_true", help="also a made file of 5 GB")
     parser.add_argument("--only", help="only the files whose name holds this")
     args = parser.parse_args()
     OUT.mkdir(exist_ok=True)
     install_peer()
-    print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}, medians of {args.runs} interleaved runs")
-    groups = ("whole process, s", "its processor time, s", "load in process, s", "its processor time, s")
-    print(f"{'':16} {' '.join(f'{group:^23}' for group in groups)} {'peak resident, MB':^20}  {'peak own, MB':^20}")
+    print(
+        f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}, medians of {args.runs} interleaved runs"
+    )
+    groups = (
+        "whole process, s",
+        "its processor time, s",
+        "load in process, s",
+        "its processor time, s",
+    )
+    print(
+        f"{'':16} {' '.join(f'{group:^23}' for group in groups)} {'peak resident, MB':^20}  {'peak own, MB':^20}"
+    )
     heads = f"{'ours':>7} {'HTA':>7} {'ratio':>7}"
     small = f"{'ours':>6} {'HTA':>6} {'ratio':>6}"
     print(f"{'':16} {heads} {heads} {heads} {heads} {small}  {small}")

@@ -2,10 +2,11 @@
 
     python benchmarks/record.py [--rounds 12] [--shapes] [--stacks] [--memory]
 
-All three run the same model in one process, on one thread, and take turns, five steps each; the order changes from
-round to round. Both profilers have the same settings. Compared is CPU time of the thread: medians over all steps, and
-the median of the ratios of neighbors, which is what noise on the machine disturbs least. Then `traceloom record` itself
-runs the example with many steps and says what it measured.
+All three run the same model in one process, on one thread, and take turns, five steps each; the
+order changes from round to round. Both profilers have the same settings. Compared is CPU time of
+the thread: medians over all steps, and the median of the ratios of neighbors, which is what noise
+on the machine disturbs least. Then `traceloom record` itself runs the example with many steps and
+says what it measured.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ def workload(layers: int = 4) -> Callable[[], None]:
     model = GPT(len(data.alphabet), 128, layers=layers, width=192, heads=6)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     pairs = [data[at] for at in range(8)]
-    tokens, targets = torch.stack([pair[0] for pair in pairs]), torch.stack([pair[1] for pair in pairs])
+    tokens, targets = (
+        torch.stack([pair[0] for pair in pairs]),
+        torch.stack([pair[1] for pair in pairs]),
+    )
 
     def step() -> None:
         logits = model(tokens)
@@ -98,7 +102,8 @@ def ratio(upper: list[int], lower: list[int]) -> float:
     """Median of the ratios of neighboring rounds."""
     rounds = range(0, len(upper), STEPS)
     return statistics.median(
-        statistics.median(upper[at : at + STEPS]) / statistics.median(lower[at : at + STEPS]) for at in rounds
+        statistics.median(upper[at : at + STEPS]) / statistics.median(lower[at : at + STEPS])
+        for at in rounds
     )
 
 
@@ -119,8 +124,14 @@ def take_turns(arguments: argparse.Namespace) -> bool:
                 times[way] += globals()[way](step, arguments)
     print(f"CPU time of one step of the example, {arguments.rounds} rounds of {STEPS} steps")
     print(f"  {'':24}{'median':>10}{'fastest':>10}")
-    for name, label in (("unrecorded", "unrecorded"), ("bare", "torch.profiler"), ("ours", "traceloom")):
-        print(f"  {label:24}{statistics.median(times[name]) / 1e6:8.1f} ms{min(times[name]) / 1e6:8.1f} ms")
+    for name, label in (
+        ("unrecorded", "unrecorded"),
+        ("bare", "torch.profiler"),
+        ("ours", "traceloom"),
+    ):
+        print(
+            f"  {label:24}{statistics.median(times[name]) / 1e6:8.1f} ms{min(times[name]) / 1e6:8.1f} ms"
+        )
     against_bare = ratio(times["ours"], times["bare"])
     against_none = ratio(times["ours"], times["unrecorded"])
     print(f"  traceloom / torch.profiler  {against_bare:.3f}   (limit {LIMIT_BARE})")
@@ -134,14 +145,23 @@ def command_line(arguments: argparse.Namespace) -> None:
     """The same through the command line, against the steps of the same run that nobody recorded."""
     with tempfile.TemporaryDirectory() as directory:
         output = str(Path(directory) / "run")
-        example = [sys.executable, str(ROOT / "examples/train_gpt.py"), "--steps", "40", "--workers", "0"]
+        example = [
+            sys.executable,
+            str(ROOT / "examples/train_gpt.py"),
+            "--steps",
+            "40",
+            "--workers",
+            "0",
+        ]
         shell = "import sys; from traceloom.cli import main; sys.exit(main())"
         options = [word for word in ("shapes", "stacks", "memory") if getattr(arguments, word)]
         record = [sys.executable, "-c", shell, "record", "-q", "-o", output, "--steps", "15..25"]
         subprocess.run(
             [*record, *[f"--{word}" for word in options], "--", *example],
-            check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+            check=True,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
         overhead = json.loads((Path(output) / "capture.json").read_text())["ranks"][0]["overhead"]
     print("traceloom record -- python examples/train_gpt.py --steps 40")
     low, high = overhead["ratio_low"], overhead["ratio_high"]
@@ -153,7 +173,9 @@ def command_line(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--shapes", action="store_true")
     parser.add_argument("--stacks", action="store_true")

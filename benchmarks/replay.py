@@ -1,17 +1,19 @@
-"""Replay: how fast plans are made, what a pass costs beside its ops, and how near it comes to what was recorded.
+"""Replay: how fast plans are made, what a pass costs beside its ops, and how near it comes to what
+was recorded.
 
     python benchmarks/replay.py [INPUT] [--rounds 20] [--et-replay DIR]
 
 - **Planning**: nodes of host traces per second, of INPUT if one is given, else of a step of a model of 24 layers that
-  this script records, so that what every plan costs does not rule; how long a plan of one op takes is shown beside it.
+  this script records, so that what every plan costs does not rule; how long a plan of one op takes
+  is shown beside it.
 - **Cost per op**: a pass over many small ops against the same calls in a plain loop, in turns.
 - **Fidelity**: a training step of the example's model is recorded; then the step and its replay run in turns in one
-  process. Compared are processor times of whole steps, times of the ops above 50 µs that both profilers of the ops
-  show (the original under `torch.profiler`, which takes turns, too), and the most memory that tensors took, as
-  PyTorch's allocator says.
+  process. Compared are processor times of whole steps, times of the ops above 50 µs that both
+  profilers of the ops show (the original under `torch.profiler`, which takes turns, too), and the
+  most memory that tensors took, as PyTorch's allocator says.
 
-With `--et-replay DIR` (a checkout of `et_replay`, which needs CUDA) its preparation of the same host trace is timed.
-Missed limits make the exit code 1.
+With `--et-replay DIR` (a checkout of `et_replay`, which needs CUDA) its preparation of the same
+host trace is timed. Missed limits make the exit code 1.
 """
 
 from __future__ import annotations
@@ -58,9 +60,11 @@ def processor_time(run: Callable[[], object]) -> int:
 
 
 def planning(source: str) -> float:
-    """Nodes planned per second of processor time, of all threads: the least of seven, in one process.
+    """Nodes planned per second of processor time, of all threads: the least of seven, in one
+    process.
 
-    Reading is not in it. The first plan of a process is shown too: it parses every schema, which the later ones have.
+    Reading is not in it. The first plan of a process is shown too: it parses every schema, which
+    the later ones have.
     """
     reads, plans = zip(*(timed_plan(source) for _ in range(7)), strict=True)
     nodes = host_nodes(source)
@@ -69,7 +73,12 @@ def planning(source: str) -> float:
         small = Path(directory) / "one.host.json"
         build = HostTraceBuilder()
         tensor = ([1, 2, 0, 4, 4, "cpu"], [4], "Tensor(float)")
-        build.op("aten::relu", schema="aten::relu(Tensor self) -> Tensor", inputs=[tensor], outputs=[tensor])
+        build.op(
+            "aten::relu",
+            schema="aten::relu(Tensor self) -> Tensor",
+            inputs=[tensor],
+            outputs=[tensor],
+        )
         small.write_text(build.text(), encoding="utf-8")
         fixed = min(timed_plan(str(small))[1][1] for _ in range(7))
     print(
@@ -94,7 +103,9 @@ def timed_plan(source: str) -> tuple[float, tuple[float, float]]:
 
 
 def planning_of_a_deep_model() -> float:
-    """Nodes planned per second of a step that is large enough that what every plan costs does not rule."""
+    """Nodes planned per second of a step that is large enough that what every plan costs does not
+    rule.
+    """
     step = workload(layers=24)
     with tempfile.TemporaryDirectory() as directory:
         with traceloom.record(Path(directory) / "run", steps=1, quiet=True):
@@ -105,7 +116,10 @@ def planning_of_a_deep_model() -> float:
 
 def host_nodes(source: str) -> int:
     files = sorted(Path(source).glob("*.host.json*")) if Path(source).is_dir() else [Path(source)]
-    texts = (gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes() for file in files)
+    texts = (
+        gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        for file in files
+    )
     return sum(len(json.loads(text)["nodes"]) for text in texts)
 
 
@@ -136,17 +150,23 @@ def cost_per_op(rounds: int, count: int = 5000) -> float:
             passes.append(processor_time(execution.program.run_once))
             loops.append(processor_time(plain))
     cost = (min(passes) - min(loops)) / count
-    print(f"cost per op: {cost:.0f} ns above the plain call, which takes {min(loops) / count:.0f} ns")
+    print(
+        f"cost per op: {cost:.0f} ns above the plain call, which takes {min(loops) / count:.0f} ns"
+    )
     return cost
 
 
 def op_times(step: Callable[[], None], names: list[str]) -> list[int]:
     """How long each of these ops took in a step, which runs them in this order, ns."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+    ) as profiler:
         step()
     durations: list[int] = []
     end = 0
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+    for event in sorted(
+        profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()
+    ):
         inside = event.start_ns() < end  # of an op that was counted
         if len(durations) < len(names) and event.name() == names[len(durations)] and not inside:
             durations.append(event.duration_ns())
@@ -169,7 +189,11 @@ def most_bytes(step: Callable[[], object]) -> int:
 
 def storages_bytes(values: Iterable[Any]) -> int:
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+    return sum(
+        {
+            one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors
+        }.values()
+    )
 
 
 def tensors_of(step: Callable[[], None]) -> Iterator[torch.Tensor]:
@@ -220,22 +244,36 @@ def fidelity(rounds: int) -> Iterator[tuple[str, bool]]:
         f"ratio {ratio:.3f}, median of neighbors {neighbors:.3f}"
     )
     yield "whole step", LIMIT_STEP[0] <= ratio <= LIMIT_STEP[1]
-    original_op, replayed_op = (np.median(np.array(column), axis=0) for column in zip(*parts, strict=True))
-    table = pl.DataFrame({"name": names, "original": original_op, "replayed": replayed_op}).with_columns(
-        (pl.col("replayed") / pl.col("original")).alias("ratio")
+    original_op, replayed_op = (
+        np.median(np.array(column), axis=0) for column in zip(*parts, strict=True)
     )
+    table = pl.DataFrame(
+        {"name": names, "original": original_op, "replayed": replayed_op}
+    ).with_columns((pl.col("replayed") / pl.col("original")).alias("ratio"))
     slow = table.filter(pl.col("original") > SLOW_OP_NS)
     low, middle, high = (float(slow["ratio"].quantile(at, "linear")) for at in (0.1, 0.5, 0.9))  # type: ignore[arg-type]
-    print(f"  {slow.height} ops above 50 µs: ratio {middle:.3f}, P10 to P90 {low:.3f} to {high:.3f}; by name:")
-    by_name = table.group_by("name").agg(pl.len(), pl.col("original", "replayed").sum(), pl.col("ratio").median())
-    for name, count, first, second, median in by_name.sort("original", descending=True).head(12).iter_rows():
-        print(f"    {name:55} {count:5} {first / 1e6:8.2f} ms {second / 1e6:8.2f} ms  median {median:.2f}")
-    print(f"    {'all':55} {table.height:5} {original_op.sum() / 1e6:8.2f} ms {replayed_op.sum() / 1e6:8.2f} ms")
+    print(
+        f"  {slow.height} ops above 50 µs: ratio {middle:.3f}, P10 to P90 {low:.3f} to {high:.3f}; by name:"
+    )
+    by_name = table.group_by("name").agg(
+        pl.len(), pl.col("original", "replayed").sum(), pl.col("ratio").median()
+    )
+    for name, count, first, second, median in (
+        by_name.sort("original", descending=True).head(12).iter_rows()
+    ):
+        print(
+            f"    {name:55} {count:5} {first / 1e6:8.2f} ms {second / 1e6:8.2f} ms  median {median:.2f}"
+        )
+    print(
+        f"    {'all':55} {table.height:5} {original_op.sum() / 1e6:8.2f} ms {replayed_op.sum() / 1e6:8.2f} ms"
+    )
     yield "median of ops", LIMIT_MEDIAN[0] <= middle <= LIMIT_MEDIAN[1]
     yield "spread of ops", LIMIT_SPREAD[0] <= low <= high <= LIMIT_SPREAD[1]
     before = storages_bytes(tensors_of(step)) + most_bytes(step)
     after = storages_bytes(program.registers) + most_bytes(execution.run_pass)
-    print(f"  most memory of tensors: {before / 1e6:.1f} MB, replayed {after / 1e6:.1f} MB, ratio {after / before:.3f}")
+    print(
+        f"  most memory of tensors: {before / 1e6:.1f} MB, replayed {after / 1e6:.1f} MB, ratio {after / before:.3f}"
+    )
     yield "memory", after <= LIMIT_MEMORY * before
 
 
@@ -245,7 +283,9 @@ def peer(directory: Path, source: str) -> None:
         print("et_replay: not timed, because it needs CUDA and there is no CUDA device here")
         return
     if not (directory / "et_replay").is_dir():
-        print(f"et_replay: not timed, because {directory} is no checkout of it: it has no directory et_replay")
+        print(
+            f"et_replay: not timed, because {directory} is no checkout of it: it has no directory et_replay"
+        )
         return
     host_trace = Path(source)
     if host_trace.is_dir():
@@ -254,13 +294,25 @@ def peer(directory: Path, source: str) -> None:
         trace = Path(folder) / "rank-0.json"
         data = host_trace.read_bytes()
         trace.write_bytes(gzip.decompress(data) if host_trace.suffix == ".gz" else data)
-        command = [sys.executable, "-m", "et_replay.tools.et_replay", "--input", str(trace), "--warmup-iter", "0"]
+        command = [
+            sys.executable,
+            "-m",
+            "et_replay.tools.et_replay",
+            "--input",
+            str(trace),
+            "--warmup-iter",
+            "0",
+        ]
         started = time.perf_counter()
-        done = subprocess.run([*command, "--iter", "1"], cwd=directory, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*command, "--iter", "1"], cwd=directory, capture_output=True, text=True, check=False
+        )
         took = time.perf_counter() - started
     read, (planned, _) = timed_plan(source)
     ours = read + planned
-    print(f"et_replay: {took:.2f} s with exit code {done.returncode}, ours {ours:.2f} s, ratio {took / ours:.1f}")
+    print(
+        f"et_replay: {took:.2f} s with exit code {done.returncode}, ours {ours:.2f} s, ratio {took / ours:.1f}"
+    )
     if done.returncode:
         print(done.stderr[-500:])
 
@@ -273,7 +325,9 @@ def main() -> int:
     arguments = parser.parse_args()
     reached = []
     if arguments.input:
-        reached.append(("nodes per second of the input", planning(arguments.input) >= LIMIT_NODES_PER_S))
+        reached.append(
+            ("nodes per second of the input", planning(arguments.input) >= LIMIT_NODES_PER_S)
+        )
     else:
         reached.append(("nodes per second", planning_of_a_deep_model() >= LIMIT_NODES_PER_S))
     reached.append(("cost per op", cost_per_op(arguments.rounds) <= LIMIT_OP_NS))

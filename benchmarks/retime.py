@@ -2,10 +2,11 @@
 
     python benchmarks/retime.py [--nodes 10000 100000 1000000] [--runs 5] [--scenarios 8]
 
-The graphs are those of made jobs (see `tests/support/jobs`), their steps repeated one after the other until there
-are enough nodes: one job that synchronises once a step, one that does so after every second op (`.item()`), and one of
-four ranks with collectives. Printed is the best of `--runs`; for a pass also the time that its
-core worked, which other programs on the machine change less.
+The graphs are those of made jobs (see `tests/support/jobs`), their steps repeated one after the
+other until there are enough nodes: one job that synchronises once a step, one that does so after
+every second op (`.item()`), and one of four ranks with collectives. Printed is the best of
+`--runs`; for a pass also the time that its core worked, which other programs on the machine change
+less.
 """
 
 from __future__ import annotations
@@ -37,11 +38,15 @@ JOBS = {
 
 def linked(recipe: Recipe) -> Graph:
     """The graph of a made job, not calibrated."""
-    return join_ranks([link_rank(builder.build()) for builder in training_job(recipe).run().traces()])
+    return join_ranks(
+        [link_rank(builder.build()) for builder in training_job(recipe).run().traces()]
+    )
 
 
 def repeated(graph: Graph, nodes: int) -> Graph:
-    """A graph again and again, each time after the last: lanes go on, and all origins but the first are left out."""
+    """A graph again and again, each time after the last: lanes go on, and all origins but the first
+    are left out.
+    """
     copies = max(1, round(nodes / graph.nodes.height))
     count, length = graph.nodes.height, graph.end_ns
     number = np.repeat(np.arange(copies), count)
@@ -51,8 +56,12 @@ def repeated(graph: Graph, nodes: int) -> Graph:
     )
     edges = pl.concat([graph.edges] * copies)
     shift = pl.Series(np.repeat(np.arange(copies), graph.edges.height) * count)
-    edges = edges.with_columns((pl.col(end) + shift).cast(pl.UInt32) for end in ("source", "target"))
-    on_lane = graph.nodes.filter(pl.col("lane").is_not_null()).sort("lane", "start_ns", maintain_order=True)
+    edges = edges.with_columns(
+        (pl.col(end) + shift).cast(pl.UInt32) for end in ("source", "target")
+    )
+    on_lane = graph.nodes.filter(pl.col("lane").is_not_null()).sort(
+        "lane", "start_ns", maintain_order=True
+    )
     ends = on_lane.group_by("lane", maintain_order=True).agg(
         pl.col("node").first(), pl.col("node").last().alias("last")
     )
@@ -70,8 +79,13 @@ def repeated(graph: Graph, nodes: int) -> Graph:
         pl.lit(0).alias("delay_ns"),
         pl.lit(0).alias("residual_ns"),
     )
-    edges = pl.concat([edges, bridges.select(list(GRAPH_SCHEMAS["edges"])).cast(dict(GRAPH_SCHEMAS["edges"]))])
-    none = {name: pl.DataFrame(schema=GRAPH_SCHEMAS[name]) for name in ("communication", "transfers", "host_ops")}
+    edges = pl.concat(
+        [edges, bridges.select(list(GRAPH_SCHEMAS["edges"])).cast(dict(GRAPH_SCHEMAS["edges"]))]
+    )
+    none = {
+        name: pl.DataFrame(schema=GRAPH_SCHEMAS[name])
+        for name in ("communication", "transfers", "host_ops")
+    }
     return replace(graph, nodes=many, edges=edges, **none)
 
 
@@ -89,18 +103,24 @@ def timed(runs: int, call, clock) -> tuple[float, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nodes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--scenarios", type=int, default=8)
     args = parser.parse_args()
-    print(f"{'job':18} {'nodes':>9} {'edges':>9} {'slices':>7} {'order s':>8} {'calibrate s':>11} {'plan s':>7} "
-          f"{'pass ms':>8} {'CPU ms':>7} {'of many ms':>10} {'law s':>6}")  # fmt: skip
+    print(
+        f"{'job':18} {'nodes':>9} {'edges':>9} {'slices':>7} {'order s':>8} {'calibrate s':>11} {'plan s':>7} "
+        f"{'pass ms':>8} {'CPU ms':>7} {'of many ms':>10} {'law s':>6}"
+    )
     for name, recipe in JOBS.items():
         one = linked(recipe)
         for nodes in args.nodes:
             graph = repeated(one, nodes)
-            order, _ = best(1, lambda graph=graph: sort_topologically(graph.nodes.height, *graph.points()))
+            order, _ = best(
+                1, lambda graph=graph: sort_topologically(graph.nodes.height, *graph.points())
+            )
             calibrating, graph = best(1, lambda graph=graph: calibrate(graph))
             planning, plan = best(1, lambda graph=graph: Plan(graph))
             passing, times = best(args.runs, plan.evaluate)

@@ -1,9 +1,12 @@
-"""What a simulation costs beside ASTRA-sim: processor time and peak memory of whole processes, `.et` in, result out.
+"""What a simulation costs beside ASTRA-sim: processor time and peak memory of whole processes,
+`.et` in, result out.
 
-    python benchmarks/simulate.py [--astra-sim BINARY] [--aware-binary BINARY] [--runs 3] [--only NAME]
+    python benchmarks/simulate.py [--astra-sim BINARY] [--aware-binary BINARY] [--runs 3] [--only
+    NAME]
 
-Both read the same files: `traceloom simulate DIR --mode astra-sim ... --json`, and the user's own build of the
-analytical back end (without it, ours alone). Then the time per node from 10,000 to 1,000,000 nodes.
+Both read the same files: `traceloom simulate DIR --mode astra-sim ... --json`, and the user's own
+build of the analytical back end (without it, ours alone). Then the time per node from 10,000 to
+1,000,000 nodes.
 """
 
 from __future__ import annotations
@@ -32,7 +35,11 @@ from traceloom.formats.chakra.nodes import (
 from traceloom.workload.simulate.evaluation import build_plan, evaluate_on_network
 from traceloom.workload.simulate.inputs import open_input
 from traceloom.workload.simulate.machine import Dimension, Machine
-from traceloom.workload.simulate.transfers import compute_recorded_transfers, compute_transfers, find_operations
+from traceloom.workload.simulate.transfers import (
+    compute_recorded_transfers,
+    compute_transfers,
+    find_operations,
+)
 
 _MIB = 1 << 20
 _COMPUTE, _COLLECTIVE = int(NodeType.COMP_NODE), int(NodeType.COMM_COLL_NODE)
@@ -50,12 +57,15 @@ def chain(ranks: int, nodes: int, collectives: int, size: int = _MIB) -> list[Si
             "type": kind,
             "duration_us": np.where(meets, 0, 3),
             "is_cpu_op": np.zeros(nodes, np.bool_),
-            "comm_type": pl.Series(np.where(meets, int(CollectiveCommType.ALL_REDUCE), -1)).replace(-1, None),
+            "comm_type": pl.Series(np.where(meets, int(CollectiveCommType.ALL_REDUCE), -1)).replace(
+                -1, None
+            ),
             "comm_size": pl.Series(np.where(meets, size, -1)).replace(-1, None),
         }
     )
     columns = [
-        frame[c].cast(t) if c in frame.columns else pl.lit(None, t).alias(c) for c, t in SIMULATOR_SCHEMA.items()
+        frame[c].cast(t) if c in frame.columns else pl.lit(None, t).alias(c)
+        for c, t in SIMULATOR_SCHEMA.items()
     ]
     plain = SimulatorNodes(frame.select(columns), Pairs(np.arange(1, nodes), np.arange(1, nodes)))
     return [plain] * ranks
@@ -67,7 +77,9 @@ def independent(ranks: int, nodes: int) -> list[SimulatorNodes]:
     return [SimulatorNodes(made.nodes, Pairs(np.zeros(0, np.int64), np.zeros(0, np.int64)))] * ranks
 
 
-def write(name: str, ranks: list[SimulatorNodes], topology: str, algorithm: str, splits: int) -> Path:
+def write(
+    name: str, ranks: list[SimulatorNodes], topology: str, algorithm: str, splits: int
+) -> Path:
     """The files of one workload and its configuration."""
     folder = OUT / "simulate" / name
     metadata = build_metadata("traceloom-benchmark", {})
@@ -93,21 +105,50 @@ def write(name: str, ranks: list[SimulatorNodes], topology: str, algorithm: str,
 
 
 WORKLOADS: dict[str, tuple[Callable[[], list[SimulatorNodes]], str, str, int, str]] = {
-    "8 ranks x 125,000 nodes, 2,500 collectives": (lambda: chain(8, 125_000, 2500), "Ring", "ring", 4, "unaware"),
-    "1,024 ranks x 100 nodes, 2 ring all_reduces": (lambda: chain(1024, 100, 2), "Ring", "ring", 4, "unaware"),
+    "8 ranks x 125,000 nodes, 2,500 collectives": (
+        lambda: chain(8, 125_000, 2500),
+        "Ring",
+        "ring",
+        4,
+        "unaware",
+    ),
+    "1,024 ranks x 100 nodes, 2 ring all_reduces": (
+        lambda: chain(1024, 100, 2),
+        "Ring",
+        "ring",
+        4,
+        "unaware",
+    ),
     "2 x 8,000 independent nodes": (lambda: independent(2, 8000), "Ring", "ring", 1, "unaware"),
     "64 MiB direct all_reduce, congested Ring of 256": (
-        lambda: chain(256, 1, 1, 64 * _MIB), "Ring", "direct", 1, "aware",
+        lambda: chain(256, 1, 1, 64 * _MIB),
+        "Ring",
+        "direct",
+        1,
+        "aware",
     ),
-}  # fmt: skip
+}
 
 
 def ours(folder: Path, congestion: str) -> list[str]:
     """Our command."""
     return [
-        sys.executable, "-m", "traceloom", "simulate", str(folder / "et"), "--mode", "astra-sim", "--json", "-q",
-        "--network", str(folder / "network.yml"), "--system", str(folder / "system.json"), "--congestion", congestion,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "traceloom",
+        "simulate",
+        str(folder / "et"),
+        "--mode",
+        "astra-sim",
+        "--json",
+        "-q",
+        "--network",
+        str(folder / "network.yml"),
+        "--system",
+        str(folder / "system.json"),
+        "--congestion",
+        congestion,
+    ]
 
 
 def theirs(binary: str, folder: Path) -> list[str]:
@@ -126,7 +167,9 @@ def theirs(binary: str, folder: Path) -> list[str]:
 def compare(name: str, binaries: dict[str, str | None], runs: int) -> None:
     """One line: medians of both, and their ratios."""
     make, topology, algorithm, splits, congestion = WORKLOADS[name]
-    folder = write("".join(c if c.isalnum() else "-" for c in name), make(), topology, algorithm, splits)
+    folder = write(
+        "".join(c if c.isalnum() else "-" for c in name), make(), topology, algorithm, splits
+    )
     commands = {"ours": ours(folder, congestion)}
     if binaries[congestion]:
         commands["ASTRA-sim"] = theirs(str(binaries[congestion]), folder)
@@ -147,7 +190,9 @@ def compare(name: str, binaries: dict[str, str | None], runs: int) -> None:
 
 def ends_of(command: list[str]) -> dict[int, int]:
     """When our ranks end."""
-    document = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    document = json.loads(
+        subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    )
     return {rank["rank"]: rank["end_ns"] for rank in document["ranks"]}
 
 
@@ -167,11 +212,15 @@ def scaling() -> None:
     for nodes in (1250, 12_500, 125_000):
         folder = write(f"scaling-{nodes}", chain(8, nodes, nodes // 50), "Ring", "ring", 4)
         run = measured(ours(folder, "unaware"))
-        print(f"{8 * nodes:9,} nodes {run.cpu_s:6.2f} s  {run.cpu_s / (8 * nodes) * 1e6:6.2f} us per node")
+        print(
+            f"{8 * nodes:9,} nodes {run.cpu_s:6.2f} s  {run.cpu_s / (8 * nodes) * 1e6:6.2f} us per node"
+        )
 
 
 def native() -> None:
-    """The mode `native` without contention, in this process: reading, making ready, and one simulation."""
+    """The mode `native` without contention, in this process: reading, making ready, and one
+    simulation.
+    """
     for nodes in (1250, 12_500, 125_000):
         folder = write(f"scaling-{nodes}", chain(8, nodes, nodes // 50), "Switch", "ring", 4)
         started = time.perf_counter()
@@ -185,7 +234,10 @@ def native() -> None:
         for _ in range(5):
             started = time.perf_counter()
             evaluate_on_network(
-                graph, of, compute_transfers(network, of.table, compute_recorded_transfers(graph, of), None), plan=plan
+                graph,
+                of,
+                compute_transfers(network, of.table, compute_recorded_transfers(graph, of), None),
+                plan=plan,
             )
             took.append(time.perf_counter() - started)
         line = f"native, {8 * nodes:9,} nodes: read {read:5.2f} s, made ready {ready:5.2f} s"
@@ -193,9 +245,15 @@ def native() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--astra-sim", metavar="BINARY", help="a build of the congestion-unaware back end")
-    parser.add_argument("--aware-binary", metavar="BINARY", help="a build of the congestion-aware back end")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--astra-sim", metavar="BINARY", help="a build of the congestion-unaware back end"
+    )
+    parser.add_argument(
+        "--aware-binary", metavar="BINARY", help="a build of the congestion-aware back end"
+    )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--only", help="only workloads whose name holds this")
     args = parser.parse_args()

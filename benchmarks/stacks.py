@@ -1,9 +1,10 @@
-"""What it costs to look at a process from outside: its steps alone, under sampling, under dumps; and py-spy's own time.
+"""What it costs to look at a process from outside: its steps alone, under sampling, under dumps;
+and py-spy's own time.
 
     python benchmarks/stacks.py [--seconds 4] [--turns 3]
 
-The program computes in steps of some 150 us, half Python and half PyTorch, on one thread; steps of each kind are taken
-in turns, so that a machine that becomes busier is no cost of looking.
+The program computes in steps of some 150 us, half Python and half PyTorch, on one thread; steps of
+each kind are taken in turns, so that a machine that becomes busier is no cost of looking.
 """
 
 from __future__ import annotations
@@ -58,11 +59,21 @@ def main() -> None:
             program = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=file)
         while "up" not in log.read_text(encoding="ascii"):
             time.sleep(0.1)
-        ticks = int(Path(f"/proc/{program.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
+        ticks = int(
+            Path(f"/proc/{program.pid}/stat")
+            .read_text(encoding="ascii")
+            .rpartition(")")[2]
+            .split()[19]
+        )
         process = Process(
-            key=f"{program.pid}@{ticks}", pid=program.pid, start_ticks=ticks, started_ns=0, parent_pid=os.getpid(),
-            uid=os.getuid(), command="",
-        )  # fmt: skip
+            key=f"{program.pid}@{ticks}",
+            pid=program.pid,
+            start_ticks=ticks,
+            started_ns=0,
+            parent_pid=os.getpid(),
+            uid=os.getuid(),
+            command="",
+        )
         spans: dict[str, list[tuple[int, int]]] = {}
         cost: dict[str, float] = {}
 
@@ -83,7 +94,10 @@ def main() -> None:
         for turn in range(args.turns):
             window = Window(0, args.seconds, None)
             during("alone", lambda: asyncio.sleep(args.seconds))
-            during("sampled", lambda: StacksProfiler().record(process, window, directory, f"turn{turn}"))  # noqa: B023
+            during(
+                "sampled",
+                lambda: StacksProfiler().record(process, window, directory, f"turn{turn}"),  # noqa: B023
+            )
             during("dumps", dumps)
             during("native dump", lambda: dump_stacks(process, native=True))
         program.kill()

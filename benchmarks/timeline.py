@@ -1,10 +1,11 @@
-"""How smooth is the timeline? Frames per second with 200,000 events (and any other number) in a real browser.
+"""How smooth is the timeline? Frames per second with 200,000 events (and any other number) in a
+real browser.
 
     python benchmarks/timeline.py [--events 200000] [--scales 1 2] [--seconds 3] [--keep page.html]
 
-Draws 40 rows of events, in the page and filling the window: full view (every event is in sight), panning and zooming.
-Each frame changes the view, so that nothing is drawn from memory. A browser shows at most 60 frames per second;
-headless Chromium draws in software.
+Draws 40 rows of events, in the page and filling the window: full view (every event is in sight),
+panning and zooming. Each frame changes the view, so that nothing is drawn from memory. A browser
+shows at most 60 frames per second; headless Chromium draws in software.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ MEASURE = """
 
 
 def session(count: int) -> Session:
-    """A trace of about `count` events on 40 rows: nested operators on host threads, kernels on streams."""
+    """A trace of about `count` events on 40 rows: nested operators on host threads, kernels on
+    streams.
+    """
     random = np.random.default_rng(7)
     frames, lanes = [], []
     each = count // (THREADS * DEPTH + STREAMS)
@@ -80,23 +83,46 @@ def session(count: int) -> Session:
                     }
                 )
             )
-        lanes.append({"lane": lane, "kind": "host" if host else "device", "process": "1", "thread": str(lane + 1),
-                      "device": None if host else 0, "stream": None if host else lane, "name": f"lane {lane}",
-                      "events": each, "busy_ns": 0})  # fmt: skip
+        lanes.append(
+            {
+                "lane": lane,
+                "kind": "host" if host else "device",
+                "process": "1",
+                "thread": str(lane + 1),
+                "device": None if host else 0,
+                "stream": None if host else lane,
+                "name": f"lane {lane}",
+                "events": each,
+                "busy_ns": 0,
+            }
+        )
     events = pl.concat(frames).sort("start_ns", -pl.col("duration_ns")).with_row_index("event")
     events = events.with_columns(nested_end_ns=pl.col("start_ns") + pl.col("duration_ns"))
-    missing = [pl.lit(None, dtype=t).alias(n) for n, t in SCHEMAS["events"].items() if n not in events.columns]
+    missing = [
+        pl.lit(None, dtype=t).alias(n)
+        for n, t in SCHEMAS["events"].items()
+        if n not in events.columns
+    ]
     frames_by_name = {name: make_empty_frame(name) for name in SCHEMAS}
-    frames_by_name["events"] = events.with_columns(missing).select(list(SCHEMAS["events"])).cast(SCHEMAS["events"])
+    frames_by_name["events"] = (
+        events.with_columns(missing).select(list(SCHEMAS["events"])).cast(SCHEMAS["events"])
+    )
     frames_by_name["lanes"] = pl.DataFrame(lanes, schema=SCHEMAS["lanes"])
     return Session((Trace(meta=replace(Meta(path="made"), rank=0), **frames_by_name),), "made")
 
 
 def page_of(made: Session) -> str:
     """The page with nothing but the timeline."""
-    rank = {"rank": 0, "window_ns": SPAN_NS, "event_count": made.traces[0].events.height, "devices": [], "steps": []}
+    rank = {
+        "rank": 0,
+        "window_ns": SPAN_NS,
+        "event_count": made.traces[0].events.height,
+        "devices": [],
+        "steps": [],
+    }
     return render_report_page(
-        {"ranks": [rank], "name": "made", "answer": {"sentence": "A made trace.", "parts": []}}, made
+        {"ranks": [rank], "name": "made", "answer": {"sentence": "A made trace.", "parts": []}},
+        made,
     )
 
 
@@ -104,7 +130,9 @@ def rates(page: Page, seconds: float) -> str:
     """Frames per second and the 95th percentile of the time between two frames, by what is done."""
     page.wait_for_timeout(400)
     found = {mode: page.evaluate(MEASURE, [mode, seconds]) for mode in ("full", "pan", "zoom")}
-    return ", ".join(f"{mode} {r['fps']:.0f}/s (95 % within {r['worst']:.0f} ms)" for mode, r in found.items())
+    return ", ".join(
+        f"{mode} {r['fps']:.0f}/s (95 % within {r['worst']:.0f} ms)" for mode, r in found.items()
+    )
 
 
 def main() -> None:
@@ -115,11 +143,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--keep", type=Path, help="keep the page here")
     options = parser.parse_args()
-    browser_path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    browser_path = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if browser_path is None:
         raise SystemExit("no Chromium on this machine")
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
-        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path=browser_path, args=["--no-sandbox", "--disable-gpu"]
+        )
         for count in options.events:
             made = session(count)
             began = time.perf_counter()
@@ -133,13 +165,17 @@ def main() -> None:
                 f"{len(shown.payload) * 0.75 / max(shown.shown, 1):.1f} B/event packed"
             )
             for scale in options.scales:
-                page = browser.new_page(viewport={"width": 1440, "height": 1100}, device_scale_factor=scale)
+                page = browser.new_page(
+                    viewport={"width": 1440, "height": 1100}, device_scale_factor=scale
+                )
                 began = time.perf_counter()
                 page.goto(path.resolve().as_uri())
                 page.wait_for_selector("html[data-ready=yes]", state="attached")
                 ready = time.perf_counter() - began
                 print(f"  scale {scale}: opens in {ready:.2f} s")
-                page.evaluate("document.getElementById('timeline').scrollIntoView({behavior: 'instant'})")
+                page.evaluate(
+                    "document.getElementById('timeline').scrollIntoView({behavior: 'instant'})"
+                )
                 print(f"    in the page: {rates(page, options.seconds)}")
                 page.evaluate("document.getElementById('timeline-view').timeline.enlarge()")
                 print(f"    enlarged:    {rates(page, options.seconds)}")

@@ -21,10 +21,31 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-SUBJECTS = ["the loom", "a weaver", "the thread", "one machine", "my neighbor", "the last rank", "a small kernel"]
+SUBJECTS = [
+    "the loom",
+    "a weaver",
+    "the thread",
+    "one machine",
+    "my neighbor",
+    "the last rank",
+    "a small kernel",
+]
 VERBS = ["pulls", "follows", "waits for", "overtakes", "repeats", "remembers", "drops"]
-OBJECTS = ["the red yarn", "a second stream", "the pattern", "every gradient", "its own shadow", "the host"]
-ENDINGS = ["in the morning", "without a sound", "again and again", "before the step ends", "on time"]
+OBJECTS = [
+    "the red yarn",
+    "a second stream",
+    "the pattern",
+    "every gradient",
+    "its own shadow",
+    "the host",
+]
+ENDINGS = [
+    "in the morning",
+    "without a sound",
+    "again and again",
+    "before the step ends",
+    "on time",
+]
 
 
 def make_text(sentences: int, seed: int) -> str:
@@ -68,7 +89,9 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         split = (batch, length, self.heads, width // self.heads)
-        query, key, value = (part.view(split).transpose(1, 2) for part in self.query_key_value(x).chunk(3, dim=-1))
+        query, key, value = (
+            part.view(split).transpose(1, 2) for part in self.query_key_value(x).chunk(3, dim=-1)
+        )
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.output(mixed.transpose(1, 2).reshape(batch, length, width))
 
@@ -81,7 +104,9 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -109,15 +134,27 @@ class GPT(nn.Module):
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small GPT on text it makes itself.")
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps (default: 12)")
-    parser.add_argument("--accumulate", type=int, default=2, help="batches per optimizer step (default: 2)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences per batch and rank (default: 8)")
-    parser.add_argument("--context", type=int, default=128, help="characters per sequence (default: 128)")
+    parser.add_argument(
+        "--accumulate", type=int, default=2, help="batches per optimizer step (default: 2)"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=8, help="sequences per batch and rank (default: 8)"
+    )
+    parser.add_argument(
+        "--context", type=int, default=128, help="characters per sequence (default: 128)"
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--workers", type=int, default=2, help="processes that load data, per rank (default: 2)")
+    parser.add_argument(
+        "--workers", type=int, default=2, help="processes that load data, per rank (default: 2)"
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where (default: cuda with a GPU for each rank here)")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="where (default: cuda with a GPU for each rank here)",
+    )
     parser.add_argument("--compile", action="store_true", help="compile the model")
     return parser.parse_args()
 
@@ -147,7 +184,9 @@ def main() -> None:
         drop_last=True,
         pin_memory=kind == "cuda",
     )
-    model: nn.Module = GPT(len(data.alphabet), arguments.context, arguments.layers, arguments.width, arguments.heads)
+    model: nn.Module = GPT(
+        len(data.alphabet), arguments.context, arguments.layers, arguments.width, arguments.heads
+    )
     model.to(device)
     if arguments.compile:
         model.compile()
@@ -173,7 +212,10 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0:
-            print(f"step {step:3d}   loss {total:.3f}   {1000 * (time.perf_counter() - started):6.0f} ms", flush=True)
+            print(
+                f"step {step:3d}   loss {total:.3f}   {1000 * (time.perf_counter() - started):6.0f} ms",
+                flush=True,
+            )
     if distributed:
         dist.destroy_process_group()
 

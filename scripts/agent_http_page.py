@@ -1,4 +1,6 @@
-"""Writes docs/reference/agent-http.md from the agent's routes; with --check, says whether it is up to date."""
+"""Writes docs/reference/agent-http.md from the agent's routes; with --check, says whether it is up
+to date.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,15 @@ def page() -> str:
 
 def _route(route: Route) -> Iterator[str]:
     yield f"## {route.method} {route.path}\n"
-    yield f"{route.summary}." + (" For who may act: root, the agent's group, tokens `all`." if route.acts else "")
+    yield f"{route.summary}." + (
+        " For who may act: root, the agent's group, tokens `all`." if route.acts else ""
+    )
     yield ""
-    for what, form in (("parameters", route.parameters), ("body", route.body), ("answer", route.answer)):
+    for what, form in (
+        ("parameters", route.parameters),
+        ("body", route.body),
+        ("answer", route.answer),
+    ):
         if form is not None:
             fields = ", ".join(f"`{field.name}`" for field in msgspec.structs.fields(form))
             text = " ".join((form.__doc__ or "").split())

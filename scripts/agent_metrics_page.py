@@ -1,4 +1,6 @@
-"""Writes docs/reference/agent-metrics.md from the agent's registry; with --check, says whether it is up to date."""
+"""Writes docs/reference/agent-metrics.md from the agent's registry; with --check, says whether it
+is up to date.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def page() -> str:
     parts: dict[str, list[Metric]] = {}
     for metric in METRICS.values():
         parts.setdefault(metric.name.split("_")[0], []).append(metric)
-    return "\n".join([_INTRODUCTION, *(line for name, metrics in parts.items() for line in _part(name, metrics))])
+    return "\n".join(
+        [_INTRODUCTION, *(line for name, metrics in parts.items() for line in _part(name, metrics))]
+    )
 
 
 def _part(name: str, metrics: list[Metric]) -> Iterator[str]:
@@ -53,9 +57,12 @@ def _part(name: str, metrics: list[Metric]) -> Iterator[str]:
     yield "| metric | kind | unit | meaning | sharing | OpenTelemetry | dcgm-exporter |"
     yield "|---|---|---|---|---|---|---|"
     for metric in metrics:
-        labels = f"<br>{', '.join(f'`{label}`' for label in metric.labels)}" if metric.labels else ""
+        labels = (
+            f"<br>{', '.join(f'`{label}`' for label in metric.labels)}" if metric.labels else ""
+        )
         aliases = "<br>".join(
-            f"`{alias.name}`" + "".join(f" ({value})" for _, value in alias.where) for alias in metric.dcgm_aliases
+            f"`{alias.name}`" + "".join(f" ({value})" for _, value in alias.where)
+            for alias in metric.dcgm_aliases
         )
         yield (
             f"| `{metric.name}`{labels} | {metric.kind} | {metric.unit} | {metric.help} | {metric.aggregation} "

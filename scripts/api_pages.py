@@ -1,6 +1,8 @@
-"""Writes docs/reference/api/*.md, one page per public package; with --check, says whether they are up to date.
+"""Writes docs/reference/api/*.md, one page per public package; with --check, says whether they are
+up to date.
 
-The pages name what is public; mkdocstrings puts signatures and docstrings there. What a function returns follows it.
+The pages name what is public; mkdocstrings puts signatures and docstrings there. What a function
+returns follows it.
 """
 
 from __future__ import annotations
@@ -59,10 +61,19 @@ def _places(package: ModuleType) -> Iterator[str]:
 
 def main() -> int:
     """Write the pages, or compare them."""
-    every = {place for packages in PAGES.values() for name in packages for place in _own(importlib.import_module(name))}
+    every = {
+        place
+        for packages in PAGES.values()
+        for name in packages
+        for place in _own(importlib.import_module(name))
+    }
     texts = {FOLDER / f"{name}.md": page(packages, every) for name, packages in PAGES.items()}
     if "--check" in sys.argv[1:]:
-        stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+        stale = [
+            path
+            for path, text in texts.items()
+            if not path.exists() or path.read_text(encoding="utf-8") != text
+        ]
         sys.stdout.writelines(f"{path} is stale: run {Path(__file__).name}\n" for path in stale)
         return 1 if stale else 0
     for path, text in texts.items():

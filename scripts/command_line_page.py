@@ -1,4 +1,6 @@
-"""Writes docs/reference/command-line.md from the parsers; with --check, says whether it is up to date."""
+"""Writes docs/reference/command-line.md from the parsers; with --check, says whether it is up to
+date.
+"""
 
 from __future__ import annotations
 

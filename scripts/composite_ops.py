@@ -1,7 +1,8 @@
-"""Writes the ops of PyTorch that are nothing but calls of other ops: a replay of the leaves runs these instead.
+"""Writes the ops of PyTorch that are nothing but calls of other ops: a replay of the leaves runs
+these instead.
 
-An op is composite where its kernel for every backend is PyTorch's `CompositeImplicitAutograd`. Names of which another
-overload has kernels of its own are left out.
+An op is composite where its kernel for every backend is PyTorch's `CompositeImplicitAutograd`.
+Names of which another overload has kernels of its own are left out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ def composite_ops() -> list[str]:
         namespace, _, rest = name.partition("::")
         base, _, overload = rest.partition(".")
         if namespace == "aten" and not overload.endswith("out"):
-            composite = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+            composite = torch._C._dispatch_has_kernel_for_dispatch_key(
+                name, "CompositeImplicitAutograd"
+            )
             kernels.setdefault(base, []).append(composite)
     return sorted(name for name, composite in kernels.items() if all(composite))
 

@@ -1,4 +1,6 @@
-"""Write docs/reference/device-peaks.md from the table of peaks; `--check` says whether it is up to date."""
+"""Write docs/reference/device-peaks.md from the table of peaks; `--check` says whether it is up to
+date.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ that must agree. Any other device: `--device` or `--peak`. This page is written 
 def page() -> str:
     """The whole page."""
     devices = json.loads(TABLE.read_text(encoding="utf-8"))["devices"]
-    rows = ["| device | SMs, CUs | " + " | ".join(TYPES) + " | memory |", "|---|" + "--:|" * (len(TYPES) + 2)]
+    rows = [
+        "| device | SMs, CUs | " + " | ".join(TYPES) + " | memory |",
+        "|---|" + "--:|" * (len(TYPES) + 2),
+    ]
     for one in devices:
         rates = [f"{one['flops'][key] / 1e12:g}" if key in one["flops"] else "" for key in TYPES]
         rows.append(

@@ -1,4 +1,6 @@
-"""The types of the documents (src/traceloom/report/documents) from their schemas; `report_schema.py` writes them."""
+"""The types of the documents (src/traceloom/report/documents) from their schemas;
+`report_schema.py` writes them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ class Types:
         self.of(schema, (), f"{document}Document".removeprefix(self.prefix))
 
     def of(self, shape: Shape, path: tuple[str, ...], kind: str = "Value") -> str:
-        """The type of a value; its dictionaries are added. `path` names them, `kind` is the end of the name."""
+        """The type of a value; its dictionaries are added.
+
+        `path` names them, `kind` is the end of the name.
+        """
         if "$ref" in shape:
             name = shape["$ref"].rpartition("/")[2]
             return self.of(self.definitions[name], (name,), "Row")
@@ -44,12 +49,19 @@ class Types:
             return either
         if "enum" in shape or "const" in shape:
             values = shape.get("enum", [shape.get("const")])
-            return self.either("None" if value is None else type(value).__name__ for value in values)
+            return self.either(
+                "None" if value is None else type(value).__name__ for value in values
+            )
         if "properties" in shape:
             parts = "_".join(path).split("_")
             name = self.prefix + "".join(part.capitalize() for part in parts) + kind
-            fields = [f'"{key}": {self.of(inner, (*path, key))}' for key, inner in shape["properties"].items()]
-            lines = textwrap.wrap(", ".join(f.replace(" ", "\0") for f in fields), 116, break_on_hyphens=False)
+            fields = [
+                f'"{key}": {self.of(inner, (*path, key))}'
+                for key, inner in shape["properties"].items()
+            ]
+            lines = textwrap.wrap(
+                ", ".join(f.replace(" ", "\0") for f in fields), 116, break_on_hyphens=False
+            )
             body = "\n".join(f"    {line}" for line in lines).replace("\0", " ")
             text = f'{name} = TypedDict("{name}", {{\n{body},\n}})\n'
             if self.texts.setdefault(name, text) != text:
@@ -57,12 +69,17 @@ class Types:
             return name
         kinds = shape.get("type", [])
         names = [kinds] if isinstance(kinds, str) else kinds
-        return self.either(
-            f"list[{self.of(shape.get('items', {}), path, 'Row')}]" if name == "array"
-            else f"dict[str, {self.of(shape.get('additionalProperties') or {}, path)}]" if name == "object"
-            else PLAIN[name]
-            for name in names
-        ) or "Any"  # fmt: skip
+        return (
+            self.either(
+                f"list[{self.of(shape.get('items', {}), path, 'Row')}]"
+                if name == "array"
+                else f"dict[str, {self.of(shape.get('additionalProperties') or {}, path)}]"
+                if name == "object"
+                else PLAIN[name]
+                for name in names
+            )
+            or "Any"
+        )
 
     @staticmethod
     def either(names: Iterator[str]) -> str:

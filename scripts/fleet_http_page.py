@@ -1,4 +1,6 @@
-"""Writes docs/reference/fleet-http.md from the routes of the fleet's service; with --check, whether it is current."""
+"""Writes docs/reference/fleet-http.md from the routes of the fleet's service; with --check, whether
+it is current.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def page() -> str:
         path = described["paths"][route.path.replace(":path}", "}")]
         parts += _operation(path[route.method.lower()], described, f"{route.method} {route.path}")
         role = roles[route.method, route.path]
-        parts.append(f"*who*: {f'role `{role}`' if role else 'everybody; hosts show their credential'}.\n")
+        parts.append(
+            f"*who*: {f'role `{role}`' if role else 'everybody; hosts show their credential'}.\n"
+        )
     return "\n".join(parts)
 
 
@@ -50,9 +54,17 @@ def _operation(operation: dict[str, Any], described: dict[str, Any], title: str)
         yield "| parameter | default | |\n|---|---|---|"
         for each in in_query:
             schema = each["schema"]
-            default = "" if each["required"] else f"`{schema.get('default')}`" if schema.get("default") else "–"
+            default = (
+                ""
+                if each["required"]
+                else f"`{schema.get('default')}`"
+                if schema.get("default")
+                else "–"
+            )
             choices = ", ".join(f"`{choice}`" for choice in schema.get("enum", ()) if choice)
-            text = "; ".join(filter(None, (schema.get("description", "").replace("|", "\\|"), choices)))
+            text = "; ".join(
+                filter(None, (schema.get("description", "").replace("|", "\\|"), choices))
+            )
             yield f"| `{each['name']}` | {default or 'needed'} | {text} |"
         yield ""
     body = operation.get("requestBody")
@@ -73,7 +85,9 @@ def _fields(what: str, schema: dict[str, Any], described: dict[str, Any]) -> Ite
     yield f"*{what}*: {names}. {' '.join(form.get('description', '').split())}\n"
     for name, field in form.get("properties", {}).items():
         rows = _of(field.get("items", {}), described)
-        if rows.get("properties") and any("description" in column for column in rows["properties"].values()):
+        if rows.get("properties") and any(
+            "description" in column for column in rows["properties"].values()
+        ):
             yield f"`{name}`: {field.get('description', '')}\n\n| column | |\n|---|---|"
             for column, declared in rows["properties"].items():
                 yield f"| `{column}` | {declared.get('description', '').replace('|', chr(92) + '|')} |"

@@ -1,4 +1,6 @@
-"""Writes docs/reference/fleet-metrics.md from the service's series; with --check, says whether it is up to date."""
+"""Writes docs/reference/fleet-metrics.md from the service's series; with --check, says whether it
+is up to date.
+"""
 
 from __future__ import annotations
 
@@ -32,4 +34,8 @@ def _line(metric: FleetMetric) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(write_or_check(PAGE, _INTRODUCTION + "".join(_line(metric) for metric in FLEET_METRICS.values())))
+    sys.exit(
+        write_or_check(
+            PAGE, _INTRODUCTION + "".join(_line(metric) for metric in FLEET_METRICS.values())
+        )
+    )

@@ -1,4 +1,6 @@
-"""Writes docs/reference/fleet-tables.md from the schemas; with --check, says whether it is up to date."""
+"""Writes docs/reference/fleet-tables.md from the schemas; with --check, says whether it is up to
+date.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ _TYPES = {pl.Date(): "date", pl.String(): "text", pl.Int64(): "int64", pl.Float6
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([_INTRODUCTION, *(line for table in SCHEMAS.values() for line in _part(table))])
+    return "\n".join(
+        [_INTRODUCTION, *(line for table in SCHEMAS.values() for line in _part(table))]
+    )
 
 
 def _part(table: TableSchema) -> Iterator[str]:

@@ -3,8 +3,8 @@
     python scripts/fuzz.py --cases 20000 --seed 1 --jobs 2
     python scripts/fuzz.py --case kineto:report:123     # one case again, with its output
 
-A case is wrong where it ends with a traceback, `section-failed` or "a defect of Traceloom", loses a whole entry, takes
-more than 2 GB of memory or 20 s of processor time. Exit code 5 if one is.
+A case is wrong where it ends with a traceback, `section-failed` or "a defect of Traceloom", loses a
+whole entry, takes more than 2 GB of memory or 20 s of processor time. Exit code 5 if one is.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def run(todo: list[Case], home: Path, jobs: int) -> list[Outcome]:
             done["cases"] += len(outcomes)
             done["wrong"] += sum(bool(outcome.fault) for outcome in outcomes)
             minutes = (time.monotonic() - began) / 60
-            print(f"{done['cases']:,} of {len(todo):,}, {done['wrong']} wrong, {minutes:.1f} min", file=sys.stderr)
+            print(
+                f"{done['cases']:,} of {len(todo):,}, {done['wrong']} wrong, {minutes:.1f} min",
+                file=sys.stderr,
+            )
         return outcomes
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -80,8 +83,14 @@ def run(todo: list[Case], home: Path, jobs: int) -> list[Outcome]:
 def of_batch(todo: list[Case], seeds: Path) -> list[Outcome]:
     """Cases one after the other in one process; in another one after a case that ends it."""
     outcomes: list[Outcome] = []
-    environment = {**os.environ, "TRACELOOM_CACHE_DIR": str(seeds / "cache"), "POLARS_MAX_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {
+        **os.environ,
+        "TRACELOOM_CACHE_DIR": str(seeds / "cache"),
+        "POLARS_MAX_THREADS": "1",
+    }
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     while len(outcomes) < len(todo):
         rest = todo[len(outcomes) :]
         lines = "".join(f"{case.format}\t{case.verb}\t{case.seed}\n" for case in rest)
@@ -98,7 +107,11 @@ def of_batch(todo: list[Case], seeds: Path) -> list[Outcome]:
             )
             answers, code, said = ran.stdout.splitlines(), ran.returncode, ran.stderr[-300:]
         except subprocess.TimeoutExpired as stopped:
-            answers, code, said = (stopped.stdout or b"").decode("utf-8", "replace").splitlines(), -9, "no end"
+            answers, code, said = (
+                (stopped.stdout or b"").decode("utf-8", "replace").splitlines(),
+                -9,
+                "no end",
+            )
         for case, answer in zip(rest, answers, strict=False):
             outcomes.append(Outcome(case, *json.loads(answer)))
         if len(answers) < len(rest):
@@ -115,7 +128,9 @@ def table(outcomes: list[Outcome]) -> str:
     heads = ("cases", "done", "usage", "refused", "partly", "wrong", "most s")
     lines = [f"{'format':<10} {'verb':<20} " + " ".join(f"{head:>7}" for head in heads)]
     order = {kind: number for number, kind in enumerate(VERBS)}
-    for (kind, verb), some in sorted(groups.items(), key=lambda item: (order[item[0][0]], item[0][1])):
+    for (kind, verb), some in sorted(
+        groups.items(), key=lambda item: (order[item[0][0]], item[0][1])
+    ):
         codes = Counter(outcome.code for outcome in some)
         wrong = sum(bool(outcome.fault) for outcome in some)
         longest = max(outcome.seconds for outcome in some)

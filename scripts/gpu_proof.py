@@ -1,9 +1,11 @@
-"""Check recordings on this machine's GPUs against independent measurements: python scripts/gpu_proof.py
+"""Check recordings on this machine's GPUs against independent measurements: python
+scripts/gpu_proof.py
 
-Runs small programs unrecorded and recorded, and compares outputs, exit codes, time and memory; step periods with CUDA
-events; sums with arithmetic and with the counters of PyTorch's allocator and of the driver; collectives between two
-processes; CUDA graphs; a trace that the agent takes; a replay. Prints a table, and writes it as table.md and table.json
-beside small recordings. Without a GPU the programs run on the CPU, and what needs a device is skipped by name.
+Runs small programs unrecorded and recorded, and compares outputs, exit codes, time and memory; step
+periods with CUDA events; sums with arithmetic and with the counters of PyTorch's allocator and of
+the driver; collectives between two processes; CUDA graphs; a trace that the agent takes; a replay.
+Prints a table, and writes it as table.md and table.json beside small recordings. Without a GPU the
+programs run on the CPU, and what needs a device is skipped by name.
 
 It calls the command line alone and reads documented files. Exit code 5: a check failed.
 """
@@ -40,12 +42,17 @@ TRACELOOM = [sys.executable, "-m", "traceloom"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 PROCESS_LIMIT_S = 180
 KEPT_BYTES = 300_000
-WINDOW = range(4, 8)  # steps 3 to 7 are recorded; beginning to record falls into the period before step 3
+WINDOW = range(
+    4, 8
+)  # steps 3 to 7 are recorded; beginning to record falls into the period before step 3
 OTHER_PROGRAMS = ("fail", "loader", "cnn", "lstm", "profiled", "inference", "compiled")
 # What a check leaves out without a device, where the rest of it runs.
 DEVICE_PARTS = {
-    "period": ": CUDA events", "sums": ": copies and allocations", "replay": ": GPU work", "agent": ": power, NVML",
-}  # fmt: skip
+    "period": ": CUDA events",
+    "sums": ": copies and allocations",
+    "replay": ": GPU work",
+    "agent": ": power, NVML",
+}
 PROBE = """
 import importlib.util, json, torch
 devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
@@ -87,35 +94,67 @@ class Table:
     def add(self, check: str, verdict: str, *cells: str) -> None:
         """Add a row, and say so on standard error."""
         now = time.monotonic()
-        self.rows.append(Row(check, *[*cells, "", "", "", ""][:4], verdict, round(now - self.last, 1)))
+        self.rows.append(
+            Row(check, *[*cells, "", "", "", ""][:4], verdict, round(now - self.last, 1))
+        )
         print(f"{now - self.last:6.1f} s  {check}: {verdict}", file=sys.stderr, flush=True)
         self.last = now
 
-    def compare(self, check: str, values: Pair, unit: str = "", *, share: float = 0, slack: float = 0) -> None:
+    def compare(
+        self, check: str, values: Pair, unit: str = "", *, share: float = 0, slack: float = 0
+    ) -> None:
         """Both values must agree, within a share of the expected one, and a slack."""
         expected, found = values
         parts = [f"{share:.0%}"] * bool(share) + [_show(slack, unit)] * bool(slack)
         holds = abs(found - expected) <= share * expected + slack
         self._judge(check, holds, values, unit, " + ".join(parts) and f"± {' + '.join(parts)}")
 
-    def check_limit(self, check: str, values: Pair, unit: str, *, factor: float, slack: float) -> None:
+    def check_limit(
+        self, check: str, values: Pair, unit: str, *, factor: float, slack: float
+    ) -> None:
         """The second value must not be above the factor times the first, and a slack."""
         holds = values[1] <= factor * values[0] + slack
         self._judge(check, holds, values, unit, f"≤ {factor:g} x + {_show(slack, unit)}")
 
     def _judge(self, check: str, holds: bool, values: Pair, unit: str, tolerance: str) -> None:
         expected, found = values
-        difference = "none" if found == expected else f"{found / expected - 1:+.1%}" if expected else str(found)
+        difference = (
+            "none"
+            if found == expected
+            else f"{found / expected - 1:+.1%}"
+            if expected
+            else str(found)
+        )
         verdict = "pass" if holds else "FAIL"
-        self.add(check, verdict, _show(expected, unit), _show(found, unit), difference, tolerance or "equal")
+        self.add(
+            check,
+            verdict,
+            _show(expected, unit),
+            _show(found, unit),
+            difference,
+            tolerance or "equal",
+        )
 
     def render(self) -> str:
         """As Markdown, which a terminal can show, too."""
-        heads = ["check", "unrecorded or known", "recorded", "difference", "tolerance", "verdict", "seconds"]
-        cells = [heads, *([str(cell).replace("|", "/") for cell in asdict(row).values()] for row in self.rows)]
+        heads = [
+            "check",
+            "unrecorded or known",
+            "recorded",
+            "difference",
+            "tolerance",
+            "verdict",
+            "seconds",
+        ]
+        cells = [
+            heads,
+            *([str(cell).replace("|", "/") for cell in asdict(row).values()] for row in self.rows),
+        ]
         widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
         lines = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in cells]
-        return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+        return "\n".join(
+            [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+        )
 
     @property
     def exit_code(self) -> int:
@@ -145,7 +184,9 @@ class Driver:
         self.nvml = pynvml
         try:
             pynvml.nvmlInit()
-            self.handles = [pynvml.nvmlDeviceGetHandleByIndex(one) for one in range(pynvml.nvmlDeviceGetCount())]
+            self.handles = [
+                pynvml.nvmlDeviceGetHandleByIndex(one) for one in range(pynvml.nvmlDeviceGetCount())
+            ]
             self.read_used_bytes()
             self.read_joules()
         except pynvml.NVMLError as error:
@@ -157,7 +198,10 @@ class Driver:
 
     def read_joules(self) -> float:
         """Energy since the driver was loaded."""
-        return sum(self.nvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in self.handles) / 1000
+        return (
+            sum(self.nvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in self.handles)
+            / 1000
+        )
 
 
 @dataclass
@@ -184,7 +228,9 @@ class Run:
         return dict(json.loads(self.out.strip().splitlines()[-1]))
 
     def mask_output(self) -> tuple[str, str]:
-        """Both streams without what differs from run to run: times, and log lines (launcher, Kineto, Traceloom)."""
+        """Both streams without what differs from run to run: times, and log lines (launcher,
+        Kineto, Traceloom).
+        """
         logs = re.compile(r"\[?[IWE]\d{4} |[A-Z]+:\d{4}-\d\d-\d\d |traceloom: |\*{5}")
         err = [line for line in self.err.splitlines() if not logs.match(line)]
         return re.sub(r"[ \d.]+ ms\b", " … ms", self.out), "\n".join(err)
@@ -197,10 +243,14 @@ class Proof:
         self.work, self.output, self.table, self.driver = work, output, Table(), Driver()
         self.began = time.monotonic()
         self.end = self.began + budget_s
-        self.environment = {key: value for key, value in os.environ.items() if not key.startswith("TRACELOOM")} | {
-            "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONWARNINGS": "ignore",
+        self.environment = {
+            key: value for key, value in os.environ.items() if not key.startswith("TRACELOOM")
+        } | {
+            "OMP_NUM_THREADS": "1",
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            "PYTHONWARNINGS": "ignore",
             "TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"),
-        }  # fmt: skip
+        }
         self.machine: dict[str, Any] = self.run([sys.executable, "-c", PROBE]).read_answer()
         self.machine |= {"python": platform.python_version(), "processors": os.cpu_count()}
         self.device = device or ("cuda" if self.machine["devices"] else "cpu")
@@ -231,25 +281,51 @@ class Proof:
                 while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
                     device_peak = max(device_peak, self.driver.read_used_bytes())
                     if time.monotonic() > end:
-                        raise TimeoutError(f"stopped after {end - began:.0f} s: {' '.join(command)[-120:]}")
+                        raise TimeoutError(
+                            f"stopped after {end - began:.0f} s: {' '.join(command)[-120:]}"
+                        )
                     time.sleep(0.02)
                 process.returncode = os.waitstatus_to_exitcode(ended[1])
             finally:
                 stop(process)
-        texts = [(folder / name).read_text(encoding="utf-8", errors="replace") for name in ("out", "err")]
+        texts = [
+            (folder / name).read_text(encoding="utf-8", errors="replace") for name in ("out", "err")
+        ]
         host_peak = ended[2].ru_maxrss * 1024
         seconds = time.monotonic() - began
-        return Run(process.returncode, *texts, seconds, host_peak, device_peak - before, folder, capture or folder)
+        return Run(
+            process.returncode,
+            *texts,
+            seconds,
+            host_peak,
+            device_peak - before,
+            folder,
+            capture or folder,
+        )
 
-    def start(self, command: list[str], out: IO[bytes], err: IO[bytes], **more: str) -> subprocess.Popen[bytes]:
+    def start(
+        self, command: list[str], out: IO[bytes], err: IO[bytes], **more: str
+    ) -> subprocess.Popen[bytes]:
         """Start a command in a group of its own."""
         environment = self.environment | more
-        return subprocess.Popen(command, stdout=out, stderr=err, env=environment, cwd=self.work, start_new_session=True)
+        return subprocess.Popen(
+            command, stdout=out, stderr=err, env=environment, cwd=self.work, start_new_session=True
+        )
 
     def record(self, name: str, command: list[str], *options: str) -> Run:
         """Run a command under `traceloom record`."""
         capture = self.work / name
-        words = [*TRACELOOM, "record", "--quiet", "--force", "-o", str(capture), *options, "--", *command]
+        words = [
+            *TRACELOOM,
+            "record",
+            "--quiet",
+            "--force",
+            "-o",
+            str(capture),
+            *options,
+            "--",
+            *command,
+        ]
         return self.run(words, capture)
 
     def call_json(self, *words: str) -> Any:
@@ -271,7 +347,14 @@ class Proof:
         measured = [str(PROGRAMS / "measured.py"), "{measures}"]
         python = [sys.executable, *measured]
         small = ["--width", "64", "--heads", "4", "--context", "64"]
-        example = [str(EXAMPLE), "--steps", "12", "--layers", "2", *(["--width", "512"] if self.gpu_count else small)]
+        example = [
+            str(EXAMPLE),
+            "--steps",
+            "12",
+            "--layers",
+            "2",
+            *(["--width", "512"] if self.gpu_count else small),
+        ]
         example += ["--heads", "8"] if self.gpu_count else []
         plain = ["--workers", "0", "--accumulate", "1"]
         here = ["--device", self.device]
@@ -287,7 +370,10 @@ class Proof:
             return [*TORCHRUN, *measured, *example, "--device", device, *plain], []
         if name == "graph":
             self.need_device()
-            return [*python, str(ROOT / "tests" / "support" / "gpu_program.py")], ["--steps", "2..4"]
+            return [*python, str(ROOT / "tests" / "support" / "gpu_program.py")], [
+                "--steps",
+                "2..4",
+            ]
         return [*python, str(PROGRAMS / "small.py"), name, self.device], []
 
     def _need_compiler(self) -> None:
@@ -307,7 +393,9 @@ class Proof:
         except TimeoutError:
             raise MissingError(f"unrecorded, it takes more than {PROCESS_LIMIT_S} s here") from None
         if unrecorded.code != (3 if name == "fail" else 0):
-            raise CheckError(f"unrecorded: exit code {unrecorded.code}: {unrecorded.err.strip()[-200:]}")
+            raise CheckError(
+                f"unrecorded: exit code {unrecorded.code}: {unrecorded.err.strip()[-200:]}"
+            )
         return unrecorded, self.record(name, command, *options)
 
     def check_program(self, name: str) -> None:
@@ -328,52 +416,87 @@ class Proof:
                 fastest[1] > self.time_factor * fastest[0] + 1e6
             ):  # perhaps others used the machine: once more, and no third time
                 again = self.record(f"{name}-again", self.build_command(name)[0])
-                fastest = (fastest[0], min(fastest[1], find_fastest_steps(measured[0], again.read_measures())[1]))
-            self.table.check_limit(f"{name}: fastest step", fastest, "ns", factor=self.time_factor, slack=1e6)
+                fastest = (
+                    fastest[0],
+                    min(fastest[1], find_fastest_steps(measured[0], again.read_measures())[1]),
+                )
+            self.table.check_limit(
+                f"{name}: fastest step", fastest, "ns", factor=self.time_factor, slack=1e6
+            )
         seconds = (1e9 * both[0].seconds, 1e9 * both[1].seconds)
         self.table.check_limit(f"{name}: whole run", seconds, "ns", factor=2, slack=10e9)
         host = (both[0].host_peak_bytes, both[1].host_peak_bytes)
-        self.table.check_limit(f"{name}: peak of host memory", host, "bytes", factor=1.25, slack=250e6)
+        self.table.check_limit(
+            f"{name}: peak of host memory", host, "bytes", factor=1.25, slack=250e6
+        )
         if all("device_peak_bytes" in one for one in measured):
             peaks = (measured[0]["device_peak_bytes"], measured[1]["device_peak_bytes"])
             self.table.compare(f"{name}: peak of PyTorch's allocator", peaks, "bytes", share=0.01)
             if self.driver.handles:
                 peaks = (both[0].device_peak_bytes, both[1].device_peak_bytes)
-                self.table.check_limit(f"{name}: peak of device memory (NVML)", peaks, "bytes", factor=1.1, slack=512e6)
+                self.table.check_limit(
+                    f"{name}: peak of device memory (NVML)", peaks, "bytes", factor=1.1, slack=512e6
+                )
 
     # Against independent means.
 
     def check_period(self) -> None:
-        """The steps of the report against the program's own clock, and on a GPU against CUDA events."""
+        """The steps of the report against the program's own clock, and on a GPU against CUDA
+        events.
+        """
         _, recorded = self.run_both("gpt")
         (rank,) = self.read_report(recorded.capture)["ranks"]
-        reported = statistics.mean(step["duration_ns"] for step in rank["steps"] if step["step"] in WINDOW)
+        reported = statistics.mean(
+            step["duration_ns"] for step in rank["steps"] if step["step"] in WINDOW
+        )
         clock = statistics.mean(list_step_times(recorded.read_measures(), "wall_ns"))
-        self.table.compare("step period, host's clock", (clock, reported), "ns", share=0.03, slack=0.5e6)
+        self.table.compare(
+            "step period, host's clock", (clock, reported), "ns", share=0.03, slack=0.5e6
+        )
         self.keep("gpt", recorded.capture)
         self.need_device()
         events = statistics.mean(list_step_times(recorded.read_measures(), "event_ns"))
-        self.table.compare("step period, CUDA events", (events, reported), "ns", share=0.05, slack=0.5e6)
+        self.table.compare(
+            "step period, CUDA events", (events, reported), "ns", share=0.05, slack=0.5e6
+        )
 
     def check_sums(self) -> None:
         """Sums of the report against arithmetic, clocks, and the allocator's own counters."""
-        words = [sys.executable, str(PROGRAMS / "measured.py"), "{measures}", str(PROGRAMS / "counted.py"), self.device]
+        words = [
+            sys.executable,
+            str(PROGRAMS / "measured.py"),
+            "{measures}",
+            str(PROGRAMS / "counted.py"),
+            self.device,
+        ]
         run = self.record("sums", words, "--memory", "--shapes")
-        known, measured, report = run.read_answer(), run.read_measures(), self.read_report(run.capture)
+        known, measured, report = (
+            run.read_answer(),
+            run.read_measures(),
+            self.read_report(run.capture),
+        )
         (products,) = [row for row in report["operators"] if row["name"] == "aten::mm"]
         self.table.compare("products: count", (known["product_count"], products["count"]))
-        flops = sum(row["flops"] for row in report["roofline"]["operators"] if row["name"] == "aten::mm")
+        flops = sum(
+            row["flops"] for row in report["roofline"]["operators"] if row["name"] == "aten::mm"
+        )
         self.table.compare("products: arithmetic", (known["product_flops"], flops), "FLOP")
         times = (known["products_ns"], products["device_ns" if self.gpu_count else "total_ns"])
         self.table.compare("products: time", times, "ns", share=0.1, slack=5e6)
-        (memory,) = [row for row in report["memory"]["devices"] if row["device_type"] == self.device]
+        (memory,) = [
+            row for row in report["memory"]["devices"] if row["device_type"] == self.device
+        ]
         expected = measured["device_peak_bytes"] if self.gpu_count else known["peak_bytes"]
         self.table.compare("memory: peak", (expected, memory["peak_bytes"]), "bytes", share=0.01)
         self.keep("sums", run.capture)
         self.need_device()
-        self.table.compare("memory: allocations", (measured["device_allocations"], memory["allocation_count"]))
+        self.table.compare(
+            "memory: allocations", (measured["device_allocations"], memory["allocation_count"])
+        )
         copied = sum_bytes(report["copies"]["kinds"], "HtoD")
-        self.table.compare("copies: bytes to the device", (known["copied_bytes"], copied), "bytes", slack=4096)
+        self.table.compare(
+            "copies: bytes to the device", (known["copied_bytes"], copied), "bytes", slack=4096
+        )
 
     def check_collectives(self, backend: str) -> None:
         """All-reduces of two processes: how many, of how many bytes, how long."""
@@ -382,10 +505,17 @@ class Proof:
             if self.gpu_count < 2:
                 raise MissingError("NCCL between two processes needs two GPUs, and there is one")
         run = self.record(backend, [*TORCHRUN, str(PROGRAMS / "collectives.py"), backend])
-        known, rows = run.read_answer(), self.read_report(run.capture)["communication"]["collectives"]
+        known, rows = (
+            run.read_answer(),
+            self.read_report(run.capture)["communication"]["collectives"],
+        )
         rows = [row for row in rows if row["kind"] == "all_reduce"]
-        self.table.compare(f"{backend}: all-reduces", (2 * known["count"], sum(row["count"] for row in rows)))
-        self.table.compare(f"{backend}: bytes", (2 * known["bytes"], sum_bytes(rows, "all_reduce")), "bytes")
+        self.table.compare(
+            f"{backend}: all-reduces", (2 * known["count"], sum(row["count"] for row in rows))
+        )
+        self.table.compare(
+            f"{backend}: bytes", (2 * known["bytes"], sum_bytes(rows, "all_reduce")), "bytes"
+        )
         fastest = (known["fastest_ns"], min(row["min_ns"] for row in rows))
         self.table.compare(f"{backend}: the fastest one", fastest, "ns", share=0.25, slack=0.3e6)
         self.keep(backend, run.capture)
@@ -393,13 +523,17 @@ class Proof:
     def check_gradients(self) -> None:
         """What two data-parallel ranks exchange in 5 recorded steps are the gradients."""
         _, recorded = self.run_both("ddp")
-        exchanged = sum_bytes(self.read_report(recorded.capture)["communication"]["collectives"], "all_reduce")
+        exchanged = sum_bytes(
+            self.read_report(recorded.capture)["communication"]["collectives"], "all_reduce"
+        )
         expected = 2 * 5 * recorded.read_measures()["gradient_bytes"]
         self.table.compare("ddp: bytes of the gradients", (expected, exchanged), "bytes")
         self.keep("ddp", recorded.capture)
 
     def check_graph(self) -> None:
-        """Two steps of the program were recorded, each with one replay and one copy of 512 rows of 256 bfloat16."""
+        """Two steps of the program were recorded, each with one replay and one copy of 512 rows of
+        256 bfloat16.
+        """
         _, recorded = self.run_both("graph")
         report = self.read_report(recorded.capture)
         replays = sum(row["replay_count"] for row in report["graph_launches"]["graphs"])
@@ -411,26 +545,45 @@ class Proof:
     def check_replay(self) -> None:
         """The recorded step, run again from its recording."""
         unrecorded, recorded = self.run_both("gpt")
-        answer = self.call_json("replay", str(recorded.capture), "--max-time", "10", "--device", self.device)
+        answer = self.call_json(
+            "replay", str(recorded.capture), "--max-time", "10", "--device", self.device
+        )
         share = sum(row["count_share"] for row in answer["coverage"] if row["outcome"] == "run")
         self.table.compare("replay: share of ops that ran", (1, share), share=0.02)
         (whole,) = answer["whole"]
-        columns = ("event_ns", "replayed_ns") if self.gpu_count else ("process_ns", "replayed_cpu_ns")  # of all threads
+        columns = (
+            ("event_ns", "replayed_ns") if self.gpu_count else ("process_ns", "replayed_cpu_ns")
+        )  # of all threads
         step = statistics.median(list_step_times(unrecorded.read_measures(), columns[0]))
         self.table.check_limit(
-            "replay: a pass, and a step", (step, whole[columns[1]]), "ns", factor=self.time_factor, slack=2e6
+            "replay: a pass, and a step",
+            (step, whole[columns[1]]),
+            "ns",
+            factor=self.time_factor,
+            slack=2e6,
         )
         self.need_device()
-        self.table.compare("replay: GPU work", (whole["recorded_gpu_ns"], whole["replayed_gpu_ns"]), "ns", share=0.2)
+        self.table.compare(
+            "replay: GPU work",
+            (whole["recorded_gpu_ns"], whole["replayed_gpu_ns"]),
+            "ns",
+            share=0.2,
+        )
 
     def check_agent(self) -> None:
         """A trace of a program that runs PyTorch alone, requested while it runs."""
-        if not all(map(importlib.util.find_spec, ("psutil", "uvicorn", "starlette", "prometheus_client"))):
+        if not all(
+            map(importlib.util.find_spec, ("psutil", "uvicorn", "starlette", "prometheus_client"))
+        ):
             raise MissingError("traceloom[agent] is not installed")
-        short = Path(tempfile.mkdtemp(prefix="tl"))  # sockets lie in it, and their names must be short
+        short = Path(
+            tempfile.mkdtemp(prefix="tl")
+        )  # sockets lie in it, and their names must be short
         config, job = short / "agent.toml", short / "job"
         names = ("socket", "history", "audit", "kineto", "requests", "traces")
-        config.write_text("[paths]\n" + "".join(f'{one} = "{short}/{one}"\n' for one in names), encoding="utf-8")
+        config.write_text(
+            "[paths]\n" + "".join(f'{one} = "{short}/{one}"\n' for one in names), encoding="utf-8"
+        )
         options = ["--config", str(config)]
         with contextlib.ExitStack() as stack:
             stack.callback(shutil.rmtree, short, ignore_errors=True)
@@ -441,14 +594,23 @@ class Proof:
             self._wait_for(lambda: self.run(status).code == 0, "the agent answers")
             variables = self.call_json("agent", "env", *options)
             command = self.build_command("gpt")[0]
-            command = [sys.executable, *command[command.index(str(EXAMPLE)) :], "--steps", "1000000"]
+            command = [
+                sys.executable,
+                *command[command.index(str(EXAMPLE)) :],
+                "--steps",
+                "1000000",
+            ]
             program = self.start(command, out, out, **variables)
             stack.callback(stop, program)
-            self._wait_for(lambda: "step  20" in job.read_text(encoding="utf-8"), "the program makes steps")
+            self._wait_for(
+                lambda: "step  20" in job.read_text(encoding="utf-8"), "the program makes steps"
+            )
             before = len(job.read_text(encoding="utf-8").splitlines())
             self._request(program.pid, "agent", "timeline", "--steps", "3", *options)
             printed = job.read_text(encoding="utf-8").splitlines()[before:-1]
-            self._judge_trace(self.work / "agent", [1e6 * float(line.split()[-2]) for line in printed])
+            self._judge_trace(
+                self.work / "agent", [1e6 * float(line.split()[-2]) for line in printed]
+            )
             self.keep("agent", self.work / "agent")
             began, joules = time.time_ns(), self.driver.read_joules()
             self._request(program.pid, "telemetry", "telemetry", "--duration", "3s", *options)
@@ -457,30 +619,53 @@ class Proof:
             self._judge_energy(self.work / "telemetry", watts)
 
     def _request(self, pid: int, name: str, profilers: str, *options: str) -> None:
-        words = ["trace", "--pid", str(pid), "--profilers", profilers, "-o", str(self.work / name), *options]
+        words = [
+            "trace",
+            "--pid",
+            str(pid),
+            "--profilers",
+            profilers,
+            "-o",
+            str(self.work / name),
+            *options,
+        ]
         run = self.run([*TRACELOOM, *words])
         if run.code:
             raise CheckError(f"trace: {run.err.strip()[-300:]}")
 
     def _judge_trace(self, capture: Path, printed_ns: list[float]) -> None:
-        """It holds the steps requested, and each took as long as some that the program printed meanwhile."""
+        """It holds the steps requested, and each took as long as some that the program printed
+        meanwhile.
+        """
         (path,) = capture.glob("*.kineto.json.gz")
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-        starts = sorted(one["ts"] for one in events if str(one.get("name")).startswith("Optimizer.step#"))
+        starts = sorted(
+            one["ts"] for one in events if str(one.get("name")).startswith("Optimizer.step#")
+        )
         self.table.compare("agent: steps of at least 3", (3, min(len(starts), 3)))
-        period = 1000 * statistics.median(later - earlier for earlier, later in itertools.pairwise(starts))
+        period = 1000 * statistics.median(
+            later - earlier for earlier, later in itertools.pairwise(starts)
+        )
         nearest = min(max(period, min(printed_ns)), max(printed_ns))
-        self.table.compare("agent: step period, as printed", (nearest, period), "ns", share=0.2, slack=1e6)
+        self.table.compare(
+            "agent: step period, as printed", (nearest, period), "ns", share=0.2, slack=1e6
+        )
         if self.gpu_count:
             kernels = sum(one.get("cat") == "kernel" for one in events)
             self.table.add("agent: kernels", "pass" if kernels else "FAIL", "> 0", str(kernels))
 
     def _judge_energy(self, capture: Path, watts: float) -> None:
-        """The power by the agent's telemetry against that by NVML, read before and after it by this script."""
+        """The power by the agent's telemetry against that by NVML, read before and after it by this
+        script.
+        """
         (path,) = capture.glob("*.telemetry.json.gz")
         series = json.loads(gzip.decompress(path.read_bytes()))["series"]
         self.need_device()
-        series = [one for one in series if one["metric"] == "gpu_energy_joules_total" and len(one["values"]) > 1]
+        series = [
+            one
+            for one in series
+            if one["metric"] == "gpu_energy_joules_total" and len(one["values"]) > 1
+        ]
         if not series or not watts:
             raise MissingError(self.driver.reason or "the device counts no energy")
         joules = sum(one["values"][-1] - one["values"][0] for one in series)
@@ -497,7 +682,9 @@ class Proof:
     # Recordings to keep.
 
     def keep(self, name: str, capture: Path) -> None:
-        """Copy a recording without directories of this machine; of a trace too large the later events are cut."""
+        """Copy a recording without directories of this machine; of a trace too large the later
+        events are cut.
+        """
         folder = self.output / "recordings" / name
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(capture.glob("*.json*")):
@@ -518,7 +705,11 @@ class Proof:
             fits = len(data) <= KEPT_BYTES
             if fits:
                 (folder / path.name).write_bytes(data)
-            kept = {"file": f"{name}/{path.name}", "bytes": len(data), "kept_share": round(share, 2) if fits else 0}
+            kept = {
+                "file": f"{name}/{path.name}",
+                "bytes": len(data),
+                "kept_share": round(share, 2) if fits else 0,
+            }
             self.kept.append(kept)
 
     # All of it.
@@ -527,12 +718,19 @@ class Proof:
         """By name, what matters most first: time may run out."""
         program, collectives = self.check_program, self.check_collectives
         return {
-            "gpt": lambda: program("gpt"), "period": self.check_period, "sums": self.check_sums,
-            "graph": lambda: program("graph"), "graph-sums": self.check_graph, "ddp": lambda: program("ddp"),
-            "gradients": self.check_gradients, "nccl": lambda: collectives("nccl"),
-            "gloo": lambda: collectives("gloo"), "replay": self.check_replay, "agent": self.check_agent,
+            "gpt": lambda: program("gpt"),
+            "period": self.check_period,
+            "sums": self.check_sums,
+            "graph": lambda: program("graph"),
+            "graph-sums": self.check_graph,
+            "ddp": lambda: program("ddp"),
+            "gradients": self.check_gradients,
+            "nccl": lambda: collectives("nccl"),
+            "gloo": lambda: collectives("gloo"),
+            "replay": self.check_replay,
+            "agent": self.check_agent,
             **{name: functools.partial(program, name) for name in OTHER_PROGRAMS},
-        }  # fmt: skip
+        }
 
     def make(self, names: list[str]) -> None:
         """Make the checks of these names, or all: none stops another."""
@@ -550,21 +748,37 @@ class Proof:
                 elif isinstance(error, MissingError):
                     self.table.add(f"{name}{DEVICE_PARTS.get(name, '')}", f"skipped: {error}")
                 else:
-                    text = str(error) if isinstance(error, CheckError) else f"{type(error).__name__}: {error}"
+                    text = (
+                        str(error)
+                        if isinstance(error, CheckError)
+                        else f"{type(error).__name__}: {error}"
+                    )
                     self.table.add(name, f"FAIL: {' '.join(text.split())}")
 
     def write(self) -> None:
         """Write the table, and print it."""
         seconds = round(time.monotonic() - self.began, 1)
         document = {
-            "machine": self.machine, "device": self.device, "seconds": seconds,
-            "rows": [asdict(row) for row in self.table.rows], "recordings": self.kept,
-        }  # fmt: skip
-        (self.output / "table.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        text = "\n\n".join([", ".join(f"{key} {value}" for key, value in self.machine.items()), self.table.render()])
+            "machine": self.machine,
+            "device": self.device,
+            "seconds": seconds,
+            "rows": [asdict(row) for row in self.table.rows],
+            "recordings": self.kept,
+        }
+        (self.output / "table.json").write_text(
+            json.dumps(document, indent=1) + "\n", encoding="utf-8"
+        )
+        text = "\n\n".join(
+            [
+                ", ".join(f"{key} {value}" for key, value in self.machine.items()),
+                self.table.render(),
+            ]
+        )
         (self.output / "table.md").write_text(f"{text}\n", encoding="utf-8")
         verdicts = [row.verdict.partition(":")[0] for row in self.table.rows]
-        counts = ", ".join(f"{verdicts.count(one)} {one}" for one in ("pass", "FAIL", "skipped", "not run"))
+        counts = ", ".join(
+            f"{verdicts.count(one)} {one}" for one in ("pass", "FAIL", "skipped", "not run")
+        )
         print(f"{text}\n\n{counts}; {seconds:.0f} s; wrote {self.output}")
 
 
@@ -587,7 +801,9 @@ def list_step_times(measured: dict[str, Any], column: str) -> list[int]:
 
 
 def find_fastest_steps(unrecorded: dict[str, Any], recorded: dict[str, Any]) -> Pair:
-    """By CUDA events where both have them, else by the processor time of the thread that makes the steps."""
+    """By CUDA events where both have them, else by the processor time of the thread that makes the
+    steps.
+    """
     column = "event_ns" if "event_ns" in unrecorded and "event_ns" in recorded else "cpu_ns"
     return min(list_step_times(unrecorded, column)), min(list_step_times(recorded, column))
 
@@ -603,11 +819,29 @@ def _pack(text: str, zipped: bool) -> bytes:
 
 def main() -> int:
     """Make the checks; the exit code is 5 where one failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, default=ROOT / "gpu-proof", help="directory (default: gpu-proof)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where (default: cuda, if there is one)")
-    parser.add_argument("--budget", type=float, default=600, metavar="S", help="seconds for all of it (default: 600)")
-    parser.add_argument("--only", default="", metavar="NAMES", help="only these checks, as gpt,sums")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=ROOT / "gpu-proof",
+        help="directory (default: gpu-proof)",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="where (default: cuda, if there is one)"
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=600,
+        metavar="S",
+        help="seconds for all of it (default: 600)",
+    )
+    parser.add_argument(
+        "--only", default="", metavar="NAMES", help="only these checks, as gpt,sums"
+    )
     arguments = parser.parse_args()
     output = arguments.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
@@ -620,7 +854,9 @@ def main() -> int:
             parser.error("there is no CUDA device")
         names = [name for name in arguments.only.split(",") if name]
         if unknown := set(names) - set(proof.list_checks()):
-            parser.error(f"no such check: {', '.join(sorted(unknown))}; there are {', '.join(proof.list_checks())}")
+            parser.error(
+                f"no such check: {', '.join(sorted(unknown))}; there are {', '.join(proof.list_checks())}"
+            )
         proof.make(names)
         proof.write()
     return proof.table.exit_code

@@ -13,7 +13,9 @@ Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | bool | None"
 
 
 class Panel(NamedTuple):
-    """One panel: its unit as Grafana names it, legend -> query, what it means, and its width of 24 columns."""
+    """One panel: its unit as Grafana names it, legend -> query, what it means, and its width of 24
+    columns.
+    """
 
     title: str
     unit: str
@@ -24,7 +26,10 @@ class Panel(NamedTuple):
 
 
 class Board(NamedTuple):
-    """A dashboard: rows of panels by title. `long`: what queries abbreviate -> what it stands for, applied in order."""
+    """A dashboard: rows of panels by title.
+
+    `long`: what queries abbreviate -> what it stands for, applied in order.
+    """
 
     title: str
     uid: str
@@ -41,7 +46,12 @@ class Board(NamedTuple):
         y = 0
         for title, row in self.rows.items():
             panels.append(
-                {"id": next(numbers), "type": "row", "title": title, "gridPos": {"h": 1, "w": _COLUMNS, "x": 0, "y": y}}
+                {
+                    "id": next(numbers),
+                    "type": "row",
+                    "title": title,
+                    "gridPos": {"h": 1, "w": _COLUMNS, "x": 0, "y": y},
+                }
             )
             x, y = 0, y + 1
             height = _HEIGHT // 2 if row[0].kind == "stat" else _HEIGHT
@@ -53,8 +63,11 @@ class Board(NamedTuple):
                 x += panel.width
             y += height
         source: dict[str, Json] = {
-            "name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus",
-        }  # fmt: skip
+            "name": "datasource",
+            "type": "datasource",
+            "query": "prometheus",
+            "label": "Prometheus",
+        }
         return {
             "title": self.title,
             "uid": self.uid,
@@ -67,7 +80,10 @@ class Board(NamedTuple):
             "templating": {
                 "list": [
                     source,
-                    *({**each, "query": self._spelled_out(str(each["query"]))} for each in self.variables),
+                    *(
+                        {**each, "query": self._spelled_out(str(each["query"]))}
+                        for each in self.variables
+                    ),
                 ]
             },
             "panels": panels,
@@ -76,11 +92,14 @@ class Board(NamedTuple):
     def _drawn(self, panel: Panel) -> dict[str, Json]:
         targets: list[Json] = [
             {
-                "refId": chr(ord("A") + number), "datasource": _SOURCE, "expr": self._spelled_out(query),
-                "legendFormat": legend, **({"instant": True, "format": "table"} if panel.kind == "table" else {}),
+                "refId": chr(ord("A") + number),
+                "datasource": _SOURCE,
+                "expr": self._spelled_out(query),
+                "legendFormat": legend,
+                **({"instant": True, "format": "table"} if panel.kind == "table" else {}),
             }
             for number, (legend, query) in enumerate(panel.queries.items())
-        ]  # fmt: skip
+        ]
         drawn: dict[str, Json] = {
             "type": panel.kind,
             "title": panel.title,
@@ -90,7 +109,10 @@ class Board(NamedTuple):
             "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
         }
         if panel.kind == "timeseries":
-            drawn["options"] = {"tooltip": {"mode": "multi", "sort": "desc"}, "legend": {"displayMode": "list"}}
+            drawn["options"] = {
+                "tooltip": {"mode": "multi", "sort": "desc"},
+                "legend": {"displayMode": "list"},
+            }
         if panel.kind == "table":  # Prometheus's own labels say nothing here
             hidden: dict[str, Json] = {"Time": True, "__name__": True, "job": True}
             drawn["transformations"] = [{"id": "organize", "options": {"excludeByName": hidden}}]
@@ -105,6 +127,15 @@ class Board(NamedTuple):
 def variable(name: str, label: str, query: str) -> dict[str, Json]:
     """A choice above the panels, of the values that a query has."""
     return {
-        "name": name, "label": label, "type": "query", "datasource": _SOURCE, "query": query, "refresh": 2, "sort": 1,
-        "multi": True, "includeAll": True, "allValue": ".*", "current": {"text": "All", "value": "$__all"},
-    }  # fmt: skip
+        "name": name,
+        "label": label,
+        "type": "query",
+        "datasource": _SOURCE,
+        "query": query,
+        "refresh": 2,
+        "sort": 1,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+    }

@@ -1,4 +1,6 @@
-"""Write the oldest versions of dependencies that pyproject.toml allows, as constraints for pip, to standard output."""
+"""Write the oldest versions of dependencies that pyproject.toml allows, as constraints for pip, to
+standard output.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 def main() -> None:
     """Those that installing the package brings along."""
-    listed = re.search(r"^dependencies = \[(.*?)^\]", PROJECT.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    listed = re.search(
+        r"^dependencies = \[(.*?)^\]", PROJECT.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
     assert listed is not None
     for name, version in re.findall(r'"([\w-]+)>=([\d.]+)', listed.group(1)):
         sys.stdout.write(f"{name}=={version}\n")

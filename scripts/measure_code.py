@@ -1,20 +1,23 @@
-"""Measure the package by what no layout changes: modules, statements, tokens, functions, classes, imports, names.
+"""Measure the package by what no layout changes: modules, statements, tokens, functions, classes,
+imports, names.
 
 python scripts/measure_code.py                  a table: every package below src/traceloom, and all of it
 python scripts/measure_code.py --against TAG    the same, with the differences from a revision of git
 
-Statements are nodes of the syntax tree; tokens are names, operators and numbers. Strings are not counted as tokens: one
-may hold a word or a page, and versions of Python split f-strings differently. Docstrings (also of attributes) and
-imports are given as shares of the statements. A generated module (`*_pb2.py`) counts as a module and for nothing else.
+Statements are nodes of the syntax tree; tokens are names, operators and numbers. Strings are not
+counted as tokens: one may hold a word or a page, and versions of Python split f-strings
+differently. Docstrings (also of attributes) and imports are given as shares of the statements. A
+generated module (`*_pb2.py`) counts as a module and for nothing else.
 
-Value types are classes that derive from `msgspec.Struct`, `NamedTuple` or `TypedDict`, or are decorated as dataclasses,
-also through classes of the project; enumerations are a column of their own. A module has one importer if exactly one
-other module imports it or a name that it defines, directly or from a package that exports it; packages do not count.
+Value types are classes that derive from `msgspec.Struct`, `NamedTuple` or `TypedDict`, or are
+decorated as dataclasses, also through classes of the project; enumerations are a column of their
+own. A module has one importer if exactly one other module imports it or a name that it defines,
+directly or from a package that exports it; packages do not count.
 
-A function's name should begin with a verb (VERBS; `count_steps`, not `count_of`). Left out of that share are names
-that somebody else chose or that stand for a value: dunder methods, properties, methods that a base class in the project
-or in the standard library defines or that are marked `@override`, and functions that the `__init__` of a package
-exports, as `analyze.gpu_time`.
+A function's name should begin with a verb (VERBS; `count_steps`, not `count_of`). Left out of that
+share are names that somebody else chose or that stand for a value: dunder methods, properties,
+methods that a base class in the project or in the standard library defines or that are marked
+`@override`, and functions that the `__init__` of a package exports, as `analyze.gpu_time`.
 """
 
 from __future__ import annotations
@@ -84,7 +87,9 @@ COLUMNS = [
 ]  # fmt: skip
 LAYOUT = ["fmt: skip", "long lines", "lines"]
 COUNTED_TOKENS = {tokenize.NAME, tokenize.OP, tokenize.NUMBER}
-FSTRING_STARTS = {getattr(tokenize, name, None) for name in ("FSTRING_START", "TSTRING_START")} - {None}
+FSTRING_STARTS = {getattr(tokenize, name, None) for name in ("FSTRING_START", "TSTRING_START")} - {
+    None
+}
 FSTRING_ENDS = {getattr(tokenize, name, None) for name in ("FSTRING_END", "TSTRING_END")} - {None}
 
 
@@ -169,13 +174,19 @@ def count_tokens(text: str, counts: Counter[str]) -> None:
 def walk_statements(
     body: Iterable[ast.stmt], scope: str = "", in_class: bool = False
 ) -> Iterator[tuple[ast.stmt, str, bool]]:
-    """Yield every statement with the classes and functions around it, and whether the innermost of them is a class."""
+    """Yield every statement with the classes and functions around it, and whether the innermost of
+    them is a class.
+    """
     for statement in body:
         yield statement, scope, in_class
         inner, is_class = scope, in_class
         if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             inner, is_class = join_names(scope, statement.name), isinstance(statement, ast.ClassDef)
-        for part in (statement, *getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
+        for part in (
+            statement,
+            *getattr(statement, "handlers", ()),
+            *getattr(statement, "cases", ()),
+        ):
             for block in ("body", "orelse", "finalbody"):
                 yield from walk_statements(getattr(part, block, ()), inner, is_class)
 
@@ -209,13 +220,23 @@ def bind_import(module: Module, statement: ast.Import | ast.ImportFrom) -> None:
 def read_exports(module: Module, statement: ast.Assign | ast.Expr) -> None:
     """Count a docstring; note `__all__` and the table of names that a package gives to `lazy`."""
     value = statement.value
-    if isinstance(statement, ast.Expr) and isinstance(value, ast.Constant) and isinstance(value.value, str):
+    if (
+        isinstance(statement, ast.Expr)
+        and isinstance(value, ast.Constant)
+        and isinstance(value.value, str)
+    ):
         module.counts["docstrings"] += 1
     if not module.is_package:
         return
-    if isinstance(statement, ast.Assign) and [ast.unparse(target) for target in statement.targets] == ["__all__"]:
+    if isinstance(statement, ast.Assign) and [
+        ast.unparse(target) for target in statement.targets
+    ] == ["__all__"]:
         module.exported.update(re.findall(r"\w+", " ".join(find_strings(value))))
-    elif isinstance(value, ast.Call) and ast.unparse(value.func) == "lazy" and isinstance(value.args[1], ast.Dict):
+    elif (
+        isinstance(value, ast.Call)
+        and ast.unparse(value.func) == "lazy"
+        and isinstance(value.args[1], ast.Dict)
+    ):
         for name, home in zip(find_strings(value.args[1].keys), value.args[1].values, strict=True):
             module.exported.add(name)
             if isinstance(home, ast.Constant):
@@ -253,11 +274,15 @@ class Tree:
     def __init__(self, modules: Iterable[Module]) -> None:
         self.modules = {module.name: module for module in modules}
         self.exported = {
-            self.resolve(f"{module.name}.{name}") for module in self.modules.values() for name in module.exported
+            self.resolve(f"{module.name}.{name}")
+            for module in self.modules.values()
+            for name in module.exported
         }
 
     def split(self, dotted: str) -> tuple[str, str]:
-        """Split a dotted name into the module of the project that it begins with ("" if there is none) and the rest."""
+        """Split a dotted name into the module of the project that it begins with ("" if there is
+        none) and the rest.
+        """
         parts = dotted.split(".")
         for end in range(len(parts), 0, -1):
             if (home := ".".join(parts[:end])) in self.modules:
@@ -326,12 +351,16 @@ class Tree:
         return {name: len(others) for name, others in importers.items()}
 
     def count(self) -> dict[str, Counter[str]]:
-        """Count everything, by room: the packages below the root package, "." for the modules beside them."""
+        """Count everything, by room: the packages below the root package, "." for the modules
+        beside them.
+        """
         importers = self.count_importers()
         rooms: dict[str, Counter[str]] = {}
         for module in self.modules.values():
             parts = module.name.split(".")
-            counts = rooms.setdefault(parts[1] if len(parts) > 1 + (not module.is_package) else ".", Counter())
+            counts = rooms.setdefault(
+                parts[1] if len(parts) > 1 + (not module.is_package) else ".", Counter()
+            )
             counts.update(module.counts)
             counts["functions"] += len(module.functions)
             counts["classes"] += len(module.classes)
@@ -377,7 +406,9 @@ def read_revision(root: Path, revision: str) -> dict[str, str]:
     command = ["git", "-C", str(root), "archive", "--format=tar", revision, f"src/{PACKAGE}"]
     done = subprocess.run(command, capture_output=True, check=False)
     if done.returncode:
-        raise SystemExit(f"git cannot read {revision}: {done.stderr.decode(errors='replace').strip()}")
+        raise SystemExit(
+            f"git cannot read {revision}: {done.stderr.decode(errors='replace').strip()}"
+        )
     files = {}
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
         for member in archive:
@@ -391,7 +422,9 @@ def measure(*trees: Mapping[str, str]) -> list[dict[str, Counter[str]]]:
     """Count some trees of files; files that are equal in several of them are parsed once."""
     files = list(dict.fromkeys(item for tree in trees for item in tree.items()))
     with ProcessPoolExecutor() as pool:
-        modules = dict(zip(files, pool.map(read_module, *zip(*files, strict=True), chunksize=20), strict=True))
+        modules = dict(
+            zip(files, pool.map(read_module, *zip(*files, strict=True), chunksize=20), strict=True)
+        )
     return [Tree(modules[item] for item in tree.items()).count() for tree in trees]
 
 
@@ -403,7 +436,9 @@ def value_of(column: str, counts: Mapping[str, int]) -> float | None:
     return 100 * part / whole if whole else None
 
 
-def write_row(name: str, columns: Iterable[str], counts: Mapping[str, int], before: Mapping[str, int] | None) -> str:
+def write_row(
+    name: str, columns: Iterable[str], counts: Mapping[str, int], before: Mapping[str, int] | None
+) -> str:
     """Write one line of the table: counts, or their differences from others."""
     cells = []
     for column in columns:
@@ -417,8 +452,12 @@ def write_row(name: str, columns: Iterable[str], counts: Mapping[str, int], befo
     return f"{name:<12}" + " ".join(cells).rstrip() + "\n"
 
 
-def write_table(now: dict[str, Counter[str]], before: dict[str, Counter[str]] | None, revision: str) -> str:
-    """Write counts of all rooms and of the whole, each with its differences from a revision, if there is one."""
+def write_table(
+    now: dict[str, Counter[str]], before: dict[str, Counter[str]] | None, revision: str
+) -> str:
+    """Write counts of all rooms and of the whole, each with its differences from a revision, if
+    there is one.
+    """
     out = [f"{'':<12}" + " ".join(f"{column:>9}" for column in COLUMNS) + "\n"]
     for room in sorted({*now, *(before or {})}):
         counts, old = now.get(room, Counter()), (before or {}).get(room, Counter())
@@ -446,8 +485,12 @@ def sum_counts(rooms: Mapping[str, Counter[str]]) -> Counter[str]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", metavar="TAG", help="a revision of git to show differences from")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--against", metavar="TAG", help="a revision of git to show differences from"
+    )
     arguments = parser.parse_args()
     trees = [read_files(ROOT)]
     if arguments.against:

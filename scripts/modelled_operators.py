@@ -1,4 +1,6 @@
-"""Write docs/reference/modelled-operators.md from the registry of models; `--check` says whether it is up to date."""
+"""Write docs/reference/modelled-operators.md from the registry of models; `--check` says whether it
+is up to date.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def page() -> str:
             if not (name.endswith("_") and name[:-1] in names):
                 place = "(_)" if f"{name}_" in names else ""
                 counted.setdefault(_counted(name), []).append(f"`{name}{place}`")
-        parts[-1] += "".join(f"| {', '.join(sorted(names))} | {how} |\n" for how, names in counted.items())
+        parts[-1] += "".join(
+            f"| {', '.join(sorted(names))} | {how} |\n" for how, names in counted.items()
+        )
     rows = "".join(f"| {operators} | {why} |\n" for operators, why in WITHOUT.items())
     return "\n".join([*parts, TAIL + rows])
 

@@ -1,4 +1,5 @@
-"""Writes docs/images: what terminals and pages show, of the demo run and of a made job for what takes GPUs.
+"""Writes docs/images: what terminals and pages show, of the demo run and of a made job for what
+takes GPUs.
 
     make pictures      # records the demo first
 
@@ -88,14 +89,25 @@ def terminal(command: str, folder: Path, target: Path) -> None:
     console = Console(record=True, width=_COLUMNS, file=open(os.devnull, "w"), force_terminal=True)  # noqa: PTH123, SIM115
     console.print(Text.from_ansi("\n".join(shown)))
     drawn = console.export_svg(title=f"traceloom {command}", unique_id=target.stem)
-    without_fonts = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)  # which come from elsewhere
+    without_fonts = re.sub(
+        r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL
+    )  # which come from elsewhere
     target.write_text(without_fonts, encoding="utf-8")
 
 
 def page(picture: Page, folder: Path, browser: Any, target: Path) -> None:
     """Write a page and take its picture."""
     file = folder / f"{target.stem}.html"
-    words = [sys.executable, "-m", "traceloom", *shlex.split(picture.command), "-q", "--force", "-o", str(file)]
+    words = [
+        sys.executable,
+        "-m",
+        "traceloom",
+        *shlex.split(picture.command),
+        "-q",
+        "--force",
+        "-o",
+        str(file),
+    ]
     subprocess.run(words, cwd=folder, check=True)
     tab = browser.new_page(viewport={"width": _WIDTH, "height": _HEIGHT}, color_scheme="light")
     tab.goto(f"{file.as_uri()}{picture.place}")
@@ -107,25 +119,37 @@ def page(picture: Page, folder: Path, browser: Any, target: Path) -> None:
 @contextmanager
 def chromium() -> Iterator[Any]:
     """The browser that is installed."""
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    path = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox", "--disable-gpu"]
+        )
         yield browser
         browser.close()
 
 
 def made(folder: Path) -> None:
-    """A job on four GPUs in which rank 3 computes slowly and rank 1 waits for its data; and the same without both."""
+    """A job on four GPUs in which rank 3 computes slowly and rank 1 waits for its data; and the
+    same without both.
+    """
     faults = (SlowRank(3, 1.4), LateHost(1, us=3000, steps=(2, 3), by="data"))
     job = parallel_job(ParallelRecipe(data=4, microbatches=2, steps=6, stacks=True, faults=faults))
     job.run().write(folder / "gpu", host=True)
-    job.run(Change(without=frozenset(fault.label for fault in faults))).write(folder / "gpu-fixed", host=True)
+    job.run(Change(without=frozenset(fault.label for fault in faults))).write(
+        folder / "gpu-fixed", host=True
+    )
 
 
 def main() -> int:
     """Take all pictures, or those that are named."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--demo", type=Path, default=ROOT / "demo" / "run", help="the recorded demo run")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--demo", type=Path, default=ROOT / "demo" / "run", help="the recorded demo run"
+    )
     parser.add_argument("names", nargs="*", help="only these pictures")
     args = parser.parse_args()
     wanted = set(args.names) or {*TERMINALS, *PAGES}
@@ -134,7 +158,9 @@ def main() -> int:
         (folder / "demo").symlink_to(args.demo.resolve())
         made(folder)
         subprocess.run(
-            [sys.executable, "-m", "traceloom", "link", "gpu", "-q", "-o", "gpu.graph"], cwd=folder, check=True
+            [sys.executable, "-m", "traceloom", "link", "gpu", "-q", "-o", "gpu.graph"],
+            cwd=folder,
+            check=True,
         )
         for name in sorted(TERMINALS.keys() & wanted):
             terminal(TERMINALS[name], folder, IMAGES / f"{name}.svg")

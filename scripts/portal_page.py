@@ -1,4 +1,6 @@
-"""Writes docs/reference/pages.md from the pages of the service; with --check, says whether it is up to date."""
+"""Writes docs/reference/pages.md from the pages of the service; with --check, says whether it is up
+to date.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def page() -> str:
     lines = ["| page | address | role | | what it is for |", "|---|---|---|---|---|"]
     for each in PAGES:
         address = each.path.replace(":path}", "}")
-        lines.append(f"| {each.title} | `{address}` | {each.role} | {'live' if each.live else ''} | {each.about} |")
+        lines.append(
+            f"| {each.title} | `{address}` | {each.role} | {'live' if each.live else ''} | {each.about} |"
+        )
     return _TEXT.replace("{table}", "\n".join(lines))
 
 

@@ -1,8 +1,9 @@
 """Write the published schemas and the page of all columns; a test looks that it was done.
 
-docs/reference/report.schema.json gets the shapes of the report's sections; it and memory.schema.json the description of
-every value from `traceloom.trace.columns`; docs/reference/report-columns.md the same as tables. Lists and objects, and
-what is not of a section, are written in the schemas by hand. src/traceloom/report/documents/ has the same shapes as
+docs/reference/report.schema.json gets the shapes of the report's sections; it and
+memory.schema.json the description of every value from `traceloom.trace.columns`;
+docs/reference/report-columns.md the same as tables. Lists and objects, and what is not of a
+section, are written in the schemas by hand. src/traceloom/report/documents/ has the same shapes as
 types.
 """
 
@@ -47,7 +48,8 @@ def with_sections(schema: Shape) -> Shape:
 
 
 def objects(schema: Shape, root: str = "") -> Iterator[tuple[str, Shape]]:
-    """Path in the document and `properties` of every object; what several lists share stands where it is first.
+    """Path in the document and `properties` of every object; what several lists share stands where
+    it is first.
 
     The path is that of the rows (`copies.kinds`), below `root`.
     """
@@ -58,7 +60,9 @@ def objects(schema: Shape, root: str = "") -> Iterator[tuple[str, Shape]]:
             yield from walk(branch, path)
         if "items" in shape:
             yield from walk(shape["items"], path)
-        if "$ref" in shape and (definition := definitions.pop(shape["$ref"].rpartition("/")[2], None)):
+        if "$ref" in shape and (
+            definition := definitions.pop(shape["$ref"].rpartition("/")[2], None)
+        ):
             yield from walk(definition, path)
         if "properties" in shape:
             yield path, shape["properties"]
@@ -70,9 +74,14 @@ def objects(schema: Shape, root: str = "") -> Iterator[tuple[str, Shape]]:
 
 def is_value(shape: Shape) -> bool:
     """Whether it is one value, or a list of plain ones: a column."""
-    if any(key in shape for key in ("$ref", "properties")) or shape.get("type") in ("object", ["object", "null"]):
+    if any(key in shape for key in ("$ref", "properties")) or shape.get("type") in (
+        "object",
+        ["object", "null"],
+    ):
         return False
-    return all(is_value(inner) for inner in [*shape.get("anyOf", ()), shape.get("items", {})] if inner)
+    return all(
+        is_value(inner) for inner in [*shape.get("anyOf", ()), shape.get("items", {})] if inner
+    )
 
 
 def described(schema: Shape, root: str = "") -> Shape:
@@ -91,7 +100,11 @@ def compact(schema: Shape) -> str:
     for key, shape in schema.items():
         text = json.dumps(shape)
         if key in {"properties", "$defs"}:
-            text = "{\n" + ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in shape.items()) + "\n  }"
+            text = (
+                "{\n"
+                + ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in shape.items())
+                + "\n  }"
+            )
         lines.append(f"  {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
 

@@ -2,10 +2,10 @@
 
     python scripts/walk.py [column|request|question]
 
-Each walk runs the real thing in this process. Stations are functions that the thing passes through; when one is called,
-the frames of Traceloom on its stack are noted. A walk is the modules of all stacks, with the function by which each is
-entered. More modules than the limit need a reason here. The walks of a request and a question need the extras `agent`
-and `fleet`, and Linux.
+Each walk runs the real thing in this process. Stations are functions that the thing passes through;
+when one is called, the frames of Traceloom on its stack are noted. A walk is the modules of all
+stacks, with the function by which each is entered. More modules than the limit need a reason here.
+The walks of a request and a question need the extras `agent` and `fleet`, and Linux.
 """
 
 from __future__ import annotations
@@ -52,15 +52,21 @@ class Walk:
         wanted: dict[CodeType, list[tuple[str, CodeType | None]]] = {}
         for line in filter(None, map(str.strip, self.stations.splitlines())):
             station, _, caller = line.partition(" < ")
-            wanted.setdefault(find_code(station), []).append((line, find_code(caller) if caller else None))
+            wanted.setdefault(find_code(station), []).append(
+                (line, find_code(caller) if caller else None)
+            )
 
         def note(frame: FrameType, event: str, _: object) -> None:
             if event != "call" or frame.f_code not in wanted:
                 return
             frames = list(iterate_frames(frame))
             for line, caller in wanted[frame.f_code]:
-                if line not in stacks and (caller is None or any(each.f_code is caller for each in frames)):
-                    stacks[line] = [place for each in reversed(frames) if (place := describe_frame(each))]
+                if line not in stacks and (
+                    caller is None or any(each.f_code is caller for each in frames)
+                ):
+                    stacks[line] = [
+                        place for each in reversed(frames) if (place := describe_frame(each))
+                    ]
 
         threading.setprofile(note)
         sys.setprofile(note)

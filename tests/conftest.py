@@ -18,13 +18,19 @@ hypothesis.settings.register_profile("search", deadline=None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="also more traces, examples and crashes (make thorough)")
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="also more traces, examples and crashes (make thorough)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose how many examples are tried; tests that say how many themselves keep to that."""
     thorough = config.getoption("--thorough")
-    profile = config.getoption("--hypothesis-profile", None) or ("thorough" if thorough else "suite")
+    profile = config.getoption("--hypothesis-profile", None) or (
+        "thorough" if thorough else "suite"
+    )
     hypothesis.settings.load_profile(profile)
 
 

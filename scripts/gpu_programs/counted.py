@@ -1,6 +1,7 @@
 """Work of which everything is known beforehand: python counted.py DEVICE
 
-Matrix products of one size, copies to the device, and blocks of memory. Prints as JSON what a recording must hold.
+Matrix products of one size, copies to the device, and blocks of memory. Prints as JSON what a
+recording must hold.
 """
 
 from __future__ import annotations

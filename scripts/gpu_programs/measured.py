@@ -1,8 +1,9 @@
-"""Run a program and measure it from inside its process: python measured.py DIRECTORY PROGRAM [ARGUMENT ...]
+"""Run a program and measure it from inside its process: python measured.py DIRECTORY PROGRAM
+[ARGUMENT ...]
 
-Writes rank<N>.json into the directory: when each optimizer step ended, by the host's clock, by the processor time of
-its thread and of the process, and by CUDA events; the bytes of the gradients; what PyTorch's CUDA allocator counted.
-It uses PyTorch alone.
+Writes rank<N>.json into the directory: when each optimizer step ended, by the host's clock, by the
+processor time of its thread and of the process, and by CUDA events; the bytes of the gradients;
+what PyTorch's CUDA allocator counted. It uses PyTorch alone.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Measures:
             event.record()
             self.events.append(event)
         if not self.gradient_bytes:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            parameters = [
+                parameter for group in optimizer.param_groups for parameter in group["params"]
+            ]
             self.gradient_bytes = sum(one.grad.nbytes for one in parameters if one.grad is not None)
         self.wall_ns.append(time.perf_counter_ns())
         self.cpu_ns.append(time.thread_time_ns())
@@ -45,15 +48,21 @@ class Measures:
     def write(self, directory: Path) -> None:
         """Write all of it."""
         document: dict[str, Any] = {
-            "wall_ns": self.wall_ns, "cpu_ns": self.cpu_ns, "process_ns": self.process_ns,
+            "wall_ns": self.wall_ns,
+            "cpu_ns": self.cpu_ns,
+            "process_ns": self.process_ns,
             "gradient_bytes": self.gradient_bytes,
-        }  # fmt: skip
+        }
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-            document["event_ns"] = [round(1e6 * self.events[0].elapsed_time(event)) for event in self.events]
+            document["event_ns"] = [
+                round(1e6 * self.events[0].elapsed_time(event)) for event in self.events
+            ]
             document["device_peak_bytes"] = torch.cuda.max_memory_allocated()
             document["device_allocations"] = torch.cuda.memory_stats()["allocation.all.allocated"]
-        (directory / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(document), encoding="utf-8")
+        (directory / f"rank{os.environ.get('RANK', '0')}.json").write_text(
+            json.dumps(document), encoding="utf-8"
+        )
 
 
 def main() -> None:

@@ -28,12 +28,22 @@ ROOT = Path(__file__).resolve().parents[2]
 SNAPSHOT = ROOT / "tests" / "surfaces"
 STATIC, AGENT, FLEET = "static", "agent", "fleet"
 PARTS: dict[str, tuple[str, ...]] = {
-    FLEET: (), "anonymize": ("anonymize",), "replay": ("replay",), "report": ("report",), "simulate": ("simulate",),
-    "record": ("record",), AGENT: (),
+    FLEET: (),
+    "anonymize": ("anonymize",),
+    "replay": ("replay",),
+    "report": ("report",),
+    "simulate": ("simulate",),
+    "record": ("record",),
+    AGENT: (),
     "graphs": ("link", "convert", "whatif", "validate", "show", "generate", "calibrate"),
-    "compared": ("diff", "baseline", "memory"), "messages": ("explain", "completion", "usage"), STATIC: (),
-}  # fmt: skip
-"""Part -> the verbs that it calls; each part is a process, those that take longest first. Other verbs are a failure."""
+    "compared": ("diff", "baseline", "memory"),
+    "messages": ("explain", "completion", "usage"),
+    STATIC: (),
+}
+"""Part -> the verbs that it calls; each part is a process, those that take longest first.
+
+Other verbs are a failure.
+"""
 
 _SHOWN = 400  # lines of differences
 CHECK_FAILED = 5
@@ -42,8 +52,12 @@ CHECK_FAILED = 5
 def main() -> int:
     """Run; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
-    parser.add_argument("--static", action="store_true", help="only what can be read without running anything")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)"
+    )
+    parser.add_argument(
+        "--static", action="store_true", help="only what can be read without running anything"
+    )
     parser.add_argument("--update", action="store_true", help="write the snapshot anew")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # in a process of its own
@@ -59,7 +73,10 @@ def main() -> int:
         ended = [_process("inputs", home)] if set(parts) - {STATIC} else []
         with ThreadPoolExecutor(args.jobs) as pool:
             ended += pool.map(lambda part: _process(part, home), parts)
-        made = {path.name: path.read_text(encoding="utf-8") for path in sorted((home / "made").iterdir())}
+        made = {
+            path.name: path.read_text(encoding="utf-8")
+            for path in sorted((home / "made").iterdir())
+        }
     sys.stdout.write("".join(text for _, text in ended))
     if any(code for code, _ in ended):
         return 1
@@ -74,16 +91,32 @@ def _process(part: str, home: Path) -> tuple[int, str]:
     own = home / part
     own.mkdir()
     (home / "made").mkdir(exist_ok=True)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TRACELOOM_", "XDG_"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TRACELOOM_", "XDG_"))
+    }
     environment = {
-        **kept, "HOME": str(own), "XDG_CONFIG_HOME": str(own), "XDG_DATA_HOME": str(own),
-        "TRACELOOM_CACHE_DIR": str(own / "cache"), "TZ": "UTC", "LC_ALL": "C.UTF-8", "COLUMNS": "100", "NO_COLOR": "1",
-        "OMP_NUM_THREADS": "1", "POLARS_MAX_THREADS": "2",
+        **kept,
+        "HOME": str(own),
+        "XDG_CONFIG_HOME": str(own),
+        "XDG_DATA_HOME": str(own),
+        "TRACELOOM_CACHE_DIR": str(own / "cache"),
+        "TZ": "UTC",
+        "LC_ALL": "C.UTF-8",
+        "COLUMNS": "100",
+        "NO_COLOR": "1",
+        "OMP_NUM_THREADS": "1",
+        "POLARS_MAX_THREADS": "2",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }  # fmt: skip
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
+    }
     command = [sys.executable, str(Path(__file__).parent), "--part", part]
-    ran = subprocess.run(command, cwd=own, env=environment, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        command, cwd=own, env=environment, capture_output=True, text=True, check=False
+    )
     sys.stderr.write(f"{part}: {time.monotonic() - began:.0f} s\n")
     return ran.returncode, ran.stdout + (ran.stderr if ran.returncode else "")
 
@@ -128,10 +161,21 @@ def _static(into: Path) -> int:
 
     for name, text_of in static.PARTS.items():
         (into / name).write_text(text_of(), encoding="utf-8")
-    every = [call.words for verb, text in commands.CASES.items() if verb != "usage" for call in commands.calls(text)]
-    uncovered = [*commands.uncovered([*every, *agent.calls(), *fleet.calls()]), *agent.uncovered(), *fleet.uncovered()]
+    every = [
+        call.words
+        for verb, text in commands.CASES.items()
+        if verb != "usage"
+        for call in commands.calls(text)
+    ]
+    uncovered = [
+        *commands.uncovered([*every, *agent.calls(), *fleet.calls()]),
+        *agent.uncovered(),
+        *fleet.uncovered(),
+    ]
     called = {verb for verbs in PARTS.values() for verb in verbs}
-    uncovered += [f"no part calls the verb: {verb}" for verb in commands.CASES if verb not in called]
+    uncovered += [
+        f"no part calls the verb: {verb}" for verb in commands.CASES if verb not in called
+    ]
     sys.stdout.write("".join(f"{line}\n" for line in uncovered))
     return 0
 
@@ -158,13 +202,17 @@ def _compare(made: dict[str, str], parts: Sequence[str]) -> int:
 def _differences(before: Sequence[str], now: Sequence[str]) -> list[str]:
     """Lines that went and came, each below the headline that it stands under."""
     shown: list[str] = []
-    for tag, from_0, to_0, from_1, to_1 in difflib.SequenceMatcher(None, before, now, autojunk=False).get_opcodes():
+    for tag, from_0, to_0, from_1, to_1 in difflib.SequenceMatcher(
+        None, before, now, autojunk=False
+    ).get_opcodes():
         if tag == "equal":
             continue
         above = next((line for line in reversed(now[: from_1 + 1]) if re.match(r"==|--", line)), "")
         if above and above not in shown:
             shown.append(above)
-        shown += [f"  - {line}" for line in before[from_0:to_0]] + [f"  + {line}" for line in now[from_1:to_1]]
+        shown += [f"  - {line}" for line in before[from_0:to_0]] + [
+            f"  + {line}" for line in now[from_1:to_1]
+        ]
     return shown
 
 
@@ -175,7 +223,9 @@ def _update(made: dict[str, str], *, whole: bool) -> int:
         path.unlink()
     for name, text in made.items():
         (SNAPSHOT / name).write_text(text, encoding="utf-8")
-    sys.stdout.write(f"Wrote {len(made)} files of {sum(map(len, made.values())) / 1e3:.0f} kB into {SNAPSHOT}\n")
+    sys.stdout.write(
+        f"Wrote {len(made)} files of {sum(map(len, made.values())) / 1e3:.0f} kB into {SNAPSHOT}\n"
+    )
     return 0
 
 

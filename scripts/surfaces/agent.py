@@ -1,4 +1,6 @@
-"""The agent: its routes for every role, from a board that does not change, and the verbs that call it."""
+"""The agent: its routes for every role, from a board that does not change, and the verbs that call
+it.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,10 @@ from traceloom.server.problem import METRICS_PATH, HttpError
 KEYS = frozenset({"pid", "ppid", "monotonic_ns", "seconds", "uptime_seconds"})
 MASKS = (
     (re.compile(r"\b\d{1,2} [A-Z][a-z]{2} \d\d:\d\d:\d\d\b|\b\d{1,2}:\d\d:\d\d\b"), "<time>"),
-    (re.compile(r"\btraceloom-[0-9a-f]{16}-"), "traceloom-<socket>-"), (re.compile(r"\bpid \d{3,}"), "pid <pid>"),
+    (re.compile(r"\btraceloom-[0-9a-f]{16}-"), "traceloom-<socket>-"),
+    (re.compile(r"\bpid \d{3,}"), "pid <pid>"),
     (re.compile(r'\bUID(=|": "?)\d+'), r"UID\1<uid>"),
-)  # fmt: skip
+)
 
 
 class _Loop:
@@ -45,7 +48,9 @@ class _Loop:
         self.app, self.peers, self.loop = app, peers, asyncio.new_event_loop()
 
     def __call__(self, method: str, path: str, who: str, content: bytes | None) -> Answer:
-        return self.loop.run_until_complete(asyncio.wait_for(self._answer(method, path, who, content), 60))
+        return self.loop.run_until_complete(
+            asyncio.wait_for(self._answer(method, path, who, content), 60)
+        )
 
     async def _answer(self, method: str, path: str, who: str, content: bytes | None) -> Answer:
         place, _, query = path.partition("?")
@@ -58,10 +63,20 @@ class _Loop:
 
         headers = [(b"host", b"agent"), (b"content-length", str(len(content or b"")).encode())]
         scope = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
-            "path": place, "raw_path": place.encode(), "query_string": query.encode(), "root_path": "",
-            "headers": headers, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2), "state": {"identify": identify},
-        }  # fmt: skip
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": place,
+            "raw_path": place.encode(),
+            "query_string": query.encode(),
+            "root_path": "",
+            "headers": headers,
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 2),
+            "state": {"identify": identify},
+        }
         sent: list[dict[str, Any]] = []
         messages = [{"type": "http.request", "body": content or b"", "more_body": False}]
 
@@ -76,7 +91,11 @@ class _Loop:
 
         await self.app(scope, receive, send)
         headers_of = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-        return Answer(sent[0]["status"], headers_of, b"".join(message.get("body", b"") for message in sent[1:]))
+        return Answer(
+            sent[0]["status"],
+            headers_of,
+            b"".join(message.get("body", b"") for message in sent[1:]),
+        )
 
 
 def make_peers() -> dict[str, Peer | HttpError]:
@@ -84,14 +103,21 @@ def make_peers() -> dict[str, Peer | HttpError]:
     refused = HttpError(401, "a token is needed", slug="unknown-token", hint="")
     user = Peer(name="uid 4001", uid=ANNA, pid=11, sees="own")
     return {
-        "nobody": refused, "loopback": Peer(name="tcp 127.0.0.1", sees="host"), "user": user,
-        "read": Peer(name="token a", sees="all"), "all": Peer(name="token b", sees="all", acts=True, commands=True),
+        "nobody": refused,
+        "loopback": Peer(name="tcp 127.0.0.1", sees="host"),
+        "user": user,
+        "read": Peer(name="token a", sees="all"),
+        "all": Peer(name="token b", sees="all", acts=True, commands=True),
         "root": Peer(name="uid 0", uid=0, pid=1, sees="all", acts=True, commands=True),
-    }  # fmt: skip
+    }
 
 
-BASE: dict[str, str] = {"top": "--once", "query": "gpu_busy_ratio", "learn": "run --job slurm-7",
-                              "stacks": "--job slurm-7"}  # fmt: skip
+BASE: dict[str, str] = {
+    "top": "--once",
+    "query": "gpu_busy_ratio",
+    "learn": "run --job slurm-7",
+    "stacks": "--job slurm-7",
+}
 MORE = """
     agent ps --job slurm-7
     agent top --once --interval 0.1 --job slurm-8
@@ -125,14 +151,21 @@ RUN = """
 
 
 def commands() -> list[str]:
-    """Every action of `traceloom agent` but `run`, in words and as JSON, and what else there is to say."""
+    """Every action of `traceloom agent` but `run`, in words and as JSON, and what else there is to
+    say.
+    """
     lines = []
     for name in every_parser():
         verb, _, action = name.partition(" ")
         if verb == "agent" and action and action != "run":
             base = f"{name} {BASE.get(action, '')}".strip()
-            lines += [f"{base} --socket {{socket}}", f"{base} --config agent.toml --json -q --debug"]
-    lines += [line if "--config" in line else f"{line} --socket {{socket}}" for line in lines_of(MORE)]
+            lines += [
+                f"{base} --socket {{socket}}",
+                f"{base} --config agent.toml --json -q --debug",
+            ]
+    lines += [
+        line if "--config" in line else f"{line} --socket {{socket}}" for line in lines_of(MORE)
+    ]
     return [*lines, *lines_of(RUN)]
 
 
@@ -146,28 +179,53 @@ def describe(folder: Path, describer: Describer) -> dict[str, list[str]]:
     lines = ask_routes(routes, list(everybody), "root", ask, describer) + ask_routes(
         extra, list(everybody), "root", ask, describer
     )
-    with tempfile.TemporaryDirectory(prefix="tl") as short, listening(agent, Path(short)) as listeners:
+    with (
+        tempfile.TemporaryDirectory(prefix="tl") as short,
+        listening(agent, Path(short)) as listeners,
+    ):
         places = {"socket": str(listeners.socket_path), "folder": short}
-        (folder / "agent.toml").write_text(f'[paths]\nsocket = "{listeners.socket_path}"\n', encoding="utf-8")
+        (folder / "agent.toml").write_text(
+            f'[paths]\nsocket = "{listeners.socket_path}"\n', encoding="utf-8"
+        )
         called = run_lines(Caller(folder, describer), commands(), places)
         called = [line.replace(short, "$SHORT") for line in called]
     measured = Describer(describer.masker, measured=True)
     run = _real_agent(measured)
-    return {"routes-agent.txt": [*lines, *describer.shapes.lines()],
-            "commands-agent.txt": [*called, *run, *measured.shapes.lines()]}  # fmt: skip
+    return {
+        "routes-agent.txt": [*lines, *describer.shapes.lines()],
+        "commands-agent.txt": [*called, *run, *measured.shapes.lines()],
+    }
 
 
 def _real_agent(describer: Describer) -> list[str]:
-    """`agent run`: what it prints, which metrics and routes it has with two simulated devices, and its databases."""
+    """`agent run`: what it prints, which metrics and routes it has with two simulated devices, and
+    its databases.
+    """
     with tempfile.TemporaryDirectory(prefix="tl") as short:
         home, port = Path(short), free_port()
         names = ("socket", "history", "audit", "kineto", "requests", "hangs", "traces")
         paths = "".join(f'{name} = "{home}/{name}"\n' for name in names)
-        (home / "agent.toml").write_text(f"[paths]\n{paths}[collect]\nperiod = 0.2\n[history]\ninterval = 0.5\n")
-        words = ["agent", "run", "--simulate", "2", "--tcp", f"127.0.0.1:{port}", "--compat", "dcgm", "--config",
-                 str(home / "agent.toml"), "--socket", str(home / "socket")]  # fmt: skip
+        (home / "agent.toml").write_text(
+            f"[paths]\n{paths}[collect]\nperiod = 0.2\n[history]\ninterval = 0.5\n"
+        )
+        words = [
+            "agent",
+            "run",
+            "--simulate",
+            "2",
+            "--tcp",
+            f"127.0.0.1:{port}",
+            "--compat",
+            "dcgm",
+            "--config",
+            str(home / "agent.toml"),
+            "--socket",
+            str(home / "socket"),
+        ]
         with (home / "log").open("wb") as log:
-            process = subprocess.Popen([sys.executable, "-m", "traceloom", *words], stdout=log, stderr=log)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "traceloom", *words], stdout=log, stderr=log
+            )
         client = AgentClient(home / "socket", 30)
 
         def answers() -> bool:
@@ -181,7 +239,9 @@ def _real_agent(describer: Describer) -> list[str]:
         try:
             until(answers)
             for route in ("status", "devices", "clock", "environment", "triggers", "hangs"):
-                describer.shapes.add(f"agent run, {route}", describer.masker.document(client.get(route)))
+                describer.shapes.add(
+                    f"agent run, {route}", describer.masker.document(client.get(route))
+                )
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
             connection.request("GET", "/metrics")
             published = connection.getresponse().read().decode()
@@ -192,8 +252,14 @@ def _real_agent(describer: Describer) -> list[str]:
         said = list(describer.text((home / "log").read_text().replace(short, "$SHORT")))
         series = sorted(set(re.findall(r"(?m)^(\w*(?:gpu|GPU|DCGM)\w*)[{ ]", published)))
         bases = [line for name in ("history", "requests") for line in sql(str(home / name))]
-    return ["== traceloom agent run --simulate 2 --compat dcgm --tcp ADDRESS --config FILE --socket PATH",
-            f"exit code {code}", *said, f"series over TCP: {' '.join(series)}", *bases, ""]  # fmt: skip
+    return [
+        "== traceloom agent run --simulate 2 --compat dcgm --tcp ADDRESS --config FILE --socket PATH",
+        f"exit code {code}",
+        *said,
+        f"series over TCP: {' '.join(series)}",
+        *bases,
+        "",
+    ]
 
 
 def uncovered() -> list[str]:

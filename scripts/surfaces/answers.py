@@ -1,7 +1,8 @@
-"""How an answer stands in the snapshot: what varies is masked, what is long is a digest with its structure.
+"""How an answer stands in the snapshot: what varies is masked, what is long is a digest with its
+structure.
 
-The structure of documents is kept apart from their contents (`Shapes`), once for all documents of one kind, so that a
-key that comes or goes is one line.
+The structure of documents is kept apart from their contents (`Shapes`), once for all documents of
+one kind, so that a key that comes or goes is one line.
 """
 
 from __future__ import annotations
@@ -25,19 +26,30 @@ import polars as pl
 
 import traceloom
 
-WHOLE_TEXT = 24  # lines of a text that are kept as they are; of longer ones only the first of each paragraph
+WHOLE_TEXT = (
+    24  # lines of a text that are kept as they are; of longer ones only the first of each paragraph
+)
 WHOLE_JSON = 1_500  # characters of a document that is kept as it is
 MEASURED_KEYS = frozenset({"pass_ns"})
 """Keys of documents whose values were measured."""
 
-_TYPE_NAMES = {dict: "object", list: "list", str: "text", bool: "bool", int: "number", float: "number"}
+_TYPE_NAMES = {
+    dict: "object",
+    list: "list",
+    str: "text",
+    bool: "bool",
+    int: "number",
+    float: "number",
+}
 _PARAGRAPHS = 40  # of a longer text, as that of a program, only the digest is kept
 _LONG = 200  # characters of a line that are shown
 _NEAR_NS = 2 * 86_400 * 10**9  # so far from now it is the time of this run
 _DIGITS = 9  # of a number with a fraction: the last ones depend on the processor
 _FRACTION = re.compile(r"(?<![\d.\w])\d+\.\d{7,}(?:e-?\d+)?(?!\d)")
 _UNIX = re.compile(r"(?<![\w.])1[5-9]\d{8}(?:\d{9})?(?:\.\d+)?(?![\d.])")
-_DATE = re.compile(r"\b(20\d\d-\d\d-\d\d)(?:([T ])(\d\d:\d\d(?::\d\d(?:\.\d+)?)?)(?:Z| UTC|[+-]\d\d:\d\d)?)?")
+_DATE = re.compile(
+    r"\b(20\d\d-\d\d-\d\d)(?:([T ])(\d\d:\d\d(?::\d\d(?:\.\d+)?)?)(?:Z| UTC|[+-]\d\d:\d\d)?)?"
+)
 _MASKS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\btl[a-z]?_[\w-]{16,}"), "<token>"),
     (re.compile(r"(127\.0\.0\.1|localhost|\[::1\]):\d+"), r"\1:<port>"),
@@ -64,14 +76,21 @@ class Masker:
     def __init__(self, folder: Path, more: Masks = (), keys: frozenset[str] = frozenset()) -> None:
         self._keys = MEASURED_KEYS | keys
         self._now_ns = time.time_ns()
-        names = {str(folder): "$HERE", str(folder.resolve()): "$HERE", str(folder.parent): "$ABOVE",
-                 str(Path.home()): "$HOME"}  # fmt: skip
-        self._fixed = sorted(((k, v) for k, v in names.items() if len(k) > 3), key=lambda pair: -len(pair[0]))
+        names = {
+            str(folder): "$HERE",
+            str(folder.resolve()): "$HERE",
+            str(folder.parent): "$ABOVE",
+            str(Path.home()): "$HOME",
+        }
+        self._fixed = sorted(
+            ((k, v) for k, v in names.items() if len(k) > 3), key=lambda pair: -len(pair[0])
+        )
         self._masks = [
             (re.compile(rf"(?<![\w.]){re.escape(traceloom.__version__)}(?![\w.])"), "<version>"),
             (re.compile(rf"(?<![\w-]){re.escape(socket.gethostname())}(?![\w-])"), "<host>"),
-            *_MASKS, *more,
-        ]  # fmt: skip
+            *_MASKS,
+            *more,
+        ]
 
     def text(self, text: str) -> str:
         """A text."""
@@ -103,7 +122,10 @@ class Masker:
         if key == "files" and "files" in self._keys and isinstance(value, dict):  # name -> bytes
             return dict.fromkeys(value, "<int>")
         if isinstance(value, dict):
-            return {self.text(str(name)): self.document(inner, str(name)) for name, inner in value.items()}
+            return {
+                self.text(str(name)): self.document(inner, str(name))
+                for name, inner in value.items()
+            }
         if isinstance(value, (list, tuple)):
             return [self.document(inner) for inner in value]
         if isinstance(value, str):
@@ -118,11 +140,14 @@ class Masker:
 
 def digest(content: str | bytes) -> str:
     """Ten characters that stand for a content."""
-    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:10]
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[
+        :10
+    ]
 
 
 class Shapes:
-    """Which keys documents of a kind have, and values of which types: all that was ever seen, kind by kind.
+    """Which keys documents of a kind have, and values of which types: all that was ever seen, kind
+    by kind.
 
     Args:
         typed: Whether types count: what is measured is null in some runs.
@@ -137,7 +162,11 @@ class Shapes:
         name = _TYPE_NAMES.get(type(value), "null")
         self.kinds.setdefault(kind, {}).setdefault(path or ".", set()).add(name)
         for key, inner in value.items() if isinstance(value, dict) else ():
-            self.add(kind, inner, f"{path}.{key}" if re.fullmatch(r"[a-zA-Z_]\w*", key) else f"{path}{{}}")
+            self.add(
+                kind,
+                inner,
+                f"{path}.{key}" if re.fullmatch(r"[a-zA-Z_]\w*", key) else f"{path}{{}}",
+            )
         for inner in value if isinstance(value, list) else ():
             self.add(kind, inner, f"{path}[]")
 
@@ -146,7 +175,10 @@ class Shapes:
         lines = []
         for kind, paths in sorted(self.kinds.items()):
             lines.append(f"== shape of {kind}")
-            shown = ((path, "|".join(sorted(types)) if self.typed else "") for path, types in sorted(paths.items()))
+            shown = (
+                (path, "|".join(sorted(types)) if self.typed else "")
+                for path, types in sorted(paths.items())
+            )
             lines += [f"{path}\t{types}".rstrip() for path, types in shown]
             lines.append("")
         return lines
@@ -170,7 +202,11 @@ class Describer:
     def words(self, text: str) -> str:
         """A text, masked; without numbers where they were measured."""
         text = self.masker.text(text)
-        return re.sub(r"\d+(?:[.,\u202f]\d+)*(?: (?:[nµm]?s|[kMG]?B|%)(?!\w))?", "#", text) if self.measured else text
+        return (
+            re.sub(r"\d+(?:[.,\u202f]\d+)*(?: (?:[nµm]?s|[kMG]?B|%)(?!\w))?", "#", text)
+            if self.measured
+            else text
+        )
 
     def text(self, text: str) -> Iterator[str]:
         """A text that somebody reads."""
@@ -180,7 +216,9 @@ class Describer:
             return
         paragraphs = list(_paragraphs(lines))
         if len(paragraphs) > _PARAGRAPHS:
-            yield f"{self.digest(chr(10).join(lines))} {_cut(lines[0], 90)}" + self._more(len(lines) - 1)
+            yield f"{self.digest(chr(10).join(lines))} {_cut(lines[0], 90)}" + self._more(
+                len(lines) - 1
+            )
             return
         for paragraph in paragraphs:
             own = self.digest("\n".join(paragraph))
@@ -194,7 +232,9 @@ class Describer:
         value = self.masker.document(json.loads(text))
         if self.measured:
             if isinstance(value, dict):  # what happened in the meantime is another thing each time
-                value = {k: [] if k in {"traceEvents", "nodes"} else inner for k, inner in value.items()}
+                value = {
+                    k: [] if k in {"traceEvents", "nodes"} else inner for k, inner in value.items()
+                }
             self.shapes.add(kind, value)
             yield f"document of {kind}"
             return
@@ -207,7 +247,9 @@ class Describer:
             text = json.dumps(inner, ensure_ascii=False)
             size = f" {len(inner)}" if isinstance(inner, (list, dict)) else ""
             yield (
-                f"  {key}: {text}" if len(text) <= 80 else f"  {key}: {digest(text)} {_TYPE_NAMES[type(inner)]}{size}"
+                f"  {key}: {text}"
+                if len(text) <= 80
+                else f"  {key}: {digest(text)} {_TYPE_NAMES[type(inner)]}{size}"
             )
 
     def printed(self, text: str, kind: str) -> Iterator[str]:
@@ -250,12 +292,17 @@ class Describer:
             archive = zipfile.ZipFile(io.BytesIO(content))
             for name in sorted(archive.namelist()):
                 yield f"  {name}"
-                yield from self.content(archive.read(name), name.rpartition(".")[2], f"{kind} {ending} {name}")
+                yield from self.content(
+                    archive.read(name), name.rpartition(".")[2], f"{kind} {ending} {name}"
+                )
         elif ending in {"csv", "parquet"}:
             if ending == "parquet":
                 frame = pl.read_parquet(io.BytesIO(content))
                 heads = " ".join(f"{column}:{of}" for column, of in frame.schema.items())
-                text, height = json.dumps(self.masker.document(frame.to_dicts()), default=str), frame.height
+                text, height = (
+                    json.dumps(self.masker.document(frame.to_dicts()), default=str),
+                    frame.height,
+                )
             else:
                 text = self.masker.text(content.decode())
                 heads, height = text.partition("\n")[0].strip(), text.count("\n") - 1

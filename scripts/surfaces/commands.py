@@ -1,8 +1,9 @@
 """Calls of every verb with every option that has an effect, on made inputs.
 
-`CASES` has a line for each call, as one types it after `traceloom`; it lies in a folder with the files of `inputs`,
-and what it writes below `out` or `made` is part of the answer (`made` stays for the calls that follow). A line may end
-with `< FILE`. An option without a call is a failure of the snapshot: see `uncovered`.
+`CASES` has a line for each call, as one types it after `traceloom`; it lies in a folder with the
+files of `inputs`, and what it writes below `out` or `made` is part of the answer (`made` stays for
+the calls that follow). A line may end with `< FILE`. An option without a call is a failure of the
+snapshot: see `uncovered`.
 """
 
 from __future__ import annotations
@@ -45,10 +46,17 @@ bandwidth = 10.0
 """
 NETWORK = "topology: [ Ring ]\nnpus_count: [ 2 ]\nbandwidth: [ 50.0 ]\nlatency: [ 500.0 ]\n"
 SYSTEM = {
-    "scheduling-policy": "LIFO", "endpoint-delay": 10, "preferred-dataset-splits": 1, "local-mem-bw": 1600,
-    "collective-optimization": "localBWAware", "active-chunks-per-dimension": 1,
-    **{f"{kind}-implementation": ["ring"] for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")},
-}  # fmt: skip
+    "scheduling-policy": "LIFO",
+    "endpoint-delay": 10,
+    "preferred-dataset-splits": 1,
+    "local-mem-bw": 1600,
+    "collective-optimization": "localBWAware",
+    "active-chunks-per-dimension": 1,
+    **{
+        f"{kind}-implementation": ["ring"]
+        for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+    },
+}
 PROGRAM = """\
 import torch
 import traceloom
@@ -60,9 +68,7 @@ for _ in range(8):
     optimizer.step()
     traceloom.step()
 """
-POLICY = (
-    'format = "traceloom-anonymize-policy"\nversion = 1\nshapes = "drop"\nstacks = "drop"\nkeep_names = ["aten::.*"]\n'
-)
+POLICY = 'format = "traceloom-anonymize-policy"\nversion = 1\nshapes = "drop"\nstacks = "drop"\nkeep_names = ["aten::.*"]\n'
 
 
 def inputs(folder: Path) -> None:
@@ -70,7 +76,9 @@ def inputs(folder: Path) -> None:
     job = training_job(Recipe(ranks=2, steps=3, layers=2))
     job.run().write(folder / "run", host=True)
     job.run(Change(kernels=1.3)).write(folder / "slower", host=True)
-    parallel_job(ParallelRecipe(data=2, tensor=2, steps=2, faults=(SlowRank(1, 3.0),))).run().write(folder / "parallel")
+    parallel_job(ParallelRecipe(data=2, tensor=2, steps=2, faults=(SlowRank(1, 3.0),))).run().write(
+        folder / "parallel"
+    )
     (folder / "traces").mkdir()
     hand_rank(0).write(folder / "trace.json.gz")
     for rank in range(2):
@@ -89,14 +97,20 @@ def inputs(folder: Path) -> None:
     timed_plan().save(folder / "timed.plan")
     texts = {
         "machine.toml": MACHINE,
-        "network.yml": NETWORK, "pair.yml": NETWORK.replace("Ring", "FullyConnected"),
-        "system.json": json.dumps(SYSTEM), "tiny.py": PROGRAM,
-        "policy.toml": POLICY, "key.txt": "k" * 64 + "\n", "notes.md": "mine\n", "groups.json": '{"0": [0, 1]}',
-        "rules.json": '[{"name": "mine", "kind": "gemm", "pattern": "gemm"}]', "custom.py": "",
+        "network.yml": NETWORK,
+        "pair.yml": NETWORK.replace("Ring", "FullyConnected"),
+        "system.json": json.dumps(SYSTEM),
+        "tiny.py": PROGRAM,
+        "policy.toml": POLICY,
+        "key.txt": "k" * 64 + "\n",
+        "notes.md": "mine\n",
+        "groups.json": '{"0": [0, 1]}',
+        "rules.json": '[{"name": "mine", "kind": "gemm", "pattern": "gemm"}]',
+        "custom.py": "",
         "owners.toml": '[[rule]]\nmatch = {model = "speech"}\nset = {division = "research"}\n',
         "prices.toml": 'currency = "EUR"\n[device_hour]\ndefault = 2\n',
         "triggers.toml": '[[triggers]]\nname = "daily"\non = "cadence"\nshare = 0.2\n',
-    }  # fmt: skip
+    }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
 
@@ -327,20 +341,24 @@ CASES: dict[str, str] = {
         report
         anonymise
     """,
-}  # fmt: skip
+}
 """Verb -> its calls. Those that ask an agent or a service are in `agent` and `fleet`."""
 
 MEASURED = frozenset({"record", "replay"})
 """Verbs whose answers hold what was measured: of numbers only that they are there counts."""
 
 NOT_CALLED: dict[str, str] = {
-    "replay --device cuda": "a device", "replay --device xpu": "a device",
+    "replay --device cuda": "a device",
+    "replay --device xpu": "a device",
     **dict.fromkeys(
-        (f"calibrate --{name}" for name in ("here", "ranks", "device", "backend", "max-size", "powers", "precision")),
+        (
+            f"calibrate --{name}"
+            for name in ("here", "ranks", "device", "backend", "max-size", "powers", "precision")
+        ),
         "a quiet machine for a minute",
     ),
     "serve --proxy-role": "a proxy, which the service in `fleet` has",
-}  # fmt: skip
+}
 """Verbs and options without a call, and what a call would need that not every machine has."""
 
 
@@ -360,7 +378,9 @@ def calls(text: str) -> Iterator[Call]:
 
 
 def uncovered(every: Iterable[list[str]]) -> list[str]:
-    """Options and choices that there are, and that no call of these has; and calls of what there is no more."""
+    """Options and choices that there are, and that no call of these has; and calls of what there is
+    no more.
+    """
     known = every_parser()
     used: dict[str, set[str]] = {name: set() for name in known}
     stale = []
@@ -379,14 +399,23 @@ def uncovered(every: Iterable[list[str]]) -> list[str]:
             seen = bool(names & used[name]) if action.option_strings else bool(used[name])
             if isinstance(action.option_strings, list) and action.nargs == 0 and len(names) > 1:
                 # `--shapes` and `--no-shapes` are two options; `-q` and `--quiet` are one.
-                without += [f"{name} {o}" for o in names if o.startswith("--no-") and o not in used[name]]
+                without += [
+                    f"{name} {o}" for o in names if o.startswith("--no-") and o not in used[name]
+                ]
             if not seen:
-                without.append(f"{name} {action.option_strings[-1] if action.option_strings else action.dest}")
+                without.append(
+                    f"{name} {action.option_strings[-1] if action.option_strings else action.dest}"
+                )
                 continue
             label = action.option_strings[-1] if action.option_strings else ""
-            without += [f"{name} {label} {choice}".replace("  ", " ") for choice in action.choices or ()
-                        if str(choice) not in used[name]]  # fmt: skip
-    needed = {name for name in without for known in NOT_CALLED if f"{name} ".startswith(f"{known} ")}
+            without += [
+                f"{name} {label} {choice}".replace("  ", " ")
+                for choice in action.choices or ()
+                if str(choice) not in used[name]
+            ]
+    needed = {
+        name for name in without for known in NOT_CALLED if f"{name} ".startswith(f"{known} ")
+    }
     return stale + [f"no case for: traceloom {name}" for name in without if name not in needed]
 
 
@@ -409,8 +438,11 @@ class Caller:
         before, self.before = self.before, {}
         code, printed, errors = self._ran(call, run)
         own = self.describer
-        kind = " ".join(word for word in call.words[:2] if re.fullmatch(r"[a-z][a-z-]*", word)) if call.words[0] in {
-            "agent", "fleet"} else call.words[0]  # fmt: skip
+        kind = (
+            " ".join(word for word in call.words[:2] if re.fullmatch(r"[a-z][a-z-]*", word))
+            if call.words[0] in {"agent", "fleet"}
+            else call.words[0]
+        )
         lines = [f"== traceloom {call.line}", f"exit code {code}"]
         lines += self._marked("", own.printed(printed, f"{kind} --json"))
         if errors:
@@ -420,7 +452,11 @@ class Caller:
             if before.get(name) != stamp:
                 lines.append(f"> {own.masker.text(name)}")
                 lines += self._marked("  ", own.file(self.folder / name, kind))
-        lines += [f"> {name} is gone" for name in before if name not in self.before and not name.startswith("out/")]
+        lines += [
+            f"> {name} is gone"
+            for name in before
+            if name not in self.before and not name.startswith("out/")
+        ]
         return [line.rstrip() for line in lines] + [""]
 
     def _ran(self, call: Call, run: Callable[[list[str]], int]) -> tuple[int, str, str]:
@@ -434,14 +470,25 @@ class Caller:
                 if sys.stdin is not stdin:
                     sys.stdin.close()
                 sys.stdin = stdin
-        return code, out.getvalue().decode("utf-8", "replace"), err.getvalue().decode("utf-8", "replace")
+        return (
+            code,
+            out.getvalue().decode("utf-8", "replace"),
+            err.getvalue().decode("utf-8", "replace"),
+        )
 
     def _marked(self, mark: str, lines: Iterator[str]) -> list[str]:
         return [f"{mark}{line}" for line in lines]
 
     def _files(self) -> dict[str, tuple[int, int]]:
-        paths = sorted(path for path in self.folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-        return {str(path.relative_to(self.folder)): (path.stat().st_mtime_ns, path.stat().st_size) for path in paths}
+        paths = sorted(
+            path
+            for path in self.folder.rglob("*")
+            if path.is_file() and "__pycache__" not in path.parts
+        )
+        return {
+            str(path.relative_to(self.folder)): (path.stat().st_mtime_ns, path.stat().st_size)
+            for path in paths
+        }
 
 
 def _untraced(text: str) -> str:
@@ -459,6 +506,8 @@ def run_lines(caller: Caller, lines: Iterable[str], places: Mapping[str, str]) -
     """Calls, as they are typed with names for what differs from run to run."""
     lines_of = []
     for line in lines:
-        words = [re.sub(r"\{(\w+)\}", lambda match: places[match[1]], word) for word in shlex.split(line)]
+        words = [
+            re.sub(r"\{(\w+)\}", lambda match: places[match[1]], word) for word in shlex.split(line)
+        ]
         lines_of += caller(Call(line, words))
     return lines_of

@@ -1,4 +1,6 @@
-"""The fleet's service with made weeks, two hosts and two captures: its routes and pages for every role, its verbs."""
+"""The fleet's service with made weeks, two hosts and two captures: its routes and pages for every
+role, its verbs.
+"""
 
 from __future__ import annotations
 
@@ -32,20 +34,29 @@ from traceloom.fleet.store.tables import Tables
 from traceloom.testing.fleet_weeks import TEAMS, WeeksRecipe, build_weeks
 
 MASKS = (
-    (re.compile(r"\bc[0-9a-f]{20}\b"), "<capture>"), (re.compile(r"(?:(?<=%2F)|\b)[0-9a-f]{16}\b"), "<request>"),
+    (re.compile(r"\bc[0-9a-f]{20}\b"), "<capture>"),
+    (re.compile(r"(?:(?<=%2F)|\b)[0-9a-f]{16}\b"), "<request>"),
     (re.compile(r"\b\d{1,2} [A-Z][a-z]{2} \d\d:\d\d(:\d\d)?\b"), "<time>"),
-    (re.compile(r"(?m)^ *Request +Job"), "Request  Job"),  # a name of digits alone stands at the right
-)  # fmt: skip
+    (
+        re.compile(r"(?m)^ *Request +Job"),
+        "Request  Job",
+    ),  # a name of digits alone stands at the right
+)
 KEYS = frozenset({"attempts", "bytes", "expires_ns", "files", "seconds"})
-_ON_PAGES = ((re.compile(r"\bof-[a-z]+\b"), "<name>"), (re.compile(r"\b[\d.]+\s[kM]?B\b"), "<size>"),
-             (re.compile(r'title="\d{3,}"'), 'title="<number>"'))  # fmt: skip
+_ON_PAGES = (
+    (re.compile(r"\bof-[a-z]+\b"), "<name>"),
+    (re.compile(r"\b[\d.]+\s[kM]?B\b"), "<size>"),
+    (re.compile(r'title="\d{3,}"'), 'title="<number>"'),
+)
 """Pages name who reads them, and show how large captures are."""
 OWNERS = '[[rule]]\nmatch = {model = "vision"}\nset = {product = "segmentation"}\n'
 PRICES = 'currency = "EUR"\nper_kwh = 0.3\nco2_g_per_kwh = 350\n[device_hour]\ndefault = 2.6\n'
 BASE: dict[str, str] = {
-    "report": "{capture} -o out/report.html", "fetch": "{capture} -o out/run", "token": "list",
+    "report": "{capture} -o out/report.html",
+    "fetch": "{capture} -o out/run",
+    "token": "list",
     "kernel-history": f"--kernel {KERNEL}",
-}  # fmt: skip
+}
 FIRST = """
     upload run --job slurm-42 --wait --server {server} --token-file {token}
     upload run --job slurm-42 --json -q --debug
@@ -113,7 +124,9 @@ FIRST = """
 
 
 def commands() -> list[str]:
-    """Every action of `traceloom fleet`, in words, as JSON, and with the filters of those that have them."""
+    """Every action of `traceloom fleet`, in words, as JSON, and with the filters of those that have
+    them.
+    """
     lines = []
     for name, parser in every_parser().items():
         verb, _, action = name.partition(" ")
@@ -124,33 +137,59 @@ def commands() -> list[str]:
         if {"since", "until", "job"} <= names:
             base += f" --since {TIME['since']} --until {TIME['until']}"
             filters = [[one] for one in (*FILTERS, "application") if one in names]
-            if action != "kernels":  # they are the same for all: each alone for one, all together for the rest
+            if (
+                action != "kernels"
+            ):  # they are the same for all: each alone for one, all together for the rest
                 filters = [[one for one in FILTERS if one in names], ["application"]]
             lines += [
-                base + "".join(f" --{one.replace('_', '-')} {shlex.quote(SAMPLES[one])}" for one in some)
+                base
+                + "".join(f" --{one.replace('_', '-')} {shlex.quote(SAMPLES[one])}" for one in some)
                 for some in filters
             ]
-            pages = [one for one in ("top", "skip", "kernel", "shapes") if one in names and f"--{one}" not in base]
+            pages = [
+                one
+                for one in ("top", "skip", "kernel", "shapes")
+                if one in names and f"--{one}" not in base
+            ]
             lines.append(base + "".join(f" --{one} {shlex.quote(SAMPLES[one])}" for one in pages))
         lines += [base, f"{base} --json -q --debug --server {{server}} --token-file {{token}}"]
     return lines
 
 
 ENDED = {"done", "partial", "failed", "cancelled"}
-WEEKS = WeeksRecipe(date(2020, 10, 5), captures=1, days=16, teams=[replace(team, kernels=8) for team in TEAMS])
+WEEKS = WeeksRecipe(
+    date(2020, 10, 5), captures=1, days=16, teams=[replace(team, kernels=8) for team in TEAMS]
+)
 
 
 class Fleet:
-    """A service with made weeks, two hosts, a capture of theirs and one that was uploaded, and who asks it."""
+    """A service with made weeks, two hosts, a capture of theirs and one that was uploaded, and who
+    asks it.
+    """
 
     def __init__(self, folder: Path) -> None:
         store = folder / "store"
         tables = Tables(str(store))
         tables.create()
         fill(tables, build_weeks(WEEKS))
-        words = ["--store", str(store), "--state", str(store / "state.db"), "--workers", "1", "--lease", "3600",
-                 "--webhooks-to", "127.0.0.1", "--proxy-user-header", "X-User", "--proxy-from", "127.0.0.1",
-                 "--proxy-role", "requester"]  # fmt: skip
+        words = [
+            "--store",
+            str(store),
+            "--state",
+            str(store / "state.db"),
+            "--workers",
+            "1",
+            "--lease",
+            "3600",
+            "--webhooks-to",
+            "127.0.0.1",
+            "--proxy-user-header",
+            "X-User",
+            "--proxy-from",
+            "127.0.0.1",
+            "--proxy-role",
+            "requester",
+        ]
         self.service = RunningService(folder, *words, command=patient(60))
         self.tokens: dict[str, str] = {}
         admin = self.service.client()
@@ -161,11 +200,14 @@ class Fleet:
         self.admin.post("tokens", {"name": "spare", "role": "viewer"})
         *self.hosts, spare = [
             SimulatedHost(
-                [self.service.url], name, self.admin.post("agents", {"host": name})["token"],
-                [ranked_process(rank, "job")], folder,
+                [self.service.url],
+                name,
+                self.admin.post("agents", {"host": name})["token"],
+                [ranked_process(rank, "job")],
+                folder,
             )
             for rank, name in enumerate(("node0", "node1", "spare"))
-        ]  # fmt: skip
+        ]
         spare.close()
         for host in self.hosts:
             until(host.go_on)
@@ -178,13 +220,18 @@ class Fleet:
         (folder / "token").write_text(self.tokens["admin"])
         who = ["--server", self.service.url, "--token-file", str(folder / "token")]
         with captured() as (_, errors):
-            assert main(["upload", "run", "--job", "slurm-42", "--wait", "-q", *who]) == 0, errors.getvalue()
+            assert main(["upload", "run", "--job", "slurm-42", "--wait", "-q", *who]) == 0, (
+                errors.getvalue()
+            )
         [self.capture] = [of["id"] for of in self.admin.get("captures", job="slurm-42")["captures"]]
         until(self._kept, 120)
 
     def _kept(self) -> bool:
         """Whether no capture waits."""
-        return all(of["state"] in {"committed", "quarantined"} for of in self.admin.get("captures")["captures"])
+        return all(
+            of["state"] in {"committed", "quarantined"}
+            for of in self.admin.get("captures")["captures"]
+        )
 
     def _leads(self) -> bool:
         try:
@@ -204,7 +251,9 @@ class Fleet:
         headers = {"Authorization": f"Bearer {self.tokens[who]}"} if self.tokens[who] else {}
         return self._sent(method, path, headers, content)
 
-    def _sent(self, method: str, path: str, headers: dict[str, str], content: bytes | None) -> Answer:
+    def _sent(
+        self, method: str, path: str, headers: dict[str, str], content: bytes | None
+    ) -> Answer:
         connection = http.client.HTTPConnection("127.0.0.1", self.service.port, timeout=60)
         connection.request(method, path, content, headers)
         response = connection.getresponse()
@@ -254,24 +303,42 @@ def describe(folder: Path, describer: Describer) -> dict[str, list[str]]:
         shown = fleet_pages(fleet, Describer(Masker(folder, (*MASKS, *_ON_PAGES), KEYS)))
         fleet.begin()
         (folder / "token").write_text(fleet.tokens["admin"])
-        os.environ |= {"TRACELOOM_SERVER": fleet.service.url, "TRACELOOM_TOKEN": fleet.tokens["admin"]}
-        places = {"server": fleet.service.url, "token": "token", "capture": fleet.capture, "folder": str(home)}
+        os.environ |= {
+            "TRACELOOM_SERVER": fleet.service.url,
+            "TRACELOOM_TOKEN": fleet.tokens["admin"],
+        }
+        places = {
+            "server": fleet.service.url,
+            "token": "token",
+            "capture": fleet.capture,
+            "folder": str(home),
+        }
         verbs = Describer(describer.masker)
         called = run_lines(Caller(folder, verbs), [*lines_of(FIRST), *commands()], places)
     finally:
         fleet.close()
-    return {"routes-fleet.txt": [*lines, *describer.shapes.lines()], "pages-fleet.txt": shown,
-            "commands-fleet.txt": [*called, *verbs.shapes.lines()]}  # fmt: skip
+    return {
+        "routes-fleet.txt": [*lines, *describer.shapes.lines()],
+        "pages-fleet.txt": shown,
+        "commands-fleet.txt": [*called, *verbs.shapes.lines()],
+    }
 
 
 def fleet_routes(fleet: Fleet | None) -> Routes:
     """The routes of the service; the names of what is there, where it runs."""
     capture, request = (fleet.capture, fleet.request) if fleet else ("", "")
     there = {
-        "captures": capture, "hosts": "node1", "requests": request, "jobs": "job", "agents": "node0",
-        "files": "rank0.kineto.json.gz", "tokens": "spare", "DELETE hosts": "spare", "webhooks": "new",
+        "captures": capture,
+        "hosts": "node1",
+        "requests": request,
+        "jobs": "job",
+        "agents": "node0",
+        "files": "rank0.kineto.json.gz",
+        "tokens": "spare",
+        "DELETE hosts": "spare",
+        "webhooks": "new",
         "against": capture,
-    }  # fmt: skip
+    }
     return Routes("fleet", FLEET_ROUTES, there)
 
 
@@ -283,13 +350,19 @@ def fleet_pages(fleet: Fleet, describer: Describer) -> list[str]:
     change = fleet.admin.get("regressions", **TIME)["changes"][0]
     more = {name: change[name] for name in ("shapes", "device_model") if change[name] is not None}
     query = {
-        "/kernels/history": {"kernel": KERNEL}, "/compare": {"base": fleet.capture, "new": fleet.capture},
+        "/kernels/history": {"kernel": KERNEL},
+        "/compare": {"base": fleet.capture, "new": fleet.capture},
         "/regressions/change": {"kernel": change["kernel"], "at": str(change["since_ns"]), **more},
-    }  # fmt: skip
-    paths = [Page(page.path + (f"?{urlencode(query[page.path])}" if page.path in query else "")) for page in PAGES]
+    }
+    paths = [
+        Page(page.path + (f"?{urlencode(query[page.path])}" if page.path in query else ""))
+        for page in PAGES
+    ]
     others = [Page("/sign-in"), Page("/sign-out", "POST"), Page("/none")]
     routes = Routes("page", [*paths, *others], there)
-    return ask_routes(routes, list(cookies), "admin", fleet.browse(cookies), describer, before=fleet.beat)
+    return ask_routes(
+        routes, list(cookies), "admin", fleet.browse(cookies), describer, before=fleet.beat
+    )
 
 
 def uncovered() -> list[str]:
@@ -301,5 +374,9 @@ def calls() -> list[list[str]]:
     """The words of all calls, and of what runs until it is stopped."""
     return [
         shlex.split(line)
-        for line in [*lines_of(FIRST), *commands(), "serve --workers 1 --lease 1 --address X --proxy-from X"]
+        for line in [
+            *lines_of(FIRST),
+            *commands(),
+            "serve --workers 1 --lease 1 --address X --proxy-from X",
+        ]
     ]

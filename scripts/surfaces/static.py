@@ -1,6 +1,8 @@
-"""The surfaces that can be read without running anything: help, schemas, columns, metrics, slugs, keys, public names.
+"""The surfaces that can be read without running anything: help, schemas, columns, metrics, slugs,
+keys, public names.
 
-Each function gives the text of one file of the snapshot. Where a module lies is in none of them but `public_names`.
+Each function gives the text of one file of the snapshot. Where a module lies is in none of them but
+`public_names`.
 """
 
 from __future__ import annotations
@@ -42,16 +44,24 @@ from traceloom.workload.replay.plan import PLAN_SCHEMAS
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(traceloom.__file__).parent
 PACKAGES = (
-    "traceloom", "traceloom.analyze", "traceloom.analyze.gate", "traceloom.model", "traceloom.link", "traceloom.retime",
-    "traceloom.simulate", "traceloom.testing",
-)  # fmt: skip
+    "traceloom",
+    "traceloom.analyze",
+    "traceloom.analyze.gate",
+    "traceloom.model",
+    "traceloom.link",
+    "traceloom.retime",
+    "traceloom.simulate",
+    "traceloom.testing",
+)
 _VARIABLE = re.compile(r"TRACELOOM_[A-Z][A-Z_]*[A-Z]")
 
 
 # The command line.
 
 
-def parsers(whole: argparse.ArgumentParser, names: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+def parsers(
+    whole: argparse.ArgumentParser, names: tuple[str, ...] = ()
+) -> Iterator[tuple[str, Any]]:
     """The words that lead to each parser that takes options, and the parser."""
     inner = [action for action in whole._actions if isinstance(action, argparse._SubParsersAction)]  # noqa: SLF001
     if names:
@@ -85,14 +95,23 @@ def help_texts() -> str:
             hidden = " (hidden)" if action.help == argparse.SUPPRESS else ""
             names = ", ".join(action.option_strings) or action.metavar or action.dest
             facts = {
-                "takes": action.metavar if action.option_strings and action.nargs != 0 else None, "nargs": action.nargs,
+                "takes": action.metavar if action.option_strings and action.nargs != 0 else None,
+                "nargs": action.nargs,
                 "choices": action.choices and ",".join(map(str, action.choices)),
-                "default": action.default if action.default not in (None, False, argparse.SUPPRESS, "", []) else None,
+                "default": action.default
+                if action.default not in (None, False, argparse.SUPPRESS, "", [])
+                else None,
                 "required": (action.required and bool(action.option_strings)) or None,
-            }  # fmt: skip
-            notes = "; ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
+            }
+            notes = "; ".join(
+                f"{name} {value}" for name, value in facts.items() if value is not None
+            )
             text = "" if hidden else (action.help or "") % {"default": action.default}
-            lines.append(f"  {names}{hidden}" + (f"  [{notes}]" if notes else "") + (f"\n      {text}" if text else ""))
+            lines.append(
+                f"  {names}{hidden}"
+                + (f"  [{notes}]" if notes else "")
+                + (f"\n      {text}" if text else "")
+            )
         parts.append("\n".join([*lines, "", (own.epilog or "").strip()]))
     return "\n\n".join(parts) + "\n"
 
@@ -101,21 +120,46 @@ def help_texts() -> str:
 
 
 def flat(
-    schema: Mapping[str, Any], known: Mapping[str, Any], path: str = "", inside: tuple[str, ...] = ()
+    schema: Mapping[str, Any],
+    known: Mapping[str, Any],
+    path: str = "",
+    inside: tuple[str, ...] = (),
 ) -> Iterator[str]:
-    """A line for each value that a JSON schema has: path, types, what it must be. Names of structures do not count."""
+    """A line for each value that a JSON schema has: path, types, what it must be.
+
+    Names of structures do not count.
+    """
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         if name in inside:
             yield f"{path or '.'}\tas above it"
             return
-        schema, inside = {**known[name], **{k: v for k, v in schema.items() if k != "$ref"}}, (*inside, name)
+        schema, inside = (
+            {**known[name], **{k: v for k, v in schema.items() if k != "$ref"}},
+            (*inside, name),
+        )
     branches = [branch for key in ("anyOf", "oneOf") for branch in schema.get(key, ())]
     kinds = schema.get("type", [])
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)
-    skipped = ("$ref", "$defs", "anyOf", "oneOf", "type", "items", "properties", "required", "description", "title",
-               "additionalProperties", "$schema", "$id", "discriminator")  # fmt: skip
-    facts = " ".join(f"{key}={json.dumps(value)}" for key, value in sorted(schema.items()) if key not in skipped)
+    skipped = (
+        "$ref",
+        "$defs",
+        "anyOf",
+        "oneOf",
+        "type",
+        "items",
+        "properties",
+        "required",
+        "description",
+        "title",
+        "additionalProperties",
+        "$schema",
+        "$id",
+        "discriminator",
+    )
+    facts = " ".join(
+        f"{key}={json.dumps(value)}" for key, value in sorted(schema.items()) if key not in skipped
+    )
     if not branches:
         yield "\t".join(filter(None, (path or ".", "|".join(sorted(kinds)) or "any", facts)))
     elif facts:
@@ -157,12 +201,17 @@ def _operations(described: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str
 
 
 def _described() -> dict[str, Any]:
-    documents = {"agent": build_openapi_document(AGENT_ROUTES), "fleet": build_openapi_document(FLEET_ROUTES)}
+    documents = {
+        "agent": build_openapi_document(AGENT_ROUTES),
+        "fleet": build_openapi_document(FLEET_ROUTES),
+    }
     return {name: msgspec.json.decode(msgspec.json.encode(of)) for name, of in documents.items()}
 
 
 def openapi() -> str:
-    """The routes of the agent and of the fleet's service: parameters, bodies, codes and answers, and the pages."""
+    """The routes of the agent and of the fleet's service: parameters, bodies, codes and answers,
+    and the pages.
+    """
     parts = []
     for service, described in _described().items():
         known = described["components"]["schemas"]
@@ -171,36 +220,61 @@ def openapi() -> str:
             parts.append(f"\n-- {name}")
             for each in operation.get("parameters", ()):
                 needed = "" if each.get("required") else "?"
-                parts += [f"{each['in']} {line}" for line in unique(flat(each["schema"], known, each["name"] + needed))]
+                parts += [
+                    f"{each['in']} {line}"
+                    for line in unique(flat(each["schema"], known, each["name"] + needed))
+                ]
             for kind, content in operation.get("requestBody", {}).get("content", {}).items():
-                parts += [f"body {kind} {line}" for line in unique(flat(content.get("schema", {}), known))]
+                parts += [
+                    f"body {kind} {line}" for line in unique(flat(content.get("schema", {}), known))
+                ]
             answers: dict[tuple[str, ...], list[str]] = {}
             for code, of in sorted(operation["responses"].items()):
                 lines = [
-                    f"{kind} {line}" for kind, content in of.get("content", {"no content": {}}).items()
+                    f"{kind} {line}"
+                    for kind, content in of.get("content", {"no content": {}}).items()
                     for line in unique(flat(content.get("schema", {}), known))
-                ]  # fmt: skip
+                ]
                 answers.setdefault(tuple(lines), []).append(code)
-            parts += [f"{','.join(codes)} {line}" for lines, codes in answers.items() for line in lines]
+            parts += [
+                f"{','.join(codes)} {line}" for lines, codes in answers.items() for line in lines
+            ]
         parts.append("")
     roles = [f"{route.method} {route.path}\t{route.role or 'everybody'}" for route in FLEET_ROUTES]
-    acting = [f"{route.method} {route.path}\t{'acts' if route.acts else 'sees'}" for route in AGENT_ROUTES]
+    acting = [
+        f"{route.method} {route.path}\t{'acts' if route.acts else 'sees'}" for route in AGENT_ROUTES
+    ]
     pages = [f"{page.path}\t{page.role}\t{page.title}" for page in PAGES]
-    parts += ["== who may ask the fleet's service", *roles, "", "== who may ask the agent", *acting, ""]
+    parts += [
+        "== who may ask the fleet's service",
+        *roles,
+        "",
+        "== who may ask the agent",
+        *acting,
+        "",
+    ]
     return "\n".join([*parts, "== pages of the fleet's service", *pages, ""])
 
 
 def openapi_words() -> str:
-    """The texts and the names of structures in those documents, which may change without a change of the answers."""
+    """The texts and the names of structures in those documents, which may change without a change
+    of the answers.
+    """
     parts = []
     for service, described in _described().items():
         parts.append(f"== {service}")
         for name, operation in _operations(described):
-            parts.append(f"{name}\t{operation.get('operationId', '')}\t{operation.get('summary', '')}")
+            parts.append(
+                f"{name}\t{operation.get('operationId', '')}\t{operation.get('summary', '')}"
+            )
         for name, of in sorted(described["components"]["schemas"].items()):
             parts.append(f"{name}\t{' '.join(of.get('description', '').split())}")
             fields = of.get("properties", {})
-            parts += [f"  {key}\t{field['description']}" for key, field in fields.items() if "description" in field]
+            parts += [
+                f"  {key}\t{field['description']}"
+                for key, field in fields.items()
+                if "description" in field
+            ]
         parts.append("")
     return "\n".join(parts)
 
@@ -213,14 +287,24 @@ def metrics() -> str:
     lines = ["== agent: name, kind, unit, labels, sharing, OpenTelemetry, dcgm-exporter, bounds"]
     for metric in METRICS.values():
         fields = msgspec.to_builtins(metric)
-        others = {key: value for key, value in fields.items() if key not in {"name", "kind", "unit", "labels", "help"}}
+        others = {
+            key: value
+            for key, value in fields.items()
+            if key not in {"name", "kind", "unit", "labels", "help"}
+        }
         facts = " ".join(
-            f"{key}={json.dumps(value)}" for key, value in others.items() if value not in ("", [], (), None)
+            f"{key}={json.dumps(value)}"
+            for key, value in others.items()
+            if value not in ("", [], (), None)
         )
         labels = ",".join(metric.labels)
-        lines.append("\t".join((PREFIX + metric.name, metric.kind, metric.unit, labels, facts, metric.help)))
+        lines.append(
+            "\t".join((PREFIX + metric.name, metric.kind, metric.unit, labels, facts, metric.help))
+        )
     lines += ["", "== fleet's service: name, kind, labels, help"]
-    lines += ["\t".join((of.name, of.kind, ",".join(of.labels), of.help)) for of in FLEET_METRICS.values()]
+    lines += [
+        "\t".join((of.name, of.kind, ",".join(of.labels), of.help)) for of in FLEET_METRICS.values()
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -233,7 +317,11 @@ def columns() -> str:
     """Columns of documents, traces, graphs and plans, of the fleet's tables and of its database."""
     lines = ["== columns of documents: name, unit, heading, meaning, null where"]
     lines += ["\t".join((name, *astuple(of))) for name, of in sorted(COLUMNS.items())]
-    for what, kinds in (("traces", TRACE_SCHEMAS), ("graphs", GRAPH_SCHEMAS), ("plans", PLAN_SCHEMAS)):
+    for what, kinds in (
+        ("traces", TRACE_SCHEMAS),
+        ("graphs", GRAPH_SCHEMAS),
+        ("plans", PLAN_SCHEMAS),
+    ):
         lines += ["", f"== frames of {what}", *_types(kinds)]
     lines += ["", "== tables of the fleet"]
     for table in FLEET_SCHEMAS.values():
@@ -253,14 +341,18 @@ def columns() -> str:
 def sql(path: str) -> list[str]:
     """Tables and indices of a database of SQLite."""
     with sqlite3.connect(path) as database:
-        rows = database.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY type, name")
+        rows = database.execute(
+            "SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY type, name"
+        )
         found = [" ".join(str(text).split()) for _, _, text in rows]
     database.close()
     return found
 
 
 def slugs() -> str:
-    """The names of messages in the code, and all that `traceloom explain` knows: errors, notices, findings, rules."""
+    """The names of messages in the code, and all that `traceloom explain` knows: errors, notices,
+    findings, rules.
+    """
     path = ROOT / "tests" / "docs" / "test_messages.py"
     spec = importlib.util.spec_from_file_location("messages_in_code", path)
     assert spec is not None
@@ -271,9 +363,13 @@ def slugs() -> str:
     note = {True: "", False: "\tnot explained"}
     lines = ["== errors and notices", *(f"{slug}{note[slug in page]}" for slug in sorted(code))]
     lines += [f"{slug}\tnot in the code" for slug in sorted(page - code)]
-    findings = sorted(page.stem for page in (ROOT / "docs" / "findings").glob("*.md") if page.stem != "index")
+    findings = sorted(
+        page.stem for page in (ROOT / "docs" / "findings").glob("*.md") if page.stem != "index"
+    )
     rules = re.findall(
-        r"^### ([\w-]+)$", (ROOT / "docs/reference/validation-rules.md").read_text("utf-8"), re.MULTILINE
+        r"^### ([\w-]+)$",
+        (ROOT / "docs/reference/validation-rules.md").read_text("utf-8"),
+        re.MULTILINE,
     )
     lines += ["", "== findings", *findings, "", "== rules of validation", *sorted(rules)]
     return "\n".join(lines) + "\n"
@@ -281,8 +377,12 @@ def slugs() -> str:
 
 def configuration() -> str:
     """Keys of configuration, variables of the environment, entry points and extras."""
-    documents = {"agent.toml": Config, "triggers of the fleet": FleetRules, "a rule of owners": OwnerRule,
-                 "prices": Prices}  # fmt: skip
+    documents = {
+        "agent.toml": Config,
+        "triggers of the fleet": FleetRules,
+        "a rule of owners": OwnerRule,
+        "prices": Prices,
+    }
     parts = []
     for name, kind in documents.items():
         whole = msgspec.json.schema(kind)
@@ -290,7 +390,14 @@ def configuration() -> str:
     parts += ["== variables of the environment", *sorted(_variables()), ""]
     about = importlib.metadata.distribution("traceloom")
     points = sorted(f"{point.group}\t{point.name}" for point in about.entry_points)
-    parts += ["== entry points", *points, "", "== extras", *sorted(about.metadata.get_all("Provides-Extra") or ()), ""]
+    parts += [
+        "== entry points",
+        *points,
+        "",
+        "== extras",
+        *sorted(about.metadata.get_all("Provides-Extra") or ()),
+        "",
+    ]
     return "\n".join(parts)
 
 
@@ -299,8 +406,15 @@ def _variables() -> set[str]:
     for path in SOURCE.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         if "TRACELOOM_" in text:
-            texts = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
-            found.update(name for value in texts if isinstance(value, str) for name in _VARIABLE.findall(value))
+            texts = (
+                node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)
+            )
+            found.update(
+                name
+                for value in texts
+                if isinstance(value, str)
+                for name in _VARIABLE.findall(value)
+            )
     return found
 
 
@@ -327,7 +441,9 @@ def _public(name: str, value: object) -> Iterator[str]:
     yield f"{name}{_signature(value)}"
     if not inspect.isclass(value):
         return
-    for member in sorted(set(dir(value)) - set(dir(Exception if issubclass(value, Exception) else object))):
+    for member in sorted(
+        set(dir(value)) - set(dir(Exception if issubclass(value, Exception) else object))
+    ):
         if member.startswith("_"):
             continue
         found = inspect.getattr_static(value, member)
@@ -340,14 +456,22 @@ def _public(name: str, value: object) -> Iterator[str]:
 
 def _signature(value: Any) -> str:
     try:
-        return re.sub(r" at 0x[0-9a-f]+|<factory>|<object object[^>]*>", "", str(inspect.signature(value)))
+        return re.sub(
+            r" at 0x[0-9a-f]+|<factory>|<object object[^>]*>", "", str(inspect.signature(value))
+        )
     except (TypeError, ValueError):
         return ""
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    "help.txt": help_texts, "schemas.tsv": schemas, "openapi.tsv": openapi, "openapi-words.tsv": openapi_words,
-    "metrics.tsv": metrics, "columns.tsv": columns, "slugs.txt": slugs, "configuration.tsv": configuration,
+    "help.txt": help_texts,
+    "schemas.tsv": schemas,
+    "openapi.tsv": openapi,
+    "openapi-words.tsv": openapi_words,
+    "metrics.tsv": metrics,
+    "columns.tsv": columns,
+    "slugs.txt": slugs,
+    "configuration.tsv": configuration,
     "public-names.txt": public_names,
-}  # fmt: skip
+}
 """File of the snapshot -> what gives its text."""

@@ -1,7 +1,7 @@
 """Traceloom: record AI workloads, account for every nanosecond, show where the time went.
 
-`import traceloom` imports nothing but the standard library; each name below is loaded when first used, so that
-recording never drags the reading half into a training process.
+`import traceloom` imports nothing but the standard library; each name below is loaded when first
+used, so that recording never drags the reading half into a training process.
 """
 
 from __future__ import annotations

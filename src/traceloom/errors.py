@@ -9,7 +9,8 @@
      ├─ CheckError      a check you asked for failed                               exit 5
      └─ InvariantError  our fault: a structure broke its own law                   exit 1
 
-Each error has a stable slug; `traceloom explain SLUG` and docs/reference/messages.md say what it means.
+Each error has a stable slug; `traceloom explain SLUG` and docs/reference/messages.md say what it
+means.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class TraceloomError(Exception):
         return f"{self.message}{where}{hint}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Errors cross process borders when ranks are read in parallel; keyword-only fields need help to pickle.
+        # Errors cross process borders when ranks are read in parallel; keyword-only fields need
+        # help to pickle.
         return _rebuild, (type(self), self.message, self.slug, self.where, self.hint)
 
     def to_dict(self) -> dict[str, str]:
@@ -53,7 +55,9 @@ class TraceloomError(Exception):
         return {"slug": self.slug, "message": self.message, "where": self.where, "hint": self.hint}
 
 
-def _rebuild(kind: type[TraceloomError], message: str, slug: str, where: str, hint: str) -> TraceloomError:
+def _rebuild(
+    kind: type[TraceloomError], message: str, slug: str, where: str, hint: str
+) -> TraceloomError:
     return kind(message, slug=slug, where=where, hint=hint)
 
 
@@ -99,7 +103,12 @@ class InvariantError(TraceloomError):
     exit_code = 1
 
     def __init__(
-        self, message: str, *, slug: str, where: str = "", hint: str = "this is a defect of Traceloom, please report it"
+        self,
+        message: str,
+        *,
+        slug: str,
+        where: str = "",
+        hint: str = "this is a defect of Traceloom, please report it",
     ) -> None:
         super().__init__(message, slug=slug, where=where, hint=hint)
 
@@ -116,7 +125,9 @@ def unreadable(path: object, error: OSError | ValueError, kind: str = "file") ->
 
 
 def other_version(what: str, version: object, reads: int, where: object) -> InputError:
-    """The error for a file or message of ours in another version of its format than the one that is read here."""
+    """The error for a file or message of ours in another version of its format than the one that is
+    read here.
+    """
     return InputError(
         f"the {what} has format version {version!r}, this Traceloom reads version {reads}",
         slug="other-version",
@@ -126,7 +137,9 @@ def other_version(what: str, version: object, reads: int, where: object) -> Inpu
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """How a hint begins for a word that is none of the names: "did you mean `report`? "; empty where none is."""
+    """How a hint begins for a word that is none of the names: "did you mean `report`? "; empty
+    where none is.
+    """
     import difflib
 
     likely = difflib.get_close_matches(word, list(names), n=1)

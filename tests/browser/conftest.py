@@ -25,11 +25,15 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 def browser() -> Iterator[Any]:
     """Chromium, without a window. While Playwright runs, no other loop can: it ends with the module."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    path = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if path is None:
         pytest.skip("no Chromium on this machine")
     with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        chromium = playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox", "--disable-gpu"]
+        )
         yield chromium
         chromium.close()
 
@@ -49,7 +53,9 @@ def open_uri(browser: Any) -> Iterator[Callable[..., Any]]:
         page = context.new_page()
         page.on("console", lambda message: problems.append(message.text))
         page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("dialog", lambda dialog: (problems.append(f"dialog {dialog.message}"), dialog.dismiss()))
+        page.on(
+            "dialog", lambda dialog: (problems.append(f"dialog {dialog.message}"), dialog.dismiss())
+        )
         page.on("request", lambda request: requests.append(request.url))
         page.goto(uri)
         page.wait_for_selector("html[data-ready=yes]", state="attached")
@@ -59,7 +65,9 @@ def open_uri(browser: Any) -> Iterator[Callable[..., Any]]:
     for context in contexts:
         context.close()
     assert problems == []
-    assert [url for url in requests if url not in uris and not url.startswith("data:image/svg")] == []
+    assert [
+        url for url in requests if url not in uris and not url.startswith("data:image/svg")
+    ] == []
 
 
 def trace(rank: int, kernels: tuple[str, ...]) -> Any:
@@ -78,7 +86,9 @@ def trace(rank: int, kernels: tuple[str, ...]) -> Any:
             builder.op(f"aten::op{k}", start, 80, shapes=[[2, 3 + k]])
             builder.launch("cudaLaunchKernel", start + 10, 8, correlation=correlation)
             builder.kernel(name, start + 40, 30 + 2 * k, correlation=correlation)
-        builder.allocation(at + 5, 1000, address=step, total_allocated=1000 * (step + 1), total_reserved=8000)
+        builder.allocation(
+            at + 5, 1000, address=step, total_allocated=1000 * (step + 1), total_reserved=8000
+        )
     return builder.build()
 
 
@@ -91,7 +101,9 @@ def run_with_stacks(folder: Path) -> Session:
     folder.mkdir()
     base = 1_700_000_000_000_000_000
     builder = TraceBuilder(0, 1, host="node1", base_ns=base).op("aten::mm", 100, 400)
-    builder.launch("cudaLaunchKernel", 200, 10, correlation=1).kernel("gemm", 300, 50, correlation=1)
+    builder.launch("cudaLaunchKernel", 200, 10, correlation=1).kernel(
+        "gemm", 300, 50, correlation=1
+    )
     builder.write(folder / "rank0.kineto.json.gz")
     seen = [[base + 110_000, 0, 190_000, [0, 1]], [base + 300_000, 0, 50_000, [0, 1, 2]]]
     put(folder / "rank0.stacks.json.gz", stacks(seen))
@@ -106,7 +118,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     names = [f"kernel_{k:02d}_gemm" if k % 2 else f"kernel_{k:02d}_copy" for k in range(9)]
     out = {}
-    runs = {"plain": run_of(*names, *(f"rare_{k}" for k in range(1))), "hostile": run_of(EVIL, "kind", name=EVIL)}
+    runs = {
+        "plain": run_of(*names, *(f"rare_{k}" for k in range(1))),
+        "hostile": run_of(EVIL, "kind", name=EVIL),
+    }
     many = TraceBuilder()
     for k in range(400):
         many.launch("cudaLaunchKernel", 10.0 * k, 4, correlation=k + 1)
@@ -120,11 +135,21 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         rooted.python(f"train.py(9): step {k}", 10 + 300.0 * k, 290)
         rooted.op("aten::add", 20 + 300.0 * k, 100)
     rooted.launch("cudaLaunchKernel", 630, 5, correlation=1)
-    rooted.kernel("gemm", 650, 20, correlation=1, grid=[7, 16, 32], block=[256, 1, 1], **{"shared memory": 4096})
+    rooted.kernel(
+        "gemm",
+        650,
+        20,
+        correlation=1,
+        grid=[7, 16, 32],
+        block=[256, 1, 1],
+        **{"shared memory": 4096},
+    )
     runs["rooted"] = load(rooted.write(folder / "rooted.json"))
     runs["beside"] = run_with_stacks(folder / "beside")
     out["numbers"] = folder / "numbers.html"
-    out["numbers"].write_text(render_page(**NUMBERS, **list_sections([("s", "S", "", numbers())])), encoding="utf-8")
+    out["numbers"].write_text(
+        render_page(**NUMBERS, **list_sections([("s", "S", "", numbers())])), encoding="utf-8"
+    )
     for name, session in runs.items():
         out[name] = folder / f"{name}.html"
         out[name].write_text(render_report_page(run.build(session), session), encoding="utf-8")
@@ -148,7 +173,9 @@ def numbers() -> str:
         (12, 123_000_000, 0.0001, 1.5e12, 1234),
         (None, 4_000, 1.0, 7e10, 0.5),
     ]
-    rows = [dict(zip(("wide", "time", "share", "rate", "number"), row, strict=True)) for row in values]
+    rows = [
+        dict(zip(("wide", "time", "share", "rate", "number"), row, strict=True)) for row in values
+    ]
     return render_html_table("made", columns, rows, {}, "Made")
 
 
@@ -162,7 +189,10 @@ class Tab:
         self.requests: list[str] = []
         page.on("console", lambda message: self.problems.append(message.text))
         page.on("pageerror", lambda error: self.problems.append(str(error)))
-        page.on("dialog", lambda dialog: (self.problems.append(f"dialog {dialog.message}"), dialog.dismiss()))
+        page.on(
+            "dialog",
+            lambda dialog: (self.problems.append(f"dialog {dialog.message}"), dialog.dismiss()),
+        )
         page.on("request", lambda request: self.requests.append(request.url))
 
     def go(self, hash_: str = "") -> Tab:
@@ -203,7 +233,9 @@ def open_page(browser: Any, pages: dict[str, Path]) -> Iterator[Callable[..., Ta
     """Open one of the pages; after the test, nothing may have gone wrong in it."""
     contexts, tabs = [], []
 
-    def opened(name: str = "plain", hash_: str = "#timeline", script: str = "", **options: Any) -> Tab:
+    def opened(
+        name: str = "plain", hash_: str = "#timeline", script: str = "", **options: Any
+    ) -> Tab:
         options.setdefault("viewport", {"width": 1440, "height": 1000})
         context = browser.new_context(**options)
         page = context.new_page()

@@ -28,7 +28,10 @@ def test_axe_has_nothing_against_any_view(open_page: Open, scheme: str) -> None:
     )
     assert tuple(views) == VIEWS
     # what stands around the views is the same in all of them, and in the dark only colours differ
-    options = {"resultTypes": ["violations"], **({"runOnly": list(COLOURS)} if scheme == "dark" else {})}
+    options = {
+        "resultTypes": ["violations"],
+        **({"runOnly": list(COLOURS)} if scheme == "dark" else {}),
+    }
     problems = []
     for view in views:
         tab.page.click(f"nav .links a[data-view={view}]")
@@ -37,7 +40,9 @@ def test_axe_has_nothing_against_any_view(open_page: Open, scheme: str) -> None:
         result = tab.page.evaluate("([part, options]) => axe.run(part, options)", [part, options])
         for violation in result["violations"]:
             where = [str(node["target"]) for node in violation["nodes"][:3]]
-            problems.append(f"{view}: {violation['impact']}: {violation['help']}: {', '.join(where)}")
+            problems.append(
+                f"{view}: {violation['impact']}: {violation['help']}: {', '.join(where)}"
+            )
     assert problems == []
 
 
@@ -49,14 +54,27 @@ def test_on_paper_stand_all_views_and_no_table_is_cut_off(open_page: Open) -> No
     headings = tab.page.evaluate(
         "[...document.querySelectorAll('main section > header h2')].filter((h) => h.checkVisibility()).map((h) => h.textContent)"
     )
-    assert {"What to fix first", "Timeline", "Steps", "Kernels", "Operators", "Memory", "Data"} <= set(headings)
+    assert {
+        "What to fix first",
+        "Timeline",
+        "Steps",
+        "Kernels",
+        "Operators",
+        "Memory",
+        "Data",
+    } <= set(headings)
     for heading in headings:  # they stand in the outline, as bytes or as UTF-16
         plain = f"/Title ({heading})".encode("latin-1", "replace")
-        assert plain in printed or f"/Title <FEFF{heading.encode('utf-16-be').hex().upper()}>".encode() in printed
+        assert (
+            plain in printed
+            or f"/Title <FEFF{heading.encode('utf-16-be').hex().upper()}>".encode() in printed
+        )
     assert not tab.page.locator("nav").is_visible()
     assert tab.page.evaluate("document.documentElement.scrollWidth") == PAPER["width"]
     wide = "(box) => box.scrollWidth > box.clientWidth || box.getBoundingClientRect().right > innerWidth"
     cut = f"[...document.querySelectorAll('.table .scroll')].filter((box) => box.checkVisibility()).filter({wide})"
     assert tab.page.evaluate(f"{cut}.map((box) => box.parentElement.id)") == []
     tab.page.evaluate("dispatchEvent(new Event('afterprint'))")
-    assert [view.get_attribute("data-view") for view in tab.page.locator("main > .view:visible").all()] == ["gpu"]
+    assert [
+        view.get_attribute("data-view") for view in tab.page.locator("main > .view:visible").all()
+    ] == ["gpu"]

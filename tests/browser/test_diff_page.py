@@ -49,7 +49,10 @@ def tab(open_uri: Callable[..., Any], uri: str, request: pytest.FixtureRequest) 
 def test_it_opens_and_never_scrolls_sideways(tab: Any) -> None:
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert tab.locator("h1").inner_text().startswith("The conditions differ")
-    assert EVIL in tab.locator("#diff-kernels").inner_text() or EVIL[:30] in tab.locator("#diff-kernels").inner_text()
+    assert (
+        EVIL in tab.locator("#diff-kernels").inner_text()
+        or EVIL[:30] in tab.locator("#diff-kernels").inner_text()
+    )
 
 
 def test_tables_sort_filter_and_unfold(tab: Any) -> None:
@@ -73,8 +76,12 @@ def test_both_steps_are_bars_of_one_scale(tab: Any) -> None:
 
 def test_bars_run_from_the_middle_and_say_which_way(tab: Any) -> None:
     bars = tab.locator("#diff-parts td.delta svg")
-    labels = bars.evaluate_all("bars => bars.map((bar) => bar.getAttribute('aria-label').split(' ')[0])")
-    lefts = bars.evaluate_all("bars => bars.map((bar) => Number(bar.querySelector('rect')?.getAttribute('x') ?? 0))")
+    labels = bars.evaluate_all(
+        "bars => bars.map((bar) => bar.getAttribute('aria-label').split(' ')[0])"
+    )
+    lefts = bars.evaluate_all(
+        "bars => bars.map((bar) => Number(bar.querySelector('rect')?.getAttribute('x') ?? 0))"
+    )
     assert "slower" in labels
     assert "faster" in labels
     assert all((left < 0) == (label == "faster") for left, label in zip(lefts, labels, strict=True))
@@ -92,5 +99,7 @@ def test_the_call_tree_is_read_with_the_keyboard(tab: Any) -> None:
     label = tab.locator("#diff-tree-section [role=treeitem]:focus").get_attribute("aria-label")
     assert label.replace("\u202f", " ") == "aten::op14, 24.0 µs → 34.0 µs (+41.7 %)"
     tab.get_by_role("button", name="Host time").click()
-    assert tab.locator("#diff-tree-section .same").count() > 0  # the host does the same on both sides
+    assert (
+        tab.locator("#diff-tree-section .same").count() > 0
+    )  # the host does the same on both sides
     assert EVIL not in tab.content()

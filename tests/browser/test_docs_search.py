@@ -22,15 +22,22 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[str]:
-    if not (SITE / "search" / "search_index.json").exists() or not (SITE / "symptoms" / "nccl-slow").is_dir():
+    if (
+        not (SITE / "search" / "search_index.json").exists()
+        or not (SITE / "symptoms" / "nccl-slow").is_dir()
+    ):
         pytest.skip("the documentation is not built: make docs")
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(SITE))) as http:
+    with ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(_Quiet, directory=str(SITE))
+    ) as http:
         threading.Thread(target=http.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{http.server_address[1]}"
         http.shutdown()
 
 
-def test_the_search_finds_the_page_and_nothing_is_fetched_from_elsewhere(browser: Any, site: str) -> None:
+def test_the_search_finds_the_page_and_nothing_is_fetched_from_elsewhere(
+    browser: Any, site: str
+) -> None:
     page = browser.new_page()
     requests: list[str] = []
     page.on("request", lambda request: requests.append(request.url))
@@ -45,12 +52,16 @@ def test_the_search_finds_the_page_and_nothing_is_fetched_from_elsewhere(browser
         page.goto(f"{site}/reference/messages/")
         page.fill(".md-search__input", words)
         results = page.locator(".md-search-result__item a")
-        for _ in range(120):  # what is written before the page listens is looked for at the next key
+        for _ in range(
+            120
+        ):  # what is written before the page listens is looked for at the next key
             page.press(".md-search__input", "End")
             if results.count():
                 break
             page.wait_for_timeout(250)
-        page.wait_for_function("document.querySelector('.md-search-result__meta').textContent.match(/[0-9]/)")
+        page.wait_for_function(
+            "document.querySelector('.md-search-result__meta').textContent.match(/[0-9]/)"
+        )
         first = results.first.get_attribute("href")
         assert urlsplit(first).path == expected, words
     page.close()

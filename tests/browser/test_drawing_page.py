@@ -16,7 +16,10 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
 @pytest.fixture
 def page(browser: Any, tmp_path: Path) -> Any:
-    nodes = [node(0, name=EVIL), *(node(i, deps=[i - 1], name=f"{'abcdefgh'[i % 8]} op") for i in range(1, 40))]
+    nodes = [
+        node(0, name=EVIL),
+        *(node(i, deps=[i - 1], name=f"{'abcdefgh'[i % 8]} op") for i in range(1, 40)),
+    ]
     home = write_set(tmp_path / "w", nodes)
     assert main(["show", str(home), "-o", str(tmp_path / "x.html"), "--quiet"]) == 0
     opened = browser.new_page(viewport={"width": 1200, "height": 800})
@@ -25,7 +28,10 @@ def page(browser: Any, tmp_path: Path) -> Any:
     opened.on("pageerror", lambda error: opened.problems.append(str(error)))
     opened.on("dialog", lambda dialog: opened.problems.append(dialog.message))
     opened.on(
-        "request", lambda request: request.url.startswith(("file:", "data:")) or opened.problems.append(request.url)
+        "request",
+        lambda request: (
+            request.url.startswith(("file:", "data:")) or opened.problems.append(request.url)
+        ),
     )
     opened.goto((tmp_path / "x.html").as_uri())
     yield opened

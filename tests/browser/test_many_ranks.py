@@ -20,9 +20,15 @@ pytestmark = pytest.mark.browser
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("job")
     recipe = ParallelRecipe(
-        data=3, tensor=2, pipeline=2, microbatches=2, layers=1, steps=3, stacks=True,
+        data=3,
+        tensor=2,
+        pipeline=2,
+        microbatches=2,
+        layers=1,
+        steps=3,
+        stacks=True,
         faults=(SlowRank(7, 1.6), LateHost(3, 9000, steps=(1,))),
-    )  # fmt: skip
+    )
     session = traceloom.load(parallel_job(recipe).run().write(folder / "job"), cache=False)
     path = folder / "page.html"
     path.write_text(render_report_page(run.build(session), session), encoding="utf-8")
@@ -44,7 +50,9 @@ def test_the_timeline_holds_few_ranks_and_one_step(page: Any) -> None:
     ranks = timeline(page, "t.events.ranks.map((rank) => rank.rank)")
     assert 7 in ranks
     assert 2 <= len(ranks) <= 4
-    assert all(count == 1 for count in timeline(page, "t.events.ranks.map((rank) => rank.steps.length)"))
+    assert all(
+        count == 1 for count in timeline(page, "t.events.ranks.map((rank) => rank.steps.length)")
+    )
     assert timeline(page, "t.events.count") > 300
 
 

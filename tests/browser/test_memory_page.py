@@ -80,7 +80,9 @@ def click_at(tab: Any, share: float) -> None:
     """Click the curve at a share of its time."""
     box = tab.locator(".owners .areas").first.bounding_box()
     left, right = 66, 10  # of the axis
-    tab.mouse.click(box["x"] + left + share * (box["width"] - left - right), box["y"] + box["height"] / 2)
+    tab.mouse.click(
+        box["x"] + left + share * (box["width"] - left - right), box["y"] + box["height"] / 2
+    )
 
 
 def test_it_opens_at_the_peak_and_never_scrolls_sideways(tab: Any) -> None:
@@ -153,7 +155,9 @@ def test_hostile_names_are_text(tab: Any) -> None:
     tab.locator(".owners").first.locator("[role=treeitem]").last.focus()
     assert tab.locator(".owners .icicle-says").first.inner_text().startswith(EVIL[:30])
     tab.locator("[data-tree=stacks]").first.click()
-    assert "train.py(7): " + EVIL[:10] in str(tab.locator(".owners [role=treeitem]").evaluate_all(BOXES))
+    assert "train.py(7): " + EVIL[:10] in str(
+        tab.locator(".owners [role=treeitem]").evaluate_all(BOXES)
+    )
 
 
 def test_every_layer_has_its_entry_in_the_legend(tab: Any) -> None:
@@ -172,5 +176,7 @@ def test_ranks_stand_apart(browser: Any, uris: dict[str, str]) -> None:
     shown.wait_for_selector("html[data-ready=yes]", state="attached")
     assert shown.locator(".owners:visible").count() == 1
     shown.locator("#rank").select_option("1")
-    shown.locator(".owners:visible svg path").first.wait_for(state="visible")  # it is drawn in the next frame
+    shown.locator(".owners:visible svg path").first.wait_for(
+        state="visible"
+    )  # it is drawn in the next frame
     context.close()

@@ -29,16 +29,27 @@ WAIT_MS = 120_000
 
 def process(number: int, job: str, user: str, device: str) -> HostProcess:
     return HostProcess(
-        key=f"{100 + number}@1", pid=100 + number, uid=1000, job=job, rank=number, world_size=2, user=user,
-        framework="torch", devices=(device,), steps_per_second=2.5, polls=True,
-    )  # fmt: skip
+        key=f"{100 + number}@1",
+        pid=100 + number,
+        uid=1000,
+        job=job,
+        rank=number,
+        world_size=2,
+        user=user,
+        framework="torch",
+        devices=(device,),
+        steps_per_second=2.5,
+        polls=True,
+    )
 
 
 class Fleet:
     """A service, two hosts with a rank of a job each, one of them with a hostile job, and who reads."""
 
     def __init__(self, folder: Path) -> None:
-        self.service = RunningService(folder, "--store", str(folder / "store"), "--workers", "1", command=patient(60))
+        self.service = RunningService(
+            folder, "--store", str(folder / "store"), "--workers", "1", command=patient(60)
+        )
         self.hosts: list[SimulatedHost] = []
         until(lambda: self.service.ask("GET", "/api/v1/hosts")[0] == 200)
         self.tokens = {
@@ -47,13 +58,20 @@ class Fleet:
         }
         for number in (0, 1):
             device = HostDevice(
-                uuid=f"GPU-{number}", index="0", model="NVIDIA H100 80GB HBM3", values={"gpu_busy_ratio": 0.9}
+                uuid=f"GPU-{number}",
+                index="0",
+                model="NVIDIA H100 80GB HBM3",
+                values={"gpu_busy_ratio": 0.9},
             )
             processes = [process(number, JOB, "ana", device.uuid)]
             if number:
                 processes.append(process(7, EVIL, EVIL_USER, "none"))
             token = self.post("agents", {"host": f"node{number}"})["token"]
-            self.hosts.append(SimulatedHost([self.service.url], f"node{number}", token, processes, folder, [device]))
+            self.hosts.append(
+                SimulatedHost(
+                    [self.service.url], f"node{number}", token, processes, folder, [device]
+                )
+            )
             self.hosts[-1].begin()
         until(lambda: len(self.service.ask("GET", "/api/v1/jobs")[1]["jobs"]) == 2)
 
@@ -86,7 +104,10 @@ class Guest:
         self.refused: list[str] = []
         self.page.on("console", self._said)
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
-        self.page.on("dialog", lambda dialog: (self.problems.append(f"dialog {dialog.message}"), dialog.dismiss()))
+        self.page.on(
+            "dialog",
+            lambda dialog: (self.problems.append(f"dialog {dialog.message}"), dialog.dismiss()),
+        )
         self.page.on("request", self._asked)
 
     def _said(self, message: Any) -> None:
@@ -131,7 +152,9 @@ def test_from_signing_in_to_the_report_of_a_running_job(browser: Any, fleet: Fle
     assert "the number of steps is no number above 0: many" in page.inner_text("[role=alert]")
     page.fill("#length", "3")
     page.click("#ask button[type=submit]")
-    page.wait_for_selector("h1:has-text('The trace is there')", timeout=WAIT_MS)  # as the stream of the page says
+    page.wait_for_selector(
+        "h1:has-text('The trace is there')", timeout=WAIT_MS
+    )  # as the stream of the page says
     assert page.locator("#hosts td:has-text('uploaded')").count() == 2
     assert page.locator("time").first.get_attribute("title").endswith("UTC")
     page.click("a:has-text('Open the report')")
@@ -185,7 +208,11 @@ def test_axe_has_nothing_against_a_page_of_each_sort(browser: Any, fleet: Fleet)
     pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
     axe = (files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
     answer = fleet.service.ask("GET", "/api/v1/requests")[1]["requests"]
-    paths = ["/", f"/jobs/{JOB}", "/tokens"]  # all the others: tests/browser/test_portal_questions.py
+    paths = [
+        "/",
+        f"/jobs/{JOB}",
+        "/tokens",
+    ]  # all the others: tests/browser/test_portal_questions.py
     paths += [f"/requests/{answer[0]['id']}", f"/captures/{answer[0]['capture']}"] if answer else []
     options = {"resultTypes": ["violations"], "iframes": False}
     admin = Guest(browser, fleet)
@@ -194,7 +221,9 @@ def test_axe_has_nothing_against_a_page_of_each_sort(browser: Any, fleet: Fleet)
     problems = []
     for path in paths:
         admin.go(path)
-        admin.page.evaluate("for (const part of document.querySelectorAll('details')) part.open = true")
+        admin.page.evaluate(
+            "for (const part of document.querySelectorAll('details')) part.open = true"
+        )
         admin.page.evaluate(axe)
         result = admin.page.evaluate("(options) => axe.run(document, options)", options)
         problems += [

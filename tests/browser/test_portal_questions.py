@@ -34,7 +34,9 @@ class Served:
         self.page.on("console", lambda message: self.problems.append(message.text))
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
         self.page.on("request", self._asked)
-        self.page.on("dialog", lambda dialog: (self.problems.append(dialog.message), dialog.dismiss()))
+        self.page.on(
+            "dialog", lambda dialog: (self.problems.append(dialog.message), dialog.dismiss())
+        )
         self.page.goto(f"{url}/sign-in")
         self.page.fill("#token", token)
         self.page.click("button[type=submit]")
@@ -85,9 +87,17 @@ def test_a_regression_leads_to_its_jobs_and_to_the_line_of_its_kernel(served: Se
 
 def test_the_overview_leads_to_the_kernels_that_became_slower(served: Served) -> None:
     page = served.open("/")
-    slower = [item for item in page.query_selector_all(".wrong li") if " takes " in item.inner_text()]
-    changes = [change for change in served.weeks.recipe.changes if change.factor > 1 and change.cause != "shapes"]
-    assert {item.inner_text().split()[0] for item in slower} == {served.weeks.kernel(change) for change in changes}
+    slower = [
+        item for item in page.query_selector_all(".wrong li") if " takes " in item.inner_text()
+    ]
+    changes = [
+        change
+        for change in served.weeks.recipe.changes
+        if change.factor > 1 and change.cause != "shapes"
+    ]
+    assert {item.inner_text().split()[0] for item in slower} == {
+        served.weeks.kernel(change) for change in changes
+    }
     slower[0].query_selector("a").click()
     page.wait_for_selector(".plot circle", state="attached")
     assert served.weeks.kernel(changes[0]) in page.inner_text("h1")
@@ -99,22 +109,30 @@ def test_every_level_of_device_time_has_the_sums_of_the_api(served: Served) -> N
     tree = {tuple(row["values"]): row for row in answer["rows"]}
     page, path = served.open(f"/attribution?by={by}"), ()
     for _ in by.split(","):
-        rows = page.evaluate("() => fetch(location.href + '&table=of-part&as=json').then((answer) => answer.json())")
+        rows = page.evaluate(
+            "() => fetch(location.href + '&table=of-part&as=json').then((answer) => answer.json())"
+        )
         shown = {row["part"]: round(row["hours"] * 3.6e6) for row in rows}
-        expected = {key[-1]: row["device_ms"] for key, row in tree.items() if key[:-1] == path and key}
+        expected = {
+            key[-1]: row["device_ms"] for key, row in tree.items() if key[:-1] == path and key
+        }
         assert shown == expected
         assert sum(shown.values()) == tree[path]["device_ms"]
         largest = max((part for part in shown if part != "(others)"), key=shown.__getitem__)
         path = (*path, largest)
         before = page.inner_text("h1")
         page.click(f"#of-part tbody a:text-is('{largest}')")
-        page.wait_for_function("(before) => document.querySelector('h1')?.innerText !== before", arg=before)
+        page.wait_for_function(
+            "(before) => document.querySelector('h1')?.innerText !== before", arg=before
+        )
     assert largest in page.inner_text("h1")
     page.click(".trail a:text-is('All devices')")
     page.wait_for_function("() => !document.querySelector('.trail')")
 
 
-def test_rules_show_what_they_move_before_they_are_saved_and_change_the_past_then(served: Served) -> None:
+def test_rules_show_what_they_move_before_they_are_saved_and_change_the_past_then(
+    served: Served,
+) -> None:
     page = served.open("/owners")
     rule = '[[rule]]\nmatch = {model = "speech"}\nset = {division = "voice"}\n'
     page.click("#change summary")
@@ -144,7 +162,13 @@ def test_axe_has_nothing_against_any_page(served: Served, scheme: str) -> None:
     options = {"resultTypes": ["violations"], "iframes": False, **rules}
     page, wrong, before = served.page, [], len(served.problems)
     page.emulate_media(color_scheme=scheme)
-    for path in [*addresses(served.client).values(), "/sign-in", "/sign-in?ended=yes", "/nothing", "/compare"]:
+    for path in [
+        *addresses(served.client).values(),
+        "/sign-in",
+        "/sign-in?ended=yes",
+        "/nothing",
+        "/compare",
+    ]:
         page.goto(f"{served.url}{path}")
         page.wait_for_selector("html[data-ready=yes]", state="attached")
         page.evaluate("for (const part of document.querySelectorAll('details')) part.open = true")
@@ -176,9 +200,16 @@ def test_hostile_names_are_text_and_every_page_is_small_and_quiet(served: Served
     page.wait_for_function("() => document.querySelector('h1').innerText.includes('<img src=x')")
     kernel = quote(served.weeks.kernel(served.weeks.recipe.changes[0]))
     for path in (
-        "/regressions", "/kernels", f"/kernels/history?kernel={kernel}", "/gpu-time?by=division,kind", "/outliers",
-        "/attribution", "/topline?by=division", "/invest?by=division", "/owners",
-    ):  # fmt: skip
+        "/regressions",
+        "/kernels",
+        f"/kernels/history?kernel={kernel}",
+        "/gpu-time?by=division,kind",
+        "/outliers",
+        "/attribution",
+        "/topline?by=division",
+        "/invest?by=division",
+        "/owners",
+    ):
         page = served.open(path)
         assert page.query_selector("img") is None
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
@@ -188,6 +219,10 @@ def test_hostile_names_are_text_and_every_page_is_small_and_quiet(served: Served
             assert page.query_selector(".empty") is not None, path
     assert served.open("/kernels/history?kernel=" + quote(EVIL)).query_selector("img") is None
     assert served.page.goto(f"{served.url}/attribution?at=%5B1%5D").status == 400
-    for path in ("regressions/change?kernel=none", "compare?base=none&new=none", "captures/none/against/none"):
+    for path in (
+        "regressions/change?kernel=none",
+        "compare?base=none&new=none",
+        "captures/none/against/none",
+    ):
         assert served.page.goto(f"{served.url}/{path}").status == 404
     assert [text for text in served.problems if "400" not in text and "404" not in text] == []

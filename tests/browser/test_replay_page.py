@@ -20,7 +20,9 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (800, "dark")])
-def test_the_page_of_a_replay(open_uri: Callable[..., Any], tmp_path: Path, width: int, scheme: str) -> None:
+def test_the_page_of_a_replay(
+    open_uri: Callable[..., Any], tmp_path: Path, width: int, scheme: str
+) -> None:
     plan = timed_plan(EVIL)
     ops = plan.ranks[0].ops.with_columns(pl.col("name").replace({"aten::mm": EVIL}))
     comparison = compare_replay(replace(plan, ranks={0: replace(plan.ranks[0], ops=ops)}), ran())
@@ -33,8 +35,14 @@ def test_the_page_of_a_replay(open_uri: Callable[..., Any], tmp_path: Path, widt
         " return Array.from(e.start, (s, i) => [s, e.duration[i], e.laneOf(i).side]); })()"
     )
     # 4 ms, a gap of 1 ms, 2 ms and 1 ms of communication; replayed without gaps
-    assert sorted(tuple(event) for event in events) == sorted([
-        (0, 4_000_000, "before"), (5_000_000, 2_000_000, "before"), (7_000_000, 1_000_000, "before"),
-        (0, 2_000_000, "after"), (2_000_000, 3_000_000, "after"), (5_000_000, 3_000_000, "after"),
-    ])  # fmt: skip
+    assert sorted(tuple(event) for event in events) == sorted(
+        [
+            (0, 4_000_000, "before"),
+            (5_000_000, 2_000_000, "before"),
+            (7_000_000, 1_000_000, "before"),
+            (0, 2_000_000, "after"),
+            (2_000_000, 3_000_000, "after"),
+            (5_000_000, 3_000_000, "after"),
+        ]
+    )
     assert tab.evaluate("document.documentElement.scrollWidth") == width

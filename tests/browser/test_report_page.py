@@ -34,7 +34,9 @@ def colours(tab: Any) -> int:
 @pytest.mark.parametrize("name", ["plain", "hostile"])
 def test_it_opens_without_a_request_or_a_complaint(open_page: Open, name: str) -> None:
     tab = open_page(name)
-    assert [url for url in tab.requests if url != tab.uri and not url.startswith("data:image/svg")] == []
+    assert [
+        url for url in tab.requests if url != tab.uri and not url.startswith("data:image/svg")
+    ] == []
 
 
 @pytest.mark.parametrize("width", [1440, 800, 480])
@@ -64,7 +66,10 @@ def test_headers_sort_and_the_address_remembers(open_page: Open) -> None:
     header.click()
     first = names_of(tab, "kernel-table")
     assert first == sorted(first)
-    assert tab.page.locator("#kernel-table th[data-key=name]").get_attribute("aria-sort") == "ascending"
+    assert (
+        tab.page.locator("#kernel-table th[data-key=name]").get_attribute("aria-sort")
+        == "ascending"
+    )
     header.click()
     assert names_of(tab, "kernel-table") == sorted(first, reverse=True)
     tab.page.wait_for_timeout(250)
@@ -106,7 +111,9 @@ def test_the_exact_value_shows_on_hover(open_page: Open) -> None:
     cell = tab.page.locator("#kernel-table tbody tr td[data-v]").first
     cell.scroll_into_view_if_needed()
     cell.hover()
-    exact = tab.page.locator("#kernel-table tbody tr td[title][data-v]").first.get_attribute("title")
+    exact = tab.page.locator("#kernel-table tbody tr td[title][data-v]").first.get_attribute(
+        "title"
+    )
     assert exact.replace("\u202f", "").split() == [cell.get_attribute("data-v"), "ns"]
 
 
@@ -149,11 +156,15 @@ def test_search_finds_counts_and_steps_through(open_page: Open) -> None:
     assert tab.page.locator("[data-part=next]").is_disabled()
 
 
-def test_a_search_tells_how_long_its_matches_take_and_leaves_them_their_names(open_page: Open) -> None:
+def test_a_search_tells_how_long_its_matches_take_and_leaves_them_their_names(
+    open_page: Open,
+) -> None:
     tab = open_page()
     tab.page.fill("[data-part=search]", "kernel_03")
     count = tab.page.locator("[data-part=count]")
-    assert count.inner_text() == "8 found: 288\u202fµs in sum, 36.0\u202fµs each, longest 36.0\u202fµs"
+    assert (
+        count.inner_text() == "8 found: 288\u202fµs in sum, 36.0\u202fµs each, longest 36.0\u202fµs"
+    )
     tab.page.keyboard.press("Enter")
     assert count.inner_text() == "1 of 8: 36.0\u202fµs"
     drawn = """(() => {
@@ -172,8 +183,19 @@ def test_a_kernel_tells_how_it_was_launched(open_page: Open) -> None:
     _, x, y = tab.event_named("gemm")
     tab.page.mouse.click(x, y)
     panel = tab.page.locator("[data-part=details]")
-    facts = dict(zip(panel.locator("dt").all_inner_texts(), panel.locator("dd").all_inner_texts(), strict=True))
-    sizes = {"grid": "7 × 16 × 32", "block": "256 × 1 × 1", "shared memory": "4.10\u202fkB", "operator": "aten::add"}
+    facts = dict(
+        zip(
+            panel.locator("dt").all_inner_texts(),
+            panel.locator("dd").all_inner_texts(),
+            strict=True,
+        )
+    )
+    sizes = {
+        "grid": "7 × 16 × 32",
+        "block": "256 × 1 × 1",
+        "shared memory": "4.10\u202fkB",
+        "operator": "aten::add",
+    }
     assert sizes.items() <= facts.items()
     panel.get_by_role("button", name="Operator").click()
     assert panel.locator("h3").inner_text() == "aten::add"
@@ -195,7 +217,10 @@ def test_lanes_are_filtered_by_name(open_page: Open) -> None:
     shown = "t.rows.lines.map((line) => line.lane?.name ?? line.kind)"
     everything = tab.timeline(shown)
     tab.page.fill("[data-part=filter]", "RANK 1 · stream")
-    assert set(tab.timeline(shown)) == {"rank", *(name for name in everything if name.startswith("stream"))}
+    assert set(tab.timeline(shown)) == {
+        "rank",
+        *(name for name in everything if name.startswith("stream")),
+    }
     assert tab.timeline("t.rows.lines.filter((line) => line.kind === 'rank').length") == 1
     tab.page.wait_for_timeout(250)
     tab.go(tab.page.evaluate("location.hash"))
@@ -216,7 +241,9 @@ def test_pinned_lanes_stay_in_view(open_page: Open) -> None:
     assert pin.get_attribute("aria-pressed") == "true"
     assert "rank 1 · " in pin.get_attribute("aria-label")
     assert tab.timeline(top) == 0 < unpinned
-    tab.timeline("(t.scroller.style.height = '120px', t.resize(), t.scroller.scrollTop = 60, t.draw(), 0)")
+    tab.timeline(
+        "(t.scroller.style.height = '120px', t.resize(), t.scroller.scrollTop = 60, t.draw(), 0)"
+    )
     assert tab.timeline("t.scroller.scrollTop") == 60
     event = tab.timeline(f"t.events.lanes[{lane}].first")
     assert tab.timeline(f"t.eventAt(t.painter.x(t.events.start[{event}] + 5), 8)") == event
@@ -247,7 +274,13 @@ def test_a_click_shows_what_is_known_and_leads_to_the_launch(open_page: Open) ->
     _, x, y = tab.event_named("kernel_04_copy")
     tab.page.mouse.click(x, y)
     panel = tab.page.locator("[data-part=details]")
-    facts = dict(zip(panel.locator("dt").all_inner_texts(), panel.locator("dd").all_inner_texts(), strict=True))
+    facts = dict(
+        zip(
+            panel.locator("dt").all_inner_texts(),
+            panel.locator("dd").all_inner_texts(),
+            strict=True,
+        )
+    )
     assert facts["kind"] == "kernel · compute"
     assert facts["duration"] == "38.0\u202fµs"
     assert facts["step"] == "ProfilerStep#0"
@@ -336,7 +369,13 @@ def test_sums_of_a_range_are_the_time_inside_it(open_page: Open) -> None:
     tab = open_page()
     tab.timeline("t.setRange({from: 0, to: t.events.span})")
     panel = tab.page.locator("[data-part=details]")
-    facts = dict(zip(panel.locator("dt").all_inner_texts(), panel.locator("dd").all_inner_texts(), strict=True))
+    facts = dict(
+        zip(
+            panel.locator("dt").all_inner_texts(),
+            panel.locator("dd").all_inner_texts(),
+            strict=True,
+        )
+    )
     kernels = 2 * 4 * sum(30 + 2 * k for k in range(10))  # µs: two ranks, four steps
     assert facts["GPU compute"].startswith(f"{kernels / 1000:.2f}\u202fms")
 
@@ -347,7 +386,10 @@ def test_ranks_and_lanes_fold(open_page: Open) -> None:
     rows = tab.timeline("t.rows.lines.length")
     label.click()
     assert tab.timeline("t.rows.lines.length") < rows
-    assert tab.page.locator("button.tl-label", has_text="rank 0").get_attribute("aria-expanded") == "false"
+    assert (
+        tab.page.locator("button.tl-label", has_text="rank 0").get_attribute("aria-expanded")
+        == "false"
+    )
 
 
 def test_python_frames_can_be_shown(open_page: Open) -> None:
@@ -404,7 +446,9 @@ def test_the_address_decides_the_theme_before_all(open_page: Open) -> None:
 def test_on_paper_it_is_light_and_without_controls(open_page: Open) -> None:
     tab = open_page(color_scheme="dark")
     tab.page.emulate_media(media="print")
-    assert tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert (
+        tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    )
     for _ in range(100):  # the page hears of the medium when it has time
         if tab.timeline("t.palette.background") == "#ffffff":
             break
@@ -471,7 +515,9 @@ def test_everything_that_acts_can_be_reached_and_has_a_name(open_page: Open, vie
 
 
 def test_it_reads_without_scripts(browser: Any, pages: dict[str, Any]) -> None:
-    context = browser.new_context(java_script_enabled=False, viewport={"width": 1440, "height": 1000})
+    context = browser.new_context(
+        java_script_enabled=False, viewport={"width": 1440, "height": 1000}
+    )
     page = context.new_page()
     page.goto(pages["plain"].as_uri())
     assert "Without JavaScript only the answer" in page.locator("main").inner_text()
@@ -486,7 +532,10 @@ def test_it_reads_without_scripts(browser: Any, pages: dict[str, Any]) -> None:
     "file",
     [
         "kineto/h100_qwen_0.5b",
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("kineto/a100_ddp_nccl", "diff/v100_test")),
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("kineto/a100_ddp_nccl", "diff/v100_test")
+        ),
     ],
 )
 def test_rows_and_steps_of_the_page_are_those_of_the_trace(
@@ -519,7 +568,9 @@ def test_rows_and_steps_of_the_page_are_those_of_the_trace(
     )
     page.close()
     trace = session.traces[0]
-    nesting = set(trace.lanes.filter(trace.lanes["kind"].is_in(["host", "other"]))["lane"].to_list())
+    nesting = set(
+        trace.lanes.filter(trace.lanes["kind"].is_in(["host", "other"]))["lane"].to_list()
+    )
     expected: dict[str, int] = {}
     for step, depth, lane in trace.events.select("step", "depth", "lane").iter_rows():
         key = f"{'null' if step is None else step} {depth if lane in nesting else '-'}"
@@ -539,11 +590,15 @@ def test_a_kernel_of_the_table_is_found_in_the_timeline(open_page: Open) -> None
 
 def test_a_step_of_the_table_is_shown_in_the_timeline(open_page: Open) -> None:
     tab = open_page()
-    tab.page.locator("#steps-0 tbody tr").nth(2).get_by_role("button", name="Show it in the timeline").click()
+    tab.page.locator("#steps-0 tbody tr").nth(2).get_by_role(
+        "button", name="Show it in the timeline"
+    ).click()
     tab.page.wait_for_timeout(50)
     step = tab.timeline("t.events.ranks[0].steps[2]")
     span = step[3] - step[2]
-    assert tab.timeline("[t.view.from, t.view.to]") == pytest.approx([step[2] - 0.02 * span, step[3] + 0.02 * span])
+    assert tab.timeline("[t.view.from, t.view.to]") == pytest.approx(
+        [step[2] - 0.02 * span, step[3] + 0.02 * span]
+    )
 
 
 def test_a_drag_on_the_ruler_measures_and_enter_zooms_to_it(open_page: Open) -> None:
@@ -596,7 +651,9 @@ def test_the_side_bar_opens_views_and_keeps_the_place(open_page: Open) -> None:
     nav.get_by_role("link", name="GPU", exact=True).click()
     assert tab.page.evaluate("scrollY") == place
     tab.page.go_back()
-    tab.page.wait_for_function("document.querySelector('main > .view:not([hidden])').dataset.view === 'host'")
+    tab.page.wait_for_function(
+        "document.querySelector('main > .view:not([hidden])').dataset.view === 'host'"
+    )
 
 
 def test_little_is_drawn_until_a_view_is_opened(open_page: Open) -> None:

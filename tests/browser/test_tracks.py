@@ -16,7 +16,9 @@ FIND = """(name) => t.rows.lines.filter((line) => line.kind === "track" && line.
 
 def test_curves_stand_under_the_lanes_and_fold_away(open_page: Open) -> None:
     tab = open_page()
-    kinds = tab.timeline("t.rows.lines.filter((line) => line.kind !== 'curve').map((line) => line.kind)")
+    kinds = tab.timeline(
+        "t.rows.lines.filter((line) => line.kind !== 'curve').map((line) => line.kind)"
+    )
     first = kinds.index("track")
     assert "row" in kinds[:first]  # the lanes of the first rank come before
     tracks = kinds.count("track")

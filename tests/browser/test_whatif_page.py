@@ -48,7 +48,9 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path.as_uri()
 
 
-@pytest.fixture(params=[pytest.param((1440, "light"), marks=pytest.mark.thorough), (800, "dark")], ids=str)
+@pytest.fixture(
+    params=[pytest.param((1440, "light"), marks=pytest.mark.thorough), (800, "dark")], ids=str
+)
 def tab(open_uri: Callable[..., Any], uri: str, request: pytest.FixtureRequest) -> Any:
     width, scheme = request.param
     return open_uri(uri, viewport={"width": width, "height": 1000}, color_scheme=scheme)
@@ -108,7 +110,12 @@ def test_the_keyboard_finds_times_on_both_sides(tab: Any) -> None:
     assert asked(tab, "t.events.laneOf(t.selected).side") == "after"
     told = tab.locator("[data-part=details]").inner_text()
     assert EVIL in told or "aten::op" in told or "cuda" in told
-    facts = dict(zip(*(tab.locator(f".tl-facts {part}").all_inner_texts() for part in ("dt", "dd")), strict=True))
+    facts = dict(
+        zip(
+            *(tab.locator(f".tl-facts {part}").all_inner_texts() for part in ("dt", "dd")),
+            strict=True,
+        )
+    )
     assert " from " in facts["before"]
     assert " from " in facts["after"]
 
@@ -118,7 +125,9 @@ def test_a_click_and_the_pointer_tell_name_and_times(tab: Any) -> None:
     tab.locator("#timeline").scroll_into_view_if_needed()
     asked(tab, f"(t.scroller.scrollTop = t.rows.topOf({kernel}) - 60, 0)")
     box = tab.locator("canvas[data-part=canvas]").bounding_box()
-    x = box["x"] + asked(tab, f"t.painter.x((t.events.start[{kernel}] + t.events.end[{kernel}]) / 2)")
+    x = box["x"] + asked(
+        tab, f"t.painter.x((t.events.start[{kernel}] + t.events.end[{kernel}]) / 2)"
+    )
     y = box["y"] + asked(tab, f"t.rows.topOf({kernel}) - t.scroller.scrollTop + 8")
     tab.mouse.move(x, y)
     tip = tab.locator("[data-part=tip]").inner_text()
@@ -137,7 +146,9 @@ def test_what_is_gone_says_so(tab: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "marked"), [("gemm_5", True), ("aten::op5", False)])
-def test_what_is_changed_has_a_mark_and_the_rest_has_none(tab: Any, name: str, *, marked: bool) -> None:
+def test_what_is_changed_has_a_mark_and_the_rest_has_none(
+    tab: Any, name: str, *, marked: bool
+) -> None:
     ink = asked(tab, "[1, 3, 5].map((at) => parseInt(t.palette.ink.slice(at, at + 2), 16))")
     at = event(tab, name, "before")
     asked(tab, f"(t.scroller.scrollTop = Math.max(t.rows.topOf({at}) - 80, 0), 0)")

@@ -45,7 +45,9 @@ traceloom() {
 
 
 def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (PAGES / page).read_text(encoding="utf-8"), re.DOTALL)
+    return re.findall(
+        rf"```{language}\n(.*?)```", (PAGES / page).read_text(encoding="utf-8"), re.DOTALL
+    )
 
 
 def script(page: str, directory: Path, port: int) -> str:
@@ -57,9 +59,11 @@ def script(page: str, directory: Path, port: int) -> str:
         parts.append("\n".join([f"echo == block {number}", *kept]))
     text = "\n".join(parts)
     places = {
-        "127.0.0.1:9465": f"127.0.0.1:{port}", "/run/traceloom/agent.sock": f"{directory}/agent.sock",
-        "/run/gpu-jobs": f"{directory}/gpu-jobs", "--pid 4711": '--pid "$JOB"',
-    }  # fmt: skip
+        "127.0.0.1:9465": f"127.0.0.1:{port}",
+        "/run/traceloom/agent.sock": f"{directory}/agent.sock",
+        "/run/gpu-jobs": f"{directory}/gpu-jobs",
+        "--pid 4711": '--pid "$JOB"',
+    }
     for place, here in places.items():
         text = text.replace(place, here)
     return text
@@ -69,7 +73,9 @@ def script(page: str, directory: Path, port: int) -> str:
 def job_of_slurm() -> Iterator[int]:
     """A process of the job that the pages speak of: its pid."""
     environment = {**os.environ, "SLURM_JOB_ID": "4242"}
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], env=environment
+    ) as process:
         try:
             yield process.pid
         finally:
@@ -85,34 +91,54 @@ def run(page: str, directory: Path, more: str = "", *, pid: int = 0) -> str:
     )
     (directory / "gpu-jobs").mkdir()
     environment = {
-        **os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(Path(traceloom.__file__).parents[1]),
-        "SLURM_JOB_ID": "4242", "SLURM_JOB_GPUS": "0,1",  # as a prolog has them
+        **os.environ,
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(Path(traceloom.__file__).parents[1]),
+        "SLURM_JOB_ID": "4242",
+        "SLURM_JOB_GPUS": "0,1",  # as a prolog has them
         "JOB": str(pid),
-    }  # fmt: skip
+    }
     done = subprocess.run(
         ["bash", "-c", script(page, directory, free_port())],
-        cwd=directory, env=environment, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
 @pytest.fixture(autouse=True)
 def _tools() -> None:
-    if missing := [tool for tool in ("bash", "curl", "openssl", "sha256sum") if shutil.which(tool) is None]:
+    if missing := [
+        tool for tool in ("bash", "curl", "openssl", "sha256sum") if shutil.which(tool) is None
+    ]:
         pytest.skip(f"{', '.join(missing)} not installed")
 
 
 def test_commands_of_watch_a_host(tmp_path: Path) -> None:
     trace = TraceBuilder(device_name="NVIDIA H100 80GB HBM3")
     for step in range(4):
-        trace.step(step, 1000.0 * step, 1000).launch("cudaMemcpyAsync", 1000.0 * step + 10, 1, correlation=step + 1)
-        trace.copy("Memcpy HtoD (Pinned -> Device)", 1000.0 * step + 30, 90, bytes=1_000_000, correlation=step + 1)
+        trace.step(step, 1000.0 * step, 1000).launch(
+            "cudaMemcpyAsync", 1000.0 * step + 10, 1, correlation=step + 1
+        )
+        trace.copy(
+            "Memcpy HtoD (Pinned -> Device)",
+            1000.0 * step + 30,
+            90,
+            bytes=1_000_000,
+            correlation=step + 1,
+        )
     (tmp_path / "run1").mkdir()
     trace.write(tmp_path / "run1" / "rank0.json")
     with job_of_slurm() as pid:
         out = run("agent.md", tmp_path, pid=pid)
-    assert {path.name: path.read_text(encoding="ascii") for path in (tmp_path / "gpu-jobs").iterdir()} == {
+    assert {
+        path.name: path.read_text(encoding="ascii") for path in (tmp_path / "gpu-jobs").iterdir()
+    } == {
         "0": "4242\n",
         "1": "4242\n",
     }
@@ -133,7 +159,9 @@ def test_configurations_of_the_page_about_prometheus(tmp_path: Path) -> None:
     token, address = "a" * 64, f"127.0.0.1:{free_port()}"
     (tmp_path / "traceloom.token").write_text(token, encoding="ascii")
     sum_of_token = (
-        subprocess.run(["sha256sum"], input=token.encode(), capture_output=True, check=True).stdout[:64].decode()
+        subprocess.run(["sha256sum"], input=token.encode(), capture_output=True, check=True)
+        .stdout[:64]
+        .decode()
     )
     (toml,) = blocks("agent-prometheus.md", "toml")
     (yml,) = blocks("agent-prometheus.md", "yaml")
@@ -143,19 +171,37 @@ def test_configurations_of_the_page_about_prometheus(tmp_path: Path) -> None:
         + toml.replace("the sum: 64 hexadecimal digits", sum_of_token),
         encoding="utf-8",
     )
-    configuration = yaml.safe_load(yml.replace("/etc/prometheus", str(tmp_path)).replace("127.0.0.1:9465", address))
+    configuration = yaml.safe_load(
+        yml.replace("/etc/prometheus", str(tmp_path)).replace("127.0.0.1:9465", address)
+    )
     configuration["scrape_configs"][0]["scrape_interval"] = "1s"
-    command = [sys.executable, "-m", "traceloom", "agent", "run", "--simulate", "2", "--tcp", address]
+    command = [
+        sys.executable,
+        "-m",
+        "traceloom",
+        "agent",
+        "run",
+        "--simulate",
+        "2",
+        "--tcp",
+        address,
+    ]
     with (
         job_of_slurm(),
         (tmp_path / "log").open("wb") as log,
-        subprocess.Popen([*command, "--config", str(tmp_path / "agent.toml")], stdout=log, stderr=log) as agent,
+        subprocess.Popen(
+            [*command, "--config", str(tmp_path / "agent.toml")], stdout=log, stderr=log
+        ) as agent,
     ):
         try:
             until((tmp_path / "agent.sock").exists)
             assert AgentClient(tmp_path / "agent.sock", 60).get("status")["host"]
             with prometheus(tmp_path / "prometheus", yaml.safe_dump(configuration)) as server:
                 until(lambda: len(server.ask("traceloom_gpu_busy_ratio")) == 2)
-                until(lambda: server.ask('traceloom_job_info{exported_job="slurm-4242", job="traceloom"}'))
+                until(
+                    lambda: server.ask(
+                        'traceloom_job_info{exported_job="slurm-4242", job="traceloom"}'
+                    )
+                )
         finally:
             agent.terminate()

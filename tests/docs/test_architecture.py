@@ -27,7 +27,11 @@ def test_the_page_has_a_row_for_each_room() -> None:
 
 
 def test_the_glossary_stays_short() -> None:
-    terms = re.findall(r"^\| \*\*(.+?)\*\*", PAGE.with_name("glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    terms = re.findall(
+        r"^\| \*\*(.+?)\*\*",
+        PAGE.with_name("glossary.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
     assert 30 <= len(terms) == len(set(terms)) <= 60
 
 
@@ -38,21 +42,32 @@ def test_a_walk_is_the_one_in_the_page(name: str) -> None:
     if missing := [module for module in NEEDS[name] if find_spec(module) is None]:
         pytest.skip(f"{', '.join(missing)} is not installed")
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "walk.py", name], capture_output=True, text=True, check=False
+        [sys.executable, ROOT / "scripts" / "walk.py", name],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     title, found = done.stdout.splitlines()[0], modules(done.stdout)
     assert title.endswith(f": {len(found)} modules")
     assert len(found) <= LIMITS[name] or f"More than {LIMITS[name]}: " in done.stdout
     page = PAGE.read_text(encoding="utf-8")
-    [written] = [block for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL) if block.startswith(title)]
+    [written] = [
+        block
+        for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+        if block.startswith(title)
+    ]
     assert modules(written) == found
 
 
 def test_a_station_that_does_not_exist_is_an_error() -> None:
     code = "import walk; walk.find_code('analyze.kernels:no_such_function')"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT / "scripts"
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT / "scripts",
     )
     assert done.returncode == 1
     assert "no_such_function" in done.stderr

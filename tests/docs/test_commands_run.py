@@ -21,7 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # The tutorial about pages takes a service, an agent and a job at once: test_portal_tutorial.py follows it.
 PAGES = [
     ROOT / "README.md",
-    *(page for page in sorted((ROOT / "docs" / "tutorials").glob("*.md")) if page.name != "portal.md"),
+    *(
+        page
+        for page in sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+        if page.name != "portal.md"
+    ),
 ]
 FAILED_CHECK = 5  # what a check says of two runs of a small program is up to chance
 # The program of all pages: the example, small, with whatever options a page gives it.
@@ -41,7 +45,10 @@ def commands(page: Path, folder: Path) -> Iterator[list[str]]:
     for line in log.read_text().splitlines():
         words = shlex.split(line)
         if words[0] == "replay" and not {"--plan-only", "--dry-run"} & set(words):
-            words += ["--max-time", "1"]  # the last one counts: how well the times are known is of no interest here
+            words += [
+                "--max-time",
+                "1",
+            ]  # the last one counts: how well the times are known is of no interest here
         yield words
 
 
@@ -56,13 +63,29 @@ class Recordings:
         program = words.index("--")
         at = words.index("-o")
         options = [*words[1:at], *words[at + 2 : program]]
-        kept = self._folder / re.sub(r"\W+", "-", " ".join([*options, *words[program : words.index("train.py")]]))
+        kept = self._folder / re.sub(
+            r"\W+", "-", " ".join([*options, *words[program : words.index("train.py")]])
+        )
         if not kept.exists():
             python = Path(sys.executable).parent
-            env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(traceloom.__file__).parents[1])}
+            env = os.environ | {
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(Path(traceloom.__file__).parents[1]),
+            }
             env["PATH"] = f"{python}:{env['PATH']}"
-            command = [sys.executable, "-m", "traceloom", "record", *options, "-o", str(kept), *words[program:]]
-            done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+            command = [
+                sys.executable,
+                "-m",
+                "traceloom",
+                "record",
+                *options,
+                "-o",
+                str(kept),
+                *words[program:],
+            ]
+            done = subprocess.run(
+                command, cwd=folder, env=env, capture_output=True, text=True, check=False
+            )
             assert done.returncode == 0, done.stderr
         shutil.copytree(kept, folder / words[at + 1])
 
@@ -105,8 +128,10 @@ def test_the_three_questions_take_at_most_three_commands_each() -> None:
     text = (ROOT / "docs" / "tutorials" / "three-questions.md").read_text(encoding="utf-8")
     parts = text.split("\n## ")[1:]
     assert [part.partition("\n")[0] for part in parts] == [
-        "Why is this step slow?", "Did my change help?", "Whose memory is it?",
-    ]  # fmt: skip
+        "Why is this step slow?",
+        "Did my change help?",
+        "Whose memory is it?",
+    ]
     assert all(0 < len(re.findall(r"^traceloom ", part, re.MULTILINE)) <= 3 for part in parts)
 
 

@@ -8,7 +8,12 @@ from pathlib import Path
 import traceloom
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
@@ -17,7 +22,9 @@ def test_links_to_files_lead_to_files() -> None:
         (str(page.relative_to(ROOT)), target)
         for page in PAGES
         for target in LINK.findall(page.read_text(encoding="utf-8"))
-        if "://" not in target and not target.startswith("mailto:") and not (page.parent / target).exists()
+        if "://" not in target
+        and not target.startswith("mailto:")
+        and not (page.parent / target).exists()
     ]
     assert broken == []
 
@@ -38,15 +45,21 @@ def test_commands_named_in_the_docs_exist() -> None:
 def test_make_targets_named_in_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in set(
-        re.findall(r"(?:^|`)make ([a-z]+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+        re.findall(
+            r"(?:^|`)make ([a-z]+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+        )
     ):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
 def test_the_changelog_begins_with_the_version_of_the_package_or_the_next_one() -> None:
-    assert f'version = "{traceloom.__version__}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'version = "{traceloom.__version__}"' in (ROOT / "pyproject.toml").read_text(
+        encoding="utf-8"
+    )
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     newest = re.search(r"^## (\d+(?:\.\d+)+)( \(unreleased\))?$", text, re.MULTILINE)
     assert newest is not None
-    described, installed = (tuple(map(int, version.split("."))) for version in (newest[1], traceloom.__version__))
+    described, installed = (
+        tuple(map(int, version.split("."))) for version in (newest[1], traceloom.__version__)
+    )
     assert described > installed if newest[2] else described == installed

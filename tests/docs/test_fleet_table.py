@@ -18,13 +18,18 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "fleet.md"
 def test_every_page_and_command_of_the_table_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     text = PAGE.read_text(encoding="utf-8").partition("## What one may want to know\n")[2]
     rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("| ")
     ]
     assert len(rows) > 25
     titles = {page.title for page in PAGES}
     for _, pages, how in rows[1:]:
         named = [name for name in re.sub(r"\*[^*]*\*", "", pages).split(", ") if name.strip(", ")]
-        assert {name.strip(", ") for name in named} <= titles | {"CSV and JSON below each table", "its report"}, pages
+        assert {name.strip(", ") for name in named} <= titles | {
+            "CSV and JSON below each table",
+            "its report",
+        }, pages
         for command in re.findall(r"`traceloom ([^`]*)`", how):
             words = command.split()
             verb = words[:2] if words[0] == "fleet" else words[:1]

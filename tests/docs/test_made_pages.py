@@ -14,11 +14,20 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     "name",
     [
-        "agent_dashboard", "agent_http_page", "agent_metrics_page", "command_line_page", "fleet_dashboard",
-        "fleet_http_page", "fleet_metrics_page", "fleet_tables_page", "portal_page",
+        "agent_dashboard",
+        "agent_http_page",
+        "agent_metrics_page",
+        "command_line_page",
+        "fleet_dashboard",
+        "fleet_http_page",
+        "fleet_metrics_page",
+        "fleet_tables_page",
+        "portal_page",
     ],
-)  # fmt: skip
+)
 def test_the_page_is_up_to_date(name: str) -> None:
     script = ROOT / "scripts" / f"{name}.py"
-    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, script, "--check"], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "")

@@ -38,21 +38,51 @@ def slugs_in_code() -> dict[str, str]:
             continue
         for node in ast.walk(ast.parse(text)):
             if in_process and isinstance(node, ast.Constant):
-                found.update({s: f"{path.relative_to(SOURCE)}:{node.lineno}" for s in _SPOKEN.findall(str(node.value))})
+                found.update(
+                    {
+                        s: f"{path.relative_to(SOURCE)}:{node.lineno}"
+                        for s in _SPOKEN.findall(str(node.value))
+                    }
+                )
             if isinstance(node, ast.Dict):
-                values = [v for k, v in zip(node.keys, node.values, strict=True) if _text(k) == ["slug"]]
-                found.update({s: f"{path.relative_to(SOURCE)}:{node.lineno}" for v in values for s in _text(v)})
+                values = [
+                    v for k, v in zip(node.keys, node.values, strict=True) if _text(k) == ["slug"]
+                ]
+                found.update(
+                    {
+                        s: f"{path.relative_to(SOURCE)}:{node.lineno}"
+                        for v in values
+                        for s in _text(v)
+                    }
+                )
             if isinstance(node, ast.FunctionDef) and node.name == "_why_nothing":
                 pairs = [n for n in ast.walk(node) if isinstance(n, ast.Tuple) and len(n.elts) == 2]
-                found.update({s: f"{path.relative_to(SOURCE)}:{n.lineno}" for n in pairs for s in _text(n.elts[0])})
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):  # what a request waits for
+                found.update(
+                    {
+                        s: f"{path.relative_to(SOURCE)}:{n.lineno}"
+                        for n in pairs
+                        for s in _text(n.elts[0])
+                    }
+                )
+            if isinstance(node, ast.Assign) and isinstance(
+                node.targets[0], ast.Tuple
+            ):  # what a request waits for
                 names = [getattr(target, "id", "") for target in node.targets[0].elts]
                 if names == ["reason", "detail"] and isinstance(node.value, ast.Tuple):
-                    found.update({s: f"{path.relative_to(SOURCE)}:{node.lineno}" for s in _text(node.value.elts[0])})
+                    found.update(
+                        {
+                            s: f"{path.relative_to(SOURCE)}:{node.lineno}"
+                            for s in _text(node.value.elts[0])
+                        }
+                    )
             if not isinstance(node, ast.Call):
                 continue
-            name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-            slugs = [s for k in node.keywords if (k.arg or "").endswith("slug") for s in _text(k.value)]
+            name = (
+                node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            )
+            slugs = [
+                s for k in node.keywords if (k.arg or "").endswith("slug") for s in _text(k.value)
+            ]
             if name in SPEAKERS and node.args:
                 slugs += _text(node.args[0])
             if name == "tell" and len(node.args) > 1:  # a state, then why
@@ -64,7 +94,9 @@ def slugs_in_code() -> dict[str, str]:
 
 def slugs_in_page() -> set[str]:
     return {
-        line[4:].strip().strip("`") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("### ")
+        line[4:].strip().strip("`")
+        for line in PAGE.read_text(encoding="utf-8").splitlines()
+        if line.startswith("### ")
     }
 
 
@@ -79,4 +111,6 @@ def test_no_documented_slug_is_stale() -> None:
 
 
 def test_slugs_are_kebab_case() -> None:
-    assert [slug for slug in slugs_in_code() if not SLUG.match(slug.removesuffix("*").rstrip("-"))] == []
+    assert [
+        slug for slug in slugs_in_code() if not SLUG.match(slug.removesuffix("*").rstrip("-"))
+    ] == []

@@ -11,7 +11,9 @@ from traceloom.cli import build_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = re.compile(r"`traceloom ([a-z][^`]*)`")
-LINE = re.compile(r"(?:^ *(?:\$ )?|&& |\()traceloom ([a-z](?:\\\n|[^\n#)&<>])*)", re.MULTILINE)  # of a shell
+LINE = re.compile(
+    r"(?:^ *(?:\$ )?|&& |\()traceloom ([a-z](?:\\\n|[^\n#)&<>])*)", re.MULTILINE
+)  # of a shell
 WHOLE = build_parser()
 
 
@@ -29,7 +31,9 @@ def named() -> Iterator[tuple[str, str]]:
 def actions_of(of: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     """Its verbs or actions."""
     # argparse has no public way to them.
-    return next((it.choices for it in of._actions if isinstance(it, argparse._SubParsersAction)), {})
+    return next(
+        (it.choices for it in of._actions if isinstance(it, argparse._SubParsersAction)), {}
+    )
 
 
 def wrong_words(command: str) -> list[str]:
@@ -58,5 +62,9 @@ def test_what_is_wrong_is_seen() -> None:
 def test_commands_in_messages_and_pages_are_there() -> None:
     commands = list(named())
     assert len(commands) > 200
-    wrong = {f"{file}: traceloom {command}": words for file, command in commands if (words := wrong_words(command))}
+    wrong = {
+        f"{file}: traceloom {command}": words
+        for file, command in commands
+        if (words := wrong_words(command))
+    }
     assert not wrong

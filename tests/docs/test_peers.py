@@ -54,7 +54,11 @@ def rows() -> list[tuple[str, str, str]]:
     """(theirs, ours, test) of every row of every table."""
     found = []
     for line in PAGE.read_text(encoding="utf-8").splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
+        cells = (
+            [cell.strip() for cell in line.strip().strip("|").split("|")]
+            if line.startswith("|")
+            else []
+        )
         if len(cells) == 3 and cells[0] not in {"theirs", "---"}:
             found.append((cells[0], cells[1], cells[2]))
     return found
@@ -73,12 +77,16 @@ def test_nothing_of_theirs_is_left_out() -> None:
 
 
 def test_every_row_has_a_test_that_exists_or_says_why_not() -> None:
-    assert [theirs for theirs, ours, test in rows() if not test and not ours.startswith("no: ")] == []
+    assert [
+        theirs for theirs, ours, test in rows() if not test and not ours.startswith("no: ")
+    ] == []
     missing = []
     for _, _, test in rows():
         for place in re.findall(r"`([^`]+)`", test):
             path, _, name = place.partition("::")
-            if not (ROOT / "tests" / path).is_file() or name not in _names_in(ROOT / "tests" / path):
+            if not (ROOT / "tests" / path).is_file() or name not in _names_in(
+                ROOT / "tests" / path
+            ):
                 missing.append(place)
     assert missing == []
 
@@ -88,5 +96,7 @@ def test_every_call_section_and_command_exists() -> None:
     for _, ours, _ in rows():
         assert ours
         assert all(hasattr(analyze, name) for name in re.findall(r"`analyze\.(\w+)`", ours)), ours
-        assert {key for keys in re.findall(r"--only ([a-z_,]+)", ours) for key in keys.split(",")} <= known, ours
+        assert {
+            key for keys in re.findall(r"--only ([a-z_,]+)", ours) for key in keys.split(",")
+        } <= known, ours
         assert set(re.findall(r"`traceloom ([a-z]+)", ours)) <= set(VERBS), ours

@@ -37,8 +37,20 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setenv("TRACELOOM_SERVER", f"http://{url}")
     log = tmp_path / "serve.log"
-    words = [sys.executable, "-m", "traceloom", "serve", "--store", str(tmp_path / "store"), "--address", url]
-    with log.open("wb") as out, subprocess.Popen(words, stdout=out, stderr=out, env=dict(os.environ)) as process:
+    words = [
+        sys.executable,
+        "-m",
+        "traceloom",
+        "serve",
+        "--store",
+        str(tmp_path / "store"),
+        "--address",
+        url,
+    ]
+    with (
+        log.open("wb") as out,
+        subprocess.Popen(words, stdout=out, stderr=out, env=dict(os.environ)) as process,
+    ):
         try:
             until(lambda: b"answers at" in log.read_bytes() or process.poll() is not None)
             assert process.poll() is None, log.read_text()
@@ -55,13 +67,17 @@ def test_commands_print_what_the_page_says(
     monkeypatch.chdir(tmp_path)
     text = PAGE.read_text(encoding="utf-8")
     for name, block in zip(
-        ("owners.toml", "prices.toml"), re.findall(r"```toml\n(.*?)```", text, re.DOTALL), strict=True
+        ("owners.toml", "prices.toml"),
+        re.findall(r"```toml\n(.*?)```", text, re.DOTALL),
+        strict=True,
     ):
         Path(name).write_text(block, encoding="utf-8")
     printed = text
     for command, output in COMMAND.findall(text):
         assert main(shlex.split(command)) == 0, capsys.readouterr().err
         now = capsys.readouterr().out
-        printed = printed.replace(f"$ traceloom {command}\n{output}", f"$ traceloom {command}\n{now}", 1)
+        printed = printed.replace(
+            f"$ traceloom {command}\n{output}", f"$ traceloom {command}\n{now}", 1
+        )
     (tmp_path / "questions.md").write_text(printed, encoding="utf-8")
     assert printed == text, f"the page as it should be: {tmp_path / 'questions.md'}"

@@ -27,8 +27,12 @@ def test_the_page_has_a_rule_of_every_kind_and_names_every_key(tmp_path: Path) -
     config = _load(tmp_path, "\n".join(blocks))
     assert {type(rule) for rule in config.triggers} == set(get_args(AnyRule)) - {HangRule}
     assert config.trigger_budget == TriggerBudget()
-    keys = {field.encode_name for kind in get_args(AnyRule) for field in msgspec.structs.fields(kind)}
-    written = set(re.findall(r"^(\w+) = ", "\n".join(blocks), re.MULTILINE)) | set(re.findall(r"`(\w+)`", PAGE))
+    keys = {
+        field.encode_name for kind in get_args(AnyRule) for field in msgspec.structs.fields(kind)
+    }
+    written = set(re.findall(r"^(\w+) = ", "\n".join(blocks), re.MULTILINE)) | set(
+        re.findall(r"`(\w+)`", PAGE)
+    )
     assert keys <= written
 
 
@@ -43,5 +47,11 @@ def test_the_page_of_the_fleet_has_a_rule_of_every_kind_and_names_every_key() ->
     rules = FleetRules.of(block)
     assert {type(rule) for rule in rules.triggers} == set(get_args(AnyFleetRule))
     assert rules.budget == FleetBudget()
-    keys = {field.encode_name for kind in get_args(AnyFleetRule) for field in msgspec.structs.fields(kind)}
-    assert keys <= set(re.findall(r"^(\w+) = ", block, re.MULTILINE)) | set(re.findall(r"`(\w+)`", page))
+    keys = {
+        field.encode_name
+        for kind in get_args(AnyFleetRule)
+        for field in msgspec.structs.fields(kind)
+    }
+    assert keys <= set(re.findall(r"^(\w+) = ", block, re.MULTILINE)) | set(
+        re.findall(r"`(\w+)`", page)
+    )

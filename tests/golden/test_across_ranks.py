@@ -17,15 +17,21 @@ from traceloom.formats import load
 
 pytestmark = [
     pytest.mark.data,
-    pytest.mark.skipif(not DATA.is_dir(), reason="the public traces (../shared/data) are not on this machine"),
+    pytest.mark.skipif(
+        not DATA.is_dir(), reason="the public traces (../shared/data) are not on this machine"
+    ),
 ]
-ALL = sorted(str(p.relative_to(DATA)) for p in DATA.glob("[kdm]*/*.json.gz")) if DATA.is_dir() else []
+ALL = (
+    sorted(str(p.relative_to(DATA)) for p in DATA.glob("[kdm]*/*.json.gz")) if DATA.is_dir() else []
+)
 ALL = [path for path in ALL if ".host." not in path]
 
 
 @lru_cache(maxsize=1)
 def dlrm() -> AcrossRanks:
-    return analyze.across_ranks(load(*(DATA / "multirank" / f"dlrm_rank{rank}.kineto.json.gz" for rank in range(8))))
+    return analyze.across_ranks(
+        load(*(DATA / "multirank" / f"dlrm_rank{rank}.kineto.json.gz" for rank in range(8)))
+    )
 
 
 def test_last_arrivals_and_skews_of_dlrm() -> None:
@@ -47,7 +53,8 @@ def test_waiting_dominates_dlrm() -> None:
     assert (first["wait_ns"] // 1000).to_list() == [2135, 7624, 508, 6122, 4872, 4669, 505, 0]
     low_high = [(9, 11), (6, 8), (7, 8), (6, 8), (82, 87), (8, 11), (18, 23), (62, 69)]
     spans = found.parts.group_by("instance", maintain_order=True).agg(
-        (pl.col("transfer_ns").min() // 1000).alias("low"), (pl.col("transfer_ns").max() // 1000).alias("high")
+        (pl.col("transfer_ns").min() // 1000).alias("low"),
+        (pl.col("transfer_ns").max() // 1000).alias("high"),
     )
     assert spans.select("low", "high").rows() == low_high
 
@@ -62,13 +69,19 @@ def test_dlrm_waits_go_back_to_rank_7_whose_step_began_later() -> None:
     # by hand: when rank 7's step began, less the mean of the middle half (5 of 7) of the others by arrival
     began, came = zip(*(_by_hand(rank) for rank in range(8)), strict=True)
     middle = sorted(range(7), key=lambda rank: came[rank])[1:6]
-    assert first["cause_ns"] == pytest.approx(1000 * (began[7] - sum(began[rank] for rank in middle) / 5), abs=1000)
-    assert first["late_ns"] == pytest.approx(1000 * (came[7] - sum(came[rank] for rank in middle) / 5), abs=1000)
+    assert first["cause_ns"] == pytest.approx(
+        1000 * (began[7] - sum(began[rank] for rank in middle) / 5), abs=1000
+    )
+    assert first["late_ns"] == pytest.approx(
+        1000 * (came[7] - sum(came[rank] for rank in middle) / 5), abs=1000
+    )
 
 
 def _by_hand(rank: int) -> tuple[int, int]:
     """Start of the step and of the first NCCL kernel, µs."""
-    with gzip.open(DATA / "multirank" / f"dlrm_rank{rank}.kineto.json.gz", "rt", encoding="utf-8") as file:
+    with gzip.open(
+        DATA / "multirank" / f"dlrm_rank{rank}.kineto.json.gz", "rt", encoding="utf-8"
+    ) as file:
         events = json.load(file)["traceEvents"]
     step = next(e["ts"] for e in events if str(e.get("name")).startswith("ProfilerStep"))
     return step, min(e["ts"] for e in events if e.get("cat") == "kernel" and "nccl" in e["name"])
@@ -85,10 +98,20 @@ def test_links_add_up_to_the_lateness_and_parts_to_durations() -> None:
     sums = found.chains.group_by("chain", "link").agg(pl.col("ns").sum(), pl.col("late_ns").first())
     assert sums.filter(pl.col("ns") != pl.col("late_ns")).height == 0
     whole = found.collectives
-    assert whole.filter(pl.col("explained_ns") + pl.col("unexplained_ns") != pl.col("late_ns")).height == 0
+    assert (
+        whole.filter(pl.col("explained_ns") + pl.col("unexplained_ns") != pl.col("late_ns")).height
+        == 0
+    )
     parts = found.parts
-    assert parts.filter(pl.col("wait_ns") + pl.col("transfer_ns") != pl.col("duration_ns")).height == 0
-    assert parts.filter(pl.col("launch_skew_ns") + pl.col("arrival_wait_ns") != pl.col("wait_ns")).height == 0
+    assert (
+        parts.filter(pl.col("wait_ns") + pl.col("transfer_ns") != pl.col("duration_ns")).height == 0
+    )
+    assert (
+        parts.filter(
+            pl.col("launch_skew_ns") + pl.col("arrival_wait_ns") != pl.col("wait_ns")
+        ).height
+        == 0
+    )
     assert found.ranks["blame_ns"].sum() == found.ranks["wait_ns"].sum() == found.wait_ns
     assert found.heat["root_ns"].sum() == found.wait_ns
 
@@ -103,7 +126,9 @@ def test_embedding_tables_of_dlrm_are_uneven_and_compute_is_not() -> None:
 
 
 def test_two_ranks_of_128_are_said_to_be_a_part_and_not_guessed_together() -> None:
-    found = analyze.across_ranks(load(*(DATA / "multirank" / f"sampled_rank{rank}_of_128.json.gz" for rank in (0, 1))))
+    found = analyze.across_ranks(
+        load(*(DATA / "multirank" / f"sampled_rank{rank}_of_128.json.gz" for rank in (0, 1)))
+    )
     slugs = {notice.slug for notice in found.notices}
     assert slugs == {"collectives-mismatch", "ranks-missing"}
     assert found.collectives.height == 0

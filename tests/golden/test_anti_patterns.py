@@ -24,19 +24,25 @@ FILES = sorted(
 
 pytestmark = [
     pytest.mark.data,
-    pytest.mark.skipif(not FILES, reason="the public traces (../shared/data) are not on this machine"),
+    pytest.mark.skipif(
+        not FILES, reason="the public traces (../shared/data) are not on this machine"
+    ),
 ]
 
 
 @lru_cache(maxsize=1)
 def spans(name: str) -> list[dict[str, Any]]:
-    events = json.loads(gzip.decompress((DATA / f"{name}.json.gz").read_bytes()), strict=False)["traceEvents"]
+    events = json.loads(gzip.decompress((DATA / f"{name}.json.gz").read_bytes()), strict=False)[
+        "traceEvents"
+    ]
     return [event for event in events if event.get("ph") == "X"]
 
 
 def counts(name: str) -> dict[str, int | None]:
     return dict(
-        anti_patterns(load(DATA / f"{name}.json.gz").traces[0]).patterns.select("pattern", "match_count").rows()
+        anti_patterns(load(DATA / f"{name}.json.gz").traces[0])
+        .patterns.select("pattern", "match_count")
+        .rows()
     )
 
 
@@ -66,20 +72,33 @@ def _unaligned_half_products(name: str, found: int | None) -> None:
     for event in spans(name):
         args = event.get("args", {})
         shaped = shaped or "Input Dims" in args
-        if event.get("name") not in {"aten::mm", "aten::bmm", "aten::addmm"} or "Input Dims" not in args:
+        if (
+            event.get("name") not in {"aten::mm", "aten::bmm", "aten::addmm"}
+            or "Input Dims" not in args
+        ):
             continue
         half = args["Input type"][0] in {"c10::Half", "c10::BFloat16"}
         count += half and any(size % 8 for shape in args["Input Dims"] for size in shape[-2:])
     assert found == (count if shaped else None) or (found == 0 and not shaped)
 
 
-@pytest.mark.parametrize("name", ["kineto/a100_ddp_nccl", "kineto/h100_qwen_0.5b", "kineto/h100_owlv2"])
+@pytest.mark.parametrize(
+    "name", ["kineto/a100_ddp_nccl", "kineto/h100_qwen_0.5b", "kineto/h100_owlv2"]
+)
 def test_products_in_plain_fp32_equal_a_plain_count(name: str) -> None:
     if name not in FILES:
         pytest.skip("the trace is not on this machine")
     products = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"}
-    ops = {e["args"].get("External id") for e in spans(name) if e.get("cat") == "cpu_op" and e["name"] in products}
-    slow = [e["args"]["External id"] for e in spans(name) if e.get("cat") == "kernel" and "sgemm" in e["name"]]
+    ops = {
+        e["args"].get("External id")
+        for e in spans(name)
+        if e.get("cat") == "cpu_op" and e["name"] in products
+    }
+    slow = [
+        e["args"]["External id"]
+        for e in spans(name)
+        if e.get("cat") == "kernel" and "sgemm" in e["name"]
+    ]
     assert counts(name)["fp32_matmul"] == len(ops & set(slow))
 
 
@@ -96,7 +115,8 @@ def _zeroed_gradients(name: str, found: int | None) -> None:
 
     with_fills = sum(
         any(
-            inside(fill, call) and not any(inside(fill, zeros) for zeros in new if inside(zeros, call))
+            inside(fill, call)
+            and not any(inside(fill, zeros) for zeros in new if inside(zeros, call))
             for fill in fills
         )
         for call in calls
@@ -105,7 +125,9 @@ def _zeroed_gradients(name: str, found: int | None) -> None:
 
 
 def _loaders_without_workers(name: str, found: int | None) -> None:
-    known = [e for e in spans(name) if re.match(r"enumerate\(DataLoader\)#_Single", str(e.get("name")))]
+    known = [
+        e for e in spans(name) if re.match(r"enumerate\(DataLoader\)#_Single", str(e.get("name")))
+    ]
     if known:
         assert found == len(known)
 

@@ -14,11 +14,15 @@ from support import astra_sim
 from support.public_traces import DATA
 from traceloom.workload.simulate.astra_sim.nodes import RankNodes
 
-NETWORK, WORKLOADS = (DATA / "golden" / name for name in ("network_cycles.tsv", "workload_cycles.tsv"))
+NETWORK, WORKLOADS = (
+    DATA / "golden" / name for name in ("network_cycles.tsv", "workload_cycles.tsv")
+)
 
 pytestmark = [
     pytest.mark.data,
-    pytest.mark.skipif(not WORKLOADS.is_file(), reason="the golden rows (../shared/data) are not on this machine"),
+    pytest.mark.skipif(
+        not WORKLOADS.is_file(), reason="the golden rows (../shared/data) are not on this machine"
+    ),
 ]
 message_by_message = pytest.mark.parametrize("whole", [True, False], ids=["whole", "by message"])
 
@@ -60,8 +64,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def machine(row: dict[str, str]) -> tuple[Any, Any]:
-    network = astra_sim.network(row["topology"], row["npus"], row["bandwidth_GBps"], row["latency_ns"])
-    return network, astra_sim.system(row["implementation"], len(network.sizes), splits=int(row["splits"]))
+    network = astra_sim.network(
+        row["topology"], row["npus"], row["bandwidth_GBps"], row["latency_ns"]
+    )
+    return network, astra_sim.system(
+        row["implementation"], len(network.sizes), splits=int(row["splits"])
+    )
 
 
 @message_by_message
@@ -76,7 +84,9 @@ def test_every_collective(collectives: Any, backend: str, whole: bool) -> None:
         ends = astra_sim.ends(ranks, None, network, system, aware=backend == "aware", whole=whole)
         # Of some trees the file holds what rank 0 took, else what the last rank did.
         trees = (
-            {ends[0]} if row["implementation"] == "doubleBinaryTree" and row["collective"] == "all_reduce" else set()
+            {ends[0]}
+            if row["implementation"] == "doubleBinaryTree" and row["collective"] == "all_reduce"
+            else set()
         )
         if int(row["cycles"]) not in {max(ends), *trees}:
             different.append((row, ends))
@@ -119,18 +129,27 @@ def test_the_validated_example_with_two_chunks_under_way(tmp_path: Path) -> None
     network = astra_sim.network("Switch", "8", "400", "936.25")
     read = astra_sim.one_collective(tmp_path / "set", "all_reduce", 8, 1 << 20)
     system = astra_sim.system(splits=4, active_chunks=2, local_mem_bw=3350.0)
-    assert set(astra_sim.ends(astra_sim.nodes_of(read), None, network, system, aware=True)) == {57_426}
+    assert set(astra_sim.ends(astra_sim.nodes_of(read), None, network, system, aware=True)) == {
+        57_426
+    }
 
 
 @pytest.mark.parametrize(("gpu_only", "most"), [(False, 0.003), (True, 0.019)])
-def test_a_converted_job_ends_when_it_was_measured_to_end(tmp_path: Path, gpu_only: bool, most: float) -> None:
+def test_a_converted_job_ends_when_it_was_measured_to_end(
+    tmp_path: Path, gpu_only: bool, most: float
+) -> None:
     """DLRM, 8 ranks: within what the real simulator gives with recorded transfers."""
     from traceloom.formats import load
     from traceloom.graph import link_session
     from traceloom.workload.chakra.astra_sim import to_astra_sim
-    from traceloom.workload.simulate.astra_sim.run import find_measured_end_times, simulate_with_recorded_transfers
+    from traceloom.workload.simulate.astra_sim.run import (
+        find_measured_end_times,
+        simulate_with_recorded_transfers,
+    )
 
-    graph = link_session(load(*(DATA / "multirank" / f"dlrm_rank{rank}.kineto.json.gz" for rank in range(8))))
+    graph = link_session(
+        load(*(DATA / "multirank" / f"dlrm_rank{rank}.kineto.json.gz" for rank in range(8)))
+    )
     to_astra_sim(graph, gpu_only=gpu_only).write(tmp_path / "set")
     ends = simulate_with_recorded_transfers(astra_sim.workload(tmp_path / "set"))
     measured = find_measured_end_times(graph)

@@ -14,9 +14,15 @@ from traceloom import analyze
 
 pytestmark = [
     pytest.mark.data,
-    pytest.mark.skipif(not DATA.is_dir(), reason="the public traces (../shared/data) are not on this machine"),
+    pytest.mark.skipif(
+        not DATA.is_dir(), reason="the public traces (../shared/data) are not on this machine"
+    ),
 ]
-ALL = sorted(str(path.relative_to(DATA)) for path in DATA.glob("kineto/*.json.gz")) if DATA.is_dir() else []
+ALL = (
+    sorted(str(path.relative_to(DATA)) for path in DATA.glob("kineto/*.json.gz"))
+    if DATA.is_dir()
+    else []
+)
 SIZES = {"Float": 4, "Long": 8}
 
 
@@ -36,14 +42,24 @@ def test_every_nccl_kernel_of_a_ddp_run_has_the_bytes_rates_and_channels_of_its_
     ]
     calls = analyze.collectives(trace_of(path)).calls.sort("start_ns")
     assert calls.height == len(talk) == 21
-    assert calls["kind"].value_counts().sort("kind").rows() == [("all_reduce", 15), ("broadcast", 6)]
+    assert calls["kind"].value_counts().sort("kind").rows() == [
+        ("all_reduce", 15),
+        ("broadcast", 6),
+    ]
     for row, event in zip(calls.to_dicts(), talk, strict=True):
         args, duration = event["args"], round(event["dur"] * 1000)
         size = args["In msg nelems"] * SIZES[args["dtype"]]
         factor = 2 * (2 - 1) / 2 if args["Collective name"] == "allreduce" else 1
-        assert (row["duration_ns"], row["size_bytes"], row["channels"]) == (duration, size, args["grid"][0])
+        assert (row["duration_ns"], row["size_bytes"], row["channels"]) == (
+            duration,
+            size,
+            args["grid"][0],
+        )
         assert row["bus_gb_per_s"] == pytest.approx(size / duration * factor)
-        assert (row["link"], row["link_peak_gb_per_s"]) == ("NVLink 3", 300)  # both ranks lie on a host of 8 devices
+        assert (row["link"], row["link_peak_gb_per_s"]) == (
+            "NVLink 3",
+            300,
+        )  # both ranks lie on a host of 8 devices
         start = round(event["ts"] * 1000)
         hidden = _covered(compute, start, start + duration)
         # the file's times are decimal microseconds: a double may be one unit off
@@ -83,22 +99,30 @@ def test_expert_parallel_kernels_are_told_apart_and_hidden() -> None:
     kinds = dict(calls.group_by("kind").len().rows())
     assert kinds == {"dispatch": 8, "combine": 8, "notify": 16, "layout": 4}
     assert set(calls["backend"]) == {"deep_ep"}
-    golden = json.loads((DATA / "golden" / "gpu_time.json").read_text())["kineto/h800_deepseek_train.json.gz"]
+    golden = json.loads((DATA / "golden" / "gpu_time.json").read_text())[
+        "kineto/h800_deepseek_train.json.gz"
+    ]
     (device,) = golden["devices"].values()
     assert int(calls["duration_ns"].sum()) == device["communication_ns"]  # all on one stream
     assert int(calls["exposed_ns"].sum()) == device["exposed_communication_ns"]
-    found = analyze.groups(calls, analyze.declared_groups(trace_of("kineto/h800_deepseek_train.json.gz")), 64).groups
+    found = analyze.groups(
+        calls, analyze.declared_groups(trace_of("kineto/h800_deepseek_train.json.gz")), 64
+    ).groups
     assert found["role"].to_list() == ["expert"]
 
 
 def test_gloo_calls_of_a_run_without_devices_are_rows_on_the_host() -> None:
     path = "kineto/cpu_only_gloo_rank34.json.gz"
     calls = analyze.collectives(trace_of(path)).calls
-    known = sorted(round(e["dur"] * 1000) for e in events_of(path) if str(e.get("name")).startswith("gloo:"))
+    known = sorted(
+        round(e["dur"] * 1000) for e in events_of(path) if str(e.get("name")).startswith("gloo:")
+    )
     assert sorted(calls["duration_ns"].to_list()) == pytest.approx(known, abs=1)
     assert set(calls["where"]) == {"host"}
     assert sorted(set(calls["size_bytes"])) == [321_271 * 4, 2_082_411 * 4]
-    assert calls["exposed_ns"].null_count() == calls["bus_gb_per_s"].null_count() == calls.height == 10
+    assert (
+        calls["exposed_ns"].null_count() == calls["bus_gb_per_s"].null_count() == calls.height == 10
+    )
     declared = analyze.declared_groups(trace_of(path))
     found = analyze.groups(calls, declared, 300).groups
     assert declared.height == 11
@@ -107,9 +131,16 @@ def test_gloo_calls_of_a_run_without_devices_are_rows_on_the_host() -> None:
 
 def test_the_group_of_a_ddp_run_is_data_parallel() -> None:
     trace = trace_of("kineto/a100_ddp_nccl.json.gz")
-    found = analyze.groups(analyze.collectives(trace).calls, analyze.declared_groups(trace), 2).groups
+    found = analyze.groups(
+        analyze.collectives(trace).calls, analyze.declared_groups(trace), 2
+    ).groups
     (row,) = found.to_dicts()
-    assert (row["group"], row["group_size"], row["members"], row["role"]) == ("0", 2, [0, 1], "data")
+    assert (row["group"], row["group_size"], row["members"], row["role"]) == (
+        "0",
+        2,
+        [0, 1],
+        "data",
+    )
     cells = analyze.matrix(analyze.collectives(trace).calls)
     assert cells.select("source", "target", "exact_bytes").rows() == [(0, 1, 0)]
 
@@ -120,7 +151,10 @@ def test_calls_of_every_trace_are_what_communication_counts(path: str) -> None:
     calls = analyze.collectives(trace).calls
     table = analyze.communication(trace).collectives
     for where in ("device", "host"):
-        mine, theirs = calls.filter(pl.col("where") == where), table.filter(pl.col("where") == where)
+        mine, theirs = (
+            calls.filter(pl.col("where") == where),
+            table.filter(pl.col("where") == where),
+        )
         if where == "device" or not (calls["where"] == "device").any():
             assert mine.height == theirs["count"].sum()
             assert mine["duration_ns"].sum() == theirs["total_ns"].sum()

@@ -17,11 +17,17 @@ from support.public_traces import DATA
 from traceloom.analyze import Comparison, compare
 from traceloom.errors import UsageError
 
-EVERY = sorted(path for folder in ("kineto", "critical_path", "diff") for path in (DATA / folder).glob("*.json.gz"))
+EVERY = sorted(
+    path
+    for folder in ("kineto", "critical_path", "diff")
+    for path in (DATA / folder).glob("*.json.gz")
+)
 
 pytestmark = [
     pytest.mark.data,
-    pytest.mark.skipif(not DATA.is_dir(), reason="the public traces (../shared/data) are not on this machine"),
+    pytest.mark.skipif(
+        not DATA.is_dir(), reason="the public traces (../shared/data) are not on this machine"
+    ),
 ]
 
 
@@ -33,7 +39,9 @@ def compared(base: str, new: str) -> Comparison:
 
 def events(name: str) -> list[dict[str, Any]]:
     with gzip.open(DATA / name) as handle:
-        return [e for e in json.load(handle, parse_float=Decimal)["traceEvents"] if e.get("ph") == "X"]
+        return [
+            e for e in json.load(handle, parse_float=Decimal)["traceEvents"] if e.get("ph") == "X"
+        ]
 
 
 @pytest.mark.parametrize("path", EVERY, ids=lambda path: path.name)
@@ -97,7 +105,10 @@ def test_twins_differ_by_what_their_files_say() -> None:
 def test_the_pair_of_different_conditions_is_told_before_any_verdict() -> None:
     found = compared("diff/a100_control.json.gz", "diff/v100_test.json.gz")
     stated = {row["condition"]: row for row in found.conditions.to_dicts()}
-    assert (stated["device"]["base"], stated["device"]["new"]) == ("NVIDIA A100-PG509-200", "Tesla V100-SXM2-16GB")
+    assert (stated["device"]["base"], stated["device"]["new"]) == (
+        "NVIDIA A100-PG509-200",
+        "Tesla V100-SXM2-16GB",
+    )
     assert (stated["ranks of the job"]["base"], stated["ranks of the job"]["new"]) == ("8", "2")
     assert not stated["shapes of inputs"]["same"]
     assert not found.comparable
@@ -107,15 +118,21 @@ def test_the_pair_of_different_conditions_is_told_before_any_verdict() -> None:
         (row,) = found.operators.filter(pl.col("operator") == name).to_dicts()
         assert row["status"] not in ("added", "removed")
     steps = {
-        side: [int(Decimal(e["dur"]) * 1000) for e in events(name) if e["name"].startswith("ProfilerStep#") and e["cat"] == "user_annotation"]
+        side: [
+            int(Decimal(e["dur"]) * 1000)
+            for e in events(name)
+            if e["name"].startswith("ProfilerStep#") and e["cat"] == "user_annotation"
+        ]
         for side, name in (("base", "diff/a100_control.json.gz"), ("new", "diff/v100_test.json.gz"))
-    }  # fmt: skip
+    }
     assert found.base_ns == pytest.approx(sum(steps["base"]) / 6, rel=0.01)
     assert found.new_ns == pytest.approx(sum(steps["new"]) / 6, rel=0.01)
 
 
 def test_the_same_files_give_the_same_rows_in_the_same_order() -> None:
-    sessions = [traceloom.load(DATA / f"diff/{name}.json.gz") for name in ("a100_control", "v100_test")]
+    sessions = [
+        traceloom.load(DATA / f"diff/{name}.json.gz") for name in ("a100_control", "v100_test")
+    ]
     first, second = compare(*sessions), compare(*sessions)
     for name in ("breakdown", "kernels", "operators"):
         assert getattr(first, name).equals(getattr(second, name)), name

@@ -17,17 +17,25 @@ from traceloom.analyze import critical_path
 from traceloom.errors import UsageError
 from traceloom.graph import link_session
 
-KINETO = sorted(path for folder in ("kineto", "critical_path", "diff") for path in (DATA / folder).glob("*.json.gz"))
+KINETO = sorted(
+    path
+    for folder in ("kineto", "critical_path", "diff")
+    for path in (DATA / folder).glob("*.json.gz")
+)
 
 pytestmark = [
     pytest.mark.data,
-    pytest.mark.skipif(not DATA.is_dir(), reason="the public traces (../shared/data) are not on this machine"),
+    pytest.mark.skipif(
+        not DATA.is_dir(), reason="the public traces (../shared/data) are not on this machine"
+    ),
 ]
 
 
 def events(name: str) -> list[dict[str, Any]]:
     with gzip.open(DATA / name) as handle:
-        return [e for e in json.load(handle, parse_float=Decimal)["traceEvents"] if e.get("ph") == "X"]
+        return [
+            e for e in json.load(handle, parse_float=Decimal)["traceEvents"] if e.get("ph") == "X"
+        ]
 
 
 def ns(us: Decimal | int) -> int:
@@ -70,7 +78,11 @@ def test_owlv2_waits_for_its_data_for_half_of_the_step() -> None:
     assert of["data"] == pytest.approx(loading, rel=0.01)
     # While it waits for data the GPU stands still, so all the rest of the step is its kernels' time.
     assert of["compute"] == pytest.approx(kernels, rel=0.03)
-    step = next(ns(e["dur"]) for e in rows if e["name"] == "ProfilerStep#6" and e["cat"] == "user_annotation")
+    step = next(
+        ns(e["dur"])
+        for e in rows
+        if e["name"] == "ProfilerStep#6" and e["cat"] == "user_annotation"
+    )
     # The annotation's end crosses that of a Python frame by 37 us, and is clipped there.
     assert 0 <= step - found.window_ns < 50_000
 
@@ -113,4 +125,6 @@ def test_steps_of_one_run_add_up_to_their_time() -> None:
     paths = [critical_path(session, step) for step in steps["step"].to_list()]
     for found in paths:
         found.check()
-    assert sum(found.window_ns for found in paths) == int((steps["end_ns"] - steps["start_ns"]).sum())
+    assert sum(found.window_ns for found in paths) == int(
+        (steps["end_ns"] - steps["start_ns"]).sum()
+    )

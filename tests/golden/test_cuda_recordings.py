@@ -36,7 +36,11 @@ def test_each_stream_waits_for_the_other(graph: Graph) -> None:
     lanes = dict(graph.lanes.select("lane", "stream").iter_rows())
     lane = graph.nodes["lane"].to_list()
     waits = graph.edges.filter(kind="wait").select("source", "target").rows()
-    assert sorted((lanes[lane[source]], lanes[lane[target]]) for source, target in waits) == [(7, 13), (13, 7), (13, 7)]
+    assert sorted((lanes[lane[source]], lanes[lane[target]]) for source, target in waits) == [
+        (7, 13),
+        (13, 7),
+        (13, 7),
+    ]
 
 
 def test_what_the_host_waited_for_is_measured(graph: Graph) -> None:
@@ -69,9 +73,13 @@ def test_all_gpu_work_of_a_step_belongs_to_ops_of_the_plan(streams: Session) -> 
 
 def test_compiled_kernels_are_calls_with_their_tensors() -> None:
     (plan,) = make_plan(CUDA / "compiled")
-    kernels = plan.ops.join(plan.kernels, on="call").filter(pl.col("name").str.starts_with("triton_"))
+    kernels = plan.ops.join(plan.kernels, on="call").filter(
+        pl.col("name").str.starts_with("triton_")
+    )
     assert kernels.height == 58
-    assert plan.kernels["source"].null_count() == plan.kernels.height, "their sources are not in the fixture"
+    assert plan.kernels["source"].null_count() == plan.kernels.height, (
+        "their sources are not in the fixture"
+    )
     assert set(plan.ops.filter(action="stand-in")["reason"]) <= {NO_SOURCES, "refused-op"}
     assert kernels["inputs"].list.len().min() >= 1
     assert plan.holes.height == 0, "what a compiled graph does on a GPU is in the host trace"

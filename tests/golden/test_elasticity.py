@@ -16,7 +16,9 @@ HOST = ["host", "think", "launch", "block"]
 
 pytestmark = [
     pytest.mark.data,
-    pytest.mark.skipif(not DATA.is_dir(), reason="the public traces (../shared/data) are not on this machine"),
+    pytest.mark.skipif(
+        not DATA.is_dir(), reason="the public traces (../shared/data) are not on this machine"
+    ),
 ]
 
 

@@ -23,7 +23,10 @@ def test_device_figures_equal_the_golden_file(path: str) -> None:
     assert set(found) == set(wanted)
     for device, fields in wanted.items():
         for field, value in fields.items():
-            assert found[device][field] == pytest.approx(value, rel=tolerance, abs=0), (device, field)
+            assert found[device][field] == pytest.approx(value, rel=tolerance, abs=0), (
+                device,
+                field,
+            )
 
 
 @on_every_trace
@@ -46,10 +49,16 @@ def test_kernel_counts_and_sums_equal_the_golden_file(path: str) -> None:
 def test_the_parts_of_each_row_add_up(path: str) -> None:
     result = gpu_time(trace_of(path))
     for rows in (result.devices, result.steps):
-        parts = rows.select(pl.sum_horizontal("compute_ns", "exposed_communication_ns", "exposed_memory_ns", "idle_ns"))
+        parts = rows.select(
+            pl.sum_horizontal(
+                "compute_ns", "exposed_communication_ns", "exposed_memory_ns", "idle_ns"
+            )
+        )
         assert parts.to_series().to_list() == rows["window_ns"].to_list()
         assert (rows.select(pl.col(FIELDS).min()).fill_null(0).to_numpy() >= 0).all()
-    tiles = result.steps.select(pl.sum_horizontal("window_ns", "edge_idle_before_ns", "edge_idle_after_ns"))
+    tiles = result.steps.select(
+        pl.sum_horizontal("window_ns", "edge_idle_before_ns", "edge_idle_after_ns")
+    )
     assert tiles.to_series().to_list() == result.steps["duration_ns"].to_list()
 
 
@@ -59,7 +68,9 @@ def test_steps_and_the_time_outside_add_up_to_each_device(path: str) -> None:
     result = gpu_time(trace)
     added = result.steps.group_by("device").agg(pl.col(FIELDS).sum()).sort("device")
     assert added.equals(result.devices.select("device", *FIELDS).sort("device"))
-    durations = result.steps.group_by("device").agg(pl.col("duration_ns").sum())["duration_ns"].to_list()
+    durations = (
+        result.steps.group_by("device").agg(pl.col("duration_ns").sum())["duration_ns"].to_list()
+    )
     assert durations == [trace.end_ns - trace.start_ns] * result.devices.height
 
 
@@ -85,7 +96,11 @@ def test_the_longest_gaps_are_the_longest_and_their_evidence_fits_the_cause(path
     trace = trace_of(path)
     found = idle(trace)
     rows = longest_gaps(trace, found, 30)
-    lengths = found.gaps.group_by("gap").agg(pl.col("duration_ns").sum())["duration_ns"].sort(descending=True)
+    lengths = (
+        found.gaps.group_by("gap")
+        .agg(pl.col("duration_ns").sum())["duration_ns"]
+        .sort(descending=True)
+    )
     assert rows["duration_ns"].to_list() == lengths.head(30).to_list()
     start, events = trace.events["start_ns"], trace.events
     ends = start + events["duration_ns"].clip(lower_bound=0)
@@ -94,7 +109,11 @@ def test_the_longest_gaps_are_the_longest_and_their_evidence_fits_the_cause(path
         assert row["start_ns"] == ends[row["before"]]
         assert gap_end == start[row["after"]]
         assert row["cause_ns"] <= row["duration_ns"]
-        assert (row["producer"] is None) or row["cause"] == "dependency" or row["cause_ns"] < row["duration_ns"]
+        assert (
+            (row["producer"] is None)
+            or row["cause"] == "dependency"
+            or row["cause_ns"] < row["duration_ns"]
+        )
         if row["producer"] is not None:
             assert ends[row["producer"]] <= gap_end + 2_000
         if row["host_event"] is not None:  # it was open in the gap
@@ -107,7 +126,11 @@ def test_communication_adds_up_to_the_communication_of_devices(path: str) -> Non
     trace = trace_of(path)
     devices = gpu_time(trace).devices.filter(pl.col("communication_ns") > 0)
     found = communication(trace)
-    wanted = devices.select("device", "communication_ns", "exposed_communication_ns").sort("device").rows()
+    wanted = (
+        devices.select("device", "communication_ns", "exposed_communication_ns")
+        .sort("device")
+        .rows()
+    )
     assert found.devices.select("device", "union_ns", "exposed_ns").rows() == wanted
     on_device = found.collectives.filter(pl.col("where") == "device")
     assert on_device["total_ns"].sum() == found.devices["total_ns"].sum()
@@ -150,15 +173,19 @@ def test_deepseeks_expert_parallel_communication_is_found_and_mostly_hidden() ->
 
 def test_a_cpu_only_trace_has_its_gloo_collectives_with_their_bytes() -> None:
     rows = communication(trace_of("kineto/cpu_only_gloo_rank34.json.gz")).collectives.to_dicts()
-    assert [(r["kind"], r["where"], r["element_type"], r["count"], r["bytes"], r["exposed_ns"]) for r in rows] == [
-        ("all_reduce", "host", "Float", 10, 5 * 4 * (321271 + 2082411), None)
-    ]
+    assert [
+        (r["kind"], r["where"], r["element_type"], r["count"], r["bytes"], r["exposed_ns"])
+        for r in rows
+    ] == [("all_reduce", "host", "Float", 10, 5 * 4 * (321271 + 2082411), None)]
 
 
 def test_dlrm_all_to_all_is_named_by_its_annotation_not_by_its_kernel() -> None:
     rows = communication(trace_of("multirank/dlrm_rank7.kineto.json.gz")).collectives
     on_device = rows.filter(pl.col("where") == "device")
-    assert dict(on_device.group_by("kind").agg(pl.col("count").sum()).rows()) == {"all_to_all": 5, "all_reduce": 3}
+    assert dict(on_device.group_by("kind").agg(pl.col("count").sum()).rows()) == {
+        "all_to_all": 5,
+        "all_reduce": 3,
+    }
     assert on_device["bytes"].null_count() == 0
 
 
@@ -172,6 +199,11 @@ def test_the_idle_time_of_owlv2_is_the_loading_of_its_images() -> None:
 
 
 def test_inner_gaps_of_graph_launches_are_told_apart() -> None:
-    totals = {r["cause"]: r for r in idle(trace_of("kineto/mi300_sglang_decode_graphs.json.gz")).totals.to_dicts()}
-    assert totals["graph_internal"]["gap_count"] == 543  # the one graph of 544 kernels, run back to back or not
+    totals = {
+        r["cause"]: r
+        for r in idle(trace_of("kineto/mi300_sglang_decode_graphs.json.gz")).totals.to_dicts()
+    }
+    assert (
+        totals["graph_internal"]["gap_count"] == 543
+    )  # the one graph of 544 kernels, run back to back or not
     assert totals["unexplained"]["idle_ns"] > 400_000_000

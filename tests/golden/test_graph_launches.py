@@ -20,15 +20,23 @@ VLLM, SGLANG = "mi300_vllm_piecewise_graphs", "mi300_sglang_decode_graphs"
 
 pytestmark = [
     pytest.mark.data,
-    pytest.mark.skipif(not FILES, reason="the public traces (../shared/data) are not on this machine"),
+    pytest.mark.skipif(
+        not FILES, reason="the public traces (../shared/data) are not on this machine"
+    ),
 ]
 
 
 def replays(name: str) -> list[list[tuple[str, int, int]]]:
     """(name, start, duration) of the kernels of every graph launch, in the order of starts."""
-    events = json.loads(gzip.decompress((KINETO / f"{name}.json.gz").read_bytes()), parse_float=Decimal)["traceEvents"]
+    events = json.loads(
+        gzip.decompress((KINETO / f"{name}.json.gz").read_bytes()), parse_float=Decimal
+    )["traceEvents"]
     spans = [event for event in events if event.get("ph") == "X" and "args" in event]
-    calls = {e["args"].get("correlation") for e in spans if "GraphLaunch" in e["name"] and e["cat"] in CALLS}
+    calls = {
+        e["args"].get("correlation")
+        for e in spans
+        if "GraphLaunch" in e["name"] and e["cat"] in CALLS
+    }
     found: dict[Any, list[tuple[str, int, int]]] = defaultdict(list)
     for event in spans:
         if event.get("cat") in GPU_WORK and event["args"].get("correlation") in calls:
@@ -45,7 +53,11 @@ def test_graph_launches_equal_a_plain_count(name: str) -> None:
     assert found.work_count == sum(map(len, told))
     assert sorted(found.replays["node_count"].to_list()) == sorted(map(len, told))
     assert found.nodes["total_ns"].sum() == sum(work[2] for works in told for work in works)
-    assert found.graphs["total_ns"].sum() == found.nodes["total_ns"].sum() == found.replays["work_ns"].sum()
+    assert (
+        found.graphs["total_ns"].sum()
+        == found.nodes["total_ns"].sum()
+        == found.replays["work_ns"].sum()
+    )
 
 
 @pytest.mark.parametrize("name", [VLLM, SGLANG])
@@ -62,7 +74,9 @@ def test_nodes_equal_a_plain_count_by_position(name: str) -> None:
         assert nodes["replay_count"].to_list() == [len(lengths)] * nodes.height
         assert nodes["min_ns"].to_list() == [min(column) for column in columns]
         assert nodes["max_ns"].to_list() == [max(column) for column in columns]
-        assert nodes["mean_ns"].to_list() == pytest.approx([sum(column) / len(column) for column in columns], abs=0.5)
+        assert nodes["mean_ns"].to_list() == pytest.approx(
+            [sum(column) / len(column) for column in columns], abs=0.5
+        )
     assert found.graphs.height == len(alike)
 
 

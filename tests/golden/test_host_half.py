@@ -21,13 +21,18 @@ from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
 
 HOST = {"user_annotation", "python_function", "mtia_runtime", *OPERATORS, *CALLS}
-NAMES = sorted(path.name for path in (Path(__file__).parents[3] / "shared" / "data" / "kineto").glob("*.json.gz"))
+NAMES = sorted(
+    path.name
+    for path in (Path(__file__).parents[3] / "shared" / "data" / "kineto").glob("*.json.gz")
+)
 
 
 def events_of(path: Path) -> list[dict[str, Any]]:
     with gzip.open(path) as file:
         read = json.load(file, parse_float=Decimal)
-    return [one for one in read["traceEvents"] if one.get("ph") == "X" and one.get("dur") is not None]
+    return [
+        one for one in read["traceEvents"] if one.get("ph") == "X" and one.get("dur") is not None
+    ]
 
 
 def ns(value: Any) -> int:
@@ -119,7 +124,11 @@ def test_the_flame_graph_is_what_a_plain_loop_over_the_file_counts(traces: Any, 
         spent[known] += call.self_ns
         if all(plain(other.name) != known for other in call.above()):
             total[known] += call.end - call.start
-    spelled = pl.when(pl.col("file").is_null()).then("name").otherwise(pl.format("{}({}): {}", "file", "line", "name"))
+    spelled = (
+        pl.when(pl.col("file").is_null())
+        .then("name")
+        .otherwise(pl.format("{}({}): {}", "file", "line", "name"))
+    )
     rows = found.select(spelled, "calls", "self_ns", "total_ns").rows()
     assert {key: calls for key, calls, _, _ in rows} == counted
     assert {key: own for key, _, own, _ in rows} == spent
@@ -137,13 +146,21 @@ def test_gpu_time_reaches_the_frames_above_its_launch(traces: Any, name: str) ->
     modules: Counter[str] = Counter()
     whole = 0
     for event in events:
-        launch = launches.get(event.get("args", {}).get("correlation")) if event["cat"] in GPU_WORK else None
+        launch = (
+            launches.get(event.get("args", {}).get("correlation"))
+            if event["cat"] in GPU_WORK
+            else None
+        )
         if launch is not None:
             whole += max(ns(event["dur"]), 0)
-            for known in {call.name for call in launch.above() if call.name.startswith("nn.Module: ")}:
+            for known in {
+                call.name for call in launch.above() if call.name.startswith("nn.Module: ")
+            }:
                 modules[known] += max(ns(event["dur"]), 0)
     found = analyze.flame(trace)
-    rows = found.functions.filter((pl.col("kind") == "module") & (pl.col("device_ns") > 0)).select("name", "device_ns")
+    rows = found.functions.filter((pl.col("kind") == "module") & (pl.col("device_ns") > 0)).select(
+        "name", "device_ns"
+    )
     assert dict(rows.rows()) == modules
     assert found.gpu_work_ns - found.unattributed_device_ns == whole
 
@@ -160,29 +177,47 @@ def test_module_times_of_owlv2_are_those_of_its_module_calls(traces: Any) -> Non
     rows = tree.group_by("name").agg(pl.col("count", "host_ns").sum()).rows()
     assert {f"nn.Module: {name}": number for name, number, _ in rows} == count
     crossing = sum(abs(host[f"nn.Module: {name}"] - spent) for name, _, spent in rows)
-    assert crossing <= 1000 * len(rows)  # the reader shortens crossing spans; the loop above does not undo that
+    assert crossing <= 1000 * len(
+        rows
+    )  # the reader shortens crossing spans; the loop above does not undo that
 
 
 def in_backward(call: Call) -> bool:
     """Whether the call is a node of autograd: it names its forward thread, or the engine that runs it."""
     named = call.name.startswith("autograd::engine::evaluate_function: ")
-    return call.event["cat"] == "cpu_op" and (named or call.event.get("args", {}).get("Fwd thread id", 0) > 0)
+    return call.event["cat"] == "cpu_op" and (
+        named or call.event.get("args", {}).get("Fwd thread id", 0) > 0
+    )
 
 
 @pytest.mark.parametrize("name", ["v100_ns_resolution", "a100_ddp_nccl", "mi250_minitoy"])
-def test_backward_time_goes_where_the_arrows_of_the_file_point(traces: Any, name: str, shared_data: Path) -> None:
+def test_backward_time_goes_where_the_arrows_of_the_file_point(
+    traces: Any, name: str, shared_data: Path
+) -> None:
     """Forward-backward arrows are written by PyTorch: each joins an operator to its backward."""
     trace, events, calls = traces(name)
     with gzip.open(shared_data / "kineto" / f"{name}.json.gz") as file:
-        raw = [one for one in json.load(file, parse_float=Decimal)["traceEvents"] if one.get("cat") == "fwdbwd"]
-    at = {(call.event["pid"], call.event["tid"], call.start): call for call in calls if call.event["cat"] == "cpu_op"}
-    start = {one["id"]: at[one["pid"], one["tid"], ns(one["ts"])] for one in raw if one["ph"] == "s"}
+        raw = [
+            one
+            for one in json.load(file, parse_float=Decimal)["traceEvents"]
+            if one.get("cat") == "fwdbwd"
+        ]
+    at = {
+        (call.event["pid"], call.event["tid"], call.start): call
+        for call in calls
+        if call.event["cat"] == "cpu_op"
+    }
+    start = {
+        one["id"]: at[one["pid"], one["tid"], ns(one["ts"])] for one in raw if one["ph"] == "s"
+    }
     ends = {one["id"]: at[one["pid"], one["tid"], ns(one["ts"])] for one in raw if one["ph"] == "f"}
     forward = {}  # sequence number of every backward node -> annotations around its forward operator
     for number, one in start.items():
         around = [call.name for call in one.above() if call.event["cat"] == "user_annotation"]
         assert ends[number].event["args"]["Sequence number"] == one.event["args"]["Sequence number"]
-        forward[one.event["args"]["Sequence number"]] = [name for name in around if not name.startswith("ProfilerStep")]
+        forward[one.event["args"]["Sequence number"]] = [
+            name for name in around if not name.startswith("ProfilerStep")
+        ]
     host: Counter[str] = Counter()
     device: Counter[str] = Counter()
     launched = defaultdict(int)
@@ -194,7 +229,9 @@ def test_backward_time_goes_where_the_arrows_of_the_file_point(traces: Any, name
         if node is None:
             continue
         line = [call, *call.above()]
-        own = [one.name for one in line[: line.index(node)] if one.event["cat"] == "user_annotation"]
+        own = [
+            one.name for one in line[: line.index(node)] if one.event["cat"] == "user_annotation"
+        ]
         number = node.event["args"].get("Sequence number")
         for annotation in own + forward.get(number, []):
             host[annotation] += call.self_ns
@@ -203,7 +240,9 @@ def test_backward_time_goes_where_the_arrows_of_the_file_point(traces: Any, name
     tree = analyze.modules(trace).tree
     rows = tree.group_by("name").agg(pl.col("backward_host_ns", "backward_device_ns").sum()).rows()
     assert {name: spent for name, spent, _ in rows if spent} == {k: v for k, v in host.items() if v}
-    assert {name: spent for name, _, spent in rows if spent} == {k: v for k, v in device.items() if v}
+    assert {name: spent for name, _, spent in rows if spent} == {
+        k: v for k, v in device.items() if v
+    }
 
 
 def test_deepseek_repeats_a_norm_and_a_linear_in_each_of_four_backward_passes(traces: Any) -> None:
@@ -230,7 +269,9 @@ def test_deepseek_repeats_a_norm_and_a_linear_in_each_of_four_backward_passes(tr
         ("mtia_inference", "synchronizeStream", 113),
     ],
 )
-def test_every_synchronising_call_of_the_file_is_a_blocking_call(traces: Any, name: str, call: str, count: int) -> None:
+def test_every_synchronising_call_of_the_file_is_a_blocking_call(
+    traces: Any, name: str, call: str, count: int
+) -> None:
     trace, _, calls = traces(name)
     sites = analyze.blocking_calls(trace).sites.filter(pl.col("call") == call)
     mine = [one for one in calls if one.name == call]
@@ -241,12 +282,20 @@ def test_every_synchronising_call_of_the_file_is_a_blocking_call(traces: Any, na
 def test_who_asks_to_wait_in_owlv2_and_what_the_gpu_does(traces: Any) -> None:
     trace, events, calls = traces("h100_owlv2")
     top = analyze.blocking_calls(trace).sites.row(0, named=True)
-    assert (top["kind"], top["call"], top["count"]) == ("copy_to_device", "cudaStreamSynchronize", 5)
+    assert (top["kind"], top["call"], top["count"]) == (
+        "copy_to_device",
+        "cudaStreamSynchronize",
+        5,
+    )
     assert top["frame"] == "transformers/models/owlv2/modeling_owlv2.py(1421): box_predictor"
-    work = sorted((ns(e["ts"]), ns(e["ts"]) + max(ns(e["dur"]), 0)) for e in events if e["cat"] in GPU_WORK)
+    work = sorted(
+        (ns(e["ts"]), ns(e["ts"]) + max(ns(e["dur"]), 0)) for e in events if e["cat"] in GPU_WORK
+    )
     busy = 0
     for call in calls:
-        if call.name != "cudaStreamSynchronize" or not any("box_predictor" in one.name for one in call.above()):
+        if call.name != "cudaStreamSynchronize" or not any(
+            "box_predictor" in one.name for one in call.above()
+        ):
             continue
         reached = call.start
         for low, high in work:
@@ -274,16 +323,28 @@ def test_data_loading_is_the_bottleneck_of_owlv2(traces: Any) -> None:
 
 def test_frames_that_hold_the_waits_of_owlv2_are_those_of_a_plain_loop(traces: Any) -> None:
     trace, events, calls = traces("h100_owlv2")
-    finding = next(finding for finding in findings(Session((trace,), "owlv2")).time if finding.slug == "data-starved")
-    assert finding.host_ns == sum(ns(e["dur"]) for e in events if e["name"].startswith("enumerate(DataLoader)#"))
+    finding = next(
+        finding
+        for finding in findings(Session((trace,), "owlv2")).time
+        if finding.slug == "data-starved"
+    )
+    assert finding.host_ns == sum(
+        ns(e["dur"]) for e in events if e["name"].startswith("enumerate(DataLoader)#")
+    )
     spent: Counter[str] = Counter()
     for call in calls:
         around = [call, *call.above()]
         if any(other.name.startswith("enumerate(DataLoader)#") for other in around):
-            own = next(other for other in around if other.name.startswith(("transformers/", "moca/")))
+            own = next(
+                other for other in around if other.name.startswith(("transformers/", "moca/"))
+            )
             spent[own.name] += call.self_ns
-    largest = [(f"{frame.file}({frame.line}): {frame.name}", frame.time_ns) for frame in finding.frames]
-    assert largest == [(name, time) for name, time in spent.most_common(3) if time >= 0.05 * finding.host_ns]
+    largest = [
+        (f"{frame.file}({frame.line}): {frame.name}", frame.time_ns) for frame in finding.frames
+    ]
+    assert largest == [
+        (name, time) for name, time in spent.most_common(3) if time >= 0.05 * finding.host_ns
+    ]
     zoom_shift = [e for e in events if e["name"] == "<built-in function zoom_shift>"]
     hottest = finding.frames[0]
     assert (hottest.name, hottest.inside) == ("resize", "zoom_shift")
@@ -293,23 +354,37 @@ def test_frames_that_hold_the_waits_of_owlv2_are_those_of_a_plain_loop(traces: A
     )
 
 
-@pytest.mark.parametrize("name", swept(name for name in NAMES if "owlv2" not in name) or ["(no public traces here)"])
+@pytest.mark.parametrize(
+    "name", swept(name for name in NAMES if "owlv2" not in name) or ["(no public traces here)"]
+)
 def test_frames_hold_no_more_than_the_host_time_of_a_finding(shared_data: Path, name: str) -> None:
     session = load(shared_data / "kineto" / name)
     stacks = any((trace.events["category"] == cat.PYTHON).any() for trace in session.traces)
-    most = sum((trace.end_ns - trace.start_ns) * (trace.lanes["kind"] == "host").sum() for trace in session.traces)
+    most = sum(
+        (trace.end_ns - trace.start_ns) * (trace.lanes["kind"] == "host").sum()
+        for trace in session.traces
+    )
     for finding in findings(session).time:
         held = sum(frame.time_ns for frame in finding.frames)
         assert held <= (finding.host_ns or 0) <= most
         assert stacks or not finding.frames
         assert all((frame.inside_ns or 0) <= frame.time_ns for frame in finding.frames)
-        assert sum(frame.share for frame in finding.frames) == pytest.approx(held / (finding.host_ns or 1))
+        assert sum(frame.share for frame in finding.frames) == pytest.approx(
+            held / (finding.host_ns or 1)
+        )
 
 
 def test_roles_of_threads(traces: Any) -> None:
-    assert analyze.threads(traces("v100_ns_resolution")[0]).threads["role"].to_list() == ["main", "autograd", "runtime"]
+    assert analyze.threads(traces("v100_ns_resolution")[0]).threads["role"].to_list() == [
+        "main",
+        "autograd",
+        "runtime",
+    ]
     owl = analyze.threads(traces("h100_owlv2")[0]).threads
-    assert owl.select("role", "says").rows() == [("main", None), ("python", "tqdm/_monitor.py(60): run")]
+    assert owl.select("role", "says").rows() == [
+        ("main", None),
+        ("python", "tqdm/_monitor.py(60): run"),
+    ]
 
 
 def test_compiled_code_of_public_traces(traces: Any, shared_data: Path) -> None:
@@ -319,7 +394,10 @@ def test_compiled_code_of_public_traces(traces: Any, shared_data: Path) -> None:
     path = shared_data / "diff" / "v100_test.json.gz"
     events = events_of(path)
     found = analyze.compiled(load(path).traces[0])
-    graphs = {name: (count, host) for name, count, host in found.graphs.select("name", "count", "host_ns").rows()}
+    graphs = {
+        name: (count, host)
+        for name, count, host in found.graphs.select("name", "count", "host_ns").rows()
+    }
     for name in ("CompiledFunction", "CompiledFunctionBackward"):
         mine = [event for event in events if event["name"] == name]
         assert graphs[name] == (len(mine), sum(ns(event["dur"]) for event in mine))
@@ -338,12 +416,16 @@ def test_everything_adds_up_on_every_public_trace(shared_data: Path, name: str) 
     assert flame.frames["self_device_ns"].sum() + flame.unattributed_device_ns == gpu
     modules = analyze.modules(trace)
     for what, whole in (("host", busy), ("device", gpu)):
-        parts = [modules.tree[f"{part}self_{what}_ns"].sum() for part in ("", "backward_", "recompute_")]
+        parts = [
+            modules.tree[f"{part}self_{what}_ns"].sum() for part in ("", "backward_", "recompute_")
+        ]
         assert sum(parts) + getattr(modules, f"outside_{what}_ns") == whole
     waits = analyze.blocking_calls(trace)
     assert waits.sites["blocked_ns"].sum() == waits.calls["blocked_ns"].sum() == waits.blocked_ns
     if gpu:
-        assert (waits.calls["gpu_busy_ns"] + waits.calls["gpu_idle_ns"]).equals(waits.calls["blocked_ns"])
+        assert (waits.calls["gpu_busy_ns"] + waits.calls["gpu_idle_ns"]).equals(
+            waits.calls["blocked_ns"]
+        )
     threads = analyze.threads(trace)
     if threads.threads.height:
         assert threads.concurrency["ns"].sum() == window

@@ -20,7 +20,9 @@ VLLM, SGLANG = "mi300_vllm_piecewise_graphs", "mi300_sglang_decode_graphs"
 
 pytestmark = [
     pytest.mark.data,
-    pytest.mark.skipif(VLLM not in FILES, reason="the public traces (../shared/data) are not on this machine"),
+    pytest.mark.skipif(
+        VLLM not in FILES, reason="the public traces (../shared/data) are not on this machine"
+    ),
 ]
 
 
@@ -29,7 +31,9 @@ def _ns(us: Any) -> int:
 
 
 def spans(name: str) -> list[dict[str, Any]]:
-    events = json.loads(gzip.decompress((KINETO / f"{name}.json.gz").read_bytes()), parse_float=Decimal)["traceEvents"]
+    events = json.loads(
+        gzip.decompress((KINETO / f"{name}.json.gz").read_bytes()), parse_float=Decimal
+    )["traceEvents"]
     return [event for event in events if event.get("ph") == "X"]
 
 
@@ -40,15 +44,27 @@ def steps(name: str) -> list[dict[str, Any]]:
 def test_the_mixed_step_of_vllm() -> None:
     (row,) = steps(VLLM)
     assert (row["framework"], row["kind"], row["requests"]) == ("vllm", "mixed", 46)
-    assert (row["context_requests"], row["context_tokens"], row["context_kv_tokens"]) == (9, 8155, 8430)
-    assert (row["generation_requests"], row["generation_tokens"], row["generation_kv_tokens"]) == (37, 37, 34489)
+    assert (row["context_requests"], row["context_tokens"], row["context_kv_tokens"]) == (
+        9,
+        8155,
+        8430,
+    )
+    assert (row["generation_requests"], row["generation_tokens"], row["generation_kv_tokens"]) == (
+        37,
+        37,
+        34489,
+    )
     assert row["context_tokens"] + row["generation_tokens"] == 8192  # as its name says
 
 
 def test_the_decode_step_of_sglang_with_both_of_its_annotations() -> None:
     (row,) = steps(SGLANG)
     assert (row["framework"], row["kind"], row["requests"]) == ("sglang", "decode", 32)
-    assert (row["generation_tokens"], row["generation_kv_tokens"], row["context_tokens"]) == (32, 32785, 0)
+    assert (row["generation_tokens"], row["generation_kv_tokens"], row["context_tokens"]) == (
+        32,
+        32785,
+        0,
+    )
     assert (row["work_count"], row["graph_work_count"]) == (558, 544)
 
 
@@ -61,10 +77,16 @@ def test_gpu_time_equals_a_plain_count(name: str) -> None:
     calls = {
         e["args"]["correlation"]
         for e in found
-        if e.get("cat") == "cuda_runtime" and base <= _ns(e["ts"]) < base + (high - low) and "correlation" in e["args"]
+        if e.get("cat") == "cuda_runtime"
+        and base <= _ns(e["ts"]) < base + (high - low)
+        and "correlation" in e["args"]
     }
     work = [e for e in found if e.get("cat") in GPU_WORK]
-    mine = sorted((_ns(e["ts"]), _ns(e["ts"]) + _ns(e["dur"])) for e in work if e["args"]["correlation"] in calls)
+    mine = sorted(
+        (_ns(e["ts"]), _ns(e["ts"]) + _ns(e["dur"]))
+        for e in work
+        if e["args"]["correlation"] in calls
+    )
     busy, reach = 0, 0
     for start, end in mine:
         busy += max(0, end - max(start, reach))
@@ -85,8 +107,12 @@ def test_other_traces_have_no_steps_of_a_server(name: str) -> None:
 def test_a_capture_of_the_same_kernels_maps_every_node(name: str, tmp_path: Path) -> None:
     """The capture is made of the trace itself: each kernel of its graphs launched by an operator of its own."""
     found = spans(name)
-    calls = {e["args"].get("correlation") for e in found if "GraphLaunch" in e["name"] and "args" in e}
-    replayed = [e for e in found if e.get("cat") == "kernel" and e["args"].get("correlation") in calls]
+    calls = {
+        e["args"].get("correlation") for e in found if "GraphLaunch" in e["name"] and "args" in e
+    }
+    replayed = [
+        e for e in found if e.get("cat") == "kernel" and e["args"].get("correlation") in calls
+    ]
     replayed.sort(key=lambda event: event["ts"])
     events: list[dict[str, Any]] = []
     for number, kernel in enumerate(replayed, start=1):
@@ -103,7 +129,14 @@ def test_a_capture_of_the_same_kernels_maps_every_node(name: str, tmp_path: Path
         )
         call = {"External id": number, "correlation": number}
         events.append(
-            {**shared, "cat": "cuda_runtime", "name": "hipLaunchKernel", "ts": 10 * number + 2, "dur": 3, "args": call}
+            {
+                **shared,
+                "cat": "cuda_runtime",
+                "name": "hipLaunchKernel",
+                "ts": 10 * number + 2,
+                "dur": 3,
+                "args": call,
+            }
         )
         on_gpu = {
             "ph": "X",

@@ -14,7 +14,14 @@ import polars as pl
 import pytest
 
 from support.public_traces import DATA, GPU_TIME, GPU_WORK, NEEDS_TRACES, trace_of
-from traceloom.analyze import copies, counters, kernel_bounds, kernel_efficiency, kernel_kinds, kernel_shapes
+from traceloom.analyze import (
+    copies,
+    counters,
+    kernel_bounds,
+    kernel_efficiency,
+    kernel_kinds,
+    kernel_shapes,
+)
 from traceloom.analyze.kernel_kinds import PRIORITY, classify_kinds
 from traceloom.analyze.kernel_rules import select_gpu_work
 
@@ -68,7 +75,10 @@ def test_bounds_add_up_to_all_work_and_to_the_busy_time_of_every_device(path: st
 
 @pytest.mark.parametrize(
     ("path", "known", "largest"),
-    [("kineto/h100_owlv2.json.gz", 0.97, "memory"), ("kineto/mi300_bert_small.json.gz", 0.99, "latency")],
+    [
+        ("kineto/h100_owlv2.json.gz", 0.97, "memory"),
+        ("kineto/mi300_bert_small.json.gz", 0.99, "latency"),
+    ],
 )
 def test_what_bounds_two_models_on_two_vendors(path: str, known: float, largest: str) -> None:
     """Owlv2 waits for the memory that its softmax over all patches reads; the small BERT is too small for an MI300X."""
@@ -84,21 +94,33 @@ def test_shapes_efficiency_and_copies_add_up(path: str) -> None:
     work = select_gpu_work(trace)
     whole = int((work["end_ns"] - work["start_ns"]).sum())
     shapes = kernel_shapes(trace)
-    assert (shapes.rows["total_ns"].sum(), shapes.total_ns, shapes.rows["count"].sum()) == (whole, whole, work.height)
+    assert (shapes.rows["total_ns"].sum(), shapes.total_ns, shapes.rows["count"].sum()) == (
+        whole,
+        whole,
+        work.height,
+    )
     efficiency = kernel_efficiency(trace)
     kernel_ns = efficiency.devices["kernel_ns"].sum()
     assert efficiency.matrix["total_ns"].sum() == efficiency.kernels["total_ns"].sum() == kernel_ns
-    assert kernel_ns == pytest.approx(GPU_TIME[path]["kernel_ns"], rel=1e-5 if "v100_ns" in path else 0, abs=0)
+    assert kernel_ns == pytest.approx(
+        GPU_TIME[path]["kernel_ns"], rel=1e-5 if "v100_ns" in path else 0, abs=0
+    )
     assert efficiency.matrix["count"].sum() == GPU_TIME[path]["kernel_count"]
     moved = copies(trace)
     memory = sum(fields["memory_ns"] for fields in GPU_TIME[path]["devices"].values())
     assert moved.kinds["total_ns"].sum() == moved.ops["total_ns"].sum()
-    assert moved.kinds["union_ns"].sum() >= memory * (1 - 1e-5)  # unions of single directions, which may overlap
+    assert moved.kinds["union_ns"].sum() >= memory * (
+        1 - 1e-5
+    )  # unions of single directions, which may overlap
 
 
 @pytest.mark.parametrize(
     "path",
-    ["kineto/a100_ddp_nccl.json.gz", "kineto/h800_deepseek_train.json.gz", "kineto/mi300_sglang_decode_graphs.json.gz"],
+    [
+        "kineto/a100_ddp_nccl.json.gz",
+        "kineto/h800_deepseek_train.json.gz",
+        "kineto/mi300_sglang_decode_graphs.json.gz",
+    ],
 )
 def test_exclusive_time_by_a_walk_through_all_starts_and_ends(path: str) -> None:
     trace = trace_of(path)
@@ -116,7 +138,11 @@ def test_exclusive_time_by_a_walk_through_all_starts_and_ends(path: str) -> None
             alone[owner] += at - before
         running[kind] += change
         before = at
-    found = {row["kind"]: row["exclusive_ns"] for row in kernel_kinds(trace).kinds.to_dicts() if row["exclusive_ns"]}
+    found = {
+        row["kind"]: row["exclusive_ns"]
+        for row in kernel_kinds(trace).kinds.to_dicts()
+        if row["exclusive_ns"]
+    }
     assert found == dict(+alone)
 
 
@@ -140,13 +166,20 @@ def test_kinds_of_a_trained_resnet_on_nvidia() -> None:
     found = {row["kind"]: row["sum_ns"] for row in kernel_kinds(trace_of(path)).kinds.to_dicts()}
     for kind in ("communication", "convolution", "normalisation"):
         assert found[kind] == sums[kind]
-    assert found["gemm"] >= sums["gemm"] > 0  # and the sums of split products, which are named otherwise
+    assert (
+        found["gemm"] >= sums["gemm"] > 0
+    )  # and the sums of split products, which are named otherwise
     assert found["copy"] >= sums["copied"]
     assert found["convolution"] == 56_152_003
 
 
 @pytest.mark.parametrize(
-    "path", ["kineto/a100_ddp_nccl.json.gz", "kineto/v100_ns_resolution.json.gz", "kineto/mi250_minitoy.json.gz"]
+    "path",
+    [
+        "kineto/a100_ddp_nccl.json.gz",
+        "kineto/v100_ns_resolution.json.gz",
+        "kineto/mi250_minitoy.json.gz",
+    ],
 )
 def test_what_the_step_of_an_optimizer_launches_is_the_optimizers(path: str) -> None:
     spans = [
@@ -163,7 +196,9 @@ def test_what_the_step_of_an_optimizer_launches_is_the_optimizers(path: str) -> 
     work = [e for e in work_of(path) if e["args"].get("correlation") in launched]
     found = kernel_kinds(trace_of(path)).kinds.filter(pl.col("kind") == "optimizer")
     assert (found["count"].sum(), len(work) > 0) == (len(work), True)
-    assert found["sum_ns"].sum() == pytest.approx(sum(ns(e["dur"]) for e in work), rel=1e-5 if "v100" in path else 0)
+    assert found["sum_ns"].sum() == pytest.approx(
+        sum(ns(e["dur"]) for e in work), rel=1e-5 if "v100" in path else 0
+    )
 
 
 def test_kinds_of_a_language_model_on_amd() -> None:
@@ -175,7 +210,9 @@ def test_kinds_of_a_language_model_on_amd() -> None:
                 sums[kind] += ns(event["dur"])
     found = {row["kind"]: row["sum_ns"] for row in kernel_kinds(trace_of(path)).kinds.to_dicts()}
     assert (found["gemm"], found["gemm"]) == (sums["gemm"], 16_887_733)
-    assert found["attention"] >= sums["attention"] > 5_000_000  # and what prepares it under the same operator
+    assert (
+        found["attention"] >= sums["attention"] > 5_000_000
+    )  # and what prepares it under the same operator
     assert found["normalisation"] == found["optimizer"] == found["communication"] == 0
 
 
@@ -185,12 +222,22 @@ def test_kernels_by_shapes_as_the_operators_of_the_file_have_them(path: str) -> 
     wanted: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for event in work_of(path):
         op = said.get(event["args"].get("External id"))
-        if op is not None and op["name"] in ("aten::bmm", "aten::addmm", "aten::mm") and event["cat"] == "kernel":
+        if (
+            op is not None
+            and op["name"] in ("aten::bmm", "aten::addmm", "aten::mm")
+            and event["cat"] == "kernel"
+        ):
             shapes = json.dumps(op["args"]["Input Dims"], separators=(",", ":"))
             wanted[op["name"], shapes, event["name"]].append(ns(event["dur"]))
-    rows = kernel_shapes(trace_of(path)).rows.filter(pl.col("op").is_in(["aten::bmm", "aten::addmm", "aten::mm"]))
+    rows = kernel_shapes(trace_of(path)).rows.filter(
+        pl.col("op").is_in(["aten::bmm", "aten::addmm", "aten::mm"])
+    )
     found = {
-        (row["op"], json.dumps(json.loads(row["shapes"]), separators=(",", ":")), row["kernel"]): row
+        (
+            row["op"],
+            json.dumps(json.loads(row["shapes"]), separators=(",", ":")),
+            row["kernel"],
+        ): row
         for row in rows.to_dicts()
         if not row["kernel"].startswith("Mem")
     }
@@ -210,7 +257,11 @@ def test_sm_efficiency_and_occupancy_by_their_formula() -> None:
     filled = sum(min(float(e["args"]["blocks per SM"]), 1.0) * ns(e["dur"]) for e in kernels)
     whole = sum(ns(e["dur"]) for e in kernels)
     # 0 % of an SM that holds a warp is an estimate that failed
-    told = [e for e in kernels if e["args"]["est. achieved occupancy %"] or float(e["args"]["warps per SM"]) < 1]
+    told = [
+        e
+        for e in kernels
+        if e["args"]["est. achieved occupancy %"] or float(e["args"]["warps per SM"]) < 1
+    ]
     lit = sum(float(e["args"]["est. achieved occupancy %"]) * ns(e["dur"]) for e in told)
     known = sum(ns(e["dur"]) for e in told)
     row = kernel_efficiency(trace_of(path)).devices.row(0, named=True)
@@ -230,15 +281,26 @@ def test_sm_efficiency_and_occupancy_by_their_formula() -> None:
     ],
 )
 def test_matrix_units_by_names(path: str, pattern: str) -> None:
-    used = sum(ns(e["dur"]) for e in work_of(path) if e["cat"] == "kernel" and re.search(pattern, e["name"]))
+    used = sum(
+        ns(e["dur"])
+        for e in work_of(path)
+        if e["cat"] == "kernel" and re.search(pattern, e["name"])
+    )
     found = dict(kernel_efficiency(trace_of(path)).matrix.select("matrix_units", "total_ns").rows())
     assert found["used"] == used
-    assert (used > 0) == ("v100" not in path)  # single precision on a V100 runs on scalar units only
+    assert (used > 0) == (
+        "v100" not in path
+    )  # single precision on a V100 runs on scalar units only
     assert (found["unused"] > 0) == ("v100" in path)
 
 
 @pytest.mark.parametrize(
-    "path", ["kineto/h100_owlv2.json.gz", "diff/v100_test.json.gz", "kineto/mi300_vllm_piecewise_graphs.json.gz"]
+    "path",
+    [
+        "kineto/h100_owlv2.json.gz",
+        "diff/v100_test.json.gz",
+        "kineto/mi300_vllm_piecewise_graphs.json.gz",
+    ],
 )
 def test_bytes_and_bandwidth_by_direction(path: str) -> None:
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0, 0])
@@ -258,7 +320,11 @@ def test_bytes_and_bandwidth_by_direction(path: str) -> None:
     table = copies(trace_of(path)).kinds
     for direction, (count, size, length, timed, instant) in sums.items():
         mine = table.filter(pl.col("kind") == direction)
-        assert (mine["count"].sum(), mine["bytes"].sum(), mine["total_ns"].sum()) == (count, size, length)
+        assert (mine["count"].sum(), mine["bytes"].sum(), mine["total_ns"].sum()) == (
+            count,
+            size,
+            length,
+        )
         assert mine["instant_count"].sum() == instant
         if mine.height == 1:
             assert mine["bytes_per_s"].item() == pytest.approx(timed / length * 1e9)
@@ -281,19 +347,27 @@ def test_counters_of_kernels_belong_to_the_operators_that_launched_them() -> Non
     path = "kineto/a100_cupti_counters.json.gz"
     ops = [e for e in raw(path) if e.get("cat") == "cpu_op"]
     calls = sorted(
-        (e for e in raw(path) if e.get("name") == "cudaLaunchKernel" and e.get("ph") == "X"), key=lambda e: ns(e["ts"])
+        (e for e in raw(path) if e.get("name") == "cudaLaunchKernel" and e.get("ph") == "X"),
+        key=lambda e: ns(e["ts"]),
     )
-    ranges = sorted((e for e in raw(path) if e.get("cat") == "cuda_profiler_range"), key=lambda e: ns(e["ts"]))
+    ranges = sorted(
+        (e for e in raw(path) if e.get("cat") == "cuda_profiler_range"), key=lambda e: ns(e["ts"])
+    )
     assert len(calls) == len(ranges) == 77
     wanted: Counter[tuple[str, str]] = Counter()
     for call, measured in zip(calls, ranges, strict=True):
         around = [
-            o for o in ops if o["tid"] == call["tid"] and ns(o["ts"]) <= ns(call["ts"]) < ns(o["ts"]) + ns(o["dur"])
+            o
+            for o in ops
+            if o["tid"] == call["tid"]
+            and ns(o["ts"]) <= ns(call["ts"]) < ns(o["ts"]) + ns(o["dur"])
         ]
         innermost = max(around, key=lambda o: ns(o["ts"]))["name"]
         for key, value in measured["args"].items():
             wanted[innermost, key] += int(value)
     found = counters(trace_of(path))
-    assert {(row["op"], row["counter"]): row["value"] for row in found.operators.to_dicts()} == dict(wanted)
+    assert {
+        (row["op"], row["counter"]): row["value"] for row in found.operators.to_dicts()
+    } == dict(wanted)
     assert (found.unpaired, found.range_count, found.launch_count) == (None, 77, 77)
     assert found.ranges.filter(pl.col("kernel").is_null())["range"].unique().to_list() == [1]

@@ -16,11 +16,15 @@ from traceloom.analyze import launches
 from traceloom.formats import load
 
 KINETO = sorted(path.name.removesuffix(".json.gz") for path in (DATA / "kineto").glob("*.json.gz"))
-PLAIN = [name for name in KINETO if name != "mtia_inference"]  # work of command processors has no plain category
+PLAIN = [
+    name for name in KINETO if name != "mtia_inference"
+]  # work of command processors has no plain category
 
 pytestmark = [
     pytest.mark.data,
-    pytest.mark.skipif(not KINETO, reason="the public traces (../shared/data) are not on this machine"),
+    pytest.mark.skipif(
+        not KINETO, reason="the public traces (../shared/data) are not on this machine"
+    ),
 ]
 
 
@@ -67,12 +71,16 @@ def _submitted(name: str) -> dict[Any, list[dict[str, Any]]]:
 def test_delays_and_counts_equal_a_plain_count(name: str) -> None:
     _, calls = told(name)
     submitted = _submitted(name)
-    delays = sorted(max(0, works[0]["start"] - calls[key]["end"]) for key, works in submitted.items())
+    delays = sorted(
+        max(0, works[0]["start"] - calls[key]["end"]) for key, works in submitted.items()
+    )
     found = launches(load(DATA / "kineto" / f"{name}.json.gz").traces[0])
     tolerance = 300 if name == "v100_ns_resolution" else 0  # fractional Unix microseconds
     assert found.totals["launch_count"].sum() == len(delays)
     assert found.totals["work_count"].sum() == len(told(name)[0])
-    assert found.totals["graph_work_count"].sum() == sum(len(works) - 1 for works in submitted.values())
+    assert found.totals["graph_work_count"].sum() == sum(
+        len(works) - 1 for works in submitted.values()
+    )
     if delays:
         assert found.totals["delay_max_ns"].max() == pytest.approx(delays[-1], abs=tolerance)
         middle = (delays[(len(delays) - 1) // 2] + delays[len(delays) // 2]) // 2
@@ -83,7 +91,11 @@ def test_delays_and_counts_equal_a_plain_count(name: str) -> None:
 def test_short_kernels_equal_a_plain_count(name: str) -> None:
     _, calls = told(name)
     alone = [(works[0], calls[key]) for key, works in _submitted(name).items() if len(works) == 1]
-    short = [1 for work, call in alone if work["kernel"] and work["end"] - work["start"] < call["end"] - call["start"]]
+    short = [
+        1
+        for work, call in alone
+        if work["kernel"] and work["end"] - work["start"] < call["end"] - call["start"]
+    ]
     found = launches(load(DATA / "kineto" / f"{name}.json.gz").traces[0])
     assert found.short["short_count"].sum() == len(short)
     assert found.bins["short_count"].sum() == len(short)
@@ -111,7 +123,9 @@ def test_queues_equal_a_plain_sweep_and_are_never_negative(name: str) -> None:
             launched += (-1 if down else 1) * first
             most, most_launched = max(most, pending), max(most_launched, launched)
             assert pending >= 0
-        if name == "v100_ns_resolution":  # fractional Unix microseconds: starts within 256 ns may change places
+        if (
+            name == "v100_ns_resolution"
+        ):  # fractional Unix microseconds: starts within 256 ns may change places
             assert queue["max_works"] == pytest.approx(most, abs=1)
             continue
         # an instant at which work is launched and other work starts counts as one
@@ -134,8 +148,12 @@ def test_the_queue_of_the_v100_was_full_at_1022_launches() -> None:
     assert 0.8 * queue["held_ns"] <= found.calls["long_ns"].sum() <= 1.2 * queue["held_ns"]
 
 
-@pytest.mark.skipif("mi300_sglang_decode_graphs" not in KINETO, reason="the trace is not on this machine")
+@pytest.mark.skipif(
+    "mi300_sglang_decode_graphs" not in KINETO, reason="the trace is not on this machine"
+)
 def test_one_graph_launch_of_544_kernels_is_one_launch() -> None:
     found = launches(load(DATA / "kineto" / "mi300_sglang_decode_graphs.json.gz").traces[0])
-    assert found.totals.select("launch_count", "work_count", "graph_work_count").rows() == [(15, 558, 543)]
+    assert found.totals.select("launch_count", "work_count", "graph_work_count").rows() == [
+        (15, 558, 543)
+    ]
     assert found.queues["max_works"].max() == 544

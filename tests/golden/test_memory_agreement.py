@@ -20,5 +20,7 @@ FILES = sorted(KINETO.glob("*.json.gz"))
 def test_peak_and_end_agree(path: Path) -> None:
     for trace in traceloom.load(path).traces:
         summed = memory(trace).devices.select("device_type", "device", "peak_bytes", "end_bytes")
-        paired = explain_allocations(trace).pools.select("device_type", "device", "peak_bytes", "end_bytes")
+        paired = explain_allocations(trace).pools.select(
+            "device_type", "device", "peak_bytes", "end_bytes"
+        )
         assert sorted(paired.rows()) == sorted(summed.rows())

@@ -17,13 +17,17 @@ FILES = sorted(path.name.removesuffix(".json.gz") for path in KINETO.glob("*.jso
 
 pytestmark = [
     pytest.mark.data,
-    pytest.mark.skipif(not FILES, reason="the public traces (../shared/data) are not on this machine"),
+    pytest.mark.skipif(
+        not FILES, reason="the public traces (../shared/data) are not on this machine"
+    ),
 ]
 
 
 def streams(name: str) -> list[list[str]]:
     """Names of the GPU work of every stream in the order of starts, straight from the file."""
-    events = json.loads(gzip.decompress((KINETO / f"{name}.json.gz").read_bytes()), parse_float=Decimal)["traceEvents"]
+    events = json.loads(
+        gzip.decompress((KINETO / f"{name}.json.gz").read_bytes()), parse_float=Decimal
+    )["traceEvents"]
     work = [e for e in events if e.get("ph") == "X" and e.get("cat") in GPU_WORK]
     lanes: dict[tuple[object, object], list[tuple[Decimal, str]]] = {}
     for event in work:
@@ -43,7 +47,9 @@ def times_without_overlap(lane: list[str], wanted: list[str]) -> int:
 
 
 # times of the one are rounded, work of the other has no plain category
-@pytest.mark.parametrize("name", [name for name in FILES if name not in ("v100_ns_resolution", "mtia_inference")])
+@pytest.mark.parametrize(
+    "name", [name for name in FILES if name not in ("v100_ns_resolution", "mtia_inference")]
+)
 def test_every_sequence_occurs_as_often_as_a_plain_search_finds_it(name: str) -> None:
     found = patterns(load(KINETO / f"{name}.json.gz").traces[0])
     lanes = streams(name)
@@ -60,11 +66,18 @@ def test_every_sequence_occurs_as_often_as_a_plain_search_finds_it(name: str) ->
     ("name", "count", "length", "fraction"),
     [
         ("mi300_sglang_decode_graphs", 36, 15, 0.944),  # Qwen3-8B has 36 layers
-        ("mi300_vllm_piecewise_graphs", 23, 17, 0.955),  # 24 layers, the last of which ends otherwise
+        (
+            "mi300_vllm_piecewise_graphs",
+            23,
+            17,
+            0.955,
+        ),  # 24 layers, the last of which ends otherwise
         ("h100_owlv2", 120, 27, 0.959),  # 24 layers of the image encoder, 5 images
     ],
 )
-def test_the_layers_of_the_models_are_found(name: str, count: int, length: int, fraction: float) -> None:
+def test_the_layers_of_the_models_are_found(
+    name: str, count: int, length: int, fraction: float
+) -> None:
     if name not in FILES:
         pytest.skip("the trace is not on this machine")
     row = patterns(load(KINETO / f"{name}.json.gz").traces[0]).sequences.to_dicts()[0]

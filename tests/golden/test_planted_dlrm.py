@@ -15,7 +15,9 @@ from support.public_traces import DATA
 
 MULTIRANK = DATA / "multirank"
 FILES = {rank: MULTIRANK / f"dlrm_rank{rank}.kineto.json.gz" for rank in range(8)}
-pytestmark = pytest.mark.skipif(not MULTIRANK.is_dir(), reason="the shared trace files are not here")
+pytestmark = pytest.mark.skipif(
+    not MULTIRANK.is_dir(), reason="the shared trace files are not here"
+)
 
 
 def test_without_faults_the_copies_are_the_recording(tmp_path: Path) -> None:
@@ -29,7 +31,9 @@ def test_without_faults_the_copies_are_the_recording(tmp_path: Path) -> None:
     )
     # facts of the recording, counted from its files
     assert parts["last_rank"].to_list() == [7, 7, 7, 7, 7, 5, 5, 4]
-    assert parts["wait_ns"].to_list() == [x * 1000 for x in (7624, 1101, 168, 125, 223, 534, 584, 885)]
+    assert parts["wait_ns"].to_list() == [
+        x * 1000 for x in (7624, 1101, 168, 125, 223, 534, 584, 885)
+    ]
     assert copies.collectives["wait_ns"].sum() == 46_843_000
 
 
@@ -38,7 +42,9 @@ def test_the_last_rank_later_makes_all_later(tmp_path: Path) -> None:
     first = copies.collectives.filter(collective=0).sort("rank")
     assert first["last_rank"][0] == 7
     waits = [2135, 7624, 508, 6122, 4872, 4669, 505, 0]
-    assert first["wait_ns"].to_list()[:7] == pytest.approx([(x + 3000) * 1000 for x in waits[:7]], abs=2000)
+    assert first["wait_ns"].to_list()[:7] == pytest.approx(
+        [(x + 3000) * 1000 for x in waits[:7]], abs=2000
+    )
     assert all(grown == pytest.approx(3_000_000, rel=0.01) for grown in copies.grown_ns.values())
 
 
@@ -55,7 +61,9 @@ def test_slow_kernels_make_their_rank_the_last(tmp_path: Path) -> None:
     assert last.count(4) >= 4
     session = traceloom.load(*copies.paths.values(), cache=False)
     session.check()
-    kernels = session.traces[4].events.filter(pl.col("name").str.contains("gemm"), category="kernel")
+    kernels = session.traces[4].events.filter(
+        pl.col("name").str.contains("gemm"), category="kernel"
+    )
     before = (
         traceloom.load(FILES[4], cache=False)
         .traces[0]

@@ -34,13 +34,19 @@ def broken(events: list[dict[str, Any]]) -> dict[str, int]:
     }
     work = [e for e in spans if e.get("cat") in GPU_WORK]
     syncs = [e for e in spans if e.get("cat") == "cuda_sync"]
-    waits = [e for e in syncs if e["args"].get("cuda_sync_kind") in {"Stream Wait Event", "Event Sync"}]
+    waits = [
+        e for e in syncs if e["args"].get("cuda_sync_kind") in {"Stream Wait Event", "Event Sync"}
+    ]
 
     def record(event: dict[str, Any]) -> int:
         number = int(event["args"].get("wait_on_cuda_event_record_corr_id", -1))
         return -1 if number == 2**32 - 1 else number
 
-    early = sum(float(e["ts"]) < launched[c] for e in work if (c := e["args"].get("correlation")) in launched)
+    early = sum(
+        float(e["ts"]) < launched[c]
+        for e in work
+        if (c := e["args"].get("correlation")) in launched
+    )
     running = 0
     for sync in syncs:
         if sync["args"].get("cuda_sync_kind") == "Stream Sync":
@@ -89,7 +95,9 @@ def test_the_six_rules_find_what_loops_over_the_file_find(path: str) -> None:
         "collectives-without-details",
         "ambiguous-backward",
     }
-    found = {row["check"]: row["affected_count"] for row in checks.to_dicts() if row["check"] in rules}
+    found = {
+        row["check"]: row["affected_count"] for row in checks.to_dicts() if row["check"] in rules
+    }
     assert {slug: count for slug, count in found.items() if count} == wanted
 
 
@@ -99,7 +107,9 @@ def test_rules_that_public_traces_are_known_to_break() -> None:
         ("diff/a100_control.json.gz", "collectives-without-details", 102),
         ("multirank/dlrm_rank0.kineto.json.gz", "collectives-without-details", 13),
     ):
-        checks = {row["check"]: row for row in quality(load(DATA / path).traces[0]).checks.to_dicts()}
+        checks = {
+            row["check"]: row for row in quality(load(DATA / path).traces[0]).checks.to_dicts()
+        }
         assert checks[slug]["affected_count"] == count
         assert checks[slug]["affects"]
 
@@ -108,4 +118,6 @@ def test_details_of_collectives_may_stand_in_an_annotation_inside() -> None:
     trace = load(DATA / "multirank" / "dlrm_rank0.kineto.json.gz").traces[0]
     (notice,) = [one for one in quality(trace).notices if one.slug == "collectives-without-details"]
     assert notice.message.startswith("13 of 13 collective calls")
-    assert "missing: group in 13; kind, type, size in 5" in notice.message, "8 have an annotation that tells the rest"
+    assert "missing: group in 13; kind, type, size in 5" in notice.message, (
+        "8 have an annotation that tells the rest"
+    )

@@ -51,26 +51,40 @@ def test_events_kernels_and_windows_equal_the_golden_file(name):
         assert trace.devices.filter(pl.col("device") == int(device))["used"].to_list() == [True]
     totals = kernels.group_by("name").agg(pl.col("duration_ns").sum(), pl.len())
     for top in golden["top_kernels"]:
-        assert totals.filter(pl.col("name") == top["name"]).rows()[0][1:] == (top["total_ns"], top["count"])
+        assert totals.filter(pl.col("name") == top["name"]).rows()[0][1:] == (
+            top["total_ns"],
+            top["count"],
+        )
 
 
 @pytest.mark.parametrize(
     "name",
-    ["kineto/h100_bert_small", "kineto/mi300_vllm_piecewise_graphs", "critical_path/alexnet", "kineto/mtia_inference"],
+    [
+        "kineto/h100_bert_small",
+        "kineto/mi300_vllm_piecewise_graphs",
+        "critical_path/alexnet",
+        "kineto/mtia_inference",
+    ],
 )
 def test_arguments_are_read_again_as_they_stand_in_the_file(name):
     path = DATA / f"{name}.json.gz"
     trace = read_kineto(path)
     correlated = trace.events.filter(pl.col("correlation").is_not_null())
-    for event, correlation in correlated[:: max(1, correlated.height // 5)].select("event", "correlation").rows():
+    for event, correlation in (
+        correlated[:: max(1, correlated.height // 5)].select("event", "correlation").rows()
+    ):
         assert arguments(trace, event)["correlation"] == correlation
 
 
-@pytest.mark.parametrize("name", ["kineto/a100_ddp_nccl", "diff/a100_control", "damaged_metadata/legacy_categories"])
+@pytest.mark.parametrize(
+    "name", ["kineto/a100_ddp_nccl", "diff/a100_control", "damaged_metadata/legacy_categories"]
+)
 def test_launch_arrows_of_all_generations_join_launches_and_their_work(name):
     trace = read_kineto(DATA / f"{name}.json.gz")
     arrows = trace.flows.filter(
-        (pl.col("kind") == "launch") & pl.col("source").is_not_null() & pl.col("target").is_not_null()
+        (pl.col("kind") == "launch")
+        & pl.col("source").is_not_null()
+        & pl.col("target").is_not_null()
     )
     assert arrows.height > 0
     source = trace.events[arrows["source"]]

@@ -38,13 +38,18 @@ def leaf_flops(name: str, shapes: list[Any], concrete: list[str]) -> int | None:
         x, w = shapes[:2]
         padding, stride, dilation = (json.loads(concrete[at]) for at in (2, 3, 4))
         out = [
-            (x[i + 2] + 2 * padding[i] - dilation[i] * (w[i + 2] - 1) - 1) // stride[i] + 1 for i in range(len(x) - 2)
+            (x[i + 2] + 2 * padding[i] - dilation[i] * (w[i + 2] - 1) - 1) // stride[i] + 1
+            for i in range(len(x) - 2)
         ]
         return 2 * x[0] * prod(out) * prod(w)
     if name == "aten::_flash_attention_forward":
         b, nq, h, d = shapes[0]
         nkv = shapes[1][1]
-        pairs = sum(min(nkv, max(0, i + 1 + nkv - nq)) for i in range(nq)) if concrete[8] == "True" else nq * nkv
+        pairs = (
+            sum(min(nkv, max(0, i + 1 + nkv - nq)) for i in range(nq))
+            if concrete[8] == "True"
+            else nq * nkv
+        )
         return 4 * b * h * pairs * d
     return None
 
@@ -92,7 +97,8 @@ def test_matrix_flops_equal_a_plain_loop_over_the_file(path: str) -> None:
 @pytest.mark.parametrize("model", ["bert_small", "qwen_0.5b"])
 def test_twins_on_two_vendors_do_the_same_work(model: str) -> None:
     one, other = (
-        roofline(trace_of(f"kineto/{gpu}_{model}.json.gz")).whole.row(0, named=True) for gpu in ("h100", "mi300")
+        roofline(trace_of(f"kineto/{gpu}_{model}.json.gz")).whole.row(0, named=True)
+        for gpu in ("h100", "mi300")
     )
     for key in ("flops", "bytes", "hardware_flops", "model_flops"):
         assert one[key] == other[key] > 0
@@ -118,37 +124,51 @@ def test_work_of_graphs_is_not_guessed() -> None:
     assert row["mfu"] is None
     assert "matrix work without a model" in row["reason"]
     assert found.unmodelled["reason"][0] == "launched by a graph, whose operators are not recorded"
-    by_name = dict(found.operators.filter(pl.col("name") == "aten::argmax").select("name", "flops").rows())
+    by_name = dict(
+        found.operators.filter(pl.col("name") == "aten::argmax").select("name", "flops").rows()
+    )
     assert by_name == {"aten::argmax": 32 * 151_936}
 
 
 def test_an_inductor_kernel_is_modelled_from_its_recorded_inputs() -> None:
     row = roofline(trace_of("kineto/triton_example.json.gz")).operators.row(0, named=True)
-    assert (row["name"], row["flops"], row["bytes"]) == ("triton_poi_fused_add_cos_sin_0", 3 * 100, 3 * 100 * 4)
+    assert (row["name"], row["flops"], row["bytes"]) == (
+        "triton_poi_fused_add_cos_sin_0",
+        3 * 100,
+        3 * 100 * 4,
+    )
 
 
-@pytest.mark.parametrize("path", ["kineto/a100_ddp_nccl.json.gz", "kineto/v100_ns_resolution.json.gz"])
+@pytest.mark.parametrize(
+    "path", ["kineto/a100_ddp_nccl.json.gz", "kineto/v100_ns_resolution.json.gz"]
+)
 def test_without_shapes_nothing_is_modelled_and_the_reason_is_said(path: str) -> None:
     found = roofline(trace_of(path))
     assert found.operators.height == 0
     assert found.unmodelled["reason"].value_counts().sort("count")["reason"][-1] == (
         "the shapes of the operator's inputs are not recorded"
     )
-    assert found.steps["mfu"].null_count() == found.steps["flops"].null_count() == found.steps.height
+    assert (
+        found.steps["mfu"].null_count() == found.steps["flops"].null_count() == found.steps.height
+    )
 
 
 def test_tf32_is_told_from_fp32_by_the_names_of_kernels() -> None:
     found = roofline(trace_of("diff/a100_control.json.gz")).operators.filter("matrix")
     told = dict(found.group_by("arithmetic").agg(pl.col("peak_flop_rate").first()).rows())
     assert told == {"tf32": 156e12, "fp32": 19.5e12}
-    assert found.filter(pl.col("arithmetic") == "tf32")["evidence"].unique().to_list() == ["kernel name"]
+    assert found.filter(pl.col("arithmetic") == "tf32")["evidence"].unique().to_list() == [
+        "kernel name"
+    ]
 
 
 @pytest.mark.parametrize("path", TRACES)
 def test_every_flop_is_counted_once_and_sums_close(path: str) -> None:
     trace = trace_of(path)
     found = roofline(trace, "bf16=1e15,fp16=1e15,tf32=5e14,fp32=1e14,fp64=5e13,memory=3e12")
-    work = select_modelled_work(trace, "bf16=1e15,fp16=1e15,tf32=5e14,fp32=1e14,fp64=5e13,memory=3e12")
+    work = select_modelled_work(
+        trace, "bf16=1e15,fp16=1e15,tf32=5e14,fp32=1e14,fp64=5e13,memory=3e12"
+    )
     whole = found.whole.row(0, named=True)
     assert work["event"].is_unique().all()
     for key in ("flops", "bytes"):
@@ -165,7 +185,9 @@ def test_every_flop_is_counted_once_and_sums_close(path: str) -> None:
     inside = found.steps
     assert int(inside["flops"].sum()) <= (whole["flops"] or 0)
     assert (inside["roofline_fraction"].drop_nulls() >= 0).all()
-    assert (inside["rest_ns"].drop_nulls() <= inside.filter(pl.col("rest_ns").is_not_null())["gpu_ns"]).all()
+    assert (
+        inside["rest_ns"].drop_nulls() <= inside.filter(pl.col("rest_ns").is_not_null())["gpu_ns"]
+    ).all()
 
 
 def test_work_of_an_accelerator_that_no_operator_launched_is_not_modelled() -> None:

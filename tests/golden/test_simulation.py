@@ -10,12 +10,15 @@ from traceloom.workload.simulate.native import run
 
 pytestmark = [
     pytest.mark.data,
-    pytest.mark.skipif(not DATA.is_dir(), reason="the public traces (../shared/data) are not on this machine"),
+    pytest.mark.skipif(
+        not DATA.is_dir(), reason="the public traces (../shared/data) are not on this machine"
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    "name", ["h100_bert_small", "h100_owlv2", "mi300_qwen_0.5b", "a100_ddp_nccl", "v100_ns_resolution"]
+    "name",
+    ["h100_bert_small", "h100_owlv2", "mi300_qwen_0.5b", "a100_ddp_nccl", "v100_ns_resolution"],
 )
 def test_public_traces_come_back(name: str) -> None:
     answer = run(DATA / "kineto" / f"{name}.json.gz")

@@ -34,8 +34,16 @@ def trace(rank: int) -> Trace:
     made.kernel("sgemm_2", 60, 100.7, correlation=2)
     made.launch("cudaEventRecord", 28, 1, correlation=3, flow=False)
     made.launch("cudaStreamWaitEvent", 30, 1, correlation=4, flow=False)
-    made.sync("Stream Wait Event", 30, 1, stream=20, correlation=4, wait_on_stream=7,
-              wait_on_cuda_event_record_corr_id=3, wait_on_cuda_event_id=1)  # fmt: skip
+    made.sync(
+        "Stream Wait Event",
+        30,
+        1,
+        stream=20,
+        correlation=4,
+        wait_on_stream=7,
+        wait_on_cuda_event_record_corr_id=3,
+        wait_on_cuda_event_id=1,
+    )
     made.op("c10d::allreduce_", 32, 14)
     made.collective("allreduce", 33, 12, elements=1 << 18)
     made.launch("cudaLaunchKernelExC", 35, 5, correlation=5)
@@ -49,7 +57,9 @@ def trace(rank: int) -> Trace:
     )
     made.op("aten::zero_", 48, 8).launch("cudaMemsetAsync", 50, 4, correlation=6)
     made.fill(164, 0.9, bytes=4096, correlation=6)
-    made.op("aten::item", 60, 146).launch("cudaDeviceSynchronize", 62, 142, correlation=7, flow=False)
+    made.op("aten::item", 60, 146).launch(
+        "cudaDeviceSynchronize", 62, 142, correlation=7, flow=False
+    )
     made.sync("Context Sync", 62, 140, stream=-1, correlation=7)
     made.launch("cudaGraphLaunch", 208, 10, correlation=8)
     made.kernel("graph_1", 214, 20, correlation=8).kernel("graph_2", 234, 30, correlation=8)
@@ -110,7 +120,9 @@ def test_the_longest_path_is_the_measured_time(table: NodeFrame) -> None:
     ends = np.zeros(len(table), np.int64)
     row_of = {number: row for row, number in enumerate(table.nodes["id"].to_list())}
     for row in range(len(table)):  # ids ascend with time, and so do dependencies here
-        before = [ends[row_of[awaited]] for awaited in table.data.id[table.data.row == row].tolist()]
+        before = [
+            ends[row_of[awaited]] for awaited in table.data.id[table.data.row == row].tolist()
+        ]
         ends[row] = max(before, default=0) + int(table.nodes["duration_us"][row])
     measured = 264  # end of the last kernel
     assert abs(ends[row_of[node_of(table, "graph_2")]] - measured) <= 0.1 * measured

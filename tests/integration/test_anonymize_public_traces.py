@@ -18,7 +18,9 @@ from traceloom.workload.anonymize.policy import Key, Policy
 from traceloom.workload.anonymize.run import Anonymized, anonymize
 
 FOLDERS = ("kineto", "critical_path", "damaged_metadata", "diff", "multirank", "pairs")
-TRACES = sorted(p for folder in FOLDERS for p in (DATA / folder).glob("*.gz")) if DATA.is_dir() else []
+TRACES = (
+    sorted(p for folder in FOLDERS for p in (DATA / folder).glob("*.gz")) if DATA.is_dir() else []
+)
 HOSTS = sorted((DATA / "host").glob("*.gz")) if DATA.is_dir() else []
 CHAKRA = sorted((DATA / "chakra").iterdir()) if DATA.is_dir() else []
 SMALL = 200_000  # bytes of gzip: the large ones are rewritten once, not in every way
@@ -49,17 +51,28 @@ def _shared(path: Path, tmp_path: Path, policy: Policy) -> Anonymized:
 
 def _bytes(outcome: Anonymized) -> bytes:
     parts = [path.read_bytes() for path in outcome.output.iterdir()]
-    return b"\n".join(gzip.decompress(part) if part.startswith(b"\x1f\x8b") else part for part in parts)
+    return b"\n".join(
+        gzip.decompress(part) if part.startswith(b"\x1f\x8b") else part for part in parts
+    )
 
 
 def _verdicts(outcome: Anonymized) -> dict[str, str]:
-    return {part["part"]: part["verdict"] for entry in outcome.report["utility"] for part in entry["parts"]}
+    return {
+        part["part"]: part["verdict"]
+        for entry in outcome.report["utility"]
+        for part in entry["parts"]
+    }
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(p, marks=THOROUGH if p.stat().st_size > LARGE or re.match(r"dlrm_rank[2-7]", p.name) else [])
+        pytest.param(
+            p,
+            marks=THOROUGH
+            if p.stat().st_size > LARGE or re.match(r"dlrm_rank[2-7]", p.name)
+            else [],
+        )
         for p in TRACES
     ],
     ids=_name,
@@ -68,7 +81,9 @@ def test_a_trace_says_the_same_and_nothing_of_its_owner(path: Path, tmp_path: Pa
     outcome = _shared(path, tmp_path, Policy())
     assert TELLING.findall(_bytes(outcome)) == []
     assert set(_verdicts(outcome).values()) <= {"equal", "rounded"}
-    assert [entry["new_notices"] for entry in outcome.report["utility"]] == [[]] * len(outcome.report["utility"])
+    assert [entry["new_notices"] for entry in outcome.report["utility"]] == [[]] * len(
+        outcome.report["utility"]
+    )
     assert all(not one["unknown"] or one["name"] for one in outcome.report["dropped"])
 
 
@@ -76,14 +91,22 @@ def test_a_trace_says_the_same_and_nothing_of_its_owner(path: Path, tmp_path: Pa
     "path",
     [
         pytest.param(p, marks=THOROUGH if number % 3 else [])
-        for number, p in enumerate(p for p in TRACES if p.stat().st_size < SMALL and ".host." not in p.name)
+        for number, p in enumerate(
+            p for p in TRACES if p.stat().st_size < SMALL and ".host." not in p.name
+        )
     ],
     ids=_name,
 )
 def test_collapsed_it_keeps_the_gpu_its_steps_and_its_answers(path: Path, tmp_path: Path) -> None:
     outcome = _shared(path, tmp_path, Policy(structure="collapse", shapes="drop"))
     found = _verdicts(outcome)
-    for part in ("GPU time by device", "GPU time by step", "kernel categories", "launches", "collectives"):
+    for part in (
+        "GPU time by device",
+        "GPU time by step",
+        "kernel categories",
+        "launches",
+        "collectives",
+    ):
         assert found[part] == "equal", part
     assert "changed" not in found.values()
     assert TELLING.findall(_bytes(outcome)) == []
@@ -93,19 +116,33 @@ def test_collapsed_it_keeps_the_gpu_its_steps_and_its_answers(path: Path, tmp_pa
 def test_a_host_trace_keeps_its_nodes(path: Path, tmp_path: Path) -> None:
     outcome = _shared(path, tmp_path, Policy())
     before, after = read_host_trace(path), read_host_trace(next(outcome.output.iterdir()))
-    columns = ["id", "parent", "record_function_id", "sequence", "scope", "thread", "forward_thread", "forward_parent"]
+    columns = [
+        "id",
+        "parent",
+        "record_function_id",
+        "sequence",
+        "scope",
+        "thread",
+        "forward_thread",
+        "forward_parent",
+    ]
     assert after.ops.select(columns).equals(before.ops.select(columns))
     assert after.groups.drop("ranks").equals(before.groups.drop("ranks"))
     assert after.notices == ()
 
 
-@pytest.mark.parametrize("rank", [pytest.param(rank, marks=THOROUGH if rank % 4 else []) for rank in range(8)])
+@pytest.mark.parametrize(
+    "rank", [pytest.param(rank, marks=THOROUGH if rank % 4 else []) for rank in range(8)]
+)
 def test_host_and_device_trace_of_a_rank_still_match(rank: int, tmp_path: Path) -> None:
     pair = [DATA / "multirank" / f"dlrm_rank{rank}.{kind}.json.gz" for kind in ("host", "kineto")]
     outcome = anonymize(pair, tmp_path / "out", Policy(), Key(b"a key that only tests have"))
     found = []
     for folder, names in ((DATA / "multirank", pair), (outcome.output, None)):
-        host, device = names or (folder / f"rank{rank}.host.json.gz", folder / f"rank{rank}.kineto.json.gz")
+        host, device = names or (
+            folder / f"rank{rank}.host.json.gz",
+            folder / f"rank{rank}.kineto.json.gz",
+        )
         found.append(match(read_kineto(device), read_host_trace(host)).coverage())
     assert found[0].equals(found[1])
 
@@ -113,9 +150,9 @@ def test_host_and_device_trace_of_a_rank_still_match(rank: int, tmp_path: Path) 
 @pytest.mark.parametrize("path", CHAKRA, ids=_name)
 def test_a_chakra_file_keeps_nodes_times_and_dependencies(path: Path, tmp_path: Path) -> None:
     outcome = _shared(path, tmp_path, Policy())
-    assert {part: verdict for part, verdict in _verdicts(outcome).items() if part != "sizes of nodes"} == dict.fromkeys(
-        ("nodes and times", "dependencies", "total time", "ideal time"), "equal"
-    )
+    assert {
+        part: verdict for part, verdict in _verdicts(outcome).items() if part != "sizes of nodes"
+    } == dict.fromkeys(("nodes and times", "dependencies", "total time", "ideal time"), "equal")
     with EtReader(next(outcome.output.iterdir()), strict=True) as reader:
         assert not any(attribute.name == "input_file" for attribute in reader.metadata.attr)
         assert sum(1 for _ in reader) == outcome.report["files"][0]["entries_in"]
@@ -125,7 +162,8 @@ def test_all_ranks_of_a_job_stay_one_job(tmp_path: Path) -> None:
     files = sorted((DATA / "multirank").glob("dlrm_rank*.kineto.json.gz"))
     outcome = anonymize(files, tmp_path / "out", Policy(), Key(b"a key that only tests have"))
     before, after = (
-        [read_kineto(path).start_ns for path in paths] for paths in (files, sorted(outcome.output.iterdir()))
+        [read_kineto(path).start_ns for path in paths]
+        for paths in (files, sorted(outcome.output.iterdir()))
     )
     assert [start - after[0] for start in after] == [start - before[0] for start in before]
     report = json.loads(outcome.report_path.read_text())

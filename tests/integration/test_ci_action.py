@@ -74,9 +74,14 @@ class Runner:
                     return values[name]
                 return self.outputs[name.split(".")[-1]] if kind == "steps" else known[match[1]]
 
-            env = {name: re.sub(r"\$\{\{ (\S+) \}\}", value_of, text) for name, text in step.get("env", {}).items()}
+            env = {
+                name: re.sub(r"\$\{\{ (\S+) \}\}", value_of, text)
+                for name, text in step.get("env", {}).items()
+            }
             command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
-            code = subprocess.run(command, env={**self.env, **env}, cwd=self.home, check=False).returncode
+            code = subprocess.run(
+                command, env={**self.env, **env}, cwd=self.home, check=False
+            ).returncode
             if code:
                 return code
         return 0
@@ -94,7 +99,9 @@ def runs(folder: Path, step_us: int) -> str:
         made = TraceBuilder(base_ns=UNIX_NS + run * 10**12, process=10)
         for step in range(12):
             long = step_us + (step * 7 + run * 3) % 5
-            made.step(step, step * 2 * step_us, long).op("aten::mm", step * 2 * step_us + 10, long - 20)
+            made.step(step, step * 2 * step_us, long).op(
+                "aten::mm", step * 2 * step_us + 10, long - 20
+            )
         made.write(folder / str(run) / "rank0.json")
     return str(folder)
 
@@ -115,7 +122,9 @@ def test_a_slower_step_fails_the_pull_request_and_is_told(
     ]
 
 
-def test_where_commenting_is_not_allowed_the_summary_has_to_do(runner: Runner, tmp_path: Path) -> None:
+def test_where_commenting_is_not_allowed_the_summary_has_to_do(
+    runner: Runner, tmp_path: Path
+) -> None:
     base = runs(tmp_path / "base", 1000)
     runner.env["GH_FAILS"] = "yes"
     assert runner.run(base=base, new=base, fail_if="step_time > 3%") == 0
@@ -138,9 +147,13 @@ def test_a_command_is_recorded_in_both_checkouts_in_turns(runner: Runner, tmp_pa
         runner.run(base="old", new="now", command="python train.py; echo $HOME", runs="2") == 3
     )  # nothing was recorded
     recorded = [line for line in runner.log.read_text().splitlines() if line.startswith("record")]
-    assert [line.split()[1] for line in recorded] == [str(tmp_path / side) for side in ("old", "now", "old", "now")]
+    assert [line.split()[1] for line in recorded] == [
+        str(tmp_path / side) for side in ("old", "now", "old", "now")
+    ]
     out = tmp_path / "temp" / "traceloom" / "runs" / "new" / "2"
-    assert recorded[-1].endswith(f"record -q --no-graph-step -o {out} -- bash -c python train.py; echo $HOME")
+    assert recorded[-1].endswith(
+        f"record -q --no-graph-step -o {out} -- bash -c python train.py; echo $HOME"
+    )
 
 
 def test_a_wrong_condition_ends_the_action_with_its_message(runner: Runner, tmp_path: Path) -> None:
@@ -149,18 +162,30 @@ def test_a_wrong_condition_ends_the_action_with_its_message(runner: Runner, tmp_
 
 
 def test_the_workflow_to_copy_uses_inputs_that_the_action_has() -> None:
-    workflow = yaml.safe_load((ROOT / "examples" / "ci" / "traceloom.yml").read_text(encoding="utf-8"))
+    workflow = yaml.safe_load(
+        (ROOT / "examples" / "ci" / "traceloom.yml").read_text(encoding="utf-8")
+    )
     steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
     (uses,) = (step for step in steps if "/traceloom@" in step.get("uses", ""))
     assert set(uses["with"]) <= set(ACTION["inputs"])
-    assert {name for name, about in ACTION["inputs"].items() if about.get("required")} <= set(uses["with"])
+    assert {name for name, about in ACTION["inputs"].items() if about.get("required")} <= set(
+        uses["with"]
+    )
 
 
 def test_the_image_gets_all_that_the_package_is_built_from_and_runs_the_script() -> None:
     lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
     assert lines[-2:] == ['ENTRYPOINT ["traceloom"]', 'CMD ["--help"]']
-    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line[0] == "!"}
+    kept = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+        if line[0] == "!"
+    }
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    needed = {"pyproject.toml", *re.findall(r'^"(\w+)/[^"]+" = "traceloom', project, re.MULTILINE), "src"}
+    needed = {
+        "pyproject.toml",
+        *re.findall(r'^"(\w+)/[^"]+" = "traceloom', project, re.MULTILINE),
+        "src",
+    }
     needed |= set(re.findall(r'^(?:readme = |license-files = \[)"([^"]+)"', project, re.MULTILINE))
     assert needed == kept

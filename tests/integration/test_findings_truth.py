@@ -26,15 +26,39 @@ from traceloom.trace.session import Session
 ALLOWED = 0.10  # of what the fault costs
 UNREAL = 0.02  # of a step: what a finding of a clean job may not exceed
 FAULTS = (
-    "slow loader", "sleep", "Python in the loop", "collection", "synchronisation", "item", "pageable copy",
-    "value at the end of a step", "Python beside a thread that waits", "launches", "recomputation",
-    "recomputation by a busy host", "slow rank", "late host", "late loader", "slow link", "slow link of one group",
-    "synchronisation per pass", "unequal tokens", "large shard", "exposed collectives", "bubbles", "bubbles of GPipe",
-)  # fmt: skip
+    "slow loader",
+    "sleep",
+    "Python in the loop",
+    "collection",
+    "synchronisation",
+    "item",
+    "pageable copy",
+    "value at the end of a step",
+    "Python beside a thread that waits",
+    "launches",
+    "recomputation",
+    "recomputation by a busy host",
+    "slow rank",
+    "late host",
+    "late loader",
+    "slow link",
+    "slow link of one group",
+    "synchronisation per pass",
+    "unequal tokens",
+    "large shard",
+    "exposed collectives",
+    "bubbles",
+    "bubbles of GPipe",
+)
 CLEAN = (
-    "one process", "several streams", "a loader in time", "data parallel", "ranks that never meet",
-    "a copy of a hundredth", "two ranks",
-)  # fmt: skip
+    "one process",
+    "several streams",
+    "a loader in time",
+    "data parallel",
+    "ranks that never meet",
+    "a copy of a hundredth",
+    "two ranks",
+)
 
 
 @cache
@@ -60,15 +84,29 @@ def sums_hold(found: Ranked, whole_ns: int) -> None:
 
 # Others of their kind are tried each time.
 SELDOM = (
-    "Python in the loop", "recomputation by a busy host", "slow link of one group", "bubbles of GPipe", "sleep",
-    "collection", "pageable copy", "late loader", "unequal tokens", "synchronisation per pass",
-)  # fmt: skip
+    "Python in the loop",
+    "recomputation by a busy host",
+    "slow link of one group",
+    "bubbles of GPipe",
+    "sleep",
+    "collection",
+    "pageable copy",
+    "late loader",
+    "unequal tokens",
+    "synchronisation per pass",
+)
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(fault, marks=pytest.mark.thorough) if fault in SELDOM else fault for fault in FAULTS]
+    "fault",
+    [
+        pytest.param(fault, marks=pytest.mark.thorough) if fault in SELDOM else fault
+        for fault in FAULTS
+    ],
 )
-def test_a_planted_fault_is_found_first_with_what_leaving_it_out_saves(fault: str, tmp_path: Path) -> None:
+def test_a_planted_fault_is_found_first_with_what_leaving_it_out_saves(
+    fault: str, tmp_path: Path
+) -> None:
     planted = cases()[fault]
     session = loaded(planted, tmp_path)
     found = findings(session)
@@ -79,7 +117,9 @@ def test_a_planted_fault_is_found_first_with_what_leaving_it_out_saves(fault: st
 
 
 @pytest.mark.parametrize("fault", ["late host", "slow rank"])
-def test_a_rank_that_comes_late_once_does_not_compute_for_longer(fault: str, tmp_path: Path) -> None:
+def test_a_rank_that_comes_late_once_does_not_compute_for_longer(
+    fault: str, tmp_path: Path
+) -> None:
     first = findings(loaded(cases()[fault], tmp_path)).time[0]
     assert first.slug == "straggler"
     assert ("it computed longer" in first.title) == (fault == "slow rank"), first.title
@@ -93,13 +133,20 @@ def test_a_pause_is_named_by_the_thread_that_makes_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("stages", "microbatches", "kernel_us"),
-    [(2, 2, 100), *(pytest.param(*some, marks=pytest.mark.thorough) for some in ((4, 8, 50), (2, 4, 60)))],
+    [
+        (2, 2, 100),
+        *(pytest.param(*some, marks=pytest.mark.thorough) for some in ((4, 8, 50), (2, 4, 60))),
+    ],
 )
 def test_bubbles_save_what_four_microbatches_per_stage_do(
     stages: int, microbatches: int, kernel_us: float, tmp_path: Path
 ) -> None:
-    recipe = ParallelRecipe(pipeline=stages, steps=3, layers=2, kernel_us=kernel_us, microbatches=microbatches)
-    smaller = replace(recipe, microbatches=4 * stages, kernel_us=kernel_us * microbatches / (4 * stages))
+    recipe = ParallelRecipe(
+        pipeline=stages, steps=3, layers=2, kernel_us=kernel_us, microbatches=microbatches
+    )
+    smaller = replace(
+        recipe, microbatches=4 * stages, kernel_us=kernel_us * microbatches / (4 * stages)
+    )
     run = parallel_job(recipe).run()
     truth = (run.window_ns - parallel_job(smaller).run().window_ns) / 3
     found = findings(traceloom.load(run.write(tmp_path / "run"))).time
@@ -120,7 +167,9 @@ def test_enough_microbatches_are_not_told_to_be_more(tmp_path: Path) -> None:
 def test_a_link_as_fast_as_it_should_be_saves_what_the_job_without_its_fault_does() -> None:
     planted = cases()["slow link"]
     graph = calibrate(join_ranks([link_rank(builder.build()) for builder in planted.run.traces()]))
-    neighbours = pl.col("ranks").list.max() - pl.col("ranks").list.min() == 1  # the groups of the slow link
+    neighbours = (
+        pl.col("ranks").list.max() - pl.col("ranks").list.min() == 1
+    )  # the groups of the slow link
     mask = np.zeros(graph.nodes.height, dtype=np.bool_)
     mask[graph.communication.filter(neighbours)["node"].to_numpy()] = True
     fixed = changes.Change("network", NodeSelection("the slow link", mask, "collectives"), 4.0)
@@ -132,7 +181,11 @@ def test_a_clean_job_has_nothing_to_fix(name: str, tmp_path: Path) -> None:
     session = traceloom.load(clean_jobs()[name].run().write(tmp_path / "run"))
     found = findings(session)
     sums_hold(found, Context.of(session).whole_ns)
-    large = [(finding.slug, finding.saving_fraction) for finding in found.time if finding.saving_fraction > UNREAL]
+    large = [
+        (finding.slug, finding.saving_fraction)
+        for finding in found.time
+        if finding.saving_fraction > UNREAL
+    ]
     assert not large
 
 
@@ -144,8 +197,12 @@ def test_a_clean_job_has_nothing_to_fix(name: str, tmp_path: Path) -> None:
         (LateHost(1, 3000, by="python"), "rank 1 delay remove"),
     ],
 )
-def test_the_fix_of_a_rank_does_what_the_job_without_its_fault_does(fault: SlowRank | LateHost, text: str) -> None:
-    job = parallel_job(ParallelRecipe(data=3, steps=3, layers=2, kernel_us=60, spread=0.02, faults=(fault,)))
+def test_the_fix_of_a_rank_does_what_the_job_without_its_fault_does(
+    fault: SlowRank | LateHost, text: str
+) -> None:
+    job = parallel_job(
+        ParallelRecipe(data=3, steps=3, layers=2, kernel_us=60, spread=0.02, faults=(fault,))
+    )
     graph = calibrate(join_ranks([link_rank(builder.build()) for builder in job.run().traces()]))
     without = job.run(Change(without=frozenset({fault.label}))).window_ns
     assert whatif(graph, [parse(text)]).after_ns == pytest.approx(without, rel=0.02)
@@ -163,4 +220,6 @@ def test_the_fix_of_a_rank_does_what_the_job_without_its_fault_does(fault: SlowR
 def test_the_fix_of_a_step_does_what_the_job_without_its_fault_does(fault: str, text: str) -> None:
     planted = cases()[fault]
     graph = calibrate(join_ranks([link_rank(builder.build()) for builder in planted.run.traces()]))
-    assert whatif(graph, [parse(text)]).after_ns == pytest.approx(planted.clean_run.window_ns, rel=0.02)
+    assert whatif(graph, [parse(text)]).after_ns == pytest.approx(
+        planted.clean_run.window_ns, rel=0.02
+    )

@@ -27,7 +27,9 @@ def counted_by_torch(run: Callable[[], Any]) -> dict[str, int]:
 
 def recorded(run: Callable[[], Any], folder: Path) -> pl.DataFrame:
     """Outermost modelled calls of a recorded run: name, flops, bytes, matrix."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+    ) as profiler:
         run()
     path = folder / "trace.json"
     profiler.export_chrome_trace(str(path))
@@ -54,11 +56,15 @@ PRODUCTS = {
     "mm": lambda: torch.mm(torch.ones(7, 5), torch.ones(5, 11)),
     "addmm": lambda: torch.addmm(torch.ones(11), torch.ones(7, 5), torch.ones(5, 11)),
     "bmm": lambda: torch.bmm(torch.ones(3, 7, 5), torch.ones(3, 5, 11)),
-    "baddbmm": lambda: torch.baddbmm(torch.ones(3, 7, 11), torch.ones(3, 7, 5), torch.ones(3, 5, 11)),
+    "baddbmm": lambda: torch.baddbmm(
+        torch.ones(3, 7, 11), torch.ones(3, 7, 5), torch.ones(3, 5, 11)
+    ),
     "linear": lambda: F.linear(torch.ones(2, 3, 5), torch.ones(11, 5), torch.ones(11)),
     "matmul of batches that broadcast": lambda: torch.ones(2, 1, 7, 5) @ torch.ones(3, 5, 11),
     "matmul of a matrix and a vector": lambda: torch.ones(7, 5) @ torch.ones(5),
-    "linear, forward and backward": lambda: F.linear(leaf(7, 5), leaf(11, 5), leaf(11)).sum().backward(),
+    "linear, forward and backward": lambda: (
+        F.linear(leaf(7, 5), leaf(11, 5), leaf(11)).sum().backward()
+    ),
     "bmm, forward and backward": lambda: torch.bmm(leaf(3, 7, 5), leaf(3, 5, 11)).sum().backward(),
     "einsum": lambda: torch.einsum("bij,bkj->bik", torch.ones(3, 7, 5), torch.ones(3, 11, 5)),
 }
@@ -75,14 +81,21 @@ def test_matrix_products(name: str, tmp_path: Path) -> None:
 CONVOLUTIONS = {
     "conv2d": lambda: F.conv2d(leaf(2, 4, 17, 15), leaf(8, 4, 3, 5)),
     "stride, padding and dilation": lambda: F.conv2d(
-        leaf(2, 4, 17, 15), leaf(8, 4, 3, 3), leaf(8), stride=(2, 3), padding=(1, 2), dilation=(2, 1)
+        leaf(2, 4, 17, 15),
+        leaf(8, 4, 3, 3),
+        leaf(8),
+        stride=(2, 3),
+        padding=(1, 2),
+        dilation=(2, 1),
     ),
     "groups": lambda: F.conv2d(leaf(2, 4, 17, 15), leaf(8, 2, 3, 3), groups=2),
     "depthwise": lambda: F.conv2d(leaf(2, 4, 9, 9), leaf(4, 1, 3, 3), groups=4),
     "conv1d": lambda: F.conv1d(leaf(2, 4, 17), leaf(8, 4, 3), stride=2),
     "conv3d": lambda: F.conv3d(leaf(1, 2, 5, 6, 7), leaf(3, 2, 2, 3, 3), padding=1),
     "same padding": lambda: F.conv2d(leaf(2, 4, 9, 9), leaf(8, 4, 3, 3), padding="same"),
-    "transposed": lambda: F.conv_transpose2d(leaf(2, 4, 9, 7), leaf(4, 6, 3, 3), stride=2, padding=1, output_padding=1),
+    "transposed": lambda: F.conv_transpose2d(
+        leaf(2, 4, 9, 7), leaf(4, 6, 3, 3), stride=2, padding=1, output_padding=1
+    ),
 }
 
 
@@ -92,16 +105,23 @@ def test_convolutions_forward(name: str, tmp_path: Path) -> None:
     assert ours == theirs > 0
 
 
-@pytest.mark.parametrize("name", [name for name in CONVOLUTIONS if name not in ("groups", "depthwise")])
+@pytest.mark.parametrize(
+    "name", [name for name in CONVOLUTIONS if name not in ("groups", "depthwise")]
+)
 def test_convolutions_backward(name: str, tmp_path: Path) -> None:
     ours, theirs = both(lambda: CONVOLUTIONS[name]().sum().backward(), tmp_path)
     assert ours == theirs > 0
 
 
 @pytest.mark.parametrize("name", ["groups", "depthwise"])
-def test_each_gradient_of_a_grouped_convolution_costs_the_forward_pass(name: str, tmp_path: Path) -> None:
+def test_each_gradient_of_a_grouped_convolution_costs_the_forward_pass(
+    name: str, tmp_path: Path
+) -> None:
     forward = matrix_flops(recorded(CONVOLUTIONS[name], tmp_path))
-    assert matrix_flops(recorded(lambda: CONVOLUTIONS[name]().sum().backward(), tmp_path)) == 3 * forward
+    assert (
+        matrix_flops(recorded(lambda: CONVOLUTIONS[name]().sum().backward(), tmp_path))
+        == 3 * forward
+    )
 
 
 def test_a_gradient_that_nobody_asks_for_costs_nothing(tmp_path: Path) -> None:
@@ -138,7 +158,9 @@ def test_attention_backward_of_the_mathematical_form(tmp_path: Path) -> None:
 
 
 def test_flash_attention_backward_does_the_scores_again(tmp_path: Path) -> None:
-    calls = recorded(lambda: attention("FLASH_ATTENTION")().sum().backward(), tmp_path).filter("matrix")
+    calls = recorded(lambda: attention("FLASH_ATTENTION")().sum().backward(), tmp_path).filter(
+        "matrix"
+    )
     product = 2 * 2 * 4 * 24 * 24 * 16
     assert calls["flops"].to_list() == [2 * product, 5 * product]
     assert calls["recomputed"].to_list() == [0, product]
@@ -152,7 +174,9 @@ def test_the_registered_formula_of_torch_agrees_on_flash_attention_backward() ->
 
 
 @pytest.mark.parametrize("backend", ["MATH", "FLASH_ATTENTION"])
-def test_causal_attention_counts_the_pairs_that_the_mask_leaves(backend: str, tmp_path: Path) -> None:
+def test_causal_attention_counts_the_pairs_that_the_mask_leaves(
+    backend: str, tmp_path: Path
+) -> None:
     calls = recorded(attention(backend, is_causal=True), tmp_path)
     assert matrix_flops(calls) == 2 * 2 * 4 * (24 * 25 // 2) * (16 + 16)
 
@@ -167,13 +191,21 @@ def test_causal_attention_with_more_keys_than_queries(tmp_path: Path) -> None:
 def test_a_whole_network(tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 8, 3, stride=2), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Flatten(),
-        torch.nn.Linear(8 * 7 * 7, 32), torch.nn.LayerNorm(32), torch.nn.GELU(), torch.nn.Linear(32, 10),
-    )  # fmt: skip
+        torch.nn.Conv2d(3, 8, 3, stride=2),
+        torch.nn.BatchNorm2d(8),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(8 * 7 * 7, 32),
+        torch.nn.LayerNorm(32),
+        torch.nn.GELU(),
+        torch.nn.Linear(32, 10),
+    )
 
     def run() -> None:
         network.zero_grad()
-        F.cross_entropy(network(torch.ones(4, 3, 15, 15)), torch.zeros(4, dtype=torch.long)).backward()
+        F.cross_entropy(
+            network(torch.ones(4, 3, 15, 15)), torch.zeros(4, dtype=torch.long)
+        ).backward()
 
     ours, theirs = both(run, tmp_path)
     assert ours == theirs > 0
@@ -190,7 +222,9 @@ def test_bytes_are_every_operand_once(tmp_path: Path) -> None:
     calls = recorded(run, tmp_path)
     bytes_of = dict(zip(calls["name"], calls["bytes"], strict=True))
     assert bytes_of["aten::mm"] == 4 * (35 + 55 + 77)
-    assert bytes_of["aten::add"] == 4 * (6 * 4 + 8 * 4 + 6 * 8 * 4)  # an expanded input lies once in memory
+    assert bytes_of["aten::add"] == 4 * (
+        6 * 4 + 8 * 4 + 6 * 8 * 4
+    )  # an expanded input lies once in memory
     assert bytes_of["aten::softmax"] == 4 * 2 * 27
     assert bytes_of["aten::sum"] == 4 * (27 + 3)
     assert bytes_of["aten::embedding"] == 4 * 2 * 3 * 6 + 8 * 3
@@ -203,7 +237,9 @@ def test_lists_of_tensors_without_a_kernel_are_not_guessed(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("stacks", [True, False])
-def test_recomputation_of_a_real_run_counts_for_hfu_alone(reentrant: bool, stacks: bool, tmp_path: Path) -> None:
+def test_recomputation_of_a_real_run_counts_for_hfu_alone(
+    reentrant: bool, stacks: bool, tmp_path: Path
+) -> None:
     from torch.utils.checkpoint import checkpoint
 
     torch.manual_seed(0)
@@ -212,16 +248,18 @@ def test_recomputation_of_a_real_run_counts_for_hfu_alone(reentrant: bool, stack
 
     def train(*, again: bool) -> dict[str, Any]:
         activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, record_shapes=True, with_stack=stacks) as profiler:
+        with torch.profiler.profile(
+            activities=activities, record_shapes=True, with_stack=stacks
+        ) as profiler:
             x = torch.ones(64, 32, requires_grad=True)
             for layer in layers:
                 x = checkpoint(layer, x, use_reentrant=reentrant) if again else layer(x)
             x.square().mean().backward()
         path = tmp_path / f"{again}.json"
         profiler.export_chrome_trace(str(path))
-        return traceloom.analyze.roofline(traceloom.load(path).traces[0], "fp32=1e12,memory=1e12").whole.row(
-            0, named=True
-        )
+        return traceloom.analyze.roofline(
+            traceloom.load(path).traces[0], "fp32=1e12,memory=1e12"
+        ).whole.row(0, named=True)
 
     plain, repeated = train(again=False), train(again=True)
     assert plain["model_flops"] == plain["hardware_flops"] == 9 * product

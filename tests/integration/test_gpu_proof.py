@@ -16,7 +16,16 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_proof.py"
 @pytest.mark.torch
 def test_checks_run_on_a_cpu_and_the_parts_of_a_device_are_skipped_by_name(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--only", "fail,sums,nccl", "-o", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--device",
+        "cpu",
+        "--only",
+        "fail,sums,nccl",
+        "-o",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     document = json.loads((tmp_path / "table.json").read_text(encoding="utf-8"))
     rows = {row["check"]: row for row in document["rows"]}

@@ -68,7 +68,9 @@ def test_the_gradients_of_a_convolution() -> None:
     assert (other[6], other[9]) == ("transposed", "output_mask")
 
 
-@pytest.mark.parametrize("name", [name for name in pointwise._BACKWARD_INPUTS if "batch_norm" in name])
+@pytest.mark.parametrize(
+    "name", [name for name in pointwise._BACKWARD_INPUTS if "batch_norm" in name]
+)
 def test_batch_norm_backward(name: str) -> None:
     grad, x, saved, (weight,) = pointwise._BACKWARD_INPUTS[name]
     told = arguments(name)
@@ -131,7 +133,13 @@ PLACES: dict[str, dict[int, Any]] = {
     "aten::index_copy_": {2: "index", 3: "source"},
     "aten::constant_pad_nd": {1: "pad"},
     "aten::_to_copy": {1: "dtype"},
-    "aten::max_pool2d_with_indices": {1: "kernel_size", 2: "stride", 3: "padding", 4: "dilation", 5: "ceil_mode"},
+    "aten::max_pool2d_with_indices": {
+        1: "kernel_size",
+        2: "stride",
+        3: "padding",
+        4: "dilation",
+        5: "ceil_mode",
+    },
     "aten::avg_pool2d": {1: "kernel_size", 2: "stride", 3: "padding", 4: "ceil_mode"},
     "aten::_adaptive_avg_pool2d": {1: "output_size"},
     "aten::upsample_bilinear2d": {1: "output_size"},
@@ -148,11 +156,19 @@ def test_other_operators(name: str) -> None:
 
 def test_models_name_operators_that_exist() -> None:
     """Names of this PyTorch, or of another one that is known to have them."""
-    elsewhere = {"aten::_fused_dropout", "aten::thnn_conv2d", "aten::_cat", "aten::_stack", "aten::concat"}
+    elsewhere = {
+        "aten::_fused_dropout",
+        "aten::thnn_conv2d",
+        "aten::_cat",
+        "aten::_stack",
+        "aten::concat",
+    }
     unknown = {
         name
         for name in MODELS.names()
         if name.startswith("aten::") and not hasattr(torch.ops.aten, name.removeprefix("aten::"))
     }
-    in_place = {name for name in unknown if name.endswith("_")}  # not every operator has the form in place
+    in_place = {
+        name for name in unknown if name.endswith("_")
+    }  # not every operator has the form in place
     assert unknown - in_place <= elsewhere

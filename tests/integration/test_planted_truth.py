@@ -13,7 +13,16 @@ import numpy as np
 import polars as pl
 import pytest
 
-from support.jobs import Change, Clock, Job, ParallelRecipe, Recipe, changed, parallel_job, training_job
+from support.jobs import (
+    Change,
+    Clock,
+    Job,
+    ParallelRecipe,
+    Recipe,
+    changed,
+    parallel_job,
+    training_job,
+)
 from support.jobs.training import DELAY, SYNC
 from traceloom.graph import ABSENT, Plan, calibrate, law
 from traceloom.graph.graph import Graph
@@ -49,9 +58,18 @@ RECIPES: dict[str, tuple[Recipe | ParallelRecipe, tuple[Change, ...]]] = {
     "two streams": (Recipe(kernel_us=40, side_stream=True), ALONE),
     "two streams, launch-bound": (Recipe(kernel_us=8, op_us=14, side_stream=True), ALONE),
     "autograd thread": (Recipe(kernel_us=40, autograd=True, item=True), ALONE),
-    "autograd thread, launch-bound": (Recipe(layers=16, kernel_us=6, op_us=20, autograd=True), ALONE),
-    "loader thread": (Recipe(kernel_us=20, item=True, loader_us=4000), (HALF_KERNELS, FAST_HOST, SLOW_HOST)),
-    "4 ranks, one late": (Recipe(ranks=4, kernel_us=40, delay_us=LATE, item=True), (*ALONE, FAST_NETWORK, NO_DELAY)),
+    "autograd thread, launch-bound": (
+        Recipe(layers=16, kernel_us=6, op_us=20, autograd=True),
+        ALONE,
+    ),
+    "loader thread": (
+        Recipe(kernel_us=20, item=True, loader_us=4000),
+        (HALF_KERNELS, FAST_HOST, SLOW_HOST),
+    ),
+    "4 ranks, one late": (
+        Recipe(ranks=4, kernel_us=40, delay_us=LATE, item=True),
+        (*ALONE, FAST_NETWORK, NO_DELAY),
+    ),
     "4 ranks, launch-bound, one late": (
         Recipe(ranks=4, kernel_us=6, op_us=14, transfer_us=20, delay_us=LATE, sync="device"),
         (*ALONE, FAST_NETWORK, NO_DELAY, NO_SYNC),
@@ -61,24 +79,43 @@ RECIPES: dict[str, tuple[Recipe | ParallelRecipe, tuple[Change, ...]]] = {
         (*ALONE, FAST_NETWORK, NO_DELAY),
     ),
     "4 ranks, drifting clocks": (
-        Recipe(steps=8, ranks=4, kernel_us=40, autograd=True, item=True, clocks={2: DRIFTING, 3: DRIFTING}),
+        Recipe(
+            steps=8,
+            ranks=4,
+            kernel_us=40,
+            autograd=True,
+            item=True,
+            clocks={2: DRIFTING, 3: DRIFTING},
+        ),
         (*ALONE, FAST_NETWORK),
     ),
-    "sharded": (Recipe(ranks=3, kernel_us=50, transfer_us=60, sharded=True, item=True), (*ALONE, FAST_NETWORK)),
-    "pipeline": (Recipe(ranks=3, kernel_us=40, pipeline=True, autograd=True, item=True), (*ALONE, FAST_NETWORK)),
+    "sharded": (
+        Recipe(ranks=3, kernel_us=50, transfer_us=60, sharded=True, item=True),
+        (*ALONE, FAST_NETWORK),
+    ),
+    "pipeline": (
+        Recipe(ranks=3, kernel_us=40, pipeline=True, autograd=True, item=True),
+        (*ALONE, FAST_NETWORK),
+    ),
 }
 PROGRAMMATIC = ParallelRecipe(programmatic=True)
 RECIPES |= {
     "programmatic launches": (PROGRAMMATIC, ALONE),
     "programmatic launches, launch-bound": (replace(PROGRAMMATIC, kernel_us=4, op_us=14), ALONE),
-    "programmatic launches, 2 x 2 ranks": (replace(PROGRAMMATIC, data=2, tensor=2), (*ALONE, FAST_NETWORK)),
+    "programmatic launches, 2 x 2 ranks": (
+        replace(PROGRAMMATIC, data=2, tensor=2),
+        (*ALONE, FAST_NETWORK),
+    ),
     "programmatic launches in pipelines": (
-        replace(PROGRAMMATIC, pipeline=2, microbatches=4, spread=0.3), (*ALONE, FAST_NETWORK)
+        replace(PROGRAMMATIC, pipeline=2, microbatches=4, spread=0.3),
+        (*ALONE, FAST_NETWORK),
     ),
     "programmatic launches and graphs": (replace(PROGRAMMATIC, layers=4, graphs=True), ALONE),
-}  # fmt: skip
+}
 CASES = [
-    pytest.param(name, change, id=f"{name}-{number}", marks=pytest.mark.thorough if number % 2 else [])
+    pytest.param(
+        name, change, id=f"{name}-{number}", marks=pytest.mark.thorough if number % 2 else []
+    )
     for name, (_, changes) in RECIPES.items()
     for number, change in enumerate(changes)
 ]
@@ -102,7 +139,9 @@ def asked(name: str, *, sync_records: bool = False) -> Asked:
     return Asked(job, graph, Plan(graph))
 
 
-def error(name: str, change: Change, *, sync_records: bool = False, absent: tuple[str, ...] = ()) -> float:
+def error(
+    name: str, change: Change, *, sync_records: bool = False, absent: tuple[str, ...] = ()
+) -> float:
     """How far the graph's answer is from the truth, as a fraction of it; `absent`: kinds of edges that do not hold."""
     found = asked(name, sync_records=sync_records)
     times = found.plan.evaluate(*changed(found.graph, change, ABSENT, absent))
@@ -114,7 +153,9 @@ def test_a_change_does_what_the_graph_says(name: str, change: Change) -> None:
     assert abs(error(name, change)) <= ALLOWED
 
 
-@pytest.mark.parametrize("name", ["event synchronised every step", "two streams", "4 ranks, one late"])
+@pytest.mark.parametrize(
+    "name", ["event synchronised every step", "two streams", "4 ranks, one late"]
+)
 def test_records_of_what_was_awaited_lead_to_the_same_answers(name: str) -> None:
     measured = asked(name, sync_records=True).graph.edges.filter(pl.col("evidence") == "measured")
     assert set(measured["kind"].cast(pl.String)) & {"wait", "synchronize"}
@@ -125,7 +166,9 @@ def test_records_of_what_was_awaited_lead_to_the_same_answers(name: str) -> None
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_the_graph_gives_back_the_run_itself(name: str) -> None:
     found = asked(name)
-    assert error(name, Change()) == pytest.approx(0, abs=1e-4)  # clocks are fitted, the rest is exact
+    assert error(name, Change()) == pytest.approx(
+        0, abs=1e-4
+    )  # clocks are fitted, the rest is exact
     kept = law(found.graph)
     assert kept.exact_error_ns == 0
     assert kept.holds, kept.sentence
@@ -142,7 +185,9 @@ def test_the_graph_gives_back_the_run_itself(name: str) -> None:
         ("4 ranks, one late", SLOW_KERNELS, ("rendezvous",)),
     ],
 )
-def test_without_edges_of_its_kind_the_answer_is_wrong(name: str, change: Change, kinds: tuple[str, ...]) -> None:
+def test_without_edges_of_its_kind_the_answer_is_wrong(
+    name: str, change: Change, kinds: tuple[str, ...]
+) -> None:
     assert abs(error(name, change, absent=kinds)) > ALLOWED
 
 
@@ -151,7 +196,9 @@ def test_launches_that_find_their_queue_full_wait_for_the_kernels_that_make_room
     queue = found.graph.edges.filter(pl.col("kind") == "queue")
     assert queue.height > 400
     late = [
-        span for span in found.job.run().spans if span.name == "cudaLaunchKernel" and span.end - span.start > 12_000
+        span
+        for span in found.job.run().spans
+        if span.name == "cudaLaunchKernel" and span.end - span.start > 12_000
     ]
     held = found.graph.nodes["correlation"].gather(queue["target"])
     assert {span.correlation for span in late} <= set(held)
@@ -160,7 +207,15 @@ def test_launches_that_find_their_queue_full_wait_for_the_kernels_that_make_room
 def test_a_thread_that_ends_while_the_main_thread_thinks_is_not_what_that_waits_for() -> None:
     job = training_job(
         Recipe(
-            layers=4, steps=4, kernel_us=25, op_us=20, sync="device", think_us=300, loader_us=500, spread=0.3, seed=115
+            layers=4,
+            steps=4,
+            kernel_us=25,
+            op_us=20,
+            sync="device",
+            think_us=300,
+            loader_us=500,
+            spread=0.3,
+            seed=115,
         )
     )
     graph = link_rank(job.run().traces()[0].build())
@@ -173,15 +228,22 @@ def test_a_thread_that_ends_while_the_main_thread_thinks_is_not_what_that_waits_
 def test_clocks_are_recovered_within_what_the_fit_says_remains(name: str) -> None:
     recipe = RECIPES[name][0]
     found = asked(name)
-    nodes = found.graph.nodes.filter(pl.col("correlation").is_not_null(), pl.col("kind").is_in(DEVICE))
+    nodes = found.graph.nodes.filter(
+        pl.col("correlation").is_not_null(), pl.col("kind").is_in(DEVICE)
+    )
     fitted = dict(zip(*found.graph.ranks.select("rank", "clock_residual_ns"), strict=True))
     true = {
-        (span.rank, span.correlation): span.start for span in found.job.run().spans if span.stream is not None
-    }  # fmt: skip
+        (span.rank, span.correlation): span.start
+        for span in found.job.run().spans
+        if span.stream is not None
+    }
     for rank in recipe.clocks:
         mine = nodes.filter(pl.col("rank") == rank)
         apart = np.array(
-            [start - true[rank, number] for number, start in zip(*mine["correlation", "start_ns"], strict=True)]
+            [
+                start - true[rank, number]
+                for number, start in zip(*mine["correlation", "start_ns"], strict=True)
+            ]
         )
         zero = nodes.filter(pl.col("rank") == 0)
         origin = zero["start_ns"][0] - true[0, zero["correlation"][0]]

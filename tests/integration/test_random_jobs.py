@@ -58,12 +58,16 @@ def test_changes_of_random_jobs_come_to_what_the_simulation_says() -> None:
     assert np.percentile(savings, 95) <= 0.10
 
 
-@pytest.mark.parametrize("number", [pytest.param(n, marks=pytest.mark.thorough) if n % 4 else n for n in range(LATE)])
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=pytest.mark.thorough) if n % 4 else n for n in range(LATE)]
+)
 def test_a_late_rank_is_told_by_what_it_costs_each_step(number: int, tmp_path: Path) -> None:
     late = next(islice(with_a_late_rank(LATE, seed=5), number, None))
     session = traceloom.load(late.job.run().write(tmp_path / "run"))
     told = [
-        finding for finding in findings(session).time if finding.slug in ("straggler", "host-pause", "data-starved")
+        finding
+        for finding in findings(session).time
+        if finding.slug in ("straggler", "host-pause", "data-starved")
     ]
     step = Context.of(session).step_ns
     if late.cost_ns < COUNTS * step:  # the others run ahead meanwhile: it holds nobody up
@@ -78,10 +82,14 @@ def test_nobody_makes_others_wait_that_it_never_meets(tmp_path: Path) -> None:
     alone = {"straggler", "compute-imbalance", "shard-imbalance"}
     assert not alone & {finding.slug for finding in ranked.time}
     reason = "the ranks share no communication, so none waits for another"
-    assert {abstention.slug for abstention in ranked.abstentions if abstention.reason == reason} == alone
+    assert {
+        abstention.slug for abstention in ranked.abstentions if abstention.reason == reason
+    } == alone
 
 
-def test_reading_a_value_at_the_end_of_a_step_costs_what_the_next_one_could_have_begun_earlier(tmp_path: Path) -> None:
+def test_reading_a_value_at_the_end_of_a_step_costs_what_the_next_one_could_have_begun_earlier(
+    tmp_path: Path,
+) -> None:
     clean = training_job(Recipe(steps=7, layers=4, kernel_us=40, op_us=8, think_us=300))
     job, fixed = (
         at_each_step(clean, lambda _step, blocking=blocking: reads(blocking=blocking), last=True)
@@ -98,13 +106,19 @@ def test_reading_a_value_at_the_end_of_a_step_costs_what_the_next_one_could_have
     assert "one step was evaluated" in alone.limit
 
 
-def test_work_that_autograd_launches_waits_for_what_the_main_thread_told_its_stream_to_wait_for() -> None:
-    job = awaited_by_autograd(training_job(Recipe(steps=2, autograd=True, ranks=2, kernel_us=5, op_us=100)))
+def test_work_that_autograd_launches_waits_for_what_the_main_thread_told_its_stream_to_wait_for() -> (
+    None
+):
+    job = awaited_by_autograd(
+        training_job(Recipe(steps=2, autograd=True, ranks=2, kernel_us=5, op_us=100))
+    )
     graph = linked(job)
     nodes, edges = graph.nodes, graph.edges
     calls = graph.communication.filter(pl.col("group") == "loss")["node"]
     waits = edges.filter(pl.col("kind") == "wait", pl.col("source").is_in(calls.implode()))
     assert waits.height == calls.len() == 4
-    launches = edges.filter(pl.col("kind") == "launch", pl.col("target").is_in(waits["target"].implode()))
+    launches = edges.filter(
+        pl.col("kind") == "launch", pl.col("target").is_in(waits["target"].implode())
+    )
     backward = nodes.filter(pl.col("name").str.starts_with("autograd::engine"))["lane"].unique()
     assert nodes["lane"].gather(launches["source"]).is_in(backward.implode()).all()

@@ -25,7 +25,10 @@ TRACES = (
 
 def named_ns(title: str) -> float:
     """The time that a title says could be saved: with launch latency where it says so, else the first it names."""
-    times = [float(number.replace("\u202f", "")) * UNITS[unit] for number, unit in DURATION.findall(title)]
+    times = [
+        float(number.replace("\u202f", "")) * UNITS[unit]
+        for number, unit in DURATION.findall(title)
+    ]
     return times[1] if "with launch latency" in title else times[0] if times else float("inf")
 
 
@@ -36,7 +39,9 @@ def check_bounds(ranked: Ranked) -> None:
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_no_finding_of_a_public_trace_saves_more_than_its_title_names(name: str, shared_data: Path) -> None:
+def test_no_finding_of_a_public_trace_saves_more_than_its_title_names(
+    name: str, shared_data: Path
+) -> None:
     ranked = findings(traceloom.load(shared_data / name))
     assert ranked.time
     check_bounds(ranked)

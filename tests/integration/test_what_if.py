@@ -36,8 +36,10 @@ NETWORK = ("network * 2", Change(collectives=0.5))
 IN_TIME = ("rank 2 delay remove", Change(without=frozenset({DELAY})))
 CASES = [
     *((name, *change) for name in RECIPES for change in (FASTER, HOST)),
-    ("one late", *NETWORK), ("sharded", *NETWORK), ("one late", *IN_TIME),
-]  # fmt: skip
+    ("one late", *NETWORK),
+    ("sharded", *NETWORK),
+    ("one late", *IN_TIME),
+]
 
 
 @cache
@@ -49,7 +51,9 @@ def made(name: str) -> tuple[Job, Graph, Plan]:
 
 
 @pytest.mark.parametrize(("name", "text", "change"), CASES)
-def test_the_new_time_is_that_of_the_job_with_the_change(name: str, text: str, change: Change) -> None:
+def test_the_new_time_is_that_of_the_job_with_the_change(
+    name: str, text: str, change: Change
+) -> None:
     job, graph, plan = made(name)
     found = whatif(graph, [parse(text)], plan=plan)
     assert found.after_ns == pytest.approx(job.run(change).window_ns, rel=ALLOWED)
@@ -75,7 +79,9 @@ def test_a_programmatic_kernel_waits_for_the_kernel_before_however_short_it_is_i
     assert set(small) & set(graph.nodes["name"].gather(edges["source"])) == set()
     pattern = "|".join(re.escape(name) for name in small)
     found = whatif(graph, [parse(f"kernels ~ ^({pattern})$ * 0.1")], plan=plan)
-    assert found.saved_fraction < 0.01  # what runs beside nothing; a tenth of the time if nothing were awaited
+    assert (
+        found.saved_fraction < 0.01
+    )  # what runs beside nothing; a tenth of the time if nothing were awaited
 
 
 def test_a_batch_says_the_same_as_each_alone_and_changes_add_up_to_at_least_the_larger() -> None:
@@ -84,7 +90,11 @@ def test_a_batch_says_the_same_as_each_alone_and_changes_add_up_to_at_least_the_
     alone = [whatif(graph, [change], plan=plan).saved_ns for change in (host, gpu)]
     both = whatif(graph, [host, gpu], plan=plan)
     assert both.saved_ns >= max(alone)
-    scenarios = [scenario_of(graph, [host]), scenario_of(graph, [gpu]), scenario_of(graph, [host, gpu])]
+    scenarios = [
+        scenario_of(graph, [host]),
+        scenario_of(graph, [gpu]),
+        scenario_of(graph, [host, gpu]),
+    ]
     times = whatif_many(graph, scenarios, plan)
     assert [both.before_ns - time for time in times.tolist()] == [*alone, both.saved_ns]
 
@@ -107,11 +117,21 @@ def test_a_sweep_is_monotone() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "kernels ~ gemm * 0.5", "copies async", "rank 7 delay remove", "network * 2", "loading workers 4", "idle remove",
-        "syncs ~ cudaDeviceSynchronize remove", "kernels fuse", "rank 1,3 host * 0.9", "collectives ~ all_reduce overlap",
-        "kernels graph", "kernels balance", "ops ~ aten::copy_ remove",
+        "kernels ~ gemm * 0.5",
+        "copies async",
+        "rank 7 delay remove",
+        "network * 2",
+        "loading workers 4",
+        "idle remove",
+        "syncs ~ cudaDeviceSynchronize remove",
+        "kernels fuse",
+        "rank 1,3 host * 0.9",
+        "collectives ~ all_reduce overlap",
+        "kernels graph",
+        "kernels balance",
+        "ops ~ aten::copy_ remove",
     ],
-)  # fmt: skip
+)
 def test_changes_are_written_as_they_are_read(text: str) -> None:
     assert str(parse(text)) == text
     assert parse(str(parse(text))) == parse(text)
@@ -119,7 +139,16 @@ def test_changes_are_written_as_they_are_read(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "gemm * 2", "kernels", "kernels faster", "delay remove", "loading workers", "kernels * -1", "network * 0"],
+    [
+        "",
+        "gemm * 2",
+        "kernels",
+        "kernels faster",
+        "delay remove",
+        "loading workers",
+        "kernels * -1",
+        "network * 0",
+    ],
 )
 def test_what_is_no_change_is_refused(text: str) -> None:
     with pytest.raises(UsageError) as caught:
@@ -127,7 +156,9 @@ def test_what_is_no_change_is_refused(text: str) -> None:
     assert caught.value.slug == "bad-change"
 
 
-@pytest.mark.parametrize("text", ["collectives remove", "kernels ~ nothing_like_this * 0.5", "rank 9 delay remove"])
+@pytest.mark.parametrize(
+    "text", ["collectives remove", "kernels ~ nothing_like_this * 0.5", "rank 9 delay remove"]
+)
 def test_a_change_of_nothing_is_refused(text: str) -> None:
     _, graph, plan = made("GPU-bound")
     with pytest.raises(UsageError) as caught:
@@ -137,7 +168,9 @@ def test_a_change_of_nothing_is_refused(text: str) -> None:
 
 def test_a_kind_of_kernels_takes_those_that_are_not_called_so() -> None:
     made = TraceBuilder()
-    for number, name in enumerate(("Cijk_Alik_Bljk_B_BS_BH", "nvjet_hsh_64x32", "vectorized_elementwise_kernel")):
+    for number, name in enumerate(
+        ("Cijk_Alik_Bljk_B_BS_BH", "nvjet_hsh_64x32", "vectorized_elementwise_kernel")
+    ):
         made.launch("cudaLaunchKernel", 10 * number, 2, correlation=number + 1)
         made.kernel(name, 100 + 50 * number, 50, correlation=number + 1)
     graph = calibrate(join_ranks([link_rank(made.build())]))

@@ -43,7 +43,9 @@ SCALARS = {
 # A field that no version of the schema has, on any wire type.
 UNKNOWN = st.one_of(
     st.just(b""),
-    UINT64.map(lambda n: b"\xf8\x3f" + encode.encode_varints(np.array([n], np.uint64)).data.tobytes()),
+    UINT64.map(
+        lambda n: b"\xf8\x3f" + encode.encode_varints(np.array([n], np.uint64)).data.tobytes()
+    ),
     st.binary(max_size=5).map(lambda data: b"\xfa\x3f" + bytes((len(data),)) + data),
     st.binary(min_size=8, max_size=8).map(lambda data: b"\xf9\x3f" + data),
     st.binary(min_size=4, max_size=4).map(lambda data: b"\xfd\x3f" + data),
@@ -86,15 +88,23 @@ def nodes(draw: Callable[[Any], Any]) -> Node:
 def metadata(draw: Callable[[Any], Any]) -> GlobalMetadata:
     message = GlobalMetadata(version=draw(TEXT))
     message.attr.extend(draw(st.lists(attributes(), max_size=3)))
-    if message.version or message.attr:  # a first message of unknown fields alone would be no metadata
+    if (
+        message.version or message.attr
+    ):  # a first message of unknown fields alone would be no metadata
         message.MergeFromString(draw(UNKNOWN))
     return message
 
 
-@given(metadata(), st.lists(nodes(), max_size=4), st.sampled_from([".et", ".et.gz", ".json", ".jsonl", ".jsonl.gz"]))
+@given(
+    metadata(),
+    st.lists(nodes(), max_size=4),
+    st.sampled_from([".et", ".et.gz", ".json", ".jsonl", ".jsonl.gz"]),
+)
 @example(GlobalMetadata(), [Node()], ".jsonl")
 @example(GlobalMetadata(version="1"), [Node(id=2**64 - 1)], ".json")
-def test_any_message_survives_every_form(head: GlobalMetadata, body: list[Node], ending: str) -> None:
+def test_any_message_survives_every_form(
+    head: GlobalMetadata, body: list[Node], ending: str
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"a{ending}"
         write_messages(path, head, body)
@@ -119,9 +129,13 @@ def test_varints_are_those_of_the_library(numbers: list[int]) -> None:
 
 
 @given(st.lists(st.binary(max_size=5), min_size=1, max_size=5), st.data())
-def test_rows_of_a_table_are_laid_end_to_end_by_their_numbers(table: list[bytes], data: st.DataObject) -> None:
+def test_rows_of_a_table_are_laid_end_to_end_by_their_numbers(
+    table: list[bytes], data: st.DataObject
+) -> None:
     numbers = data.draw(st.lists(st.integers(0, len(table) - 1), max_size=20))
-    rows = encode.ByteRows(np.frombuffer(b"".join(table), np.uint8), np.array([len(row) for row in table]))
+    rows = encode.ByteRows(
+        np.frombuffer(b"".join(table), np.uint8), np.array([len(row) for row in table])
+    )
     found = encode.pick_rows(rows, np.array(numbers, np.int64))
     assert found.data.tobytes() == b"".join(table[number] for number in numbers)
     assert found.lengths.tolist() == [len(table[number]) for number in numbers]
@@ -160,14 +174,22 @@ def test_messages_from_columns_are_those_of_the_library(rows: list[Any]) -> None
     made = encode.encode_messages(
         [
             encode.encode_number_field(b"\x08", np.array(ids, np.int64)),
-            encode.encode_delimited(b"\x12", encode.encode_texts(pl.Series(names, dtype=pl.String))),
+            encode.encode_delimited(
+                b"\x12", encode.encode_texts(pl.Series(names, dtype=pl.String))
+            ),
             encode.encode_packed_field(b"\x2a", np.array([len(d) for d in deps], np.int64), flat),
-            *encode.encode_number_attribute("a", "sint64_val", values, np.array([n is not None for n in numbers])),
+            *encode.encode_number_attribute(
+                "a", "sint64_val", values, np.array([n is not None for n in numbers])
+            ),
             *encode.encode_text_attribute("b", pl.Series(texts, dtype=pl.String)),
-            *encode.encode_list_attribute("c", "int64_list", pl.Series(lists, dtype=pl.List(pl.Int64))),
+            *encode.encode_list_attribute(
+                "c", "int64_list", pl.Series(lists, dtype=pl.List(pl.Int64))
+            ),
         ]
     )
-    found = [message for block in read_blocks([made], IncompleteTail()) for message in block.messages()]
+    found = [
+        message for block in read_blocks([made], IncompleteTail()) for message in block.messages()
+    ]
     assert found == [node.SerializeToString() for node in expected]
 
 
@@ -179,7 +201,9 @@ def test_columns_are_what_the_library_reads(body: list[Node]) -> None:
     messages = [node.SerializeToString() for node in body]
     stops = np.cumsum([len(m) for m in messages]).tolist()
     names = ("is_cpu_op", *{a.name for n in body for a in n.attr if 0 < len(a.name.encode()) <= 24})
-    (columns,) = Decoder(names, "made").columns([Block(b"".join(messages), [0, *stops[:-1]], stops, 0, 0)])
+    (columns,) = Decoder(names, "made").columns(
+        [Block(b"".join(messages), [0, *stops[:-1]], stops, 0, 0)]
+    )
     assert columns.id.view(np.uint64).tolist() == [n.id for n in body]
     assert columns.type.tolist() == [n.type for n in body]
     assert columns.names == [n.name for n in body]
@@ -187,7 +211,11 @@ def test_columns_are_what_the_library_reads(body: list[Node]) -> None:
     for lists, field in ((columns.data, "data_deps"), (columns.control, "ctrl_deps")):
         ends = np.cumsum(lists.count)
         there = dict(
-            zip(lists.row.tolist(), zip((ends - lists.count).tolist(), ends.tolist(), strict=True), strict=True)
+            zip(
+                lists.row.tolist(),
+                zip((ends - lists.count).tolist(), ends.tolist(), strict=True),
+                strict=True,
+            )
         )
         for row, node in enumerate(body):
             low, high = there.get(row, (0, 0))
@@ -218,7 +246,9 @@ def test_garbage_is_damage_and_nothing_else(messages: list[bytes]) -> None:
     starts = stops - [len(m) for m in messages]
     damaged, rows = -1, list(range(len(messages)))
     try:
-        rows = decode.decode_fields(decode.build_buffer(b"".join(messages)), starts, stops).row.tolist()
+        rows = decode.decode_fields(
+            decode.build_buffer(b"".join(messages)), starts, stops
+        ).row.tolist()
     except DamageError as error:
         damaged = error.row
     assert damaged < len(messages)
@@ -230,4 +260,7 @@ def test_nan_and_infinity_are_texts_in_json(tmp_path: Path) -> None:
     node = Node(id=1)
     node.attr.add(name="x").double_list.values.extend([math.nan, math.inf, -math.inf, 0.1, 1e300])
     write_messages(tmp_path / "a.json", GlobalMetadata(version="1"), [node])
-    assert '[{"name":"x","double_list":["NaN","Infinity","-Infinity",0.1,1e300]}]' in (tmp_path / "a.json").read_text()
+    assert (
+        '[{"name":"x","double_list":["NaN","Infinity","-Infinity",0.1,1e300]}]'
+        in (tmp_path / "a.json").read_text()
+    )

@@ -28,7 +28,14 @@ from traceloom.workload.chakra.graph_read import convert_from_messages, read_gra
 from traceloom.workload.chakra.validate import validate
 
 QUICK = settings(max_examples=10, deadline=None)
-KINDS = ("COMP_NODE", "COMP_NODE", "MEM_LOAD_NODE", "COMM_COLL_NODE", "COMM_SEND_NODE", "METADATA_NODE")
+KINDS = (
+    "COMP_NODE",
+    "COMP_NODE",
+    "MEM_LOAD_NODE",
+    "COMM_COLL_NODE",
+    "COMM_SEND_NODE",
+    "METADATA_NODE",
+)
 
 
 @contextmanager
@@ -41,14 +48,25 @@ def folder() -> Iterator[Path]:
 def workloads(draw: st.DrawFn, most: int = 9) -> list[Node]:
     """Nodes that wait only for earlier ids, in any order of the file."""
     nodes = []
-    ids = draw(st.lists(st.integers(0, 2**64 - 1) | st.integers(0, 20), min_size=1, max_size=most, unique=True))
+    ids = draw(
+        st.lists(
+            st.integers(0, 2**64 - 1) | st.integers(0, 20), min_size=1, max_size=most, unique=True
+        )
+    )
     for at, number in enumerate(ids):
         earlier = st.sampled_from(ids[:at]) if at else st.nothing()
-        deps, ctrl = (draw(st.lists(earlier, max_size=size, unique=True)) if at else [] for size in (3, 1))
-        one = node(number, draw(st.sampled_from(KINDS)), deps, ctrl=ctrl, us=draw(st.integers(0, 1000)))
+        deps, ctrl = (
+            draw(st.lists(earlier, max_size=size, unique=True)) if at else [] for size in (3, 1)
+        )
+        one = node(
+            number, draw(st.sampled_from(KINDS)), deps, ctrl=ctrl, us=draw(st.integers(0, 1000))
+        )
         one.start_time_micros = draw(st.sampled_from([0, 0, 5, 700]))
         for name in draw(
-            st.lists(st.sampled_from(["is_cpu_op", "stream", "tid", "tensor_size", "comm_size"]), unique=True)
+            st.lists(
+                st.sampled_from(["is_cpu_op", "stream", "tid", "tensor_size", "comm_size"]),
+                unique=True,
+            )
         ):
             value = draw(st.booleans()) if name == "is_cpu_op" else draw(st.integers(0, 2**40))
             one.attr.append(attribute(name, value))
@@ -65,7 +83,9 @@ def graph_of(nodes: list[Node]) -> Graph:
 def same(one: Graph, other: Graph) -> None:
     """The same rows; their order in a frame means nothing."""
     for name, frame in one.frames().items():
-        assert Counter(map(str, other.frames()[name].rows())) == Counter(map(str, frame.rows())), name
+        assert Counter(map(str, other.frames()[name].rows())) == Counter(map(str, frame.rows())), (
+            name
+        )
 
 
 # -- how a graph of another writer is laid out -----------------------------------------------------------------------
@@ -105,13 +125,20 @@ def test_nodes_start_when_all_that_they_wait_for_is_over(nodes: list[Node]) -> N
 
 @QUICK
 @given(nodes=workloads())
-def test_every_dependency_is_an_edge_and_who_has_none_hangs_on_the_origin(nodes: list[Node]) -> None:
+def test_every_dependency_is_an_edge_and_who_has_none_hangs_on_the_origin(
+    nodes: list[Node],
+) -> None:
     graph = graph_of(nodes)
     row = {one.id: at for at, one in enumerate(nodes, start=1)}
     expected = Counter((row[dep], row[one.id], "data") for one in nodes for dep in one.data_deps)
     expected += Counter((row[dep], row[one.id], "call") for one in nodes for dep in one.ctrl_deps)
-    expected += Counter((0, row[one.id], "origin") for one in nodes if not one.data_deps and not one.ctrl_deps)
-    assert Counter(graph.edges.select("source", "target", pl.col("kind").cast(pl.String)).rows()) == expected
+    expected += Counter(
+        (0, row[one.id], "origin") for one in nodes if not one.data_deps and not one.ctrl_deps
+    )
+    assert (
+        Counter(graph.edges.select("source", "target", pl.col("kind").cast(pl.String)).rows())
+        == expected
+    )
 
 
 @QUICK
@@ -119,7 +146,9 @@ def test_every_dependency_is_an_edge_and_who_has_none_hangs_on_the_origin(nodes:
 def test_the_order_of_the_file_changes_no_time(nodes: list[Node], data: st.DataObject) -> None:
     other = data.draw(st.permutations(nodes))
     times = [
-        sorted(graph_of(order).nodes.select("name", "start_ns", "duration_ns", "bytes").rows(), key=str)
+        sorted(
+            graph_of(order).nodes.select("name", "start_ns", "duration_ns", "bytes").rows(), key=str
+        )
         for order in (nodes, other)
     ]
     assert times[0] == times[1]
@@ -137,28 +166,52 @@ def test_longer_nodes_make_a_longer_workload(nodes: list[Node], factor: int) -> 
 
 # -- attributes of every type ----------------------------------------------------------------------------------------
 
-WHOLE = ("int32_val", "int64_val", "uint32_val", "uint64_val", "sint32_val", "sint64_val", "fixed32_val", "fixed64_val",
-         "sfixed32_val", "sfixed64_val", "bool_val")  # fmt: skip
+WHOLE = (
+    "int32_val",
+    "int64_val",
+    "uint32_val",
+    "uint64_val",
+    "sint32_val",
+    "sint64_val",
+    "fixed32_val",
+    "fixed64_val",
+    "sfixed32_val",
+    "sfixed64_val",
+    "bool_val",
+)
 
 
 @pytest.mark.parametrize("member", WHOLE)
 @pytest.mark.parametrize(
     ("name", "kind", "column"),
-    [("tensor_size", "MEM_LOAD_NODE", "bytes"), ("comm_size", "COMM_COLL_NODE", "bytes"), ("comm_size", "COMM_SEND_NODE", "bytes"),
-     ("tensor_size", "COMP_NODE", "bytes")],
-)  # fmt: skip
-def test_a_size_is_a_size_in_every_type_of_number(member: str, name: str, kind: str, column: str) -> None:
+    [
+        ("tensor_size", "MEM_LOAD_NODE", "bytes"),
+        ("comm_size", "COMM_COLL_NODE", "bytes"),
+        ("comm_size", "COMM_SEND_NODE", "bytes"),
+        ("tensor_size", "COMP_NODE", "bytes"),
+    ],
+)
+def test_a_size_is_a_size_in_every_type_of_number(
+    member: str, name: str, kind: str, column: str
+) -> None:
     graph = graph_of([node(1, kind, **{name: (member, 1)})])
     assert graph.nodes[column].to_list() == [None, 1]
 
 
-@pytest.mark.parametrize("value", [("string_val", "8"), ("double_val", 8.0), ("bytes_val", b"8"), ("float_val", 8.0)])
+@pytest.mark.parametrize(
+    "value", [("string_val", "8"), ("double_val", 8.0), ("bytes_val", b"8"), ("float_val", 8.0)]
+)
 def test_a_size_that_is_no_whole_number_is_unknown(value: tuple[str, Any]) -> None:
-    assert graph_of([node(1, "COMM_COLL_NODE", comm_size=value)]).nodes["bytes"].to_list() == [None, None]
+    assert graph_of([node(1, "COMM_COLL_NODE", comm_size=value)]).nodes["bytes"].to_list() == [
+        None,
+        None,
+    ]
 
 
 @pytest.mark.parametrize("peer", [2**31, 2**40, 2**63 - 1])
-@pytest.mark.parametrize(("kind", "name"), [("COMM_SEND_NODE", "comm_dst"), ("COMM_RECV_NODE", "comm_src")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("COMM_SEND_NODE", "comm_dst"), ("COMM_RECV_NODE", "comm_src")]
+)
 def test_a_peer_that_is_no_rank_is_unknown(kind: str, name: str, peer: int) -> None:
     graph = graph_of([node(1, kind, **{name: ("int64_val", peer), "comm_tag": 3})])
     assert graph.communication.select("peer", "tag").rows() == [(None, 3)]
@@ -219,7 +272,11 @@ def test_json_of_the_protobuf_library_is_read(
     nodes: list[Node], names: bool, numbers: bool, indent: int | None, together: bool
 ) -> None:
     """Whichever of its options the writer took: camel case or not, enumerations as words or numbers, one line or many."""
-    options = {"preserving_proto_field_name": names, "use_integers_for_enums": numbers, "indent": indent}
+    options = {
+        "preserving_proto_field_name": names,
+        "use_integers_for_enums": numbers,
+        "indent": indent,
+    }
     texts = [json_format.MessageToJson(message, **options) for message in (METADATA, *nodes)]  # type: ignore[arg-type]
     with folder() as home:
         path = home / "w.0.json"
@@ -244,14 +301,20 @@ def test_the_table_of_a_file_holds_what_its_messages_hold(nodes: list[Node]) -> 
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_a_store_and_the_files_of_ranks_give_back_is_one_graph(tmp_path: Path, ranks: int) -> None:
+def test_what_a_store_and_the_files_of_ranks_give_back_is_one_graph(
+    tmp_path: Path, ranks: int
+) -> None:
     graph = small_graph(ranks)
     written = [path for path in write_ranks(graph, tmp_path / "a") if path.suffix == ".et"]
     graph_store.save(read_graph(written), tmp_path / "a.graph")
     after = graph_store.load(tmp_path / "a.graph")
     after.check()
     same(graph, after)
-    assert (after.epoch_ns, after.world_size, after.stage) == (graph.epoch_ns, graph.world_size, graph.stage)
+    assert (after.epoch_ns, after.world_size, after.stage) == (
+        graph.epoch_ns,
+        graph.world_size,
+        graph.stage,
+    )
     assert after.notices == graph.notices
 
 
@@ -270,31 +333,46 @@ def test_graphs_of_other_writers_come_back_from_files_of_ours(ranks: list[list[N
 
 
 @QUICK
-@given(nodes=workloads(most=7), extra=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=3))
-def test_a_circle_is_told_where_a_plain_search_finds_one(nodes: list[Node], extra: list[tuple[int, int]]) -> None:
+@given(
+    nodes=workloads(most=7),
+    extra=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=3),
+)
+def test_a_circle_is_told_where_a_plain_search_finds_one(
+    nodes: list[Node], extra: list[tuple[int, int]]
+) -> None:
     for source, target in extra:
         nodes[target % len(nodes)].data_deps.append(nodes[source % len(nodes)].id)
     waits = {one.id: {dep for dep in one.data_deps if dep != one.id} for one in nodes}
     settled: set[int] = set()
-    while ready := {number for number, deps in waits.items() if number not in settled and deps <= settled}:
+    while ready := {
+        number for number, deps in waits.items() if number not in settled and deps <= settled
+    }:
         settled |= ready
     with folder() as home:
         verdict = validate(write_set(home, nodes))
     told = {problem.rule for problem in verdict.problems}
     assert ("dependency-cycle" in told) == (len(settled) < len(waits))
-    assert ("self-dependency" in told) == any(one.id in one.data_deps or one.id in one.ctrl_deps for one in nodes)
-    repeated = any(len(set(deps)) < len(deps) for one in nodes for deps in (list(one.data_deps), list(one.ctrl_deps)))
+    assert ("self-dependency" in told) == any(
+        one.id in one.data_deps or one.id in one.ctrl_deps for one in nodes
+    )
+    repeated = any(
+        len(set(deps)) < len(deps)
+        for one in nodes
+        for deps in (list(one.data_deps), list(one.ctrl_deps))
+    )
     assert ("repeated-dependency" in told) == repeated
 
 
-MESSAGE = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 1), st.sampled_from([8, 8, 16])).filter(
-    lambda message: message[0] != message[1]
-)
+MESSAGE = st.tuples(
+    st.integers(0, 2), st.integers(0, 2), st.integers(0, 1), st.sampled_from([8, 8, 16])
+).filter(lambda message: message[0] != message[1])
 
 
 @QUICK
 @given(messages=st.lists(MESSAGE, min_size=1, max_size=6), lost=st.integers(0, 7))
-def test_messages_that_somebody_takes_are_right_and_others_are_told(messages: list[Any], lost: int) -> None:
+def test_messages_that_somebody_takes_are_right_and_others_are_told(
+    messages: list[Any], lost: int
+) -> None:
     """Each message is sent and taken, in one order on all ranks; then one that is lost is not."""
     ranks: list[list[Node]] = [[node(0)], [node(0)], [node(0)]]
     for number, (source, target, tag, size) in enumerate(messages, start=1):
@@ -312,18 +390,25 @@ def test_messages_that_somebody_takes_are_right_and_others_are_told(messages: li
 
 
 @QUICK
-@given(st.lists(st.sampled_from(["ALL_REDUCE", "ALL_GATHER", "BROADCAST"]), min_size=1, max_size=5), st.integers(0, 9))
-def test_collectives_in_one_order_are_right_and_in_two_are_told(kinds: list[str], swapped: int) -> None:
+@given(
+    st.lists(st.sampled_from(["ALL_REDUCE", "ALL_GATHER", "BROADCAST"]), min_size=1, max_size=5),
+    st.integers(0, 9),
+)
+def test_collectives_in_one_order_are_right_and_in_two_are_told(
+    kinds: list[str], swapped: int
+) -> None:
     def rank(order: list[str]) -> list[Node]:
-        return [collective(at, kind, deps=[at - 1] if at else []) for at, kind in enumerate(order)] + [
-            node(len(order), deps=[len(order) - 1])
-        ]
+        return [
+            collective(at, kind, deps=[at - 1] if at else []) for at, kind in enumerate(order)
+        ] + [node(len(order), deps=[len(order) - 1])]
 
     other = list(kinds)
     if swapped + 1 < len(other):
         other[swapped], other[swapped + 1] = other[swapped + 1], other[swapped]
     with folder() as home:
-        told = {problem.rule for problem in validate(write_set(home, rank(kinds), rank(other))).problems}
+        told = {
+            problem.rule for problem in validate(write_set(home, rank(kinds), rank(other))).problems
+        }
     assert bool(told) == (other != kinds), told
 
 

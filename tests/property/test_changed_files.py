@@ -52,13 +52,17 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
 }
 # Where (as a share of the file), how many bytes go, what comes instead.
 CHANGES = st.lists(
-    st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 6), st.binary(max_size=5)), min_size=1, max_size=4
+    st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 6), st.binary(max_size=5)),
+    min_size=1,
+    max_size=4,
 )
 
 
 @pytest.mark.parametrize("name", READERS)
 @given(changes=CHANGES)
-def test_changed_bytes_are_read_or_refused(name: str, changes: list[tuple[float, int, bytes]]) -> None:
+def test_changed_bytes_are_read_or_refused(
+    name: str, changes: list[tuple[float, int, bytes]]
+) -> None:
     ending, reader = READERS[name]
     data = whole(ending)
     for share, gone, fresh in changes:

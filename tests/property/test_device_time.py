@@ -28,7 +28,9 @@ class Work:
     kind: str
     call: tuple[int, int] | None  # start and duration of its launch; None for orphans
     thread: int
-    inner: tuple[int, ...]  # durations of further work of the same launch, one after the other with 1 µs between
+    inner: tuple[
+        int, ...
+    ]  # durations of further work of the same launch, one after the other with 1 µs between
 
 
 works = st.builds(
@@ -51,7 +53,9 @@ host_spans = st.lists(
     ),
     max_size=8,
 )
-steps = st.just([]) | st.lists(st.integers(10, END), min_size=1, max_size=3, unique=True).map(sorted)
+steps = st.just([]) | st.lists(st.integers(10, END), min_size=1, max_size=3, unique=True).map(
+    sorted
+)
 
 
 def built(items: list[Work], host: list[tuple[str, int, int, int]], starts: list[int]) -> Trace:
@@ -66,10 +70,18 @@ def built(items: list[Work], host: list[tuple[str, int, int, int]], starts: list
         if item.call is not None:
             start, duration = item.call
             builder.launch(
-                "cudaLaunchKernel", start, min(duration, END - start), correlation=correlation, thread=item.thread
+                "cudaLaunchKernel",
+                start,
+                min(duration, END - start),
+                correlation=correlation,
+                thread=item.thread,
             )
         for name, low, high in pieces(item):
-            where: dict[str, Any] = {"stream": item.stream, "device": item.device, "correlation": correlation}
+            where: dict[str, Any] = {
+                "stream": item.stream,
+                "device": item.device,
+                "correlation": correlation,
+            }
             if name == "memory":
                 builder.copy("Memcpy DtoD (Device -> Device)", low, high - low, bytes=1, **where)
             else:
@@ -119,7 +131,9 @@ def scaled(row: dict[str, int]) -> dict[str, int]:
     return {key: value * (1000 if key.endswith("_ns") else 1) for key, value in row.items()}
 
 
-slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+slow = settings(
+    deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 
 
 @slow
@@ -132,9 +146,9 @@ def test_gpu_time_is_what_counting_microseconds_gives(items: list[Work], starts:
     for device in {item.device for item in items}:
         found = [piece for item in items if item.device == device for piece in pieces(item)]
         row = result.devices.filter(pl.col("device") == device).to_dicts()[0]
-        assert {field: row[field] for field in FIELDS} == scaled(reference(found, range(end + 1))) | {
-            "edge_idle_after_ns": scaled(reference(found, range(end)))["edge_idle_after_ns"]
-        }
+        assert {field: row[field] for field in FIELDS} == scaled(
+            reference(found, range(end + 1))
+        ) | {"edge_idle_after_ns": scaled(reference(found, range(end)))["edge_idle_after_ns"]}
         rows = result.steps.filter(pl.col("device") == device).to_dicts()
         assert [r["step"] for r in rows] == [*range(len(starts)), None]
         for index, low in enumerate(starts):
@@ -222,7 +236,11 @@ def host_class(trace: Trace, lane: int, t: int) -> str | None:
     if not known.height:
         return "host_unobserved"
     names = {"op": "host_op", "python": "host_python", "runtime": "host_launch"}
-    return "host_blocking_call" if waits_for_its_copy(trace, known[-1]) else names[known["category"][-1]]
+    return (
+        "host_blocking_call"
+        if waits_for_its_copy(trace, known[-1])
+        else names[known["category"][-1]]
+    )
 
 
 def waits_for_its_copy(trace: Trace, call: pl.DataFrame) -> bool:
@@ -242,7 +260,10 @@ def test_the_hosts_part_is_what_the_launching_thread_or_else_the_main_thread_did
     main = find_main_lane(trace)
     wanted: dict[tuple[int, str], int] = {}
     for gap in (
-        idle(trace).gaps.filter(pl.col("cause").cast(pl.String).str.starts_with("host_")).unique("gap").to_dicts()
+        idle(trace)
+        .gaps.filter(pl.col("cause").cast(pl.String).str.starts_with("host_"))
+        .unique("gap")
+        .to_dicts()
     ):
         lane, call = trace.events["lane"][gap["launch"]], trace.events["start_ns"][gap["launch"]]
         work = trace.events[gap["before"]]

@@ -33,7 +33,9 @@ def of_job(traces: list[TraceBuilder], *, steps: bool) -> Session:
     """The ranks of one job, with three steps each where asked for."""
     built = []
     for number, builder in enumerate(traces):
-        trace = (builder.step(1, 0, 100).step(2, 100, 150).step(3, 250, 90) if steps else builder).build()
+        trace = (
+            builder.step(1, 0, 100).step(2, 100, 150).step(3, 250, 90) if steps else builder
+        ).build()
         built.append(replace(trace, meta=replace(trace.meta, rank=number, world_size=len(traces))))
     return Session(tuple(built), "whatever")
 
@@ -43,7 +45,9 @@ RANKS = st.lists(st.one_of(builders(most_events=20), waiting_builders()), min_si
 
 @unhurried
 @given(traces=RANKS, steps=st.booleans())
-def test_findings_of_anything_are_disjoint_and_possible(traces: list[TraceBuilder], steps: bool) -> None:
+def test_findings_of_anything_are_disjoint_and_possible(
+    traces: list[TraceBuilder], steps: bool
+) -> None:
     context = Context.of(of_job(traces, steps=steps))
     ranked = rank(context, RULES)
     savings = [finding.saving_ns or 0 for finding in ranked.time]

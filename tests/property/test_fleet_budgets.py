@@ -25,26 +25,47 @@ ASKED = st.tuples(
 
 
 @given(
-    st.lists(ASKED, max_size=60), st.integers(1, 12), st.floats(100, 5000), st.floats(0.001, 0.05), st.floats(10, 300)
-)  # fmt: skip
+    st.lists(ASKED, max_size=60),
+    st.integers(1, 12),
+    st.floats(100, 5000),
+    st.floats(0.001, 0.05),
+    st.floats(10, 300),
+)
 def test_budgets_and_cooldowns_hold(
-    asked: list[tuple[int, str, str, int, int, float, bool, bool]], traces: int, mb: float, share: float, each: float
+    asked: list[tuple[int, str, str, int, int, float, bool, bool]],
+    traces: int,
+    mb: float,
+    share: float,
+    each: float,
 ) -> None:
     budget = FleetBudget(traces_per_day=traces, mb_per_day=mb, mb_per_trace=each, share=share)
     ledger, now_ns, refused = FleetLedger(budget), 1_795_000_000 * 10**9, 0
-    made: list[tuple[int, str, str, FleetCharge]] = []  # when, rule, job and what it costs, beside the ledger
+    made: list[
+        tuple[int, str, str, FleetCharge]
+    ] = []  # when, rule, job and what it costs, beside the ledger
     for number, (pause, rule, job, steps, files, part, ends, restarts) in enumerate(asked):
         now_ns += pause * 10**9
-        if ledger.cooling(rule, job, COOLDOWN_S, now_ns) or ledger.refusal(job, steps, MADE, files, now_ns):
+        if ledger.cooling(rule, job, COOLDOWN_S, now_ns) or ledger.refusal(
+            job, steps, MADE, files, now_ns
+        ):
             refused += 1
             continue
         charge = FleetCharge(
-            request=str(number), rule=rule, job=job, at_ns=now_ns, steps=steps, bytes=ledger.reserve(files)
+            request=str(number),
+            rule=rule,
+            job=job,
+            at_ns=now_ns,
+            steps=steps,
+            bytes=ledger.reserve(files),
         )
         ledger.add([charge], now_ns)
         made.append((now_ns, rule, job, charge))
         if ends:
-            charge.bytes, charge.steps, charge.settled = int(charge.bytes * part), int(charge.steps * part), True
+            charge.bytes, charge.steps, charge.settled = (
+                int(charge.bytes * part),
+                int(charge.steps * part),
+                True,
+            )
         ledger.forget(now_ns - 7 * DAY_NS)
         if restarts:
             charges = list(ledger.charges.values())

@@ -41,9 +41,11 @@ class Requests(RuleBasedStateMachine):
         wanted = TraceSpec(job="j", steps=3)
         request = FleetRequest(
             id="f", who="ada", asked_ns=NOW, wanted=wanted, start="step" if by_step else "instant"
-        )  # fmt: skip
+        )
         self.request = assign_hosts(request, {host: range(ranks) for host in HOSTS}, NOW)
-        self.started: dict[str, tuple[int, int]] = {}  # host -> the instant and step that it was told
+        self.started: dict[
+            str, tuple[int, int]
+        ] = {}  # host -> the instant and step that it was told
         self.ended_hosts: dict[str, str] = {}
         self.last_state, self.moved_ns, self.ended_as = "announced", NOW, b""
         self.again = False
@@ -54,19 +56,36 @@ class Requests(RuleBasedStateMachine):
         self.request = request
 
     @rule(
-        host=st.sampled_from(HOSTS), state=st.sampled_from(SAID), ready=st.booleans(), offset_s=st.integers(-9, 9),
-        steps=st.none() | st.integers(0, 500), kept=st.booleans(),
-    )  # fmt: skip
-    def say(self, host: str, state: HostState, ready: bool, offset_s: int, steps: int | None, kept: bool) -> None:
-        process = ArmedProcess(key="7@1", pid=7, rank=0, ready=ready, steps=steps, steps_per_second=2.0)
+        host=st.sampled_from(HOSTS),
+        state=st.sampled_from(SAID),
+        ready=st.booleans(),
+        offset_s=st.integers(-9, 9),
+        steps=st.none() | st.integers(0, 500),
+        kept=st.booleans(),
+    )
+    def say(
+        self, host: str, state: HostState, ready: bool, offset_s: int, steps: int | None, kept: bool
+    ) -> None:
+        process = ArmedProcess(
+            key="7@1", pid=7, rank=0, ready=ready, steps=steps, steps_per_second=2.0
+        )
         target = TraceTarget(
-            request="f", process="7@1", profiler="timeline", pid=7, uid=0, rank=0, stem="rank0",
-            state="kept" if kept else "failed", reason="" if kept else "expired",
-        )  # fmt: skip
+            request="f",
+            process="7@1",
+            profiler="timeline",
+            pid=7,
+            uid=0,
+            rank=0,
+            stem="rank0",
+            state="kept" if kept else "failed",
+            reason="" if kept else "expired",
+        )
         report = HostReport(
-            state=state, processes=[process], targets=[] if state == "armed" else [target],
+            state=state,
+            processes=[process],
+            targets=[] if state == "armed" else [target],
             clock=ClockOffset(offset_ns=offset_s * S, error_ns=S // 10, round_trips=8),
-        )  # fmt: skip
+        )
         self.put(apply_report(self.request, host, report, self.now))
 
     @rule(seconds=st.sampled_from([1, 7, 29, 31, 130, 500, 901]))
@@ -82,7 +101,9 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: self.request.state == "stitching")
     @rule(lost=st.booleans())
     def join(self, lost: bool) -> None:
-        sent = [host for host, progress in self.request.hosts.items() if progress.state == "uploaded"]
+        sent = [
+            host for host, progress in self.request.hosts.items() if progress.state == "uploaded"
+        ]
         assert sent, "there is something to join"
         if lost:
             self.again = True
@@ -140,7 +161,10 @@ class Requests(RuleBasedStateMachine):
                 continue
             assert (work.step == "start") == (self.request.start_ns > 0)
             if work.step == "start":
-                assert self.started.setdefault(host, (work.at_ns, work.at_step)) == (work.at_ns, work.at_step)
+                assert self.started.setdefault(host, (work.at_ns, work.at_step)) == (
+                    work.at_ns,
+                    work.at_step,
+                )
                 starts.add(work.at_step)
         assert len(starts) <= 1
         assert not self.request.start_step or self.request.start == "step"
@@ -148,7 +172,9 @@ class Requests(RuleBasedStateMachine):
     @invariant()
     def nothing_waits_for_ever(self) -> None:
         if self.request.state in {"announced", "armed", "running", "collecting"}:
-            assert self.now <= self.moved_ns + LONGEST_S * S, f"{self.request.state} has no deadline"
+            assert self.now <= self.moved_ns + LONGEST_S * S, (
+                f"{self.request.state} has no deadline"
+            )
 
 
 Requests.TestCase.settings = settings(stateful_step_count=25, deadline=None)

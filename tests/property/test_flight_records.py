@@ -33,7 +33,9 @@ class Program(NamedTuple):
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
     ranks = range(draw(st.integers(2, 6)))
-    several = st.lists(st.sampled_from(list(ranks)), min_size=2, unique=True).map(lambda of: tuple(sorted(of)))
+    several = st.lists(st.sampled_from(list(ranks)), min_size=2, unique=True).map(
+        lambda of: tuple(sorted(of))
+    )
     groups = [tuple(ranks), *draw(st.lists(several, max_size=3))]
     collective = st.tuples(st.integers(0, len(groups) - 1), st.sampled_from(OPERATIONS))
     return Program(groups, draw(st.lists(collective, min_size=1, max_size=25)))
@@ -72,11 +74,17 @@ def entered_at(
         for rank in members:
             times[rank, at] = clocks[rank] + chance.randint(1, 10_000)
         clocks |= dict.fromkeys(members, max(times[rank, at] for rank in members))
-    return times | {(rank, at): clocks[rank] + chance.randint(1, 10_000) for rank, at in waiting.items()}
+    return times | {
+        (rank, at): clocks[rank] + chance.randint(1, 10_000) for rank, at in waiting.items()
+    }
 
 
 def record(
-    program: Program, rank: int, done: list[int], times: dict[tuple[int, int], int], most: int = 1000
+    program: Program,
+    rank: int,
+    done: list[int],
+    times: dict[tuple[int, int], int],
+    most: int = 1000,
 ) -> dict[str, Any]:
     """As torch 2.13 writes it as JSON; a ring that holds the last `most` entries alone."""
     entries, numbers = [], dict.fromkeys(range(len(program.groups)), 0)
@@ -87,24 +95,39 @@ def record(
         numbers[group] += 1
         entries.append(
             {
-                "process_group": [str(group), "default_pg" if not group else "undefined"], "pg_id": group,
-                "collective_seq_id": numbers[group], "p2p_seq_id": 0, "is_p2p": False,
-                "profiling_name": f"nccl:{operation}", "time_created_ns": times[rank, at],
+                "process_group": [str(group), "default_pg" if not group else "undefined"],
+                "pg_id": group,
+                "collective_seq_id": numbers[group],
+                "p2p_seq_id": 0,
+                "is_p2p": False,
+                "profiling_name": f"nccl:{operation}",
+                "time_created_ns": times[rank, at],
                 "time_discovered_started_ns": times[rank, at] + 1,
                 "time_discovered_completed_ns": times[rank, at] + 2 if at in done else None,
-                "retired": at in done, "state": "completed" if at in done else "started",
+                "retired": at in done,
+                "state": "completed" if at in done else "started",
             }
-        )  # fmt: skip
+        )
     return {
-        "version": "2.10", "entries": entries[-most:],
-        "pg_status": {str(group): {"last_enqueued_collective": number} for group, number in numbers.items() if number},
-        "pg_config": {str(at): {"ranks": str(list(members))} for at, members in enumerate(program.groups)},
-    }  # fmt: skip
+        "version": "2.10",
+        "entries": entries[-most:],
+        "pg_status": {
+            str(group): {"last_enqueued_collective": number}
+            for group, number in numbers.items()
+            if number
+        },
+        "pg_config": {
+            str(at): {"ranks": str(list(members))} for at, members in enumerate(program.groups)
+        },
+    }
 
 
 def verdict(records: dict[int, dict[str, Any]], order: list[int]) -> FlightVerdict:
     return find_late_ranks(
-        [parse_flight_record(decode_plain_values(json.dumps(records[rank]).encode()), rank) for rank in order]
+        [
+            parse_flight_record(decode_plain_values(json.dumps(records[rank]).encode()), rank)
+            for rank in order
+        ]
     )
 
 
@@ -124,7 +147,9 @@ def test_who_stopped_is_named_whoever_waits_for_whom(
         return
     # Also where it has never used a group, so that its own record does not know of it: the others' do.
     assert (result.kind, result.ranks) == ("behind", (stopped,))
-    blocked = {at for at in waiting.values() if stopped in program.groups[program.collectives[at][0]]}
+    blocked = {
+        at for at in waiting.values() if stopped in program.groups[program.collectives[at][0]]
+    }
     named = {
         (str(group), operation, sum(of == group for of, _ in program.collectives[: at + 1]))
         for at in blocked
@@ -133,7 +158,10 @@ def test_who_stopped_is_named_whoever_waits_for_whom(
     assert (result.group, result.operation, result.sequence) in named
     # Neither when it was nor in which order the records come matters.
     later = {entering: at_ns + 10**15 for entering, at_ns in times.items()}
-    assert verdict({rank: record(program, rank, done, later, most) for rank in records}, list(records)) == result
+    assert (
+        verdict({rank: record(program, rank, done, later, most) for rank in records}, list(records))
+        == result
+    )
 
 
 @given(st.integers(3, 6), st.lists(st.sampled_from(OPERATIONS), min_size=1, max_size=10), st.data())
@@ -150,7 +178,7 @@ def test_who_does_another_collective_than_all_others_is_named(
     times = {(rank, number): 1000 * number for rank in members for number in range(at + 1)}
     records = {
         rank: record(strange if rank == odd else usual, rank, done, times) for rank in members
-    }  # fmt: skip
+    }
     result = verdict(records, list(data.draw(st.permutations(members))))
     assert (result.kind, result.ranks, result.sequence) == ("mismatch", (odd,), at + 1)
     assert f"`{other}`" in result.sentence
@@ -164,4 +192,7 @@ def test_the_order_of_records_decides_nothing_where_ranks_were_queued_at_differe
     records = {rank: record(program, rank, [], times) for rank in program.groups[0]}
     results = [verdict(records, order) for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 3, 0, 1])]
     assert results[0] == results[1] == results[2]
-    assert (results[0].ranks, results[0].operation) == ((0,), "broadcast")  # which was queued first of all
+    assert (results[0].ranks, results[0].operation) == (
+        (0,),
+        "broadcast",
+    )  # which was queued first of all

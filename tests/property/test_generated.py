@@ -30,7 +30,9 @@ from traceloom.workload.chakra.validate import validate
 from traceloom.workload.collective_algorithms import KINDS_OF
 
 QUICK = settings(max_examples=8, deadline=None)
-SEND, RECEIVE, COLLECTIVE = (int(NodeType.Value(f"COMM_{name}_NODE")) for name in ("SEND", "RECV", "COLL"))
+SEND, RECEIVE, COLLECTIVE = (
+    int(NodeType.Value(f"COMM_{name}_NODE")) for name in ("SEND", "RECV", "COLL")
+)
 # Whose data must have come to whom in the end; rank 0 is the root.
 FLOWS = {
     "all_reduce": lambda n: {(a, b) for a in range(n) for b in range(n)},
@@ -51,7 +53,9 @@ def tables(generated: Generated) -> list[NodeFrame]:
         written = write_generated(generated, Path(name) / "set")
         assert validate(Path(name) / "set").problems == ()
         assert validate(Path(name) / "set", target="astra-sim").errors == 0
-        of_ranks = {int(path.stem.rpartition(".")[2]): path for path in written if path.suffix == ".et"}
+        of_ranks = {
+            int(path.stem.rpartition(".")[2]): path for path in written if path.suffix == ".et"
+        }
         return [read_table(of_ranks[rank]) for rank in sorted(of_ranks)]
 
 
@@ -89,7 +93,9 @@ def reached(files: list[NodeFrame]) -> set[tuple[int, int]]:
 
 @pytest.mark.parametrize(("algorithm", "kind"), ALGORITHMS)
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8, 16])
-def test_the_messages_of_an_algorithm_bring_all_data_to_where_it_belongs(algorithm: str, kind: str, ranks: int) -> None:
+def test_the_messages_of_an_algorithm_bring_all_data_to_where_it_belongs(
+    algorithm: str, kind: str, ranks: int
+) -> None:
     if algorithm == "halving-doubling" and ranks & (ranks - 1):
         pytest.skip("for powers of two")
     if algorithm == "two-level" and ranks % 8:
@@ -106,9 +112,11 @@ def test_operations_with_a_root_bring_nothing_to_others(kind: str) -> None:
 
 @QUICK
 @given(
-    choice=st.sampled_from(ALGORITHMS), ranks=st.integers(2, 7), size=st.integers(64, 10_000),
+    choice=st.sampled_from(ALGORITHMS),
+    ranks=st.integers(2, 7),
+    size=st.integers(64, 10_000),
     compute=st.sampled_from([0, 7]),
-)  # fmt: skip
+)
 def test_what_ranks_send_is_what_they_receive_and_what_is_told(
     choice: tuple[str, str], ranks: int, size: int, compute: int
 ) -> None:
@@ -135,7 +143,12 @@ def test_what_ranks_send_is_what_they_receive_and_what_is_told(
 
 
 @QUICK
-@given(schedule=st.sampled_from(SCHEDULES), stages=st.integers(1, 6), micro_batches=st.integers(1, 8), data=st.data())
+@given(
+    schedule=st.sampled_from(SCHEDULES),
+    stages=st.integers(1, 6),
+    micro_batches=st.integers(1, 8),
+    data=st.data(),
+)
 def test_every_micro_batch_goes_forward_and_then_back_once(
     schedule: str, stages: int, micro_batches: int, data: st.DataObject
 ) -> None:
@@ -154,9 +167,13 @@ def test_every_micro_batch_goes_forward_and_then_back_once(
 
 @QUICK
 @given(
-    schedule=st.sampled_from(SCHEDULES), ranks=st.integers(2, 5), micro_batches=st.integers(1, 6),
-)  # fmt: skip
-def test_a_pipeline_takes_as_long_as_the_closed_form_says(schedule: str, ranks: int, micro_batches: int) -> None:
+    schedule=st.sampled_from(SCHEDULES),
+    ranks=st.integers(2, 5),
+    micro_batches=st.integers(1, 6),
+)
+def test_a_pipeline_takes_as_long_as_the_closed_form_says(
+    schedule: str, ranks: int, micro_batches: int
+) -> None:
     generated = generate_pipeline(PipelineOptions(ranks, micro_batches, schedule))
     files = tables(generated)
     busy = [int(table.nodes["duration_us"].sum()) for table in files]
@@ -166,9 +183,13 @@ def test_a_pipeline_takes_as_long_as_the_closed_form_says(schedule: str, ranks: 
 
 @QUICK
 @given(
-    data=st.integers(1, 3), tensor=st.sampled_from([1, 2, 4]), stages=st.integers(1, 2), layers=st.sampled_from([2, 4]),
-    micro_batches=st.integers(1, 3), schedule=st.sampled_from(SCHEDULES),
-)  # fmt: skip
+    data=st.integers(1, 3),
+    tensor=st.sampled_from([1, 2, 4]),
+    stages=st.integers(1, 2),
+    layers=st.sampled_from([2, 4]),
+    micro_batches=st.integers(1, 3),
+    schedule=st.sampled_from(SCHEDULES),
+)
 def test_a_transformer_has_a_rank_for_every_place_and_groups_that_cover_them(
     data: int, tensor: int, stages: int, layers: int, micro_batches: int, schedule: str
 ) -> None:
@@ -198,7 +219,9 @@ def test_twice_the_micro_batches_are_twice_the_work_before_the_optimizer(factor:
         generated = generate_transformer(TransformerOptions(1, 2, 1, 2, 64, micro_batches))
         kinds = Counter[str]()
         for row in tables(generated)[0].nodes.rows(named=True):
-            kinds["optimizer" if "optimizer" in row["name"].lower() else "model"] += row["num_ops"] or 0
+            kinds["optimizer" if "optimizer" in row["name"].lower() else "model"] += (
+                row["num_ops"] or 0
+            )
         work.append(kinds)
     assert work[1]["model"] == factor * work[0]["model"]
     assert work[1]["optimizer"] == work[0]["optimizer"]
@@ -207,7 +230,9 @@ def test_twice_the_micro_batches_are_twice_the_work_before_the_optimizer(factor:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: generate_collectives(CollectiveOptions("all_reduce", 3, algorithm="ring", compute_us=4)),
+        lambda: generate_collectives(
+            CollectiveOptions("all_reduce", 3, algorithm="ring", compute_us=4)
+        ),
         lambda: generate_pipeline(PipelineOptions(3, 4)),
         lambda: generate_transformer(TransformerOptions(2, 2, 2, 2, 64)),
     ],
@@ -217,16 +242,20 @@ def test_what_is_generated_is_the_same_every_time_and_a_graph(make, tmp_path: Pa
     assert [path.read_bytes() for path in written[0]] == [path.read_bytes() for path in written[1]]
     graph = read_graph([path for path in written[0] if path.suffix == ".et"])
     graph.check()
-    assert graph.nodes.height == sum(make().to_dict()["nodes"]) + graph.nodes["rank"].n_unique()  # an origin each
+    assert (
+        graph.nodes.height == sum(make().to_dict()["nodes"]) + graph.nodes["rank"].n_unique()
+    )  # an origin each
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        CollectiveOptions("all_reduce", 8, size=7, algorithm="ring"), CollectiveOptions("gather", 8, algorithm="ring"),
-        CollectiveOptions("all_to_all", 8, algorithm="tree"), CollectiveOptions("scatter", 9, size=8, algorithm="direct"),
+        CollectiveOptions("all_reduce", 8, size=7, algorithm="ring"),
+        CollectiveOptions("gather", 8, algorithm="ring"),
+        CollectiveOptions("all_to_all", 8, algorithm="tree"),
+        CollectiveOptions("scatter", 9, size=8, algorithm="direct"),
     ],
-)  # fmt: skip
+)
 def test_what_an_algorithm_cannot_do_is_refused(options: CollectiveOptions) -> None:
     with pytest.raises(UsageError) as caught:
         generate_collectives(options)

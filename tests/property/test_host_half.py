@@ -37,7 +37,12 @@ ANNOTATIONS = (
     "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__",
     "region",
 )
-FRAMES = ("nn.Module: Linear_0", "nn.Module: GPT_0", "train.py(1): f", "torch/optim/sgd.py(5): step")
+FRAMES = (
+    "nn.Module: Linear_0",
+    "nn.Module: GPT_0",
+    "train.py(1): f",
+    "torch/optim/sgd.py(5): step",
+)
 CALLS = ("cudaLaunchKernel", "cudaMemcpyAsync", "cudaStreamSynchronize")
 time_us = st.integers(0, 60)
 length_us = st.integers(-1, 30)
@@ -50,7 +55,11 @@ def traces(draw: st.DrawFn) -> Trace:
     builder = TraceBuilder(rank=draw(st.sampled_from([None, 0, 3])), world_size=4)
     for _ in range(draw(st.integers(0, 25))):
         at, long, where = draw(time_us), draw(length_us), draw(thread)
-        kind = draw(st.sampled_from(["op", "op", "annotation", "python", "launch", "kernel", "copy", "memory"]))
+        kind = draw(
+            st.sampled_from(
+                ["op", "op", "annotation", "python", "launch", "kernel", "copy", "memory"]
+            )
+        )
         number = draw(st.integers(1, 8))
         if kind == "op":
             sequence = draw(st.one_of(st.none(), st.integers(0, 5)))
@@ -70,7 +79,9 @@ def traces(draw: st.DrawFn) -> Trace:
         elif kind == "copy":
             builder.copy("Memcpy DtoH (Device -> Pageable)", at, long, bytes=8, correlation=number)
         else:
-            builder.allocation(at, long * 8, address=number, total_allocated=900 + long, total_reserved=1000)
+            builder.allocation(
+                at, long * 8, address=number, total_allocated=900 + long, total_reserved=1000
+            )
     start = draw(st.integers(0, 20))
     for step in range(draw(st.integers(0, 3))):
         builder.mark(step, start)
@@ -97,8 +108,16 @@ def check_host(trace: Trace) -> None:
     lanes = result.account.group_by("lane").agg(pl.col("ns").sum())
     sums = result.threads.join(lanes, on="lane", how="left").with_columns(pl.col("ns").fill_null(0))
     assert sums["ns"].to_list() == sums["window_ns"].to_list()
-    observed = result.account.filter(pl.col("activity") != "unobserved").group_by("lane").agg(pl.col("ns").sum())
-    assert (observed.join(result.threads, on="lane").select(pl.col("ns") <= pl.col("busy_ns")).to_series()).all()
+    observed = (
+        result.account.filter(pl.col("activity") != "unobserved")
+        .group_by("lane")
+        .agg(pl.col("ns").sum())
+    )
+    assert (
+        observed.join(result.threads, on="lane")
+        .select(pl.col("ns") <= pl.col("busy_ns"))
+        .to_series()
+    ).all()
     window = pl.max_horizontal(
         pl.min_horizontal("end_ns", trace.end_ns) - pl.max_horizontal("start_ns", trace.start_ns), 0
     )
@@ -120,7 +139,11 @@ def check_operators(trace: Trace) -> None:
     for by_shape in (False, True):
         result = operators(trace, by_shape)
         table = result.operators
-        assert table["self_device_ns"].sum() + result.unattributed_device_ns == result.gpu_work_ns == work_ns
+        assert (
+            table["self_device_ns"].sum() + result.unattributed_device_ns
+            == result.gpu_work_ns
+            == work_ns
+        )
         assert table["self_ns"].sum() == top_ns
         assert table["count"].sum() == int(is_op.sum())
         assert (table["device_ns"] >= table["self_device_ns"]).all()
@@ -139,8 +162,12 @@ def check_modules(trace: Trace) -> None:
     assert result.tree.filter(pl.col("parent") >= pl.col("node")).height == 0
     children = result.tree.group_by("parent").agg(pl.col("host_ns", "device_ns").sum())
     sums = result.tree.join(children, left_on="node", right_on="parent", how="inner")
-    assert sums.select((pl.col("self_host_ns") + pl.col("host_ns_right") == pl.col("host_ns")).all()).item()
-    assert sums.select((pl.col("self_device_ns") + pl.col("device_ns_right") == pl.col("device_ns")).all()).item()
+    assert sums.select(
+        (pl.col("self_host_ns") + pl.col("host_ns_right") == pl.col("host_ns")).all()
+    ).item()
+    assert sums.select(
+        (pl.col("self_device_ns") + pl.col("device_ns_right") == pl.col("device_ns")).all()
+    ).item()
 
 
 def check_loading_and_memory(trace: Trace) -> None:
@@ -151,7 +178,9 @@ def check_loading_and_memory(trace: Trace) -> None:
     assert result.devices["allocation_count"].sum() + result.devices["free_count"].sum() == (
         trace.allocations.filter(pl.col("bytes") != 0).height
     )
-    peaks = result.curve.group_by("device_type", "device").agg(pl.col("allocated_bytes").max(), pl.len())
+    peaks = result.curve.group_by("device_type", "device").agg(
+        pl.col("allocated_bytes").max(), pl.len()
+    )
     joined = peaks.join(result.devices, on=["device_type", "device"])
     assert joined.height == result.devices.height
     assert (joined["allocated_bytes"] <= joined["peak_bytes"]).all()
@@ -169,7 +198,9 @@ def test_sums_hold_on_random_traces(trace: Trace) -> None:
     check_everything(trace)
 
 
-def plain_activity(events: list[dict[str, object]], rows: dict[int, dict[str, object]]) -> dict[str, int]:
+def plain_activity(
+    events: list[dict[str, object]], rows: dict[int, dict[str, object]]
+) -> dict[str, int]:
     """The same account by looking at every stretch of one thread: slow, and simple enough to be believed."""
     bounds = sorted({t for e in events for t in (e["start_ns"], e["nested_end_ns"])})  # type: ignore[type-var]
     out: dict[str, int] = {}

@@ -21,7 +21,8 @@ from traceloom.testing.host_trace_builder import HOST_SCHEMAS, NestedOp, build_t
 from traceloom.trace.trace import HOST_OPS
 
 NAMES = st.one_of(
-    st.sampled_from(["aten::mm", "aten::add", 'say "hi"', "a\\b", "}, {", '"id": 3', "日本"]), st.text(max_size=8)
+    st.sampled_from(["aten::mm", "aten::add", 'say "hi"', "a\\b", "}, {", '"id": 3', "日本"]),
+    st.text(max_size=8),
 )
 
 
@@ -31,10 +32,18 @@ def host_traces(draw: st.DrawFn) -> HostTraceBuilder:
     ids: list[int | None] = [None]
     for _ in range(draw(st.integers(1, 12))):
         values = draw(
-            st.lists(st.tuples(st.integers() | st.text(max_size=4), st.just([]), st.text(max_size=4)), max_size=2)
+            st.lists(
+                st.tuples(st.integers() | st.text(max_size=4), st.just([]), st.text(max_size=4)),
+                max_size=2,
+            )
         )
         ids.append(
-            made.op(draw(NAMES), parent=draw(st.sampled_from(ids)), thread=draw(st.integers(1, 3)), inputs=values)
+            made.op(
+                draw(NAMES),
+                parent=draw(st.sampled_from(ids)),
+                thread=draw(st.integers(1, 3)),
+                inputs=values,
+            )
         )
     return made
 
@@ -73,7 +82,9 @@ def test_a_cut_keeps_every_whole_node(place, made, share):
     assert host.ops.height == whole
 
 
-@hypothesis.given(host_traces(), st.integers(0, 10**6), st.binary(min_size=1, max_size=6), st.booleans())
+@hypothesis.given(
+    host_traces(), st.integers(0, 10**6), st.binary(min_size=1, max_size=6), st.booleans()
+)
 def test_whatever_stands_in_a_file_it_is_read_or_refused(place, made, where, bad, instead):
     text = made.text().encode()
     at = where % len(text)
@@ -89,14 +100,18 @@ def test_whatever_stands_in_a_file_it_is_read_or_refused(place, made, where, bad
 
 # -- sequences --------------------------------------------------------------------------------------------------------
 
-TOKENS = st.lists(st.integers(0, 4), max_size=40).map(lambda values: hash_numbers(np.array(values, dtype=np.int64)))
+TOKENS = st.lists(st.integers(0, 4), max_size=40).map(
+    lambda values: hash_numbers(np.array(values, dtype=np.int64))
+)
 
 
 @hypothesis.given(TOKENS, TOKENS)
 def test_occurrences_are_all_there_are(pattern, text):
     found = find_occurrences(build_hashes(pattern), build_hashes(text)).tolist()
     size = pattern.size
-    expected = [at for at in range(text.size - size + 1) if size and (text[at : at + size] == pattern).all()]
+    expected = [
+        at for at in range(text.size - size + 1) if size and (text[at : at + size] == pattern).all()
+    ]
     assert found == expected
 
 
@@ -113,7 +128,9 @@ def test_alignments_pair_equal_elements_in_order(one, other):
 # -- planted iterations -----------------------------------------------------------------------------------------------
 
 CALLS = st.deferred(
-    lambda: st.builds(NestedOp, st.sampled_from(list("abcdefgh")), st.lists(CALLS, max_size=2).map(tuple))
+    lambda: st.builds(
+        NestedOp, st.sampled_from(list("abcdefgh")), st.lists(CALLS, max_size=2).map(tuple)
+    )
 )
 
 
@@ -131,7 +148,10 @@ def steps(draw: st.DrawFn) -> list[NestedOp]:
 def test_a_recorded_iteration_is_found_whole_by_names(step, count, data):
     recorded = data.draw(st.integers(0, count - 1))
     device, host = (
-        one.build() for one in build_trace_pair([step] * count, recorded=range(recorded, recorded + 1), keys="none")
+        one.build()
+        for one in build_trace_pair(
+            [step] * count, recorded=range(recorded, recorded + 1), keys="none"
+        )
     )
     found = match(device, host)
     every = sum(_ops(call) for call in step)
@@ -140,18 +160,26 @@ def test_a_recorded_iteration_is_found_whole_by_names(step, count, data):
     event = np.flatnonzero(found.host_op >= 0)
     # All of it lies in one iteration, each thread on a lane of its own.
     names = dict(host.ops.select("id", "name").iter_rows())
-    assert [names[op] for op in found.host_op[event].tolist()] == device.events["name"].gather(event).to_list()
+    assert [names[op] for op in found.host_op[event].tolist()] == device.events["name"].gather(
+        event
+    ).to_list()
     assert found.threads["lane"].n_unique() == found.threads.height
 
 
 @hypothesis.given(st.lists(steps(), min_size=2, max_size=5), st.data())
 def test_ids_find_the_true_event_of_every_op(iterations, data):
     recorded = data.draw(st.integers(0, len(iterations) - 1))
-    device, host = (one.build() for one in build_trace_pair(iterations, recorded=range(recorded, recorded + 1)))
+    device, host = (
+        one.build() for one in build_trace_pair(iterations, recorded=range(recorded, recorded + 1))
+    )
     found = match(device, host)
     assert found.exact
-    joined = device.events.with_columns(pl.Series("host_op", found.host_op)).filter(pl.col("host_op") >= 0)
-    truth = dict(host.ops.drop_nulls("record_function_id").select("id", "record_function_id").iter_rows())
+    joined = device.events.with_columns(pl.Series("host_op", found.host_op)).filter(
+        pl.col("host_op") >= 0
+    )
+    truth = dict(
+        host.ops.drop_nulls("record_function_id").select("id", "record_function_id").iter_rows()
+    )
     assert joined.height == len(truth)
     assert [truth[op] for op in joined["host_op"]] == joined["record_function_id"].to_list()
 

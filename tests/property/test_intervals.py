@@ -42,7 +42,11 @@ def content(found: Spans) -> set[int]:
     assert (found.start < found.end).all()
     assert (found.end[:-1] < found.start[1:]).all()
     assert found.start.dtype == found.end.dtype == np.int64
-    return {t for low, high in zip(found.start.tolist(), found.end.tolist(), strict=True) for t in range(low, high)}
+    return {
+        t
+        for low, high in zip(found.start.tolist(), found.end.tolist(), strict=True)
+        for t in range(low, high)
+    }
 
 
 @given(intervals)
@@ -52,7 +56,9 @@ def test_a_union_holds_what_is_in_any_interval(one: list[tuple[int, int]]) -> No
 
 
 @given(intervals, intervals)
-def test_set_operations_agree_with_sets(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> None:
+def test_set_operations_agree_with_sets(
+    one: list[tuple[int, int]], other: list[tuple[int, int]]
+) -> None:
     a, b = spans(one), spans(other)
     assert content(intersect_spans(a, b)) == seconds(one) & seconds(other)
     assert content(subtract_spans(a, b)) == seconds(one) - seconds(other)
@@ -60,7 +66,9 @@ def test_set_operations_agree_with_sets(one: list[tuple[int, int]], other: list[
 
 
 @given(intervals, times, times)
-def test_clip_and_complement_split_a_window(one: list[tuple[int, int]], low: int, high: int) -> None:
+def test_clip_and_complement_split_a_window(
+    one: list[tuple[int, int]], low: int, high: int
+) -> None:
     window = set(range(low, high))
     assert content(clip_spans(spans(one), low, high)) == seconds(one) & window
     assert content(invert_spans(spans(one), low, high)) == window - seconds(one)
@@ -80,11 +88,15 @@ def test_summed_coverage_counts_every_interval_by_itself(
 ) -> None:
     ordered = [(low, max(low, high)) for low, high in windows]
     found = sum_clipped_durations(*arrays(one), *arrays(ordered))
-    assert found.tolist() == [sum(len(set(range(*i)) & set(range(*w))) for i in one) for w in ordered]
+    assert found.tolist() == [
+        sum(len(set(range(*i)) & set(range(*w))) for i in one) for w in ordered
+    ]
 
 
 @given(intervals, intervals)
-def test_overlaps_are_all_pairs_that_share_time(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> None:
+def test_overlaps_are_all_pairs_that_share_time(
+    one: list[tuple[int, int]], other: list[tuple[int, int]]
+) -> None:
     b = spans(other)
     found = find_overlaps(*arrays(one), b)
     pairs = list(zip(b.start.tolist(), b.end.tolist(), strict=True))

@@ -22,7 +22,12 @@ from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
 
 slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-ANNOTATIONS = ("step[DECODE bs=2]", "step[EXTEND bs=1 toks=9]", "execute_context_1(5)_generation_2(2)", "my step")
+ANNOTATIONS = (
+    "step[DECODE bs=2]",
+    "step[EXTEND bs=1 toks=9]",
+    "execute_context_1(5)_generation_2(2)",
+    "my step",
+)
 
 
 @st.composite
@@ -31,14 +36,25 @@ def served(draw: st.DrawFn) -> TraceBuilder:
     builder = draw(builders(most_events=10))
     for number in range(draw(st.integers(0, 5))):
         start = draw(st.integers(0, 200))
-        builder.launch(draw(st.sampled_from(["cudaGraphLaunch", "hipGraphLaunch"])), start, 5, correlation=500 + number)
+        builder.launch(
+            draw(st.sampled_from(["cudaGraphLaunch", "hipGraphLaunch"])),
+            start,
+            5,
+            correlation=500 + number,
+        )
         for _ in range(draw(st.integers(0, 6))):
             name, stream = draw(st.sampled_from(["a", "b", "c"])), draw(st.sampled_from([7, 8]))
             builder.kernel(
-                name, draw(st.integers(0, 300)), draw(st.integers(0, 20)), correlation=500 + number, stream=stream
+                name,
+                draw(st.integers(0, 300)),
+                draw(st.integers(0, 20)),
+                correlation=500 + number,
+                stream=stream,
             )
     for _ in range(draw(st.integers(0, 4))):
-        builder.annotation(draw(st.sampled_from(ANNOTATIONS)), draw(st.integers(0, 300)), draw(st.integers(0, 90)))
+        builder.annotation(
+            draw(st.sampled_from(ANNOTATIONS)), draw(st.integers(0, 300)), draw(st.integers(0, 90))
+        )
     return builder
 
 
@@ -54,7 +70,9 @@ def test_launches_account_for_all_work(builder: TraceBuilder) -> None:
     total = found.totals
     assert total["work_count"].sum() == work.height == found.queues["work_count"].sum()
     assert total["unknown_count"].sum() == work["launch"].null_count()
-    parts = total["launch_count"].sum() + total["graph_work_count"].sum() + total["unknown_count"].sum()
+    parts = (
+        total["launch_count"].sum() + total["graph_work_count"].sum() + total["unknown_count"].sum()
+    )
     assert parts == work.height
     assert found.names["launch_count"].sum() == total["launch_count"].sum()
     for curve in (found.curve, found.device_curve):
@@ -78,9 +96,19 @@ def test_replays_and_nodes_add_up(builder: TraceBuilder) -> None:
     names = trace.events["name"]
     replayed = _work(trace).filter(pl.col("launch").is_not_null())
     replayed = replayed.filter(names.gather(replayed["launch"]).str.contains("GraphLaunch"))
-    assert found.work_count == replayed.height == found.replays["node_count"].sum() == found.nodes["replay_count"].sum()
+    assert (
+        found.work_count
+        == replayed.height
+        == found.replays["node_count"].sum()
+        == found.nodes["replay_count"].sum()
+    )
     whole = replayed["duration_ns"].sum()
-    assert whole == found.graphs["total_ns"].sum() == found.nodes["total_ns"].sum() == found.replays["work_ns"].sum()
+    assert (
+        whole
+        == found.graphs["total_ns"].sum()
+        == found.nodes["total_ns"].sum()
+        == found.replays["work_ns"].sum()
+    )
     assert (found.replays["idle_ns"] <= found.replays["span_ns"]).all()
     assert (found.nodes["min_ns"] <= found.nodes["max_ns"]).all()
 

@@ -19,7 +19,11 @@ from traceloom.graph.rank import link_rank
 def order_holds(job: Job) -> None:
     """Nothing overlaps on a stream, and no work begins before its launch."""
     spans = job.run().spans
-    launched = {(s.rank, s.correlation): s.start for s in spans if s.thread is not None and s.correlation is not None}
+    launched = {
+        (s.rank, s.correlation): s.start
+        for s in spans
+        if s.thread is not None and s.correlation is not None
+    }
     streams: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for span in spans:
         assert span.end >= span.start
@@ -32,7 +36,9 @@ def order_holds(job: Job) -> None:
 
 
 @given(recipe=training_recipes(), sync_records=st.booleans())
-def test_any_made_job_links_into_a_graph_that_gives_it_back(recipe: Recipe, sync_records: bool) -> None:
+def test_any_made_job_links_into_a_graph_that_gives_it_back(
+    recipe: Recipe, sync_records: bool
+) -> None:
     job = training_job(recipe)
     order_holds(job)
     run = job.run()

@@ -46,7 +46,9 @@ def test_the_nearest_wanted_ancestor_is_found(parents: list[int], data: st.DataO
         parent = parents[row]
         return parent if parent < 0 or wanted[parent] else above(parent)
 
-    found = find_nearest_ancestor(np.array(parents, dtype=np.int64), np.array(wanted, dtype=np.bool_))
+    found = find_nearest_ancestor(
+        np.array(parents, dtype=np.int64), np.array(wanted, dtype=np.bool_)
+    )
     assert found.tolist() == [above(row) for row in range(len(parents))]
 
 
@@ -55,13 +57,17 @@ SPANS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12), st.integers(1,
 
 @QUICK
 @given(rows=SPANS)
-def test_a_subtree_stops_where_the_first_row_begins_after_it(rows: list[tuple[int, int, int]]) -> None:
+def test_a_subtree_stops_where_the_first_row_begins_after_it(
+    rows: list[tuple[int, int, int]],
+) -> None:
     rows = sorted(rows, key=lambda row: (row[0], row[1], -row[2]))
     lane, start, length = (np.array([row[at] for row in rows], dtype=np.int64) for at in range(3))
     end = start + length
     expected = []
     for row in range(len(rows)):
-        later = [at for at in range(row + 1, len(rows)) if lane[at] != lane[row] or start[at] >= end[row]]
+        later = [
+            at for at in range(row + 1, len(rows)) if lane[at] != lane[row] or start[at] >= end[row]
+        ]
         expected.append(min(later, default=len(rows)))
     assert find_subtree_stops(lane, start, end).tolist() == expected
 
@@ -85,7 +91,9 @@ def test_the_innermost_stretch_around_a_position_is_the_last_that_is_open(
 ) -> None:
     size, stretches = made
     here, stop = (np.array([one[at] for one in stretches], dtype=np.int64) for at in range(2))
-    expected = [max((low for low, high in stretches if low < at < high), default=-1) for at in range(size)]
+    expected = [
+        max((low for low, high in stretches if low < at < high), default=-1) for at in range(size)
+    ]
     assert find_innermost_stretch(here, stop, size).tolist() == expected
 
 
@@ -96,13 +104,17 @@ EDGES = st.lists(st.tuples(st.integers(0, 11), st.integers(0, 11)), max_size=16)
 
 @QUICK
 @given(edges=EDGES)
-def test_points_stand_behind_all_that_they_wait_for_or_there_is_a_circle(edges: list[tuple[int, int]]) -> None:
+def test_points_stand_behind_all_that_they_wait_for_or_there_is_a_circle(
+    edges: list[tuple[int, int]],
+) -> None:
     nodes = 6
     source, target = (np.array([edge[at] for edge in edges], dtype=np.int64) for at in range(2))
     every = [*edges, *((2 * node, 2 * node + 1) for node in range(nodes))]
     done: set[int] = set()
     while ready := {
-        point for point in range(2 * nodes) if point not in done and all(a in done for a, b in every if b == point)
+        point
+        for point in range(2 * nodes)
+        if point not in done and all(a in done for a, b in every if b == point)
     }:
         done |= ready
     assert is_acyclic(nodes, source, target) == (len(done) == 2 * nodes)
@@ -113,7 +125,9 @@ def test_points_stand_behind_all_that_they_wait_for_or_there_is_a_circle(edges: 
         named = int(re.search(r"of node (\d+)", caught.value.message)[1])  # type: ignore[index]
         assert {2 * named, 2 * named + 1} - done
         return
-    place = {point: at for at, point in enumerate(sort_topologically(nodes, source, target).tolist())}
+    place = {
+        point: at for at, point in enumerate(sort_topologically(nodes, source, target).tolist())
+    }
     assert sorted(place) == list(range(2 * nodes))
     assert all(place[a] < place[b] for a, b in every)
 
@@ -134,7 +148,10 @@ def test_texts_and_their_numbers_say_the_same(values: list[str | None]) -> None:
     different, numbers = encode_names_by_piece(pl.Series(texts, dtype=pl.String))
     assert [different[int(number)] for number in numbers] == texts
     assert different.n_unique() == different.len()
-    codes = np.array([-1 if value is None else int(numbers[texts.index(value)]) for value in values], dtype=np.int32)
+    codes = np.array(
+        [-1 if value is None else int(numbers[texts.index(value)]) for value in values],
+        dtype=np.int32,
+    )
     assert NumberedTexts(different.to_list()).column(codes).to_list() == values
 
 
@@ -154,7 +171,9 @@ def test_how_long_a_thread_ran_lies_between_its_bounds(
     ran = np.concatenate([[0], np.cumsum(runs)])
     times = np.array(sorted({min(at, len(runs)) for at in samples}), dtype=np.int64)
     clock = ThreadClock(times, ran[times])
-    low, high = (np.array([min(f(span), len(runs)) for span in spans], dtype=np.int64) for f in (min, max))
+    low, high = (
+        np.array([min(f(span), len(runs)) for span in spans], dtype=np.int64) for f in (min, max)
+    )
     least, most = clock.bound_cpu_time(low, high)
     truth = ran[high] - ran[low]
     assert (least <= truth).all()
@@ -169,13 +188,23 @@ def test_how_long_a_thread_ran_lies_between_its_bounds(
 @pytest.mark.parametrize(
     "table",
     [
-        None, [], {}, {"thread": [1, 1]}, {"thread": [1, 1], "time_ns": [0, 1], "cpu_ns": [0]},
-        {"thread": [1, 1], "time_ns": [0, 1], "cpu_ns": [0, "1"]}, {"thread": [1, 1], "time_ns": [0, -1], "cpu_ns": [0, 1]},
-        {"thread": [1, 1], "time_ns": [0, 2**62], "cpu_ns": [0, 1]}, {"thread": [1, 1], "time_ns": [0, 1.5], "cpu_ns": [0, 1]},
-        {"thread": [], "time_ns": [], "cpu_ns": []}, {"thread": [1, 2], "time_ns": [0, 1], "cpu_ns": [0, 1]},
-        {"thread": None, "time_ns": [0, 1], "cpu_ns": [0, 1]}, {"file": "../x"}, {"file": "nothing.json"}, {"file": 5},
+        None,
+        [],
+        {},
+        {"thread": [1, 1]},
+        {"thread": [1, 1], "time_ns": [0, 1], "cpu_ns": [0]},
+        {"thread": [1, 1], "time_ns": [0, 1], "cpu_ns": [0, "1"]},
+        {"thread": [1, 1], "time_ns": [0, -1], "cpu_ns": [0, 1]},
+        {"thread": [1, 1], "time_ns": [0, 2**62], "cpu_ns": [0, 1]},
+        {"thread": [1, 1], "time_ns": [0, 1.5], "cpu_ns": [0, 1]},
+        {"thread": [], "time_ns": [], "cpu_ns": []},
+        {"thread": [1, 2], "time_ns": [0, 1], "cpu_ns": [0, 1]},
+        {"thread": None, "time_ns": [0, 1], "cpu_ns": [0, 1]},
+        {"file": "../x"},
+        {"file": "nothing.json"},
+        {"file": 5},
     ],
-)  # fmt: skip
+)
 def test_samples_that_are_none_tell_of_no_thread(table: Any) -> None:
     assert parse_thread_clocks({"thread_cpu": table}, "rank0.json") == {}
 
@@ -210,13 +239,17 @@ def test_a_duration_and_a_size_can_be_read_back_within_half_a_per_cent(value: in
 @given(values=st.tuples(st.integers(0, 2**62), st.integers(0, 2**62)))
 def test_what_is_longer_is_not_shown_as_shorter(values: tuple[int, int]) -> None:
     low, high = sorted(values)
-    assert read_back(units.format_duration(low), SCALES) <= read_back(units.format_duration(high), SCALES)
+    assert read_back(units.format_duration(low), SCALES) <= read_back(
+        units.format_duration(high), SCALES
+    )
     assert read_back(units.format_size(low), BYTES) <= read_back(units.format_size(high), BYTES)
 
 
 @QUICK
 @given(part=st.integers(0, 10**6), whole=st.integers(1, 10**6))
-def test_a_share_is_shown_within_its_rounding_and_never_as_all_or_nothing(part: int, whole: int) -> None:
+def test_a_share_is_shown_within_its_rounding_and_never_as_all_or_nothing(
+    part: int, whole: int
+) -> None:
     part = min(part, whole)
     text = units.format_share(part, whole)
     assert (text == "0 %") == (part == 0)
@@ -240,18 +273,29 @@ def test_counts_have_all_their_digits(value: int) -> None:
 @pytest.mark.parametrize(
     ("value", "what", "text"),
     [
-        (1, "call", "1 call"), (0, "call", "0 calls"), (2, "copy", "2 copies"), (1, "copy", "1 copy"), (3, "key", "3 keys"),
-        (2, "class", "2 classes"), (2, "box", "2 boxes"), (2, "switch", "2 switches"), (1234, "rank", "1\u202f234 ranks"),
-        (2, "mesh", "2 meshes"), (2, "query", "2 queries"), (2, "day", "2 days"),
+        (1, "call", "1 call"),
+        (0, "call", "0 calls"),
+        (2, "copy", "2 copies"),
+        (1, "copy", "1 copy"),
+        (3, "key", "3 keys"),
+        (2, "class", "2 classes"),
+        (2, "box", "2 boxes"),
+        (2, "switch", "2 switches"),
+        (1234, "rank", "1\u202f234 ranks"),
+        (2, "mesh", "2 meshes"),
+        (2, "query", "2 queries"),
+        (2, "day", "2 days"),
     ],
-)  # fmt: skip
+)
 def test_words_are_counted_as_people_do(value: int, what: str, text: str) -> None:
     assert units.format_quantity(value, what) == text
 
 
 @pytest.mark.parametrize("unit", units.NUMERIC_UNITS)
 def test_what_is_unknown_is_a_dash_in_every_unit(unit: str) -> None:
-    assert units.UNKNOWN_TEXT in units.format_value(None, unit) or units.format_value(None, unit) == ""
+    assert (
+        units.UNKNOWN_TEXT in units.format_value(None, unit) or units.format_value(None, unit) == ""
+    )
 
 
 # -- copies ----------------------------------------------------------------------------------------------------------
@@ -259,8 +303,12 @@ def test_what_is_unknown_is_a_dash_in_every_unit(unit: str) -> None:
 
 @pytest.mark.parametrize("source", ["H", "D", "P"])
 @pytest.mark.parametrize("target", ["H", "D", "P"])
-@pytest.mark.parametrize("spelling", ["Memcpy {}to{}", "Memcpy {}to{} (Device -> Device)", "memcpy{}2{}", "x {}to{}"])
-def test_the_way_of_a_copy_is_read_in_every_spelling(source: str, target: str, spelling: str) -> None:
+@pytest.mark.parametrize(
+    "spelling", ["Memcpy {}to{}", "Memcpy {}to{} (Device -> Device)", "memcpy{}2{}", "x {}to{}"]
+)
+def test_the_way_of_a_copy_is_read_in_every_spelling(
+    source: str, target: str, spelling: str
+) -> None:
     words = {"H": "Host", "D": "Device", "P": "Peer"}
     text = spelling.format(source, target)
     if not text.startswith("memcpy"):  # there the letter stands inside a word
@@ -273,10 +321,16 @@ def test_the_way_of_a_copy_is_read_in_every_spelling(source: str, target: str, s
 @pytest.mark.parametrize(
     ("arguments", "kinds"),
     [
-        (("Memcpy HtoD (Pageable -> Device)",), ("pageable", "device")), (("Memcpy", "1", "3"), ("pageable", "device")),
-        (("Memcpy", "2", None), ("pinned", None)), (("Memcpy", "99", "Managed"), (None, "managed")), (("Memcpy",), (None, None)),
-        (("Memcpy (A -> B)", "1", "2"), ("a", "b")), (("Memcpy ->",), (None, None)),
+        (("Memcpy HtoD (Pageable -> Device)",), ("pageable", "device")),
+        (("Memcpy", "1", "3"), ("pageable", "device")),
+        (("Memcpy", "2", None), ("pinned", None)),
+        (("Memcpy", "99", "Managed"), (None, "managed")),
+        (("Memcpy",), (None, None)),
+        (("Memcpy (A -> B)", "1", "2"), ("a", "b")),
+        (("Memcpy ->",), (None, None)),
     ],
-)  # fmt: skip
-def test_kinds_of_memory_are_those_of_the_name_or_of_the_numbers(arguments: Any, kinds: tuple[Any, Any]) -> None:
+)
+def test_kinds_of_memory_are_those_of_the_name_or_of_the_numbers(
+    arguments: Any, kinds: tuple[Any, Any]
+) -> None:
     assert parse_memory_kinds(*arguments) == kinds

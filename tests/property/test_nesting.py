@@ -14,7 +14,12 @@ spans = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(0,
 def nested(rows: list[tuple[int, int, int]]) -> tuple[Nesting, np.ndarray, np.ndarray, np.ndarray]:
     rows = sorted(rows, key=lambda row: (row[1], -row[2]))
     lane, start, length = (np.array([row[i] for row in rows], dtype=np.int64) for i in range(3))
-    return build_nesting(lane, start, start + length, np.ones(len(rows), dtype=bool)), lane, start, start + length
+    return (
+        build_nesting(lane, start, start + length, np.ones(len(rows), dtype=bool)),
+        lane,
+        start,
+        start + length,
+    )
 
 
 @given(spans)
@@ -40,7 +45,9 @@ def test_nothing_that_is_open_is_passed_over(rows: list[tuple[int, int, int]]) -
 
 
 @given(spans)
-def test_ends_are_only_shortened_and_every_shortening_is_counted(rows: list[tuple[int, int, int]]) -> None:
+def test_ends_are_only_shortened_and_every_shortening_is_counted(
+    rows: list[tuple[int, int, int]],
+) -> None:
     forest, _, start, end = nested(rows)
     assert (forest.nested_end_ns <= end).all()
     assert (forest.nested_end_ns >= start).all()

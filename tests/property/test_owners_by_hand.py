@@ -39,31 +39,48 @@ def maybe(values: Sequence[str]) -> st.SearchStrategy[str | None]:
 
 statements = st.lists(
     st.fixed_dictionaries(
-        {"job": some(JOBS), "user": maybe(USERS), "division": maybe(DIVISIONS), "valid_from_ns": instants,
-         "hours": st.none() | st.integers(1, 60)}
+        {
+            "job": some(JOBS),
+            "user": maybe(USERS),
+            "division": maybe(DIVISIONS),
+            "valid_from_ns": instants,
+            "hours": st.none() | st.integers(1, 60),
+        }
     ),
-    max_size=7, unique_by=lambda row: (row["job"], row["valid_from_ns"]),
-)  # fmt: skip
+    max_size=7,
+    unique_by=lambda row: (row["job"], row["valid_from_ns"]),
+)
 rules_of = st.lists(
     st.builds(
         lambda job, user, division, first, days: OwnerRule(
-            set={"division": division}, match={"job": job} | ({"user": user} if user else {}),
+            set={"division": division},
+            match={"job": job} | ({"user": user} if user else {}),
             first=None if first is None else FIRST + timedelta(days=first),
             until=None if first is None or days is None else FIRST + timedelta(days=first + days),
         ),
-        some(("*", "llm-*", "?ision", "nobody")), maybe(("a*", "bo")), some(("by rule", "by another")),
-        st.none() | st.integers(0, 3), st.none() | st.integers(1, 3),
+        some(("*", "llm-*", "?ision", "nobody")),
+        maybe(("a*", "bo")),
+        some(("by rule", "by another")),
+        st.none() | st.integers(0, 3),
+        st.none() | st.integers(1, 3),
     ),
     max_size=3,
-)  # fmt: skip
+)
 usage_rows = st.lists(
     st.fixed_dictionaries(
-        {"half": st.integers(0, HALF_DAYS), "job": some(JOBS), "state": some((*HELD, *FREE)), "device": some("xyz"),
-         "device_model": maybe(("H100", "MI300")), "device_ms": st.integers(1, 60_000),
-         "energy_mj": st.none() | st.integers(0, 10**9), "flops_low": st.none() | st.integers(0, 10**6)}
+        {
+            "half": st.integers(0, HALF_DAYS),
+            "job": some(JOBS),
+            "state": some((*HELD, *FREE)),
+            "device": some("xyz"),
+            "device_model": maybe(("H100", "MI300")),
+            "device_ms": st.integers(1, 60_000),
+            "energy_mj": st.none() | st.integers(0, 10**9),
+            "flops_low": st.none() | st.integers(0, 10**6),
+        }
     ),
     max_size=14,
-)  # fmt: skip
+)
 
 
 def table(name: str, rows: Sequence[dict[str, Any]]) -> pl.LazyFrame:
@@ -80,11 +97,13 @@ def said_table(name: str, rows: Sequence[dict[str, Any]]) -> pl.LazyFrame:
         [
             {
                 **{key: value for key, value in row.items() if key != "hours"},
-                "valid_to_ns": None if row["hours"] is None else row["valid_from_ns"] + row["hours"] * 3600 * 10**9,
+                "valid_to_ns": None
+                if row["hours"] is None
+                else row["valid_from_ns"] + row["hours"] * 3600 * 10**9,
             }
             for row in rows
         ],
-    )  # fmt: skip
+    )
 
 
 def usage_table(rows: Sequence[dict[str, Any]]) -> pl.LazyFrame:
@@ -93,18 +112,24 @@ def usage_table(rows: Sequence[dict[str, Any]]) -> pl.LazyFrame:
         [
             {
                 **{key: value for key, value in row.items() if key != "half"},
-                "time_ns": BEGIN_NS + row["half"] * DAY_NS // 2, "host": "n", "flops_high": row["flops_low"],
+                "time_ns": BEGIN_NS + row["half"] * DAY_NS // 2,
+                "host": "n",
+                "flops_high": row["flops_low"],
                 "job": row["job"] if row["state"] in HELD else None,
             }
             for row in rows
         ],
-    )  # fmt: skip
+    )
 
 
 def owner(
-    job: str, at_ns: int, name: str, jobs: Sequence[dict[str, Any]], people: Sequence[dict[str, Any]],
+    job: str,
+    at_ns: int,
+    name: str,
+    jobs: Sequence[dict[str, Any]],
+    people: Sequence[dict[str, Any]],
     rules: Sequence[OwnerRule],
-) -> str | None:  # fmt: skip
+) -> str | None:
     """Who a job belongs to at a time, as docs/concepts/fleet.md says it."""
     valid = [
         row
@@ -122,9 +147,14 @@ def owner(
     facts = begun[-1] if begun else {}
     day = FIRST + timedelta(days=(at_ns - BEGIN_NS) // DAY_NS)
     for rule in rules:
-        is_valid = (rule.first is None or rule.first <= day) and (rule.until is None or day < rule.until)
+        is_valid = (rule.first is None or rule.first <= day) and (
+            rule.until is None or day < rule.until
+        )
         texts = {"job": job, "user": facts.get("user")}
-        matches = (texts[key] is not None and fnmatchcase(texts[key] or "", like) for key, like in rule.match.items())
+        matches = (
+            texts[key] is not None and fnmatchcase(texts[key] or "", like)
+            for key, like in rule.match.items()
+        )
         if is_valid and name in rule.set and all(matches):
             return rule.set[name]
     return facts.get(name)
@@ -144,7 +174,11 @@ def test_a_job_belongs_at_every_time_to_whom_a_plain_loop_says(
             at_ns = BEGIN_NS + quarter * DAY_NS // 8
             row = rows.filter(pl.col("from_ns") <= at_ns).tail(1).to_dicts()[0]
             for name in ("user", "division"):
-                assert row[name] == owner(job, at_ns, name, jobs, people, rules), (job, quarter, name)
+                assert row[name] == owner(job, at_ns, name, jobs, people, rules), (
+                    job,
+                    quarter,
+                    name,
+                )
 
 
 def test_what_was_said_for_a_while_hides_nothing_that_holds_on() -> None:
@@ -154,8 +188,10 @@ def test_what_was_said_for_a_while_hides_nothing_that_holds_on() -> None:
     ]
     frame = compute_ownership_periods(table("jobs", []), said_table("owners", people))
     assert frame.select("from_ns", "division").rows()[1:] == [
-        (BEGIN_NS, "ads"), (BEGIN_NS + DAY_NS, "maps"), (BEGIN_NS + 2 * DAY_NS, "ads"),
-    ]  # fmt: skip
+        (BEGIN_NS, "ads"),
+        (BEGIN_NS + DAY_NS, "maps"),
+        (BEGIN_NS + 2 * DAY_NS, "ads"),
+    ]
 
 
 @given(usage=usage_rows, jobs=statements, people=statements)
@@ -167,7 +203,11 @@ def test_time_and_energy_of_an_owner_are_the_sum_of_the_rows_that_are_theirs(
     sums: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for row in usage:
         at_ns = BEGIN_NS + row["half"] * DAY_NS // 2
-        whose = owner(row["job"], at_ns, "division", jobs, people, ()) if row["state"] in HELD else row["state"]
+        whose = (
+            owner(row["job"], at_ns, "division", jobs, people, ())
+            if row["state"] in HELD
+            else row["state"]
+        )
         total = sums[whose or "unattributed", row["device_model"] or "unattributed"]
         total["device_ms"] += row["device_ms"]
         total[row["state"]] += row["device_ms"]
@@ -178,10 +218,17 @@ def test_time_and_energy_of_an_owner_are_the_sum_of_the_rows_that_are_theirs(
     rows = {(row["division"], row["device_model"]): row for row in result.iter_rows(named=True)}
     assert rows.keys() == sums.keys()
     assert result["device_ms"].is_sorted(descending=True)
-    names = {"busy_ms": "busy", "idle_ms": "idle-allocated", "unallocated_ms": "unallocated",
-             "unreachable_ms": "unreachable", "device_ms": "device_ms"}  # fmt: skip
+    names = {
+        "busy_ms": "busy",
+        "idle_ms": "idle-allocated",
+        "unallocated_ms": "unallocated",
+        "unreachable_ms": "unreachable",
+        "device_ms": "device_ms",
+    }
     for key, total in sums.items():
-        assert {name: rows[key][name] for name in names} == {name: total[state] for name, state in names.items()}
+        assert {name: rows[key][name] for name in names} == {
+            name: total[state] for name, state in names.items()
+        }
         for name, of_time in (("energy_mj", "energy_known_ms"), ("flops_low", "flops_known_ms")):
             assert rows[key][of_time] == total[of_time]
             assert rows[key][name] == (total[name] if total[of_time] else None)
@@ -189,14 +236,20 @@ def test_time_and_energy_of_an_owner_are_the_sum_of_the_rows_that_are_theirs(
 
 prices_of = st.builds(
     lambda default, special, per_kwh, co2: Prices(
-        currency="EUR", per_kwh=per_kwh, co2_g_per_kwh=co2,
+        currency="EUR",
+        per_kwh=per_kwh,
+        co2_g_per_kwh=co2,
         device_hour={
-            name: price for name, price in (("default", default), ("H100", special)) if price is not None
+            name: price
+            for name, price in (("default", default), ("H100", special))
+            if price is not None
         },
     ),
-    st.none() | st.floats(0, 100), st.none() | st.floats(0, 100), st.none() | st.floats(0, 10),
+    st.none() | st.floats(0, 100),
+    st.none() | st.floats(0, 100),
+    st.none() | st.floats(0, 10),
     st.none() | st.floats(0, 1000),
-)  # fmt: skip
+)
 
 
 @given(usage=usage_rows, prices=prices_of, every_half_day=st.booleans())
@@ -205,7 +258,9 @@ def test_a_part_costs_its_hours_and_kilowatt_hours_at_their_prices(
 ) -> None:
     owned = compute_ownership_periods(table("jobs", []), table("owners", []))
     every_ns = DAY_NS // 2 if every_half_day else None
-    rows = divide_device_time(usage_table(usage), owned, ["device"], prices, every_ns).leaves.to_dicts()
+    rows = divide_device_time(
+        usage_table(usage), owned, ["device"], prices, every_ns
+    ).leaves.to_dicts()
     sums: dict[tuple[Any, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for row in usage:
         time_ns = BEGIN_NS + row["half"] * DAY_NS // 2 if every_half_day else None
@@ -250,4 +305,6 @@ def test_each_part_of_a_tree_is_the_sum_of_its_parts_and_the_largest_stand_alone
             if len(inner) > len(alone) and values[-1:] != (OTHERS_LABEL,):
                 assert inner[-1][-1] == OTHERS_LABEL
                 assert len(alone) == top
-        assert list(parts).index(values) <= min((list(parts).index(of) for of in inner), default=len(parts))
+        assert list(parts).index(values) <= min(
+            (list(parts).index(of) for of in inner), default=len(parts)
+        )

@@ -21,7 +21,9 @@ from traceloom.graph.rank import link_rank
 
 def parts_are_true(run: Run, rank: int, trace: Any) -> None:
     true = run.truth.collectives.filter(rank=rank).sort("correlation")
-    kernels = trace.events.filter(category="kernel").select("event", "correlation", "start_ns", "duration_ns")
+    kernels = trace.events.filter(category="kernel").select(
+        "event", "correlation", "start_ns", "duration_ns"
+    )
     shown = trace.collectives.join(kernels, on="event").sort("correlation")
     assert shown["correlation"].to_list() == true["correlation"].to_list()
     assert shown["group"].to_list() == true["group"].to_list()
@@ -40,10 +42,14 @@ def test_traces_of_any_schedule_show_its_truth(recipe: ParallelRecipe) -> None:
     for rank, builder in enumerate(run.traces()):
         trace = builder.build()
         trace.check()
-        assert trace.gpu_work().height == sum(s.rank == rank and s.stream is not None for s in run.spans)
+        assert trace.gpu_work().height == sum(
+            s.rank == rank and s.stream is not None for s in run.spans
+        )
         parts_are_true(run, rank, trace)
         steps = truth.steps.filter(rank=rank).sort("step")
-        assert trace.steps["start_ns"].to_list() == [run.shown_ns(rank, at) for at in steps["start_ns"]]
+        assert trace.steps["start_ns"].to_list() == [
+            run.shown_ns(rank, at) for at in steps["start_ns"]
+        ]
         assert trace.steps["end_ns"].to_list() == [run.shown_ns(rank, at) for at in steps["end_ns"]]
     waits = truth.collectives
     assert (waits["wait_ns"] >= 0).all()
@@ -60,7 +66,9 @@ def test_the_graph_of_any_schedule_gives_it_back(recipe: ParallelRecipe) -> None
     assert np.array_equal(Plan(graph).evaluate(), graph.point_times())
     assert abs(graph.end_ns - run.window_ns) <= 10  # clocks are fitted, to a few ns
     assert graph.communication.filter(pl.col("instance").is_null()).height == 0
-    assert graph.communication["instance"].n_unique() == run.truth.collectives["instance"].n_unique()
+    assert (
+        graph.communication["instance"].n_unique() == run.truth.collectives["instance"].n_unique()
+    )
     kept = law(graph)
     assert kept.exact_error_ns == 0
     # A faulty job's delays are no usual ones.

@@ -18,12 +18,16 @@ unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
 @given(builders())
 def test_the_path_of_any_trace_tiles_its_window(builder: TraceBuilder) -> None:
     trace = builder.build()
-    value = build(Session((trace,), "made"), ReportOptions(only=("critical_path",)))["critical_path"]
+    value = build(Session((trace,), "made"), ReportOptions(only=("critical_path",)))[
+        "critical_path"
+    ]
     if value is None:  # nothing that takes part in a graph
         return
     found = critical_path(trace)
     found.check()
-    assert sum(row["duration_ns"] for row in value["classes"]) == value["window_ns"] == found.window_ns
+    assert (
+        sum(row["duration_ns"] for row in value["classes"]) == value["window_ns"] == found.window_ns
+    )
     for step in trace.steps.filter(pl.col("end_ns") > pl.col("start_ns"))["step"].to_list():
         critical_path(trace, step).check()
 

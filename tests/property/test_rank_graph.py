@@ -19,7 +19,9 @@ from traceloom.graph.graph import Graph
 from traceloom.graph.rank import link_rank
 
 FOLDERS = ("kineto", "critical_path", "diff", "multirank", "pairs")
-FILES = sorted(p for folder in FOLDERS for p in (DATA / folder).glob("*.json.gz") if ".host." not in p.name)
+FILES = sorted(
+    p for folder in FOLDERS for p in (DATA / folder).glob("*.json.gz") if ".host." not in p.name
+)
 
 
 def linked(builder) -> tuple[Graph, object]:
@@ -43,7 +45,9 @@ def test_random_traces_make_graphs_that_keep_the_law(builder):
     graph.check()
     tiled(graph)
     work = trace.gpu_work()
-    assert sorted(graph.nodes.filter(pl.col("event").is_in(work["event"].implode()))["event"]) == list(work["event"])
+    assert sorted(
+        graph.nodes.filter(pl.col("event").is_in(work["event"].implode()))["event"]
+    ) == list(work["event"])
     counted = graph.coverage.filter(pl.col("subject") == "gpu-work")["count"].sum()
     assert counted == work.height
 
@@ -62,9 +66,15 @@ def test_whatever_waits_for_whatever_there_is_no_circle_and_nothing_before_its_c
 
 def plain_orphans(path: Path) -> int | None:
     """GPU work of the file whose correlation no call has; None where it has no GPU work of a plain category."""
-    events = [e for e in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if e.get("ph") == "X"]
+    events = [
+        e
+        for e in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        if e.get("ph") == "X"
+    ]
     work = [e["args"].get("correlation") for e in events if e.get("cat") in GPU_WORK]
-    called = {e.get("args", {}).get("correlation") for e in events if e.get("cat") in CALLS} - {None}
+    called = {e.get("args", {}).get("correlation") for e in events if e.get("cat") in CALLS} - {
+        None
+    }
     return sum(correlation not in called for correlation in work) if work else None
 
 

@@ -17,12 +17,16 @@ from traceloom.errors import InputError
 from traceloom.formats import read_kineto
 from traceloom.trace.trace import Trace
 
-RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+RELAXED = settings(
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 def read(tmp_path: Path, content: str | bytes) -> Trace:
     path = tmp_path / "trace.json"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+    path.write_bytes(
+        content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
+    )
     trace = read_kineto(path)
     trace.check()
     return trace
@@ -46,7 +50,9 @@ def test_every_complete_event_is_kept_with_its_exact_times(tmp_path, builder):
     expected = sorted((ns(e["ts"]), ns(e["dur"]), e["name"]) for e in spans)
     assert sorted(trace.events.select("start_ns", "duration_ns", "name").rows()) == expected
     assert trace.meta.event_count == len(builder.events())
-    assert not [n for n in trace.notices if n.slug in ("lost-events", "repaired-events", "cut-file")]
+    assert not [
+        n for n in trace.notices if n.slug in ("lost-events", "repaired-events", "cut-file")
+    ]
 
 
 @RELAXED
@@ -117,7 +123,17 @@ def test_every_event_is_found_again_in_the_text(tmp_path, builder, data):
 @given(
     builder=builders(),
     data=st.data(),
-    raw=st.sampled_from(['a "quoted" word', "C:\\qath\\x", "a\x01b", "tab\there", "new\nline", 'foo("a", "b")', "\\"]),
+    raw=st.sampled_from(
+        [
+            'a "quoted" word',
+            "C:\\qath\\x",
+            "a\x01b",
+            "tab\there",
+            "new\nline",
+            'foo("a", "b")',
+            "\\",
+        ]
+    ),
 )
 def test_malformed_names_cost_no_event(tmp_path, builder, data, raw):
     builder.op("aten::mm", 1, 1)
@@ -129,7 +145,9 @@ def test_malformed_names_cost_no_event(tmp_path, builder, data, raw):
 
 @RELAXED
 @given(
-    builder=builders(), data=st.data(), raw=st.sampled_from(["NaN", "N/A", "Infinity", "-Infinity", "nan", "inf", ""])
+    builder=builders(),
+    data=st.data(),
+    raw=st.sampled_from(["NaN", "N/A", "Infinity", "-Infinity", "nan", "inf", ""]),
 )
 def test_values_that_are_no_json_cost_no_event(tmp_path, builder, data, raw):
     builder.op("aten::mm", 1, 1)

@@ -42,8 +42,15 @@ def layered(seed: int, length: int, layers: int) -> list[list[tuple[str, tuple[i
     layer = []
     for number in range(3, 3 + length):
         name = chance.choice(list(NAMES))
-        layer.append((name, tuple(chance.randrange(0 if name != "relu_" else 3, number) if number > 3 else 0
-                                  for _ in range(NAMES[name]))))  # fmt: skip
+        layer.append(
+            (
+                name,
+                tuple(
+                    chance.randrange(0 if name != "relu_" else 3, number) if number > 3 else 0
+                    for _ in range(NAMES[name])
+                ),
+            )
+        )
     return [layer] * layers
 
 

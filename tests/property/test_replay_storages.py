@@ -51,7 +51,9 @@ def program(seed: int, length: int, *without: str) -> list[Step]:
         name = chance.choice([name for name in OPS if name not in without])
         operands = tuple(chance.choice(live) for _ in range(OPS[name]))
         live.append(number)
-        dropped = tuple(register for register in live if register >= OUTSIDE and chance.random() < 0.3)
+        dropped = tuple(
+            register for register in live if register >= OUTSIDE and chance.random() < 0.3
+        )
         live = [register for register in live if register not in dropped]
         steps.append(Step(name, operands, dropped))
     return steps
@@ -59,14 +61,19 @@ def program(seed: int, length: int, *without: str) -> list[Step]:
 
 def dropping_at_last_use(steps: list[Step]) -> list[Step]:
     """The same program, in which each register is dropped by the last op that uses it."""
-    last = {register: at for at, step in enumerate(steps) for register in (*step.operands, OUTSIDE + at)}
+    last = {
+        register: at for at, step in enumerate(steps) for register in (*step.operands, OUTSIDE + at)
+    }
     for at, step in enumerate(steps):
         last |= dict.fromkeys(step.operands, at)
     drops: list[list[int]] = [[] for _ in steps]
     for register, at in last.items():
         if register >= OUTSIDE:
             drops[at].append(register)
-    return [Step(step.name, step.operands, tuple(dropped)) for step, dropped in zip(steps, drops, strict=True)]
+    return [
+        Step(step.name, step.operands, tuple(dropped))
+        for step, dropped in zip(steps, drops, strict=True)
+    ]
 
 
 def call(name: str, operands: list[Any]) -> Any:
@@ -90,8 +97,13 @@ def run(steps: list[Step], *, keep: bool, alive: list[int] | None = None) -> lis
             for register in step.dropped:
                 del registers[register]
         if alive is not None:
-            outside = {registers[register].untyped_storage().data_ptr() for register in range(OUTSIDE)}
-            made = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in registers.values()}
+            outside = {
+                registers[register].untyped_storage().data_ptr() for register in range(OUTSIDE)
+            }
+            made = {
+                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+                for t in registers.values()
+            }
             alive.append(sum(size for address, size in made.items() if address not in outside))
     return storages
 
@@ -127,14 +139,21 @@ def test_two_tensors_share_a_version_where_they_shared_memory(
     assert ops.height == len(steps)
     # a layer norm returns mean and deviation besides; what nothing reads has no register
     used = list(zip(ops["inputs"], ops["outputs"].list.first(), strict=True))
-    versions = [[storage[row] for row in (*inputs, result) if row is not None] for inputs, result in used]
-    seen = [names if result is not None else names[:-1] for names, (_, result) in zip(truth, used, strict=True)]
+    versions = [
+        [storage[row] for row in (*inputs, result) if row is not None] for inputs, result in used
+    ]
+    seen = [
+        names if result is not None else names[:-1]
+        for names, (_, result) in zip(truth, used, strict=True)
+    ]
     assert partition(versions) == partition(seen)
 
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), length=st.integers(1, 60))
-def test_what_is_not_used_again_is_freed(seed: int, length: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_what_is_not_used_again_is_freed(
+    seed: int, length: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     # what an op only allocates, and nothing fills, comes from outside in a replay
     steps = dropping_at_last_use(program(seed, length, "empty"))
     truth: list[int] = []
@@ -142,6 +161,11 @@ def test_what_is_not_used_again_is_freed(seed: int, length: int, tmp_path_factor
         run(steps, keep=False, alive=truth)
         plan = recorded(steps, tmp_path_factory.mktemp("lives") / "rank0.host.json")
     rows = plan.ops.filter((plan.ops["action"] == RUN) & (plan.ops["name"] != "aten::rand"))["op"]
-    made = plan.storages.filter(~plan.storages["external"] & plan.storages["first_op"].is_in(rows.to_list()))
-    alive = [int(made.filter((made["first_op"] <= op) & (made["last_op"] > op))["bytes"].sum()) for op in rows]
+    made = plan.storages.filter(
+        ~plan.storages["external"] & plan.storages["first_op"].is_in(rows.to_list())
+    )
+    alive = [
+        int(made.filter((made["first_op"] <= op) & (made["last_op"] > op))["bytes"].sum())
+        for op in rows
+    ]
     assert alive == truth

@@ -19,15 +19,22 @@ from traceloom.errors import InvariantError
 from traceloom.formats import load
 from traceloom.graph import ABSENT, Plan, calibrate, class_delays, law
 from traceloom.graph import graph as gs
-from traceloom.graph.critical_path import find_binding_edges, find_critical_path, summarize_path, walk_back
+from traceloom.graph.critical_path import (
+    find_binding_edges,
+    find_critical_path,
+    summarize_path,
+    walk_back,
+)
 from traceloom.graph.graph import Graph, sort_topologically
 from traceloom.graph.job import join_ranks
 from traceloom.graph.rank import link_rank
 
 TRACES = sorted(
-    path for folder in ("kineto", "critical_path", "diff", "multirank") for path in (DATA / folder).glob("*.json.gz")
+    path
+    for folder in ("kineto", "critical_path", "diff", "multirank")
+    for path in (DATA / folder).glob("*.json.gz")
     if ".host." not in path.name
-)  # fmt: skip
+)
 DELAYS = st.integers(-50, 50)
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -51,10 +58,17 @@ def graphs(draw: Any, most: int = 10) -> Graph:
         for node in range(count)
     ]
     place = _places(draw(st.permutations(range(2 * count))))
-    order = sorted(range(count), key=lambda node: (rows[node]["lane"] or -1, rows[node]["start_ns"], node))
+    order = sorted(
+        range(count), key=lambda node: (rows[node]["lane"] or -1, rows[node]["start_ns"], node)
+    )
     pairs = [(2 * one + 1, 2 * other) for one, other in pairwise(order)]
     pairs = [pair for pair in pairs if draw(st.booleans())]
-    pairs += draw(st.lists(st.tuples(st.integers(0, 2 * count - 1), st.integers(0, 2 * count - 1)), max_size=3 * most))
+    pairs += draw(
+        st.lists(
+            st.tuples(st.integers(0, 2 * count - 1), st.integers(0, 2 * count - 1)),
+            max_size=3 * most,
+        )
+    )
     edges = [
         {
             "source": low // 2,
@@ -70,7 +84,9 @@ def graphs(draw: Any, most: int = 10) -> Graph:
         if low // 2 != high // 2
     ]
     frames = {"nodes": rows, "edges": edges, "lanes": [{"lane": lane} for lane in range(3)]}
-    return Graph(**{name: pl.DataFrame(rows, schema=gs.GRAPH_SCHEMAS[name]) for name, rows in frames.items()})
+    return Graph(
+        **{name: pl.DataFrame(rows, schema=gs.GRAPH_SCHEMAS[name]) for name, rows in frames.items()}
+    )
 
 
 def _places(order: list[int]) -> list[int]:
@@ -87,7 +103,9 @@ def naive(graph: Graph, work: Any, delay: Any) -> list[int]:
     """The longest path to every point, one point at a time."""
     starts = graph.nodes["start_ns"].to_list()
     into: list[list[tuple[int, int]]] = [[] for _ in range(2 * len(starts))]
-    for source, target, weight in zip(*(points.tolist() for points in graph.points()), list(delay), strict=True):
+    for source, target, weight in zip(
+        *(points.tolist() for points in graph.points()), list(delay), strict=True
+    ):
         if weight != ABSENT:
             into[target].append((source, int(weight)))
     times: dict[int, int] = {}
@@ -109,7 +127,9 @@ def in_part(graph: Graph, work: Any, delay: Any) -> list[int]:
     out = []
     for edge, value in zip(graph.edges.iter_rows(named=True), delay, strict=True):
         before, now = int(whole[edge["source"]]), int(work[edge["source"]])
-        early = edge["kind"] == "stream" and not edge["from_end"] and not edge["to_end"] and before > 0
+        early = (
+            edge["kind"] == "stream" and not edge["from_end"] and not edge["to_end"] and before > 0
+        )
         out.append(round(value * (now / before)) if early and value != ABSENT else int(value))
     return out
 
@@ -126,7 +146,9 @@ def test_a_pass_is_the_longest_path(graph: Graph) -> None:
     plan = Plan(graph)
     assert plan.evaluate().tolist() == naive(graph, *_columns(graph))
     bare = naive(graph, graph.nodes["work_ns"], graph.edges["delay_ns"])
-    assert plan.evaluate(delay_ns=graph.edges["delay_ns"].to_numpy(), residuals=False).tolist() == bare
+    assert (
+        plan.evaluate(delay_ns=graph.edges["delay_ns"].to_numpy(), residuals=False).tolist() == bare
+    )
 
 
 @unhurried
@@ -140,7 +162,9 @@ def test_scenarios_together_are_the_single_ones(graph: Graph, data: Any) -> None
     together = plan.evaluate(work, delay, residuals=False)
     assert together.shape == (scenarios, 2 * graph.nodes.height)
     for row in range(scenarios):
-        assert together[row].tolist() == naive(graph, work[row], in_part(graph, work[row], delay[row]))
+        assert together[row].tolist() == naive(
+            graph, work[row], in_part(graph, work[row], delay[row])
+        )
     assert (plan.evaluate(work[0], delay, residuals=False)[0] == together[0]).all()
 
 
@@ -157,15 +181,27 @@ def test_an_absent_edge_holds_nothing_back(graph: Graph, data: Any) -> None:
     without = replace(graph, edges=graph.edges[kept])
     expected = naive(without, work, in_part(without, work, delay[kept]))
     assert Plan(graph).evaluate(work, delay, residuals=False).tolist() == expected
-    assert Plan(graph).evaluate(work, np.stack([delay, delay]), residuals=False)[1].tolist() == expected
+    assert (
+        Plan(graph).evaluate(work, np.stack([delay, delay]), residuals=False)[1].tolist()
+        == expected
+    )
 
 
 @unhurried
 @given(graphs(), st.data())
 def test_points_that_wait_for_each_other_are_refused(graph: Graph, data: Any) -> None:
     node = data.draw(st.integers(0, graph.nodes.height - 1))
-    back = {"source": node, "target": node, "kind": "data", "evidence": "inferred", "from_end": True, "to_end": False}
-    circle = pl.DataFrame([back | {"delay_ns": 0, "residual_ns": 0}], schema=gs.GRAPH_SCHEMAS["edges"])
+    back = {
+        "source": node,
+        "target": node,
+        "kind": "data",
+        "evidence": "inferred",
+        "from_end": True,
+        "to_end": False,
+    }
+    circle = pl.DataFrame(
+        [back | {"delay_ns": 0, "residual_ns": 0}], schema=gs.GRAPH_SCHEMAS["edges"]
+    )
     broken = replace(graph, edges=pl.concat([graph.edges, circle]))
     with pytest.raises(InvariantError) as refused:
         Plan(broken)
@@ -218,7 +254,9 @@ def test_random_traces_come_back_to_the_nanosecond(builder: Any) -> None:
 
 @unhurried
 @given(graphs(most=20), st.data())
-def test_shortening_a_node_moves_its_successors_unless_something_else_binds(graph: Graph, data: Any) -> None:
+def test_shortening_a_node_moves_its_successors_unless_something_else_binds(
+    graph: Graph, data: Any
+) -> None:
     ready = calibrate(graph)
     node = data.draw(st.integers(0, graph.nodes.height - 1))
     work, delay = _columns(ready)
@@ -258,7 +296,9 @@ def test_every_public_trace_keeps_the_law(path: Path) -> None:
 
 @given(graphs(), st.data())
 @unhurried
-def test_a_trail_goes_point_by_point_over_what_each_waited_for_last(graph: Graph, data: Any) -> None:
+def test_a_trail_goes_point_by_point_over_what_each_waited_for_last(
+    graph: Graph, data: Any
+) -> None:
     times, source = graph.point_times(), graph.points()[0]
     bound = find_binding_edges(graph)
     last = data.draw(st.integers(0, len(times) - 1))
@@ -287,5 +327,8 @@ def test_the_parts_of_a_path_are_its_times_by_kind(graph: Graph) -> None:
                     found.setdefault((what, kind), []).append(time)
     if before := int(graph.point_times()[path.first] - graph.point_times().min()):
         found["before", "origin"] = [before]
-    told = {(what, kind): (count, time) for what, kind, count, time in summarize_path(graph, path).rows()}
+    told = {
+        (what, kind): (count, time)
+        for what, kind, count, time in summarize_path(graph, path).rows()
+    }
     assert told == {key: (len(times), sum(times)) for key, times in found.items()}

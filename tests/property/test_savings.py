@@ -23,13 +23,25 @@ from traceloom.graph.job import join_ranks
 from traceloom.graph.rank import link_rank
 
 PUBLIC = sorted((DATA / "kineto").glob("*.json.gz")) + sorted((DATA / "diff").glob("*.json.gz"))
-SELDOM = ("h100_owlv2.json.gz", "v100_test.json.gz", "a100_control.json.gz", "mi300_qwen_0.5b.json.gz")  # large
+SELDOM = (
+    "h100_owlv2.json.gz",
+    "v100_test.json.gz",
+    "a100_control.json.gz",
+    "mi300_qwen_0.5b.json.gz",
+)  # large
 CHANGES = (
     *(f"{target} {action}" for target in NODE_TARGETS for action in ("* 0.3", "* 1.7", "remove")),
     *(f"{target} overlap" for target in ("copies", "collectives", "kernels", "gpu")),
-    "copies async", "network * 3", "idle remove", "kernels fuse", "kernels graph", "kernels balance",
-    "loading workers 3", "rank 0 delay remove", "rank 1 delay remove",
-)  # fmt: skip
+    "copies async",
+    "network * 3",
+    "idle remove",
+    "kernels fuse",
+    "kernels graph",
+    "kernels balance",
+    "loading workers 3",
+    "rank 0 delay remove",
+    "rank 1 delay remove",
+)
 
 
 def check(graph: Graph, *texts: str) -> bool:
@@ -70,7 +82,10 @@ def test_no_change_of_a_job_saves_more_than_can_be_saved(
 @pytest.mark.data
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=pytest.mark.thorough) if path.name in SELDOM else path for path in PUBLIC],
+    [
+        pytest.param(path, marks=pytest.mark.thorough) if path.name in SELDOM else path
+        for path in PUBLIC
+    ],
     ids=lambda path: path.name.split(".")[0],
 )
 def test_no_change_of_a_public_trace_saves_more_than_can_be_saved(path: Path) -> None:

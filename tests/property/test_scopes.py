@@ -15,9 +15,11 @@ import traceloom
 # is to close.
 REACTIONS = st.lists(
     st.sampled_from(["go on", "catch", "return", "raise", "stay", "wrap"]), min_size=1, max_size=6
-)  # fmt: skip
+)
 # What whoever drives it does.
-DRIVES = st.lists(st.sampled_from(["next", "send", "throw", "stop", "close"]), min_size=1, max_size=8)
+DRIVES = st.lists(
+    st.sampled_from(["next", "send", "throw", "stop", "close"]), min_size=1, max_size=8
+)
 
 
 class OddError(Exception):
@@ -58,7 +60,9 @@ def made(reactions: list[str], log: list[object]) -> Callable[[], Generator[Any,
     return generator
 
 
-def transcript(generator: Generator[Any, Any, Any], drives: list[str], log: list[object]) -> list[object]:
+def transcript(
+    generator: Generator[Any, Any, Any], drives: list[str], log: list[object]
+) -> list[object]:
     """What comes out of it, and what is open outside of it while it is suspended."""
     events: list[object] = []
     for number, drive in enumerate(drives):
@@ -91,18 +95,24 @@ def delegating(function: Callable[[], Generator[Any, Any, Any]]) -> Generator[An
 
 
 @given(REACTIONS, DRIVES)
-def test_a_generator_in_a_scope_does_what_it_does_without(reactions: list[str], drives: list[str]) -> None:
+def test_a_generator_in_a_scope_does_what_it_does_without(
+    reactions: list[str], drives: list[str]
+) -> None:
     log: list[object] = []
     scoped = traceloom.scope("around")(made(reactions, log))
     events = transcript(scoped(), drives, log)
     log_without: list[object] = []
     expected = transcript(delegating(made(reactions, log_without)), drives, log_without)
-    assert [("inside", "probe") if event == ("inside", "around.probe") else event for event in events] == expected
+    assert [
+        ("inside", "probe") if event == ("inside", "around.probe") else event for event in events
+    ] == expected
     assert ("inside", "probe") not in events
 
 
 @given(REACTIONS, DRIVES)
-def test_a_coroutine_in_a_scope_does_what_it_does_without(reactions: list[str], drives: list[str]) -> None:
+def test_a_coroutine_in_a_scope_does_what_it_does_without(
+    reactions: list[str], drives: list[str]
+) -> None:
     def run(scoped: bool) -> list[object]:
         log: list[object] = []
         inner = types.coroutine(made(reactions, log))
@@ -112,7 +122,11 @@ def test_a_coroutine_in_a_scope_does_what_it_does_without(reactions: list[str], 
 
         function = traceloom.scope("around")(coroutine) if scoped else coroutine
         made_coroutine: Any = function()
-        return transcript(made_coroutine, ["send" if drive == "next" else drive for drive in drives], log)
+        return transcript(
+            made_coroutine, ["send" if drive == "next" else drive for drive in drives], log
+        )
 
     events = run(scoped=True)
-    assert [("inside", "probe") if event == ("inside", "around.probe") else event for event in events] == run(False)
+    assert [
+        ("inside", "probe") if event == ("inside", "around.probe") else event for event in events
+    ] == run(False)

@@ -37,13 +37,17 @@ def counts(trace: Trace) -> dict[str, int]:
 def test_every_value_is_taken_for_what_it_means(place: Path, made: SpelledFile) -> None:
     trace = read(place, made.text().encode())
     columns = [name for name in made.rows[0] if name != "external_id"] if made.rows else ["name"]
-    rows = trace.events.select(columns).cast({"category": pl.String} if "category" in columns else {})
+    rows = trace.events.select(columns).cast(
+        {"category": pl.String} if "category" in columns else {}
+    )
     assert rows.to_dicts() == [{name: row[name] for name in columns} for row in made.rows]
 
 
 @settings(max_examples=14)
 @given(made=spelled_files())
-def test_an_external_id_is_kept_unless_it_only_repeats_the_correlations(place: Path, made: SpelledFile) -> None:
+def test_an_external_id_is_kept_unless_it_only_repeats_the_correlations(
+    place: Path, made: SpelledFile
+) -> None:
     trace = read(place, made.text().encode())
     work = [row for row in made.rows if row["category"] in ("kernel", "copy", "fill")]
     both = [row for row in work if None not in (row["external_id"], row["correlation"])]
@@ -61,7 +65,9 @@ def test_what_has_no_time_or_no_duration_is_counted(place: Path, made: SpelledFi
     assert told.get("missing-time", 0) == len(made.events) - len(timed)
     assert told.get("missing-duration", 0) == sum(not event.lasting for event in timed)
     assert told.get("negative-duration", 0) == sum(row["duration_ns"] < 0 for row in made.rows)
-    assert told.get("absurd-duration", 0) == sum(row["duration_ns"] >= 86_400 * 10**9 for row in made.rows)
+    assert told.get("absurd-duration", 0) == sum(
+        row["duration_ns"] >= 86_400 * 10**9 for row in made.rows
+    )
     assert told.get("unknown-category", 0) == sum(row["category"] == "other" for row in made.rows)
     assert ("no-events" in told) == (not made.rows)
     assert trace.meta.event_count == len(made.events)
@@ -69,14 +75,19 @@ def test_what_has_no_time_or_no_duration_is_counted(place: Path, made: SpelledFi
 
 @settings(max_examples=14)
 @given(made=spelled_files())
-def test_work_belongs_to_the_earliest_call_of_its_correlation(place: Path, made: SpelledFile) -> None:
+def test_work_belongs_to_the_earliest_call_of_its_correlation(
+    place: Path, made: SpelledFile
+) -> None:
     trace = read(place, made.text().encode())
     calls: dict[int, int] = {}
     for at, row in enumerate(made.rows):
         if row["category"] in ("runtime", "driver") and row["correlation"] is not None:
             calls.setdefault(row["correlation"], at)
     works = [row["category"] in ("kernel", "copy", "fill") for row in made.rows]
-    expected = [calls.get(row["correlation"]) if work else None for row, work in zip(made.rows, works, strict=True)]
+    expected = [
+        calls.get(row["correlation"]) if work else None
+        for row, work in zip(made.rows, works, strict=True)
+    ]
     assert trace.events["launch"].to_list() == expected
     orphans = sum(launch is None and work for launch, work in zip(expected, works, strict=True))
     assert counts(trace).get("orphan-work", 0) == orphans
@@ -84,11 +95,18 @@ def test_work_belongs_to_the_earliest_call_of_its_correlation(place: Path, made:
 
 @settings(max_examples=14)
 @given(made=spelled_files())
-def test_lanes_are_threads_of_the_host_and_streams_of_devices(place: Path, made: SpelledFile) -> None:
+def test_lanes_are_threads_of_the_host_and_streams_of_devices(
+    place: Path, made: SpelledFile
+) -> None:
     trace = read(place, made.text().encode())
     assert trace.lanes["events"].sum() == len(made.rows)
     lanes = trace.lanes.to_dicts()
-    on_device = {"kernel": "device", "copy": "device", "fill": "device", "gpu_annotation": "device_annotation"}
+    on_device = {
+        "kernel": "device",
+        "copy": "device",
+        "fill": "device",
+        "gpu_annotation": "device_annotation",
+    }
     on_device |= {"sync": "device_sync", "gpu_event": "device_sync"}
     on_host = dict.fromkeys(("op", "annotation", "runtime", "driver", "python"), "host")
     for lane, row in zip(trace.events["lane"].to_list(), made.rows, strict=True):
@@ -105,7 +123,9 @@ ENCODINGS = {
     "utf-16 big end first": lambda text: codecs.BOM_UTF16_BE + text.encode("utf-16-be"),
     "gzip": lambda text: gzip.compress(text.encode()),
     "gzip of utf-16": lambda text: gzip.compress(codecs.BOM_UTF16_LE + text.encode("utf-16-le")),
-    "gzip in members": lambda text: b"".join(gzip.compress(part.encode()) for part in (text[:99], text[99:], "")),
+    "gzip in members": lambda text: b"".join(
+        gzip.compress(part.encode()) for part in (text[:99], text[99:], "")
+    ),
     "blanks around": lambda text: b"\n\t " + text.encode() + b"\n\n\0\0",
 }
 

@@ -17,10 +17,21 @@ from traceloom.trace.trace import HOST_OPS, HostTrace
 
 QUICK = settings(max_examples=14, deadline=None)
 NUMBERS = {
-    "fw_parent": "forward_parent", "rf_id": "record_function_id", "seq_id": "sequence", "scope": "scope", "tid": "thread",
+    "fw_parent": "forward_parent",
+    "rf_id": "record_function_id",
+    "seq_id": "sequence",
+    "scope": "scope",
+    "tid": "thread",
     "fw_tid": "forward_thread",
-}  # fmt: skip
-NOTHING = {"forward_parent": 0, "record_function_id": 0, "sequence": -1, "thread": 0, "forward_thread": 0, "scope": -1}
+}
+NOTHING = {
+    "forward_parent": 0,
+    "record_function_id": 0,
+    "sequence": -1,
+    "thread": 0,
+    "forward_thread": 0,
+    "scope": -1,
+}
 
 
 @st.composite
@@ -31,7 +42,11 @@ def spelled_nodes(draw: st.DrawFn, nested: bool) -> tuple[str, dict[str, Any]]:
     parent, above = draw(whole_numbers(0, 2**62, doubles=False))
     if nested and parent == "[1]":  # a list of dependencies: the first one is the caller
         above = 1
-    row: dict[str, Any] = {"id": number, "name": shown, "parent": None if above in (0, number) else above}
+    row: dict[str, Any] = {
+        "id": number,
+        "name": shown,
+        "parent": None if above in (0, number) else above,
+    }
     values: dict[str, Token] = {}
     for key, column in NUMBERS.items():
         if draw(st.booleans()):
@@ -44,10 +59,14 @@ def spelled_nodes(draw: st.DrawFn, nested: bool) -> tuple[str, dict[str, Any]]:
     head = f'"id": {number}, "name": {name}'
     if nested:
         attributes = ", ".join(
-            f'{{"name": "{key}", "type": "int64", "value": {text}}}' for key, (text, _) in values.items()
+            f'{{"name": "{key}", "type": "int64", "value": {text}}}'
+            for key, (text, _) in values.items()
         )
         side = '{"values": [], "shapes": [], "types": []}'
-        return f'{{{head}, "ctrl_deps": {parent}, "inputs": {side}, "outputs": {side}, "attrs": [{attributes}]}}', row
+        return (
+            f'{{{head}, "ctrl_deps": {parent}, "inputs": {side}, "outputs": {side}, "attrs": [{attributes}]}}',
+            row,
+        )
     more = "".join(f', "{key}": {text}' for key, (text, _) in values.items())
     return f'{{{head}, "parent": {parent}{more}}}', row
 
@@ -55,7 +74,11 @@ def spelled_nodes(draw: st.DrawFn, nested: bool) -> tuple[str, dict[str, Any]]:
 @st.composite
 def spelled_host_traces(draw: st.DrawFn) -> tuple[str, list[dict[str, Any]]]:
     nested = draw(st.booleans())
-    nodes = draw(st.lists(spelled_nodes(nested), min_size=1, max_size=6, unique_by=lambda node: node[1]["id"]))
+    nodes = draw(
+        st.lists(
+            spelled_nodes(nested), min_size=1, max_size=6, unique_by=lambda node: node[1]["id"]
+        )
+    )
     schema = "1.1.1-chakra.0.0.4" if nested else "1.0.1"
     text = f'{{"schema": "{schema}", "pid": 5, "nodes": [{", ".join(text for text, _ in nodes)}], "finish_ts": 9}}'
     return text, sorted((row for _, row in nodes), key=lambda row: row["id"])
@@ -75,7 +98,9 @@ def read(place: Path, content: bytes) -> HostTrace:
 
 @QUICK
 @given(made=spelled_host_traces())
-def test_every_node_is_read_for_what_it_means(place: Path, made: tuple[str, list[dict[str, Any]]]) -> None:
+def test_every_node_is_read_for_what_it_means(
+    place: Path, made: tuple[str, list[dict[str, Any]]]
+) -> None:
     text, rows = made
     host = read(place, text.encode())
     columns = list(rows[0])
@@ -85,7 +110,9 @@ def test_every_node_is_read_for_what_it_means(place: Path, made: tuple[str, list
 
 @QUICK
 @given(made=spelled_host_traces())
-def test_layout_and_packing_change_nothing(place: Path, made: tuple[str, list[dict[str, Any]]]) -> None:
+def test_layout_and_packing_change_nothing(
+    place: Path, made: tuple[str, list[dict[str, Any]]]
+) -> None:
     text = made[0]
     plain = read(place, text.encode())
     ways = [
@@ -108,16 +135,30 @@ NODE = '{"id": %d, "name": "n%d", "ctrl_deps": 1, "inputs": {}, "outputs": {}, "
 @pytest.mark.parametrize(
     ("entry", "kept"),
     [
-        ('{"id": "7", "name": "x"}', True), ('{"id": 7.0, "name": "x"}', True), ('{"id": 7, "name": null}', True),
-        ('{"id": null, "name": "x"}', False), ('{"name": "x"}', False), ('{"id": [7], "name": "x"}', False),
-        ('{"id": 1e30, "name": "x"}', False), ("5", False), ("null", False), ("[]", False), ("{}", False), ('"x"', False),
-        ('{"id": 7, "name": "x", "attrs": {"tid": 3}}', True), ('{"id": 7, "name": "x", "attrs": 5}', True),
-        ('{"id": 7, "name": "x", "attrs": [5, null, {"name": 3}]}', True), ('{"id": 7, "name": "x", "inputs": "text"}', True),
-        ('{"id": 7, "name": "x", "ctrl_deps": [3, 4]}', True), ('{"id": 7, "name": "x", "ctrl_deps": []}', True),
+        ('{"id": "7", "name": "x"}', True),
+        ('{"id": 7.0, "name": "x"}', True),
+        ('{"id": 7, "name": null}', True),
+        ('{"id": null, "name": "x"}', False),
+        ('{"name": "x"}', False),
+        ('{"id": [7], "name": "x"}', False),
+        ('{"id": 1e30, "name": "x"}', False),
+        ("5", False),
+        ("null", False),
+        ("[]", False),
+        ("{}", False),
+        ('"x"', False),
+        ('{"id": 7, "name": "x", "attrs": {"tid": 3}}', True),
+        ('{"id": 7, "name": "x", "attrs": 5}', True),
+        ('{"id": 7, "name": "x", "attrs": [5, null, {"name": 3}]}', True),
+        ('{"id": 7, "name": "x", "inputs": "text"}', True),
+        ('{"id": 7, "name": "x", "ctrl_deps": [3, 4]}', True),
+        ('{"id": 7, "name": "x", "ctrl_deps": []}', True),
         ('{"id": 7, "name": "x", "ctrl_deps": {"a": 1}}', True),
     ],
-)  # fmt: skip
-def test_an_entry_with_an_id_is_a_node_and_its_neighbours_stay(place: Path, entry: str, kept: bool) -> None:
+)
+def test_an_entry_with_an_id_is_a_node_and_its_neighbours_stay(
+    place: Path, entry: str, kept: bool
+) -> None:
     text = f'{{"schema": "1.1.1", "nodes": [{NODE % (2, 2)}, {entry}, {NODE % (9, 9)}]}}'
     host = read(place, text.encode())
     assert host.ops["id"].to_list() == ([2, 7, 9] if kept else [2, 9])
@@ -128,21 +169,38 @@ def test_an_entry_with_an_id_is_a_node_and_its_neighbours_stay(place: Path, entr
 @pytest.mark.parametrize(
     ("key", "text", "value"),
     [
-        ("pid", "7", 7), ("pid", '"7"', 7), ("pid", "7.5", 7), ("pid", "null", None), ("pid", "[]", None), ("pid", "1e30", None),
-        ("start_ts", '"x"', None), ("finish_ts", str(2**64), None), ("schema", "1.1", "1.1"), ("schema", "null", None),
-        ("schema", "[1]", None), ("time", '"12:00"', "12:00"), ("time", "5", None), ("time", '"\\ud800"', "\ufffd"),
+        ("pid", "7", 7),
+        ("pid", '"7"', 7),
+        ("pid", "7.5", 7),
+        ("pid", "null", None),
+        ("pid", "[]", None),
+        ("pid", "1e30", None),
+        ("start_ts", '"x"', None),
+        ("finish_ts", str(2**64), None),
+        ("schema", "1.1", "1.1"),
+        ("schema", "null", None),
+        ("schema", "[1]", None),
+        ("time", '"12:00"', "12:00"),
+        ("time", "5", None),
+        ("time", '"\\ud800"', "\ufffd"),
     ],
-)  # fmt: skip
+)
 def test_what_stands_around_the_nodes_is_what_it_should_be_or_nothing(
     place: Path, key: str, text: str, value: Any
 ) -> None:
-    attribute = {"pid": "process", "start_ts": "start_ms", "finish_ts": "finish_ms", "time": "recorded_at"}.get(
-        key, key
-    )
+    attribute = {
+        "pid": "process",
+        "start_ts": "start_ms",
+        "finish_ts": "finish_ms",
+        "time": "recorded_at",
+    }.get(key, key)
     envelope = {"schema": '"1.1.1"'} | {key: text}
     for before in (True, False):
         around = ", ".join(f'"{name}": {content}' for name, content in envelope.items())
         nodes = f'"nodes": [{NODE % (2, 2)}]'
-        host = read(place, f"{{{around}, {nodes}}}".encode() if before else f"{{{nodes}, {around}}}".encode())
+        host = read(
+            place,
+            f"{{{around}, {nodes}}}".encode() if before else f"{{{nodes}, {around}}}".encode(),
+        )
         assert getattr(host, attribute) == value
         assert host.ops["name"].to_list() == ["n2"]

@@ -18,31 +18,73 @@ from traceloom.formats import capture_document
 
 BASE_NS = 1_795_000_000 * 10**9
 ODD = st.sampled_from(
-    [None, True, 0, -1, 2**63, 2**70, 1.5, "", "x", "../up", "/etc/passwd", "capture.json", "rank0.kineto.json", [], [None],
-     {}, {"file": {}}, [[]], "a" * 3000, "\x00"]
-)  # fmt: skip
+    [
+        None,
+        True,
+        0,
+        -1,
+        2**63,
+        2**70,
+        1.5,
+        "",
+        "x",
+        "../up",
+        "/etc/passwd",
+        "capture.json",
+        "rank0.kineto.json",
+        [],
+        [None],
+        {},
+        {"file": {}},
+        [[]],
+        "a" * 3000,
+        "\x00",
+    ]
+)
 
 
 def document(rank: int, *, start_ns: int = BASE_NS) -> dict[str, Any]:
     """What an agent writes of one rank."""
     file = f"rank{rank}.kineto.json"
-    window = {"file": file, "kind": "steps", "start_ns": start_ns, "end_ns": start_ns + 10**9, "step_count": 3}
+    window = {
+        "file": file,
+        "kind": "steps",
+        "start_ns": start_ns,
+        "end_ns": start_ns + 10**9,
+        "step_count": 3,
+    }
     entry = {
-        "rank": rank, "world_size": 8, "job": "j", "name": f"rank{rank}", "process": 7, "window": window,
-        "created_ns": start_ns, "written_ns": start_ns + 2 * 10**9,
-    }  # fmt: skip
+        "rank": rank,
+        "world_size": 8,
+        "job": "j",
+        "name": f"rank{rank}",
+        "process": 7,
+        "window": window,
+        "created_ns": start_ns,
+        "written_ns": start_ns + 2 * 10**9,
+    }
     target = {"process": "7@1", "profiler": "timeline", "rank": rank, "file": file, "state": "kept"}
     return {
-        "format": "traceloom-capture", "version": 1, "ranks": [entry], "request": {"id": "r", "targets": [target]},
-        "stacks": [f"rank{rank}.stacks.json.gz"], "telemetry": ["host.telemetry.json.gz"],
-    }  # fmt: skip
+        "format": "traceloom-capture",
+        "version": 1,
+        "ranks": [entry],
+        "request": {"id": "r", "targets": [target]},
+        "stacks": [f"rank{rank}.stacks.json.gz"],
+        "telemetry": ["host.telemetry.json.gz"],
+    }
 
 
 def places(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
     """Where each value of a document stands."""
     if path:
         yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         yield from places(inner, (*path, key))
 
@@ -60,12 +102,17 @@ def put(folder: Path, made: object, names: list[str]) -> Path:
 
 @given(
     changes=st.dictionaries(st.sampled_from(PLACES), ODD, min_size=1, max_size=3),
-    ahead_ns=st.integers(-(10**15), 10**15), known=st.booleans(), same_rank=st.booleans(),
-)  # fmt: skip
+    ahead_ns=st.integers(-(10**15), 10**15),
+    known=st.booleans(),
+    same_rank=st.booleans(),
+)
 def test_what_a_host_sends_changes_nothing_of_the_others(
-    changes: dict[tuple[str | int, ...], Any], ahead_ns: int, known: bool, same_rank: bool,
+    changes: dict[tuple[str | int, ...], Any],
+    ahead_ns: int,
+    known: bool,
+    same_rank: bool,
     tmp_path_factory: pytest.TempPathFactory,
-) -> None:  # fmt: skip
+) -> None:
     folder = tmp_path_factory.mktemp("parts")
     hostile = document(0 if same_rank else 1)
     for path, odd in sorted(changes.items(), key=lambda item: -len(item[0])):
@@ -90,9 +137,10 @@ def test_what_a_host_sends_changes_nothing_of_the_others(
     offset_ns = -ahead_ns if known else 0
     sent = good["ranks"][0]
     assert entry["window"] == {
-        **sent["window"], "start_ns": sent["window"]["start_ns"] + offset_ns,
+        **sent["window"],
+        "start_ns": sent["window"]["start_ns"] + offset_ns,
         "end_ns": sent["window"]["end_ns"] + offset_ns,
-    }  # fmt: skip
+    }
     assert entry["created_ns"] == sent["created_ns"] + offset_ns
     assert entry["clock"] == (None if clock is None else {"offset_ns": offset_ns, "error_ns": 500})
     for name in names:
@@ -112,5 +160,8 @@ def test_lists_of_files_may_hold_anything(
 ) -> None:
     folder = tmp_path_factory.mktemp("parts")
     part = put(folder / "evil", {**document(1), name: odd}, ["rank1.kineto.json"])
-    assert merge_host_parts([HostPart(host="evil", folder=part, clock=None)], folder / "whole", {}) == []
+    assert (
+        merge_host_parts([HostPart(host="evil", folder=part, clock=None)], folder / "whole", {})
+        == []
+    )
     assert name not in json.loads((folder / "whole" / "capture.json").read_text())

@@ -51,7 +51,9 @@ def with_lane_names(trace: Trace) -> pl.DataFrame:
     lanes = trace.lanes.select("lane", "process", "thread", "device", "stream", "kind").rename(
         {name: f"lane_{name}" for name in ("process", "thread", "device", "stream", "kind")}
     )
-    return trace.events.join(lanes, on="lane", how="left", maintain_order="left").drop("lane", "event")
+    return trace.events.join(lanes, on="lane", how="left", maintain_order="left").drop(
+        "lane", "event"
+    )
 
 
 @LAWS
@@ -91,11 +93,15 @@ def test_the_order_of_entries_is_that_of_the_file_only_where_times_are_equal(
 
 @LAWS
 @given(builder=builders(), data=st.data())
-def test_what_a_later_writer_adds_changes_nothing(place: Path, builder: TraceBuilder, data: st.DataObject) -> None:
+def test_what_a_later_writer_adds_changes_nothing(
+    place: Path, builder: TraceBuilder, data: st.DataObject
+) -> None:
     document = json.loads(builder.text())
     before = read(place, document)
     odd: Any = data.draw(
-        st.sampled_from([None, 1.5, "}, {", [[], {"ts": 3, "ph": "X"}], {"name": "aten::mm", "dur": 1}])
+        st.sampled_from(
+            [None, 1.5, "}, {", [[], {"ts": 3, "ph": "X"}], {"name": "aten::mm", "dur": 1}]
+        )
     )
     document |= {"aLaterKey": odd}
     for entry in document["traceEvents"]:
@@ -110,7 +116,11 @@ def test_what_a_later_writer_adds_changes_nothing(place: Path, builder: TraceBui
 
 
 @LAWS
-@given(builder=builders(), cuts=st.lists(st.integers(0, 4000), max_size=4), level=st.sampled_from([0, 1, 9]))
+@given(
+    builder=builders(),
+    cuts=st.lists(st.integers(0, 4000), max_size=4),
+    level=st.sampled_from([0, 1, 9]),
+)
 def test_a_file_in_several_gzip_members_is_the_file(
     place: Path, builder: TraceBuilder, cuts: list[int], level: int
 ) -> None:
@@ -128,7 +138,9 @@ def test_a_file_in_several_gzip_members_is_the_file(
 
 @LAWS
 @given(builder=builders(most_events=8))
-def test_a_file_that_holds_everything_twice_has_everything_twice(place: Path, builder: TraceBuilder) -> None:
+def test_a_file_that_holds_everything_twice_has_everything_twice(
+    place: Path, builder: TraceBuilder
+) -> None:
     document = json.loads(builder.text())
     before = read(place, document)
     document["traceEvents"] += document["traceEvents"]
@@ -140,7 +152,9 @@ def test_a_file_that_holds_everything_twice_has_everything_twice(place: Path, bu
 
 @LAWS
 @given(builder=builders(), kept=st.integers(0, 2**12 - 1))
-def test_an_event_that_is_taken_out_is_missing_and_no_other(place: Path, builder: TraceBuilder, kept: int) -> None:
+def test_an_event_that_is_taken_out_is_missing_and_no_other(
+    place: Path, builder: TraceBuilder, kept: int
+) -> None:
     document = json.loads(builder.text())
     entries = document["traceEvents"]
     whole = read(place, document)

@@ -27,11 +27,14 @@ RULES = tuple(
 # (seconds until then, devices that are hot, share of what was set aside that is measured, whether the agent restarts)
 EVENTS = st.lists(
     st.tuples(
-        st.one_of(st.floats(1, 100), st.floats(100, 20_000)), st.sets(st.integers(0, 2), min_size=1),
-        st.floats(0.5, 1), st.booleans(),
+        st.one_of(st.floats(1, 100), st.floats(100, 20_000)),
+        st.sets(st.integers(0, 2), min_size=1),
+        st.floats(0.5, 1),
+        st.booleans(),
     ),
-    min_size=10, max_size=40,
-)  # fmt: skip
+    min_size=10,
+    max_size=40,
+)
 
 
 @settings(max_examples=12)
@@ -40,7 +43,9 @@ def test_cooldown_and_budget_are_never_exceeded(
     events: list[tuple[float, set[int], float, bool]], limits: tuple[float, float]
 ) -> None:
     share, mb_per_day = limits
-    workers = [worker(number, f"job{number // 2}", number, (f"GPU-{number}",)) for number in range(3)]
+    workers = [
+        worker(number, f"job{number // 2}", number, (f"GPU-{number}",)) for number in range(3)
+    ]
     fired: dict[tuple[str, str], list[float]] = defaultdict(list)
     costs: list[tuple[float, str, float, int]] = []  # at, process, seconds, bytes
 
@@ -68,7 +73,10 @@ def test_cooldown_and_budget_are_never_exceeded(
                 fired[request.trigger.rule, request.trigger.target].append(at)
                 for target in request.targets:
                     assert request.wanted.duration_s is not None
-                    took, size = request.wanted.duration_s * measured, int(MB_PER_TRACE * 1e6 * measured)
+                    took, size = (
+                        request.wanted.duration_s * measured,
+                        int(MB_PER_TRACE * 1e6 * measured),
+                    )
                     target.state, target.bytes = "kept", size
                     target.window_start_ns, target.window_end_ns = 0, int(took * 1e9)
                     costs.append((at, target.process, took, size))
@@ -85,4 +93,6 @@ def test_cooldown_and_budget_are_never_exceeded(
         day = [cost for cost in costs if end - DAY_S < cost[0] <= end]
         assert sum(size for *_, size in day) <= mb_per_day * 1e6
         for process in workers:
-            assert sum(took for _, key, took, _ in day if key == process.key) <= share * DAY_S + 1e-6
+            assert (
+                sum(took for _, key, took, _ in day if key == process.key) <= share * DAY_S + 1e-6
+            )

@@ -22,37 +22,63 @@ WAITS = {
     "cudaDeviceSynchronize": (TRAIN, Frame("cudaDeviceSynchronize", "libcudart.so", 0)),
 }
 PLACES = {
-    "load": (TRAIN, Frame("load", "/job/data.py", 31), Frame("get", "/usr/lib/python3.11/queue.py", 171)),
+    "load": (
+        TRAIN,
+        Frame("load", "/job/data.py", 31),
+        Frame("get", "/usr/lib/python3.11/queue.py", 171),
+    ),
     "forward": (TRAIN, Frame("forward", "/job/model.py", 7)),
-    "save": (TRAIN, Frame("save", "/job/train.py", 90), Frame("write", "/usr/lib/python3/dist-packages/x.py", 3)),
+    "save": (
+        TRAIN,
+        Frame("save", "/job/train.py", 90),
+        Frame("write", "/usr/lib/python3/dist-packages/x.py", 3),
+    ),
 }
 SPOTS = st.lists(st.sampled_from([*WAITS, *PLACES]), min_size=1, max_size=9)
 
 
-def job(spots: Sequence[str], pids: Sequence[int], order: Sequence[int], blind: int | None = None) -> GroupedStacks:
+def job(
+    spots: Sequence[str], pids: Sequence[int], order: Sequence[int], blind: int | None = None
+) -> GroupedStacks:
     """The stacks of a job of which rank N is at `spots[N]`; its processes are listed in some order.
 
     Of the rank `blind` there is no stack.
     """
     processes = [
         Process(
-            key=f"{pids[rank]}@1", pid=pids[rank], start_ticks=1, started_ns=1, parent_pid=1, uid=1, command="",
+            key=f"{pids[rank]}@1",
+            pid=pids[rank],
+            start_ticks=1,
+            started_ns=1,
+            parent_pid=1,
+            uid=1,
+            command="",
             owner=Owner(job="run1", rank=rank),
         )
         for rank in order
-    ]  # fmt: skip
+    ]
     dumps = {
         pids[rank]: StackDump(
-            time_ns=1, pid=pids[rank], rank=rank, native=True,
+            time_ns=1,
+            pid=pids[rank],
+            rank=rank,
+            native=True,
             threads=(
-                ThreadStack(id=pids[rank], name="MainThread", active=False, frames=(WAITS | PLACES)[spots[rank]]),
+                ThreadStack(
+                    id=pids[rank],
+                    name="MainThread",
+                    active=False,
+                    frames=(WAITS | PLACES)[spots[rank]],
+                ),
                 ThreadStack(id=9_000_000 + rank, name="pin", active=True, frames=PLACES["load"]),
             ),
         )
         for rank in order
         if rank != blind
-    }  # fmt: skip
-    return group_stacks(processes, dumps, {} if blind is None else {pids[blind]: "permission denied"})
+    }
+    return group_stacks(
+        processes, dumps, {} if blind is None else {pids[blind]: "permission denied"}
+    )
 
 
 def elsewhere(spots: Sequence[str]) -> set[int]:
@@ -119,7 +145,9 @@ def test_a_rank_that_is_not_seen_changes_nothing_of_what_is_said_of_the_others(
     others = [rank for rank in ranks if rank != blind]
     pids = [100 + rank for rank in ranks]
     stacks = job(spots, pids, ranks, blind)
-    assert [(each.pid, each.rank, each.reason) for each in stacks.unseen] == [(pids[blind], blind, "permission denied")]
+    assert [(each.pid, each.rank, each.reason) for each in stacks.unseen] == [
+        (pids[blind], blind, "permission denied")
+    ]
     assert stacks.sentence.endswith(f"rank {blind} is not seen: permission denied")
     told = {rank for group in stacks.groups if group.elsewhere for rank in group.ranks}
     left = [spots[rank] for rank in others]

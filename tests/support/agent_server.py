@@ -41,13 +41,26 @@ from traceloom.server.listener import OpenListeners, serve
 ANNA, BERT = 4001, 4002  # two users
 
 
-def process(pid: int, uid: int, job: str, rank: int, steps_per_second: float | None = None) -> Process:
+def process(
+    pid: int, uid: int, job: str, rank: int, steps_per_second: float | None = None
+) -> Process:
     """A training process of a job of Slurm."""
-    owner = Owner(job=job, scheduler="slurm", rank=rank, world_size=2, user=f"user{uid}", framework="pytorch")
+    owner = Owner(
+        job=job, scheduler="slurm", rank=rank, world_size=2, user=f"user{uid}", framework="pytorch"
+    )
     return Process(
-        key=f"{pid}@100", pid=pid, start_ticks=100, started_ns=1, parent_pid=1, uid=uid, owner=owner,
-        command=f"python train.py --job {job}", cgroup=f"/{job}", devices=(f"GPU-{rank}",), steps_per_second=steps_per_second,
-    )  # fmt: skip
+        key=f"{pid}@100",
+        pid=pid,
+        start_ticks=100,
+        started_ns=1,
+        parent_pid=1,
+        uid=uid,
+        owner=owner,
+        command=f"python train.py --job {job}",
+        cgroup=f"/{job}",
+        devices=(f"GPU-{rank}",),
+        steps_per_second=steps_per_second,
+    )
 
 
 def full_board() -> Snapshot:
@@ -55,28 +68,72 @@ def full_board() -> Snapshot:
     board = Snapshot()
     now = time.time_ns()
     board.devices = {
-        "GPU-0": Device(uuid="GPU-0", index="0", vendor="nvidia", model="H100", pci="00000000:1A:00.0", driver="570.1"),
-        "GPU-1": Device(uuid="GPU-1", index="1", vendor="nvidia", model="H100", pci="00000000:1B:00.0", driver="570.1"),
+        "GPU-0": Device(
+            uuid="GPU-0",
+            index="0",
+            vendor="nvidia",
+            model="H100",
+            pci="00000000:1A:00.0",
+            driver="570.1",
+        ),
+        "GPU-1": Device(
+            uuid="GPU-1",
+            index="1",
+            vendor="nvidia",
+            model="H100",
+            pci="00000000:1B:00.0",
+            driver="570.1",
+        ),
         "MIG-1": Device(
-            uuid="MIG-1", index="1:0", vendor="nvidia", model="H100", parent="GPU-1", partition="1g.10gb 7"
+            uuid="MIG-1",
+            index="1:0",
+            vendor="nvidia",
+            model="H100",
+            parent="GPU-1",
+            partition="1g.10gb 7",
         ),
     }
-    anna, bert = process(11, ANNA, "slurm-7", 0), process(22, BERT, "slurm-8", 1, steps_per_second=2.0)
+    anna, bert = (
+        process(11, ANNA, "slurm-7", 0),
+        process(22, BERT, "slurm-8", 1, steps_per_second=2.0),
+    )
     board.processes = {anna.key: anna, bert.key: bert}
-    board.device_processes = [DeviceProcess(device="GPU-0", pid=11), DeviceProcess(device="GPU-1", pid=22)]
-    board.events = [DeviceEvent(at_ns=now, device="GPU-0", kind="xid", code=79, text="fell off the bus")]
+    board.device_processes = [
+        DeviceProcess(device="GPU-0", pid=11),
+        DeviceProcess(device="GPU-1", pid=22),
+    ]
+    board.events = [
+        DeviceEvent(at_ns=now, device="GPU-0", kind="xid", code=79, text="fell off the bus")
+    ]
     board.oom_kills = [
-        OomKill(at_ns=now + 1, cgroup="/slurm-7", job="slurm-7", uid=ANNA, kills=2, limit_bytes=10**9),
+        OomKill(
+            at_ns=now + 1, cgroup="/slurm-7", job="slurm-7", uid=ANNA, kills=2, limit_bytes=10**9
+        ),
         OomKill(at_ns=now + 2, cgroup="/shared", job="", uid=None, kills=1),
     ]
     board.collectors["all"] = CollectorStatus("all", 10.0, ran_ns=now, seconds=0.01, runs=1)
     values = {
-        "device": ("GPU-0", "GPU-1"), "process": (anna.key, bert.key), "job": ("slurm-7", "slurm-8"), "cgroup": ("/slurm-7", "/slurm-8"),
-        "command": ('python "train".py\n\\', "python b.py"), "pipe": ("tensor",), "engine": ("encoder", "decoder"), "part": ("gpu", "memory"),
-        "domain": ("sm", "memory"), "link": ("pcie", "nvlink"), "direction": ("transmit", "receive"), "type": ("pcie-replay", "uncorrectable"),
-        "host": ("node1",), "method": ("declared",), "bound": ("lower", "upper"), "collector": ("cpu",), "mode": ("user", "system"),
-        "state": ("used", "free"), "rank": ("0", "1"), "xid": ("",),
-    }  # fmt: skip
+        "device": ("GPU-0", "GPU-1"),
+        "process": (anna.key, bert.key),
+        "job": ("slurm-7", "slurm-8"),
+        "cgroup": ("/slurm-7", "/slurm-8"),
+        "command": ('python "train".py\n\\', "python b.py"),
+        "pipe": ("tensor",),
+        "engine": ("encoder", "decoder"),
+        "part": ("gpu", "memory"),
+        "domain": ("sm", "memory"),
+        "link": ("pcie", "nvlink"),
+        "direction": ("transmit", "receive"),
+        "type": ("pcie-replay", "uncorrectable"),
+        "host": ("node1",),
+        "method": ("declared",),
+        "bound": ("lower", "upper"),
+        "collector": ("cpu",),
+        "mode": ("user", "system"),
+        "state": ("used", "free"),
+        "rank": ("0", "1"),
+        "xid": ("",),
+    }
     readings: list[Reading | HistogramReading] = []
     for number, metric in enumerate(METRICS.values()):
         choices = [values.get(label, (label,)) for label in metric.labels]
@@ -86,7 +143,11 @@ def full_board() -> Snapshot:
                 counts = tuple(min(3, place) for place in range(len(metric.bounds)))
                 readings.append(HistogramReading(metric.name, labels, counts, 5, 1.25))
             else:
-                readings.append(Reading(metric.name, labels, 1.0 if metric.kind == "info" else (number + turn) / 8))
+                readings.append(
+                    Reading(
+                        metric.name, labels, 1.0 if metric.kind == "info" else (number + turn) / 8
+                    )
+                )
     board.put("all", readings, now)
     return board
 
@@ -113,31 +174,63 @@ class SmallAgent:
             "",
         )
         self.hangs = HangService(
-            self.config, self.board, History(None, self.config.history), StepCounter(), places=self.desk.places,
-            path=Path("/nowhere/hangs.json"), boot_id="", note=lambda _what, _details: None,
-        )  # fmt: skip
+            self.config,
+            self.board,
+            History(None, self.config.history),
+            StepCounter(),
+            places=self.desk.places,
+            path=Path("/nowhere/hangs.json"),
+            boot_id="",
+            note=lambda _what, _details: None,
+        )
         self.triggers = TriggerEngine(
-            self.config, self.board, self.desk, TriggerStore(None), ThreadPoolExecutor(1), AuditLog(Path("/nowhere")),
+            self.config,
+            self.board,
+            self.desk,
+            TriggerStore(None),
+            ThreadPoolExecutor(1),
+            AuditLog(Path("/nowhere")),
             time.time_ns(),
-        )  # fmt: skip
+        )
 
     def status(self) -> StatusAnswer:
         collectors = [
-            {"name": s.name, "period_seconds": s.period_s, "ran_ns": s.ran_ns or None, "seconds": s.seconds, "runs": s.runs, "failures": s.failures}
+            {
+                "name": s.name,
+                "period_seconds": s.period_s,
+                "ran_ns": s.ran_ns or None,
+                "seconds": s.seconds,
+                "runs": s.runs,
+                "failures": s.failures,
+            }
             for s in self.board.collectors.values()
-        ]  # fmt: skip
+        ]
         return msgspec.convert(
             {
-                "version": "0", "host": self.config.host_name, "boot_id": "", "pid": os.getpid(), "uid": os.getuid(), "started_ns": self.board.started_ns,
-                "now_ns": time.time_ns(), "series": 1, "devices": 3, "stale_devices": 0, "processes": 2, "collectors": collectors,
+                "version": "0",
+                "host": self.config.host_name,
+                "boot_id": "",
+                "pid": os.getpid(),
+                "uid": os.getuid(),
+                "started_ns": self.board.started_ns,
+                "now_ns": time.time_ns(),
+                "series": 1,
+                "devices": 3,
+                "stale_devices": 0,
+                "processes": 2,
+                "collectors": collectors,
             },
             StatusAnswer,
-        )  # fmt: skip
+        )
 
     async def doctor(self) -> list[Check]:
         return [
             Check(
-                area="devices", name="nvml", works="no", why="libnvidia-ml.so.1 is not here", help="install the driver"
+                area="devices",
+                name="nvml",
+                works="no",
+                why="libnvidia-ml.so.1 is not here",
+                help="install the driver",
             )
         ]
 
@@ -145,7 +238,9 @@ class SmallAgent:
         self.questions.append(question)
         names = METRICS[question.metric].labels
         return [
-            SeriesAnswer(labels=dict(zip(names, seen[1], strict=True)), times_ns=[at_ns], values=[value])
+            SeriesAnswer(
+                labels=dict(zip(names, seen[1], strict=True)), times_ns=[at_ns], values=[value]
+            )
             for series, value, at_ns in self.board.values()
             if series[0] == question.metric and (seen := question.seen_as(series)) is not None
         ]
@@ -160,10 +255,17 @@ class SmallAgent:
     async def stacks(self, processes: Sequence[Process], *, native: bool) -> GroupedStacks:
         self.looked_at.append(([process.pid for process in processes], native))
         frames = (Frame("main", "/a/train.py", 3),)
-        threads = [ThreadStack(id=process.pid, name="MainThread", active=True, frames=frames) for process in processes]
+        threads = [
+            ThreadStack(id=process.pid, name="MainThread", active=True, frames=frames)
+            for process in processes
+        ]
         dumps = {
             process.pid: StackDump(
-                time_ns=1, pid=process.pid, rank=process.owner.rank, native=native, threads=(thread,)
+                time_ns=1,
+                pid=process.pid,
+                rank=process.owner.rank,
+                native=native,
+                threads=(thread,),
             )
             for process, thread in zip(processes, threads, strict=True)
         }
@@ -175,7 +277,9 @@ class SmallAgent:
     def environment(self, uid: int) -> dict[str, str]:
         return {"UID": str(uid)}
 
-    def acts(self, actor: str, pid: int | None, route: str, *, allowed: bool, **details: object) -> None:
+    def acts(
+        self, actor: str, pid: int | None, route: str, *, allowed: bool, **details: object
+    ) -> None:
         self.acted.append((actor, pid, route, allowed))
 
     def asked(self, route: str, code: int) -> None:
@@ -184,9 +288,14 @@ class SmallAgent:
 
 def locations_in(directory: Path) -> AgentPaths:
     return AgentPaths(
-        directory / "run" / "agent.sock", directory / "agent.db", directory / "audit.jsonl", directory / "kineto",
-        directory / "requests.db", directory / "traces", directory / "hangs.json",
-    )  # fmt: skip
+        directory / "run" / "agent.sock",
+        directory / "agent.db",
+        directory / "audit.jsonl",
+        directory / "kineto",
+        directory / "requests.db",
+        directory / "traces",
+        directory / "hangs.json",
+    )
 
 
 @contextmanager
@@ -200,7 +309,14 @@ def listening(agent: SmallAgent, directory: Path) -> Iterator[OpenListeners]:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
 
     try:
-        listeners = run(serve(build_app(agent), agent.config.tcp, agent.config.access, locations_in(directory).socket))
+        listeners = run(
+            serve(
+                build_app(agent),
+                agent.config.tcp,
+                agent.config.access,
+                locations_in(directory).socket,
+            )
+        )
         try:
             yield listeners
         finally:
@@ -218,7 +334,9 @@ class Reply:
         head, _, self.body = data.partition(b"\r\n\r\n")
         lines = head.decode().split("\r\n")
         self.status = int(lines[0].split()[1]) if data else 0
-        self.headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:])}
+        self.headers = {
+            name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:])
+        }
 
     def json(self) -> Any:
         return msgspec.json.decode(self.body)
@@ -231,10 +349,21 @@ def connect(target: Path | tuple[str, int]) -> socket.socket:
     return connection
 
 
-def ask(target: Path | tuple[str, int], path: str, *, method: str = "GET", body: bytes = b"", **headers: str) -> Reply:
+def ask(
+    target: Path | tuple[str, int],
+    path: str,
+    *,
+    method: str = "GET",
+    body: bytes = b"",
+    **headers: str,
+) -> Reply:
     """Ask once, over a connection of its own."""
     with connect(target) as connection:
-        lines = {"Host": "localhost", "Connection": "close", **{k.replace("_", "-"): v for k, v in headers.items()}}
+        lines = {
+            "Host": "localhost",
+            "Connection": "close",
+            **{k.replace("_", "-"): v for k, v in headers.items()},
+        }
         if body:
             lines["Content-Length"] = str(len(body))
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())

@@ -14,15 +14,46 @@ Analysis = Callable[[Trace], Any]
 PROPORTIONAL: dict[str, Analysis] = {
     name: getattr(analyze, name)
     for name in (
-        "gpu_time", "kernels", "operators", "kernel_kinds", "kernel_shapes", "work_per_step", "step_times", "modules",
-        "flame", "threads", "host", "graph_launches", "blocking_calls", "communication", "data_loading", "copies",
+        "gpu_time",
+        "kernels",
+        "operators",
+        "kernel_kinds",
+        "kernel_shapes",
+        "work_per_step",
+        "step_times",
+        "modules",
+        "flame",
+        "threads",
+        "host",
+        "graph_launches",
+        "blocking_calls",
+        "communication",
+        "data_loading",
+        "copies",
     )
-}  # fmt: skip
+}
 """Those in which every time is so many times as long where the clock goes so many times as fast."""
-ALL: dict[str, Analysis] = PROPORTIONAL | {
-    name: getattr(analyze, name)
-    for name in ("idle", "launches", "patterns", "quality", "anti_patterns", "compiled", "inference", "roofline", "collectives")
-} | {"answer": lambda trace: analyze.answer(Session((trace,), "made")), "allocations": explain_allocations}  # fmt: skip
+ALL: dict[str, Analysis] = (
+    PROPORTIONAL
+    | {
+        name: getattr(analyze, name)
+        for name in (
+            "idle",
+            "launches",
+            "patterns",
+            "quality",
+            "anti_patterns",
+            "compiled",
+            "inference",
+            "roofline",
+            "collectives",
+        )
+    }
+    | {
+        "answer": lambda trace: analyze.answer(Session((trace,), "made")),
+        "allocations": explain_allocations,
+    }
+)
 
 
 def parts_of(result: Any) -> dict[str, Any]:

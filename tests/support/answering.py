@@ -55,7 +55,7 @@ class AnsweringService:
 @contextmanager
 def answering(
     folder: Path, weeks: Weeks | None = None, limits: ServiceLimits | None = None, state: str = ""
-) -> Iterator[AnsweringService]:  # fmt: skip
+) -> Iterator[AnsweringService]:
     """A service that answers, with a SQLite of its own or another `state`; nothing is analysed."""
     records, tables = ServiceState(state or str(folder / "state.db")), Tables(str(folder / "store"))
     tables.create()
@@ -63,9 +63,15 @@ def answering(
         fill(tables, weeks)
     engine = create_engine("processes", 1)
     service = FleetService(
-        records, ObjectStore(str(folder / "store")), tables, engine, limits, lease_s=3600, commit_s=5,
+        records,
+        ObjectStore(str(folder / "store")),
+        tables,
+        engine,
+        limits,
+        lease_s=3600,
+        commit_s=5,
         incoming_directory=folder / "from-hosts",
-    )  # fmt: skip
+    )
     service.pipeline.lead()
     service.hosts = HostRegistry(records, folder / "from-hosts", service.pipeline.term)
     service.triggers = FleetTriggerEngine(service.hosts, tables)

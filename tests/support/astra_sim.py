@@ -51,7 +51,9 @@ def workload(directory: Path) -> Workload:
 
 def one_collective(directory: Path, kind: str, ranks: int, size: int) -> Workload:
     """A collective and nothing else."""
-    write_generated(generate_collectives(CollectiveOptions(kind, ranks=ranks, size=size)), directory)
+    write_generated(
+        generate_collectives(CollectiveOptions(kind, ranks=ranks, size=size)), directory
+    )
     return workload(directory)
 
 

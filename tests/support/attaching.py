@@ -85,11 +85,18 @@ class UnpreparedProgram:
     """
 
     def __init__(self, **environment: str) -> None:
-        plain = {name: value for name, value in os.environ.items() if not name.startswith(("KINETO", "TRACELOOM"))}
+        plain = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("KINETO", "TRACELOOM"))
+        }
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-c", PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
             env={**plain, **environment},
-        )  # fmt: skip
+        )
         self.pid = self.process.pid
         assert self._line() == "up\n"
 
@@ -107,7 +114,9 @@ class UnpreparedProgram:
 
     def _line(self) -> str:
         assert self.process.stdout is not None
-        while (line := self.process.stdout.readline()).startswith("USDT:"):  # PyTorch says so of each profile
+        while (line := self.process.stdout.readline()).startswith(
+            "USDT:"
+        ):  # PyTorch says so of each profile
             pass
         return line
 
@@ -129,9 +138,15 @@ def described(pid: int, rank: int | None = None) -> Process:
     """A process as the agent's collector has it."""
     parent, ticks = read_parent_and_start("/proc", pid)
     return Process(
-        key=f"{pid}@{ticks}", pid=pid, start_ticks=ticks, started_ns=1, parent_pid=parent, uid=Path(f"/proc/{pid}").stat().st_uid,
-        command="", owner=Owner(rank=rank),
-    )  # fmt: skip
+        key=f"{pid}@{ticks}",
+        pid=pid,
+        start_ticks=ticks,
+        started_ns=1,
+        parent_pid=parent,
+        uid=Path(f"/proc/{pid}").stat().st_uid,
+        command="",
+        owner=Owner(rank=rank),
+    )
 
 
 def tracer_of(pid: int) -> int:

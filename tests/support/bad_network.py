@@ -17,7 +17,14 @@ from typing import Literal, NamedTuple
 
 Fault = Literal["none", "late", "refused", "reset", "lost", "cut"]
 # How many in a thousand requests. Whoever reads has to begin again after a cut, the others are asked once more at once.
-_FAULTS: dict[Fault, int] = {"none": 830, "late": 50, "refused": 50, "reset": 30, "lost": 30, "cut": 10}
+_FAULTS: dict[Fault, int] = {
+    "none": 830,
+    "late": 50,
+    "refused": 50,
+    "reset": 30,
+    "lost": 30,
+    "cut": 10,
+}
 _LATE_S = 0.2
 _HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
 
@@ -51,7 +58,9 @@ def bad_network(port: int, seed: int) -> Iterator[BadNetwork]:
                 return
             if fault == "late":
                 time.sleep(_LATE_S)
-            with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as server:
+            with contextlib.closing(
+                http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            ) as server:
                 # The signature is of the address that the client knows, so its host stays.
                 server.request(self.command, self.path, body, dict(self.headers))
                 answer = server.getresponse()
@@ -59,7 +68,9 @@ def bad_network(port: int, seed: int) -> Iterator[BadNetwork]:
             if fault == "lost":
                 self.close_connection = True
                 return
-            headers = {name: value for name, value in answer.getheaders() if name.lower() not in _HOP}
+            headers = {
+                name: value for name, value in answer.getheaders() if name.lower() not in _HOP
+            }
             # Of what has no body the header says how long it would be.
             headers["Content-Length"] = answer.getheader("Content-Length") or str(len(content))
             if fault == "cut":

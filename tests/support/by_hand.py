@@ -29,7 +29,14 @@ class HandStep(TraceBuilder):
         self.number = 0
 
     def launched(
-        self, name: str, call_us: float, start_us: float, duration_us: float, *, stream: int = 7, **more: Any
+        self,
+        name: str,
+        call_us: float,
+        start_us: float,
+        duration_us: float,
+        *,
+        stream: int = 7,
+        **more: Any,
     ) -> HandStep:
         """A kernel, and the call of 4 us that launches it."""
         self.number += 1
@@ -37,11 +44,15 @@ class HandStep(TraceBuilder):
         self.kernel(name, start_us, duration_us, stream=stream, correlation=self.number, **more)
         return self
 
-    def copied(self, kind: str, call_us: float, start_us: float, duration_us: float, *, size: int) -> HandStep:
+    def copied(
+        self, kind: str, call_us: float, start_us: float, duration_us: float, *, size: int
+    ) -> HandStep:
         """A copy on a stream of its own, and the call of 4 us that launches it."""
         self.number += 1
         self.launch("cudaMemcpyAsync", call_us, 4, correlation=self.number)
-        self.copy(f"Memcpy {kind}", start_us, duration_us, bytes=size, stream=20, correlation=self.number)
+        self.copy(
+            f"Memcpy {kind}", start_us, duration_us, bytes=size, stream=20, correlation=self.number
+        )
         return self
 
 

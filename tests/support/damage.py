@@ -32,7 +32,9 @@ def corrupt_gzip(text: str | bytes, share: float = 0.5) -> bytes:
 def in_name(builder: TraceBuilder, event: int, raw: str) -> str:
     """The file with raw text, unescaped, in the name of one entry: quotes, backslashes, control characters."""
     events = builder.events()
-    events[event] = re.sub(r'("name": ")', lambda match: match.group(1) + raw, events[event], count=1)
+    events[event] = re.sub(
+        r'("name": ")', lambda match: match.group(1) + raw, events[event], count=1
+    )
     return assembled(builder, events)
 
 
@@ -57,14 +59,18 @@ def as_list(builder: TraceBuilder) -> str:
 
 def metadata_after(builder: TraceBuilder) -> str:
     """The file with all metadata behind `traceEvents`, lists of objects included."""
-    tail = "".join(f",\n  {json.dumps(key)}: {json.dumps(value)}" for key, value in builder.header().items())
+    tail = "".join(
+        f",\n  {json.dumps(key)}: {json.dumps(value)}" for key, value in builder.header().items()
+    )
     body = ",\n  ".join(builder.events())
     return f'{{\n  "traceEvents": [\n  {body}\n  ]{tail}\n}}\n'
 
 
 def assembled(builder: TraceBuilder, events: list[str]) -> str:
     """A file of the builder's metadata and of these entries, as text."""
-    head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in builder.header().items())
+    head = "".join(
+        f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in builder.header().items()
+    )
     return "{\n" + head + '  "traceEvents": [\n  ' + ",\n  ".join(events) + "\n  ]\n}\n"
 
 

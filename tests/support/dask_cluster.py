@@ -29,10 +29,27 @@ def certificates(folder: Path) -> EngineTls:
         pytest.skip("openssl is not installed")
     certificate, key = str(folder / "cluster.pem"), str(folder / "cluster.key")
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
-         "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", key, "-out", certificate],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=localhost",
+            "-addext",
+            "subjectAltName=DNS:localhost,IP:127.0.0.1",
+            "-keyout",
+            key,
+            "-out",
+            certificate,
+        ],
+        check=True,
+        capture_output=True,
+    )
     return EngineTls(certificate, certificate, key)
 
 
@@ -45,7 +62,14 @@ class RunningCluster(NamedTuple):
     @property
     def options(self) -> list[str]:
         """Those of `traceloom serve`."""
-        files = ["--engine-ca", self.tls.ca, "--engine-certificate", self.tls.certificate, "--engine-key", self.tls.key]
+        files = [
+            "--engine-ca",
+            self.tls.ca,
+            "--engine-certificate",
+            self.tls.certificate,
+            "--engine-key",
+            self.tls.key,
+        ]
         return ["--engine", f"dask://{self.address}", *files]
 
 
@@ -66,7 +90,11 @@ def running_cluster() -> RunningCluster:
 
 @contextmanager
 def dask_cluster(
-    folder: Path, workers: int, tls: EngineTls | None, threads: int = 1, scheduler: list[int] | None = None
+    folder: Path,
+    workers: int,
+    tls: EngineTls | None,
+    threads: int = 1,
+    scheduler: list[int] | None = None,
 ) -> Iterator[str]:
     """`HOST:PORT` of a scheduler with so many workers, which are started again when they are killed.
 
@@ -74,11 +102,14 @@ def dask_cluster(
     """
     pytest.importorskip("distributed", reason="the extra `dask` is not installed")
     port = free_port()
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",  # a task whose worker is killed comes back at once
-        "DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__GIL__ENABLED": "false",
-    }
+    environment = (
+        os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",  # a task whose worker is killed comes back at once
+            "DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__GIL__ENABLED": "false",
+        }
+    )
     for name in [name for name in environment if name.startswith("AWS_")]:
         del environment[name]  # workers have no credentials
     security = []
@@ -86,23 +117,45 @@ def dask_cluster(
         security = ["--tls-ca-file", tls.ca, "--tls-cert", tls.certificate, "--tls-key", tls.key]
     scheme = "tcp" if tls is None else "tls"
     commands = [
-        ["scheduler", "--host", f"{scheme}://127.0.0.1", "--port", str(port), "--no-dashboard", *security],
+        [
+            "scheduler",
+            "--host",
+            f"{scheme}://127.0.0.1",
+            "--port",
+            str(port),
+            "--no-dashboard",
+            *security,
+        ],
         *[
-            ["worker", f"{scheme}://127.0.0.1:{port}", "--nthreads", str(threads), "--no-dashboard", "--nanny",
-             "--local-directory", str(folder), "--death-timeout", "300", *security]
+            [
+                "worker",
+                f"{scheme}://127.0.0.1:{port}",
+                "--nthreads",
+                str(threads),
+                "--no-dashboard",
+                "--nanny",
+                "--local-directory",
+                str(folder),
+                "--death-timeout",
+                "300",
+                *security,
+            ]
             for _ in range(workers)
         ],
-    ]  # fmt: skip
+    ]
     log = folder / "dask.log"
     with log.open("wb") as output:
         processes = [
             subprocess.Popen(
                 [sys.executable, "-m", f"distributed.cli.dask_{command[0]}", *command[1:]],
-                env=environment, stdout=output, stderr=output, start_new_session=True,
+                env=environment,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
                 preexec_fn=_end_with_parent,  # noqa: PLW1509  (it only makes a system call)
             )
             for command in commands
-        ]  # fmt: skip
+        ]
     if scheduler is not None:
         scheduler.append(processes[0].pid)
     try:

@@ -30,9 +30,18 @@ def demo_store(factory: pytest.TempPathFactory) -> tuple[Path, WeeksRecipe, int]
             if not directory.full:
                 now_ns = time.time_ns()
                 end.write_text(str(now_ns))
-                tables, state = Tables(str(directory.path)), ServiceState(str(directory.path / "state.db"))
+                tables, state = (
+                    Tables(str(directory.path)),
+                    ServiceState(str(directory.path / "state.db")),
+                )
                 tables.create()
-                fill_demo(state, ObjectStore(str(directory.path)), tables, build_recipe(now_ns, DAYS), now_ns)
+                fill_demo(
+                    state,
+                    ObjectStore(str(directory.path)),
+                    tables,
+                    build_recipe(now_ns, DAYS),
+                    now_ns,
+                )
                 state.close()
                 directory.filled()
     now_ns = int(end.read_text())

@@ -37,7 +37,9 @@ def _check_keys(value: Any, kind: Any, path: str) -> None:
     elif get_origin(kind) is dict:
         for key, item in value.items():
             _check_keys(item, get_args(kind)[1], f"{path}.{key}")
-    elif get_origin(kind) is not Literal:  # a union has at most an object and a list: more could not be told apart
+    elif (
+        get_origin(kind) is not Literal
+    ):  # a union has at most an object and a list: more could not be told apart
         for branch in get_args(kind):
             whole = dict if is_typeddict(branch) else get_origin(branch) or branch
             if whole not in (Any, NoneType) and isinstance(value, whole):

@@ -81,7 +81,10 @@ DCGM_4_SERIES = {
 }
 DCGM_4 = "".join(
     f"# TYPE DCGM_FI_{name} {'counter' if name.endswith('_TOTAL') else 'gauge'}\nDCGM_FI_{name}{{{_H100}}} {value[0]}\n"
-    for name, value in {**DCGM_4_SERIES, "PROF_FP16_UTIL_RATIO": ("140737488355328",)}.items()  # FP16: no value
+    for name, value in {
+        **DCGM_4_SERIES,
+        "PROF_FP16_UTIL_RATIO": ("140737488355328",),
+    }.items()  # FP16: no value
 )
 
 _MI300X = (
@@ -90,7 +93,11 @@ _MI300X = (
     'gpu_uuid="ccff74a1-0000-1000-80e0-c6d49f5b0d86",hostname="tw038",namespace="",pod="",serial_number="692409005408",'
     'job_id="8",job_user="ada",job_partition="gpu"'
 )
-_DIVIDED = _MI300X.replace('"spx"', '"cpx"').replace('gpu_id="2"', 'gpu_id="47"').replace('_id="0"', '_id="5"')
+_DIVIDED = (
+    _MI300X.replace('"spx"', '"cpx"')
+    .replace('gpu_id="2"', 'gpu_id="47"')
+    .replace('_id="0"', '_id="5"')
+)
 AMD = f"""\
 # TYPE gpu_gfx_activity gauge
 gpu_gfx_activity{{{_MI300X}}} 88

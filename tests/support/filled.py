@@ -24,7 +24,11 @@ def _filled(kind: Any, given: Any) -> Any:
         return given
     of = {field.encode_name: field for field in msgspec.structs.fields(kind)}
     assert given.keys() <= of.keys(), f"{kind.__name__} has no {given.keys() - of.keys()}"
-    empty = {name: _empty(field.type) for name, field in of.items() if field.required and name not in given}
+    empty = {
+        name: _empty(field.type)
+        for name, field in of.items()
+        if field.required and name not in given
+    }
     return empty | {name: _filled(of[name].type, value) for name, value in given.items()}
 
 

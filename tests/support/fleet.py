@@ -79,9 +79,13 @@ def _s3() -> dict[str, str]:
     port = free_port()
     _started([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port)
     return {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ALLOW_HTTP": "true", "AWS_ACCESS_KEY_ID": "a",
-        "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1",
-    }  # fmt: skip
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_REGION": "us-east-1",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
 
 
 def azure_store(monkeypatch: pytest.MonkeyPatch) -> str:
@@ -96,7 +100,9 @@ def azure_store(monkeypatch: pytest.MonkeyPatch) -> str:
     headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
     signed = "".join(f"{name}:{value}\n" for name, value in headers.items())
     text = "PUT" + 12 * "\n" + signed + f"/{account}/{account}/{container}\nrestype:container"
-    signature = base64.b64encode(hmac.new(base64.b64decode(key), text.encode(), hashlib.sha256).digest()).decode()
+    signature = base64.b64encode(
+        hmac.new(base64.b64decode(key), text.encode(), hashlib.sha256).digest()
+    ).decode()
     headers |= {"Authorization": f"SharedKey {account}:{signature}", "Content-Length": "0"}
     url = f"http://127.0.0.1:{port}/{account}/{container}?restype=container"
     urllib.request.urlopen(urllib.request.Request(url, method="PUT", headers=headers)).close()
@@ -111,9 +117,17 @@ def _azurite() -> int:
         pytest.skip("azurite is not installed (npm install -g azurite)")
     port = free_port()
     _started(
-        [program, "--silent", "--inMemoryPersistence", "--skipApiVersionCheck", "--blobPort", str(port)], port,
+        [
+            program,
+            "--silent",
+            "--inMemoryPersistence",
+            "--skipApiVersionCheck",
+            "--blobPort",
+            str(port),
+        ],
+        port,
         AZURITE_ACCOUNTS=f"devstoreaccount1:{base64.b64encode(b'of a test').decode()}",
-    )  # fmt: skip
+    )
     return port
 
 
@@ -126,14 +140,22 @@ def trace_bytes(steps: int = 2) -> bytes:
     return made.text().encode()
 
 
-def add_capture(stores: Stores, name: str, content: bytes | None = None, version: str = VERSION) -> CaptureRecord:
+def add_capture(
+    stores: Stores, name: str, content: bytes | None = None, version: str = VERSION
+) -> CaptureRecord:
     """A capture that has arrived whole, of one file."""
     content = trace_bytes() if content is None else content
     file = CaptureFile("trace.json", len(content), hashlib.sha256(content).hexdigest())
     record = CaptureRecord(
-        id=name, day="2026-11-26", job="job", uploader="anna", received_ns=1_790_000_000 * 10**9, complete=False,
-        bytes=len(content), files=(file,),
-    )  # fmt: skip
+        id=name,
+        day="2026-11-26",
+        job="job",
+        uploader="anna",
+        received_ns=1_790_000_000 * 10**9,
+        complete=False,
+        bytes=len(content),
+        files=(file,),
+    )
     stores.state.add_capture(record)
     stores.objects.put(f"captures/2026-11-26/{name}/trace.json", content)
     stores.state.complete_capture(name, version)
@@ -143,7 +165,10 @@ def add_capture(stores: Stores, name: str, content: bytes | None = None, version
 def _started(command: list[str], port: int, **variables: str) -> None:
     """Start a server, wait until it answers at its port, and end it with this process."""
     server = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **variables}
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **variables},
     )
 
     def end() -> None:

@@ -93,7 +93,9 @@ class Flows:
         new["limit"] = -1
         new["latency"] = routes.over(np.add, self._network.latency[routes.links], 0.0)
         if self._entries + routes.links.size > self._entry.size:
-            self._entry = np.concatenate([self._entry, np.zeros(self._entries + routes.links.size, dtype=np.int64)])
+            self._entry = np.concatenate(
+                [self._entry, np.zeros(self._entries + routes.links.size, dtype=np.int64)]
+            )
         self._entry[self._entries : self._entries + routes.links.size] = routes.links
         self._entries += routes.links.size
         for begin, flow in zip(start.tolist(), flows.tolist(), strict=True):
@@ -172,7 +174,9 @@ class Flows:
             return
         flows = started
         links, flow = self._links_of(flows)
-        if on_changed.max() > 1 or on_changed.sum() > links.size:  # not only flows that start, each alone
+        if (
+            on_changed.max() > 1 or on_changed.sum() > links.size
+        ):  # not only flows that start, each alone
             flows = self._active
             links, flow = self._links_of(flows)
             reached = np.zeros(self._on_link.size, dtype=np.bool_)
@@ -244,10 +248,14 @@ def sent_one_by_one(
         Of each collective, when each place ends, ns.
     """
     flows = Flows(network)
-    sends: dict[tuple[int, int], dict[int, list[tuple[int, int]]]] = {}  # collective, place -> round -> target, bytes
+    sends: dict[
+        tuple[int, int], dict[int, list[tuple[int, int]]]
+    ] = {}  # collective, place -> round -> target, bytes
     awaited: dict[tuple[int, int], dict[int, int]] = {}
     ends = [np.array(ready, dtype=np.float64) for _, _, ready in parts]
-    moments: list[tuple[float, int, int, int]] = []  # a place is ready (-1), or gets a message of a round
+    moments: list[
+        tuple[float, int, int, int]
+    ] = []  # a place is ready (-1), or gets a message of a round
     for number, (schedule, _, ready) in enumerate(parts):
         for place in range(schedule.ranks):
             sends[number, place], awaited[number, place] = {}, {}
@@ -283,7 +291,9 @@ def sent_one_by_one(
                     break
                 turn = turns.pop(0)
                 for target, size in sends[number, place][turn]:
-                    flows.add(now, np.array(members[place]), np.array(members[target]), np.array(size))
+                    flows.add(
+                        now, np.array(members[place]), np.array(members[target]), np.array(size)
+                    )
                     whose.append((number, place, target, turn))
                     under_way[number, place] += 1
     return ends

@@ -41,7 +41,9 @@ PROGRAM = """
 
 
 @contextmanager
-def hanging_job(directory: Path, ranks: int, hanging: int, name: str) -> Iterator[list[subprocess.Popen[str]]]:
+def hanging_job(
+    directory: Path, ranks: int, hanging: int, name: str
+) -> Iterator[list[subprocess.Popen[str]]]:
     """A job whose ranks wait in a collective for the one that never comes; it is ended afterwards."""
     program = directory / "train.py"
     program.write_text(textwrap.dedent(PROGRAM), encoding="utf-8")
@@ -49,16 +51,23 @@ def hanging_job(directory: Path, ranks: int, hanging: int, name: str) -> Iterato
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {
-        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "HANGING": str(hanging), "TRACELOOM_JOB": name, "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "HANGING": str(hanging),
+        "TRACELOOM_JOB": name,
+        "OMP_NUM_THREADS": "1",
+    }
     processes = [
         subprocess.Popen(
-            [sys.executable, str(program)], stdout=subprocess.PIPE, text=True,
+            [sys.executable, str(program)],
+            stdout=subprocess.PIPE,
+            text=True,
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
     try:
         for rank, process in enumerate(processes):
             assert process.stdout is not None

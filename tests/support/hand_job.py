@@ -21,7 +21,12 @@ NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
 
 
 def hand_rank(
-    rank: int, name: str = "gemm", *, begin_us: float = 0, times: float = 1, generation: str = "2024"
+    rank: int,
+    name: str = "gemm",
+    *,
+    begin_us: float = 0,
+    times: float = 1,
+    generation: str = "2024",
 ) -> TraceBuilder:
     """One rank of the job.
 
@@ -40,21 +45,38 @@ def hand_rank(
             return begin_us + (STEP_US * step + time_us) * times
 
         trace.step(step, at(0), STEP_US * times).counter("power", at(5), WATTS + 50 * step)
-        trace.op("aten::mm", at(10), 100 * times).launch("cudaLaunchKernel", at(20), 5 * times, correlation=first)
+        trace.op("aten::mm", at(10), 100 * times).launch(
+            "cudaLaunchKernel", at(20), 5 * times, correlation=first
+        )
         trace.kernel(name, at(100), GEMM_US * times, correlation=first)
-        trace.op("aten::add", at(120), 30 * times).launch("cudaLaunchKernel", at(130), 5 * times, correlation=first + 1)
+        trace.op("aten::add", at(120), 30 * times).launch(
+            "cudaLaunchKernel", at(130), 5 * times, correlation=first + 1
+        )
         trace.kernel("add", at(400), ADD_US * times, correlation=first + 1)
         trace.collective("allreduce", at(160), 20 * times, elements=ELEMENTS)
         trace.launch("cudaLaunchKernel", at(165), 5 * times, correlation=first + 2)
         about = trace.collective_args("allreduce", "0", 2, ELEMENTS, "Float")
         lasts_us = COLLECTIVE_US[rank]
-        trace.kernel(NCCL, at(650 - lasts_us), lasts_us * times, stream=20, correlation=first + 2, **about)
+        trace.kernel(
+            NCCL, at(650 - lasts_us), lasts_us * times, stream=20, correlation=first + 2, **about
+        )
         trace.launch("cudaMemcpyAsync", at(200), 5 * times, correlation=first + 3)
-        trace.copy("Memcpy HtoD (Pageable -> Device)", at(700), COPY_US * times, bytes=COPIED, correlation=first + 3)
+        trace.copy(
+            "Memcpy HtoD (Pageable -> Device)",
+            at(700),
+            COPY_US * times,
+            bytes=COPIED,
+            correlation=first + 3,
+        )
     return trace
 
 
-def hand_job(name: str = "gemm", *, begin_us: float = 0, times: float = 1, generation: str = "2024") -> Session:
+def hand_job(
+    name: str = "gemm", *, begin_us: float = 0, times: float = 1, generation: str = "2024"
+) -> Session:
     """Both ranks."""
-    ranks = (hand_rank(rank, name, begin_us=begin_us, times=times, generation=generation).build() for rank in range(2))
+    ranks = (
+        hand_rank(rank, name, begin_us=begin_us, times=times, generation=generation).build()
+        for rank in range(2)
+    )
     return Session(tuple(ranks), "by hand")

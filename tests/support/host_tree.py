@@ -40,8 +40,14 @@ class HostTree:
         ]
         for number, (name, controllers) in enumerate(hierarchies.items()):
             at = f"/sys/fs/cgroup/{name}".rstrip("/").replace("_", ",")
-            kind = f"cgroup cgroup rw,{controllers}" if controllers else "cgroup2 cgroup2 rw,nsdelegate"
-            lines.append(f"{31 + number} 30 0:{29 + number} / {at} rw,nosuid,relatime shared:{9 + number} - {kind}")
+            kind = (
+                f"cgroup cgroup rw,{controllers}"
+                if controllers
+                else "cgroup2 cgroup2 rw,nsdelegate"
+            )
+            lines.append(
+                f"{31 + number} 30 0:{29 + number} / {at} rw,nosuid,relatime shared:{9 + number} - {kind}"
+            )
         self.write("proc/1/mountinfo", "\n".join(lines) + "\n")
 
     def cgroup(self, path: str, **files: str) -> Path:
@@ -51,12 +57,25 @@ class HostTree:
         return self.sys / "fs/cgroup" / path
 
     def process(
-        self, pid: int, *, start_ticks: int = 50_000, name: str = "python3", state: str = "S", parent: int = 1,
-        flags: int = 0x400000, user_ticks: int = 0, system_ticks: int = 0, threads: int = 1, resident_pages: int = 100,
-        uid: int = 1000, command: Sequence[str | bytes] = ("python3", "train.py"),
-        environment: Mapping[str, str | bytes] | None = None, maps: Sequence[str] = ("/usr/bin/python3.12",),
-        cgroup: str = "0::/user.slice\n", io: tuple[int, int] | None = (0, 0),
-    ) -> Path:  # fmt: skip
+        self,
+        pid: int,
+        *,
+        start_ticks: int = 50_000,
+        name: str = "python3",
+        state: str = "S",
+        parent: int = 1,
+        flags: int = 0x400000,
+        user_ticks: int = 0,
+        system_ticks: int = 0,
+        threads: int = 1,
+        resident_pages: int = 100,
+        uid: int = 1000,
+        command: Sequence[str | bytes] = ("python3", "train.py"),
+        environment: Mapping[str, str | bytes] | None = None,
+        maps: Sequence[str] = ("/usr/bin/python3.12",),
+        cgroup: str = "0::/user.slice\n",
+        io: tuple[int, int] | None = (0, 0),
+    ) -> Path:
         """Write the directory of a process; it replaces that of an earlier one in place."""
         at = f"proc/{pid}"
         self.write(
@@ -64,12 +83,24 @@ class HostTree:
             f"{pid} ({name}) {state} {parent} {pid} {pid} 0 -1 {flags} 9 0 0 0 {user_ticks} {system_ticks} 0 0 20 0 "
             f"{threads} 0 {start_ticks} 1000000 {resident_pages} 18446744073709551615 1 1 0 0 0 0 0 0 0 0 0 0 17 0 0 0\n",
         )
-        self.write(f"{at}/status", f"Name:\t{name}\nUmask:\t0022\nState:\t{state}\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\n")
+        self.write(
+            f"{at}/status",
+            f"Name:\t{name}\nUmask:\t0022\nState:\t{state}\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\n",
+        )
         self.write(f"{at}/cmdline", b"".join(_bytes(part) + b"\0" for part in command))
         variables = {"PATH": "/usr/bin", "HOME": "/root", **(environment or {})}
-        self.write(f"{at}/environ", b"".join(key.encode() + b"=" + _bytes(v) + b"\0" for key, v in variables.items()))
-        lines = (f"7f00{i:08x}-7f01{i:08x} r-xp 00000000 08:01 {i + 7:<26}{path}\n" for i, path in enumerate(maps))
-        self.write(f"{at}/maps", "".join(lines) + "7ffc0000-7ffc2000 rw-p 00000000 00:00 0                [stack]\n")
+        self.write(
+            f"{at}/environ",
+            b"".join(key.encode() + b"=" + _bytes(v) + b"\0" for key, v in variables.items()),
+        )
+        lines = (
+            f"7f00{i:08x}-7f01{i:08x} r-xp 00000000 08:01 {i + 7:<26}{path}\n"
+            for i, path in enumerate(maps)
+        )
+        self.write(
+            f"{at}/maps",
+            "".join(lines) + "7ffc0000-7ffc2000 rw-p 00000000 00:00 0                [stack]\n",
+        )
         self.write(f"{at}/cgroup", cgroup)
         if io is not None:
             read, written = io

@@ -50,7 +50,12 @@ class HtmlTree(HTMLParser):
     def links(self) -> list[str]:
         """Every address that the page leads to or needs."""
         named = (("a", "href"), ("iframe", "src"), ("script", "src"), ("link", "href"))
-        return [value for tag, name in named for of in self.all(tag) if (value := of.get(name)) is not None]
+        return [
+            value
+            for tag, name in named
+            for of in self.all(tag)
+            if (value := of.get(name)) is not None
+        ]
 
     def tables(self) -> dict[str, ShownTable]:
         """The tables that can be sorted and downloaded, by their ids."""
@@ -59,9 +64,15 @@ class HtmlTree(HTMLParser):
 
     def _table(self, figure: ET.Element) -> ShownTable:
         head, body = next(figure.iter("thead")), next(figure.iter("tbody"))
-        sorts = {words(of): link.get("href") or "" for of in head.iter("th") for link in of.iter("a")}
+        sorts = {
+            words(of): link.get("href") or "" for of in head.iter("th") for link in of.iter("a")
+        }
         rows = [list(row.iter("td")) for row in body.iter("tr")]
-        downloads = {(of.text or "").lower(): of.get("href") or "" for of in figure.iter("a") if of.get("download")}
+        downloads = {
+            (of.text or "").lower(): of.get("href") or ""
+            for of in figure.iter("a")
+            if of.get("download")
+        }
         return ShownTable(list(sorts), rows, sorts, downloads)
 
 

@@ -34,10 +34,14 @@ def interrupted(point: str, when: str, number: int) -> None:
 
         return call
 
-    def is_state(_state: ServiceState, _name: str, _asked_ns: int, document: str, _term: str) -> bool:
+    def is_state(
+        _state: ServiceState, _name: str, _asked_ns: int, document: str, _term: str
+    ) -> bool:
         return bool(json.loads(document)["state"] == point)
 
-    def is_commit(_tables: Tables, source: str, _number: int, rows: Mapping[str, object], *_: object) -> bool:
+    def is_commit(
+        _tables: Tables, source: str, _number: int, rows: Mapping[str, object], *_: object
+    ) -> bool:
         return point == "commit" and source.startswith("captures") and bool(rows)
 
     def here(state: str, store: str) -> committer.TableWriter:

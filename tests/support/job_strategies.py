@@ -76,7 +76,9 @@ def faults(draw: DrawFn, ranks: int, steps: int) -> tuple[Fault, ...]:
 @st.composite
 def parallel_recipes(draw: DrawFn, /, **fixed: Any) -> ParallelRecipe:
     """Jobs with data, tensor, pipeline and expert parallelism; what is given is fixed."""
-    data, tensor, pipeline = draw(st.sampled_from([(1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 1, 3), (2, 1, 2), (1, 2, 2)]))
+    data, tensor, pipeline = draw(
+        st.sampled_from([(1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 1, 3), (2, 1, 2), (1, 2, 2)])
+    )
     steps = draw(st.integers(1, 3))
     return ParallelRecipe(
         data=data,

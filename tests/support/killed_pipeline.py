@@ -23,7 +23,9 @@ class Here:
     def submit(self, task: EngineTask) -> Future[bytes]:
         """Do it at once."""
         done: Future[bytes] = Future()
-        done.set_result(run_in_scratch(task, lambda keywords: worker.TASKS[task.name](**keywords), lambda: None))
+        done.set_result(
+            run_in_scratch(task, lambda keywords: worker.TASKS[task.name](**keywords), lambda: None)
+        )
         return done
 
     def check(self) -> str:

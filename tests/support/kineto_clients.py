@@ -26,9 +26,13 @@ class KinetoClient:
         self.directory = directory
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         name = name or f"dynoconfigclient{uuid.uuid4()}"
-        self.address: str | bytes = f"\0{name}\0".encode() if directory is None else str(directory / name)
+        self.address: str | bytes = (
+            f"\0{name}\0".encode() if directory is None else str(directory / name)
+        )
         self.socket.bind(self.address)
-        self.daemon: str | bytes = b"\0dynolog\0" if directory is None else str(directory / "dynolog")
+        self.daemon: str | bytes = (
+            b"\0dynolog\0" if directory is None else str(directory / "dynolog")
+        )
 
     def poll(self, mask: int = 3, pids: tuple[int, ...] = (), job: int = 0) -> None:
         self.socket.sendto(request(mask, job, pids or (os.getpid(), os.getppid())), self.daemon)
@@ -55,10 +59,20 @@ class PollingProcess:
     """A process that polls when its test says so: its profiler is in a state for as long as the test likes."""
 
     def __init__(self, directory: Path) -> None:
-        command = [sys.executable, "-S", "-c", "from support.kineto_clients import main; main()", str(directory)]
+        command = [
+            sys.executable,
+            "-S",
+            "-c",
+            "from support.kineto_clients import main; main()",
+            str(directory),
+        ]
         tests = str(Path(__file__).resolve().parents[1])
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": tests}
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": tests},
         )
         self.pid = self.process.pid
 
@@ -90,25 +104,52 @@ def main() -> None:
         print(json.dumps(answer or ""), flush=True)
 
 
-def trace_text(trace_id: str, *, operators: int = 3, steps: int = 3, start_ns: int = 0, seconds: float = 0.5) -> str:
+def trace_text(
+    trace_id: str, *, operators: int = 3, steps: int = 3, start_ns: int = 0, seconds: float = 0.5
+) -> str:
     """A trace as libkineto writes it, as far as the agent looks at it."""
     start_us = (start_ns or time.time_ns()) / 1000
-    events = [{"ph": "X", "name": "PyTorch Profiler (0)", "cat": "Trace", "ts": start_us, "dur": seconds * 1e6}]
-    events += [{"ph": "X", "name": "aten::mm", "cat": "cpu_op", "ts": start_us + 1, "dur": 2.0}] * operators
+    events = [
+        {
+            "ph": "X",
+            "name": "PyTorch Profiler (0)",
+            "cat": "Trace",
+            "ts": start_us,
+            "dur": seconds * 1e6,
+        }
+    ]
     events += [
-        {"ph": "X", "name": "Optimizer.step#SGD.step", "cat": "user_annotation", "ts": start_us, "dur": 1.0}
+        {"ph": "X", "name": "aten::mm", "cat": "cpu_op", "ts": start_us + 1, "dur": 2.0}
+    ] * operators
+    events += [
+        {
+            "ph": "X",
+            "name": "Optimizer.step#SGD.step",
+            "cat": "user_annotation",
+            "ts": start_us,
+            "dur": 1.0,
+        }
     ] * steps
     return json.dumps({"trace_id": trace_id, "baseTimeNanoseconds": 0, "traceEvents": events})
 
 
 def write_trace(
-    lines: dict[str, str], *, operators: int = 3, steps: int = 3, start_ns: int = 0, seconds: float = 0.5
+    lines: dict[str, str],
+    *,
+    operators: int = 3,
+    steps: int = 3,
+    start_ns: int = 0,
+    seconds: float = 0.5,
 ) -> None:
     """Write what a configuration asks for as libkineto does: under another name, then whole at once."""
     path = Path(lines["ACTIVITIES_LOG_FILE"])
     part = path.with_name(path.name + ".tmp")
     text = trace_text(
-        lines["REQUEST_TRACE_ID"], operators=operators, steps=steps, start_ns=start_ns, seconds=seconds
-    )  # fmt: skip
+        lines["REQUEST_TRACE_ID"],
+        operators=operators,
+        steps=steps,
+        start_ns=start_ns,
+        seconds=seconds,
+    )
     part.write_text(text, encoding="utf-8")
     part.rename(path)

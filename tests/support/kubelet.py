@@ -34,7 +34,10 @@ def devices(resource: str, *names: str) -> bytes:
 def claim(driver: str, device: str, *cdi: str) -> bytes:
     """A DynamicResource of one claimed device."""
     claimed = (
-        b"".join(field(1, field(1, name)) for name in cdi) + field(2, driver) + field(3, "node-1") + field(4, device)
+        b"".join(field(1, field(1, name)) for name in cdi)
+        + field(2, driver)
+        + field(3, "node-1")
+        + field(4, device)
     )
     return field(5, field(2, "claim") + field(3, "default") + field(4, claimed))
 
@@ -52,7 +55,10 @@ def pod(namespace: str, name: str, *containers: bytes) -> bytes:
 def containers(pods: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]) -> bytes:
     """A response: (namespace, pod) -> container -> its devices."""
     return b"".join(
-        pod(*names, *(container(name, devices("nvidia.com/gpu", *uuids)) for name, uuids in held.items()))
+        pod(
+            *names,
+            *(container(name, devices("nvidia.com/gpu", *uuids)) for name, uuids in held.items()),
+        )
         for names, held in pods.items()
     )
 
@@ -85,7 +91,9 @@ def served(socket: Path, answer: bytes = b"") -> Iterator[ServedKubelet]:
 
     class Handler(grpc.GenericRpcHandler):  # type: ignore[misc]
         def service(self, call: Any) -> Any:
-            return grpc.unary_unary_rpc_method_handler(kubelet.list) if call.method == METHOD else None
+            return (
+                grpc.unary_unary_rpc_method_handler(kubelet.list) if call.method == METHOD else None
+            )
 
     server = grpc.server(ThreadPoolExecutor(4), handlers=(Handler(),))
     server.add_insecure_port(f"unix:{socket}")

@@ -18,7 +18,9 @@ def edges(graph: Graph, kind: str) -> list[tuple[str, str, bool, bool, str]]:
     ]
 
 
-def launched(built: TraceBuilder, name: str, at: float, start: float, length: float, *, stream: int = 7) -> None:
+def launched(
+    built: TraceBuilder, name: str, at: float, start: float, length: float, *, stream: int = 7
+) -> None:
     """Add a kernel, and the call of 4 µs that launches it."""
     number = round(at * 10) + 1
     built.launch("cudaLaunchKernel", at, 4, correlation=number)

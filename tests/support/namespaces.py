@@ -59,7 +59,13 @@ class Namespaces:
     def on(self, name: str, command: Sequence[str]) -> list[str]:
         """A command that runs on a host, or on `hub`: as its child a process waits that only passes its exit code on."""
         of = f"/proc/{self._first[name].pid}/ns"
-        return ["nsenter", f"--net={of}/net", f"--mount={of}/mnt", f"--pid={of}/pid_for_children", *command]
+        return [
+            "nsenter",
+            f"--net={of}/net",
+            f"--mount={of}/mnt",
+            f"--pid={of}/pid_for_children",
+            *command,
+        ]
 
     def end(self, name: str) -> None:
         """Take a host away, or `hub`: with its first process all others end."""
@@ -75,9 +81,11 @@ class Namespaces:
     def _begin(self, name: str) -> None:
         unshare = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
         first = subprocess.Popen(
-            [*unshare, "sh", "-c", "echo begun; exec cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [*unshare, "sh", "-c", "echo begun; exec cat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-        )  # fmt: skip
+        )
         assert first.stdout is not None
         if first.stdout.readline() != b"begun\n":
             _, text = first.communicate()

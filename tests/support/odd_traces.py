@@ -16,13 +16,31 @@ from traceloom.trace.trace import Trace
 SEEDS = tuple(range(8))
 Row = dict[str, Any]
 
-_OPS = ("aten::mm", "aten::to", "aten::copy_", "aten::add", "traceloom.scope:block", "c10d::allreduce_")
+_OPS = (
+    "aten::mm",
+    "aten::to",
+    "aten::copy_",
+    "aten::add",
+    "traceloom.scope:block",
+    "c10d::allreduce_",
+)
 _FRAMES = ("train.py(3): step", "model.py(8): forward", "train.py(9): loss")
 _REGIONS = ("region", "gloo:all_reduce", "## forward ##")
 _CALLS = ("cudaLaunchKernel", "cudaMemcpyAsync", "cudaStreamSynchronize", "cudaMalloc")
-_KERNELS = ("gemm", "vectorized_elementwise_kernel<add>", "ncclDevKernel_AllReduce_Sum", "softmax", "日本 <b>&\"'")
+_KERNELS = (
+    "gemm",
+    "vectorized_elementwise_kernel<add>",
+    "ncclDevKernel_AllReduce_Sum",
+    "softmax",
+    "日本 <b>&\"'",
+)
 _SHAPES = (None, [[4, 4], [4, 4]], [[8, 2], [2, 8]], [[4, 4], []])
-_DIRECTIONS = ("HtoD (Pageable -> Device)", "HtoD (Pinned -> Device)", "DtoH (Device -> Pinned)", "DtoD (Device -> Device)")  # fmt: skip
+_DIRECTIONS = (
+    "HtoD (Pageable -> Device)",
+    "HtoD (Pinned -> Device)",
+    "DtoH (Device -> Pinned)",
+    "DtoD (Device -> Device)",
+)
 _END = 400_000  # ns
 _STEP = re.compile(r"^(?:ProfilerStep|traceloom\.step)#(\d+)$")
 
@@ -33,13 +51,22 @@ class Changed(TraceBuilder):
     shift_us, scale, exchanged = 0.0, 1, False
 
     def _add(
-        self, phase: str, category: str | None, name: str, time_us: float, duration_us: float | None, process: Any,
-        thread: Any, args: dict[str, Any] | None,
-    ) -> TraceBuilder:  # fmt: skip
+        self,
+        phase: str,
+        category: str | None,
+        name: str,
+        time_us: float,
+        duration_us: float | None,
+        process: Any,
+        thread: Any,
+        args: dict[str, Any] | None,
+    ) -> TraceBuilder:
         if args is not None and self.exchanged and "device" in args:
             process = args["device"] = 1 - args["device"]
         long = None if duration_us is None else duration_us * self.scale
-        return super()._add(phase, category, name, self.shift_us + time_us * self.scale, long, process, thread, args)
+        return super()._add(
+            phase, category, name, self.shift_us + time_us * self.scale, long, process, thread, args
+        )
 
     def shuffled(self, seed: int) -> Changed:
         """The same events in another order of the file; those of one time stay in theirs, which has a meaning."""
@@ -53,13 +80,25 @@ class Changed(TraceBuilder):
 
     def without_device(self, device: int) -> Changed:
         """What is left when nothing ran on one of the devices."""
-        self._events = [event for event in self._events if self._args(event).get("device") != device]
+        self._events = [
+            event for event in self._events if self._args(event).get("device") != device
+        ]
         return self
 
     def renumbered(self, seed: int) -> Changed:
         """The same events, joined by other correlation numbers."""
-        joined = {number for event in self._events if (number := self._args(event).get("correlation")) is not None}
-        other = dict(zip(sorted(joined), random.Random(seed).sample(range(1, 10_000), len(joined)), strict=True))
+        joined = {
+            number
+            for event in self._events
+            if (number := self._args(event).get("correlation")) is not None
+        }
+        other = dict(
+            zip(
+                sorted(joined),
+                random.Random(seed).sample(range(1, 10_000), len(joined)),
+                strict=True,
+            )
+        )
         for event in self._events:
             if event.get("id") in other:
                 event["id"] = other[event["id"]]
@@ -91,12 +130,16 @@ class Changed(TraceBuilder):
 
 
 @cache
-def odd_trace(seed: int, *, shift_us: float = 0.0, scale: int = 1, exchanged: bool = False) -> Trace:
+def odd_trace(
+    seed: int, *, shift_us: float = 0.0, scale: int = 1, exchanged: bool = False
+) -> Trace:
     """The trace of `odd_builder`."""
     return odd_builder(seed, shift_us=shift_us, scale=scale, exchanged=exchanged).build()
 
 
-def odd_builder(seed: int, *, shift_us: float = 0.0, scale: int = 1, exchanged: bool = False, rank: int = 0) -> Changed:
+def odd_builder(
+    seed: int, *, shift_us: float = 0.0, scale: int = 1, exchanged: bool = False, rank: int = 0
+) -> Changed:
     """Three threads of nested events, two devices with three streams each, orphans, graphs, steps of several kinds.
 
     Seeds 0 and 4 have no steps, 1 and 5 steps side by side, 2 and 6 steps with holes, 3 and 7 steps that begin late.
@@ -107,7 +150,15 @@ def odd_builder(seed: int, *, shift_us: float = 0.0, scale: int = 1, exchanged: 
     builder.shift_us, builder.scale, builder.exchanged = shift_us, scale, exchanged
     correlations: list[int] = []
     for thread in (1, 2, 3):
-        _nest(chance, builder, thread, chance.randrange(20_000), _END - chance.randrange(20_000), 0, correlations)
+        _nest(
+            chance,
+            builder,
+            thread,
+            chance.randrange(20_000),
+            _END - chance.randrange(20_000),
+            0,
+            correlations,
+        )
     if seed != 7:
         _work(chance, builder, correlations)
     bounds = sorted(chance.sample(range(10, 380), 5))
@@ -128,7 +179,11 @@ def rows_of(trace: Trace) -> list[Row]:
     rows = trace.events.to_dicts()
     for row in rows:
         row["name"], row["category"] = str(row["name"]), str(row["category"])
-        end = row["nested_end_ns"] if row["device"] is None else row["start_ns"] + max(row["duration_ns"], 0)
+        end = (
+            row["nested_end_ns"]
+            if row["device"] is None
+            else row["start_ns"] + max(row["duration_ns"], 0)
+        )
         row["end_ns"] = end
         row["ns"] = end - row["start_ns"]
     return rows
@@ -161,7 +216,13 @@ def covered(spans: list[tuple[int, int]], low: int | None = None, high: int | No
 
 
 def _nest(
-    chance: random.Random, builder: TraceBuilder, thread: int, low: int, high: int, depth: int, launched: list[int]
+    chance: random.Random,
+    builder: TraceBuilder,
+    thread: int,
+    low: int,
+    high: int,
+    depth: int,
+    launched: list[int],
 ) -> None:
     """Fill a part of a thread with events, and some of these with others."""
     at = low + chance.randrange(1 + (high - low) // 8)
@@ -171,7 +232,9 @@ def _nest(
         start_us, long_us = at / 1000, (end - at) / 1000
         kind = chance.choice(["op", "op", "python", "annotation", "launch" if depth else "op"])
         if kind == "op":
-            builder.op(chance.choice(_OPS), start_us, long_us, thread=thread, shapes=chance.choice(_SHAPES))
+            builder.op(
+                chance.choice(_OPS), start_us, long_us, thread=thread, shapes=chance.choice(_SHAPES)
+            )
         elif kind == "launch":
             launched.append(len(launched) + 1)
             name = chance.choice([*_CALLS, "cudaGraphLaunch"])
@@ -198,7 +261,9 @@ def _work(chance: random.Random, builder: TraceBuilder, launched: list[int]) -> 
                 builder.kernel(chance.choice(_KERNELS), at / 1000, long / 1000, **where)
             elif kind == "copy":
                 name = f"Memcpy {chance.choice(_DIRECTIONS)}"
-                builder.copy(name, at / 1000, long / 1000, bytes=chance.randrange(1, 1 << 22), **where)
+                builder.copy(
+                    name, at / 1000, long / 1000, bytes=chance.randrange(1, 1 << 22), **where
+                )
             else:
                 builder.fill(at / 1000, long / 1000, bytes=chance.randrange(1, 1 << 16), **where)
             at += long + chance.choice([0, 400, chance.randrange(20_000)])

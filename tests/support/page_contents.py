@@ -39,7 +39,9 @@ class ContentPage(HtmlTree):
     """A page as a reader gets it, for an address."""
 
     def __init__(self, content: PageContent, query: str = "", path: str = "/p") -> None:
-        super().__init__(format_value(build_main(content, PageUrl(path, query), None, None, live=True)))
+        super().__init__(
+            format_value(build_main(content, PageUrl(path, query), None, None, live=True))
+        )
         assert self.all("script") == [], "a name became an element"
         text = "".join(self.root.itertext())
         assert "\u202e" not in text
@@ -78,19 +80,34 @@ def fragment_tree(node: Node) -> HtmlTree:
     return HtmlTree(format_value(node))
 
 
-def answered(name: str, query: str = "", facts: Mapping[str, Any] | None = None, **tables: list[Any]) -> QueryResult:
+def answered(
+    name: str, query: str = "", facts: Mapping[str, Any] | None = None, **tables: list[Any]
+) -> QueryResult:
     """What the service answers to a question of a page whose address has a query."""
     question = QUESTION[name]
     empty: dict[str, list[Any]] = {table: [] for table in question.tables}
     period = {"since_ns": NOON - 30 * DAY_NS, "until_ns": NOON, "more": False}
-    return QueryResult(question, PageUrl("/p", query), {**period, **(facts or {})}, {**empty, **tables})
+    return QueryResult(
+        question, PageUrl("/p", query), {**period, **(facts or {})}, {**empty, **tables}
+    )
 
 
 def request(identity: str, state: str, **changes: object) -> FleetRequestAnswer:
     """A request of three steps of the job `a`, taken from nobody yet."""
     fields: dict[str, object] = {
-        "id": identity, "who": "ana", "asked_ns": NOON, "wanted": TraceSpec(job="a", steps=3), "state": state,
-        "since_ns": NOON, "start_ns": 0, "start_step": 0, "start_detail": "", "reason": "", "detail": "",
-        "capture": "", "trigger": None, "hosts": [],
-    }  # fmt: skip
+        "id": identity,
+        "who": "ana",
+        "asked_ns": NOON,
+        "wanted": TraceSpec(job="a", steps=3),
+        "state": state,
+        "since_ns": NOON,
+        "start_ns": 0,
+        "start_step": 0,
+        "start_detail": "",
+        "reason": "",
+        "detail": "",
+        "capture": "",
+        "trigger": None,
+        "hosts": [],
+    }
     return FleetRequestAnswer(**{**fields, **changes})  # type: ignore[arg-type]

@@ -27,7 +27,9 @@ def tables(page: str, by: str = "title") -> dict[str, list[dict[str, Any]]]:
     for identity, body in _TABLE.findall(page):
         data = _read(body)
         columns = {column[by]: _values(column) for column in data["columns"]}
-        out[identity] = [{title: values[row] for title, values in columns.items()} for row in range(data["rows"])]
+        out[identity] = [
+            {title: values[row] for title, values in columns.items()} for row in range(data["rows"])
+        ]
     return out
 
 

@@ -39,5 +39,7 @@ def compared(name: str) -> tuple[ComparisonDocument, VerdictDocument]:
     sides = [gate_summary.summarise(session) for session in (base, new)]
     conditions = [gate.parse("step_time > 3%"), gate.parse("kernel:gemm > 1%")]
     judged = gate.judge([sides[0]], [sides[1]], conditions)
-    named = [(f"{name} {side}", [summary]) for side, summary in zip(("base", "new"), sides, strict=True)]
+    named = [
+        (f"{name} {side}", [summary]) for side, summary in zip(("base", "new"), sides, strict=True)
+    ]
     return both, verdict.build(judged, *named, strict=False, comparison=both, effect=0.05)

@@ -22,13 +22,22 @@ DEVICE = ("kernel", "copy", "fill")
 HOST = ("host", "think", "launch", "block")
 COMMUNICATION = ("collective", "send", "receive")
 MEANING: dict[str, tuple[str, ...]] = {
-    "kernels": ("kernel",), "copies": ("copy", "fill"), "gpu": DEVICE, "collectives": COMMUNICATION, "host": HOST,
-    "ops": ("host",), "think": ("think",), "launches": ("launch",), "syncs": ("block",),
-}  # fmt: skip
+    "kernels": ("kernel",),
+    "copies": ("copy", "fill"),
+    "gpu": DEVICE,
+    "collectives": COMMUNICATION,
+    "host": HOST,
+    "ops": ("host",),
+    "think": ("think",),
+    "launches": ("launch",),
+    "syncs": ("block",),
+}
 """Which kinds of nodes each word of a change means, as docs/concepts/what-if.md has it."""
 
 
-def longest(starts: list[int], works: list[int], links: Iterable[tuple[int, int, int]]) -> list[int]:
+def longest(
+    starts: list[int], works: list[int], links: Iterable[tuple[int, int, int]]
+) -> list[int]:
     """Times of points 2i and 2i + 1 of nodes with these works: each when the last of what it waits for has passed.
 
     Args:
@@ -39,7 +48,10 @@ def longest(starts: list[int], works: list[int], links: Iterable[tuple[int, int,
     follow: list[list[tuple[int, int]]] = [[] for _ in range(2 * len(works))]
     waits = [0] * len(follow)
     held: list[int | None] = [None] * len(follow)
-    for source, target, gap in [*links, *((2 * node, 2 * node + 1, work) for node, work in enumerate(works))]:
+    for source, target, gap in [
+        *links,
+        *((2 * node, 2 * node + 1, work) for node, work in enumerate(works)),
+    ]:
         follow[source].append((target, gap))
         waits[target] += 1
     ready = deque(point for point, count in enumerate(waits) if not count)
@@ -70,13 +82,17 @@ class PlainScenario:
         self.delay: list[int | None] = [row["delay_ns"] + row["residual_ns"] for row in self.edges]
         self.kind_of_communication = dict(graph.communication.select("node", "kind").iter_rows())
 
-    def chosen(self, target: str, names: Callable[[str], bool] | None = None, ranks: tuple[int, ...] = ()) -> set[int]:
+    def chosen(
+        self, target: str, names: Callable[[str], bool] | None = None, ranks: tuple[int, ...] = ()
+    ) -> set[int]:
         """The nodes that the words of a change mean."""
         return {
-            row["node"] for row in self.nodes
-            if row["kind"] in MEANING[target] and (names is None or names(row["name"] or ""))
+            row["node"]
+            for row in self.nodes
+            if row["kind"] in MEANING[target]
+            and (names is None or names(row["name"] or ""))
             and (not ranks or row["rank"] in ranks)
-        }  # fmt: skip
+        }
 
     def times(self) -> list[int]:
         """When everything happens."""
@@ -86,7 +102,9 @@ class PlainScenario:
                 continue
             before, now = self.measured[edge["source"]], self.work[edge["source"]]
             delay = round(gap * (now / before)) if self.part_of_work(edge) and before > 0 else gap
-            links.append((2 * edge["source"] + edge["from_end"], 2 * edge["target"] + edge["to_end"], delay))
+            links.append(
+                (2 * edge["source"] + edge["from_end"], 2 * edge["target"] + edge["to_end"], delay)
+            )
         return longest([row["start_ns"] for row in self.nodes], self.work, links)
 
     @staticmethod
@@ -105,7 +123,12 @@ class PlainScenario:
             self.work[node] = round(self.work[node] * factor)
         for at, edge in enumerate(self.edges):
             delay = self.delay[at]
-            if edge["kind"] == "rendezvous" and edge["to_end"] and edge["target"] in chosen and delay is not None:
+            if (
+                edge["kind"] == "rendezvous"
+                and edge["to_end"]
+                and edge["target"] in chosen
+                and delay is not None
+            ):
                 self.delay[at] = round(delay * factor)
 
     def drop(self, chosen: set[int]) -> None:
@@ -134,7 +157,11 @@ class PlainScenario:
                 inner.add(edge["target"])
                 self._no_pause(at, 0)
         for edge in self.edges:
-            if edge["kind"] == "launch" and edge["target"] in inner and self._is(edge["source"], "launch"):
+            if (
+                edge["kind"] == "launch"
+                and edge["target"] in inner
+                and self._is(edge["source"], "launch")
+            ):
                 self.work[edge["source"]] = 0
 
     def submit_once(self, chosen: set[int]) -> None:
@@ -145,16 +172,25 @@ class PlainScenario:
                 calls.setdefault((call["rank"], call["step"]), []).append(edge["source"])
             if edge["kind"] == "stream" and edge["source"] in chosen and edge["target"] in chosen:
                 self._no_pause(at, 1_000)
-        firsts = {min(some, key=lambda node: (self.nodes[node]["start_ns"], node)) for some in calls.values()}
+        firsts = {
+            min(some, key=lambda node: (self.nodes[node]["start_ns"], node))
+            for some in calls.values()
+        }
         others = {node for some in calls.values() for node in some} - firsts
 
         def op_of(node: int) -> tuple[Any, Any]:
             return self.nodes[node]["rank"], self.nodes[node]["op"]
 
         around = {op_of(node) for node in others if self.nodes[node]["op"] is not None}
-        kept = firsts | {node for node in range(len(self.nodes)) if op_of(node) in {op_of(first) for first in firsts}}
+        kept = firsts | {
+            node
+            for node in range(len(self.nodes))
+            if op_of(node) in {op_of(first) for first in firsts}
+        }
         for node, row in enumerate(self.nodes):
-            if node in others or (row["kind"] in ("host", "launch") and op_of(node) in around and node not in kept):
+            if node in others or (
+                row["kind"] in ("host", "launch") and op_of(node) in around and node not in kept
+            ):
                 self.work[node] = 0
 
     def balance(self, chosen: set[int]) -> None:
@@ -169,7 +205,9 @@ class PlainScenario:
     def not_late(self, late: tuple[int, ...]) -> None:
         ranks = {row["rank"] for row in self.nodes} - {None}
         others = sorted(ranks - set(late))
-        working = {row["node"] for row in self.nodes if row["kind"] in ("host", "think", "launch", *DEVICE)}
+        working = {
+            row["node"] for row in self.nodes if row["kind"] in ("host", "think", "launch", *DEVICE)
+        }
         for group in self._by(working, "step", "kind", "name").values():
             by_rank = self._by(group, "rank")
             took = {rank: sum(self.work[node] for node in some) for rank, some in by_rank.items()}
@@ -178,22 +216,33 @@ class PlainScenario:
                 for node in by_rank.get((rank,), ()):
                     self.work[node] = round(self.work[node] * min(usual / max(took[rank,], 1), 1.0))
         begins = {
-            rank: min(row["start_ns"] for row in self.nodes if row["rank"] == rank and row["kind"] in HOST[:3])
+            rank: min(
+                row["start_ns"]
+                for row in self.nodes
+                if row["rank"] == rank and row["kind"] in HOST[:3]
+            )
             for rank in ranks
         }
         for at, edge in enumerate(self.edges):
             rank, delay = self.nodes[edge["source"]]["rank"], self.delay[at]
             if edge["kind"] == "origin" and rank in late and delay is not None:
                 later = max(round(begins[rank] - median(begins[other] for other in others)), 0)
-                first = min(row["start_ns"] for row in self.nodes) - self.nodes[edge["source"]]["start_ns"]
-                self.delay[at] = max(delay - later, min(delay, first))  # never before the job begins
+                first = (
+                    min(row["start_ns"] for row in self.nodes)
+                    - self.nodes[edge["source"]]["start_ns"]
+                )
+                self.delay[at] = max(
+                    delay - later, min(delay, first)
+                )  # never before the job begins
 
     def load_beside(self, chosen: set[int], workers: float) -> None:
         for group in self._by(range(len(self.nodes)), "rank", "step").values():
             loads = [node for node in group if node in chosen]
             loading = sum(self.work[node] for node in loads)
             low = min(self.nodes[node]["start_ns"] for node in group)
-            high = max(self.nodes[node]["start_ns"] + self.nodes[node]["duration_ns"] for node in group)
+            high = max(
+                self.nodes[node]["start_ns"] + self.nodes[node]["duration_ns"] for node in group
+            )
             left = max(loading / workers - ((high - low) - loading), 0)
             for node in loads:
                 self.work[node] = round(self.work[node] * min(left / max(loading, 1), 1.0))
@@ -207,8 +256,16 @@ class PlainScenario:
                 computing.setdefault(row["rank"], set()).update(span)
         added: list[tuple[dict[str, Any], int]] = []
         for at, edge in enumerate(self.edges):
-            source, target, delay = self.nodes[edge["source"]], self.nodes[edge["target"]], self.delay[at]
-            in_order = edge["kind"] in ("stream", "wait", "occupancy") and edge["from_end"] and not edge["to_end"]
+            source, target, delay = (
+                self.nodes[edge["source"]],
+                self.nodes[edge["target"]],
+                self.delay[at],
+            )
+            in_order = (
+                edge["kind"] in ("stream", "wait", "occupancy")
+                and edge["from_end"]
+                and not edge["to_end"]
+            )
             waits = target["node"] in chosen or target["kind"] in DEVICE
             if not in_order or delay is None or source["node"] not in chosen or not waits:
                 continue
@@ -217,10 +274,13 @@ class PlainScenario:
             self.edges[at] = edge | {"from_end": False, "kind": "wait"}
             if target["node"] in chosen:  # among themselves they stay in order
                 transfers = [
-                    gap for other, gap in zip(self.edges, self.delay, strict=True)
-                    if gap is not None and other["kind"] == "rendezvous" and other["to_end"]
+                    gap
+                    for other, gap in zip(self.edges, self.delay, strict=True)
+                    if gap is not None
+                    and other["kind"] == "rendezvous"
+                    and other["to_end"]
                     and other["target"] == target["node"]
-                ]  # fmt: skip
+                ]
                 own = max([self.work[target["node"]], *transfers])
                 added.append((edge | {"from_end": True, "to_end": True, "kind": "wait"}, own))
         self.edges += [edge for edge, _ in added]
@@ -271,7 +331,9 @@ class PlainScenario:
     def _by(self, nodes: Iterable[int], *columns: str) -> dict[Any, list[int]]:
         groups: dict[Any, list[int]] = {}
         for node in sorted(nodes):
-            groups.setdefault(tuple(self.nodes[node][column] for column in columns), []).append(node)
+            groups.setdefault(tuple(self.nodes[node][column] for column in columns), []).append(
+                node
+            )
         return groups
 
 
@@ -317,17 +379,31 @@ class RandomJob:
         """As it would have been linked: times measured, delays and residuals for calibration to fill in."""
         times = self.times()
         frames: dict[str, list[dict[str, Any]]] = {
-            "nodes": [], "edges": [], "lanes": [{"lane": lane} for lane in range(self.lanes)],
+            "nodes": [],
+            "edges": [],
+            "lanes": [{"lane": lane} for lane in range(self.lanes)],
             "communication": self.communication,
-        }  # fmt: skip
+        }
         for row in self.nodes:
             start, end = times[2 * row["node"]], times[2 * row["node"] + 1]
-            measured = {"start_ns": start, "duration_ns": end - start, "work_ns": end - start, "residual_ns": 0}
-            frames["nodes"].append({name: value for name, value in row.items() if name != "took"} | measured)
+            measured = {
+                "start_ns": start,
+                "duration_ns": end - start,
+                "work_ns": end - start,
+                "residual_ns": 0,
+            }
+            frames["nodes"].append(
+                {name: value for name, value in row.items() if name != "took"} | measured
+            )
         for edge in self.edges:
-            passed = times[2 * edge["target"] + edge["to_end"]] - times[2 * edge["source"] + edge["from_end"]]
+            passed = (
+                times[2 * edge["target"] + edge["to_end"]]
+                - times[2 * edge["source"] + edge["from_end"]]
+            )
             frames["edges"].append(edge | {"delay_ns": min(passed, 0), "residual_ns": 0})
-        made = {name: pl.DataFrame(rows, schema=gs.GRAPH_SCHEMAS[name]) for name, rows in frames.items()}
+        made = {
+            name: pl.DataFrame(rows, schema=gs.GRAPH_SCHEMAS[name]) for name, rows in frames.items()
+        }
         return Graph(made["nodes"], made["edges"], made["lanes"], made["communication"])
 
     def _rank(self, rank: int, steps: int, meetings: list[list[int]]) -> None:
@@ -343,7 +419,9 @@ class RandomJob:
             on = {"rank": rank, "step": step}
             if draw.random() < 0.5:
                 loads = draw.randint(5, 60)
-                thread.append(self._node("host", "enumerate(DataLoader)#_Single.__next__", main, loads, **on))
+                thread.append(
+                    self._node("host", "enumerate(DataLoader)#_Single.__next__", main, loads, **on)
+                )
             for _ in range(draw.randint(2, 5)):
                 op += 1
                 name = draw.choice(["aten::mm", "aten::add", "aten::copy_"])
@@ -351,7 +429,9 @@ class RandomJob:
                 stream = draw.choice([compute, compute, side])
                 kind = "copy" if name == "aten::copy_" else "kernel"
                 for _ in range(draw.randint(1, 2)):
-                    call = self._node("launch", "cudaLaunchKernel", main, draw.randint(2, 8), op=op, **on)
+                    call = self._node(
+                        "launch", "cudaLaunchKernel", main, draw.randint(2, 8), op=op, **on
+                    )
                     thread.append(call)
                     names = ["gemm", "add_kernel"] if kind == "kernel" else ["Memcpy HtoD"]
                     work = self._node(kind, draw.choice(names), stream, draw.randint(0, 50), **on)
@@ -362,7 +442,9 @@ class RandomJob:
                 if draw.random() < 0.35 and queued[stream]:
                     sync = draw.choice(["cudaStreamSynchronize", "cudaDeviceSynchronize"])
                     call = self._node("block", sync, main, draw.randint(1, 6), op=op, **on)
-                    self._edge("synchronize", queued[stream][-1], call, draw.randint(1, 9), to_end=True)
+                    self._edge(
+                        "synchronize", queued[stream][-1], call, draw.randint(1, 9), to_end=True
+                    )
                     thread.append(call)
             if draw.random() < 0.5 and queued[compute] and queued[side]:
                 late = self._node("kernel", "after_both", side, draw.randint(1, 20), **on)
@@ -379,7 +461,9 @@ class RandomJob:
         if draw.random() < 0.4:  # another thread, of which nobody knows what woke it
             self.lanes += 1
             idle = self._node("wait", "wait", self.lanes - 1, 0, rank=rank, step=0)
-            busy = self._node("host", "aten::mul", self.lanes - 1, draw.randint(5, 60), rank=rank, step=0)
+            busy = self._node(
+                "host", "aten::mul", self.lanes - 1, draw.randint(5, 60), rank=rank, step=0
+            )
             self._edge("origin", origin, idle, 0, how="assumed")
             waker = draw.choice(thread)
             self._edge("cross-thread", waker, idle, draw.randint(1, 40), to_end=True, how="assumed")
@@ -413,9 +497,22 @@ class RandomJob:
         return len(self.nodes) - 1
 
     def _edge(
-        self, kind: str, source: int, target: int, gap: int, *, from_end: bool = True, to_end: bool = False,
+        self,
+        kind: str,
+        source: int,
+        target: int,
+        gap: int,
+        *,
+        from_end: bool = True,
+        to_end: bool = False,
         how: str = "measured",
-    ) -> None:  # fmt: skip
-        row = {"source": source, "target": target, "kind": kind, "evidence": how, "from_end": from_end}
+    ) -> None:
+        row = {
+            "source": source,
+            "target": target,
+            "kind": kind,
+            "evidence": how,
+            "from_end": from_end,
+        }
         self.edges.append(row | {"to_end": to_end})
         self.gaps.append(STEADY_NS.get(kind, gap) if self.steady else gap)

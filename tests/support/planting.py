@@ -28,7 +28,13 @@ import polars as pl
 
 _WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _CALLS = ("cuda_runtime", "cuda_driver")
-_BLOCKING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpyAsync", "cudaMemcpy")
+_BLOCKING = (
+    "cudaDeviceSynchronize",
+    "cudaStreamSynchronize",
+    "cudaEventSynchronize",
+    "cudaMemcpyAsync",
+    "cudaMemcpy",
+)
 _LEAST_CALL = 2_000  # ns that a blocking call takes when nothing is left to wait for
 _BACK = 60_000  # ns after the end of work within which a call that returns is taken to have waited for it
 _GAP = 5_000  # ns between two kernels of a stream that follow each other
@@ -110,7 +116,9 @@ def plant(files: Mapping[int, str | Path], faults: Sequence[Planted], folder: st
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
     paths = {rank: recording.write(out / recording.path.name) for rank, recording in ranks.items()}
-    return Copies(paths, _table(ranks), {rank: recording.grown() for rank, recording in ranks.items()})
+    return Copies(
+        paths, _table(ranks), {rank: recording.grown() for rank, recording in ranks.items()}
+    )
 
 
 @dataclass(slots=True)
@@ -166,19 +174,32 @@ class _Recording:
         launches = {_correlation(e): _ns(e["ts"]) for e in spans if e.get("cat") in _CALLS}
         self.work = sorted(
             (
-                _Work(_ns(e["ts"]), _ns(e["ts"]) + _ns(e["dur"]), e["tid"], _correlation(e), e["name"],
-                      launches.get(_correlation(e), -1))
-                for e in spans if e.get("cat") in _WORK
+                _Work(
+                    _ns(e["ts"]),
+                    _ns(e["ts"]) + _ns(e["dur"]),
+                    e["tid"],
+                    _correlation(e),
+                    e["name"],
+                    launches.get(_correlation(e), -1),
+                )
+                for e in spans
+                if e.get("cat") in _WORK
             ),
             key=lambda work: (work.start, work.end),
-        )  # fmt: skip
+        )
         self.calls = sorted(
             (_ns(e["ts"]), _ns(e["ts"]) + _ns(e["dur"]))
             for e in spans
             if e.get("cat") in _CALLS and e["name"].startswith(_BLOCKING)
         )
-        self.host = sorted((_ns(e["ts"]), e["name"]) for e in spans if e.get("cat") in ("cpu_op", "user_annotation"))
-        latencies = sorted(work.start - work.launch for work in self.work if 0 <= work.launch <= work.start)
+        self.host = sorted(
+            (_ns(e["ts"]), e["name"])
+            for e in spans
+            if e.get("cat") in ("cpu_op", "user_annotation")
+        )
+        latencies = sorted(
+            work.start - work.launch for work in self.work if 0 <= work.launch <= work.start
+        )
         self.latency = latencies[len(latencies) // 20] if latencies else 0
         self.moves = _Moves()
         self.late: list[tuple[int, int]] = []
@@ -270,7 +291,11 @@ def _correlation(event: dict[str, Any]) -> Any:
 def _number_collectives(ranks: Mapping[int, _Recording]) -> None:
     counts = {}
     for rank, recording in ranks.items():
-        kernels = [work for work in recording.work if "nccl" in work.name.lower() or "rccl" in work.name.lower()]
+        kernels = [
+            work
+            for work in recording.work
+            if "nccl" in work.name.lower() or "rccl" in work.name.lower()
+        ]
         for number, work in enumerate(kernels):
             work.collective = number
         counts[rank] = len(kernels)
@@ -307,10 +332,19 @@ def _replay(ranks: Mapping[int, _Recording], transfers: Mapping[tuple[int, int],
         due += [(at, 0, rank, n, ("late", ns)) for n, (at, ns) in enumerate(recording.late)]
         due += [(work.start, 1, rank, n, ("start", work)) for n, work in enumerate(recording.work)]
         due += [
-            (max(work.end, latest[work.collective]) if work.collective >= 0 else work.end, 2, rank, n, ("end", work))
+            (
+                max(work.end, latest[work.collective]) if work.collective >= 0 else work.end,
+                2,
+                rank,
+                n,
+                ("end", work),
+            )
             for n, work in enumerate(recording.work)
         ]
-        due += [(end, 3, rank, n, ("call", (start, end))) for n, (start, end) in enumerate(recording.calls)]
+        due += [
+            (end, 3, rank, n, ("call", (start, end)))
+            for n, (start, end) in enumerate(recording.calls)
+        ]
     heapq.heapify(due)
     states = {rank: _State(recording) for rank, recording in ranks.items()}
     while due:
@@ -356,7 +390,9 @@ class _State:
             explained = True
         work.new_start = max(bounds) if explained else max([work.start, *bounds])
         duration = work.end - work.start
-        work.new_end = work.new_start + (duration if work.longer == 1 else recording.rounded(duration * work.longer))
+        work.new_end = work.new_start + (
+            duration if work.longer == 1 else recording.rounded(duration * work.longer)
+        )
         self.last_of[work.stream] = work
 
     def end(self, work: _Work) -> None:
@@ -384,12 +420,28 @@ def _table(ranks: Mapping[int, _Recording]) -> pl.DataFrame:
         last_rank, last = max(parts, key=lambda part: (part[1].new_start, part[0]))
         rows += [
             {
-                "collective": number, "rank": rank, "name": work.name, "start_ns": work.new_start,
-                "end_ns": work.new_end, "wait_ns": last.new_start - work.new_start, "last_rank": last_rank,
+                "collective": number,
+                "rank": rank,
+                "name": work.name,
+                "start_ns": work.new_start,
+                "end_ns": work.new_end,
+                "wait_ns": last.new_start - work.new_start,
+                "last_rank": last_rank,
                 "moved_ns": work.new_start - work.start,
             }
             for rank, work in parts
-        ]  # fmt: skip
-    schema = {name: pl.String if name == "name" else pl.Int64 for name in
-              ("collective", "rank", "name", "start_ns", "end_ns", "wait_ns", "last_rank", "moved_ns")}  # fmt: skip
+        ]
+    schema = {
+        name: pl.String if name == "name" else pl.Int64
+        for name in (
+            "collective",
+            "rank",
+            "name",
+            "start_ns",
+            "end_ns",
+            "wait_ns",
+            "last_rank",
+            "moved_ns",
+        )
+    }
     return pl.DataFrame(rows, schema=schema)

@@ -14,12 +14,17 @@ def addresses(client: FleetClient) -> dict[str, str]:
     [capture] = [of for of in client.get("captures")["captures"] if of["state"] == "committed"][:1]
     query = {
         "/regressions/change": {
-            "kernel": change["kernel"], "at": str(change["since_ns"]),
-            **{name: change[name] for name in ("shapes", "device_model") if change[name] is not None},
+            "kernel": change["kernel"],
+            "at": str(change["since_ns"]),
+            **{
+                name: change[name]
+                for name in ("shapes", "device_model")
+                if change[name] is not None
+            },
         },
         "/kernels/history": {"kernel": change["kernel"]},
         "/compare": {"base": change["healthy_capture"], "new": change["capture"]},
-    }  # fmt: skip
+    }
     names = {
         "/captures/{id}": {"id": capture["id"]},
         "/jobs/{job:path}": {"job": client.get("jobs")["jobs"][0]["job"]},

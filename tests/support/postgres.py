@@ -31,7 +31,9 @@ def database() -> str:
 
     port = _running(str(programs[-1]))
     name = f"fleet{next(_numbers)}"
-    with psycopg.connect(f"host=127.0.0.1 port={port} user=fleet dbname=postgres", autocommit=True) as connection:
+    with psycopg.connect(
+        f"host=127.0.0.1 port={port} user=fleet dbname=postgres", autocommit=True
+    ) as connection:
         connection.execute(f"CREATE DATABASE {name}")
     return f"postgresql://fleet@127.0.0.1:{port}/{name}"
 
@@ -50,21 +52,44 @@ def _running(programs: str) -> int:
         identity = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": ()}
     data, port = str(home / "data"), free_port()
     subprocess.run(
-        [f"{programs}/initdb", "-D", data, "-U", "fleet", "-A", "trust", "--no-sync", "--locale=C", "-E", "UTF8"],
-        check=True, capture_output=True, cwd=home, **identity,
-    )  # fmt: skip
+        [
+            f"{programs}/initdb",
+            "-D",
+            data,
+            "-U",
+            "fleet",
+            "-A",
+            "trust",
+            "--no-sync",
+            "--locale=C",
+            "-E",
+            "UTF8",
+        ],
+        check=True,
+        capture_output=True,
+        cwd=home,
+        **identity,
+    )
     settings = {
-        "port": port, "listen_addresses": "127.0.0.1", "unix_socket_directories": "", "fsync": "off",
+        "port": port,
+        "listen_addresses": "127.0.0.1",
+        "unix_socket_directories": "",
+        "fsync": "off",
         "shared_buffers": "16MB",
-    }  # fmt: skip
+    }
     options = [word for key, value in settings.items() for word in ("-c", f"{key}={value}")]
     server = subprocess.Popen(
-        [f"{programs}/postgres", "-D", data, *options], cwd=home, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        [f"{programs}/postgres", "-D", data, *options],
+        cwd=home,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         **identity,
-    )  # fmt: skip
+    )
 
     def end() -> None:
-        server.send_signal(signal.SIGINT)  # SIGTERM would wait for connections that a failed test left open
+        server.send_signal(
+            signal.SIGINT
+        )  # SIGTERM would wait for connections that a failed test left open
         server.wait()
         shutil.rmtree(home, ignore_errors=True)
 

@@ -12,7 +12,9 @@ from traceloom.agent.probes.calls import explain_unsupported
 
 WHY_NOT = "; ".join(filter(None, explain_unsupported()))
 needs_probes = pytest.mark.skipif(bool(WHY_NOT), reason=f"no probes of functions here: {WHY_NOT}")
-needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler (apt-get install gcc)")
+needs_compiler = pytest.mark.skipif(
+    shutil.which("cc") is None, reason="there is no C compiler (apt-get install gcc)"
+)
 
 
 def compiled(source: str, path: Path, *options: str) -> Path:

@@ -40,7 +40,9 @@ class Prometheus:
 
     def ask(self, query: str) -> list[dict[str, Any]]:
         """The series of an expression, each with `metric` and `value`."""
-        with urlopen(f"http://{self.address}/api/v1/query?{urlencode({'query': query})}", timeout=30) as answer:
+        with urlopen(
+            f"http://{self.address}/api/v1/query?{urlencode({'query': query})}", timeout=30
+        ) as answer:
             result = json.load(answer)["data"]["result"]
         assert isinstance(result, list)
         return result
@@ -58,10 +60,16 @@ def prometheus(directory: Path, configuration: str) -> Iterator[Prometheus]:
     (directory / "prometheus.yml").write_text(configuration, encoding="utf-8")
     address = f"127.0.0.1:{free_port()}"
     command = [
-        "prometheus", f"--config.file={directory / 'prometheus.yml'}", f"--storage.tsdb.path={directory / 'data'}",
-        f"--web.listen-address={address}", "--log.level=warn",
-    ]  # fmt: skip
-    with (directory / "log").open("w+b") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        "prometheus",
+        f"--config.file={directory / 'prometheus.yml'}",
+        f"--storage.tsdb.path={directory / 'data'}",
+        f"--web.listen-address={address}",
+        "--log.level=warn",
+    ]
+    with (
+        (directory / "log").open("w+b") as log,
+        subprocess.Popen(command, stdout=log, stderr=log) as process,
+    ):
 
         def ready() -> bool:
             assert process.poll() is None, (directory / "log").read_text(encoding="utf-8")

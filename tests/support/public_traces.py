@@ -31,16 +31,30 @@ CALLS = frozenset({"cuda_runtime", "cuda_driver", "Runtime"})
 OPERATORS = frozenset({"cpu_op", "Operator"})
 
 NAMES = (
-    "a100_cupti_counters", "a100_ddp_nccl", "cpu_only_gloo_rank34", "h100_bert_small", "h100_owlv2", "h100_qwen_0.5b",
-    "h800_deepseek_train", "mi210_gpu_only", "mi250_minitoy", "mi300_bert_small", "mi300_qwen_0.5b",
-    "mi300_sglang_decode_graphs", "mi300_vllm_piecewise_graphs", "mtia_inference", "triton_example",
+    "a100_cupti_counters",
+    "a100_ddp_nccl",
+    "cpu_only_gloo_rank34",
+    "h100_bert_small",
+    "h100_owlv2",
+    "h100_qwen_0.5b",
+    "h800_deepseek_train",
+    "mi210_gpu_only",
+    "mi250_minitoy",
+    "mi300_bert_small",
+    "mi300_qwen_0.5b",
+    "mi300_sglang_decode_graphs",
+    "mi300_vllm_piecewise_graphs",
+    "mtia_inference",
+    "triton_example",
     "v100_ns_resolution",
-)  # fmt: skip
+)
 """Files of `kineto/`, without their endings, that together hold all that traces can hold."""
 
 NEEDS_TRACES = [
     pytest.mark.data,
-    pytest.mark.skipif(not TRACES, reason="the public traces (../shared/data) are not on this machine"),
+    pytest.mark.skipif(
+        not TRACES, reason="the public traces (../shared/data) are not on this machine"
+    ),
 ]
 
 # Large ones, and those of which another is the like.
@@ -52,7 +66,10 @@ _SELDOM = re.compile(
 
 def swept(paths: Iterable[Any]) -> list[Any]:
     """Parameters of a test that holds for every trace: seldom ones are left to `--thorough`."""
-    return [pytest.param(path, marks=pytest.mark.thorough) if _SELDOM.search(str(path)) else path for path in paths]
+    return [
+        pytest.param(path, marks=pytest.mark.thorough) if _SELDOM.search(str(path)) else path
+        for path in paths
+    ]
 
 
 @lru_cache(maxsize=1)

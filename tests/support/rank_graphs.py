@@ -14,15 +14,30 @@ US = 1_000
 
 def filled(name: str, rows: list[dict[str, Any]]) -> pl.DataFrame:
     schema = GRAPH_SCHEMAS[name]
-    return pl.DataFrame([{column: row.get(column) for column in schema} for row in rows], schema=schema)
+    return pl.DataFrame(
+        [{column: row.get(column) for column in schema} for row in rows], schema=schema
+    )
 
 
 def part(
-    rank: int, operations: list[dict[str, Any]], *, epoch_us: int = 0, host: str | None = "a", world: int | None = None
+    rank: int,
+    operations: list[dict[str, Any]],
+    *,
+    epoch_us: int = 0,
+    host: str | None = "a",
+    world: int | None = None,
 ) -> Graph:
     """One rank: an origin, and one kernel per operation given by `start`, `end` (us) and what is known of it."""
     nodes = [
-        {"node": 0, "kind": "origin", "name": "origin", "rank": rank, "start_ns": 0, "duration_ns": 0, "work_ns": 0}
+        {
+            "node": 0,
+            "kind": "origin",
+            "name": "origin",
+            "rank": rank,
+            "start_ns": 0,
+            "duration_ns": 0,
+            "work_ns": 0,
+        }
     ]
     said = []
     for number, operation in enumerate(operations, 1):
@@ -65,10 +80,23 @@ def part(
         nodes=filled("nodes", [{**node, "residual_ns": 0} for node in nodes]),
         edges=filled("edges", edges),
         lanes=filled(
-            "lanes", [{"lane": 0, "rank": rank, "kind": "device", "device": 0, "stream": 7, "name": "stream 7"}]
+            "lanes",
+            [
+                {
+                    "lane": 0,
+                    "rank": rank,
+                    "kind": "device",
+                    "device": 0,
+                    "stream": 7,
+                    "name": "stream 7",
+                }
+            ],
         ),
         communication=filled("communication", said),
-        ranks=filled("ranks", [{"rank": rank, "host": host, "window_start_ns": 0, "window_end_ns": 10_000_000}]),
+        ranks=filled(
+            "ranks",
+            [{"rank": rank, "host": host, "window_start_ns": 0, "window_end_ns": 10_000_000}],
+        ),
         epoch_ns=epoch_us * US,
         world_size=world,
     )

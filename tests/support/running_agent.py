@@ -21,7 +21,12 @@ class Running:
     """An agent with 2 simulated devices; its files lie in a directory, history and audit log on `disk`."""
 
     def __init__(
-        self, directory: Path, more: str = "", *, disk: Path | None = None, environment: Mapping[str, str] | None = None
+        self,
+        directory: Path,
+        more: str = "",
+        *,
+        disk: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.directory = directory
         self.socket = directory / "agent.sock"
@@ -41,7 +46,15 @@ class Running:
 
     def start(self) -> None:
         """Run it, also once more after it was killed."""
-        command = [sys.executable, "-m", "traceloom", "agent", "run", "--config", str(self.directory / "agent.toml")]
+        command = [
+            sys.executable,
+            "-m",
+            "traceloom",
+            "agent",
+            "run",
+            "--config",
+            str(self.directory / "agent.toml"),
+        ]
         self.process = subprocess.Popen(
             [*command, "--simulate", "2"], stdout=self.log, stderr=self.log, env=self.environment
         )
@@ -57,7 +70,9 @@ class Running:
         except TraceloomError:
             assert self.process.poll() is None, (self.directory / "log").read_text(encoding="utf-8")
             return False
-        return any(state["history"].values()) and all(collector["runs"] for collector in state["collectors"])
+        return any(state["history"].values()) and all(
+            collector["runs"] for collector in state["collectors"]
+        )
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
@@ -74,10 +89,20 @@ def running_agent(directory: Path, settings: str = "", simulated: int = 0) -> It
     path, log = directory / "agent.sock", directory / "log"
     (directory / "agent.toml").write_text(
         f'[paths]\nsocket = "{path}"\nhistory = "{directory}/agent.db"\naudit = "{directory}/audit.jsonl"\n'
-        "[history]\ninterval = 0.5\n" + ("" if "[collect]" in settings else "[collect]\nperiod = 0.2\n") + settings,
+        "[history]\ninterval = 0.5\n"
+        + ("" if "[collect]" in settings else "[collect]\nperiod = 0.2\n")
+        + settings,
         encoding="utf-8",
     )
-    command = [sys.executable, "-m", "traceloom", "agent", "run", "--config", str(directory / "agent.toml")]
+    command = [
+        sys.executable,
+        "-m",
+        "traceloom",
+        "agent",
+        "run",
+        "--config",
+        str(directory / "agent.toml"),
+    ]
     command += ["--simulate", str(simulated)] if simulated else []
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)

@@ -51,7 +51,9 @@ class RunningService:
         """Start it, again; `command` instead of `traceloom serve`."""
         command = command or [sys.executable, "-m", "traceloom", "serve"]
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen([*command, *self.arguments], stdout=log, stderr=log, env=self.environment)
+            self.process = subprocess.Popen(
+                [*command, *self.arguments], stdout=log, stderr=log, env=self.environment
+            )
         until(lambda: b"answers at" in self.log.read_bytes() or self.process.poll() is not None)
         assert self.process.poll() is None, self.log.read_text()
 
@@ -81,28 +83,44 @@ class RunningService:
     def run(self, *words: str, code: int = 0) -> str:
         """A command of its own user; what it prints."""
         done = subprocess.run(
-            [sys.executable, "-m", "traceloom", *words, "--server", self.url], capture_output=True, text=True,
-            check=False, env=self.environment,
-        )  # fmt: skip
+            [sys.executable, "-m", "traceloom", *words, "--server", self.url],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=self.environment,
+        )
         assert done.returncode == code, done.stderr
         return done.stdout
 
-    def ask(self, method: str, path: str, token: str = "", body: Any = None, **headers: str) -> tuple[int, Any]:
+    def ask(
+        self, method: str, path: str, token: str = "", body: Any = None, **headers: str
+    ) -> tuple[int, Any]:
         """A bare request: the code and the answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         content = body if isinstance(body, (bytes, type(None))) else json.dumps(body)
-        connection.request(method, path, content, {"Authorization": f"Bearer {token or self.token}", **headers})
+        connection.request(
+            method, path, content, {"Authorization": f"Bearer {token or self.token}", **headers}
+        )
         response = connection.getresponse()
         text = response.read()
         connection.close()
-        return response.status, json.loads(text) if "json" in response.headers["content-type"] else text
+        return response.status, json.loads(text) if "json" in response.headers[
+            "content-type"
+        ] else text
 
-    def browse(self, path: str, cookie: str = "", form: Mapping[str, str] | None = None, **headers: str) -> Seen:
+    def browse(
+        self, path: str, cookie: str = "", form: Mapping[str, str] | None = None, **headers: str
+    ) -> Seen:
         """A request for a page as a browser sends it, with a form where there is one."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         sent = {"Cookie": cookie, **({} if form is None else {"Origin": self.url}), **headers}
         method, body = ("GET", None) if form is None else ("POST", urlencode(form))
-        connection.request(method, path, body, {name.replace("_", "-"): value for name, value in sent.items() if value})
+        connection.request(
+            method,
+            path,
+            body,
+            {name.replace("_", "-"): value for name, value in sent.items() if value},
+        )
         response = connection.getresponse()
         seen = Seen(response.status, response.headers, response.read().decode())
         connection.close()

@@ -9,7 +9,9 @@ from traceloom.analyze.gate_summary import OperatorCalls, RunSummary, StatedCond
 PROGRAM = OperatorCalls(["aten::mm"], ["[[4,4]]"], [3.0])
 
 
-def steps(chance: np.random.Generator, count: int, mean: float, noise: float, alike: float = 0.0) -> list[float]:
+def steps(
+    chance: np.random.Generator, count: int, mean: float, noise: float, alike: float = 0.0
+) -> list[float]:
     """Times of steps with relative noise, neighbours correlated by `alike`, and three in a hundred much longer."""
     drawn = chance.standard_normal(count)
     for at in range(1, count):
@@ -19,16 +21,25 @@ def steps(chance: np.random.Generator, count: int, mean: float, noise: float, al
     return times
 
 
-def summary(wall: list[float] | None, name: str = "run", device: str = "H100", **scalars: list[float]) -> RunSummary:
+def summary(
+    wall: list[float] | None, name: str = "run", device: str = "H100", **scalars: list[float]
+) -> RunSummary:
     """A run with these wall times and metrics of recorded steps."""
     recorded = scalars or {"step_time": (wall or [1.0])[:5]}
     count = len(next(iter(recorded.values())))
     stated = [StatedCondition("device", device, "decisive")]
-    return RunSummary(name, stated, PROGRAM, wall, list(range(count)), recorded, {"kernel": {}}, None)
+    return RunSummary(
+        name, stated, PROGRAM, wall, list(range(count)), recorded, {"kernel": {}}, None
+    )
 
 
 def run(  # what a run is made of
-    chance: np.random.Generator, mean: float, *, of_runs: float, of_steps: float = 0.05, count: int = 50
+    chance: np.random.Generator,
+    mean: float,
+    *,
+    of_runs: float,
+    of_steps: float = 0.05,
+    count: int = 50,
 ) -> RunSummary:
     """A run whose own mean scatters by `of_runs`."""
     own = mean * (1 + of_runs * chance.standard_normal())

@@ -56,7 +56,13 @@ JOBS_OF_64: dict[str, dict[str, Any]] = {
     "data 64, sharded": {"data": 64, "sharded": True},
     "data 16, tensor 4": {"data": 16, "tensor": 4},
     "data 64, experts 8": {"data": 64, "expert": 8},
-    "data 16, tensor 2, pipeline 2": {"data": 16, "tensor": 2, "pipeline": 2, "microbatches": 3, "layers": 1},
+    "data 16, tensor 2, pipeline 2": {
+        "data": 16,
+        "tensor": 2,
+        "pipeline": 2,
+        "microbatches": 3,
+        "layers": 1,
+    },
     "data 64, recorded with 8": {"data": 64, "spread": 0.1},
 }
 _SHOWN = {"data 16, tensor 2, pipeline 2": (0, 1, 2, 3, 32, 33, 34, 35)}
@@ -77,13 +83,19 @@ def shown(ranks: Iterable[int], recipe: ParallelRecipe) -> ShownJob:
 def compared(name: str, seed: int) -> Compared:
     """One of `JOBS_OF_64`: 64 ranks as 8 tell of them, and as they are."""
     options = JOBS_OF_64[name]
-    job = shown(_SHOWN.get(name, range(8)), scaled_recipe(seed=seed, **options)) if "recorded" not in name else None
+    job = (
+        shown(_SHOWN.get(name, range(8)), scaled_recipe(seed=seed, **options))
+        if "recorded" not in name
+        else None
+    )
     if job is not None:
         return Compared(scale(job.graph, ranks=64, roles=job.roles), true_step_ns(job.run))
     small = shown(range(8), scaled_recipe(seed=seed, **options | {"data": 8}))
     # A ring of 64 moves 63 / 64 of a buffer twice, one of 8 moves 7 / 8; another job, with another chance.
     whole = scaled_recipe(seed=1000 + seed, transfer_us=60 * (63 / 64) / (7 / 8), **options)
-    return Compared(scale(small.graph, ranks=64, roles=small.roles), true_step_ns(parallel_job(whole).run()))
+    return Compared(
+        scale(small.graph, ranks=64, roles=small.roles), true_step_ns(parallel_job(whole).run())
+    )
 
 
 def true_step_ns(run: Run) -> float:

@@ -57,8 +57,12 @@ class ScriptedService:
             def answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 question = Question(
-                    self.command, self.path, self.headers.get("Authorization", ""), body, self.number
-                )  # fmt: skip
+                    self.command,
+                    self.path,
+                    self.headers.get("Authorization", ""),
+                    body,
+                    self.number,
+                )
                 service.questions.append(question)
                 reply = service.answers(question)
                 self.send_response(reply.status)
@@ -78,7 +82,9 @@ class ScriptedService:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}
+        )
 
     def start(self) -> None:
         self._thread.start()

@@ -49,11 +49,15 @@ def served_demo(store: Path, folder: Path) -> Iterator[DemoService]:
     address, log = f"127.0.0.1:{free_port()}", folder / "log"
     arguments = ["--demo", "--store", str(folder / "store"), "--address", address, "--workers", "1"]
     environment = {
-        **os.environ, "HOME": str(folder), "XDG_CONFIG_HOME": str(folder),
+        **os.environ,
+        "HOME": str(folder),
+        "XDG_CONFIG_HOME": str(folder),
         "PYTHONPATH": ":".join(filter(None, sys.path)),
-    }  # fmt: skip
+    }
     with log.open("wb") as file:
-        process = subprocess.Popen([*patient(60), *arguments], stdout=file, stderr=file, env=environment)
+        process = subprocess.Popen(
+            [*patient(60), *arguments], stdout=file, stderr=file, env=environment
+        )
     try:
         until(lambda: b"Try:" in log.read_bytes() or process.poll() is not None)
         token = re.search(r"tl_[\w-]+", log.read_text())

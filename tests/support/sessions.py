@@ -23,7 +23,9 @@ def session_of(name: str, *builders: TraceBuilder) -> Session:
     return Session(tuple(builder.build() for builder in builders), name)
 
 
-def busy_step(made: TraceBuilder, number: int, at: float, *, name: str = "", device: int = 0) -> TraceBuilder:
+def busy_step(
+    made: TraceBuilder, number: int, at: float, *, name: str = "", device: int = 0
+) -> TraceBuilder:
     """A step of 1 ms: a frame, an operator with a launch, its kernel, a copy on another stream, a call that waits."""
     first = 10 * number + 1000 * device
     made.step(number, at, 1000).python(f"{name}train.py({number}): forward", at + 5, 900)
@@ -32,8 +34,15 @@ def busy_step(made: TraceBuilder, number: int, at: float, *, name: str = "", dev
     made.kernel(f"{name}gemm", at + 60, 200 + number, correlation=first + 1, device=device)
     made.op(f"{name}aten::copy_", at + 350, 50)
     made.launch("cudaMemcpyAsync", at + 360, 10, correlation=first + 2)
-    made.copy("Memcpy HtoD (Pageable -> Device)", at + 400, 40, bytes=4096, correlation=first + 2, stream=8,
-              device=device)  # fmt: skip
+    made.copy(
+        "Memcpy HtoD (Pageable -> Device)",
+        at + 400,
+        40,
+        bytes=4096,
+        correlation=first + 2,
+        stream=8,
+        device=device,
+    )
     made.op(f"{name}aten::item", at + 500, 300)
     return made.launch("cudaStreamSynchronize", at + 510, 280, correlation=first + 3)
 
@@ -47,14 +56,21 @@ def host_only() -> Session:
     """Steps of a run without a device."""
     made = TraceBuilder(device_name=None)
     for step in range(3):
-        made.step(step, 1000 * step, 1000).op("aten::mm", 1000 * step + 10, 400 + step, shapes=[[4, 4], [4, 4]])
+        made.step(step, 1000 * step, 1000).op(
+            "aten::mm", 1000 * step + 10, 400 + step, shapes=[[4, 4], [4, 4]]
+        )
         made.op("aten::add", 1000 * step + 500, 100, thread=2)
     return session_of("host only", made)
 
 
 def gpu_only() -> Session:
     """Kernels whose launches nobody recorded, on two streams."""
-    made = TraceBuilder().kernel("gemm", 0, 100).kernel("gemm", 150, 120).kernel("relu", 120, 60, stream=8)
+    made = (
+        TraceBuilder()
+        .kernel("gemm", 0, 100)
+        .kernel("gemm", 150, 120)
+        .kernel("relu", 120, 60, stream=8)
+    )
     return session_of("gpu only", made.fill(400, 5, bytes=1 << 20))
 
 
@@ -62,7 +78,9 @@ def no_steps() -> Session:
     """Work of one thread that nothing divides into steps."""
     made = TraceBuilder()
     for number in range(4):
-        made.op("aten::mm", 1000 * number, 60).launch("cudaLaunchKernel", 1000 * number + 20, 10, correlation=number)
+        made.op("aten::mm", 1000 * number, 60).launch(
+            "cudaLaunchKernel", 1000 * number + 20, 10, correlation=number
+        )
         made.kernel("gemm", 1000 * number + 45, 300, correlation=number)
     return session_of("no steps", made)
 
@@ -80,7 +98,10 @@ def several_devices() -> Session:
 
 def unknown_ranks() -> Session:
     """Two traces that do not say their rank beside one that does."""
-    traces = [busy_step(TraceBuilder(rank=rank, host=f"host{k}"), 0, 0) for k, rank in enumerate((None, 1, None))]
+    traces = [
+        busy_step(TraceBuilder(rank=rank, host=f"host{k}"), 0, 0)
+        for k, rank in enumerate((None, 1, None))
+    ]
     return session_of("unknown ranks", *traces)
 
 
@@ -119,7 +140,9 @@ def serving_ranks(count: int) -> list[TraceBuilder]:
         for number in range(3):
             at = 1000 * number
             made.annotation("execute_context_0(0)_generation_4(4)", at, 200)
-            made.op("aten::mm", at + 10, 50).launch("cudaLaunchKernel", at + 20, 5, correlation=number + 1)
+            made.op("aten::mm", at + 10, 50).launch(
+                "cudaLaunchKernel", at + 20, 5, correlation=number + 1
+            )
             made.kernel("gemm", at + 50, 100 + 10 * rank, correlation=number + 1)
         traces.append(made)
     return traces
@@ -132,14 +155,25 @@ def serving() -> Session:
 
 def training() -> Session:
     """Four ranks of data parallel training with a late loader on one of them."""
-    recipe = Recipe(ranks=4, steps=2, layers=1, item=True, sync="stream", pageable_input=True, autograd=True,
-                    delay_us={3: 700.0}, seed=4)  # fmt: skip
+    recipe = Recipe(
+        ranks=4,
+        steps=2,
+        layers=1,
+        item=True,
+        sync="stream",
+        pageable_input=True,
+        autograd=True,
+        delay_us={3: 700.0},
+        seed=4,
+    )
     return session_of("training", *training_job(recipe).run().traces())
 
 
 def stages() -> Session:
     """Two ranks that are the stages of a pipeline, with graphs."""
-    recipe = ParallelRecipe(data=1, pipeline=2, microbatches=2, steps=2, layers=1, graphs=True, seed=3)
+    recipe = ParallelRecipe(
+        data=1, pipeline=2, microbatches=2, steps=2, layers=1, graphs=True, seed=3
+    )
     return session_of("stages", *parallel_job(recipe).run().traces())
 
 
@@ -150,9 +184,16 @@ def hostile() -> Session:
         made = TraceBuilder(rank=rank, world_size=2, device_name=EVIL, host=EVIL)
         for step in range(3):
             busy_step(made, step, 1000 * step, name=EVIL)
-            made.kernel(f"ncclDevKernel_AllReduce{EVIL}", 1000 * step + 700, 50 + rank, stream=9,
-                        **TraceBuilder.collective_args("allreduce", EVIL, 2, 1024, "Float"))  # fmt: skip
-            made.annotation(EVIL, 1000 * step + 820, 30).counter(EVIL, 1000 * step + 30, 1.5, key=EVIL)
+            made.kernel(
+                f"ncclDevKernel_AllReduce{EVIL}",
+                1000 * step + 700,
+                50 + rank,
+                stream=9,
+                **TraceBuilder.collective_args("allreduce", EVIL, 2, 1024, "Float"),
+            )
+            made.annotation(EVIL, 1000 * step + 820, 30).counter(
+                EVIL, 1000 * step + 30, 1.5, key=EVIL
+            )
             made.python(f"nn.Module: {EVIL}_0", 1000 * step + 860, 30, module_id=1)
             made.allocation(1000 * step + 20, 1 << 20, address=step + 1)
         made.thread_name(1, EVIL).thread_name(2, EVIL).op(EVIL, 100, 20, thread=2)
@@ -170,15 +211,32 @@ def enormous() -> Session:
             "aten::mm", hour * step + 1, hour / 2, shapes=[[2**40, 2**20], [2**20, 2]]
         )
         made.launch("cudaMemcpyAsync", hour * step + 2, 10, correlation=step + 1)
-        made.copy("Memcpy DtoH (Device -> Pinned)", hour * step + 20, hour / 3, bytes=2**61, correlation=step + 1)
+        made.copy(
+            "Memcpy DtoH (Device -> Pinned)",
+            hour * step + 20,
+            hour / 3,
+            bytes=2**61,
+            correlation=step + 1,
+        )
         made.allocation(hour * step + 5, 2**60, address=step + 1, total_reserved=2**62)
     return session_of("enormous", made)
 
 
 SORTS: tuple[Callable[[], Session], ...] = (
-    empty, host_only, gpu_only, no_steps, several_devices, unknown_ranks, with_memory, compiled, serving, training,
-    stages, hostile, enormous,
-)  # fmt: skip
+    empty,
+    host_only,
+    gpu_only,
+    no_steps,
+    several_devices,
+    unknown_ranks,
+    with_memory,
+    compiled,
+    serving,
+    training,
+    stages,
+    hostile,
+    enormous,
+)
 
 
 @cache

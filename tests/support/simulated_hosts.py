@@ -41,8 +41,15 @@ _STEPS = 2
 def ranked_process(rank: int, job: str, user: str = "ada") -> HostProcess:
     """A process of a job of two ranks, which can be traced."""
     return HostProcess(
-        key=f"{rank}@1", pid=rank + 1, uid=0, job=job, rank=rank, world_size=2, user=user, polls=True
-    )  # fmt: skip
+        key=f"{rank}@1",
+        pid=rank + 1,
+        uid=0,
+        job=job,
+        rank=rank,
+        world_size=2,
+        user=user,
+        polls=True,
+    )
 
 
 def made_part(folder: Path, host: str, processes: Sequence[HostProcess]) -> list[HostFile]:
@@ -57,15 +64,29 @@ def made_part(folder: Path, host: str, processes: Sequence[HostProcess]) -> list
         trace = f"rank{rank}.kineto.json.gz"
         made.write(folder / trace)
         window = {
-            "file": trace, "kind": "steps", "start_ns": base_ns, "end_ns": base_ns + 10**6, "step_count": _STEPS,
-        }  # fmt: skip
+            "file": trace,
+            "kind": "steps",
+            "start_ns": base_ns,
+            "end_ns": base_ns + 10**6,
+            "step_count": _STEPS,
+        }
         ranks.append(
             {
-                "rank": rank, "world_size": world_size, "job": process.job, "name": f"rank{rank}", "host": host,
-                "process": process.pid, "window": window,
+                "rank": rank,
+                "world_size": world_size,
+                "job": process.job,
+                "name": f"rank{rank}",
+                "host": host,
+                "process": process.pid,
+                "window": window,
             }
-        )  # fmt: skip
-    document = {"format": "traceloom-capture", "version": 1, "ranks": ranks, "request": {"id": "r", "targets": []}}
+        )
+    document = {
+        "format": "traceloom-capture",
+        "version": 1,
+        "ranks": ranks,
+        "request": {"id": "r", "targets": []},
+    }
     (folder / "capture.json").write_text(json.dumps(document))
     contents = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
     return [
@@ -87,9 +108,14 @@ class SimulatedHost:
     """
 
     def __init__(
-        self, urls: Sequence[str], name: str, token: str, processes: Sequence[HostProcess], folder: Path,
+        self,
+        urls: Sequence[str],
+        name: str,
+        token: str,
+        processes: Sequence[HostProcess],
+        folder: Path,
         devices: Sequence[HostDevice] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.clients = [ServiceClient(url, timeout_s=5) for url in urls]
         self.name, self.processes, self.folder = name, list(processes), folder / name
         self.traced = [process for process in processes if process.job == processes[0].job]
@@ -97,7 +123,9 @@ class SimulatedHost:
         self.devices = usual if devices is None else list(devices)
         self.files = made_part(self.folder, name, self.traced)
         enrolment = Enrolment(token=token, host=name)
-        credential = self.ask(lambda client: client.post("agents/enrol", enrolment, HostCredentials)).credential
+        credential = self.ask(
+            lambda client: client.post("agents/enrol", enrolment, HostCredentials)
+        ).credential
         for client in self.clients:
             client.credential = credential
         self._ended = threading.Event()
@@ -132,10 +160,17 @@ class SimulatedHost:
     def beat(self, usage: Sequence[UsageRow] = (), sent_ns: int | None = None) -> HeartbeatAnswer:
         """Say how it is."""
         beat = Heartbeat(
-            sent_ns=time.time_ns() if sent_ns is None else sent_ns, boot_id="b", version="1",
-            processes=self.processes, usage=list(usage), clock=CLOCK, devices=self.devices,
-        )  # fmt: skip
-        return self.ask(lambda client: client.post(f"agents/{self.name}/heartbeat", beat, HeartbeatAnswer))
+            sent_ns=time.time_ns() if sent_ns is None else sent_ns,
+            boot_id="b",
+            version="1",
+            processes=self.processes,
+            usage=list(usage),
+            clock=CLOCK,
+            devices=self.devices,
+        )
+        return self.ask(
+            lambda client: client.post(f"agents/{self.name}/heartbeat", beat, HeartbeatAnswer)
+        )
 
     def work(self) -> WorkAnswer:
         """What it is to do now."""
@@ -144,28 +179,50 @@ class SimulatedHost:
     def report(self, request: str, state: HostState) -> ReportAnswer:
         """Say how far it is."""
         processes = [
-            ArmedProcess(key=of.key, pid=of.pid, job=of.job, rank=of.rank, steps_per_second=of.steps_per_second)
+            ArmedProcess(
+                key=of.key,
+                pid=of.pid,
+                job=of.job,
+                rank=of.rank,
+                steps_per_second=of.steps_per_second,
+            )
             for of in self.traced
         ]
         targets = [
             TraceTarget(
-                request="r", process=of.key, profiler="timeline", pid=of.pid, uid=of.uid, rank=of.rank,
-                stem=f"rank{of.rank}", state="accepted" if state == "running" else "kept",
+                request="r",
+                process=of.key,
+                profiler="timeline",
+                pid=of.pid,
+                uid=of.uid,
+                rank=of.rank,
+                stem=f"rank{of.rank}",
+                state="accepted" if state == "running" else "kept",
             )
             for of in self.traced
-        ]  # fmt: skip
+        ]
         report = HostReport(
-            state=state, processes=processes, targets=[] if state == "armed" else targets,
+            state=state,
+            processes=processes,
+            targets=[] if state == "armed" else targets,
             files=self.files if state in {"uploading", "uploaded"} else [],
             clock=CLOCK,
-        )  # fmt: skip
-        return self.ask(lambda client: client.post(f"agents/{self.name}/requests/{request}", report, ReportAnswer))
+        )
+        return self.ask(
+            lambda client: client.post(
+                f"agents/{self.name}/requests/{request}", report, ReportAnswer
+            )
+        )
 
     def send(self, request: str, names: Sequence[str]) -> None:
         """Send some of its files."""
         for file in self.files:
             if file.name in names:
-                self.ask(partial(self._put, f"agents/{self.name}/requests/{request}/files/{file.name}", file))
+                self.ask(
+                    partial(
+                        self._put, f"agents/{self.name}/requests/{request}/files/{file.name}", file
+                    )
+                )
 
     def _put(self, route: str, file: HostFile, client: ServiceClient) -> None:
         client.put_file(route, self.folder / file.name, file.bytes)

@@ -73,7 +73,9 @@ PartitionName=small Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubsc
         encoding="utf-8",
     )
     (directory / "cgroup.conf").write_text("CgroupAutomount=no\n", encoding="utf-8")
-    (directory / "gres.conf").write_text(f"Name=gpu File={directory}/nvidia[0-1]\n", encoding="utf-8")
+    (directory / "gres.conf").write_text(
+        f"Name=gpu File={directory}/nvidia[0-1]\n", encoding="utf-8"
+    )
     for number in range(2):
         _device_file(directory / f"nvidia{number}")
     environment = {**os.environ, "SLURM_CONF": str(directory / "slurm.conf")}
@@ -81,14 +83,22 @@ PartitionName=small Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubsc
     try:
         for name in ("slurmctld", "slurmd"):
             with (directory / f"{name}.log").open("wb") as log:
-                daemons.append(subprocess.Popen([name, "-D"], env=environment, stdout=log, stderr=log))
+                daemons.append(
+                    subprocess.Popen([name, "-D"], env=environment, stdout=log, stderr=log)
+                )
 
         def ready() -> bool:
             state = subprocess.run(
-                ["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True, check=False
+                ["sinfo", "-h", "-o", "%T"],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
             )
             for daemon, name in zip(daemons, ("slurmctld", "slurmd"), strict=True):
-                assert daemon.poll() is None, (directory / f"{name}.log").read_text(encoding="utf-8")
+                assert daemon.poll() is None, (directory / f"{name}.log").read_text(
+                    encoding="utf-8"
+                )
             return state.stdout.strip() == "idle"
 
         until(ready)

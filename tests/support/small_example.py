@@ -6,9 +6,23 @@ from pathlib import Path
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
 ENDLESS = [
-    "--layers", "1", "--width", "32", "--heads", "2", "--batch", "2", "--context", "32", "--workers", "0",
-    "--accumulate", "1", "--steps", "1000000",
-]  # fmt: skip
+    "--layers",
+    "1",
+    "--width",
+    "32",
+    "--heads",
+    "2",
+    "--batch",
+    "2",
+    "--context",
+    "32",
+    "--workers",
+    "0",
+    "--accumulate",
+    "1",
+    "--steps",
+    "1000000",
+]
 """Its arguments; it runs until it is ended."""
 PACED = f"""
 import runpy, time

@@ -39,20 +39,44 @@ class _GraphRows:
     def __init__(self) -> None:
         self.frames: dict[str, list[dict[str, Any]]] = {name: [] for name in GRAPH_SCHEMAS}
 
-    def node(self, kind: str, name: str, rank: int, lane: int | None, start: int, duration: int, **more: Any) -> int:
+    def node(
+        self,
+        kind: str,
+        name: str,
+        rank: int,
+        lane: int | None,
+        start: int,
+        duration: int,
+        **more: Any,
+    ) -> int:
         nodes = self.frames["nodes"]
-        row = {"kind": kind, "name": name, "rank": rank, "lane": lane, "start_ns": start, "duration_ns": duration}
+        row = {
+            "kind": kind,
+            "name": name,
+            "rank": rank,
+            "lane": lane,
+            "start_ns": start,
+            "duration_ns": duration,
+        }
         nodes.append({"node": len(nodes), "work_ns": duration, "residual_ns": 0} | row | more)
         return len(nodes) - 1
 
-    def edge(self, source: int, target: int, kind: str, evidence: str = "measured", **more: Any) -> None:
+    def edge(
+        self, source: int, target: int, kind: str, evidence: str = "measured", **more: Any
+    ) -> None:
         row = {"source": source, "target": target, "kind": kind, "evidence": evidence}
         ends = {"from_end": True, "to_end": False, "delay_ns": 0, "residual_ns": 0}
         self.frames["edges"].append(row | ends | more)
 
     def lanes(self, rank: int) -> tuple[int, int, int, int]:
         first = len(self.frames["lanes"])
-        host = {"rank": rank, "kind": "host", "process": f"{4000 + rank}", "device": None, "stream": None}
+        host = {
+            "rank": rank,
+            "kind": "host",
+            "process": f"{4000 + rank}",
+            "device": None,
+            "stream": None,
+        }
         device = {"rank": rank, "kind": "device", "process": "0", "thread": None, "device": rank}
         rows = [
             host | {"thread": "4001", "name": "thread 4001 (python)"},
@@ -70,31 +94,93 @@ class _GraphRows:
         op = {"category": "op", "event": 0, "op": 0, "host_op": 5, "step": 1}
         call = {"category": "runtime", "op": 0, "host_op": 5, "step": 1}
         a = self.node("host", "aten::mm", rank, main, late, 100, **op)
-        b = self.node("launch", "cudaLaunchKernel", rank, main, 100 + late, 20, event=1, correlation=11, **call)
+        b = self.node(
+            "launch",
+            "cudaLaunchKernel",
+            rank,
+            main,
+            100 + late,
+            20,
+            event=1,
+            correlation=11,
+            **call,
+        )
         c = self.node("think", "", rank, main, 120 + late, 13)
-        d = self.node("launch", "cudaMemcpyAsync", rank, main, 133 + late, 7, event=2, correlation=12, **call)
+        d = self.node(
+            "launch", "cudaMemcpyAsync", rank, main, 133 + late, 7, event=2, correlation=12, **call
+        )
         gpu = {"op": 0, "host_op": 5, "step": 1}
         k = self.node(
-            "kernel", _HARD_NAME, rank, compute, 125 + late, 500, event=3, correlation=11, category="kernel", **gpu
+            "kernel",
+            _HARD_NAME,
+            rank,
+            compute,
+            125 + late,
+            500,
+            event=3,
+            correlation=11,
+            category="kernel",
+            **gpu,
         )
         m = self.node(
-            "copy", "Memcpy HtoD", rank, compute, 625 + late, 50,
-            event=4, correlation=12, category="copy", bytes=4096, **gpu,
-        )  # fmt: skip
-        z = self.node("fill", "Memset", rank, compute, 675 + late, 1, event=5, category="fill", bytes=2**40 + rank)
+            "copy",
+            "Memcpy HtoD",
+            rank,
+            compute,
+            625 + late,
+            50,
+            event=4,
+            correlation=12,
+            category="copy",
+            bytes=4096,
+            **gpu,
+        )
+        z = self.node(
+            "fill",
+            "Memset",
+            rank,
+            compute,
+            675 + late,
+            1,
+            event=5,
+            category="fill",
+            bytes=2**40 + rank,
+        )
         r = self.node(
-            "collective", "ncclDevKernel_AllReduce", rank, network, 700 + late, 300 - late,
-            event=6, category="kernel", bytes=1 << 20,
-        )  # fmt: skip
+            "collective",
+            "ncclDevKernel_AllReduce",
+            rank,
+            network,
+            700 + late,
+            300 - late,
+            event=6,
+            category="kernel",
+            bytes=1 << 20,
+        )
         s = self.node(
-            "receive" if rank % 2 else "send", "ncclDevKernel_SendRecv", rank, network, 1000, 90,
-            event=7, category="kernel", bytes=77,
-        )  # fmt: skip
+            "receive" if rank % 2 else "send",
+            "ncclDevKernel_SendRecv",
+            rank,
+            network,
+            1000,
+            90,
+            event=7,
+            category="kernel",
+            bytes=77,
+        )
         w = self.node("wait", "wait", rank, autograd, late, 130)
         e = self.node(
-            "block", "cudaStreamSynchronize", rank, main, 140 + late, 970 - late,
-            event=8, category="runtime", work_ns=4, residual_ns=3,
-        )  # fmt: skip
+            "block",
+            "cudaStreamSynchronize",
+            rank,
+            main,
+            140 + late,
+            970 - late,
+            event=8,
+            category="runtime",
+            work_ns=4,
+            residual_ns=3,
+        )
         meetings["reduce"].append(r)
         meetings["pair"].append(s)
         self.edge(origin, a, "origin", "assumed")
@@ -107,7 +193,9 @@ class _GraphRows:
         self.edge(d, m, "launch", "correlated", from_end=False, delay_ns=-9)
         self.edge(k, m, "stream")
         self.edge(m, z, "stream")
-        self.edge(k, m, "stream", "inferred", from_end=False)  # a second edge between the same nodes
+        self.edge(
+            k, m, "stream", "inferred", from_end=False
+        )  # a second edge between the same nodes
         self.edge(z, r, "wait", "inferred", delay_ns=2)
         self.edge(r, s, "stream")
         self.edge(s, e, "synchronize", "inferred", to_end=True, delay_ns=-3, residual_ns=1)
@@ -115,7 +203,13 @@ class _GraphRows:
         self._sides(rank, r, s, m, z)
 
     def _sides(self, rank: int, reduce: int, pair: int, copy: int, fill: int) -> None:
-        group = {"group": "default_pg", "group_size": 2, "ranks": [0, 1], "sequence": 7, "element_type": "bfloat16"}
+        group = {
+            "group": "default_pg",
+            "group_size": 2,
+            "ranks": [0, 1],
+            "sequence": 7,
+            "element_type": "bfloat16",
+        }
         both: dict[str, Any] = {
             "in_bytes": 1 << 20,
             "out_bytes": 1 << 20,
@@ -133,7 +227,8 @@ class _GraphRows:
         }
         self.frames["communication"] += [
             {"node": reduce, "instance": 0, "kind": "all_reduce"} | group | both,
-            {"node": pair, "sequence": None, "ranks": None, "group": "a,b", "group_size": None} | peer,
+            {"node": pair, "sequence": None, "ranks": None, "group": "a,b", "group_size": None}
+            | peer,
         ]
         self.frames["transfers"] += [
             {"node": copy, "kind": "HtoD", "source_memory": "Pageable", "target_memory": "Device"},
@@ -149,7 +244,11 @@ class _GraphRows:
                 "thread": 1,
                 "schema": "aten::mm(Tensor self)",
             }
-            | {"inputs": '[[1,2,0,4,4,"cuda:0"],null]', "input_shapes": "[[2,2]]", "input_types": '["Tensor(float)"]'}
+            | {
+                "inputs": '[[1,2,0,4,4,"cuda:0"],null]',
+                "input_shapes": "[[2,2]]",
+                "input_types": '["Tensor(float)"]',
+            }
             | {
                 "outputs": "[]",
                 "output_shapes": "[]",
@@ -159,7 +258,13 @@ class _GraphRows:
             {"rank": rank, "id": 3, "name": "root"},
         ]
         self.frames["ranks"].append(
-            {"rank": rank, "host": "node0", "process": 4000 + rank, "device_trace": f"r{rank}.json", "host_trace": None}
+            {
+                "rank": rank,
+                "host": "node0",
+                "process": 4000 + rank,
+                "device_trace": f"r{rank}.json",
+                "host_trace": None,
+            }
             | {
                 "window_start_ns": 0,
                 "window_end_ns": 1110,
@@ -169,8 +274,20 @@ class _GraphRows:
             }
         )
         self.frames["coverage"] += [
-            {"rank": rank, "subject": "host-ops", "outcome": "matched", "count": 1, "time_ns": None},
-            {"rank": rank, "subject": "gpu-work", "outcome": "attached", "count": 2, "time_ns": 550},
+            {
+                "rank": rank,
+                "subject": "host-ops",
+                "outcome": "matched",
+                "count": 1,
+                "time_ns": None,
+            },
+            {
+                "rank": rank,
+                "subject": "gpu-work",
+                "outcome": "attached",
+                "count": 2,
+                "time_ns": 550,
+            },
         ]
 
     def meet(self, parts: list[int], name: str) -> None:
@@ -182,13 +299,28 @@ class _GraphRows:
 
     def graph(self, ranks: int) -> Graph:
         delays = [
-            {"kind": "launch", "place": "cuda:0 cudaLaunchKernel", "count": 2 * ranks, "median_ns": 20},
+            {
+                "kind": "launch",
+                "place": "cuda:0 cudaLaunchKernel",
+                "count": 2 * ranks,
+                "median_ns": 20,
+            },
             {"kind": "synchronize", "place": "", "count": ranks, "median_ns": -3},
         ]
         self.frames["delays"] += delays
-        frames = {name: pl.DataFrame(rows, schema=GRAPH_SCHEMAS[name]) for name, rows in self.frames.items()}
+        frames = {
+            name: pl.DataFrame(rows, schema=GRAPH_SCHEMAS[name])
+            for name, rows in self.frames.items()
+        }
         notices = (
             Notice("clocks-corrected", "info", "made up", 2, 1, "r1.json"),
             Notice("no-steps", "warning", "none"),
         )
-        return Graph(**frames, name="small", epoch_ns=_EPOCH, world_size=8, stage="post-transformed", notices=notices)
+        return Graph(
+            **frames,
+            name="small",
+            epoch_ns=_EPOCH,
+            world_size=8,
+            stage="post-transformed",
+            notices=notices,
+        )

@@ -17,25 +17,50 @@ Token = tuple[str, Any]
 
 # As the writers have them, of several vendors and years, and the category that stands for them.
 CATEGORIES = {
-    "cpu_op": "op", "Operator": "op", "hpu_op": "op", "user_annotation": "annotation", "kernel": "kernel",
-    "Kernel": "kernel", "gpu_memcpy": "copy", "Memcpy": "copy", "gpu_memset": "fill", "cuda_runtime": "runtime",
-    "Runtime": "runtime", "xpu_driver": "driver", "cuda_driver": "driver", "python_function": "python",
-    "gpu_user_annotation": "gpu_annotation", "cuda_sync": "sync", "cuda_event": "gpu_event", "overhead": "overhead",
-    "Trace": "profiler", "never heard of": "other", "": "other",
-}  # fmt: skip
+    "cpu_op": "op",
+    "Operator": "op",
+    "hpu_op": "op",
+    "user_annotation": "annotation",
+    "kernel": "kernel",
+    "Kernel": "kernel",
+    "gpu_memcpy": "copy",
+    "Memcpy": "copy",
+    "gpu_memset": "fill",
+    "cuda_runtime": "runtime",
+    "Runtime": "runtime",
+    "xpu_driver": "driver",
+    "cuda_driver": "driver",
+    "python_function": "python",
+    "gpu_user_annotation": "gpu_annotation",
+    "cuda_sync": "sync",
+    "cuda_event": "gpu_event",
+    "overhead": "overhead",
+    "Trace": "profiler",
+    "never heard of": "other",
+    "": "other",
+}
 ON_DEVICE = ("kernel", "copy", "fill", "gpu_annotation", "sync", "gpu_event")
 HAVE_CORRELATION = (*ON_DEVICE, "runtime", "driver")
 HAVE_EXTERNAL_ID = (*HAVE_CORRELATION, "op", "annotation", "other")
 LONGEST_START_US, LONGEST_DURATION_US = Decimal(2**62) / 1000, Decimal(2**60) / 1000
 
-NO_NUMBERS = st.sampled_from(["null", '"x"', '""', "[]", "[1]", "{}", '{"a": 1}', "1e400", str(10**30), '"1.5.2"'])
+NO_NUMBERS = st.sampled_from(
+    ["null", '"x"', '""', "[]", "[1]", "{}", '{"a": 1}', "1e400", str(10**30), '"1.5.2"']
+)
 
 
-def whole_numbers(low: int = -(2**63) + 1, high: int = 2**63 - 1, *, doubles: bool = True) -> SearchStrategy[Token]:
+def whole_numbers(
+    low: int = -(2**63) + 1, high: int = 2**63 - 1, *, doubles: bool = True
+) -> SearchStrategy[Token]:
     """Whole numbers of a range: plain, in quotes, as doubles that hold them; or nothing that is a number."""
     plain: SearchStrategy[Token] = st.integers(low, high).map(lambda n: (str(n), n))
     quoted: SearchStrategy[Token] = st.integers(low, high).map(lambda n: (f'"{n}"', n))
-    kinds: list[SearchStrategy[Token]] = [plain, plain, quoted, NO_NUMBERS.map(lambda text: (text, None))]
+    kinds: list[SearchStrategy[Token]] = [
+        plain,
+        plain,
+        quoted,
+        NO_NUMBERS.map(lambda text: (text, None)),
+    ]
     if doubles:
         kinds.append(st.integers(max(low, -(2**50)), min(high, 2**50)).map(lambda n: (f"{n}.0", n)))
     return st.one_of(kinds)
@@ -69,7 +94,9 @@ def names() -> SearchStrategy[Token]:
     texts = st.text(max_size=8) | st.sampled_from(
         ["aten::mm", 'say "hi"', "back\\slash", "a\x00b", "日本", "\u202ex", "<b>"]
     )
-    others = st.sampled_from([("5", "5"), ("null", ""), ("[1,2]", "[1,2]"), ("1.5", "1.5"), ("true", "true")])
+    others = st.sampled_from(
+        [("5", "5"), ("null", ""), ("[1,2]", "[1,2]"), ("1.5", "1.5"), ("true", "true")]
+    )
     return texts.map(lambda text: (json.dumps(text), text)) | others
 
 
@@ -164,7 +191,9 @@ def spelled_events(draw: DrawFn) -> SpelledEvent:
     if start is None:
         return SpelledEvent(text, None, duration is not None)
     row["start_ns"] = nanoseconds(start)
-    row["duration_ns"] = 0 if duration is None else nanoseconds(_cut(start) + _cut(duration)) - row["start_ns"]
+    row["duration_ns"] = (
+        0 if duration is None else nanoseconds(_cut(start) + _cut(duration)) - row["start_ns"]
+    )
     return SpelledEvent(text, row, duration is not None)
 
 

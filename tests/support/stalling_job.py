@@ -201,21 +201,39 @@ def _tell(directory: Path, text: str) -> None:
 
 @contextmanager
 def torchrun_job(
-    directory: Path, ranks: int, name: str, *, reports_to: Path | None = None, servers: Path | None = None
+    directory: Path,
+    ranks: int,
+    name: str,
+    *,
+    reports_to: Path | None = None,
+    servers: Path | None = None,
 ) -> Iterator[StallingJob]:
     """Stock torchrun over gloo; with `servers` its control servers listen in that directory, which has a short name."""
     (directory / "train.py").write_text(textwrap.dedent(TRAINING), encoding="utf-8")
     _tell(directory, "")
-    environment = {**os.environ, "CONTROL": str(directory / "control"), "TRACELOOM_JOB": name, "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "CONTROL": str(directory / "control"),
+        "TRACELOOM_JOB": name,
+        "OMP_NUM_THREADS": "1",
+    }
     environment |= {"REPORTS_TO": str(reports_to)} if reports_to else {}
     export = f"export TORCH_WORKER_SERVER_SOCKET={servers}/$RANK.sock; " if servers else ""
     job = subprocess.Popen(
         [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--no-python",
-            "sh", "-c", f"{export}exec {sys.executable} {directory}/train.py",
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+            "--no-python",
+            "sh",
+            "-c",
+            f"{export}exec {sys.executable} {directory}/train.py",
         ],
         env=environment,
-    )  # fmt: skip
+    )
     try:
         yield StallingJob(directory, [job])
     finally:
@@ -231,7 +249,11 @@ def reporting_job(
     """Processes that report their steps, as another user where one is named."""
     (directory / "train.py").write_text(textwrap.dedent(REPORTING), encoding="utf-8")
     _tell(directory, "step")
-    shared = {"CONTROL": str(directory / "control"), "TRACELOOM_JOB": name, "REPORTS_TO": str(reports_to)}
+    shared = {
+        "CONTROL": str(directory / "control"),
+        "TRACELOOM_JOB": name,
+        "REPORTS_TO": str(reports_to),
+    }
     shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     shared |= {} if user is None else {"USER_ID": str(user)}
     processes = [

@@ -66,7 +66,9 @@ def _inserted(text: bytes, at: int, chance: random.Random) -> bytes:
 
 
 def _flipped(text: bytes, at: int, chance: random.Random) -> bytes:
-    return text[:at] + bytes([text[at] ^ 1 << chance.randrange(8)]) + text[at + 1 :] if text else text
+    return (
+        text[:at] + bytes([text[at] ^ 1 << chance.randrange(8)]) + text[at + 1 :] if text else text
+    )
 
 
 def _stray(text: bytes, at: int, chance: random.Random) -> bytes:

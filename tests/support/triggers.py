@@ -33,60 +33,104 @@ _NO_SUCH_PID = 2**22 - 1  # the largest that the kernel ever gives
 
 def rule(text: str, name: str = "rule") -> AnyRule:
     """A rule, from what stands below `[[triggers]]`."""
-    return msgspec.toml.decode(f'[[triggers]]\nname = "{name}"\n{text}'.encode(), type=Config).triggers[0]
+    return msgspec.toml.decode(
+        f'[[triggers]]\nname = "{name}"\n{text}'.encode(), type=Config
+    ).triggers[0]
 
 
-def worker(number: int, job: str = "job", rank: int | None = None, devices: tuple[str, ...] = ()) -> Process:
+def worker(
+    number: int, job: str = "job", rank: int | None = None, devices: tuple[str, ...] = ()
+) -> Process:
     """A process of this user that exists in a /proc of the test's own."""
     pid = _NO_SUCH_PID - number
     return Process(
-        key=f"{pid}@1", pid=pid, start_ticks=1, started_ns=START_NS - 7 * 86_400 * 10**9, parent_pid=1,
-        uid=os.geteuid(), command="", owner=Owner(job=job, rank=rank), devices=devices, cgroup=f"/{job}",
-    )  # fmt: skip
+        key=f"{pid}@1",
+        pid=pid,
+        start_ticks=1,
+        started_ns=START_NS - 7 * 86_400 * 10**9,
+        parent_pid=1,
+        uid=os.geteuid(),
+        command="",
+        owner=Owner(job=job, rank=rank),
+        devices=devices,
+        cgroup=f"/{job}",
+    )
 
 
 class Rules:
     """An agent's triggers, with the desk that takes their requests."""
 
     def __init__(
-        self, *rules: AnyRule, folder: Path | None = None, budget: TriggerBudget | None = None,
-        steps: StepCounter | None = None, watches: Mapping[str, Callable[[AnyRule], Watch]] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        *rules: AnyRule,
+        folder: Path | None = None,
+        budget: TriggerBudget | None = None,
+        steps: StepCounter | None = None,
+        watches: Mapping[str, Callable[[AnyRule], Watch]] | None = None,
+    ) -> None:
         self._made = tempfile.mkdtemp(prefix="tl") if folder is None else ""
         self.folder = folder or Path(self._made)
         self.config = Config(
-            host="node1", triggers=rules, trigger_budget=budget or TriggerBudget(),
+            host="node1",
+            triggers=rules,
+            trigger_budget=budget or TriggerBudget(),
             traces=Traces(most_requests_per_user=100_000),
-        )  # fmt: skip
+        )
         self.proc = Path(tempfile.mkdtemp(prefix="tl"))
-        self.board, self.registry, self.steps = Snapshot(), ProfilerRegistry(str(self.proc)), steps or StepCounter()
+        self.board, self.registry, self.steps = (
+            Snapshot(),
+            ProfilerRegistry(str(self.proc)),
+            steps or StepCounter(),
+        )
         self.desk = TraceService(
-            self.config, self.registry, lambda: self.board.processes, self.steps,
-            RequestStore(self.folder / "requests.db"), TraceDirectories(self.folder / "traces"), "boot",
-        )  # fmt: skip
+            self.config,
+            self.registry,
+            lambda: self.board.processes,
+            self.steps,
+            RequestStore(self.folder / "requests.db"),
+            TraceDirectories(self.folder / "traces"),
+            "boot",
+        )
         self.audit = AuditLog(self.folder / "audit.jsonl")
         self.disk = ThreadPoolExecutor(1)
         self.store = TriggerStore(self.folder / "triggers.db")
         self.now_ns = START_NS
         self.triggers = TriggerEngine(
-            self.config, self.board, self.desk, self.store, self.disk, self.audit, self.now_ns, watches
-        )  # fmt: skip
+            self.config,
+            self.board,
+            self.desk,
+            self.store,
+            self.disk,
+            self.audit,
+            self.now_ns,
+            watches,
+        )
 
     def run(self, *processes: Process, polling: bool = True) -> None:
         """Processes that there are from now on."""
         self.board.processes = {process.key: process for process in processes}
         for process in processes:
             (self.proc / str(process.pid)).mkdir(exist_ok=True)
-            (self.proc / str(process.pid) / "stat").write_text(f"{process.pid} (python) S" + " 0" * 18 + " 1 0")
+            (self.proc / str(process.pid) / "stat").write_text(
+                f"{process.pid} (python) S" + " 0" * 18 + " 1 0"
+            )
         self.registry.clients = {
-            process.key: ProfilerClient(key=process.key, pid=process.pid, uid=process.uid, gid=0, start_ticks=1)
+            process.key: ProfilerClient(
+                key=process.key, pid=process.pid, uid=process.uid, gid=0, start_ticks=1
+            )
             for process in processes
             if polling
         }
 
-    def put(self, metric: str, values: Mapping[tuple[str, ...], float], collector: str = "some") -> None:
+    def put(
+        self, metric: str, values: Mapping[tuple[str, ...], float], collector: str = "some"
+    ) -> None:
         """What a collector delivers now."""
-        self.board.put(collector, [Reading(metric, labels, value) for labels, value in values.items()], self.now_ns)
+        self.board.put(
+            collector,
+            [Reading(metric, labels, value) for labels, value in values.items()],
+            self.now_ns,
+        )
 
     async def after(self, seconds: float) -> list[TraceRequest]:
         """A tick so much later; the requests that it made."""

@@ -22,8 +22,17 @@ def run_report(folder: Path) -> None:
 
     trace = TraceBuilder(device_name="NVIDIA H100 80GB HBM3").step(0, start_us=0, duration_us=100)
     trace.launch("cudaLaunchKernel", start_us=2, duration_us=3, correlation=7)
-    trace.kernel("gemm", start_us=20, duration_us=50, stream=7, correlation=7).write(folder / "trace.json")
-    words = ["report", str(folder / "trace.json"), "-o", str(folder / "page.html"), "--no-cache", "--quiet"]
+    trace.kernel("gemm", start_us=20, duration_us=50, stream=7, correlation=7).write(
+        folder / "trace.json"
+    )
+    words = [
+        "report",
+        str(folder / "trace.json"),
+        "-o",
+        str(folder / "page.html"),
+        "--no-cache",
+        "--quiet",
+    ]
     assert main(words) == 0
     assert "mean_ns" in (folder / "page.html").read_text(encoding="utf-8")
 
@@ -42,7 +51,9 @@ class LocalWorker:
 
         module, _, name = TASKS[self.job["task"]].partition(":")
         with mock.patch("resource.setrlimit"):  # a task limits the memory of its process
-            yield {"result": getattr(importlib.import_module(module), name)(**self.job["arguments"])}
+            yield {
+                "result": getattr(importlib.import_module(module), name)(**self.job["arguments"])
+            }
 
     def kill(self) -> None:
         pass
@@ -88,7 +99,16 @@ def run_request(folder: Path) -> None:
     threads[1].start()
     assert polled.wait(60), "the agent does not answer the profiler"
     try:
-        words = ["trace", "--config", str(folder / "agent.toml"), "--pid", str(os.getpid()), "--steps", "3", "--quiet"]
+        words = [
+            "trace",
+            "--config",
+            str(folder / "agent.toml"),
+            "--pid",
+            str(os.getpid()),
+            "--steps",
+            "3",
+            "--quiet",
+        ]
         with mock.patch("traceloom.agent.worker.WorkerProcess", LocalWorker):
             assert main([*words, "-o", str(folder / "run")]) == 0
     finally:
@@ -105,7 +125,7 @@ def run_question(folder: Path) -> None:
     from support.answering import fill
     from traceloom.fleet.portal.app import build_portal
     from traceloom.fleet.service.executors import create_engine
-    from traceloom.fleet.service.service import Service
+    from traceloom.fleet.service.service import FleetService
     from traceloom.fleet.store.captures import ServiceState
     from traceloom.fleet.store.objects import ObjectStore
     from traceloom.fleet.store.tables import Tables
@@ -118,13 +138,28 @@ def run_question(folder: Path) -> None:
     fill(tables, weeks)
     engine = create_engine("processes", 1)
     store = ObjectStore(str(folder / "store"))
-    service = Service(state, store, tables, engine, lease_s=3600, commit_s=5, incoming=folder / "incoming")
+    service = FleetService(
+        state,
+        store,
+        tables,
+        engine,
+        lease_s=3600,
+        commit_s=5,
+        incoming_directory=folder / "incoming",
+    )
     cookie = "traceloom=" + state.open_session(state.add_token("reader", "viewer"), 600)
     scope = {
-        "type": "http", "http_version": "1.1", "method": "GET", "scheme": "http", "path": "/kernels", "root_path": "",
-        "query_string": b"", "headers": [(b"host", b"fleet"), (b"cookie", cookie.encode())],
-        "client": ("127.0.0.1", 1), "server": ("fleet", 80),
-    }  # fmt: skip
+        "type": "http",
+        "http_version": "1.1",
+        "method": "GET",
+        "scheme": "http",
+        "path": "/kernels",
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"host", b"fleet"), (b"cookie", cookie.encode())],
+        "client": ("127.0.0.1", 1),
+        "server": ("fleet", 80),
+    }
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:

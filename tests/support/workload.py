@@ -41,8 +41,12 @@ def attribute(name: str, value: Any) -> AttributeProto:
     if isinstance(value, tuple):
         member, value = value
     else:
-        member = {bool: "bool_val", str: "string_val", list: "bool_list"}.get(type(value), "int64_val")
-        member = "int32_val" if name in _INT32 else "uint64_val" if name == "tensor_size" else member
+        member = {bool: "bool_val", str: "string_val", list: "bool_list"}.get(
+            type(value), "int64_val"
+        )
+        member = (
+            "int32_val" if name in _INT32 else "uint64_val" if name == "tensor_size" else member
+        )
     made = AttributeProto(name=name)
     if member == "bool_list":
         made.bool_list.values.extend(value)
@@ -51,7 +55,9 @@ def attribute(name: str, value: Any) -> AttributeProto:
     return made
 
 
-def collective(number: int, kind: str = "ALL_REDUCE", size: int = 1024, deps: Iterable[int] = (), **more: Any) -> Node:
+def collective(
+    number: int, kind: str = "ALL_REDUCE", size: int = 1024, deps: Iterable[int] = (), **more: Any
+) -> Node:
     """One rank's part of a collective of `size` bytes."""
     of_kind = CollectiveCommType.Value(kind)
     return node(number, "COMM_COLL_NODE", deps, comm_type=of_kind, comm_size=size, **more)
@@ -59,12 +65,19 @@ def collective(number: int, kind: str = "ALL_REDUCE", size: int = 1024, deps: It
 
 def send(number: int, to: int, deps: Iterable[int] = (), **more: Any) -> Node:
     """A message of 8 bytes to a rank; `comm_size` and `comm_tag` say otherwise."""
-    return node(number, "COMM_SEND_NODE", deps, **{"comm_size": 8, "comm_dst": to, "comm_tag": 0, **more})
+    return node(
+        number, "COMM_SEND_NODE", deps, **{"comm_size": 8, "comm_dst": to, "comm_tag": 0, **more}
+    )
 
 
 def receive(number: int, source: int, deps: Iterable[int] = (), **more: Any) -> Node:
     """A message of 8 bytes from a rank."""
-    return node(number, "COMM_RECV_NODE", deps, **{"comm_size": 8, "comm_src": source, "comm_tag": 0, **more})
+    return node(
+        number,
+        "COMM_RECV_NODE",
+        deps,
+        **{"comm_size": 8, "comm_src": source, "comm_tag": 0, **more},
+    )
 
 
 def write_set(home: Path, *ranks: Sequence[Node], groups: Any = None, ending: str = ".et") -> Path:

@@ -42,7 +42,9 @@ def patterns(kind: Any, seen: set[Any]) -> Iterator[str]:
 
 def every_pattern() -> list[str]:
     structures: list[Any] = [Config, FleetRules, *protocol.FleetMessage.__subclasses__()]
-    structures += [kind for route in ROUTES for kind in (route.body, route.parameters) if kind is not None]
+    structures += [
+        kind for route in ROUTES for kind in (route.body, route.parameters) if kind is not None
+    ]
     seen: set[Any] = set()
     return sorted({pattern for kind in structures for pattern in patterns(kind, seen)})
 
@@ -68,16 +70,24 @@ def test_there_are_patterns_to_be_said() -> None:
 @pytest.mark.parametrize(
     ("kind", "sent", "said"),
     [
-        (TokenBody, {"name": "a b", "role": "admin"},
-         "`name`: expected at most 80 letters, digits and `._@-`, beginning with a letter or digit, as `ci-bot`"),
+        (
+            TokenBody,
+            {"name": "a b", "role": "admin"},
+            "`name`: expected at most 80 letters, digits and `._@-`, beginning with a letter or digit, as `ci-bot`",
+        ),
         (TokenBody, {"name": "a", "role": "boss"}, "`role`: invalid enum value 'boss'"),
         (TokenBody, {"role": "admin"}, "object missing required field `name`"),
-        (GroupedQuery, {"by": "Kind"},
-         "`by`: expected one to six names in small letters with commas between them, as `division,user`"),
+        (
+            GroupedQuery,
+            {"by": "Kind"},
+            "`by`: expected one to six names in small letters with commas between them, as `division,user`",
+        ),
         (GroupedQuery, {"kernel": "x" * 501}, "`kernel`: expected a text of at most 500 signs"),
     ],
-)  # fmt: skip
-def test_where_it_is_about_comes_first(kind: type[msgspec.Struct], sent: dict[str, str], said: str) -> None:
+)
+def test_where_it_is_about_comes_first(
+    kind: type[msgspec.Struct], sent: dict[str, str], said: str
+) -> None:
     with pytest.raises(msgspec.ValidationError) as refused:
         msgspec.convert(sent, kind)
     assert str(make_bad_request(str(refused.value))) == f"the request is wrong: {said}"

@@ -9,7 +9,10 @@ from traceloom.errors import InputError, UsageError
 
 def test_an_error_reads_as_one_sentence_with_place_and_remedy() -> None:
     error = InputError(
-        "expected a number, got x", slug="bad-number", where="rank3.json.gz, byte 7", hint="record it again"
+        "expected a number, got x",
+        slug="bad-number",
+        where="rank3.json.gz, byte 7",
+        hint="record it again",
     )
     assert str(error) == "expected a number, got x (rank3.json.gz, byte 7); record it again"
 

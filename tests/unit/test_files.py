@@ -92,14 +92,19 @@ def test_a_file_that_is_replaced_hands_on_who_may_use_it(tmp_path: Path) -> None
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("other", ["notes.txt", "part-1/notes.txt", "part-1/deeper/a.et", "empty/", "link.et/"])
-def test_a_directory_is_replaced_only_where_all_that_it_holds_is_ours(other: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "other", ["notes.txt", "part-1/notes.txt", "part-1/deeper/a.et", "empty/", "link.et/"]
+)
+def test_a_directory_is_replaced_only_where_all_that_it_holds_is_ours(
+    other: str, tmp_path: Path
+) -> None:
     ours, folder = r"(part-\d+/)?[^/]*\.et", tmp_path / "out"
     (folder / "part-1").mkdir(parents=True)
     (folder / "part-1" / "a.et").touch()
-    assert [path.name for path in write_directory(folder, lambda made: (made / "b.et").touch(), ours, force=True)] == [
-        "b.et"
-    ]
+    assert [
+        path.name
+        for path in write_directory(folder, lambda made: (made / "b.et").touch(), ours, force=True)
+    ] == ["b.et"]
     path = folder / other
     if other == "link.et/":
         (tmp_path / "elsewhere").mkdir()
@@ -115,7 +120,9 @@ def test_a_directory_is_replaced_only_where_all_that_it_holds_is_ours(other: str
     assert path.exists()
 
 
-def test_a_new_file_is_as_the_system_makes_files_and_a_private_one_is_the_owners(tmp_path: Path) -> None:
+def test_a_new_file_is_as_the_system_makes_files_and_a_private_one_is_the_owners(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "made").touch()
     write(tmp_path / "new", _hello, force=False)
     assert (tmp_path / "new").stat().st_mode == (tmp_path / "made").stat().st_mode
@@ -140,7 +147,9 @@ def test_only_ordinary_files_are_replaced(kind: str, force: bool, tmp_path: Path
     else:
         path = Path(os.devnull)
     before = path.lstat()
-    with pytest.raises(OutputError, match="symbolic link" if "link" in kind else "device, pipe") as caught:
+    with pytest.raises(
+        OutputError, match="symbolic link" if "link" in kind else "device, pipe"
+    ) as caught:
         write(path, _hello, force=force)
     assert caught.value.slug == "cannot-write"
     with pytest.raises(OutputError) as caught:
@@ -172,7 +181,9 @@ def test_what_is_not_whole_yet_has_a_name_that_nobody_can_foresee_and_takes_no_o
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError, SystemExit])
-def test_whatever_ends_the_writing_of_a_directory_leaves_what_was_there(error: type, tmp_path: Path) -> None:
+def test_whatever_ends_the_writing_of_a_directory_leaves_what_was_there(
+    error: type, tmp_path: Path
+) -> None:
     path = tmp_path / "out"
     path.mkdir()
     (path / "a.et").write_text("old")
@@ -183,7 +194,9 @@ def test_whatever_ends_the_writing_of_a_directory_leaves_what_was_there(error: t
 
     with pytest.raises(error):
         write_directory(path, fails, r".*\.et", force=True)
-    assert [(file.name, file.read_text()) for file in tmp_path.rglob("*") if file.is_file()] == [("a.et", "old")]
+    assert [(file.name, file.read_text()) for file in tmp_path.rglob("*") if file.is_file()] == [
+        ("a.et", "old")
+    ]
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
@@ -195,7 +208,12 @@ def test_nothing_is_written_over_what_is_read_whatever_it_is_called(tmp_path: Pa
     (tmp_path / "link").symlink_to(folder)
     os.link(source, tmp_path / "same.json")
     with protect_inputs([source]):
-        for path in (source, folder / ".." / "in" / "a.json", tmp_path / "link" / "a.json", tmp_path / "same.json"):
+        for path in (
+            source,
+            folder / ".." / "in" / "a.json",
+            tmp_path / "link" / "a.json",
+            tmp_path / "same.json",
+        ):
             with pytest.raises(UsageError, match="is an input too"):
                 write(path, _hello, force=True)
         for path in (folder, tmp_path / "in" / "."):
@@ -214,5 +232,9 @@ def test_nothing_is_written_over_what_is_read_whatever_it_is_called(tmp_path: Pa
 def test_names_are_sorted_by_the_numbers_in_them_whatever_else_they_hold() -> None:
     names = ["rank10", "rank2", "rank²", "rank2²", "①", "rank٣", "", "rank02x", "日本1"]
     ordered = [path.name for path in sorted(map(Path, names), key=build_natural_key)]
-    assert [name for name in ordered if name in ("rank2", "rank٣", "rank10")] == ["rank2", "rank٣", "rank10"]
+    assert [name for name in ordered if name in ("rank2", "rank٣", "rank10")] == [
+        "rank2",
+        "rank٣",
+        "rank10",
+    ]
     assert sorted(ordered) == sorted(names)

@@ -23,15 +23,33 @@ def test_parts_with_sequence_numbers_are_joined_by_them_whatever_their_order() -
 
 def test_parts_without_numbers_are_joined_by_order_even_where_windows_begin_apart() -> None:
     kinds = ["all_reduce", "all_gather", "reduce_scatter", "all_reduce"]
-    a = part(0, [{"start": 10 * i, "end": 10 * i + 5, "kind": kind} for i, kind in enumerate(kinds)])
-    b = part(1, [{"start": 10 * i, "end": 10 * i + 5, "kind": kind} for i, kind in enumerate(kinds) if i >= 1])
-    c = part(2, [{"start": 10 * i, "end": 10 * i + 5, "kind": kind} for i, kind in enumerate(kinds) if i < 3])
+    a = part(
+        0, [{"start": 10 * i, "end": 10 * i + 5, "kind": kind} for i, kind in enumerate(kinds)]
+    )
+    b = part(
+        1,
+        [
+            {"start": 10 * i, "end": 10 * i + 5, "kind": kind}
+            for i, kind in enumerate(kinds)
+            if i >= 1
+        ],
+    )
+    c = part(
+        2,
+        [
+            {"start": 10 * i, "end": 10 * i + 5, "kind": kind}
+            for i, kind in enumerate(kinds)
+            if i < 3
+        ],
+    )
     graph = checked([a, b, c])
     assert instances(graph, 0)[1:] == instances(graph, 1)
     assert instances(graph, 0)[:3] == instances(graph, 2)
 
 
-def test_windows_of_equal_length_that_are_cut_one_operation_apart_are_joined_where_the_ends_meet() -> None:
+def test_windows_of_equal_length_that_are_cut_one_operation_apart_are_joined_where_the_ends_meet() -> (
+    None
+):
     ends = [100, 250, 330, 480, 700]
     a = part(0, [{"start": e - 20, "end": e} for e in ends[:4]])
     b = part(1, [{"start": e - 10, "end": e} for e in ends[1:]])
@@ -42,8 +60,20 @@ def test_windows_of_equal_length_that_are_cut_one_operation_apart_are_joined_whe
 
 
 def test_an_order_that_differs_is_said_and_not_joined_from_there() -> None:
-    a = part(0, [{"start": 0, "end": 5, "kind": "all_reduce"}, {"start": 10, "end": 15, "kind": "all_gather"}])
-    b = part(1, [{"start": 0, "end": 5, "kind": "all_reduce"}, {"start": 10, "end": 15, "kind": "broadcast"}])
+    a = part(
+        0,
+        [
+            {"start": 0, "end": 5, "kind": "all_reduce"},
+            {"start": 10, "end": 15, "kind": "all_gather"},
+        ],
+    )
+    b = part(
+        1,
+        [
+            {"start": 0, "end": 5, "kind": "all_reduce"},
+            {"start": 10, "end": 15, "kind": "broadcast"},
+        ],
+    )
     graph = checked([a, b])
     assert instances(graph, 0)[0] == instances(graph, 1)[0] is not None
     assert instances(graph, 0)[1] is None
@@ -52,7 +82,13 @@ def test_an_order_that_differs_is_said_and_not_joined_from_there() -> None:
 
 
 def test_kinds_and_sizes_that_disagree_under_one_number_are_said() -> None:
-    a = part(0, [{"start": 0, "end": 5, "sequence": 1}, {"start": 6, "end": 9, "sequence": 2, "in_bytes": 8}])
+    a = part(
+        0,
+        [
+            {"start": 0, "end": 5, "sequence": 1},
+            {"start": 6, "end": 9, "sequence": 2, "in_bytes": 8},
+        ],
+    )
     b = part(
         1,
         [
@@ -69,7 +105,9 @@ def test_kinds_and_sizes_that_disagree_under_one_number_are_said() -> None:
 @pytest.mark.parametrize("numbered", [True, False])
 def test_an_exchange_of_uneven_parts_is_joined_without_a_word(numbered: bool) -> None:
     def rank(number: int, splits: list[int]) -> Graph:
-        size = {"in_bytes": 4 * sum(splits), "in_splits": splits} | ({"sequence": 1} if numbered else {})
+        size = {"in_bytes": 4 * sum(splits), "in_splits": splits} | (
+            {"sequence": 1} if numbered else {}
+        )
         return part(number, [{"start": 0, "end": 5, "kind": "all_to_all", **size}])
 
     graph = checked([rank(0, [1, 2]), rank(1, [5, 7])])
@@ -196,8 +234,14 @@ def test_a_clock_that_is_wrong_is_corrected_and_ranks_of_one_host_move_together(
 
 def test_ranks_that_agree_within_the_noise_are_left_alone() -> None:
     late = [0, 3, 1, 2]
-    a = part(0, [{"start": 100 * i, "end": 100 * i + 50, "sequence": i} for i in range(4)], host=None)
-    b = part(1, [{"start": 100 * i, "end": 100 * i + 50 + late[i], "sequence": i} for i in range(4)], host=None)
+    a = part(
+        0, [{"start": 100 * i, "end": 100 * i + 50, "sequence": i} for i in range(4)], host=None
+    )
+    b = part(
+        1,
+        [{"start": 100 * i, "end": 100 * i + 50 + late[i], "sequence": i} for i in range(4)],
+        host=None,
+    )
     graph = checked([a, b])
     assert graph.ranks["clock_offset_ns"].to_list() == [0, 0]
 
@@ -221,7 +265,9 @@ def test_a_drift_is_found_and_one_late_end_does_not_move_it() -> None:
 
 def test_hosts_that_share_no_collective_with_the_first_are_reached_over_others() -> None:
     rows = [(0, "a", 100), (0, "b", 1100), (1, "b", 2000), (1, "c", 5000)]
-    frame = pl.DataFrame(rows, schema={"instance": pl.Int64, "host": pl.String, "end_ns": pl.Int64}, orient="row")
+    frame = pl.DataFrame(
+        rows, schema={"instance": pl.Int64, "host": pl.String, "end_ns": pl.Int64}, orient="row"
+    )
     clocks = fit_clocks(frame, ["a", "b", "c", "d"])
     assert clocks["b"].offset_ns == -1000
     assert clocks["c"].offset_ns == -4000

@@ -41,7 +41,12 @@ def test_a_synchronisation_that_is_left_out_does_not_wait():
 
 
 def test_an_event_holds_back_another_stream_and_a_thread():
-    program = [kernel("a", 100), do.Record("e", 7, 2), do.StreamWait("e", 9, 2, 4), kernel("b", 10, stream=9)]
+    program = [
+        kernel("a", 100),
+        do.Record("e", 7, 2),
+        do.StreamWait("e", 9, 2, 4),
+        kernel("b", 10, stream=9),
+    ]
     found = spans_of([*program, do.Synchronize(do.EVENT, 1, 6, event="e")])
     assert found["b"].start == 107 + 4
     assert found["cudaEventSynchronize"].end == 107 + 6
@@ -54,12 +59,21 @@ def test_a_launch_waits_for_room_in_its_queue():
 
 
 def test_a_copy_that_blocks_holds_its_call():
-    copy = do.Submit("Memcpy DtoH (Device -> Pageable)", "copy", 7, 30, **LAUNCH, blocking=True, size=4)
+    copy = do.Submit(
+        "Memcpy DtoH (Device -> Pageable)", "copy", 7, 30, **LAUNCH, blocking=True, size=4
+    )
     assert spans_of([copy])["cudaMemcpyAsync"].end == 7 + 30 + 3
 
 
 def test_threads_hand_over():
-    main = [do.Work(20), do.Post("go"), do.Await("done", 5), do.Begin("after"), do.Work(1), do.End()]
+    main = [
+        do.Work(20),
+        do.Post("go"),
+        do.Await("done", 5),
+        do.Begin("after"),
+        do.Work(1),
+        do.End(),
+    ]
     other = [do.Await("go", 3), do.Begin("work"), do.Work(40), do.End(), do.Post("done")]
     found = spans_of(main, other)
     assert (found["work"].start, found["work"].end) == (23, 63)
@@ -96,7 +110,9 @@ def test_the_same_recipe_makes_the_same_job_and_another_seed_another():
 
 
 def test_traces_show_the_spans_on_each_ranks_clock():
-    recipe = Recipe(steps=1, layers=2, ranks=2, item=True, clocks={1: Clock("host1", 5_000_000, 1e-5)})
+    recipe = Recipe(
+        steps=1, layers=2, ranks=2, item=True, clocks={1: Clock("host1", 5_000_000, 1e-5)}
+    )
     run = training_job(recipe).run()
     traces = [builder.build() for builder in run.traces(sync_records=True)]
     for rank, trace in enumerate(traces):
@@ -106,7 +122,10 @@ def test_traces_show_the_spans_on_each_ranks_clock():
         assert trace.gpu_work()["launch"].null_count() == 0
         assert trace.meta.rank == rank
         assert trace.meta.world_size == 2
-    first = [min(s.start for s in run.spans if s.rank == rank and s.stream is not None) for rank in (0, 1)]
+    first = [
+        min(s.start for s in run.spans if s.rank == rank and s.stream is not None)
+        for rank in (0, 1)
+    ]
     shown = [int(trace.gpu_work()["start_ns"].min()) for trace in traces]
     assert shown[1] - shown[0] == first[1] - first[0] + 5_000_000 + round(1e-5 * first[1])
     assert traces[0].steps.height == 1

@@ -26,7 +26,10 @@ def gauge() -> ModuleType:
 
 def counts_of(gauge: ModuleType, sources: dict[str, str]) -> dict[str, int]:
     """Count the room `room` of a package whose modules have these sources."""
-    files = {"traceloom/__init__.py": "", **{f"traceloom/{name}.py": text for name, text in sources.items()}}
+    files = {
+        "traceloom/__init__.py": "",
+        **{f"traceloom/{name}.py": text for name, text in sources.items()},
+    }
     return gauge.Tree([gauge.read_module(*item) for item in files.items()]).count()["room"]
 
 
@@ -51,7 +54,12 @@ def keep(x):
 def test_statements_do_not_depend_on_layout(gauge: ModuleType) -> None:
     dense, wide = (counts_of(gauge, {"room/one": source}) for source in (DENSE, WIDE))
     assert dense["statements"] == wide["statements"] == 4
-    assert (dense["docstrings"], dense["imports"], dense["functions"], dense["modules"]) == (1, 1, 1, 1)
+    assert (dense["docstrings"], dense["imports"], dense["functions"], dense["modules"]) == (
+        1,
+        1,
+        1,
+        1,
+    )
     assert (dense["fmt: skip"], wide["fmt: skip"]) == (1, 0)
 
 
@@ -88,19 +96,37 @@ def test_value_types_are_known_through_the_bases_of_the_project(gauge: ModuleTyp
             "base/heads": "import msgspec\nclass Head(msgspec.Struct, frozen=True): pass\n",
         },
     )
-    kinds = {name: counts[name] for name in ("Struct", "dataclass", "NamedTuple", "TypedDict", "Enum", "classes")}
-    assert kinds == {"Struct": 3, "dataclass": 2, "NamedTuple": 1, "TypedDict": 2, "Enum": 1, "classes": 11}
+    kinds = {
+        name: counts[name]
+        for name in ("Struct", "dataclass", "NamedTuple", "TypedDict", "Enum", "classes")
+    }
+    assert kinds == {
+        "Struct": 3,
+        "dataclass": 2,
+        "NamedTuple": 1,
+        "TypedDict": 2,
+        "Enum": 1,
+        "classes": 11,
+    }
 
 
-def test_an_importer_is_who_uses_a_module_and_not_the_package_that_exports_it(gauge: ModuleType) -> None:
+def test_an_importer_is_who_uses_a_module_and_not_the_package_that_exports_it(
+    gauge: ModuleType,
+) -> None:
     sources = {
         "room/__init__": "from traceloom.room.one import work\n",
         "room/one": "def work(): pass\n",
         "room/two": "def draw():\n    from traceloom.room import work\n",
     }
     assert counts_of(gauge, sources)["1 importer"] == 1
-    assert counts_of(gauge, {**sources, "other/three": "from ..room.one import work\n"})["1 importer"] == 0
-    assert counts_of(gauge, {**sources, "room/three": "import traceloom.room.two\n"})["1 importer"] == 2
+    assert (
+        counts_of(gauge, {**sources, "other/three": "from ..room.one import work\n"})["1 importer"]
+        == 0
+    )
+    assert (
+        counts_of(gauge, {**sources, "room/three": "import traceloom.room.two\n"})["1 importer"]
+        == 2
+    )
 
 
 def test_functions_begin_with_verbs_where_their_names_are_free(gauge: ModuleType) -> None:
@@ -136,8 +162,17 @@ def test_a_revision_is_read_without_a_checkout(gauge: ModuleType, tmp_path: Path
     module.parent.mkdir(parents=True)
 
     def git(*arguments: str) -> None:
-        identity = ["-c", "user.name=n", "-c", "user.email=n@example.org", "-c", "commit.gpgsign=false"]
-        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+        identity = [
+            "-c",
+            "user.name=n",
+            "-c",
+            "user.email=n@example.org",
+            "-c",
+            "commit.gpgsign=false",
+        ]
+        subprocess.run(
+            ["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True
+        )
 
     git("init")
     module.write_text("x = 1\ny = 2\n", encoding="utf-8")

@@ -12,7 +12,8 @@ import pytest
 from traceloom.system.process import MAX_PINNED_EVENTS, pin_to_one_core
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and two cores"
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2,
+    reason="needs Linux and two cores",
 )
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -14,112 +17,196 @@ import traceloom
 from traceloom import errors
 
 SOURCE = Path(traceloom.__file__).parent
-MODULES = sorted(SOURCE.rglob("*.py"))
+FILES = {
+    ".".join(("traceloom", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    ): path
+    for path in sorted(SOURCE.rglob("*.py"))
+}
 
-# Imports only point to the right (a package may import those after it).
-LAYERS = [
-    "cli", "demo", "portal", "collect", "fleet", "store", "agent", "report", "findings", "anonymize", "replay", "simulate", "analyze", "link", "retime", "read", "chakra", "schedules", "model", "storage",
-]  # fmt: skip
-STORES = {"read", "model"}  # the others see arrays and frames, wherever their data lie
-ALONE = {"capture"}  # runs in the user's process: the standard library and the user's torch
-TOP = {
-    "allowed_texts",
-    "array_types",
+# From below. A module imports from its own room and from those before it. `capture` stands beside `trace`: it runs in
+# the user's process, with the standard library and the user's torch.
+ROOMS = (
     "errors",
-    "files",
-    "garbage",
-    "harmless",
-    "lazy",
-    "leaving",
-    "one_core",
-    "packed",
-    "plain_text",
-    "service_address",
-    "workers",
-    "__version__",
-}  # anybody may import these
+    "system",
+    "trace",
+    "formats",
+    "testing",
+    "graph",
+    "analyze",
+    "changes",
+    "findings",
+    "workload",
+    "report",
+    "server",
+    "agent",
+    "fleet",
+    "cli",
+)
+FOR_CAPTURE = {
+    "traceloom.errors",
+    "traceloom.system.lazy_import",
+    "traceloom.system.process",
+    "traceloom.system.sanitize",
+    "traceloom.system.service_address",
+}  # imported into the user's process: the standard library alone
+LAZY_CYCLES = (
+    {"traceloom.cli", "traceloom.cli.outputs"},
+    {"traceloom.capture.kineto", "traceloom.capture.observer_safety"},
+    {
+        "traceloom.capture.attach",
+        "traceloom.capture.in_code",
+        "traceloom.capture.main_thread",
+        "traceloom.capture.output",
+        "traceloom.capture.recorder",
+    },
+)  # modules that need each other, where one imports inside a function
+
+
+class Import(NamedTuple):
+    """An import of a module of ours: where it stands, and whether it runs when the module is loaded."""
+
+    target: str
+    line: int
+    on_load: bool
+    typing: bool
+
+
+def _targets(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    names = [alias.name for alias in node.names]
+    if isinstance(node, ast.Import):
+        yield from (name for name in names if name.split(".")[0] == "traceloom")
+    elif node.module and node.module.split(".")[0] == "traceloom":
+        for name in names:
+            inner = f"{node.module}.{name}"
+            yield inner if inner in FILES else node.module
 
 
 @cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+def _imports(module: str) -> tuple[Import, ...]:
+    found = []
+
+    def visit(node: ast.AST, on_load: bool, typing: bool) -> None:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.extend(Import(target, node.lineno, on_load, typing) for target in _targets(node))
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for child in node.body:
+                visit(child, on_load, typing=True)
+            return
+        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            visit(child, on_load and not inside, typing)
+
+    visit(ast.parse(FILES[module].read_text(encoding="utf-8")), on_load=True, typing=False)
+    return tuple(found)
 
 
-def _imports(path: Path) -> set[str]:
-    """Second parts of `traceloom.X...` imports in a module."""
-    found: set[str] = set()
-    for node in ast.walk(_tree(path)):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "traceloom":
-            parts = node.module.split(".")
-            found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
-        elif isinstance(node, ast.Import):
-            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("traceloom.")}
-    return found
+def _room(module: str) -> str:
+    return module.split(".")[1] if module.count(".") else ""
 
 
-def _package(path: Path) -> str:
-    return path.relative_to(SOURCE).parts[0]
+def test_every_room_has_its_place() -> None:
+    rooms = {_room(module) for module in FILES} - {"", "__main__"}
+    assert rooms == {*ROOMS, "capture"}
 
 
 def test_imports_point_one_way() -> None:
-    for path in MODULES:
-        if path.parent == SOURCE:
-            continue
-        package, where = _package(path), path.relative_to(SOURCE)
-        used = _imports(path) - TOP - {package}
-        if package in ALONE:
-            assert used == set(), f"{where} stands alone, but imports {used}"
-        elif package == "testing":
-            tries_verbs = {"cli"} if "fuzzing" in path.parts else set()
-            assert used <= {"read", "chakra", "model"} | tries_verbs, f"{where} imports {used}"
-        else:
-            allowed = {*LAYERS[LAYERS.index(package) + 1 :], *(ALONE if package == "cli" else ())}
-            allowed |= {"testing"} if package == "demo" else set()  # what it shows is made
-            allowed -= set() if package in STORES else {"storage"}
-            assert used <= allowed, f"{where} may import {sorted(allowed)}, but imports {sorted(used - allowed)}"
+    level = {room: number for number, room in enumerate(ROOMS)}
+    level["capture"] = level["trace"]
+    up = [
+        f"{module}:{found.line} imports {found.target}"
+        for module in FILES
+        if _room(module) not in {"", "__main__"}
+        for found in _imports(module)
+        if level.get(_room(found.target), -1) > level[_room(module)]
+    ]
+    assert up == []
+
+
+def test_the_recorder_stands_alone() -> None:
+    for module in FILES:
+        if _room(module) == "capture":
+            for found in _imports(module):
+                alone = (
+                    found.target in FOR_CAPTURE
+                    or _room(found.target) in {"", "capture"}
+                    or found.typing
+                )
+                assert alone, f"{module}:{found.line} imports {found.target}"
+
+
+def _cycle(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other() -> None:
+    on_load = {
+        module: {i.target for i in _imports(module) if i.on_load and not i.typing}
+        for module in FILES
+    }
+    assert _cycle({module: targets - {module} for module, targets in on_load.items()}) == []
+    # A function that imports hides a cycle from Python, not from the reader.
+    used = {
+        module: {i.target for i in _imports(module) if not i.typing} - {module} for module in FILES
+    }
+    for group in LAZY_CYCLES:
+        assert _cycle({module: used[module] & group for module in group}), (
+            f"{group} import each other no more"
+        )
+        for module in group:
+            used[module] -= group - on_load[module]
+    assert _cycle(used) == []
 
 
 def test_a_view_draws_any_section_and_imports_none() -> None:
     contract = {"traceloom.report.sections", "traceloom.report.sections.section"}
-    for path in (SOURCE / "report" / "views").rglob("*.py"):
-        modules = {node.module or "" for node in ast.walk(_tree(path)) if isinstance(node, ast.ImportFrom)}
-        sections = {name for name in modules if name.startswith("traceloom.report.sections")}
-        assert sections <= contract, f"{path.relative_to(SOURCE)} imports {sections - contract}"
+    for module in FILES:
+        if module.startswith("traceloom.report.views"):
+            sections = {
+                i.target
+                for i in _imports(module)
+                if i.target.startswith("traceloom.report.sections")
+            }
+            assert sections <= contract, f"{module} imports {sections - contract}"
 
 
 def test_what_computes_does_not_read() -> None:
-    """Except `traceloom.formats.arguments`: arguments of few events that no column holds are read again from the file.
-
-    A simulation takes whatever holds a workload; the module that opens it computes nothing.
-    """
-    opens = {SOURCE / "simulate" / "native" / "inputs.py"}
-    for path in MODULES:
-        if _package(path) in {"analyze", "findings", "retime", "simulate"} and path not in opens:
-            froms = {node.module for node in ast.walk(_tree(path)) if isinstance(node, ast.ImportFrom) and node.module}
-            read = {module for module in froms if module.startswith("traceloom.read")}
-            assert read <= {"traceloom.formats.arguments"}, path
+    """Except for `formats.arguments`: arguments of few events that no column holds are read again from the file."""
+    for module in FILES:
+        if _room(module) in {"analyze", "changes", "findings"}:
+            read = {
+                i.target for i in _imports(module) if _room(i.target) == "formats" and not i.typing
+            }
+            assert read <= {"traceloom.formats.arguments"}, f"{module} imports {read}"
 
 
 def test_only_capture_and_replay_name_torch() -> None:
     """And replay does so only where it runs something: nothing of it that is imported imports torch."""
-    sent = SOURCE / "agent" / "attach" / "payload.py"  # its text runs in the program that is attached to
-    for path in MODULES:
-        tree = _tree(path)
+    for module, path in FILES.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert "traceloom.agent.attach.payload" not in {i.target for i in _imports(module)}, module
+        if module == "traceloom.agent.attach.payload" or _room(module) == "capture":
+            continue  # the text of the first runs in the program that is attached to
         nodes = list(ast.walk(tree))
-        imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-        assert "traceloom.agent.attach.payload" not in imported, path
-        if path == sent:
-            continue
-        if _package(path) == "replay":
-            guarded = [part for part in tree.body if isinstance(part, ast.If)]  # for the checker of types
+        if module.startswith("traceloom.workload.replay"):
+            guarded = [
+                part for part in tree.body if isinstance(part, ast.If)
+            ]  # for the type checker
             nodes = [node for node in tree.body if node not in guarded]
-        if _package(path) != "capture":
-            named = {a.name.split(".")[0] for n in nodes if isinstance(n, ast.Import) for a in n.names}
-            named |= {n.module.split(".")[0] for n in nodes if isinstance(n, ast.ImportFrom) and n.module}
-            assert "torch" not in named, path
+        named = {a.name.split(".")[0] for n in nodes if isinstance(n, ast.Import) for a in n.names}
+        named |= {
+            n.module.split(".")[0] for n in nodes if isinstance(n, ast.ImportFrom) and n.module
+        }
+        assert "torch" not in named, module
 
 
-@pytest.mark.parametrize("statement", ["import traceloom", "import traceloom.capture", "from traceloom import record"])
+@pytest.mark.parametrize(
+    "statement", ["import traceloom", "import traceloom.capture", "from traceloom import record"]
+)
 def test_importing_the_recording_half_brings_only_the_standard_library(statement: str) -> None:
     code = (
         f"import sys; before = set(sys.modules); {statement}\n"
@@ -149,7 +236,11 @@ def test_an_unknown_public_name_is_an_attribute_error() -> None:
 
 def test_the_drawn_error_tree_is_the_real_one() -> None:
     drawn = errors.__doc__ or ""
-    real = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.TraceloomError)]
+    real = [
+        c
+        for c in vars(errors).values()
+        if isinstance(c, type) and issubclass(c, errors.TraceloomError)
+    ]
     for kind in real:
         line = next((row for row in drawn.splitlines() if f" {kind.__name__} " in f"{row} "), None)
         assert line is not None, f"{kind.__name__} is not drawn"

@@ -27,12 +27,22 @@ from support.jobs import (
 )
 from traceloom.trace.vocabulary import GPU_WORK
 
-KINDS = {"allreduce": "all_reduce", "_allgather_base": "all_gather", "_reduce_scatter_base": "reduce_scatter",
-         "all_to_allv": "all_to_all", "send": "send", "recv": "recv"}  # fmt: skip
+KINDS = {
+    "allreduce": "all_reduce",
+    "_allgather_base": "all_gather",
+    "_reduce_scatter_base": "reduce_scatter",
+    "all_to_allv": "all_to_all",
+    "send": "send",
+    "recv": "recv",
+}
 
 RECIPES = {
-    "data x tensor x pipeline": ParallelRecipe(data=2, tensor=2, pipeline=2, microbatches=3, steps=2),
-    "all forward first": ParallelRecipe(pipeline=4, microbatches=4, schedule="gpipe", layers=1, steps=2),
+    "data x tensor x pipeline": ParallelRecipe(
+        data=2, tensor=2, pipeline=2, microbatches=3, steps=2
+    ),
+    "all forward first": ParallelRecipe(
+        pipeline=4, microbatches=4, schedule="gpipe", layers=1, steps=2
+    ),
     "experts": ParallelRecipe(data=4, expert=2, steps=2, faults=(TokenImbalance((3, 1)),)),
     "sharded": ParallelRecipe(data=3, sharded=True, layers=3, steps=2),
     "graphs": ParallelRecipe(data=2, tensor=2, graphs=True, steps=2),
@@ -57,9 +67,9 @@ def test_ranks_have_their_places_tensor_fastest() -> None:
     assert layout.members(13, "data") == (9, 11, 13, 15)
     assert layout.members(13, "pipeline") == (5, 13)
     assert layout.members(13, "expert") == (13, 15)
-    assert [group.role for group in layout.groups()] == [""] + ["tensor"] * 8 + ["data"] * 4 + ["pipeline"] * 8 + [
-        "expert"
-    ] * 8
+    assert [group.role for group in layout.groups()] == [""] + ["tensor"] * 8 + ["data"] * 4 + [
+        "pipeline"
+    ] * 8 + ["expert"] * 8
 
 
 @pytest.mark.parametrize("more", [{"data": 3, "expert": 2}, {"tensor": 0}, {"schedule": "zigzag"}])
@@ -100,21 +110,27 @@ def shown_work_is_true(run: Run, rank: int, trace: traceloom.Trace) -> None:
         if span.rank == rank and span.stream is not None
     )
     work = trace.events.filter(pl.col("category").is_in(GPU_WORK))
-    shown = work.select("start_ns", end_ns=pl.col("start_ns") + pl.col("duration_ns"), stream="stream").rows()
+    shown = work.select(
+        "start_ns", end_ns=pl.col("start_ns") + pl.col("duration_ns"), stream="stream"
+    ).rows()
     assert spans == sorted(shown)
     assert work["launch"].null_count() == 0
 
 
 def shown_collectives_are_true(run: Run, rank: int, trace: traceloom.Trace) -> None:
     true = run.truth.collectives.filter(rank=rank).sort("correlation")
-    kernels = trace.events.filter(category="kernel").select("event", "correlation", "start_ns", "duration_ns", "stream")
+    kernels = trace.events.filter(category="kernel").select(
+        "event", "correlation", "start_ns", "duration_ns", "stream"
+    )
     shown = trace.collectives.join(kernels, on="event").sort("correlation")
     assert shown["correlation"].to_list() == true["correlation"].to_list()
     assert shown["kind"].to_list() == [KINDS[kind] for kind in true["kind"]]
     for column in ("group", "stream", "in_bytes", "out_bytes"):
         assert shown[column].to_list() == true[column].to_list(), column
     together = pl.col("kind").is_in(["send", "recv"]).not_()
-    assert shown.filter(together)["sequence"].to_list() == true.filter(together)["sequence"].to_list()
+    assert (
+        shown.filter(together)["sequence"].to_list() == true.filter(together)["sequence"].to_list()
+    )
     assert shown["peer"].to_list() == true["peer"].to_list()
     assert shown["start_ns"].to_list() == [run.shown_ns(rank, at) for at in true["arrival_ns"]]
     ends = (shown["start_ns"] + shown["duration_ns"]).to_list()
@@ -194,7 +210,12 @@ def test_waiting_and_transfer_add_up_to_each_part() -> None:
 
 
 def test_every_message_has_two_sides() -> None:
-    sides = made("data x tensor x pipeline").truth.collectives.filter(role="pipeline").group_by("instance").agg("kind")
+    sides = (
+        made("data x tensor x pipeline")
+        .truth.collectives.filter(role="pipeline")
+        .group_by("instance")
+        .agg("kind")
+    )
     assert all(sorted(kinds) == ["recv", "send"] for kinds in sides["kind"])
     assert sides.height == 2 * 3 * 2 * 4  # steps, microbatches, directions, pipelines
 
@@ -247,7 +268,10 @@ def test_a_fault_is_what_communications_wait_for(fault: Fault, more: dict[str, A
     truth = run.truth
     label = fault.label
     assert truth.costs[label] > 0
-    assert truth.window_ns - truth.costs[label] == run.job.run(Change(without=frozenset({label}))).window_ns
+    assert (
+        truth.window_ns - truth.costs[label]
+        == run.job.run(Change(without=frozenset({label}))).window_ns
+    )
     assert label in set(truth.why["label"])
     blamed = truth.collectives.join(truth.why.filter(label=label), on="instance")
     longest = truth.collectives.filter(pl.col("wait_ns") == pl.col("wait_ns").max())["instance"][0]
@@ -257,7 +281,9 @@ def test_a_fault_is_what_communications_wait_for(fault: Fault, more: dict[str, A
 def test_a_late_host_makes_its_rank_the_last_in_that_step_alone() -> None:
     fault = LateHost(2, 6000, steps=(1,))
     truth = parallel_job(ParallelRecipe(data=4, steps=3, faults=(fault,))).run().truth
-    waits = truth.collectives.group_by("step", "instance").agg(pl.col("wait_ns").sum(), pl.col("last_rank").first())
+    waits = truth.collectives.group_by("step", "instance").agg(
+        pl.col("wait_ns").sum(), pl.col("last_rank").first()
+    )
     worst = waits.sort("wait_ns").tail(1).row(0, named=True)
     assert (worst["step"], worst["last_rank"]) == (1, 2)
     assert worst["wait_ns"] == pytest.approx(3 * 6_000_000, rel=0.05)
@@ -265,8 +291,17 @@ def test_a_late_host_makes_its_rank_the_last_in_that_step_alone() -> None:
 
 
 def test_tokens_go_where_they_are_declared_to_go() -> None:
-    recipe = ParallelRecipe(data=4, expert=4, steps=1, layers=1, tokens=1000, hidden=64, heads=1, top_experts=1,
-                            faults=(TokenImbalance((5, 2, 2, 1)),))  # fmt: skip
+    recipe = ParallelRecipe(
+        data=4,
+        expert=4,
+        steps=1,
+        layers=1,
+        tokens=1000,
+        hidden=64,
+        heads=1,
+        top_experts=1,
+        faults=(TokenImbalance((5, 2, 2, 1)),),
+    )
     parts = parallel_job(recipe).run().truth.collectives.filter(role="expert")
     dispatch = parts.filter(sequence=1).sort("rank")
     assert dispatch["in_bytes"].to_list() == [1000 * 64 * 2] * 4
@@ -274,7 +309,13 @@ def test_tokens_go_where_they_are_declared_to_go() -> None:
 
 
 def test_an_extra_synchronisation_is_there_and_can_be_left_out() -> None:
-    run = parallel_job(ParallelRecipe(microbatches=3, kernel_us=8, op_us=10, steps=2, faults=(ExtraSync(),))).run()
-    waits = [span for span in run.spans if span.name == "cudaStreamSynchronize" and span.args.get("awaited") == 7]
+    run = parallel_job(
+        ParallelRecipe(microbatches=3, kernel_us=8, op_us=10, steps=2, faults=(ExtraSync(),))
+    ).run()
+    waits = [
+        span
+        for span in run.spans
+        if span.name == "cudaStreamSynchronize" and span.args.get("awaited") == 7
+    ]
     assert len(waits) >= 2 * 6
     assert run.truth.costs["extra sync everywhere"] >= 0

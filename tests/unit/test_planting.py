@@ -26,26 +26,36 @@ def document(path: Path) -> Any:
 
 
 def summed(frame: pl.DataFrame, key: str) -> pl.DataFrame:
-    return frame.group_by(key, maintain_order=True).agg(pl.col("last_rank").first(), pl.col("wait_ns").sum()).sort(key)
+    return (
+        frame.group_by(key, maintain_order=True)
+        .agg(pl.col("last_rank").first(), pl.col("wait_ns").sum())
+        .sort(key)
+    )
 
 
 @pytest.mark.parametrize(
     ("fault", "planted", "more"),
     [
         (LateHost(2, 6000, steps=(1,), by="sleep"), LateOp(2, 6_000_000, LOADER, 1), {"data": 4}),
-        (LateHost(1, 9000, steps=(0,), by="sleep", before="optimizer"),
-         LateOp(1, 9_000_000, "Optimizer.step#AdamW.step"), {"data": 4}),
+        (
+            LateHost(1, 9000, steps=(0,), by="sleep", before="optimizer"),
+            LateOp(1, 9_000_000, "Optimizer.step#AdamW.step"),
+            {"data": 4},
+        ),
         (SlowRank(2, 1.5), SlowKernel(2, 1.5), {"data": 3}),
         (SlowRank(0, 1.3), SlowKernel(0, 1.3), {"tensor": 2}),
     ],
-)  # fmt: skip
+)
 def test_a_copy_shows_what_a_run_with_the_fault_shows(
     tmp_path: Path, fault: Fault, planted: Planted, more: dict[str, Any]
 ) -> None:
     job = parallel_job(ParallelRecipe(layers=3, steps=3, faults=(fault,), **more))
     faulty, plain = job.run(), job.run(Change(without=frozenset({fault.label})))
     copies = plant(files(plain, tmp_path / "plain"), [planted], tmp_path / "copies")
-    true, shown = summed(faulty.truth.collectives, "sequence"), summed(copies.collectives, "collective")
+    true, shown = (
+        summed(faulty.truth.collectives, "sequence"),
+        summed(copies.collectives, "collective"),
+    )
     assert shown["last_rank"].to_list() == true["last_rank"].to_list()
     assert shown["wait_ns"].sum() == pytest.approx(true["wait_ns"].sum(), rel=0.01)
     longest = int(true["wait_ns"].arg_max() or 0)
@@ -56,7 +66,11 @@ def test_a_copy_shows_what_a_run_with_the_fault_shows(
 
 def test_a_copy_shows_the_times_that_it_says(tmp_path: Path) -> None:
     run = parallel_job(ParallelRecipe(data=2, steps=2)).run()
-    copies = plant(files(run, tmp_path / "plain"), [LateOp(1, 3_000_000, "aten::linear", 4)], tmp_path / "copies")
+    copies = plant(
+        files(run, tmp_path / "plain"),
+        [LateOp(1, 3_000_000, "aten::linear", 4)],
+        tmp_path / "copies",
+    )
     assert_shown(copies)
 
 
@@ -66,19 +80,25 @@ def assert_shown(copies: Copies) -> None:
     for rank, path in copies.paths.items():
         trace = read_kineto(path)
         trace.check()
-        work = trace.events.filter(pl.col("name").str.to_lowercase().str.contains("nccl"), category="kernel")
+        work = trace.events.filter(
+            pl.col("name").str.to_lowercase().str.contains("nccl"), category="kernel"
+        )
         mine = copies.collectives.filter(rank=rank).sort("start_ns")
         base = trace.meta.base_ns
         assert work["start_ns"].to_list() == [base + at for at in mine["start_ns"]]
         ends = (work["start_ns"] + work["duration_ns"]).to_list()
         assert ends == [base + at for at in mine["end_ns"]]
         order = trace.gpu_work().sort("stream", "start_ns")
-        after = order.with_columns(end=(pl.col("start_ns") + pl.col("duration_ns")).shift(1).over("stream"))
+        after = order.with_columns(
+            end=(pl.col("start_ns") + pl.col("duration_ns")).shift(1).over("stream")
+        )
         assert after.filter(pl.col("end") > pl.col("start_ns")).height == 0
 
 
 def test_without_faults_the_copies_are_the_recording(tmp_path: Path) -> None:
-    recording = files(parallel_job(ParallelRecipe(data=3, steps=2, programmatic=True)).run(), tmp_path / "plain")
+    recording = files(
+        parallel_job(ParallelRecipe(data=3, steps=2, programmatic=True)).run(), tmp_path / "plain"
+    )
     copies = plant(recording, [], tmp_path / "copies")
     for rank, path in recording.items():
         assert document(copies.paths[rank]) == document(path)
@@ -88,7 +108,9 @@ def test_without_faults_the_copies_are_the_recording(tmp_path: Path) -> None:
 def test_a_delay_that_others_wait_for_longer_is_swallowed(tmp_path: Path) -> None:
     late = LateHost(1, 8000, by="sleep")
     run = parallel_job(ParallelRecipe(data=2, steps=1, faults=(late,))).run()
-    copies = plant(files(run, tmp_path / "plain"), [LateOp(0, 2_000_000, LOADER)], tmp_path / "copies")
+    copies = plant(
+        files(run, tmp_path / "plain"), [LateOp(0, 2_000_000, LOADER)], tmp_path / "copies"
+    )
     first = copies.collectives.filter(collective=0).sort("rank")
     assert first["moved_ns"].to_list()[0] > 1_500_000  # rank 0 comes later, and still waits
     assert first["last_rank"][0] == 1

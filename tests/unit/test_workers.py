@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 
 import traceloom
-from traceloom.system.processes import ProcessPool, WorkerProcess, count_cores, create_shared_directory, start_workers
+from traceloom.system.processes import (
+    ProcessPool,
+    WorkerProcess,
+    count_cores,
+    create_shared_directory,
+    start_workers,
+)
 
 ECHO = """
 import json, os, sys
@@ -38,7 +44,9 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may run a process as another user")
-@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs a Python that every user may run")
+@pytest.mark.skipif(
+    not Path("/usr/bin/python3").exists(), reason="needs a Python that every user may run"
+)
 def test_as_another_user_it_has_nothing_of_root(monkeypatch: pytest.MonkeyPatch) -> None:
     with create_shared_directory() as folder:
         folder.chmod(0o755)
@@ -47,7 +55,9 @@ def test_as_another_user_it_has_nothing_of_root(monkeypatch: pytest.MonkeyPatch)
             "    print(json.dumps([os.getuid(), os.getgid(), os.getgroups(), os.environ.get('TOKEN'), os.getcwd()]))\n",
             encoding="utf-8",
         )
-        libraries = map(str, Path("/usr/lib").glob("python3.*"))  # ours may lie where only root reads
+        libraries = map(
+            str, Path("/usr/lib").glob("python3.*")
+        )  # ours may lie where only root reads
         monkeypatch.setattr(sys, "path", [*sys.path, *libraries, str(folder)])
         monkeypatch.setenv("TOKEN", "secret")
         monkeypatch.setattr(sys, "executable", "/usr/bin/python3")
@@ -67,7 +77,12 @@ def is_gone(process: int) -> bool:
 def test_jobs_are_answered_in_their_order_whatever_they_hold(echo: str) -> None:
     worker = WorkerProcess(echo, threads=3)
     answers = worker.answers()
-    jobs: list[dict[str, object]] = [{}, {"text": "é\u2028\n\x00 \U0001f600"}, {"deep": [{"a": None}]}, {"n": 2**70}]
+    jobs: list[dict[str, object]] = [
+        {},
+        {"text": "é\u2028\n\x00 \U0001f600"},
+        {"deep": [{"a": None}]},
+        {"n": 2**70},
+    ]
     for job in jobs:
         worker.send(job)
         answer = next(answers)
@@ -94,7 +109,9 @@ def test_a_process_that_is_killed_says_by_which_signal(echo: str) -> None:
     assert worker.ended() == -signal.SIGKILL
 
 
-def test_the_number_of_threads_that_the_user_chose_stays(echo: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_threads_that_the_user_chose_stays(
+    echo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("POLARS_MAX_THREADS", "5")
     worker = WorkerProcess(echo, threads=2)
     worker.send({})
@@ -106,8 +123,12 @@ def test_the_number_of_threads_that_the_user_chose_stays(echo: str, monkeypatch:
 def test_nothing_is_imported_from_the_current_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "of_a_stranger.py").write_text("print('{}')\ndef main(): print('{}')\n", encoding="utf-8")
-    (tmp_path / "json.py").write_text("print('{}')\n", encoding="utf-8")  # in place of what Python has
+    (tmp_path / "of_a_stranger.py").write_text(
+        "print('{}')\ndef main(): print('{}')\n", encoding="utf-8"
+    )
+    (tmp_path / "json.py").write_text(
+        "print('{}')\n", encoding="utf-8"
+    )  # in place of what Python has
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -175,13 +196,17 @@ def test_a_shared_folder_is_for_its_user_alone_and_does_not_stay(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_room_for_the_folder_there_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_for_the_folder_there_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
     with pytest.raises(FileNotFoundError), create_shared_directory():
         pytest.fail("there is no folder")
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a system that binds processes to cores")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="needs a system that binds processes to cores"
+)
 def test_cores_are_those_that_this_process_may_use() -> None:
     may_use = os.sched_getaffinity(0)
     assert count_cores() == len(may_use)
@@ -197,8 +222,17 @@ def test_answers_are_utf_8_in_every_locale(tmp_path: Path) -> None:
     (tmp_path / "says_more_than_ascii.py").write_text(says, encoding="utf-8")
     code = "from traceloom.system.processes import WorkerProcess as Worker; print(ascii(next(Worker('says_more_than_ascii').answers())['text']))"
     paths = os.pathsep.join([str(tmp_path), str(Path(traceloom.__file__).parents[1])])
-    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": paths}
+    ascii_alone = {
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONPATH": paths,
+    }
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **ascii_alone}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        env={**os.environ, **ascii_alone},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.stdout, done.returncode) == (ascii("2 \u00d7 \u00e9") + "\n", 0), done.stderr

@@ -35,7 +35,10 @@ class Health(HttpResponseBody, frozen=True):
 
 
 class CollectorAnswer(HttpResponseBody, frozen=True):
-    """How a collector fares. `ran_ns`: when it last ran, null: never; `trouble`: why it gave nothing then."""
+    """How a collector fares.
+
+    `ran_ns`: when it last ran, null: never; `trouble`: why it gave nothing then.
+    """
 
     name: str
     period_seconds: float
@@ -68,7 +71,10 @@ class StatusAnswer(HttpResponseBody, frozen=True):
 
 
 class Check(HttpResponseBody, frozen=True):
-    """A thing that the doctor looked at. `works`: yes, no, or partly; `why` not, and what would `help`."""
+    """A thing that the doctor looked at.
+
+    `works`: yes, no, or partly; `why` not, and what would `help`.
+    """
 
     area: str
     name: str
@@ -93,7 +99,9 @@ class ValueAnswer(HttpResponseBody, frozen=True):
 
 
 class DeviceAnswer(HttpResponseBody, frozen=True):
-    """A device or a partition of one: what is measured of it now; of who is on it what the one who asks may see."""
+    """A device or a partition of one: what is measured of it now; of who is on it what the one who
+    asks may see.
+    """
 
     uuid: str
     index: str
@@ -143,7 +151,8 @@ class OwnerAnswer(HttpResponseBody, frozen=True):
 
 
 class ProcessAnswer(HttpResponseBody, frozen=True):
-    """A process that matters. `key` is `PID@START`; `command` has its secrets masked, "" where it is not shown.
+    """A process that matters. `key` is `PID@START`; `command` has its secrets masked, "" where it
+    is not shown.
 
     `hung_since_ns`: since when it makes no steps, where it is part of a hang.
     """
@@ -217,9 +226,11 @@ class QueryAnswer(HttpResponseBody, frozen=True):
 
 
 class EventAnswer(HttpResponseBody, frozen=True):
-    """What happened, some time in the period before `at_ns`: to a device (xid, ecc, throttle, lost, back), or oom-kill.
+    """What happened, some time in the period before `at_ns`: to a device (xid, ecc, throttle, lost,
+    back), or oom-kill.
 
-    `count`: how many processes were killed; `code` is that of an Xid error; "" or null: it has none.
+    `count`: how many processes were killed; `code` is that of an Xid error; "" or null: it has
+    none.
     """
 
     at_ns: int
@@ -239,7 +250,9 @@ class EventParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True)
 
 
 class EventsAnswer(HttpResponseBody, frozen=True):
-    """What happened on the host, as far as the one who asks may see it, oldest first; the agent keeps the last 1000."""
+    """What happened on the host, as far as the one who asks may see it, oldest first; the agent
+    keeps the last 1000.
+    """
 
     events: list[EventAnswer]
 
@@ -283,7 +296,10 @@ class TraceAnswer(HttpResponseBody, frozen=True):
 
 
 class StacksParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
-    """Of which processes: a job, or one pid. `native`: C and C++ too; a process stands still while it is looked at."""
+    """Of which processes: a job, or one pid.
+
+    `native`: C and C++ too; a process stands still while it is looked at.
+    """
 
     job: str = ""
     pid: Annotated[int, Meta(ge=0)] = 0
@@ -291,7 +307,9 @@ class StacksParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True
 
 
 class StacksAnswer(HttpResponseBody, frozen=True):
-    """What all threads did at one moment: equal stacks together, those of ranks that are elsewhere first."""
+    """What all threads did at one moment: equal stacks together, those of ranks that are elsewhere
+    first.
+    """
 
     at_ns: int
     sentence: str
@@ -306,11 +324,12 @@ class HangParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
 
 
 class HangAnswer(HttpResponseBody, frozen=True):
-    """A job whose processes make, or made, no steps: since when, of which processes (pids), and what became of it.
+    """A job whose processes make, or made, no steps: since when, of which processes (pids), and
+    what became of it.
 
-    `state`: hangs, recovered, ended, or unknown: the agent did not run when it ended. `ranks`: whom the others wait
-    for. `directory`: the bundle, "" where there is none, and `no_bundle` why; its `files`. Who may not see stacks of
-    the job sees no `sentence`, and no bundle.
+    `state`: hangs, recovered, ended, or unknown: the agent did not run when it ended. `ranks`: whom
+    the others wait for. `directory`: the bundle, "" where there is none, and `no_bundle` why; its
+    `files`. Who may not see stacks of the job sees no `sentence`, and no bundle.
     """
 
     id: str
@@ -330,17 +349,22 @@ class HangAnswer(HttpResponseBody, frozen=True):
 
 
 class HangsAnswer(HttpResponseBody, frozen=True):
-    """The last hangs of jobs of the one who asks, oldest first. `watched`: jobs now whose steps are known."""
+    """The last hangs of jobs of the one who asks, oldest first.
+
+    `watched`: jobs now whose steps are known.
+    """
 
     hangs: list[HangAnswer]
     watched: list[str]
 
 
 class StepsBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
-    """Steps that a job finished since it last told: durations in seconds, waits for data where it knows them.
+    """Steps that a job finished since it last told: durations in seconds, waits for data where it
+    knows them.
 
-    `rank` counts where nothing else tells it. `total`: all steps since the process began, these among them, as PyTorch
-    counts them (those of its optimizer): traces of several ranks can then begin with one step.
+    `rank` counts where nothing else tells it. `total`: all steps since the process began, these
+    among them, as PyTorch counts them (those of its optimizer): traces of several ranks can then
+    begin with one step.
     """
 
     steps: Annotated[list[Annotated[float, Meta(ge=0, le=1e6)]], Meta(max_length=100_000)] = []
@@ -356,17 +380,20 @@ class StepsAnswer(HttpResponseBody, frozen=True):
 
 
 class EnvironmentAnswer(HttpResponseBody, frozen=True):
-    """The variables that prepare a job of the one who asks: PyTorch's profiler then polls this agent."""
+    """The variables that prepare a job of the one who asks: PyTorch's profiler then polls this
+    agent.
+    """
 
     variables: dict[str, str]
 
 
 class RequestAnswer(HttpResponseBody, frozen=True):
-    """A request for traces: what was `wanted`, how far each target is, and the files that are there.
+    """A request for traces: what was `wanted`, how far each target is, and the files that are
+    there.
 
     States: queued, delivered, accepted, written, verified, kept; failed, cancelled. `done`: nothing changes any more.
-    `trigger`: the rule that asked, null where somebody did; `most_bytes`: of each file, null: as usual; `at_step`: with
-    which step of each process it begins, 0: as `wanted` says.
+    `trigger`: the rule that asked, null where somebody did; `most_bytes`: of each file, null: as
+    usual; `at_step`: with which step of each process it begins, 0: as `wanted` says.
     """
 
     id: str
@@ -409,9 +436,11 @@ class LastRefusalAnswer(HttpResponseBody, frozen=True):
 
 
 class TriggerAnswer(HttpResponseBody, frozen=True):
-    """A rule, and what it has done. `trouble`: why it cannot fire as things are; `rule`: as agent.toml has it.
+    """A rule, and what it has done. `trouble`: why it cannot fire as things are; `rule`: as
+    agent.toml has it.
 
-    `last`, `last_refusal`: null: never, or about another user's processes; `rule` is null for those who do not see all.
+    `last`, `last_refusal`: null: never, or about another user's processes; `rule` is null for those
+    who do not see all.
     """
 
     name: str
@@ -429,10 +458,11 @@ class TriggerAnswer(HttpResponseBody, frozen=True):
 
 
 class TriggersAnswer(HttpResponseBody, frozen=True):
-    """Rules of agent.toml by which traces are taken that nobody asked for, and what they may still cost.
+    """Rules of agent.toml by which traces are taken that nobody asked for, and what they may still
+    cost.
 
-    `share`: of the time of a process; `bytes_per_day`: of the host, of which `bytes_left` are left now, what runs
-    counted with what it may have at most. `trouble`: why it is not on disk.
+    `share`: of the time of a process; `bytes_per_day`: of the host, of which `bytes_left` are left
+    now, what runs counted with what it may have at most. `trouble`: why it is not on disk.
     """
 
     rules: list[TriggerAnswer]
@@ -445,7 +475,8 @@ class TriggersAnswer(HttpResponseBody, frozen=True):
 class QueryParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """Which history. `since`, `until`: `10m` (ago), seconds since the epoch, or ISO 8601.
 
-    `by`: labels, with commas between, to sum or average over all others; `where`: `label=value`, with commas between.
+    `by`: labels, with commas between, to sum or average over all others; `where`: `label=value`,
+    with commas between.
     """
 
     metric: str
@@ -457,7 +488,10 @@ class QueryParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True)
 
 
 class HistoryQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """A question for the history. `seen_as`: a series with the labels that the one who asks may see, None: nothing."""
+    """A question for the history.
+
+    `seen_as`: a series with the labels that the one who asks may see, None: nothing.
+    """
 
     metric: str
     since_ns: int
@@ -521,7 +555,9 @@ class AgentInterface(Protocol):
             RequestError: It cannot be made.
         """
 
-    def acts(self, actor: str, pid: int | None, route: str, *, allowed: bool, **details: object) -> None:
+    def acts(
+        self, actor: str, pid: int | None, route: str, *, allowed: bool, **details: object
+    ) -> None:
         """Somebody asks for something that changes something: for the audit log."""
 
     def asked(self, route: str, code: int) -> None:

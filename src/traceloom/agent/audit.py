@@ -1,6 +1,7 @@
 """Who changed something, or was refused: one line of JSON each, only ever appended.
 
-A full or read-only disk never stops the agent: what could not be written is counted, and said by the doctor.
+A full or read-only disk never stops the agent: what could not be written is counted, and said by
+the doctor.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class AuditLog:
             details: What else is worth knowing, as pid or target.
         """
         entry = {"at_ns": time.time_ns(), "who": actor, "what": action, "result": result, **details}
-        line = msgspec.json.encode(entry, enc_hook=str) + b"\n"  # JSON escapes what could end a line
+        line = (
+            msgspec.json.encode(entry, enc_hook=str) + b"\n"
+        )  # JSON escapes what could end a line
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # One write to a file opened for appending: lines of several threads never mix.

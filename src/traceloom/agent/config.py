@@ -29,7 +29,9 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Paths(ConfigTable, frozen=True):
-    """Where the agent keeps things; "" takes the usual one: of the system for root, else of the user (XDG)."""
+    """Where the agent keeps things; "" takes the usual one: of the system for root, else of the
+    user (XDG).
+    """
 
     socket: str = ""
     history: str = ""
@@ -41,7 +43,10 @@ class Paths(ConfigTable, frozen=True):
 
 
 class Collect(ConfigTable, frozen=True):
-    """What is looked at, how often, and when it is given up. `periods`, `timeouts`: collector -> seconds."""
+    """What is looked at, how often, and when it is given up.
+
+    `periods`, `timeouts`: collector -> seconds.
+    """
 
     period: Seconds = 10.0
     periods: dict[str, Seconds] = {}
@@ -66,8 +71,12 @@ class Owners(ConfigTable, frozen=True):
     """Where ownership is read, beside the environment of processes."""
 
     kubelet: str = "/var/lib/kubelet/pod-resources/kubelet.sock"
-    job_mapping: str = ""  # directory with one file per GPU, as dcgm-exporter's --hpc-job-mapping-dir
-    variables: dict[str, str] = {}  # variable of the environment -> field of Owner, or `labels.NAME`
+    job_mapping: str = (
+        ""  # directory with one file per GPU, as dcgm-exporter's --hpc-job-mapping-dir
+    )
+    variables: dict[
+        str, str
+    ] = {}  # variable of the environment -> field of Owner, or `labels.NAME`
 
 
 class HistorySettings(ConfigTable, frozen=True):
@@ -101,7 +110,10 @@ class Traces(ConfigTable, frozen=True):
 
 
 class FleetLink(ConfigTable, frozen=True):
-    """The fleet's service that this host belongs to: none without `server`. Beyond loopback it needs https."""
+    """The fleet's service that this host belongs to: none without `server`.
+
+    Beyond loopback it needs https.
+    """
 
     server: str = ""  # https://fleet.example:8443
     ca: str = ""  # certificates to trust instead of the system's
@@ -116,7 +128,9 @@ class Hangs(ConfigTable, frozen=True):
     bundles: bool = True  # keep stacks, collectives, devices and telemetry of a job that hangs
     steps: float = 10.0  # no step for so many of the process's median steps
     least: Seconds = 60.0  # and at least for so long
-    busy: Seconds = 1800.0  # for so long a job that works without steps (checkpoint, evaluation) does not hang
+    busy: Seconds = (
+        1800.0  # for so long a job that works without steps (checkpoint, evaluation) does not hang
+    )
     every: Seconds = 3600.0  # between two bundles of a job
     most_mb: float = 100.0  # of a bundle
     most_bundles_per_user: int = 16
@@ -131,27 +145,34 @@ class Otlp(ConfigTable, frozen=True):
     timeout: float = 10.0
 
 
-# Labels of the owner of a process, by which every rule can be narrowed beside the labels of its metric.
+# Labels of the owner of a process, by which every rule can be narrowed beside the labels of its
+# metric.
 OWNER_LABELS = ("job", "rank", "user", "account", "namespace", "pod", "framework")
 
 
 class TriggerRule(ConfigTable, frozen=True, kw_only=True, tag_field="on"):
-    """What every rule says: of whom (`where`), which processes are traced (`target`) and how, and how often at most.
+    """What every rule says: of whom (`where`), which processes are traced (`target`) and how, and
+    how often at most.
 
-    `slowest-and-median`: of the ranks of the job on this host the slowest and a median one, by `ranks_by`: the time of
-    their steps, or their waits for the data loader. Without `steps` and `duration` it is three steps.
+    `slowest-and-median`: of the ranks of the job on this host the slowest and a median one, by
+    `ranks_by`: the time of their steps, or their waits for the data loader. Without `steps` and
+    `duration` it is three steps.
     """
 
     name: Annotated[str, msgspec.Meta(pattern=NAME)]
     where: dict[str, str] = {}
     target: Literal["process", "job", "slowest-and-median"] = "job"
     ranks_by: Literal["steps", "waits"] = "steps"
-    profilers: Annotated[tuple[ProfilerName, ...], msgspec.Meta(min_length=1, max_length=7)] = ("timeline",)
+    profilers: Annotated[tuple[ProfilerName, ...], msgspec.Meta(min_length=1, max_length=7)] = (
+        "timeline",
+    )
     steps: Annotated[int, msgspec.Meta(ge=1)] | None = None
     duration: Seconds | None = None
     shapes: bool = False
     stacks: bool = False
-    cooldown: Annotated[float, msgspec.Meta(gt=0, le=7 * 86_400)] = 900.0  # of the rule and a target
+    cooldown: Annotated[float, msgspec.Meta(gt=0, le=7 * 86_400)] = (
+        900.0  # of the rule and a target
+    )
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.duration is not None:
@@ -169,8 +190,9 @@ class TriggerRule(ConfigTable, frozen=True, kw_only=True, tag_field="on"):
 
 
 class MetricRule(TriggerRule, frozen=True, kw_only=True, tag="metric"):
-    """A series is `above` or `below` a value `for` so long; has `changed` by so much `within` so long; or is `absent`
-    for so long while those whom it was of are still there. A counter counts as its rate per second.
+    """A series is `above` or `below` a value `for` so long; has `changed` by so much `within` so
+    long; or is `absent` for so long while those whom it was of are still there. A counter counts
+    as its rate per second.
     """
 
     metric: str
@@ -189,8 +211,14 @@ class MetricRule(TriggerRule, frozen=True, kw_only=True, tag="metric"):
                 f"{nearest(self.metric.removeprefix(PREFIX), METRICS)}`traceloom agent query` lists them"
             )
         if declared.kind in ("histogram", "info"):
-            instead = '; `on = "step-regression"` looks at steps' if declared.name == "step_seconds" else ""
-            raise ValueError(f"`{self.name}` is on `{self.metric}`, which has no single value{instead}")
+            instead = (
+                '; `on = "step-regression"` looks at steps'
+                if declared.name == "step_seconds"
+                else ""
+            )
+            raise ValueError(
+                f"`{self.name}` is on `{self.metric}`, which has no single value{instead}"
+            )
         conditions = [self.above, self.below, self.changed, self.absent]
         if sum(condition is not None for condition in conditions) != 1:
             raise ValueError(f"`{self.name}` needs one of `above`, `below`, `changed`, `absent`")
@@ -202,11 +230,15 @@ class MetricRule(TriggerRule, frozen=True, kw_only=True, tag="metric"):
 
     def labels(self) -> tuple[str, ...]:
         """Those of the metric, and of owners."""
-        return tuple(dict.fromkeys((*METRICS[self.metric.removeprefix(PREFIX)].labels, *OWNER_LABELS)))
+        return tuple(
+            dict.fromkeys((*METRICS[self.metric.removeprefix(PREFIX)].labels, *OWNER_LABELS))
+        )
 
 
 class OomKillRule(TriggerRule, frozen=True, kw_only=True, tag="oom-kill"):
-    """A process of a control group was killed for want of memory; what is left of its job is traced."""
+    """A process of a control group was killed for want of memory; what is left of its job is
+    traced.
+    """
 
 
 class XidRule(TriggerRule, frozen=True, kw_only=True, tag="xid"):
@@ -241,7 +273,9 @@ class TriggerBudget(ConfigTable, frozen=True):
 
     share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.01  # of the time of a process
     mb_per_day: Annotated[float, msgspec.Meta(gt=0)] = 5000.0  # of the host
-    mb_per_trace: Annotated[float, msgspec.Meta(gt=0)] = 200.0  # of each file; set aside until it is measured
+    mb_per_trace: Annotated[float, msgspec.Meta(gt=0)] = (
+        200.0  # of each file; set aside until it is measured
+    )
 
 
 class Config(ConfigTable, frozen=True):
@@ -300,7 +334,9 @@ def parse_document(text: str, kind: type[Document], path: str) -> Document:
     try:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise InputError(f"the configuration is not TOML: {error}", slug="wrong-config", where=path) from error
+        raise InputError(
+            f"the configuration is not TOML: {error}", slug="wrong-config", where=path
+        ) from error
     _refuse_unknown(document, kind, "", path)
     try:
         return msgspec.convert(document, kind)
@@ -308,43 +344,56 @@ def parse_document(text: str, kind: type[Document], path: str) -> Document:
         message, _, location = str(error).partition(" - at `$.")
         raise InputError(
             f"the configuration is wrong: {describe_refusal(message)}",
-            slug="wrong-config", where=f"{path}: {location.rstrip('`')}" if location else path,
-        ) from error  # fmt: skip
+            slug="wrong-config",
+            where=f"{path}: {location.rstrip('`')}" if location else path,
+        ) from error
 
 
-def _refuse_unknown(table: dict[str, Any], kind: type[msgspec.Struct], prefix: str, path: str) -> None:
+def _refuse_unknown(
+    table: dict[str, Any], kind: type[msgspec.Struct], prefix: str, path: str
+) -> None:
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
     tag = kind.__struct_config__.tag_field
     for key, value in table.items():
         if key not in fields and key != tag:
             raise InputError(
-                f"the configuration has no key `{prefix}{key}`", slug="wrong-config", where=path,
-                hint=nearest(key, fields) + f"{f'`{prefix[:-1]}`' if prefix else 'it'} has {', '.join(fields)}",
-            )  # fmt: skip
+                f"the configuration has no key `{prefix}{key}`",
+                slug="wrong-config",
+                where=path,
+                hint=nearest(key, fields)
+                + f"{f'`{prefix[:-1]}`' if prefix else 'it'} has {', '.join(fields)}",
+            )
         for inner, kinds in _iterate_tables(value, fields[key].type) if key in fields else ():
             inner_kind = kinds.get(inner.get("on", "")) or kinds.get("")
             if inner_kind is None:
                 raise InputError(
-                    f"`{prefix}{key}` has no `on = \"{inner.get('on', '')}\"`", slug="wrong-config", where=path,
+                    f'`{prefix}{key}` has no `on = "{inner.get("on", "")}"`',
+                    slug="wrong-config",
+                    where=path,
                     hint=nearest(str(inner.get("on", "")), kinds) + f"there are {', '.join(kinds)}",
-                )  # fmt: skip
+                )
             _refuse_unknown(inner, inner_kind, f"{prefix}{key}.", path)
 
 
-def _iterate_tables(value: Any, kind: Any) -> Iterator[tuple[dict[str, Any], dict[str, type[msgspec.Struct]]]]:
+def _iterate_tables(
+    value: Any, kind: Any
+) -> Iterator[tuple[dict[str, Any], dict[str, type[msgspec.Struct]]]]:
     """The tables in a value of a key, each with what it may be, by its tag; "" where it has none."""
     inner = value if isinstance(value, list) else [value]
     members = get_args(kind)[0] if isinstance(value, list) and get_args(kind) else kind
     structs = [
-        member for member in get_args(members) or (members,)
+        member
+        for member in get_args(members) or (members,)
         if isinstance(member, type) and issubclass(member, msgspec.Struct)
-    ]  # fmt: skip
+    ]
     kinds = {str(member.__struct_config__.tag or ""): member for member in structs}
     yield from ((table, kinds) for table in inner if isinstance(table, dict) and kinds)
 
 
 class AgentPaths(msgspec.Struct, frozen=True):
-    """Where the agent of this user keeps its files, and the directories of libkineto's sockets and of traces."""
+    """Where the agent of this user keeps its files, and the directories of libkineto's sockets and
+    of traces.
+    """
 
     socket: Path
     history: Path
@@ -363,13 +412,22 @@ class AgentPaths(msgspec.Struct, frozen=True):
 def resolve_paths(config: Config) -> AgentPaths:
     """The locations of an agent of this user: the system's for root, else XDG's.
 
-    What is not named lies beside the socket or the history that is, so that two agents do not share it.
+    What is not named lies beside the socket or the history that is, so that two agents do not share
+    it.
     """
     if os.geteuid() == 0:
-        run, state, log = Path("/run/traceloom"), Path("/var/lib/traceloom"), Path("/var/log/traceloom")
+        run, state, log = (
+            Path("/run/traceloom"),
+            Path("/var/lib/traceloom"),
+            Path("/var/log/traceloom"),
+        )
     else:
         runtime = os.environ.get("XDG_RUNTIME_DIR")
-        run = Path(runtime, "traceloom") if runtime else Path(tempfile.gettempdir(), f"traceloom-{os.geteuid()}")
+        run = (
+            Path(runtime, "traceloom")
+            if runtime
+            else Path(tempfile.gettempdir(), f"traceloom-{os.geteuid()}")
+        )
         state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state", "traceloom")
         log = state
     run = Path(config.paths.socket).parent if config.paths.socket else run
@@ -389,4 +447,6 @@ def get_default_path() -> Path:
     """Where `agent.toml` is looked for when none is named."""
     if os.geteuid() == 0:
         return Path("/etc/traceloom/agent.toml")
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config", "traceloom", "agent.toml")
+    return Path(
+        os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config", "traceloom", "agent.toml"
+    )

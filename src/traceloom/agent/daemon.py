@@ -4,8 +4,9 @@ collect/ ─┐
     accelerators/ ─┼─► board.py (the latest of everything) ─► publish/ · http/
     owners/ ─┘              └─► history.py (what was)
 
-One asyncio loop answers from memory. What waits for a device or a disk runs in a thread of its own; what computes long
-runs in a process (`worker.py`). Nothing in the loop imports NumPy, Polars or torch.
+One asyncio loop answers from memory. What waits for a device or a disk runs in a thread of its own;
+what computes long runs in a process (`worker.py`). Nothing in the loop imports NumPy, Polars or
+torch.
 """
 
 from __future__ import annotations
@@ -31,10 +32,18 @@ from traceloom import __version__
 from traceloom.agent import doctor as checks
 from traceloom.agent import history, worker
 from traceloom.agent.accelerators.collector import AcceleratorCollector
-from traceloom.agent.api import Check, CollectorAnswer, HistoryQuery, SeriesAnswer, StatusAnswer, StepsBody
+from traceloom.agent.api import (
+    Check,
+    CollectorAnswer,
+    HistoryQuery,
+    SeriesAnswer,
+    StatusAnswer,
+    StepsBody,
+)
 from traceloom.agent.audit import AuditLog
 from traceloom.agent.collectors.cgroups import Cgroups
-from traceloom.agent.collectors.collector import Collector, create_host_collectors
+from traceloom.agent.collectors.collector import Collector
+from traceloom.agent.collectors.host import create_host_collectors
 from traceloom.agent.collectors.owned_processes import OwnedProcessCollector, collect_jobs
 from traceloom.agent.collectors.scheduler import Scheduler
 from traceloom.agent.config import AgentPaths, Config
@@ -76,7 +85,8 @@ _MAX_REPORTING_PROCESSES = 4096  # processes that are looked at because they rep
 
 
 class Agent:
-    """The agent of a host, or of a user. It lives in one asyncio loop; everything of it is called there.
+    """The agent of a host, or of a user. It lives in one asyncio loop; everything of it is called
+    there.
 
     Args:
         config: What it is told.
@@ -98,9 +108,12 @@ class Agent:
         self.step_clock = ProbedStepClock(config, lambda: list(self.processes.owned.values()))
         self.cgroups = Cgroups(config, lambda: self.processes.owned)
         collectors: list[Collector] = [
-            *create_host_collectors(config), self.accelerators, *self.processes.collectors, self.cgroups,
+            *create_host_collectors(config),
+            self.accelerators,
+            *self.processes.collectors,
+            self.cgroups,
             self.step_clock,
-        ]  # fmt: skip
+        ]
         names = {collector.name for collector in collectors}
         for key, configured in (
             ("periods", config.collect.periods),
@@ -109,10 +122,14 @@ class Agent:
         ):
             for name in set(configured) - names:
                 raise InputError(
-                    f"there is no collector `{name}`", slug="wrong-config", where=f"collect.{key}",
+                    f"there is no collector `{name}`",
+                    slug="wrong-config",
+                    where=f"collect.{key}",
                     hint=nearest(name, names) + f"there are {', '.join(sorted(names))}",
-                )  # fmt: skip
-        enabled = [collector for collector in collectors if collector.name not in config.collect.off]
+                )
+        enabled = [
+            collector for collector in collectors if collector.name not in config.collect.off
+        ]
         self.scheduler = Scheduler(self.board, enabled, self._delivered)
         self.topline = JobAccounting(config.accelerators.reference)
         self.step_counts = StepCounter()
@@ -124,29 +141,49 @@ class Agent:
         self.registry = ProfilerRegistry(config.collect.proc)
         self.registry.listeners.append(self._polled)
         self.desk = TraceService(
-            config, self.registry, lambda: self.board.processes, self.step_counts, RequestStore(locations.requests),
-            TraceDirectories(locations.traces), self.boot_id,
+            config,
+            self.registry,
+            lambda: self.board.processes,
+            self.step_counts,
+            RequestStore(locations.requests),
+            TraceDirectories(locations.traces),
+            self.boot_id,
             {"telemetry": partial(TelemetryProfiler, self.board, self.scheduler, config.host_name)},
-        )  # fmt: skip
+        )
         self.uplink: FleetConnection | None = None
         if config.fleet.server:
             self.uplink = FleetConnection(
                 config, locations.history.parent, self.board, self.desk, self.topline, self.boot_id
             )
         self.hangs = HangService(
-            config, self.board, self.history, self.step_counts, places=self.desk.places, path=locations.hangs,
+            config,
+            self.board,
+            self.history,
+            self.step_counts,
+            places=self.desk.places,
+            path=locations.hangs,
             boot_id=self.boot_id,
-            note=lambda what, details: self.acts("agent", os.getpid(), what, allowed=True, **details),
-        )  # fmt: skip
+            note=lambda what, details: self.acts(
+                "agent", os.getpid(), what, allowed=True, **details
+            ),
+        )
         self.kineto: KinetoSockets | None = None  # while it runs
         self.job_facts: dict[str, TracedFacts] = {}  # what the last trace of each job tells
         self._requests: Counter[tuple[str, str]] = Counter()
         self._writing = ThreadPoolExecutor(1, "history")
-        self._started_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)  # of the host
+        self._started_ns = time.time_ns() - time.clock_gettime_ns(
+            time.CLOCK_BOOTTIME
+        )  # of the host
         self.triggers = TriggerEngine(
-            config, self.board, self.desk, TriggerStore(locations.triggers if config.triggers else None), self._writing,
-            self.audit, self._steady_ns(), {"hang": lambda _: HangRuleWatch(self.hangs)},
-        )  # fmt: skip
+            config,
+            self.board,
+            self.desk,
+            TriggerStore(locations.triggers if config.triggers else None),
+            self._writing,
+            self.audit,
+            self._steady_ns(),
+            {"hang": lambda _: HangRuleWatch(self.hangs)},
+        )
         self._reading = ThreadPoolExecutor(2, "query")
         self._analysing = threading.Lock()
         self._looking = asyncio.Lock()
@@ -167,13 +204,18 @@ class Agent:
         async with contextlib.AsyncExitStack() as stack:
             guard = SocketJanitor()
             stack.callback(guard.close)
-            server = await serve(build_app(self), self.config.tcp, self.config.access, self.locations.socket)
+            server = await serve(
+                build_app(self), self.config.tcp, self.config.access, self.locations.socket
+            )
             stack.push_async_callback(server.close)
             guard.watch(self.locations.socket)
             self.kineto = KinetoSockets(
-                self.locations.kineto, self.registry, abstract=self.config.traces.abstract,
-                interval_s=self.config.traces.poll, bound=guard.watch,
-            )  # fmt: skip
+                self.locations.kineto,
+                self.registry,
+                abstract=self.config.traces.abstract,
+                interval_s=self.config.traces.poll,
+                bound=guard.watch,
+            )
             self.kineto.start()
             stack.callback(self.kineto.close)
             await self.desk.start()
@@ -215,27 +257,50 @@ class Agent:
         """How the agent fares."""
         collectors = [
             CollectorAnswer(
-                name=state.name, period_seconds=state.period_s, ran_ns=state.ran_ns or None, seconds=state.seconds,
-                runs=state.runs, failures=dict(state.failures), trouble=state.trouble,
+                name=state.name,
+                period_seconds=state.period_s,
+                ran_ns=state.ran_ns or None,
+                seconds=state.seconds,
+                runs=state.runs,
+                failures=dict(state.failures),
+                trouble=state.trouble,
             )
             for state in self.board.collectors.values()
-        ]  # fmt: skip
+        ]
         return StatusAnswer(
-            version=__version__, host=self.config.host_name, boot_id=self.boot_id, pid=os.getpid(), uid=os.geteuid(),
-            started_ns=self.board.started_ns, now_ns=time.time_ns(),
-            series=self.board.series(), devices=len(self.board.devices),
-            stale_devices=len([uuid for uuid, device in self.board.devices.items() if device.stale]),
-            processes=len(self.board.processes), collectors=collectors,
-            history={"bytes": float(self.history.bytes()), "lost_ticks": float(sum(self.history.lost.values()))},
+            version=__version__,
+            host=self.config.host_name,
+            boot_id=self.boot_id,
+            pid=os.getpid(),
+            uid=os.geteuid(),
+            started_ns=self.board.started_ns,
+            now_ns=time.time_ns(),
+            series=self.board.series(),
+            devices=len(self.board.devices),
+            stale_devices=len(
+                [uuid for uuid, device in self.board.devices.items() if device.stale]
+            ),
+            processes=len(self.board.processes),
+            collectors=collectors,
+            history={
+                "bytes": float(self.history.bytes()),
+                "lost_ticks": float(sum(self.history.lost.values())),
+            },
             history_trouble=self.history.trouble,
             publishers=({"otlp": self.otlp.trouble} if self.otlp is not None else {})
-            | ({f"fleet {self.uplink.config.fleet.server}": self.uplink.trouble} if self.uplink is not None else {}),
-        )  # fmt: skip
+            | (
+                {f"fleet {self.uplink.config.fleet.server}": self.uplink.trouble}
+                if self.uplink is not None
+                else {}
+            ),
+        )
 
     async def doctor(self) -> list[Check]:
         """What works here and what does not."""
         idle = self.triggers.trouble()  # which is the loop's to say
-        return await asyncio.get_running_loop().run_in_executor(self._reading, lambda: checks.examine_agent(self, idle))
+        return await asyncio.get_running_loop().run_in_executor(
+            self._reading, lambda: checks.examine_agent(self, idle)
+        )
 
     async def query(self, question: HistoryQuery) -> Sequence[SeriesAnswer]:
         """What was.
@@ -246,7 +311,9 @@ class Agent:
 
         def seen(name: str, points: list[Points]) -> list[Points]:
             pairs = ((series, question.seen_as((name, series.labels))) for series in points)
-            return [series._replace(labels=labels[1]) for series, labels in pairs if labels is not None]
+            return [
+                series._replace(labels=labels[1]) for series, labels in pairs if labels is not None
+            ]
 
         metric = history.resolve_metric_name(question.metric)
         histories: dict[str, list[Points]] = {}
@@ -262,11 +329,18 @@ class Agent:
                 histories[name] = merge_series(seen(name, older), histories[name])
         try:
             curves = history.evaluate_query(
-                metric, lambda name: histories[name], by=question.by, where=question.where, raw=question.raw
+                metric,
+                lambda name: histories[name],
+                by=question.by,
+                where=question.where,
+                raw=question.raw,
             )
         except TraceloomError as error:
             raise HttpError(400, error.message, slug=error.slug, hint=error.hint) from error
-        return [SeriesAnswer(labels=labels, times_ns=times_ns, values=values) for labels, times_ns, values in curves]
+        return [
+            SeriesAnswer(labels=labels, times_ns=times_ns, values=values)
+            for labels, times_ns, values in curves
+        ]
 
     async def pause(self, seconds: float) -> list[str]:
         """Let go of the hardware counters for so long; the back ends that did."""
@@ -294,7 +368,8 @@ class Agent:
         return facts
 
     async def stacks(self, processes: Sequence[Process], *, native: bool) -> GroupedStacks:
-        """What all threads of processes do now, as `grouping.grouped`; one question after the other.
+        """What all threads of processes do now, as `grouping.grouped`; one question after the
+        other.
 
         Raises:
             RequestError: `busy`: several wait already.
@@ -305,11 +380,14 @@ class Agent:
         try:
             async with self._looking:
                 stack_dumps = await collect_stacks(processes, native=native)
-                # A wait inside C++ looks like the Python that called it: the flight recorder tells, where it is on.
+                # A wait inside C++ looks like the Python that called it: the flight recorder tells,
+                # where it is on.
                 waits = await find_collective_waits(processes)
         finally:
             self._stack_questions -= 1
-        return await asyncio.to_thread(group_stacks, processes, stack_dumps.dumps, stack_dumps.reasons, waits=waits)
+        return await asyncio.to_thread(
+            group_stacks, processes, stack_dumps.dumps, stack_dumps.reasons, waits=waits
+        )
 
     def steps(self, pid: int, uid: int, body: StepsBody) -> None:
         """Steps that a process reports."""
@@ -322,7 +400,9 @@ class Agent:
             raise HttpError(403, "this process is another user's", slug="not-allowed")
         owner = process.owner
         rank = owner.rank if owner.rank is not None else body.rank
-        self.step_counts.report(process.key, owner.job, rank, body.steps, body.loader_wait_seconds, body.total)
+        self.step_counts.report(
+            process.key, owner.job, rank, body.steps, body.loader_wait_seconds, body.total
+        )
 
     def environment(self, uid: int) -> dict[str, str]:
         """The variables that prepare a job of a user.
@@ -332,14 +412,18 @@ class Agent:
         """
         if self.kineto is None or self.kineto.trouble:
             reason = self.kineto.trouble if self.kineto is not None else "it begins only now"
-            raise HttpError(503, f"PyTorch's profiler cannot be listened to: {reason}", slug="socket-unusable")
+            raise HttpError(
+                503, f"PyTorch's profiler cannot be listened to: {reason}", slug="socket-unusable"
+            )
         try:
             self.kineto.prepare(uid)
         except OutputError as error:
             raise HttpError(503, str(error), slug=error.slug, hint=error.hint) from error
         return get_job_variables(self.locations, uid)
 
-    def acts(self, actor: str, pid: int | None, route: str, *, allowed: bool, **details: object) -> None:
+    def acts(
+        self, actor: str, pid: int | None, route: str, *, allowed: bool, **details: object
+    ) -> None:
         """Note in the audit log who changes something, or was refused."""
         result = "done" if allowed else "not-allowed"
         self._writing.submit(self.audit.write, actor, route, result, pid=pid, **details)
@@ -365,7 +449,9 @@ class Agent:
         elif collector is self.processes:
             self.step_counts.forget(set(self.processes.owned))
             self.board.processes = {
-                key: msgspec.structs.replace(process, steps_per_second=self.step_counts.per_second(key))
+                key: msgspec.structs.replace(
+                    process, steps_per_second=self.step_counts.per_second(key)
+                )
                 for key, process in self.processes.owned.items()
             }
         elif collector is self.cgroups:
@@ -375,7 +461,9 @@ class Agent:
                 if steps_taken.process in self.board.processes:
                     owner = self.board.processes[steps_taken.process].owner
                     self.step_counts.count(steps_taken, owner.job, owner.rank)
-        self.history.keep(self.board, time.time_ns())  # at the pace of the collectors, also while they are quick
+        self.history.keep(
+            self.board, time.time_ns()
+        )  # at the pace of the collectors, also while they are quick
 
     async def _tick_until_stopped(self, guard: SocketJanitor) -> None:
         loop = asyncio.get_running_loop()
@@ -395,7 +483,10 @@ class Agent:
             self._sum_up()
             if not guard.check():
                 LOG.warning("the guard had ended; another one watches the socket")
-            at_ns, values = time.time_ns(), [(series, value) for series, value, _ in self.board.values()]
+            at_ns, values = (
+                time.time_ns(),
+                [(series, value) for series, value, _ in self.board.values()],
+            )
             if busy is None or busy.done():
                 busy = loop.run_in_executor(self._writing, self.history.write, at_ns, values)
             else:
@@ -411,7 +502,10 @@ class Agent:
             try:
                 await asyncio.wait_for(asyncio.shield(busy), _LAST_TICK_S)
             except (asyncio.TimeoutError, TimeoutError):
-                LOG.warning("the last tick of history is not written: the disk took longer than %g s", _LAST_TICK_S)
+                LOG.warning(
+                    "the last tick of history is not written: the disk took longer than %g s",
+                    _LAST_TICK_S,
+                )
 
     async def _look_at_rules(self) -> None:
         await self.triggers.start(self._steady_ns())
@@ -424,7 +518,9 @@ class Agent:
                 await asyncio.sleep(_AFTER_DEFECT_S)
 
     def _steady_ns(self) -> int:
-        """Nanoseconds since the epoch, of a clock that is set when the agent begins and never jumps."""
+        """Nanoseconds since the epoch, of a clock that is set when the agent begins and never
+        jumps.
+        """
         return self._started_ns + time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
     async def _publish(self, otlp: OtlpPublisher) -> None:
@@ -441,14 +537,22 @@ class Agent:
     def _sum_up(self) -> None:
         """What follows from the board as a whole: jobs, steps, the agent itself."""
         now_ns, now = time.time_ns(), time.monotonic()
-        interval_s, self._ticked = now - self._ticked, now  # a clock that jumps gives no job device time
-        # Also where none was lost: of a counter that begins at 1, Prometheus does not see the first.
+        interval_s, self._ticked = (
+            now - self._ticked,
+            now,
+        )  # a clock that jumps gives no job device time
+        # Also where none was lost: of a counter that begins at 1, Prometheus does not see the
+        # first.
         lost = {"slow-disk": 0, **self.history.lost}
         self.board.put("steps", self.step_counts.readings(), now_ns)
         self.board.put("hangs", self.hangs.readings(), now_ns)
         jobs = collect_jobs(self.board.processes.values(), self.step_counts, self.job_facts)
         self.accelerators.element_types = collect_matrix_types(jobs)
-        self.board.put("jobs", self.topline.readings(self.board, interval_s, self.processes.shares, jobs), now_ns)
+        self.board.put(
+            "jobs",
+            self.topline.readings(self.board, interval_s, self.processes.shares, jobs),
+            now_ns,
+        )
         if self.uplink is not None and (ended := self.uplink.tick()):
             self._writing.submit(self.uplink.backlog.put, ended)
         self.board.put("triggers", self.triggers.readings(), now_ns)
@@ -465,9 +569,15 @@ class Agent:
             Reading("agent_series", (), float(self.board.series())),
             *self.scheduler.readings(),
             *(self.uplink.readings() if self.uplink is not None else ()),
-            *(Reading("agent_history_lost_total", (reason,), float(ticks)) for reason, ticks in lost.items()),
-            *(Reading("agent_requests_total", labels, float(number)) for labels, number in self._requests.items()),
-        ]  # fmt: skip
+            *(
+                Reading("agent_history_lost_total", (reason,), float(ticks))
+                for reason, ticks in lost.items()
+            ),
+            *(
+                Reading("agent_requests_total", labels, float(number))
+                for labels, number in self._requests.items()
+            ),
+        ]
         if self.otlp is not None:
             readings.append(Reading("agent_export_failures_total", (), float(self.otlp.failures)))
         if self.history.path is not None:
@@ -480,6 +590,9 @@ def notify_ready() -> None:
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams:
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams,
+    ):
         datagrams.connect("\0" + address[1:] if address.startswith("@") else address)
         datagrams.send(b"READY=1")

@@ -18,7 +18,8 @@ from traceloom.errors import InputError, OutputError, other_version
 
 
 def open_database(path: Path | None, schema: str, version: int, label: str) -> sqlite3.Connection:
-    """A database with the tables of a schema, in a file of the agent's user alone; None keeps it in memory.
+    """A database with the tables of a schema, in a file of the agent's user alone; None keeps it in
+    memory.
 
     Args:
         path: The file; its directory is made.
@@ -51,7 +52,9 @@ def open_database(path: Path | None, schema: str, version: int, label: str) -> s
 
 
 def is_corruption(error: Exception) -> bool:
-    """Whether a file holds what no database may: subclasses of the error say that a disk or a lock is in the way."""
+    """Whether a file holds what no database may: subclasses of the error say that a disk or a lock
+    is in the way.
+    """
     return type(error) is sqlite3.DatabaseError
 
 
@@ -98,7 +101,10 @@ class RequestStore:
         self._database: sqlite3.Connection | None = None
         try:
             self._open()
-        except (OSError, sqlite3.Error) as error:  # the agent goes on; requests are refused until it can be written
+        except (
+            OSError,
+            sqlite3.Error,
+        ) as error:  # the agent goes on; requests are refused until it can be written
             self.trouble = str(error)
 
     def load(self) -> list[TraceRequest]:
@@ -109,7 +115,9 @@ class RequestStore:
             requests: dict[str, TraceRequest] = {}
             names = [field.name for field in _COLUMNS]
             try:
-                for (document,) in self._database.execute("SELECT document FROM requests ORDER BY asked_ns"):
+                for (document,) in self._database.execute(
+                    "SELECT document FROM requests ORDER BY asked_ns"
+                ):
                     with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError):
                         request = msgspec.json.decode(document, type=TraceRequest)
                         requests[request.id] = request
@@ -144,7 +152,8 @@ class RequestStore:
     def delete(self, request: str) -> None:
         """Forget a request; errors as of `put`."""
         self._write(
-            ("DELETE FROM targets WHERE request = ?", (request,)), ("DELETE FROM requests WHERE id = ?", (request,))
+            ("DELETE FROM targets WHERE request = ?", (request,)),
+            ("DELETE FROM requests WHERE id = ?", (request,)),
         )
 
     def close(self) -> None:
@@ -166,7 +175,9 @@ class RequestStore:
             except (OSError, sqlite3.Error) as error:
                 self.trouble = str(error)
                 raise OutputError(
-                    f"the request cannot be written down: {error}", slug="cannot-write", where=str(self.path)
+                    f"the request cannot be written down: {error}",
+                    slug="cannot-write",
+                    where=str(self.path),
                 ) from error
             self.trouble = ""
 

@@ -1,4 +1,7 @@
-"""What works on this host, what does not, why, and what would help. Nothing is changed by looking."""
+"""What works on this host, what does not, why, and what would help.
+
+Nothing is changed by looking.
+"""
 
 from __future__ import annotations
 
@@ -54,31 +57,51 @@ def examine_parts(
     is_root, sees_whole_host = os.geteuid() == 0, config.collect.proc == "/proc"
     result = [
         Check(
-            area="rights", name="user", works="yes" if is_root else "partly",
-            why="root: sees the processes of all users" if is_root
+            area="rights",
+            name="user",
+            works="yes" if is_root else "partly",
+            why="root: sees the processes of all users"
+            if is_root
             else "sees the environment of your own processes alone",
             help="run it as root for the whole host" if sees_whole_host and not is_root else "",
         )
-    ]  # fmt: skip
+    ]
     for collector in collectors:
         result += _check_devices(collector) if isinstance(collector, AcceleratorCollector) else ()
-        sentences = [] if isinstance(collector, AcceleratorCollector) else list(dict.fromkeys(collector.trouble()))
+        sentences = (
+            []
+            if isinstance(collector, AcceleratorCollector)
+            else list(dict.fromkeys(collector.trouble()))
+        )
         broken = errors.get(collector.name, "")
         if collector.name in config.collect.off:
             result.append(
-                Check(area="collect", name=collector.name, works="no", why="it is switched off", help="collect.off")
+                Check(
+                    area="collect",
+                    name=collector.name,
+                    works="no",
+                    why="it is switched off",
+                    help="collect.off",
+                )
             )
         elif broken or sentences:
             if broken:
                 result.append(Check(area="collect", name=collector.name, works="no", why=broken))
-            # Where libraries of processes lie is their users' to know, as what is said of single processes is.
+            # Where libraries of processes lie is their users' to know, as what is said of single
+            # processes is.
             area = "jobs" if isinstance(collector, ProbedStepClock) else "collect"
-            result += [Check(area=area, name=collector.name, works="partly", why=problem) for problem in sentences]
+            result += [
+                Check(area=area, name=collector.name, works="partly", why=problem)
+                for problem in sentences
+            ]
         else:
             reason = "there is nothing of it here" if collector.name in empty else ""
             result.append(Check(area="collect", name=collector.name, works="yes", why=reason))
     owner_troubles = owned.finder.troubles()
-    result += [Check(area="owners", name="owners", works="partly", why=problem) for problem in owner_troubles]
+    result += [
+        Check(area="owners", name="owners", works="partly", why=problem)
+        for problem in owner_troubles
+    ]
     if not owner_troubles:
         result.append(Check(area="owners", name="owners", works="yes"))
     result += _check_files(locations, unwritten)
@@ -88,7 +111,9 @@ def examine_parts(
     if not config.traces.attach:
         off = "it is switched off: processes that nobody prepared are not traced"
         reason, helps = (f"{off}; and {reason}", helps) if reason else (off, "traces.attach")
-    attaching = Check(area="traces", name="attach", works="no" if reason else "yes", why=reason, help=helps)
+    attaching = Check(
+        area="traces", name="attach", works="no" if reason else "yes", why=reason, help=helps
+    )
     result += [*_check_probes(config), _check_py_spy(), attaching]
     return result
 
@@ -97,33 +122,47 @@ def _check_devices(accelerators: AcceleratorCollector) -> Iterator[Check]:
     """Whether there are devices, and what of them cannot be seen: by back end, metric or device."""
     answering = sum(not device.stale for device in accelerators.devices.values())
     yield Check(
-        area="devices", name="devices", works="yes" if answering else "no",
-        why=f"{format_quantity(answering, 'device')} answering" if answering else "no device answers here",
+        area="devices",
+        name="devices",
+        works="yes" if answering else "no",
+        why=f"{format_quantity(answering, 'device')} answering"
+        if answering
+        else "no device answers here",
         help="" if answering else "to try it without any: traceloom agent run --simulate 8",
-    )  # fmt: skip
+    )
     for problem in dict.fromkeys(accelerators.trouble()):
         name, colon, reason = problem.partition(": ")
         yield Check(
-            area="devices", name=name if colon else "devices", works="partly" if answering else "no",
+            area="devices",
+            name=name if colon else "devices",
+            works="partly" if answering else "no",
             why=reason if colon else problem,
-        )  # fmt: skip
+        )
 
 
 def _check_files(locations: AgentPaths, unwritten: Mapping[str, str]) -> Iterator[Check]:
-    for name, path in (("socket", locations.socket), ("history", locations.history), ("audit", locations.audit)):
+    for name, path in (
+        ("socket", locations.socket),
+        ("history", locations.history),
+        ("audit", locations.audit),
+    ):
         directory = path.parent
         # Not `Path.exists`, which raises where the directory above may not be entered.
         while not os.path.exists(directory) and directory != directory.parent:  # noqa: PTH110
             directory = directory.parent
         works = os.access(directory, os.W_OK | os.X_OK)
         if works and unwritten.get(name):
-            yield Check(area="files", name=name, works="no", why=unwritten[name], help="it is tried again")
+            yield Check(
+                area="files", name=name, works="no", why=unwritten[name], help="it is tried again"
+            )
             continue
         yield Check(
-            area="files", name=name, works="yes" if works else "no",
+            area="files",
+            name=name,
+            works="yes" if works else "no",
             why=str(path) if works else f"{directory} cannot be written",
             help="" if works else f"`paths.{name}` of agent.toml names another one",
-        )  # fmt: skip
+        )
 
 
 def _check_extras(config: Config) -> Iterator[Check]:
@@ -141,16 +180,20 @@ def _check_extras(config: Config) -> Iterator[Check]:
             )
         ):
             yield Check(
-                area="extras", name=extra, works="yes" if installed else "no",
+                area="extras",
+                name=extra,
+                works="yes" if installed else "no",
                 why=feature if installed else f"without it no {feature}",
                 help="" if installed else f"pip install 'traceloom[{extra}]'",
-            )  # fmt: skip
+            )
 
 
 def _check_jobs(processes: Iterable[Process], proc: Path) -> Iterator[Check]:
-    """Processes whose PyTorch asks for traces where nobody listens, by the directory that they ask in.
+    """Processes whose PyTorch asks for traces where nobody listens, by the directory that they ask
+    in.
 
-    The kernel's list of sockets is asked, and never their files: a user may have put anything in their place.
+    The kernel's list of sockets is asked, and never their files: a user may have put anything in
+    their place.
     """
     host_sockets = _read_socket_names(proc / "net/unix") if (proc / "net/unix").exists() else set()
     unheard: dict[str, list[int]] = {}
@@ -163,28 +206,38 @@ def _check_jobs(processes: Iterable[Process], proc: Path) -> Iterator[Check]:
         except OSError:  # it has ended, or what is in its container cannot be seen
             continue
         # An abstract name is one of its network namespace alone.
-        if not (f"{directory}/{SOCKET_NAME}" in names | host_sockets if directory else _ABSTRACT_SHOWN in names):
+        if not (
+            f"{directory}/{SOCKET_NAME}" in names | host_sockets
+            if directory
+            else _ABSTRACT_SHOWN in names
+        ):
             unheard.setdefault(directory, []).append(process.pid)
     for directory, pids in unheard.items():
         name = f"process {pids[0]}" + (f" and {len(pids) - 1} more" if len(pids) > 1 else "")
         if directory:
             yield Check(
-                area="jobs", name=name, works="no",
+                area="jobs",
+                name=name,
+                works="no",
                 why=f"no agent listens in {directory}: it cannot be traced, and where a socket was left behind there "
                 "it ends some 5 s later than it could",
                 help="run an agent whose `paths.kineto` has that directory, "
                 "or start the job again with what `traceloom agent env` prints",
-            )  # fmt: skip
+            )
         else:
             yield Check(
-                area="jobs", name=name, works="no",
+                area="jobs",
+                name=name,
+                works="no",
                 why=f"{POLLS} is set and no daemon listens: it cannot be traced, and ends some 8 s later than it could",
                 help=f"set {POLLED_DIRECTORY} too, as `traceloom agent env` prints, or unset {POLLS} (0 counts as set)",
-            )  # fmt: skip
+            )
 
 
 def _read_socket_names(path: Path) -> set[str]:
-    """Names of unix sockets that are open in a network namespace, NUL written as `@`: the last column of the list."""
+    """Names of unix sockets that are open in a network namespace, NUL written as `@`: the last
+    column of the list.
+    """
     lines = read(path, _MAX_SOCKETS_BYTES).decode(errors="replace").splitlines()[1:]
     return {columns[7] for line in lines if len(columns := line.split(maxsplit=7)) == 8}
 
@@ -194,25 +247,35 @@ def _check_probes(config: Config) -> Iterator[Check]:
     reason, helps = explain_unsupported()
     instead = (
         ("steps", "steps count where processes report them"),
-        ("launches", "launches are in the traces of prepared jobs alone (trace --profilers timeline)"),
+        (
+            "launches",
+            "launches are in the traces of prepared jobs alone (trace --profilers timeline)",
+        ),
         ("allocations", "allocations are seen where the job is recorded alone (record --memory)"),
     )
     if reason:
         for name, without in instead:
-            yield Check(area="probes", name=name, works="no", why=f"{reason}: {without}", help=helps)
+            yield Check(
+                area="probes", name=name, works="no", why=f"{reason}: {without}", help=helps
+            )
         return
     for name, _ in instead:
         if name == "steps" and not config.probes.steps:
             yield Check(
-                area="probes", name=name, works="partly", why="steps are not counted: it is switched off",
+                area="probes",
+                name=name,
+                works="partly",
+                why="steps are not counted: it is switched off",
                 help="probes.steps",
-            )  # fmt: skip
+            )
         elif not can_trace_others():
             yield Check(
-                area="probes", name=name, works="partly",
+                area="probes",
+                name=name,
+                works="partly",
                 why="of your own processes alone: others do not show their files",
                 help="run the agent as root, or with CAP_SYS_PTRACE",
-            )  # fmt: skip
+            )
         else:
             yield Check(area="probes", name=name, works="yes")
 
@@ -221,35 +284,51 @@ def _check_py_spy() -> Check:
     """Whether py-spy is there and may look into processes."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     restricted = (
-        not can_trace_others() and scope.exists() and scope.read_text(encoding="ascii").strip() not in {"", "0"}
+        not can_trace_others()
+        and scope.exists()
+        and scope.read_text(encoding="ascii").strip() not in {"", "0"}
     )
     if not py_spy.find_py_spy():
         return Check(
-            area="stacks", name="py-spy", works="no", why="it is not installed", help="pip install 'traceloom[agent]'"
+            area="stacks",
+            name="py-spy",
+            works="no",
+            why="it is not installed",
+            help="pip install 'traceloom[agent]'",
         )
     if restricted:
         return Check(
-            area="stacks", name="py-spy", works="partly",
+            area="stacks",
+            name="py-spy",
+            works="partly",
             why="the kernel lets a process be looked into by its parent or root alone",
             help="run the agent as root, or set kernel.yama.ptrace_scope to 0",
-        )  # fmt: skip
+        )
     if not can_trace_others():
         return Check(
-            area="stacks", name="py-spy", works="partly", why="sees the stacks of your own processes alone",
+            area="stacks",
+            name="py-spy",
+            works="partly",
+            why="sees the stacks of your own processes alone",
             help="run the agent as root, or with CAP_SYS_PTRACE",
-        )  # fmt: skip
+        )
     return Check(area="stacks", name="py-spy", works="yes")
 
 
 def examine_without_agent(config: Config, locations: AgentPaths) -> list[Check]:
     """The same with no agent running: collectors are made, run once and closed."""
     from traceloom.agent.collectors.cgroups import Cgroups
-    from traceloom.agent.collectors.collector import create_host_collectors
+    from traceloom.agent.collectors.host import create_host_collectors
 
     accelerators = AcceleratorCollector(config)
     owned = OwnedProcessCollector(config, accelerators)
     cgroups = Cgroups(config, lambda: owned.owned)
-    collectors: list[Collector] = [*create_host_collectors(config), accelerators, *owned.collectors, cgroups]
+    collectors: list[Collector] = [
+        *create_host_collectors(config),
+        accelerators,
+        *owned.collectors,
+        cgroups,
+    ]
     errors, empty = {}, set()
     try:
         for collector in collectors:
@@ -258,7 +337,9 @@ def examine_without_agent(config: Config, locations: AgentPaths) -> list[Check]:
                     empty.add(collector.name)
             except OSError as error:  # noqa: PERF203  (each is a check of its own)
                 errors[collector.name] = str(error)
-        return examine_parts(config, locations, collectors, owned, errors=errors, empty=empty, unwritten={})
+        return examine_parts(
+            config, locations, collectors, owned, errors=errors, empty=empty, unwritten={}
+        )
     finally:
         accelerators.close()
 
@@ -266,31 +347,53 @@ def examine_without_agent(config: Config, locations: AgentPaths) -> list[Check]:
 def examine_agent(agent: Any, idle: Mapping[str, str]) -> list[Check]:
     """Of an agent that runs; `idle`: triggers that cannot fire, and why."""
     errors = {state.name: state.trouble for state in agent.board.collectors.values()}
-    empty = {name for name, sheet in agent.board.results.items() if not sheet.values and not sheet.histograms}
+    empty = {
+        name
+        for name, sheet in agent.board.results.items()
+        if not sheet.values and not sheet.histograms
+    }
     checks = examine_parts(
-        agent.config, agent.locations, agent.scheduler.collectors, agent.processes, errors=errors, empty=empty,
+        agent.config,
+        agent.locations,
+        agent.scheduler.collectors,
+        agent.processes,
+        errors=errors,
+        empty=empty,
         unwritten={"history": agent.history.trouble, "audit": agent.audit.trouble},
-    )  # fmt: skip
+    )
     for name, reason, key in (
-        ("sockets", agent.kineto.trouble if agent.kineto is not None else "they are not open yet", "kineto"),
+        (
+            "sockets",
+            agent.kineto.trouble if agent.kineto is not None else "they are not open yet",
+            "kineto",
+        ),
         ("requests", agent.desk.store.trouble, "requests"),
         ("hangs", agent.hangs.trouble, "hangs"),
     ):
         checks.append(
             Check(
-                area="traces", name=name, works="no" if reason else "yes", why=reason,
+                area="traces",
+                name=name,
+                works="no" if reason else "yes",
+                why=reason,
                 help=f"`paths.{key}` of agent.toml names another place" if reason else "",
             )
-        )  # fmt: skip
+        )
     for name in agent.triggers.rules:
         reason = idle.get(name, "")
         checks.append(
             Check(
-                area="triggers", name=name, works="partly" if reason else "yes",
+                area="triggers",
+                name=name,
+                works="partly" if reason else "yes",
                 why=f"as things are it cannot fire: {reason}" if reason else "",
-                help="where that is not as it should be: `[[triggers]]` of agent.toml" if reason else "",
+                help="where that is not as it should be: `[[triggers]]` of agent.toml"
+                if reason
+                else "",
             )
-        )  # fmt: skip
+        )
     if agent.triggers.store.trouble:
-        checks.append(Check(area="triggers", name="budget", works="partly", why=agent.triggers.store.trouble))
+        checks.append(
+            Check(area="triggers", name="budget", works="partly", why=agent.triggers.store.trouble)
+        )
     return checks

@@ -1,12 +1,13 @@
 """FLOP/s of a device from pipe activity and its data sheet, with bounds.
 
-The peaks are those of `traceloom.analyze`, read as a file: that package brings arrays, which the agent's loop does not
-import.
+The peaks are those of `traceloom.analyze`, read as a file: that package brings arrays, which the
+agent's loop does not import.
 
 F = N_SM x f_SM(measured) x sum over pipes(activity x FLOP per clock per SM)
 
-The pipe of the matrix units does not tell TF32 from BF16 or FP8, which differ by a factor of up to eight: what is known
-of the element type decides how wide the interval is. Integer operations are no FLOP and stand apart.
+The pipe of the matrix units does not tell TF32 from BF16 or FP8, which differ by a factor of up to
+eight: what is known of the element type decides how wide the interval is. Integer operations are no
+FLOP and stand apart.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ _COMPARED_TYPES = ("bf16", "fp16", "fp32")  # in this order: what devices are co
 
 
 class DeviceModel(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of a data sheet. FLOP/s by element type, dense; clocks in Hz; None or "": not known."""
+    """One entry of a data sheet.
+
+    FLOP/s by element type, dense; clocks in Hz; None or "": not known.
+    """
 
     name: str
     flops: dict[str, float]
@@ -42,7 +46,9 @@ class DeviceModel(msgspec.Struct, frozen=True, kw_only=True):
 @cache
 def load_flop_per_clock() -> dict[str, dict[str, int]]:
     """Architecture -> unit (`fp32`, `bf16_matrix`) -> FLOP per clock of one multiprocessor."""
-    tables: dict[str, dict[str, int]] = json.loads(FLOP_PER_CLOCK_FILE.read_text(encoding="utf-8"))["architectures"]
+    tables: dict[str, dict[str, int]] = json.loads(FLOP_PER_CLOCK_FILE.read_text(encoding="utf-8"))[
+        "architectures"
+    ]
     return tables
 
 
@@ -53,11 +59,13 @@ def _load_models() -> dict[str, DeviceModel]:
     for entry in json.loads(PEAKS_FILE.read_text(encoding="utf-8"))["devices"]:
         clock = clocks.get(entry["name"], {})
         model = DeviceModel(
-            name=entry["name"], flops=entry["flops"], multiprocessors=entry["multiprocessors"],
+            name=entry["name"],
+            flops=entry["flops"],
+            multiprocessors=entry["multiprocessors"],
             architecture=clock.get("architecture", ""),
             highest_clock_hz=clock["vector_mhz"] * 1e6 if clock else None,
             matrix_clock_hz=clock["matrix_mhz"] * 1e6 if clock else None,
-        )  # fmt: skip
+        )
         models |= {_normalise_name(name): model for name in (entry["name"], *entry["aliases"])}
     return models
 
@@ -93,21 +101,40 @@ Values = Mapping[tuple[str, tuple[str, ...]], float]  # (metric, labels after th
 PIPE_METRIC = "gpu_pipe_active_ratio"
 VECTOR_TYPES = ("fp64", "fp32", "fp16")
 MATRIX_TYPES = ("tf32", "bf16", "fp16", "fp8", "fp4")  # those that the 16-bit pipe (HMMA) computes
-HALF_TO_SINGLE = 1.0  # more work in the FP16 pipe than in the FP32 pipe: the matrices have at most 16 bits
+HALF_TO_SINGLE = (
+    1.0  # more work in the FP16 pipe than in the FP32 pipe: the matrices have at most 16 bits
+)
 MIN_ACTIVITY = 1e-3  # of the FP16 pipe, for the ratio to say something
 
 # What jobs and frameworks call an element type.
 TYPE_SPELLINGS = {
-    "tf32": "tf32", "fp32": "tf32", "float32": "tf32", "float": "tf32",  # matrix units have no FP32
-    "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16",
-    "fp8": "fp8", "float8": "fp8", "e4m3": "fp8", "e5m2": "fp8", "mxfp8": "fp8",
-    "float8_e4m3fn": "fp8", "float8_e5m2": "fp8",
-    "fp4": "fp4", "nvfp4": "fp4", "mxfp4": "fp4", "float4_e2m1fn_x2": "fp4",
-}  # fmt: skip
+    "tf32": "tf32",
+    "fp32": "tf32",
+    "float32": "tf32",
+    "float": "tf32",  # matrix units have no FP32
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "fp8": "fp8",
+    "float8": "fp8",
+    "e4m3": "fp8",
+    "e5m2": "fp8",
+    "mxfp8": "fp8",
+    "float8_e4m3fn": "fp8",
+    "float8_e5m2": "fp8",
+    "fp4": "fp4",
+    "nvfp4": "fp4",
+    "mxfp4": "fp4",
+    "float4_e2m1fn_x2": "fp4",
+}
 
 
 class MatrixTypes(msgspec.Struct, frozen=True):
-    """What is known of the element types in a job's matrix units: type -> share of the FLOPs there, and from where."""
+    """What is known of the element types in a job's matrix units: type -> share of the FLOPs there,
+    and from where.
+    """
 
     shares: dict[str, float]
     method: Literal["declared", "trace"]
@@ -130,38 +157,58 @@ def parse_declared_types(text: str) -> MatrixTypes | None:
 def _compute_matrix_rates(
     per_clock: Mapping[str, int], values: Values, types: Iterable[MatrixTypes]
 ) -> FlopRate | None:
-    """FLOP per clock of a multiprocessor whose 16-bit matrix pipe is always active; None for an architecture without.
+    """FLOP per clock of a multiprocessor whose 16-bit matrix pipe is always active; None for an
+    architecture without.
 
-    A mix is by FLOPs, and a pipe spends its time by FLOPs over rate: the rate of the mix is the harmonic mean.
+    A mix is by FLOPs, and a pipe spends its time by FLOPs over rate: the rate of the mix is the
+    harmonic mean.
     """
-    rates = {kind: per_clock[f"{kind}_matrix"] for kind in MATRIX_TYPES if f"{kind}_matrix" in per_clock}
+    rates = {
+        kind: per_clock[f"{kind}_matrix"] for kind in MATRIX_TYPES if f"{kind}_matrix" in per_clock
+    }
     if not rates:
         return None
-    # Several jobs on one device: nobody knows whose the activity is, so that it lies between their rates.
+    # Several jobs on one device: nobody knows whose the activity is, so that it lies between their
+    # rates.
     job_rates = [
-        (sum(mix.shares.values()) / sum(share / rates[kind] for kind, share in mix.shares.items()), mix.method)
+        (
+            sum(mix.shares.values())
+            / sum(share / rates[kind] for kind, share in mix.shares.items()),
+            mix.method,
+        )
         for mix in types
         if mix.shares and mix.shares.keys() <= rates.keys()
     ]
     if job_rates:
         methods = {method for _, method in job_rates}
         values_of_jobs = [rate for rate, _ in job_rates]
-        return FlopRate(min(values_of_jobs), max(values_of_jobs), "declared" if methods == {"declared"} else "trace")
+        return FlopRate(
+            min(values_of_jobs),
+            max(values_of_jobs),
+            "declared" if methods == {"declared"} else "trace",
+        )
     half, single = values.get((PIPE_METRIC, ("fp16",))), values.get((PIPE_METRIC, ("fp32",)))
-    is_half = half is not None and single is not None and half >= max(HALF_TO_SINGLE * single, MIN_ACTIVITY)
+    is_half = (
+        half is not None
+        and single is not None
+        and half >= max(HALF_TO_SINGLE * single, MIN_ACTIVITY)
+    )
     if is_half and "fp16" in rates:
         return FlopRate(rates["fp16"], max(rates.values()), "ratio")
-    # The FP32 pipe has the vector work of TF32 and BF16 jobs, and the sums of FP8 products: it tells nothing.
+    # The FP32 pipe has the vector work of TF32 and BF16 jobs, and the sums of FP8 products: it
+    # tells nothing.
     return FlopRate(min(rates.values()), max(rates.values()), "bounds")
 
 
 def estimate_flops(
     device: Device, values: Values, types: Iterable[MatrixTypes] = ()
 ) -> tuple[list[Reading], dict[str, str]]:
-    """`gpu_flops`, `gpu_integer_ops` and `gpu_flop_utilization_ratio` of a device, or why they cannot be had.
+    """`gpu_flops`, `gpu_integer_ops` and `gpu_flop_utilization_ratio` of a device, or why they
+    cannot be had.
 
-    Where only the activity of all matrix units together is known (exporters on A100), all of it counts as the 16-bit
-    pipe's; a vector pipe that is not known does nothing at least, and at most what the multiprocessors were active.
+    Where only the activity of all matrix units together is known (exporters on A100), all of it
+    counts as the 16-bit pipe's; a vector pipe that is not known does nothing at least, and at most
+    what the multiprocessors were active.
 
     Args:
         device: With its multiprocessors and architecture.
@@ -175,11 +222,17 @@ def estimate_flops(
     missing: dict[str, str] = {}
     name = (device.uuid,)
     if clock is None:
-        return [], dict.fromkeys(("gpu_flops", "gpu_flop_utilization_ratio"), "the clock is not known")
+        return [], dict.fromkeys(
+            ("gpu_flops", "gpu_flop_utilization_ratio"), "the clock is not known"
+        )
     if tensor is not None and device.highest_clock_hz:
-        readings.append(Reading("gpu_flop_utilization_ratio", name, tensor * clock / device.highest_clock_hz))
+        readings.append(
+            Reading("gpu_flop_utilization_ratio", name, tensor * clock / device.highest_clock_hz)
+        )
     else:
-        missing["gpu_flop_utilization_ratio"] = "the activity of the matrix units, or the highest clock, is not known"
+        missing["gpu_flop_utilization_ratio"] = (
+            "the activity of the matrix units, or the highest clock, is not known"
+        )
     active = tensor if hmma is None else hmma
     rate = None if per_clock is None else _compute_matrix_rates(per_clock, values, types)
     if active is None:
@@ -190,8 +243,11 @@ def estimate_flops(
         cycles = device.multiprocessors * clock
         low = active * rate.low
         high = active * rate.high
-        at_most = values.get(("gpu_sm_active_ratio", ()), values.get(("gpu_graphics_active_ratio", ()), 1.0))
-        # A multiprocessor issues to one vector pipe more than to another: unknown ones count with the fastest.
+        at_most = values.get(
+            ("gpu_sm_active_ratio", ()), values.get(("gpu_graphics_active_ratio", ()), 1.0)
+        )
+        # A multiprocessor issues to one vector pipe more than to another: unknown ones count with
+        # the fastest.
         unknown = [kind for kind in VECTOR_TYPES if (PIPE_METRIC, (kind,)) not in values]
         high += at_most * max((per_clock.get(kind, 0) for kind in unknown), default=0)
         for kind in VECTOR_TYPES:
@@ -206,12 +262,17 @@ def estimate_flops(
         ]
         integer = values.get((PIPE_METRIC, ("imma",)))
         if integer is not None and "int8_matrix" in per_clock:
-            readings.append(Reading("gpu_integer_ops", name, integer * per_clock["int8_matrix"] * cycles))
+            readings.append(
+                Reading("gpu_integer_ops", name, integer * per_clock["int8_matrix"] * cycles)
+            )
     return readings, missing
 
 
-def compute_estimate_error(estimated: FlopRate, flops_per_step: float, steps_per_second: float) -> float | None:
-    """How far the estimate is from the FLOPs that a trace counted: 0 within the bounds, else from the nearer one.
+def compute_estimate_error(
+    estimated: FlopRate, flops_per_step: float, steps_per_second: float
+) -> float | None:
+    """How far the estimate is from the FLOPs that a trace counted: 0 within the bounds, else from
+    the nearer one.
 
     (estimate - counted) / counted; None where no steps are done.
     """

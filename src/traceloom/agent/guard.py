@@ -1,8 +1,9 @@
 """A process that removes the agent's sockets when the agent is gone, however it went.
 
-A socket file that nobody listens to delays the end of every job that knows it by seconds. The guard waits for the end
-of a pipe whose other end the agent holds; nothing else ends it. It needs the standard library alone and runs as
-`python -I -S guard.py`, in a session of its own, so that what ends the agent's group does not end it.
+A socket file that nobody listens to delays the end of every job that knows it by seconds. The guard
+waits for the end of a pipe whose other end the agent holds; nothing else ends it. It needs the
+standard library alone and runs as `python -I -S guard.py`, in a session of its own, so that what
+ends the agent's group does not end it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class SocketJanitor:
         return self._process.pid
 
     def watch(self, path: Path) -> None:
-        """Remove this socket, as it is now, at the end. One that takes its name later is not removed."""
+        """Remove this socket, as it is now, at the end.
+
+        One that takes its name later is not removed.
+        """
         self._watched[str(path)] = get_file_identity(str(path))
         self._send(str(path))
 
@@ -56,9 +60,13 @@ class SocketJanitor:
 
     def _start(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, encoding="utf-8",
-            start_new_session=True, cwd="/",
-        )  # fmt: skip
+            [sys.executable, "-I", "-S", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            encoding="utf-8",
+            start_new_session=True,
+            cwd="/",
+        )
 
     def _send(self, path: str) -> None:
         assert self._process.stdin is not None
@@ -78,7 +86,11 @@ def get_file_identity(path: str) -> tuple[int, ...] | None:
         status = os.lstat(path)
     except OSError:
         return None
-    return status.st_dev, status.st_ino, status.st_ctime_ns  # numbers of files are given again at once
+    return (
+        status.st_dev,
+        status.st_ino,
+        status.st_ctime_ns,
+    )  # numbers of files are given again at once
 
 
 def main(lines: IO[str]) -> None:

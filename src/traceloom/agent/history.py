@@ -1,12 +1,14 @@
 """Values over time: ten minutes in memory, a day in SQLite; queries by job, rank, device.
 
-A row on disk is one metric at one instant: the numbers of all its series as 64-bit floats, NaN for none, and the id of
-a layout, which says whose they are. Layouts repeat from tick to tick, so a series costs 8 bytes a tick. Rows lie in
-order of time; an hour of one metric is one scan of a range. Clocks that jump back leave rows among older ones.
+A row on disk is one metric at one instant: the numbers of all its series as 64-bit floats, NaN for
+none, and the id of a layout, which says whose they are. Layouts repeat from tick to tick, so a
+series costs 8 bytes a tick. Rows lie in order of time; an hour of one metric is one scan of a
+range. Clocks that jump back leave rows among older ones.
 
-What stands on a device becomes a job's by the share that the job's processes had of the device at that time: values
-that add up (power, energy, memory, FLOP/s) are split, properties (busy, clocks, temperatures) are averaged over the
-devices that the job was on, weighted by its shares. Counters are answered as rates per second.
+What stands on a device becomes a job's by the share that the job's processes had of the device at
+that time: values that add up (power, energy, memory, FLOP/s) are split, properties (busy, clocks,
+temperatures) are averaged over the devices that the job was on, weighted by its shares. Counters
+are answered as rates per second.
 """
 
 from __future__ import annotations
@@ -107,7 +109,8 @@ class History:
             self._seen[name] = _Recent(sheet.at_ns, series, array("d", sheet.values.values()))
             self._recent.append(self._seen[name])
         oldest = now_ns - self.settings.recent_seconds * 10**9
-        # A clock that jumped ahead and back leaves instants that never become old; the number is bounded too.
+        # A clock that jumped ahead and back leaves instants that never become old; the number is
+        # bounded too.
         max_entries = self.settings.recent_seconds * max(len(self._seen), 1)
         while self._recent and (self._recent[0].at_ns < oldest or len(self._recent) > max_entries):
             self._recent.popleft()
@@ -115,12 +118,16 @@ class History:
     def recent(self, metric: str, since_ns: int, until_ns: int) -> list[Points]:
         """The series of a metric in memory, of instants from `since_ns` until `until_ns`."""
         series: dict[Labels, tuple[array[int], array[float]]] = {}
-        columns: dict[int, list[tuple[int, Labels]]] = {}  # of each tuple of series, which of them are this metric's
+        columns: dict[
+            int, list[tuple[int, Labels]]
+        ] = {}  # of each tuple of series, which of them are this metric's
         for tick in self._recent:
             if since_ns <= tick.at_ns <= until_ns:
                 if id(tick.series) not in columns:
                     columns[id(tick.series)] = [
-                        (column, labels) for column, (name, labels) in enumerate(tick.series) if name == metric
+                        (column, labels)
+                        for column, (name, labels) in enumerate(tick.series)
+                        if name == metric
                     ]
                 for column, labels in columns[id(tick.series)]:
                     times, values = series.setdefault(labels, (array("q"), array("d")))
@@ -133,7 +140,10 @@ class History:
         return min((tick.at_ns for tick in self._recent), default=time.time_ns())
 
     def write(self, at_ns: int, values: Iterable[tuple[SeriesKey, float]]) -> None:
-        """Put one tick on disk. What cannot be written is counted in `lost`; the file is tried again later."""
+        """Put one tick on disk.
+
+        What cannot be written is counted in `lost`; the file is tried again later.
+        """
         with self._lock:
             if self.path is None or self._closed:
                 return
@@ -154,7 +164,9 @@ class History:
                 with self._database as database:
                     for metric, (rows, numbers) in rows_by_metric.items():
                         if metric not in self._metrics:
-                            database.execute("INSERT OR IGNORE INTO metrics (name) VALUES (?)", (metric,))
+                            database.execute(
+                                "INSERT OR IGNORE INTO metrics (name) VALUES (?)", (metric,)
+                            )
                             (self._metrics[metric],) = database.execute(
                                 "SELECT id FROM metrics WHERE name = ?", (metric,)
                             ).fetchone()
@@ -171,7 +183,8 @@ class History:
                     self._put_aside()
 
     def query(self, metric: str, since_ns: int, until_ns: int) -> list[Points]:
-        """The series of a metric on disk, of instants from `since_ns` until `until_ns`, both included.
+        """The series of a metric on disk, of instants from `since_ns` until `until_ns`, both
+        included.
 
         Empty where the disk cannot be read, which `trouble` says; a damaged file is put aside.
         """
@@ -190,7 +203,9 @@ class History:
     def _read(self, path: Path, metric: str, since_ns: int, until_ns: int) -> list[Points]:
         series: dict[Labels, tuple[array[int], array[float]]] = {}
         layouts: dict[int, list[tuple[array[int], array[float]]]] = {}
-        with contextlib.closing(sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True)) as database:
+        with contextlib.closing(
+            sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True)
+        ) as database:
             rows = database.execute(
                 "SELECT at_ns, layout, numbers FROM ticks WHERE at_ns BETWEEN ? AND ?"
                 " AND metric = (SELECT id FROM metrics WHERE name = ?)",
@@ -199,22 +214,39 @@ class History:
             for at_ns, layout, numbers in rows:
                 try:
                     if layout not in layouts:
-                        (text,) = database.execute("SELECT labels FROM layouts WHERE id = ?", (layout,)).fetchone()
+                        (text,) = database.execute(
+                            "SELECT labels FROM layouts WHERE id = ?", (layout,)
+                        ).fetchone()
                         layouts[layout] = [
                             series.setdefault(labels, (array("q"), array("d")))
-                            for labels in msgspec.msgpack.decode(zlib.decompress(text), type=list[Labels])
+                            for labels in msgspec.msgpack.decode(
+                                zlib.decompress(text), type=list[Labels]
+                            )
                         ]
                     columns = list(zip(layouts[layout], array("d", numbers), strict=True))
-                except (zlib.error, msgspec.DecodeError, ValueError, TypeError) as error:  # SQLite checks no contents
-                    raise sqlite3.DatabaseError(f"the tick of {at_ns} is damaged: {error}") from error
+                except (
+                    zlib.error,
+                    msgspec.DecodeError,
+                    ValueError,
+                    TypeError,
+                ) as error:  # SQLite checks no contents
+                    raise sqlite3.DatabaseError(
+                        f"the tick of {at_ns} is damaged: {error}"
+                    ) from error
                 for (times, values), number in columns:
                     if not math.isnan(number):
                         times.append(at_ns)
                         values.append(number)
-        return [sort_by_time(labels, times, values) for labels, (times, values) in series.items() if times]
+        return [
+            sort_by_time(labels, times, values)
+            for labels, (times, values) in series.items()
+            if times
+        ]
 
     def forget(self, now_ns: int) -> None:
-        """Drop from disk what is older than it is kept; and the oldest tenth where the file is too large."""
+        """Drop from disk what is older than it is kept; and the oldest tenth where the file is too
+        large.
+        """
         with self._lock:
             if self._database is None:
                 return
@@ -222,11 +254,21 @@ class History:
             try:
                 with self._database as database:
                     if self.bytes() > self.settings.most_mb * 1e6:
-                        first, last = database.execute("SELECT min(at_ns), max(at_ns) FROM ticks").fetchone()
-                        oldest = max(oldest, first + (last - first) // 10) if first is not None else oldest
-                    deleted = database.execute("DELETE FROM ticks WHERE at_ns < ?", (oldest,)).rowcount
+                        first, last = database.execute(
+                            "SELECT min(at_ns), max(at_ns) FROM ticks"
+                        ).fetchone()
+                        oldest = (
+                            max(oldest, first + (last - first) // 10)
+                            if first is not None
+                            else oldest
+                        )
+                    deleted = database.execute(
+                        "DELETE FROM ticks WHERE at_ns < ?", (oldest,)
+                    ).rowcount
                     if deleted:
-                        database.execute("DELETE FROM layouts WHERE id NOT IN (SELECT DISTINCT layout FROM ticks)")
+                        database.execute(
+                            "DELETE FROM layouts WHERE id NOT IN (SELECT DISTINCT layout FROM ticks)"
+                        )
                         self._layouts.clear()
                 self._database.execute("PRAGMA incremental_vacuum")
             except sqlite3.Error as error:
@@ -282,7 +324,9 @@ class History:
             database.execute("PRAGMA wal_autocheckpoint = 250")
             database.executescript(_SCHEMA)
             database.execute(f"PRAGMA user_version = {VERSION}")
-            self._metrics = {name: number for number, name in database.execute("SELECT id, name FROM metrics")}
+            self._metrics = {
+                name: number for number, name in database.execute("SELECT id, name FROM metrics")
+            }
         except (sqlite3.Error, InputError):
             database.close()
             raise
@@ -318,8 +362,12 @@ class History:
             return self._layouts[rows]
         text = zlib.compress(msgspec.msgpack.encode(rows), 6)
         digest = hashlib.sha256(text).digest()
-        self._database.execute("INSERT OR IGNORE INTO layouts (digest, labels) VALUES (?, ?)", (digest, text))
-        number: int = self._database.execute("SELECT id FROM layouts WHERE digest = ?", (digest,)).fetchone()[0]
+        self._database.execute(
+            "INSERT OR IGNORE INTO layouts (digest, labels) VALUES (?, ?)", (digest, text)
+        )
+        number: int = self._database.execute(
+            "SELECT id FROM layouts WHERE digest = ?", (digest,)
+        ).fetchone()[0]
         self._layouts[rows] = number
         if len(self._layouts) > _LAYOUTS_IN_MEMORY:
             self._layouts.popitem(last=False)
@@ -330,12 +378,17 @@ def sort_by_time(labels: Labels, times: array[int], values: array[float]) -> Poi
     """A series in order of time, whatever clocks did."""
     if any(later < earlier for earlier, later in pairwise(times)):
         pairs = sorted(zip(times, values, strict=True))
-        times, values = array("q", (at_ns for at_ns, _ in pairs)), array("d", (value for _, value in pairs))
+        times, values = (
+            array("q", (at_ns for at_ns, _ in pairs)),
+            array("d", (value for _, value in pairs)),
+        )
     return Points(labels, times, values)
 
 
 def merge_series(older: list[Points], newer: list[Points]) -> list[Points]:
-    """Series of the disk, and those in memory for the time that they cover: where a clock jumped, it has gaps."""
+    """Series of the disk, and those in memory for the time that they cover: where a clock jumped,
+    it has gaps.
+    """
     unmerged = {points.labels: points for points in newer}
     result = []
     for points in older:
@@ -358,10 +411,15 @@ def get_label_columns(metric: str) -> Mapping[str, int]:
     return {label: column for column, label in enumerate(METRICS[metric].labels)}
 
 
-_OWNERSHIP_HOLD_NS = 60 * 10**9  # a share or an owner is taken to hold so long after it was seen last
+_OWNERSHIP_HOLD_NS = (
+    60 * 10**9
+)  # a share or an owner is taken to hold so long after it was seen last
 OWNER_FIELDS = ("job", "rank", "user", "account", "namespace", "pod", "framework", "process", "pid")
 GROUPING_FIELDS = (*OWNER_FIELDS, "device")
-ATTRIBUTION_METRICS = ("process_gpu_share_ratio", "process_info")  # metrics by which values become those of jobs
+ATTRIBUTION_METRICS = (
+    "process_gpu_share_ratio",
+    "process_info",
+)  # metrics by which values become those of jobs
 # Series of a metric in a span of time.
 Fetch = Callable[[str], list[Points]]
 
@@ -389,9 +447,10 @@ def resolve_metric_name(metric: str) -> str:
     name = metric.removeprefix(PREFIX)
     if name not in METRICS:
         raise UsageError(
-            f"there is no metric `{metric}`", slug="no-such-metric",
+            f"there is no metric `{metric}`",
+            slug="no-such-metric",
             hint=nearest(name, METRICS) + "`traceloom agent query` without a metric lists them",
-        )  # fmt: skip
+        )
     return name
 
 
@@ -402,7 +461,12 @@ def list_needed_metrics(metric: str, parts: Iterable[str]) -> list[str]:
 
 
 def evaluate_query(
-    metric: str, fetch: Fetch, *, by: tuple[str, ...] = (), where: Mapping[str, str] | None = None, raw: bool = False
+    metric: str,
+    fetch: Fetch,
+    *,
+    by: tuple[str, ...] = (),
+    where: Mapping[str, str] | None = None,
+    raw: bool = False,
 ) -> list[Curve]:
     """Answer a question.
 
@@ -421,20 +485,34 @@ def evaluate_query(
     where = dict(where or {})
     columns = get_label_columns(metric)
     foreign = [part for part in (*by, *where) if part not in columns]
-    wrong = [part for part in foreign if part not in GROUPING_FIELDS or not ({"device", "process"} & set(columns))]
+    wrong = [
+        part
+        for part in foreign
+        if part not in GROUPING_FIELDS or not ({"device", "process"} & set(columns))
+    ]
     if wrong:
         possible = [*columns, *(GROUPING_FIELDS if {"device", "process"} & set(columns) else ())]
         raise UsageError(
-            f"`{metric}` has no `{wrong[0]}`", slug="no-such-label",
-            hint=nearest(wrong[0], possible) + f"it has {', '.join(dict.fromkeys(possible)) or 'no labels'}",
-        )  # fmt: skip
+            f"`{metric}` has no `{wrong[0]}`",
+            slug="no-such-label",
+            hint=nearest(wrong[0], possible)
+            + f"it has {', '.join(dict.fromkeys(possible)) or 'no labels'}",
+        )
     expected = {columns[key]: value for key, value in where.items() if key in columns}
-    series = [p for p in fetch(metric) if all(p.labels[column] == value for column, value in expected.items())]
+    series = [
+        p
+        for p in fetch(metric)
+        if all(p.labels[column] == value for column, value in expected.items())
+    ]
     if declared.kind == "counter" and not raw:
         series = [rates for points in series if (rates := compute_rate(points)).times_ns]
     if not by and not (set(where) - set(columns)):
         return [
-            Curve(dict(zip(declared.labels, points.labels, strict=True)), list(points.times_ns), list(points.values))
+            Curve(
+                dict(zip(declared.labels, points.labels, strict=True)),
+                list(points.times_ns),
+                list(points.values),
+            )
             for points in series
         ]
     owners = _OwnershipIndex(fetch, foreign, shares="process" not in columns) if foreign else None
@@ -450,7 +528,8 @@ def evaluate_query(
                     key = tuple(facts.get(part, "") for part in by)
                     groups.setdefault(key, _WeightedSums({}, {})).add(at_ns, value, weight)
     curves = [
-        Curve(dict(zip(by, key, strict=True)), *sums.columns(averaged=averaged)) for key, sums in sorted(groups.items())
+        Curve(dict(zip(by, key, strict=True)), *sums.columns(averaged=averaged))
+        for key, sums in sorted(groups.items())
     ]
     return [curve for curve in curves if curve.times_ns]
 
@@ -491,11 +570,16 @@ class _OwnershipIndex:
     """Who was on a device, and whose a process was, at an instant."""
 
     def __init__(self, fetch: Fetch, foreign: list[str], *, shares: bool) -> None:
-        self.shares: dict[str, list[tuple[str, Points]]] = {}  # device -> process and its share over time
+        self.shares: dict[
+            str, list[tuple[str, Points]]
+        ] = {}  # device -> process and its share over time
         if shares:
             columns = get_label_columns("process_gpu_share_ratio")
             for points in fetch("process_gpu_share_ratio"):
-                device, process = points.labels[columns["device"]], points.labels[columns["process"]]
+                device, process = (
+                    points.labels[columns["device"]],
+                    points.labels[columns["process"]],
+                )
                 self.shares.setdefault(device, []).append((process, points))
         self.facts: dict[str, dict[str, str]] = {}
         if set(foreign) - {"process", "device"}:
@@ -507,7 +591,9 @@ class _OwnershipIndex:
     def over_time(
         self, series_labels: dict[str, str], times_ns: Iterable[int]
     ) -> list[list[tuple[dict[str, str], float]]]:
-        """For each instant the owners of a series, with their weights; those of no owner have "" for everything."""
+        """For each instant the owners of a series, with their weights; those of no owner have ""
+        for everything.
+        """
         if "process" in series_labels:
             facts = {**self.facts.get(series_labels["process"], {}), **series_labels}
             return [[(facts, 1.0)] for _ in times_ns]

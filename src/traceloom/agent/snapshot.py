@@ -41,8 +41,8 @@ class CollectorResult:
 class Snapshot:
     """Readings by collector, devices, processes, jobs: replaced whole by whoever knows better.
 
-    What a collector no longer delivers is gone from the board at once; what it delivered before it failed is taken off
-    by `stale`. Used from the loop's thread alone.
+    What a collector no longer delivers is gone from the board at once; what it delivered before it
+    failed is taken off by `stale`. Used from the loop's thread alone.
     """
 
     def __init__(self) -> None:
@@ -54,9 +54,13 @@ class Snapshot:
         self.events: list[DeviceEvent] = []  # the last ones, oldest first
         self.oom_kills: list[OomKill] = []  # likewise
         self.processes: dict[str, Process] = {}
-        self.listeners: list[Callable[[str, CollectorResult], None]] = []  # hear of every sheet as it is put
+        self.listeners: list[
+            Callable[[str, CollectorResult], None]
+        ] = []  # hear of every sheet as it is put
 
-    def put(self, collector: str, readings: Iterable[Reading | HistogramReading], at_ns: int) -> None:
+    def put(
+        self, collector: str, readings: Iterable[Reading | HistogramReading], at_ns: int
+    ) -> None:
         """Replace what a collector delivered before.
 
         Raises:
@@ -66,7 +70,9 @@ class Snapshot:
         for reading in readings:
             metric = METRICS.get(reading.metric)
             if metric is None or len(metric.labels) != len(reading.labels):
-                raise ValueError(f"{collector} delivers `{reading.metric}` with labels that are not declared")
+                raise ValueError(
+                    f"{collector} delivers `{reading.metric}` with labels that are not declared"
+                )
             series = (reading.metric, reading.labels)
             if isinstance(reading, HistogramReading):
                 sheet.histograms[series] = reading
@@ -81,7 +87,9 @@ class Snapshot:
         self.results.pop(collector, None)
 
     def copy(self) -> Snapshot:
-        """The board as it is now, for another thread: sheets and what else it holds are replaced, never changed."""
+        """The board as it is now, for another thread: sheets and what else it holds are replaced,
+        never changed.
+        """
         board = copy(self)
         board.results = dict(self.results)
         return board
@@ -110,18 +118,24 @@ class VisibleSnapshot:
         self.board, self.peer = board, peer
         self.devices: dict[str, Device] = board.devices
         self.processes = {
-            key: p if peer.commands or p.uid == peer.uid else msgspec.structs.replace(p, command="", declared={})
+            key: p
+            if peer.commands or p.uid == peer.uid
+            else msgspec.structs.replace(p, command="", declared={})
             for key, p in board.processes.items()
             if self._sees(p.uid)
         }
         self.device_processes: list[DeviceProcess] = board.device_processes
         self.jobs = {p.owner.job for p in self.processes.values() if p.owner.job}
-        foreign_cgroups = {p.cgroup for key, p in board.processes.items() if key not in self.processes}
+        foreign_cgroups = {
+            p.cgroup for key, p in board.processes.items() if key not in self.processes
+        }
         self._cgroups = {p.cgroup for p in self.processes.values()} - foreign_cgroups | {""}
         self.oom_kills = [kill for kill in board.oom_kills if self._sees(kill.uid)]
 
     def _sees(self, uid: int | None) -> bool:
-        return self.peer.sees == "all" or (self.peer.sees == "own" and uid is not None and uid == self.peer.uid)
+        return self.peer.sees == "all" or (
+            self.peer.sees == "own" and uid is not None and uid == self.peer.uid
+        )
 
     def shows(self, series: SeriesKey) -> bool:
         """Whether the peer may see a series."""
@@ -130,16 +144,23 @@ class VisibleSnapshot:
         name, labels = series
         names = METRICS[name].labels
         for label, value in zip(names, labels, strict=True):
-            # The job of a process or cgroup only describes it: who has it, or all processes in the group, may see it.
-            if label not in _OWNER_LABELS or (label == "job" and not {"process", "cgroup"}.isdisjoint(names)):
+            # The job of a process or cgroup only describes it: who has it, or all processes in the
+            # group, may see it.
+            if label not in _OWNER_LABELS or (
+                label == "job" and not {"process", "cgroup"}.isdisjoint(names)
+            ):
                 continue
-            visible = {"process": self.processes.keys(), "job": self.jobs, "cgroup": self._cgroups}[label]
+            visible = {"process": self.processes.keys(), "job": self.jobs, "cgroup": self._cgroups}[
+                label
+            ]
             if value not in visible:
                 return False
         return True
 
     def seen_as(self, series: SeriesKey) -> SeriesKey | None:
-        """A series with the labels that the peer may see: command lines of others have none; None: not at all."""
+        """A series with the labels that the peer may see: command lines of others have none; None:
+        not at all.
+        """
         if not self.shows(series):
             return None
         name, labels = series
@@ -147,7 +168,10 @@ class VisibleSnapshot:
             names = METRICS[name].labels
             process = self.processes.get(labels[names.index("process")])
             if process is None or not process.command:
-                labels = tuple("" if label == "command" else text for label, text in zip(names, labels, strict=True))
+                labels = tuple(
+                    "" if label == "command" else text
+                    for label, text in zip(names, labels, strict=True)
+                )
         return name, labels
 
     def values(self) -> Iterator[tuple[SeriesKey, float, int]]:

@@ -1,6 +1,7 @@
 """Step counts and pace per process, as reported or probed.
 
-What marks a step: `profiler.step()` while the program calls it, else the step of the optimizer that was seen first.
+What marks a step: `profiler.step()` while the program calls it, else the step of the optimizer that
+was seen first.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ _MAX_PACE_SAMPLES = 64  # times that steps were heard of
 
 @dataclass(slots=True)
 class _RankCounter:
-    """Of one rank of a job, since the agent began. `buckets` are not cumulated; the last is above every bound."""
+    """Of one rank of a job, since the agent began.
+
+    `buckets` are not cumulated; the last is above every bound.
+    """
 
     buckets: list[int] = field(default_factory=lambda: [0] * (len(_BOUNDS) + 1))
     seconds: float = 0.0
@@ -45,9 +49,10 @@ class _RankCounter:
 class StepsTaken(NamedTuple):
     """Steps of a process since the last look.
 
-    `buckets`: how many took at most each bound of `step_seconds`, not cumulated, the last beyond; shape (bounds + 1,).
-    `seconds`: how long they took together; `waited`: of that for data, seconds, None where it is not known.
-    `total`: all steps of the process since it began, None where some were perhaps not seen.
+    `buckets`: how many took at most each bound of `step_seconds`, not cumulated, the last beyond;
+    shape (bounds + 1,). `seconds`: how long they took together; `waited`: of that for data,
+    seconds, None where it is not known. `total`: all steps of the process since it began, None
+    where some were perhaps not seen.
     """
 
     process: str
@@ -58,9 +63,11 @@ class StepsTaken(NamedTuple):
 
 
 class StepPace(NamedTuple):
-    """How a process steps. `last`, `lived`: when a step, and a step or a batch, was last heard of, monotonic seconds.
+    """How a process steps. `last`, `lived`: when a step, and a step or a batch, was last heard of,
+    monotonic seconds.
 
-    `median_s`: of the time of its steps; `every_s`: of the time between two news of steps; both seconds.
+    `median_s`: of the time of its steps; `every_s`: of the time between two news of steps; both
+    seconds.
     """
 
     steps: int
@@ -72,7 +79,9 @@ class StepPace(NamedTuple):
 
 @dataclass(slots=True)
 class _PaceTracker:
-    """Of one process: its last times of steps, as means of what was heard of at once, and the times between."""
+    """Of one process: its last times of steps, as means of what was heard of at once, and the times
+    between.
+    """
 
     steps: int = 0
     last: float = 0.0
@@ -82,7 +91,9 @@ class _PaceTracker:
 
 
 class RecentSteps(NamedTuple):
-    """Steps of a process in the last minute: how many, how long they took, and waited for data; None: not known."""
+    """Steps of a process in the last minute: how many, how long they took, and waited for data;
+    None: not known.
+    """
 
     number: int
     seconds: float
@@ -93,14 +104,17 @@ class StepCounter:
     """Counts steps by job and rank, and their rate and pace by process."""
 
     def __init__(self) -> None:
-        # Hear of the steps of a process as they come: (seconds, how many took so long each on average).
+        # Hear of the steps of a process as they come: (seconds, how many took so long each on
+        # average).
         self.listeners: list[Callable[[str, Sequence[tuple[float, int]]], None]] = []
         self._counters: dict[tuple[str, str], _RankCounter] = {}
         self._rates: dict[str, deque[tuple[float, RecentSteps]]] = {}
         self._untaken: dict[str, int] = {}  # process -> steps since `take`
         self._reporting: set[str] = set()  # processes that report themselves
         self._paces: dict[str, _PaceTracker] = {}
-        self._totals: dict[str, int] = {}  # process -> its steps since it began, where all are known
+        self._totals: dict[
+            str, int
+        ] = {}  # process -> its steps since it began, where all are known
 
     def report(  # noqa: PLR0917  (of one report)
         self,
@@ -111,7 +125,8 @@ class StepCounter:
         loader_wait_seconds: float | None = None,
         total: int | None = None,
     ) -> None:
-        """Take steps that ended since the last report; durations that are no time (NaN, negative) are left out.
+        """Take steps that ended since the last report; durations that are no time (NaN, negative)
+        are left out.
 
         `total`: all steps since the process began, these among them, where it says so.
         """
@@ -126,12 +141,16 @@ class StepCounter:
             buckets[bisect_left(_BOUNDS, duration)] += 1
         if loader_wait_seconds is not None and not 0 <= loader_wait_seconds < math.inf:
             loader_wait_seconds = None
-        self._add(StepsTaken(process, tuple(buckets), sum(durations), loader_wait_seconds), job, rank)
+        self._add(
+            StepsTaken(process, tuple(buckets), sum(durations), loader_wait_seconds), job, rank
+        )
         for listener in self.listeners:
             listener(process, [(duration, 1) for duration in durations])
 
     def count(self, observed: StepsTaken, job: str, rank: int | None) -> None:
-        """Take steps that were seen from outside; of a process that reports itself they only show that it lives."""
+        """Take steps that were seen from outside; of a process that reports itself they only show
+        that it lives.
+        """
         if observed.process in self._reporting:
             if observed.process in self._paces:
                 self._paces[observed.process].lived = time.monotonic()
@@ -145,9 +164,13 @@ class StepCounter:
 
     def _add(self, observed: StepsTaken, job: str, rank: int | None) -> None:
         now, number, process = time.monotonic(), sum(observed.buckets), observed.process
-        counter = self._counters.setdefault((job, "" if rank is None else str(rank)), _RankCounter())
+        counter = self._counters.setdefault(
+            (job, "" if rank is None else str(rank)), _RankCounter()
+        )
         counter.reported = now
-        counter.buckets = [old + new for old, new in zip(counter.buckets, observed.buckets, strict=True)]
+        counter.buckets = [
+            old + new for old, new in zip(counter.buckets, observed.buckets, strict=True)
+        ]
         counter.seconds += observed.seconds
         if observed.waited is not None:
             counter.waited = (counter.waited or 0.0) + observed.waited
@@ -169,17 +192,23 @@ class StepCounter:
         pacing = self._paces.get(process)
         if pacing is None or not pacing.steps:
             return None
-        return StepPace(pacing.steps, pacing.last, pacing.lived, median(pacing.times), median(pacing.between))
+        return StepPace(
+            pacing.steps, pacing.last, pacing.lived, median(pacing.times), median(pacing.between)
+        )
 
     def total(self, process: str) -> int | None:
-        """Steps that a process has made by now since it began, as its pace has it; None where not all were counted."""
+        """Steps that a process has made by now since it began, as its pace has it; None where not
+        all were counted.
+        """
         total, pace, rate = self._totals.get(process), self.pace(process), self.per_second(process)
         if total is None or pace is None:
             return None
         return total + int((time.monotonic() - pace.last) * (rate or 0.0))
 
     def resume(self, process: str, pace: StepPace) -> None:
-        """Take up the pace of a process from before this agent began; a step it makes from now on is its next."""
+        """Take up the pace of a process from before this agent began; a step it makes from now on
+        is its next.
+        """
         if process not in self._paces:
             now = time.monotonic()
             times, between = (
@@ -200,8 +229,13 @@ class StepCounter:
     def lately(self, process: str) -> RecentSteps | None:
         """The last minute of a process; None where it has not stepped in it."""
         oldest = time.monotonic() - _RATE_WINDOW_S
-        recent = [lately for recorded_at, lately in self._rates.get(process, ()) if recorded_at >= oldest]
-        number, waits = sum(lately.number for lately in recent), [lately.waited for lately in recent]
+        recent = [
+            lately for recorded_at, lately in self._rates.get(process, ()) if recorded_at >= oldest
+        ]
+        number, waits = (
+            sum(lately.number for lately in recent),
+            [lately.waited for lately in recent],
+        )
         if not number:
             return None
         waited = None if None in waits else sum(wait for wait in waits if wait is not None)
@@ -218,12 +252,22 @@ class StepCounter:
         """Drop processes that have ended, and ranks that have not reported for ten minutes."""
         now = time.monotonic()
         self._reporting &= living
-        self._untaken = {process: steps for process, steps in self._untaken.items() if process in living}
-        self._rates = {process: times for process, times in self._rates.items() if process in living}
-        self._paces = {process: pacing for process, pacing in self._paces.items() if process in living}
-        self._totals = {process: total for process, total in self._totals.items() if process in living}
+        self._untaken = {
+            process: steps for process, steps in self._untaken.items() if process in living
+        }
+        self._rates = {
+            process: times for process, times in self._rates.items() if process in living
+        }
+        self._paces = {
+            process: pacing for process, pacing in self._paces.items() if process in living
+        }
+        self._totals = {
+            process: total for process, total in self._totals.items() if process in living
+        }
         self._counters = {
-            key: counter for key, counter in self._counters.items() if counter.reported > now - _RETENTION_S
+            key: counter
+            for key, counter in self._counters.items()
+            if counter.reported > now - _RETENTION_S
         }
 
     def readings(self) -> list[Reading | HistogramReading]:
@@ -231,7 +275,11 @@ class StepCounter:
         readings: list[Reading | HistogramReading] = []
         for labels, counter in self._counters.items():
             cumulated = tuple(sum(counter.buckets[: end + 1]) for end in range(len(_BOUNDS)))
-            readings.append(HistogramReading("step_seconds", labels, cumulated, sum(counter.buckets), counter.seconds))
+            readings.append(
+                HistogramReading(
+                    "step_seconds", labels, cumulated, sum(counter.buckets), counter.seconds
+                )
+            )
             if counter.waited is not None:
                 readings.append(Reading("dataloader_wait_seconds_total", labels, counter.waited))
         return readings
@@ -243,7 +291,9 @@ _MAX_LIBRARIES = 64  # of different files; each has two probes
 
 
 class _Library(NamedTuple):
-    """A file with probes: those, the processes that map it, what cannot be seen of it, and since when (clock ticks)."""
+    """A file with probes: those, the processes that map it, what cannot be seen of it, and since
+    when (clock ticks).
+    """
 
     probes: Uprobes
     processes: set[str]
@@ -278,7 +328,8 @@ class ProbedStepClock:
         self._last: dict[str, dict[tuple[int, int], StepMark]] = {}
 
     def collect(self) -> list[Reading]:
-        """Attach to what is new, let go of what has ended, and count; without the right to it nothing is done.
+        """Attach to what is new, let go of what has ended, and count; without the right to it
+        nothing is done.
 
         Raises:
             OSError: The kernel refuses now what it allowed before.
@@ -291,14 +342,18 @@ class ProbedStepClock:
         if not self._on or (self._probes is None and any(explain_unsupported())):
             return []
         processes = {
-            process.pid: process for process in self._processes() if process.owner.framework in ("", "pytorch")
+            process.pid: process
+            for process in self._processes()
+            if process.owner.framework in ("", "pytorch")
         }
         if self._probes is None:
             self._probes = StepProbes()
         living = {process.key for process in processes.values()}
         self._looked &= living
         self._last = {process: marks for process, marks in self._last.items() if process in living}
-        self._refused = {process: reason for process, reason in self._refused.items() if process in living}
+        self._refused = {
+            process: reason for process, reason in self._refused.items() if process in living
+        }
         for file, library in list(self._libraries.items()):
             library.processes.intersection_update(living)
             if not library.processes:
@@ -313,7 +368,9 @@ class ProbedStepClock:
         for pid in marks:
             owner = processes.get(pid)
             first_ns = min(mark.first_ns for mark in marks[pid].values())
-            if owner is None or first_ns + suspended_ns < (owner.start_ticks - 1) * (10**9 // TICKS_PER_S):
+            if owner is None or first_ns + suspended_ns < (owner.start_ticks - 1) * (
+                10**9 // TICKS_PER_S
+            ):
                 self._probes.forget(pid)  # it has ended; its pid may be another one's by now
             elif observed := self._since_last(owner, marks[pid]):
                 self.taken.append(observed)
@@ -335,7 +392,9 @@ class ProbedStepClock:
         return sentences
 
     def close(self) -> None:
-        """Take all probes away, when a run that is under way has ended; else the kernel does, with the process."""
+        """Take all probes away, when a run that is under way has ended; else the kernel does, with
+        the process.
+        """
         if not self._busy.acquire(timeout=_CLOSE_TIMEOUT_S):
             return
         self._closed = True
@@ -362,7 +421,9 @@ class ProbedStepClock:
                     self._libraries[file].processes.add(process.key)
                 elif len(self._libraries) == _MAX_LIBRARIES:
                     os.close(descriptor)
-                    self._refused[process.key] = f"more than {_MAX_LIBRARIES} copies of PyTorch are in use"
+                    self._refused[process.key] = (
+                        f"more than {_MAX_LIBRARIES} copies of PyTorch are in use"
+                    )
                 else:
                     attached, lacks = probes.attach(descriptor)
                     self._libraries[file] = _Library(
@@ -376,25 +437,37 @@ class ProbedStepClock:
                 self._refused[process.key] = f"no probes in {mapping.path}: {error.strerror}"
             return
 
-    def _since_last(self, process: Process, marks: dict[tuple[int, int], StepMark]) -> StepsTaken | None:
+    def _since_last(
+        self, process: Process, marks: dict[tuple[int, int], StepMark]
+    ) -> StepsTaken | None:
         """What a process has done since the last run; None where it has done nothing."""
         before = self._last.get(process.key, {})
         self._last[process.key] = marks
         nothing = StepMark(0, 0, 0, 0, (0,) * len(next(iter(marks.values())).buckets))
-        clocks = [key for key, mark in marks.items() if mark.number > before.get(key, nothing).number]
+        clocks = [
+            key for key, mark in marks.items() if mark.number > before.get(key, nothing).number
+        ]
         wait = marks.get((LOADER, 0))
         waited_ns = wait.total_ns - before.get((LOADER, 0), nothing).total_ns if wait else None
-        steps = [(kind, marks[kind, which].first_ns, which) for kind, which in clocks if kind != LOADER]
+        steps = [
+            (kind, marks[kind, which].first_ns, which) for kind, which in clocks if kind != LOADER
+        ]
         if not steps and not waited_ns:
             return None
         kind, _, which = min(steps, default=(PROFILER_STEP, 0, 0))
         now, last = marks.get((kind, which), nothing), before.get((kind, which), nothing)
-        buckets = tuple(number - earlier for number, earlier in zip(now.buckets, last.buckets, strict=True))
+        buckets = tuple(
+            number - earlier for number, earlier in zip(now.buckets, last.buckets, strict=True)
+        )
         seconds = (now.total_ns - last.total_ns) / 1e9
         # Of a process that began before there were probes, some steps were perhaps not seen.
         saw_start = any(
             process.key in library.processes and process.start_ticks > library.since_ticks
             for library in self._libraries.values()
         )
-        total = now.number + 1 if saw_start and len(steps) == 1 else None  # the first call ends no step that has begun
-        return StepsTaken(process.key, buckets, seconds, None if waited_ns is None else waited_ns / 1e9, total)
+        total = (
+            now.number + 1 if saw_start and len(steps) == 1 else None
+        )  # the first call ends no step that has begun
+        return StepsTaken(
+            process.key, buckets, seconds, None if waited_ns is None else waited_ns / 1e9, total
+        )

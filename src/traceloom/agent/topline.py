@@ -1,7 +1,8 @@
 """Device time, energy, FLOPs per job and tick; facts learned from a trace.
 
-A device's time goes to the jobs that hold it: what it was busy by what each used, what it was idle in equal parts, as
-each of them keeps it from others. In whole milliseconds they add up to the time of the device.
+A device's time goes to the jobs that hold it: what it was busy by what each used, what it was idle
+in equal parts, as each of them keeps it from others. In whole milliseconds they add up to the time
+of the device.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ METHODS_MOST_CERTAIN_FIRST: tuple[Method, ...] = ("declared", "trace", "ratio", 
 class TracedFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a trace of a job tells, per process and step. None: the trace does not say.
 
-    `dtype_mix`: element type in the matrix units -> FLOPs; `roofline_ratio`: share of the roofline that was reached.
+    `dtype_mix`: element type in the matrix units -> FLOPs; `roofline_ratio`: share of the roofline
+    that was reached.
     """
 
     flops_per_step: float | None = None
@@ -48,8 +50,9 @@ class TracedFacts(msgspec.Struct, frozen=True, kw_only=True):
 class JobTick(msgspec.Struct, frozen=True, kw_only=True):
     """A job on this host at one tick.
 
-    `processes`: their keys; `devices`: uuids that it holds, used or not; `steps`: those that its processes here ended
-    since the last tick, added up; `steps_per_second`: likewise, of all processes together; None: it reports none.
+    `processes`: their keys; `devices`: uuids that it holds, used or not; `steps`: those that its
+    processes here ended since the last tick, added up; `steps_per_second`: likewise, of all
+    processes together; None: it reports none.
     """
 
     job: str
@@ -64,12 +67,17 @@ class JobTick(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def element_types(self) -> MatrixTypes | None:
         """What is known of the types in its matrix units: declared, else those of its trace."""
-        return self.declared_types or (MatrixTypes(self.facts.dtype_mix, "trace") if self.facts.dtype_mix else None)
+        return self.declared_types or (
+            MatrixTypes(self.facts.dtype_mix, "trace") if self.facts.dtype_mix else None
+        )
 
 
 @dataclass(slots=True)
 class JobTotals:
-    """What a job has added up since the agent began. Times in ms; a reason is why a sum has a gap and is not told."""
+    """What a job has added up since the agent began.
+
+    Times in ms; a reason is why a sum has a gap and is not told.
+    """
 
     seen_s: float = 0.0
     busy_ms: int = 0
@@ -82,7 +90,9 @@ class JobTotals:
 
 
 def collect_matrix_types(jobs: Sequence[JobTick]) -> dict[str, list[MatrixTypes]]:
-    """Device -> what is known of each job on it; of a device with a job of which nothing is known, nothing."""
+    """Device -> what is known of each job on it; of a device with a job of which nothing is known,
+    nothing.
+    """
     types_by_device: dict[str, list[MatrixTypes | None]] = defaultdict(list)
     for job in jobs:
         for device in job.devices:
@@ -95,7 +105,9 @@ def collect_matrix_types(jobs: Sequence[JobTick]) -> dict[str, list[MatrixTypes]
 
 
 class TickMeasurements(NamedTuple):
-    """What one tick is added up from: series -> value, and how long it was, in whole milliseconds and as it was."""
+    """What one tick is added up from: series -> value, and how long it was, in whole milliseconds
+    and as it was.
+    """
 
     devices: Mapping[str, Device]
     values: Mapping[SeriesKey, float]
@@ -104,9 +116,11 @@ class TickMeasurements(NamedTuple):
 
 
 class JobDeviceTime(NamedTuple):
-    """What a job had of a device in one tick; `job` None: nobody holds the device. Of a device they add up to the tick.
+    """What a job had of a device in one tick; `job` None: nobody holds the device. Of a device they
+    add up to the tick.
 
-    Times in ms; `unknown_ms` is what could not be read. `joules`, and the bounds of FLOPs: None where not known.
+    Times in ms; `unknown_ms` is what could not be read. `joules`, and the bounds of FLOPs: None
+    where not known.
     """
 
     device: str
@@ -131,7 +145,9 @@ class JobAccounting:
         self._elapsed_s = 0.0
         self._elapsed_ms = 0
         self.device_times: list[JobDeviceTime] = []
-        self.input_bytes: dict[str, float] = {}  # job -> what it read in the last tick, where that is known
+        self.input_bytes: dict[
+            str, float
+        ] = {}  # job -> what it read in the last tick, where that is known
         self._last_joules: dict[str, float] = {}  # device -> its counter at the last tick
 
     def readings(
@@ -150,10 +166,15 @@ class JobAccounting:
             jobs: Those that are on this host now.
         """
         self._elapsed_s += interval_s
-        ms = round(self._elapsed_s * 1000) - self._elapsed_ms  # of all intervals, so that rounding does not add up
+        ms = (
+            round(self._elapsed_s * 1000) - self._elapsed_ms
+        )  # of all intervals, so that rounding does not add up
         self._elapsed_ms += ms
         measured = TickMeasurements(
-            snapshot.devices, {series: value for series, value, _ in snapshot.values()}, ms, interval_s
+            snapshot.devices,
+            {series: value for series, value, _ in snapshot.values()},
+            ms,
+            interval_s,
         )
         shares_by_device = self._compute_job_shares(snapshot, shares, jobs)
         ticks: dict[str, JobTotals] = {job.job: JobTotals() for job in jobs}
@@ -178,11 +199,19 @@ class JobAccounting:
             )
             if per_step is not None and job.steps is not None:
                 self.input_bytes[job.job] = per_step * job.steps
-                total.input_bytes[source] = total.input_bytes.get(source, 0.0) + self.input_bytes[job.job]
-            job_shares = {device: part[job.job] for device, part in shares_by_device.items() if job.job in part}
+                total.input_bytes[source] = (
+                    total.input_bytes.get(source, 0.0) + self.input_bytes[job.job]
+                )
+            job_shares = {
+                device: part[job.job]
+                for device, part in shares_by_device.items()
+                if job.job in part
+            }
             readings += self._build_job_readings(job, tick, job_shares, measured.values)
         self.totals = {
-            job: total for job, total in self.totals.items() if total.seen_s > self._elapsed_s - JOB_RETENTION_S
+            job: total
+            for job, total in self.totals.items()
+            if total.seen_s > self._elapsed_s - JOB_RETENTION_S
         }
         return readings
 
@@ -206,11 +235,17 @@ class JobAccounting:
         return shares_by_device
 
     def _charge_device(
-        self, measured: TickMeasurements, uuid: str, job_shares: Mapping[str, float], ticks: Mapping[str, JobTotals]
+        self,
+        measured: TickMeasurements,
+        uuid: str,
+        job_shares: Mapping[str, float],
+        ticks: Mapping[str, JobTotals],
     ) -> None:
         """Give a device's time and energy of this tick to its jobs."""
         device, values, ms = measured.devices.get(uuid), measured.values, measured.ms
-        busy = values.get(("gpu_busy_ratio", (uuid,)), values.get(("gpu_graphics_active_ratio", (uuid,))))
+        busy = values.get(
+            ("gpu_busy_ratio", (uuid,)), values.get(("gpu_graphics_active_ratio", (uuid,)))
+        )
         busy_ms = None if busy is None else round(min(max(busy, 0.0), 1.0) * ms)
         jobs: list[str | None] = [*job_shares] or [None]
         weights = list(job_shares.values()) or [1.0]
@@ -235,17 +270,23 @@ class JobAccounting:
             self._last_joules[uuid] = counter
             if previous_counter is not None and counter >= previous_counter:
                 joules = counter - previous_counter
-            elif joules is None:  # the first tick, or the driver was loaded anew: it counts from here on
+            elif (
+                joules is None
+            ):  # the first tick, or the driver was loaded anew: it counts from here on
                 joules = 0.0
         rate = combine_flop_rates({uuid: 1.0}, values)
         for job, share, busy_part, idle_part, unknown_part in zip(
             jobs, weights, busy_by_job, idle_by_job, unknown_by_job, strict=True
         ):
             flops = (
-                None if rate is None else (rate.low * share * measured.seconds, rate.high * share * measured.seconds)
+                None
+                if rate is None
+                else (rate.low * share * measured.seconds, rate.high * share * measured.seconds)
             )
             job_joules = None if joules is None else joules * share
-            self.device_times.append(JobDeviceTime(uuid, job, busy_part, idle_part, unknown_part, job_joules, flops))
+            self.device_times.append(
+                JobDeviceTime(uuid, job, busy_part, idle_part, unknown_part, job_joules, flops)
+            )
             if job is None or job not in ticks:
                 continue
             tick = ticks[job]
@@ -255,17 +296,27 @@ class JobAccounting:
             if relative_peak is not None:
                 tick.reference_ms += busy_part * relative_peak
             elif busy_part:
-                tick.gaps["job_reference_device_seconds_total"] = f"the peak of {uuid} or of the reference is not known"
+                tick.gaps["job_reference_device_seconds_total"] = (
+                    f"the peak of {uuid} or of the reference is not known"
+                )
             if job_joules is not None:
                 tick.joules += job_joules
             elif not unknown_part:
                 tick.gaps["job_energy_joules_total"] = f"the energy of {uuid} is not known"
 
     def _build_job_readings(
-        self, job: JobTick, tick: JobTotals, device_shares: Mapping[str, float], values: Mapping[SeriesKey, float]
+        self,
+        job: JobTick,
+        tick: JobTotals,
+        device_shares: Mapping[str, float],
+        values: Mapping[SeriesKey, float],
     ) -> list[Reading]:
         total, job_label = self.totals[job.job], (job.job,)
-        readings = [Reading("job_devices", job_label, sum(device_shares.values()))] if device_shares else []
+        readings = (
+            [Reading("job_devices", job_label, sum(device_shares.values()))]
+            if device_shares
+            else []
+        )
         states = (("busy", total.busy_ms), ("idle", total.idle_ms), ("unknown", total.unknown_ms))
         has_held_devices = any(spent for _, spent in states)  # it held devices at some time
         readings += [
@@ -287,19 +338,34 @@ class JobAccounting:
             ("job_flop_utilization_ratio", "gpu_flop_utilization_ratio"),
         ):
             ratios = [
-                values[device_metric, (device,)] for device in device_shares if (device_metric, (device,)) in values
+                values[device_metric, (device,)]
+                for device in device_shares
+                if (device_metric, (device,)) in values
             ]
             if ratios and len(ratios) == len(device_shares):
                 readings.append(Reading(metric, job_label, sum(ratios) / len(ratios)))
-        power = [(values.get(("gpu_power_watts", (device,))), part) for device, part in device_shares.items()]
+        power = [
+            (values.get(("gpu_power_watts", (device,))), part)
+            for device, part in device_shares.items()
+        ]
         if power and all(watts is not None for watts, _ in power):
             readings.append(
-                Reading("job_power_watts", job_label, sum(watts * part for watts, part in power if watts is not None))
+                Reading(
+                    "job_power_watts",
+                    job_label,
+                    sum(watts * part for watts, part in power if watts is not None),
+                )
             )
         rate = combine_flop_rates(device_shares, values)
         if rate is not None:
-            bounds: tuple[tuple[Literal["low", "high"], float], ...] = (("low", rate.low), ("high", rate.high))
-            readings += [Reading("job_flops", (*job_label, rate.method, bound), flops) for bound, flops in bounds]
+            bounds: tuple[tuple[Literal["low", "high"], float], ...] = (
+                ("low", rate.low),
+                ("high", rate.high),
+            )
+            readings += [
+                Reading("job_flops", (*job_label, rate.method, bound), flops)
+                for bound, flops in bounds
+            ]
             if job.facts.flops_per_step is not None and job.steps_per_second is not None:
                 error = compute_estimate_error(rate, job.facts.flops_per_step, job.steps_per_second)
                 if error is not None:
@@ -316,11 +382,18 @@ class JobAccounting:
 def combine_flop_rates(
     device_shares: Mapping[str, float], values: Mapping[tuple[str, tuple[str, ...]], float]
 ) -> FlopRate | None:
-    """FLOP/s of a job over its devices, known as well as the least known of them; None where any is not known."""
+    """FLOP/s of a job over its devices, known as well as the least known of them; None where any is
+    not known.
+    """
     low, high, method = 0.0, 0.0, METHODS_MOST_CERTAIN_FIRST[0]
     for device, part in device_shares.items():
         device_method = next(
-            (name for name in METHODS_MOST_CERTAIN_FIRST if ("gpu_flops", (device, name, "low")) in values), None
+            (
+                name
+                for name in METHODS_MOST_CERTAIN_FIRST
+                if ("gpu_flops", (device, name, "low")) in values
+            ),
+            None,
         )
         if device_method is None:
             return None
@@ -330,11 +403,14 @@ def combine_flop_rates(
     return FlopRate(low, high, method) if device_shares else None
 
 
-MIN_MODELLED_SHARE = 0.9  # share of the time of compute kernels whose FLOPs are counted, for them to be a reference
+MIN_MODELLED_SHARE = (
+    0.9  # share of the time of compute kernels whose FLOPs are counted, for them to be a reference
+)
 
 
 def load_traced_facts(path: str) -> dict[str, Any]:
-    """The fields of `JobFacts` from a capture or a trace: means over its processes and their whole steps.
+    """The fields of `JobFacts` from a capture or a trace: means over its processes and their whole
+    steps.
 
     Raises:
         TraceloomError: It cannot be read.
@@ -349,20 +425,28 @@ def load_traced_facts(path: str) -> dict[str, Any]:
     roofline_result = roofline(session)
     mean_by_quantity = {
         quantity: mean
-        for quantity, mean in roofline_result.spread.group_by("quantity").agg(pl.col("mean").mean()).iter_rows()
+        for quantity, mean in roofline_result.spread.group_by("quantity")
+        .agg(pl.col("mean").mean())
+        .iter_rows()
         if mean is not None
     }
-    roofline_fraction = roofline_result.whole["roofline_fraction"].mean() if roofline_result.whole.height else None
+    roofline_fraction = (
+        roofline_result.whole["roofline_fraction"].mean() if roofline_result.whole.height else None
+    )
     matrix = roofline_result.operators.filter(
         pl.col("matrix") & pl.col("arithmetic").cast(pl.String).is_in(MATRIX_TYPES)
     )
-    flops_by_type = matrix.group_by(pl.col("arithmetic").cast(pl.String)).agg(pl.col("flops").sum()).rows()
+    flops_by_type = (
+        matrix.group_by(pl.col("arithmetic").cast(pl.String)).agg(pl.col("flops").sum()).rows()
+    )
     copied = []
     compute_ns = 0
     for trace in session.traces:
         compute = select_gpu_work(trace).filter(pl.col("category").cast(pl.String) == "compute")
         compute_ns += int((compute["end_ns"] - compute["start_ns"]).sum())
-        to_device = copies(trace).per_step.filter(pl.col("kind").cast(pl.String) == "HtoD")["mean_copied_bytes"]
+        to_device = copies(trace).per_step.filter(pl.col("kind").cast(pl.String) == "HtoD")[
+            "mean_copied_bytes"
+        ]
         if to_device.len() and not to_device.null_count():
             copied.append(float(to_device.sum()))
     is_counted = (
@@ -372,7 +456,9 @@ def load_traced_facts(path: str) -> dict[str, Any]:
         flops_per_step=mean_by_quantity.get("flops") if is_counted else None,
         dtype_mix={kind: float(flops) for kind, flops in flops_by_type if flops},
         roofline_ratio=mean_by_quantity.get("roofline_fraction", roofline_fraction),
-        copied_bytes_per_step=sum(copied) / len(copied) if copied and len(copied) == len(session.traces) else None,
+        copied_bytes_per_step=sum(copied) / len(copied)
+        if copied and len(copied) == len(session.traces)
+        else None,
     )
     fields: dict[str, Any] = msgspec.to_builtins(facts)
     return fields

@@ -1,7 +1,7 @@
 """What takes long is done in a process of its own: facts of a capture, recordings by probes.
 
-A task is a function `module:name` of the package that takes keywords and gives what JSON holds. The process ends with
-its task; one that crashes, hangs or swells takes nothing with it.
+A task is a function `module:name` of the package that takes keywords and gives what JSON holds. The
+process ends with its task; one that crashes, hangs or swells takes nothing with it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def run(task: str, *, timeout_s: float = 600.0, user: int | None = None, **argum
     try:
         worker = WorkerProcess("traceloom.agent.worker", quiet=True, user=user)
     except OSError as error:
-        raise TraceloomError(f"the task `{task}` did not start: {error}", slug="task-failed") from error
+        raise TraceloomError(
+            f"the task `{task}` did not start: {error}", slug="task-failed"
+        ) from error
     timer = threading.Timer(timeout_s, worker.kill)
     timer.daemon = True
     timer.start()
@@ -53,7 +55,8 @@ def run(task: str, *, timeout_s: float = 600.0, user: int | None = None, **argum
         worker.ended()
     if answer is None or "error" in answer:
         raise TraceloomError(
-            f"the task `{task}` failed: {answer['error'] if answer else 'its process ended'}", slug="task-failed"
+            f"the task `{task}` failed: {answer['error'] if answer else 'its process ended'}",
+            slug="task-failed",
         )
     return answer["result"]
 
@@ -61,7 +64,8 @@ def run(task: str, *, timeout_s: float = 600.0, user: int | None = None, **argum
 async def run_alone(task: str, **arguments: Any) -> Any:
     """Run a task as long as it takes; where this is cancelled, its process is killed.
 
-    Nobody waits for the end of the process: where it has probes, the kernel takes them away first, which takes seconds.
+    Nobody waits for the end of the process: where it has probes, the kernel takes them away first,
+    which takes seconds.
 
     Raises:
         TraceloomError: `task-failed`: it could not start, raised or was killed; the message is its own.
@@ -69,7 +73,9 @@ async def run_alone(task: str, **arguments: Any) -> Any:
     try:
         worker = WorkerProcess("traceloom.agent.worker", quiet=True)
     except OSError as error:
-        raise TraceloomError(f"the task `{task}` did not start: {error}", slug="task-failed") from error
+        raise TraceloomError(
+            f"the task `{task}` did not start: {error}", slug="task-failed"
+        ) from error
     try:
         worker.send({"task": task, "arguments": arguments})
         answer = await asyncio.to_thread(next, worker.answers(), None)
@@ -79,7 +85,9 @@ async def run_alone(task: str, **arguments: Any) -> Any:
         worker.kill()
         threading.Thread(target=worker.ended, name=f"end of {task}", daemon=True).start()
     if answer is None or "error" in answer:
-        raise TraceloomError(answer["error"] if answer else f"the process of `{task}` ended", slug="task-failed")
+        raise TraceloomError(
+            answer["error"] if answer else f"the process of `{task}` ended", slug="task-failed"
+        )
     return answer["result"]
 
 

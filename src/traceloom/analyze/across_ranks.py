@@ -12,7 +12,11 @@ import polars as pl
 from traceloom.analyze import lateness
 from traceloom.analyze.lateness import build_chains
 from traceloom.analyze.lateness import compute_lateness as lateness_lateness
-from traceloom.analyze.matched_collectives import MatchedCollectives, assign_rank_numbers, match_collectives
+from traceloom.analyze.matched_collectives import (
+    MatchedCollectives,
+    assign_rank_numbers,
+    match_collectives,
+)
 from traceloom.analyze.rank_summary import (
     COMMUNICATION,
     LOAD_MEASURES,
@@ -38,8 +42,8 @@ class Imbalance(Result):
 
     Attributes:
         measures: One row per measure (compute_ns, embedding_ns, exchanged_bytes, tokens, memory_bytes) that at least
-            two ranks have: mean, max, min per rank (means over the steps that all of them hold), max_over_mean (1 is
-            even), and the step that is worst with its ratio and rank.
+            two ranks have: mean, max, min per rank (means over the steps that all of them hold),
+            max_over_mean (1 is even), and the step that is worst with its ratio and rank.
         ranks: Mean per step of each measure, per rank; null where it is not known.
     """
 
@@ -54,23 +58,39 @@ def imbalance(parts: Sequence[RankPart]) -> Imbalance:
         for part, rank in zip(parts, assign_rank_numbers(parts), strict=True)
     )
     schema = {"rank": pl.Int32(), "host": pl.String()}
-    hosts = pl.DataFrame({"rank": assign_rank_numbers(parts), "host": [part.host for part in parts]}, schema=schema)
+    hosts = pl.DataFrame(
+        {"rank": assign_rank_numbers(parts), "host": [part.host for part in parts]}, schema=schema
+    )
     means = loads.group_by("rank").agg(pl.col(name).mean() for name in LOAD_MEASURES)
-    ranks = hosts.unique("rank", keep="first", maintain_order=True).join(means, on="rank", how="left")
+    ranks = hosts.unique("rank", keep="first", maintain_order=True).join(
+        means, on="rank", how="left"
+    )
     rows = []
     for name in LOAD_MEASURES:
-        measured = loads.select("rank", "step", pl.col(name).cast(pl.Float64).alias("value")).drop_nulls("value")
+        measured = loads.select(
+            "rank", "step", pl.col(name).cast(pl.Float64).alias("value")
+        ).drop_nulls("value")
         rank_count = measured["rank"].n_unique()
         common = measured.filter(pl.col("rank").n_unique().over("step") == rank_count)
         common = common if common.height else measured
-        rank_means = common.group_by("rank").agg(pl.col("value").mean()).sort("value", "rank", descending=[True, False])
+        rank_means = (
+            common.group_by("rank")
+            .agg(pl.col("value").mean())
+            .sort("value", "rank", descending=[True, False])
+        )
         mean = rank_means["value"].mean()
-        if rank_count < 2 or not isinstance(mean, float) or mean <= 0:  # below 0 are totals of a damaged file
+        if (
+            rank_count < 2 or not isinstance(mean, float) or mean <= 0
+        ):  # below 0 are totals of a damaged file
             continue
         steps = (
             common.sort("value", "rank", descending=[True, False])
             .group_by("step", maintain_order=True)
-            .agg(pl.col("value").first().alias("most"), pl.col("value").mean().alias("even"), pl.col("rank").first())
+            .agg(
+                pl.col("value").first().alias("most"),
+                pl.col("value").mean().alias("even"),
+                pl.col("rank").first(),
+            )
             .filter(pl.col("even") > 0)
             .with_columns((pl.col("most") / pl.col("even")).alias("ratio"))
             .sort("ratio", "step", descending=[True, False])
@@ -91,7 +111,8 @@ def imbalance(parts: Sequence[RankPart]) -> Imbalance:
         )
         rows.append((*figures, steps["step"][0], steps["ratio"][0], steps["rank"][0]))
     return Imbalance(
-        pl.DataFrame(rows, schema=BALANCE_SCHEMA, orient="row"), ranks.pipe(cast_to_schema, LOAD_SCHEMA).sort("rank")
+        pl.DataFrame(rows, schema=BALANCE_SCHEMA, orient="row"),
+        ranks.pipe(cast_to_schema, LOAD_SCHEMA).sort("rank"),
     )
 
 
@@ -112,10 +133,11 @@ class Pipeline(Result):
         stages: One row per rank of a pipeline: pipeline (number), stage (0 first), stage_count, and over the steps the
             window, compute, bubble (mean, least, most) and bubble_fraction (bubble / window).
         steps: One row per step and rank: window_ns (first start to last end of compute over the ranks of the pipeline),
-            compute_ns, other_ns (other communication between the rank's computes), warm_up_ns (before its first
-            compute), steady_ns (between, neither computing nor in other communication), drain_ns (after its last), and
-            bubble_ns = warm_up_ns + steady_ns + drain_ns; all but in_pairs_ns (the part of the bubble that it stood in
-            sends and receives, unhidden) add up: compute + other + bubble = window.
+            compute_ns, other_ns (other communication between the rank's computes), warm_up_ns
+            (before its first compute), steady_ns (between, neither computing nor in other
+            communication), drain_ns (after its last), and bubble_ns = warm_up_ns + steady_ns +
+            drain_ns; all but in_pairs_ns (the part of the bubble that it stood in sends and
+            receives, unhidden) add up: compute + other + bubble = window.
     """
 
     stages: pl.DataFrame
@@ -127,8 +149,13 @@ def find_pipelines(parts: Sequence[RankPart], matched: MatchedCollectives) -> Pi
     frames = []
     for number, part in enumerate(parts):
         clock = matched.clock_of[number]
-        moved = [pl.Series(name, clock.corrected(part.stages[name].to_numpy())) for name in ("first_ns", "last_ns")]
-        frames.append(part.stages.with_columns(*moved, pl.lit(matched.ranks[number], pl.Int32).alias("rank")))
+        moved = [
+            pl.Series(name, clock.corrected(part.stages[name].to_numpy()))
+            for name in ("first_ns", "last_ns")
+        ]
+        frames.append(
+            part.stages.with_columns(*moved, pl.lit(matched.ranks[number], pl.Int32).alias("rank"))
+        )
     rows = pl.concat(frames)
     positions = _assign_stages(rows)
     if not positions:
@@ -139,12 +166,17 @@ def find_pipelines(parts: Sequence[RankPart], matched: MatchedCollectives) -> Pi
         orient="row",
     )
     rows = rows.join(stage_rows, on="rank", how="inner", maintain_order="left")
-    start, end = pl.col("first_ns").min().over("pipeline", "step"), pl.col("last_ns").max().over("pipeline", "step")
+    start, end = (
+        pl.col("first_ns").min().over("pipeline", "step"),
+        pl.col("last_ns").max().over("pipeline", "step"),
+    )
     bubbles = rows.with_columns(
         (end - start).alias("window_ns"),
         (pl.col("first_ns") - start).alias("warm_up_ns"),
         (end - pl.col("last_ns")).alias("drain_ns"),
-        (pl.col("last_ns") - pl.col("first_ns") - pl.col("compute_ns") - pl.col("other_ns")).alias("steady_ns"),
+        (pl.col("last_ns") - pl.col("first_ns") - pl.col("compute_ns") - pl.col("other_ns")).alias(
+            "steady_ns"
+        ),
     ).with_columns(
         (pl.col("warm_up_ns") + pl.col("steady_ns") + pl.col("drain_ns")).alias("bubble_ns"),
         (
@@ -162,7 +194,9 @@ def find_pipelines(parts: Sequence[RankPart], matched: MatchedCollectives) -> Pi
         pl.col("bubble_ns").mean().alias("mean_bubble_ns"),
         pl.col("bubble_ns").min().alias("min_bubble_ns"),
         pl.col("bubble_ns").max().alias("max_bubble_ns"),
-        (pl.col("bubble_ns").sum() / pl.max_horizontal(pl.col("window_ns").sum(), 1)).alias("bubble_fraction"),
+        (pl.col("bubble_ns").sum() / pl.max_horizontal(pl.col("window_ns").sum(), 1)).alias(
+            "bubble_fraction"
+        ),
     )
     count = (pl.col("stage").max().over("pipeline") + 1).alias("stage_count")
     stages = sums.with_columns(count).pipe(cast_to_schema, STAGE_SCHEMA)
@@ -172,7 +206,8 @@ def find_pipelines(parts: Sequence[RankPart], matched: MatchedCollectives) -> Pi
 def _assign_stages(rows: pl.DataFrame) -> dict[int, tuple[int, int]]:
     """Rank -> pipeline and stage: a rank stands behind the one that it first receives from.
 
-    The first receive of a step brings activations, which come from the stage before. The first stage sends before it
+    The first receive of a step brings activations, which come from the stage before. The first
+    stage sends before it
     receives: what it then gets are gradients.
     """
     first = rows.sort("rank", "step", nulls_last=True).group_by("rank", maintain_order=True).first()
@@ -197,7 +232,8 @@ def _assign_stages(rows: pl.DataFrame) -> dict[int, tuple[int, int]]:
     return positions
 
 
-# A step is slow where it is longer than the median by more than this many standard deviations, which are estimated by
+# A step is slow where it is longer than the median by more than this many standard deviations,
+# which are estimated by
 # 1.4826 × the median absolute deviation, and by more than 2 % of the median: with few equal steps the deviation is 0.
 MAX_DEVIATIONS = 3.5
 MIN_SHARE = 0.02
@@ -215,12 +251,12 @@ class SlowSteps(Result):
 
     Attributes:
         steps: One row per step that every recorded rank holds completely: duration_ns (of the rank that took longest),
-            rank (that one), rank_count, median_ns (over the steps), limit_ns (what is still usual; null where there are
-            fewer than four steps), slow, over_ns (beyond the median).
+            rank (that one), rank_count, median_ns (over the steps), limit_ns (what is still usual;
+            null where there are fewer than four steps), slow, over_ns (beyond the median).
         differences: For each slow step the account of the rank that did most more than usual, waiting in communication
-            apart; of the one that took longest, where that explains less than half of over_ns. class, ns, usual_ns
-            (median of the same class over the steps that are not slow, on that rank), more_ns; the largest difference
-            first. Classes that are 0 in both are left out.
+            apart; of the one that took longest, where that explains less than half of over_ns.
+            class, ns, usual_ns (median of the same class over the steps that are not slow, on that
+            rank), more_ns; the largest difference first. Classes that are 0 in both are left out.
     """
 
     steps: pl.DataFrame
@@ -232,7 +268,9 @@ def slow_steps(parts: Sequence[RankPart]) -> SlowSteps:
     ranks = assign_rank_numbers(parts)
     rank_rows = pl.concat(
         part.steps.filter("complete").select(
-            "step", pl.lit(rank, pl.Int32).alias("rank"), (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
+            "step",
+            pl.lit(rank, pl.Int32).alias("rank"),
+            (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"),
         )
         for part, rank in zip(parts, ranks, strict=True)
     )
@@ -242,7 +280,9 @@ def slow_steps(parts: Sequence[RankPart]) -> SlowSteps:
         .agg(pl.col("duration_ns").first(), pl.col("rank").first(), pl.len().alias("rank_count"))
         .sort("step")
     )
-    complete_steps = steps.filter(pl.col("rank_count") == pl.col("rank_count").max()) if steps.height else steps
+    complete_steps = (
+        steps.filter(pl.col("rank_count") == pl.col("rank_count").max()) if steps.height else steps
+    )
     lengths = complete_steps["duration_ns"].to_numpy()
     median, limit = compute_step_limit(lengths)
     rated = complete_steps.with_columns(
@@ -262,24 +302,35 @@ def slow_steps(parts: Sequence[RankPart]) -> SlowSteps:
             .group_by("class")
             .agg(pl.col("ns").median().alias("usual_ns"))
         )
-        rows = spent.filter(pl.col("step").is_in(slow["step"].implode())).join(normal, on="class", how="left")
+        rows = spent.filter(pl.col("step").is_in(slow["step"].implode())).join(
+            normal, on="class", how="left"
+        )
         rows = rows.with_columns(
             pl.col("usual_ns").fill_null(0).cast(pl.Int64), pl.lit(rank, pl.Int32).alias("rank")
         ).with_columns((pl.col("ns") - pl.col("usual_ns")).alias("more_ns"))
         rows = rows.filter((pl.col("ns") != 0) | (pl.col("usual_ns") != 0))
         differences.append(rows.pipe(cast_to_schema, DIFFERENCE_SCHEMA))
-    every_rank = pl.concat(differences).sort("step", "more_ns", "class", "rank", descending=[False, True, False, False])
-    # who waits for a late rank is as late: the account is that of the rank that did most more, if that explains half
-    busy = every_rank.filter(pl.col("class") != COMMUNICATION).unique("step", keep="first", maintain_order=True)
+    every_rank = pl.concat(differences).sort(
+        "step", "more_ns", "class", "rank", descending=[False, True, False, False]
+    )
+    # who waits for a late rank is as late: the account is that of the rank that did most more, if
+    # that explains half
+    busy = every_rank.filter(pl.col("class") != COMMUNICATION).unique(
+        "step", keep="first", maintain_order=True
+    )
     both = slow.join(busy, on="step", how="left", suffix="_busy", maintain_order="left")
     explains = (2 * pl.col("more_ns") >= pl.col("over_ns")).fill_null(value=False)
     selected = both.select("step", rank=pl.when(explains).then("rank_busy").otherwise("rank"))
-    largest_first = every_rank.join(selected, on=["step", "rank"], how="semi", maintain_order="left")
+    largest_first = every_rank.join(
+        selected, on=["step", "rank"], how="semi", maintain_order="left"
+    )
     return SlowSteps(rated, largest_first)
 
 
 def compute_step_limit(lengths: np.ndarray) -> tuple[int | None, int | None]:
-    """Median of step lengths, and the longest that still belongs to it; None with fewer than four steps."""
+    """Median of step lengths, and the longest that still belongs to it; None with fewer than four
+    steps.
+    """
     if not lengths.size:
         return None, None
     median = float(np.median(lengths))
@@ -298,8 +349,9 @@ class AcrossRanks(Result):
 
     Attributes:
         collectives: One row per collective that at least two ranks hold, by order: who came first and last, how long
-            the others waited (wait_ns = launch_skew_ns + arrival_wait_ns), the transfer, how late the last one was
-            (late_ns = explained_ns + unexplained_ns), its main cause, and the rank and cause where the chain ends.
+            the others waited (wait_ns = launch_skew_ns + arrival_wait_ns), the transfer, how late
+            the last one was (late_ns = explained_ns + unexplained_ns), its main cause, and the rank
+            and cause where the chain ends.
         parts: One row per rank of each: wait_ns + transfer_ns = duration_ns.
         chains: The links of the longest waits (`chain.py`).
         ranks: Per rank: own waits, waits of others for it (blame_ns), those that chains end at (root_ns).
@@ -344,22 +396,31 @@ class AcrossRanks(Result):
         return int(self.parts["wait_ns"].sum())
 
 
-def across_ranks(session: Session | Sequence[RankPart], *, chain_count: int = CHAIN_COUNT) -> AcrossRanks:
-    """Compare the ranks of a job; the last comparison is remembered as long as what was taken of its ranks lives.
+def across_ranks(
+    session: Session | Sequence[RankPart], *, chain_count: int = CHAIN_COUNT
+) -> AcrossRanks:
+    """Compare the ranks of a job; the last comparison is remembered as long as what was taken of
+    its ranks lives.
 
     Args:
         session: The run; or what `rank_part` took from each of its traces, so that ranks can be read one by one.
         chain_count: For how many of the longest waits the chain of causes is written out.
     """
     global _last_comparison
-    all_parts = [rank_part(trace) for trace in session.traces] if isinstance(session, Session) else list(session)
+    all_parts = (
+        [rank_part(trace) for trace in session.traces]
+        if isinstance(session, Session)
+        else list(session)
+    )
     if (
         _last_comparison is not None
         and (chain_count, len(all_parts)) == (_last_comparison[0], len(_last_comparison[1]))
         and all(ref() is part for ref, part in zip(_last_comparison[1], all_parts, strict=True))
     ):
         return _last_comparison[2]
-    best: dict[object, RankPart] = {}  # of several windows of a rank the one with most communication
+    best: dict[
+        object, RankPart
+    ] = {}  # of several windows of a rank the one with most communication
     for number, part in enumerate(all_parts):
         key: object = part.rank if part.rank is not None else f"unknown {number}"
         if key not in best or part.calls.height > best[key].calls.height:

@@ -1,7 +1,9 @@
-"""Who stands above whom on the host: nearest and outermost ancestors, subtree sums, the time nobody below explains.
+"""Who stands above whom on the host: nearest and outermost ancestors, subtree sums, the time nobody
+below explains.
 
-All arrays are in lane order (by lane, then start), in which the descendants of a row follow it without a gap. That
-turns most questions about a forest into running maxima and prefix sums, with no step per event or per level.
+All arrays are in lane order (by lane, then start), in which the descendants of a row follow it
+without a gap. That turns most questions about a forest into running maxima and prefix sums, with no
+step per event or per level.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from traceloom.trace.arrays import (
 from traceloom.trace.batch import cache_per_trace
 from traceloom.trace.trace import Trace
 
-_SPARSE_FACTOR = (
-    4  # where fewer than one in so many events is wanted, looking at these alone is faster than jumping over others
-)
-_POSITION_TYPE: Any = np.int32  # of positions of events that are kept long or used by twos: half of the memory
+_SPARSE_FACTOR = 4  # where fewer than one in so many events is wanted, looking at these alone is faster than jumping over others
+_POSITION_TYPE: Any = (
+    np.int32
+)  # of positions of events that are kept long or used by twos: half of the memory
 
 
 class HostSegments(Struct, frozen=True):
@@ -47,7 +49,8 @@ class HostSegments(Struct, frozen=True):
 
 
 class HostPieces(Struct, frozen=True):
-    """Pieces of one innermost event and one step; together they are the recorded (busy) time of all host threads.
+    """Pieces of one innermost event and one step; together they are the recorded (busy) time of all
+    host threads.
 
     Attributes:
         owner: Position (in the forest) of the innermost event.
@@ -91,11 +94,16 @@ class Forest(Struct, frozen=True):
         return find_innermost_stretch(positions, self.stop[positions], mask.size)
 
     def nearest_or_self(self, mask: Bools, ancestor: Ints | None = None) -> Ints:
-        """Position of the event itself where it is wanted, else of its nearest wanted ancestor; -1 for none.
+        """Position of the event itself where it is wanted, else of its nearest wanted ancestor; -1
+        for none.
 
         `ancestor` is `nearest(wanted)`, where it is known already.
         """
-        return np.where(mask, np.arange(mask.size, like=mask), self.nearest(mask) if ancestor is None else ancestor)
+        return np.where(
+            mask,
+            np.arange(mask.size, like=mask),
+            self.nearest(mask) if ancestor is None else ancestor,
+        )
 
     def topmost(self, mask: Bools) -> Bools:
         """Which wanted events have no wanted ancestor."""
@@ -125,7 +133,9 @@ class Forest(Struct, frozen=True):
         out = np.full(mask.size, -1, dtype=np.int64, like=mask)
         size = self.stop[top] - top
         top_index = np.repeat(np.arange(top.size, like=top), size)
-        out[np.arange(top_index.size, like=top) - (np.cumsum(size) - size - top)[top_index]] = top[top_index]
+        out[np.arange(top_index.size, like=top) - (np.cumsum(size) - size - top)[top_index]] = top[
+            top_index
+        ]
         return out
 
     def subtree_sums(self, values: Ints) -> Ints:
@@ -151,8 +161,9 @@ class Forest(Struct, frozen=True):
     def segments(self, lanes: Ints, start_ns: int, end_ns: int) -> HostSegments:
         """Tile each of `lanes` from start to end with stretches of one innermost event.
 
-        A stretch begins where an event begins (it is then innermost) or ends (then its parent is), and lasts until the
-        next child begins or the innermost event ends. `lanes` are the host lanes in ascending order.
+        A stretch begins where an event begins (it is then innermost) or ends (then its parent is),
+        and lasts until the next child begins or the innermost event ends. `lanes` are the host
+        lanes in ascending order.
         """
         positions = np.arange(self.row.size, dtype=_POSITION_TYPE, like=self.row)
         next_start = np.append(self.start_ns, end_ns)
@@ -170,9 +181,13 @@ class Forest(Struct, frozen=True):
         del next_start, lead_end, follows, after_end
         nonempty = np.flatnonzero(end > start)
         start, end = start[nonempty], end[nonempty]
-        lane = np.concatenate([lanes, self.lane, self.lane], dtype=_POSITION_TYPE, casting="same_kind")[nonempty]
+        lane = np.concatenate(
+            [lanes, self.lane, self.lane], dtype=_POSITION_TYPE, casting="same_kind"
+        )[nonempty]
         owner = np.concatenate(
-            [np.full(lanes.size, -1, _POSITION_TYPE), positions, self.parent], dtype=_POSITION_TYPE, casting="same_kind"
+            [np.full(lanes.size, -1, _POSITION_TYPE), positions, self.parent],
+            dtype=_POSITION_TYPE,
+            casting="same_kind",
         )
         return HostSegments(owner[nonempty], lane, start, end)
 
@@ -211,4 +226,6 @@ def build_host_pieces(trace: Trace) -> HostPieces:
     rows = np.flatnonzero(segments.owner >= 0)
     step_spans, step = split_at_steps(trace, segments.start_ns[rows], segments.end_ns[rows])
     source = rows[step_spans.source]
-    return HostPieces(segments.owner[source], segments.lane[source], step_spans.end_ns - step_spans.start_ns, step)
+    return HostPieces(
+        segments.owner[source], segments.lane[source], step_spans.end_ns - step_spans.start_ns, step
+    )

@@ -10,7 +10,13 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.data_loading import DataLoading, data_loading
-from traceloom.analyze.gpu_time import DeviceAccount, GpuTime, build_device_account, gpu_time, has_step_time
+from traceloom.analyze.gpu_time import (
+    DeviceAccount,
+    GpuTime,
+    build_device_account,
+    gpu_time,
+    has_step_time,
+)
 from traceloom.analyze.host_time import HostTime, host
 from traceloom.analyze.idle import CAUSES, HOST_CAUSES, Idle, idle
 from traceloom.analyze.kernels import Operators, operators
@@ -27,7 +33,12 @@ _GPU_PARTS = (  # kind, its label, its field of the account
     ("communication", "exposed communication", "exposed_communication_ns"),
     ("memory", "exposed copies and fills", "exposed_memory_ns"),
 )
-_GPU_VERBS = {"compute": "computing", "communication": "only communicating", "memory": "only copying", "idle": "idle"}
+_GPU_VERBS = {
+    "compute": "computing",
+    "communication": "only communicating",
+    "memory": "only copying",
+    "idle": "idle",
+}
 _REASONS = {
     **{cause: f"launches came late because {meaning}" for cause, meaning in HOST_CAUSES.items()},
     "host_unobserved": "launches came late, and nothing is recorded of what the host did meanwhile",
@@ -60,7 +71,9 @@ _AWAITED_CLAUSES = {
 _MIN_SHARE = 0.005
 _MIN_IDLE_SHARE = 0.05
 _MAX_RUNNING_SHARE = 0.8  # of the time that a thread runs at most: it waits, too
-_MAX_STEP_DIFFERENCE = 0.02  # of the longer one: steps of two ranks that a sentence needs not tell apart
+_MAX_STEP_DIFFERENCE = (
+    0.02  # of the longer one: steps of two ranks that a sentence needs not tell apart
+)
 _MAX_STEP_RATIO = 1.5  # times the shortest step: the middle one does not stand for the longest
 _MIN_STEPS = 4  # steps that tell what a usual one takes
 _MIN_FIRST_STEP_EXCESS = 2.0  # usual steps that the first one takes longer by,
@@ -91,8 +104,8 @@ class Answer(Result):
     Attributes:
         sentence: One sentence for people.
         parts: label, kind (compute, communication, memory, idle for GPUs; op, launch, blocking_call, python,
-            unobserved for the main threads of a run without GPU work), ns, fraction; the largest first. They add up to
-            `whole_ns` exactly.
+            unobserved for the main threads of a run without GPU work), ns, fraction; the largest
+            first. They add up to `whole_ns` exactly.
         step_ns: The middle one of the whole steps of all ranks (of all steps, where none is whole); None without steps.
         whole_ns: Time of all devices (without GPU work: of all main threads) in all steps; without steps, from the
             first to the last GPU work of each device (without GPU work: the window of the traces).
@@ -106,37 +119,60 @@ class Answer(Result):
 
 def gather_inputs(trace: Trace) -> AnswerInputs:
     """Run the analyses that the answer needs."""
-    return AnswerInputs(trace, gpu_time(trace), idle(trace), host(trace), operators(trace), data_loading(trace))
+    return AnswerInputs(
+        trace, gpu_time(trace), idle(trace), host(trace), operators(trace), data_loading(trace)
+    )
 
 
 def answer(session: Session, facts_of_traces: Sequence[AnswerInputs] | None = None) -> Answer:
-    """Say where the time of a run goes, for any number of ranks, with or without GPUs, with or without steps.
+    """Say where the time of a run goes, for any number of ranks, with or without GPUs, with or
+    without steps.
 
     Args:
         session: The run.
         facts_of_traces: The facts of its traces, where they are at hand.
     """
-    all_facts = [gather_inputs(trace) for trace in session.traces] if facts_of_traces is None else list(facts_of_traces)
+    all_facts = (
+        [gather_inputs(trace) for trace in session.traces]
+        if facts_of_traces is None
+        else list(facts_of_traces)
+    )
     on_gpu = [fact for fact in all_facts if fact.gpu.devices.height]
     rows: list[tuple[str, str, int]] = []  # label, kind, ns
     for fact in on_gpu:  # what the devices did in the window of the account; idle time by cause
         account = fact.account
-        rows += [(label, kind, int(account.devices[field].sum())) for kind, label, field in _GPU_PARTS]
-        rows += [(f"idle: {CAUSES[cause]}", "idle", ns) for cause, ns in account.idle[["cause", "idle_ns"]].rows()]
+        rows += [
+            (label, kind, int(account.devices[field].sum())) for kind, label, field in _GPU_PARTS
+        ]
+        rows += [
+            (f"idle: {CAUSES[cause]}", "idle", ns)
+            for cause, ns in account.idle[["cause", "idle_ns"]].rows()
+        ]
         rows.append((f"idle: {_EDGE}", "idle", int(account.devices["edge_idle_ns"].sum())))
-    for fact in () if on_gpu else all_facts:  # what the main thread did in the steps (without: in the whole window)
+    for fact in (
+        () if on_gpu else all_facts
+    ):  # what the main thread did in the steps (without: in the whole window)
         threads = fact.host.threads.filter("main")[["lane"]]
         if has_request_steps(fact.trace):  # whichever thread serves it
-            served = fact.host.account.filter(pl.col("activity").cast(pl.String) == "op", pl.col("ns") > 0)
+            served = fact.host.account.filter(
+                pl.col("activity").cast(pl.String) == "op", pl.col("ns") > 0
+            )
             threads = served[["lane", "step"]].drop_nulls()
         did = fact.host.account.join(threads, on=threads.columns, how="semi")
         if has_step_time(fact.trace):
             did = did.filter(pl.col("step").is_not_null())
-        for phase, kind, ns in did.group_by(pl.col("phase", "activity").cast(pl.String)).agg(pl.col("ns").sum()).rows():
-            # only a thread that records nothing while another one communicates gets this pair: see `host`
+        for phase, kind, ns in (
+            did.group_by(pl.col("phase", "activity").cast(pl.String)).agg(pl.col("ns").sum()).rows()
+        ):
+            # only a thread that records nothing while another one communicates gets this pair: see
+            # `host`
             waits = phase == "communication" and kind == "unobserved"
-            rows.append(("communication: waiting" if waits else f"{phase}: {_ACTIVITIES[kind]}", kind, ns))
-    parts = pl.DataFrame(rows, schema={name: PARTS[name] for name in ("label", "kind", "ns")}, orient="row")
+            rows.append(
+                ("communication: waiting" if waits else f"{phase}: {_ACTIVITIES[kind]}", kind, ns)
+            )
+    parts = pl.DataFrame(
+        rows, schema={name: PARTS[name] for name in ("label", "kind", "ns")}, orient="row"
+    )
     parts = parts.group_by("label", "kind").agg(pl.col("ns").sum()).filter(pl.col("ns") > 0)
     fraction = pl.col("ns") / pl.max_horizontal(pl.col("ns").sum(), 1)
     parts = (
@@ -147,16 +183,28 @@ def answer(session: Session, facts_of_traces: Sequence[AnswerInputs] | None = No
     total_ns = int(parts["ns"].sum())
     if not total_ns:
         return Answer("Nothing to account for: the traces hold no timed events.", parts, None, 0)
-    summary = _describe_gpus(parts, total_ns, on_gpu) if on_gpu else _describe_threads(parts, total_ns, all_facts)
-    sentence = f"{_describe_scope(on_gpu or all_facts)}: {summary}.{_describe_first_step(all_facts)}"
-    return Answer(sentence, parts, _compute_median_step_ns([fact.trace for fact in on_gpu or all_facts]), total_ns)
+    summary = (
+        _describe_gpus(parts, total_ns, on_gpu)
+        if on_gpu
+        else _describe_threads(parts, total_ns, all_facts)
+    )
+    sentence = (
+        f"{_describe_scope(on_gpu or all_facts)}: {summary}.{_describe_first_step(all_facts)}"
+    )
+    return Answer(
+        sentence,
+        parts,
+        _compute_median_step_ns([fact.trace for fact in on_gpu or all_facts]),
+        total_ns,
+    )
 
 
 def _describe_first_step(all_facts: list[AnswerInputs]) -> str:
-    """What the first step of the run cost, where the answer does not cover it and it took unusually long.
+    """What the first step of the run cost, where the answer does not cover it and it took unusually
+    long.
 
-    It compiles, loads code and allocates, and is in no usual window. A usual step is the median of the steps after it
-    that the recorder did not disturb.
+    It compiles, loads code and allocates, and is in no usual window. A usual step is the median of
+    the steps after it that the recorder did not disturb.
     """
     costs = []
     for fact in all_facts:
@@ -164,7 +212,9 @@ def _describe_first_step(all_facts: list[AnswerInputs]) -> str:
         if steps is None or steps.duration_ns.size < _MIN_STEPS:
             continue
         durations = zip(steps.duration_ns[1:].tolist(), steps.state[1:], strict=True)
-        normal_ns = [duration_ns for duration_ns, state in durations if state in ("unrecorded", "recorded")]
+        normal_ns = [
+            duration_ns for duration_ns, state in durations if state in ("unrecorded", "recorded")
+        ]
         if normal_ns:
             first, median_ns = int(steps.duration_ns[0]), int(np.median(normal_ns))
             costs.append((max(first - median_ns, 0), first, median_ns, steps, fact.trace.rank))
@@ -202,7 +252,9 @@ def _describe_scope(all_facts: list[AnswerInputs]) -> str:
             if number > 1
             else f"1 {word} of {format_duration(step_ns)}"
         )
-        rank_medians = [ns for trace in traces if (ns := _compute_median_step_ns([trace])) is not None]
+        rank_medians = [
+            ns for trace in traces if (ns := _compute_median_step_ns([trace])) is not None
+        ]
         if max(rank_medians) - min(rank_medians) > _MAX_STEP_DIFFERENCE * max(rank_medians):
             span += f" ({format_duration(min(rank_medians))} to {format_duration(max(rank_medians))} by rank)"
         elif (min_ns := int(lengths.min())) * _MAX_STEP_RATIO < (max_ns := int(lengths.max())):  # type: ignore[arg-type]
@@ -213,8 +265,12 @@ def _describe_scope(all_facts: list[AnswerInputs]) -> str:
             served = f"{format_share(served_ns, window)} of a window of {format_duration(window)}"
             span += f" ({served}; the program waits between them)"
     else:  # the longest window; with GPU work its part from the first to the last of it, which the shares are of
-        span = f"a window of {format_duration(max(trace.end_ns - trace.start_ns for trace in traces))}"
-        longest = max((int(ns) for fact in all_facts for ns in fact.gpu.devices["window_ns"]), default=0)
+        span = (
+            f"a window of {format_duration(max(trace.end_ns - trace.start_ns for trace in traces))}"
+        )
+        longest = max(
+            (int(ns) for fact in all_facts for ns in fact.gpu.devices["window_ns"]), default=0
+        )
         if longest and not span.endswith(f" {format_duration(longest)}"):
             span = f"from first to last GPU work, {format_duration(longest)} of {span}"
     if len(ranks) == 1:
@@ -222,10 +278,16 @@ def _describe_scope(all_facts: list[AnswerInputs]) -> str:
     if ranks:
         without_hole = ranks[-1] - ranks[0] == len(ranks) - 1
         ranks_label = (
-            f"Ranks {ranks[0]}–{ranks[-1]}" if without_hole else f"{len(ranks)} ranks ({ranks[0]} to {ranks[-1]})"
+            f"Ranks {ranks[0]}–{ranks[-1]}"
+            if without_hole
+            else f"{len(ranks)} ranks ({ranks[0]} to {ranks[-1]})"
         )
         return f"{ranks_label}, {span}"
-    return f"{format_count(len(traces))} processes, {span}" if len(traces) > 1 else span[0].upper() + span[1:]
+    return (
+        f"{format_count(len(traces))} processes, {span}"
+        if len(traces) > 1
+        else span[0].upper() + span[1:]
+    )
 
 
 def _compute_median_step_ns(traces: list[Trace]) -> int | None:
@@ -242,11 +304,19 @@ def _collect_step_durations(traces: list[Trace]) -> pl.Series:
 
 
 def _describe_gpus(parts: pl.DataFrame, total_ns: int, all_facts: list[AnswerInputs]) -> str:
-    sums = parts.group_by("kind").agg(pl.col("ns").sum()).sort("ns", "kind", descending=[True, False])
+    sums = (
+        parts.group_by("kind").agg(pl.col("ns").sum()).sort("ns", "kind", descending=[True, False])
+    )
     devices = sum(fact.gpu.devices.height for fact in all_facts)
-    name = f"GPU {all_facts[0].gpu.devices['device'][0]} is" if devices == 1 else f"the {devices} GPUs are"
+    name = (
+        f"GPU {all_facts[0].gpu.devices['device'][0]} is"
+        if devices == 1
+        else f"the {devices} GPUs are"
+    )
     clauses = [
-        f"{_GPU_VERBS[kind]} {format_share(ns, total_ns)}" for kind, ns in sums.rows() if ns >= _MIN_SHARE * total_ns
+        f"{_GPU_VERBS[kind]} {format_share(ns, total_ns)}"
+        for kind, ns in sums.rows()
+        if ns >= _MIN_SHARE * total_ns
     ]
     clauses[0] += " of the time"
     text = f"{name} {_join_items(clauses)}"
@@ -254,7 +324,10 @@ def _describe_gpus(parts: pl.DataFrame, total_ns: int, all_facts: list[AnswerInp
     idle_ns = int(idling["ns"].sum())
     if idle_ns < _MIN_IDLE_SHARE * total_ns:
         return text
-    reasons = {f"idle: {description}": _REASONS.get(cause, description) for cause, description in CAUSES.items()}
+    reasons = {
+        f"idle: {description}": _REASONS.get(cause, description)
+        for cause, description in CAUSES.items()
+    }
     reasons[f"idle: {_EDGE}"] = "there was no GPU work yet, or no more, at the edges of the steps"
     label, ns = idling[["label", "ns"]].row(0)
     return f"{text}; the main cause of the idle time ({format_share(ns, idle_ns)} of it): {reasons[label]}"
@@ -262,7 +335,9 @@ def _describe_gpus(parts: pl.DataFrame, total_ns: int, all_facts: list[AnswerInp
 
 def _describe_threads(parts: pl.DataFrame, total_ns: int, all_facts: list[AnswerInputs]) -> str:
     """The main activity with its phase and largest operator, then communication and the DataLoader."""
-    sums = parts.group_by("kind").agg(pl.col("ns").sum()).sort("ns", "kind", descending=[True, False])
+    sums = (
+        parts.group_by("kind").agg(pl.col("ns").sum()).sort("ns", "kind", descending=[True, False])
+    )
     kind, ns = str(sums["kind"][0]), int(sums["ns"][0])
     label, largest = parts.filter(pl.col("kind") == kind)[["label", "ns"]].row(0)
     phase = label.split(":")[0]
@@ -274,7 +349,11 @@ def _describe_threads(parts: pl.DataFrame, total_ns: int, all_facts: list[Answer
             text += f", mostly in the {phase} phase"
     if kind == "op":  # by self time over all traces
         rows = pl.concat([fact.operators.operators[["name", "self_ns"]] for fact in all_facts])
-        rows = rows.group_by("name").agg(pl.col("self_ns").sum()).sort("self_ns", "name", descending=[True, False])
+        rows = (
+            rows.group_by("name")
+            .agg(pl.col("self_ns").sum())
+            .sort("self_ns", "name", descending=[True, False])
+        )
         in_operators = int(rows["self_ns"].sum())
         if in_operators:
             largest_share = format_share(int(rows["self_ns"][0]), in_operators)
@@ -285,8 +364,14 @@ def _describe_threads(parts: pl.DataFrame, total_ns: int, all_facts: list[Answer
         clauses.append(f"{format_share(talking, total_ns)} is spent on communication")
     if any(fact.data_loading.total_ns is not None for fact in all_facts):
         # the waits in the steps, where there are steps
-        in_steps = [fact.data_loading.steps["wait_ns"].sum() for fact in all_facts if has_step_time(fact.trace)]
-        in_whole = [fact.data_loading.total_ns or 0 for fact in all_facts if not has_step_time(fact.trace)]
+        in_steps = [
+            fact.data_loading.steps["wait_ns"].sum()
+            for fact in all_facts
+            if has_step_time(fact.trace)
+        ]
+        in_whole = [
+            fact.data_loading.total_ns or 0 for fact in all_facts if not has_step_time(fact.trace)
+        ]
         clauses.append(
             f"{format_share(int(sum(in_steps) + sum(in_whole)), total_ns)} is spent waiting on the DataLoader"
         )
@@ -299,13 +384,17 @@ def _describe_threads(parts: pl.DataFrame, total_ns: int, all_facts: list[Answer
 
 
 def _compute_run_time(all_facts: list[AnswerInputs]) -> tuple[int, int] | None:
-    """Time that the threads of the recorded steps ran, and the duration of these steps; None where any is unknown."""
+    """Time that the threads of the recorded steps ran, and the duration of these steps; None where
+    any is unknown.
+    """
     ran = total_ns = 0
     for fact in all_facts:
         steps = read_run_steps(fact.trace.meta)
         if steps is None:
             return None
-        for step_ns, state, ran_ns in zip(steps.duration_ns.tolist(), steps.state, steps.ran_ns, strict=True):
+        for step_ns, state, ran_ns in zip(
+            steps.duration_ns.tolist(), steps.state, steps.ran_ns, strict=True
+        ):
             if state == "recorded":
                 if ran_ns is None:
                     return None

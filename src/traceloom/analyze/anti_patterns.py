@@ -1,7 +1,8 @@
 """PyTorch's eight known anti-patterns, looked for in what a file records.
 
-They are those of `torch/profiler/_pattern_matcher.py`, which needs the live profiler; here every rule says what it
-matches with its evidence, or why it cannot tell. Definitions: docs/concepts/anti-patterns.md.
+They are those of `torch/profiler/_pattern_matcher.py`, which needs the live profiler; here every
+rule says what it matches with its evidence, or why it cannot tell. Definitions:
+docs/concepts/anti-patterns.md.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.gpu_work import HostEventIndex, build_host_event_index, convert_to_ndarray, find_gpu_event_rows
+from traceloom.analyze.gpu_work import (
+    HostEventIndex,
+    build_host_event_index,
+    convert_to_ndarray,
+    find_gpu_event_rows,
+)
 from traceloom.analyze.repeats import StretchNumbers
 from traceloom.trace.array_types import Ints
 from traceloom.trace.arrays import get_event_column
@@ -57,12 +63,21 @@ def find_extra_copies(host: HostEventIndex) -> RuleMatches:
     if not copies.height:
         return RuleMatches(reason="no copies between CPU and GPU were recorded")
     moved = np.zeros(host.code.size + 1, dtype=np.bool_)
-    copy_ops = host.trace.events["op"][copies["event"].filter(copies["kind"] == "HtoD")].drop_nulls().to_numpy()
+    copy_ops = (
+        host.trace.events["op"][copies["event"].filter(copies["kind"] == "HtoD")]
+        .drop_nulls()
+        .to_numpy()
+    )
     moved[host.tree.position[copy_ops]] = True
     last_child = np.append(host.last_child_op, -1)
     to_copy = last_child[to]
     copied = last_child[to_copy]
-    names = [*(np.append(host.named(pattern), False) for pattern in (r"^aten::_to_copy$", r"^aten::copy_$"))]
+    names = [
+        *(
+            np.append(host.named(pattern), False)
+            for pattern in (r"^aten::_to_copy$", r"^aten::copy_$")
+        )
+    ]
     fits = names[0][to_copy] & names[1][copied] & moved[copied] & (host.parent_op[to] < 0)
     to, copied = to[fits], copied[fits]
     # the outermost operator that ended before it on its thread; both come from the same Python code
@@ -82,7 +97,9 @@ def find_extra_copies(host: HostEventIndex) -> RuleMatches:
     fits &= fill_op >= 0
     to, copied, fill_op = to[fits], copied[fits], fill_op[fits]
     # target and source have one element type, or the types were not recorded
-    types: list[list[str]] = [json.loads(text) if text else [] for text in host.inputs(copied)["types"].to_list()]
+    types: list[list[str]] = [
+        json.loads(text) if text else [] for text in host.inputs(copied)["types"].to_list()
+    ]
     same = np.array([len(names) < 2 or names[0] == names[1] for names in types], dtype=np.bool_)
     to, fill_op = to[same], fill_op[same]
     filled = host.words.names[host.code[fill_op]].to_list()
@@ -96,7 +113,8 @@ def find_loop_indexing(host: HostEventIndex) -> RuleMatches:
         return RuleMatches(reason="no operators were recorded")
     if not host.ops(r"^aten::select$").size:
         return RuleMatches()
-    # beside each other: below the same operator, or called by the same Python code (built-in functions are no code)
+    # beside each other: below the same operator, or called by the same Python code (built-in
+    # functions are no code)
     frames = ~(host.is_python & host.named(r"^<built-in "))
     nearest_frame = host.tree.nearest(frames)
     ops = np.flatnonzero(host.is_op)
@@ -128,9 +146,13 @@ def find_loop_indexing(host: HostEventIndex) -> RuleMatches:
     names = host.words.names
     detail = tuple(
         f"{count} times {', '.join(names.gather(code[low : low + size]).to_list()[:4])}"
-        for count, low, size in zip(repeats.tolist(), select[starts].tolist(), length[starts].tolist(), strict=True)
+        for count, low, size in zip(
+            repeats.tolist(), select[starts].tolist(), length[starts].tolist(), strict=True
+        )
     )
-    return RuleMatches(ops[select[starts]], "correlated" if host.has_stacks else "inferred", detail, last)
+    return RuleMatches(
+        ops[select[starts]], "correlated" if host.has_stacks else "inferred", detail, last
+    )
 
 
 def find_fp32_matmuls(host: HostEventIndex) -> RuleMatches:
@@ -141,22 +163,32 @@ def find_fp32_matmuls(host: HostEventIndex) -> RuleMatches:
         return RuleMatches()
     if not (host.is_launch & host.named(r"^cu")).any():
         return RuleMatches(reason="TF32 is a mode of NVIDIA's; no CUDA call was recorded")
-    capability = trace.devices["compute_capability"].filter(trace.devices["used"]).drop_nulls().to_list()
+    capability = (
+        trace.devices["compute_capability"].filter(trace.devices["used"]).drop_nulls().to_list()
+    )
     if not capability:
         return RuleMatches(reason="the file does not record the compute capability of the device")
     if all(float(version) < _TF32_CAPABILITY for version in capability):
-        return RuleMatches(reason=f"the device has no TF32 (compute capability {capability[0]}, 8.0 is needed)")
+        return RuleMatches(
+            reason=f"the device has no TF32 (compute capability {capability[0]}, 8.0 is needed)"
+        )
     kernel = find_gpu_event_rows(trace)
     op = convert_to_ndarray(get_event_column(trace, "op", -1))[kernel]
     if not (op >= 0).any():
-        return RuleMatches(reason="no kernel is joined to its operator, and the mode itself is not recorded")
+        return RuleMatches(
+            reason="no kernel is joined to its operator, and the mode itself is not recorded"
+        )
     code = convert_to_ndarray(host.words.code)[kernel]
     slow = host.words.matching(_FP32_KERNEL) & ~host.words.matching(_TF32_KERNEL)
     slow_rows = np.flatnonzero((op >= 0) & slow[code])
     position = convert_to_ndarray(host.tree.position)[op[slow_rows]]
     is_matmul = np.zeros(host.code.size + 1, dtype=np.bool_)
     is_matmul[ops] = True
-    owner = np.where(is_matmul[position], position, host.parent_op[position]) if position.size else position
+    owner = (
+        np.where(is_matmul[position], position, host.parent_op[position])
+        if position.size
+        else position
+    )
     slow_rows, owner = slow_rows[is_matmul[owner]], owner[is_matmul[owner]]
     owner, first = np.unique(owner, return_index=True)
     names = host.words.names.gather(code[slow_rows[first]]).to_list()
@@ -174,7 +206,9 @@ def find_single_tensor_optimizers(host: HostEventIndex) -> RuleMatches:
     if not step_rows.size:
         return RuleMatches(reason="no optimizer step was recorded; stacks would show its code")
     if not find_gpu_event_rows(host.trace).size:
-        return RuleMatches(reason="no GPU work was recorded, and it is on GPUs that going one by one costs")
+        return RuleMatches(
+            reason="no GPU work was recorded, and it is on GPUs that going one by one costs"
+        )
     fused_count = host.inside(host.is_op & host.named(r"_foreach_|_fused_|multi_tensor"))
     updates = host.inside(host.is_op & host.named(r"^aten::(addcdiv_|addcmul_|lerp_|add_|mul_)$"))
     is_single = (fused_count[step_rows] == 0) & (
@@ -182,7 +216,9 @@ def find_single_tensor_optimizers(host: HostEventIndex) -> RuleMatches:
     )  # at least two parameters, or two updates of one
     step_rows = step_rows[is_single]
     return RuleMatches(
-        step_rows, "inferred", tuple(f"{count} updates one by one" for count in updates[step_rows].tolist())
+        step_rows,
+        "inferred",
+        tuple(f"{count} updates one by one" for count in updates[step_rows].tolist()),
     )
 
 
@@ -197,10 +233,13 @@ def find_synchronous_loaders(host: HostEventIndex) -> RuleMatches:
         return RuleMatches(reason="no DataLoader was recorded, neither as annotation nor in stacks")
     loader = r"(^|/)torch/utils/data/dataloader\.py\(\d+\): "
     iter_calls, creations, worker_checks = (
-        host.named(loader + name) for name in (r"__iter__$", r"_get_iterator$", "check_worker_number_rationality$")
+        host.named(loader + name)
+        for name in (r"__iter__$", r"_get_iterator$", "check_worker_number_rationality$")
     )
     worker_check_count = host.inside(worker_checks)
-    call_rows = np.flatnonzero(iter_calls & (host.inside(creations) > 0) & (worker_check_count == 0))
+    call_rows = np.flatnonzero(
+        iter_calls & (host.inside(creations) > 0) & (worker_check_count == 0)
+    )
     return RuleMatches(call_rows, "correlated", ("made without workers",) * call_rows.size)
 
 
@@ -209,13 +248,19 @@ def find_zeroed_gradients(host: HostEventIndex) -> RuleMatches:
     calls = host.named(r"^Optimizer\.zero_grad#") | (host.named(r": zero_grad$") & host.is_python)
     call_rows = np.flatnonzero(host.tree.topmost(calls))
     if not call_rows.size:
-        return RuleMatches(reason="no zero_grad was recorded; stacks or the optimizer's annotation would show it")
+        return RuleMatches(
+            reason="no zero_grad was recorded; stacks or the optimizer's annotation would show it"
+        )
     under_zeros = np.append(host.named(r"^aten::zeros$"), False)[host.parent_op]
-    zeroed = host.is_op & ((host.named(r"^aten::zero_$") & ~under_zeros) | host.named(r"^aten::_foreach_zero_$"))
+    zeroed = host.is_op & (
+        (host.named(r"^aten::zero_$") & ~under_zeros) | host.named(r"^aten::_foreach_zero_$")
+    )
     count = host.inside(zeroed)[call_rows]
     has_fills = count > 0
     return RuleMatches(
-        call_rows[has_fills], "correlated", tuple(f"{number} fills with zero" for number in count[has_fills].tolist())
+        call_rows[has_fills],
+        "correlated",
+        tuple(f"{number} fills with zero" for number in count[has_fills].tolist()),
     )
 
 
@@ -228,14 +273,20 @@ def find_bias_before_norm(host: HostEventIndex) -> RuleMatches:
         texts = host.inputs(convolution).select("types", "shapes")
         inputs = [[json.loads(text or "[]") for text in row] for row in texts.iter_rows()]
         # the third input is the bias; where there is none its type and shape are empty
-        bias = np.array([all(len(values) > 2 and values[2] for values in row) for row in inputs], dtype=np.bool_)
+        bias = np.array(
+            [all(len(values) > 2 and values[2] for values in row) for row in inputs], dtype=np.bool_
+        )
     elif not host.ops(r"^aten::cudnn_convolution$").size:
-        return RuleMatches(reason="no shapes were recorded, and only cuDNN's convolutions show their bias without them")
+        return RuleMatches(
+            reason="no shapes were recorded, and only cuDNN's convolutions show their bias without them"
+        )
     else:  # cuDNN adds the bias by an operator of its own
         bias = host.inside(host.is_op & host.named(r"^aten::add_$"))[convolution] > 0
     modules = host.named(r"^nn\.Module: Conv2d")
     has_modules = bool(modules.any())
-    if has_modules:  # the next module that begins is one; frames of Python may stand between the two calls
+    if (
+        has_modules
+    ):  # the next module that begins is one; frames of Python may stand between the two calls
         enclosing_module = host.find_nearest_ancestor(convolution, modules)
         after = np.where(enclosing_module >= 0, np.append(host.tree.stop, -1)[enclosing_module], -1)
         order = np.flatnonzero(host.named(r"^nn\.Module: "))
@@ -249,7 +300,11 @@ def find_bias_before_norm(host: HostEventIndex) -> RuleMatches:
     same = np.append(host.tree.lane, -1)[following] == host.tree.lane[convolution]
     is_match = bias & norm[following] & same
     evidence = "correlated" if host.has_shapes and has_modules else "inferred"
-    return RuleMatches(convolution[is_match], evidence, ("followed by a batch normalisation",) * int(is_match.sum()))
+    return RuleMatches(
+        convolution[is_match],
+        evidence,
+        ("followed by a batch normalisation",) * int(is_match.sum()),
+    )
 
 
 def find_unaligned_matmuls(host: HostEventIndex) -> RuleMatches:
@@ -270,17 +325,33 @@ def find_unaligned_matmuls(host: HostEventIndex) -> RuleMatches:
         details.append(" x ".join(str(shape) for shape in sizes if shape) if is_unaligned else None)
     if not any(details):
         return RuleMatches()
-    unaligned_kinds = kinds.with_columns(pl.Series("detail", details, dtype=pl.String)).drop_nulls("detail")
+    unaligned_kinds = kinds.with_columns(pl.Series("detail", details, dtype=pl.String)).drop_nulls(
+        "detail"
+    )
     matches = inputs.join(unaligned_kinds, on=["shapes", "types"], maintain_order="left")
-    return RuleMatches(matches["position"].to_numpy(), "correlated", tuple(matches["detail"].to_list()))
+    return RuleMatches(
+        matches["position"].to_numpy(), "correlated", tuple(matches["detail"].to_list())
+    )
 
 
 RULES: dict[str, tuple[Callable[[HostEventIndex], RuleMatches], str]] = {
-    "extra_cuda_copy": (find_extra_copies, "create the tensor on the GPU: torch.zeros(..., device='cuda')"),
-    "for_loop_indexing": (find_loop_indexing, "index with a tensor or a slice instead of in a loop"),
+    "extra_cuda_copy": (
+        find_extra_copies,
+        "create the tensor on the GPU: torch.zeros(..., device='cuda')",
+    ),
+    "for_loop_indexing": (
+        find_loop_indexing,
+        "index with a tensor or a slice instead of in a loop",
+    ),
     "fp32_matmul": (find_fp32_matmuls, "allow TF32: torch.set_float32_matmul_precision('high')"),
-    "single_tensor_optimizer": (find_single_tensor_optimizers, "pass foreach=True or fused=True to the optimizer"),
-    "synchronous_data_loader": (find_synchronous_loaders, "give the DataLoader workers: num_workers > 0"),
+    "single_tensor_optimizer": (
+        find_single_tensor_optimizers,
+        "pass foreach=True or fused=True to the optimizer",
+    ),
+    "synchronous_data_loader": (
+        find_synchronous_loaders,
+        "give the DataLoader workers: num_workers > 0",
+    ),
     "gradient_not_set_to_none": (
         find_zeroed_gradients,
         "zero_grad(set_to_none=True), which recent versions do by themselves",
@@ -313,9 +384,10 @@ class AntiPatterns(Result):
 
     Attributes:
         patterns: One row per known anti-pattern, always all eight: pattern, checked (False where the file does not
-            tell), match_count, host_ns and gpu_ns (time of the matches on the host, and of the GPU work launched in
-            them; null where it is not checked), evidence (correlated: the recording shows it; inferred: concluded from
-            the order of operators; null without matches), reason (why it is not checked), advice.
+            tell), match_count, host_ns and gpu_ns (time of the matches on the host, and of the GPU
+            work launched in them; null where it is not checked), evidence (correlated: the
+            recording shows it; inferred: concluded from the order of operators; null without
+            matches), reason (why it is not checked), advice.
         matches: One row per match: pattern, event (its row), name, start_ns, duration_ns, gpu_ns, step, thread,
             evidence, detail (what was seen). Matches of different patterns may share time.
     """
@@ -335,7 +407,9 @@ def anti_patterns(trace: Trace) -> AntiPatterns:
         last = first if finding.last is None else finding.last
         row, gpu = tree.row[first], host.gpu_ns[first]
         if finding.last is not None:  # of all siblings from the first to the last
-            for index, (start_row, stop) in enumerate(zip(first.tolist(), tree.stop[last].tolist(), strict=True)):
+            for index, (start_row, stop) in enumerate(
+                zip(first.tolist(), tree.stop[last].tolist(), strict=True)
+            ):
                 event_row = int(tree.stop[start_row])
                 while event_row < stop:
                     gpu[index] += host.gpu_ns[event_row]

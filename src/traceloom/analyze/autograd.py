@@ -23,7 +23,9 @@ from traceloom.trace.batch import (
 )
 from traceloom.trace.trace import Trace
 
-_MIN_SEQUENCE_SHARE = 0.5  # of a forward thread's sequence numbers that a lane must hold to be taken for it
+_MIN_SEQUENCE_SHARE = (
+    0.5  # of a forward thread's sequence numbers that a lane must hold to be taken for it
+)
 
 
 class BackwardMatches(Struct, frozen=True):
@@ -40,13 +42,15 @@ class BackwardMatches(Struct, frozen=True):
 
 @cache_per_trace
 def match_backward_ops(trace: Trace) -> BackwardMatches | None:
-    """Join backward ops to forward ops by forward thread and sequence number; None where nothing can be joined.
+    """Join backward ops to forward ops by forward thread and sequence number; None where nothing
+    can be joined.
 
-    A sequence number is unique only within the thread that ran the forward pass, and the file numbers those threads in
-    a way of its own (`Fwd thread id`). Which lane such a number means is known from the file's forward-backward
-    arrows; where there are none, from the only lane of the process with forward ops; where there are several, from the
-    one lane that holds (nearly) all of the thread's sequence numbers. Otherwise its ops are not joined. Several ops can
-    carry one number, since it is read when an op begins: the one that began last made the node.
+    A sequence number is unique only within the thread that ran the forward pass, and the file
+    numbers those threads in a way of its own (`Fwd thread id`). Which lane such a number means is
+    known from the file's forward-backward arrows; where there are none, from the only lane of the
+    process with forward ops; where there are several, from the one lane that holds (nearly) all of
+    the thread's sequence numbers. Otherwise its ops are not joined. Several ops can carry one
+    number, since it is read when an op begins: the one that began last made the node.
     """
     return _match_by_sequence(trace)
 
@@ -61,7 +65,9 @@ def _match_by_sequence(traces: Sequence[Trace]) -> Iterable[BackwardMatches | No
     # The lane of each (trace, process, forward_thread)
     keys = [TRACE_COLUMN, "process", "forward_thread"]
     # each arrow joins a forward op (its lane) to a backward op (its forward thread)
-    flows = concatenate_by_trace(trace.flows for trace in traces).filter(pl.col("kind") == "forward-backward")
+    flows = concatenate_by_trace(trace.flows for trace in traces).filter(
+        pl.col("kind") == "forward-backward"
+    )
     flows = flows.drop_nulls(["source", "target"])
     arrows = flows.select(
         TRACE_COLUMN,
@@ -74,7 +80,9 @@ def _match_by_sequence(traces: Sequence[Trace]) -> Iterable[BackwardMatches | No
         .agg(pl.len().alias("n"))
         .sort(TRACE_COLUMN, "n", "lane", descending=[False, True, False])
     )
-    lanes_from_arrows = arrow_counts.unique(keys, keep="first", maintain_order=True)[[*keys, "lane"]]
+    lanes_from_arrows = arrow_counts.unique(keys, keep="first", maintain_order=True)[
+        [*keys, "lane"]
+    ]
     unresolved_ops = backward.join(lanes_from_arrows, on=keys, how="anti")
     if not unresolved_ops.height:
         lane_by_thread = lanes_from_arrows
@@ -106,7 +114,9 @@ def _match_by_sequence(traces: Sequence[Trace]) -> Iterable[BackwardMatches | No
 
 
 def _select_sequenced_ops(trace: Trace) -> pl.DataFrame:
-    """The ops with a sequence number: process, sequence, forward_thread, lane, position (in the forest)."""
+    """The ops with a sequence number: process, sequence, forward_thread, lane, position (in the
+    forest).
+    """
     tree = build_forest(trace)
     is_op = get_event_column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.OP)
     position = np.flatnonzero(is_op & (get_event_column(trace, "sequence", -1)[tree.row] >= 0))
@@ -117,23 +127,27 @@ def _select_sequenced_ops(trace: Trace) -> pl.DataFrame:
 def _keep_earlier_forward_ops(trace: Trace, joined: pl.DataFrame) -> BackwardMatches | None:
     """Those whose forward op began earlier; None for none."""
     row = build_forest(trace).row
-    backward_positions, forward_positions = joined["position"].to_numpy(), joined["forward"].to_numpy()
+    backward_positions, forward_positions = (
+        joined["position"].to_numpy(),
+        joined["forward"].to_numpy(),
+    )
     earlier = row[forward_positions] < row[backward_positions]
-    return BackwardMatches(backward_positions[earlier], forward_positions[earlier]) if earlier.any() else None
+    return (
+        BackwardMatches(backward_positions[earlier], forward_positions[earlier])
+        if earlier.any()
+        else None
+    )
 
 
-# The frame that repeats the forward (use_reentrant=False), and the backward of the older way, whose node says it.
+# The frame that repeats the forward (use_reentrant=False), and the backward of the older way, whose
+# node says it.
 RECOMPUTE_FRAME_PATTERN = r"(^|/)torch/utils/checkpoint\.py\(\d+\): recompute_fn$"
 REENTRANT_NODE_PATTERN = r"^CheckpointFunctionBackward$"
 # What the checkpoint does itself: our own marks around each checkpointed part, and its frames.
 CHECKPOINT_MARK_PATTERN = r"^traceloom\.checkpoint$"
-CHECKPOINT_FRAME_PATTERN = (
-    r"(^|/)torch/utils/checkpoint\.py\(\d+\): (_checkpoint_without_reentrant_generator|pack_hook|unpack_hook)$"
-)
+CHECKPOINT_FRAME_PATTERN = r"(^|/)torch/utils/checkpoint\.py\(\d+\): (_checkpoint_without_reentrant_generator|pack_hook|unpack_hook)$"
 ENGINE_NODE_PATTERN = r"^autograd::engine::evaluate_function: "
-_MAX_RECOMPUTING_NODE_SHARE = (
-    0.5  # that may hold forward ops; where more do, the backward pass is being recorded for a second one
-)
+_MAX_RECOMPUTING_NODE_SHARE = 0.5  # that may hold forward ops; where more do, the backward pass is being recorded for a second one
 
 
 class RecomputedWork(Struct, frozen=True):
@@ -143,7 +157,8 @@ class RecomputedWork(Struct, frozen=True):
         root: For each host event whether a repetition begins with it; what lies below is part of it, except the
             backward pass that the older way of checkpointing runs inside. Shape (host events,).
         own: For each host event whether it is what the checkpoint does itself, mostly in the forward pass: keeping the
-            state of chance, making contexts, hooks. Told by the marks of `traceloom record`, and by frames.
+            state of chance, making contexts, hooks. Told by the marks of `traceloom record`, and by
+            frames.
         evidence: `frames` where Python frames or autograd nodes name it, `operators` where it is inferred from ops that
             autograd recorded inside the backward pass, `none`.
     """
@@ -155,51 +170,69 @@ class RecomputedWork(Struct, frozen=True):
 
 @cache_per_trace
 def find_recomputed_work(trace: Trace) -> RecomputedWork:
-    """Recognise repeated forward work by its frame or its autograd node, else by forward ops inside the backward pass.
+    """Recognise repeated forward work by its frame or its autograd node, else by forward ops inside
+    the backward pass.
 
-    An op inside a backward node that has a sequence number and no forward thread was recorded by autograd there. That
-    happens when a checkpoint repeats its forward; and in a backward pass that is itself to be differentiated, which is
-    told apart by two things: then most nodes hold such ops, and their sequence numbers come back in a later backward.
+    An op inside a backward node that has a sequence number and no forward thread was recorded by
+    autograd there. That happens when a checkpoint repeats its forward; and in a backward pass that
+    is itself to be differentiated, which is told apart by two things: then most nodes hold such
+    ops, and their sequence numbers come back in a later backward.
     """
     tree = build_forest(trace)
     vocabulary = build_vocabulary(trace)
     name_codes = vocabulary.code[tree.row]
     category = get_event_column(trace, "category")[tree.row]
     is_python = category == cat.CATEGORIES.index(cat.PYTHON)
-    is_recompute_frame = gather_rows(vocabulary.matching(RECOMPUTE_FRAME_PATTERN), name_codes) & is_python
+    is_recompute_frame = (
+        gather_rows(vocabulary.matching(RECOMPUTE_FRAME_PATTERN), name_codes) & is_python
+    )
     is_reentrant_node = gather_rows(vocabulary.matching(REENTRANT_NODE_PATTERN), name_codes) & (
         category == cat.CATEGORIES.index(cat.OP)
     )
     recomputed_by_name = tree.topmost(is_recompute_frame | is_reentrant_node)
-    inferred = _infer_recomputation(trace, tree, gather_rows(vocabulary.matching(ENGINE_NODE_PATTERN), name_codes))
+    inferred = _infer_recomputation(
+        trace, tree, gather_rows(vocabulary.matching(ENGINE_NODE_PATTERN), name_codes)
+    )
     inferred &= tree.nearest_or_self(recomputed_by_name) < 0
     evidence = "frames" if recomputed_by_name.any() else "operators" if inferred.any() else "none"
-    is_checkpoint_overhead = gather_rows(vocabulary.matching(CHECKPOINT_MARK_PATTERN), name_codes) & (
-        category == cat.CATEGORIES.index(cat.ANNOTATION)
+    is_checkpoint_overhead = gather_rows(
+        vocabulary.matching(CHECKPOINT_MARK_PATTERN), name_codes
+    ) & (category == cat.CATEGORIES.index(cat.ANNOTATION))
+    is_checkpoint_overhead |= (
+        gather_rows(vocabulary.matching(CHECKPOINT_FRAME_PATTERN), name_codes) & is_python
     )
-    is_checkpoint_overhead |= gather_rows(vocabulary.matching(CHECKPOINT_FRAME_PATTERN), name_codes) & is_python
     return RecomputedWork(recomputed_by_name | inferred, is_checkpoint_overhead, evidence)
 
 
 def _infer_recomputation(trace: Trace, tree: Forest, is_engine_node: Bools) -> Bools:
-    """Outermost ops that autograd recorded inside a backward node, and that no later backward belongs to."""
+    """Outermost ops that autograd recorded inside a backward node, and that no later backward
+    belongs to.
+    """
     events = trace.events
     is_autograd_op = gather_rows(events["sequence"].is_not_null().to_numpy(), tree.row)
     is_autograd_op &= get_event_column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.OP)
     is_backward_op = get_event_column(trace, "forward_thread", 0)[tree.row] > 0
     enclosing_backward = tree.nearest(is_engine_node | is_backward_op)
-    is_recomputed: Bools = is_autograd_op & ~is_backward_op & ~is_engine_node & (enclosing_backward >= 0)
+    is_recomputed: Bools = (
+        is_autograd_op & ~is_backward_op & ~is_engine_node & (enclosing_backward >= 0)
+    )
     rows = np.flatnonzero(is_recomputed)
     if not rows.size:
         return is_recomputed
     outermost_nodes = tree.topmost(is_engine_node | is_backward_op)
-    nodes_with_forward_ops = np.unique(tree.outermost_or_self(is_engine_node | is_backward_op)[rows])
-    if nodes_with_forward_ops.size > _MAX_RECOMPUTING_NODE_SHARE * np.count_nonzero(outermost_nodes):
+    nodes_with_forward_ops = np.unique(
+        tree.outermost_or_self(is_engine_node | is_backward_op)[rows]
+    )
+    if nodes_with_forward_ops.size > _MAX_RECOMPUTING_NODE_SHARE * np.count_nonzero(
+        outermost_nodes
+    ):
         return np.zeros_like(is_recomputed)
     matches = match_backward_ops(trace)
     if matches is not None:
         # not those that carry the sequence number of an op on their lane whose backward is recorded
         lane_count = int(tree.lane.max(initial=0)) + 1
-        sequence_and_lane = get_event_column(trace, "sequence", -1)[tree.row] * lane_count + tree.lane
+        sequence_and_lane = (
+            get_event_column(trace, "sequence", -1)[tree.row] * lane_count + tree.lane
+        )
         is_recomputed &= ~np.isin(sequence_and_lane, sequence_and_lane[matches.forward])
     return tree.topmost(is_recomputed)

@@ -30,7 +30,8 @@ _SIZES = {
     "send": pl.coalesce(_IN, _OUT),
     "recv": pl.coalesce(_OUT, _IN),
 }
-# Bytes on the bus of each rank, in parts of the size: so many times (ranks - 1) / ranks, or all of it.
+# Bytes on the bus of each rank, in parts of the size: so many times (ranks - 1) / ranks, or all of
+# it.
 _BUS_FACTORS = {
     "all_reduce": 2.0,
     **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"), 1.0),
@@ -77,7 +78,9 @@ def find_device_link(device: str | None) -> DeviceLink | None:
 
 
 def add_sizes(calls: pl.DataFrame) -> pl.DataFrame:
-    """Add `size_bytes` and `bus_factor` (docs/concepts/collectives.md); null where kind, bytes or group are unknown."""
+    """Add `size_bytes` and `bus_factor` (docs/concepts/collectives.md); null where kind, bytes or
+    group are unknown.
+    """
     return calls.with_columns(
         _select_by_kind(_SIZES).cast(pl.Int64).alias("size_bytes"),
         _select_by_kind(_FACTOR_EXPRESSIONS).cast(pl.Float64).alias("bus_factor"),
@@ -88,8 +91,11 @@ def _select_by_kind(table: dict[str, Any]) -> pl.Expr:
     return pl.coalesce(pl.when(pl.col("kind") == kind).then(value) for kind, value in table.items())
 
 
-def add_link_peaks(calls: pl.DataFrame, traces: Sequence[Trace], peak_gb_per_s: float | None = None) -> pl.DataFrame:
-    """Add `link`, `link_peak_gb_per_s` and `link_fraction`; null where the group may leave the host.
+def add_link_peaks(
+    calls: pl.DataFrame, traces: Sequence[Trace], peak_gb_per_s: float | None = None
+) -> pl.DataFrame:
+    """Add `link`, `link_peak_gb_per_s` and `link_fraction`; null where the group may leave the
+    host.
 
     Args:
         calls: With `trace` (see `stacked`), `members`, `group_size`, `device`, `bus_gb_per_s`.
@@ -104,13 +110,20 @@ def add_link_peaks(calls: pl.DataFrame, traces: Sequence[Trace], peak_gb_per_s: 
         for device, name in trace.devices[["device", "name"]].iter_rows():
             if link := find_device_link(name):
                 rows.append((number, device, link.name, link.peak_gb_per_s))
-        # A group stays inside one host if the whole job does, or if all members are in one block of as many ranks as
-        # the host has visible devices (launchers number ranks host by host).
+        # A group stays inside one host if the whole job does, or if all members are in one block of
+        # as many ranks as the host has visible devices (launchers number ranks host by host).
         world_size, visible = trace.meta.world_size, trace.devices.height
         host_rows.append((world_size is not None and 1 < world_size <= visible, visible))
-    columns = {TRACE_COLUMN: pl.UInt32(), "device": pl.Int32(), "on_link": pl.String(), "on_peak": pl.Float64()}
+    columns = {
+        TRACE_COLUMN: pl.UInt32(),
+        "device": pl.Int32(),
+        "on_link": pl.String(),
+        "on_peak": pl.Float64(),
+    }
     links = pl.DataFrame(rows, schema=columns, orient="row")
-    hosts = pl.DataFrame(host_rows, schema={"whole": pl.Boolean(), "visible": pl.Int32()}, orient="row")
+    hosts = pl.DataFrame(
+        host_rows, schema={"whole": pl.Boolean(), "visible": pl.Int32()}, orient="row"
+    )
     members, size = pl.col("members").list, pl.col("visible")
     in_block = (size > 1) & ((members.min() // size) == (members.max() // size))
     joined = calls.join(links, on=[TRACE_COLUMN, "device"], how="left", maintain_order="left")
@@ -122,7 +135,9 @@ def add_link_peaks(calls: pl.DataFrame, traces: Sequence[Trace], peak_gb_per_s: 
 def set_peak(calls: pl.DataFrame, peak_gb_per_s: float) -> pl.DataFrame:
     """The calls with the same peak for every group, as the user gives it."""
     kernels = pl.when(pl.col("where") == "device")
-    return _add_link_fraction(calls, kernels.then(pl.lit("given")), kernels.then(pl.lit(float(peak_gb_per_s))))
+    return _add_link_fraction(
+        calls, kernels.then(pl.lit("given")), kernels.then(pl.lit(float(peak_gb_per_s)))
+    )
 
 
 def correct_links_by_host(
@@ -136,17 +151,23 @@ def correct_links_by_host(
         links: Rank -> link of its device, where it is known.
 
     Returns:
-        The calls: with the link where all members are known to be on one host, without where they are known to
-        be on several; else as they were.
+        The calls: with the link where all members are known to be on one host, without where they
+        are known to be on several; else as they were.
     """
     member_list = pl.col("members").cast(pl.List(pl.String)).list.join(",")
-    groups = calls.select(member_list.alias("whom"), "members").unique("whom", keep="first").drop_nulls("whom")
+    groups = (
+        calls.select(member_list.alias("whom"), "members")
+        .unique("whom", keep="first")
+        .drop_nulls("whom")
+    )
     table = []
     for text, members in groups.iter_rows():
         member_hosts = {hosts[rank] for rank in members if rank in hosts}
         within_host = len(member_hosts) == 1 and all(rank in hosts for rank in members)
         table.append((text, True if within_host else False if len(member_hosts) > 1 else None))
-    host_table = pl.DataFrame(table, schema={"whom": pl.String(), "inside": pl.Boolean()}, orient="row")
+    host_table = pl.DataFrame(
+        table, schema={"whom": pl.String(), "inside": pl.Boolean()}, orient="row"
+    )
     names = {rank: link.name for rank, link in links.items()}
     peaks = {rank: link.peak_gb_per_s for rank, link in links.items()}
     joined = calls.with_columns(member_list.alias("whom")).join(
@@ -164,7 +185,9 @@ def correct_links_by_host(
 
 def _add_link_fraction(calls: pl.DataFrame, link: pl.Expr, peak: pl.Expr) -> pl.DataFrame:
     linked_calls = calls.with_columns(link.alias("link"), peak.alias("link_peak_gb_per_s"))
-    return linked_calls.with_columns((pl.col("bus_gb_per_s") / pl.col("link_peak_gb_per_s")).alias("link_fraction"))
+    return linked_calls.with_columns(
+        (pl.col("bus_gb_per_s") / pl.col("link_peak_gb_per_s")).alias("link_fraction")
+    )
 
 
 def _map_column(column: str, values: Mapping[Any, object], kind: pl.DataType) -> pl.Expr:

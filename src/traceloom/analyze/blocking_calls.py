@@ -1,4 +1,6 @@
-"""Where does the program stop and wait: which line asks for it, and what does the GPU do meanwhile and after?"""
+"""Where does the program stop and wait: which line asks for it, and what does the GPU do meanwhile
+and after?
+"""
 
 from __future__ import annotations
 
@@ -63,12 +65,18 @@ _MAX_STACK_DEPTH = 8
 # The first that fits: by the operators around the call, then by its own name.
 _KIND_BY_OP = (
     ("item", re.compile(r"^aten::(item|_local_scalar_dense|is_nonzero|equal)$")),
-    ("data_dependent_shape", re.compile(r"^aten::(nonzero|_?unique|masked_select|repeat_interleave|bincount)")),
+    (
+        "data_dependent_shape",
+        re.compile(r"^aten::(nonzero|_?unique|masked_select|repeat_interleave|bincount)"),
+    ),
 )
 _KIND_BY_CALL = (
     ("event_synchronize", re.compile(r"EventSynchronize|EventHostSynchronize|Events?Wait$")),
     ("synchronize", re.compile(r"(?i)synchronize|QueueFinish")),
-    ("allocation", re.compile(r"Malloc|Free|HostAlloc|HostRegister|HostUnregister|MemCreate|MemMap|MemUnmap")),
+    (
+        "allocation",
+        re.compile(r"Malloc|Free|HostAlloc|HostRegister|HostUnregister|MemCreate|MemMap|MemUnmap"),
+    ),
     ("module_load", re.compile(r"(Module|Library)(Load|Unload)")),
     ("fill", re.compile(r"Memset")),
     ("other_copy", re.compile(r"Memcpy")),
@@ -81,13 +89,14 @@ class BlockingCalls(Result):
 
     Attributes:
         sites: One row per place, waits in Python last, the longest first: what kind of wait (`KINDS`), the call, the
-            operators around it from outermost to innermost, the innermost Python frame that is neither the framework's
-            nor the standard library's, and up to eight such frames above it (outermost first, one per line); `op` and
-            `frame` are null where none is recorded. `pageable_count` are calls that copy from or to pageable memory.
-            `blocked_ns` is the host time in the calls; `gpu_busy_ns` and `gpu_idle_ns` are its parts in which any GPU
-            work ran and none did. `idle_after_ns` is the time after the calls in which the GPU had nothing to do, until
-            its next work or the thread's next such call. The GPU's three are null without GPU work.
-            `mean_blocked_ns` and so on are per whole step.
+            operators around it from outermost to innermost, the innermost Python frame that is
+            neither the framework's nor the standard library's, and up to eight such frames above it
+            (outermost first, one per line); `op` and `frame` are null where none is recorded.
+            `pageable_count` are calls that copy from or to pageable memory. `blocked_ns` is the
+            host time in the calls; `gpu_busy_ns` and `gpu_idle_ns` are its parts in which any GPU
+            work ran and none did. `idle_after_ns` is the time after the calls in which the GPU had
+            nothing to do, until its next work or the thread's next such call. The GPU's three are
+            null without GPU work. `mean_blocked_ns` and so on are per whole step.
         calls: One row per call, in time order; `site` is the row of `sites`.
         blocked_ns: Sum over all calls; calls inside each other count once.
         idle_after_ns: Sum over all calls; None without GPU work.
@@ -103,8 +112,8 @@ class BlockingCalls(Result):
 def blocking_calls(trace: Trace) -> BlockingCalls:
     """Find every call that waits and say who asked for it.
 
-    Which calls wait is decided in `phases.meaning` (docs/concepts/host-time.md); that the main thread waits for
-    autograd's threads (`run_backward`) is no such call.
+    Which calls wait is decided in `phases.meaning` (docs/concepts/host-time.md); that the main
+    thread waits for autograd's threads (`run_backward`) is no such call.
     """
     return _find_blocking_calls(trace)
 
@@ -118,7 +127,9 @@ def _find_blocking_calls(traces: Sequence[Trace]) -> Iterable[BlockingCalls]:
     calls = concatenate_by_trace(map(_list_calls, traces, all_busy))
     if not calls.height:
         for busy in all_busy:
-            yield BlockingCalls(SITES.to_frame(), CALLS.to_frame(), 0, 0 if busy.start.size else None)
+            yield BlockingCalls(
+                SITES.to_frame(), CALLS.to_frame(), 0, 0 if busy.start.size else None
+            )
         return
     calls = calls.hstack(_classify_calls(traces, calls))
     keys = [TRACE_COLUMN, "kind", "call", "op", "frame", "stack", "lane"]
@@ -128,26 +139,42 @@ def _find_blocking_calls(traces: Sequence[Trace]) -> Iterable[BlockingCalls]:
             pl.len().alias("count"),
             pl.col("pageable").sum().alias("pageable_count"),
             pl.col("blocked_ns").max().alias("max_ns"),
-            *(pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum()) for name in _TIMES),
+            *(
+                pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum())
+                for name in _TIMES
+            ),
         )
-        .sort([pl.col(TRACE_COLUMN), pl.col("kind") == "python", pl.col("blocked_ns")],
-              descending=[False, False, True], maintain_order=True)
+        .sort(
+            [pl.col(TRACE_COLUMN), pl.col("kind") == "python", pl.col("blocked_ns")],
+            descending=[False, False, True],
+            maintain_order=True,
+        )
         .with_columns(site=pl.int_range(pl.len(), dtype=pl.UInt32).over(TRACE_COLUMN))
-    )  # fmt: skip
-    calls = calls.join(summed[[*keys, "site"]], on=keys, how="left", nulls_equal=True, maintain_order="left")
+    )
+    calls = calls.join(
+        summed[[*keys, "site"]], on=keys, how="left", nulls_equal=True, maintain_order="left"
+    )
     spread = summarize_per_step(
-        calls, [TRACE_COLUMN, "site"], ["blocked_ns"], concatenate_by_trace(map(select_whole_steps, traces))
+        calls,
+        [TRACE_COLUMN, "site"],
+        ["blocked_ns"],
+        concatenate_by_trace(map(select_whole_steps, traces)),
     )
     sites = summed.join(spread, on=[TRACE_COLUMN, "site"], how="left", maintain_order="left")
     for trace_sites, trace_calls, busy in zip(
-        split_by_trace(sites, traces, SITES), split_by_trace(calls, traces, CALLS), all_busy, strict=True
+        split_by_trace(sites, traces, SITES),
+        split_by_trace(calls, traces, CALLS),
+        all_busy,
+        strict=True,
     ):
         idle = int(trace_calls["idle_after_ns"].sum()) if busy.start.size else None
         yield BlockingCalls(trace_sites, trace_calls, int(trace_calls["blocked_ns"].sum()), idle)
 
 
 def _classify_calls(traces: Sequence[Trace], calls: pl.DataFrame) -> pl.DataFrame:
-    """What kind of wait each call is (`KINDS`), and whether it copies from or to pageable memory: kind, pageable."""
+    """What kind of wait each call is (`KINDS`), and whether it copies from or to pageable memory:
+    kind, pageable.
+    """
     copied = _find_call_copies(traces, calls)
     kind_of = {
         call: next((kind for kind, pattern in _KIND_BY_CALL if pattern.search(call)), "other")
@@ -174,13 +201,15 @@ def _list_calls(trace: Trace, busy: Spans) -> pl.DataFrame:
         busy: When its GPUs work.
 
     Returns:
-        Columns event, lane, step, start_ns, `_TIMES`, python and starting (what the call is), by_op (the kind of wait
-        by the operators around it), call, op, frame and stack as in `SITES`.
+        Columns event, lane, step, start_ns, `_TIMES`, python and starting (what the call is), by_op
+        (the kind of wait by the operators around it), call, op, frame and stack as in `SITES`.
     """
     tree = build_forest(trace)
     waits = classify_events(trace).activity == BLOCKING_CALL
     folded = call_tree(trace)
-    waits &= ~folded.names.str.contains(r"^<built-in method run_backward").to_numpy()[folded.name_of]
+    waits &= ~folded.names.str.contains(r"^<built-in method run_backward").to_numpy()[
+        folded.name_of
+    ]
     rows = np.flatnonzero(tree.topmost(waits))
     rows = rows[np.argsort(tree.row[rows], kind="stable")]
     # Kind, call, op path, frame and stack of each call, worked out once per distinct path
@@ -189,18 +218,25 @@ def _list_calls(trace: Trace, busy: Spans) -> pl.DataFrame:
     for path in folded.paths(used) if used.size else ():  # from the thread down
         names = [str(folded.names[int(folded.label[node])]) for node in path[1:]]
         ancestors = [
-            (name, NODE_KINDS[int(folded.kind[node])]) for name, node in zip(names[:-1], path[1:-1], strict=True)
+            (name, NODE_KINDS[int(folded.kind[node])])
+            for name, node in zip(names[:-1], path[1:-1], strict=True)
         ]
         ops = [name for name, kind in ancestors if kind == "op"]
         frames = [name for name, kind in ancestors if kind == "python" and is_user_frame(name)]
-        op_kind = next((kind for kind, pattern in _KIND_BY_OP if any(pattern.search(op) for op in ops)), None)
+        op_kind = next(
+            (kind for kind, pattern in _KIND_BY_OP if any(pattern.search(op) for op in ops)), None
+        )
         stack = "\n".join(frames[-_MAX_STACK_DEPTH:]) or None
-        path_rows.append((op_kind, names[-1], " > ".join(ops) or None, frames[-1] if frames else None, stack))
+        path_rows.append(
+            (op_kind, names[-1], " > ".join(ops) or None, frames[-1] if frames else None, stack)
+        )
         is_program.append(not frames or re.search(RECORDER_FRAME_PATTERN, frames[-1]) is None)
     in_program = np.array(is_program, dtype=np.bool_)[path_index]
     rows, path_index = rows[in_program], path_index[in_program]
     paths = pl.DataFrame(
-        path_rows, schema=dict.fromkeys(("by_op", "call", "op", "frame", "stack"), pl.String()), orient="row"
+        path_rows,
+        schema=dict.fromkeys(("by_op", "call", "op", "frame", "stack"), pl.String()),
+        orient="row",
     )
     row = tree.row[rows]
     start, end, lane = tree.start_ns[rows], tree.end_ns[rows], tree.lane[rows]
@@ -211,18 +247,28 @@ def _list_calls(trace: Trace, busy: Spans) -> pl.DataFrame:
         same = lane[order][1:] == lane[order][:-1]
         next_call = np.full(lane.size, np.iinfo(np.int64).max)
         next_call[order[:-1][same]] = start[order][1:][same]
-        after = np.searchsorted(busy.end, end, side="right")  # the first stretch of GPU work that ends later
+        after = np.searchsorted(
+            busy.end, end, side="right"
+        )  # the first stretch of GPU work that ends later
         next_work = np.append(busy.start, end.max())[after]
         idle = np.maximum(np.minimum(next_work, next_call) - end, 0)
         idle_after = np.where(after == busy.start.size, 0, idle)
-        times |= {"gpu_busy_ns": covered, "gpu_idle_ns": end - start - covered, "idle_after_ns": idle_after}
+        times |= {
+            "gpu_busy_ns": covered,
+            "gpu_idle_ns": end - start - covered,
+            "idle_after_ns": idle_after,
+        }
     else:
-        times |= dict.fromkeys(_TIMES[1:], pl.Series([None], dtype=pl.Int64).new_from_index(0, rows.size))
+        times |= dict.fromkeys(
+            _TIMES[1:], pl.Series([None], dtype=pl.Int64).new_from_index(0, rows.size)
+        )
     return pl.DataFrame(
         {
             "event": row,
             "lane": lane,
-            "step": to_nullable_series(get_event_column(trace, "step", int(NO_STEP))[row], pl.Int32, int(NO_STEP)),
+            "step": to_nullable_series(
+                get_event_column(trace, "step", int(NO_STEP))[row], pl.Int32, int(NO_STEP)
+            ),
             "start_ns": start,
             **times,
             "python": get_event_column(trace, "category")[row] == cat.CATEGORIES.index(cat.PYTHON),
@@ -232,9 +278,11 @@ def _list_calls(trace: Trace, busy: Spans) -> pl.DataFrame:
 
 
 def _find_call_copies(traces: Sequence[Trace], calls: pl.DataFrame) -> pl.DataFrame:
-    """Direction of the copy, and whether it is pageable, for calls that submit one or wait under the same operator.
+    """Direction of the copy, and whether it is pageable, for calls that submit one or wait under
+    the same operator.
 
-    A copy that is not to block is submitted and then waited for in one operator (`aten::copy_`), which has both calls.
+    A copy that is not to block is submitted and then waited for in one operator (`aten::copy_`),
+    which has both calls.
     """
     to = {"DtoH": "copy_to_host", "HtoD": "copy_to_device"}
     pageable = pl.any_horizontal(
@@ -248,7 +296,9 @@ def _find_call_copies(traces: Sequence[Trace], calls: pl.DataFrame) -> pl.DataFr
         way=pl.col("kind").replace_strict(to, default=None),
         pageable=pageable,
     ).drop_nulls("launch")
-    rows = calls[[TRACE_COLUMN, "event"]].with_columns(gather_event_column(traces, calls, "event", "op"))
+    rows = calls[[TRACE_COLUMN, "event"]].with_columns(
+        gather_event_column(traces, calls, "event", "op")
+    )
     call_matches = rows.join(
         submitted.unique([TRACE_COLUMN, "launch"]),
         left_on=[TRACE_COLUMN, "event"],
@@ -261,6 +311,7 @@ def _find_call_copies(traces: Sequence[Trace], calls: pl.DataFrame) -> pl.DataFr
     return pl.DataFrame(
         {
             "way": call_matches.select(pl.coalesce("way", op_matches["way"])).to_series(),
-            "pageable": call_matches["pageable"].fill_null(False) | op_matches["pageable"].fill_null(False),
+            "pageable": call_matches["pageable"].fill_null(False)
+            | op_matches["pageable"].fill_null(False),
         }
     )

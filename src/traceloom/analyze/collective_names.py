@@ -12,8 +12,9 @@ from traceloom.trace.batch import TRACE_COLUMN, concatenate_by_trace, gather_eve
 from traceloom.trace.trace import Trace
 from traceloom.trace.vocabulary import ANNOTATION, COLLECTIVE
 
-# NCCL and RCCL compile few kernels and let each run the other algorithms and protocols through a table of functions:
-# `..._RING_LL` is launched for LL128 and SIMPLE too, and since 2.19 `RING` also for NVLS, CollNet and PAT.
+# NCCL and RCCL compile few kernels and let each run the other algorithms and protocols through a
+# table of functions: `..._RING_LL` is launched for LL128 and SIMPLE too, and since 2.19 `RING` also
+# for NVLS, CollNet and PAT.
 _ENTRY_KERNEL = r"(?i)nccl(dev)?kernel_|nccl\w*(ring|tree|collnet)\w*kernel|rcclgenerickernel"
 _SYMMETRIC = r"(?i)ncclSymk?DevKernel"
 
@@ -43,8 +44,8 @@ _OLD_SIMPLE = r"(?i)^nccl[A-Za-z]+(ring|tree)kernel_"
 def add_algorithms(kernels: pl.DataFrame) -> pl.DataFrame:
     """Add `algorithm`, `protocol` and `name_certain` to rows with a column `name`.
 
-    `name_certain` is False where the library launches a kernel of this name for other algorithms and protocols too,
-    null where the name says neither.
+    `name_certain` is False where the library launches a kernel of this name for other algorithms
+    and protocols too, null where the name says neither.
     """
     parsed = _parse_kernel_names(tuple(kernels["name"].unique().sort().to_list()))
     return kernels.join(parsed, on="name", how="left", maintain_order="left")
@@ -52,16 +53,21 @@ def add_algorithms(kernels: pl.DataFrame) -> pl.DataFrame:
 
 @lru_cache(maxsize=8)
 def _parse_kernel_names(kernel_names: tuple[str, ...]) -> pl.DataFrame:
-    """name, algorithm, protocol, name_certain; remembered, since the next rank mostly runs the same kernels."""
+    """name, algorithm, protocol, name_certain; remembered, since the next rank mostly runs the same
+    kernels.
+    """
     names = pl.DataFrame({"name": kernel_names}, schema={"name": pl.String})
     names = names.with_columns(pl.col("name").str.to_uppercase().alias("upper"))
     # Arguments of the function say nothing, and may hold any word.
     upper = pl.col("upper").str.replace(r"\(.*$", "")
     algorithm = _match_first(_ALGORITHMS, upper)
     protocol = pl.coalesce(
-        _match_first(_PROTOCOLS, upper), pl.when(pl.col("name").str.contains(_OLD_SIMPLE)).then(pl.lit("SIMPLE"))
+        _match_first(_PROTOCOLS, upper),
+        pl.when(pl.col("name").str.contains(_OLD_SIMPLE)).then(pl.lit("SIMPLE")),
     )
-    return names.select("name", algorithm.alias("algorithm"), protocol.alias("protocol")).with_columns(
+    return names.select(
+        "name", algorithm.alias("algorithm"), protocol.alias("protocol")
+    ).with_columns(
         pl.when(pl.col("algorithm").is_not_null() | pl.col("protocol").is_not_null())
         .then(~pl.col("name").str.contains(_ENTRY_KERNEL) | pl.col("name").str.contains(_SYMMETRIC))
         .alias("name_certain")
@@ -69,7 +75,9 @@ def _parse_kernel_names(kernel_names: tuple[str, ...]) -> pl.DataFrame:
 
 
 def _match_first(table: tuple[tuple[str, str], ...], text: pl.Expr) -> pl.Expr:
-    return pl.coalesce(pl.when(text.str.contains(pattern)).then(pl.lit(word)) for word, pattern in table)
+    return pl.coalesce(
+        pl.when(text.str.contains(pattern)).then(pl.lit(word)) for word, pattern in table
+    )
 
 
 # What a backend is called, by the rule of the table of kernels that decided.
@@ -91,12 +99,15 @@ BACKENDS = {
 
 
 def derive_backend(rule: str, *, amd: pl.Series) -> pl.Expr:
-    """The backend by the column of the rule; NCCL's kernels on a device of AMD (shape (rows,)) are RCCL's."""
+    """The backend by the column of the rule; NCCL's kernels on a device of AMD (shape (rows,)) are
+    RCCL's.
+    """
     backend = pl.col(rule).replace_strict(BACKENDS, default=pl.col(rule), return_dtype=pl.String)
     return pl.when(amd & (backend == "nccl")).then(pl.lit("rccl")).otherwise(backend)
 
 
-# First match wins; kernel names in lower case. NCCL's names are of the first operation that was grouped, a hint.
+# First match wins; kernel names in lower case. NCCL's names are of the first operation that was
+# grouped, a hint.
 KERNEL_KINDS = (
     ("layout", r"(\b|_)ep::(\w+::)*get_dispatch_layout"),
     ("notify", r"(\b|_)ep::(\w+::)*\w*notify"),
@@ -141,20 +152,26 @@ def derive_collective_kinds(kernel_names: tuple[str, ...]) -> pl.DataFrame:
     Remembered, since the next rank mostly runs the same kernels.
     """
     lower = pl.col("name").str.to_lowercase()
-    kind = pl.coalesce(pl.when(lower.str.contains(pattern)).then(pl.lit(kind)) for kind, pattern in KERNEL_KINDS)
-    return pl.DataFrame({"name": kernel_names}, schema={"name": pl.String}).with_columns(kind.alias("kind"))
+    kind = pl.coalesce(
+        pl.when(lower.str.contains(pattern)).then(pl.lit(kind)) for kind, pattern in KERNEL_KINDS
+    )
+    return pl.DataFrame({"name": kernel_names}, schema={"name": pl.String}).with_columns(
+        kind.alias("kind")
+    )
 
 
 def describe_collectives(traces: Sequence[Trace]) -> pl.DataFrame:
-    """What the files say of each collective: trace, event, kind, group, group_size, members, sequence, element_type,
-    in_bytes, out_bytes, peer, in_splits, out_splits, bytes.
+    """What the files say of each collective: trace, event, kind, group, group_size, members,
+    sequence, element_type, in_bytes, out_bytes, peer, in_splits, out_splits, bytes.
 
-    `members` (global ranks) is null where the file cuts the list. `bytes` is the larger of what goes in and what comes
-    out; null where that is not known.
+    `members` (global ranks) is null where the file cuts the list. `bytes` is the larger of what
+    goes in and what comes out; null where that is not known.
     """
     incoming, outgoing = pl.col("in_bytes"), pl.col("out_bytes")
     fallback_bytes = pl.when(~pl.col("kind").is_in(_KINDS_WITHOUT_SIZE)).then(incoming)
-    larger = pl.when(incoming.is_not_null() & outgoing.is_not_null()).then(pl.max_horizontal(incoming, outgoing))
+    larger = pl.when(incoming.is_not_null() & outgoing.is_not_null()).then(
+        pl.max_horizontal(incoming, outgoing)
+    )
     return (
         concatenate_by_trace(trace.collectives for trace in traces)
         .select(
@@ -178,14 +195,16 @@ def describe_collectives(traces: Sequence[Trace]) -> pl.DataFrame:
 
 
 def find_host_calls(traces: Sequence[Trace], arguments: pl.DataFrame) -> pl.DataFrame:
-    """Calls of communication back ends on host threads (`gloo:all_reduce`), the outermost of nested ones.
+    """Calls of communication back ends on host threads (`gloo:all_reduce`), the outermost of nested
+    ones.
 
     Args:
         traces: Traces.
         arguments: Of `described`.
 
     Returns:
-        The columns of `arguments` (what the call itself does not say comes from the op around it), start_ns, end_ns.
+        The columns of `arguments` (what the call itself does not say comes from the op around it),
+        start_ns, end_ns.
     """
     spans = [
         gather_event_column(traces, arguments, "event", name)
@@ -193,10 +212,16 @@ def find_host_calls(traces: Sequence[Trace], arguments: pl.DataFrame) -> pl.Data
     ]
     host_calls = arguments.hstack(spans).filter(pl.col("category").is_in([ANNOTATION, COLLECTIVE]))
     outer = host_calls.select(TRACE_COLUMN, parent="event")
-    host_calls = host_calls.join(outer, on=[TRACE_COLUMN, "parent"], how="anti", maintain_order="left")
+    host_calls = host_calls.join(
+        outer, on=[TRACE_COLUMN, "parent"], how="anti", maintain_order="left"
+    )
     keys = [TRACE_COLUMN, "event"]
     parents = host_calls[[TRACE_COLUMN, "parent"]].join(
-        arguments, left_on=[TRACE_COLUMN, "parent"], right_on=keys, how="left", maintain_order="left"
+        arguments,
+        left_on=[TRACE_COLUMN, "parent"],
+        right_on=keys,
+        how="left",
+        maintain_order="left",
     )
     fields = [name for name in arguments.columns if name not in keys]
     return host_calls.select(

@@ -29,9 +29,20 @@ from traceloom.analyze.host_events import (
     mark_blocking_calls,
     mark_communication_scopes,
 )
-from traceloom.analyze.intervals import EMPTY_SPANS, Spans, compute_coverage, merge_intervals, subtract_spans
+from traceloom.analyze.intervals import (
+    EMPTY_SPANS,
+    Spans,
+    compute_coverage,
+    merge_intervals,
+    subtract_spans,
+)
 from traceloom.analyze.kernel_rules import Rule, select_gpu_work
-from traceloom.analyze.steps import contains, select_whole_steps, summarize_durations, summarize_per_step
+from traceloom.analyze.steps import (
+    contains,
+    select_whole_steps,
+    summarize_durations,
+    summarize_per_step,
+)
 from traceloom.errors import InputError
 from traceloom.formats.arguments import can_reread_events, read_event_texts
 from traceloom.trace.array_types import Bools, Ints
@@ -51,9 +62,19 @@ from traceloom.trace.trace import Trace
 WhereType = pl.Enum(["device", "host"])
 PhaseType = pl.Enum(PHASES)
 FIELDS = (
-    "kind", "group", "group_size", "members", "sequence", "element_type",
-    "in_bytes", "out_bytes", "peer", "in_splits", "out_splits", "bytes",
-)  # fmt: skip
+    "kind",
+    "group",
+    "group_size",
+    "members",
+    "sequence",
+    "element_type",
+    "in_bytes",
+    "out_bytes",
+    "peer",
+    "in_splits",
+    "out_splits",
+    "bytes",
+)
 """What the file can say of a collective."""
 
 _OWN_BYTES = ("in_bytes", "out_bytes", "in_splits", "out_splits", "bytes", "sequence")
@@ -65,9 +86,9 @@ def list_communication_calls(trace: Trace, rules: Iterable[Rule] = ()) -> pl.Dat
     """Communication of a trace, kernels first, each by start.
 
     Returns:
-        Columns where (device, host), event, name, backend, device, stream (null on the host), step, phase, start_ns,
-        end_ns (>= start), launch (the call that submitted it; null on the host and where it is not recorded) and
-        `FIELDS`.
+        Columns where (device, host), event, name, backend, device, stream (null on the host), step,
+        phase, start_ns, end_ns (>= start), launch (the call that submitted it; null on the host and
+        where it is not recorded) and `FIELDS`.
     """
     rules = tuple(rules)
     return _collect_calls([trace], rules)[0] if rules else _calls_by_default_rules(trace)
@@ -84,9 +105,14 @@ def _collect_calls(traces: Sequence[Trace], rules: tuple[Rule, ...] = ()) -> lis
     )
     descriptions = describe_collectives(traces)
     on_host = find_host_calls(traces, descriptions)
-    rows_by_trace = list(zip(traces, split_by_trace(kernels, traces), split_by_trace(on_host, traces), strict=True))
-    annotations = pl.concat([build_event_column(_find_annotations(*trace_rows)) for trace_rows in rows_by_trace])
-    # a kernel's own arguments, else those of the op that launched it, else those of the annotation, else its name
+    rows_by_trace = list(
+        zip(traces, split_by_trace(kernels, traces), split_by_trace(on_host, traces), strict=True)
+    )
+    annotations = pl.concat(
+        [build_event_column(_find_annotations(*trace_rows)) for trace_rows in rows_by_trace]
+    )
+    # a kernel's own arguments, else those of the op that launched it, else those of the annotation,
+    # else its name
     sources = []
     keys = [TRACE_COLUMN, "event"]
     for events, descriptions_of in (
@@ -98,15 +124,22 @@ def _collect_calls(traces: Sequence[Trace], rules: tuple[Rule, ...] = ()) -> lis
         rows = pl.DataFrame([kernels[TRACE_COLUMN], events.alias("event")])
         joined = rows.with_columns(once=pl.struct(keys).is_unique() & pl.col("event").is_not_null())
         joined = joined.join(descriptions_of, on=keys, how="left", maintain_order="left")
-        sources.append(joined.with_columns(pl.when("once").then(name).alias(name) for name in _OWN_BYTES))
+        sources.append(
+            joined.with_columns(pl.when("once").then(name).alias(name) for name in _OWN_BYTES)
+        )
     name_kinds = derive_collective_kinds(tuple(kernels["name"].unique().sort().to_list()))
     sources.append(kernels[["name"]].join(name_kinds, on="name", how="left", maintain_order="left"))
     amd = pl.Series([_is_amd(trace) for trace in traces], dtype=pl.Boolean)[kernels[TRACE_COLUMN]]
     kernels = kernels.with_columns(
-        *(pl.coalesce(*(source[name] for source in sources if name in source)).alias(name) for name in FIELDS),
+        *(
+            pl.coalesce(*(source[name] for source in sources if name in source)).alias(name)
+            for name in FIELDS
+        ),
         derive_backend("rule", amd=amd).alias("backend"),
     )
-    others_ns = np.concatenate([_compute_nested_ns(trace, calls) for trace, _, calls in rows_by_trace])
+    others_ns = np.concatenate(
+        [_compute_nested_ns(trace, calls) for trace, _, calls in rows_by_trace]
+    )
     names = gather_event_column(traces, on_host, "event", "name").alias("name")
     hosted = on_host.with_columns(
         names,
@@ -117,7 +150,12 @@ def _collect_calls(traces: Sequence[Trace], rules: tuple[Rule, ...] = ()) -> lis
         backend=pl.lit(names).str.extract(r"^(\w+):").str.to_lowercase(),
         end_ns=pl.col("end_ns") - pl.Series(others_ns, dtype=pl.Int64),
     )
-    calls = pl.concat([_add_step_and_phase(traces, kernels, "device"), _add_step_and_phase(traces, hosted, "host")])
+    calls = pl.concat(
+        [
+            _add_step_and_phase(traces, kernels, "device"),
+            _add_step_and_phase(traces, hosted, "host"),
+        ]
+    )
     return split_by_trace(calls.sort(TRACE_COLUMN, maintain_order=True), traces)
 
 
@@ -129,11 +167,16 @@ def _is_amd(trace: Trace) -> bool:
 
 
 def _find_annotations(trace: Trace, kernels: pl.DataFrame, on_host: pl.DataFrame) -> Ints:
-    """The annotation (`nccl:all_to_all`) around the launch of each kernel, within a few levels; -1 for none."""
+    """The annotation (`nccl:all_to_all`) around the launch of each kernel, within a few levels; -1
+    for none.
+    """
     annotation = np.full(kernels.height, -1)
     if on_host.height and kernels.height:
         ancestor = kernels["launch"].cast(pl.Int64).fill_null(-1).to_numpy()
-        parent, is_call = get_event_column(trace, "parent", -1), np.zeros(trace.events.height + 1, dtype=np.bool_)
+        parent, is_call = (
+            get_event_column(trace, "parent", -1),
+            np.zeros(trace.events.height + 1, dtype=np.bool_),
+        )
         is_call[on_host["event"].to_numpy()] = True
         for _ in range(_MAX_LEVELS):
             ancestor = np.where(ancestor >= 0, parent[ancestor], -1)
@@ -146,15 +189,21 @@ def _compute_nested_ns(trace: Trace, on_host: pl.DataFrame) -> Ints:
     if not on_host.height or not mark_communication_scopes(trace).any():
         return np.zeros(on_host.height, dtype=np.int64)
     tree = build_forest(trace)
-    part = tree.topmost(np.isin(classify_events(trace).phase, (LOADING, FORWARD, BACKWARD, OPTIMIZER)))
+    part = tree.topmost(
+        np.isin(classify_events(trace).phase, (LOADING, FORWARD, BACKWARD, OPTIMIZER))
+    )
     positions = tree.position[on_host["event"].to_numpy()]
     inside_ns = tree.subtree_sums(np.where(part, tree.span_ns(), 0))
-    return np.where(mark_communication_scopes(trace)[positions] & ~part[positions], inside_ns[positions], 0)
+    return np.where(
+        mark_communication_scopes(trace)[positions] & ~part[positions], inside_ns[positions], 0
+    )
 
 
 def _add_step_and_phase(traces: Sequence[Trace], rows: pl.DataFrame, where: str) -> pl.DataFrame:
     """With step and phase: of the kernel's launch, or of the call itself."""
-    members = concatenate_by_trace(trace.groups.select("group", of_group="ranks", of_size="size") for trace in traces)
+    members = concatenate_by_trace(
+        trace.groups.select("group", of_group="ranks", of_size="size") for trace in traces
+    )
     grouped = rows.join(
         members.unique([TRACE_COLUMN, "group"], keep="first"),
         on=[TRACE_COLUMN, "group"],
@@ -163,7 +212,9 @@ def _add_step_and_phase(traces: Sequence[Trace], rows: pl.DataFrame, where: str)
     )
     members_of = pl.coalesce("members", "of_group")
     size = pl.coalesce("group_size", "of_size", members_of.list.len().cast(pl.Int32))
-    sources = split_by_trace(rows.select(TRACE_COLUMN, event=pl.coalesce("launch", "op", "event")), traces)
+    sources = split_by_trace(
+        rows.select(TRACE_COLUMN, event=pl.coalesce("launch", "op", "event")), traces
+    )
     return grouped.select(
         TRACE_COLUMN,
         pl.lit(where, WhereType).alias("where"),
@@ -173,17 +224,25 @@ def _add_step_and_phase(traces: Sequence[Trace], rows: pl.DataFrame, where: str)
         "device",
         "stream",
         gather_event_column(traces, rows, "event", "step"),
-        pl.concat([_find_phases(trace, source["event"]) for trace, source in zip(traces, sources, strict=True)]),
+        pl.concat(
+            [
+                _find_phases(trace, source["event"])
+                for trace, source in zip(traces, sources, strict=True)
+            ]
+        ),
         "start_ns",
         "end_ns",
         "launch",
-        *({"members": members_of, "group_size": size}.get(name, pl.col(name)).alias(name) for name in FIELDS),
+        *(
+            {"members": members_of, "group_size": size}.get(name, pl.col(name)).alias(name)
+            for name in FIELDS
+        ),
     )
 
 
 def _find_phases(trace: Trace, events: pl.Series) -> pl.Series:
-    """Forward, backward or optimizer, where something around the event says so, or where a call that is alone on its
-    thread begins while the backward pass runs on another; null elsewhere.
+    """Forward, backward or optimizer, where something around the event says so, or where a call
+    that is alone on its thread begins while the backward pass runs on another; null elsewhere.
     """
     none = pl.Series("phase", [None] * events.len(), dtype=PhaseType)
     tree = build_forest(trace)
@@ -195,8 +254,11 @@ def _find_phases(trace: Trace, events: pl.Series) -> pl.Series:
     phased = np.isin(phase_of, (FORWARD, BACKWARD, OPTIMIZER))
     nearest = tree.nearest_or_self(phased)
     source = np.where(positions >= 0, nearest[np.maximum(positions, 0)], -1)
-    # gloo's calls stand alone on threads of their own: their phase is what autograd's thread does meanwhile
-    standalone = np.flatnonzero((positions >= 0) & (source < 0) & (tree.parent[np.maximum(positions, 0)] < 0))
+    # gloo's calls stand alone on threads of their own: their phase is what autograd's thread does
+    # meanwhile
+    standalone = np.flatnonzero(
+        (positions >= 0) & (source < 0) & (tree.parent[np.maximum(positions, 0)] < 0)
+    )
     codes = np.where(source >= 0, phase_of[np.maximum(source, 0)], len(PHASES))
     backward = np.flatnonzero((phase_of == BACKWARD) & (tree.parent < 0))
     if standalone.size and backward.size:
@@ -223,7 +285,13 @@ SUMMARY_SCHEMA = build_schema(
     {"where": WhereType},
 )
 
-_SUBMITTING_BACKENDS = ("nccl", "rccl", "hccl", "xccl", "oneccl")  # back ends whose host calls only submit kernels
+_SUBMITTING_BACKENDS = (
+    "nccl",
+    "rccl",
+    "hccl",
+    "xccl",
+    "oneccl",
+)  # back ends whose host calls only submit kernels
 # Work that was ready starts this soon after what it waited for; later, something else held it back.
 _MAX_START_DELAY_NS = 30_000
 # A host call that waits for a stream returns this soon after the stream's work is done.
@@ -238,20 +306,23 @@ class Collectives(Result):
 
     Attributes:
         calls: One row per communication kernel, and per collective that runs on a host thread, by start. `size_bytes`
-            is the message that bandwidth is defined on; `algorithm_gb_per_s` and `bus_gb_per_s` (10^9 bytes/s) are
-            over the whole duration, waiting for other ranks included; `link_fraction` is of the link's peak in one
-            direction, null where the group may leave the host; `name_certain` says whether the library launches
-            kernels of that name for nothing else; `exposed_ns` and `blocking_ns` are null on the host.
+            is the message that bandwidth is defined on; `algorithm_gb_per_s` and `bus_gb_per_s`
+            (10^9 bytes/s) are over the whole duration, waiting for other ranks included;
+            `link_fraction` is of the link's peak in one direction, null where the group may leave
+            the host; `name_certain` says whether the library launches kernels of that name for
+            nothing else; `exposed_ns` and `blocking_ns` are null on the host.
         summary: One row per place, kind, group and size, largest total first, with the spread of single calls
-            (min_ns, median_ns, max_ns), the median and best bus bandwidth, and per whole step mean_total_ns,
-            min_total_ns, max_total_ns, mean_call_count.
+            (min_ns, median_ns, max_ns), the median and best bus bandwidth, and per whole step
+            mean_total_ns, min_total_ns, max_total_ns, mean_call_count.
     """
 
     calls: pl.DataFrame
     summary: pl.DataFrame
 
 
-def collectives(trace: Trace, rules: Iterable[Rule] = (), *, peak_gb_per_s: float | None = None) -> Collectives:
+def collectives(
+    trace: Trace, rules: Iterable[Rule] = (), *, peak_gb_per_s: float | None = None
+) -> Collectives:
     """Describe every collective of a trace.
 
     Args:
@@ -261,7 +332,11 @@ def collectives(trace: Trace, rules: Iterable[Rule] = (), *, peak_gb_per_s: floa
     """
     if peak_gb_per_s is None and not rules:
         return _summarize_by_default_rules(trace)
-    return next(iter(_summarize_collectives([trace], _build_call_rows([trace], tuple(rules), peak_gb_per_s))))
+    return next(
+        iter(
+            _summarize_collectives([trace], _build_call_rows([trace], tuple(rules), peak_gb_per_s))
+        )
+    )
 
 
 @run_in_batches
@@ -269,7 +344,9 @@ def _summarize_by_default_rules(traces: Sequence[Trace]) -> Iterable[Collectives
     return _summarize_collectives(traces, [_rows_by_default_rules(trace) for trace in traces])
 
 
-def _summarize_collectives(traces: Sequence[Trace], calls: Sequence[pl.DataFrame]) -> Iterable[Collectives]:
+def _summarize_collectives(
+    traces: Sequence[Trace], calls: Sequence[pl.DataFrame]
+) -> Iterable[Collectives]:
     rows = concatenate_by_trace(calls)
     keys = [TRACE_COLUMN, *SUMMARY_KEYS]
     duration = pl.col("duration_ns")
@@ -285,18 +362,30 @@ def _summarize_collectives(traces: Sequence[Trace], calls: Sequence[pl.DataFrame
         add_up_or_null("exposed_ns"),
         add_up_or_null("blocking_ns"),
     )
-    counted = rows.select(*keys, "step", duration.alias("total_ns"), pl.lit(1, pl.Int64).alias("call_count"))
+    counted = rows.select(
+        *keys, "step", duration.alias("total_ns"), pl.lit(1, pl.Int64).alias("call_count")
+    )
     spread = summarize_per_step(
-        counted, keys, ["total_ns", "call_count"], concatenate_by_trace(map(select_whole_steps, traces))
+        counted,
+        keys,
+        ["total_ns", "call_count"],
+        concatenate_by_trace(map(select_whole_steps, traces)),
     )
     summary = sums.join(spread, on=keys, how="left", nulls_equal=True, maintain_order="left").sort(
-        TRACE_COLUMN, "total_ns", "kind", "size_bytes", descending=[False, True, False, False], nulls_last=True
+        TRACE_COLUMN,
+        "total_ns",
+        "kind",
+        "size_bytes",
+        descending=[False, True, False, False],
+        nulls_last=True,
     )
     return map(Collectives, calls, split_by_trace(summary, traces, SUMMARY_SCHEMA))
 
 
 def collectives_of(session: Session) -> pl.DataFrame:
-    """The calls of all traces of a session in one frame, with `trace` (its place in `session.traces`) before them."""
+    """The calls of all traces of a session in one frame, with `trace` (its place in
+    `session.traces`) before them.
+    """
     return pl.concat(
         [
             _rows_by_default_rules(trace).select(pl.lit(number, pl.Int64).alias("trace"), pl.all())
@@ -312,7 +401,9 @@ def _build_call_rows(
     # where kernels communicate, host calls that only submit them communicate nothing themselves
     on_device = pl.col("where") == "device"
     calls = calls.filter(
-        on_device | ~on_device.any().over(TRACE_COLUMN) | ~pl.col("backend").is_in(_SUBMITTING_BACKENDS)
+        on_device
+        | ~on_device.any().over(TRACE_COLUMN)
+        | ~pl.col("backend").is_in(_SUBMITTING_BACKENDS)
     )
     if not calls.height:
         return [CALL_SCHEMA.to_frame() for _ in traces]
@@ -327,7 +418,8 @@ def _build_call_rows(
     )
     calls = add_link_peaks(calls, traces, peak_gb_per_s)
     kernels = calls.filter(on_device)
-    # Communication that compute does not hide, and the part of it that the next compute really waited for
+    # Communication that compute does not hide, and the part of it that the next compute really
+    # waited for
     exposed_ns, blocking_ns = np.zeros((2, kernels.height), dtype=np.int64)
     work = concatenate_by_trace(select_gpu_work(trace, rules) for trace in traces)
     columns = [TRACE_COLUMN, "event", "device", "stream", "start_ns", "end_ns", "launch"]
@@ -350,7 +442,9 @@ def _build_call_rows(
     described = (
         calls.join(times, on=[TRACE_COLUMN, "event"], how="left", maintain_order="left")
         .with_columns(
-            pl.Series("rank", [trace.rank for trace in traces], dtype=pl.Int32)[calls[TRACE_COLUMN]],
+            pl.Series("rank", [trace.rank for trace in traces], dtype=pl.Int32)[
+                calls[TRACE_COLUMN]
+            ],
             duration.alias("duration_ns"),
             pl.col("blocking_ns").replace(-1, None),
             gather_event_column(traces, calls, "launch", "start_ns").alias("launch_ns"),
@@ -361,33 +455,46 @@ def _build_call_rows(
 
 
 def _add_channels(calls: pl.DataFrame, traces: Sequence[Trace]) -> pl.DataFrame:
-    """Add `channels`: NCCL and RCCL launch one thread block per channel; null for other back ends and without a grid.
+    """Add `channels`: NCCL and RCCL launch one thread block per channel; null for other back ends
+    and without a grid.
 
-    The grid is in no column of a trace: it is read again from the file, in one pass and for the communication kernels
-    alone; also null where the file is gone or above 256 MiB.
+    The grid is in no column of a trace: it is read again from the file, in one pass and for the
+    communication kernels alone; also null where the file is gone or above 256 MiB.
     """
-    kernels = calls.filter(pl.col("where") == "device", pl.col("backend").is_in(["nccl", "rccl"])).sort(
-        TRACE_COLUMN, "event"
-    )
+    kernels = calls.filter(
+        pl.col("where") == "device", pl.col("backend").is_in(["nccl", "rccl"])
+    ).sort(TRACE_COLUMN, "event")
     channels: list[tuple[int, int, int]] = []
-    for number, (trace, trace_kernels) in enumerate(zip(traces, split_by_trace(kernels, traces), strict=True)):
-        if not trace_kernels.height or not can_reread_events(trace) or trace.meta.file_bytes > _MAX_BYTES:
+    for number, (trace, trace_kernels) in enumerate(
+        zip(traces, split_by_trace(kernels, traces), strict=True)
+    ):
+        if (
+            not trace_kernels.height
+            or not can_reread_events(trace)
+            or trace.meta.file_bytes > _MAX_BYTES
+        ):
             continue
         in_file = trace_kernels["event"][trace.sources["offset"][trace_kernels["event"]].arg_sort()]
         try:
-            for event, text in zip(in_file, read_event_texts(trace, in_file.to_numpy()), strict=False):
+            for event, text in zip(
+                in_file, read_event_texts(trace, in_file.to_numpy()), strict=False
+            ):
                 grid = _GRID.search(text)
                 if grid:
                     channels.append((number, event, min(int(grid[1]), np.iinfo(np.int32).max)))
         except (InputError, OSError):
             pass
     table = pl.DataFrame(
-        channels, {TRACE_COLUMN: pl.UInt32(), "event": pl.UInt32(), "channels": pl.Int32()}, orient="row"
+        channels,
+        {TRACE_COLUMN: pl.UInt32(), "event": pl.UInt32(), "channels": pl.Int32()},
+        orient="row",
     )
     return calls.join(table, on=[TRACE_COLUMN, "event"], how="left", maintain_order="left")
 
 
-def _compute_blocking_ns(trace: Trace, kernels: pl.DataFrame, compute: pl.DataFrame, spans: Spans) -> Ints:
+def _compute_blocking_ns(
+    trace: Trace, kernels: pl.DataFrame, compute: pl.DataFrame, spans: Spans
+) -> Ints:
     """Of the exposed time at the end of each kernel, what the compute that follows waited for."""
     start, end = kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()
     compute_starts = compute["start_ns"].to_numpy()
@@ -402,7 +509,9 @@ def _compute_blocking_ns(trace: Trace, kernels: pl.DataFrame, compute: pl.DataFr
     quiet = np.maximum(compute_ends[np.searchsorted(spans.start, end, side="left")], start)
     open_end = quiet < end  # no compute runs when the kernel ends
     prompt = (
-        exists & open_end & (compute_starts[np.minimum(after, compute_starts.size - 1)] - end <= _MAX_START_DELAY_NS)
+        exists
+        & open_end
+        & (compute_starts[np.minimum(after, compute_starts.size - 1)] - end <= _MAX_START_DELAY_NS)
     )
     next_event = compute["event"].to_numpy()[following].astype(np.int64)
     # several kernels may have the same next compute: it is looked up once, and in the order of rows
@@ -423,7 +532,9 @@ def _compute_blocking_ns(trace: Trace, kernels: pl.DataFrame, compute: pl.DataFr
 
 
 def _find_host_waits(trace: Trace, launch: Ints, end: Ints) -> tuple[Bools, Ints]:
-    """Whether the launching thread was in a waiting call that ended with the kernel, and since when."""
+    """Whether the launching thread was in a waiting call that ended with the kernel, and since
+    when.
+    """
     calls = np.flatnonzero(mark_blocking_calls(trace))
     none = np.zeros(launch.size, dtype=np.bool_)
     if not calls.size:
@@ -472,10 +583,11 @@ class Communication(Result):
 
     Attributes:
         collectives: One row per kind, group, element type and place, largest total first: kind (all_reduce, ...;
-            null where neither arguments nor name tell), group, group_description, group_size, element_type (null
-            where the file does not say), where (device: kernels; host: calls that run on the host), count, bytes (sum
-            of message sizes; null where one of them is unknown), total_ns (sum of durations), mean_ns (rounded down),
-            min_ns, max_ns, exposed_ns (device time in which such a kernel runs and no compute does, summed over
+            null where neither arguments nor name tell), group, group_description, group_size,
+            element_type (null where the file does not say), where (device: kernels; host: calls
+            that run on the host), count, bytes (sum of message sizes; null where one of them is
+            unknown), total_ns (sum of durations), mean_ns (rounded down), min_ns, max_ns,
+            exposed_ns (device time in which such a kernel runs and no compute does, summed over
             devices; null on the host).
         devices: device, count (kernels), total_ns (sum), union_ns and exposed_ns (`communication_ns` and
             `exposed_communication_ns` of gpu_time).
@@ -491,12 +603,18 @@ def communication(trace: Trace, rules: Iterable[Rule] = ()) -> Communication:
 
 
 @run_in_batches
-def _summarize_communication(traces: Sequence[Trace], rules: tuple[Rule, ...]) -> Iterable[Communication]:
+def _summarize_communication(
+    traces: Sequence[Trace], rules: tuple[Rule, ...]
+) -> Iterable[Communication]:
     calls = concatenate_by_trace(list_communication_calls(trace, rules) for trace in traces)
     if not calls.height:
-        return [Communication(COLLECTIVE_SCHEMA.to_frame(), DEVICE_SCHEMA.to_frame()) for _ in traces]
+        return [
+            Communication(COLLECTIVE_SCHEMA.to_frame(), DEVICE_SCHEMA.to_frame()) for _ in traces
+        ]
     work = concatenate_by_trace(select_gpu_work(trace, rules) for trace in traces)
-    computing = work.filter(pl.col("category") == "compute")[[TRACE_COLUMN, "device", "start_ns", "end_ns"]]
+    computing = work.filter(pl.col("category") == "compute")[
+        [TRACE_COLUMN, "device", "start_ns", "end_ns"]
+    ]
     device_parts = computing.partition_by(TRACE_COLUMN, "device", as_dict=True)
     compute = {device: _merge_spans(part) for device, part in device_parts.items()}
     kernels = calls.filter(pl.col("where") == "device")
@@ -504,30 +622,56 @@ def _summarize_communication(traces: Sequence[Trace], rules: tuple[Rule, ...]) -
     exposed = []
     for part in kernels.partition_by(*keys, "device"):
         *key, device = part[[*keys, "device"]].row(0)
-        exposed.append((*key, subtract_spans(_merge_spans(part), compute.get((key[0], device), EMPTY_SPANS)).total))
-    types = {TRACE_COLUMN: pl.UInt32(), **{name: COLLECTIVE_SCHEMA[name] for name in (*keys[1:], "exposed_ns")}}
-    over_devices = pl.DataFrame(exposed, schema=types, orient="row").group_by(keys).agg(pl.col("exposed_ns").sum())
+        exposed.append(
+            (
+                *key,
+                subtract_spans(
+                    _merge_spans(part), compute.get((key[0], device), EMPTY_SPANS)
+                ).total,
+            )
+        )
+    types = {
+        TRACE_COLUMN: pl.UInt32(),
+        **{name: COLLECTIVE_SCHEMA[name] for name in (*keys[1:], "exposed_ns")},
+    }
+    over_devices = (
+        pl.DataFrame(exposed, schema=types, orient="row")
+        .group_by(keys)
+        .agg(pl.col("exposed_ns").sum())
+    )
     rows = []
     for part in kernels.partition_by(TRACE_COLUMN, "device"):
         number, device = part[[TRACE_COLUMN, "device"]].row(0)
         spans, total = _merge_spans(part), int((part["end_ns"] - part["start_ns"]).sum())
         exposed_spans = subtract_spans(spans, compute.get((number, device), EMPTY_SPANS))
         rows.append((number, device, part.height, total, spans.total, exposed_spans.total))
-    devices = pl.DataFrame(rows, schema={TRACE_COLUMN: pl.UInt32(), **DEVICE_SCHEMA}, orient="row").sort(
-        TRACE_COLUMN, "device"
-    )
+    devices = pl.DataFrame(
+        rows, schema={TRACE_COLUMN: pl.UInt32(), **DEVICE_SCHEMA}, orient="row"
+    ).sort(TRACE_COLUMN, "device")
     size = pl.col("bytes")
-    described = concatenate_by_trace(trace.groups.select("group", group_description="description") for trace in traces)
+    described = concatenate_by_trace(
+        trace.groups.select("group", group_description="description") for trace in traces
+    )
     collectives = (
         calls.group_by(keys)
         .agg(
             *summarize_durations(pl.col("end_ns") - pl.col("start_ns")),
             pl.when(size.is_not_null().all()).then(size.sum()).alias("bytes"),
         )
-        .join(described.unique([TRACE_COLUMN, "group"], keep="first"), on=[TRACE_COLUMN, "group"], how="left")
+        .join(
+            described.unique([TRACE_COLUMN, "group"], keep="first"),
+            on=[TRACE_COLUMN, "group"],
+            how="left",
+        )
         .join(over_devices, on=keys, how="left", nulls_equal=True)
         .pipe(cast_to_schema, {TRACE_COLUMN: pl.UInt32(), **COLLECTIVE_SCHEMA})
-        .sort(TRACE_COLUMN, "total_ns", *KEYS, descending=[False, True] + [False] * len(KEYS), nulls_last=True)
+        .sort(
+            TRACE_COLUMN,
+            "total_ns",
+            *KEYS,
+            descending=[False, True] + [False] * len(KEYS),
+            nulls_last=True,
+        )
     )
     return map(Communication, split_by_trace(collectives, traces), split_by_trace(devices, traces))
 

@@ -34,10 +34,12 @@ def compare_conditions(base: Session, new: Session) -> pl.DataFrame:
     """What both runs say of themselves.
 
     Returns:
-        `condition`, `base`, `new` (as text), `same`, `weight`: `decisive` where times cannot be held against each
-        other when it differs, else `minor`.
+        `condition`, `base`, `new` (as text), `same`, `weight`: `decisive` where times cannot be
+        held against each other when it differs, else `minor`.
     """
-    versions = sorted({name for run in (base, new) for trace in run.traces for name in trace.meta.versions})
+    versions = sorted(
+        {name for run in (base, new) for trace in run.traces for name in trace.meta.versions}
+    )
     rows = [
         (name, left, right, left == right, weight)
         for (name, weight, left), (_, _, right) in zip(
@@ -53,22 +55,37 @@ def _list_conditions(run: Session, versions: list[str]) -> Iterator[tuple[str, s
     names = []
     for trace in run.traces:
         used = trace.devices.filter("used")["name"].drop_nulls()
-        # A process that sees one device of many may call it by a number that the list does not have.
-        names += (used if used.len() else trace.devices["name"].drop_nulls().unique(maintain_order=True)).to_list()
+        # A process that sees one device of many may call it by a number that the list does not
+        # have.
+        names += (
+            used if used.len() else trace.devices["name"].drop_nulls().unique(maintain_order=True)
+        ).to_list()
     no_gpu = not names and not any(trace.gpu_work().height for trace in run.traces)
     yield "device", DECISIVE, "no GPU work" if no_gpu else _format_distinct(names)
     used_counts = (str(trace.gpu_work()["device"].n_unique()) for trace in run.traces)
     yield "devices used per process", DECISIVE, _format_distinct(used_counts)
     yield "ranks of the job", DECISIVE, _UNKNOWN if run.world_size is None else str(run.world_size)
     yield "ranks recorded", DECISIVE, str(len(run.traces))
-    yield "whole steps", MINOR, _format_distinct(str(step_times(trace).count) for trace in run.traces)
-    yield "steps known by", MINOR, _format_distinct(step_times(trace).evidence for trace in run.traces[:1])
+    yield (
+        "whole steps",
+        MINOR,
+        _format_distinct(str(step_times(trace).count) for trace in run.traces),
+    )
+    yield (
+        "steps known by",
+        MINOR,
+        _format_distinct(step_times(trace).evidence for trace in run.traces[:1]),
+    )
     for name in versions:
         recorded = (trace.meta.versions.get(name) for trace in run.traces)
         yield name if "version" in name else f"{name} version", MINOR, _format_distinct(recorded)
     for name in _SETTINGS:
         values = [trace.meta.settings.get(name) for trace in run.traces]
-        yield f"recorded with {name}", MINOR, _format_distinct("yes" if v else "no" for v in values if v is not None)
+        yield (
+            f"recorded with {name}",
+            MINOR,
+            _format_distinct("yes" if v else "no" for v in values if v is not None),
+        )
 
 
 def _format_distinct(values: Iterable[str | None]) -> str:
@@ -77,19 +94,26 @@ def _format_distinct(values: Iterable[str | None]) -> str:
 
 
 def compare_programs(union: TreeUnion, base: Ints, new: Ints) -> pl.DataFrame:
-    """Conditions that only the alignment tells: whether both ran the same program on inputs of the same shapes.
+    """Conditions that only the alignment tells: whether both ran the same program on inputs of the
+    same shapes.
 
     Args:
         union: Both sides on one tree.
         base: How often each place was reached by the base.
         new: The same of the new run.
     """
-    both, base_count, new_count = ((base > 0) & (new > 0)), int((base > 0).sum()), int((new > 0).sum())
+    both, base_count, new_count = (
+        ((base > 0) & (new > 0)),
+        int((base > 0).sum()),
+        int((new > 0).sum()),
+    )
     matched = int(both.sum())
     alike = 2 * matched / (base_count + new_count) if base_count + new_count else 1.0
     counts = f"{matched} of {base_count}", f"{matched} of {new_count}"
     rows = [("operators at the same place", *counts, alike >= _MIN_COMMON_SHARE, DECISIVE)]
-    shapes = [(union.shape[0][index], union.shape[1][index]) for index in np.flatnonzero(both).tolist()]
+    shapes = [
+        (union.shape[0][index], union.shape[1][index]) for index in np.flatnonzero(both).tolist()
+    ]
     same = [left == right for left, right in shapes if left and right]  # where both recorded them
     if same:
         equal = f"equal at {sum(same)} of {len(same)} places"
@@ -119,23 +143,23 @@ class Comparison(Result):
         change: Of the step: new over base, less 1 (0.25: a quarter longer). That of a row is null where the base has
             none of it.
         breakdown: `part`, `meaning`, `base_ns`, `new_ns`, `difference_ns`: adds up to `base_ns`, `new_ns` and
-            `difference_ns`; `change` of the row, and its `of_step`: its difference over the base's step, which adds up
-            to the change of the step.
+            `difference_ns`; `change` of the row, and its `of_step`: its difference over the base's
+            step, which adds up to the change of the step.
         kernels: GPU work by path and names: `status`, `operator`, `path`, `kind`, `base_kernel`, `new_kernel` (null
-            where that side has none); of what a step launched, whenever it ran, `base_count`, `new_count`,
-            `base_duration_ns`, `new_duration_ns`; of the time of the steps themselves `base_ns`, `new_ns`,
-            `difference_ns`, which add up to the step with the idle parts of `breakdown`, with `change` and `of_step`.
-            The status is by durations.
+            where that side has none); of what a step launched, whenever it ran, `base_count`,
+            `new_count`, `base_duration_ns`, `new_duration_ns`; of the time of the steps themselves
+            `base_ns`, `new_ns`, `difference_ns`, which add up to the step with the idle parts of
+            `breakdown`, with `change` and `of_step`. The status is by durations.
         operators: Operators by path and shapes: `status`, `operator`, `path`, `base_shapes`, `new_shapes`,
-            `base_count`, `new_count`; of the GPU work that they launched themselves, whenever it ran,
-            `base_duration_ns`, `new_duration_ns`, `duration_difference_ns`, `duration_change`, `duration_of_step`;
-            what of it lies in the time of the steps
-            `base_device_ns`, `new_device_ns`, `device_difference_ns` (adds up to `kernels`); of the step's thread in
-            them, not in operators below, `base_host_ns`, `new_host_ns`, `host_difference_ns` (adds up to the mean
-            step), `host_change`, `host_of_step`, `host_status`.
+            `base_count`, `new_count`; of the GPU work that they launched themselves, whenever it
+            ran, `base_duration_ns`, `new_duration_ns`, `duration_difference_ns`, `duration_change`,
+            `duration_of_step`; what of it lies in the time of the steps `base_device_ns`,
+            `new_device_ns`, `device_difference_ns` (adds up to `kernels`); of the step's thread in
+            them, not in operators below, `base_host_ns`, `new_host_ns`, `host_difference_ns` (adds
+            up to the mean step), `host_change`, `host_of_step`, `host_status`.
         tree: The call tree: `parent` (number of a row before it; null of the first, which holds all), `name`,
-            `base_count`, `new_count`; of it and all below it `base_duration_ns`, `new_duration_ns`, `base_host_ns`,
-            `new_host_ns`.
+            `base_count`, `new_count`; of it and all below it `base_duration_ns`, `new_duration_ns`,
+            `base_host_ns`, `new_host_ns`.
         steps: `side` (base, new), `rank`, `step`, `duration_ns` of every compared step.
     """
 
@@ -155,13 +179,17 @@ class Comparison(Result):
 
     def check(self) -> None:
         """Raise AssertionError where a sum does not come out."""
-        totals = {"base_ns": self.base_ns, "new_ns": self.new_ns, "difference_ns": self.difference_ns}
+        totals = {
+            "base_ns": self.base_ns,
+            "new_ns": self.new_ns,
+            "difference_ns": self.difference_ns,
+        }
         assert {name: int(self.breakdown[name].sum()) for name in totals} == totals
         for name in ("base", "new"):
             steps = self.steps.filter(pl.col("side") == name)["duration_ns"]
-            assert int(self.operators[f"{name}_host_ns"].sum()) == compare_tables.compute_rounded_mean(
-                int(steps.sum()), steps.len()
-            )
+            assert int(
+                self.operators[f"{name}_host_ns"].sum()
+            ) == compare_tables.compute_rounded_mean(int(steps.sum()), steps.len())
             for kind in ("duration", "host"):
                 operator_ns = self.operators[f"{name}_{kind}_ns"].sum()
                 assert operator_ns == self.tree[f"{name}_{kind}_ns"][0]
@@ -173,10 +201,12 @@ class Comparison(Result):
 
 
 def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
-    """Compare two runs, step by step of the same program: of any vendors and versions, with any number of ranks.
+    """Compare two runs, step by step of the same program: of any vendors and versions, with any
+    number of ranks.
 
-    All whole steps of both are compared (of a trace without steps its window). Operators are aligned by their place in
-    the call tree, shapes and order; GPU work by the operator that launched it.
+    All whole steps of both are compared (of a trace without steps its window). Operators are
+    aligned by their place in the call tree, shapes and order; GPU work by the operator that
+    launched it.
 
     Args:
         base: What it was.
@@ -190,17 +220,25 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
         >>> comparison = traceloom.analyze.compare(traceloom.load("before"), traceloom.load("after"))  # doctest: +SKIP
         >>> print(comparison.sentence)  # doctest: +SKIP
     """
-    runs = [run if isinstance(run, Session) else Session((run,), run.meta.path) for run in (base, new)]
+    runs = [
+        run if isinstance(run, Session) else Session((run,), run.meta.path) for run in (base, new)
+    ]
     name_codes, union = NameCodes(), TreeUnion()
-    has_replay = any((trace.meta.capture or {}).get("replay_of") for run in runs for trace in run.traces)
+    has_replay = any(
+        (trace.meta.capture or {}).get("replay_of") for run in runs for trace in run.traces
+    )
     sides: list[ComparedSide] = []
     for number, (run, which) in enumerate(zip(runs, ("the base", "the new run"), strict=True)):
         run_side = build_side(run, number, union, name_codes, is_sequence=has_replay)
         if not run_side.steps.height or not int(run_side.steps["duration_ns"].sum()):
-            raise UsageError(f"{which} holds no timed events", slug="nothing-to-compare", where=run.name)
+            raise UsageError(
+                f"{which} holds no timed events", slug="nothing-to-compare", where=run.name
+            )
         sides.append(run_side)
     device_account = compare_tables.match_devices(*sides)
-    counts = [compare_tables.pad_with_zeros(run_side.count, len(union.parent)) for run_side in sides]
+    counts = [
+        compare_tables.pad_with_zeros(run_side.count, len(union.parent)) for run_side in sides
+    ]
     place_groups = compare_tables.build_place_groups(union, name_codes, *counts)
     place_sums = compare_tables.sum_by_place(device_account, place_groups.group.size, *sides)
     operators = compare_tables.build_operator_table(place_sums, place_groups, *sides)
@@ -209,7 +247,9 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
     lengths = [
         compare_tables.compute_rounded_mean(run_side.device_ns, run_side.device_steps)
         if has_device_steps
-        else compare_tables.compute_rounded_mean(int(run_side.steps["duration_ns"].sum()), run_side.steps.height)
+        else compare_tables.compute_rounded_mean(
+            int(run_side.steps["duration_ns"].sum()), run_side.steps.height
+        )
         for run_side in sides
     ]
     breakdown = compare_tables.build_breakdown(device_account)
@@ -221,18 +261,28 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
             ("operators", ~is_outside, _HOST_OPERATORS),
             ("outside", is_outside, _HOST_OUTSIDE_OPERATORS),
         ):
-            old, now = operators.filter(selected).select(pl.col("base_host_ns", "new_host_ns").sum()).row(0)
+            old, now = (
+                operators.filter(selected)
+                .select(pl.col("base_host_ns", "new_host_ns").sum())
+                .row(0)
+            )
             rows.append((part, description, old, now, now - old))
         breakdown = pl.DataFrame(rows, schema=compare_tables.PARTS, orient="row")
         operators, tree = (
-            frame.with_columns(pl.lit(0, pl.Int64).alias(n) for n in frame.columns if "device" in n or "duration" in n)
+            frame.with_columns(
+                pl.lit(0, pl.Int64).alias(n)
+                for n in frame.columns
+                if "device" in n or "duration" in n
+            )
             for frame in (operators, tree)
         )
         kernels = kernels[:0]
     stated = pl.concat([compare_conditions(*runs), compare_programs(union, *counts)])
     differ = stated.filter(~pl.col("same") & (pl.col("weight") == DECISIVE))
     return Comparison(
-        sentence=_describe_difference(lengths[0], lengths[1], differ, breakdown, operators, kernels),
+        sentence=_describe_difference(
+            lengths[0], lengths[1], differ, breakdown, operators, kernels
+        ),
         comparable=not differ.height,
         account="device" if has_device_steps else "host",
         base_ns=lengths[0],
@@ -255,14 +305,20 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
 
 
 def _describe_difference(  # noqa: PLR0917  (what the sentence is made of)
-    base: int, new: int, differ: pl.DataFrame, breakdown: pl.DataFrame, operators: pl.DataFrame, kernels: pl.DataFrame
+    base: int,
+    new: int,
+    differ: pl.DataFrame,
+    breakdown: pl.DataFrame,
+    operators: pl.DataFrame,
+    kernels: pl.DataFrame,
 ) -> str:
     difference = new - base
-    changes = any(frame.filter(pl.col("status").cast(pl.String) != SAME).height for frame in (operators, kernels))
+    changes = any(
+        frame.filter(pl.col("status").cast(pl.String) != SAME).height
+        for frame in (operators, kernels)
+    )
     if not difference and not changes:
-        return (
-            f"No difference: the step takes {units.format_duration(base)} on both sides, and so does everything in it."
-        )
+        return f"No difference: the step takes {units.format_duration(base)} on both sides, and so does everything in it."
     change = units.format_change(difference / max(base, 1))
     text = f"The step takes {units.format_duration(new)} instead of {units.format_duration(base)} ({change})"
     largest = breakdown.sort(pl.col("difference_ns").abs(), descending=True).row(0, named=True)

@@ -1,4 +1,6 @@
-"""The tables of a comparison, from two sides laid on one tree; every column of times adds up to the usual step."""
+"""The tables of a comparison, from two sides laid on one tree; every column of times adds up to the
+usual step.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,13 @@ import polars as pl
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from traceloom.analyze.compare_tree import BUSY, ComparedSide, NameCodes, TreeUnion, describe_idle_cause
+from traceloom.analyze.compare_tree import (
+    BUSY,
+    ComparedSide,
+    NameCodes,
+    TreeUnion,
+    describe_idle_cause,
+)
 from traceloom.trace.frames import build_schema, cast_to_schema
 
 Ints = NDArray[np.int64]
@@ -33,7 +41,9 @@ OPERATORS = build_schema(
     "device_difference_ns base_host_ns new_host_ns host_difference_ns host_status",
     {"status": StatusType, "host_status": StatusType},
 )
-TREE = build_schema("parent name base_count new_count base_duration_ns new_duration_ns base_host_ns new_host_ns")
+TREE = build_schema(
+    "parent name base_count new_count base_duration_ns new_duration_ns base_host_ns new_host_ns"
+)
 
 
 def compute_rounded_mean(total: int, count: int) -> int:
@@ -60,8 +70,8 @@ class MatchedDevice(Struct, frozen=True):
 
     Attributes:
         kernels: `place`, `base_name`, `new_name` (numbers; null on the side that does not have it), `kind`,
-            `base_count`, `new_count`, `base_sum`, `new_sum` (totals of what was launched, and of its durations),
-            `base_ns`, `new_ns` (per step and device).
+            `base_count`, `new_count`, `base_sum`, `new_sum` (totals of what was launched, and of
+            its durations), `base_ns`, `new_ns` (per step and device).
         waiting: `cause`, `base_ns`, `new_ns`.
     """
 
@@ -71,7 +81,8 @@ class MatchedDevice(Struct, frozen=True):
 
 def match_devices(base: ComparedSide, new: ComparedSide) -> MatchedDevice:
     """Match GPU work place by place, and round all of it at once so that it adds up to the step."""
-    # Both sides' GPU work: first what has the same name and order at a place, then what is left in its order
+    # Both sides' GPU work: first what has the same name and order at a place, then what is left in
+    # its order
     sides = {
         name: frame.sort("place", "nth", "name").rename(
             {"count": f"{name}_count", "ns": f"{name}_total", "sum_ns": f"{name}_sum"}
@@ -87,31 +98,47 @@ def match_devices(base: ComparedSide, new: ComparedSide) -> MatchedDevice:
         .rename({"name": f"{name}_name"})
         for name, frame in sides.items()
     }
-    # At the same place something else of its kind does the same: kernels of other vendors, versions and choices. What
-    # no operator launched has no place, so that only its name tells what it is.
+    # At the same place something else of its kind does the same: kernels of other vendors, versions
+    # and choices. What no operator launched has no place, so that only its name tells what it is.
     placed = pl.col("place") >= 0
     order_keys = ["place", "kind", "order"]
     replaced = (
-        unmatched["base"].filter(placed).join(unmatched["new"].filter(placed), on=order_keys, how="full", coalesce=True)
+        unmatched["base"]
+        .filter(placed)
+        .join(unmatched["new"].filter(placed), on=order_keys, how="full", coalesce=True)
     )
     loose = [frame.filter(~placed) for frame in unmatched.values()]
-    columns = ["place", "kind", *(f"{name}_{column}" for name in sides for column in ("name", "count", "total", "sum"))]
+    columns = [
+        "place",
+        "kind",
+        *(f"{name}_{column}" for name in sides for column in ("name", "count", "total", "sum")),
+    ]
     filled = [
-        frame.with_columns(pl.lit(None, pl.Int64).alias(name) for name in columns if name not in frame.columns)
+        frame.with_columns(
+            pl.lit(None, pl.Int64).alias(name) for name in columns if name not in frame.columns
+        )
         for frame in (same, replaced, *loose)
     ]
-    counted = pl.col(*(f"{name}_{column}" for name in sides for column in ("count", "total", "sum"))).fill_null(0)
-    kernels = pl.concat([frame.select(columns) for frame in filled]).with_columns(counted).sort(columns)
+    counted = pl.col(
+        *(f"{name}_{column}" for name in sides for column in ("count", "total", "sum"))
+    ).fill_null(0)
+    kernels = (
+        pl.concat([frame.select(columns) for frame in filled]).with_columns(counted).sort(columns)
+    )
     waiting = base.waiting.rename({"ns": "base_total"}).join(
         new.waiting.rename({"ns": "new_total"}), on="cause", how="full", coalesce=True
     )
     waiting = waiting.with_columns(pl.col("base_total", "new_total").fill_null(0)).sort("cause")
     for name, side in (("base", base), ("new", new)):
-        totals = np.concatenate([kernels[f"{name}_total"].to_numpy(), waiting[f"{name}_total"].to_numpy()])
+        totals = np.concatenate(
+            [kernels[f"{name}_total"].to_numpy(), waiting[f"{name}_total"].to_numpy()]
+        )
         rounded = round_to_sum(totals, side.device_steps)
         kernels = kernels.with_columns(pl.Series(f"{name}_ns", rounded[: kernels.height]))
         waiting = waiting.with_columns(pl.Series(f"{name}_ns", rounded[kernels.height :]))
-    return MatchedDevice(kernels.drop("base_total", "new_total"), waiting.select("cause", "base_ns", "new_ns"))
+    return MatchedDevice(
+        kernels.drop("base_total", "new_total"), waiting.select("cause", "base_ns", "new_ns")
+    )
 
 
 def build_breakdown(device: MatchedDevice) -> pl.DataFrame:
@@ -128,9 +155,13 @@ def build_breakdown(device: MatchedDevice) -> pl.DataFrame:
         for kind in BUSY
         if kind in sums_by_kind
     ]
-    rows += [(f"idle: {c}", describe_idle_cause(c), old, now) for c, old, now in device.waiting.rows()]
+    rows += [
+        (f"idle: {c}", describe_idle_cause(c), old, now) for c, old, now in device.waiting.rows()
+    ]
     frame = pl.DataFrame(rows, schema=["part", "meaning", "base_ns", "new_ns"], orient="row")
-    return frame.with_columns((pl.col("new_ns") - pl.col("base_ns")).alias("difference_ns")).cast(PARTS)
+    return frame.with_columns((pl.col("new_ns") - pl.col("base_ns")).alias("difference_ns")).cast(
+        PARTS
+    )
 
 
 class PlaceGroups(Struct, frozen=True):
@@ -151,7 +182,9 @@ class PlaceGroups(Struct, frozen=True):
     new_shapes: list[str | None]
 
 
-def build_place_groups(union: TreeUnion, name_codes: NameCodes, base: Ints, new: Ints) -> PlaceGroups:
+def build_place_groups(
+    union: TreeUnion, name_codes: NameCodes, base: Ints, new: Ints
+) -> PlaceGroups:
     """Group the places; `base` and `new` are how often each was reached."""
     names = list(name_codes.names)
     shapes = list(name_codes.shapes)
@@ -172,7 +205,9 @@ def build_place_groups(union: TreeUnion, name_codes: NameCodes, base: Ints, new:
             operator.append(label or OUTSIDE_OPERATORS)
             # The root has no name; below it stand the threads.
             path.append(
-                label if parent_group < 0 or not path[parent_group] else f"{path[parent_group]}{SEPARATOR}{label}"
+                label
+                if parent_group < 0 or not path[parent_group]
+                else f"{path[parent_group]}{SEPARATOR}{label}"
             )
             for side in (0, 1):
                 shape_texts[side].append(shapes[shape[side]])
@@ -187,21 +222,35 @@ def build_place_groups(union: TreeUnion, name_codes: NameCodes, base: Ints, new:
 
 
 def build_kernel_table(
-    device: MatchedDevice, place_groups: PlaceGroups, name_codes: NameCodes, base: ComparedSide, new: ComparedSide
+    device: MatchedDevice,
+    place_groups: PlaceGroups,
+    name_codes: NameCodes,
+    base: ComparedSide,
+    new: ComparedSide,
 ) -> pl.DataFrame:
     """GPU work by path and by the names it has on both sides; the largest differences first."""
     text = pl.Series(list(name_codes.names), dtype=pl.String)
-    rows = device.kernels.with_columns(pl.Series("group", place_groups.group[device.kernels["place"].to_numpy()]))
+    rows = device.kernels.with_columns(
+        pl.Series("group", place_groups.group[device.kernels["place"].to_numpy()])
+    )
     summed = rows.group_by("group", "kind", "base_name", "new_name", maintain_order=True).agg(
         pl.col("base_count", "new_count", "base_ns", "new_ns", "base_sum", "new_sum").sum()
     )
     summed = summed.with_columns(
-        (pl.col("base_sum") / max(base.device_steps, 1)).round().cast(pl.Int64).alias("base_duration_ns"),
-        (pl.col("new_sum") / max(new.device_steps, 1)).round().cast(pl.Int64).alias("new_duration_ns"),
+        (pl.col("base_sum") / max(base.device_steps, 1))
+        .round()
+        .cast(pl.Int64)
+        .alias("base_duration_ns"),
+        (pl.col("new_sum") / max(new.device_steps, 1))
+        .round()
+        .cast(pl.Int64)
+        .alias("new_duration_ns"),
     )
     difference = pl.col("new_ns") - pl.col("base_ns")
     labelled = summed.with_columns(
-        pl.Series("operator", place_groups.operator, dtype=pl.String).gather(summed["group"]).alias("operator"),
+        pl.Series("operator", place_groups.operator, dtype=pl.String)
+        .gather(summed["group"])
+        .alias("operator"),
         pl.Series("path", place_groups.path, dtype=pl.String).gather(summed["group"]).alias("path"),
         text.gather(summed["base_name"].cast(pl.UInt32)).alias("base_kernel"),
         text.gather(summed["new_name"].cast(pl.UInt32)).alias("new_kernel"),
@@ -222,42 +271,64 @@ def build_kernel_table(
 
 
 def _derive_status(
-    added: pl.Expr, removed: pl.Expr, replaced: pl.Expr, oftener: pl.Expr, durations: tuple[str, str]
+    added: pl.Expr,
+    removed: pl.Expr,
+    replaced: pl.Expr,
+    oftener: pl.Expr,
+    durations: tuple[str, str],
 ) -> pl.Expr:
-    """What became of a row: a change of name before one of its count (more or less often per step), and of its time."""
+    """What became of a row: a change of name before one of its count (more or less often per step),
+    and of its time.
+    """
     base, new = durations
     difference = pl.col(new) - pl.col(base)
     significant = (difference.abs() >= MIN_DIFFERENCE_NS) & (
         difference.abs() >= MIN_DIFFERENCE_SHARE * pl.max_horizontal(base, new)
     )
     return (
-        pl.when(added).then(pl.lit(ADDED))
-        .when(removed).then(pl.lit(REMOVED))
-        .when(replaced).then(pl.lit(REPLACED))
-        .when(oftener > 0).then(pl.lit(MORE))
-        .when(oftener < 0).then(pl.lit(FEWER))
-        .when(significant & (difference > 0)).then(pl.lit(SLOWER))
-        .when(significant).then(pl.lit(FASTER))
+        pl.when(added)
+        .then(pl.lit(ADDED))
+        .when(removed)
+        .then(pl.lit(REMOVED))
+        .when(replaced)
+        .then(pl.lit(REPLACED))
+        .when(oftener > 0)
+        .then(pl.lit(MORE))
+        .when(oftener < 0)
+        .then(pl.lit(FEWER))
+        .when(significant & (difference > 0))
+        .then(pl.lit(SLOWER))
+        .when(significant)
+        .then(pl.lit(FASTER))
         .otherwise(pl.lit(SAME))
-    )  # fmt: skip
+    )
 
 
-def sum_by_place(device: MatchedDevice, size: int, base: ComparedSide, new: ComparedSide) -> pl.DataFrame:
-    """How often each place of the union is reached, and what it costs itself; the last row is what no operator did.
+def sum_by_place(
+    device: MatchedDevice, size: int, base: ComparedSide, new: ComparedSide
+) -> pl.DataFrame:
+    """How often each place of the union is reached, and what it costs itself; the last row is what
+    no operator did.
 
-    What a place launched is compared whenever it ran: a host that runs ahead has the device do it after its step.
+    What a place launched is compared whenever it ran: a host that runs ahead has the device do it
+    after its step.
 
     Returns:
-        `base_count` (total), and means per step: `base_duration_ns` of the GPU work that it launched, `base_device_ns`
-        of what of it lies in the steps, `base_host_ns`; the same of `new`.
+        `base_count` (total), and means per step: `base_duration_ns` of the GPU work that it
+        launched, `base_device_ns` of what of it lies in the steps, `base_host_ns`; the same of
+        `new`.
     """
     columns: dict[str, Ints] = {}
     for name, side in (("base", base), ("new", new)):
         host = pad_with_zeros(side.host_ns, size)
         host[-1] = side.outside_ns
         launched, took = np.zeros((2, size), dtype=np.int64)
-        np.add.at(launched, device.kernels["place"].to_numpy(), device.kernels[f"{name}_ns"].to_numpy())
-        np.add.at(took, device.kernels["place"].to_numpy(), device.kernels[f"{name}_sum"].to_numpy())
+        np.add.at(
+            launched, device.kernels["place"].to_numpy(), device.kernels[f"{name}_ns"].to_numpy()
+        )
+        np.add.at(
+            took, device.kernels["place"].to_numpy(), device.kernels[f"{name}_sum"].to_numpy()
+        )
         columns |= {
             f"{name}_count": pad_with_zeros(side.count, size),
             f"{name}_duration_ns": round_to_sum(took, side.device_steps),
@@ -270,9 +341,13 @@ def sum_by_place(device: MatchedDevice, size: int, base: ComparedSide, new: Comp
 def build_operator_table(
     place_sums: pl.DataFrame, place_groups: PlaceGroups, base: ComparedSide, new: ComparedSide
 ) -> pl.DataFrame:
-    """Operators by path and shapes, with the time of what they launched themselves, and of the host in them."""
+    """Operators by path and shapes, with the time of what they launched themselves, and of the host
+    in them.
+    """
     summed = (
-        place_sums.with_columns(group=place_groups.group).group_by("group", maintain_order=True).agg(pl.all().sum())
+        place_sums.with_columns(group=place_groups.group)
+        .group_by("group", maintain_order=True)
+        .agg(pl.all().sum())
     )
     group_index = summed["group"]
     texts = {
@@ -280,7 +355,10 @@ def build_operator_table(
         for name in ("operator", "path", "base_shapes", "new_shapes")
     }
     is_outside = pl.col("group") == int(place_groups.group[-1])
-    added, removed = (pl.col("base_count") == 0) & ~is_outside, (pl.col("new_count") == 0) & ~is_outside
+    added, removed = (
+        (pl.col("base_count") == 0) & ~is_outside,
+        (pl.col("new_count") == 0) & ~is_outside,
+    )
     never = pl.lit(value=False)
     oftener = pl.col("new_count") * base.steps.height - pl.col("base_count") * new.steps.height
     rows = summed.with_columns(
@@ -291,27 +369,39 @@ def build_operator_table(
             f"{kind}_difference_ns": pl.col(f"new_{kind}_ns") - pl.col(f"base_{kind}_ns")
             for kind in ("duration", "device", "host")
         },
-        status=_derive_status(added, removed, never, oftener, ("base_duration_ns", "new_duration_ns")),
+        status=_derive_status(
+            added, removed, never, oftener, ("base_duration_ns", "new_duration_ns")
+        ),
         host_status=_derive_status(added, removed, never, oftener, ("base_host_ns", "new_host_ns")),
     )
     has_device_time = pl.max_horizontal("base_duration_ns", "new_duration_ns") > 0
-    rows = rows.with_columns(status=pl.when(has_device_time).then("status").otherwise("host_status"))
+    rows = rows.with_columns(
+        status=pl.when(has_device_time).then("status").otherwise("host_status")
+    )
     # The root and the threads are no operators: they are never reached.
     rows = rows.filter(is_outside | (pl.col("base_count") > 0) | (pl.col("new_count") > 0))
-    primary = "duration_difference_ns" if base.device_steps and new.device_steps else "host_difference_ns"
+    primary = (
+        "duration_difference_ns" if base.device_steps and new.device_steps else "host_difference_ns"
+    )
     largest_first = pl.col(primary).abs(), "path", "operator"
     ordered = rows.sort(largest_first, descending=[True, False, False], maintain_order=True)
     return ordered.pipe(cast_to_schema, OPERATORS)
 
 
 def build_call_tree(
-    place_sums: pl.DataFrame, union: TreeUnion, name_codes: NameCodes, base: ComparedSide, new: ComparedSide
+    place_sums: pl.DataFrame,
+    union: TreeUnion,
+    name_codes: NameCodes,
+    base: ComparedSide,
+    new: ComparedSide,
 ) -> pl.DataFrame:
-    """The call tree of both sides: places with the same names above them are one node, with the time of all below it.
+    """The call tree of both sides: places with the same names above them are one node, with the
+    time of all below it.
 
     Returns:
-        `parent` (row; null of the first, which holds all), `name`, `base_count`, `new_count`, `base_duration_ns`,
-        `new_duration_ns`, `base_host_ns`, `new_host_ns`; parents before children.
+        `parent` (row; null of the first, which holds all), `name`, `base_count`, `new_count`,
+        `base_duration_ns`, `new_duration_ns`, `base_host_ns`, `new_host_ns`; parents before
+        children.
     """
     names = list(name_codes.names)
     keys: dict[tuple[int, str], int] = {}
@@ -335,7 +425,8 @@ def build_call_tree(
 
 
 def compute_relative_changes(step_ns: int, prefix: str = "") -> list[pl.Expr]:
-    """`change`: the new time of a row over that of the base, less 1; `of_step`: its difference over the base's step.
+    """`change`: the new time of a row over that of the base, less 1; `of_step`: its difference over
+    the base's step.
 
     Args:
         step_ns: Of the base.

@@ -1,11 +1,12 @@
 """The steps that are compared; call trees of both sides laid on one.
 
-Two operators are the same where they stand at the same place: under the same parents, with the same name and shapes,
-in the same order among their neighbours. Lists of children are aligned as sequences, so that one more operator does not
-shift all that follow it.
+Two operators are the same where they stand at the same place: under the same parents, with the same
+name and shapes, in the same order among their neighbours. Lists of children are aligned as
+sequences, so that one more operator does not shift all that follow it.
 
-A replay runs the operators of a run without what stood around them: no modules, no annotations, no backward pass, often
-one thread. Of these two only the operators themselves are held against each other, by name, shapes and order.
+A replay runs the operators of a run without what stood around them: no modules, no annotations, no
+backward pass, often one thread. Of these two only the operators themselves are held against each
+other, by name, shapes and order.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ Ints = NDArray[np.int64]
 COMPUTE, COMMUNICATION, COPIES = "compute", "communication", "copies"
 BUSY = (COMPUTE, COMMUNICATION, COPIES)
 """Kinds of busy time, in the order in which a nanosecond with several of them is counted."""
-KIND_BY_CATEGORY = {"compute": COMPUTE, "communication": COMMUNICATION, "memory": COPIES}  # by category of the work
+KIND_BY_CATEGORY = {
+    "compute": COMPUTE,
+    "communication": COMMUNICATION,
+    "memory": COPIES,
+}  # by category of the work
 EDGE = "edge"
 _EDGE_MEANING = "before the first and after the last GPU work"
 
@@ -72,7 +77,9 @@ class ComparedSteps(Struct, frozen=True):
 
 
 def select_compared_steps(trace: Trace) -> ComparedSteps:
-    """The whole steps of a trace; where none is whole all that take time, and without steps its window."""
+    """The whole steps of a trace; where none is whole all that take time, and without steps its
+    window.
+    """
     cut = build_tiles(trace)
     complete = trace.steps["complete"].to_numpy()
     stepped = cut.row >= 0
@@ -99,8 +106,8 @@ class DeviceTime(Struct, frozen=True):
     Attributes:
         devices: Number of devices with GPU work.
         work: `event`, `sample` (row of the step), `ns`: time in the step that counts to this piece of GPU work. A
-            nanosecond in which several run counts to one of them: computing before communicating before copying, and of
-            these to the one that began first.
+            nanosecond in which several run counts to one of them: computing before communicating
+            before copying, and of these to the one that began first.
         waiting: `cause`, `ns`: idle time by cause; `edge` is before the first and after the last GPU work. Together
             with `work` it is the number of devices times the length of the steps.
     """
@@ -113,9 +120,13 @@ class DeviceTime(Struct, frozen=True):
 def measure_device_time(compared_steps: ComparedSteps) -> DeviceTime:
     """Account for the time of every device in the compared steps."""
     work = select_gpu_work(compared_steps.trace)
-    columns = work.select("event", "device", "start_ns", "end_ns", pl.col("category").cast(pl.String))
+    columns = work.select(
+        "event", "device", "start_ns", "end_ns", pl.col("category").cast(pl.String)
+    )
     work_parts, edge_ns, devices = [], [], 0
-    for _, rows in columns.sort("device", "start_ns", "event").group_by("device", maintain_order=True):
+    for _, rows in columns.sort("device", "start_ns", "event").group_by(
+        "device", maintain_order=True
+    ):
         devices += 1
         covered = EMPTY_SPANS
         for category in KIND_BY_CATEGORY:
@@ -126,7 +137,9 @@ def measure_device_time(compared_steps: ComparedSteps) -> DeviceTime:
             shared = find_overlaps(np.maximum(start, reach), end, compared_steps.spans)
             ns = shared.end - shared.start - compute_coverage(covered, shared.start, shared.end)
             event = category_rows["event"].to_numpy()[shared.left]
-            exclusive = pl.DataFrame({"event": event, "sample": shared.right, "ns": ns}).filter(pl.col("ns") > 0)
+            exclusive = pl.DataFrame({"event": event, "sample": shared.right, "ns": ns}).filter(
+                pl.col("ns") > 0
+            )
             work_parts.append(exclusive.cast(WORK))
             covered = merge_spans(covered, merge_intervals(start, end))
         first, last = int(rows["start_ns"].min()), int(rows["end_ns"].max())  # type: ignore[arg-type]
@@ -137,9 +150,15 @@ def measure_device_time(compared_steps: ComparedSteps) -> DeviceTime:
         return DeviceTime(0, pl.DataFrame(schema=WORK), pl.DataFrame(schema=WAITING))
     idle_time = idle(compared_steps.trace)
     in_steps = pl.col("step").is_in(compared_steps.step.implode())
-    causes = idle_time.totals if compared_steps.step.null_count() else idle_time.causes.filter(in_steps)
-    summed = causes.group_by(pl.col("cause").cast(pl.String)).agg(pl.col("idle_ns").sum().alias("ns"))
-    waiting = pl.DataFrame([*summed.sort("cause").rows(), (EDGE, sum(edge_ns))], schema=WAITING, orient="row")
+    causes = (
+        idle_time.totals if compared_steps.step.null_count() else idle_time.causes.filter(in_steps)
+    )
+    summed = causes.group_by(pl.col("cause").cast(pl.String)).agg(
+        pl.col("idle_ns").sum().alias("ns")
+    )
+    waiting = pl.DataFrame(
+        [*summed.sort("cause").rows(), (EDGE, sum(edge_ns))], schema=WAITING, orient="row"
+    )
     return DeviceTime(devices, pl.concat(work_parts), waiting.filter(pl.col("ns") > 0))
 
 
@@ -150,7 +169,8 @@ def describe_idle_cause(cause: str) -> str:
 
 Bools = NDArray[np.bool_]
 
-# Operators of the dispatcher and compiled kernels; not the nodes of autograd and compiled graphs that hold them.
+# Operators of the dispatcher and compiled kernels; not the nodes of autograd and compiled graphs
+# that hold them.
 _REPLAYABLE_OPS = r"^\w+::|^triton_"
 _CONTAINER_OPS = r"^(torch::)?(autograd|distributed)::"
 _HASH_MODULUS = (1 << 61) - 1
@@ -197,7 +217,8 @@ class ListItems(Struct, frozen=True):
 
 
 class StepTree(Struct, frozen=True):
-    """The call tree of one step in preorder: the root, below it a node per thread, below these the operators.
+    """The call tree of one step in preorder: the root, below it a node per thread, below these the
+    operators.
 
     Attributes:
         name: Number of each node's name.
@@ -223,7 +244,13 @@ class StepTree(Struct, frozen=True):
             np.array([column[node] for node in nodes], dtype=np.int64)
             for column in (self.name, self.shape, self.work, self.mark)
         )
-        return ListItems(name, shape, work, mark, np.array([self.stop[node] - node for node in nodes], dtype=np.int64))
+        return ListItems(
+            name,
+            shape,
+            work,
+            mark,
+            np.array([self.stop[node] - node for node in nodes], dtype=np.int64),
+        )
 
     def children(self, node: int) -> list[int]:
         """The children of a node, in order."""
@@ -255,7 +282,9 @@ class CallTrees(Struct, frozen=True):
     main: Bools
 
 
-def build_trees(compared_steps: ComparedSteps, name_codes: NameCodes, *, is_sequence: bool = False) -> CallTrees:
+def build_trees(
+    compared_steps: ComparedSteps, name_codes: NameCodes, *, is_sequence: bool = False
+) -> CallTrees:
     """The call trees of a trace, step by step.
 
     Args:
@@ -265,7 +294,9 @@ def build_trees(compared_steps: ComparedSteps, name_codes: NameCodes, *, is_sequ
             around them and on whichever thread.
     """
     tree, roles = build_forest(compared_steps.trace), classify_events(compared_steps.trace)
-    annotation = get_event_column(compared_steps.trace, "category")[tree.row] == cat.CATEGORIES.index(cat.ANNOTATION)
+    annotation = get_event_column(compared_steps.trace, "category")[
+        tree.row
+    ] == cat.CATEGORIES.index(cat.ANNOTATION)
     step_ends = np.append(compared_steps.spans.end, 0)
     sample = np.searchsorted(compared_steps.spans.start, tree.start_ns, side="right") - 1
     sample = np.where((sample >= 0) & (tree.start_ns < step_ends[sample]), sample, -1)
@@ -279,7 +310,8 @@ def build_trees(compared_steps: ComparedSteps, name_codes: NameCodes, *, is_sequ
     # An event that runs on into the next step counts up to the end of its own step.
     end = np.minimum(tree.end_ns, step_ends[sample])
     span = np.where(in_tree, np.maximum(end - tree.start_ns, 0), 0)
-    # A number of each thread (0 for that of the steps, then by the number of events), and what to call each
+    # A number of each thread (0 for that of the steps, then by the number of events), and what to
+    # call each
     trace = compared_steps.trace
     host = trace.events.filter(
         pl.col("lane").is_in(trace.lanes.filter(pl.col("kind") == "host")["lane"].implode())
@@ -294,7 +326,9 @@ def build_trees(compared_steps: ComparedSteps, name_codes: NameCodes, *, is_sequ
     names = dict(trace.lanes.select("lane", "name").rows())
     labels = ["main thread"]
     for number in numbers[order][1:].tolist():
-        base_name = "".join(letter for letter in str(names.get(number) or "") if not letter.isdigit()).strip()
+        base_name = "".join(
+            letter for letter in str(names.get(number) or "") if not letter.isdigit()
+        ).strip()
         labels.append(base_name or "thread")
     thread: Ints = ordinal[np.searchsorted(numbers, tree.lane)] if numbers.size else tree.lane
     start = np.zeros_like(tree.start_ns)
@@ -315,23 +349,29 @@ def build_trees(compared_steps: ComparedSteps, name_codes: NameCodes, *, is_sequ
     shape_numbers = np.zeros(compared_steps.trace.events.height + 1, dtype=np.int64)
     if tensors.height:
         distinct = tensors["shapes"].unique()
-        numbered = pl.DataFrame({"shapes": distinct, "number": [name_codes.shape(text) for text in distinct.to_list()]})
+        numbered = pl.DataFrame(
+            {"shapes": distinct, "number": [name_codes.shape(text) for text in distinct.to_list()]}
+        )
         coded = tensors.join(numbered, on="shapes", how="left", maintain_order="left")
         shape_numbers[coded["event"].to_numpy()] = coded["number"].to_numpy()
     owner = tree.nearest_or_self(in_tree, ancestor)
     owner = np.where((owner >= 0) & (np.append(sample, -2)[owner] == sample), owner, -1)
-    # A number for the names of the GPU work that each event launched itself, in any order; 0 for none. Squares, so that
-    # two names together are not taken for two others with the same sum.
+    # A number for the names of the GPU work that each event launched itself, in any order; 0 for
+    # none. Squares, so that two names together are not taken for two others with the same sum.
     work = np.zeros(owner.size + 1, dtype=np.int64)
     launched = np.append(owner, -1)[attribute_to_launches(compared_steps.trace).launch_position]
-    np.add.at(work, launched, (encode_work_names(compared_steps.trace, name_codes) + 1) ** 2 * _HASH_BASE)
+    np.add.at(
+        work, launched, (encode_work_names(compared_steps.trace, name_codes) + 1) ** 2 * _HASH_BASE
+    )
     order = np.flatnonzero(in_tree)
     order = order[np.lexsort((order, start[order], thread[order], sample[order]))]
     bounds = np.searchsorted(sample[order], np.arange(compared_steps.spans.start.size + 1)).tolist()
     node = np.full(tree.row.size, -1, dtype=np.int64)
     labelled = [name_codes.name(label) for label in labels]
     columns = (name, shape_numbers[tree.row], work[:-1], parent, thread, tree.row)
-    step_trees = [_build_tree(order[low:high], columns, labelled, node) for low, high in pairwise(bounds)]
+    step_trees = [
+        _build_tree(order[low:high], columns, labelled, node) for low, high in pairwise(bounds)
+    ]
     return CallTrees(step_trees, node, owner, self_ns, sample, in_tree & (thread == 0))
 
 
@@ -339,19 +379,27 @@ def encode_work_names(trace: Trace, name_codes: NameCodes) -> Ints:
     """Number of the name of each kernel, copy and fill, in the order of events."""
     vocab = build_vocabulary(trace)
     category = get_event_column(trace, "category")
-    code = vocab.code[np.flatnonzero(np.isin(category, [cat.CATEGORIES.index(kind) for kind in cat.GPU_WORK]))]
+    code = vocab.code[
+        np.flatnonzero(np.isin(category, [cat.CATEGORIES.index(kind) for kind in cat.GPU_WORK]))
+    ]
     used, number = np.unique(code, return_inverse=True)
     names = [name_codes.name(text) for text in vocab.names.gather(used).to_list()]
     name_numbers: Ints = np.array(names, dtype=np.int64)[number] if used.size else number
     return name_numbers
 
 
-def _encode_event_names(trace: Trace, row: Ints, in_tree: Bools, annotation: Bools, name_codes: NameCodes) -> Ints:
-    """Number of each event's name; numbers in the names of annotations count steps or calls, and are left out."""
+def _encode_event_names(
+    trace: Trace, row: Ints, in_tree: Bools, annotation: Bools, name_codes: NameCodes
+) -> Ints:
+    """Number of each event's name; numbers in the names of annotations count steps or calls, and
+    are left out.
+    """
     vocab = build_vocabulary(trace)
     code = np.where(in_tree, vocab.code[row].astype(np.int64) * 2 + annotation, -1)
     used, number = np.unique(code, return_inverse=True)
-    texts: list[str] = vocab.names.gather(np.maximum(used // 2, 0)).to_list() if vocab.names.len() else []
+    texts: list[str] = (
+        vocab.names.gather(np.maximum(used // 2, 0)).to_list() if vocab.names.len() else []
+    )
     numbers = [
         -1 if value < 0 else name_codes.name(re.sub(r"[0-9]+", "#", text) if value % 2 else text)
         for text, value in zip(texts, used.tolist(), strict=True)
@@ -360,7 +408,9 @@ def _encode_event_names(trace: Trace, row: Ints, in_tree: Bools, annotation: Boo
     return name_numbers
 
 
-def _build_tree(rows: Ints, event_columns: tuple[Ints, ...], labels: list[int], node: Ints) -> StepTree:
+def _build_tree(
+    rows: Ints, event_columns: tuple[Ints, ...], labels: list[int], node: Ints
+) -> StepTree:
     """The tree of one step; fills in the `node` of each of its events.
 
     Args:
@@ -373,7 +423,9 @@ def _build_tree(rows: Ints, event_columns: tuple[Ints, ...], labels: list[int], 
     open_thread, root = -1, 0
     node_numbers: dict[int, int] = {}
     columns = (column_of[rows].tolist() for column_of in event_columns)
-    for position, name, shape, work, parent, thread, event in zip(rows.tolist(), *columns, strict=True):
+    for position, name, shape, work, parent, thread, event in zip(
+        rows.tolist(), *columns, strict=True
+    ):
         if thread != open_thread:
             open_thread, root = thread, len(names)
             names.append(labels[thread])
@@ -388,13 +440,16 @@ def _build_tree(rows: Ints, event_columns: tuple[Ints, ...], labels: list[int], 
         parents.append(root if parent < 0 else node_numbers[parent])
         events.append(event)
     node[rows] = np.fromiter(node_numbers.values(), dtype=np.int64, count=len(node_numbers))
-    # where each subtree ends, and its mark: from the last node to the first, so that children come before parents
+    # where each subtree ends, and its mark: from the last node to the first, so that children come
+    # before parents
     size = len(names)
     stop, inner, mark = [0] * size, [7] * size, [0] * size
     for index in range(size - 1, -1, -1):
         stop[index] = max(stop[index], index + 1)
         content = (shapes[index] * 31 + works[index]) * 131_071
-        mark[index] = (inner[index] * _HASH_BASE + names[index] * 8_191 + content + 5) % _HASH_MODULUS
+        mark[index] = (
+            inner[index] * _HASH_BASE + names[index] * 8_191 + content + 5
+        ) % _HASH_MODULUS
         up = parents[index]
         if up >= 0:
             stop[up] = max(stop[up], stop[index])
@@ -418,7 +473,9 @@ def align_trees(base: StepTree, new: StepTree) -> list[int]:
         if left_children and right_children:
             waiting += [
                 (left_children[base_index], right_children[to])
-                for base_index, to in match_items(base.items(left_children), new.items(right_children))
+                for base_index, to in match_items(
+                    base.items(left_children), new.items(right_children)
+                )
             ]
     return nodes
 
@@ -426,9 +483,10 @@ def align_trees(base: StepTree, new: StepTree) -> list[int]:
 def match_items(base: ListItems, new: ListItems) -> list[tuple[int, int]]:
     """Places of elements that are the same in both lists, both ascending.
 
-    Equal ends are taken as they are. Between them, of all ways to pair elements of one name in their order, the one is
-    taken that has the largest sum: large subtrees count more than small ones; equal shapes, equal GPU work and equal
-    subtrees more than others. (Wagner and Fischer's table, a row at a time.)
+    Equal ends are taken as they are. Between them, of all ways to pair elements of one name in
+    their order, the one is taken that has the largest sum: large subtrees count more than small
+    ones; equal shapes, equal GPU work and equal subtrees more than others. (Wagner and Fischer's
+    table, a row at a time.)
     """
     short = min(base.mark.size, new.mark.size)
     equal = base.mark[:short] == new.mark[:short]
@@ -437,11 +495,15 @@ def match_items(base: ListItems, new: ListItems) -> list[tuple[int, int]]:
     equal = base.mark[base.mark.size - back :][::-1] == new.mark[new.mark.size - back :][::-1]
     high = back if equal.all() else int(np.argmin(equal))
     matched = [(index, index) for index in range(low)]
-    # lists of any length block by block; of the pairs of each block only those in its first half are kept
+    # lists of any length block by block; of the pairs of each block only those in its first half
+    # are kept
     left_position = to = low
     left_end, right_end = base.mark.size - high, new.mark.size - high
     while left_position < left_end and to < right_end:
-        left_stop, right_stop = min(left_position + _MAX_BLOCK, left_end), min(to + _MAX_BLOCK, right_end)
+        left_stop, right_stop = (
+            min(left_position + _MAX_BLOCK, left_end),
+            min(to + _MAX_BLOCK, right_end),
+        )
         ahead = _find_best_matching(base.part(left_position, left_stop), new.part(to, right_stop))
         last = left_position + _MAX_BLOCK >= left_end and to + _MAX_BLOCK >= right_end
         accepted = ahead if last else [pair for pair in ahead if max(pair) < _MAX_BLOCK // 2]
@@ -482,9 +544,10 @@ def _find_best_matching(left: ListItems, right: ListItems) -> list[tuple[int, in
 class TreeUnion:
     """Places, parents before their children.
 
-    The first tree that is added is the reference of its side; the reference of the second side is laid on that of the
-    first, all other trees on that of their side. What has no place there gets one, which is found again by the same
-    parent, name, shapes and order, so that what several steps have in common stands at one place.
+    The first tree that is added is the reference of its side; the reference of the second side is
+    laid on that of the first, all other trees on that of their side. What has no place there gets
+    one, which is found again by the same parent, name, shapes and order, so that what several steps
+    have in common stands at one place.
 
     Attributes:
         parent: Parent of each place; -1 of the root.
@@ -495,7 +558,9 @@ class TreeUnion:
     parent: list[int] = field(default_factory=list)
     name: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
     shape: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
-    _reference: list[tuple[StepTree, list[int]] | None] = field(default_factory=lambda: [None, None])
+    _reference: list[tuple[StepTree, list[int]] | None] = field(
+        default_factory=lambda: [None, None]
+    )
     _known: dict[tuple[int, int], tuple[StepTree, list[int]]] = field(default_factory=dict)
     _more: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
 
@@ -513,7 +578,8 @@ class TreeUnion:
         union_nodes = [-1] * len(tree.name)
         if reference is not None:
             union_nodes = [
-                reference[1][base_node] if base_node >= 0 else -1 for base_node in align_trees(reference[0], tree)
+                reference[1][base_node] if base_node >= 0 else -1
+                for base_node in align_trees(reference[0], tree)
             ]
         self._fill(tree, side, union_nodes)
         if self._reference[side] is None:
@@ -562,8 +628,9 @@ class ComparedSide:
         device_steps: Number of pairs of a device and a step; 0 without GPU work.
         device_ns: Time of all devices in all compared steps.
         kernels: GPU work by place, name, and how many of that name come before it at the place in its step: `count`
-            (launched in the steps), `ns` (time in the steps that counts to it, whenever it was launched), `sum_ns`
-            (durations of what was launched in the steps, whenever it ran). Place -1: launched by no operator of a step.
+            (launched in the steps), `ns` (time in the steps that counts to it, whenever it was
+            launched), `sum_ns` (durations of what was launched in the steps, whenever it ran).
+            Place -1: launched by no operator of a step.
         waiting: `cause`, `ns`: idle time of the devices.
         count: How often each place was reached.
         host_ns: Time of the steps' own threads at each place itself, not below it.
@@ -574,14 +641,21 @@ class ComparedSide:
     device_steps: int = 0
     device_ns: int = 0
     kernels: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=KERNELS))
-    waiting: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema={"cause": pl.String, "ns": pl.Int64}))
+    waiting: pl.DataFrame = field(
+        default_factory=lambda: pl.DataFrame(schema={"cause": pl.String, "ns": pl.Int64})
+    )
     count: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     host_ns: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     outside_ns: int = 0
 
 
 def build_side(
-    session: Session, number: int, union: TreeUnion, name_codes: NameCodes, *, is_sequence: bool = False
+    session: Session,
+    number: int,
+    union: TreeUnion,
+    name_codes: NameCodes,
+    *,
+    is_sequence: bool = False,
 ) -> ComparedSide:
     """Lay the steps of a run on the union.
 
@@ -596,18 +670,22 @@ def build_side(
     reached: list[Ints] = []
     spent: list[tuple[Ints, Ints]] = []
     out = ComparedSide(pl.DataFrame(schema=STEPS))
-    for compared_steps in (select_compared_steps(trace) for trace in session.traces if trace.events.height):
+    for compared_steps in (
+        select_compared_steps(trace) for trace in session.traces if trace.events.height
+    ):
         call_trees = build_trees(compared_steps, name_codes, is_sequence=is_sequence)
         # the place of each host event that is an operator of a step; -1 of the others
         event_places = np.full(call_trees.node.size, -1, dtype=np.int64)
         for sample, tree in enumerate(call_trees.trees):
             step_rows = np.flatnonzero((call_trees.node >= 0) & (call_trees.sample == sample))
-            event_places[step_rows] = np.array(union.add(tree, number), dtype=np.int64)[call_trees.node[step_rows]]
+            event_places[step_rows] = np.array(union.add(tree, number), dtype=np.int64)[
+                call_trees.node[step_rows]
+            ]
         rank = pl.lit(compared_steps.trace.rank, dtype=pl.Int32).alias("rank")
         steps.append(
-            pl.DataFrame({"step": compared_steps.step, "duration_ns": compared_steps.durations}).select(
-                rank, "step", "duration_ns"
-            )
+            pl.DataFrame(
+                {"step": compared_steps.step, "duration_ns": compared_steps.durations}
+            ).select(rank, "step", "duration_ns")
         )
         tree_rows = np.flatnonzero(call_trees.node >= 0)
         reached.append(event_places[tree_rows])
@@ -618,7 +696,11 @@ def build_side(
         if devices.devices:
             out.device_steps += devices.devices * compared_steps.spans.start.size
             out.device_ns += devices.devices * int(compared_steps.durations.sum())
-            kernels.append(_assign_work_to_places(compared_steps, devices, call_trees, event_places, name_codes))
+            kernels.append(
+                _assign_work_to_places(
+                    compared_steps, devices, call_trees, event_places, name_codes
+                )
+            )
             waiting.append(devices.waiting)
     size = len(union.parent)
     out.steps = pl.concat(steps).cast(STEPS) if steps else out.steps
@@ -635,17 +717,26 @@ def build_side(
 
 
 def _assign_work_to_places(
-    compared_steps: ComparedSteps, devices: DeviceTime, call_trees: CallTrees, event_places: Ints, name_codes: NameCodes
+    compared_steps: ComparedSteps,
+    devices: DeviceTime,
+    call_trees: CallTrees,
+    event_places: Ints,
+    name_codes: NameCodes,
 ) -> pl.DataFrame:
     """GPU work that was launched in the steps, or counts to them, by place."""
     trace = compared_steps.trace
     origin = attribute_to_launches(trace).launch_position
     owner = np.append(call_trees.above, -1)[origin]
-    work = trace.events.filter(pl.col("category").is_in(GPU_WORK)).select("event", "start_ns", "duration_ns")
+    work = trace.events.filter(pl.col("category").is_in(GPU_WORK)).select(
+        "event", "start_ns", "duration_ns"
+    )
     start = work["start_ns"].to_numpy()
     began = np.searchsorted(compared_steps.spans.start, start, side="right") - 1
-    began = np.where((began >= 0) & (start < np.append(compared_steps.spans.end, 0)[began]), began, -1)
-    # Work belongs to the step that launched it; what no operator of a step launched, to that in which it began.
+    began = np.where(
+        (began >= 0) & (start < np.append(compared_steps.spans.end, 0)[began]), began, -1
+    )
+    # Work belongs to the step that launched it; what no operator of a step launched, to that in
+    # which it began.
     owning_step = np.where(owner >= 0, np.append(call_trees.sample, -1)[owner], began)
     spent = devices.work.group_by("event").agg(pl.col("ns").sum())
     kind = select_gpu_work(trace).select(
@@ -662,5 +753,11 @@ def _assign_work_to_places(
     rows = rows.filter((pl.col("count") > 0) | pl.col("ns").is_not_null())
     nth = pl.int_range(pl.len()).over("place", "name", "asked").alias("nth")
     return rows.with_columns(nth, pl.col("ns").fill_null(0)).select(
-        "place", "name", "nth", "kind", "count", "ns", (pl.col("duration_ns") * pl.col("count")).alias("sum_ns")
+        "place",
+        "name",
+        "nth",
+        "kind",
+        "count",
+        "ns",
+        (pl.col("duration_ns") * pl.col("count")).alias("sum_ns"),
     )

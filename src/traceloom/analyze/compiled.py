@@ -1,7 +1,7 @@
 """Torch.compile: graphs, breaks, compilations.
 
-The marks say which events compile, look up, run compiled graphs, or wrap them. Names are those of torch 2.0 to 2.13,
-read from recorded runs; docs/concepts/compile.md shows them.
+The marks say which events compile, look up, run compiled graphs, or wrap them. Names are those of
+torch 2.0 to 2.13, read from recorded runs; docs/concepts/compile.md shows them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ _BACKWARD = r"^(entire_backward_compile|backward\._backward_impl)"
 # Phases by the names the compiler gives them; code lies in Inductor, Inductor in the back end.
 _PHASES = {
     "guards": r"^build_guards( |$)",
-    "backend": r"^(backend_compile|OutputGraph\.call_user_compiler \(dynamo_timed\)|call_user_compiler)$|" + _BACKWARD,
+    "backend": r"^(backend_compile|OutputGraph\.call_user_compiler \(dynamo_timed\)|call_user_compiler)$|"
+    + _BACKWARD,
     "inductor": r"^(inductor_compile|compile_fx_inner \(dynamo_timed\))$",
     "code": r"^(GraphLowering\.compile_to_(fn|module)|PyCodeCache\.load_by_key_path|async_compile\.wait)( |$)",
 }
@@ -88,21 +89,29 @@ class CompiledEvents(Struct, frozen=True):
 def mark_compiled_events(trace: Trace) -> CompiledEvents:
     """Read the names of the host events.
 
-    Time belongs to the nearest mark above it, but all of a compilation is compilation. Operators directly in a region
-    run uncompiled, unless the region holds no graph at all: then its back end runs graphs operator by operator.
+    Time belongs to the nearest mark above it, but all of a compilation is compilation. Operators
+    directly in a region run uncompiled, unless the region holds no graph at all: then its back end
+    runs graphs operator by operator.
     """
     tree = build_forest(trace)
     vocabulary = build_vocabulary(trace)
     code = vocabulary.code[tree.row]
     matches = vocabulary.matching_each(list(_NAMES.values()))
-    masks = {name: gather_rows(name_matches, code) for name, name_matches in zip(_NAMES, matches, strict=True)}
+    masks = {
+        name: gather_rows(name_matches, code)
+        for name, name_matches in zip(_NAMES, matches, strict=True)
+    }
     compiling = tree.topmost(masks["compile"])
     in_compiling = tree.nearest_or_self(compiling) >= 0
     region, graph = masks["region"] & ~in_compiling, tree.topmost(masks["graph"]) & ~in_compiling
     looking_up = masks["lookup"] & ~in_compiling
     within = tree.nearest_or_self(region)
     marked_part = np.full(code.size, -1, like=tree.row)
-    for number, mask in ((WRAPPER, region | (masks["wrapper"] & ~in_compiling)), (GRAPH, graph), (LOOKUP, looking_up)):
+    for number, mask in (
+        (WRAPPER, region | (masks["wrapper"] & ~in_compiling)),
+        (GRAPH, graph),
+        (LOOKUP, looking_up),
+    ):
         marked_part[mask] = number
     nearest = tree.nearest_or_self(marked_part >= 0)
     part = np.append(marked_part, OUTSIDE)[nearest]
@@ -114,7 +123,13 @@ def mark_compiled_events(trace: Trace) -> CompiledEvents:
     graph |= tree.topmost(is_op & loose & ~has_graph[within] & ~in_compiling)
     part[in_compiling] = COMPILE
     return CompiledEvents(
-        region, graph, compiling, looking_up, within, part, any(bool(mask.any()) for mask in masks.values())
+        region,
+        graph,
+        compiling,
+        looking_up,
+        within,
+        part,
+        any(bool(mask.any()) for mask in masks.values()),
     )
 
 
@@ -122,27 +137,38 @@ def list_compilations(trace: Trace, marks: CompiledEvents) -> pl.DataFrame:
     """Tell every compilation, in time order.
 
     Columns: event; region (`frame/number`, null where the trace does not number compilations: torch before 2.6),
-    number, recompile (a number above 0), direction (backward graphs are compiled when they are first run), step, lane,
-    start_ns, duration_ns, and its stages, which add up to it: dynamo_ns (reading the bytecode, and all that is not told
-    apart), guards_ns, autograd_ns (the back end before Inductor: tracing forward and backward), inductor_ns (lowering
-    and scheduling), code_ns (writing, compiling and loading code).
+    number, recompile (a number above 0), direction (backward graphs are compiled when they are
+    first run), step, lane, start_ns, duration_ns, and its stages, which add up to it: dynamo_ns
+    (reading the bytecode, and all that is not told apart), guards_ns, autograd_ns (the back end
+    before Inductor: tracing forward and backward), inductor_ns (lowering and scheduling), code_ns
+    (writing, compiling and loading code).
     """
     tree, vocabulary = build_forest(trace), build_vocabulary(trace)
     rows = np.flatnonzero(marks.compiling)
     rows = rows[np.argsort(tree.row[rows], kind="stable")]
     name_of = vocabulary.code[tree.row]
-    # phases lie in each other; one that is not recorded belongs to the one around it, what lies in several to the last
+    # phases lie in each other; one that is not recorded belongs to the one around it, what lies in
+    # several to the last
     stage = np.zeros(tree.row.size, dtype=np.int64)
     for number, pattern in enumerate(_PHASES.values(), start=1):
-        stage[tree.nearest_or_self(gather_rows(vocabulary.matching(pattern), name_of)) >= 0] = number
+        stage[tree.nearest_or_self(gather_rows(vocabulary.matching(pattern), name_of)) >= 0] = (
+            number
+        )
     own_ns = tree.self_ns(np.ones(tree.row.size, dtype=np.bool_), tree.parent)
-    stages = [tree.subtree_sums(np.where(stage == number, own_ns, 0))[rows] for number in range(len(_PHASES) + 1)]
+    stages = [
+        tree.subtree_sums(np.where(stage == number, own_ns, 0))[rows]
+        for number in range(len(_PHASES) + 1)
+    ]
     # region and number by the first note inside the compilation that names its id
-    notes = np.flatnonzero(gather_rows(vocabulary.names.str.contains(_COMPILE_ID).to_numpy(), name_of))
+    notes = np.flatnonzero(
+        gather_rows(vocabulary.names.str.contains(_COMPILE_ID).to_numpy(), name_of)
+    )
     first = np.searchsorted(notes, rows)
     has = (first < notes.size) & (np.append(notes, tree.row.size)[first] < tree.stop[rows])
     note = np.append(notes, 0)[np.where(has, first, notes.size)]
-    note_names = vocabulary.names.gather(name_of[note]) if rows.size else pl.Series([], dtype=pl.String)
+    note_names = (
+        vocabulary.names.gather(name_of[note]) if rows.size else pl.Series([], dtype=pl.String)
+    )
     frame = pl.DataFrame(
         {
             "event": tree.row[rows],
@@ -162,7 +188,9 @@ def list_compilations(trace: Trace, marks: CompiledEvents) -> pl.DataFrame:
         number=pl.when("has_note").then(pl.col("note").str.extract(_COMPILE_ID, 2).cast(pl.Int64)),
         direction=pl.when("backward").then(pl.lit("backward")).otherwise(pl.lit("forward")),
     )
-    frame = frame.with_columns(region=pl.format("{}/{}", "frame", "number"), recompile=pl.col("number") > 0)
+    frame = frame.with_columns(
+        region=pl.format("{}/{}", "frame", "number"), recompile=pl.col("number") > 0
+    )
     return frame.pipe(cast_to_schema, COMPILATIONS)
 
 
@@ -173,7 +201,9 @@ REGIONS = build_schema(
     "device_ns backward_host_ns backward_device_ns mean_host_ns min_host_ns max_host_ns step_count",
     {"frame": pl.Int64},
 )
-BREAKS = build_schema("region resumed place count between_ns lookup_ns uncompiled_device_ns", {"place": pl.String})
+BREAKS = build_schema(
+    "region resumed place count between_ns lookup_ns uncompiled_device_ns", {"place": pl.String}
+)
 GRAPHS = build_schema("name region count host_ns device_ns")
 UNCOMPILED = build_schema("part name count host_ns device_ns", {"part": pl.Enum(PARTS)})
 _PLACE = r"^(.*)\((\d+)\): (torch_dynamo_resume_in_.*)$"
@@ -185,23 +215,25 @@ class Compiled(Result):
 
     Attributes:
         time: Time of the main thread and of every thread that runs compiled code, by lane, step (null outside all
-            steps) and part; adds up to the window of the trace on each lane. The parts: `compile` (compiling), `lookup`
-            (checking guards), `graph` (compiled graphs, forward and backward), `wrapper` (compiled regions outside
-            their graphs: bytecode, prologues, Python), `break` (operators in a region that run uncompiled, at graph
-            breaks), `outside` (recorded, in no compiled region), `unobserved`.
+            steps) and part; adds up to the window of the trace on each lane. The parts: `compile`
+            (compiling), `lookup` (checking guards), `graph` (compiled graphs, forward and
+            backward), `wrapper` (compiled regions outside their graphs: bytecode, prologues,
+            Python), `break` (operators in a region that run uncompiled, at graph breaks), `outside`
+            (recorded, in no compiled region), `unobserved`.
         device: Summed GPU work by the part that launched it; work of no known launch is `outside`.
         regions: One row per compiled region `frame/number`: a number above 0 is a recompilation of that frame.
-            `host_ns` is its time without compilations, lookups and regions inside it, in the other three parts.
-            `function` is the Python frame it runs, null without stacks. `graph_break_count`: continuations that ran
-            inside its calls.
-            `device_ns` is GPU work launched in it; `backward_` that of the backward graphs of its graphs (null where
-            these cannot be joined).
+            `host_ns` is its time without compilations, lookups and regions inside it, in the other
+            three parts. `function` is the Python frame it runs, null without stacks.
+            `graph_break_count`: continuations that ran inside its calls. `device_ns` is GPU work
+            launched in it; `backward_` that of the backward graphs of its graphs (null where these
+            cannot be joined).
         graphs: Compiled graphs by name and region (null outside regions, as backward graphs are): calls, host time and
-            GPU work launched in them. Where a back end runs graphs operator by operator, its outermost operators.
+            GPU work launched in them. Where a back end runs graphs operator by operator, its
+            outermost operators.
         breaks: One row per pair of a region and the continuation that ran inside it: a graph break. `place` is the line
-            at which it resumes. `between_ns` is the host time from the end of the region's graph to the continuation,
-            `lookup_ns` the part of it that looked the continuation up, both without compiling;
-            `uncompiled_device_ns` the GPU work launched there.
+            at which it resumes. `between_ns` is the host time from the end of the region's graph to
+            the continuation, `lookup_ns` the part of it that looked the continuation up, both
+            without compiling; `uncompiled_device_ns` the GPU work launched there.
         compilations: One row per compilation in the window; see `compilations`.
         uncompiled: Outermost operators that ran in no compiled graph, by part and name.
         lookup_count: Lookups of compiled code.
@@ -245,11 +277,17 @@ def _build_empty_result() -> Compiled:
 
 
 def compiled(trace: Trace) -> Compiled:
-    """Account for torch.compile: regions, graph breaks, lookups, compilations, and what ran uncompiled."""
+    """Account for torch.compile: regions, graph breaks, lookups, compilations, and what ran
+    uncompiled.
+    """
     event_marks = mark_compiled_events(trace)
     if not event_marks.any:
         return _build_empty_result()
-    tree, segments, work = build_forest(trace), build_host_segments(trace), attribute_to_launches(trace)
+    tree, segments, work = (
+        build_forest(trace),
+        build_host_segments(trace),
+        attribute_to_launches(trace),
+    )
     lanes = np.unique(tree.lane[event_marks.part != OUTSIDE])
     main = find_main_lane(trace)
     lanes = lanes if main is None else np.union1d(lanes, [main])
@@ -267,7 +305,11 @@ def compiled(trace: Trace) -> Compiled:
     ).pipe(cast_to_schema, TIME)
     part = np.append(event_marks.part, OUTSIDE)[work.launch_position]
     device = pl.DataFrame(
-        {"part": pl.Series(PARTS).gather(part), "device_ns": work.duration_ns, "kernel_count": work.kernel}
+        {
+            "part": pl.Series(PARTS).gather(part),
+            "device_ns": work.duration_ns,
+            "kernel_count": work.kernel,
+        }
     ).pipe(cast_to_schema, DEVICE)
     # of each host event alone, without what lies below it
     own_ns = tree.self_ns(np.ones(tree.row.size, dtype=np.bool_), tree.parent)
@@ -305,7 +347,9 @@ def _find_region_functions(trace: Trace, rows: Ints) -> pl.Series:
     """The Python frame right inside each region; null without one."""
     tree = build_forest(trace)
     child = np.minimum(rows + 1, tree.row.size - 1)
-    python = get_event_column(trace, "category")[tree.row[child]] == cat.CATEGORIES.index(cat.PYTHON)
+    python = get_event_column(trace, "category")[tree.row[child]] == cat.CATEGORIES.index(
+        cat.PYTHON
+    )
     return _get_event_names(trace, np.where((tree.parent[child] == rows) & python, child, -1))
 
 
@@ -315,7 +359,9 @@ def _get_region_ids(trace: Trace, rows: Ints) -> pl.Series:
     return names.str.extract(REGION_NAME, 1) + "/" + names.str.extract(REGION_NAME, 2)
 
 
-def _summarize_regions(trace: Trace, event_marks: CompiledEvents, own_ns: Ints, own_device_ns: Ints) -> pl.DataFrame:
+def _summarize_regions(
+    trace: Trace, event_marks: CompiledEvents, own_ns: Ints, own_device_ns: Ints
+) -> pl.DataFrame:
     tree = build_forest(trace)
     rows = np.flatnonzero(event_marks.region)
 
@@ -326,20 +372,28 @@ def _summarize_regions(trace: Trace, event_marks: CompiledEvents, own_ns: Ints, 
         return sums
 
     region_rows = np.flatnonzero(event_marks.within >= 0)
-    regions, part, self_ns = event_marks.within[region_rows], event_marks.part[region_rows], own_ns[region_rows]
+    regions, part, self_ns = (
+        event_marks.within[region_rows],
+        event_marks.part[region_rows],
+        own_ns[region_rows],
+    )
     graph_ns = by_region(regions, np.where(part == GRAPH, self_ns, 0))
     break_ns = by_region(regions, np.where(part == BREAK, self_ns, 0))
     host_ns = by_region(regions, np.where((part == COMPILE) | (part == LOOKUP), 0, self_ns))
     outer_region = tree.nearest(event_marks.region)[rows]
     # the backward of each region's graphs, without compiling it; null where unknown
-    backward = dict.fromkeys(("backward_host_ns", "backward_device_ns"), pl.Series([None] * rows.size, dtype=pl.Int64))
+    backward = dict.fromkeys(
+        ("backward_host_ns", "backward_device_ns"), pl.Series([None] * rows.size, dtype=pl.Int64)
+    )
     joined = match_backward_ops(trace)
     if joined is not None:
         graphs = event_marks.graph[joined.backward] & (event_marks.within[joined.forward] >= 0)
         region = event_marks.within[joined.forward[graphs]]
         running = np.where(event_marks.part != COMPILE, own_ns, 0)
         for name, values in zip(backward, (running, own_device_ns), strict=True):
-            backward[name] = pl.Series(by_region(region, tree.subtree_sums(values)[joined.backward[graphs]]))
+            backward[name] = pl.Series(
+                by_region(region, tree.subtree_sums(values)[joined.backward[graphs]])
+            )
     frame = pl.DataFrame(
         {
             "name": _get_event_names(trace, rows),
@@ -351,7 +405,9 @@ def _summarize_regions(trace: Trace, event_marks: CompiledEvents, own_ns: Ints, 
             "break_ns": break_ns,
             "host_ns": host_ns,
             "wrapper_ns": host_ns - graph_ns - break_ns,
-            "graph_break_count": np.bincount(outer_region[outer_region >= 0], minlength=tree.row.size)[rows],
+            "graph_break_count": np.bincount(
+                outer_region[outer_region >= 0], minlength=tree.row.size
+            )[rows],
             "device_ns": by_region(regions, own_device_ns[region_rows]),
             **backward,
         }
@@ -361,13 +417,17 @@ def _summarize_regions(trace: Trace, event_marks: CompiledEvents, own_ns: Ints, 
     )
     frame = frame.with_columns(region=pl.format("{}/{}", "frame", "number"))
     back = pl.col(list(backward))
-    spread = summarize_per_step(frame.cast({"step": pl.Int32}), ["region"], ["host_ns"], select_whole_steps(trace))
+    spread = summarize_per_step(
+        frame.cast({"step": pl.Int32}), ["region"], ["host_ns"], select_whole_steps(trace)
+    )
     return (
         frame.group_by("region", "frame", "number")
         .agg(
             pl.col("function").drop_nulls().first(),
             pl.len().alias("count"),
-            pl.col("graph_ns", "break_ns", "host_ns", "wrapper_ns", "graph_break_count", "device_ns").sum(),
+            pl.col(
+                "graph_ns", "break_ns", "host_ns", "wrapper_ns", "graph_break_count", "device_ns"
+            ).sum(),
             pl.when(back.is_not_null().any()).then(back.sum()),
         )
         .join(spread, on="region", how="left")
@@ -376,7 +436,9 @@ def _summarize_regions(trace: Trace, event_marks: CompiledEvents, own_ns: Ints, 
     )
 
 
-def _summarize_graphs(trace: Trace, event_marks: CompiledEvents, own_ns: Ints, own_device_ns: Ints) -> pl.DataFrame:
+def _summarize_graphs(
+    trace: Trace, event_marks: CompiledEvents, own_ns: Ints, own_device_ns: Ints
+) -> pl.DataFrame:
     tree = build_forest(trace)
     rows = np.flatnonzero(event_marks.graph)
     frame = pl.DataFrame(
@@ -393,7 +455,9 @@ def _summarize_graphs(trace: Trace, event_marks: CompiledEvents, own_ns: Ints, o
     return summed.pipe(cast_to_schema, GRAPHS).sort("host_ns", "name", descending=[True, False])
 
 
-def _find_graph_breaks(trace: Trace, event_marks: CompiledEvents, own_device_ns: Ints) -> pl.DataFrame:
+def _find_graph_breaks(
+    trace: Trace, event_marks: CompiledEvents, own_device_ns: Ints
+) -> pl.DataFrame:
     tree = build_forest(trace)
     region = np.flatnonzero(event_marks.region)
     outer_region = tree.nearest(event_marks.region)[region]
@@ -401,7 +465,11 @@ def _find_graph_breaks(trace: Trace, event_marks: CompiledEvents, own_device_ns:
     if not child.size:
         return BREAKS.to_frame()
     last = np.maximum.accumulate(np.where(event_marks.graph, np.arange(tree.row.size), -1))[child]
-    own_graph = (last >= 0) & (event_marks.within[last] == parent) & (np.append(tree.stop, 0)[last] <= child)
+    own_graph = (
+        (last >= 0)
+        & (event_marks.within[last] == parent)
+        & (np.append(tree.stop, 0)[last] <= child)
+    )
     since = np.where(own_graph, tree.end_ns[last], tree.start_ns[parent])
     until = tree.start_ns[child]
     # of the time between, what went into compiling and looking up on the lane of each child
@@ -425,7 +493,11 @@ def _find_graph_breaks(trace: Trace, event_marks: CompiledEvents, own_device_ns:
             "uncompiled_device_ns": loose_ns[child] - loose_ns[np.minimum(first, child)],
         }
     )
-    location = pl.format("{}:{}", pl.col("function").str.extract(_PLACE, 1), pl.col("function").str.extract(_PLACE, 2))
+    location = pl.format(
+        "{}:{}",
+        pl.col("function").str.extract(_PLACE, 1),
+        pl.col("function").str.extract(_PLACE, 2),
+    )
     return (
         frame.with_columns(place=location)
         .group_by("region", "resumed", maintain_order=True)
@@ -439,8 +511,12 @@ def _find_graph_breaks(trace: Trace, event_marks: CompiledEvents, own_device_ns:
     )
 
 
-def _list_uncompiled_ops(trace: Trace, event_marks: CompiledEvents, own_ns: Ints, own_device_ns: Ints) -> pl.DataFrame:
-    """Outermost operators outside compiled graphs; the time of compiled work inside them is left out."""
+def _list_uncompiled_ops(
+    trace: Trace, event_marks: CompiledEvents, own_ns: Ints, own_device_ns: Ints
+) -> pl.DataFrame:
+    """Outermost operators outside compiled graphs; the time of compiled work inside them is left
+    out.
+    """
     tree = build_forest(trace)
     loose = (event_marks.part == BREAK) | (event_marks.part == OUTSIDE)
     rows = np.flatnonzero(tree.topmost(classify_events(trace).op & loose))

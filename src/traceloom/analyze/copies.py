@@ -37,13 +37,15 @@ class Copies(Result):
 
     Attributes:
         kinds: One row per device, direction and kinds of memory, the longest total first: device, kind (HtoD, DtoH,
-            DtoD, PtoP, HtoH, fill, unknown), source_memory and target_memory (pageable, pinned, device ...; null where
-            not said), by_kernel (done by a kernel, as on ROCm 7; its bytes are not recorded), pageable (null where the
-            host's memory is not described), count, bytes (of those whose size is recorded; null where none is),
-            unsized_count (the others), total_ns (sum), union_ns (time in which at least one such copy runs),
-            instant_count and instant_bytes (of duration 0: too short for the clock; in no bandwidth), bytes_per_s
-            (bytes of the sized, timed copies over their summed time), min_bytes_per_s, max_bytes_per_s (of single
-            ones). Null where nothing is timed and sized. 1 GB/s is 10^9 bytes per second.
+            DtoD, PtoP, HtoH, fill, unknown), source_memory and target_memory (pageable, pinned,
+            device ...; null where not said), by_kernel (done by a kernel, as on ROCm 7; its bytes
+            are not recorded), pageable (null where the host's memory is not described), count,
+            bytes (of those whose size is recorded; null where none is), unsized_count (the others),
+            total_ns (sum), union_ns (time in which at least one such copy runs), instant_count and
+            instant_bytes (of duration 0: too short for the clock; in no bandwidth), bytes_per_s
+            (bytes of the sized, timed copies over their summed time), min_bytes_per_s,
+            max_bytes_per_s (of single ones). Null where nothing is timed and sized. 1 GB/s is 10^9
+            bytes per second.
         ops: The same by the operator that launched it: op (null for none), kind, pageable, count, bytes, total_ns.
         per_step: Per device and kind the mean, least and most over whole steps of call_count, copied_bytes (null where
             not all sizes are recorded) and total_ns.
@@ -58,7 +60,9 @@ class Copies(Result):
 
 
 _HAS_BANDWIDTH = (pl.col("ns") > 0) & pl.col("bytes").is_not_null()
-_TOTAL_BYTES = pl.when(pl.col("bytes").is_not_null().any()).then(pl.col("bytes").sum()).alias("bytes")
+_TOTAL_BYTES = (
+    pl.when(pl.col("bytes").is_not_null().any()).then(pl.col("bytes").sum()).alias("bytes")
+)
 
 
 def copies(trace: Trace) -> Copies:
@@ -70,7 +74,12 @@ def copies(trace: Trace) -> Copies:
 def _summarize_copies(traces: Sequence[Trace]) -> Iterable[Copies]:
     rows = _collect_copies(traces)
     ops = (
-        rows.group_by(TRACE_COLUMN, gather_event_column(traces, rows, "op", "name").alias("op"), "kind", "pageable")
+        rows.group_by(
+            TRACE_COLUMN,
+            gather_event_column(traces, rows, "op", "name").alias("op"),
+            "kind",
+            "pageable",
+        )
         .agg(pl.len().alias("count"), _TOTAL_BYTES, pl.col("ns").sum().alias("total_ns"))
         .sort(
             [TRACE_COLUMN, "total_ns", "op", "kind", "pageable"],
@@ -88,7 +97,11 @@ def _summarize_copies(traces: Sequence[Trace]) -> Iterable[Copies]:
     if unsized.height:
         spread = (
             spread.join(
-                unsized.with_columns(unsized=True), on=keys, how="left", nulls_equal=True, maintain_order="left"
+                unsized.with_columns(unsized=True),
+                on=keys,
+                how="left",
+                nulls_equal=True,
+                maintain_order="left",
             )
             .with_columns(
                 pl.when(pl.col("unsized").is_null())
@@ -112,7 +125,11 @@ def _summarize_copies(traces: Sequence[Trace]) -> Iterable[Copies]:
         pl.col("ns").sum().alias("total_ns"),
         instant.sum().alias("instant_count"),
         pl.col("bytes").filter(instant).sum().alias("instant_bytes"),
-        (pl.col("bytes").filter(_HAS_BANDWIDTH).sum() / pl.col("ns").filter(_HAS_BANDWIDTH).sum() * 1e9)
+        (
+            pl.col("bytes").filter(_HAS_BANDWIDTH).sum()
+            / pl.col("ns").filter(_HAS_BANDWIDTH).sum()
+            * 1e9
+        )
         .fill_nan(None)
         .alias("bytes_per_s"),
         rate.min().alias("min_bytes_per_s"),
@@ -126,22 +143,40 @@ def _summarize_copies(traces: Sequence[Trace]) -> Iterable[Copies]:
         rate = part["bytes"].to_numpy() / (end - start) * 1e9
         time, index = np.unique(np.concatenate([start, end]), return_inverse=True)
         running = np.cumsum(
-            np.bincount(index, weights=np.concatenate([np.ones(start.size), -np.ones(end.size)]), minlength=time.size)
+            np.bincount(
+                index,
+                weights=np.concatenate([np.ones(start.size), -np.ones(end.size)]),
+                minlength=time.size,
+            )
         )
-        flow = np.cumsum(np.bincount(index, weights=np.concatenate([rate, -rate]), minlength=time.size))
+        flow = np.cumsum(
+            np.bincount(index, weights=np.concatenate([rate, -rate]), minlength=time.size)
+        )
         # what is left of a sum of floats when nothing runs is not a flow
         flow = np.where(running > 0.5, np.maximum(flow, 0.0), 0.0)
         curves[number].append(
             pl.DataFrame(
-                {"device": [device] * time.size, "kind": [kind] * time.size, "time_ns": time, "bytes_per_s": flow},
+                {
+                    "device": [device] * time.size,
+                    "kind": [kind] * time.size,
+                    "time_ns": time,
+                    "bytes_per_s": flow,
+                },
                 schema=CURVE_SCHEMA,
             )
         )
     table = table.hstack([pl.Series("union_ns", unions, dtype=pl.Int64)]).sort(
-        [TRACE_COLUMN, "total_ns", *KEYS], descending=[False, True] + [False] * len(KEYS), nulls_last=True
+        [TRACE_COLUMN, "total_ns", *KEYS],
+        descending=[False, True] + [False] * len(KEYS),
+        nulls_last=True,
     )
-    kind_tables, op_tables = split_by_trace(table, traces, KIND_SCHEMA), split_by_trace(ops, traces, OP_SCHEMA)
-    return map(Copies, kind_tables, op_tables, split_by_trace(spread, traces), map(pl.concat, curves))
+    kind_tables, op_tables = (
+        split_by_trace(table, traces, KIND_SCHEMA),
+        split_by_trace(ops, traces, OP_SCHEMA),
+    )
+    return map(
+        Copies, kind_tables, op_tables, split_by_trace(spread, traces), map(pl.concat, curves)
+    )
 
 
 def _collect_copies(traces: Sequence[Trace]) -> pl.DataFrame:
@@ -150,7 +185,10 @@ def _collect_copies(traces: Sequence[Trace]) -> pl.DataFrame:
     recorded = concatenate_by_trace(trace.copies for trace in traces).rename({"kind": "direction"})
     kernel_names = work.filter(pl.col("kind") == "kernel")[["name"]].unique()
     name_kinds = pl.DataFrame(
-        {"name": kernel_names["name"], "named": [copy_kind(name) for name in kernel_names["name"].to_list()]},
+        {
+            "name": kernel_names["name"],
+            "named": [copy_kind(name) for name in kernel_names["name"].to_list()],
+        },
         schema={"name": pl.String, "named": pl.String},
     )
     memory = (pl.col("source_memory"), pl.col("target_memory"))

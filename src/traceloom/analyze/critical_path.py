@@ -51,7 +51,8 @@ PATH = build_schema(
 CLASS_ROWS = build_schema("class duration_ns fraction piece_count", {"class": ClassType})
 RANKS = build_schema("rank class duration_ns fraction", {"class": ClassType})
 NAMES = build_schema(
-    "class name count duration_ns path_ns path_fraction least_slack_ns near_count near_ns", {"class": ClassType}
+    "class name count duration_ns path_ns path_fraction least_slack_ns near_count near_ns",
+    {"class": ClassType},
 )
 STRETCHES = build_schema(
     "start_ns duration_ns rank where kind process thread device stream class",
@@ -72,7 +73,10 @@ _CLASS_BY_KIND = {
 }
 
 _CLASS_CODE_BY_KIND = np.array(
-    [list(CLASSES).index(_CLASS_BY_KIND[kind]) if kind in _CLASS_BY_KIND else -1 for kind in gs.NODE_KINDS]
+    [
+        list(CLASSES).index(_CLASS_BY_KIND[kind]) if kind in _CLASS_BY_KIND else -1
+        for kind in gs.NODE_KINDS
+    ]
 )
 
 
@@ -81,8 +85,14 @@ def build_path_table(graph: Graph, pieces: PathPieces) -> pl.DataFrame:
     node, edge = pl.Series(pieces.node).replace(-1, None), pl.Series(pieces.edge).replace(-1, None)
     columns = ("node", "kind", "name", "rank", "lane", "event")
     node_fields = pl.DataFrame([graph.nodes[column][node.cast(pl.UInt32)] for column in columns])
-    edge_fields = pl.DataFrame([graph.edges[column][edge.cast(pl.UInt32)] for column in ("kind", "evidence")])
-    threads = graph.lanes["name"][node_fields["lane"]] if graph.lanes.height else pl.Series([None] * node.len())
+    edge_fields = pl.DataFrame(
+        [graph.edges[column][edge.cast(pl.UInt32)] for column in ("kind", "evidence")]
+    )
+    threads = (
+        graph.lanes["name"][node_fields["lane"]]
+        if graph.lanes.height
+        else pl.Series([None] * node.len())
+    )
     return node_fields.with_columns(
         # What comes before the path begins is waiting for the rank that it begins on.
         pl.col("rank").fill_null(strategy="backward"),
@@ -98,7 +108,9 @@ def build_path_table(graph: Graph, pieces: PathPieces) -> pl.DataFrame:
 
 def merge_path_stretches(graph: Graph, rows: pl.DataFrame) -> pl.DataFrame:
     """The path lane by lane: neighbouring pieces of one lane as one."""
-    run = (pl.col("lane").is_null() | (pl.col("lane") != pl.col("lane").shift(1)).fill_null(value=True)).cum_sum()
+    run = (
+        pl.col("lane").is_null() | (pl.col("lane") != pl.col("lane").shift(1)).fill_null(value=True)
+    ).cum_sum()
     placed = rows.lazy().with_columns(run.alias("run"))
     length = pl.col("duration_ns").sum()
     merged = placed.group_by("run", maintain_order=True).agg(
@@ -141,23 +153,39 @@ def build_rank_table(rows: pl.DataFrame, length: int) -> pl.DataFrame:
     """Time by rank and class, the ranks with the most of the path first."""
     summed = rows.group_by("rank", "class").agg(pl.col("duration_ns").sum())
     rank_total = pl.col("duration_ns").sum().over("rank")
-    ordered = summed.sort([rank_total, "rank", "duration_ns", "class"], descending=[True, False, True, False])
-    return ordered.with_columns((pl.col("duration_ns") / max(length, 1)).alias("fraction")).pipe(cast_to_schema, RANKS)
+    ordered = summed.sort(
+        [rank_total, "rank", "duration_ns", "class"], descending=[True, False, True, False]
+    )
+    return ordered.with_columns((pl.col("duration_ns") / max(length, 1)).alias("fraction")).pipe(
+        cast_to_schema, RANKS
+    )
 
 
 def build_name_table(
     graph: Graph, window: PathWindow, rows: pl.DataFrame, slack: Ints, near_slack_ns: int
 ) -> pl.DataFrame:
     """Work of the window by name, with its part of the path and the slack of what is not on it."""
-    # Of the way along edges only the transfer of a communication is its own time; the rest is between things.
-    work_rows = rows.filter(~pl.col("along_edge") | (pl.col("class") == COMMUNICATION), pl.col("class") != RESIDUAL)
+    # Of the way along edges only the transfer of a communication is its own time; the rest is
+    # between things.
+    work_rows = rows.filter(
+        ~pl.col("along_edge") | (pl.col("class") == COMMUNICATION), pl.col("class") != RESIDUAL
+    )
     loading = pl.col("duration_ns").filter(pl.col("class") == DATA).sum().alias("data_ns")
-    on_path = work_rows.drop_nulls("node").group_by("node").agg(pl.col("duration_ns").sum().alias("path_ns"), loading)
+    on_path = (
+        work_rows.drop_nulls("node")
+        .group_by("node")
+        .agg(pl.col("duration_ns").sum().alias("path_ns"), loading)
+    )
     start, duration = (graph.nodes[column].to_numpy() for column in ("start_ns", "duration_ns"))
     kind = _CLASS_CODE_BY_KIND[graph.nodes["kind"].to_physical().to_numpy()]
-    node_rows = np.flatnonzero((kind >= 0) & (start < window.high) & (start + duration >= window.low))
+    node_rows = np.flatnonzero(
+        (kind >= 0) & (start < window.high) & (start + duration >= window.low)
+    )
     shares = np.zeros((2, graph.nodes.height), dtype=np.int64)
-    shares[:, on_path["node"].to_numpy()] = on_path["path_ns"].to_numpy(), on_path["data_ns"].to_numpy()
+    shares[:, on_path["node"].to_numpy()] = (
+        on_path["path_ns"].to_numpy(),
+        on_path["data_ns"].to_numpy(),
+    )
     slack = slack[node_rows]
     work = pl.LazyFrame(
         {
@@ -189,7 +217,14 @@ def build_name_table(
             .otherwise("class")
             .alias("class"),
         )
-        .sort("path_ns", "near_ns", "duration_ns", "name", "class", descending=[True, True, True, False, False])
+        .sort(
+            "path_ns",
+            "near_ns",
+            "duration_ns",
+            "name",
+            "class",
+            descending=[True, True, True, False, False],
+        )
         .collect()
         .pipe(cast_to_schema, NAMES)
     )
@@ -208,23 +243,24 @@ class CriticalPath(Result):
         start_ns: Where the window begins, on the session's clock: where the first rank begins the step.
         window_ns: To where the last rank ends it.
         path: The path as pieces that follow each other without a gap, from the window's start to its end: `start_ns`
-            (on the session's clock), `duration_ns`, `class` (see CLASSES), `node` (row of the graph; null before the
-            path begins and after it ends), `kind` (of the node), `name`, `rank`, `lane` (row of the graph's lanes),
-            `thread` (name of the lane), `event` (row of the rank's trace), `edge` (the kind of edge by which the path
-            came to it, or along which the time went by), `along_edge`, `evidence` (of the edge).
+            (on the session's clock), `duration_ns`, `class` (see CLASSES), `node` (row of the
+            graph; null before the path begins and after it ends), `kind` (of the node), `name`,
+            `rank`, `lane` (row of the graph's lanes), `thread` (name of the lane), `event` (row of
+            the rank's trace), `edge` (the kind of edge by which the path came to it, or along which
+            the time went by), `along_edge`, `evidence` (of the edge).
         stretches: The same, neighbouring pieces of one lane as one: `start_ns`, `duration_ns`, `rank`, `where` (name of
-            the lane), what tells the lane apart (`kind`, `process`, `thread`, `device`, `stream`), `class` and `name`
-            with the most of its time (`class_ns`, `name_ns`), `piece_count`, `first_event` and `last_event` (rows of
-            the rank's trace), `edge` and `evidence` (how the path came
-            there).
+            the lane), what tells the lane apart (`kind`, `process`, `thread`, `device`, `stream`),
+            `class` and `name` with the most of its time (`class_ns`, `name_ns`), `piece_count`,
+            `first_event` and `last_event` (rows of the rank's trace), `edge` and `evidence` (how
+            the path came there).
         classes: `class`, `duration_ns`, `fraction`, `piece_count`: every class, in the order of CLASSES. The
             durations add up to `window_ns`.
         ranks: `rank`, `class`, `duration_ns`, `fraction`: which ranks the path goes through; adds up to `window_ns`.
             Time before the path begins counts to the rank it begins on: the others waited for it.
         names: What lies in the window, by name: `class`, `name`, `count` (nodes), `duration_ns` (of all of them),
-            `path_ns` (of the path), `path_fraction`, `least_slack_ns` (of those that are not on the path; null where
-            all are), `near_count` and `near_ns` (those not on the path whose slack is at most `near_slack_ns`). The
-            most of the path first.
+            `path_ns` (of the path), `path_fraction`, `least_slack_ns` (of those that are not on the
+            path; null where all are), `near_count` and `near_ns` (those not on the path whose slack
+            is at most `near_slack_ns`). The most of the path first.
         node_slack: `node`, `rank`, `event`, `slack_ns` of every node of the graph: how much later it could end
             without the step ending later; 0 where its work is on the path.
         near_slack_ns: What counts as nearly critical: 1 % of the window.
@@ -245,7 +281,9 @@ class CriticalPath(Result):
     law: Law
 
     def check(self) -> None:
-        """Raise AssertionError where the pieces do not tile the window, or a sum does not add up to it."""
+        """Raise AssertionError where the pieces do not tile the window, or a sum does not add up to
+        it.
+        """
         start, length = self.path["start_ns"].to_numpy(), self.path["duration_ns"].to_numpy()
         assert (length > 0).all()
         assert (start[1:] == (start + length)[:-1]).all()
@@ -258,8 +296,9 @@ class CriticalPath(Result):
 def critical_path(of: Session | Trace | Graph, step: int | None = None) -> CriticalPath:
     """Find the critical path of a step over host, devices and all ranks.
 
-    The path begins with the last thing of the step (the end of its thread's time, or of GPU work it launched that
-    ended later), goes back over what each thing waited for last, and is cut to the time of the step.
+    The path begins with the last thing of the step (the end of its thread's time, or of GPU work it
+    launched that ended later), goes back over what each thing waited for last, and is cut to the
+    time of the step.
 
     Args:
         of: A session or a trace, of which only the step is linked; or a linked graph.
@@ -282,7 +321,10 @@ def critical_path(of: Session | Trace | Graph, step: int | None = None) -> Criti
         step = find_median_step(session.traces) if step is None else step
         graph = link_session(session, step=step)
     if graph.nodes.height <= graph.ranks.height:
-        raise UsageError("the traces hold no timed events, so there is no path through them", slug="nothing-to-link")
+        raise UsageError(
+            "the traces hold no timed events, so there is no path through them",
+            slug="nothing-to-link",
+        )
     window = find_path_window(graph, step, session)
     path_pieces = build_path_pieces(graph, window)
     if session is not None:
@@ -332,7 +374,9 @@ _LABELS = {
 }
 
 
-def _describe_path(window: PathWindow, path: pl.DataFrame, classes: pl.DataFrame, graph_law: Law) -> str:
+def _describe_path(
+    window: PathWindow, path: pl.DataFrame, classes: pl.DataFrame, graph_law: Law
+) -> str:
     length = window.high - window.low
     sums = dict(classes.select("class", "duration_ns").rows())
     late = path.head(1).filter(pl.col("node").is_null())
@@ -341,9 +385,14 @@ def _describe_path(window: PathWindow, path: pl.DataFrame, classes: pl.DataFrame
         waited = int(late["duration_ns"][0])
         rank = late["rank"][0]
         start_text = "before anything is recorded" if rank is None else f"before rank {rank} began"
-        parts = [(label, ns - waited if label == _LABELS[UNRECORDED] else ns) for label, ns in parts]
+        parts = [
+            (label, ns - waited if label == _LABELS[UNRECORDED] else ns) for label, ns in parts
+        ]
         parts.append((start_text, waited))
-    largest = sorted((part for part in parts if part[1] >= max(_MIN_SHARE * length, 1)), key=lambda part: -part[1])
+    largest = sorted(
+        (part for part in parts if part[1] >= max(_MIN_SHARE * length, 1)),
+        key=lambda part: -part[1],
+    )
     listing = ", ".join(f"{label} {units.format_share(ns, length)}" for label, ns in largest)
     subject = f"step {window.step}" if window.step is not None else "the window"
     text = f"What decides the {units.format_duration(length)} of {subject}: {listing or 'nothing that takes time'}"

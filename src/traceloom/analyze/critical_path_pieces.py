@@ -44,9 +44,11 @@ class PathWindow(Struct, frozen=True):
 
 
 def find_median_step(traces: Iterable[Trace]) -> int | None:
-    """The step of median length among the whole ones that most ranks have; None without steps that take time.
+    """The step of median length among the whole ones that most ranks have; None without steps that
+    take time.
 
-    The length of a step is that of its slowest rank. Of an even number the longer of the two in the middle is taken.
+    The length of a step is that of its slowest rank. Of an even number the longer of the two in the
+    middle is taken.
     """
     common = find_common_steps(traces)
     return common[len(common) // 2] if common else None
@@ -58,7 +60,9 @@ def find_common_steps(traces: Iterable[Trace]) -> list[int]:
     lengths = pl.concat(steps) if steps else pl.DataFrame()
     if not lengths.height:
         return []
-    lengths = lengths.select("step", "complete", ns=pl.col("end_ns") - pl.col("start_ns")).filter(pl.col("ns") > 0)
+    lengths = lengths.select("step", "complete", ns=pl.col("end_ns") - pl.col("start_ns")).filter(
+        pl.col("ns") > 0
+    )
     if not lengths.height:
         return []
     complete_steps = lengths.filter("complete")
@@ -98,35 +102,50 @@ def find_path_window(graph: Graph, step: int | None, session: Session | None = N
     """
     times = get_point_times(graph)
     if step is None:
-        return PathWindow(None, int(times.min()), int(times.max()), int(np.flatnonzero(times == times.max())[-1]))
+        return PathWindow(
+            None, int(times.min()), int(times.max()), int(np.flatnonzero(times == times.max())[-1])
+        )
     spans = _find_step_spans(graph).filter(pl.col("step") == step)
-    if session is not None:  # as the traces say them, on the graph's clock; the thread is that of the step's own event
+    if (
+        session is not None
+    ):  # as the traces say them, on the graph's clock; the thread is that of the step's own event
         thread = dict(spans.select("rank", "lane").iter_rows())
         rows = []
         for trace, clock in match_clocks(graph, session, step):
             row = trace.steps.filter(pl.col("step") == step).row(0, named=True)
             starts = trace.events["start_ns"].to_numpy()
-            first, after = (int(np.searchsorted(starts, row["start_ns"], side=side)) for side in _SIDES)
-            marks = first + np.flatnonzero((trace.events["name"][first:after] == row["name"]).to_numpy())
+            first, after = (
+                int(np.searchsorted(starts, row["start_ns"], side=side)) for side in _SIDES
+            )
+            marks = first + np.flatnonzero(
+                (trace.events["name"][first:after] == row["name"]).to_numpy()
+            )
             nodes = _select_event_nodes(graph, trace, clock.rank)
             marked = nodes[np.isin(graph.nodes["event"][nodes].to_numpy(), marks)]
             lanes = graph.nodes["lane"][marked].drop_nulls()
             lane = int(lanes[0]) if lanes.len() else thread.get(clock.rank)
-            rows.append((clock.rank, step, lane, row["start_ns"] + clock.shift, row["end_ns"] + clock.shift))
+            rows.append(
+                (clock.rank, step, lane, row["start_ns"] + clock.shift, row["end_ns"] + clock.shift)
+            )
         spans = pl.DataFrame(rows, schema=spans.schema, orient="row")
     if not spans.height:
         raise UsageError(f"there is no step {step} in the graph", slug="no-such-step")
     low, high = int(spans["low"].min()), int(spans["high"].max())  # type: ignore[arg-type]
     # The last point of a step: the end of its thread's time, or of GPU work that it launched
     in_step = np.flatnonzero((graph.nodes["step"] == step).fill_null(value=False).to_numpy())
-    launched = in_step[graph.nodes["category"][in_step].is_in(list(GPU_WORK)).fill_null(value=False).to_numpy()]
+    launched = in_step[
+        graph.nodes["category"][in_step].is_in(list(GPU_WORK)).fill_null(value=False).to_numpy()
+    ]
     candidates = [2 * launched + 1]
     lane_of = graph.nodes["lane"].fill_null(_NO_LANE).to_numpy()
     for span in spans.iter_rows(named=True):
         if span["lane"] is None:
             continue
-        # The stretch of the thread in which the step ends; stretches follow each other without a gap.
-        on_lane = np.flatnonzero((lane_of == span["lane"]) & (times[0::2] < max(span["high"], span["low"] + 1)))
+        # The stretch of the thread in which the step ends; stretches follow each other without a
+        # gap.
+        on_lane = np.flatnonzero(
+            (lane_of == span["lane"]) & (times[0::2] < max(span["high"], span["low"] + 1))
+        )
         candidates.append(2 * on_lane[-1:] + 1)
     points = np.concatenate(candidates)
     if not points.size:
@@ -135,10 +154,14 @@ def find_path_window(graph: Graph, step: int | None, session: Session | None = N
 
 
 def _find_step_spans(graph: Graph) -> pl.DataFrame:
-    """`rank`, `step`, `lane`, `low`, `high` of each step on each rank: the thread on which it begins first."""
+    """`rank`, `step`, `lane`, `low`, `high` of each step on each rank: the thread on which it
+    begins first.
+    """
     columns = graph.nodes.select("rank", "step", "lane", "kind", "start_ns", "duration_ns")
     on_threads = columns.filter(
-        pl.col("step").is_not_null() & pl.col("lane").is_not_null() & pl.col("kind").is_in(_HOST_KINDS)
+        pl.col("step").is_not_null()
+        & pl.col("lane").is_not_null()
+        & pl.col("kind").is_in(_HOST_KINDS)
     )
     lane_spans = on_threads.group_by("rank", "step", "lane").agg(
         pl.col("start_ns").min().alias("low"),
@@ -164,13 +187,19 @@ class RankClock(Struct, frozen=True):
     shift: int
 
 
-def match_clocks(graph: Graph, session: Session, step: int | None) -> Iterator[tuple[Trace, RankClock]]:
-    """The traces that are in the graph (one per rank; with a step, those that have it), and their clocks."""
+def match_clocks(
+    graph: Graph, session: Session, step: int | None
+) -> Iterator[tuple[Trace, RankClock]]:
+    """The traces that are in the graph (one per rank; with a step, those that have it), and their
+    clocks.
+    """
     done: set[int] = set()
     for trace in session.traces:
         rank = trace.rank
         if rank is None:  # it is identified by its file
-            matches = graph.ranks.filter(pl.col("device_trace") == replace_surrogates(trace.meta.path))
+            matches = graph.ranks.filter(
+                pl.col("device_trace") == replace_surrogates(trace.meta.path)
+            )
             rank = int(matches["rank"][0]) if matches.height else None
         reference_ns = trace.start_ns
         if step is not None:
@@ -190,8 +219,11 @@ def match_clocks(graph: Graph, session: Session, step: int | None) -> Iterator[t
             recorded = trace.events["start_ns"].to_numpy()[event]
             distance = np.abs(recorded - reference_ns)
             last_near = min(_CLOCK_EVENTS, distance.size) - 1
-            nearest = np.flatnonzero(distance <= np.partition(distance, last_near)[last_near])[: last_near + 1]
-            # The node of an event that was cut at a bound begins later than the event: never earlier.
+            nearest = np.flatnonzero(distance <= np.partition(distance, last_near)[last_near])[
+                : last_near + 1
+            ]
+            # The node of an event that was cut at a bound begins later than the event: never
+            # earlier.
             shift = int((first[event] - recorded)[nearest].min())
         yield trace, RankClock(rank, shift)
 
@@ -255,7 +287,8 @@ _EDGE_CLASSES = {
 
 
 class PathPieces(Struct, frozen=True):
-    """Pieces of time in their order; the end of one is the start of the next. Arrays of shape (pieces,).
+    """Pieces of time in their order; the end of one is the start of the next. Arrays of shape
+    (pieces,).
 
     Attributes:
         start: Starts on the graph's clock, ns.
@@ -281,9 +314,10 @@ class PathPieces(Struct, frozen=True):
 def build_path_pieces(graph: Graph, window: PathWindow) -> PathPieces:
     """Walk back from the last point of a window to its beginning.
 
-    Each node on the way gives the time of its work, each edge its delay, and what is left over on either is a residual.
-    Where an edge goes back in time (a call returned, by the clocks, before what it awaited was over), the earlier piece
-    is shortened, so that no time counts twice and none is negative.
+    Each node on the way gives the time of its work, each edge its delay, and what is left over on
+    either is a residual. Where an edge goes back in time (a call returned, by the clocks, before
+    what it awaited was over), the earlier piece is shortened, so that no time counts twice and none
+    is negative.
     """
     times = get_point_times(graph)
     points, bound = walk_back(graph, window.last, until=window.low)
@@ -294,7 +328,9 @@ def build_path_pieces(graph: Graph, window: PathWindow) -> PathPieces:
     incoming_edge = np.where(is_own_work, bound[:-1], edge)
     start, finish = times[points[:-1]], times[points[1:]]
     length = np.where(
-        is_own_work, graph.nodes["work_ns"].to_numpy()[node], np.append(graph.edges["delay_ns"].to_numpy(), 0)[edge]
+        is_own_work,
+        graph.nodes["work_ns"].to_numpy()[node],
+        np.append(graph.edges["delay_ns"].to_numpy(), 0)[edge],
     )
     bounds = np.empty(2 * node.size + 2, dtype=np.int64)
     bounds[0], bounds[1] = window.low, times[points[0]]
@@ -302,10 +338,18 @@ def build_path_pieces(graph: Graph, window: PathWindow) -> PathPieces:
     bounds = np.clip(np.minimum.accumulate(bounds[::-1])[::-1], window.low, window.high)
     node_kind = graph.nodes["kind"].to_physical().to_numpy()
     edge_kind = np.append(graph.edges["kind"].to_physical().to_numpy(), 0)
-    node_class = np.array([_get_class_number(_NODE_CLASSES.get(kind, HOST)) for kind in gs.NODE_KINDS])[node_kind[node]]
-    edge_class = np.array([_get_class_number(_EDGE_CLASSES.get(kind, HOST)) for kind in gs.EDGE_KINDS])[edge_kind[edge]]
+    node_class = np.array(
+        [_get_class_number(_NODE_CLASSES.get(kind, HOST)) for kind in gs.NODE_KINDS]
+    )[node_kind[node]]
+    edge_class = np.array(
+        [_get_class_number(_EDGE_CLASSES.get(kind, HOST)) for kind in gs.EDGE_KINDS]
+    )[edge_kind[edge]]
     # Into an assumed arrival goes what the peers that were not recorded kept us waiting.
-    edge_class = np.where(node_kind[node] == gs.NODE_KINDS.index(gs.ARRIVAL), _get_class_number(UNRECORDED), edge_class)
+    edge_class = np.where(
+        node_kind[node] == gs.NODE_KINDS.index(gs.ARRIVAL),
+        _get_class_number(UNRECORDED),
+        edge_class,
+    )
     all_pieces = PathPieces(
         start=bounds[:-1],
         end=bounds[1:],
@@ -315,7 +359,11 @@ def build_path_pieces(graph: Graph, window: PathWindow) -> PathPieces:
         kind=np.append(
             _get_class_number(UNRECORDED),
             np.stack(
-                [np.where(is_own_work, node_class, edge_class), np.full(node.size, _get_class_number(RESIDUAL))], axis=1
+                [
+                    np.where(is_own_work, node_class, edge_class),
+                    np.full(node.size, _get_class_number(RESIDUAL)),
+                ],
+                axis=1,
             ).ravel(),
         ),
     )
@@ -349,13 +397,16 @@ def split(pieces: PathPieces, may_cut: Bools, start: Ints, end: Ints, kind: str)
     """
     if not may_cut.any() or not start.size:
         return pieces
-    # Cut all of these pieces at all bounds of spans that lie in them, then look where each part lies.
+    # Cut all of these pieces at all bounds of spans that lie in them, then look where each part
+    # lies.
     cuts = np.sort(np.concatenate([start, end]))
     low = np.where(may_cut, np.searchsorted(cuts, pieces.start, side="right"), 0)
     high = np.where(may_cut, np.searchsorted(cuts, pieces.end, side="left"), 0)
     cut_count = np.maximum(high - low, 0)
     piece_index = np.repeat(np.arange(pieces.start.size), cut_count + 1)
-    nth = np.arange(piece_index.size) - np.repeat(np.cumsum(cut_count + 1) - cut_count - 1, cut_count + 1)
+    nth = np.arange(piece_index.size) - np.repeat(
+        np.cumsum(cut_count + 1) - cut_count - 1, cut_count + 1
+    )
     starts, finishes = pieces.start[piece_index].copy(), pieces.end[piece_index].copy()
     inner = nth > 0
     starts[inner] = cuts[(low[piece_index] + nth - 1)[inner]]
@@ -368,7 +419,9 @@ def split(pieces: PathPieces, may_cut: Bools, start: Ints, end: Ints, kind: str)
     return cut.take(np.flatnonzero(cut.end > cut.start))
 
 
-def find_data_waits(graph: Graph, trace: Trace, rank: int, shift: int) -> Iterator[tuple[int, Ints, Ints]]:
+def find_data_waits(
+    graph: Graph, trace: Trace, rank: int, shift: int
+) -> Iterator[tuple[int, Ints, Ints]]:
     """When a rank waits for its DataLoader, thread by thread.
 
     Args:
@@ -378,7 +431,8 @@ def find_data_waits(graph: Graph, trace: Trace, rank: int, shift: int) -> Iterat
         shift: Added to a time of the trace to get a time of the graph.
 
     Yields:
-        The lane of the thread in the graph, and the starts (ascending) and ends of its waits, which do not overlap.
+        The lane of the thread in the graph, and the starts (ascending) and ends of its waits, which
+        do not overlap.
     """
     calls = find_loader_calls(trace)
     if not calls.size:

@@ -23,23 +23,26 @@ from traceloom.trace.trace import Trace
 PARTS = ("fetch", "collate", "pin_memory", "workers", "operators", "other")
 MAKERS = ("main_thread", "workers")
 WAITS = build_schema(
-    "event name start_ns duration_ns step thread maker gpu_idle_ns", {"thread": pl.Int64, "maker": pl.Enum(MAKERS)}
+    "event name start_ns duration_ns step thread maker gpu_idle_ns",
+    {"thread": pl.Int64, "maker": pl.Enum(MAKERS)},
 )
 STEPS = build_schema("step wait_ns fraction gpu_idle_ns bottleneck")
 TIME_PARTS = build_schema("step part ns", {"part": pl.Enum(PARTS)})
 
-# What the training loop calls: PyTorch's own span around it, or the frame of the iterator where stacks are recorded.
+# What the training loop calls: PyTorch's own span around it, or the frame of the iterator where
+# stacks are recorded.
 LOADER_SPAN = r"^enumerate\(DataLoader\)#|^enumerate\(.*DataLoader.*\)#"
 LOADER_FRAME = r"(^|/)torch/utils/data/dataloader\.py\(\d+\): __next__$"
-_WORKER_LOADER = (
-    r"_MultiProcessing[A-Za-z]*Iter|(^|/)torch/utils/data/dataloader\.py\(\d+\): (_try_get_data|_get_data)$"
-)
+_WORKER_LOADER = r"_MultiProcessing[A-Za-z]*Iter|(^|/)torch/utils/data/dataloader\.py\(\d+\): (_try_get_data|_get_data)$"
 _MAIN_THREAD_LOADER = r"_SingleProcess[A-Za-z]*Iter|(^|/)torch/utils/data/_utils/fetch\.py\("
 _PART_PATTERNS = (
     ("fetch", r"(^|/)torch/utils/data/_utils/fetch\.py\("),
     ("collate", r"(^|/)torch/utils/data/_utils/collate\.py\("),
     ("pin_memory", r"(^|/)torch/utils/data/_utils/pin_memory\.py\("),
-    ("workers", r"(^|/)torch/utils/data/dataloader\.py\(\d+\): (_try_get_data|_get_data)$|(^|/)multiprocessing/"),
+    (
+        "workers",
+        r"(^|/)torch/utils/data/dataloader\.py\(\d+\): (_try_get_data|_get_data)$|(^|/)multiprocessing/",
+    ),
 )
 MIN_WAIT_FRACTION = 0.05  # of a step, for the loader to be called a bottleneck
 MIN_IDLE_FRACTION = 0.5  # of the wait in which the GPU had nothing to do
@@ -51,14 +54,16 @@ class DataLoading(Result):
 
     Attributes:
         waits: One row per call; `step` is that of its start (null outside all steps). `maker` is who makes the batch:
-            the main thread itself, or worker processes it waits for; null where neither name nor frames tell.
-            `gpu_idle_ns` is the part of the wait in which no device had any work; null without GPU work.
+            the main thread itself, or worker processes it waits for; null where neither name nor
+            frames tell. `gpu_idle_ns` is the part of the wait in which no device had any work; null
+            without GPU work.
         steps: One row per step; a wait across a border counts to both sides. Null where no call is recorded at all.
-            `bottleneck`: the wait is at least 5 % of the step, and the GPU had nothing to do in at least half of it
-            (without GPU work only the first counts).
+            `bottleneck`: the wait is at least 5 % of the step, and the GPU had nothing to do in at
+            least half of it (without GPU work only the first counts).
         spent: What the waiting thread did meanwhile, by step (null outside all steps): in the data set and its
-            fetcher, collating, pinning, waiting for workers, in operators outside of these, or anything else; adds up
-            to `total_ns`. Without Python stacks only operators and calls that wait can be told apart.
+            fetcher, collating, pinning, waiting for workers, in operators outside of these, or
+            anything else; adds up to `total_ns`. Without Python stacks only operators and calls
+            that wait can be told apart.
         total_ns: Union of the waits; None where no call is recorded.
         evidence: `annotations`, `python-frames` or `none`: how the calls are known.
     """
@@ -83,14 +88,22 @@ def data_loading(trace: Trace) -> DataLoading:
     waiting = merge_intervals(tree.start_ns[rows], tree.end_ns[rows])
     # who makes the batch of each call: by its name or by the names inside it
     made_by_workers, in_the_loop = (
-        pl.Series(tree.subtree_sums(gather_rows(matches, vocabulary.code[tree.row]).astype(np.int64))[rows] > 0)
+        pl.Series(
+            tree.subtree_sums(gather_rows(matches, vocabulary.code[tree.row]).astype(np.int64))[
+                rows
+            ]
+            > 0
+        )
         for matches in vocabulary.matching_each((_WORKER_LOADER, _MAIN_THREAD_LOADER))
     )
     waits = (
         trace.events[pl.Series(tree.row[rows], dtype=pl.UInt32)]
         .with_columns(
             duration_ns=pl.col("nested_end_ns") - pl.col("start_ns"),
-            maker=pl.when(made_by_workers).then(pl.lit("workers")).when(in_the_loop).then(pl.lit("main_thread")),
+            maker=pl.when(made_by_workers)
+            .then(pl.lit("workers"))
+            .when(in_the_loop)
+            .then(pl.lit("main_thread")),
             gpu_idle_ns=None
             if idle is None
             else pl.Series(compute_coverage(idle, tree.start_ns[rows], tree.end_ns[rows])),
@@ -99,16 +112,24 @@ def data_loading(trace: Trace) -> DataLoading:
     )
     unknown = evidence == "none"
     step_spans, step = split_at_steps(trace, waiting.start, waiting.end)
-    idle_ns = compute_coverage(EMPTY_SPANS if idle is None else idle, step_spans.start_ns, step_spans.end_ns)
-    waited = pl.DataFrame({"step": step, "wait_ns": step_spans.end_ns - step_spans.start_ns, "gpu_idle_ns": idle_ns})
+    idle_ns = compute_coverage(
+        EMPTY_SPANS if idle is None else idle, step_spans.start_ns, step_spans.end_ns
+    )
+    waited = pl.DataFrame(
+        {"step": step, "wait_ns": step_spans.end_ns - step_spans.start_ns, "gpu_idle_ns": idle_ns}
+    )
     waited = waited.group_by("step").agg(pl.col("wait_ns", "gpu_idle_ns").sum())
-    steps = trace.steps.select(pl.col("step").cast(pl.Int64), length=pl.col("end_ns") - pl.col("start_ns"))
+    steps = trace.steps.select(
+        pl.col("step").cast(pl.Int64), length=pl.col("end_ns") - pl.col("start_ns")
+    )
     steps = steps.join(waited, on="step", how="left", maintain_order="left")
     null = pl.lit(None, dtype=pl.Int64)
     wait = null if unknown else pl.col("wait_ns").fill_null(0)
     idling = null if unknown or idle is None else pl.col("gpu_idle_ns").fill_null(0)
     share = pl.when(pl.col("length") > 0).then(wait / pl.col("length"))
-    starving = (share >= MIN_WAIT_FRACTION) & (idling >= MIN_IDLE_FRACTION * wait if idle is not None else pl.lit(True))
+    starving = (share >= MIN_WAIT_FRACTION) & (
+        idling >= MIN_IDLE_FRACTION * wait if idle is not None else pl.lit(True)
+    )
     steps = steps.select(
         "step",
         wait.alias("wait_ns"),
@@ -116,14 +137,24 @@ def data_loading(trace: Trace) -> DataLoading:
         idling.alias("gpu_idle_ns"),
         starving.alias("bottleneck"),
     ).pipe(cast_to_schema, STEPS)
-    return DataLoading(waits, steps, _measure_wait_parts(trace, called), None if unknown else waiting.total, evidence)
+    return DataLoading(
+        waits,
+        steps,
+        _measure_wait_parts(trace, called),
+        None if unknown else waiting.total,
+        evidence,
+    )
 
 
 def _measure_wait_parts(trace: Trace, called: Bools) -> pl.DataFrame:
     """Tile the waits by what the thread did: by the code around it, else by the activity."""
     if not called.any():
         return TIME_PARTS.to_frame()
-    tree, vocabulary, host_pieces = build_forest(trace), build_vocabulary(trace), build_host_pieces(trace)
+    tree, vocabulary, host_pieces = (
+        build_forest(trace),
+        build_vocabulary(trace),
+        build_host_pieces(trace),
+    )
     code_part = np.full(tree.row.size, -1, like=tree.row)
     names, patterns = zip(*_PART_PATTERNS, strict=True)
     for name, matches in zip(names, vocabulary.matching_each(patterns), strict=True):

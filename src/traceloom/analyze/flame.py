@@ -67,7 +67,9 @@ class CallTree(Struct, frozen=True):
         return total
 
     def paths(self, nodes: Ints) -> list[list[int]]:
-        """For each of `nodes` the path from its thread down to the node itself; for a few nodes, since it walks up."""
+        """For each of `nodes` the path from its thread down to the node itself; for a few nodes,
+        since it walks up.
+        """
         paths = []
         for node in nodes.tolist():
             path = []
@@ -95,12 +97,18 @@ _KIND_BY_CATEGORY_CODE = np.array(
 def call_tree(trace: Trace) -> CallTree:
     """Fold the host events of a trace.
 
-    Goes down level by level, where a path is known by its parent's node and its own name; the work is that of sorting
-    the events once.
+    Goes down level by level, where a path is known by its parent's node and its own name; the work
+    is that of sorting the events once.
     """
     tree, vocabulary = build_forest(trace), build_vocabulary(trace)
-    # names without what differs from call to call, and for each name of the vocabulary the index of its plain one
-    text = pl.col("name").fill_null("").str.replace_all(ADDRESS_PATTERN, "").str.replace(_STEP_PATTERN, "${1}#")
+    # names without what differs from call to call, and for each name of the vocabulary the index of
+    # its plain one
+    text = (
+        pl.col("name")
+        .fill_null("")
+        .str.replace_all(ADDRESS_PATTERN, "")
+        .str.replace(_STEP_PATTERN, "${1}#")
+    )
     normalized = vocabulary.names.to_frame("name").select(text)
     names = normalized["name"].unique(maintain_order=True)
     index = names.to_frame().with_row_index("number")
@@ -115,13 +123,19 @@ def call_tree(trace: Trace) -> CallTree:
     parents, labels, examples = [np.full(lanes, -1)], [np.full(lanes, -1)], []
     starts, count = [0], lanes
     parent = np.where(tree.parent >= 0, tree.parent, 0)
-    for level, (low, high) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
+    for level, (low, high) in enumerate(
+        zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
+    ):
         if level == MAX_DEPTH:
             break
         events = order[low:high]
         up = tree.lane[events] if level == 0 else node[parent[events]]
-        distinct, first, number = np.unique(up * width + name_of[events], return_index=True, return_inverse=True)
-        call_order = np.argsort(first, kind="stable")  # nodes are numbered in the order in which they are first called
+        distinct, first, number = np.unique(
+            up * width + name_of[events], return_index=True, return_inverse=True
+        )
+        call_order = np.argsort(
+            first, kind="stable"
+        )  # nodes are numbered in the order in which they are first called
         position = np.empty_like(call_order)
         position[call_order] = np.arange(call_order.size)
         node[events] = count + position[number]
@@ -150,9 +164,14 @@ def call_tree(trace: Trace) -> CallTree:
 
 
 _TIMES = ("calls", "self_ns", "total_ns", "self_device_ns", "device_ns")
-FRAMES = build_schema("rank node parent depth lane kind name file line", *_TIMES, {"kind": pl.Enum(KINDS)})
+FRAMES = build_schema(
+    "rank node parent depth lane kind name file line", *_TIMES, {"kind": pl.Enum(KINDS)}
+)
 FUNCTIONS = build_schema(
-    "rank kind name file line", *_TIMES, "mean_self_ns min_self_ns max_self_ns step_count", {"kind": pl.Enum(KINDS)}
+    "rank kind name file line",
+    *_TIMES,
+    "mean_self_ns min_self_ns max_self_ns step_count",
+    {"kind": pl.Enum(KINDS)},
 )
 
 
@@ -162,11 +181,13 @@ class Flame(Result):
 
     Attributes:
         frames: One row per path; parents before their children, a thread is the root of its calls. `calls` counts the
-            events of the path, `self_ns` the time in which one of them is innermost, `total_ns` that of the path and
-            all below. `self_device_ns` is the summed duration of the GPU work launched right there, `device_ns` there
-            and below. `name` of a Python frame is the function, with `file` and `line`; null for others.
+            events of the path, `self_ns` the time in which one of them is innermost, `total_ns`
+            that of the path and all below. `self_device_ns` is the summed duration of the GPU work
+            launched right there, `device_ns` there and below. `name` of a Python frame is the
+            function, with `file` and `line`; null for others.
         functions: The same summed by name wherever it is called from; `total_ns` and `device_ns` count a function that
-            calls itself once. `mean_self_ns`, `min_self_ns`, `max_self_ns` are per whole step; null without steps.
+            calls itself once. `mean_self_ns`, `min_self_ns`, `max_self_ns` are per whole step; null
+            without steps.
         busy_ns: Sum of all `self_ns`: the time in which anything is recorded on the threads.
         gpu_work_ns: Summed duration of the GPU work of the chosen steps.
         unattributed_device_ns: The part of it that no host event is known to have launched; with all
@@ -180,8 +201,11 @@ class Flame(Result):
     unattributed_device_ns: int
 
 
-def flame(run: Trace | Session, steps: tuple[int, int] | None = None, lane: int | None = None) -> Flame:
-    """Fold the call stacks: Python frames, modules, operators, annotations and runtime calls in one tree.
+def flame(
+    run: Trace | Session, steps: tuple[int, int] | None = None, lane: int | None = None
+) -> Flame:
+    """Fold the call stacks: Python frames, modules, operators, annotations and runtime calls in one
+    tree.
 
     Args:
         run: One process's trace, or a session (its ranks stand one after the other, nodes numbered on).
@@ -231,7 +255,9 @@ def _build_trace_flame(trace: Trace, steps: tuple[int, int] | None, lane: int | 
     owner, ns, step = host_pieces.owner[rows], host_pieces.ns[rows], host_pieces.step[rows]
     self_ns = _add_at_index(folded.parent.size, folded.node[owner], ns)
     device = _add_at_index(
-        folded.parent.size, folded.node[work.launch_position[work_rows]], work.duration_ns[work_rows]
+        folded.parent.size,
+        folded.node[work.launch_position[work_rows]],
+        work.duration_ns[work_rows],
     )
     calls = np.bincount(folded.node[called], minlength=folded.parent.size)
     total, device_total = folded.totals(self_ns), folded.totals(device)
@@ -244,15 +270,25 @@ def _build_trace_flame(trace: Trace, steps: tuple[int, int] | None, lane: int | 
     # Own time of each name in a usual step
     rows = np.flatnonzero(step != NO_STEP)
     numbers = np.sort(trace.steps["step"].cast(pl.Int64).to_numpy())
-    step_index = np.searchsorted(numbers, step[rows]) if numbers.size > 1 else np.zeros(rows.size, dtype=np.int64)
+    step_index = (
+        np.searchsorted(numbers, step[rows])
+        if numbers.size > 1
+        else np.zeros(rows.size, dtype=np.int64)
+    )
     width = max(numbers.size, 1)
     size = len(folded.names) * width
     key = folded.name_of[owner[rows]] * width + step_index
-    sums, used_keys = _add_at_index(size, key, ns[rows]), np.flatnonzero(np.bincount(key, minlength=size))
+    sums, used_keys = (
+        _add_at_index(size, key, ns[rows]),
+        np.flatnonzero(np.bincount(key, minlength=size)),
+    )
     number = numbers[used_keys % width] if numbers.size else used_keys
     frame = pl.DataFrame({"label": used_keys // width, "step": number, "self_ns": sums[used_keys]})
     typical = summarize_per_step(
-        frame.cast({"step": pl.Int32, "label": pl.Int64}), ["label"], ["self_ns"], select_whole_steps(trace)
+        frame.cast({"step": pl.Int32, "label": pl.Int64}),
+        ["label"],
+        ["self_ns"],
+        select_whole_steps(trace),
     )
     return Flame(
         _build_frames(trace, folded, used, values, frame_places),
@@ -270,7 +306,9 @@ def _add_at_index(size: int, index: Ints, values: Ints) -> Ints:
 
 
 def list_thread_names(trace: Trace) -> pl.Series:
-    """What to call each lane: its name, with process and thread where several have one name; shape (lanes,)."""
+    """What to call each lane: its name, with process and thread where several have one name; shape
+    (lanes,).
+    """
     qualified = pl.format("{} ({}, {})", "name", "process", "thread")
     return trace.lanes.select(
         pl.when(pl.len().over("name", "kind") > 1).then(qualified).otherwise("name").alias("name")
@@ -291,7 +329,9 @@ def _build_frames(
         {
             "rank": pl.Series([trace.rank] * rows.size, dtype=pl.Int32),
             "node": np.arange(rows.size),
-            "parent": pl.Series(np.where(parent >= 0, number[np.maximum(parent, 0)], -1)).replace(-1, None),
+            "parent": pl.Series(np.where(parent >= 0, number[np.maximum(parent, 0)], -1)).replace(
+                -1, None
+            ),
             "depth": depth,
             "lane": folded.lane[rows],
             "kind": pl.Series(KINDS)[folded.kind[rows]],
@@ -304,14 +344,20 @@ def _build_frames(
 
 
 def _summarize_functions(
-    trace: Trace, folded: CallTree, values: dict[str, Ints], frame_places: pl.DataFrame, typical: pl.DataFrame
+    trace: Trace,
+    folded: CallTree,
+    values: dict[str, Ints],
+    frame_places: pl.DataFrame,
+    typical: pl.DataFrame,
 ) -> pl.DataFrame:
     """Sums by name; of nested calls of one name only the outermost counts to the totals."""
     top = np.zeros(folded.parent.size, dtype=np.bool_)
     if folded.node.size:
         top[folded.node] = build_forest(trace).topmost_of_kind(folded.name_of)
     events = folded.label >= 0
-    nodes = pl.DataFrame({"label": folded.label, "top": top, "kind": folded.kind, **values}).filter(pl.Series(events))
+    nodes = pl.DataFrame({"label": folded.label, "top": top, "kind": folded.kind, **values}).filter(
+        pl.Series(events)
+    )
     once = [pl.col(name).filter("top").sum() for name in ("total_ns", "device_ns")]
     summed = (
         nodes.lazy()
@@ -324,7 +370,12 @@ def _summarize_functions(
     return (
         pl.concat([summed, label_places], how="horizontal")
         .join(typical, on="label", how="left")
-        .with_columns(pl.lit(trace.rank, dtype=pl.Int32).alias("rank"), kind=pl.Series(KINDS)[summed["kind"]])
+        .with_columns(
+            pl.lit(trace.rank, dtype=pl.Int32).alias("rank"), kind=pl.Series(KINDS)[summed["kind"]]
+        )
         .pipe(cast_to_schema, FUNCTIONS)
-        .sort(["self_ns", "total_ns", "name", "file", "line"], descending=[True, True, False, False, False])
+        .sort(
+            ["self_ns", "total_ns", "name", "file", "line"],
+            descending=[True, True, False, False, False],
+        )
     )

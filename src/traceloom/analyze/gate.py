@@ -1,4 +1,5 @@
-"""Is the new run worse than the base, or is it chance? Verdicts with intervals, on one run or on several of each side.
+"""Is the new run worse than the base, or is it chance? Verdicts with intervals, on one run or on
+several of each side.
 
 Exact definitions: docs/concepts/verdicts.md.
 
@@ -31,7 +32,17 @@ from traceloom.errors import UsageError
 from traceloom.trace.array_types import Floats
 from traceloom.trace.frames import Result, build_schema
 
-__all__ = ["FAIL", "INCONCLUSIVE", "PASS", "Condition", "RunSummary", "Verdict", "judge", "parse", "summarise"]
+__all__ = [
+    "FAIL",
+    "INCONCLUSIVE",
+    "PASS",
+    "Condition",
+    "RunSummary",
+    "Verdict",
+    "judge",
+    "parse",
+    "summarise",
+]
 
 SCALARS = {
     "step_time": "time",
@@ -47,10 +58,19 @@ TABLES = {"kernel": "time", "kind": "time", "op": "time", "op_gpu": "time"}
 DEFAULT_CONDITION = "step_time > 3%"
 PERCENT = "%"
 UNDISTURBED_STATISTIC = "p10"
-"""A low percentile: what others on the machine do to a program makes steps longer, never shorter."""
+"""A low percentile: what others on the machine do to a program makes steps longer, never shorter.
+"""
 _UNITS = {
     "time": {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9},
-    "bytes": {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30},
+    "bytes": {
+        "B": 1.0,
+        "kB": 1e3,
+        "MB": 1e6,
+        "GB": 1e9,
+        "KiB": 2.0**10,
+        "MiB": 2.0**20,
+        "GiB": 2.0**30,
+    },
     "count": {"": 1.0},
 }
 _CONDITION_PATTERN = re.compile(
@@ -137,7 +157,9 @@ def parse(text: str) -> Condition:
             f"`{unit}` is no unit of {name}; it has {have}{' or no unit' if '' in units else ''}"
         )
     limit = limit / 100 if unit == PERCENT else limit * units[unit]
-    return Condition(text.strip(), name, pattern, statistic, match["sign"] == ">", limit, unit == PERCENT)
+    return Condition(
+        text.strip(), name, pattern, statistic, match["sign"] == ">", limit, unit == PERCENT
+    )
 
 
 def _describe_bad_condition(message: str) -> UsageError:
@@ -153,25 +175,36 @@ def find_causes(base: Sequence[RunSummary], new: Sequence[RunSummary]) -> pl.Dat
     """Means per recorded step, ranked by the size of the difference.
 
     Returns:
-        `what` (part, kernel, operator), `name`, `base_ns`, `new_ns`, `difference_ns`; the 20 largest differences.
+        `what` (part, kernel, operator), `name`, `base_ns`, `new_ns`, `difference_ns`; the 20
+        largest differences.
     """
     gpu = any("kernel" in run.tables for run in (*base, *new))
     rows = []
     for table, kind in (("kernel", "kernel"),) if gpu else (("op", "operator"),):
         old, now = _compute_means(base, table), _compute_means(new, table)
-        rows += [(kind, name, old.get(name, 0.0), now.get(name, 0.0)) for name in old.keys() | now.keys()]
+        rows += [
+            (kind, name, old.get(name, 0.0), now.get(name, 0.0)) for name in old.keys() | now.keys()
+        ]
     for metric, label in _PARTS.items() if gpu else ():
         if all(metric in run.scalars for run in (*base, *new)):
-            old_part, new_part = (float(np.mean([np.mean(run.scalars[metric]) for run in s])) for s in (base, new))
+            old_part, new_part = (
+                float(np.mean([np.mean(run.scalars[metric]) for run in s])) for s in (base, new)
+            )
             rows.append(("part", label, old_part, new_part))
-    return _sort_by_difference([(kind, name, round(old), round(now)) for kind, name, old, now in rows])
+    return _sort_by_difference(
+        [(kind, name, round(old), round(now)) for kind, name, old, now in rows]
+    )
 
 
 def find_comparison_causes(comparison: Comparison) -> pl.DataFrame:
-    """The same from two runs that were compared: kernels with their operators, and idle time, add up to the step."""
+    """The same from two runs that were compared: kernels with their operators, and idle time, add
+    up to the step.
+    """
     if comparison.account == "device":
         rows = []
-        kernels = comparison.kernels.select("base_kernel", "new_kernel", "operator", "base_ns", "new_ns")
+        kernels = comparison.kernels.select(
+            "base_kernel", "new_kernel", "operator", "base_ns", "new_ns"
+        )
         for base, new, operator, old, now in kernels.rows():
             name = new if base is None else base if new in (None, base) else f"{base} → {new}"
             rows.append(("kernel", f"{name} in {operator}", old, now))
@@ -206,10 +239,16 @@ _MIN_PAIRS = 4
 MIN_STEPS = 5
 WALL_TIMES, RECORDED_STEPS = "wall times of undisturbed steps", "recorded steps"
 PROGRAM = "program"
-"""Weight of conditions that a change of the code may change: told, but no reason against a verdict."""
+"""Weight of conditions that a change of the code may change: told, but no reason against a verdict.
+"""
 _MIN_COMMON_SHARE = 0.98  # of the calls of operators
 _UNKNOWN = "not recorded"
-_TABLE_LABELS = {"kernel": "kernel", "kind": "kind of kernel", "op": "operator", "op_gpu": "operator with GPU work"}
+_TABLE_LABELS = {
+    "kernel": "kernel",
+    "kind": "kind of kernel",
+    "op": "operator",
+    "op_gpu": "operator with GPU work",
+}
 _MISSING_REASONS = {
     "memory_peak": "the runs were not recorded with the allocator's totals, as `traceloom record --memory` does",
     "step_time": "no step was found",
@@ -231,12 +270,13 @@ class Verdict(Result):
         sentence: What it says, the worst first.
         comparable: Whether no decisive condition differs; if one does, every check is inconclusive.
         checks: One row per condition. `base`, `new`: value per step (ns, bytes or a count, as `measure` says);
-            `change`: new less base, as a fraction of the base where `relative`, else in the unit of the measure;
-            `low`, `high`: its 95 % interval; `limit`: what it was held against; `effect_size`: the difference in
-            standard deviations of a sample (null without noise); `scatter`: standard deviation of a run as a fraction
-            of its side, of pairs that of their ratio (null within one run); `sample`: `runs`, `pairs of runs` where
-            runs of both sides took turns, or `within one run only`; `source`: wall times of undisturbed
-            steps, or recorded steps. Unknown is null, and `reason` says why.
+            `change`: new less base, as a fraction of the base where `relative`, else in the unit of
+            the measure; `low`, `high`: its 95 % interval; `limit`: what it was held against;
+            `effect_size`: the difference in standard deviations of a sample (null without noise);
+            `scatter`: standard deviation of a run as a fraction of its side, of pairs that of their
+            ratio (null within one run); `sample`: `runs`, `pairs of runs` where runs of both sides
+            took turns, or `within one run only`; `source`: wall times of undisturbed steps, or
+            recorded steps. Unknown is null, and `reason` says why.
         conditions: `condition`, `base`, `new`, `same`, `weight` (decisive, program, minor).
         causes: `what`, `name`, `base_ns`, `new_ns`, `difference_ns` per recorded step, the largest differences first.
     """
@@ -249,7 +289,9 @@ class Verdict(Result):
     causes: pl.DataFrame
 
 
-def judge(base: Sequence[RunSummary], new: Sequence[RunSummary], conditions: Sequence[Condition]) -> Verdict:
+def judge(
+    base: Sequence[RunSummary], new: Sequence[RunSummary], conditions: Sequence[Condition]
+) -> Verdict:
     """Hold the runs of a new version against those of a base.
 
     Args:
@@ -273,33 +315,63 @@ def judge(base: Sequence[RunSummary], new: Sequence[RunSummary], conditions: Seq
     verdict = unmet[0] if unmet else PASS
     parts = []
     if verdict == PASS:
-        parts.append(f"Passed: {len(rows)} condition{'s' * (len(rows) != 1)} hold{'s' * (len(rows) == 1)}")
-    failed, open_ones = (checks.filter(pl.col("verdict") == outcome) for outcome in (FAIL, INCONCLUSIVE))
+        parts.append(
+            f"Passed: {len(rows)} condition{'s' * (len(rows) != 1)} hold{'s' * (len(rows) == 1)}"
+        )
+    failed, open_ones = (
+        checks.filter(pl.col("verdict") == outcome) for outcome in (FAIL, INCONCLUSIVE)
+    )
     if failed.height:
         parts.append(f"Failed: {', '.join(failed['condition'].to_list()[:3])}")
     if open_ones.height:
         reasons = list(dict.fromkeys(open_ones["reason"].to_list()))
-        parts.append(f"Inconclusive: {', '.join(open_ones['condition'].to_list()[:3])} ({'; '.join(reasons[:2])})")
+        parts.append(
+            f"Inconclusive: {', '.join(open_ones['condition'].to_list()[:3])} ({'; '.join(reasons[:2])})"
+        )
     return Verdict(verdict, ". ".join(parts), not differ, checks, stated, find_causes(base, new))
 
 
 def compare_run_conditions(base: Sequence[RunSummary], new: Sequence[RunSummary]) -> pl.DataFrame:
-    """What the runs say of themselves: `condition`, `base`, `new`, `same`, `weight` (decisive, program, minor)."""
+    """What the runs say of themselves: `condition`, `base`, `new`, `same`, `weight` (decisive,
+    program, minor).
+    """
     weights = {stated.condition: stated.weight for run in (*base, *new) for stated in run.stated}
     rows = []
     for name, weight in weights.items():
         left, right = (
-            ", ".join(sorted({stated.value for run in runs for stated in run.stated if stated.condition == name}))
+            ", ".join(
+                sorted(
+                    {
+                        stated.value
+                        for run in runs
+                        for stated in run.stated
+                        if stated.condition == name
+                    }
+                )
+            )
             for runs in (base, new)
         )
         # A value that only one side states is no known difference.
-        rows.append((name, left or _UNKNOWN, right or _UNKNOWN, left == right, weight if left and right else MINOR))
+        rows.append(
+            (
+                name,
+                left or _UNKNOWN,
+                right or _UNKNOWN,
+                left == right,
+                weight if left and right else MINOR,
+            )
+        )
     # Whether they are the same operators, called as often in a step, on the same shapes.
-    for aspect, use_shapes in (("operators called in a step", False), ("operators with these input shapes", True)):
+    for aspect, use_shapes in (
+        ("operators called in a step", False),
+        ("operators with these input shapes", True),
+    ):
         sides = []
         for program in (base[0].program, new[0].program):
             counts: dict[tuple[str, str | None], float] = {}
-            for name, shapes, count in zip(program.operator, program.shapes, program.count, strict=True):
+            for name, shapes, count in zip(
+                program.operator, program.shapes, program.count, strict=True
+            ):
                 if shapes is not None or not use_shapes:
                     key = (name, shapes if use_shapes else None)
                     counts[key] = counts.get(key, 0.0) + count
@@ -308,7 +380,15 @@ def compare_run_conditions(base: Sequence[RunSummary], new: Sequence[RunSummary]
             both = sum(min(count, sides[1].get(key, 0.0)) for key, count in sides[0].items())
             totals = [sum(counts.values()) for counts in sides]
             left, right = (f"{both:.0f} of {total:.0f} in both" for total in totals)
-            rows.append((aspect, left, right, all(both >= _MIN_COMMON_SHARE * total for total in totals), PROGRAM))
+            rows.append(
+                (
+                    aspect,
+                    left,
+                    right,
+                    all(both >= _MIN_COMMON_SHARE * total for total in totals),
+                    PROGRAM,
+                )
+            )
     return pl.DataFrame(rows, schema=CONDITIONS, orient="row")
 
 
@@ -334,14 +414,22 @@ def _check(
     }
     if base_values is None or new_values is None:
         side = "base" if base_values is None else "new side"
-        return row | {"verdict": INCONCLUSIVE, "reason": f"not every run of the {side} has measured it"}
+        return row | {
+            "verdict": INCONCLUSIVE,
+            "reason": f"not every run of the {side} has measured it",
+        }
     statistic = get_statistic(condition.statistic)
-    old, now = (float(np.array([float(statistic(run)) for run in side]).mean()) for side in (base_values, new_values))
+    old, now = (
+        float(np.array([float(statistic(run)) for run in side]).mean())
+        for side in (base_values, new_values)
+    )
     row |= {"base": old, "new": now}
     run_count = len(base) + len(new)
     step_count = min(base_values[0].size, new_values[0].size)
     # what never varies needs no more samples
-    constant = several and all(np.ptp(np.concatenate(side)) == 0 for side in (base_values, new_values))
+    constant = several and all(
+        np.ptp(np.concatenate(side)) == 0 for side in (base_values, new_values)
+    )
     reason = ""
     if differ:
         reason = f"not comparable: other {', '.join(differ[:3])}"
@@ -360,13 +448,17 @@ def _check(
     else:
         resampled = estimate_within_runs(base_values[0], new_values[0], statistic)
     judged = row | _evaluate_condition(condition, resampled, old, now)
-    if judged["verdict"] == INCONCLUSIVE and condition.measure == "time" and condition.statistic in ("mean", "median"):
+    if (
+        judged["verdict"] == INCONCLUSIVE
+        and condition.measure == "time"
+        and condition.statistic in ("mean", "median")
+    ):
         # where steps scatter too much: whether the undisturbed steps give a verdict
-        calm = _check(structs.replace(condition, statistic=UNDISTURBED_STATISTIC), base, new, [])["verdict"]
+        calm = _check(structs.replace(condition, statistic=UNDISTURBED_STATISTIC), base, new, [])[
+            "verdict"
+        ]
         if calm != INCONCLUSIVE:
-            undisturbed = (
-                f"{UNDISTURBED_STATISTIC}({condition.name_of_metric}), the steps that nothing disturbed, would {calm}"
-            )
+            undisturbed = f"{UNDISTURBED_STATISTIC}({condition.name_of_metric}), the steps that nothing disturbed, would {calm}"
             judged["reason"] = f"{judged['reason']}; {undisturbed}"
     return judged
 
@@ -377,20 +469,28 @@ def collect_samples(
     """Take what a condition is about from the runs.
 
     Returns:
-        Of the base and of the new side: per run the value in each step, None where a run of the side did not measure
-        it. And what the values are of: `WALL` or `RECORDED`.
+        Of the base and of the new side: per run the value in each step, None where a run of the
+        side did not measure it. And what the values are of: `WALL` or `RECORDED`.
 
     Raises:
         UsageError: `nothing-measured`: neither side has it, as when a regular expression matches no name.
     """
     source = RECORDED_STEPS
-    if condition.metric == "step_time" and all(len(run.wall_ns or ()) >= MIN_STEPS for run in (*base, *new)):
+    if condition.metric == "step_time" and all(
+        len(run.wall_ns or ()) >= MIN_STEPS for run in (*base, *new)
+    ):
         source = WALL_TIMES
     sides = [[_extract_values(condition, run, source) for run in side] for side in (base, new)]
-    if all(values is None for side in sides for values in side):  # a typing error must not pass a check
+    if all(
+        values is None for side in sides for values in side
+    ):  # a typing error must not pass a check
         if condition.metric not in TABLES:
             reason = _MISSING_REASONS.get(condition.metric, "the runs have no GPU work in steps")
-            raise UsageError(f"`{condition.text}`: neither side has measured it", slug="nothing-measured", hint=reason)
+            raise UsageError(
+                f"`{condition.text}`: neither side has measured it",
+                slug="nothing-measured",
+                hint=reason,
+            )
         tables = (run.tables.get(condition.metric, {}) for run in (*base, *new))
         names = {name: sum(values) for table in tables for name, values in table.items()}
         largest_names = sorted(names, key=lambda name: (-names[name], name))[:4]
@@ -408,7 +508,8 @@ def collect_samples(
                     side[run_index] = np.zeros(len(run.steps))
     measured_sides = [[values for values in side if values is not None] for side in sides]
     complete = [
-        measured if len(measured) == len(side) else None for measured, side in zip(measured_sides, sides, strict=True)
+        measured if len(measured) == len(side) else None
+        for measured, side in zip(measured_sides, sides, strict=True)
     ]
     return complete[0], complete[1], source
 
@@ -431,11 +532,13 @@ def _extract_values(condition: Condition, run: RunSummary, source: str) -> Float
 def arrange_in_pairs(
     base: Sequence[RunSummary], new: Sequence[RunSummary]
 ) -> tuple[Sequence[RunSummary], Sequence[RunSummary], bool]:
-    """Both sides in the order in which they ran, where their runs took turns: a base, a new one, or the other way.
+    """Both sides in the order in which they ran, where their runs took turns: a base, a new one, or
+    the other way.
 
     Returns:
-        Both sides, and whether the n-th of one is the partner of the n-th of the other: so many of both, at least four,
-        whose times of day are known, and of each two that follow each other one of each side.
+        Both sides, and whether the n-th of one is the partner of the n-th of the other: so many of
+        both, at least four, whose times of day are known, and of each two that follow each other
+        one of each side.
     """
     has_times = all(run.began_unix_ns is not None for run in (*base, *new))
     if not has_times or len(base) != len(new) or len(base) < _MIN_PAIRS:
@@ -454,14 +557,21 @@ def arrange_in_pairs(
     return [base[pair[0]] for pair in pair_runs], [new[pair[1]] for pair in pair_runs], True
 
 
-def _evaluate_condition(condition: Condition, resampled: Resampled, base: float, new: float) -> dict[str, object]:
+def _evaluate_condition(
+    condition: Condition, resampled: Resampled, base: float, new: float
+) -> dict[str, object]:
     change = float(_change(base, new, relative=condition.relative))
     if not math.isfinite(change):  # of nothing: more than any share of it
-        outcome = {"verdict": FAIL if condition.above else PASS, "reason": "the base has none of it"}
+        outcome = {
+            "verdict": FAIL if condition.above else PASS,
+            "reason": "the base has none of it",
+        }
         return {**outcome, "effect_size": resampled.effect, "scatter": resampled.scatter}
     draws = np.asarray(_change(resampled.base, resampled.new, relative=condition.relative))
     draws = draws[np.isfinite(draws)]
-    low, high = compute_interval(draws, change, resampled.freedom) if draws.size else (change, change)
+    low, high = (
+        compute_interval(draws, change, resampled.freedom) if draws.size else (change, change)
+    )
     low = max(low, -1.0 if condition.relative else -base)  # nothing falls below nothing
     beyond, within = (low > condition.limit, high <= condition.limit)
     if not condition.above:
@@ -479,7 +589,9 @@ def _evaluate_condition(condition: Condition, resampled: Resampled, base: float,
 
 
 def _change(base: Floats | float, new: Floats | float, *, relative: bool) -> Floats:
-    """New less base; relative to the base, where that is asked for (infinite of nothing, 0 of nothing to nothing)."""
+    """New less base; relative to the base, where that is asked for (infinite of nothing, 0 of
+    nothing to nothing).
+    """
     old, now = np.asarray(base, dtype=np.float64), np.asarray(new, dtype=np.float64)
     if not relative:
         return np.asarray(now - old)
@@ -495,7 +607,8 @@ POWER_SCHEMA = build_schema("condition effect scatter runs reason")
 
 
 def compute_runs_needed(scatter: float, margin: float, *, paired: bool = False) -> int | None:
-    """Runs a side with which a change beyond the limit by `margin` fails the check eight times of ten.
+    """Runs a side with which a change beyond the limit by `margin` fails the check eight times of
+    ten.
 
     Args:
         scatter: Standard deviation of a run, as a fraction of the base; of pairs, that of their ratio.
@@ -512,7 +625,9 @@ def compute_runs_needed(scatter: float, margin: float, *, paired: bool = False) 
         (
             runs
             for runs in range(2, _MAX_RUNS + 1)
-            if (compute_student_t_quantile((runs - 1) * sides) + _POWER_QUANTILE) * scatter * math.sqrt(sides / runs)
+            if (compute_student_t_quantile((runs - 1) * sides) + _POWER_QUANTILE)
+            * scatter
+            * math.sqrt(sides / runs)
             <= margin
         ),
         None,
@@ -527,8 +642,8 @@ def compute_power(checks: pl.DataFrame, effect: float) -> pl.DataFrame:
         effect: The change, as a fraction of the base; positive, for conditions with `<` a decrease of that size.
 
     Returns:
-        Columns of `ROWS`: the `effect`, the `scatter` of runs as measured (null where one run a side says nothing of
-        it), `runs` a side, and the `reason` where that is null.
+        Columns of `ROWS`: the `effect`, the `scatter` of runs as measured (null where one run a
+        side says nothing of it), `runs` a side, and the `reason` where that is null.
     """
     rows = []
     for check in checks.to_dicts():
@@ -538,9 +653,15 @@ def compute_power(checks: pl.DataFrame, effect: float) -> pl.DataFrame:
         elif scatter is None:
             reason = "how runs scatter is not known: several runs of a side are needed"
         else:
-            runs = compute_runs_needed(scatter, effect - abs(limit), paired=check["sample"] == OVER_PAIRS)
+            runs = compute_runs_needed(
+                scatter, effect - abs(limit), paired=check["sample"] == OVER_PAIRS
+            )
             if runs is None:
                 within = effect <= abs(limit)
-                reason = "the change is within the limit" if within else f"more than {_MAX_RUNS:,} runs a side"
+                reason = (
+                    "the change is within the limit"
+                    if within
+                    else f"more than {_MAX_RUNS:,} runs a side"
+                )
         rows.append((check["condition"], effect, scatter, runs, reason))
     return pl.DataFrame(rows, schema=POWER_SCHEMA, orient="row")

@@ -1,12 +1,14 @@
 """Intervals by the bootstrap: over runs and their steps, or over blocks of the steps of one run.
 
-A side of a comparison is a list of samples, one per run. `resample` draws both sides many times over and gives the
-value of each side in each draw; `interval` reads the 95 % interval of any difference of the two from them.
+A side of a comparison is a list of samples, one per run. `resample` draws both sides many times
+over and gives the value of each side in each draw; `interval` reads the 95 % interval of any
+difference of the two from them.
 
 Sources: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapters 8 and 13; Davison and Hinkley,
-Bootstrap Methods and their Application (1997), section 3.8 (samples in groups); Politis and Romano (1992), circular
-blocks; Politis and White (2004, corrected by Patton, Politis and White 2009), length of the blocks; Hesterberg (2015),
-What Teachers Should Know About the Bootstrap, section 5 (why small samples need wider intervals).
+Bootstrap Methods and their Application (1997), section 3.8 (samples in groups); Politis and Romano
+(1992), circular blocks; Politis and White (2004, corrected by Patton, Politis and White 2009),
+length of the blocks; Hesterberg (2015), What Teachers Should Know About the Bootstrap, section 5
+(why small samples need wider intervals).
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ Statistic = Callable[[Floats], Floats]  # along the last axis
 DRAW_COUNT = 4_000
 SEED = 20_240_229
 CONFIDENCE_LEVEL = 0.95
-_NORMAL_HALF_WIDTH = 1.959963984540054  # half-width of the interval of a normal value, in standard deviations
+_NORMAL_HALF_WIDTH = (
+    1.959963984540054  # half-width of the interval of a normal value, in standard deviations
+)
 _MAX_CELLS = 1 << 22  # of steps drawn at once, so that memory stays bounded
 
 
@@ -54,12 +58,14 @@ class Resampled(Struct, frozen=True):
     scatter: float | None = None
 
 
-def estimate_from_runs(base: Sequence[Floats], new: Sequence[Floats], statistic: Statistic) -> Resampled:
+def estimate_from_runs(
+    base: Sequence[Floats], new: Sequence[Floats], statistic: Statistic
+) -> Resampled:
     """The sample is the run: draw runs, then blocks of their steps.
 
-    Runs of both sides are thought to scatter alike, in relation to their side's value, so that one run on a side is
-    enough where the other has several. What is drawn is scaled to the scatter of the runs, without bias, and never
-    below what the steps of a run alone make uncertain.
+    Runs of both sides are thought to scatter alike, in relation to their side's value, so that one
+    run on a side is enough where the other has several. What is drawn is scaled to the scatter of
+    the runs, without bias, and never below what the steps of a run alone make uncertain.
 
     Args:
         base: Steps of each run, ns or bytes or a count; each shape (steps,). At least three runs together.
@@ -91,17 +97,22 @@ def estimate_from_runs(base: Sequence[Floats], new: Sequence[Floats], statistic:
     for side, count in enumerate(counts):
         run = generator.integers(len(runs), size=(DRAW_COUNT, count))
         draw = generator.integers(DRAW_COUNT, size=(DRAW_COUNT, count))
-        sides.append(centre[side] * (1 + scale * (draws[run, draw] - 1 - scatter.mean()).mean(axis=1)))
+        sides.append(
+            centre[side] * (1 + scale * (draws[run, draw] - 1 - scatter.mean()).mean(axis=1))
+        )
     deviation = math.sqrt(max(variance, floor))
     effect = _compute_effect(centre, deviation * abs(float(centre[0])))
     return Resampled(sides[0], sides[1], freedom, effect, math.sqrt(variance))
 
 
-def estimate_from_pairs(base: Sequence[Floats], new: Sequence[Floats], statistic: Statistic) -> Resampled:
+def estimate_from_pairs(
+    base: Sequence[Floats], new: Sequence[Floats], statistic: Statistic
+) -> Resampled:
     """The sample is a pair of runs, one of each side, that were made one after the other.
 
-    What both runs of a pair have in common (the machine of that hour) is in neither; what is left scatters from pair to
-    pair. It is never taken to be less than what the steps of the two runs make uncertain.
+    What both runs of a pair have in common (the machine of that hour) is in neither; what is left
+    scatters from pair to pair. It is never taken to be less than what the steps of the two runs
+    make uncertain.
 
     Args:
         base: Steps of each run; each shape (steps,). At least two runs.
@@ -117,7 +128,8 @@ def estimate_from_pairs(base: Sequence[Floats], new: Sequence[Floats], statistic
     variance = float((deviations**2).sum()) / freedom
     runs = zip((*base, *new), values.ravel(), strict=True)
     within = [
-        _divide_by_centre(_draw_step_values(generator, run, statistic), run_centre) - 1 for run, run_centre in runs
+        _divide_by_centre(_draw_step_values(generator, run, statistic), run_centre) - 1
+        for run, run_centre in runs
     ]
     floor = 2 * float(np.mean(np.square(within)))
     spread = float(deviations.var())
@@ -125,7 +137,9 @@ def estimate_from_pairs(base: Sequence[Floats], new: Sequence[Floats], statistic
     pair = generator.integers(len(base), size=(DRAW_COUNT, len(base)))
     new_draws = centre[1] * (1 + scale * deviations[pair].mean(axis=1))
     effect = _compute_effect(centre, math.sqrt(max(variance, floor)) * abs(float(centre[0])))
-    return Resampled(np.full(DRAW_COUNT, centre[0]), new_draws, freedom, effect, math.sqrt(variance))
+    return Resampled(
+        np.full(DRAW_COUNT, centre[0]), new_draws, freedom, effect, math.sqrt(variance)
+    )
 
 
 def estimate_within_runs(base: Floats, new: Floats, statistic: Statistic) -> Resampled:
@@ -149,7 +163,9 @@ def estimate_within_runs(base: Floats, new: Floats, statistic: Statistic) -> Res
         variances.append(float(step_draws.var()))
         freedoms.append(blocks - 1)
     total = sum(variances)
-    parts = sum(variance**2 / freedom for variance, freedom in zip(variances, freedoms, strict=True))
+    parts = sum(
+        variance**2 / freedom for variance, freedom in zip(variances, freedoms, strict=True)
+    )
     freedom = total**2 / parts if parts > 0 else sum(freedoms)  # Welch and Satterthwaite
     centre = np.array([float(statistic(base)), float(statistic(new))])
     deviation = math.sqrt((base.var(ddof=1) + new.var(ddof=1)) / 2)
@@ -159,16 +175,20 @@ def estimate_within_runs(base: Floats, new: Floats, statistic: Statistic) -> Res
 def compute_interval(draws: Floats, value: float, freedom: float) -> tuple[float, float]:
     """The 95 % interval of a value from its draws, widened to what so few samples can know.
 
-    The distances of the percentiles from the value are stretched by the ratio of Student's to the normal quantile.
+    The distances of the percentiles from the value are stretched by the ratio of Student's to the
+    normal quantile.
     """
     tail = (1 - CONFIDENCE_LEVEL) / 2
     low, high = np.quantile(draws, [tail, 1 - tail])
     factor = compute_student_t_quantile(freedom) / _NORMAL_HALF_WIDTH
-    return value - factor * max(value - float(low), 0.0), value + factor * max(float(high) - value, 0.0)
+    return value - factor * max(value - float(low), 0.0), value + factor * max(
+        float(high) - value, 0.0
+    )
 
 
 def choose_block_length(steps: Floats) -> int:
-    """Length of the blocks so that steps in different ones are as good as independent (Politis and White, circular).
+    """Length of the blocks so that steps in different ones are as good as independent (Politis and
+    White, circular).
 
     At least 1 and at most a quarter of the steps (at least 1).
     """
@@ -178,7 +198,12 @@ def choose_block_length(steps: Floats) -> int:
     if count < 8 or power <= 0:
         return 1
     max_lag = min(count - 1, int(math.sqrt(count)) + max(5, int(math.log10(count))))
-    covariance = np.array([float((centred[lag:] * centred[: count - lag]).sum()) / count for lag in range(max_lag + 1)])
+    covariance = np.array(
+        [
+            float((centred[lag:] * centred[: count - lag]).sum()) / count
+            for lag in range(max_lag + 1)
+        ]
+    )
     small = np.abs(covariance / power) < 2 * math.sqrt(math.log10(count) / count)
     run = max(5, int(math.sqrt(math.log10(count))))
     quiet = (lag for lag in range(1, max_lag + 1) if small[lag : lag + run].all())
@@ -194,19 +219,40 @@ def choose_block_length(steps: Floats) -> int:
 
 
 _STUDENT_T_QUANTILES = {
-    1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 6: 2.4469, 7: 2.3646, 8: 2.3060, 10: 2.2281, 12: 2.1788,
-    15: 2.1314, 20: 2.0860, 30: 2.0423, 60: 2.0003, 120: 1.9799, math.inf: _NORMAL_HALF_WIDTH,
-}  # fmt: skip
+    1: 12.7062,
+    2: 4.3027,
+    3: 3.1824,
+    4: 2.7764,
+    5: 2.5706,
+    6: 2.4469,
+    7: 2.3646,
+    8: 2.3060,
+    10: 2.2281,
+    12: 2.1788,
+    15: 2.1314,
+    20: 2.0860,
+    30: 2.0423,
+    60: 2.0003,
+    120: 1.9799,
+    math.inf: _NORMAL_HALF_WIDTH,
+}
 
 
 def compute_student_t_quantile(freedom: float) -> float:
-    """The 97.5 % quantile of Student's distribution, from 1 degree of freedom on; interpolated to 0.5 %."""
+    """The 97.5 % quantile of Student's distribution, from 1 degree of freedom on; interpolated to
+    0.5 %.
+    """
     inverses = sorted(1 / degrees for degrees in _STUDENT_T_QUANTILES)
-    logs = [math.log(_STUDENT_T_QUANTILES[degrees]) for degrees in sorted(_STUDENT_T_QUANTILES, reverse=True)]
+    logs = [
+        math.log(_STUDENT_T_QUANTILES[degrees])
+        for degrees in sorted(_STUDENT_T_QUANTILES, reverse=True)
+    ]
     return math.exp(float(np.interp(1 / max(freedom, 1.0), inverses, logs)))
 
 
-def _draw_step_values(generator: np.random.Generator, steps: Floats, statistic: Statistic) -> Floats:
+def _draw_step_values(
+    generator: np.random.Generator, steps: Floats, statistic: Statistic
+) -> Floats:
     """The value of a run whose steps are drawn again in circular blocks. Shape (draws,)."""
     length = choose_block_length(steps)
     blocks = -(-steps.size // length)

@@ -34,7 +34,9 @@ _UnixSeconds = Annotated[int, Meta(ge=0, le=253_402_300_799)]  # of Unix time, u
 
 
 class StatedCondition(msgspec.Struct, frozen=True):
-    """A condition of a run: what it says of itself, and whether times can be compared where it differs."""
+    """A condition of a run: what it says of itself, and whether times can be compared where it
+    differs.
+    """
 
     condition: str
     value: str
@@ -42,7 +44,10 @@ class StatedCondition(msgspec.Struct, frozen=True):
 
 
 class OperatorCalls(msgspec.Struct, frozen=True):
-    """The operators of a run: name, input shapes (null where not recorded), calls per step. Columns of one length."""
+    """The operators of a run: name, input shapes (null where not recorded), calls per step.
+
+    Columns of one length.
+    """
 
     operator: list[str]
     shapes: list[str | None]
@@ -50,7 +55,8 @@ class OperatorCalls(msgspec.Struct, frozen=True):
 
 
 class RunSummary(msgspec.Struct, frozen=True):
-    """One run. Times are nanoseconds; a value of a step is the mean over ranks (of what devices do, their sum).
+    """One run. Times are nanoseconds; a value of a step is the mean over ranks (of what devices do,
+    their sum).
 
     Attributes:
         name: Where it came from.
@@ -84,7 +90,8 @@ class Baseline(msgspec.Struct, frozen=True):
     runs: list[RunSummary]
 
     def check(self) -> None:
-        """Check that there are runs, that each has steps and their times, and that all its columns have one length.
+        """Check that there are runs, that each has steps and their times, and that all its columns
+        have one length.
 
         Raises:
             ValueError: they have not.
@@ -92,10 +99,17 @@ class Baseline(msgspec.Struct, frozen=True):
         if not self.runs:
             raise ValueError("no runs")
         for run in self.runs:
-            columns = [*run.scalars.values(), *(values for table in run.tables.values() for values in table.values())]
+            columns = [
+                *run.scalars.values(),
+                *(values for table in run.tables.values() for values in table.values()),
+            ]
             program = run.program
             even = len(program.operator) == len(program.shapes) == len(program.count)
-            if not run.steps or not even or any(len(values) != len(run.steps) for values in columns):
+            if (
+                not run.steps
+                or not even
+                or any(len(values) != len(run.steps) for values in columns)
+            ):
                 raise ValueError("columns of several lengths")
             if "step_time" not in run.scalars:
                 raise ValueError("no times of steps")
@@ -125,7 +139,10 @@ def decode(data: bytes, location: str) -> Baseline:
     except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError):
         pass  # one sentence for all of them, below
     raise InputError(
-        "this is no baseline, or it is damaged", slug="damaged-baseline", where=location, hint="save it again"
+        "this is no baseline, or it is damaged",
+        slug="damaged-baseline",
+        where=location,
+        hint="save it again",
     )
 
 
@@ -150,7 +167,9 @@ def summarise(run: Session) -> RunSummary:
     if not any(int(compared_steps.durations.sum()) for compared_steps in all_compared):
         raise UsageError("a run holds no timed events", slug="nothing-to-compare", where=run.name)
     rank_values = [_measure_rank(compared_steps) for compared_steps in all_compared]
-    common = set.intersection(*({*_get_step_numbers(compared_steps).to_list()} for compared_steps in all_compared))
+    common = set.intersection(
+        *({*_get_step_numbers(compared_steps).to_list()} for compared_steps in all_compared)
+    )
     steps = sorted(common)
     if not steps:  # ranks that were recorded at other times: the n-th step of one stands for the n-th of the other
         steps = list(range(min(compared_steps.step.len() for compared_steps in all_compared)))
@@ -181,8 +200,11 @@ def summarise(run: Session) -> RunSummary:
             scalars[str(metric)] = column.tolist()
         else:
             tables.setdefault(str(metric), {})[str(name)] = column.tolist()
-    began = min((trace.start_ns for trace in run.traces if trace.meta.clock == "unix"), default=None)
-    # Operators with their input shapes, calls per step and rank; those called most where there are very many
+    began = min(
+        (trace.start_ns for trace in run.traces if trace.meta.clock == "unix"), default=None
+    )
+    # Operators with their input shapes, calls per step and rank; those called most where there are
+    # very many
     parts = []
     for compared_steps in all_compared:
         trace = compared_steps.trace
@@ -191,10 +213,18 @@ def summarise(run: Session) -> RunSummary:
             trace.tensors.select("event", "shapes"), on="event", how="left"
         )
         counts = op_rows.group_by("name", "shapes").agg(pl.len().alias("count"))
-        parts.append(counts.with_columns(pl.col("count") / (compared_steps.spans.start.size * len(all_compared))))
+        parts.append(
+            counts.with_columns(
+                pl.col("count") / (compared_steps.spans.start.size * len(all_compared))
+            )
+        )
     calls = pl.concat(parts).group_by("name", "shapes").agg(pl.col("count").sum())
-    calls = calls.sort("count", "name", "shapes", descending=[True, False, False]).head(_MAX_OPERATORS)
-    program = OperatorCalls(calls["name"].to_list(), calls["shapes"].to_list(), calls["count"].to_list())
+    calls = calls.sort("count", "name", "shapes", descending=[True, False, False]).head(
+        _MAX_OPERATORS
+    )
+    program = OperatorCalls(
+        calls["name"].to_list(), calls["shapes"].to_list(), calls["count"].to_list()
+    )
     # The recorded conditions of the run and its machine; unknown ones are left out
     rows = compare_conditions(run, run).filter(~pl.col("condition").is_in(_IGNORED_CONDITIONS))
     stated = [
@@ -203,10 +233,16 @@ def summarise(run: Session) -> RunSummary:
     ]
     has_gpu = any(trace.gpu_work().height for trace in run.traces)
     for key, name in _MACHINE_CONDITIONS.items():
-        described = {str(value) for t in run.traces if (value := (t.meta.capture or {}).get(key)) is not None}
+        described = {
+            str(value) for t in run.traces if (value := (t.meta.capture or {}).get(key)) is not None
+        }
         if described:
-            stated.append(StatedCondition(name, ", ".join(sorted(described)), MINOR if has_gpu else DECISIVE))
-    return RunSummary(run.name, stated, program, _collect_wall_times(run), steps, scalars, tables, began)
+            stated.append(
+                StatedCondition(name, ", ".join(sorted(described)), MINOR if has_gpu else DECISIVE)
+            )
+    return RunSummary(
+        run.name, stated, program, _collect_wall_times(run), steps, scalars, tables, began
+    )
 
 
 def _get_step_numbers(compared_steps: ComparedSteps) -> pl.Series:
@@ -219,7 +255,10 @@ def _measure_rank(compared_steps: ComparedSteps) -> pl.DataFrame:
     trace = compared_steps.trace
     parts = [
         _convert_to_long(
-            "step_time", pl.DataFrame({"step": _get_step_numbers(compared_steps), "value": compared_steps.durations})
+            "step_time",
+            pl.DataFrame(
+                {"step": _get_step_numbers(compared_steps), "value": compared_steps.durations}
+            ),
         )
     ]
     if trace.gpu_work().height:
@@ -236,7 +275,9 @@ def _measure_rank(compared_steps: ComparedSteps) -> pl.DataFrame:
             (pl.col("idle_ns") + edge).alias("idle").sum(),
         )
         parts += [
-            _convert_to_long(metric, sums.select("step", value=metric)) for metric in sums.columns if metric != "step"
+            _convert_to_long(metric, sums.select("step", value=metric))
+            for metric in sums.columns
+            if metric != "step"
         ]
         if not compared_steps.step.null_count():
             parts.append(
@@ -248,7 +289,9 @@ def _measure_rank(compared_steps: ComparedSteps) -> pl.DataFrame:
                 )
             )
         duration = pl.col("duration_ns").clip(lower_bound=0).alias("value")
-        work = _filter_compared_steps(trace.gpu_work().select("event", "name", "step", "op", duration), compared_steps)
+        work = _filter_compared_steps(
+            trace.gpu_work().select("event", "name", "step", "op", duration), compared_steps
+        )
         kind = classify_kinds(trace).select("event", name=pl.col("kind").cast(pl.String))
         owner = trace.events.select(op="event", operator="name")
         parts += [
@@ -260,11 +303,15 @@ def _measure_rank(compared_steps: ComparedSteps) -> pl.DataFrame:
     tree, is_op = build_forest(trace), classify_events(trace).op
     operators = np.flatnonzero(is_op)
     self_ns = tree.self_ns(is_op, tree.nearest(is_op))[operators]
-    rows = trace.events.select("name", "step")[tree.row[operators]].with_columns(pl.Series("value", self_ns))
+    rows = trace.events.select("name", "step")[tree.row[operators]].with_columns(
+        pl.Series("value", self_ns)
+    )
     parts.append(_convert_to_long("op", _filter_compared_steps(rows, compared_steps)))
     # Highest memory in each step, of the device with most of it, where an amount is known
     usage = memory(compared_steps.trace)
-    devices = usage.devices.filter(pl.col("evidence") != "running-sum")  # relative to an unknown amount
+    devices = usage.devices.filter(
+        pl.col("evidence") != "running-sum"
+    )  # relative to an unknown amount
     on_device = devices.filter(~pl.col("device_type").str.starts_with("cpu"))
     devices = on_device if on_device.height else devices
     peaks = np.zeros(compared_steps.spans.start.size)
@@ -279,13 +326,18 @@ def _measure_rank(compared_steps: ComparedSteps) -> pl.DataFrame:
             peaks[step_index] = max(peaks[step_index], highest, float(level[low - 1]))
     if devices.height:
         parts.append(
-            _convert_to_long(_MEMORY_METRIC, pl.DataFrame({"step": _get_step_numbers(compared_steps), "value": peaks}))
+            _convert_to_long(
+                _MEMORY_METRIC,
+                pl.DataFrame({"step": _get_step_numbers(compared_steps), "value": peaks}),
+            )
         )
     return pl.concat(parts)
 
 
 def _convert_to_long(metric: str, rows: pl.DataFrame) -> pl.DataFrame:
-    """Rows of step, value and, where it is of a part of the step, name: in the columns of `_LONG`, names added up."""
+    """Rows of step, value and, where it is of a part of the step, name: in the columns of `_LONG`,
+    names added up.
+    """
     if "name" in rows.columns:
         rows = rows.group_by("name", "step").agg(pl.col("value").sum())
     else:
@@ -303,11 +355,15 @@ def _filter_compared_steps(rows: pl.DataFrame, compared_steps: ComparedSteps) ->
 def _collect_wall_times(run: Session) -> list[float] | None:
     """Wall times of the undisturbed steps that every rank has, mean over ranks."""
     frames = []
-    for trace in {trace.rank: trace for trace in run.traces}.values():  # several windows of a rank have one table
+    for trace in {
+        trace.rank: trace for trace in run.traces
+    }.values():  # several windows of a rank have one table
         unrecorded = find_unrecorded_steps(trace.meta)
         if unrecorded is None:
             return None
         frames.append(pl.DataFrame({"step": unrecorded[0], "ns": unrecorded[1]}))
     rows = pl.concat(frames).group_by("step").agg(pl.len().alias("ranks"), pl.col("ns").mean())
-    wall_times: list[float] = rows.filter(pl.col("ranks") == len(frames)).sort("step")["ns"].to_list()
+    wall_times: list[float] = (
+        rows.filter(pl.col("ranks") == len(frames)).sort("step")["ns"].to_list()
+    )
     return wall_times

@@ -42,7 +42,9 @@ FIELDS = (
     "edge_idle_before_ns",
     "edge_idle_after_ns",
 )
-"""The additive fields: those of the steps of a device and of the time outside add up to those of the device."""
+"""The additive fields: those of the steps of a device and of the time outside add up to those of
+the device.
+"""
 
 DEVICE_SCHEMA = build_schema("device name start_ns", *FIELDS)
 STEP_SCHEMA = build_schema("device name step start_ns duration_ns", *FIELDS)
@@ -55,9 +57,10 @@ class GpuTime(Result):
     Attributes:
         devices: One row per device with GPU work: device, name, start_ns (of its first GPU work), window_ns (first
             start to last end), busy_ns, idle_ns, compute_ns, communication_ns, memory_ns (unions),
-            exposed_communication_ns (not covered by compute), exposed_memory_ns (covered by neither),
-            gpu_work_count, kernel_count, kernel_ns (sum of durations), edge_idle_before_ns and edge_idle_after_ns
-            (trace time before the first and after the last GPU work; not part of the window).
+            exposed_communication_ns (not covered by compute), exposed_memory_ns (covered by
+            neither), gpu_work_count, kernel_count, kernel_ns (sum of durations),
+            edge_idle_before_ns and edge_idle_after_ns (trace time before the first and after the
+            last GPU work; not part of the window).
         steps: The same fields clipped to each step's time, for every device; the row with step null is the time
             outside all steps, which has no start of its own. GPU work counts where it starts.
             window_ns + edge_idle_before_ns + edge_idle_after_ns = duration_ns.
@@ -81,25 +84,37 @@ def gpu_time(trace: Trace, rules: Iterable[Rule] = ()) -> GpuTime:
 def _compute_gpu_time(trace: Trace, rules: tuple[Rule, ...] = ()) -> GpuTime:
     work = select_gpu_work(trace, rules)[["device", "start_ns", "end_ns", "category", "kind"]]
     cut = build_tiles(trace)
-    names = dict(zip(trace.devices["device"].to_list(), trace.devices["name"].to_list(), strict=True))
-    in_time = np.append(np.argsort(trace.steps["start_ns"].to_numpy(), kind="stable"), -1)  # the last is outside
+    names = dict(
+        zip(trace.devices["device"].to_list(), trace.devices["name"].to_list(), strict=True)
+    )
+    in_time = np.append(
+        np.argsort(trace.steps["start_ns"].to_numpy(), kind="stable"), -1
+    )  # the last is outside
     moments = {name: [*trace.steps[name].to_list(), None] for name in ("step", "start_ns")}
     moments = {name: [values[row] for row in in_time.tolist()] for name, values in moments.items()}
     devices, steps = [DEVICE_SCHEMA.to_frame()], [STEP_SCHEMA.to_frame()]
-    for part in work.sort("device", maintain_order=True).partition_by("device", maintain_order=True):
+    for part in work.sort("device", maintain_order=True).partition_by(
+        "device", maintain_order=True
+    ):
         device = part["device"][0]
         # The additive fields of one device in each tile, with the tile's duration
         start, end = part["start_ns"].to_numpy(), part["end_ns"].to_numpy()
         category = part["category"].to_physical().to_numpy()
-        compute, communication, memory = (merge_intervals(start[category == c], end[category == c]) for c in range(3))
+        compute, communication, memory = (
+            merge_intervals(start[category == c], end[category == c]) for c in range(3)
+        )
         visible = merge_spans(compute, communication)
         busy = merge_spans(visible, memory)
         low, high = cut.spans
         first, last = int(start.min()), int(end.max())
         window = np.maximum(np.minimum(high, last) - np.maximum(low, first), 0)
-        busy_ns, compute_ns, visible_ns = (compute_coverage(spans, low, high) for spans in (busy, compute, visible))
+        busy_ns, compute_ns, visible_ns = (
+            compute_coverage(spans, low, high) for spans in (busy, compute, visible)
+        )
         is_kernel = (part["kind"] == "kernel").to_numpy()
-        tile = np.searchsorted(low, start, side="right") - 1  # a start on the last bound belongs to the last tile
+        tile = (
+            np.searchsorted(low, start, side="right") - 1
+        )  # a start on the last bound belongs to the last tile
         field_values = {
             "duration_ns": high - low,
             "window_ns": window,
@@ -138,7 +153,8 @@ class TimeShares(Struct, frozen=True):
     Attributes:
         devices: device, window_ns (first start to last end), busy_ns, idle_ns, sum_ns, count.
         parts: device, the key, count, sum_ns, exclusive_ns, fraction (of the device's sum); one row per device and
-            part, also where it is 0. Exclusive times and idle time of a device add up to its window.
+            part, also where it is 0. Exclusive times and idle time of a device add up to its
+            window.
         steps: device, step (null outside all steps), the key, count, sum_ns, exclusive_ns; rows of zeros left out.
     """
 
@@ -147,7 +163,9 @@ class TimeShares(Struct, frozen=True):
     steps: pl.DataFrame
 
 
-def compute_shares(traces: Sequence[Trace], work: pl.DataFrame, key: str, priority: Sequence[str]) -> TimeShares:
+def compute_shares(
+    traces: Sequence[Trace], work: pl.DataFrame, key: str, priority: Sequence[str]
+) -> TimeShares:
     """Share the time of each device.
 
     Args:
@@ -167,7 +185,9 @@ def compute_shares(traces: Sequence[Trace], work: pl.DataFrame, key: str, priori
     devices, parts = [], []
     device_key = {TRACE_COLUMN: pl.UInt32(), "device": pl.Int32()}
     steps = [pl.DataFrame(schema={**device_key, "step": pl.Int32(), key: label, **fields})]
-    rows = work[[*device_key, "start_ns", "end_ns", key]].sort(TRACE_COLUMN, "device", maintain_order=True)
+    rows = work[[*device_key, "start_ns", "end_ns", key]].sort(
+        TRACE_COLUMN, "device", maintain_order=True
+    )
     for part in rows.partition_by(TRACE_COLUMN, "device", maintain_order=True):
         number, device = part[TRACE_COLUMN][0], part["device"][0]
         cut, numbers = cuts[number], step_numbers[number]
@@ -178,7 +198,9 @@ def compute_shares(traces: Sequence[Trace], work: pl.DataFrame, key: str, priori
         devices.append((number, device, window, busy, window - busy, total_ns, part.height))
         for index, name in enumerate(names):
             fraction = total[index] / total_ns if total_ns else None
-            parts.append((number, device, name, count[index], total[index], exclusive[index], fraction))
+            parts.append(
+                (number, device, name, count[index], total[index], exclusive[index], fraction)
+            )
         step_values = np.zeros((len(numbers), len(names), len(SHARES)), dtype=np.int64)
         np.add.at(step_values, cut.row, values.transpose(2, 1, 0))
         step, part_number = np.nonzero(step_values.any(axis=2))
@@ -194,7 +216,9 @@ def compute_shares(traces: Sequence[Trace], work: pl.DataFrame, key: str, priori
                 schema=steps[0].schema,
             )
         )
-    device_fields = dict.fromkeys(("window_ns", "busy_ns", "idle_ns", "sum_ns", "count"), pl.Int64())
+    device_fields = dict.fromkeys(
+        ("window_ns", "busy_ns", "idle_ns", "sum_ns", "count"), pl.Int64()
+    )
     part_schema = {**device_key, key: label, **fields, "fraction": pl.Float64()}
     return TimeShares(
         pl.DataFrame(devices, schema={**device_key, **device_fields}, orient="row"),
@@ -215,7 +239,9 @@ def _measure(start: Ints, end: Ints, code: Ints, cut: Tiles, order: list[int]) -
         first, last = start[in_part], end[in_part]
         covered = merge_spans(covered, merge_intervals(first, last))
         now = compute_coverage(covered, low, high)
-        out[0, part] = np.bincount(np.searchsorted(low, first, side="right") - 1, minlength=low.size)
+        out[0, part] = np.bincount(
+            np.searchsorted(low, first, side="right") - 1, minlength=low.size
+        )
         out[1, part] = sum_clipped_durations(first, last, low, high)
         out[2, part] = now - before
         before = now
@@ -225,18 +251,22 @@ def _measure(start: Ints, end: Ints, code: Ints, cut: Tiles, order: list[int]) -
 PARTS = ("compute_ns", "exposed_communication_ns", "exposed_memory_ns", "idle_ns")
 """The parts of a device's time, which add up to `window_ns`."""
 
-DEVICE_ACCOUNT_SCHEMA = build_schema("device name window_ns", *PARTS, "communication_ns edge_idle_ns")
+DEVICE_ACCOUNT_SCHEMA = build_schema(
+    "device name window_ns", *PARTS, "communication_ns edge_idle_ns"
+)
 
 
 @dataclass(frozen=True)
 class DeviceAccount(Result):
-    """The time of a trace's devices: in its steps, or without steps from the first to the last GPU work of each.
+    """The time of a trace's devices: in its steps, or without steps from the first to the last GPU
+    work of each.
 
     Attributes:
         window: `steps` or `gpu_work`: what the times are of.
         devices: One row per device with GPU work: device, name, window_ns (in steps: the duration of all of them),
-            compute_ns, exposed_communication_ns, exposed_memory_ns, idle_ns (which add up to it), communication_ns
-            (hidden or not), edge_idle_ns (of idle_ns: before the first and after the last GPU work of the trace).
+            compute_ns, exposed_communication_ns, exposed_memory_ns, idle_ns (which add up to it),
+            communication_ns (hidden or not), edge_idle_ns (of idle_ns: before the first and after
+            the last GPU work of the trace).
         idle: device, cause, idle_ns, gap_count; the largest first. With edge_idle_ns it adds up to idle_ns.
     """
 
@@ -258,15 +288,21 @@ def has_step_time(trace: Trace) -> bool:
 
 
 def build_device_account(trace: Trace, gpu: GpuTime, idle: Idle) -> DeviceAccount:
-    """The time of the devices in the steps of a trace; of all their GPU work where no step holds any time."""
+    """The time of the devices in the steps of a trace; of all their GPU work where no step holds
+    any time.
+    """
     if not has_step_time(trace):
         devices = gpu.devices.with_columns(edge_idle_ns=0)
-        return DeviceAccount("gpu_work", devices.pipe(cast_to_schema, DEVICE_ACCOUNT_SCHEMA), idle.totals)
+        return DeviceAccount(
+            "gpu_work", devices.pipe(cast_to_schema, DEVICE_ACCOUNT_SCHEMA), idle.totals
+        )
     in_steps = pl.col("step").is_not_null()
     edges = pl.col("edge_idle_before_ns") + pl.col("edge_idle_after_ns")
     devices = (
         gpu.steps.filter(in_steps)
-        .with_columns(edges.alias("edge_idle_ns"), pl.col("window_ns") + edges, pl.col("idle_ns") + edges)
+        .with_columns(
+            edges.alias("edge_idle_ns"), pl.col("window_ns") + edges, pl.col("idle_ns") + edges
+        )
         .group_by("device", maintain_order=True)
         .agg(pl.col("name").first(), pl.col(list(DEVICE_ACCOUNT_SCHEMA)[2:]).sum())
     )

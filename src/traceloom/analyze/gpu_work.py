@@ -53,7 +53,10 @@ class IdleGaps(Struct, frozen=True):
 
 
 def find_idle_gaps(trace: Trace) -> IdleGaps:
-    """Find the gaps. Work without duration (or with a negative one, in a damaged file) bounds them like any other."""
+    """Find the gaps.
+
+    Work without duration (or with a negative one, in a damaged file) bounds them like any other.
+    """
     row = find_gpu_event_rows(trace)
     device = get_event_column(trace, "device", -1)[row]
     order = np.argsort(device, kind="stable")
@@ -61,12 +64,16 @@ def find_idle_gaps(trace: Trace) -> IdleGaps:
     start = get_event_column(trace, "start_ns")[row]
     end = start + np.maximum(get_event_column(trace, "duration_ns")[row], 0)
     is_same_device = device[1:] == device[:-1]
-    last_ended = np.zeros(start.size, dtype=np.int64, like=start)  # position of the work that ended last
+    last_ended = np.zeros(
+        start.size, dtype=np.int64, like=start
+    )  # position of the work that ended last
     busy_until = np.zeros(start.size, dtype=np.int64, like=start)
     bounds = np.concatenate(([0], 1 + np.flatnonzero(~is_same_device), [start.size]))
     for low, high in pairwise(bounds):  # devices
         busy_until[low:high] = np.maximum.accumulate(end[low:high])
-        ended_last_at = np.where(end[low:high] == busy_until[low:high], np.arange(low, high, like=start), low)
+        ended_last_at = np.where(
+            end[low:high] == busy_until[low:high], np.arange(low, high, like=start), low
+        )
         last_ended[low:high] = np.maximum.accumulate(ended_last_at)
     after = 1 + np.flatnonzero(is_same_device & (start[1:] > busy_until[:-1]))
     before = last_ended[after - 1]
@@ -103,7 +110,8 @@ _KERNEL_CODE = CATEGORIES.index(KERNEL)
 
 
 class LaunchedWork(Struct, frozen=True):
-    """All GPU work, by device, stream, start; arrays of shape (GPU work,). Shared between analyses: do not change.
+    """All GPU work, by device, stream, start; arrays of shape (GPU work,). Shared between analyses:
+    do not change.
 
     Attributes:
         row: Row of `trace.events`.
@@ -142,11 +150,15 @@ class LaunchedWork(Struct, frozen=True):
 
     def bounds(self) -> Ints:
         """Where each lane begins, and the end of the last; shape (lanes + 1,)."""
-        return np.searchsorted(self.lane, np.arange((int(self.lane[-1]) if self.lane.size else -1) + 2))
+        return np.searchsorted(
+            self.lane, np.arange((int(self.lane[-1]) if self.lane.size else -1) + 2)
+        )
 
 
 def convert_to_ndarray(values: NDArray[Any]) -> NDArray[Any]:
-    """The same array; what is computed from it lies in memory, also where the array is that of a very large trace."""
+    """The same array; what is computed from it lies in memory, also where the array is that of a
+    very large trace.
+    """
     return values.view(np.ndarray)
 
 
@@ -155,7 +167,8 @@ def collect_launched_work(trace: Trace) -> LaunchedWork:
     """All GPU work of the trace with its launches."""
     row = convert_to_ndarray(find_gpu_event_rows(trace))
     device, stream, launch = (
-        convert_to_ndarray(get_event_column(trace, name, MISSING_VALUE)[row]) for name in ("device", "stream", "launch")
+        convert_to_ndarray(get_event_column(trace, name, MISSING_VALUE)[row])
+        for name in ("device", "stream", "launch")
     )
     order = np.lexsort((stream, device))  # stable: by start within a stream
     row, device, stream, launch = row[order], device[order], stream[order], launch[order]
@@ -187,7 +200,9 @@ def collect_launched_work(trace: Trace) -> LaunchedWork:
         no_step = np.iinfo(np.int32).min
         step = convert_to_ndarray(get_event_column(trace, "step", no_step)[row])
         step_index = np.minimum(np.searchsorted(numbers, step), numbers.size - 1)
-        step_row = np.where((step != no_step) & (numbers[step_index] == step), step_index, MISSING_VALUE)
+        step_row = np.where(
+            (step != no_step) & (numbers[step_index] == step), step_index, MISSING_VALUE
+        )
     return LaunchedWork(
         row=row,
         device=device,
@@ -219,14 +234,20 @@ class AttributedWork(Struct, frozen=True):
     kernel: Bools
 
     def sum_by_owner(self, owner_of: Ints) -> tuple[Ints, Ints, Ints]:
-        """Time, kernels and count of the work that each host event owns; arrays of shape (host events,).
+        """Time, kernels and count of the work that each host event owns; arrays of shape (host
+        events,).
 
-        `owner_of` names for each host event the one that owns what is launched there; -1 for nobody.
+        `owner_of` names for each host event the one that owns what is launched there; -1 for
+        nobody.
         """
         owner = np.append(owner_of, -1)[self.launch_position]
         owned = owner >= 0
         sums = []
-        for values in (self.duration_ns, self.kernel.astype(np.int64), np.ones(owner.size, dtype=np.int64)):
+        for values in (
+            self.duration_ns,
+            self.kernel.astype(np.int64),
+            np.ones(owner.size, dtype=np.int64),
+        ):
             total = np.zeros(owner_of.size, dtype=np.int64, like=owner_of)
             np.add.at(total, owner[owned], values[owned])
             sums.append(total)
@@ -238,10 +259,14 @@ def attribute_to_launches(trace: Trace) -> AttributedWork:
     """All GPU work of the trace with its origin on the host."""
     tree = build_forest(trace)
     work = select_gpu_work(trace)
-    origin = work.select(pl.coalesce("launch", "op").cast(pl.Int64).fill_null(-1)).to_series().to_numpy()
+    origin = (
+        work.select(pl.coalesce("launch", "op").cast(pl.Int64).fill_null(-1)).to_series().to_numpy()
+    )
     position = np.where(origin >= 0, tree.position[origin] if tree.position.size else -1, -1)
     return AttributedWork(
-        position, (work["end_ns"] - work["start_ns"]).to_numpy(), (work["kind"] == cat.KERNEL).to_numpy()
+        position,
+        (work["end_ns"] - work["start_ns"]).to_numpy(),
+        (work["kind"] == cat.KERNEL).to_numpy(),
     )
 
 
@@ -251,15 +276,21 @@ STREAM_WAIT_RECORD = "Stream Wait Event"
 
 def collect_call_times(trace: Trace) -> pl.DataFrame:
     """When each launch call began: correlation, call_ns."""
-    launches = trace.events.lazy().filter(pl.col("category").is_in(LAUNCHES), pl.col("correlation").is_not_null())
+    launches = trace.events.lazy().filter(
+        pl.col("category").is_in(LAUNCHES), pl.col("correlation").is_not_null()
+    )
     calls = launches.select("correlation", pl.col("start_ns").alias("call_ns"))
     return calls.unique("correlation", keep="first", maintain_order=True).collect()
 
 
 def add_wait_times(trace: Trace, waits: pl.DataFrame) -> pl.DataFrame:
-    """Recorded waits with their device, and `wait_ns`: when the host asked for it, without its call the record."""
+    """Recorded waits with their device, and `wait_ns`: when the host asked for it, without its call
+    the record.
+    """
     return (
-        waits.join(trace.events[["event", "device", "correlation", "start_ns"]], on="event", how="left")
+        waits.join(
+            trace.events[["event", "device", "correlation", "start_ns"]], on="event", how="left"
+        )
         .join(collect_call_times(trace), on="correlation", how="left")
         .with_columns(pl.coalesce("call_ns", "start_ns").alias("wait_ns"))
     )
@@ -267,11 +298,12 @@ def add_wait_times(trace: Trace, waits: pl.DataFrame) -> pl.DataFrame:
 
 @cache_per_trace
 def find_stream_waits(trace: Trace) -> tuple[Bools, bool]:
-    """Was a wait for an event put on the stream between the launches of its previous work and of this one?
+    """Was a wait for an event put on the stream between the launches of its previous work and of
+    this one?
 
     Returns:
-        One boolean per event, shape (events,), and whether the waits themselves are recorded. Else they are known from
-        calls of the launching thread, which do not say on which stream.
+        One boolean per event, shape (events,), and whether the waits themselves are recorded. Else
+        they are known from calls of the launching thread, which do not say on which stream.
     """
     waits = trace.syncs.filter(pl.col("kind") == STREAM_WAIT_RECORD)
     if waits.height:
@@ -279,30 +311,47 @@ def find_stream_waits(trace: Trace) -> tuple[Bools, bool]:
         waits = add_wait_times(trace, waits).select(*keys, "wait_ns")
     else:
         keys = ["lane"]
-        is_wait = pl.col("category").is_in(LAUNCHES) & pl.col("name").str.contains(STREAM_WAIT_CALL, literal=True)
-        waits = trace.events.lazy().filter(is_wait).select("lane", pl.col("start_ns").alias("wait_ns")).collect()
+        is_wait = pl.col("category").is_in(LAUNCHES) & pl.col("name").str.contains(
+            STREAM_WAIT_CALL, literal=True
+        )
+        waits = (
+            trace.events.lazy()
+            .filter(is_wait)
+            .select("lane", pl.col("start_ns").alias("wait_ns"))
+            .collect()
+        )
     has_wait_records = keys != ["lane"]
-    is_after_wait = np.zeros(trace.events.height, dtype=np.bool_, like=get_event_column(trace, "start_ns"))
+    is_after_wait = np.zeros(
+        trace.events.height, dtype=np.bool_, like=get_event_column(trace, "start_ns")
+    )
     if not waits.height:
         return is_after_wait, has_wait_records
 
     # device, stream, lane and start of the launch call of each work, and that of the work before it
     work = select_gpu_work(trace)[["event", "device", "stream", "launch"]]
     launch_calls = trace.events[["lane", "start_ns"]][work["launch"]].get_columns()
-    previous = pl.col("start_ns").shift(1).over("device", "stream").fill_null(np.iinfo(np.int64).min)
+    previous = (
+        pl.col("start_ns").shift(1).over("device", "stream").fill_null(np.iinfo(np.int64).min)
+    )
     work = work.hstack(launch_calls).with_columns(previous_ns=previous).drop_nulls("start_ns")
-    wait_times = {part[keys].row(0): part["wait_ns"].sort().to_numpy() for part in waits.partition_by(keys)}
+    wait_times = {
+        part[keys].row(0): part["wait_ns"].sort().to_numpy() for part in waits.partition_by(keys)
+    }
     for part in work.partition_by(keys):
         if (times := wait_times.get(part[keys].row(0))) is not None:
             waits_before_launch = np.searchsorted(times, part["start_ns"].to_numpy(), side="left")
-            waits_before_previous = np.searchsorted(times, part["previous_ns"].to_numpy(), side="right")
+            waits_before_previous = np.searchsorted(
+                times, part["previous_ns"].to_numpy(), side="right"
+            )
             is_after_wait[part["event"].to_numpy()] = waits_before_launch > waits_before_previous
     return is_after_wait, has_wait_records
 
 
 @dataclass(frozen=True)
 class HostEventIndex:
-    """The host events of a trace with the questions that patterns ask; positions are those of the forest."""
+    """The host events of a trace with the questions that patterns ask; positions are those of the
+    forest.
+    """
 
     trace: Trace
     tree: Forest
@@ -371,13 +420,15 @@ class HostEventIndex:
     def _tensor_rows(self) -> Ints:
         """Row of each event in `tensors`; -1 for none."""
         row = np.full(self.code.size + 1, -1, dtype=np.int64)
-        row[convert_to_ndarray(self.tree.position)[self.trace.tensors["event"].to_numpy()]] = np.arange(
-            self.trace.tensors.height
+        row[convert_to_ndarray(self.tree.position)[self.trace.tensors["event"].to_numpy()]] = (
+            np.arange(self.trace.tensors.height)
         )
         return row[:-1]
 
     def inputs(self, positions: Ints) -> pl.DataFrame:
-        """Shapes and types (JSON text) of the inputs of these operators; null where they were not recorded."""
+        """Shapes and types (JSON text) of the inputs of these operators; null where they were not
+        recorded.
+        """
         row = to_nullable_series(self._tensor_rows[positions], pl.UInt32, absent=-1)
         columns = [self.trace.tensors[name][row] for name in ("shapes", "types")]
         return pl.DataFrame([pl.Series("position", positions), *columns])

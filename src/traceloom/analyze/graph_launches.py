@@ -2,8 +2,9 @@
 
 Definitions: docs/concepts/graph-launches.md.
 
-A replay knows only the call that launched it. The recording of the capture (or of the same model run eagerly) knows,
-for each kernel in the same order, the operator that launched it. Definitions: docs/concepts/inference.md.
+A replay knows only the call that launched it. The recording of the capture (or of the same model
+run eagerly) knows, for each kernel in the same order, the operator that launched it. Definitions:
+docs/concepts/inference.md.
 """
 
 from __future__ import annotations
@@ -15,10 +16,18 @@ import polars as pl
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from traceloom.analyze.gpu_work import build_host_event_index, collect_launched_work, convert_to_ndarray
+from traceloom.analyze.gpu_work import (
+    build_host_event_index,
+    collect_launched_work,
+    convert_to_ndarray,
+)
 from traceloom.analyze.names import build_vocabulary
 from traceloom.analyze.repeats import find_occurrences
-from traceloom.formats.arguments import can_reread_events, read_all_arguments, read_numeric_arguments
+from traceloom.formats.arguments import (
+    can_reread_events,
+    read_all_arguments,
+    read_numeric_arguments,
+)
 from traceloom.trace.array_types import Ints
 from traceloom.trace.arrays import find_longest_increasing_subsequence, to_nullable_series
 from traceloom.trace.frames import Result, build_schema, cast_to_schema
@@ -44,7 +53,9 @@ REPLAYS = build_schema(
     "graph replay launch step start_ns span_ns work_ns idle_ns",
     "call_ns delay_ns node_count deviation worst_node worst_excess_ns",
 )
-NODES = build_schema("graph node node_id name replay_count mean_ns min_ns max_ns total_ns gap_mean_ns example")
+NODES = build_schema(
+    "graph node node_id name replay_count mean_ns min_ns max_ns total_ns gap_mean_ns example"
+)
 _NODE_KEYS = [
     "graph",
     "node_id",
@@ -59,18 +70,21 @@ class GraphLaunches(Result):
 
     Attributes:
         graphs: One row per graph, by first launch: graph (a number from 0), graph_id (the recorder's; null where there
-            is none), evidence (correlated: replays are joined by graph id; inferred: by the sequence of names),
-            launch_name, replay_count, node_count (of most replays), stream_count, then over replays median, min and max
-            of span (first start to last end), medians of work (sum of durations), idle (time of the span in which
-            nothing of the replay runs) and of the call; total_ns (work of all replays), deviating_count, like (the
+            is none), evidence (correlated: replays are joined by graph id; inferred: by the
+            sequence of names), launch_name, replay_count, node_count (of most replays),
+            stream_count, then over replays median, min and max of span (first start to last end),
+            medians of work (sum of durations), idle (time of the span in which nothing of the
+            replay runs) and of the call; total_ns (work of all replays), deviating_count, like (the
             graph of more replays that shares at least 80 % of its nodes; null without one).
         replays: One row per launch: graph, replay (its number within the graph), launch (row of the call), step,
-            start_ns (of the first work), span_ns, work_ns, idle_ns, call_ns, delay_ns (start - end of the call, at
-            least 0), node_count, deviation (in words; null where it is as the others), worst_node (the node that is
-            most above its median over the replays, null where none is) and worst_excess_ns (by how much).
+            start_ns (of the first work), span_ns, work_ns, idle_ns, call_ns, delay_ns (start - end
+            of the call, at least 0), node_count, deviation (in words; null where it is as the
+            others), worst_node (the node that is most above its median over the replays, null where
+            none is) and worst_excess_ns (by how much).
         nodes: One row per graph and node: node (position), node_id (the recorder's), name, replay_count, mean_ns,
-            min_ns, max_ns and total_ns of its work, gap_mean_ns (time before it in which nothing of the replay ran),
-            example (row of its work in the first replay that has it). The totals of a graph add up to its `total_ns`.
+            min_ns, max_ns and total_ns of its work, gap_mean_ns (time before it in which nothing of
+            the replay ran), example (row of its work in the first replay that has it). The totals
+            of a graph add up to its `total_ns`.
         work_count: GPU work of graph launches.
         fraction: Its share of the summed durations of all GPU work; None without GPU work.
     """
@@ -115,18 +129,24 @@ def graph_launches(trace: Trace) -> GraphLaunches:
     work_ns, all_ns = int(laid.work.length.sum()), laid.work.all_ns
     fraction = work_ns / all_ns if all_ns else None
     if not laid.work.launch.size:
-        graphs, replays, nodes = (pl.DataFrame(schema=columns) for columns in (GRAPHS, REPLAYS, NODES))
+        graphs, replays, nodes = (
+            pl.DataFrame(schema=columns) for columns in (GRAPHS, REPLAYS, NODES)
+        )
         return GraphLaunches(graphs, replays, nodes, 0, fraction)
     laid_nodes = _summarize_nodes(trace, laid.placed)
     replays = _build_replays(trace, laid, laid_nodes)
     nodes = laid_nodes.pipe(cast_to_schema, NODES)
     graphs = _summarize_graphs(trace, laid, replays)
-    graphs = graphs.with_columns(pl.Series("like", _find_similar_graphs(graphs, nodes), dtype=pl.UInt32))
+    graphs = graphs.with_columns(
+        pl.Series("like", _find_similar_graphs(graphs, nodes), dtype=pl.UInt32)
+    )
     return GraphLaunches(graphs, replays, nodes, laid.work.row.size, fraction)
 
 
 def list_replayed_work(trace: Trace) -> pl.DataFrame:
-    """The GPU work of graph launches: event, launch (row of the call), graph and node as in `graph_launches`."""
+    """The GPU work of graph launches: event, launch (row of the call), graph and node as in
+    `graph_launches`.
+    """
     laid = _align_replays(trace)
     nodes = _summarize_nodes(trace, laid.placed)
     node_numbers = nodes.select(pl.col("own_id").alias("node_id"), "graph", "place", "code", "node")
@@ -140,11 +160,20 @@ def _align_replays(trace: Trace) -> _AlignedReplays:
     vocabulary = build_vocabulary(trace)
     called = vocabulary.matching(GRAPH_CALLS)
     known_rows = np.flatnonzero(submitted.known)
-    known_rows = known_rows[called[convert_to_ndarray(vocabulary.code)[submitted.launch[known_rows]]]]
+    known_rows = known_rows[
+        called[convert_to_ndarray(vocabulary.code)[submitted.launch[known_rows]]]
+    ]
     known_rows = known_rows[np.lexsort((submitted.start[known_rows], submitted.launch[known_rows]))]
-    launch, first, replay = np.unique(submitted.launch[known_rows], return_index=True, return_inverse=True)
-    start, end, row = submitted.start[known_rows], submitted.end[known_rows], submitted.row[known_rows]
-    # replays one after the other on a clock that begins anew with each, so that none reaches into the next
+    launch, first, replay = np.unique(
+        submitted.launch[known_rows], return_index=True, return_inverse=True
+    )
+    start, end, row = (
+        submitted.start[known_rows],
+        submitted.end[known_rows],
+        submitted.row[known_rows],
+    )
+    # replays one after the other on a clock that begins anew with each, so that none reaches into
+    # the next
     zero = start[first][replay]
     shift = replay * (int((end - zero).max(initial=0)) + 1) - zero
     reach = np.maximum.accumulate(end + shift)
@@ -170,7 +199,9 @@ def _align_replays(trace: Trace) -> _AlignedReplays:
     position[order] = np.arange(order.size) - work.first[work.replay[order]]
     # one number per replay that stands for its names in order: equal for equal sequences
     with np.errstate(over="ignore"):
-        mixed = work.code.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + position.astype(np.uint64)
+        mixed = work.code.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + position.astype(
+            np.uint64
+        )
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
         sequence = np.zeros(work.launch.size, dtype=np.uint64)
@@ -198,14 +229,22 @@ def _align_replays(trace: Trace) -> _AlignedReplays:
 
 
 def _read_graph_ids(trace: Trace, work: _LaunchedWork) -> tuple[Ints, Ints]:
-    """Graph id of each replay and node id of each piece, where the recorder wrote them; -1 elsewhere."""
+    """Graph id of each replay and node id of each piece, where the recorder wrote them; -1
+    elsewhere.
+    """
     graph_id = np.full(work.launch.size, -1, dtype=np.int64)
     node_id = np.full(work.row.size, -1, dtype=np.int64)
     launch_names = trace.events["name"][work.launch]
-    if not work.row.size or launch_names.str.starts_with("hip").all() or not can_reread_events(trace):
+    if (
+        not work.row.size
+        or launch_names.str.starts_with("hip").all()
+        or not can_reread_events(trace)
+    ):
         return graph_id, node_id
     order = np.argsort(work.row, kind="stable")
-    read = read_numeric_arguments(trace, work.row[order], {"graph": "graph id", "node": "graph node id"})
+    read = read_numeric_arguments(
+        trace, work.row[order], {"graph": "graph id", "node": "graph node id"}
+    )
     ids = np.full((2, work.row.size), -1, dtype=np.int64)
     for values, name in zip(ids, ("graph", "node"), strict=True):
         values[order] = read[name].cast(pl.Int64, strict=False).fill_null(0).to_numpy()
@@ -263,24 +302,37 @@ def _build_replays(trace: Trace, laid: _AlignedReplays, nodes: pl.DataFrame) -> 
     counted = (
         frame.with_row_index("at")
         .group_by("graph", "sequence")
-        .agg(pl.len().alias("often"), pl.col("at").min(), pl.col("node_count").last().alias("usual_nodes"))
+        .agg(
+            pl.len().alias("often"),
+            pl.col("at").min(),
+            pl.col("node_count").last().alias("usual_nodes"),
+        )
     )
-    typical = counted.sort("graph", "often", "at", descending=[False, True, False]).unique("graph", keep="first")
+    typical = counted.sort("graph", "often", "at", descending=[False, True, False]).unique(
+        "graph", keep="first"
+    )
     typical = typical.select("graph", "usual_nodes", usual="sequence")
     middle = pl.col("span_ns").median().over("graph")
     spread = (pl.col("span_ns") - middle).abs().median().over("graph")
-    longer = (pl.col("span_ns") > middle * _DEVIATION_FACTOR) & (pl.col("span_ns") > middle + _MIN_DEVIATIONS * spread)
+    longer = (pl.col("span_ns") > middle * _DEVIATION_FACTOR) & (
+        pl.col("span_ns") > middle + _MIN_DEVIATIONS * spread
+    )
     enough = pl.len().over("graph") >= _MIN_REPLAYS
     times = (pl.col("span_ns") / middle).round(2).cast(pl.String)
     other = pl.col("sequence") != pl.col("usual")
     fewer = pl.format("{} nodes instead of {}", "node_count", "usual_nodes")
     deviation = (
-        pl.when(other & (pl.col("node_count") != pl.col("usual_nodes"))).then(fewer)
-        .when(other).then(pl.lit("other nodes"))
-        .when(longer & enough).then(pl.format("{} times as long as the median", times))
-    )  # fmt: skip
+        pl.when(other & (pl.col("node_count") != pl.col("usual_nodes")))
+        .then(fewer)
+        .when(other)
+        .then(pl.lit("other nodes"))
+        .when(longer & enough)
+        .then(pl.format("{} times as long as the median", times))
+    )
     # of each replay the node that is most above its median
-    medians = nodes.select(pl.col("own_id").alias("node_id"), "graph", "place", "code", "node", "median")
+    medians = nodes.select(
+        pl.col("own_id").alias("node_id"), "graph", "place", "code", "node", "median"
+    )
     excess = (pl.col("length") - pl.col("median")).floor()
     worst = (
         laid.placed.join(medians, on=_NODE_KEYS, how="left")
@@ -303,7 +355,10 @@ def _build_replays(trace: Trace, laid: _AlignedReplays, nodes: pl.DataFrame) -> 
 
 def _summarize_graphs(trace: Trace, laid: _AlignedReplays, replays: pl.DataFrame) -> pl.DataFrame:
     """The columns of `GRAPHS` but `like`."""
-    span, schema = pl.col("span_ns"), pl.Schema({name: kind for name, kind in GRAPHS.items() if name != "like"})
+    span, schema = (
+        pl.col("span_ns"),
+        pl.Schema({name: kind for name, kind in GRAPHS.items() if name != "like"}),
+    )
     added = replays.group_by("graph").agg(
         pl.len().alias("replay_count"),
         pl.col("node_count").mode().min(),
@@ -331,8 +386,12 @@ def _summarize_graphs(trace: Trace, laid: _AlignedReplays, replays: pl.DataFrame
 
 
 def _find_similar_graphs(graphs: pl.DataFrame, nodes: pl.DataFrame) -> list[int | None]:
-    """For each graph the one of more replays (or more nodes) whose names are nearly the same; few graphs only."""
-    ordered = graphs.sort("replay_count", "node_count", "graph", descending=[True, True, False])["graph"].to_list()
+    """For each graph the one of more replays (or more nodes) whose names are nearly the same; few
+    graphs only.
+    """
+    ordered = graphs.sort("replay_count", "node_count", "graph", descending=[True, True, False])[
+        "graph"
+    ].to_list()
     if len(ordered) > _MAX_COMPARED:
         return [None] * graphs.height
     names = {
@@ -342,7 +401,9 @@ def _find_similar_graphs(graphs: pl.DataFrame, nodes: pl.DataFrame) -> list[int 
     like: dict[int, int] = {}
     for index, graph in enumerate(ordered):
         for other in ordered[:index]:
-            shared = sum(min(count, names[other].get(name, 0)) for name, count in names[graph].items())
+            shared = sum(
+                min(count, names[other].get(name, 0)) for name, count in names[graph].items()
+            )
             max_nodes = max(sum(names[graph].values()), sum(names[other].values()))
             if shared >= _MIN_COMMON_SHARE * max_nodes:
                 like[graph] = other
@@ -359,8 +420,9 @@ MAPPED_NODES_SCHEMA = build_schema(
     "graph node name replay_count total_ns op op_name module evidence reason",
     {"op": pl.UInt32, "evidence": pl.Enum(["correlated", "inferred"])},
 )
-"""Nodes of graphs with the operator that launched the same kernel in the capture: op (row of the CAPTURE's events), its
-name, the module around it; evidence (correlated: the whole graph's names stand in the capture in this order; inferred:
+"""Nodes of graphs with the operator that launched the same kernel in the capture: op (row of the
+CAPTURE's events), its name, the module around it; evidence (correlated: the whole graph's names
+stand in the capture in this order; inferred:
 an alignment in order), reason (why there is no operator)."""
 
 
@@ -368,23 +430,31 @@ def select_rank_trace(capture: Session | Trace | None, trace: Trace) -> Trace | 
     """Of a recorded session the trace of the same rank, else its first."""
     if capture is None or isinstance(capture, Trace):
         return capture
-    return next((candidate for candidate in capture.traces if candidate.rank == trace.rank), capture.traces[0])
+    return next(
+        (candidate for candidate in capture.traces if candidate.rank == trace.rank),
+        capture.traces[0],
+    )
 
 
-def map_nodes(graph_launches: GraphLaunches, capture: Trace, *, launches: bool = False) -> pl.DataFrame:
+def map_nodes(
+    graph_launches: GraphLaunches, capture: Trace, *, launches: bool = False
+) -> pl.DataFrame:
     """The nodes of all graphs with the operators of the capture: `MAPPED`.
 
     With `launches` also `kernel`: the capture's event of that kernel, or the call that captured it.
     """
     shape = pl.Schema({**MAPPED_NODES_SCHEMA, **({"kernel": pl.UInt32()} if launches else {})})
-    # What the capture launched: its kernels, else, where nothing ran, the launch calls that name their kernel
+    # What the capture launched: its kernels, else, where nothing ran, the launch calls that name
+    # their kernel
     events = capture.events
     kernels = events.filter(pl.col("category") == KERNEL, pl.col("launch").is_not_null())
     # replays of graphs know no operator here either
     kernels = kernels.filter(~events["name"].gather(kernels["launch"]).str.contains(GRAPH_CALLS))
     call_start = events["start_ns"].gather(kernels["launch"])
     order = np.lexsort((kernels["start_ns"].to_numpy(), call_start.to_numpy()))
-    kernels = kernels[order].select("name", "launch", "event", pl.col("op").cast(pl.Int64).fill_null(-1))
+    kernels = kernels[order].select(
+        "name", "launch", "event", pl.col("op").cast(pl.Int64).fill_null(-1)
+    )
     calls = events.filter(pl.col("category").is_in(LAUNCHES))
     capture_start, end = (
         calls.filter(pl.col("name").str.contains(name))["start_ns"].to_numpy()
@@ -393,23 +463,39 @@ def map_nodes(graph_launches: GraphLaunches, capture: Trace, *, launches: bool =
     index = np.searchsorted(end, capture_start)
     capture_start, end = capture_start[index < end.size], end[index[index < end.size]]
     silent = calls.filter(
-        pl.col("name").str.contains(_LAUNCH_CALL), ~pl.col("event").is_in(kernels["launch"].implode())
+        pl.col("name").str.contains(_LAUNCH_CALL),
+        ~pl.col("event").is_in(kernels["launch"].implode()),
     )
     if silent.height and can_reread_events(capture):
         kernel_names = [
-            args.get("kernel") for args in read_all_arguments(capture, silent["event"].to_numpy().astype(np.int64))
+            args.get("kernel")
+            for args in read_all_arguments(capture, silent["event"].to_numpy().astype(np.int64))
         ]
         texts = [name if isinstance(name, str) else None for name in kernel_names]
-        named_kernels = silent.with_columns(pl.Series("name", texts, dtype=pl.String)).drop_nulls("name")
+        named_kernels = silent.with_columns(pl.Series("name", texts, dtype=pl.String)).drop_nulls(
+            "name"
+        )
         named_kernels = named_kernels.select(
-            "name", pl.col("event").alias("launch"), "event", pl.col("op").cast(pl.Int64).fill_null(-1)
+            "name",
+            pl.col("event").alias("launch"),
+            "event",
+            pl.col("op").cast(pl.Int64).fill_null(-1),
         )
         # a recording of the capture holds both: what ran, and what was only captured
         both = pl.concat([kernels, named_kernels.cast(kernels.schema)])
-        kernels = both[np.argsort(events["start_ns"].gather(both["launch"]).to_numpy(), kind="stable")]
+        kernels = both[
+            np.argsort(events["start_ns"].gather(both["launch"]).to_numpy(), kind="stable")
+        ]
     start = events["start_ns"].gather(kernels["launch"]).to_numpy()
-    bounds = zip(np.searchsorted(start, capture_start).tolist(), np.searchsorted(start, end).tolist(), strict=True)
-    captures = [*[(low, high) for low, high in bounds if high > low][:_MAX_CAPTURES], (0, kernels.height)]
+    bounds = zip(
+        np.searchsorted(start, capture_start).tolist(),
+        np.searchsorted(start, end).tolist(),
+        strict=True,
+    )
+    captures = [
+        *[(low, high) for low, high in bounds if high > low][:_MAX_CAPTURES],
+        (0, kernels.height),
+    ]
     nodes = graph_launches.nodes.select("graph", "node", "name", "replay_count", "total_ns")
     distinct_names = pl.concat([nodes["name"], kernels["name"]]).unique(maintain_order=True)
     numbered = pl.Enum(distinct_names.drop_nulls())
@@ -421,11 +507,17 @@ def map_nodes(graph_launches: GraphLaunches, capture: Trace, *, launches: bool =
         placeless = "its place in the order is not found in the capture"
         if (alignment < 0).all():
             placeless = "the capture is of other work: less than half of the graph stands in it in this order"
-        reason = np.where(np.isin(graph_codes, capture_codes), placeless, "no kernel of this name is in the capture")
+        reason = np.where(
+            np.isin(graph_codes, capture_codes),
+            placeless,
+            "no kernel of this name is in the capture",
+        )
         part = graph_nodes.with_columns(
             pl.Series("at", alignment),
             pl.lit("correlated" if exact else "inferred").alias("evidence"),
-            pl.when(pl.Series(alignment < 0)).then(pl.Series(reason.astype(object), dtype=pl.String)).alias("reason"),
+            pl.when(pl.Series(alignment < 0))
+            .then(pl.Series(reason.astype(object), dtype=pl.String))
+            .alias("reason"),
         )
         parts.append(part)
     if not parts:
@@ -446,14 +538,20 @@ def map_nodes(graph_launches: GraphLaunches, capture: Trace, *, launches: bool =
         op_row.alias("op"),
         names.gather(op_row).alias("op_name"),
         names.gather(module_row).alias("module"),
-        pl.when(pl.col("reason").is_null() & none).then(pl.lit("its launch stands in no operator of the capture"))
-        .otherwise("reason").alias("reason"),
+        pl.when(pl.col("reason").is_null() & none)
+        .then(pl.lit("its launch stands in no operator of the capture"))
+        .otherwise("reason")
+        .alias("reason"),
         pl.when(~none).then("evidence").alias("evidence"),
-    ).pipe(cast_to_schema, shape)  # fmt: skip
+    ).pipe(cast_to_schema, shape)
 
 
-def _find_best_alignment(graph_codes: Ints, capture_codes: Ints, captures: list[tuple[int, int]]) -> tuple[Ints, bool]:
-    """Position in the capture of each node, -1 for none; and whether all names appear there in this order."""
+def _find_best_alignment(
+    graph_codes: Ints, capture_codes: Ints, captures: list[tuple[int, int]]
+) -> tuple[Ints, bool]:
+    """Position in the capture of each node, -1 for none; and whether all names appear there in this
+    order.
+    """
     graph_matches = find_occurrences(graph_codes, capture_codes)
     if graph_matches.size:
         return graph_matches[0] + np.arange(graph_codes.size), True
@@ -462,16 +560,19 @@ def _find_best_alignment(graph_codes: Ints, capture_codes: Ints, captures: list[
         aligned = _align_by_names(graph_codes, capture_codes[low:high])
         if (aligned >= 0).sum() > (best >= 0).sum():
             best = np.where(aligned >= 0, aligned + low, -1)
-    if (best >= 0).sum() < _MIN_JOINED_SHARE * graph_codes.size:  # a few kernels of everyday names prove nothing
+    if (
+        best >= 0
+    ).sum() < _MIN_JOINED_SHARE * graph_codes.size:  # a few kernels of everyday names prove nothing
         best[:] = -1
     return best, False
 
 
 def _align_by_names(graph_codes: Ints, capture_codes: Ints) -> Ints:
-    """Positions in `capture_codes` for as many of `graph_codes` as can be joined in order by equal names; else -1.
+    """Positions in `capture_codes` for as many of `graph_codes` as can be joined in order by equal
+    names; else -1.
 
-    The k-th kernel of a name is joined with the k-th of that name, counted from the front or from the back; of these
-    pairs the longest sequence that goes forward on both sides is kept.
+    The k-th kernel of a name is joined with the k-th of that name, counted from the front or from
+    the back; of these pairs the longest sequence that goes forward on both sides is kept.
     """
     best = np.full(graph_codes.size, -1, dtype=np.int64)
     kth = pl.int_range(pl.len()).over("code").alias("k")

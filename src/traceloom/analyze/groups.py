@@ -10,7 +10,17 @@ from traceloom.analyze.collectives import add_up_or_null
 from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.trace import Trace
 
-ROLES = ("data", "sharded data", "tensor", "pipeline", "expert", "context", "embedding", "world", "unknown")
+ROLES = (
+    "data",
+    "sharded data",
+    "tensor",
+    "pipeline",
+    "expert",
+    "context",
+    "embedding",
+    "world",
+    "unknown",
+)
 RoleEnum = pl.Enum(ROLES)
 GROUP_SCHEMA = build_schema(
     "group description backend group_size members stride recorded_ranks",
@@ -31,7 +41,9 @@ _ROLE_PATTERNS = (
     (r"data_parallel|dp_replicate|(^|[^a-z])(dp|ddp|replicate)([^a-z]|$)", "data"),
 )
 _KIND, _PHASE = pl.col("kind").fill_null(""), pl.col("phase").cast(pl.String).fill_null("")
-_IS_WEIGHT_OR_GRADIENT_CALL = _KIND.is_in(["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"])
+_IS_WEIGHT_OR_GRADIENT_CALL = _KIND.is_in(
+    ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"]
+)
 # The calls of which a share speaks for a role.
 _ROLE_INDICATORS = {
     "pairs": _KIND.is_in(["send", "recv", "send_recv"]),
@@ -51,9 +63,10 @@ class ProcessGroups(Result):
 
     Attributes:
         groups: One row per group (name and members): group, description, backend, group_size, members (null where no
-            file has the whole list), stride (distance of neighbours; null where it is not even), recorded_ranks (ranks
-            at hand that call it), kinds (what was called, the most frequent first), count, bytes, total_ns and
-            exposed_ns over the recorded ranks, role and the evidence for it.
+            file has the whole list), stride (distance of neighbours; null where it is not even),
+            recorded_ranks (ranks at hand that call it), kinds (what was called, the most frequent
+            first), count, bytes, total_ns and exposed_ns over the recorded ranks, role and the
+            evidence for it.
     """
 
     groups: pl.DataFrame
@@ -61,7 +74,9 @@ class ProcessGroups(Result):
 
 def declared_groups(trace: Trace) -> pl.DataFrame:
     """The groups that the file lists: group, description, backend, size, members."""
-    return trace.groups.select("group", "description", "backend", pl.col("size"), pl.col("ranks").alias("members"))
+    return trace.groups.select(
+        "group", "description", "backend", pl.col("size"), pl.col("ranks").alias("members")
+    )
 
 
 def groups(calls: pl.DataFrame, declared: pl.DataFrame, world_size: int | None) -> ProcessGroups:
@@ -89,18 +104,26 @@ def groups(calls: pl.DataFrame, declared: pl.DataFrame, world_size: int | None) 
         add_up_or_null("exposed_ns"),
         *(share.mean().alias(name) for name, share in _ROLE_INDICATORS.items()),
     )
-    counts = keyed_calls.group_by("key", "whom", "kind", maintain_order=True).agg(pl.len().alias("n"))
+    counts = keyed_calls.group_by("key", "whom", "kind", maintain_order=True).agg(
+        pl.len().alias("n")
+    )
     counts = counts.sort("n", "kind", descending=[True, False], nulls_last=True)
     kind_text = pl.format("{} {}", pl.col("kind").fill_null("unknown"), pl.col("n"))
-    kinds = counts.group_by("key", "whom", maintain_order=True).agg(kind_text.str.join(", ").alias("kinds"))
-    descriptions = declared.group_by("group", maintain_order=True).agg(pl.col("description").first())
+    kinds = counts.group_by("key", "whom", maintain_order=True).agg(
+        kind_text.str.join(", ").alias("kinds")
+    )
+    descriptions = declared.group_by("group", maintain_order=True).agg(
+        pl.col("description").first()
+    )
     rank_distances = pl.col("members").list.diff(null_behavior="drop")
     is_evenly_spaced = (rank_distances.list.n_unique() == 1) & (rank_distances.list.len() > 0)
-    called_groups = called_groups.join(kinds, on=["key", "whom"], how="left", maintain_order="left").join(
-        descriptions, on="group", how="left", maintain_order="left"
-    )
+    called_groups = called_groups.join(
+        kinds, on=["key", "whom"], how="left", maintain_order="left"
+    ).join(descriptions, on="group", how="left", maintain_order="left")
     # groups that the files list and nobody called in the window are rows too
-    uncalled_groups = declared.filter(~pl.col("group").is_in(called_groups["group"].drop_nulls().implode())).select(
+    uncalled_groups = declared.filter(
+        ~pl.col("group").is_in(called_groups["group"].drop_nulls().implode())
+    ).select(
         "group",
         "description",
         "backend",
@@ -110,9 +133,12 @@ def groups(calls: pl.DataFrame, declared: pl.DataFrame, world_size: int | None) 
         pl.lit(0, pl.UInt32).alias("recorded_ranks"),
     )
     rows = pl.concat(
-        [called_groups.with_columns(pl.col("count").cast(pl.Int64)), uncalled_groups], how="diagonal_relaxed"
+        [called_groups.with_columns(pl.col("count").cast(pl.Int64)), uncalled_groups],
+        how="diagonal_relaxed",
     )
-    rows = rows.with_columns(pl.when(is_evenly_spaced).then(rank_distances.list.first()).alias("stride"))
+    rows = rows.with_columns(
+        pl.when(is_evenly_spaced).then(rank_distances.list.first()).alias("stride")
+    )
     role_rows = [_infer_role(row, world_size) for row in rows.to_dicts()]
     roles = pl.DataFrame(role_rows, {"role": RoleEnum, "evidence": pl.String()}, orient="row")
     frame = rows.hstack(roles).pipe(cast_to_schema, GROUP_SCHEMA)
@@ -120,14 +146,19 @@ def groups(calls: pl.DataFrame, declared: pl.DataFrame, world_size: int | None) 
 
 
 def _infer_role(row: dict[str, object], world_size: int | None) -> tuple[str, str]:
-    """Role of a group and what speaks for it: its name or description first, then its calls, then its members."""
+    """Role of a group and what speaks for it: its name or description first, then its calls, then
+    its members.
+    """
     for source in ("description", "group"):
         label = str(row.get(source) or "").lower()
         if label and not label.isdigit() and label not in ("default_pg", "undefined"):
             text = pl.Series([label])
             for pattern, role in _ROLE_PATTERNS:
                 if text.str.contains(pattern)[0]:
-                    return role, f"its {'description' if source == 'description' else 'name'} is `{label[:60]}`"
+                    return (
+                        role,
+                        f"its {'description' if source == 'description' else 'name'} is `{label[:60]}`",
+                    )
     if row.get("key") is None:  # listed, never called
         return "unknown", "no calls in the window"
     kinds, evidence = str(row["kinds"]), f"calls: {row['kinds']}"
@@ -142,20 +173,40 @@ def _infer_role(row: dict[str, object], world_size: int | None) -> tuple[str, st
         return "pipeline", f"{evidence}; sends and receives between single ranks"
     if call_shares["exchange"] >= _MIN_CALL_SHARE:
         if "all_to_all" in kinds:
-            return "unknown", f"{evidence}; exchanges rows of experts or of sharded embeddings, which calls do not tell"
+            return (
+                "unknown",
+                f"{evidence}; exchanges rows of experts or of sharded embeddings, which calls do not tell",
+            )
         return "expert", f"{evidence}; dispatches tokens to experts and combines them"
     if (
         call_shares["scatters"] > 0
         and call_shares["gathers"] > 0
         and call_shares["scatters"] + call_shares["gathers"] >= 0.3
     ):
-        if row["stride"] == 1 and not has_all_ranks and call_shares["reduces"] == 0 and is_in_both_passes:
-            return "unknown", f"{evidence}; sharded weights or sequence-parallel tensors, both gather and scatter"
-        return "sharded data", f"{evidence}; weights gathered before use, gradients scattered in the backward pass"
+        if (
+            row["stride"] == 1
+            and not has_all_ranks
+            and call_shares["reduces"] == 0
+            and is_in_both_passes
+        ):
+            return (
+                "unknown",
+                f"{evidence}; sharded weights or sequence-parallel tensors, both gather and scatter",
+            )
+        return (
+            "sharded data",
+            f"{evidence}; weights gathered before use, gradients scattered in the backward pass",
+        )
     if call_shares["reduces"] >= _MIN_CALL_SHARE and call_shares["backward"] >= _MIN_CALL_SHARE:
-        return "data", f"{evidence}; {call_shares['backward']:.0%} of them in the backward pass: gradients"
+        return (
+            "data",
+            f"{evidence}; {call_shares['backward']:.0%} of them in the backward pass: gradients",
+        )
     if call_shares["reduces"] >= _MIN_CALL_SHARE and is_in_both_passes and row["stride"] == 1:
-        return "tensor", f"{evidence}; all-reduces in forward and backward passes over neighbouring ranks"
+        return (
+            "tensor",
+            f"{evidence}; all-reduces in forward and backward passes over neighbouring ranks",
+        )
     if has_all_ranks:
         return "world", f"{evidence}; it holds all ranks of the job"
     return "unknown", f"{evidence}; neither name nor calls tell what it is for"
@@ -164,7 +215,9 @@ def _infer_role(row: dict[str, object], world_size: int | None) -> tuple[str, st
 MATRIX_SCHEMA = build_schema(
     "source target bytes exact_bytes duration_ns count", {"source": pl.Int32, "target": pl.Int32}
 )
-ALL_TO_ALL_SCHEMA = build_schema("group rank count sent_bytes received_bytes peer_max_over_mean split_count")
+ALL_TO_ALL_SCHEMA = build_schema(
+    "group rank count sent_bytes received_bytes peer_max_over_mean split_count"
+)
 _SYMMETRIC_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _FROM_ROOT_KINDS, _TO_ROOT_KINDS = ("broadcast", "scatter"), ("reduce", "gather")
 _ONE_CALL = pl.lit(1, pl.Int64).alias("count")
@@ -181,17 +234,18 @@ _HAS_SPLITS = (
 def matrix(calls: pl.DataFrame) -> pl.DataFrame:
     """Bytes from rank to rank.
 
-    Sends, receives and all-to-alls with recorded splits say exactly who got what. Of every other collective the ring or
-    tree that ran is not in the trace: what a rank sends (`bus_factor` × `size_bytes`) is shared evenly among the other
-    members; a root that is known sends to (or gets from) each of them. Time is shared like bytes.
+    Sends, receives and all-to-alls with recorded splits say exactly who got what. Of every other
+    collective the ring or tree that ran is not in the trace: what a rank sends (`bus_factor` ×
+    `size_bytes`) is shared evenly among the other members; a root that is known sends to (or gets
+    from) each of them. Time is shared like bytes.
 
     Args:
         calls: Rows of `collectives(...).calls`, of any number of ranks.
 
     Returns:
-        source, target (global ranks), bytes, exact_bytes (the part that is recorded), duration_ns (of the calls
-        of the source, waiting included), count; by source, then target. Calls without members, bytes or rank are not
-        in it.
+        source, target (global ranks), bytes, exact_bytes (the part that is recorded), duration_ns
+        (of the calls of the source, waiting included), count; by source, then target. Calls without
+        members, bytes or rank are not in it.
     """
     rank, peer, member = pl.col("rank"), pl.col("peer"), pl.col("members")
     size, time = pl.col("size_bytes"), pl.col("duration_ns")
@@ -207,14 +261,21 @@ def matrix(calls: pl.DataFrame) -> pl.DataFrame:
     )
     total_split = pl.col("in_splits").list.sum().alias("whole")
     split_calls = (
-        calls.filter(_HAS_SPLITS, rank.is_not_null()).with_columns(total_split).explode("members", "in_splits")
+        calls.filter(_HAS_SPLITS, rank.is_not_null())
+        .with_columns(total_split)
+        .explode("members", "in_splits")
     )
     share = pl.col("in_splits") / pl.col("whole")
     transfers = [
         sent.select(*_build_transfer_columns(rank, peer, size, time, exact=True), _ONE_CALL),
-        unmatched_received.select(*_build_transfer_columns(peer, rank, size, time, exact=True), _ONE_CALL),
+        unmatched_received.select(
+            *_build_transfer_columns(peer, rank, size, time, exact=True), _ONE_CALL
+        ),
         split_calls.filter(member != rank).select(
-            *_build_transfer_columns(rank, member, pl.col("in_bytes") * share, time * share, exact=True), _ONE_CALL
+            *_build_transfer_columns(
+                rank, member, pl.col("in_bytes") * share, time * share, exact=True
+            ),
+            _ONE_CALL,
         ),
         _estimate_collective_transfers(calls),
     ]
@@ -245,7 +306,9 @@ def _build_transfer_columns(
 
 
 def _estimate_collective_transfers(calls: pl.DataFrame) -> pl.DataFrame:
-    """Collectives whose way through the ranks is not recorded; those with a known root go from or to it."""
+    """Collectives whose way through the ranks is not recorded; those with a known root go from or
+    to it.
+    """
     collectives = calls.filter(
         pl.col("kind").is_in([*_SYMMETRIC_KINDS, *_FROM_ROOT_KINDS, *_TO_ROOT_KINDS]),
         ~_HAS_SPLITS,
@@ -255,35 +318,48 @@ def _estimate_collective_transfers(calls: pl.DataFrame) -> pl.DataFrame:
     )
     member_count = pl.col("members").list.len()
     has_root_kind = pl.col("kind").is_in([*_FROM_ROOT_KINDS, *_TO_ROOT_KINDS])
-    rooted_bytes = pl.when(pl.col("kind").is_in(["gather", "scatter"])).then(pl.col("size_bytes") / member_count)
+    rooted_bytes = pl.when(pl.col("kind").is_in(["gather", "scatter"])).then(
+        pl.col("size_bytes") / member_count
+    )
     bytes_per_peer = (
         # without a root every rank stands for its share of the one way through all
-        pl.when(has_root_kind & pl.col("peer").is_null()).then(rooted_bytes.otherwise("size_bytes") / member_count)
-        .when(has_root_kind).then(rooted_bytes.otherwise("size_bytes"))
+        pl.when(has_root_kind & pl.col("peer").is_null())
+        .then(rooted_bytes.otherwise("size_bytes") / member_count)
+        .when(has_root_kind)
+        .then(rooted_bytes.otherwise("size_bytes"))
         .otherwise(pl.col("size_bytes") * pl.col("bus_factor") / (member_count - 1))
-    )  # fmt: skip
+    )
     # calls of one group and size fill the same cells
     member_list = pl.col("members").cast(pl.List(pl.String)).list.join(",").alias("whom")
-    merged_calls = collectives.group_by("rank", "peer", member_list, "kind", "size_bytes", maintain_order=True).agg(
+    merged_calls = collectives.group_by(
+        "rank", "peer", member_list, "kind", "size_bytes", maintain_order=True
+    ).agg(
         pl.col("members").first(),
         bytes_per_peer.sum().alias("moved"),
         pl.col("duration_ns").sum(),
         pl.len().alias("count"),
     )
     has_known_root = pl.col("kind").is_in(_TO_ROOT_KINDS) & pl.col("peer").is_not_null()
-    is_root_elsewhere = pl.col("kind").is_in(_FROM_ROOT_KINDS) & (pl.col("peer") != pl.col("rank")).fill_null(
-        value=False
-    )
+    is_root_elsewhere = pl.col("kind").is_in(_FROM_ROOT_KINDS) & (
+        pl.col("peer") != pl.col("rank")
+    ).fill_null(value=False)
     transfers = (
         merged_calls.filter(~is_root_elsewhere)
         .with_columns(
-            (pl.col("duration_ns") / pl.when(has_known_root).then(1).otherwise(member_count - 1)).alias("took")
+            (
+                pl.col("duration_ns") / pl.when(has_known_root).then(1).otherwise(member_count - 1)
+            ).alias("took")
         )
         .explode("members")
-        .filter(pl.col("members") != pl.col("rank"), ~has_known_root | (pl.col("members") == pl.col("peer")))
+        .filter(
+            pl.col("members") != pl.col("rank"),
+            ~has_known_root | (pl.col("members") == pl.col("peer")),
+        )
     )
     return transfers.select(
-        *_build_transfer_columns(pl.col("rank"), pl.col("members"), pl.col("moved"), pl.col("took"), exact=False),
+        *_build_transfer_columns(
+            pl.col("rank"), pl.col("members"), pl.col("moved"), pl.col("took"), exact=False
+        ),
         pl.col("count").cast(pl.Int64),
     )
 
@@ -292,8 +368,9 @@ def exchanges(calls: pl.DataFrame) -> pl.DataFrame:
     """How much each rank sends and receives in all-to-alls, and how unevenly over its peers.
 
     Returns:
-        group, rank, count, sent_bytes, received_bytes (null where unknown), peer_max_over_mean (of the bytes to each
-        peer, summed over the calls; null without splits), split_count (calls with recorded splits).
+        group, rank, count, sent_bytes, received_bytes (null where unknown), peer_max_over_mean (of
+        the bytes to each peer, summed over the calls; null without splits), split_count (calls with
+        recorded splits).
     """
     all_to_alls = calls.filter(pl.col("kind") == "all_to_all")
     all_to_alls_with_splits = all_to_alls.with_columns(_HAS_SPLITS.alias("split"))
@@ -313,7 +390,9 @@ def exchanges(calls: pl.DataFrame) -> pl.DataFrame:
         .agg((pl.col("sent").max() / pl.col("sent").mean()).alias("peer_max_over_mean"))
     )
     return (
-        totals.join(peers, on=["group", "rank"], how="left", nulls_equal=True, maintain_order="left")
+        totals.join(
+            peers, on=["group", "rank"], how="left", nulls_equal=True, maintain_order="left"
+        )
         .pipe(cast_to_schema, ALL_TO_ALL_SCHEMA)
         .sort("group", "rank", nulls_last=True)
     )

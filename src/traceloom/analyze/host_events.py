@@ -1,7 +1,7 @@
 """What a host event means: phase, activity, whether it blocks, whose Python frame.
 
-One table of name patterns each for phases and for blocking calls; docs/concepts/host-time.md shows them. Names are
-PyTorch's own (torch 1.8 to 2.13), CUDA's, HIP's, Level Zero's and MTIA's.
+One table of name patterns each for phases and for blocking calls; docs/concepts/host-time.md shows
+them. Names are PyTorch's own (torch 1.8 to 2.13), CUDA's, HIP's, Level Zero's and MTIA's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from traceloom.trace.frames import cast_to_schema
 from traceloom.trace.trace import Trace
 from traceloom.trace.vocabulary import COPY, GPU_WORK, LAUNCHES
 
-# Waiting for the device, copying synchronously, and what the driver does under its own lock (it may stall the device).
+# Waiting for the device, copying synchronously, and what the driver does under its own lock (it may
+# stall the device).
 BLOCKING_CALL_PATTERN = (
     r"(?i:synchronize)|QueueFinish|Events?Wait$"
     r"|Memcpy|Memset|Malloc|Free|HostAlloc|HostRegister|HostUnregister"
@@ -37,18 +38,16 @@ BLOCKING_CALL_PATTERN = (
 # Longer than a thread is kept from running now and then.
 _MIN_SETUP_NS = 5_000_000
 _MAX_GPU_BUSY_SHARE = 0.1  # of a call at most: no device had anything to do
-_CALLS_BEFORE_FREE_PATTERN = (
-    "Malloc|Event|Synchronize|LastError|MemGetInfo"  # what PyTorch's allocator calls before it frees
-)
+_CALLS_BEFORE_FREE_PATTERN = "Malloc|Event|Synchronize|LastError|MemGetInfo"  # what PyTorch's allocator calls before it frees
 
 
 @cache_per_trace
 def mark_blocking_calls(trace: Trace) -> NDArray[np.bool_]:
     """True for every event that is a blocking runtime or driver call; shape (events,).
 
-    Blocking are, by name, synchronising calls, copies and fills that are not asynchronous, and allocations; and, by
-    what happened, asynchronous copies that returned no earlier than their copy ended (copies of pageable memory), and
-    calls that start the device.
+    Blocking are, by name, synchronising calls, copies and fills that are not asynchronous, and
+    allocations; and, by what happened, asynchronous copies that returned no earlier than their copy
+    ended (copies of pageable memory), and calls that start the device.
     """
     events = trace.events.lazy()
     calls = events.filter(pl.col("category").is_in(LAUNCHES)).select(
@@ -61,7 +60,10 @@ def mark_blocking_calls(trace: Trace) -> NDArray[np.bool_]:
     copy_end_times = (
         events.filter(pl.col("category").is_in(GPU_WORK), pl.col("launch").is_not_null())
         .group_by("launch")
-        .agg((pl.col("start_ns") + pl.col("duration_ns")).max().alias("end_ns"), (pl.col("category") == COPY).all())
+        .agg(
+            (pl.col("start_ns") + pl.col("duration_ns")).max().alias("end_ns"),
+            (pl.col("category") == COPY).all(),
+        )
         .filter("category")
     )
     waited_for_copy = (
@@ -70,18 +72,22 @@ def mark_blocking_calls(trace: Trace) -> NDArray[np.bool_]:
         .select("event")
     )
     rows = pl.concat([name_matches, waited_for_copy]).collect()["event"].to_numpy()
-    blocking = np.zeros(trace.events.height, dtype=np.bool_, like=get_event_column(trace, "start_ns"))
+    blocking = np.zeros(
+        trace.events.height, dtype=np.bool_, like=get_event_column(trace, "start_ns")
+    )
     blocking[rows] = True
     return blocking | mark_device_setup_calls(trace)
 
 
 @cache_per_trace
 def mark_device_setup_calls(trace: Trace) -> NDArray[np.bool_]:
-    """True for every call of CUDA or HIP in which the device is set up or code is loaded; shape (events,).
+    """True for every call of CUDA or HIP in which the device is set up or code is loaded; shape
+    (events,).
 
-    The first call that needs it does it, whatever it is called: it takes 5 ms and more though no device has anything
-    to do. Calls that wait by name are none, but for the `cudaFree` of an operator that did not ask for memory or look
-    at events right before: the allocator gives back only then, and libraries call it to have the device set up.
+    The first call that needs it does it, whatever it is called: it takes 5 ms and more though no
+    device has anything to do. Calls that wait by name are none, but for the `cudaFree` of an
+    operator that did not ask for memory or look at events right before: the allocator gives back
+    only then, and libraries call it to have the device set up.
     """
     is_setup = np.zeros(trace.events.height, dtype=np.bool_)
     gpu_work = select_gpu_work(trace)
@@ -89,13 +95,21 @@ def mark_device_setup_calls(trace: Trace) -> NDArray[np.bool_]:
     previous_call = (
         pl.when(~is_free).then(name).shift(1).forward_fill().over("lane").fill_null("")
     )  # several may be freed
-    setup_frees = is_free & ~previous_call.str.contains(_CALLS_BEFORE_FREE_PATTERN) & pl.col("op").is_not_null()
+    setup_frees = (
+        is_free
+        & ~previous_call.str.contains(_CALLS_BEFORE_FREE_PATTERN)
+        & pl.col("op").is_not_null()
+    )
     calls = (
         trace.events.lazy()
         .filter(pl.col("category").is_in(LAUNCHES))
         .select("event", "lane", "op", "start_ns", "duration_ns", name.cast(pl.String))
         .sort("lane", "start_ns")
-        .filter(~name.str.contains(BLOCKING_CALL_PATTERN) | name.str.contains("Async", literal=True) | setup_frees)
+        .filter(
+            ~name.str.contains(BLOCKING_CALL_PATTERN)
+            | name.str.contains("Async", literal=True)
+            | setup_frees
+        )
         .filter(name.str.contains("^(cuda|cu|hip)[A-Z]"), pl.col("duration_ns") >= _MIN_SETUP_NS)
         .collect()
     )
@@ -116,7 +130,9 @@ _NO_CODE = -1
 _CODE_TYPE: Any = np.int8  # what is remembered of every event takes no more than it needs
 
 SCOPE_PREFIX = "traceloom.scope:"
-MODULE_PREFIX = "traceloom.module:"  # of the mark around the call of a module, where memory is followed
+MODULE_PREFIX = (
+    "traceloom.module:"  # of the mark around the call of a module, where memory is followed
+)
 TRACELOOM_ANNOTATION_PATTERN = r"^traceloom\."
 STEP_MARK_PATTERN = r"^(ProfilerStep|traceloom\.step)"
 
@@ -125,9 +141,15 @@ SPAN_PHASE_PATTERNS = (
     (LOADING, r"^enumerate\(DataLoader\)#|_BaseDataLoaderIter"),
     (BACKWARD, r"^autograd::engine::"),
     (OPTIMIZER, r"^Optimizer\.(step|zero_grad)#"),
-    (COMMUNICATION, r"^(nccl|rccl|gloo|mpi|ucc|xccl|oneccl|hccl):|^_?c10d(_functional)?::|^record_param_comms$"),
+    (
+        COMMUNICATION,
+        r"^(nccl|rccl|gloo|mpi|ucc|xccl|oneccl|hccl):|^_?c10d(_functional)?::|^record_param_comms$",
+    ),
     (COMMUNICATION, r"^torch(\.|::)distributed(\.ddp)?(\.|::)reducer"),
-    (FORWARD, r"^nn\.Module: |^DistributedDataParallel\.forward$|^FullyShardedDataParallel\.forward$"),
+    (
+        FORWARD,
+        r"^nn\.Module: |^DistributedDataParallel\.forward$|^FullyShardedDataParallel\.forward$",
+    ),
 )
 
 # Regions that people name: the word decides, where exactly one phase is named.
@@ -141,7 +163,10 @@ WORD_PHASE_PATTERNS = (
 PYTHON_PHASE_PATTERNS = (
     (LOADING, r"(^|/)torch/utils/data/"),
     (BACKWARD, r"(^|/)torch/_tensor\.py\(\d+\): backward$|^<built-in method run_backward "),
-    (BACKWARD, r"(^|/)torch/autograd/(__init__|graph)\.py\(\d+\): (backward|grad|_engine_run_backward)$"),
+    (
+        BACKWARD,
+        r"(^|/)torch/autograd/(__init__|graph)\.py\(\d+\): (backward|grad|_engine_run_backward)$",
+    ),
     (OPTIMIZER, r"(^|/)torch/optim/"),
     (COMMUNICATION, r"(^|/)torch/distributed/(distributed_c10d|_functional_collectives)\.py"),
     (FORWARD, r"^nn\.Module: "),
@@ -156,7 +181,8 @@ BLOCKING_RUNTIME_PATTERN = (
 BLOCKING_PYTHON_PATTERN = (
     r"^<built-in (method|function) "
     r"(acquire|wait|poll|select|sleep|waitpid|wait4|recv|recv_into|accept|barrier|run_backward)( |>)"
-    # where the frame of the lock itself is missing, as in threads that waited before the recording began
+    # where the frame of the lock itself is missing, as in threads that waited before the recording
+    # began
     r"|(^|/)threading\.py\(\d+\): (wait|_wait_for_tstate_lock)$"
 )
 
@@ -179,13 +205,16 @@ class EventClasses(Struct, frozen=True):
 
 @cache_per_trace
 def mark_communication_scopes(trace: Trace) -> Bools:
-    """Which host events, in the forest's order, are named communication and hold a part of the step of another kind.
+    """Which host events, in the forest's order, are named communication and hold a part of the step
+    of another kind.
 
     They are regions around that part, not calls: only what is left of them communicates.
     """
     phase = classify_events(trace).phase
     is_other_phase = np.isin(phase, (LOADING, FORWARD, BACKWARD, OPTIMIZER))
-    is_scope: Bools = (phase == COMMUNICATION) & (build_forest(trace).subtree_sums(is_other_phase.astype(np.int64)) > 0)
+    is_scope: Bools = (phase == COMMUNICATION) & (
+        build_forest(trace).subtree_sums(is_other_phase.astype(np.int64)) > 0
+    )
     return is_scope
 
 
@@ -195,10 +224,17 @@ def classify_events(trace: Trace) -> EventClasses:
     tree = build_forest(trace)
     vocabulary = build_vocabulary(trace)
     name_codes = vocabulary.code[tree.row]
-    named_phases = np.sum(vocabulary.matching_each([pattern for _, pattern in WORD_PHASE_PATTERNS]), axis=0)
-    phase_by_word = np.where(named_phases == 1, _match_first_pattern(WORD_PHASE_PATTERNS, vocabulary), _NO_CODE)
+    named_phases = np.sum(
+        vocabulary.matching_each([pattern for _, pattern in WORD_PHASE_PATTERNS]), axis=0
+    )
+    phase_by_word = np.where(
+        named_phases == 1, _match_first_pattern(WORD_PHASE_PATTERNS, vocabulary), _NO_CODE
+    )
     category = get_event_column(trace, "category")[tree.row]
-    is_op, is_python = category == _get_category_code(cat.OP), category == _get_category_code(cat.PYTHON)
+    is_op, is_python = (
+        category == _get_category_code(cat.OP),
+        category == _get_category_code(cat.PYTHON),
+    )
     is_ours, is_step_mark = (
         gather_rows(vocabulary.matching(TRACELOOM_ANNOTATION_PATTERN), name_codes),
         gather_rows(vocabulary.matching(STEP_MARK_PATTERN), name_codes),
@@ -209,34 +245,51 @@ def classify_events(trace: Trace) -> EventClasses:
     )
     is_region = (category == _get_category_code(cat.ANNOTATION)) | is_ours
     python_phase = gather_rows(_match_first_pattern(PYTHON_PHASE_PATTERNS, vocabulary), name_codes)
-    phase = np.where(is_python, python_phase, np.where(is_region & (span_phase < 0), word_phase, span_phase))
+    phase = np.where(
+        is_python, python_phase, np.where(is_region & (span_phase < 0), word_phase, span_phase)
+    )
     is_backward_op = (get_event_column(trace, "forward_thread", 0)[tree.row] > 0) & is_op
     phase = np.where(is_backward_op & (phase < 0), BACKWARD, phase)
-    is_runtime_call = np.isin(category, (_get_category_code(cat.RUNTIME), _get_category_code(cat.DRIVER)))
+    is_runtime_call = np.isin(
+        category, (_get_category_code(cat.RUNTIME), _get_category_code(cat.DRIVER))
+    )
     # events that hold a whole step are around the loop, whatever their name says
     starts = trace.steps["start_ns"].to_numpy()
-    steps_begun_at_start = np.searchsorted(starts, get_event_column(trace, "start_ns"), side="right")
-    steps_begun_at_end = np.searchsorted(starts, get_event_column(trace, "nested_end_ns"), side="left")
-    phase[is_step_mark | (steps_begun_at_end - steps_begun_at_start > 1)[tree.row] | is_runtime_call] = _NO_CODE
+    steps_begun_at_start = np.searchsorted(
+        starts, get_event_column(trace, "start_ns"), side="right"
+    )
+    steps_begun_at_end = np.searchsorted(
+        starts, get_event_column(trace, "nested_end_ns"), side="left"
+    )
+    phase[
+        is_step_mark | (steps_begun_at_end - steps_begun_at_start > 1)[tree.row] | is_runtime_call
+    ] = _NO_CODE
     is_framework_op = is_op & ~is_ours
     activity = np.full(name_codes.size, _NO_CODE, like=name_codes)
     activity[is_python] = PYTHON
-    activity[is_python & gather_rows(vocabulary.matching(BLOCKING_PYTHON_PATTERN), name_codes)] = BLOCKING_CALL
+    activity[is_python & gather_rows(vocabulary.matching(BLOCKING_PYTHON_PATTERN), name_codes)] = (
+        BLOCKING_CALL
+    )
     activity[
         is_framework_op
         | (category == _get_category_code(cat.COLLECTIVE))
         | (~is_python & (span_phase == COMMUNICATION))
     ] = OP
     is_blocking = (
-        gather_rows(vocabulary.matching(BLOCKING_RUNTIME_PATTERN), name_codes) | mark_blocking_calls(trace)[tree.row]
+        gather_rows(vocabulary.matching(BLOCKING_RUNTIME_PATTERN), name_codes)
+        | mark_blocking_calls(trace)[tree.row]
     )
     activity[is_runtime_call] = np.where(is_blocking[is_runtime_call], BLOCKING_CALL, LAUNCH)
-    return EventClasses(phase.astype(_CODE_TYPE), activity.astype(_CODE_TYPE), is_step_mark, is_framework_op)
+    return EventClasses(
+        phase.astype(_CODE_TYPE), activity.astype(_CODE_TYPE), is_step_mark, is_framework_op
+    )
 
 
 @cache_per_trace
 def classify_activity(trace: Trace) -> Ints:
-    """What the thread does while each host event is innermost: regions take the activity of what they stand in."""
+    """What the thread does while each host event is innermost: regions take the activity of what
+    they stand in.
+    """
     activities = classify_events(trace).activity
     return np.append(activities, activities.dtype.type(UNOBSERVED))[
         build_forest(trace).nearest_or_self(activities >= 0)
@@ -247,31 +300,65 @@ def _get_category_code(category: str) -> int:
     return cat.CATEGORIES.index(category)
 
 
-def _match_first_pattern(phase_patterns: tuple[tuple[int, str], ...], vocabulary: Vocabulary) -> Ints:
+def _match_first_pattern(
+    phase_patterns: tuple[tuple[int, str], ...], vocabulary: Vocabulary
+) -> Ints:
     """Number of the first pattern of the table that each name holds; -1 for none."""
     codes, patterns = zip(*phase_patterns, strict=True)
     return np.select(vocabulary.matching_each(patterns), codes, _NO_CODE)
 
 
-HOST_INTERVALS_SCHEMA = pl.Schema({"lane": pl.UInt32(), "start_ns": pl.Int64(), "end_ns": pl.Int64()})
+HOST_INTERVALS_SCHEMA = pl.Schema(
+    {"lane": pl.UInt32(), "start_ns": pl.Int64(), "end_ns": pl.Int64()}
+)
 FRAME_TIME_SCHEMA = pl.Schema({"frame": pl.String(), "inside": pl.String(), "ns": pl.Int64()})
-RECORDER_FRAME_PATTERN = r"(^|/)traceloom/capture/"  # what the recorder does is none of the program's
-ADDRESS_PATTERN = r" (?:object )?at 0x[0-9a-fA-F]+"  # differs from call to call, and names no other place
+RECORDER_FRAME_PATTERN = (
+    r"(^|/)traceloom/capture/"  # what the recorder does is none of the program's
+)
+ADDRESS_PATTERN = (
+    r" (?:object )?at 0x[0-9a-fA-F]+"  # differs from call to call, and names no other place
+)
 _FRAME_PATTERN = r"^(.*)\((\d+)\): (.*)$"  # file.py(12): function
 _FRAMEWORK_FRAME_PATTERN = re.compile(
     r"^(<|nn\.Module: |torch/|.*/(torch|site-packages|dist-packages)/|.*/lib/python3[^/]*/)"
 )
-# Kineto cuts off the folder that packages are installed in. These are called for a piece of work and call nobody back:
-# their caller tells more.
+# Kineto cuts off the folder that packages are installed in. These are called for a piece of work
+# and call nobody back: their caller tells more.
 _UTILITY_PACKAGES = frozenset(
-    ("PIL", "cv2", "dill", "fsspec", "h5py", "matplotlib", "msgpack", "numba", "numpy", "pandas", "pyarrow", "requests",
-     "safetensors", "scipy", "skimage", "sklearn", "tensorboard", "tokenizers", "torchaudio", "torchvision", "tqdm",
-     "triton", "urllib3", "wandb", "yaml")
-)  # fmt: skip
+    (
+        "PIL",
+        "cv2",
+        "dill",
+        "fsspec",
+        "h5py",
+        "matplotlib",
+        "msgpack",
+        "numba",
+        "numpy",
+        "pandas",
+        "pyarrow",
+        "requests",
+        "safetensors",
+        "scipy",
+        "skimage",
+        "sklearn",
+        "tensorboard",
+        "tokenizers",
+        "torchaudio",
+        "torchvision",
+        "tqdm",
+        "triton",
+        "urllib3",
+        "wandb",
+        "yaml",
+    )
+)
 
 
 def is_user_frame(frame: str) -> bool:
-    """Whether a Python frame is neither PyTorch's, the standard library's or a tool's, nor a built-in function."""
+    """Whether a Python frame is neither PyTorch's, the standard library's or a tool's, nor a
+    built-in function.
+    """
     if _FRAMEWORK_FRAME_PATTERN.match(frame):
         return False
     package = frame.split("(", 1)[0].split("/", 1)[0].removesuffix(".py")
@@ -279,31 +366,48 @@ def is_user_frame(frame: str) -> bool:
 
 
 def parse_frame_places(names: pl.Series) -> pl.DataFrame:
-    """Columns name, file and line of the names of events; file and line are null for what is no Python function."""
-    return names.cast(pl.String).to_frame("text").select(
-        name=pl.coalesce(pl.col("text").str.extract(_FRAME_PATTERN, 3), pl.col("text")),
-        file=pl.col("text").str.extract(_FRAME_PATTERN, 1),
-        line=pl.col("text").str.extract(_FRAME_PATTERN, 2).cast(pl.Int32, strict=False),
-    )  # fmt: skip
+    """Columns name, file and line of the names of events; file and line are null for what is no
+    Python function.
+    """
+    return (
+        names.cast(pl.String)
+        .to_frame("text")
+        .select(
+            name=pl.coalesce(pl.col("text").str.extract(_FRAME_PATTERN, 3), pl.col("text")),
+            file=pl.col("text").str.extract(_FRAME_PATTERN, 1),
+            line=pl.col("text").str.extract(_FRAME_PATTERN, 2).cast(pl.Int32, strict=False),
+        )
+    )
 
 
 def measure_frame_time(trace: Trace, interval_sets: Sequence[pl.DataFrame]) -> list[pl.DataFrame]:
-    """How long each Python frame holds stretches of host time: exclusive, so that the times of frames add up to them.
+    """How long each Python frame holds stretches of host time: exclusive, so that the times of
+    frames add up to them.
 
-    Time is given to the innermost frame of the user's own code around it, else to the innermost frame of all.
+    Time is given to the innermost frame of the user's own code around it, else to the innermost
+    frame of all.
 
     Args:
         trace: The trace.
         interval_sets: Sets of stretches of host threads, `STRETCHES`; those of one set and lane are counted once.
 
     Returns:
-        A table for each set, `HELD`: the Python frame as recorded, what is innermost inside it (null where it
-        is itself) and nanoseconds, > 0. Time in which no Python frame is recorded is left out.
+        A table for each set, `HELD`: the Python frame as recorded, what is innermost inside it
+        (null where it is itself) and nanoseconds, > 0. Time in which no Python frame is recorded is
+        left out.
     """
-    tree, vocabulary, segments = build_forest(trace), build_vocabulary(trace), build_host_segments(trace)
-    is_python = gather_rows(get_event_column(trace, "category") == cat.CATEGORIES.index(cat.PYTHON), tree.row)
+    tree, vocabulary, segments = (
+        build_forest(trace),
+        build_vocabulary(trace),
+        build_host_segments(trace),
+    )
+    is_python = gather_rows(
+        get_event_column(trace, "category") == cat.CATEGORIES.index(cat.PYTHON), tree.row
+    )
     is_user_name = np.zeros(len(vocabulary.names), dtype=np.bool_)
-    functions = np.flatnonzero(vocabulary.matching(_FRAME_PATTERN) & ~vocabulary.matching(RECORDER_FRAME_PATTERN))
+    functions = np.flatnonzero(
+        vocabulary.matching(_FRAME_PATTERN) & ~vocabulary.matching(RECORDER_FRAME_PATTERN)
+    )
     is_user_name[functions] = [is_user_frame(name) for name in vocabulary.names.gather(functions)]
     code = gather_rows(vocabulary.code, tree.row)
     frame_of_position = tree.nearest_or_self(is_python & gather_rows(is_user_name, code))
@@ -323,7 +427,9 @@ def measure_frame_time(trace: Trace, interval_sets: Sequence[pl.DataFrame]) -> l
             continue
         lane = intervals["lane"].to_numpy().astype(np.int64)
         start, end = (
-            np.clip(intervals[name].to_numpy(), trace.start_ns, trace.end_ns) + lane * lane_span - trace.start_ns
+            np.clip(intervals[name].to_numpy(), trace.start_ns, trace.end_ns)
+            + lane * lane_span
+            - trace.start_ns
             for name in ("start_ns", "end_ns")
         )
         ns = compute_coverage(merge_intervals(start, end), low, high)
@@ -345,6 +451,8 @@ def measure_frame_time(trace: Trace, interval_sets: Sequence[pl.DataFrame]) -> l
             for name in ("frame", "inside")
         ).with_columns(inside=pl.when(~pl.col("own")).then("inside"))
         tables.append(
-            named_times.group_by("frame", "inside").agg(pl.col("ns").sum()).pipe(cast_to_schema, FRAME_TIME_SCHEMA)
+            named_times.group_by("frame", "inside")
+            .agg(pl.col("ns").sum())
+            .pipe(cast_to_schema, FRAME_TIME_SCHEMA)
         )
     return tables

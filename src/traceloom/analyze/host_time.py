@@ -32,13 +32,21 @@ from traceloom.analyze.names import build_vocabulary
 from traceloom.analyze.steps import NO_STEP, contains, cut, split_at_steps
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Bools, Ints
-from traceloom.trace.arrays import Engine, choose_engine, gather_rows, get_event_column, to_nullable_series
+from traceloom.trace.arrays import (
+    Engine,
+    choose_engine,
+    gather_rows,
+    get_event_column,
+    to_nullable_series,
+)
 from traceloom.trace.batch import cache_per_trace
 from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.trace import Trace
 
 THREADS = build_schema("lane process thread name window_ns busy_ns event_count main")
-ACCOUNT = build_schema("lane step phase activity ns", {"phase": pl.Enum(PHASES), "activity": pl.Enum(ACTIVITIES)})
+ACCOUNT = build_schema(
+    "lane step phase activity ns", {"phase": pl.Enum(PHASES), "activity": pl.Enum(ACTIVITIES)}
+)
 _UNKNOWN = -1
 _STEP_TYPE: Any = np.int32
 _CODE_TYPE: Any = np.int8  # of phases and activities
@@ -77,10 +85,11 @@ class HostTime(Result):
 def host(trace: Trace) -> HostTime:
     """Account for the time of every host thread.
 
-    The phase is that of the outermost event that says one; the activity that of the innermost event. On the main
-    thread, time without a phase of its own is given one by three rules, in this order: another thread of the process
-    runs the backward pass meanwhile; the thread records nothing while another one communicates; what lies between two
-    stretches of one phase within a step belongs to it. docs/concepts/host-time.md has the definitions.
+    The phase is that of the outermost event that says one; the activity that of the innermost
+    event. On the main thread, time without a phase of its own is given one by three rules, in this
+    order: another thread of the process runs the backward pass meanwhile; the thread records
+    nothing while another one communicates; what lies between two stretches of one phase within a
+    step belongs to it. docs/concepts/host-time.md has the definitions.
     """
     lanes = trace.lanes.filter(pl.col("kind") == "host").sort("lane")
     main = find_main_lane(trace)
@@ -107,13 +116,16 @@ def host(trace: Trace) -> HostTime:
 @cache_per_trace
 def is_in_passes(trace: Trace) -> Bools:
     """Which host events, in the forest's order, are of the forward or the backward pass."""
-    in_passes: Bools = np.isin(_assign_phases(trace, build_forest(trace), classify_events(trace)), (FORWARD, BACKWARD))
+    in_passes: Bools = np.isin(
+        _assign_phases(trace, build_forest(trace), classify_events(trace)), (FORWARD, BACKWARD)
+    )
     return in_passes
 
 
 @cache_per_trace
 def find_main_lane(trace: Trace) -> int | None:
-    """The lane that runs the program: a process's first thread where it has ops or calls, else the lane with most.
+    """The lane that runs the program: a process's first thread where it has ops or calls, else the
+    lane with most.
 
     Ops of the backward pass do not count, so that an autograd thread is never taken for it.
     """
@@ -143,27 +155,36 @@ def _build_lane_parts(trace: Trace, main: int | None) -> list[_LaneParts]:
     # one more entry at the end, which the owner -1 (nothing recorded) finds
     phase = np.append(phase_of, _UNKNOWN).astype(_CODE_TYPE)[owner]
     activity_code = np.append(classify_activity(trace), UNOBSERVED).astype(_CODE_TYPE)[owner]
-    lane_parts = _LaneParts(lane, cuts.start_ns, cuts.end_ns, step.astype(_STEP_TYPE), phase, activity_code)
+    lane_parts = _LaneParts(
+        lane, cuts.start_ns, cuts.end_ns, step.astype(_STEP_TYPE), phase, activity_code
+    )
     del cuts, owner, step
     if main is None:
         return [lane_parts]
     main_rows = np.flatnonzero(lane == main)
     ordered = lane_parts.take(main_rows[np.argsort(lane_parts.start_ns[main_rows], kind="stable")])
-    return [lane_parts.take(np.flatnonzero(lane != main)), _infer(trace, tree, phase_of, main, ordered)]
+    return [
+        lane_parts.take(np.flatnonzero(lane != main)),
+        _infer(trace, tree, phase_of, main, ordered),
+    ]
 
 
 def _assign_phases(trace: Trace, tree: Forest, event_meaning: EventClasses) -> Ints:
-    """Phase of each host event: that of the outermost event above it that has one; -1 where none does.
+    """Phase of each host event: that of the outermost event above it that has one; -1 where none
+    does.
 
-    An op that autograd recorded (it has a sequence number and no forward thread) is forward where nothing above it has
-    a phase; in a trace without any backward pass every op inside a step is. Inside an optimizer's step the forward and
-    the backward pass keep their own phase: a closure runs them (LBFGS, Lightning). So does every part of the step
-    inside a region that is named communication.
+    An op that autograd recorded (it has a sequence number and no forward thread) is forward where
+    nothing above it has a phase; in a trace without any backward pass every op inside a step is.
+    Inside an optimizer's step the forward and the backward pass keep their own phase: a closure
+    runs them (LBFGS, Lightning). So does every part of the step inside a region that is named
+    communication.
     """
     events = trace.events
     phase = event_meaning.phase.copy()
     forward_thread = get_event_column(trace, "forward_thread", 0)[tree.row]
-    recorded = gather_rows(events["sequence"].is_not_null().to_numpy(), tree.row) & (forward_thread == 0)
+    recorded = gather_rows(events["sequence"].is_not_null().to_numpy(), tree.row) & (
+        forward_thread == 0
+    )
     is_closure = np.isin(phase, (FORWARD, BACKWARD)) | (event_meaning.op & recorded & (phase < 0))
     if not (phase == BACKWARD).any():
         recorded |= gather_rows(events["step"].is_not_null().to_numpy(), tree.row)
@@ -175,16 +196,26 @@ def _assign_phases(trace: Trace, tree: Forest, event_meaning: EventClasses) -> I
     event_phase = np.where(called, np.append(phase, _UNKNOWN)[inner], top_phase)
     if not mark_communication_scopes(trace).any():
         return event_phase
-    part = tree.outermost_or_self(np.isin(event_meaning.phase, (LOADING, FORWARD, BACKWARD, OPTIMIZER)))
-    return np.where((top_phase == COMMUNICATION) & (part >= 0), np.append(phase, _UNKNOWN)[part], event_phase)
+    part = tree.outermost_or_self(
+        np.isin(event_meaning.phase, (LOADING, FORWARD, BACKWARD, OPTIMIZER))
+    )
+    return np.where(
+        (top_phase == COMMUNICATION) & (part >= 0), np.append(phase, _UNKNOWN)[part], event_phase
+    )
 
 
-def _infer(trace: Trace, tree: Forest, phase_of: Ints, main: int, lane_parts: _LaneParts) -> _LaneParts:
+def _infer(
+    trace: Trace, tree: Forest, phase_of: Ints, main: int, lane_parts: _LaneParts
+) -> _LaneParts:
     """Give phases to the main thread's time that has none (see `host`); pieces are sorted by start."""
     lanes = trace.lanes
     process = lanes.filter(pl.col("lane") == main)["process"][0]
-    other_lanes = lanes.filter((pl.col("kind") == "host") & (pl.col("process") == process) & (pl.col("lane") != main))
-    is_other = np.zeros(int(lanes["lane"].to_numpy().max(initial=0)) + 1, dtype=np.bool_)  # for every lane number
+    other_lanes = lanes.filter(
+        (pl.col("kind") == "host") & (pl.col("process") == process) & (pl.col("lane") != main)
+    )
+    is_other = np.zeros(
+        int(lanes["lane"].to_numpy().max(initial=0)) + 1, dtype=np.bool_
+    )  # for every lane number
     is_other[other_lanes["lane"].to_numpy()] = True
     elsewhere = gather_rows(is_other, tree.lane)
     for new_phase in (BACKWARD, COMMUNICATION):
@@ -199,7 +230,9 @@ def _infer(trace: Trace, tree: Forest, phase_of: Ints, main: int, lane_parts: _L
             free = (lane_parts.phase < 0) & unobserved
         # the parts of free pieces that lie in the busy time; others are left whole
         narrow = cut(
-            np.where(free, lane_parts.start_ns, lane_parts.end_ns), lane_parts.end_ns, np.unique(np.concatenate(busy))
+            np.where(free, lane_parts.start_ns, lane_parts.end_ns),
+            lane_parts.end_ns,
+            np.unique(np.concatenate(busy)),
         )
         parts, free = lane_parts.take(narrow.source), free[narrow.source]
         start = np.where(free, narrow.start_ns, parts.start_ns)
@@ -223,12 +256,16 @@ def _infer(trace: Trace, tree: Forest, phase_of: Ints, main: int, lane_parts: _L
 def _add_up_parts(lane_parts: _LaneParts, engine: Engine) -> pl.DataFrame:
     """Sums by lane, step, phase and activity; one number stands for the four while they are added."""
     lane, start, end, step, phase, activity_code = lane_parts
-    steps = np.unique(step[np.flatnonzero(np.diff(step, prepend=NO_STEP - 1))])  # few: neighbours share theirs
+    steps = np.unique(
+        step[np.flatnonzero(np.diff(step, prepend=NO_STEP - 1))]
+    )  # few: neighbours share theirs
     step_index = np.searchsorted(steps, step)
     kinds = len(PHASES) * len(ACTIVITIES)
     kind = np.where(phase < 0, OTHER, phase) * len(ACTIVITIES) + activity_code
     key = (lane.astype(np.int64) * max(steps.size, 1) + step_index) * kinds + kind
-    durations = pl.LazyFrame({"key": key, "ns": end - start}).group_by("key").agg(pl.col("ns").sum())
+    durations = (
+        pl.LazyFrame({"key": key, "ns": end - start}).group_by("key").agg(pl.col("ns").sum())
+    )
     summed = durations.collect(engine=engine).sort("key")
     keys = summed["key"].to_numpy()
     number = steps[(keys // kinds) % max(steps.size, 1)] if steps.size else keys
@@ -267,10 +304,10 @@ CURVE_PARTS = 200  # of the window, for the curve
 
 _LOADER_FRAME = r"(^|/)torch/utils/data/(_utils/(worker|fetch|collate)|dataloader)\.py|^enumerate\(DataLoader\)#"
 _PIN_MEMORY_FRAME = r"(^|/)torch/utils/data/_utils/pin_memory\.py"
-_COMPILER_FRAME = (
-    r"(^|/)torch/(_inductor|_dynamo|_functorch)/|\(dynamo_timed\)$|^(dynamo|inductor_compile|entire_\w+_compile)$"
+_COMPILER_FRAME = r"(^|/)torch/(_inductor|_dynamo|_functorch)/|\(dynamo_timed\)$|^(dynamo|inductor_compile|entire_\w+_compile)$"
+_COMMUNICATION_EVENT = (
+    r"^(nccl|rccl|gloo|mpi|ucc|xccl|oneccl|hccl):|^_?c10d(_functional)?::|^record_param_comms$"
 )
-_COMMUNICATION_EVENT = r"^(nccl|rccl|gloo|mpi|ucc|xccl|oneccl|hccl):|^_?c10d(_functional)?::|^record_param_comms$"
 _THREAD_START_FRAME = r"^(threading|concurrent/futures/thread|multiprocessing/\w+)\.py\(\d+\): |^<"
 
 
@@ -280,9 +317,9 @@ class Threads(Result):
 
     Attributes:
         threads: One row per host lane, the main thread first, then by busy time. `role` is one of `ROLES`; `says` is
-            what it was told by: a name recorded on the thread. `busy_ns` is the time with any event open, `active_ns`
-            the part of it in which the thread does not stand in a call that waits; the five columns by activity
-            (docs/concepts/host-time.md) add up to `window_ns`.
+            what it was told by: a name recorded on the thread. `busy_ns` is the time with any event
+            open, `active_ns` the part of it in which the thread does not stand in a call that
+            waits; the five columns by activity (docs/concepts/host-time.md) add up to `window_ns`.
         concurrency: How long exactly so many threads were active at once, by step (null outside all steps); adds up to
             the window of the trace.
         curve: Mean number of active threads in each of up to 200 equal parts of the window.
@@ -323,16 +360,25 @@ def threads(trace: Trace) -> Threads:
             "event_count": lanes["events"].cast(pl.Int64),
             "window_ns": np.full(host_lanes.size, window),
             "busy_ns": busy,
-            "active_ns": window - activity_ns[host_lanes, UNOBSERVED] - activity_ns[host_lanes, BLOCKING_CALL],
-            **{f"{name}_ns": activity_ns[host_lanes, index] for index, name in enumerate(ACTIVITIES)},
-            "launch_count": np.bincount(get_event_column(trace, "lane")[calls], minlength=size)[host_lanes],
+            "active_ns": window
+            - activity_ns[host_lanes, UNOBSERVED]
+            - activity_ns[host_lanes, BLOCKING_CALL],
+            **{
+                f"{name}_ns": activity_ns[host_lanes, index]
+                for index, name in enumerate(ACTIVITIES)
+            },
+            "launch_count": np.bincount(get_event_column(trace, "lane")[calls], minlength=size)[
+                host_lanes
+            ],
         }
     ).pipe(cast_to_schema, THREAD_SCHEMA)
     is_main = (pl.col("role") == "main").fill_null(False)
     # A thread is active whenever it does not rest: +1 where it begins to be, -1 where it ends.
     resting = np.flatnonzero((doing == UNOBSERVED) | (doing == BLOCKING_CALL))
     resting = resting[np.argsort(segments.lane[resting], kind="stable")]
-    low, high = (np.searchsorted(segments.lane[resting], host_lanes, side=side) for side in ("left", "right"))
+    low, high = (
+        np.searchsorted(segments.lane[resting], host_lanes, side=side) for side in ("left", "right")
+    )
     times, change = [np.array([trace.start_ns, trace.end_ns])], [np.zeros(2, dtype=np.int64)]
     for first, last in zip(low.tolist(), high.tolist(), strict=True):
         resting_rows = resting[first:last]
@@ -347,7 +393,10 @@ def threads(trace: Trace) -> Threads:
     order = np.argsort(start, kind="stable")
     start, count = start[order], np.cumsum(np.concatenate(change)[order])
     is_last = np.append(start[1:] != start[:-1], True)
-    start, count = start[is_last], count[is_last]  # the instants at which the number changes, and the end
+    start, count = (
+        start[is_last],
+        count[is_last],
+    )  # the instants at which the number changes, and the end
     total = int((count[:-1] * np.diff(start)).sum()) if start.size else 0
     if start.size < 2:
         concurrency = CONCURRENCY.to_frame()
@@ -381,10 +430,14 @@ def _compute_concurrency_curve(trace: Trace, start: Ints, count: Ints) -> pl.Dat
     if start.size < 2 or not parts:
         return CURVE.to_frame()
     edges = trace.start_ns + window * np.arange(parts + 1) // parts
-    spent = np.concatenate([[0], np.cumsum(count[:-1] * np.diff(start))])  # thread-nanoseconds up to each instant
+    spent = np.concatenate(
+        [[0], np.cumsum(count[:-1] * np.diff(start))]
+    )  # thread-nanoseconds up to each instant
     position = np.searchsorted(start, edges, side="right") - 1
     until = spent[position] + count[position] * (edges - start[position])
-    return pl.DataFrame({"start_ns": edges[:-1], "active": np.diff(until) / np.diff(edges)}).pipe(cast_to_schema, CURVE)
+    return pl.DataFrame({"start_ns": edges[:-1], "active": np.diff(until) / np.diff(edges)}).pipe(
+        cast_to_schema, CURVE
+    )
 
 
 @cache_per_trace
@@ -404,7 +457,10 @@ def _infer_roles(trace: Trace) -> dict[int, tuple[str, str | None]]:
         ("data_loader", gather_rows(vocabulary.matching(_LOADER_FRAME), code) & python),
         ("autograd", backward),
         ("compiler", gather_rows(vocabulary.matching(_COMPILER_FRAME), code) & ~launch),
-        ("communication", gather_rows(vocabulary.matching(_COMMUNICATION_EVENT), code) & (tree.parent < 0)),
+        (
+            "communication",
+            gather_rows(vocabulary.matching(_COMMUNICATION_EVENT), code) & (tree.parent < 0),
+        ),
         ("operators", is_op),
         ("python", python),
         ("runtime", launch),
@@ -417,7 +473,8 @@ def _infer_roles(trace: Trace) -> dict[int, tuple[str, str | None]]:
         for lane, row in zip(lanes.tolist(), rows[first].tolist(), strict=True):
             roles.setdefault(lane, (role, str(vocabulary.names[int(code[row])])))
     for lane in [lane for lane, (role, _) in roles.items() if role == "python"]:
-        # what it was started to do: its outermost frame that is not the machinery of starting threads
+        # what it was started to do: its outermost frame that is not the machinery of starting
+        # threads
         folded = call_tree(trace)
         frames = np.flatnonzero((folded.lane == lane) & (folded.kind == NODE_KINDS.index("python")))
         names = folded.names[pl.Series(folded.label[frames], dtype=pl.UInt32)]

@@ -1,8 +1,9 @@
 """Idle time by cause; what the host did meanwhile; the longest gaps.
 
-A gap is time in a device's window in which no stream runs anything. The work that ends a gap tells why there was one:
-its launch came late (then the host's doings until the launch are the causes), the launch itself took its time, or the
-work was queued and waited, for some other work where it was told to. Exact definitions: docs/concepts/idle-time.md.
+A gap is time in a device's window in which no stream runs anything. The work that ends a gap tells
+why there was one: its launch came late (then the host's doings until the launch are the causes),
+the launch itself took its time, or the work was queued and waited, for some other work where it was
+told to. Exact definitions: docs/concepts/idle-time.md.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ from traceloom.analyze.gpu_work import (
     find_stream_waits,
     is_copy,
 )
-from traceloom.analyze.host_events import BLOCKING_CALL, LAUNCH, LOADING, OP, PYTHON, classify_activity, classify_events
+from traceloom.analyze.host_events import (
+    BLOCKING_CALL,
+    LAUNCH,
+    LOADING,
+    OP,
+    PYTHON,
+    classify_activity,
+    classify_events,
+)
 from traceloom.analyze.host_time import find_main_lane
 from traceloom.analyze.intervals import Spans, find_overlaps
 from traceloom.analyze.kernel_rules import select_gpu_work
@@ -82,7 +91,8 @@ _CAUSE_BY_ACTIVITY = {
     PYTHON: _HOST_CAUSE_NAMES.index("host_python"),
 }
 _UNOBSERVED = len(_HOST_CAUSE_NAMES) - 1
-# What the collector is called in recordings: Python's own event, annotations of it, and calls of `gc.collect`.
+# What the collector is called in recordings: Python's own event, annotations of it, and calls of
+# `gc.collect`.
 GARBAGE_COLLECTION_PATTERN = (
     r"^(Python )?GC\b|^gc($|[.: (])|^garbage[ _]collect"
     r"|^<built-in (function|method) collect( of module '?gc'?.*)?>$|(^|/)gc\.py\(\d+\): "
@@ -130,11 +140,13 @@ class _WaitParts(NamedTuple):
     other: Bools
 
 
-def split_by_activity(trace: Trace, waiting: GapIntervals, lane: Ints, device: Ints) -> pl.DataFrame:
+def split_by_activity(
+    trace: Trace, waiting: GapIntervals, lane: Ints, device: Ints
+) -> pl.DataFrame:
     """Split time in which the GPU waited for a launch by what the launching thread did.
 
-    Where the launching thread has nothing open (an autograd thread before its first work, say), what the main thread
-    did is taken instead, and is not sure.
+    Where the launching thread has nothing open (an autograd thread before its first work, say),
+    what the main thread did is taken instead, and is not sure.
 
     Args:
         trace: One process's trace.
@@ -143,8 +155,9 @@ def split_by_activity(trace: Trace, waiting: GapIntervals, lane: Ints, device: I
         device: Device of each stretch; those of one device are disjoint.
 
     Returns:
-        Columns gap, step_row, start_ns, duration_ns, cause (number in HOST_CAUSES), sure, activity (row of the
-        longest innermost event, -1 where none is open); durations add up to those of `waiting`.
+        Columns gap, step_row, start_ns, duration_ns, cause (number in HOST_CAUSES), sure, activity
+        (row of the longest innermost event, -1 where none is open); durations add up to those of
+        `waiting`.
     """
     tree = build_forest(trace)
     wait_parts = _split_by_innermost_event(trace, waiting, lane, device)
@@ -155,14 +168,17 @@ def split_by_activity(trace: Trace, waiting: GapIntervals, lane: Ints, device: I
     cause_of = np.full(tree.row.size, _UNOBSERVED, like=tree.row)
     for code, number in _CAUSE_BY_ACTIVITY.items():
         cause_of[activities == code] = number
-    for pattern, name in ((LOCK_PATTERN, "host_lock"), (GARBAGE_COLLECTION_PATTERN, "host_garbage_collection")):
+    for pattern, name in (
+        (LOCK_PATTERN, "host_lock"),
+        (GARBAGE_COLLECTION_PATTERN, "host_garbage_collection"),
+    ):
         matching = vocabulary.matching(pattern)
         if matching.any():
-            cause_of[tree.outermost_or_self(gather_rows(matching, vocabulary.code[tree.row])) >= 0] = (
-                _HOST_CAUSE_NAMES.index(name)
-            )
-    cause_of[tree.outermost_or_self(classify_events(trace).phase == LOADING) >= 0] = _HOST_CAUSE_NAMES.index(
-        "host_data_loading"
+            cause_of[
+                tree.outermost_or_self(gather_rows(matching, vocabulary.code[tree.row])) >= 0
+            ] = _HOST_CAUSE_NAMES.index(name)
+    cause_of[tree.outermost_or_self(classify_events(trace).phase == LOADING) >= 0] = (
+        _HOST_CAUSE_NAMES.index("host_data_loading")
     )
     cause[observed] = cause_of[wait_parts.owner[observed]]
     rows = tree.row[wait_parts.owner] if tree.row.size else wait_parts.owner
@@ -187,11 +203,13 @@ def split_by_activity(trace: Trace, waiting: GapIntervals, lane: Ints, device: I
     )
 
 
-def _split_by_innermost_event(trace: Trace, waiting: GapIntervals, lane: Ints, device: Ints) -> _WaitParts:
+def _split_by_innermost_event(
+    trace: Trace, waiting: GapIntervals, lane: Ints, device: Ints
+) -> _WaitParts:
     """Cut the stretches at every change of the innermost event of the launching thread.
 
-    Where that has nothing open, the main thread's events are taken. That the main thread waits for autograd's threads
-    does not count: those are the launching threads.
+    Where that has nothing open, the main thread's events are taken. That the main thread waits for
+    autograd's threads does not count: those are the launching threads.
     """
     nothing = np.zeros(0, dtype=np.int64)
     parts = [_WaitParts(nothing, nothing, nothing, nothing, np.zeros(0, dtype=np.bool_))]
@@ -201,7 +219,13 @@ def _split_by_innermost_event(trace: Trace, waiting: GapIntervals, lane: Ints, d
         rows = np.flatnonzero(segments.lane == lane_number)
         shared = find_overlaps(segments.start_ns[rows], segments.end_ns[rows], spans)
         owner = segments.owner[rows[shared.left]]
-        return _WaitParts(part[shared.right], owner, shared.start, shared.end, np.zeros(owner.size, dtype=np.bool_))
+        return _WaitParts(
+            part[shared.right],
+            owner,
+            shared.start,
+            shared.end,
+            np.zeros(owner.size, dtype=np.bool_),
+        )
 
     pair = device * (int(lane.max(initial=0)) + 1) + lane
     for group in np.unique(pair):
@@ -213,9 +237,13 @@ def _split_by_innermost_event(trace: Trace, waiting: GapIntervals, lane: Ints, d
             continue
         blank = np.flatnonzero(lane_parts.owner < 0)
         blank = blank[np.argsort(lane_parts.start[blank], kind="stable")]
-        helped = on_lane(main, lane_parts.part[blank], Spans(lane_parts.start[blank], lane_parts.end[blank]))
+        helped = on_lane(
+            main, lane_parts.part[blank], Spans(lane_parts.start[blank], lane_parts.end[blank])
+        )
         names = trace.events["name"][tree.row[np.maximum(helped.owner, 0)]]
-        counts = (helped.owner >= 0) & ~names.str.starts_with("<built-in method run_backward").to_numpy()
+        counts = (helped.owner >= 0) & ~names.str.starts_with(
+            "<built-in method run_backward"
+        ).to_numpy()
         has_owner = lane_parts.owner >= 0
         parts.append(
             _WaitParts(
@@ -236,10 +264,12 @@ EvidenceType = pl.Enum(EVIDENCE)
 _CAUSE_CODES = {cause: code for code, cause in enumerate(CAUSES)}
 _NONE = -1
 
-# Longest pause that the hardware needs between two queued pieces of work: 99 % stay below 3 µs on NVIDIA and below
+# Longest pause that the hardware needs between two queued pieces of work: 99 % stay below 3 µs on
+# NVIDIA and below
 # 18 µs on AMD; none of some 30,000 in complete public traces was longer than 24 µs.
 KERNEL_TO_KERNEL_NS = 30_000
-# Longest time from the return of a launch call to the start of its work on an idle device that still is latency.
+# Longest time from the return of a launch call to the start of its work on an idle device that
+# still is latency.
 LAUNCH_LATENCY_NS = 100_000
 # Work may seem to end this long after what waited for it began.
 _CLOCK_TOLERANCE_NS = 2_000
@@ -252,14 +282,16 @@ GAP_SCHEMA = build_schema(
 
 @dataclass(frozen=True)
 class Idle(Result):
-    """Idle time of each device by cause; the time before the first and after the last GPU work is not in it.
+    """Idle time of each device by cause; the time before the first and after the last GPU work is
+    not in it.
 
     Attributes:
         gaps: The parts of each gap, one row per (gap, step, cause), by device and start: gap (number of the gap),
-            device, start_ns (first nanosecond of the part), duration_ns (all time of that cause in that gap and step;
-            the host's doings alternate, so a part need not be contiguous), cause, evidence, before and after (the GPU
-            work around the gap), launch (call that submitted `after`), step, host_activity (the longest thing the host
-            did in the part; null where it is not the host's or nothing is recorded).
+            device, start_ns (first nanosecond of the part), duration_ns (all time of that cause in
+            that gap and step; the host's doings alternate, so a part need not be contiguous),
+            cause, evidence, before and after (the GPU work around the gap), launch (call that
+            submitted `after`), step, host_activity (the longest thing the host did in the part;
+            null where it is not the host's or nothing is recorded).
         causes: device, step (null = outside all steps), cause, idle_ns, gap_count (gaps that have this cause).
         totals: device, cause, idle_ns, gap_count. Adds up to `idle_ns` of `gpu_time`, as does `causes` per step.
     """
@@ -278,7 +310,11 @@ def idle(trace: Trace) -> Idle:
     start, duration = (get_event_column(trace, name) for name in ("start_ns", "duration_ns"))
     caused = (all_gaps.launch >= 0) & all_gaps.first
     call = np.where(caused, start[all_gaps.launch], low) if start.size else low
-    back = np.where(caused, call + np.maximum(duration[all_gaps.launch], 0), low) if start.size else low
+    back = (
+        np.where(caused, call + np.maximum(duration[all_gaps.launch], 0), low)
+        if start.size
+        else low
+    )
     # a copy whose call waits for the end of the copy was submitted when the call began
     ended = start[all_gaps.after] + duration[all_gaps.after]
     waits = is_copy(trace, all_gaps.after) & (back >= ended) & (call < low)
@@ -294,16 +330,29 @@ def idle(trace: Trace) -> Idle:
     shared = find_overlaps(all_gaps.low, called, steps.spans)
     cut = GapIntervals(shared.left, gather_rows(steps.row, shared.right), shared.start, shared.end)
     lane = get_event_column(trace, "lane")[all_gaps.launch[cut.gap]].astype(np.int64)
-    sure = pl.when("sure").then(EVIDENCE.index("correlated")).otherwise(EVIDENCE.index("inferred")).cast(pl.Int64)
+    sure = (
+        pl.when("sure")
+        .then(EVIDENCE.index("correlated"))
+        .otherwise(EVIDENCE.index("inferred"))
+        .cast(pl.Int64)
+    )
     none = pl.lit(_NONE, dtype=pl.Int64)
     parts = [
         split_by_activity(trace, cut, lane, all_gaps.device[cut.gap]).select(
-            "gap", "step_row", "start_ns", "duration_ns", "cause", sure.alias("evidence"), "activity",
-            producer=none, wait=none,
+            "gap",
+            "step_row",
+            "start_ns",
+            "duration_ns",
+            "cause",
+            sure.alias("evidence"),
+            "activity",
+            producer=none,
+            wait=none,
         )
-    ]  # fmt: skip
+    ]
 
-    # The launch; then the time in which the work was already submitted: work that waited gets its producer.
+    # The launch; then the time in which the work was already submitted: work that waited gets its
+    # producer.
     nothing = np.full(all_gaps.low.size, _NONE, like=all_gaps.low)
     latency = np.full(all_gaps.low.size, _CAUSE_CODES[LAUNCH_LATENCY], like=all_gaps.low)
     correlated = np.full(all_gaps.low.size, EVIDENCE.index("correlated"), like=all_gaps.low)
@@ -334,8 +383,17 @@ def idle(trace: Trace) -> Idle:
     causes, totals = (  # the largest cause first
         rows.lazy()
         .group_by(*keys, "cause")
-        .agg(pl.col("duration_ns").sum().alias("idle_ns"), pl.col("gap").n_unique().cast(pl.Int64).alias("gap_count"))
-        .sort(*keys, "idle_ns", "cause", descending=[*(False for _ in keys), True, False], nulls_last=True)
+        .agg(
+            pl.col("duration_ns").sum().alias("idle_ns"),
+            pl.col("gap").n_unique().cast(pl.Int64).alias("gap_count"),
+        )
+        .sort(
+            *keys,
+            "idle_ns",
+            "cause",
+            descending=[*(False for _ in keys), True, False],
+            nulls_last=True,
+        )
         .collect()
         for keys in (["device", "step"], ["device"])
     )
@@ -343,16 +401,21 @@ def idle(trace: Trace) -> Idle:
 
 
 def _classify_queued(trace: Trace, all_gaps: IdleGaps) -> tuple[Ints, Ints, Bools]:
-    """Per gap: cause and evidence (as numbers) of the time after the work was submitted, and whether it is a wait."""
+    """Per gap: cause and evidence (as numbers) of the time after the work was submitted, and
+    whether it is a wait.
+    """
     waited, recorded = find_stream_waits(trace)
     has_wait = waited[all_gaps.after]
     short = all_gaps.high - all_gaps.low <= KERNEL_TO_KERNEL_NS
     work = find_gpu_event_rows(trace)
-    work_ends = np.sort(trace.events["start_ns"].to_numpy()[work] + trace.events["duration_ns"].to_numpy()[work])
+    work_ends = np.sort(
+        trace.events["start_ns"].to_numpy()[work] + trace.events["duration_ns"].to_numpy()[work]
+    )
     earlier = np.searchsorted(work_ends, all_gaps.high - KERNEL_TO_KERNEL_NS, side="right")
     something_ended = np.searchsorted(work_ends, all_gaps.high, side="right") > earlier
-    # A short gap after work of the same stream comes from stream order; a long one is a wait only if something ended
-    # just before it did: all streams of this device were idle, so nothing on it could have been awaited.
+    # A short gap after work of the same stream comes from stream order; a long one is a wait only
+    # if something ended just before it did: all streams of this device were idle, so nothing on it
+    # could have been awaited.
     waited = has_wait & np.where(short, ~all_gaps.is_same_stream, something_ended | recorded)
     choices = (
         (all_gaps.launch < 0, NOT_RECORDED, None),
@@ -365,32 +428,39 @@ def _classify_queued(trace: Trace, all_gaps: IdleGaps) -> tuple[Ints, Ints, Bool
     causes, evidence = [choice[1] for choice in choices], [choice[2] for choice in choices]
     return (
         gather_rows(np.array([_CAUSE_CODES[cause] for cause in causes]), choice_index),
-        np.array([_NONE if name is None else EVIDENCE.index(name) for name in evidence])[choice_index],
+        np.array([_NONE if name is None else EVIDENCE.index(name) for name in evidence])[
+            choice_index
+        ],
         choice_index == causes.index(DEPENDENCY),
     )
 
 
 def _find_producers(trace: Trace, gaps: IdleGaps, waited: Bools) -> tuple[Ints, Ints]:
-    """What the work after those gaps that are waits had waited for; rows of `events`, -1 for none; shape (gaps,).
+    """What the work after those gaps that are waits had waited for; rows of `events`, -1 for none;
+    shape (gaps,).
 
-    A recorded wait names the stream and the record of the event: the last work that was launched on that stream before
-    the event was recorded is what was waited for; of several waits the one whose work ended last. Without a record it
-    is the work of another stream that ended last before the gap, else the work of another device that ended shortly
-    before the end of the gap.
+    A recorded wait names the stream and the record of the event: the last work that was launched on
+    that stream before the event was recorded is what was waited for; of several waits the one whose
+    work ended last. Without a record it is the work of another stream that ended last before the
+    gap, else the work of another device that ended shortly before the end of the gap.
 
     Returns:
-        The GPU work that had to end first, and the record of the wait, or the last call before the launch, on its
-        thread, that asked for one.
+        The GPU work that had to end first, and the record of the wait, or the last call before the
+        launch, on its thread, that asked for one.
     """
     producer, wait = (np.full(waited.size, _NONE, dtype=np.int64) for _ in range(2))
     waited_gaps = np.flatnonzero(waited)
     if not waited_gaps.size:
         return producer, wait
-    producer[waited_gaps] = np.where(gaps.is_same_stream[waited_gaps], _NONE, gaps.before[waited_gaps])
+    producer[waited_gaps] = np.where(
+        gaps.is_same_stream[waited_gaps], _NONE, gaps.before[waited_gaps]
+    )
     row = find_gpu_event_rows(trace)
     device = get_event_column(trace, "device", _NONE)[row]
     if int(device.min(initial=0)) != int(device.max(initial=0)):
-        end = get_event_column(trace, "start_ns")[row] + np.maximum(get_event_column(trace, "duration_ns")[row], 0)
+        end = get_event_column(trace, "start_ns")[row] + np.maximum(
+            get_event_column(trace, "duration_ns")[row], 0
+        )
         same_stream_gaps = waited_gaps[gaps.is_same_stream[waited_gaps]]
         for gap_device in np.unique(gaps.device[same_stream_gaps]).tolist():
             gap_rows, other_rows = (
@@ -404,9 +474,13 @@ def _find_producers(trace: Trace, gaps: IdleGaps, waited: Bools) -> tuple[Ints, 
             producer[gap_rows[is_near]] = row[last[is_near]]
 
     launch = gaps.launch[waited_gaps]
-    lane, start = get_event_column(trace, "lane")[launch], get_event_column(trace, "start_ns")[launch]
+    lane, start = (
+        get_event_column(trace, "lane")[launch],
+        get_event_column(trace, "start_ns")[launch],
+    )
     calls = trace.events.lazy().filter(
-        pl.col("category").is_in(LAUNCHES), pl.col("name").str.contains(STREAM_WAIT_CALL, literal=True)
+        pl.col("category").is_in(LAUNCHES),
+        pl.col("name").str.contains(STREAM_WAIT_CALL, literal=True),
     )
     for part in calls.select("lane", "event", "start_ns").collect().partition_by("lane"):
         gap_rows = np.flatnonzero((lane == part["lane"][0]) & (launch >= 0))
@@ -419,7 +493,10 @@ def _find_producers(trace: Trace, gaps: IdleGaps, waited: Bools) -> tuple[Ints, 
         index = np.minimum(index, records.height - 1)
         matched = records["after"].to_numpy()[index] == gaps.after[waited_gaps]
         wait[waited_gaps[matched]] = records["wait"].to_numpy()[index[matched]]
-        matched &= records["producer_end"].to_numpy()[index] <= gaps.high[waited_gaps] + _CLOCK_TOLERANCE_NS
+        matched &= (
+            records["producer_end"].to_numpy()[index]
+            <= gaps.high[waited_gaps] + _CLOCK_TOLERANCE_NS
+        )
         producer[waited_gaps[matched]] = records["producer"].to_numpy()[index[matched]]
     return producer, wait
 
@@ -443,7 +520,9 @@ def _build_gap_rows(trace: Trace, all_gaps: IdleGaps, frames: list[pl.DataFrame]
             "before": all_gaps.before[gap],
             "after": all_gaps.after[gap],
             "launch": _replace_negative_with_null(all_gaps.launch[gap]),
-            "step": trace.steps["step"][_replace_negative_with_null(parts["step_row"].to_numpy()).cast(pl.UInt32)],
+            "step": trace.steps["step"][
+                _replace_negative_with_null(parts["step_row"].to_numpy()).cast(pl.UInt32)
+            ],
             "host_activity": trace.events["name"][activity.cast(pl.UInt32)],
             "host_event": activity,
             "producer": _replace_negative_with_null(parts["producer"].to_numpy()),
@@ -457,21 +536,36 @@ def _replace_negative_with_null(rows: Ints) -> pl.Series:
 
 
 def _find_recorded_waits(trace: Trace) -> pl.DataFrame:
-    """Recorded waits: after (work that waited, ascending), wait (row of the record), producer, producer_end."""
+    """Recorded waits: after (work that waited, ascending), wait (row of the record), producer,
+    producer_end.
+    """
     waits = trace.syncs.filter(pl.col("kind") == STREAM_WAIT_RECORD)
     if not waits.height:
-        return pl.DataFrame(schema=dict.fromkeys(("after", "wait", "producer", "producer_end"), pl.Int64))
-    recorded = collect_call_times(trace).select(record_correlation="correlation", recorded_ns="call_ns")
+        return pl.DataFrame(
+            schema=dict.fromkeys(("after", "wait", "producer", "producer_end"), pl.Int64)
+        )
+    recorded = collect_call_times(trace).select(
+        record_correlation="correlation", recorded_ns="call_ns"
+    )
     requests = (
         add_wait_times(trace, waits[["event", "stream", "awaited_stream", "record_correlation"]])
         .join(recorded, on="record_correlation", how="left")
         .with_columns(pl.coalesce("recorded_ns", "wait_ns").alias("recorded_ns"))
     )
     work = select_gpu_work(trace)[["event", "device", "stream", "launch", "end_ns"]]
-    work = work.with_columns(trace.events["start_ns"].gather(work["launch"]).alias("asked_ns")).drop_nulls("asked_ns")
-    after = work.select("device", "stream", "asked_ns", pl.col("event").alias("after")).sort("asked_ns")
-    wait_requests = work.select("device", pl.col("stream").alias("awaited_stream"), "asked_ns",
-                       pl.col("event").alias("producer"), producer_end="end_ns").sort("asked_ns")  # fmt: skip
+    work = work.with_columns(
+        trace.events["start_ns"].gather(work["launch"]).alias("asked_ns")
+    ).drop_nulls("asked_ns")
+    after = work.select("device", "stream", "asked_ns", pl.col("event").alias("after")).sort(
+        "asked_ns"
+    )
+    wait_requests = work.select(
+        "device",
+        pl.col("stream").alias("awaited_stream"),
+        "asked_ns",
+        pl.col("event").alias("producer"),
+        producer_end="end_ns",
+    ).sort("asked_ns")
     return (
         requests.sort("wait_ns")
         .join_asof(
@@ -517,24 +611,30 @@ def longest_gaps(trace: Trace, idle_time: Idle, count: int = 20) -> pl.DataFrame
         count: How many.
 
     Returns:
-        One row per gap: gap, device, step (of its main part), start_ns, duration_ns (of the whole gap), cause (the one
-        with most of the gap's time), cause_ns (its time in the gap), evidence; then rows of `trace.events` with their
+        One row per gap: gap, device, step (of its main part), start_ns, duration_ns (of the whole
+        gap), cause (the one with most of the gap's time), cause_ns (its time in the gap), evidence;
+        then rows of `trace.events` with their
         names: before and after (the GPU work around it), launch (the call that submitted `after`), host_event (the
-        longest thing the host did in the cause's time) with host_activity (its name) and stack (names of what it stood
-        in, outermost first), producer (the GPU work that a dependency waited for), wait (the record of the wait or the
-        call that asked for it). Null where there is none.
+        longest thing the host did in the cause's time) with host_activity (its name) and stack
+        (names of what it stood in, outermost first), producer (the GPU work that a dependency
+        waited for), wait (the record of the wait or the call that asked for it). Null where there
+        is none.
     """
     return next(iter(find_longest_gaps([trace], [idle_time], count)))
 
 
-def find_longest_gaps(traces: Sequence[Trace], idle_times: Iterable[Idle], count: int) -> Iterable[pl.DataFrame]:
+def find_longest_gaps(
+    traces: Sequence[Trace], idle_times: Iterable[Idle], count: int
+) -> Iterable[pl.DataFrame]:
     """The same of each of several traces."""
     parts = concatenate_by_trace(idle_time.gaps for idle_time in idle_times)
     keys = [TRACE_COLUMN, "gap"]
     order, falling = [TRACE_COLUMN, "whole_ns", "gap"], [False, True, False]
     gap_totals = (
         parts.group_by(keys)
-        .agg(pl.col("duration_ns").sum().alias("whole_ns"), pl.col("start_ns").min().alias("from_ns"))
+        .agg(
+            pl.col("duration_ns").sum().alias("whole_ns"), pl.col("start_ns").min().alias("from_ns")
+        )
         .sort(order, descending=falling)
         .group_by(TRACE_COLUMN, maintain_order=True)
         .head(count)
@@ -555,8 +655,11 @@ def find_longest_gaps(traces: Sequence[Trace], idle_times: Iterable[Idle], count
         pl.col("whole_ns").alias("duration_ns"),
         *("cause", "cause_ns", "evidence", "host_event", "host_activity"),
         *_EVENT_COLUMNS,
-        *(gather_event_column(traces, rows, name, "name").alias(f"{name}_name") for name in _EVENT_COLUMNS),
-    )  # fmt: skip
+        *(
+            gather_event_column(traces, rows, name, "name").alias(f"{name}_name")
+            for name in _EVENT_COLUMNS
+        ),
+    )
     for trace, gaps in zip(traces, split_by_trace(described, traces), strict=True):
         stacks = [_list_enclosing_events(trace, event) for event in gaps["host_event"].to_list()]
         stack = pl.Series("stack", stacks, dtype=pl.List(pl.String))

@@ -1,4 +1,5 @@
-"""Steps of an inference server: prefill and decode, their batches, the time between tokens, what graphs replayed.
+"""Steps of an inference server: prefill and decode, their batches, the time between tokens, what
+graphs replayed.
 
 Definitions: docs/concepts/inference.md.
 """
@@ -39,12 +40,16 @@ FIELD_NAMES = (
     "generation_tokens",
     "generation_kv_tokens",
 )
-ANNOTATIONS = build_schema("event name framework kind start_ns end_ns on_gpu", *FIELD_NAMES, {"kind": pl.Enum(KINDS)})
+ANNOTATIONS = build_schema(
+    "event name framework kind start_ns end_ns on_gpu", *FIELD_NAMES, {"kind": pl.Enum(KINDS)}
+)
 
-# Names of vLLM (`execute_context_2(300)_generation_5(5)`, with and without the detailed sums, and the older
-# `execute_new_1_cached_3`), SGLang (`step[DECODE bs=32]`, with and without sums) and ATOM (`prefill[bs=2 tok=8192]`).
-# A number of more than 15 digits is no count.
-_VLLM = re.compile(r"^execute(?:_\d+)?_context_(\d{1,15})\(([^()]*)\)_generation_(\d{1,15})\(([^()]*)\)", re.ASCII)
+# Names of vLLM (`execute_context_2(300)_generation_5(5)`, with and without the detailed sums, and
+# the older `execute_new_1_cached_3`), SGLang (`step[DECODE bs=32]`, with and without sums) and ATOM
+# (`prefill[bs=2 tok=8192]`). A number of more than 15 digits is no count.
+_VLLM = re.compile(
+    r"^execute(?:_\d+)?_context_(\d{1,15})\(([^()]*)\)_generation_(\d{1,15})\(([^()]*)\)", re.ASCII
+)
 _VLLM_OLD = re.compile(r"^execute_new_(\d{1,15})_cached_(\d{1,15})$", re.ASCII)
 _SGLANG = re.compile(r"^step\[(\w+)((?: \w+=\d{1,15})*)\]$", re.ASCII)
 _ATOM = re.compile(r"^(prefill|decode|mixed)\[((?:\w+=\d{1,15}(?: |(?=\])))*)\]$", re.ASCII)
@@ -81,7 +86,10 @@ MIX = build_schema(
     "between_median_ns between_p95_ns between_max_ns",
     {"kind": pl.Enum(KINDS), "mean_duration_ns": pl.Int64, "mean_gpu_ns": pl.Int64},  # rounded down
 )
-RATES = build_schema("rank what count window_ns per_second evidence", {"evidence": pl.Enum(["annotation", "declared"])})
+RATES = build_schema(
+    "rank what count window_ns per_second evidence",
+    {"evidence": pl.Enum(["annotation", "declared"])},
+)
 NODES = build_schema("rank", MAPPED_NODES_SCHEMA)
 OPERATORS = build_schema("rank op_name module kernel_count gpu_ns")
 
@@ -92,14 +100,16 @@ class Inference(Result):
 
     Attributes:
         steps: One row per step of the server: number (from 0), framework, kind, event (its annotation), name, start_ns
-            and duration_ns (of the annotation); the facts of its batch (null where the annotation does not say):
-            requests, context_requests, context_tokens (computed), context_kv_tokens (attended to), and the same of
-            generation; then of the GPU work launched in it gpu_ns (union), gpu_span_ns (first start to last end),
-            work_count, graph_work_count (of graph launches), lag_ns (from the end of the annotation to that of the
-            work, at least 0); between_ns (from the end of the work of the last step that generated to the end of this
+            and duration_ns (of the annotation); the facts of its batch (null where the annotation
+            does not say): requests, context_requests, context_tokens (computed), context_kv_tokens
+            (attended to), and the same of generation; then of the GPU work launched in it gpu_ns
+            (union), gpu_span_ns (first start to last end), work_count, graph_work_count (of graph
+            launches), lag_ns (from the end of the annotation to that of the work, at least 0);
+            between_ns (from the end of the work of the last step that generated to the end of this
             one's, for steps that generate; null for the first and others).
         mix: The same by kind: number of steps, mean, min and max of duration and GPU time, its sum and share of all
-            steps' GPU time, mean number of requests, tokens, and median, 95th percentile and maximum of `between_ns`.
+            steps' GPU time, mean number of requests, tokens, and median, 95th percentile and
+            maximum of `between_ns`.
         rates: Tokens (or samples) per second: what, count, window_ns (first start to the last end of steps and of their
             work), per_second, evidence (annotation: counted from the names; declared: by the user).
         nodes: Kernels of graphs with the operators of the capture, see `graph_capture.MAPPED`. Empty without a capture.
@@ -137,21 +147,33 @@ def inference(
     """
     for declared in (tokens_per_step, samples_per_step):
         if declared is not None and declared <= 0:
-            raise UsageError(f"expected a positive number per step, got {declared}", slug="wrong-usage")
+            raise UsageError(
+                f"expected a positive number per step, got {declared}", slug="wrong-usage"
+            )
     traces = session.traces if isinstance(session, Session) else (session,)
     parts = []
     for trace in traces:
         steps = _build_steps(trace)
         captured = select_rank_trace(capture, trace)
-        if not steps.height and captured is None and tokens_per_step is None and samples_per_step is None:
+        if (
+            not steps.height
+            and captured is None
+            and tokens_per_step is None
+            and samples_per_step is None
+        ):
             parts.append([columns.to_frame() for columns in (STEPS, MIX, RATES, NODES, OPERATORS)])
             continue
         nodes = (
-            pl.DataFrame(schema=MAPPED_NODES_SCHEMA) if captured is None else map_nodes(graph_launches(trace), captured)
+            pl.DataFrame(schema=MAPPED_NODES_SCHEMA)
+            if captured is None
+            else map_nodes(graph_launches(trace), captured)
         )
         operators = (
             nodes.group_by("op_name", "module")
-            .agg(pl.col("replay_count").sum().alias("kernel_count"), pl.col("total_ns").sum().alias("gpu_ns"))
+            .agg(
+                pl.col("replay_count").sum().alias("kernel_count"),
+                pl.col("total_ns").sum().alias("gpu_ns"),
+            )
             .sort("gpu_ns", "op_name", "module", descending=[True, False, False], nulls_last=True)
         )
         # Tokens and samples per second over the window of the steps
@@ -160,7 +182,10 @@ def inference(
             end = (pl.col("start_ns") + pl.col("duration_ns") + pl.col("lag_ns").fill_null(0)).max()
             low, high = steps.select(pl.col("start_ns").min(), end.alias("high")).row(0)
             count = steps.height
-            for name, quantity in (("generation_tokens", "generated tokens"), ("context_tokens", "context tokens")):
+            for name, quantity in (
+                ("generation_tokens", "generated tokens"),
+                ("context_tokens", "context tokens"),
+            ):
                 tokens = steps[name].drop_nulls()
                 if tokens.len() == count and int(tokens.sum()) and high > low:
                     rows.append((quantity, int(tokens.sum()), high - low, "annotation"))
@@ -171,12 +196,25 @@ def inference(
         for quantity, per_step in {"tokens": tokens_per_step, "samples": samples_per_step}.items():
             if per_step is not None and high > low:
                 rows.append((quantity, per_step * count, high - low, "declared"))
-        schema = {"what": pl.String(), "count": pl.Int64(), "window_ns": pl.Int64(), "evidence": pl.String()}
+        schema = {
+            "what": pl.String(),
+            "count": pl.Int64(),
+            "window_ns": pl.Int64(),
+            "evidence": pl.String(),
+        }
         per_second = (pl.col("count") * 1e9 / pl.col("window_ns")).alias("per_second")
         rates = pl.DataFrame(rows, schema=schema, orient="row").with_columns(per_second)
-        frames = ((steps, STEPS), (_summarize_mix(steps), MIX), (rates, RATES), (nodes, NODES), (operators, OPERATORS))
+        frames = (
+            (steps, STEPS),
+            (_summarize_mix(steps), MIX),
+            (rates, RATES),
+            (nodes, NODES),
+            (operators, OPERATORS),
+        )
         rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
-        parts.append([frame.with_columns(rank).pipe(cast_to_schema, columns) for frame, columns in frames])
+        parts.append(
+            [frame.with_columns(rank).pipe(cast_to_schema, columns) for frame, columns in frames]
+        )
     steps, mix, rates, nodes, operators = (pl.concat(frames) for frames in zip(*parts, strict=True))
     total_ns = int(nodes["total_ns"].sum())
     done = int(nodes.filter(pl.col("op").is_not_null())["total_ns"].sum())
@@ -190,19 +228,38 @@ def _build_steps(trace: Trace) -> pl.DataFrame:
         return STEPS.to_frame()
     submitted = collect_launched_work(trace)
     on_gpu = bool(annotated["on_gpu"].any())
-    # work belongs to the step that launched it; where only the GPU's annotations are known, to that in which it starts
-    assigned_ns = submitted.start if on_gpu else np.where(submitted.known, submitted.call_start, np.iinfo(np.int64).min)
+    # work belongs to the step that launched it; where only the GPU's annotations are known, to that
+    # in which it starts
+    assigned_ns = (
+        submitted.start
+        if on_gpu
+        else np.where(submitted.known, submitted.call_start, np.iinfo(np.int64).min)
+    )
     start, end = annotated["start_ns"].to_numpy(), annotated["end_ns"].to_numpy()
     step = np.searchsorted(start, assigned_ns, side="right") - 1
     in_step = np.flatnonzero((step >= 0) & (assigned_ns < np.append(end, 0)[step]))
-    graph_calls, code = build_vocabulary(trace).matching(GRAPH_CALLS), convert_to_ndarray(build_vocabulary(trace).code)
-    in_graph = submitted.known[in_step] & graph_calls[code[np.maximum(submitted.launch[in_step], 0)]]
-    work = pl.DataFrame(
-        {"step": step[in_step], "start": submitted.start[in_step], "end": submitted.end[in_step], "graph": in_graph}
+    graph_calls, code = (
+        build_vocabulary(trace).matching(GRAPH_CALLS),
+        convert_to_ndarray(build_vocabulary(trace).code),
     )
-    busy = [0] * annotated.height  # time in which at least one piece of work of each step runs, on any stream
+    in_graph = (
+        submitted.known[in_step] & graph_calls[code[np.maximum(submitted.launch[in_step], 0)]]
+    )
+    work = pl.DataFrame(
+        {
+            "step": step[in_step],
+            "start": submitted.start[in_step],
+            "end": submitted.end[in_step],
+            "graph": in_graph,
+        }
+    )
+    busy = (
+        [0] * annotated.height
+    )  # time in which at least one piece of work of each step runs, on any stream
     for part in work.partition_by("step"):
-        busy[part["step"][0]] = merge_intervals(part["start"].to_numpy(), part["end"].to_numpy()).total
+        busy[part["step"][0]] = merge_intervals(
+            part["start"].to_numpy(), part["end"].to_numpy()
+        ).total
     added = work.group_by("step").agg(
         pl.col("start").min(),
         pl.col("end").max(),
@@ -211,7 +268,12 @@ def _build_steps(trace: Trace) -> pl.DataFrame:
     )
     rows = (
         annotated.with_row_index("number")
-        .join(added.with_columns(pl.col("step").cast(pl.UInt32)), left_on="number", right_on="step", how="left")
+        .join(
+            added.with_columns(pl.col("step").cast(pl.UInt32)),
+            left_on="number",
+            right_on="step",
+            how="left",
+        )
         .sort("number")
         .with_columns(
             (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"),
@@ -222,12 +284,17 @@ def _build_steps(trace: Trace) -> pl.DataFrame:
         )
     )
     generates = (pl.col("generation_requests") > 0) | (
-        pl.col("generation_requests").is_null() & pl.col("kind").is_in(["decode", "mixed", "verify"])
+        pl.col("generation_requests").is_null()
+        & pl.col("kind").is_in(["decode", "mixed", "verify"])
     )
     done = pl.when(generates).then("done")
     # steps whose work overlaps on several streams may end in another order than they began
-    between = pl.when(generates).then((pl.col("done") - done.cum_max().forward_fill().shift(1)).clip(lower_bound=0))
-    lag = pl.when(pl.col("end").is_not_null()).then((pl.col("end") - pl.col("end_ns")).clip(lower_bound=0))
+    between = pl.when(generates).then(
+        (pl.col("done") - done.cum_max().forward_fill().shift(1)).clip(lower_bound=0)
+    )
+    lag = pl.when(pl.col("end").is_not_null()).then(
+        (pl.col("end") - pl.col("end_ns")).clip(lower_bound=0)
+    )
     return rows.with_columns(between.alias("between_ns"), lag.alias("lag_ns"))
 
 
@@ -265,8 +332,9 @@ def _summarize_mix(steps: pl.DataFrame) -> pl.DataFrame:
 def _find_annotations(trace: Trace) -> pl.DataFrame:
     """The annotations of server steps, by start: `ANNOTATIONS`; none within another of its thread.
 
-    The facts of an annotation within another are added to the outer one: some servers write two for one step. Where the
-    host recorded none, those of the GPU are taken; one that stands on several streams is one step.
+    The facts of an annotation within another are added to the outer one: some servers write two for
+    one step. Where the host recorded none, those of the GPU are taken; one that stands on several
+    streams is one step.
     """
     vocabulary = build_vocabulary(trace)
     is_step = vocabulary.matching(_STEP_ANNOTATION)
@@ -280,24 +348,40 @@ def _find_annotations(trace: Trace) -> pl.DataFrame:
         .drop("duration_ns")
     )
     on_host = events.filter(pl.col("category") == ANNOTATION)
-    candidates = on_host if on_host.height else events.with_columns(pl.lit(0, dtype=pl.UInt32).alias("lane"))
-    facts_of = {name: facts for name in candidates["name"].unique() if (facts := _parse_annotation(name)) is not None}
+    candidates = (
+        on_host if on_host.height else events.with_columns(pl.lit(0, dtype=pl.UInt32).alias("lane"))
+    )
+    facts_of = {
+        name: facts
+        for name in candidates["name"].unique()
+        if (facts := _parse_annotation(name)) is not None
+    }
     candidates = candidates.filter(pl.col("name").is_in(list(facts_of)))
     rows: list[AnnotationFields] = []
     lane = -1
-    for row in candidates.sort("lane", "start_ns", maintain_order=True).to_dicts():  # as many as there are steps
+    for row in candidates.sort(
+        "lane", "start_ns", maintain_order=True
+    ).to_dicts():  # as many as there are steps
         facts = facts_of[row["name"]]
         if not rows or row["lane"] != lane or row["start_ns"] >= rows[-1]["end_ns"]:
             lane = row["lane"]
             rows.append({**row, **facts, "on_gpu": not on_host.height})
             continue
         outer = rows[-1]
-        if not on_host.height:  # on the GPU a further annotation of the same step may last longer on another stream
+        if (
+            not on_host.height
+        ):  # on the GPU a further annotation of the same step may last longer on another stream
             outer["end_ns"] = max(outer["end_ns"], row["end_ns"])
         if facts["framework"] == "sglang":
-            outer["framework"] = "sglang"  # its name tells the server; the other form is used by several
+            outer["framework"] = (
+                "sglang"  # its name tells the server; the other form is used by several
+            )
         outer |= {name: facts[name] for name in FIELD_NAMES if outer[name] is None}
-    frame = pl.DataFrame(rows, schema_overrides=dict(ANNOTATIONS)) if rows else pl.DataFrame(schema=ANNOTATIONS)
+    frame = (
+        pl.DataFrame(rows, schema_overrides=dict(ANNOTATIONS))
+        if rows
+        else pl.DataFrame(schema=ANNOTATIONS)
+    )
     return frame.pipe(cast_to_schema, ANNOTATIONS).sort("start_ns", maintain_order=True)
 
 
@@ -321,7 +405,11 @@ def _parse_annotation(name: str) -> AnnotationFields | None:
             facts["generation_tokens"] = size if tokens is None else tokens
         elif kind == "mixed" and sglang:
             facts |= {"context_requests": fields.get("c"), "generation_requests": fields.get("g")}
-        return facts | {_SGLANG_FIELDS[key]: value for key, value in fields.items() if sglang and key in _SGLANG_FIELDS}
+        return facts | {
+            _SGLANG_FIELDS[key]: value
+            for key, value in fields.items()
+            if sglang and key in _SGLANG_FIELDS
+        }
     if match := _VLLM.match(name):
         context, generation = int(match[1]), int(match[3])
         facts["context_tokens"], facts["context_kv_tokens"] = _parse_token_counts(match[2])
@@ -330,8 +418,20 @@ def _parse_annotation(name: str) -> AnnotationFields | None:
         context, generation = int(match[1]), int(match[2])
     else:
         return None
-    kind = "mixed" if context and generation else "prefill" if context else "decode" if generation else "idle"
-    numbers = {"requests": context + generation, "context_requests": context, "generation_requests": generation}
+    kind = (
+        "mixed"
+        if context and generation
+        else "prefill"
+        if context
+        else "decode"
+        if generation
+        else "idle"
+    )
+    numbers = {
+        "requests": context + generation,
+        "context_requests": context,
+        "generation_requests": generation,
+    }
     return {**facts, **numbers, "framework": "vllm", "kind": kind}
 
 

@@ -1,6 +1,8 @@
-"""Sets of time: union, intersection, difference, coverage of half-open intervals [start, end) in integer nanoseconds.
+"""Sets of time: union, intersection, difference, coverage of half-open intervals [start, end) in
+integer nanoseconds.
 
-Everything is vectorised: a set is two sorted int64 arrays, an operation costs a few `searchsorted`, never a loop.
+Everything is vectorised: a set is two sorted int64 arrays, an operation costs a few `searchsorted`,
+never a loop.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Spans(NamedTuple):
 
 
 class Overlaps(NamedTuple):
-    """Pairs of intervals that share time, in ascending order of `left`, then `right`; arrays of one length.
+    """Pairs of intervals that share time, in ascending order of `left`, then `right`; arrays of one
+    length.
 
     Attributes:
         left: Row of the left operand.
@@ -50,7 +53,9 @@ EMPTY_SPANS = Spans(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 def merge_intervals(start: Ints, end: Ints) -> Spans:
-    """All time that lies in at least one interval; intervals without length (`end <= start`) hold no time."""
+    """All time that lies in at least one interval; intervals without length (`end <= start`) hold
+    no time.
+    """
     nonempty = end > start
     if not nonempty.all():
         start, end = start[nonempty], end[nonempty]
@@ -66,7 +71,9 @@ def merge_intervals(start: Ints, end: Ints) -> Spans:
 
 def merge_spans(*sets: Spans) -> Spans:
     """The union of sets."""
-    return merge_intervals(np.concatenate([s.start for s in sets]), np.concatenate([s.end for s in sets]))
+    return merge_intervals(
+        np.concatenate([s.start for s in sets]), np.concatenate([s.end for s in sets])
+    )
 
 
 def find_overlaps(start: Ints, end: Ints, spans: Spans) -> Overlaps:
@@ -116,7 +123,9 @@ def clip_spans(spans: Spans, low: int, high: int) -> Spans:
 
 def compute_coverage(spans: Spans, low: Ints, high: Ints) -> Ints:
     """Nanoseconds of the set in each [low, high); 0 where `high <= low`. Shape of `low`."""
-    covered: Ints = np.maximum(_compute_covered_before(spans, high) - _compute_covered_before(spans, low), 0)
+    covered: Ints = np.maximum(
+        _compute_covered_before(spans, high) - _compute_covered_before(spans, low), 0
+    )
     return covered
 
 
@@ -131,7 +140,8 @@ def _compute_covered_before(spans: Spans, time: Ints) -> Ints:
 
 
 def sum_clipped_durations(start: Ints, end: Ints, low: Ints, high: Ints) -> Ints:
-    """Nanoseconds of each [low, high) counted once *per interval*: the sum of all clipped durations, not their union.
+    """Nanoseconds of each [low, high) counted once *per interval*: the sum of all clipped
+    durations, not their union.
 
     Intervals may overlap; those with `end <= start` count as 0.
     """
@@ -140,7 +150,8 @@ def sum_clipped_durations(start: Ints, end: Ints, low: Ints, high: Ints) -> Ints
 
 
 def _sum_durations_before(start: Ints, end: Ints, time: Ints) -> Ints:
-    # sum of min(end, t) - min(start, t); int64 wraps around modulo 2^64, and the difference comes out right again
+    # sum of min(end, t) - min(start, t); int64 wraps around modulo 2^64, and the difference comes
+    # out right again
     result = np.zeros(np.shape(time), dtype=np.int64)
     for values, sign in ((np.sort(start), 1), (np.sort(end), -1)):
         sums = np.concatenate(([0], np.cumsum(values)))

@@ -46,14 +46,16 @@ class KernelEfficiency(Result):
 
     Attributes:
         devices: device, window_ns (first start to last end of its GPU work), kernel_count, kernel_ns (sum),
-            measured_ns (sum over kernels whose blocks per SM are recorded), estimated_ns (sum over kernels whose
-            occupancy is known), sm_efficiency (share of the window's SM
-            time that has a block: at every instant the blocks per SM of all running kernels, at most 1), sm_fill (the
-            same over the time of the measured kernels, each by itself), occupancy (mean of the estimated achieved
-            occupancy, 0 to 1, weighted by time). The last three are null where the writer does not record them.
+            measured_ns (sum over kernels whose blocks per SM are recorded), estimated_ns (sum over
+            kernels whose occupancy is known), sm_efficiency (share of the window's SM time that has
+            a block: at every instant the blocks per SM of all running kernels, at most 1), sm_fill
+            (the same over the time of the measured kernels, each by itself), occupancy (mean of the
+            estimated achieved occupancy, 0 to 1, weighted by time). The last three are null where
+            the writer does not record them.
         steps: device, step, duration_ns, sm_efficiency of each whole step; null as above.
         kernels: Per name and kind, the largest total first: name, kind, matrix_units (used, unused, unknown, none),
-            count, total_ns, blocks_per_sm, sm_fill and occupancy (means weighted by time; null where not recorded).
+            count, total_ns, blocks_per_sm, sm_fill and occupancy (means weighted by time; null
+            where not recorded).
         matrix: All kernels by use of matrix units: matrix_units, count, total_ns. They add up to all `kernel_ns`.
         matrix_share: used / (used + unused) of the time; None where no product's name tells.
         absent: Why blocks per SM and occupancy are unknown: `not-recorded`; None where they are known.
@@ -79,7 +81,9 @@ def _measure_efficiency(traces: Sequence[Trace]) -> Iterable[KernelEfficiency]:
     )
     runs = work.filter(pl.col("kind") == "kernel")
     filled = concatenate_by_trace(trace.kernels for trace in traces)
-    runs = runs.join(filled, on=[TRACE_COLUMN, "event"], how="left", maintain_order="left").with_columns(
+    runs = runs.join(
+        filled, on=[TRACE_COLUMN, "event"], how="left", maintain_order="left"
+    ).with_columns(
         pl.when(~_OCCUPANCY_FAILED).then(pl.col("occupancy_percent") / 100).alias("occupancy")
     )
     table = runs.group_by(TRACE_COLUMN, "name", kind="told").agg(
@@ -90,9 +94,9 @@ def _measure_efficiency(traces: Sequence[Trace]) -> Iterable[KernelEfficiency]:
         _compute_weighted_mean(pl.col("occupancy"), "occupancy"),
     )
     names = table[["name", "kind"]].unique()
-    table = table.join(names.hstack([classify_matrix_units(names)]), on=["name", "kind"], how="left").sort(
-        TRACE_COLUMN, "total_ns", "name", "kind", descending=[False, True, False, False]
-    )
+    table = table.join(
+        names.hstack([classify_matrix_units(names)]), on=["name", "kind"], how="left"
+    ).sort(TRACE_COLUMN, "total_ns", "name", "kind", descending=[False, True, False, False])
     devices, steps = _summarize_devices(traces, work, runs)
     for run_table, kernels, device_table, step_table in zip(
         split_by_trace(runs, traces),
@@ -106,7 +110,8 @@ def _measure_efficiency(traces: Sequence[Trace]) -> Iterable[KernelEfficiency]:
         added = np.zeros((len(MATRIX_UNIT_STATES), 2), dtype=np.int64)
         np.add.at(added, state, kernels[["count", "total_ns"]].to_numpy())
         matrix = pl.DataFrame(
-            {"matrix_units": MATRIX_UNIT_STATES, "count": added[:, 0], "total_ns": added[:, 1]}, MATRIX_SCHEMA
+            {"matrix_units": MATRIX_UNIT_STATES, "count": added[:, 0], "total_ns": added[:, 1]},
+            MATRIX_SCHEMA,
         )
         sums = dict(zip(MATRIX_UNIT_STATES, added[:, 1].tolist(), strict=True))
         decided_ns = sums["used"] + sums["unused"]
@@ -127,9 +132,11 @@ def _compute_weighted_mean(value: pl.Expr, name: str) -> pl.Expr:
 
 
 _SM_FILL = pl.col("blocks_per_sm").clip(0, 1)
-# A warp on every SM is 1 to 2 % of what an SM can hold: an estimate of 0 % then is one that failed (it does for kernels
-# that ask for more shared memory than a block has by default).
-_OCCUPANCY_FAILED = ((pl.col("occupancy_percent") == 0) & (pl.col("warps_per_sm") >= 1)).fill_null(value=False)
+# A warp on every SM is 1 to 2 % of what an SM can hold: an estimate of 0 % then is one that failed
+# (it does for kernels that ask for more shared memory than a block has by default).
+_OCCUPANCY_FAILED = ((pl.col("occupancy_percent") == 0) & (pl.col("warps_per_sm") >= 1)).fill_null(
+    value=False
+)
 
 
 def _summarize_devices(
@@ -170,13 +177,19 @@ def _summarize_devices(
         plan = build_tiles(trace)
         in_step = plan.row >= 0
         low, high = plan.spans.start[in_step], plan.spans.end[in_step]
-        tile_steps = trace.steps[["step", "complete"]][plan.row[in_step]].with_columns(length=pl.Series(high - low))
-        filled_ns = _compute_sm_time(device_runs, np.append(low, row["low"]), np.append(high, row["high"]))
+        tile_steps = trace.steps[["step", "complete"]][plan.row[in_step]].with_columns(
+            length=pl.Series(high - low)
+        )
+        filled_ns = _compute_sm_time(
+            device_runs, np.append(low, row["low"]), np.append(high, row["high"])
+        )
         efficiency.append(float(filled_ns[-1] / row["window_ns"]) if row["window_ns"] else None)
         per_step = (filled_ns[:-1] / np.maximum(high - low, 1)).tolist()
         steps += [
             (row[TRACE_COLUMN], row["device"], step, length, filled_part)
-            for (step, complete, length), filled_part in zip(tile_steps.rows(), per_step, strict=True)
+            for (step, complete, length), filled_part in zip(
+                tile_steps.rows(), per_step, strict=True
+            )
             if complete
         ]
     return (
@@ -186,7 +199,9 @@ def _summarize_devices(
 
 
 def _compute_sm_time(runs: pl.DataFrame, low: Ints, high: Ints) -> Floats:
-    """SM time with a block in each [low, high), in ns of the whole device: the area below blocks per SM, up to 1."""
+    """SM time with a block in each [low, high), in ns of the whole device: the area below blocks
+    per SM, up to 1.
+    """
     start, end = runs["start_ns"].to_numpy(), runs["end_ns"].to_numpy()
     blocks = runs["blocks_per_sm"].to_numpy()
     time = np.concatenate([start, end])
@@ -194,7 +209,9 @@ def _compute_sm_time(runs: pl.DataFrame, low: Ints, high: Ints) -> Floats:
     order = np.argsort(time, kind="stable")
     time = time[order]
     # what is left of a sum of floats after all has ended is not a block
-    level = np.where(np.cumsum(np.concatenate([np.ones(start.size), -np.ones(end.size)])[order]) > 0.5, 1.0, 0.0)
+    level = np.where(
+        np.cumsum(np.concatenate([np.ones(start.size), -np.ones(end.size)])[order]) > 0.5, 1.0, 0.0
+    )
     level *= np.clip(np.cumsum(change[order]), 0, 1)
     area = np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(time))])
 
@@ -211,16 +228,22 @@ BOUNDS = ("compute", "memory", "latency", "unknown")
 BoundType = pl.Enum(BOUNDS)
 
 MAX_SHORT_NS = 10_000
-"""Work shorter than this can be bound by latency: starting and ending a kernel takes some microseconds by itself."""
+"""Work shorter than this can be bound by latency: starting and ending a kernel takes some
+microseconds by itself.
+"""
 
 SHORT_LATENCY_SHARE = 0.25
 """... where it would need less than this share of its time at the nearer of the two ceilings."""
 
 LATENCY_SHARE = 0.05
-"""Work of any length that would need less than this is bound by neither: too little runs at once, or in turn."""
+"""Work of any length that would need less than this is bound by neither: too little runs at once,
+or in turn.
+"""
 
 BOUND_SCHEMA = build_schema("device bound count sum_ns exclusive_ns fraction", {"bound": BoundType})
-KIND_SCHEMA = build_schema("kind bound count sum_ns roofline_ns", {"kind": WorkKindType, "bound": BoundType})
+KIND_SCHEMA = build_schema(
+    "kind bound count sum_ns roofline_ns", {"kind": WorkKindType, "bound": BoundType}
+)
 
 
 @dataclass(frozen=True)
@@ -229,8 +252,8 @@ class KernelBounds(Result):
 
     Attributes:
         bounds: One row per device and bound, also where it is 0: device, bound (compute, memory, latency, unknown),
-            count, sum_ns, exclusive_ns, fraction (of the sum; null without any). Sums add up to all GPU work, exclusive
-            times to the device's busy time.
+            count, sum_ns, exclusive_ns, fraction (of the sum; null without any). Sums add up to all
+            GPU work, exclusive times to the device's busy time.
         kinds: The same sums per kind, all devices together: kind, bound, count, sum_ns, roofline_ns (time at the nearer
             ceiling; null where unknown).
         per_step: Per device and bound the mean, least and most over whole steps of count, sum_ns and exclusive_ns.
@@ -243,7 +266,9 @@ class KernelBounds(Result):
     known_fraction: float | None
 
 
-def kernel_bounds(trace: Trace, peak: PeakSpec = None, capture: Trace | None = None) -> KernelBounds:
+def kernel_bounds(
+    trace: Trace, peak: PeakSpec = None, capture: Trace | None = None
+) -> KernelBounds:
     """Account for the time of each GPU by what bounds it.
 
     Args:
@@ -255,7 +280,9 @@ def kernel_bounds(trace: Trace, peak: PeakSpec = None, capture: Trace | None = N
 
 
 @run_in_batches
-def _summarize_bounds(traces: Sequence[Trace], peak: PeakSpec, capture: Trace | None) -> Iterable[KernelBounds]:
+def _summarize_bounds(
+    traces: Sequence[Trace], peak: PeakSpec, capture: Trace | None
+) -> Iterable[KernelBounds]:
     work = _classify_bounds(traces, peak, capture)
     bound_shares = compute_shares(traces, work, "bound", BOUNDS)
     kind_bounds = (
@@ -263,12 +290,16 @@ def _summarize_bounds(traces: Sequence[Trace], peak: PeakSpec, capture: Trace | 
         .agg(
             pl.len().alias("count"),
             pl.col("ns").sum().alias("sum_ns"),
-            pl.when(pl.col("roofline_ns").is_not_null().all()).then(pl.col("roofline_ns").sum()).alias("roofline_ns"),
+            pl.when(pl.col("roofline_ns").is_not_null().all())
+            .then(pl.col("roofline_ns").sum())
+            .alias("roofline_ns"),
         )
         .sort(TRACE_COLUMN, "kind", "bound")
     )
     steps = concatenate_by_trace(map(select_whole_steps, traces))
-    spread = summarize_per_step(bound_shares.steps, [TRACE_COLUMN, "device", "bound"], list(SHARES), steps)
+    spread = summarize_per_step(
+        bound_shares.steps, [TRACE_COLUMN, "device", "bound"], list(SHARES), steps
+    )
     for parts, kind_table, per_step in zip(
         split_by_trace(bound_shares.parts, traces, BOUND_SCHEMA),
         split_by_trace(kind_bounds, traces, KIND_SCHEMA),
@@ -280,31 +311,49 @@ def _summarize_bounds(traces: Sequence[Trace], peak: PeakSpec, capture: Trace | 
         yield KernelBounds(parts, kind_table, per_step, known_ns / total_ns if total_ns else None)
 
 
-def classify_bounds(trace: Trace, peak: PeakSpec = None, capture: Trace | None = None) -> pl.DataFrame:
-    """The bound of every piece of GPU work: event, device, start_ns, end_ns, ns, kind, roofline_ns, bound."""
+def classify_bounds(
+    trace: Trace, peak: PeakSpec = None, capture: Trace | None = None
+) -> pl.DataFrame:
+    """The bound of every piece of GPU work: event, device, start_ns, end_ns, ns, kind, roofline_ns,
+    bound.
+    """
     return _classify_bounds([trace], peak, capture).drop(TRACE_COLUMN)
 
 
-def _classify_bounds(traces: Sequence[Trace], peak: PeakSpec, capture: Trace | None) -> pl.DataFrame:
+def _classify_bounds(
+    traces: Sequence[Trace], peak: PeakSpec, capture: Trace | None
+) -> pl.DataFrame:
     columns = (TRACE_COLUMN, "event", "device", "start_ns", "end_ns", "ns")
     work = select_gpu_work_with_steps(traces)[columns].hstack(
         [concatenate_by_trace(map(classify_kinds, traces))["kind"]]
     )
     models = concatenate_by_trace(select_modelled_work(trace, peak, capture) for trace in traces)
-    model = models.select(TRACE_COLUMN, "event", "roofline_ns", modelled=pl.col("bound").cast(pl.String))
+    model = models.select(
+        TRACE_COLUMN, "event", "roofline_ns", modelled=pl.col("bound").cast(pl.String)
+    )
     ceiling = pl.col("roofline_ns")
     ns = pl.col("ns")
-    latency = ((ns < MAX_SHORT_NS) & (ceiling < SHORT_LATENCY_SHARE * ns)) | (ceiling < LATENCY_SHARE * ns)
+    latency = ((ns < MAX_SHORT_NS) & (ceiling < SHORT_LATENCY_SHARE * ns)) | (
+        ceiling < LATENCY_SHARE * ns
+    )
     bound = pl.when(ceiling.is_null() | pl.col("modelled").is_null()).then(pl.lit("unknown"))
     return (
         work.join(model, on=[TRACE_COLUMN, "event"], how="left", maintain_order="left")
-        .with_columns(bound.when(latency).then(pl.lit("latency")).otherwise("modelled").cast(BoundType).alias("bound"))
+        .with_columns(
+            bound.when(latency)
+            .then(pl.lit("latency"))
+            .otherwise("modelled")
+            .cast(BoundType)
+            .alias("bound")
+        )
         .drop("modelled")
     )
 
 
 KERNEL_LAUNCH = r"LaunchKernel|LaunchCooperativeKernel|ModuleLaunch"
-SERIES_SCHEMA = build_schema("source counter samples first_ns last_ns min mean max", {"source": pl.String})
+SERIES_SCHEMA = build_schema(
+    "source counter samples first_ns last_ns min mean max", {"source": pl.String}
+)
 RANGE_SCHEMA = build_schema("range kernel launch op counter value")
 OP_SCHEMA = build_schema("op counter ranges value")
 
@@ -317,9 +366,10 @@ class Counters(Result):
         series: Counters sampled over time (`hardware_counters` and others): source (the process they stand under),
             counter, samples, first_ns, last_ns, min, mean (of the samples), max.
         ranges: Counters of single kernels, as CUPTI's range profiler writes them (`cuda_profiler_range`): range (its
-            number, in order), kernel (null where the writer could not name it), launch (row of the call that launched
-            it), op (the operator around the launch), counter, value. The times of such ranges are equal parts of the
-            recording, no measurement, so the k-th range belongs to the k-th launch.
+            number, in order), kernel (null where the writer could not name it), launch (row of the
+            call that launched it), op (the operator around the launch), counter, value. The times
+            of such ranges are equal parts of the recording, no measurement, so the k-th range
+            belongs to the k-th launch.
         operators: Sums over the ranges of each operator: op, counter, ranges, value.
         unpaired: Why ranges have no launch: `counts-differ` (as many ranges as kernel launches are needed); None where
             they have, or where there are no ranges.
@@ -339,10 +389,16 @@ class Counters(Result):
 
 def counters(trace: Trace) -> Counters:
     """Gather counters, and pair those of kernels with their launches."""
-    rows = np.flatnonzero(get_event_column(trace, "category") == cat.CATEGORIES.index(cat.COUNTER_RANGE))
+    rows = np.flatnonzero(
+        get_event_column(trace, "category") == cat.CATEGORIES.index(cat.COUNTER_RANGE)
+    )
     if not trace.counters.height and not rows.size:
-        series, ranges, op_table = (columns.to_frame() for columns in (SERIES_SCHEMA, RANGE_SCHEMA, OP_SCHEMA))
-        return Counters(series, ranges, op_table, unpaired=None, range_count=0, launch_count=0, absent=None)
+        series, ranges, op_table = (
+            columns.to_frame() for columns in (SERIES_SCHEMA, RANGE_SCHEMA, OP_SCHEMA)
+        )
+        return Counters(
+            series, ranges, op_table, unpaired=None, range_count=0, launch_count=0, absent=None
+        )
     value = pl.col("value")
     series = (
         trace.counters.drop_nulls("value")
@@ -375,7 +431,9 @@ def counters(trace: Trace) -> Counters:
                 zip(read_all_arguments(trace, rows), kernels, launch_of, op_of, strict=True)
             )
             for key, amount in args.items()
-            if isinstance(amount, (int, float)) and not isinstance(amount, bool) and np.isfinite(amount)
+            if isinstance(amount, (int, float))
+            and not isinstance(amount, bool)
+            and np.isfinite(amount)
         ]
     ranges = pl.DataFrame(records, schema=RANGE_SCHEMA, orient="row")
     op_table = (
@@ -397,8 +455,12 @@ def counters(trace: Trace) -> Counters:
 
 
 def find_launch_calls(trace: Trace) -> Ints:
-    """Rows of the calls that launch one kernel, by time; a driver call inside a runtime call is the same launch."""
-    is_call = np.isin(get_event_column(trace, "category"), [cat.CATEGORIES.index(name) for name in cat.LAUNCHES])
+    """Rows of the calls that launch one kernel, by time; a driver call inside a runtime call is the
+    same launch.
+    """
+    is_call = np.isin(
+        get_event_column(trace, "category"), [cat.CATEGORIES.index(name) for name in cat.LAUNCHES]
+    )
     rows = np.flatnonzero(is_call & build_vocabulary(trace).events(KERNEL_LAUNCH))
     is_nested = np.isin(get_event_column(trace, "parent", -1)[rows], rows)
     launches: Ints = rows[~is_nested]

@@ -1,8 +1,8 @@
 """What kind of work takes the time of each GPU?
 
-Every piece of GPU work has one kind, told by its name and, where that is ambiguous, by who launched it. Two accounts:
-the *sum* of durations, and the *exclusive* time, in which every busy nanosecond of a device belongs to one kind only,
-so that all kinds and the idle time are the window.
+Every piece of GPU work has one kind, told by its name and, where that is ambiguous, by who launched
+it. Two accounts: the *sum* of durations, and the *exclusive* time, in which every busy nanosecond
+of a device belongs to one kind only, so that all kinds and the idle time are the window.
 """
 
 from __future__ import annotations
@@ -56,10 +56,14 @@ PRIORITY: tuple[str, ...] = (
     "communication",
     "copy",
 )
-"""Who owns a nanosecond in which several kinds run at once: the first of these that does. Calculating comes before
-communicating and that before copying, as in `gpu_time`, so that hidden communication stays hidden."""
+"""Who owns a nanosecond in which several kinds run at once: the first of these that does.
+Calculating comes before
+communicating and that before copying, as in `gpu_time`, so that hidden communication stays hidden.
+"""
 
-KINDS_SCHEMA = build_schema("device kind count sum_ns exclusive_ns fraction", {"kind": WorkKindType})
+KINDS_SCHEMA = build_schema(
+    "device kind count sum_ns exclusive_ns fraction", {"kind": WorkKindType}
+)
 RULES_SCHEMA = build_schema("kind rule count sum_ns fraction", {"kind": WorkKindType})
 
 
@@ -70,8 +74,8 @@ class KernelKinds(Result):
     Attributes:
         devices: device, window_ns (first start to last end), busy_ns, idle_ns, sum_ns (of all durations), count.
         kinds: One row per device and kind, also of kinds that do not occur: device, kind, count, sum_ns,
-            exclusive_ns, fraction (of the sum; null without any). Per device the sums add up to `sum_ns`, and the
-            exclusive times and `idle_ns` to `window_ns`.
+            exclusive_ns, fraction (of the sum; null without any). Per device the sums add up to
+            `sum_ns`, and the exclusive times and `idle_ns` to `window_ns`.
         rules: Which rules decided: kind, rule (`category`: the event's own category or the rule for communication and
             memory named `category:...`; `none`: no rule knows the name), count, sum_ns, fraction.
         steps: Per device, step (null outside all steps) and kind: count (of what starts there), sum_ns, exclusive_ns,
@@ -101,17 +105,25 @@ def kernel_kinds(trace: Trace, rules: Iterable[KindRule] = ()) -> KernelKinds:
 @run_in_batches
 def _summarize_kinds(traces: Sequence[Trace], rules: tuple[KindRule, ...]) -> Iterable[KernelKinds]:
     classified = concatenate_by_trace(classify_kinds(trace, rules) for trace in traces)
-    work = select_gpu_work_with_steps(traces).with_columns(classified["kind"], classified["rule"].alias("named"))
+    work = select_gpu_work_with_steps(traces).with_columns(
+        classified["kind"], classified["rule"].alias("named")
+    )
     kind_shares = compute_shares(traces, work, "kind", PRIORITY)
     sum_ns = pl.col("sum_ns")
     rule_table = (
         work.group_by(TRACE_COLUMN, "kind", rule="named")
         .agg(pl.len().alias("count"), pl.col("ns").sum().alias("sum_ns"))
-        .with_columns(divide_by_trace_total(sum_ns, sum_ns.sum().over(TRACE_COLUMN)).fill_nan(None).alias("fraction"))
+        .with_columns(
+            divide_by_trace_total(sum_ns, sum_ns.sum().over(TRACE_COLUMN))
+            .fill_nan(None)
+            .alias("fraction")
+        )
         .sort(TRACE_COLUMN, "sum_ns", "kind", "rule", descending=[False, True, False, False])
     )
     steps = concatenate_by_trace(map(select_whole_steps, traces))
-    spread = summarize_per_step(kind_shares.steps, [TRACE_COLUMN, "device", "kind"], list(SHARES), steps)
+    spread = summarize_per_step(
+        kind_shares.steps, [TRACE_COLUMN, "device", "kind"], list(SHARES), steps
+    )
     return map(
         KernelKinds,
         split_by_trace(kind_shares.devices, traces),
@@ -144,28 +156,33 @@ def _classify_kinds(trace: Trace, rules: tuple[KindRule, ...]) -> pl.DataFrame:
     name_bits = matcher.compute_op_bits(vocabulary.ordered)[vocabulary.place]
     op, launch = (work[name].cast(pl.Int64).fill_null(-1).to_numpy() for name in ("op", "launch"))
     op_bits, enclosing_bits = _collect_context_bits(trace, op, launch, name_bits)
-    used, name = np.unique(vocabulary.place[vocabulary.code[work["event"].to_numpy()]], return_inverse=True)
+    used, name = np.unique(
+        vocabulary.place[vocabulary.code[work["event"].to_numpy()]], return_inverse=True
+    )
     first = matcher.first(vocabulary.ordered[used], name.astype(np.int64), op_bits, enclosing_bits)
     is_user_rule = first < len(rules)
     category = work["category"].to_physical().to_numpy()
     settled = ~is_user_rule & (category > 0)  # 0 is compute: only the name and the launch can tell
     labels = [*matcher.rules, KindRule("none", "other", "")]
     kind = np.array([WORK_KINDS.index(label.kind) for label in labels], dtype=np.uint32)[first]
-    kind[settled] = np.array([0, WORK_KINDS.index("communication"), WORK_KINDS.index("copy")], dtype=np.uint32)[
-        category[settled]
-    ]
+    kind[settled] = np.array(
+        [0, WORK_KINDS.index("communication"), WORK_KINDS.index("copy")], dtype=np.uint32
+    )[category[settled]]
     rule = pl.Series([label.name for label in labels])[first.astype(np.uint32)]
     rule = rule.zip_with(pl.Series(~settled), "category:" + work["rule"].cast(pl.String)).replace(
         "category:category", "category"
     )
     kind_names = pl.Series(WORK_KINDS, dtype=WorkKindType)[kind]
-    return pl.DataFrame({"event": work["event"], "kind": kind_names, "rule": rule}).pipe(cast_to_schema, KIND_SCHEMA)
+    return pl.DataFrame({"event": work["event"], "kind": kind_names, "rule": rule}).pipe(
+        cast_to_schema, KIND_SCHEMA
+    )
 
 
 def _collect_context_bits(
     trace: Trace, op: Ints, launch: Ints, bits_of_name: NDArray[np.uint64]
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Bits of the operator that launched each piece of work, and of all operators and annotations around it.
+    """Bits of the operator that launched each piece of work, and of all operators and annotations
+    around it.
 
     Args:
         trace: The trace.
@@ -174,8 +191,8 @@ def _collect_context_bits(
         bits_of_name: Bits of each name of `vocabulary(trace)`.
 
     Returns:
-        Two arrays of shape (work,): of the innermost operator, and of it and whatever stands above the launch. Python
-        frames have no bits: their names are paths.
+        Two arrays of shape (work,): of the innermost operator, and of it and whatever stands above
+        the launch. Python frames have no bits: their names are paths.
     """
     names = build_vocabulary(trace).code
     if not op.size or not names.size:
@@ -187,7 +204,9 @@ def _collect_context_bits(
     rows = np.flatnonzero(origin >= 0)
     current = origin[rows]
     while rows.size:  # one turn per level of nesting
-        gathered[rows] |= np.where(_NAMED_CATEGORIES[category[current]], bits_of_name[names[current]], np.uint64(0))
+        gathered[rows] |= np.where(
+            _NAMED_CATEGORIES[category[current]], bits_of_name[names[current]], np.uint64(0)
+        )
         current = parent[current]
         has_parent = current >= 0
         rows, current = rows[has_parent], current[has_parent]

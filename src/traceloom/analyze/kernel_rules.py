@@ -1,12 +1,14 @@
 """Category, kind and matrix units of GPU work, by rules.
 
-The rules stand in one table, `kernel_rules.json` beside this file. The event's own category comes first (copies and
-fills are memory), then the user's rules, then the table, first match wins; what matches nothing is compute.
+The rules stand in one table, `kernel_rules.json` beside this file. The event's own category comes
+first (copies and fills are memory), then the user's rules, then the table, first match wins; what
+matches nothing is compute.
 
 They stand in one table, `kind_rules.json` beside this file; the first that matches decides.
 
-The rules stand in one table, `matrix_rules.json` beside this file; the first that matches decides. Only matrix products
-can use these units, so only kernels of the kinds gemm, attention and convolution are asked.
+The rules stand in one table, `matrix_rules.json` beside this file; the first that matches decides.
+Only matrix products can use these units, so only kernels of the kinds gemm, attention and
+convolution are asked.
 """
 
 from __future__ import annotations
@@ -26,7 +28,12 @@ from numpy.typing import NDArray
 from traceloom.analyze import names
 from traceloom.analyze.names import build_vocabulary, check_pattern
 from traceloom.errors import InputError, UsageError
-from traceloom.trace.arrays import NumberedTexts, gather_rows, get_event_column, move_columns_to_disk
+from traceloom.trace.arrays import (
+    NumberedTexts,
+    gather_rows,
+    get_event_column,
+    move_columns_to_disk,
+)
 from traceloom.trace.batch import cache_per_trace, concatenate_by_trace, gather_event_column
 from traceloom.trace.frames import contains_any
 from traceloom.trace.trace import Trace
@@ -38,7 +45,9 @@ WORK_CATEGORIES: tuple[str, ...] = get_args(Category)
 CategoryType = pl.Enum(WORK_CATEGORIES)
 EventKindType = pl.Enum([KERNEL, COPY, FILL])
 
-EVENT_CATEGORY_RULE = "category"  # rule name of copies and fills: the event's category decided, not its name
+EVENT_CATEGORY_RULE = (
+    "category"  # rule name of copies and fills: the event's category decided, not its name
+)
 NO_RULE = "none"  # rule name of kernels that match nothing
 
 
@@ -105,14 +114,18 @@ def assign_categories(work: pl.DataFrame, rules: Iterable[Rule] = ()) -> pl.Data
         `work` with the columns `category` and `rule`.
     """
     ordered = (*rules, *load_built_in_category_rules())
-    match_columns = contains_any(work["name"].fill_null(""), [f"(?i){rule.pattern}" for rule in ordered])
+    match_columns = contains_any(
+        work["name"].fill_null(""), [f"(?i){rule.pattern}" for rule in ordered]
+    )
     matches = [column.to_numpy() for column in match_columns]
     first_rules = np.argmax([*matches, np.ones(work.height, dtype=np.bool_)], axis=0)
     rule_numbers = np.where((work["kind"] == KERNEL).to_numpy(), first_rules, len(ordered) + 1)
     categories = [*(rule.category for rule in ordered), "compute", "memory"]
     return work.with_columns(
         pl.Series("category", categories, dtype=CategoryType)[rule_numbers],
-        pl.Series("rule", [*(rule.name for rule in ordered), NO_RULE, EVENT_CATEGORY_RULE])[rule_numbers],
+        pl.Series("rule", [*(rule.name for rule in ordered), NO_RULE, EVENT_CATEGORY_RULE])[
+            rule_numbers
+        ],
     )
 
 
@@ -120,15 +133,17 @@ def select_gpu_work(trace: Trace, rules: Iterable[Rule] = ()) -> pl.DataFrame:
     """All kernels, copies and fills of a trace with their categories, by start.
 
     Returns:
-        Columns event, name, kind, category, rule, device, stream, start_ns, end_ns (>= start: negative durations
-        count as 0), launch, op; one row per event, in the order of `events`.
+        Columns event, name, kind, category, rule, device, stream, start_ns, end_ns (>= start:
+        negative durations count as 0), launch, op; one row per event, in the order of `events`.
     """
     rules = tuple(rules)
     return _build_gpu_work(trace, rules) if rules else _select_by_built_in_rules(trace)
 
 
 def select_gpu_work_with_steps(traces: Sequence[Trace]) -> pl.DataFrame:
-    """The same of several traces (`stacked`), with the step that launched it and its duration: step, ns."""
+    """The same of several traces (`stacked`), with the step that launched it and its duration:
+    step, ns.
+    """
     work = concatenate_by_trace(map(select_gpu_work, traces))
     ns = pl.col("end_ns") - pl.col("start_ns")
     return work.with_columns(gather_event_column(traces, work, "event", "step"), ns.alias("ns"))
@@ -144,12 +159,16 @@ def _build_gpu_work(trace: Trace, rules: tuple[Rule, ...]) -> pl.DataFrame:
     gpu_rows = np.flatnonzero(np.isin(category, [_ALL.index(name) for name in GPU_WORK]))
     pair = gather_rows(vocabulary.place, vocabulary.code[gpu_rows]) * len(_ALL) + category[gpu_rows]
     unique_pairs, pair_numbers = np.unique(pair, return_inverse=True)
-    kind = pl.Series("kind", [_ALL[code] for code in (unique_pairs % len(_ALL)).tolist()], dtype=EventKindType)
+    kind = pl.Series(
+        "kind", [_ALL[code] for code in (unique_pairs % len(_ALL)).tolist()], dtype=EventKindType
+    )
     classified = assign_categories(
         pl.DataFrame([vocabulary.ordered[unique_pairs // len(_ALL)].alias("name"), kind]), rules
     )
     indices = pl.Series(pair_numbers.astype(np.uint32))
-    work = trace.events[["event", "device", "stream", "start_ns", "duration_ns", "launch", "op"]][gpu_rows]
+    work = trace.events[["event", "device", "stream", "start_ns", "duration_ns", "launch", "op"]][
+        gpu_rows
+    ]
     end_ns = pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0)
     work = move_columns_to_disk(trace, work.with_columns(end_ns.alias("end_ns")))
     return work.select(
@@ -219,7 +238,8 @@ def load_built_in_kind_rules() -> tuple[KindRule, ...]:
 
 
 def read_kind_rules(path: str | Path) -> tuple[KindRule, ...]:
-    """A table of the user's: a JSON list of objects with `rule`, `kind` and `pattern`, `op`, `under` as wanted.
+    """A table of the user's: a JSON list of objects with `rule`, `kind` and `pattern`, `op`,
+    `under` as wanted.
 
     Raises:
         InputError: The file is not such a list.
@@ -261,9 +281,14 @@ class KindMatcher(Struct, frozen=True):
     def of(cls, rules: Iterable[KindRule]) -> KindMatcher:
         """The matcher of some rules."""
         rules = tuple(rules)
-        contexts = tuple(dict.fromkeys(text for rule in rules for text in (rule.op, rule.under) if text))
+        contexts = tuple(
+            dict.fromkeys(text for rule in rules for text in (rule.op, rule.under) if text)
+        )
         if len(contexts) > 64:
-            raise UsageError(f"{len(contexts)} patterns of operators are too many: at most 64", slug="bad-kernel-rule")
+            raise UsageError(
+                f"{len(contexts)} patterns of operators are too many: at most 64",
+                slug="bad-kernel-rule",
+            )
         return cls(rules, contexts)
 
     def compute_op_bits(self, names: pl.Series) -> NDArray[np.uint64]:
@@ -280,7 +305,8 @@ class KindMatcher(Struct, frozen=True):
         op_bits: NDArray[np.uint64],
         ancestor_bits: NDArray[np.uint64],
     ) -> NDArray[np.int64]:
-        """The index of the first rule that holds for each piece of work; `len(rules)` where none does.
+        """The index of the first rule that holds for each piece of work; `len(rules)` where none
+        does.
 
         Args:
             names: Distinct names of kernels.
@@ -295,7 +321,9 @@ class KindMatcher(Struct, frozen=True):
             is_match = is_unmatched & matches[index][name_indices]
             for text, bits in ((rule.op, op_bits), (rule.under, ancestor_bits)):
                 if text:
-                    is_match &= (bits >> np.uint64(self.op_patterns.index(text))) & np.uint64(1) == 1
+                    is_match &= (bits >> np.uint64(self.op_patterns.index(text))) & np.uint64(
+                        1
+                    ) == 1
             first_rule[is_match] = index
             is_unmatched &= ~is_match
         return first_rule
@@ -303,14 +331,17 @@ class KindMatcher(Struct, frozen=True):
 
 def match_patterns(names: pl.Series, patterns: Sequence[str]) -> list[NDArray[np.bool_]]:
     """For each expression, which names hold it, upper and lower case alike."""
-    return [column.to_numpy() for column in contains_any(names, [f"(?i){text}" for text in patterns])]
+    return [
+        column.to_numpy() for column in contains_any(names, [f"(?i){text}" for text in patterns])
+    ]
 
 
 def load_rules(paths: Iterable[str | Path]) -> tuple[KindRule, ...]:
     """Read files of rules.
 
-    A `.py` file is run as a program is: it is expected to register models of operators (see `analyze.flops`), which
-    stay registered as long as the process lives. A `.json` file is a list of rules for kinds of kernels.
+    A `.py` file is run as a program is: it is expected to register models of operators (see
+    `analyze.flops`), which stay registered as long as the process lives. A `.json` file is a list
+    of rules for kinds of kernels.
 
     Args:
         paths: The files, in the order in which they count.
@@ -365,15 +396,24 @@ def classify_matrix_units(kernels: pl.DataFrame) -> pl.Series:
         kernels: Columns `name` and `kind` (see `kernel_kinds`); give unique pairs, not events.
 
     Returns:
-        `used`; `unused`: a matrix product on scalar or vector units; `unknown`: a matrix product whose name does not
-        tell; `none`: no matrix product.
+        `used`; `unused`: a matrix product on scalar or vector units; `unknown`: a matrix product
+        whose name does not tell; `none`: no matrix product.
     """
     state = np.full(kernels.height, MATRIX_UNIT_STATES.index("none"), dtype=np.uint32)
     eligible = np.flatnonzero(kernels["kind"].cast(pl.String).is_in(MATRIX_KINDS).to_numpy())
     if eligible.size:
-        eligible = eligible[kernels["name"][eligible].arg_sort().to_numpy()]  # as the next rank will ask
-        uses = [MATRIX_UNIT_STATES.index(_MATRIX_STATE_BY_USE[rule["uses"]]) for rule in load_built_in_matrix_rules()]
-        matches = match_patterns(kernels["name"][eligible], [rule["pattern"] for rule in load_built_in_matrix_rules()])
+        eligible = eligible[
+            kernels["name"][eligible].arg_sort().to_numpy()
+        ]  # as the next rank will ask
+        uses = [
+            MATRIX_UNIT_STATES.index(_MATRIX_STATE_BY_USE[rule["uses"]])
+            for rule in load_built_in_matrix_rules()
+        ]
+        matches = match_patterns(
+            kernels["name"][eligible], [rule["pattern"] for rule in load_built_in_matrix_rules()]
+        )
         first = np.argmax([*matches, np.ones(eligible.size, dtype=np.bool_)], axis=0)
-        state[eligible] = np.array([*uses, MATRIX_UNIT_STATES.index("unknown")], dtype=np.uint32)[first]
+        state[eligible] = np.array([*uses, MATRIX_UNIT_STATES.index("unknown")], dtype=np.uint32)[
+            first
+        ]
     return pl.Series("matrix_units", MATRIX_UNIT_STATES, dtype=MatrixUnitStateType)[state]

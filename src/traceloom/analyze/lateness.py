@@ -21,13 +21,17 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 BEGAN_LATER = "began_later"
-"""What it was late by already where counting begins, beyond what standing in the anchor made up for."""
+"""What it was late by already where counting begins, beyond what standing in the anchor made up
+for.
+"""
 
 PIPELINE_SCHEDULE = "pipeline_schedule"
 """The part of a wait for a message that the same stages of other pipelines wait as well."""
 
 PEER_CAME_EARLY = "peer_came_early"
-"""What the account of the last arriver does not hold, because its peer came earlier than those of other pipelines."""
+"""What the account of the last arriver does not hold, because its peer came earlier than those of
+other pipelines.
+"""
 
 CAUSE_LABELS = {
     **CAUSES,
@@ -42,7 +46,13 @@ CAUSE_LABELS = {
 
 CAUSE_NAMES = (*TIME_CLASSES, PIPELINE_SCHEDULE, PEER_CAME_EARLY, BEGAN_LATER)
 CauseType = pl.Enum(CAUSE_NAMES)
-NOT_EXPLAINED = ("unexplained", "host_unobserved", "launch_not_recorded", PEER_CAME_EARLY, BEGAN_LATER)
+NOT_EXPLAINED = (
+    "unexplained",
+    "host_unobserved",
+    "launch_not_recorded",
+    PEER_CAME_EARLY,
+    BEGAN_LATER,
+)
 """Causes that name no reason."""
 
 _ANCHOR_KINDS = (*ENDS_TOGETHER, "send_recv")
@@ -50,19 +60,23 @@ _COMMUNICATION_CODE = TIME_CLASSES.index(COMMUNICATION)
 _SCHEDULE_CODE, _PEER_CODE, _BEGAN_CODE = (
     CAUSE_NAMES.index(name) for name in (PIPELINE_SCHEDULE, PEER_CAME_EARLY, BEGAN_LATER)
 )
-_MIN_IDLE_SHARE = 0.5  # of the waiting that nothing hides at least: the ranks stood, and began again together
+_MIN_IDLE_SHARE = (
+    0.5  # of the waiting that nothing hides at least: the ranks stood, and began again together
+)
 
 
 @dataclass(frozen=True)
 class Lateness:
-    """Of each collective, in the order of `instances`; arrays of shape (collectives,) or (collectives, causes).
+    """Of each collective, in the order of `instances`; arrays of shape (collectives,) or
+    (collectives, causes).
 
     Attributes:
         late_ns: How much later the last arriver came than the middle half of the others, on average.
         excess_ns: Parts of it by `CAUSE_NAMES`: what the last arriver spent on each since the anchor, less what the
             others did. They add up to `late_ns`.
         follow: The earlier collective that made the last arriver late: of other ranks, where waiting in it is the main
-            cause; the anchor, where this rank was last there too and that is the main cause; else -1.
+            cause; the anchor, where this rank was last there too and that is the main cause; else
+            -1.
         cause: Number of the main cause.
         excess_cause: The same without the order of the pipeline and what peers did.
         last_part: Row (of `parts`) of the last arriver.
@@ -97,7 +111,9 @@ class _Arrivals(Struct, frozen=True):
     end_place: Ints
 
 
-def compute_lateness(ranks: Sequence[RankPart], matched: MatchedCollectives, stages: pl.DataFrame) -> Lateness:
+def compute_lateness(
+    ranks: Sequence[RankPart], matched: MatchedCollectives, stages: pl.DataFrame
+) -> Lateness:
     """Compare every last arriver with the others. Definition: docs/concepts/across-ranks.md.
 
     Args:
@@ -114,7 +130,9 @@ def compute_lateness(ranks: Sequence[RankPart], matched: MatchedCollectives, sta
         calls = rank.calls.select("event", "start_ns").unique("event", keep="first")
         events = matched.parts["event"][rank_rows].to_frame()
         # on the rank's own clock, as its ledger is
-        starts = events.join(calls, on="event", how="left", maintain_order="left")["start_ns"].to_numpy()
+        starts = events.join(calls, on="event", how="left", maintain_order="left")[
+            "start_ns"
+        ].to_numpy()
         start_place[rank_rows] = rank.ledger.at(starts)
         end_place[rank_rows] = rank.ledger.at(starts + duration[rank_rows])
     rows = _Arrivals(
@@ -133,17 +151,28 @@ def compute_lateness(ranks: Sequence[RankPart], matched: MatchedCollectives, sta
     # the last arriver is compared with the middle half, by arrival, of those that were not last
     size = np.bincount(rows.inst)
     first = np.concatenate([[0], np.cumsum(size)[:-1]])[: size.size]
-    order = np.lexsort((rows.begun, rows.last, rows.inst))  # in each collective by arrival, the last at the end
+    order = np.lexsort(
+        (rows.begun, rows.last, rows.inst)
+    )  # in each collective by arrival, the last at the end
     arrival_index = np.empty(order.size, dtype=np.int64)
     arrival_index[order] = np.arange(order.size) - first[rows.inst[order]]
     last_index = size[rows.inst] - 1
-    is_peer: Bools = (arrival_index >= last_index // 4) & (arrival_index < last_index - last_index // 4) & (base >= 0)
-    spent = np.zeros((rows.part.size, len(TIME_CLASSES)), dtype=np.int64)  # by each row of parts since counting began
+    is_peer: Bools = (
+        (arrival_index >= last_index // 4)
+        & (arrival_index < last_index - last_index // 4)
+        & (base >= 0)
+    )
+    spent = np.zeros(
+        (rows.part.size, len(TIME_CLASSES)), dtype=np.int64
+    )  # by each row of parts since counting began
     for number, rank in enumerate(ranks):
         own_rows = np.flatnonzero(rows.part == number)
         begun = rank.ledger.sums[np.maximum(base[own_rows], 0)]
-        # standing in the anchor is no cause; what was computed beside it need not be computed after it
-        begun[:, _COMMUNICATION_CODE] = rank.ledger.sums[np.maximum(counting_start[own_rows], 0), _COMMUNICATION_CODE]
+        # standing in the anchor is no cause; what was computed beside it need not be computed after
+        # it
+        begun[:, _COMMUNICATION_CODE] = rank.ledger.sums[
+            np.maximum(counting_start[own_rows], 0), _COMMUNICATION_CODE
+        ]
         spent[own_rows] = rank.ledger.sums[rows.start_place[own_rows]] - begun
     compared = (base[last] >= 0) & (np.bincount(rows.inst[is_peer], minlength=collective_count) > 0)
     late, excess = _compute_excess(rows, spent, is_peer, collective_count)
@@ -151,22 +180,39 @@ def compute_lateness(ranks: Sequence[RankPart], matched: MatchedCollectives, sta
     pairs, pair_excess, schedule_ns = _compute_pair_excess(matched, stages, spent, base, last)
     excess[pairs, : len(TIME_CLASSES)], excess[pairs, -1] = pair_excess, 0
     excess[pairs, _SCHEDULE_CODE] = np.clip(schedule_ns, 0, late[pairs])
-    excess[pairs, _PEER_CODE] = late[pairs] - pair_excess.sum(axis=1) - excess[pairs, _SCHEDULE_CODE]
+    excess[pairs, _PEER_CODE] = (
+        late[pairs] - pair_excess.sum(axis=1) - excess[pairs, _SCHEDULE_CODE]
+    )
     beyond = excess.copy()
     beyond[:, [_SCHEDULE_CODE, _PEER_CODE]] = 0
     cause = np.where(compared, np.argmax(excess, axis=1), len(CAUSE_NAMES) - 1)
     excess_cause = np.where(compared, np.argmax(beyond, axis=1), len(CAUSE_NAMES) - 1)
-    follow = _find_earlier_collective(rows, counting_start, excess_cause, rows.wait - excess[rows.inst, _SCHEDULE_CODE])
+    follow = _find_earlier_collective(
+        rows, counting_start, excess_cause, rows.wait - excess[rows.inst, _SCHEDULE_CODE]
+    )
     was_last = (anchor >= 0) & (rows.part[last[np.maximum(anchor, 0)]] == rows.part[last])
     follow = np.where(compared & was_last & (excess_cause == _BEGAN_CODE), anchor, follow)
-    return Lateness(late, excess, follow, cause, excess_cause, last, is_peer, base, counting_start, rows.start_place)
+    return Lateness(
+        late,
+        excess,
+        follow,
+        cause,
+        excess_cause,
+        last,
+        is_peer,
+        base,
+        counting_start,
+        rows.start_place,
+    )
 
 
 def _find_anchors(ranks: Sequence[RankPart], matched: MatchedCollectives, rows: _Arrivals) -> Ints:
-    """Of each collective its anchor: the latest one before at whose end all its ranks stood together; -1 without.
+    """Of each collective its anchor: the latest one before at whose end all its ranks stood
+    together; -1 without.
 
-    It held all recorded ranks of the collective, they stood idle while they waited in it, and it was over when the last
-    one came. Who computes on beside a collective does not stand: what it was late by there, it is late by afterwards.
+    It held all recorded ranks of the collective, they stood idle while they waited in it, and it
+    was over when the last one came. Who computes on beside a collective does not stand: what it was
+    late by there, it is late by afterwards.
     """
     parts, instances = matched.parts, matched.instances
     collective_count = instances.height
@@ -205,8 +251,11 @@ def _find_anchors(ranks: Sequence[RankPart], matched: MatchedCollectives, rows: 
     return anchor
 
 
-def _find_counting_start(ranks: Sequence[RankPart], rows: _Arrivals, anchor: Ints) -> tuple[Ints, Ints]:
-    """Where counting begins, in places of the ledgers: arrival at the anchor; and the end of standing in it.
+def _find_counting_start(
+    ranks: Sequence[RankPart], rows: _Arrivals, anchor: Ints
+) -> tuple[Ints, Ints]:
+    """Where counting begins, in places of the ledgers: arrival at the anchor; and the end of
+    standing in it.
 
     Without an anchor both are the start of the step, if all have it, else of the recording.
     """
@@ -222,11 +271,17 @@ def _find_counting_start(ranks: Sequence[RankPart], rows: _Arrivals, anchor: Int
     in_step = np.full(base.size, -1, dtype=np.int64)
     for number, rank in enumerate(ranks):
         own_rows = np.flatnonzero((rows.part == number) & free)
-        starts = dict(zip(rank.steps["step"].to_list(), rank.steps["start_ns"].to_list(), strict=True))
+        starts = dict(
+            zip(rank.steps["step"].to_list(), rank.steps["start_ns"].to_list(), strict=True)
+        )
         if own_rows.size and starts:
-            times = np.array([starts.get(step, -1) for step in rows.step[own_rows].tolist()], dtype=np.int64)
+            times = np.array(
+                [starts.get(step, -1) for step in rows.step[own_rows].tolist()], dtype=np.int64
+            )
             time_places = rank.ledger.at(np.maximum(times, rank.ledger.time_ns[0]))
-            in_step[own_rows] = np.where((times >= 0) & (time_places <= rows.start_place[own_rows]), time_places, -1)
+            in_step[own_rows] = np.where(
+                (times >= 0) & (time_places <= rows.start_place[own_rows]), time_places, -1
+            )
     all_know = np.ones(int(rows.inst.max()) + 1, dtype=np.bool_)
     np.logical_and.at(all_know, rows.inst[free], in_step[free] >= 0)
     base[free] = np.where(all_know[rows.inst[free]], in_step[free], 0)
@@ -235,8 +290,12 @@ def _find_counting_start(ranks: Sequence[RankPart], rows: _Arrivals, anchor: Int
     return np.minimum(base, rows.start_place), np.minimum(counting_start, rows.start_place)
 
 
-def _compute_excess(rows: _Arrivals, spent: Ints, is_peer: Bools, collective_count: int) -> tuple[Ints, Ints]:
-    """Lateness against the mean of the others, and its parts; what the classes do not hold lies before the base."""
+def _compute_excess(
+    rows: _Arrivals, spent: Ints, is_peer: Bools, collective_count: int
+) -> tuple[Ints, Ints]:
+    """Lateness against the mean of the others, and its parts; what the classes do not hold lies
+    before the base.
+    """
     inst, last = rows.inst[is_peer], np.flatnonzero(rows.last)
     count = np.maximum(np.bincount(inst, minlength=collective_count), 1)
 
@@ -260,10 +319,12 @@ def _compute_excess(rows: _Arrivals, spent: Ints, is_peer: Bools, collective_cou
 def _compute_pair_excess(
     matched: MatchedCollectives, stages: pl.DataFrame, spent: Ints, base: Ints, last: Ints
 ) -> tuple[Ints, Ints, Ints]:
-    """What the last arrivers of pairs spent more than the same stage of the other pipelines in the same step.
+    """What the last arrivers of pairs spent more than the same stage of the other pipelines in the
+    same step.
 
-    In a pipeline one stage computes while the next waits for it: comparing the two says nothing. The counterpart of a
-    pair is the pair of another pipeline between the same stages, as many pairs into the same step.
+    In a pipeline one stage computes while the next waits for it: comparing the two says nothing.
+    The counterpart of a pair is the pair of another pipeline between the same stages, as many pairs
+    into the same step.
 
     Args:
         matched: The collectives.
@@ -273,8 +334,8 @@ def _compute_pair_excess(
         last: The row of the last arriver of each instance.
 
     Returns:
-        The numbers of the instances that have a counterpart, their excess by class against the median, and how late
-        the last arrivers of the counterparts came (median).
+        The numbers of the instances that have a counterpart, their excess by class against the
+        median, and how late the last arrivers of the counterparts came (median).
     """
     nothing = np.zeros(0, dtype=np.int64)
     none = nothing, np.zeros((0, spent.shape[1]), dtype=np.int64), nothing
@@ -283,21 +344,30 @@ def _compute_pair_excess(
     )
     if not pairs.height or not stages.height:
         return none
-    parts = matched.parts.with_row_index("row").select(pl.col("row").cast(pl.Int64), "instance", "rank", "sends")
+    parts = matched.parts.with_row_index("row").select(
+        pl.col("row").cast(pl.Int64), "instance", "rank", "sends"
+    )
     staged = parts.join(
-        pairs.select("number", "instance", "step", "met_ns"), on="instance", how="inner", maintain_order="left"
-    ).join(stages.select("rank", "pipeline", "stage"), on="rank", how="inner", maintain_order="left")
+        pairs.select("number", "instance", "step", "met_ns"),
+        on="instance",
+        how="inner",
+        maintain_order="left",
+    ).join(
+        stages.select("rank", "pipeline", "stage"), on="rank", how="inner", maintain_order="left"
+    )
     pair_stages = staged.select("number", "sends", "stage")
     for word, sends in (("from", True), ("to", False)):
-        side = pair_stages.filter(pl.col("sends") == sends).select("number", pl.col("stage").alias(word))
+        side = pair_stages.filter(pl.col("sends") == sends).select(
+            "number", pl.col("stage").alias(word)
+        )
         staged = staged.join(side, on="number", how="inner", maintain_order="left")
     nth = pl.int_range(pl.len()).over("step", "rank", "sends", "from", "to").alias("nth")
     rows = staged.sort("met_ns", "number").with_columns(nth)
     rows = rows.filter(pl.Series(base[rows["row"].to_numpy()] >= 0))
     last_rows = rows.filter(pl.col("row").is_in(pl.Series(last).implode()))
-    both = last_rows.join(rows, on=["step", "sends", "from", "to", "nth"], how="inner", suffix="_other").filter(
-        pl.col("number") != pl.col("number_other")
-    )
+    both = last_rows.join(
+        rows, on=["step", "sends", "from", "to", "nth"], how="inner", suffix="_other"
+    ).filter(pl.col("number") != pl.col("number_other"))
     if not both.height:
         return none
     columns = [f"c{number}" for number in range(spent.shape[1])]
@@ -311,8 +381,12 @@ def _compute_pair_excess(
     return middle["number"].to_numpy().astype(np.int64), excess, middle["late"].to_numpy()
 
 
-def _find_earlier_collective(rows: _Arrivals, counting_start: Ints, cause: Ints, wait: Ints) -> Ints:
-    """Where communication made a rank late: the collective in which it then waited longest, beyond what is usual."""
+def _find_earlier_collective(
+    rows: _Arrivals, counting_start: Ints, cause: Ints, wait: Ints
+) -> Ints:
+    """Where communication made a rank late: the collective in which it then waited longest, beyond
+    what is usual.
+    """
     last = np.flatnonzero(rows.last)
     follow = np.full(last.size, -1, dtype=np.int64)
     candidates = np.flatnonzero(cause == _COMMUNICATION_CODE)
@@ -326,14 +400,18 @@ def _find_earlier_collective(rows: _Arrivals, counting_start: Ints, cause: Ints,
         low = np.searchsorted(rows.end_place[own_rows], counting_start[row], side="right")
         high = np.searchsorted(rows.end_place[own_rows], rows.start_place[row], side="right")
         earlier_waits = own_rows[low:high]
-        earlier_waits = earlier_waits[(rows.inst[earlier_waits] != number) & (wait[earlier_waits] > 0)]
+        earlier_waits = earlier_waits[
+            (rows.inst[earlier_waits] != number) & (wait[earlier_waits] > 0)
+        ]
         if earlier_waits.size:
             follow[number] = rows.inst[earlier_waits[int(np.argmax(wait[earlier_waits]))]]
     return follow
 
 
 def follow_to_root(late: Lateness, met_ns: Ints) -> tuple[Ints, Ints]:
-    """The collective at the end of each chain, and its cause; a chain goes back in time, so it has an end."""
+    """The collective at the end of each chain, and its cause; a chain goes back in time, so it has
+    an end.
+    """
     identity = np.arange(met_ns.size)
     if not met_ns.size:
         return identity, identity
@@ -353,12 +431,18 @@ COLLECTIVE_SCHEMA = build_schema(
     "late_ns cause cause_ns explained_ns unexplained_ns schedule_ns root_instance root_rank root_cause",
     {"cause": CauseType, "root_cause": CauseType},
 )
-RANK_SCHEMA = build_schema("rank host collective_count last_count wait_ns blame_ns root_ns alone_ns")
+RANK_SCHEMA = build_schema(
+    "rank host collective_count last_count wait_ns blame_ns root_ns alone_ns"
+)
 HOST_SCHEMA = build_schema("host collective_count last_count wait_ns blame_ns root_ns alone_ns")
 HEAT_SCHEMA = build_schema("step rank wait_ns blame_ns root_ns")
-REASON_SCHEMA = build_schema("rank cause collective_count waited_ns late_ns most_late_ns", {"cause": CauseType})
+REASON_SCHEMA = build_schema(
+    "rank cause collective_count waited_ns late_ns most_late_ns", {"cause": CauseType}
+)
 
-_UNSCHEDULED_WAIT = pl.col("wait_ns") - pl.col("schedule_ns")  # what the order of a pipeline does not ask for
+_UNSCHEDULED_WAIT = pl.col("wait_ns") - pl.col(
+    "schedule_ns"
+)  # what the order of a pipeline does not ask for
 
 
 def add_causes(matched: MatchedCollectives, lateness: Lateness) -> pl.DataFrame:
@@ -369,7 +453,8 @@ def add_causes(matched: MatchedCollectives, lateness: Lateness) -> pl.DataFrame:
     names = pl.Series(list(CAUSE_NAMES), dtype=CauseType)
     nameless = [CAUSE_NAMES.index(name) for name in NOT_EXPLAINED]
     schedule_ns, peer = (
-        lateness.excess_ns[:, CAUSE_NAMES.index(name)] for name in (PIPELINE_SCHEDULE, PEER_CAME_EARLY)
+        lateness.excess_ns[:, CAUSE_NAMES.index(name)]
+        for name in (PIPELINE_SCHEDULE, PEER_CAME_EARLY)
     )
     lost = lateness.excess_ns[:, nameless].sum(axis=1)
     return frame.with_columns(
@@ -379,7 +464,9 @@ def add_causes(matched: MatchedCollectives, lateness: Lateness) -> pl.DataFrame:
         pl.Series("explained_ns", lateness.late_ns - lost),
         pl.Series("unexplained_ns", lost),
         # who waits longer only because it came earlier waits for the order, too
-        pl.min_horizontal(pl.Series("schedule_ns", schedule_ns + np.maximum(peer, 0)), "wait_ns").alias("schedule_ns"),
+        pl.min_horizontal(
+            pl.Series("schedule_ns", schedule_ns + np.maximum(peer, 0)), "wait_ns"
+        ).alias("schedule_ns"),
         frame["instance"][root].alias("root_instance"),
         frame["last_rank"][root].alias("root_rank"),
         names[root_cause].alias("root_cause"),
@@ -391,7 +478,9 @@ def summarize_by_rank(matched: MatchedCollectives, collectives: pl.DataFrame) ->
     schema = {"rank": pl.Int32(), "host": pl.String()}
     hosts = pl.DataFrame({"rank": matched.ranks, "host": matched.hosts}, schema=schema)
     waits = matched.parts.group_by("rank").agg(
-        pl.len().alias("collective_count"), pl.col("last").sum().alias("last_count"), pl.col("wait_ns").sum()
+        pl.len().alias("collective_count"),
+        pl.col("last").sum().alias("last_count"),
+        pl.col("wait_ns").sum(),
     )
     blame = collectives.group_by(rank="last_rank").agg(
         pl.col("wait_ns").sum().alias("blame_ns"), pl.col("alone_ns").sum()
@@ -400,25 +489,35 @@ def summarize_by_rank(matched: MatchedCollectives, collectives: pl.DataFrame) ->
     out = hosts.unique("rank", keep="first", maintain_order=True)
     for part in (waits, blame, root):
         out = out.join(part, on="rank", how="left", maintain_order="left")
-    filled = out.with_columns(pl.col(name).fill_null(0) for name in RANK_SCHEMA if name not in ("rank", "host"))
+    filled = out.with_columns(
+        pl.col(name).fill_null(0) for name in RANK_SCHEMA if name not in ("rank", "host")
+    )
     return filled.pipe(cast_to_schema, RANK_SCHEMA).sort("rank")
 
 
 def summarize_by_host(ranks: pl.DataFrame) -> pl.DataFrame:
     """The same, added over the ranks of each host."""
-    sums = ranks.group_by("host", maintain_order=True).agg(pl.col(name).sum() for name in HOST_SCHEMA if name != "host")
+    sums = ranks.group_by("host", maintain_order=True).agg(
+        pl.col(name).sum() for name in HOST_SCHEMA if name != "host"
+    )
     return sums.sort("root_ns", "host", descending=[True, False])
 
 
 def wait_heat_map(matched: MatchedCollectives, collectives: pl.DataFrame) -> pl.DataFrame:
     """Steps × ranks: how long each rank waited in a step, and how long it kept others waiting."""
     waits = matched.parts.group_by("step", "rank").agg(pl.col("wait_ns").sum())
-    blame = collectives.group_by("step", rank="last_rank").agg(pl.col("wait_ns").sum().alias("blame_ns"))
-    root = collectives.group_by("step", rank="root_rank").agg(_UNSCHEDULED_WAIT.sum().alias("root_ns"))
+    blame = collectives.group_by("step", rank="last_rank").agg(
+        pl.col("wait_ns").sum().alias("blame_ns")
+    )
+    root = collectives.group_by("step", rank="root_rank").agg(
+        _UNSCHEDULED_WAIT.sum().alias("root_ns")
+    )
     keys = pl.concat([part.select("step", "rank") for part in (waits, blame, root)]).unique()
     for part in (waits, blame, root):
         keys = keys.join(part, on=["step", "rank"], how="left", nulls_equal=True)
-    filled = keys.with_columns(pl.col(name).fill_null(0) for name in ("wait_ns", "blame_ns", "root_ns"))
+    filled = keys.with_columns(
+        pl.col(name).fill_null(0) for name in ("wait_ns", "blame_ns", "root_ns")
+    )
     ordered = filled.pipe(cast_to_schema, HEAT_SCHEMA)
     return ordered.sort("step", "rank", nulls_last=True)
 
@@ -456,18 +555,26 @@ def find_slow_ranks(collectives: pl.DataFrame) -> list[SlowRank]:
         .agg(pl.col("ns", "count").sum(), pl.col("root_cause").first().cast(pl.String))
         .sort("ns", "root_rank", descending=[True, False])
     )
-    return [SlowRank(rank, ns, ns / total_ns, count, cause) for rank, ns, count, cause in ranks.rows()]
+    return [
+        SlowRank(rank, ns, ns / total_ns, count, cause) for rank, ns, count, cause in ranks.rows()
+    ]
 
 
 def summarize_reasons(collectives: pl.DataFrame) -> pl.DataFrame:
-    """By the rank and the cause where chains end: how long others waited for that, the largest first.
+    """By the rank and the cause where chains end: how long others waited for that, the largest
+    first.
 
-    The part of a wait that is the order of a pipeline is told apart, with the rank that was awaited.
+    The part of a wait that is the order of a pipeline is told apart, with the rank that was
+    awaited.
     """
     beyond = pl.col("late_ns") - pl.col("schedule_ns")
-    chained = collectives.select(rank="root_rank", cause="root_cause", waited_ns=_UNSCHEDULED_WAIT, late_ns=beyond)
+    chained = collectives.select(
+        rank="root_rank", cause="root_cause", waited_ns=_UNSCHEDULED_WAIT, late_ns=beyond
+    )
     schedule = pl.lit(PIPELINE_SCHEDULE, CauseType)
-    ordered = collectives.select(rank="last_rank", cause=schedule, waited_ns="schedule_ns", late_ns="schedule_ns")
+    ordered = collectives.select(
+        rank="last_rank", cause=schedule, waited_ns="schedule_ns", late_ns="schedule_ns"
+    )
     return (
         pl.concat([chained, ordered])
         .filter(pl.col("waited_ns") > 0)
@@ -484,22 +591,28 @@ def summarize_reasons(collectives: pl.DataFrame) -> pl.DataFrame:
 
 
 LINK_SCHEMA = build_schema(
-    "chain link instance rank late_ns cause ns detail follows", {"link": pl.Int32, "cause": CauseType}
+    "chain link instance rank late_ns cause ns detail follows",
+    {"link": pl.Int32, "cause": CauseType},
 )
 _MAX_CHAIN_LENGTH = 8
 _MIN_PART_SHARE = 0.02  # of the lateness: smaller parts are told together
 
 
 def build_chains(
-    ranks: Sequence[RankPart], matched: MatchedCollectives, collectives: pl.DataFrame, lateness: Lateness, limit: int
+    ranks: Sequence[RankPart],
+    matched: MatchedCollectives,
+    collectives: pl.DataFrame,
+    lateness: Lateness,
+    limit: int,
 ) -> pl.DataFrame:
     """The chains of the `limit` collectives with the longest waits.
 
     Returns:
-        chain (instance it explains), link (0 = the last arriver of that), instance (whose last arriver the link is
-        about), rank, late_ns (of that rank there), cause, ns (parts of late_ns; they add up to it; small ones together
-        in a row with cause null), detail (what ran longer there than elsewhere), follows (the earlier collective that
-        the rank waited in: the next link is about its last arriver).
+        chain (instance it explains), link (0 = the last arriver of that), instance (whose last
+        arriver the link is about), rank, late_ns (of that rank there), cause, ns (parts of late_ns;
+        they add up to it; small ones together in a row with cause null), detail (what ran longer
+        there than elsewhere), follows (the earlier collective that the rank waited in: the next
+        link is about its last arriver).
     """
     order = collectives.with_row_index("row").filter(pl.col("wait_ns") > 0)
     worst = order.sort("wait_ns", "instance", descending=[True, False]).head(limit)["row"].to_list()
@@ -535,7 +648,10 @@ def build_chains(
             rank = collectives["last_rank"][current]
             head = (numbers[start], link, numbers[current], rank, int(lateness.late_ns[current]))
             leads = CAUSE_NAMES[lateness.excess_cause[current]]
-            rows += [(*head, *cause, follows if cause[0] == leads else None) for cause in causes_of[current]]
+            rows += [
+                (*head, *cause, follows if cause[0] == leads else None)
+                for cause in causes_of[current]
+            ]
             if not goes_on:
                 break
             current, link = onward, link + 1
@@ -543,9 +659,15 @@ def build_chains(
 
 
 def _describe_detail(
-    ranks: Sequence[RankPart], matched: MatchedCollectives, lateness: Lateness, collective: int, cause: str
+    ranks: Sequence[RankPart],
+    matched: MatchedCollectives,
+    lateness: Lateness,
+    collective: int,
+    cause: str,
 ) -> str | None:
-    """What the last arriver spent more time on than the others within a class: its collectives, or the largest."""
+    """What the last arriver spent more time on than the others within a class: its collectives, or
+    the largest.
+    """
     if cause not in TIME_CLASSES:
         return None
     parts = matched.parts
@@ -553,18 +675,25 @@ def _describe_detail(
     if cause == COMMUNICATION:  # the collectives that it was in since counting began
         own_rows = np.flatnonzero(parts["part"].to_numpy() == parts["part"][row])
         position = lateness.start_of_part[own_rows]
-        waits_between = own_rows[(position >= lateness.stood_of_part[row]) & (position < lateness.start_of_part[row])]
+        waits_between = own_rows[
+            (position >= lateness.stood_of_part[row]) & (position < lateness.start_of_part[row])
+        ]
         if not waits_between.size:
             return None
         waits = parts["wait_ns"].gather(waits_between)
         longest = waits_between[int(waits.arg_max() or 0)]
-        last = matched.instances.filter(pl.col("instance") == parts["instance"][int(longest)])["last_rank"][0]
-        count_text = "1 collective" if waits_between.size == 1 else f"{waits_between.size} collectives"
+        last = matched.instances.filter(pl.col("instance") == parts["instance"][int(longest)])[
+            "last_rank"
+        ][0]
+        count_text = (
+            "1 collective" if waits_between.size == 1 else f"{waits_between.size} collectives"
+        )
         return f"{count_text}, waiting {format_duration(int(waits.sum()))}; longest for rank {last}"
     instance = parts["instance"].to_numpy()
     low, high = (int(np.searchsorted(instance, instance[row], side)) for side in ("left", "right"))
     peers = low + np.flatnonzero(lateness.others[low:high])
-    # time in the class since counting began, by name: its own less that of the others, times their number
+    # time in the class since counting began, by name: its own less that of the others, times their
+    # number
     times = []
     for part_row in (row, *peers.tolist()):
         details = ranks[parts["part"][part_row]].ledger.details
@@ -572,8 +701,14 @@ def _describe_detail(
         first, last = np.searchsorted(details["stretch"].to_numpy(), bounds).tolist()
         times.append(details[first:last])
     weight = np.repeat([max(peers.size, 1), *[-1] * peers.size], [time.height for time in times])
-    class_times = pl.concat(times).hstack([pl.Series("weight", weight)]).filter(pl.col("class") == cause)
+    class_times = (
+        pl.concat(times).hstack([pl.Series("weight", weight)]).filter(pl.col("class") == cause)
+    )
     class_times = class_times.group_by("name").agg((pl.col("ns") * pl.col("weight")).sum())
-    largest = class_times.filter(pl.col("ns") > 0).sort("ns", "name", descending=[True, False]).head(2)
-    clauses = [f"{name} +{format_duration(round(ns / max(peers.size, 1)))}" for name, ns in largest.rows()]
+    largest = (
+        class_times.filter(pl.col("ns") > 0).sort("ns", "name", descending=[True, False]).head(2)
+    )
+    clauses = [
+        f"{name} +{format_duration(round(ns / max(peers.size, 1)))}" for name, ns in largest.rows()
+    ]
     return "; ".join(clauses) or None

@@ -25,12 +25,20 @@ from traceloom.analyze.names import build_vocabulary
 from traceloom.analyze.steps import build_spread_schema, select_whole_steps, summarize_per_step
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import build_event_column, get_event_column, to_nullable_series
-from traceloom.trace.batch import TRACE_COLUMN, concatenate_by_trace, gather_by_trace, run_in_batches, split_by_trace
+from traceloom.trace.batch import (
+    TRACE_COLUMN,
+    concatenate_by_trace,
+    gather_by_trace,
+    run_in_batches,
+    split_by_trace,
+)
 from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.trace import Trace
 
 MIN_QUEUE_DEPTH = 900
-"""Launches that are pending where a queue is (nearly) full: CUDA takes about 1,022 to 1,024 per stream."""
+"""Launches that are pending where a queue is (nearly) full: CUDA takes about 1,022 to 1,024 per
+stream.
+"""
 _MIN_HELD_UP_NS = 8_000  # a launch that is longer than others of its name by this, and this many times, was held up
 _HELD_UP_FACTOR = 2.5
 _MAX_RETURN_DELAY_NS = 100_000  # it returns this soon after the work that made room
@@ -40,9 +48,10 @@ QUEUES = build_schema(
     "device stream launch_count work_count unknown_count max_launches mean_launches",
     "max_works mean_works window_ns empty_ns deep_ns held_count held_ns capacity",
 )
-"""Per stream: its launches, its work, work of unknown launches (not in the depths); the largest number of pending
-launches and pieces of work and their means over the window (first call or work .. last end); empty_ns in which nothing
-is pending, deep_ns with at least 900 launches pending; launch calls that were held up by a full queue, for how long
+"""Per stream: its launches, its work, work of unknown launches (not in the depths); the largest
+number of pending launches and pieces of work and their means over the window (first call or work
+.. last end); empty_ns in which nothing is pending, deep_ns with at least 900 launches pending;
+launch calls that were held up by a full queue, for how long
 beyond the usual, and how many launches the queue held then (null where none was held up)."""
 CURVE = build_schema("device stream time_ns launches works")
 
@@ -88,14 +97,20 @@ def build_depth_curve(submitted: LaunchedWork) -> pl.DataFrame:
 
 
 def _compute_depths(submitted: LaunchedWork) -> _Curve:
-    """+1 where a call begins, -1 where its work starts: per piece of work, and per launch where its first one starts.
+    """+1 where a call begins, -1 where its work starts: per piece of work, and per launch where its
+    first one starts.
 
-    Work that seems to start before its call (clocks differ) starts with it, so that no depth is negative.
+    Work that seems to start before its call (clocks differ) starts with it, so that no depth is
+    negative.
     """
     recorded = np.flatnonzero(submitted.known)
-    first = np.zeros(recorded.size, dtype=np.int64)  # 1 for the first work of its launch on its lane
+    first = np.zeros(
+        recorded.size, dtype=np.int64
+    )  # 1 for the first work of its launch on its lane
     if recorded.size:
-        pair = submitted.launch[recorded] * (int(submitted.lane.max()) + 1) + submitted.lane[recorded]
+        pair = (
+            submitted.launch[recorded] * (int(submitted.lane.max()) + 1) + submitted.lane[recorded]
+        )
         order = np.lexsort((submitted.start[recorded], pair))
         first[order[np.flatnonzero(np.diff(pair[order], prepend=-1))]] = 1
     begun = submitted.call_start[recorded]
@@ -109,38 +124,53 @@ def _compute_depths(submitted: LaunchedWork) -> _Curve:
     last = np.ones(lane.size, dtype=np.bool_)
     last[:-1] = (lane[1:] != lane[:-1]) | (time[1:] != time[:-1])
     # every +1 has its -1 on the same lane: the running sums begin and end at 0 on each
-    return _Curve(lane[last], time[last], np.cumsum(launches[order])[last], np.cumsum(works[order])[last])
+    return _Curve(
+        lane[last], time[last], np.cumsum(launches[order])[last], np.cumsum(works[order])[last]
+    )
 
 
 def merge_streams(submitted: LaunchedWork) -> LaunchedWork:
-    """The same with all streams of a device as one lane: for the depths of whole devices, whose stream is null."""
+    """The same with all streams of a device as one lane: for the depths of whole devices, whose
+    stream is null.
+    """
     opens = np.diff(submitted.device, prepend=submitted.device[:1] - 1) != 0
     return structs.replace(
-        submitted, lane=np.cumsum(opens) - 1, stream=np.full(submitted.row.size, MISSING_VALUE, dtype=np.int64)
+        submitted,
+        lane=np.cumsum(opens) - 1,
+        stream=np.full(submitted.row.size, MISSING_VALUE, dtype=np.int64),
     )
 
 
 def find_blocked_launches(trace: Trace, submitted: LaunchedWork) -> BlockedLaunches:
     """Launch calls that a full queue held up.
 
-    Such a call finds at least 900 launches pending, is longer than calls of its name usually are (by 8 µs and 2.5
-    times), and returns within 100 µs after the end of earlier work of its stream, which made room.
+    Such a call finds at least 900 launches pending, is longer than calls of its name usually are
+    (by 8 µs and 2.5 times), and returns within 100 µs after the end of earlier work of its stream,
+    which made room.
     """
-    lanes = [(low, high) for low, high in pairwise(submitted.bounds().tolist()) if high - low >= MIN_QUEUE_DEPTH]
+    lanes = [
+        (low, high)
+        for low, high in pairwise(submitted.bounds().tolist())
+        if high - low >= MIN_QUEUE_DEPTH
+    ]
     nothing = np.zeros(0, dtype=np.int64)
     parts = [(nothing, nothing, nothing)]
     typical_ns = nothing
     if lanes:  # for each work the median duration of the calls that have the name of its call; 0 without a call
         typical_ns = np.zeros(submitted.row.size, dtype=np.int64)
         launch_rows = np.flatnonzero(submitted.first)
-        code = convert_to_ndarray(build_vocabulary(trace).code)[submitted.launch[launch_rows]].astype(np.int64)
+        code = convert_to_ndarray(build_vocabulary(trace).code)[
+            submitted.launch[launch_rows]
+        ].astype(np.int64)
         span = submitted.call_end[launch_rows] - submitted.call_start[launch_rows]
         order = np.lexsort((span, code))
         bounds = np.flatnonzero(np.diff(code[order], prepend=-1, append=-1))
         for low, high in pairwise(bounds.tolist()):  # names
             typical_ns[launch_rows[order[low:high]]] = span[order[(low + high) // 2]]
     for low, high in lanes:
-        call_order = low + np.argsort(submitted.call_start[low:high], kind="stable")  # in the order of launches
+        call_order = low + np.argsort(
+            submitted.call_start[low:high], kind="stable"
+        )  # in the order of launches
         end_times = np.maximum.accumulate(np.sort(submitted.end[low:high]))
         number = np.flatnonzero(submitted.first[call_order] & ~submitted.many[call_order])
         launch_rows = call_order[number]
@@ -150,10 +180,17 @@ def find_blocked_launches(trace: Trace, submitted: LaunchedWork) -> BlockedLaunc
         pending = number + 1 - done
         freed = np.where(done > 0, end_times[np.maximum(done - 1, 0)], np.iinfo(np.int64).min)
         is_held = (pending >= MIN_QUEUE_DEPTH) & (
-            span >= np.maximum(typical_ns[launch_rows] + _MIN_HELD_UP_NS, _HELD_UP_FACTOR * typical_ns[launch_rows])
+            span
+            >= np.maximum(
+                typical_ns[launch_rows] + _MIN_HELD_UP_NS, _HELD_UP_FACTOR * typical_ns[launch_rows]
+            )
         )
-        is_held &= (returned - freed <= _MAX_RETURN_DELAY_NS) & (freed > submitted.call_start[launch_rows])
-        parts.append((launch_rows[is_held], (span - typical_ns[launch_rows])[is_held], pending[is_held]))
+        is_held &= (returned - freed <= _MAX_RETURN_DELAY_NS) & (
+            freed > submitted.call_start[launch_rows]
+        )
+        parts.append(
+            (launch_rows[is_held], (span - typical_ns[launch_rows])[is_held], pending[is_held])
+        )
     return BlockedLaunches(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
@@ -195,11 +232,17 @@ def summarize_queues(submitted: LaunchedWork, blocked: BlockedLaunches) -> pl.Da
 
 
 def reduce_curve(curve: pl.DataFrame, points: int) -> pl.DataFrame:
-    """A `CURVE` with at most `points` rows per stream: of each equal part of the window its first time and the most."""
+    """A `CURVE` with at most `points` rows per stream: of each equal part of the window its first
+    time and the most.
+    """
     keys = ["device", "stream"]
     time = pl.col("time_ns")
     low, span = time.min().over(keys), (time.max() - time.min()).over(keys)
-    part = pl.when(span > 0).then((time - low) * (points - 1) // pl.max_horizontal(span, 1)).otherwise(0)
+    part = (
+        pl.when(span > 0)
+        .then((time - low) * (points - 1) // pl.max_horizontal(span, 1))
+        .otherwise(0)
+    )
     parts = curve.with_columns(part.alias("part")).group_by(*keys, "part", maintain_order=True)
     return parts.agg(time.first(), pl.col("launches").max(), pl.col("works").max())[list(CURVE)]
 
@@ -212,7 +255,9 @@ LONG_DELAY_NS = 100_000
 _TIMES = ("delay", "span", "latency")
 _STATISTICS = [f"{name}_{how}_ns" for name in _TIMES for how in ("median", "p95", "max")]
 TOTALS = build_schema(
-    "device work_count launch_count graph_work_count unknown_count early_count", *_STATISTICS, "late_count"
+    "device work_count launch_count graph_work_count unknown_count early_count",
+    *_STATISTICS,
+    "late_count",
 )
 NAMES = build_schema("name launch_count", *_STATISTICS, "late_count")
 CALLS = build_schema("name call_count total_ns median_ns p95_ns max_ns long_count long_ns")
@@ -225,11 +270,17 @@ STEPS = build_schema("device", build_spread_schema(*_PER_STEP))
 
 _BIN_EDGES = 1_000 << np.arange(15)  # 1 µs, 2 µs, ... 16.4 ms
 BINS = build_schema("low_ns high_ns kernel_count total_ns short_count")
-"""Kernels with low_ns <= duration < high_ns (null: no upper bound), their summed time, and how many of them are shorter
-than their launch call. The bounds double from 1 µs on; the counts add up to all kernels of the trace."""
+"""Kernels with low_ns <= duration < high_ns (null: no upper bound), their summed time, and how many
+of them are shorter
+than their launch call. The bounds double from 1 µs on; the counts add up to all kernels of the
+trace.
+"""
 SHORT_KERNELS = build_schema("name short_count kernel_count short_ns call_ns kernel_ns")
-"""Kernels by name: how many are shorter than their launch call, of how many that were launched one by one; time of the
-short ones, time of their calls, time of all. Graph launches are not in it: their call submits many kernels."""
+"""Kernels by name: how many are shorter than their launch call, of how many that were launched one
+by one; time of the
+short ones, time of their calls, time of all. Graph launches are not in it: their call submits many
+kernels.
+"""
 
 
 @dataclass(frozen=True)
@@ -238,10 +289,11 @@ class Launches(Result):
 
     Attributes:
         totals: Per device: work_count (all GPU work), launch_count (calls whose work is recorded), graph_work_count
-            (work after the first of its launch), unknown_count (work whose launch is not recorded), early_count (work
-            that seems to start before its call returned); then median, 95th percentile and maximum of delay (start of
-            the work - end of the call, at least 0), span (start - start of the call) and latency (the part of the
-            delay in which no earlier work of the stream ran), and late_count (latency >= 100 µs). Null without one.
+            (work after the first of its launch), unknown_count (work whose launch is not recorded),
+            early_count (work that seems to start before its call returned); then median, 95th
+            percentile and maximum of delay (start of the work - end of the call, at least 0), span
+            (start - start of the call) and latency (the part of the delay in which no earlier work
+            of the stream ran), and late_count (latency >= 100 µs). Null without one.
         names: The same per name of GPU work, the largest total delay first.
         operators: The same per name of the operator that launched it (the innermost around the call; null where there
             is none): what each operator's kernels wait for.
@@ -282,7 +334,10 @@ def launches(trace: Trace) -> Launches:
 @run_in_batches
 def _summarize_launches(traces: Sequence[Trace]) -> Iterable[Launches]:
     all_made = [collect_launched_work(trace) for trace in traces]
-    all_held = [find_blocked_launches(trace, submitted) for trace, submitted in zip(traces, all_made, strict=True)]
+    all_held = [
+        find_blocked_launches(trace, submitted)
+        for trace, submitted in zip(traces, all_made, strict=True)
+    ]
     names = [
         build_vocabulary(trace).names for trace in traces
     ]  # gathered by code: those of all events would fill the memory
@@ -291,7 +346,11 @@ def _summarize_launches(traces: Sequence[Trace]) -> Iterable[Launches]:
     times = concatenate_by_trace(_measure_launch_times(*pair) for pair in pairs)
     work = concatenate_by_trace(
         pl.DataFrame(
-            {"device": submitted.device, "known": submitted.known, "inner": submitted.known & ~submitted.first}
+            {
+                "device": submitted.device,
+                "known": submitted.known,
+                "inner": submitted.known & ~submitted.first,
+            }
         )
         for submitted in all_made
     )
@@ -311,7 +370,8 @@ def _summarize_launches(traces: Sequence[Trace]) -> Iterable[Launches]:
         )
         .sort(keys)
         .with_columns(
-            _replace_negative_with_null("device"), pl.col("launch_count", "late_count", "early_count").fill_null(0)
+            _replace_negative_with_null("device"),
+            pl.col("launch_count", "late_count", "early_count").fill_null(0),
         )
     )
     calls = concatenate_by_trace(_list_calls(*pair) for pair in pairs)
@@ -330,7 +390,9 @@ def _summarize_launches(traces: Sequence[Trace]) -> Iterable[Launches]:
     blocked_rows = concatenate_by_trace(
         pl.DataFrame({"at": blocked.at}, schema={"at": pl.Int64}) for blocked in all_held
     )
-    long_calls = calls.filter(long).join(blocked_rows, on=[TRACE_COLUMN, "at"], how="anti", maintain_order="left")
+    long_calls = calls.filter(long).join(
+        blocked_rows, on=[TRACE_COLUMN, "at"], how="anti", maintain_order="left"
+    )
     outliers = concatenate_by_trace(
         map(_list_outliers, traces, all_made, late, split_by_trace(long_calls, traces), all_held)
     )
@@ -344,14 +406,31 @@ def _summarize_launches(traces: Sequence[Trace]) -> Iterable[Launches]:
         "totals": (totals, TOTALS),
         "names": (_summarize_by_name(names, times, "code"), NAMES),
         "operators": (_summarize_by_name(names, times, "op"), NAMES),
-        "calls": (call_table.sort(TRACE_COLUMN, "total_ns", "name", descending=[False, True, False]), CALLS),
-        "outliers": (
-            outliers.sort(TRACE_COLUMN, "duration_ns", "start_ns", "kind", descending=[False, True, False, False]), OUTLIERS
+        "calls": (
+            call_table.sort(TRACE_COLUMN, "total_ns", "name", descending=[False, True, False]),
+            CALLS,
         ),
-        "short": (_list_short_kernels(names, concatenate_by_trace(_select_single_launches(*pair) for pair in pairs)), SHORT_KERNELS),
+        "outliers": (
+            outliers.sort(
+                TRACE_COLUMN,
+                "duration_ns",
+                "start_ns",
+                "kind",
+                descending=[False, True, False, False],
+            ),
+            OUTLIERS,
+        ),
+        "short": (
+            _list_short_kernels(
+                names, concatenate_by_trace(_select_single_launches(*pair) for pair in pairs)
+            ),
+            SHORT_KERNELS,
+        ),
         "steps": (spread.sort(keys).with_columns(_replace_negative_with_null("device")), STEPS),
-    }  # fmt: skip
-    parts = {name: split_by_trace(frame, traces, columns) for name, (frame, columns) in frames.items()}
+    }
+    parts = {
+        name: split_by_trace(frame, traces, columns) for name, (frame, columns) in frames.items()
+    }
     for number, (submitted, blocked) in enumerate(zip(all_made, all_held, strict=True)):
         merged = merge_streams(submitted)
         yield Launches(
@@ -370,7 +449,9 @@ def _measure_launch_times(trace: Trace, submitted: LaunchedWork) -> pl.DataFrame
     start, returned = submitted.start[first_rows], submitted.call_end[first_rows]
     # what the stream did before: the end of everything that began earlier on it
     reach = np.zeros(submitted.row.size, dtype=np.int64)
-    for low, high in zip(submitted.bounds()[:-1].tolist(), submitted.bounds()[1:].tolist(), strict=True):
+    for low, high in zip(
+        submitted.bounds()[:-1].tolist(), submitted.bounds()[1:].tolist(), strict=True
+    ):
         reach[low + 1 : high] = np.maximum.accumulate(submitted.end[low:high])[:-1]
     free = np.maximum(returned, reach[first_rows])
     code = convert_to_ndarray(build_vocabulary(trace).code)
@@ -380,7 +461,9 @@ def _measure_launch_times(trace: Trace, submitted: LaunchedWork) -> pl.DataFrame
             "at": first_rows,
             "device": submitted.device[first_rows],
             "code": code[submitted.row[first_rows]].astype(np.int64),
-            "op": np.where(op >= 0, code[np.maximum(op, 0)].astype(np.int64), -1) if first_rows.size else first_rows,
+            "op": np.where(op >= 0, code[np.maximum(op, 0)].astype(np.int64), -1)
+            if first_rows.size
+            else first_rows,
             "delay": np.maximum(start - returned, 0),
             "span": np.maximum(start - submitted.call_start[first_rows], 0),
             "latency": np.maximum(start - free, 0),
@@ -390,7 +473,9 @@ def _measure_launch_times(trace: Trace, submitted: LaunchedWork) -> pl.DataFrame
 
 
 def _list_calls(trace: Trace, submitted: LaunchedWork) -> pl.DataFrame:
-    """Every call that submitted GPU work: its first work (`at`), its row, the code of its name, its duration."""
+    """Every call that submitted GPU work: its first work (`at`), its row, the code of its name, its
+    duration.
+    """
     first_rows = np.flatnonzero(submitted.first)
     launch, first_index = np.unique(submitted.launch[first_rows], return_index=True)
     first_at = first_rows[first_index]
@@ -421,7 +506,9 @@ _TIME_STATISTICS = (
 
 
 def _summarize_by_name(names: Sequence[pl.Series], times: pl.DataFrame, key: str) -> pl.DataFrame:
-    """Statistics by name of the work (`code`) or of its operator (`op`), the largest sum of delays first."""
+    """Statistics by name of the work (`code`) or of its operator (`op`), the largest sum of delays
+    first.
+    """
     code = pl.when(pl.col(key) >= 0).then(key).cast(pl.UInt32).alias("code")
     table = times.group_by(TRACE_COLUMN, code, maintain_order=True).agg(
         *_TIME_STATISTICS, pl.col("delay").sum().alias("sum")
@@ -435,12 +522,16 @@ def _replace_negative_with_null(name: str) -> pl.Expr:
 
 
 def _list_outliers(
-    trace: Trace, submitted: LaunchedWork, late: pl.DataFrame, long: pl.DataFrame, blocked: BlockedLaunches
+    trace: Trace,
+    submitted: LaunchedWork,
+    late: pl.DataFrame,
+    long: pl.DataFrame,
+    blocked: BlockedLaunches,
 ) -> pl.DataFrame:
     outlier_rows = np.concatenate([late["at"].to_numpy(), long["at"].to_numpy(), blocked.at])
-    kind = np.repeat(["late work", "long call", "full queue"], [late.height, long.height, blocked.at.size]).astype(
-        "<U12"
-    )
+    kind = np.repeat(
+        ["late work", "long call", "full queue"], [late.height, long.height, blocked.at.size]
+    ).astype("<U12")
     if late.height:
         has_wait = find_stream_waits(trace)[0][submitted.row[late["at"].to_numpy()]]
         kind[: late.height][has_wait] = "waiting work"
@@ -468,13 +559,22 @@ def _list_outliers(
     )
 
 
-def _select_stepped_work(trace: Trace, submitted: LaunchedWork, blocked: BlockedLaunches) -> pl.DataFrame:
-    """Of work in steps: whether it is a launch's first, time in launch calls, short kernels, time held up."""
+def _select_stepped_work(
+    trace: Trace, submitted: LaunchedWork, blocked: BlockedLaunches
+) -> pl.DataFrame:
+    """Of work in steps: whether it is a launch's first, time in launch calls, short kernels, time
+    held up.
+    """
     stepped = np.flatnonzero(submitted.step >= 0)
     held_ns = np.zeros(submitted.row.size, dtype=np.int64)
     held_ns[blocked.at] = blocked.ns
     call = submitted.call_end - submitted.call_start
-    short: Bools = submitted.first & submitted.kernel & ~submitted.many & (submitted.end - submitted.start < call)
+    short: Bools = (
+        submitted.first
+        & submitted.kernel
+        & ~submitted.many
+        & (submitted.end - submitted.start < call)
+    )
     return pl.DataFrame(
         {
             "device": submitted.device[stepped],
@@ -510,7 +610,9 @@ def _build_histogram(submitted: LaunchedWork) -> pl.DataFrame:
 
 
 def _select_single_launches(trace: Trace, submitted: LaunchedWork) -> pl.DataFrame:
-    """Kernels that were launched one by one: the code of their name, their duration, that of the call."""
+    """Kernels that were launched one by one: the code of their name, their duration, that of the
+    call.
+    """
     single_rows = np.flatnonzero(submitted.kernel & submitted.first & ~submitted.many)
     length, call = (
         (submitted.end - submitted.start)[single_rows],

@@ -1,4 +1,6 @@
-"""Collectives joined over ranks, on one clock: who came when, who waited for whom, and how long the transfer took."""
+"""Collectives joined over ranks, on one clock: who came when, who waited for whom, and how long the
+transfer took.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,14 @@ class MatchedCollectives:
 
     Attributes:
         parts: One row per rank of each collective, by instance, then arrival (last arriver last): times on the job's
-            clock, duration_ns = wait_ns + transfer_ns, wait_ns = launch_skew_ns + arrival_wait_ns (both null where the
-            launch of the last arriver is not recorded), late_ns (own start - first start), last, sends (of pairs:
-            whether this rank sends; null for others); step is this rank's.
+            clock, duration_ns = wait_ns + transfer_ns, wait_ns = launch_skew_ns + arrival_wait_ns
+            (both null where the launch of the last arriver is not recorded), late_ns (own start -
+            first start), last, sends (of pairs: whether this rank sends; null for others); step is
+            this rank's.
         instances: One row per collective. `recorded` ranks of `group_size`; `whole` where all are recorded (null where
-            the size of the group is not known). `alone_ns`: how much later the last came than the last but one.
-            `transfer_ns`: median over the ranks. `transfer_gb_per_s`: bus bandwidth of the transfer alone.
+            the size of the group is not known). `alone_ns`: how much later the last came than the
+            last but one. `transfer_ns`: median over the ranks. `transfer_gb_per_s`: bus bandwidth
+            of the transfer alone.
         clocks: One row per host: what was added to its times, and the residual of the fit.
         ranks: The rank of each part (ranks that the files do not say get free numbers).
         hosts: The host of each part.
@@ -67,12 +71,16 @@ def assign_rank_numbers(parts: Sequence[RankPart]) -> tuple[int, ...]:
 
 
 def match_collectives(parts: Sequence[RankPart]) -> MatchedCollectives:
-    """Join the collectives of ranks, correct their clocks by them, and split each into waiting and transfer."""
+    """Join the collectives of ranks, correct their clocks by them, and split each into waiting and
+    transfer.
+    """
     ranks = assign_rank_numbers(parts)
     hosts = tuple(part.host or f"rank {rank}" for part, rank in zip(parts, ranks, strict=True))
     frames = []
     for number, (part, rank) in enumerate(zip(parts, ranks, strict=True)):
-        where = "device" if part.ledger.device is not None else "host"  # of a rank with kernels only the kernels
+        where = (
+            "device" if part.ledger.device is not None else "host"
+        )  # of a rank with kernels only the kernels
         own_calls = part.calls.filter(pl.col("where") == where, pl.col("kind").ne_missing("layout"))
         part_and_rank = pl.lit(number, pl.Int64).alias("part"), pl.lit(rank, pl.Int32).alias("rank")
         end = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
@@ -84,7 +92,8 @@ def match_collectives(parts: Sequence[RankPart]) -> MatchedCollectives:
     )
     joined = match_parts(calls)
     assigned = calls.with_columns(
-        pl.Series("instance", joined.instance), pl.Series("evidence", joined.evidence, dtype=pl.String)
+        pl.Series("instance", joined.instance),
+        pl.Series("evidence", joined.evidence, dtype=pl.String),
     )
     matched_calls = assigned.filter(pl.col("instance") >= 0)
     host_of = dict(enumerate(hosts))
@@ -102,7 +111,10 @@ def match_collectives(parts: Sequence[RankPart]) -> MatchedCollectives:
         moved.append(pl.when(pl.col(name).is_not_null()).then(pl.Series(name, times)).alias(name))
     rows = _split(matched_calls.with_columns(moved))
     unmatched = (
-        assigned.filter((pl.col("instance") < 0) & ((pl.col("group_size") != 1) | pl.col("group_size").is_null()))
+        assigned.filter(
+            (pl.col("instance") < 0)
+            & ((pl.col("group_size") != 1) | pl.col("group_size").is_null())
+        )
         .group_by("rank", "kind", "group", maintain_order=True)
         .agg(pl.len().cast(pl.Int64).alias("count"))
         .sort("rank", "kind", "group", nulls_last=True)
@@ -124,9 +136,21 @@ def match_collectives(parts: Sequence[RankPart]) -> MatchedCollectives:
 
 
 _COLUMNS = (
-    "event", "step", "kind", "group", "group_size", "sequence", "in_bytes", "in_splits", "peer", "launch_ns",
-    "start_ns", "size_bytes", "bus_factor", "members",
-)  # fmt: skip
+    "event",
+    "step",
+    "kind",
+    "group",
+    "group_size",
+    "sequence",
+    "in_bytes",
+    "in_splits",
+    "peer",
+    "launch_ns",
+    "start_ns",
+    "size_bytes",
+    "bus_factor",
+    "members",
+)
 
 
 def _split(calls: pl.DataFrame) -> pl.DataFrame:
@@ -149,13 +173,17 @@ def _split(calls: pl.DataFrame) -> pl.DataFrame:
     wait = pl.when("takes").then(pl.min_horizontal(until_met, duration)).otherwise(0)
     rows = rows.with_columns(duration.alias("duration_ns"), wait.alias("wait_ns"))
     launched = pl.min_horizontal("last_launch_ns", "met_ns") - pl.col("start_ns")
-    skew = pl.when(pl.col("last_launch_ns").is_not_null()).then(pl.min_horizontal(launched.clip(0), "wait_ns"))
+    skew = pl.when(pl.col("last_launch_ns").is_not_null()).then(
+        pl.min_horizontal(launched.clip(0), "wait_ns")
+    )
     return rows.with_columns(
         skew.alias("launch_skew_ns"),
         (pl.col("wait_ns") - skew).alias("arrival_wait_ns"),
         (pl.col("duration_ns") - pl.col("wait_ns")).alias("transfer_ns"),
         (pl.col("start_ns") - pl.col("first_ns")).alias("late_ns"),
-        pl.when(pl.col("kind").is_in(["send", "receive"])).then(pl.col("kind") == "send").alias("sends"),
+        pl.when(pl.col("kind").is_in(["send", "receive"]))
+        .then(pl.col("kind") == "send")
+        .alias("sends"),
     )
 
 
@@ -185,7 +213,9 @@ def _build_instances(rows: pl.DataFrame) -> pl.DataFrame:
         pl.col("transfer_ns").median().cast(pl.Int64),
         pl.col("bus_factor").first(),
     )
-    rate = pl.when(pl.col("transfer_ns") > 0).then(pl.col("size_bytes") * pl.col("bus_factor") / pl.col("transfer_ns"))
+    rate = pl.when(pl.col("transfer_ns") > 0).then(
+        pl.col("size_bytes") * pl.col("bus_factor") / pl.col("transfer_ns")
+    )
     return frame.with_columns(
         (pl.col("recorded") >= pl.col("group_size")).alias("whole"), rate.alias("transfer_gb_per_s")
     ).pipe(cast_to_schema, INSTANCE_SCHEMA)

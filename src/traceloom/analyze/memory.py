@@ -31,12 +31,14 @@ class Memory(Result):
 
     Attributes:
         devices: `evidence` is `allocator-totals` where the allocator's own running total was recorded with every event:
-            it knows what existed before the window (`start_bytes`). The CPU's allocator keeps no total: its events are
-            added up, onto the live tensors that `traceloom record` counted at the start (`census-and-sum`) or, without
-            a count, onto an unknown amount taken as 0 (`running-sum`; `start_bytes` is null and the figures relative).
-            Memory of other threads is not seen there, nor the freeing of what existed before the window.
+            it knows what existed before the window (`start_bytes`). The CPU's allocator keeps no
+            total: its events are added up, onto the live tensors that `traceloom record` counted at
+            the start (`census-and-sum`) or, without a count, onto an unknown amount taken as 0
+            (`running-sum`; `start_bytes` is null and the figures relative). Memory of other threads
+            is not seen there, nor the freeing of what existed before the window.
         curve: Memory after each event, in time order, at most 4000 points per device; where there are more events,
-            each of 1000 parts keeps its first, last, lowest and highest. `reserved_bytes` is null where unknown.
+            each of 1000 parts keeps its first, last, lowest and highest. `reserved_bytes` is null
+            where unknown.
     """
 
     devices: pl.DataFrame
@@ -49,7 +51,8 @@ def memory(trace: Trace) -> Memory:
         return Memory(DEVICES.to_frame(), CURVE.to_frame())
     census = (trace.meta.capture or {}).get("live_bytes_at_start")
     live = census.get("cpu") if isinstance(census, dict) else None
-    # Each event with `level` (memory in use after it), `before` (before it; null where unknown) and `known`
+    # Each event with `level` (memory in use after it), `before` (before it; null where unknown) and
+    # `known`
     allocations = trace.allocations.with_row_index("row")
     counted = allocations.with_columns(
         pl.when(is_shared_memory(allocations))
@@ -58,19 +61,26 @@ def memory(trace: Trace) -> Memory:
         .alias("device_type"),
         pl.col("device").fill_null(-1),
     )
-    totals = pl.col("allocated_bytes").is_not_null().all().over(_KEY) & ~pl.col("device_type").is_in(
-        ["cpu", SHARED_MEMORY]
-    )
+    totals = pl.col("allocated_bytes").is_not_null().all().over(_KEY) & ~pl.col(
+        "device_type"
+    ).is_in(["cpu", SHARED_MEMORY])
     counted_before = pl.col("device_type") == "cpu"
-    start = pl.when(counted_before).then(pl.lit(live if isinstance(live, int) else None, dtype=pl.Int64))
+    start = pl.when(counted_before).then(
+        pl.lit(live if isinstance(live, int) else None, dtype=pl.Int64)
+    )
     summed = pl.col("bytes").cum_sum().over(_KEY) + start.fill_null(0)
     events = counted.with_columns(totals.alias("known")).with_columns(
         pl.when("known").then("allocated_bytes").otherwise(summed).alias("level"),
-        pl.when("known").then(pl.col("allocated_bytes") - pl.col("bytes")).otherwise(start).alias("before"),
+        pl.when("known")
+        .then(pl.col("allocated_bytes") - pl.col("bytes"))
+        .otherwise(start)
+        .alias("before"),
         pl.when("known").then("reserved_bytes").alias("reserved_bytes"),
     )
     devices = events.group_by(_KEY, maintain_order=True).agg(
-        pl.max_horizontal(pl.col("level").max(), pl.col("before").first().fill_null(0)).alias("peak_bytes"),
+        pl.max_horizontal(pl.col("level").max(), pl.col("before").first().fill_null(0)).alias(
+            "peak_bytes"
+        ),
         pl.col("time_ns").gather(pl.col("level").arg_max()).first().alias("peak_time_ns"),
         pl.col("before").first().alias("start_bytes"),
         pl.col("level").last().alias("end_bytes"),
@@ -86,7 +96,9 @@ def memory(trace: Trace) -> Memory:
     selected_rows = []
     for part in events.select("row", "level", *_KEY).partition_by(_KEY, include_key=False):
         row, level = part["row"].to_numpy(), part["level"].to_numpy()
-        if row.size > MAX_POINTS:  # first, last, lowest and highest of each of equal parts, which may be the same
+        if (
+            row.size > MAX_POINTS
+        ):  # first, last, lowest and highest of each of equal parts, which may be the same
             bounds = -(-np.arange(MAX_POINTS // 4 + 1) * level.size // (MAX_POINTS // 4))
             bin_levels = [level[low:high] for low, high in pairwise(bounds)]
             lowest = bounds[:-1] + [int(part.argmin()) for part in bin_levels]
@@ -94,18 +106,19 @@ def memory(trace: Trace) -> Memory:
             row = row[np.concatenate([bounds[:-1], bounds[1:] - 1, lowest, highest])]
         selected_rows.append(row)
     curve_events = events[np.unique(np.concatenate(selected_rows))].sort(*_KEY, "row")
-    curve = curve_events.select(*_KEY, "time_ns", pl.col("level").alias("allocated_bytes"), "reserved_bytes").pipe(
-        cast_to_schema, CURVE
-    )
+    curve = curve_events.select(
+        *_KEY, "time_ns", pl.col("level").alias("allocated_bytes"), "reserved_bytes"
+    ).pipe(cast_to_schema, CURVE)
     return Memory(devices.pipe(cast_to_schema, DEVICES).sort(_KEY), curve)
 
 
 def is_shared_memory(allocations: pl.DataFrame) -> pl.Series:
     """Which events are about shared memory of DataLoader workers.
 
-    The map allocator reports a new block with its size as the reserved total and nothing as the allocated one, which no
-    other allocator of the CPU does; its free shows both as 0, so that it is known by the block's address. A free of a
-    block from before the window is reported by this allocator alone.
+    The map allocator reports a new block with its size as the reserved total and nothing as the
+    allocated one, which no other allocator of the CPU does; its free shows both as 0, so that it is
+    known by the block's address. A free of a block from before the window is reported by this
+    allocator alone.
     """
     is_shared = (
         pl.when(pl.col("bytes") > 0)
@@ -117,9 +130,19 @@ def is_shared_memory(allocations: pl.DataFrame) -> pl.Series:
     if not allocations.select((on_cpu & (is_shared | nothing)).any()).item():
         return pl.repeat(False, allocations.height, eager=True)
     columns = ("device_type", "process", "address", "bytes", "allocated_bytes", "reserved_bytes")
-    rows = allocations.select(columns).with_row_index("at").filter(on_cpu).with_columns(is_shared.alias("shared"))
+    rows = (
+        allocations.select(columns)
+        .with_row_index("at")
+        .filter(on_cpu)
+        .with_columns(is_shared.alias("shared"))
+    )
     rows = rows.select(
-        "at", shared=pl.col("shared").forward_fill().over("process", "address").fill_null(nothing).fill_null(False)
+        "at",
+        shared=pl.col("shared")
+        .forward_fill()
+        .over("process", "address")
+        .fill_null(nothing)
+        .fill_null(False),
     )
     shared = np.zeros(allocations.height, dtype=np.bool_)
     shared[rows["at"].to_numpy()] = rows["shared"].to_numpy()
@@ -138,11 +161,13 @@ def compute_fragmentation(snapshot: MemorySnapshot) -> pl.DataFrame:
     """The state of each device's allocator when the snapshot was taken.
 
     Returns:
-        `FRAGMENTS`, one row per device: reserved_bytes (all segments), allocated_bytes (blocks given out, as rounded by
-        the allocator), requested_bytes (what was asked for in them), pending_bytes (given back, but another stream may
-        still use them), free_bytes, largest_free_bytes (the largest free block: what could be given out without new
-        memory from the device), split_bytes (free blocks in segments that also hold others: they cannot be returned to
-        the device), fragmentation (1 - largest_free / free; null where nothing is free).
+        `FRAGMENTS`, one row per device: reserved_bytes (all segments), allocated_bytes (blocks
+        given out, as rounded by the allocator), requested_bytes (what was asked for in them),
+        pending_bytes (given back, but another stream may still use them), free_bytes,
+        largest_free_bytes (the largest free block: what could be given out without new memory from
+        the device), split_bytes (free blocks in segments that also hold others: they cannot be
+        returned to the device), fragmentation (1 - largest_free / free; null where nothing is
+        free).
     """
     blocks = snapshot.blocks.with_columns(whole=(~_IS_FREE).sum().over("segment") == 0)
     device_blocks = blocks.group_by("device").agg(
@@ -160,7 +185,9 @@ def compute_fragmentation(snapshot: MemorySnapshot) -> pl.DataFrame:
         pl.col(name).fill_null(0) for name in device_blocks.columns if name != "device"
     )
     states = both.with_columns(
-        fragmentation=pl.when(pl.col("free_bytes") > 0).then(1 - pl.col("largest_free_bytes") / pl.col("free_bytes"))
+        fragmentation=pl.when(pl.col("free_bytes") > 0).then(
+            1 - pl.col("largest_free_bytes") / pl.col("free_bytes")
+        )
     )
     return states.pipe(cast_to_schema, FRAGMENTATION_SCHEMA).sort("device")
 
@@ -172,7 +199,9 @@ ACTIVATION_PREFIX = "kept for backward by "
 
 
 def read_first_census(trace: Trace) -> pl.DataFrame:
-    """The live storages at the start, `CENSUS`; no rows where nobody counted, or what stands there is no census."""
+    """The live storages at the start, `CENSUS`; no rows where nobody counted, or what stands there
+    is no census.
+    """
     return parse_census((trace.meta.capture or {}).get("live_storages_at_start"))
 
 
@@ -184,16 +213,22 @@ def read_last_census(trace: Trace) -> pl.DataFrame:
 def parse_census(columns: Any) -> pl.DataFrame:
     """The columns of a census as a frame; what is malformed is left out.
 
-    Rows without an address (many small storages added up) are kept; else each address of a device comes once.
+    Rows without an address (many small storages added up) are kept; else each address of a device
+    comes once.
     """
     if not isinstance(columns, dict):
         return CENSUS.to_frame()
     lists = [columns.get(name) for name in CENSUS]
-    if not all(isinstance(values, list) for values in lists) or len({len(values) for values in lists if values}) > 1:
+    if (
+        not all(isinstance(values, list) for values in lists)
+        or len({len(values) for values in lists if values}) > 1
+    ):
         return CENSUS.to_frame()
     try:
         rows = pl.DataFrame(dict(zip(CENSUS, lists, strict=True)), schema=CENSUS, strict=False)
     except (pl.exceptions.PolarsError, OverflowError, TypeError):
         return CENSUS.to_frame()
-    once = (pl.col("address") == 0) | pl.struct("address", "device_type", "device").is_first_distinct()
+    once = (pl.col("address") == 0) | pl.struct(
+        "address", "device_type", "device"
+    ).is_first_distinct()
     return rows.drop_nulls().filter(pl.col("bytes") > 0).filter(once)

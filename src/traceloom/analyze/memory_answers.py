@@ -67,15 +67,21 @@ class ExplainedMemory:
     whose: BlockOwners
     stacks: pl.Series | None = None
     lines: pl.Series | None = None
-    _divided: dict[tuple[str, int | None], Partition] = field(default_factory=dict, repr=False, compare=False)
+    _divided: dict[tuple[str, int | None], Partition] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def by(self, grouping: str, depth: int | None = None) -> Partition:
-        """Divide the blocks by scope, module, category, op, stack or dtype; made once, so nobody may change it."""
+        """Divide the blocks by scope, module, category, op, stack or dtype; made once, so nobody
+        may change it.
+        """
         partitions = self._divided
         if (grouping, depth) not in partitions:
             if grouping == "stack" and (self.stacks is not None or self.lines is not None):
                 all_rows = np.arange(self.named.position.size)
-                partitions[grouping, depth] = partition_by_stack(self.named, self.stack_reader()(all_rows))
+                partitions[grouping, depth] = partition_by_stack(
+                    self.named, self.stack_reader()(all_rows)
+                )
             else:
                 partitions[grouping, depth] = partition(
                     grouping, self.trace, self.named, self.kinds, self.whose, depth=depth
@@ -83,7 +89,9 @@ class ExplainedMemory:
         return partitions[grouping, depth]
 
     def stack_reader(self) -> Callable[[Ints], pl.Series]:
-        """Gives the Python stacks of some blocks, the innermost frame first; null where none was recorded."""
+        """Gives the Python stacks of some blocks, the innermost frame first; null where none was
+        recorded.
+        """
         if self.stacks is not None:
             return self.stacks.gather
         recorded, lines = StackTexts(self.trace).reader(self.named.position), self.lines
@@ -94,13 +102,18 @@ class ExplainedMemory:
     @property
     def has_stacks(self) -> bool:
         """Whether the Python stack of any block is known."""
-        if any(stacks is not None and stacks.len() > stacks.null_count() for stacks in (self.stacks, self.lines)):
+        if any(
+            stacks is not None and stacks.len() > stacks.null_count()
+            for stacks in (self.stacks, self.lines)
+        ):
             return True
         kinds = self.trace.events["category"].to_physical()
         return bool((kinds == cat.CATEGORIES.index(cat.PYTHON)).any())
 
 
-def explain(trace: Trace, *, full_op_names: bool = False, snapshot: MemorySnapshot | None = None) -> ExplainedMemory:
+def explain(
+    trace: Trace, *, full_op_names: bool = False, snapshot: MemorySnapshot | None = None
+) -> ExplainedMemory:
     """Pair, name and explain the allocations of a trace.
 
     Args:
@@ -108,7 +121,9 @@ def explain(trace: Trace, *, full_op_names: bool = False, snapshot: MemorySnapsh
         full_op_names: Keep the namespaces of operators in names: `aten::relu`.
         snapshot: Of the allocator in the same process, taken later: its history holds the stacks.
     """
-    trace = keep_in_memory(trace)  # blocks are held there, so the columns that describe them are too
+    trace = keep_in_memory(
+        trace
+    )  # blocks are held there, so the columns that describe them are too
     named_blocks = name_blocks(trace, full_op_names=full_op_names)
     named_blocks.blocks.check()
     owners = find_owners(trace, named_blocks.blocks)
@@ -116,16 +131,20 @@ def explain(trace: Trace, *, full_op_names: bool = False, snapshot: MemorySnapsh
     if snapshot is not None:
         number = _match_stacks(named_blocks.blocks, snapshot, trace.start_ns)
         lines = format_stacks(snapshot).gather(number)
-    return ExplainedMemory(trace, named_blocks, classify_blocks(trace, named_blocks, owners), owners, lines=lines)
+    return ExplainedMemory(
+        trace, named_blocks, classify_blocks(trace, named_blocks, owners), owners, lines=lines
+    )
 
 
 def _match_stacks(blocks: Blocks, snapshot: MemorySnapshot, start_ns: int) -> Ints:
-    """The number of the stack (of `snapshot.stacks`) that made each block; 0, which is none, where that is not certain.
+    """The number of the stack (of `snapshot.stacks`) that made each block; 0, which is none, where
+    that is not certain.
 
-    A trace recorded without stacks knows who made a block by operator and module; the allocator's history knows the
-    lines, also of blocks from before the recording. Both tell addresses, which are given out again and again, and
-    times, which may be a little apart. Blocks whose address occurs once in both tell how far the clocks are apart; by
-    that the others are matched, and what could be two blocks stays without a stack.
+    A trace recorded without stacks knows who made a block by operator and module; the allocator's
+    history knows the lines, also of blocks from before the recording. Both tell addresses, which
+    are given out again and again, and times, which may be a little apart. Blocks whose address
+    occurs once in both tell how far the clocks are apart; by that the others are matched, and what
+    could be two blocks stays without a stack.
 
     Args:
         blocks: Of a trace; only those of GPUs are looked up.
@@ -135,8 +154,12 @@ def _match_stacks(blocks: Blocks, snapshot: MemorySnapshot, start_ns: int) -> In
     Returns:
         Shape (blocks,).
     """
-    allocations = snapshot.entries.filter((pl.col("action") == "alloc") & pl.col("time_us").is_not_null())
-    twice = pl.len().over(*_ADDRESS_KEY, "time_us") > 1  # within one microsecond: nobody knows which is which
+    allocations = snapshot.entries.filter(
+        (pl.col("action") == "alloc") & pl.col("time_us").is_not_null()
+    )
+    twice = (
+        pl.len().over(*_ADDRESS_KEY, "time_us") > 1
+    )  # within one microsecond: nobody knows which is which
     history = allocations.select(
         *_ADDRESS_KEY,
         pl.col("bytes").alias("asked"),
@@ -161,8 +184,15 @@ def _match_stacks(blocks: Blocks, snapshot: MemorySnapshot, start_ns: int) -> In
     )
     out = np.zeros(blocks.made.size, dtype=np.int64)
     # how far the history is ahead of the trace, and how surely
-    once = [frame.filter(pl.len().over(_ADDRESS_KEY) == 1) for frame in (gpu_blocks.filter("inside"), history)]
-    both = once[0].join(once[1], on=_ADDRESS_KEY, suffix="_told").filter(pl.col("asked") <= pl.col("bytes"))
+    once = [
+        frame.filter(pl.len().over(_ADDRESS_KEY) == 1)
+        for frame in (gpu_blocks.filter("inside"), history)
+    ]
+    both = (
+        once[0]
+        .join(once[1], on=_ADDRESS_KEY, suffix="_told")
+        .filter(pl.col("asked") <= pl.col("bytes"))
+    )
     difference = (both["time_told"] - both["time"]).to_numpy()
     ahead, reach = 0, _MAX_CLOCK_SHIFT_NS
     if difference.size:
@@ -174,11 +204,16 @@ def _match_stacks(blocks: Blocks, snapshot: MemorySnapshot, start_ns: int) -> In
     shifted = gpu_blocks.with_columns(pl.col("time") + ahead).sort("time")
     in_window, before = shifted.filter("inside"), shifted.filter(~pl.col("inside"))
     # Blocks of the recording: the only allocation at their address within `reach` of their time.
-    last = _find_nearest(in_window, history, reach, "backward").filter(pl.col("told") >= pl.col("time") - reach)
+    last = _find_nearest(in_window, history, reach, "backward").filter(
+        pl.col("told") >= pl.col("time") - reach
+    )
     first = _find_nearest(in_window, history, -reach, "forward").select("block", first="told")
     unambiguous = last.join(first, on="block").filter(pl.col("told") == pl.col("first"))
-    # Blocks from before: the last allocation at their address, if that did not come after the beginning.
-    earlier = _find_nearest(before, history, reach, "backward").filter(pl.col("told") <= pl.col("time") - reach)
+    # Blocks from before: the last allocation at their address, if that did not come after the
+    # beginning.
+    earlier = _find_nearest(before, history, reach, "backward").filter(
+        pl.col("told") <= pl.col("time") - reach
+    )
     for matches in (unambiguous.filter(pl.len().over(*_ADDRESS_KEY, "told") == 1), earlier):
         fitting = matches.filter(pl.col("asked") <= pl.col("bytes"))
         out[fitting["block"].to_numpy()] = fitting["stack"].to_numpy()
@@ -186,13 +221,22 @@ def _match_stacks(blocks: Blocks, snapshot: MemorySnapshot, start_ns: int) -> In
 
 
 def _find_nearest(
-    gpu_blocks: pl.DataFrame, history: pl.DataFrame, shift: int, strategy: Literal["backward", "forward"]
+    gpu_blocks: pl.DataFrame,
+    history: pl.DataFrame,
+    shift: int,
+    strategy: Literal["backward", "forward"],
 ) -> pl.DataFrame:
-    """Each block with the next allocation at its address, seen from `shift` behind its time; `told` is its time."""
+    """Each block with the next allocation at its address, seen from `shift` behind its time; `told`
+    is its time.
+    """
     columns = history.select(*_ADDRESS_KEY, "asked", "stack", "time", told="time")
     shifted = gpu_blocks.with_columns(at=pl.col("time") + shift).sort("at")
     return shifted.join_asof(
-        columns.rename({"time": "at"}), on="at", by=_ADDRESS_KEY, strategy=strategy, check_sortedness=False
+        columns.rename({"time": "at"}),
+        on="at",
+        by=_ADDRESS_KEY,
+        strategy=strategy,
+        check_sortedness=False,
     ).drop_nulls("told")
 
 
@@ -204,18 +248,21 @@ MIN_STEPS = 3
 
 
 def find_growth(trace: Trace, named_blocks: NamedBlocks) -> pl.DataFrame:
-    """Places in the code that leave memory alive in one step after the other, or in every second or third of them.
+    """Places in the code that leave memory alive in one step after the other, or in every second or
+    third of them.
 
-    A block counts where it was made in a step and is alive when the recording ends, its step being over. The last step
-    does not count: what it made may be in use. A place grows where at least `LEAST_STEPS` steps leave something, at
-    equal distances but for one that may be up to twice as long, and up to the end of the recording; what only the first
-    step leaves (optimizer state, caches) does not grow.
+    A block counts where it was made in a step and is alive when the recording ends, its step being
+    over. The last step does not count: what it made may be in use. A place grows where at least
+    `LEAST_STEPS` steps leave something, at equal distances but for one that may be up to twice as
+    long, and up to the end of the recording; what only the first step leaves (optimizer state,
+    caches) does not grow.
 
     Returns:
-        `GROWTH`, the fastest first: site (name with the counter restarting every step), pool (number of the memory),
-        step_count (steps that left something), period (their distance, in steps), bytes and block_count (left in all),
-        bytes_per_step (mean over the steps from the first to the last of these and those that belong to the last),
-        first_step, last_step, example (a block).
+        `GROWTH`, the fastest first: site (name with the counter restarting every step), pool
+        (number of the memory), step_count (steps that left something), period (their distance, in
+        steps), bytes and block_count (left in all), bytes_per_step (mean over the steps from the
+        first to the last of these and those that belong to the last), first_step, last_step,
+        example (a block).
     """
     blocks, steps = named_blocks.blocks, trace.steps
     if steps.height < MIN_STEPS + 1 or not blocks.made.size:
@@ -224,7 +271,10 @@ def find_growth(trace: Trace, named_blocks: NamedBlocks) -> pl.DataFrame:
     step = trace.allocations["step"].fill_null(-1).cast(pl.Int64).to_numpy()[created_row]
     last = int(steps["step"].to_numpy().max())
     remaining = np.flatnonzero(
-        (blocks.made >= 0) & (blocks.ended >= trace.allocations.height) & (step >= 0) & (step < last)
+        (blocks.made >= 0)
+        & (blocks.ended >= trace.allocations.height)
+        & (step >= 0)
+        & (step < last)
     )
     rows = pl.DataFrame(
         {
@@ -260,7 +310,9 @@ def find_growth(trace: Trace, named_blocks: NamedBlocks) -> pl.DataFrame:
         )
         .with_columns(bytes_per_step=pl.col("bytes") / (pl.col("span") + pl.col("period")))
     )
-    return grown.pipe(cast_to_schema, GROWTH).sort("bytes_per_step", "site", descending=[True, False])
+    return grown.pipe(cast_to_schema, GROWTH).sort(
+        "bytes_per_step", "site", descending=[True, False]
+    )
 
 
 POOLS = build_schema(
@@ -280,9 +332,7 @@ _FREED_WITHOUT_ALLOCATION = """blocks ({size}) were freed whose allocation was n
 recording, where no other thread made them; their owner is unknown"""
 _NO_ADDRESS = """blocks were recorded without an address: a free is taken to end the youngest block of its size, so
 that sums are right but single lifetimes are guesses"""
-_UNKNOWN_BACKWARD = (
-    "backward nodes belong to no recorded forward operator: what they allocate is called backward.unknown"
-)
+_UNKNOWN_BACKWARD = "backward nodes belong to no recorded forward operator: what they allocate is called backward.unknown"
 _COMPILED_CODE = """allocations ({size}) were made in compiled code: they are charged to the scope that called it, because
 modules and scopes inside it are gone"""
 
@@ -293,7 +343,8 @@ class Allocations(Result):
 
     Attributes:
         pools: One row per memory (a device, or the shared memory of loader workers): peak, its time, step and row;
-            `unseen_bytes` (what the allocator held before the recording and was never seen), start, end, counts.
+            `unseen_bytes` (what the allocator held before the recording and was never seen), start,
+            end, counts.
         peak: At the peak of each pool, who holds what: pool and `TREE`.
         categories: At the peak: pool, category, evidence, bytes, block_count, fraction.
         largest: The largest blocks alive at the peak: pool, name, bytes, category, time_ns, end_ns, step.
@@ -325,7 +376,10 @@ def explain_allocations(trace: Trace, *, full_op_names: bool = False) -> Allocat
 
 
 def build_allocations(
-    explained: ExplainedMemory, rows: Mapping[int, int] | None = None, *, max_blocks: int = MAX_LARGEST
+    explained: ExplainedMemory,
+    rows: Mapping[int, int] | None = None,
+    *,
+    max_blocks: int = MAX_LARGEST,
 ) -> Allocations:
     """The same for blocks that are explained already, and for other instants than the peaks.
 
@@ -334,14 +388,25 @@ def build_allocations(
         rows: Row of `trace.allocations` just after which each memory is looked at; the peak where none is given.
         max_blocks: How many of the largest blocks to list; 0 for none.
     """
-    trace, named_blocks, kinds, owners = explained.trace, explained.named, explained.kinds, explained.whose
+    trace, named_blocks, kinds, owners = (
+        explained.trace,
+        explained.named,
+        explained.kinds,
+        explained.whose,
+    )
     pools = _summarize_pools(trace, named_blocks)
-    peaks, category_tables, largest = [TREE_ROWS.to_frame()], [CATEGORY_ROWS.to_frame()], [LARGEST.to_frame()]
+    peaks, category_tables, largest = (
+        [TREE_ROWS.to_frame()],
+        [CATEGORY_ROWS.to_frame()],
+        [LARGEST.to_frame()],
+    )
     for pool, highest, unseen in pools.select("pool", "peak_row", "unseen_bytes").rows():
         row = (rows or {}).get(pool, highest)
         selected = (named_blocks.blocks.pool == pool) & named_blocks.blocks.alive(row)
         pool_column = pl.lit(pool, pl.Int64).alias("pool")
-        peaks.append(build_scope_tree(named_blocks, selected, unseen, owners).select(pool_column, pl.all()))
+        peaks.append(
+            build_scope_tree(named_blocks, selected, unseen, owners).select(pool_column, pl.all())
+        )
         key = kinds.category * len(EVIDENCE) + kinds.evidence
         both = [(category, evidence) for category in CATEGORIES for evidence in EVIDENCE]
         sums = summarize_blocks(named_blocks, selected, key, pl.int_range(len(both), eager=True))
@@ -349,7 +414,9 @@ def build_allocations(
         if unseen:
             rows_of.append(("before_recording", "none", unseen, 0))
         category_columns = ["category", "evidence", "bytes", "block_count"]
-        summed = pl.DataFrame(rows_of, schema={name: CATEGORY_ROWS[name] for name in category_columns}, orient="row")
+        summed = pl.DataFrame(
+            rows_of, schema={name: CATEGORY_ROWS[name] for name in category_columns}, orient="row"
+        )
         summed = summed.group_by("category", "evidence").agg(pl.col("bytes", "block_count").sum())
         total_bytes = max(int(summed["bytes"].sum()), 1)
         ranked = summed.with_columns(pool_column, fraction=pl.col("bytes") / total_bytes)
@@ -358,19 +425,27 @@ def build_allocations(
         if not max_blocks:
             continue
         chosen_rows = np.flatnonzero(selected)
-        top = chosen_rows[np.argsort(-named_blocks.blocks.bytes[chosen_rows], kind="stable")[:max_blocks]]
+        top = chosen_rows[
+            np.argsort(-named_blocks.blocks.bytes[chosen_rows], kind="stable")[:max_blocks]
+        ]
         created_row = named_blocks.blocks.made[top]
         step = (
-            trace.allocations["step"].gather(np.maximum(created_row, 0)) if top.size else pl.Series([], dtype=pl.Int32)
+            trace.allocations["step"].gather(np.maximum(created_row, 0))
+            if top.size
+            else pl.Series([], dtype=pl.Int32)
         )
         table = pl.DataFrame(
             {
                 "name": build_block_names(named_blocks, owners, top),
-                "owner": owners.table["name"].gather(pl.Series(owners.of[top]).replace(-1, None).cast(pl.UInt32)),
+                "owner": owners.table["name"].gather(
+                    pl.Series(owners.of[top]).replace(-1, None).cast(pl.UInt32)
+                ),
                 "bytes": named_blocks.blocks.bytes[top],
                 "category": pl.Series(CATEGORIES).gather(kinds.category[top]),
                 "backward": named_blocks.backward[top],
-                "time_ns": pl.Series(named_blocks.blocks.start_ns[top]).replace(EXISTED_BEFORE, None),
+                "time_ns": pl.Series(named_blocks.blocks.start_ns[top]).replace(
+                    EXISTED_BEFORE, None
+                ),
                 "end_ns": pl.Series(named_blocks.blocks.end_ns[top]).replace(STILL_ALIVE, None),
                 "step": step.set(pl.Series(created_row < 0), None),
             }
@@ -393,17 +468,35 @@ def build_allocations(
             owners.unseen.size,
         ),
         Notice(
-            "unrecorded-frees", "warning", _format_notice(_STORAGES_GONE, blocks.bytes[owners.gone]), owners.gone.size
+            "unrecorded-frees",
+            "warning",
+            _format_notice(_STORAGES_GONE, blocks.bytes[owners.gone]),
+            owners.gone.size,
         ),
-        Notice("freed-from-before", "info", _format_notice(_FREED_WITHOUT_ALLOCATION, blocks.bytes[early]), early.size),
-        Notice("allocations-without-address", "info", _format_notice(_NO_ADDRESS, none), without_address),
+        Notice(
+            "freed-from-before",
+            "info",
+            _format_notice(_FREED_WITHOUT_ALLOCATION, blocks.bytes[early]),
+            early.size,
+        ),
+        Notice(
+            "allocations-without-address",
+            "info",
+            _format_notice(_NO_ADDRESS, none),
+            without_address,
+        ),
         Notice(
             "backward-without-forward",
             "info",
             _format_notice(_UNKNOWN_BACKWARD, none),
             named_blocks.places.unknown_backward,
         ),
-        Notice("compiled-allocations", "info", _format_notice(_COMPILED_CODE, blocks.bytes[compiled]), compiled.size),
+        Notice(
+            "compiled-allocations",
+            "info",
+            _format_notice(_COMPILED_CODE, blocks.bytes[compiled]),
+            compiled.size,
+        ),
     )
     counted = (notice for notice in notices if notice.count)
     return Allocations(
@@ -412,7 +505,10 @@ def build_allocations(
         pl.concat(category_tables),
         pl.concat(largest),
         find_growth(trace, named_blocks),
-        tuple(replace(notice, message=f"{units.format_count(notice.count)} {notice.message}") for notice in counted),
+        tuple(
+            replace(notice, message=f"{units.format_count(notice.count)} {notice.message}")
+            for notice in counted
+        ),
     )
 
 
@@ -444,7 +540,9 @@ def _summarize_pools(trace: Trace, named_blocks: NamedBlocks) -> pl.DataFrame:
                 "end_bytes": int(levels[-1]) + unseen,
                 "allocation_count": int((in_pool & ~before).sum()),
                 "free_count": int((in_pool & (named_blocks.blocks.end_ns != STILL_ALIVE)).sum()),
-                "reserved_at_peak_bytes": rows["reserved_bytes"][row] if pool.start_bytes is not None else None,
+                "reserved_at_peak_bytes": rows["reserved_bytes"][row]
+                if pool.start_bytes is not None
+                else None,
             }
         )
     return pl.DataFrame(out, schema=POOLS)
@@ -466,22 +564,30 @@ def summarize_activations(explained: ExplainedMemory, pool: int, row: int) -> pl
         row: The instant: just after this row of `trace.allocations`.
 
     Returns:
-        `ACTIVATIONS`, the largest saving first: module, call_count (calls that hold some), bytes and block_count (made
-        inside these calls, with modules inside), saved_bytes (what checkpointing the module would free: all but the
-        last block of each call, which is taken for its output), host_ns and device_ns (what recomputing costs: the time
-        of these calls on their threads, and of the GPU work that they launched). Rows of a module and of the modules
-        inside it overlap.
+        `ACTIVATIONS`, the largest saving first: module, call_count (calls that hold some), bytes
+        and block_count (made inside these calls, with modules inside), saved_bytes (what
+        checkpointing the module would free: all but the last block of each call, which is taken for
+        its output), host_ns and device_ns (what recomputing costs: the time of these calls on their
+        threads, and of the GPU work that they launched). Rows of a module and of the modules inside
+        it overlap.
     """
     blocks, block_places = explained.named.blocks, explained.named.places
     if explained.stacks is not None or not block_places.path.size:
         return ACTIVATIONS.to_frame()
     tree = build_forest(explained.trace)
-    is_saved = (blocks.pool == pool) & blocks.alive(row) & (explained.kinds.category == ACTIVATION) & (blocks.made >= 0)
+    is_saved = (
+        (blocks.pool == pool)
+        & blocks.alive(row)
+        & (explained.kinds.category == ACTIVATION)
+        & (blocks.made >= 0)
+    )
     # every pair of a module call and a block that was made in it, at any depth
     is_call = find_module_calls(explained.trace, tree)
     parent_call = tree.nearest(is_call)
     block = np.flatnonzero(is_saved)
-    call_row = np.append(tree.nearest_or_self(is_call, parent_call), -1)[explained.named.position[block]]
+    call_row = np.append(tree.nearest_or_self(is_call, parent_call), -1)[
+        explained.named.position[block]
+    ]
     calls, made_in = [call_row[:0]], [block[:0]]
     while (call_row >= 0).any():
         in_call = np.flatnonzero(call_row >= 0)
@@ -490,16 +596,25 @@ def summarize_activations(explained: ExplainedMemory, pool: int, row: int) -> pl
         made_in.append(block)
         call_row = parent_call[call_row]
     block = np.concatenate(made_in)
-    pairs = pl.DataFrame({"call": np.concatenate(calls), "bytes": blocks.bytes[block], "made": blocks.made[block]})
+    pairs = pl.DataFrame(
+        {"call": np.concatenate(calls), "bytes": blocks.bytes[block], "made": blocks.made[block]}
+    )
     call_sums = pairs.group_by("call").agg(
-        pl.col("bytes").sum(), pl.len().cast(pl.Int64).alias("block_count"),
+        pl.col("bytes").sum(),
+        pl.len().cast(pl.Int64).alias("block_count"),
         output=pl.col("bytes").sort_by("made").last(),
-    )  # fmt: skip
+    )
     work = explained.trace.gpu_work().select("launch", "duration_ns").drop_nulls()
-    position = tree.position[work["launch"].to_numpy()] if work.height else np.zeros(0, dtype=np.int64)
+    position = (
+        tree.position[work["launch"].to_numpy()] if work.height else np.zeros(0, dtype=np.int64)
+    )
     has_launch = position >= 0
-    launched_ns = np.zeros(tree.row.size, dtype=np.int64)  # of the GPU work that each host event launched itself
-    np.add.at(launched_ns, position[has_launch], np.maximum(work["duration_ns"].to_numpy()[has_launch], 0))
+    launched_ns = np.zeros(
+        tree.row.size, dtype=np.int64
+    )  # of the GPU work that each host event launched itself
+    np.add.at(
+        launched_ns, position[has_launch], np.maximum(work["duration_ns"].to_numpy()[has_launch], 0)
+    )
     call = call_sums["call"].to_numpy()
     paths = pl.Series(block_places.modules, dtype=pl.String)
     call_costs = call_sums.with_columns(

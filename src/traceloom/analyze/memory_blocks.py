@@ -78,13 +78,17 @@ class Blocks(Struct, frozen=True):
         return exists
 
     def levels(self, pool: int, rows: int) -> Ints:
-        """Bytes of all blocks of one memory after each row, shape (rows + 1,); the first is before the first row."""
+        """Bytes of all blocks of one memory after each row, shape (rows + 1,); the first is before
+        the first row.
+        """
         in_pool = self.pool == pool
         change = np.zeros(rows + 1, dtype=np.int64)
         made_inside = self.made >= 0
         change[0] = self.bytes[in_pool & ~made_inside].sum()
         selected = np.flatnonzero(in_pool & made_inside)
-        change[self.made[selected] + 1] += self.bytes[selected]  # a row makes one block at most, and ends one at most
+        change[self.made[selected] + 1] += self.bytes[
+            selected
+        ]  # a row makes one block at most, and ends one at most
         selected = np.flatnonzero(in_pool & (self.ended < rows))
         change[self.ended[selected] + 1] -= self.bytes[selected]
         levels: Ints = np.cumsum(change, out=change)
@@ -94,12 +98,13 @@ class Blocks(Struct, frozen=True):
 def build_blocks(trace: Trace) -> Blocks:
     """Pair allocations and frees of each memory by address over time.
 
-    An address is given out again after a free, so at each address events alternate. Two allocations in a row mean that
-    a free went unrecorded: the older block ends with the younger one's start. A free without an allocation is of a
-    block from before the recording.
+    An address is given out again after a free, so at each address events alternate. Two allocations
+    in a row mean that a free went unrecorded: the older block ends with the younger one's start. A
+    free without an allocation is of a block from before the recording.
 
-    Events without an address (writers of 2021) are paired by size: a free ends the youngest block of its size. Sums are
-    those of the events all the same, but which of several equal blocks stays is a guess.
+    Events without an address (writers of 2021) are paired by size: a free ends the youngest block
+    of its size. Sums are those of the events all the same, but which of several equal blocks stays
+    is a guess.
     """
     rows = trace.allocations
     if (rows["bytes"] == 0).any():
@@ -117,12 +122,16 @@ def build_blocks(trace: Trace) -> Blocks:
     without = np.flatnonzero(address[early_count:] == 0) + early_count
     if without.size:
         rank_by_size = _places_by_size(pool[without], size[without - early_count])
-        next_one, after_one[without] = _find_neighbours(pool[without], rank_by_size, is_free[without])
+        next_one, after_one[without] = _find_neighbours(
+            pool[without], rank_by_size, is_free[without]
+        )
         following[without] = np.where(next_one >= 0, without[next_one], -1)
     lone_frees, make = np.flatnonzero(is_free & ~after_one), np.flatnonzero(~is_free)
     # blocks from before come first: those of the census, then those known by their free
     first = early_count + lone_frees.size
-    event = np.concatenate([make[:early_count], lone_frees, make[early_count:]], dtype=_INDEX_TYPE, casting="same_kind")
+    event = np.concatenate(
+        [make[:early_count], lone_frees, make[early_count:]], dtype=_INDEX_TYPE, casting="same_kind"
+    )
     del make, after_one
     end = following[event]
     end[early_count:first] = lone_frees
@@ -134,22 +143,45 @@ def build_blocks(trace: Trace) -> Blocks:
         if "row" in rows.columns
         else np.arange(rows.height, dtype=_INDEX_TYPE)
     )
-    created, start_ns = np.full(event.size, -1, dtype=_INDEX_TYPE), np.full(event.size, EXISTED_BEFORE)
-    created[first:], start_ns[first:] = number[event[first:] - early_count], time[event[first:] - early_count]
-    ended, end_ns = np.full(event.size, trace.allocations.height, dtype=_INDEX_TYPE), np.full(event.size, STILL_ALIVE)
-    ended[has_end], end_ns[has_end] = number[end[has_end] - early_count], time[end[has_end] - early_count]
-    block_bytes = np.concatenate([early["bytes"].to_numpy(), np.abs(size[event[early_count:] - early_count])])
+    created, start_ns = (
+        np.full(event.size, -1, dtype=_INDEX_TYPE),
+        np.full(event.size, EXISTED_BEFORE),
+    )
+    created[first:], start_ns[first:] = (
+        number[event[first:] - early_count],
+        time[event[first:] - early_count],
+    )
+    ended, end_ns = (
+        np.full(event.size, trace.allocations.height, dtype=_INDEX_TYPE),
+        np.full(event.size, STILL_ALIVE),
+    )
+    ended[has_end], end_ns[has_end] = (
+        number[end[has_end] - early_count],
+        time[end[has_end] - early_count],
+    )
+    block_bytes = np.concatenate(
+        [early["bytes"].to_numpy(), np.abs(size[event[early_count:] - early_count])]
+    )
     owner = np.full(event.size, -1, dtype=_INDEX_TYPE)
     owner[:early_count] = np.arange(early_count)
     return Blocks(
-        pools, pool[event], created, ended, start_ns, end_ns, block_bytes, address[event], owner,
+        pools,
+        pool[event],
+        created,
+        ended,
+        start_ns,
+        end_ns,
+        block_bytes,
+        address[event],
+        owner,
         lost_frees=int((has_end & ~freed & (created >= 0)).sum()),
         resized=int((block_bytes[freed] != -size[end[freed] - early_count]).sum()),
-    )  # fmt: skip
+    )
 
 
 def _find_neighbours(pool: Array, address: Array, is_free: Bools) -> tuple[Array, Bools]:
-    """The next event at the same address of the same memory, -1 for none; and whether the one before it made a block.
+    """The next event at the same address of the same memory, -1 for none; and whether the one
+    before it made a block.
 
     Nothing is known to follow at address 0.
     """
@@ -171,14 +203,19 @@ def _find_neighbours(pool: Array, address: Array, is_free: Bools) -> tuple[Array
 
 
 def _places_by_size(pool: Array, size: Ints) -> NDArray[np.uint64]:
-    """Numbers, from 1 on, that stand for addresses: allocations and frees of each alternate, whatever their order.
+    """Numbers, from 1 on, that stand for addresses: allocations and frees of each alternate,
+    whatever their order.
 
-    A number stands for one size and one count of blocks of that size: an allocation raises the count to it, and the
-    next free that lowers the count from it is of that block.
+    A number stands for one size and one count of blocks of that size: an allocation raises the
+    count to it, and the next free that lowers the count from it is of that block.
     """
     events = pl.DataFrame({"pool": pool, "bytes": np.abs(size), "change": np.sign(size)})
     count = pl.col("change").cum_sum().over("pool", "bytes") + (pl.col("change") < 0)
-    return events.select(pl.struct("pool", "bytes", count).rank("dense").cast(pl.UInt64)).to_series().to_numpy()
+    return (
+        events.select(pl.struct("pool", "bytes", count).rank("dense").cast(pl.UInt64))
+        .to_series()
+        .to_numpy()
+    )
 
 
 def _find_pools(early: pl.DataFrame, rows: pl.DataFrame) -> tuple[tuple[Pool, ...], Array]:
@@ -186,14 +223,20 @@ def _find_pools(early: pl.DataFrame, rows: pl.DataFrame) -> tuple[tuple[Pool, ..
     key = ["device_type", "device", "shared"]
     shared = is_shared_memory(rows).alias("shared")
     events = rows.select("device_type", pl.col("device").fill_null(-1), shared)
-    events = pl.concat([early.select("device_type", "device", pl.lit(False).alias("shared")), events])
+    events = pl.concat(
+        [early.select("device_type", "device", pl.lit(False).alias("shared")), events]
+    )
     kinds = events.unique(maintain_order=True)
-    first_row = pl.int_range(pl.len()).first().over("device_type")  # types of devices in the order in which they appear
+    first_row = (
+        pl.int_range(pl.len()).first().over("device_type")
+    )  # types of devices in the order in which they appear
     kinds = kinds.sort(first_row, "shared", "device").with_row_index("pool")
     if kinds.height == 1:
         pool = np.zeros(events.height, dtype=np.int16)
     else:
-        pool = events.join(kinds.cast({"pool": pl.Int16}), on=key, how="left", maintain_order="left")["pool"].to_numpy()
+        pool = events.join(
+            kinds.cast({"pool": pl.Int16}), on=key, how="left", maintain_order="left"
+        )["pool"].to_numpy()
     pools = []
     for number, kind, device, is_shared in kinds.select("pool", *key).rows():
         first = np.flatnonzero(pool[early.height :] == number)[:1].tolist() if kind != "cpu" else []
@@ -208,7 +251,8 @@ _MAX_DECADES = 13  # up to 10^12 ns, a quarter of an hour
 
 
 def count_by_lifetime(blocks: Blocks) -> pl.DataFrame:
-    """Blocks by the decade of their lifetime; those whose start or end lies outside the recording are not among them.
+    """Blocks by the decade of their lifetime; those whose start or end lies outside the recording
+    are not among them.
 
     Returns:
         `LIFETIMES`: [from_ns, to_ns), the shortest first; decades without blocks are left out.
@@ -216,10 +260,13 @@ def count_by_lifetime(blocks: Blocks) -> pl.DataFrame:
     complete = np.flatnonzero((blocks.start_ns != EXISTED_BEFORE) & (blocks.end_ns != STILL_ALIVE))
     life = np.maximum(blocks.end_ns[complete] - blocks.start_ns[complete], 1)
     decade = np.minimum(
-        np.searchsorted(10 ** np.arange(1, _MAX_DECADES, dtype=np.int64), life, side="right"), _MAX_DECADES - 1
+        np.searchsorted(10 ** np.arange(1, _MAX_DECADES, dtype=np.int64), life, side="right"),
+        _MAX_DECADES - 1,
     )
     count = np.bincount(decade, minlength=_MAX_DECADES)
-    size = np.bincount(decade, weights=blocks.bytes[complete], minlength=_MAX_DECADES).astype(np.int64)
+    size = np.bincount(decade, weights=blocks.bytes[complete], minlength=_MAX_DECADES).astype(
+        np.int64
+    )
     lows = 10 ** np.arange(_MAX_DECADES, dtype=np.int64)
     lows[0] = 0
     return pl.DataFrame(
@@ -238,7 +285,8 @@ MAX_INSTANTS = 480
 
 
 def choose_instants(levels: Ints, max_instants: int = MAX_INSTANTS) -> Ints:
-    """Rows at which a curve is drawn: first and highest of each of so many equal parts, and the last row.
+    """Rows at which a curve is drawn: first and highest of each of so many equal parts, and the
+    last row.
 
     Args:
         levels: Bytes after each row, with the start before the first row, as `Blocks.levels` gives them.
@@ -251,7 +299,9 @@ def choose_instants(levels: Ints, max_instants: int = MAX_INSTANTS) -> Ints:
     if size <= max_instants:
         return np.arange(size) - 1
     bounds = -(-np.arange(max_instants // 2 + 1) * size // (max_instants // 2))
-    highest = bounds[:-1] + [int(levels[low:high].argmax()) for low, high in pairwise(bounds.tolist())]
+    highest = bounds[:-1] + [
+        int(levels[low:high].argmax()) for low, high in pairwise(bounds.tolist())
+    ]
     return np.unique(np.concatenate([bounds[:-1], highest, [size - 1]])) - 1
 
 
@@ -269,7 +319,9 @@ def compute_levels(blocks: Blocks, key: Ints, keys: int, rows: Ints, pool: int) 
     width = rows.size + 1
     present = np.bincount(key[in_pool], minlength=keys) > 0
     used = np.flatnonzero(present)
-    first = ((np.cumsum(present) - 1) * width)[key[in_pool]]  # offset of each block's key among those in use
+    first = ((np.cumsum(present) - 1) * width)[
+        key[in_pool]
+    ]  # offset of each block's key among those in use
     change = np.zeros(used.size * width)
     for change_rows, sign in ((blocks.made[in_pool], 1), (blocks.ended[in_pool], -1)):
         # weights are summed as doubles, which are exact below 2^53 bytes
@@ -284,8 +336,8 @@ def select_largest_keys(levels: Ints, max_keys: int) -> tuple[Ints, Ints]:
     """The keys with the highest levels, and a row that adds up all others.
 
     Returns:
-        Their numbers (at most `max_keys`, the highest first), and the levels of these and of the rest, shape (<= most + 1,
-        rows); the last row is the rest.
+        Their numbers (at most `max_keys`, the highest first), and the levels of these and of the
+        rest, shape (<= most + 1, rows); the last row is the rest.
     """
     order = np.argsort(-levels.max(axis=1, initial=0), kind="stable")
     largest = order[:max_keys]

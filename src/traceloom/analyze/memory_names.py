@@ -11,7 +11,12 @@ from msgspec import Struct
 
 from traceloom.analyze.ancestry import Forest, build_forest
 from traceloom.analyze.autograd import match_backward_ops
-from traceloom.analyze.host_events import MODULE_PREFIX, SCOPE_PREFIX, STEP_MARK_PATTERN, classify_events
+from traceloom.analyze.host_events import (
+    MODULE_PREFIX,
+    SCOPE_PREFIX,
+    STEP_MARK_PATTERN,
+    classify_events,
+)
 from traceloom.analyze.memory_blocks import Blocks, build_blocks
 from traceloom.analyze.names import build_vocabulary
 from traceloom.trace import vocabulary as cat
@@ -24,7 +29,9 @@ NO_OP = "none"
 UNKNOWN_BACKWARD = "backward.unknown"
 PYTHON_MODULE = "nn.Module: "
 _WRAPPER = r"^nn\.Module: (?:(?:Distributed|FullySharded)?DataParallel|CheckpointWrapper|OffloadWrapper)_\d+$"
-_WRAPPER_ANNOTATION = r"^(?:Distributed|FullySharded)?DataParallel\.forward$"  # their annotation of the whole call
+_WRAPPER_ANNOTATION = (
+    r"^(?:Distributed|FullySharded)?DataParallel\.forward$"  # their annotation of the whole call
+)
 _PREFIXES = (SCOPE_PREFIX, MODULE_PREFIX)
 _EVALUATE_PREFIX = "autograd::engine::evaluate_function: "
 _ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
@@ -65,8 +72,12 @@ def find_scopes(trace: Trace, tree: Forest, *, full_op_names: bool = False) -> E
     vocabulary, is_op = build_vocabulary(trace), classify_events(trace).op
     code = vocabulary.code[tree.row]
     # scopes: ours, modules, and regions that the user or PyTorch annotates
-    no_scope = gather_rows(vocabulary.matching(STEP_MARK_PATTERN) | vocabulary.matching(_WRAPPER_ANNOTATION), code)
-    annotation = get_event_column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.ANNOTATION)
+    no_scope = gather_rows(
+        vocabulary.matching(STEP_MARK_PATTERN) | vocabulary.matching(_WRAPPER_ANNOTATION), code
+    )
+    annotation = get_event_column(trace, "category")[tree.row] == cat.CATEGORIES.index(
+        cat.ANNOTATION
+    )
     is_own_scope = gather_rows(vocabulary.names.str.starts_with(SCOPE_PREFIX).to_numpy(), code)
     is_scope = is_own_scope | find_module_calls(trace, tree) | (annotation & ~no_scope)
     scope = tree.nearest_or_self(is_scope)
@@ -85,15 +96,21 @@ def find_scopes(trace: Trace, tree: Forest, *, full_op_names: bool = False) -> E
     if not full_op_names:
         base_names = base_names.str.replace(r"^(?:[A-Za-z_]\w*::)+", "")
     distinct = base_names.unique(maintain_order=True)
-    number = base_names.replace_strict(distinct, pl.int_range(1, distinct.len() + 1, eager=True)).to_numpy()
+    number = base_names.replace_strict(
+        distinct, pl.int_range(1, distinct.len() + 1, eager=True)
+    ).to_numpy()
     label = np.where(op >= 0, number.astype(np.int64)[code][op], 0)
     node, home, unknown = _find_backward_nodes(trace, tree, is_node)
     backward = node >= 0
     has_home = home >= 0
     inner = has_home & (scope > node)  # a scope opened inside the backward node: what it recomputes
-    paths, modules, path = _merge_recomputed_paths(paths, modules, path, np.where(inner, path[home], -1))
+    paths, modules, path = _merge_recomputed_paths(
+        paths, modules, path, np.where(inner, path[home], -1)
+    )
     source = np.where(has_home & ~inner, home, np.arange(home.size))
-    for _ in range(_MAX_DEPTH.bit_length()):  # the forward op may itself be one that a checkpoint has run again
+    for _ in range(
+        _MAX_DEPTH.bit_length()
+    ):  # the forward op may itself be one that a checkpoint has run again
         source = source[source]
     path = path[source]
     if unknown:
@@ -105,7 +122,8 @@ def find_scopes(trace: Trace, tree: Forest, *, full_op_names: bool = False) -> E
 
 
 def find_module_calls(trace: Trace, tree: Forest) -> Bools:
-    """Which events are calls of modules: the scopes that `record --memory` opens, else Python frames.
+    """Which events are calls of modules: the scopes that `record --memory` opens, else Python
+    frames.
 
     Frames of wrappers that only pass calls on (`DistributedDataParallel`) do not count.
     """
@@ -115,13 +133,16 @@ def find_module_calls(trace: Trace, tree: Forest) -> Bools:
     if annotated.any():
         return annotated
     python = get_event_column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.PYTHON)
-    framed = vocabulary.names.str.starts_with(PYTHON_MODULE).to_numpy() & ~vocabulary.matching(_WRAPPER)
+    framed = vocabulary.names.str.starts_with(PYTHON_MODULE).to_numpy() & ~vocabulary.matching(
+        _WRAPPER
+    )
     frames: Bools = python & gather_rows(framed, code)
     return frames
 
 
 def _build_paths(trace: Trace, tree: Forest, is_scope: Bools) -> tuple[list[str], list[str], Ints]:
-    """The distinct dotted paths, the path of the innermost module of each, and the number of each scope's path.
+    """The distinct dotted paths, the path of the innermost module of each, and the number of each
+    scope's path.
 
     0 stands where there is no scope.
     """
@@ -129,7 +150,11 @@ def _build_paths(trace: Trace, tree: Forest, is_scope: Bools) -> tuple[list[str]
     code = vocabulary.code[tree.row].astype(np.int64)
     outer_scope = tree.nearest(is_scope)
     out = np.zeros(is_scope.size, dtype=np.int64)
-    paths, modules, recorded_names = [""], [""], [""]  # own: the recorded name of the path's last scope
+    paths, modules, recorded_names = (
+        [""],
+        [""],
+        [""],
+    )  # own: the recorded name of the path's last scope
     path_numbers: dict[tuple[int, int], int] = {}
     level = np.flatnonzero(is_scope & (outer_scope < 0))
     for _ in range(_MAX_DEPTH):
@@ -142,16 +167,24 @@ def _build_paths(trace: Trace, tree: Forest, is_scope: Bools) -> tuple[list[str]
             if (outer_path, name) not in path_numbers:
                 recorded = str(vocabulary.names[name])
                 path_numbers[outer_path, name] = len(paths)
-                # One of Traceloom's own scopes already carries the names of its own scopes around it.
+                # One of Traceloom's own scopes already carries the names of its own scopes around
+                # it.
                 dotted, outer_name = (
-                    next((text[len(prefix) :] for prefix in _PREFIXES if text.startswith(prefix)), None)
+                    next(
+                        (text[len(prefix) :] for prefix in _PREFIXES if text.startswith(prefix)),
+                        None,
+                    )
                     for text in (recorded, recorded_names[outer_path])
                 )
                 if dotted is None:  # `Optimizer.step#Adam.step` is `Adam.step`
                     last = _OPTIMIZER_PATTERN.sub("", recorded.removeprefix(PYTHON_MODULE))
                 else:
-                    last = dotted.removeprefix(f"{outer_name}.") if outer_name is not None else dotted
-                module = modules[outer_path]  # of the innermost module: without the scopes between them
+                    last = (
+                        dotted.removeprefix(f"{outer_name}.") if outer_name is not None else dotted
+                    )
+                module = modules[
+                    outer_path
+                ]  # of the innermost module: without the scopes between them
                 if recorded.startswith((MODULE_PREFIX, PYTHON_MODULE)):
                     module = f"{module}.{last}" if module else last
                 modules.append(module)
@@ -170,8 +203,8 @@ def _merge_recomputed_paths(
 ) -> tuple[list[str], list[str], Ints]:
     """The paths of what a backward node recomputes, as they are in the forward pass.
 
-    There only the modules stand around it. The path of the node's forward op says what stood around these: up to where
-    it names the same outermost module.
+    There only the modules stand around it. The path of the node's forward op says what stood around
+    these: up to where it names the same outermost module.
     """
     rows = np.flatnonzero(home >= 0)
     if not rows.size:
@@ -195,10 +228,11 @@ def _merge_recomputed_paths(
 
 
 def _find_backward_nodes(trace: Trace, tree: Forest, node: Bools) -> tuple[Ints, Ints, int]:
-    """The backward node (position) each event is part of, -1 for none; its forward op; how many nodes lack one.
+    """The backward node (position) each event is part of, -1 for none; its forward op; how many
+    nodes lack one.
 
-    A node that only adds to a gradient inherits from the node before it on its thread, which made that gradient:
-    autograd runs it at once.
+    A node that only adds to a gradient inherits from the node before it on its thread, which made
+    that gradient: autograd runs it at once.
     """
     vocabulary = build_vocabulary(trace)
     code = vocabulary.code[tree.row]
@@ -206,14 +240,17 @@ def _find_backward_nodes(trace: Trace, tree: Forest, node: Bools) -> tuple[Ints,
     home = np.full(node.size, -1, dtype=np.int64)
     if joined is not None:
         home[joined.backward] = joined.forward
-        # a node with hooks (as FSDP's) does not carry the number itself, but the call of the function in it does
+        # a node with hooks (as FSDP's) does not carry the number itself, but the call of the
+        # function in it does
         inner = np.flatnonzero((home >= 0) & ~node & (tree.parent >= 0))[::-1]
         inner = inner[node[tree.parent[inner]] & (home[tree.parent[inner]] < 0)]
         home[tree.parent[inner]] = home[inner]
         home = _match_nested_nodes(trace, tree, node, home)
     first = tree.nearest_or_self(node)
     nodes = np.flatnonzero(node)
-    accumulates = gather_rows(vocabulary.names.str.ends_with(_ACCUMULATE_GRAD).to_numpy(), code)[nodes]
+    accumulates = gather_rows(vocabulary.names.str.ends_with(_ACCUMULATE_GRAD).to_numpy(), code)[
+        nodes
+    ]
     inherits = accumulates & (home[nodes] < 0)
     source = np.where(inherits, -1, np.arange(nodes.size))
     source = np.maximum.accumulate(source)
@@ -227,7 +264,8 @@ def _find_backward_nodes(trace: Trace, tree: Forest, node: Bools) -> tuple[Ints,
 
 
 def _match_nested_nodes(trace: Trace, tree: Forest, node: Bools, home: Ints) -> Ints:
-    """Forward ops of nodes inside other nodes: by sequence number, among the ops that the outer node has run again.
+    """Forward ops of nodes inside other nodes: by sequence number, among the ops that the outer
+    node has run again.
 
     A backward pass runs inside a node of another one where checkpointing is reentrant.
     """
@@ -241,12 +279,17 @@ def _match_nested_nodes(trace: Trace, tree: Forest, node: Bools, home: Ints) -> 
     reruns = reruns[forward]
     if not reruns.size:
         return home
-    # the last before the node: threads count each for itself, and come one after the other in the forest
+    # the last before the node: threads count each for itself, and come one after the other in the
+    # forest
     numbers, code = np.unique(sequence[reruns], return_inverse=True)
     number_index = np.minimum(np.searchsorted(numbers, sequence[nested]), numbers.size - 1)
     keys = np.sort(code * node.size + reruns)
     last = np.searchsorted(keys, number_index * node.size + nested) - 1
-    matched = (numbers[number_index] == sequence[nested]) & (last >= 0) & (keys[last] // node.size == number_index)
+    matched = (
+        (numbers[number_index] == sequence[nested])
+        & (last >= 0)
+        & (keys[last] // node.size == number_index)
+    )
     out = home.copy()
     out[nested[matched]] = keys[last[matched]] % node.size
     return out
@@ -257,7 +300,8 @@ _POSITION_TYPE: Any = np.int32  # of positions that are kept: half of the memory
 
 
 def find_innermost_events(trace: Trace, tree: Forest, rows: pl.DataFrame) -> Ints:
-    """Position (in the forest) of the innermost host event open at each row's time on its thread; -1 for none.
+    """Position (in the forest) of the innermost host event open at each row's time on its thread;
+    -1 for none.
 
     Args:
         trace: The trace.
@@ -265,7 +309,8 @@ def find_innermost_events(trace: Trace, tree: Forest, rows: pl.DataFrame) -> Int
         rows: time_ns, process, thread.
 
     Returns:
-        Short integers, shape (rows,); found piece by piece, because there may be many times more rows than events.
+        Short integers, shape (rows,); found piece by piece, because there may be many times more
+        rows than events.
     """
     out = np.empty(rows.height, dtype=_POSITION_TYPE)
     for low in range(0, rows.height, _PIECE_ROWS):
@@ -275,7 +320,9 @@ def find_innermost_events(trace: Trace, tree: Forest, rows: pl.DataFrame) -> Int
         for number in np.unique(lane[lane >= 0]).tolist():
             first, last = np.searchsorted(tree.lane, [number, number + 1])
             on_lane = np.flatnonzero(lane == number)
-            candidates = first + np.searchsorted(tree.start_ns[first:last], time[on_lane], side="right") - 1
+            candidates = (
+                first + np.searchsorted(tree.start_ns[first:last], time[on_lane], side="right") - 1
+            )
             position[on_lane] = np.where(candidates >= first, candidates, -1)
         todo = np.flatnonzero(position >= 0)
         while todo.size:
@@ -307,7 +354,9 @@ def _find_lanes(trace: Trace, rows: pl.DataFrame) -> Ints:
 
 
 MAX_CACHED_ALLOCATIONS = 200_000
-"""Names of so many allocations are kept for whoever asks again: the section and the findings of one report."""
+"""Names of so many allocations are kept for whoever asks again: the section and the findings of one
+report.
+"""
 
 
 class NamedBlocks(Struct, frozen=True):
@@ -338,12 +387,17 @@ class NamedBlocks(Struct, frozen=True):
     freed: Ints
 
     def names(self, rows: Ints | None = None, *, sites: bool = False) -> pl.Series:
-        """The identifiers `scope.op.counter` (`#2`, `#3` for further allocations of one invocation) of some blocks.
+        """The identifiers `scope.op.counter` (`#2`, `#3` for further allocations of one invocation)
+        of some blocks.
 
-        With `sites` the counter restarts with every step, so that the same line of code has the same name in each.
+        With `sites` the counter restarts with every step, so that the same line of code has the
+        same name in each.
         """
         rows = np.arange(self.path.size) if rows is None else rows
-        paths, labels = pl.Series(self.places.paths, dtype=pl.String), pl.Series(self.places.labels, dtype=pl.String)
+        paths, labels = (
+            pl.Series(self.places.paths, dtype=pl.String),
+            pl.Series(self.places.labels, dtype=pl.String),
+        )
         frame = pl.DataFrame(
             {
                 "path": paths.gather(self.path[rows]),
@@ -362,8 +416,8 @@ class NamedBlocks(Struct, frozen=True):
 def name_blocks(trace: Trace, *, full_op_names: bool = False) -> NamedBlocks:
     """Name every block of the trace.
 
-    The counter counts invocations of an op in a scope path over the whole recording, also those that allocate
-    nothing; what is allocated outside of any op counts one by one.
+    The counter counts invocations of an op in a scope path over the whole recording, also those
+    that allocate nothing; what is allocated outside of any op counts one by one.
     """
     if full_op_names or trace.allocations.height > MAX_CACHED_ALLOCATIONS:
         return _build_named_blocks(trace, full_op_names=full_op_names)
@@ -374,8 +428,11 @@ def _build_named_blocks(trace: Trace, *, full_op_names: bool = False) -> NamedBl
     tree = build_forest(trace)
     all_blocks = build_blocks(trace)
     host_places = find_scopes(trace, tree, full_op_names=full_op_names)
-    positions = find_innermost_events(trace, tree, trace.allocations.select("time_ns", "process", "thread"))
-    # blocks from before have -1, and where nothing ends a block, that is what stands behind the last row
+    positions = find_innermost_events(
+        trace, tree, trace.allocations.select("time_ns", "process", "thread")
+    )
+    # blocks from before have -1, and where nothing ends a block, that is what stands behind the
+    # last row
     positions = np.append(positions, _POSITION_TYPE(-1))
     position, freed = positions[all_blocks.made], positions[all_blocks.ended]
     del positions
@@ -387,7 +444,13 @@ def _build_named_blocks(trace: Trace, *, full_op_names: bool = False) -> NamedBl
     extra[in_op] = count_occurrences(op[in_op])
     del in_op
     without_op = np.flatnonzero((op < 0) & (all_blocks.made >= 0))
-    step = trace.allocations["step"].gather(all_blocks.made[without_op]).fill_null(-1).cast(pl.Int64).to_numpy()
+    step = (
+        trace.allocations["step"]
+        .gather(all_blocks.made[without_op])
+        .fill_null(-1)
+        .cast(pl.Int64)
+        .to_numpy()
+    )
     # which occurrence of its label in its path each counted op is, by start
     ops = np.flatnonzero(host_places.op == np.arange(host_places.op.size))
     ops = ops[np.argsort(tree.start_ns[ops], kind="stable")]
@@ -396,14 +459,29 @@ def _build_named_blocks(trace: Trace, *, full_op_names: bool = False) -> NamedBl
     different = len(host_places.labels) * len(host_places.paths)
     counters = []
     for restarts in (False, True):
-        invocation = np.zeros(host_places.op.size + 1, dtype=_POSITION_TYPE)  # the last is that of no op
+        invocation = np.zeros(
+            host_places.op.size + 1, dtype=_POSITION_TYPE
+        )  # the last is that of no op
         invocation[ops] = count_occurrences(keys + (op_step + 1) * different * restarts)
         counter = invocation[op]
-        counter[without_op] = count_occurrences(path[without_op] + (step + 1) * len(host_places.paths) * restarts)
+        counter[without_op] = count_occurrences(
+            path[without_op] + (step + 1) * len(host_places.paths) * restarts
+        )
         counter[all_blocks.made < 0] = 0
         counters.append(counter)
     backward = np.append(host_places.backward, False)[position]
-    return NamedBlocks(all_blocks, host_places, position, path, label, counters[0], counters[1], extra, backward, freed)
+    return NamedBlocks(
+        all_blocks,
+        host_places,
+        position,
+        path,
+        label,
+        counters[0],
+        counters[1],
+        extra,
+        backward,
+        freed,
+    )
 
 
 def count_occurrences(keys: Ints) -> Ints:

@@ -42,7 +42,8 @@ class BlockOwners(Struct, frozen=True):
 
 
 def find_owners(trace: Trace, blocks: Blocks) -> BlockOwners:
-    """Find the owners: a block from before is known by the first census, one alive at the end by the last, by address.
+    """Find the owners: a block from before is known by the first census, one alive at the end by
+    the last, by address.
 
     The last one also shows what became of blocks from before.
     """
@@ -52,50 +53,85 @@ def find_owners(trace: Trace, blocks: Blocks) -> BlockOwners:
     if not last.height:
         return BlockOwners(table.select(list(MEMORY_CENSUS)), owner_rows, none, none)
     alive = np.flatnonzero(blocks.ended >= trace.allocations.height)
-    kinds = pl.Series([pool.device_type.removesuffix("-shared") for pool in blocks.pools], dtype=pl.String)
+    kinds = pl.Series(
+        [pool.device_type.removesuffix("-shared") for pool in blocks.pools], dtype=pl.String
+    )
     alive_blocks = pl.DataFrame(
-        {"address": blocks.address[alive], "device_type": kinds.gather(blocks.pool[alive]), "block": alive}
+        {
+            "address": blocks.address[alive],
+            "device_type": kinds.gather(blocks.pool[alive]),
+            "block": alive,
+        }
     )
     listed = last.with_row_index("row", first.height).filter(pl.col("address") != 0)
     listed = listed.unique(["address", "device_type"], keep="first", maintain_order=True)
     matches = alive_blocks.join(listed, on=["address", "device_type"])
     owner_rows[matches["block"].to_numpy()] = matches["row"].cast(pl.Int64).to_numpy()
     recorded = kinds.unique()
-    unseen = listed.join(alive_blocks, on=["address", "device_type"], how="anti", maintain_order="left")
+    unseen = listed.join(
+        alive_blocks, on=["address", "device_type"], how="anti", maintain_order="left"
+    )
     # nothing is known of devices without events
     unseen = unseen.filter(pl.col("device_type").is_in(recorded.implode()))
     counted = alive[blocks.owner[alive] >= 0]
-    is_complete = listed.height == last.height  # small ones may be added up in a row without an address
-    freed_rows = counted[(owner_rows[counted] < first.height) & (blocks.address[counted] != 0)] if is_complete else none
+    is_complete = (
+        listed.height == last.height
+    )  # small ones may be added up in a row without an address
+    freed_rows = (
+        counted[(owner_rows[counted] < first.height) & (blocks.address[counted] != 0)]
+        if is_complete
+        else none
+    )
     return BlockOwners(
-        table.select(list(MEMORY_CENSUS)), owner_rows, unseen["row"].cast(pl.Int64).to_numpy(), freed_rows
+        table.select(list(MEMORY_CENSUS)),
+        owner_rows,
+        unseen["row"].cast(pl.Int64).to_numpy(),
+        freed_rows,
     )
 
 
 CATEGORIES = (
-    "parameter", "buffer", "gradient", "optimizer_state", "activation", "input", "temporary", "before_recording",
+    "parameter",
+    "buffer",
+    "gradient",
+    "optimizer_state",
+    "activation",
+    "input",
+    "temporary",
+    "before_recording",
     "unknown",
-)  # fmt: skip
+)
 EVIDENCE = ("census", "inferred", "none")
-PARAMETER, BUFFER, GRADIENT, STATE, ACTIVATION, INPUT, TEMPORARY, CATEGORIES_BEFORE, UNKNOWN = range(len(CATEGORIES))
+PARAMETER, BUFFER, GRADIENT, STATE, ACTIVATION, INPUT, TEMPORARY, CATEGORIES_BEFORE, UNKNOWN = (
+    range(len(CATEGORIES))
+)
 CENSUS, INFERRED, NONE = range(len(EVIDENCE))
 _PIECE_ROWS = 1 << 19
 _CODE_TYPE: Any = np.int8
 _OWNERS = {
-    "parameter": PARAMETER, "buffer": BUFFER, "gradient": GRADIENT, "optimizer_state": STATE, "activation": ACTIVATION,
+    "parameter": PARAMETER,
+    "buffer": BUFFER,
+    "gradient": GRADIENT,
+    "optimizer_state": STATE,
+    "activation": ACTIVATION,
     "other": UNKNOWN,
-}  # fmt: skip
+}
 
 
 class BlockCategories(Struct, frozen=True):
-    """Category and evidence of every block (numbers in `CATEGORIES` and `EVIDENCE`); arrays of shape (blocks,)."""
+    """Category and evidence of every block (numbers in `CATEGORIES` and `EVIDENCE`); arrays of
+    shape (blocks,).
+    """
 
     category: Ints
     evidence: Ints
 
 
-def classify_blocks(trace: Trace, named_blocks: NamedBlocks, owners: BlockOwners) -> BlockCategories:
-    """Tell what each block is for, from the part of the step that made it and the part that freed it.
+def classify_blocks(
+    trace: Trace, named_blocks: NamedBlocks, owners: BlockOwners
+) -> BlockCategories:
+    """Tell what each block is for, from the part of the step that made it and the part that freed
+    it.
 
     What a census knows by its owner is known; else:
 
@@ -105,27 +141,39 @@ def classify_blocks(trace: Trace, named_blocks: NamedBlocks, owners: BlockOwners
     - made otherwise and freed by the backward pass: an activation that was kept for it;
     - made and freed with no backward pass between: temporary.
 
-    All of these are inferred. What is alive at the end without a reason, or lived through a backward pass that did not
-    need it, is unknown.
+    All of these are inferred. What is alive at the end without a reason, or lived through a
+    backward pass that did not need it, is unknown.
     """
     tree, phase, blocks = build_forest(trace), classify_events(trace).phase, named_blocks.blocks
-    # of each host event (the last entry is of none): its phase, when the outermost optimizer step around it ends
-    opener = tree.nearest_or_self(phase >= 0)  # the innermost event at or above each that opens a phase
+    # of each host event (the last entry is of none): its phase, when the outermost optimizer step
+    # around it ends
+    opener = tree.nearest_or_self(
+        phase >= 0
+    )  # the innermost event at or above each that opens a phase
     phase_of = np.append(np.append(phase, -1)[opener], -1)
     optimizer_end_ns = np.append(
-        np.append(tree.end_ns, EXISTED_BEFORE)[tree.outermost_or_self(phase == OPTIMIZER)], EXISTED_BEFORE
+        np.append(tree.end_ns, EXISTED_BEFORE)[tree.outermost_or_self(phase == OPTIMIZER)],
+        EXISTED_BEFORE,
     )
     in_backward = np.append(named_blocks.places.backward, False)
     # starts of backward nodes, sorted: a block with none of them in its life saw no backward pass
     passes = np.sort(tree.start_ns[tree.topmost(named_blocks.places.backward)])
     shared = np.array([pool.device_type == SHARED_MEMORY for pool in blocks.pools], dtype=np.bool_)
-    owner = owners.table["owner"].replace_strict(_OWNERS, default=UNKNOWN, return_dtype=pl.Int64).to_numpy()
+    owner = (
+        owners.table["owner"]
+        .replace_strict(_OWNERS, default=UNKNOWN, return_dtype=pl.Int64)
+        .to_numpy()
+    )
     owner = np.append(owner, UNKNOWN)
     size = named_blocks.position.size
     out = BlockCategories(np.empty(size, dtype=_CODE_TYPE), np.empty(size, dtype=_CODE_TYPE))
     for low in range(0, size, _PIECE_ROWS):
         batch = slice(low, low + _PIECE_ROWS)
-        position, start_ns, end_ns = named_blocks.position[batch], blocks.start_ns[batch], blocks.end_ns[batch]
+        position, start_ns, end_ns = (
+            named_blocks.position[batch],
+            blocks.start_ns[batch],
+            blocks.end_ns[batch],
+        )
         early = start_ns == EXISTED_BEFORE
         alive = blocks.ended[batch] >= trace.allocations.height
         made_in = phase_of[position]
@@ -155,7 +203,9 @@ def classify_blocks(trace: Trace, named_blocks: NamedBlocks, owners: BlockOwners
         from_census = counted | (is_activation & (category == ACTIVATION))
         evidence = np.where(from_census, CENSUS, INFERRED)
         out.category[batch] = category
-        out.evidence[batch] = np.where((category == UNKNOWN) | (category == CATEGORIES_BEFORE), NONE, evidence)
+        out.evidence[batch] = np.where(
+            (category == UNKNOWN) | (category == CATEGORIES_BEFORE), NONE, evidence
+        )
     return out
 
 
@@ -171,15 +221,21 @@ _FRAME_SEPARATOR = " < "
 def build_block_names(
     named_blocks: NamedBlocks, owners: BlockOwners, rows: np.ndarray, *, sites: bool = False
 ) -> pl.Series:
-    """Names of some blocks; those from before the recording are called by their owner, where a census knows it."""
+    """Names of some blocks; those from before the recording are called by their owner, where a
+    census knows it.
+    """
     base_names = named_blocks.names(rows, sites=sites)
     early = named_blocks.blocks.made[rows] < 0
     if not early.any():
         return base_names
-    owner = owners.table["name"].gather(pl.Series(owners.of[rows]).replace(-1, None).cast(pl.UInt32))
+    owner = owners.table["name"].gather(
+        pl.Series(owners.of[rows]).replace(-1, None).cast(pl.UInt32)
+    )
     before = pl.Series(early)
     return pl.select(
-        pl.when(before).then(pl.concat_str(pl.lit("before."), owner.fill_null("unknown"))).otherwise(base_names)
+        pl.when(before)
+        .then(pl.concat_str(pl.lit("before."), owner.fill_null("unknown")))
+        .otherwise(base_names)
     ).to_series()
 
 
@@ -192,32 +248,45 @@ def iterate_block_tables(
     *,
     full_table: bool,
 ) -> Iterator[pl.DataFrame]:
-    """The table of blocks in the order they were made: `name` and `bytes` of those made in the recording.
+    """The table of blocks in the order they were made: `name` and `bytes` of those made in the
+    recording.
 
     With `full_table` all columns of `LONG`, and the blocks from before the recording too.
 
-    `time_ns` is null for blocks from before the recording, `lifetime_ns` for those and for blocks alive at its end.
-    `stack` lists Python frames, the innermost first; `stacks` gives those of some blocks where the trace has none.
+    `time_ns` is null for blocks from before the recording, `lifetime_ns` for those and for blocks
+    alive at its end. `stack` lists Python frames, the innermost first; `stacks` gives those of some
+    blocks where the trace has none.
     """
     blocks = named_blocks.blocks
     if full_table and stacks is None:
         stacks = StackTexts(trace).reader(named_blocks.position)
     devices = pl.Series(
-        [pool.device_type if pool.device < 0 else f"{pool.device_type}:{pool.device}" for pool in blocks.pools],
+        [
+            pool.device_type if pool.device < 0 else f"{pool.device_type}:{pool.device}"
+            for pool in blocks.pools
+        ],
         dtype=pl.String,
     )
     first = 0 if full_table else int((blocks.made < 0).sum())  # blocks from before stand first
     for low in range(first, max(blocks.made.size, first + 1), SLICE_BLOCKS):
         rows = np.arange(low, min(low + SLICE_BLOCKS, blocks.made.size))
-        frame = pl.DataFrame({"name": build_block_names(named_blocks, owners, rows), "bytes": blocks.bytes[rows]})
+        frame = pl.DataFrame(
+            {"name": build_block_names(named_blocks, owners, rows), "bytes": blocks.bytes[rows]}
+        )
         if not full_table or stacks is None:
             yield frame
             continue
         created_row = np.maximum(blocks.made[rows], 0)
         recorded = pl.Series(blocks.made[rows] >= 0)
-        allocation_rows = trace.allocations[created_row] if trace.allocations.height else trace.allocations
-        is_bounded = pl.Series((blocks.start_ns[rows] != EXISTED_BEFORE) & (blocks.end_ns[rows] != STILL_ALIVE))
-        life = np.where(is_bounded, blocks.end_ns[rows], 0) - np.where(is_bounded, blocks.start_ns[rows], 0)
+        allocation_rows = (
+            trace.allocations[created_row] if trace.allocations.height else trace.allocations
+        )
+        is_bounded = pl.Series(
+            (blocks.start_ns[rows] != EXISTED_BEFORE) & (blocks.end_ns[rows] != STILL_ALIVE)
+        )
+        life = np.where(is_bounded, blocks.end_ns[rows], 0) - np.where(
+            is_bounded, blocks.start_ns[rows], 0
+        )
         yield (
             frame.with_columns(
                 time_ns=pl.Series(blocks.start_ns[rows]).replace(EXISTED_BEFORE, None),
@@ -228,8 +297,12 @@ def iterate_block_tables(
                 backward=pl.Series(named_blocks.backward[rows]),
                 step=allocation_rows["step"].set(~recorded, None),
                 site=build_block_names(named_blocks, owners, rows, sites=True),
-                innermost_op=trace.events["name"].gather(allocation_rows["op"]).set(~recorded, None),
-                owner=owners.table["name"].gather(pl.Series(owners.of[rows]).replace(-1, None).cast(pl.UInt32)),
+                innermost_op=trace.events["name"]
+                .gather(allocation_rows["op"])
+                .set(~recorded, None),
+                owner=owners.table["name"].gather(
+                    pl.Series(owners.of[rows]).replace(-1, None).cast(pl.UInt32)
+                ),
                 stack=stacks(rows),
             ).pipe(cast_to_schema, LONG_SCHEMA)
         )
@@ -241,7 +314,9 @@ class StackTexts:
     def __init__(self, trace: Trace) -> None:
         self._tree = build_forest(trace)
         self._words = build_vocabulary(trace)
-        self._python = get_event_column(trace, "category")[self._tree.row] == cat.CATEGORIES.index(cat.PYTHON)
+        self._python = get_event_column(trace, "category")[self._tree.row] == cat.CATEGORIES.index(
+            cat.PYTHON
+        )
         self._above = self._tree.nearest(self._python)
 
     def reader(self, position: Ints) -> Callable[[Ints], pl.Series]:
@@ -254,12 +329,15 @@ class StackTexts:
         return pl.Series(texts, dtype=pl.String).gather(number)
 
     def divided(self, position: np.ndarray) -> tuple[list[str | None], Ints]:
-        """The distinct stacks of some positions, null where no frames were recorded, and the number of each position's.
+        """The distinct stacks of some positions, null where no frames were recorded, and the number
+        of each position's.
 
-        Goes down level by level: a stack is known by that of its caller and the name of its frame, so that the steps
-        are as many as levels and stacks, not as frames.
+        Goes down level by level: a stack is known by that of its caller and the name of its frame,
+        so that the steps are as many as levels and stacks, not as frames.
         """
-        frame = np.where(np.append(self._python, False)[position], position, np.append(self._above, -1)[position])
+        frame = np.where(
+            np.append(self._python, False)[position], position, np.append(self._above, -1)[position]
+        )
         if not (frame >= 0).any():
             return [None] * bool(frame.size), np.zeros(frame.size, dtype=np.int64)
         stack = np.zeros(self._above.size + 1, dtype=np.int64)  # 0 is none; so is what stands at -1
@@ -307,7 +385,18 @@ NO_SCOPE = "(no scope)"
 UNKNOWN_TYPE = "(unknown)"
 NO_STACK = "(no stack recorded)"
 _NON_TENSOR_TYPES = frozenset(
-    ("", "Scalar", "ScalarList", "GenericList", "TensorList", "Int", "Double", "Bool", "Device", "None")
+    (
+        "",
+        "Scalar",
+        "ScalarList",
+        "GenericList",
+        "TensorList",
+        "Int",
+        "Double",
+        "Bool",
+        "Device",
+        "None",
+    )
 )
 
 Partition = tuple[list[str], Ints]
@@ -343,23 +432,32 @@ def partition(
             )
             return _add_early_part(named_blocks, names, number[named_blocks.path])
         case "module":
-            # The module whose call made it; parameters and what belongs to them: the module that holds them
+            # The module whose call made it; parameters and what belongs to them: the module that
+            # holds them
             path_modules = named_blocks.places.modules[: len(named_blocks.places.paths)]
             owner_modules = []  # the path of the module in the name of a parameter, buffer, gradient or state
             for owner, name in zip(owners.table["owner"], owners.table["name"], strict=True):
                 target = name.rpartition(" of ")[2]
                 target = target.removesuffix(".grad") if owner == "gradient" else target
                 owner_modules.append(
-                    "" if owner in ("activation", "other") or "(" in name else target.rpartition(".")[0]
+                    ""
+                    if owner in ("activation", "other") or "(" in name
+                    else target.rpartition(".")[0]
                 )
             texts = [
                 (path if depth is None else ".".join(path.split(".")[:depth])) or NO_MODULE
                 for path in (*path_modules, *owner_modules)
             ]
             names, number = _encode_texts(texts or [NO_MODULE])
-            path_number = number[named_blocks.path] if named_blocks.places.paths else np.zeros(0, dtype=np.int64)
+            path_number = (
+                number[named_blocks.path]
+                if named_blocks.places.paths
+                else np.zeros(0, dtype=np.int64)
+            )
             owner_number = np.append(number[len(path_modules) :], 0)[owners.of]
-            has_module = np.append(np.array([bool(path) for path in owner_modules], dtype=np.bool_), False)[owners.of]
+            has_module = np.append(
+                np.array([bool(path) for path in owner_modules], dtype=np.bool_), False
+            )[owners.of]
             out = np.where(has_module, owner_number, path_number)
             nobody = (named_blocks.blocks.made < 0) & ~has_module
             return [*names, BEFORE_RECORDING_LABEL], np.where(nobody, len(names), out)
@@ -368,12 +466,18 @@ def partition(
         case "op":
             return _add_early_part(named_blocks, named_blocks.places.labels, named_blocks.label)
         case "stack":
-            return _partition_stacks(named_blocks, *StackTexts(trace).divided(named_blocks.position))
+            return _partition_stacks(
+                named_blocks, *StackTexts(trace).divided(named_blocks.position)
+            )
         case "dtype":
-            # A guess: the element type of the first tensor that the op around it, or its nearest caller, works on
+            # A guess: the element type of the first tensor that the op around it, or its nearest
+            # caller, works on
             tree = build_forest(trace)
             types = trace.events.select("event").join(
-                trace.tensors.select("event", "types"), on="event", how="left", maintain_order="left"
+                trace.tensors.select("event", "types"),
+                on="event",
+                how="left",
+                maintain_order="left",
             )["types"]
             distinct = types.drop_nulls().unique(maintain_order=True)
             first_types = []  # of each list the first type that is a tensor's
@@ -383,15 +487,28 @@ def partition(
                 except ValueError:
                     listed = []
                 first_types.append(
-                    next((name for name in listed if isinstance(name, str) and name not in _NON_TENSOR_TYPES), None)
+                    next(
+                        (
+                            name
+                            for name in listed
+                            if isinstance(name, str) and name not in _NON_TENSOR_TYPES
+                        ),
+                        None,
+                    )
                 )
             first = pl.Series(first_types, dtype=pl.String)
-            event_types = types.replace_strict(distinct, first, default=None, return_dtype=pl.String)
+            event_types = types.replace_strict(
+                distinct, first, default=None, return_dtype=pl.String
+            )
             has = event_types.is_not_null().to_numpy()[tree.row]
             nearest_typed = tree.nearest_or_self(has)
             typed_event = np.append(nearest_typed, -1)[named_blocks.position]
             names = [UNKNOWN_TYPE, *event_types.drop_nulls().unique(maintain_order=True).to_list()]
-            number = event_types.fill_null(UNKNOWN_TYPE).replace_strict(names, list(range(len(names)))).to_numpy()
+            number = (
+                event_types.fill_null(UNKNOWN_TYPE)
+                .replace_strict(names, list(range(len(names))))
+                .to_numpy()
+            )
             rows = np.append(tree.row, 0)[typed_event]
             out = (
                 np.where(typed_event >= 0, number[rows], 0)
@@ -404,7 +521,9 @@ def partition(
 
 def _add_early_part(named_blocks: NamedBlocks, names: list[str], number: Ints) -> Partition:
     """Blocks from before the recording as a part of their own."""
-    return [*names, BEFORE_RECORDING_LABEL], np.where(named_blocks.blocks.made < 0, len(names), number)
+    return [*names, BEFORE_RECORDING_LABEL], np.where(
+        named_blocks.blocks.made < 0, len(names), number
+    )
 
 
 def _encode_texts(texts: list[str]) -> tuple[list[str], Ints]:
@@ -422,8 +541,12 @@ def partition_by_stack(named_blocks: NamedBlocks, texts: pl.Series) -> Partition
     return _partition_stacks(named_blocks, names.to_list(), number.to_numpy())
 
 
-def _partition_stacks(named_blocks: NamedBlocks, texts: Sequence[str | None], number: Ints) -> Partition:
-    """Stacks in the order in which they first allocate; also of blocks from before the recording, where known."""
+def _partition_stacks(
+    named_blocks: NamedBlocks, texts: Sequence[str | None], number: Ints
+) -> Partition:
+    """Stacks in the order in which they first allocate; also of blocks from before the recording,
+    where known.
+    """
     _, first = np.unique(number, return_index=True)
     order = np.argsort(first, kind="stable")
     position = np.empty_like(order)
@@ -437,16 +560,21 @@ def _partition_stacks(named_blocks: NamedBlocks, texts: Sequence[str | None], nu
 
 HOLDERS_BEFORE = "(before the recording)"
 OWNER_LABELS = {
-    "parameter": "parameters", "buffer": "buffers", "gradient": "gradients", "optimizer_state": "optimizer state",
-    "activation": "activations", "other": "other tensors",
-}  # fmt: skip
+    "parameter": "parameters",
+    "buffer": "buffers",
+    "gradient": "gradients",
+    "optimizer_state": "optimizer state",
+    "activation": "activations",
+    "other": "other tensors",
+}
 TREE = build_schema("node parent depth name path bytes self_bytes block_count fraction")
 
 
 def build_scope_tree(
     named_blocks: NamedBlocks, selected: Bools, unseen_bytes: int, owners: BlockOwners
 ) -> pl.DataFrame:
-    """The chosen blocks by scope, then op, as a tree; parents stand before children, the largest child first.
+    """The chosen blocks by scope, then op, as a tree; parents stand before children, the largest
+    child first.
 
     Args:
         named_blocks: Blocks with names.
@@ -455,7 +583,8 @@ def build_scope_tree(
         unseen_bytes: What the allocator's total holds beyond all blocks: memory from before the recording.
 
     Returns:
-        `TREE`. The root has depth 0 and everything; `self_bytes` is what no child holds; they add up to the root.
+        `TREE`. The root has depth 0 and everything; `self_bytes` is what no child holds; they add
+        up to the root.
     """
     rows = np.flatnonzero(selected)
     recorded = rows[named_blocks.blocks.made[rows] >= 0]
@@ -466,15 +595,22 @@ def build_scope_tree(
             "bytes": named_blocks.blocks.bytes[recorded],
         }
     )
-    sums = pairs.group_by("path", "label").agg(pl.col("bytes").sum(), pl.len().cast(pl.Int64).alias("block_count"))
+    sums = pairs.group_by("path", "label").agg(
+        pl.col("bytes").sum(), pl.len().cast(pl.Int64).alias("block_count")
+    )
     scopes = [path.split(".") if path else [] for path in named_blocks.places.paths]
     labels = named_blocks.places.labels
-    entries = [((*scopes[path], labels[label]), size, count) for path, label, size, count in sums.rows()]
+    entries = [
+        ((*scopes[path], labels[label]), size, count) for path, label, size, count in sums.rows()
+    ]
     early = rows[named_blocks.blocks.made[rows] < 0]
     counted, nobodys = early[owners.of[early] >= 0], early[owners.of[early] < 0]
     owner_rows = owners.table[owners.of[counted]]
     for kind, name, size in zip(
-        owner_rows["owner"], owner_rows["name"], named_blocks.blocks.bytes[counted].tolist(), strict=True
+        owner_rows["owner"],
+        owner_rows["name"],
+        named_blocks.blocks.bytes[counted].tolist(),
+        strict=True,
     ):
         entries.append(((HOLDERS_BEFORE, OWNER_LABELS.get(kind, kind), name), size, 1))
     unknown = int(named_blocks.blocks.bytes[nobodys].sum()) + unseen_bytes
@@ -504,19 +640,31 @@ def build_tree(entries: list[tuple[tuple[str, ...], int, int]]) -> pl.DataFrame:
         size, self_bytes, count = total[names]
         out.append(
             {
-                "node": len(out), "parent": parent, "depth": len(names), "name": names[-1] if names else "total",
-                "path": ".".join(names), "bytes": size, "self_bytes": self_bytes, "block_count": count,
+                "node": len(out),
+                "parent": parent,
+                "depth": len(names),
+                "name": names[-1] if names else "total",
+                "path": ".".join(names),
+                "bytes": size,
+                "self_bytes": self_bytes,
+                "block_count": count,
                 "fraction": size / total_bytes,
             }
-        )  # fmt: skip
+        )
         node = len(out) - 1
-        ordered_children = sorted(children.get(names, []), key=lambda child: (-total[child][0], child), reverse=True)
+        ordered_children = sorted(
+            children.get(names, []), key=lambda child: (-total[child][0], child), reverse=True
+        )
         stack.extend((child, node) for child in ordered_children)
     return pl.DataFrame(out, schema=TREE)
 
 
-def summarize_blocks(named_blocks: NamedBlocks, selected: Bools, key: Ints, names: pl.Series) -> pl.DataFrame:
-    """Bytes and blocks of the chosen blocks by any number per block; name, bytes, block_count, fraction."""
+def summarize_blocks(
+    named_blocks: NamedBlocks, selected: Bools, key: Ints, names: pl.Series
+) -> pl.DataFrame:
+    """Bytes and blocks of the chosen blocks by any number per block; name, bytes, block_count,
+    fraction.
+    """
     rows = np.flatnonzero(selected)
     sums = (
         pl.DataFrame({"key": key[rows], "bytes": named_blocks.blocks.bytes[rows]})

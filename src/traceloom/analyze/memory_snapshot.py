@@ -1,7 +1,7 @@
 """The same out of allocator snapshots; why memory ran out.
 
-A snapshot has no operators and scopes but call stacks: Python's functions stand for scopes, and where C++ frames were
-recorded, the outermost dispatched operator for the op.
+A snapshot has no operators and scopes but call stacks: Python's functions stand for scopes, and
+where C++ frames were recorded, the outermost dispatched operator for the op.
 """
 
 from __future__ import annotations
@@ -51,11 +51,13 @@ _CATEGORY_BY_FILE = (("torch/optim/", STATE), ("torch/utils/data/", INPUT))
 def explain_snapshot(snapshot: MemorySnapshot, rank: int | None = None) -> ExplainedMemory:
     """Pair, name and explain the allocations of a snapshot.
 
-    Bytes are those that were asked for; they count as allocated until they are given back (`free_requested`), as
-    `torch.cuda.memory_allocated` counts. Blocks that the history does not show being made were there before it. Without
-    a history the blocks of the segments are all there is: made at one instant, in the order of their addresses.
+    Bytes are those that were asked for; they count as allocated until they are given back
+    (`free_requested`), as `torch.cuda.memory_allocated` counts. Blocks that the history does not
+    show being made were there before it. Without a history the blocks of the segments are all there
+    is: made at one instant, in the order of their addresses.
 
-    Categories are inferred from the stack, where it runs through an optimizer, a data loader or a backward node.
+    Categories are inferred from the stack, where it runs through an optimizer, a data loader or a
+    backward node.
     """
     # `allocations` of the snapshot, by time, and the number of the stack of each
     rows = snapshot.entries.with_row_index("order")
@@ -66,7 +68,11 @@ def explain_snapshot(snapshot: MemorySnapshot, rank: int | None = None) -> Expla
         (pl.col("action") == "free_completed") & ~pl.col("device").is_in(requested.implode())
     )
     signed = rows.with_columns(
-        change=pl.when(pl.col("action") == "alloc").then("bytes").when(is_free).then(-pl.col("bytes")).otherwise(0),
+        change=pl.when(pl.col("action") == "alloc")
+        .then("bytes")
+        .when(is_free)
+        .then(-pl.col("bytes"))
+        .otherwise(0),
         held=pl.when(pl.col("action").cast(pl.String).is_in(["segment_alloc", "segment_map"]))
         .then("bytes")
         .when(pl.col("action").cast(pl.String).is_in(["segment_free", "segment_unmap"]))
@@ -74,21 +80,30 @@ def explain_snapshot(snapshot: MemorySnapshot, rank: int | None = None) -> Expla
         .otherwise(0),
     )
     # by device: bytes allocated and reserved when the snapshot was taken
-    device_segments = snapshot.segments.group_by("device").agg(pl.col("bytes").sum().alias("reserved"))
+    device_segments = snapshot.segments.group_by("device").agg(
+        pl.col("bytes").sum().alias("reserved")
+    )
     active = snapshot.blocks.filter(pl.col("state") == _ALLOCATED)
     live = active.group_by("device").agg(pl.col("requested_bytes").sum().alias("allocated"))
-    at_end = device_segments.join(live, on="device", how="left").with_columns(pl.col("allocated").fill_null(0))
-    end_levels = at_end.join(signed.group_by("device").agg(pl.col("change", "held").sum()), on="device", how="left")
+    at_end = device_segments.join(live, on="device", how="left").with_columns(
+        pl.col("allocated").fill_null(0)
+    )
+    end_levels = at_end.join(
+        signed.group_by("device").agg(pl.col("change", "held").sum()), on="device", how="left"
+    )
     starts = end_levels.select(
-        "device", before=pl.col("allocated") - pl.col("change").fill_null(0),
+        "device",
+        before=pl.col("allocated") - pl.col("change").fill_null(0),
         reserved_before=pl.col("reserved") - pl.col("held").fill_null(0),
-    )  # fmt: skip
+    )
     levels = signed.join(starts, on="device", how="left", maintain_order="left").with_columns(
         allocated=pl.col("before").fill_null(0) + pl.col("change").cum_sum().over("device"),
         reserved=pl.col("reserved_before") + pl.col("held").cum_sum().over("device"),
     )
     order, time_us = pl.col("order").cast(pl.Int64), pl.col("time_us")
-    time_ns = pl.when(time_us.is_null().any()).then(order).otherwise(time_us * 1000)  # some versions tell no times
+    time_ns = (
+        pl.when(time_us.is_null().any()).then(order).otherwise(time_us * 1000)
+    )  # some versions tell no times
     events = levels.filter(pl.col("change") != 0).with_columns(time=time_ns).sort("time", "order")
     # increasing times: entries of one microsecond keep their order by its nanoseconds
     index = np.arange(events.height)
@@ -101,7 +116,9 @@ def explain_snapshot(snapshot: MemorySnapshot, rank: int | None = None) -> Expla
             "time_ns": times,
             "address": events["address"].cast(pl.UInt64),
             "bytes": events["change"],
-            "device_type": pl.repeat(snapshot.device_type, events.height, eager=True, dtype=pl.String),
+            "device_type": pl.repeat(
+                snapshot.device_type, events.height, eager=True, dtype=pl.String
+            ),
             "device": events["device"],
             "allocated_bytes": events["allocated"] if right else nothing,
             "reserved_bytes": events["reserved"] if right else nothing,
@@ -118,20 +135,31 @@ def explain_snapshot(snapshot: MemorySnapshot, rank: int | None = None) -> Expla
     all_blocks.check()
     numbers = np.append(stack, 0)[np.where(all_blocks.made >= 0, all_blocks.made, -1)]
     named_blocks = _build_named_blocks(snapshot, all_blocks, numbers)
-    kinds, owners = _classify_blocks(snapshot, named_blocks, numbers), find_owners(trace, all_blocks)
-    return ExplainedMemory(trace, named_blocks, kinds, owners, format_stacks(snapshot).gather(numbers))
+    kinds, owners = (
+        _classify_blocks(snapshot, named_blocks, numbers),
+        find_owners(trace, all_blocks),
+    )
+    return ExplainedMemory(
+        trace, named_blocks, kinds, owners, format_stacks(snapshot).gather(numbers)
+    )
 
 
 def _select_allocated_blocks(snapshot: MemorySnapshot) -> pl.DataFrame:
-    """The allocated blocks of a snapshot without a history, as if they were made one after the other."""
+    """The allocated blocks of a snapshot without a history, as if they were made one after the
+    other.
+    """
     return (
         snapshot.blocks.filter(pl.col("state") == _ALLOCATED)
         .select(
-            "device", pl.lit("alloc").cast(snapshot.entries.schema["action"]).alias("action"), "address",
-            pl.col("requested_bytes").alias("bytes"), pl.lit(None, pl.Int64).alias("time_us"), "stack",
+            "device",
+            pl.lit("alloc").cast(snapshot.entries.schema["action"]).alias("action"),
+            "address",
+            pl.col("requested_bytes").alias("bytes"),
+            pl.lit(None, pl.Int64).alias("time_us"),
+            "stack",
         )
         .with_row_index("order")
-    )  # fmt: skip
+    )
 
 
 def _build_trace(snapshot: MemorySnapshot, history: pl.DataFrame, rank: int | None) -> Trace:
@@ -141,15 +169,30 @@ def _build_trace(snapshot: MemorySnapshot, history: pl.DataFrame, rank: int | No
         first, last = int(history["time_ns"][0]), int(history["time_ns"][-1])
         span: dict[str, object] = dict.fromkeys(SCHEMAS["events"])
         span |= {
-            "event": 0, "name": "memory history", "category": "annotation", "start_ns": first,
-            "duration_ns": last - first, "nested_end_ns": last, "lane": 0, "depth": 0,
-        }  # fmt: skip
+            "event": 0,
+            "name": "memory history",
+            "category": "annotation",
+            "start_ns": first,
+            "duration_ns": last - first,
+            "nested_end_ns": last,
+            "lane": 0,
+            "depth": 0,
+        }
         lane: dict[str, object] = dict.fromkeys(SCHEMAS["lanes"])
-        lane |= {"lane": 0, "kind": "host", "name": "allocator", "events": 1, "busy_ns": last - first}
+        lane |= {
+            "lane": 0,
+            "kind": "host",
+            "name": "allocator",
+            "events": 1,
+            "busy_ns": last - first,
+        }
         frames["events"] = pl.DataFrame([span], schema=SCHEMAS["events"])
         frames["lanes"] = pl.DataFrame([lane], schema=SCHEMAS["lanes"])
     meta = Meta(
-        snapshot.path, KIND, rank=rank, capture={"live_storages_at_start": _build_early_census(snapshot, history)}
+        snapshot.path,
+        KIND,
+        rank=rank,
+        capture={"live_storages_at_start": _build_early_census(snapshot, history)},
     )
     return Trace(meta, **{**frames, "allocations": history}, notices=snapshot.notices)
 
@@ -158,7 +201,9 @@ def _build_early_census(snapshot: MemorySnapshot, history: pl.DataFrame) -> dict
     """The blocks that were there before the history and are still there, as a census."""
     last = history.group_by("device", "address").agg(pl.col("bytes").last())
     created = last.filter(pl.col("bytes") > 0).select("device", pl.col("address").cast(pl.Int64))
-    early = snapshot.blocks.filter(pl.col("state") == _ALLOCATED).join(created, on=["device", "address"], how="anti")
+    early = snapshot.blocks.filter(pl.col("state") == _ALLOCATED).join(
+        created, on=["device", "address"], how="anti"
+    )
     early = early.filter(pl.col("requested_bytes") > 0)
     texts = []  # of each stack the innermost Python frame that is none of PyTorch's own, else the innermost
     for stack in snapshot.stacks:
@@ -182,7 +227,11 @@ def _build_named_blocks(snapshot: MemorySnapshot, all_blocks: Blocks, numbers: I
     path_numbers, label_numbers = {"": 0}, {NO_OP: 0}
     for stack in snapshot.stacks:
         outermost_first = stack[::-1]
-        python = [frame[2] for frame in outermost_first if is_python_frame(frame) and frame[2] not in _CALL_WRAPPERS]
+        python = [
+            frame[2]
+            for frame in outermost_first
+            if is_python_frame(frame) and frame[2] not in _CALL_WRAPPERS
+        ]
         ops = [match[1] for _, _, name in outermost_first if (match := _OPERATOR.match(name))]
         nodes = [match[1] for _, _, name in outermost_first if (match := _NODE.search(name))]
         scope = ".".join(python[-_MAX_DEPTH:]) or (BACKWARD_PATH if nodes else "")
@@ -200,14 +249,33 @@ def _build_named_blocks(snapshot: MemorySnapshot, all_blocks: Blocks, numbers: I
     position = np.full(path.size, -1, dtype=np.int64)
     backward = np.array(backward_of, dtype=np.bool_)[numbers]
     return NamedBlocks(
-        all_blocks, scopes, position, path, label, counter, counter, np.ones_like(counter), backward, position
+        all_blocks,
+        scopes,
+        position,
+        path,
+        label,
+        counter,
+        counter,
+        np.ones_like(counter),
+        backward,
+        position,
     )
 
 
-def _classify_blocks(snapshot: MemorySnapshot, named_blocks: NamedBlocks, numbers: Ints) -> BlockCategories:
+def _classify_blocks(
+    snapshot: MemorySnapshot, named_blocks: NamedBlocks, numbers: Ints
+) -> BlockCategories:
     blocks = named_blocks.blocks
     makers = [
-        next((kind for file, _, _ in stack for part, kind in _CATEGORY_BY_FILE if part in file.replace("\\", "/")), -1)
+        next(
+            (
+                kind
+                for file, _, _ in stack
+                for part, kind in _CATEGORY_BY_FILE
+                if part in file.replace("\\", "/")
+            ),
+            -1,
+        )
         for stack in snapshot.stacks
     ]
     maker = np.array(makers, dtype=np.int64)[numbers]
@@ -221,9 +289,13 @@ def _classify_blocks(snapshot: MemorySnapshot, named_blocks: NamedBlocks, number
 
 
 OWNER_LABELS = {
-    "parameter": "parameters", "buffer": "buffers", "gradient": "gradients", "optimizer_state": "optimizer state",
-    "activation": "kept for backward", "other": "other tensors",
-}  # fmt: skip
+    "parameter": "parameters",
+    "buffer": "buffers",
+    "gradient": "gradients",
+    "optimizer_state": "optimizer state",
+    "activation": "kept for backward",
+    "other": "other tensors",
+}
 _NAME_OF_PATTERN = re.compile(r"^.* of (.+)$")
 _LIBRARY_FRAME = re.compile(
     r"[/\\](?:site-packages|dist-packages|torch|traceloom|lib[/\\]python[\d.]+)[/\\]|^<frozen|^<string"
@@ -238,7 +310,8 @@ class Advice:
 
     Attributes:
         action: Stable name: `shrink-request`, `release-gradients`, `drop-kept-tensors`, `checkpoint-activations`,
-            `smaller-batch`, `shard-optimizer-state`, `expandable-segments`, `other-processes`, `stop-growth`.
+            `smaller-batch`, `shard-optimizer-state`, `expandable-segments`, `other-processes`,
+            `stop-growth`.
         text: What to do.
         bytes: What it would free at most; None where it frees nothing but makes the request smaller.
         why: What in the data says so.
@@ -260,14 +333,18 @@ class AllocatorState(TypedDict):
 
 
 def parse_report_census(document: dict[str, Any]) -> pl.DataFrame:
-    """The live storages of a report on memory that ran out, `CENSUS`; rows that are none are left out."""
+    """The live storages of a report on memory that ran out, `CENSUS`; rows that are none are left
+    out.
+    """
     return parse_census(document.get("live_storages"))
 
 
 def build_live_tree(live: pl.DataFrame) -> pl.DataFrame:
     """Live storages by kind of owner, then by module, or by type; `holders.TREE`."""
     entries: list[tuple[tuple[str, ...], int, int]] = []
-    for owner, name, size in live.select("owner", "name", "bytes").rows():  # at most some ten thousand
+    for owner, name, size in live.select(
+        "owner", "name", "bytes"
+    ).rows():  # at most some ten thousand
         kind = OWNER_LABELS.get(owner, OWNER_LABELS["other"])
         if owner in ("activation", "other"):
             entries.append(((kind, name.removeprefix(ACTIVATION_PREFIX)), size, 1))
@@ -287,7 +364,11 @@ def compute_bytes_by_kind(live: pl.DataFrame) -> dict[str, int]:
         .then(pl.col("owner").replace(OWNER_LABELS))
         .otherwise(pl.lit(OWNER_LABELS["other"]))
     )
-    sums = labelled.group_by("kind").agg(pl.col("bytes").sum()).sort("bytes", "kind", descending=[True, False])
+    sums = (
+        labelled.group_by("kind")
+        .agg(pl.col("bytes").sum())
+        .sort("bytes", "kind", descending=[True, False])
+    )
     return dict(sums.rows())
 
 
@@ -324,19 +405,38 @@ def list_advice(
         bytes_by_kind.get(OWNER_LABELS["gradient"], 0),
         bytes_by_kind.get(OWNER_LABELS["optimizer_state"], 0),
     )
-    activations, other = bytes_by_kind.get(OWNER_LABELS["activation"], 0), bytes_by_kind.get(OWNER_LABELS["other"], 0)
+    activations, other = (
+        bytes_by_kind.get(OWNER_LABELS["activation"], 0),
+        bytes_by_kind.get(OWNER_LABELS["other"], 0),
+    )
     if gradients and not any(_BACKWARD_FRAME.search(line) for line in stack):
-        text = "free the gradients before the next forward pass: optimizer.zero_grad(set_to_none=True)"
-        out.append(Advice("release-gradients", text, gradients, "gradients were alive outside the backward pass"))
+        text = (
+            "free the gradients before the next forward pass: optimizer.zero_grad(set_to_none=True)"
+        )
+        out.append(
+            Advice(
+                "release-gradients",
+                text,
+                gradients,
+                "gradients were alive outside the backward pass",
+            )
+        )
     if activations:
         evidence = f"{units.format_size(activations)} were kept for the backward pass"
         text = "recompute activations in the backward pass: torch.utils.checkpoint around the repeated blocks"
         out += [
             Advice("checkpoint-activations", text, activations, evidence),
-            Advice("smaller-batch", "halve the batch (and accumulate gradients over two)", activations // 2, evidence),
+            Advice(
+                "smaller-batch",
+                "halve the batch (and accumulate gradients over two)",
+                activations // 2,
+                evidence,
+            ),
         ]
     if other and live.height:
-        largest = live.filter(~pl.col("owner").is_in([owner for owner in OWNER_LABELS if owner != "other"]))
+        largest = live.filter(
+            ~pl.col("owner").is_in([owner for owner in OWNER_LABELS if owner != "other"])
+        )
         tensor_sums = largest.group_by("name").agg(pl.col("bytes").sum(), pl.len().alias("count"))
         name, size, count = tensor_sums.sort("bytes", "name", descending=[True, False]).row(0)
         reason = f"{units.format_count(count)} × {name} hold {units.format_size(size)} of them"
@@ -358,11 +458,19 @@ def list_advice(
             reason = f"{units.format_size(external)} of {units.format_size(device['total_bytes'])} are in use outside this allocator"
             out.append(Advice("other-processes", text, external, reason))
     out += [
-        Advice("stop-growth", f"release what {site} leaves behind in every step", size,
-               f"it grows by {units.format_size(round(per_step))} per step")
+        Advice(
+            "stop-growth",
+            f"release what {site} leaves behind in every step",
+            size,
+            f"it grows by {units.format_size(round(per_step))} per step",
+        )
         for site, per_step, size in growing[:2]
-    ]  # fmt: skip
-    worth = [item for item in out if item.bytes is not None and item.bytes >= max(_MIN_ADVICE_SHARE * total, 1)]
+    ]
+    worth = [
+        item
+        for item in out
+        if item.bytes is not None and item.bytes >= max(_MIN_ADVICE_SHARE * total, 1)
+    ]
     worth.sort(key=lambda item: -(item.bytes or 0))
     if requested_bytes is not None and requested_bytes > total:
         reason = f"alone it asks for {units.format_size(requested_bytes)}, more than all that was alive ({units.format_size(total)})"

@@ -1,4 +1,6 @@
-"""Calls of operators whose FLOPs and bytes are known, and the GPU work that belongs to each: every FLOP once."""
+"""Calls of operators whose FLOPs and bytes are known, and the GPU work that belongs to each: every
+FLOP once.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from traceloom.trace.frames import build_schema, cast_to_schema
 from traceloom.trace.trace import Trace
 
 _GRID_MISMATCH = "the capture ran this kernel with another grid, so with other shapes"
-_CALL_NOT_RECORDED = "the capture knows its operator, but not the shapes of its inputs, or there is no model of it"
+_CALL_NOT_RECORDED = (
+    "the capture knows its operator, but not the shapes of its inputs, or there is no model of it"
+)
 
 _ANNOTATION = cat.CATEGORIES.index(cat.ANNOTATION)
 LINK_COPIES = ("HtoD", "DtoH", "HtoH", "PtoP")
@@ -47,7 +51,9 @@ FP32_KERNEL = r"(?i)sgemm|simt|scudnn|winograd|gemv|f32f32_f32f32|_SB_|_S_B_|dot
 
 _INPUTS = ("name", "shapes", "types", "concrete", "strides", "list_type", "batch")
 UNMAPPED = build_schema("event reason")
-GROUPS = build_schema("group name shapes types flops recomputed bytes dtype matrix reason", {"group": pl.UInt32})
+GROUPS = build_schema(
+    "group name shapes types flops recomputed bytes dtype matrix reason", {"group": pl.UInt32}
+)
 
 
 class ModelledCalls(Struct, frozen=True):
@@ -63,7 +69,8 @@ class ModelledCalls(Struct, frozen=True):
             none, and for copies that a link bounds.
         link: Which GPU work is such a copy.
         above: For each host event itself; for calls that were read from another recording (see `with_replays`), which
-            come after these in `group` and `owner`, the position of the graph launch that made them.
+            come after these in `group` and `owner`, the position of the graph launch that made
+            them.
         unmapped: Work of graph replays (event) for which the other recording tells no call, with the reason.
         recorded: What was recorded of each group, as its model saw it.
     """
@@ -95,7 +102,9 @@ def find_modelled_calls(trace: Trace) -> ModelledCalls:
 
 
 def _find_batch_annotations(trace: Trace, events: pl.Series) -> pl.Series:
-    """Of host events the innermost annotation around each that tells the batch of a serving engine, else ""."""
+    """Of host events the innermost annotation around each that tells the batch of a serving engine,
+    else "".
+    """
     tree = build_forest(trace)
     vocabulary = build_vocabulary(trace)
     has_batch = vocabulary.matching(BATCH_ANNOTATION_PATTERN.pattern)
@@ -109,7 +118,9 @@ def _find_batch_annotations(trace: Trace, events: pl.Series) -> pl.Series:
     annotation = tree.nearest(marks)[tree.position[events.to_numpy()]]
     rows = np.where(annotation >= 0, tree.row[annotation], -1)
     names = trace.events["name"].gather(np.maximum(rows, 0))
-    return pl.select(pl.when(pl.Series(rows >= 0)).then(names).otherwise(pl.lit("")).alias("batch")).to_series()
+    return pl.select(
+        pl.when(pl.Series(rows >= 0)).then(names).otherwise(pl.lit("")).alias("batch")
+    ).to_series()
 
 
 def _find_calls(trace: Trace, positions: Ints | None = None, batch: str = "") -> ModelledCalls:
@@ -129,7 +140,9 @@ def _find_calls(trace: Trace, positions: Ints | None = None, batch: str = "") ->
     counted = origin[origin >= 0] if positions is None else positions
     launches = np.bincount(counted, minlength=tree.row.size).astype(np.int64)
     all_calls = positions is None and not work.launch_position.size
-    relevant = np.ones(tree.row.size, dtype=np.bool_) if all_calls else tree.subtree_sums(launches) > 0
+    relevant = (
+        np.ones(tree.row.size, dtype=np.bool_) if all_calls else tree.subtree_sums(launches) > 0
+    )
     # Calls with recorded inputs that launch GPU work and whose operator has a model
     tensors = trace.tensors
     position = tree.position[tensors["event"].to_numpy()]
@@ -142,12 +155,16 @@ def _find_calls(trace: Trace, positions: Ints | None = None, batch: str = "") ->
     calls = tensors[np.flatnonzero(launches_work)[modelled[code]]]
     calls = calls.with_columns(
         trace.events["name"][calls["event"]].alias("name"),
-        pl.when(pl.col("strides").str.contains(r"[\[,]0[,\]]")).then("strides").otherwise(pl.lit("")).alias("strides"),
+        pl.when(pl.col("strides").str.contains(r"[\[,]0[,\]]"))
+        .then("strides")
+        .otherwise(pl.lit(""))
+        .alias("strides"),
         pl.col("concrete").fill_null(""),
         _find_batch_annotations(trace, calls["event"]),
         list_type=pl.lit(""),
     )
-    # Element types of the tensors in lists: from the name of the kernel that the call launched itself.
+    # Element types of the tensors in lists: from the name of the kernel that the call launched
+    # itself.
     lists = calls.filter(pl.col("types").str.contains("TensorList", literal=True))
     if lists.height:
         kernels = (
@@ -158,7 +175,10 @@ def _find_calls(trace: Trace, positions: Ints | None = None, batch: str = "") ->
             .collect()
         )
         size = pl.col("name").str.extract(_SIZE_IN_NAME) + "-byte"
-        typed = [pl.when(pl.col("name").str.contains(pattern)).then(pl.lit(dtype)) for pattern, dtype in _TYPE_IN_NAME]
+        typed = [
+            pl.when(pl.col("name").str.contains(pattern)).then(pl.lit(dtype))
+            for pattern, dtype in _TYPE_IN_NAME
+        ]
         type_by_op = kernels.select(event="op", list_type=pl.coalesce(size, *typed))
         joined = calls[["event"]].join(type_by_op, on="event", how="left", maintain_order="left")
         calls = calls.with_columns(joined["list_type"].fill_null(""))
@@ -176,34 +196,50 @@ def _find_calls(trace: Trace, positions: Ints | None = None, batch: str = "") ->
     owner = tree.outermost_or_self(has_model[group])
     ancestor = np.arange(tree.row.size, dtype=np.int64)
     recorded, none = calls.drop("event"), pl.DataFrame(schema=UNMAPPED)
-    return ModelledCalls(groups, group, owner, np.append(owner, -1)[origin], link, ancestor, none, recorded)
+    return ModelledCalls(
+        groups, group, owner, np.append(owner, -1)[origin], link, ancestor, none, recorded
+    )
 
 
 def _collect_call_contents(
     trace: Trace, tree: Forest, calls: pl.DataFrame
 ) -> dict[int, tuple[tuple[Call, ...], tuple[LaunchedKernel, ...]]]:
-    """By group what is inside its first call: calls with recorded inputs, and kernels with their grids.
+    """By group what is inside its first call: calls with recorded inputs, and kernels with their
+    grids.
 
-    Only of operators whose model asks for it; calls with the same inputs do the same. Of captures, which run no
-    kernels, the launching calls tell the grids.
+    Only of operators whose model asks for it; calls with the same inputs do the same. Of captures,
+    which run no kernels, the launching calls tell the grids.
     """
     names = [name for name in calls["name"].unique().to_list() if MODELS.looks_inside(name)]
     if not names:
         return {}
     events = trace.events.lazy()
     insides = {}
-    for group, event in calls.filter(pl.col("name").is_in(names)).select("group", pl.col("event").list.first()).rows():
+    for group, event in (
+        calls.filter(pl.col("name").is_in(names))
+        .select("group", pl.col("event").list.first())
+        .rows()
+    ):
         position = int(tree.position[event])
-        descendants = pl.Series(np.sort(tree.row[position + 1 : tree.stop[position]])).cast(pl.UInt32).implode()
+        descendants = (
+            pl.Series(np.sort(tree.row[position + 1 : tree.stop[position]]))
+            .cast(pl.UInt32)
+            .implode()
+        )
         inputs = trace.tensors.filter(pl.col("event").is_in(descendants))
         names_below = trace.events["name"].gather(inputs["event"]).alias("name")
         nested_calls = tuple(
-            _call(*values) for values in inputs.select(names_below, "shapes", "types", "concrete").rows()
+            _call(*values)
+            for values in inputs.select(names_below, "shapes", "types", "concrete").rows()
         )
-        kernels = events.filter(pl.col("category") == cat.KERNEL, pl.col("launch").is_in(descendants))
+        kernels = events.filter(
+            pl.col("category") == cat.KERNEL, pl.col("launch").is_in(descendants)
+        )
         ran = kernels.select("event", "name").collect()
         if not ran.height:
-            launches = events.filter(pl.col("category").is_in(cat.LAUNCHES), pl.col("event").is_in(descendants))
+            launches = events.filter(
+                pl.col("category").is_in(cat.LAUNCHES), pl.col("event").is_in(descendants)
+            )
             ran = launches.select("event", pl.lit(None, pl.String).alias("name")).collect()
         launched = []
         if ran.height and can_reread_events(trace):
@@ -211,7 +247,9 @@ def _collect_call_contents(
             arguments = read_all_arguments(trace, ran["event"].to_numpy().astype(np.int64))
             for recorded_name, args in zip(ran["name"].to_list(), arguments, strict=True):
                 name, grid = recorded_name or args.get("kernel"), args.get("grid")
-                is_grid = isinstance(grid, list) and all(isinstance(size, int) and size > 0 for size in grid)
+                is_grid = isinstance(grid, list) and all(
+                    isinstance(size, int) and size > 0 for size in grid
+                )
                 if isinstance(name, str) and grid and is_grid:
                     launched.append(LaunchedKernel(name, tuple(grid)))
         insides[group] = nested_calls, tuple(launched)
@@ -251,28 +289,47 @@ def _compute_work(_generation: int, *values: str) -> Work | str:
 
 
 def _call(  # noqa: PLR0917  (what is recorded of a call)
-    name: str, shapes: str, types: str, concrete: str, strides: str = "", list_type: str = "", batch: str = ""
+    name: str,
+    shapes: str,
+    types: str,
+    concrete: str,
+    strides: str = "",
+    list_type: str = "",
+    batch: str = "",
 ) -> Call:
-    type_names, values = ([str(entry) for entry in parse_json_list(text)] for text in (types, concrete))
-    return Call(name, parse_json_list(shapes), type_names, values, parse_json_list(strides), list_type, batch)
+    type_names, values = (
+        [str(entry) for entry in parse_json_list(text)] for text in (types, concrete)
+    )
+    return Call(
+        name,
+        parse_json_list(shapes),
+        type_names,
+        values,
+        parse_json_list(strides),
+        list_type,
+        batch,
+    )
 
 
 def add_graph_replays(trace: Trace, capture: Trace) -> ModelledCalls:
-    """The modelled calls of a trace and those that its graph replays make, by the operators of the capture.
+    """The modelled calls of a trace and those that its graph replays make, by the operators of the
+    capture.
 
-    Each replay of a graph makes the calls of the capture anew: the operator's FLOPs and bytes count once per replay, of
-    attention those of the batch that is replayed: the annotation around the launch tells it, the capture has none.
-    Where both recordings tell the grid of a kernel they must agree: other grids mean other shapes, as in the capture of
-    the same graph for another batch size.
+    Each replay of a graph makes the calls of the capture anew: the operator's FLOPs and bytes count
+    once per replay, of attention those of the batch that is replayed: the annotation around the
+    launch tells it, the capture has none. Where both recordings tell the grid of a kernel they must
+    agree: other grids mean other shapes, as in the capture of the same graph for another batch
+    size.
 
-    The calls of replays follow those of the forest: `above` is the graph launch that made them, `unmapped` says of the
-    rest of the replayed work why it has none.
+    The calls of replays follow those of the forest: `above` is the graph launch that made them,
+    `unmapped` says of the rest of the replayed work why it has none.
     """
     base = find_modelled_calls(trace)
     work = list_replayed_work(trace).with_columns(pl.col("graph", "node").cast(pl.UInt32))
     if not work.height:
         return base
-    # by graph and node the position of the operator in the capture's forest, or the reason why there is none
+    # by graph and node the position of the operator in the capture's forest, or the reason why
+    # there is none
     replays = graph_launches(trace)
     mapped = map_nodes(replays, capture, launches=True)
     grids = _read_grids(capture, mapped["kernel"]), _read_grids(trace, replays.nodes["example"])
@@ -280,7 +337,9 @@ def add_graph_replays(trace: Trace, capture: Trace) -> ModelledCalls:
     other_grid = comparable & (grids[0] != grids[1]).fill_null(value=False)
     op = mapped["op"].fill_null(0).to_numpy()
     positions = build_forest(capture).position
-    op_position = pl.Series("position", positions[op] if positions.size else np.full(op.size, -1, dtype=np.int64))
+    op_position = pl.Series(
+        "position", positions[op] if positions.size else np.full(op.size, -1, dtype=np.int64)
+    )
     has_position = mapped["op"].is_not_null() & ~other_grid & (op_position >= 0)
     nodes = mapped.select(
         "graph",
@@ -298,13 +357,17 @@ def add_graph_replays(trace: Trace, capture: Trace) -> ModelledCalls:
     capture_call = np.append(captured_calls.owner, -1)[position]
     nodes = nodes.with_columns(
         pl.Series("captured", capture_call),
-        pl.when(pl.col("reason").is_null() & pl.Series(capture_call < 0)).then(pl.lit(_CALL_NOT_RECORDED)).otherwise("reason")
+        pl.when(pl.col("reason").is_null() & pl.Series(capture_call < 0))
+        .then(pl.lit(_CALL_NOT_RECORDED))
+        .otherwise("reason")
         .alias("reason"),
-    )  # fmt: skip
+    )
     work = work.join(nodes, on=["graph", "node"], how="left", maintain_order="left")
     work_index = np.searchsorted(find_gpu_event_rows(trace), work["event"].to_numpy())
     free = (base.work_owner[work_index] < 0) & ~base.link[work_index]
-    replayed = work.with_columns(pl.Series("at", work_index)).filter(pl.Series(free), pl.col("captured") >= 0)
+    replayed = work.with_columns(pl.Series("at", work_index)).filter(
+        pl.Series(free), pl.col("captured") >= 0
+    )
     calls = replayed[["launch", "captured"]].unique(maintain_order=True).with_row_index("call")
     replayed = replayed.join(calls, on=["launch", "captured"], how="left", maintain_order="left")
     first = base.group.size
@@ -312,7 +375,9 @@ def add_graph_replays(trace: Trace, capture: Trace) -> ModelledCalls:
     work_owner[replayed["at"].to_numpy()] = first + replayed["call"].to_numpy().astype(np.int64)
     numbers = np.arange(first, first + calls.height, dtype=np.int64)
     groups, group = _split_by_batch(
-        captured_calls, calls.join(batch_of, on="launch", how="left", maintain_order="left"), batch_names
+        captured_calls,
+        calls.join(batch_of, on="launch", how="left", maintain_order="left"),
+        batch_names,
     )
     offset = base.groups.height
     return structs.replace(
@@ -329,7 +394,8 @@ def add_graph_replays(trace: Trace, capture: Trace) -> ModelledCalls:
 def _split_by_batch(
     captured_calls: ModelledCalls, calls: pl.DataFrame, batch_names: list[str]
 ) -> tuple[pl.DataFrame, Ints]:
-    """The groups of the calls that launches made (`captured`, `batch`): of attention one for each batch.
+    """The groups of the calls that launches made (`captured`, `batch`): of attention one for each
+    batch.
 
     Args:
         captured_calls: The calls of the capture, attention as it is with the first batch.
@@ -340,7 +406,11 @@ def _split_by_batch(
         All groups, and the number of the group of each call.
     """
     group = captured_calls.group[calls["captured"].to_numpy()]
-    names = [name for name in captured_calls.groups["name"].unique().to_list() if MODELS.family(name) == PAGED_FAMILY]
+    names = [
+        name
+        for name in captured_calls.groups["name"].unique().to_list()
+        if MODELS.family(name) == PAGED_FAMILY
+    ]
     paged = captured_calls.groups.filter(pl.col("name").is_in(names))["group"].to_numpy()
     groups, height = [captured_calls.groups], captured_calls.groups.height
     for batch in batch_names[1:] if paged.size else []:
@@ -348,8 +418,14 @@ def _split_by_batch(
         if in_batch.any():
             used, index = np.unique(group[in_batch], return_inverse=True)
             group[in_batch] = height + index
-            batch_groups = _apply_models(captured_calls.recorded[used].with_columns(pl.lit(batch).alias("batch")), {})
-            groups.append(batch_groups.with_columns(pl.int_range(pl.len(), dtype=pl.UInt32).alias("group") + height))
+            batch_groups = _apply_models(
+                captured_calls.recorded[used].with_columns(pl.lit(batch).alias("batch")), {}
+            )
+            groups.append(
+                batch_groups.with_columns(
+                    pl.int_range(pl.len(), dtype=pl.UInt32).alias("group") + height
+                )
+            )
             height += batch_groups.height
     return pl.concat(groups), group
 
@@ -362,6 +438,12 @@ def _read_grids(trace: Trace, rows: pl.Series) -> pl.Series:
         return none
     events: Ints = distinct.to_numpy().astype(np.int64)
     grids = [args.get("grid") for args in read_all_arguments(trace, events)]
-    grid_by_row = pl.DataFrame({"row": distinct, "grid": [None if grid is None else str(grid) for grid in grids]})
+    grid_by_row = pl.DataFrame(
+        {"row": distinct, "grid": [None if grid is None else str(grid) for grid in grids]}
+    )
     grid_by_row = grid_by_row.with_columns(pl.col("grid").cast(pl.String))
-    return rows.alias("row").to_frame().join(grid_by_row, on="row", how="left", maintain_order="left")["grid"]
+    return (
+        rows.alias("row")
+        .to_frame()
+        .join(grid_by_row, on="row", how="left", maintain_order="left")["grid"]
+    )

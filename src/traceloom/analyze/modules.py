@@ -1,4 +1,6 @@
-"""Which module, scope or annotation the time belongs to, as a tree: forward, backward and what is computed again."""
+"""Which module, scope or annotation the time belongs to, as a tree: forward, backward and what is
+computed again.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,21 @@ import polars as pl
 from msgspec import Struct
 
 from traceloom.analyze.ancestry import Forest, build_forest, build_host_pieces
-from traceloom.analyze.autograd import ENGINE_NODE_PATTERN, BackwardMatches, find_recomputed_work, match_backward_ops
+from traceloom.analyze.autograd import (
+    ENGINE_NODE_PATTERN,
+    BackwardMatches,
+    find_recomputed_work,
+    match_backward_ops,
+)
 from traceloom.analyze.gpu_work import attribute_to_launches, find_gpu_event_rows
 from traceloom.analyze.host_events import MODULE_PREFIX, SCOPE_PREFIX, STEP_MARK_PATTERN
 from traceloom.analyze.names import build_vocabulary
-from traceloom.analyze.steps import NO_STEP, build_spread_schema, select_whole_steps, summarize_per_step
+from traceloom.analyze.steps import (
+    NO_STEP,
+    build_spread_schema,
+    select_whole_steps,
+    summarize_per_step,
+)
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import gather_rows, get_event_column, to_nullable_series
@@ -34,7 +46,8 @@ _RUN_BACKWARD = r"^<built-in method run_backward "
 
 
 class EventRegions(Struct, frozen=True):
-    """Arrays of shape (host events,), in the forest's order; regions are named by the position of their event.
+    """Arrays of shape (host events,), in the forest's order; regions are named by the position of
+    their event.
 
     Attributes:
         evidence: `python-modules`, `annotations` or `none`.
@@ -74,12 +87,14 @@ class Modules(Result):
 
     Attributes:
         tree: One row per path; calls of one path are one row. `host_ns` is the time its threads spend in the region
-            outside the backward pass, `device_ns` the summed duration of the GPU work launched in that time, `self_`
-            the part outside child rows. `backward_` is the same of the backward pass: of the nodes that the region's
-            forward ops made, on whatever thread they run. `recompute_` is the same of forward work repeated inside the
-            backward pass by activation checkpointing. In each of the three the self times of a row and of all rows
-            below it add up to its total. `backward_` and `recompute_` are null where no backward op could be joined
-            to the forward op it belongs to. `mean_all_host_ns` and so on: all three parts together, per whole step.
+            outside the backward pass, `device_ns` the summed duration of the GPU work launched in
+            that time, `self_` the part outside child rows. `backward_` is the same of the backward
+            pass: of the nodes that the region's forward ops made, on whatever thread they run.
+            `recompute_` is the same of forward work repeated inside the backward pass by activation
+            checkpointing. In each of the three the self times of a row and of all rows below it add
+            up to its total. `backward_` and `recompute_` are null where no backward op could be
+            joined to the forward op it belongs to. `mean_all_host_ns` and so on: all three parts
+            together, per whole step.
         steps: All three parts together by node and step (null outside all steps); rows without time are left out.
         outside_host_ns: Time of the threads in which something is recorded, in no region; with the `self_` columns of
             all rows it is the busy time of the threads.
@@ -103,12 +118,16 @@ class Modules(Result):
     recompute_evidence: str
 
 
-_NODE_DTYPE: Any = np.int32  # of one value per stretch of host time: short numbers take half of the memory and less
+_NODE_DTYPE: Any = (
+    np.int32
+)  # of one value per stretch of host time: short numbers take half of the memory and less
 _PHASE_DTYPE: Any = np.int8
 
 
 class _AttributedValues(Struct, frozen=True):
-    """What is added up; all values are numbers of nodes, parts (of PARTS) and steps (NO_STEP outside) of one length."""
+    """What is added up; all values are numbers of nodes, parts (of PARTS) and steps (NO_STEP
+    outside) of one length.
+    """
 
     node: Ints
     part: Ints
@@ -116,7 +135,9 @@ class _AttributedValues(Struct, frozen=True):
     value: Ints
 
     def by(self, node_count: int, width: int, column_index: Any) -> Ints:
-        """The values added up by node and place (below `width`), shape (nodes, width); nodes of -1 are left out."""
+        """The values added up by node and place (below `width`), shape (nodes, width); nodes of -1
+        are left out.
+        """
         key = self.node.astype(np.int64)
         key *= width
         key += column_index
@@ -126,18 +147,25 @@ class _AttributedValues(Struct, frozen=True):
 
 
 def modules(trace: Trace) -> Modules:
-    """Build the tree from `nn.Module` calls where Python frames were recorded, from annotations and from scopes."""
+    """Build the tree from `nn.Module` calls where Python frames were recorded, from annotations and
+    from scopes.
+    """
     tree = build_forest(trace)
     all_regions = _assign_regions(trace)
     has_no_regions = all_regions.evidence == "none"
     node, table = (
-        (all_regions.region, STEP_SCHEMA.to_frame()) if has_no_regions else _build_paths(trace, tree, all_regions)
+        (all_regions.region, STEP_SCHEMA.to_frame())
+        if has_no_regions
+        else _build_paths(trace, tree, all_regions)
     )
     node_of_event = np.append(np.append(node, -1)[all_regions.region], -1).astype(_NODE_DTYPE)
     # every stretch in which something is recorded belongs to its innermost event
     host_pieces, phase_of_event = build_host_pieces(trace), all_regions.part.astype(_PHASE_DTYPE)
     host = _AttributedValues(
-        node_of_event[host_pieces.owner], phase_of_event[host_pieces.owner], host_pieces.step, host_pieces.ns
+        node_of_event[host_pieces.owner],
+        phase_of_event[host_pieces.owner],
+        host_pieces.step,
+        host_pieces.ns,
     )
     # GPU work belongs to the host event that launched it
     work = attribute_to_launches(trace)
@@ -152,10 +180,16 @@ def modules(trace: Trace) -> Modules:
     for name, sums in (("host_ns", host), ("device_ns", device)):
         is_outside = sums.node < 0
         outside_sums[f"outside_{name}"] = int(sums.value[is_outside].sum())
-        outside_sums[f"unjoined_{name}"] = int(sums.value[is_outside & (sums.part == BACKWARD)].sum())
+        outside_sums[f"unjoined_{name}"] = int(
+            sums.value[is_outside & (sums.part == BACKWARD)].sum()
+        )
     if has_no_regions:
         return Modules(
-            TREE_SCHEMA.to_frame(), STEP_SCHEMA.to_frame(), **outside_sums, evidence="none", recompute_evidence="none"
+            TREE_SCHEMA.to_frame(),
+            STEP_SCHEMA.to_frame(),
+            **outside_sums,
+            evidence="none",
+            recompute_evidence="none",
         )
 
     numbers: dict[str, Ints] = {}  # columns of the tree
@@ -173,7 +207,11 @@ def modules(trace: Trace) -> Modules:
     ):
         numbers[name] = np.bincount(node[calls & is_in_phase], minlength=table.height)
     if not all_regions.backward:
-        numbers = {name: column for name, column in numbers.items() if not name.startswith(("backward_", "recompute_"))}
+        numbers = {
+            name: column
+            for name, column in numbers.items()
+            if not name.startswith(("backward_", "recompute_"))
+        }
     # Totals of all parts by node and step, in columns node, step, all_host_ns, all_device_ns
     all_steps = np.unique(np.concatenate([trace.steps["step"].to_numpy(), device.step, [NO_STEP]]))
     totals = []
@@ -187,11 +225,19 @@ def modules(trace: Trace) -> Modules:
         "all_host_ns": totals[0][node, step_index],
         "all_device_ns": totals[1][node, step_index],
     }
-    steps = pl.DataFrame(frame, schema_overrides={"step": pl.Int64}).pipe(cast_to_schema, STEP_SCHEMA)
-    per_step = summarize_per_step(steps, ["node"], ["all_host_ns", "all_device_ns"], select_whole_steps(trace))
+    steps = pl.DataFrame(frame, schema_overrides={"step": pl.Int64}).pipe(
+        cast_to_schema, STEP_SCHEMA
+    )
+    per_step = summarize_per_step(
+        steps, ["node"], ["all_host_ns", "all_device_ns"], select_whole_steps(trace)
+    )
     full_table = table.with_columns(**{name: pl.Series(column) for name, column in numbers.items()})
     full_table = full_table.join(per_step, on="node", how="left", maintain_order="left")
-    missing = [pl.lit(None).alias(name) for name in TREE_SCHEMA if name not in {*full_table.columns, "path"}]
+    missing = [
+        pl.lit(None).alias(name)
+        for name in TREE_SCHEMA
+        if name not in {*full_table.columns, "path"}
+    ]
     ordered, new_number = _sort_tree(full_table.with_columns(missing))
     return Modules(
         ordered,
@@ -214,10 +260,13 @@ def _add_up_descendants(table: pl.DataFrame, self_values: Ints) -> Ints:
     return totals
 
 
-def _build_paths(trace: Trace, tree: Forest, all_regions: EventRegions) -> tuple[Ints, pl.DataFrame]:
+def _build_paths(
+    trace: Trace, tree: Forest, all_regions: EventRegions
+) -> tuple[Ints, pl.DataFrame]:
     """For each host event the number of its path, and the paths: node, parent, depth, name, kind.
 
-    Goes down level by level: a path is known by its parent's number and its own name, and nesting is shallow.
+    Goes down level by level: a path is known by its parent's number and its own name, and nesting
+    is shallow.
     """
     vocabulary = build_vocabulary(trace)
     kind, parent_region = all_regions.kind, all_regions.above
@@ -231,7 +280,9 @@ def _build_paths(trace: Trace, tree: Forest, all_regions: EventRegions) -> tuple
         at_depth = np.flatnonzero(level == depth)
         path = (node[parent_region[at_depth]] + 1) * label_count + label[at_depth]
         distinct, first, number = np.unique(path, return_index=True, return_inverse=True)
-        call_order = np.empty_like(first)  # nodes are numbered in the order in which they are first called
+        call_order = np.empty_like(
+            first
+        )  # nodes are numbered in the order in which they are first called
         call_order[np.argsort(first)] = np.arange(first.size)
         node[at_depth] = count + call_order[number]
         first_event = at_depth[np.sort(first)]
@@ -251,49 +302,73 @@ def _build_paths(trace: Trace, tree: Forest, all_regions: EventRegions) -> tuple
 
 
 def _sort_tree(table: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
-    """Name the paths and number the rows so that parents come before their children, the largest child first.
+    """Name the paths and number the rows so that parents come before their children, the largest
+    child first.
 
     Returns the rows and, for each node of `table`, its new number.
     """
     total_host_ns = pl.sum_horizontal(f"{part}host_ns" for part in ("", "backward_", "recompute_"))
-    rows = table.sort([pl.col("depth"), total_host_ns, pl.col("node")], descending=[False, True, False]).to_dicts()
+    rows = table.sort(
+        [pl.col("depth"), total_host_ns, pl.col("node")], descending=[False, True, False]
+    ).to_dicts()
     children: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         children.setdefault(row["parent"], []).append(index)
     ordered: list[dict[str, object]] = []
     new_number = np.zeros(len(rows), dtype=np.int64)
-    stack: list[tuple[int, int | None, str, str]] = [(index, None, "", "") for index in reversed(children.get(-1, []))]
+    stack: list[tuple[int, int | None, str, str]] = [
+        (index, None, "", "") for index in reversed(children.get(-1, []))
+    ]
     while stack:
         index, parent, path, parent_name = stack.pop()
         row = rows[index]
-        # the name without the prefix of its kind, and without the dotted name of the scope around it
+        # the name without the prefix of its kind, and without the dotted name of the scope around
+        # it
         name = row["name"]
         if name.startswith(SCOPE_PREFIX):
-            name = name.removeprefix(f"{parent_name}." if name.startswith(f"{parent_name}.") else SCOPE_PREFIX)
+            name = name.removeprefix(
+                f"{parent_name}." if name.startswith(f"{parent_name}.") else SCOPE_PREFIX
+            )
         else:
-            name = name.removeprefix(MODULE_FRAME_PREFIX if name.startswith(MODULE_FRAME_PREFIX) else MODULE_PREFIX)
+            name = name.removeprefix(
+                MODULE_FRAME_PREFIX if name.startswith(MODULE_FRAME_PREFIX) else MODULE_PREFIX
+            )
         path = f"{path}/{name}" if path else name
         number = len(ordered)
         new_number[row["node"]] = number
-        fields = {"node": number, "parent": parent, "name": name, "path": path, "kind": REGION_KINDS[row["kind"]]}
+        fields = {
+            "node": number,
+            "parent": parent,
+            "name": name,
+            "path": path,
+            "kind": REGION_KINDS[row["kind"]],
+        }
         ordered.append({**row, **fields})
-        stack.extend((child, number, path, row["name"]) for child in reversed(children.get(row["node"], [])))
-    return pl.DataFrame(ordered, schema_overrides=dict(TREE_SCHEMA)).pipe(cast_to_schema, TREE_SCHEMA), new_number
+        stack.extend(
+            (child, number, path, row["name"]) for child in reversed(children.get(row["node"], []))
+        )
+    return pl.DataFrame(ordered, schema_overrides=dict(TREE_SCHEMA)).pipe(
+        cast_to_schema, TREE_SCHEMA
+    ), new_number
 
 
 def _assign_regions(trace: Trace) -> EventRegions:
     """Give every host event its region and its part.
 
-    Forward work belongs to the innermost region around it; backward work to the region of the op that made its autograd
-    node, wherever it runs; repeated work to the regions it repeats.
+    Forward work belongs to the innermost region around it; backward work to the region of the op
+    that made its autograd node, wherever it runs; repeated work to the regions it repeats.
     """
     tree, vocabulary = build_forest(trace), build_vocabulary(trace)
     code = vocabulary.code[tree.row]
     category = get_event_column(trace, "category")[tree.row]
-    python, op, annotation = (category == cat.CATEGORIES.index(name) for name in (cat.PYTHON, cat.OP, cat.ANNOTATION))
-    prefix_patterns = [f"^{re.escape(prefix)}" for prefix in (SCOPE_PREFIX, MODULE_FRAME_PREFIX, MODULE_PREFIX)]
-    is_scope_name, is_module_frame_name, is_module_mark_name, step_mark, is_compiler_note = vocabulary.matching_each(
-        [*prefix_patterns, STEP_MARK_PATTERN, _COMPILER_ANNOTATION]
+    python, op, annotation = (
+        category == cat.CATEGORIES.index(name) for name in (cat.PYTHON, cat.OP, cat.ANNOTATION)
+    )
+    prefix_patterns = [
+        f"^{re.escape(prefix)}" for prefix in (SCOPE_PREFIX, MODULE_FRAME_PREFIX, MODULE_PREFIX)
+    ]
+    is_scope_name, is_module_frame_name, is_module_mark_name, step_mark, is_compiler_note = (
+        vocabulary.matching_each([*prefix_patterns, STEP_MARK_PATTERN, _COMPILER_ANNOTATION])
     )
     scope = gather_rows(is_scope_name, code)
     module = python & gather_rows(is_module_frame_name, code)
@@ -307,14 +382,17 @@ def _assign_regions(trace: Trace) -> EventRegions:
     kind[is_module_mark] = -1 if module.any() else REGION_KINDS.index("module")
     evidence = "python-modules" if module.any() else "annotations" if (kind >= 0).any() else "none"
 
-    # The part of each event is that of the nearest event (itself or above) with its own part, else forward.
+    # The part of each event is that of the nearest event (itself or above) with its own part, else
+    # forward.
     backward_ops, recomputed = match_backward_ops(trace), find_recomputed_work(trace)
     phase = np.full(tree.row.size, FORWARD, like=tree.row)
     if backward_ops is not None:
         phase[backward_ops.backward] = BACKWARD
     phase[gather_rows(vocabulary.matching(ENGINE_NODE_PATTERN), code)] = BACKWARD
     phase[recomputed.root] = RECOMPUTE
-    if recomputed.root.any():  # the older way of checkpointing runs a backward pass of its own inside
+    if (
+        recomputed.root.any()
+    ):  # the older way of checkpointing runs a backward pass of its own inside
         inner = np.flatnonzero(gather_rows(vocabulary.matching(_RUN_BACKWARD), code))
         ancestor = tree.nearest(phase != FORWARD)[inner]
         phase[inner[(ancestor >= 0) & (phase[ancestor] == RECOMPUTE)]] = BACKWARD
@@ -328,11 +406,15 @@ def _assign_regions(trace: Trace) -> EventRegions:
         kind[level > MAX_DEPTH] = -1
     if backward_ops is None:  # then nothing can be told apart inside regions
         phase = np.where(region >= 0, FORWARD, phase)
-    return EventRegions(evidence, kind, region, ancestor, phase, backward_ops is not None, recomputed.evidence)
+    return EventRegions(
+        evidence, kind, region, ancestor, phase, backward_ops is not None, recomputed.evidence
+    )
 
 
 def _compute_region_depths(parent: Ints, is_region: Bools) -> Ints:
-    """How many regions stand above each region, at most one more than the deepest level; -1 for what is none."""
+    """How many regions stand above each region, at most one more than the deepest level; -1 for
+    what is none.
+    """
     depths = np.where(is_region, 0, -1)
     rows = np.flatnonzero(is_region & (parent >= 0))
     ancestor = parent[rows]
@@ -346,12 +428,18 @@ def _compute_region_depths(parent: Ints, is_region: Bools) -> Ints:
 
 
 def _resolve_regions(  # noqa: PLR0917
-    trace: Trace, tree: Forest, kind: Ints, backward_ops: BackwardMatches | None, is_recompute_root: Bools, phase: Ints
+    trace: Trace,
+    tree: Forest,
+    kind: Ints,
+    backward_ops: BackwardMatches | None,
+    is_recompute_root: Bools,
+    phase: Ints,
 ) -> tuple[Ints, Ints]:
     """The region of each event, and that above each region.
 
-    Marks are regions, joined backward ops and the roots of repetitions; each event takes the region of the nearest
-    one. A region is its own, a backward op has that of its forward op, a repetition that around the work it repeats.
+    Marks are regions, joined backward ops and the roots of repetitions; each event takes the region
+    of the nearest one. A region is its own, a backward op has that of its forward op, a repetition
+    that around the work it repeats.
     """
     size = tree.row.size
     is_region = kind >= 0
@@ -369,11 +457,16 @@ def _resolve_regions(  # noqa: PLR0917
     recompute_roots = np.flatnonzero(is_recompute_root & ~is_region)
     if recompute_roots.size:
         enclosing = nearest_mark_above[recompute_roots]
-        source[recompute_roots] = np.where(forward_op[recompute_roots] >= 0, source[recompute_roots], enclosing)
-        inner = np.flatnonzero(
-            is_region & (nearest_mark_above >= 0) & np.append(is_recompute_root & ~is_region, False)[nearest_mark_above]
+        source[recompute_roots] = np.where(
+            forward_op[recompute_roots] >= 0, source[recompute_roots], enclosing
         )
-        # For regions that repeat one: the latest earlier region of the same name in the forward pass; -1 for none
+        inner = np.flatnonzero(
+            is_region
+            & (nearest_mark_above >= 0)
+            & np.append(is_recompute_root & ~is_region, False)[nearest_mark_above]
+        )
+        # For regions that repeat one: the latest earlier region of the same name in the forward
+        # pass; -1 for none
         code = build_vocabulary(trace).code[tree.row].astype(np.int64)
         first = np.flatnonzero((kind >= 0) & (phase == FORWARD))
         if not first.size or not inner.size:

@@ -16,7 +16,12 @@ from numpy.typing import NDArray
 from traceloom.errors import InputError, UsageError
 from traceloom.system.files import read_small
 from traceloom.trace.arrays import encode_names, encode_names_by_piece, gather_rows, is_large
-from traceloom.trace.batch import cache_per_trace, concatenate_by_trace, run_in_batches, split_by_trace
+from traceloom.trace.batch import (
+    cache_per_trace,
+    concatenate_by_trace,
+    run_in_batches,
+    split_by_trace,
+)
 from traceloom.trace.frames import contains, contains_any
 from traceloom.trace.trace import Trace
 
@@ -40,13 +45,18 @@ class Vocabulary:
     _matched: dict[str, NDArray[np.bool_]] = field(default_factory=dict, repr=False, compare=False)
 
     def matching(self, pattern: str) -> NDArray[np.bool_]:
-        """Which names hold the regular expression; shape (names,). Remembered, so nobody may change it."""
+        """Which names hold the regular expression; shape (names,).
+
+        Remembered, so nobody may change it.
+        """
         return self.matching_each([pattern])[0]
 
     def matching_each(self, patterns: Sequence[str]) -> list[NDArray[np.bool_]]:
         """The same for each of several expressions; in one go, which takes less than one by one."""
         new = [pattern for pattern in patterns if pattern not in self._matched]
-        for pattern, matches in zip(new, contains_any(self.ordered, new) if new else (), strict=True):
+        for pattern, matches in zip(
+            new, contains_any(self.ordered, new) if new else (), strict=True
+        ):
             self._matched[pattern] = matches.to_numpy()[self.place]
             self._matched[pattern].flags.writeable = False
         return [self._matched[pattern] for pattern in patterns]
@@ -77,9 +87,12 @@ def _sort_names(traces: Sequence[Trace]) -> Iterable[tuple[pl.Series, NDArray[np
     rows = concatenate_by_trace(_encode_distinct(trace)[0].to_frame() for trace in traces)
     ordered = rows["name"].unique().sort()
     index = ordered.to_frame().with_row_index("place")
-    name_index = rows.join(index, on="name", how="left", nulls_equal=True, maintain_order="left").drop("name")
+    name_index = rows.join(
+        index, on="name", how="left", nulls_equal=True, maintain_order="left"
+    ).drop("name")
     return [
-        (ordered, trace_index["place"].cast(pl.Int64).to_numpy()) for trace_index in split_by_trace(name_index, traces)
+        (ordered, trace_index["place"].cast(pl.Int64).to_numpy())
+        for trace_index in split_by_trace(name_index, traces)
     ]
 
 
@@ -89,8 +102,12 @@ _trusted_patterns: set[str] = set()  # patterns of our own tables, which need no
 
 def read_built_in(name: str) -> list[Any]:
     """The rows of a table that comes with Traceloom."""
-    rows = check_list(json.loads(files("traceloom.analyze").joinpath(name).read_text(encoding="utf-8")), name)
-    _trusted_patterns.update(row[key] for row in rows for key in ("pattern", "op", "under") if key in row)
+    rows = check_list(
+        json.loads(files("traceloom.analyze").joinpath(name).read_text(encoding="utf-8")), name
+    )
+    _trusted_patterns.update(
+        row[key] for row in rows for key in ("pattern", "op", "under") if key in row
+    )
     return rows
 
 
@@ -112,7 +129,9 @@ def read(path: str | Path) -> list[Any]:
 def check_list(rows: Any, location: str) -> list[Any]:
     """The rows, where they are a list."""
     if not isinstance(rows, list):
-        raise InputError("expected a JSON list of kernel rules", slug="kernel-rules-unreadable", where=location)
+        raise InputError(
+            "expected a JSON list of kernel rules", slug="kernel-rules-unreadable", where=location
+        )
     return rows
 
 

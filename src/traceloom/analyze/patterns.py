@@ -11,7 +11,12 @@ from itertools import pairwise
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.gpu_work import MISSING_VALUE, LaunchedWork, collect_launched_work, convert_to_ndarray
+from traceloom.analyze.gpu_work import (
+    MISSING_VALUE,
+    LaunchedWork,
+    collect_launched_work,
+    convert_to_ndarray,
+)
 from traceloom.analyze.kernel_kinds import classify_kinds
 from traceloom.analyze.names import build_vocabulary
 from traceloom.analyze.repeats import find_maximal_repeats, select_repeats
@@ -26,13 +31,19 @@ MAX_LENGTH = 64
 
 SEQUENCES = build_schema(
     "sequence kind count length launch_count kernel_ns gap_ns span_ns fraction elementwise example names",
-    {"sequence": pl.UInt32, "kind": pl.Enum(["sequence", "elementwise"]), "names": pl.List(pl.String())},
+    {
+        "sequence": pl.UInt32,
+        "kind": pl.Enum(["sequence", "elementwise"]),
+        "names": pl.List(pl.String()),
+    },
 )
 OCCURRENCES = build_schema(
     "sequence device stream step first last start_ns span_ns",
     {"sequence": pl.UInt32, "first": pl.UInt32, "last": pl.UInt32},
 )
-STEPS = build_schema("sequence", build_spread_schema("call_count", "span_ns"), {"sequence": pl.UInt32})
+STEPS = build_schema(
+    "sequence", build_spread_schema("call_count", "span_ns"), {"sequence": pl.UInt32}
+)
 
 
 @dataclass(frozen=True)
@@ -41,11 +52,13 @@ class Patterns(Result):
 
     Attributes:
         sequences: The largest gain first, `sequence` kind before `elementwise`: sequence (its number), kind (sequence:
-            among all work; elementwise: among runs of elementwise kernels only, the candidates for fusion), count
-            (occurrences that do not overlap), length (pieces of work), launch_count (calls that launch one of them, in
-            all occurrences), kernel_ns (summed durations), gap_ns (time inside in which nothing of the stream runs),
-            span_ns (first start to last end, summed), fraction (of the summed durations of all GPU work), elementwise
-            (whether all are elementwise kernels), example (row of the first work of the first one), names (in order).
+            among all work; elementwise: among runs of elementwise kernels only, the candidates for
+            fusion), count (occurrences that do not overlap), length (pieces of work), launch_count
+            (calls that launch one of them, in all occurrences), kernel_ns (summed durations),
+            gap_ns (time inside in which nothing of the stream runs), span_ns (first start to last
+            end, summed), fraction (of the summed durations of all GPU work), elementwise (whether
+            all are elementwise kernels), example (row of the first work of the first one), names
+            (in order).
         occurrences: Where they are: sequence, device, stream, step, first and last (rows of work), start_ns, span_ns.
         steps: Per sequence calls and span per whole step, as mean, min and max.
         work_count: GPU work that was searched.
@@ -62,7 +75,9 @@ class Patterns(Result):
     fusible_count: int = 0
 
 
-def patterns(trace: Trace, *, shortest: int = 2, longest: int = MAX_LENGTH, least: int = 3, most: int = 25) -> Patterns:
+def patterns(
+    trace: Trace, *, shortest: int = 2, longest: int = MAX_LENGTH, least: int = 3, most: int = 25
+) -> Patterns:
     """Find the sequences of GPU work that occur often.
 
     Args:
@@ -76,7 +91,9 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = MAX_LENGTH, leas
     vocabulary = build_vocabulary(trace)
     code = convert_to_ndarray(vocabulary.code)[submitted.row].astype(np.int64)
     # kernels that go through their data element by element: by name, or by their kind
-    is_elementwise = vocabulary.matching(ELEMENTWISE)[code] if code.size else np.zeros(0, dtype=np.bool_)
+    is_elementwise = (
+        vocabulary.matching(ELEMENTWISE)[code] if code.size else np.zeros(0, dtype=np.bool_)
+    )
     kind = classify_kinds(trace)
     elementwise = kind.filter(pl.col("kind").is_in(["elementwise"]))["event"].to_numpy()
     simple = submitted.kernel & (is_elementwise | np.isin(submitted.row, elementwise))
@@ -86,21 +103,32 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = MAX_LENGTH, leas
     repeats = [*sequences_found, *fused]
     total_ns = int((submitted.end - submitted.start).sum())
     if not repeats:
-        return Patterns(SEQUENCES.to_frame(), OCCURRENCES.to_frame(), STEPS.to_frame(), submitted.row.size, total_ns)
+        return Patterns(
+            SEQUENCES.to_frame(),
+            OCCURRENCES.to_frame(),
+            STEPS.to_frame(),
+            submitted.row.size,
+            total_ns,
+        )
 
     # where the occurrences of all sequences begin and end
     counts = [start.size for start, _ in repeats]
     low = np.concatenate([start for start, _ in repeats])
     high = low + np.repeat([size for _, size in repeats], counts)
     # What is added up of each occurrence [low, high): `Patterns.sequences`
-    gap = np.zeros(submitted.row.size, dtype=np.int64)  # before each piece, in which its stream did nothing
+    gap = np.zeros(
+        submitted.row.size, dtype=np.int64
+    )  # before each piece, in which its stream did nothing
     for lane_start, end in pairwise(submitted.bounds().tolist()):
         reach = np.maximum.accumulate(submitted.end[lane_start:end])
-        gap[lane_start + 1 : end] = np.maximum(submitted.start[lane_start + 1 : end] - reach[:-1], 0)
+        gap[lane_start + 1 : end] = np.maximum(
+            submitted.start[lane_start + 1 : end] - reach[:-1], 0
+        )
     # a piece has a launch of its own, or is the first of its graph; unknown launches count as own
     own_launch = (submitted.first | ~submitted.known).astype(np.int64)
     launched, busy, idle = (
-        np.append(0, np.cumsum(values)) for values in (own_launch, submitted.end - submitted.start, gap)
+        np.append(0, np.cumsum(values))
+        for values in (own_launch, submitted.end - submitted.start, gap)
     )
     span = (
         np.maximum.reduceat(np.append(submitted.end, 0), np.column_stack([low, high]).ravel())[::2]
@@ -120,9 +148,14 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = MAX_LENGTH, leas
             "count": counts,
             "length": [size for _, size in repeats],
             **{name: np.add.reduceat(values, first) for name, values in sums.items()},
-            "elementwise": [bool(simple[start[0] : start[0] + size].all()) for start, size in repeats],
+            "elementwise": [
+                bool(simple[start[0] : start[0] + size].all()) for start, size in repeats
+            ],
             "example": [int(submitted.row[start[0]]) for start, _ in repeats],
-            "names": [vocabulary.names[code[start[0] : start[0] + size]].to_list() for start, size in repeats],
+            "names": [
+                vocabulary.names[code[start[0] : start[0] + size]].to_list()
+                for start, size in repeats
+            ],
         }
     ).with_columns((pl.col("kernel_ns") / max(total_ns, 1)).alias("fraction"))
     # a kernel is fused with the next one where any occurrence holds both
@@ -144,7 +177,9 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = MAX_LENGTH, leas
         }
     ).pipe(cast_to_schema, OCCURRENCES)
     in_steps = occurrences.with_columns(pl.lit(1, pl.Int64).alias("call_count"))
-    spread = summarize_per_step(in_steps, ["sequence"], ["call_count", "span_ns"], select_whole_steps(trace))
+    spread = summarize_per_step(
+        in_steps, ["sequence"], ["call_count", "span_ns"], select_whole_steps(trace)
+    )
     steps = spread.pipe(cast_to_schema, STEPS).sort("sequence")
     sequences = sequences.pipe(cast_to_schema, SEQUENCES)
     return Patterns(sequences, occurrences, steps, submitted.row.size, total_ns, fusible)
@@ -153,7 +188,9 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = MAX_LENGTH, leas
 def _search(
     code: Ints, submitted: LaunchedWork, border: Bools, bounds: tuple[int, int, int, int]
 ) -> list[tuple[Ints, int]]:
-    """The chosen repeats between borders, as starts and lengths, longest first; streams are searched together."""
+    """The chosen repeats between borders, as starts and lengths, longest first; streams are
+    searched together.
+    """
     shortest, longest, min_count, limit = bounds
     if not code.size:
         return []
@@ -163,6 +200,11 @@ def _search(
     position = np.insert(np.arange(code.size), opens, 0)
     weight = np.insert(np.where(border, 0, submitted.end - submitted.start), opens, 0)
     selected = select_repeats(
-        text, find_maximal_repeats(text, shortest, longest), weight, min_count, limit, shortest=shortest
+        text,
+        find_maximal_repeats(text, shortest, longest),
+        weight,
+        min_count,
+        limit,
+        shortest=shortest,
     )
     return [(position[start], length) for start, length in selected]

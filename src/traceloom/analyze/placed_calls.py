@@ -26,11 +26,28 @@ from traceloom.analyze.names import build_vocabulary
 from traceloom.errors import UsageError
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Ints
-from traceloom.trace.batch import TRACE_COLUMN, cache_last_result, concatenate_by_trace, run_in_batches, split_by_trace
+from traceloom.trace.batch import (
+    TRACE_COLUMN,
+    cache_last_result,
+    concatenate_by_trace,
+    run_in_batches,
+    split_by_trace,
+)
 from traceloom.trace.trace import Trace
 
 _MATRIX_TYPES = {"fp64": ("fp64_matrix", "fp64"), "fp32": ("fp32_matrix", "fp32")}
-PEAK_TYPES = ("fp64", "fp64_matrix", "fp32", "fp32_matrix", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
+PEAK_TYPES = (
+    "fp64",
+    "fp64_matrix",
+    "fp32",
+    "fp32_matrix",
+    "tf32",
+    "bf16",
+    "fp16",
+    "fp8",
+    "int8",
+    "fp4",
+)
 """What `flops` of a peak may hold."""
 
 
@@ -54,7 +71,14 @@ class Peak(Struct, frozen=True):
         Vector units compute 16-bit floats, integers and comparisons at the rate of fp32 at best.
         """
         if matrix:
-            return next((self.flops[key] for key in _MATRIX_TYPES.get(dtype, (dtype,)) if key in self.flops), None)
+            return next(
+                (
+                    self.flops[key]
+                    for key in _MATRIX_TYPES.get(dtype, (dtype,))
+                    if key in self.flops
+                ),
+                None,
+            )
         return self.flops.get("fp64" if dtype in ("fp64", "complex128") else "fp32")
 
 
@@ -63,7 +87,10 @@ def _load_peaks() -> dict[str, tuple[Peak, int | None]]:
     """Peaks and number of multiprocessors by each name of a device, all as `_plain` gives it."""
     text = resources.files("traceloom.analyze").joinpath("peaks.json").read_text(encoding="utf-8")
     return {
-        _normalize_name(name): (Peak(entry["name"], entry["flops"], entry["memory"]), entry["multiprocessors"])
+        _normalize_name(name): (
+            Peak(entry["name"], entry["flops"], entry["memory"]),
+            entry["multiprocessors"],
+        )
         for entry in json.loads(text)["devices"]
         for name in (entry["name"], *entry["aliases"])
     }
@@ -82,8 +109,9 @@ def list_known_devices() -> tuple[str, ...]:
 def find(name: str | None, multiprocessors: int | None = None) -> Peak | str:
     """The peaks of a device by its name as it stands in a trace, or the reason why there are none.
 
-    Only whole names match: a part of a name can be another device. Where the number of multiprocessors is told and is
-    another one, the device is a part of the known one (MIG, partitions) or something else.
+    Only whole names match: a part of a name can be another device. Where the number of
+    multiprocessors is told and is another one, the device is a part of the known one (MIG,
+    partitions) or something else.
     """
     if not name:
         return "the trace does not name the device"
@@ -111,7 +139,9 @@ def parse_peak(spec: Peak | str | Mapping[str, float]) -> Peak:
         peak = find(spec)
         if isinstance(peak, str):
             hint = f"use one of {', '.join(list_known_devices())}, or give numbers such as bf16=989e12,memory=3.35e12"
-            raise UsageError(f"there are no peaks for a device called {spec!r}", slug="no-such-device", hint=hint)
+            raise UsageError(
+                f"there are no peaks for a device called {spec!r}", slug="no-such-device", hint=hint
+            )
         return peak
     numbers: dict[str, Any] = {}
     for part in spec.split(",") if isinstance(spec, str) else ():
@@ -119,7 +149,9 @@ def parse_peak(spec: Peak | str | Mapping[str, float]) -> Peak:
         try:
             numbers[key.strip()] = float(value)
         except ValueError:
-            raise _describe_bad_peak(f"`{part.strip()}` is no pair of a name and a number") from None
+            raise _describe_bad_peak(
+                f"`{part.strip()}` is no pair of a name and a number"
+            ) from None
     if not isinstance(spec, str):
         numbers = {str(key): spec[key] for key in spec}
     for key, value in numbers.items():
@@ -132,23 +164,28 @@ def parse_peak(spec: Peak | str | Mapping[str, float]) -> Peak:
 
 
 def _describe_bad_peak(message: str) -> UsageError:
-    return UsageError(message, slug="bad-peak", hint="give FLOP/s and bytes/s: bf16=989e12,memory=3.35e12")
+    return UsageError(
+        message, slug="bad-peak", hint="give FLOP/s and bytes/s: bf16=989e12,memory=3.35e12"
+    )
 
 
 def find_peaks(trace: Trace, peak: Peak | None = None) -> dict[int, Peak | str]:
     """The peaks of every device with GPU work, or the reason why they are unknown.
 
-    A device that the file does not describe takes the name that all devices it describes share: a process that sees one
-    device of many may number it differently.
+    A device that the file does not describe takes the name that all devices it describes share: a
+    process that sees one device of many may number it differently.
     """
     rows = trace.devices[["device", "name", "multiprocessors", "used"]].rows()
-    used = [(int(device), name, processors) for device, name, processors, is_used in rows if is_used]
+    used = [
+        (int(device), name, processors) for device, name, processors, is_used in rows if is_used
+    ]
     if peak is not None:
         return {device: peak for device, _, _ in used}
     described = {(name, processors) for _, name, processors, _ in rows if name is not None}
     shared: tuple[Any, Any] = described.pop() if len(described) == 1 else (None, None)
     return {
-        device: find(name, processors) if name or processors else find(*shared) for device, name, processors in used
+        device: find(name, processors) if name or processors else find(*shared)
+        for device, name, processors in used
     }
 
 
@@ -160,11 +197,11 @@ class PlacedCalls(Struct, frozen=True):
 
     Attributes:
         calls: One row per modelled call: position (in the forest), group, device, step (of its first launch), gpu_ns
-            (sum of its GPU work), time_ns (the same; host time in a trace without
-            a device, null where the device's work is not recorded), arithmetic (its element
-            type, tf32 told from fp32), evidence (recorded type, kernel name, assumed), flops, recomputed, bytes,
-            matrix, rate (FLOP/s at peak), memory_rate (bytes/s), compute_ns, memory_ns, roofline_ns (floats, null
-            where unknown), bound.
+            (sum of its GPU work), time_ns (the same; host time in a trace without a device, null
+            where the device's work is not recorded), arithmetic (its element type, tf32 told from
+            fp32), evidence (recorded type, kernel name, assumed), flops, recomputed, bytes, matrix,
+            rate (FLOP/s at peak), memory_rate (bytes/s), compute_ns, memory_ns, roofline_ns
+            (floats, null where unknown), bound.
         work: One row per piece of GPU work that belongs to one: event, name, device, step, ns, position.
         devices: The peaks of each device, or why they are unknown.
         known: Whether there are peaks for any of the work.
@@ -178,20 +215,29 @@ class PlacedCalls(Struct, frozen=True):
     modelled: ModelledCalls
 
 
-def place_on_roofline(trace: Trace, peak: Peak | None = None, capture: Trace | None = None) -> PlacedCalls:
-    """Place every modelled call on the roofline; without a given peak or capture remembered for the last trace.
+def place_on_roofline(
+    trace: Trace, peak: Peak | None = None, capture: Trace | None = None
+) -> PlacedCalls:
+    """Place every modelled call on the roofline; without a given peak or capture remembered for the
+    last trace.
 
     With the recording of the `capture` of its graphs also the calls that their replays make.
     """
     if capture is not None:
         return _compare_with_peaks([trace], [add_graph_replays(trace, capture)], peak)[0]
     modelled = find_modelled_calls(trace)
-    return _compare_by_names(trace, modelled) if peak is None else _compare_with_peaks([trace], [modelled], peak)[0]
+    return (
+        _compare_by_names(trace, modelled)
+        if peak is None
+        else _compare_with_peaks([trace], [modelled], peak)[0]
+    )
 
 
 @cache_last_result
 def _compare_by_names(trace: Trace, _modelled: ModelledCalls) -> PlacedCalls:
-    """With the peaks that the devices' names tell; registering a model changes the calls, and so the result."""
+    """With the peaks that the devices' names tell; registering a model changes the calls, and so
+    the result.
+    """
     return _compare_all(trace)
 
 
@@ -203,9 +249,13 @@ def _compare_all(traces: Sequence[Trace]) -> list[PlacedCalls]:
 def _compare_with_peaks(
     traces: Sequence[Trace], modelled: Sequence[ModelledCalls], peak: Peak | None
 ) -> list[PlacedCalls]:
-    owner = pl.Series("position", np.concatenate([calls_of_trace.work_owner for calls_of_trace in modelled]))
+    owner = pl.Series(
+        "position", np.concatenate([calls_of_trace.work_owner for calls_of_trace in modelled])
+    )
     columns = [TRACE_COLUMN, "event", "name", "device", "step", "ns"]
-    work = select_gpu_work_with_steps(traces)[columns].hstack([owner]).filter(pl.col("position") >= 0)
+    work = (
+        select_gpu_work_with_steps(traces)[columns].hstack([owner]).filter(pl.col("position") >= 0)
+    )
     arithmetic_flags = [
         _detect_arithmetic(trace, trace_rows["event"].to_numpy())
         for trace, trace_rows in zip(traces, split_by_trace(work, traces), strict=True)
@@ -222,12 +272,19 @@ def _compare_with_peaks(
         )
     )
     calls = concatenate_by_trace(
-        trace_rows if trace_calls.link.size else _list_host_calls(trace, trace_calls)[trace_rows.columns]
-        for trace, trace_calls, trace_rows in zip(traces, modelled, split_by_trace(call_work, traces), strict=True)
+        trace_rows
+        if trace_calls.link.size
+        else _list_host_calls(trace, trace_calls)[trace_rows.columns]
+        for trace, trace_calls, trace_rows in zip(
+            traces, modelled, split_by_trace(call_work, traces), strict=True
+        )
     )
     positions = [trace_rows["position"].to_numpy() for trace_rows in split_by_trace(calls, traces)]
     group = np.concatenate(
-        [calls_of_trace.group[position] for calls_of_trace, position in zip(modelled, positions, strict=True)]
+        [
+            calls_of_trace.group[position]
+            for calls_of_trace, position in zip(modelled, positions, strict=True)
+        ]
     )
     first = np.cumsum(
         [0, *(calls_of_trace.groups.height for calls_of_trace in modelled)]
@@ -235,7 +292,9 @@ def _compare_with_peaks(
     all_groups = pl.concat([calls_of_trace.groups for calls_of_trace in modelled]).drop(
         "group", "name", "shapes", "types", "reason"
     )
-    group_fields = all_groups[group + np.repeat(first[:-1], [position.size for position in positions])]
+    group_fields = all_groups[
+        group + np.repeat(first[:-1], [position.size for position in positions])
+    ]
     device_peaks = [find_peaks(trace, peak) for trace in traces]
     # What the kernels' names reveal about fp32 matrix work: tf32 where any kernel's name shows it.
     single = (pl.col("dtype") == "fp32") & pl.col("matrix")
@@ -253,18 +312,33 @@ def _compare_with_peaks(
     for number, device, arithmetic, matrix in kinds.rows():
         highest = peak if device is None else device_peaks[number].get(device)
         rates.append(
-            (highest.rate(arithmetic, matrix=matrix), highest.memory) if isinstance(highest, Peak) else (None, None)
+            (highest.rate(arithmetic, matrix=matrix), highest.memory)
+            if isinstance(highest, Peak)
+            else (None, None)
         )
-    table = kinds.hstack(pl.DataFrame(rates, schema={"rate": pl.Float64, "memory_rate": pl.Float64}, orient="row"))
+    table = kinds.hstack(
+        pl.DataFrame(rates, schema={"rate": pl.Float64, "memory_rate": pl.Float64}, orient="row")
+    )
     calls = calls.join(table, on=keys, how="left", nulls_equal=True, maintain_order="left")
-    compute = pl.when(pl.col("flops") == 0).then(0.0).otherwise(pl.col("flops") / pl.col("rate") * 1e9)
-    calls = calls.with_columns(compute_ns=compute, memory_ns=pl.col("bytes") / pl.col("memory_rate") * 1e9)
-    # A vector unit of unknown rate does not hide the bound that memory sets; a matrix unit of unknown rate does.
-    has_bound = pl.col("memory_ns").is_not_null() & (pl.col("compute_ns").is_not_null() | ~pl.col("matrix"))
+    compute = (
+        pl.when(pl.col("flops") == 0).then(0.0).otherwise(pl.col("flops") / pl.col("rate") * 1e9)
+    )
+    calls = calls.with_columns(
+        compute_ns=compute, memory_ns=pl.col("bytes") / pl.col("memory_rate") * 1e9
+    )
+    # A vector unit of unknown rate does not hide the bound that memory sets; a matrix unit of
+    # unknown rate does.
+    has_bound = pl.col("memory_ns").is_not_null() & (
+        pl.col("compute_ns").is_not_null() | ~pl.col("matrix")
+    )
     on_roofline = calls.with_columns(
         roofline_ns=pl.when(has_bound).then(pl.max_horizontal("compute_ns", "memory_ns")),
         bound=pl.when(has_bound)
-        .then(pl.when(pl.col("compute_ns") > pl.col("memory_ns")).then(pl.lit("compute")).otherwise(pl.lit("memory")))
+        .then(
+            pl.when(pl.col("compute_ns") > pl.col("memory_ns"))
+            .then(pl.lit("compute"))
+            .otherwise(pl.lit("memory"))
+        )
         .cast(BoundType),
     )
     return [
@@ -276,30 +350,48 @@ def _compare_with_peaks(
             trace_calls,
         )
         for trace_rows, own_work, peaks_by_device, trace_calls in zip(
-            split_by_trace(on_roofline, traces), split_by_trace(work, traces), device_peaks, modelled, strict=True
+            split_by_trace(on_roofline, traces),
+            split_by_trace(work, traces),
+            device_peaks,
+            modelled,
+            strict=True,
         )
     ]
 
 
 def _detect_arithmetic(trace: Trace, work: Ints) -> pl.DataFrame:
-    """Whether the name of each piece of GPU work tells its arithmetic: tensor_float (tf32), plain_float (fp32)."""
+    """Whether the name of each piece of GPU work tells its arithmetic: tensor_float (tf32),
+    plain_float (fp32).
+    """
     patterns = {"tensor_float": TF32_KERNEL, "plain_float": FP32_KERNEL}
     if not work.size:
         return pl.DataFrame(schema=dict.fromkeys(patterns, pl.Boolean))
     vocabulary = build_vocabulary(trace)
     return pl.DataFrame(
-        {name: vocabulary.matching(pattern)[vocabulary.code[work]] for name, pattern in patterns.items()}
+        {
+            name: vocabulary.matching(pattern)[vocabulary.code[work]]
+            for name, pattern in patterns.items()
+        }
     )
 
 
 def _list_host_calls(trace: Trace, modelled: ModelledCalls) -> pl.DataFrame:
     """The modelled calls of a trace without GPU work, with the time that the host spends in them."""
-    call_positions = np.flatnonzero(modelled.owner == np.arange(modelled.owner.size)).astype(np.int64)
+    call_positions = np.flatnonzero(modelled.owner == np.arange(modelled.owner.size)).astype(
+        np.int64
+    )
     tree = build_forest(trace)
     # host times are not those of work that went to a device on which nothing is recorded
     sent = trace.events["category"].is_in([*cat.LAUNCHES, cat.COMMAND, cat.GPU_EVENT]).any()
-    return pl.DataFrame({"position": call_positions, "step": trace.events["step"][tree.row[call_positions]]}).with_columns(
-        time_ns=pl.lit(None, pl.Int64) if sent else pl.Series(tree.span_ns()[call_positions], dtype=pl.Int64),
-        device=pl.lit(None, pl.Int32), gpu_ns=pl.lit(None, pl.Int64), kernels=pl.lit(0, pl.UInt32),
-        tensor_float=pl.lit(value=False), plain_float=pl.lit(value=False),
-    )  # fmt: skip
+    return pl.DataFrame(
+        {"position": call_positions, "step": trace.events["step"][tree.row[call_positions]]}
+    ).with_columns(
+        time_ns=pl.lit(None, pl.Int64)
+        if sent
+        else pl.Series(tree.span_ns()[call_positions], dtype=pl.Int64),
+        device=pl.lit(None, pl.Int32),
+        gpu_ns=pl.lit(None, pl.Int64),
+        kernels=pl.lit(0, pl.UInt32),
+        tensor_float=pl.lit(value=False),
+        plain_float=pl.lit(value=False),
+    )

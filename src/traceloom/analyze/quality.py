@@ -109,7 +109,10 @@ EFFECTS: dict[str, dict[str, str]] = {
         "operators": "host times of cut events are too small",
         "ranks[*].host": "the cut time counts for whoever follows",
     },
-    "negative-duration": {"kernels": "such events count as 0", "operators": "such events count as 0"},
+    "negative-duration": {
+        "kernels": "such events count as 0",
+        "operators": "such events count as 0",
+    },
     "absurd-duration": {
         "answer": "the window is wrong, and so is every share of it",
         "ranks[*].devices": "the window is wrong, and so is every share of it",
@@ -123,7 +126,9 @@ EFFECTS: dict[str, dict[str, str]] = {
         "ranks[*].step_times": "steps in which it falls are too long",
     },
     "collectives-without-details": {"communication": "bytes, groups and bandwidths are unknown"},
-    "ambiguous-backward": {"modules": "the backward time of such operators may stand with another module"},
+    "ambiguous-backward": {
+        "modules": "the backward time of such operators may stand with another module"
+    },
     "no-steps": {
         "ranks[*].steps": "there are none",
         "per_step": "there is no usual step",
@@ -134,10 +139,22 @@ EFFECTS: dict[str, dict[str, str]] = {
         "ranks[*].step_times": "means are too large; medians are right",
         "per_step": "means and maxima are too large",
     },
-    "uneven-steps": {"per_step": "the mean step stands for none", "ranks[*].step_times": "the spread is wide"},
-    "cut-steps": {"ranks[*].step_times": "cut steps are left out", "per_step": "cut steps are left out"},
-    "rank-unknown": {"communication": "ranks cannot be compared", "critical_path": "other ranks are unseen"},
-    "rank-outside-world": {"communication": "ranks cannot be matched", "critical_path": "ranks cannot be matched"},
+    "uneven-steps": {
+        "per_step": "the mean step stands for none",
+        "ranks[*].step_times": "the spread is wide",
+    },
+    "cut-steps": {
+        "ranks[*].step_times": "cut steps are left out",
+        "per_step": "cut steps are left out",
+    },
+    "rank-unknown": {
+        "communication": "ranks cannot be compared",
+        "critical_path": "other ranks are unseen",
+    },
+    "rank-outside-world": {
+        "communication": "ranks cannot be matched",
+        "critical_path": "ranks cannot be matched",
+    },
     "recording-cost": {
         "ranks[*].step_times": "steps are too long by that",
         "ranks[*].idle": "some idle time is the recording's",
@@ -158,7 +175,10 @@ EFFECTS: dict[str, dict[str, str]] = {
         "ranks[*].steps": "the last steps may be missing",
     },
     "corrupt-gzip": {"ranks[*].devices": "what follows the damage is missing"},
-    "lost-events": {"kernels": "counts and sums may be too small", "operators": "counts and sums may be too small"},
+    "lost-events": {
+        "kernels": "counts and sums may be too small",
+        "operators": "counts and sums may be too small",
+    },
     "missing-ranks": {
         "communication": "what the missing ranks did is unseen",
         "critical_path": "other ranks are unseen",
@@ -176,7 +196,9 @@ class Effect(TypedDict):
 
 
 def list_affected(slug: str) -> list[Effect]:
-    """What a notice weakens, as it stands in report JSON: `part` of the document and `how`; empty for nothing."""
+    """What a notice weakens, as it stands in report JSON: `part` of the document and `how`; empty
+    for nothing.
+    """
     return [{"part": part, "how": effect} for part, effect in EFFECTS.get(slug, {}).items()]
 
 
@@ -200,8 +222,9 @@ class Quality(Result):
         notices: One for each check that found something and that the reader has not said (`trace.notices`), the worst
             first.
         checks: Every check that applies to this trace, with how many of how many events it found; severity `ok` where
-            it found none. A check that cannot be made here (no GPU work, no collectives) has no row. `affects` says
-            which parts of the report are weaker for what it found, and how; empty where it found nothing.
+            it found none. A check that cannot be made here (no GPU work, no collectives) has no
+            row. `affects` says which parts of the report are weaker for what it found, and how;
+            empty where it found nothing.
     """
 
     notices: tuple[Notice, ...]
@@ -219,7 +242,9 @@ def quality(trace: Trace) -> Quality:
             "total_count": check.total,
             "severity": check.severity if check.affected else "ok",
             "message": check.message if check.affected else "",
-            "affects": [f"{part}: {effect}" for part, effect in EFFECTS[check.slug].items()] if check.affected else [],
+            "affects": [f"{part}: {effect}" for part, effect in EFFECTS[check.slug].items()]
+            if check.affected
+            else [],
         }
         for check in done
     ]
@@ -279,9 +304,7 @@ def cut_steps(trace: Trace) -> QualityCheck | None:
     if not trace.steps.height:
         return None
     affected = int((~trace.steps["complete"]).sum())
-    message = (
-        f"{format_count(affected)} of {format_count(trace.steps.height)} steps are cut off by the edge of the recording"
-    )
+    message = f"{format_count(affected)} of {format_count(trace.steps.height)} steps are cut off by the edge of the recording"
     return QualityCheck(affected, trace.steps.height, "info", message, slug="cut-steps")
 
 
@@ -302,8 +325,12 @@ def check_rank_outside_world(trace: Trace) -> QualityCheck | None:
     size = trace.meta.world_size
     if trace.rank is None or size is None:
         return None
-    message = f"the file says rank {trace.rank} of {size} ranks, which cannot be: one of the two is wrong"
-    return QualityCheck(int(not 0 <= trace.rank < size), 1, "warning", message, slug="rank-outside-world")
+    message = (
+        f"the file says rank {trace.rank} of {size} ranks, which cannot be: one of the two is wrong"
+    )
+    return QualityCheck(
+        int(not 0 <= trace.rank < size), 1, "warning", message, slug="rank-outside-world"
+    )
 
 
 def check_recording_cost(trace: Trace) -> QualityCheck | None:
@@ -314,7 +341,9 @@ def check_recording_cost(trace: Trace) -> QualityCheck | None:
         return None
     message = f"recorded steps took {ratio:.2f} times as long as unrecorded ones: absolute times are too long by that"
     severity: NoticeSeverity = "warning" if ratio > 1 + 2 * (MIN_OVERHEAD_RATIO - 1) else "info"
-    return QualityCheck(int(ratio > MIN_OVERHEAD_RATIO), 1, severity, message, slug="recording-cost")
+    return QualityCheck(
+        int(ratio > MIN_OVERHEAD_RATIO), 1, severity, message, slug="recording-cost"
+    )
 
 
 def check_coarse_clock(trace: Trace) -> QualityCheck | None:
@@ -322,7 +351,8 @@ def check_coarse_clock(trace: Trace) -> QualityCheck | None:
     if trace.meta.unit_ns <= 1:
         return None
     has_times = np.isin(
-        get_event_column(trace, "category"), [cat.CATEGORIES.index(name) for name in (*cat.GPU_WORK, cat.OP)]
+        get_event_column(trace, "category"),
+        [cat.CATEGORIES.index(name) for name in (*cat.GPU_WORK, cat.OP)],
     )
     lengths = get_event_column(trace, "duration_ns")[has_times]
     short = int((lengths < 10 * trace.meta.unit_ns).sum())

@@ -1,7 +1,7 @@
 """Checks of events, GPU side, clocks.
 
-Rules 1 to 4 of PyTorch's trace validator are among them (`torch/profiler/_trace_validator.py`, torch 2.13), made with
-correlation ids, which say more than the external ids used there.
+Rules 1 to 4 of PyTorch's trace validator are among them (`torch/profiler/_trace_validator.py`,
+torch 2.13), made with correlation ids, which say more than the external ids used there.
 """
 
 from __future__ import annotations
@@ -78,11 +78,15 @@ def check_missing_ops(trace: Trace) -> QualityCheck | None:
         "no framework operators were recorded (the profiler's CPU activity was off): operators, modules and phases are "
         "unknown, only calls and GPU work are shown"
     )
-    return QualityCheck(0 if ops else work_count, work_count, "warning", message, slug="no-operators")
+    return QualityCheck(
+        0 if ops else work_count, work_count, "warning", message, slug="no-operators"
+    )
 
 
 def check_sampled_operators(trace: Trace) -> QualityCheck | None:
-    """Operators that were numbered one by one, of which a file holds a few: what lies between them is unknown."""
+    """Operators that were numbered one by one, of which a file holds a few: what lies between them
+    is unknown.
+    """
     ids = trace.events["external_id"].filter(trace.events["category"] == cat.OP).drop_nulls()
     if ids.len() < _MIN_IDS:
         return None
@@ -92,8 +96,13 @@ def check_sampled_operators(trace: Trace) -> QualityCheck | None:
         f"{format_count(recorded)} operators are in the file, with numbers that are {format_count(numbered)} apart: the others were left "
         "out (a sampled trace), so that idle time, and time between operators, may be theirs"
     )
-    return QualityCheck(numbered - recorded if recorded < _MAX_SAMPLED_SHARE * numbered else 0, numbered, "warning", message,
-                 slug="operators-left-out")  # fmt: skip
+    return QualityCheck(
+        numbered - recorded if recorded < _MAX_SAMPLED_SHARE * numbered else 0,
+        numbered,
+        "warning",
+        message,
+        slug="operators-left-out",
+    )
 
 
 def check_missing_shapes(trace: Trace) -> QualityCheck | None:
@@ -146,17 +155,21 @@ def check_shortened_events(trace: Trace) -> QualityCheck | None:
         f"{format_count(lost.size)} of {format_counted(events, 'host event')} crossed another one and are cut short, by "
         f"{format_duration(int(lost.sum()))} in all, so that no time counts twice"
     )
-    return QualityCheck(lost.size, events, choose_severity(lost.size, events, 0.01), message, slug="crossing-spans")
+    return QualityCheck(
+        lost.size, events, choose_severity(lost.size, events, 0.01), message, slug="crossing-spans"
+    )
 
 
 def check_negative_durations(trace: Trace) -> QualityCheck | None:
     """Events that end before they start."""
     total = trace.events.height
     affected = int((trace.events["duration_ns"] < 0).sum())
-    message = (
-        f"{format_counted(affected, 'event')} with a negative duration, counted as 0 ns: the recording is damaged there"
+    message = f"{format_counted(affected, 'event')} with a negative duration, counted as 0 ns: the recording is damaged there"
+    return (
+        QualityCheck(affected, total, "warning", message, slug="negative-duration")
+        if total
+        else None
     )
-    return QualityCheck(affected, total, "warning", message, slug="negative-duration") if total else None
 
 
 def check_absurd_durations(trace: Trace) -> QualityCheck | None:
@@ -167,7 +180,9 @@ def check_absurd_durations(trace: Trace) -> QualityCheck | None:
         f"{format_counted(affected, 'event')} longer than a day, which is a counter that overflowed: the window of the trace "
         "and every share of it are wrong"
     )
-    return QualityCheck(affected, total, "error", message, slug="absurd-duration") if total else None
+    return (
+        QualityCheck(affected, total, "error", message, slug="absurd-duration") if total else None
+    )
 
 
 def check_unknown_categories(trace: Trace) -> QualityCheck | None:
@@ -179,7 +194,11 @@ def check_unknown_categories(trace: Trace) -> QualityCheck | None:
         f"{format_counted(unknown.len(), 'event')} of a category unknown to this version of Traceloom (for example {names!r}): "
         "shown in the timeline, counted nowhere"
     )
-    return QualityCheck(unknown.len(), total, "info", message, slug="unknown-category") if total else None
+    return (
+        QualityCheck(unknown.len(), total, "info", message, slug="unknown-category")
+        if total
+        else None
+    )
 
 
 def check_profiler_overhead(trace: Trace) -> QualityCheck | None:
@@ -188,18 +207,29 @@ def check_profiler_overhead(trace: Trace) -> QualityCheck | None:
     if not window:
         return None
     is_overhead = trace.events["category"] == cat.OVERHEAD
-    start, duration_ns = (trace.events[name].filter(is_overhead).to_numpy() for name in ("start_ns", "duration_ns"))
+    start, duration_ns = (
+        trace.events[name].filter(is_overhead).to_numpy() for name in ("start_ns", "duration_ns")
+    )
     overhead_ns = merge_intervals(start, start + duration_ns).total
     message = (
         f"the profiler reports {format_counted(start.size, 'pause')} of its own (flushing buffers, allocating them), "
         f"{format_duration(overhead_ns)} or {format_share(overhead_ns, window)} of the window: this time is not the program's"
     )
     return QualityCheck(
-        start.size, trace.events.height, choose_severity(overhead_ns, window, 0.05), message, slug="profiler-overhead"
+        start.size,
+        trace.events.height,
+        choose_severity(overhead_ns, window, 0.05),
+        message,
+        slug="profiler-overhead",
     )
 
 
-_DETAIL_LABELS = {"kind": "kind", "element_type": "type", "in_elements": "size", "group_size": "group"}
+_DETAIL_LABELS = {
+    "kind": "kind",
+    "element_type": "type",
+    "in_elements": "size",
+    "group_size": "group",
+}
 
 
 def check_collective_details(trace: Trace) -> QualityCheck | None:
@@ -207,7 +237,9 @@ def check_collective_details(trace: Trace) -> QualityCheck | None:
     calls = np.flatnonzero(build_vocabulary(trace).events(r"^record_param_comms$"))
     if not calls.size:
         return None
-    present = np.zeros((trace.events.height + 1, len(_DETAIL_LABELS)), dtype=np.bool_)  # of each event, and of none
+    present = np.zeros(
+        (trace.events.height + 1, len(_DETAIL_LABELS)), dtype=np.bool_
+    )  # of each event, and of none
     events = trace.collectives["event"].to_numpy()
     details = trace.collectives.select(pl.col(list(_DETAIL_LABELS)).is_not_null()).to_numpy()
     np.logical_or.at(present, events, details)
@@ -216,8 +248,10 @@ def check_collective_details(trace: Trace) -> QualityCheck | None:
     missing = ~present[calls]
     lacking = dict(zip(_DETAIL_LABELS.values(), missing.sum(axis=0).tolist(), strict=True))
     counts = {word: number for word, number in lacking.items() if number}
-    parts = [f"{', '.join(w for w, n in counts.items() if n == number)} in {format_count(number)}" for number in
-             sorted(set(counts.values()), reverse=True)]  # fmt: skip
+    parts = [
+        f"{', '.join(w for w, n in counts.items() if n == number)} in {format_count(number)}"
+        for number in sorted(set(counts.values()), reverse=True)
+    ]
     affected = int(missing.any(axis=1).sum())
     message = (
         f"{format_count(affected)} of {format_count(calls.size)} collective calls do not say all that they move (missing: "
@@ -245,16 +279,25 @@ def _count_names_by_sequence(traces: Sequence[Trace]) -> Iterable[pl.Series]:
     parts = []
     for trace in traces:
         nodes = np.flatnonzero(
-            build_vocabulary(trace).events(ENGINE_NODE_PATTERN) & (get_event_column(trace, "sequence", -1) >= 0)
+            build_vocabulary(trace).events(ENGINE_NODE_PATTERN)
+            & (get_event_column(trace, "sequence", -1) >= 0)
         )
         parts.append(trace.events[["name", "process", "forward_thread", "sequence"]][nodes])
     keys = [TRACE_COLUMN, "process", "forward_thread", "sequence"]
-    names = concatenate_by_trace(parts).group_by(keys, maintain_order=True).agg(pl.col("name").n_unique())
+    names = (
+        concatenate_by_trace(parts)
+        .group_by(keys, maintain_order=True)
+        .agg(pl.col("name").n_unique())
+    )
     return [trace_names["name"] for trace_names in split_by_trace(names, traces)]
 
 
 def _count(trace: Trace, *categories: str) -> int:
-    return int(np.isin(get_event_column(trace, "category"), [cat.CATEGORIES.index(name) for name in categories]).sum())
+    return int(
+        np.isin(
+            get_event_column(trace, "category"), [cat.CATEGORIES.index(name) for name in categories]
+        ).sum()
+    )
 
 
 EVENT_CHECKS: tuple[Callable[[Trace], QualityCheck | None], ...] = (
@@ -313,16 +356,24 @@ def check_missing_gpu_work(trace: Trace) -> QualityCheck | None:
         f"{format_counted(launches.height, 'launch', 'launches')} recorded, but no GPU work: the profiler could not trace "
         "the GPU (another profiler held it, or it was not asked to), so that device times are unknown, not zero"
     )
-    return QualityCheck(launches.height, launches.height, "warning", message, slug="gpu-work-missing")
+    return QualityCheck(
+        launches.height, launches.height, "warning", message, slug="gpu-work-missing"
+    )
 
 
 def check_busy_before_window(trace: Trace) -> QualityCheck | None:
-    """GPUs that did nothing recorded at first, though work had been launched (`link` takes that time as given)."""
+    """GPUs that did nothing recorded at first, though work had been launched (`link` takes that
+    time as given).
+    """
     work = _select_gpu_work(trace)
     if not work.height:
         return None
     window = max(trace.end_ns - trace.start_ns, 1)
-    first = work.sort("start_ns").unique("device", keep="first", maintain_order=True).drop_nulls("launch")
+    first = (
+        work.sort("start_ns")
+        .unique("device", keep="first", maintain_order=True)
+        .drop_nulls("launch")
+    )
     call = trace.events[first["launch"].to_list()][["start_ns", "duration_ns"]]
     early = call["start_ns"] - trace.start_ns <= BEGINNING_SHARE * window
     waited = (first["start_ns"] - call["start_ns"] - call["duration_ns"]).filter(early)
@@ -333,7 +384,9 @@ def check_busy_before_window(trace: Trace) -> QualityCheck | None:
         "work had been launched: it was behind what was launched before the recording; that time counts as idle, and "
         "no change of recorded work moves it"
     )
-    return QualityCheck(long.len(), work["device"].n_unique(), "warning", message, slug="busy-before-window")
+    return QualityCheck(
+        long.len(), work["device"].n_unique(), "warning", message, slug="busy-before-window"
+    )
 
 
 def check_launches_without_work(trace: Trace) -> QualityCheck | None:
@@ -371,7 +424,9 @@ def check_work_before_launch(trace: Trace) -> QualityCheck | None:
         f"{format_counted(work.early_count, 'piece')} of GPU work started before the launch, by up to {format_duration(work.early_ns)}: "
         "the clocks of host and GPU disagree by that much, and so do launch delays and idle causes"
     )
-    return QualityCheck(work.early_count, launched, "warning", message, slug="gpu-work-before-launch")
+    return QualityCheck(
+        work.early_count, launched, "warning", message, slug="gpu-work-before-launch"
+    )
 
 
 def check_overlapping_work(trace: Trace) -> QualityCheck | None:
@@ -384,7 +439,9 @@ def check_overlapping_work(trace: Trace) -> QualityCheck | None:
         "(programmatic launches, or several hardware queues): sums of kernel times exceed the time that passed; unions "
         "are right"
     )
-    return QualityCheck(work.overlapping_count, work.timed_count, "info", message, slug="overlapping-gpu-work")
+    return QualityCheck(
+        work.overlapping_count, work.timed_count, "info", message, slug="overlapping-gpu-work"
+    )
 
 
 def check_instant_work(trace: Trace) -> QualityCheck | None:
@@ -397,7 +454,9 @@ def check_instant_work(trace: Trace) -> QualityCheck | None:
         f"{format_count(affected)} of {format_counted(total, 'piece')} of GPU work took no time by the clock of the recording: "
         "they are counted, but take no time in any sum, and have no bandwidth"
     )
-    return QualityCheck(affected, total, choose_severity(affected, total, 0.1), message, slug="instant-gpu-work")
+    return QualityCheck(
+        affected, total, choose_severity(affected, total, 0.1), message, slug="instant-gpu-work"
+    )
 
 
 def check_unpaired_counters(trace: Trace) -> QualityCheck | None:
@@ -410,13 +469,17 @@ def check_unpaired_counters(trace: Trace) -> QualityCheck | None:
         f"{format_counted(ranges, 'kernel')} with counters, but {format_counted(launched, 'launch', 'launches')} of kernels: they "
         "cannot be paired, so the operators of the counters are unknown"
     )
-    return QualityCheck(0 if ranges == launched else ranges, ranges, "warning", message, slug="unpaired-counters")
+    return QualityCheck(
+        0 if ranges == launched else ranges, ranges, "warning", message, slug="unpaired-counters"
+    )
 
 
 def check_waits_without_record(trace: Trace) -> QualityCheck | None:
     """Waits for an event that do not say which record they await (rule 2)."""
     kind = trace.syncs["kind"]
-    awaited = trace.syncs["record_correlation"].filter((kind == _STREAM_WAIT) | (kind == "Event Sync"))
+    awaited = trace.syncs["record_correlation"].filter(
+        (kind == _STREAM_WAIT) | (kind == "Event Sync")
+    )
     if not awaited.len():
         return None
     affected = awaited.len() - int((awaited >= 0).sum())
@@ -443,9 +506,14 @@ def check_syncs_while_running(trace: Trace) -> QualityCheck | None:
     if not syncs.height or not kernels.height:
         return None
     kernel_ends = kernels.select(
-        "device", "stream", pl.col("start_ns") + 1, end_ns=pl.col("start_ns") + pl.col("duration_ns")
+        "device",
+        "stream",
+        pl.col("start_ns") + 1,
+        end_ns=pl.col("start_ns") + pl.col("duration_ns"),
     ).sort("start_ns")
-    met = syncs.join_asof(kernel_ends, on="start_ns", by=["device", "stream"], check_sortedness=False)
+    met = syncs.join_asof(
+        kernel_ends, on="start_ns", by=["device", "stream"], check_sortedness=False
+    )
     affected = int(met.select((pl.col("end_ns") > pl.col("start_ns")).sum()).item())
     message = (
         f"{format_count(affected)} of {format_count(syncs.height)} stream synchronisations are recorded as begun while a kernel of "
@@ -491,7 +559,14 @@ def _compute_figures(traces: Sequence[Trace]) -> Iterable[_WorkFigures]:
     work = work.hstack([gather_event_column(traces, work, "launch", "start_ns").alias("called_ns")])
     start, ns = pl.col("start_ns"), pl.col("duration_ns")
     orphan, early = pl.col("launch").is_null(), pl.col("called_ns") - start
-    reach = pl.when(ns > 0).then(start + ns).cum_max().forward_fill().shift(1).over(TRACE_COLUMN, "device", "stream")
+    reach = (
+        pl.when(ns > 0)
+        .then(start + ns)
+        .cum_max()
+        .forward_fill()
+        .shift(1)
+        .over(TRACE_COLUMN, "device", "stream")
+    )
     sums = (
         work.with_columns(((ns > 0) & (start < reach)).alias("overlaps"))
         .group_by(TRACE_COLUMN)
@@ -512,7 +587,9 @@ def _compute_figures(traces: Sequence[Trace]) -> Iterable[_WorkFigures]:
 
 @cache_per_trace
 def _list_submitting_calls(trace: Trace) -> pl.DataFrame:
-    is_call = np.isin(get_event_column(trace, "category"), [cat.CATEGORIES.index(name) for name in cat.LAUNCHES])
+    is_call = np.isin(
+        get_event_column(trace, "category"), [cat.CATEGORIES.index(name) for name in cat.LAUNCHES]
+    )
     rows = np.flatnonzero(is_call & build_vocabulary(trace).events(_SUBMITTING_CALLS))
     return trace.events[["correlation", "start_ns"]][rows].drop_nulls("correlation")
 

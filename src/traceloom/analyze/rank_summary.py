@@ -18,7 +18,12 @@ from traceloom.analyze.collectives import add_up_or_null, collectives
 from traceloom.analyze.groups import declared_groups
 from traceloom.analyze.host_time import find_main_lane
 from traceloom.analyze.idle import CAUSES, HOST_CAUSES, GapIntervals, idle, split_by_activity
-from traceloom.analyze.intervals import compute_coverage, merge_intervals, merge_spans, subtract_spans
+from traceloom.analyze.intervals import (
+    compute_coverage,
+    merge_intervals,
+    merge_spans,
+    subtract_spans,
+)
 from traceloom.analyze.kernel_rules import select_gpu_work, select_gpu_work_with_steps
 from traceloom.analyze.names import Vocabulary, build_vocabulary
 from traceloom.trace import vocabulary as cat
@@ -49,8 +54,8 @@ class TimeBreakdown:
         sums: Nanoseconds of each of `CLASSES` from the first moment to each; shape (moments, classes). The sums of a
             row add up to the time since the first moment.
         details: stretch (from that moment to the next), class, name (kernel, copy or what the host did), ns: the
-            largest of each stretch and class. Kernels count where they start. Empty without communication, where
-            there is nothing to compare.
+            largest of each stretch and class. Kernels count where they start. Empty without
+            communication, where there is nothing to compare.
         device: The device it is about; None for a rank without GPU work, whose main thread it is then about.
     """
 
@@ -72,7 +77,8 @@ def build_time_breakdowns(traces: Sequence[Trace], calls: pl.DataFrame) -> list[
         calls: Their communication, of `collectives(...).calls` (`stacked`).
     """
     work = select_gpu_work_with_steps(traces)
-    # the device that communicates most, else the one that works most; one whose work takes no time is none
+    # the device that communicates most, else the one that works most; one whose work takes no time
+    # is none
     keys = [TRACE_COLUMN, "device"]
     timed_work = work.filter(pl.col("ns") > 0).drop_nulls("device")
     communicating = calls.join(timed_work[keys].unique(), on=keys, how="semi")
@@ -90,18 +96,33 @@ def build_time_breakdowns(traces: Sequence[Trace], calls: pl.DataFrame) -> list[
     devices = dict(reversed(totals[keys].rows()))  # the first of each trace
     device_parts = work.partition_by(keys, as_dict=True)
     breakdowns = []
-    for number, (trace, own_calls) in enumerate(zip(traces, split_by_trace(calls, traces), strict=True)):
+    for number, (trace, own_calls) in enumerate(
+        zip(traces, split_by_trace(calls, traces), strict=True)
+    ):
         device = devices.get(number)
         device_work = None if device is None else device_parts[number, device]
         breakdowns.append(_build_time_breakdown(trace, own_calls, device_work))
-    named_details = concatenate_by_trace(details for *_, details in breakdowns).filter(pl.col("name").is_not_null())
-    summed = named_details.group_by(TRACE_COLUMN, "stretch", "class", "name").agg(pl.col("ns").sum())
+    named_details = concatenate_by_trace(details for *_, details in breakdowns).filter(
+        pl.col("name").is_not_null()
+    )
+    summed = named_details.group_by(TRACE_COLUMN, "stretch", "class", "name").agg(
+        pl.col("ns").sum()
+    )
     largest = (
-        summed.sort(TRACE_COLUMN, "stretch", "class", "ns", "name", descending=[False, False, False, True, False])
+        summed.sort(
+            TRACE_COLUMN,
+            "stretch",
+            "class",
+            "ns",
+            "name",
+            descending=[False, False, False, True, False],
+        )
         .group_by(TRACE_COLUMN, "stretch", "class", maintain_order=True)
         .head(_MAX_NAMES_PER_CLASS)
     )
-    breakdowns_with_details = zip(breakdowns, split_by_trace(largest, traces, DETAIL_SCHEMA), strict=True)
+    breakdowns_with_details = zip(
+        breakdowns, split_by_trace(largest, traces, DETAIL_SCHEMA), strict=True
+    )
     return [
         TimeBreakdown(boundaries, sums, details, devices.get(number))
         for number, ((boundaries, sums, _), details) in enumerate(breakdowns_with_details)
@@ -111,7 +132,8 @@ def build_time_breakdowns(traces: Sequence[Trace], calls: pl.DataFrame) -> list[
 def _build_time_breakdown(
     trace: Trace, calls: pl.DataFrame, work: pl.DataFrame | None
 ) -> tuple[Ints, Ints, pl.DataFrame]:
-    """The moments and sums of a `Ledger`, and all that ran in its stretches: stretch, class, name, ns.
+    """The moments and sums of a `Ledger`, and all that ran in its stretches: stretch, class, name,
+    ns.
 
     Args:
         trace: The trace.
@@ -119,7 +141,9 @@ def _build_time_breakdown(
         work: The work of the device that the account is about; None for that of the main thread.
     """
     device = None if work is None else work["device"][0]
-    own_calls = calls.filter(pl.col("where") == "host" if device is None else pl.col("device") == device)
+    own_calls = calls.filter(
+        pl.col("where") == "host" if device is None else pl.col("device") == device
+    )
     starts = own_calls["start_ns"].to_numpy()
     call_ends = starts + own_calls["duration_ns"].to_numpy()
     edges = np.array([trace.start_ns, trace.end_ns], dtype=np.int64)
@@ -133,17 +157,26 @@ def _build_time_breakdown(
         sums[:, :3], busy_details = _compute_busy_time(work, boundaries)
         details.append(busy_details)
         gaps = idle(trace).gaps.filter(pl.col("device") == device)
-        idling = gaps.select("start_ns", "duration_ns", pl.col("cause").cast(pl.String), name="host_activity")
+        idling = gaps.select(
+            "start_ns", "duration_ns", pl.col("cause").cast(pl.String), name="host_activity"
+        )
         # before the first and after the last GPU work: what the main thread did, cut at the moments
         first, last = work["start_ns"].to_numpy().min(), work["end_ns"].to_numpy().max()
         before, after = boundaries[:-1] < first, boundaries[1:] > last
         start = np.concatenate([boundaries[:-1][before], np.maximum(boundaries[:-1][after], last)])
         end = np.concatenate([np.minimum(boundaries[1:][before], first), boundaries[1:][after]])
-        waits = pl.concat([idling, _classify_main_thread_time(trace, start[end > start], end[end > start])])
+        waits = pl.concat(
+            [idling, _classify_main_thread_time(trace, start[end > start], end[end > start])]
+        )
     interval = np.searchsorted(boundaries, waits["start_ns"].to_numpy(), side="right") - 1
     if work is None:  # where it waits while another thread communicates, that is communication
-        is_communicating = compute_coverage(merge_intervals(starts, call_ends), boundaries[:-1], boundaries[1:]) > 0
-        waiting = waits["cause"].is_in(["host_unobserved", "host_blocking_call", "host_lock"]).to_numpy()
+        is_communicating = (
+            compute_coverage(merge_intervals(starts, call_ends), boundaries[:-1], boundaries[1:])
+            > 0
+        )
+        waiting = (
+            waits["cause"].is_in(["host_unobserved", "host_blocking_call", "host_lock"]).to_numpy()
+        )
         is_communication = pl.Series(
             is_communicating[np.minimum(interval, max(is_communicating.size - 1, 0))] & waiting
             if is_communicating.size
@@ -154,16 +187,24 @@ def _build_time_breakdown(
         )
     cause = waits["cause"].cast(TimeClassType).to_physical().to_numpy()
     wait_sums = np.zeros_like(sums)  # a wait counts from the end of its stretch on
-    np.add.at(wait_sums, (np.minimum(interval + 1, boundaries.size - 1), cause), waits["duration_ns"].to_numpy())
+    np.add.at(
+        wait_sums,
+        (np.minimum(interval + 1, boundaries.size - 1), cause),
+        waits["duration_ns"].to_numpy(),
+    )
     sums += np.cumsum(wait_sums, axis=0)
     in_stretch = pl.Series("stretch", interval, dtype=pl.Int64)
-    details.append(waits.select(in_stretch, pl.col("cause").alias("class"), "name", ns="duration_ns"))
+    details.append(
+        waits.select(in_stretch, pl.col("cause").alias("class"), "name", ns="duration_ns")
+    )
     all_details = pl.concat(details)
     return boundaries, sums, all_details if calls.height else all_details.clear()
 
 
 def _compute_busy_time(work: pl.DataFrame, boundaries: Ints) -> tuple[Ints, pl.DataFrame]:
-    """What a device does: the sums of its three busy classes at each moment, and its work as details."""
+    """What a device does: the sums of its three busy classes at each moment, and its work as
+    details.
+    """
     start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
     category = work["category"].to_physical().to_numpy()
     compute, communication, memory = (
@@ -182,21 +223,32 @@ def _compute_busy_time(work: pl.DataFrame, boundaries: Ints) -> tuple[Ints, pl.D
         "ns",
     )
     return np.stack(
-        [compute_ns, compute_or_communication_ns - compute_ns, busy_ns - compute_or_communication_ns], axis=1
+        [
+            compute_ns,
+            compute_or_communication_ns - compute_ns,
+            busy_ns - compute_or_communication_ns,
+        ],
+        axis=1,
     ), details
 
 
 def _classify_main_thread_time(trace: Trace, start: Ints, end: Ints) -> pl.DataFrame:
-    """start_ns (of the stretch), duration_ns, cause, name: what the main thread did in each stretch."""
+    """start_ns (of the stretch), duration_ns, cause, name: what the main thread did in each
+    stretch.
+    """
     lane = find_main_lane(trace)
     if lane is None or not start.size:
         columns = {"start_ns": start, "duration_ns": end - start}
         return pl.DataFrame(columns).select(
-            pl.all().cast(pl.Int64), pl.lit("host_unobserved").alias("cause"), pl.lit(None, pl.String).alias("name")
+            pl.all().cast(pl.Int64),
+            pl.lit("host_unobserved").alias("cause"),
+            pl.lit(None, pl.String).alias("name"),
         )
     number = np.arange(start.size)
     stretches = GapIntervals(number, np.full(start.size, -1), start, end)
-    parts = split_by_activity(trace, stretches, np.full(start.size, lane), np.zeros(start.size, dtype=np.int64))
+    parts = split_by_activity(
+        trace, stretches, np.full(start.size, lane), np.zeros(start.size, dtype=np.int64)
+    )
     activity = parts["activity"].to_numpy()
     names = trace.events["name"][np.maximum(activity, 0)]
     return parts.select(
@@ -223,16 +275,21 @@ def compute_step_loads(traces: Sequence[Trace], calls: pl.DataFrame) -> pl.DataF
         calls: Their communication, of `collectives(...).calls` (`stacked`).
 
     Returns:
-        trace, step, compute_ns (sum of compute kernels launched in the step), embedding_ns (of them, those of embedding
-        tables by name or by the op around their launch; null where none ran in the whole trace), exchanged_bytes
-        (sent in all-to-alls; null where unknown), tokens (indices looked up in the largest table of
-        `aten::embedding`; null where shapes are not recorded), memory_bytes (most that was allocated on a device;
-        null where allocations are not recorded).
+        trace, step, compute_ns (sum of compute kernels launched in the step), embedding_ns (of
+        them, those of embedding tables by name or by the op around their launch; null where none
+        ran in the whole trace), exchanged_bytes (sent in all-to-alls; null where unknown), tokens
+        (indices looked up in the largest table of `aten::embedding`; null where shapes are not
+        recorded), memory_bytes (most that was allocated on a device; null where allocations are not
+        recorded).
     """
     no_step = pl.DataFrame({"step": [None]}, schema={"step": pl.Int32()})
-    out = concatenate_by_trace(trace.steps[["step"]] if trace.steps.height else no_step for trace in traces)
+    out = concatenate_by_trace(
+        trace.steps[["step"]] if trace.steps.height else no_step for trace in traces
+    )
     unstepped = pl.Series([not trace.steps.height for trace in traces])
-    exchanged = calls.filter(pl.col("kind") == "all_to_all").select(TRACE_COLUMN, "step", exchanged_bytes="in_bytes")
+    exchanged = calls.filter(pl.col("kind") == "all_to_all").select(
+        TRACE_COLUMN, "step", exchanged_bytes="in_bytes"
+    )
     allocations = concatenate_by_trace(
         trace.allocations[["device_type", "step", "allocated_bytes"]] for trace in traces
     )
@@ -248,18 +305,26 @@ def compute_step_loads(traces: Sequence[Trace], calls: pl.DataFrame) -> pl.DataF
     for part in (compute, exchanged, concatenate_by_trace(map(_count_tokens, traces)), memory):
         rows = part
         if unstepped.any():
-            rows = part.with_columns(pl.when(~unstepped[part[TRACE_COLUMN]]).then("step").alias("step"))
+            rows = part.with_columns(
+                pl.when(~unstepped[part[TRACE_COLUMN]]).then("step").alias("step")
+            )
         values = [name for name in rows.columns if name not in {TRACE_COLUMN, "step"}]
         # a sum that lacks a value is not known
         null_if_incomplete = [add_up_or_null(name) for name in values]
         sums = rows.group_by(TRACE_COLUMN, "step").agg(
             [pl.col("memory_bytes").max()] if part is memory else null_if_incomplete
         )
-        out = out.join(sums, on=[TRACE_COLUMN, "step"], how="left", nulls_equal=True, maintain_order="left")
+        out = out.join(
+            sums, on=[TRACE_COLUMN, "step"], how="left", nulls_equal=True, maintain_order="left"
+        )
     has_embedding = (pl.col("embedding_ns") > 0).any().over(TRACE_COLUMN)
     embedding = pl.when(has_embedding).then(pl.col("embedding_ns").fill_null(0))
     return out.select(
-        TRACE_COLUMN, "step", pl.col("compute_ns").fill_null(0), embedding.alias("embedding_ns"), *LOAD_MEASURES[2:]
+        TRACE_COLUMN,
+        "step",
+        pl.col("compute_ns").fill_null(0),
+        embedding.alias("embedding_ns"),
+        *LOAD_MEASURES[2:],
     ).pipe(cast_to_schema, {TRACE_COLUMN: pl.UInt32(), **STEP_LOAD_SCHEMA})
 
 
@@ -268,21 +333,28 @@ def _match_embedding_names(vocabulary: Vocabulary) -> NDArray[np.bool_]:
 
 
 def _mark_embedding_work(trace: Trace, work: pl.DataFrame) -> NDArray[np.bool_]:
-    """Which pieces of work are of embedding tables, by name or because the op that launched them lies inside one."""
+    """Which pieces of work are of embedding tables, by name or because the op that launched them
+    lies inside one.
+    """
     vocabulary = build_vocabulary(trace)
-    name_matches: NDArray[np.bool_] = _match_embedding_names(vocabulary)[vocabulary.code[work["event"].to_numpy()]]
+    name_matches: NDArray[np.bool_] = _match_embedding_names(vocabulary)[
+        vocabulary.code[work["event"].to_numpy()]
+    ]
     return name_matches | _mark_work_inside_embedding_ops(trace, work["op"])
 
 
 def _mark_work_inside_embedding_ops(trace: Trace, op: pl.Series) -> NDArray[np.bool_]:
-    """Whether the op that launched each piece of work lies inside an op of embedding tables (index_select does)."""
+    """Whether the op that launched each piece of work lies inside an op of embedding tables
+    (index_select does).
+    """
     tree, vocabulary = build_forest(trace), build_vocabulary(trace)
     is_table = _match_embedding_names(vocabulary)
     none = np.zeros(op.len(), dtype=np.bool_)
     if not tree.row.size or not is_table.any():
         return none
     is_op = np.isin(
-        get_event_column(trace, "category"), [cat.CATEGORIES.index(category) for category in (cat.OP, cat.ANNOTATION)]
+        get_event_column(trace, "category"),
+        [cat.CATEGORIES.index(category) for category in (cat.OP, cat.ANNOTATION)],
     )
     table_ops = (is_table[vocabulary.code] & is_op)[tree.row]
     if not table_ops.any():
@@ -290,7 +362,9 @@ def _mark_work_inside_embedding_ops(trace: Trace, op: pl.Series) -> NDArray[np.b
     nearest_ancestor = tree.nearest_or_self(table_ops)
     position = tree.position[op.fill_null(0).to_numpy()]
     is_inside: NDArray[np.bool_] = (
-        (position >= 0) & op.is_not_null().to_numpy() & (nearest_ancestor[np.maximum(position, 0)] >= 0)
+        (position >= 0)
+        & op.is_not_null().to_numpy()
+        & (nearest_ancestor[np.maximum(position, 0)] >= 0)
     )
     return is_inside
 
@@ -302,23 +376,35 @@ def _count_tokens(trace: Trace) -> pl.DataFrame:
     if not lookup_rows.size:
         return build_schema("step tokens").to_frame()
     ops = trace.events[["event", "step"]][lookup_rows]
-    shaped = ops.join(trace.tensors[["event", "shapes"]], on="event", how="inner", maintain_order="left")
+    shaped = ops.join(
+        trace.tensors[["event", "shapes"]], on="event", how="inner", maintain_order="left"
+    )
     sizes_by_shapes: dict[str | None, tuple[int, int]] = {}  # shapes: rows of the table, indices
     for text in shaped["shapes"].unique().to_list():
         try:
             dims = json.loads(text or "[]")
         except ValueError:
             continue
-        if not isinstance(dims, list) or len(dims) < 2 or not all(isinstance(dim, list) for dim in dims[:2]):
+        if (
+            not isinstance(dims, list)
+            or len(dims) < 2
+            or not all(isinstance(dim, list) for dim in dims[:2])
+        ):
             continue
-        if dims[0] and dims[1] and all(isinstance(n, int) and 0 <= n < 2**40 for n in (*dims[0], *dims[1])):
+        if (
+            dims[0]
+            and dims[1]
+            and all(isinstance(n, int) and 0 <= n < 2**40 for n in (*dims[0], *dims[1]))
+        ):
             sizes_by_shapes[text] = dims[0][0], min(math.prod(dims[1]), 2**62)
     rows = [
         (step, *sizes_by_shapes[text])
         for step, text in shaped[["step", "shapes"]].iter_rows()
         if text in sizes_by_shapes
     ]
-    lookups = pl.DataFrame(rows, {"step": pl.Int32(), "rows": pl.Int64(), "tokens": pl.Int64()}, orient="row")
+    lookups = pl.DataFrame(
+        rows, {"step": pl.Int32(), "rows": pl.Int64(), "tokens": pl.Int64()}, orient="row"
+    )
     return lookups.filter(pl.col("rows") == pl.col("rows").max())[["step", "tokens"]]
 
 
@@ -359,13 +445,18 @@ class RankPart:
 
 
 def rank_part(trace: Trace) -> RankPart:
-    """Take from a trace what a comparison of ranks needs; remembered as long as the trace lives, since it is small."""
+    """Take from a trace what a comparison of ranks needs; remembered as long as the trace lives,
+    since it is small.
+    """
     number = id(trace)
     cached = _summary_cache.get(number)
     if cached is not None and cached[0]() is trace:
         return cached[1]
     summary = _summarize_ranks(trace)
-    _summary_cache[number] = (weakref.ref(trace, lambda _gone: _summary_cache.pop(number, None)), summary)
+    _summary_cache[number] = (
+        weakref.ref(trace, lambda _gone: _summary_cache.pop(number, None)),
+        summary,
+    )
     return summary
 
 
@@ -397,7 +488,9 @@ def _summarize_ranks(traces: Sequence[Trace]) -> Iterable[RankPart]:
 
 
 def compute_step_breakdown(part: RankPart) -> pl.DataFrame:
-    """step, class, ns: the account of each step of a rank; the classes of a step add up to its length."""
+    """step, class, ns: the account of each step of a rank; the classes of a step add up to its
+    length.
+    """
     steps = part.steps.filter(pl.col("end_ns") > pl.col("start_ns"))
     first, last = (part.ledger.at(steps[name].to_numpy()) for name in ("start_ns", "end_ns"))
     spent = part.ledger.sums[last] - part.ledger.sums[first]
@@ -413,15 +506,17 @@ def compute_step_breakdown(part: RankPart) -> pl.DataFrame:
 
 
 def measure_stage_times(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
-    """When a rank computed in each step in which it sends or receives (step null for a trace without steps).
+    """When a rank computed in each step in which it sends or receives (step null for a trace
+    without steps).
 
     Returns:
-        step, first_ns and last_ns (first start and last end of compute launched in the step), compute_ns (union),
-        pair_before_ns, pair_inside_ns, pair_after_ns (time in sends and receives that compute does not hide, before,
-        between and after those), other_ns (other communication between them that compute does not hide),
-        receives_from and sends_to (peer of the first receive and of the first send; null without one or where unknown),
-        first_receive_ns and first_send_ns (their launches, in the order of the program; their starts where those are
-        not recorded), send_count, receive_count.
+        step, first_ns and last_ns (first start and last end of compute launched in the step),
+        compute_ns (union), pair_before_ns, pair_inside_ns, pair_after_ns (time in sends and
+        receives that compute does not hide, before, between and after those), other_ns (other
+        communication between them that compute does not hide), receives_from and sends_to (peer of
+        the first receive and of the first send; null without one or where unknown),
+        first_receive_ns and first_send_ns (their launches, in the order of the program; their
+        starts where those are not recorded), send_count, receive_count.
     """
     is_pair = pl.col("kind").is_in(_POINT_TO_POINT_KINDS)
     point_to_point = calls.filter(is_pair)
@@ -429,9 +524,12 @@ def measure_stage_times(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
         return pl.DataFrame(schema=STAGE_TIMES_SCHEMA)
     stepped = trace.steps.height > 0
     work = select_gpu_work(trace).filter(pl.col("category") == "compute")
-    all_compute = work[["start_ns", "end_ns"]].with_columns(trace.events["step"].gather(work["event"]))
+    all_compute = work[["start_ns", "end_ns"]].with_columns(
+        trace.events["step"].gather(work["event"])
+    )
     all_communication = calls.with_columns(
-        (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"), called_ns=pl.coalesce("launch_ns", "start_ns")
+        (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"),
+        called_ns=pl.coalesce("launch_ns", "start_ns"),
     )
     rows: list[dict[str, int | None]] = []
     for step in point_to_point["step"].unique().sort().to_list() if stepped else [None]:
@@ -446,11 +544,17 @@ def measure_stage_times(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
         )
         first, last = int(busy.start[0]), int(busy.end[-1])
         exposed = subtract_spans(
-            merge_intervals(step_point_to_point["start_ns"].to_numpy(), step_point_to_point["end_ns"].to_numpy()), busy
+            merge_intervals(
+                step_point_to_point["start_ns"].to_numpy(), step_point_to_point["end_ns"].to_numpy()
+            ),
+            busy,
         )
         other_exposed = subtract_spans(
             subtract_spans(
-                merge_intervals(other_communication["start_ns"].to_numpy(), other_communication["end_ns"].to_numpy()),
+                merge_intervals(
+                    other_communication["start_ns"].to_numpy(),
+                    other_communication["end_ns"].to_numpy(),
+                ),
                 busy,
             ),
             exposed,
@@ -470,9 +574,14 @@ def measure_stage_times(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
             "pair_before_ns": before,
             "pair_inside_ns": within,
             "pair_after_ns": after,
-            "other_ns": int(compute_coverage(other_exposed, np.array([first]), np.array([last]))[0]),
+            "other_ns": int(
+                compute_coverage(other_exposed, np.array([first]), np.array([last]))[0]
+            ),
         }
-        for kind, word, peer in (("recv", "receive", "receives_from"), ("send", "send", "sends_to")):
+        for kind, word, peer in (
+            ("recv", "receive", "receives_from"),
+            ("send", "send", "sends_to"),
+        ):
             kind_pairs = step_point_to_point.filter(pl.col("kind") == kind).sort("called_ns")
             times[peer] = kind_pairs["peer"][0] if kind_pairs.height else None
             times[f"first_{word}_ns"] = kind_pairs["called_ns"][0] if kind_pairs.height else None

@@ -1,8 +1,9 @@
 """Sequences that occur again and again in a row of numbers, in n log n time.
 
-A *maximal repeat* is a stretch of at least two occurrences that can be made longer on neither side without losing one.
-All of them follow from the sorted suffixes: by prefix doubling the suffixes are sorted, their common prefixes and the
-intervals of equal prefixes follow, all with array operations and no step per element.
+A *maximal repeat* is a stretch of at least two occurrences that can be made longer on neither side
+without losing one. All of them follow from the sorted suffixes: by prefix doubling the suffixes are
+sorted, their common prefixes and the intervals of equal prefixes follow, all with array operations
+and no step per element.
 """
 
 from __future__ import annotations
@@ -58,10 +59,13 @@ def find_maximal_repeats(codes: Ints, shortest: int, longest: int) -> Repeats:
     while reach < size and int(levels[-1].max()) < size - 1:
         rank, following = levels[-1], np.zeros(size, dtype=np.int64)
         following[:-reach] = rank[reach:] + 1
-        levels.append(np.unique(rank * (size + 1) + following, return_inverse=True)[1].astype(np.int64))
+        levels.append(
+            np.unique(rank * (size + 1) + following, return_inverse=True)[1].astype(np.int64)
+        )
         reach *= 2
     order = np.argsort(levels[-1], kind="stable")
-    # length of the common prefix of each suffix with the one sorted before it; shape (n,), 0 for the first
+    # length of the common prefix of each suffix with the one sorted before it; shape (n,), 0 for
+    # the first
     suffix, following = order[:-1].copy(), order[1:].copy()
     for level in range(len(levels) - 1, -1, -1):
         in_text = (suffix < size) & (following < size)
@@ -106,7 +110,9 @@ def _find_intervals(common: Ints, shortest: int, longest: int) -> tuple[Ints, In
 
 
 def drop_overlapping(start: Ints, length: int) -> Ints:
-    """The occurrences that are left when, from the first on, each that overlaps the last kept one is dropped."""
+    """The occurrences that are left when, from the first on, each that overlaps the last kept one
+    is dropped.
+    """
     if start.size < 2 or int((start[1:] - start[:-1]).min()) >= length:
         return start
     jump = np.append(np.searchsorted(start, start + length), start.size)
@@ -122,7 +128,9 @@ def drop_overlapping(start: Ints, length: int) -> Ints:
 def is_periodic(codes: Ints) -> bool:
     """Whether a sequence is a shorter one, two times or more (the last time perhaps in part)."""
     size = codes.size
-    return any((codes[period:] == codes[: size - period]).all() for period in range(1, size // 2 + 1))
+    return any(
+        (codes[period:] == codes[: size - period]).all() for period in range(1, size // 2 + 1)
+    )
 
 
 def select_repeats(
@@ -130,10 +138,11 @@ def select_repeats(
 ) -> list[tuple[Ints, int]]:
     """The repeats that say most, none of which only repeats what others say.
 
-    In the order of the weight they cover, less the share of one of each (so that a long sequence comes before a
-    frequent pair in it; of equals the shorter first), they are taken as long as they occur `min_count` times without
-    overlap, are not periodic, and at least half of what they cover is new. A repeat whose occurrences overlap (the last
-    kernels of a layer are the first of the next) is cut to the distance of its occurrences, where it then covers more.
+    In the order of the weight they cover, less the share of one of each (so that a long sequence
+    comes before a frequent pair in it; of equals the shorter first), they are taken as long as they
+    occur `min_count` times without overlap, are not periodic, and at least half of what they cover
+    is new. A repeat whose occurrences overlap (the last kernels of a layer are the first of the
+    next) is cut to the distance of its occurrences, where it then covers more.
 
     Args:
         codes: The row of numbers.
@@ -156,16 +165,23 @@ def select_repeats(
     for index in order.tolist():
         start, length = repeats.occurrences(index), int(repeats.length[index])
         starts = drop_overlapping(start, length)
-        if starts.size < start.size:  # they overlap: of the whole length, or cut to their distance, what covers more
+        if (
+            starts.size < start.size
+        ):  # they overlap: of the whole length, or cut to their distance, what covers more
             distance = int(np.diff(start).min())
             short = drop_overlapping(start, distance)
             if distance >= shortest and short.size * distance > starts.size * length:
                 starts, length = short, distance
         candidates.append((starts, length))
-    covers = [int((sums[start + length] - sums[start]).sum()) * (length - 1) / length for start, length in candidates]
+    covers = [
+        int((sums[start + length] - sums[start]).sum()) * (length - 1) / length
+        for start, length in candidates
+    ]
     used: Bools = np.zeros(codes.size, dtype=np.bool_)
     selected: list[tuple[Ints, int]] = []
-    for index in sorted(range(len(candidates)), key=lambda index: (-covers[index], candidates[index][1])):
+    for index in sorted(
+        range(len(candidates)), key=lambda index: (-covers[index], candidates[index][1])
+    ):
         start, length = candidates[index]
         if start.size < min_count or is_periodic(codes[start[0] : start[0] + length]):
             continue
@@ -183,7 +199,9 @@ _HASH_FACTOR = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
 
 
 class StretchNumbers:
-    """Numbers for stretches of a row of numbers: equal stretches have equal ones, others almost surely not."""
+    """Numbers for stretches of a row of numbers: equal stretches have equal ones, others almost
+    surely not.
+    """
 
     def __init__(self, codes: Ints) -> None:
         size = codes.size + 1
@@ -198,9 +216,13 @@ class StretchNumbers:
         self._sums = np.append(np.zeros(1, dtype=np.uint64), sums)
 
     def number(self, start: Ints, length: Ints | int) -> NDArray[np.uint64]:
-        """The number of each stretch; it does not depend on where the stretch stands, nor on the row around it."""
+        """The number of each stretch; it does not depend on where the stretch stands, nor on the
+        row around it.
+        """
         with np.errstate(over="ignore"):
-            numbers: NDArray[np.uint64] = (self._sums[start + length] - self._sums[start]) * self._back[start]
+            numbers: NDArray[np.uint64] = (
+                self._sums[start + length] - self._sums[start]
+            ) * self._back[start]
         return numbers
 
 
@@ -212,5 +234,7 @@ def find_occurrences(pattern: Ints, codes: Ints) -> Ints:
     number = StretchNumbers(pattern).number(np.zeros(1, dtype=np.int64), pattern.size)
     start = np.arange(last + 1)
     matches: Ints = start[StretchNumbers(codes).number(start, pattern.size) == number]
-    same = not matches.size or bool((codes[matches[0] : matches[0] + pattern.size] == pattern).all())
+    same = not matches.size or bool(
+        (codes[matches[0] : matches[0] + pattern.size] == pattern).all()
+    )
     return matches if same else matches[:0]

@@ -12,7 +12,13 @@ from traceloom.analyze.ancestry import build_forest
 from traceloom.analyze.gpu_work import attribute_to_launches
 from traceloom.analyze.graph_launches import select_rank_trace
 from traceloom.analyze.kernel_rules import select_gpu_work_with_steps
-from traceloom.analyze.placed_calls import BoundType, Peak, PlacedCalls, parse_peak, place_on_roofline
+from traceloom.analyze.placed_calls import (
+    BoundType,
+    Peak,
+    PlacedCalls,
+    parse_peak,
+    place_on_roofline,
+)
 from traceloom.analyze.utilisation import compute_utilisation
 from traceloom.trace.batch import (
     TRACE_COLUMN,
@@ -28,7 +34,9 @@ from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
 
 PeakSpec = Peak | str | Mapping[str, float] | None
-MODELLED = build_schema("event op flops bytes roofline_ns bound", {"op": pl.UInt32, "bound": BoundType})
+MODELLED = build_schema(
+    "event op flops bytes roofline_ns bound", {"op": pl.UInt32, "bound": BoundType}
+)
 OPERATORS = build_schema(
     "name shapes types count total_ns fraction flops bytes intensity flop_rate byte_rate",
     "arithmetic evidence matrix peak_flop_rate peak_byte_rate roofline_ns roofline_fraction bound",
@@ -37,28 +45,41 @@ OPERATORS = build_schema(
 UNMODELLED = build_schema("name reason count gpu_ns")
 DEVICES = build_schema("device name peak reason")
 SPREAD = build_schema("quantity mean min max step_count")
-QUANTITIES = ("duration_ns", "flops", "bytes", "model_flops", "modelled_fraction", "roofline_fraction", "mfu", "hfu")
+QUANTITIES = (
+    "duration_ns",
+    "flops",
+    "bytes",
+    "model_flops",
+    "modelled_fraction",
+    "roofline_fraction",
+    "mfu",
+    "hfu",
+)
 """What `spread` tells: per step, over the whole steps."""
 
 
 @dataclass(frozen=True)
 class Roofline(Result):
-    """FLOPs and bytes of the modelled work against the peaks of the devices. All frames begin with `rank`.
+    """FLOPs and bytes of the modelled work against the peaks of the devices. All frames begin with
+    `rank`.
 
     Attributes:
         operators: One row per modelled operator, shapes and types, the longest first. `count` calls; `total_ns` is the
-            sum of the GPU work of the calls, `fraction` its share of all GPU work. In a trace without a device
-            (`timed_on` is `host`) it is the host time of the calls; null where `timed_on` is `nothing`, because the
-            device's work is not recorded. `intensity` is FLOPs per byte; `flop_rate` and `byte_rate` what was
-            achieved. `arithmetic` is the element type whose peak was used, `evidence` how that is known: `recorded
-            type`, `kernel name` (tf32 against fp32), `assumed` (fp32 where the kernel's name does not tell).
-            `roofline_ns` is the time at the peaks, `roofline_fraction` its share of `total_ns` (above 1: the data came
-            from a cache), `bound` what limits it; the four are null where the peaks are unknown.
+            sum of the GPU work of the calls, `fraction` its share of all GPU work. In a trace
+            without a device (`timed_on` is `host`) it is the host time of the calls; null where
+            `timed_on` is `nothing`, because the device's work is not recorded. `intensity` is FLOPs
+            per byte; `flop_rate` and `byte_rate` what was achieved. `arithmetic` is the element
+            type whose peak was used, `evidence` how that is known: `recorded type`, `kernel name`
+            (tf32 against fp32), `assumed` (fp32 where the kernel's name does not tell).
+            `roofline_ns` is the time at the peaks, `roofline_fraction` its share of `total_ns`
+            (above 1: the data came from a cache), `bound` what limits it; the four are null where
+            the peaks are unknown.
         steps: One row per step: `duration_ns`; `gpu_ns` (sum of the GPU work that runs in it), `modelled_ns` and its
-            fraction; `flops` and `bytes` of all modelled work that it launched, `hardware_flops` of its matrix work,
-            `model_flops` the same without what repeats the forward pass; `roofline_ns` of the work on the roofline that
-            runs in it, `rest_ns` the time in which only other GPU work runs, `roofline_fraction` their sum over the
-            step, `placed_fraction` the share of GPU work on the roofline; `mfu` and `hfu`: time that model and hardware
+            fraction; `flops` and `bytes` of all modelled work that it launched, `hardware_flops` of
+            its matrix work, `model_flops` the same without what repeats the forward pass;
+            `roofline_ns` of the work on the roofline that runs in it, `rest_ns` the time in which
+            only other GPU work runs, `roofline_fraction` their sum over the step, `placed_fraction`
+            the share of GPU work on the roofline; `mfu` and `hfu`: time that model and hardware
             FLOPs need at their peaks, over the step. `reason` says why a value is null.
         whole: The same once per trace, over the time from the first to the last GPU work.
         spread: Per step: mean, min and max over the whole steps of each quantity (see `QUANTITIES`).
@@ -81,22 +102,28 @@ class Roofline(Result):
         return int(self.whole["flops"].sum())
 
 
-def roofline(run: Trace | Session, peak: PeakSpec = None, capture: Session | Trace | None = None) -> Roofline:
-    """Compare the modelled work of a trace, or of all ranks of a session, with the peaks of its devices.
+def roofline(
+    run: Trace | Session, peak: PeakSpec = None, capture: Session | Trace | None = None
+) -> Roofline:
+    """Compare the modelled work of a trace, or of all ranks of a session, with the peaks of its
+    devices.
 
     Args:
         run: A checked trace or a session.
         peak: Peaks to use instead of those of the devices' names: a device's name (`H100 SXM`), numbers
             (`bf16=989e12,memory=3.35e12`, or such a mapping), or a `Peak`.
         capture: The recording of the capture of its CUDA or HIP graphs, or of the same model without graphs (of a
-            session the trace of the same rank, else the first): it tells which operators the replays run, and on what.
+            session the trace of the same rank, else the first): it tells which operators the
+            replays run, and on what.
 
     Raises:
         UsageError: slugs `no-such-device`, `bad-peak`.
     """
     user_peak = None if peak is None else parse_peak(peak)
     traces = run.traces if isinstance(run, Session) else (run,)
-    return merge_ranks([_compute_roofline(trace, user_peak, select_rank_trace(capture, trace)) for trace in traces])
+    return merge_ranks(
+        [_compute_roofline(trace, user_peak, select_rank_trace(capture, trace)) for trace in traces]
+    )
 
 
 def merge_ranks(parts: Sequence[Roofline]) -> Roofline:
@@ -107,16 +134,23 @@ def merge_ranks(parts: Sequence[Roofline]) -> Roofline:
         if field.name != "timed_on"
     }
     sources = {part.timed_on for part in parts}
-    return Roofline(**frames, timed_on=next(source for source in ("gpu", "host", "nothing") if source in sources))
+    return Roofline(
+        **frames,
+        timed_on=next(source for source in ("gpu", "host", "nothing") if source in sources),
+    )
 
 
 @run_in_batches
-def _compute_roofline(traces: Sequence[Trace], peak: Peak | None, capture: Trace | None) -> list[Roofline]:
+def _compute_roofline(
+    traces: Sequence[Trace], peak: Peak | None, capture: Trace | None
+) -> list[Roofline]:
     placements = [place_on_roofline(trace, peak, capture) for trace in traces]
     utilised = compute_utilisation(traces, placements)
     # over the whole steps in which the quantity is known; no row where none is
     step_rows = concatenate_by_trace(steps for steps, _ in utilised).filter("complete")
-    quantities = split_by_trace(step_rows.select(TRACE_COLUMN, pl.col(QUANTITIES).cast(pl.Float64)), traces)
+    quantities = split_by_trace(
+        step_rows.select(TRACE_COLUMN, pl.col(QUANTITIES).cast(pl.Float64)), traces
+    )
     # GPU work that no modelled call owns, with the first reason that holds
     all_work = select_gpu_work_with_steps(traces).with_columns(
         link=pl.Series(np.concatenate([placed.modelled.link for placed in placements])),
@@ -124,7 +158,9 @@ def _compute_roofline(traces: Sequence[Trace], peak: Peak | None, capture: Trace
     )
     unowned = all_work.filter(pl.col("owner") < 0)
     op_reasons = []
-    for trace, placement, trace_rows in zip(traces, placements, split_by_trace(unowned, traces), strict=True):
+    for trace, placement, trace_rows in zip(
+        traces, placements, split_by_trace(unowned, traces), strict=True
+    ):
         ops = trace_rows["op"].drop_nulls().unique()
         group = placement.modelled.group[build_forest(trace).position[ops.to_numpy()]]
         reasons = placement.modelled.groups["reason"].to_list()
@@ -134,7 +170,8 @@ def _compute_roofline(traces: Sequence[Trace], peak: Peak | None, capture: Trace
                     "op": ops,
                     "op_name": trace.events["name"][ops],
                     "failed": pl.Series(
-                        [reasons[row] if row >= 0 else None for row in group.tolist()], dtype=pl.String
+                        [reasons[row] if row >= 0 else None for row in group.tolist()],
+                        dtype=pl.String,
                     ),
                     "recorded": np.isin(ops.to_numpy(), trace.tensors["event"].to_numpy()),
                 }
@@ -145,7 +182,12 @@ def _compute_roofline(traces: Sequence[Trace], peak: Peak | None, capture: Trace
     )
     work = (
         unowned.with_columns(gather_event_column(traces, unowned, "launch", "name").alias("call"))
-        .join(concatenate_by_trace(op_reasons), on=[TRACE_COLUMN, "op"], how="left", maintain_order="left")
+        .join(
+            concatenate_by_trace(op_reasons),
+            on=[TRACE_COLUMN, "op"],
+            how="left",
+            maintain_order="left",
+        )
         .join(replays, on=[TRACE_COLUMN, "event"], how="left")
     )
     in_graph = pl.col("op").is_null() & pl.col("call").str.contains("GraphLaunch", literal=True)
@@ -153,7 +195,10 @@ def _compute_roofline(traces: Sequence[Trace], peak: Peak | None, capture: Trace
         (pl.col("category") == "communication", "communication, which has its own analysis"),
         (pl.col("link"), "a copy between host and device: the link bounds it"),
         (pl.col("launch").is_null(), "its launch is not in the recording"),
-        (in_graph & pl.col("replay").is_null(), "launched by a graph, whose operators are not recorded"),
+        (
+            in_graph & pl.col("replay").is_null(),
+            "launched by a graph, whose operators are not recorded",
+        ),
         (pl.col("op").is_null(), "launched outside every recorded operator"),
         (~pl.col("recorded"), "the shapes of the operator's inputs are not recorded"),
     )
@@ -164,7 +209,9 @@ def _compute_roofline(traces: Sequence[Trace], peak: Peak | None, capture: Trace
         pl.lit("no model for this operator"),
     )
     unmodelled = (
-        work.group_by(TRACE_COLUMN, pl.coalesce("op_name", "name").alias("name"), reason.alias("reason"))
+        work.group_by(
+            TRACE_COLUMN, pl.coalesce("op_name", "name").alias("name"), reason.alias("reason")
+        )
         .agg(pl.len().alias("count"), pl.col("ns").sum().alias("gpu_ns"))
         .sort(TRACE_COLUMN, "gpu_ns", "name", "reason", descending=[False, True, False, False])
     )
@@ -181,7 +228,11 @@ def _compute_roofline(traces: Sequence[Trace], peak: Peak | None, capture: Trace
         spread = [(v.name, v.mean(), v.min(), v.max(), v.count()) for v in values if v.count()]
         names = dict(trace.devices[["device", "name"]].rows())
         devices = [
-            (device, names.get(device), *((peak.name, None) if isinstance(peak, Peak) else (None, peak)))
+            (
+                device,
+                names.get(device),
+                *((peak.name, None) if isinstance(peak, Peak) else (None, peak)),
+            )
             for device, peak in sorted(placement.devices.items())
         ]
         tables = {
@@ -196,28 +247,50 @@ def _compute_roofline(traces: Sequence[Trace], peak: Peak | None, capture: Trace
         for frame in tables.values():
             frame.insert_column(0, rank.new_from_index(0, frame.height))
         timed_on = (
-            "gpu" if placement.modelled.link.size else "host" if placement.calls["time_ns"].count() else "nothing"
+            "gpu"
+            if placement.modelled.link.size
+            else "host"
+            if placement.calls["time_ns"].count()
+            else "nothing"
         )
         out.append(Roofline(**tables, timed_on=timed_on))
     return out
 
 
-def _summarize_operators(traces: Sequence[Trace], placements: Sequence[PlacedCalls]) -> pl.DataFrame:
-    keys = [TRACE_COLUMN, "name", "shapes", "types", "arithmetic", "evidence", "matrix", "rate", "memory_rate"]
-    groups = concatenate_by_trace(placed.modelled.groups[["group", "name", "shapes", "types"]] for placed in placements)
+def _summarize_operators(
+    traces: Sequence[Trace], placements: Sequence[PlacedCalls]
+) -> pl.DataFrame:
+    keys = [
+        TRACE_COLUMN,
+        "name",
+        "shapes",
+        "types",
+        "arithmetic",
+        "evidence",
+        "matrix",
+        "rate",
+        "memory_rate",
+    ]
+    groups = concatenate_by_trace(
+        placed.modelled.groups[["group", "name", "shapes", "types"]] for placed in placements
+    )
     named_calls = concatenate_by_trace(placed.calls for placed in placements).join(
         groups, on=[TRACE_COLUMN, "group"], how="left"
     )
     sums = named_calls.group_by(keys, maintain_order=True).agg(
         pl.len().alias("count"),
-        pl.when(pl.col("time_ns").is_not_null().any()).then(pl.col("time_ns").sum()).alias("total_ns"),
+        pl.when(pl.col("time_ns").is_not_null().any())
+        .then(pl.col("time_ns").sum())
+        .alias("total_ns"),
         pl.col("flops", "bytes").sum(),
         pl.col("compute_ns", "memory_ns").sum(),
         roofline=pl.col("roofline_ns").sum(),
         known=pl.col("roofline_ns").is_not_null().all(),
     )
     on_gpu = pl.Series(
-        "gpu_ns", [int(attribute_to_launches(trace).duration_ns.sum()) for trace in traces], dtype=pl.Int64
+        "gpu_ns",
+        [int(attribute_to_launches(trace).duration_ns.sum()) for trace in traces],
+        dtype=pl.Int64,
     )
     in_calls = pl.col("total_ns").sum().over(TRACE_COLUMN)
     base_ns = pl.when(pl.col("gpu_ns") > 0).then("gpu_ns").otherwise(in_calls).clip(lower_bound=1)
@@ -234,7 +307,9 @@ def _summarize_operators(traces: Sequence[Trace], placements: Sequence[PlacedCal
             peak_byte_rate="memory_rate",
             roofline_ns=pl.when("known").then(pl.col("roofline").round().cast(pl.Int64)),
             roofline_fraction=pl.when(pl.col("known") & has_time).then(pl.col("roofline") / time),
-            bound=pl.when("known").then(pl.when(compute_bound).then(pl.lit("compute")).otherwise(pl.lit("memory"))),
+            bound=pl.when("known").then(
+                pl.when(compute_bound).then(pl.lit("compute")).otherwise(pl.lit("memory"))
+            ),
         )
         .sort(
             TRACE_COLUMN,
@@ -248,11 +323,14 @@ def _summarize_operators(traces: Sequence[Trace], placements: Sequence[PlacedCal
     )
 
 
-def select_modelled_work(trace: Trace, peak: PeakSpec = None, capture: Trace | None = None) -> pl.DataFrame:
-    """The GPU work that a model of its operator covers, with its share of the operator's FLOPs and bytes.
+def select_modelled_work(
+    trace: Trace, peak: PeakSpec = None, capture: Trace | None = None
+) -> pl.DataFrame:
+    """The GPU work that a model of its operator covers, with its share of the operator's FLOPs and
+    bytes.
 
-    An operator that launches several kernels shares its FLOPs, bytes and roofline time over them by their durations;
-    the shares add up to the operator's exactly.
+    An operator that launches several kernels shares its FLOPs, bytes and roofline time over them by
+    their durations; the shares add up to the operator's exactly.
 
     Args:
         trace: A checked trace.
@@ -261,12 +339,14 @@ def select_modelled_work(trace: Trace, peak: PeakSpec = None, capture: Trace | N
         capture: As for `roofline`.
 
     Returns:
-        Columns event (the GPU work), op (event of the outermost modelled operator around its launch; of work that the
-        capture explains, the graph launch), flops, bytes,
-        roofline_ns (null where the peaks are unknown), bound (compute or memory; null likewise). No row for work
-        without a model, nor for copies between host and device, which the link bounds.
+        Columns event (the GPU work), op (event of the outermost modelled operator around its
+        launch; of work that the capture explains, the graph launch), flops, bytes, roofline_ns
+        (null where the peaks are unknown), bound (compute or memory; null likewise). No row for
+        work without a model, nor for copies between host and device, which the link bounds.
     """
-    return _split_over_kernels(trace, place_on_roofline(trace, None if peak is None else parse_peak(peak), capture))
+    return _split_over_kernels(
+        trace, place_on_roofline(trace, None if peak is None else parse_peak(peak), capture)
+    )
 
 
 @cache_last_result
@@ -277,7 +357,9 @@ def _split_over_kernels(trace: Trace, placement: PlacedCalls) -> pl.DataFrame:
     order = np.argsort(position, kind="stable")  # the work of a call together, each call's in order
     position, ns = position[order], work["ns"].to_numpy()[order]
     opens = np.flatnonzero(np.append(True, position[1:] != position[:-1])[: position.size])
-    call_start = np.repeat(opens, np.diff(np.append(opens, position.size)))  # first work of its call
+    call_start = np.repeat(
+        opens, np.diff(np.append(opens, position.size))
+    )  # first work of its call
     sums = np.cumsum(ns) - ns
     rows = pl.DataFrame(
         {
@@ -289,19 +371,31 @@ def _split_over_kernels(trace: Trace, placement: PlacedCalls) -> pl.DataFrame:
             "opens": call_start == np.arange(call_start.size),
         }
     ).join(
-        placement.calls[["position", "flops", "bytes", "roofline_ns", "bound", "gpu_ns", "kernels"]],
+        placement.calls[
+            ["position", "flops", "bytes", "roofline_ns", "bound", "gpu_ns", "kernels"]
+        ],
         on="position",
         how="left",
         maintain_order="left",
     )
-    # Which part of its call is done after each piece of work: by time, by count where no time is recorded.
+    # Which part of its call is done after each piece of work: by time, by count where no time is
+    # recorded.
     has_time = pl.col("gpu_ns") > 0
-    part = pl.when(has_time).then(pl.col("until_ns") / pl.col("gpu_ns")).otherwise(pl.col("nth") / pl.col("kernels"))
+    part = (
+        pl.when(has_time)
+        .then(pl.col("until_ns") / pl.col("gpu_ns"))
+        .otherwise(pl.col("nth") / pl.col("kernels"))
+    )
     shares = pl.col("flops", "bytes", "roofline_ns")
-    total, running = shares.round(0).cast(pl.Int64), (shares * pl.col("done")).round(0).cast(pl.Int64)
+    total, running = (
+        shares.round(0).cast(pl.Int64),
+        (shares * pl.col("done")).round(0).cast(pl.Int64),
+    )
     until = pl.when(pl.col("done") >= 1.0).then(total).otherwise(running)
     # differences of the rounded running share, so that the sum is exact
-    rows = rows.with_columns(done=part).with_columns(until - pl.when("opens").then(0).otherwise(until.shift(1)))
+    rows = rows.with_columns(done=part).with_columns(
+        until - pl.when("opens").then(0).otherwise(until.shift(1))
+    )
     shared = rows.pipe(cast_to_schema, MODELLED)
     back = np.empty_like(order)
     back[order] = np.arange(order.size)

@@ -29,12 +29,13 @@ SCHEMA = build_schema("step name start_ns duration_ns complete lag_ns launch_cou
 
 @dataclass(frozen=True)
 class StepTimes(Result):
-    """The steps of a trace and their spread. The statistics are over complete steps; None without any.
+    """The steps of a trace and their spread. The statistics are over complete steps; None without
+    any.
 
     Attributes:
         steps: step, name, start_ns, duration_ns (to the start of the next step), complete, lag_ns (from the end of the
-            step to the end of the last GPU work launched in it, 0 where that ended before; null without GPU work),
-            launch_count (calls in the step that submitted GPU work).
+            step to the end of the last GPU work launched in it, 0 where that ended before; null
+            without GPU work), launch_count (calls in the step that submitted GPU work).
         count: Number of complete steps.
         median_ns: Median duration, rounded down.
         min_ns: Shortest.
@@ -104,7 +105,10 @@ def _compute_step_times(traces: Sequence[Trace]) -> Iterable[StepTimes]:
         select_gpu_work_with_steps(traces)[[TRACE_COLUMN, "launch", "end_ns", "step"]]
         .drop_nulls(["launch", "step"])
         .group_by(TRACE_COLUMN, "step")
-        .agg(last_end_ns=pl.col("end_ns").max(), launch_count=pl.col("launch").n_unique().cast(pl.Int64))
+        .agg(
+            last_end_ns=pl.col("end_ns").max(),
+            launch_count=pl.col("launch").n_unique().cast(pl.Int64),
+        )
     )
     steps = (
         concatenate_by_trace(trace.steps for trace in traces)
@@ -164,14 +168,18 @@ def cut(start_ns: Ints, end_ns: Ints, at_ns: Ints) -> CutStretches:
     cuts = first[source] + piece_number
     low, high = start_ns[source], end_ns[source]
     low = np.where(piece_number > 0, gather_rows(at_ns, np.clip(cuts - 1, 0, at_ns.size - 1)), low)
-    high = np.where(piece_number < cut_count[source], gather_rows(at_ns, np.clip(cuts, 0, at_ns.size - 1)), high)
+    high = np.where(
+        piece_number < cut_count[source], gather_rows(at_ns, np.clip(cuts, 0, at_ns.size - 1)), high
+    )
     return CutStretches(source, low, high)
 
 
 def split_at_steps(trace: Trace, start_ns: Ints, end_ns: Ints) -> tuple[CutStretches, Ints]:
-    """Cut every stretch at the bounds of steps; the pieces, and the step of each (NO_STEP outside all steps).
+    """Cut every stretch at the bounds of steps; the pieces, and the step of each (NO_STEP outside
+    all steps).
 
-    The stretches lie in the trace's window and are not empty; whole ones come first, in their order.
+    The stretches lie in the trace's window and are not empty; whole ones come first, in their
+    order.
     """
     plan = build_tiles(trace)
     steps = np.append(trace.steps["step"].cast(pl.Int64).to_numpy(), NO_STEP)[plan.row]
@@ -181,7 +189,9 @@ def split_at_steps(trace: Trace, start_ns: Ints, end_ns: Ints) -> tuple[CutStret
     crossing = end_ns > gather_rows(plan.spans.end, first)
     rows = np.flatnonzero(crossing)
     if not rows.size:
-        return CutStretches(np.arange(start_ns.size, like=start_ns), start_ns, end_ns), gather_rows(steps, first)
+        return CutStretches(np.arange(start_ns.size, like=start_ns), start_ns, end_ns), gather_rows(
+            steps, first
+        )
     uncut = np.flatnonzero(~crossing)
     shared = find_overlaps(start_ns[rows], end_ns[rows], plan.spans)
     stretches = CutStretches(
@@ -189,7 +199,9 @@ def split_at_steps(trace: Trace, start_ns: Ints, end_ns: Ints) -> tuple[CutStret
         np.concatenate([start_ns[uncut], shared.start]),
         np.concatenate([end_ns[uncut], shared.end]),
     )
-    return stretches, np.concatenate([gather_rows(steps, first[uncut]), gather_rows(steps, shared.right)])
+    return stretches, np.concatenate(
+        [gather_rows(steps, first[uncut]), gather_rows(steps, shared.right)]
+    )
 
 
 def contains(spans: Spans, time_ns: Ints) -> Bools:
@@ -202,7 +214,9 @@ def contains(spans: Spans, time_ns: Ints) -> Bools:
 
 @cache_per_trace
 def select_whole_steps(trace: Trace) -> pl.DataFrame:
-    """The steps that a spread is taken over: step (Int32), how `many` there are; all that are recorded completely."""
+    """The steps that a spread is taken over: step (Int32), how `many` there are; all that are
+    recorded completely.
+    """
     return trace.steps.filter("complete").select("step", many=pl.len())
 
 
@@ -215,7 +229,8 @@ def summarize_durations(ns: pl.Expr) -> list[pl.Expr]:
 def build_spread_schema(*values: str) -> pl.Schema:
     """The columns that `per_step` gives for these values, without the keys."""
     return build_schema(
-        *(f"{statistic}_{value}" for value in values for statistic in ("mean", "min", "max")), "step_count"
+        *(f"{statistic}_{value}" for value in values for statistic in ("mean", "min", "max")),
+        "step_count",
     )
 
 
@@ -229,17 +244,22 @@ def summarize_per_step(
         keys: What a row of the answer stands for.
         values: Integer columns to add up, each named `something_ns`, `something_bytes` or `something_count`.
         steps: Of `whole_steps`. A step in which a key does not occur counts as 0, because there it was not done. Of
-            several traces (`stacked`) the frame has the column `trace`, too, which is one of the keys.
+            several traces (`stacked`) the frame has the column `trace`, too, which is one of the
+            keys.
 
     Returns:
-        The keys, then for every value `mean_<value>` (Float64), `min_<value>` and `max_<value>` (Int64), and
-        `step_count` (steps in which the key occurs). Without whole steps: no rows.
+        The keys, then for every value `mean_<value>` (Float64), `min_<value>` and `max_<value>`
+        (Int64), and `step_count` (steps in which the key occurs). Without whole steps: no rows.
     """
     if not steps.height:
-        return pl.DataFrame(schema={**{key: frame.schema[key] for key in keys}, **build_spread_schema(*values)})
+        return pl.DataFrame(
+            schema={**{key: frame.schema[key] for key in keys}, **build_spread_schema(*values)}
+        )
     in_steps = frame.join(steps, on=steps.columns[:-1], how="inner", maintain_order="left")
     count_column = pl.col("many").first()
-    sums = in_steps.group_by(*keys, "step", maintain_order=True).agg(pl.col(values).sum().cast(pl.Int64), count_column)
+    sums = in_steps.group_by(*keys, "step", maintain_order=True).agg(
+        pl.col(values).sum().cast(pl.Int64), count_column
+    )
     everywhere = pl.len() == count_column
     spread = sums.group_by(*keys, maintain_order=True).agg(
         *(
@@ -247,7 +267,11 @@ def summarize_per_step(
             for v in values
             for statistic in (
                 pl.col(v).sum().alias(f"mean_{v}"),
-                pl.when(everywhere).then(pl.col(v).min()).otherwise(0).cast(pl.Int64).alias(f"min_{v}"),
+                pl.when(everywhere)
+                .then(pl.col(v).min())
+                .otherwise(0)
+                .cast(pl.Int64)
+                .alias(f"min_{v}"),
                 pl.col(v).max().alias(f"max_{v}"),
             )
         ),
@@ -257,7 +281,8 @@ def summarize_per_step(
     step_count: int = steps["many"][0]
     totals = [pl.col(f"mean_{v}") for v in values]
     means = [
-        divide_by_trace_total(total, pl.col("many")) if TRACE_COLUMN in keys else total / step_count for total in totals
+        divide_by_trace_total(total, pl.col("many")) if TRACE_COLUMN in keys else total / step_count
+        for total in totals
     ]
     spread = spread.with_columns(means)
     spread.drop_in_place("many")

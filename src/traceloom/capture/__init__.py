@@ -1,4 +1,5 @@
-"""Recording, inside the user's process. Nothing here imports more than the standard library and the user's torch.
+"""Recording, inside the user's process. Nothing here imports more than the standard library and the
+user's torch.
 
 with traceloom.record("run1", steps="20..25") as recording: ...
 traceloom.step()

@@ -1,4 +1,6 @@
-"""Begins to record this process: called by the start-up hook when torch has been imported, or by `record`."""
+"""Begins to record this process: called by the start-up hook when torch has been imported, or by
+`record`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def begin() -> None:
     record_milestone(f"{os.getpid()}.torch")
     try:
         settings = parse_settings(text)
-    except InputError as error:  # this process has imported another Traceloom than the one that records
+    except (
+        InputError
+    ) as error:  # this process has imported another Traceloom than the one that records
         print_once(error.slug, f"nothing is recorded: {error.message}")
         return
     attach(settings)
@@ -41,10 +45,15 @@ def is_torch_supported() -> bool:
     """Whether this torch can be recorded; says so where it cannot."""
     import torch
 
-    numbers = tuple(int(word) for word in torch.__version__.split("+")[0].split(".")[:2] if word.isdigit())
+    numbers = tuple(
+        int(word) for word in torch.__version__.split("+")[0].split(".")[:2] if word.isdigit()
+    )
     if numbers >= MINIMUM_TORCH:
         return True
-    print_once("old-torch", f"nothing is recorded: torch 2.4 or newer is needed, this is {torch.__version__}")
+    print_once(
+        "old-torch",
+        f"nothing is recorded: torch 2.4 or newer is needed, this is {torch.__version__}",
+    )
     return False
 
 
@@ -76,8 +85,9 @@ def attach(settings: Settings, *, in_child: bool = False) -> Any:
 def handle_fork(parent: Any) -> None:
     """In a forked child: it never continues the parent's recording.
 
-    The child may be a rank of its own (`torch.multiprocessing` with fork), so it is attached anew and waits for its
-    first module call or optimizer step. Where the parent was being recorded, only a child with a process group counts.
+    The child may be a rank of its own (`torch.multiprocessing` with fork), so it is attached anew
+    and waits for its first module call or optimizer step. Where the parent was being recorded, only
+    a child with a process group counts.
     """
     global _recorder
     in_graph_step = parent.graph is not None
@@ -91,7 +101,9 @@ def handle_fork(parent: Any) -> None:
 
 @dataclass
 class _ReplacedFunction:
-    """A function of a stranger's class or module that we have replaced; `remove` puts the original back."""
+    """A function of a stranger's class or module that we have replaced; `remove` puts the original
+    back.
+    """
 
     kind: Any
     name: str
@@ -132,7 +144,8 @@ class _Attachment:
         )
         self._yielding.install()
         self.watch_compiler()
-        # A process that serves a DataLoader is not recorded; nobody can tell until it begins to serve.
+        # A process that serves a DataLoader is not recorded; nobody can tell until it begins to
+        # serve.
         worker_loop = workers._worker_loop  # noqa: SLF001
 
         @functools.wraps(worker_loop)
@@ -147,8 +160,9 @@ class _Attachment:
         recorder.on_start = self.endings.watch_signals
         recorder.attachment = self
         self.set_alarm()
-        # There is something to record at once, or with the first device, module or optimizer call: with stacks the
-        # imports to come would be recorded, millions of calls; in a fork, what the parent was doing.
+        # There is something to record at once, or with the first device, module or optimizer call:
+        # with stacks the imports to come would be recorded, millions of calls; in a fork, what the
+        # parent was doing.
         if not in_child and (recorder.settings.early or not recorder.settings.stacks):
             if main_thread.is_device_ready(torch):
                 recorder.torch_imported()
@@ -191,7 +205,10 @@ class _Attachment:
     def watch_steps(self) -> None:
         import torch
         from torch.amp.grad_scaler import GradScaler
-        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+        from torch.optim.optimizer import (
+            register_optimizer_step_post_hook,
+            register_optimizer_step_pre_hook,
+        )
 
         from traceloom.capture.kineto import exclude_from_compile
 
@@ -206,7 +223,9 @@ class _Attachment:
             if self._waiting and self.inherits_kineto:
                 return
             frame = sys._getframe(1)  # noqa: SLF001
-            annotated = frame.f_code.co_name == "wrapper" and "profile_name" in frame.f_code.co_varnames
+            annotated = (
+                frame.f_code.co_name == "wrapper" and "profile_name" in frame.f_code.co_varnames
+            )
             recorder.optimizer_stepped(optimizer, frame if annotated else None)
 
         exclude_from_compile(before)
@@ -217,7 +236,9 @@ class _Attachment:
         def scaled_step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             steps = self._optimizer_steps
             result = scale_and_step(scaler, optimizer, *args, **kwargs)
-            if steps == self._optimizer_steps:  # gradients were infinite: the optimizer was left out, the step was not
+            if (
+                steps == self._optimizer_steps
+            ):  # gradients were infinite: the optimizer was left out, the step was not
                 recorder.optimizer_stepped(optimizer)
             return result
 
@@ -226,8 +247,12 @@ class _Attachment:
         @functools.wraps(passes)
         def backward(*args: Any, **kwargs: Any) -> Any:
             result = passes(*args, **kwargs)
-            if self._has_optimizer is None:  # asked once, with the first pass: optimizers are made before
-                self._has_optimizer = any(issubclass(type(obj), torch.optim.Optimizer) for obj in gc.get_objects())
+            if (
+                self._has_optimizer is None
+            ):  # asked once, with the first pass: optimizers are made before
+                self._has_optimizer = any(
+                    issubclass(type(obj), torch.optim.Optimizer) for obj in gc.get_objects()
+                )
             if not self._has_optimizer:
                 recorder.backward_ended()
             return result
@@ -268,7 +293,9 @@ class _Attachment:
         recorder.deadline_changed = self._alarm.changed
 
     def watch_compiler(self) -> None:
-        """Code is compiled with the hooks that are set then, so ours for the first call must be removed before."""
+        """Code is compiled with the hooks that are set then, so ours for the first call must be
+        removed before.
+        """
         import torch
         import torch.nn.modules.module as modules
 
@@ -282,7 +309,9 @@ class _Attachment:
 
         @functools.wraps(has_hooks)
         def has_hooks_of_the_program() -> bool:
-            """PyTorch warns of global hooks where a module is compiled; ours are no concern of the user."""
+            """PyTorch warns of global hooks where a module is compiled; ours are no concern of the
+            user.
+            """
             own_ids = {hook.id for hook in self._hooks if hasattr(hook, "hooks_dict_ref")}
             hooks = ("backward_pre", "backward", "forward", "forward_pre")
             return any(set(getattr(modules, f"_global_{name}_hooks")) - own_ids for name in hooks)
@@ -299,7 +328,10 @@ class _Attachment:
             self._alarm.changed()
 
     def called(self, *, by: str = "module") -> None:
-        """The first call has come. Who compiles something need not use it: libraries do that when they are imported."""
+        """The first call has come.
+
+        Who compiles something need not use it: libraries do that when they are imported.
+        """
         from traceloom.capture import distributed, main_thread
 
         if self.inherits_kineto and not main_thread.is_loader_worker():

@@ -1,7 +1,8 @@
-"""Asks the fleet's service for a trace of this job, from within its training loop; the standard library alone.
+"""Asks the fleet's service for a trace of this job, from within its training loop; the standard
+library alone.
 
-Everything that could wait happens in a thread of its own, and nothing of it is raised: the loop goes on whether the
-service is there, slow, or something else that listens.
+Everything that could wait happens in a thread of its own, and nothing of it is raised: the loop
+goes on whether the service is there, slow, or something else that listens.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _MAX_ANSWER_BYTES = 1 << 20
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 10.0
 _MAX_TRY_S = 300.0
 _JOBS = ("SLURM_JOB_ID_HET_GROUP_0", "SLURM_JOB_ID_PACK_GROUP_0", "SLURM_JOB_ID", "SLURM_JOBID")
-_TRANSIENT_REFUSALS = frozenset({"no-such-job", "not-leading", "no-service"})  # agents tell of a job now and then
+_TRANSIENT_REFUSALS = frozenset(
+    {"no-such-job", "not-leading", "no-service"}
+)  # agents tell of a job now and then
 
 
 class _RefusedError(Exception):
@@ -82,13 +85,21 @@ class Autoprofile:
         if rank:  # the first one asks for all
             return
         if not self._job:
-            raise _RefusedError("nothing says which job this is: name it with job=, or set TRACELOOM_JOB", lasts=True)
+            raise _RefusedError(
+                "nothing says which job this is: name it with job=, or set TRACELOOM_JOB",
+                lasts=True,
+            )
         if not self._server:
-            raise _RefusedError("nothing says where the service is: server=, or TRACELOOM_SERVER", lasts=True)
+            raise _RefusedError(
+                "nothing says where the service is: server=, or TRACELOOM_SERVER", lasts=True
+            )
         address = ServiceAddress.of(self._server)
         if self._labels:
             self._until_taken(
-                address, "PUT", f"jobs/{quote(self._job, safe='')}", lambda: dict[str, object](self._labels)
+                address,
+                "PUT",
+                f"jobs/{quote(self._job, safe='')}",
+                lambda: dict[str, object](self._labels),
             )
         while self._at_step and ((left_s := self._left_s()) is None or left_s > _AHEAD_S):
             if self._ended.wait(_POLL_S):
@@ -98,7 +109,9 @@ class Autoprofile:
             self.request = str(answer.get("id", ""))[:64]
 
     def _left_s(self) -> float | None:
-        """Seconds until the step, by the pace of those that were made; None where that is not known."""
+        """Seconds until the step, by the pace of those that were made; None where that is not
+        known.
+        """
         if self._made < 2:
             return None
         return (self._at_step - self._made) * (self._last_s - self._first_s) / (self._made - 1)
@@ -106,14 +119,23 @@ class Autoprofile:
     def _body(self) -> dict[str, object]:
         left_s = self._left_s() or 0.0
         return {
-            "wanted": {"job": self._job, "steps": self._steps}, "start": "step", "at_step": self._at_step,
-            "after_s": min(max(left_s, 0.0), 3600.0), "mark": f"autoprofile {self._at_step}",
-        }  # fmt: skip
+            "wanted": {"job": self._job, "steps": self._steps},
+            "start": "step",
+            "at_step": self._at_step,
+            "after_s": min(max(left_s, 0.0), 3600.0),
+            "mark": f"autoprofile {self._at_step}",
+        }
 
     def _until_taken(
-        self, address: ServiceAddress, method: str, route: str, body: Callable[[], dict[str, object]]
+        self,
+        address: ServiceAddress,
+        method: str,
+        route: str,
+        body: Callable[[], dict[str, object]],
     ) -> dict[str, object] | None:
-        """The answer of the service, asked again until it takes it or it is too late; None where the loop has ended."""
+        """The answer of the service, asked again until it takes it or it is too late; None where
+        the loop has ended.
+        """
         wait_s, until = _FIRST_WAIT_S, time.monotonic() + _MAX_TRY_S
         while True:
             try:
@@ -126,7 +148,9 @@ class Autoprofile:
                 return None
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
-    def _exchange(self, address: ServiceAddress, method: str, route: str, body: bytes) -> dict[str, object]:
+    def _exchange(
+        self, address: ServiceAddress, method: str, route: str, body: bytes
+    ) -> dict[str, object]:
         connection = address.connection(_SILENT_S)
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._token}"}
         try:
@@ -143,7 +167,9 @@ class Autoprofile:
                 watchdog.cancel()
         except Exception as error:
             # Whatever a stranger sends is no answer; of the network, it may come back.
-            raise _RefusedError(f"the service does not answer: {error or type(error).__name__}", lasts=False) from error
+            raise _RefusedError(
+                f"the service does not answer: {error or type(error).__name__}", lasts=False
+            ) from error
         finally:
             connection.close()
         try:
@@ -151,13 +177,20 @@ class Autoprofile:
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict) or 300 <= response.status < 400:
-            raise _RefusedError(f"what answers at {self._server} is no service of a fleet", lasts=True)
+            raise _RefusedError(
+                f"what answers at {self._server} is no service of a fleet", lasts=True
+            )
         if response.status >= 400:
             problem = answer.get("error")
             problem = problem if isinstance(problem, dict) else {}
-            lasts = response.status < 500 and response.status != 429 and problem.get("slug") not in _TRANSIENT_REFUSALS
+            lasts = (
+                response.status < 500
+                and response.status != 429
+                and problem.get("slug") not in _TRANSIENT_REFUSALS
+            )
             raise _RefusedError(
-                f"the service refuses: {str(problem.get('message', response.status))[:300]}", lasts=lasts
+                f"the service refuses: {str(problem.get('message', response.status))[:300]}",
+                lasts=lasts,
             )
         return answer
 
@@ -168,14 +201,22 @@ def _close_connection(connection: socket.socket) -> None:
 
 
 def autoprofile(
-    server: str = "", *, job: str = "", model: str = "", framework: str = "", product: str = "", at_step: int = 0,
-    steps: int = 3, token: str = "",
-) -> Autoprofile:  # fmt: skip
+    server: str = "",
+    *,
+    job: str = "",
+    model: str = "",
+    framework: str = "",
+    product: str = "",
+    at_step: int = 0,
+    steps: int = 3,
+    token: str = "",
+) -> Autoprofile:
     """Ask the fleet's service for a trace of all ranks of this job that begins with a step.
 
-    Call it once, before the loop, and `step()` of what it returns after each step. It never raises and never waits:
-    what goes wrong is one line on standard error, and in `trouble`. Only the first rank asks, and one request is made,
-    however many ask. The job is one that agents see (`traceloom agent env`).
+    Call it once, before the loop, and `step()` of what it returns after each step. It never raises
+    and never waits: what goes wrong is one line on standard error, and in `trouble`. Only the first
+    rank asks, and one request is made, however many ask. The job is one that agents see (`traceloom
+    agent env`).
 
     Args:
         server: Where the service is, `https://...`; "": as `TRACELOOM_SERVER` says.
@@ -197,6 +238,10 @@ def autoprofile(
     job = job or os.environ.get("TRACELOOM_JOB", "") or (f"slurm-{slurm}" if slurm else "")
     labels = {"model": model, "framework": framework, "product": product}
     return Autoprofile(
-        server or os.environ.get("TRACELOOM_SERVER", ""), token or os.environ.get("TRACELOOM_TOKEN", ""), job,
-        {name: value for name, value in labels.items() if value}, at_step, steps,
-    )  # fmt: skip
+        server or os.environ.get("TRACELOOM_SERVER", ""),
+        token or os.environ.get("TRACELOOM_TOKEN", ""),
+        job,
+        {name: value for name, value in labels.items() if value},
+        at_step,
+        steps,
+    )

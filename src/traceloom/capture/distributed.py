@@ -1,8 +1,9 @@
 """The process's place in the job, its groups, and its collective calls.
 
-PyTorch's traces lose which gloo call used which group. Two sources give it back: PyTorch's flight recorder (which
-sees every call, also those that DDP makes in C++; torch >= 2.8 for gloo), and a thin wrapper around the methods of
-`ProcessGroup`, in place only while the window is recorded (which knows roots, peers and threads).
+PyTorch's traces lose which gloo call used which group. Two sources give it back: PyTorch's flight
+recorder (which sees every call, also those that DDP makes in C++; torch >= 2.8 for gloo), and a
+thin wrapper around the methods of `ProcessGroup`, in place only while the window is recorded (which
+knows roots, peers and threads).
 """
 
 # ruff: noqa: SLF001  (PyTorch offers these things by private names only)
@@ -48,15 +49,42 @@ KINDS = {
 }
 _OUTPUT_FIRST = {"all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"}
 _ITEM_BYTES = {
-    "Byte": 1, "Char": 1, "Bool": 1, "Short": 2, "Half": 2, "BFloat16": 2, "Int": 4, "Float": 4, "Long": 8,
-    "Double": 8, "ComplexHalf": 4, "ComplexFloat": 8, "ComplexDouble": 16, "UInt16": 2, "UInt32": 4, "UInt64": 8,
-    "Float8_e4m3fn": 1, "Float8_e5m2": 1, "Float8_e4m3fnuz": 1, "Float8_e5m2fnuz": 1, "Float8_e8m0fnu": 1,
-}  # fmt: skip
+    "Byte": 1,
+    "Char": 1,
+    "Bool": 1,
+    "Short": 2,
+    "Half": 2,
+    "BFloat16": 2,
+    "Int": 4,
+    "Float": 4,
+    "Long": 8,
+    "Double": 8,
+    "ComplexHalf": 4,
+    "ComplexFloat": 8,
+    "ComplexDouble": 16,
+    "UInt16": 2,
+    "UInt32": 4,
+    "UInt64": 8,
+    "Float8_e4m3fn": 1,
+    "Float8_e5m2": 1,
+    "Float8_e4m3fnuz": 1,
+    "Float8_e5m2fnuz": 1,
+    "Float8_e8m0fnu": 1,
+}
 _TYPE_NAMES = {
-    "float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16", "int64": "Long",
-    "int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte", "bool": "Bool", "complex64": "ComplexFloat",
+    "float32": "Float",
+    "float64": "Double",
+    "float16": "Half",
+    "bfloat16": "BFloat16",
+    "int64": "Long",
+    "int32": "Int",
+    "int16": "Short",
+    "int8": "Char",
+    "uint8": "Byte",
+    "bool": "Bool",
+    "complex64": "ComplexFloat",
     "complex128": "ComplexDouble",
-}  # fmt: skip
+}
 
 _RANK_VARIABLES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -67,7 +95,8 @@ _RANK_VARIABLES = (
 
 
 _LAUNCH = "TORCHELASTIC_RUN_ID"
-# What all ranks of a job share, also after a restart, and no other job. Not MASTER_ADDR: hosts may spell it anyhow.
+# What all ranks of a job share, also after a restart, and no other job. Not MASTER_ADDR: hosts may
+# spell it anyhow.
 _JOB_VARIABLES = (_LAUNCH, "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 _PARENT = "TRACELOOM_PARENT"
 _parent = ("", "")  # the recorded process that started this one, and what its launcher had told it
@@ -95,16 +124,22 @@ def read_rank_and_world() -> tuple[int | None, int | None, int | None]:
 
 
 def identify_job() -> str | None:
-    """Names the job of this process: equal for its ranks, another for any other job; None for a process on its own."""
+    """Names the job of this process: equal for its ranks, another for any other job; None for a
+    process on its own.
+    """
     _, size, _ = read_rank_and_world()
-    names = {variable: os.environ[variable] for variable in _JOB_VARIABLES if os.environ.get(variable)}
+    names = {
+        variable: os.environ[variable] for variable in _JOB_VARIABLES if os.environ.get(variable)
+    }
     if size is None or (size == 1 and _LAUNCH not in names):
         return None
     return hashlib.sha256(json.dumps([size, names]).encode()).hexdigest()[:12]
 
 
 def mark_children() -> None:
-    """Note what started this process, and let those that it starts know that they inherit its launcher's variables."""
+    """Note what started this process, and let those that it starts know that they inherit its
+    launcher's variables.
+    """
     global _parent
     process, _, inherited = os.environ.get(_PARENT, "").partition(" ")
     if process != str(os.getpid()):
@@ -136,7 +171,9 @@ def _read_number(variable: str) -> int | None:
 
 
 def describe_groups() -> list[dict[str, Any]]:
-    """Every process group of this process: name, description, backend, and its members as global ranks."""
+    """Every process group of this process: name, description, backend, and its members as global
+    ranks.
+    """
     if get_distributed() is None:
         return []
     world = sys.modules["torch.distributed.distributed_c10d"]._world
@@ -180,7 +217,8 @@ class CollectiveLog:
     def stop(self) -> dict[str, Any] | None:
         """End, and give the columns; None where nothing was called.
 
-        All columns have one length. `group` is an index into `groups`, `kind` into `kinds`, `type` into `types`.
+        All columns have one length. `group` is an index into `groups`, `kind` into `kinds`, `type`
+        into `types`.
         """
         end_ns = time.time_ns()
         for name, original in self._originals.items():
@@ -217,7 +255,13 @@ class CollectiveLog:
                 except RuntimeError:
                     sequence = None
                 calls.append(
-                    (name, group, _compute_sizes(name, args), _find_peer(name, args), (start, end, thread(), sequence))
+                    (
+                        name,
+                        group,
+                        _compute_sizes(name, args),
+                        _find_peer(name, args),
+                        (start, end, thread(), sequence),
+                    )
                 )
 
         method.__name__ = name
@@ -225,7 +269,9 @@ class CollectiveLog:
         return method
 
     def _merge(self, recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Join both sources: a recorded call belongs to the wrapper's call of that group during which it was made."""
+        """Join both sources: a recorded call belongs to the wrapper's call of that group during
+        which it was made.
+        """
         names = sys.modules["torch.distributed.distributed_c10d"]._world.pg_names
         rows = list(recorded)
         by_group: dict[str, list[dict[str, Any]]] = {}
@@ -248,11 +294,17 @@ class CollectiveLog:
             if not matched:
                 rows.append(
                     {
-                        "group": group_name, "sequence": sequence, "kind": KINDS[name], "type": kind_type,
-                        "bytes_in": bytes_in, "bytes_out": bytes_out, "peer": _get_global_rank(group, peer),
-                        "start_ns": start, "thread": thread,
+                        "group": group_name,
+                        "sequence": sequence,
+                        "kind": KINDS[name],
+                        "type": kind_type,
+                        "bytes_in": bytes_in,
+                        "bytes_out": bytes_out,
+                        "peer": _get_global_rank(group, peer),
+                        "start_ns": start,
+                        "thread": thread,
                     }
-                )  # fmt: skip
+                )
         return rows
 
 
@@ -267,7 +319,9 @@ def _iterate_tensors(value: Any) -> Iterable[Any]:
 def _compute_sizes(name: str, args: tuple[Any, ...]) -> tuple[str, int, int]:
     """Element type, and bytes that go in and come out on this rank."""
     first = list(_iterate_tensors(args[0])) if args else []
-    second = list(_iterate_tensors(args[1])) if len(args) > 1 and KINDS[name] in _OUTPUT_FIRST else []
+    second = (
+        list(_iterate_tensors(args[1])) if len(args) > 1 and KINDS[name] in _OUTPUT_FIRST else []
+    )
     outputs, inputs = (first, second) if KINDS[name] in _OUTPUT_FIRST else (first, first)
     any_tensor = next(iter(first or second), None)
     kind = str(any_tensor.dtype).removeprefix("torch.") if any_tensor is not None else ""
@@ -299,9 +353,13 @@ def _get_global_rank(group: Any, rank: int | None) -> int | None:
 
 
 def _read_flight_recorder(begin_ns: int, end_ns: int) -> list[dict[str, Any]]:
-    """The calls that PyTorch's own flight recorder saw in this span of time; none where it is missing or off."""
+    """The calls that PyTorch's own flight recorder saw in this span of time; none where it is
+    missing or off.
+    """
     c10d = sys.modules["torch._C._distributed_c10d"]
-    dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
+    dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(
+        c10d, "_dump_nccl_trace_json", None
+    )
     if dump is None:
         return []
     threads = {str(thread.ident): thread.native_id for thread in threading.enumerate()}
@@ -312,7 +370,9 @@ def _read_flight_recorder(begin_ns: int, end_ns: int) -> list[dict[str, Any]]:
             continue
         kind, peer = _parse_recorded_kind(str(entry.get("profiling_name") or ""))
         types = entry.get("input_dtypes") or entry.get("output_dtypes") or [""]
-        sequence = entry.get("p2p_seq_id") if entry.get("is_p2p") else entry.get("collective_seq_id")
+        sequence = (
+            entry.get("p2p_seq_id") if entry.get("is_p2p") else entry.get("collective_seq_id")
+        )
         rows.append(
             {
                 "group": str((entry.get("process_group") or [""])[0]),
@@ -331,7 +391,9 @@ def _read_flight_recorder(begin_ns: int, end_ns: int) -> list[dict[str, Any]]:
 
 
 def _parse_recorded_kind(name: str) -> tuple[str, int | None]:
-    """`gloo:all_reduce`, `nccl:_all_gather_base`, `nccl:send 0->1` -> kind, and the peer where the name has it."""
+    """`gloo:all_reduce`, `nccl:_all_gather_base`, `nccl:send 0->1` -> kind, and the peer where the
+    name has it.
+    """
     bare = name.split(":", 1)[-1]
     arrow = re.fullmatch(r"(send|recv)\s+\d+\s*(?:->|<-)\s*(\d+)", bare)
     if arrow:

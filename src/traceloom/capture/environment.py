@@ -15,8 +15,13 @@ import torch
 def describe() -> dict[str, Any]:
     """Host, processor, devices and versions of this process. Never initialises a device."""
     processor = None
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
-        processor = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), None)
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file,  # noqa: PTH123
+    ):
+        processor = next(
+            (line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), None
+        )
     if processor is None:  # not Linux, or no processor of a PC; this may start a process
         processor = platform.processor() or None
     version = torch.version
@@ -37,7 +42,9 @@ def describe() -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": processor,
         "logical_cpus": os.cpu_count(),
-        "usable_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "usable_cpus": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "devices": describe_devices(),
         "versions": {name: str(value) for name, value in versions.items() if value},

@@ -19,7 +19,10 @@ from traceloom.errors import CaptureError, OutputError
 
 
 def step() -> None:
-    """Say that a step of your loop has ended. Overrules every other notion of a step; free when nothing records."""
+    """Say that a step of your loop has ended.
+
+    Overrules every other notion of a step; free when nothing records.
+    """
     recorder = get_recorder()
     if recorder is not None:
         recorder.step_called()
@@ -46,18 +49,24 @@ class Recording:
     def __enter__(self) -> Recording:  # noqa: PYI034  (never subclassed)
         if importlib.util.find_spec("torch") is None:
             raise CaptureError(
-                "torch is not installed, so there is nothing to record", slug="no-torch", hint="pip install torch"
+                "torch is not installed, so there is nothing to record",
+                slug="no-torch",
+                hint="pip install torch",
             )
         running = get_recorder()
         if running is not None:
             self.path = Path(running.settings.shown)
-            print_once("already-recording", f"this process is being recorded into `{self.path}` already; that goes on")
+            print_once(
+                "already-recording",
+                f"this process is being recorded into `{self.path}` already; that goes on",
+            )
             return self
         if not is_torch_supported():
             return self
         from traceloom.capture.distributed import read_rank_and_world
 
-        # Claim the directory for this rank. An earlier capture in it stays until the new one is whole.
+        # Claim the directory for this rank. An earlier capture in it stays until the new one is
+        # whole.
         rank, _, _ = read_rank_and_world()
         notes = self.path / writing.NOTES
         if not self._force and (self.path / f"rank{rank or 0}.{manifest.NAME}").exists():
@@ -73,7 +82,9 @@ class Recording:
             old = manifest.list_files(self.path) if self._force else {}
             if old:
                 self._old = {} if rank else old
-                self._settings = replace(self._settings, directory=str(notes / "new"), replaces=str(self.path))
+                self._settings = replace(
+                    self._settings, directory=str(notes / "new"), replaces=str(self.path)
+                )
         except OSError as error:
             self._release()
             raise OutputError(
@@ -89,7 +100,10 @@ class Recording:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
     ) -> None:
         recorder, self._recorder = self._recorder, None
         if recorder is None:
@@ -109,7 +123,9 @@ class Recording:
                     manifest.replace_capture(made, self.path, self._old, {}, storage.stem())
                     in_place = True
             except (OSError, ValueError) as problem:
-                print_message(f"the parts of the capture could not be put together: {problem} [not-merged]")
+                print_message(
+                    f"the parts of the capture could not be put together: {problem} [not-merged]"
+                )
             if in_place and not self._settings.quiet:
                 print_message(f"wrote `{self.path}`; next: traceloom report {self.path}")
         self._release()
@@ -150,7 +166,8 @@ def record(
         stacks: Record Python call stacks and modules.
         memory: Record allocations.
         force: Replace an earlier capture in that directory, when the new one is whole.
-        **options: `after` and `duration` in seconds instead of steps; `shapes`, `graph_step`, `sources` and `quiet` as
+        **options: `after` and `duration` in seconds instead of steps; `shapes`, `graph_step`,
+        `sources` and `quiet` as
             in `traceloom record --help`.
 
     Returns:
@@ -163,7 +180,9 @@ def record(
     """
     check_times(options.get("after"), options.get("duration"), steps)
     first, count = parse_steps(steps)
-    settings = Settings(os.fspath(directory), first_step=first, step_count=count, stacks=stacks, memory=memory)
+    settings = Settings(
+        os.fspath(directory), first_step=first, step_count=count, stacks=stacks, memory=memory
+    )
     settings = replace(settings, **options)
     settings = replace(settings, whole=steps is None and not settings.by_time)
     if settings.whole:

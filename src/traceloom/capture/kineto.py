@@ -1,10 +1,10 @@
 """Runs Kineto and the host observer; hides their log lines; keeps the compiler out.
 
-Their lines come from C++ straight to descriptor 2. While we start or stop them, that descriptor leads to a temporary
-file; what is not theirs is passed on at once afterwards.
+Their lines come from C++ straight to descriptor 2. While we start or stop them, that descriptor
+leads to a temporary file; what is not theirs is passed on at once afterwards.
 
-A recorder of every thread can be stopped by any of them. The state of the other kind belongs to the thread that starts
-it, and only that thread may stop it (another one would crash).
+A recorder of every thread can be stopped by any of them. The state of the other kind belongs to the
+thread that starts it, and only that thread may stop it (another one would crash).
 """
 
 # ruff: noqa: SLF001  (PyTorch offers these things by private names only)
@@ -33,8 +33,11 @@ from traceloom.capture.settings import Settings
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _frames: Any = torch._C._dynamo.eval_frame
-# Older versions can skip a frame, but not what it calls; there tracing is switched off and on around our work.
-pause: Callable[[None], Any] | None = None if hasattr(_frames, "set_code_exec_strategy") else _frames.set_eval_frame
+# Older versions can skip a frame, but not what it calls; there tracing is switched off and on
+# around our work.
+pause: Callable[[None], Any] | None = (
+    None if hasattr(_frames, "set_code_exec_strategy") else _frames.set_eval_frame
+)
 
 
 def exclude_from_compile(function: _F) -> _F:
@@ -91,7 +94,9 @@ def hide_log_lines() -> Iterator[None]:
                     os.write(2, others)
 
 
-_OPTIONS = _ExperimentalConfig.__init__.__doc__ or ""  # those that this PyTorch has, as `name: type`
+_OPTIONS = (
+    _ExperimentalConfig.__init__.__doc__ or ""
+)  # those that this PyTorch has, as `name: type`
 
 
 class _OwnBlock:
@@ -103,7 +108,10 @@ class _OwnBlock:
         _ours.active = True
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
     ) -> None:
         _ours.active = False
         self._hidden.__exit__(kind, error, where)
@@ -134,7 +142,8 @@ class _Profile(_KinetoProfile):  # type: ignore[misc]
         if "has_cudagraphs" in _KinetoProfile.start_trace.__code__.co_names:
             super().start_trace()
             return
-        # Older versions ask for the compiler's settings here, and import it for that, within the recording.
+        # Older versions ask for the compiler's settings here, and import it for that, within the
+        # recording.
         self.profiler._start_trace()
         for option in ("profile_memory", "with_stack", "record_shapes"):
             if getattr(self, option):
@@ -155,8 +164,11 @@ class Kineto:
         every_thread: Record all threads, and let any of them stop it; see `kinds`.
     """
 
-    def __init__(self, settings: Settings, *, every_thread: bool, with_observer: bool = False) -> None:
-        # The processor, and the accelerators in use: asking for another one would make a context on it.
+    def __init__(
+        self, settings: Settings, *, every_thread: bool, with_observer: bool = False
+    ) -> None:
+        # The processor, and the accelerators in use: asking for another one would make a context on
+        # it.
         accelerators = ((ProfilerActivity.CUDA, torch.cuda), (ProfilerActivity.XPU, torch.xpu))
         idle = {activity for activity, backend in accelerators if not backend.is_initialized()}
         wanted = {
@@ -165,7 +177,9 @@ class Kineto:
             # Which stream waits for which event of which other one is in no other record.
             "enable_cuda_sync_events": ProfilerActivity.CUDA not in idle,
         }
-        options: dict[str, Any] = {name: True for name, on in wanted.items() if on and f"{name}:" in _OPTIONS}
+        options: dict[str, Any] = {
+            name: True for name, on in wanted.items() if on and f"{name}:" in _OPTIONS
+        }
         self.every_thread = every_thread
         self._profile = _Profile(
             activities=[activity for activity in supported_activities() if activity not in idle],
@@ -181,7 +195,8 @@ class Kineto:
     def start(self) -> None:
         """Record this thread, and the threads that work for it, from now on."""
         with _OwnBlock():
-            # PyTorch's line about a block from before the window comes with the first one that is freed: be the first.
+            # PyTorch's line about a block from before the window comes with the first one that is
+            # freed: be the first.
             block = torch.empty(1) if self._memory else None
             self._profile.prepare_trace()
             self._profile.start_trace()
@@ -203,15 +218,19 @@ class Kineto:
             raise OtherThreadError
         with _OwnBlock():
             if self.every_thread:
-                # Other threads may be at work; none of them may just be writing into what is freed now.
+                # Other threads may be at work; none of them may just be writing into what is freed
+                # now.
                 torch._C._autograd._toggle_collection_dynamic(False, {ProfilerActivity.CPU})
                 observer_safety.wait_for_other_threads()
             observer_safety.remember_open_work(every_thread=self.every_thread)
             if not self._told_of_job:
-                # Without this the trace of a window that began before init_process_group would have no rank.
+                # Without this the trace of a window that began before init_process_group would have
+                # no rank.
                 info = self._profile._get_distributed_info()
                 if info:
-                    self._profile.add_metadata_json("distributedInfo", json.dumps(info, default=str))
+                    self._profile.add_metadata_json(
+                        "distributedInfo", json.dumps(info, default=str)
+                    )
             self._profile.stop_trace()
 
     def save(self, path: Path) -> None:
@@ -243,16 +262,21 @@ def require_whole(path: Path) -> None:
 
 
 def list_recorder_kinds(settings: Settings) -> tuple[bool, ...]:
-    """The kinds of recorder that this PyTorch has for these settings, the better first: of every thread, or of one.
+    """The kinds of recorder that this PyTorch has for these settings, the better first: of every
+    thread, or of one.
 
     Allocations reach only a recorder of one thread.
     """
-    able = "profile_all_threads:" in _OPTIONS and hasattr(torch._C._autograd, "_toggle_collection_dynamic")
+    able = "profile_all_threads:" in _OPTIONS and hasattr(
+        torch._C._autograd, "_toggle_collection_dynamic"
+    )
     return (True, False) if able and not settings.memory else (False,)
 
 
 class _Observer(ExecutionTraceObserver):  # type: ignore[misc]
-    """PyTorch's observer without its copies of Triton's kernels, for which older versions import the compiler."""
+    """PyTorch's observer without its copies of Triton's kernels, for which older versions import
+    the compiler.
+    """
 
     _registered: bool
 
@@ -317,7 +341,9 @@ class GraphStepRecorder:
                 descriptors = [int(name) for name in os.listdir(directory) if name.isdigit()]  # noqa: PTH208
                 break
         for descriptor in descriptors:
-            with contextlib.suppress(OSError):  # closed in the meantime: it was the one that listed them
+            with contextlib.suppress(
+                OSError
+            ):  # closed in the meantime: it was the one that listed them
                 same = os.path.samestat(os.fstat(descriptor), target)
                 if same:
                     os.dup2(null, descriptor)
@@ -334,7 +360,9 @@ def abandon() -> None:
 
 @exclude_from_tracing
 def mark(step: int) -> None:
-    """Put the boundary at which step `step` starts into the trace: an annotation opened and closed at once."""
+    """Put the boundary at which step `step` starts into the trace: an annotation opened and closed
+    at once.
+    """
     annotate(f"traceloom.step#{step}").__exit__(None, None, None)
 
 

@@ -44,7 +44,8 @@ class Launch:
         self._remarks: list[str] = []
         self._until_cleaned = contextlib.ExitStack()
         self._until_cleaned.enter_context(clean_up_on_exit(self._clean))
-        # Claim the directory. An earlier capture in it stays until the new one is whole, which is made beside it.
+        # Claim the directory. An earlier capture in it stays until the new one is whole, which is
+        # made beside it.
         directory = self._directory
         notes = directory / writing.NOTES
         beside = notes / "new"
@@ -60,7 +61,9 @@ class Launch:
             manifest.clear_notes(directory)
             if replaces:
                 self._old = manifest.list_files(directory)
-                self._settings = replace(self._settings, directory=str(beside), replaces=str(directory))
+                self._settings = replace(
+                    self._settings, directory=str(beside), replaces=str(directory)
+                )
                 (beside / writing.NOTES).mkdir(parents=True)
         except OSError as error:
             self._clean()
@@ -78,7 +81,10 @@ class Launch:
     def _holds_capture(self, *, force: bool) -> bool:
         """Whether there is a capture in the directory already, which only `force` replaces."""
         directory = self._directory
-        if not ((directory / manifest.NAME).exists() or (directory.is_dir() and manifest.list_parts(directory))):
+        if not (
+            (directory / manifest.NAME).exists()
+            or (directory.is_dir() and manifest.list_parts(directory))
+        ):
             return False
         if not force:
             raise OutputError(
@@ -97,7 +103,8 @@ class Launch:
         env["TRACELOOM_HOME"] = str(_HOME)
         env["TRACELOOM_MARKER"] = str(self._notes / "hook")
         env.setdefault("KINETO_LOG_LEVEL", "6")
-        # PyTorch's own record of collective calls must hold a whole window (its default is 2,000 calls).
+        # PyTorch's own record of collective calls must hold a whole window (its default is 2,000
+        # calls).
         env.setdefault("TORCH_FR_BUFFER_SIZE", "20000")
         return env
 
@@ -114,7 +121,8 @@ class Launch:
             except OSError as error:
                 self._clean()
                 raise UsageError(
-                    f"`{self._command[0]}` cannot be run: {error.strerror or error}", slug="command-not-found"
+                    f"`{self._command[0]}` cannot be run: {error.strerror or error}",
+                    slug="command-not-found",
                 ) from error
             reached(process)
             status = self._status = process.wait()
@@ -136,7 +144,9 @@ class Launch:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
-        """Go on after Ctrl-C, which reaches the command by itself; pass SIGTERM on to it, and what came early."""
+        """Go on after Ctrl-C, which reaches the command by itself; pass SIGTERM on to it, and what
+        came early.
+        """
         processes: list[subprocess.Popen[bytes]] = []
         early: list[int] = []
 
@@ -152,8 +162,13 @@ class Launch:
                 process.send_signal(number)
 
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-        # Only signals that somebody handles: one that is ignored stays ignored, for the command too.
-        replaced = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+        # Only signals that somebody handles: one that is ignored stays ignored, for the command
+        # too.
+        replaced = {
+            number: handler
+            for number, handler in before.items()
+            if handler not in (signal.SIG_IGN, None)
+        }
         for number in replaced:
             signal.signal(number, pass_on)
         try:
@@ -172,13 +187,19 @@ class Launch:
             manifest.drop_incidental(self._place)
             ranks = manifest.merge(self._place, run)["ranks"]
             if self._place != self._directory:
-                complete = not any(notice["slug"] == "capture-moved" for rank in ranks for notice in rank["notices"])
+                complete = not any(
+                    notice["slug"] == "capture-moved"
+                    for rank in ranks
+                    for notice in rank["notices"]
+                )
             if complete:
                 self._described = describe(ranks)
             if complete and self._place != self._directory:
                 manifest.replace_capture(self._place, self._directory, self._old, run)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self._remarks.append(f"the parts of the capture could not be put together: {error} [not-merged]")
+            self._remarks.append(
+                f"the parts of the capture could not be put together: {error} [not-merged]"
+            )
             complete, self._described = False, ""
         if not complete and self._place != self._directory:
             self._keep(self._place)
@@ -190,7 +211,9 @@ class Launch:
         self._remarks.append(f"{sentence} [kept-beside]")
 
     def _clean(self) -> None:
-        """Leave nothing of ours behind but what was recorded, and touch nothing of another recording."""
+        """Leave nothing of ours behind but what was recorded, and touch nothing of another
+        recording.
+        """
         with contextlib.suppress(OSError):  # it holds something: leave it
             if self._lock.held:
                 manifest.clear_notes(self._directory)
@@ -201,7 +224,9 @@ class Launch:
         self._until_cleaned.close()
 
     def die_alike(self, number: int) -> None:
-        """End this process by the signal that ended the command, so that the caller sees what it would have seen."""
+        """End this process by the signal that ended the command, so that the caller sees what it
+        would have seen.
+        """
         if sys.platform == "win32":
             return
         import resource
@@ -278,7 +303,9 @@ def describe(ranks: list[dict[str, Any]]) -> str:
         first, count = windows[0]["first_step"], windows[0]["step_count"]
         steps = f"step {first}" if count == 1 else f"steps {first} to {first + count - 1}"
         table = ranks[0]["steps"]  # of all whole steps of the run, here or in a file of its own
-        words.append(f"recorded {steps} of {table['rows'] if 'rows' in table else len(table['start_ns'])}")
+        words.append(
+            f"recorded {steps} of {table['rows'] if 'rows' in table else len(table['start_ns'])}"
+        )
     elif windows:
         seconds = (windows[0]["end_ns"] - windows[0]["start_ns"]) / 1e9
         words.append(f"recorded {seconds:.1f} s (no whole step)")
@@ -300,5 +327,7 @@ def describe(ranks: list[dict[str, Any]]) -> str:
     graph = ranks[0]["graph_step"]
     if graph is not None:
         ratio = overhead["graph_step_ratio"]
-        words.append(f"graph step {graph['step']}" + (f" took {ratio:.2f} x" if ratio is not None else ""))
+        words.append(
+            f"graph step {graph['step']}" + (f" took {ratio:.2f} x" if ratio is not None else "")
+        )
     return "; ".join(words)

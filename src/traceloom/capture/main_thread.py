@@ -1,8 +1,9 @@
-"""What no hook of PyTorch reports: alarms, the main thread, the first use of a device, the end of the process.
+"""What no hook of PyTorch reports: alarms, the main thread, the first use of a device, the end of
+the process.
 
-A daemon thread waits; the work itself runs on the main thread between two bytecodes, because a recorder of one thread
-records the one that starts it. A main thread that waits in C does it when it comes back to Python, or, with a recorder
-of every thread, the daemon does it.
+A daemon thread waits; the work itself runs on the main thread between two bytecodes, because a
+recorder of one thread records the one that starts it. A main thread that waits in C does it when it
+comes back to Python, or, with a recorder of every thread, the daemon does it.
 """
 
 from __future__ import annotations
@@ -30,11 +31,24 @@ _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/dri")
 
 # Programs that start the ranks. They import torch and compute nothing.
 _LAUNCHERS = {
-    "torchrun", "torchrun.exe", "torch.distributed.run", "torch.distributed.launch", "torch.distributed.elastic",
-    "accelerate", "accelerate.exe", "accelerate.commands.launch", "accelerate.commands.accelerate_cli", "deepspeed",
-    "deepspeed.launcher.launch", "deepspeed.launcher.runner", "horovodrun", "composer", "colossalai", "ray",
+    "torchrun",
+    "torchrun.exe",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "torch.distributed.elastic",
+    "accelerate",
+    "accelerate.exe",
+    "accelerate.commands.launch",
+    "accelerate.commands.accelerate_cli",
+    "deepspeed",
+    "deepspeed.launcher.launch",
+    "deepspeed.launcher.runner",
+    "horovodrun",
+    "composer",
+    "colossalai",
+    "ray",
     "tritonrun",
-}  # fmt: skip
+}
 
 
 def run_on_main_thread(call: Callable[[], None]) -> bool:
@@ -81,9 +95,10 @@ def _wake_main_thread() -> bool:
 def _run_next(_: Any) -> int:
     """What Python runs as a pending call.
 
-    Another one must not wait meanwhile: up to 3.11, the first function that is called under a profiler of Python would
-    wait for it, and for ever. So there is one at a time, and the next call comes a moment later. Only who asks to be
-    asked again is so at once, many times if need be, and calls nothing in between.
+    Another one must not wait meanwhile: up to 3.11, the first function that is called under a
+    profiler of Python would wait for it, and for ever. So there is one at a time, and the next call
+    comes a moment later. Only who asks to be asked again is so at once, many times if need be, and
+    calls nothing in between.
     """
     call = _calls.popleft() if _calls else None
     with contextlib.suppress(Exception):
@@ -108,7 +123,9 @@ class DeadlineTimer:
         anywhere: Whether another thread may do it where the main one waits in C for a second: for its threads, say.
     """
 
-    def __init__(self, tick: Callable[[], None], deadline: Callable[[], float | None], *, anywhere: bool) -> None:
+    def __init__(
+        self, tick: Callable[[], None], deadline: Callable[[], float | None], *, anywhere: bool
+    ) -> None:
         self._tick, self._deadline, self._anywhere = tick, deadline, anywhere
         self._changed = threading.Event()
         self._turn = threading.Lock()  # taken by who ticks
@@ -116,7 +133,9 @@ class DeadlineTimer:
         self._thread = threading.Thread(target=self._watch, name="traceloom-alarm", daemon=True)
 
     def changed(self) -> None:
-        """There may be something else to wait for now; the thread starts when there is something at all."""
+        """There may be something else to wait for now; the thread starts when there is something at
+        all.
+        """
         if self._thread.ident is None and not self._stopped and self._deadline() is not None:
             with contextlib.suppress(RuntimeError):  # no threads any more: the interpreter ends
                 self._thread.start()
@@ -126,13 +145,19 @@ class DeadlineTimer:
         """Never call again; `wait` until the thread is gone."""
         self._stopped = True
         self._changed.set()
-        if wait and self._thread.ident is not None and self._thread is not threading.current_thread():
+        if (
+            wait
+            and self._thread.ident is not None
+            and self._thread is not threading.current_thread()
+        ):
             self._thread.join(PATIENCE_SECONDS)
 
     def _watch(self) -> None:
         while not self._stopped:
             deadline = self._deadline()
-            if self._changed.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+            if self._changed.wait(
+                None if deadline is None else max(0.0, deadline - time.monotonic())
+            ):
                 self._changed.clear()
                 continue
             ticked = threading.Event()
@@ -171,14 +196,19 @@ def is_launcher() -> bool:
     if len(words) > 2 and "-m" in words[1:]:
         at = words.index("-m") + 1
         return at < len(words) and words[at] in _LAUNCHERS
-    return any(os.path.basename(word) in _LAUNCHERS for word in words[:3] if not word.startswith("-"))  # noqa: PTH119
+    return any(
+        os.path.basename(word) in _LAUNCHERS  # noqa: PTH119
+        for word in words[:3]
+        if not word.startswith("-")
+    )
 
 
 def is_device_ready(torch: Any) -> bool:
     """Whether starting Kineto now would not itself create a device context.
 
-    That would cost memory on the wrong device and forbid a later fork. Without an initialised device it can only be
-    said of a PyTorch that was built for the processor alone, or of a machine without any.
+    That would cost memory on the wrong device and forbid a later fork. Without an initialised
+    device it can only be said of a PyTorch that was built for the processor alone, or of a machine
+    without any.
     """
     if sys.platform == "linux" and not any(os.path.exists(path) for path in _DEVICE_FILES):  # noqa: PTH110
         return True
@@ -192,11 +222,13 @@ def is_device_ready(torch: Any) -> bool:
 def call_on_device_use(torch: Any, call: Callable[[], None]) -> None:
     """Let `call` run on the main thread as soon as the program itself has initialised a device."""
     for backend in (torch.cuda, torch.xpu):
-        # Called in the middle of the initialisation, whoever asks for it; it is over when Python goes on.
+        # Called in the middle of the initialisation, whoever asks for it; it is over when Python
+        # goes on.
         backend._lazy_call(lambda: run_on_main_thread(call))  # noqa: SLF001
 
 
-# How long a program that is busy in C may keep us from answering SIGTERM before it dies as it would without us.
+# How long a program that is busy in C may keep us from answering SIGTERM before it dies as it would
+# without us.
 SHUTDOWN_PATIENCE_SECONDS = 10.0
 
 
@@ -229,7 +261,10 @@ class ShutdownHandlers:
         self._recorder = None
 
     def watch_signals(self) -> None:
-        """From now on SIGTERM writes before it ends the process. Only the main thread may ask for that."""
+        """From now on SIGTERM writes before it ends the process.
+
+        Only the main thread may ask for that.
+        """
         if self._watching or threading.current_thread() is not threading.main_thread():
             return
         previous = signal.getsignal(signal.SIGTERM)
@@ -243,7 +278,8 @@ class ShutdownHandlers:
     def _watch_for_deafness(self) -> None:
         """A program that hangs in C (a collective whose peer is gone) never runs a Python handler.
 
-        It would have died of SIGTERM without us, so a thread that C tells of each signal sees to it that it does.
+        It would have died of SIGTERM without us, so a thread that C tells of each signal sees to it
+        that it does.
         """
         if sys.platform == "win32":
             return
@@ -256,7 +292,9 @@ class ShutdownHandlers:
             os.close(write)
             return
         self._pipe = (read, write)
-        self._listener = threading.Thread(target=self._listen, args=(read,), name="traceloom-signals", daemon=True)
+        self._listener = threading.Thread(
+            target=self._listen, args=(read,), name="traceloom-signals", daemon=True
+        )
         self._listener.start()
 
     def suspend(self) -> None:
@@ -306,7 +344,9 @@ class ShutdownHandlers:
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)
         if self._here():
-            self._recorder.finish(f"exception: {type(error).__name__}" if error is not None else "exit")
+            self._recorder.finish(
+                f"exception: {type(error).__name__}" if error is not None else "exit"
+            )
 
     def _exit_at_once(self, status: int) -> Any:
         if self._here():

@@ -1,7 +1,8 @@
 """Capture.json: parts of processes, merged; host and versions; kernel sources.
 
-A host trace names the file of each kernel's source and not where it lies; PyTorch's profiler, which runs meanwhile,
-writes the whole path. PyTorch's own list (`PyCodeCache.modules`) lacks the kernels that its worker processes compiled.
+A host trace names the file of each kernel's source and not where it lies; PyTorch's profiler, which
+runs meanwhile, writes the whole path. PyTorch's own list (`PyCodeCache.modules`) lacks the kernels
+that its worker processes compiled.
 
 The format is described in docs/reference/capture-json.md.
 """
@@ -23,7 +24,9 @@ from traceloom.capture import writing
 from traceloom.capture.steps import Mark, StepLog
 from traceloom.capture.writing import NOTES, write_json
 
-SOURCES_SUFFIX = ".host_resources"  # behind the name of a process: where PyTorch's observer would leave them
+SOURCES_SUFFIX = (
+    ".host_resources"  # behind the name of a process: where PyTorch's observer would leave them
+)
 FILE_NAME = re.compile(r"\w[\w-]*\.py")
 MAX_SOURCE_BYTES = 1 << 20  # of a source; a plan reads no longer one
 MAX_TOTAL_BYTES = 1 << 26
@@ -46,7 +49,8 @@ class KernelSources:
 
 
 def copy_sources(trace: Path, folder: Path) -> KernelSources:
-    """Copy the sources that a trace of Kineto in plain JSON names into a folder, which is made where there are any.
+    """Copy the sources that a trace of Kineto in plain JSON names into a folder, which is made
+    where there are any.
 
     Raises:
         OSError: The trace cannot be read, or the folder not be written.
@@ -121,7 +125,12 @@ def list_parts(directory: Path) -> list[Path]:
 
 def document(ranks: list[dict[str, Any]], run: dict[str, Any]) -> dict[str, Any]:
     """A capture's document: of the whole, or of one rank as its part."""
-    head = {"format": FORMAT, "version": VERSION, "traceloom": traceloom.__version__, "stage": STAGE}
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "traceloom": traceloom.__version__,
+        "stage": STAGE,
+    }
     return {**head, "run": run, "ranks": ranks}
 
 
@@ -162,7 +171,8 @@ def merge(directory: Path, run: dict[str, Any] | None = None) -> dict[str, Any]:
                 run = merged if isinstance(merged, dict) else {}
         capture = document([entry for path in before for entry in _entries(path)], run)
         write_json(directory / NAME, capture)
-        # A part that came in while we wrote may have been merged by its process before our older view replaced it.
+        # A part that came in while we wrote may have been merged by its process before our older
+        # view replaced it.
         if list_parts(directory) == before:
             return capture
 
@@ -175,7 +185,9 @@ def drop_incidental(directory: Path) -> None:
         ValueError: A part is none.
     """
     of = {path.name.removesuffix(f".{NAME}"): _entries(path) for path in list_parts(directory)}
-    incidental = [stem for stem, entries in of.items() if any(entry.get("incidental") for entry in entries)]
+    incidental = [
+        stem for stem, entries in of.items() if any(entry.get("incidental") for entry in entries)
+    ]
     if len(incidental) < len(of):
         for name in list_files(directory):
             if name.partition(".")[0] in incidental:
@@ -183,7 +195,9 @@ def drop_incidental(directory: Path) -> None:
 
 
 def list_files(directory: Path) -> dict[str, int]:
-    """The files of the capture in a directory, and only those: paths in it and what the system knows them by."""
+    """The files of the capture in a directory, and only those: paths in it and what the system
+    knows them by.
+    """
     paths = []
     for path in directory.iterdir():
         if _CAPTURE_FILE.fullmatch(path.name):
@@ -206,7 +220,9 @@ def remove(directory: Path, name: str) -> None:
             path.parent.rmdir()
 
 
-def replace_capture(made: Path, directory: Path, old: dict[str, int], run: dict[str, Any], stem: str = "") -> None:
+def replace_capture(
+    made: Path, directory: Path, old: dict[str, int], run: dict[str, Any], stem: str = ""
+) -> None:
     """Put the files of a whole capture into the place of an earlier one.
 
     Args:
@@ -231,7 +247,8 @@ def replace_capture(made: Path, directory: Path, old: dict[str, int], run: dict[
 
 
 def set_aside_incomplete(made: Path, directory: Path) -> Path:
-    """Put what is not whole, and so does not replace the capture in a directory, where it can be found: beside it.
+    """Put what is not whole, and so does not replace the capture in a directory, where it can be
+    found: beside it.
 
     Raises:
         OSError: It cannot be moved.
@@ -255,17 +272,22 @@ def clear_notes(directory: Path) -> None:
 
 
 def compute_overhead(log: StepLog, warm_up: int) -> dict[str, Any]:
-    """What recording cost: recorded steps against the nearest unrecorded ones after the warm-up, by their medians.
+    """What recording cost: recorded steps against the nearest unrecorded ones after the warm-up, by
+    their medians.
 
-    A run changes while it goes on (memory, caches, clocks, other programs): distant steps compare less well.
+    A run changes while it goes on (memory, caches, clocks, other programs): distant steps compare
+    less well.
 
-    The ratio is that of processor time, where the system tells it: how long a step takes depends on what else runs and
-    on what it waits for, and a few steps of a busy machine differ by more than recording costs. Beside it stand the
-    ratios of the quartiles that are nearest and farthest. Unknown figures are null: a run may end too early.
+    The ratio is that of processor time, where the system tells it: how long a step takes depends on
+    what else runs and on what it waits for, and a few steps of a busy machine differ by more than
+    recording costs. Beside it stand the ratios of the quartiles that are nearest and farthest.
+    Unknown figures are null: a run may end too early.
     """
     figures: dict[str, Any] = {}
     numbers = {mark: log.numbers(mark) for mark in (Mark.RECORDED, Mark.GRAPH)}
-    numbers[Mark.PLAIN] = select_nearest_steps(log.numbers(Mark.PLAIN, skip=warm_up), numbers[Mark.RECORDED])
+    numbers[Mark.PLAIN] = select_nearest_steps(
+        log.numbers(Mark.PLAIN, skip=warm_up), numbers[Mark.RECORDED]
+    )
     ran = {mark: log.processor_times(steps) for mark, steps in numbers.items()}
     durations = {mark: log.durations(steps) for mark, steps in numbers.items()}
     for mark, name in ((Mark.PLAIN, "unrecorded"), (Mark.RECORDED, "recorded")):
@@ -290,7 +312,9 @@ def compute_overhead(log: StepLog, warm_up: int) -> dict[str, Any]:
 
 
 def select_nearest_steps(steps: list[int], recorded: list[int]) -> list[int]:
-    """Of some steps the nearest to recorded ones (both ascending): twice as many as those, and at least ten."""
+    """Of some steps the nearest to recorded ones (both ascending): twice as many as those, and at
+    least ten.
+    """
     if not recorded:
         return steps
     ordered = sorted(steps, key=lambda step: max(recorded[0] - step, step - recorded[-1]))

@@ -1,9 +1,10 @@
 """Allocator history, owners of live memory, out of memory.
 
-PyTorch's profiler knows only blocks that are made while it records. The allocator's own history goes back to the
-process's first block on the device, for two microseconds an allocation.
+PyTorch's profiler knows only blocks that are made while it records. The allocator's own history
+goes back to the process's first block on the device, for two microseconds an allocation.
 
-PyTorch tells nothing of blocks from before the window, so that a memory record opens with this count.
+PyTorch tells nothing of blocks from before the window, so that a memory record opens with this
+count.
 """
 
 # ruff: noqa: SLF001  (PyTorch offers these things by private names only)
@@ -27,12 +28,15 @@ from traceloom.capture.settings import print_once
 from traceloom.capture.writing import write_atomically, write_json
 
 MAX_ENTRIES = 100_000
-"""What the allocator keeps, the newest; blocks that are alive keep their stack however old they are."""
+"""What the allocator keeps, the newest; blocks that are alive keep their stack however old they
+are.
+"""
 _HISTORY_OPTIONS = {"context": "alloc", "stacks": "python", "max_entries": MAX_ENTRIES}
 
 
 class AllocatorHistory:
-    """The history of the CUDA (or HIP) allocator in this process. A program's own history is left as it is.
+    """The history of the CUDA (or HIP) allocator in this process. A program's own history is left
+    as it is.
 
     Attributes:
         problem: Why there is none, in words; empty where nothing went wrong.
@@ -45,20 +49,26 @@ class AllocatorHistory:
         self._ours = False
 
     def begin(self) -> None:
-        """Keep a history from the moment on at which the program begins to use the device; that is never our doing."""
+        """Keep a history from the moment on at which the program begins to use the device; that is
+        never our doing.
+        """
         if not self._wanted and torch.backends.cuda.is_built():
             self._wanted = True
             torch.cuda._lazy_call(self._device_is_used)
 
     def _device_is_used(self) -> None:
         """PyTorch would raise into the program what goes wrong here."""
-        if not self._wanted or os.getpid() != self._pid:  # ended meanwhile, or a fork, which has one of its own
+        if (
+            not self._wanted or os.getpid() != self._pid
+        ):  # ended meanwhile, or a fork, which has one of its own
             return
         try:
             is_enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
             if is_enabled is None or not is_enabled():  # else the program keeps a history already
                 supported = inspect.signature(torch.cuda.memory._record_memory_history).parameters
-                options = {name: value for name, value in _HISTORY_OPTIONS.items() if name in supported}
+                options = {
+                    name: value for name, value in _HISTORY_OPTIONS.items() if name in supported
+                }
                 torch.cuda.memory._record_memory_history("all", **options)
                 self._ours = True
         except Exception as error:  # noqa: BLE001  (the boundary to a stranger's program)
@@ -66,7 +76,8 @@ class AllocatorHistory:
             print_once("no-memory-history", self.problem)
 
     def save(self, path: Path) -> bool:
-        """Write a snapshot with the history, whole or not at all; False where the device is not in use.
+        """Write a snapshot with the history, whole or not at all; False where the device is not in
+        use.
 
         Raises:
             OSError: It could not be written.
@@ -83,7 +94,9 @@ class AllocatorHistory:
         self._wanted = False
         if self._ours and os.getpid() == self._pid:
             self._ours = False
-            with contextlib.suppress(RuntimeError):  # the device may be gone at the end of a process
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the device may be gone at the end of a process
                 torch.cuda.memory._record_memory_history(None)
 
 
@@ -98,13 +111,15 @@ Owned = tuple[str, str, torch.Tensor]
 
 
 def list_live_storages() -> dict[str, list[Any]]:
-    """All live storages that Python can reach, as columns (`COLUMNS`), the largest first; a storage counts once.
+    """All live storages that Python can reach, as columns (`COLUMNS`), the largest first; a storage
+    counts once.
 
     Beyond `MOST_ROWS` the small ones are added up, with address 0.
 
-    Parameters, buffers, gradients and optimizer state are named by the module that holds them (`GPT.blocks.0.weight`);
-    what a forward pass has saved for its backward pass by the node of the graph that keeps it (`activation`), found by
-    following the graphs of the tensors that are reachable; other tensors by their type and shape.
+    Parameters, buffers, gradients and optimizer state are named by the module that holds them
+    (`GPT.blocks.0.weight`); what a forward pass has saved for its backward pass by the node of the
+    graph that keeps it (`activation`), found by following the graphs of the tensors that are
+    reachable; other tensors by their type and shape.
     """
     kinds = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
     objects = [obj for obj in gc.get_objects() if issubclass(type(obj), kinds)]
@@ -134,7 +149,9 @@ def list_live_storages() -> dict[str, list[Any]]:
 def count_live_bytes(columns: dict[str, list[Any]]) -> dict[str, int]:
     """Bytes of a census by device, as `cpu` or `cuda:0`."""
     total: dict[str, int] = {}
-    for size, kind, number in zip(columns["bytes"], columns["device_type"], columns["device"], strict=True):
+    for size, kind, number in zip(
+        columns["bytes"], columns["device_type"], columns["device"], strict=True
+    ):
         device = kind if number < 0 else f"{kind}:{number}"
         total[device] = total.get(device, 0) + size
     return total
@@ -143,7 +160,9 @@ def count_live_bytes(columns: dict[str, list[Any]]) -> dict[str, int]:
 def _iterate_owned(objects: list[Any]) -> Iterator[Owned]:
     """(owner, name, tensor), the surest owner first."""
     modules = [obj for obj in objects if isinstance(obj, torch.nn.Module)]
-    inner = {id(child) for module in modules for child in module._modules.values() if child is not None}
+    inner = {
+        id(child) for module in modules for child in module._modules.values() if child is not None
+    }
     roots = [module for module in modules if id(module) not in inner]
     names: dict[int, str] = {}
     gradients: list[tuple[str, torch.Tensor]] = []
@@ -174,7 +193,9 @@ def _iterate_owned(objects: list[Any]) -> Iterator[Owned]:
     for tensor in tensors:
         if isinstance(tensor, torch.nn.Parameter):
             yield "parameter", "(no module)", tensor
-        with contextlib.suppress(RuntimeError):  # of a view that was changed in place where it must not be, as in FSDP
+        with contextlib.suppress(
+            RuntimeError
+        ):  # of a view that was changed in place where it must not be, as in FSDP
             if tensor.grad_fn is not None:
                 nodes.append(tensor.grad_fn)
             elif tensor.grad is not None:
@@ -185,10 +206,12 @@ def _iterate_owned(objects: list[Any]) -> Iterator[Owned]:
 
 
 def _iterate_saved_tensors(todo: list[Any]) -> Iterator[Owned]:
-    """What the graphs of forward passes have saved for their backward passes, in at most `MOST_NODES` nodes.
+    """What the graphs of forward passes have saved for their backward passes, in at most
+    `MOST_NODES` nodes.
 
-    Nothing is computed or changed: saved tensors are looked at as they lie there, unpacked by no hook. Whether the
-    program holds such a tensor, too, cannot be determined: PyTorch keeps its Python object alive as long as the tensor.
+    Nothing is computed or changed: saved tensors are looked at as they lie there, unpacked by no
+    hook. Whether the program holds such a tensor, too, cannot be determined: PyTorch keeps its
+    Python object alive as long as the tensor.
     """
     seen: set[Any] = set()
     saved_by: dict[type, list[str]] = {}
@@ -205,13 +228,20 @@ def _iterate_saved_tensors(todo: list[Any]) -> Iterator[Owned]:
             try:
                 value = getattr(node, name)
                 several = value if isinstance(value, (tuple, list)) else (value,)
-                tensors = [saved.data for saved in several if saved is not None and hasattr(saved, "data")]
-            except (RuntimeError, AttributeError):  # it was freed already, or packed by hooks of the user
+                tensors = [
+                    saved.data for saved in several if saved is not None and hasattr(saved, "data")
+                ]
+            except (
+                RuntimeError,
+                AttributeError,
+            ):  # it was freed already, or packed by hooks of the user
                 continue
             for tensor in tensors:
                 if isinstance(tensor, torch.Tensor):
                     yield "activation", f"kept for backward by {node.name()}", tensor
-        leaf = getattr(node, "variable", None)  # a leaf that the program has let go of, with its gradient
+        leaf = getattr(
+            node, "variable", None
+        )  # a leaf that the program has let go of, with its gradient
         if isinstance(leaf, torch.Tensor):
             if leaf.grad is not None:
                 yield "gradient", "(no module)", leaf.grad
@@ -230,8 +260,17 @@ def _unwrap_tensor(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield current
             continue
         try:
-            todo += [part for name in parts(current)[0] if isinstance(part := getattr(current, name), torch.Tensor)]
-        except (RuntimeError, AttributeError, TypeError, NotImplementedError):  # a subclass of the user's own
+            todo += [
+                part
+                for name in parts(current)[0]
+                if isinstance(part := getattr(current, name), torch.Tensor)
+            ]
+        except (
+            RuntimeError,
+            AttributeError,
+            TypeError,
+            NotImplementedError,
+        ):  # a subclass of the user's own
             yield current
 
 
@@ -246,8 +285,12 @@ MAX_FRAMES = 40
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an exception says that memory ran out: PyTorch's own kind, or the plain one of the CPU's allocator."""
-    return error is not None and (type(error).__name__ == "OutOfMemoryError" or bool(_CPU.search(str(error))))
+    """Whether an exception says that memory ran out: PyTorch's own kind, or the plain one of the
+    CPU's allocator.
+    """
+    return error is not None and (
+        type(error).__name__ == "OutOfMemoryError" or bool(_CPU.search(str(error)))
+    )
 
 
 def parse_requested_bytes(error: BaseException) -> int | None:
@@ -288,7 +331,10 @@ def write(path: Path, error: BaseException, steps: int) -> None:
     try:
         write_json(path, document)
     except OSError as problem:
-        print_once("no-memory-report", f"the memory report could not be written: {problem.strerror or problem}")
+        print_once(
+            "no-memory-report",
+            f"the memory report could not be written: {problem.strerror or problem}",
+        )
 
 
 def describe_memory() -> list[dict[str, Any]]:
@@ -318,6 +364,8 @@ def describe_memory() -> list[dict[str, Any]]:
 
 
 def get_last_error() -> BaseException | None:
-    """The exception that ends the process, as Python's interpreter leaves it for those who run at exit."""
+    """The exception that ends the process, as Python's interpreter leaves it for those who run at
+    exit.
+    """
     error = getattr(sys, "last_value", None)
     return error if isinstance(error, BaseException) else None

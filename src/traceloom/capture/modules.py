@@ -1,13 +1,15 @@
 """Module scopes, wrappers, activation checkpointing.
 
-Told by the names of their classes, so that nothing of PyTorch is imported that the program does not use.
+Told by the names of their classes, so that nothing of PyTorch is imported that the program does not
+use.
 
-The hooks stand from the beginning to the end, and a flag switches them: hooks that come and go make `torch.compile`
-compile anew.
+The hooks stand from the beginning to the end, and a flag switches them: hooks that come and go make
+`torch.compile` compile anew.
 
-Without stacks nothing else in a trace tells it: the state of chance is copied, hooks and contexts are made, in Python.
-Two marks stand around each checkpointed part, one for what comes before it and one for what comes behind it. Only the
-way without reentrant autograd is marked; the older one has a node of its own in every trace.
+Without stacks nothing else in a trace tells it: the state of chance is copied, hooks and contexts
+are made, in Python. Two marks stand around each checkpointed part, one for what comes before it and
+one for what comes behind it. Only the way without reentrant autograd is marked; the older one has a
+node of its own in every trace.
 """
 
 # ruff: noqa: SLF001  (PyTorch offers these things by private names only)
@@ -48,7 +50,8 @@ def unwrap_module(module: torch.nn.Module) -> torch.nn.Module:
 def get_class_name(module: torch.nn.Module) -> str:
     """The name of the class that the user wrote.
 
-    `fully_shard` and `replicate` give a module a class of their own, made of one of PyTorch's and that of the user.
+    `fully_shard` and `replicate` give a module a class of their own, made of one of PyTorch's and
+    that of the user.
     """
     kind = type(unwrap_module(module))
     while len(kind.__bases__) == 2 and all(
@@ -59,9 +62,11 @@ def get_class_name(module: torch.nn.Module) -> str:
 
 
 def iterate_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """All modules below one with their paths, as `named_modules` gives them: `GPT.blocks.0`, from the class's name on.
+    """All modules below one with their paths, as `named_modules` gives them: `GPT.blocks.0`, from
+    the class's name on.
 
-    Wrappers have the path of what they stand around. Each module comes once, parents before children.
+    Wrappers have the path of what they stand around. Each module comes once, parents before
+    children.
     """
     seen: set[int] = set()
     todo = [(get_class_name(root), root)]
@@ -94,7 +99,9 @@ class module_scope(scope):  # noqa: N801  (as its base)
 
 
 class _Call(NamedTuple):
-    """A module call that is going on; `inner` is the module itself, or what it stands around as a wrapper."""
+    """A module call that is going on; `inner` is the module itself, or what it stands around as a
+    wrapper.
+    """
 
     module: torch.nn.Module
     inner: torch.nn.Module
@@ -108,7 +115,8 @@ class ModuleScopes:
 
     Args:
         names: `path`: modules are called by their attribute path from the outermost module that was called, which is
-            called by its class (`GPT.blocks.0.attn`); `class`: each by its class (`GPT.Block.Attention`).
+            called by its class (`GPT.blocks.0.attn`); `class`: each by its class
+            (`GPT.Block.Attention`).
     """
 
     def __init__(self, names: str) -> None:
@@ -135,8 +143,13 @@ class ModuleScopes:
             self._stack().pop().opened.__exit__(None, None, None)
 
     def _before(self, module: torch.nn.Module, _args: Any) -> None:
-        # Compiled code has no modules of its own. Asked first, so that the compiler never sees the flag.
-        if torch.compiler.is_compiling() or not self._on or isinstance(module, torch.fx.GraphModule):
+        # Compiled code has no modules of its own. Asked first, so that the compiler never sees the
+        # flag.
+        if (
+            torch.compiler.is_compiling()
+            or not self._on
+            or isinstance(module, torch.fx.GraphModule)
+        ):
             return
         stack, inner = self._stack(), unwrap_module(module)
         around = stack[-1] if stack else None
@@ -149,7 +162,9 @@ class ModuleScopes:
                     self._paths[part] = path
             name = self._paths.get(inner, get_class_name(inner))
         outer = self._paths.get(around.inner) if self._by_path and around is not None else None
-        if outer is not None and name.startswith(f"{outer}."):  # inside the scope of the module around it
+        if outer is not None and name.startswith(
+            f"{outer}."
+        ):  # inside the scope of the module around it
             name = name[len(outer) + 1 :]
         opened = module_scope(name)
         opened.__enter__()
@@ -159,7 +174,9 @@ class ModuleScopes:
         if torch.compiler.is_compiling() or not self._on:
             return
         stack = self._stack()
-        if stack and any(module is entered.module for entered in stack):  # not one that was entered before we began
+        if stack and any(
+            module is entered.module for entered in stack
+        ):  # not one that was entered before we began
             while stack:
                 call = stack.pop()
                 call.opened.__exit__(None, None, None)
@@ -175,7 +192,10 @@ class ModuleScopes:
 
 NAME = "traceloom.checkpoint"
 # Who holds the function that checkpoints; each calls it by its own name for it.
-_CHECKPOINT_MODULES = ("torch.utils.checkpoint", "torch.distributed._composable.checkpoint_activation")
+_CHECKPOINT_MODULES = (
+    "torch.utils.checkpoint",
+    "torch.distributed._composable.checkpoint_activation",
+)
 _FUNCTION = "_checkpoint_without_reentrant_generator"
 _ORIGINAL = "_traceloom_original"
 

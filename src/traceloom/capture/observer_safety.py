@@ -1,18 +1,22 @@
 """When PyTorch's observers may be stopped; giving way to the user's profilers.
 
-PyTorch writes the end of an operator or annotation into memory of the recorder under which it began. That memory is
-freed when the recorder stops, yet the end is still written if another recorder *of the same kind* runs by then. There
-are two kinds: one records every thread, the other one thread and what works for it; each ignores the other's ends.
+PyTorch writes the end of an operator or annotation into memory of the recorder under which it
+began. That memory is freed when the recorder stops, yet the end is still written if another
+recorder *of the same kind* runs by then. There are two kinds: one records every thread, the other
+one thread and what works for it; each ignores the other's ends.
 
-So before a recorder of a kind begins again, nothing that began under an earlier one may be open on any thread:
+So before a recorder of a kind begins again, nothing that began under an earlier one may be open on
+any thread:
 
 - annotations that Python holds (`record_function`, ours) are ended here; their own end does nothing any more;
 - what C++ holds cannot be ended, only noticed: a thread inside an operator does not move, a thread inside a backward
-  pass or a compiled region has frames of PyTorch on its stack, a collective that is under way has a `Work`.
+  pass or a compiled region has frames of PyTorch on its stack, a collective that is under way has a
+  `Work`.
 
-Two profilers at once lose events silently (Kineto) or crash the process at its end (the legacy one), so ours stops
-before one of theirs starts, and goes on when the last of theirs has ended. A profile of theirs with Python stacks would
-show every function of ours that runs meanwhile, or that stands around its beginning: none does.
+Two profilers at once lose events silently (Kineto) or crash the process at its end (the legacy
+one), so ours stops before one of theirs starts, and goes on when the last of theirs has ended. A
+profile of theirs with Python stacks would show every function of ours that runs meanwhile, or that
+stands around its beginning: none does.
 """
 
 # ruff: noqa: SLF001  (PyTorch offers these things by private names only)
@@ -37,18 +41,35 @@ import torch.profiler
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep  # noqa: PTH100, PTH120
 _SAFE_PATHS = (
-    "_compile.py", "amp/", "autograd/profiler.py", "autograd/profiler_legacy.py", "cuda/amp/", "distributed/optim/",
-    "multiprocessing/", "nn/", "optim/", "profiler/", "utils/_contextlib.py", "utils/data/",
-)  # fmt: skip
+    "_compile.py",
+    "amp/",
+    "autograd/profiler.py",
+    "autograd/profiler_legacy.py",
+    "cuda/amp/",
+    "distributed/optim/",
+    "multiprocessing/",
+    "nn/",
+    "optim/",
+    "profiler/",
+    "utils/_contextlib.py",
+    "utils/data/",
+)
 _SAFE_FILES = tuple(_TORCH + part.replace("/", os.sep) for part in _SAFE_PATHS)
 """Code of PyTorch that calls Python while no operator or annotation of C++ is open around it."""
 
 # Functions of the standard library in which a thread waits; by their file's last parts.
 _WAIT_FUNCTIONS = {
-    ("threading.py", "wait"), ("threading.py", "_wait_for_tstate_lock"), ("threading.py", "join"),
-    ("queue.py", "get"), ("queue.py", "put"), ("thread.py", "_worker"), ("selectors.py", "select"),
-    ("connection.py", "wait"), ("connection.py", "_recv"), ("subprocess.py", "_try_wait"),
-}  # fmt: skip
+    ("threading.py", "wait"),
+    ("threading.py", "_wait_for_tstate_lock"),
+    ("threading.py", "join"),
+    ("queue.py", "get"),
+    ("queue.py", "put"),
+    ("thread.py", "_worker"),
+    ("selectors.py", "select"),
+    ("connection.py", "wait"),
+    ("connection.py", "_recv"),
+    ("subprocess.py", "_try_wait"),
+}
 # System calls in which a thread waits for time, a file or a process, and never for an operator.
 _IDLE_CALLS = {
     "x86_64": {0, 7, 23, 35, 43, 45, 47, 61, 230, 232, 247, 270, 271, 281, 288},
@@ -56,7 +77,8 @@ _IDLE_CALLS = {
 }.get(platform.machine(), set())
 
 PATIENCE_SECONDS = 0.02
-"""How long the program waits for its other threads to leave an operator; then it goes on as it is."""
+"""How long the program waits for its other threads to leave an operator; then it goes on as it is.
+"""
 MAX_SETTLE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.0005
 _RAN_NS = 500_000
@@ -74,11 +96,15 @@ def track_collective(work: Any) -> None:
 
 
 def is_safe_to_start(*, every_thread: bool) -> bool:
-    """Whether a recorder of this kind does no harm if it begins now. Ends the annotations that could.
+    """Whether a recorder of this kind does no harm if it begins now. Ends the annotations that
+    could.
 
-    The recorder of one thread lives in what PyTorch keeps per thread, and a backward pass puts that back as it was.
+    The recorder of one thread lives in what PyTorch keeps per thread, and a backward pass puts that
+    back as it was.
     """
-    if not every_thread and (find_outermost_torch_frame() is not None or torch._C._current_graph_task_id() != -1):
+    if not every_thread and (
+        find_outermost_torch_frame() is not None or torch._C._current_graph_task_id() != -1
+    ):
         return False
     left = _left[every_thread] = _filter_open(_left[every_thread])
     if every_thread in _ran:
@@ -98,10 +124,12 @@ def is_safe_to_stop(*, every_thread: bool) -> bool:
 
 
 def wait_for_other_threads() -> None:
-    """Wait until each other thread has left the few instructions in which it uses the recorder itself.
+    """Wait until each other thread has left the few instructions in which it uses the recorder
+    itself.
 
-    To be called when no new operator is recorded any more. A thread has left them when it sleeps, or when it has run
-    for half a millisecond; one that waits for a processor may be in them. Without `/proc` a fixed time must do.
+    To be called when no new operator is recorded any more. A thread has left them when it sleeps,
+    or when it has run for half a millisecond; one that waits for a processor may be in them.
+    Without `/proc` a fixed time must do.
     """
     tasks = "/proc/self/task"
     try:
@@ -112,21 +140,29 @@ def wait_for_other_threads() -> None:
     others.pop(str(threading.get_native_id()), None)
     deadline = time.monotonic() + MAX_SETTLE_SECONDS
     while time.monotonic() < deadline:
-        others = {task: before for task, before in others.items() if _is_possibly_inside(f"{tasks}/{task}", before)}
+        others = {
+            task: before
+            for task, before in others.items()
+            if _is_possibly_inside(f"{tasks}/{task}", before)
+        }
         if not others:
             return
         time.sleep(_PAUSE_SECONDS)
 
 
 def find_outermost_torch_frame() -> FrameType | None:
-    """The outermost frame of this thread that is PyTorch's and may stand around open operators; None without one."""
+    """The outermost frame of this thread that is PyTorch's and may stand around open operators;
+    None without one.
+    """
     stack = _list_frames(_get_frames().get(threading.get_ident()))
     return next((frame for frame in reversed(stack) if _is_inside(frame)), None)
 
 
 @contextlib.contextmanager
 def ignore_frame(frame: FrameType | None) -> Iterator[None]:
-    """For the block this thread is taken to have left a frame that is about to return; None for none."""
+    """For the block this thread is taken to have left a frame that is about to return; None for
+    none.
+    """
     _here.left = frame
     try:
         yield
@@ -135,11 +171,16 @@ def ignore_frame(frame: FrameType | None) -> Iterator[None]:
 
 
 def end_annotations() -> None:
-    """End every open annotation, the innermost first. With no recorder running this writes nothing."""
+    """End every open annotation, the innermost first.
+
+    With no recorder running this writes nothing.
+    """
     from traceloom.capture.kineto import annotate
 
     kinds = (torch.autograd.profiler.record_function, annotate)
-    for annotation in reversed([annotation for annotation in gc.get_objects() if type(annotation) in kinds]):
+    for annotation in reversed(
+        [annotation for annotation in gc.get_objects() if type(annotation) in kinds]
+    ):
         if type(annotation) is annotate:
             annotation.__exit__()
         elif annotation.record is not None:
@@ -213,7 +254,11 @@ def _open(*, every_thread: bool) -> list[_Open]:
     for ident, top in frames.items():
         thread = threads.get(ident)
         is_own = thread is not None and thread.name.startswith("traceloom-")
-        if ident != own_ident and not is_own and not _is_waiting(top, thread.native_id if thread is not None else None):
+        if (
+            ident != own_ident
+            and not is_own
+            and not _is_waiting(top, thread.native_id if thread is not None else None)
+        ):
             open_.append(_AtCall(ident, id(top), top.f_lasti))
     open_ += [_Working(weakref.ref(work)) for work in list(_works)]
     return open_
@@ -225,7 +270,10 @@ def _filter_open(open_: list[_Open]) -> list[_Open]:
 
 
 def _wait_for(open_: list[_Open]) -> list[_Open]:
-    """Wait a moment for these to end; returns what is still open. What this thread is in itself cannot end here."""
+    """Wait a moment for these to end; returns what is still open.
+
+    What this thread is in itself cannot end here.
+    """
     own_ident = threading.get_ident()
     deadline = time.monotonic() + PATIENCE_SECONDS
     open_ = _filter_open(open_)
@@ -300,7 +348,8 @@ def is_own_recorder_active() -> bool:
     return getattr(_ours, "active", False)
 
 
-# Class, methods that begin, methods that end. The first one is over when PyTorch calls `_run_on_profiler_stop`.
+# Class, methods that begin, methods that end. The first one is over when PyTorch calls
+# `_run_on_profiler_stop`.
 _PROFILERS = (
     ("torch.autograd.profiler", "profile", ("_prepare_trace",), ()),
     ("torch.autograd.profiler", "emit_itt", ("__enter__",), ("__exit__",)),
@@ -326,7 +375,12 @@ class ProfilerHooks:
         stepped: Callable[[], None],
         after_step: Callable[[], None],
     ) -> None:
-        self._began, self._ended, self._stepped, self._after_step = began, ended, stepped, after_step
+        self._began, self._ended, self._stepped, self._after_step = (
+            began,
+            ended,
+            stepped,
+            after_step,
+        )
         self._active: dict[int, weakref.ref[Any]] = {}
         self._lock = threading.RLock()
         self._restore: list[tuple[Any, str, Any]] = []
@@ -365,7 +419,8 @@ class ProfilerHooks:
                 identity = id(profiler)
                 with self._lock:
                     first = not self._active
-                    # A profiler that was prepared, never started and then dropped has ended as well.
+                    # A profiler that was prepared, never started and then dropped has ended as
+                    # well.
                     self._active[identity] = weakref.ref(profiler, lambda _: self._leave(identity))
                 if first:
                     self._began(bool(getattr(profiler, "with_stack", False)))
@@ -385,13 +440,15 @@ class ProfilerHooks:
 
     def _stopping(self, original: Any) -> Any:
         def stopped() -> Any:
-            profiler = sys._getframe(1).f_locals.get("self")  # noqa: SLF001
+            profiler = sys._getframe(1).f_locals.get("self")
             try:
                 return original()
             finally:
                 if not is_own_recorder_active() and profiler is not None:
                     options = getattr(profiler, "experimental_config", None)
-                    remember_open_work(every_thread=bool(getattr(options, "profile_all_threads", False)))
+                    remember_open_work(
+                        every_thread=bool(getattr(options, "profile_all_threads", False))
+                    )
                     self._leave(id(profiler))
 
         return stopped
@@ -412,7 +469,9 @@ class ProfilerHooks:
             self._count_steps(wrapped=not self._stacked)
 
     def _count_steps(self, *, wrapped: bool) -> None:
-        """Steps of a profiler begin and end its windows, so that a wrapper around them would be in its stacks."""
+        """Steps of a profiler begin and end its windows, so that a wrapper around them would be in
+        its stacks.
+        """
         if self._steps is not None and wrapped != (torch.profiler.profile.step is self._steps[1]):
             torch.profiler.profile.step = self._steps[wrapped]
 

@@ -87,7 +87,9 @@ class CaptureOutput:
         self._writer.rest()
 
     def look_around(self) -> None:
-        """Note the place in the job and the groups; at its end a program may have left them already."""
+        """Note the place in the job and the groups; at its end a program may have left them
+        already.
+        """
         self._place = (
             distributed.read_rank_and_world()
             if distributed.get_distributed() or self._place[0] is None
@@ -104,9 +106,13 @@ class CaptureOutput:
             notes = self.directory / writing.NOTES
             try:
                 notes.mkdir(parents=True, exist_ok=True)
-                self._stem = writing.reserve_name(self.directory, rank, is_child=distributed.is_child())
+                self._stem = writing.reserve_name(
+                    self.directory, rank, is_child=distributed.is_child()
+                )
             except OSError:
-                self._stem = f"rank{rank or 0}"  # nothing can be written there; the files will go elsewhere
+                self._stem = (
+                    f"rank{rank or 0}"  # nothing can be written there; the files will go elsewhere
+                )
         return self._stem
 
     def host_trace_path(self) -> Path:
@@ -114,7 +120,9 @@ class CaptureOutput:
         return self._places.for_torch(0) / f"{self.stem()}.host.json"
 
     def hold(self, window: RecordedWindow) -> FallbackTrace | None:
-        """Export what was recorded, without a name in the capture yet; None where it could not be written at all."""
+        """Export what was recorded, without a name in the capture yet; None where it could not be
+        written at all.
+        """
         notes = self.directory / writing.NOTES
         folder = self._places.for_torch(window.end_ns - window.start_ns)
         if folder == self.directory:
@@ -141,13 +149,17 @@ class CaptureOutput:
         steps = max(0, window.end_step - window.first_step)
         held = window.held
         if not used_torch:
-            # Without rank and steps, where others have recorded theirs, it has only started them; one of several
-            # workers has not, and whether these are the job is known at the end.
+            # Without rank and steps, where others have recorded theirs, it has only started them;
+            # one of several workers has not, and whether these are the job is known at the end.
             notes = self.directory / writing.NOTES
-            others = notes.is_dir() and any(path.name.startswith(("rank", "pid")) for path in notes.iterdir())
+            others = notes.is_dir() and any(
+                path.name.startswith(("rank", "pid")) for path in notes.iterdir()
+            )
             has_started = others and not is_child_of_multiprocessing()
             is_bystander = self._place[0] is None and self._log.number == 0 and has_started
-            if is_bystander or (held is not None and held.whole and not steps and not held.operators):
+            if is_bystander or (
+                held is not None and held.whole and not steps and not held.operators
+            ):
                 if held is not None:
                     held.path.unlink(missing_ok=True)
                 return
@@ -155,7 +167,10 @@ class CaptureOutput:
         if held is not None:
             plain = self._named(held.path, "kineto.json")
         else:
-            plain = self._places.for_torch(window.end_ns - window.start_ns) / f"{self.stem()}.kineto.json"
+            plain = (
+                self._places.for_torch(window.end_ns - window.start_ns)
+                / f"{self.stem()}.kineto.json"
+            )
             self._export(plain, window.kineto.save)
         if not plain.exists():
             return
@@ -164,13 +179,21 @@ class CaptureOutput:
             "kind": window.kind,
             "first_step": window.first_step if steps else None,
             "step_count": steps,
-            "start_ns": window.start_ns if steps else _read_first_operator_ns(plain) or window.start_ns,
+            "start_ns": window.start_ns
+            if steps
+            else _read_first_operator_ns(plain) or window.start_ns,
             "end_ns": window.end_ns,
         }
         if window.kind == "early" and self._settings.stacks:
-            message = "the run ended before the window began; what was recorded until then has no stacks"
+            message = (
+                "the run ended before the window began; what was recorded until then has no stacks"
+            )
             self._notices.append({"slug": "no-early-stacks", "message": message})
-        self._collectives, self._census, self._last_census = window.collectives, window.census, window.last_census
+        self._collectives, self._census, self._last_census = (
+            window.collectives,
+            window.census,
+            window.last_census,
+        )
         self._thread_cpu, self._shapes = window.thread_cpu, window.shapes
         self._allocators = memory.describe_memory() if self._settings.memory else None
         if self._out_of_memory is None:  # else it is written, as it was at that instant
@@ -213,7 +236,9 @@ class CaptureOutput:
         self._memory_snapshot()
         requested = memory.parse_requested_bytes(error)
         amount = "" if requested is None else f" when {requested / 1e6:.4g} MB were asked for"
-        print_once("out-of-memory", f"memory ran out{amount}; see: traceloom memory {self._settings.shown}")
+        print_once(
+            "out-of-memory", f"memory ran out{amount}; see: traceloom memory {self._settings.shown}"
+        )
 
     def forget(self) -> None:
         """The numbers of the steps begin anew: what was kept has lost its place."""
@@ -229,7 +254,9 @@ class CaptureOutput:
         self._window = self._graph = self._collectives = None
 
     def finish(self, reason: str, *, used_torch: bool, began: bool) -> None:
-        """Wait for the files, then write this process's part and merge; `began`: whether anything was ever recorded."""
+        """Wait for the files, then write this process's part and merge; `began`: whether anything
+        was ever recorded.
+        """
         self._writer.wait()
         if not self.empty:
             self._publish(reason)
@@ -237,14 +264,22 @@ class CaptureOutput:
         notes = self.directory / writing.NOTES
         if (self.empty or self.moved) and notes.is_dir():
             steps = self._log.number
-            end = {"steps": steps, "used_torch": used_torch, "wrote_elsewhere": self.moved, "began": began}
+            end = {
+                "steps": steps,
+                "used_torch": used_torch,
+                "wrote_elsewhere": self.moved,
+                "began": began,
+            }
             with contextlib.suppress(OSError):  # only the diagnosis would have used it
                 (notes / f"{os.getpid()}.end").write_text(json.dumps(end), encoding="utf-8")
 
     # ---- parts
 
     def _export(self, plain: Path, save: Callable[[Path], None]) -> bool:
-        """Let PyTorch write a file; False where it is cut. What there is of it stays: readers keep whole events."""
+        """Let PyTorch write a file; False where it is cut.
+
+        What there is of it stays: readers keep whole events.
+        """
         try:
             save(plain)
         except OSError as error:
@@ -260,26 +295,37 @@ class CaptureOutput:
         path = self._places.compress(plain)
         table[key] = path.name if path.parent == self.directory else str(path)
         if path.parent != self.directory:
-            self._notices.append({"slug": "capture-moved", "message": f"{path.name} is in {path.parent}"})
+            self._notices.append(
+                {"slug": "capture-moved", "message": f"{path.name} is in {path.parent}"}
+            )
 
     def _copy_sources(self, table: dict[str, Any], plain: Path) -> None:
         """Put the sources of compiled kernels beside the host trace, wherever that is."""
-        folder = (self.directory / table["host_file"]).parent / f"{self.stem()}{kernel_sources.SOURCES_SUFFIX}"
+        folder = (
+            self.directory / table["host_file"]
+        ).parent / f"{self.stem()}{kernel_sources.SOURCES_SUFFIX}"
         try:
             copied = kernel_sources.copy_sources(plain, folder)
         except OSError as error:
             self._notices.append(
-                {"slug": "sources-left-out", "message": writing.describe_write_error(error, folder.parent)}
+                {
+                    "slug": "sources-left-out",
+                    "message": writing.describe_write_error(error, folder.parent),
+                }
             )
             return
         table["sources"] = [f"{folder.name}/{name}" for name in copied.files]
         if copied.left_out:
             (name, why), count = copied.left_out[0], len(copied.left_out)
-            message = f"sources of compiled kernels that were not copied: {count} (first `{name}`: {why})"
+            message = (
+                f"sources of compiled kernels that were not copied: {count} (first `{name}`: {why})"
+            )
             self._notices.append({"slug": "sources-left-out", "message": message})
 
     def _named(self, path: Path, suffix: str) -> Path:
-        """Give a file that is held back its name in the capture, or beside it where the capture takes no more."""
+        """Give a file that is held back its name in the capture, or beside it where the capture
+        takes no more.
+        """
         folder = self.directory if path.parent == self.directory / writing.NOTES else path.parent
         return path.replace(folder / f"{self.stem()}.{suffix}")
 
@@ -309,15 +355,23 @@ class CaptureOutput:
             where = f"what was recorded is in `{path.parent}`"
             why = writing.describe_write_error(error, self.directory)
             print_once("capture-moved", f"`{self.directory}` takes no more data ({why}); {where}")
-            self._notices.append({"slug": "capture-moved", "message": f"{name} is in {path.parent}"})
+            self._notices.append(
+                {"slug": "capture-moved", "message": f"{name} is in {path.parent}"}
+            )
 
     def part(self, reason: str) -> dict[str, Any]:
         """This process's entry of `capture.json`."""
         self.look_around()
         rank, size, local = self._place
         graph_ns = self._log.durations(self._log.numbers(Mark.GRAPH))
-        # a worker of `multiprocessing` that called no module: of interest only where nobody else was recorded
-        incidental = rank is None and not self._used_torch and not self._log.number and is_child_of_multiprocessing()
+        # a worker of `multiprocessing` that called no module: of interest only where nobody else
+        # was recorded
+        incidental = (
+            rank is None
+            and not self._used_torch
+            and not self._log.number
+            and is_child_of_multiprocessing()
+        )
         if rank is None:
             rank, size = 0, 1
         if self._graph is not None:
@@ -351,8 +405,12 @@ class CaptureOutput:
             "notices": self._notices,
         }
 
-    def _table(self, name: str, columns: dict[str, Any] | None, length: str) -> dict[str, Any] | None:
-        """The columns themselves, or where they are when they are long; `length` is a column that counts the rows."""
+    def _table(
+        self, name: str, columns: dict[str, Any] | None, length: str
+    ) -> dict[str, Any] | None:
+        """The columns themselves, or where they are when they are long; `length` is a column that
+        counts the rows.
+        """
         if columns is None or (rows := len(columns[length])) <= INLINE_ROWS:
             return columns
         path = self.directory / f"{self.stem()}.{name}.json"
@@ -364,7 +422,9 @@ class CaptureOutput:
 
 
 def _read_first_operator_ns(path: Path) -> int | None:
-    """When the first operator of a trace in plain JSON began (PyTorch sorts them), in Unix nanoseconds."""
+    """When the first operator of a trace in plain JSON began (PyTorch sorts them), in Unix
+    nanoseconds.
+    """
     with path.open("rb") as file:
         head = file.read(_PIECE)
     base = re.search(rb'"baseTimeNanoseconds": (\d+)', head)

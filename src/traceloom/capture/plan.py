@@ -1,16 +1,17 @@
 """When to record: a state machine without torch, clocks or files.
 
-Events go in (torch was imported, the first call, a step that starts, a moment in time, a foreign profiler), actions
-come out.
+Events go in (torch was imported, the first call, a step that starts, a moment in time, a foreign
+profiler), actions come out.
 
     idle ──torch is there──► early ──step `first`──► window ──last step──► graph ──next step──► done
       └────────────────step `first`──────────────────┘ │                     ▲
                                                        └─a foreign profiler──┘ held back: try again afterwards
 
-`early` is what a short run keeps: everything from the import of torch on, up to `early_cap` seconds before the first
-module is called and as many after it; while such a stretch held next to nothing, the next one begins at once. What is
-early is thrown away when the window begins. Where allocations are recorded, or where something is still open that began
-under it (see `crossing`), it becomes the beginning of the window.
+`early` is what a short run keeps: everything from the import of torch on, up to `early_cap` seconds
+before the first module is called and as many after it; while such a stretch held next to nothing,
+the next one begins at once. What is early is thrown away when the window begins. Where allocations
+are recorded, or where something is still open that began under it (see `crossing`), it becomes the
+beginning of the window.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from enum import Enum
 from traceloom.capture.settings import DEFAULT_DURATION_SECONDS, Settings
 
 FRESH_SECONDS = 2.0
-"""What came longer than that before the first module call is set aside: imports and data, not the work itself."""
+"""What came longer than that before the first module call is set aside: imports and data, not the
+work itself.
+"""
 MAX_POSTPONED = 10
 RETRY_SECONDS = 0.25
 
@@ -60,7 +63,9 @@ class RecordingPlan:
         may_cross: Whether a recorder could stop now and another one begin at once; asked when that is wanted.
     """
 
-    def __init__(self, settings: Settings, now: float, may_cross: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self, settings: Settings, now: float, may_cross: Callable[[], bool] = lambda: True
+    ) -> None:
         self._settings = settings
         self._origin = now
         self._may_cross = may_cross
@@ -96,7 +101,9 @@ class RecordingPlan:
         return None
 
     def torch_imported(self, now: float) -> list[Action]:
-        """Torch can be used from now on, and recording it needs no device that the program does not use."""
+        """Torch can be used from now on, and recording it needs no device that the program does not
+        use.
+        """
         self._present = True
         if self._blocked or self.phase is not Phase.IDLE:
             return []
@@ -106,7 +113,8 @@ class RecordingPlan:
         return self._begin(Phase.EARLY, now, 0) if settings.early else []
 
     def first_call(self, now: float, *, elsewhere: bool = False) -> list[Action]:
-        """A module is called or an optimizer makes a step for the first time, or a block is entered.
+        """A module is called or an optimizer makes a step for the first time, or a block is
+        entered.
 
         Args:
             now: The time.
@@ -118,7 +126,11 @@ class RecordingPlan:
         if self.phase is Phase.EARLY and not again:
             stale = now - self._window_since >= FRESH_SECONDS and not self._settings.from_the_start
             self._window_since = now
-            return [Action.SET_ASIDE, Action.START] if elsewhere or (stale and self._may_cross()) else []
+            return (
+                [Action.SET_ASIDE, Action.START]
+                if elsewhere or (stale and self._may_cross())
+                else []
+            )
         if self.phase is not Phase.IDLE:
             return []
         if self._settings.whole or (self._settings.first_step == 0 and not self._settings.by_time):
@@ -128,17 +140,23 @@ class RecordingPlan:
         return []
 
     def held(self, now: float, *, enough: bool) -> list[Action]:
-        """An early part has ended by its cap; `enough`: it holds as much of the program as anybody would look at."""
+        """An early part has ended by its cap; `enough`: it holds as much of the program as anybody
+        would look at.
+        """
         if enough or self._blocked or self.phase is not Phase.IDLE or not self._settings.early:
             return []
         return self._begin(Phase.EARLY, now, 0)
 
     def refused(self, now: float) -> None:
-        """The recorder that should have started could not: something that began under an earlier one is still open."""
+        """The recorder that should have started could not: something that began under an earlier
+        one is still open.
+        """
         if self.phase is Phase.GRAPH:
             self.phase = Phase.GRAPH_PENDING
         elif self.recording:
-            by_step = self.phase is Phase.WINDOW and not (self._settings.by_time or self._settings.whole)
+            by_step = self.phase is Phase.WINDOW and not (
+                self._settings.by_time or self._settings.whole
+            )
             self._retry = None if by_step else (now + RETRY_SECONDS, self.phase)
             self.phase = Phase.IDLE
 
@@ -164,7 +182,9 @@ class RecordingPlan:
         if not self._settings.from_the_start:
             if self._may_cross() or self._postponed >= MAX_POSTPONED:
                 return [Action.DISCARD, *self._begin(Phase.WINDOW, now, number)]
-            if self._settings.stacks:  # the early part has none; the next step may be a better moment
+            if (
+                self._settings.stacks
+            ):  # the early part has none; the next step may be a better moment
                 self._postponed += 1
                 return []
         self.phase, self._window_from = Phase.WINDOW, number

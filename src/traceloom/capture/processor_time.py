@@ -1,7 +1,8 @@
 """How long the threads of the program have run, sampled while a window is recorded.
 
-A trace tells what a thread called, not whether it ran: between two operators it may compute in Python or wait for a
-request. The difference is in the time that the system gave it. Linux tells that of every thread in `/proc`.
+A trace tells what a thread called, not whether it ran: between two operators it may compute in
+Python or wait for a request. The difference is in the time that the system gave it. Linux tells
+that of every thread in `/proc`.
 """
 
 from __future__ import annotations
@@ -35,15 +36,21 @@ class ThreadTimes:
             self._sampler = None
 
     def stop(self) -> dict[str, list[int]] | None:
-        """End; the samples as columns of one length in the order of time, or None where there are none.
+        """End; the samples as columns of one length in the order of time, or None where there are
+        none.
 
-        `thread` is the system's id, `time_ns` Unix time, `cpu_ns` how long the thread has run since it began.
+        `thread` is the system's id, `time_ns` Unix time, `cpu_ns` how long the thread has run since
+        it began.
         """
         self._over.set()
         if not self._threads:
             return None
         self._sample()
-        return {"thread": self._threads.tolist(), "time_ns": self._times.tolist(), "cpu_ns": self._run.tolist()}
+        return {
+            "thread": self._threads.tolist(),
+            "time_ns": self._times.tolist(),
+            "cpu_ns": self._run.tolist(),
+        }
 
     def _watch(self) -> None:
         while not self._over.wait(EVERY_SECONDS):

@@ -1,7 +1,7 @@
 """The recorder of one process: joins the plan, the step clock and PyTorch's recorders.
 
-Everything here runs inside somebody else's training loop. Between two steps nothing but two clock readings happens;
-whatever fails is reported in one line, and the program goes on.
+Everything here runs inside somebody else's training loop. Between two steps nothing but two clock
+readings happens; whatever fails is reported in one line, and the program goes on.
 """
 
 # ruff: noqa: SLF001  (PyTorch offers these things by private names only)
@@ -30,7 +30,8 @@ from traceloom.capture.processor_time import ThreadTimes
 from traceloom.capture.settings import Settings, print_once
 from traceloom.capture.steps import Instant, Mark, StepClock, StepLog, Tick
 
-# Leaving the optimizer's annotation takes about ten events, a backward pass those of its hooks. Who needs more stays.
+# Leaving the optimizer's annotation takes about ten events, a backward pass those of its hooks. Who
+# needs more stays.
 EVENTS_TO_LEAVE = 100_000
 ATTEMPTS = 1000
 # An early part with fewer operators is not worth to be the only one.
@@ -87,8 +88,8 @@ def guard_errors(method: _F) -> _F:
 class _WorkLock:
     """One thread at a time: steps may end on one while a moment in time comes on another one.
 
-    A signal is answered by the main thread in the middle of whatever it does; what has to wait for the end of that is
-    kept until then.
+    A signal is answered by the main thread in the middle of whatever it does; what has to wait for
+    the end of that is kept until then.
     """
 
     def __init__(self) -> None:
@@ -126,7 +127,9 @@ class Recorder:
         self.pid = os.getpid()
         self.broken = False
         self._at_work = _WorkLock()
-        self.used_torch = False  # a module was called or an optimizer made a step, not merely torch imported
+        self.used_torch = (
+            False  # a module was called or an optimizer made a step, not merely torch imported
+        )
         self._called = False
         self._began = False
         self._every_thread = True  # the kind of the last recorder of the timed part
@@ -155,12 +158,16 @@ class Recorder:
 
     @guard_errors
     def torch_imported(self) -> None:
-        """The process can use torch from now on, and recording needs no device that it does not use."""
+        """The process can use torch from now on, and recording needs no device that it does not
+        use.
+        """
         self._turn(self.plan.torch_imported(time.monotonic()), between_steps=self.log.number == 0)
 
     @guard_errors
     def first_call(self) -> None:
-        """The process calls a module, makes an optimizer step or enters a recorded block for the first time."""
+        """The process calls a module, makes an optimizer step or enters a recorded block for the
+        first time.
+        """
         self._called = True
         elsewhere = self._window is not None and not self._window.kineto.records_here()
         actions = self.plan.first_call(time.monotonic(), elsewhere=elsewhere)
@@ -172,7 +179,9 @@ class Recorder:
 
     @guard_errors
     def optimizer_stepped(self, optimizer: Any, frame: Any = None) -> None:
-        """An optimizer has made a step; `frame` is the one in which PyTorch's annotation of that step is open."""
+        """An optimizer has made a step; `frame` is the one in which PyTorch's annotation of that
+        step is open.
+        """
         self.used_torch = True
         self._boundary(self.clock.optimizer_stepped(optimizer), frame)
 
@@ -201,7 +210,9 @@ class Recorder:
 
     @guard_errors
     def foreign_profiler(self, with_stack: bool) -> None:
-        """The user's profiler is about to start; one with stacks would show whatever of ours runs meanwhile."""
+        """The user's profiler is about to start; one with stacks would show whatever of ours runs
+        meanwhile.
+        """
         actions = self.plan.foreign_profiler()
         if actions:
             print_once("yielded", "your own profiler starts: ours stops now and goes on afterwards")
@@ -228,7 +239,10 @@ class Recorder:
 
     @guard_errors
     def finish(self, reason: str, error: BaseException | None = None) -> None:
-        """The process or the recording ends, with `error` if it ends by one: keep what there is. Runs once."""
+        """The process or the recording ends, with `error` if it ends by one: keep what there is.
+
+        Runs once.
+        """
         if self._finished:
             return
         self._finished = True
@@ -250,14 +264,19 @@ class Recorder:
 
     @guard_errors
     def abandon(self) -> None:
-        """This process turns out to be none that should be recorded: stop, and leave nothing behind."""
+        """This process turns out to be none that should be recorded: stop, and leave nothing
+        behind.
+        """
         self._finished = True
         self.plan.finish()
         self._stop()
         self.attachment.detach()
 
     def after_work(self, call: Callable[[], None]) -> bool:
-        """Let `call` run when the recorder is done with what this thread is in. False: it is in nothing of ours."""
+        """Let `call` run when the recorder is done with what this thread is in.
+
+        False: it is in nothing of ours.
+        """
         return self._at_work.afterwards(call)
 
     def why_nothing(self) -> str:
@@ -295,13 +314,15 @@ class Recorder:
         self._disturbed = self.storage.busy
         if not actions and not self.plan.recording:
             return
-        # Cross to the next step where nothing of PyTorch is open around us: no annotation, no backward pass.
+        # Cross to the next step where nothing of PyTorch is open around us: no annotation, no
+        # backward pass.
         frame = observer_safety.find_outermost_torch_frame() or frame if actions else frame
         stacks = self.settings.stacks and Action.START in actions
         if self._window is None or not self._window.stacks:
             run_after_annotation(frame, lambda: self._cross(number, actions), outside=stacks)
             return
-        # PyTorch's stack recorder has the very hook by which the annotation's end is told: end it here, go on after it.
+        # PyTorch's stack recorder has the very hook by which the annotation's end is told: end it
+        # here, go on after it.
         ending = [action for action in actions if action not in _STARTS]
         starting = [action for action in actions if action in _STARTS]
         self._cross(number, ending)
@@ -354,14 +375,20 @@ class Recorder:
                     graph.host_path.unlink(missing_ok=True)
         else:
             window = self._stop()
-            if action in (Action.SET_ASIDE, Action.HOLD) and window is not None:  # in case nothing better follows
+            if (
+                action in (Action.SET_ASIDE, Action.HOLD) and window is not None
+            ):  # in case nothing better follows
                 window.held = self.storage.hold(window)
             if action is Action.SET_ASIDE:
                 self._before = window
             elif action is Action.HOLD:
                 self._hold(window)
             else:
-                for early in (self._held, self._before, window if action is Action.DISCARD else None):
+                for early in (
+                    self._held,
+                    self._before,
+                    window if action is Action.DISCARD else None,
+                ):
                     self._forget(early)
                 self._held = self._before = None
                 if action is Action.KEEP and window is not None:
@@ -369,15 +396,23 @@ class Recorder:
         return True
 
     def _may_cross(self) -> bool:
-        """Whether one recorder of the timed part can end and the next one begin, as soon as PyTorch is left."""
-        soon = None if sys.getprofile() is not None else observer_safety.find_outermost_torch_frame()
+        """Whether one recorder of the timed part can end and the next one begin, as soon as PyTorch
+        is left.
+        """
+        soon = (
+            None if sys.getprofile() is not None else observer_safety.find_outermost_torch_frame()
+        )
         with observer_safety.ignore_frame(soon):
-            return observer_safety.is_safe_to_stop(every_thread=True in kineto.list_recorder_kinds(self.settings))
+            return observer_safety.is_safe_to_stop(
+                every_thread=True in kineto.list_recorder_kinds(self.settings)
+            )
 
     def _start(self, *, between_steps: bool) -> bool:
         settings = self.settings
         kinds = [
-            kind for kind in kineto.list_recorder_kinds(settings) if observer_safety.is_safe_to_start(every_thread=kind)
+            kind
+            for kind in kineto.list_recorder_kinds(settings)
+            if observer_safety.is_safe_to_start(every_thread=kind)
         ]
         if not kinds:
             return False
@@ -386,7 +421,8 @@ class Recorder:
             kind = "time" if settings.by_time else "block"
         self.on_start()
         self.storage.look_around()
-        # The early part may hold the import of half of PyTorch: millions of Python calls. It goes without stacks.
+        # The early part may hold the import of half of PyTorch: millions of Python calls. It goes
+        # without stacks.
         hurried = kind == "early" and not settings.from_the_start
         shapes = settings.shapes
         if shapes is None:  # they keep every tensor's head alive, and a graph step has them all
@@ -433,7 +469,9 @@ class Recorder:
         return window
 
     def _stopped(self, stop: Callable[[], None]) -> bool:
-        """Stop a recorder; where it runs on the main thread and this is another one, let that one do it."""
+        """Stop a recorder; where it runs on the main thread and this is another one, let that one
+        do it.
+        """
         try:
             stop()
         except kineto.OtherThreadError:
@@ -455,7 +493,9 @@ class Recorder:
         return True
 
     def _hold(self, window: RecordedWindow | None) -> None:
-        """Keep the better of two attempts: more whole steps, then with calls of modules, then more operators."""
+        """Keep the better of two attempts: more whole steps, then with calls of modules, then more
+        operators.
+        """
         attempts = [attempt for attempt in (self._held, window) if attempt is not None]
         if not attempts:
             return
@@ -478,12 +518,17 @@ class Recorder:
 
     def _start_graph(self) -> bool:
         # Not of the window's kind, whose annotations may still be open, where there is another one.
-        every = sorted(kineto.list_recorder_kinds(replace(self.settings, memory=False)), reverse=not self._every_thread)
+        every = sorted(
+            kineto.list_recorder_kinds(replace(self.settings, memory=False)),
+            reverse=not self._every_thread,
+        )
         kinds = [kind for kind in every if observer_safety.is_safe_to_start(every_thread=kind)]
         if not kinds:
             return False
         self._graph_step = self.log.number
-        graph = kineto.GraphStepRecorder(self.settings, self.storage.host_trace_path(), every_thread=kinds[0])
+        graph = kineto.GraphStepRecorder(
+            self.settings, self.storage.host_trace_path(), every_thread=kinds[0]
+        )
         try:
             graph.start()
         except OSError as error:
@@ -512,8 +557,9 @@ class Recorder:
         """This is a forked child: it must neither record nor write into the parent's files.
 
         Returns:
-            Whether Kineto's state is still there, switched off. To end it costs time for each event so far, which
-            loader workers should not pay; but call stacks and allocations cannot be switched off in another way.
+            Whether Kineto's state is still there, switched off. To end it costs time for each event
+            so far, which loader workers should not pay; but call stacks and allocations cannot be
+            switched off in another way.
         """
         self._finished = True
         self._checkpoints.stop()
@@ -533,9 +579,9 @@ class Recorder:
 def run_after_annotation(frame: Any, call: Callable[[], None], *, outside: bool = False) -> None:
     """Run `call` when `frame` returns, or at once.
 
-    Optimizer hooks run inside PyTorch's `Optimizer.step#...` annotation. A recorder stopped in there would leave it
-    open, with an end that lies far behind the step. Python's profile hook tells when the frame is left; where
-    somebody else uses that hook, the work is done at once.
+    Optimizer hooks run inside PyTorch's `Optimizer.step#...` annotation. A recorder stopped in
+    there would leave it open, with an end that lies far behind the step. Python's profile hook
+    tells when the frame is left; where somebody else uses that hook, the work is done at once.
 
     Args:
         frame: The one with the annotation; None for none.
@@ -550,10 +596,13 @@ def run_after_annotation(frame: Any, call: Callable[[], None], *, outside: bool 
     caller, events, inside, attempts = frame.f_back, 0, True, 0
 
     def soon() -> bool:
-        return threading.current_thread() is threading.main_thread() and run_on_main_thread(when_outside)
+        return threading.current_thread() is threading.main_thread() and run_on_main_thread(
+            when_outside
+        )
 
     def when_outside() -> None:
-        # Python may well begin within the hook what it was told to do soon, or in the midst of what comes next.
+        # Python may well begin within the hook what it was told to do soon, or in the midst of what
+        # comes next.
         nonlocal attempts
         attempts += 1
         if not (inside or observer_safety.find_outermost_torch_frame() is not None):
@@ -570,7 +619,9 @@ def run_after_annotation(frame: Any, call: Callable[[], None], *, outside: bool 
         if left or events > EVENTS_TO_LEAVE:
             sys.setprofile(None)
             if not (outside and soon()):
-                with observer_safety.ignore_frame(frame if where is frame and event == "return" else None):
+                with observer_safety.ignore_frame(
+                    frame if where is frame and event == "return" else None
+                ):
                     call()
             inside = False  # last, with nothing called after it
 

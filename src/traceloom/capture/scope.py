@@ -1,7 +1,8 @@
 """`traceloom.scope("name")`: a named region that appears in the device trace and in the host trace.
 
-In the traces a scope is a user annotation called `traceloom.scope:` and its name; nested names are joined by dots.
-While nothing records, entering and leaving one costs a fraction of a microsecond, and without torch nothing happens.
+In the traces a scope is a user annotation called `traceloom.scope:` and its name; nested names are
+joined by dots. While nothing records, entering and leaving one costs a fraction of a microsecond,
+and without torch nothing happens.
 """
 
 # ruff: noqa: SLF001  (PyTorch offers these things by private names only)
@@ -28,10 +29,12 @@ _is_compiling: Callable[[], bool] = bool  # torch.compiler.is_compiling, once to
 
 
 class scope:  # noqa: N801  (used like a function)
-    """Name a region: `with traceloom.scope("loss"):` or `@traceloom.scope("loss")` above a function.
+    """Name a region: `with traceloom.scope("loss"):` or `@traceloom.scope("loss")` above a
+    function.
 
-    Works on plain, generator and coroutine functions; there the region covers what runs between two suspensions, so
-    that regions of different tasks on one thread never cross. One object can be entered again after it was left.
+    Works on plain, generator and coroutine functions; there the region covers what runs between two
+    suspensions, so that regions of different tasks on one thread never cross. One object can be
+    entered again after it was left.
 
     Args:
         name: Any text. Quotes, backslashes and control characters are escaped, because PyTorch writes names into
@@ -46,7 +49,9 @@ class scope:  # noqa: N801  (used like a function)
 
     def __init__(self, name: str) -> None:
         if type(name) is not str:
-            raise UsageError(f"a scope's name must be text, got {type(name).__name__}", slug="bad-scope")
+            raise UsageError(
+                f"a scope's name must be text, got {type(name).__name__}", slug="bad-scope"
+            )
         self.name = name
         self._open = False
         self._annotation: Any = None
@@ -54,12 +59,15 @@ class scope:  # noqa: N801  (used like a function)
 
     def __enter__(self) -> scope:  # noqa: PYI034  (a scope is never subclassed)
         if self._open:
-            raise UsageError(f"scope `{self.name}` is open already", slug="bad-scope", hint="make a new one")
+            raise UsageError(
+                f"scope `{self.name}` is open already", slug="bad-scope", hint="make a new one"
+            )
         self._open = True
         self._outer = _inner.get()
         _inner.set(self)
         profiler = _profiler or _find_profiler()
-        # Compiled code has no scopes: asked first, so that the compiler never looks at what changes with recording.
+        # Compiled code has no scopes: asked first, so that the compiler never looks at what changes
+        # with recording.
         if profiler is not None and not _is_compiling() and profiler._is_profiler_enabled:
             from traceloom.capture.kineto import annotate
 
@@ -67,7 +75,10 @@ class scope:  # noqa: N801  (used like a function)
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
     ) -> None:
         if self._annotation is not None:
             self._annotation.__exit__(kind, error, where)
@@ -91,7 +102,9 @@ class scope:  # noqa: N801  (used like a function)
         name = self.name
         if inspect.isasyncgenfunction(function):
             raise UsageError(
-                "a scope cannot be put above an asynchronous generator", slug="bad-scope", hint="use it inside"
+                "a scope cannot be put above an asynchronous generator",
+                slug="bad-scope",
+                hint="use it inside",
             )
         if inspect.iscoroutinefunction(function):
 
@@ -127,7 +140,9 @@ class _ScopedAwaitable:
 
 
 def _run_in_slices(name: str, inner: Any) -> Generator[Any, Any, Any]:
-    """Drive a generator so that each of its slices is one region; the scope is closed while it is suspended."""
+    """Drive a generator so that each of its slices is one region; the scope is closed while it is
+    suspended.
+    """
     resume: Callable[[], Any] = functools.partial(next, inner)
     while True:
         try:
@@ -143,7 +158,11 @@ def _run_in_slices(name: str, inner: Any) -> Generator[Any, Any, Any]:
         except BaseException as error:  # noqa: BLE001  (it belongs to the generator)
             resume = functools.partial(inner.throw, error)
         else:
-            resume = functools.partial(inner.send, sent) if sent is not None else functools.partial(next, inner)
+            resume = (
+                functools.partial(inner.send, sent)
+                if sent is not None
+                else functools.partial(next, inner)
+            )
 
 
 def _find_profiler() -> Any:

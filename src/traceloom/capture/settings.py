@@ -1,6 +1,7 @@
 """Options of recording; what it says to the user.
 
-The settings travel to the recorded processes as JSON in one environment variable, `TRACELOOM_RECORD`.
+The settings travel to the recorded processes as JSON in one environment variable,
+`TRACELOOM_RECORD`.
 """
 
 from __future__ import annotations
@@ -29,20 +30,28 @@ class Settings:
     """One recording. Times are seconds, steps are numbered from 0 over the whole run."""
 
     directory: str
-    first_step: int | None = None  # None: the window is not chosen by steps (or it is the default one)
+    first_step: int | None = (
+        None  # None: the window is not chosen by steps (or it is the default one)
+    )
     step_count: int | None = None
     after: float | None = None  # seconds after torch was imported
     duration: float | None = None
     stacks: bool = False
     memory: bool = False
-    module_names: str = "path"  # of the scopes that modules open by themselves with `memory`: path, class or off
-    shapes: bool | None = None  # of inputs, in the timed part; None: only where no graph step will tell them
+    module_names: str = (
+        "path"  # of the scopes that modules open by themselves with `memory`: path, class or off
+    )
+    shapes: bool | None = (
+        None  # of inputs, in the timed part; None: only where no graph step will tell them
+    )
     graph_step: bool = True
     sources: bool = True  # of compiled kernels, with the graph step
     quiet: bool = False
     whole: bool = False  # in-code recording without steps: from `with` to the end of the block
     early_cap: float = EARLY_CAP_SECONDS
-    replay_of: str = ""  # what `traceloom replay --record` runs again; empty: the program itself is recorded
+    replay_of: str = (
+        ""  # what `traceloom replay --record` runs again; empty: the program itself is recorded
+    )
     replaces: str = ""  # the directory whose capture this one replaces when it is whole; it lies elsewhere until then
 
     @property
@@ -73,9 +82,11 @@ class Settings:
 
     @property
     def from_the_start(self) -> bool:
-        """Whether the early part is kept as the beginning of the window: allocations are only whole from the start.
+        """Whether the early part is kept as the beginning of the window: allocations are only whole
+        from the start.
 
-        Not with stacks: the first step imports half of PyTorch, a million frames that cost minutes and 400 MB.
+        Not with stacks: the first step imports half of PyTorch, a million frames that cost minutes
+        and 400 MB.
         """
         return self.memory and self.early and not self.stacks
 
@@ -135,8 +146,14 @@ def parse_steps(value: str | int | range | None) -> tuple[int | None, int | None
             first, end = value.start, value.stop
     elif isinstance(value, int) and not isinstance(value, bool):
         first, end = WARM_UP_STEPS, WARM_UP_STEPS + value
-    elif isinstance(value, str) and (match := re.fullmatch(r"\s*(?:(\d{1,18})\s*\.\.\s*)?(\d{1,18})\s*", value)):
-        first, end = (int(match[1]), int(match[2])) if match[1] else (WARM_UP_STEPS, WARM_UP_STEPS + int(match[2]))
+    elif isinstance(value, str) and (
+        match := re.fullmatch(r"\s*(?:(\d{1,18})\s*\.\.\s*)?(\d{1,18})\s*", value)
+    ):
+        first, end = (
+            (int(match[1]), int(match[2]))
+            if match[1]
+            else (WARM_UP_STEPS, WARM_UP_STEPS + int(match[2]))
+        )
     if first < 0 or end <= first:
         raise UsageError(
             f"`{value}` is no choice of steps",
@@ -160,7 +177,9 @@ def check_times(after: float | None, duration: float | None, steps: object) -> N
         )
     for name, value in (("after", after), ("duration", duration)):
         if value is not None and not 0 <= value < 1e9:
-            raise UsageError(f"`{name}` must be a number of seconds from 0 on, got {value}", slug="bad-time")
+            raise UsageError(
+                f"`{name}` must be a number of seconds from 0 on, got {value}", slug="bad-time"
+            )
     if duration == 0:
         raise UsageError("a window of 0 seconds holds nothing", slug="bad-time")
 

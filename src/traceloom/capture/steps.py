@@ -1,8 +1,8 @@
 """What a step is, and how long every step of the run took.
 
-A step ends where `traceloom.step()` is called; without that, where the user's own `torch.profiler` steps; without
-that, where an optimizer steps: the first one seen, or the slowest where several alternate; and in a program that has no
-optimizer, where a backward pass ends.
+A step ends where `traceloom.step()` is called; without that, where the user's own `torch.profiler`
+steps; without that, where an optimizer steps: the first one seen, or the slowest where several
+alternate; and in a program that has no optimizer, where a backward pass ends.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class StepClock:
 
     def optimizer_stepped(self, optimizer: Any) -> Tick:
         """Some optimizer made a step."""
-        if self.source not in ("none", "optimizer", "backward") or (self.frozen and self.source == "backward"):
+        if self.source not in ("none", "optimizer", "backward") or (
+            self.frozen and self.source == "backward"
+        ):
             return Tick.NOTHING
         before, self.source = self.source, "optimizer"
         stepped = self._optimizers.get(id(optimizer))
@@ -105,7 +107,9 @@ _CODES = list(Mark)
 
 
 class Instant(NamedTuple):
-    """A moment by all clocks: Unix time, a steady clock, and how long the thread that reads them has run."""
+    """A moment by all clocks: Unix time, a steady clock, and how long the thread that reads them
+    has run.
+    """
 
     unix_ns: int
     steady_ns: int
@@ -115,7 +119,9 @@ class Instant(NamedTuple):
     @classmethod
     def now(cls) -> Instant:
         """This moment."""
-        return cls(time.time_ns(), time.perf_counter_ns(), threading.get_ident(), time.thread_time_ns())
+        return cls(
+            time.time_ns(), time.perf_counter_ns(), threading.get_ident(), time.thread_time_ns()
+        )
 
 
 class StepLog:
@@ -151,7 +157,9 @@ class StepLog:
             now, ran = self._now, list(self._ran)
             back_ns = now.unix_ns - self._starts[0]
             thread = now.thread if min(ran) >= 0 else -1
-            self._now = Instant(self._starts[0], now.steady_ns - back_ns, thread, now.ran_ns - sum(ran))
+            self._now = Instant(
+                self._starts[0], now.steady_ns - back_ns, thread, now.ran_ns - sum(ran)
+            )
         del self._starts[:], self._durations[:], self._ran[:], self._marks[:]
 
     def relabel(self, first: int, end: int, before: Mark, after: Mark) -> None:

@@ -1,7 +1,8 @@
 """Files written next to the steps, whole or not at all; the lock of the directory.
 
-A trace is first exported as plain JSON between two steps, then compressed by a thread of low priority, then renamed.
-Where the directory is full or forbidden, the trace goes to the temporary directory, and the user is told.
+A trace is first exported as plain JSON between two steps, then compressed by a thread of low
+priority, then renamed. Where the directory is full or forbidden, the trace goes to the temporary
+directory, and the user is told.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ NOTES = ".recording"  # directory of claims and diagnoses, removed at the end
 def reserve_name(directory: Path, rank: int | None, *, is_child: bool = False) -> str:
     """Take a name for this process's files that no other process has taken.
 
-    `rank<N>`; a second process of the same rank (a restart) becomes `rank<N>-pid<P>`. Of the processes without a rank
-    the first becomes `rank0`, the others `pid<P>`; so does one that a recorded process has started (`is_child`).
+    `rank<N>`; a second process of the same rank (a restart) becomes `rank<N>-pid<P>`. Of the
+    processes without a rank the first becomes `rank0`, the others `pid<P>`; so does one that a
+    recorded process has started (`is_child`).
     """
     first = f"rank{rank or 0}"
     second = f"pid{os.getpid()}" if rank is None else f"{first}-pid{os.getpid()}"
@@ -48,7 +50,9 @@ def reserve_name(directory: Path, rank: int | None, *, is_child: bool = False) -
 
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
-    """Give a temporary file that becomes `path` at the end of the block; where that fails, nothing is left behind."""
+    """Give a temporary file that becomes `path` at the end of the block; where that fails, nothing
+    is left behind.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary
@@ -69,7 +73,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def describe_write_error(error: OSError, directory: Path) -> str:
-    """Why something cannot be written, and as whom: a program may have changed its user since it began."""
+    """Why something cannot be written, and as whom: a program may have changed its user since it
+    began.
+    """
     why = error.strerror or str(error)
     if isinstance(error, (PermissionError, FileNotFoundError)) and hasattr(os, "geteuid"):
         why += f"; the process runs as user {os.geteuid()}"
@@ -79,19 +85,24 @@ def describe_write_error(error: OSError, directory: Path) -> str:
 
 
 class CaptureFolders:
-    """Where files go: the capture directory, or a refuge in the temporary directory where that is full or forbidden."""
+    """Where files go: the capture directory, or a refuge in the temporary directory where that is
+    full or forbidden.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._refuge: Path | None = None
 
     def for_torch(self, window_ns: int) -> Path:
-        """As `choose`, for a trace of so much time that PyTorch writes: it takes no path that is not UTF-8."""
+        """As `choose`, for a trace of so much time that PyTorch writes: it takes no path that is
+        not UTF-8.
+        """
         try:
             str(self.directory).encode("utf-8")
         except UnicodeEncodeError:
             return self.refuge()
-        # A generous guess at the size before compression: 200,000 events a second of 500 bytes each.
+        # A generous guess at the size before compression: 200,000 events a second of 500 bytes
+        # each.
         return self.choose(64_000_000 + window_ns // 10)
 
     def choose(self, expected_bytes: int) -> Path:
@@ -101,7 +112,11 @@ class CaptureFolders:
         """
         with contextlib.suppress(OSError):
             self.directory.mkdir(parents=True, exist_ok=True)
-            if os.access(self.directory, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+            if os.access(
+                self.directory,
+                os.W_OK | os.X_OK,
+                effective_ids=os.access in os.supports_effective_ids,
+            ):
                 free = shutil.disk_usage(self.directory).free
                 if free >= expected_bytes:
                     return self.directory
@@ -119,11 +134,14 @@ class CaptureFolders:
                 self._refuge = Path(tempfile.mkdtemp(prefix="traceloom-"))
             except OSError as error:
                 both = f"neither `{self.directory}` nor the temporary directory can be written"
-                raise OSError(error.errno, f"{both}: {describe_write_error(error, self.directory)}") from error
+                raise OSError(
+                    error.errno, f"{both}: {describe_write_error(error, self.directory)}"
+                ) from error
         return self._refuge
 
     def compress(self, plain: Path) -> Path:
-        """Make `x.json.gz` of `x.json` in the capture directory, atomically; the file that holds the data afterwards.
+        """Make `x.json.gz` of `x.json` in the capture directory, atomically; the file that holds
+        the data afterwards.
 
         Where that is impossible, it is compressed where it is, or stays as it is.
         """
@@ -186,12 +204,19 @@ class BackgroundWriter:
         self._jobs.put(job)
 
     def wait(self) -> None:
-        """Wait until everything is written; says so on a terminal when it takes longer than a second."""
+        """Wait until everything is written; says so on a terminal when it takes longer than a
+        second.
+        """
         started, announced = time.monotonic(), False
         with self._idle:
             while self._pending:
                 self._idle.wait(0.25)
-                if not announced and time.monotonic() - started > 1 and sys.stderr and sys.stderr.isatty():
+                if (
+                    not announced
+                    and time.monotonic() - started > 1
+                    and sys.stderr
+                    and sys.stderr.isatty()
+                ):
                     print_message("writing what was recorded ...")
                     announced = True
 
@@ -253,7 +278,9 @@ class Lock:
         """
         while self._handle is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+            handle = os.open(
+                self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644
+            )
             is_free = True
             if sys.platform != "win32":
                 try:
@@ -262,7 +289,9 @@ class Lock:
                     is_free = not isinstance(error, (BlockingIOError, PermissionError))
             if not is_free:
                 holder = ""
-                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it is being written just now
+                with contextlib.suppress(
+                    OSError, ValueError, KeyError, TypeError
+                ):  # it is being written just now
                     about = json.loads(os.read(handle, 1000))
                     holder = f" (process {int(about['process'])} on {about['host']})"
                 os.close(handle)
@@ -272,10 +301,15 @@ class Lock:
                     where=str(self._path.parent.parent),
                     hint="wait for its end, or choose another directory",
                 )
-            with contextlib.suppress(OSError):  # its last holder may have removed it just now: then it is none any more
+            with contextlib.suppress(
+                OSError
+            ):  # its last holder may have removed it just now: then it is none any more
                 if os.path.samestat(self._path.stat(), os.fstat(handle)):
                     os.truncate(handle, 0)
-                    os.write(handle, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode())
+                    os.write(
+                        handle,
+                        json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode(),
+                    )
                     self._handle = handle
                     return
             os.close(handle)

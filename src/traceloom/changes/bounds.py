@@ -12,7 +12,13 @@ from traceloom.changes.changes import Change
 from traceloom.changes.scenario import Scenario, compute_covered_ns, find_exposed_time
 from traceloom.graph import ABSENT, Plan
 from traceloom.graph import graph as gs
-from traceloom.graph.graph import Graph, get_column_array, get_edge_points, get_point_times, unwrap_array
+from traceloom.graph.graph import (
+    Graph,
+    get_column_array,
+    get_edge_points,
+    get_point_times,
+    unwrap_array,
+)
 from traceloom.trace.array_types import Bools
 
 
@@ -25,8 +31,8 @@ def compute_lower_bound_ns(graph: Graph, scenario: Scenario, total_ns: int) -> i
         total_ns: How long the graph takes without them.
 
     Returns:
-        The work that is left on the busiest stream or thread, or the whole time less the time in which something that
-        changed went on, whichever is longer; ns.
+        The work that is left on the busiest stream or thread, or the whole time less the time in
+        which something that changed went on, whichever is longer; ns.
     """
     return max(compute_busiest_lane_ns(scenario), total_ns - most_saved_ns(graph, scenario))
 
@@ -34,8 +40,8 @@ def compute_lower_bound_ns(graph: Graph, scenario: Scenario, total_ns: int) -> i
 def compute_busiest_lane_ns(scenario: Scenario) -> int:
     """The work that a scenario leaves on the lane that has most of it, ns.
 
-    Of work that the next one on its lane overlaps the part before that counts. What runs beside its stream is on none;
-    waiting is no work.
+    Of work that the next one on its lane overlaps the part before that counts. What runs beside its
+    stream is on none; waiting is no work.
     """
     nodes = scenario.graph.nodes
     order = (
@@ -45,23 +51,29 @@ def compute_busiest_lane_ns(scenario: Scenario) -> int:
     )
     if not order.height:
         return 0
-    rows, lane = order["node"].to_numpy().astype(np.int64), order["lane"].to_numpy().astype(np.int64)
+    rows, lane = (
+        order["node"].to_numpy().astype(np.int64),
+        order["lane"].to_numpy().astype(np.int64),
+    )
     start, duration = (
         order["start_ns"].to_numpy(),
         unwrap_array(get_column_array(scenario.graph, nodes["duration_ns"])[rows]),
     )
     until = np.minimum(np.append(start[1:], start[-1] + duration[-1]), start + duration)
     until[np.flatnonzero(np.diff(lane))] = (start + duration)[np.flatnonzero(np.diff(lane))]
-    alone_share = np.divide(np.maximum(until - start, 0), duration, out=np.ones(rows.size), where=duration > 0)
+    alone_share = np.divide(
+        np.maximum(until - start, 0), duration, out=np.ones(rows.size), where=duration > 0
+    )
     remaining_ns = np.maximum(unwrap_array(scenario.work_ns[rows]), 0) * alone_share
     return int(np.bincount(lane, weights=remaining_ns).max())
 
 
 def most_saved_ns(graph: Graph, scenario: Scenario) -> int:
-    """The time in which, on any rank, something went on that a scenario makes shorter or lets nobody wait for, ns.
+    """The time in which, on any rank, something went on that a scenario makes shorter or lets
+    nobody wait for, ns.
 
-    A chain of waits leads back from the last moment to the first without a gap; a change shortens it by no more than
-    those of its links take that it touches.
+    A chain of waits leads back from the last moment to the first without a gap; a change shortens
+    it by no more than those of its links take that it touches.
     """
     base = Scenario.of(graph)
     times = get_point_times(graph)
@@ -71,7 +83,10 @@ def most_saved_ns(graph: Graph, scenario: Scenario) -> int:
     delay = scenario.delay_ns[: target.size]
     less = base.delay_ns - delay
     if scenario.beside.any():  # what waits for the start of work now, waits for what covers it, too
-        moved = graph.edges["from_end"].to_numpy() & ~scenario.graph.edges["from_end"].to_numpy()[: target.size]
+        moved = (
+            graph.edges["from_end"].to_numpy()
+            & ~scenario.graph.edges["from_end"].to_numpy()[: target.size]
+        )
         less[moved] += compute_covered_ns(graph, scenario.beside)[source[moved] // 2]
     removed = delay <= ABSENT // 2
     earlier = (less > 0) & ~removed
@@ -85,7 +100,8 @@ def most_saved_ns(graph: Graph, scenario: Scenario) -> int:
 
 
 def find_unknown_wakeups(graph: Graph) -> Bools:
-    """Edges that end an idle time when it ended, since nothing tells for certain who woke the thread; shape (edges,).
+    """Edges that end an idle time when it ended, since nothing tells for certain who woke the
+    thread; shape (edges,).
 
     Those of the origin hold a wait's end; guesses hold it by what another thread did long before.
     """
@@ -97,7 +113,9 @@ def find_unknown_wakeups(graph: Graph) -> Bools:
     return unknown
 
 
-def is_lower_bound(before: Scenario, after: Scenario, saved_ns: int, min_difference_ns: int, *plans: Plan) -> bool:
+def is_lower_bound(
+    before: Scenario, after: Scenario, saved_ns: int, min_difference_ns: int, *plans: Plan
+) -> bool:
     """Whether a change would save more if threads whose waker is unknown waited for nothing.
 
     Args:
@@ -122,8 +140,15 @@ _HOST_KINDS = (gs.HOST, gs.THINK, gs.LAUNCH, gs.BLOCK)
 _MAX_RECORDING_SHARE = (
     2 / 3
 )  # of a saving: a loop of `item`, the cheapest there is, takes three times as long when it is recorded
-_ACTIONS_WITH_FEWER_EVENTS = ("scale", "remove", "workers")  # what is recorded becomes less with the work
-_ACTIONS_FREEING_HOST = ("graph", "idle")  # the step is the host's no longer, so neither is what recording made it wait
+_ACTIONS_WITH_FEWER_EVENTS = (
+    "scale",
+    "remove",
+    "workers",
+)  # what is recorded becomes less with the work
+_ACTIONS_FREEING_HOST = (
+    "graph",
+    "idle",
+)  # the step is the host's no longer, so neither is what recording made it wait
 
 
 def unrecorded_saving_ns(
@@ -131,13 +156,14 @@ def unrecorded_saving_ns(
 ) -> int:
     """A saving of a recorded run, as it is when nobody records.
 
-    Recording lengthens a step by the time it takes to write down each host event, so a saving loses what it cost to
-    write down the events of the work that is taken away. Work in which little is recorded, such as a pause,
-    loses little; work of the device nothing. The ratio is of few steps, and of early ones: where nearly all events are
-    those of the work that goes, as in a loop over the elements of a tensor, all of it would seem to be recording.
+    Recording lengthens a step by the time it takes to write down each host event, so a saving loses
+    what it cost to write down the events of the work that is taken away. Work in which little is
+    recorded, such as a pause, loses little; work of the device nothing. The ratio is of few steps,
+    and of early ones: where nearly all events are those of the work that goes, as in a loop over
+    the elements of a tensor, all of it would seem to be recording.
 
-    Ranks record side by side: the one that loses most events counts. The delay of a rank is no more recorded than what
-    it does more than the others.
+    Ranks record side by side: the one that loses most events counts. The delay of a rank is no more
+    recorded than what it does more than the others.
 
     Args:
         graph: What the saving was evaluated on.
@@ -147,7 +173,8 @@ def unrecorded_saving_ns(
         ratio: Recorded step / unrecorded step, as measured; None where nobody measured it.
 
     Returns:
-        ns, between a third of `saved_ns` and all of it; `saved_ns` where the ratio is unknown or at most 1.
+        ns, between a third of `saved_ns` and all of it; `saved_ns` where the ratio is unknown or at
+        most 1.
     """
     if ratio is None or ratio <= 1:
         return saved_ns
@@ -161,15 +188,31 @@ def unrecorded_saving_ns(
         if change.action in _ACTIONS_FREEING_HOST:
             less = saved_ns * recording_share
         elif change.action in _ACTIONS_WITH_FEWER_EVENTS:
-            remaining_share[change.selection.nodes(graph)] *= change.factor if change.action == "scale" else 0.0
+            remaining_share[change.selection.nodes(graph)] *= (
+                change.factor if change.action == "scale" else 0.0
+            )
         elif change.action == "delay":
             late = np.bincount(rank, change.selection.nodes(graph)[host], recorded.size) > 0
             other_recorded = recorded[(recorded > 0) & ~late]
             typical = np.median(other_recorded) if other_recorded.size else np.inf
-            remaining_share[host] *= np.where(late, np.minimum(typical / np.maximum(recorded, 1), 1.0), 1.0)[rank]
-    recording_ns = total_ns * recording_share * np.bincount(rank, 1 - remaining_share[host]) / np.maximum(recorded, 1)
+            remaining_share[host] *= np.where(
+                late, np.minimum(typical / np.maximum(recorded, 1), 1.0), 1.0
+            )[rank]
+    recording_ns = (
+        total_ns
+        * recording_share
+        * np.bincount(rank, 1 - remaining_share[host])
+        / np.maximum(recorded, 1)
+    )
     if recording_ns.size:
-        less = max(less, float(recording_ns.max())) if saved_ns >= 0 else min(less, float(recording_ns.min()))
+        less = (
+            max(less, float(recording_ns.max()))
+            if saved_ns >= 0
+            else min(less, float(recording_ns.min()))
+        )
     return saved_ns - round(
-        min(max(less, min(_MAX_RECORDING_SHARE * saved_ns, 0)), max(_MAX_RECORDING_SHARE * saved_ns, 0))
+        min(
+            max(less, min(_MAX_RECORDING_SHARE * saved_ns, 0)),
+            max(_MAX_RECORDING_SHARE * saved_ns, 0),
+        )
     )

@@ -1,10 +1,11 @@
 """Changes as they are written, and which nodes they select.
 
-A selection is written as words: `kernels`, `kernels ~ gemm`, `rank 7 host`, `collectives ~ all_reduce`.
+A selection is written as words: `kernels`, `kernels ~ gemm`, `rank 7 host`, `collectives ~
+all_reduce`.
 
-A change is written as `[rank N[,M]] TARGET [~ REGEX] ACTION`, for example `kernels ~ gemm * 0.5`, `copies async`,
-`syncs ~ cudaDeviceSynchronize remove`, `rank 7 delay remove`, `network * 2`, `idle remove`. What each assumes is said
-in `ASSUMES`, and in docs/concepts/what-if.md.
+A change is written as `[rank N[,M]] TARGET [~ REGEX] ACTION`, for example `kernels ~ gemm * 0.5`,
+`copies async`, `syncs ~ cudaDeviceSynchronize remove`, `rank 7 delay remove`, `network * 2`, `idle
+remove`. What each assumes is said in `ASSUMES`, and in docs/concepts/what-if.md.
 """
 
 from __future__ import annotations
@@ -72,14 +73,22 @@ class Selection:
         return selected
 
     def nearest(self, graph: Graph, limit: int = 3) -> list[str]:
-        """Names that the selection could mean where it means nothing: the most alike, else those of the most work."""
+        """Names that the selection could mean where it means nothing: the most alike, else those of
+        the most work.
+        """
         is_candidate = pl.Series(Selection(self.target, "", self.ranks).nodes(graph))
-        work = graph.nodes.filter(is_candidate).group_by("name").agg(pl.col("work_ns").sum()).drop_nulls()
+        work = (
+            graph.nodes.filter(is_candidate)
+            .group_by("name")
+            .agg(pl.col("work_ns").sum())
+            .drop_nulls()
+        )
         names: list[str] = work.sort("work_ns", "name", descending=[True, False])["name"].to_list()
         names_by_lower_case = {name.lower(): name for name in reversed(names)}
         pattern = re.sub(r"[^\w:]+", " ", self.pattern).lower()
         return [
-            names_by_lower_case[name] for name in get_close_matches(pattern, names_by_lower_case, limit, 0.4)
+            names_by_lower_case[name]
+            for name in get_close_matches(pattern, names_by_lower_case, limit, 0.4)
         ] or names[:limit]
 
     def __str__(self) -> str:
@@ -115,7 +124,9 @@ class NodeSelection:
 def select_event_nodes(graph: Graph, rank: int | None, events: pl.Series) -> Bools:
     """The nodes that stand for some events (rows) of one rank's trace, shape (nodes,)."""
     event_rows = (events.drop_nulls() if events.null_count() else events).to_numpy()
-    is_selected_event: Bools = np.zeros(int(event_rows.max()) + 1 if event_rows.size else 0, dtype=np.bool_)
+    is_selected_event: Bools = np.zeros(
+        int(event_rows.max()) + 1 if event_rows.size else 0, dtype=np.bool_
+    )
     is_selected_event[event_rows] = True
     in_range = graph.events < is_selected_event.size
     mask: Bools = in_range.copy()
@@ -126,23 +137,35 @@ def select_event_nodes(graph: Graph, rank: int | None, events: pl.Series) -> Boo
 
 
 def match_node_names(graph: Graph, pattern: str) -> Bools:
-    """Which nodes have a name that holds the pattern, or are communication or kernels of that kind; shape (nodes,)."""
+    """Which nodes have a name that holds the pattern, or are communication or kernels of that kind;
+    shape (nodes,).
+    """
     try:
         re.compile(pattern)
         distinct_names = graph.names
         matches = contains(distinct_names, f"(?i){pattern}")
     except (re.error, pl.exceptions.ComputeError) as error:
-        raise UsageError(f"`{pattern}` is no regular expression: {error}", slug="bad-change") from error
-    if pattern.lower() in WORK_KINDS and pattern.lower() != "other":  # matrix products are seldom called `gemm`
+        raise UsageError(
+            f"`{pattern}` is no regular expression: {error}", slug="bad-change"
+        ) from error
+    if (
+        pattern.lower() in WORK_KINDS and pattern.lower() != "other"
+    ):  # matrix products are seldom called `gemm`
         matcher = KindMatcher.of(load_built_in_kind_rules())
         no_context = np.zeros(distinct_names.len(), dtype=np.uint64)
-        first_rules = matcher.first(distinct_names, np.arange(distinct_names.len()), no_context, no_context)
+        first_rules = matcher.first(
+            distinct_names, np.arange(distinct_names.len()), no_context, no_context
+        )
         rule_kinds = [*(rule.kind for rule in matcher.rules), ""]
-        matches = matches | pl.Series([rule_kinds[rule] == pattern.lower() for rule in first_rules], dtype=pl.Boolean)
+        matches = matches | pl.Series(
+            [rule_kinds[rule] == pattern.lower() for rule in first_rules], dtype=pl.Boolean
+        )
     selected: Bools = np.append(matches.to_numpy(), False)[graph.name_numbers]
     if graph.communication.height:
         kinds = graph.communication["kind"]
-        selected[graph.communication["node"].filter(kinds.str.contains(f"(?i){pattern}")).to_numpy()] = True
+        selected[
+            graph.communication["node"].filter(kinds.str.contains(f"(?i){pattern}")).to_numpy()
+        ] = True
     return selected
 
 
@@ -164,7 +187,14 @@ ASSUMPTIONS = {
     "balance": "kernels of each name take as long on every rank as on the mean one, step by step",
     "workers": "so many processes make batches beside the step; the step waits only for what they cannot keep up with",
 }
-_ACTIONS_WITHOUT_FACTOR = ("remove", "async", "overlap", "fuse", "graph", "balance")  # without a number
+_ACTIONS_WITHOUT_FACTOR = (
+    "remove",
+    "async",
+    "overlap",
+    "fuse",
+    "graph",
+    "balance",
+)  # without a number
 _DEVICE_ONLY_ACTIONS = ("async", "overlap", "fuse", "graph")  # of what the device does
 _CHANGE_PATTERN = re.compile(
     r"^\s*(?:ranks?\s+(?P<ranks>\d+(?:\s*,\s*\d+)*)\s+)?(?P<target>[a-z]+)(?:\s*~\s*(?P<pattern>.+?))?"
@@ -248,9 +278,13 @@ def parse(text: str) -> Change:
             text, f"`{action}` is none of * FACTOR, {', '.join(_ACTIONS_WITHOUT_FACTOR)}, workers N"
         )
     if action in _DEVICE_ONLY_ACTIONS and target not in DEVICE_TARGETS:
-        raise _make_change_error(text, f"`{action}` is of what the device does: {', '.join(DEVICE_TARGETS)}")
+        raise _make_change_error(
+            text, f"`{action}` is of what the device does: {', '.join(DEVICE_TARGETS)}"
+        )
     return Change(action, selection)
 
 
 def _make_change_error(text: str, reason: str) -> UsageError:
-    return UsageError(f"`{text}` is no change: {reason}", slug="bad-change", hint=f"examples: {CHANGE_EXAMPLES}")
+    return UsageError(
+        f"`{text}` is no change: {reason}", slug="bad-change", hint=f"examples: {CHANGE_EXAMPLES}"
+    )

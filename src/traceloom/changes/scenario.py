@@ -24,9 +24,9 @@ _DEVICE_KINDS = (gs.KERNEL, gs.COPY, gs.FILL)
 def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tuple[Graph, Ints]:
     """The graph with some work of the device out of the order of its streams.
 
-    Who waited for the end of hidden work waits for its start, and for as long as other work of the device covered it:
-    only what was exposed is saved. Hidden work stays in its own order; the host, other communication and the optimizer
-    of its step wait for its end as before.
+    Who waited for the end of hidden work waits for its start, and for as long as other work of the
+    device covered it: only what was exposed is saved. Hidden work stays in its own order; the host,
+    other communication and the optimizer of its step wait for its end as before.
 
     Args:
         graph: The graph.
@@ -37,7 +37,9 @@ def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tu
     Returns:
         The graph with other edges, the first of them in their old order, and their delays.
     """
-    source, target = (get_column_array(graph, graph.edges[end]).astype(np.int64) for end in ("source", "target"))
+    source, target = (
+        get_column_array(graph, graph.edges[end]).astype(np.int64) for end in ("source", "target")
+    )
     from_end, to_end = (graph.edges[end].to_numpy() for end in ("from_end", "to_end"))
     optimizer = find_optimizer_work(graph)
     moved = graph.edges_of(*_ORDERING_KINDS) & from_end & ~to_end & hidden[source]
@@ -47,7 +49,9 @@ def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tu
     edges = graph.edges.with_columns(
         from_end=pl.Series(from_end & ~moved),
         # between starts `stream` means a part of the work before: see retime/running.py
-        kind=pl.when(pl.Series(moved)).then(pl.lit("wait", dtype=gs.EdgeKind)).otherwise(pl.col("kind")),
+        kind=pl.when(pl.Series(moved))
+        .then(pl.lit("wait", dtype=gs.EdgeKind))
+        .otherwise(pl.col("kind")),
     )
     within = np.flatnonzero(moved & hidden[target])
     # An optimizer's first work waits for the last hidden work of each stream before it.
@@ -61,7 +65,9 @@ def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tu
     first = np.full(last.size, -1)
     for rank in np.unique(ranks[firsts]):
         rank_firsts, rank_rows = firsts[ranks[firsts] == rank], np.flatnonzero(ranks[last] == rank)
-        first[rank_rows] = np.append(rank_firsts, -1)[np.searchsorted(start[rank_firsts], end[last[rank_rows]])]
+        first[rank_rows] = np.append(rank_firsts, -1)[
+            np.searchsorted(start[rank_firsts], end[last[rank_rows]])
+        ]
     last, first = last[first >= 0], first[first >= 0]
     lane = graph.nodes["lane"][last].cast(pl.Int64).fill_null(-1).to_numpy()
     pairs = lane * graph.nodes.height + first
@@ -92,7 +98,9 @@ def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tu
 
 
 def find_exposed_time(graph: Graph, nodes: Bools) -> list[Spans]:
-    """The time in which some work runs on a device and no other kernel of its rank does, for each of its ranks."""
+    """The time in which some work runs on a device and no other kernel of its rank does, for each
+    of its ranks.
+    """
     out: list[Spans] = []
     if not nodes.any():
         return out
@@ -110,33 +118,43 @@ def find_exposed_time(graph: Graph, nodes: Bools) -> list[Spans]:
 
 
 def compute_covered_ns(graph: Graph, nodes: Bools) -> Ints:
-    """How long another kernel of its rank runs during each chosen work, shape (nodes,); 0 for all others."""
+    """How long another kernel of its rank runs during each chosen work, shape (nodes,); 0 for all
+    others.
+    """
     start, end, rank = _get_node_times(graph)
     kernels = graph.nodes_of(gs.KERNEL) & ~nodes
     out = np.zeros(nodes.size, dtype=np.int64)
     for rank_id in np.unique(rank[nodes]):
         selected, other_kernels = nodes & (rank == rank_id), kernels & (rank == rank_id)
         out[selected] = compute_coverage(
-            merge_intervals(start[other_kernels], end[other_kernels]), start[selected], end[selected]
+            merge_intervals(start[other_kernels], end[other_kernels]),
+            start[selected],
+            end[selected],
         )
     return out
 
 
 def _get_node_times(graph: Graph) -> tuple[Ints, Ints, Ints]:
-    start, duration = (get_column_array(graph, graph.nodes[name]) for name in ("start_ns", "duration_ns"))
+    start, duration = (
+        get_column_array(graph, graph.nodes[name]) for name in ("start_ns", "duration_ns")
+    )
     return start, start + duration, graph.rank_numbers
 
 
 def compute_rank_step_keys(graph: Graph) -> Ints:
     """For each node a number that only nodes of its step on its rank have, shape (nodes,)."""
-    numbers: Ints = graph.rank_numbers.astype(np.int64) * 2**32 + graph.nodes["step"].fill_null(-1).to_numpy()
+    numbers: Ints = (
+        graph.rank_numbers.astype(np.int64) * 2**32 + graph.nodes["step"].fill_null(-1).to_numpy()
+    )
     return numbers
 
 
 def find_optimizer_work(graph: Graph) -> Bools:
     """Work that is launched in a step from the beginning of its optimizer on, shape (nodes,)."""
     in_optimizer = np.zeros(graph.nodes.height, dtype=np.bool_)
-    optimizers = np.append(graph.names.str.starts_with("Optimizer.step#").to_numpy(), False)[graph.name_numbers]
+    optimizers = np.append(graph.names.str.starts_with("Optimizer.step#").to_numpy(), False)[
+        graph.name_numbers
+    ]
     if not optimizers.any():
         return in_optimizer
     launches = graph.edges_of("launch")
@@ -174,8 +192,12 @@ class Scenario:
     def of(cls, graph: Graph) -> Scenario:
         """The graph as it was measured."""
         nodes, edges = graph.nodes, graph.edges
-        work = get_column_array(graph, nodes["work_ns"]) + get_column_array(graph, nodes["residual_ns"])
-        delay = get_column_array(graph, edges["delay_ns"]) + get_column_array(graph, edges["residual_ns"])
+        work = get_column_array(graph, nodes["work_ns"]) + get_column_array(
+            graph, nodes["residual_ns"]
+        )
+        delay = get_column_array(graph, edges["delay_ns"]) + get_column_array(
+            graph, edges["residual_ns"]
+        )
         return cls(graph, work, delay, np.zeros(nodes.height, dtype=np.bool_))
 
     def copy(self) -> Scenario:
@@ -183,7 +205,9 @@ class Scenario:
         return Scenario(self.graph, self.work_ns.copy(), self.delay_ns.copy(), self.beside)
 
     def times(self, plan: Plan) -> Ints:
-        """When everything happens, shape (2 x nodes,); `plan` is that of the measured graph, or of its own."""
+        """When everything happens, shape (2 x nodes,); `plan` is that of the measured graph, or of
+        its own.
+        """
         return self.own_plan(plan).evaluate(self.work_ns, self.delay_ns, residuals=False)
 
     def own_plan(self, plan: Plan) -> Plan:
@@ -204,13 +228,19 @@ class Scenario:
         if not selected.any():
             hint = ""
             if isinstance(change.selection, Selection):
-                names = [f"`{name[:_MAX_NAME_CHARS]}`" for name in change.selection.nearest(self.graph)]
+                names = [
+                    f"`{name[:_MAX_NAME_CHARS]}`" for name in change.selection.nearest(self.graph)
+                ]
                 hint = f"the run has no {change.selection.target} at all"
                 hint = f"there are, for example: {', '.join(names)}" if names else hint
-            raise UsageError(f"`{change}` is about nothing in this run", slug="nothing-chosen", hint=hint)
+            raise UsageError(
+                f"`{change}` is about nothing in this run", slug="nothing-chosen", hint=hint
+            )
         out = self.copy()
         selected = selected if within is None else selected & within
-        if change.action == "overlap":  # what came behind the chosen work waits for what came before it
+        if (
+            change.action == "overlap"
+        ):  # what came behind the chosen work waits for what came before it
             on_device = selected & self.nodes(gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)
             out.graph, out.delay_ns = set_beside(out.graph, on_device, out.work_ns, out.delay_ns)
             out.beside = out.beside | on_device
@@ -225,7 +255,8 @@ class Scenario:
     def ends(self) -> tuple[Ints, Ints]:
         """Source and target of each edge, shape (edges,) each."""
         source, target = (
-            get_column_array(self.graph, self.graph.edges[end]).astype(np.int64) for end in ("source", "target")
+            get_column_array(self.graph, self.graph.edges[end]).astype(np.int64)
+            for end in ("source", "target")
         )
         return source, target
 
@@ -242,7 +273,13 @@ class Scenario:
 
 def scale(out: Scenario, change: Change, selected: Bools) -> None:
     """The chosen work takes so many times as long; of communication its transfer."""
-    factor = 0.0 if change.action == "remove" else 1 / change.factor if change.action == "network" else change.factor
+    factor = (
+        0.0
+        if change.action == "remove"
+        else 1 / change.factor
+        if change.action == "network"
+        else change.factor
+    )
     out.work_ns[selected] = np.rint(out.work_ns[selected] * factor).astype(np.int64)
     # What leads out of a meeting to the end of a part is that communication's transfer.
     _, target = out.ends()
@@ -252,10 +289,16 @@ def scale(out: Scenario, change: Change, selected: Bools) -> None:
 
 
 def stop_waiting(out: Scenario, change: Change, selected: Bools) -> None:
-    """`drop`: the chosen calls wait for nothing; `async`: no call waits for the chosen copies alone."""
+    """`drop`: the chosen calls wait for nothing; `async`: no call waits for the chosen copies
+    alone.
+    """
     source, target = out.ends()
     waits = out.edges("synchronize")
-    waits &= selected[target] if change.action == "drop" else selected[source] & out.nodes(gs.BLOCK)[target]
+    waits &= (
+        selected[target]
+        if change.action == "drop"
+        else selected[source] & out.nodes(gs.BLOCK)[target]
+    )
     out.delay_ns[waits] = ABSENT
 
 
@@ -267,9 +310,13 @@ def reduce_to_median_rank(out: Scenario, change: Change, _selected: Bools) -> No
     if not other_ranks:
         raise UsageError(f"`{change}` needs other ranks to compare with", slug="nothing-chosen")
     rows = np.flatnonzero(out.nodes(gs.HOST, gs.THINK, gs.LAUNCH, gs.KERNEL, gs.COPY, gs.FILL))
-    nodes = out.graph.nodes.select(pl.col("step").cast(pl.Int64).fill_null(-1), pl.col("kind").to_physical())[rows]
+    nodes = out.graph.nodes.select(
+        pl.col("step").cast(pl.Int64).fill_null(-1), pl.col("kind").to_physical()
+    )[rows]
     same = nodes["step"].to_numpy() * len(gs.NODE_KINDS) + nodes["kind"].to_numpy()
-    alike = np.unique(same * (out.graph.names.len() + 1) + out.graph.name_numbers[rows], return_inverse=True)[1]
+    alike = np.unique(
+        same * (out.graph.names.len() + 1) + out.graph.name_numbers[rows], return_inverse=True
+    )[1]
     rank_index = np.searchsorted(ranks, out.graph.rank_numbers[rows])
     # who does not do it at all does it in no time
     sums = np.zeros((int(alike.max(initial=-1)) + 1, ranks.size), dtype=np.int64)
@@ -280,7 +327,9 @@ def reduce_to_median_rank(out: Scenario, change: Change, _selected: Bools) -> No
     out.work_ns[rows[is_late]] = np.rint(out.work_ns[rows] * factor)[is_late].astype(np.int64)
     # who begins later than the middle one of the others begins when that does
     first_starts = find_first_starts(out.graph, gs.HOST, gs.THINK, gs.LAUNCH)
-    middle = float(np.median([first_starts[rank] for rank in other_ranks if rank in first_starts] or [0]))
+    middle = float(
+        np.median([first_starts[rank] for rank in other_ranks if rank in first_starts] or [0])
+    )
     source, _ = out.ends()
     rank_of = out.graph.rank_numbers[source]
     for rank in change.selection.ranks:
@@ -288,7 +337,9 @@ def reduce_to_median_rank(out: Scenario, change: Change, _selected: Bools) -> No
         if later_ns > 0:
             origin = out.edges("origin") & (rank_of == rank)
             delay, start = out.delay_ns[origin], out.graph.nodes["start_ns"].to_numpy()
-            earliest = start.min() - start[source[origin]]  # nothing of the rank begins before the job
+            earliest = (
+                start.min() - start[source[origin]]
+            )  # nothing of the rank begins before the job
             out.delay_ns[origin] = np.maximum(delay - later_ns, np.minimum(delay, earliest))
 
 
@@ -325,7 +376,9 @@ def merge_neighbours(out: Scenario, _change: Change, selected: Bools) -> None:
 
 
 def merge_launches(out: Scenario, _change: Change, selected: Bools) -> None:
-    """The launches of the chosen work, and the operators that made them, cost nothing but the first."""
+    """The launches of the chosen work, and the operators that made them, cost nothing but the
+    first.
+    """
     source, target = out.ends()
     launches = out.edges("launch") & selected[target]
     nodes = out.graph.nodes.select("node", "rank", "step", "op", "start_ns", "kind")
@@ -339,11 +392,15 @@ def merge_launches(out: Scenario, _change: Change, selected: Bools) -> None:
     out.work_ns[other_calls["node"].to_numpy()] = 0
     out.work_ns[enclosing["node"].to_numpy()] = 0
     pauses = out.edges("stream") & selected[source] & selected[target] & ~out.overlapping()
-    out.delay_ns[pauses & (out.delay_ns > 0)] = np.minimum(out.delay_ns[pauses & (out.delay_ns > 0)], 1_000)
+    out.delay_ns[pauses & (out.delay_ns > 0)] = np.minimum(
+        out.delay_ns[pauses & (out.delay_ns > 0)], 1_000
+    )
 
 
 def assign_even_work(out: Scenario, _change: Change, selected: Bools) -> None:
-    """Kernels of one name take as long on every rank that has them: what is spread unevenly is often one kernel."""
+    """Kernels of one name take as long on every rank that has them: what is spread unevenly is
+    often one kernel.
+    """
     rows = np.flatnonzero(selected)
     work = out.work_ns[rows]
     frame = out.graph.nodes.select("rank", "step", "name")[rows].with_columns(
@@ -355,7 +412,9 @@ def assign_even_work(out: Scenario, _change: Change, selected: Bools) -> None:
     factors = sums.join(mean, on=keys, nulls_equal=True).select(
         "rank", *keys, factor=pl.col("mean") / pl.max_horizontal("work", 1)
     )
-    row_factors = frame.join(factors, on=["rank", *keys], how="left", maintain_order="left", nulls_equal=True)["factor"]
+    row_factors = frame.join(
+        factors, on=["rank", *keys], how="left", maintain_order="left", nulls_equal=True
+    )["factor"]
     out.work_ns[rows] = np.rint(work * row_factors.fill_null(1.0).to_numpy()).astype(np.int64)
 
 
@@ -364,13 +423,17 @@ def load_beside(out: Scenario, change: Change, selected: Bools) -> None:
     steps, step_of = np.unique(compute_rank_step_keys(out.graph), return_inverse=True)
     loading, end = (np.zeros(steps.size, dtype=np.int64) for _ in range(2))
     start = np.full(steps.size, np.iinfo(np.int64).max)
-    node_start, durations = (out.graph.nodes[name].to_numpy() for name in ("start_ns", "duration_ns"))
+    node_start, durations = (
+        out.graph.nodes[name].to_numpy() for name in ("start_ns", "duration_ns")
+    )
     np.add.at(loading, step_of[selected], out.work_ns[selected])
     np.minimum.at(start, step_of, node_start)
     np.maximum.at(end, step_of, node_start + durations)
     remaining = np.maximum(loading / max(change.factor, 1.0) - (end - start - loading), 0)
     factor = np.minimum(remaining / np.maximum(loading, 1), 1.0)
-    out.work_ns[selected] = np.rint(out.work_ns[selected] * factor[step_of[selected]]).astype(np.int64)
+    out.work_ns[selected] = np.rint(out.work_ns[selected] * factor[step_of[selected]]).astype(
+        np.int64
+    )
 
 
 _ACTION_FUNCTIONS: dict[str, Callable[[Scenario, Change, Bools], None]] = {

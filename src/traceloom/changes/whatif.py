@@ -102,14 +102,24 @@ def whatif(
     min_after_ns = compute_lower_bound_ns(graph, scenario, before)
     after = max(_measure_span(times, start_ns), min_after_ns)
     saved = before - after
-    spans = graph.nodes.select(
-        "rank", start=pl.Series(measured[0::2]), end=pl.Series(measured[1::2]),
-        new_end=pl.Series(times[1::2]),
-    ).drop_nulls("rank").group_by("rank").agg(
-        before_ns=pl.col("end").max() - pl.col("start").min(),
-        after_ns=pl.col("new_end").max() - pl.col("start").min(),
-    ).sort("rank")  # fmt: skip
-    ranks = spans.with_columns(saved_ns=pl.col("before_ns") - pl.col("after_ns")).pipe(cast_to_schema, RANKS)
+    spans = (
+        graph.nodes.select(
+            "rank",
+            start=pl.Series(measured[0::2]),
+            end=pl.Series(measured[1::2]),
+            new_end=pl.Series(times[1::2]),
+        )
+        .drop_nulls("rank")
+        .group_by("rank")
+        .agg(
+            before_ns=pl.col("end").max() - pl.col("start").min(),
+            after_ns=pl.col("new_end").max() - pl.col("start").min(),
+        )
+        .sort("rank")
+    )
+    ranks = spans.with_columns(saved_ns=pl.col("before_ns") - pl.col("after_ns")).pipe(
+        cast_to_schema, RANKS
+    )
     return WhatIf(
         changes=tuple(str(change) for change in parsed),
         before_ns=before,
@@ -117,13 +127,19 @@ def whatif(
         saved_ns=saved,
         saved_fraction=saved / max(before, 1),
         host_ratio=host_ratio,
-        rescaled_saved_ns=unrecorded_saving_ns(graph, parsed, saved, total_ns=before, ratio=host_ratio),
+        rescaled_saved_ns=unrecorded_saving_ns(
+            graph, parsed, saved, total_ns=before, ratio=host_ratio
+        ),
         ranks=ranks,
         path=_compare_critical_paths(graph, scenario, times),
         times=times,
         error_ns=abs(kept.honest_error_ns),
-        trusted=kept.holds and abs(saved) > abs(kept.honest_error_ns) and _measure_span(times, start_ns) == after,
-        lower_bound=is_lower_bound(Scenario.of(graph), scenario, saved, round(_MIN_COUNTED_SHARE * before), plan),
+        trusted=kept.holds
+        and abs(saved) > abs(kept.honest_error_ns)
+        and _measure_span(times, start_ns) == after,
+        lower_bound=is_lower_bound(
+            Scenario.of(graph), scenario, saved, round(_MIN_COUNTED_SHARE * before), plan
+        ),
     )
 
 
@@ -140,20 +156,29 @@ def whatif_many(graph: Graph, scenarios: Iterable[Scenario], plan: Plan | None =
 
 
 def evaluations(scenarios: Iterable[Scenario], plan: Plan) -> Iterator[tuple[Scenario, Ints]]:
-    """When everything happens in each scenario, shape (2 x nodes,); a few with the plan's graph are evaluated together.
+    """When everything happens in each scenario, shape (2 x nodes,); a few with the plan's graph are
+    evaluated together.
 
     Of scenarios made one after the other no more than these few are held at once.
     """
     graph = plan.graph
-    batch_size = max(1, min(_BATCH_SCENARIOS, _MAX_BATCH_VALUES // max(graph.nodes.height + graph.edges.height, 1)))
+    batch_size = max(
+        1,
+        min(_BATCH_SCENARIOS, _MAX_BATCH_VALUES // max(graph.nodes.height + graph.edges.height, 1)),
+    )
     waiting = iter(scenarios)
     while batch := list(islice(waiting, batch_size)):
         if all(scenario.graph is graph for scenario in batch):
-            works, delays = batch[0].work_ns, batch[0].delay_ns  # a single array as it is, wherever it is stored
+            works, delays = (
+                batch[0].work_ns,
+                batch[0].delay_ns,
+            )  # a single array as it is, wherever it is stored
             if len(batch) > 1:
                 works = np.stack([unwrap_array(scenario.work_ns) for scenario in batch])
                 delays = np.stack([unwrap_array(scenario.delay_ns) for scenario in batch])
-            yield from zip(batch, np.atleast_2d(plan.evaluate(works, delays, residuals=False)), strict=True)
+            yield from zip(
+                batch, np.atleast_2d(plan.evaluate(works, delays, residuals=False)), strict=True
+            )
         else:
             yield from ((scenario, scenario.times(plan)) for scenario in batch)
         batch.clear()
@@ -173,7 +198,9 @@ def scenario_of(graph: Graph, changes: Sequence[Change]) -> Scenario:
 
 
 def _measure_span(times: Ints, start_ns: int) -> int:
-    """From the beginning of the measurement: by its clock, work may precede its launch, and would precede it then."""
+    """From the beginning of the measurement: by its clock, work may precede its launch, and would
+    precede it then.
+    """
     return int(times.max()) - start_ns if times.size else 0
 
 
@@ -182,10 +209,16 @@ def _compare_critical_paths(graph: Graph, scenario: Scenario, times: Ints) -> pl
     if not times.size:
         return PARTS.to_frame()
     start_ns = int(get_point_times(graph).min())
-    before = summarize_path(graph, find_critical_path(graph), start_ns).select("what", "kind", before_ns="time_ns")
+    before = summarize_path(graph, find_critical_path(graph), start_ns).select(
+        "what", "kind", before_ns="time_ns"
+    )
     changed = changed_graph(graph, scenario, times)
-    after = summarize_path(changed, find_critical_path(changed), start_ns).select("what", "kind", after_ns="time_ns")
-    both = before.join(after, on=["what", "kind"], how="full", coalesce=True, nulls_equal=True).fill_null(0)
+    after = summarize_path(changed, find_critical_path(changed), start_ns).select(
+        "what", "kind", after_ns="time_ns"
+    )
+    both = before.join(
+        after, on=["what", "kind"], how="full", coalesce=True, nulls_equal=True
+    ).fill_null(0)
     return both.sort("before_ns", "after_ns", descending=True).pipe(cast_to_schema, PARTS)
 
 
@@ -194,20 +227,24 @@ def changed_graph(graph: Graph, scenario: Scenario, times: Ints) -> Graph:
     start, end = times[0::2], times[1::2]
     work = np.minimum(scenario.work_ns, end - start)
     nodes = graph.nodes.with_columns(
-        start_ns=pl.Series(start), duration_ns=pl.Series(end - start),
-        work_ns=pl.Series(np.maximum(work, 0)), residual_ns=pl.lit(0, pl.Int64),
-    )  # fmt: skip
+        start_ns=pl.Series(start),
+        duration_ns=pl.Series(end - start),
+        work_ns=pl.Series(np.maximum(work, 0)),
+        residual_ns=pl.lit(0, pl.Int64),
+    )
     present = scenario.delay_ns > ABSENT // 2
     delay = scale_overlap(scenario.graph, scenario.work_ns, scenario.delay_ns)
-    edges = scenario.graph.edges.with_columns(delay_ns=pl.Series(delay), residual_ns=pl.lit(0, pl.Int64))
+    edges = scenario.graph.edges.with_columns(
+        delay_ns=pl.Series(delay), residual_ns=pl.lit(0, pl.Int64)
+    )
     return replace(graph, nodes=nodes, edges=edges.filter(pl.Series(present)))
 
 
 def changed_nodes(graph: Graph, scenario: Scenario) -> Bools:
     """What a scenario is about, shape (nodes,).
 
-    Nodes whose work is another; parts of communication whose transfer is; calls whose wait for the device is; and
-    what others no longer wait for.
+    Nodes whose work is another; parts of communication whose transfer is; calls whose wait for the
+    device is; and what others no longer wait for.
     """
     base = Scenario.of(graph)
     changed: Bools = (scenario.work_ns != base.work_ns) | scenario.beside
@@ -230,15 +267,28 @@ class Sweep(Result):
     table: pl.DataFrame
 
 
-def sweep(graph: Graph, template: str, factors: Sequence[float], *, plan: Plan | None = None) -> Sweep:
+def sweep(
+    graph: Graph, template: str, factors: Sequence[float], *, plan: Plan | None = None
+) -> Sweep:
     """Evaluate a change with several factors: `sweep(graph, "network * {}", [1, 2, 4, 8])`.
 
     Raises:
         UsageError: slugs `bad-change`, `nothing-chosen`.
     """
     base = Scenario.of(graph)
-    scenarios = [base, *(base.apply(parse(template.format(format_factor(factor)))) for factor in factors)]
+    scenarios = [
+        base,
+        *(base.apply(parse(template.format(format_factor(factor)))) for factor in factors),
+    ]
     before, *times = whatif_many(graph, scenarios, plan).tolist()
-    rows = [(float(f), t, before - t, (before - t) / max(before, 1)) for f, t in zip(factors, times, strict=True)]
-    schema = {"factor": pl.Float64, "time_ns": pl.Int64, "saved_ns": pl.Int64, "saved_fraction": pl.Float64}
+    rows = [
+        (float(f), t, before - t, (before - t) / max(before, 1))
+        for f, t in zip(factors, times, strict=True)
+    ]
+    schema = {
+        "factor": pl.Float64,
+        "time_ns": pl.Int64,
+        "saved_ns": pl.Int64,
+        "saved_fraction": pl.Float64,
+    }
     return Sweep(template, pl.DataFrame(rows, schema=schema, orient="row"))

@@ -1,6 +1,7 @@
 """The command line: `traceloom VERB`. A verb is a module, loaded only when it is called.
 
-Exit codes: 0 fine, 1 a defect of ours, 2 wrong usage, 3 an input was refused, 4 one of several inputs was refused,
+Exit codes: 0 fine, 1 a defect of ours, 2 wrong usage, 3 an input was refused, 4 one of several
+inputs was refused,
 5 a check failed, 130 interrupted, 141 whoever read our output stopped reading.
 """
 
@@ -18,7 +19,14 @@ from contextlib import suppress
 from typing import NoReturn, Protocol, cast
 
 from traceloom import __version__
-from traceloom.errors import DOCUMENTATION, InputError, OutputError, TraceloomError, UsageError, nearest
+from traceloom.errors import (
+    DOCUMENTATION,
+    InputError,
+    OutputError,
+    TraceloomError,
+    UsageError,
+    nearest,
+)
 from traceloom.system.files import restore_addresses
 from traceloom.system.process import EXIT_INTERRUPTED
 from traceloom.system.sanitize import sanitize
@@ -117,7 +125,9 @@ class VerbParser(argparse.ArgumentParser):
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Sentences fill the lines of the terminal; what is laid out by hand, as examples are, stays as it is."""
+    """Sentences fill the lines of the terminal; what is laid out by hand, as examples are, stays as
+    it is.
+    """
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = text.split("\n\n")
@@ -195,7 +205,8 @@ def _dispatch(arguments: list[str]) -> int:
         hint = nearest(verb, VERBS) + f"it has {', '.join(VERBS)}"
         raise UsageError(f"`{verb}` is not a verb of traceloom", slug="unknown-verb", hint=hint)
     if verb != "record":  # which hands its environment to the user's program
-        # Before NumPy is loaded: it would start threads for linear algebra, which nobody here does, and wait for them.
+        # Before NumPy is loaded: it would start threads for linear algebra, which nobody here does,
+        # and wait for them.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     program = arguments[len(_select_own_arguments(arguments)) :]
     try:
@@ -208,7 +219,9 @@ def _dispatch(arguments: list[str]) -> int:
     if unknown:
         options = [option for action in list_actions(parser) for option in action.option_strings]
         hint = nearest(unknown[0].split("=")[0], options) + f"see traceloom {verb} --help"
-        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}", slug="wrong-usage", hint=hint)
+        raise UsageError(
+            f"unrecognized arguments: {' '.join(unknown)}", slug="wrong-usage", hint=hint
+        )
     if verb == "record":  # its arguments are the user's program
         return import_verb(verb).run(args)
     from traceloom.cli import outputs
@@ -229,23 +242,35 @@ def list_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _convert_os_error(error: OSError) -> TraceloomError:
-    """An error of the operating system: reading a file, a directory or a disk, or writing standard output."""
+    """An error of the operating system: reading a file, a directory or a disk, or writing standard
+    output.
+    """
     reason = (error.strerror or str(error)).lower()
     if error.filename is not None:
-        file_name = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
-        return InputError(f"the file or directory cannot be used: {reason}", slug="unreadable", where=file_name)
+        file_name = (
+            os.fsdecode(error.filename)
+            if isinstance(error.filename, (str, bytes))
+            else str(error.filename)
+        )
+        return InputError(
+            f"the file or directory cannot be used: {reason}", slug="unreadable", where=file_name
+        )
     is_output_error = error.errno in _DISK_FULL_ERRORS
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
         is_output_error = True
     if not is_output_error:
-        return InputError(f"reading failed: {reason}", slug="unreadable", hint="copy the input to another disk")
+        return InputError(
+            f"reading failed: {reason}", slug="unreadable", hint="copy the input to another disk"
+        )
     with suppress(OSError, ValueError):
         # What is still buffered would fail once more when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     message = f"standard output cannot be written: {reason}"
-    return OutputError(message, slug="cannot-write", hint="make room there, or write a file with -o")
+    return OutputError(
+        message, slug="cannot-write", hint="make room there, or write a file with -o"
+    )
 
 
 def _print_error(error: TraceloomError, *, debug: bool, cause: Exception | None = None) -> None:

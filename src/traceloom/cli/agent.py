@@ -43,9 +43,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the actions and their options."""
     for name, subparser in add_actions(parser, ACTIONS):
         subparser.add_argument(
-            "--config", metavar="FILE",
+            "--config",
+            metavar="FILE",
             help="agent.toml (default: root's in /etc/traceloom, a user's in ~/.config/traceloom, if there is one)",
-        )  # fmt: skip
+        )
         subparser.add_argument(
             "--socket",
             metavar="PATH",
@@ -58,41 +59,68 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 JOB_OPTION = VerbOption("--job", metavar="JOB", help="only this job")
 SINCE_OPTION = VerbOption(
-    "--since", default="10m", metavar="TIME",
+    "--since",
+    default="10m",
+    metavar="TIME",
     help="how far back, as 90s, 10m or 1d; or from when, as 2026-01-31T12:00 (default: 10m)",
-)  # fmt: skip
+)
 RUN_OPTIONS = (
     VerbOption("--tcp", metavar="ADDRESS", help="answer over TCP too, as 127.0.0.1:9465"),
     VerbOption(
-        "--server", metavar="URL", help="belong to this fleet (https://HOST:PORT): report there, trace what it asks for"
+        "--server",
+        metavar="URL",
+        help="belong to this fleet (https://HOST:PORT): report there, trace what it asks for",
     ),
     VerbOption(
-        "--token-file", metavar="FILE",
+        "--token-file",
+        metavar="FILE",
         help="the token of enrolment, needed the first time (default: TRACELOOM_FLEET_TOKEN)",
     ),
-    VerbOption("--simulate", type=types.parse_count, metavar="N", help="make up N devices, to try it without any"),
-    VerbOption("--compat", choices=("dcgm",), action="append", help="publish under the names of dcgm-exporter too"),
-)  # fmt: skip
+    VerbOption(
+        "--simulate",
+        type=types.parse_count,
+        metavar="N",
+        help="make up N devices, to try it without any",
+    ),
+    VerbOption(
+        "--compat",
+        choices=("dcgm",),
+        action="append",
+        help="publish under the names of dcgm-exporter too",
+    ),
+)
 QUERY_OPTIONS = (
     VerbOption(
-        "metric", nargs="?", metavar="METRIC", help="with or without traceloom_; without any, all metrics are listed"
+        "metric",
+        nargs="?",
+        metavar="METRIC",
+        help="with or without traceloom_; without any, all metrics are listed",
     ),
     SINCE_OPTION,
-    VerbOption("--until", default="", metavar="TIME", help="the end, written likewise (default: now)"),
     VerbOption(
-        "--by", default="", metavar="LABELS",
+        "--until", default="", metavar="TIME", help="the end, written likewise (default: now)"
+    ),
+    VerbOption(
+        "--by",
+        default="",
+        metavar="LABELS",
         help="sum up by these, with commas: job, rank, user, device, process, or labels of the metric",
     ),
     VerbOption(
-        "--where", default="", metavar="LABEL=VALUE", help="only where this holds, as device=0; several with commas"
+        "--where",
+        default="",
+        metavar="LABEL=VALUE",
+        help="only where this holds, as device=0; several with commas",
     ),
     VerbOption("--raw", action="store_true", help="counters as they are, not as rates"),
-)  # fmt: skip
+)
 STACKS_OPTIONS = (
     VerbOption("--job", metavar="JOB", help="this job; needed if there are several"),
     VerbOption("--pid", type=types.parse_count, metavar="PID", help="only this process"),
     VerbOption(
-        "--native", action="store_true", help="calls of C and C++ too; a process stands still while it is looked at"
+        "--native",
+        action="store_true",
+        help="calls of C and C++ too; a process stands still while it is looked at",
     ),
 )
 LEARN_OPTIONS = (
@@ -102,14 +130,19 @@ LEARN_OPTIONS = (
 TOP_OPTIONS = (
     JOB_OPTION,
     VerbOption(
-        "--interval", type=types.parse_positive, default=2.0, metavar="S", help="seconds between pictures (default: 2)"
+        "--interval",
+        type=types.parse_positive,
+        default=2.0,
+        metavar="S",
+        help="seconds between pictures (default: 2)",
     ),
     VerbOption("--once", action="store_true", help="print one picture and end"),
 )
 FLIGHT_RECORDER_OPTION = VerbOption(
-    "--flight-recorder", action="store_true",
+    "--flight-recorder",
+    action="store_true",
     help="also those by which NCCL tells its collectives when the job hangs; it makes a pipe per rank in /tmp",
-)  # fmt: skip
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -136,10 +169,14 @@ def _find_socket(args: argparse.Namespace) -> Path:
     if args.socket:
         return Path(args.socket)
     # Not `Path.exists`, which raises where a directory above may not be entered.
-    return own_socket if os.path.exists(own_socket) or not os.path.exists(SYSTEM_SOCKET) else SYSTEM_SOCKET  # noqa: PTH110
+    return (
+        own_socket
+        if os.path.exists(own_socket) or not os.path.exists(SYSTEM_SOCKET)  # noqa: PTH110
+        else SYSTEM_SOCKET
+    )
 
 
-def create_client(args: argparse.Namespace) -> AgentClient:
+def create_agent_client(args: argparse.Namespace) -> AgentClient:
     """Asks the agent that is named, else the user's own or root's."""
     from traceloom.server.client import AgentClient
 
@@ -162,10 +199,16 @@ def _run(args: argparse.Namespace) -> int:
 
     import msgspec
 
-    missing = [name for name in ("psutil", "starlette", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    missing = [
+        name
+        for name in ("psutil", "starlette", "uvicorn", "prometheus_client")
+        if find_spec(name) is None
+    ]
     if missing:
         raise UsageError(
-            f"the agent needs {', '.join(missing)}", slug="missing-packages", hint="pip install 'traceloom[agent]'"
+            f"the agent needs {', '.join(missing)}",
+            slug="missing-packages",
+            hint="pip install 'traceloom[agent]'",
         )
     from traceloom.agent.daemon import Agent, notify_ready
 
@@ -175,9 +218,10 @@ def _run(args: argparse.Namespace) -> int:
         changes["tcp"] = msgspec.structs.replace(config.tcp, address=args.tcp)
     if args.server or args.token_file:
         changes["fleet"] = msgspec.structs.replace(
-            config.fleet, server=args.server or config.fleet.server,
+            config.fleet,
+            server=args.server or config.fleet.server,
             token_file=args.token_file or config.fleet.token_file,
-        )  # fmt: skip
+        )
     if args.compat:
         changes["compat"] = tuple(dict.fromkeys([*config.compat, *args.compat]))
     if args.simulate:
@@ -187,14 +231,18 @@ def _run(args: argparse.Namespace) -> int:
     config = msgspec.structs.replace(config, **changes)
     agent_paths = _resolve_paths(args, config)
     logging.basicConfig(
-        format="%(levelname)s %(message)s", stream=sys.stderr, level=logging.INFO if args.quiet else logging.WARNING
+        format="%(levelname)s %(message)s",
+        stream=sys.stderr,
+        level=logging.INFO if args.quiet else logging.WARNING,
     )
 
     def ready() -> None:
         notify_ready()
         if not args.quiet:
             socket_options = shlex.join(["--socket", args.socket]) if args.socket else ""
-            lines = [f"The agent of {config.host_name} listens at {agent_paths.socket}. Ctrl-C ends it."]
+            lines = [
+                f"The agent of {config.host_name} listens at {agent_paths.socket}. Ctrl-C ends it."
+            ]
             if os.geteuid():
                 lines.append("It sees the processes of this user; as root it would see all.")
             if config.tcp.address:
@@ -226,7 +274,9 @@ def _show_answer(args: argparse.Namespace) -> int:
         "hangs": (HangsAnswer, views.hangs),
         "triggers": (TriggersAnswer, views.triggers),
     }
-    answer = create_client(args).get(args.action, **({"job": args.job} if "job" in args and args.job else {}))
+    answer = create_agent_client(args).get(
+        args.action, **({"job": args.job} if "job" in args and args.job else {})
+    )
     kind, render = rendered[args.action]
     read = _read(answer, kind)
     return _print_answer(args, answer, lambda width: render(read, width))
@@ -243,17 +293,21 @@ def _read(answer: Any, kind: type[T]) -> T:
     try:
         return msgspec.convert(answer, kind)
     except msgspec.ValidationError as error:
-        raise InputError(f"what listens there answers as no agent does: {error}", slug="agent-unclear") from error
+        raise InputError(
+            f"what listens there answers as no agent does: {error}", slug="agent-unclear"
+        ) from error
 
 
 def _show_processes(args: argparse.Namespace) -> int:
     from traceloom.agent import api as forms
     from traceloom.cli import agent_views as views
 
-    client = create_client(args)
+    client = create_agent_client(args)
     answer = client.get("processes")
     if args.job:
-        answer["processes"] = [process for process in answer["processes"] if process["owner"]["job"] == args.job]
+        answer["processes"] = [
+            process for process in answer["processes"] if process["owner"]["job"] == args.job
+        ]
     if args.json:
         return _print_answer(args, answer, None)
     processes = _read(answer, forms.ProcessesAnswer)
@@ -276,7 +330,7 @@ def _show_top(args: argparse.Namespace) -> int:
     from traceloom.report.views import terminal
     from traceloom.system.sanitize import unwrap_stream
 
-    client = create_client(args)
+    client = create_agent_client(args)
     live = not (args.run_pass or args.json) and sys.stdout.isatty()
 
     def drawn(width: int) -> Iterator[Text]:
@@ -324,15 +378,17 @@ def _run_query(args: argparse.Namespace) -> int:
 
             terminal.print_lines(views.render_metrics, sys.stdout)
         return 0
-    metric, client = resolve_metric_name(args.metric), create_client(args)
+    metric, client = resolve_metric_name(args.metric), create_agent_client(args)
     index = {device["uuid"]: device["index"] for device in client.get("devices")["devices"]}
     labels_by_number = {f"device={number}": f"device={uuid}" for uuid, number in index.items()}
     parameters = {
-        "metric": metric, "since": _add_time_zone(args.since), "until": _add_time_zone(args.until),
+        "metric": metric,
+        "since": _add_time_zone(args.since),
+        "until": _add_time_zone(args.until),
         "by": args.by,
         "where": ",".join(labels_by_number.get(part, part) for part in args.where.split(",")),
         "raw": "true" if args.raw else "",
-    }  # fmt: skip
+    }
     answer = client.get("query", **{name: value for name, value in parameters.items() if value})
     read = _read(answer, forms.QueryAnswer)
     return _print_answer(args, answer, lambda width: views.render_query(read, index, width))
@@ -350,12 +406,14 @@ def _show_events(args: argparse.Namespace) -> int:
     from traceloom.agent import api as forms
     from traceloom.cli import agent_views as views
 
-    happened = _fetch_events(create_client(args), args, _add_time_zone(args.since))
+    happened = _fetch_events(create_agent_client(args), args, _add_time_zone(args.since))
     read = _read(happened, list[forms.EventAnswer])
     return _print_answer(args, {"events": happened}, lambda width: views.render_events(read, width))
 
 
-def _fetch_events(client: AgentClient, args: argparse.Namespace, since: str, kind: str = "") -> list[Any]:
+def _fetch_events(
+    client: AgentClient, args: argparse.Namespace, since: str, kind: str = ""
+) -> list[Any]:
     """Events, of the job that is asked for."""
     return [
         event
@@ -368,9 +426,11 @@ def _learn(args: argparse.Namespace) -> int:
     from traceloom.agent import api as forms
     from traceloom.cli import agent_views as views
 
-    client = create_client(args)
+    client = create_agent_client(args)
     client.timeout_s = 600.0  # it reads the whole trace
-    answer = client.post("traces", {"path": str(Path(args.trace).absolute()), "job": _find_job(args, client)})
+    answer = client.post(
+        "traces", {"path": str(Path(args.trace).absolute()), "job": _find_job(args, client)}
+    )
     read = _read(answer, forms.TraceAnswer)
     return _print_answer(args, answer, lambda _: views.render_learned_job(read))
 
@@ -383,8 +443,9 @@ def _find_job(args: argparse.Namespace, client: AgentClient) -> str:
     if len(jobs) != 1:
         raise UsageError(
             f"which of {len(jobs)} jobs?" if jobs else "no job of yours runs on this host",
-            slug="no-such-job", hint="--job JOB; `traceloom agent ps` lists them",
-        )  # fmt: skip
+            slug="no-such-job",
+            hint="--job JOB; `traceloom agent ps` lists them",
+        )
     return jobs[0]
 
 
@@ -392,12 +453,14 @@ def _show_stacks(args: argparse.Namespace) -> int:
     from traceloom.agent import api as forms
     from traceloom.cli import agent_views as views
 
-    client = create_client(args)
+    client = create_agent_client(args)
     client.timeout_s = 300.0  # symbols of native code are hundreds of MB per process
     which = {"pid": str(args.pid)} if args.pid is not None else {"job": _find_job(args, client)}
     answer = client.get("stacks", **which, native="true" if args.native else "false")
     read = _read(answer, forms.StacksAnswer)
-    return _print_answer(args, answer, lambda width: views.render_stacks(read, width, native=args.native))
+    return _print_answer(
+        args, answer, lambda width: views.render_stacks(read, width, native=args.native)
+    )
 
 
 def _run_doctor(args: argparse.Namespace) -> int:
@@ -406,7 +469,7 @@ def _run_doctor(args: argparse.Namespace) -> int:
     from traceloom.cli import agent_views as views
 
     try:
-        answer = create_client(args).get("doctor")
+        answer = create_agent_client(args).get("doctor")
         running = True
     except InputError as error:
         if error.slug != "no-agent" or args.socket:
@@ -424,13 +487,15 @@ def _run_doctor(args: argparse.Namespace) -> int:
         }
         running = False
     read = _read(answer, forms.DoctorAnswer)
-    return _print_answer(args, answer, lambda width: views.render_doctor(read, width, running=running))
+    return _print_answer(
+        args, answer, lambda width: views.render_doctor(read, width, running=running)
+    )
 
 
 def _print_environment(args: argparse.Namespace) -> int:
     """As the agent says, which makes the directory; where none runs, as the own one would have it."""
     try:
-        values = create_client(args).get("environment")["variables"]
+        values = create_agent_client(args).get("environment")["variables"]
     except InputError as error:
         if error.slug != "no-agent":
             raise
@@ -473,23 +538,27 @@ ACTIONS = {
         "traceloom agent run\n"
         "traceloom agent run --simulate 8 --tcp 127.0.0.1:9465    for Prometheus too\n"
         "then: traceloom agent ps",
-        declare_options(*RUN_OPTIONS), _run,
+        declare_options(*RUN_OPTIONS),
+        _run,
     ),
     "status": VerbAction(
         "show how the agent itself is doing",
         "traceloom agent status\nthen: traceloom agent doctor, where something fails",
-        declare_options(), _show_answer,
+        declare_options(),
+        _show_answer,
     ),
     "ps": VerbAction(
         "list processes with owner, rank, devices and step rate",
         "traceloom agent ps --job slurm-42\nthen: traceloom agent query process_memory_bytes --by job",
-        declare_options(JOB_OPTION), _show_processes,
+        declare_options(JOB_OPTION),
+        _show_processes,
     ),
     "top": VerbAction(
         "show devices and processes as they are now, again and again",
         "traceloom agent top\ntraceloom agent top --once --json    for programs\n"
         "then: traceloom agent query gpu_busy_ratio --since 1h",
-        declare_options(*TOP_OPTIONS), _show_top,
+        declare_options(*TOP_OPTIONS),
+        _show_top,
     ),
     "query": VerbAction(
         "show what a metric was: over time, by job, rank, user or device",
@@ -497,47 +566,55 @@ ACTIONS = {
         "traceloom agent query gpu_power_watts --by job --since 1h\n"
         "traceloom agent query host_network_bytes_total --where direction=receive --json\n"
         "then: traceloom report TRACE, for why it was so",
-        declare_options(*QUERY_OPTIONS), _run_query,
+        declare_options(*QUERY_OPTIONS),
+        _run_query,
     ),
     "events": VerbAction(
         "list errors of devices, and processes killed for want of memory",
         "traceloom agent events --since 1d\nthen: traceloom agent ps",
-        declare_options(JOB_OPTION, SINCE_OPTION), _show_events,
+        declare_options(JOB_OPTION, SINCE_OPTION),
+        _show_events,
     ),
     "learn": VerbAction(
         "judge a job by a trace of it: FLOPs, element types, roofline",
         "traceloom agent learn run1 --job slurm-42\n"
         "then: traceloom agent query job_flops_error_ratio --where job=slurm-42",
-        declare_options(*LEARN_OPTIONS), _learn,
+        declare_options(*LEARN_OPTIONS),
+        _learn,
     ),
     "stacks": VerbAction(
         "show what all threads of a job or process do now, equal stacks together",
         "traceloom agent stacks --job slurm-42    ranks that are elsewhere than the others first\n"
         "traceloom agent stacks --pid 4711 --native\n"
         "then: traceloom trace --job slurm-42 --steps 3",
-        declare_options(*STACKS_OPTIONS), _show_stacks,
+        declare_options(*STACKS_OPTIONS),
+        _show_stacks,
     ),
     "hangs": VerbAction(
         "list jobs that hang, with the rank that the others wait for",
         "traceloom agent hangs --job slurm-42\n"
         "then: traceloom agent stacks --job slurm-42, for what they do now",
-        declare_options(JOB_OPTION), _show_answer,
+        declare_options(JOB_OPTION),
+        _show_answer,
     ),
     "triggers": VerbAction(
         "list rules that trace unasked: what they did, why not, what they may still",
         "traceloom agent triggers\nthen: traceloom trace --list",
-        declare_options(), _show_answer,
+        declare_options(),
+        _show_answer,
     ),
     "doctor": VerbAction(
         "say what works here, what does not, why, and what would help",
         "traceloom agent doctor    for the agent that runs, or for one that you would run\n"
         "then: traceloom agent run",
-        declare_options(), _run_doctor,
+        declare_options(),
+        _run_doctor,
     ),
     "env": VerbAction(
         "print the variables that prepare a job",
         'eval "$(traceloom agent env)"; python train.py    a job that can be asked for traces\n'
         "then: traceloom agent ps",
-        declare_options(FLIGHT_RECORDER_OPTION), _print_environment,
+        declare_options(FLIGHT_RECORDER_OPTION),
+        _print_environment,
     ),
-}  # fmt: skip
+}

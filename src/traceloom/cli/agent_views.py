@@ -55,7 +55,19 @@ _CHECK_STATES = {
     "partly": ("work in part", *SEVERITY_STYLES["warning"]),
     "no": ("do not work", *SEVERITY_STYLES["error"]),
 }
-_AREAS = ("rights", "devices", "collect", "owners", "jobs", "traces", "triggers", "probes", "stacks", "files", "extras")
+_AREAS = (
+    "rights",
+    "devices",
+    "collect",
+    "owners",
+    "jobs",
+    "traces",
+    "triggers",
+    "probes",
+    "stacks",
+    "files",
+    "extras",
+)
 
 
 class HostValues(msgspec.Struct, frozen=True):
@@ -104,16 +116,22 @@ def status(answer: StatusAnswer, width: int) -> Iterator[Text]:
     ]
     rows = [
         [
-            sanitize(state.name), f"{state.period_seconds:g} s",
+            sanitize(state.name),
+            f"{state.period_seconds:g} s",
             units.format_duration(int(state.seconds * 1e9)) if state.runs else _NONE,
-            units.format_count(state.runs), units.format_count(sum(state.failures.values())),
+            units.format_count(state.runs),
+            units.format_count(sum(state.failures.values())),
         ]
         for state in answer.collectors
-    ]  # fmt: skip
-    yield from render_table(columns, rows, ("", lambda row, left: _cut(answer.collectors[row].trouble, left)), width)
+    ]
+    yield from render_table(
+        columns, rows, ("", lambda row, left: _cut(answer.collectors[row].trouble, left)), width
+    )
 
 
-def render_processes(answer: ProcessesAnswer, devices: Sequence[DeviceAnswer], width: int) -> Iterator[Text]:
+def render_processes(
+    answer: ProcessesAnswer, devices: Sequence[DeviceAnswer], width: int
+) -> Iterator[Text]:
     """Processes that matter, with owner, devices and step rate."""
     if not answer.processes:
         owner_note = " of yours" if answer.hidden else ""
@@ -123,31 +141,49 @@ def render_processes(answer: ProcessesAnswer, devices: Sequence[DeviceAnswer], w
     index = {device.uuid: device.index for device in devices}
     rows = sorted(answer.processes, key=lambda row: (row.owner.job, row.owner.rank or 0, row.pid))
     columns = [
-        TextColumn("pid"), TextColumn("user", right=False), TextColumn("job", right=False), TextColumn("rank"),
-        TextColumn("framework", right=False), TextColumn("GPUs", right=False), TextColumn("memory"),
+        TextColumn("pid"),
+        TextColumn("user", right=False),
+        TextColumn("job", right=False),
+        TextColumn("rank"),
+        TextColumn("framework", right=False),
+        TextColumn("GPUs", right=False),
+        TextColumn("memory"),
         TextColumn("steps/s"),
-    ]  # fmt: skip
+    ]
     cells: list[list[Cell]] = []
     calls: list[str] = []
     for row in rows:
         owner = row.owner
-        rank = _NONE if owner.rank is None else f"{owner.rank}" + (f"/{owner.world_size}" if owner.world_size else "")
+        rank = (
+            _NONE
+            if owner.rank is None
+            else f"{owner.rank}" + (f"/{owner.world_size}" if owner.world_size else "")
+        )
         memory = _find_value(row.values, "process_memory_bytes")
         framework = f"{owner.framework} {owner.framework_version}".strip()
         pace: Cell = _NONE if row.steps_per_second is None else f"{row.steps_per_second:.3g}"
         if (since_ns := row.hung_since_ns) is not None:
             pace = Text(
-                f"hangs {units.format_duration(max(time.time_ns() - since_ns, 0))}", SEVERITY_STYLES["error"][1]
+                f"hangs {units.format_duration(max(time.time_ns() - since_ns, 0))}",
+                SEVERITY_STYLES["error"][1],
             )
         # Without the directory of its program, which would fill a narrow terminal.
         program, blank, arguments = row.command.partition(" ")
-        calls.append(f"{program.rpartition('/')[2]}{blank}{arguments}" if program else str(row.unreadable))
-        cells.append([
-            str(row.pid), _cut(owner.user or str(row.uid), 12), _cut(owner.job or _NONE, width // 5), rank,
-            _cut(framework or _NONE, 20), ",".join(index.get(uuid, uuid[:8]) for uuid in row.devices) or _NONE,
-            _NONE if memory is None else units.format_size(int(memory)),
-            pace,
-        ])  # fmt: skip
+        calls.append(
+            f"{program.rpartition('/')[2]}{blank}{arguments}" if program else str(row.unreadable)
+        )
+        cells.append(
+            [
+                str(row.pid),
+                _cut(owner.user or str(row.uid), 12),
+                _cut(owner.job or _NONE, width // 5),
+                rank,
+                _cut(framework or _NONE, 20),
+                ",".join(index.get(uuid, uuid[:8]) for uuid in row.devices) or _NONE,
+                _NONE if memory is None else units.format_size(int(memory)),
+                pace,
+            ]
+        )
     filled = [
         column for column in range(len(columns)) if any(row[column] != _NONE for row in cells)
     ]  # the others say nothing
@@ -174,7 +210,9 @@ def render_events(happened: Sequence[EventAnswer], width: int) -> Iterator[Text]
     columns = [TextColumn("at", right=False), TextColumn("job or device", right=False)]
     cells: list[list[Cell]] = [
         [
-            dt.datetime.fromtimestamp(event.at_ns / 1e9, tz=dt.timezone.utc).astimezone().strftime("%d %b %H:%M:%S"),
+            dt.datetime.fromtimestamp(event.at_ns / 1e9, tz=dt.timezone.utc)
+            .astimezone()
+            .strftime("%d %b %H:%M:%S"),
             _cut(event.job or event.device or _NONE, 24),
         ]
         for event in happened
@@ -194,7 +232,9 @@ def render_top(picture: HostPicture, width: int) -> Iterator[Text]:
     state, host = picture.status, picture.host
     yield Text.assemble((sanitize(state.host), "bold"), f"  {_format_time(state.now_ns)}")
     if host.cpu is not None:
-        yield Text.assemble(" processors ", _draw_bar(host.cpu), f" {units.format_percent(host.cpu)} % busy")
+        yield Text.assemble(
+            " processors ", _draw_bar(host.cpu), f" {units.format_percent(host.cpu)} % busy"
+        )
     if host.memory is not None:
         used, total_memory = host.memory
         yield Text.assemble(
@@ -218,26 +258,49 @@ def render_top(picture: HostPicture, width: int) -> Iterator[Text]:
 
 def _render_devices(devices: Sequence[DeviceAnswer], width: int) -> Iterator[Text]:
     columns = [
-        TextColumn("GPU"), TextColumn("busy", right=False), TextColumn("SM active"),
-        TextColumn("memory"), TextColumn("power"), TextColumn("FLOP/s"),
-    ]  # fmt: skip
+        TextColumn("GPU"),
+        TextColumn("busy", right=False),
+        TextColumn("SM active"),
+        TextColumn("memory"),
+        TextColumn("power"),
+        TextColumn("FLOP/s"),
+    ]
     cells: list[list[Cell]] = []
     for device in devices:
         values = device.values
-        busy, active = _find_value(values, "gpu_busy_ratio"), _find_value(values, "gpu_sm_active_ratio")
-        memory, power = _find_value(values, "gpu_memory_used_bytes"), _find_value(values, "gpu_power_watts")
+        busy, active = (
+            _find_value(values, "gpu_busy_ratio"),
+            _find_value(values, "gpu_sm_active_ratio"),
+        )
+        memory, power = (
+            _find_value(values, "gpu_memory_used_bytes"),
+            _find_value(values, "gpu_power_watts"),
+        )
         rates = [value for value in values if value.metric == f"{PREFIX}gpu_flops"]
-        bounds = [[value.value for value in rates if value.labels["bound"] == bound] for bound in ("low", "high")]
+        bounds = [
+            [value.value for value in rates if value.labels["bound"] == bound]
+            for bound in ("low", "high")
+        ]
         rate = _NONE
         if bounds[0] and bounds[1]:
             low, high = bounds[0][0], bounds[1][0]
-            rate = units.format_flop_rate(low) if low == high else f"{low / 1e12:.3g} – {units.format_flop_rate(high)}"
-        cells.append([
-            device.index,
-            Text(_NONE) if busy is None else Text.assemble(_draw_bar(busy), f" {units.format_percent(busy):>5} %"),
-            _NONE if active is None else f"{units.format_percent(active)} %",
-            _NONE if memory is None else units.format_size(int(memory)), _NONE if power is None else f"{power:.0f} W", rate,
-        ])  # fmt: skip
+            rate = (
+                units.format_flop_rate(low)
+                if low == high
+                else f"{low / 1e12:.3g} – {units.format_flop_rate(high)}"
+            )
+        cells.append(
+            [
+                device.index,
+                Text(_NONE)
+                if busy is None
+                else Text.assemble(_draw_bar(busy), f" {units.format_percent(busy):>5} %"),
+                _NONE if active is None else f"{units.format_percent(active)} %",
+                _NONE if memory is None else units.format_size(int(memory)),
+                _NONE if power is None else f"{power:.0f} W",
+                rate,
+            ]
+        )
 
     def remark(row: int, width_left: int) -> Text:
         """Why it is stale, else whose it is."""
@@ -279,9 +342,15 @@ def render_query(answer: QueryAnswer, index: Mapping[str, str], width: int) -> I
     series = [curve for curve in answer.series if curve.values]
     first, last = answer.since_ns, answer.until_ns
     if series:
-        first, last = min(curve.times_ns[0] for curve in series), max(curve.times_ns[-1] for curve in series)
+        first, last = (
+            min(curve.times_ns[0] for curve in series),
+            max(curve.times_ns[-1] for curve in series),
+        )
     unit = f"  {answer.unit}" if answer.unit else ""
-    yield Text.assemble((answer.metric, "bold"), (f"{unit}, {_format_time(first)} to {_format_time(last)}", DIM_STYLE))
+    yield Text.assemble(
+        (answer.metric, "bold"),
+        (f"{unit}, {_format_time(first)} to {_format_time(last)}", DIM_STYLE),
+    )
     if not series:
         yield from render_paragraph(
             "Nothing that you may see is known of it in this time; `traceloom agent doctor` says what does not work.",
@@ -307,7 +376,10 @@ def render_query(answer: QueryAnswer, index: Mapping[str, str], width: int) -> I
                 for label in labels
                 for value in [curve.labels.get(label, "")]
             ),
-            *(_format_value(value, answer.unit) for value in (curve.values[-1], min(curve.values), max(curve.values))),
+            *(
+                _format_value(value, answer.unit)
+                for value in (curve.values[-1], min(curve.values), max(curve.values))
+            ),
         ]
         for curve in series
     ]
@@ -315,7 +387,12 @@ def render_query(answer: QueryAnswer, index: Mapping[str, str], width: int) -> I
     yield from render_table(
         columns,
         cells,
-        ("", lambda row, left: Text(_draw_curve(series[row], first, last, min(left, longest)), _COLOR)),
+        (
+            "",
+            lambda row, left: Text(
+                _draw_curve(series[row], first, last, min(left, longest)), _COLOR
+            ),
+        ),
         width,
     )
 
@@ -323,7 +400,9 @@ def render_query(answer: QueryAnswer, index: Mapping[str, str], width: int) -> I
 def render_metrics(width: int) -> Iterator[Text]:
     """All metrics, with their labels."""
     for metric in METRICS.values():
-        yield Text.assemble(f"{metric.name}", (f"{{{','.join(metric.labels)}}}" if metric.labels else "", DIM_STYLE))
+        yield Text.assemble(
+            f"{metric.name}", (f"{{{','.join(metric.labels)}}}" if metric.labels else "", DIM_STYLE)
+        )
         yield from render_paragraph(metric.help, width, DIM_STYLE, indent=4)
 
 
@@ -346,9 +425,14 @@ def render_learned_job(answer: TraceAnswer) -> Iterator[Text]:
     yield Text(f"A step of job {answer.job}, as its trace shows it (mean of its processes):")
     mix, total = answer.dtype_mix, sum(answer.dtype_mix.values())
     types = ", ".join(
-        f"{kind} {flops / total:.0%}" for kind, flops in sorted(mix.items(), key=itemgetter(1), reverse=True)
+        f"{kind} {flops / total:.0%}"
+        for kind, flops in sorted(mix.items(), key=itemgetter(1), reverse=True)
     )
-    flops, roofline, copied = answer.flops_per_step, answer.roofline_ratio, answer.copied_bytes_per_step
+    flops, roofline, copied = (
+        answer.flops_per_step,
+        answer.roofline_ratio,
+        answer.copied_bytes_per_step,
+    )
     size = None if copied is None else units.format_size(int(copied))
     facts = (
         ("FLOPs", None if flops is None else units.format_flops(flops), "job_flops_error_ratio"),
@@ -360,19 +444,28 @@ def render_learned_job(answer: TraceAnswer) -> Iterator[Text]:
         yield Text(f"  {name:<17}{value or 'not in the trace':<28}{metric}")
     if flops is None:
         yield Text(
-            "FLOPs are counted from shapes of tensors: traceloom trace --shapes, or traceloom record.", DIM_STYLE
+            "FLOPs are counted from shapes of tensors: traceloom trace --shapes, or traceloom record.",
+            DIM_STYLE,
         )
 
 
 def render_stacks(answer: StacksAnswer, width: int, *, native: bool) -> Iterator[Text]:
-    """Where the ranks are in a sentence, then each group of equal stacks, from the outermost call to the innermost."""
+    """Where the ranks are in a sentence, then each group of equal stacks, from the outermost call
+    to the innermost.
+    """
     yield from render_paragraph(answer.sentence, width, "bold")
-    titles = {"rank": "Main threads", "worker": "Other processes of the job", "thread": "Other threads"}
+    titles = {
+        "rank": "Main threads",
+        "worker": "Other processes of the job",
+        "thread": "Other threads",
+    }
     for role, groups in groupby(answer.groups, key=attrgetter("role")):
         yield from render_heading(titles[role], "from the outermost call to the innermost", width)
         for group in groups:
             ranks, pids = format_ranges(group.ranks), format_ranges(group.pids)
-            process_label = f"{'rank' if len(group.ranks) == 1 else 'ranks'} {ranks}" if ranks else ""
+            process_label = (
+                f"{'rank' if len(group.ranks) == 1 else 'ranks'} {ranks}" if ranks else ""
+            )
             process_label = (
                 f"process {pids} of {process_label}"
                 if process_label and role == "worker"
@@ -383,26 +476,37 @@ def render_stacks(answer: StacksAnswer, width: int, *, native: bool) -> Iterator
                 for function, _, line in group.frames
                 if function != "<module>" and not function.startswith("pybind11::")
             )
-            innermost = next(((file, line) for _, file, line in reversed(group.frames) if line), None)
-            source_location = f" ({PurePosixPath(innermost[0]).name}:{innermost[1]})" if innermost else ""
+            innermost = next(
+                ((file, line) for _, file, line in reversed(group.frames) if line), None
+            )
+            source_location = (
+                f" ({PurePosixPath(innermost[0]).name}:{innermost[1]})" if innermost else ""
+            )
             thread = f" {sanitize(group.thread)}" if group.thread else ""
             text = f"{calls or 'no call that can be seen'}{source_location}"
             yield from render_paragraph(
-                f"{process_label}{thread}: {text}", width, SEVERITY_STYLES["warning"][1] if group.elsewhere else ""
+                f"{process_label}{thread}: {text}",
+                width,
+                SEVERITY_STYLES["warning"][1] if group.elsewhere else "",
             )
     if not native and any(group.elsewhere for group in answer.groups):
         yield from render_paragraph(
             "A wait inside C++ (work.wait(), backward) looks like the Python that called it; --native tells which.",
-            width, DIM_STYLE,
-        )  # fmt: skip
+            width,
+            DIM_STYLE,
+        )
 
 
 def hangs(answer: HangsAnswer, width: int) -> Iterator[Text]:
-    """Each hang: of which job, since when, what became of it, whom the others wait for, where its bundle is."""
+    """Each hang: of which job, since when, what became of it, whom the others wait for, where its
+    bundle is.
+    """
     if not answer.hangs:
         watched = answer.watched
         text = f"No job of yours hangs; steps are known of {units.format_quantity(len(watched), 'job')}."
-        yield from render_paragraph(text if watched else "No job of yours hangs, as far as is known.", width)
+        yield from render_paragraph(
+            text if watched else "No job of yours hangs, as far as is known.", width
+        )
         if not watched:
             yield from render_paragraph(
                 "A hang is seen of jobs whose steps are known: by probes (`traceloom agent doctor`), or reported.",
@@ -410,16 +514,31 @@ def hangs(answer: HangsAnswer, width: int) -> Iterator[Text]:
                 DIM_STYLE,
             )
     for hang in answer.hangs:
-        lasted = None if hang.over_ns is None else units.format_duration(max(hang.over_ns - hang.since_ns, 0))
+        lasted = (
+            None
+            if hang.over_ns is None
+            else units.format_duration(max(hang.over_ns - hang.since_ns, 0))
+        )
         became = {
-            "hangs": "hangs", "recovered": f"went on after {lasted}", "ended": f"ended after {lasted}",
+            "hangs": "hangs",
+            "recovered": f"went on after {lasted}",
+            "ended": f"ended after {lasted}",
             "unknown": "hung when the host or the agent ended",
-        }[hang.state]  # fmt: skip
+        }[hang.state]
         style = SEVERITY_STYLES["error"][1] if hang.state == "hangs" else DIM_STYLE
-        yield Text.assemble((sanitize(hang.job), "bold"), f"  since {_format_time(hang.since_ns)}  ", (became, style))
-        yield from render_paragraph(hang.sentence or "its processes are being looked at", width, indent=2)
+        yield Text.assemble(
+            (sanitize(hang.job), "bold"),
+            f"  since {_format_time(hang.since_ns)}  ",
+            (became, style),
+        )
         yield from render_paragraph(
-            hang.directory or f"no bundle: {hang.no_bundle or 'not yet'}", width, DIM_STYLE, indent=2
+            hang.sentence or "its processes are being looked at", width, indent=2
+        )
+        yield from render_paragraph(
+            hang.directory or f"no bundle: {hang.no_bundle or 'not yet'}",
+            width,
+            DIM_STYLE,
+            indent=2,
         )
 
 
@@ -443,7 +562,9 @@ def triggers(answer: TriggersAnswer, width: int) -> Iterator[Text]:
         yield from (Text(f"  {line}") for line in EXAMPLE_RULES.splitlines())
         yield Text("")
         yield from render_paragraph(
-            "It counts when the agent is started again. More: docs/how-to/triggers.md", width, DIM_STYLE
+            "It counts when the agent is started again. More: docs/how-to/triggers.md",
+            width,
+            DIM_STYLE,
         )
         return
     remaining, budget, share = (
@@ -457,14 +578,17 @@ def triggers(answer: TriggersAnswer, width: int) -> Iterator[Text]:
     )
     if answer.trouble:
         yield from render_paragraph(
-            f"What was spent is in memory alone: {answer.trouble}", width, SEVERITY_STYLES["warning"][1]
+            f"What was spent is in memory alone: {answer.trouble}",
+            width,
+            SEVERITY_STYLES["warning"][1],
         )
     for rule in answer.rules:
         yield from render_heading(sanitize(rule.name), f"{rule.on}, traces {rule.target}", width)
-        cost = (
-            f"{units.format_duration(int(rule.traced_seconds * 1e9))} traced, {units.format_size(rule.kept_bytes)} kept"
+        cost = f"{units.format_duration(int(rule.traced_seconds * 1e9))} traced, {units.format_size(rule.kept_bytes)} kept"
+        yield Text(
+            f"  {units.format_quantity(rule.fired, 'request')}"
+            + (f": {cost}" if rule.fired else "")
         )
-        yield Text(f"  {units.format_quantity(rule.fired, 'request')}" + (f": {cost}" if rule.fired else ""))
         if last := rule.last:
             yield from render_paragraph(
                 f"last {_format_time(last.at_ns)}, request {last.request}, {last.target}: {last.what}",
@@ -473,7 +597,8 @@ def triggers(answer: TriggersAnswer, width: int) -> Iterator[Text]:
             )
         if rule.refusals:
             reasons = ", ".join(
-                f"{units.format_count(number)} {reason}" for reason, number in sorted(rule.refusals.items())
+                f"{units.format_count(number)} {reason}"
+                for reason, number in sorted(rule.refusals.items())
             )
             yield from render_paragraph(f"refused: {reasons}", width, indent=2)
         if refusal := rule.last_refusal:
@@ -483,20 +608,31 @@ def triggers(answer: TriggersAnswer, width: int) -> Iterator[Text]:
             )
         if rule.trouble:
             yield from render_paragraph(
-                f"as things are it cannot fire: {rule.trouble}", width, SEVERITY_STYLES["warning"][1], indent=2
+                f"as things are it cannot fire: {rule.trouble}",
+                width,
+                SEVERITY_STYLES["warning"][1],
+                indent=2,
             )
 
 
 def render_doctor(answer: DoctorAnswer, width: int, *, running: bool) -> Iterator[Text]:
     """What works, what not, why, and what would help."""
     number = Counter[str](check.works for check in answer.checks)
-    parts = [f"{number[works]} {state_label}" for works, (state_label, _, _) in _CHECK_STATES.items() if number[works]]
+    parts = [
+        f"{number[works]} {state_label}"
+        for works, (state_label, _, _) in _CHECK_STATES.items()
+        if number[works]
+    ]
     yield from render_paragraph(
-        f"Of {units.format_quantity(len(answer.checks), 'thing')}, {', '.join(parts)}.", width, "bold"
+        f"Of {units.format_quantity(len(answer.checks), 'thing')}, {', '.join(parts)}.",
+        width,
+        "bold",
     )
     if not running:
         yield from render_paragraph(
-            "No agent runs; this is what one would have, run by you: traceloom agent run", width, DIM_STYLE
+            "No agent runs; this is what one would have, run by you: traceloom agent run",
+            width,
+            DIM_STYLE,
         )
     checks = sorted(answer.checks, key=lambda check: (*_AREAS, check.area).index(check.area))
     for area, area_checks in groupby(checks, key=attrgetter("area")):
@@ -512,9 +648,12 @@ def render_doctor(answer: DoctorAnswer, width: int, *, running: bool) -> Iterato
 def _format_time(at_ns: int) -> str:
     """The time of day here, with the date where it is not today's."""
     local_time, now = (
-        dt.datetime.fromtimestamp(ns / 1e9, tz=dt.timezone.utc).astimezone() for ns in (at_ns, time.time_ns())
+        dt.datetime.fromtimestamp(ns / 1e9, tz=dt.timezone.utc).astimezone()
+        for ns in (at_ns, time.time_ns())
     )
-    return local_time.strftime("%H:%M:%S" if local_time.date() == now.date() else "%Y-%m-%d %H:%M:%S")
+    return local_time.strftime(
+        "%H:%M:%S" if local_time.date() == now.date() else "%Y-%m-%d %H:%M:%S"
+    )
 
 
 def _find_value(values: Sequence[ValueAnswer], metric: str) -> float | None:
@@ -523,7 +662,9 @@ def _find_value(values: Sequence[ValueAnswer], metric: str) -> float | None:
 
 def _format_value(value: float, unit: str) -> str:
     if unit.startswith("bytes"):
-        return units.format_byte_rate(value) if unit.endswith("/s") else units.format_size(int(value))
+        return (
+            units.format_byte_rate(value) if unit.endswith("/s") else units.format_size(int(value))
+        )
     if unit == "ratio":
         return f"{units.format_percent(value)} %"
     if unit == "seconds":
@@ -534,14 +675,17 @@ def _format_value(value: float, unit: str) -> str:
 def _draw_curve(curve: SeriesAnswer, first_ns: int, last_ns: int, width: int) -> str:
     """Means over equal times, from the least to the greatest; blank where nothing is known.
 
-    The curves of an answer have one axis of time; values that are all equal are a line along the bottom.
+    The curves of an answer have one axis of time; values that are all equal are a line along the
+    bottom.
     """
     times, values = curve.times_ns, curve.values
     if width <= 0:
         return ""
     parts: list[list[float]] = [[] for _ in range(width)]
     for at_ns, value in zip(times, values, strict=True):
-        parts[min(width * (at_ns - first_ns) // max(last_ns - first_ns, 1), width - 1)].append(value)
+        parts[min(width * (at_ns - first_ns) // max(last_ns - first_ns, 1), width - 1)].append(
+            value
+        )
     means = [fmean(part) for part in parts if part]
     levels = iter(draw_sparkline([mean - min(means) for mean in means], width))
     return "".join(next(levels) if part else " " for part in parts)

@@ -37,26 +37,48 @@ examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     types.add_inputs(
-        parser, "device traces, host traces, .et files, recorded runs, or directories of them; all ranks together"
+        parser,
+        "device traces, host traces, .et files, recorded runs, or directories of them; all ranks together",
     )
     parser.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="OUT", help="a file for one, else a directory"
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="OUT",
+        help="a file for one, else a directory",
     )
-    parser.add_argument("--policy", type=Path, metavar="FILE", help="what becomes of names, shapes, stacks ... (TOML)")
+    parser.add_argument(
+        "--policy",
+        type=Path,
+        metavar="FILE",
+        help="what becomes of names, shapes, stacks ... (TOML)",
+    )
     parser.add_argument(
         "--key",
         type=Path,
         metavar="FILE",
         help="key of the pseudonyms, made where it is not there; default: one for this run",
     )
-    parser.add_argument("--map", type=Path, metavar="FILE", help="write what pseudonyms stand for; keep it to yourself")
-    parser.add_argument("--structure", choices=("keep", "collapse"), help="collapse: hide how the model is built")
     parser.add_argument(
-        "--for", dest="purpose", choices=("replay",),
+        "--map",
+        type=Path,
+        metavar="FILE",
+        help="write what pseudonyms stand for; keep it to yourself",
+    )
+    parser.add_argument(
+        "--structure", choices=("keep", "collapse"), help="collapse: hide how the model is built"
+    )
+    parser.add_argument(
+        "--for",
+        dest="purpose",
+        choices=("replay",),
         help="replay: keep what operators need to run again (whole numbers, flags, choices, sizes that fit each other)",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
-    parser.add_argument("--force", action="store_true", help="replace what was written to OUT before")
+    parser.add_argument(
+        "--force", action="store_true", help="replace what was written to OUT before"
+    )
     types.add_silence(parser)
 
 
@@ -66,14 +88,18 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.workload.anonymize.policy import generate_key, read_key, read_policy
     from traceloom.workload.anonymize.run import anonymize
 
-    outputs.resolve_output_format(args, dict.fromkeys(ENDINGS, "file"), OUTPUT_FILES, default_to_directory=True)
+    outputs.resolve_output_format(
+        args, dict.fromkeys(ENDINGS, "file"), OUTPUT_FILES, default_to_directory=True
+    )
     policy = read_policy(args.policy).with_structure(args.structure)
     if args.purpose == "replay":
         policy = policy.for_replay()
     key, fresh = (generate_key(), False) if args.key is None else read_key(args.key)
     with Progress(enabled=not args.quiet) as progress:
         inputs = [Path(name) for name in args.inputs]
-        outcome = anonymize(inputs, args.output, policy, key, args.map, force=args.force, on_status=progress.say)
+        outcome = anonymize(
+            inputs, args.output, policy, key, args.map, force=args.force, on_status=progress.say
+        )
     if args.json:
         import msgspec
 
@@ -85,13 +111,19 @@ def run(args: argparse.Namespace) -> int:
             print(line)
     if fresh:
         outputs.print_messages(
-            args, f"Made the key {args.key}: whoever has it can test guesses of names; keep it to yourself."
+            args,
+            f"Made the key {args.key}: whoever has it can test guesses of names; keep it to yourself.",
         )
     if args.map:
         outputs.print_messages(
-            args, f"Wrote {args.map}: it undoes all pseudonyms and is not encrypted; keep it to yourself."
+            args,
+            f"Wrote {args.map}: it undoes all pseudonyms and is not encrypted; keep it to yourself.",
         )
-    verb = "validate" if all(file["kind"] in ("et", "groups") for file in outcome.report["files"]) else "report"
+    verb = (
+        "validate"
+        if all(file["kind"] in ("et", "groups") for file in outcome.report["files"])
+        else "report"
+    )
     outputs.print_messages(
         args,
         f"Wrote {outcome.report_path}: it names what was hidden; read it, and do not share it.",
@@ -104,7 +136,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _render_outcome(outcome: Anonymized) -> Iterator[str]:
-    """What was left out, what the analyses say before and after, and which texts the output still holds."""
+    """What was left out, what the analyses say before and after, and which texts the output still
+    holds.
+    """
     report = outcome.report
     read = sum(file.get("entries_in", 0) for file in report["files"])
     retained = sum(file.get("entries_out", 0) for file in report["files"])
@@ -116,8 +150,12 @@ def _render_outcome(outcome: Anonymized) -> Iterator[str]:
     rows += [(f"files: {reason}", count) for reason, count in report["left_out"].items()]
     unknown = [field for field in report["dropped"] if field["unknown"]]
     policy_fields = [field for field in report["dropped"] if not field["unknown"]]
-    rows += [(f"by policy: {field['name']}", field["count"]) for field in policy_fields[:_MAX_FIELDS]]
-    rows += [(f"not understood: {field['name']}", field["count"]) for field in unknown[:_MAX_FIELDS]]
+    rows += [
+        (f"by policy: {field['name']}", field["count"]) for field in policy_fields[:_MAX_FIELDS]
+    ]
+    rows += [
+        (f"not understood: {field['name']}", field["count"]) for field in unknown[:_MAX_FIELDS]
+    ]
     for label, count in rows:
         yield f"  {count:>10,}  {sanitize(label)}"
     hidden = max(0, len(policy_fields) - _MAX_FIELDS) + max(0, len(unknown) - _MAX_FIELDS)
@@ -131,12 +169,20 @@ def _render_outcome(outcome: Anonymized) -> Iterator[str]:
         for part in entry["parts"]:
             parts.setdefault(part["part"], []).append(part)
     for name, several in parts.items():
-        figures, equal = sum(part["figures"] for part in several), sum(part["equal"] for part in several)
+        figures, equal = (
+            sum(part["figures"] for part in several),
+            sum(part["equal"] for part in several),
+        )
         if not figures:
             continue
-        worst = max((part["verdict"] for part in several), key=("equal", "rounded", "given up", "changed").index)
+        worst = max(
+            (part["verdict"] for part in several),
+            key=("equal", "rounded", "given up", "changed").index,
+        )
         off = max(part["largest_difference"] for part in several)
-        detail = "" if worst == "equal" else f", {equal:,} of them equal, sums off by at most {off:.1%}"
+        detail = (
+            "" if worst == "equal" else f", {equal:,} of them equal, sums off by at most {off:.1%}"
+        )
         yield f"  {worst:<8} {name}: {figures:,} figure{'' if figures == 1 else 's'}{detail}"
     fresh = sorted({slug for entry in entries for slug in entry.get("new_notices", [])})
     if fresh:
@@ -173,7 +219,9 @@ def _render_outcome(outcome: Anonymized) -> Iterator[str]:
         echoed_words = ", ".join(sanitize(echo["word"]) for echo in leaks["echoes"][:_MAX_FIELDS])
         yield f"  {len(leaks['echoes']):>10,}  words of hidden texts that stand in the output too: {echoed_words}"
     if leaks["arguments"]:
-        retained = ", ".join(f"{count:,} {name}" for name, count in sorted(leaks["arguments"].items()))
+        retained = ", ".join(
+            f"{count:,} {name}" for name, count in sorted(leaks["arguments"].items())
+        )
         yield f"  arguments of operators: {retained}"
     if shapes["distinct"]:
         yield f"  shapes: {shapes['distinct']:,} distinct, {shapes['distinct_after']:,} after ({shapes['policy']})"

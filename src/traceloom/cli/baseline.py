@@ -37,21 +37,35 @@ _STORE = ".traceloom/baselines"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    parser.add_argument("action", choices=("save", "list", "compare"), metavar="save|list|compare", help="what to do")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="name of the baseline (of save and compare)")
     parser.add_argument(
-        "runs", nargs="*", metavar="RUN", help="recorded run, trace file, or a directory of several runs"
+        "action",
+        choices=("save", "list", "compare"),
+        metavar="save|list|compare",
+        help="what to do",
     )
     parser.add_argument(
-        "--store", default=_STORE, metavar="DIR_OR_URL",
+        "name", nargs="?", metavar="NAME", help="name of the baseline (of save and compare)"
+    )
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="recorded run, trace file, or a directory of several runs",
+    )
+    parser.add_argument(
+        "--store",
+        default=_STORE,
+        metavar="DIR_OR_URL",
         help=f"where baselines are kept: a directory ({_STORE}) or a URL that fsspec knows, as s3://...",
-    )  # fmt: skip
+    )
     compare = parser.add_argument_group("compare")
     checks.add_conditions(compare)
     compare.add_argument(
-        "--power", type=types.parse_percentage, metavar="CHANGE",
+        "--power",
+        type=types.parse_percentage,
+        metavar="CHANGE",
         help="say how many runs a side would show a change of this size: 5%%",
-    )  # fmt: skip
+    )
     checks.add_output(parser, "result")
 
 
@@ -62,7 +76,9 @@ def run(args: argparse.Namespace) -> int:
         wrong = "`list` takes no name" if args.name is not None else ""
     elif args.name is None or not args.runs:
         wrong = f"`{args.action}` needs a name and at least one run"
-    if args.action != "compare" and (args.conditions or args.strict or args.output or args.power is not None):
+    if args.action != "compare" and (
+        args.conditions or args.strict or args.output or args.power is not None
+    ):
         wrong = wrong or "--fail-if, --strict, --power and -o belong to `compare`"
     if wrong:
         hint = "traceloom baseline save NAME RUN... | list | compare NAME RUN..."
@@ -75,13 +91,17 @@ def _save(args: argparse.Namespace) -> int:
 
     store.check_baseline_name(args.name)
     baseline_store = store.BaselineStore(args.store)
-    outputs.check_name_available(args, f"baseline `{args.name}`", lambda: args.name in baseline_store.names())
+    outputs.check_name_available(
+        args, f"baseline `{args.name}`", lambda: args.name in baseline_store.names()
+    )
     refused: list[Notice] = []
     with Progress(enabled=not args.quiet) as progress:
         runs = _summarise_runs(args, progress, refused)
         location = baseline_store.save(args.name, runs, int(time.time()), force=args.force)
     if args.json:
-        outputs.write_json({"name": args.name, "where": location, "runs": len(runs)}, sys.stdout.buffer)
+        outputs.write_json(
+            {"name": args.name, "where": location, "runs": len(runs)}, sys.stdout.buffer
+        )
     elif not args.quiet:
         run_count = f"{len(runs)} run{'s' * (len(runs) != 1)}"
         print(f"Wrote {location} ({run_count}).")
@@ -94,7 +114,9 @@ def _save(args: argparse.Namespace) -> int:
     return 0
 
 
-def _summarise_runs(args: argparse.Namespace, progress: Progress, refused: list[Notice]) -> list[RunSummary]:
+def _summarise_runs(
+    args: argparse.Namespace, progress: Progress, refused: list[Notice]
+) -> list[RunSummary]:
     from traceloom.analyze import gate_summary
 
     progress.say("reading")

@@ -1,4 +1,6 @@
-"""`traceloom calibrate`: a machine from the collectives of recorded runs, or from those measured here."""
+"""`traceloom calibrate`: a machine from the collectives of recorded runs, or from those measured
+here.
+"""
 
 from __future__ import annotations
 
@@ -35,33 +37,55 @@ _FOR_RUNS = ("inputs", "ranks_per_host", "no_cache")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     parser.add_argument(
-        "inputs", nargs="*", metavar="INPUT",
+        "inputs",
+        nargs="*",
+        metavar="INPUT",
         help="recorded runs, directories of traces or trace files; the files of one run together",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--ranks-per-host", type=types.parse_count, metavar="N", help="where the traces name no hosts: N ranks on each"
+        "--ranks-per-host",
+        type=types.parse_count,
+        metavar="N",
+        help="where the traces name no hosts: N ranks on each",
     )
     parser.add_argument("--json", action="store_true", help="print the fits as JSON")
     outputs.add_output_options(parser, ".toml for `simulate --machine`, .json")
     group = parser.add_argument_group("measuring")
-    group.add_argument("--here", action="store_true", help="measure this machine instead of reading runs; needs torch")
     group.add_argument(
-        "--ranks", type=types.parse_count, metavar="N",
-        help="processes (default: one for each device, two on processors; under torchrun its own)",
-    )  # fmt: skip
-    group.add_argument("--device", metavar="KIND", help="cpu, cuda or xpu (default: the one there is)")
-    group.add_argument("--backend", metavar="NAME", help="gloo, nccl ... (default: the usual one of the device)")
-    group.add_argument(
-        "--max-size", type=types.parse_size, metavar="SIZE",
-        help="the largest message (default: 64MiB on processors, 256MiB on devices)",
-    )  # fmt: skip
-    group.add_argument(
-        "--powers", type=int, choices=(2, 4), help="from one size to the next times so many (default: 4)"
+        "--here",
+        action="store_true",
+        help="measure this machine instead of reading runs; needs torch",
     )
     group.add_argument(
-        "--precision", type=types.parse_percentage, metavar="PERCENT",
+        "--ranks",
+        type=types.parse_count,
+        metavar="N",
+        help="processes (default: one for each device, two on processors; under torchrun its own)",
+    )
+    group.add_argument(
+        "--device", metavar="KIND", help="cpu, cuda or xpu (default: the one there is)"
+    )
+    group.add_argument(
+        "--backend", metavar="NAME", help="gloo, nccl ... (default: the usual one of the device)"
+    )
+    group.add_argument(
+        "--max-size",
+        type=types.parse_size,
+        metavar="SIZE",
+        help="the largest message (default: 64MiB on processors, 256MiB on devices)",
+    )
+    group.add_argument(
+        "--powers",
+        type=int,
+        choices=(2, 4),
+        help="from one size to the next times so many (default: 4)",
+    )
+    group.add_argument(
+        "--precision",
+        type=types.parse_percentage,
+        metavar="PERCENT",
         help="repeat until medians are known so well, or for some tenths of a second (default: 3%%)",
-    )  # fmt: skip
+    )
     types.add_reading(parser.add_argument_group("more"))
 
 
@@ -74,7 +98,9 @@ def run(args: argparse.Namespace) -> int:
         handle.write(encode_utf8(machine_text(answer.machine)))
 
     _check_options(args)
-    targets = outputs.resolve_output_files(args, {".toml": write_machine, ".json": outputs.write_json})
+    targets = outputs.resolve_output_files(
+        args, {".toml": write_machine, ".json": outputs.write_json}
+    )
     is_first = not args.here or _is_first()
     with Progress(enabled=is_first and not args.quiet) as progress:
         answer = _measure(args, progress) if args.here else _read(args, progress)
@@ -88,16 +114,28 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Refuse a call without runs and without `--here`, and options that do not go with the one that was given."""
+    """Refuse a call without runs and without `--here`, and options that do not go with the one that
+    was given.
+    """
     if not args.here and not args.inputs:
         raise UsageError(
-            "calibrate needs recorded runs, or --here", slug="wrong-usage", hint="see traceloom calibrate --help"
+            "calibrate needs recorded runs, or --here",
+            slug="wrong-usage",
+            hint="see traceloom calibrate --help",
         )
     for name in _FOR_RUNS if args.here else _FOR_HERE:
         if getattr(args, name):
             option = "a recorded run" if name == "inputs" else "--" + name.replace("_", "-")
-            message = f"{option} does not go with --here" if args.here else f"{option} goes only with --here"
-            raise UsageError(message, slug="wrong-usage", hint="leave one of them out" if args.here else "add --here")
+            message = (
+                f"{option} does not go with --here"
+                if args.here
+                else f"{option} goes only with --here"
+            )
+            raise UsageError(
+                message,
+                slug="wrong-usage",
+                hint="leave one of them out" if args.here else "add --here",
+            )
 
 
 def _is_first() -> bool:
@@ -114,7 +152,9 @@ def _measure(args: argparse.Namespace, progress: Progress) -> Calibration:
     progress.say("starting")
     names = {"max_size": "max_bytes", "powers": "factor"}
     options: dict[str, Any] = {
-        names.get(name, name): value for name in _FOR_HERE if (value := getattr(args, name)) is not None
+        names.get(name, name): value
+        for name in _FOR_HERE
+        if (value := getattr(args, name)) is not None
     }
     return measure(**options, on_status=lambda what: progress.say(f"measuring {what}"))
 

@@ -1,4 +1,6 @@
-"""What verbs that hold runs against a base have in common: reading the runs, showing the verdict, the exit code."""
+"""What verbs that hold runs against a base have in common: reading the runs, showing the verdict,
+the exit code.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,13 @@ conditions: METRIC > CHANGE or METRIC < CHANGE, of the new side less the base, p
 def add_conditions(parser: argparse._ActionsContainer) -> None:
     """The options of a check."""
     parser.add_argument(
-        "--fail-if", dest="conditions", action="append", default=[], metavar="CONDITION",
+        "--fail-if",
+        dest="conditions",
+        action="append",
+        default=[],
+        metavar="CONDITION",
         help="fail (exit code 5) where the change is surely beyond this, as in 'step_time > 3%%'; may be repeated",
-    )  # fmt: skip
+    )
     parser.add_argument("--strict", action="store_true", help="an inconclusive check fails, too")
 
 
@@ -41,9 +47,12 @@ def add_output(parser: argparse.ArgumentParser, result_name: str) -> None:
     """The options of files."""
     outputs.add_output_options(parser, ".html, .md, .json")
     parser.add_argument(
-        "--top", type=types.parse_count, default=10, metavar="N",
+        "--top",
+        type=types.parse_count,
+        default=10,
+        metavar="N",
         help="rows of each table on the terminal (10)",
-    )  # fmt: skip
+    )
     group = parser.add_argument_group("more")
     group.add_argument("--json", action="store_true", help=f"print the {result_name} as JSON")
     types.add_reading(group)
@@ -83,7 +92,9 @@ def load_sessions(
 
 def format_side_name(paths: Sequence[str]) -> str:
     """What a side is called."""
-    return restore_addresses(paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more")
+    return restore_addresses(
+        paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+    )
 
 
 def show(args: argparse.Namespace, document: VerdictDocument) -> None:

@@ -50,14 +50,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="a .graph, a Chakra file, .perfetto.json[.gz], or a directory (a name without ending), one file per rank",
     )
     parser.add_argument(
-        "--only", choices=("communication", "compute"), help="keep one side; what it waits for is kept transitively"
-    )
-    parser.add_argument("--target", choices=("chakra", "astra-sim"), default="chakra", help="who is to read it")
-    parser.add_argument(
-        "--gpu-only", action="store_true", help="for astra-sim: no nodes of the host; their time and order stay"
+        "--only",
+        choices=("communication", "compute"),
+        help="keep one side; what it waits for is kept transitively",
     )
     parser.add_argument(
-        "--strict", action="store_true", help="refuse files that are cut, instead of taking what is whole"
+        "--target", choices=("chakra", "astra-sim"), default="chakra", help="who is to read it"
+    )
+    parser.add_argument(
+        "--gpu-only",
+        action="store_true",
+        help="for astra-sim: no nodes of the host; their time and order stay",
+    )
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse files that are cut, instead of taking what is whole",
     )
     parser.add_argument("--force", action="store_true", help="overwrite the output")
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
@@ -91,7 +99,11 @@ def run(args: argparse.Namespace) -> int:
         convert.ConversionInput(Path(args.input), args.strict, progress.say) as source,
     ):
         files, nodes, notices, following = _write_converted(source, target, format_name, args)
-        rank_ends = _compare_rank_ends(source.graph(), target, notices, progress) if args.target == "astra-sim" else []
+        rank_ends = (
+            _compare_rank_ends(source.graph(), target, notices, progress)
+            if args.target == "astra-sim"
+            else []
+        )
     size = sum(file.stat().st_size for file in files)
     notices = list(sort_by_severity(tuple(notices))) if not args.json else notices
     if args.json:
@@ -109,19 +121,28 @@ def run(args: argparse.Namespace) -> int:
             rank = "" if notice.rank is None else f"rank {notice.rank}: "
             print(f"{notice.severity}: {rank}{notice.message} [{notice.slug}]", file=sys.stderr)
         if len(notices) > _SHOWN_NOTICES:
-            print(f"and {len(notices) - _SHOWN_NOTICES} more notices; --json has them all", file=sys.stderr)
+            print(
+                f"and {len(notices) - _SHOWN_NOTICES} more notices; --json has them all",
+                file=sys.stderr,
+            )
         if rank_ends:
             low, high = (f(end["difference"] for end in rank_ends) for f in (min, max))
             ranks = f"its {len(rank_ends)} ranks end" if len(rank_ends) > 1 else "it ends"
             span = f"{low:+.1%}" if len(rank_ends) == 1 else f"{low:+.1%} to {high:+.1%}"
             print(f"With recorded transfers {ranks} {span} off the measurement in ASTRA-sim.")
         file_count = f", {len(files)} files" if len(files) > 1 else ""
-        print(f"Wrote {target} ({nodes:,} nodes{file_count}, {units.format_size(size)}); next: {following}")
+        print(
+            f"Wrote {target} ({nodes:,} nodes{file_count}, {units.format_size(size)}); next: {following}"
+        )
     return 0
 
 
-def _compare_rank_ends(graph: Graph, target: Path, notices: list[Notice], progress: Progress) -> list[dict[str, Any]]:
-    """How far each rank ends from the measurement in what was written, with a notice where that is far."""
+def _compare_rank_ends(
+    graph: Graph, target: Path, notices: list[Notice], progress: Progress
+) -> list[dict[str, Any]]:
+    """How far each rank ends from the measurement in what was written, with a notice where that is
+    far.
+    """
     from traceloom.errors import TraceloomError
     from traceloom.formats.chakra.nodes import find_file_sets, read_workload
     from traceloom.trace.notice import Notice
@@ -135,11 +156,20 @@ def _compare_rank_ends(graph: Graph, target: Path, notices: list[Notice], progre
         (files,) = find_file_sets([target])
         simulated = run.simulate_with_recorded_transfers(read_workload(files))
     except TraceloomError as error:
-        notices.append(Notice("target-does-not-run", "error", f"what was written does not run: {error.message}"))
+        notices.append(
+            Notice(
+                "target-does-not-run", "error", f"what was written does not run: {error.message}"
+            )
+        )
         return []
     ranks = sorted(graph.nodes["rank"].drop_nulls().unique().to_list())  # of each file
     rank_ends = [
-        {"rank": rank, "measured_ns": (was := measured[rank]), "simulated_ns": now, "difference": now / max(was, 1) - 1}
+        {
+            "rank": rank,
+            "measured_ns": (was := measured[rank]),
+            "simulated_ns": now,
+            "difference": now / max(was, 1) - 1,
+        }
         for rank, now in zip(ranks, simulated, strict=True)
         if rank in measured
     ]
@@ -164,14 +194,21 @@ def _write_converted(
         result = to_astra_sim(source.graph(), gpu_only=args.gpu_only)
         written = result.write(target, force=args.force)
         nodes = sum(file.nodes.height for file in result.files)
-        return written, nodes, [*source.notices, *result.notices], f"traceloom validate {quoted} --target astra-sim"
+        return (
+            written,
+            nodes,
+            [*source.notices, *result.notices],
+            f"traceloom validate {quoted} --target astra-sim",
+        )
     if format_name == "directory":
         written = source.write_directory(target, args.only, force=args.force)
         return written, source.nodes, source.notices, f"traceloom validate {quoted}"
     if format_name == "chakra":
         source.write_file(target, args.only, force=args.force)
         binary = target.name.lower().endswith((".et", ".et.gz"))
-        following = f"traceloom validate {quoted}" if binary else f"traceloom convert {quoted} back.et"
+        following = (
+            f"traceloom validate {quoted}" if binary else f"traceloom convert {quoted} back.et"
+        )
         return [target], source.nodes, source.notices, following
     graph = source.graph()
     if format_name == "graph":

@@ -38,16 +38,28 @@ examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     parser.add_argument(
-        "base", metavar="BASE", help="what it was: a trace file, a directory of traces, or a recorded run"
+        "base",
+        metavar="BASE",
+        help="what it was: a trace file, a directory of traces, or a recorded run",
     )
     parser.add_argument("new", metavar="NEW", help="what it is now: the same")
     check = parser.add_argument_group("check")
     checks.add_conditions(check)
     check.add_argument(
-        "--base", dest="more_base", action="append", default=[], metavar="RUN", help="one more run of the base"
+        "--base",
+        dest="more_base",
+        action="append",
+        default=[],
+        metavar="RUN",
+        help="one more run of the base",
     )
     check.add_argument(
-        "--new", dest="more_new", action="append", default=[], metavar="RUN", help="one more run of the new side"
+        "--new",
+        dest="more_new",
+        action="append",
+        default=[],
+        metavar="RUN",
+        help="one more run of the new side",
     )
     checks.add_output(parser, "comparison")
 
@@ -87,7 +99,9 @@ def run(args: argparse.Namespace) -> int:
         from traceloom.report import comparison as terminal
 
         terminal.show(document, args.top, sys.stdout)
-    outputs.print_outcome(args, written, f"traceloom diff {shlex.join([args.base, args.new])} -o diff.html")
+    outputs.print_outcome(
+        args, written, f"traceloom diff {shlex.join([args.base, args.new])} -o diff.html"
+    )
     checks.end_with_refusals(refused)
     return 0
 
@@ -105,9 +119,14 @@ def _check(args: argparse.Namespace) -> int:
     refused: list[Notice] = []
     with Progress(enabled=not args.quiet) as progress:
         sides = []
-        for side, paths in (("base", [args.base, *args.more_base]), ("new", [args.new, *args.more_new])):
+        for side, paths in (
+            ("base", [args.base, *args.more_base]),
+            ("new", [args.new, *args.more_new]),
+        ):
             progress.say(f"reading the {side}")
-            sides.append((checks.format_side_name(paths), checks.load_sessions(paths, args, refused)))
+            sides.append(
+                (checks.format_side_name(paths), checks.load_sessions(paths, args, refused))
+            )
         progress.say("comparing")
         runs = [[gate_summary.summarise(run) for run in sessions] for _, sessions in sides]
         judged = gate.judge(runs[0], runs[1], conditions)
@@ -115,15 +134,23 @@ def _check(args: argparse.Namespace) -> int:
         for (_, sessions), summaries in zip(sides, runs, strict=True):
             # The run whose recorded steps take a middling time.
             means = [sum(run.scalars["step_time"]) / len(run.steps) for run in summaries]
-            typical_runs.append(sessions[sorted(range(len(means)), key=means.__getitem__)[(len(means) - 1) // 2]])
+            typical_runs.append(
+                sessions[sorted(range(len(means)), key=means.__getitem__)[(len(means) - 1) // 2]]
+            )
         compared = compare(*typical_runs)
         judged = replace(judged, causes=find_comparison_causes(compared))
         base, new = ((name, summaries) for (name, _), summaries in zip(sides, runs, strict=True))
         comparison_document = comparison.build(compared, *typical_runs)
-        document = verdict.build(judged, base, new, strict=args.strict, comparison=comparison_document)
+        document = verdict.build(
+            judged, base, new, strict=args.strict, comparison=comparison_document
+        )
         written = outputs.write_output_files(args, targets, document, progress)
     checks.show(args, document)
-    arguments = [args.base, args.new, *(part for text in args.conditions for part in ("--fail-if", text))]
+    arguments = [
+        args.base,
+        args.new,
+        *(part for text in args.conditions for part in ("--fail-if", text)),
+    ]
     outputs.print_outcome(args, written, f"traceloom diff {shlex.join(arguments)} -o check.md")
     checks.raise_unless_passed(document)
     checks.end_with_refusals(refused)

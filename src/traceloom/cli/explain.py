@@ -1,6 +1,8 @@
-"""`traceloom explain SLUG`: what an error, a notice, a finding or a rule of validation means, and what to do.
+"""`traceloom explain SLUG`: what an error, a notice, a finding or a rule of validation means, and
+what to do.
 
-The texts are pages of the documentation: a wheel carries them in `traceloom/docs`, a checkout has them in `docs`.
+The texts are pages of the documentation: a wheel carries them in `traceloom/docs`, a checkout has
+them in `docs`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from traceloom.errors import DOCUMENTATION, UsageError, nearest
 if TYPE_CHECKING:
     from rich.text import Text
 
-_PAGE_KINDS = {"reference/messages.md": "message", "reference/validation-rules.md": "rule of traceloom validate"}
+_PAGE_KINDS = {
+    "reference/messages.md": "message",
+    "reference/validation-rules.md": "rule of traceloom validate",
+}
 _MAX_WIDTH = 100
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)([^)#]*)(#[^)]*)?\)")
 DESCRIPTION = (
@@ -67,11 +72,18 @@ def load_explanations() -> list[Explanation]:
         if colon:
             url = f"{DOCUMENTATION}/findings/{slug}/"
             out.append(
-                Explanation(slug, "finding", f"{title[:1].upper()}{title[1:]}.\n{_resolve_links(text, url)}", url)
+                Explanation(
+                    slug,
+                    "finding",
+                    f"{title[:1].upper()}{title[1:]}.\n{_resolve_links(text, url)}",
+                    url,
+                )
             )
     for page, kind in _PAGE_KINDS.items():
         url = f"{DOCUMENTATION}/{page.removesuffix('.md')}/"
-        parts = re.split(r"^### `?([^`\n]+)`?\n", (home / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+        parts = re.split(
+            r"^### `?([^`\n]+)`?\n", (home / page).read_text(encoding="utf-8"), flags=re.MULTILINE
+        )
         for slug, text in zip(parts[1::2], parts[2::2], strict=True):
             introduction = re.split(r"^## ", text, flags=re.MULTILINE)[0]
             out.append(Explanation(slug, kind, _resolve_links(introduction, url), f"{url}#{slug}"))
@@ -92,7 +104,9 @@ def _resolve_links(text: str, url: str) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    parser.add_argument("slug", nargs="?", metavar="NAME", help="the name that a message, report or page shows")
+    parser.add_argument(
+        "slug", nargs="?", metavar="NAME", help="the name that a message, report or page shows"
+    )
     types.add_silence(parser, "no address of the page behind the text")
 
 
@@ -105,18 +119,27 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.report.views import terminal
 
     explanations = load_explanations()
-    selected = [entry for entry in explanations if args.slug is not None and fnmatch(args.slug, entry.slug)]
+    selected = [
+        entry for entry in explanations if args.slug is not None and fnmatch(args.slug, entry.slug)
+    ]
     if args.slug is not None and not selected:
-        hint = nearest(args.slug, [entry.slug for entry in explanations]) + "traceloom explain lists all names"
+        hint = (
+            nearest(args.slug, [entry.slug for entry in explanations])
+            + "traceloom explain lists all names"
+        )
         raise UsageError(f"nothing is called `{args.slug}`", slug="no-such-name", hint=hint)
     if selected:
-        terminal.print_lines(lambda width: _render_explanations(selected, width, quiet=args.quiet), sys.stdout)
+        terminal.print_lines(
+            lambda width: _render_explanations(selected, width, quiet=args.quiet), sys.stdout
+        )
     else:
         terminal.print_lines(lambda width: _render_list(explanations, width), sys.stdout)
     return 0
 
 
-def _render_explanations(explanations: list[Explanation], width: int, *, quiet: bool) -> Iterator[Text]:
+def _render_explanations(
+    explanations: list[Explanation], width: int, *, quiet: bool
+) -> Iterator[Text]:
     from rich.console import Console
     from rich.markdown import Markdown
     from rich.text import Text

@@ -27,10 +27,14 @@ _KINDS = ("collective", "pipeline", "transformer")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     parser.add_argument("kind", choices=_KINDS, metavar="KIND", help=", ".join(_KINDS))
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="the directory to write")
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="DIR", help="the directory to write"
+    )
     number, real = types.parse_count, types.parse_positive
     shared = parser.add_argument_group("collective and pipeline")
-    shared.add_argument("--ranks", type=number, metavar="N", help="how many ranks (collective: 8, pipeline: 4)")
+    shared.add_argument(
+        "--ranks", type=number, metavar="N", help="how many ranks (collective: 8, pipeline: 4)"
+    )
     shared.add_argument(
         "--size",
         type=types.parse_size,
@@ -39,7 +43,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     collective = parser.add_argument_group("collective")
     collective.add_argument(
-        "--collective", metavar="NAME", help="all_reduce, all_gather, reduce_scatter, ... (all_reduce)"
+        "--collective",
+        metavar="NAME",
+        help="all_reduce, all_gather, reduce_scatter, ... (all_reduce)",
     )
     collective.add_argument(
         "--algorithm",
@@ -47,10 +53,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="one-node, or the messages of ring, direct, halving-doubling, tree, double-tree, two-level (one-node)",
     )
     collective.add_argument(
-        "--compute-us", type=types.parse_whole_number, metavar="US", help="computation before it, and per reduction (0)"
+        "--compute-us",
+        type=types.parse_whole_number,
+        metavar="US",
+        help="computation before it, and per reduction (0)",
     )
     both = parser.add_argument_group("pipeline and transformer")
-    both.add_argument("--micro-batches", type=number, metavar="N", help="micro-batches of a step (8; transformer: 4)")
+    both.add_argument(
+        "--micro-batches",
+        type=number,
+        metavar="N",
+        help="micro-batches of a step (8; transformer: 4)",
+    )
     both.add_argument("--schedule", metavar="NAME", help="1f1b or gpipe (1f1b)")
     model = parser.add_argument_group("transformer")
     for name, description in (
@@ -61,10 +75,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("hidden", "width (1024)"),
     ):
         model.add_argument(f"--{name}", type=number, metavar="N", help=description)
-    model.add_argument("--tflops", type=real, metavar="X", help="operations per second of a rank, in 10^12 (300)")
-    model.add_argument("--memory-gbps", type=real, metavar="X", help="bytes per second of its memory, in 10^9 (2000)")
+    model.add_argument(
+        "--tflops", type=real, metavar="X", help="operations per second of a rank, in 10^12 (300)"
+    )
+    model.add_argument(
+        "--memory-gbps",
+        type=real,
+        metavar="X",
+        help="bytes per second of its memory, in 10^9 (2000)",
+    )
     group = parser.add_argument_group("more")
-    group.add_argument("--json", action="store_true", help="print what is known of the workload as JSON")
+    group.add_argument(
+        "--json", action="store_true", help="print what is known of the workload as JSON"
+    )
     group.add_argument("--force", action="store_true", help="overwrite")
     types.add_silence(group, "no closing line")
 
@@ -86,15 +109,23 @@ def run(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in field_names if getattr(args, name) is not None}
     if strange := sorted(given.keys() - accepted):
         option = "--" + strange[0].replace("_", "-")
-        raise UsageError(f"{option} does not go with {args.kind}", slug="wrong-usage", hint="leave it away")
-    allowed = {"collective": generate.KINDS, "algorithm": generate.ALGORITHMS, "schedule": generate.SCHEDULES}
+        raise UsageError(
+            f"{option} does not go with {args.kind}", slug="wrong-usage", hint="leave it away"
+        )
+    allowed = {
+        "collective": generate.KINDS,
+        "algorithm": generate.ALGORITHMS,
+        "schedule": generate.SCHEDULES,
+    }
     for name, names in allowed.items():
         if name in given and given[name] not in names:
             hint = nearest(given[name], names) + f"there are {', '.join(names)}"
             raise UsageError(f"`{given[name]}` is no {name}", slug="wrong-usage", hint=hint)
     if given.get("ranks", 2) < 2:
         raise UsageError(
-            "a single rank has no peer to communicate with", slug="wrong-usage", hint="give --ranks 2 or more"
+            "a single rank has no peer to communicate with",
+            slug="wrong-usage",
+            hint="give --ranks 2 or more",
         )
     generated: generate.Generated = make(options(**given))
     files = generate.write_generated(generated, args.output, force=args.force)
@@ -103,13 +134,17 @@ def run(args: argparse.Namespace) -> int:
 
         from traceloom.system.text import encode_json
 
-        sys.stdout.buffer.write(msgspec.json.format(encode_json(generated.to_dict()), indent=1) + b"\n")
+        sys.stdout.buffer.write(
+            msgspec.json.format(encode_json(generated.to_dict()), indent=1) + b"\n"
+        )
     elif not args.quiet:
         for name, value in generated.totals.items():
             print(f"{name:>18}  {_format_value(value)}")
     nodes = sum(len(program) for program in generated.programs)
     written = f"Wrote {args.output} ({len(files)} files, {nodes:,} nodes)"
-    outputs.print_messages(args, f"{written}; next: traceloom validate {shlex.quote(str(args.output))}")
+    outputs.print_messages(
+        args, f"{written}; next: traceloom validate {shlex.quote(str(args.output))}"
+    )
     return 0
 
 
@@ -121,5 +156,8 @@ def _format_value(value: Any) -> str:
         others_note = f" and {len(value) - 8} more" if len(value) > 8 else ""
         return ", ".join(_format_value(element) for element in value[:8]) + others_note
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_format_value(element)}" for name, element in value.items()) or "none"
+        return (
+            ", ".join(f"{name} {_format_value(element)}" for name, element in value.items())
+            or "none"
+        )
     return f"{value:,}" if isinstance(value, int) else str(value)

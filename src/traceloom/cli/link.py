@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from traceloom.graph import Linked
 
 _FORMATS = {".graph": "graph", ".et": "et", ".et.gz": "et"}
-DESCRIPTION = "Link host and device traces of all ranks into one dependency graph, and say what was matched."
+DESCRIPTION = (
+    "Link host and device traces of all ranks into one dependency graph, and say what was matched."
+)
 EXAMPLES = """\
 examples:
   traceloom link run -o run.graph                a recorded run, all ranks
@@ -34,20 +36,30 @@ examples:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    types.add_inputs(parser, "recorded run, directory, or Kineto and execution traces of any ranks, in any order")
+    types.add_inputs(
+        parser, "recorded run, directory, or Kineto and execution traces of any ranks, in any order"
+    )
     parser.add_argument(
-        "-o", "--output", metavar="OUT",
+        "-o",
+        "--output",
+        metavar="OUT",
         help="NAME.graph; FILE.et or .et.gz for one rank; a directory for .et files of all ranks",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--window", choices=("timed", "graph"), default="timed",
+        "--window",
+        choices=("timed", "graph"),
+        default="timed",
         help="of a recorded run: the timed steps (default), or the graph step that was recorded with its host trace",
-    )  # fmt: skip
-    parser.add_argument("--no-law", action="store_true", help="do not re-time the graph to see what it explains")
+    )
+    parser.add_argument(
+        "--no-law", action="store_true", help="do not re-time the graph to see what it explains"
+    )
     parser.add_argument("--force", action="store_true", help="overwrite files")
     group = parser.add_argument_group("more")
     group.add_argument("--json", action="store_true", help="print the summary as JSON")
-    group.add_argument("--no-cache", action="store_true", help="read the files again, without the cache")
+    group.add_argument(
+        "--no-cache", action="store_true", help="read the files again, without the cache"
+    )
     types.add_silence(group, "no progress, no summary, no closing line")
 
 
@@ -55,7 +67,11 @@ def run(args: argparse.Namespace) -> int:
     """Read, link and write; returns the exit code."""
     from traceloom.formats.chakra.files import RANK_FILES_PATTERN
 
-    format_name = "" if args.output is None else outputs.resolve_output_format(args, _FORMATS, RANK_FILES_PATTERN)
+    format_name = (
+        ""
+        if args.output is None
+        else outputs.resolve_output_format(args, _FORMATS, RANK_FILES_PATTERN)
+    )
     from traceloom.formats import Cache
     from traceloom.formats.ahead import decode_ahead
 
@@ -66,9 +82,13 @@ def run(args: argparse.Namespace) -> int:
     ):
         from traceloom.graph import link
 
-        linked = link(*args.inputs, window=args.window, cache=not args.no_cache, progress=progress.say)
+        linked = link(
+            *args.inputs, window=args.window, cache=not args.no_cache, progress=progress.say
+        )
         # A graph is encoded without Python's lock: what is said of it is found out meanwhile.
-        writing = None if args.output is None else executor.submit(_write, args, format_name, linked)
+        writing = (
+            None if args.output is None else executor.submit(_write, args, format_name, linked)
+        )
         law = None
         if not args.no_law:
             from traceloom.graph import law as find_law

@@ -27,28 +27,46 @@ examples:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    types.add_inputs(parser, "run recorded with --memory, traces, or PyTorch's memory snapshots and timelines")
+    types.add_inputs(
+        parser, "run recorded with --memory, traces, or PyTorch's memory snapshots and timelines"
+    )
     content_group = parser.add_argument_group("what to show")
-    content_group.add_argument("--by", choices=BY, default="scope", help="divide memory by this (default: scope)")
     content_group.add_argument(
-        "--depth", type=types.parse_count, metavar="N", help="levels of a scope's or module's path kept apart"
+        "--by", choices=BY, default="scope", help="divide memory by this (default: scope)"
     )
     content_group.add_argument(
-        "--at", type=types.parse_instant, default="peak", metavar="WHEN",
+        "--depth",
+        type=types.parse_count,
+        metavar="N",
+        help="levels of a scope's or module's path kept apart",
+    )
+    content_group.add_argument(
+        "--at",
+        type=types.parse_instant,
+        default="peak",
+        metavar="WHEN",
         help='peak (default), start, end, "step 3" (its highest point), or a time as 12.5ms',
-    )  # fmt: skip
-    content_group.add_argument("--rank", type=types.parse_ranks, metavar="N[,N]", help="only these ranks")
+    )
+    content_group.add_argument(
+        "--rank", type=types.parse_ranks, metavar="N[,N]", help="only these ranks"
+    )
     content_group.add_argument(
         "--full-op-names", action="store_true", help="keep namespaces: aten::relu instead of relu"
     )
     display_group = parser.add_argument_group("how to show it")
     display_group.add_argument(
-        "--top", type=types.parse_count, default=10, metavar="N", help="rows of a table (default: 10)"
+        "--top",
+        type=types.parse_count,
+        default=10,
+        metavar="N",
+        help="rows of a table (default: 10)",
     )
     display_group.add_argument("--json", action="store_true", help="print the answer as JSON")
     outputs.add_output_options(display_group, ".html, .csv (every allocation), .json")
     display_group.add_argument(
-        "--all", action="store_true", help="with .csv: time, lifetime, category, step, stack, ... too"
+        "--all",
+        action="store_true",
+        help="with .csv: time, lifetime, category, step, stack, ... too",
     )
     types.add_reading(parser.add_argument_group("more"))
 

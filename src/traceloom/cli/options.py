@@ -22,11 +22,15 @@ def add_inputs(parser: argparse.ArgumentParser, text: str) -> None:
 
 def add_reading(group: argparse._ActionsContainer) -> None:
     """The options of whatever reads traces."""
-    group.add_argument("--no-cache", action="store_true", help="read the files again, without the cache")
+    group.add_argument(
+        "--no-cache", action="store_true", help="read the files again, without the cache"
+    )
     add_silence(group)
 
 
-def add_silence(group: argparse._ActionsContainer, quiet: str = "no progress, no closing line") -> None:
+def add_silence(
+    group: argparse._ActionsContainer, quiet: str = "no progress, no closing line"
+) -> None:
     """The options about what is printed beside the result."""
     group.add_argument("-q", "--quiet", action="store_true", help=quiet)
     group.add_argument("--debug", action="store_true", help="show a traceback when something fails")
@@ -48,7 +52,9 @@ def parse_pids(text: str) -> tuple[int, ...]:
     try:
         return tuple(parse_count(part) for part in text.split(","))
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"`{text}` is no number of a process, as 4711 or 4711,4712") from None
+        raise argparse.ArgumentTypeError(
+            f"`{text}` is no number of a process, as 4711 or 4711,4712"
+        ) from None
 
 
 def parse_whole_number(text: str) -> int:
@@ -77,7 +83,10 @@ def parse_positive(text: str) -> float:
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """`20..25` are the steps 20 to 24, as for `traceloom record`; `20` is one step. The first and the last step."""
+    """`20..25` are the steps 20 to 24, as for `traceloom record`; `20` is one step.
+
+    The first and the last step.
+    """
     first, dots, end = text.partition("..")
     try:
         steps = int(first), int(end) - 1 if dots else int(first)
@@ -98,7 +107,9 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match["binary"] and not match["unit"]):
         raise argparse.ArgumentTypeError(f"`{text}` is not a size, as 1MiB or 64kB")
-    return int(float(match["number"]) * (1024 if match["binary"] else 1000) ** _SIZE_POWERS[match["unit"]])
+    return int(
+        float(match["number"]) * (1024 if match["binary"] else 1000) ** _SIZE_POWERS[match["unit"]]
+    )
 
 
 def parse_instant(text: str) -> str:
@@ -108,7 +119,9 @@ def parse_instant(text: str) -> str:
         return str(round(float(match[1]) * _NANOSECONDS[match[2]]))
     if text in ("peak", "start", "end") or re.fullmatch(r"step \d+", text):
         return text
-    raise argparse.ArgumentTypeError(f'`{text}` is no instant: give peak, start, end, "step 3" or a time as 12.5ms')
+    raise argparse.ArgumentTypeError(
+        f'`{text}` is no instant: give peak, start, end, "step 3" or a time as 12.5ms'
+    )
 
 
 def parse_duration(text: str) -> float:
@@ -144,7 +157,9 @@ def add_actions(
     parser: argparse.ArgumentParser, actions: Mapping[str, VerbAction]
 ) -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """Declare actions; each with its parser, for the options that all of the verb have."""
-    declared = parser.add_subparsers(dest="action", metavar="ACTION", required=True, title="actions")
+    declared = parser.add_subparsers(
+        dest="action", metavar="ACTION", required=True, title="actions"
+    )
     for name, action in actions.items():
         subparser = declared.add_parser(
             name,

@@ -1,7 +1,7 @@
 """Formats by name, never over an input, what is printed at the end; progress.
 
-`-` is standard output, where verbs print what they print without `-o`. Files are written by `traceloom.system.files`: whole or
-not at all, and over others only with `--force`.
+`-` is standard output, where verbs print what they print without `-o`. Files are written by
+`traceloom.system.files`: whole or not at all, and over others only with `--force`.
 """
 
 from __future__ import annotations
@@ -52,12 +52,17 @@ class Progress:
 
     def __enter__(self) -> Progress:  # noqa: PYI034  (typing.Self is younger than Python 3.10)
         if self._enabled:
-            self._thread = threading.Thread(target=self._spin, name="traceloom progress", daemon=True)
+            self._thread = threading.Thread(
+                target=self._spin, name="traceloom progress", daemon=True
+            )
             self._thread.start()
         return self
 
     def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._done.set()
         if self._thread is not None:
@@ -96,16 +101,25 @@ def add_output_options(parser: argparse._ActionsContainer, suffixes: str) -> Non
         suffixes: The formats, for the help.
     """
     parser.add_argument(
-        "-o", "--output", action="append", default=[], metavar="FILE",
+        "-o",
+        "--output",
+        action="append",
+        default=[],
+        metavar="FILE",
         help=f"write a file instead: {suffixes} (may be repeated)",
-    )  # fmt: skip
+    )
     parser.add_argument("--force", action="store_true", help="overwrite files")
 
 
 def fetch_remote_inputs(args: argparse.Namespace) -> None:
     """Put local copies in the place of inputs that lie elsewhere (see `traceloom.system.remote`)."""
-    argument_values = {name: value for name in _INPUT_ARGUMENTS if (value := getattr(args, name, None))}
-    paths_by_argument = {name: [value] if isinstance(value, str) else value for name, value in argument_values.items()}
+    argument_values = {
+        name: value for name in _INPUT_ARGUMENTS if (value := getattr(args, name, None))
+    }
+    paths_by_argument = {
+        name: [value] if isinstance(value, str) else value
+        for name, value in argument_values.items()
+    }
     if not any(map(is_address, chain(*paths_by_argument.values()))):
         return
     from traceloom.system import units
@@ -115,20 +129,24 @@ def fetch_remote_inputs(args: argparse.Namespace) -> None:
 
         def say(done: int, total: int | None) -> None:
             progress.say(
-                f"fetching {units.format_size(done)}" + (f" of {units.format_size(total)}" if total is not None else "")
+                f"fetching {units.format_size(done)}"
+                + (f" of {units.format_size(total)}" if total is not None else "")
             )
 
         progress.say("fetching")
         for name, value in argument_values.items():
             copies = fetch_inputs(
-                paths_by_argument[name], cache=not getattr(args, "no_cache", False), report_progress=say
+                paths_by_argument[name],
+                cache=not getattr(args, "no_cache", False),
+                report_progress=say,
             )
             setattr(args, name, copies[0] if isinstance(value, str) else list(copies))
 
 
 @contextmanager
 def protect_inputs(args: argparse.Namespace) -> Iterator[None]:
-    """Write over nothing that the user names for reading, or that readers find there, for what is done inside.
+    """Write over nothing that the user names for reading, or that readers find there, for what is
+    done inside.
 
     Raises:
         UsageError: slug `wrong-usage`: an output is an input, is named twice, or cannot be standard output.
@@ -138,12 +156,18 @@ def protect_inputs(args: argparse.Namespace) -> Iterator[None]:
     input_paths: list[str | Path] = []
     output_paths: list[str | Path] = []
     for name, value in vars(args).items():
-        paths = [word for word in (value if isinstance(value, list) else [value]) if isinstance(word, (str, Path))]
+        paths = [
+            word
+            for word in (value if isinstance(value, list) else [value])
+            if isinstance(word, (str, Path))
+        ]
         if name not in _OUTPUT_ARGUMENTS:
             input_paths += paths if name != "store" else []
         elif not isinstance(value, list) and _STDOUT_NAME in map(str, paths):
             raise UsageError(
-                "`-` is standard output, which cannot take this", slug="wrong-usage", hint="name a file or a directory"
+                "`-` is standard output, which cannot take this",
+                slug="wrong-usage",
+                hint="name a file or a directory",
             )
         else:
             output_paths += [word for word in paths if str(word) != _STDOUT_NAME]
@@ -152,11 +176,15 @@ def protect_inputs(args: argparse.Namespace) -> Iterator[None]:
             files.check_name(path)
             files.refuse_input(path)
         if len({os.path.realpath(path) for path in output_paths}) < len(output_paths):
-            raise UsageError("one file is named twice by -o", slug="wrong-usage", hint="name each file once")
+            raise UsageError(
+                "one file is named twice by -o", slug="wrong-usage", hint="name each file once"
+            )
         yield
 
 
-def detect_format(name: str | Path, formats: Mapping[str, Format], *, directory: Format | None = None) -> Format:
+def detect_format(
+    name: str | Path, formats: Mapping[str, Format], *, directory: Format | None = None
+) -> Format:
     """The format that a name stands for: that of its longest ending.
 
     Args:
@@ -172,13 +200,19 @@ def detect_format(name: str | Path, formats: Mapping[str, Format], *, directory:
         return directory
     matches = [ending for ending in formats if path.name.lower().endswith(ending)]
     if not matches:
-        hint = f"use one of the endings {', '.join(formats)}" + (", or a directory" if directory is not None else "")
-        raise UsageError(f"`{path}` does not tell which format to write", slug="unknown-format", hint=hint)
+        hint = f"use one of the endings {', '.join(formats)}" + (
+            ", or a directory" if directory is not None else ""
+        )
+        raise UsageError(
+            f"`{path}` does not tell which format to write", slug="unknown-format", hint=hint
+        )
     return formats[max(matches, key=len)]
 
 
 def resolve_output_files(
-    args: argparse.Namespace, formats: Mapping[str, Format], directory: tuple[Format, str] | None = None
+    args: argparse.Namespace,
+    formats: Mapping[str, Format],
+    directory: tuple[Format, str] | None = None,
 ) -> list[tuple[Path, Format]]:
     """The files to write with their formats, all of which can be written.
 
@@ -196,7 +230,9 @@ def resolve_output_files(
     names = [args.output] if isinstance(args.output, str) else args.output or []
     directory_format, file_pattern = directory or (None, "")
     targets = [
-        (Path(name), detect_format(name, formats, directory=directory_format)) for name in names if name != _STDOUT_NAME
+        (Path(name), detect_format(name, formats, directory=directory_format))
+        for name in names
+        if name != _STDOUT_NAME
     ]
     for path, target_format in targets:
         if directory is not None and target_format is directory_format:
@@ -207,7 +243,11 @@ def resolve_output_files(
 
 
 def resolve_output_format(
-    args: argparse.Namespace, formats: Mapping[str, str], file_pattern: str, *, default_to_directory: bool = False
+    args: argparse.Namespace,
+    formats: Mapping[str, str],
+    file_pattern: str,
+    *,
+    default_to_directory: bool = False,
 ) -> str:
     """What the one output of a verb is, which can be written: a format, or `directory`.
 
@@ -233,8 +273,11 @@ def resolve_output_format(
     return output_format
 
 
-def check_name_available(args: argparse.Namespace, description: str, is_taken: Callable[[], bool]) -> None:
-    """Refuse to write over what has a name in a place that need not be a directory, as a baseline in a store.
+def check_name_available(
+    args: argparse.Namespace, description: str, is_taken: Callable[[], bool]
+) -> None:
+    """Refuse to write over what has a name in a place that need not be a directory, as a baseline
+    in a store.
 
     Args:
         args: With `force`, with which nothing is looked up.
@@ -245,7 +288,9 @@ def check_name_available(args: argparse.Namespace, description: str, is_taken: C
         OutputError: slug `file-exists`.
     """
     if not args.force and is_taken():
-        raise OutputError(f"{description} exists already", slug="file-exists", hint="use --force to overwrite it")
+        raise OutputError(
+            f"{description} exists already", slug="file-exists", hint="use --force to overwrite it"
+        )
 
 
 def write_output_files(
@@ -254,13 +299,17 @@ def write_output_files(
     document: Document,
     progress: Progress,
 ) -> list[tuple[Path, int]]:
-    """Write the document into each file by what its format names; the files with their sizes in bytes."""
+    """Write the document into each file by what its format names; the files with their sizes in
+    bytes.
+    """
     from traceloom.system import files
 
     written = []
     for path, write_document in targets:
         progress.say(f"writing {path}")
-        written.append((path, files.write(path, partial(write_document, document), force=args.force)))
+        written.append(
+            (path, files.write(path, partial(write_document, document), force=args.force))
+        )
     return written
 
 
@@ -272,9 +321,13 @@ def write_json(document: Any, handle: BinaryIO) -> None:
 
 
 def make_lazy_writer(path: str) -> Callable[[Any, BinaryIO], object]:
-    """Writes the text that a function (`module:name`) makes of a document; its module is loaded when it is needed."""
+    """Writes the text that a function (`module:name`) makes of a document; its module is loaded
+    when it is needed.
+    """
     module, _, function = path.partition(":")
-    return lambda document, handle: handle.write(encode_utf8(getattr(import_module(module), function)(document)))
+    return lambda document, handle: handle.write(
+        encode_utf8(getattr(import_module(module), function)(document))
+    )
 
 
 def should_print_document(args: argparse.Namespace) -> bool:
@@ -301,7 +354,9 @@ def print_document(
 
 
 def print_messages(args: argparse.Namespace, *lines: str) -> None:
-    """Print what is no part of the answer: nothing with `--quiet`, beside standard output where that is JSON."""
+    """Print what is no part of the answer: nothing with `--quiet`, beside standard output where
+    that is JSON.
+    """
     if not args.quiet:
         for line in lines:
             print(restore_addresses(line), file=sys.stderr if args.json else sys.stdout)
@@ -325,12 +380,18 @@ def format_repeat_command(args: argparse.Namespace, output: str) -> str:
             option = action.option_strings[-1:]
             text = f"{100 * word:g}%" if action.type is types.parse_percentage else str(word)
             if isinstance(word, tuple):
-                text = f"{word[0]}..{word[1] + 1}" if action.type is types.parse_steps else ",".join(map(str, word))
+                text = (
+                    f"{word[0]}..{word[1] + 1}"
+                    if action.type is types.parse_steps
+                    else ",".join(map(str, word))
+                )
             command += option if word is True else [*option, text]
     return shlex.join([*command, "-o", output])
 
 
-def print_outcome(args: argparse.Namespace, written: Iterable[tuple[Path, int]], next_command: str | None) -> None:
+def print_outcome(
+    args: argparse.Namespace, written: Iterable[tuple[Path, int]], next_command: str | None
+) -> None:
     """The last lines of a verb: what was written, or what to try next.
 
     Args:

@@ -33,9 +33,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "traceloom record [options] -- COMMAND ..."
     add = parser.add_argument
     add("-o", "--output", metavar="DIR", help="capture directory (default: traceloom-SCRIPT-TIME)")
-    add("--steps", metavar="A..B", help="record steps A to B-1, counted from 0; or N steps after 3 of warm-up")
-    add("--after", type=float, metavar="SECONDS", help="record by time: begin so long after torch was imported")
-    add("--duration", type=float, metavar="SECONDS", help="record by time: for so long (default: 10)")
+    add(
+        "--steps",
+        metavar="A..B",
+        help="record steps A to B-1, counted from 0; or N steps after 3 of warm-up",
+    )
+    add(
+        "--after",
+        type=float,
+        metavar="SECONDS",
+        help="record by time: begin so long after torch was imported",
+    )
+    add(
+        "--duration",
+        type=float,
+        metavar="SECONDS",
+        help="record by time: for so long (default: 10)",
+    )
     add("--stacks", action="store_true", help="record Python call stacks and modules (slow)")
     add(
         "--memory",
@@ -44,7 +58,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "with --steps or --stacks in the window",
     )
     add(
-        "--module-names", choices=("path", "class", "off"), default="path", help="how modules are named (default: path)"
+        "--module-names",
+        choices=("path", "class", "off"),
+        default="path",
+        help="how modules are named (default: path)",
     )
     add(
         "--shapes",
@@ -54,10 +71,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--no-graph-step", dest="graph_step", action="store_false", help="leave out the graph step")
     add(
-        "--no-sources", dest="sources", action="store_false",
+        "--no-sources",
+        dest="sources",
+        action="store_false",
         help="leave out the sources of compiled kernels, which come with the graph step",
-    )  # fmt: skip
-    add("--force", action="store_true", help="replace an earlier capture in DIR, when the new one is whole")
+    )
+    add(
+        "--force",
+        action="store_true",
+        help="replace an earlier capture in DIR, when the new one is whole",
+    )
     add("-q", "--quiet", action="store_true", help="print errors only")
     add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the command to run, after --")
 
@@ -66,8 +89,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and record it.
 
     Returns:
-        The command's own exit code; 5 where that is 0 and nothing was recorded; where a signal ended the command, this
-        process ends by the same one.
+        The command's own exit code; 5 where that is 0 and nothing was recorded; where a signal
+        ended the command, this process ends by the same one.
 
     Raises:
         UsageError: slugs `no-command`, `bad-steps`, `bad-time`, `command-not-found`.
@@ -111,7 +134,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def choose_output_name(command: list[str]) -> str:
-    """`traceloom-train-20260131-120000`, after the first thing on the command line that looks like a script."""
+    """`traceloom-train-20260131-120000`, after the first thing on the command line that looks like
+    a script.
+    """
     scripts = [word for word in command if word.endswith(".py")]
     script = Path(scripts[0]).stem if scripts else Path(command[0]).stem
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", script)[:60] or "run"

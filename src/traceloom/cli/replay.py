@@ -36,18 +36,27 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Declare them."""
     run_group = parser.add_argument_group("how it is run")
     run_group.add_argument(
-        "--device", choices=("cpu", "cuda", "xpu"), help="where (default: as recorded where there is one, else cpu)"
+        "--device",
+        choices=("cpu", "cuda", "xpu"),
+        help="where (default: as recorded where there is one, else cpu)",
     )
     run_group.add_argument(
-        "--pace", choices=("fast", "recorded"), default="fast",
+        "--pace",
+        choices=("fast", "recorded"),
+        default="fast",
         help="fast (default): one op after the other; recorded: with the gaps that the host left between them",
-    )  # fmt: skip
+    )
     run_group.add_argument(
-        "--threads", choices=("one", "recorded"), default="one",
+        "--threads",
+        choices=("one", "recorded"),
+        default="one",
         help="one thread calls all ops (default), or as many as recorded, which wait for each other where they must",
-    )  # fmt: skip
+    )
     run_group.add_argument(
-        "--iterations", type=types.parse_count, metavar="N", help="passes (default: until the median is known to 2 %%)"
+        "--iterations",
+        type=types.parse_count,
+        metavar="N",
+        help="passes (default: until the median is known to 2 %%)",
     )
     run_group.add_argument(
         "--max-time",
@@ -57,36 +66,58 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         help="no pass begins later (default: 60 s)",
     )
     run_group.add_argument(
-        "--timeout", type=types.parse_positive, default=_DEFAULT_TIMEOUT_S, metavar="S",
+        "--timeout",
+        type=types.parse_positive,
+        default=_DEFAULT_TIMEOUT_S,
+        metavar="S",
         help="how long a collective may take (default: 300 s)",
-    )  # fmt: skip
-    run_group.add_argument(
-        "--memory-limit", type=types.parse_size, metavar="SIZE", help="what the tensors of a rank may take"
     )
     run_group.add_argument(
-        "--seed", type=types.parse_whole_number, default=0, metavar="N", help="of random contents (default: 0)"
+        "--memory-limit",
+        type=types.parse_size,
+        metavar="SIZE",
+        help="what the tensors of a rank may take",
     )
-    run_group.add_argument("--backend", metavar="NAME", help="of torch.distributed (default: gloo, on GPUs nccl)")
     run_group.add_argument(
-        "--stand-ins", action="store_true", help="what cannot be run takes its recorded time; else it takes none"
+        "--seed",
+        type=types.parse_whole_number,
+        default=0,
+        metavar="N",
+        help="of random contents (default: 0)",
     )
     run_group.add_argument(
-        "--record", metavar="DIR",
+        "--backend", metavar="NAME", help="of torch.distributed (default: gloo, on GPUs nccl)"
+    )
+    run_group.add_argument(
+        "--stand-ins",
+        action="store_true",
+        help="what cannot be run takes its recorded time; else it takes none",
+    )
+    run_group.add_argument(
+        "--record",
+        metavar="DIR",
         help="record some further passes: a capture that `traceloom diff` and `traceloom report` take",
-    )  # fmt: skip
+    )
     run_group.add_argument("--strict", action="store_true", help="stop at the first op that fails")
     run_group.add_argument(
-        "--trust", action="store_true",
+        "--trust",
+        action="store_true",
         help="execute the sources of compiled kernels, which were recorded beside the trace: code of whoever made it",
-    )  # fmt: skip
+    )
     run_group.add_argument(
-        "--import", dest="imports", action="append", default=[], metavar="MODULE",
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
         help="a Python module that brings custom ops (may be repeated)",
-    )  # fmt: skip
+    )
 
 
 def is_nonzero_torchrun_rank() -> bool:
-    """Whether this is one of torchrun's processes other than the first, which alone prints and writes."""
+    """Whether this is one of torchrun's processes other than the first, which alone prints and
+    writes.
+    """
     return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0"
 
 
@@ -95,12 +126,23 @@ def build_run_options(args: argparse.Namespace) -> RunOptions:
     from traceloom.workload.replay.running import RunOptions
 
     return RunOptions(
-        device=args.device, pace=args.pace, iterations=args.iterations, max_time_s=args.max_time,
-        timeout_s=args.timeout, memory_limit=args.memory_limit, seed=args.seed, backend=args.backend, ranks=args.ranks,
-        stand_ins=args.stand_ins, strict=args.strict, threads=args.threads, imports=tuple(args.imports),
+        device=args.device,
+        pace=args.pace,
+        iterations=args.iterations,
+        max_time_s=args.max_time,
+        timeout_s=args.timeout,
+        memory_limit=args.memory_limit,
+        seed=args.seed,
+        backend=args.backend,
+        ranks=args.ranks,
+        stand_ins=args.stand_ins,
+        strict=args.strict,
+        threads=args.threads,
+        imports=tuple(args.imports),
         trust=args.trust,
-        record=None if args.record is None else str(Path(args.record).resolve()), force=args.force,
-    )  # fmt: skip
+        record=None if args.record is None else str(Path(args.record).resolve()),
+        force=args.force,
+    )
 
 
 _DEFAULT_SLOWEST_COUNT = 10
@@ -130,44 +172,72 @@ examples:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    types.add_inputs(parser, "recorded run, host traces with or without device traces, a .graph or a .plan")
+    types.add_inputs(
+        parser, "recorded run, host traces with or without device traces, a .graph or a .plan"
+    )
     selection_group = parser.add_argument_group("what is run")
     selection_group.add_argument(
-        "--level", choices=("outermost", "leaf"), default="outermost",
+        "--level",
+        choices=("outermost", "leaf"),
+        default="outermost",
         help="ops that the program called (default), or what those call that only call others",
-    )  # fmt: skip
+    )
     selection_group.add_argument(
-        "--steps", type=types.parse_steps, metavar="A..B", help="these steps of a host trace of several"
+        "--steps",
+        type=types.parse_steps,
+        metavar="A..B",
+        help="these steps of a host trace of several",
     )
     selection_group.add_argument("--scope", metavar="NAME", help="what ran in this scope or module")
-    selection_group.add_argument("--only", choices=("compute", "communication"), help="one side alone")
-    selection_group.add_argument("--ranks", type=types.parse_ranks, metavar="LIST", help="these ranks, as 0,1")
+    selection_group.add_argument(
+        "--only", choices=("compute", "communication"), help="one side alone"
+    )
+    selection_group.add_argument(
+        "--ranks", type=types.parse_ranks, metavar="LIST", help="these ranks, as 0,1"
+    )
     selection_group.add_argument("--plan-only", action="store_true", help="plan, and do not run")
     selection_group.add_argument(
-        "--dry-run", action="store_true",
+        "--dry-run",
+        action="store_true",
         help="run on tensors without content: which ops run here, whether they give what was recorded, memory",
-    )  # fmt: skip
+    )
     size_group = parser.add_argument_group("at which size")
     size_group.add_argument(
-        "--batch", type=parse_factor, metavar="F", help="the first dimension of the data times F, as 2 or 1/2"
+        "--batch",
+        type=parse_factor,
+        metavar="F",
+        help="the first dimension of the data times F, as 2 or 1/2",
     )
     size_group.add_argument(
-        "--scale", type=validate_scale, action="append", default=[], metavar="SIZE=F",
+        "--scale",
+        type=validate_scale,
+        action="append",
+        default=[],
+        metavar="SIZE=F",
         help="all dimensions of a size times F (may be repeated)",
-    )  # fmt: skip
+    )
     size_group.add_argument(
-        "--repeat", type=validate_repeat, metavar="SCOPE=N", help="what ran in a scope N times, as blocks.3=8"
+        "--repeat",
+        type=validate_repeat,
+        metavar="SCOPE=N",
+        help="what ran in a scope N times, as blocks.3=8",
     )
     add_run_options(parser)
     parser.add_argument(
-        "--machine", metavar="FILE|PRESET",
+        "--machine",
+        metavar="FILE|PRESET",
         help="also simulate the steps on this machine, from `traceloom calibrate --here`, and print the difference",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     script_group = parser.add_argument_group("scripts (-o FILE.py)")
-    script_group.add_argument("--op", metavar="NAME", help="the calls of one op, as aten::mm, each timed on its own")
     script_group.add_argument(
-        "--slowest", type=types.parse_whole_number, metavar="N", help="that many calls, those that took longest"
+        "--op", metavar="NAME", help="the calls of one op, as aten::mm, each timed on its own"
+    )
+    script_group.add_argument(
+        "--slowest",
+        type=types.parse_whole_number,
+        metavar="N",
+        help="that many calls, those that took longest",
     )
     outputs.add_output_options(
         parser,
@@ -200,9 +270,13 @@ def run(args: argparse.Namespace) -> int:
         plan_files, comparison_files, directories, args.quiet = [], [], [], True
     replay_result = dry_run_results = comparison = simulation = None
     with Progress(enabled=not args.quiet) as progress:
-        plan = make_plan(*args.inputs, choice=choice, cache=not args.no_cache, progress=progress.say)
+        plan = make_plan(
+            *args.inputs, choice=choice, cache=not args.no_cache, progress=progress.say
+        )
         plan = _scale_plan(args, plan)
-        if args.trust and should_run:  # which sources are about to be executed is said whatever else is not
+        if (
+            args.trust and should_run
+        ):  # which sources are about to be executed is said whatever else is not
             from traceloom.workload.replay.kernels import describe_sources
 
             for line in describe_sources(plan):
@@ -215,17 +289,29 @@ def run(args: argparse.Namespace) -> int:
                 from traceloom.workload.replay.comparison import simulate_steps
 
                 simulation = simulate_steps(
-                    args.inputs, plan, args.machine, with_gaps=args.pace == "recorded", cache=not args.no_cache,
+                    args.inputs,
+                    plan,
+                    args.machine,
+                    with_gaps=args.pace == "recorded",
+                    cache=not args.no_cache,
                     on_status=progress.say,
-                )  # fmt: skip
+                )
             replay_result = replay(plan, build_run_options(args), on_status=progress.say)
         if replay_result is not None:
             comparison = compare_replay(plan, replay_result, simulation)
             written += outputs.write_output_files(args, comparison_files, comparison, progress)
-            written += [(path, REPLAY.write_directory(comparison, path, force=args.force)) for path in directories]
+            written += [
+                (path, REPLAY.write_directory(comparison, path, force=args.force))
+                for path in directories
+            ]
     if dry_run_results is not None and args.json:
         outputs.write_json(
-            {"ranks": [msgspec.to_builtins(rank_result) for rank_result in dry_run_results.values()]}, sys.stdout.buffer
+            {
+                "ranks": [
+                    msgspec.to_builtins(rank_result) for rank_result in dry_run_results.values()
+                ]
+            },
+            sys.stdout.buffer,
         )
     elif dry_run_results is not None:
         outputs.print_messages(args, *_describe_dry_run(dry_run_results.values()))
@@ -239,7 +325,9 @@ def run(args: argparse.Namespace) -> int:
     elif not should_run:
         outputs.print_messages(args, *_describe_plan(plan))
     outputs.print_outcome(
-        args, written, outputs.format_repeat_command(args, "replay.html" if should_run else "run.plan")
+        args,
+        written,
+        outputs.format_repeat_command(args, "replay.html" if should_run else "run.plan"),
     )
     return 0
 
@@ -306,7 +394,9 @@ def _resolve_output_files(
         from traceloom.workload.replay.script import write_script, write_worst
 
         if args.op or args.slowest:
-            text = write_worst(plan, args.op, args.slowest or _DEFAULT_SLOWEST_COUNT, seed=args.seed)
+            text = write_worst(
+                plan, args.op, args.slowest or _DEFAULT_SLOWEST_COUNT, seed=args.seed
+            )
         else:
             text = write_script(plan, seed=args.seed)
         handle.write(encode_utf8(text))
@@ -322,16 +412,28 @@ def _resolve_output_files(
     if (args.op or args.slowest) and not any(file_format == ".py" for _, file_format in targets):
         problem, hint = "--op and --slowest cut ops out into a script", "add -o slowest.py"
     elif args.record and (args.plan_only or args.dry_run):
-        problem, hint = "--record is of what runs, and nothing runs", "leave --plan-only and --dry-run out"
-    elif args.machine and (args.plan_only or args.dry_run or args.batch or args.scale or args.repeat):
+        problem, hint = (
+            "--record is of what runs, and nothing runs",
+            "leave --plan-only and --dry-run out",
+        )
+    elif args.machine and (
+        args.plan_only or args.dry_run or args.batch or args.scale or args.repeat
+    ):
         problem = "--machine simulates what was recorded, beside a replay of just that"
         hint = "leave --plan-only, --dry-run, --batch, --scale and --repeat out"
     elif comparison_paths and (args.plan_only or args.dry_run):
-        problem, hint = f"`{comparison_paths[0]}` is about what ran, and nothing runs", "name a .plan or a .py"
+        problem, hint = (
+            f"`{comparison_paths[0]}` is about what ran, and nothing runs",
+            "name a .plan or a .py",
+        )
     if problem:
         raise UsageError(problem, slug="wrong-usage", hint=hint)
     return (
-        [(path, plan_writers[file_format]) for path, file_format in targets if file_format in plan_writers],
+        [
+            (path, plan_writers[file_format])
+            for path, file_format in targets
+            if file_format in plan_writers
+        ],
         [
             (path, REPLAY.writer(path, file_format))
             for path, file_format in targets
@@ -367,7 +469,9 @@ def _describe_dry_run(ranks: Iterable[RankDryRun]) -> Iterator[str]:
             else None
         )
         peak = ", ".join(
-            f"{units.format_size(size)} on {device}" for device, size in rank_result.peak_bytes.items() if size
+            f"{units.format_size(size)} on {device}"
+            for device, size in rank_result.peak_bytes.items()
+            if size
         )
         yield (
             f"rank {rank_result.rank}: {units.format_count(rank_result.covered)} of {units.format_quantity(rank_result.ops, 'op')} run here"

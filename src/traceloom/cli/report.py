@@ -37,8 +37,13 @@ if TYPE_CHECKING:
 _MAX_RANK_FILES = 1_000  # tables and pictures with a row per rank say little long before
 SORT_KEYS = ("self", "total", "device", "mean", "max", "count", "name")
 _PATTERN = re.compile(r"[\w@%+=:,./*-]+")  # what a shell takes as it is, and stars
-_DOCUMENT, _SHORT = "document.json", "short.json"  # what is kept of a report: all, what the short one shows
-DESCRIPTION = "Show where the time of a trace or a recorded run went: on the terminal, or in a file."
+_DOCUMENT, _SHORT = (
+    "document.json",
+    "short.json",
+)  # what is kept of a report: all, what the short one shows
+DESCRIPTION = (
+    "Show where the time of a trace or a recorded run went: on the terminal, or in a file."
+)
 EXAMPLES = """\
 examples:
   traceloom report run                           the answer about a recorded run
@@ -54,14 +59,20 @@ examples:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    types.add_inputs(parser, "trace file, directory of traces, or recorded run; - for standard input")
+    types.add_inputs(
+        parser, "trace file, directory of traces, or recorded run; - for standard input"
+    )
     content_group = parser.add_argument_group("what to report")
-    content_group.add_argument("--rank", type=types.parse_ranks, metavar="N[,N]", help="only these ranks")
+    content_group.add_argument(
+        "--rank", type=types.parse_ranks, metavar="N[,N]", help="only these ranks"
+    )
     content_group.add_argument(
         "--steps", type=types.parse_steps, metavar="A..B", help="only the work of steps A to B-1"
     )
     content_group.add_argument(
-        "--by-shape", action="store_true", help="count operators apart by the shapes of their inputs"
+        "--by-shape",
+        action="store_true",
+        help="count operators apart by the shapes of their inputs",
     )
     content_group.add_argument(
         "--only",
@@ -70,33 +81,54 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="only these sections; `core` is the short report",
     )
     against = content_group.add_mutually_exclusive_group()
-    against.add_argument("--device", metavar="NAME", help="compare with the peaks of this device, as `H100 SXM`")
     against.add_argument(
-        "--peak", metavar="TYPE=N[,...]", help="compare with these FLOP/s and bytes/s, as bf16=989e12,memory=3.35e12"
+        "--device", metavar="NAME", help="compare with the peaks of this device, as `H100 SXM`"
+    )
+    against.add_argument(
+        "--peak",
+        metavar="TYPE=N[,...]",
+        help="compare with these FLOP/s and bytes/s, as bf16=989e12,memory=3.35e12",
     )
     content_group.add_argument(
-        "--link-peak", type=types.parse_positive, metavar="GB/S",
+        "--link-peak",
+        type=types.parse_positive,
+        metavar="GB/S",
         help="peak of one device's link in one direction, for all groups",
-    )  # fmt: skip
+    )
     content_group.add_argument(
-        "--graph-capture", type=Path, metavar="FILE",
+        "--graph-capture",
+        type=Path,
+        metavar="FILE",
         help="recording of the capture of the graphs, or of the same model without graphs: tells the operators "
         "of graph replays, and their FLOPs",
-    )  # fmt: skip
+    )
     content_group.add_argument(
-        "--rules", type=Path, action="append", default=[], metavar="FILE",
+        "--rules",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
         help="your own rules: .py is run and registers models of operators, .json tells kinds of kernels "
         "(may be repeated)",
-    )  # fmt: skip
-    content_group.add_argument(
-        "--tokens-per-step", type=types.parse_count, metavar="N", help="tokens per step, for tokens per second"
     )
-    content_group.add_argument("--samples-per-step", type=types.parse_count, metavar="N", help="the same for samples")
+    content_group.add_argument(
+        "--tokens-per-step",
+        type=types.parse_count,
+        metavar="N",
+        help="tokens per step, for tokens per second",
+    )
+    content_group.add_argument(
+        "--samples-per-step", type=types.parse_count, metavar="N", help="the same for samples"
+    )
     display_group = parser.add_argument_group("how to show it")
     display_group.add_argument(
-        "--full", action="store_true", help="the tables of the core and a line for each other section"
+        "--full",
+        action="store_true",
+        help="the tables of the core and a line for each other section",
     )
-    display_group.add_argument("--top", type=types.parse_count, metavar="N", help="rows of a table (default: 10)")
+    display_group.add_argument(
+        "--top", type=types.parse_count, metavar="N", help="rows of a table (default: 10)"
+    )
     display_group.add_argument(
         "--sort", choices=SORT_KEYS, metavar="KEY", help=f"sort tables by {', '.join(SORT_KEYS)}"
     )
@@ -107,7 +139,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "that name; DIR/ for all tables",
     )
     display_group.add_argument(
-        "--format", choices=("csv", "parquet"), default="csv", help="of the tables in DIR/ (default: csv)"
+        "--format",
+        choices=("csv", "parquet"),
+        default="csv",
+        help="of the tables in DIR/ (default: csv)",
     )
     types.add_reading(parser.add_argument_group("more"))
 
@@ -121,7 +156,8 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.trace.cache import DocumentCache
 
     options = _read_options(args)
-    # The short report on a terminal is made of the core and the findings; all else would be computed for nobody.
+    # The short report on a terminal is made of the core and the findings; all else would be
+    # computed for nobody.
     brief = not (options.full or args.only or args.json or args.output)
     document_options = replace(options, only=(CORE, FINDINGS)) if brief else options
     document_cache = None
@@ -139,7 +175,9 @@ def run(args: argparse.Namespace) -> int:
         _close(args, short)
         return 0
     document = document_cache.get(_DOCUMENT) if document_cache and not brief else None
-    sole_input = args.inputs if len(args.inputs) == 1 and not document else []  # several are read by a process each
+    sole_input = (
+        args.inputs if len(args.inputs) == 1 and not document else []
+    )  # several are read by a process each
     with decode_ahead(sole_input, None if args.no_cache else Cache()):
         return _run(args, options, document_options, document_cache, document)
 
@@ -151,10 +189,19 @@ def _run(
     document_cache: DocumentCache | None,
     document: ReportDocument | None,
 ) -> int:
-    """Write and show; `document_options` is what the document is made with, which stands in `document` where it was kept."""
+    """Write and show; `document_options` is what the document is made with, which stands in
+    `document` where it was kept.
+    """
     from traceloom import report as reports
     from traceloom.report.sections import select_sections
-    from traceloom.report.views.files import FORMATS, Directory, Format, Report, build_table_directory, encode
+    from traceloom.report.views.files import (
+        FORMATS,
+        Directory,
+        Format,
+        Report,
+        build_table_directory,
+        encode,
+    )
     from traceloom.system import files, units
 
     tables = build_table_directory(f".{args.format}")
@@ -166,10 +213,13 @@ def _run(
     with Progress(enabled=not args.quiet) as progress, ExitStack() as until_written:
         if document:
             report = Report(
-                document, lambda: reports.selected(_load(args, progress).runs[0], document_options), document_options
+                document,
+                lambda: reports.selected(_load(args, progress).runs[0], document_options),
+                document_options,
             )
         else:
-            # What the report is made by is loaded before its turn: a trace may be decoded elsewhere meanwhile.
+            # What the report is made by is loaded before its turn: a trace may be decoded elsewhere
+            # meanwhile.
             importlib.import_module("traceloom.report.run")
             select_sections(document_options.only)
             try:
@@ -178,12 +228,16 @@ def _run(
                 from traceloom.report.memory_sources import OUT_OF_MEMORY_SUFFIX
 
                 # Memory may have run out before anything else was written.
-                reports_of_memory = (Path(text).glob(f"*{OUT_OF_MEMORY_SUFFIX}") for text in args.inputs)
+                reports_of_memory = (
+                    Path(text).glob(f"*{OUT_OF_MEMORY_SUFFIX}") for text in args.inputs
+                )
                 if error.slug != "no-traces" or not any(map(any, reports_of_memory)):
                     raise
                 return _report_out_of_memory(args)
             progress.say("analysing")
-            until_written.enter_context(pin_to_one_core(sum(session.event_count for session in loaded.runs)))
+            until_written.enter_context(
+                pin_to_one_core(sum(session.event_count for session in loaded.runs))
+            )
             report = _report(
                 loaded.runs,
                 args,
@@ -194,7 +248,9 @@ def _run(
         written = []
         for path, target_format in targets:
             if isinstance(target_format, Format):
-                written += outputs.write_output_files(args, [(path, target_format.writer(path))], report, progress)
+                written += outputs.write_output_files(
+                    args, [(path, target_format.writer(path))], report, progress
+                )
             else:
                 progress.say(f"writing {path}")
                 written_files = files.write_directory(
@@ -208,10 +264,14 @@ def _run(
 
         terminal.show(report.document, options, sys.stdout)
     for (path, size), (_, target_format) in zip(written, targets, strict=True):
-        outputs.print_messages(args, f"Wrote {path} ({units.format_size(size)}); {target_format.next_step}.")
+        outputs.print_messages(
+            args, f"Wrote {path} ({units.format_size(size)}); {target_format.next_step}."
+        )
     if not written and not report.document["runs"]:
         _close(args, report.document)
-    if refused:  # the report is made of the rest; the exit code and a last word say that it is not all
+    if (
+        refused
+    ):  # the report is made of the rest; the exit code and a last word say that it is not all
         others_note = f" (and {len(refused) - 1} more, see the notices)" if len(refused) > 1 else ""
         raise PartialError(f"{refused[0].message}{others_note}", slug="refused-input")
     failed = any(notice["slug"] == "section-failed" for notice in report.document["notices"])
@@ -226,9 +286,13 @@ def _run(
 
 
 def _close(args: argparse.Namespace, document: Mapping[str, Any]) -> None:
-    """Name the next useful command, with the inputs as a shell makes them, where it makes no others."""
+    """Name the next useful command, with the inputs as a shell makes them, where it makes no
+    others.
+    """
     arguments = shlex.join(args.inputs)
-    if len(args.inputs) > 1 and _is_pattern(document["name"], [row["path"] for row in document["inputs"]]):
+    if len(args.inputs) > 1 and _is_pattern(
+        document["name"], [row["path"] for row in document["inputs"]]
+    ):
         arguments = document["name"]
     outputs.print_outcome(args, [], f"traceloom report {arguments} -o report.html")
 
@@ -242,7 +306,9 @@ def _report_out_of_memory(args: argparse.Namespace) -> int:
         print(f"traceloom: {message}", file=sys.stderr)
     arguments = [*args.inputs, *(word for name in args.output for word in ("-o", name))]
     arguments += [
-        f"--{name}" for name in ("json", "force", "quiet", "no-cache") if getattr(args, name.replace("-", "_"))
+        f"--{name}"
+        for name in ("json", "force", "quiet", "no-cache")
+        if getattr(args, name.replace("-", "_"))
     ]
     parser = argparse.ArgumentParser()
     memory.add_options(parser)
@@ -256,7 +322,9 @@ def _read_options(args: argparse.Namespace) -> ReportOptions:
     peak: str | None = args.device if args.peak is None else args.peak
     if args.peak is not None and "=" not in args.peak:
         hint = "give --peak bf16=989e12,memory=3.35e12, or --device with the name of a device"
-        raise UsageError(f"`{args.peak}` is no pair of a name and a number", slug="bad-peak", hint=hint)
+        raise UsageError(
+            f"`{args.peak}` is no pair of a name and a number", slug="bad-peak", hint=hint
+        )
     if peak is not None:
         from traceloom.analyze.placed_calls import parse_peak
 
@@ -268,7 +336,9 @@ def _read_options(args: argparse.Namespace) -> ReportOptions:
         rules = load_rules(args.rules)
     capture = args.graph_capture
     if capture is not None and not capture.exists():
-        raise InputError("there is no such file or directory", slug="unreadable", where=str(capture))
+        raise InputError(
+            "there is no such file or directory", slug="unreadable", where=str(capture)
+        )
     return ReportOptions(
         ranks=args.rank,
         steps=args.steps,
@@ -292,21 +362,31 @@ def _load(args: argparse.Namespace, progress: Progress) -> Loaded:
 
     if "-" in args.inputs and sys.stdin.isatty():
         raise UsageError(
-            "standard input is a terminal", slug="wrong-usage", hint="pipe a trace into it, or name a file"
+            "standard input is a terminal",
+            slug="wrong-usage",
+            hint="pipe a trace into it, or name a file",
         )
 
     def tell(reading: Reading) -> None:
-        part = f" {reading.done_bytes * 100 // reading.total_bytes} %" if reading.total_bytes else ""
+        part = (
+            f" {reading.done_bytes * 100 // reading.total_bytes} %" if reading.total_bytes else ""
+        )
         progress.say(
-            f"reading{part}" + (f", file {reading.files_done + 1} of {reading.files}" if reading.files > 1 else "")
+            f"reading{part}"
+            + (f", file {reading.files_done + 1} of {reading.files}" if reading.files > 1 else "")
         )
 
     progress.say("reading")
-    return load_inputs(*args.inputs, cache=not args.no_cache, progress=tell, ranks=args.rank, most=_MAX_RANK_FILES)
+    return load_inputs(
+        *args.inputs, cache=not args.no_cache, progress=tell, ranks=args.rank, most=_MAX_RANK_FILES
+    )
 
 
 def _report(
-    sessions: Sequence[Session], args: argparse.Namespace, options: ReportOptions, single_run_files: list[str]
+    sessions: Sequence[Session],
+    args: argparse.Namespace,
+    options: ReportOptions,
+    single_run_files: list[str],
 ) -> Report:
     """The report; `single_run_files` are the files whose formats are about one run."""
     from traceloom import report
@@ -317,7 +397,8 @@ def _report(
             sessions[0], options, separate_process=not args.rules
         )  # which may have registered models
         return Report(document, lambda: report.selected(sessions[0], options), options)
-    # The shell command that reports each run alone: by its directory or pattern, where these name nothing else.
+    # The shell command that reports each run alone: by its directory or pattern, where these name
+    # nothing else.
     homes = [{Path(trace.meta.path).parent for trace in session.traces} for session in sessions]
     runs_by_home = Counter(home for session_homes in homes for home in session_homes)
     commands = []

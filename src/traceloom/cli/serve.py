@@ -35,58 +35,94 @@ then: traceloom upload run
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     parser.add_argument(
-        "--store", metavar="URL", default="",
+        "--store",
+        metavar="URL",
+        default="",
         help="where files and tables lie: a directory, s3://bucket/prefix, gs://..., az://... (default: this user's "
         "data directory)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--state", metavar="URL", default="",
-        help="the database: a file of SQLite, or postgresql://USER@HOST/NAME (default: state.db in the store's "
-        "directory)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--demo", action="store_true",
-        help="serve ten days of a made fleet, in a temporary store; with --store in a directory that is empty or such "
-        "a demo's",
-    )  # fmt: skip
-    parser.add_argument(
-        "--engine", metavar="ENGINE", default="processes",
-        help="what analyses: processes of this host, or a Dask cluster, dask://HOST:PORT; beyond this host only with "
-        "TLS (default: processes)",
-    )  # fmt: skip
-    parser.add_argument("--engine-ca", metavar="FILE", default="", help="PEM file of the authority that cluster trusts")
-    parser.add_argument("--engine-certificate", metavar="FILE", default="", help="PEM file of a certificate for it")
-    parser.add_argument("--engine-key", metavar="FILE", default="", help="PEM file of the key of that certificate")
-    parser.add_argument(
-        "--workers", type=types.parse_count, metavar="N",
-        help="so many captures at once (default: cores but one; 16 with a cluster)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--lease", type=types.parse_positive, metavar="SECONDS",
-        help="after so long without a word from a service others of the same state take over its work (default: 30)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--address", metavar="HOST:PORT", default="127.0.0.1:9466",
-        help="where it answers; beyond this host only with TLS (default: 127.0.0.1:9466)",
-    )  # fmt: skip
-    parser.add_argument("--certificate", metavar="FILE", default="", help="PEM file of its TLS certificate")
-    parser.add_argument("--key", metavar="FILE", default="", help="PEM file of its key, where that is another file")
-    parser.add_argument(
-        "--webhooks-to", metavar="NETWORK", action="append", default=[],
-        help="webhooks may lead into this network, as 10.1.0.0/16 or 127.0.0.1; several times (default: only to public "
-        "addresses)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--proxy-user-header", metavar="NAME", default="",
-        help="of the pages: a proxy has checked who asks, and names the user in this header",
-    )  # fmt: skip
-    parser.add_argument(
-        "--proxy-from", metavar="ADDRESS", default="", help="the proxy's address or network, which alone is believed"
     )
     parser.add_argument(
-        "--proxy-role", choices=("viewer", "requester", "operator", "admin"), default="requester",
+        "--state",
+        metavar="URL",
+        default="",
+        help="the database: a file of SQLite, or postgresql://USER@HOST/NAME (default: state.db in the store's "
+        "directory)",
+    )
+    parser.add_argument(
+        "--demo",
+        action="store_true",
+        help="serve ten days of a made fleet, in a temporary store; with --store in a directory that is empty or such "
+        "a demo's",
+    )
+    parser.add_argument(
+        "--engine",
+        metavar="ENGINE",
+        default="processes",
+        help="what analyses: processes of this host, or a Dask cluster, dask://HOST:PORT; beyond this host only with "
+        "TLS (default: processes)",
+    )
+    parser.add_argument(
+        "--engine-ca",
+        metavar="FILE",
+        default="",
+        help="PEM file of the authority that cluster trusts",
+    )
+    parser.add_argument(
+        "--engine-certificate", metavar="FILE", default="", help="PEM file of a certificate for it"
+    )
+    parser.add_argument(
+        "--engine-key", metavar="FILE", default="", help="PEM file of the key of that certificate"
+    )
+    parser.add_argument(
+        "--workers",
+        type=types.parse_count,
+        metavar="N",
+        help="so many captures at once (default: cores but one; 16 with a cluster)",
+    )
+    parser.add_argument(
+        "--lease",
+        type=types.parse_positive,
+        metavar="SECONDS",
+        help="after so long without a word from a service others of the same state take over its work (default: 30)",
+    )
+    parser.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        default="127.0.0.1:9466",
+        help="where it answers; beyond this host only with TLS (default: 127.0.0.1:9466)",
+    )
+    parser.add_argument(
+        "--certificate", metavar="FILE", default="", help="PEM file of its TLS certificate"
+    )
+    parser.add_argument(
+        "--key", metavar="FILE", default="", help="PEM file of its key, where that is another file"
+    )
+    parser.add_argument(
+        "--webhooks-to",
+        metavar="NETWORK",
+        action="append",
+        default=[],
+        help="webhooks may lead into this network, as 10.1.0.0/16 or 127.0.0.1; several times (default: only to public "
+        "addresses)",
+    )
+    parser.add_argument(
+        "--proxy-user-header",
+        metavar="NAME",
+        default="",
+        help="of the pages: a proxy has checked who asks, and names the user in this header",
+    )
+    parser.add_argument(
+        "--proxy-from",
+        metavar="ADDRESS",
+        default="",
+        help="the proxy's address or network, which alone is believed",
+    )
+    parser.add_argument(
+        "--proxy-role",
+        choices=("viewer", "requester", "operator", "admin"),
+        default="requester",
         help="what users whom the proxy names may do, where no token of that name says it (default: requester)",
-    )  # fmt: skip
+    )
     types.add_silence(parser, "no line when it is ready")
 
 
@@ -98,11 +134,21 @@ def run(args: argparse.Namespace) -> int:
     import logging
     import resource
 
-    needed = ("htpy", "sqlalchemy", "obstore", "deltalake", "starlette", "uvicorn", "prometheus_client")
+    needed = (
+        "htpy",
+        "sqlalchemy",
+        "obstore",
+        "deltalake",
+        "starlette",
+        "uvicorn",
+        "prometheus_client",
+    )
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"the service needs {', '.join(missing)}", slug="missing-packages", hint="pip install 'traceloom[fleet]'"
+            f"the service needs {', '.join(missing)}",
+            slug="missing-packages",
+            hint="pip install 'traceloom[fleet]'",
         )
     from platformdirs import user_data_path
 
@@ -124,7 +170,9 @@ def run(args: argparse.Namespace) -> int:
     targets = WebhookAddressPolicy(args.webhooks_to)
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection is one
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
 
     def say(text: str) -> None:
         if not args.quiet:
@@ -140,9 +188,10 @@ def run(args: argparse.Namespace) -> int:
         objects = ObjectStore(store or str(user_data_path("traceloom") / "fleet"))
         if not args.state and objects.directory is None:
             raise UsageError(
-                "files in an object store need a state beside them", slug="wrong-usage",
+                "files in an object store need a state beside them",
+                slug="wrong-usage",
                 hint="--state postgresql://USER@HOST/NAME, or a file of SQLite where one service runs",
-            )  # fmt: skip
+            )
         state_at = args.state or str(Path(objects.directory or ".") / "state.db")
         state = ServiceState(state_at)
         stack.callback(state.close)
@@ -160,14 +209,24 @@ def run(args: argparse.Namespace) -> int:
 
         def ready(url: str) -> None:
             if demo is not None or not args.quiet:
-                print(_format_welcome(url, objects.url, "" if demo is None else demo.token), flush=True)
+                print(
+                    _format_welcome(url, objects.url, "" if demo is None else demo.token),
+                    flush=True,
+                )
 
         async def live() -> None:
             service = FleetService(
-                state, objects, tables, engine, lease_s=args.lease or LEASE_S, commit_s=COMMIT_INTERVAL_S,
-                incoming_directory=(objects.directory or user_data_path("traceloom") / "fleet") / "from-hosts",
-                webhook_policy=targets, writer=writer,
-            )  # fmt: skip
+                state,
+                objects,
+                tables,
+                engine,
+                lease_s=args.lease or LEASE_S,
+                commit_s=COMMIT_INTERVAL_S,
+                incoming_directory=(objects.directory or user_data_path("traceloom") / "fleet")
+                / "from-hosts",
+                webhook_policy=targets,
+                writer=writer,
+            )
             tcp = Tcp(address=args.address, certificate=args.certificate, key=args.key)
             async with contextlib.AsyncExitStack() as exit_stack:
                 if demo is not None:
@@ -187,7 +246,9 @@ def _read_proxy_users(args: argparse.Namespace) -> ProxyUsers | None:
     if not args.proxy_from:
         return None
     try:
-        return ProxyUsers(header=args.proxy_user_header, source=args.proxy_from, role=args.proxy_role)
+        return ProxyUsers(
+            header=args.proxy_user_header, source=args.proxy_from, role=args.proxy_role
+        )
     except ValueError as error:
         raise UsageError(f"no such proxy: {error}", slug="wrong-usage") from error
 

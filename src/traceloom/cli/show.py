@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from traceloom.report.documents.workload import NodeDocument, WorkloadSummaryDocument
     from traceloom.report.workload import NodeNetwork
 
-DESCRIPTION = "Show what a graph or a set of Chakra files is made of: on the terminal, or drawn in a page."
+DESCRIPTION = (
+    "Show what a graph or a set of Chakra files is made of: on the terminal, or drawn in a page."
+)
 EXAMPLES = """\
 examples:
   traceloom show workload/                    nodes, communication and dependencies of all ranks
@@ -32,8 +34,12 @@ examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     types.add_inputs(parser, "a .graph file, or .et and .et.gz files, or a directory of them")
-    parser.add_argument("--node", type=types.parse_whole_number, metavar="ID", help="one node and its neighbours")
-    parser.add_argument("--rank", type=types.parse_whole_number, metavar="N", help="the rank of the node")
+    parser.add_argument(
+        "--node", type=types.parse_whole_number, metavar="ID", help="one node and its neighbours"
+    )
+    parser.add_argument(
+        "--rank", type=types.parse_whole_number, metavar="N", help="the rank of the node"
+    )
     parser.add_argument(
         "--depth",
         type=types.parse_whole_number,
@@ -41,7 +47,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how far neighbours are drawn (default: 2)",
     )
-    parser.add_argument("--json", action="store_true", help="print the summary, or the node, as JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="print the summary, or the node, as JSON"
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="write a drawing: .html")
     parser.add_argument("--force", action="store_true", help="overwrite the file")
     types.add_silence(parser)
@@ -54,7 +62,11 @@ def run(args: argparse.Namespace) -> int:
     def draw(summary: WorkloadSummaryDocument, handle: BinaryIO) -> None:
         from traceloom.report.workload_drawing import build_neighbourhood, collapse_nodes, render
 
-        picture = collapse_nodes(network) if row is None else build_neighbourhood(network, row, args.depth)
+        picture = (
+            collapse_nodes(network)
+            if row is None
+            else build_neighbourhood(network, row, args.depth)
+        )
         handle.write(encode_utf8(render(picture, summary)))
 
     targets = outputs.resolve_output_files(args, {".html": draw, ".htm": draw})
@@ -65,7 +77,9 @@ def run(args: argparse.Namespace) -> int:
         graphs = [path for path in args.inputs if Path(path).name.lower().endswith(".graph")]
         if graphs and len(args.inputs) > 1:
             raise UsageError(
-                "a graph is shown alone", slug="wrong-usage", hint=f"traceloom show {shlex.quote(graphs[0])}"
+                "a graph is shown alone",
+                slug="wrong-usage",
+                hint=f"traceloom show {shlex.quote(graphs[0])}",
             )
         if graphs:
             from traceloom.graph.graph import load
@@ -82,7 +96,9 @@ def run(args: argparse.Namespace) -> int:
                     slug="several-sets",
                     hint="name the files of one of them",
                 )
-            network = convert_workload(read_workload(file_sets[0], lambda path: progress.say(f"reading {path}")))
+            network = convert_workload(
+                read_workload(file_sets[0], lambda path: progress.say(f"reading {path}"))
+            )
         row = None if args.node is None else _find_row(network, args.node, args.rank)
         progress.say("counting")
         from traceloom.report.workload import build_node_document, summarise
@@ -91,7 +107,11 @@ def run(args: argparse.Namespace) -> int:
         document = summarise(network) if row is None else build_node_document(network, row)
         written: list[tuple[Path, int]] = []
         if targets:
-            summary = document if document["format"] == "traceloom-workload-summary" else summarise(network)
+            summary = (
+                document
+                if document["format"] == "traceloom-workload-summary"
+                else summarise(network)
+            )
             written = outputs.write_output_files(args, targets, summary, progress)
     if args.json:
         from traceloom.report.views.files import encode
@@ -106,7 +126,9 @@ def run(args: argparse.Namespace) -> int:
         else:
             print_lines(partial(workload.render, document), sys.stdout)
     for path, size in written:
-        outputs.print_messages(args, f"Wrote {path} ({units.format_size(size)}); open it in a browser.")
+        outputs.print_messages(
+            args, f"Wrote {path} ({units.format_size(size)}); open it in a browser."
+        )
     if not written and row is None:
         outputs.print_outcome(args, [], f"traceloom show {shlex.join(args.inputs)} -o drawing.html")
     return 0
@@ -127,6 +149,8 @@ def _find_row(network: NodeNetwork, identity: int, rank: int | None) -> int:
     ranks = sorted({network.nodes["rank"][row] for row in rows})
     if len(ranks) > 1:
         raise UsageError(
-            f"node {identity} is on {len(ranks)} ranks", slug="several-ranks", hint=f"add --rank {ranks[0]}"
+            f"node {identity} is on {len(ranks)} ranks",
+            slug="several-ranks",
+            hint=f"add --rank {ranks[0]}",
         )
     return rows[0]

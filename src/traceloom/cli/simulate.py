@@ -42,21 +42,38 @@ def add_scaling_options(parser: argparse.ArgumentParser) -> None:
     scale = parser.add_argument_group("at which scale")
     size = scale.add_mutually_exclusive_group()
     size.add_argument(
-        "--ranks", type=types.parse_count, metavar="N", help="the same job with N ranks: more (or fewer) copies"
+        "--ranks",
+        type=types.parse_count,
+        metavar="N",
+        help="the same job with N ranks: more (or fewer) copies",
     )
     size.add_argument(
-        "--data-parallel", type=types.parse_count, metavar="N", help="the same with N copies of the model"
+        "--data-parallel",
+        type=types.parse_count,
+        metavar="N",
+        help="the same with N copies of the model",
     )
     for name in _UNSCALABLE:
-        scale.add_argument(f"--{name.replace('_', '-')}", type=types.parse_count, help=argparse.SUPPRESS)
+        scale.add_argument(
+            f"--{name.replace('_', '-')}", type=types.parse_count, help=argparse.SUPPRESS
+        )
     scale.add_argument(
-        "--role", action="append", default=[], metavar="GROUP=ROLE", help="what a group is for, as 9=data, where its "
-        "name and calls do not tell",
-    )  # fmt: skip
-    scale.add_argument(
-        "--draws", type=types.parse_count, default=200, metavar="N", help="how many steps are drawn (200)"
+        "--role",
+        action="append",
+        default=[],
+        metavar="GROUP=ROLE",
+        help="what a group is for, as 9=data, where its name and calls do not tell",
     )
-    scale.add_argument("--seed", type=types.parse_whole_number, default=0, metavar="N", help="of chance (0)")
+    scale.add_argument(
+        "--draws",
+        type=types.parse_count,
+        default=200,
+        metavar="N",
+        help="how many steps are drawn (200)",
+    )
+    scale.add_argument(
+        "--seed", type=types.parse_whole_number, default=0, metavar="N", help="of chance (0)"
+    )
 
 
 def is_asked(args: argparse.Namespace) -> bool:
@@ -75,13 +92,19 @@ def is_asked(args: argparse.Namespace) -> bool:
     return args.ranks is not None or args.data_parallel is not None
 
 
-def build_recorded_job(args: argparse.Namespace, source: SimulationInput, machine: Machine | None) -> RecordedJob:
+def build_recorded_job(
+    args: argparse.Namespace, source: SimulationInput, machine: Machine | None
+) -> RecordedJob:
     """The recorded job, on the device that is asked for, or that of the machine."""
     from traceloom.workload.simulate.native import build_device_cases
     from traceloom.workload.simulate.scale import RecordedJob, find_roles
 
     if source.only is not None:
-        raise UsageError("--only is of the recorded size", slug="cannot-scale", hint="leave --only or the scale out")
+        raise UsageError(
+            "--only is of the recorded size",
+            slug="cannot-scale",
+            hint="leave --only or the scale out",
+        )
     if not source.measured:
         raise UsageError(
             "only recorded runs can be scaled: nothing here was measured, so nothing tells how works vary",
@@ -94,10 +117,17 @@ def build_recorded_job(args: argparse.Namespace, source: SimulationInput, machin
     for text in args.role:
         group, equals, role = text.partition("=")
         if not equals:
-            raise UsageError(f"`{text}` names no role", slug="wrong-usage", hint="write --role GROUP=data")
+            raise UsageError(
+                f"`{text}` names no role", slug="wrong-usage", hint="write --role GROUP=data"
+            )
         roles[group] = role
     return RecordedJob(
-        graph, roles, draws=args.draws, seed=args.seed, measured=graph is source.graph, notices=cases.notices
+        graph,
+        roles,
+        draws=args.draws,
+        seed=args.seed,
+        measured=graph is source.graph,
+        notices=cases.notices,
     )
 
 
@@ -112,7 +142,9 @@ def load_machine(args: argparse.Namespace) -> Machine | None:
         return config.build_machine(config.read_network(args.network), system)
     if args.machine is None:
         if args.overrides:
-            raise UsageError("--set is of a machine", slug="wrong-usage", hint="name one with --machine")
+            raise UsageError(
+                "--set is of a machine", slug="wrong-usage", hint="name one with --machine"
+            )
         return None
     return read_machine(args.machine, args.overrides)
 
@@ -125,10 +157,14 @@ def run_scaling(args: argparse.Namespace) -> int:
     from traceloom.workload.simulate.inputs import open_input
     from traceloom.workload.simulate.scale import make_transfer_model
 
-    targets = outputs.resolve_output_files(args, {".json": "document"}, ("workload", RANK_FILES_PATTERN))
+    targets = outputs.resolve_output_files(
+        args, {".json": "document"}, ("workload", RANK_FILES_PATTERN)
+    )
     with Progress(enabled=not args.quiet) as progress:
         progress.say("reading")
-        source = open_input(args.inputs, groups=args.groups, only=args.only, step=args.step, cache=not args.no_cache)
+        source = open_input(
+            args.inputs, groups=args.groups, only=args.only, step=args.step, cache=not args.no_cache
+        )
         progress.say("measuring how works vary")
         described = load_machine(args)
         job = build_recorded_job(args, source, described)
@@ -139,13 +175,17 @@ def run_scaling(args: argparse.Namespace) -> int:
         progress.say(f"drawing steps of {ranks:,} ranks")
         answer = job.at(**size, transfers=model)
         document = simulation.build(
-            answer, source.name, (machine.name or str(args.machine or args.network)) if machine else ""
+            answer,
+            source.name,
+            (machine.name or str(args.machine or args.network)) if machine else "",
         )
         written = []
         for path, format_name in targets:
             progress.say(f"writing {path}")
             if format_name == "document":
-                written += outputs.write_output_files(args, [(path, outputs.write_json)], document, progress)
+                written += outputs.write_output_files(
+                    args, [(path, outputs.write_json)], document, progress
+                )
             else:
                 progress.say(f"copying the graph for {ranks:,} ranks")
                 graph = job.graph_at(ranks=ranks, transfers=model)
@@ -166,9 +206,13 @@ def add_sweep_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of sweeps."""
     sweep = parser.add_argument_group("at many points")
     sweep.add_argument(
-        "--sweep", action="append", default=[], metavar="KEY=VALUES", help="at each of these values, as "
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=VALUES",
+        help="at each of these values, as "
         "network.0.bandwidth=50,100 or ranks=8..1024*2; several: at all their combinations",
-    )  # fmt: skip
+    )
     sweep.add_argument(
         "--memory-limit",
         type=types.parse_size,
@@ -186,10 +230,23 @@ def run_sweep(args: argparse.Namespace) -> int:
     points = list(list_points(axes))
     roles = dict(text.split("=", 1) for text in args.role if "=" in text)
     question = SweepQuestion(
-        tuple(args.inputs), args.machine, tuple(args.overrides), args.device, args.host_factor, args.ranks,
-        args.data_parallel, None if args.groups is None else str(args.groups), args.only, args.step, roles, args.draws,
-        args.seed, args.memory_limit, not args.no_cache, args.recorded_device,
-    )  # fmt: skip
+        tuple(args.inputs),
+        args.machine,
+        tuple(args.overrides),
+        args.device,
+        args.host_factor,
+        args.ranks,
+        args.data_parallel,
+        None if args.groups is None else str(args.groups),
+        args.only,
+        args.step,
+        roles,
+        args.draws,
+        args.seed,
+        args.memory_limit,
+        not args.no_cache,
+        args.recorded_device,
+    )
     page = outputs.make_lazy_writer("traceloom.report.sweep:render")
     writers: dict[str, Callable[[SweepDocument, BinaryIO], object]] = {
         ".json": outputs.write_json,
@@ -236,12 +293,17 @@ def _evaluate_missing_points(
     if not any(row["time_ns"] is not None for row in answers.values()):
         reasons = sorted({str(row["reason"]) for row in answers.values()})
         keys = ", ".join(axis.key for axis in axes)
-        raise UsageError(f"no point of {keys} has an answer: {reasons[0]}", slug="sweep-without-answers")
-    return [{**points[number], **answers[number], **points[number]} for number in range(len(points))]
+        raise UsageError(
+            f"no point of {keys} has an answer: {reasons[0]}", slug="sweep-without-answers"
+        )
+    return [
+        {**points[number], **answers[number], **points[number]} for number in range(len(points))
+    ]
 
 
 class _SavedPoints:
-    """Answers beside the output while a sweep goes on: whoever stops it can go on with the same command.
+    """Answers beside the output while a sweep goes on: whoever stops it can go on with the same
+    command.
 
     Args:
         output: The file that will be written.
@@ -259,10 +321,18 @@ class _SavedPoints:
         for path in map(Path, filter(None, (*question.inputs, question.machine))):
             files = sorted(path.iterdir()) if path.is_dir() else [path]
             stamps.append(
-                [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+                [
+                    (file.name, file.stat().st_size, file.stat().st_mtime_ns)
+                    for file in files
+                    if file.is_file()
+                ]
             )
         text = json.dumps([asdict(question), stamps, __version__], sort_keys=True)
-        self._head = {"format": _FORMAT, "version": 1, "digest": hashlib.sha256(text.encode()).hexdigest()}
+        self._head = {
+            "format": _FORMAT,
+            "version": 1,
+            "digest": hashlib.sha256(text.encode()).hexdigest(),
+        }
         self._begun = False
         self._count = 0
         if self.path.exists() and _read_first_line(self.path).get("format") != _FORMAT:
@@ -279,7 +349,9 @@ class _SavedPoints:
             return {}
         numbers = {json.dumps(point, sort_keys=True): number for number, point in enumerate(points)}
         answers = {}
-        complete_text = self.path.read_text(encoding="utf-8").rpartition("\n")[0]  # the last line may have been cut off
+        complete_text = self.path.read_text(encoding="utf-8").rpartition("\n")[
+            0
+        ]  # the last line may have been cut off
         for line in complete_text.splitlines()[1:]:
             point, row = json.loads(line)
             number = numbers.get(json.dumps(point, sort_keys=True))
@@ -334,19 +406,28 @@ examples:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    types.add_inputs(parser, "recorded run, directory or files of traces, a .graph, or a directory of .et files")
+    types.add_inputs(
+        parser, "recorded run, directory or files of traces, a .graph, or a directory of .et files"
+    )
     machine_group = parser.add_argument_group("on which machine")
     machine_group.add_argument(
-        "--machine", metavar="FILE|PRESET", help="a machine.toml, or the name of a preset, as dgx-h100"
+        "--machine",
+        metavar="FILE|PRESET",
+        help="a machine.toml, or the name of a preset, as dgx-h100",
     )
     machine_group.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE",
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
         help="change the machine, as network.0.bandwidth=100 (may be repeated)",
-    )  # fmt: skip
+    )
     machine_group.add_argument(
-        "--device", metavar="NAME",
+        "--device",
+        metavar="NAME",
         help="what computes, as `H100 SXM` or bf16=989e12,memory=3.35e12 (default: that of the machine)",
-    )  # fmt: skip
+    )
     machine_group.add_argument(
         "--host-factor",
         type=types.parse_positive,
@@ -355,25 +436,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="host work takes so many times as long",
     )
     machine_group.add_argument(
-        "--recorded-device", metavar="NAME",
+        "--recorded-device",
+        metavar="NAME",
         help="what computed in the recording, where the traces do not name a device with known peaks",
-    )  # fmt: skip
+    )
     add_scaling_options(parser)
     add_sweep_options(parser)
     content_group = parser.add_argument_group("what is simulated")
     content_group.add_argument(
-        "--step", type=types.parse_whole_number, metavar="N", help="one step (default: the whole window)"
+        "--step",
+        type=types.parse_whole_number,
+        metavar="N",
+        help="one step (default: the whole window)",
     )
-    content_group.add_argument("--only", choices=("communication", "compute"), help="as if the other side took no time")
+    content_group.add_argument(
+        "--only", choices=("communication", "compute"), help="as if the other side took no time"
+    )
     content_group.add_argument(
         "--groups", type=Path, metavar="FILE", help="which ranks are in which group, of .et files"
     )
     peer = parser.add_argument_group("ASTRA-sim")
     peer.add_argument(
-        "--mode", choices=("native", "astra-sim"), default="native",
+        "--mode",
+        choices=("native", "astra-sim"),
+        default="native",
         help="native (default): streams, threads and links; astra-sim: what ASTRA-sim computes, to the nanosecond",
-    )  # fmt: skip
-    peer.add_argument("--network", type=Path, metavar="FILE", help="its network YAML, in both modes")
+    )
+    peer.add_argument(
+        "--network", type=Path, metavar="FILE", help="its network YAML, in both modes"
+    )
     peer.add_argument("--system", type=Path, metavar="FILE", help="its system JSON, in both modes")
     peer.add_argument(
         "--congestion",
@@ -382,9 +473,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="which of its back ends (default: unaware)",
     )
     peer.add_argument(
-        "--collective", dest="collectives", action="append", default=[], metavar="KIND=PREFIX",
+        "--collective",
+        dest="collectives",
+        action="append",
+        default=[],
+        metavar="KIND=PREFIX",
         help="carry out a kind as the files PREFIX.RANK.et say, as all_reduce=custom/ring (may be repeated)",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     outputs.add_output_options(
         parser,
@@ -410,22 +505,34 @@ def run(args: argparse.Namespace) -> int:
     targets = outputs.resolve_output_files(
         args, {ending: ending for ending in SIMULATION.endings}, (_DIRECTORY, TABLE_FILE_PATTERN)
     )
-    writers = {path: SIMULATION.writer(path, extension) for path, extension in targets if extension != _DIRECTORY}
+    writers = {
+        path: SIMULATION.writer(path, extension)
+        for path, extension in targets
+        if extension != _DIRECTORY
+    }
     written = []
     with Progress(enabled=not args.quiet) as progress:
-        answer = _run_astra_sim(args, progress) if args.mode == "astra-sim" else _run_native(args, progress)
+        answer = (
+            _run_astra_sim(args, progress)
+            if args.mode == "astra-sim"
+            else _run_native(args, progress)
+        )
         for path, extension in targets:
             if extension == _DIRECTORY:
                 written.append((path, SIMULATION.write_directory(answer, path, force=args.force)))
             else:
-                written += outputs.write_output_files(args, [(path, writers[path])], answer, progress)
+                written += outputs.write_output_files(
+                    args, [(path, writers[path])], answer, progress
+                )
     if args.json:
         report.write_json(answer, sys.stdout.buffer)
     elif outputs.should_print_document(args):
         from traceloom.report import simulation
         from traceloom.report.views import terminal
 
-        terminal.print_lines(partial(simulation.render_simulation, report.build_simulation(answer)), sys.stdout)
+        terminal.print_lines(
+            partial(simulation.render_simulation, report.build_simulation(answer)), sys.stdout
+        )
     page = "simulation.json" if args.mode == "astra-sim" else "simulation.html"
     outputs.print_outcome(args, written, outputs.format_repeat_command(args, page))
     return 0
@@ -439,18 +546,32 @@ def _check(args: argparse.Namespace) -> None:
     """
     wrong = hint = ""
     if args.mode == "astra-sim":
-        options_of_others = {"--machine": args.machine, "--set": args.overrides, "--device": args.device, "--step": args.step,
-                  "--only": args.only, "--recorded-device": args.recorded_device, "--ranks": args.ranks,
-                  "--data-parallel": args.data_parallel, "--sweep": args.sweep}  # fmt: skip
-        not_its = [option for option, value in options_of_others.items() if value] + ["--host-factor"] * (
-            args.host_factor != 1
-        )
+        options_of_others = {
+            "--machine": args.machine,
+            "--set": args.overrides,
+            "--device": args.device,
+            "--step": args.step,
+            "--only": args.only,
+            "--recorded-device": args.recorded_device,
+            "--ranks": args.ranks,
+            "--data-parallel": args.data_parallel,
+            "--sweep": args.sweep,
+        }
+        not_its = [option for option, value in options_of_others.items() if value] + [
+            "--host-factor"
+        ] * (args.host_factor != 1)
         if not args.network or not args.system:
-            wrong, hint = "--mode astra-sim needs --network and --system", "give ASTRA-sim's own files"
+            wrong, hint = (
+                "--mode astra-sim needs --network and --system",
+                "give ASTRA-sim's own files",
+            )
         elif not_its:
             wrong, hint = f"{not_its[0]} is of the mode native", "leave it out, or leave --mode out"
         elif len(args.inputs) > 1:
-            wrong, hint = "--mode astra-sim takes one directory of .et files", "name that of all ranks"
+            wrong, hint = (
+                "--mode astra-sim takes one directory of .et files",
+                "name that of all ranks",
+            )
     elif args.collectives or args.congestion == "aware":
         wrong = f"{'--collective' if args.collectives else '--congestion'} is of the mode astra-sim"
         hint = "add --mode astra-sim"
@@ -472,9 +593,15 @@ def _run_native(args: argparse.Namespace, progress: Progress) -> Simulation:
 
     machine: Machine | str | None = args.machine
     if args.network:
-        from traceloom.workload.simulate.astra_sim.config import build_machine, read_network, read_system
+        from traceloom.workload.simulate.astra_sim.config import (
+            build_machine,
+            read_network,
+            read_system,
+        )
 
-        machine = build_machine(read_network(args.network), read_system(args.system) if args.system else None)
+        machine = build_machine(
+            read_network(args.network), read_system(args.system) if args.system else None
+        )
     return native.run(
         args.inputs,
         machine,
@@ -508,7 +635,17 @@ def _run_astra_sim(args: argparse.Namespace, progress: Progress) -> Simulation:
     sets = find_file_sets(args.inputs, args.groups)
     if len(sets) > 1:
         names = ", ".join(file_set.name for file_set in sets[:4])
-        raise UsageError(f"`{args.inputs[0]}` holds {len(sets)} sets: {names}", slug="several-sets", hint="name one")
+        raise UsageError(
+            f"`{args.inputs[0]}` holds {len(sets)} sets: {names}",
+            slug="several-sets",
+            hint="name one",
+        )
     workload = read_workload(sets[0])
     progress.say("simulating")
-    return simulate(workload, network, system, congestion_aware=args.congestion == "aware", algorithms=algorithms)
+    return simulate(
+        workload,
+        network,
+        system,
+        congestion_aware=args.congestion == "aware",
+        algorithms=algorithms,
+    )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from traceloom.cli import options as types
-from traceloom.cli.upload import FleetClient
+from traceloom.cli.upload import FleetClient, create_fleet_client, insert_server_options
 from traceloom.errors import CaptureError, InputError, OutputError, PartialError, UsageError
 from traceloom.system.sanitize import sanitize
 
@@ -46,53 +46,93 @@ examples:
 _POLL_S = 0.25
 _MAX_AWAY_S = 60.0  # that an agent may take to be started again
 _REQUEST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+=-]{0,199}(/[A-Za-z0-9_][A-Za-z0-9._@+=-]{0,199}){0,5}")
+_FILE_NAME = re.compile(
+    r"[A-Za-z0-9_][A-Za-z0-9._@+=-]{0,199}(/[A-Za-z0-9_][A-Za-z0-9._@+=-]{0,199}){0,5}"
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     targets = parser.add_argument_group("of what")
     targets.add_argument(
-        "--pid", type=types.parse_pids, metavar="PIDS", help="processes; a launcher's chooses its children"
+        "--pid",
+        type=types.parse_pids,
+        metavar="PIDS",
+        help="processes; a launcher's chooses its children",
     )
     targets.add_argument("--job", metavar="JOB", help="a job, as `traceloom agent ps` shows it")
-    targets.add_argument("--rank", type=types.parse_ranks, metavar="RANKS", help="of these ranks alone")
-    targets.add_argument("--host", metavar="HOST", help="all that can be traced on this host, by its name")
+    targets.add_argument(
+        "--rank", type=types.parse_ranks, metavar="RANKS", help="of these ranks alone"
+    )
+    targets.add_argument(
+        "--host", metavar="HOST", help="all that can be traced on this host, by its name"
+    )
     window = parser.add_argument_group("what")
-    window.add_argument("--steps", type=types.parse_count, metavar="N", help="so many steps; quicker than a duration")
-    window.add_argument("--duration", type=types.parse_duration, metavar="T", help="so long, as 500ms or 2s")
-    window.add_argument("--at", metavar="TIME", help="begin then, as +30s or 2026-01-31T12:00 (default: at once)")
     window.add_argument(
-        "--profilers", default="timeline", metavar="NAMES",
+        "--steps",
+        type=types.parse_count,
+        metavar="N",
+        help="so many steps; quicker than a duration",
+    )
+    window.add_argument(
+        "--duration", type=types.parse_duration, metavar="T", help="so long, as 500ms or 2s"
+    )
+    window.add_argument(
+        "--at", metavar="TIME", help="begin then, as +30s or 2026-01-31T12:00 (default: at once)"
+    )
+    window.add_argument(
+        "--profilers",
+        default="timeline",
+        metavar="NAMES",
         help="timeline, stacks, dump, allocations, launches, memory, telemetry; several with commas "
         "(default: timeline)",
-    )  # fmt: skip
+    )
     window.add_argument("--shapes", action="store_true", help="shapes of tensors")
-    window.add_argument("--stacks", action="store_true", help="Python stacks, which slow the job down meanwhile")
     window.add_argument(
-        "--attach", action="store_true",
+        "--stacks", action="store_true", help="Python stacks, which slow the job down meanwhile"
+    )
+    window.add_argument(
+        "--attach",
+        action="store_true",
         help="also processes that nobody prepared: each stands still for about a millisecond, and runs a text of the "
         "agent's; the profiler `memory` needs it",
-    )  # fmt: skip
+    )
     fleet = parser.add_argument_group("of a fleet")
     fleet.add_argument(
-        "--server", metavar="URL",
+        "--server",
+        metavar="URL",
         help="ask this fleet's service instead of the agent of this host: for a job on all of its hosts",
-    )  # fmt: skip
-    fleet.add_argument("--token-file", metavar="FILE", type=Path, help="what says who asks (default: TRACELOOM_TOKEN)")
-    fleet.add_argument(
-        "--choose", choices=("slowest-and-median",), help="of a job only the slowest rank and one in the middle"
     )
     fleet.add_argument(
-        "--by-step", action="store_true",
+        "--token-file",
+        metavar="FILE",
+        type=Path,
+        help="what says who asks (default: TRACELOOM_TOKEN)",
+    )
+    fleet.add_argument(
+        "--choose",
+        choices=("slowest-and-median",),
+        help="of a job only the slowest rank and one in the middle",
+    )
+    fleet.add_argument(
+        "--by-step",
+        action="store_true",
         help="all ranks begin with one step, where agents know the steps of all, else at one instant as usual",
-    )  # fmt: skip
+    )
     parser.add_argument("--list", action="store_true", help="show requests and how far they are")
     parser.add_argument("--cancel", metavar="REQUEST", help="cancel a request")
-    parser.add_argument("-o", "--output", metavar="DIR", help="where the capture goes: a new directory")
-    parser.add_argument("--socket", metavar="PATH", help="the agent's socket (default: the user's own, else root's)")
-    parser.add_argument("--config", metavar="FILE", help="agent.toml, where it says where the socket is")
-    parser.add_argument("--json", action="store_true", help="print the request as JSON when it has ended")
+    parser.add_argument(
+        "-o", "--output", metavar="DIR", help="where the capture goes: a new directory"
+    )
+    parser.add_argument(
+        "--socket", metavar="PATH", help="the agent's socket (default: the user's own, else root's)"
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="agent.toml, where it says where the socket is"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the request as JSON when it has ended"
+    )
     types.add_silence(parser)
 
 
@@ -106,14 +146,14 @@ def run(args: argparse.Namespace) -> int:
         PartialError: `partly-traced`: some of it was kept.
     """
     if args.server:
-        from traceloom.cli import fleet
-
         return run_fleet_trace(
-            args, fleet.create_client(args), {} if args.list or args.cancel else _build_request(args)
+            args,
+            create_fleet_client(args),
+            {} if args.list or args.cancel else _build_request(args),
         )
-    from traceloom.cli.agent import create_client
+    from traceloom.cli.agent import create_agent_client
 
-    client = create_client(args)
+    client = create_agent_client(args)
     if args.list:
         requests = client.get("requests")["requests"]
         if args.json:
@@ -125,9 +165,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.cancel:
         if not _REQUEST_NAME.fullmatch(args.cancel):
-            raise UsageError(f"`{args.cancel}` is no request", slug="wrong-usage", hint="traceloom trace --list")
+            raise UsageError(
+                f"`{args.cancel}` is no request", slug="wrong-usage", hint="traceloom trace --list"
+            )
         answer = client.delete(f"requests/{args.cancel}")
-        print(json.dumps(answer, indent=2) if args.json else f"Request {answer['id']} is cancelled.")
+        print(
+            json.dumps(answer, indent=2) if args.json else f"Request {answer['id']} is cancelled."
+        )
         return 0
     return _run_agent_trace(args, client)
 
@@ -141,12 +185,22 @@ def _build_request(args: argparse.Namespace) -> dict[str, Any]:
             hint="see traceloom trace --help; --list shows requests",
         )
     if not (args.pid or args.job or args.rank or args.host):
-        raise UsageError("of what: --pid, --job, --rank or --host?", slug="wrong-usage", hint="traceloom agent ps")
+        raise UsageError(
+            "of what: --pid, --job, --rank or --host?",
+            slug="wrong-usage",
+            hint="traceloom agent ps",
+        )
     body: dict[str, Any] = {
-        "pids": args.pid or (), "job": args.job or "", "ranks": args.rank or (), "host": args.host or "",
-        "profilers": args.profilers.split(","), "shapes": args.shapes, "stacks": args.stacks,
-        "at_ns": _parse_time(args.at) if args.at else 0, "attach": args.attach,
-    }  # fmt: skip
+        "pids": args.pid or (),
+        "job": args.job or "",
+        "ranks": args.rank or (),
+        "host": args.host or "",
+        "profilers": args.profilers.split(","),
+        "shapes": args.shapes,
+        "stacks": args.stacks,
+        "at_ns": _parse_time(args.at) if args.at else 0,
+        "attach": args.attach,
+    }
     body |= {"steps": args.steps} if args.steps is not None else {"duration_s": args.duration}
     return body
 
@@ -157,9 +211,16 @@ def _run_agent_trace(args: argparse.Namespace, client: AgentClient) -> int:
         raise UsageError("where is it to go?", slug="wrong-usage", hint="-o DIR")
     output = Path(args.output)
     if output.exists() or output.is_symlink():
-        raise OutputError("there is something already", slug="file-exists", where=args.output, hint="name another -o")
+        raise OutputError(
+            "there is something already",
+            slug="file-exists",
+            where=args.output,
+            hint="name another -o",
+        )
     if not output.parent.is_dir():
-        raise OutputError("there is no such directory", slug="cannot-write", where=str(output.parent))
+        raise OutputError(
+            "there is no such directory", slug="cannot-write", where=str(output.parent)
+        )
     request = client.post("requests", body)
     try:
         request = _follow_progress(args, client, request)
@@ -170,13 +231,19 @@ def _run_agent_trace(args: argparse.Namespace, client: AgentClient) -> int:
     if args.json:
         print(json.dumps(request, indent=2))
     lost = [target for target in request["targets"] if target["state"] != "kept"]
-    reasons = "; ".join(dict.fromkeys(f"{target['stem']}: {target['detail']} ({target['reason']})" for target in lost))
+    reasons = "; ".join(
+        dict.fromkeys(
+            f"{target['stem']}: {target['detail']} ({target['reason']})" for target in lost
+        )
+    )
     if not kept_targets:
         raise CaptureError(f"nothing was traced: {reasons}", slug="nothing-traced")
     download(
-        output, request["files"], lambda name, path: client.fetch(f"requests/{request['id']}/files/{name}", path),
+        output,
+        request["files"],
+        lambda name, path: client.fetch(f"requests/{request['id']}/files/{name}", path),
         hint=f"the agent keeps it: traceloom trace --list shows request {request['id']}",
-    )  # fmt: skip
+    )
     if not args.quiet and not args.json:
         print(
             f"{output}: {sum(target['bytes'] or 0 for target in kept_targets):,} bytes of {len(kept_targets)} profiles"
@@ -187,7 +254,9 @@ def _run_agent_trace(args: argparse.Namespace, client: AgentClient) -> int:
                 if target["held_ns"]:
                     line += f", and {target['held_ns'] / 1e6:.1f} ms to begin, to end and to write"
                 print(line)
-        snapshots = [output / target["file"] for target in kept_targets if target["profiler"] == "memory"]
+        snapshots = [
+            output / target["file"] for target in kept_targets if target["profiler"] == "memory"
+        ]
         if any(target["profiler"] == "timeline" for target in kept_targets) or not snapshots:
             print(f"Look: traceloom report {shlex.quote(args.output)}")
         if snapshots:
@@ -197,7 +266,9 @@ def _run_agent_trace(args: argparse.Namespace, client: AgentClient) -> int:
     return 0
 
 
-def _follow_progress(args: argparse.Namespace, client: AgentClient, request: dict[str, Any]) -> dict[str, Any]:
+def _follow_progress(
+    args: argparse.Namespace, client: AgentClient, request: dict[str, Any]
+) -> dict[str, Any]:
     """Follow a request to its end; each change of a target is a line."""
     from traceloom.system.sanitize import sanitize
 
@@ -223,25 +294,36 @@ def _poll_request(args: argparse.Namespace, client: AgentClient, request: str) -
         try:
             answer: dict[str, Any] = client.get(f"requests/{request}")
         except InputError as error:  # noqa: PERF203  (it is asked again)
-            if error.slug != "no-agent" or (away_until is not None and time.monotonic() > away_until):
+            if error.slug != "no-agent" or (
+                away_until is not None and time.monotonic() > away_until
+            ):
                 raise
             if away_until is None:
                 away_until = time.monotonic() + _MAX_AWAY_S
                 if not args.quiet:
-                    print(f"The agent is away; request {request} goes on when it is back.", file=sys.stderr, flush=True)
+                    print(
+                        f"The agent is away; request {request} goes on when it is back.",
+                        file=sys.stderr,
+                        flush=True,
+                    )
             time.sleep(_POLL_S)
         else:
             return answer
 
 
 def _format_target(target: dict[str, Any]) -> str:
-    """A target, its state in the words of the HTTP interface, and why: `traceloom explain` explains the slug."""
+    """A target, its state in the words of the HTTP interface, and why: `traceloom explain` explains
+    the slug.
+    """
     reason = f"  {target['detail']} ({target['reason']})" if target["reason"] else ""
     return f"{target['stem']:<10} {target['profiler']:<11} {target['state']:<9}{reason}".rstrip()
 
 
-def download(output: Path, names: Collection[str], fetch: Callable[[str, Path], object], hint: str = "") -> None:
-    """Fetch all files of a capture, those in its folders too, beside where they go, and put them there at once.
+def download(
+    output: Path, names: Collection[str], fetch: Callable[[str, Path], object], hint: str = ""
+) -> None:
+    """Fetch all files of a capture, those in its folders too, beside where they go, and put them
+    there at once.
 
     Raises:
         OutputError: `cannot-write`; `unsafe-name`: a file of the answer would lie elsewhere. Nothing is written then.
@@ -263,7 +345,10 @@ def download(output: Path, names: Collection[str], fetch: Callable[[str, Path], 
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise OutputError(
-            f"the capture cannot be written: {reason}", slug="cannot-write", where=str(output), hint=hint
+            f"the capture cannot be written: {reason}",
+            slug="cannot-write",
+            where=str(output),
+            hint=hint,
         ) from error
 
 
@@ -277,7 +362,9 @@ def _parse_time(text: str) -> int:
     try:
         return int(datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() * 1e9)
     except (ValueError, OverflowError):
-        raise UsageError(f"`{text}` is no time, as +30s or 2026-01-31T12:00", slug="bad-time") from None
+        raise UsageError(
+            f"`{text}` is no time, as +30s or 2026-01-31T12:00", slug="bad-time"
+        ) from None
 
 
 def _render_requests(requests: list[dict[str, Any]]) -> Iterator[Text]:
@@ -287,8 +374,14 @@ def _render_requests(requests: list[dict[str, Any]]) -> Iterator[Text]:
 
     for request in requests:
         spec = request["wanted"]
-        window = f"{spec['steps']} steps" if spec["steps"] is not None else f"{spec['duration_s']:g} s"
-        when = datetime.fromtimestamp(request["asked_ns"] / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        window = (
+            f"{spec['steps']} steps" if spec["steps"] is not None else f"{spec['duration_s']:g} s"
+        )
+        when = (
+            datetime.fromtimestamp(request["asked_ns"] / 1e9)
+            .astimezone()
+            .strftime("%Y-%m-%d %H:%M:%S")
+        )
         yield Text(f"{request['id']}  {when}  {window}, by {request['who']}", "bold")
         if request["trigger"] is not None:
             yield Text(sanitize(f"  as {request['trigger']['what']}"))
@@ -303,7 +396,8 @@ _FLEET_GIVE_UP_S = 120.0  # that a service may take to be started again
 
 
 def run_fleet_trace(args: argparse.Namespace, client: FleetClient, spec: dict[str, Any]) -> int:
-    """Ask, follow it to its end, and fetch the capture where `--output` says so; returns the exit code.
+    """Ask, follow it to its end, and fetch the capture where `--output` says so; returns the exit
+    code.
 
     Raises:
         UsageError: `wrong-usage`.
@@ -311,19 +405,28 @@ def run_fleet_trace(args: argparse.Namespace, client: FleetClient, spec: dict[st
         PartialError: `partly-traced`: some of it is missing.
         OutputError: `file-exists`, `cannot-write`.
     """
-    from traceloom.cli.fleet import insert_server_options
-
     if args.list:
         return _list(args, client)
     if args.cancel:
         answer = client.delete(f"requests/{args.cancel}")
-        print(json.dumps(answer, indent=2) if args.json else f"Request {answer['id']} is cancelled.")
+        print(
+            json.dumps(answer, indent=2) if args.json else f"Request {answer['id']} is cancelled."
+        )
         return 0
     if not args.job:
-        raise UsageError("a fleet traces jobs: --job JOB", slug="wrong-usage", hint="`traceloom fleet jobs` lists them")
+        raise UsageError(
+            "a fleet traces jobs: --job JOB",
+            slug="wrong-usage",
+            hint="`traceloom fleet jobs` lists them",
+        )
     output = Path(args.output) if args.output else None
     if output is not None and (output.exists() or output.is_symlink()):
-        raise OutputError("there is something already", slug="file-exists", where=args.output, hint="name another -o")
+        raise OutputError(
+            "there is something already",
+            slug="file-exists",
+            where=args.output,
+            hint="name another -o",
+        )
     start = "step" if args.by_step else "instant"
     request = client.post("requests", {"wanted": spec, "choose": args.choose or "", "start": start})
     try:
@@ -338,7 +441,9 @@ def run_fleet_trace(args: argparse.Namespace, client: FleetClient, spec: dict[st
         print(sanitize(" ".join(filter(None, (step, request["start_detail"])))), file=sys.stderr)
     if request["state"] in {"failed", "cancelled"}:
         detail = request["detail"] or request["reason"] or request["state"]
-        hint = "; ".join(f"{host['host']}: {host['detail']}" for host in request["hosts"] if host["detail"])[:500]
+        hint = "; ".join(
+            f"{host['host']}: {host['detail']}" for host in request["hosts"] if host["detail"]
+        )[:500]
         raise CaptureError(f"nothing was traced: {detail}", slug="nothing-traced", hint=hint)
     if output is not None:
         route = f"captures/{request['capture']}"
@@ -350,7 +455,11 @@ def run_fleet_trace(args: argparse.Namespace, client: FleetClient, spec: dict[st
         download(output, client.get(route)["files"], fetch)
     if not args.quiet and not args.json:
         print(f"Capture {request['capture']} is in the fleet's store, analysed.")
-        print(insert_server_options(args, f"Look: traceloom fleet report {request['capture']} -o report.html"))
+        print(
+            insert_server_options(
+                args, f"Look: traceloom fleet report {request['capture']} -o report.html"
+            )
+        )
         if output is not None:
             print(f"Look: traceloom report {shlex.quote(args.output)}")
     if request["state"] == "partial":
@@ -358,7 +467,9 @@ def run_fleet_trace(args: argparse.Namespace, client: FleetClient, spec: dict[st
     return 0
 
 
-def _watch_fleet_trace(args: argparse.Namespace, client: FleetClient, request: dict[str, Any]) -> dict[str, Any]:
+def _watch_fleet_trace(
+    args: argparse.Namespace, client: FleetClient, request: dict[str, Any]
+) -> dict[str, Any]:
     """Follow a request to its end; each change of it or of a host is a line."""
     reported: dict[str, str] = {}
     began, away_until = time.monotonic(), 0.0
@@ -379,7 +490,9 @@ def _watch_fleet_trace(args: argparse.Namespace, client: FleetClient, request: d
             request = client.get(f"requests/{request['id']}")
             away_until = 0.0
         except InputError as error:
-            if error.slug not in {"no-service", "not-leading"} or (away_until and time.monotonic() > away_until):
+            if error.slug not in {"no-service", "not-leading"} or (
+                away_until and time.monotonic() > away_until
+            ):
                 raise
             away_until = away_until or time.monotonic() + _FLEET_GIVE_UP_S
 
@@ -390,7 +503,11 @@ def _list(args: argparse.Namespace, client: FleetClient) -> int:
         print(json.dumps(requests, indent=2))
         return 0
     for request in requests:
-        requested_at = datetime.fromtimestamp(request["asked_ns"] / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        requested_at = (
+            datetime.fromtimestamp(request["asked_ns"] / 1e9)
+            .astimezone()
+            .strftime("%Y-%m-%d %H:%M:%S")
+        )
         job = request["wanted"]["job"]
         print(
             sanitize(

@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -50,7 +51,9 @@ class FleetClient:
         self.timeout_s = timeout_s
         ServiceAddress.of(self.url)  # every question carries a token
         self._token = token or os.environ.get(TOKEN_VARIABLE, "")
-        if not self._token and self.url.startswith(DEFAULT_SERVER.rpartition(":")[0]):  # it is of no use elsewhere
+        if not self._token and self.url.startswith(
+            DEFAULT_SERVER.rpartition(":")[0]
+        ):  # it is of no use elsewhere
             try:
                 self._token = get_token_path().read_text(encoding="ascii", errors="replace").strip()
             except OSError:  # the service says that a token is needed
@@ -85,7 +88,9 @@ class FleetClient:
         self._ask("GET", route, {}, to=to)
 
     def send(self, url: str, path: Path) -> None:
-        """PUT a file where the service said; errors as of `get`, and `upload-failed` of an object store."""
+        """PUT a file where the service said; errors as of `get`, and `upload-failed` of an object
+        store.
+        """
         with open_regular(path) as file:
             if url.startswith("/api/v1/"):
                 self._ask("PUT", url.removeprefix("/api/v1/"), {}, file)
@@ -95,27 +100,42 @@ class FleetClient:
             status, text = self._exchange("PUT", url, file, headers)
         if status >= 300:
             raise InputError(
-                f"the object store refuses the file with {status}", slug="upload-failed",
+                f"the object store refuses the file with {status}",
+                slug="upload-failed",
                 where=text[:200].decode("utf-8", "replace"),
-            )  # fmt: skip
+            )
 
     def _ask(
-        self, method: str, route: str, parameters: Mapping[str, str], body: bytes | BinaryIO | None = None,
+        self,
+        method: str,
+        route: str,
+        parameters: Mapping[str, str],
+        body: bytes | BinaryIO | None = None,
         to: BinaryIO | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         query = f"?{urlencode(parameters)}" if parameters else ""
         headers = {"Content-Type": "application/json"} if isinstance(body, bytes) else {}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
         if body is not None and not isinstance(body, bytes):
             headers["Content-Length"] = str(os.fstat(body.fileno()).st_size)
-        status, text = self._exchange(method, f"{self.url}/api/v1/{quote(route)}{query}", body, headers, to)
-        return decode_answer(status, text, self.url, "service") if status >= 400 or to is None else None
+        status, text = self._exchange(
+            method, f"{self.url}/api/v1/{quote(route)}{query}", body, headers, to
+        )
+        return (
+            decode_answer(status, text, self.url, "service")
+            if status >= 400 or to is None
+            else None
+        )
 
     def _exchange(
-        self, method: str, url: str, body: bytes | BinaryIO | None, headers: Mapping[str, str],
+        self,
+        method: str,
+        url: str,
+        body: bytes | BinaryIO | None,
+        headers: Mapping[str, str],
         to: BinaryIO | None = None,
-    ) -> tuple[int, bytes]:  # fmt: skip
+    ) -> tuple[int, bytes]:
         parts = urlsplit(url)
         assert parts.hostname is not None
         tls = parts.scheme == "https"
@@ -125,7 +145,12 @@ class FleetClient:
         display_url = parts._replace(query="").geturl()  # of a signed address the query is a secret
         is_writing = False  # a full disk of this side is no fault of the service's
         try:
-            connection.request(method, f"{parts.path}{'?' if parts.query else ''}{parts.query}", body, dict(headers))
+            connection.request(
+                method,
+                f"{parts.path}{'?' if parts.query else ''}{parts.query}",
+                body,
+                dict(headers),
+            )
             response = connection.getresponse()
             if to is not None and response.status < 400:
                 while chunk := response.read(_CHUNK_BYTES):
@@ -141,17 +166,21 @@ class FleetClient:
                 raise
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise InputError(
-                f"the service does not answer: {reason.lower()}", slug="no-service", where=display_url,
+                f"the service does not answer: {reason.lower()}",
+                slug="no-service",
+                where=display_url,
                 hint="`traceloom serve` starts one; --server names its address",
-            ) from error  # fmt: skip
+            ) from error
         finally:
             connection.close()
 
 
 def collect_files(capture: Path) -> dict[str, Path]:
-    """The files that belong to a capture, by the names that they get in the store: a file, or a folder's files.
+    """The files that belong to a capture, by the names that they get in the store: a file, or a
+    folder's files.
 
-    Names lose what is no letter, digit or one of `. _ - @ + =`; hidden files and folders within folders stay behind.
+    Names lose what is no letter, digit or one of `. _ - @ + =`; hidden files and folders within
+    folders stay behind.
 
     Raises:
         InputError: `no-inputs`: there are none; `unreadable`; `unsafe-name`: two would have one name.
@@ -177,16 +206,22 @@ def collect_files(capture: Path) -> dict[str, Path]:
         if name in by_name:
             raise InputError(
                 f"`{by_name[name].relative_to(capture)}` and `{path.relative_to(capture)}` would both be `{name}`",
-                slug="unsafe-name", where=str(capture), hint="rename one of them",
-            )  # fmt: skip
+                slug="unsafe-name",
+                where=str(capture),
+                hint="rename one of them",
+            )
         by_name[name] = path
     return by_name
 
 
 def upload(
-    client: FleetClient, capture: Path, job: str = "", progress: Callable[[int, int], object] = lambda *_: None
+    client: FleetClient,
+    capture: Path,
+    job: str = "",
+    progress: Callable[[int, int], object] = lambda *_: None,
 ) -> Any:
-    """Send a capture: the service's answer about it. What is there already, of an upload that stopped, is not sent.
+    """Send a capture: the service's answer about it. What is there already, of an upload that
+    stopped, is not sent.
 
     Args:
         client: The service.
@@ -239,7 +274,9 @@ _POLL_S = 0.5
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    parser.add_argument("captures", nargs="+", metavar="CAPTURE", help="recorded run, or trace; each is one capture")
+    parser.add_argument(
+        "captures", nargs="+", metavar="CAPTURE", help="recorded run, or trace; each is one capture"
+    )
     parser.add_argument("--job", metavar="JOB", default="", help="the job that was captured")
     parser.add_argument("--wait", action="store_true", help="wait until they are analysed")
     add_server(parser)
@@ -250,20 +287,50 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def add_server(parser: argparse.ArgumentParser) -> None:
     """Which service is asked, and as whom."""
     parser.add_argument(
-        "--server", metavar="URL", default="",
+        "--server",
+        metavar="URL",
+        default="",
         help="address of the service (default: TRACELOOM_SERVER, else http://127.0.0.1:9466)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--token-file", metavar="FILE", type=Path,
+        "--token-file",
+        metavar="FILE",
+        type=Path,
         help="file with the token (default: TRACELOOM_TOKEN, else that of this user's own service)",
-    )  # fmt: skip
+    )
+
+
+def create_fleet_client(args: argparse.Namespace) -> FleetClient:
+    """Who asks the service that the options name.
+
+    Raises:
+        InputError: `unreadable`: the token's file.
+    """
+    token = ""
+    if args.token_file is not None:
+        try:
+            token = args.token_file.read_text(encoding="ascii").strip()
+        except (OSError, ValueError) as error:
+            raise unreadable(args.token_file, error) from error
+    return FleetClient(args.server, token)
+
+
+def insert_server_options(args: argparse.Namespace, text: str) -> str:
+    """A text with commands to be copied: each asks the service that was just asked, as whoever
+    asked.
+    """
+    server = f" --server {shlex.quote(FleetClient(args.server).url)}"
+    token = f" --token-file {shlex.quote(str(args.token_file))}" if args.token_file else ""
+    same = f"{server if args.server else ''}{token}"
+    text = text.replace("trace --server URL", f"trace{server}{token}").replace(
+        " --server URL", server
+    )
+    return re.sub(r"traceloom (fleet [a-z-]+|upload)", lambda command: command[0] + same, text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Send them; returns the exit code."""
-    from traceloom.cli.fleet import create_client, insert_server_options
-
-    client = create_client(args)
+    client = create_fleet_client(args)
     answers = []
     with Progress(enabled=not args.quiet) as progress:
         for name in args.captures:
@@ -289,7 +356,8 @@ def run(args: argparse.Namespace) -> int:
     refused = [answer for answer in answers if answer["state"] == "quarantined"]
     if refused:
         raise InputError(
-            f"the service could not analyse it: {refused[0]['tasks'][-1]['error']}", slug="not-analysed",
+            f"the service could not analyse it: {refused[0]['tasks'][-1]['error']}",
+            slug="not-analysed",
             where=refused[0]["id"],
-        )  # fmt: skip
+        )
     return 0

@@ -33,13 +33,26 @@ examples:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    types.add_inputs(parser, ".et or .et.gz files, or directories of them; PREFIX.0.et, PREFIX.1.et, ... are one set")
-    parser.add_argument(
-        "--target", choices=_TARGETS, default="chakra", help="who must be able to read them (default: chakra)"
+    types.add_inputs(
+        parser,
+        ".et or .et.gz files, or directories of them; PREFIX.0.et, PREFIX.1.et, ... are one set",
     )
-    parser.add_argument("--groups", type=Path, metavar="FILE", help="the group file, where it is not beside the files")
+    parser.add_argument(
+        "--target",
+        choices=_TARGETS,
+        default="chakra",
+        help="who must be able to read them (default: chakra)",
+    )
+    parser.add_argument(
+        "--groups",
+        type=Path,
+        metavar="FILE",
+        help="the group file, where it is not beside the files",
+    )
     parser.add_argument("--strict", action="store_true", help="fail on warnings too")
-    parser.add_argument("--json", action="store_true", help="print the verdict as JSON, with the ids of all nodes")
+    parser.add_argument(
+        "--json", action="store_true", help="print the verdict as JSON, with the ids of all nodes"
+    )
     types.add_silence(parser, "no progress; print nothing where nothing is wrong")
 
 
@@ -49,14 +62,19 @@ def run(args: argparse.Namespace) -> int:
 
     with Progress(enabled=not args.quiet) as progress:
         verdict = validate(
-            *args.inputs, target=args.target, groups=args.groups, step=lambda path: progress.say(f"reading {path}")
+            *args.inputs,
+            target=args.target,
+            groups=args.groups,
+            step=lambda path: progress.say(f"reading {path}"),
         )
     if args.json:
         import msgspec
 
         from traceloom.system.text import encode_json
 
-        sys.stdout.buffer.write(msgspec.json.format(encode_json(verdict.to_dict()), indent=1) + b"\n")
+        sys.stdout.buffer.write(
+            msgspec.json.format(encode_json(verdict.to_dict()), indent=1) + b"\n"
+        )
     else:
         letters: dict[int, str] = {}
         if not (sys.stdout.encoding or "utf-8").lower().replace("-", "").startswith("utf"):
@@ -68,7 +86,9 @@ def run(args: argparse.Namespace) -> int:
         raise CheckError(
             f"{_summarise_problems(verdict)}: not fit for {args.target}",
             slug="invalid-workload",
-            hint="each problem above has its remedy" if not args.json else "each problem has its remedy",
+            hint="each problem above has its remedy"
+            if not args.json
+            else "each problem has its remedy",
         )
     return 0
 
@@ -84,7 +104,9 @@ def _render_problems(verdict: ValidationResult, *, quiet: bool) -> Iterator[str]
         count = sum(problem.count for problem in problems)
         times = f" ({count:,} times)" if count > 1 else ""
         also = f", and in {units.format_quantity(other_files, 'more file')}" if other_files else ""
-        yield sanitize(f"{_SEVERITY_SIGNS[first.severity]} {first.rule}{times}  {first.path}{rank_note}{also}")
+        yield sanitize(
+            f"{_SEVERITY_SIGNS[first.severity]} {first.rule}{times}  {first.path}{rank_note}{also}"
+        )
         for example in first.examples:
             yield sanitize(f"    {example.message}")
         if count > len(first.examples):
@@ -105,8 +127,14 @@ def _summarise_problems(verdict: ValidationResult) -> str:
         return "nothing is wrong"
     wrong, checked = {p.path for p in verdict.problems}, {path for path, _, _ in verdict.files}
     files = len(verdict.files)
-    locations = [f"{len(wrong & checked)} of {units.format_quantity(files, 'file')}"] if wrong & checked else []
+    locations = (
+        [f"{len(wrong & checked)} of {units.format_quantity(files, 'file')}"]
+        if wrong & checked
+        else []
+    )
     locations += ["the group file"] if wrong - checked else []
     numbers = {"error": verdict.errors, "warning": verdict.warnings}
-    counts = [units.format_quantity(number, severity) for severity, number in numbers.items() if number]
+    counts = [
+        units.format_quantity(number, severity) for severity, number in numbers.items() if number
+    ]
     return f"{' and '.join(counts)} in {' and '.join(locations)}"

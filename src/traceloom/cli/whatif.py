@@ -35,10 +35,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     types.add_inputs(parser, "trace file, directory of traces, or recorded run")
     parser.add_argument(
-        "--set", dest="changes", action="append", required=True, metavar="CHANGE", help="a change; several add up"
+        "--set",
+        dest="changes",
+        action="append",
+        required=True,
+        metavar="CHANGE",
+        help="a change; several add up",
     )
     parser.add_argument(
-        "--step", type=types.parse_whole_number, metavar="N", help="of one step (default: of the whole window)"
+        "--step",
+        type=types.parse_whole_number,
+        metavar="N",
+        help="of one step (default: of the whole window)",
     )
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     outputs.add_output_options(
@@ -91,7 +99,13 @@ def run(args: argparse.Namespace) -> int:
             progress.say("evaluating")
             plan = Plan(graph)
             replay_law = law(graph, plan)
-            answer = whatif(graph, changes, plan=plan, kept=replay_law, host_ratio=session.recording_overhead_ratio)
+            answer = whatif(
+                graph,
+                changes,
+                plan=plan,
+                kept=replay_law,
+                host_ratio=session.recording_overhead_ratio,
+            )
         document = report.build(session.name, args.step, changes, answer, replay_law)
         written = outputs.write_output_files(args, targets, document, progress)
     outputs.print_document(args, document, report.render)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from traceloom.findings import communication, host_bound, host_waits, interruptions, kernels, stragglers, transfers
+from traceloom.findings import (
+    communication,
+    host_bound,
+    host_waits,
+    interruptions,
+    kernels,
+    stragglers,
+    transfers,
+)
 from traceloom.findings import communication as links
 from traceloom.findings import host_bound as host_operators
 from traceloom.findings import stragglers as pipeline
@@ -27,11 +35,15 @@ RULES: tuple[FindingRule, ...] = (
     *kernels.RULES,
     *transfers.MEMORY_RULES,
 )
-"""All rules. Of two fixes that save the same, the one whose rule comes first is told: causes before symptoms."""
+"""All rules.
+
+Of two fixes that save the same, the one whose rule comes first is told: causes before symptoms.
+"""
 
 
 def findings(session: Session) -> Ranked:
-    """What to fix first in a run: findings about time, ranked and disjoint, and about memory; and who abstained.
+    """What to fix first in a run: findings about time, ranked and disjoint, and about memory; and
+    who abstained.
 
     Example:
         >>> for finding in findings(traceloom.load("run")).time:  # doctest: +SKIP

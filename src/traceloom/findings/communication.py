@@ -20,12 +20,14 @@ from traceloom.system import units
 from traceloom.trace.notice import Abstention
 
 _SLOW_FACTOR = 1.5  # times as long as in the other groups
-_SLOW_LINK_FACTOR = 3.0  # times as long as the link takes for it: less may be other traffic, or kernels beside it
+_SLOW_LINK_FACTOR = (
+    3.0  # times as long as the link takes for it: less may be other traffic, or kernels beside it
+)
 _MIN_LARGE_BYTES = 4 * 2**20  # bytes, from which on the link decides and not what it takes to begin
 _MIN_TRANSFERS = 2  # transfers of a group that have to be seen
-# What NCCL's own model of a ring of large messages takes beside the bytes: at the beginning, and per step over NVLink
-# (src/graph/tuning.cc: baseLat and hwLat of ring/simple). Of the line rate its protocol leaves four fifths, as its
-# maintainers say (nccl-tests, issue 212).
+# What NCCL's own model of a ring of large messages takes beside the bytes: at the beginning, and
+# per step over NVLink (src/graph/tuning.cc: baseLat and hwLat of ring/simple). Of the line rate its
+# protocol leaves four fifths, as its maintainers say (nccl-tests, issue 212).
 _STARTUP_NS, _STEP_NS, _REACHED_RATE = 8_400, 3_400, 0.8
 _RING_STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times (members - 1)
 _SWITCHED_LINKS = (
@@ -63,19 +65,30 @@ def find_slow_links(context: Context) -> list[SlowTransfers]:
     # communication whose transfer is known
     edges = context.graph.edges
     is_transfer = pl.Series(context.graph.edges_of("rendezvous")) & edges["to_end"]
-    transfers = edges.filter(is_transfer).select(node="target", transfer_ns=pl.col("delay_ns") + pl.col("residual_ns"))
+    transfers = edges.filter(is_transfer).select(
+        node="target", transfer_ns=pl.col("delay_ns") + pl.col("residual_ns")
+    )
     transfers = transfers.filter(pl.col("transfer_ns") > 0)
-    calls = context.graph.communication.join(transfers, on="node").filter(pl.col("kind").is_in(list(_RING_STEPS)))
+    calls = context.graph.communication.join(transfers, on="node").filter(
+        pl.col("kind").is_in(list(_RING_STEPS))
+    )
     sized = add_sizes(calls).with_columns(wire_bytes=pl.col("size_bytes") * pl.col("bus_factor"))
-    rows = sized.drop_nulls(["ranks", "group_size", "wire_bytes"]).filter(pl.col("size_bytes") >= _MIN_LARGE_BYTES)
+    rows = sized.drop_nulls(["ranks", "group_size", "wire_bytes"]).filter(
+        pl.col("size_bytes") >= _MIN_LARGE_BYTES
+    )
     if not rows.height:
         return []
     keys = ["kind", "size_bytes", "group_size"]
     groups = rows.group_by(*keys, "ranks", maintain_order=True).agg(
-        "node", pl.col("transfer_ns").median().alias("takes_ns"), pl.col("wire_bytes").first(), pl.len().alias("count")
+        "node",
+        pl.col("transfer_ns").median().alias("takes_ns"),
+        pl.col("wire_bytes").first(),
+        pl.len().alias("count"),
     )
     candidates = []
-    for _, peers in groups.filter(pl.col("count") >= _MIN_TRANSFERS).group_by(keys, maintain_order=True):
+    for _, peers in groups.filter(pl.col("count") >= _MIN_TRANSFERS).group_by(
+        keys, maintain_order=True
+    ):
         for certain in (True, False):
             targets = [
                 target
@@ -83,8 +96,13 @@ def find_slow_links(context: Context) -> list[SlowTransfers]:
                 if (target := _compute_target(context, row, peers, certain=certain)) is not None
             ]
             if targets:
-                lost_ns = sum((target["takes_ns"] - target["should_ns"]) * target["count"] for target in targets)
-                candidates.append((_build_slow_transfers(context, targets, certain=certain), float(lost_ns)))
+                lost_ns = sum(
+                    (target["takes_ns"] - target["should_ns"]) * target["count"]
+                    for target in targets
+                )
+                candidates.append(
+                    (_build_slow_transfers(context, targets, certain=certain), float(lost_ns))
+                )
                 break
     return [slow for slow, _ in sorted(candidates, key=lambda candidate: -candidate[1])]
 
@@ -94,9 +112,18 @@ def _compute_target(
 ) -> dict[str, Any] | None:
     """The group with `should_ns` and `against`, where it takes far longer; None where not."""
     if certain:
-        other_times = [peer["takes_ns"] for peer in peers.to_dicts() if peer["ranks"] != row["ranks"]]
-        should, against = float(np.median(other_times or [row["takes_ns"]])), "in the other groups of this run"
-        return {**row, "should_ns": should, "against": against} if row["takes_ns"] > _SLOW_FACTOR * should else None
+        other_times = [
+            peer["takes_ns"] for peer in peers.to_dicts() if peer["ranks"] != row["ranks"]
+        ]
+        should, against = (
+            float(np.median(other_times or [row["takes_ns"]])),
+            "in the other groups of this run",
+        )
+        return (
+            {**row, "should_ns": should, "against": against}
+            if row["takes_ns"] > _SLOW_FACTOR * should
+            else None
+        )
     # the link between ranks that are known to be on one host, where it is known and switched
     members = [context.find_trace(rank) for rank in row["ranks"]]
     hosts = {trace.meta.host if trace is not None else None for trace in members}
@@ -109,12 +136,20 @@ def _compute_target(
     if link is None or link.name not in _SWITCHED_LINKS:
         return None
     steps = _RING_STEPS[row["kind"]] * (row["group_size"] - 1)
-    should = _STARTUP_NS + steps * _STEP_NS + row["wire_bytes"] / (link.peak_gb_per_s * _REACHED_RATE)
+    should = (
+        _STARTUP_NS + steps * _STEP_NS + row["wire_bytes"] / (link.peak_gb_per_s * _REACHED_RATE)
+    )
     against = f"over {link.name} ({link.peak_gb_per_s:.0f} GB/s)"
-    return {**row, "should_ns": should, "against": against} if row["takes_ns"] > _SLOW_LINK_FACTOR * should else None
+    return (
+        {**row, "should_ns": should, "against": against}
+        if row["takes_ns"] > _SLOW_LINK_FACTOR * should
+        else None
+    )
 
 
-def _build_slow_transfers(context: Context, targets: list[dict[str, Any]], *, certain: bool) -> SlowTransfers:
+def _build_slow_transfers(
+    context: Context, targets: list[dict[str, Any]], *, certain: bool
+) -> SlowTransfers:
     """What is slow of one kind and size, with a change for each group."""
     all_nodes = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     changes = []
@@ -124,20 +159,36 @@ def _build_slow_transfers(context: Context, targets: list[dict[str, Any]], *, ce
         all_nodes |= mask
         label = f"{target['kind']} of ranks {', '.join(map(str, target['ranks']))}"
         changes.append(
-            Change("scale", NodeSelection(label, mask, "collectives"), target["should_ns"] / target["takes_ns"])
+            Change(
+                "scale",
+                NodeSelection(label, mask, "collectives"),
+                target["should_ns"] / target["takes_ns"],
+            )
         )
     times = float(np.median([target["takes_ns"] / target["should_ns"] for target in targets]))
     ranks = tuple(tuple(target["ranks"]) for target in targets)
     first = targets[0]
     return SlowTransfers(
-        first["kind"], first["size_bytes"], ranks, times, first["against"], certain, tuple(changes), all_nodes
+        first["kind"],
+        first["size_bytes"],
+        ranks,
+        times,
+        first["against"],
+        certain,
+        tuple(changes),
+        all_nodes,
     )
 
 
 def check_slow_links(context: Context) -> Iterator[Message]:
-    """Transfers that take longer than elsewhere in the run, or than the link between the devices takes."""
+    """Transfers that take longer than elsewhere in the run, or than the link between the devices
+    takes.
+    """
     if context.rank_count < 2:
-        yield Abstention("slow-link", "only one rank was recorded: what is transfer and what is waiting is not known")
+        yield Abstention(
+            "slow-link",
+            "only one rank was recorded: what is transfer and what is waiting is not known",
+        )
         return
     for slow in find_slow_links(context):
         rank_list = "; ".join(", ".join(map(str, ranks)) for ranks in slow.ranks[:3])
@@ -158,7 +209,8 @@ RULES = (FindingRule("slow-link", "a link slower than it should be", check_slow_
 _MAX_SMALL_BYTES = 256 * 1024
 _MIN_CALLS_PER_STEP = 8
 _MAX_IMBALANCE = 1.5  # times the mean: the largest part of an exchange
-# What the next operation does not need at once; the results of the others are used right behind them.
+# What the next operation does not need at once; the results of the others are used right behind
+# them.
 _POINT_TO_POINT_KINDS = ("send", "receive")
 _HAS_SPLITS = (pl.col("in_splits").list.len() > 1) & (pl.col("in_splits").list.sum() > 0)
 _OVERLAPPABLE_KINDS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -187,9 +239,13 @@ def find_exposed_communication(context: Context) -> Iterator[Message]:
         movable = kind in _OVERLAPPABLE_KINDS
         change = Change("overlap", NodeSelection(f"{kind}, beside computing", mask, "collectives"))
         at_most_ns = exposed_ns
-        if links:  # what it saves when slow links are as fast as they should be: what these cost is theirs
+        if (
+            links
+        ):  # what it saves when slow links are as fast as they should be: what these cost is theirs
             fixed = context.changed(Scenario.of(context.graph), links)
-            times = whatif_many(context.graph, (fixed, context.changed(fixed, [change])), context.plan)
+            times = whatif_many(
+                context.graph, (fixed, context.changed(fixed, [change])), context.plan
+            )
             at_most_ns = min(max(int(times[0] - times[1]), 0), exposed_ns)
         yield Candidate(
             title=f"{context.format_time_per_step(context.compute_exposed_ns(in_steps))} of {context.format_time_per_step(time)} of {kind} not overlapped "
@@ -210,7 +266,9 @@ def find_exposed_communication(context: Context) -> Iterator[Message]:
 def find_small_collectives(context: Context) -> Iterator[Message]:
     """Many small collectives that could be one."""
     rows = context.graph.communication.filter(
-        pl.col("in_bytes").is_not_null(), pl.col("in_bytes") > 0, pl.col("in_bytes") < _MAX_SMALL_BYTES
+        pl.col("in_bytes").is_not_null(),
+        pl.col("in_bytes") > 0,
+        pl.col("in_bytes") < _MAX_SMALL_BYTES,
     )
     if not context.select_kinds(*gs.COMMUNICATION).any():
         yield Abstention("small-collectives", "no communication was recorded")
@@ -226,7 +284,13 @@ def find_small_collectives(context: Context) -> Iterator[Message]:
         yield Candidate(
             title=f"{units.format_count(messages.height)} calls of {kind} send less than {units.format_size(_MAX_SMALL_BYTES)} each"
             f"{context.rank_sum_suffix}",
-            changes=(Change("scale", NodeSelection(f"small {kind}", mask, "collectives"), 1 / _MIN_CALLS_PER_STEP),),
+            changes=(
+                Change(
+                    "scale",
+                    NodeSelection(f"small {kind}", mask, "collectives"),
+                    1 / _MIN_CALLS_PER_STEP,
+                ),
+            ),
             confidence=0.5,
             advice="Put them together: larger buckets (bucket_cap_mb), flattened tensors, coalesced calls.",
             evidence=context.evidence(mask),
@@ -264,13 +328,19 @@ def build_balanced_exchange(context: Context) -> Change | None:
         got=pl.col("out_splits").list.max() / pl.col("out_splits").list.mean(),
     )
     # one part is sent by one rank and received by another; the slowest of both decides
-    worst = ratios.with_columns(worst=pl.max_horizontal("given", "got").fill_nan(1.0).fill_null(1.0))
+    worst = ratios.with_columns(
+        worst=pl.max_horizontal("given", "got").fill_nan(1.0).fill_null(1.0)
+    )
     uneven = worst.filter(pl.col("worst") > _MAX_IMBALANCE)
     if not uneven.height:
         return None
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     mask[uneven["node"].to_numpy()] = True
-    return Change("scale", NodeSelection("uneven all_to_all", mask, "collectives"), 1 / float(uneven["worst"].median()))  # type: ignore[arg-type]
+    return Change(
+        "scale",
+        NodeSelection("uneven all_to_all", mask, "collectives"),
+        1 / float(uneven["worst"].median()),  # type: ignore[arg-type]
+    )
 
 
 COMMUNICATION_RULES = (

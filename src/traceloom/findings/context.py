@@ -46,9 +46,15 @@ _MAX_PARSED_CHARS = 2_000  # characters that are looked at
 
 
 def shorten_name(name: str) -> str:
-    """A name without what only a compiler needs: arguments, templates, namespaces; at most 60 characters."""
+    """A name without what only a compiler needs: arguments, templates, namespaces; at most 60
+    characters.
+    """
     name = _ADDRESS_PATTERN.sub("", name[:_MAX_PARSED_CHARS])
-    if not _OPERATOR_NAMESPACE_PATTERN.match(name) and ("::" in name or "<" in name[1:]) and not name.startswith("<"):
+    if (
+        not _OPERATOR_NAMESPACE_PATTERN.match(name)
+        and ("::" in name or "<" in name[1:])
+        and not name.startswith("<")
+    ):
         name = _ANONYMOUS_NAMESPACE_PATTERN.sub("", name.removeprefix("void "))
         head, bracket, remainder = name.partition("<")
         head = _NAMESPACE_PATTERN.sub("", head.split("(", 1)[0])
@@ -87,7 +93,9 @@ class Context:
 
     session: Session
     steps: tuple[int, ...] | None = field(default=None)
-    _analysis_cache: dict[tuple[int, Callable[..., Any]], Any] = field(default_factory=dict, repr=False)
+    _analysis_cache: dict[tuple[int, Callable[..., Any]], Any] = field(
+        default_factory=dict, repr=False
+    )
     caches_graph: bool = field(default=True, kw_only=True)
 
     @classmethod
@@ -97,7 +105,9 @@ class Context:
         return cls(session, None if step is None else (step,))
 
     def around(self, max_count: int) -> tuple[int, ...]:
-        """At most so many whole steps that follow each other, with those that are looked at in the middle."""
+        """At most so many whole steps that follow each other, with those that are looked at in the
+        middle.
+        """
         if self.steps is None:
             return ()
         numbers = set(find_common_steps(self.traces))
@@ -120,7 +130,9 @@ class Context:
         """The linked, calibrated graph of the steps."""
         if self.steps is None:
             return link_session(self.session, remember=self.caches_graph)
-        return link_session(self.session, step=self.steps[0], last=self.steps[-1], remember=self.caches_graph)
+        return link_session(
+            self.session, step=self.steps[0], last=self.steps[-1], remember=self.caches_graph
+        )
 
     @cached_property
     def plan(self) -> Plan:
@@ -134,7 +146,9 @@ class Context:
 
     @cached_property
     def whole_ns(self) -> int:
-        """From the first to the last moment of the graph; of steps that stand apart, the sum of each."""
+        """From the first to the last moment of the graph; of steps that stand apart, the sum of
+        each.
+        """
         times = get_point_times(self.graph)
         if self.apart:
             return int(self.compute_step_lengths(times).sum())
@@ -142,11 +156,15 @@ class Context:
 
     @cached_property
     def apart(self) -> bool:
-        """Whether there are several steps and time between them that is of none: a server's requests."""
+        """Whether there are several steps and time between them that is of none: a server's
+        requests.
+        """
         if self.step_count == 1:
             return False
         for trace in self.traces:
-            steps = trace.steps.filter(pl.col("step").is_in(list(self.steps or ()))).sort("start_ns")
+            steps = trace.steps.filter(pl.col("step").is_in(list(self.steps or ()))).sort(
+                "start_ns"
+            )
             between = int((steps["start_ns"] - steps["end_ns"].shift(1)).clip(0).sum())
             if between > _MAX_STEP_GAP_SHARE * int((steps["end_ns"] - steps["start_ns"]).sum()):
                 return True
@@ -155,12 +173,14 @@ class Context:
     def compute_step_lengths(self, times: Ints) -> Ints:
         """How long each step takes in a graph with these times of its points, shape (steps,); ns.
 
-        From where the step before it ends, on the last rank, to where it does; of steps that stand apart, from its own
-        beginning. A step ends with its work on the device: what a thread does at its end may wait for the next one.
-        Without a device it ends with its work on the host: a helper waits until the next step has something for it.
+        From where the step before it ends, on the last rank, to where it does; of steps that stand
+        apart, from its own beginning. A step ends with its work on the device: what a thread does
+        at its end may wait for the next one. Without a device it ends with its work on the host: a
+        helper waits until the next step has something for it.
         """
         if self.step_count == 1:
-            # since the measurement began: nothing of the step can be before it, whatever the clock of its work says
+            # since the measurement began: nothing of the step can be before it, whatever the clock
+            # of its work says
             start = self.graph.nodes["start_ns"].min()
             return np.array([int(times.max()) - start if times.size else 0], dtype=np.int64)  # type: ignore[operator]
         step_index, start, end = self.node_step_index, times[0::2], times[1::2]
@@ -173,17 +193,21 @@ class Context:
             first_starts = np.full(self.step_count, np.iinfo(np.int64).max)
             np.minimum.at(first_starts, step_index[step_index >= 0], start[step_index >= 0])
             return np.where(last_ends > first_starts, last_ends - first_starts, 0)
-        lengths: Ints = np.diff(np.maximum.accumulate(np.append(start[step_index == 0].min(), last_ends)))
+        lengths: Ints = np.diff(
+            np.maximum.accumulate(np.append(start[step_index == 0].min(), last_ends))
+        )
         return lengths
 
     @cached_property
     def step_ns(self) -> int:
         """How long a step takes, the mean of those that are looked at.
 
-        From the end of the device's work of earlier steps (or the beginning of the first step) to the end of their own.
+        From the end of the device's work of earlier steps (or the beginning of the first step) to
+        the end of their own.
 
-        The graph spans more where the host runs ahead of the device: what the device still has to do of earlier steps.
-        Stages of a pipeline are in a step at different times: there it is the step of the rank where it takes longest.
+        The graph spans more where the host runs ahead of the device: what the device still has to
+        do of earlier steps. Stages of a pipeline are in a step at different times: there it is the
+        step of the rank where it takes longest.
         """
         return self._total_length_ns // self.step_count
 
@@ -199,7 +223,9 @@ class Context:
 
     @cached_property
     def node_step_index(self) -> Ints:
-        """For each node which of the steps it is of, shape (nodes,): 0 for the first; -1 for nodes of others."""
+        """For each node which of the steps it is of, shape (nodes,): 0 for the first; -1 for nodes
+        of others.
+        """
         node_step = self.graph.nodes["step"].fill_null(-1).to_numpy().astype(np.int64)
         index = node_step - (self.steps[0] if self.steps else 0)
         index[(node_step < 0) | (index < 0) | (index >= self.step_count)] = -1
@@ -221,7 +247,10 @@ class Context:
         span_ns = int(end.max() - start.min()) if end.size else 0
         if self.elsewhere is None:
             return span_ns
-        device = self.elsewhere[nodes] & self.select_kinds(gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)[nodes]
+        device = (
+            self.elsewhere[nodes]
+            & self.select_kinds(gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)[nodes]
+        )
         host = ~self.elsewhere[nodes] & self.select_kinds(gs.HOST, gs.THINK, gs.LAUNCH)[nodes]
         if not device.any() or not host.any():
             return span_ns
@@ -261,28 +290,46 @@ class Context:
         return "request" if any(has_request_steps(trace) for trace in self.traces) else "step"
 
     def ran_ns(self, nodes: Bools) -> tuple[int, int] | None:
-        """How long the threads of some nodes ran in them, at least and at most, ns; None where nobody knows of one."""
+        """How long the threads of some nodes ran in them, at least and at most, ns; None where
+        nobody knows of one.
+        """
         min_ns, max_ns = self._compute_cpu_time_bounds(nodes)
-        return None if (min_ns[nodes] < 0).any() else (int(min_ns[nodes].sum()), int(max_ns[nodes].sum()))
+        return (
+            None
+            if (min_ns[nodes] < 0).any()
+            else (int(min_ns[nodes].sum()), int(max_ns[nodes].sum()))
+        )
 
     def select_sleeping_nodes(self, nodes: Bools, max_cpu_share: float) -> Bools:
         """Those of some nodes whose threads ran at most this share of them, for certain."""
         min_ns, max_ns = self._compute_cpu_time_bounds(nodes)
-        sleeping: Bools = nodes & (min_ns >= 0) & (max_ns <= max_cpu_share * self.graph.nodes["duration_ns"].to_numpy())
+        sleeping: Bools = (
+            nodes
+            & (min_ns >= 0)
+            & (max_ns <= max_cpu_share * self.graph.nodes["duration_ns"].to_numpy())
+        )
         return sleeping
 
     def _compute_cpu_time_bounds(self, nodes: Bools) -> tuple[Ints, Ints]:
-        """How long their threads ran in some nodes, at least and at most, ns, shape (nodes,); -1 where nobody knows."""
+        """How long their threads ran in some nodes, at least and at most, ns, shape (nodes,); -1
+        where nobody knows.
+        """
         min_ns, max_ns = (np.full(nodes.size, -1, dtype=np.int64) for _ in range(2))
         rows = self.graph.nodes.with_row_index("at").filter(pl.Series(nodes))
         for (rank, lane), thread_nodes in rows.group_by("rank", "lane"):
             trace = self.find_trace(rank)
             threads = self.graph.lanes.filter(pl.col("lane") == lane)["thread"].to_list()
             samples = (
-                None if trace is None or not threads else self.ask(trace, _read_thread_clocks).get(str(threads[0]))
+                None
+                if trace is None or not threads
+                else self.ask(trace, _read_thread_clocks).get(str(threads[0]))
             )
             if samples is not None:
-                low = thread_nodes["start_ns"].to_numpy() + self.graph.epoch_ns - self._rank_clock_offsets.get(rank, 0)
+                low = (
+                    thread_nodes["start_ns"].to_numpy()
+                    + self.graph.epoch_ns
+                    - self._rank_clock_offsets.get(rank, 0)
+                )
                 node_rows = thread_nodes["at"].to_numpy()
                 min_ns[node_rows], max_ns[node_rows] = samples.bound_cpu_time(
                     low, low + thread_nodes["duration_ns"].to_numpy()
@@ -291,7 +338,9 @@ class Context:
 
     @cached_property
     def step_thread_cpu_ns(self) -> int | None:
-        """How long the thread that makes the steps ran in them, on the rank where most; None where nobody knows."""
+        """How long the thread that makes the steps ran in them, on the rank where most; None where
+        nobody knows.
+        """
         max_ran = 0
         for trace in self.traces:
             log = read_run_steps(trace.meta)
@@ -305,7 +354,9 @@ class Context:
 
     @cached_property
     def running(self) -> float | None:
-        """How much of the window the threads of the busiest process run, all together; None where nobody knows."""
+        """How much of the window the threads of the busiest process run, all together; None where
+        nobody knows.
+        """
         shares = []
         for trace in self.traces:
             samples = self.ask(trace, _read_thread_clocks).values()
@@ -314,7 +365,10 @@ class Context:
             window = max(int(sample.time_ns[-1]) for sample in samples) - min(
                 int(sample.time_ns[0]) for sample in samples
             )
-            shares.append(sum(int(sample.ran_ns[-1] - sample.ran_ns[0]) for sample in samples) / max(window, 1))
+            shares.append(
+                sum(int(sample.ran_ns[-1] - sample.ran_ns[0]) for sample in samples)
+                / max(window, 1)
+            )
         return max(shares, default=None)
 
     def ask(self, subject: S, analysis: Callable[[S], T]) -> T:
@@ -332,11 +386,17 @@ class Context:
         return rows.filter(pl.col("step").is_between(self.steps[0], self.steps[-1]))
 
     def select_anti_pattern(self, pattern: str) -> tuple[pl.DataFrame, pl.DataFrame]:
-        """What `AntiPatterns.patterns` and `.matches` say of one pattern in all traces, with `trace`."""
+        """What `AntiPatterns.patterns` and `.matches` say of one pattern in all traces, with
+        `trace`.
+        """
         analyses = [self.ask(trace, anti_patterns) for trace in self.traces]
         is_pattern = pl.col("pattern") == pattern
-        rules = concatenate_by_trace(trace_patterns.patterns for trace_patterns in analyses).filter(is_pattern)
-        return rules, concatenate_by_trace(trace_patterns.matches for trace_patterns in analyses).filter(is_pattern)
+        rules = concatenate_by_trace(trace_patterns.patterns for trace_patterns in analyses).filter(
+            is_pattern
+        )
+        return rules, concatenate_by_trace(
+            trace_patterns.matches for trace_patterns in analyses
+        ).filter(is_pattern)
 
     def split_by_trace(self, rows: pl.DataFrame) -> Iterator[tuple[Trace, pl.DataFrame]]:
         """Each trace that has rows, and these, in their order; `rows` is `stacked`."""
@@ -344,7 +404,9 @@ class Context:
             yield self.traces[trace_rows["trace"][0]], trace_rows
 
     def select_nodes_of_stacked_events(self, rows: pl.DataFrame) -> Bools:
-        """The graph's nodes for events of all traces, shape (nodes,); `rows` (`stacked`) have a column `event`."""
+        """The graph's nodes for events of all traces, shape (nodes,); `rows` (`stacked`) have a
+        column `event`.
+        """
         mask = np.zeros(self.graph.nodes.height, dtype=np.bool_)
         for trace, trace_rows in self.split_by_trace(rows):
             mask |= self.nodes_of(trace, trace_rows["event"])
@@ -352,13 +414,19 @@ class Context:
 
     @cached_property
     def gaps(self) -> pl.DataFrame:
-        """The parts of gaps of all devices in the steps that are looked at: as `Idle.gaps`, with `trace`."""
-        return self.in_step(concatenate_by_trace(self.ask(trace, idle).gaps for trace in self.traces))
+        """The parts of gaps of all devices in the steps that are looked at: as `Idle.gaps`, with
+        `trace`.
+        """
+        return self.in_step(
+            concatenate_by_trace(self.ask(trace, idle).gaps for trace in self.traces)
+        )
 
     @cached_property
     def rank_comparison(self) -> AcrossRanks | None:
         """The ranks compared; None where there is only one."""
-        return across_ranks(self.session) if len({trace.rank for trace in self.traces}) > 1 else None
+        return (
+            across_ranks(self.session) if len({trace.rank for trace in self.traces}) > 1 else None
+        )
 
     @cached_property
     def is_pipeline(self) -> bool:
@@ -374,7 +442,8 @@ class Context:
     def meeting(self) -> frozenset[int]:
         """Ranks that share communication with another one: only they can wait for each other."""
         parts = self.graph.communication.drop_nulls("instance").select(
-            "instance", rank=self.graph.nodes["rank"][self.graph.communication.drop_nulls("instance")["node"]]
+            "instance",
+            rank=self.graph.nodes["rank"][self.graph.communication.drop_nulls("instance")["node"]],
         )
         shared = parts.filter(pl.col("rank").n_unique().over("instance") > 1)
         return frozenset(shared["rank"].drop_nulls().to_list())
@@ -400,14 +469,18 @@ class Context:
 
     @cached_property
     def sampled(self) -> bool:
-        """Whether most operators were left out of a file, so that nobody knows what lies between those in it."""
+        """Whether most operators were left out of a file, so that nobody knows what lies between
+        those in it.
+        """
         checks = (check_sampled_operators(trace) for trace in self.traces)
         return any(check is not None and check.affected for check in checks)
 
     @cached_property
     def allocations(self) -> list[tuple[Trace, Allocations]]:
         """Whose memory it is, for each trace with allocations."""
-        return [(trace, explain_allocations(trace)) for trace in self.traces if trace.allocations.height]
+        return [
+            (trace, explain_allocations(trace)) for trace in self.traces if trace.allocations.height
+        ]
 
     def nodes_of(self, trace: Trace, events: pl.Series) -> Bools:
         """The graph's nodes for some events (rows) of one trace, shape (nodes,)."""
@@ -415,10 +488,14 @@ class Context:
         return select_event_nodes(self.graph, trace.rank if several else None, events)
 
     def below(self, trace: Trace, events: pl.Series) -> Bools:
-        """The nodes for some host events, what lies inside them, and the GPU work launched there, shape (nodes,)."""
+        """The nodes for some host events, what lies inside them, and the GPU work launched there,
+        shape (nodes,).
+        """
         tree = build_forest(trace)
         roots = np.zeros(tree.row.size, dtype=np.bool_)
-        positions = tree.position[(events.drop_nulls() if events.null_count() else events).to_numpy().astype(np.int64)]
+        positions = tree.position[
+            (events.drop_nulls() if events.null_count() else events).to_numpy().astype(np.int64)
+        ]
         roots[positions[positions >= 0]] = True
         return self.inside(trace, roots)
 
@@ -428,13 +505,17 @@ class Context:
         host = pl.Series(tree.row[tree.outermost_or_self(roots) >= 0], dtype=pl.UInt32)
         if not host.len():
             return np.zeros(self.graph.nodes.height, dtype=np.bool_)
-        calls = np.zeros(trace.events.height + 1, dtype=np.bool_)  # the last for events without a call: NO_ROW
+        calls = np.zeros(
+            trace.events.height + 1, dtype=np.bool_
+        )  # the last for events without a call: NO_ROW
         calls[host.to_numpy()] = True
         launched = np.flatnonzero(gather_rows(calls, get_event_column(trace, "launch", NO_ROW)))
         return self.nodes_of(trace, pl.concat([host, pl.Series(launched, dtype=pl.UInt32)]))
 
     def changed(self, base: Scenario, changes: Sequence[Change]) -> Scenario:
-        """The scenario with changes in the step that is looked at, and in no other of which the graph has work."""
+        """The scenario with changes in the step that is looked at, and in no other of which the
+        graph has work.
+        """
         if self.elsewhere is None:
             for change in changes:
                 base = base.apply(change)
@@ -464,7 +545,9 @@ class Context:
         return dict(zip(ranks.tolist(), sums.tolist(), strict=True))
 
     def own(self, nodes: Bools) -> Bools:
-        """Those of some nodes that are of the steps looked at, not of those that the device still had to do."""
+        """Those of some nodes that are of the steps looked at, not of those that the device still
+        had to do.
+        """
         return nodes if self.elsewhere is None else nodes & ~self.elsewhere
 
     def format_time_per_step(self, time_ns: int) -> str:
@@ -472,7 +555,9 @@ class Context:
         return units.format_duration(round(time_ns / self.step_count))
 
     def many(self, count: int, noun: str = "") -> str:
-        """A number of things in the steps, as what it comes to in one of them; with the things, where they are told."""
+        """A number of things in the steps, as what it comes to in one of them; with the things,
+        where they are told.
+        """
         per_step = max(round(count / self.step_count), 1)
         return units.format_quantity(per_step, noun) if noun else units.format_count(per_step)
 
@@ -482,42 +567,69 @@ class Context:
         return f", summed over {self.rank_count} ranks" if self.rank_count > 1 else ""
 
     def compute_exposed_ns(self, nodes: Bools) -> int:
-        """Time in which these run on the device and no kernel of the same rank computes, summed over ranks."""
+        """Time in which these run on the device and no kernel of the same rank computes, summed
+        over ranks.
+        """
         return sum(spans.total for spans in find_exposed_time(self.graph, nodes))
 
     def evidence(self, nodes: Bools, max_count: int = 4) -> tuple[Evidence, ...]:
         """The longest of some nodes, as they stand in their traces."""
         node_rows = np.flatnonzero(nodes)
-        longest = np.argsort(-self.graph.nodes["duration_ns"].to_numpy()[node_rows], kind="stable")[:max_count]
+        longest = np.argsort(-self.graph.nodes["duration_ns"].to_numpy()[node_rows], kind="stable")[
+            :max_count
+        ]
         entries = []
         for row in self.graph.nodes[node_rows[longest]].to_dicts():
             trace = self.find_trace(row["rank"])
-            start = int(row["start_ns"]) + self.graph.epoch_ns - self._rank_clock_offsets.get(row["rank"], 0)
+            start = (
+                int(row["start_ns"])
+                + self.graph.epoch_ns
+                - self._rank_clock_offsets.get(row["rank"], 0)
+            )
             lane: int | None = None
-            if trace is not None and row["event"] is not None and row["kind"] in (gs.KERNEL, gs.COPY, gs.FILL):
+            if (
+                trace is not None
+                and row["event"] is not None
+                and row["kind"] in (gs.KERNEL, gs.COPY, gs.FILL)
+            ):
                 start, lane = (trace.events[key][row["event"]] for key in ("start_ns", "lane"))
             on_host = row["kind"] in (gs.HOST, gs.THINK, gs.WAIT)
-            frame_name = self._find_covering_frame(trace, row, start) if on_host and trace is not None else None
+            frame_name = (
+                self._find_covering_frame(trace, row, start)
+                if on_host and trace is not None
+                else None
+            )
             label = frame_name or (
-                shorten_name(row["name"]) if row["name"] and row["kind"] != gs.THINK else UNNAMED_HOST_TIME
+                shorten_name(row["name"])
+                if row["name"] and row["kind"] != gs.THINK
+                else UNNAMED_HOST_TIME
             )
             entries.append(Evidence(label, row["rank"], start, row["duration_ns"], lane))
         return tuple(entries)
 
     def stretches(self, nodes: Bools) -> pl.DataFrame:
-        """The host time of some nodes in the steps looked at, `STRETCHES` with rank, as it stands in their traces."""
+        """The host time of some nodes in the steps looked at, `STRETCHES` with rank, as it stands
+        in their traces.
+        """
         selected = np.flatnonzero(self.own(nodes) & self.select_kinds(*HOST_KINDS))
-        rows = self.graph.nodes[["rank", "lane", "start_ns", "duration_ns"]][selected].drop_nulls("lane")
+        rows = self.graph.nodes[["rank", "lane", "start_ns", "duration_ns"]][selected].drop_nulls(
+            "lane"
+        )
         lanes, shifts = self._trace_lanes_and_shifts
         lane = rows["lane"].to_numpy()
         start = rows["start_ns"] + shifts[lane]
-        times = (pl.Series("lane", lanes[lane]), start, (start + rows["duration_ns"]).alias("end_ns"))
+        times = (
+            pl.Series("lane", lanes[lane]),
+            start,
+            (start + rows["duration_ns"]).alias("end_ns"),
+        )
         intervals = pl.DataFrame([rows["rank"], *times])[np.flatnonzero(lanes[lane] >= 0)]
         return intervals.pipe(cast_to_schema, {"rank": pl.Int32, **HOST_INTERVALS_SCHEMA})
 
     @cached_property
     def _trace_lanes_and_shifts(self) -> tuple[Ints, Ints]:
-        """For each lane of the graph the lane of the same thread of the host in the trace of its rank, -1 for none.
+        """For each lane of the graph the lane of the same thread of the host in the trace of its
+        rank, -1 for none.
 
         And what makes times of the graph times of that trace, ns; shape (lanes,) each.
         """
@@ -525,12 +637,16 @@ class Context:
             (rank, process, thread): lane
             for rank in self._rank_clock_offsets
             if (trace := self.find_trace(rank)) is not None
-            for lane, kind, process, thread in trace.lanes[["lane", "kind", "process", "thread"]].iter_rows()
+            for lane, kind, process, thread in trace.lanes[
+                ["lane", "kind", "process", "thread"]
+            ].iter_rows()
             if kind == "host"
         }
         keys = self.graph.lanes[["rank", "process", "thread"]].rows()
         shifts = [self.graph.epoch_ns - self._rank_clock_offsets.get(rank, 0) for rank, *_ in keys]
-        return np.array([threads.get(key, -1) for key in keys], dtype=np.int64), np.array(shifts, dtype=np.int64)
+        return np.array([threads.get(key, -1) for key in keys], dtype=np.int64), np.array(
+            shifts, dtype=np.int64
+        )
 
     @cached_property
     def _rank_clock_offsets(self) -> dict[int | None, int]:
@@ -543,7 +659,9 @@ class Context:
         return traces[0] if len(traces) == 1 else None
 
     def _find_covering_frame(self, trace: Trace, row: dict[str, Any], start: int) -> str | None:
-        """The innermost Python frame of a node's thread that covers most of it; None where none is recorded."""
+        """The innermost Python frame of a node's thread that covers most of it; None where none is
+        recorded.
+        """
         if row["lane"] is None:
             return None
         end = start + row["duration_ns"]
@@ -551,11 +669,15 @@ class Context:
             pl.col("lane") == self._trace_lanes_and_shifts[0][row["lane"]]
         )
         min_overlap_ns = _MIN_NAME_COVERAGE * max(end - start, 1)
-        overlap_ns = pl.min_horizontal(pl.col("end_ns"), end) - pl.max_horizontal(pl.col("start_ns"), start)
+        overlap_ns = pl.min_horizontal(pl.col("end_ns"), end) - pl.max_horizontal(
+            pl.col("start_ns"), start
+        )
         frames_inside = frames.filter(pl.col("start_ns") < end, pl.col("end_ns") > start).filter(
             overlap_ns >= min_overlap_ns
         )
-        return shorten_name(frames_inside.sort("depth")["name"][-1]) if frames_inside.height else None
+        return (
+            shorten_name(frames_inside.sort("depth")["name"][-1]) if frames_inside.height else None
+        )
 
 
 def _read_thread_clocks(trace: Trace) -> dict[str, ThreadClock]:
@@ -565,4 +687,6 @@ def _read_thread_clocks(trace: Trace) -> dict[str, ThreadClock]:
 
 def _select_python_frames(trace: Trace) -> pl.DataFrame:
     python = trace.events.filter(pl.col("category") == cat.PYTHON)
-    return python.select("name", "lane", "start_ns", "depth", end_ns=pl.col("start_ns") + pl.col("duration_ns"))
+    return python.select(
+        "name", "lane", "start_ns", "depth", end_ns=pl.col("start_ns") + pl.col("duration_ns")
+    )

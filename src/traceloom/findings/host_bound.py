@@ -31,14 +31,19 @@ from traceloom.trace.trace import Trace
 
 _MIN_PYTHON_SHARE = 0.15  # of the window
 _MIN_GAP_SHARE = 0.02  # of the window
-_PYTHON_LEFT = 0.3  # of the time of many short stretches of Python: what compiled or vectorised code leaves
+_PYTHON_LEFT = (
+    0.3  # of the time of many short stretches of Python: what compiled or vectorised code leaves
+)
 _MIN_LOOP_CALLS = 64  # calls in a row, from which on somebody loops over the elements of a tensor
 # What Python calls for one element; runs of others may be a loop in C++ over many tensors.
 _ELEMENT_OPS = ("aten::item", "aten::select", "aten::index", "aten::is_nonzero", "aten::equal")
 _MAX_LOOPS = 16  # of a trace that are looked at, those of the most calls
 _LATE_CAUSES = ("host_op", "host_launch", "host_python", "host_unobserved")
 _SINGLE_CALL_CAUSES = ("host_op", "host_launch")
-_PYTHON_CAUSES = ("host_python", "host_unobserved")  # long ones are pauses: other launches do not shorten them
+_PYTHON_CAUSES = (
+    "host_python",
+    "host_unobserved",
+)  # long ones are pauses: other launches do not shorten them
 _LAUNCH_COST_CAUSES = (
     "launch_latency",
     "kernel_to_kernel",
@@ -68,8 +73,15 @@ def find_launch_bound(context: Context) -> Iterator[Message]:
     max_saving_ns = min(int(rank_idle_ns.max()), context.step_ns * context.step_count)
     longest = late.sort("duration_ns", descending=True, maintain_order=True)
     gaps = [
-        Evidence(f"GPU idle: {shorten_name(activity or 'nothing recorded')}", context.traces[trace].rank, start_ns, ns)
-        for activity, trace, start_ns, ns in longest.filter(pl.int_range(pl.len()).over("trace") < 3)
+        Evidence(
+            f"GPU idle: {shorten_name(activity or 'nothing recorded')}",
+            context.traces[trace].rank,
+            start_ns,
+            ns,
+        )
+        for activity, trace, start_ns, ns in longest.filter(
+            pl.int_range(pl.len()).over("trace") < 3
+        )
         .head(4)
         .select("host_activity", "trace", "start_ns", "duration_ns")
         .iter_rows()
@@ -77,7 +89,11 @@ def find_launch_bound(context: Context) -> Iterator[Message]:
     yield Candidate(
         title=f"launches come too late: the GPU is idle for {units.format_duration(idle)} of {context.where}"
         f"{context.rank_sum_suffix}"
-        + (f" ({units.format_duration(total_idle_ns)} with launch latency)" if max_saving_ns > idle else ""),
+        + (
+            f" ({units.format_duration(total_idle_ns)} with launch latency)"
+            if max_saving_ns > idle
+            else ""
+        ),
         changes=(Change("graph", Selection("gpu")),),
         confidence=0.6,
         advice="Submit the step with fewer, larger launches: torch.compile, CUDA graphs (torch.cuda.graphs, "
@@ -92,13 +108,15 @@ def _select_late_gaps(context: Context) -> pl.DataFrame:
     """Parts of gaps, as in `Context.gaps`, in which the GPU waits for a launch that comes late."""
     cause, long = pl.col("cause"), compute_min_pause_ns(context)
     late = context.gaps.filter(
-        cause.is_in(list(_LATE_CAUSES)), ~(cause.is_in(list(_PYTHON_CAUSES)) & (pl.col("duration_ns") >= long))
+        cause.is_in(list(_LATE_CAUSES)),
+        ~(cause.is_in(list(_PYTHON_CAUSES)) & (pl.col("duration_ns") >= long)),
     )
     if context.steps is not None or not late.height:
         return late
     # one call or operator that takes long, at the start say, does not come again
     took = pl.concat(
-        trace.events["duration_ns"].gather(part["host_event"]) for trace, part in context.split_by_trace(late)
+        trace.events["duration_ns"].gather(part["host_event"])
+        for trace, part in context.split_by_trace(late)
     )
     once = pl.min_horizontal("duration_ns", took) >= long
     return late.filter(~(once & cause.is_in(list(_SINGLE_CALL_CAUSES))))
@@ -109,9 +127,12 @@ def _select_host_work_during_gaps(context: Context) -> pl.DataFrame:
     host = context.stretches(context.select_kinds(gs.HOST, gs.THINK, gs.LAUNCH))
     parts = [host.clear()]
     # of each gap as much as is late, from where that begins
-    all_late = _select_late_gaps(context).drop_nulls("launch").group_by("trace", "gap", "step").agg(
-        pl.col("launch").first(), pl.col("start_ns").min(), pl.col("duration_ns").sum()
-    )  # fmt: skip
+    all_late = (
+        _select_late_gaps(context)
+        .drop_nulls("launch")
+        .group_by("trace", "gap", "step")
+        .agg(pl.col("launch").first(), pl.col("start_ns").min(), pl.col("duration_ns").sum())
+    )
     rank = host["rank"].to_numpy()
     for trace, late in context.split_by_trace(all_late):
         rows = host[np.flatnonzero(rank == trace.rank)] if len(context.traces) > 1 else host
@@ -121,28 +142,39 @@ def _select_host_work_during_gaps(context: Context) -> pl.DataFrame:
         start = late["start_ns"].to_numpy() + offset
         lanes = rows["lane"].to_numpy().astype(np.int64) * width
         low, high = (rows[name].to_numpy() + lanes for name in ("start_ns", "end_ns"))
-        shared = find_overlaps(low, high, merge_intervals(start, start + late["duration_ns"].to_numpy()))
+        shared = find_overlaps(
+            low, high, merge_intervals(start, start + late["duration_ns"].to_numpy())
+        )
         shared_times = pl.DataFrame(
-            {"start_ns": shared.start - lanes[shared.left], "end_ns": shared.end - lanes[shared.left]}
+            {
+                "start_ns": shared.start - lanes[shared.left],
+                "end_ns": shared.end - lanes[shared.left],
+            }
         )
         parts.append(rows[["rank", "lane"]][shared.left].hstack(shared_times))
     return pl.concat(parts)
 
 
 def _find_element_loops(trace: Trace) -> pl.DataFrame:
-    """Loops over the elements of a tensor, as runs of one operator: name, calls, step, first and last (events).
+    """Loops over the elements of a tensor, as runs of one operator: name, calls, step, first and
+    last (events).
 
-    `for value in tensor` begins with `aten::unbind`, after which any operator may be the loop's. What a data loader
-    does is its own matter.
+    `for value in tensor` begins with `aten::unbind`, after which any operator may be the loop's.
+    What a data loader does is its own matter.
     """
     vocabulary, is_op = build_vocabulary(trace), (trace.events["category"] == cat.OP).to_numpy()
     parent, lane = get_event_column(trace, "parent", NO_ROW), get_event_column(trace, "lane")
-    is_nested = gather_rows(is_op | gather_rows(vocabulary.matching(DATA_LOADING_PATTERN), vocabulary.code), parent)
+    is_nested = gather_rows(
+        is_op | gather_rows(vocabulary.matching(DATA_LOADING_PATTERN), vocabulary.code), parent
+    )
     row = np.flatnonzero(is_op & ((parent < 0) | ~is_nested))
     row = row[np.argsort(lane[row], kind="stable")]
     # where a run begins: what comes before it is of another lane, step, parent or name
     is_run_start = np.ones(row.size, dtype=np.bool_)
-    columns = [values[row] for values in (lane, get_event_column(trace, "step", NULL), parent, vocabulary.code)]
+    columns = [
+        values[row]
+        for values in (lane, get_event_column(trace, "step", NULL), parent, vocabulary.code)
+    ]
     is_run_start[1:] = np.any([values[1:] != values[:-1] for values in columns], axis=0)
     first = np.flatnonzero(is_run_start)
     calls = np.diff(np.append(first, row.size))
@@ -150,13 +182,19 @@ def _find_element_loops(trace: Trace) -> pl.DataFrame:
     before, last = row[first[np.maximum(run - 1, 0)]], row[first[run] + calls[run] - 1]
     events = trace.events[["name", "lane", "step"]]
     loops, preceding = events[row[first[run]]], events[before]
-    parts = ((preceding["name"] == "aten::unbind") & (preceding["lane"] == loops["lane"])).to_numpy() & (run > 0)
+    parts = (
+        (preceding["name"] == "aten::unbind") & (preceding["lane"] == loops["lane"])
+    ).to_numpy() & (run > 0)
     numbers = {"first": np.where(parts, before, row[first[run]]), "last": last, "calls": calls[run]}
-    return loops.hstack(pl.DataFrame(numbers)).filter(pl.lit(pl.Series(parts)) | pl.col("name").is_in(_ELEMENT_OPS))
+    return loops.hstack(pl.DataFrame(numbers)).filter(
+        pl.lit(pl.Series(parts)) | pl.col("name").is_in(_ELEMENT_OPS)
+    )
 
 
 def find_loops(context: Context) -> tuple[Bools, dict[str, int]]:
-    """The nodes of such loops from start to end, with what they launch, and how often each call is made."""
+    """The nodes of such loops from start to end, with what they launch, and how often each call is
+    made.
+    """
     nodes, edges = context.graph.nodes, context.graph.edges
     in_loops = np.zeros(nodes.height, dtype=np.bool_)
     calls: dict[str, int] = {}
@@ -164,9 +202,12 @@ def find_loops(context: Context) -> tuple[Bools, dict[str, int]]:
     start, lane = nodes["start_ns"].to_numpy(), nodes["lane"].fill_null(-1).to_numpy()
     for trace in context.traces:
         loops = context.in_step(context.ask(trace, _find_element_loops))
-        for row in (loops.sort("calls", descending=True).head(_MAX_LOOPS) if loops.height else loops).to_dicts():
+        for row in (
+            loops.sort("calls", descending=True).head(_MAX_LOOPS) if loops.height else loops
+        ).to_dicts():
             end_nodes = [
-                np.flatnonzero(host & context.nodes_of(trace, pl.Series([row[end]]))) for end in ("first", "last")
+                np.flatnonzero(host & context.nodes_of(trace, pl.Series([row[end]])))
+                for end in ("first", "last")
             ]
             if end_nodes[0].size and end_nodes[1].size:
                 in_loops |= (
@@ -185,7 +226,10 @@ def find_loops(context: Context) -> tuple[Bools, dict[str, int]]:
 
 def find_python_bound(context: Context) -> Iterator[Message]:
     """Python between operators holds up the step."""
-    if not context.select_kinds(gs.HOST).any() or not (context.graph.nodes["category"] == cat.OP).any():
+    if (
+        not context.select_kinds(gs.HOST).any()
+        or not (context.graph.nodes["category"] == cat.OP).any()
+    ):
         yield Abstention("python-bound", "no operators were recorded: what the host did is unknown")
         return
     if waits_for_requests(context):
@@ -195,10 +239,14 @@ def find_python_bound(context: Context) -> Iterator[Message]:
         yield Abstention("python-bound", OPERATORS_SAMPLED)
         return
     loops, calls = find_loops(context)
-    if context.work_ns(loops & ~context.select_kinds(gs.KERNEL, gs.COPY, gs.FILL)) >= _MIN_GAP_SHARE * context.whole_ns:
+    if (
+        context.work_ns(loops & ~context.select_kinds(gs.KERNEL, gs.COPY, gs.FILL))
+        >= _MIN_GAP_SHARE * context.whole_ns
+    ):
         host = loops & context.select_kinds(gs.HOST, gs.THINK, gs.LAUNCH)
         call_list = ", ".join(
-            f"{shorten_name(name)} {units.format_count(count)} times" for name, count in sorted(calls.items())[:3]
+            f"{shorten_name(name)} {units.format_count(count)} times"
+            for name, count in sorted(calls.items())[:3]
         )
         yield Candidate(
             title=f"a loop over the elements of a tensor calls {call_list}: {units.format_duration(context.work_ns(host))} of "
@@ -219,7 +267,11 @@ def find_python_bound(context: Context) -> Iterator[Message]:
     slower = "; recording stacks makes it look longer than it is" if context.stacks else ""
     yield Candidate(
         title=f"Python between operators takes {units.format_duration(time)} of {context.where}{context.rank_sum_suffix}{slower}",
-        changes=(Change("scale", NodeSelection("Python between operators", short, "think"), _PYTHON_LEFT),),
+        changes=(
+            Change(
+                "scale", NodeSelection("Python between operators", short, "think"), _PYTHON_LEFT
+            ),
+        ),
         confidence=0.3 if context.stacks else 0.4,
         advice="Compile the model or replay it as a CUDA graph; vectorise loops over tensors, cache what does not "
         "change, log less often.",
@@ -281,7 +333,9 @@ _HOST_KINDS = (gs.HOST, gs.THINK)
 def find_host_copies(context: Context) -> Iterator[Message]:
     """Copies that the program asks for itself."""
     if context.has_gpu_work:
-        yield Abstention("host-copies", "the device computes: see device-copies and needless-copies")
+        yield Abstention(
+            "host-copies", "the device computes: see device-copies and needless-copies"
+        )
         return
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     count, name_times = 0, pl.DataFrame()
@@ -298,7 +352,11 @@ def find_host_copies(context: Context) -> Iterator[Message]:
     rows_in_order, lane = order["at"].to_numpy(), order["lane"].fill_null(_NO_LANE).to_numpy()
     follows = np.zeros(rows_in_order.size, dtype=np.bool_)
     follows[rows_in_order[1:]] = mask[rows_in_order[:-1]] & (lane[1:] == lane[:-1])
-    mask |= follows & select_time_between_operators(context) & (nodes["work_ns"].to_numpy() <= _MAX_SHORT_NS)
+    mask |= (
+        follows
+        & select_time_between_operators(context)
+        & (nodes["work_ns"].to_numpy() <= _MAX_SHORT_NS)
+    )
     time = context.work_ns(mask & context.select_kinds(*_HOST_KINDS))
     if not count or time < _MIN_SHARE * context.whole_ns * max(context.rank_count, 1):
         return
@@ -330,9 +388,13 @@ def _find_copy_operators(trace: Trace) -> pl.DataFrame:
         has_copying[ancestors] = True
         ancestors = parent[ancestors]
     does_copy = has_copying[outer] | copying[outer] | back[outer]
-    is_internal = _is_inside_marked(parent, names.str.contains(_OWN_COPIES_PATTERN).to_numpy(), outer)
+    is_internal = _is_inside_marked(
+        parent, names.str.contains(_OWN_COPIES_PATTERN).to_numpy(), outer
+    )
     selected = outer[does_copy & ~is_internal]
-    rows: pl.DataFrame = events.select("event", pl.col("name").cast(pl.String), "duration_ns", "step")[selected]
+    rows: pl.DataFrame = events.select(
+        "event", pl.col("name").cast(pl.String), "duration_ns", "step"
+    )[selected]
     return rows
 
 
@@ -349,7 +411,9 @@ def _is_inside_marked(parent: Ints, marked: Bools, events: Ints) -> Bools:
 def find_tiny_operators(context: Context) -> Iterator[Message]:
     """The same few small operators again and again."""
     if context.has_gpu_work:
-        yield Abstention("tiny-operators", "the device computes: see launch-bound and small-kernels")
+        yield Abstention(
+            "tiny-operators", "the device computes: see launch-bound and small-kernels"
+        )
         return
     in_loops, _ = find_loops(context)
     nodes = context.graph.nodes
@@ -359,7 +423,10 @@ def find_tiny_operators(context: Context) -> Iterator[Message]:
     calls = 0
     for trace in context.traces:
         for row in context.in_step(context.ask(trace, _find_repeated_operators)).to_dicts():
-            end_nodes = [np.flatnonzero(context.nodes_of(trace, pl.Series([row[end]]))) for end in ("first", "last")]
+            end_nodes = [
+                np.flatnonzero(context.nodes_of(trace, pl.Series([row[end]])))
+                for end in ("first", "last")
+            ]
             if not end_nodes[0].size or not end_nodes[1].size:
                 continue
             run_nodes = (
@@ -379,7 +446,9 @@ def find_tiny_operators(context: Context) -> Iterator[Message]:
     yield Candidate(
         title=f"{units.format_count(calls)} tiny operators, the same few again and again, take {units.format_duration(time)} of "
         f"{context.where}{context.rank_sum_suffix}",
-        changes=(Change("scale", NodeSelection("tiny operators, each kind once", mask, "host"), remains),),
+        changes=(
+            Change("scale", NodeSelection("tiny operators, each kind once", mask, "host"), remains),
+        ),
         confidence=0.5,
         advice="Do it for all elements at once: stack the tensors and call each operator once, use the `_foreach_` or "
         "fused variant, or compile the function (torch.compile).",
@@ -388,11 +457,18 @@ def find_tiny_operators(context: Context) -> Iterator[Message]:
 
 
 def _find_repeated_operators(trace: Trace) -> pl.DataFrame:
-    """Stretches in which a few outermost operators repeat: first and last (events), step, calls, times.
+    """Stretches in which a few outermost operators repeat: first and last (events), step, calls,
+    times.
 
     Those that make a batch are the loader's: `data-starved` has them.
     """
-    schema = {"first": pl.UInt32, "last": pl.UInt32, "step": pl.Int32, "calls": pl.Int64, "times": pl.Int64}
+    schema = {
+        "first": pl.UInt32,
+        "last": pl.UInt32,
+        "step": pl.Int32,
+        "calls": pl.Int64,
+        "times": pl.Int64,
+    }
     events = trace.events
     parent_row = events["parent"].fill_null(0)
     is_op = events["category"] == cat.OP
@@ -412,15 +488,23 @@ def _find_repeated_operators(trace: Trace) -> pl.DataFrame:
     runs: list[tuple[int, int, int | None, int, int]] = []
     for period in range(1, min(_MAX_PERIOD, key.size - 1) + 1):
         same = np.flatnonzero(
-            np.diff(np.concatenate([[False], key[period:] == key[:-period], [False]]).astype(np.int8))
+            np.diff(
+                np.concatenate([[False], key[period:] == key[:-period], [False]]).astype(np.int8)
+            )
         )
         for low, high in same.reshape(-1, 2).tolist():
             last = high + period - 1
             times = (last + 1 - low) // period
-            if times < _MIN_REPETITIONS or used[low : last + 1].any() or np.median(took[low : last + 1]) > _MAX_TINY_NS:
+            if (
+                times < _MIN_REPETITIONS
+                or used[low : last + 1].any()
+                or np.median(took[low : last + 1]) > _MAX_TINY_NS
+            ):
                 continue
             used[low : last + 1] = True
-            runs.append((ops["event"][low], ops["event"][last], ops["step"][low], last + 1 - low, times))
+            runs.append(
+                (ops["event"][low], ops["event"][last], ops["step"][low], last + 1 - low, times)
+            )
     return pl.DataFrame(runs, schema=schema, orient="row")
 
 

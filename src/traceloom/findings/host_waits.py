@@ -13,10 +13,27 @@ import numpy as np
 import polars as pl
 
 from traceloom import analyze
-from traceloom.analyze.host_events import BACKWARD, COMMUNICATION, SPAN_PHASE_PATTERNS, WORD_PHASE_PATTERNS
+from traceloom.analyze.host_events import (
+    BACKWARD,
+    COMMUNICATION,
+    SPAN_PHASE_PATTERNS,
+    WORD_PHASE_PATTERNS,
+)
 from traceloom.analyze.idle import GARBAGE_COLLECTION_PATTERN
-from traceloom.changes.changes import DATA_LOADING_PATTERN, Change, NodeSelection, Selection, match_node_names
-from traceloom.findings.context import UNNAMED_HOST_TIME, Bools, Context, get_outermost_operator, shorten_name
+from traceloom.changes.changes import (
+    DATA_LOADING_PATTERN,
+    Change,
+    NodeSelection,
+    Selection,
+    match_node_names,
+)
+from traceloom.findings.context import (
+    UNNAMED_HOST_TIME,
+    Bools,
+    Context,
+    get_outermost_operator,
+    shorten_name,
+)
 from traceloom.findings.rule import Candidate, FindingRule, Message
 from traceloom.graph import graph as gs
 from traceloom.system import units
@@ -33,16 +50,18 @@ _MAX_RANKS = 4
 _OUTLIER_FACTOR = 2.0  # times as long as the middle one of the others: the pause is this rank's
 _MAX_ASLEEP_SHARE = 0.2  # at most: it waits
 _BACKWARD_PATTERN = next(pattern for phase, pattern in WORD_PHASE_PATTERNS if phase == BACKWARD)
-_COLLECTIVES_PATTERN = "|".join(pattern for phase, pattern in SPAN_PHASE_PATTERNS if phase == COMMUNICATION)
+_COLLECTIVES_PATTERN = "|".join(
+    pattern for phase, pattern in SPAN_PHASE_PATTERNS if phase == COMMUNICATION
+)
 _AUTOGRAD_ENGINE = "autograd::engine::"
 _ACCUMULATE_GRAD = "AccumulateGrad"  # runs on the main thread, too
 _BACKWARD_NOT_RECORDED = (
     "what the host waits for in the backward pass was not recorded: the operators of another thread"
 )
-OPERATORS_SAMPLED = "most operators were left out of the file: nobody knows what lies between those in it"
-PROGRAM_WAITS = (
-    "the program waits most of the time, for requests or for something that was not recorded: that costs nothing"
+OPERATORS_SAMPLED = (
+    "most operators were left out of the file: nobody knows what lies between those in it"
 )
+PROGRAM_WAITS = "the program waits most of the time, for requests or for something that was not recorded: that costs nothing"
 
 
 def find_pauses(context: Context) -> Iterator[Message]:
@@ -58,29 +77,41 @@ def find_pauses(context: Context) -> Iterator[Message]:
     long = python & (work >= compute_min_pause_ns(context))
     if not long.any():
         return
-    # regions named backward, on ranks of whose backward pass no derivative was recorded: they run elsewhere
+    # regions named backward, on ranks of whose backward pass no derivative was recorded: they run
+    # elsewhere
     nodes = context.graph.nodes
     name, node_rank = nodes["name"].cast(pl.String).fill_null(""), nodes["rank"].fill_null(-1)
     recorded_ranks = node_rank.filter(
         name.str.starts_with(_AUTOGRAD_ENGINE) & ~name.str.ends_with(_ACCUMULATE_GRAD)
     ).unique()
-    backward = (nodes["category"].cast(pl.String) == cat.ANNOTATION) & name.str.contains(_BACKWARD_PATTERN)
-    unseen: Bools = long & (backward.fill_null(value=False) & ~node_rank.is_in(recorded_ranks.implode())).to_numpy()
+    backward = (nodes["category"].cast(pl.String) == cat.ANNOTATION) & name.str.contains(
+        _BACKWARD_PATTERN
+    )
+    unseen: Bools = (
+        long
+        & (backward.fill_null(value=False) & ~node_rank.is_in(recorded_ranks.implode())).to_numpy()
+    )
     if unseen.any():
         yield Abstention("host-pause", _BACKWARD_NOT_RECORDED)
         long &= ~unseen
-    if context.steps is None:  # threads of a program without steps that sleep, wait for work: that is no pause
+    if (
+        context.steps is None
+    ):  # threads of a program without steps that sleep, wait for work: that is no pause
         long &= ~context.select_sleeping_nodes(long, _MAX_ASLEEP_SHARE)
     if not long.any():
         return
     ranks = context.list_ranks(long)
-    if len(ranks) > 1:  # one rank alone may be the cause: told first, where it saves as much as all of them
+    if (
+        len(ranks) > 1
+    ):  # one rank alone may be the cause: told first, where it saves as much as all of them
         rank_of = context.graph.rank_numbers
         times = {rank: context.work_ns(long & (rank_of == rank)) for rank in ranks}
         ordered_ranks = sorted(ranks, key=lambda rank: (-times[rank], rank))
         for rank in ordered_ranks[:_MAX_RANKS]:
             yield _pause(context, long & (rank_of == rank), (rank,))
-        other_times = [times[rank] for rank in ordered_ranks[1:]] + [0] * (context.rank_count - len(ranks))
+        other_times = [times[rank] for rank in ordered_ranks[1:]] + [0] * (
+            context.rank_count - len(ranks)
+        )
         if times[ordered_ranks[0]] >= _OUTLIER_FACTOR * float(np.median(other_times)):
             return  # the others pause now and then
     yield _pause(context, long, tuple(ranks))
@@ -102,8 +133,12 @@ def select_time_between_operators(context: Context) -> Bools:
 
 
 def waits_for_requests(context: Context) -> bool:
-    """Whether a program without steps mostly waits: how long its window is, does not depend on what it does."""
-    return context.steps is None and context.running is not None and context.running < _MIN_BUSY_SHARE
+    """Whether a program without steps mostly waits: how long its window is, does not depend on what
+    it does.
+    """
+    return (
+        context.steps is None and context.running is not None and context.running < _MIN_BUSY_SHARE
+    )
 
 
 def compute_min_pause_ns(context: Context) -> float:
@@ -127,7 +162,11 @@ def _pause(context: Context, long: Bools, ranks: tuple[int, ...]) -> Candidate:
         verb = "spends"
     else:
         verb = (
-            "works" if ran[0] >= _MIN_BUSY_SHARE * time else "waits" if ran[1] <= _MAX_ASLEEP_SHARE * time else "spends"
+            "works"
+            if ran[0] >= _MIN_BUSY_SHARE * time
+            else "waits"
+            if ran[1] <= _MAX_ASLEEP_SHARE * time
+            else "spends"
         )
     return Candidate(
         title=f"{subject} {verb} {units.format_duration(time)} outside of operators"
@@ -135,14 +174,21 @@ def _pause(context: Context, long: Bools, ranks: tuple[int, ...]) -> Candidate:
         + ("" if count == 1 else f" in {units.format_count(count)} long stretches{ranks_note}")
         + detail,
         changes=(
-            Change("remove", NodeSelection(f"{f'rank {ranks[0]}: ' if single_rank else ''}long host stretches between operators",
-                                    long, "think", ranks if single_rank else ())),
+            Change(
+                "remove",
+                NodeSelection(
+                    f"{f'rank {ranks[0]}: ' if single_rank else ''}long host stretches between operators",
+                    long,
+                    "think",
+                    ranks if single_rank else (),
+                ),
+            ),
         ),
         confidence=0.6 if context.stacks else 0.5,
         advice="Take it out of the step: write, log and check in another thread or less often; without stacks, record "
         "with `--stacks` to see what it is.",
         evidence=evidence,
-    )  # fmt: skip
+    )
 
 
 RULES = (FindingRule("host-pause", "the host does something else for long", find_pauses),)
@@ -179,7 +225,10 @@ _TITLES = {
     "device-allocation": "device memory is allocated in the step",
     "module-loading": "code is loaded onto the device in the step",
 }
-_REMOVABLE_CALLS = ("device-allocation", "module-loading")  # the calls themselves go, not only their waiting
+_REMOVABLE_CALLS = (
+    "device-allocation",
+    "module-loading",
+)  # the calls themselves go, not only their waiting
 # A profiler waits for the device when it begins and ends: that is no part of the program.
 _PROFILER_PATTERN = re.compile(r"(?i)profil|traceloom/capture")
 
@@ -207,10 +256,17 @@ def _find_blocking_calls(slug: str, context: Context) -> Iterator[Message]:
     for trace, row, site_calls in context.ask(context, _list_waiting_sites):
         if row["kind"] not in kinds:
             continue
-        location = shorten_name(row["frame"]) if row["frame"] else get_outermost_operator(row["op"] or row["call"])
-        # an op's copy and the synchronisation behind it wait for the same: only both together can go
+        location = (
+            shorten_name(row["frame"])
+            if row["frame"]
+            else get_outermost_operator(row["op"] or row["call"])
+        )
+        # an op's copy and the synchronisation behind it wait for the same: only both together can
+        # go
         nowhere = np.zeros(context.graph.nodes.height, dtype=np.bool_)
-        site = waiting.setdefault((row["kind"], location), _WaitingSite(row["kind"], row["call"], location, nowhere))
+        site = waiting.setdefault(
+            (row["kind"], location), _WaitingSite(row["kind"], row["call"], location, nowhere)
+        )
         site.nodes |= context.nodes_of(trace, site_calls["event"])
         site.blocked_ns += int(site_calls["blocked_ns"].sum())
         site.pageable += row["pageable_count"]
@@ -223,7 +279,9 @@ def _find_blocking_calls(slug: str, context: Context) -> Iterator[Message]:
             continue
         label = f"{site.call} at {site.where}" if site.where != site.call else site.call
         selection = NodeSelection(label, site.nodes, "syncs")
-        pageable = " from or to pageable memory" if site.pageable and slug == "blocking-copy" else ""
+        pageable = (
+            " from or to pageable memory" if site.pageable and slug == "blocking-copy" else ""
+        )
         site_note = f", at {site.where}" if site.where != site.call else f" ({site.call})"
         removal = (Change("remove", selection),) if slug in _REMOVABLE_CALLS else ()
         yield Candidate(
@@ -237,17 +295,25 @@ def _find_blocking_calls(slug: str, context: Context) -> Iterator[Message]:
 
 
 def _list_waiting_sites(context: Context) -> list[tuple[Trace, dict[str, Any], pl.DataFrame]]:
-    """Places in the code that wait in the steps: trace, row of its sites, and their calls, the longest first."""
+    """Places in the code that wait in the steps: trace, row of its sites, and their calls, the
+    longest first.
+    """
     blocking = [context.ask(trace, analyze.blocking_calls) for trace in context.traces]
     calls = context.in_step(concatenate_by_trace(trace_calls.calls for trace_calls in blocking))
     longest_first = calls.sort("blocked_ns", descending=True, maintain_order=True)
-    site_calls = {(group["trace"][0], group["site"][0]): group for group in longest_first.partition_by("trace", "site")}
+    site_calls = {
+        (group["trace"][0], group["site"][0]): group
+        for group in longest_first.partition_by("trace", "site")
+    }
     return [
         (trace, row, site_calls[number, site])
         for number, (trace, trace_calls) in enumerate(zip(context.traces, blocking, strict=True))
         for site, row in enumerate(trace_calls.sites.to_dicts())
         if (number, site) in site_calls
-        and not any(text is not None and _PROFILER_PATTERN.search(text) for text in (row["frame"], row["stack"]))
+        and not any(
+            text is not None and _PROFILER_PATTERN.search(text)
+            for text in (row["frame"], row["stack"])
+        )
     ]
 
 
@@ -261,7 +327,9 @@ _ASSUMED_WORKERS = 4
 def find_data_starvation(context: Context) -> Iterator[Message]:
     """The main thread waits for, or makes, its batches."""
     masks = Selection("loading").nodes(context.graph)
-    waits = concatenate_by_trace(context.ask(trace, analyze.data_loading).waits for trace in context.traces)
+    waits = concatenate_by_trace(
+        context.ask(trace, analyze.data_loading).waits for trace in context.traces
+    )
     if not waits.height:
         yield Abstention("data-starved", "no data loader was recorded")
         return
@@ -277,21 +345,31 @@ def find_data_starvation(context: Context) -> Iterator[Message]:
     longest = waits.sort("duration_ns", descending=True, maintain_order=True)
     longest = longest.filter(pl.int_range(pl.len()).over("trace") < 3).head(5)
     selection = NodeSelection("loading", masks, "loading")
-    change = Change("remove", selection) if workers else Change("workers", selection, float(_ASSUMED_WORKERS))
+    change = (
+        Change("remove", selection)
+        if workers
+        else Change("workers", selection, float(_ASSUMED_WORKERS))
+    )
     remedy = "more workers (num_workers), persistent_workers=True, prefetch_factor, pin_memory=True, cheaper transforms"
     advice = (
-        f"Make batches faster or further ahead: {remedy}." if workers else f"Make batches beside the step: {remedy}."
+        f"Make batches faster or further ahead: {remedy}."
+        if workers
+        else f"Make batches beside the step: {remedy}."
     )
     yield Candidate(
         title=f"{context.where} waits {units.format_duration(waited)} for data{context.rank_sum_suffix}",
         changes=(change,),
         confidence=0.8,
         advice=advice,
-        hot_advice=None if workers else f"{{frame}}: make it faster, or make batches beside the step: {remedy}.",
+        hot_advice=None
+        if workers
+        else f"{{frame}}: make it faster, or make batches beside the step: {remedy}.",
         host=partial(pl.concat, waiting),
         evidence=tuple(
             Evidence(name, context.traces[number].rank, start_ns, ns)
-            for name, number, start_ns, ns in longest[["name", "trace", "start_ns", "duration_ns"]].iter_rows()
+            for name, number, start_ns, ns in longest[
+                ["name", "trace", "start_ns", "duration_ns"]
+            ].iter_rows()
         ),
     )
 

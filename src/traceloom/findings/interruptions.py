@@ -1,4 +1,6 @@
-"""What interrupts the step, or distorts what is seen of it: collections, compilation, graph breaks, recording."""
+"""What interrupts the step, or distorts what is seen of it: collections, compilation, graph breaks,
+recording.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,18 @@ from traceloom.trace.batch import concatenate_by_trace
 from traceloom.trace.notice import Abstention, Evidence
 from traceloom.trace.session import Session
 
-_AUTOTUNING_PATTERN = r"autotune|do_bench|benchmark_all_configs|benchmark_gpu|cudnnFind|find_algorithm"
+_AUTOTUNING_PATTERN = (
+    r"autotune|do_bench|benchmark_all_configs|benchmark_gpu|cudnnFind|find_algorithm"
+)
 _HOST_WORK_KINDS = (gs.HOST, gs.THINK, gs.LAUNCH)
 _MIN_OVERHEAD_RATIO = 1.05  # recording that makes steps this many times longer is told
 
 
 def find_garbage_collections(context: Context) -> Iterator[Message]:
     """Python collects garbage in the step."""
-    mask = match_node_names(context.graph, GARBAGE_COLLECTION_PATTERN) & context.select_kinds(gs.HOST, gs.THINK)
+    mask = match_node_names(context.graph, GARBAGE_COLLECTION_PATTERN) & context.select_kinds(
+        gs.HOST, gs.THINK
+    )
     nodes = context.graph.nodes
     # frames and annotations that the graph knows only as time of something else
     pauses = context.gaps.filter(pl.col("cause") == "host_garbage_collection")
@@ -71,11 +77,16 @@ def find_compilations(context: Context) -> Iterator[Message]:
     compilations_in_step = context.in_step(concatenate_by_trace(compilations))
     for trace, rows in context.split_by_trace(compilations_in_step):
         mask |= context.below(trace, rows["event"])
-    compilation_count, recompilation_count = compilations_in_step.height, int(compilations_in_step["recompile"].sum())
+    compilation_count, recompilation_count = (
+        compilations_in_step.height,
+        int(compilations_in_step["recompile"].sum()),
+    )
     if not mask.any():
         yield from _report_unrecorded_host(context, "compiling")
         return
-    recompiled_text = f", {units.format_count(recompilation_count)} of them again" if recompilation_count else ""
+    recompiled_text = (
+        f", {units.format_count(recompilation_count)} of them again" if recompilation_count else ""
+    )
     yield Candidate(
         title=f"torch.compile compiles {units.format_count(compilation_count)} times in {context.where}{recompiled_text}: "
         f"{units.format_duration(context.work_ns(mask))}{context.rank_sum_suffix}",
@@ -89,12 +100,16 @@ def find_compilations(context: Context) -> Iterator[Message]:
 
 def find_autotuning(context: Context) -> Iterator[Message]:
     """Kernels are tried out in the step."""
-    mask = match_node_names(context.graph, _AUTOTUNING_PATTERN) & context.select_kinds(*_HOST_WORK_KINDS, gs.KERNEL)
+    mask = match_node_names(context.graph, _AUTOTUNING_PATTERN) & context.select_kinds(
+        *_HOST_WORK_KINDS, gs.KERNEL
+    )
     for trace in context.traces:
         vocabulary = build_vocabulary(trace)
         is_autotuning_name = vocabulary.matching(f"(?i){_AUTOTUNING_PATTERN}")
         if is_autotuning_name.any():
-            rows = context.in_step(trace.events[np.flatnonzero(gather_rows(is_autotuning_name, vocabulary.code))])
+            rows = context.in_step(
+                trace.events[np.flatnonzero(gather_rows(is_autotuning_name, vocabulary.code))]
+            )
             host = rows.filter(pl.col("launch").is_null())
             mask |= context.below(trace, host["event"])
     if not mask.any():
@@ -118,12 +133,18 @@ def find_graph_breaks(context: Context) -> Iterator[Message]:
     for trace in context.traces:
         compiled = context.ask(trace, analyze.compiled)
         uses_compile |= compiled.seen
-        step_share = 1.0 if context.steps is None else context.step_count / max(trace.steps.height, 1)
+        step_share = (
+            1.0 if context.steps is None else context.step_count / max(trace.steps.height, 1)
+        )
         for row in compiled.breaks.to_dicts():
             break_ns += row["between_ns"] * step_share
             break_count += row["count"]
             line = shorten_name(row["place"] or row["resumed"] or "an unknown line")
-            evidence.append(Evidence(f"break at {line}", trace.rank, count=row["count"], total_ns=row["between_ns"]))
+            evidence.append(
+                Evidence(
+                    f"break at {line}", trace.rank, count=row["count"], total_ns=row["between_ns"]
+                )
+            )
     if not uses_compile:
         yield Abstention("graph-breaks", "torch.compile was not seen")
         return
@@ -137,7 +158,9 @@ def find_graph_breaks(context: Context) -> Iterator[Message]:
         f"{context.where}{context.rank_sum_suffix}",
         changes=(
             Change(
-                "scale", NodeSelection("the host, by what it spends at graph breaks", host, "host"), remaining_share
+                "scale",
+                NodeSelection("the host, by what it spends at graph breaks", host, "host"),
+                remaining_share,
             ),
         ),
         confidence=0.4,
@@ -145,7 +168,9 @@ def find_graph_breaks(context: Context) -> Iterator[Message]:
         "compiled function; compile with fullgraph=True to be told.",
         evidence=tuple(sorted(evidence, key=lambda graph_break: -(graph_break.total_ns or 0))[:4]),
         at_most_ns=round(break_ns),
-        host=partial(context.stretches, np.zeros_like(host)),  # which part of the host's time these are is not known
+        host=partial(
+            context.stretches, np.zeros_like(host)
+        ),  # which part of the host's time these are is not known
     )
 
 
@@ -153,7 +178,9 @@ def check_recording_overhead(context: Context) -> Iterator[Message]:
     """Recording makes steps longer: what it shows of the host is too long."""
     ratio = context.host_ratio
     if ratio is None:
-        yield Abstention("profiler-overhead", "unrecorded steps were not measured (traceloom record does)")
+        yield Abstention(
+            "profiler-overhead", "unrecorded steps were not measured (traceloom record does)"
+        )
         return
     if ratio < _MIN_OVERHEAD_RATIO:
         return
@@ -165,7 +192,9 @@ def check_recording_overhead(context: Context) -> Iterator[Message]:
 
 
 def _compute_slow_steps(session: Session) -> SlowSteps | None:
-    complete_steps = {number for trace in session.traces for number in trace.steps.filter("complete")["step"]}
+    complete_steps = {
+        number for trace in session.traces for number in trace.steps.filter("complete")["step"]
+    }
     if len(complete_steps) < MIN_STEPS:
         return None
     return analyze.slow_steps([analyze.rank_part(trace) for trace in session.traces])
@@ -182,9 +211,9 @@ def find_slow_steps(context: Context) -> Iterator[Message]:
         yield Abstention("slow-steps", "fewer than four whole steps were recorded")
         return
     for row in slow_steps.steps.filter("slow").sort("over_ns", descending=True).head(2).to_dicts():
-        differences = slow_steps.differences.filter(pl.col("step") == row["step"], pl.col("more_ns") > 0).sort(
-            "more_ns", descending=True
-        )
+        differences = slow_steps.differences.filter(
+            pl.col("step") == row["step"], pl.col("more_ns") > 0
+        ).sort("more_ns", descending=True)
         increases = [
             f"{difference['class'].replace('_', ' ')} {units.format_duration(difference['more_ns'])}"
             for difference in differences.head(2).to_dicts()
@@ -207,7 +236,9 @@ def find_slow_steps(context: Context) -> Iterator[Message]:
 
 
 RULES = (
-    FindingRule("garbage-collection", "Python collects garbage in the step", find_garbage_collections),
+    FindingRule(
+        "garbage-collection", "Python collects garbage in the step", find_garbage_collections
+    ),
     FindingRule("compiling", "compilation in the step", find_compilations),
     FindingRule("autotuning", "kernels are tried out in the step", find_autotuning),
     FindingRule("graph-breaks", "compiled regions fall apart", find_graph_breaks),

@@ -31,9 +31,7 @@ _MAX_OPERATORS = 6
 _MIN_SHARE = 0.01  # of the step
 _SLOW_FACTOR = 1.5  # times the median of the same kernel
 _MIN_OCCURRENCES = 5  # times that a kernel with these shapes has to be seen
-_MATRIX_UNITS_FACTOR = (
-    0.5  # of the time: what matrix units and aligned sizes at least bring, where no roofline is known
-)
+_MATRIX_UNITS_FACTOR = 0.5  # of the time: what matrix units and aligned sizes at least bring, where no roofline is known
 _MIN_TF32_CAPABILITY = 8.0  # compute capability from which on there is TF32
 _HINTS = {
     r"softmax": "Fuse attention: scaled_dot_product_attention never writes the scores that this reads and writes.",
@@ -50,7 +48,8 @@ _DEFAULT_HINT = "Fuse it with its neighbours (torch.compile) or use a fused impl
 def _find_slow_matmuls(context: Context) -> tuple[Bools, Bools, bool]:
     """Matrix products that a known reason makes slow, and whether sizes could be looked at.
 
-    Those whose sizes do not fit, by operator; and of the others those that use no matrix units; shape (nodes,).
+    Those whose sizes do not fit, by operator; and of the others those that use no matrix units;
+    shape (nodes,).
     """
     size = context.graph.nodes.height
     unaligned, unused = np.zeros(size, dtype=np.bool_), np.zeros(size, dtype=np.bool_)
@@ -68,17 +67,28 @@ def _select_scalar_matmuls(trace: Trace) -> pl.Series:
     kernels = classify_kinds(trace).hstack([trace.events["name"][classify_kinds(trace)["event"]]])
     names = kernels[["name", "kind"]].unique()
     unused = names.filter(classify_matrix_units(names) == "unused")
-    return kernels.join(unused, on=["name", "kind"], how="semi")["event"] if unused.height else kernels["event"].clear()
+    return (
+        kernels.join(unused, on=["name", "kind"], how="semi")["event"]
+        if unused.height
+        else kernels["event"].clear()
+    )
 
 
 def _collect_modelled_work(context: Context) -> pl.DataFrame:
-    """Modelled work with a known roofline: rank, event, op_name, ns, roofline_ns, bound; rank after rank."""
+    """Modelled work with a known roofline: rank, event, op_name, ns, roofline_ns, bound; rank after
+    rank.
+    """
     parts = []
     for trace in context.traces:
         rows, events = select_modelled_work(trace).drop_nulls("roofline_ns"), trace.events
         rank = pl.Series("rank", [trace.rank], dtype=pl.Int32).new_from_index(0, rows.height)
-        name, ns = events["name"][rows["op"]].alias("op_name"), events["duration_ns"][rows["event"]].alias("ns")
-        parts.append(pl.DataFrame([rank, rows["event"], name, ns, rows["roofline_ns"], rows["bound"]]))
+        name, ns = (
+            events["name"][rows["op"]].alias("op_name"),
+            events["duration_ns"][rows["event"]].alias("ns"),
+        )
+        parts.append(
+            pl.DataFrame([rank, rows["event"], name, ns, rows["roofline_ns"], rows["bound"]])
+        )
     return pl.concat(parts)
 
 
@@ -93,7 +103,9 @@ def _compute_roofline_share(context: Context, mask: Bools) -> float | None:
     """The share of the roofline that some kernels reach; None where no peak is known."""
     nodes = context.ask(context, _select_modelled_nodes)
     selected = mask[nodes["node"].to_numpy()]
-    ns, roof = (int(nodes[name].to_numpy()[selected].sum()) for name in ("duration_ns", "roofline_ns"))
+    ns, roof = (
+        int(nodes[name].to_numpy()[selected].sum()) for name in ("duration_ns", "roofline_ns")
+    )
     return roof / ns if ns else None
 
 
@@ -117,13 +129,18 @@ def find_unaligned_matmuls(context: Context) -> Iterator[Message]:
     time = context.work_ns(context.own(unaligned))
     yield Candidate(
         title=f"{context.format_time_per_step(time)} of matrix products have sizes that are no multiples of 8{context.rank_sum_suffix}",
-        changes=(Change("scale", NodeSelection("matrix products of odd sizes", unaligned, "kernels"),
-                        _MATRIX_UNITS_FACTOR if reached is None else _compute_time_factor(reached)),),
+        changes=(
+            Change(
+                "scale",
+                NodeSelection("matrix products of odd sizes", unaligned, "kernels"),
+                _MATRIX_UNITS_FACTOR if reached is None else _compute_time_factor(reached),
+            ),
+        ),
         confidence=0.6,
         advice="Pad the last dimensions to a multiple of 8 (better 64): vocabulary, sequence length, hidden sizes; in "
         "attention, scaled_dot_product_attention pads by itself.",
         evidence=context.evidence(unaligned),
-    )  # fmt: skip
+    )
 
 
 def find_unused_matrix_units(context: Context) -> Iterator[Message]:
@@ -143,14 +160,23 @@ def find_unused_matrix_units(context: Context) -> Iterator[Message]:
     tf32 = bool(abilities) and max(abilities) >= _MIN_TF32_CAPABILITY
     yield Candidate(
         title=f"{context.format_time_per_step(time)} of matrix products use no tensor cores"
-        + (": TF32 is off" if tf32 else "") + context.rank_sum_suffix,
-        changes=(Change("scale", NodeSelection("matrix products without matrix units", unused, "kernels"), _MATRIX_UNITS_FACTOR),),
+        + (": TF32 is off" if tf32 else "")
+        + context.rank_sum_suffix,
+        changes=(
+            Change(
+                "scale",
+                NodeSelection("matrix products without matrix units", unused, "kernels"),
+                _MATRIX_UNITS_FACTOR,
+            ),
+        ),
         confidence=0.6 if tf32 else 0.4,
         advice="torch.set_float32_matmul_precision('high') allows TF32; better, train in bf16: torch.autocast('cuda', "
-        "dtype=torch.bfloat16)." if tf32 else "Use half precision: torch.autocast('cuda', dtype=torch.float16) with a "
+        "dtype=torch.bfloat16)."
+        if tf32
+        else "Use half precision: torch.autocast('cuda', dtype=torch.float16) with a "
         "gradient scaler, or bfloat16 where the device has it.",
         evidence=context.evidence(unused),
-    )  # fmt: skip
+    )
 
 
 def find_low_roofline(context: Context) -> Iterator[Message]:
@@ -159,7 +185,10 @@ def find_low_roofline(context: Context) -> Iterator[Message]:
         yield Abstention("low-roofline", "no GPU work was recorded")
         return
     unaligned, unused, _ = context.ask(context, _find_slow_matmuls)
-    work, nodes = context.ask(context, _collect_modelled_work), context.ask(context, _select_modelled_nodes)
+    work, nodes = (
+        context.ask(context, _collect_modelled_work),
+        context.ask(context, _select_modelled_nodes),
+    )
     op_groups = work.partition_by("op_name", maintain_order=True)
     for op_work in sorted(op_groups, key=lambda of_op: -of_op["ns"].sum())[:_MAX_OPERATORS]:
         name = op_work["op_name"][0]
@@ -172,7 +201,9 @@ def find_low_roofline(context: Context) -> Iterator[Message]:
         first_rank_work = op_work.filter(pl.col("rank").eq_missing(op_work["rank"][0]))
         bound = first_rank_work["bound"].drop_nulls().cast(pl.String).mode()[0]
         limit = "memory's bandwidth" if bound == "memory" else "its arithmetic"
-        hint = next((text for pattern, text in _HINTS.items() if re.search(pattern, name)), _DEFAULT_HINT)
+        hint = next(
+            (text for pattern, text in _HINTS.items() if re.search(pattern, name)), _DEFAULT_HINT
+        )
         in_steps = context.own(mask)
         yield Candidate(
             title=f"{shorten_name(name)} reaches {units.format_share(reached, 1)} of what {limit} allows: "
@@ -189,7 +220,9 @@ def find_low_roofline(context: Context) -> Iterator[Message]:
             evidence=context.evidence(mask, 3),
         )
     if not work.height:
-        yield Abstention("low-roofline", "the device's peaks are unknown, or shapes were not recorded")
+        yield Abstention(
+            "low-roofline", "the device's peaks are unknown, or shapes were not recorded"
+        )
 
 
 def find_slow_kernels(context: Context) -> Iterator[Message]:
@@ -200,7 +233,9 @@ def find_slow_kernels(context: Context) -> Iterator[Message]:
         mask = context.own(context.nodes_of(trace, slow["event"])) & computing
         if not mask.any():
             continue
-        slow = slow.filter(pl.col("event").is_in(context.graph.nodes["event"].filter(pl.Series(mask)).implode()))
+        slow = slow.filter(
+            pl.col("event").is_in(context.graph.nodes["event"].filter(pl.Series(mask)).implode())
+        )
         lost = int((slow["duration_ns"] - slow["usual"]).sum())
         factor = float(slow["usual"].sum()) / max(float(slow["duration_ns"].sum()), 1.0)
         # for how long communication of the same rank runs beside them
@@ -210,54 +245,93 @@ def find_slow_kernels(context: Context) -> Iterator[Message]:
             pl.Series(context.select_kinds(*gs.COMMUNICATION)),
             pl.col("rank").is_in(kernels["rank"].implode(), nulls_equal=True),
         )
-        spans = merge_intervals(communication["start_ns"].to_numpy(), communication["end_ns"].to_numpy())
-        shared = int(compute_coverage(spans, kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()).sum())
+        spans = merge_intervals(
+            communication["start_ns"].to_numpy(), communication["end_ns"].to_numpy()
+        )
+        shared = int(
+            compute_coverage(
+                spans, kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()
+            ).sum()
+        )
         is_overlapped = 2 * shared > context.work_ns(mask)
         rank_note = f" of rank {trace.rank}" if len(context.traces) > 1 else ""
         yield Candidate(
             title=f"{context.many(slow.height)} kernels{rank_note} take {context.format_time_per_step(lost)} longer than the same "
-            "ones elsewhere in the run" + (", while communication runs beside them" if is_overlapped else ""),
+            "ones elsewhere in the run"
+            + (", while communication runs beside them" if is_overlapped else ""),
             changes=(Change("scale", NodeSelection("slow kernels", mask, "kernels"), factor),),
             confidence=0.3 if is_overlapped else 0.4,
             advice="Give communication fewer SMs (NCCL_MAX_CTAS, NCCL_MIN_CTAS) or another moment; what is won there "
-            "may be lost where it was hidden." if is_overlapped else "Look at clocks, power and temperature at that time, and "
+            "may be lost where it was hidden."
+            if is_overlapped
+            else "Look at clocks, power and temperature at that time, and "
             "at what else runs on the device.",
             evidence=context.evidence(mask),
             at_most_ns=min(lost, shared) if is_overlapped else None,
-        )  # fmt: skip
+        )
 
 
 def _select_slow_kernels(trace: Trace) -> pl.DataFrame:
-    """Kernels with `usual`, the median of their name, shapes and grid in the trace, that take far longer than that.
+    """Kernels with `usual`, the median of their name, shapes and grid in the trace, that take far
+    longer than that.
 
     Shapes without a size (`[[], []]`: lists, no tensors) say nothing about how much there is to do.
     """
-    shapes = trace.tensors.select("shapes", op="event").filter(pl.col("shapes").str.contains("[0-9]"))
+    shapes = trace.tensors.select("shapes", op="event").filter(
+        pl.col("shapes").str.contains("[0-9]")
+    )
     kernels = (
         trace.events[["event", "name", "op", "duration_ns"]]
         .filter(trace.events["category"] == cat.KERNEL)
         .join(shapes, on="op", maintain_order="left")
-        .join(trace.kernels[["event", "blocks_per_sm"]], on="event", how="left", maintain_order="left")
+        .join(
+            trace.kernels[["event", "blocks_per_sm"]], on="event", how="left", maintain_order="left"
+        )
     )
     alike = ["name", "shapes", "blocks_per_sm"]
     typical = pl.col("duration_ns").median().over(alike).round().cast(pl.Int64)
     rows = kernels.with_columns(usual=typical, known=pl.len().over(alike))
-    return rows.filter(pl.col("known") >= _MIN_OCCURRENCES, pl.col("duration_ns") > _SLOW_FACTOR * pl.col("usual"))
+    return rows.filter(
+        pl.col("known") >= _MIN_OCCURRENCES, pl.col("duration_ns") > _SLOW_FACTOR * pl.col("usual")
+    )
 
 
 RULES = (
     FindingRule("unaligned-matmul", "matrix products of odd sizes", find_unaligned_matmuls),
-    FindingRule("matrix-units-unused", "matrix products without tensor cores", find_unused_matrix_units),
+    FindingRule(
+        "matrix-units-unused", "matrix products without tensor cores", find_unused_matrix_units
+    ),
     FindingRule("low-roofline", "operators far below the device's roofline", find_low_roofline),
-    FindingRule("slow-kernels", "kernels slower than the same kernels elsewhere", find_slow_kernels),
+    FindingRule(
+        "slow-kernels", "kernels slower than the same kernels elsewhere", find_slow_kernels
+    ),
 )
 
-_OPTIMIZER_LEFT = 0.15  # of the host time of an optimizer that goes tensor by tensor, when it is fused
+_OPTIMIZER_LEFT = (
+    0.15  # of the host time of an optimizer that goes tensor by tensor, when it is fused
+)
 _NORM_LEFT = 0.35  # of the time of a normalisation made of several operators, when it is one
 _ADD_OPS = ("aten::add", "aten::add_")
-_OPS_BEFORE_ROOT, _OPS_AFTER_ROOT = 5, 4  # operators around the root of a normalisation that may belong to it
-_NORM_OPS = ("aten::pow", "aten::square", "aten::mean", "aten::var", "aten::add", "aten::sub", "aten::mul", "aten::to",
-             "aten::rsqrt", "aten::sqrt", "aten::div", "aten::reciprocal", "aten::add_", "aten::mul_")  # fmt: skip
+_OPS_BEFORE_ROOT, _OPS_AFTER_ROOT = (
+    5,
+    4,
+)  # operators around the root of a normalisation that may belong to it
+_NORM_OPS = (
+    "aten::pow",
+    "aten::square",
+    "aten::mean",
+    "aten::var",
+    "aten::add",
+    "aten::sub",
+    "aten::mul",
+    "aten::to",
+    "aten::rsqrt",
+    "aten::sqrt",
+    "aten::div",
+    "aten::reciprocal",
+    "aten::add_",
+    "aten::mul_",
+)
 
 
 def find_recomputation(context: Context) -> Iterator[Message]:
@@ -284,11 +358,15 @@ def find_recomputation(context: Context) -> Iterator[Message]:
 
 
 def _select_recomputing_nodes(context: Context, trace: Trace, roots: Bools) -> Bools:
-    """What the autograd nodes that repeat do themselves until the repetition is over: the Python of the checkpoint."""
+    """What the autograd nodes that repeat do themselves until the repetition is over: the Python of
+    the checkpoint.
+    """
     tree = build_forest(trace)
     parents = tree.parent[roots]
     root_rows, holder_rows = tree.row[roots][parents >= 0], tree.row[parents[parents >= 0]]
-    nodes = context.graph.nodes.with_row_index("at").with_columns(end=pl.col("start_ns") + pl.col("duration_ns"))
+    nodes = context.graph.nodes.with_row_index("at").with_columns(
+        end=pl.col("start_ns") + pl.col("duration_ns")
+    )
     tree_nodes = nodes.filter(
         pl.Series(context.nodes_of(trace, pl.Series([*root_rows, *holder_rows], dtype=pl.UInt32)))
     )
@@ -312,11 +390,16 @@ def find_unfused_optimizer(context: Context) -> Iterator[Message]:
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     rules, matches = context.select_anti_pattern("single_tensor_optimizer")
     if not rules["checked"].any():
-        yield Abstention("unfused-optimizer", next((reason for reason in reversed(rules["reason"]) if reason), ""))
+        yield Abstention(
+            "unfused-optimizer",
+            next((reason for reason in reversed(rules["reason"]) if reason), ""),
+        )
         return
     matches = context.in_step(matches)
     for trace, rows in context.split_by_trace(matches):  # a closure makes the passes inside of it
-        mask |= context.below(trace, rows["event"]) & ~context.inside(trace, context.ask(trace, is_in_passes))
+        mask |= context.below(trace, rows["event"]) & ~context.inside(
+            trace, context.ask(trace, is_in_passes)
+        )
     host = mask & context.select_kinds(gs.HOST, gs.THINK, gs.LAUNCH)
     if not host.any():
         return
@@ -325,15 +408,22 @@ def find_unfused_optimizer(context: Context) -> Iterator[Message]:
     yield Candidate(
         title=f"the optimizer steps tensor by tensor: {units.format_duration(time)} of host time, "
         f"{units.format_quantity(int(gpu.sum()), 'kernel')}{context.rank_sum_suffix}",
-        changes=(Change("scale", NodeSelection("optimizer on the host", host, "host"), _OPTIMIZER_LEFT),),
+        changes=(
+            Change("scale", NodeSelection("optimizer on the host", host, "host"), _OPTIMIZER_LEFT),
+        ),
         confidence=0.7,
         advice="Use the fused or foreach implementation: `torch.optim.AdamW(..., fused=True)`.",
-        evidence=(Evidence("optimizer steps", count=matches.height, total_ns=time), *context.evidence(host, 2)),
+        evidence=(
+            Evidence("optimizer steps", count=matches.height, total_ns=time),
+            *context.evidence(host, 2),
+        ),
     )
 
 
 def find_unfused_norms(context: Context) -> Iterator[Message]:
-    """Normalisations made of single operators: a root, and the powers, means and products around it."""
+    """Normalisations made of single operators: a root, and the powers, means and products around
+    it.
+    """
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     count = 0
     for trace in context.traces:
@@ -351,18 +441,25 @@ def find_unfused_norms(context: Context) -> Iterator[Message]:
     yield Candidate(
         title=f"{units.format_count(count)} normalisations are made of {context.many(int(in_steps.sum()))} kernels "
         f"({context.format_time_per_step(context.work_ns(in_steps))}{context.rank_sum_suffix})",
-        changes=(Change("scale", NodeSelection("normalisations, fused", all_but_waits, "gpu"), _NORM_LEFT),),
+        changes=(
+            Change(
+                "scale", NodeSelection("normalisations, fused", all_but_waits, "gpu"), _NORM_LEFT
+            ),
+        ),
         confidence=0.6,
         advice="Use torch.nn.RMSNorm or torch.nn.LayerNorm, a fused kernel (Liger, Apex), or torch.compile.",
-        evidence=(Evidence("normalisations", count=count, total_ns=context.work_ns(kernels)),
-                  *context.evidence(kernels, 3)),
-    )  # fmt: skip
+        evidence=(
+            Evidence("normalisations", count=count, total_ns=context.work_ns(kernels)),
+            *context.evidence(kernels, 3),
+        ),
+    )
 
 
 def _find_norm_operators(trace: Trace) -> pl.DataFrame:
     """Operators of normalisations made by hand: norm (number), event, step.
 
-    `aten::rsqrt` after a mean (or a variance) and before a product, with only such operators between them.
+    `aten::rsqrt` after a mean (or a variance) and before a product, with only such operators
+    between them.
     """
     nothing = pl.DataFrame(schema={"norm": pl.Int64(), "event": pl.UInt32(), "step": pl.Int32()})
     events = trace.events[["event", "name", "step", "lane", "parent", "start_ns"]]
@@ -380,10 +477,15 @@ def _find_norm_operators(trace: Trace) -> pl.DataFrame:
             continue
         low = index
         while (
-            low > 0 and index - low < _OPS_BEFORE_ROOT and names[low - 1] in norm_ops and lanes[low - 1] == lanes[index]
+            low > 0
+            and index - low < _OPS_BEFORE_ROOT
+            and names[low - 1] in norm_ops
+            and lanes[low - 1] == lanes[index]
         ):
             low -= 1
-        while names[low] in _ADD_OPS and low < index:  # a residual connection: the sum that is normalised
+        while (
+            names[low] in _ADD_OPS and low < index
+        ):  # a residual connection: the sum that is normalised
             low += 1
         high = index
         while (
@@ -394,13 +496,19 @@ def _find_norm_operators(trace: Trace) -> pl.DataFrame:
         ):
             high += 1
         before, after = names[low:index], names[index + 1 : high + 1]
-        if ("aten::mean" in before or "aten::var" in before) and ("aten::mul" in after or "aten::mul_" in after):
+        if ("aten::mean" in before or "aten::var" in before) and (
+            "aten::mul" in after or "aten::mul_" in after
+        ):
             members += [(index, rows[k], steps[k]) for k in range(low, high + 1)]
     return pl.DataFrame(members, schema=nothing.schema, orient="row")
 
 
 REPEATED_RULES = (
     FindingRule("recomputation", "activation checkpointing repeats work", find_recomputation),
-    FindingRule("unfused-optimizer", "an optimizer that steps tensor by tensor", find_unfused_optimizer),
-    FindingRule("unfused-normalisation", "normalisations made of single operators", find_unfused_norms),
+    FindingRule(
+        "unfused-optimizer", "an optimizer that steps tensor by tensor", find_unfused_optimizer
+    ),
+    FindingRule(
+        "unfused-normalisation", "normalisations made of single operators", find_unfused_norms
+    ),
 )

@@ -1,8 +1,10 @@
-"""Ranking: what each fix saves, one after the other, so that the savings never add up to more than the step.
+"""Ranking: what each fix saves, one after the other, so that the savings never add up to more than
+the step.
 
-What a fix saves is evaluated per step of a steady run, over steps that follow each other. A step that is looked at
-alone ends with all that it launched. In a run the host begins the next step meanwhile: what holds the host back at the
-end of a step costs what the next step could have begun earlier.
+What a fix saves is evaluated per step of a steady run, over steps that follow each other. A step
+that is looked at alone ends with all that it launched. In a run the host begins the next step
+meanwhile: what holds the host back at the end of a step costs what the next step could have begun
+earlier.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ MAX_STEPS = 5
 _MAX_NODES = 150_000  # of all steps together: of larger ones fewer are looked at
 _MIN_STEP_LENGTH = 0.5  # of the usual step: steps that take less are none of its kind
 _MIN_COUNTED_SHARE = 0.01  # of the step: a saving that may be larger by this much is a lower bound
-_EQUAL_SAVING_SHARE = (
-    0.98  # of the largest saving: as large, for all that steps differ; then causes come before symptoms
+_EQUAL_SAVING_SHARE = 0.98  # of the largest saving: as large, for all that steps differ; then causes come before symptoms
+_SIMILAR_SAVING_SHARE = (
+    0.7  # of the largest saving: a cause comes before a symptom that is about the same time, too
 )
-_SIMILAR_SAVING_SHARE = 0.7  # of the largest saving: a cause comes before a symptom that is about the same time, too
-_ONE_STEP_LIMIT = "one step was evaluated: what a fix saves because the next step begins earlier is not in it"
+_ONE_STEP_LIMIT = (
+    "one step was evaluated: what a fix saves because the next step begins earlier is not in it"
+)
 _MIN_SHARED_SAVING = 0.5  # of a saving that another fix has as well: they are about the same time
 _MAX_CANDIDATES = 24  # candidates that are evaluated on top of each other
 
@@ -63,8 +67,8 @@ def rank(context: Context, rules: Sequence[FindingRule], *, steps: int = MAX_STE
     """Ask all rules, and put their candidates in order.
 
     Greedy: the fix that saves the most is taken, the others are evaluated again on top of it, and so on. What is left
-    of a saving is what the fix adds to those above it. All is evaluated over steps that follow each other, and the
-    middle one of them counts.
+    of a saving is what the fix adds to those above it. All is evaluated over steps that follow each
+    other, and the middle one of them counts.
 
     Args:
         context: The usual step.
@@ -110,7 +114,11 @@ def rank(context: Context, rules: Sequence[FindingRule], *, steps: int = MAX_STE
                 )
             else:
                 time.append((rule, outcome))
-    ranked, limit = _rank_greedily(context, _collect_by_key(time), rules, steps) if context.whole_ns else ([], "")
+    ranked, limit = (
+        _rank_greedily(context, _collect_by_key(time), rules, steps)
+        if context.whole_ns
+        else ([], "")
+    )
     findings = add_frames(ranked)
     # why something that looks large is no finding: without it the step would take as long
     slugs = {finding.slug for finding in findings}
@@ -124,20 +132,24 @@ def rank(context: Context, rules: Sequence[FindingRule], *, steps: int = MAX_STE
         if rule.slug not in slugs and (candidate.seen_ns or 0) >= HIGH_SHARE * context.step_ns
     ]
     severities = ("high", "medium", "low")
-    memory.sort(key=lambda finding: (severities.index(finding.severity), -(finding.saving_bytes or 0)))
+    memory.sort(
+        key=lambda finding: (severities.index(finding.severity), -(finding.saving_bytes or 0))
+    )
     return Ranked((*findings, *remarks), tuple(memory), tuple(abstained), limit)
 
 
 def _rank_greedily(
     context: Context, typical: dict[Key, Candidate], rules: Sequence[FindingRule], max_findings: int
 ) -> tuple[list[tuple[Finding, Candidate, Context]], str]:
-    """Fix what saves most in the middle one of the steps, then what saves most on top of that, and so on.
+    """Fix what saves most in the middle one of the steps, then what saves most on top of that, and
+    so on.
 
     Returns:
-        The findings, each with the candidate that its words are from and the steps that these are about; and what the
-        savings leave out.
+        The findings, each with the candidate that its words are from and the steps that these are
+        about; and what the savings leave out.
     """
-    # steps around the usual one, with what the rules find in them; the usual one alone where there are no others
+    # steps around the usual one, with what the rules find in them; the usual one alone where there
+    # are no others
     fitting = min(max_findings + 1, _MAX_NODES // max(context.graph.nodes.height, 1))
     step_window = context.around(fitting) if max_findings > 1 and fitting > 1 else ()
     steps: _StepCandidates | None = None
@@ -145,7 +157,10 @@ def _rank_greedily(
         several = context.over(step_window)
         outcomes = ((rule, outcome) for rule in rules for outcome in rule.look(several))
         steps = _StepCandidates(
-            several, _collect_by_key((rule, message) for rule, message in outcomes if isinstance(message, Candidate))
+            several,
+            _collect_by_key(
+                (rule, message) for rule, message in outcomes if isinstance(message, Candidate)
+            ),
         )
     if (
         steps is None or compute_median_floor(steps.now_ns) < _MIN_STEP_LENGTH * context.step_ns
@@ -167,7 +182,8 @@ def _rank_greedily(
         if not first_saved:
             first_saved = saved
         else:
-            # what saves next to nothing now that the last fix is made, but saved more before, is about the same time
+            # what saves next to nothing now that the last fix is made, but saved more before, is
+            # about the same time
             same = [
                 key
                 for key in remaining
@@ -190,10 +206,18 @@ def _rank_greedily(
         if not remaining:
             break
         best = _choose_next_fix(
-            steps, {key: compute_median_floor(saved[key]) for key in sorted(remaining, key=position.__getitem__)}
+            steps,
+            {
+                key: compute_median_floor(saved[key])
+                for key in sorted(remaining, key=position.__getitem__)
+            },
         )
         finding = _build_finding(
-            steps, best, (typical.get(best), context), (saved[best], first_saved[best]), remaining_ns
+            steps,
+            best,
+            (typical.get(best), context),
+            (saved[best], first_saved[best]),
+            remaining_ns,
         )
         remaining_ns -= finding.saving_ns or 0
         # whether threads whose waker is unknown hold the saving back
@@ -201,33 +225,45 @@ def _rank_greedily(
         plan, before_ns = fixed.own_plan(steps.plan), span_ns
         span_ns = int(np.ptp(fixed.times(plan)))
         counts_ns = round(_MIN_COUNTED_SHARE * steps.context.step_ns * steps.context.step_count)
-        is_bound = is_lower_bound(steps.base, fixed, before_ns - span_ns, counts_ns, steps.plan, plan)
+        is_bound = is_lower_bound(
+            steps.base, fixed, before_ns - span_ns, counts_ns, steps.plan, plan
+        )
         ranked.append(replace(finding, lower_bound=is_bound))
-        sources.append((typical[best], context) if best in typical else (steps.candidates[best], steps.context))
+        sources.append(
+            (typical[best], context) if best in typical else (steps.candidates[best], steps.context)
+        )
         steps.base, steps.plan, steps.now_ns = fixed, plan, after[best]
         before = saved
         remaining.remove(best)
-    # what recording made slower saves less than it looks: that may change the order, and what is worth a line
+    # what recording made slower saves less than it looks: that may change the order, and what is
+    # worth a line
     retained = [
         (fix, *source)
         for fix, source in zip(ranked, sources, strict=True)
         if (fix.saving_fraction or 0) >= MIN_SAVING_SHARE
     ]
     alone_in_time = (
-        context.steps is not None and steps.count == steps.context.step_count == 1 and context.unit == "step"
+        context.steps is not None
+        and steps.count == steps.context.step_count == 1
+        and context.unit == "step"
     )
-    return sorted(retained, key=lambda entry: -(entry[0].saving_ns or 0)), _ONE_STEP_LIMIT if alone_in_time else ""
+    return sorted(
+        retained, key=lambda entry: -(entry[0].saving_ns or 0)
+    ), _ONE_STEP_LIMIT if alone_in_time else ""
 
 
 def _choose_next_fix(steps: _StepCandidates, saved: dict[Key, int]) -> Key:
-    """What to fix first: what saves most, or a cause of it that saves nearly as much of the same time.
+    """What to fix first: what saves most, or a cause of it that saves nearly as much of the same
+    time.
 
     Args:
         steps: With what is fixed so far.
         saved: What each fix saves on top of that, ns; causes before symptoms.
     """
     largest = max(saved.values())
-    largest_key = next(key for key, saving in saved.items() if saving >= _EQUAL_SAVING_SHARE * largest)
+    largest_key = next(
+        key for key, saving in saved.items() if saving >= _EQUAL_SAVING_SHARE * largest
+    )
     for key, saving in saved.items():
         if key == largest_key:
             break
@@ -246,10 +282,11 @@ def _build_finding(
     savings: tuple[Ints, Ints],
     remaining_ns: int,
 ) -> Finding:
-    """A finding from what it saves in each step: the middle one, and between which values that lies.
+    """A finding from what it saves in each step: the middle one, and between which values that
+    lies.
 
-    Its words are those of the usual step, else of all that were evaluated. No more is saved than what they say could
-    be, and together no more than the usual step takes.
+    Its words are those of the usual step, else of all that were evaluated. No more is saved than
+    what they say could be, and together no more than the usual step takes.
 
     Args:
         steps: What was evaluated.
@@ -258,7 +295,9 @@ def _build_finding(
         savings: On top of what is above it, and alone; ns, shape (counted steps,).
         remaining_ns: What is left of the usual step, ns.
     """
-    on_top, first = ([steps.unrecorded_ns(key, max(value, 0)) for value in values.tolist()] for values in savings)
+    on_top, first = (
+        [steps.unrecorded_ns(key, max(value, 0)) for value in values.tolist()] for values in savings
+    )
     low, high = compute_median_interval(on_top)
     in_usual, context = typical
     candidate = steps.candidates[key] if in_usual is None else in_usual
@@ -270,8 +309,13 @@ def _build_finding(
     return Finding(
         slug=key[0],
         title=candidate.title,
-        severity="high" if fraction >= HIGH_SHARE else "medium" if fraction >= MEDIUM_SHARE else "low",
-        confidence=candidate.confidence * (1.0 if context.law.holds and context.law.points_hold else 0.5),
+        severity="high"
+        if fraction >= HIGH_SHARE
+        else "medium"
+        if fraction >= MEDIUM_SHARE
+        else "low",
+        confidence=candidate.confidence
+        * (1.0 if context.law.holds and context.law.points_hold else 0.5),
         advice=candidate.advice,
         saving_ns=saving,
         saving_fraction=fraction,
@@ -321,7 +365,9 @@ class _StepCandidates:
         measured = get_point_times(graph)
         lengths = {}
         for key, (scenario, times) in zip(keys, evaluations(scenarios, self.plan), strict=True):
-            lengths[key] = self.lengths(np.maximum(times, measured - most_saved_ns(graph, scenario)))
+            lengths[key] = self.lengths(
+                np.maximum(times, measured - most_saved_ns(graph, scenario))
+            )
         return lengths
 
     def after_both(self, first: Key, second: Key) -> Ints:
@@ -330,25 +376,36 @@ class _StepCandidates:
         return self.lengths(self.context.changed(self.base, changes).times(self.plan))
 
     def saved_ns(self, key: Key, after_ns: Ints) -> Ints:
-        """What a fix saves in each step on top of those before it, together at most what it can; ns."""
+        """What a fix saves in each step on top of those before it, together at most what it can;
+        ns.
+        """
         saved = self.now_ns - after_ns
         max_saving_ns, total_ns = self.candidates[key].at_most_ns, int(saved.sum())
-        if max_saving_ns is not None and total_ns > max_saving_ns * self.count / self.context.step_count:
-            saved = np.floor(saved * (max_saving_ns * self.count / self.context.step_count / total_ns)).astype(np.int64)
+        if (
+            max_saving_ns is not None
+            and total_ns > max_saving_ns * self.count / self.context.step_count
+        ):
+            saved = np.floor(
+                saved * (max_saving_ns * self.count / self.context.step_count / total_ns)
+            ).astype(np.int64)
         return saved
 
     def unrecorded_ns(self, key: Key, saved_ns: int) -> int:
         """A saving of one step when nobody records."""
         context = self.context
         return unrecorded_saving_ns(
-            context.graph, self.candidates[key].changes, min(saved_ns, context.step_ns),
-            total_ns=context.step_ns, ratio=context.host_ratio,
-        )  # fmt: skip
+            context.graph,
+            self.candidates[key].changes,
+            min(saved_ns, context.step_ns),
+            total_ns=context.step_ns,
+            ratio=context.host_ratio,
+        )
 
     def lengths(self, times: Ints) -> Ints:
         """How long each step that counts takes."""
         lengths = self.context.compute_step_lengths(times)
-        # the first one may begin with what others left behind: it counts where there are too few others
+        # the first one may begin with what others left behind: it counts where there are too few
+        # others
         return lengths[1:] if lengths.size == 2 or lengths.size > MAX_STEPS else lengths
 
 
@@ -368,10 +425,11 @@ def compute_median_floor(values: ArrayLike) -> int:
 
 
 def compute_median_interval(values: Sequence[int]) -> tuple[int, int]:
-    """Between which values the median of all such steps lies, nine times of ten where there are at least five.
+    """Between which values the median of all such steps lies, nine times of ten where there are at
+    least five.
 
-    By the order of the values alone; of fewer than five it is the smallest and the largest. As many are left out at
-    each end as a coin shows heads in one of twenty throws at most.
+    By the order of the values alone; of fewer than five it is the smallest and the largest. As many
+    are left out at each end as a coin shows heads in one of twenty throws at most.
     """
     ordered = np.sort(np.array(values, dtype=np.int64))
     chances = np.ones(1)  # of each number of heads

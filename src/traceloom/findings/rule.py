@@ -109,7 +109,8 @@ _BUILT_IN_PATTERN = re.compile(r"^<built-in (?:function|method) ([^ >]+).*$")
 
 
 def add_frames(findings: Sequence[tuple[Finding, Candidate, Context]]) -> tuple[Finding, ...]:
-    """Findings with the frames that hold their host time, worked out for all of them together: rank by rank.
+    """Findings with the frames that hold their host time, worked out for all of them together: rank
+    by rank.
 
     Args:
         findings: With what each was made from, and the steps that its words are about.
@@ -119,7 +120,9 @@ def add_frames(findings: Sequence[tuple[Finding, Candidate, Context]]) -> tuple[
     intervals = [
         candidate.host()
         if candidate.host
-        else context.stretches(reduce(or_, (change.selection.nodes(context.graph) for change in candidate.changes)))
+        else context.stretches(
+            reduce(or_, (change.selection.nodes(context.graph) for change in candidate.changes))
+        )
         for _, candidate, context in findings
     ]
     tables = [[pl.DataFrame(schema={"rank": pl.Int32, **FRAME_TIME_SCHEMA})] for _ in findings]
@@ -138,29 +141,44 @@ def add_frames(findings: Sequence[tuple[Finding, Candidate, Context]]) -> tuple[
 
 
 def _add_hot_frames(
-    finding: Finding, candidate: Candidate, intervals: pl.DataFrame, table: pl.DataFrame, several: bool
+    finding: Finding,
+    candidate: Candidate,
+    intervals: pl.DataFrame,
+    table: pl.DataFrame,
+    several: bool,
 ) -> Finding:
     """The finding with the frames of its table (rank and `HELD`) that hold most."""
     if not intervals.height:
         return finding
-    late = {rank for change in candidate.changes if change.action == "delay" for rank in change.selection.ranks}
+    late = {
+        rank
+        for change in candidate.changes
+        if change.action == "delay"
+        for rank in change.selection.ranks
+    }
     if late:  # it is about what these ranks do beyond the middle one of the others
         is_late = pl.col("rank").is_in(list(late))
         other_count = intervals.filter(~is_late)["rank"].n_unique()
         keys = ["frame", "inside"]
         typical = table.filter(~is_late).group_by(keys).agg("ns")
         typical = typical.with_columns(  # who does not do it at all does it in no time
-            usual=pl.col("ns").list.concat(pl.lit(0).repeat_by(other_count - pl.col("ns").list.len())).list.median()
+            usual=pl.col("ns")
+            .list.concat(pl.lit(0).repeat_by(other_count - pl.col("ns").list.len()))
+            .list.median()
         ).drop("ns")
         intervals = intervals.filter(is_late)
         table = table.filter(is_late).join(typical, on=keys, how="left", nulls_equal=True)
-        table = table.with_columns(ns=pl.col("ns") - pl.col("usual").fill_null(0).ceil().cast(pl.Int64)).filter(
-            pl.col("ns") > 0
-        )
+        table = table.with_columns(
+            ns=pl.col("ns") - pl.col("usual").fill_null(0).ceil().cast(pl.Int64)
+        ).filter(pl.col("ns") > 0)
     host_ns = int((intervals["end_ns"] - intervals["start_ns"]).sum())
     if not host_ns:
         return finding
-    rank_times = table.group_by("frame", "rank").agg(pl.col("ns").sum()).sort("ns", "rank", descending=[True, False])
+    rank_times = (
+        table.group_by("frame", "rank")
+        .agg(pl.col("ns").sum())
+        .sort("ns", "rank", descending=[True, False])
+    )
     top = (
         rank_times.group_by("frame", maintain_order=True)
         .agg(pl.col("ns").sum(), pl.col("rank").first(), ranks=pl.len())
@@ -168,8 +186,12 @@ def _add_hot_frames(
         .sort("ns", "frame", descending=[True, False])
         .head(MAX_FRAMES)
     )
-    inner_times = table.group_by("frame", "inside").agg(inside_ns=pl.col("ns").sum()).drop_nulls("inside")
-    inner_times = inner_times.sort("inside_ns", "inside", descending=[True, False]).unique("frame", keep="first")
+    inner_times = (
+        table.group_by("frame", "inside").agg(inside_ns=pl.col("ns").sum()).drop_nulls("inside")
+    )
+    inner_times = inner_times.sort("inside_ns", "inside", descending=[True, False]).unique(
+        "frame", keep="first"
+    )
     rows = pl.concat([top, parse_frame_places(top["frame"])], how="horizontal").join(
         inner_times, on="frame", how="left"
     )
@@ -183,7 +205,9 @@ def _add_hot_frames(
                 line=row["line"],
                 time_ns=row["ns"],
                 share=row["ns"] / host_ns,
-                inside=_format_function_name(parse_frame_places(pl.Series([row["inside"]]))["name"][0])
+                inside=_format_function_name(
+                    parse_frame_places(pl.Series([row["inside"]]))["name"][0]
+                )
                 if mostly
                 else None,
                 inside_ns=row["inside_ns"] if mostly else None,

@@ -32,8 +32,14 @@ _ADVICE = {
     "host_data_loading": "its data: more workers, its storage, the size of its files.",
     "host_garbage_collection": "collect on all ranks at the same step: gc.disable() and gc.collect() every N steps.",
 }
-_DEFAULT_ADVICE = "its host (processes beside it, its CPU's clock), its data, its share of the work."
-_MEASURES = {"tokens": "tokens", "exchanged_bytes": "exchanged bytes", "embedding_ns": "time in embedding tables"}
+_DEFAULT_ADVICE = (
+    "its host (processes beside it, its CPU's clock), its data, its share of the work."
+)
+_MEASURES = {
+    "tokens": "tokens",
+    "exchanged_bytes": "exchanged bytes",
+    "embedding_ns": "time in embedding tables",
+}
 
 
 def find_stragglers(context: Context) -> Iterator[Message]:
@@ -44,8 +50,11 @@ def find_stragglers(context: Context) -> Iterator[Message]:
     if not context.meeting:
         yield Abstention("straggler", _NO_SHARED_COMMUNICATION)
         return
-    # collectives of the step at which others waited, with the rank and cause where the chain of reasons ends
-    roots = context.rank_comparison.collectives.filter(pl.col("wait_ns") > 0, pl.col("root_rank").is_not_null())
+    # collectives of the step at which others waited, with the rank and cause where the chain of
+    # reasons ends
+    roots = context.rank_comparison.collectives.filter(
+        pl.col("wait_ns") > 0, pl.col("root_rank").is_not_null()
+    )
     roots = context.in_step(roots) if "step" in roots.columns else roots
     slow = {
         slow_rank.rank: slow_rank
@@ -63,25 +72,37 @@ def find_stragglers(context: Context) -> Iterator[Message]:
     measures = _select_uneven_measures(context)
     if worst is not None:
         measures = measures.filter(
-            (pl.col("measure") != "embedding_ns") | (pl.col("max_over_mean") > _MIN_IMBALANCE * worst[1])
+            (pl.col("measure") != "embedding_ns")
+            | (pl.col("max_over_mean") > _MIN_IMBALANCE * worst[1])
         )
     uneven = measures["max_rank"].to_list()
     for rank in ranks:
         cause = slow[rank].cause if rank in slow else None
         # who has more to do is not slow: see compute-imbalance and shard-imbalance
         if not (rank in uneven and cause == "compute"):
-            yield _build_straggler(context, (rank,), f"rank {rank}", roots.filter(pl.col("root_rank") == rank), cause)
+            yield _build_straggler(
+                context, (rank,), f"rank {rank}", roots.filter(pl.col("root_rank") == rank), cause
+            )
     # hosts with several ranks of which more than one is late, where there are other hosts
     hosts = {trace.rank: trace.meta.host for trace in context.traces if trace.rank is not None}
     for host in dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts):
         members = tuple(sorted(rank for rank, name in hosts.items() if name == host))
-        if host is None or len(set(hosts.values())) < 2 or sum(rank in ranks for rank in members) < 2:
+        if (
+            host is None
+            or len(set(hosts.values())) < 2
+            or sum(rank in ranks for rank in members) < 2
+        ):
             continue
         slow_members = [slow[rank] for rank in members if rank in slow]
         # that of most of the waiting for these ranks
         cause = max(slow_members, key=lambda slow_rank: slow_rank.waited_ns).cause if slow else None
-        yield _build_straggler(context, members, f"host {host} (ranks {', '.join(map(str, members))})",
-                    roots.filter(pl.col("root_rank").is_in(list(members))), cause)  # fmt: skip
+        yield _build_straggler(
+            context,
+            members,
+            f"host {host} (ranks {', '.join(map(str, members))})",
+            roots.filter(pl.col("root_rank").is_in(list(members))),
+            cause,
+        )
 
 
 def _build_straggler(
@@ -101,14 +122,22 @@ def _build_straggler(
         if parts.height and trace is not None:
             event = trace.events.row(parts["event"][0], named=True)
             label = f"rank {waiting} waits in {row['kind']}"
-            waits.append(Evidence(label, waiting, event["start_ns"], event["duration_ns"], event["lane"]))
+            waits.append(
+                Evidence(label, waiting, event["start_ns"], event["duration_ns"], event["lane"])
+            )
     waited = units.format_duration(int(roots["wait_ns"].sum()))
     meetings = units.format_quantity(roots.height, "collective")
     wait_summary = (
-        Evidence(f"waits that end at {subject}", ranks[0], count=roots.height, total_ns=int(roots["wait_ns"].sum())),
+        Evidence(
+            f"waits that end at {subject}",
+            ranks[0],
+            count=roots.height,
+            total_ns=int(roots["wait_ns"].sum()),
+        ),
     )
     return Candidate(
-        title=f"{subject} makes the others wait{cause_note}" + (f" ({waited} at {meetings})" if roots.height else ""),
+        title=f"{subject} makes the others wait{cause_note}"
+        + (f" ({waited} at {meetings})" if roots.height else ""),
         changes=(Change("delay", Selection("host", "", ranks)),),
         confidence=0.7 if roots.height else 0.4,
         advice=f"See what {subject} does at that time: {_ADVICE.get(cause or '', _DEFAULT_ADVICE)}",
@@ -119,13 +148,16 @@ def _build_straggler(
 
 
 def _select_host_stretches(context: Context, *, host: bool) -> pl.DataFrame:
-    """What the hosts of all ranks do, to compare late ones with the others; nothing where the host is not why."""
+    """What the hosts of all ranks do, to compare late ones with the others; nothing where the host
+    is not why.
+    """
     work = context.select_kinds(gs.HOST, gs.THINK, gs.LAUNCH)
     return context.stretches(work if host else np.zeros_like(work))
 
 
 def _compute_lag_ns(context: Context, ranks: tuple[int, ...]) -> int:
-    """By how much these ranks together work more than the median of the others; a bound on what they cost.
+    """By how much these ranks together work more than the median of the others; a bound on what
+    they cost.
 
     Work of each name differs from rank to rank by chance, and is as often more as it is less.
     """
@@ -139,8 +171,13 @@ def _compute_lag_ns(context: Context, ranks: tuple[int, ...]) -> int:
     if context.is_pipeline:  # where a stage begins its step is the schedule's
         return lag_ns
     first_starts = find_first_starts(context.graph, gs.HOST, gs.THINK, gs.LAUNCH)
-    typical = float(np.median([start for rank, start in first_starts.items() if rank not in ranks] or [0]))
-    return lag_ns + max(round(max((first_starts.get(rank, typical) for rank in ranks), default=typical) - typical), 0)
+    typical = float(
+        np.median([start for rank, start in first_starts.items() if rank not in ranks] or [0])
+    )
+    return lag_ns + max(
+        round(max((first_starts.get(rank, typical) for rank in ranks), default=typical) - typical),
+        0,
+    )
 
 
 def find_compute_imbalance(context: Context) -> Iterator[Message]:
@@ -151,7 +188,9 @@ def find_compute_imbalance(context: Context) -> Iterator[Message]:
         yield Abstention("compute-imbalance", "it takes at least two ranks with GPU work")
         return
     if context.is_pipeline:
-        yield Abstention("compute-imbalance", "stages of a pipeline do different work: see pipeline-bubbles")
+        yield Abstention(
+            "compute-imbalance", "stages of a pipeline do different work: see pipeline-bubbles"
+        )
         return
     if not context.meeting:
         yield Abstention("compute-imbalance", _NO_SHARED_COMMUNICATION)
@@ -166,16 +205,23 @@ def find_compute_imbalance(context: Context) -> Iterator[Message]:
         also = f"; so are {_MEASURES[row['measure']]} (rank {row['max_rank']}: {row['max_over_mean']:.2f} ×)"
     yield Candidate(
         title=f"rank {rank} computes {ratio:.2f} × as long as the mean ({units.format_duration(largest)}){also}",
-        changes=(Change("balance", selection), *((even,) if (even := build_balanced_exchange(context)) is not None else ())),
+        changes=(
+            Change("balance", selection),
+            *((even,) if (even := build_balanced_exchange(context)) is not None else ()),
+        ),
         confidence=0.5,
         advice="Give every rank the same amount of work: sequence lengths, tokens per expert, table shards.",
-        evidence=(Evidence(f"kernels of rank {rank}", rank, total_ns=largest),
-                  *context.evidence(mask & (context.graph.rank_numbers == rank), 2)),
-    )  # fmt: skip
+        evidence=(
+            Evidence(f"kernels of rank {rank}", rank, total_ns=largest),
+            *context.evidence(mask & (context.graph.rank_numbers == rank), 2),
+        ),
+    )
 
 
 def _find_busiest_rank(context: Context, mask: Bools) -> tuple[int, float, int] | None:
-    """Work of the rank that works longest, times the mean, and which it is; None where all are about even."""
+    """Work of the rank that works longest, times the mean, and which it is; None where all are
+    about even.
+    """
     works = context.compute_work_by_rank(mask)
     rank = max(works, key=lambda rank: works[rank])
     ratio = works[rank] / max(float(sum(works.values())) / max(context.rank_count, 1), 1.0)
@@ -199,9 +245,9 @@ def find_shard_imbalance(context: Context) -> Iterator[Message]:
         yield Abstention("shard-imbalance", _NO_SHARED_COMMUNICATION)
         return
     work = concatenate_by_trace(classify_kinds(trace) for trace in context.traces)
-    mask = context.select_nodes_of_stacked_events(work.filter(pl.col("kind") == "embedding")) & context.select_kinds(
-        gs.KERNEL
-    )
+    mask = context.select_nodes_of_stacked_events(
+        work.filter(pl.col("kind") == "embedding")
+    ) & context.select_kinds(gs.KERNEL)
     worst = _find_busiest_rank(context, mask) if mask.any() else None
     if worst is None:
         return
@@ -217,14 +263,21 @@ def find_shard_imbalance(context: Context) -> Iterator[Message]:
 
 RULES = (
     FindingRule("straggler", "a rank or host makes the others wait", find_stragglers),
-    FindingRule("compute-imbalance", "ranks compute for different lengths of time", find_compute_imbalance),
+    FindingRule(
+        "compute-imbalance", "ranks compute for different lengths of time", find_compute_imbalance
+    ),
     FindingRule("shard-imbalance", "embedding tables are spread unevenly", find_shard_imbalance),
 )
 
 _MIN_BUBBLE_SHARE = 0.05  # of a stage's window
 _BUBBLES_LEFT = 0.5  # of the bubbles, with two chunks per stage
-_MAX_TRIES, _TOLERANCE = 6, 0.01  # until a step is shorter by what the schedule saves, and how near is near enough
-_MICROBATCHES_PER_STAGE = 4  # microbatches, from which on bubbles hardly matter (Huang et al., GPipe, 2019, section 2)
+_MAX_TRIES, _TOLERANCE = (
+    6,
+    0.01,
+)  # until a step is shorter by what the schedule saves, and how near is near enough
+_MICROBATCHES_PER_STAGE = (
+    4  # microbatches, from which on bubbles hardly matter (Huang et al., GPipe, 2019, section 2)
+)
 
 
 def find_pipeline_bubbles(context: Context) -> Iterator[Message]:
@@ -236,7 +289,9 @@ def find_pipeline_bubbles(context: Context) -> Iterator[Message]:
     if not rows.height:
         messages = pl.col("kind").is_in(["send", "receive"])
         if context.graph.communication.select(messages.any()).item():
-            yield Abstention("pipeline-bubbles", "ranks send to each other, but the order of stages is not known")
+            yield Abstention(
+                "pipeline-bubbles", "ranks send to each other, but the order of stages is not known"
+            )
         return
     window, bubble = float(rows["window_ns"].sum()), float(rows["bubble_ns"].sum())
     if bubble < _MIN_BUBBLE_SHARE * window:
@@ -258,22 +313,29 @@ def find_pipeline_bubbles(context: Context) -> Iterator[Message]:
     )
 
 
-def _build_shorter_step(context: Context, share: float, bubble_ns: float, target_ns: float) -> Change:
-    """Everything takes less time, so that the step gets as much shorter as the bubbles that go are long.
+def _build_shorter_step(
+    context: Context, share: float, bubble_ns: float, target_ns: float
+) -> Change:
+    """Everything takes less time, so that the step gets as much shorter as the bubbles that go are
+    long.
 
-    All stages wait in turn, so that a shorter bubble shortens the whole step evenly. Stages are in different steps at
-    the same time: where the graph of one step also holds a part of others, which the change leaves as they are, it
-    takes a smaller factor for the same time.
+    All stages wait in turn, so that a shorter bubble shortens the whole step evenly. Stages are in
+    different steps at the same time: where the graph of one step also holds a part of others, which
+    the change leaves as they are, it takes a smaller factor for the same time.
     """
     everything = np.ones(context.graph.nodes.height, dtype=np.bool_)
     base = Scenario.of(context.graph)
 
     def change(fraction: float) -> Change:
-        return Change("scale", NodeSelection("everything, by the bubbles that go", everything), 1 - fraction)
+        return Change(
+            "scale", NodeSelection("everything, by the bubbles that go", everything), 1 - fraction
+        )
 
     removed_share = share * target_ns / max(bubble_ns, 1.0)
     for _ in range(_MAX_TRIES):
-        times = whatif_many(context.graph, (base, context.changed(base, [change(removed_share)])), context.plan)
+        times = whatif_many(
+            context.graph, (base, context.changed(base, [change(removed_share)])), context.plan
+        )
         saved = float(times[0] - times[1]) / context.step_count
         if saved <= 0 or saved >= (1 - _TOLERANCE) * target_ns:
             break
@@ -284,9 +346,9 @@ def _build_shorter_step(context: Context, share: float, bubble_ns: float, target
 def _estimate_better_schedule(context: Context, rows: pl.DataFrame) -> tuple[float, float, str]:
     """Four microbatches per stage where there are fewer; else two chunks per stage.
 
-    With m microbatches each stage waits (stages - 1) / m of the time it computes for the pipeline to fill and to drain;
-    smaller ones fill it sooner. What the stage that waits least waits between two microbatches is for messages, and
-    comes once for each microbatch, however small.
+    With m microbatches each stage waits (stages - 1) / m of the time it computes for the pipeline
+    to fill and to drain; smaller ones fill it sooner. What the stage that waits least waits between
+    two microbatches is for messages, and comes once for each microbatch, however small.
 
     Source: Huang et al., GPipe (2019), and Narayanan et al., Megatron-LM (2021), section 2.2.
 
@@ -312,9 +374,21 @@ def _estimate_better_schedule(context: Context, rows: pl.DataFrame) -> tuple[flo
     message, filling = waits / max(now - 1, 1), bubble - waits
     if now < target_count:
         remaining_ns = filling * now / target_count + message * (target_count - 1)
-        return bubble, min(remaining_ns, bubble), f"{target_count} microbatches, four per stage, in place of {now}"
+        return (
+            bubble,
+            min(remaining_ns, bubble),
+            f"{target_count} microbatches, four per stage, in place of {now}",
+        )
     remaining_ns = filling * _BUBBLES_LEFT + 2 * waits  # each chunk has messages of its own
-    return bubble, min(remaining_ns, bubble), "two chunks per stage, which halve the time until all are busy"
+    return (
+        bubble,
+        min(remaining_ns, bubble),
+        "two chunks per stage, which halve the time until all are busy",
+    )
 
 
-PIPELINE_RULES = (FindingRule("pipeline-bubbles", "stages of a pipeline wait for each other", find_pipeline_bubbles),)
+PIPELINE_RULES = (
+    FindingRule(
+        "pipeline-bubbles", "stages of a pipeline wait for each other", find_pipeline_bubbles
+    ),
+)

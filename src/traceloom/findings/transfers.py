@@ -21,9 +21,14 @@ _HOST_COPY_KINDS = ("HtoD", "DtoH")
 
 
 def _collect_copies(context: Context) -> pl.DataFrame:
-    """Copies of all traces, of each in order: trace, event, kind, bytes, start_ns, duration_ns, op, launch, step."""
+    """Copies of all traces, of each in order: trace, event, kind, bytes, start_ns, duration_ns, op,
+    launch, step.
+    """
     columns = ["start_ns", "duration_ns", "op", "launch", "step"]
-    copies = (trace.copies.hstack(trace.events[columns][trace.copies["event"]]) for trace in context.traces)
+    copies = (
+        trace.copies.hstack(trace.events[columns][trace.copies["event"]])
+        for trace in context.traces
+    )
     return concatenate_by_trace(copies).sort("trace", "start_ns")
 
 
@@ -74,7 +79,9 @@ def find_device_copies(context: Context) -> Iterator[Message]:
     op_times: dict[str, int] = {}
     copies = context.ask(context, _collect_copies).filter(pl.col("kind") == "DtoD")
     mask = context.select_nodes_of_stacked_events(copies)
-    for number, op, duration_ns in copies.group_by("trace", "op").agg(pl.col("duration_ns").sum()).iter_rows():
+    for number, op, duration_ns in (
+        copies.group_by("trace", "op").agg(pl.col("duration_ns").sum()).iter_rows()
+    ):
         names, parents = (context.traces[number].events[column] for column in ("name", "parent"))
         name = "no operator" if op is None else names[op]
         if name == "aten::copy_" and parents[op] is not None:  # who asked for the copy
@@ -99,16 +106,27 @@ def find_device_copies(context: Context) -> Iterator[Message]:
 
 def find_exposed_copies(context: Context) -> Iterator[Message]:
     """Copies between host and device while nothing computes."""
-    mask = context.select_nodes_of_stacked_events(_select_host_device_copies(context)) & context.select_kinds(gs.COPY)
+    mask = context.select_nodes_of_stacked_events(
+        _select_host_device_copies(context)
+    ) & context.select_kinds(gs.COPY)
     if context.compute_exposed_ns(mask) < _MIN_SHARE * context.whole_ns:
         return
     in_steps = context.own(mask)
     exposed_ns = context.compute_exposed_ns(in_steps)
-    size = int(context.graph.nodes["bytes"].to_numpy()[in_steps].sum()) // context.step_count if in_steps.any() else 0
+    size = (
+        int(context.graph.nodes["bytes"].to_numpy()[in_steps].sum()) // context.step_count
+        if in_steps.any()
+        else 0
+    )
     yield Candidate(
         title=f"nothing is computed during {context.format_time_per_step(exposed_ns)} of copying between host and device "
         f"({units.format_size(size)}{context.rank_sum_suffix})",
-        changes=(Change("overlap", NodeSelection("copies between host and device, beside computing", mask, "copies")),),
+        changes=(
+            Change(
+                "overlap",
+                NodeSelection("copies between host and device, beside computing", mask, "copies"),
+            ),
+        ),
         confidence=0.4,
         advice="Copy the next batch on a stream of its own while this one is computed: pinned memory, "
         "`non_blocking=True`, a prefetching loader.",
@@ -123,7 +141,9 @@ RULES = (
 )
 
 _NEARLY_FULL_SHARE = 0.9  # of the device
-_MIN_GROWTH_BYTES = 10_000  # bytes per step; less takes more than 100,000 steps to become a gigabyte
+_MIN_GROWTH_BYTES = (
+    10_000  # bytes per step; less takes more than 100,000 steps to become a gigabyte
+)
 _ORDINALS = {2: "second", 3: "third"}
 _NOT_RECORDED = "allocations were not recorded"
 _MIN_FRAGMENTED_SHARE = 0.25  # of what is reserved, unused at the peak
@@ -134,7 +154,9 @@ def find_memory_growth(context: Context) -> Iterator[Message]:
     if not context.allocations:
         yield Abstention("memory-growth", _NOT_RECORDED)
     for trace, allocations in context.allocations:
-        for row in allocations.growth.filter(pl.col("bytes_per_step") >= _MIN_GROWTH_BYTES).to_dicts():
+        for row in allocations.growth.filter(
+            pl.col("bytes_per_step") >= _MIN_GROWTH_BYTES
+        ).to_dicts():
             per_step, period = round(row["bytes_per_step"]), row["period"]
             steps = "step" if period == 1 else f"{_ORDINALS.get(period, f'{period}th')} step"
             yield MemoryCandidate(
@@ -173,7 +195,10 @@ def find_nearly_full_memory(context: Context) -> Iterator[Message]:
     if not context.allocations:
         yield Abstention("memory-nearly-full", _NOT_RECORDED)
     for trace, allocations in context.allocations:
-        sizes = {d.get("device"): d.get("memory_bytes") for d in (trace.meta.capture or {}).get("devices") or []}
+        sizes = {
+            d.get("device"): d.get("memory_bytes")
+            for d in (trace.meta.capture or {}).get("devices") or []
+        }
         for row in allocations.pools.to_dicts():
             capacity = sizes.get(row["device"]) if row["device_type"] != "cpu" else None
             used = max(row["peak_bytes"], row["reserved_at_peak_bytes"] or 0)

@@ -1,4 +1,6 @@
-"""What the service is asked and answers over HTTP: one structure each; the OpenAPI document is made from them."""
+"""What the service is asked and answers over HTTP: one structure each; the OpenAPI document is made
+from them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class AnnounceBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
 
 
 class UploadTarget(HttpResponseBody, frozen=True):
-    """Where to PUT a file: a whole address that is signed, or a path of this service, which wants the token.
+    """Where to PUT a file: a whole address that is signed, or a path of this service, which wants
+    the token.
 
     Azure's store wants the header `x-ms-blob-type: BlockBlob` beside it.
     """
@@ -41,7 +44,10 @@ class UploadTarget(HttpResponseBody, frozen=True):
 
 
 class AnnounceAnswer(HttpResponseBody, frozen=True):
-    """The name of the capture, and the files that are not there yet. `complete`: nothing is left to do."""
+    """The name of the capture, and the files that are not there yet.
+
+    `complete`: nothing is left to do.
+    """
 
     id: str
     complete: bool
@@ -65,7 +71,10 @@ class TaskAnswer(HttpResponseBody, frozen=True):
 
 
 class CaptureAnswer(HttpResponseBody, frozen=True):
-    """A capture. `state`: of its last task; "" where its files are not all there. `files`: name -> bytes."""
+    """A capture.
+
+    `state`: of its last task; "" where its files are not all there. `files`: name -> bytes.
+    """
 
     id: str
     day: str
@@ -115,7 +124,9 @@ class FleetCheckAnswer(HttpResponseBody, frozen=True):
 
 
 class BackfillBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
-    """Analyse with this version what it did not analyse yet; with `again`, also what it quarantined."""
+    """Analyse with this version what it did not analyse yet; with `again`, also what it
+    quarantined.
+    """
 
     again: bool = False
 

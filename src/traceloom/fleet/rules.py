@@ -51,9 +51,13 @@ class OwnerRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
 
     def __post_init__(self) -> None:
         if strange := sorted(
-            name for name in self.match if name not in _MATCHABLE_FIELDS and not _LABEL_KEY.fullmatch(name)
+            name
+            for name in self.match
+            if name not in _MATCHABLE_FIELDS and not _LABEL_KEY.fullmatch(name)
         ):
-            raise ValueError(f"no job is matched by `{strange[0]}`, but by {', '.join(_MATCHABLE_FIELDS)}, label.NAME")
+            raise ValueError(
+                f"no job is matched by `{strange[0]}`, but by {', '.join(_MATCHABLE_FIELDS)}, label.NAME"
+            )
         if strange := sorted(set(self.set) - set(DIMENSIONS)):
             raise ValueError(f"`{strange[0]}` is not what a rule sets: {', '.join(DIMENSIONS)}")
         if self.from_ns >= self.until_ns:
@@ -101,7 +105,8 @@ _Kind = TypeVar("_Kind", _OwnersDocument, Prices)
 
 
 def read_rules(path: Path) -> tuple[OwnerRule, ...]:
-    """The rules of `owners.toml`; of those that match and say something of a dimension the first counts.
+    """The rules of `owners.toml`; of those that match and say something of a dimension the first
+    counts.
 
     Raises:
         InputError: `unreadable`, `bad-owners`.
@@ -145,13 +150,19 @@ def _read_file(path: Path) -> bytes:
 
 def _parse_toml(text: str | bytes, kind: type[_Kind], *, slug: str, location: str) -> _Kind:
     try:
-        return msgspec.convert(tomllib.loads(text if isinstance(text, str) else text.decode()), kind)
+        return msgspec.convert(
+            tomllib.loads(text if isinstance(text, str) else text.decode()), kind
+        )
     except (ValueError, RecursionError) as error:  # what is no TOML, no UTF-8, or has a wrong key
-        raise InputError(f"the file is not what it should be: {error}", slug=slug, where=location) from error
+        raise InputError(
+            f"the file is not what it should be: {error}", slug=slug, where=location
+        ) from error
 
 
 def _convert_to_ns(day: date) -> int:
-    return int(datetime(day.year, day.month, day.day, tzinfo=timezone.utc).timestamp()) * 1_000_000_000
+    return (
+        int(datetime(day.year, day.month, day.day, tzinfo=timezone.utc).timestamp()) * 1_000_000_000
+    )
 
 
 DEFAULT_STEPS = 3
@@ -162,10 +173,12 @@ Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 
 
 class FleetRule(ConfigTable, frozen=True, kw_only=True, tag_field="on"):
-    """What every rule says: of which jobs (`where`, with * and ?), whom of a job, how, and how often at most.
+    """What every rule says: of which jobs (`where`, with * and ?), whom of a job, how, and how
+    often at most.
 
-    `target`: all ranks of the job, or the slowest and one in the middle, by the steps that hosts tell of; `ranks` and
-    `hosts`: these alone. Without `steps` and `duration` it is three steps. `cooldown`: seconds, of the rule and a job.
+    `target`: all ranks of the job, or the slowest and one in the middle, by the steps that hosts
+    tell of; `ranks` and `hosts`: these alone. Without `steps` and `duration` it is three steps.
+    `cooldown`: seconds, of the rule and a job.
     """
 
     name: Annotated[str, Meta(pattern=NAME)]
@@ -186,19 +199,28 @@ class FleetRule(ConfigTable, frozen=True, kw_only=True, tag_field="on"):
         for label in self.where:
             if label not in MATCHED_LABELS:
                 hint = nearest(label, MATCHED_LABELS)
-                raise ValueError(f"`{self.name}` has `where.{label}`; {hint}it may have {', '.join(MATCHED_LABELS)}")
+                raise ValueError(
+                    f"`{self.name}` has `where.{label}`; {hint}it may have {', '.join(MATCHED_LABELS)}"
+                )
 
     def takes(self, process: HostProcess) -> bool:
         """Whether a process is of a job that the rule is about."""
-        return all(fnmatchcase(getattr(process, label), pattern) for label, pattern in self.where.items())
+        return all(
+            fnmatchcase(getattr(process, label), pattern) for label, pattern in self.where.items()
+        )
 
     def wanted(self, job: str) -> TraceSpec:
         """What is asked for."""
         steps = DEFAULT_STEPS if self.steps is None and self.duration is None else self.steps
         return TraceSpec(
-            job=job, ranks=self.ranks, profilers=self.profilers, steps=steps, duration_s=self.duration,
-            shapes=self.shapes, stacks=self.stacks,
-        )  # fmt: skip
+            job=job,
+            ranks=self.ranks,
+            profilers=self.profilers,
+            steps=steps,
+            duration_s=self.duration,
+            shapes=self.shapes,
+            stacks=self.stacks,
+        )
 
 
 class FleetCadenceRule(FleetRule, frozen=True, kw_only=True, tag="cadence"):
@@ -208,14 +230,18 @@ class FleetCadenceRule(FleetRule, frozen=True, kw_only=True, tag="cadence"):
 
 
 class UsageRule(FleetRule, frozen=True, kw_only=True, tag="usage"):
-    """A job computes in less than a share of its device time, in the last whole minutes that hosts told of."""
+    """A job computes in less than a share of its device time, in the last whole minutes that hosts
+    told of.
+    """
 
     busy_below: Share
     minutes: Annotated[int, Meta(ge=1, le=1440)] = 15
 
 
 class FindingTriggerRule(FleetRule, frozen=True, kw_only=True, tag="finding"):
-    """A capture of a job, which no rule asked for, has a finding that saves at least a share of the step."""
+    """A capture of a job, which no rule asked for, has a finding that saves at least a share of the
+    step.
+    """
 
     slug: Annotated[str, Meta(min_length=1, max_length=100)]
     saving: Annotated[float, Meta(ge=0, le=1)] = 0.0
@@ -223,7 +249,9 @@ class FindingTriggerRule(FleetRule, frozen=True, kw_only=True, tag="finding"):
 
 
 class RegressionRule(FleetRule, frozen=True, kw_only=True, tag="regression"):
-    """A kernel became slower by at least this share, which was not known before: a job that shows it is traced."""
+    """A kernel became slower by at least this share, which was not known before: a job that shows
+    it is traced.
+    """
 
     by: Annotated[float, Meta(gt=0)] = 0.05
 
@@ -236,7 +264,9 @@ class FleetBudget(ConfigTable, frozen=True):
 
     traces_per_day: Annotated[int, Meta(ge=1)] = 50
     mb_per_day: Annotated[float, Meta(gt=0)] = 20_000.0
-    mb_per_trace: Annotated[float, Meta(gt=0)] = 200.0  # of each process and profiler; set aside until it is measured
+    mb_per_trace: Annotated[float, Meta(gt=0)] = (
+        200.0  # of each process and profiler; set aside until it is measured
+    )
     share: Share = 0.01  # of the steps of a job
 
 

@@ -1,6 +1,7 @@
 """Fleet conditions (schedule, usage, finding, regression) and the fleet's side of the engine.
 
-Refusals are counted, and the last one of each rule is kept with its reason. What rules did and cost is in the state.
+Refusals are counted, and the last one of each rule is kept with its reason. What rules did and cost
+is in the state.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ DAY_NS = 86_400 * 10**9
 
 
 class FleetCharge(msgspec.Struct, kw_only=True):
-    """What a request of a rule costs: steps that are traced and bytes that are kept; until it is `settled`, at most."""
+    """What a request of a rule costs: steps that are traced and bytes that are kept; until it is
+    `settled`, at most.
+    """
 
     request: str
     rule: str
@@ -59,7 +62,8 @@ class FleetCharge(msgspec.Struct, kw_only=True):
 
 
 class FleetLedger:
-    """All charges that still count. A charge of the last 24 hours counts, and one whose request has not ended.
+    """All charges that still count. A charge of the last 24 hours counts, and one whose request has
+    not ended.
 
     Args:
         budget: What may be spent.
@@ -80,11 +84,17 @@ class FleetLedger:
 
     def forget(self, before_ns: int) -> list[str]:
         """Drop settled charges of before an instant; their requests."""
-        removed = [name for name, charge in self.charges.items() if charge.settled and charge.at_ns < before_ns]
+        removed = [
+            name
+            for name, charge in self.charges.items()
+            if charge.settled and charge.at_ns < before_ns
+        ]
         for name in removed:
             del self.charges[name]
         if removed:
-            self._last_fired_ns = {key: at_ns for key, at_ns in self._last_fired_ns.items() if at_ns >= before_ns}
+            self._last_fired_ns = {
+                key: at_ns for key, at_ns in self._last_fired_ns.items() if at_ns >= before_ns
+            }
         return removed
 
     def fired_ns(self, rule: str, job: str) -> int | None:
@@ -96,7 +106,9 @@ class FleetLedger:
         fired_ns = self.fired_ns(rule, job)
         return 0.0 if fired_ns is None else max(0.0, cooldown_s - (now_ns - fired_ns) / 1e9)
 
-    def refusal(self, job: str, steps: int, steps_made: int, files: int, now_ns: int) -> TriggerRefusal | None:
+    def refusal(
+        self, job: str, steps: int, steps_made: int, files: int, now_ns: int
+    ) -> TriggerRefusal | None:
         """Why a job cannot be traced for so many steps; None where it can.
 
         Args:
@@ -108,7 +120,9 @@ class FleetLedger:
         """
         counting, budget = list(self._list_counted_charges(now_ns)), self.budget
         if len(counting) + 1 > budget.traces_per_day:
-            return TriggerRefusal("budget-traces", f"the {budget.traces_per_day} of `budget.traces_per_day` were made")
+            return TriggerRefusal(
+                "budget-traces", f"the {budget.traces_per_day} of `budget.traces_per_day` were made"
+            )
         requested_bytes, remaining = self.reserve(files), self.bytes_left(now_ns)
         if requested_bytes > remaining:
             return TriggerRefusal(
@@ -134,12 +148,16 @@ class FleetLedger:
 
     def bytes_left(self, now_ns: int) -> int:
         """What may be kept now; what runs counts with what it may have."""
-        return int(self.budget.mb_per_day * 1e6) - sum(charge.bytes for charge in self._list_counted_charges(now_ns))
+        return int(self.budget.mb_per_day * 1e6) - sum(
+            charge.bytes for charge in self._list_counted_charges(now_ns)
+        )
 
     def _list_counted_charges(self, now_ns: int) -> Iterable[FleetCharge]:
         return (
-            charge for charge in self.charges.values() if charge.at_ns > now_ns - DAY_NS or not charge.settled
-        )  # fmt: skip
+            charge
+            for charge in self.charges.values()
+            if charge.at_ns > now_ns - DAY_NS or not charge.settled
+        )
 
 
 Jobs = Mapping[str, Sequence[HostProcess]]
@@ -148,7 +166,8 @@ _MAX_JOBS = 20_000
 
 
 class FleetCadenceWatch:
-    """Chooses a job by a hash of the rule, the job and the day, so that a service that starts again chooses alike.
+    """Chooses a job by a hash of the rule, the job and the day, so that a service that starts again
+    chooses alike.
 
     Args:
         rule: How many.
@@ -157,8 +176,11 @@ class FleetCadenceWatch:
     """
 
     def __init__(
-        self, rule: FleetCadenceRule, jobs: Callable[[], Jobs], fired_ns: Callable[[str], int | None]
-    ) -> None:  # fmt: skip
+        self,
+        rule: FleetCadenceRule,
+        jobs: Callable[[], Jobs],
+        fired_ns: Callable[[str], int | None],
+    ) -> None:
         self._rule, self._jobs, self._fired_ns = rule, jobs, fired_ns
         self._first: dict[str, int] = {}  # job -> when it was first seen
 
@@ -170,7 +192,10 @@ class FleetCadenceWatch:
         for job, first_ns in self._first.items():
             digest = hashlib.sha256(f"{self._rule.name}\0{job}\0{day}".encode()).digest()
             is_selected = int.from_bytes(digest[:8], "big") < self._rule.share * 2**64
-            due_ns = max(day * DAY_NS, first_ns) + int.from_bytes(digest[8:16], "big") * _HOUR_NS // 2**64
+            due_ns = (
+                max(day * DAY_NS, first_ns)
+                + int.from_bytes(digest[8:16], "big") * _HOUR_NS // 2**64
+            )
             if not is_selected or now_ns < due_ns:
                 continue
             fired_ns = self._fired_ns(job)
@@ -184,7 +209,9 @@ class FleetUsage:
 
     def __init__(self) -> None:
         self.keep_minutes = 0  # as many as the longest rule looks at
-        self._minutes: dict[str, dict[tuple[int, str], tuple[int, int]]] = {}  # job -> (minute, host) -> (held, busy)
+        self._minutes: dict[
+            str, dict[tuple[int, str], tuple[int, int]]
+        ] = {}  # job -> (minute, host) -> (held, busy)
 
     def hear(self, host: str, rows: Iterable[UsageRow]) -> None:
         """Take minutes of a host; what it told before of the same minute this replaces."""
@@ -195,15 +222,18 @@ class FleetUsage:
             if row.job:
                 held_ms, busy = amounts.get((row.job, row.minute), (0, 0))
                 amounts[row.job, row.minute] = (
-                    held_ms + row.device_ms, busy + (row.device_ms if row.state == "busy" else 0),
-                )  # fmt: skip
+                    held_ms + row.device_ms,
+                    busy + (row.device_ms if row.state == "busy" else 0),
+                )
         for (job, minute), amount in amounts.items():
             if job in self._minutes or len(self._minutes) < _MAX_JOBS:
                 self._minutes.setdefault(job, {})[minute, host] = amount
 
     def forget(self, now_ns: int) -> None:
         """Drop minutes that no rule looks at."""
-        oldest = now_ns // _MINUTE_NS - self.keep_minutes - 5  # hosts tell of a minute when it has ended, or later
+        oldest = (
+            now_ns // _MINUTE_NS - self.keep_minutes - 5
+        )  # hosts tell of a minute when it has ended, or later
         for job, minutes in list(self._minutes.items()):
             recent = {key: amount for key, amount in minutes.items() if key[0] >= oldest}
             if recent:
@@ -212,7 +242,8 @@ class FleetUsage:
                 del self._minutes[job]
 
     def busy(self, job: str, minutes: int) -> tuple[int, float] | None:
-        """The last minute of a job, and the share of its device time in which it computed in so many until then.
+        """The last minute of a job, and the share of its device time in which it computed in so
+        many until then.
 
         None where one of these minutes is missing.
         """
@@ -249,7 +280,10 @@ class UsageWatch:
 
 
 class CaptureFinding(NamedTuple):
-    """A finding of a capture that is new. `saving`: share of the step, 0.0 where it saves no time."""
+    """A finding of a capture that is new.
+
+    `saving`: share of the step, 0.0 where it saves no time.
+    """
 
     capture: str
     job: str
@@ -276,20 +310,20 @@ class TableEventWatch:
         if isinstance(self._rule, FindingTriggerRule):
             for finding in news.findings:
                 if finding.slug == self._rule.slug and finding.saving >= self._rule.saving:
-                    description = (
-                        f"`{finding.slug}` in {finding.capture} saves {format_percent(finding.saving)} % of the step"
+                    description = f"`{finding.slug}` in {finding.capture} saves {format_percent(finding.saving)} % of the step"
+                    self._firings.append(
+                        Occurrence({"job": finding.job}, finding.capture, description)
                     )
-                    self._firings.append(Occurrence({"job": finding.job}, finding.capture, description))
             return
         running = self._jobs()
         for change in news.regressions:
             if change["change"] >= self._rule.by:
                 shows = [job for job in change["jobs"] if job in running] or change["jobs"]
-                description = (
-                    f"`{change['kernel'][:200]}` takes {format_percent(change['change'])} % longer than before"
-                )
+                description = f"`{change['kernel'][:200]}` takes {format_percent(change['change'])} % longer than before"
                 labels = {"job": shows[0]} if shows else {}
-                self._firings.append(Occurrence(labels, f"{_hash_series(change)}#{change['since_ns']}", description))
+                self._firings.append(
+                    Occurrence(labels, f"{_hash_series(change)}#{change['since_ns']}", description)
+                )
 
     def look(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
         """What was heard since the last look."""
@@ -298,7 +332,9 @@ class TableEventWatch:
 
 
 def collect_table_events(state: ServiceState, tables: Tables, now_ns: int) -> TableEvents:
-    """Look at captures that were analysed since the last call, and tell webhooks of new regressions. Blocks."""
+    """Look at captures that were analysed since the last call, and tell webhooks of new
+    regressions. Blocks.
+    """
     through, committed = state.newly_committed()
     if not committed:
         state.note_committed(through)
@@ -310,7 +346,10 @@ def collect_table_events(state: ServiceState, tables: Tables, now_ns: int) -> Ta
         .select("capture", "slug", saving=pl.col("saving_fraction").fill_null(0.0))
         .collect()
     )
-    findings = [CaptureFinding(capture, jobs[capture], slug, saving) for capture, slug, saving in rows.iter_rows()]
+    findings = [
+        CaptureFinding(capture, jobs[capture], slug, saving)
+        for capture, slug, saving in rows.iter_rows()
+    ]
     changes: dict[str, ChangeRow] = {}
     for change in find_slower_kernels(tables, now_ns).iter_rows(named=True):
         row = cast("ChangeRow", change)
@@ -338,13 +377,16 @@ _TABLE_POLL_NS = 120 * 10**9  # between looks at the tables
 _RETRY_AFTER_NS = 60 * 10**9  # after a refusal, while what the rule watches for goes on
 _NEVER_NS = 1 << 63
 _MAX_ATTEMPTS = 8192
-# An agent makes steps of several ranks a window by time, which leaves room for a profiler that slows them down.
+# An agent makes steps of several ranks a window by time, which leaves room for a profiler that
+# slows them down.
 _STEPS_MARGIN, _SHORTEST_S = 3, 0.5
 _WEEK_NS = 7 * DAY_NS  # the longest cooldown
 
 
 class _Attempt(NamedTuple):
-    """What became of a rule and a job last: which occurrence that was, and from when on it is tried again."""
+    """What became of a rule and a job last: which occurrence that was, and from when on it is tried
+    again.
+    """
 
     episode: str
     again_ns: int
@@ -365,7 +407,9 @@ class FleetTriggerEngine:
         self.counts: dict[str, RuleCounts] = {}
         self.ledger = FleetLedger(FleetRules().budget)
         self.trouble = ""  # why the rules that are on record cannot be used
-        self.defects: dict[str, str] = {}  # rule, or "" for all of them -> what went wrong when it was looked at last
+        self.defects: dict[
+            str, str
+        ] = {}  # rule, or "" for all of them -> what went wrong when it was looked at last
         self._usage = FleetUsage()
         self._watches: dict[str, FleetCadenceWatch | UsageWatch | TableEventWatch] = {}
         self._kept: dict[str, RuleCounts] = {}  # of all rules that ever were
@@ -378,22 +422,33 @@ class FleetTriggerEngine:
         """Take up what is on record, and begin."""
         text = await asyncio.to_thread(self.desk.state.trigger_rules)
         charges, counts = await asyncio.to_thread(self.desk.state.trigger_documents)
-        self._kept = {name: msgspec.json.decode(document, type=RuleCounts) for name, document in counts.items()}
+        self._kept = {
+            name: msgspec.json.decode(document, type=RuleCounts)
+            for name, document in counts.items()
+        }
         try:
             self._take(text, FleetRules.of(text))
         except InputError as error:  # somebody has changed them in the database
             self.trouble = str(error)
         now_ns = self.desk.clock()
-        self.ledger.add((msgspec.json.decode(document, type=FleetCharge) for document in charges), now_ns)
+        self.ledger.add(
+            (msgspec.json.decode(document, type=FleetCharge) for document in charges), now_ns
+        )
         # A service that was killed between a request and its charge still has the request.
         for request in self.desk.requests.values():
             if request.trigger is not None and request.id not in self.ledger.charges:
-                rates = [process.steps_per_second or 0.0 for process in self._jobs().get(request.wanted.job, ())]
+                rates = [
+                    process.steps_per_second or 0.0
+                    for process in self._jobs().get(request.wanted.job, ())
+                ]
                 charge = FleetCharge(
-                    request=request.id, rule=request.trigger.rule, job=request.trigger.target,
-                    at_ns=request.asked_ns, steps=self._steps(request, max(rates, default=0.0)),
+                    request=request.id,
+                    rule=request.trigger.rule,
+                    job=request.trigger.target,
+                    at_ns=request.asked_ns,
+                    steps=self._steps(request, max(rates, default=0.0)),
                     bytes=self.ledger.reserve(1),
-                )  # fmt: skip
+                )
                 self.ledger.add([charge], now_ns)
         self.desk.on_usage = self._usage.hear
         self._running = asyncio.create_task(self._look_for_ever(), name="triggers of the fleet")
@@ -417,7 +472,9 @@ class FleetTriggerEngine:
     def jobs_of(self, rule: FleetRule) -> Jobs:
         """Jobs that run now and that the rule is about, with their processes."""
         return {
-            job: job_processes for job, job_processes in self._jobs().items() if any(map(rule.takes, job_processes))
+            job: job_processes
+            for job, job_processes in self._jobs().items()
+            if any(map(rule.takes, job_processes))
         }
 
     async def tick(self, news: TableEvents | None = None) -> None:
@@ -434,7 +491,9 @@ class FleetTriggerEngine:
             if charge.settled or (request is not None and not request.ended):
                 continue
             if request is not None:  # of one that was forgotten nobody knows more
-                targets = [target for progress in request.hosts.values() for target in progress.targets]
+                targets = [
+                    target for progress in request.hosts.values() for target in progress.targets
+                ]
                 charge.bytes = sum(target.bytes or 0 for target in targets)
                 if not targets:
                     charge.steps = 0
@@ -485,7 +544,7 @@ class FleetTriggerEngine:
                 self._watches[rule.name] = TableEventWatch(rule, jobs)
         self._usage.keep_minutes = max(
             (rule.minutes for rule in rules.triggers if isinstance(rule, UsageRule)), default=0
-        )  # fmt: skip
+        )
         self._tried, self.defects = {}, {}
 
     def _jobs(self) -> Jobs:
@@ -498,7 +557,9 @@ class FleetTriggerEngine:
         return jobs
 
     async def _try(self, rule: FleetRule, firing: Occurrence, jobs: Jobs, now_ns: int) -> None:
-        """Make the request, or count why there is none; once per occurrence, and now and then while it goes on."""
+        """Make the request, or count why there is none; once per occurrence, and now and then while
+        it goes on.
+        """
         job = firing.labels.get("job", "")
         job_processes = jobs.get(job, ())
         if job_processes and not any(map(rule.takes, job_processes)):
@@ -514,7 +575,12 @@ class FleetTriggerEngine:
             counts = self.counts[rule.name]
             counts.refusals[refusal.reason] = counts.refusals.get(refusal.reason, 0) + 1
             counts.last_refusal = LastRefusal(
-                at_ns=now_ns, target=job, what=firing.what, uid=-1, reason=refusal.reason, detail=refusal.detail
+                at_ns=now_ns,
+                target=job,
+                what=firing.what,
+                uid=-1,
+                reason=refusal.reason,
+                detail=refusal.detail,
             )
             self._changed.add(rule.name)
         self._tried.pop(key, None)  # the one that was tried last stands last
@@ -533,15 +599,25 @@ class FleetTriggerEngine:
         """Ask the desk; why not, where it is refused."""
         if not job_processes:
             return TriggerRefusal("no-such-job", "no host of late has processes of it")
-        if any(request.wanted.job == job and not request.ended for request in self.desk.requests.values()):
+        if any(
+            request.wanted.job == job and not request.ended
+            for request in self.desk.requests.values()
+        ):
             return TriggerRefusal("traced", "it is being traced already")
         if cooling := self.ledger.cooling(rule.name, job, rule.cooldown, now_ns):
             return TriggerRefusal("cooldown", f"it was traced of late: not for {cooling:.0f} s")
-        rate = max((process.steps_per_second or 0.0 for process in job_processes), default=0.0)  # its fastest rank's
-        steps_made = max((process.steps for process in job_processes if process.steps is not None), default=0)
+        rate = max(
+            (process.steps_per_second or 0.0 for process in job_processes), default=0.0
+        )  # its fastest rank's
+        steps_made = max(
+            (process.steps for process in job_processes if process.steps is not None), default=0
+        )
         if not rate:
             return TriggerRefusal("no-steps", "no host says how fast it steps")
-        spec, choice = rule.wanted(job), "slowest-and-median" if rule.target == "slowest-and-median" else ""
+        spec, choice = (
+            rule.wanted(job),
+            "slowest-and-median" if rule.target == "slowest-and-median" else "",
+        )
         cause = TriggerCause(rule=rule.name, target=job, what=firing.what)
         steps = self._steps(FleetRequest(id="", who="", asked_ns=now_ns, wanted=spec), rate)
         processes = 2 if choice else sum(process.polls for process in job_processes)
@@ -551,29 +627,44 @@ class FleetTriggerEngine:
             return refusal
         try:
             request = await self.desk.submit(
-                spec, f"trigger {rule.name}", "slowest-and-median" if choice else "", hosts=rule.hosts, trigger=cause
+                spec,
+                f"trigger {rule.name}",
+                "slowest-and-median" if choice else "",
+                hosts=rule.hosts,
+                trigger=cause,
             )
         except HttpError as error:
             return TriggerRefusal(error.slug, error.message)
         charge = FleetCharge(
-            request=request.id, rule=rule.name, job=job, at_ns=request.asked_ns, steps=steps,
+            request=request.id,
+            rule=rule.name,
+            job=job,
+            at_ns=request.asked_ns,
+            steps=steps,
             bytes=self.ledger.reserve(files),
-        )  # fmt: skip
+        )
         self.ledger.add([charge], now_ns)
         counts = self.counts[rule.name]
         counts.fired += 1
-        counts.last = LastFiring(at_ns=now_ns, request=request.id, target=job, what=firing.what, uid=-1)
+        counts.last = LastFiring(
+            at_ns=now_ns, request=request.id, target=job, what=firing.what, uid=-1
+        )
         self._changed.add(rule.name)
         await self._write([charge], [])
         await asyncio.to_thread(
-            self.desk.state.note, f"trigger {rule.name}", "trigger", "done",
+            self.desk.state.note,
+            f"trigger {rule.name}",
+            "trigger",
+            "done",
             {"request": request.id, "job": job, "why": firing.what},
-        )  # fmt: skip
+        )
         return None
 
     @staticmethod
     def _steps(request: FleetRequest, rate: float) -> int:
-        """Steps that a request traces at most, as far as it can be said before; `rate`: of its job, 0 if unknown."""
+        """Steps that a request traces at most, as far as it can be said before; `rate`: of its job,
+        0 if unknown.
+        """
         spec = request.wanted
         if spec.duration_s is not None:
             return math.ceil(spec.duration_s * rate) + 1
@@ -584,7 +675,9 @@ class FleetTriggerEngine:
         if charges or removed or changed:
             documents = {charge.request: msgspec.json.encode(charge).decode() for charge in charges}
             counts = {name: msgspec.json.encode(self._kept[name]).decode() for name in changed}
-            await asyncio.to_thread(self.desk.state.put_trigger_documents, documents, counts, removed)
+            await asyncio.to_thread(
+                self.desk.state.put_trigger_documents, documents, counts, removed
+            )
 
     async def _look_for_ever(self) -> None:
         while True:
@@ -592,11 +685,19 @@ class FleetTriggerEngine:
                 now_ns, news = self.desk.clock(), None
                 if now_ns - self._news_ns >= _TABLE_POLL_NS:
                     self._news_ns = now_ns
-                    news = await asyncio.to_thread(collect_table_events, self.desk.state, self.tables, now_ns)
+                    news = await asyncio.to_thread(
+                        collect_table_events, self.desk.state, self.tables, now_ns
+                    )
                     requested_captures = {
-                        request.capture for request in self.desk.requests.values() if request.trigger is not None
+                        request.capture
+                        for request in self.desk.requests.values()
+                        if request.trigger is not None
                     }
-                    findings = [finding for finding in news.findings if finding.capture not in requested_captures]
+                    findings = [
+                        finding
+                        for finding in news.findings
+                        if finding.capture not in requested_captures
+                    ]
                     news = news._replace(findings=findings)
                 await self.tick(news)
                 self.defects.pop("", None)

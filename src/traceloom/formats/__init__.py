@@ -1,6 +1,7 @@
 """Reading: from files of strangers to traces and sessions.
 
-Names are loaded when they are first used: decoding a file needs no Polars (see `traceloom.formats.ahead`).
+Names are loaded when they are first used: decoding a file needs no Polars (see
+`traceloom.formats.ahead`).
 """
 
 from __future__ import annotations

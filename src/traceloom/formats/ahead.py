@@ -1,13 +1,15 @@
 """A file decoded by several processes, begun before Polars is imported (goes with core.md 3c).
 
-A part begins where an entry ends, near a byte that is agreed upon. What looks like such an end may stand in a text or a
-list of an entry; whether it is one is known to who has the part before, if all of that is decoded. So each process
-stops only where its own text proves that the next part can begin there, and parts are put together only where one
-begins where the other stopped. Otherwise this process goes on alone.
+A part begins where an entry ends, near a byte that is agreed upon. What looks like such an end may
+stand in a text or a list of an entry; whether it is one is known to who has the part before, if all
+of that is decoded. So each process stops only where its own text proves that the next part can
+begin there, and parts are put together only where one begins where the other stopped. Otherwise
+this process goes on alone.
 
-Python does one thing at a time in a process, so another core needs another process. It is a fork, which costs a
-hundredth of what a new interpreter would. Of other threads of this process the fork has nothing but what they held
-locked, so decoding keeps to what takes no locks of theirs: Polars has no part in it. Whatever goes wrong there is no
+Python does one thing at a time in a process, so another core needs another process. It is a fork,
+which costs a hundredth of what a new interpreter would. Of other threads of this process the fork
+has nothing but what they held locked, so decoding keeps to what takes no locks of theirs: Polars
+has no part in it. Whatever goes wrong there is no
 loss: the file is decoded here then.
 """
 
@@ -40,11 +42,17 @@ from traceloom.trace.cache import Cache, FileStamp
 from traceloom.trace.mapped_arrays import BLOCK_POOL
 
 MIN_TEXT_BYTES = 1 << 23  # bytes of text that are worth a process
-_HANDOVER_BYTES = 7 << 20  # bytes of text that are decoded in the time that handing a part over takes
-_MAX_GZIP_PROCESSES = 4  # processes for one compressed file, since each has to unpack what is before its part
+_HANDOVER_BYTES = (
+    7 << 20
+)  # bytes of text that are decoded in the time that handing a part over takes
+_MAX_GZIP_PROCESSES = (
+    4  # processes for one compressed file, since each has to unpack what is before its part
+)
 _MAX_PROCESSES = 8
 _MAX_EXPANSION = 250
-_MAX_FORK_BYTES = 2 << 30  # bytes of memory of a process: the tables of more take longer to copy than is gained
+_MAX_FORK_BYTES = (
+    2 << 30
+)  # bytes of memory of a process: the tables of more take longer to copy than is gained
 _TIMEOUT_S = 30  # beyond what the file has taken so far
 
 
@@ -74,7 +82,9 @@ class Fork:
         try:
             with process.defer_signals():
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", DeprecationWarning)  # of other threads: see above
+                    warnings.simplefilter(
+                        "ignore", DeprecationWarning
+                    )  # of other threads: see above
                     self._process = os.fork()
                 if not self._process:
                     _decode_into(path, part, write_fd, parent)
@@ -113,7 +123,9 @@ class Fork:
         self._answer.close()
         self._until_stopped.close()
         self._kill()
-        with contextlib.suppress(ChildProcessError):  # where somebody ignores SIGCHLD, the system has seen to it
+        with contextlib.suppress(
+            ChildProcessError
+        ):  # where somebody ignores SIGCHLD, the system has seen to it
             os.waitpid(self._process, 0)
 
     def _kill(self) -> None:
@@ -134,7 +146,9 @@ def _decode_into(path: Path, part: TextRange, write_fd: int, parent: int) -> NoR
     try:
         process.forget_in_child()
         nowhere = os.open(os.devnull, os.O_RDWR)
-        for stream in range(3):  # whoever waits for the end of our output must not wait for this process
+        for stream in range(
+            3
+        ):  # whoever waits for the end of our output must not wait for this process
             os.dup2(nowhere, stream)
         for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, write_fd}:  # noqa: PTH208  (of names alone)
             with contextlib.suppress(OSError):  # the listing itself is among them
@@ -149,7 +163,12 @@ def _decode_into(path: Path, part: TextRange, write_fd: int, parent: int) -> NoR
         decoded = decode(path, step, part=part)
         columns = decoded.columns
         result = ForkResult(
-            columns.legend(), decoded.metadata, decoded.damage, decoded.size, decoded.began, decoded.left_at
+            columns.legend(),
+            decoded.metadata,
+            decoded.damage,
+            decoded.size,
+            decoded.began,
+            decoded.left_at,
         )
         with open(write_fd, "wb") as pipe:
             for item in chain([result], columns.pieces(), [None]):
@@ -206,7 +225,9 @@ class Helpers:
         """
         if self._results[-1].size >= mapped_arrays.MIN_SPILL_BYTES and target.columns.spill is None:
             target.columns.spill = mapped_arrays.ColumnSpool()
-        for fork, decoded in zip(self._forks, self._results, strict=False):  # one may have gone to the end by itself
+        for fork, decoded in zip(
+            self._forks, self._results, strict=False
+        ):  # one may have gone to the end by itself
             target.columns.extend(decoded.legend, fork.pieces())
             for key, value in decoded.metadata.items():
                 store_entry(target.metadata, key, value, target.damage)
@@ -220,7 +241,8 @@ class Helpers:
 
 
 def start_helpers(path: Path, processes: int | None = None, lead: int = 0) -> Helpers | None:
-    """Have a file decoded by as many processes as are worth it, this one among them; None where only this one is.
+    """Have a file decoded by as many processes as are worth it, this one among them; None where
+    only this one is.
 
     Args:
         path: The file.
@@ -237,7 +259,9 @@ def start_helpers(path: Path, processes: int | None = None, lead: int = 0) -> He
             if size >= 4:  # gzip states the size of the text at its end, and may be wrong
                 file.seek(-4, os.SEEK_END)
                 size = min(max(int.from_bytes(file.read(4), "little"), size), size * _MAX_EXPANSION)
-    starts = compute_part_starts(size, min(count_usable_cores(), processes or max_processes, max_processes), lead)
+    starts = compute_part_starts(
+        size, min(count_usable_cores(), processes or max_processes, max_processes), lead
+    )
     return Helpers(path, starts, size) if starts else None
 
 
@@ -249,7 +273,10 @@ def compute_part_starts(size: int, processes: int, lead: int) -> list[int]:
         local_bytes = 0
     if helper_count < 1 or (not local_bytes and not lead):
         return []
-    return [local_bytes + (size - local_bytes) * number // helper_count for number in range(helper_count)]
+    return [
+        local_bytes + (size - local_bytes) * number // helper_count
+        for number in range(helper_count)
+    ]
 
 
 def decode_with(helping: Helpers, path: str | Path, step: Step | None = None) -> Decoded:
@@ -261,7 +288,9 @@ def decode_with(helping: Helpers, path: str | Path, step: Step | None = None) ->
     try:
         decoded = None
         if helping.first:  # what is before the part of the first helper; all where they fail
-            scaled = None if step is None else lambda read, text: step(int(read * helping.share), text)
+            scaled = (
+                None if step is None else lambda read, text: step(int(read * helping.share), text)
+            )
             decoded = decode(path, scaled, TextRange(until=helping.first), helping.have)
         elif helping.have(0):
             damage = DamageLog()

@@ -1,7 +1,8 @@
 """The same ops in two recordings, by their order.
 
-Sequences are arrays of tokens: uint64, well mixed (see `mixed`), equal where the elements are. Everything is done on
-whole arrays with hashes of stretches, so that the cost grows as n log n however often names repeat.
+Sequences are arrays of tokens: uint64, well mixed (see `mixed`), equal where the elements are.
+Everything is done on whole arrays with hashes of stretches, so that the cost grows as n log n
+however often names repeat.
 """
 
 from __future__ import annotations
@@ -29,11 +30,15 @@ _BASE = 0x9E3779B97F4A7C15 | 1
 _INVERSE = pow(_BASE, -1, 1 << 64)
 _STRETCHES = (64, 16, 4, 1)  # lengths of stretches that must be unique to be trusted, longest first
 _MAX_ROUNDS = 8  # of the shortest, at most
-_MAX_TABLE_CELLS = 1 << 22  # of the tables for gaps in which everything repeats; larger gaps stay open
+_MAX_TABLE_CELLS = (
+    1 << 22
+)  # of the tables for gaps in which everything repeats; larger gaps stay open
 
 
 def hash_numbers(values: NDArray[Any], salt: int = 0) -> Tokens:
-    """Small numbers as tokens: splitmix64, so that hashes of stretches do not collide by their regularity."""
+    """Small numbers as tokens: splitmix64, so that hashes of stretches do not collide by their
+    regularity.
+    """
     out = values.astype(np.uint64) + np.uint64((salt * _BASE + 0x632BE59BD9B4E019) % 2**64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         out ^= out >> np.uint64(shift)
@@ -80,9 +85,12 @@ def find_occurrences(pattern: RollingHashes, text: RollingHashes) -> Ints:
     pattern_hash = pattern.of(np.zeros(1, dtype=np.int64), length)[0]
     positions: Ints = np.flatnonzero(text.tokens[: last + 1] == pattern.tokens[0])
     positions = positions[text.of(positions, length) == pattern_hash]
-    if positions.size and not np.array_equal(text.tokens[positions[0] : positions[0] + length], pattern.tokens):
+    if positions.size and not np.array_equal(
+        text.tokens[positions[0] : positions[0] + length], pattern.tokens
+    ):
         equal = [
-            np.array_equal(text.tokens[start : start + length], pattern.tokens) for start in positions
+            np.array_equal(text.tokens[start : start + length], pattern.tokens)
+            for start in positions
         ]  # pragma: no cover
         positions = positions[equal]  # pragma: no cover - hashes that collide
     return positions
@@ -103,8 +111,13 @@ class SimilarStretches(Struct, frozen=True):
 
 
 def find_similar(pattern: RollingHashes, text: RollingHashes) -> SimilarStretches:
-    """Places where most stretches of the pattern stand in the text at about the right distance from one another."""
-    slack, stretch_length = max(4, pattern.tokens.size // 8), choose_stretch_length(pattern.tokens.size)
+    """Places where most stretches of the pattern stand in the text at about the right distance from
+    one another.
+    """
+    slack, stretch_length = (
+        max(4, pattern.tokens.size // 8),
+        choose_stretch_length(pattern.tokens.size),
+    )
     none = np.empty(0, dtype=np.int64)
     if min(pattern.tokens.size, text.tokens.size) < stretch_length:
         return SimilarStretches(none, none, slack)
@@ -114,8 +127,8 @@ def find_similar(pattern: RollingHashes, text: RollingHashes) -> SimilarStretche
     text_hashes = text_hashes[order]
     low = np.searchsorted(text_hashes, pattern_hashes, side="left")
     count = np.searchsorted(text_hashes, pattern_hashes, side="right") - low
-    # The rarest stretches first, bounded in number; equally rare ones in random order, so that no part of the pattern
-    # is preferred.
+    # The rarest stretches first, bounded in number; equally rare ones in random order, so that no
+    # part of the pattern is preferred.
     rare = np.lexsort((hash_numbers(np.arange(pattern_hashes.size)), count))
     rare = rare[count[rare] > 0]
     budget = 4096 + 8 * (pattern.tokens.size + text.tokens.size)
@@ -132,7 +145,9 @@ def find_similar(pattern: RollingHashes, text: RollingHashes) -> SimilarStretche
     while index < candidates.size:
         group_end = int(
             np.searchsorted(
-                shift[candidates], shift[candidates[index]] + max(slack, pattern.tokens.size // 2), side="right"
+                shift[candidates],
+                shift[candidates[index]] + max(slack, pattern.tokens.size // 2),
+                side="right",
             )
         )
         best = candidates[index:group_end][int(np.argmax(votes[candidates[index:group_end]]))]
@@ -144,7 +159,9 @@ def find_similar(pattern: RollingHashes, text: RollingHashes) -> SimilarStretche
         starts.append(int(values[np.argmin(overhang)]))
         top_votes.append(int(votes[best]))
         index = max(group_end, index + 1)
-    return SimilarStretches(np.array(starts, dtype=np.int64), np.array(top_votes, dtype=np.int64), slack)
+    return SimilarStretches(
+        np.array(starts, dtype=np.int64), np.array(top_votes, dtype=np.int64), slack
+    )
 
 
 def expand_ranges(start: Ints, length: Ints) -> Ints:
@@ -156,11 +173,14 @@ def expand_ranges(start: Ints, length: Ints) -> Ints:
 # -- two similar sequences ------------------------------------------------------------------------------------------
 
 
-def align(first: RollingHashes, second: RollingHashes, shift: int | None = None) -> tuple[Ints, Ints]:
+def align(
+    first: RollingHashes, second: RollingHashes, shift: int | None = None
+) -> tuple[Ints, Ints]:
     """Indices of equal elements in both, each strictly ascending; nearly as many as possible.
 
-    Stretches that occur once in both, between existing matches, are anchors; the longest chain of anchors in the
-    same order is kept, and everything equal beside them is added; then shorter stretches between them.
+    Stretches that occur once in both, between existing matches, are anchors; the longest chain of
+    anchors in the same order is kept, and everything equal beside them is added; then shorter
+    stretches between them.
 
     Args:
         first: The first sequence.
@@ -186,7 +206,9 @@ def align(first: RollingHashes, second: RollingHashes, shift: int | None = None)
             left, right = _find_anchors(first, second, in_first, in_second, stretch_length)
             if left.size:
                 in_first, in_second = _merge_matches(in_first, in_second, left, right)
-                in_first, in_second = _extend_matches(first, second, in_first, in_second, outer=outer)
+                in_first, in_second = _extend_matches(
+                    first, second, in_first, in_second, outer=outer
+                )
             elif stretch_length == 1:
                 break
     # In the gaps everything repeats: of each that is not too large, a longest common subsequence.
@@ -202,7 +224,9 @@ def align(first: RollingHashes, second: RollingHashes, shift: int | None = None)
         )
         more_first.append(first_indices + left[gap])
         more_second.append(to + right[gap])
-    return _merge_matches(in_first, in_second, np.concatenate(more_first), np.concatenate(more_second))
+    return _merge_matches(
+        in_first, in_second, np.concatenate(more_first), np.concatenate(more_second)
+    )
 
 
 def choose_stretch_length(size: int) -> int:
@@ -222,9 +246,15 @@ def _find_gaps(matched: Ints, size: int) -> tuple[Ints, Ints]:
 
 
 def _find_anchors(
-    first: RollingHashes, second: RollingHashes, in_first: Ints, in_second: Ints, stretch_length: int
+    first: RollingHashes,
+    second: RollingHashes,
+    in_first: Ints,
+    in_second: Ints,
+    stretch_length: int,
 ) -> tuple[Ints, Ints]:
-    """Where stretches begin that occur once in both, between the same two matched pairs and in the same order."""
+    """Where stretches begin that occur once in both, between the same two matched pairs and in the
+    same order.
+    """
     keys: list[Tokens] = []
     unique_positions: list[Ints] = []
     for sequence, matched in ((first, in_first), (second, in_second)):
@@ -237,7 +267,9 @@ def _find_anchors(
         candidate_hashes = sequence.of(candidates, stretch_length) ^ hash_numbers(
             np.searchsorted(matched, candidates), 1
         )
-        values, first_index, counts = np.unique(candidate_hashes, return_index=True, return_counts=True)
+        values, first_index, counts = np.unique(
+            candidate_hashes, return_index=True, return_counts=True
+        )
         keys.append(values[counts == 1])
         unique_positions.append(candidates[first_index[counts == 1]])
     _, left, right = np.intersect1d(keys[0], keys[1], assume_unique=True, return_indices=True)
@@ -270,7 +302,9 @@ def _find_common_subsequence(first: Tokens, second: Tokens) -> tuple[Ints, Ints]
 def _extend_matches(
     first: RollingHashes, second: RollingHashes, in_first: Ints, in_second: Ints, *, outer: bool
 ) -> tuple[Ints, Ints]:
-    """Add what is equal directly after and before matched pairs; with `outer` also at the ends of both sequences."""
+    """Add what is equal directly after and before matched pairs; with `outer` also at the ends of
+    both sequences.
+    """
     for backward in (False, True):
         left, left_end = _find_gaps(in_first, first.tokens.size)
         right, right_end = _find_gaps(in_second, second.tokens.size)
@@ -331,7 +365,11 @@ def encode_shared_names(host: pl.Series, device: pl.Series) -> tuple[Ints, Ints]
 def is_op(trace: Trace) -> Bools:
     """Which events can be ops of a host trace: ops and annotations on host threads."""
     events = trace.events
-    on_host = (trace.lanes["kind"] == "host").to_numpy()[events["lane"].to_numpy()] if events.height else np.zeros(0)
+    on_host = (
+        (trace.lanes["kind"] == "host").to_numpy()[events["lane"].to_numpy()]
+        if events.height
+        else np.zeros(0)
+    )
     return events["category"].is_in([cat.OP, cat.ANNOTATION]).to_numpy() & on_host.astype(np.bool_)
 
 
@@ -341,7 +379,9 @@ def split_by_thread(host: HostTrace, codes: Ints, selected: Bools) -> list[Threa
     parent_id = host.ops["parent"].fill_null(-1).to_numpy()
     parent = np.searchsorted(ids, parent_id)
     # An op begins after its parent; a file that says otherwise could send us in circles.
-    valid_parent = (parent < np.arange(ids.size)) & (ids[np.minimum(parent, ids.size - 1)] == parent_id)
+    valid_parent = (parent < np.arange(ids.size)) & (
+        ids[np.minimum(parent, ids.size - 1)] == parent_id
+    )
     enclosing = find_nearest_ancestor(np.where(valid_parent, parent, -1), selected)
     thread = host.ops["thread"].fill_null(0).to_numpy()
     return _split_ops(thread, ids, codes, enclosing, selected)
@@ -349,17 +389,26 @@ def split_by_thread(host: HostTrace, codes: Ints, selected: Bools) -> list[Threa
 
 def split_by_lane(trace: Trace, codes: Ints, selected: Bools) -> list[ThreadOps]:
     """The chosen events by lane, the lane with most of them first."""
-    return [line for _, line in split_by_step_and_lane(trace, codes, selected, np.zeros(selected.size, dtype=np.int64))]
+    return [
+        line
+        for _, line in split_by_step_and_lane(
+            trace, codes, selected, np.zeros(selected.size, dtype=np.int64)
+        )
+    ]
 
 
-def split_by_step_and_lane(trace: Trace, codes: Ints, selected: Bools, step: Ints) -> list[tuple[int, ThreadOps]]:
+def split_by_step_and_lane(
+    trace: Trace, codes: Ints, selected: Bools, step: Ints
+) -> list[tuple[int, ThreadOps]]:
     """The chosen events by step (a number >= 0 for each event) and lane, the longest first.
 
-    Events that begin in the same microsecond are in no certain order in the trace; their external ids count up with
-    the ops, whatever their numbers mean.
+    Events that begin in the same microsecond are in no certain order in the trace; their external
+    ids count up with the ops, whatever their numbers mean.
     """
     events, lanes = trace.events, trace.lanes.height
-    enclosing = find_nearest_ancestor(events["parent"].cast(pl.Int64).fill_null(-1).to_numpy(), selected)
+    enclosing = find_nearest_ancestor(
+        events["parent"].cast(pl.Int64).fill_null(-1).to_numpy(), selected
+    )
     start, lane = events["start_ns"].to_numpy(), events["lane"].to_numpy().astype(np.int64)
     tie = events["external_id"].fill_null(-1).to_numpy()
     lines = _split_ops(step * lanes + lane, start, codes, enclosing, selected, tie)
@@ -379,7 +428,9 @@ def _split_ops(  # noqa: PLR0917
         outer = enclosing[row]
         name = hash_numbers(codes[row])
         nested = name + hash_numbers(np.where(outer >= 0, codes[outer] + 1, 0), 2)
-        lines.append(ThreadOps(int(key[row[0]]), row, order[row], build_hashes(name), build_hashes(nested)))
+        lines.append(
+            ThreadOps(int(key[row[0]]), row, order[row], build_hashes(name), build_hashes(nested))
+        )
     return sorted(lines, key=lambda line: -line.size)
 
 
@@ -387,16 +438,25 @@ RECORDER_ANNOTATIONS = r"^traceloom\.(?:step#|scope:)"  # annotations of the rec
 
 
 def find_timed_ops(timed_trace: Trace) -> Bools:
-    """Which events of a timed window are ops or annotations of the program, on any thread, in any step or outside."""
-    is_recorder: Bools = timed_trace.events["name"].str.contains(RECORDER_ANNOTATIONS).fill_null(value=False).to_numpy()
+    """Which events of a timed window are ops or annotations of the program, on any thread, in any
+    step or outside.
+    """
+    is_recorder: Bools = (
+        timed_trace.events["name"]
+        .str.contains(RECORDER_ANNOTATIONS)
+        .fill_null(value=False)
+        .to_numpy()
+    )
     return is_op(timed_trace) & ~is_recorder
 
 
 def match_ops(timed_trace: Trace, graph: Trace, recorded: Bools) -> Ints:
-    """The event of the graph step that is the same op as each event of the timed steps; -1 where none is.
+    """The event of the graph step that is the same op as each event of the timed steps; -1 where
+    none is.
 
-    The graph step and each timed step are compared by the order of names on each thread of the process; what is left by
-    its turn among ops of the same name, since ops of a pool of threads run now here, now there.
+    The graph step and each timed step are compared by the order of names on each thread of the
+    process; what is left by its turn among ops of the same name, since ops of a pool of threads run
+    now here, now there.
 
     Args:
         timed_trace: The trace of the timed window.
@@ -404,12 +464,16 @@ def match_ops(timed_trace: Trace, graph: Trace, recorded: Bools) -> Ints:
         recorded: Which events of the graph step may be named.
     """
     graph_code, timed_code = encode_shared_names(graph.events["name"], timed_trace.events["name"])
-    threads, timed_threads = (trace.lanes.select("process", "thread").rows() for trace in (graph, timed_trace))
+    threads, timed_threads = (
+        trace.lanes.select("process", "thread").rows() for trace in (graph, timed_trace)
+    )
     pattern = {threads[line.key]: line for line in split_by_lane(graph, graph_code, recorded)}
     step = timed_trace.events["step"].fill_null(-1).cast(pl.Int64).to_numpy()
     is_timed_op = find_timed_ops(timed_trace) & (step >= 0)
     same = np.full(timed_trace.events.height, -1, dtype=np.int64)
-    for _, line in split_by_step_and_lane(timed_trace, timed_code, is_timed_op, np.maximum(step, 0)):
+    for _, line in split_by_step_and_lane(
+        timed_trace, timed_code, is_timed_op, np.maximum(step, 0)
+    ):
         like = pattern.get(timed_threads[line.key])
         if like is not None:
             if like.size == line.size and np.array_equal(like.names.tokens, line.names.tokens):
@@ -429,10 +493,13 @@ def match_ops(timed_trace: Trace, graph: Trace, recorded: Bools) -> Ints:
                 (graph.events, graph_code, sources),
                 (timed_trace.events, timed_code, targets),
             ):
-                ordered = event_rows[np.argsort(events["start_ns"].to_numpy()[event_rows], kind="stable")]
+                ordered = event_rows[
+                    np.argsort(events["start_ns"].to_numpy()[event_rows], kind="stable")
+                ]
                 turn_frames.append(
                     pl.DataFrame({"row": ordered, "code": codes[ordered]}).with_columns(
-                        pl.int_range(pl.len()).over("code").alias("turn"), pl.len().over("code").alias("count")
+                        pl.int_range(pl.len()).over("code").alias("turn"),
+                        pl.len().over("code").alias("count"),
                     )
                 )
             both = turn_frames[0].join(turn_frames[1], on=["code", "turn", "count"])
@@ -443,7 +510,8 @@ def match_ops(timed_trace: Trace, graph: Trace, recorded: Bools) -> Ints:
 def add_graph_step_shapes(
     trace: Trace, directory: Path | None, read: Callable[[Path, dict[str, Any]], Trace | InputError]
 ) -> Trace:
-    """The trace with the inputs of its ops as the graph step saw them, where the window was recorded without.
+    """The trace with the inputs of its ops as the graph step saw them, where the window was
+    recorded without.
 
     Nothing is read before somebody asks for `tensors`.
 
@@ -457,7 +525,11 @@ def add_graph_step_shapes(
     name = step.get("file") if isinstance(step, dict) else None
     if directory is None or not isinstance(name, str) or Path(name).name != name:
         return trace
-    if not isinstance(settings, dict) or settings.get("shapes") is not False or not (directory / name).is_file():
+    if (
+        not isinstance(settings, dict)
+        or settings.get("shapes") is not False
+        or not (directory / name).is_file()
+    ):
         return trace
 
     def tensors() -> pl.DataFrame:
@@ -470,9 +542,14 @@ def add_graph_step_shapes(
         same = match_ops(trace, graph, is_op(graph) & shaped)
         events = np.setdiff1d(np.flatnonzero(same >= 0), recorded_tensors["event"].to_numpy())
         pairs = pl.DataFrame(
-            {"event": events, "source": same[events]}, schema={"event": pl.UInt32, "source": pl.UInt32}
+            {"event": events, "source": same[events]},
+            schema={"event": pl.UInt32, "source": pl.UInt32},
         )
-        graph_tensors = pairs.join(graph.tensors.rename({"event": "source"}), on="source", how="left").drop("source")
-        return pl.concat([recorded_tensors, graph_tensors.pipe(cast_to_schema, SCHEMAS["tensors"])]).sort("event")
+        graph_tensors = pairs.join(
+            graph.tensors.rename({"event": "source"}), on="source", how="left"
+        ).drop("source")
+        return pl.concat(
+            [recorded_tensors, graph_tensors.pipe(cast_to_schema, SCHEMAS["tensors"])]
+        ).sort("event")
 
     return trace.with_deferred("tensors", DeferredFrame(tensors))

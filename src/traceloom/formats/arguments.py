@@ -45,7 +45,9 @@ def arguments(trace: Trace, event: int) -> dict[str, Any]:
         InputError: `unreadable`: the file is gone; `changed-file`: it is not what it was when it was read.
     """
     if not 0 <= event < trace.events.height:
-        raise UsageError(f"expected an event below {trace.events.height}, got {event}", slug="no-such-event")
+        raise UsageError(
+            f"expected an event below {trace.events.height}, got {event}", slug="no-such-event"
+        )
     name = trace.events["name"][event]
     for entry in _parse_entries(next(read_event_texts(trace, np.array([event])), b"")):
         if str(entry.get("name", "")) == name:
@@ -59,7 +61,9 @@ def arguments(trace: Trace, event: int) -> dict[str, Any]:
     )
 
 
-def read_numeric_arguments(trace: Trace, events: Ints, keys: Mapping[str, str | tuple[str, int]]) -> pl.DataFrame:
+def read_numeric_arguments(
+    trace: Trace, events: Ints, keys: Mapping[str, str | tuple[str, int]]
+) -> pl.DataFrame:
     """Some numeric arguments of some events.
 
     Args:
@@ -68,16 +72,22 @@ def read_numeric_arguments(trace: Trace, events: Ints, keys: Mapping[str, str | 
         keys: Name of a column -> key of the argument in the file; of a list, with the position in it.
 
     Returns:
-        The column `event` and one Float64 column per name, in the order of `events`; null where the argument is absent,
-        is no finite number, or the file no longer holds that event.
+        The column `event` and one Float64 column per name, in the order of `events`; null where the
+        argument is absent, is no finite number, or the file no longer holds that event.
 
     Raises:
         InputError: `unreadable`: the file is gone.
     """
-    key_and_index_by_column = {name: (key, None) if isinstance(key, str) else key for name, key in keys.items()}
-    fields = {key: f"value_{number}" for number, (key, _) in enumerate(key_and_index_by_column.values())}
+    key_and_index_by_column = {
+        name: (key, None) if isinstance(key, str) else key for name, key in keys.items()
+    }
+    fields = {
+        key: f"value_{number}" for number, (key, _) in enumerate(key_and_index_by_column.values())
+    }
     record_type = msgspec.defstruct(
-        "Numbers", [(field, Any, msgspec.field(default=None, name=key)) for key, field in fields.items()], gc=False
+        "Numbers",
+        [(field, Any, msgspec.field(default=None, name=key)) for key, field in fields.items()],
+        gc=False,
     )
     columns = {name: np.full(events.size, np.nan) for name in keys}
     empty_record = record_type()
@@ -88,7 +98,9 @@ def read_numeric_arguments(trace: Trace, events: Ints, keys: Mapping[str, str | 
             raw_values = [getattr(row, fields[key]) for row in rows]
             if list_index is not None:
                 raw_values = [
-                    value[list_index] if isinstance(value, list) and list_index < len(value) else None
+                    value[list_index]
+                    if isinstance(value, list) and list_index < len(value)
+                    else None
                     for value in raw_values
                 ]
             values[positions] = parse_floats(raw_values)
@@ -97,7 +109,8 @@ def read_numeric_arguments(trace: Trace, events: Ints, keys: Mapping[str, str | 
 
 
 def read_all_arguments(trace: Trace, events: Ints) -> Iterator[dict[str, Any]]:
-    """All arguments of some events, one after the other, in the order of `events` (rows, ascending).
+    """All arguments of some events, one after the other, in the order of `events` (rows,
+    ascending).
 
     An event that the file no longer holds has none.
 
@@ -111,12 +124,17 @@ def read_all_arguments(trace: Trace, events: Ints) -> Iterator[dict[str, Any]]:
     yield from result
 
 
-def _decode_arguments(trace: Trace, events: Ints, arguments_type: Any) -> Iterator[tuple[Ints, list[Any]]]:
-    """The arguments as `arguments_type`, batch by batch in the order of the file, with their places in `events`.
+def _decode_arguments(
+    trace: Trace, events: Ints, arguments_type: Any
+) -> Iterator[tuple[Ints, list[Any]]]:
+    """The arguments as `arguments_type`, batch by batch in the order of the file, with their places
+    in `events`.
 
     None where an event has none. Events beyond the end of the file are left out.
     """
-    entry = msgspec.defstruct("Again", [("name", str, ""), ("args", arguments_type | None, None)], gc=False)
+    entry = msgspec.defstruct(
+        "Again", [("name", str, ""), ("args", arguments_type | None, None)], gc=False
+    )
     decoder = msgspec.json.Decoder(list[entry])  # type: ignore[valid-type]
     order = np.argsort(trace.sources["offset"].gather(events).to_numpy(), kind="stable")
     texts = read_event_texts(trace, events[order])
@@ -129,11 +147,20 @@ def _decode_arguments(trace: Trace, events: Ints, arguments_type: Any) -> Iterat
         except (msgspec.DecodeError, UnicodeDecodeError):
             entries = []
         if len(entries) == len(batch):
-            decoded = [entry.args if entry.name == name else None for entry, name in zip(entries, names, strict=True)]
+            decoded = [
+                entry.args if entry.name == name else None
+                for entry, name in zip(entries, names, strict=True)
+            ]
         else:
             decoded = []
-            for text, name in zip(batch, names, strict=True):  # of a damaged stretch, which may hold others too
-                candidates = (item.get("args") for item in _parse_entries(text) if str(item.get("name", "")) == name)
+            for text, name in zip(
+                batch, names, strict=True
+            ):  # of a damaged stretch, which may hold others too
+                candidates = (
+                    item.get("args")
+                    for item in _parse_entries(text)
+                    if str(item.get("name", "")) == name
+                )
                 args = next((args for args in candidates if isinstance(args, dict)), None)
                 try:
                     decoded.append(None if args is None else msgspec.convert(args, arguments_type))
@@ -159,7 +186,9 @@ def read_event_texts(trace: Trace, events: Ints) -> Iterator[bytes]:
         UsageError: `no-file`: the trace came from standard input.
     """
     if trace.meta.path == "-":
-        raise UsageError("the trace came from standard input, which cannot be read again", slug="no-file")
+        raise UsageError(
+            "the trace came from standard input, which cannot be read again", slug="no-file"
+        )
     spans = trace.sources.select("offset", "length")[events]
     offset = spans["offset"].to_numpy()
     ends = np.maximum.accumulate(offset + spans["length"].cast(pl.Int64).to_numpy())

@@ -1,4 +1,6 @@
-"""capture.json as it should be: every value of the type that its key has, or left out and told with its place."""
+"""capture.json as it should be: every value of the type that its key has, or left out and told with
+its place.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,8 @@ _RANK, _RUN = (get_type_hints(kind, include_extras=True) for kind in (Rank, Run)
 
 
 def decode(text: bytes, location: object) -> tuple[dict[str, Any], list[Notice]] | None:
-    """The document without what does not fit, and what was left out; None where it is no such document at all.
+    """The document without what does not fit, and what was left out; None where it is no such
+    document at all.
 
     Raises:
         InputError: `other-version`.
@@ -140,7 +143,13 @@ def decode(text: bytes, location: object) -> tuple[dict[str, Any], list[Notice]]
     if unexpected:
         message = f"values of capture.json of an unexpected type, left out: {len(unexpected):,} (first {unexpected[0]})"
         notices.append(
-            Notice("odd-capture", "warning", message, len(unexpected), where=unexpected[0].partition(":")[0])
+            Notice(
+                "odd-capture",
+                "warning",
+                message,
+                len(unexpected),
+                where=unexpected[0].partition(":")[0],
+            )
         )
     if replaced:
         message = f"texts of capture.json that hold halves of surrogate pairs, replaced by U+FFFD: {replaced:,}"
@@ -148,7 +157,9 @@ def decode(text: bytes, location: object) -> tuple[dict[str, Any], list[Notice]]
     return document, notices
 
 
-def _select_valid_values(entry: Any, types: dict[str, Any], path: str, unexpected: list[str]) -> dict[str, Any] | None:
+def _select_valid_values(
+    entry: Any, types: dict[str, Any], path: str, unexpected: list[str]
+) -> dict[str, Any] | None:
     """The entry without the values that do not fit; None where it is no object."""
     if not isinstance(entry, dict):
         unexpected.append(f"{path}: expected an object")
@@ -166,9 +177,13 @@ def _select_valid_values(entry: Any, types: dict[str, Any], path: str, unexpecte
         )
         if None in members:  # of a list those that fit
             unexpected.extend(
-                f"{path}.{key}[{index}]: {fault}" for index, fault in enumerate(members) if fault is not None
+                f"{path}.{key}[{index}]: {fault}"
+                for index, fault in enumerate(members)
+                if fault is not None
             )
-            fitting[key] = [item for item, fault in zip(value, members, strict=True) if fault is None]
+            fitting[key] = [
+                item for item, fault in zip(value, members, strict=True) if fault is None
+            ]
         else:
             unexpected.append(f"{path}.{key}: {_find_fault(value, kind)}")
             fitting[key] = None

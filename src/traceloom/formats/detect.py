@@ -9,7 +9,10 @@ from traceloom.errors import InputError
 
 _MAGIC = (
     (b"PK\x03\x04", "a zip archive (perhaps a saved PyTorch object)"),
-    (b"\x80", "a Python pickle; if it is a memory snapshot of PyTorch, give it to traceloom memory"),
+    (
+        b"\x80",
+        "a Python pickle; if it is a memory snapshot of PyTorch, give it to traceloom memory",
+    ),
     (b"SQLite format 3\0", "an SQLite database (perhaps an Nsight Systems export)"),
     (b"PAR1", "a Parquet file"),
     (b"ARROW1", "an Arrow file"),
@@ -39,7 +42,11 @@ _KEYS: tuple[tuple[frozenset[str], str, str], ...] = (
         "a memory snapshot of PyTorch",
         "give the Kineto trace, or the pickle to traceloom memory",
     ),
-    (frozenset({"traceloom"}), "a report of Traceloom", "give the trace that the report was made from"),
+    (
+        frozenset({"traceloom"}),
+        "a report of Traceloom",
+        "give the trace that the report was made from",
+    ),
     (frozenset({"stringTable"}), "a speedscope or Firefox profile", "give a Kineto trace"),
     (frozenset({"pg_config", "entries"}), "a Flight Recorder dump", "give a Kineto trace"),
 )
@@ -114,10 +121,15 @@ def refuse_by_keys(metadata: dict[str, Any], path: str, *, done: bool) -> None:
             _refuse(description, path, hint)
     if done:
         listed_keys = ", ".join(f"`{key}`" for key in list(metadata)[:4])
-        _refuse(f"JSON without `traceEvents`{f' (its keys: {listed_keys})' if listed_keys else ''}", path)
+        _refuse(
+            f"JSON without `traceEvents`{f' (its keys: {listed_keys})' if listed_keys else ''}",
+            path,
+        )
 
 
-def _refuse(description: str, path: str, hint: str = "", expected: str = "Kineto trace") -> NoReturn:
+def _refuse(
+    description: str, path: str, hint: str = "", expected: str = "Kineto trace"
+) -> NoReturn:
     raise InputError(
         f"this is no {expected} but {description}"
         if not description.startswith(("no ", "compressed"))

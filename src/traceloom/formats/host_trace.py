@@ -23,8 +23,20 @@ from traceloom.formats.kineto_columns import parse_integer
 from traceloom.formats.kineto_fields import NULL
 from traceloom.formats.kineto_metadata import find_rank, merge_group_row, parse_whole_number
 from traceloom.formats.repair import repair_event
-from traceloom.formats.resync import PARSE_ERRORS, DamageLog, EntryFormat, EntryRecovery, JsonScanner, Span
-from traceloom.formats.text_stream import TextBuffer, open_input, read_first_pieces, read_text_pieces
+from traceloom.formats.resync import (
+    PARSE_ERRORS,
+    DamageLog,
+    EntryFormat,
+    EntryRecovery,
+    JsonScanner,
+    Span,
+)
+from traceloom.formats.text_stream import (
+    TextBuffer,
+    open_input,
+    read_first_pieces,
+    read_text_pieces,
+)
 from traceloom.system.gzip_stream import ProgressCallback
 from traceloom.system.text import clean_json
 from traceloom.trace.notice import Notice
@@ -43,9 +55,17 @@ NUMBERS = {
 }
 _ATTRIBUTES = {key: column for column, key in NUMBERS.items() if key != "parent"}
 LISTS = ("inputs", "input_shapes", "input_types", "outputs", "output_shapes", "output_types")
-_SIDES = {side: (side, f"{side[:-1]}_shapes", f"{side[:-1]}_types") for side in ("inputs", "outputs")}
+_SIDES = {
+    side: (side, f"{side[:-1]}_shapes", f"{side[:-1]}_types") for side in ("inputs", "outputs")
+}
 # What a number says when there is nothing to say; those are null in the columns.
-_ABSENT_VALUES = {"forward_parent": 0, "record_function_id": 0, "sequence": -1, "thread": 0, "forward_thread": 0}
+_ABSENT_VALUES = {
+    "forward_parent": 0,
+    "record_function_id": 0,
+    "sequence": -1,
+    "thread": 0,
+    "forward_thread": 0,
+}
 _encode = msgspec.json.Encoder().encode
 
 
@@ -101,7 +121,8 @@ _FLAT = msgspec.json.Decoder(list[FlatNode])
 
 
 def decode(text: bytes, *, nested: bool) -> tuple[pl.DataFrame, int, int]:
-    """Nodes separated by commas: (frame, how many hold values of unexpected types, how many are no nodes at all).
+    """Nodes separated by commas: (frame, how many hold values of unexpected types, how many are no
+    nodes at all).
 
     Raises:
         msgspec.DecodeError, UnicodeDecodeError, RecursionError: It is malformed.
@@ -110,14 +131,18 @@ def decode(text: bytes, *, nested: bool) -> tuple[pl.DataFrame, int, int]:
     try:
         if not nested:
             nodes = _FLAT.decode(document)
-            columns: dict[str, Any] = {"id": [node.id for node in nodes], "name": [node.name for node in nodes]}
+            columns: dict[str, Any] = {
+                "id": [node.id for node in nodes],
+                "name": [node.name for node in nodes],
+            }
             for column, key in NUMBERS.items():
                 columns[column] = [getattr(node, key) for node in nodes]
             columns["schema"] = [node.op_schema for node in nodes]
             for key in LISTS:
                 columns[key] = _decode_texts(getattr(node, key) for node in nodes)
             return _build_frame(columns), 0, 0
-        # Groups of nodes whose attributes have the same names in the same order, of which a file has few.
+        # Groups of nodes whose attributes have the same names in the same order, of which a file
+        # has few.
         groups: dict[tuple[str, ...], list[NestedNode]] = {}
         for nested_node in _NESTED.decode(document):
             names = tuple([attribute.name for attribute in nested_node.attrs])
@@ -160,7 +185,9 @@ def _build_nested_frame(names: tuple[str, ...], nodes: list[NestedNode]) -> pl.D
         # One JSON object per row from columns of JSON text.
         keys = [_encode(name) for name in extra_attributes]
         pattern = b"{" + b",".join(key.replace(b"%", b"%%") + b":%b" for key in keys) + b"}"
-        columns["attributes"] = _decode_texts(pattern % row for row in zip(*extra_attributes.values(), strict=True))
+        columns["attributes"] = _decode_texts(
+            pattern % row for row in zip(*extra_attributes.values(), strict=True)
+        )
     return _build_frame(columns)
 
 
@@ -170,7 +197,10 @@ def _decode_texts(raws: Iterable[msgspec.Raw | bytes]) -> pl.Series:
     try:
         return pl.Series(texts, dtype=pl.Binary).cast(pl.String)
     except pl.exceptions.ComputeError:
-        return pl.Series([None if text is None else text.decode("utf-8", "replace") for text in texts], dtype=pl.String)
+        return pl.Series(
+            [None if text is None else text.decode("utf-8", "replace") for text in texts],
+            dtype=pl.String,
+        )
 
 
 def _build_frame(columns: dict[str, Any]) -> pl.DataFrame:
@@ -191,7 +221,9 @@ def _build_frame(columns: dict[str, Any]) -> pl.DataFrame:
 
 
 def decode_any_schema(nodes: list[Any]) -> tuple[pl.DataFrame, int, int]:
-    """Decoded nodes of any make: (frame, how many hold values of unexpected types, how many are no nodes at all)."""
+    """Decoded nodes of any make: (frame, how many hold values of unexpected types, how many are no
+    nodes at all).
+    """
     rows, unexpected, lost = [], 0, 0
     for node in nodes:
         row = _build_row(node) if isinstance(node, dict) else None
@@ -205,7 +237,10 @@ def decode_any_schema(nodes: list[Any]) -> tuple[pl.DataFrame, int, int]:
 
 
 def _build_row(node: dict[str, Any]) -> dict[str, Any] | None:
-    """The columns of one node; None without an id. `odd` says that a value was of no expected type."""
+    """The columns of one node; None without an id.
+
+    `odd` says that a value was of no expected type.
+    """
     node_id = parse_integer(node.get("id"))
     if node_id == NULL:
         return None
@@ -257,7 +292,9 @@ def _build_row(node: dict[str, Any]) -> dict[str, Any] | None:
 
 def _clean_name(value: Any) -> str:
     text = value if isinstance(value, str) else "" if value is None else str(value)
-    return text.encode("utf-8", "replace").decode()  # half of a surrogate pair cannot stand in UTF-8
+    return text.encode(
+        "utf-8", "replace"
+    ).decode()  # half of a surrogate pair cannot stand in UTF-8
 
 
 def _encode_text(value: Any) -> str:
@@ -280,7 +317,9 @@ def merge_frames(frames: list[pl.DataFrame]) -> pl.DataFrame:
             if column not in {"parent", "scope"}
         ),
         pl.col("scope").replace(-1, None),
-        pl.when(~pl.col("parent").is_in([NULL, 0]) & (pl.col("parent") != pl.col("id"))).then(pl.col("parent")),
+        pl.when(~pl.col("parent").is_in([NULL, 0]) & (pl.col("parent") != pl.col("id"))).then(
+            pl.col("parent")
+        ),
         pl.when(pl.col("schema") != "").then(pl.col("schema")),
     )
 
@@ -290,7 +329,9 @@ _MAX_NODE_BYTES = 1 << 26  # bytes of one node
 _MAX_HEAD_BYTES = 1 << 20  # bytes before the nodes
 _NODES = re.compile(rb'"nodes"\s*:\s*\[')
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[|^\s*\[\s*\{[^{}]{0,300}"ph"\s*:')
-_ENTRY = re.compile(rb'"((?:[^"\\\n]|\\.){1,64})"\s*:\s*("(?:[^"\\]|\\.)*"|-?\d[\d.eE+-]*|true|false|null)')
+_ENTRY = re.compile(
+    rb'"((?:[^"\\\n]|\\.){1,64})"\s*:\s*("(?:[^"\\]|\\.)*"|-?\d[\d.eE+-]*|true|false|null)'
+)
 _ENVELOPE = frozenset({"schema", "pid", "time", "start_ts", "finish_ts"})  # no node has such a key
 _MAX_END_CANDIDATES = 64  # brackets looked at for the one that closes the list
 
@@ -308,11 +349,15 @@ NODES = EntryFormat(
     start=re.compile(rb'\{\s*"id"\s*:\s*\d+\s*,\s*"name"\s*:'),
     mark=re.compile(rb'"id"\s*:'),
     keys=frozenset(["id", "name", "ctrl_deps", "attrs", "op_schema", *NUMBERS.values(), *LISTS]),
-    is_entry=lambda value: "id" in value and "name" in value and ("ctrl_deps" in value or "parent" in value),
+    is_entry=lambda value: (
+        "id" in value and "name" in value and ("ctrl_deps" in value or "parent" in value)
+    ),
 )
 _STRING = re.compile(r'("(?:[^"\\]|\\.)*")')
 # The observer of older versions writes doubles as C++ prints them.
-_NON_FINITE = re.compile(r"(?<=[:\[,])(\s*)([+-]?(?:nan|inf(?:inity)?))(?=\s*[,}\]])", re.IGNORECASE)
+_NON_FINITE = re.compile(
+    r"(?<=[:\[,])(\s*)([+-]?(?:nan|inf(?:inity)?))(?=\s*[,}\]])", re.IGNORECASE
+)
 
 
 class _NodeRecovery(EntryRecovery):
@@ -337,7 +382,8 @@ class _NodeRecovery(EntryRecovery):
         self.frames.append(frame)
 
     def mend(self, start: int, end: int) -> int:
-        # Bare inf and nan become strings, as newer observers write them; what stands in strings is left alone.
+        # Bare inf and nan become strings, as newer observers write them; what stands in strings is
+        # left alone.
         parts = _STRING.split(self.text[start:end].decode("utf-8", "replace"))
         repaired = "".join(
             part if part.startswith('"') else _NON_FINITE.sub(r'\1"\2"', part) for part in parts
@@ -377,7 +423,9 @@ class HostTraceScanner(TextBuffer):
             if cut is None:
                 if target_size > _MAX_NODE_BYTES:
                     raise InputError(
-                        f"one node is larger than {_MAX_NODE_BYTES >> 20} MB", slug="oversized-entry", where=self._path
+                        f"one node is larger than {_MAX_NODE_BYTES >> 20} MB",
+                        slug="oversized-entry",
+                        where=self._path,
                     )
                 target_size = len(self._text) * 2
                 continue
@@ -405,7 +453,9 @@ class HostTraceScanner(TextBuffer):
                     return
                 tail = self._text[used:]
             else:
-                frames, _, _ = self._decoded(self._text[:end].rstrip(b" \t\r\n,"), last=True, bounded=True)
+                frames, _, _ = self._decoded(
+                    self._text[:end].rstrip(b" \t\r\n,"), last=True, bounded=True
+                )
                 yield from frames
                 tail = self._text[end + 1 :]
         self._keep(tail.strip().rstrip(b"\0").removesuffix(b"}"))
@@ -427,14 +477,20 @@ class HostTraceScanner(TextBuffer):
         while (match := _NODES.search(self._text)) is None:
             if _EVENTS.search(self._text):
                 self._swapped()
-            if not self._fill(min(2 * len(self._text), _MAX_HEAD_BYTES)) or len(self._text) >= _MAX_HEAD_BYTES:
+            if (
+                not self._fill(min(2 * len(self._text), _MAX_HEAD_BYTES))
+                or len(self._text) >= _MAX_HEAD_BYTES
+            ):
                 break
         if match is None:  # the key of the nodes is damaged
             entry_start = JsonScanner(self._text, NODES).find_next_entry(0)
             if entry_start is None:
                 if unknown is not None:
                     raise unknown
-                keys = [entry.group(1).decode("utf-8", "replace") for entry in _ENTRY.finditer(self._text[:4096])]
+                keys = [
+                    entry.group(1).decode("utf-8", "replace")
+                    for entry in _ENTRY.finditer(self._text[:4096])
+                ]
                 listed_keys = ", ".join(f"`{key}`" for key in keys[:4])
                 raise InputError(
                     f"this is no host trace but JSON without `nodes`{f' (its keys: {listed_keys})' if listed_keys else ''}",
@@ -462,14 +518,18 @@ class HostTraceScanner(TextBuffer):
 
     # -- nodes --------------------------------------------------------------------------------------------------
 
-    def _decoded(self, text: bytes, *, last: bool, bounded: bool = False) -> tuple[list[pl.DataFrame], int, bool]:
+    def _decoded(
+        self, text: bytes, *, last: bool, bounded: bool = False
+    ) -> tuple[list[pl.DataFrame], int, bool]:
         """Decode a stretch: (frames, bytes used up, whether the list ended in it)."""
         if not text.strip():
             return [], len(text), last
         try:
             frame, unexpected, lost = decode(text, nested=self._nested)
         except PARSE_ERRORS:
-            recovery = _NodeRecovery(text, self._base, self._damage, NODES, last=last, bounded=bounded)
+            recovery = _NodeRecovery(
+                text, self._base, self._damage, NODES, last=last, bounded=bounded
+            )
             recovery.nested = self._nested
             used, closed = recovery.run()
             return recovery.frames, used, closed
@@ -494,7 +554,9 @@ class HostTraceScanner(TextBuffer):
                 decode(self._text[:bracket].strip(b" \t\r\n,"), nested=self._nested)
             except PARSE_ERRORS:
                 # A cut behind the last list of a node looks like the end of the nodes.
-                fallback = bracket if fallback is None and "finish_ts" in self.envelope else fallback
+                fallback = (
+                    bracket if fallback is None and "finish_ts" in self.envelope else fallback
+                )
             else:
                 return bracket
         return fallback
@@ -562,7 +624,9 @@ def read_host_trace(
     if not ops.height:
         lost = damage.cases.get("lost-events")
         reason = f"none of its {lost.count:,} nodes can be read" if lost else "it holds no node"
-        raise InputError(f"the host trace is empty: {reason}", slug="empty-host-trace", where=str(path))
+        raise InputError(
+            f"the host trace is empty: {reason}", slug="empty-host-trace", where=str(path)
+        )
     if "schema" not in envelope and not (ops["name"] != "").any():
         text = "this is no host trace but JSON whose `nodes` have no names"
         raise InputError(text, slug="not-a-host-trace", where=str(path))
@@ -622,7 +686,8 @@ def peek_either(source: InputFile) -> FileHead | HostTraceHead:
 
 
 def find_groups(ops: pl.DataFrame, path: str) -> tuple[pl.DataFrame, list[Notice]]:
-    """The groups of all `## process_group:init ##` nodes, the later ones completing the earlier; and what is wrong.
+    """The groups of all `## process_group:init ##` nodes, the later ones completing the earlier;
+    and what is wrong.
 
     An empty list of ranks means all ranks of the job, whose number is then the size of the group.
     """
@@ -640,12 +705,22 @@ def find_groups(ops: pl.DataFrame, path: str) -> tuple[pl.DataFrame, list[Notice
             if isinstance(ranks, dict):  # old observers map global to group ranks
                 ranks = [parse_whole_number(rank) for rank in ranks]
             members = None
-            if isinstance(ranks, list) and all(isinstance(rank, int) and 0 <= rank < 2**31 for rank in ranks):
+            if isinstance(ranks, list) and all(
+                isinstance(rank, int) and 0 <= rank < 2**31 for rank in ranks
+            ):
                 members = (
-                    sorted(ranks) if ranks else list(range(size)) if size is not None and size <= 1 << 20 else None
+                    sorted(ranks)
+                    if ranks
+                    else list(range(size))
+                    if size is not None and size <= 1 << 20
+                    else None
                 )
             merge_group_row(
-                rows, str(item["pg_name"]), (item.get("pg_desc"), item.get("backend_config")), size, members
+                rows,
+                str(item["pg_name"]),
+                (item.get("pg_desc"), item.get("backend_config")),
+                size,
+                members,
             )
     notices = []
     if cut:

@@ -22,7 +22,13 @@ from traceloom.formats.kineto_fields import parse_text_times
 from traceloom.formats.resync import DamageLog
 from traceloom.formats.text_stream import open_input as text_stream_open_input
 from traceloom.formats.text_stream import read_first_pieces
-from traceloom.system.files import build_natural_key, open_input, read_small, remember_input, restore_addresses
+from traceloom.system.files import (
+    build_natural_key,
+    open_input,
+    read_small,
+    remember_input,
+    restore_addresses,
+)
 from traceloom.trace.notice import Notice
 
 if TYPE_CHECKING:
@@ -53,7 +59,12 @@ class Source(Protocol):
         """
 
     def read(
-        self, path: str | Path, *, capture: dict[str, Any] | None, step: Step | None, processes: int | None
+        self,
+        path: str | Path,
+        *,
+        capture: dict[str, Any] | None,
+        step: Step | None,
+        processes: int | None,
     ) -> Trace:
         """The trace; arguments and errors as of `traceloom.read.read_kineto`."""
 
@@ -69,11 +80,15 @@ class KinetoSource:
 
     def peek(self, file: InputFile) -> FileHead:
         """See `Source`."""
-
         return read_head(file)
 
     def read(
-        self, path: str | Path, *, capture: dict[str, Any] | None, step: Step | None, processes: int | None
+        self,
+        path: str | Path,
+        *,
+        capture: dict[str, Any] | None,
+        step: Step | None,
+        processes: int | None,
     ) -> Trace:
         """See `Source`."""
         from traceloom.formats.kineto import read_kineto
@@ -92,7 +107,9 @@ def identify_job(entry: dict[str, Any]) -> str | int:
     return f"process {name}" if isinstance(name, str) else id(entry)
 
 
-_JOB = re.compile(r"^(PT_PROFILER_JOB_\w*ID\w*|group_trace_id|mast_job_name|tw_job|job_id)$", re.IGNORECASE)
+_JOB = re.compile(
+    r"^(PT_PROFILER_JOB_\w*ID\w*|group_trace_id|mast_job_name|tw_job|job_id)$", re.IGNORECASE
+)
 
 
 class FileHead(Struct, frozen=True):
@@ -135,10 +152,14 @@ def read_head(source: InputFile) -> FileHead:
         slices.close()
     metadata = document.metadata
     entries = [entry for entry in first.entries if entry.ph == "X"] if first else []
-    process = next((entry.pid for entry in entries if isinstance(entry.pid, int) and entry.pid > 0), None)
+    process = next(
+        (entry.pid for entry in entries if isinstance(entry.pid, int) and entry.pid > 0), None
+    )
     start = None
     if entries and first and first.exact:
-        starts, _, valid, _ = parse_text_times([entry.ts for entry in entries], [b"0"] * len(entries))
+        starts, _, valid, _ = parse_text_times(
+            [entry.ts for entry in entries], [b"0"] * len(entries)
+        )
         start = int(starts[valid].min()) if valid.any() else None
     elif times := [entry.ts for entry in entries if entry.ts == entry.ts]:  # no NaN
         start = int(min(times) * 1000)
@@ -151,7 +172,8 @@ def read_head(source: InputFile) -> FileHead:
     return FileHead(
         source=source,
         rank=rank,
-        world_size=md.parse_whole_number(entry.get("world_size")) or md.parse_whole_number(info.get("world_size")),
+        world_size=md.parse_whole_number(entry.get("world_size"))
+        or md.parse_whole_number(info.get("world_size")),
         part=None if source.entry is None else identify_job(source.entry),
         job=tuple(sorted((key, str(value)) for key, value in metadata.items() if _JOB.match(key))),
         host=host if isinstance(host, str) and host else None,
@@ -167,7 +189,9 @@ SOURCES: list[Source] = [KinetoSource()]  # the first that matches reads a file
 def detect_source(path: str | Path) -> Source:
     """The format of a file; the last one for standard input, pipes and what cannot be read."""
     head = read_first_bytes(Path(path)) if Path(path).is_file() else None
-    return SOURCES[-1] if head is None else next(source for source in SOURCES if source.matches(head))
+    return (
+        SOURCES[-1] if head is None else next(source for source in SOURCES if source.matches(head))
+    )
 
 
 def read_first_bytes(path: Path) -> bytes | None:
@@ -175,7 +199,11 @@ def read_first_bytes(path: Path) -> bytes | None:
     try:
         with open_input(path) as file:
             head = file.read(_HEAD_BYTES)
-        return zlib.decompressobj(31).decompress(head, _HEAD_BYTES) if head.startswith(b"\x1f\x8b") else head
+        return (
+            zlib.decompressobj(31).decompress(head, _HEAD_BYTES)
+            if head.startswith(b"\x1f\x8b")
+            else head
+        )
     except (OSError, zlib.error):
         return None
 
@@ -183,7 +211,13 @@ def read_first_bytes(path: Path) -> bytes | None:
 _MAX_DEPTH = 4  # levels below a directory
 _CAPTURE = "capture.json"
 # What the host agent records beside a trace; none is one.
-_SIDECAR_ENDINGS = (".allocations.json.gz", ".launches.json.gz", ".stacks.json.gz", ".telemetry.json.gz", ".dump.json")
+_SIDECAR_ENDINGS = (
+    ".allocations.json.gz",
+    ".launches.json.gz",
+    ".stacks.json.gz",
+    ".telemetry.json.gz",
+    ".dump.json",
+)
 _Capture = tuple[dict[str, Any], list[Notice]]
 _MAX_CAPTURE_BYTES = 1 << 28  # bytes
 _CAPTURE_FILE_NAME = re.compile(r"capture\.json$|(rank\d+(-pid\d+)?|pid\d+)\.\w")
@@ -241,23 +275,35 @@ def find(paths: tuple[str, ...]) -> InputSet:
             try:
                 path.stat()
             except (FileNotFoundError, NotADirectoryError) as error:
-                raise InputError("there is no such file or directory", slug="unreadable", where=str(path)) from error
+                raise InputError(
+                    "there is no such file or directory", slug="unreadable", where=str(path)
+                ) from error
             except (OSError, ValueError) as error:
                 raise unreadable(path, error) from error
         if path.is_dir():
             if not _add_directory(path, discovered, known_paths, _MAX_DEPTH):
                 raise InputError(
-                    "the directory holds no trace (no .json or .json.gz file)", slug="no-traces", where=text
+                    "the directory holds no trace (no .json or .json.gz file)",
+                    slug="no-traces",
+                    where=text,
                 )
         elif path.name == _CAPTURE:
             _add_directory(path.parent, discovered, known_paths, 0)
         else:
-            _add(discovered, known_paths, _find_window_input(path, discovered, captures) or InputFile(path, given=True))
+            _add(
+                discovered,
+                known_paths,
+                _find_window_input(path, discovered, captures) or InputFile(path, given=True),
+            )
     return discovered
 
 
-def _find_window_input(path: Path, discovered: InputSet, captures: dict[Path, _Capture | None]) -> InputFile | None:
-    """The input for a window in its capture, with its part of capture.json; None for any other file."""
+def _find_window_input(
+    path: Path, discovered: InputSet, captures: dict[Path, _Capture | None]
+) -> InputFile | None:
+    """The input for a window in its capture, with its part of capture.json; None for any other
+    file.
+    """
     if not _CAPTURE_FILE_NAME.match(path.name):
         return None
     directory = path.parent
@@ -285,7 +331,9 @@ def _add(discovered: InputSet, known_paths: set[Path], candidate: InputFile) -> 
         discovered.inputs.append(candidate)
 
 
-def _add_directory(directory: Path, discovered: InputSet, known_paths: set[Path], depth: int) -> bool:
+def _add_directory(
+    directory: Path, discovered: InputSet, known_paths: set[Path], depth: int
+) -> bool:
     """Add the files of a directory; whether there is any, added before or not."""
     candidates = False
     capture = read_capture(directory)
@@ -296,7 +344,11 @@ def _add_directory(directory: Path, discovered: InputSet, known_paths: set[Path]
             path = directory / name
             if path.is_file():
                 candidates = True
-                _add(discovered, known_paths, InputFile(path, given=False, capture=directory, entry=entry))
+                _add(
+                    discovered,
+                    known_paths,
+                    InputFile(path, given=False, capture=directory, entry=entry),
+                )
         return candidates
     try:
         entries = sorted(directory.iterdir(), key=build_natural_key)
@@ -307,17 +359,21 @@ def _add_directory(directory: Path, discovered: InputSet, known_paths: set[Path]
             candidates |= _add_directory(path, discovered, known_paths, depth - 1)
         elif path.name.endswith(_SIDECAR_ENDINGS):
             continue
-        elif path.is_file() and path.name.lower().endswith(tuple(chain(*(source.endings for source in SOURCES)))):
+        elif path.is_file() and path.name.lower().endswith(
+            tuple(chain(*(source.endings for source in SOURCES)))
+        ):
             candidates = True
             _add(discovered, known_paths, InputFile(path, given=False))
     return candidates
 
 
 def read_capture(directory: Path) -> _Capture | None:
-    """capture.json of a directory, or the parts that its ranks wrote where the run did not end well.
+    """capture.json of a directory, or the parts that its ranks wrote where the run did not end
+    well.
 
     Returns:
-        The document, in which values are of the types that they should be, and what was left out; None without either.
+        The document, in which values are of the types that they should be, and what was left out;
+        None without either.
 
     Raises:
         InputError: `other-version`; `damaged-capture`: the file is there but is not what it should be.
@@ -328,16 +384,26 @@ def read_capture(directory: Path) -> _Capture | None:
         decoded = _read_document(capture_path)
         if decoded is None:
             raise InputError(
-                "capture.json is damaged or of another program", slug="damaged-capture", where=str(capture_path)
+                "capture.json is damaged or of another program",
+                slug="damaged-capture",
+                where=str(capture_path),
             )
     else:
-        parts = [_read_document(path) for path in sorted(directory.glob("*.capture.json"), key=build_natural_key)]
+        parts = [
+            _read_document(path)
+            for path in sorted(directory.glob("*.capture.json"), key=build_natural_key)
+        ]
         valid_parts = [part for part in parts if part is not None]
         ranks = [entry for document, _ in valid_parts for entry in document["ranks"]]
         if not ranks:
             return None
-        decoded = {**valid_parts[0][0], "ranks": ranks}, [notice for _, notices in valid_parts for notice in notices]
-    for path in directory.iterdir():  # all that belongs to the capture is an input, whatever of it is read today
+        decoded = (
+            {**valid_parts[0][0], "ranks": ranks},
+            [notice for _, notices in valid_parts for notice in notices],
+        )
+    for path in (
+        directory.iterdir()
+    ):  # all that belongs to the capture is an input, whatever of it is read today
         if _CAPTURE_FILE_NAME.match(path.name):
             remember_input(path)
     return decoded
@@ -352,7 +418,10 @@ def _read_document(path: Path) -> _Capture | None:
 
 def filter_by_job(document: dict[str, Any], jobs: set[str | int]) -> dict[str, Any]:
     """The document of a capture with the parts of these jobs only."""
-    return {**document, "ranks": [entry for entry in document.get("ranks", []) if identify_job(entry) in jobs]}
+    return {
+        **document,
+        "ranks": [entry for entry in document.get("ranks", []) if identify_job(entry) in jobs],
+    }
 
 
 def list_windows(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -374,19 +443,33 @@ _FAR_NS = 3600 * 10**9
 
 
 def is_same_run(left: FileHead, right: FileHead) -> bool:
-    """Whether two files are of one run: captures, job ids, world size, time, processes and names, in this order."""
+    """Whether two files are of one run: captures, job ids, world size, time, processes and names,
+    in this order.
+    """
     if left.source.capture is not None or right.source.capture is not None:
         return left.source.capture == right.source.capture and left.part == right.part
     jobs, other_jobs = dict(left.job), dict(right.job)
     if any(jobs[key] != other_jobs[key] for key in jobs.keys() & other_jobs.keys()):
         return False
-    if left.world_size is not None and right.world_size is not None and left.world_size != right.world_size:
+    if (
+        left.world_size is not None
+        and right.world_size is not None
+        and left.world_size != right.world_size
+    ):
         return False
-    gap = None if left.start_ns is None or right.start_ns is None else abs(left.start_ns - right.start_ns)
+    gap = (
+        None
+        if left.start_ns is None or right.start_ns is None
+        else abs(left.start_ns - right.start_ns)
+    )
     alike = left.pattern == right.pattern
     if (left.world_size or 0) > 1 and (right.world_size or 0) > 1:
-        return (gap is not None and gap <= (_FAR_NS if alike else _NEAR_NS)) or (gap is None and alike)
-    same_process = left.process is not None and left.process == right.process and left.host == right.host
+        return (gap is not None and gap <= (_FAR_NS if alike else _NEAR_NS)) or (
+            gap is None and alike
+        )
+    same_process = (
+        left.process is not None and left.process == right.process and left.host == right.host
+    )
     if left.rank == right.rank:
         return alike and same_process and left.start_ns != right.start_ns
     return alike and None not in (left.rank, right.rank) and (gap is None or gap <= _FAR_NS)
@@ -396,7 +479,14 @@ def split_into_runs(peeks: list[FileHead]) -> list[list[FileHead]]:
     """Files by run, in the order of their first file."""
     runs: list[list[FileHead]] = []
     for candidate in peeks:
-        home = next((run for run in runs if is_same_run(run[0], candidate) or is_same_run(run[-1], candidate)), None)
+        home = next(
+            (
+                run
+                for run in runs
+                if is_same_run(run[0], candidate) or is_same_run(run[-1], candidate)
+            ),
+            None,
+        )
         if home is None:
             runs.append([candidate])
         else:
@@ -405,7 +495,9 @@ def split_into_runs(peeks: list[FileHead]) -> list[list[FileHead]]:
 
 
 def choose_run_names(runs: list[list[FileHead]], requested: tuple[str, ...]) -> list[str]:
-    """A name for each run: what the user gave where there is one run, else what its files have in common."""
+    """A name for each run: what the user gave where there is one run, else what its files have in
+    common.
+    """
     if len(runs) == len(requested) == 1:
         return [requested[0]]
     homes = [run[0].source.capture for run in runs]  # that of all its files
@@ -423,5 +515,7 @@ def choose_run_names(runs: list[list[FileHead]], requested: tuple[str, ...]) -> 
             labels.append(("/".join(shared) or "/") if shared else str(paths[0]))
         else:
             masked = {re.sub(r"\d+", "*", path.name) for path in paths}
-            labels.append(str(paths[0].parent / (masked.pop() if len(masked) == 1 else paths[0].name)))
+            labels.append(
+                str(paths[0].parent / (masked.pop() if len(masked) == 1 else paths[0].name))
+            )
     return labels

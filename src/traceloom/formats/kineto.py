@@ -30,7 +30,14 @@ from traceloom.formats.kineto_columns import (
     decode,
 )
 from traceloom.formats.kineto_fields import NULL
-from traceloom.formats.lanes import KIND_OF_CODE, KINDS, ON_DEVICE, ThreadIndex, build_lane_frame, find_lanes
+from traceloom.formats.lanes import (
+    KIND_OF_CODE,
+    KINDS,
+    ON_DEVICE,
+    ThreadIndex,
+    build_lane_frame,
+    find_lanes,
+)
 from traceloom.formats.links import (
     add_capture_details,
     build_collective_frame,
@@ -65,10 +72,28 @@ from traceloom.trace.vocabulary import copy_kind, parse_memory_kinds
 
 # torch's DeviceType numbers (c10/core/DeviceType.h).
 DEVICE_TYPES = {
-    0: "cpu", 1: "cuda", 2: "mkldnn", 3: "opengl", 4: "opencl", 5: "ideep", 6: "hip", 7: "fpga", 8: "maia", 9: "xla",
-    10: "vulkan", 11: "metal", 12: "xpu", 13: "mps", 14: "meta", 15: "hpu", 16: "ve", 17: "lazy", 18: "ipu",
-    19: "mtia", 20: "privateuseone",
-}  # fmt: skip
+    0: "cpu",
+    1: "cuda",
+    2: "mkldnn",
+    3: "opengl",
+    4: "opencl",
+    5: "ideep",
+    6: "hip",
+    7: "fpga",
+    8: "maia",
+    9: "xla",
+    10: "vulkan",
+    11: "metal",
+    12: "xpu",
+    13: "mps",
+    14: "meta",
+    15: "hpu",
+    16: "ve",
+    17: "lazy",
+    18: "ipu",
+    19: "mtia",
+    20: "privateuseone",
+}
 
 _ON_HOST = np.array([KINDS[kind] == "host" for kind in KIND_OF_CODE])
 _IS_OP = np.array([name == cat.OP for name in cat.CATEGORIES])
@@ -119,7 +144,9 @@ def build_allocation_frame(
         rows = rows[innermost[rows] >= 0]
     has_event = innermost >= 0
     nearest_op = find_nearest_ancestor(parent, is_op)
-    innermost[has_event] = np.where(is_op[innermost[has_event]], innermost[has_event], nearest_op[innermost[has_event]])
+    innermost[has_event] = np.where(
+        is_op[innermost[has_event]], innermost[has_event], nearest_op[innermost[has_event]]
+    )
     step = locate_steps(steps, time)
     process, thread = (
         gather_rows(thread_index.numbers(0), pair_number),
@@ -132,7 +159,10 @@ def build_allocation_frame(
         {
             "time_ns": to_series(time, pl.Int64),
             "address": to_series(ordered["address"], pl.UInt64),
-            "bytes": to_series(np.where(ordered["allocation_bytes"] == NULL, 0, ordered["allocation_bytes"]), pl.Int64),
+            "bytes": to_series(
+                np.where(ordered["allocation_bytes"] == NULL, 0, ordered["allocation_bytes"]),
+                pl.Int64,
+            ),
             "device_type": NumberedTexts([*DEVICE_TYPES.values(), "other"]).column(kind),
             "device": to_nullable_series(device, pl.Int32),
             "allocated_bytes": to_nullable_series(ordered["total_allocated"]),
@@ -198,7 +228,9 @@ def _format_ids(thread_index: ThreadIndex, which: int) -> NumberedTexts:
     return NumberedTexts([str(pair[which]) for pair in thread_index.pairs])
 
 
-def build_copy_frame(columns: dict[str, Array], texts: NumberedTexts, events: pl.DataFrame) -> pl.DataFrame:
+def build_copy_frame(
+    columns: dict[str, Array], texts: NumberedTexts, events: pl.DataFrame
+) -> pl.DataFrame:
     """The `copies` frame: copies and fills in time order."""
     if not len(columns["event"]):
         return pl.DataFrame(schema=SCHEMAS["copies"])
@@ -231,36 +263,62 @@ def build_copy_frame(columns: dict[str, Array], texts: NumberedTexts, events: pl
             kind = copy_kind(rocm)
         rows.append((kind, *parse_memory_kinds(name, source, target)))
     described = different.with_columns(
-        pl.DataFrame(rows, schema=["copied", "source_memory", "target_memory"], orient="row").cast(pl.String)
+        pl.DataFrame(rows, schema=["copied", "source_memory", "target_memory"], orient="row").cast(
+            pl.String
+        )
     )
-    joined = keys.join(described, on=keys.columns, how="left", nulls_equal=True, maintain_order="left")
+    joined = keys.join(
+        described, on=keys.columns, how="left", nulls_equal=True, maintain_order="left"
+    )
     return frame.select(
-        "event", joined["copied"].alias("kind"), "bytes", joined["source_memory"], joined["target_memory"]
+        "event",
+        joined["copied"].alias("kind"),
+        "bytes",
+        joined["source_memory"],
+        joined["target_memory"],
     ).cast(SCHEMAS["copies"])
 
 
 def build_kernel_frame(columns: dict[str, Array]) -> pl.DataFrame:
     """The `kernels` frame: how each kernel fills the device, in time order."""
     order = np.argsort(columns["event"], kind="stable")
-    figures = {name: to_series(columns[name][order], pl.Float64).fill_nan(None) for name in OCCUPANCY_COLUMNS}
-    return pl.DataFrame({"event": to_series(columns["event"][order], pl.UInt32), **figures}, schema=SCHEMAS["kernels"])
+    figures = {
+        name: to_series(columns[name][order], pl.Float64).fill_nan(None)
+        for name in OCCUPANCY_COLUMNS
+    }
+    return pl.DataFrame(
+        {"event": to_series(columns["event"][order], pl.UInt32), **figures},
+        schema=SCHEMAS["kernels"],
+    )
 
 
 def build_tensor_frame(columns: dict[str, Array], texts: NumberedTexts) -> pl.DataFrame:
     """The `tensors` frame: inputs of ops, as lists of JSON text."""
     order = np.argsort(columns["event"], kind="stable")
-    lists = {name: texts.column(values[order]) for name, values in columns.items() if name != "event"}
-    return pl.DataFrame({"event": to_series(columns["event"][order], pl.UInt32), **lists}, schema=SCHEMAS["tensors"])
+    lists = {
+        name: texts.column(values[order]) for name, values in columns.items() if name != "event"
+    }
+    return pl.DataFrame(
+        {"event": to_series(columns["event"][order], pl.UInt32), **lists}, schema=SCHEMAS["tensors"]
+    )
 
 
 def build_python_frame(columns: dict[str, Array]) -> pl.DataFrame:
     """The `python` frame: ids of Python frames and modules."""
     order = np.argsort(columns["event"], kind="stable")
-    values = {name: to_nullable_series(column[order]) for name, column in columns.items() if name != "event"}
-    return pl.DataFrame({"event": to_series(columns["event"][order], pl.UInt32), **values}, schema=SCHEMAS["python"])
+    values = {
+        name: to_nullable_series(column[order])
+        for name, column in columns.items()
+        if name != "event"
+    }
+    return pl.DataFrame(
+        {"event": to_series(columns["event"][order], pl.UInt32), **values}, schema=SCHEMAS["python"]
+    )
 
 
-def build_sync_frame(columns: dict[str, Array], texts: NumberedTexts, events: pl.DataFrame) -> pl.DataFrame:
+def build_sync_frame(
+    columns: dict[str, Array], texts: NumberedTexts, events: pl.DataFrame
+) -> pl.DataFrame:
     """The `syncs` frame: what was waited for (or recorded), in time order."""
     if not len(columns["event"]):
         return pl.DataFrame(schema=SCHEMAS["syncs"])
@@ -280,7 +338,9 @@ def build_sync_frame(columns: dict[str, Array], texts: NumberedTexts, events: pl
         event_details["stream"],
         # 2^32 - 1 is CUPTI's way to say "none"; -1 is Cuspy's.
         *(
-            pl.when((pl.col(name) >= 0) & (pl.col(name) != 2**32 - 1)).then(pl.col(name)).alias(name)
+            pl.when((pl.col(name) >= 0) & (pl.col(name) != 2**32 - 1))
+            .then(pl.col(name))
+            .alias(name)
             for name in ("awaited_stream", "record_correlation", "event_id")
         ),
     ).cast(SCHEMAS["syncs"])
@@ -288,18 +348,26 @@ def build_sync_frame(columns: dict[str, Array], texts: NumberedTexts, events: pl
 
 _CODES = {name: code for code, name in enumerate(cat.CATEGORIES)}
 _CATEGORY_NAMES = pl.Series(list(cat.CATEGORIES), dtype=CategoryType)
-_OP, _ANNOTATION, _PYTHON, _OTHER = (_CODES[name] for name in (cat.OP, cat.ANNOTATION, cat.PYTHON, cat.OTHER))
-_RECORDER_THREAD = re.compile(r"(^|/)traceloom/capture/(moments|endings|processor_time)\.py\(\d+\): (_watch|_listen)$")
+_OP, _ANNOTATION, _PYTHON, _OTHER = (
+    _CODES[name] for name in (cat.OP, cat.ANNOTATION, cat.PYTHON, cat.OTHER)
+)
+_RECORDER_THREAD = re.compile(
+    r"(^|/)traceloom/capture/(moments|endings|processor_time)\.py\(\d+\): (_watch|_listen)$"
+)
 _ABSURD_NS = 86_400 * 10**9  # a day: no event of a recording lasts that long
 
-_IS_WORK, _IS_LAUNCH = (np.array([name in names for name in cat.CATEGORIES]) for names in (cat.GPU_WORK, cat.LAUNCHES))
+_IS_WORK, _IS_LAUNCH = (
+    np.array([name in names for name in cat.CATEGORIES]) for names in (cat.GPU_WORK, cat.LAUNCHES)
+)
 _ON_DEVICE = ON_DEVICE[KIND_OF_CODE]
 _TIMED_TABLES = ("flows", "marks", "counters", "allocations")  # tables with times of their own
 _SIDE_TABLES: dict[str, dict[str, Any]] = {
     "copies": dict.fromkeys(("bytes", "kind", "copy_kind", "source_kind", "target_kind"), np.int64),
     "kernels": dict.fromkeys(OCCUPANCY_COLUMNS, np.float64),
     "syncs": dict.fromkeys(("kind", "awaited_stream", "record_correlation", "event_id"), np.int64),
-    "collectives": dict.fromkeys((*COLLECTIVE_TEXTS, *COLLECTIVE_RAWS, *COLLECTIVE_NUMBERS), np.int64),
+    "collectives": dict.fromkeys(
+        (*COLLECTIVE_TEXTS, *COLLECTIVE_RAWS, *COLLECTIVE_NUMBERS), np.int64
+    ),
     "tensors": dict.fromkeys(LISTS, np.int32),
     "frames": dict.fromkeys(("python_id", "python_parent", "module_id"), np.int64),
     "flows": {"phase": np.bool_, **dict.fromkeys(("flow", "kind", "place", "start"), np.int64)},
@@ -368,12 +436,19 @@ class _FileEvents:
         self.category = columns.take("spans", "category", np.uint8)[self.rows]
         names = self.texts.names
         # In files of 2021 annotations are called operators too.
-        annotations = [number for number, text in enumerate(names) if text.startswith(("ProfilerStep#", "Optimizer."))]
+        annotations = [
+            number
+            for number, text in enumerate(names)
+            if text.startswith(("ProfilerStep#", "Optimizer."))
+        ]
         if annotations:
             self.category[np.isin(self.name, annotations) & (self.category == _OP)] = _ANNOTATION
         self.place = columns.take("spans", "place", np.int32)[self.rows]
-        # Python frames of threads that the recorder itself runs are no host work: stacks show them, too.
-        recorder_names = [number for number, text in enumerate(names) if _RECORDER_THREAD.search(text)]
+        # Python frames of threads that the recorder itself runs are no host work: stacks show them,
+        # too.
+        recorder_names = [
+            number for number, text in enumerate(names) if _RECORDER_THREAD.search(text)
+        ]
         if recorder_names:
             python = self.category == _PYTHON
             recorder_threads = np.unique(self.place[python & np.isin(self.name, recorder_names)])
@@ -381,7 +456,9 @@ class _FileEvents:
         self._events_of: dict[str, Ints] = {}
         self.correlation = self.spread("correlation", "calls", "device")
         self.external = self.spread("external", "ops", "calls", "device")
-        if is_correlation_repeated(self.external, self.correlation, gather_rows(_IS_WORK, self.category)):
+        if is_correlation_repeated(
+            self.external, self.correlation, gather_rows(_IS_WORK, self.category)
+        ):
             self.external[gather_rows(_IS_WORK, self.category)] = NULL
 
     def events_of(self, table: str) -> Ints:
@@ -399,7 +476,10 @@ class _FileEvents:
 
     def side(self, table: str) -> dict[str, Array]:
         """All columns of a side table, empty ones too; `event` where its rows are about events."""
-        columns = {name: self.columns.take(table, name, dtype) for name, dtype in _SIDE_TABLES[table].items()}
+        columns = {
+            name: self.columns.take(table, name, dtype)
+            for name, dtype in _SIDE_TABLES[table].items()
+        }
         return columns if table in _TIMED_TABLES else {"event": self.events_of(table), **columns}
 
 
@@ -416,10 +496,17 @@ def _assemble(decoded: Decoded, path: str, capture: dict[str, Any] | None) -> Tr
     device[(device < 0) | (device >= 2**31)] = NULL
     lanes = find_lanes(file_events.category, file_events.place, device, stream, file_events.places)
     nesting = build_nesting(
-        lanes.lane, file_events.start, file_events.start + np.maximum(file_events.duration, 0), lanes.nests
+        lanes.lane,
+        file_events.start,
+        file_events.start + np.maximum(file_events.duration, 0),
+        lanes.nests,
     )
     events = _build_events(file_events, device, stream, lanes.lane, nesting)
-    engine = [number for number, text in enumerate(file_events.texts.names) if text.startswith("autograd::engine::")]
+    engine = [
+        number
+        for number, text in enumerate(file_events.texts.names)
+        if text.startswith("autograd::engine::")
+    ]
     autograd = (
         np.isin(file_events.name, engine)
         if engine
@@ -427,7 +514,9 @@ def _assemble(decoded: Decoded, path: str, capture: dict[str, Any] | None) -> Tr
     )
     lane_table = build_lane_frame(lanes, file_events.start, nesting.nested_end_ns, autograd)
     used = {
-        int(number) for number in sort_unique(device[gather_rows(_IS_WORK, file_events.category)]) if number != NULL
+        int(number)
+        for number in sort_unique(device[gather_rows(_IS_WORK, file_events.category)])
+        if number != NULL
     }
     steps, step_notices = find_steps(events, lane_table, file_events.texts.names, capture, path)
     events = _link_events(file_events, events, nesting, steps)
@@ -442,7 +531,10 @@ def _assemble(decoded: Decoded, path: str, capture: dict[str, Any] | None) -> Tr
     allocations = file_events.side("allocations")
     flows = file_events.side("flows")
     flows["start"] = np.where(flows["start"] == NULL, NULL, flows["start"] + base_ns)
-    offset, length = columns.take("spans", "offset", np.int64), columns.take("spans", "length", np.int32)
+    offset, length = (
+        columns.take("spans", "offset", np.int64),
+        columns.take("spans", "length", np.int32),
+    )
     sides: dict[str, Any] = {
         "lanes": lane_table,
         "devices": md.build_device_frame(decoded.metadata, used),
@@ -455,25 +547,42 @@ def _assemble(decoded: Decoded, path: str, capture: dict[str, Any] | None) -> Tr
         "flows": DeferredFrame(build_flow_frame, flows, texts, events, file_events.place),
         "python": DeferredFrame(build_python_frame, file_events.side("frames")),
         "allocations": DeferredFrame(
-            build_allocation_frame, allocations, base_ns, thread_index, (events, file_events.place), steps
+            build_allocation_frame,
+            allocations,
+            base_ns,
+            thread_index,
+            (events, file_events.place),
+            steps,
         ),
-        "counters": DeferredFrame(build_counter_frame, file_events.side("counters"), base_ns, thread_index, texts),
-        "marks": DeferredFrame(build_mark_frame, file_events.side("marks"), base_ns, thread_index, texts),
+        "counters": DeferredFrame(
+            build_counter_frame, file_events.side("counters"), base_ns, thread_index, texts
+        ),
+        "marks": DeferredFrame(
+            build_mark_frame, file_events.side("marks"), base_ns, thread_index, texts
+        ),
         "sources": DeferredFrame(build_source_frame, offset, length, file_events.rows),
         "tensors": tensors,
     }
     meta, rank_notices = _build_meta(file_events, decoded, path, capture, ranks)
-    data_notices = _collect_notices(events, nesting, columns.unknown_categories, count_unknown_devices(allocations))
+    data_notices = _collect_notices(
+        events, nesting, columns.unknown_categories, count_unknown_devices(allocations)
+    )
     notices = (*file_notices, *rank_notices, *step_notices, *capture_notices, *data_notices)
     return Trace(meta=meta, events=events, notices=notices, **sides)
 
 
-def _build_events(file_events: _FileEvents, device: Ints, stream: Ints, lane: Ints, nesting: Nesting) -> pl.DataFrame:
+def _build_events(
+    file_events: _FileEvents, device: Ints, stream: Ints, lane: Ints, nesting: Nesting
+) -> pl.DataFrame:
     """The `events` frame without what joins add."""
     on_device = gather_rows(_ON_DEVICE, file_events.category)
     process, thread = (
         np.where(
-            on_device, NULL, gather_rows(numbers, file_events.place) if len(numbers) else np.zeros(0, dtype=np.int64)
+            on_device,
+            NULL,
+            gather_rows(numbers, file_events.place)
+            if len(numbers)
+            else np.zeros(0, dtype=np.int64),
         )
         for numbers in (file_events.places.numbers(0), file_events.places.numbers(1))
     )
@@ -481,7 +590,10 @@ def _build_events(file_events: _FileEvents, device: Ints, stream: Ints, lane: In
     record[record == 0] = NULL
     return pl.DataFrame(
         {
-            "event": to_series(np.arange(len(file_events.start), dtype=np.uint32, like=file_events.start), pl.UInt32),
+            "event": to_series(
+                np.arange(len(file_events.start), dtype=np.uint32, like=file_events.start),
+                pl.UInt32,
+            ),
             "name": file_events.texts.column(file_events.name),
             "category": take_texts(_CATEGORY_NAMES, file_events.category),
             "start_ns": to_series(file_events.start, pl.Int64),
@@ -503,12 +615,24 @@ def _build_events(file_events: _FileEvents, device: Ints, stream: Ints, lane: In
     )
 
 
-def _link_events(file_events: _FileEvents, events: pl.DataFrame, nesting: Nesting, steps: pl.DataFrame) -> pl.DataFrame:
+def _link_events(
+    file_events: _FileEvents, events: pl.DataFrame, nesting: Nesting, steps: pl.DataFrame
+) -> pl.DataFrame:
     """The `events` frame with `op`, `launch` and `step`."""
-    is_launch, is_work = gather_rows(_IS_LAUNCH, file_events.category), gather_rows(_IS_WORK, file_events.category)
+    is_launch, is_work = (
+        gather_rows(_IS_LAUNCH, file_events.category),
+        gather_rows(_IS_WORK, file_events.category),
+    )
     is_op = file_events.category == _OP
     launch = find_launches(file_events.correlation, is_launch, is_work)
-    op = find_ops(find_nearest_ancestor(nesting.parent, is_op), launch, is_launch, is_op, is_work, file_events.external)
+    op = find_ops(
+        find_nearest_ancestor(nesting.parent, is_op),
+        launch,
+        is_launch,
+        is_op,
+        is_work,
+        file_events.external,
+    )
     step = assign_steps(steps, file_events.start, launch, is_work)
     linked = events.with_columns(
         build_event_column(op).alias("op"),
@@ -519,7 +643,11 @@ def _link_events(file_events: _FileEvents, events: pl.DataFrame, nesting: Nestin
 
 
 def _build_meta(
-    file_events: _FileEvents, decoded: Decoded, path: str, capture: dict[str, Any] | None, ranks: Ints
+    file_events: _FileEvents,
+    decoded: Decoded,
+    path: str,
+    capture: dict[str, Any] | None,
+    ranks: Ints,
 ) -> tuple[Meta, list[Notice]]:
     """The facts of the whole trace; `ranks` are those in the arguments of collectives."""
     metadata, entry = decoded.metadata, capture or {}
@@ -541,17 +669,23 @@ def _build_meta(
         path=path,
         rank=rank,
         rank_evidence=evidence,
-        world_size=md.parse_whole_number(entry.get("world_size")) or md.parse_whole_number(info.get("world_size")),
-        # A capture of several hosts calls them as the fleet does; containers may all have one name of their own.
+        world_size=md.parse_whole_number(entry.get("world_size"))
+        or md.parse_whole_number(info.get("world_size")),
+        # A capture of several hosts calls them as the fleet does; containers may all have one name
+        # of their own.
         host=entry.get("host") or (host if isinstance(host, str) and host else None),
         process=max(counts, key=lambda process: counts[process], default=None),
         backend=info.get("backend") if isinstance(info.get("backend"), str) else None,
         base_ns=file_events.base_ns,
         clock="unix" if file_events.base_ns or latest > 10**18 else "unknown",
-        unit_ns=1000 if file_events.whole_us and bool((file_events.duration % 1000 == 0).all()) else 1,
+        unit_ns=1000
+        if file_events.whole_us and bool((file_events.duration % 1000 == 0).all())
+        else 1,
         event_count=file_events.columns.entries,
         file_bytes=decoded.size,
-        schema_version=None if metadata.get("schemaVersion") is None else str(metadata["schemaVersion"]),
+        schema_version=None
+        if metadata.get("schemaVersion") is None
+        else str(metadata["schemaVersion"]),
         versions=md.collect_versions(metadata),
         settings=md.collect_settings(metadata),
         job=md.collect_job_labels(metadata),
@@ -563,7 +697,9 @@ def _build_meta(
 def _collect_notices(
     events: pl.DataFrame, nesting: Nesting, unknown_categories: dict[str, int], unknown_devices: int
 ) -> list[Notice]:
-    """Notices about what is no damage of the text: spans that cross, orphans, absurd durations, unknown categories."""
+    """Notices about what is no damage of the text: spans that cross, orphans, absurd durations,
+    unknown categories.
+    """
     out: list[Notice] = []
 
     def counted(count: int) -> str:
@@ -574,7 +710,9 @@ def _collect_notices(
         .select(
             (pl.col("duration_ns") < 0).sum().alias("negative"),
             (pl.col("duration_ns") >= _ABSURD_NS).sum().alias("absurd"),
-            (pl.col("category").is_in(cat.GPU_WORK) & pl.col("launch").is_null()).sum().alias("orphans"),
+            (pl.col("category").is_in(cat.GPU_WORK) & pl.col("launch").is_null())
+            .sum()
+            .alias("orphans"),
             pl.col("category").is_in(cat.GPU_WORK).sum().alias("work"),
         )
         .collect()
@@ -602,7 +740,9 @@ def _collect_notices(
     if unknown_categories:
         count = sum(unknown_categories.values())
         names = ", ".join(f"`{name}`" for name in sorted(unknown_categories)[:4])
-        text = f"of a category this version does not know ({names}), kept as `other`: {counted(count)}"
+        text = (
+            f"of a category this version does not know ({names}), kept as `other`: {counted(count)}"
+        )
         out.append(Notice("unknown-category", "info", text, count))
     if unknown_devices:
         text = f"{unknown_devices:,} memory events are of a device type this version does not know"

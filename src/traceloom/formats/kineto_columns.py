@@ -75,8 +75,17 @@ COLLECTIVE_NUMBERS = (
 OCCUPANCY_COLUMNS = ("blocks_per_sm", "warps_per_sm", "occupancy_percent")
 _COPY_TEXTS = ("kind", "copy_kind", "source_kind", "target_kind")
 LISTS = ("shapes", "types", "strides", "concrete")
-_TEXTS = frozenset(("name", "kind", "key", *LISTS, *_COPY_TEXTS, *COLLECTIVE_TEXTS, *COLLECTIVE_RAWS))
-ALLOCATION = ("address", "allocation_bytes", "total_allocated", "total_reserved", "device_type", "device_id")
+_TEXTS = frozenset(
+    ("name", "kind", "key", *LISTS, *_COPY_TEXTS, *COLLECTIVE_TEXTS, *COLLECTIVE_RAWS)
+)
+ALLOCATION = (
+    "address",
+    "allocation_bytes",
+    "total_allocated",
+    "total_reserved",
+    "device_type",
+    "device_id",
+)
 
 
 class StringTable(dict[Any, int]):
@@ -88,7 +97,8 @@ class StringTable(dict[Any, int]):
 
 
 class _Lists(dict[bytes, int]):
-    """Numbers for combinations of four lists, joined by zero bytes, and the numbers of the four texts of each.
+    """Numbers for combinations of four lists, joined by zero bytes, and the numbers of the four
+    texts of each.
 
     Attributes:
         odd: Which combinations hold what is no list; it is absent. None where there is none.
@@ -105,7 +115,9 @@ class _Lists(dict[bytes, int]):
             self._parts = np.concatenate([self._parts, np.zeros_like(self._parts)], axis=1)
         parts = key.split(b"\0")
         lists = [_is_list(part) for part in parts]
-        self._parts[:, number] = [self._texts[part] if lists[index] else -1 for index, part in enumerate(parts)]
+        self._parts[:, number] = [
+            self._texts[part] if lists[index] else -1 for index, part in enumerate(parts)
+        ]
         if any(part and part != b"null" and not lists[index] for index, part in enumerate(parts)):
             self.odd = np.append(np.zeros(0, np.int64) if self.odd is None else self.odd, number)
         return number
@@ -167,10 +179,16 @@ class Columns:
         """Take the entries of a slice."""
         entries = part.entries
         self.entries += len(entries)
-        spans, offsets, lengths = [entry for entry in entries if entry.ph == "X"], part.offsets, part.lengths
+        spans, offsets, lengths = (
+            [entry for entry in entries if entry.ph == "X"],
+            part.offsets,
+            part.lengths,
+        )
         complete = None
         if len(spans) < len(entries):
-            complete = np.fromiter([entry.ph == "X" for entry in entries], dtype=np.bool_, count=len(entries))
+            complete = np.fromiter(
+                [entry.ph == "X" for entry in entries], dtype=np.bool_, count=len(entries)
+            )
             offsets, lengths = offsets[complete], lengths[complete]
         if spans or complete is None:
             self._add_spans(spans, part, offsets, lengths)
@@ -183,16 +201,26 @@ class Columns:
             phase_entries = [entries[row] for row in rows]
             if phase == "M":
                 for entry in phase_entries:
-                    if entry.name == "thread_name" and entry.args is not None and entry.args.name is not None:
+                    if (
+                        entry.name == "thread_name"
+                        and entry.args is not None
+                        and entry.args.name is not None
+                    ):
                         self.thread_names[entry.pid, entry.tid] = str(entry.args.name)
-                    elif entry.name == "process_name" and entry.args is not None and entry.args.name is not None:
+                    elif (
+                        entry.name == "process_name"
+                        and entry.args is not None
+                        and entry.args.name is not None
+                    ):
                         self.process_names[entry.pid] = str(entry.args.name)
             elif phase in ("s", "t", "f"):
                 start, _, has_time, _ = self._times(phase_entries, exact=part.exact)
                 self._put(
                     "flows",
                     phase=np.full(len(rows), phase == "s", dtype=np.bool_),
-                    flow=parse_integers([NULL if entry.id is None else entry.id for entry in phase_entries]),
+                    flow=parse_integers(
+                        [NULL if entry.id is None else entry.id for entry in phase_entries]
+                    ),
                     kind=self._codes([entry.cat or entry.name for entry in phase_entries]),
                     place=self._places_of(phase_entries),
                     start=np.where(has_time, start, NULL),
@@ -202,13 +230,19 @@ class Columns:
             elif phase == "C":
                 self._add_counters(phase_entries, rows, part)
             else:
-                self._damage.note("unknown-phase", f"byte {part.offsets[rows[0]]} of the text", len(rows))
+                self._damage.note(
+                    "unknown-phase", f"byte {part.offsets[rows[0]]} of the text", len(rows)
+                )
 
     def take(self, table: str, name: str, dtype: Any) -> Array:
-        """One column of a table in file order, which is forgotten here; empty where no slice had a row."""
+        """One column of a table in file order, which is forgotten here; empty where no slice had a
+        row.
+        """
         parts = self.tables.get(table, {}).pop(name, [])
         if self.spill is not None and (parts or self.spill.holds(table, name)):
-            return self.spill.column(table, name, parts, parts[0].dtype if parts else self._dtypes[table, name])
+            return self.spill.column(
+                table, name, parts, parts[0].dtype if parts else self._dtypes[table, name]
+            )
         return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
 
     def legend(self) -> ColumnTables:
@@ -224,7 +258,9 @@ class Columns:
         )
 
     def pieces(self) -> Iterator[tuple[str, str, Array]]:
-        """Table, column and values, a piece of a column at a time; what was given is forgotten here."""
+        """Table, column and values, a piece of a column at a time; what was given is forgotten
+        here.
+        """
         for table, columns in self.tables.items():
             for name in list(columns):
                 values = self.take(table, name, None)
@@ -232,8 +268,12 @@ class Columns:
                     yield table, name, values[row_slice].view(np.ndarray)
 
     def extend(self, state: ColumnTables, chunks: Iterable[tuple[str, str, Array]]) -> None:
-        """Take what another process decoded of the part of the text that follows: its `legend()` and `pieces()`."""
-        texts = np.array([*map(self.texts.__getitem__, state.texts), -1], dtype=np.int32)  # -1 stays -1
+        """Take what another process decoded of the part of the text that follows: its `legend()`
+        and `pieces()`.
+        """
+        texts = np.array(
+            [*map(self.texts.__getitem__, state.texts), -1], dtype=np.int32
+        )  # -1 stays -1
         thread_numbers = np.array([self.places[pair] for pair in state.places], dtype=np.int32)
         for table, name, chunk in chunks:
             values = chunk
@@ -270,7 +310,9 @@ class Columns:
                 self._merge(table, name, parts)
 
     def _merge(self, table: str, name: str, parts: list[Array]) -> None:
-        """Few large arrays instead of many small ones, since what lies between small ones is never given back."""
+        """Few large arrays instead of many small ones, since what lies between small ones is never
+        given back.
+        """
         parts[-_MAX_PENDING_ARRAYS:] = [np.concatenate(parts[-_MAX_PENDING_ARRAYS:])]
         if self.spill is not None:
             self._dtypes[table, name] = parts[0].dtype
@@ -306,10 +348,14 @@ class Columns:
             )
         if not lasting.all():
             unknown = np.flatnonzero(~lasting)
-            self._damage.note("missing-duration", f"byte {offsets[unknown[0]]} of the text", len(unknown))
+            self._damage.note(
+                "missing-duration", f"byte {offsets[unknown[0]]} of the text", len(unknown)
+            )
         categories = self._categories
         code = pack_array("B", [categories[span.cat] for span in spans])
-        if (code == _COMMAND_CODE).any():  # what a command processor runs is what its name says: work of the device
+        if (
+            code == _COMMAND_CODE
+        ).any():  # what a command processor runs is what its name says: work of the device
             code = code.copy()
             for row in np.flatnonzero(code == _COMMAND_CODE).tolist():
                 code[row] = _CODE[cat.FROM_COMMAND.get(spans[row].name, cat.KERNEL)]
@@ -331,9 +377,16 @@ class Columns:
         def rare(rows: Array) -> list[Any]:
             """The arguments of these rows, the rare ones included, which are decoded again."""
             arguments = []
-            locations = zip(rows.tolist(), (offsets[rows] - part.base).tolist(), lengths[rows].tolist(), strict=True)
+            locations = zip(
+                rows.tolist(),
+                (offsets[rows] - part.base).tolist(),
+                lengths[rows].tolist(),
+                strict=True,
+            )
             for row, offset, length in locations:
-                collective_arguments, unexpected = decode_all_arguments(args[row], part.text[offset : offset + length])
+                collective_arguments, unexpected = decode_all_arguments(
+                    args[row], part.text[offset : offset + length]
+                )
                 arguments.append(collective_arguments)
                 if unexpected:
                     self._damage.note("odd-values", f"byte {offset + part.base} of the text")
@@ -341,17 +394,23 @@ class Columns:
 
         self._add_host_arguments(args, code)
         described = (_GROUP_OF_CODE[code] == _OPS) | (code == _KERNEL_CODE)
-        rows = [row for row in np.flatnonzero(described).tolist() if args[row].collective is not None]
+        rows = [
+            row for row in np.flatnonzero(described).tolist() if args[row].collective is not None
+        ]
         if rows:
             collective_arguments = rare(np.array(rows))
             columns = {
-                key: self._text_codes(list(map(attrgetter(key), collective_arguments))) for key in COLLECTIVE_TEXTS
+                key: self._text_codes(list(map(attrgetter(key), collective_arguments)))
+                for key in COLLECTIVE_TEXTS
             }
             for key in COLLECTIVE_RAWS:  # lists as JSON text
                 raws = map(attrgetter(key), collective_arguments)
-                columns[key] = pack_array("i", [-1 if raw is RAW else self.texts[bytes(raw)] for raw in raws])
+                columns[key] = pack_array(
+                    "i", [-1 if raw is RAW else self.texts[bytes(raw)] for raw in raws]
+                )
             columns |= {
-                key: parse_integers(list(map(attrgetter(key), collective_arguments))) for key in COLLECTIVE_NUMBERS
+                key: parse_integers(list(map(attrgetter(key), collective_arguments)))
+                for key in COLLECTIVE_NUMBERS
             }
             self._put("collectives", row=self._row(np.array(rows)), **columns)
         self._add_device_arguments(args, code, rare)
@@ -374,17 +433,30 @@ class Columns:
                 sequence=parse_integers([a.sequence for a in op_arguments]),
                 forward_thread=parse_integers([a.forward_thread for a in op_arguments]),
             )
-            shaped = [index for index, a in enumerate(op_arguments) if a.shapes is not RAW or a.shapes_lower is not RAW]
+            shaped = [
+                index
+                for index, a in enumerate(op_arguments)
+                if a.shapes is not RAW or a.shapes_lower is not RAW
+            ]
             if shaped:  # shapes, types, strides and values are looked up together
                 lists = self._lists
                 if len(lists) > _MAX_LISTS:
                     lists.clear()
                     lists.odd = None
                 keys = [
-                    b"\0".join((a.shapes_lower if a.shapes is RAW else a.shapes, a.types, a.strides, a.concrete))
+                    b"\0".join(
+                        (
+                            a.shapes_lower if a.shapes is RAW else a.shapes,
+                            a.types,
+                            a.strides,
+                            a.concrete,
+                        )
+                    )
                     for a in map(op_arguments.__getitem__, shaped)
                 ]
-                combinations = np.fromiter(map(lists.__getitem__, keys), dtype=np.int32, count=len(keys))
+                combinations = np.fromiter(
+                    map(lists.__getitem__, keys), dtype=np.int32, count=len(keys)
+                )
                 if lists.odd is not None and (count := int(np.isin(combinations, lists.odd).sum())):
                     self._damage.note("odd-values", count=count)
                 codes = dict(zip(LISTS, lists.parts(combinations), strict=True))
@@ -404,10 +476,15 @@ class Columns:
             call_arguments = [args[row] for row in rows.tolist()]
             correlation = parse_integers([a.correlation for a in call_arguments])
             self._put(
-                "calls", row=self._row(rows), correlation=correlation, external=_extract_external_ids(call_arguments)
+                "calls",
+                row=self._row(rows),
+                correlation=correlation,
+                external=_extract_external_ids(call_arguments),
             )
 
-    def _add_device_arguments(self, args: list[Any], code: Array, rare: Callable[[Array], list[Any]]) -> None:
+    def _add_device_arguments(
+        self, args: list[Any], code: Array, rare: Callable[[Array], list[Any]]
+    ) -> None:
         """What work of devices says of itself; `rare` gives all arguments of rows."""
         rows = np.flatnonzero(_GROUP_OF_CODE[code] == _DEVICE)
         if not rows.size:
@@ -426,7 +503,9 @@ class Columns:
         kernel_arguments = [args[row] for row in rows.tolist()]
         values = {name: list(map(attrgetter(name), kernel_arguments)) for name in OCCUPANCY_COLUMNS}
         present = [
-            index for index, triple in enumerate(zip(*values.values(), strict=True)) if triple != (None, None, None)
+            index
+            for index, triple in enumerate(zip(*values.values(), strict=True))
+            if triple != (None, None, None)
         ]
         if present:
             if len(present) < rows.size:
@@ -434,14 +513,22 @@ class Columns:
                     rows[present],
                     {name: [column[index] for index in present] for name, column in values.items()},
                 )
-            self._put("kernels", row=self._row(rows), **{name: parse_floats(column) for name, column in values.items()})
+            self._put(
+                "kernels",
+                row=self._row(rows),
+                **{name: parse_floats(column) for name, column in values.items()},
+            )
         rows = np.flatnonzero(np.isin(code, _COPY_CODES))
         if rows.size:
             copies = rare(rows)
             texts = {
-                key: self._text_codes(list(map(attrgetter(key), copies))) for key in _COPY_TEXTS if key != "copy_kind"
+                key: self._text_codes(list(map(attrgetter(key), copies)))
+                for key in _COPY_TEXTS
+                if key != "copy_kind"
             }
-            texts["copy_kind"] = self._text_codes([a.direction if a.copy_kind is None else a.copy_kind for a in copies])
+            texts["copy_kind"] = self._text_codes(
+                [a.direction if a.copy_kind is None else a.copy_kind for a in copies]
+            )
             size = parse_integers([a.size if a.bytes == NULL else a.bytes for a in copies])
             self._put("copies", row=self._row(rows), bytes=size, **texts)
         rows = np.flatnonzero(np.isin(code, _SYNC_CODES))
@@ -453,7 +540,9 @@ class Columns:
                 kind=self._text_codes([a.sync_kind for a in syncs]),
                 awaited_stream=parse_integers([a.awaited_stream for a in syncs]),
                 record_correlation=parse_integers([a.record_correlation for a in syncs]),
-                event_id=parse_integers([a.awaited_event if a.awaited_event != NULL else a.event_id for a in syncs]),
+                event_id=parse_integers(
+                    [a.awaited_event if a.awaited_event != NULL else a.event_id for a in syncs]
+                ),
             )
 
     def _add_instants(self, entries: list[Any], *, exact: bool) -> None:
@@ -461,17 +550,26 @@ class Columns:
         if memory:
             start, _, _, _ = self._times(memory, exact=exact)
             args = [entry.args for entry in memory]
-            columns = {key: parse_integers(list(map(attrgetter(key), args))) for key in ALLOCATION[1:]}
+            columns = {
+                key: parse_integers(list(map(attrgetter(key), args))) for key in ALLOCATION[1:]
+            }
             try:
                 columns["address"] = pack_array("Q", [a.address for a in args])
             except struct.error:
-                addresses = [a.address if isinstance(a.address, int) else parse_integer(a.address) for a in args]
-                columns["address"] = pack_array("Q", [value % 2**64 if value != NULL else 0 for value in addresses])
+                addresses = [
+                    a.address if isinstance(a.address, int) else parse_integer(a.address)
+                    for a in args
+                ]
+                columns["address"] = pack_array(
+                    "Q", [value % 2**64 if value != NULL else 0 for value in addresses]
+                )
             self._put("allocations", start=start, place=self._places_of(memory), **columns)
         marks = [entry for entry in entries if entry.name != "[memory]"]
         if marks:
             start, _, has_time, _ = self._times(marks, exact=exact)
-            sizes = parse_integers([(entry.args or NO_ARGUMENTS).allocation_bytes for entry in marks])
+            sizes = parse_integers(
+                [(entry.args or NO_ARGUMENTS).allocation_bytes for entry in marks]
+            )
             self._put(
                 "marks",
                 start=np.where(has_time, start, NULL),
@@ -492,11 +590,17 @@ class Columns:
         for index, row in enumerate(rows):
             offset = int(part.offsets[row]) - part.base
             try:
-                args = msgspec.json.decode(part.text[offset : offset + int(part.lengths[row])])["args"]
+                args = msgspec.json.decode(part.text[offset : offset + int(part.lengths[row])])[
+                    "args"
+                ]
             except (*PARSE_ERRORS, KeyError, TypeError):
                 continue
             for key, value in args.items() if isinstance(args, dict) else ():
-                if isinstance(value, (int, float)) and has_time[index] and abs(value) <= sys.float_info.max:
+                if (
+                    isinstance(value, (int, float))
+                    and has_time[index]
+                    and abs(value) <= sys.float_info.max
+                ):
                     names.append(entries[index].name)
                     keys.append(key)
                     values.append(float(value))
@@ -529,7 +633,8 @@ def _extract_external_ids(args: list[Any]) -> Array:
 
 
 def pack_array(kind: str, values: Sequence[Any]) -> Array:
-    """An array of values of one kind, read-only; in half of the time that NumPy takes to look at each of them.
+    """An array of values of one kind, read-only; in half of the time that NumPy takes to look at
+    each of them.
 
     Args:
         kind: As in `struct`.
@@ -616,7 +721,8 @@ def decode(
     """
     damage = DamageLog()
     columns = Columns(damage)
-    # Until glibc has seen a large block freed, it hands memory back at once, and every slice faults its pages in again.
+    # Until glibc has seen a large block freed, it hands memory back at once, and every slice faults
+    # its pages in again.
     bytes(_LARGE)
     try:
         with open_input(path) as stream:
@@ -624,7 +730,9 @@ def decode(
                 status = os.fstat(stream.fileno())
                 if stat.S_ISREG(status.st_mode) and status.st_size >= mapped_arrays.MIN_SPILL_BYTES:
                     columns.spill = mapped_arrays.ColumnSpool()
-            document = Document(partial(read_text_pieces, stream, damage, step), damage, str(path), part, taken_over)
+            document = Document(
+                partial(read_text_pieces, stream, damage, step), damage, str(path), part, taken_over
+            )
             for chunk in document.slices():
                 columns.add(chunk)
                 if columns.spill is None and document.size >= mapped_arrays.MIN_SPILL_BYTES:
@@ -632,4 +740,6 @@ def decode(
     except BaseException:
         columns.close()
         raise
-    return Decoded(columns, document.metadata, damage, document.size, document.began, document.left_at)
+    return Decoded(
+        columns, document.metadata, damage, document.size, document.began, document.left_at
+    )

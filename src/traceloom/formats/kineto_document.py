@@ -143,7 +143,8 @@ class Document(TextBuffer):
             refuse_by_keys(self.metadata, self._path, done=True)
 
     def _begins_well(self) -> bool:
-        """Whether the text begins as traces do; where it does not, what follows may be a trace all the same.
+        """Whether the text begins as traces do; where it does not, what follows may be a trace all
+        the same.
 
         Raises:
             InputError: It is something else.
@@ -156,7 +157,11 @@ class Document(TextBuffer):
                 return True
         except InputError:
             self._fill(SLICE)
-            if not self._text.strip() or describe_format(self._text) or self._start_of_events() is None:
+            if (
+                not self._text.strip()
+                or describe_format(self._text)
+                or self._start_of_events() is None
+            ):
                 raise
         else:
             if not _EVENT_FIRST.match(self._text):
@@ -168,7 +173,8 @@ class Document(TextBuffer):
     # -- parts ------------------------------------------------------------------------------------------------
 
     def _boundary(self, byte: int) -> int | None:
-        """End of the first entry that ends after a byte, relative to the text at hand; None if none is near.
+        """End of the first entry that ends after a byte, relative to the text at hand; None if none
+        is near.
 
         What looks like a boundary may be inside a text or a list of an entry.
         """
@@ -178,7 +184,9 @@ class Document(TextBuffer):
         return None if match is None else match.end()
 
     def _handing_over(self) -> Iterator[Slice]:
-        """The entries up to where the next part begins, if they prove that it can begin there; nothing if not."""
+        """The entries up to where the next part begins, if they prove that it can begin there;
+        nothing if not.
+        """
         until, self._until = self._until, None
         cut = None if until is None or until < self._base else self._boundary(until)
         if cut is None:
@@ -210,15 +218,21 @@ class Document(TextBuffer):
                     return
                 # An event may stand where a key should, or behind a stray bracket.
                 entries_text = remaining.lstrip(b" \t\r\n,[]}\0")
-                resumes = entries_text[:1] == b"{" and JsonScanner(entries_text, EVENTS).is_followed_by_entry(0)
+                resumes = entries_text[:1] == b"{" and JsonScanner(
+                    entries_text, EVENTS
+                ).is_followed_by_entry(0)
                 if resumes:
                     self._damage.note("damaged-metadata", f"byte {self._base} of the text")
                     self._skip(len(self._text) - len(entries_text))
                     self.found_events = True
                     yield from self._entries()
-                elif remaining.startswith(b"}") and (self.found_events or self._start_of_events() is None):
+                elif remaining.startswith(b"}") and (
+                    self.found_events or self._start_of_events() is None
+                ):
                     if remaining[1:].strip(b" \t\r\n\0"):
-                        location = f"byte {self._base + len(self._text) - len(remaining) + 1} of the text"
+                        location = (
+                            f"byte {self._base + len(self._text) - len(remaining) + 1} of the text"
+                        )
                         self._damage.note("text-after-end", location)
                     return
                 elif not self._salvage():
@@ -233,7 +247,9 @@ class Document(TextBuffer):
                 yield from self._entries()
                 continue
             if not self.found_events and (first := _FIRST_OF_LIST.match(self._text, match.end())):
-                self._damage.note("damaged-metadata", f"byte {self._base} of the text")  # its key or bracket is damaged
+                self._damage.note(
+                    "damaged-metadata", f"byte {self._base} of the text"
+                )  # its key or bracket is damaged
                 self.found_events = True
                 self._skip(first.end())
                 yield from self._entries()
@@ -246,7 +262,9 @@ class Document(TextBuffer):
     def _value(self, key: str, start: int) -> bool:
         """Read one entry; False where it is malformed."""
         while True:
-            scanned = self._text.decode("latin-1")  # one character per byte; JSON's own signs are ASCII
+            scanned = self._text.decode(
+                "latin-1"
+            )  # one character per byte; JSON's own signs are ASCII
             try:
                 _, end = _SCANNER.raw_decode(scanned, start)
             except (ValueError, RecursionError):
@@ -317,8 +335,14 @@ class Document(TextBuffer):
                     continue
                 self._damage.note("cut-file", f"byte {self.size} of the text", 0)
                 return
-            cut = self._last_boundary(BETWEEN, 256) if filled else len(self._text.rstrip(b" \t\r\n,"))
-            if cut is not None and self._until is not None and self._base + len(self._text) > self._until:
+            cut = (
+                self._last_boundary(BETWEEN, 256) if filled else len(self._text.rstrip(b" \t\r\n,"))
+            )
+            if (
+                cut is not None
+                and self._until is not None
+                and self._base + len(self._text) > self._until
+            ):
                 target_size = SLICE
                 yield from self._handing_over()
                 if self.left_at is not None:
@@ -346,7 +370,9 @@ class Document(TextBuffer):
     def _decode(self, text: bytes, *, last: bool) -> tuple[Slice, int, bool]:
         """Decode a stretch: (slice, bytes used up, whether the list ended in it)."""
         try:
-            entries = self._decoder(text).decode(b"".join((b"[", text, b"]")))  # one copy, where adding makes two
+            entries = self._decoder(text).decode(
+                b"".join((b"[", text, b"]"))
+            )  # one copy, where adding makes two
         except msgspec.ValidationError:
             try:
                 entries, unexpected = decode_loosely(b"[" + text + b"]")
@@ -372,7 +398,9 @@ class Document(TextBuffer):
             self._exact = needs_text(text)
         return EXACT if self._exact else FAST
 
-    def _decode_damaged(self, text: bytes, error: Exception, *, last: bool) -> tuple[Slice, int, bool]:
+    def _decode_damaged(
+        self, text: bytes, error: Exception, *, last: bool
+    ) -> tuple[Slice, int, bool]:
         """The list may end in the text; or the text is malformed."""
         byte = parse_error_offset(error)
         if "trailing characters" in str(error) and byte is not None:
@@ -394,7 +422,9 @@ class Document(TextBuffer):
                 if unexpected:
                     self._damage.note("odd-values", f"byte {self._base} of the text", unexpected)
                 return self._slice(entries, text[:cut], exact=True), cut, False
-        recovery = EventRecovery(text, self._base, self._damage, EVENTS, last=last, alone=self._alone)
+        recovery = EventRecovery(
+            text, self._base, self._damage, EVENTS, last=last, alone=self._alone
+        )
         used, closed = recovery.run()
         offsets = np.asarray(recovery.offsets, dtype=np.int64) + self._base
         lengths = np.asarray(recovery.lengths, dtype=np.int64)
@@ -414,7 +444,10 @@ def store_entry(metadata: dict[str, Any], key: str, value: Any, damage: DamageLo
     previous = metadata.get(key)
     if isinstance(previous, dict) and isinstance(value, dict):
         # Some writers repeat distributedInfo after the events, often with more in it.
-        value = {**previous, **{name: item for name, item in value.items() if item not in (None, [], "")}}
+        value = {
+            **previous,
+            **{name: item for name, item in value.items() if item not in (None, [], "")},
+        }
     elif previous is not None and previous != value:
         damage.note("duplicate-key", f"$.{key}")
     metadata[key] = value
@@ -422,4 +455,6 @@ def store_entry(metadata: dict[str, Any], key: str, value: Any, damage: DamageLo
 
 def _has_inexact_times(entries: list[Any]) -> bool:
     """Doubles that may have lost nanoseconds: fractions beyond 2^43."""
-    return any(abs(entry.ts) >= 2**43 and entry.ts % 1 for entry in entries[:: max(1, len(entries) // 64)])
+    return any(
+        abs(entry.ts) >= 2**43 and entry.ts % 1 for entry in entries[:: max(1, len(entries) // 64)]
+    )

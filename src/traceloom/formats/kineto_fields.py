@@ -1,8 +1,8 @@
 """Fields and spellings of an entry; microseconds to nanoseconds.
 
-A double holds whole microseconds exactly up to 2^53, and tells nanoseconds apart up to 2^43 (8.8e12 µs, more than the
-quarter year that Kineto's `ts` spans since it has a base time). Unix microseconds with a fraction lie beyond; these are
-read as text.
+A double holds whole microseconds exactly up to 2^53, and tells nanoseconds apart up to 2^43 (8.8e12
+µs, more than the quarter year that Kineto's `ts` spans since it has a base time). Unix microseconds
+with a fraction lie beyond; these are read as text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ NULL = -(2**63)  # stands for "absent" in integer columns
 RAW = msgspec.Raw()
 
 # name: (key in the file, type, default), in the usual order of the writers, which makes the decoder's search for keys
-# short. Every field costs each event something, so those of few events are decoded again for them alone.
+# short. Every field costs each event something, so those of few events are decoded again for them
+# alone.
 _NUMBER = ("number", NULL)
 _LIST = ("raw", RAW)
 _TEXT = ("text", None)
@@ -85,7 +86,12 @@ RARE: dict[str, tuple[str, tuple[str, Any]]] = {
     "size": ("size", _NUMBER),
 }
 _ALL = ARGUMENTS | RARE
-_STRICT = {"number": int | str | float | None, "raw": msgspec.Raw, "text": str | int | float | bool | None, "any": Any}
+_STRICT = {
+    "number": int | str | float | None,
+    "raw": msgspec.Raw,
+    "text": str | int | float | bool | None,
+    "any": Any,
+}
 
 _EVENT: dict[str, tuple[Any, Any]] = {
     "ph": (str, ""),
@@ -98,7 +104,9 @@ _EVENT: dict[str, tuple[Any, Any]] = {
 _NAN = float("nan")
 
 
-def _define_arguments(name: str, fields: dict[str, tuple[str, tuple[str, Any]]], strict: bool) -> Any:
+def _define_arguments(
+    name: str, fields: dict[str, tuple[str, tuple[str, Any]]], strict: bool
+) -> Any:
     spec = []
     for field, (key, (kind, default)) in fields.items():
         field_type = _STRICT[kind] if strict or kind == "raw" else Any
@@ -107,8 +115,14 @@ def _define_arguments(name: str, fields: dict[str, tuple[str, tuple[str, Any]]],
 
 
 def _define_entry(name: str, arguments: Any, time: Any, default: Any, strict: bool) -> Any:
-    spec: list[Any] = [(key, kind if strict else Any, value) for key, (kind, value) in _EVENT.items()]
-    spec += [("ts", time, default), ("dur", time, default), ("args", arguments if strict else Any, None)]
+    spec: list[Any] = [
+        (key, kind if strict else Any, value) for key, (kind, value) in _EVENT.items()
+    ]
+    spec += [
+        ("ts", time, default),
+        ("dur", time, default),
+        ("args", arguments if strict else Any, None),
+    ]
     return msgspec.defstruct(name, spec, gc=False)
 
 
@@ -135,7 +149,9 @@ _WITH_EXPONENT = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?[eE][+-]?\d+')
 
 
 def decode_all_arguments(args: Any, text: bytes) -> tuple[Any, bool]:
-    """The arguments of one event with the rare ones too, and whether a rare one was odd; `text` is the whole event."""
+    """The arguments of one event with the rare ones too, and whether a rare one was odd; `text` is
+    the whole event.
+    """
     if isinstance(args, _LooseArguments):
         return args, False  # all of them, and told of already
     if args is NO_ARGUMENTS:
@@ -155,7 +171,8 @@ def decode_loosely(text: bytes) -> tuple[list[Any], int]:
     try:
         entries = _LOOSE.decode(text)
     except msgspec.ValidationError:
-        # A string stays, a number that no double holds becomes null of the same length: errors tell bytes of the text.
+        # A string stays, a number that no double holds becomes null of the same length: errors tell
+        # bytes of the text.
         finite = _WITH_EXPONENT.sub(
             lambda match: (
                 match[0]
@@ -171,7 +188,13 @@ def decode_loosely(text: bytes) -> tuple[list[Any], int]:
 def _normalize_entry(entry: Any) -> bool:
     """Make an entry look like an ExactEntry; whether a value of it was odd."""
     unexpected = False
-    for key, kinds in (("ph", str), ("cat", str), ("name", str), ("pid", (int, str)), ("tid", (int, str))):
+    for key, kinds in (
+        ("ph", str),
+        ("cat", str),
+        ("name", str),
+        ("pid", (int, str)),
+        ("tid", (int, str)),
+    ):
         value = getattr(entry, key)
         if not isinstance(value, kinds):
             unexpected |= value is not None
@@ -199,31 +222,42 @@ def _normalize_entry(entry: Any) -> bool:
     return unexpected
 
 
-# A time with an exponent, of which more than three digits are a fraction, or with a fraction behind 13 digits or more.
-_FINE_TIMES = re.compile(rb'"(?:ts|dur)"\s*:\s*"?-?(?:\d+(?:(?:\.\d+)?[eE]|\.\d{4})|(\d{13,})\.\d*[1-9])')
+# A time with an exponent, of which more than three digits are a fraction, or with a fraction behind
+# 13 digits or more.
+_FINE_TIMES = re.compile(
+    rb'"(?:ts|dur)"\s*:\s*"?-?(?:\d+(?:(?:\.\d+)?[eE]|\.\d{4})|(\d{13,})\.\d*[1-9])'
+)
 _MAX_NS = 2**62  # times beyond (146 years) are no times
 _MAX_US = _MAX_NS // 1000
-_MAX_DURATION_NS = 2**60  # 36 years; base time (see `metadata.base_ns`), start and duration add up to an int64
+_MAX_DURATION_NS = (
+    2**60
+)  # 36 years; base time (see `metadata.base_ns`), start and duration add up to an int64
 _DIGITS = len(str(_MAX_US))
-_FRACTION_DIGITS = (
-    12  # digits behind the point that are looked at: a half of a nanosecond is told from what is just above
-)
+_FRACTION_DIGITS = 12  # digits behind the point that are looked at: a half of a nanosecond is told from what is just above
 _PARTS_OF_NS = 10 ** (_FRACTION_DIGITS - 3)
 
 
 def needs_text(sample: bytes) -> bool:
-    """Whether doubles lose something: fractions of large numbers, or more than three digits after the point."""
-    return any(match[1] is None or int(match[1]) >= 2**43 for match in _FINE_TIMES.finditer(sample, 0, 1 << 18))
+    """Whether doubles lose something: fractions of large numbers, or more than three digits after
+    the point.
+    """
+    return any(
+        match[1] is None or int(match[1]) >= 2**43
+        for match in _FINE_TIMES.finditer(sample, 0, 1 << 18)
+    )
 
 
 def convert_double_times(start_us: Floats, duration_us: Floats) -> tuple[Ints, Ints, Bools, Bools]:
-    """Start and duration in ns, and which of each are usable (finite, within 146 and 36 years); others are 0."""
+    """Start and duration in ns, and which of each are usable (finite, within 146 and 36 years);
+    others are 0.
+    """
     us = np.array((start_us, duration_us), dtype=np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         usable = np.abs(us) < np.array(((_MAX_NS / 1000,), (_MAX_DURATION_NS / 1000,)))
     if not usable.all():
         us[~usable] = 0.0
-    # Row 0 holds starts; row 1 durations first, ends then. Whole microseconds and fractions stay apart, to be exact.
+    # Row 0 holds starts; row 1 durations first, ends then. Whole microseconds and fractions stay
+    # apart, to be exact.
     whole_us = np.floor(us)
     us -= whole_us
     us[1] += us[0]
@@ -237,7 +271,10 @@ def convert_double_times(start_us: Floats, duration_us: Floats) -> tuple[Ints, I
 
 
 def parse_text_times(starts: list[Any], durations: list[Any]) -> tuple[Ints, Ints, Bools, Bools]:
-    """The same from JSON text: numbers, or numbers in quotes. End = round(start + duration), as in exact decimals."""
+    """The same from JSON text: numbers, or numbers in quotes.
+
+    End = round(start + duration), as in exact decimals.
+    """
     start_us, start_fraction, valid_starts = _split(starts, _MAX_US)
     more_us, more_fraction, valid_durations = _split(durations, _MAX_DURATION_NS // 1000)
     start = start_us * 1000 + _compute_rounded_ns(start_fraction)
@@ -255,7 +292,9 @@ def _compute_rounded_ns(parts: Ints) -> Ints:
 
 
 def _split(texts: list[Any], max_us: int) -> tuple[Ints, Ints, Bools]:
-    """Whole microseconds, the first digits behind the point (same sign), and which are numbers below the most."""
+    """Whole microseconds, the first digits behind the point (same sign), and which are numbers
+    below the most.
+    """
     whole_us, fractions = [], []
     for text in texts:
         digits, _, fraction = bytes(text).partition(b".")

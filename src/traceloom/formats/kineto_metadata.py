@@ -1,4 +1,6 @@
-"""The top-level entries of a file: rank, devices, groups, versions, settings; nothing in them is trusted."""
+"""The top-level entries of a file: rank, devices, groups, versions, settings; nothing in them is
+trusted.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +34,21 @@ def parse_whole_number(value: Any) -> int | None:
     return None if parsed == NULL else parsed
 
 
-def compute_time_offset_ns(metadata: dict[str, Any], capture_entry: dict[str, Any] | None = None) -> int:
-    """What is to be added to every time of the file, in ns; `capture_entry` is this rank's part of capture.json."""
+def compute_time_offset_ns(
+    metadata: dict[str, Any], capture_entry: dict[str, Any] | None = None
+) -> int:
+    """What is to be added to every time of the file, in ns; `capture_entry` is this rank's part of
+    capture.json.
+    """
     value = parse_whole_number(metadata.get("baseTimeNanoseconds"))
     base = value if value is not None and 0 <= value < _MAX_BASE_NS else 0
     return base + get_clock_offset_ns(capture_entry)
 
 
 def get_clock_offset_ns(capture_entry: dict[str, Any] | None) -> int:
-    """What is added to times of the host of a rank, where a capture joins several hosts; 0 elsewhere."""
+    """What is added to times of the host of a rank, where a capture joins several hosts; 0
+    elsewhere.
+    """
     clock = (capture_entry or {}).get("clock") or {}
     offset = parse_whole_number(clock.get("offset_ns"))
     return offset if offset is not None and abs(offset) < _MAX_OFFSET_NS else 0
@@ -57,7 +65,8 @@ def find_rank(
 ) -> tuple[int | None, str | None, list[Notice]]:
     """The rank, where it comes from, and notices about it.
 
-    Evidence in order: capture.json, `distributedInfo`, the `Rank` argument of collectives, the file's name.
+    Evidence in order: capture.json, `distributedInfo`, the `Rank` argument of collectives, the
+    file's name.
     """
     for value, source in (
         ((capture or {}).get("rank"), "capture"),
@@ -71,7 +80,11 @@ def find_rank(
     if match:
         rank = int(match.group(1))
         text = f"the file does not say its rank; {rank} is taken from the file name"
-        return rank, "file name", [Notice("rank-from-name", "info", text, rank=rank, where=Path(path).name)]
+        return (
+            rank,
+            "file name",
+            [Notice("rank-from-name", "info", text, rank=rank, where=Path(path).name)],
+        )
     return None, None, []
 
 
@@ -83,14 +96,19 @@ def build_device_frame(metadata: dict[str, Any], used_devices: set[int]) -> pl.D
         index = parse_whole_number(item.get("id")) if isinstance(item, dict) else None
         if index is None or not -(2**31) <= index < 2**31:
             continue
-        major, minor = parse_whole_number(item.get("computeMajor")), parse_whole_number(item.get("computeMinor"))
+        major, minor = (
+            parse_whole_number(item.get("computeMajor")),
+            parse_whole_number(item.get("computeMinor")),
+        )
         name = item.get("name")
         rows[index] = {
             "device": index,
             "name": name if isinstance(name, str) and name.strip() else None,
             "memory_bytes": parse_whole_number(item.get("totalGlobalMem")),
             "multiprocessors": _filter_positive_int32(parse_whole_number(item.get("numSms"))),
-            "compute_capability": f"{major}.{minor}" if major is not None and minor is not None else None,
+            "compute_capability": f"{major}.{minor}"
+            if major is not None and minor is not None
+            else None,
             "used": index in used_devices,
         }
     for index in sorted(used_devices - set(rows)):
@@ -109,9 +127,13 @@ def merge_group_row(
     size: int | None,
     members: list[Any] | None,
 ) -> None:
-    """Add what an entry says of a group (`description_and_backend`: its description and back end) to what earlier ones said."""
+    """Add what an entry says of a group (`description_and_backend`: its description and back end)
+    to what earlier ones said.
+    """
     earlier_row = rows.get(name, {})
-    description, backend = (word if isinstance(word, str) else None for word in description_and_backend)
+    description, backend = (
+        word if isinstance(word, str) else None for word in description_and_backend
+    )
     rows[name] = {
         "group": name,
         "description": description or earlier_row.get("description"),
@@ -122,7 +144,9 @@ def merge_group_row(
 
 
 def build_group_frame(metadata: dict[str, Any], capture: dict[str, Any] | None) -> pl.DataFrame:
-    """The `groups` frame, from `pg_config` and from capture.json (which knows the members of every group)."""
+    """The `groups` frame, from `pg_config` and from capture.json (which knows the members of every
+    group).
+    """
     group_configs = get_distributed_info(metadata).get("pg_config")
     if isinstance(group_configs, str):
         group_configs = _parse_json(group_configs)
@@ -139,8 +163,16 @@ def build_group_frame(metadata: dict[str, Any], capture: dict[str, Any] | None) 
     rows: dict[str, dict[str, Any]] = {}
     for name, description, backend, item in groups:
         ranks = item.get("ranks")
-        members = ranks if isinstance(ranks, list) else _parse_json(ranks) if isinstance(ranks, str) else None
-        if not isinstance(members, list) or not all(type(rank) is int and 0 <= rank < 2**31 for rank in members):
+        members = (
+            ranks
+            if isinstance(ranks, list)
+            else _parse_json(ranks)
+            if isinstance(ranks, str)
+            else None
+        )
+        if not isinstance(members, list) or not all(
+            type(rank) is int and 0 <= rank < 2**31 for rank in members
+        ):
             members = None
         size = _filter_positive_int32(parse_whole_number(item.get("pg_size", item.get("size"))))
         if size is None and members:
@@ -160,10 +192,16 @@ def _parse_json(text: str) -> Any:
 
 def collect_versions(metadata: dict[str, Any]) -> dict[str, str]:
     """Versions of the runtime, driver, tracer and communication library."""
-    entries = {key: value for key, value in metadata.items() if _VERSION_KEY.search(key) and key != "schemaVersion"}
+    entries = {
+        key: value
+        for key, value in metadata.items()
+        if _VERSION_KEY.search(key) and key != "schemaVersion"
+    }
     if "nccl_version" in get_distributed_info(metadata):
         entries["nccl_version"] = get_distributed_info(metadata)["nccl_version"]
-    return {key: str(value) for key, value in entries.items() if isinstance(value, (str, int, float))}
+    return {
+        key: str(value) for key, value in entries.items() if isinstance(value, (str, int, float))
+    }
 
 
 def collect_settings(metadata: dict[str, Any]) -> dict[str, bool]:

@@ -27,7 +27,9 @@ _KIND = dict.fromkeys(cat.HOST_WORK, "host") | {
     cat.SYNC: "device_sync",
     cat.GPU_EVENT: "device_sync",
 }
-KIND_OF_CODE = np.array([KINDS.index(_KIND.get(name, "other")) for name in cat.CATEGORIES], dtype=np.int64)
+KIND_OF_CODE = np.array(
+    [KINDS.index(_KIND.get(name, "other")) for name in cat.CATEGORIES], dtype=np.int64
+)
 ON_DEVICE = np.array([kind.startswith("device") for kind in KINDS])
 _IN_BRACKETS = re.compile(r"^thread -?\d+ \((.*)\)$")
 _GENERIC_NAME = re.compile(r"^(python[\d.]*|pt_main_thread|thread -?\d+|)$")
@@ -58,7 +60,9 @@ class ThreadIndex(Struct, frozen=True):
         return np.array([parse_integer(pair[which]) for pair in self.pairs], dtype=np.int64)
 
 
-def find_lanes(category: Array, thread: Array, device: Ints, stream: Ints, thread_index: ThreadIndex) -> Lanes:
+def find_lanes(
+    category: Array, thread: Array, device: Ints, stream: Ints, thread_index: ThreadIndex
+) -> Lanes:
     """Group events to lanes: by thread on the host, by (device, stream) on devices.
 
     Args:
@@ -84,8 +88,12 @@ def find_lanes(category: Array, thread: Array, device: Ints, stream: Ints, threa
         row_kind, is_device = KINDS[int(kind[row])], bool(on_device[row])
         stream_number = int(stream[row]) if is_device and stream[row] != NULL else None
         if is_device:
-            suffix = {"device": "", "device_annotation": " annotations", "device_sync": " syncs"}[row_kind]
-            name = ("all streams" if stream_number in (None, -1) else f"stream {stream_number}") + suffix
+            suffix = {"device": "", "device_annotation": " annotations", "device_sync": " syncs"}[
+                row_kind
+            ]
+            name = (
+                "all streams" if stream_number in (None, -1) else f"stream {stream_number}"
+            ) + suffix
         elif row_kind == "other":
             name = str(tid) if isinstance(tid, str) and tid else "profiler"
         elif str(pid) == str(tid):
@@ -140,7 +148,8 @@ def _get_natural_sort_key(text: str) -> tuple[int, str]:
 
 
 def build_lane_frame(lanes: Lanes, start: Ints, nested_end: Ints, autograd: Array) -> pl.DataFrame:
-    """The `lanes` frame: event counts and busy times; threads that run the backward pass get their name.
+    """The `lanes` frame: event counts and busy times; threads that run the backward pass get their
+    name.
 
     Args:
         lanes: From `find_lanes`.
@@ -161,7 +170,11 @@ def build_lane_frame(lanes: Lanes, start: Ints, nested_end: Ints, autograd: Arra
             span_start[1:] = np.maximum(span_start[1:], reached[:-1])
             busy_ns = int(np.maximum(end - span_start, 0).sum())
         row = {"lane": lane, **described, "events": len(members), "busy_ns": busy_ns}
-        if described["kind"] == "host" and described["name"].startswith("thread ") and autograd[members].any():
+        if (
+            described["kind"] == "host"
+            and described["name"].startswith("thread ")
+            and autograd[members].any()
+        ):
             row["name"] = f"autograd {described['thread']}"
         rows.append(row)
     return pl.DataFrame(rows, schema=SCHEMAS["lanes"])

@@ -66,8 +66,9 @@ def find_first_rows(keys: Ints, rows: Ints, requested: Ints) -> Ints:
 def find_launches(correlation: Ints, is_launch: Bools, is_work: Bools) -> Ints:
     """The runtime or driver row of each GPU work, by correlation; -1 elsewhere.
 
-    Where several rows have one correlation (a runtime call and the driver call inside it) the outermost is taken: it
-    starts first and, starting together, is longer. One graph launch owns all kernels of its graph.
+    Where several rows have one correlation (a runtime call and the driver call inside it) the
+    outermost is taken: it starts first and, starting together, is longer. One graph launch owns all
+    kernels of its graph.
     """
     calls = np.flatnonzero(is_launch)
     work = np.flatnonzero(is_work)
@@ -79,7 +80,9 @@ def find_launches(correlation: Ints, is_launch: Bools, is_work: Bools) -> Ints:
 def find_ops(  # noqa: PLR0917  (columns of events)
     parent_op: Ints, launch: Ints, is_launch: Bools, is_op: Bools, is_work: Bools, external: Ints
 ) -> Ints:
-    """The innermost op around each launch; for GPU work around its launch, else the op its external id names."""
+    """The innermost op around each launch; for GPU work around its launch, else the op its external
+    id names.
+    """
     out = np.where(is_launch, parent_op, NO_ROW)
     launched = launch >= 0
     out[launched] = parent_op[launch[launched]]
@@ -91,7 +94,9 @@ def find_ops(  # noqa: PLR0917  (columns of events)
 
 
 def is_correlation_repeated(external: Ints, correlation: Ints, is_work: Bools) -> bool:
-    """Whether the external ids of GPU work only repeat its correlations (older writers): then they name no op."""
+    """Whether the external ids of GPU work only repeat its correlations (older writers): then they
+    name no op.
+    """
     both = is_work & (external != NULL) & (correlation != NULL)
     return bool(both.any()) and bool((external[both] == correlation[both]).all())
 
@@ -99,7 +104,8 @@ def is_correlation_repeated(external: Ints, correlation: Ints, is_work: Bools) -
 def build_flow_frame(
     columns: dict[str, Array], texts: NumberedTexts, events: pl.DataFrame, thread: Array
 ) -> pl.DataFrame:
-    """The `flows` frame: starts and ends joined by kind and id, each resolved to the event at its place and time.
+    """The `flows` frame: starts and ends joined by kind and id, each resolved to the event at its
+    place and time.
 
     Args:
         columns: `phase` (True = start), `flow`, `kind` (number of a text), `thread`, `start` of all arrow ends.
@@ -112,7 +118,8 @@ def build_flow_frame(
     kinds = np.array([_FLOW_KINDS.index(_FLOW_KIND.get(text, "other")) for text in texts.names])
     kind = gather_rows(kinds, columns["kind"])
     is_start, flow = columns["phase"], columns["flow"]
-    # Of several starts or ends with one kind and id the last counts; without an id nothing is joined.
+    # Of several starts or ends with one kind and id the last counts; without an id nothing is
+    # joined.
     flow_ids, number = np.unique(flow, return_inverse=True)
     keys = len(flow_ids) * len(_FLOW_KINDS)
     key = number * len(_FLOW_KINDS) + kind
@@ -123,10 +130,15 @@ def build_flow_frame(
     is_last = last[slot] == indices
     other = np.where(flow == NULL, NO_ROW, last[np.where(is_start, 0, keys) + key])
     # The arrows, starts first, and their other ends; -1 where there is none.
-    row = np.concatenate([np.flatnonzero(is_last & is_start), np.flatnonzero(is_last & ~is_start & (other < 0))])
+    row = np.concatenate(
+        [np.flatnonzero(is_last & is_start), np.flatnonzero(is_last & ~is_start & (other < 0))]
+    )
     other = other[row]
     large = isinstance(thread, MappedArray)
-    start, category = extract_column(events, "start_ns", large=large), extract_column(events, "category", large=large)
+    start, category = (
+        extract_column(events, "start_ns", large=large),
+        extract_column(events, "category", large=large),
+    )
     correlation = extract_column(events, "correlation", NULL, large=large)
     event = _find_flow_events(columns, kind, (start, category, thread, correlation))
     endpoints = event[row], np.where(other >= 0, event[other], NO_ROW)
@@ -142,11 +154,13 @@ def build_flow_frame(
     )
 
 
-def _find_flow_events(endpoints: dict[str, Array], kind: Array, events: tuple[Ints, Array, Array, Ints]) -> Ints:
+def _find_flow_events(
+    endpoints: dict[str, Array], kind: Array, events: tuple[Ints, Array, Array, Ints]
+) -> Ints:
     """The event that starts at the time and place of each arrow end; -1 where none does.
 
-    Of several, the one whose correlation is the arrow's id, else the innermost of the kind that such arrows bind to,
-    else the innermost of any kind.
+    Of several, the one whose correlation is the arrow's id, else the innermost of the kind that
+    such arrows bind to, else the innermost of any kind.
     """
     start, category, pair_number, correlation = events
     low = np.searchsorted(start, endpoints["start"], "left")
@@ -174,7 +188,9 @@ def _find_flow_events(endpoints: dict[str, Array], kind: Array, events: tuple[In
 
 
 def build_source_frame(offset: Array, length: Array, rows: Ints) -> pl.DataFrame:
-    """Where each event stands in the text of the file; `rows` puts the columns of the file in time order."""
+    """Where each event stands in the text of the file; `rows` puts the columns of the file in time
+    order.
+    """
     return pl.DataFrame(
         {
             "event": to_series(np.arange(len(offset), dtype=np.uint32, like=offset), pl.UInt32),
@@ -201,32 +217,73 @@ _KINDS = (
     ("recv", "recv"),
 )
 _ELEMENT_SIZES = {
-    "float64": 8, "double": 8, "int64": 8, "long": 8, "longint": 8, "uint64": 8, "complexfloat": 8, "complex64": 8,
-    "complexdouble": 16, "complex128": 16, "complexhalf": 4,
-    "float32": 4, "float": 4, "int32": 4, "int": 4, "uint32": 4, "unsignedint": 4,
-    "float16": 2, "half": 2, "bfloat16": 2, "c10::bfloat16": 2, "c10::half": 2, "int16": 2, "short": 2, "uint16": 2,
-    "int8": 1, "char": 1, "signedchar": 1, "uint8": 1, "byte": 1, "unsignedchar": 1, "bool": 1,
-}  # fmt: skip
+    "float64": 8,
+    "double": 8,
+    "int64": 8,
+    "long": 8,
+    "longint": 8,
+    "uint64": 8,
+    "complexfloat": 8,
+    "complex64": 8,
+    "complexdouble": 16,
+    "complex128": 16,
+    "complexhalf": 4,
+    "float32": 4,
+    "float": 4,
+    "int32": 4,
+    "int": 4,
+    "uint32": 4,
+    "unsignedint": 4,
+    "float16": 2,
+    "half": 2,
+    "bfloat16": 2,
+    "c10::bfloat16": 2,
+    "c10::half": 2,
+    "int16": 2,
+    "short": 2,
+    "uint16": 2,
+    "int8": 1,
+    "char": 1,
+    "signedchar": 1,
+    "uint8": 1,
+    "byte": 1,
+    "unsignedchar": 1,
+    "bool": 1,
+}
 _ANNOTATION = r"^(?:nccl|gloo|mpi|ucc|hccl|xccl|rccl):\s*(.+)$"
 _ANNOTATION_NAME = re.compile(_ANNOTATION)
-_FILLED_COLUMNS = ("group", "group_size", "element_type", "in_bytes", "out_bytes", "sequence", "peer")
+_FILLED_COLUMNS = (
+    "group",
+    "group_size",
+    "element_type",
+    "in_bytes",
+    "out_bytes",
+    "sequence",
+    "peer",
+)
 _MAX_ELEMENTS = 2**58  # of a tensor; more have more bytes than a column holds
 _PEER = r"(?:->|<-|\bsrc:?|\bdst:?)\s*(\d+)"
 
 
 def classify_collective(name: str) -> str:
-    """The kind of a collective from any writer's name for it; the name itself where it is none we know.
+    """The kind of a collective from any writer's name for it; the name itself where it is none we
+    know.
 
     Example:
         >>> kind_of("_allgather_base"), kind_of("nccl:all_to_allv"), kind_of("init")
         ('all_gather', 'all_to_all', 'init')
     """
     normalized = re.sub(r"[\s_]", "", name.rsplit(":", maxsplit=1)[-1].lower())
-    return next((kind for part, kind in _KINDS if part in normalized), name.rsplit(":", maxsplit=1)[-1].strip().lower())
+    return next(
+        (kind for part, kind in _KINDS if part in normalized),
+        name.rsplit(":", maxsplit=1)[-1].strip().lower(),
+    )
 
 
 def get_element_size(name: str | None) -> int | None:
-    """Bytes of an element type as PyTorch or NCCL spells it (`BFloat16`, `Float8_e4m3fn`, `long int`); None unknown."""
+    """Bytes of an element type as PyTorch or NCCL spells it (`BFloat16`, `Float8_e4m3fn`, `long
+    int`); None unknown.
+    """
     if name is None:
         return None
     normalized = re.sub(r"[\s_]", "", name.lower()).removeprefix("torch.")
@@ -236,10 +293,14 @@ def get_element_size(name: str | None) -> int | None:
 def build_collective_frame(
     columns: dict[str, Array], texts: NumberedTexts, events: pl.DataFrame, tensors: DeferredFrame
 ) -> pl.DataFrame:
-    """The `collectives` frame: ops and kernels with arguments, and annotations such as `nccl:all_reduce`."""
+    """The `collectives` frame: ops and kernels with arguments, and annotations such as
+    `nccl:all_reduce`.
+    """
     described = pl.DataFrame(schema=SCHEMAS["collectives"])
     if len(columns["event"]):
-        text_columns = {key: texts.column(columns[key]) for key in (*COLLECTIVE_TEXTS, *COLLECTIVE_RAWS)}
+        text_columns = {
+            key: texts.column(columns[key]) for key in (*COLLECTIVE_TEXTS, *COLLECTIVE_RAWS)
+        }
         values = {key: to_nullable_series(columns[key]) for key in COLLECTIVE_NUMBERS}
         frame = pl.DataFrame({"event": columns["event"], **text_columns, **values})
         kinds = apply_per_text(frame["collective"], classify_collective)
@@ -250,7 +311,13 @@ def build_collective_frame(
             for name in ("in_elements", "out_elements")
         )
         src, dst = pl.col("source_rank"), pl.col("target_rank")
-        peer = pl.when(kinds == "send").then(dst).when(kinds == "recv").then(src).otherwise(pl.col("root_rank"))
+        peer = (
+            pl.when(kinds == "send")
+            .then(dst)
+            .when(kinds == "recv")
+            .then(src)
+            .otherwise(pl.col("root_rank"))
+        )
         described = frame.select(
             "event",
             kinds.alias("kind"),
@@ -279,16 +346,29 @@ def apply_per_text(column: pl.Series, function: Any, dtype: Any = pl.String) -> 
     """A function of few different texts, applied to each of them once."""
     different = column.unique().drop_nulls()
     table = {text: function(text) for text in different}
-    return column.replace_strict(table, default=None, return_dtype=dtype) if table else column.cast(dtype)
+    return (
+        column.replace_strict(table, default=None, return_dtype=dtype)
+        if table
+        else column.cast(dtype)
+    )
 
 
 def _read_annotations(events: pl.DataFrame, tensors: pl.DataFrame) -> pl.DataFrame:
     annotated = (
         events.lazy()
         .filter(pl.col("category") == "annotation")
-        .select("event", called=pl.col("name").str.extract(_ANNOTATION), peer=pl.col("name").str.extract(_PEER))
+        .select(
+            "event",
+            called=pl.col("name").str.extract(_ANNOTATION),
+            peer=pl.col("name").str.extract(_PEER),
+        )
         .filter(pl.col("called").is_not_null())
-        .join(tensors.lazy().select("event", "shapes", "types"), on="event", how="left", maintain_order="left")
+        .join(
+            tensors.lazy().select("event", "shapes", "types"),
+            on="event",
+            how="left",
+            maintain_order="left",
+        )
         .collect()
     )
     if not annotated.height:
@@ -308,14 +388,17 @@ def _read_annotations(events: pl.DataFrame, tensors: pl.DataFrame) -> pl.DataFra
         schema_overrides={"element_type": pl.String, "in_elements": pl.Int64, "in_bytes": pl.Int64},
     ).select(
         [
-            pl.col(name).cast(dtype) if name in ("event", "kind", "element_type", "in_elements", "in_bytes", "peer")
+            pl.col(name).cast(dtype)
+            if name in ("event", "kind", "element_type", "in_elements", "in_bytes", "peer")
             else pl.lit(None, dtype=dtype).alias(name)
             for name, dtype in SCHEMAS["collectives"].items()
         ]
-    )  # fmt: skip
+    )
 
 
-def _count_elements(shapes: str | None, types: str | None) -> tuple[str | None, int | None, int | None]:
+def _count_elements(
+    shapes: str | None, types: str | None
+) -> tuple[str | None, int | None, int | None]:
     """Element type, number of elements and bytes of the tensors of an annotation."""
     try:
         dims, names = json.loads(shapes or ""), json.loads(types or "[]")
@@ -345,8 +428,9 @@ def add_capture_details(
 ) -> tuple[pl.DataFrame, list[Notice]]:
     """Fill in what is unknown about collectives from the calls that the recorder saw.
 
-    The calls of a kind inside the window and the collectives of that kind in the trace are matched in order, for ops,
-    annotations and kernels each, where their numbers agree; else they stay as they are and a notice says so.
+    The calls of a kind inside the window and the collectives of that kind in the trace are matched
+    in order, for ops, annotations and kernels each, where their numbers agree; else they stay as
+    they are and a notice says so.
     """
     calls = _read_captured_calls(capture, events)
     if not calls.height or not collectives.height:
@@ -359,9 +443,15 @@ def add_capture_details(
     sizes = numbered.group_by("category", "kind").len().join(counts, on="kind")
     agree = sizes.filter(pl.col("len") == pl.col("calls")).select("category", "kind")
     unmatched = sizes.filter(pl.col("len") != pl.col("calls"))
-    matched = calls.join(agree, on="kind").with_columns(pl.int_range(pl.len()).over("category", "kind").alias("nth"))
-    joined = numbered.join(matched, on=["category", "kind", "nth"], how="left", suffix="_known", maintain_order="left")
-    filled = joined.with_columns(pl.col(name).fill_null(pl.col(f"{name}_known")) for name in _FILLED_COLUMNS)
+    matched = calls.join(agree, on="kind").with_columns(
+        pl.int_range(pl.len()).over("category", "kind").alias("nth")
+    )
+    joined = numbered.join(
+        matched, on=["category", "kind", "nth"], how="left", suffix="_known", maintain_order="left"
+    )
+    filled = joined.with_columns(
+        pl.col(name).fill_null(pl.col(f"{name}_known")) for name in _FILLED_COLUMNS
+    )
     notices = []
     if unmatched.height:
         kinds = ", ".join(sorted(set(unmatched["kind"].to_list())))
@@ -377,10 +467,21 @@ def _read_captured_calls(capture: dict[str, Any] | None, events: pl.DataFrame) -
         return pl.DataFrame()
     columns = {
         key: listed.get(key)
-        for key in ("group", "kind", "type", "sequence", "bytes_in", "bytes_out", "peer", "start_ns")
+        for key in (
+            "group",
+            "kind",
+            "type",
+            "sequence",
+            "bytes_in",
+            "bytes_out",
+            "peer",
+            "start_ns",
+        )
     }
     starts = columns["start_ns"]
-    if not isinstance(starts, list) or any(not isinstance(v, list) or len(v) != len(starts) for v in columns.values()):
+    if not isinstance(starts, list) or any(
+        not isinstance(v, list) or len(v) != len(starts) for v in columns.values()
+    ):
         return pl.DataFrame()
     sizes: dict[str | None, int] = {
         str(group.get("name")): len(group["ranks"])
@@ -390,7 +491,12 @@ def _read_captured_calls(capture: dict[str, Any] | None, events: pl.DataFrame) -
 
     def named(key: str, code: Any) -> str | None:
         names = listed.get(key)
-        if isinstance(names, list) and isinstance(code, int) and 0 <= code < len(names) and names[code] is not None:
+        if (
+            isinstance(names, list)
+            and isinstance(code, int)
+            and 0 <= code < len(names)
+            and names[code] is not None
+        ):
             return str(names[code])
         return None
 
@@ -416,4 +522,8 @@ def _read_captured_calls(capture: dict[str, Any] | None, events: pl.DataFrame) -
     calls = wide.cast({"peer": types["peer"]}, strict=False)  # what is no rank is unknown
     first, last = events["start_ns"][0], events["nested_end_ns"].max()
     in_window = pl.col("start_ns").is_null() | pl.col("start_ns").is_between(first, last)
-    return calls.filter(in_window & pl.col("kind").is_not_null()).sort("start_ns", maintain_order=True).drop("start_ns")
+    return (
+        calls.filter(in_window & pl.col("kind").is_not_null())
+        .sort("start_ns", maintain_order=True)
+        .drop("start_ns")
+    )

@@ -1,6 +1,7 @@
 """Files -> traces -> sessions: cache, pool, progress.
 
-It is started by `traceloom.formats.loading`, with nothing on its import path that the current directory could decide.
+It is started by `traceloom.formats.loading`, with nothing on its import path that the current
+directory could decide.
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ from traceloom.formats.sidecars import read_allocations, read_stacks, read_telem
 from traceloom.system import units
 from traceloom.system.files import is_address, remember_input, restore_addresses
 from traceloom.system.process import block_signals
-from traceloom.system.processes import ProcessPool, count_cores, create_shared_directory, start_workers
+from traceloom.system.processes import (
+    ProcessPool,
+    count_cores,
+    create_shared_directory,
+    start_workers,
+)
 from traceloom.trace import storage
 from traceloom.trace.cache import Cache, FileStamp
 from traceloom.trace.notice import Notice
@@ -130,7 +136,11 @@ class _ProgressCounter:
     def tell(self, number: int) -> None:
         if self._report:
             progress = ReadProgress(
-                sum(self._read), sum(self._sizes), sum(self._done), len(self._sizes), self._names[number]
+                sum(self._read),
+                sum(self._sizes),
+                sum(self._done),
+                len(self._sizes),
+                self._names[number],
             )
             self._report(progress)
 
@@ -142,7 +152,9 @@ def _get_size(source: InputFile) -> int:
         return 0
 
 
-def read_all(inputs: list[InputFile], *, cache: Cache | None, report: Report | None = None) -> list[Trace | InputError]:
+def read_all(
+    inputs: list[InputFile], *, cache: Cache | None, report: Report | None = None
+) -> list[Trace | InputError]:
     """Read every file; for a refused one, its error is in its place.
 
     Args:
@@ -153,7 +165,8 @@ def read_all(inputs: list[InputFile], *, cache: Cache | None, report: Report | N
     meter, column_files = _ProgressCounter(inputs, report), MappedFiles()
     out: list[Trace | InputError | None] = [None] * len(inputs)
     entries = [
-        cache.entry(source.path, source.entry) if cache and str(source.path) != "-" else None for source in inputs
+        cache.entry(source.path, source.entry) if cache and str(source.path) != "-" else None
+        for source in inputs
     ]
     missing = []
     for number, entry in enumerate(entries):
@@ -167,7 +180,8 @@ def read_all(inputs: list[InputFile], *, cache: Cache | None, report: Report | N
             meter.finished(number)
     stamps = [_get_stamp(inputs[number]) for number in missing]
     text_bytes = sum(
-        _get_size(inputs[index]) * (_EXPANSION if inputs[index].path.name.endswith(".gz") else 1) for index in missing
+        _get_size(inputs[index]) * (_EXPANSION if inputs[index].path.name.endswith(".gz") else 1)
+        for index in missing
     )
     at_once = min(count_cores(), len(missing))
     if at_once > 1 and text_bytes > _MIN_POOL_BYTES:
@@ -180,7 +194,9 @@ def read_all(inputs: list[InputFile], *, cache: Cache | None, report: Report | N
                 meter.moved(number, read)
 
             try:
-                trace = detect_source(source.path).read(source.path, capture=source.entry, step=step, processes=None)
+                trace = detect_source(source.path).read(
+                    source.path, capture=source.entry, step=step, processes=None
+                )
             except InputError as error:
                 out[number] = error
                 continue
@@ -194,9 +210,7 @@ def read_all(inputs: list[InputFile], *, cache: Cache | None, report: Report | N
             entry.put(partial(storage.save, result))
         notices, location = list(result.notices), result.meta.path
         if _get_stamp(inputs[number]) != before:
-            text = (
-                "the file changed while it was read: this may be a mixture of what it was and what it is; read it again"
-            )
+            text = "the file changed while it was read: this may be a mixture of what it was and what it is; read it again"
             notices.append(Notice("changed-while-read", "warning", text, where=location))
         if entry and entry.damaged:
             text = "what the cache had of this file was damaged; it was thrown away, and the file has been read again"
@@ -233,11 +247,15 @@ def _read_in_processes(
     *,
     at_once: int,
 ) -> None:
-    """Read in processes of their own: fresh interpreters, so that no script of the user's is run again."""
+    """Read in processes of their own: fresh interpreters, so that no script of the user's is run
+    again.
+    """
     with (
         create_shared_directory() as directory,
         start_workers("traceloom.formats.loading") as readers,
-        ThreadPoolExecutor(at_once, thread_name_prefix="traceloom-rank", initializer=block_signals) as pool,
+        ThreadPoolExecutor(
+            at_once, thread_name_prefix="traceloom-rank", initializer=block_signals
+        ) as pool,
     ):
         try:
             largest = sorted(missing, key=lambda at: -_get_size(inputs[at]))
@@ -248,7 +266,10 @@ def _read_in_processes(
                 column_files=column_files,
                 processes=count_cores() // at_once,
             )
-            jobs = {index: pool.submit(read_one, inputs[index], index, directory / str(index)) for index in largest}
+            jobs = {
+                index: pool.submit(read_one, inputs[index], index, directory / str(index))
+                for index in largest
+            }
             for number, job in jobs.items():
                 out[number] = job.result()
         except BaseException:
@@ -289,7 +310,9 @@ def _read_by_worker(
                 f"the process that read the file ended with code {code}",
                 slug="reader-died",
                 where=str(source.path),
-                hint="it may have run out of memory; read fewer ranks at a time" if code < 0 else "please report it",
+                hint="it may have run out of memory; read fewer ranks at a time"
+                if code < 0
+                else "please report it",
             )
     trace = column_files.kept(storage.load_trace(directory, permanent=False))
     shutil.rmtree(directory, ignore_errors=True)
@@ -343,7 +366,11 @@ def load(*paths: AnyPath, cache: bool = True, progress: Report | None = None) ->
         )
         folders = {source.capture for source in runs[0]}
         directory = folders.pop() if len(folders) == 1 else None
-        first_paths = [str(directory)] if directory is not None else [str(source.path) for source in runs[0][:8]]
+        first_paths = (
+            [str(directory)]
+            if directory is not None
+            else [str(source.path) for source in runs[0][:8]]
+        )
         raise UsageError(
             f"the inputs hold {len(runs)} runs, expected one: {listing}{'; ...' if len(runs) > 6 else ''}",
             slug="several-runs",
@@ -377,8 +404,8 @@ def load_inputs(
 ) -> Loaded:
     """Load every run that the inputs hold, and say which files were refused; see `load`.
 
-    With `ranks`, files that say from the beginning that they are of another rank are not read. `most` is how many files
-    are read at most.
+    With `ranks`, files that say from the beginning that they are of another rank are not read.
+    `most` is how many files are read at most.
 
     Raises:
         UsageError: `too-many-files`: there are more than `most`.
@@ -442,8 +469,15 @@ def _find_runs(
     runs = split_into_runs(peeks)
     selected = runs
     if ranks is not None:  # all files of a run where none may be of these ranks
-        selected = [[peek for peek in run if peek.rank is None or peek.rank in ranks] or run for run in runs]
-    return discovered, [[peek.source for peek in run] for run in selected], choose_run_names(runs, path_texts), refused
+        selected = [
+            [peek for peek in run if peek.rank is None or peek.rank in ranks] or run for run in runs
+        ]
+    return (
+        discovered,
+        [[peek.source for peek in run] for run in selected],
+        choose_run_names(runs, path_texts),
+        refused,
+    )
 
 
 def _load_sessions(
@@ -469,26 +503,47 @@ def _load_sessions(
             continue
         traces.sort(key=lambda trace: (trace.rank is None, trace.rank or 0, trace.start_ns))
         notices: list[Notice] = []
-        # The same rank at disjoint times is a rank with several windows; at overlapping times it cannot be.
+        # The same rank at disjoint times is a rank with several windows; at overlapping times it
+        # cannot be.
         for earlier, later in pairwise(traces):
-            if earlier.rank is not None and earlier.rank == later.rank and later.start_ns < earlier.end_ns:
+            if (
+                earlier.rank is not None
+                and earlier.rank == later.rank
+                and later.start_ns < earlier.end_ns
+            ):
                 both = f"{earlier.meta.path} and {later.meta.path}"
-                text = f"two files claim rank {earlier.rank} at the same time: {both}; both are kept"
-                notices.append(Notice("duplicate-rank", "warning", text, rank=earlier.rank, where=later.meta.path))
-        document = next((discovered.captures[source.capture] for source in run if source.capture is not None), None)
+                text = (
+                    f"two files claim rank {earlier.rank} at the same time: {both}; both are kept"
+                )
+                notices.append(
+                    Notice(
+                        "duplicate-rank", "warning", text, rank=earlier.rank, where=later.meta.path
+                    )
+                )
+        document = next(
+            (discovered.captures[source.capture] for source in run if source.capture is not None),
+            None,
+        )
         jobs = {identify_job(source.entry) for source in run if source.entry is not None}
         capture = None if document is None else filter_by_job(document, jobs)
-        for directory in dict.fromkeys(source.capture for source in run if source.capture is not None):
+        for directory in dict.fromkeys(
+            source.capture for source in run if source.capture is not None
+        ):
             notices += discovered.notices.get(directory, [])
         samples, sample_notices = read_stacks(traces)
         telemetry, telemetry_notices = read_telemetry(traces)
         allocations, allocation_notices = read_allocations(traces)
         notices += sample_notices + telemetry_notices + allocation_notices
         session = Session(tuple(traces), restore_addresses(label), capture, tuple(notices))
-        sessions.append(replace(session, samples=samples, telemetry=telemetry, allocations=allocations))
+        sessions.append(
+            replace(session, samples=samples, telemetry=telemetry, allocations=allocations)
+        )
     if not sessions:
         raise refused[0]
-    refusals = tuple(Notice("refused-input", "error", f"refused: {error}", where=error.where) for error in refused)
+    refusals = tuple(
+        Notice("refused-input", "error", f"refused: {error}", where=error.where)
+        for error in refused
+    )
     if refusals:
         sessions[0] = replace(sessions[0], notices=sessions[0].notices + refusals)
     return Loaded(tuple(sessions), refusals)

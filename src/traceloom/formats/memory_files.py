@@ -1,8 +1,8 @@
 """Files about memory: timeline, recorded allocations, out-of-memory reports.
 
-Two kinds are written by `torch.profiler.profile.export_memory_timeline`: `*.raw.json.gz`, a row `[time, action, bytes,
-category]` per event, where the time in ns is -1 for what was there before; and `*.json`, a pair of times (microseconds)
-and levels by category.
+Two kinds are written by `torch.profiler.profile.export_memory_timeline`: `*.raw.json.gz`, a row
+`[time, action, bytes, category]` per event, where the time in ns is -1 for what was there before;
+and `*.json`, a pair of times (microseconds) and levels by category.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _MAX_NAME_LENGTH = 1000
 
 
 class _Document(msgspec.Struct):
-    """The file. Of an event: time in ns, thread, address, signed bytes, device, stack (-1: none), and two totals.
+    """The file. Of an event: time in ns, thread, address, signed bytes, device, stack (-1: none),
+    and two totals.
 
     Of a frame: function, file, line; line 0 is a native function, whose file is its library.
     """
@@ -70,8 +71,9 @@ def read_allocations(path: str | Path) -> tuple[int | None, list[MemorySnapshot]
     """Read a file of allocations.
 
     Returns:
-        The rank, and one snapshot for each type of device. Memory that the process got from a device's driver stands as
-        segments where the allocator's blocks in it are known, else as blocks of device 0.
+        The rank, and one snapshot for each type of device. Memory that the process got from a
+        device's driver stands as segments where the allocator's blocks in it are known, else as
+        blocks of device 0.
 
     Raises:
         InputError: `unreadable`, `gzip-bomb`, `other-version`; `damaged-allocations`: cut, or not as it should be.
@@ -82,7 +84,9 @@ def read_allocations(path: str | Path) -> tuple[int | None, list[MemorySnapshot]
         for name, file, line in document.frames
     ]
     stacks = ((), *(tuple(frames[row] for row in stack) for stack in document.stacks))
-    allocator = {device.partition(":")[0] for _, _, _, _, device, *_ in document.events if ":" in device}
+    allocator = {
+        device.partition(":")[0] for _, _, _, _, device, *_ in document.events if ":" in device
+    }
     columns: dict[str, list[tuple[int, str, int, int, int, int]]] = {}
     for time_ns, _, address, size, device, stack, _, _ in document.events:
         kind, colon, number = device.partition(":")
@@ -103,11 +107,16 @@ def read_allocations(path: str | Path) -> tuple[int | None, list[MemorySnapshot]
         notices.append(Notice("no-python-lines", "info", text))
     return document.rank, [
         MemorySnapshot(
-            str(path), pl.DataFrame(rows, schema=SNAPSHOT_ENTRIES_SCHEMA, orient="row"), pl.DataFrame(schema=SNAPSHOT_SEGMENTS_SCHEMA),
-            pl.DataFrame(schema=SNAPSHOT_BLOCKS_SCHEMA), stacks, tuple(notices), kind,
+            str(path),
+            pl.DataFrame(rows, schema=SNAPSHOT_ENTRIES_SCHEMA, orient="row"),
+            pl.DataFrame(schema=SNAPSHOT_SEGMENTS_SCHEMA),
+            pl.DataFrame(schema=SNAPSHOT_BLOCKS_SCHEMA),
+            stacks,
+            tuple(notices),
+            kind,
         )
         for kind, rows in columns.items()
-    ]  # fmt: skip
+    ]
 
 
 def _read_document(path: str | Path) -> _Document:
@@ -127,14 +136,26 @@ def _read_document(path: str | Path) -> _Document:
     frames, stacks = range(len(document.frames)), range(-1, len(document.stacks))
     if any(not 0 <= line < 1 << 31 for _, _, line in document.frames):
         raise _make_damage_error(path, "a frame has a line that is none")
-    if any(len(stack) > _MAX_FRAMES or any(frame not in frames for frame in stack) for stack in document.stacks):
+    if any(
+        len(stack) > _MAX_FRAMES or any(frame not in frames for frame in stack)
+        for stack in document.stacks
+    ):
         raise _make_damage_error(path, "a stack has frames that are not there")
     total = 0
     for time_ns, _, address, size, device, stack, _, _ in document.events:
         total += abs(size)
         number = device.partition(":")[2]
-        right = 0 <= time_ns < _MAX_INTEGER and 0 <= address < _MAX_INTEGER and size != 0 and stack in stacks
-        if not right or total >= _MAX_INTEGER or not (number == "" or (number.isascii() and number.isdigit())):
+        right = (
+            0 <= time_ns < _MAX_INTEGER
+            and 0 <= address < _MAX_INTEGER
+            and size != 0
+            and stack in stacks
+        )
+        if (
+            not right
+            or total >= _MAX_INTEGER
+            or not (number == "" or (number.isascii() and number.isdigit()))
+        ):
             raise _make_damage_error(path, "an event is none")
         if len(device) > 40 or int(number or 0) >= 1 << 31:
             raise _make_damage_error(path, "a device is none")
@@ -142,10 +163,17 @@ def _read_document(path: str | Path) -> _Document:
 
 
 def _make_damage_error(path: str | Path, reason: str) -> InputError:
-    return InputError(f"the allocations cannot be read: {reason}", slug="damaged-allocations", where=str(path))
+    return InputError(
+        f"the allocations cannot be read: {reason}", slug="damaged-allocations", where=str(path)
+    )
 
 
-SNAPSHOT, TIMELINE, OUT_OF_MEMORY, ALLOCATIONS = "snapshot", "timeline", "out of memory", "allocations"
+SNAPSHOT, TIMELINE, OUT_OF_MEMORY, ALLOCATIONS = (
+    "snapshot",
+    "timeline",
+    "out of memory",
+    "allocations",
+)
 OOM_FORMAT = "traceloom-out-of-memory"
 MAX_OOM_BYTES = 1 << 26
 _ROWS = re.compile(rb"\[\s*\[\s*-?\d+\s*,\s*-?\d+")
@@ -153,7 +181,9 @@ _STEM = re.compile(r"(rank\d+(?:-pid\d+)?|pid\d+)")
 
 
 def detect_kind(path: Path) -> str | None:
-    """`SNAPSHOT`, `TIMELINE`, `OUT_OF_MEMORY` or `ALLOCATIONS`; None for anything else (a trace, no file)."""
+    """`SNAPSHOT`, `TIMELINE`, `OUT_OF_MEMORY` or `ALLOCATIONS`; None for anything else (a trace, no
+    file).
+    """
     head = read_first_bytes(path)
     if head is None:
         return None
@@ -179,7 +209,9 @@ def read_out_of_memory(path: Path) -> dict[str, Any]:
         text = read_small(path, MAX_OOM_BYTES)
     except OSError as error:
         if error.errno == errno.EFBIG:
-            raise _make_report_error(path, f"it has more than {MAX_OOM_BYTES // 10**6} MB") from error
+            raise _make_report_error(
+                path, f"it has more than {MAX_OOM_BYTES // 10**6} MB"
+            ) from error
         raise unreadable(path, error) from error
     try:
         document = json.loads(text)
@@ -194,7 +226,11 @@ def read_out_of_memory(path: Path) -> dict[str, Any]:
 
 
 def _make_report_error(path: Path, reason: str) -> InputError:
-    return InputError(f"the report on memory cannot be read: {reason}", slug="damaged-memory-report", where=str(path))
+    return InputError(
+        f"the report on memory cannot be read: {reason}",
+        slug="damaged-memory-report",
+        where=str(path),
+    )
 
 
 def parse_integer(value: Any) -> int | None:
@@ -209,7 +245,9 @@ def parse_rank(path: Path) -> int | None:
 
 
 def find_sidecar(trace: Trace, ending: str) -> Path | None:
-    """The file of the same process with this ending (`.memory.pickle`, `.oom.json`) in the trace's capture."""
+    """The file of the same process with this ending (`.memory.pickle`, `.oom.json`) in the trace's
+    capture.
+    """
     entry = trace.meta.capture
     if entry is None or trace.meta.path in ("", "-"):
         return None
@@ -224,8 +262,15 @@ def find_sidecar(trace: Trace, ending: str) -> Path | None:
 
 
 CATEGORIES = (
-    "parameter", "optimizer_state", "input", "temporary", "activation", "gradient", "autograd_detail", "unknown",
-)  # fmt: skip
+    "parameter",
+    "optimizer_state",
+    "input",
+    "temporary",
+    "activation",
+    "gradient",
+    "autograd_detail",
+    "unknown",
+)
 ACTIONS = {1: "preexisting", 2: "create", 3: "increment_version", 4: "destroy"}
 PREEXISTING, CREATE, INCREMENT_VERSION, DESTROY = ACTIONS
 MAX_TIMELINE_BYTES = 1 << 30  # of text
@@ -284,7 +329,11 @@ def parse_timeline(document: Any, path: str) -> MemoryTimeline:
     """The timeline in a JSON document; see `read_timeline`."""
     if not isinstance(document, list) or not document:
         raise _make_timeline_error(path, "it holds no list of rows")
-    if len(document) == 2 and all(isinstance(part, list) and part for part in document) and _is_table(document[1], 9):
+    if (
+        len(document) == 2
+        and all(isinstance(part, list) and part for part in document)
+        and _is_table(document[1], 9)
+    ):
         times, sizes = document
         if len(times) != len(sizes) or not _is_table([times], len(times)):
             raise _make_timeline_error(path, "it has other numbers of times and of levels")
@@ -312,9 +361,14 @@ def parse_timeline(document: Any, path: str) -> MemoryTimeline:
     change[category[order], np.arange(order.size)] = size[order]
     first = int(time[~early].min()) if (~early).any() else 0
     return MemoryTimeline(
-        path, True, np.where(early, first, time)[order], np.cumsum(change, axis=1),
-        int((action == CREATE).sum()), int((action == DESTROY).sum()), int(early.sum()),
-    )  # fmt: skip
+        path,
+        True,
+        np.where(early, first, time)[order],
+        np.cumsum(change, axis=1),
+        int((action == CREATE).sum()),
+        int((action == DESTROY).sum()),
+        int(early.sum()),
+    )
 
 
 def _is_table(rows: Any, width: int) -> bool:

@@ -1,13 +1,15 @@
 """Memory snapshots; pickles read without running anything.
 
-A pickle may name and call anything, and a few bytes of one may ask for gigabytes. So the file is looked through before
-Python's unpickler gets it: only instructions that make plain data pass, with sizes within the file and memo numbers
-below its size. What is made then grows with the size of the file alone. Tuples hold small integers and nothing else
-(PyTorch's hold two): one that holds tuples again and again takes for ever to look up where it is a key.
+A pickle may name and call anything, and a few bytes of one may ask for gigabytes. So the file is
+looked through before Python's unpickler gets it: only instructions that make plain data pass, with
+sizes within the file and memo numbers below its size. What is made then grows with the size of the
+file alone. Tuples hold small integers and nothing else (PyTorch's hold two): one that holds tuples
+again and again takes for ever to look up where it is a key.
 
-A snapshot holds the segments that the allocator has from the device, with their blocks, as they were when it was taken;
-and the history of allocations up to then, where it was recorded (`_record_memory_history`). The layout has changed with
-PyTorch's versions: a list of segments alone; blocks with a `history` or with `frames`; entries with or without a time.
+A snapshot holds the segments that the allocator has from the device, with their blocks, as they
+were when it was taken; and the history of allocations up to then, where it was recorded
+(`_record_memory_history`). The layout has changed with PyTorch's versions: a list of segments
+alone; blocks with a `history` or with `frames`; entries with or without a time.
 """
 
 from __future__ import annotations
@@ -38,23 +40,42 @@ _MIN_BYTES_PER_OBJECT = 8  # bytes of file; whoever needs fewer makes objects ou
 _EXTRA_OBJECTS = 10_000
 _MAX_INTEGER_BYTES = 16  # bytes of an integer
 _INTEGER = rb"(?:K.|M..|J.{4})"
-_LONG_INTEGERS = b"|".join(re.escape(bytes([size])) + rb".{%d}" % size for size in range(_MAX_INTEGER_BYTES + 1))
-# Instructions of a known length that make little: marks, appending, setting, constants, numbers, the memo up to 255,
-# frames, versions; and tuples. Runs are limited since `re` remembers where it could go back to. Making the expression
-# takes longer than loading this module, and most traces have no pickle beside them.
+_LONG_INTEGERS = b"|".join(
+    re.escape(bytes([size])) + rb".{%d}" % size for size in range(_MAX_INTEGER_BYTES + 1)
+)
+# Instructions of a known length that make little: marks, appending, setting, constants, numbers,
+# the memo up to 255, frames, versions; and tuples. Runs are limited since `re` remembers where it
+# could go back to. Making the expression takes longer than loading this module, and most traces
+# have no pickle beside them.
 _SAFE_OPCODES = (
     rb"(?:[(aesuN)0\x88\x89]|[hq].|j.{4}|[G\x95].{8}|\x80[\x02-\x05]|\x8a(?:%b)"
     rb"|%b(?:\x85\x94?|%b(?:[\x85\x86]\x94?|%b{1,1000}(?:[\x85-\x87]\x94?)?)?)?){0,1000}"
 ) % (_LONG_INTEGERS, _INTEGER, _INTEGER, _INTEGER)
-_SIZE_BYTES = {0x8C: 1, ord("X"): 4, 0x8D: 8, ord("C"): 1, ord("B"): 4}  # of the length of a text, or of bytes
+_SIZE_BYTES = {
+    0x8C: 1,
+    ord("X"): 4,
+    0x8D: 8,
+    ord("C"): 1,
+    ord("B"): 4,
+}  # of the length of a text, or of bytes
 _TEXTS = (0x8C, ord("X"), 0x8D)
 _LONE_SURROGATE = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
 # Instructions that name, make or call objects of classes.
 _CODE_OPCODES = {
-    ord("c"): "GLOBAL", 0x93: "STACK_GLOBAL", ord("R"): "REDUCE", ord("b"): "BUILD", ord("i"): "INST",
-    ord("o"): "OBJ", 0x81: "NEWOBJ", 0x92: "NEWOBJ_EX", 0x82: "EXT1", 0x83: "EXT2", 0x84: "EXT4", ord("P"): "PERSID",
+    ord("c"): "GLOBAL",
+    0x93: "STACK_GLOBAL",
+    ord("R"): "REDUCE",
+    ord("b"): "BUILD",
+    ord("i"): "INST",
+    ord("o"): "OBJ",
+    0x81: "NEWOBJ",
+    0x92: "NEWOBJ_EX",
+    0x82: "EXT1",
+    0x83: "EXT2",
+    0x84: "EXT4",
+    ord("P"): "PERSID",
     ord("Q"): "BINPERSID",
-}  # fmt: skip
+}
 
 
 class _Unpickler(pickle.Unpickler):
@@ -65,7 +86,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def load(path: str | Path) -> tuple[Any, int]:
-    """The data of a pickle file, and how many texts in it were invalid (halves of surrogate pairs) and replaced.
+    """The data of a pickle file, and how many texts in it were invalid (halves of surrogate pairs)
+    and replaced.
 
     Raises:
         InputError: `unreadable`; `pickle-too-large`; `pickle-with-code`: it asks for a class or a function;
@@ -125,10 +147,14 @@ def _validate_pickle(data: bytes, location: str) -> tuple[bytes, int]:
                 raise _make_damage_error("it is cut", location, len(data))
             if code in _TEXTS:
                 names = [names[1], data[low : min(position, low + 80)]]
-                valid, count = _LONE_SURROGATE.subn(b"\xef\xbf\xbd", data[low:position])  # U+FFFD, as long
+                valid, count = _LONE_SURROGATE.subn(
+                    b"\xef\xbf\xbd", data[low:position]
+                )  # U+FFFD, as long
                 if count:
                     replaced[low] = valid
-        elif code == ord("r") and int.from_bytes(data[position + 1 : position + 5], "little") < len(data):
+        elif code == ord("r") and int.from_bytes(data[position + 1 : position + 5], "little") < len(
+            data
+        ):
             position += 5
             continue
         elif code in _CODE_OPCODES:
@@ -139,7 +165,8 @@ def _validate_pickle(data: bytes, location: str) -> tuple[bytes, int]:
             elif code == 0x93:
                 name = b".".join(names)
             printable_name = "".join(
-                letter if letter.isprintable() else "?" for letter in name.decode("utf-8", "replace")[:80]
+                letter if letter.isprintable() else "?"
+                for letter in name.decode("utf-8", "replace")[:80]
             )
             raise InputError(
                 f"the pickle asks for code{f' ({printable_name})' if printable_name else ''}, which no snapshot needs; "
@@ -149,13 +176,19 @@ def _validate_pickle(data: bytes, location: str) -> tuple[bytes, int]:
                 hint="do not open this file with anything else, unless you trust who made it",
             )
         elif position == start:
-            raise _make_damage_error(f"instruction {code} belongs to no plain data", location, position)
+            raise _make_damage_error(
+                f"instruction {code} belongs to no plain data", location, position
+            )
         else:
             continue
         object_count += 1
         if object_count > max_objects:
-            raise _make_damage_error("it makes more objects than its size allows", location, position)
-        position += data[position : position + 1] == b"\x94"  # what was made gets the next number of the memo
+            raise _make_damage_error(
+                "it makes more objects than its size allows", location, position
+            )
+        position += (
+            data[position : position + 1] == b"\x94"
+        )  # what was made gets the next number of the memo
     if replaced:
         patched = bytearray(data)
         for low, valid in replaced.items():
@@ -191,7 +224,9 @@ def read_snapshot(path: str | Path) -> MemorySnapshot:
     return parse_snapshot(document, str(path), replaced, Path(path).stat().st_size)
 
 
-def parse_snapshot(document: Any, path: str, replaced: int = 0, size: int | None = None) -> MemorySnapshot:
+def parse_snapshot(
+    document: Any, path: str, replaced: int = 0, size: int | None = None
+) -> MemorySnapshot:
     """The snapshot in the data of a pickle; see `read_snapshot`.
 
     Args:
@@ -275,12 +310,18 @@ class _Reader:
             stacks.append(self.stack_of(entry.get("frames")))
 
     def segment(self, segment: Any) -> None:
-        """A segment with its blocks; older versions give no addresses of blocks, which follow one another."""
+        """A segment with its blocks; older versions give no addresses of blocks, which follow one
+        another.
+        """
         if not isinstance(segment, dict):
             self.odd += 1
             return
         address: Any
-        device, address, size = segment.get("device", 0), segment.get("address"), segment.get("total_size")
+        device, address, size = (
+            segment.get("device", 0),
+            segment.get("address"),
+            segment.get("total_size"),
+        )
         blocks = segment.get("blocks")
         valid = _is_size(address) and self.credible(size) and _is_size(device) and device < 1 << 31
         if not valid or not isinstance(blocks, list):
@@ -299,14 +340,23 @@ class _Reader:
             block_address = block.get("address", next_address)
             requested = block.get("requested_size", block_size)
             history = block.get("history")
-            last = history[0] if isinstance(history, list) and history and isinstance(history[0], dict) else block
+            last = (
+                history[0]
+                if isinstance(history, list) and history and isinstance(history[0], dict)
+                else block
+            )
             requested = last.get("real_size", requested) if last is not block else requested
             self.blocks.append(
                 (
-                    device, number, block_address if _is_size(block_address) else next_address, block_size,
-                    requested if _is_size(requested) else block_size, state, self.stack_of(last.get("frames")),
+                    device,
+                    number,
+                    block_address if _is_size(block_address) else next_address,
+                    block_size,
+                    requested if _is_size(requested) else block_size,
+                    state,
+                    self.stack_of(last.get("frames")),
                 )
-            )  # fmt: skip
+            )
             next_address += block_size
 
     def credible(self, size: Any) -> bool:
@@ -339,7 +389,9 @@ class _Reader:
                         line if isinstance(line, int) and _is_size(line) else 0,
                         (name[:1000] if isinstance(name, str) else "") or "?",
                     )
-                known_frames[id(frame)] = self._frame_numbers.setdefault(location, len(self._frames))
+                known_frames[id(frame)] = self._frame_numbers.setdefault(
+                    location, len(self._frames)
+                )
                 if known_frames[id(frame)] == len(self._frames):
                     self._frames.append(location)
             key = tuple([known_frames[id(frame)] for frame in retained])

@@ -1,4 +1,6 @@
-"""Malformed stretches of `traceEvents`: every whole event is kept, what can be mended is, the rest is counted."""
+"""Malformed stretches of `traceEvents`: every whole event is kept, what can be mended is, the rest
+is counted.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ from traceloom.formats.resync import PARSE_ERRORS, EntryFormat, EntryRecovery, S
 
 _KEYS = ("ph", "name", "cat", "args", "pid", "tid", "ts", "dur", "id", "s", "bp")
 _KEY = b"|".join(key.encode() for key in _KEYS)
-# Between two events; the lookahead keeps most nested lists of objects out. What is cut wrongly is joined again. At the
-# end of a cut text the key may be cut too.
-BETWEEN = re.compile(rb'\}\s*,\s*(?=\{\s*(?:"(?:' + _KEY + rb')"\s*:|(?:"(?:[a-z]{0,4}"?)?)?\s*\Z))')
+# Between two events; the lookahead keeps most nested lists of objects out. What is cut wrongly is
+# joined again. At the end of a cut text the key may be cut too.
+BETWEEN = re.compile(
+    rb'\}\s*,\s*(?=\{\s*(?:"(?:' + _KEY + rb')"\s*:|(?:"(?:[a-z]{0,4}"?)?)?\s*\Z))'
+)
 EVENTS = EntryFormat(
     between=BETWEEN,
     start=re.compile(rb'\{\s*"ph"\s*:'),
@@ -28,7 +32,8 @@ EVENTS = EntryFormat(
 
 _LONE_SURROGATE = re.compile(rb"\\ud[89a-f][0-9a-f]{2}")
 _ESCAPED = re.compile(rb"\\.", re.DOTALL)
-# Good escapes are matched too, so that the second half of `\\` is not taken for the beginning of another.
+# Good escapes are matched too, so that the second half of `\\` is not taken for the beginning of
+# another.
 _BACKSLASH = re.compile(r'\\(?P<good>["\\/bfnrt]|u[0-9a-fA-F]{4})?')
 _NO_VALUE = re.compile(
     r"(?<=[:\[,])(\s*)(?:N/A|n/a|[+-]?nan|[+-]?inf(?:inity)?|[+-]?Inf|[+-]NaN|None|undefined)(?=\s*[,}\]])"
@@ -115,7 +120,9 @@ def repair_event(fragment: bytes, key: str = "ph") -> list[dict[str, Any]]:
         for repair in repairs:
             repaired = repair(repaired)
         try:
-            entries = json.loads(f"[{repaired}]", strict=False, parse_constant=lambda _: None, parse_float=finite)
+            entries = json.loads(
+                f"[{repaired}]", strict=False, parse_constant=lambda _: None, parse_float=finite
+            )
         except (ValueError, RecursionError):
             continue
         valid_entries = [entry for entry in entries if isinstance(entry, dict) and key in entry]
@@ -130,16 +137,22 @@ def _repair_escapes(text: str) -> str:
 
 
 def _repair_values(text: str) -> str:
-    """Words that are no JSON values, and values that are missing, become null; spare commas go; outside of strings."""
+    """Words that are no JSON values, and values that are missing, become null; spare commas go;
+    outside of strings.
+    """
     parts = re.split(r'("(?:[^"\\]|\\.)*")', text)
     for index, part in enumerate(parts):
         if not part.startswith('"'):
-            parts[index] = _SPARE_COMMA.sub("", _MISSING.sub(" null", _NO_VALUE.sub(r"\1null", part)))
+            parts[index] = _SPARE_COMMA.sub(
+                "", _MISSING.sub(" null", _NO_VALUE.sub(r"\1null", part))
+            )
     return "".join(parts)
 
 
 def _repair_strings(text: str) -> str:
-    """Quotes inside strings get their backslash: a quote closes a string only where JSON can go on after it."""
+    """Quotes inside strings get their backslash: a quote closes a string only where JSON can go on
+    after it.
+    """
     out: list[str] = []
     open_brackets: list[str] = []
     position, in_string, is_key = 0, False, False

@@ -1,7 +1,8 @@
 """Finds the next whole entry in broken text; damage counted and told.
 
-Stretches that decode are taken at once. Where that fails, entry by entry; where no entry can be read, the next place is
-looked for at which one can. What lies between is mended, or counted as lost.
+Stretches that decode are taken at once. Where that fails, entry by entry; where no entry can be
+read, the next place is looked for at which one can. What lies between is mended, or counted as
+lost.
 """
 
 from __future__ import annotations
@@ -27,35 +28,63 @@ class _DamageKind(Struct, frozen=True):
 
 
 _DAMAGE_KINDS = (
-    _DamageKind("cut-file", "error", "the file ends in the middle; every whole {one} before the cut is kept"),
-    _DamageKind("cut-gzip", "error", "the compressed file ends early; everything before the cut is kept"),
     _DamageKind(
-        "corrupt-gzip", "error", "the compressed file is corrupt; what can be decompressed before the fault is kept"
+        "cut-file", "error", "the file ends in the middle; every whole {one} before the cut is kept"
     ),
     _DamageKind(
-        "trailing-bytes", "warning", "the compressed file goes on with bytes that are no gzip; they are left out"
+        "cut-gzip", "error", "the compressed file ends early; everything before the cut is kept"
+    ),
+    _DamageKind(
+        "corrupt-gzip",
+        "error",
+        "the compressed file is corrupt; what can be decompressed before the fault is kept",
+    ),
+    _DamageKind(
+        "trailing-bytes",
+        "warning",
+        "the compressed file goes on with bytes that are no gzip; they are left out",
     ),
     _DamageKind("lost-events", "error", "malformed beyond repair and left out: {n} {event}"),
     _DamageKind(
-        "repaired-events", "warning", "malformed (escapes, quotes, NaN, control characters) and repaired: {n} {event}"
+        "repaired-events",
+        "warning",
+        "malformed (escapes, quotes, NaN, control characters) and repaired: {n} {event}",
     ),
     _DamageKind(
-        "odd-values", "warning", "values of an unexpected type, left empty where they are no numbers: in {n} {event}"
+        "odd-values",
+        "warning",
+        "values of an unexpected type, left empty where they are no numbers: in {n} {event}",
     ),
     _DamageKind(
         "replaced-text",
         "warning",
         "text beside `{list}` that is none (halves of surrogate pairs), replaced by U+FFFD: in {n} {place}",
     ),
-    _DamageKind("stray-text", "warning", "text between the entries of `{list}`, left out: in {n} {place}"),
-    _DamageKind("damaged-metadata", "warning", "malformed beside `{list}` and left out: {n} {place}"),
-    _DamageKind("duplicate-key", "warning", "standing twice beside `{list}`, where the last one counts: {n} {entry}"),
-    _DamageKind("missing-time", "error", "without a usable start time and left out: {n} {event}"),
-    _DamageKind("missing-duration", "warning", "without a usable duration, for which 0 is taken: {n} {event}"),
     _DamageKind(
-        "unknown-phase", "info", "of a phase (`ph`) that is no part of a Kineto trace, and left out: {n} {entry}"
+        "stray-text", "warning", "text between the entries of `{list}`, left out: in {n} {place}"
     ),
-    _DamageKind("text-after-end", "warning", "there is text after the end of the trace; it is left out"),
+    _DamageKind(
+        "damaged-metadata", "warning", "malformed beside `{list}` and left out: {n} {place}"
+    ),
+    _DamageKind(
+        "duplicate-key",
+        "warning",
+        "standing twice beside `{list}`, where the last one counts: {n} {entry}",
+    ),
+    _DamageKind("missing-time", "error", "without a usable start time and left out: {n} {event}"),
+    _DamageKind(
+        "missing-duration",
+        "warning",
+        "without a usable duration, for which 0 is taken: {n} {event}",
+    ),
+    _DamageKind(
+        "unknown-phase",
+        "info",
+        "of a phase (`ph`) that is no part of a Kineto trace, and left out: {n} {entry}",
+    ),
+    _DamageKind(
+        "text-after-end", "warning", "there is text after the end of the trace; it is left out"
+    ),
 )
 _DAMAGE_KIND_BY_SLUG = {kind.slug: kind for kind in _DAMAGE_KINDS}
 _PLURALS = {"event": "events", "node": "nodes", "entry": "entries", "place": "places"}
@@ -96,7 +125,10 @@ class DamageLog(Struct):
         for slug, case in self.cases.items():
             kind = _DAMAGE_KIND_BY_SLUG[slug]
             count = max(1, case.count)
-            nouns = {singular: singular if count == 1 else plural for singular, plural in _PLURALS.items()}
+            nouns = {
+                singular: singular if count == 1 else plural
+                for singular, plural in _PLURALS.items()
+            }
             nouns |= {"event": nouns[self.entry], "one": self.entry, "list": self.list_key}
             message = kind.words.format(n=f"{count:,}", **nouns)
             if case.where:
@@ -121,9 +153,7 @@ _JSON_LITERALS = ("true", "false", "null", "NaN", "Infinity", "-Infinity")  # wh
 _INITIAL_WINDOW_CHARS = 1 << 13  # letters in which most entries end
 _MAX_END_CANDIDATES = 256  # brackets looked at for the one that closes the list
 _DEEP_NESTING = re.compile(r"(?:[^\[{]*[\[{]){256}")  # passed over where a value is nested too deep
-_MAX_REREADS = (
-    32  # how often text is read in vain, on average; beyond, no entries are looked for inside of malformed ones
-)
+_MAX_REREADS = 32  # how often text is read in vain, on average; beyond, no entries are looked for inside of malformed ones
 _MAX_ENTRY_BYTES = 1 << 23  # bytes in which the end of a malformed entry is waited for
 _MAX_REPAIR_BYTES = 1 << 20  # bytes of an entry that is worth mending
 
@@ -170,7 +200,8 @@ class JsonScanner:
     def value(self, position: int) -> tuple[Any, int] | None:
         """The value at a place and where it ends; None if it is malformed.
 
-        `reaches_end` says whether it may go on behind the text: in a string ("text"), elsewhere ("value"), or not ("").
+        `reaches_end` says whether it may go on behind the text: in a string ("text"), elsewhere
+        ("value"), or not ("").
         """
         size = _INITIAL_WINDOW_CHARS  # what a decoder says about a fault takes time in line with the text before and behind it
         while True:
@@ -180,7 +211,10 @@ class JsonScanner:
                 value, end = _JSON_DECODER.raw_decode(excerpt)
             except RecursionError:
                 match = _DEEP_NESTING.match(self.letters, position)
-                self._failure_end, self._is_too_deep = match.end() if match else len(self.letters), True
+                self._failure_end, self._is_too_deep = (
+                    match.end() if match else len(self.letters),
+                    True,
+                )
                 return None
             except ValueError as error:
                 reason, failure_offset = str(error), int(getattr(error, "pos", 1))
@@ -189,7 +223,9 @@ class JsonScanner:
                     self.open_at_end, failure_offset = "text", len(excerpt)
                 elif "escape" in reason:
                     self.open_at_end = "text" if len(remainder) < 6 else ""
-                elif not remainder or any(word != remainder and word.startswith(remainder) for word in _JSON_LITERALS):
+                elif not remainder or any(
+                    word != remainder and word.startswith(remainder) for word in _JSON_LITERALS
+                ):
                     self.open_at_end = "value"
                 self._failure_end = position + failure_offset
                 if not self.open_at_end or position + size >= len(self.letters):
@@ -307,7 +343,10 @@ class EntryRecovery:
         raise NotImplementedError
 
     def run(self) -> tuple[int, bool]:
-        """Take all: (bytes used up, whether the list ended there). What may go on behind the text is not used up."""
+        """Take all: (bytes used up, whether the list ended there).
+
+        What may go on behind the text is not used up.
+        """
         index_by_start = {start: span_index for span_index, start in enumerate(self._starts)}
         position, window = 0, len(self._spans)
         while (position := self._scanner.skip_blanks(position)) < len(self.text):
@@ -321,7 +360,9 @@ class EntryRecovery:
                 else:
                     position, window = spans[-1][1], window * 4
                     continue
-                if len(spans) > 1:  # next those before the fault, or half where its position is unknown
+                if (
+                    len(spans) > 1
+                ):  # next those before the fault, or half where its position is unknown
                     good_count = len(spans) // 2
                     if error_offset is not None:
                         fault = spans[0][0] + error_offset - 1
@@ -338,7 +379,9 @@ class EntryRecovery:
         return len(self.text), self._is_final
 
     def _recover_at(self, position: int) -> tuple[int | None, bool]:
-        """Handle what is at one position: (where to go on, whether the list ended); None asks for more text."""
+        """Handle what is at one position: (where to go on, whether the list ended); None asks for
+        more text.
+        """
         char, scanner = self.text[position : position + 1], self._scanner
         open_at_end = ""
         if char == b"{":
@@ -346,8 +389,14 @@ class EntryRecovery:
             if parsed is not None:
                 value, end = parsed
                 after_value = scanner.skip_blanks(end)
-                next_position = scanner.find_next_entry(after_value) if scanner.is_entry_key(after_value) else None
-                if next_position is None or self._entry_format.mark.search(self.text, next_position, next_position):
+                next_position = (
+                    scanner.find_next_entry(after_value)
+                    if scanner.is_entry_key(after_value)
+                    else None
+                )
+                if next_position is None or self._entry_format.mark.search(
+                    self.text, next_position, next_position
+                ):
                     self._keep_whole_entry(position, end)
                     return end, False
                 # A whole object, which is the first part of an entry with a bracket too many.
@@ -359,7 +408,8 @@ class EntryRecovery:
                 return next_position, False
             open_at_end = scanner.open_at_end
         elif char == b"]" and not (
-            scanner.is_followed_by_entry(position + 1) or _LIST_CONTINUES.match(scanner.letters, position + 1)
+            scanner.is_followed_by_entry(position + 1)
+            or _LIST_CONTINUES.match(scanner.letters, position + 1)
         ):
             return position + 1, True
         elif (char == b'"' and scanner.is_foreign_key(position)) or (
@@ -380,7 +430,11 @@ class EntryRecovery:
         if self._ends_with_text:
             self._repair_region(position, len(self.text))
             return len(self.text), True
-        list_end = None if open_at_end == "value" else scanner.find_list_end(position, is_bare_list=self._is_bare_list)
+        list_end = (
+            None
+            if open_at_end == "value"
+            else scanner.find_list_end(position, is_bare_list=self._is_bare_list)
+        )
         if list_end is not None:
             self._repair_region(position, list_end)
             return list_end + 1, True
@@ -402,7 +456,10 @@ class EntryRecovery:
         """What cannot be read: it may hold several malformed entries, and each is dealt with alone."""
         first, after_last = bisect_right(self._starts, range_start), bisect_left(self._starts, end)
         starts = {range_start, *self._starts[first:after_last]}
-        starts |= {match.start() for match in self._entry_format.start.finditer(self.text, range_start + 1, end)}
+        starts |= {
+            match.start()
+            for match in self._entry_format.start.finditer(self.text, range_start + 1, end)
+        }
         ordered = sorted(starts)
         for start, finish in zip(ordered, [*ordered[1:], end], strict=True):
             self._repair_piece(start, finish)
@@ -435,7 +492,9 @@ def parse_error_offset(error: Exception) -> int | None:
 
 
 def split_spans(boundary: re.Pattern[bytes], text: bytes) -> list[Span]:
-    """Where each piece between two boundaries begins and ends; a boundary begins with the bracket of the piece."""
+    """Where each piece between two boundaries begins and ends; a boundary begins with the bracket
+    of the piece.
+    """
     spans, start = [], 0
     for match in boundary.finditer(text):
         spans.append((start, match.start() + 1))

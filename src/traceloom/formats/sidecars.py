@@ -1,7 +1,8 @@
-"""Stacks, allocations and telemetry that lie beside the traces of a capture; what is damaged is left out and counted.
+"""Stacks, allocations and telemetry that lie beside the traces of a capture; what is damaged is
+left out and counted.
 
-They are known by their names: beside `rank0.kineto.json.gz` lie `rank0.stacks.json.gz`, `rank0.allocations.json.gz` and
-`HOST.telemetry.json.gz`.
+They are known by their names: beside `rank0.kineto.json.gz` lie `rank0.stacks.json.gz`,
+`rank0.allocations.json.gz` and `HOST.telemetry.json.gz`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from traceloom.trace.trace import Trace
 VERSION = 1  # of each of these formats
 _MAX_BYTES = 256 << 20  # of text
 _MAX_FRAMES = 8_000_000  # of all samples of a file
-_STACKS, _ALLOCATIONS, _TELEMETRY = (f".{kind}.json.gz" for kind in ("stacks", "allocations", "telemetry"))
+_STACKS, _ALLOCATIONS, _TELEMETRY = (
+    f".{kind}.json.gz" for kind in ("stacks", "allocations", "telemetry")
+)
 BoundedInt = Annotated[int, Meta(ge=-(2**62), le=2**62)]
 Index = Annotated[int, Meta(ge=0, lt=2**31)]
 
@@ -73,12 +76,25 @@ class _TelemetryFile(Struct):
 
 
 class _AllocationsHead(Struct):
-    """The content of an allocations file, as far as it is read here: its stacks are for `traceloom memory`."""
+    """The content of an allocations file, as far as it is read here: its stacks are for `traceloom
+    memory`.
+    """
 
     format: str
     version: int
     pid: BoundedInt
-    events: list[tuple[BoundedInt, BoundedInt, int, BoundedInt, str, BoundedInt, BoundedInt | None, BoundedInt | None]]
+    events: list[
+        tuple[
+            BoundedInt,
+            BoundedInt,
+            int,
+            BoundedInt,
+            str,
+            BoundedInt,
+            BoundedInt | None,
+            BoundedInt | None,
+        ]
+    ]
 
 
 _File = TypeVar("_File", _StacksFile, _TelemetryFile, _AllocationsHead)
@@ -89,7 +105,10 @@ def read_stacks(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice]]:
 
     def read(path: Path, rank: int | None) -> tuple[pl.DataFrame, int]:
         document = _decode_file(path, _StacksFile, "traceloom-stacks")
-        names = [f"{file}({line}): {function}" if line else function for function, file, line in document.frames]
+        names = [
+            f"{file}({line}): {function}" if line else function
+            for function, file, line in document.frames
+        ]
         threads, frame_budget = document.threads, _MAX_FRAMES
         rows: list[tuple[Any, ...]] = []
         for time_ns, thread, period_ns, stack in document.samples:
@@ -102,11 +121,25 @@ def read_stacks(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice]]:
             ):
                 sampled_thread = threads[thread]
                 frames = [names[frame] for frame in stack]
-                rows.append((rank, document.pid, sampled_thread.id, sampled_thread.name, time_ns, period_ns, frames))
-        frame = pl.DataFrame(rows, schema=SAMPLES_SCHEMA, orient="row").sort("thread", "time_ns", maintain_order=True)
+                rows.append(
+                    (
+                        rank,
+                        document.pid,
+                        sampled_thread.id,
+                        sampled_thread.name,
+                        time_ns,
+                        period_ns,
+                        frames,
+                    )
+                )
+        frame = pl.DataFrame(rows, schema=SAMPLES_SCHEMA, orient="row").sort(
+            "thread", "time_ns", maintain_order=True
+        )
         return frame, len(document.samples) - len(rows)
 
-    return _read_sidecars(traces, _STACKS, make_empty_samples(), read, "stack samples", slug="damaged-stacks")
+    return _read_sidecars(
+        traces, _STACKS, make_empty_samples(), read, "stack samples", slug="damaged-stacks"
+    )
 
 
 def read_allocations(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice]]:
@@ -119,19 +152,34 @@ def read_allocations(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice
             for time_ns, thread, address, size, device, _, allocated, reserved in document.events
             if 0 <= address < 2**64
         ]
-        frame = pl.DataFrame(rows, schema=ALLOCATIONS_SCHEMA, orient="row").sort("time_ns", maintain_order=True)
+        frame = pl.DataFrame(rows, schema=ALLOCATIONS_SCHEMA, orient="row").sort(
+            "time_ns", maintain_order=True
+        )
         return frame, len(document.events) - len(rows)
 
     return _read_sidecars(
-        traces, _ALLOCATIONS, make_empty_allocations(), read, "allocations", slug="damaged-allocations"
+        traces,
+        _ALLOCATIONS,
+        make_empty_allocations(),
+        read,
+        "allocations",
+        slug="damaged-allocations",
     )
 
 
 def _read_sidecars(
-    traces: Iterable[Trace], ending: str, empty: pl.DataFrame,
-    read: Callable[[Path, int | None], tuple[pl.DataFrame, int]], subject: str, *, slug: str,
-) -> tuple[pl.DataFrame, list[Notice]]:  # fmt: skip
-    """What lies beside the trace of each rank. `read` gives its rows and how many cannot be right."""
+    traces: Iterable[Trace],
+    ending: str,
+    empty: pl.DataFrame,
+    read: Callable[[Path, int | None], tuple[pl.DataFrame, int]],
+    subject: str,
+    *,
+    slug: str,
+) -> tuple[pl.DataFrame, list[Notice]]:
+    """What lies beside the trace of each rank.
+
+    `read` gives its rows and how many cannot be right.
+    """
     frames, notices = [empty], []
     for trace in traces:
         path = Path(trace.meta.path)
@@ -150,23 +198,33 @@ def _read_sidecars(
             notices.append(Notice(slug, "warning", message, rank=trace.rank, where=str(sidecar)))
             continue
         # The clock of the capture joins hosts whose clocks differ.
-        frames.append(frame.with_columns(pl.col("time_ns") + get_clock_offset_ns(trace.meta.capture)))
+        frames.append(
+            frame.with_columns(pl.col("time_ns") + get_clock_offset_ns(trace.meta.capture))
+        )
         if invalid:
             message = f"{subject} that cannot be right and are left out: {invalid:,}"
-            notices.append(Notice(slug, "warning", message, invalid, rank=trace.rank, where=str(sidecar)))
+            notices.append(
+                Notice(slug, "warning", message, invalid, rank=trace.rank, where=str(sidecar))
+            )
     return pl.concat(frames), notices
 
 
 def read_telemetry(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice]]:
-    """The telemetry in the directories of these traces (`model.beside`), and what was wrong with it."""
+    """The telemetry in the directories of these traces (`model.beside`), and what was wrong with
+    it.
+    """
     frames, notices = [make_empty_telemetry()], []
     traces = [trace for trace in traces if ".kineto" in Path(trace.meta.path).name]
     folders = dict.fromkeys(Path(trace.meta.path).parent for trace in traces)
     offsets = {
-        (Path(trace.meta.path).parent, (trace.meta.capture or {}).get("host")): get_clock_offset_ns(trace.meta.capture)
+        (Path(trace.meta.path).parent, (trace.meta.capture or {}).get("host")): get_clock_offset_ns(
+            trace.meta.capture
+        )
         for trace in traces
     }
-    for path in (path for directory in folders for path in sorted(directory.glob(f"*{_TELEMETRY}"))):
+    for path in (
+        path for directory in folders for path in sorted(directory.glob(f"*{_TELEMETRY}"))
+    ):
         try:
             document = _decode_file(path, _TelemetryFile, "traceloom-telemetry")
             frame, invalid = _build_telemetry(document)
@@ -174,10 +232,16 @@ def read_telemetry(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice]]
             message = f"telemetry cannot be read and left out: {error}"
             notices.append(Notice("damaged-telemetry", "warning", message, where=str(path)))
             continue
-        frames.append(frame.with_columns(pl.col("time_ns") + offsets.get((path.parent, document.host), 0)))
+        frames.append(
+            frame.with_columns(pl.col("time_ns") + offsets.get((path.parent, document.host), 0))
+        )
         if invalid:
-            message = f"series of telemetry whose times and values do not match, left out: {invalid:,}"
-            notices.append(Notice("damaged-telemetry", "warning", message, invalid, where=str(path)))
+            message = (
+                f"series of telemetry whose times and values do not match, left out: {invalid:,}"
+            )
+            notices.append(
+                Notice("damaged-telemetry", "warning", message, invalid, where=str(path))
+            )
     return pl.concat(frames), notices
 
 
@@ -200,16 +264,25 @@ def _decode_file(path: Path, kind: type[_File], name: str) -> _File:
 
 
 def _build_telemetry(document: _TelemetryFile) -> tuple[pl.DataFrame, int]:
-    valid_series = [series for series in document.series if len(series.times_ns) == len(series.values)]
+    valid_series = [
+        series for series in document.series if len(series.times_ns) == len(series.values)
+    ]
     frames = [make_empty_telemetry()]
     for series in valid_series:
         labels = msgspec.json.encode(series.labels, order="sorted").decode()
         texts = {"host": document.host, "metric": series.metric, "labels": labels}
         texts |= {"unit": series.unit, "kind": series.kind}
         frame = pl.DataFrame(
-            {"time_ns": series.times_ns, "value": series.values}, schema_overrides={"value": pl.Float64}
+            {"time_ns": series.times_ns, "value": series.values},
+            schema_overrides={"value": pl.Float64},
         )
-        frame = frame.with_columns(pl.lit(text).alias(name) for name, text in texts.items()).drop_nulls("value")
-        frames.append(frame.select(pl.col(name).cast(kind) for name, kind in TELEMETRY_SCHEMA.items()))
+        frame = frame.with_columns(
+            pl.lit(text).alias(name) for name, text in texts.items()
+        ).drop_nulls("value")
+        frames.append(
+            frame.select(pl.col(name).cast(kind) for name, kind in TELEMETRY_SCHEMA.items())
+        )
     sort_keys = ("metric", "labels", "time_ns")
-    return pl.concat(frames).sort(*sort_keys, maintain_order=True), len(document.series) - len(valid_series)
+    return pl.concat(frames).sort(*sort_keys, maintain_order=True), len(document.series) - len(
+        valid_series
+    )

@@ -40,9 +40,10 @@ def find_steps(
 ) -> tuple[pl.DataFrame, list[Notice]]:
     """The `steps` frame and what must be said about it.
 
-    `ProfilerStep#N`, else our own marks `traceloom.step#N` (the step N starts at its mark, the last mark closes the
-    last step), else the most regular host annotation, or the ends of the optimizer's steps where it encloses none of
-    them, else the requests of a program that waits for them, else none.
+    `ProfilerStep#N`, else our own marks `traceloom.step#N` (the step N starts at its mark, the last
+    mark closes the last step), else the most regular host annotation, or the ends of the
+    optimizer's steps where it encloses none of them, else the requests of a program that waits for
+    them, else none.
 
     Args:
         events: The events in time order.
@@ -55,13 +56,21 @@ def find_steps(
     on_host = pl.col("lane").is_in(hosts.implode())
     for pattern, evidence, fewest in ((_PROFILER, "profiler-step", 1), (_MARK, "mark", 2)):
         candidates = [text for text in texts if text.startswith(_NUMBERED_PREFIXES)]
-        numbers = {text: match.group(1) for text in candidates if (match := re.match(pattern, text))}
+        numbers = {
+            text: match.group(1) for text in candidates if (match := re.match(pattern, text))
+        }
         if not numbers:
             continue
-        called = pl.col("name").is_in(list(numbers)) & pl.col("category").is_in(["annotation", "op"])
-        spans = events.filter(called & on_host).select("name", "lane", "start_ns", end_ns=pl.col("nested_end_ns"))
+        called = pl.col("name").is_in(list(numbers)) & pl.col("category").is_in(
+            ["annotation", "op"]
+        )
+        spans = events.filter(called & on_host).select(
+            "name", "lane", "start_ns", end_ns=pl.col("nested_end_ns")
+        )
         if spans.height >= fewest:
-            return _build_numbered_steps(spans.with_columns(number=pl.col("name").replace_strict(numbers)), evidence)
+            return _build_numbered_steps(
+                spans.with_columns(number=pl.col("name").replace_strict(numbers)), evidence
+            )
     annotations = events.filter((pl.col("category") == "annotation") & on_host)
     regular = _find_regular_steps(
         annotations.select("name", "lane", "start_ns", "nested_end_ns"), events.filter(on_host)
@@ -77,7 +86,9 @@ def find_steps(
     )
     # Between two requests there is no step.
     numbered = requests.with_columns(number=pl.int_range(pl.len(), dtype=pl.Int64))
-    return _build_frame(numbered, REQUEST), [Notice("requests-assumed", "info", text, requests.height)]
+    return _build_frame(numbered, REQUEST), [
+        Notice("requests-assumed", "info", text, requests.height)
+    ]
 
 
 def _build_numbered_steps(spans: pl.DataFrame, evidence: str) -> tuple[pl.DataFrame, list[Notice]]:
@@ -90,9 +101,17 @@ def _build_numbered_steps(spans: pl.DataFrame, evidence: str) -> tuple[pl.DataFr
     )
     notices: list[Notice] = []
     steps = spans["number"]
-    if steps.null_count() or (steps.diff().drop_nulls() <= 0).any() or not steps.is_between(0, 2**31 - 2).all():
+    if (
+        steps.null_count()
+        or (steps.diff().drop_nulls() <= 0).any()
+        or not steps.is_between(0, 2**31 - 2).all()
+    ):
         notices.append(
-            Notice("renumbered-steps", "warning", "step numbers repeat or go back; the steps are numbered anew from 0")
+            Notice(
+                "renumbered-steps",
+                "warning",
+                "step numbers repeat or go back; the steps are numbered anew from 0",
+            )
         )
         spans = spans.with_columns(number=pl.int_range(pl.len(), dtype=pl.Int64))
     if evidence == "mark":
@@ -114,11 +133,15 @@ def _build_frame(spans: pl.DataFrame, evidence: str) -> pl.DataFrame:
     )
 
 
-def _find_regular_steps(annotations: pl.DataFrame, events: pl.DataFrame) -> tuple[pl.DataFrame, list[Notice]]:
-    """Steps from the annotation that comes most regularly and covers most of the window; names may hold numbers.
+def _find_regular_steps(
+    annotations: pl.DataFrame, events: pl.DataFrame
+) -> tuple[pl.DataFrame, list[Notice]]:
+    """Steps from the annotation that comes most regularly and covers most of the window; names may
+    hold numbers.
 
-    Where its spans enclose no step of the optimizer, as those of `DistributedDataParallel.forward`, of which there are
-    several in a step that accumulates gradients, a step ends with the optimizer's.
+    Where its spans enclose no step of the optimizer, as those of `DistributedDataParallel.forward`,
+    of which there are several in a step that accumulates gradients, a step ends with the
+    optimizer's.
 
     Args:
         annotations: Those of the host.
@@ -151,35 +174,47 @@ def _find_regular_steps(annotations: pl.DataFrame, events: pl.DataFrame) -> tupl
             best = (score, group)
     optimizer_steps = _find_optimizer_steps(annotations, events, first, window)
     encloses = False  # each end of such a step lies inside of one of the spans, another one each
-    if optimizer_steps is not None and best is not None and not best[1]["name"][0].startswith(_OPTIMIZER):
+    if (
+        optimizer_steps is not None
+        and best is not None
+        and not best[1]["name"][0].startswith(_OPTIMIZER)
+    ):
         start, end = best[1]["start_ns"].to_numpy(), best[1]["nested_end_ns"].to_numpy()
         index = np.searchsorted(start, optimizer_steps["end_ns"].to_numpy(), "right") - 1
         covered = (index >= 0) & (optimizer_steps["end_ns"].to_numpy() <= end[np.maximum(index, 0)])
         encloses = bool(covered.all() and (np.diff(index) > 0).all())
     if optimizer_steps is not None and not encloses:
         text = f"steps are taken to end with the {optimizer_steps.height} calls of `{optimizer_steps['name'][0]}`"
-        return optimizer_steps, [Notice("steps-from-annotation", "info", text, optimizer_steps.height)]
+        return optimizer_steps, [
+            Notice("steps-from-annotation", "info", text, optimizer_steps.height)
+        ]
     if best is None:
-        text = "the trace has no steps: no ProfilerStep, no mark of Traceloom, no regular annotation"
-        return make_empty_frame("steps"), [Notice("no-steps", "info", text)] if events.height else []
+        text = (
+            "the trace has no steps: no ProfilerStep, no mark of Traceloom, no regular annotation"
+        )
+        return make_empty_frame("steps"), [
+            Notice("no-steps", "info", text)
+        ] if events.height else []
     spans = best[1].select(
         "name",
         "start_ns",
         number=pl.int_range(pl.len(), dtype=pl.Int64),
         end_ns=pl.col("start_ns").shift(-1).fill_null(pl.col("nested_end_ns")),
     )
-    text = (
-        f"steps are taken from the {spans.height} annotations like `{spans['name'][0]}`, the most regular of the trace"
-    )
-    return _build_frame(spans, "annotation"), [Notice("steps-from-annotation", "info", text, spans.height)]
+    text = f"steps are taken from the {spans.height} annotations like `{spans['name'][0]}`, the most regular of the trace"
+    return _build_frame(spans, "annotation"), [
+        Notice("steps-from-annotation", "info", text, spans.height)
+    ]
 
 
 def _find_optimizer_steps(
     annotations: pl.DataFrame, events: pl.DataFrame, first: int, window: int
 ) -> pl.DataFrame | None:
-    """Steps that end with a step of the optimizer; None where there are none, or they come in no order.
+    """Steps that end with a step of the optimizer; None where there are none, or they come in no
+    order.
 
-    Of several optimizers the one that is called least counts, and of those the last. The first step begins with the
+    Of several optimizers the one that is called least counts, and of those the last. The first step
+    begins with the
     recording: it is whole where it has as many operators as others.
     """
     calls = annotations.filter(pl.col("name").str.starts_with(_OPTIMIZER))
@@ -196,14 +231,22 @@ def _find_optimizer_steps(
     ):
         return None
     start = np.concatenate(([first], end[:-1]))
-    ops = events.filter((pl.col("category") == "op") & (pl.col("lane") == selected["lane"][0]))["start_ns"].to_numpy()
+    ops = events.filter((pl.col("category") == "op") & (pl.col("lane") == selected["lane"][0]))[
+        "start_ns"
+    ].to_numpy()
     counts = np.diff(np.searchsorted(ops, np.concatenate(([first], end))))
-    spans = pl.DataFrame({"name": selected["name"], "start_ns": start, "end_ns": end, "number": np.arange(end.size)})
+    spans = pl.DataFrame(
+        {"name": selected["name"], "start_ns": start, "end_ns": end, "number": np.arange(end.size)}
+    )
     complete = pl.Series(counts >= counts[1:].min())
-    return _build_frame(spans, "annotation").with_columns(complete=(pl.int_range(pl.len()) > 0) | complete)
+    return _build_frame(spans, "annotation").with_columns(
+        complete=(pl.int_range(pl.len()) > 0) | complete
+    )
 
 
-def _find_requests(events: pl.DataFrame, hosts: pl.Series, capture: dict[str, Any] | None, path: str) -> pl.DataFrame:
+def _find_requests(
+    events: pl.DataFrame, hosts: pl.Series, capture: dict[str, Any] | None, path: str
+) -> pl.DataFrame:
     """Requests of a program that waits between them, by the processor time of its threads.
 
     Args:
@@ -213,14 +256,17 @@ def _find_requests(events: pl.DataFrame, hosts: pl.Series, capture: dict[str, An
         path: Of the trace.
 
     Returns:
-        `name`, `start_ns`, `end_ns` of each; no row where the program does not wait, or no requests are seen.
+        `name`, `start_ns`, `end_ns` of each; no row where the program does not wait, or no requests
+        are seen.
     """
     nothing = pl.DataFrame(schema={"name": pl.String, "start_ns": pl.Int64, "end_ns": pl.Int64})
     samples = parse_thread_clocks(capture, path)
     if not samples or (capture or {}).get("world_size") not in (None, 1):
         return nothing
     roots = events.filter(
-        (pl.col("category") == "op") & pl.col("parent").is_null() & pl.col("lane").is_in(hosts.implode())
+        (pl.col("category") == "op")
+        & pl.col("parent").is_null()
+        & pl.col("lane").is_in(hosts.implode())
     ).select("start_ns", "nested_end_ns", "name")
     if roots.height < _MIN_REQUESTS:
         return nothing
@@ -231,9 +277,13 @@ def _find_requests(events: pl.DataFrame, hosts: pl.Series, capture: dict[str, An
     elsewhere = sampled_start >= roots["nested_end_ns"][-1] or sampled_end <= roots["start_ns"][0]
     if elsewhere or ran > _MAX_RUNNING * max(sampled_end - sampled_start, 1):
         return nothing
-    start, reached = roots["start_ns"].to_numpy(), np.maximum.accumulate(roots["nested_end_ns"].to_numpy())
+    start, reached = (
+        roots["start_ns"].to_numpy(),
+        np.maximum.accumulate(roots["nested_end_ns"].to_numpy()),
+    )
     pause = start[1:] - reached[:-1]
-    # The pauses fall into two groups, one far longer than the other: those between requests and those inside.
+    # The pauses fall into two groups, one far longer than the other: those between requests and
+    # those inside.
     ordered = np.sort(pause[pause > 0])
     if ordered.size < _MIN_REQUESTS:
         return nothing
@@ -253,7 +303,9 @@ def _find_requests(events: pl.DataFrame, hosts: pl.Series, capture: dict[str, An
     often = names.value_counts(sort=True).filter(pl.col("count") >= _OFTEN * first.size)
     if first.size < _MIN_REQUESTS or often["count"].sum() < _ALIKE * first.size:
         return nothing
-    first = first[names.is_in(often["name"].implode()).to_numpy()]  # the system may have interrupted one in its midst
+    first = first[
+        names.is_in(often["name"].implode()).to_numpy()
+    ]  # the system may have interrupted one in its midst
     last = np.append(first[1:], start.size) - 1
     return pl.DataFrame({"name": "request", "start_ns": start[first], "end_ns": reached[last]})
 
@@ -269,6 +321,8 @@ def locate_steps(steps: pl.DataFrame, time_ns: Ints) -> Ints:
 
 
 def assign_steps(steps: pl.DataFrame, start: Ints, launch: Ints, is_work: Any) -> Ints:
-    """The step of each event: of its start on the host; of its launch for GPU work, none without a launch."""
+    """The step of each event: of its start on the host; of its launch for GPU work, none without a
+    launch.
+    """
     step = locate_steps(steps, start)
     return np.where(is_work, np.where(launch >= 0, step[launch], NO_STEP), step)

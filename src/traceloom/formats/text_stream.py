@@ -43,9 +43,13 @@ def open_input(path: str | Path) -> BinaryIO:
 
 
 def read_text_pieces(
-    stream: BinaryIO, damage: DamageLog, step: ProgressCallback | None = None, observer: TextObserver | None = None
+    stream: BinaryIO,
+    damage: DamageLog,
+    step: ProgressCallback | None = None,
+    observer: TextObserver | None = None,
 ) -> Iterator[bytes]:
-    """The decompressed text in pieces; decompression runs one batch ahead in a thread, beside the decoding.
+    """The decompressed text in pieces; decompression runs one batch ahead in a thread, beside the
+    decoding.
 
     Args:
         stream: The file.
@@ -70,8 +74,12 @@ def read_text_pieces(
                 yield batch[offset : offset + file.PIECE]
 
 
-def read_first_pieces(stream: BinaryIO, damage: DamageLog, observer: TextObserver | None = None) -> Iterator[bytes]:
-    """As `text_pieces`, for who wants the beginning only: no more is decompressed than is asked for."""
+def read_first_pieces(
+    stream: BinaryIO, damage: DamageLog, observer: TextObserver | None = None
+) -> Iterator[bytes]:
+    """As `text_pieces`, for who wants the beginning only: no more is decompressed than is asked
+    for.
+    """
     yield from _observe_pieces(_convert_to_utf8(_decompress(_TraceFile(stream), damage)), observer)
 
 
@@ -192,14 +200,18 @@ class BraceIndex:
     def look(self, text: bytes) -> None:
         """The next part of the text."""
         if self._seen + len(text) > self._begin:
-            self._found.append(np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == _BRACE) + self._seen)
+            self._found.append(
+                np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == _BRACE) + self._seen
+            )
         self._seen += len(text)
 
     def between(self, low: int, high: int) -> Places:
         """The places from `low` up to `high`, counted from `low`; those before are forgotten."""
         while self._found and (not self._found[0].size or self._found[0][-1] < low):
             self._found.popleft()
-        parts = list(takewhile(lambda places: not places.size or places[0] < high, tuple(self._found)))
+        parts = list(
+            takewhile(lambda places: not places.size or places[0] < high, tuple(self._found))
+        )
         if not parts:
             return np.zeros(0, dtype=np.int64)
         positions = parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -210,7 +222,8 @@ class BraceIndex:
 def locate_entries(text: bytes, count: int, braces: Places) -> tuple[Places, Places]:
     """Where each of the `count` entries begins in the text, and their lengths.
 
-    All boundaries are among the places that look like one, so an equal number of them are the boundaries.
+    All boundaries are among the places that look like one, so an equal number of them are the
+    boundaries.
 
     Args:
         text: Entries between commas, which could be decoded; it begins with the first.
@@ -240,7 +253,9 @@ def locate_entries(text: bytes, count: int, braces: Places) -> tuple[Places, Pla
 
 
 def _locate_by_decoding(text: bytes) -> tuple[Places, Places]:
-    """The same by asking the decoder for each entry's own bytes: slow, whatever stands inside the entries."""
+    """The same by asking the decoder for each entry's own bytes: slow, whatever stands inside the
+    entries.
+    """
     raws = msgspec.json.decode(b"[" + text + b"]", type=list[msgspec.Raw])
     starts, lengths, position = [], [], 0
     for raw in raws:

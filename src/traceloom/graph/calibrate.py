@@ -11,7 +11,13 @@ from msgspec import Struct, structs
 from numpy.typing import NDArray
 
 from traceloom.graph import graph as gs
-from traceloom.graph.graph import Graph, LastGraphCache, get_column_array, get_edge_points, get_point_times
+from traceloom.graph.graph import (
+    Graph,
+    LastGraphCache,
+    get_column_array,
+    get_edge_points,
+    get_point_times,
+)
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import gather_rows
 
@@ -32,10 +38,12 @@ def find_overlapping_edges(graph: Graph) -> Ints:
 
 
 def estimate_overlap_ns(graph: Graph) -> Ints:
-    """After how much of the source's work the target usually starts, for each edge of `running`; ns, never negative.
+    """After how much of the source's work the target usually starts, for each edge of `running`;
+    ns, never negative.
 
-    What lets the next work begin is a place in the program of the kernel before: the same part of all kernels of one
-    name. Late launches make it look later, so a low one of the measured parts is taken.
+    What lets the next work begin is a place in the program of the kernel before: the same part of
+    all kernels of one name. Late launches make it look later, so a low one of the measured parts is
+    taken.
     """
     rows = find_overlapping_edges(graph)
     if not rows.size:
@@ -64,13 +72,16 @@ def scale_overlap(graph: Graph, work: Ints, delay: Ints) -> Ints:
         delay: Delay of each edge, residual included; (E,) or (S, E).
 
     Returns:
-        The same array where no delay changes, else a new one, with scenarios where an argument has them.
+        The same array where no delay changes, else a new one, with scenarios where an argument has
+        them.
     """
     rows = find_overlapping_edges(graph)
     if not rows.size:
         return delay
     source = graph.edges["source"].to_numpy()[rows]
-    measured = (graph.nodes["work_ns"].gather(source) + graph.nodes["residual_ns"].gather(source)).to_numpy()
+    measured = (
+        graph.nodes["work_ns"].gather(source) + graph.nodes["residual_ns"].gather(source)
+    ).to_numpy()
     # What is no work of its own, as one rank's part of a communication, has no parts.
     changed = (np.atleast_2d(work)[:, source] != measured).any(axis=0) & (measured > 0)
     if not changed.any():
@@ -85,14 +96,18 @@ def scale_overlap(graph: Graph, work: Ints, delay: Ints) -> Ints:
     return scaled
 
 
-# Kinds whose edges take time of their own; all others only order. `place` of each: which ends are named, and how.
+# Kinds whose edges take time of their own; all others only order. `place` of each: which ends are
+# named, and how.
 _FROM_CALL_KINDS = ("launch",)  # call > kind of work
 _TO_CALL_KINDS = ("synchronize", "queue")  # kind of work > call
 _NODE_TO_NODE_KINDS = ("stream", "wait", "occupancy", "cross-thread")  # kind > kind
 TIMED_KINDS = (*_FROM_CALL_KINDS, *_TO_CALL_KINDS, *_NODE_TO_NODE_KINDS)
 ANY_PLACE = ""  # place of the row that stands for all of a kind
-TRANSFER_PLACE = "transfer"  # place of what leads out of a meeting: takes what this one communication took
-# Where no edge of a kind shows how long it takes, in ns: medians of public traces of H100, A100 and V100.
+TRANSFER_PLACE = (
+    "transfer"  # place of what leads out of a meeting: takes what this one communication took
+)
+# Where no edge of a kind shows how long it takes, in ns: medians of public traces of H100, A100 and
+# V100.
 _DEFAULT_DELAYS_NS = {"launch": 6_500, "synchronize": 5_000, "stream": 1_000, "wait": 1_500}
 _START_SUFFIX = " start"  # of a source whose start is what counts
 
@@ -127,18 +142,22 @@ def share_classes(graph: Graph, edge_classes: EdgeClasses) -> None:
 def classify_edges(graph: Graph) -> EdgeClasses:
     """Sort the edges of a graph into classes.
 
-    A class is the kind of edge and its place: for launches the call and the kind of work, for what a call waits for
-    the kind of work and the call, else the kinds of both nodes.
+    A class is the kind of edge and its place: for launches the call and the kind of work, for what
+    a call waits for the kind of work and the call, else the kinds of both nodes.
     """
     remembered = _classes_cache.of(graph)
     if remembered is not None:
         return remembered
     nodes, edges = graph.nodes, graph.edges
-    source, target, kind = (get_column_array(graph, edges[column]) for column in ("source", "target", "kind"))
+    source, target, kind = (
+        get_column_array(graph, edges[column]) for column in ("source", "target", "kind")
+    )
     node_kind = get_column_array(graph, nodes["kind"])
     from_kind, to_kind = node_kind[source], node_kind[target]
     transfer = (from_kind == gs.NODE_KINDS.index(gs.RENDEZVOUS)) & edges["to_end"].to_numpy()
-    external = (to_kind == gs.NODE_KINDS.index(gs.ARRIVAL)) | np.isin(kind, _get_kind_codes(("origin",)))
+    external = (to_kind == gs.NODE_KINDS.index(gs.ARRIVAL)) | np.isin(
+        kind, _get_kind_codes(("origin",))
+    )
     guessed = get_column_array(graph, edges["evidence"]) == gs.EVIDENCE.index("assumed")
     external |= guessed & (kind == gs.EDGE_KINDS.index("cross-thread"))
     has_class = np.isin(kind, _get_kind_codes(TIMED_KINDS)) & ~transfer & ~external
@@ -148,7 +167,10 @@ def classify_edges(graph: Graph) -> EdgeClasses:
     has_class[meanwhile] = False
     rows = np.flatnonzero(has_class)
     kind, source, target = kind[rows], source[rows], target[rows]
-    first, last = np.isin(kind, _get_kind_codes(_FROM_CALL_KINDS)), np.isin(kind, _get_kind_codes(_TO_CALL_KINDS))
+    first, last = (
+        np.isin(kind, _get_kind_codes(_FROM_CALL_KINDS)),
+        np.isin(kind, _get_kind_codes(_TO_CALL_KINDS)),
+    )
     called = np.where(first, source, target)[first | last]
     names, name_of = np.unique(called, return_inverse=True)
     calls = nodes["name"][names]
@@ -158,7 +180,9 @@ def classify_edges(graph: Graph) -> EdgeClasses:
     overlapping = ~edges["from_end"].to_numpy()[rows] & ~first & ~last
     kinds = len(gs.NODE_KINDS)
     kind_pair = np.where(first, 0, from_kind[rows]) * kinds + np.where(last, 0, to_kind[rows])
-    key = ((kind.astype(np.int64) * kinds * kinds + kind_pair) * 2 + overlapping) * (calls.len() + 1) + name
+    key = ((kind.astype(np.int64) * kinds * kinds + kind_pair) * 2 + overlapping) * (
+        calls.len() + 1
+    ) + name
     _, example, number = np.unique(key, return_index=True, return_inverse=True)
     class_of_edge = np.full(edges.height, -1, dtype=np.int32, like=kind)
     class_of_edge[rows] = number
@@ -166,13 +190,23 @@ def classify_edges(graph: Graph) -> EdgeClasses:
     examples = edges[rows[example]]
     end_names = []
     for end, call_kinds in (("source", _FROM_CALL_KINDS), ("target", _TO_CALL_KINDS)):
-        at_end = nodes.select("name", "kind")[examples[end]].with_columns(pl.col("kind").cast(pl.String))
+        at_end = nodes.select("name", "kind")[examples[end]].with_columns(
+            pl.col("kind").cast(pl.String)
+        )
         from_call = examples["kind"].cast(pl.String).is_in(call_kinds)
-        end_names.append(pl.select(pl.when(from_call).then(at_end["name"]).otherwise(at_end["kind"])).to_series())
-    starts = ~examples["from_end"] & ~examples["kind"].cast(pl.String).is_in((*_FROM_CALL_KINDS, *_TO_CALL_KINDS))
+        end_names.append(
+            pl.select(pl.when(from_call).then(at_end["name"]).otherwise(at_end["kind"])).to_series()
+        )
+    starts = ~examples["from_end"] & ~examples["kind"].cast(pl.String).is_in(
+        (*_FROM_CALL_KINDS, *_TO_CALL_KINDS)
+    )
     between = pl.when(starts).then(pl.lit(f"{_START_SUFFIX} > ")).otherwise(pl.lit(" > "))
-    class_name = pl.concat_str(end_names[0].alias("source"), between, end_names[1].alias("target")).alias("place")
-    return EdgeClasses(class_of_edge, pl.select(examples["kind"], class_name), transfer, external, meanwhile)
+    class_name = pl.concat_str(
+        end_names[0].alias("source"), between, end_names[1].alias("target")
+    ).alias("place")
+    return EdgeClasses(
+        class_of_edge, pl.select(examples["kind"], class_name), transfer, external, meanwhile
+    )
 
 
 def _get_kind_codes(kinds: tuple[str, ...]) -> list[int]:
@@ -180,10 +214,16 @@ def _get_kind_codes(kinds: tuple[str, ...]) -> list[int]:
 
 
 def get_default_delays_ns(table: pl.DataFrame) -> Ints:
-    """What edges of each class usually take on any machine; 0 where nothing is usual. Shape (classes,)."""
+    """What edges of each class usually take on any machine; 0 where nothing is usual.
+
+    Shape (classes,).
+    """
     kind = table["kind"].cast(pl.String)
     typical: Ints = kind.replace_strict(
-        list(_DEFAULT_DELAYS_NS), list(_DEFAULT_DELAYS_NS.values()), default=0, return_dtype=pl.Int64
+        list(_DEFAULT_DELAYS_NS),
+        list(_DEFAULT_DELAYS_NS.values()),
+        default=0,
+        return_dtype=pl.Int64,
     ).to_numpy()
     starts: Bools = table["place"].str.contains(f"{_START_SUFFIX} > ", literal=True).to_numpy()
     return np.where(starts, 0, typical)
@@ -192,12 +232,17 @@ def get_default_delays_ns(table: pl.DataFrame) -> Ints:
 def class_delays(graph: Graph) -> Ints:
     """The delay of each edge by calibration alone: its class's, nothing that only this edge showed.
 
-    Of edges with a time of their own (transfers, times given from outside) see `own_times`. Shape (edges,), ns; 0 for
-    edges that only order, and for classes that the graph's `delays` do not know.
+    Of edges with a time of their own (transfers, times given from outside) see `own_times`. Shape
+    (edges,), ns; 0 for edges that only order, and for classes that the graph's `delays` do not
+    know.
     """
     edge_classes = classify_edges(graph)
-    table = edge_classes.table.join(graph.delays, on=["kind", "place"], how="left", maintain_order="left")
-    kind_delays = graph.delays.filter(pl.col("place") == ANY_PLACE).select("kind", pl.col("median_ns").alias("of_kind"))
+    table = edge_classes.table.join(
+        graph.delays, on=["kind", "place"], how="left", maintain_order="left"
+    )
+    kind_delays = graph.delays.filter(pl.col("place") == ANY_PLACE).select(
+        "kind", pl.col("median_ns").alias("of_kind")
+    )
     table = table.join(kind_delays, on="kind", how="left", maintain_order="left")
     median = table.select(pl.coalesce("median_ns", "of_kind").fill_null(0)).to_series().to_numpy()
     return expand_class_delays(edge_classes, median, compute_own_times(graph, edge_classes))
@@ -205,17 +250,21 @@ def class_delays(graph: Graph) -> Ints:
 
 def expand_class_delays(edge_classes: EdgeClasses, median: Ints, own_times: Ints) -> Ints:
     """The constant of each edge from that of its class; `own_times` where it has no class."""
-    constant: Ints = np.where(edge_classes.of >= 0, gather_rows(np.append(median, 0), edge_classes.of), own_times)
+    constant: Ints = np.where(
+        edge_classes.of >= 0, gather_rows(np.append(median, 0), edge_classes.of), own_times
+    )
     return constant
 
 
 def compute_own_times(graph: Graph, edge_classes: EdgeClasses) -> Ints:
-    """Times of edges that stand for work of their own, as measured; 0 for all others. Shape (edges,), ns.
+    """Times of edges that stand for work of their own, as measured; 0 for all others. Shape
+    (edges,), ns.
 
-    A transfer takes the median over the parts of its communication: it is work of that communication, as the duration
-    of a kernel is work of that kernel. What is given from outside (when a lane that nothing else explains begins, how
-    long peers that were not recorded kept us waiting) stays as it was. Work that starts while the one before runs does
-    so after a part of that, see `usual_parts`.
+    A transfer takes the median over the parts of its communication: it is work of that
+    communication, as the duration of a kernel is work of that kernel. What is given from outside
+    (when a lane that nothing else explains begins, how long peers that were not recorded kept us
+    waiting) stays as it was. Work that starts while the one before runs does so after a part of
+    that, see `usual_parts`.
     """
     own_times = np.zeros(edge_classes.of.size, dtype=np.int64, like=edge_classes.of)
     own_times[edge_classes.running] = estimate_overlap_ns(graph)
@@ -228,14 +277,20 @@ def compute_own_times(graph: Graph, edge_classes: EdgeClasses) -> Ints:
     meeting = source[transfers]
     slack = times[target[transfers]] - times[meeting]
     order = np.lexsort((slack, meeting))
-    opens = np.flatnonzero(np.append(True, np.diff(meeting[order]) != 0)) if transfers.size else transfers
+    opens = (
+        np.flatnonzero(np.append(True, np.diff(meeting[order]) != 0))
+        if transfers.size
+        else transfers
+    )
     size = np.diff(np.append(opens, transfers.size))
     middle = slack[order][opens + (size - 1) // 2] if transfers.size else slack
     own_times[transfers[order]] = np.repeat(middle, size)
     return own_times
 
 
-_MAX_ROUNDS = 4  # which edge was the last depends on the delays, which depend on which edge was the last
+_MAX_ROUNDS = (
+    4  # which edge was the last depends on the delays, which depend on which edge was the last
+)
 _CALL_KINDS = (gs.BLOCK, gs.LAUNCH)
 _MIN_TIME = np.iinfo(np.int64).min // 2
 
@@ -270,20 +325,30 @@ class _MeasuredEdges(Struct, frozen=True):
         rows = np.flatnonzero(points[self.point])
         order, first, has_edge = _sort_by_point(self.point[rows])
         selected = structs.replace(
-            self, source=self.source[rows], target=self.target[rows], point=self.point[rows],
-            order=order, first=first, held=has_edge,
-        )  # fmt: skip
+            self,
+            source=self.source[rows],
+            target=self.target[rows],
+            point=self.point[rows],
+            order=order,
+            first=first,
+            held=has_edge,
+        )
         return selected, rows
 
     def latest(self, values: Ints) -> Ints:
-        """The highest value over the edges into each point; a very low one where there are none. Shape (points,)."""
+        """The highest value over the edges into each point; a very low one where there are none.
+
+        Shape (points,).
+        """
         highest = np.full(2 * self.start.size, _MIN_TIME, dtype=np.int64, like=self.source)
         if self.point.size:
             highest[self.held] = np.maximum.reduceat(self.ordered(values), self.first)
         return highest
 
     def winners(self, values: Ints) -> Ints:
-        """For each held point the edge with the highest value; of equals the first in the order of edges."""
+        """For each held point the edge with the highest value; of equals the first in the order of
+        edges.
+        """
         return self.first_equal(values, self.latest(values)[self.point])
 
     def first_equal(self, values: Ints, highest: Ints) -> Ints:
@@ -291,14 +356,18 @@ class _MeasuredEdges(Struct, frozen=True):
         winning = np.flatnonzero(self.ordered(values == highest))
         winning = winning if self.order is None else self.order[winning]
         points = self.point[winning]
-        first = np.flatnonzero(np.append(True, points[1:] != points[:-1])) if winning.size else winning
+        first = (
+            np.flatnonzero(np.append(True, points[1:] != points[:-1])) if winning.size else winning
+        )
         return winning[first]
 
     def ordered(self, values: NDArray[Any]) -> NDArray[Any]:
         return values if self.order is None else values[self.order]
 
     def others(self, values: Ints) -> Ints:
-        """For each edge the highest value over the other edges into its point; a very low one where there are none."""
+        """For each edge the highest value over the other edges into its point; a very low one where
+        there are none.
+        """
         highest = self.latest(values)[self.point]
         winners = self.first_equal(values, highest)
         remaining = values.copy()
@@ -310,17 +379,18 @@ class _MeasuredEdges(Struct, frozen=True):
 def calibrate(graph: Graph) -> Graph:
     """Fill in delays, the own work of waiting nodes, and residuals.
 
-    The delay of a class of edges is the median over those of its edges that held something back: whose source came
-    after all else that the point waited for, with the delays of that. Of an edge it is at most its observed slack. A
-    node whose end waits for something costs as much as calls of its name cost that had nothing to wait for. What is
-    left over is the residual of the edge that was satisfied last, or of the node where that is its own work.
+    The delay of a class of edges is the median over those of its edges that held something back:
+    whose source came after all else that the point waited for, with the delays of that. Of an edge
+    it is at most its observed slack. A node whose end waits for something costs as much as calls of
+    its name cost that had nothing to wait for. What is left over is the residual of the edge that
+    was satisfied last, or of the node where that is its own work.
 
     Args:
         graph: A linked graph; what an earlier calibration found is replaced.
 
     Returns:
-        The graph with `work_ns`, `residual_ns`, `delay_ns` and `delays` filled in. `Plan(graph).evaluate()` gives its
-        measured times to the nanosecond.
+        The graph with `work_ns`, `residual_ns`, `delay_ns` and `delays` filled in.
+        `Plan(graph).evaluate()` gives its measured times to the nanosecond.
     """
     source, target = get_edge_points(graph)
     times = get_point_times(graph)
@@ -328,7 +398,9 @@ def calibrate(graph: Graph) -> Graph:
     waits = np.zeros(graph.nodes.height, dtype=np.bool_, like=target)
     waits[target[target % 2 == 1] // 2] = True
     start, duration = times[0::2], times[1::2] - times[0::2]
-    measured = _MeasuredEdges(times[source], times[target], target, order, first, has_edge, start, duration, waits)
+    measured = _MeasuredEdges(
+        times[source], times[target], target, order, first, has_edge, start, duration, waits
+    )
     edge_classes = classify_edges(graph)
     own_times = compute_own_times(graph, edge_classes)
     cost = _compute_call_costs(graph, measured)
@@ -338,7 +410,8 @@ def calibrate(graph: Graph) -> Graph:
     blocked = measured.latest(measured.source + constant)[1::2] > measured.start + cost
     work = np.where(measured.waits & blocked, cost, measured.duration)
     delay = np.minimum(constant, slack)
-    # What is left over is on the last satisfied edge into each point, or on the node whose work ends last.
+    # What is left over is on the last satisfied edge into each point, or on the node whose work
+    # ends last.
     arrival = measured.source + delay
     edge_residual = np.zeros(delay.size, dtype=np.int64, like=delay)
     node_residual = np.zeros(work.size, dtype=np.int64, like=work)
@@ -349,47 +422,69 @@ def calibrate(graph: Graph) -> Graph:
     point = target[winning]
     winning = winning[(point % 2 == 0) | ~node_last[point // 2]]
     edge_residual[winning] = measured.target[winning] - arrival[winning]
-    nodes = graph.nodes.with_columns(pl.Series("work_ns", work), pl.Series("residual_ns", node_residual))
-    edges = graph.edges.with_columns(pl.Series("delay_ns", delay), pl.Series("residual_ns", edge_residual))
+    nodes = graph.nodes.with_columns(
+        pl.Series("work_ns", work), pl.Series("residual_ns", node_residual)
+    )
+    edges = graph.edges.with_columns(
+        pl.Series("delay_ns", delay), pl.Series("residual_ns", edge_residual)
+    )
     # The `delays` frame: a row for each class, one for each kind as a whole, and one for transfers
-    table = edge_classes.table.with_columns(pl.Series("count", count), pl.Series("median_ns", median))
+    table = edge_classes.table.with_columns(
+        pl.Series("count", count), pl.Series("median_ns", median)
+    )
     transfers = own_times[edge_classes.transfer]
     extra_rows = []
     if transfers.size:
         extra_rows.append(("rendezvous", TRANSFER_PLACE, transfers.size, int(np.median(transfers))))
     if edge_classes.running.size:
         extra_rows.append(
-            ("stream", RUNNING_PLACE, edge_classes.running.size, int(np.median(own_times[edge_classes.running])))
+            (
+                "stream",
+                RUNNING_PLACE,
+                edge_classes.running.size,
+                int(np.median(own_times[edge_classes.running])),
+            )
         )
     for (kind,), rows in table.filter(pl.col("count") > 0).group_by("kind", maintain_order=True):
-        # The median of the kind is that of its most frequent class: classes differ more than edges of one class.
+        # The median of the kind is that of its most frequent class: classes differ more than edges
+        # of one class.
         most_common = rows.sort("count", descending=True, maintain_order=True).row(0, named=True)
-        extra_rows.append((str(kind), ANY_PLACE, int(rows["count"].sum()), most_common["median_ns"]))
+        extra_rows.append(
+            (str(kind), ANY_PLACE, int(rows["count"].sum()), most_common["median_ns"])
+        )
     schema = gs.GRAPH_SCHEMAS["delays"]
     kind_delays = pl.DataFrame(extra_rows, schema=schema, orient="row")
     calibrated = replace(
         graph,
         nodes=nodes,
         edges=edges,
-        delays=pl.concat([table.cast(schema), kind_delays]).sort("kind", "place", maintain_order=True),
+        delays=pl.concat([table.cast(schema), kind_delays]).sort(
+            "kind", "place", maintain_order=True
+        ),
     )
     share_classes(calibrated, edge_classes)
     return calibrated
 
 
 def _sort_by_point(point: Ints) -> tuple[Ints | None, Ints, Ints]:
-    """Edges by target point: their order (None where they stand in it), the first of each point, and these points."""
+    """Edges by target point: their order (None where they stand in it), the first of each point,
+    and these points.
+    """
     order = None if (point[1:] >= point[:-1]).all() else np.argsort(point, kind="stable")
     ordered = point if order is None else point[order]
-    first = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])) if ordered.size else ordered
+    first = (
+        np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])) if ordered.size else ordered
+    )
     return order, first, ordered[first]
 
 
 def _compute_call_costs(graph: Graph, measured: _MeasuredEdges) -> Ints:
-    """What each waiting node takes when it has nothing to wait for: shape (nodes,), ns, at most its duration.
+    """What each waiting node takes when it has nothing to wait for: shape (nodes,), ns, at most its
+    duration.
 
-    The median over calls of its name that waited for nothing, or for what was done when they began; where there are
-    none, over all launches that did not wait. Communication and waiting for other threads cost nothing themselves.
+    The median over calls of its name that waited for nothing, or for what was done when they began;
+    where there are none, over all launches that did not wait. Communication and waiting for other
+    threads cost nothing themselves.
     """
     kind = get_column_array(graph, graph.nodes["kind"])
     on_device = np.isin(kind, [gs.NODE_KINDS.index(name) for name in (gs.KERNEL, gs.COPY, gs.FILL)])
@@ -407,7 +502,8 @@ def _compute_call_costs(graph: Graph, measured: _MeasuredEdges) -> Ints:
     launches = free & (kind == gs.NODE_KINDS.index(gs.LAUNCH))
     typical = int(np.median(measured.duration[launches])) if launches.any() else 0
     cost[waiting_calls] = np.minimum(
-        np.where(count > 0, median, typical)[name_codes[waiting_calls]], measured.duration[waiting_calls]
+        np.where(count > 0, median, typical)[name_codes[waiting_calls]],
+        measured.duration[waiting_calls],
     )
     return cost
 
@@ -415,13 +511,15 @@ def _compute_call_costs(graph: Graph, measured: _MeasuredEdges) -> Ints:
 def _compute_class_medians(
     graph: Graph, measured: _MeasuredEdges, edge_classes: EdgeClasses, own_times: Ints, cost: Ints
 ) -> tuple[Ints, Ints]:
-    """The median delay of each class, and over how many edges; of classes without any, that of their kind.
+    """The median delay of each class, and over how many edges; of classes without any, that of
+    their kind.
 
-    Where no edge of the file tells (a stream that never had work queued does not show the time between two works), a
-    usual figure is taken; without samples of its own a class takes no more than the least slack of its edges.
+    Where no edge of the file tells (a stream that never had work queued does not show the time
+    between two works), a usual figure is taken; without samples of its own a class takes no more
+    than the least slack of its edges.
 
-    Launches count only where their stream had done something before: the first work of a stream may wait for what was
-    submitted before the window.
+    Launches count only where their stream had done something before: the first work of a stream may
+    wait for what was submitted before the window.
     """
     slack = measured.target - measured.source
     size = edge_classes.table.height
@@ -430,12 +528,15 @@ def _compute_class_medians(
     min_slack = np.full(size, np.iinfo(np.int64).max)
     np.minimum.at(min_slack, edge_classes.of[has_class], slack[has_class])
     kind = get_column_array(graph, graph.edges["kind"])
-    follows = np.zeros(2 * measured.start.size, dtype=np.bool_, like=kind)  # points behind other work of their stream
+    follows = np.zeros(
+        2 * measured.start.size, dtype=np.bool_, like=kind
+    )  # points behind other work of their stream
     follows[measured.point[kind == gs.EDGE_KINDS.index("stream")]] = True
     usable = has_class & ((kind != gs.EDGE_KINDS.index("launch")) | follows[measured.point])
     own_end = np.full(2 * measured.start.size, _MIN_TIME, dtype=np.int64, like=measured.start)
     own_end[1::2] = measured.start + cost
-    # Most edges only order; what they hold back is looked at where an edge of a class leads to it, too.
+    # Most edges only order; what they hold back is looked at where an edge of a class leads to it,
+    # too.
     relevant = np.zeros(own_end.size, dtype=np.bool_, like=own_end)
     relevant[measured.point[usable]] = True
     measured, rows = measured.of_points(relevant)
@@ -445,12 +546,16 @@ def _compute_class_medians(
     count, several = median, np.zeros(len(gs.EDGE_KINDS), dtype=np.int64)
     for _ in range(_MAX_ROUNDS):
         arrival = measured.source + expand_class_delays(edge_classes, median, own_times)
-        # The source came after all else with its delay: an edge that is last only by its own class's delay would
-        # confirm that.
-        binding = usable & (measured.source >= np.maximum(measured.others(arrival), own_end[measured.point]))
+        # The source came after all else with its delay: an edge that is last only by its own
+        # class's delay would confirm that.
+        binding = usable & (
+            measured.source >= np.maximum(measured.others(arrival), own_end[measured.point])
+        )
         before = median
         median, count = compute_medians(edge_classes.of[binding], slack[binding], size)
-        kinds, several = compute_medians(kind_codes[edge_classes.of[binding]], slack[binding], len(gs.EDGE_KINDS))
+        kinds, several = compute_medians(
+            kind_codes[edge_classes.of[binding]], slack[binding], len(gs.EDGE_KINDS)
+        )
         median = np.where(count > 0, median, kinds[kind_codes])
         if (median == before).all():
             break
@@ -459,8 +564,11 @@ def _compute_class_medians(
     return np.where(count > 0, median, np.minimum(guess, min_slack)), count
 
 
-def compute_medians(class_codes: NDArray[np.signedinteger[Any]], values: Ints, classes: int) -> tuple[Ints, Ints]:
-    """The lower median of the values of each class, and how many there are; 0 for a class without values.
+def compute_medians(
+    class_codes: NDArray[np.signedinteger[Any]], values: Ints, classes: int
+) -> tuple[Ints, Ints]:
+    """The lower median of the values of each class, and how many there are; 0 for a class without
+    values.
 
     Args:
         class_codes: Class of each value, 0 <= class < `classes`; shape (values,).

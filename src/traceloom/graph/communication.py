@@ -1,7 +1,7 @@
 """Communication nodes; parts that belong together.
 
-Parts are joined by group and sequence number where all have one; else by their order within the group, as long as
-kind and size agree. What does not agree is said, never guessed.
+Parts are joined by group and sequence number where all have one; else by their order within the
+group, as long as kind and size agree. What does not agree is said, never guessed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from traceloom.graph.rank import RankParts
 
 
-# First match wins; kernel names in lower case. NCCL's names are of the first operation that was grouped, a hint.
+# First match wins; kernel names in lower case. NCCL's names are of the first operation that was
+# grouped, a hint.
 _KERNEL_KINDS = (
     ("reduce_scatter", r"reduce_?scatter"),
     ("all_reduce", r"all_?reduce|cross_device_reduce"),
@@ -43,9 +44,19 @@ _KERNEL_KINDS = (
 _NON_OPERATIONS = ("wait", "init", "unknown")  # calls about communication that move nothing
 _MESSAGE_KINDS = {"send": "send", "recv": "receive"}
 _FIELDS = (
-    "kind", "group", "group_size", "ranks", "element_type", "in_bytes", "out_bytes", "sequence", "peer", "tag",
-    "in_splits", "out_splits",
-)  # fmt: skip
+    "kind",
+    "group",
+    "group_size",
+    "ranks",
+    "element_type",
+    "in_bytes",
+    "out_bytes",
+    "sequence",
+    "peer",
+    "tag",
+    "in_splits",
+    "out_splits",
+)
 
 
 class RankCommunication(Struct, frozen=True):
@@ -65,7 +76,9 @@ class RankCommunication(Struct, frozen=True):
 
     def nodes(self, parts: RankParts) -> Ints:
         """Node of each row."""
-        return np.concatenate([parts.work_node[self.work], parts.segment_node[parts.host.first[self.host_event]]])
+        return np.concatenate(
+            [parts.work_node[self.work], parts.segment_node[parts.host.first[self.host_event]]]
+        )
 
     def rows(self, parts: RankParts) -> pl.DataFrame:
         """The `communication` frame."""
@@ -79,20 +92,26 @@ class RankCommunication(Struct, frozen=True):
 @lru_cache(maxsize=1)
 def _build_kernel_pattern() -> str:
     """The table of kernels' names that say communication, as one expression."""
-    table = json.loads((files("traceloom") / "analyze" / "kernel_rules.json").read_text(encoding="utf-8"))
-    return "(?i)" + "|".join(f"(?:{row['pattern']})" for row in table if row["category"] == "communication")
+    table = json.loads(
+        (files("traceloom") / "analyze" / "kernel_rules.json").read_text(encoding="utf-8")
+    )
+    return "(?i)" + "|".join(
+        f"(?:{row['pattern']})" for row in table if row["category"] == "communication"
+    )
 
 
 def find_communication(trace: Trace, tree: HostTree, work: DeviceWork) -> RankCommunication:
     """Find the communication of a rank.
 
-    On devices: kernels by the table of names. On hosts: calls of back ends that work there (`gloo:all_reduce`).
-    What is known of one is taken from its own arguments, else from the nearest op or annotation around its launch
-    that describes a collective, else from its name.
+    On devices: kernels by the table of names. On hosts: calls of back ends that work there
+    (`gloo:all_reduce`). What is known of one is taken from its own arguments, else from the nearest
+    op or annotation around its launch that describes a collective, else from its name.
     """
     category = trace.events["category"][work.row]
     names = trace.events["name"][work.row]
-    is_communication = match_names(names, _build_kernel_pattern()) & (category == cat.KERNEL).to_numpy()
+    is_communication = (
+        match_names(names, _build_kernel_pattern()) & (category == cat.KERNEL).to_numpy()
+    )
     selected = np.flatnonzero(is_communication)
     # outermost calls of back ends that communicate from the host, without GPU work of their own
     outermost = tree.named(HOST_BACKENDS) & ~tree.call
@@ -103,7 +122,9 @@ def find_communication(trace: Trace, tree: HostTree, work: DeviceWork) -> RankCo
     host = np.flatnonzero(outermost)
     host = host[total[tree.stop[host]] == total[host]]
     if not selected.size and not host.size:
-        return RankCommunication(selected, selected, host, make_empty_frame("communication").select(_FIELDS))
+        return RankCommunication(
+            selected, selected, host, make_empty_frame("communication").select(_FIELDS)
+        )
     # what the file says of each event that describes a collective; columns `event` and _FIELDS
     members = trace.groups.select("group", pl.col("ranks").alias("members"))
     described = (
@@ -120,26 +141,47 @@ def find_communication(trace: Trace, tree: HostTree, work: DeviceWork) -> RankCo
     number = np.full(trace.events.height, -1)
     number[described["event"].to_numpy()] = np.arange(described.height)
     rows = work.row[selected]
-    fields = _fill_from_context(tree, described, work.call[selected], names[selected], own_rows=number[rows])
+    fields = _fill_from_context(
+        tree, described, work.call[selected], names[selected], own_rows=number[rows]
+    )
     if host.size:
         fields = pl.concat([fields, _fill_from_context(tree, described, host, tree.name[host])])
     fields = fields.with_columns(pl.col("kind").replace(_MESSAGE_KINDS))
     node_kinds = {"send": gs.SEND, "receive": gs.RECEIVE}
-    codes = [gs.NODE_KINDS.index(node_kinds.get(kind, gs.COLLECTIVE)) for kind in fields["kind"].head(selected.size)]
+    codes = [
+        gs.NODE_KINDS.index(node_kinds.get(kind, gs.COLLECTIVE))
+        for kind in fields["kind"].head(selected.size)
+    ]
     return RankCommunication(selected, np.array(codes, dtype=np.int64), host, fields)
 
 
 def parse_number_list(column: str, dtype: type[pl.DataType]) -> pl.Expr:
-    """Text such as `[0, 8, 16]` as a list of numbers; null where the file cut it, and for empty ones."""
-    items = pl.col(column).str.extract(r"^\s*\[([\d,\s-]+)\]\s*$").str.replace_all(r"\s", "").str.split(",")
+    """Text such as `[0, 8, 16]` as a list of numbers; null where the file cut it, and for empty
+    ones.
+    """
+    items = (
+        pl.col(column)
+        .str.extract(r"^\s*\[([\d,\s-]+)\]\s*$")
+        .str.replace_all(r"\s", "")
+        .str.split(",")
+    )
     numbers = items.list.eval(pl.element().cast(dtype, strict=False))
-    return pl.when(numbers.list.eval(pl.element().is_not_null()).list.all()).then(numbers).alias(column)
+    return (
+        pl.when(numbers.list.eval(pl.element().is_not_null()).list.all())
+        .then(numbers)
+        .alias(column)
+    )
 
 
 def _fill_from_context(
-    tree: HostTree, described: pl.DataFrame, position: Ints, names: pl.Series, own_rows: Ints | None = None
+    tree: HostTree,
+    described: pl.DataFrame,
+    position: Ints,
+    names: pl.Series,
+    own_rows: Ints | None = None,
 ) -> pl.DataFrame:
-    """The fields of communications: their own, completed by those of the described events around them, and by names.
+    """The fields of communications: their own, completed by those of the described events around
+    them, and by names.
 
     Args:
         tree: Host events.
@@ -155,21 +197,28 @@ def _fill_from_context(
     outer = np.append(find_nearest_ancestor(tree.parent, is_described[:-1]), -1)
     parts = [] if own_rows is None else [described[build_event_column(own_rows)]]
     current = position
-    for _ in range(3):  # the call of the back end, the op that describes it, the op of the framework
+    for _ in range(
+        3
+    ):  # the call of the back end, the op that describes it, the op of the framework
         current = np.where(is_described[current], current, outer[current])
         parts.append(described[build_event_column(number[current])])
         current = outer[current]
     lower = names.str.to_lowercase().alias("lower")
-    name_kinds = [pl.when(pl.col("lower").str.contains(pattern)).then(pl.lit(kind)) for kind, pattern in _KERNEL_KINDS]
+    name_kinds = [
+        pl.when(pl.col("lower").str.contains(pattern)).then(pl.lit(kind))
+        for kind, pattern in _KERNEL_KINDS
+    ]
     return pl.DataFrame([lower]).select(
-        pl.coalesce(*(part[name] for part in parts), *(name_kinds if name == "kind" else ())).alias(name)
+        pl.coalesce(*(part[name] for part in parts), *(name_kinds if name == "kind" else ())).alias(
+            name
+        )
         for name in _FIELDS
     )
 
 
 POINT_TO_POINT = ("send", "receive")
-# Of these every rank gives and gets the same number of bytes, so that parts of another size are no parts of it; an
-# all-to-all with splits is uneven on purpose.
+# Of these every rank gives and gets the same number of bytes, so that parts of another size are no
+# parts of it; an all-to-all with splits is uneven on purpose.
 _SAME_SIZE_KINDS = ("all_reduce", "reduce_scatter", "all_to_all", "barrier")
 _MAX_SHIFTS = 4096
 
@@ -193,7 +242,8 @@ def match_parts(parts: pl.DataFrame) -> MatchedParts:
 
     Args:
         parts: One row per communication node of every rank: `part` (which rank's graph), `rank`, `kind`, `group`,
-            `group_size`, `ranks`, `sequence`, `in_bytes`, `in_splits`, `peer`, `tag`, `start_ns`, `end_ns`.
+            `group_size`, `ranks`, `sequence`, `in_bytes`, `in_splits`, `peer`, `tag`, `start_ns`,
+            `end_ns`.
     """
     if not parts.height:
         return MatchedParts(np.zeros(0, dtype=np.int64), [], ())
@@ -201,14 +251,18 @@ def match_parts(parts: pl.DataFrame) -> MatchedParts:
         pl.int_range(pl.len(), dtype=pl.Int64).alias("row"),
         pl.col("group").fill_null("").alias("group"),
         pl.col("ranks").cast(pl.List(pl.String)).list.join(",").fill_null("").alias("members"),
-        pl.when(pl.col("kind").is_in(_SAME_SIZE_KINDS) & (pl.col("in_splits").list.len().fill_null(0) == 0))
+        pl.when(
+            pl.col("kind").is_in(_SAME_SIZE_KINDS)
+            & (pl.col("in_splits").list.len().fill_null(0) == 0)
+        )
         .then("in_bytes")
         .alias("size"),
     ).sort("part", "start_ns", "row")
     instance = np.full(parts.height, -1, dtype=np.int64)
     evidence: list[str | None] = [None] * parts.height
     notices: list[Notice] = []
-    # rows that have partners, with a `key` that is equal within each operation, and how that is known
+    # rows that have partners, with a `key` that is equal within each operation, and how that is
+    # known
     matches: list[tuple[pl.DataFrame, str]] = []
     collectives = table.filter(~pl.col("kind").is_in(POINT_TO_POINT))
     for (group, _), rows in collectives.group_by("group", "members", maintain_order=True):
@@ -218,9 +272,9 @@ def match_parts(parts: pl.DataFrame) -> MatchedParts:
         if rows["sequence"].null_count() == 0:
             # Parts of one sequence number, not those that are not of one kind.
             # Calls that are coalesced share a sequence number: their order tells them apart.
-            keyed = rows.with_columns(pl.int_range(pl.len()).over("part", "sequence").alias("nth")).with_columns(
-                pl.struct("sequence", "nth").alias("key")
-            )
+            keyed = rows.with_columns(
+                pl.int_range(pl.len()).over("part", "sequence").alias("nth")
+            ).with_columns(pl.struct("sequence", "nth").alias("key"))
             keyed = keyed.with_columns(
                 pl.col("kind").n_unique().over("key").alias("kinds"),
                 pl.col("part").n_unique().over("key").alias("parts"),
@@ -228,7 +282,9 @@ def match_parts(parts: pl.DataFrame) -> MatchedParts:
             differ = keyed.filter(pl.col("kinds") > 1)
             if differ.height:
                 first = differ.filter(pl.col("key") == differ["key"][0])
-                examples = "; ".join(f"rank {row['rank']} {row['kind']}" for row in first.head(4).to_dicts())
+                examples = "; ".join(
+                    f"rank {row['rank']} {row['kind']}" for row in first.head(4).to_dicts()
+                )
                 text = (
                     f"{differ['key'].n_unique()} collectives of group {name} are not of one kind on all ranks, "
                     f"first number {first['sequence'][0]}: {examples}; they are not joined"
@@ -238,7 +294,9 @@ def match_parts(parts: pl.DataFrame) -> MatchedParts:
             differ = matched.filter(pl.col("size").drop_nulls().n_unique().over("key") > 1)
             if differ.height:
                 first = differ.filter(pl.col("key") == differ["key"][0])
-                examples = "; ".join(f"rank {row['rank']} {row['in_bytes']} B" for row in first.head(4).to_dicts())
+                examples = "; ".join(
+                    f"rank {row['rank']} {row['in_bytes']} B" for row in first.head(4).to_dicts()
+                )
                 count = differ["key"].n_unique()
                 text = f"{count} collectives of group {name} differ in size between ranks, first: {examples}"
                 notices.append(Notice("collectives-sizes", "warning", text, differ.height))
@@ -248,13 +306,19 @@ def match_parts(parts: pl.DataFrame) -> MatchedParts:
     # sends and receives between the same two ranks, group and tag, in order
     sends = pl.col("kind") == "send"
     pairs = (
-        table.filter(pl.col("kind").is_in(POINT_TO_POINT) & pl.col("rank").is_not_null() & pl.col("peer").is_not_null())
+        table.filter(
+            pl.col("kind").is_in(POINT_TO_POINT)
+            & pl.col("rank").is_not_null()
+            & pl.col("peer").is_not_null()
+        )
         .with_columns(
             pl.when(sends).then("rank").otherwise("peer").alias("from"),
             pl.when(sends).then("peer").otherwise("rank").alias("to"),
             pl.col("tag").fill_null(-1).alias("tag"),
         )
-        .with_columns(pl.int_range(pl.len()).over("kind", "group", "from", "to", "tag").alias("nth"))
+        .with_columns(
+            pl.int_range(pl.len()).over("kind", "group", "from", "to", "tag").alias("nth")
+        )
         .with_columns(pl.struct("group", "from", "to", "tag", "nth").alias("key"))
         .filter(pl.col("kind").n_unique().over("key") == 2)
     )
@@ -270,7 +334,9 @@ def match_parts(parts: pl.DataFrame) -> MatchedParts:
 
 
 def _match_by_order(rows: pl.DataFrame, group: str, notices: list[Notice]) -> pl.DataFrame:
-    """Every rank's list against the longest one; windows may begin and end at other times, lists may not skip."""
+    """Every rank's list against the longest one; windows may begin and end at other times, lists
+    may not skip.
+    """
     sized = rows["in_bytes"].null_count() == 0
     label = pl.struct("kind", "size") if sized else pl.col("kind")
     coded = rows.with_columns(label.rank("dense").cast(pl.Int64).alias("code"))
@@ -285,16 +351,28 @@ def _match_by_order(rows: pl.DataFrame, group: str, notices: list[Notice]) -> pl
         skip = max(-shift, 0)
         end = skip + length
         if end < part_rows.height and shift + end < reference.height:
-            expected, actual = reference.row(shift + end, named=True), part_rows.row(end, named=True)
+            expected, actual = (
+                reference.row(shift + end, named=True),
+                part_rows.row(end, named=True),
+            )
             actual_label, expected_label = (
-                (row["kind"] or "unknown") + ("" if row["in_bytes"] is None else f" of {row['in_bytes']} B")
+                (row["kind"] or "unknown")
+                + ("" if row["in_bytes"] is None else f" of {row['in_bytes']} B")
                 for row in (actual, expected)
             )
             text = (
                 f"the order of collectives of group {group} differs: number {end + 1} of rank {actual['rank']} is "
                 f"{actual_label}, where rank {expected['rank']} has {expected_label}; from there on they are not joined"
             )
-            notices.append(Notice("collectives-mismatch", "warning", text, part_rows.height - end, rank=actual["rank"]))
+            notices.append(
+                Notice(
+                    "collectives-mismatch",
+                    "warning",
+                    text,
+                    part_rows.height - end,
+                    rank=actual["rank"],
+                )
+            )
         numbers = (pl.int_range(length, dtype=pl.Int64) + (shift + skip)).alias("key")
         aligned.append(part_rows.slice(skip, length).with_columns(numbers))
     joined = pl.concat([frame.select("row", "part", "key") for frame in aligned])
@@ -302,10 +380,11 @@ def _match_by_order(rows: pl.DataFrame, group: str, notices: list[Notice]) -> pl
 
 
 def _find_alignment(reference: pl.DataFrame, part_rows: pl.DataFrame) -> tuple[int, int]:
-    """The shift of a list against the reference (negative: it begins earlier), and how far both agree from there.
+    """The shift of a list against the reference (negative: it begins earlier), and how far both
+    agree from there.
 
-    The longest overlap that agrees is taken, unless another one makes the ends meet much better: two windows of equal
-    length may be cut one operation apart.
+    The longest overlap that agrees is taken, unless another one makes the ends meet much better:
+    two windows of equal length may be cut one operation apart.
     """
     codes, own_codes = reference["code"].to_numpy(), part_rows["code"].to_numpy()
     reference_ends, own_ends = reference["end_ns"].to_numpy(), part_rows["end_ns"].to_numpy()
@@ -318,7 +397,13 @@ def _find_alignment(reference: pl.DataFrame, part_rows: pl.DataFrame) -> tuple[i
         ):
             continue
         gaps = reference_ends[start : start + length] - own_ends[own_start : own_start + length]
-        overlaps.append((length, float(np.median(np.abs(gaps - np.median(gaps)))) + abs(float(np.median(gaps))), shift))
+        overlaps.append(
+            (
+                length,
+                float(np.median(np.abs(gaps - np.median(gaps)))) + abs(float(np.median(gaps))),
+                shift,
+            )
+        )
     if overlaps:
         length, scatter, shift = max(overlaps, key=lambda way: (way[0], -way[1]))
         tighter = min(overlaps, key=lambda way: (way[1], -way[0]))

@@ -39,9 +39,14 @@ class Path(Struct, frozen=True):
 
 
 def find_binding_edges(
-    graph: Graph, times: Ints | None = None, *, work_ns: Ints | None = None, delay_ns: Ints | None = None
+    graph: Graph,
+    times: Ints | None = None,
+    *,
+    work_ns: Ints | None = None,
+    delay_ns: Ints | None = None,
 ) -> Ints:
-    """For each point the row of the edge that was satisfied last; -1: the node's own work; -2: nothing leads there.
+    """For each point the row of the edge that was satisfied last; -1: the node's own work; -2:
+    nothing leads there.
 
     Args:
         graph: A calibrated graph.
@@ -69,12 +74,17 @@ def find_binding_edges(
     bound[1::2] = _OWN_WORK
     if not target.size:
         return bound
-    # For each point with edges, ascending, the edge that reaches it last; of equals the last in the order of edges.
+    # For each point with edges, ascending, the edge that reaches it last; of equals the last in the
+    # order of edges.
     order = None if (target[1:] >= target[:-1]).all() else np.argsort(target, kind="stable")
-    sorted_target, sorted_reached = (target, reached) if order is None else (target[order], reached[order])
+    sorted_target, sorted_reached = (
+        (target, reached) if order is None else (target[order], reached[order])
+    )
     first = np.flatnonzero(np.append(True, sorted_target[1:] != sorted_target[:-1]))
     size = np.diff(np.append(first, target.size))
-    winning = np.flatnonzero(sorted_reached == np.repeat(np.maximum.reduceat(sorted_reached, first), size))
+    winning = np.flatnonzero(
+        sorted_reached == np.repeat(np.maximum.reduceat(sorted_reached, first), size)
+    )
     winners = sorted_target[winning]
     last = winning[np.append(winners[1:] != winners[:-1], True)]
     last = last if order is None else order[last]
@@ -88,7 +98,9 @@ _binding_cache: LastGraphCache[Ints] = (
 )  # `binding_edges` by the measured times, for the graph that was asked for last
 
 
-def walk_back(graph: Graph, last: int, *, times: Ints | None = None, until: int | None = None) -> tuple[Ints, Ints]:
+def walk_back(
+    graph: Graph, last: int, *, times: Ints | None = None, until: int | None = None
+) -> tuple[Ints, Ints]:
     """Walk back from a point over what each point waited for last.
 
     Args:
@@ -98,12 +110,17 @@ def walk_back(graph: Graph, last: int, *, times: Ints | None = None, until: int 
         until: Stop at the first point that is not later than this; at the first that waits for nothing where None.
 
     Returns:
-        The points, `last` first, and for each what bound it: the row of an edge (the next point is its source), -1 for
-        the node's own work (the next point is the node's start), -2 for nothing.
+        The points, `last` first, and for each what bound it: the row of an edge (the next point is
+        its source), -1 for the node's own work (the next point is the node's start), -2 for
+        nothing.
     """
     if times is None:
         remembered = _binding_cache.of(graph)
-        bound = _binding_cache.put(graph, find_binding_edges(graph)) if remembered is None else remembered
+        bound = (
+            _binding_cache.put(graph, find_binding_edges(graph))
+            if remembered is None
+            else remembered
+        )
         times = get_point_times(graph)
     else:
         bound = find_binding_edges(graph, times)
@@ -148,7 +165,8 @@ def find_critical_path(graph: Graph, times: Ints | None = None) -> Path:
 
 
 def summarize_path(graph: Graph, path: Path, begin_ns: int | None = None) -> pl.DataFrame:
-    """What a path consists of; the times add up to the time from the first point of the graph to the path's last.
+    """What a path consists of; the times add up to the time from the first point of the graph to
+    the path's last.
 
     Args:
         graph: The graph.
@@ -156,7 +174,8 @@ def summarize_path(graph: Graph, path: Path, begin_ns: int | None = None) -> pl.
         begin_ns: Since when it is counted; since the first point of the graph where None.
 
     Returns:
-        `what` (work, delay, residual, before the path begins), `kind` (of the node or edge), `count`, `time_ns`.
+        `what` (work, delay, residual, before the path begins), `kind` (of the node or edge),
+        `count`, `time_ns`.
     """
     times = get_point_times(graph)
     nodes = graph.nodes.select("kind", "work_ns", "residual_ns")[path.nodes]
@@ -168,11 +187,17 @@ def summarize_path(graph: Graph, path: Path, begin_ns: int | None = None) -> pl.
             _add_up_by_kind(nodes, "residual", "residual_ns"),
             _add_up_by_kind(edges, "delay", "delay_ns"),
             _add_up_by_kind(edges, "residual", "residual_ns"),
-            pl.DataFrame([("before", "origin", 1, before)] if before else [], schema=_PARTS_SCHEMA, orient="row"),
+            pl.DataFrame(
+                [("before", "origin", 1, before)] if before else [],
+                schema=_PARTS_SCHEMA,
+                orient="row",
+            ),
         ]
     )
     # Nodes and edges share names of kinds.
-    summary = summed.group_by("what", "kind", maintain_order=True).agg(pl.col("count", "time_ns").sum())
+    summary = summed.group_by("what", "kind", maintain_order=True).agg(
+        pl.col("count", "time_ns").sum()
+    )
     return summary.sort("time_ns", descending=True, maintain_order=True)
 
 
@@ -180,8 +205,8 @@ def list_largest_residuals(graph: Graph, path: Path, limit: int = 5) -> pl.DataF
     """The largest residuals on a path.
 
     Returns:
-        `time_ns`, `kind` (of the edge or node that bears it), `node`, `name`, `rank` and `start_ns` of the node that
-        came so much later than its causes say.
+        `time_ns`, `kind` (of the edge or node that bears it), `node`, `name`, `rank` and `start_ns`
+        of the node that came so much later than its causes say.
     """
     on_edges = graph.edges.select("kind", pl.col("target").alias("node"), "residual_ns")[path.edges]
     on_nodes = graph.nodes.select("kind", "node", "residual_ns")[path.nodes]
@@ -200,33 +225,41 @@ _PARTS_SCHEMA = {"what": pl.String, "kind": pl.String, "count": pl.Int64, "time_
 
 
 def _add_up_by_kind(frame: pl.DataFrame, label: str, column: str) -> pl.DataFrame:
-    """How many rows of each kind have a time, and the sum of it; kinds in the order in which they come."""
+    """How many rows of each kind have a time, and the sum of it; kinds in the order in which they
+    come.
+    """
     nonzero = frame.filter(pl.col(column) != 0).group_by("kind", maintain_order=True)
     return nonzero.agg(pl.len().alias("count"), pl.col(column).sum().alias("time_ns")).select(
-        pl.lit(label).alias("what"), pl.col("kind").cast(pl.String), pl.col("count").cast(pl.Int64), "time_ns"
+        pl.lit(label).alias("what"),
+        pl.col("kind").cast(pl.String),
+        pl.col("count").cast(pl.Int64),
+        "time_ns",
     )
 
 
 def compute_latest_times(graph: Graph, end_ns: int | None = None) -> Ints:
     """The latest time of each point at which nothing that follows from it comes after the end.
 
-    What nothing waits for may come as late as `end_ns`, or as late as it came where that was later. From there the
-    graph is evaluated backwards: a point comes no later than each of its targets less the delay (with residual) of the
-    edge, and a node starts no later than its end less its work.
+    What nothing waits for may come as late as `end_ns`, or as late as it came where that was later.
+    From there the graph is evaluated backwards: a point comes no later than each of its targets
+    less the delay (with residual) of the edge, and a node starts no later than its end less its
+    work.
 
     Args:
         graph: A calibrated graph.
         end_ns: The end that shall stay; the last time of all points where None.
 
     Returns:
-        Times of points 2i (start of node i) and 2i + 1 (its end), ns; never earlier than the measured ones.
+        Times of points 2i (start of node i) and 2i + 1 (its end), ns; never earlier than the
+        measured ones.
     """
     times = get_point_times(graph)
     if not times.size:
         return times
     last = int(times.max())
     until = last if end_ns is None else end_ns
-    # The graph with time running backwards from `last`: ends become starts, and every edge turns round. It has one node
+    # The graph with time running backwards from `last`: ends become starts, and every edge turns
+    # round. It has one node
     # more: the end, which gives its time to every node that nothing waits for.
     nodes, edges = graph.nodes, graph.edges
     source, _ = get_edge_points(graph)
@@ -246,10 +279,16 @@ def compute_latest_times(graph: Graph, end_ns: int | None = None) -> Ints:
     end = pl.DataFrame([[None], [0], [0], [0], [0]], schema=turned.schema)
     links = pl.DataFrame(
         {
-            "source": np.concatenate([get_column_array(graph, edges["target"]), np.full(free.size, nodes.height)]),
+            "source": np.concatenate(
+                [get_column_array(graph, edges["target"]), np.full(free.size, nodes.height)]
+            ),
             "target": np.concatenate([get_column_array(graph, edges["source"]), free]),
-            "from_end": np.concatenate([~edges["to_end"].to_numpy(), np.ones(free.size, dtype=np.bool_)]),
-            "to_end": np.concatenate([~edges["from_end"].to_numpy(), np.zeros(free.size, dtype=np.bool_)]),
+            "from_end": np.concatenate(
+                [~edges["to_end"].to_numpy(), np.ones(free.size, dtype=np.bool_)]
+            ),
+            "to_end": np.concatenate(
+                [~edges["from_end"].to_numpy(), np.zeros(free.size, dtype=np.bool_)]
+            ),
             "delay_ns": np.concatenate([get_column_array(graph, edges["delay_ns"]), end_delay]),
             "residual_ns": np.concatenate(
                 [get_column_array(graph, edges["residual_ns"]), np.zeros(free.size, dtype=np.int64)]
@@ -263,7 +302,8 @@ def compute_latest_times(graph: Graph, end_ns: int | None = None) -> Ints:
 
 
 def compute_slack_ns(graph: Graph, end_ns: int | None = None) -> Ints:
-    """How much later each node could end without the end coming later; shape (nodes,), ns, never below 0.
+    """How much later each node could end without the end coming later; shape (nodes,), ns, never
+    below 0.
 
     A node may take longer by its slack, but only one of the nodes of a chain may: they share it.
 

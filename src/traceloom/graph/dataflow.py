@@ -1,4 +1,6 @@
-"""What ops get from each other: tensors, by who wrote a storage last, and forward ops to their backward ops."""
+"""What ops get from each other: tensors, by who wrote a storage last, and forward ops to their
+backward ops.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,13 @@ from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import find_nearest_ancestor
 from traceloom.trace.trace import Trace
 
-# A tensor in a host trace: [tensor, storage, offset, elements, bytes each, device], the device missing in old files.
+# A tensor in a host trace: [tensor, storage, offset, elements, bytes each, device], the device
+# missing in old files.
 _TENSOR_PATTERN = r'\[\s*\d+\s*,\s*\d+\s*,\s*-?\d+\s*,\s*\d+\s*,\s*\d+\s*(?:,\s*"[^"]*"\s*)?\]'
 _TENSOR_FIELDS = r'^\[\s*\d+\s*,\s*(?<storage>\d+)\s*,.*?(?:"(?<device>[a-z]+)[^"]*"\s*)?\]$'
-_COMMUNICATION_PATTERN = r"^(?:record_param_comms|nccl:|gloo:|mpi:|ucc:|hccl:|xccl:)"  # reads and writes its inputs
+_COMMUNICATION_PATTERN = (
+    r"^(?:record_param_comms|nccl:|gloo:|mpi:|ucc:|hccl:|xccl:)"  # reads and writes its inputs
+)
 
 
 class DataFlow(Struct, frozen=True):
@@ -47,9 +52,10 @@ def find_data_flow(  # noqa: PLR0917  (the parts of a rank)
 ) -> DataFlow:
     """Find the last writer of each storage that an op reads.
 
-    Storage numbers are reused after a storage is freed. That does no harm here: what fills it again comes in time
-    between its old and its new readers, and becomes the last writer of these.
-    Ops that only make views write nothing. Allocations on a device write nothing, but the old content is gone.
+    Storage numbers are reused after a storage is freed. That does no harm here: what fills it again
+    comes in time between its old and its new readers, and becomes the last writer of these. Ops
+    that only make views write nothing. Allocations on a device write nothing, but the old content
+    is gone.
 
     Args:
         tree: Host events.
@@ -60,8 +66,8 @@ def find_data_flow(  # noqa: PLR0917  (the parts of a rank)
         host_op: Id in the host trace of each host event; -1 where it has none.
         ops: The ops of the host trace: columns as `host_ops`.
     """
-    # Ops that do something themselves, the innermost ops around launches and ops without ops inside; with the first
-    # and the last GPU work of each (-1: none).
+    # Ops that do something themselves, the innermost ops around launches and ops without ops
+    # inside; with the first and the last GPU work of each (-1: none).
     matched = host_op >= 0
     matched_ancestor = find_nearest_ancestor(tree.parent, matched)
     owner = np.where(matched, np.arange(matched.size), matched_ancestor)
@@ -97,11 +103,17 @@ def find_data_flow(  # noqa: PLR0917  (the parts of a rank)
     real = (writers != reader) & ~(on_device & (last_work[writers] < 0))
     writers, reader, on_device = writers[real], reader[real], on_device[real]
     source = np.where(
-        last_work[writers] >= 0, _take_or_default(work_node, last_work[writers]), segment_node[host.last[writers]]
+        last_work[writers] >= 0,
+        _take_or_default(work_node, last_work[writers]),
+        segment_node[host.last[writers]],
     )
-    done = np.where(last_work[writers] >= 0, _take_or_default(work.end, last_work[writers]), tree.end[writers])
+    done = np.where(
+        last_work[writers] >= 0, _take_or_default(work.end, last_work[writers]), tree.end[writers]
+    )
     to_work = on_device & (first_work[reader] >= 0)
-    target = np.where(to_work, _take_or_default(work_node, first_work[reader]), segment_node[host.first[reader]])
+    target = np.where(
+        to_work, _take_or_default(work_node, first_work[reader]), segment_node[host.first[reader]]
+    )
     begun = np.where(to_work, _take_or_default(work.start, first_work[reader]), tree.start[reader])
     in_order = (done <= begun) & ~(on_device & ~to_work)
     late = int(((done > begun) & ~(on_device & ~to_work)).sum())
@@ -130,15 +142,28 @@ def _list_tensor_uses(host_op: Ints, acts: Bools, ops: pl.DataFrame) -> pl.DataF
     )
     read = _parse_tensors(op_fields, "inputs", "input_types")
     outputs = _parse_tensors(op_fields, "outputs", "output_types")
-    # outputs in the storage of an input are views, unless the op says that it changes what it was given
+    # outputs in the storage of an input are views, unless the op says that it changes what it was
+    # given
     input_storages = read.select("id", "storage", pl.lit(value=True).alias("given")).unique()
     changes = op_fields.select(
         "id",
-        (pl.col("schema").str.contains("!", literal=True) | pl.col("talks") | pl.col("underscored")).alias("changes"),
+        (
+            pl.col("schema").str.contains("!", literal=True)
+            | pl.col("talks")
+            | pl.col("underscored")
+        ).alias("changes"),
     )
-    outputs = outputs.join(input_storages, on=["id", "storage"], how="left").join(changes, on="id", how="left")
-    written = outputs.filter(pl.col("given").is_null() | pl.col("changes")).select("id", "storage", "on_device")
-    silent = changes.filter("changes").join(outputs.select("id").unique(), on="id", how="anti").select("id")
+    outputs = outputs.join(input_storages, on=["id", "storage"], how="left").join(
+        changes, on="id", how="left"
+    )
+    written = outputs.filter(pl.col("given").is_null() | pl.col("changes")).select(
+        "id", "storage", "on_device"
+    )
+    silent = (
+        changes.filter("changes")
+        .join(outputs.select("id").unique(), on="id", how="anti")
+        .select("id")
+    )
     changed = read.join(silent, on="id", how="semi").select("id", "storage", "on_device")
     table = pl.concat(
         [
@@ -147,7 +172,9 @@ def _list_tensor_uses(host_op: Ints, acts: Bools, ops: pl.DataFrame) -> pl.DataF
             changed.with_columns(pl.lit(value=True).alias("write")),
         ]
     ).unique(maintain_order=True)
-    return table.join(placed, on="id", how="inner").select("position", "storage", "on_device", "write")
+    return table.join(placed, on="id", how="inner").select(
+        "position", "storage", "on_device", "write"
+    )
 
 
 def _parse_tensors(op_fields: pl.DataFrame, values: str, types: str) -> pl.DataFrame:
@@ -169,21 +196,28 @@ def _parse_tensors(op_fields: pl.DataFrame, values: str, types: str) -> pl.DataF
     )
 
 
-def forward_backward_edges(edges: Edges, trace: Trace, tree: HostTree, host: Segments, segment_node: Ints) -> None:
+def forward_backward_edges(
+    edges: Edges, trace: Trace, tree: HostTree, host: Segments, segment_node: Ints
+) -> None:
     """From the end of each forward op to the start of its backward op.
 
-    Arrows of the file come first. Else ops are joined by process and sequence number, which counts within one forward
+    Arrows of the file come first. Else ops are joined by process and sequence number, which counts
+    within one forward
     thread: only where a process has one such thread is it known which is meant. Several ops can have one number, since
-    it is read when an op begins: of forward ops the last to begin made the node, of backward ops the outermost stands
-    for it.
+    it is read when an op begins: of forward ops the last to begin made the node, of backward ops
+    the outermost stands for it.
     """
     columns = trace.events[["process", "sequence", "forward_thread", "category", "lane"]]
     numbered = columns.hstack([pl.Series("position", tree.position)]).filter(
         (pl.col("sequence") >= 0) & (pl.col("category") == cat.OP) & (pl.col("position") >= 0)
     )
-    is_forward, is_backward = pl.col("forward_thread").fill_null(0) == 0, pl.col("forward_thread") > 0
+    is_forward, is_backward = (
+        pl.col("forward_thread").fill_null(0) == 0,
+        pl.col("forward_thread") > 0,
+    )
     threads = numbered.group_by("process").agg(
-        pl.col("lane").filter(is_forward).n_unique(), pl.col("forward_thread").filter(is_backward).n_unique()
+        pl.col("lane").filter(is_forward).n_unique(),
+        pl.col("forward_thread").filter(is_backward).n_unique(),
     )
     backward = numbered.filter(is_backward)
     if (threads["lane"] > 1).any() or (threads["forward_thread"] > 1).any():
@@ -191,14 +225,20 @@ def forward_backward_edges(edges: Edges, trace: Trace, tree: HostTree, host: Seg
     in_backward = np.zeros(tree.row.size, dtype=np.bool_)
     in_backward[backward["position"].to_numpy()] = True
     outermost = find_nearest_ancestor(tree.parent, in_backward) < 0
-    forward = numbered.filter(is_forward).group_by("process", "sequence").agg(forward=pl.col("position").max())
+    forward = (
+        numbered.filter(is_forward)
+        .group_by("process", "sequence")
+        .agg(forward=pl.col("position").max())
+    )
     matched = (
         backward[np.flatnonzero(outermost[backward["position"].to_numpy()])]
         .join(forward, on=["process", "sequence"], how="inner")
         .sort("position")
     )
     arrows = trace.flows.filter(
-        pl.col("kind") == "forward-backward", pl.col("source").is_not_null(), pl.col("target").is_not_null()
+        pl.col("kind") == "forward-backward",
+        pl.col("source").is_not_null(),
+        pl.col("target").is_not_null(),
     )
     source, target = (tree.position[arrows[name].to_numpy()] for name in ("source", "target"))
     has_both = (source >= 0) & (target >= 0)
@@ -213,6 +253,10 @@ def forward_backward_edges(edges: Edges, trace: Trace, tree: HostTree, host: Seg
     possible = tree.end[source] <= tree.start[target]
     source, target = source[possible], target[possible]
     edges.add(
-        "forward-backward", evidence[possible], segment_node[host.last[source]], segment_node[host.first[target]],
-        from_end=True, to_end=False,
-    )  # fmt: skip
+        "forward-backward",
+        evidence[possible],
+        segment_node[host.last[source]],
+        segment_node[host.first[target]],
+        from_end=True,
+        to_end=False,
+    )

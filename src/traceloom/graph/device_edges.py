@@ -1,4 +1,5 @@
-"""What holds GPU work back: its launch, its stream, events of other streams, a full device; and full queues.
+"""What holds GPU work back: its launch, its stream, events of other streams, a full device; and
+full queues.
 
 Every function adds edges of its kind.
 """
@@ -18,21 +19,27 @@ from traceloom.graph.syncs import MISSING_VALUE, SyncRecords, find_last_on_threa
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.trace import Trace
 
-_MIN_LONG_CALL_NS = 50_000  # a call this long did more than submit: it loaded code, or waited for room in the queue
+_MIN_LONG_CALL_NS = (
+    50_000  # a call this long did more than submit: it loaded code, or waited for room in the queue
+)
 _MAX_EARLY_START_NS = 10_000  # its work can start this long before it returns
 _CLOCK_TOLERANCE_NS = 2_000  # streams of one device agree about time this well
 
 _MIN_QUEUE_DEPTH = 900  # launches that are pending when a queue is full (about 1,022 on CUDA)
 _MIN_HELD_UP_NS = 8_000  # a launch that is longer than others of its name by this, and this many times, was held up
 _HELD_UP_FACTOR = 2.5
-_MIN_CONSISTENT_SHARE = 0.95  # of the launches into a deep queue must keep to what it is said to hold
+_MIN_CONSISTENT_SHARE = (
+    0.95  # of the launches into a deep queue must keep to what it is said to hold
+)
 _MAX_RETURN_DELAY_NS = 100_000  # it returns this soon after the work that made room
 
 _MIN_LATE_NS = 100_000  # work that starts this long after all that is known to hold it back waits for something else
 _MAX_START_DELAY_NS = 10_000  # it starts this soon after room was made
 _MAX_TAIL_NS = 20_000  # or this long before the other ends: its last blocks leave room
 _MAX_TAIL_SHARE = 0.03  # or this share of the other's duration
-BEGINNING_SHARE = 0.05  # of the window: who was launched so early can be behind what was launched before
+BEGINNING_SHARE = (
+    0.05  # of the window: who was launched so early can be behind what was launched before
+)
 MIN_NOTICED_SHARE = 0.01  # of the window: time that nothing recorded explains is worth a word
 
 
@@ -47,9 +54,9 @@ def add_launch_edges(  # noqa: PLR0917  (both ends of the edges)
 ) -> None:
     """From each launch to the start of each work that it submitted.
 
-    The work can begin before the call returns, so the call's start is what holds it back; but not where a call was
-    long and its work began when it returned. One graph launch submits all the kernels of its graph. Where calls are not
-    recorded, the op that the file names stands for them.
+    The work can begin before the call returns, so the call's start is what holds it back; but not
+    where a call was long and its work began when it returned. One graph launch submits all the
+    kernels of its graph. Where calls are not recorded, the op that the file names stands for them.
 
     Args:
         edges: Where to add.
@@ -68,23 +75,33 @@ def add_launch_edges(  # noqa: PLR0917  (both ends of the edges)
         & ~awaited[call]
     )
     edges.add(
-        "launch", np.where(work.correlated[has_call], "correlated", "measured"),
-        segment_node[np.where(submits_last, host.last[call], host.first[call])], work_node[has_call],
-        from_end=submits_last, to_end=False, firm=True,
-    )  # fmt: skip
+        "launch",
+        np.where(work.correlated[has_call], "correlated", "measured"),
+        segment_node[np.where(submits_last, host.last[call], host.first[call])],
+        work_node[has_call],
+        from_end=submits_last,
+        to_end=False,
+        firm=True,
+    )
     has_op = work.op >= 0
     edges.add(
-        "launch", "correlated", segment_node[host.first[work.op[has_op]]], work_node[has_op],
-        from_end=False, to_end=False, firm=True,
-    )  # fmt: skip
+        "launch",
+        "correlated",
+        segment_node[host.first[work.op[has_op]]],
+        work_node[has_op],
+        from_end=False,
+        to_end=False,
+        firm=True,
+    )
 
 
 def add_stream_edges(edges: Edges, work: DeviceWork, work_node: Ints) -> int:
     """Order the work of each stream.
 
-    A work starts after the end of the one before it. Where works of one stream overlap, it starts after the start of
-    the one it overlaps, and after the end of the last one that had ended; and where it ended after that one, that is
-    an order, too: what a programmatic launch lets begin early waits for the end of the work before.
+    A work starts after the end of the one before it. Where works of one stream overlap, it starts
+    after the start of the one it overlaps, and after the end of the last one that had ended; and
+    where it ended after that one, that is an order, too: what a programmatic launch lets begin
+    early waits for the end of the work before.
 
     Returns:
         How many pairs of neighbours overlap.
@@ -96,35 +113,58 @@ def add_stream_edges(edges: Edges, work: DeviceWork, work_node: Ints) -> int:
     _, bounds = work.lanes()
     for low, high in pairwise(bounds.tolist()):
         sets = work.end[low:high] >= np.maximum.accumulate(work.end[low:high])
-        longest[low + 1 : high] = np.maximum.accumulate(np.where(sets, np.arange(low, high), -1))[:-1]
+        longest[low + 1 : high] = np.maximum.accumulate(np.where(sets, np.arange(low, high), -1))[
+            :-1
+        ]
     follows = before >= 0
     follows[follows] = work.lane[before[follows]] == work.lane[follows]
     rows = np.flatnonzero(follows)
     previous, reaching = before[rows], longest[rows]
-    ended = work.end[reaching] <= work.start[rows]  # of one that has not, its neighbours' starts tell
+    ended = (
+        work.end[reaching] <= work.start[rows]
+    )  # of one that has not, its neighbours' starts tell
     pairs = np.concatenate([previous, reaching[ended]])
     target = np.concatenate([rows, rows[ended]])
     done = work.end[pairs] <= work.start[target]
-    edges.add("stream", "measured", work_node[pairs], work_node[target], from_end=done, to_end=False, firm=True)
+    edges.add(
+        "stream",
+        "measured",
+        work_node[pairs],
+        work_node[target],
+        from_end=done,
+        to_end=False,
+        firm=True,
+    )
     overlaps = work.end[previous] > work.start[rows]
     later = np.flatnonzero(overlaps & (work.end[previous] <= work.end[rows]))
     edges.add(
-        "stream", "inferred", work_node[previous[later]], work_node[rows[later]], from_end=True, to_end=True, firm=True
+        "stream",
+        "inferred",
+        work_node[previous[later]],
+        work_node[rows[later]],
+        from_end=True,
+        to_end=True,
+        firm=True,
     )
     return int(overlaps.sum())
 
 
-def wait_edges(edges: Edges, tree: HostTree, times: WorkTimeline, work_node: Ints, records: SyncRecords) -> None:
+def wait_edges(
+    edges: Edges, tree: HostTree, times: WorkTimeline, work_node: Ints, records: SyncRecords
+) -> None:
     """From the work before a recorded event to the first work after the wait for it.
 
-    Where the file does not say which event was awaited, it is inferred: of what other streams had been asked to do
-    when the event was recorded, the work that ends last before the waiting work starts.
+    Where the file does not say which event was awaited, it is inferred: of what other streams had
+    been asked to do when the event was recorded, the work that ends last before the waiting work
+    starts.
     """
     if not work_node.size:
         return
     recorded = records.of("Stream Wait Event")
     complete = (
-        (recorded.lane != MISSING_VALUE) & (recorded.awaited != MISSING_VALUE) & (recorded.recorded != MISSING_VALUE)
+        (recorded.lane != MISSING_VALUE)
+        & (recorded.awaited != MISSING_VALUE)
+        & (recorded.recorded != MISSING_VALUE)
     )
     source = times.launched_before(recorded.awaited[complete], recorded.recorded[complete])
     target = times.launches_on_after(recorded.lane[complete], tree.start[recorded.call[complete]])
@@ -139,15 +179,20 @@ def wait_edges(edges: Edges, tree: HostTree, times: WorkTimeline, work_node: Int
         # only pairs whose source had ended when the target started
         possible = times.work.end[before] <= times.work.start[after] + _CLOCK_TOLERANCE_NS
         edges.add(
-            "wait", evidence, work_node[before[possible]], work_node[after[possible]], from_end=True, to_end=False
+            "wait",
+            evidence,
+            work_node[before[possible]],
+            work_node[after[possible]],
+            from_end=True,
+            to_end=False,
         )
 
 
 def _infer_stream_waits(tree: HostTree, times: WorkTimeline, waits: Ints) -> tuple[Ints, Ints]:
     """One source per wait: with k waits before a work, the k streams whose fitting work ends last.
 
-    The stream that waits is the one that the thread submits to next; what waits is what anybody submits to it next, as
-    the backward pass does on a thread of its own.
+    The stream that waits is the one that the thread submits to next; what waits is what anybody
+    submits to it next, as the backward pass does on a thread of its own.
     """
     own_lane = times.thread_launches_after(tree.lane[waits], tree.start[waits])
     target = times.launches_on_after(
@@ -177,13 +222,16 @@ def _infer_stream_waits(tree: HostTree, times: WorkTimeline, waits: Ints) -> tup
     end_ns = np.where(candidates >= 0, times.work.end[candidates], np.iinfo(np.int64).min // 2)
     order = np.argsort(-end_ns, axis=0, kind="stable")
     rank = np.empty_like(order)
-    np.put_along_axis(rank, order, np.arange(times.lanes.size)[:, None] * np.ones_like(order), axis=0)
+    np.put_along_axis(
+        rank, order, np.arange(times.lanes.size)[:, None] * np.ones_like(order), axis=0
+    )
     stream, column = np.nonzero((candidates >= 0) & (rank < count[None, :]))
     return candidates[stream, column], target[column]
 
 
 def add_command_waits(edges: Edges, trace: Trace, work: DeviceWork, work_node: Ints) -> Ints:
-    """Commands that hold their stream until an event of another stream: from the last event recorded before they end.
+    """Commands that hold their stream until an event of another stream: from the last event
+    recorded before they end.
 
     Returns:
         Numbers of the commands that wait.
@@ -192,26 +240,49 @@ def add_command_waits(edges: Edges, trace: Trace, work: DeviceWork, work_node: I
     if not row.size:
         return row
     names = trace.events["name"].gather(work.row[row])
-    waits, records = row[(names == "event_wait").to_numpy()], row[(names == "event_record").to_numpy()]
+    waits, records = (
+        row[(names == "event_wait").to_numpy()],
+        row[(names == "event_record").to_numpy()],
+    )
     records = records[np.argsort(work.end[records], kind="stable")]
     best = np.full(waits.size, -1, dtype=np.int64)
     for lane in np.unique(work.lane[records]).tolist():
         lane_records = records[work.lane[records] == lane]
-        index = np.searchsorted(work.end[lane_records], work.end[waits] + _CLOCK_TOLERANCE_NS, side="right") - 1
-        candidate = np.where((index >= 0) & (work.lane[waits] != lane), lane_records[np.maximum(index, 0)], -1)
-        best = np.where((candidate >= 0) & ((best < 0) | (work.end[candidate] > work.end[best])), candidate, best)
+        index = (
+            np.searchsorted(
+                work.end[lane_records], work.end[waits] + _CLOCK_TOLERANCE_NS, side="right"
+            )
+            - 1
+        )
+        candidate = np.where(
+            (index >= 0) & (work.lane[waits] != lane), lane_records[np.maximum(index, 0)], -1
+        )
+        best = np.where(
+            (candidate >= 0) & ((best < 0) | (work.end[candidate] > work.end[best])),
+            candidate,
+            best,
+        )
     is_delayed = (best >= 0) & (work.end[best] > work.start[waits])
-    edges.add("wait", "inferred", work_node[best[is_delayed]], work_node[waits[is_delayed]], from_end=True, to_end=True)
+    edges.add(
+        "wait",
+        "inferred",
+        work_node[best[is_delayed]],
+        work_node[waits[is_delayed]],
+        from_end=True,
+        to_end=True,
+    )
     delayed: Ints = waits[is_delayed]
     return delayed
 
 
-def add_queue_edges(edges: Edges, tree: HostTree, work: DeviceWork, last_node: Ints, work_node: Ints) -> int:
+def add_queue_edges(
+    edges: Edges, tree: HostTree, work: DeviceWork, last_node: Ints, work_node: Ints
+) -> int:
     """From the end of the work that makes room to the end of the launch that needs it.
 
-    How much a queue holds is taken from the launches that were held up. Where none was, it is not known, and there
-    are no edges. Launches that found room wait for the work which, by that count, made it, as long as the launches
-    keep to that count.
+    How much a queue holds is taken from the launches that were held up. Where none was, it is not
+    known, and there are no edges. Launches that found room wait for the work which, by that count,
+    made it, as long as the launches keep to that count.
 
     Args:
         edges: Where to add.
@@ -242,7 +313,8 @@ def add_queue_edges(edges: Edges, tree: HostTree, work: DeviceWork, last_node: I
         deep = pending >= _MIN_QUEUE_DEPTH
         if not deep.any():
             continue
-        # of each launch the median duration of those of its name that found room; 0 for names without any
+        # of each launch the median duration of those of its name that found room; 0 for names
+        # without any
         sample = np.arange(launch.size) if deep.all() else np.flatnonzero(~deep)
         code = tree.word[launch]
         sample = sample[np.lexsort((span[sample], code[sample]))]
@@ -251,7 +323,9 @@ def add_queue_edges(edges: Edges, tree: HostTree, work: DeviceWork, last_node: I
         for start, end in pairwise(names.tolist()):
             medians[code[sample[start]]] = span[sample[(start + end) // 2]]
         typical = medians[code]
-        is_held_up = deep & (span >= np.maximum(typical + _MIN_HELD_UP_NS, _HELD_UP_FACTOR * typical))
+        is_held_up = deep & (
+            span >= np.maximum(typical + _MIN_HELD_UP_NS, _HELD_UP_FACTOR * typical)
+        )
         is_held_up &= (returned - freed <= _MAX_RETURN_DELAY_NS) & (freed > tree.start[launch])
         if not is_held_up.any():
             continue
@@ -263,7 +337,14 @@ def add_queue_edges(edges: Edges, tree: HostTree, work: DeviceWork, last_node: I
         valid = (maker >= 0) & (is_held_up | is_consistent)
         maker = np.where(valid, end_order[np.maximum(maker, 0)], 0)
         valid &= work.end[maker] <= returned + _CLOCK_TOLERANCE_NS
-        edges.add("queue", "inferred", work_node[maker[valid]], last_node[launch[valid]], from_end=True, to_end=True)
+        edges.add(
+            "queue",
+            "inferred",
+            work_node[maker[valid]],
+            last_node[launch[valid]],
+            from_end=True,
+            to_end=True,
+        )
     return held_up
 
 
@@ -285,8 +366,11 @@ class LateWork(NamedTuple):
     before_ns: Ints
 
 
-def add_occupancy_edges(edges: Edges, work: DeviceWork, kernel: Bools, work_node: Ints, times: Ints) -> LateWork:
-    """From the end of long work of one stream to the start of work of another that had been ready for long.
+def add_occupancy_edges(
+    edges: Edges, work: DeviceWork, kernel: Bools, work_node: Ints, times: Ints
+) -> LateWork:
+    """From the end of long work of one stream to the start of work of another that had been ready
+    for long.
 
     Kernels wait for kernels, copies for copies.
 
@@ -302,7 +386,8 @@ def add_occupancy_edges(edges: Edges, work: DeviceWork, kernel: Bools, work_node
     """
     lanes, bounds = work.lanes()
     begun = times[2 * work_node]
-    # of each point the latest time of what holds it back; the earliest time there is where nothing does
+    # of each point the latest time of what holds it back; the earliest time there is where nothing
+    # does
     held_until = np.full(times.size, times.min(initial=0))
     for source, target in zip(edges.source, edges.target, strict=True):
         np.maximum.at(held_until, target, times[source])
@@ -317,8 +402,16 @@ def add_occupancy_edges(edges: Edges, work: DeviceWork, kernel: Bools, work_node
         other = end_order[np.minimum(index, end_order.size - 1)]
         length = work.end[other] - work.start[other]
         before = work.end[other] - start
-        fits = (index < end_order.size) & (work.lane[late] != lane) & (work.device[other] == work.device[late])
-        fits &= (kernel[other] == kernel[late]) & (work.start[other] < start) & (work.end[other] > ready[late])
+        fits = (
+            (index < end_order.size)
+            & (work.lane[late] != lane)
+            & (work.device[other] == work.device[late])
+        )
+        fits &= (
+            (kernel[other] == kernel[late])
+            & (work.start[other] < start)
+            & (work.end[other] > ready[late])
+        )
         fits &= before <= np.maximum(_MAX_TAIL_NS, _MAX_TAIL_SHARE * length)
         better = fits & (np.abs(before) < distance)
         best, distance = np.where(better, other, best), np.where(better, np.abs(before), distance)
@@ -332,11 +425,13 @@ def add_occupancy_edges(edges: Edges, work: DeviceWork, kernel: Bools, work_node
         to_end=False,
     )
     unexplained = late[~is_explained]
-    # First of its stream, launched at the window's beginning, and ready while its device did nothing that is recorded:
-    # the device was busy with what had been launched before.
+    # First of its stream, launched at the window's beginning, and ready while its device did
+    # nothing that is recorded: the device was busy with what had been launched before.
     first, last = int(times.min(initial=0)), int(times.max(initial=0))
     launched_ns = work.asked[unexplained] - work.start[unexplained] + begun[unexplained]
-    early = np.isin(unexplained, bounds[:-1]) & (launched_ns - first <= BEGINNING_SHARE * (last - first))
+    early = np.isin(unexplained, bounds[:-1]) & (
+        launched_ns - first <= BEGINNING_SHARE * (last - first)
+    )
     for device in np.unique(work.device).tolist():
         on_device = work.device == device
         starts, sorted_ends = np.sort(work.start[on_device]), np.sort(work.end[on_device])
@@ -346,6 +441,10 @@ def add_occupancy_edges(edges: Edges, work: DeviceWork, kernel: Bools, work_node
         early &= (work.device[unexplained] != device) | idle
     before, unexplained = unexplained[early], unexplained[~early]
     nothing = np.zeros(before.size, dtype=np.int64)
-    edges.add("origin", "assumed", nothing, work_node[before], from_end=True, to_end=False, firm=True)
+    edges.add(
+        "origin", "assumed", nothing, work_node[before], from_end=True, to_end=False, firm=True
+    )
     waited = work.start - ready
-    return LateWork(int(is_explained.sum()), unexplained, waited[unexplained], before, waited[before])
+    return LateWork(
+        int(is_explained.sum()), unexplained, waited[unexplained], before, waited[before]
+    )

@@ -16,8 +16,12 @@ from traceloom.trace.arrays import extract_column
 from traceloom.trace.trace import Trace
 from traceloom.trace.vocabulary import COMMAND, GPU_WORK, LAUNCHES
 
-BEFORE_WINDOW = np.iinfo(np.int64).min // 4  # time of a launch that was not recorded: before everything
-_MAX_SKEW_NS = 1_000_000  # a work that starts earlier than this before its launch is not of that launch
+BEFORE_WINDOW = (
+    np.iinfo(np.int64).min // 4
+)  # time of a launch that was not recorded: before everything
+_MAX_SKEW_NS = (
+    1_000_000  # a work that starts earlier than this before its launch is not of that launch
+)
 
 
 class DeviceWork(Struct, frozen=True):
@@ -66,7 +70,17 @@ LAUNCHED_BY_OP = len(ORPHANS)
 
 def collect_device_work(trace: Trace, tree: HostTree) -> DeviceWork:
     """The GPU work of a trace with its launches: by correlation, else by arrow."""
-    columns = ["event", "lane", "device", "start_ns", "duration_ns", "launch", "correlation", "category", "op"]
+    columns = [
+        "event",
+        "lane",
+        "device",
+        "start_ns",
+        "duration_ns",
+        "launch",
+        "correlation",
+        "category",
+        "op",
+    ]
     work = trace.events[columns].filter(pl.col("category").is_in([*GPU_WORK, COMMAND]))
     row = work["event"].to_numpy().astype(np.int64)
     start = work["start_ns"].to_numpy()
@@ -76,7 +90,9 @@ def collect_device_work(trace: Trace, tree: HostTree) -> DeviceWork:
         extract_column(work, name, absent=-1, large=False) for name in ("launch", "op", "device")
     )
     if command.any():
-        calls = trace.events.filter(pl.col("category").is_in(LAUNCHES), pl.col("correlation").is_not_null())
+        calls = trace.events.filter(
+            pl.col("category").is_in(LAUNCHES), pl.col("correlation").is_not_null()
+        )
         numbers = work["correlation"].fill_null(NULL).to_numpy()
         correlated_rows = find_first_rows(
             calls["correlation"].to_numpy(), calls["event"].cast(pl.Int64).to_numpy(), numbers
@@ -89,7 +105,11 @@ def collect_device_work(trace: Trace, tree: HostTree) -> DeviceWork:
     arrow_from = np.full(trace.events.height + 1, -1, dtype=np.int64)
     arrow_from[arrows["target"].to_numpy()] = arrows["source"].to_numpy()
     launch = np.where(correlated, launch, arrow_from[row])
-    call = np.where(launch >= 0, tree.position[launch], -1) if tree.position.size else np.full(row.size, -1)
+    call = (
+        np.where(launch >= 0, tree.position[launch], -1)
+        if tree.position.size
+        else np.full(row.size, -1)
+    )
     has_call = call >= 0
     called = np.full(row.size, BEFORE_WINDOW, dtype=np.int64)
     called[has_call] = tree.start[call[has_call]]
@@ -106,7 +126,11 @@ def collect_device_work(trace: Trace, tree: HostTree) -> DeviceWork:
     orphans[lost & ~unnumbered & (start <= earliest[lane])] = 0
     orphans[wrong] = 3
     # the op that the file names for a work without a call, where it began before the work
-    op = np.where(lost & (named_op >= 0), tree.position[named_op], -1) if tree.position.size else np.full(row.size, -1)
+    op = (
+        np.where(lost & (named_op >= 0), tree.position[named_op], -1)
+        if tree.position.size
+        else np.full(row.size, -1)
+    )
     later = op >= 0
     later[later] = tree.start[op[later]] > start[later]
     op[later] = -1
@@ -128,7 +152,9 @@ def collect_device_work(trace: Trace, tree: HostTree) -> DeviceWork:
 
 
 class WorkTimeline:
-    """GPU work sorted for questions of "before when"; every answer is a number of a work, or -1 for none."""
+    """GPU work sorted for questions of "before when"; every answer is a number of a work, or -1 for
+    none.
+    """
 
     def __init__(self, work: DeviceWork, tree: HostTree) -> None:
         self.work = work
@@ -138,14 +164,22 @@ class WorkTimeline:
         submitted = np.flatnonzero(work.call >= 0)
         thread = tree.lane[work.call[submitted]]
         order = np.lexsort((work.start[submitted], work.asked[submitted], thread))
-        self._submitted, self._thread, self._asked = submitted[order], thread[order], work.asked[submitted][order]
+        self._submitted, self._thread, self._asked = (
+            submitted[order],
+            thread[order],
+            work.asked[submitted][order],
+        )
 
     def launched_before(self, lane: Ints, time: Ints) -> Ints:
-        """Of the work of a stream that was launched before a time, the one that ends last; shapes as given."""
+        """Of the work of a stream that was launched before a time, the one that ends last; shapes
+        as given.
+        """
         return self._asked_streams("launched_before", lane, time)
 
     def ended_by(self, lane: Ints, time: Ints) -> Ints:
-        """Of the work of a stream that had ended by a time, the one that ends last; shapes as given."""
+        """Of the work of a stream that had ended by a time, the one that ends last; shapes as
+        given.
+        """
         return self._asked_streams("ended_by", lane, time)
 
     def launches_on_after(self, lane: Ints, time: Ints) -> Ints:
@@ -194,7 +228,9 @@ class WorkTimeline:
 
 
 class _StreamWork:
-    """One stream's work: what of it ends last among all that was launched, or had ended, before a time."""
+    """One stream's work: what of it ends last among all that was launched, or had ended, before a
+    time.
+    """
 
     def __init__(self, work: DeviceWork, low: int, high: int) -> None:
         launched, end = work.asked[low:high], work.end[low:high]
@@ -214,7 +250,9 @@ class _StreamWork:
 
     def launched_after(self, time: Ints) -> Ints:
         count = np.searchsorted(self.asked, time, side="left")
-        return np.where(count < self.asked.size, self.by_asked[np.minimum(count, self.asked.size - 1)], -1)
+        return np.where(
+            count < self.asked.size, self.by_asked[np.minimum(count, self.asked.size - 1)], -1
+        )
 
     def ended_by(self, time: Ints) -> Ints:
         count = np.searchsorted(self.ends, time, side="right")

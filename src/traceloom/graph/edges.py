@@ -10,18 +10,27 @@ from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from traceloom.errors import InvariantError
-from traceloom.graph.graph import EDGE_KINDS, EVIDENCE, GRAPH_SCHEMAS, EdgeKind, Evidence, sort_topologically
+from traceloom.graph.graph import (
+    EDGE_KINDS,
+    EVIDENCE,
+    GRAPH_SCHEMAS,
+    EdgeKind,
+    Evidence,
+    sort_topologically,
+)
 from traceloom.trace.array_types import Bools, Ints
 
-_MAX_PACKED_POINTS = 1 << 29  # points below which both ends and the kind of an edge fit into 64 bits
+_MAX_PACKED_POINTS = (
+    1 << 29
+)  # points below which both ends and the kind of an edge fit into 64 bits
 
 
 class Edges(Struct):
     """Edges in columns; a node has the points 2 x node (start) and 2 x node + 1 (end).
 
-    *Firm* edges are the order of calls on threads, launches and the order of streams: these lead from hosts to devices
-    and forward on each, so they never close a circle. All others may, where times are coarse or clocks disagree, and
-    are only kept where they fit.
+    *Firm* edges are the order of calls on threads, launches and the order of streams: these lead
+    from hosts to devices and forward on each, so they never close a circle. All others may, where
+    times are coarse or clocks disagree, and are only kept where they fit.
     """
 
     source: list[Ints] = field(default_factory=list)
@@ -31,10 +40,19 @@ class Edges(Struct):
     firm: list[Bools] = field(default_factory=list)
 
     def add(
-        self, kind: str, evidence: str | NDArray[Any], source: Ints, target: Ints, *, from_end: Any, to_end: Any,
+        self,
+        kind: str,
+        evidence: str | NDArray[Any],
+        source: Ints,
+        target: Ints,
+        *,
+        from_end: Any,
+        to_end: Any,
         firm: bool = False,
-    ) -> None:  # fmt: skip
-        """Add edges of one kind; `evidence`, `from_end` and `to_end` are one value, or one per edge."""
+    ) -> None:
+        """Add edges of one kind; `evidence`, `from_end` and `to_end` are one value, or one per
+        edge.
+        """
         count = source.size
         self.source.append(2 * source + np.asarray(from_end, dtype=np.int64))
         self.target.append(2 * target + np.asarray(to_end, dtype=np.int64))
@@ -47,9 +65,11 @@ class Edges(Struct):
         self.firm.append(np.full(count, firm))
 
     def frame(self, times: Ints) -> tuple[pl.DataFrame, pl.DataFrame]:
-        """The `edges` frame, sorted by target, and how many edges of each kind did not fit (kind, count).
+        """The `edges` frame, sorted by target, and how many edges of each kind did not fit (kind,
+        count).
 
-        What was added is given up. Whose start nothing holds back is held by the origin, which is node 0.
+        What was added is given up. Whose start nothing holds back is held by the origin, which is
+        node 0.
 
         Args:
             times: Measured time of each point, ns; shape (2 x nodes,).
@@ -64,15 +84,24 @@ class Edges(Struct):
         free = np.flatnonzero(~has_cause[2::2]) + 1
         source = _join_parts([source[retained], np.ones_like(free)], np.int64)
         target = _join_parts([target[retained], 2 * free], np.int64)
-        kind = _join_parts([kind[retained], np.full(free.size, EDGE_KINDS.index("origin"), dtype=np.uint8)], np.uint8)
-        evidence = _join_parts(
-            [evidence[retained], np.full(free.size, EVIDENCE.index("assumed"), dtype=np.uint8)], np.uint8
+        kind = _join_parts(
+            [kind[retained], np.full(free.size, EDGE_KINDS.index("origin"), dtype=np.uint8)],
+            np.uint8,
         )
-        # by target, source and kind; of those that are alike the first, since one between two points is enough
+        evidence = _join_parts(
+            [evidence[retained], np.full(free.size, EVIDENCE.index("assumed"), dtype=np.uint8)],
+            np.uint8,
+        )
+        # by target, source and kind; of those that are alike the first, since one between two
+        # points is enough
         columns: tuple[NDArray[Any], ...] = (target, source, kind)
         if times.size < _MAX_PACKED_POINTS:
             columns = ((target * times.size + source) * len(EDGE_KINDS) + kind,)
-        order: Ints = np.argsort(columns[0], kind="stable") if len(columns) == 1 else np.lexsort(columns[::-1])
+        order: Ints = (
+            np.argsort(columns[0], kind="stable")
+            if len(columns) == 1
+            else np.lexsort(columns[::-1])
+        )
         new = np.ones(order.size, dtype=np.bool_)
         new[1:] = np.any([column[order][1:] != column[order][:-1] for column in columns], axis=0)
         order = order[new]
@@ -85,13 +114,21 @@ class Edges(Struct):
                 "evidence": pl.Series(EVIDENCE, dtype=Evidence)[pl.Series(evidence)],
                 "from_end": source % 2 == 1,
                 "to_end": target % 2 == 1,
-                "delay_ns": np.minimum(times[target] - times[source], 0),  # clocks: some effects precede their causes
+                "delay_ns": np.minimum(
+                    times[target] - times[source], 0
+                ),  # clocks: some effects precede their causes
                 "residual_ns": np.zeros(order.size, dtype=np.int64),
             },
             schema_overrides=GRAPH_SCHEMAS["edges"],
         )
-        refused_rows = [(name, int(count)) for name, count in zip(EDGE_KINDS, refused.tolist(), strict=True) if count]
-        return frame, pl.DataFrame(refused_rows, schema={"kind": pl.String, "count": pl.Int64}, orient="row")
+        refused_rows = [
+            (name, int(count))
+            for name, count in zip(EDGE_KINDS, refused.tolist(), strict=True)
+            if count
+        ]
+        return frame, pl.DataFrame(
+            refused_rows, schema={"kind": pl.String, "count": pl.Int64}, orient="row"
+        )
 
 
 def _join_parts(parts: list[Any], dtype: Any) -> NDArray[Any]:
@@ -102,11 +139,12 @@ def _join_parts(parts: list[Any], dtype: Any) -> NDArray[Any]:
 
 
 def select_acyclic_edges(source: Ints, target: Ints, firm: Bools, times: Ints) -> Bools:
-    """Which edges fit together without a cycle: the firm ones, and what agrees with the order they make.
+    """Which edges fit together without a cycle: the firm ones, and what agrees with the order they
+    make.
 
-    Edges that take no time, or go back in time (a call that returned, by its clock, before what it awaited), are held
-    against the firm ones first. The order that these make, with times moved on where they must be, decides about all
-    others.
+    Edges that take no time, or go back in time (a call that returned, by its clock, before what it
+    awaited), are held against the firm ones first. The order that these make, with times moved on
+    where they must be, decides about all others.
     """
     nodes = times.size // 2
     early = times[target] <= times[source]
@@ -121,7 +159,9 @@ def select_acyclic_edges(source: Ints, target: Ints, firm: Bools, times: Ints) -
             break
         in_cycle = basis & ~firm & stuck[source] & stuck[target]
         if not in_cycle.any():
-            raise InvariantError("the order of calls, launches and streams contradicts itself", slug="broken-cycle")
+            raise InvariantError(
+                "the order of calls, launches and streams contradicts itself", slug="broken-cycle"
+            )
         basis &= ~in_cycle
     position = np.empty(times.size, dtype=np.int64)
     position[order] = np.arange(times.size)
@@ -141,7 +181,9 @@ def select_acyclic_edges(source: Ints, target: Ints, firm: Bools, times: Ints) -
 
 
 def _drop_cycles(nodes: int, source: Ints, target: Ints) -> Bools:
-    """Points that a repeated removal of points without predecessors, then without successors, leaves over."""
+    """Points that a repeated removal of points without predecessors, then without successors,
+    leaves over.
+    """
     starts = np.arange(nodes, dtype=np.int64) * 2
     before, after = np.concatenate([source, starts]), np.concatenate([target, starts + 1])
     remaining = np.ones(2 * nodes, dtype=np.bool_)

@@ -24,11 +24,14 @@ from traceloom.graph.graph import (
 from traceloom.trace.array_types import Bools, Ints
 
 _MAX_PIECES = 256  # pieces of chains in one slice at most: each is lifted above the last, and 64 bits must hold that
-_MAX_SCALAR_LINKS = 24  # with fewer links than this a slice takes longer in array operations than link by link
+_MAX_SCALAR_LINKS = (
+    24  # with fewer links than this a slice takes longer in array operations than link by link
+)
 
 
 class LinkTerms(Struct, frozen=True):
-    """What links ask for, as indices: a link's weight is the delay of an edge plus the work of a node.
+    """What links ask for, as indices: a link's weight is the delay of an edge plus the work of a
+    node.
 
     Attributes:
         edge: Edge of each link; the number of edges where the link has none.
@@ -44,7 +47,8 @@ class LinkTerms(Struct, frozen=True):
 
 
 class LayerSlice(Struct, frozen=True):
-    """Entries that are evaluated together: those of some pieces of chains, which wait for earlier slices only.
+    """Entries that are evaluated together: those of some pieces of chains, which wait for earlier
+    slices only.
 
     Attributes:
         low: First entry.
@@ -66,10 +70,12 @@ class LayerSlice(Struct, frozen=True):
 
 
 class PassLayout(Struct, frozen=True):
-    """The places of a graph (starts of nodes, and ends that wait for something) in the order of evaluation.
+    """The places of a graph (starts of nodes, and ends that wait for something) in the order of
+    evaluation.
 
-    An end that waits for nothing but its node's work is no place: it follows from the start. An entry is a place that
-    begins a chain, or waits for something outside it; all other places follow from the entry before them.
+    An end that waits for nothing but its node's work is no place: it follows from the start. An
+    entry is a place that begins a chain, or waits for something outside it; all other places follow
+    from the entry before them.
 
     Attributes:
         nodes: Number of nodes.
@@ -165,7 +171,9 @@ def build_pass_layout(graph: Graph) -> PassLayout:
     # What waits for nothing is all that layer 0 has of entries.
     roots = int((layer[order][entry] == 0).sum())
     offset = unwrap_array(np.searchsorted(target_entry, np.arange(entry.size + 1, like=source)))
-    piece_number, slices = _cut_into_slices(layer[order][entry], starts_chain, roots, source_entry, offset)
+    piece_number, slices = _cut_into_slices(
+        layer[order][entry], starts_chain, roots, source_entry, offset
+    )
     none = np.append(terms.edge, edges), np.append(terms.node, nodes)
     return PassLayout(
         nodes=nodes,
@@ -189,7 +197,9 @@ def build_pass_layout(graph: Graph) -> PassLayout:
 
 
 def _assign_item_numbers(graph: Graph, waits: Bools) -> tuple[Ints, Ints]:
-    """Number of each start, and of each end that waits (else of its start): by lane, then in the order of time."""
+    """Number of each start, and of each end that waits (else of its start): by lane, then in the
+    order of time.
+    """
     lane = get_column_array(graph, graph.nodes["lane"].cast(int).fill_null(-1))
     start = get_column_array(graph, graph.nodes["start_ns"])
     step = np.diff(lane)
@@ -205,7 +215,9 @@ def _assign_item_numbers(graph: Graph, waits: Bools) -> tuple[Ints, Ints]:
 def _cut_into_slices(
     layer: Ints, starts_chain: Bools, roots: int, source: Ints, offset: Ints
 ) -> tuple[Ints, list[LayerSlice]]:
-    """Cut the entries into slices of one layer and few pieces; and the number of each entry's piece in its slice."""
+    """Cut the entries into slices of one layer and few pieces; and the number of each entry's piece
+    in its slice.
+    """
     piece_number = np.zeros(layer.size, dtype=np.int64, like=layer)
     if roots == layer.size:
         return piece_number, []
@@ -219,9 +231,17 @@ def _cut_into_slices(
     offsets = bounds.tolist()
     return piece_number, [
         LayerSlice(
-            low, high, first, last, source[first:last], offset[low:high] - first, last - first < _MAX_SCALAR_LINKS
+            low,
+            high,
+            first,
+            last,
+            source[first:last],
+            offset[low:high] - first,
+            last - first < _MAX_SCALAR_LINKS,
         )
-        for low, high, first, last in zip(offsets[:-1], offsets[1:], links[:-1], links[1:], strict=True)
+        for low, high, first, last in zip(
+            offsets[:-1], offsets[1:], links[:-1], links[1:], strict=True
+        )
     ]
 
 
@@ -232,7 +252,13 @@ def _merge_small_slices(slices: list[LayerSlice]) -> list[LayerSlice]:
         if part.few and joined and joined[-1].few:
             before = joined[-1]
             joined[-1] = LayerSlice(
-                before.low, part.high, before.first, part.last, before.source, before.offset, few=True
+                before.low,
+                part.high,
+                before.first,
+                part.last,
+                before.source,
+                before.offset,
+                few=True,
             )
         else:
             joined.append(part)
@@ -251,8 +277,9 @@ MAX_DURATION_NS = 2**53  # ns; 256 pieces of a slice this far apart are within i
 class Plan:
     """A graph made ready for many passes.
 
-    The time of a point is the latest of what it waits for: `time(source) + delay` over its edges and, for the end of a
-    node, `time(start) + work`. What waits for nothing keeps its measured time. All times are integers.
+    The time of a point is the latest of what it waits for: `time(source) + delay` over its edges
+    and, for the end of a node, `time(start) + work`. What waits for nothing keeps its measured
+    time. All times are integers.
 
     Args:
         graph: Any graph without a circle, calibrated or not.
@@ -277,39 +304,48 @@ class Plan:
 
     @property
     def constants(self) -> Ints:
-        """The delay that each edge's class has by calibration, whatever the edge itself showed; shape (edges,), ns."""
+        """The delay that each edge's class has by calibration, whatever the edge itself showed;
+        shape (edges,), ns.
+        """
         if self._constants is None:
             self._constants = class_delays(self.graph)
         return self._constants
 
     def evaluate(
-        self, work_ns: ArrayLike | None = None, delay_ns: ArrayLike | None = None, *, residuals: bool = True
+        self,
+        work_ns: ArrayLike | None = None,
+        delay_ns: ArrayLike | None = None,
+        *,
+        residuals: bool = True,
     ) -> Ints:
         """New times of all points.
 
         Shapes: N nodes, E edges, S scenarios.
 
-        Where the next work of a stream starts while one still runs, that is after so much of its work, not after so
-        much time: with other works the delays of these edges are other ones in proportion.
+        Where the next work of a stream starts while one still runs, that is after so much of its
+        work, not after so much time: with other works the delays of these edges are other ones in
+        proportion.
 
         Args:
             work_ns: Work of each node, (N,) or (S, N); as in the graph where not given.
             delay_ns: Delay of each edge without its residual, (E,) or (S, E); `ABSENT` for an edge that shall not hold,
-                as if it were not in the graph. Where not given: with residuals the graph's delays, without residuals
-                the constants of the edges' classes.
+                as if it were not in the graph. Where not given: with residuals the graph's delays,
+                without residuals the constants of the edges' classes.
             residuals: Whether what no known cause explains takes as long as it took. With residuals the times of a
                 calibrated graph are the measured ones to the nanosecond.
 
         Returns:
-            Times in ns, int64, of points 2i (start of node i) and 2i + 1 (its end): (2N,), or (S, 2N) where one of
-            the arguments has scenarios.
+            Times in ns, int64, of points 2i (start of node i) and 2i + 1 (its end): (2N,), or (S,
+            2N) where one of the arguments has scenarios.
 
         Raises:
             UsageError: `wrong-shape`: an argument fits neither the nodes nor the edges.
         """
         nodes, edges = self.graph.nodes, self.graph.edges
         work = (
-            nodes["work_ns"].to_numpy() if work_ns is None else _convert_to_integers(work_ns, nodes.height, "work_ns")
+            nodes["work_ns"].to_numpy()
+            if work_ns is None
+            else _convert_to_integers(work_ns, nodes.height, "work_ns")
         )
         if delay_ns is not None:
             delay = _convert_to_integers(delay_ns, edges.height, "delay_ns")
@@ -326,15 +362,23 @@ class Plan:
         return times[0] if is_single else times
 
     def _times(self, work: Ints, delay: Ints) -> Ints:
-        """Times of all points, (S, 2N), with works and delays as they stand here, (S or 1, N) and (S or 1, E)."""
+        """Times of all points, (S, 2N), with works and delays as they stand here, (S or 1, N) and
+        (S or 1, E).
+        """
         nodes = self.graph.nodes
         scenarios = max(work.shape[0], delay.shape[0])
         times = allocate_matrix(scenarios, 2 * nodes.height, large=self._large)
         # Together they share what each slice costs; apart they stay within the caches.
-        batch_size = _BATCH_SCENARIOS if nodes.height < max(_MAX_SMALL_NODES, _MAX_NODES_PER_SLICE * self.slices) else 1
+        batch_size = (
+            _BATCH_SCENARIOS
+            if nodes.height < max(_MAX_SMALL_NODES, _MAX_NODES_PER_SLICE * self.slices)
+            else 1
+        )
         for low in range(0, scenarios, batch_size):
             rows = slice(low, low + batch_size)
-            work_rows, delay_rows = (part[rows] if part.shape[0] > 1 else part for part in (work, delay))
+            work_rows, delay_rows = (
+                part[rows] if part.shape[0] > 1 else part for part in (work, delay)
+            )
             self._pass(work_rows, delay_rows, times[rows])
         if not delay.size or delay.min() >= _ABSENT_LIMIT:
             return times
@@ -343,11 +387,14 @@ class Plan:
             row_delay = delay[row % len(delay)]
             absent = row_delay < _ABSENT_LIMIT
             edge_count = np.bincount(target[~absent], minlength=times.shape[1])
-            # Where an absent edge was all that held a point, that waits for nothing now: it is evaluated anew.
+            # Where an absent edge was all that held a point, that waits for nothing now: it is
+            # evaluated anew.
             if (edge_count[target[absent & (target % 2 == 0)]] == 0).any():
                 present = np.flatnonzero(~absent)
                 reduced = Plan(replace(self.graph, edges=self.graph.edges[present]))
-                times[row] = reduced._times(work[row % len(work)][np.newaxis], row_delay[np.newaxis, present])[0]
+                times[row] = reduced._times(
+                    work[row % len(work)][np.newaxis], row_delay[np.newaxis, present]
+                )[0]
         return times
 
     def _pass(self, work: Ints, delay: Ints, points: Ints) -> None:
@@ -356,15 +403,17 @@ class Plan:
         work, delay = self._padded(work), self._padded(delay)
         absent = delay < _ABSENT_LIMIT
         delay[absent] = 0
-        # No two times, and no sums along pieces, are further apart than this. As doubles these do not wrap around, and
-        # are exact as far as they are not refused.
-        max_reach = sum(int(np.abs(part).sum(axis=1, dtype=np.float64).max()) for part in (work, delay))
+        # No two times, and no sums along pieces, are further apart than this. As doubles these do
+        # not wrap around, and are exact as far as they are not refused.
+        max_reach = sum(
+            int(np.abs(part).sum(axis=1, dtype=np.float64).max()) for part in (work, delay)
+        )
         max_reach += int(self._roots.max()) - int(self._roots.min()) if self._roots.size else 0
         never = -4 * max_reach - 1  # never the last, as long as something else holds that point
         max_reach -= never * int(absent.sum(axis=1).max())
-        # Along a piece: time = highest of (what holds an entry back - sum of links so far) + sum of links so far. The
-        # term in brackets is the level of an entry. All pieces of a slice are gone through as one, each lifted above
-        # the one before.
+        # Along a piece: time = highest of (what holds an entry back - sum of links so far) + sum of
+        # links so far. The term in brackets is the level of an entry. All pieces of a slice are
+        # gone through as one, each lifted above the one before.
         lift = 2 * max_reach + 1
         if lift > MAX_DURATION_NS:
             raise UsageError("these times add up to more than 100 days", slug="times-too-long")
@@ -425,7 +474,9 @@ class Plan:
         offset = plan.offset[part.low : part.high + 1].tolist()
         chain_starts = plan.begins[part.low : part.high].tolist()
         first = offset[0]
-        for entry, starts_chain, last in zip(range(part.low, part.high), chain_starts, offset[1:], strict=True):
+        for entry, starts_chain, last in zip(
+            range(part.low, part.high), chain_starts, offset[1:], strict=True
+        ):
             best = _MIN_TIME if starts_chain else reached[entry - 1]
             for link in range(first, last):
                 candidate = reached[source[link]] + gained[link]
@@ -439,7 +490,8 @@ def _convert_to_integers(values: ArrayLike, count: int, name: str) -> NDArray[An
     array = np.asarray(values)
     if array.ndim not in {1, 2} or array.shape[-1] != count:
         raise UsageError(
-            f"`{name}` has shape {array.shape}, expected ({count},) or (scenarios, {count})", slug="wrong-shape"
+            f"`{name}` has shape {array.shape}, expected ({count},) or (scenarios, {count})",
+            slug="wrong-shape",
         )
     # Rounded, not cut off: a half of 3 ns is 2 ns as often as 1 ns.
     return array if array.dtype == np.int64 else np.rint(array).astype(np.int64)

@@ -1,10 +1,11 @@
 """Graph: nodes, edges, points in order, schemas, `memo`; `.graph` files.
 
-Times are int64 nanoseconds since the graph's `epoch_ns` on the clock of the job (a rank's clock plus its offset), byte
-counts int64. `node`, `source`, `target` are row numbers of `nodes`; `event` and `op` are rows of the rank's trace.
+Times are int64 nanoseconds since the graph's `epoch_ns` on the clock of the job (a rank's clock
+plus its offset), byte counts int64. `node`, `source`, `target` are row numbers of `nodes`; `event`
+and `op` are rows of the rank's trace.
 
-What is computed from arrays of `traceloom.trace.mapped_arrays` lies in files too, so that a pass over a large graph does not
-take more memory the more ranks it has.
+What is computed from arrays of `traceloom.trace.mapped_arrays` lies in files too, so that a pass
+over a large graph does not take more memory the more ranks it has.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ EDGE_KINDS = (
     "rendezvous",  # into and out of the meeting of a collective's ranks; a send and its receive
     "simulation",  # order added only for a target
 )
-# How an edge is known: the file says so by id or arrow; two records share an id; a rule found it; a convention.
+# How an edge is known: the file says so by id or arrow; two records share an id; a rule found it; a
+# convention.
 EVIDENCE = ("measured", "correlated", "inferred", "assumed")
 
 NodeKind = pl.Enum(list(NODE_KINDS))
@@ -90,38 +92,47 @@ EdgeKind = pl.Enum(list(EDGE_KINDS))
 Evidence = pl.Enum(list(EVIDENCE))
 
 GRAPH_SCHEMAS: dict[str, pl.Schema] = {
-    # `node` is the row number. The category is that of the event it is from; null for think, wait, origin, rendezvous
-    # and arrival. The rank of a rendezvous or an arrival is one of those that meet there; its lane (a row of `lanes`)
-    # is null, as that of an origin. The duration is as measured, >= 0; of it `work_ns` is what it takes when nothing is
-    # awaited, and `residual_ns` what neither the work nor an awaited node explains. `event` and `op` (the innermost
-    # framework op) are rows of the rank's trace, `host_op` the id in the host trace, where linked. The bytes are of
-    # copies, fills and communication (what this rank puts in).
+    # `node` is the row number. The category is that of the event it is from; null for think, wait,
+    # origin, rendezvous and arrival. The rank of a rendezvous or an arrival is one of those that
+    # meet there; its lane (a row of `lanes`) is null, as that of an origin. The duration is as
+    # measured, >= 0; of it `work_ns` is what it takes when nothing is awaited, and `residual_ns`
+    # what neither the work nor an awaited node explains. `event` and `op` (the innermost framework
+    # op) are rows of the rank's trace, `host_op` the id in the host trace, where linked. The bytes
+    # are of copies, fills and communication (what this rank puts in).
     "nodes": build_schema(
         "node kind name category rank lane start_ns duration_ns work_ns residual_ns event op host_op step correlation",
         "bytes",
         {"kind": NodeKind, "category": CategoryType, "op": pl.UInt32, "host_op": pl.Int64},
     ),
-    # `from_end`: it holds from the end of the source, else from its start; `to_end`: it holds back the end of the
-    # target, else its start. The delay is the calibrated one of the edge's class, at most the observed slack, and may
-    # be negative; the residual is more than 0 only on the last satisfied edge into a point.
+    # `from_end`: it holds from the end of the source, else from its start; `to_end`: it holds back
+    # the end of the target, else its start. The delay is the calibrated one of the edge's class, at
+    # most the observed slack, and may be negative; the residual is more than 0 only on the last
+    # satisfied edge into a point.
     "edges": build_schema(
         "source target kind evidence from_end to_end delay_ns residual_ns",
         {"source": Node, "target": Node, "kind": EdgeKind, "evidence": Evidence},
     ),
-    "lanes": build_schema("lane rank kind process thread device stream name", {"kind": pl.Enum(["host", "device"])}),
-    # `instance` is equal for the parts of one operation on all ranks, null where not joined; kind: all_reduce,
-    # all_gather, reduce_scatter, all_to_all, broadcast, send, receive, ...; ranks are the members, ascending, null
-    # where unknown; `peer` is the global rank of the root, source or destination.
+    "lanes": build_schema(
+        "lane rank kind process thread device stream name", {"kind": pl.Enum(["host", "device"])}
+    ),
+    # `instance` is equal for the parts of one operation on all ranks, null where not joined; kind:
+    # all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, receive, ...; ranks are
+    # the members, ascending, null where unknown; `peer` is the global rank of the root, source or
+    # destination.
     "communication": build_schema(
         "node instance kind group group_size ranks sequence element_type in_bytes out_bytes peer tag in_splits",
         "out_splits",
-        {"ranks": pl.List(pl.Int32), "in_splits": pl.List(pl.Int64), "out_splits": pl.List(pl.Int64)},
+        {
+            "ranks": pl.List(pl.Int32),
+            "in_splits": pl.List(pl.Int64),
+            "out_splits": pl.List(pl.Int64),
+        },
     ),
     # kind: HtoD, DtoH, DtoD, PtoP, HtoH, fill, unknown
     "transfers": build_schema("node kind source_memory target_memory"),
     "host_ops": pl.Schema({**build_schema("rank"), **HOST_OPS}),
-    # Traces are paths. The offset is added to this rank's times, 0 where nothing was fitted; the drift is in ns per ns;
-    # the residual is what the fit leaves, null where nothing was fitted.
+    # Traces are paths. The offset is added to this rank's times, 0 where nothing was fitted; the
+    # drift is in ns per ns; the residual is what the fit leaves, null where nothing was fitted.
     "ranks": build_schema(
         "rank host process device_trace host_trace window_start_ns window_end_ns clock_offset_ns clock_drift",
         "clock_residual_ns",
@@ -147,7 +158,8 @@ _MAX_LISTED = 200_000  # runs; a list takes four times the room of an array
 class PointOrder(Struct, frozen=True):
     """Items in runs, and in which order the runs can be gone through.
 
-    A run is a stretch of neighbouring items, each of which waits for the one before it and for nothing else.
+    A run is a stretch of neighbouring items, each of which waits for the one before it and for
+    nothing else.
 
     Attributes:
         run: Number of the run of each item.
@@ -181,7 +193,9 @@ def sort_into_layers(chained: Bools, source: Ints, target: Ints) -> PointOrder |
     waits = _convert_to_sequence(np.bincount(to_run, minlength=count) + follows, use_arrays)
     source_order = np.argsort(from_run, kind="stable")
     reached = _convert_to_sequence(to_run[source_order], use_arrays)
-    bounds = _convert_to_sequence(np.searchsorted(from_run[source_order], np.arange(count + 1)), use_arrays)
+    bounds = _convert_to_sequence(
+        np.searchsorted(from_run[source_order], np.arange(count + 1)), use_arrays
+    )
     next_follows = _convert_to_sequence(np.append(follows[1:], False), use_arrays)
     run_layers = np.zeros(count, dtype=np.int64, like=chained)
     layer = _convert_to_sequence(run_layers, use_arrays)
@@ -220,7 +234,9 @@ def sort_into_layers(chained: Bools, source: Ints, target: Ints) -> PointOrder |
 
 
 def _convert_to_sequence(values: NDArray[Any], use_arrays: bool) -> Any:
-    """The values as a list, or as a view of the array, which is slower but takes no object for each."""
+    """The values as a list, or as a view of the array, which is slower but takes no object for
+    each.
+    """
     return values.data if use_arrays else values.tolist()
 
 
@@ -276,7 +292,8 @@ def describe_cycle(nodes: int, source: Ints, target: Ints) -> InvariantError:
     )
 
 
-# As Chakra distinguishes: the model as written; after compilers changed it; as it was executed on a platform.
+# As Chakra distinguishes: the model as written; after compilers changed it; as it was executed on a
+# platform.
 Stage = Literal["pre-transformed", "post-transformed", "profiled"]
 _NO_EVENT = 2**32 - 1
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -286,8 +303,9 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 class Graph:
     """Nodes and typed edges in columns (see `traceloom.graph.graph`).
 
-    A node has two points, its start and its end; an edge holds one point back until another is reached:
-    `time(target point) >= time(source point) + delay`. A node's end is never before its start plus its work.
+    A node has two points, its start and its end; an edge holds one point back until another is
+    reached: `time(target point) >= time(source point) + delay`. A node's end is never before its
+    start plus its work.
 
     Attributes:
         nodes: What takes time.
@@ -342,12 +360,16 @@ class Graph:
 
     @cached_property
     def events(self) -> Array:
-        """The row of its trace that each node stands for, shape (nodes,); for others more than any row."""
+        """The row of its trace that each node stands for, shape (nodes,); for others more than any
+        row.
+        """
         return self.nodes["event"].fill_null(_NO_EVENT).to_numpy()
 
     @cached_property
     def name_numbers(self) -> Array:
-        """The number of each node's name in `names`, shape (nodes,); as many as there are for nodes without a name."""
+        """The number of each node's name in `names`, shape (nodes,); as many as there are for nodes
+        without a name.
+        """
         numbers = self.nodes["name"].cast(pl.Enum(self.names)).to_physical()
         return numbers.fill_null(self.names.len()).to_numpy()
 
@@ -372,20 +394,23 @@ class Graph:
 
     @property
     def job_ranks(self) -> int:
-        """How many ranks the job has, recorded or not: as many as are stated, or as nodes, groups and peers need."""
+        """How many ranks the job has, recorded or not: as many as are stated, or as nodes, groups
+        and peers need.
+        """
         members = self.communication["ranks"].explode().max()
         highest = (self.nodes["rank"].max(), members, self.communication["peer"].max())
         return max([self.world_size or 1, *(rank + 1 for rank in highest if isinstance(rank, int))])
 
     def save(self, path: str | Path, *, force: bool = False) -> int:
-        """Write the graph as `NAME.graph`; returns the size of the file in bytes. See `traceloom.graph.graph`."""
+        """Write the graph as `NAME.graph`; returns the size of the file in bytes.
 
+        See `traceloom.graph.graph`.
+        """
         return save(self, path, force=force)
 
     @staticmethod
     def load(path: str | Path) -> Graph:
         """Read a graph that was saved. See `traceloom.graph.graph`."""
-
         return load(path)
 
     def __repr__(self) -> str:
@@ -395,8 +420,9 @@ class Graph:
     def check(self) -> None:
         """Raise InvariantError where the graph breaks its own laws.
 
-        Columns are as declared; ids are row numbers; references point to rows; no time is negative; work and residual
-        of a node are within its duration; no edge asks for more than the measured times show; there is no cycle.
+        Columns are as declared; ids are row numbers; references point to rows; no time is negative;
+        work and residual of a node are within its duration; no edge asks for more than the measured
+        times show; there is no cycle.
         """
         self.check_columns()
         wrong = self.nodes.filter(
@@ -406,21 +432,31 @@ class Graph:
             | (pl.col("work_ns") + pl.col("residual_ns") > pl.col("duration_ns"))
         )
         if wrong.height:
-            raise broken("times", f"{wrong.height} nodes have times that cannot be, the first is {wrong['node'][0]}")
+            raise broken(
+                "times",
+                f"{wrong.height} nodes have times that cannot be, the first is {wrong['node'][0]}",
+            )
         source, target = self.points()
         times = self.point_times()
         required = self.edges["delay_ns"].to_numpy() + self.edges["residual_ns"].to_numpy()
         late = times[target] < times[source] + required
         if late.any():
             first = self.edges.row(int(np.flatnonzero(late)[0]), named=True)
-            raise broken("times", f"{int(late.sum())} edges ask for more than was measured, the first is {first}")
+            raise broken(
+                "times",
+                f"{int(late.sum())} edges ask for more than was measured, the first is {first}",
+            )
         sort_topologically(self.nodes.height, source, target)
 
     def check_columns(self) -> None:
-        """The part of `check` that costs little: columns as declared, ids that are row numbers, references to rows."""
+        """The part of `check` that costs little: columns as declared, ids that are row numbers,
+        references to rows.
+        """
         for name, frame in self.frames().items():
             if frame.schema != GRAPH_SCHEMAS[name]:
-                raise broken("columns", f"frame {name} has {frame.schema}, expected {GRAPH_SCHEMAS[name]}")
+                raise broken(
+                    "columns", f"frame {name} has {frame.schema}, expected {GRAPH_SCHEMAS[name]}"
+                )
         for name, column in (("nodes", "node"), ("lanes", "lane")):
             frame = getattr(self, name)
             if not (frame[column].to_numpy() == np.arange(frame.height)).all():
@@ -434,10 +470,15 @@ class Graph:
         ):
             highest = getattr(self, name)[column].max()
             if isinstance(highest, int) and highest >= getattr(self, target).height:
-                raise broken("references", f"`{column}` of {name} points past the last row of {target}")
+                raise broken(
+                    "references", f"`{column}` of {name} points past the last row of {target}"
+                )
 
     def points(self) -> tuple[Ints, Ints]:
-        """Source and target point of each edge: 2 x node for its start, 2 x node + 1 for its end. Read-only."""
+        """Source and target point of each edge: 2 x node for its start, 2 x node + 1 for its end.
+
+        Read-only.
+        """
         return self._points
 
     def point_times(self) -> Ints:
@@ -464,9 +505,7 @@ class Graph:
         return times
 
 
-MIN_LARGE_ELEMENTS = (
-    500_000  # nodes and edges of a graph from which on its arrays lie in files: about twelve ranks of 20 MB
-)
+MIN_LARGE_ELEMENTS = 500_000  # nodes and edges of a graph from which on its arrays lie in files: about twelve ranks of 20 MB
 
 
 def is_large(graph: Graph) -> bool:
@@ -479,7 +518,8 @@ def get_edge_points(graph: Graph) -> tuple[Ints, Ints]:
     if not is_large(graph):
         return graph.points()
     source, target = (
-        get_column_array(graph, graph.edges[node]).astype(np.int64) * 2 + graph.edges[end].to_numpy()
+        get_column_array(graph, graph.edges[node]).astype(np.int64) * 2
+        + graph.edges[end].to_numpy()
         for node, end in (("source", "from_end"), ("target", "to_end"))
     )
     return source, target
@@ -489,15 +529,21 @@ def get_point_times(graph: Graph) -> Ints:
     """The measured time of every point; see `Graph.point_times`."""
     if not is_large(graph):
         return graph.point_times()
-    start, duration = (get_column_array(graph, graph.nodes[name]) for name in ("start_ns", "duration_ns"))
+    start, duration = (
+        get_column_array(graph, graph.nodes[name]) for name in ("start_ns", "duration_ns")
+    )
     times: Ints = mapped_arrays.allocate_array(2 * len(start), np.int64)
     times[0::2], times[1::2] = start, start + duration
     return times
 
 
 def get_column_array(graph: Graph, column: pl.Series) -> Array:
-    """A column of the graph without nulls, kinds as their numbers; what is computed from it lies where it lies."""
-    values: Array = (column.to_physical() if isinstance(column.dtype, pl.Enum) else column).to_numpy()
+    """A column of the graph without nulls, kinds as their numbers; what is computed from it lies
+    where it lies.
+    """
+    values: Array = (
+        column.to_physical() if isinstance(column.dtype, pl.Enum) else column
+    ).to_numpy()
     return values.view(mapped_arrays.MappedArray) if is_large(graph) else values
 
 
@@ -507,10 +553,15 @@ def unwrap_array(values: Array) -> Array:
 
 
 def allocate_matrix(rows: int, columns: int, *, large: bool) -> Ints:
-    """A plain array without values, of which the data lie in a file where it is large. Shape (rows, columns)."""
+    """A plain array without values, of which the data lie in a file where it is large.
+
+    Shape (rows, columns).
+    """
     if not large:
         return np.empty((rows, columns), dtype=np.int64)
-    return unwrap_array(mapped_arrays.allocate_array(rows * columns, np.int64)).reshape(rows, columns)
+    return unwrap_array(mapped_arrays.allocate_array(rows * columns, np.int64)).reshape(
+        rows, columns
+    )
 
 
 GRAPH_SUFFIX = ".graph"
@@ -521,7 +572,16 @@ _FORMAT = ArchiveFormat(
     version=1,
     schemas=GRAPH_SCHEMAS,
     never_null={
-        "nodes": ("node", "kind", "name", "rank", "start_ns", "duration_ns", "work_ns", "residual_ns"),
+        "nodes": (
+            "node",
+            "kind",
+            "name",
+            "rank",
+            "start_ns",
+            "duration_ns",
+            "work_ns",
+            "residual_ns",
+        ),
         "edges": tuple(GRAPH_SCHEMAS["edges"]),
         "lanes": ("lane", "rank", "kind"),
         "communication": ("node",),
@@ -550,7 +610,8 @@ def save(graph: Graph, path: str | Path, *, force: bool = False) -> int:
 
 
 def load(path: str | Path) -> Graph:
-    """Read a graph that `save` wrote. `Graph.check` is not run, but columns, ids and references are right.
+    """Read a graph that `save` wrote. `Graph.check` is not run, but columns, ids and references are
+    right.
 
     Raises:
         InputError: `unreadable`; `not-a-graph`: another kind of file; `graph-damaged`: cut, or not as its header says;
@@ -566,7 +627,9 @@ def _build_graph(header: dict[str, Any], frames: dict[str, pl.DataFrame]) -> Gra
     if not (world is None or isinstance(world, int)) or not isinstance(epoch, int):
         raise TypeError("its header has no whole numbers where they belong")
     notices = msgspec.convert(header["notices"], tuple[Notice, ...])
-    graph = Graph(**frames, name=str(name), epoch_ns=epoch, world_size=world, stage=stage, notices=notices)
+    graph = Graph(
+        **frames, name=str(name), epoch_ns=epoch, world_size=world, stage=stage, notices=notices
+    )
     graph.check_columns()
     return graph
 
@@ -577,8 +640,8 @@ T = TypeVar("T")
 class LastGraphCache(Generic[T]):
     """A value of one graph, by the identity of its nodes and edges, whatever else is said of it.
 
-    Forgotten with them, and when another graph's value is put. Several steps of one analysis need it, and nobody may
-    change it.
+    Forgotten with them, and when another graph's value is put. Several steps of one analysis need
+    it, and nobody may change it.
     """
 
     def __init__(self) -> None:
@@ -587,11 +650,19 @@ class LastGraphCache(Generic[T]):
     def of(self, graph: Graph) -> T | None:
         """The value of this graph; None where it is not there."""
         cached = self._kept
-        return cached[2] if cached and cached[0]() is graph.nodes and cached[1]() is graph.edges else None
+        return (
+            cached[2]
+            if cached and cached[0]() is graph.nodes and cached[1]() is graph.edges
+            else None
+        )
 
     def put(self, graph: Graph, value: T) -> T:
         """Remember the value of a graph, and give it back."""
-        self._kept = weakref.ref(graph.nodes, self._forget), weakref.ref(graph.edges, self._forget), value
+        self._kept = (
+            weakref.ref(graph.nodes, self._forget),
+            weakref.ref(graph.edges, self._forget),
+            value,
+        )
         return value
 
     def _forget(self, reference: weakref.ref[pl.DataFrame]) -> None:

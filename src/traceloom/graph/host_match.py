@@ -69,7 +69,8 @@ class Matching:
         iterations: How many iterations of the device trace the host trace fits; 1 where ids say which one it is.
         threads: Thread of the host trace, lane of the device trace, `ops` of the thread, how many of them `matched`.
         carried: Where a host trace of another step than those of the device trace was carried over to these by the
-            order of names: how many of the device trace's ops that gave a host op, and how many stay without.
+            order of names: how many of the device trace's ops that gave a host op, and how many
+            stay without.
         notices: What must be known about the host trace and the join.
         rank: The rank of the device trace.
     """
@@ -100,21 +101,28 @@ class Matching:
         return int(self.outcome.cast(pl.String).str.starts_with("matched").sum())
 
     def coverage(self) -> pl.DataFrame:
-        """How many host ops were joined how, and why the others were not: columns as the graph's `coverage`."""
+        """How many host ops were joined how, and why the others were not: columns as the graph's
+        `coverage`.
+        """
         counts = dict(self.outcome.value_counts().iter_rows())
-        rows = [("host-ops", outcome, counts[outcome]) for outcome in OUTCOMES if counts.get(outcome)]
+        rows = [
+            ("host-ops", outcome, counts[outcome]) for outcome in OUTCOMES if counts.get(outcome)
+        ]
         if self.carried is not None:
             matched, without = self.carried
             rows.append(("timed-ops", "matched: names in the order of the graph step", matched))
             rows += [("timed-ops", "unmatched: not in the graph step", without)] if without else []
         frame = pl.DataFrame(rows, schema=["subject", "outcome", "count"], orient="row")
         return frame.with_columns(
-            pl.lit(self.rank or 0, dtype=pl.Int32).alias("rank"), pl.lit(None, dtype=pl.Int64).alias("time_ns")
+            pl.lit(self.rank or 0, dtype=pl.Int32).alias("rank"),
+            pl.lit(None, dtype=pl.Int64).alias("time_ns"),
         ).select(pl.col(name).cast(kind) for name, kind in GRAPH_SCHEMAS["coverage"].items())
 
     def with_notices(self, *notices: Notice) -> Matching:
         """The same with more to be known."""
-        return replace(self, notices=(*self.notices, *(notice.of_rank(self.rank) for notice in notices)))
+        return replace(
+            self, notices=(*self.notices, *(notice.of_rank(self.rank) for notice in notices))
+        )
 
 
 def explain_non_ops(host: HostTrace) -> pl.Series:
@@ -122,7 +130,11 @@ def explain_non_ops(host: HostTrace) -> pl.Series:
     group_list = host.ops["name"] == GROUP_LIST
     return (
         pl.select(
-            pl.when(host.roots()).then(pl.lit(ROOT)).when(group_list).then(pl.lit(GROUP_LIST_NODE)).otherwise(None)
+            pl.when(host.roots())
+            .then(pl.lit(ROOT))
+            .when(group_list)
+            .then(pl.lit(GROUP_LIST_NODE))
+            .otherwise(None)
         )
         .to_series()
         .cast(Outcome)
@@ -168,9 +180,10 @@ class _TracePair(Struct, frozen=True):
 def match(trace: Trace, host: HostTrace) -> Matching:
     """Find the event of each host op.
 
-    Exactly by record function id; by the older key, where `External id` is the record function id and the names agree;
-    else by the order of the names of each thread, with the ops around them where that fits, all threads in the same
-    iteration. Where several iterations fit, the first is taken, and a notice says so.
+    Exactly by record function id; by the older key, where `External id` is the record function id
+    and the names agree; else by the order of the names of each thread, with the ops around them
+    where that fits, all threads in the same iteration. Where several iterations fit, the first is
+    taken, and a notice says so.
 
     Args:
         trace: The device trace.
@@ -189,16 +202,19 @@ def match(trace: Trace, host: HostTrace) -> Matching:
         raise InputError("the host trace holds no op", slug="empty-host-trace", where=host.path)
     both = _TracePair(trace, host, no_op, op, is_op(trace), host_code, event_code)
     op_events = trace.events.filter(pl.Series(both.event))
-    # Quickly, by how often each name occurs: no more can be matched than that. Fewer have to be where every event has
-    # an id: the device trace may be cut.
+    # Quickly, by how often each name occurs: no more can be matched than that. Fewer have to be
+    # where every event has an id: the device trace may be cut.
     size = int(max(host_code.max(initial=0), event_code.max(initial=0))) + 1
     host_counts = np.bincount(host_code[op], minlength=size)
     event_counts = np.bincount(event_code[both.event], minlength=size)
     max_matches = int(np.minimum(host_counts, event_counts).sum())
-    min_share = _MIN_MATCHED_BY_ID if op_events["record_function_id"].count() > 0 else MIN_MATCHED_SHARE
+    min_share = (
+        _MIN_MATCHED_BY_ID if op_events["record_function_id"].count() > 0 else MIN_MATCHED_SHARE
+    )
     if max_matches < min_share * both.ops:
         raise _describe_mismatch(both, max_matches, "are in the device trace at all", min_share)
-    # The process id, where both have it: ranks of one job run the same ops, so names do not tell them apart.
+    # The process id, where both have it: ranks of one job run the same ops, so names do not tell
+    # them apart.
     processes = op_events["process"].unique().drop_nulls()
     if host.process is not None and processes.len() and host.process not in processes:
         device_process = trace.meta.process if trace.meta.process is not None else processes[0]
@@ -228,10 +244,11 @@ def _describe_mismatch(both: _TracePair, count: int, clause: str, min_share: flo
 
 
 def _match_by_ids(both: _TracePair) -> Matching | None:
-    """By record function id, or by `External id`, which was the record function id in some older versions.
+    """By record function id, or by `External id`, which was the record function id in some older
+    versions.
 
-    The former is exact, whatever the names; most have to agree, to show that it is one run. The latter only counts
-    where the names agree.
+    The former is exact, whatever the names; most have to agree, to show that it is one run. The
+    latter only counts where the names agree.
     """
     host_ids = both.host.ops["record_function_id"]
     for column in ("record_function_id", "external_id"):
@@ -243,29 +260,40 @@ def _match_by_ids(both: _TracePair) -> Matching | None:
         event = event[first]
         own_keys, first = np.unique(host_ids.fill_null(0).to_numpy()[row], return_index=True)
         row = row[first]
-        _, event_index, own_at = np.intersect1d(keys, own_keys, assume_unique=True, return_indices=True)
+        _, event_index, own_at = np.intersect1d(
+            keys, own_keys, assume_unique=True, return_indices=True
+        )
         row, event = row[own_at], event[event_index]
         same = both.host_code[row] == both.event_code[event]
         if not row.size or same.sum() < MIN_MATCHED_SHARE * row.size:
             continue
-        # before the first id or after the last of the device trace: the profiler begins a little later
+        # before the first id or after the last of the device trace: the profiler begins a little
+        # later
         recorded = ids.filter(pl.Series(both.event))
         is_outside = ((host_ids < recorded.min()) | (host_ids > recorded.max())).fill_null(
             value=False
         ).to_numpy() & both.op
         if column == "record_function_id" and row.size >= _MIN_MATCHED_BY_ID * both.ops:
             matching = _build_matching(
-                both, row, event,
-                [(NO_ID, both.op), (OUTSIDE, is_outside), (BY_RECORD_ID, row),
-                 (BY_RECORD_ID_RENAMED, row[~same])],
+                both,
+                row,
+                event,
+                [
+                    (NO_ID, both.op),
+                    (OUTSIDE, is_outside),
+                    (BY_RECORD_ID, row),
+                    (BY_RECORD_ID_RENAMED, row[~same]),
+                ],
                 exact=True,
-            )  # fmt: skip
+            )
             if row.size >= MIN_MATCHED_SHARE * both.ops:
                 return matching
             share = f"{100 * row.size / both.ops:.1f} %"
             text = f"only {row.size:,} of {both.ops:,} host ops ({share}) are in the device trace"
             return matching.with_notices(
-                Notice("host-ops-missing", "warning", text, both.ops - row.size, where=both.host.path)
+                Notice(
+                    "host-ops-missing", "warning", text, both.ops - row.size, where=both.host.path
+                )
             )
         if column == "external_id" and same.sum() >= MIN_MATCHED_SHARE * both.ops:
             row, event = row[same], event[same]
@@ -298,7 +326,9 @@ def _match_by_names(both: _TracePair) -> Matching:
         f"the host trace fits {fit.iterations} iterations of the device trace equally well; the first is taken, and "
         "what the graph says because of it is inferred"
     )
-    return matching.with_notices(Notice("several-iterations", "info", text, fit.iterations, where=both.host.path))
+    return matching.with_notices(
+        Notice("several-iterations", "info", text, fit.iterations, where=both.host.path)
+    )
 
 
 def _build_matching(
@@ -310,7 +340,9 @@ def _build_matching(
     exact: bool,
     iterations: int = 1,
 ) -> Matching:
-    """The result from rows that belong together, and what became of which rows of the host trace; the last counts."""
+    """The result from rows that belong together, and what became of which rows of the host trace;
+    the last counts.
+    """
     outcome = both.no_op.to_physical().cast(pl.Int64).fill_null(0).to_numpy().copy()
     for word, rows in outcomes:
         outcome[rows] = OUTCOMES.index(word)
@@ -320,7 +352,9 @@ def _build_matching(
     thread = both.host.ops["thread"]
     ops = pl.DataFrame({"thread": thread.filter(pl.Series(both.op))}).group_by("thread").len("ops")
     matched = (
-        pl.DataFrame({"thread": thread.gather(row), "lane": both.trace.events["lane"].gather(event)})
+        pl.DataFrame(
+            {"thread": thread.gather(row), "lane": both.trace.events["lane"].gather(event)}
+        )
         .group_by("thread", "lane")
         .len("matched")
     )
@@ -371,10 +405,12 @@ class _LaneAssignment(Struct):
 
     @classmethod
     def of(cls, threads: list[ThreadOps], lanes: list[ThreadOps]) -> _LaneAssignment:
-        """Choose a lane for every thread, so that as many ops as possible fit in the same iterations.
+        """Choose a lane for every thread, so that as many ops as possible fit in the same
+        iterations.
 
-        The thread with most ops comes first. The ids of the host trace count ops of all threads in the order in which
-        they began, so they say between which of its ops each other thread begins.
+        The thread with most ops comes first. The ids of the host trace count ops of all threads in
+        the order in which they began, so they say between which of its ops each other thread
+        begins.
 
         Args:
             threads: Lines of the host trace, longest first.
@@ -385,7 +421,10 @@ class _LaneAssignment(Struct):
             return best
         positions = [_find_positions(thread, lanes[:_MAX_LANES]) for thread in threads]
         for first_lane, first in positions[0].items():
-            attempt = cls([_ThreadMatch(threads[0], lanes[first_lane], first.start, first.slack)], threads[0].size)
+            attempt = cls(
+                [_ThreadMatch(threads[0], lanes[first_lane], first.start, first.slack)],
+                threads[0].size,
+            )
             used_lanes = {first_lane}
             for thread, thread_places in zip(threads[1:], positions[1:], strict=True):
                 # the lane in which the thread fits most of the iterations, if there is one
@@ -393,17 +432,22 @@ class _LaneAssignment(Struct):
                 for lane_index, in_lane in thread_places.items():
                     if lane_index in used_lanes:
                         continue
-                    valid, selected = _match_iterations(attempt.placed[0], thread, lanes[lane_index], in_lane)
+                    valid, selected = _match_iterations(
+                        attempt.placed[0], thread, lanes[lane_index], in_lane
+                    )
                     if valid.any() and (best_match is None or valid.sum() > best_match[0].sum()):
                         best_match = valid, in_lane.start[selected], lane_index
                 if best_match is None:
                     continue
                 valid, start, lane_index = best_match
                 attempt.placed = [
-                    _ThreadMatch(other.line, other.lane, other.start[valid], other.slack) for other in attempt.placed
+                    _ThreadMatch(other.line, other.lane, other.start[valid], other.slack)
+                    for other in attempt.placed
                 ]
                 attempt.placed.append(
-                    _ThreadMatch(thread, lanes[lane_index], start[valid], thread_places[lane_index].slack)
+                    _ThreadMatch(
+                        thread, lanes[lane_index], start[valid], thread_places[lane_index].slack
+                    )
                 )
                 attempt.ops += thread.size
                 used_lanes.add(lane_index)
@@ -428,12 +472,17 @@ class _LaneAssignment(Struct):
         for placed in self.placed:
             start = int(placed.start[iteration])
             if placed.slack == 0:
-                left, right = np.arange(placed.line.size), np.arange(start, start + placed.line.size)
+                left, right = (
+                    np.arange(placed.line.size),
+                    np.arange(start, start + placed.line.size),
+                )
             else:
                 low = max(0, start - placed.slack)
                 high = min(placed.lane.size, start + placed.line.size + 2 * placed.slack)
                 shift = start - low if shifted else None
-                left, right = align(placed.line.names, build_hashes(placed.lane.names.tokens[low:high]), shift)
+                left, right = align(
+                    placed.line.names, build_hashes(placed.lane.names.tokens[low:high]), shift
+                )
                 right = right + low
             host_rows.append(placed.line.row[left])
             event_rows.append(placed.lane.row[right])
@@ -442,7 +491,9 @@ class _LaneAssignment(Struct):
 
 
 def _find_positions(thread: ThreadOps, lanes: list[ThreadOps]) -> dict[int, SimilarStretches]:
-    """Lane -> where the thread's ops stand in it: exactly with the ops around them, exactly, or nearly."""
+    """Lane -> where the thread's ops stand in it: exactly with the ops around them, exactly, or
+    nearly.
+    """
     for nested in (True, False):
         exact = {
             lane_index: SimilarStretches(start, np.full(start.size, thread.size), 0)
@@ -455,8 +506,12 @@ def _find_positions(thread: ThreadOps, lanes: list[ThreadOps]) -> dict[int, Simi
         }
         if exact:
             return exact
-    similar = {lane_index: find_similar(thread.names, lane.names) for lane_index, lane in enumerate(lanes)}
-    max_votes = max((int(candidate.votes.max(initial=0)) for candidate in similar.values()), default=0)
+    similar = {
+        lane_index: find_similar(thread.names, lane.names) for lane_index, lane in enumerate(lanes)
+    }
+    max_votes = max(
+        (int(candidate.votes.max(initial=0)) for candidate in similar.values()), default=0
+    )
     return {
         lane_index: candidate
         for lane_index, candidate in similar.items()
@@ -484,12 +539,18 @@ def _match_iterations(
     else:
         selected = np.searchsorted(late, low)
         bounded = before + 1 < first.line.size
-        valid = (selected <= last) & ((early[np.minimum(selected, last)] <= high + _MAX_RACE_NS) | (not bounded))
+        valid = (selected <= last) & (
+            (early[np.minimum(selected, last)] <= high + _MAX_RACE_NS) | (not bounded)
+        )
         # Only where none comes after, one that came a little before.
-        nearly_valid = ~valid & (selected > 0) & (late[np.maximum(selected - 1, 0)] >= low - _MAX_RACE_NS)
+        nearly_valid = (
+            ~valid & (selected > 0) & (late[np.maximum(selected - 1, 0)] >= low - _MAX_RACE_NS)
+        )
         selected = np.where(nearly_valid, selected - 1, selected)
         valid |= nearly_valid
     selected = np.clip(selected, 0, stretches.start.size - 1)
-    repeated = np.flatnonzero(selected[1:] == selected[:-1])  # one place cannot belong to two iterations
+    repeated = np.flatnonzero(
+        selected[1:] == selected[:-1]
+    )  # one place cannot belong to two iterations
     valid[repeated if before >= 0 else repeated + 1] = False
     return valid, selected

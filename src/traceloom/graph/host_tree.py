@@ -44,14 +44,26 @@ AUTOGRAD = r"^autograd::engine::evaluate_function"
 PLAIN_OP = r"^(?:aten|c10d)::"  # does its work itself, or hands it over and goes on
 COLLECTIVE = r"^c10d::"
 HOST_PATTERNS = (
-    LAUNCHES, NOT_LAUNCHES, DEVICE_WAITS, STREAM_WAITS, EVENT_WAITS, BLOCKING_COPIES, RECORDS, STREAM_EVENT_WAITS,
-    HOST_BACKENDS, AUTOGRAD, PLAIN_OP, COLLECTIVE,
-)  # fmt: skip
+    LAUNCHES,
+    NOT_LAUNCHES,
+    DEVICE_WAITS,
+    STREAM_WAITS,
+    EVENT_WAITS,
+    BLOCKING_COPIES,
+    RECORDS,
+    STREAM_EVENT_WAITS,
+    HOST_BACKENDS,
+    AUTOGRAD,
+    PLAIN_OP,
+    COLLECTIVE,
+)
 """What is asked of the names of host events: of all together, which takes less than one by one."""
 
 
 def encode_distinct_names(names: pl.Series) -> tuple[pl.Series, Array]:
-    """The distinct names, and for each name the index of it there, shape (names,); no name is an empty one."""
+    """The distinct names, and for each name the index of it there, shape (names,); no name is an
+    empty one.
+    """
     return encode_names(names.fill_null("") if names.null_count() else names)
 
 
@@ -67,7 +79,8 @@ _MIN_POLLING_SHARE = 0.5  # share of a thread's calls; such a thread holds nothi
 
 
 class HostTree(Struct, frozen=True):
-    """Host events in lane order, in which the descendants of an event follow it; arrays of shape (events kept,).
+    """Host events in lane order, in which the descendants of an event follow it; arrays of shape
+    (events kept,).
 
     Attributes:
         row: Row in `trace.events`.
@@ -107,7 +120,9 @@ class HostTree(Struct, frozen=True):
         return self.end - self.start
 
     def named(self, pattern: str, position: Ints | None = None) -> Bools:
-        """Which events, of all or of those at some positions, have a name that holds a pattern of `calls.OF_HOST`."""
+        """Which events, of all or of those at some positions, have a name that holds a pattern of
+        `calls.OF_HOST`.
+        """
         hits = contains_any(self.words, HOST_PATTERNS)[HOST_PATTERNS.index(pattern)].to_numpy()
         matches: Bools = hits[self.word if position is None else self.word[position]]
         return matches
@@ -116,8 +131,9 @@ class HostTree(Struct, frozen=True):
 def build_host_tree(trace: Trace) -> HostTree:
     """The host events of a trace that make nodes.
 
-    Python frames are left out (they name what others measure), so are driver calls inside other calls, what lies inside
-    a communication that the host does itself (the call as a whole waits for its peers), and threads that only poll.
+    Python frames are left out (they name what others measure), so are driver calls inside other
+    calls, what lies inside a communication that the host does itself (the call as a whole waits for
+    its peers), and threads that only poll.
     """
     events = trace.events
     category, parent = (
@@ -126,7 +142,10 @@ def build_host_tree(trace: Trace) -> HostTree:
     )
     lane_of = events["lane"].to_numpy().astype(np.int64)
     call = np.isin(cat.CATEGORIES, (cat.RUNTIME, cat.DRIVER))[category]
-    retained = np.isin(cat.CATEGORIES, _NODE_CATEGORIES)[category] & (trace.lanes["kind"] == "host").to_numpy()[lane_of]
+    retained = (
+        np.isin(cat.CATEGORIES, _NODE_CATEGORIES)[category]
+        & (trace.lanes["kind"] == "host").to_numpy()[lane_of]
+    )
     # of each driver call the nearest call around it
     driver = np.flatnonzero(category == cat.CATEGORIES.index(cat.DRIVER))
     ancestor = parent[driver]
@@ -179,11 +198,13 @@ def build_host_tree(trace: Trace) -> HostTree:
 def _find_enclosing_communication(trace: Trace, parent: Ints, call: Bools) -> Ints:
     """For each event the outermost communication on the host around it; -1 for none.
 
-    One in which something calls a device does not count: what it gives the device to do is work of its own.
+    One in which something calls a device does not count: what it gives the device to do is work of
+    its own.
     """
     outer = np.full(parent.size, -1, dtype=np.int64)
     is_communication = (
-        match_names(trace.events["name"], HOST_BACKENDS) & (trace.events["category"] != cat.PYTHON).to_numpy()
+        match_names(trace.events["name"], HOST_BACKENDS)
+        & (trace.events["category"] != cat.PYTHON).to_numpy()
     )
     if not is_communication.any():
         return outer
@@ -215,10 +236,12 @@ def _find_polling_lanes(trace: Trace, retained: Bools, call: Bools) -> Bools:
 
 
 class Segments(Struct, frozen=True):
-    """Consecutive stretches of host threads, each with its innermost event; arrays of shape (segments,).
+    """Consecutive stretches of host threads, each with its innermost event; arrays of shape
+    (segments,).
 
-    Every thread is tiled from its first event to the end of its last one. Each event has one segment that begins where
-    it begins, be it without length, so that nothing is lost and the order is that of the calls.
+    Every thread is tiled from its first event to the end of its last one. Each event has one
+    segment that begins where it begins, be it without length, so that nothing is lost and the order
+    is that of the calls.
 
     Attributes:
         owner: Position (in the tree) of the innermost event; -1 in gaps.
@@ -244,8 +267,8 @@ class Segments(Struct, frozen=True):
             times: Where to cut each, ascending for one segment, within it.
 
         Returns:
-            The new segments, and for each old one the number of its first part. A cut of old segment s at the k-th
-            time makes the parts `number[s] + k` and `number[s] + k + 1`.
+            The new segments, and for each old one the number of its first part. A cut of old
+            segment s at the k-th time makes the parts `number[s] + k` and `number[s] + k + 1`.
         """
         part_counts = np.bincount(segments, minlength=self.owner.size) + 1
         number = np.cumsum(part_counts) - part_counts
@@ -259,7 +282,12 @@ class Segments(Struct, frozen=True):
         after = number + part_counts - 1
         last = after[self.last]
         return Segments(
-            self.owner[source_segment], self.lane[source_segment], start, end, number[self.first], last
+            self.owner[source_segment],
+            self.lane[source_segment],
+            start,
+            end,
+            number[self.first],
+            last,
         ), number
 
 
@@ -267,7 +295,8 @@ def build_segments(tree: HostTree) -> Segments:
     """Tile each host thread with segments."""
     size = tree.row.size
     events = np.arange(size)
-    # Place of every begin and end in a walk around the forest: what began before it plus what ended before it.
+    # Place of every begin and end in a walk around the forest: what began before it plus what ended
+    # before it.
     start_index = 2 * events - tree.depth
     end_index = 2 * tree.stop - 1 - tree.depth
     # Ancestors belong to one lane, so that lanes follow each other in this numbering.

@@ -1,4 +1,6 @@
-"""What the user gave, by rank: device trace, host trace, and of a capture the graph step that joins the two."""
+"""What the user gave, by rank: device trace, host trace, and of a capture the graph step that joins
+the two.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,27 @@ _IGNORED_ERRORS = ("not-a-trace", "empty-file")  # files that may lie beside tra
 _SUFFIXES = re.compile(r"(\.(json|gz|pt|zip|et))+$", re.IGNORECASE)
 _SEPARATORS = re.compile(r"[^a-z0-9]+")
 # Words in names of files that say which of the two traces it is.
-_KIND_WORDS = frozenset({
-    "host", "device", "kineto", "trace", "traces", "et", "eg", "pytorch", "torch", "execution", "graph", "gpu", "cpu",
-    "profile", "profiler", "pt", "json",
-})  # fmt: skip
+_KIND_WORDS = frozenset(
+    {
+        "host",
+        "device",
+        "kineto",
+        "trace",
+        "traces",
+        "et",
+        "eg",
+        "pytorch",
+        "torch",
+        "execution",
+        "graph",
+        "gpu",
+        "cpu",
+        "profile",
+        "profiler",
+        "pt",
+        "json",
+    }
+)
 
 
 class RankInput(Struct, frozen=True):
@@ -73,9 +92,11 @@ class Inputs(Struct):
 
 
 def find_inputs(*paths: AnyPath, window: Window = "timed") -> Inputs:
-    """Find out which files belong to which rank; kinds are told by content, so files may come in any order.
+    """Find out which files belong to which rank; kinds are told by content, so files may come in
+    any order.
 
-    Host traces go to the device trace of the same process id, else of the same rank, else of the same name.
+    Host traces go to the device trace of the same process id, else of the same rank, else of the
+    same name.
 
     Args:
         paths: Files, directories, captures; `-` is a device trace from standard input.
@@ -119,7 +140,9 @@ def find_inputs(*paths: AnyPath, window: Window = "timed") -> Inputs:
         raise refused[0]
     if not devices:
         location = ", ".join(path_texts)
-        raise InputError("the directory holds no trace among its .json files", slug="no-traces", where=location)
+        raise InputError(
+            "the directory holds no trace among its .json files", slug="no-traces", where=location
+        )
     runs = split_into_runs(devices)
     if len(runs) > 1:
         listing = "; ".join(choose_run_names(runs, path_texts)[:6])
@@ -188,11 +211,15 @@ def _match_host_traces(
         pairs[free[0]] = unmatched.pop()
     if unmatched:
         count_text = "1 host trace" if len(unmatched) == 1 else f"{len(unmatched)} host traces"
-        text = (
-            f"no device trace goes with {count_text}: {_format_paths(unpaired.source.path for unpaired in unmatched)}"
-        )
+        text = f"no device trace goes with {count_text}: {_format_paths(unpaired.source.path for unpaired in unmatched)}"
         notices.append(
-            Notice("unpaired-host-trace", "warning", text, len(unmatched), where=str(unmatched[0].source.path))
+            Notice(
+                "unpaired-host-trace",
+                "warning",
+                text,
+                len(unmatched),
+                where=str(unmatched[0].source.path),
+            )
         )
     return {rank: host.source for rank, host in pairs.items()}
 
@@ -222,9 +249,12 @@ def _normalize_name(path: Path) -> tuple[str, ...]:
 
 
 def _list_capture_inputs(sources: InputSet, paths: tuple[str, ...], window: Window) -> Inputs:
-    folders = {directory.resolve() for directory in sources.captures}  # files in there may be named beside the capture
+    folders = {
+        directory.resolve() for directory in sources.captures
+    }  # files in there may be named beside the capture
     if len(sources.captures) > 1 or any(
-        file.capture is None and file.path.resolve().parent not in folders for file in sources.inputs
+        file.capture is None and file.path.resolve().parent not in folders
+        for file in sources.inputs
     ):
         raise UsageError(
             "a capture was given together with other traces, expected one run",
@@ -235,7 +265,9 @@ def _list_capture_inputs(sources: InputSet, paths: tuple[str, ...], window: Wind
     out = Inputs(str(directory) if len(paths) > 1 else paths[0])
     out.notices.extend(sources.notices.get(directory, []))
     listed = document.get("ranks")
-    entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    entries = (
+        [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    )
     jobs: dict[str | int, list[str]] = {}
     for name, entry in list_windows(document):
         jobs.setdefault(identify_job(entry), []).append(str(directory / name))
@@ -251,15 +283,21 @@ def _list_capture_inputs(sources: InputSet, paths: tuple[str, ...], window: Wind
     for entry in entries:
         _add_entry(out, directory, entry, window)
     if not out.ranks:
-        raise InputError("the capture holds no trace that can be linked", slug="no-traces", where=str(directory))
+        raise InputError(
+            "the capture holds no trace that can be linked", slug="no-traces", where=str(directory)
+        )
     out.ranks.sort(key=lambda rank_input: rank_input.rank)
-    _add_missing_notices(out, max((int(entry.get("world_size") or 1) for entry in entries), default=1))
+    _add_missing_notices(
+        out, max((int(entry.get("world_size") or 1) for entry in entries), default=1)
+    )
     if window == "graph":
         text = (
             "the graph step was recorded with PyTorch's observer, which slows every op down: dependencies are exact, "
             "durations contain its cost"
         )
-        out.notices.append(Notice("observer-cost", "warning", text, len(out.ranks), where=str(directory)))
+        out.notices.append(
+            Notice("observer-cost", "warning", text, len(out.ranks), where=str(directory))
+        )
     return out
 
 
@@ -273,10 +311,15 @@ def _add_entry(out: Inputs, directory: Path, entry: dict[str, Any], window: Wind
         if (file := _find_capture_file(directory, listed_window))
     ]
     step = entry.get("graph_step")
-    graph, host = _find_capture_file(directory, step), _find_capture_file(directory, step, "host_file")
+    graph, host = (
+        _find_capture_file(directory, step),
+        _find_capture_file(directory, step, "host_file"),
+    )
     if any(earlier.rank == rank for earlier in out.ranks):
         text = f"a second process of rank {rank} was recorded (a restart); it is left out"
-        out.notices.append(Notice("several-windows", "warning", text, rank=rank, where=str(directory)))
+        out.notices.append(
+            Notice("several-windows", "warning", text, rank=rank, where=str(directory))
+        )
         return
 
     def of(path: Path) -> InputFile:
@@ -286,24 +329,43 @@ def _add_entry(out: Inputs, directory: Path, entry: dict[str, Any], window: Wind
         if graph is None:
             text = f"rank {rank} has no graph step: it was not recorded, or the run ended before it"
             raise InputError(
-                text, slug="graph-step-missing", where=str(directory), hint="link the timed window instead"
+                text,
+                slug="graph-step-missing",
+                where=str(directory),
+                hint="link the timed window instead",
             )
         out.ranks.append(RankInput(rank, of(graph), of(host) if host else None))
         return
     if not timed_files:
         out.notices.append(
-            Notice("missing-window", "warning", f"rank {rank} has no timed window", rank=rank, where=str(directory))
+            Notice(
+                "missing-window",
+                "warning",
+                f"rank {rank} has no timed window",
+                rank=rank,
+                where=str(directory),
+            )
         )
         return
     if len(timed_files) > 1:
         text = f"rank {rank} has {len(timed_files)} timed windows; the first is linked"
         out.notices.append(
-            Notice("several-windows", "warning", text, len(timed_files), rank=rank, where=str(directory))
+            Notice(
+                "several-windows",
+                "warning",
+                text,
+                len(timed_files),
+                rank=rank,
+                where=str(directory),
+            )
         )
     has_pair = graph is not None and host is not None
     out.ranks.append(
         RankInput(
-            rank, of(timed_files[0]), of(host) if has_pair and host else None, of(graph) if has_pair and graph else None
+            rank,
+            of(timed_files[0]),
+            of(host) if has_pair and host else None,
+            of(graph) if has_pair and graph else None,
         )
     )
 

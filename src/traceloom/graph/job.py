@@ -1,7 +1,7 @@
 """Ranks joined: one clock, collectives that meet.
 
-One offset and drift per host. The fit is robust (medians of differences, Theil-Sen for the drift): a rank whose thread
-or kernel ended late by chance does not move it.
+One offset and drift per host. The fit is robust (medians of differences, Theil-Sen for the drift):
+a rank whose thread or kernel ended late by chance does not move it.
 
 Rules (a part ends once those it waits for have begun, plus the transfer):
 - all_reduce, all_gather, reduce_scatter, all_to_all, barrier, and kinds that are not known: every part waits for all;
@@ -65,7 +65,8 @@ def fit_clocks(meetings: pl.DataFrame, hosts: list[str]) -> dict[str, HostClock]
         meetings: `instance`, `host`, `end_ns`: ends of joined collectives of `ENDS_TOGETHER`.
         hosts: Every host, the reference first.
     """
-    # medians of differences: times since 1970 are too large for their nanoseconds to survive as floating point numbers
+    # medians of differences: times since 1970 are too large for their nanoseconds to survive as
+    # floating point numbers
     earliest = pl.col("end_ns").min()
     instance_ends = meetings.group_by("instance", "host").agg(
         earliest + (pl.col("end_ns") - earliest).median().cast(pl.Int64)
@@ -104,8 +105,12 @@ def fit_clocks(meetings: pl.DataFrame, hosts: list[str]) -> dict[str, HostClock]
             if not max_shared:
                 break
             common = sorted(host_ends[host].keys() & on_job_clock.keys())
-            job_ends = np.array([_compute_median(np.array(on_job_clock[key], dtype=np.int64)) for key in common])
-            clocks[host] = _fit(np.array([host_ends[host][key] for key in common], dtype=np.int64), job_ends)
+            job_ends = np.array(
+                [_compute_median(np.array(on_job_clock[key], dtype=np.int64)) for key in common]
+            )
+            clocks[host] = _fit(
+                np.array([host_ends[host][key] for key in common], dtype=np.int64), job_ends
+            )
     return clocks
 
 
@@ -121,8 +126,13 @@ def _fit(own_ends: Ints, job_ends: Ints) -> HostClock:
     # the Theil-Sen slope, where the meetings are not too few or too close
     drift = 0.0
     if len(own_ends) >= _MIN_DRIFT_MEETINGS and own_ends[-1] - since >= _MIN_DRIFT_SPAN_NS:
-        sample = np.unique(np.linspace(0, len(own_ends) - 1, min(len(own_ends), _MAX_PAIRS)).astype(np.int64))
-        x, y = (own_ends - since).astype(np.float64)[sample], (offsets - offset).astype(np.float64)[sample]
+        sample = np.unique(
+            np.linspace(0, len(own_ends) - 1, min(len(own_ends), _MAX_PAIRS)).astype(np.int64)
+        )
+        x, y = (
+            (own_ends - since).astype(np.float64)[sample],
+            (offsets - offset).astype(np.float64)[sample],
+        )
         first, second = np.triu_indices(len(x), 1)
         wide = x[second] - x[first] > 0
         if wide.any():
@@ -133,7 +143,9 @@ def _fit(own_ends: Ints, job_ends: Ints) -> HostClock:
         drifted_left = np.abs(drifted - drifted_offset)
         # A drift that explains little is chance: it would bend every time for nothing.
         if np.median(drifted_left) < 0.5 * np.median(deviations):
-            return HostClock(drifted_offset, drift, since, _compute_p95(drifted_left), len(own_ends))
+            return HostClock(
+                drifted_offset, drift, since, _compute_p95(drifted_left), len(own_ends)
+            )
     # An offset within the noise of its own measurement is none: ranks of one machine share a clock.
     if abs(offset) <= residual and len(own_ends) > 1:
         return HostClock(0, 0.0, 0, _compute_p95(np.abs(offsets)), len(own_ends))
@@ -142,7 +154,9 @@ def _fit(own_ends: Ints, job_ends: Ints) -> HostClock:
 
 def _compute_median(times: Ints) -> int:
     """The median of times of any size, halves towards 0."""
-    low, high = (int(np.partition(times, index)[index]) for index in ((times.size - 1) // 2, times.size // 2))
+    low, high = (
+        int(np.partition(times, index)[index]) for index in ((times.size - 1) // 2, times.size // 2)
+    )
     return (low + high) // 2 if low + high >= 0 else -(-(low + high) // 2)
 
 
@@ -152,8 +166,16 @@ def _compute_p95(differences: Ints) -> int:
 
 FROM_ROOT = ("broadcast", "scatter")
 TO_ROOT = ("reduce", "gather")
-_MAX_JITTER = 1.5  # of what a transfer usually takes: one that takes no longer has waited for nobody
-_SIMILARITY_KEYS = ["kind", "in_bytes", "group", "group_size", "name"]  # operations that should take equally long
+_MAX_JITTER = (
+    1.5  # of what a transfer usually takes: one that takes no longer has waited for nobody
+)
+_SIMILARITY_KEYS = [
+    "kind",
+    "in_bytes",
+    "group",
+    "group_size",
+    "name",
+]  # operations that should take equally long
 _LINK_KEYS = ["pattern", "group", "group_size"]  # those that go the same way
 
 
@@ -183,28 +205,47 @@ def add_rendezvous(graph: Graph, evidence: list[str | None]) -> Graph:
     if not meetings.height:
         return replace(graph, coverage=_build_coverage(graph, parts))
     first = graph.nodes.height
-    meetings = meetings.with_columns((pl.int_range(pl.len(), dtype=pl.Int64) + first).alias("meeting"))
+    meetings = meetings.with_columns(
+        (pl.int_range(pl.len(), dtype=pl.Int64) + first).alias("meeting")
+    )
     parts = parts.join(
-        meetings.select("key", "meeting", "start", "missing"), on="key", how="left", maintain_order="left"
+        meetings.select("key", "meeting", "start", "missing"),
+        on="key",
+        how="left",
+        maintain_order="left",
     )
     arrivals = meetings.filter(pl.col("missing") > 0).with_columns(
         (pl.int_range(pl.len(), dtype=pl.Int64) + first + meetings.height).alias("arrival")
     )
     arrivals = _estimate_arrival_times(arrivals, parts)
-    # Into an arrival from the start of the last recorded part, and on to the meeting. Peers of which nothing is known
-    # are taken to do as we do: if we come earlier, so do they, and what we waited for them stays. The other assumption,
-    # that they keep their pace, would nail a graph of few ranks to measured times.
-    last = parts.sort("from", descending=True, maintain_order=True).group_by("key").agg(pl.col("node").first())
+    # Into an arrival from the start of the last recorded part, and on to the meeting. Peers of
+    # which nothing is known are taken to do as we do: if we come earlier, so do they, and what we
+    # waited for them stays. The other assumption, that they keep their pace, would nail a graph of
+    # few ranks to measured times.
+    last = (
+        parts.sort("from", descending=True, maintain_order=True)
+        .group_by("key")
+        .agg(pl.col("node").first())
+    )
     assumed, no_slack = pl.lit("assumed").alias("evidence"), pl.lit(0).alias("slack")
     arrival = arrivals.join(last, on="key", how="left", maintain_order="left")
-    arrive = arrival.select(pl.col("node").alias("source"), pl.col("arrival").alias("target"), assumed, no_slack)
-    onward = arrival.select(pl.col("arrival").alias("source"), pl.col("meeting").alias("target"), assumed, no_slack)
-    with_times = meetings.join(arrivals.select("key", "at"), on="key", how="left", maintain_order="left")
+    arrive = arrival.select(
+        pl.col("node").alias("source"), pl.col("arrival").alias("target"), assumed, no_slack
+    )
+    onward = arrival.select(
+        pl.col("arrival").alias("source"), pl.col("meeting").alias("target"), assumed, no_slack
+    )
+    with_times = meetings.join(
+        arrivals.select("key", "at"), on="key", how="left", maintain_order="left"
+    )
     with_times = with_times.with_columns(pl.max_horizontal("start", "at").alias("met"))
     met = _build_point_nodes(gs.RENDEZVOUS, with_times, "meeting", "met")
     nodes = pl.concat([graph.nodes, met, _build_point_nodes(gs.ARRIVAL, arrivals, "arrival", "at")])
     incoming = parts.filter(pl.col("meeting").is_not_null() & pl.col("gives")).select(
-        pl.col("node").alias("source"), pl.col("meeting").alias("target"), "evidence", pl.lit(0).alias("slack")
+        pl.col("node").alias("source"),
+        pl.col("meeting").alias("target"),
+        "evidence",
+        pl.lit(0).alias("slack"),
     )
     when = met.select(pl.col("node").cast(pl.Int64).alias("meeting"), "start_ns")
     out_of = (
@@ -230,12 +271,19 @@ def add_rendezvous(graph: Graph, evidence: list[str | None]) -> Graph:
 
 
 def _collect_communication_nodes(graph: Graph, evidence: list[str | None]) -> pl.DataFrame:
-    """One row per communication node: times, which operation, whom it waits for, whether others wait for it."""
-    nodes = graph.nodes.select("rank", "name", "start_ns", "duration_ns")[graph.communication["node"]]
+    """One row per communication node: times, which operation, whom it waits for, whether others
+    wait for it.
+    """
+    nodes = graph.nodes.select("rank", "name", "start_ns", "duration_ns")[
+        graph.communication["node"]
+    ]
     parts = graph.communication.with_columns(
         pl.Series("evidence", evidence, dtype=pl.String),
         *nodes.select(
-            "rank", "name", pl.col("start_ns").alias("from"), (pl.col("start_ns") + pl.col("duration_ns")).alias("to")
+            "rank",
+            "name",
+            pl.col("start_ns").alias("from"),
+            (pl.col("start_ns") + pl.col("duration_ns")).alias("to"),
         ),
     )
     is_single = pl.col("instance").is_null()
@@ -252,23 +300,34 @@ def _collect_communication_nodes(graph: Graph, evidence: list[str | None]) -> pl
     ).with_columns(
         pl.when(pl.col("kind").is_in(["send", "receive"]))
         .then(2)
-        .otherwise(pl.max_horizontal(pl.coalesce("group_size", pl.lit(graph.world_size), "present"), "present"))
+        .otherwise(
+            pl.max_horizontal(
+                pl.coalesce("group_size", pl.lit(graph.world_size), "present"), "present"
+            )
+        )
         .alias("expected")
     )
 
 
 def _estimate_arrival_times(arrivals: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
-    """When the unrecorded peers must have come: the end, less the time that such an operation takes alone.
+    """When the unrecorded peers must have come: the end, less the time that such an operation takes
+    alone.
 
-    That is the lower quartile of what operations of its kind, size, group and name took after the last recorded part
+    That is the lower quartile of what operations of its kind, size, group and name took after the
+    last recorded part
     came: some of them waited for nobody. The shortest one would take every jitter of the transfer for waiting. Where
-    all of them waited, as at the first communication of a step for a peer that always begins late, other sizes in the
-    same group know better: a transfer takes no longer than a larger one, nor longer per byte than a smaller one.
+    all of them waited, as at the first communication of a step for a peer that always begins late,
+    other sizes in the same group know better: a transfer takes no longer than a larger one, nor
+    longer per byte than a smaller one.
     """
     took = pl.col("to") - pl.max_horizontal("from", "start")
     size = pl.max_horizontal("in_bytes", "out_bytes").max().alias("size")
-    typical = parts.group_by(_SIMILARITY_KEYS).agg(took.quantile(0.25, "lower").cast(pl.Int64).alias("transfer"), size)
-    pattern = pl.col("kind").replace({"reduce_scatter": "all_gather"})  # the same ring, with and without arithmetic
+    typical = parts.group_by(_SIMILARITY_KEYS).agg(
+        took.quantile(0.25, "lower").cast(pl.Int64).alias("transfer"), size
+    )
+    pattern = pl.col("kind").replace(
+        {"reduce_scatter": "all_gather"}
+    )  # the same ring, with and without arithmetic
     sized = (
         typical.filter(pl.col("size") > 0, pl.col("transfer") >= 0)
         .with_columns(pattern.alias("pattern"))
@@ -278,16 +337,29 @@ def _estimate_arrival_times(arrivals: pl.DataFrame, parts: pl.DataFrame) -> pl.D
             pl.col("transfer").cum_min(reverse=True).over(_LINK_KEYS).alias("larger"),
         )
     )
-    min_transfer = pl.min_horizontal("larger", (pl.col("per_byte") * pl.col("size")).ceil().cast(pl.Int64))
-    unsized = typical.filter(~((pl.col("size") > 0) & (pl.col("transfer") >= 0)).fill_null(value=False))
+    min_transfer = pl.min_horizontal(
+        "larger", (pl.col("per_byte") * pl.col("size")).ceil().cast(pl.Int64)
+    )
+    unsized = typical.filter(
+        ~((pl.col("size") > 0) & (pl.col("transfer") >= 0)).fill_null(value=False)
+    )
     columns = [*_SIMILARITY_KEYS, "transfer"]
-    transfers = pl.concat([sized.with_columns(min_transfer.alias("transfer")).select(columns), unsized.select(columns)])
-    with_transfer = arrivals.join(transfers, on=_SIMILARITY_KEYS, how="left", nulls_equal=True, maintain_order="left")
+    transfers = pl.concat(
+        [
+            sized.with_columns(min_transfer.alias("transfer")).select(columns),
+            unsized.select(columns),
+        ]
+    )
+    with_transfer = arrivals.join(
+        transfers, on=_SIMILARITY_KEYS, how="left", nulls_equal=True, maintain_order="left"
+    )
     # Never before the last recorded part: what came earlier held nothing back.
     latest = parts.group_by("key").agg(pl.col("from").max().alias("latest"))
     last = pl.max_horizontal("start", "latest")
     waited = pl.col("earliest_end") - last > _MAX_JITTER * pl.col("transfer")
-    estimate = pl.max_horizontal(pl.col("earliest_end") - pl.col("transfer").clip(lower_bound=0), last)
+    estimate = pl.max_horizontal(
+        pl.col("earliest_end") - pl.col("transfer").clip(lower_bound=0), last
+    )
     return with_transfer.join(latest, on="key", how="left", maintain_order="left").with_columns(
         pl.when(waited).then(estimate).otherwise(last).alias("at")
     )
@@ -306,7 +378,11 @@ def _build_point_nodes(kind: str, frame: pl.DataFrame, number: str, time: str) -
             pl.col(number).alias("node"),
             pl.lit(kind).alias("kind"),
             "rank",
-            (pl.col("kind").fill_null("communication") + pl.lit(" ") + pl.col("group").fill_null(""))
+            (
+                pl.col("kind").fill_null("communication")
+                + pl.lit(" ")
+                + pl.col("group").fill_null("")
+            )
             .str.strip_chars()
             .alias("name"),
             pl.col(time).alias("start_ns"),
@@ -319,7 +395,9 @@ def _build_point_nodes(kind: str, frame: pl.DataFrame, number: str, time: str) -
 
 
 def _build_edges(frame: pl.DataFrame, *, from_end: bool, to_end: bool) -> pl.DataFrame:
-    """Edges from `source`, `target`, `slack`, `evidence`; until it is calibrated, none asks for more than it got."""
+    """Edges from `source`, `target`, `slack`, `evidence`; until it is calibrated, none asks for
+    more than it got.
+    """
     return _fill_schema(
         "edges",
         frame.select(
@@ -360,8 +438,9 @@ _NODE_COLUMNS = {"edges": ("source", "target"), "communication": ("node",), "tra
 def join_ranks(parts: Sequence[Graph], name: str = "") -> Graph:
     """Join the graphs of single ranks.
 
-    Times become those of one clock, starting at 0. Parts of a collective on several ranks get one `instance` and meet
-    in a `rendezvous` node; peers that were not recorded are an `arrival`, assumed.
+    Times become those of one clock, starting at 0. Parts of a collective on several ranks get one
+    `instance` and meet in a `rendezvous` node; peers that were not recorded are an `arrival`,
+    assumed.
 
     Args:
         parts: One uncalibrated graph per rank, at least one.
@@ -397,7 +476,9 @@ def join_ranks(parts: Sequence[Graph], name: str = "") -> Graph:
     meeting_ends = communication.with_columns(pl.Series("instance", joined.instance)).filter(
         (pl.col("instance") >= 0) & pl.col("kind").is_in(ENDS_TOGETHER)
     )
-    fitted = fit_clocks(meeting_ends.select("instance", "host", "end_ns"), list(dict.fromkeys(hosts)))
+    fitted = fit_clocks(
+        meeting_ends.select("instance", "host", "end_ns"), list(dict.fromkeys(hosts))
+    )
     clocks = [fitted[host] for host in hosts]
     merged = _merge_ranks(parts, first_epoch, clocks, name)
     joined_graph, doubts = _add_meetings(merged, joined)
@@ -421,23 +502,34 @@ def _ensure_rank(part: Graph, rank: int) -> Graph:
     rank_column = pl.lit(rank, dtype=pl.Int32).alias("rank")
     ranks = part.ranks
     if not ranks.height:
-        values = {"window_start_ns": 0, "window_end_ns": part.end_ns, "clock_offset_ns": 0, "clock_drift": 0.0}
+        values = {
+            "window_start_ns": 0,
+            "window_end_ns": part.end_ns,
+            "clock_offset_ns": 0,
+            "clock_drift": 0.0,
+        }
         schema = GRAPH_SCHEMAS["ranks"]
         ranks = pl.DataFrame([{column: values.get(column) for column in schema}], schema=schema)
-    notice = Notice("rank-assumed", "info", f"the trace does not say its rank; it is taken as rank {rank}")
+    notice = Notice(
+        "rank-assumed", "info", f"the trace does not say its rank; it is taken as rank {rank}"
+    )
     return replace(
         part,
         ranks=ranks.with_columns(rank_column),
         notices=(*part.notices, notice),
-        **{name: getattr(part, name).with_columns(rank_column) for name in ("nodes", "lanes", "host_ops", "coverage")},
+        **{
+            name: getattr(part, name).with_columns(rank_column)
+            for name in ("nodes", "lanes", "host_ops", "coverage")
+        },
     )
 
 
 def _add_meetings(merged: Graph, joined: MatchedParts) -> tuple[Graph, list[Notice]]:
-    """The graph with its meetings; wrongly joined ones show in ranks that wait for each other in a circle.
+    """The graph with its meetings; wrongly joined ones show in ranks that wait for each other in a
+    circle.
 
-    Then what was joined by the order of names is not, and in the end nothing is: what does not meet is ordered as each
-    rank is.
+    Then what was joined by the order of names is not, and in the end nothing is: what does not meet
+    is ordered as each rank is.
     """
     is_measured = np.array([basis == "measured" for basis in joined.evidence], dtype=np.bool_)
     for retained in (np.ones_like(is_measured), is_measured, np.zeros_like(is_measured)):
@@ -464,7 +556,9 @@ def _merge_ranks(parts: Sequence[Graph], epoch: int, clocks: list[HostClock], na
     notices: list[Notice] = []
     for part, clock in zip(parts, clocks, strict=True):
         for key, frame in part.frames().items():
-            frames[key].append(_shift_frame(key, frame, (nodes, lanes), part.epoch_ns - epoch, clock))
+            frames[key].append(
+                _shift_frame(key, frame, (nodes, lanes), part.epoch_ns - epoch, clock)
+            )
         nodes += part.nodes.height
         lanes += part.lanes.height
         notices += [notice.of_rank(part.ranks["rank"][0]) for notice in part.notices]
@@ -485,22 +579,31 @@ def _merge_ranks(parts: Sequence[Graph], epoch: int, clocks: list[HostClock], na
     return replace(
         merged,
         nodes=merged.nodes.with_columns(pl.col("start_ns") - first),
-        ranks=merged.ranks.with_columns(pl.col("window_start_ns") - first, pl.col("window_end_ns") - first),
+        ranks=merged.ranks.with_columns(
+            pl.col("window_start_ns") - first, pl.col("window_end_ns") - first
+        ),
         epoch_ns=merged.epoch_ns + first,
     )
 
 
-def _shift_frame(key: str, frame: pl.DataFrame, before: tuple[int, int], shift: int, clock: HostClock) -> pl.DataFrame:
-    """A frame of one rank with the numbers and times of the job; `before`: nodes and lanes of the ranks before it."""
+def _shift_frame(
+    key: str, frame: pl.DataFrame, before: tuple[int, int], shift: int, clock: HostClock
+) -> pl.DataFrame:
+    """A frame of one rank with the numbers and times of the job; `before`: nodes and lanes of the
+    ranks before it.
+    """
     nodes, lanes = before
-    if not frame.height or (key != "ranks" and not (nodes or lanes or shift or clock.offset_ns or clock.drift)):
+    if not frame.height or (
+        key != "ranks" and not (nodes or lanes or shift or clock.offset_ns or clock.drift)
+    ):
         return frame
     lane = (pl.col("lane") + lanes).cast(pl.UInt32)
     if key == "nodes":
         start = frame["start_ns"].to_numpy() + shift
         end = clock.corrected(start + frame["duration_ns"].to_numpy())
         start = clock.corrected(start)
-        # The work is measured on the rank's clock; a drift of the clock must not make it longer than the node.
+        # The work is measured on the rank's clock; a drift of the clock must not make it longer
+        # than the node.
         work = np.minimum(frame["work_ns"].to_numpy(), end - start)
         return frame.with_columns(
             pl.Series("start_ns", start),
@@ -523,4 +626,8 @@ def _shift_frame(key: str, frame: pl.DataFrame, before: tuple[int, int], shift: 
             pl.lit(clock.residual_ns, dtype=pl.Int64).alias("clock_residual_ns"),
         )
     columns = _NODE_COLUMNS.get(key, ())
-    return frame.with_columns((pl.col(column) + nodes).cast(pl.UInt32) for column in columns) if columns else frame
+    return (
+        frame.with_columns((pl.col(column) + nodes).cast(pl.UInt32) for column in columns)
+        if columns
+        else frame
+    )

@@ -1,9 +1,10 @@
-"""The law: a graph must give back the measured times from works and delays alone, nothing pinned to its start.
+"""The law: a graph must give back the measured times from works and delays alone, nothing pinned to
+its start.
 
-Two errors are told. With residuals the measurement must come back to the nanosecond: that proves the evaluation, not
-the graph. With nothing but the delay of each edge's class the window should come back within 2 %: that is the honest
-error, which says what the edges explain. The residuals' share of the critical path says what they do not, and the
-assumed share what is only taken as given.
+Two errors are told. With residuals the measurement must come back to the nanosecond: that proves
+the evaluation, not the graph. With nothing but the delay of each edge's class the window should
+come back within 2 %: that is the honest error, which says what the edges explain. The residuals'
+share of the critical path says what they do not, and the assumed share what is only taken as given.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.graph.critical_path import Path, find_critical_path, list_largest_residuals, summarize_path
+from traceloom.graph.critical_path import (
+    Path,
+    find_critical_path,
+    list_largest_residuals,
+    summarize_path,
+)
 from traceloom.graph.evaluate import Plan
 from traceloom.graph.graph import Graph, LastGraphCache, get_point_times, unwrap_array
 from traceloom.system import units
@@ -93,7 +99,11 @@ def law(graph: Graph, plan: Plan | None = None) -> Law:
     exact = plan.evaluate()
     pass_ns = time.thread_time_ns() - started
     honest = plan.evaluate(residuals=False)
-    path = find_critical_path(graph) if measured.size else Path(*(np.zeros(0, dtype=np.int64),) * 2, -1, -1)
+    path = (
+        find_critical_path(graph)
+        if measured.size
+        else Path(*(np.zeros(0, dtype=np.int64),) * 2, -1, -1)
+    )
     consists = summarize_path(graph, path) if measured.size else _EMPTY_PARTS
     largest = list_largest_residuals(graph, path)
     window = int(np.ptp(measured)) if measured.size else 0
@@ -105,18 +115,25 @@ def law(graph: Graph, plan: Plan | None = None) -> Law:
     fraction = honest_error / max(window, 1)
     sample = slice(None, None, measured.size // _MAX_SAMPLE + 1)
     points = (
-        int(np.percentile(np.abs(unwrap_array(honest[sample]) - unwrap_array(measured[sample])), 95))
+        int(
+            np.percentile(np.abs(unwrap_array(honest[sample]) - unwrap_array(measured[sample])), 95)
+        )
         if measured.size
         else 0
     )
     off = points / max(window, 1)
     off_ns = np.abs(exact - measured)
-    rank_groups = graph.nodes.select("rank").with_columns(
-        pl.Series("start", measured[0::2]),
-        pl.Series("end", measured[1::2]),
-        pl.Series("honest", honest[1::2]),
-        pl.Series("off", np.maximum(off_ns[0::2], off_ns[1::2])),
-    ).drop_nulls("rank").group_by("rank")  # fmt: skip
+    rank_groups = (
+        graph.nodes.select("rank")
+        .with_columns(
+            pl.Series("start", measured[0::2]),
+            pl.Series("end", measured[1::2]),
+            pl.Series("honest", honest[1::2]),
+            pl.Series("off", np.maximum(off_ns[0::2], off_ns[1::2])),
+        )
+        .drop_nulls("rank")
+        .group_by("rank")
+    )
     ranks = rank_groups.agg(
         (pl.col("end").max() - pl.col("start").min()).alias("window_ns"),
         pl.col("off").max().alias("exact_error_ns"),
@@ -137,25 +154,42 @@ def law(graph: Graph, plan: Plan | None = None) -> Law:
         assumed_ns=assumed,
         assumed_share=assumed / max(window, 1),
         pass_ns=pass_ns,
-        ranks=ranks.with_columns((pl.col("honest_error_ns") / pl.max_horizontal("window_ns", 1)).alias("honest_error")),
+        ranks=ranks.with_columns(
+            (pl.col("honest_error_ns") / pl.max_horizontal("window_ns", 1)).alias("honest_error")
+        ),
         path=consists,
         unexplained=largest,
     )
     return _law_cache.put(graph, result)
 
 
-_EMPTY_PARTS = pl.DataFrame(schema={"what": pl.String, "kind": pl.String, "count": pl.Int64, "time_ns": pl.Int64})
+_EMPTY_PARTS = pl.DataFrame(
+    schema={"what": pl.String, "kind": pl.String, "count": pl.Int64, "time_ns": pl.Int64}
+)
 
 
 def _describe_law(  # noqa: PLR0917  (the figures in the order in which they are told)
-    exact_error: int, errors: tuple[float, float], window: int, residual: int, assumed: int, largest: pl.DataFrame
+    exact_error: int,
+    errors: tuple[float, float],
+    window: int,
+    residual: int,
+    assumed: int,
+    largest: pl.DataFrame,
 ) -> str:
     exact = "exactly" if not exact_error else f"but for {units.format_duration(exact_error)}"
     fraction, points = errors
     honest = f"{fraction:+.2%}".replace("%", " %")
-    ok = "" if abs(fraction) <= MAX_ERROR_SHARE else " (more than the 2 % at which it can be trusted)"
+    ok = (
+        ""
+        if abs(fraction) <= MAX_ERROR_SHARE
+        else " (more than the 2 % at which it can be trusted)"
+    )
     within = f", and 95 % of what happens within {units.format_share(points, 1)} of its time"
-    within += "" if points <= MAX_POINT_ERROR_SHARE else " (more than the 5 % at which single moments can be trusted)"
+    within += (
+        ""
+        if points <= MAX_POINT_ERROR_SHARE
+        else " (more than the 5 % at which single moments can be trusted)"
+    )
     share = residual / max(window, 1)
     clauses = [
         f"Re-timed without any measured start, the {units.format_duration(window)} come back {exact}",
@@ -166,7 +200,11 @@ def _describe_law(  # noqa: PLR0917  (the figures in the order in which they are
         first = largest.row(0, named=True)
         name = "".join(letter if letter.isprintable() else " " for letter in first["name"] or "")
         short = name if len(name) <= _MAX_NAME_CHARS else f"{name[: _MAX_NAME_CHARS - 1]}…"
-        clauses[-1] += f", of which {units.format_duration(first['time_ns'])} before `{short}` ({first['kind']})"
+        clauses[-1] += (
+            f", of which {units.format_duration(first['time_ns'])} before `{short}` ({first['kind']})"
+        )
     if assumed > MAX_ERROR_SHARE * window:
-        clauses.append(f"{units.format_share(assumed / max(window, 1), 1)} of it are waits for what was not recorded")
+        clauses.append(
+            f"{units.format_share(assumed / max(window, 1), 1)} of it are waits for what was not recorded"
+        )
     return "; ".join(clauses) + "."

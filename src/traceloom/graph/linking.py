@@ -35,7 +35,9 @@ from traceloom.trace.vocabulary import COMMAND, GPU_WORK
 
 ProgressCallback = Callable[[str], None]
 
-_MIN_MATCHED_SHARE = 0.5  # of the ops of the timed steps; below, the graph step is no picture of them
+_MIN_MATCHED_SHARE = (
+    0.5  # of the ops of the timed steps; below, the graph step is no picture of them
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,10 @@ class Linked:
 
 
 def link(
-    *paths: AnyPath, window: Window = "timed", cache: bool = True, progress: ProgressCallback | None = None
+    *paths: AnyPath,
+    window: Window = "timed",
+    cache: bool = True,
+    progress: ProgressCallback | None = None,
 ) -> Linked:
     """Link host and device traces of the ranks of one run into one graph.
 
@@ -60,7 +65,8 @@ def link(
         paths: A capture, directories, or files in any order; what each is, is told by its content. Device traces alone
             are enough, but say less.
         window: Of a capture: the `timed` steps, with details of the host trace carried over by the order of ops; or
-            the `graph` step, in which every op is known by its id, but which was slowed down by observing it.
+            the `graph` step, in which every op is known by its id, but which was slowed down by
+            observing it.
         cache: Look into the cache of read traces, and fill it.
         progress: Told in words what is being done.
 
@@ -78,7 +84,9 @@ def link(
     report_progress: ProgressCallback = progress or (lambda _: None)
 
     def tell(reading: ReadProgress) -> None:
-        part = f" {reading.done_bytes * 100 // reading.total_bytes} %" if reading.total_bytes else ""
+        part = (
+            f" {reading.done_bytes * 100 // reading.total_bytes} %" if reading.total_bytes else ""
+        )
         report_progress(f"reading{part}")
 
     report_progress("reading")
@@ -96,7 +104,8 @@ def link(
         trim_memory()
     report_progress("joining ranks and calibrating")
     refused = tuple(
-        Notice("refused-input", "error", f"refused: {error}", where=error.where) for error in loaded.refused
+        Notice("refused-input", "error", f"refused: {error}", where=error.where)
+        for error in loaded.refused
     )
     trim_memory()
     graph = calibrate(join_ranks(parts, loaded.name))
@@ -146,12 +155,16 @@ def load_ranks(
         progress: Told how far the reading is.
 
     Raises:
-        UsageError, InputError: As `find_inputs`; `host-mismatch` where a host trace that was given belongs to another
+        UsageError, InputError: As `find_inputs`; `host-mismatch` where a host trace that was given
+        belongs to another
             process; the refusal of the only device trace.
     """
     inputs = find_inputs(*fetch_remote(paths, cache=cache), window=window)
-    out = LoadedRanks(restore_addresses(inputs.name), notices=list(inputs.notices), refused=list(inputs.refused))
-    # Host traces first: a device trace may be decoded beside until then (see `traceloom.formats.ahead`).
+    out = LoadedRanks(
+        restore_addresses(inputs.name), notices=list(inputs.notices), refused=list(inputs.refused)
+    )
+    # Host traces first: a device trace may be decoded beside until then (see
+    # `traceloom.formats.ahead`).
     hosts: list[HostTrace | InputError | None] = []
     for rank_input in inputs.ranks:
         try:
@@ -160,7 +173,9 @@ def load_ranks(
         except InputError as error:  # noqa: PERF203  (few)
             hosts.append(error)
     devices = read_all(
-        [rank_input.device for rank_input in inputs.ranks], cache=Cache() if cache else None, report=progress
+        [rank_input.device for rank_input in inputs.ranks],
+        cache=Cache() if cache else None,
+        report=progress,
     )
     for rank_input, host_trace, trace in zip(inputs.ranks, hosts, devices, strict=True):
         if isinstance(trace, InputError):
@@ -173,14 +188,18 @@ def load_ranks(
                 raise host_trace
             if host_trace is not None and graph_step is None:
                 matching = match(trace, host_trace)
-            elif host_trace is not None and graph_step is not None:  # joined over the graph step of a capture
+            elif (
+                host_trace is not None and graph_step is not None
+            ):  # joined over the graph step of a capture
                 step = read_kineto(graph_step.path, capture=graph_step.entry)
                 matching = _propagate_matching(trace, step, match(step, host_trace))
         except InputError as error:
             if host is None or host.capture is None:  # the user gave it
                 raise
             text = f"the host trace of rank {rank} is left out: {error}"
-            out.notices.append(Notice("host-trace-unused", "warning", text, rank=rank, where=str(host.path)))
+            out.notices.append(
+                Notice("host-trace-unused", "warning", text, rank=rank, where=str(host.path))
+            )
         out.ranks.append(LoadedRank(rank, trace, matching))
     if not out.ranks:
         raise out.refused[0]
@@ -190,7 +209,8 @@ def load_ranks(
 def _propagate_matching(timed_trace: Trace, graph: Trace, matching: Matching) -> Matching:
     """Give every op of the timed steps the host op that the same op of the graph step has.
 
-    Host ops and the graph step are joined by ids, the graph step and each timed step by the order of names.
+    Host ops and the graph step are joined by ids, the graph step and each timed step by the order
+    of names.
 
     Args:
         timed_trace: The trace of the timed window.
@@ -198,7 +218,8 @@ def _propagate_matching(timed_trace: Trace, graph: Trace, matching: Matching) ->
         matching: The host trace joined to the graph step.
 
     Returns:
-        The host trace joined to the timed steps; its outcomes are those of the graph step. Evidence is `inferred`.
+        The host trace joined to the timed steps; its outcomes are those of the graph step. Evidence
+        is `inferred`.
     """
     same = match_ops(timed_trace, graph, matching.host_op >= 0)
     host_op = np.where(same >= 0, matching.host_op[same], -1)
@@ -212,9 +233,7 @@ def _propagate_matching(timed_trace: Trace, graph: Trace, matching: Matching) ->
     )
     if matched >= _MIN_MATCHED_SHARE * all_ops and matched:
         return carried
-    text = (
-        f"only {matched:,} of {all_ops:,} ops of the timed window are found in the graph step; the rest have no host op"
-    )
+    text = f"only {matched:,} of {all_ops:,} ops of the timed window are found in the graph step; the rest have no host op"
     return carried.with_notices(
         Notice("unlike-graph-step", "warning", text, all_ops - matched, where=timed_trace.meta.path)
     )
@@ -222,8 +241,9 @@ def _propagate_matching(timed_trace: Trace, graph: Trace, matching: Matching) ->
 
 _MAX_CACHED_GRAPHS = 2  # graphs remembered: of one run, the whole and a step
 _EVENT_COLUMNS = {
-    **dict.fromkeys(("collectives", "copies", "syncs", "python", "tensors"), ("event",)), "flows": ("source", "target"),
-}  # fmt: skip
+    **dict.fromkeys(("collectives", "copies", "syncs", "python", "tensors"), ("event",)),
+    "flows": ("source", "target"),
+}
 _NOT_LINKED = ("allocations", "kernels", "sources")
 _TIMED_FRAMES = ("counters", "marks")
 _REFERENCES = ("parent", "op", "launch")
@@ -264,10 +284,10 @@ def link_session(
 ) -> Graph:
     """Link the traces of a loaded session into one calibrated graph; the files are not read again.
 
-    With a `step`, every rank is cut to that step before it is linked, so that a step of a large job fits in memory.
-    What the host did from the step's beginning to its end is in the graph, the GPU work that this launched, however
-    late it ran, and what ran before it on the same devices. `event` and `op` of the
-    nodes are rows of the whole traces. Host traces are not looked at.
+    With a `step`, every rank is cut to that step before it is linked, so that a step of a large job
+    fits in memory. What the host did from the step's beginning to its end is in the graph, the GPU
+    work that this launched, however late it ran, and what ran before it on the same devices.
+    `event` and `op` of the nodes are rows of the whole traces. Host traces are not looked at.
 
     The most recent graphs are remembered as long as the traces live: do not change them.
 
@@ -300,7 +320,11 @@ def link_session(
     several = is_large_session(selected)
     parts, storage = [], MappedFiles()
     for number, trace in enumerate(selected, 1):
-        subject = "the trace" if len(selected) == 1 else f"rank {trace.rank} ({number} of {len(selected)})"
+        subject = (
+            "the trace"
+            if len(selected) == 1
+            else f"rank {trace.rank} ({number} of {len(selected)})"
+        )
         report_progress(f"linking {subject}")
         part = link_rank(trace) if steps is None else _link_steps(trace, *steps)
         parts.append(storage.graph(part) if several else part)
@@ -319,17 +343,29 @@ def link_session(
     return graph
 
 
-def _select_traces(session: Session, steps: tuple[int, int] | None) -> tuple[list[Trace], list[Notice]]:
-    """One trace per rank: with steps the first that has the first and the last of them; one may not say its rank."""
+def _select_traces(
+    session: Session, steps: tuple[int, int] | None
+) -> tuple[list[Trace], list[Notice]]:
+    """One trace per rank: with steps the first that has the first and the last of them; one may not
+    say its rank.
+    """
     having = list(session.traces)
     step_label = ""
     if steps is not None:
-        step_label = f"step {steps[0]}" if steps[0] == steps[1] else f"step {steps[0]} to {steps[1]}"
-        having = [trace for trace in having if trace.steps["step"].is_in(steps).sum() == len(set(steps))]
+        step_label = (
+            f"step {steps[0]}" if steps[0] == steps[1] else f"step {steps[0]} to {steps[1]}"
+        )
+        having = [
+            trace for trace in having if trace.steps["step"].is_in(steps).sum() == len(set(steps))
+        ]
         if not having:
-            recorded = sorted({number for trace in session.traces for number in trace.steps["step"].to_list()})
+            recorded = sorted(
+                {number for trace in session.traces for number in trace.steps["step"].to_list()}
+            )
             recorded_text = (
-                f"; the traces have {recorded[0]} to {recorded[-1]}" if recorded else ": the traces have no steps"
+                f"; the traces have {recorded[0]} to {recorded[-1]}"
+                if recorded
+                else ": the traces have no steps"
             )
             raise UsageError(f"there is no {step_label}{recorded_text}", slug="no-such-step")
     unique = steps is None or any(trace.rank is None for trace in having)
@@ -353,7 +389,9 @@ def _select_traces(session: Session, steps: tuple[int, int] | None) -> tuple[lis
     if unnumbered is not None and 0 in first:  # beside others it gets the lowest free number
         free = next(number for number in range(len(first) + 1) if number not in first)
         first[None] = replace(unnumbered, meta=replace(unnumbered.meta, rank=free))
-    lacking = sorted({trace.rank for trace in session.traces if trace.rank is not None} - set(first))
+    lacking = sorted(
+        {trace.rank for trace in session.traces if trace.rank is not None} - set(first)
+    )
     if not lacking:
         return list(first.values()), []
     rank_list = ", ".join(map(str, lacking[:8])) + ("…" if len(lacking) > 8 else "")
@@ -367,18 +405,22 @@ def _link_steps(trace: Trace, first: int, last: int) -> Graph:
     part, row = _cut(trace, int(bounds["start_ns"][0]), int(bounds["end_ns"][-1]))
     graph = link_rank(part)
     rows = pl.Series(row, dtype=pl.UInt32)  # events are named by their rows in the whole trace
-    nodes = graph.nodes.with_columns(rows[graph.nodes[column]].alias(column) for column in ("event", "op"))
+    nodes = graph.nodes.with_columns(
+        rows[graph.nodes[column]].alias(column) for column in ("event", "op")
+    )
     return replace(graph, nodes=nodes)
 
 
 def _cut(trace: Trace, low: int, high: int) -> tuple[Trace, Ints]:
-    """Cut a trace to [low, high) of its host time, to the GPU work that belongs to that, and to a lead.
+    """Cut a trace to [low, high) of its host time, to the GPU work that belongs to that, and to a
+    lead.
 
-    Kept are: what the host does until `high`; GPU work that it launched, however late it runs, and GPU work launched
-    before that still runs. The lead begins where the first GPU work that still runs in
-    the step was launched, at most as long before the step as the step is long: waits between streams are told by calls
-    that come before the work. Where such work goes on for a moment only there is no lead: it would hold what the host
-    did meanwhile, up to a whole step of one rank without its peers. Host events that cross a bound are shortened to it.
+    Kept are: what the host does until `high`; GPU work that it launched, however late it runs, and
+    GPU work launched before that still runs. The lead begins where the first GPU work that still
+    runs in the step was launched, at most as long before the step as the step is long: waits
+    between streams are told by calls that come before the work. Where such work goes on for a
+    moment only there is no lead: it would hold what the host did meanwhile, up to a whole step of
+    one rank without its peers. Host events that cross a bound are shortened to it.
 
     Args:
         trace: The whole trace.
@@ -386,8 +428,8 @@ def _cut(trace: Trace, low: int, high: int) -> tuple[Trace, Ints]:
         high: Its end, ns.
 
     Returns:
-        The part, with rows of its own, for linking (accounts of lanes are those of the whole trace); and the row in
-        the whole trace of each of its events.
+        The part, with rows of its own, for linking (accounts of lanes are those of the whole
+        trace); and the row in the whole trace of each of its events.
     """
     events = trace.events
     start = events["start_ns"].to_numpy()
@@ -403,11 +445,17 @@ def _cut(trace: Trace, low: int, high: int) -> tuple[Trace, Ints]:
     launched_ns = np.where(launch >= 0, start[launch], start) if start.size else start
     own_work = device & (launched_ns >= from_ns) & (launched_ns < high)
     until = max(high, int(end[own_work].max(initial=high)))
-    # What was launched after the step came after its work on each stream: it held nothing of it back.
+    # What was launched after the step came after its work on each stream: it held nothing of it
+    # back.
     ran = device & (end > from_ns) & (start < until) & ((launch < 0) | (launched_ns < high))
-    host = (trace.lanes["kind"] == "host").to_numpy()[events["lane"].to_numpy()] if events.height else device
+    host = (
+        (trace.lanes["kind"] == "host").to_numpy()[events["lane"].to_numpy()]
+        if events.height
+        else device
+    )
     bound = np.where(host, high, until)
-    # What has no length counts where it stands; the first moment belongs to the part, the last does not.
+    # What has no length counts where it stands; the first moment belongs to the part, the last does
+    # not.
     retained = own_work | ran | (~device & (start < bound) & ((end > from_ns) | (start >= from_ns)))
     parent = extract_column(events, "parent", NO_ROW, large=False)
     # parents stand above all children that stood under them
@@ -428,19 +476,28 @@ def _cut(trace: Trace, low: int, high: int) -> tuple[Trace, Ints]:
     events = events.with_columns(
         pl.int_range(row.size, dtype=pl.UInt32).alias("event"),
         pl.Series("start_ns", first),
-        # Negative durations of damaged files stay; others end at the bound, never before they begin.
+        # Negative durations of damaged files stay; others end at the bound, never before they
+        # begin.
         pl.Series("duration_ns", np.where(duration < 0, duration, np.maximum(last - first, 0))),
         pl.Series("nested_end_ns", np.maximum(nested, first)),
-        *(build_event_column(_map_to_part_rows(events[name], number)).alias(name) for name in _REFERENCES),
+        *(
+            build_event_column(_map_to_part_rows(events[name], number)).alias(name)
+            for name in _REFERENCES
+        ),
     )
-    frames: dict[str, Any] = {"events": events, **{name: make_empty_frame(name) for name in _NOT_LINKED}}
+    frames: dict[str, Any] = {
+        "events": events,
+        **{name: make_empty_frame(name) for name in _NOT_LINKED},
+    }
     for name, columns in _EVENT_COLUMNS.items():
         frame: pl.DataFrame = getattr(trace, name)
         moved = [_map_to_part_rows(frame[column], number) for column in columns]
         in_part = np.flatnonzero(np.min(moved, axis=0) >= 0)
         part = frame[in_part]
         for column, rows in zip(columns, moved, strict=True):
-            part.replace_column(part.get_column_index(column), to_series(rows[in_part], pl.UInt32).alias(column))
+            part.replace_column(
+                part.get_column_index(column), to_series(rows[in_part], pl.UInt32).alias(column)
+            )
         frames[name] = part
     for name in _TIMED_FRAMES:
         times = getattr(trace, name)["time_ns"].to_numpy()
@@ -450,5 +507,7 @@ def _cut(trace: Trace, low: int, high: int) -> tuple[Trace, Ints]:
 
 def _map_to_part_rows(rows: pl.Series, number: Ints) -> Ints:
     """References to rows of the whole trace as rows of the part; -1 where the row is not in it."""
-    moved: Ints = number[(rows.fill_null(number.size - 1) if rows.null_count() else rows).to_numpy()]
+    moved: Ints = number[
+        (rows.fill_null(number.size - 1) if rows.null_count() else rows).to_numpy()
+    ]
     return moved

@@ -1,4 +1,6 @@
-"""The graph of one rank: what its threads and streams did, what each thing waited for, and what is left over."""
+"""The graph of one rank: what its threads and streams did, what each thing waited for, and what is
+left over.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,24 @@ from traceloom.graph.device_edges import (
     add_stream_edges,
     wait_edges,
 )
-from traceloom.graph.device_work import LAUNCHED_BY_OP, ORPHANS, DeviceWork, WorkTimeline, collect_device_work
+from traceloom.graph.device_work import (
+    LAUNCHED_BY_OP,
+    ORPHANS,
+    DeviceWork,
+    WorkTimeline,
+    collect_device_work,
+)
 from traceloom.graph.edges import Edges
 from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, make_empty_frame
 from traceloom.graph.host_match import Matching
-from traceloom.graph.host_tree import LAUNCHES, NOT_LAUNCHES, HostTree, Segments, build_host_tree, build_segments
+from traceloom.graph.host_tree import (
+    LAUNCHES,
+    NOT_LAUNCHES,
+    HostTree,
+    Segments,
+    build_host_tree,
+    build_segments,
+)
 from traceloom.graph.syncs import find_awaited_work, find_spin_waits, sync_records
 from traceloom.graph.threads import add_hand_off_edges, find_hand_offs
 from traceloom.system.text import replace_surrogates
@@ -38,7 +53,8 @@ _MAX_NAME_CHARS = 60
 
 
 class RankParts(Struct, frozen=True):
-    """What the nodes of a rank are made of, and their numbers: the origin is 0, then segments, then GPU work.
+    """What the nodes of a rank are made of, and their numbers: the origin is 0, then segments, then
+    GPU work.
 
     Attributes:
         tree: Host events.
@@ -88,8 +104,8 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
         matching: Which of its events are which ops of the host trace, where there is one.
 
     Returns:
-        A graph of one rank, not calibrated: no delays, work as long as it took, nothing left over. Times start at 0,
-        which is `trace.start_ns`.
+        A graph of one rank, not calibrated: no delays, work as long as it took, nothing left over.
+        Times start at 0, which is `trace.start_ns`.
     """
     tree = build_host_tree(trace)
     handovers = find_hand_offs(trace, tree, build_segments(tree))
@@ -128,23 +144,36 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
     nested = (low >= 0) & (low != high) & (high < tree.stop[low]) if tree.row.size else low > 0
     for kind, follows in (("call", index[nested]), ("thread", index[~nested])):
         edges.add(
-            kind, "measured", parts.segment_node[follows], parts.segment_node[follows + 1],
-            from_end=True, to_end=False, firm=True,
-        )  # fmt: skip
+            kind,
+            "measured",
+            parts.segment_node[follows],
+            parts.segment_node[follows + 1],
+            from_end=True,
+            to_end=False,
+            firm=True,
+        )
     waits = np.zeros(tree.row.size, dtype=np.bool_)
     waits[waiting.call] = True
     add_launch_edges(edges, tree, work, waits, host, parts.segment_node, parts.work_node)
     overlapping = add_stream_edges(edges, work, parts.work_node)
     last_node = parts.segment_node[host.last]
     edges.add(
-        "synchronize", waiting.evidence, parts.work_node[waiting.work], last_node[waiting.call],
-        from_end=True, to_end=True,
-    )  # fmt: skip
+        "synchronize",
+        waiting.evidence,
+        parts.work_node[waiting.work],
+        last_node[waiting.call],
+        from_end=True,
+        to_end=True,
+    )
     wait_edges(edges, tree, times, parts.work_node, records)
     edges.add(
-        "synchronize", "inferred", parts.work_node[spun_on], parts.segment_node[spinning],
-        from_end=True, to_end=True,
-    )  # fmt: skip
+        "synchronize",
+        "inferred",
+        parts.work_node[spun_on],
+        parts.segment_node[spinning],
+        from_end=True,
+        to_end=True,
+    )
     delayed = add_command_waits(edges, trace, work, parts.work_node)
     queued = add_queue_edges(edges, tree, work, last_node, parts.work_node)
     add_hand_off_edges(edges, handovers, parts.segment_node)
@@ -152,17 +181,25 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
     flow = None
     if matching is not None:
         host_op = np.asarray(matching.host_op, dtype=np.int64)[tree.row]
-        flow = find_data_flow(tree, host, work, parts.segment_node, parts.work_node, host_op, matching.host.ops)
+        flow = find_data_flow(
+            tree, host, work, parts.segment_node, parts.work_node, host_op, matching.host.ops
+        )
         edges.add("data", matching.evidence, flow.source, flow.target, from_end=True, to_end=False)
     return _assemble_graph(
-        trace, parts, edges, EdgeCounts(overlapping, queued, delayed, waiting.unknown, spinning, flow), matching
+        trace,
+        parts,
+        edges,
+        EdgeCounts(overlapping, queued, delayed, waiting.unknown, spinning, flow),
+        matching,
     )
 
 
 def _assemble_graph(
     trace: Trace, parts: RankParts, edges: Edges, edge_counts: EdgeCounts, matching: Matching | None
 ) -> Graph:
-    """The graph from its nodes and edges; what waited for room on the device is seen last, after all other edges."""
+    """The graph from its nodes and edges; what waited for room on the device is seen last, after
+    all other edges.
+    """
     meta, rank, work_node = trace.meta, trace.meta.rank or 0, parts.work_node
     nodes, lanes = _build_nodes(trace, parts, edge_counts.held, matching)
     times = np.empty(2 * nodes.height, dtype=np.int64)
@@ -333,38 +370,77 @@ def _build_coverage(
     if edge_counts.queued:
         rows.append(("launches", "held up by a full queue", edge_counts.queued, None))
     if edge_counts.flow is not None:
-        rows.append(("data", "edges from the last writer of a storage", edge_counts.flow.source.size, None))
         rows.append(
-            ("data", "reads of what was written before the window, or nowhere", edge_counts.flow.unplaced, None)
+            ("data", "edges from the last writer of a storage", edge_counts.flow.source.size, None)
         )
-        rows.append(("data", "reads before their writer had ended: no edge", edge_counts.flow.late, None))
+        rows.append(
+            (
+                "data",
+                "reads of what was written before the window, or nowhere",
+                edge_counts.flow.unplaced,
+                None,
+            )
+        )
+        rows.append(
+            ("data", "reads before their writer had ended: no edge", edge_counts.flow.late, None)
+        )
     if late.crowded:
         rows.append(("streams", "work that waited for room on the device", late.crowded, None))
     if late.before.size:
         waited = int(late.before_ns.sum())
-        rows.append(("streams", "work behind what was launched before the window", late.before.size, waited))
+        rows.append(
+            ("streams", "work behind what was launched before the window", late.before.size, waited)
+        )
     if late.unexplained.size:
         waited = int(late.waited_ns.sum())
-        rows.append(("streams", "work that waited for nothing recorded", late.unexplained.size, waited))
+        rows.append(
+            ("streams", "work that waited for nothing recorded", late.unexplained.size, waited)
+        )
     if edge_counts.unknown.size:
         took = int(parts.tree.span()[edge_counts.unknown].sum())
-        rows.append(("synchronisations", "long, and not known what was awaited", edge_counts.unknown.size, took))
+        rows.append(
+            (
+                "synchronisations",
+                "long, and not known what was awaited",
+                edge_counts.unknown.size,
+                took,
+            )
+        )
     if edge_counts.spins.size:
         took = int((host.end - host.start)[edge_counts.spins].sum())
         rows.append(
-            ("synchronisations", "self time that ends with the work launched before it", edge_counts.spins.size, took)
+            (
+                "synchronisations",
+                "self time that ends with the work launched before it",
+                edge_counts.spins.size,
+                took,
+            )
         )
     lengths = host.end - host.start
     gaps = host.owner < 0
     rows.append(("host-time", "in recorded events", int((~gaps).sum()), int(lengths[~gaps].sum())))
     rows.append(("host-time", "in gaps between them", int(gaps.sum()), int(lengths[gaps].sum())))
     if parts.tree.polling:
-        rows.append(("host-time", "left out: threads that only poll", parts.tree.polling, parts.tree.polling_ns))
-    rows += [("edges", f"left out: {kind} against the order of others", count, None) for kind, count in refused.rows()]
-    return pl.DataFrame([(rank, *row) for row in rows], schema=GRAPH_SCHEMAS["coverage"], orient="row")
+        rows.append(
+            (
+                "host-time",
+                "left out: threads that only poll",
+                parts.tree.polling,
+                parts.tree.polling_ns,
+            )
+        )
+    rows += [
+        ("edges", f"left out: {kind} against the order of others", count, None)
+        for kind, count in refused.rows()
+    ]
+    return pl.DataFrame(
+        [(rank, *row) for row in rows], schema=GRAPH_SCHEMAS["coverage"], orient="row"
+    )
 
 
-def _build_late_notices(names: pl.Series, late: LateWork, window_ns: int, rank: int) -> list[Notice]:
+def _build_late_notices(
+    names: pl.Series, late: LateWork, window_ns: int, rank: int
+) -> list[Notice]:
     """Warn where much of the window is spent before GPU work that nothing recorded holds back.
 
     Args:
@@ -387,10 +463,16 @@ def _build_late_notices(names: pl.Series, late: LateWork, window_ns: int, rank: 
     if total < min_noticed_ns:
         return notices
     worst = int(np.argmax(late.waited_ns))
-    name, waited = names[int(late.unexplained[worst])][:_MAX_NAME_CHARS], late.waited_ns[worst] / 1e6
+    name, waited = (
+        names[int(late.unexplained[worst])][:_MAX_NAME_CHARS],
+        late.waited_ns[worst] / 1e6,
+    )
     text = (
         f"{late.unexplained.size} pieces of GPU work started {total / 1e6:.1f} ms in all after everything that is "
         f"known to hold them back ({name}: {waited:.1f} ms); "
         "re-timing from causes alone misses that time"
     )
-    return [*notices, Notice("unexplained-starts", "warning", text, int(late.unexplained.size), rank)]
+    return [
+        *notices,
+        Notice("unexplained-starts", "warning", text, int(late.unexplained.size), rank),
+    ]

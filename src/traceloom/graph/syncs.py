@@ -61,7 +61,10 @@ def sync_records(trace: Trace, tree: HostTree) -> SyncRecords:
         trace.syncs.join(event_fields, on="event", how="left", maintain_order="left")
         .join(calls, on="correlation", how="inner", maintain_order="left")
         .join(
-            calls.select(pl.col("correlation").alias("record_correlation"), pl.col("call_ns").alias("recorded")),
+            calls.select(
+                pl.col("correlation").alias("record_correlation"),
+                pl.col("call_ns").alias("recorded"),
+            ),
             on="record_correlation",
             how="left",
             maintain_order="left",
@@ -74,7 +77,9 @@ def sync_records(trace: Trace, tree: HostTree) -> SyncRecords:
             maintain_order="left",
         )
     )
-    position = tree.position[frame["call"].to_numpy()] if frame.height else np.zeros(0, dtype=np.int64)
+    position = (
+        tree.position[frame["call"].to_numpy()] if frame.height else np.zeros(0, dtype=np.int64)
+    )
     frame = frame.with_columns(pl.Series("position", position)).filter(pl.col("position") >= 0)
     numbers = [
         frame[name].cast(pl.Int64).fill_null(MISSING_VALUE).to_numpy()
@@ -85,14 +90,14 @@ def sync_records(trace: Trace, tree: HostTree) -> SyncRecords:
 
 _Pairs = tuple[Ints, Ints, str]  # calls, the work that each waits for (-1: none), how that is known
 
-_MAX_EARLY_RETURN_NS = 20_000  # a call may return, by its clock, this long before what it awaited is done
+_MAX_EARLY_RETURN_NS = (
+    20_000  # a call may return, by its clock, this long before what it awaited is done
+)
 _MAX_RETURN_DELAY_NS = 25_000  # a call that waited returns within this time
 _MIN_WAIT_NS = 20_000  # a call this long did wait
 
 _MIN_SPIN_NS = 200_000
-_MAX_DISTANCE_SHARE = (
-    0.05  # of the segment's length, and not more than the next two, lie between its end and the work's
-)
+_MAX_DISTANCE_SHARE = 0.05  # of the segment's length, and not more than the next two, lie between its end and the work's
 _MAX_BEFORE_NS = 100_000  # the count that is looked for stands in memory before the kernel that writes it has ended
 _MAX_AFTER_NS = 20_000
 
@@ -120,9 +125,9 @@ def find_awaited_work(
 ) -> SyncTargets:
     """Find the work that each synchronising call and each blocking copy waits for.
 
-    Where the file has records of what was awaited, these are taken. Else a device is awaited on all its streams, and
-    which stream or event was meant is inferred from the work that ends when the call returns, or, where the call did
-    not wait, from the last launch of its thread.
+    Where the file has records of what was awaited, these are taken. Else a device is awaited on all
+    its streams, and which stream or event was meant is inferred from the work that ends when the
+    call returns, or, where the call did not wait, from the last launch of its thread.
     """
     position = np.flatnonzero(tree.call)
     device, stream, event = (
@@ -132,7 +137,8 @@ def find_awaited_work(
     waiting = np.concatenate([device, stream, event])
     parts: list[_Pairs] = []
     if work.row.size:
-        # records of stream and event synchronisation; questions that do not wait have such records, too
+        # records of stream and event synchronisation; questions that do not wait have such records,
+        # too
         stream_records, event_records = records.of("Stream Sync"), records.of("Event Sync")
         call = np.concatenate([stream_records.call, event_records.call])
         lane = np.concatenate([stream_records.lane, event_records.awaited])
@@ -153,20 +159,30 @@ def find_awaited_work(
     nothing = np.zeros(0, dtype=np.int64)
     call = np.concatenate([nothing, *(part[0] for part in parts)])
     awaited = np.concatenate([nothing, *(part[1] for part in parts)])
-    evidence = np.concatenate([np.zeros(0, dtype=np.str_), *(np.full(part[0].size, part[2]) for part in parts)])
+    evidence = np.concatenate(
+        [np.zeros(0, dtype=np.str_), *(np.full(part[0].size, part[2]) for part in parts)]
+    )
     # A call is only held back by what can end no later than it returns.
     possible = awaited >= 0
-    possible[possible] = work.end[awaited[possible]] <= tree.end[call[possible]] + _MAX_EARLY_RETURN_NS
+    possible[possible] = (
+        work.end[awaited[possible]] <= tree.end[call[possible]] + _MAX_EARLY_RETURN_NS
+    )
     call, awaited, evidence = call[possible], awaited[possible], evidence[possible]
     _, first = np.unique(call * (work.row.size + 1) + awaited, return_index=True)
     call, awaited, evidence = call[first], awaited[first], evidence[first]
     synchronising = np.unique(waiting)
     without = synchronising[~np.isin(synchronising, call)]
-    return SyncTargets(call, awaited, evidence, synchronising, without[tree.span()[without] >= _MIN_WAIT_NS])
+    return SyncTargets(
+        call, awaited, evidence, synchronising, without[tree.span()[without] >= _MIN_WAIT_NS]
+    )
 
 
-def _wait_for_device(tree: HostTree, times: WorkTimeline, call: Ints, records: SyncRecords | None) -> _Pairs:
-    """The last work of every stream; of one thread's calls the first after a work waits for it, later ones need not."""
+def _wait_for_device(
+    tree: HostTree, times: WorkTimeline, call: Ints, records: SyncRecords | None
+) -> _Pairs:
+    """The last work of every stream; of one thread's calls the first after a work waits for it,
+    later ones need not.
+    """
     call = np.repeat(call, times.lanes.size)
     lane = np.tile(times.lanes, call.size // max(times.lanes.size, 1))
     awaited = times.launched_before(lane, tree.start[call])
@@ -184,11 +200,15 @@ def _wait_for_device(tree: HostTree, times: WorkTimeline, call: Ints, records: S
     return call[~repeated], awaited[~repeated], "inferred" if records is None else "measured"
 
 
-def _wait_for_stream(tree: HostTree, times: WorkTimeline, call: Ints, *, until_event: bool) -> _Pairs:
-    """The work that calls wait for which wait for one stream: as far as it has been filled, or until an event of it.
+def _wait_for_stream(
+    tree: HostTree, times: WorkTimeline, call: Ints, *, until_event: bool
+) -> _Pairs:
+    """The work that calls wait for which wait for one stream: as far as it has been filled, or
+    until an event of it.
 
-    Where a call waited, it is the work, on any stream, that was launched before and ended when the call returned; else
-    what its thread had launched last (`until_event`: before the last event was recorded, which may lie far back).
+    Where a call waited, it is the work, on any stream, that was launched before and ended when the
+    call returned; else what its thread had launched last (`until_event`: before the last event was
+    recorded, which may lie far back).
     """
     explains = np.full(call.size, -1, dtype=np.int64)
     # the streams on which work ends when a long call returns: indices into `call`, and lanes
@@ -199,7 +219,9 @@ def _wait_for_stream(tree: HostTree, times: WorkTimeline, call: Ints, *, until_e
     low = np.searchsorted(sorted_ends, returned - _MAX_RETURN_DELAY_NS, side="left")
     count = np.searchsorted(sorted_ends, returned + _MAX_EARLY_RETURN_NS, side="right") - low
     index = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count - low, count)
-    call_index, lane = np.unique(np.stack([np.repeat(long, count), times.work.lane[end_order[index]]]), axis=1)
+    call_index, lane = np.unique(
+        np.stack([np.repeat(long, count), times.work.lane[end_order[index]]]), axis=1
+    )
     start, end = tree.start[call[call_index]], tree.end[call[call_index]]
     awaited = times.launched_before(lane, start)
     if until_event:
@@ -207,7 +229,9 @@ def _wait_for_stream(tree: HostTree, times: WorkTimeline, call: Ints, *, until_e
         awaited = np.where((done >= 0) & (times.work.asked[done] < start), done, awaited)
     finished = times.work.end[awaited]
     fits = np.flatnonzero(
-        (awaited >= 0) & (finished <= end + _MAX_EARLY_RETURN_NS) & (finished >= end - _MAX_RETURN_DELAY_NS)
+        (awaited >= 0)
+        & (finished <= end + _MAX_EARLY_RETURN_NS)
+        & (finished >= end - _MAX_RETURN_DELAY_NS)
     )
     # The last one written stays: the latest end, and the first stream of those that end at once.
     order = fits[np.lexsort((-lane[fits], finished[fits]))]
@@ -218,25 +242,35 @@ def _wait_for_stream(tree: HostTree, times: WorkTimeline, call: Ints, *, until_e
         before = find_last_on_thread(tree, records[tree.named(host_tree.RECORDS, records)], call)
         until = np.where(before >= 0, tree.start[before], until)
     last_launched = times.thread_launched_before(tree.lane[call], until)
-    last = times.launched_before(np.where(last_launched >= 0, times.work.lane[last_launched], MISSING_VALUE), until)
+    last = times.launched_before(
+        np.where(last_launched >= 0, times.work.lane[last_launched], MISSING_VALUE), until
+    )
     use_last = explains < 0
     if not until_event:  # its own stream explains the return as well as any other
         finished = times.work.end[last]
-        use_last |= (last >= 0) & (finished <= end + _MAX_EARLY_RETURN_NS) & (finished >= end - _MAX_RETURN_DELAY_NS)
+        use_last |= (
+            (last >= 0)
+            & (finished <= end + _MAX_EARLY_RETURN_NS)
+            & (finished >= end - _MAX_RETURN_DELAY_NS)
+        )
     return call, np.where(use_last, last, explains), "inferred"
 
 
 def find_last_on_thread(tree: HostTree, events: Ints, call: Ints) -> Ints:
-    """The last of `events` (positions, ascending) on the thread of each call before it; -1 where there is none."""
+    """The last of `events` (positions, ascending) on the thread of each call before it; -1 where
+    there is none.
+    """
     index = np.searchsorted(events, call) - 1
     last = np.where(index >= 0, events[index] if events.size else -1, -1)
     return np.where((last >= 0) & (tree.lane[last] == tree.lane[call]), last, -1)
 
 
 def _find_blocking_copies(trace: Trace, tree: HostTree, work: DeviceWork) -> _Pairs:
-    """Copies whose calls return when they are done: of pageable memory to the host, and calls that never return early.
+    """Copies whose calls return when they are done: of pageable memory to the host, and calls that
+    never return early.
 
-    Copies from pageable memory to the device are staged: the call returns when the last piece stands in the buffer.
+    Copies from pageable memory to the device are staged: the call returns when the last piece
+    stands in the buffer.
     """
     number = np.full(trace.events.height + 1, -1, dtype=np.int64)
     number[work.row] = np.arange(work.row.size)
@@ -268,7 +302,8 @@ def find_spin_waits(
 ) -> tuple[Ints, Ints]:
     """Find long self time, right after a launch, that ends when the work of that launch does.
 
-    DeepEP's dispatch is such: the host reads from memory how much will arrive, as soon as a kernel has written that.
+    DeepEP's dispatch is such: the host reads from memory how much will arrive, as soon as a kernel
+    has written that.
 
     Args:
         trace: The trace.
@@ -285,7 +320,9 @@ def find_spin_waits(
         return nothing, nothing
     category = trace.events["category"][tree.row]
     is_plain_op = (category == "op").to_numpy() & tree.named(host_tree.PLAIN_OP)
-    fits = ~np.append(tree.call | is_plain_op, True)[host.owner] & (host.end - host.start >= _MIN_SPIN_NS)
+    fits = ~np.append(tree.call | is_plain_op, True)[host.owner] & (
+        host.end - host.start >= _MIN_SPIN_NS
+    )
     fits[waits] = False
     submits = np.zeros(tree.row.size + 1, dtype=np.bool_)
     submits[times.work.call[times.work.call >= 0]] = True
@@ -294,7 +331,9 @@ def find_spin_waits(
     fits &= submits[before] & np.append(False, host.lane[1:] == host.lane[:-1])
     segments = np.flatnonzero(fits)
     awaited = times.thread_launched_before(host.lane[segments], host.start[segments])
-    close = np.minimum(_MAX_DISTANCE_SHARE * (host.end[segments] - host.start[segments]), _MAX_BEFORE_NS)
+    close = np.minimum(
+        _MAX_DISTANCE_SHARE * (host.end[segments] - host.start[segments]), _MAX_BEFORE_NS
+    )
     late = times.work.end[awaited] - host.end[segments]
     matches = (
         (awaited >= 0)

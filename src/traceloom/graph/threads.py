@@ -1,4 +1,6 @@
-"""Work that threads hand over to each other: who waits for whom, also inside the self time of an event."""
+"""Work that threads hand over to each other: who waits for whom, also inside the self time of an
+event.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,22 @@ import numpy as np
 from msgspec import Struct
 
 from traceloom.graph.edges import Edges
-from traceloom.graph.host_tree import AUTOGRAD, COLLECTIVE, HOST_BACKENDS, PLAIN_OP, HostTree, Segments
+from traceloom.graph.host_tree import (
+    AUTOGRAD,
+    COLLECTIVE,
+    HOST_BACKENDS,
+    PLAIN_OP,
+    HostTree,
+    Segments,
+)
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.session import ThreadClock, read_thread_clocks
 from traceloom.trace.trace import Trace
 
 _MIN_QUIET_NS = 20_000  # a thread that does nothing named for this long may be waiting
-_MIN_FILLED_SHARE = 0.5  # of a quiet time that another thread's work must fill to be what was waited for
+_MIN_FILLED_SHARE = (
+    0.5  # of a quiet time that another thread's work must fill to be what was waited for
+)
 _MIN_BUSY_SHARE = 0.3  # of that work's span in which something is recorded
 _MAX_WAKEUP_NS = 30_000  # who was waited for, woke the main thread: it goes on this soon
 _MAX_WAKEUP_SHARE = 0.15  # or after this share of its quiet time
@@ -62,7 +73,12 @@ class _Wakeups(Struct, frozen=True):
 
     def of(self, selected: Bools) -> _Wakeups:
         """Some of them."""
-        return _Wakeups(self.head[selected], self.source[selected], self.cut_ns[selected], self.certain[selected])
+        return _Wakeups(
+            self.head[selected],
+            self.source[selected],
+            self.cut_ns[selected],
+            self.certain[selected],
+        )
 
 
 class _BusyIntervals(Struct, frozen=True):
@@ -84,10 +100,11 @@ class _BusyIntervals(Struct, frozen=True):
 def find_hand_offs(trace: Trace, tree: HostTree, host: Segments) -> ThreadHandOffs:
     """Find where the main thread waits for others, and where others begin what they were given.
 
-    A quiet time of the main thread (a gap, or self time of an annotation) that another thread's work fills is cut in
+    A quiet time of the main thread (a gap, or self time of an annotation) that another thread's
+    work fills is cut in
     three: until that work begins, which is when it was handed over; the waiting; and what the main thread did alone
-    after it. A worker's work after a gap waits for that, else for who woke it (see `_wakers`). In its
-    self time any thread may wait for communication that another one does.
+    after it. A worker's work after a gap waits for that, else for who woke it (see `_wakers`). In
+    its self time any thread may wait for communication that another one does.
 
     Args:
         trace: The trace.
@@ -109,17 +126,23 @@ def find_hand_offs(trace: Trace, tree: HostTree, host: Segments) -> ThreadHandOf
     for lane in np.setdiff1d(lanes, [main, *tree.lane[backend]]).tolist():
         if lane in autograd:
             root = np.flatnonzero((tree.lane == lane) & (tree.parent < 0))
-            busy_intervals[lane] = _BusyIntervals(tree.start[root], tree.end[root], host.first[root], host.last[root])
+            busy_intervals[lane] = _BusyIntervals(
+                tree.start[root], tree.end[root], host.first[root], host.last[root]
+            )
         else:  # segments that follow each other without a gap
             rows = np.flatnonzero((host.lane == lane) & ~gap)
             opens = np.append(True, np.diff(rows) > 1) if rows.size else np.zeros(0, dtype=np.bool_)
             first, last = rows[opens], rows[np.append(opens[1:], True)] if rows.size else rows
             busy_intervals[lane] = _BusyIntervals(host.start[first], host.end[last], first, last)
     segment = np.flatnonzero(quiet & (host.lane == main))
-    start, done, head, tail = _explain_by_other_threads(host, segment, busy_intervals, set(autograd.tolist()))
+    start, done, head, tail = _explain_by_other_threads(
+        host, segment, busy_intervals, set(autograd.tolist())
+    )
     explained = _explain_by_communication(tree, host, segment, backend, (start, done, head, tail))
     filled = [(segment, start, done, head, tail)]
-    is_unexplained = quiet & (host.owner >= 0) & (host.lane != main) & ~np.isin(host.lane, tree.lane[backend])
+    is_unexplained = (
+        quiet & (host.owner >= 0) & (host.lane != main) & ~np.isin(host.lane, tree.lane[backend])
+    )
     backend = np.setdiff1d(backend, explained)
     # quiet self times of other threads that end about when communication of another one does
     for lane in lanes[lanes != main]:
@@ -130,10 +153,14 @@ def find_hand_offs(trace: Trace, tree: HostTree, host: Segments) -> ThreadHandOf
             low, high = host.start[segment], host.end[segment]
             done[high - done > np.maximum(_MAX_WAKEUP_NS, _MAX_WAKEUP_SHARE * (high - low))] = -1
         filled.append((segment, start, done, head, tail))
-    segment, start, done, head, tail = (np.concatenate(column) for column in zip(*filled, strict=True))
+    segment, start, done, head, tail = (
+        np.concatenate(column) for column in zip(*filled, strict=True)
+    )
     order = np.argsort(segment, kind="stable")
     order = order[done[order] >= 0]
-    segment, start, done, head, tail = (column[order] for column in (segment, start, done, head, tail))
+    segment, start, done, head, tail = (
+        column[order] for column in (segment, start, done, head, tail)
+    )
     cut, number = host.cut(np.repeat(segment, 2), np.stack([start, done], axis=1).ravel())
     waiting = number[segment] + 1
     handed_over = head >= 0
@@ -142,22 +169,30 @@ def find_hand_offs(trace: Trace, tree: HostTree, host: Segments) -> ThreadHandOf
     still = _find_unexplained_segments(trace, tree, cut)
     still[waiting] = False
     works = np.isin(host.lane[tail], list(busy_intervals))  # not communication, which waits itself
-    # Segments that begin while another thread waits for their thread's work: it was at work, with or without a name.
+    # Segments that begin while another thread waits for their thread's work: it was at work, with
+    # or without a name.
     awaited, worker = [heads], host.lane[tail[works]]
     for thread in np.unique(worker).tolist():
         thread_segments = np.flatnonzero(cut.lane == thread)
-        begun = np.searchsorted(np.sort(start[works][worker == thread]), cut.start[thread_segments], side="left")
-        ended = np.searchsorted(np.sort(done[works][worker == thread]), cut.start[thread_segments], side="left")
+        begun = np.searchsorted(
+            np.sort(start[works][worker == thread]), cut.start[thread_segments], side="left"
+        )
+        ended = np.searchsorted(
+            np.sort(done[works][worker == thread]), cut.start[thread_segments], side="left"
+        )
         awaited.append(thread_segments[begun > ended])
     awake = np.unique(np.concatenate(awaited))
-    return _add_wakeups(cut, waiting, source, heads, _find_wakeups(cut, tree, still, awake, main, cpu))
+    return _add_wakeups(
+        cut, waiting, source, heads, _find_wakeups(cut, tree, still, awake, main, cpu)
+    )
 
 
 def _find_main_lane(trace: Trace, tree: HostTree, lanes: Ints) -> int:
-    """The thread that runs the program: the one that has the process's number, or another that does far more.
+    """The thread that runs the program: the one that has the process's number, or another that does
+    far more.
 
-    Programs train in other threads, too, while the first one waits or serves. The threads of the backward pass do what
-    they are given, and nothing else.
+    Programs train in other threads, too, while the first one waits or serves. The threads of the
+    backward pass do what they are given, and nothing else.
     """
     if not lanes.size:
         return -1
@@ -172,7 +207,9 @@ def _find_main_lane(trace: Trace, tree: HostTree, lanes: Ints) -> int:
     busiest = int(candidates[done[candidates].argmax()])
     main_named = candidates[(trace.lanes["name"] == "main thread").to_numpy()[candidates]]
     return (
-        int(main_named[0]) if main_named.size and done[main_named[0]] * _DOMINANCE_FACTOR >= done[busiest] else busiest
+        int(main_named[0])
+        if main_named.size and done[main_named[0]] * _DOMINANCE_FACTOR >= done[busiest]
+        else busiest
     )
 
 
@@ -188,7 +225,8 @@ def _find_unexplained_segments(trace: Trace, tree: HostTree, host: Segments) -> 
 def _explain_by_other_threads(
     host: Segments, segment: Ints, busy_intervals: dict[int, _BusyIntervals], autograd: set[int]
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """For each quiet segment: when the work that fills it begins and ends (-1: none does), and with which segments.
+    """For each quiet segment: when the work that fills it begins and ends (-1: none does), and with
+    which segments.
 
     The first segment of that work is -1 where it had begun before the quiet time.
     """
@@ -197,8 +235,12 @@ def _explain_by_other_threads(
     for lane, intervals in busy_intervals.items():
         if not intervals.start.size:
             continue
-        first = np.searchsorted(intervals.end, low, side="right")  # the first spell that ends inside or later
-        last = np.searchsorted(intervals.end, high, side="right") - 1  # the last one that ends inside
+        first = np.searchsorted(
+            intervals.end, low, side="right"
+        )  # the first spell that ends inside or later
+        last = (
+            np.searchsorted(intervals.end, high, side="right") - 1
+        )  # the last one that ends inside
         overlaps = (first <= last) & (last >= 0)
         first, last = np.minimum(first, intervals.end.size - 1), np.maximum(last, 0)
         running = intervals.start[first] < low
@@ -219,30 +261,43 @@ def _explain_by_other_threads(
 
 
 def _explain_by_communication(
-    tree: HostTree, host: Segments, segment: Ints, backend: Ints, filled: tuple[Ints, Ints, Ints, Ints]
+    tree: HostTree,
+    host: Segments,
+    segment: Ints,
+    backend: Ints,
+    filled: tuple[Ints, Ints, Ints, Ints],
 ) -> Ints:
-    """Quiet times in which another thread communicates, in place; returns the communication that was waited for.
+    """Quiet times in which another thread communicates, in place; returns the communication that
+    was waited for.
 
-    Of all quiet times that a communication shares and fills, the one in which it ends waited for it, else the one that
-    shares most of it: that may end before, since the thread that communicates wakes the waiting one, and ends its own
-    event when it is its turn again.
+    Of all quiet times that a communication shares and fills, the one in which it ends waited for
+    it, else the one that shares most of it: that may end before, since the thread that communicates
+    wakes the waiting one, and ends its own event when it is its turn again.
     """
     filled_start, done, head, tail = filled
     low, high = host.start[segment], host.end[segment]
     first = np.searchsorted(high, tree.start[backend], side="right")
     count = np.maximum(np.searchsorted(low, tree.end[backend], side="left") - first, 0)
     event: Ints = np.repeat(backend, count)
-    quiet = np.arange(event.size) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
+    quiet = (
+        np.arange(event.size) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
+    )
     call = np.repeat(_find_framework_calls(tree, backend), count)
-    early = (call >= 0) & (tree.start[np.maximum(call, 0)] < low[quiet])  # before the quiet time: all of it is waiting
+    early = (call >= 0) & (
+        tree.start[np.maximum(call, 0)] < low[quiet]
+    )  # before the quiet time: all of it is waiting
     since = np.where(early, low[quiet], np.maximum(tree.start[event], low[quiet]))
     until = np.minimum(tree.end[event], high[quiet])
-    fits = until - since >= np.maximum(_MIN_QUIET_NS, _MIN_FILLED_SHARE * (high[quiet] - low[quiet]))
+    fits = until - since >= np.maximum(
+        _MIN_QUIET_NS, _MIN_FILLED_SHARE * (high[quiet] - low[quiet])
+    )
     ends_inside = fits & (tree.end[event] <= high[quiet])
     order = np.lexsort((since - until, ~ends_inside, event))
     order = order[np.append(True, event[order[1:]] != event[order[:-1]])[: order.size]]
     order = order[np.argsort(until[order], kind="stable")]  # of several in one quiet time the last
-    event, quiet, since, until, early, fits = (x[order] for x in (event, quiet, since, until, early, fits))
+    event, quiet, since, until, early, fits = (
+        x[order] for x in (event, quiet, since, until, early, fits)
+    )
     event, quiet = event[fits], quiet[fits]
     filled_start[quiet], done[quiet] = since[fits], until[fits]
     head[quiet] = np.where((tree.start[event] >= low[quiet]) & ~early[fits], host.first[event], -1)
@@ -250,12 +305,16 @@ def _explain_by_communication(
     return event
 
 
-def _find_wakeups(host: Segments, tree: HostTree, quiet: Bools, has_waker: Ints, main: int, cpu: CpuTime) -> _Wakeups:  # noqa: PLR0917
-    """Find who woke the threads beside the main one: a thread with nothing to do waits for that, however long it takes.
+def _find_wakeups(  # noqa: PLR0917
+    host: Segments, tree: HostTree, quiet: Bools, has_waker: Ints, main: int, cpu: CpuTime
+) -> _Wakeups:
+    """Find who woke the threads beside the main one: a thread with nothing to do waits for that,
+    however long it takes.
 
-    Communication was handed over by the call of the framework that began last before it. All else by what ended last
-    on another thread; where that is long ago, by whoever did that, at that moment: it may have handed over in Python,
-    which nothing records. What ended before the idle time began woke nobody.
+    Communication was handed over by the call of the framework that began last before it. All else
+    by what ended last on another thread; where that is long ago, by whoever did that, at that
+    moment: it may have handed over in Python, which nothing records. What ended before the idle
+    time began woke nobody.
 
     Args:
         host: All segments.
@@ -274,15 +333,17 @@ def _find_wakeups(host: Segments, tree: HostTree, quiet: Bools, has_waker: Ints,
     starts_idle = np.zeros(host.owner.size, dtype=np.bool_)
     starts_idle[after] = True
     since = np.where(starts_idle[head], host.start[np.maximum(head - 1, 0)], np.iinfo(np.int64).min)
-    # for work that is communication, the call that asked for it, after the idle time had begun; else -1
+    # for work that is communication, the call that asked for it, after the idle time had begun;
+    # else -1
     called = np.full(head.size, -1, dtype=np.int64)
     owner = host.owner[head]
     backend = np.flatnonzero((owner >= 0) & tree.named(HOST_BACKENDS)[np.maximum(owner, 0)])
     event = _find_framework_calls(tree, owner[backend])
     fits = (event >= 0) & (tree.end[np.maximum(event, 0)] >= since[backend])
     called[backend[fits]] = event[fits]
-    # The event of another thread that ended last before each head, after its idle time had begun; else -1. Where the
-    # one that ended last is of the head's own thread, it is the one before the run of that thread's events.
+    # The event of another thread that ended last before each head, after its idle time had begun;
+    # else -1. Where the one that ended last is of the head's own thread, it is the one before the
+    # run of that thread's events.
     end_order = np.argsort(tree.end, kind="stable")
     lane = tree.lane[end_order]
     opens = np.append(True, lane[1:] != lane[:-1])[: lane.size]
@@ -304,16 +365,22 @@ def _find_wakeups(host: Segments, tree: HostTree, quiet: Bools, has_waker: Ints,
         segments = np.flatnonzero(host.lane == number)
         heads = np.flatnonzero(guessed == number)
         time = host.start[head[heads]]
-        index = segments[np.maximum(np.searchsorted(host.start[segments], time, side="right") - 1, 0)]
+        index = segments[
+            np.maximum(np.searchsorted(host.start[segments], time, side="right") - 1, 0)
+        ]
         within = quiet[index] & (host.start[index] < time) & (time < host.end[index])
         in_segment[heads[within]] = index[within]
     cut = np.where(in_segment >= 0, host.start[head], -1)
     woken = _Wakeups(head, np.where(in_segment >= 0, in_segment, source), cut, certain)
-    return woken.of(starts_idle[head] | certain)  # what begins a thread for the first time may have begun by itself
+    return woken.of(
+        starts_idle[head] | certain
+    )  # what begins a thread for the first time may have begun by itself
 
 
 def _find_framework_calls(tree: HostTree, backend: Ints) -> Ints:
-    """The framework's call on another thread that began last before each communication; -1 where there is none."""
+    """The framework's call on another thread that began last before each communication; -1 where
+    there is none.
+    """
     calls = np.flatnonzero(tree.named(COLLECTIVE) & ~tree.call)
     if not calls.size:
         return np.full(backend.size, -1, dtype=np.int64)
@@ -323,8 +390,11 @@ def _find_framework_calls(tree: HostTree, backend: Ints) -> Ints:
     return np.where((index >= 0) & (tree.lane[event] != tree.lane[backend]), event, -1)
 
 
-def _add_wakeups(cut: Segments, waiting: Ints, source: Ints, heads: Ints, woken: _Wakeups) -> ThreadHandOffs:
-    """All hand-overs: what was found of quiet times that work fills, and who woke threads that were idle.
+def _add_wakeups(
+    cut: Segments, waiting: Ints, source: Ints, heads: Ints, woken: _Wakeups
+) -> ThreadHandOffs:
+    """All hand-overs: what was found of quiet times that work fills, and who woke threads that were
+    idle.
 
     Args:
         cut: Segments.
@@ -349,7 +419,9 @@ def _add_wakeups(cut: Segments, waiting: Ints, source: Ints, heads: Ints, woken:
     return ThreadHandOffs(
         host,
         waits=np.unique(np.concatenate([waiting, target[to_end], unknown[idle]])),
-        source=np.concatenate([number[source] + _count_following_parts(cut, number, source), givers]),
+        source=np.concatenate(
+            [number[source] + _count_following_parts(cut, number, source), givers]
+        ),
         target=np.concatenate([waiting, target]),
         to_end=np.concatenate([np.ones(waiting.size, dtype=np.bool_), to_end]),
         certain=np.concatenate([all_certain, woken.certain]),
@@ -361,26 +433,40 @@ def _count_following_parts(host: Segments, number: Ints, segment: Ints) -> Ints:
     """How many parts of a segment follow its first."""
     bounds = np.append(number, number[-1] + 1 if number.size else 0)
     last = segment + 1 == host.owner.size
-    return np.where(last, 0, bounds[np.minimum(segment + 1, host.owner.size - 1)] - number[segment] - 1)
+    return np.where(
+        last, 0, bounds[np.minimum(segment + 1, host.owner.size - 1)] - number[segment] - 1
+    )
 
 
 def _find_held_back(host: Segments, head: Ints) -> tuple[Ints, Bools]:
-    """What of a head's thread is held back: the gap before it, which waits; or its start, where there is no gap."""
+    """What of a head's thread is held back: the gap before it, which waits; or its start, where
+    there is no gap.
+    """
     before = np.maximum(head - 1, 0)
     gap = (head > 0) & (host.lane[before] == host.lane[head]) & (host.owner[before] < 0)
     return np.where(gap, before, head), gap
 
 
 def add_hand_off_edges(edges: Edges, hand_offs: ThreadHandOffs, segment_node: Ints) -> None:
-    """From the end of what hands over to what is held back by it; from the origin where that is unknown."""
+    """From the end of what hands over to what is held back by it; from the origin where that is
+    unknown.
+    """
     edges.add(
-        "cross-thread", np.where(hand_offs.certain, "inferred", "assumed"), segment_node[hand_offs.source],
-        segment_node[hand_offs.target], from_end=True, to_end=hand_offs.to_end,
-    )  # fmt: skip
+        "cross-thread",
+        np.where(hand_offs.certain, "inferred", "assumed"),
+        segment_node[hand_offs.source],
+        segment_node[hand_offs.target],
+        from_end=True,
+        to_end=hand_offs.to_end,
+    )
     edges.add(
-        "origin", "assumed", np.zeros_like(hand_offs.unknown), segment_node[hand_offs.unknown],
-        from_end=True, to_end=True,
-    )  # fmt: skip
+        "origin",
+        "assumed",
+        np.zeros_like(hand_offs.unknown),
+        segment_node[hand_offs.unknown],
+        from_end=True,
+        to_end=True,
+    )
 
 
 class CpuTime(Struct, frozen=True):
@@ -394,11 +480,17 @@ class CpuTime(Struct, frozen=True):
 
     @classmethod
     def of(cls, trace: Trace) -> CpuTime:
-        """The samples of a trace; of no lane where its clock is not that of the samples, or nobody took any."""
+        """The samples of a trace; of no lane where its clock is not that of the samples, or nobody
+        took any.
+        """
         if trace.meta.clock != "unix":
             return cls({})
         samples = read_thread_clocks(trace.meta)
-        hosts = trace.lanes.filter(trace.lanes["kind"] == "host").select("lane", "thread").rows() if samples else []
+        hosts = (
+            trace.lanes.filter(trace.lanes["kind"] == "host").select("lane", "thread").rows()
+            if samples
+            else []
+        )
         return cls({lane: samples[thread] for lane, thread in hosts if thread in samples})
 
     def worked(self, lane: Ints, low: Ints, high: Ints) -> Bools:

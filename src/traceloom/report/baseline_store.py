@@ -48,11 +48,15 @@ class BaselineStore:
 
     def __init__(self, where: str = DEFAULT_DIRECTORY) -> None:
         self.where = where
-        self._place: FileStore = _RemoteDirectory(where) if "://" in where else _LocalDirectory(Path(where))
+        self._place: FileStore = (
+            _RemoteDirectory(where) if "://" in where else _LocalDirectory(Path(where))
+        )
 
     def names(self) -> list[str]:
         """Names of the baselines, sorted."""
-        names = (name.removesuffix(_SUFFIX) for name in self._place.names() if name.endswith(_SUFFIX))
+        names = (
+            name.removesuffix(_SUFFIX) for name in self._place.names() if name.endswith(_SUFFIX)
+        )
         return [name for name in names if _NAME.fullmatch(name)]
 
     def save(self, name: str, runs: Sequence[RunSummary], saved_unix_s: int, *, force: bool) -> str:
@@ -77,8 +81,17 @@ class BaselineStore:
         data = self._place.read(f"{name}{_SUFFIX}")
         if data is None:
             names = self.names()
-            hint = f"it has {', '.join(names[:10])}" if names else "it has none; see traceloom baseline save --help"
-            raise UsageError(f"there is no baseline `{name}`", slug="no-such-baseline", where=self.where, hint=hint)
+            hint = (
+                f"it has {', '.join(names[:10])}"
+                if names
+                else "it has none; see traceloom baseline save --help"
+            )
+            raise UsageError(
+                f"there is no baseline `{name}`",
+                slug="no-such-baseline",
+                where=self.where,
+                hint=hint,
+            )
         return decode(data, f"{self.where}: {name}")
 
 
@@ -132,7 +145,10 @@ class _LocalDirectory:
 
 
 class _RemoteDirectory:
-    """Any file system of fsspec. What goes wrong there may be any exception of a library that we do not know."""
+    """Any file system of fsspec.
+
+    What goes wrong there may be any exception of a library that we do not know.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = strip_secrets(url)
@@ -162,7 +178,11 @@ class _RemoteDirectory:
         path, location = f"{self._root}/{name}", f"{self._url}/{name}"
         temporary_path = f"{self._root}/.{name}.{uuid.uuid4().hex}.partial"
         if not force and name in self.names():
-            raise OutputError(f"`{location}` exists already", slug="file-exists", hint="use --force to overwrite it")
+            raise OutputError(
+                f"`{location}` exists already",
+                slug="file-exists",
+                hint="use --force to overwrite it",
+            )
         try:
             self._fs.makedirs(self._root, exist_ok=True)
             try:
@@ -174,10 +194,16 @@ class _RemoteDirectory:
                 raise
         except Exception as error:
             message = f"`{location}` cannot be written: {error or type(error).__name__}"
-            raise OutputError(message, slug="cannot-write", hint="choose another place with --store") from error
+            raise OutputError(
+                message, slug="cannot-write", hint="choose another place with --store"
+            ) from error
         return location
 
 
 def _make_read_error(error: Exception, location: str) -> InputError:
     reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-    return InputError(f"baselines cannot be read: {reason or type(error).__name__}", slug="unreadable", where=location)
+    return InputError(
+        f"baselines cannot be read: {reason or type(error).__name__}",
+        slug="unreadable",
+        where=location,
+    )

@@ -1,7 +1,8 @@
 """Two timelines, one above the other (what-if, simulation, replay).
 
-Each lane stands there twice, as it was and as it would be. Columns of its own: `twin` (the same piece on the other
-lane, as a position plus one; 0 where it is gone) and `changed` (1 where it holds something that the changes are about).
+Each lane stands there twice, as it was and as it would be. Columns of its own: `twin` (the same
+piece on the other lane, as a position plus one; 0 where it is gone) and `changed` (1 where it holds
+something that the changes are about).
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from traceloom.graph import graph as gs
 from traceloom.graph.critical_path import Path, find_critical_path
 from traceloom.graph.graph import Graph
 from traceloom.report.labels import fit_name
-from traceloom.report.views.page_table import encode_sparse, encode_start_deltas, encode_zigzag, pack
+from traceloom.report.views.page_table import (
+    encode_sparse,
+    encode_start_deltas,
+    encode_zigzag,
+    pack,
+)
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 from traceloom.trace.array_types import Ints as ArrayTypesInts
@@ -56,7 +62,11 @@ class SelectedLanes:
             rank_list = "; ".join(f"rank {rank} ({reason})" for rank, reason in self.ranks.items())
             sentences.append(f"Of {self.of} ranks these are drawn: {rank_list}.")
         if self.left_out:
-            omitted = "thread or stream that does" if self.left_out == 1 else "threads and streams that do"
+            omitted = (
+                "thread or stream that does"
+                if self.left_out == 1
+                else "threads and streams that do"
+            )
             sentences.append(
                 f"Of each rank {_HOST_LANES} threads and {_DEVICE_LANES} streams are drawn: first those that "
                 f"communicate or decide how long it takes, then the busiest; {self.left_out} {omitted} less are not."
@@ -64,11 +74,13 @@ class SelectedLanes:
         return " ".join(sentences)
 
 
-def select_lanes(graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Sequence[Ints]) -> SelectedLanes:
+def select_lanes(
+    graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Sequence[Ints]
+) -> SelectedLanes:
     """The ranks that matter, and their lanes.
 
-    The slowest, the one that gains most, the median one; the one whose work decides how long it takes, before and
-    after; and the one that the changes are about, where they are about one.
+    The slowest, the one that gains most, the median one; the one whose work decides how long it
+    takes, before and after; and the one that the changes are about, where they are about one.
 
     Args:
         graph: The graph as measured.
@@ -79,7 +91,11 @@ def select_lanes(graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Seque
     roles = _describe_roles(graph, ranks, changed, paths)
     busy = (
         graph.nodes.lazy()
-        .filter(pl.col("lane").is_not_null(), pl.col("duration_ns") > 0, pl.col("rank").is_in(list(roles)))
+        .filter(
+            pl.col("lane").is_not_null(),
+            pl.col("duration_ns") > 0,
+            pl.col("rank").is_in(list(roles)),
+        )
         .group_by("lane")
         .agg(
             busy=pl.col("duration_ns").filter(~pl.col("kind").is_in([gs.WAIT, gs.THINK])).sum(),
@@ -88,19 +104,27 @@ def select_lanes(graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Seque
         )
         .collect()
     )
-    on_path = graph.nodes.select("lane", "duration_ns")[np.concatenate(paths)].drop_nulls().group_by("lane").agg(
-        decides=pl.col("duration_ns").sum()
-    )  # fmt: skip
-    lanes = graph.lanes.join(busy, on="lane").join(on_path, on="lane", how="left").with_columns(
-        pl.col("kind").cast(pl.String), pl.col("decides").fill_null(0)
-    )  # fmt: skip
-    # the thread that records most, and then those that decide how long it takes or communicate themselves (gloo)
+    on_path = (
+        graph.nodes.select("lane", "duration_ns")[np.concatenate(paths)]
+        .drop_nulls()
+        .group_by("lane")
+        .agg(decides=pl.col("duration_ns").sum())
+    )
+    lanes = (
+        graph.lanes.join(busy, on="lane")
+        .join(on_path, on="lane", how="left")
+        .with_columns(pl.col("kind").cast(pl.String), pl.col("decides").fill_null(0))
+    )
+    # the thread that records most, and then those that decide how long it takes or communicate
+    # themselves (gloo)
     main = (pl.col("count") == pl.col("count").max().over("rank")).alias("main")
     host = lanes.filter(kind="host").with_columns(main)
     sort_columns = ["rank", "main", "decides", "talks", "count", "lane"]
     host = host.sort(sort_columns, descending=[False, True, True, True, True, False])
     sort_columns = ["rank", "talks", "decides", "busy", "lane"]
-    device = lanes.filter(kind="device").sort(sort_columns, descending=[False, True, True, True, False])
+    device = lanes.filter(kind="device").sort(
+        sort_columns, descending=[False, True, True, True, False]
+    )
     retained = pl.concat(
         [
             device.group_by("rank", maintain_order=True).head(_DEVICE_LANES),
@@ -109,34 +133,50 @@ def select_lanes(graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Seque
         how="diagonal_relaxed",
     )
     several = retained.filter(kind="device")["device"].n_unique() > 1
-    title = pl.when(pl.lit(several) & (pl.col("kind") == "device") & pl.col("device").is_not_null()).then(
-        pl.format("GPU {} {}", "device", "name")
+    title = pl.when(
+        pl.lit(several) & (pl.col("kind") == "device") & pl.col("device").is_not_null()
+    ).then(pl.format("GPU {} {}", "device", "name"))
+    position = pl.col("rank").replace_strict(
+        {rank: number for number, rank in enumerate(roles)}, return_dtype=pl.Int64
     )
-    position = pl.col("rank").replace_strict({rank: number for number, rank in enumerate(roles)}, return_dtype=pl.Int64)
     visible = retained.with_columns(title=title.otherwise("name")).sort(
         position, pl.col("kind") == "device", "device", "stream", "lane", nulls_last=True
     )
     return SelectedLanes(roles, max(ranks.height, 1), visible, busy.height - visible.height)
 
 
-def _describe_roles(graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Sequence[Ints]) -> dict[int, str]:
+def _describe_roles(
+    graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Sequence[Ints]
+) -> dict[int, str]:
     rank_numbers = ranks["rank"].to_list()
     if len(rank_numbers) <= MAX_RANKS_SHOWN:
         return dict.fromkeys(rank_numbers, "")
     work = pl.when(pl.col("kind").is_in(list(_DEVICE_WORK))).then("duration_ns").otherwise(0)
-    rank_changes = graph.nodes.with_columns(changed=pl.Series(changed)).group_by("rank").agg(
-        computes=work.sum(), changes=pl.col("duration_ns").filter("changed").sum()
-    )  # fmt: skip
+    rank_changes = (
+        graph.nodes.with_columns(changed=pl.Series(changed))
+        .group_by("rank")
+        .agg(computes=work.sum(), changes=pl.col("duration_ns").filter("changed").sum())
+    )
     rank_totals = ranks.join(rank_changes, on="rank", how="left").fill_null(0)
-    # ranks that wait for each other take equally long: of these the one that computes longest is the slowest
+    # ranks that wait for each other take equally long: of these the one that computes longest is
+    # the slowest
     order = rank_totals.sort("before_ns", "computes", "rank")["rank"].to_list()
     gains = rank_totals.sort("saved_ns", "changes", -pl.col("rank"))["rank"].to_list()
     changes = rank_totals.sort("changes", -pl.col("rank"))
     deciding = []  # the rank that most of each path belongs to
     for path in paths:
-        spent = graph.nodes.select("rank", "work_ns")[path].drop_nulls().group_by("rank").agg(pl.col("work_ns").sum())
+        spent = (
+            graph.nodes.select("rank", "work_ns")[path]
+            .drop_nulls()
+            .group_by("rank")
+            .agg(pl.col("work_ns").sum())
+        )
         deciding += spent.sort("work_ns", -pl.col("rank"))["rank"].to_list()[-1:]
-    labels = ("decides how long it takes",) if len(set(deciding)) == 1 else ("decides it before", "decides it after")
+    labels = (
+        ("decides how long it takes",)
+        if len(set(deciding)) == 1
+        else ("decides it before", "decides it after")
+    )
     role_places = list(zip(deciding, labels, strict=False))
     role_places += [(order[-1], "the slowest"), (gains[-1], "gains most")]
     if changes["changes"].sum() and changes["changes"][-1] > 2 * changes["changes"].median():  # type: ignore[operator]
@@ -181,8 +221,9 @@ class MergedNodes:
 def merge_nodes(lane: Ints, start: Ints, end: Ints, limit: int) -> MergedNodes:
     """Put nodes together until there are few enough.
 
-    Neighbours on a lane become one piece when all of them lie in the same stretch of time before and in the same
-    stretch of time after, and none is longer than a stretch. Stretches grow until few enough pieces are left.
+    Neighbours on a lane become one piece when all of them lie in the same stretch of time before
+    and in the same stretch of time after, and none is longer than a stretch. Stretches grow until
+    few enough pieces are left.
 
     Args:
         lane: The lane of each node, shape (N,).
@@ -203,10 +244,15 @@ def merge_nodes(lane: Ints, start: Ints, end: Ints, limit: int) -> MergedNodes:
         for cell in np.where(end > start, start // grain, -1):
             latest = np.maximum.accumulate(np.where(cell >= 0, np.arange(cell.size), 0))
             latest_cells = cell[latest]
-            new |= np.diff(latest_cells, prepend=latest_cells[:1] - 1 if latest_cells.size else -1) != 0
+            new |= (
+                np.diff(latest_cells, prepend=latest_cells[:1] - 1 if latest_cells.size else -1)
+                != 0
+            )
         heads = np.flatnonzero(new)
         cells = cells * 3 // 4
-    if heads.size > limit:  # where after is in another order than before, stretches part few neighbours or all
+    if (
+        heads.size > limit
+    ):  # where after is in another order than before, stretches part few neighbours or all
         lane_starts = np.flatnonzero(np.diff(lane, prepend=-1))
         heads = np.union1d(lane_starts, heads[:: -(-heads.size // limit)])
     if not heads.size:
@@ -224,9 +270,15 @@ def merge_nodes(lane: Ints, start: Ints, end: Ints, limit: int) -> MergedNodes:
         node_order = np.lexsort((-(end[side] - start[side]), group))
         longest[side] = order[node_order[heads]]
     return MergedNodes(
-        lane[heads], np.where(absent, 0, first), np.where(absent, 0, last), np.where(absent, -1, longest), count, heads,
-        order, grain,
-    )  # fmt: skip
+        lane[heads],
+        np.where(absent, 0, first),
+        np.where(absent, 0, last),
+        np.where(absent, -1, longest),
+        count,
+        heads,
+        order,
+        grain,
+    )
 
 
 MAX_PIECES = 40_000  # pieces, each drawn twice: at most about half a megabyte of page
@@ -236,7 +288,13 @@ _MAX_NAME_CHARS = 200_000  # characters of all names together
 _NAME, _SHORT = 200, 60  # characters of one name, and on the canvas
 _DEFAULT_NAMES = {gs.THINK: "host time outside any recorded event", gs.WAIT: "waiting"}
 # Files of other writers name no categories.
-_DEFAULT_CATEGORIES = {gs.KERNEL: "kernel", gs.COPY: "copy", gs.FILL: "fill", gs.HOST: "op", gs.LAUNCH: "runtime"}
+_DEFAULT_CATEGORIES = {
+    gs.KERNEL: "kernel",
+    gs.COPY: "copy",
+    gs.FILL: "fill",
+    gs.HOST: "op",
+    gs.LAUNCH: "runtime",
+}
 _KIND_CATEGORIES = {
     gs.THINK: "python",
     gs.WAIT: "other",
@@ -260,7 +318,9 @@ class BeforeAfterTimeline:
     said: str
 
 
-def build(graph: Graph, scenario: Scenario, result: WhatIf, *, limit: int = MAX_PIECES) -> BeforeAfterTimeline | None:
+def build(
+    graph: Graph, scenario: Scenario, result: WhatIf, *, limit: int = MAX_PIECES
+) -> BeforeAfterTimeline | None:
     """Pack the timelines before and after changes; None where the graph has nothing to draw.
 
     Args:
@@ -302,7 +362,10 @@ def pack_both(
     )
     times = (graph.point_times(), other.point_times())
     zero = [int(time.min()) for time in times]
-    start, end = (np.stack([time[side::2] - z for time, z in zip(times, zero, strict=True)]) for side in (0, 1))
+    start, end = (
+        np.stack([time[side::2] - z for time, z in zip(times, zero, strict=True)])
+        for side in (0, 1)
+    )
     slots = np.full(graph.lanes.height + 1, -1, dtype=np.int64)
     slots[selected.lanes["lane"].to_numpy()] = np.arange(selected.lanes.height)
     lane = slots[graph.nodes["lane"].fill_null(graph.lanes.height).to_numpy()]
@@ -318,10 +381,20 @@ def pack_both(
     for rank, reason in selected.ranks.items():
         row = spans[rank]
         durations = f"{units.format_duration(row['before_ns'])} {labels[0]}, {units.format_duration(row['after_ns'])} {labels[1]}"
-        ranks.append({"rank": rank, "host": None, "steps": [], "memory": [], "curves": [],
-                      "said": f"{reason[0].upper()}{reason[1:]}: {durations}" if reason else durations})  # fmt: skip
+        ranks.append(
+            {
+                "rank": rank,
+                "host": None,
+                "steps": [],
+                "memory": [],
+                "curves": [],
+                "said": f"{reason[0].upper()}{reason[1:]}: {durations}" if reason else durations,
+            }
+        )
     before, after = (
-        _build_path_stretches(critical[side], start[side], end[side], 2 * lane + side, longest) if paths else []
+        _build_path_stretches(critical[side], start[side], end[side], 2 * lane + side, longest)
+        if paths
+        else []
         for side in (0, 1)
     )
     both = {"step": None, "start": 0, "end": before_ns, "stretches": before, "after": after}
@@ -341,7 +414,9 @@ def pack_both(
             f"What is shorter than {units.format_duration(merged.grain_ns)} is drawn together with its neighbours; "
             "`-o after.perfetto.json.gz` has all of it."
         )
-    return BeforeAfterTimeline(pack(header, columns), merged.lane.size, " ".join(filter(None, sentences)))
+    return BeforeAfterTimeline(
+        pack(header, columns), merged.lane.size, " ".join(filter(None, sentences))
+    )
 
 
 def _build_columns(
@@ -360,24 +435,41 @@ def _build_columns(
     marks = np.add.reduceat(changed[visible_nodes[merged.order]].astype(np.int64), merged.first) > 0
     counts = np.bincount(lane, minlength=2 * (int(merged.lane.max()) + 1)).tolist()
     unit = max(int(np.gcd.reduce([np.gcd.reduce(start), np.gcd.reduce(duration)])), 1)
-    # Name and kind of each event, as numbers of a table; names beyond what a page can hold are left out
-    labelled_nodes = graph.nodes.select("name", "kind", "category")[visible_nodes[merged.longest[side, piece_index]]]
+    # Name and kind of each event, as numbers of a table; names beyond what a page can hold are left
+    # out
+    labelled_nodes = graph.nodes.select("name", "kind", "category")[
+        visible_nodes[merged.longest[side, piece_index]]
+    ]
     kind = pl.col("kind").cast(pl.String)
     kind_categories = kind.replace_strict(_KIND_CATEGORIES, default=None, return_dtype=pl.String)
     alike = kind.replace_strict(_DEFAULT_CATEGORIES, default=None, return_dtype=pl.String)
     frame = labelled_nodes.select(
-        name=kind.replace_strict(_DEFAULT_NAMES, default=None, return_dtype=pl.String).fill_null(pl.col("name")),
-        category=pl.coalesce(kind_categories, pl.col("category").cast(pl.String), alike, pl.lit("other")),
+        name=kind.replace_strict(_DEFAULT_NAMES, default=None, return_dtype=pl.String).fill_null(
+            pl.col("name")
+        ),
+        category=pl.coalesce(
+            kind_categories, pl.col("category").cast(pl.String), alike, pl.lit("other")
+        ),
         time=pl.Series(duration),
     ).with_columns(name=pl.col("name").fill_null("").str.slice(0, 4 * _NAME))
-    table = frame.group_by("name", "category").agg(pl.col("time").sum()).sort(
-        "time", "name", "category", descending=[True, False, False]
-    )  # fmt: skip
-    fits_budget = pl.col("name").str.len_chars().clip(upper_bound=_NAME).cum_sum() <= _MAX_NAME_CHARS
-    table = table.with_columns(shown=pl.when(fits_budget).then("name").otherwise(pl.lit("(name left out)")))
-    visible_labels = table.select("shown", "category").unique(maintain_order=True).with_row_index("label")
+    table = (
+        frame.group_by("name", "category")
+        .agg(pl.col("time").sum())
+        .sort("time", "name", "category", descending=[True, False, False])
+    )
+    fits_budget = (
+        pl.col("name").str.len_chars().clip(upper_bound=_NAME).cum_sum() <= _MAX_NAME_CHARS
+    )
+    table = table.with_columns(
+        shown=pl.when(fits_budget).then("name").otherwise(pl.lit("(name left out)"))
+    )
+    visible_labels = (
+        table.select("shown", "category").unique(maintain_order=True).with_row_index("label")
+    )
     numbered = table.join(visible_labels, on=["shown", "category"], maintain_order="left")
-    label = frame.join(numbered, on=["name", "category"], how="left", maintain_order="left")["label"]
+    label = frame.join(numbered, on=["name", "category"], how="left", maintain_order="left")[
+        "label"
+    ]
     names = [fit_name(name, _NAME) for name in visible_labels["shown"].to_list()]
     codes = {name: code for code, name in enumerate(CATEGORIES)}
     kinds = visible_labels["category"].to_list()
@@ -409,25 +501,36 @@ def _build_columns(
     return columns, {"unit_ns": unit, "facts": fact_texts, **labels}, counts
 
 
-def _build_lanes(selected: SelectedLanes, counts: list[int], labels: tuple[str, str]) -> list[dict[str, object]]:
+def _build_lanes(
+    selected: SelectedLanes, counts: list[int], labels: tuple[str, str]
+) -> list[dict[str, object]]:
     indices = {rank: index for index, rank in enumerate(selected.ranks)}
     out: list[dict[str, object]] = []
     for number, row in enumerate(selected.lanes.to_dicts()):
         for side, word in enumerate(("before", "after")):
             title = sanitize(row["title"] or "")
-            out.append({
-                "trace": indices[row["rank"]], "kind": row["kind"], "name": f"{title}, {labels[side]}",
-                "label": labels[side] if side else title,
-                "device": row["device"], "stream": row["stream"], "process": row["process"], "thread": row["thread"],
-                "count": counts[2 * number + side] if 2 * number + side < len(counts) else 0, "side": word,
-            })  # fmt: skip
+            out.append(
+                {
+                    "trace": indices[row["rank"]],
+                    "kind": row["kind"],
+                    "name": f"{title}, {labels[side]}",
+                    "label": labels[side] if side else title,
+                    "device": row["device"],
+                    "stream": row["stream"],
+                    "process": row["process"],
+                    "thread": row["thread"],
+                    "count": counts[2 * number + side] if 2 * number + side < len(counts) else 0,
+                    "side": word,
+                }
+            )
     return out
 
 
 def _build_path_stretches(
     path: Path, start: ArrayTypesInts, end: ArrayTypesInts, lane: ArrayTypesInts, span: int
 ) -> list[list[int]]:
-    """The nodes of a critical path on the lanes that are drawn; neighbours on a lane as one where there are many.
+    """The nodes of a critical path on the lanes that are drawn; neighbours on a lane as one where
+    there are many.
 
     Returns:
         [lane, start, end], and a trailing 1 where the path came there over lanes that are not drawn.
@@ -435,12 +538,16 @@ def _build_path_stretches(
     path_nodes = path.nodes[::-1]
     visible = (lane[path_nodes] >= 0) & (end[path_nodes] > start[path_nodes])
     nodes = path_nodes[visible]
-    elsewhere = np.cumsum(np.where(lane[path_nodes] < 0, end[path_nodes] - start[path_nodes], 0))[visible]
+    elsewhere = np.cumsum(np.where(lane[path_nodes] < 0, end[path_nodes] - start[path_nodes], 0))[
+        visible
+    ]
     jumps = np.diff(elsewhere, prepend=elsewhere[:1]) > span // _PICTURE_PARTS
     grain, heads = 0, np.arange(nodes.size)
     while heads.size > _MAX_STRETCHES:
         grain = max(2 * grain, -(-span // (8 * _MAX_STRETCHES)))
-        key = np.unique(np.stack([start[nodes] // grain, lane[nodes]]), axis=1, return_inverse=True)[1].reshape(-1)
+        key = np.unique(
+            np.stack([start[nodes] // grain, lane[nodes]]), axis=1, return_inverse=True
+        )[1].reshape(-1)
         sort_order = np.lexsort((start[nodes], key))
         nodes, key, jumps = nodes[sort_order], key[sort_order], jumps[sort_order]
         heads = np.flatnonzero(np.diff(key, prepend=-1))
@@ -448,5 +555,7 @@ def _build_path_stretches(
         return []
     first, last = np.minimum.reduceat(start[nodes], heads), np.maximum.reduceat(end[nodes], heads)
     sort_order = np.argsort(first, kind="stable")
-    segments: list[list[int]] = np.stack([lane[nodes[heads]], first, last, jumps[heads]], axis=1)[sort_order].tolist()
+    segments: list[list[int]] = np.stack([lane[nodes[heads]], first, last, jumps[heads]], axis=1)[
+        sort_order
+    ].tolist()
     return [segment if segment[-1] else segment[:-1] for segment in segments]

@@ -9,7 +9,13 @@ from rich.text import Text
 
 from traceloom import __version__
 from traceloom.report.labels import fit_name
-from traceloom.report.views.terminal_table import Cell, TextColumn, render_heading, render_paragraph, render_table
+from traceloom.report.views.terminal_table import (
+    Cell,
+    TextColumn,
+    render_heading,
+    render_paragraph,
+    render_table,
+)
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 from traceloom.trace.frames import to_rows
@@ -44,7 +50,9 @@ def summarise_calibration(answer: Calibration) -> str:
     classes = answer.transfers.select("collective", "span", "ranks").n_unique()
     several = f"{classes} kinds and groups" if classes > 1 else "one kind and group"
     late = (
-        "late arrivals taken out" if answer.transfers["whole"].all() else "late arrivals taken out where they are known"
+        "late arrivals taken out"
+        if answer.transfers["whole"].all()
+        else "late arrivals taken out where they are known"
     )
     return f"{answer.samples.height:,} collectives of {several}, {late}."
 
@@ -76,7 +84,11 @@ def _transfer_lines(transfers: Sequence[TransferFitRow], width: int) -> Iterator
     cells: list[list[Cell]] = [
         [
             f"{row['ranks']} {_SPANS[row['span']]}",
-            " - ".join(dict.fromkeys(units.format_size(size) for size in (row["from_bytes"], row["to_bytes"]))),
+            " - ".join(
+                dict.fromkeys(
+                    units.format_size(size) for size in (row["from_bytes"], row["to_bytes"])
+                )
+            ),
             f"{row['count']:,}",
             units.format_duration(round(row["alpha_ns"])) if row["form"] != "bandwidth" else "",
             f"{row['bandwidth']:.3g} GB/s" if row["bandwidth"] else "",
@@ -84,5 +96,9 @@ def _transfer_lines(transfers: Sequence[TransferFitRow], width: int) -> Iterator
         ]
         for row in transfers
     ]
-    columns = [TextColumn(name) for name in ("ranks", "size", "count", "latency", "bandwidth", "off by")]
-    yield from render_table(columns, cells, ("", lambda i, room: fit_name(transfers[i]["collective"], room)), width)
+    columns = [
+        TextColumn(name) for name in ("ranks", "size", "count", "latency", "bandwidth", "off by")
+    ]
+    yield from render_table(
+        columns, cells, ("", lambda i, room: fit_name(transfers[i]["collective"], room)), width
+    )

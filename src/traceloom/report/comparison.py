@@ -43,8 +43,8 @@ VERSION = 1
 def build(comparison: Comparison, base: Session, new: Session) -> ComparisonDocument:
     """The document.
 
-    Times are integer nanoseconds per step; `base_kernel`, `new_kernel`, shapes and ranks are null where that side does
-    not have or say them.
+    Times are integer nanoseconds per step; `base_kernel`, `new_kernel`, shapes and ranks are null
+    where that side does not have or say them.
 
     Args:
         comparison: The comparison.
@@ -83,7 +83,11 @@ def _run(run: Session) -> ComparedRunValue:
         }
         for trace in run.traces
     ]
-    return {"name": run.name, "inputs": inputs, "notices": [notice.to_dict() for notice in run.all_notices()]}
+    return {
+        "name": run.name,
+        "inputs": inputs,
+        "notices": [notice.to_dict() for notice in run.all_notices()],
+    }
 
 
 _LAUNCHED_HINT = "of the GPU work that it launched itself, whenever it ran"
@@ -98,7 +102,12 @@ def build_tables(document: ComparisonDocument) -> Iterator[Table]:
     note = "Where a decisive one differs, times cannot be held against each other."
     yield from build_conditions_table(document, "diff-conditions", note)
     parts = [
-        {**row, "name": f"idle: {row['meaning']}" if row["part"].split(":")[0] == "idle" else row["part"]}
+        {
+            **row,
+            "name": f"idle: {row['meaning']}"
+            if row["part"].split(":")[0] == "idle"
+            else row["part"],
+        }
         for row in sorted(document["breakdown"], key=lambda row: -abs(row["difference_ns"]))
     ]
     step_times = {
@@ -107,7 +116,11 @@ def build_tables(document: ComparisonDocument) -> Iterator[Table]:
         "difference_ns": document["difference_ns"],
         "change": document["change"],
     }
-    subject = "each device" if document["account"] == "device" else "the step's thread (not both sides have GPU work)"
+    subject = (
+        "each device"
+        if document["account"] == "device"
+        else "the step's thread (not both sides have GPU work)"
+    )
     yield Table(
         "diff-parts",
         "Where the difference lies",
@@ -141,19 +154,37 @@ def build_tables(document: ComparisonDocument) -> Iterator[Table]:
     operators = document["operators"]
     if document["account"] == "device":
         changed = [
-            row for row in operators if row["status"] != "same" and (row["base_duration_ns"] or row["new_duration_ns"])
+            row
+            for row in operators
+            if row["status"] != "same" and (row["base_duration_ns"] or row["new_duration_ns"])
         ]
         title = "Operators by GPU work"
         yield from _build_operators_table(
-            changed, len(operators), "diff-operators", title, prefix="duration_", hint=_LAUNCHED_HINT
+            changed,
+            len(operators),
+            "diff-operators",
+            title,
+            prefix="duration_",
+            hint=_LAUNCHED_HINT,
         )
-    changed = [row for row in operators if row["host_status"] != "same" and (row["base_host_ns"] or row["new_host_ns"])]
+    changed = [
+        row
+        for row in operators
+        if row["host_status"] != "same" and (row["base_host_ns"] or row["new_host_ns"])
+    ]
     yield from _build_operators_table(
-        changed, len(operators), "diff-host", "Operators by host time", prefix="host_", hint=_ON_THREAD_HINT
+        changed,
+        len(operators),
+        "diff-host",
+        "Operators by host time",
+        prefix="host_",
+        hint=_ON_THREAD_HINT,
     )
 
 
-def build_conditions_table(document: ComparisonDocument | VerdictDocument, key: str, note: str) -> Iterator[Table]:
+def build_conditions_table(
+    document: ComparisonDocument | VerdictDocument, key: str, note: str
+) -> Iterator[Table]:
     """The conditions that differ, where there are any; the note where a decisive one does."""
     columns = [
         Col("condition", "Condition", kept=True),
@@ -162,11 +193,19 @@ def build_conditions_table(document: ComparisonDocument | VerdictDocument, key: 
         Col("weight", "Weight", narrow=False),
     ]
     if differ := [row for row in document["conditions"] if not row["same"]]:
-        yield Table(key, "Conditions that differ", columns, differ, note="" if document["comparable"] else note)
+        yield Table(
+            key,
+            "Conditions that differ",
+            columns,
+            differ,
+            note="" if document["comparable"] else note,
+        )
 
 
 def _build_time_columns(hint: str, prefix: str = "", *, adds_up: bool = False) -> list[Col]:
-    """Both sides and what changed; `prefix` is the prefix of the row's keys, which are of `base_{of}ns` then."""
+    """Both sides and what changed; `prefix` is the prefix of the row's keys, which are of
+    `base_{of}ns` then.
+    """
     difference = f"{prefix}difference_ns"
     return [
         Col(f"base_{prefix}ns", "Base", "time", hint, kept=True, scale="sides"),
@@ -177,14 +216,21 @@ def _build_time_columns(hint: str, prefix: str = "", *, adds_up: bool = False) -
             f"{prefix}of_step",
             "Of step",
             "change",
-            "the difference as a share of the base's step" + "; adds up to the change of the step" * adds_up,
+            "the difference as a share of the base's step"
+            + "; adds up to the change of the step" * adds_up,
         ),
         Col(difference, "faster │ slower", "delta", narrow=False),
     ]
 
 
 def _build_operators_table(
-    changed: Sequence[ComparedOperatorRow], count: int, key: str, title: str, *, prefix: str, hint: str
+    changed: Sequence[ComparedOperatorRow],
+    count: int,
+    key: str,
+    title: str,
+    *,
+    prefix: str,
+    hint: str,
 ) -> Iterator[Table]:
     """The operators that changed by one of their times, of so many, the largest differences first."""
     status: Literal["host_status", "status"] = "host_status" if prefix == "host_" else "status"
@@ -195,8 +241,16 @@ def _build_operators_table(
     for row in sorted(changed, key=lambda row: -abs(row[difference])):
         # the operator first, then what it stands in, the nearest first
         names = (row["path"].split(_SEPARATOR)[1:] or [row["path"]])[::-1]
-        location = " in ".join(names[:_MAX_PATH_NAMES]) + (" in …" if len(names) > _MAX_PATH_NAMES else "")
-        rows.append({**row, "at": location, "count": _format_call_counts(row["base_count"], row["new_count"])})
+        location = " in ".join(names[:_MAX_PATH_NAMES]) + (
+            " in …" if len(names) > _MAX_PATH_NAMES else ""
+        )
+        rows.append(
+            {
+                **row,
+                "at": location,
+                "count": _format_call_counts(row["base_count"], row["new_count"]),
+            }
+        )
     if rows:
         yield Table(
             key,
@@ -227,22 +281,29 @@ def _format_call_counts(base: float, new: float) -> str:
 def _format_rename(base: str | None, new: str | None) -> str:
     if base == new or new is None:
         return base or units.UNKNOWN_TEXT
-    return new if base is None else f"{fit_name(base, _RENAME_WIDTH)} → {fit_name(new, _RENAME_WIDTH)}"
+    return (
+        new if base is None else f"{fit_name(base, _RENAME_WIDTH)} → {fit_name(new, _RENAME_WIDTH)}"
+    )
 
 
 RenderedSection = tuple[str, str, str, str]
 """Id, title, note, HTML."""
 
-_COLOURS = {"compute": "compute", "communication": "communication", "copies": "memory", "operators": "op"}
-_UNKNOWN_REASONS = dict.fromkeys(("change", "duration_change", "host_change"), "the base has none of it")
+_COLOURS = {
+    "compute": "compute",
+    "communication": "communication",
+    "copies": "memory",
+    "operators": "op",
+}
+_UNKNOWN_REASONS = dict.fromkeys(
+    ("change", "duration_change", "host_change"), "the base has none of it"
+)
 _MAX_BOXES = 1_000  # of the call tree; the JSON has all
 _SIDES: tuple[tuple[Literal["base", "new"], Literal["base_ns", "new_ns"]], ...] = (
     ("base", "base_ns"),
     ("new", "new_ns"),
 )
-_TREE_NOTE = (
-    "The operators of a usual step, and what they call below them; as wide as the larger side of all they hold."
-)
+_TREE_NOTE = "The operators of a usual step, and what they call below them; as wide as the larger side of all they hold."
 
 
 def render(document: ComparisonDocument) -> str:
@@ -277,14 +338,21 @@ def render(document: ComparisonDocument) -> str:
     key_numbers = [
         ("Base step", document["base_ns"], steps("base")),
         ("New step", document["new_ns"], steps("new")),
-        ("Difference", document["difference_ns"], f"{units.format_change(document['change'])} of the base"),
+        (
+            "Difference",
+            document["difference_ns"],
+            f"{units.format_change(document['change'])} of the base",
+        ),
     ]
     return render_page(
         title=f"{document['sentence']} – {name}",
         name=name,
-        headline=f'<h1>{escape_html(document["sentence"])}</h1><div class="answer-bar">' + "".join(out) + "</div>",
+        headline=f'<h1>{escape_html(document["sentence"])}</h1><div class="answer-bar">'
+        + "".join(out)
+        + "</div>",
         numbers=render_key_numbers(
-            (label, units.format_duration(ns), f"{ns} ns", detail) for label, ns, detail in key_numbers
+            (label, units.format_duration(ns), f"{ns} ns", detail)
+            for label, ns, detail in key_numbers
         ),
         footer=(
             f"<p>Traceloom {escape_html(document['traceloom'])}</p>"
@@ -307,11 +375,18 @@ def render_table_section(data_table: Table) -> RenderedSection:
     table_html = render_html_table(
         data_table.key, data_table.columns, data_table.rows, _UNKNOWN_REASONS, data_table.title
     )
-    return f"{data_table.key}-section", escape(data_table.title), escape_html(data_table.note), table_html
+    return (
+        f"{data_table.key}-section",
+        escape(data_table.title),
+        escape_html(data_table.note),
+        table_html,
+    )
 
 
 def call_tree(tree: list[ComparedBoxRow]) -> str:
-    """Both runs in one flame graph: the largest boxes; what the others hold is held by those above them."""
+    """Both runs in one flame graph: the largest boxes; what the others hold is held by those above
+    them.
+    """
     host = [(row["base_host_ns"], row["new_host_ns"]) for row in tree]
     device = [(row["base_duration_ns"], row["new_duration_ns"]) for row in tree]
     wide: list[list[int]] = []  # the larger side of what a box took itself, and all boxes below it
@@ -319,14 +394,17 @@ def call_tree(tree: list[ComparedBoxRow]) -> str:
         self_times = [list(both) for both in times]
         for row, both in zip(tree, times, strict=True):
             if (parent := row["parent"]) is not None:
-                self_times[parent] = [had - nested_ns for had, nested_ns in zip(self_times[parent], both, strict=True)]
+                self_times[parent] = [
+                    had - nested_ns for had, nested_ns in zip(self_times[parent], both, strict=True)
+                ]
         widths = [max(both) for both in self_times]
         for index in range(len(tree) - 1, 0, -1):
             if (parent := tree[index]["parent"]) is not None:
                 widths[parent] += widths[index]
         wide.append(widths)
     weight = [max(sizes[index] / max(sizes[0], 1) for sizes in wide) for index in range(len(tree))]
-    # A box is no larger than that above it, which stands before it: what is above a chosen box is chosen as well.
+    # A box is no larger than that above it, which stands before it: what is above a chosen box is
+    # chosen as well.
     visible = [index for index in range(len(tree)) if weight[index] > 0]
     selected = sorted(sorted(visible, key=lambda at: -weight[at])[:_MAX_BOXES])
     number = {index: k for k, index in enumerate(selected)}
@@ -336,12 +414,22 @@ def call_tree(tree: list[ComparedBoxRow]) -> str:
         parent = row["parent"]
         parent_number = None if parent is None else number.get(parent)
         nodes.append((parent_number, row["name"], 0, wide[0][index], wide[1][index]))
-        sides.append({"count": (row["base_count"], row["new_count"]), "host": host[index], "device": device[index]})
+        sides.append(
+            {
+                "count": (row["base_count"], row["new_count"]),
+                "host": host[index],
+                "device": device[index],
+            }
+        )
     legend = (("faster", "less than in the base"), ("idle", "the same"), ("slower", "more, or new"))
-    colours = "".join(f'<li><i class="swatch b-{colour}"></i>{description}</li>' for colour, description in legend)
+    colours = "".join(
+        f'<li><i class="swatch b-{colour}"></i>{description}</li>' for colour, description in legend
+    )
     small = len(visible) - len(selected)
     note = (
-        f"{units.format_count(small)} smaller boxes are counted to those above them; the JSON has all." if small else ""
+        f"{units.format_count(small)} smaller boxes are counted to those above them; the JSON has all."
+        if small
+        else ""
     )
     picture = draw_icicle(nodes, label="Call tree of both runs by time", note=note, sides=sides)
     return f'<ul class="legend changes">{colours}</ul>{picture}' if nodes else ""
@@ -369,7 +457,9 @@ def render_terminal(document: ComparisonDocument, top: int, width: int) -> Itera
 
 
 def render_sides(base: tuple[str, int], new: tuple[str, int], width: int) -> Iterator[Text]:
-    """What the base and the new side are called, and of how many runs each is where they are several."""
+    """What the base and the new side are called, and of how many runs each is where they are
+    several.
+    """
     for side, (name, runs) in (("base", base), ("new", new)):
         run_count = f" ({units.format_quantity(runs, 'run')})" if runs > 1 else ""
         label = fit_name(name, width - 6 - len(run_count))

@@ -1,4 +1,6 @@
-"""Document, Section, Table, Figure as values; unknown values with reasons; JSON and its schema derived."""
+"""Document, Section, Table, Figure as values; unknown values with reasons; JSON and its schema
+derived.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,9 @@ class Col:
         key: Key of the row, and the name of the column in the page's address.
         title: Heading.
         kind: One of `KINDS`: text; name (long, may be cut); grade (how bad a notice is); time in ns; bytes;
-            count; share from 0 to 1; number; flops; flop_rate in FLOP/s; byte_rate in B/s; bar (a `Bar`); spark (a
-            list of numbers, drawn on terminals only); delta (a difference in ns, drawn from the middle).
+            count; share from 0 to 1; number; flops; flop_rate in FLOP/s; byte_rate in B/s; bar (a
+            `Bar`); spark (a list of numbers, drawn on terminals only); delta (a difference in ns,
+            drawn from the middle).
         hint: What is counted; shown on hover.
         narrow: Whether it also stands on a terminal of 80 columns.
         swatch: Colour group shown before the title.
@@ -79,7 +82,8 @@ class Col:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One table, drawn by every view: all rows in the page, the first `--top` of them on a terminal.
+    """One table, drawn by every view: all rows in the page, the first `--top` of them on a
+    terminal.
 
     Attributes:
         key: Its id, unique in the report: `copies-kinds`.
@@ -123,7 +127,8 @@ def format_cell(column: Col, value: Any) -> str:
 
 _TIME_COLUMNS = ("start_ns", "time_ns", "peak_time_ns", "first_ns", "last_ns")
 
-# Path in the document -> why a value there can be unknown, where its column does not say. `[*]` stands for any row.
+# Path in the document -> why a value there can be unknown, where its column does not say. `[*]`
+# stands for any row.
 UNKNOWN_REASONS = {
     "ranks[*].devices": "no GPU work was recorded",
     "ranks[*].gpu_account": "no GPU work was recorded",
@@ -179,7 +184,9 @@ class UnknownValues:
         self._reasons: dict[str, str] = {}
 
     def say(self, path: str, reason: str | None = None) -> None:
-        """Explain the unknown or empty value at `path`: by `reason`, else as the path or its column is declared."""
+        """Explain the unknown or empty value at `path`: by `reason`, else as the path or its column
+        is declared.
+        """
         if reason is None and (reason := self._known.get(path)) is None:
             parent_path, _, name = path.replace("[*]", "").rpartition(".")
             with suppress(KeyError):
@@ -187,7 +194,9 @@ class UnknownValues:
         self._reasons.setdefault(path, reason or "the trace does not say")
 
     def rows(self, frame: pl.DataFrame, path: str) -> list[Any]:
-        """The rows of a frame as they stand at `path` of the document: times relative, each null column explained."""
+        """The rows of a frame as they stand at `path` of the document: times relative, each null
+        column explained.
+        """
         times = [name for name in frame.columns if name in _TIME_COLUMNS]
         frame = frame.with_columns(pl.col(times) - self.epoch_ns) if times else frame
         for name in frame.columns:
@@ -240,7 +249,10 @@ class ListSchema:
         """Its JSON Schema."""
         columns = {"rank": pl.Int32, **self.columns} if self.ranked else self.columns
         nullable = {*self.unknown, *self.nullable, *(("rank",) if self.ranked else ())}
-        properties = {name: build_type_schema(kind, nullable=name in nullable) for name, kind in columns.items()}
+        properties = {
+            name: build_type_schema(kind, nullable=name in nullable)
+            for name, kind in columns.items()
+        }
         return {"description": self.what, "type": "array", "items": build_object_schema(properties)}
 
     def reasons(self, path: str) -> dict[str, str]:
@@ -249,9 +261,15 @@ class ListSchema:
         return {path: self.empty, **rows} if self.empty else rows
 
 
-def build_object_schema(properties: Mapping[str, JsonSchema], *, description: str = "") -> JsonSchema:
+def build_object_schema(
+    properties: Mapping[str, JsonSchema], *, description: str = ""
+) -> JsonSchema:
     """An object with all these keys."""
-    shape: JsonSchema = {"type": "object", "properties": dict(properties), "required": list(properties)}
+    shape: JsonSchema = {
+        "type": "object",
+        "properties": dict(properties),
+        "required": list(properties),
+    }
     return {"description": description, **shape} if description else shape
 
 
@@ -331,7 +349,9 @@ SORT_KEYS = {
 
 
 def select_top_rows(table: Table, options: ReportOptions) -> Sequence[Mapping[str, Any]]:
-    """The rows a table shows: sorted by `sort` where it has that column, the first (or heaviest) `top` of them."""
+    """The rows a table shows: sorted by `sort` where it has that column, the first (or heaviest)
+    `top` of them.
+    """
     rows = table.rows
     columns = SORT_KEYS[options.sort] if options.sort else ()
     column = next((name for name in columns if rows and name in rows[0]), None)

@@ -28,8 +28,12 @@ _MIN_PACKED_CHARS = 1_000  # characters of JSON from which on packing is worth i
 
 
 def render_json_script(value: Any) -> str:
-    """A script element that holds a JSON object, safe whatever names it holds; `readIsland` of `unpack.js` reads it."""
-    dumped = json.dumps(value, separators=(",", ":"))  # ASCII, so U+2028 and U+2029 are escaped already
+    """A script element that holds a JSON object, safe whatever names it holds; `readIsland` of
+    `unpack.js` reads it.
+    """
+    dumped = json.dumps(
+        value, separators=(",", ":")
+    )  # ASCII, so U+2028 and U+2029 are escaped already
     if len(dumped) < _MIN_PACKED_CHARS:
         body = dumped.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     else:
@@ -47,24 +51,40 @@ def render_inline_code(value: object) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape_html(value))
 
 
-_CURVE_WIDTH, _CURVE_HEIGHT, _CURVE_LEFT, _CURVE_RIGHT, _CURVE_TOP, _CURVE_BOTTOM = 1000, 190, 64, 8, 12, 22
+_CURVE_WIDTH, _CURVE_HEIGHT, _CURVE_LEFT, _CURVE_RIGHT, _CURVE_TOP, _CURVE_BOTTOM = (
+    1000,
+    190,
+    64,
+    8,
+    12,
+    22,
+)
 _MAX_CURVE_POINTS = 1_200  # of a drawn curve; extremes are kept
 
 
 def downsample(values: list[int], limit: int) -> list[int]:
-    """Positions of the first, last, lowest and highest of equal stretches: at most about `limit` of them."""
+    """Positions of the first, last, lowest and highest of equal stretches: at most about `limit` of
+    them.
+    """
     if len(values) <= limit:
         return list(range(len(values)))
     width = -(-len(values) * 4 // limit)
     retained: set[int] = set()
     for first in range(0, len(values), width):
         segment = range(first, min(first + width, len(values)))
-        retained |= {first, segment[-1], min(segment, key=values.__getitem__), max(segment, key=values.__getitem__)}
+        retained |= {
+            first,
+            segment[-1],
+            min(segment, key=values.__getitem__),
+            max(segment, key=values.__getitem__),
+        }
     return sorted(retained)
 
 
 def draw_curve(curve: CurveRow) -> str:
-    """The curve of one device (an entry of `memory.curve`): allocated and, where known, reserved bytes."""
+    """The curve of one device (an entry of `memory.curve`): allocated and, where known, reserved
+    bytes.
+    """
     positions = downsample(curve["allocated_bytes"], _MAX_CURVE_POINTS)
     times = [curve["time_ns"][k] for k in positions]
     allocated = [curve["allocated_bytes"][k] for k in positions]
@@ -74,7 +94,8 @@ def draw_curve(curve: CurveRow) -> str:
         series.append(("reserved", reserved))
     sizes = [v for _, values in series for v in values if v is not None]
     highest = max([0, *sizes]) or 1
-    # Below zero where blocks from before the recording were freed and what was there at its start is unknown.
+    # Below zero where blocks from before the recording were freed and what was there at its start
+    # is unknown.
     lowest = min([0, *sizes])
     span = max(times[-1] - times[0], 1)
 
@@ -82,12 +103,17 @@ def draw_curve(curve: CurveRow) -> str:
         return _CURVE_LEFT + (_CURVE_WIDTH - _CURVE_LEFT - _CURVE_RIGHT) * (time - times[0]) / span
 
     def y(value: int | None) -> float:
-        return _CURVE_TOP + (_CURVE_HEIGHT - _CURVE_TOP - _CURVE_BOTTOM) * (highest - (value or 0)) / (highest - lowest)
+        return _CURVE_TOP + (_CURVE_HEIGHT - _CURVE_TOP - _CURVE_BOTTOM) * (
+            highest - (value or 0)
+        ) / (highest - lowest)
 
     paths = ""
     for name, values in reversed(series):  # staircases: a value holds until the next
         corners = [f"M{x(times[0]):.1f} {y(values[0]):.1f}"]
-        corners += [f"H{x(time):.1f}V{y(value):.1f}" for time, value in zip(times[1:], values[1:], strict=True)]
+        corners += [
+            f"H{x(time):.1f}V{y(value):.1f}"
+            for time, value in zip(times[1:], values[1:], strict=True)
+        ]
         paths += f'<path class="line-{name}" d="{"".join(corners)}"/>'
     marks = "".join(
         f'<line class="mark" x1="{_CURVE_LEFT}" x2="{_CURVE_WIDTH - _CURVE_RIGHT}" y1="{y(v):.1f}" y2="{y(v):.1f}"/>'
@@ -120,18 +146,24 @@ class LogAxes:
         edges: Of the plane in the picture: left, right, top, bottom.
     """
 
-    def __init__(self, x: Sequence[float], y: Sequence[float], edges: tuple[float, float, float, float]) -> None:
+    def __init__(
+        self, x: Sequence[float], y: Sequence[float], edges: tuple[float, float, float, float]
+    ) -> None:
         self._left, self._right, self._top, self._bottom = edges
         self.x_low, self.x_high = _find_decades(x)
         self.y_low, self.y_high = _find_decades(y)
 
     def x(self, value: float) -> float:
         """How far to the right a value lies."""
-        return self._left + (self._right - self._left) * (math.log10(value) - self.x_low) / (self.x_high - self.x_low)
+        return self._left + (self._right - self._left) * (math.log10(value) - self.x_low) / (
+            self.x_high - self.x_low
+        )
 
     def y(self, value: float) -> float:
         """How far down a value lies."""
-        return self._top + (self._bottom - self._top) * (self.y_high - math.log10(value)) / (self.y_high - self.y_low)
+        return self._top + (self._bottom - self._top) * (self.y_high - math.log10(value)) / (
+            self.y_high - self.y_low
+        )
 
 
 def _find_decades(values: Sequence[float]) -> tuple[int, int]:
@@ -140,16 +172,25 @@ def _find_decades(values: Sequence[float]) -> tuple[int, int]:
 
 
 IcicleNode = tuple[int | None, str, int, int, int | None]
-"""Place of the parent among the nodes (None for roots), name, calls, host time, GPU time (None: not told)."""
+"""Place of the parent among the nodes (None for roots), name, calls, host time, GPU time (None: not
+told).
+"""
 
 SideTimes = Mapping[str, tuple[float, float]]
-"""Of a node of two runs: `count`, `host` and `device` of the base and of the new run; its times are widths then."""
+"""Of a node of two runs: `count`, `host` and `device` of the base and of the new run; its times are
+widths then.
+"""
 
 MEASURES = (("device", "GPU time"), ("host", "Host time"))
 
 
 def draw_icicle(
-    nodes: Sequence[IcicleNode], *, label: str, note: str = "", slim: bool = False, sides: Sequence[SideTimes] = ()
+    nodes: Sequence[IcicleNode],
+    *,
+    label: str,
+    note: str = "",
+    slim: bool = False,
+    sides: Sequence[SideTimes] = (),
 ) -> str:
     """The figure of one tree.
 
@@ -220,8 +261,8 @@ def draw_heat_map(
         head + ' font-family="system-ui, sans-serif" font-size="11">',
         f'<text x="0" y="12" fill="currentColor">{escape(titles[0])} ↓ {escape(titles[1])} →</text>',
     ]
-    # From the paper to the colour of what is bad, readable on light and dark paper. A cell names its shape: most of the
-    # page of a large job would be cells otherwise.
+    # From the paper to the colour of what is bad, readable on light and dark paper. A cell names
+    # its shape: most of the page of a large job would be cells otherwise.
     cell = f"cell-{'-'.join(caption.split())}"
     shape = f'width="{max(wide - 1, 0.5):.1f}" height="{max(high - 1, 0.5):.1f}"'
     out.append(f'<defs><rect id="{cell}" {shape} stroke="var(--line)" stroke-width="0.4"/></defs>')
@@ -229,7 +270,9 @@ def draw_heat_map(
     for row_index, row in enumerate(rows):
         top = _HEAT_MAP_TOP + row_index * high
         if row_index % label == 0:
-            out.append(f'<text x="0" y="{top + high - 2:.1f}" fill="currentColor">{escape(str(row))}</text>')
+            out.append(
+                f'<text x="0" y="{top + high - 2:.1f}" fill="currentColor">{escape(str(row))}</text>'
+            )
         out.append(f'<g transform="translate({left_margin:g} {top:.1f})" fill="var(--bad)">')
         for index, column in enumerate(columns):
             value = cells.get((row, column))
@@ -267,7 +310,9 @@ _MAX_RADIUS = 22.0  # radius of the operator with the most time
 
 
 class RooflinePoint(NamedTuple):
-    """An operator with the same shapes, bound alike, on one or several ranks: times and calls are sums."""
+    """An operator with the same shapes, bound alike, on one or several ranks: times and calls are
+    sums.
+    """
 
     first: RooflineOperatorsRow  # for what they have in common
     rank_count: int
@@ -301,18 +346,22 @@ def draw_roofline(operators: Sequence[RooflineOperatorsRow]) -> str:
         operators: Those of all ranks.
     """
     points = [
-        RooflinePoint.of(rows) for rows in _group_operators([o for o in operators if o["intensity"] and o["flop_rate"]])
+        RooflinePoint.of(rows)
+        for rows in _group_operators([o for o in operators if o["intensity"] and o["flop_rate"]])
     ]
     visible = sorted(points, key=lambda point: -point.total_ns)[:_MAX_ROOFLINE_POINTS]
     if not visible:
         return ""
-    # (label, FLOP/s, bytes/s) of every peak that a shown operator is compared with, the highest first
+    # (label, FLOP/s, bytes/s) of every peak that a shown operator is compared with, the highest
+    # first
     peaks: dict[tuple[float, float | None], set[str]] = {}
     for row in (point.first for point in visible):
         if row["peak_flop_rate"]:
             name = str(row["arithmetic"]) if row["matrix"] else "vector units"
             peaks.setdefault((row["peak_flop_rate"], row["peak_byte_rate"]), set()).add(name)
-    roofs = [(", ".join(sorted(peaks[key])), *key) for key in sorted(peaks, key=lambda key: -key[0])]
+    roofs = [
+        (", ".join(sorted(peaks[key])), *key) for key in sorted(peaks, key=lambda key: -key[0])
+    ]
     rates = [point.flop_rate for point in visible] + [rate for _, rate, _ in roofs]
     ridges = [rate / memory for _, rate, memory in roofs if memory]
     plane = LogAxes([point.intensity for point in visible] + ridges, rates, _PLOT_EDGES)
@@ -321,9 +370,15 @@ def draw_roofline(operators: Sequence[RooflineOperatorsRow]) -> str:
     caption = f"{units.format_count(len(visible))} operators: achieved FLOP/s over FLOPs per byte of memory traffic"
     left_out = len(_group_operators(operators)) - len(visible)
     omitted_note = (
-        f"; {units.format_count(left_out)} that only move data, or take least time, are not drawn" if left_out else ""
+        f"; {units.format_count(left_out)} that only move data, or take least time, are not drawn"
+        if left_out
+        else ""
     )
-    hint = " The larger a point, the more time; dashed lines are the peaks." if roofs else " The peaks are not known."
+    hint = (
+        " The larger a point, the more time; dashed lines are the peaks."
+        if roofs
+        else " The peaks are not known."
+    )
     return (
         f'<figure class="roofline"><figcaption>{escape(caption + omitted_note)}.{hint}</figcaption>'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(caption)}">'
@@ -346,7 +401,9 @@ def _draw_grid(plane: LogAxes) -> str:
     for power in range(plane.x_low, plane.x_high + 1):
         x = plane.x(10.0**power)
         parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom}"/>')
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{_format_power(power)}</text>')
+        parts.append(
+            f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{_format_power(power)}</text>'
+        )
     prefixes = {0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P", 18: "E"}
     for power in range(plane.y_low, plane.y_high + 1):
         y = plane.y(10.0**power)
@@ -355,7 +412,9 @@ def _draw_grid(plane: LogAxes) -> str:
         label = f"{_format_power(power - base)}\u00a0{prefixes[base]}FLOP/s"
         parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
     middle = (_LEFT + right) / 2
-    parts.append(f'<text x="{middle:.0f}" y="{_HEIGHT - 8}" text-anchor="middle">FLOPs per byte</text>')
+    parts.append(
+        f'<text x="{middle:.0f}" y="{_HEIGHT - 8}" text-anchor="middle">FLOPs per byte</text>'
+    )
     return "".join(parts)
 
 
@@ -363,7 +422,9 @@ def _format_power(power: int) -> str:
     return f"{10**power:,}".replace(",", "\u202f") if power >= 0 else f"{10.0**power:.{-power}f}"
 
 
-def _draw_roofs(plane: LogAxes, roofs: Sequence[tuple[str, float, float | None]]) -> tuple[str, str]:
+def _draw_roofs(
+    plane: LogAxes, roofs: Sequence[tuple[str, float, float | None]]
+) -> tuple[str, str]:
     """Memory limits from the left, each arithmetic from its ridge to the right; and their names."""
     lines, names = [], []
     right, low, high = 10.0**plane.x_high, 10.0**plane.x_low, 10.0**plane.y_low
@@ -375,7 +436,9 @@ def _draw_roofs(plane: LogAxes, roofs: Sequence[tuple[str, float, float | None]]
             lines.append(f'<path class="roof" d="{line}"/>')
             middle = math.sqrt(start * end)
             position = f'x="{plane.x(middle) + 10:.1f}" y="{plane.y(middle * memory) + 14:.1f}"'
-            names.append(f'<text class="roof-name" {position}>memory {units.format_byte_rate(memory)}</text>')
+            names.append(
+                f'<text class="roof-name" {position}>memory {units.format_byte_rate(memory)}</text>'
+            )
     last = -math.inf
     for label, rate, memory_bandwidth in roofs:
         start = max(low, rate / memory_bandwidth) if memory_bandwidth else low
@@ -403,7 +466,9 @@ def _draw_circle(plane: LogAxes, point: RooflinePoint, largest_ns: int) -> str:
         lines.append(f"on {point.rank_count} ranks")
     if point.fractions is not None:
         low, high = (f"{100 * fraction:.1f}" for fraction in point.fractions)
-        lines.append(f"{low if low == high else f'{low} to {high}'} % of the roofline, bound by {row['bound']}")
+        lines.append(
+            f"{low if low == high else f'{low} to {high}'} % of the roofline, bound by {row['bound']}"
+        )
     label = escape("\n".join(lines))
     return (
         f'<circle class="at-{row["bound"] or "unknown"}" cx="{plane.x(point.intensity):.1f}" '
@@ -434,26 +499,32 @@ def draw_scatter(ops: Sequence[ReplayOpsRow], *, gpu_times: bool = False) -> str
         gpu_times: Whether times are those of the GPU work that they launched.
     """
     if gpu_times:
-        points = [ReplayPoint(op, op["recorded_gpu_ns"] or 0, op["replayed_gpu_ns"] or 0) for op in ops]
+        points = [
+            ReplayPoint(op, op["recorded_gpu_ns"] or 0, op["replayed_gpu_ns"] or 0) for op in ops
+        ]
     else:
         points = [ReplayPoint(op, op["recorded_ns"], op["replayed_ns"]) for op in ops]
     timed_points = [point for point in points if point.recorded_ns > 0 and point.replayed_ns > 0]
-    visible = sorted(timed_points, key=lambda point: -point.recorded_ns - point.replayed_ns)[:_MAX_SCATTER_POINTS]
+    visible = sorted(timed_points, key=lambda point: -point.recorded_ns - point.replayed_ns)[
+        :_MAX_SCATTER_POINTS
+    ]
     if not visible:
         return ""
-    call_times = [ns / point.op["calls"] for point in visible for ns in (point.recorded_ns, point.replayed_ns)]
+    call_times = [
+        ns / point.op["calls"] for point in visible for ns in (point.recorded_ns, point.replayed_ns)
+    ]
     low, high = math.floor(math.log10(min(call_times))), math.ceil(math.log10(max(call_times)))
     high = max(high, low + 1)
 
     def x(value: float) -> float:
-        return _SCATTER_LEFT + (_SCATTER_WIDTH - _SCATTER_LEFT - _SCATTER_RIGHT) * (math.log10(value) - low) / (
-            high - low
-        )
+        return _SCATTER_LEFT + (_SCATTER_WIDTH - _SCATTER_LEFT - _SCATTER_RIGHT) * (
+            math.log10(value) - low
+        ) / (high - low)
 
     def y(value: float) -> float:
-        return _SCATTER_TOP + (_SCATTER_HEIGHT - _SCATTER_TOP - _SCATTER_BOTTOM) * (high - math.log10(value)) / (
-            high - low
-        )
+        return _SCATTER_TOP + (_SCATTER_HEIGHT - _SCATTER_TOP - _SCATTER_BOTTOM) * (
+            high - math.log10(value)
+        ) / (high - low)
 
     parts = []
     for power in range(low, high + 1):
@@ -467,20 +538,30 @@ def draw_scatter(ops: Sequence[ReplayOpsRow], *, gpu_times: bool = False) -> str
         parts.append(
             f'<text x="{x(tick_ns):.1f}" y="{_SCATTER_HEIGHT - _SCATTER_BOTTOM + 18}" text-anchor="middle">{name}</text>'
         )
-        parts.append(f'<text x="{_SCATTER_LEFT - 8}" y="{y(tick_ns) + 4:.1f}" text-anchor="end">{name}</text>')
+        parts.append(
+            f'<text x="{_SCATTER_LEFT - 8}" y="{y(tick_ns) + 4:.1f}" text-anchor="end">{name}</text>'
+        )
     diagonal_ends = (10.0**low, 10.0**high)
     parts.append(
         f'<path class="roof" d="M{x(diagonal_ends[0]):.1f} {y(diagonal_ends[0]):.1f}L{x(diagonal_ends[1]):.1f} {y(diagonal_ends[1]):.1f}"/>'
     )
     middle = (_SCATTER_LEFT + _SCATTER_WIDTH - _SCATTER_RIGHT) / 2
-    parts.append(f'<text x="{middle:.0f}" y="{_SCATTER_HEIGHT - 8}" text-anchor="middle">recorded, one call</text>')
+    parts.append(
+        f'<text x="{middle:.0f}" y="{_SCATTER_HEIGHT - 8}" text-anchor="middle">recorded, one call</text>'
+    )
     parts.append(f'<text x="{_SCATTER_LEFT + 6}" y="{_SCATTER_TOP + 12}">replayed, one call</text>')
     max_ns = max(point.recorded_ns for point in visible)
     for point in visible:
         op, calls = point.op, point.op["calls"]
         recorded, replayed = point.recorded_ns / calls, point.replayed_ns / calls
         ratio = replayed / recorded
-        css_class = "slower" if ratio > _SIMILAR_RATIO else "faster" if ratio < 1 / _SIMILAR_RATIO else "alike"
+        css_class = (
+            "slower"
+            if ratio > _SIMILAR_RATIO
+            else "faster"
+            if ratio < 1 / _SIMILAR_RATIO
+            else "alike"
+        )
         times = f"{units.format_duration(round(recorded))} recorded, {units.format_duration(round(replayed))} replayed"
         title = f"{fit_name(sanitize(op['name']), 80)} {fit_name(sanitize(op['shapes']), 120)}"
         label = f"{title}: {times}, {ratio:.2f} times; {units.format_quantity(calls, 'call')}"
@@ -491,7 +572,9 @@ def draw_scatter(ops: Sequence[ReplayOpsRow], *, gpu_times: bool = False) -> str
         )
     caption = f"{units.format_quantity(len(visible), 'op')} by name and shapes: what a call took when replayed, over what it took"
     left_out = len(timed_points) - len(visible)
-    omitted_note = f"; {units.format_count(left_out)} that took least are not drawn" if left_out else ""
+    omitted_note = (
+        f"; {units.format_count(left_out)} that took least are not drawn" if left_out else ""
+    )
     hint = "The larger a point, the more recorded time; on the line both took as long."
     return (
         f'<figure class="roofline scatter"><figcaption>{escape(caption + omitted_note)}. {hint}</figcaption>'
@@ -500,7 +583,9 @@ def draw_scatter(ops: Sequence[ReplayOpsRow], *, gpu_times: bool = False) -> str
     )
 
 
-def draw_stacked_bar(parts: Iterable[tuple[str, str, int]], total_ns: int, longest: int | None = None) -> str:
+def draw_stacked_bar(
+    parts: Iterable[tuple[str, str, int]], total_ns: int, longest: int | None = None
+) -> str:
     """An SVG of one stacked bar.
 
     Args:
@@ -512,7 +597,9 @@ def draw_stacked_bar(parts: Iterable[tuple[str, str, int]], total_ns: int, longe
     offset, boxes, titles = 0.0, [], []
     for label, colour, ns in parts:
         width = ns * scale
-        title = escape_html(f"{label} {units.format_duration(ns)} ({units.format_share(ns, total_ns)})")
+        title = escape_html(
+            f"{label} {units.format_duration(ns)} ({units.format_share(ns, total_ns)})"
+        )
         titles.append(title)
         if width > 0:
             boxes.append(
@@ -536,7 +623,8 @@ def render_legend(parts: Iterable[tuple[str, str, int]], total_ns: int) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
-# From the ground up: what stays stands below what comes and goes. Each kind has one colour wherever it is drawn.
+# From the ground up: what stays stands below what comes and goes. Each kind has one colour wherever
+# it is drawn.
 CATEGORY_COLOURS = {
     "parameter": "compute",
     "buffer": "op",
@@ -554,7 +642,11 @@ _MAX_NAME_CHARS = 200  # characters of a name in the page
 
 
 def render_memory_figure(
-    curve: MemoryCurveRow, steps: list[MemoryRankStepsRow], *, label: str, chosen_ns: int | None = None
+    curve: MemoryCurveRow,
+    steps: list[MemoryRankStepsRow],
+    *,
+    label: str,
+    chosen_ns: int | None = None,
 ) -> str:
     """One memory over time; the page without scripts shows the tables alone.
 
@@ -564,14 +656,20 @@ def render_memory_figure(
         label: What the figure is about, for readers that do not see it.
         chosen_ns: The instant that is shown first; None for the peak.
     """
-    totals = [sum(values) for values in zip(*(kind["bytes"] for kind in curve["categories"]), strict=True)]
+    totals = [
+        sum(values) for values in zip(*(kind["bytes"] for kind in curve["categories"]), strict=True)
+    ]
     if not totals:
         return ""
     peak = totals.index(max(totals))
     selected = peak if chosen_ns is None else max(bisect_right(curve["time_ns"], chosen_ns) - 1, 0)
     order = list(CATEGORY_COLOURS)
-    kinds = sorted(curve["categories"], key=lambda kind: order.index(kind["name"]) if kind["name"] in order else 99)
-    # Levels of the paths of scopes and stacks: names once, and each path as their numbers from the root
+    kinds = sorted(
+        curve["categories"],
+        key=lambda kind: order.index(kind["name"]) if kind["name"] in order else 99,
+    )
+    # Levels of the paths of scopes and stacks: names once, and each path as their numbers from the
+    # root
     names: dict[str, int] = {}
 
     def number(name: str) -> int:
@@ -579,7 +677,10 @@ def render_memory_figure(
 
     trees = {
         "scopes": [
-            [[number(part) for part in level["name"].split(".")], encode_level_changes(level["bytes"])]
+            [
+                [number(part) for part in level["name"].split(".")],
+                encode_level_changes(level["bytes"]),
+            ]
             for level in curve["scopes"]
         ]
     }
@@ -606,7 +707,9 @@ def render_memory_figure(
         ],
         "trees": {"names": list(names), **trees},
     }
-    caption = f"peak {units.format_size(totals[peak])} at {units.format_duration(curve['time_ns'][peak])}"
+    caption = (
+        f"peak {units.format_size(totals[peak])} at {units.format_duration(curve['time_ns'][peak])}"
+    )
     views = "".join(
         f'<button type="button" data-tree="{key}" aria-pressed="{str(key == "scopes").lower()}">{name}</button>'
         for key, name in (("scopes", "By scope"), ("stacks", "By Python stack"))
@@ -630,7 +733,9 @@ def render_memory_figure(
 
 
 def encode_level_changes(levels: list[int]) -> list[int]:
-    """A curve as pairs (instants since the last change, change of the level), one list; most levels rest mostly."""
+    """A curve as pairs (instants since the last change, change of the level), one list; most levels
+    rest mostly.
+    """
     out, last = [], 0
     for index, (before, after) in enumerate(pairwise([0, *levels])):
         if after != before:

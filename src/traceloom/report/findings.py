@@ -1,7 +1,7 @@
 """What to fix first, as it stands in the document: `findings` and `findings_ground`.
 
-All ranks are linked for them, which takes as long as all else of a large job. There a process of its own works them
-out beside the rest of the report.
+All ranks are linked for them, which takes as long as all else of a large job. There a process of
+its own works them out beside the rest of the report.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def start_findings(
         separate_process: Whether it may; models that a script has registered are not known there.
 
     Yields:
-        What `ranked_findings` of them gives: from that process, or worked out here where there is none or it fails.
+        What `ranked_findings` of them gives: from that process, or worked out here where there is
+        none or it fails.
     """
     build_locally = partial(build_findings, session, options)
     large = len(session.traces) > 1 and session.event_count >= MIN_PROCESS_EVENTS
@@ -72,7 +73,9 @@ def start_findings(
             for number, trace in enumerate(session.traces):
                 (directory / str(number)).mkdir()
                 storage.save(trace, directory / str(number), permanent=False)
-            with process.defer_signals():  # what goes wrong in that process goes wrong here, too, where it is said
+            with (
+                process.defer_signals()
+            ):  # what goes wrong in that process goes wrong here, too, where it is said
                 worker = WorkerProcess(__name__, threads=count_cores() // 2, quiet=True)
                 until_done.callback(worker.ended)
                 until_done.callback(worker.kill)
@@ -97,12 +100,17 @@ def main() -> None:
     job = json.loads(sys.stdin.readline())
     directory, files = Path(job["folder"]), MappedFiles()
     traces = tuple(
-        files.kept(storage.load_trace(directory / str(rank), permanent=False)) for rank in range(job["ranks"])
+        files.kept(storage.load_trace(directory / str(rank), permanent=False))
+        for rank in range(job["ranks"])
     )
-    session = Session(traces, job["name"], job["capture"], tuple(Notice(**notice) for notice in job["notices"]))
+    session = Session(
+        traces, job["name"], job["capture"], tuple(Notice(**notice) for notice in job["notices"])
+    )
     absent = UnknownValues(job["epoch_ns"])
     rows, basis = build_findings(session, ReportOptions(only=job["only"]), absent)
-    sys.stdout.buffer.write(encode_json({"findings": rows, "ground": basis, "absent": absent.to_list()}))
+    sys.stdout.buffer.write(
+        encode_json({"findings": rows, "ground": basis, "absent": absent.to_list()})
+    )
 
 
 def build_findings(session: Session, options: ReportOptions, absent: UnknownValues) -> Findings:
@@ -119,18 +127,28 @@ def build_findings(session: Session, options: ReportOptions, absent: UnknownValu
     if events // steps > MAX_STEP_EVENTS:
         return _skip_findings(
             f"about {events // steps:,} events would have to be linked, more than {MAX_STEP_EVENTS:,}; choose ranks with "
-            "--rank", absent
-        )  # fmt: skip
+            "--rank",
+            absent,
+        )
     try:
         ranked = rank(context, RULES)
-    except (InputError, UsageError) as error:  # traces that cannot be one graph: two windows of a rank, ranks unknown
+    except (
+        InputError,
+        UsageError,
+    ) as error:  # traces that cannot be one graph: two windows of a rank, ranks unknown
         return _skip_findings(f"the traces cannot be linked: {error}", absent)
     rows: list[Any] = [finding.to_dict() | {"list": "time"} for finding in ranked.time]
     rows += [finding.to_dict() | {"list": "memory"} for finding in ranked.memory]
     for row in rows:
         for key in (
-            "saving_ns", "saving_fraction", "alone_ns", "saving_low_ns", "saving_high_ns", "saving_bytes", "risk",
-        ):  # fmt: skip
+            "saving_ns",
+            "saving_fraction",
+            "alone_ns",
+            "saving_low_ns",
+            "saving_high_ns",
+            "saving_bytes",
+            "risk",
+        ):
             absent.value(row[key], f"findings[*].{key}")
         for evidence in row["evidence"]:
             if evidence["start_ns"] is not None:
@@ -155,7 +173,9 @@ def build_findings(session: Session, options: ReportOptions, absent: UnknownValu
         basis = f"of the window of {length}"
     else:
         start = "its first start on any rank" if context.rank_count > 1 else "its start"
-        basis = f"of {context.unit} {context.step}, {length} from {start} to the end of its last work"
+        basis = (
+            f"of {context.unit} {context.step}, {length} from {start} to the end of its last work"
+        )
     return rows, {
         "step": absent.value(context.step, "findings_ground.step"),
         "unit": context.unit,
@@ -170,7 +190,10 @@ def build_findings(session: Session, options: ReportOptions, absent: UnknownValu
         "limit": absent.value(ranked.limit or None, "findings_ground.limit"),
         "stacks": context.stacks,
         "host_ratio": absent.value(context.host_ratio, "findings_ground.host_ratio"),
-        "abstentions": [{"slug": abstention.slug, "reason": abstention.reason} for abstention in ranked.abstentions],
+        "abstentions": [
+            {"slug": abstention.slug, "reason": abstention.reason}
+            for abstention in ranked.abstentions
+        ],
     }
 
 

@@ -44,7 +44,9 @@ def build(graph: Graph, law: Law | None = None) -> GraphDocument:
         law: What `traceloom.graph.law` found, where it was asked for.
     """
     nodes, edges = graph.nodes, graph.edges
-    kinds = nodes.group_by("kind").agg(pl.len().alias("count"), pl.col("duration_ns").sum().alias("time_ns"))
+    kinds = nodes.group_by("kind").agg(
+        pl.len().alias("count"), pl.col("duration_ns").sum().alias("time_ns")
+    )
     typed = edges.group_by("kind", "evidence").agg(pl.len().alias("count"))
     law_fields: Any = None if law is None else law.to_dict()
     return {
@@ -59,7 +61,9 @@ def build(graph: Graph, law: Law | None = None) -> GraphDocument:
         "nodes": {"count": nodes.height, "kinds": to_rows(kinds.sort("kind"))},
         "edges": {"count": edges.height, "kinds": to_rows(typed.sort("kind", "evidence"))},
         "ranks": to_rows(
-            graph.ranks.with_columns((pl.col("window_end_ns") - pl.col("window_start_ns")).alias("window_ns"))
+            graph.ranks.with_columns(
+                (pl.col("window_end_ns") - pl.col("window_start_ns")).alias("window_ns")
+            )
         ),
         "coverage": to_rows(graph.coverage),
         "delays": to_rows(graph.delays),
@@ -76,9 +80,18 @@ EVIDENCE = (
     ("assumed", "·", "bright_black"),
 )
 _PATH_ROWS = 8
-_PART_LABELS = {"delay": "usual {0} of {1}", "residual": "unexplained: {1}", "before": "before this rank began"}
+_PART_LABELS = {
+    "delay": "usual {0} of {1}",
+    "residual": "unexplained: {1}",
+    "before": "before this rank began",
+}
 _PART_STYLES = {"work": "#3b82d6", "delay": "#e08a00", "residual": "#d55e00"}
-_SUBJECT_LABELS = {"host-ops": "host ops", "timed-ops": "timed ops", "gpu-work": "GPU work", "host-time": "host time"}
+_SUBJECT_LABELS = {
+    "host-ops": "host ops",
+    "timed-ops": "timed ops",
+    "gpu-work": "GPU work",
+    "host-time": "host time",
+}
 _MIN_BAR_WIDTH, _MAX_BAR_WIDTH = 8, 64
 
 
@@ -106,7 +119,9 @@ def render(document: GraphDocument, width: int) -> Iterator[Text]:
     yield from _render_clocks(document, width)
     used = [row for row in document["delays"] if row["count"]]
     if frequent_rows := sorted(used, key=lambda row: -row["count"])[:10]:
-        yield from render_heading("Delays", "the usual delay of a kind of edge where nothing else held it back", width)
+        yield from render_heading(
+            "Delays", "the usual delay of a kind of edge where nothing else held it back", width
+        )
         rows = [
             (row["kind"], units.format_duration(row["median_ns"]), units.format_count(row["count"]))
             for row in frequent_rows
@@ -114,7 +129,9 @@ def render(document: GraphDocument, width: int) -> Iterator[Text]:
         columns = (TextColumn("kind", right=False), TextColumn("median"), TextColumn("edges"))
         last = ("of", lambda number, room: fit_name(frequent_rows[number]["place"] or "", room))
         yield from render_table(columns, rows, last, width)
-    yield from terminal_findings.render_notices(document["notices"], len(document["ranks"]), ReportOptions(), width)
+    yield from terminal_findings.render_notices(
+        document["notices"], len(document["ranks"]), ReportOptions(), width
+    )
 
 
 def _render_critical_path(document: GraphDocument, width: int) -> Iterator[Text]:
@@ -134,8 +151,13 @@ def _render_critical_path(document: GraphDocument, width: int) -> Iterator[Text]
         for row in law["path"][:_PATH_ROWS]
     ]
     if remaining := law["path"][_PATH_ROWS:]:
-        parts.append((f"{len(remaining)} more", sum(row["time_ns"] for row in remaining), DIM_STYLE))
-    rows = [(label, units.format_duration(time), units.format_share(time, window)) for label, time, _ in parts]
+        parts.append(
+            (f"{len(remaining)} more", sum(row["time_ns"] for row in remaining), DIM_STYLE)
+        )
+    rows = [
+        (label, units.format_duration(time), units.format_share(time, window))
+        for label, time, _ in parts
+    ]
 
     def bar(number: int, width_left: int) -> Text:
         _, time, style = parts[number]
@@ -158,14 +180,19 @@ def _render_coverage(document: GraphDocument, width: int) -> Iterator[Text]:
     totals: dict[str, int] = {}
     for (subject, _), outcome_rows in outcomes.items():
         totals[subject] = totals.get(subject, 0) + sum(row["count"] for row in outcome_rows)
-    order = sorted(outcomes, key=lambda key: (list(totals).index(key[0]), -sum(r["count"] for r in outcomes[key])))
+    order = sorted(
+        outcomes,
+        key=lambda key: (list(totals).index(key[0]), -sum(r["count"] for r in outcomes[key])),
+    )
     rows: list[tuple[str, ...]] = []
     labels: list[tuple[str, str]] = []
     for subject, outcome in order:
         outcome_rows = outcomes[subject, outcome]
         count = sum(row["count"] for row in outcome_rows)
         times = [row["time_ns"] for row in outcome_rows if row["time_ns"] is not None]
-        subject_label = _SUBJECT_LABELS.get(subject, subject) if not labels or labels[-1][0] != subject else ""
+        subject_label = (
+            _SUBJECT_LABELS.get(subject, subject) if not labels or labels[-1][0] != subject else ""
+        )
         rows.append(
             (
                 sanitize(subject_label),
@@ -175,14 +202,29 @@ def _render_coverage(document: GraphDocument, width: int) -> Iterator[Text]:
             )
         )
         # The ranks that have it, where not all do.
-        rank_numbers = sorted({row["rank"] for row in outcome_rows if row["rank"] is not None and row["count"]})
+        rank_numbers = sorted(
+            {row["rank"] for row in outcome_rows if row["rank"] is not None and row["count"]}
+        )
         on = ""
-        if len(document["ranks"]) > 1 and rank_numbers and len(rank_numbers) != len(document["ranks"]):
-            listed = ", ".join(map(str, rank_numbers[:6])) + (", ..." if len(rank_numbers) > 6 else "")
+        if (
+            len(document["ranks"]) > 1
+            and rank_numbers
+            and len(rank_numbers) != len(document["ranks"])
+        ):
+            listed = ", ".join(map(str, rank_numbers[:6])) + (
+                ", ..." if len(rank_numbers) > 6 else ""
+            )
             on = f" (rank{'s' if len(rank_numbers) > 1 else ''} {listed})"
         labels.append((subject, outcome + on))
-    columns = (TextColumn("", right=False), TextColumn("count"), TextColumn("share"), TextColumn("time"))
-    yield from render_table(columns, rows, ("outcome", lambda number, room: fit_name(labels[number][1], room)), width)
+    columns = (
+        TextColumn("", right=False),
+        TextColumn("count"),
+        TextColumn("share"),
+        TextColumn("time"),
+    )
+    yield from render_table(
+        columns, rows, ("outcome", lambda number, room: fit_name(labels[number][1], room)), width
+    )
 
 
 def _render_edges(document: GraphDocument, width: int) -> Iterator[Text]:
@@ -211,13 +253,17 @@ def _render_edges(document: GraphDocument, width: int) -> Iterator[Text]:
         return bar_text
 
     def fitting(number: int, width_left: int) -> Text:
-        return bar(number, min(width_left, _MAX_BAR_WIDTH)) if width_left >= _MIN_BAR_WIDTH else Text()
+        return (
+            bar(number, min(width_left, _MAX_BAR_WIDTH)) if width_left >= _MIN_BAR_WIDTH else Text()
+        )
 
     yield from render_table(columns, rows, ("", fitting), width)
 
 
 def _render_clocks(document: GraphDocument, width: int) -> Iterator[Text]:
-    fitted = [(row, ns) for row in document["ranks"] if (ns := row["clock_residual_ns"]) is not None]
+    fitted = [
+        (row, ns) for row in document["ranks"] if (ns := row["clock_residual_ns"]) is not None
+    ]
     if len(document["ranks"]) < 2 or not fitted:
         return
     yield from render_heading("Clocks", "fitted on the ends of collectives", width)

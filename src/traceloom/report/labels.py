@@ -40,7 +40,11 @@ def format_rank(rank: int | None) -> str:
 def format_memory_name(row: Mapping[str, Any]) -> str:
     """How the memory of a device is called."""
     kind = str(row["device_type"])
-    return kind if kind.startswith("cpu") or row.get("device") in (None, -1) else f"{kind} {row['device']}"
+    return (
+        kind
+        if kind.startswith("cpu") or row.get("device") in (None, -1)
+        else f"{kind} {row['device']}"
+    )
 
 
 def clean_name(name: str) -> str:
@@ -51,8 +55,9 @@ def clean_name(name: str) -> str:
 def fit_name(name: str, width: int) -> str:
     """A harmless name of at most `width` characters that still tells two kernels apart.
 
-    A name that is too long loses, until it fits: `void ` in front and the parameter list behind; namespaces; numbers
-    and wrappers at the head of its template arguments; the end of these arguments; at last its middle.
+    A name that is too long loses, until it fits: `void ` in front and the parameter list behind;
+    namespaces; numbers and wrappers at the head of its template arguments; the end of these
+    arguments; at last its middle.
     """
     name = clean_name(name[:_MAX_NAME_CHARS])
     if len(name) <= width:
@@ -150,12 +155,24 @@ def get_colour_group(kind: str) -> str:
     return _COLOUR_GROUPS.get(kind, "other")
 
 
-_GROUP_ORDER = ("compute", "loading", "forward", "backward", "optimizer", "communication", "memory", "other", "idle")
+_GROUP_ORDER = (
+    "compute",
+    "loading",
+    "forward",
+    "backward",
+    "optimizer",
+    "communication",
+    "memory",
+    "other",
+    "idle",
+)
 _PHASES = frozenset(part.key for part in PHASES)
 
 
 def get_group_position(group_name: str) -> int:
-    """Where a colour group stands in the bar of an answer: useful time first, idle time last, phases in their order."""
+    """Where a colour group stands in the bar of an answer: useful time first, idle time last,
+    phases in their order.
+    """
     return _GROUP_ORDER.index(group_name) if group_name in _GROUP_ORDER else 0
 
 
@@ -164,15 +181,22 @@ def build_answer_parts(answer: Mapping[str, Any]) -> list[tuple[str, str, int]]:
     parts = []
     for part in answer.get("parts") or []:
         label = str(part["label"])
-        # Parts of the host account are called `phase: activity`; the phase tells more, so it gives the colour.
+        # Parts of the host account are called `phase: activity`; the phase tells more, so it gives
+        # the colour.
         phase, colon, _ = label.partition(":")
         parts.append(
-            (label, get_colour_group(phase if colon and phase in _PHASES else str(part["kind"])), int(part["ns"]))
+            (
+                label,
+                get_colour_group(phase if colon and phase in _PHASES else str(part["kind"])),
+                int(part["ns"]),
+            )
         )
     return sorted(parts, key=lambda part: (get_group_position(part[1]), -part[2]))
 
 
-def build_time_parts(parts: tuple[TimeKind, ...], times: Mapping[str, Any]) -> list[tuple[str, str, int]]:
+def build_time_parts(
+    parts: tuple[TimeKind, ...], times: Mapping[str, Any]
+) -> list[tuple[str, str, int]]:
     """The parts of one stretch for a `Bar`: (label, colour group, nanoseconds)."""
     return [(part.label, part.group, times.get(part.key) or 0) for part in parts]
 
@@ -228,17 +252,27 @@ def get_main_thread_account(rank: RankRow) -> list[AccountRow]:
 
 def describe_host_window(document: ReportDocument) -> str:
     """Of which time the accounts of the main threads are, in words."""
-    stepped = any(row["step"] is not None for rank in document["ranks"] for row in get_main_thread_account(rank))
+    stepped = any(
+        row["step"] is not None
+        for rank in document["ranks"]
+        for row in get_main_thread_account(rank)
+    )
     return _describe_steps(document) if stepped else "in the whole window"
 
 
 def _describe_steps(document: ReportDocument) -> str:
-    return "in all steps" if any(len(rank["steps"]) > 1 for rank in document["ranks"]) else "in the step"
+    return (
+        "in all steps"
+        if any(len(rank["steps"]) > 1 for rank in document["ranks"])
+        else "in the step"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class MergedNotice:
-    """Notices of one kind, as one; `weakens` has the keys of the parts of the report that are less certain for it."""
+    """Notices of one kind, as one; `weakens` has the keys of the parts of the report that are less
+    certain for it.
+    """
 
     severity: str
     slug: str
@@ -247,7 +281,9 @@ class MergedNotice:
 
 
 def merge_notices(notices: Sequence[Cells], ranks: int) -> list[MergedNotice]:
-    """The notices of a document in their order; those that differ by rank or place alone stand as the first of them."""
+    """The notices of a document in their order; those that differ by rank or place alone stand as
+    the first of them.
+    """
     kinds: dict[tuple[str, str], list[Cells]] = {}
     for notice in notices:
         kinds.setdefault((notice["severity"], notice["slug"]), []).append(notice)
@@ -259,12 +295,18 @@ def merge_notices(notices: Sequence[Cells], ranks: int) -> list[MergedNotice]:
         mentioned = not first["where"] or first["where"] in first["message"]
         location = "" if mentioned else f" ({first['where']})"
         repeat_note = f" (and {len(alike) - 1} more like this)" if len(alike) > 1 else ""
-        merged.append(MergedNotice(severity, slug, f"{rank_prefix}{first['message']}{location}{repeat_note}", weakens))
+        merged.append(
+            MergedNotice(
+                severity, slug, f"{rank_prefix}{first['message']}{location}{repeat_note}", weakens
+            )
+        )
     return merged
 
 
 def merge_rank_notices(notices: Sequence[Cells]) -> Iterator[tuple[Cells, str]]:
-    """Notices that several ranks share, once: the first of each kind, and its sentence with all of their ranks."""
+    """Notices that several ranks share, once: the first of each kind, and its sentence with all of
+    their ranks.
+    """
     kinds: dict[tuple[str, str], list[Cells]] = {}
     for notice in notices:
         run_message = notice["message"] if notice["rank"] is None else ""
@@ -278,10 +320,15 @@ def merge_rank_notices(notices: Sequence[Cells]) -> Iterator[tuple[Cells, str]]:
             yield first, f"{message} (ranks {_format_ranges(ranks)})"
         else:
             other_ranks = [rank for rank in ranks if rank != first["rank"]]
-            yield first, f"{message} (rank {first['rank']}; the like on {_format_ranges(other_ranks)})"
+            yield (
+                first,
+                f"{message} (rank {first['rank']}; the like on {_format_ranges(other_ranks)})",
+            )
 
 
 def _format_ranges(ranks: Sequence[int]) -> str:
     """`0-3, 8`."""
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda at: at[1] - at[0])]
+    runs = [
+        [rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda at: at[1] - at[0])
+    ]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -21,7 +21,13 @@ from traceloom.analyze.memory_answers import (
     build_allocations,
     summarize_activations,
 )
-from traceloom.analyze.memory_blocks import MAX_INSTANTS, Blocks, choose_instants, compute_levels, select_largest_keys
+from traceloom.analyze.memory_blocks import (
+    MAX_INSTANTS,
+    Blocks,
+    choose_instants,
+    compute_levels,
+    select_largest_keys,
+)
 from traceloom.analyze.memory_blocks import count_by_lifetime as memory_blocks_lifetimes
 from traceloom.analyze.memory_owners import BEFORE_RECORDING_LABEL, OWNER_LABELS, summarize_blocks
 from traceloom.analyze.memory_owners import CATEGORIES_BEFORE as OF_BEFORE
@@ -31,7 +37,11 @@ from traceloom.report import memory_sources
 from traceloom.report.document import Col, Table, UnknownValues
 from traceloom.report.labels import format_memory_name as labels_allocator
 from traceloom.report.labels import format_rank_name
-from traceloom.report.memory_sources import MemoryOptions, MemorySources, read_session_memory_sources
+from traceloom.report.memory_sources import (
+    MemoryOptions,
+    MemorySources,
+    read_session_memory_sources,
+)
 from traceloom.system import units
 from traceloom.system.files import restore_addresses
 from traceloom.trace.array_types import Ints
@@ -59,9 +69,16 @@ if TYPE_CHECKING:
 MAX_MODULES = 50
 _HOST_DEVICE_TYPES = ("cpu", "cpu-shared")
 _FRAGMENTATION_COLUMNS = (
-    "reserved_bytes", "allocated_bytes", "requested_bytes", "pending_bytes", "free_bytes", "largest_free_bytes",
-    "split_bytes", "segment_count", "fragmentation",
-)  # fmt: skip
+    "reserved_bytes",
+    "allocated_bytes",
+    "requested_bytes",
+    "pending_bytes",
+    "free_bytes",
+    "largest_free_bytes",
+    "split_bytes",
+    "segment_count",
+    "fragmentation",
+)
 
 _EMPTY_ALLOCATOR: MemoryAllocatorRow = {
     "reserved_bytes": None,
@@ -95,7 +112,9 @@ class MemoryTotals(TypedDict):
 
 
 def find_device_capacity(trace: Trace, totals: MemoryTotals) -> int | None:
-    """How much memory the device of one memory has, by the capture or the trace; None where neither says."""
+    """How much memory the device of one memory has, by the capture or the trace; None where neither
+    says.
+    """
     if totals["device_type"] in _HOST_DEVICE_TYPES:
         return None
     number = max(totals["device"], 0)
@@ -112,18 +131,30 @@ def find_device_capacity(trace: Trace, totals: MemoryTotals) -> int | None:
 
 
 def build_growth_rows(
-    explained: ExplainedMemory, rows: pl.DataFrame, totals: MemoryTotals, size: int | None, absent: UnknownValues
+    explained: ExplainedMemory,
+    rows: pl.DataFrame,
+    totals: MemoryTotals,
+    size: int | None,
+    absent: UnknownValues,
 ) -> list[MemoryGrowthRow]:
-    """What grows, with its stack, and the step at which the device is full if all of it keeps growing."""
+    """What grows, with its stack, and the step at which the device is full if all of it keeps
+    growing.
+    """
     if not rows.height:
         return []
     stacks = explained.stack_reader()(rows["example"].cast(pl.Int64).to_numpy())
     per_step = float(rows["bytes_per_step"].sum())
     full = None
     if size is not None and per_step > 0:
-        last = totals["peak_step"] if totals["peak_step"] is not None else int(rows["last_step"].to_numpy().max())
+        last = (
+            totals["peak_step"]
+            if totals["peak_step"] is not None
+            else int(rows["last_step"].to_numpy().max())
+        )
         full = last + 1 + max(math.floor((size - totals["peak_bytes"]) / per_step), 0)
-    grown = rows.drop("pool", "example").with_columns(stacks.alias("stack"), full_at_step=pl.lit(full, pl.Int64))
+    grown = rows.drop("pool", "example").with_columns(
+        stacks.alias("stack"), full_at_step=pl.lit(full, pl.Int64)
+    )
     return absent.rows(grown, "memories[*].growth")
 
 
@@ -140,16 +171,19 @@ def build_activation_rows(
     explained: ExplainedMemory, pool: int, row: int, absent: UnknownValues
 ) -> list[MemoryActivationRow]:
     """Activations by module and what checkpointing each would save; the largest savings."""
-    return absent.rows(summarize_activations(explained, pool, row).head(MAX_MODULES), "memories[*].activations")
+    return absent.rows(
+        summarize_activations(explained, pool, row).head(MAX_MODULES), "memories[*].activations"
+    )
 
 
 def build_allocator_row(
     trace: Trace, totals: MemoryTotals, snapshot: MemorySnapshot | None
 ) -> MemoryAllocatorRow | None:
-    """The state of the allocator at the end of the recording; None where neither a snapshot nor the recorder tells.
+    """The state of the allocator at the end of the recording; None where neither a snapshot nor the
+    recorder tells.
 
-    `outside_bytes` is what is in use on the device beyond what this allocator has reserved: libraries, communication
-    buffers, other processes.
+    `outside_bytes` is what is in use on the device beyond what this allocator has reserved:
+    libraries, communication buffers, other processes.
     """
     if totals["device_type"] in _HOST_DEVICE_TYPES:
         return None
@@ -157,7 +191,11 @@ def build_allocator_row(
     states: list[MemoryAllocatorRow] = []
     if snapshot is not None:
         in_device = compute_fragmentation(snapshot).filter(pl.col("device") == number)
-        states = to_rows(in_device.select(*_FRAGMENTATION_COLUMNS, retries=pl.lit(None), outside_bytes=pl.lit(None)))
+        states = to_rows(
+            in_device.select(
+                *_FRAGMENTATION_COLUMNS, retries=pl.lit(None), outside_bytes=pl.lit(None)
+            )
+        )
     has_state = bool(states)
     state: MemoryAllocatorRow = states[0] if states else {**_EMPTY_ALLOCATOR}
     listed = (trace.meta.capture or {}).get("allocators_at_end")
@@ -174,7 +212,11 @@ def build_allocator_row(
         if state["allocated_bytes"] is None:
             state["allocated_bytes"] = recorded["allocated_bytes"]
         state["retries"] = recorded["retries"]
-        total, free, reserved = recorded["total_bytes"], recorded["free_bytes"], recorded["reserved_bytes"]
+        total, free, reserved = (
+            recorded["total_bytes"],
+            recorded["free_bytes"],
+            recorded["reserved_bytes"],
+        )
         if total is not None and free is not None and reserved is not None:
             state["outside_bytes"] = max(total - free - reserved, 0)
     return state if has_state else None
@@ -194,7 +236,8 @@ def build_curve(
     max_instants: int = MAX_INSTANTS,
     max_leaves: int = MAX_LEAVES,
 ) -> MemoryCurveRow:
-    """Levels over time at a few hundred instants, the highest among them; each division adds up to the same total.
+    """Levels over time at a few hundred instants, the highest among them; each division adds up to
+    the same total.
 
     Args:
         explained: The blocks.
@@ -214,11 +257,15 @@ def build_curve(
     names, leaf_numbers = _assign_leaves(explained)
     stacks = None
     if explained.has_stacks:
-        stacks = _build_largest_series(explained, explained.by("stack"), (pool, rows), unseen, MAX_STACKS)
+        stacks = _build_largest_series(
+            explained, explained.by("stack"), (pool, rows), unseen, MAX_STACKS
+        )
     return {
         "time_ns": instants.tolist(),
         "categories": _build_series(kinds, kind_levels),
-        "scopes": _build_largest_series(explained, (names, leaf_numbers), (pool, rows), unseen, max_leaves),
+        "scopes": _build_largest_series(
+            explained, (names, leaf_numbers), (pool, rows), unseen, max_leaves
+        ),
         "stacks": absent.value(stacks, "memories[*].curve.stacks"),
     }
 
@@ -230,7 +277,9 @@ def _assign_leaves(explained: ExplainedMemory) -> tuple[list[str], Ints]:
     place_keys = scope.astype(np.int64) * len(labels) + named_blocks.label
     owner = explained.whose.table["owner"].to_list()
     kinds = [*dict.fromkeys(owner), "unknown"]
-    number = np.append(np.array([kinds.index(kind) for kind in owner], dtype=np.int64), len(kinds) - 1)
+    number = np.append(
+        np.array([kinds.index(kind) for kind in owner], dtype=np.int64), len(kinds) - 1
+    )
     key = np.where(named_blocks.blocks.made < 0, -1 - number[explained.whose.of], place_keys)
     distinct, leaf_numbers = np.unique(key, return_inverse=True)
     names = []
@@ -245,7 +294,11 @@ def _assign_leaves(explained: ExplainedMemory) -> tuple[list[str], Ints]:
 
 
 def _build_largest_series(
-    explained: ExplainedMemory, parts: tuple[list[str], Ints], pool_rows: tuple[int, Ints], unseen: int, limit: int
+    explained: ExplainedMemory,
+    parts: tuple[list[str], Ints],
+    pool_rows: tuple[int, Ints],
+    unseen: int,
+    limit: int,
 ) -> list[MemorySeriesRow]:
     """The largest parts and the rest."""
     (names, number), (pool, rows) = parts, pool_rows
@@ -263,12 +316,18 @@ def _build_largest_series(
 
 
 def _build_series(names: list[str], levels: Ints) -> list[MemorySeriesRow]:
-    return [{"name": name, "bytes": row.tolist()} for name, row in zip(names, levels, strict=True) if row.any()]
+    return [
+        {"name": name, "bytes": row.tolist()}
+        for name, row in zip(names, levels, strict=True)
+        if row.any()
+    ]
 
 
 def build_step_rows(explained: ExplainedMemory, absent: UnknownValues) -> list[MemoryRankStepsRow]:
     """The steps of a trace, to be marked on its curves."""
-    rows = explained.trace.steps.select("step", "start_ns", end_ns=pl.col("end_ns") - absent.epoch_ns)
+    rows = explained.trace.steps.select(
+        "step", "start_ns", end_ns=pl.col("end_ns") - absent.epoch_ns
+    )
     return absent.rows(rows, "ranks[*].steps")
 
 
@@ -311,7 +370,9 @@ class MemoryState(NamedTuple):
 
 
 def build(session: Session, options: MemoryOptions | None = None) -> MemoryDocument:
-    """The document of one run, with the files about memory that lie beside its traces; see `document_of`."""
+    """The document of one run, with the files about memory that lie beside its traces; see
+    `document_of`.
+    """
     return build_document(read_session_memory_sources(session), options)
 
 
@@ -329,12 +390,22 @@ def build_document(sources: MemorySources, options: MemoryOptions | None = None)
     out_of_memory_rows: list[MemoryEndRow] = []
     notices = sources.all_notices()
     for explained in sources.iterate_explained(full_op_names=options.full_op_names):
-        entry, rank_notices = build_rank_entry(explained, options, absent, sources.find_snapshot(explained.trace))
+        entry, rank_notices = build_rank_entry(
+            explained, options, absent, sources.find_snapshot(explained.trace)
+        )
         ranks.append(entry)
-        out_of_memory_rows += memory_sources.build_recorded_out_of_memory_rows(explained, sources, epoch_ns)
+        out_of_memory_rows += memory_sources.build_recorded_out_of_memory_rows(
+            explained, sources, epoch_ns
+        )
         notices += [notice.of_rank(explained.trace.rank) for notice in rank_notices]
-    ranks += [memory_sources.build_timeline_row(timeline, options.at, absent) for timeline in sources.timelines]
-    out_of_memory_rows = memory_sources.build_reported_out_of_memory_rows(sources, ranks, epoch_ns) + out_of_memory_rows
+    ranks += [
+        memory_sources.build_timeline_row(timeline, options.at, absent)
+        for timeline in sources.timelines
+    ]
+    out_of_memory_rows = (
+        memory_sources.build_reported_out_of_memory_rows(sources, ranks, epoch_ns)
+        + out_of_memory_rows
+    )
     for name, rows in (("ranks", ranks), ("out_of_memory", out_of_memory_rows)):
         if not rows:
             absent.say(name)
@@ -347,24 +418,37 @@ def build_document(sources: MemorySources, options: MemoryOptions | None = None)
     if out_of_memory_rows:
         first = out_of_memory_rows[0]
         when = "" if first["step"] is None else f" in step {first['step']}"
-        rank = f" on rank {first['rank']}" if first["rank"] is not None and len(out_of_memory_rows) > 1 else ""
+        rank = (
+            f" on rank {first['rank']}"
+            if first["rank"] is not None and len(out_of_memory_rows) > 1
+            else ""
+        )
         request = (
-            "" if first["asked_bytes"] is None else f" when {units.format_size(first['asked_bytes'])} were asked for"
+            ""
+            if first["asked_bytes"] is None
+            else f" when {units.format_size(first['asked_bytes'])} were asked for"
         )
         shortage = f"Memory ran out{when}{rank}{request}, beside {units.format_size(first['bytes'])} that were alive."
     if not any(entry["memories"] for entry in ranks):
         summary = shortage or "No allocations were recorded."
     else:
-        entry, memory = max(((e, m) for e in ranks for m in e["memories"]), key=lambda pair: pair[1]["peak_bytes"])
-        location = {"cpu": "the CPU", "device": "the device"}.get(memory["device_type"], str(memory["device_type"]))
+        entry, memory = max(
+            ((e, m) for e in ranks for m in e["memories"]), key=lambda pair: pair[1]["peak_bytes"]
+        )
+        location = {"cpu": "the CPU", "device": "the device"}.get(
+            memory["device_type"], str(memory["device_type"])
+        )
         if memory["device"] is not None and memory["device"] >= 0:
             location += f":{memory['device']}"
-        location += f" of rank {entry['rank']}" if len(ranks) > 1 and entry["rank"] is not None else ""
+        location += (
+            f" of rank {entry['rank']}" if len(ranks) > 1 and entry["rank"] is not None else ""
+        )
         when = "" if memory["peak_step"] is None else f" in step {memory['peak_step']}"
         kinds = memory["categories"][:2]
         total_bytes = max(sum(kind["bytes"] for kind in memory["categories"]), 1)
         holders = " and ".join(
-            f"{kind['category'].replace('_', ' ')} {units.format_share(kind['bytes'], total_bytes)}" for kind in kinds
+            f"{kind['category'].replace('_', ' ')} {units.format_share(kind['bytes'], total_bytes)}"
+            for kind in kinds
         )
         growth = memory["growth"][:1]
         leak = (
@@ -403,12 +487,17 @@ def build_document(sources: MemorySources, options: MemoryOptions | None = None)
 
 
 def build_rank_entry(
-    explained: ExplainedMemory, options: MemoryOptions, absent: UnknownValues, snapshot: MemorySnapshot | None = None
+    explained: ExplainedMemory,
+    options: MemoryOptions,
+    absent: UnknownValues,
+    snapshot: MemorySnapshot | None = None,
 ) -> tuple[MemoryRankRow, tuple[Notice, ...]]:
     """One rank: every memory at its instant, and the notices about the pairing."""
     trace = explained.trace
     blocks = explained.named.blocks
-    rows = {pool: find_instant_row(options.at, trace, blocks, pool) for pool in range(len(blocks.pools))}
+    rows = {
+        pool: find_instant_row(options.at, trace, blocks, pool) for pool in range(len(blocks.pools))
+    }
     allocations = build_allocations(explained, rows)
     names, number = explained.by(options.by, options.depth)
     memories: list[MemoryMemoryRow] = []
@@ -416,19 +505,29 @@ def build_rank_entry(
         memory_state = _build_memory_state(explained, allocations, (pool, row), absent)
         in_pool = pl.col("pool") == pool
         divided = summarize_blocks(
-            explained.named, (blocks.pool == pool) & blocks.alive(row), number, pl.Series(names, dtype=pl.String)
+            explained.named,
+            (blocks.pool == pool) & blocks.alive(row),
+            number,
+            pl.Series(names, dtype=pl.String),
         )
         totals = memory_state.totals
         if totals["unseen_bytes"]:
             name = "before_recording" if "before_recording" in names else BEFORE_RECORDING_LABEL
             divided = _add_unseen(divided, name, totals["unseen_bytes"])
         time_ns = trace.start_ns if row < 0 else int(trace.allocations["time_ns"][row])
-        largest = allocations.largest.filter(in_pool).drop("pool").with_columns(pl.col("end_ns") - absent.epoch_ns)
+        largest = (
+            allocations.largest.filter(in_pool)
+            .drop("pool")
+            .with_columns(pl.col("end_ns") - absent.epoch_ns)
+        )
         capacity = find_device_capacity(trace, totals)
         memories.append(
             {
                 **totals,
-                "instant": {"time_ns": time_ns - absent.epoch_ns, "bytes": int(divided["bytes"].sum())},
+                "instant": {
+                    "time_ns": time_ns - absent.epoch_ns,
+                    "bytes": int(divided["bytes"].sum()),
+                },
                 "tree": absent.rows(memory_state.tree, "memories[*].tree"),
                 "categories": absent.rows(memory_state.categories, "memories[*].categories"),
                 "parts": absent.rows(divided, "memories[*].parts"),
@@ -437,9 +536,13 @@ def build_rank_entry(
                 "curve": memory_state.curve,
                 # What is known beyond its blocks
                 "capacity_bytes": absent.value(capacity, "memories[*].capacity_bytes"),
-                "growth": build_growth_rows(explained, memory_state.growth, totals, capacity, absent),
+                "growth": build_growth_rows(
+                    explained, memory_state.growth, totals, capacity, absent
+                ),
                 "activations": build_activation_rows(explained, pool, row, absent),
-                "allocator": absent.value(build_allocator_row(trace, totals, snapshot), "memories[*].allocator"),
+                "allocator": absent.value(
+                    build_allocator_row(trace, totals, snapshot), "memories[*].allocator"
+                ),
             }
         )
     entry: MemoryRankRow = {
@@ -450,7 +553,9 @@ def build_rank_entry(
         "lifetimes": absent.rows(memory_blocks_lifetimes(blocks), "ranks[*].lifetimes"),
     }
     if (reason := explain_unknown_growth(entry)) is not None:
-        absent.say("memories[*].growth", f"what grows from step to step cannot be determined: {reason}")
+        absent.say(
+            "memories[*].growth", f"what grows from step to step cannot be determined: {reason}"
+        )
     return entry, allocations.notices
 
 
@@ -462,7 +567,10 @@ def build_peak_memories(explained: ExplainedMemory, absent: UnknownValues) -> li
 
 
 def _build_memory_state(
-    explained: ExplainedMemory, allocations: Allocations, pool_row: tuple[int, int], absent: UnknownValues
+    explained: ExplainedMemory,
+    allocations: Allocations,
+    pool_row: tuple[int, int],
+    absent: UnknownValues,
 ) -> MemoryState:
     """One memory at an instant; `pool_row` is its number and the row."""
     pool, row = pool_row
@@ -489,13 +597,20 @@ def _build_memory_state(
 def _add_unseen(divided: pl.DataFrame, name: str, unseen: int) -> pl.DataFrame:
     """What the allocator held before the recording, beside what is known."""
     unseen_row = pl.DataFrame({"name": [name], "bytes": [unseen], "block_count": [0]})
-    both = pl.concat([divided.drop("fraction"), unseen_row]).group_by("name").agg(pl.col("bytes", "block_count").sum())
+    both = (
+        pl.concat([divided.drop("fraction"), unseen_row])
+        .group_by("name")
+        .agg(pl.col("bytes", "block_count").sum())
+    )
     total_bytes = max(int(both["bytes"].sum()), 1)
-    return both.with_columns(fraction=pl.col("bytes") / total_bytes).sort("bytes", "name", descending=[True, False])
+    return both.with_columns(fraction=pl.col("bytes") / total_bytes).sort(
+        "bytes", "name", descending=[True, False]
+    )
 
 
 def find_instant_row(instant: str, trace: Trace, blocks: Blocks, pool: int) -> int:
-    """The row of `trace.allocations` just after which a memory is looked at; -1 for before the first.
+    """The row of `trace.allocations` just after which a memory is looked at; -1 for before the
+    first.
 
     Raises:
         UsageError: slugs `bad-instant`, `no-such-step`.
@@ -512,12 +627,23 @@ def find_instant_row(instant: str, trace: Trace, blocks: Blocks, pool: int) -> i
         if not step_rows.size:
             steps = trace.steps["step"].to_list()
             have = f"it has {steps[0]} to {steps[-1]}" if steps else "it has no steps"
-            raise UsageError(f"nothing was allocated in step {number} of this run; {have}", slug="no-such-step")
+            raise UsageError(
+                f"nothing was allocated in step {number} of this run; {have}", slug="no-such-step"
+            )
         return int(step_rows[levels[step_rows + 1].argmax()])
     if instant.isascii() and instant.isdigit():
-        return int(np.searchsorted(rows["time_ns"].to_numpy(), trace.start_ns + int(instant), side="right")) - 1
+        return (
+            int(
+                np.searchsorted(
+                    rows["time_ns"].to_numpy(), trace.start_ns + int(instant), side="right"
+                )
+            )
+            - 1
+        )
     raise UsageError(
-        f"`{instant}` is no instant", slug="bad-instant", hint="give peak, start, end, `step 3`, or a time as 12.5ms"
+        f"`{instant}` is no instant",
+        slug="bad-instant",
+        hint="give peak, start, end, `step 3`, or a time as 12.5ms",
     )
 
 
@@ -539,7 +665,11 @@ def collapse_chains(tree: list[MemoryNodeRow]) -> list[MemoryNodeRow]:
     for row in tree:
         depth, prefix = prefixes[row["parent"]]
         label = f"{prefix}.{row['name']}" if prefix else row["name"]
-        chain = child_counts.get(row["node"]) == 1 and not row["self_bytes"] and row["parent"] is not None
+        chain = (
+            child_counts.get(row["node"]) == 1
+            and not row["self_bytes"]
+            and row["parent"] is not None
+        )
         prefixes[row["node"]] = (depth, label) if chain else (depth + 1, "")
         if not chain:
             out.append({**row, "depth": depth, "name": INDENT * depth + label})
@@ -557,7 +687,11 @@ _MIN_MEMORY_RATIO = 1000  # a memory with less than this part of the largest is 
 def select_memories(memories: list[MemoryMemoryRow]) -> list[MemoryMemoryRow]:
     """The memories of a rank that are worth a screen, the one with the highest peak first."""
     ordered = sorted(memories, key=lambda memory: -memory["peak_bytes"])
-    return [memory for memory in ordered if memory["peak_bytes"] * _MIN_MEMORY_RATIO >= ordered[0]["peak_bytes"]]
+    return [
+        memory
+        for memory in ordered
+        if memory["peak_bytes"] * _MIN_MEMORY_RATIO >= ordered[0]["peak_bytes"]
+    ]
 
 
 def build_scopes_table(memory: MemoryMemoryRow, key: str) -> Table:
@@ -569,7 +703,9 @@ def build_scopes_table(memory: MemoryMemoryRow, key: str) -> Table:
 
 def build_modules_table(memory: MemoryMemoryRow, key: str) -> Table:
     """The part of the model."""
-    return Table(key, "Memory by module", [*HELD_COLUMNS, Col("name", "Module", "name")], memory["modules"])
+    return Table(
+        key, "Memory by module", [*HELD_COLUMNS, Col("name", "Module", "name")], memory["modules"]
+    )
 
 
 def build_categories_table(memory: MemoryMemoryRow, key: str) -> Table:
@@ -580,12 +716,16 @@ def build_categories_table(memory: MemoryMemoryRow, key: str) -> Table:
     return Table(key, "Memory by category", columns, rows)
 
 
-def build_largest_table(memory: MemoryMemoryRow, key: str, unknown_reasons: Mapping[str, str] | None = None) -> Table:
+def build_largest_table(
+    memory: MemoryMemoryRow, key: str, unknown_reasons: Mapping[str, str] | None = None
+) -> Table:
     """The largest blocks alive at the instant."""
     rows = [
         {
             **row,
-            "lifetime_ns": None if row["time_ns"] is None or row["end_ns"] is None else row["end_ns"] - row["time_ns"],
+            "lifetime_ns": None
+            if row["time_ns"] is None or row["end_ns"] is None
+            else row["end_ns"] - row["time_ns"],
             "what": row["category"].replace("_", " "),
         }
         for row in memory["largest"]
@@ -596,14 +736,23 @@ def build_largest_table(memory: MemoryMemoryRow, key: str, unknown_reasons: Mapp
         Col("step", "Step", "count"),
         Col("time_ns", "From", "time", "after the start of the recording", narrow=False),
         Col("lifetime_ns", "Lives", "time", narrow=False),
-        *([Col("owner", "Owner", "name", narrow=False)] if any(row["owner"] for row in rows) else []),
+        *(
+            [Col("owner", "Owner", "name", narrow=False)]
+            if any(row["owner"] for row in rows)
+            else []
+        ),
         Col("name", "Name", "name"),
     ]
-    unknown = {**(unknown_reasons or {}), "lifetime_ns": "it was not made and freed in the recording"}
+    unknown = {
+        **(unknown_reasons or {}),
+        "lifetime_ns": "it was not made and freed in the recording",
+    }
     return Table(key, "Largest allocations", columns, rows, unknown=unknown)
 
 
-def build_growth_table(memory: MemoryMemoryRow, key: str, unknown_reasons: Mapping[str, str] | None = None) -> Table:
+def build_growth_table(
+    memory: MemoryMemoryRow, key: str, unknown_reasons: Mapping[str, str] | None = None
+) -> Table:
     """What is made in a step and never freed, step after step."""
     columns = [
         Col("bytes_per_step", "Per step", "bytes"),
@@ -615,7 +764,9 @@ def build_growth_table(memory: MemoryMemoryRow, key: str, unknown_reasons: Mappi
         Col("stack", "Stack", "name", narrow=False),
     ]
     note = "made in a step and never freed: a leak, or a cache"
-    return Table(key, "Grows with every step", columns, memory["growth"], note=note, unknown=unknown_reasons)
+    return Table(
+        key, "Grows with every step", columns, memory["growth"], note=note, unknown=unknown_reasons
+    )
 
 
 def build_activations_table(memory: MemoryMemoryRow, key: str) -> Table:
@@ -625,7 +776,12 @@ def build_activations_table(memory: MemoryMemoryRow, key: str) -> Table:
     columns = [
         Col("saved_bytes", "Would free", "bytes", "by checkpointing this module"),
         Col("bytes", "Holds", "bytes"),
-        Col("device_ns" if device else "host_ns", "Computed again", "time", "its forward pass, once more"),
+        Col(
+            "device_ns" if device else "host_ns",
+            "Computed again",
+            "time",
+            "its forward pass, once more",
+        ),
         Col("call_count", "Calls", "count"),
         Col("module", "Module", "name"),
     ]
@@ -641,7 +797,10 @@ def build_lifetimes_table(entry: MemoryRankRow, key: str) -> Table:
         Col("bytes", "Bytes", "bytes", "summed over all of them"),
     ]
     rows = [
-        {**row, "life": f"{units.format_duration(row['from_ns'])} to {units.format_duration(row['to_ns'])}"}
+        {
+            **row,
+            "life": f"{units.format_duration(row['from_ns'])} to {units.format_duration(row['to_ns'])}",
+        }
         for row in entry["lifetimes"]
     ]
     return Table(key, "Lifetimes", columns, rows)
@@ -663,12 +822,22 @@ def build_ranks_table(document: MemoryDocument) -> Table:
         Col("allocation_count", "Allocations", "count"),
         Col("free_count", "Frees", "count"),
     ]
-    return Table("rank-table", "Peaks by rank", columns, rows, unknown={"peak_step": "the peak is outside all steps"})
+    return Table(
+        "rank-table",
+        "Peaks by rank",
+        columns,
+        rows,
+        unknown={"peak_step": "the peak is outside all steps"},
+    )
 
 
 def build_out_of_memory_table(entry: MemoryEndRow, key: str) -> Table:
     """What was alive when memory ran out."""
-    columns = [Col("bytes", "Bytes", "bytes"), Col("fraction", "Share", "share"), Col("name", "Alive then", "name")]
+    columns = [
+        Col("bytes", "Bytes", "bytes"),
+        Col("fraction", "Share", "share"),
+        Col("name", "Alive then", "name"),
+    ]
     return Table(key, "Alive when memory ran out", columns, collapse_chains(entry["tree"]))
 
 
@@ -692,9 +861,13 @@ def describe_allocator(memory: MemoryMemoryRow) -> str:
     if not row:
         return ""
     size = units.format_size
-    facts = [f"at the end {size(row['allocated_bytes'])} allocated of {size(row['reserved_bytes'])} reserved"]
+    facts = [
+        f"at the end {size(row['allocated_bytes'])} allocated of {size(row['reserved_bytes'])} reserved"
+    ]
     if row["largest_free_bytes"] is not None:
-        facts.append(f"largest free block {size(row['largest_free_bytes'])} of {size(row['free_bytes'])} free")
+        facts.append(
+            f"largest free block {size(row['largest_free_bytes'])} of {size(row['free_bytes'])} free"
+        )
     if row["split_bytes"]:
         facts.append(f"{size(row['split_bytes'])} free in split segments")
     if row["retries"]:

@@ -12,10 +12,20 @@ import polars as pl
 
 from traceloom.analyze import memory_snapshot as why
 from traceloom.analyze.ancestry import build_forest
-from traceloom.analyze.memory_answers import ExplainedMemory, build_allocations, explain, find_growth
+from traceloom.analyze.memory_answers import (
+    ExplainedMemory,
+    build_allocations,
+    explain,
+    find_growth,
+)
 from traceloom.analyze.memory_blocks import choose_instants
 from traceloom.analyze.memory_names import find_innermost_events
-from traceloom.analyze.memory_owners import LONG_SCHEMA, SHORT_COLUMNS, build_tree, iterate_block_tables
+from traceloom.analyze.memory_owners import (
+    LONG_SCHEMA,
+    SHORT_COLUMNS,
+    build_tree,
+    iterate_block_tables,
+)
 from traceloom.analyze.memory_snapshot import explain_snapshot
 from traceloom.errors import InputError, UsageError
 from traceloom.formats import load
@@ -79,7 +89,11 @@ class MemoryOptions:
     full_op_names: bool = False
 
 
-SNAPSHOT_SUFFIX, OUT_OF_MEMORY_SUFFIX, ALLOCATIONS_SUFFIX = ".memory.pickle", ".oom.json", ".allocations.json.gz"
+SNAPSHOT_SUFFIX, OUT_OF_MEMORY_SUFFIX, ALLOCATIONS_SUFFIX = (
+    ".memory.pickle",
+    ".oom.json",
+    ".allocations.json.gz",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +155,27 @@ class MemorySources:
 
     def find_snapshot(self, trace: Trace) -> MemorySnapshot | None:
         """The snapshot beside a trace, or the one that the trace was made of."""
-        snapshots = [*(snapshot for _, snapshot in self.snapshots), *self.sidecar_snapshots.values()]
-        source_snapshot = next((snapshot for snapshot in snapshots if snapshot.path == trace.meta.path), None)
+        snapshots = [
+            *(snapshot for _, snapshot in self.snapshots),
+            *self.sidecar_snapshots.values(),
+        ]
+        source_snapshot = next(
+            (snapshot for snapshot in snapshots if snapshot.path == trace.meta.path), None
+        )
         return self.sidecar_snapshots.get(trace.meta.path, source_snapshot)
 
     def all_notices(self) -> list[Notice]:
         """Those of the run, of snapshots, and of files that were refused."""
         session_notices = list(self.session.notices) if self.session is not None else []
-        snapshots = [*(snapshot for _, snapshot in self.snapshots), *self.sidecar_snapshots.values()]
-        return [*session_notices, *self.notices, *(notice for snapshot in snapshots for notice in snapshot.notices)]
+        snapshots = [
+            *(snapshot for _, snapshot in self.snapshots),
+            *self.sidecar_snapshots.values(),
+        ]
+        return [
+            *session_notices,
+            *self.notices,
+            *(notice for snapshot in snapshots for notice in snapshot.notices),
+        ]
 
     @property
     def epoch_ns(self) -> int:
@@ -158,7 +184,11 @@ class MemorySources:
             return self.session.epoch_ns
         starts = [int(timeline.time_ns[0]) for timeline in self.timelines if timeline.time_ns.size]
         starts += [explain_snapshot(snapshot).trace.start_ns for _, snapshot in self.snapshots]
-        starts += [time for report in self.reports if isinstance(time := report.document.get("time_ns"), int)]
+        starts += [
+            time
+            for report in self.reports
+            if isinstance(time := report.document.get("time_ns"), int)
+        ]
         return min(starts, default=0)
 
 
@@ -192,7 +222,9 @@ def read_memory_sources(paths: list[str], *, cache: bool = True) -> MemorySource
         elif kind == TIMELINE:
             sources.timelines.append(read_timeline(path))
         elif kind == OUT_OF_MEMORY:
-            sources.reports.append(OutOfMemoryReport(parse_rank(path), text, read_out_of_memory(path)))
+            sources.reports.append(
+                OutOfMemoryReport(parse_rank(path), text, read_out_of_memory(path))
+            )
         elif kind == ALLOCATIONS:
             _add_allocations(path, sources)
         else:
@@ -202,7 +234,9 @@ def read_memory_sources(paths: list[str], *, cache: bool = True) -> MemorySource
     try:
         session = load(*session_paths, cache=cache)
     except InputError as error:
-        if error.slug not in ("no-traces", "damaged-capture") or not _add_directory_files(session_paths, sources):
+        if error.slug not in ("no-traces", "damaged-capture") or not _add_directory_files(
+            session_paths, sources
+        ):
             raise
         return sources
     sources.session, sources.name = session, session.name
@@ -219,7 +253,9 @@ def _add_directory_files(paths: list[str], sources: MemorySources) -> bool:
             continue
         for path in sorted(directory.glob(f"*{OUT_OF_MEMORY_SUFFIX}")):
             remember_input(path)
-            sources.reports.append(OutOfMemoryReport(parse_rank(path), str(path), read_out_of_memory(path)))
+            sources.reports.append(
+                OutOfMemoryReport(parse_rank(path), str(path), read_out_of_memory(path))
+            )
             found_any = True
         for path in sorted(directory.glob(f"*{SNAPSHOT_SUFFIX}")):
             remember_input(path)
@@ -238,7 +274,9 @@ def _add_allocations(path: Path, sources: MemorySources) -> None:
 
 
 def _add_sidecars(trace: Trace, sources: MemorySources) -> None:
-    """What the recorder left for the process of this trace; files that cannot be read become notices."""
+    """What the recorder left for the process of this trace; files that cannot be read become
+    notices.
+    """
     try:
         snapshot = find_sidecar(trace, SNAPSHOT_SUFFIX)
         if snapshot is not None:
@@ -248,21 +286,36 @@ def _add_sidecars(trace: Trace, sources: MemorySources) -> None:
             _add_allocations(allocations, sources)
         report = find_sidecar(trace, OUT_OF_MEMORY_SUFFIX)
         if report is not None and str(report) not in {other.path for other in sources.reports}:
-            sources.reports.append(OutOfMemoryReport(trace.rank, str(report), read_out_of_memory(report)))
+            sources.reports.append(
+                OutOfMemoryReport(trace.rank, str(report), read_out_of_memory(report))
+            )
     except InputError as error:
         sources.notices.append(Notice("refused-input", "warning", str(error), rank=trace.rank))
 
 
 _TIMELINE_UNKNOWN_REASON = "a memory timeline holds levels by category, not single allocations"
 _TIMELINE_UNKNOWN_PATHS = (
-    "memories[*].largest", "memories[*].growth", "memories[*].activations", "memories[*].allocator",
-    "memories[*].capacity_bytes", "memories[*].peak_step", "memories[*].start_bytes", "memories[*].curve.stacks",
-    "memories[*].reserved_at_peak_bytes", "ranks[*].lifetimes", "memories[*].categories[*].block_count",
-    "memories[*].curve.scopes", "ranks[*].steps", "memories[*].modules", "ranks[*].rank",
-)  # fmt: skip
+    "memories[*].largest",
+    "memories[*].growth",
+    "memories[*].activations",
+    "memories[*].allocator",
+    "memories[*].capacity_bytes",
+    "memories[*].peak_step",
+    "memories[*].start_bytes",
+    "memories[*].curve.stacks",
+    "memories[*].reserved_at_peak_bytes",
+    "ranks[*].lifetimes",
+    "memories[*].categories[*].block_count",
+    "memories[*].curve.scopes",
+    "ranks[*].steps",
+    "memories[*].modules",
+    "ranks[*].rank",
+)
 
 
-def build_timeline_row(timeline: MemoryTimeline, instant: str, unknowns: UnknownValues) -> MemoryRankRow:
+def build_timeline_row(
+    timeline: MemoryTimeline, instant: str, unknowns: UnknownValues
+) -> MemoryRankRow:
     """One entry of `ranks`.
 
     Raises:
@@ -285,9 +338,13 @@ def build_timeline_row(timeline: MemoryTimeline, instant: str, unknowns: Unknown
             hint="give peak, start, end, or a time as 12.5ms",
         )
     peak = int(total.argmax()) if total.size else 0
-    curve_positions = choose_instants(total) + 1  # positions in the levels themselves: there is no start before them
+    curve_positions = (
+        choose_instants(total) + 1
+    )  # positions in the levels themselves: there is no start before them
     levels = timeline.levels[:, index] if total.size else np.zeros(len(CATEGORIES), dtype=np.int64)
-    bytes_by_category = [(name, int(size)) for name, size in zip(CATEGORIES, levels.tolist(), strict=True) if size]
+    bytes_by_category = [
+        (name, int(size)) for name, size in zip(CATEGORIES, levels.tolist(), strict=True) if size
+    ]
     bytes_by_category.sort(key=lambda pair: (-pair[1], pair[0]))
     held_bytes = max(sum(size for _, size in bytes_by_category), 1)
     parts: list[MemoryPartRow] = [
@@ -301,11 +358,14 @@ def build_timeline_row(timeline: MemoryTimeline, instant: str, unknowns: Unknown
     ]
     categories: list[MemoryCategoryRow] = [
         {
-            "category": name, "evidence": "none" if name == "unknown" else "recorded", "bytes": size,
-            "block_count": None, "fraction": size / held_bytes,
+            "category": name,
+            "evidence": "none" if name == "unknown" else "recorded",
+            "bytes": size,
+            "block_count": None,
+            "fraction": size / held_bytes,
         }
         for name, size in bytes_by_category
-    ]  # fmt: skip
+    ]
     tree: list[Any] = build_tree(
         [((name,), size, 0) for name, size in bytes_by_category]
     ).to_dicts()  # as the document has it
@@ -334,7 +394,12 @@ def build_timeline_row(timeline: MemoryTimeline, instant: str, unknowns: Unknown
         "modules": [],
         "activations": [],
         "allocator": None,
-        "curve": {"time_ns": times[curve_positions].tolist(), "categories": curve, "scopes": curve, "stacks": None},
+        "curve": {
+            "time_ns": times[curve_positions].tolist(),
+            "categories": curve,
+            "scopes": curve,
+            "stacks": None,
+        },
     }
     return {"rank": None, "path": timeline.path, "memories": [memory], "steps": [], "lifetimes": []}
 
@@ -343,9 +408,12 @@ OUT_OF_MEMORY_EVENT_NAME = "[OutOfMemory]"
 MAX_STACK_FRAMES = 60
 _DEVICE_KEYS = ("allocated_bytes", "reserved_bytes", "free_bytes", "total_bytes", "retries")
 _KIND_BY_CATEGORY = {
-    "parameter": why.OWNER_LABELS["parameter"], "buffer": why.OWNER_LABELS["buffer"], "gradient": why.OWNER_LABELS["gradient"],
-    "optimizer_state": why.OWNER_LABELS["optimizer_state"], "activation": why.OWNER_LABELS["activation"],
-}  # fmt: skip
+    "parameter": why.OWNER_LABELS["parameter"],
+    "buffer": why.OWNER_LABELS["buffer"],
+    "gradient": why.OWNER_LABELS["gradient"],
+    "optimizer_state": why.OWNER_LABELS["optimizer_state"],
+    "activation": why.OWNER_LABELS["activation"],
+}
 
 
 class OutOfMemoryBreakdown(TypedDict):
@@ -371,9 +439,16 @@ def build_reported_out_of_memory_rows(
     for report in sources.reports:
         document = report.document
         raw_stack = document.get("stack")
-        stack = [str(frame)[:2000] for frame in raw_stack[-MAX_STACK_FRAMES:]] if isinstance(raw_stack, list) else []
+        stack = (
+            [str(frame)[:2000] for frame in raw_stack[-MAX_STACK_FRAMES:]]
+            if isinstance(raw_stack, list)
+            else []
+        )
         census = why.parse_report_census(document)
-        asked_bytes, time = parse_integer(document.get("asked_bytes")), parse_integer(document.get("time_ns"))
+        asked_bytes, time = (
+            parse_integer(document.get("asked_bytes")),
+            parse_integer(document.get("time_ns")),
+        )
         devices = _build_device_rows(document.get("devices"))
         world_size = sources.session.world_size if sources.session is not None else None
         growing = [
@@ -414,23 +489,36 @@ def build_reported_out_of_memory_rows(
 def build_recorded_out_of_memory_rows(
     explained: ExplainedMemory, sources: MemorySources, epoch_ns: int
 ) -> list[MemoryEndRow]:
-    """One entry for each time that a trace or a snapshot says that memory ran out, where no report says it better."""
+    """One entry for each time that a trace or a snapshot says that memory ran out, where no report
+    says it better.
+    """
     if explained.trace.rank in {report.rank for report in sources.reports}:
         return []
     if explained.stacks is None:
         return _build_marked_out_of_memory_rows(explained, epoch_ns)
-    snapshots = [*(snapshot for _, snapshot in sources.snapshots), *sources.sidecar_snapshots.values()]
-    snapshot = next(snapshot for snapshot in snapshots if snapshot.path == explained.trace.meta.path)
-    out_of_memory_entries = snapshot.entries.with_row_index("order").filter(pl.col("action") == "oom")
+    snapshots = [
+        *(snapshot for _, snapshot in sources.snapshots),
+        *sources.sidecar_snapshots.values(),
+    ]
+    snapshot = next(
+        snapshot for snapshot in snapshots if snapshot.path == explained.trace.meta.path
+    )
+    out_of_memory_entries = snapshot.entries.with_row_index("order").filter(
+        pl.col("action") == "oom"
+    )
     times = explained.trace.allocations["time_ns"].to_numpy()
     rows: list[MemoryEndRow] = []
     for asked_bytes, time_us, stack_index, free_bytes in out_of_memory_entries.select(
         "bytes", "time_us", "stack", "address"
     ).rows():
-        stack = [format_frame(frame) for frame in reversed(snapshot.stacks[stack_index])][-MAX_STACK_FRAMES:]
+        stack = [format_frame(frame) for frame in reversed(snapshot.stacks[stack_index])][
+            -MAX_STACK_FRAMES:
+        ]
         python_stack = [frame for frame in stack if ".py(" in frame]
         allocation_row = (
-            times.size - 1 if time_us is None else int(np.searchsorted(times, time_us * 1000, side="right")) - 1
+            times.size - 1
+            if time_us is None
+            else int(np.searchsorted(times, time_us * 1000, side="right")) - 1
         )
         rows.append(
             {
@@ -457,7 +545,8 @@ def _build_breakdown(
     return {
         "bytes": total,
         "kinds": [
-            {"name": name, "bytes": size, "fraction": size / max(total, 1)} for name, size in bytes_by_kind.items()
+            {"name": name, "bytes": size, "fraction": size / max(total, 1)}
+            for name, size in bytes_by_kind.items()
         ],
         "tree": to_rows(tree),
         "advice": [
@@ -471,9 +560,13 @@ def _build_device_rows(raw_devices: object) -> list[MemoryDeviceRow]:
     """What the allocators said, with what is in use outside them."""
     rows: list[MemoryDeviceRow] = []
     for entry in raw_devices if isinstance(raw_devices, list) else []:
-        if not isinstance(entry, dict) or any((parse_integer(entry.get(key)) or 0) < 0 for key in _DEVICE_KEYS):
+        if not isinstance(entry, dict) or any(
+            (parse_integer(entry.get(key)) or 0) < 0 for key in _DEVICE_KEYS
+        ):
             continue
-        allocated, reserved, free, total, retries = (parse_integer(entry.get(key)) or 0 for key in _DEVICE_KEYS)
+        allocated, reserved, free, total, retries = (
+            parse_integer(entry.get(key)) or 0 for key in _DEVICE_KEYS
+        )
         rows.append(
             {
                 "device_type": str(entry.get("device_type", ""))[:40],
@@ -489,24 +582,34 @@ def _build_device_rows(raw_devices: object) -> list[MemoryDeviceRow]:
     return rows
 
 
-def _build_marked_out_of_memory_rows(explained: ExplainedMemory, epoch_ns: int) -> list[MemoryEndRow]:
-    """Marks of PyTorch in a trace: what was asked for and when; who held what follows from the blocks."""
+def _build_marked_out_of_memory_rows(
+    explained: ExplainedMemory, epoch_ns: int
+) -> list[MemoryEndRow]:
+    """Marks of PyTorch in a trace: what was asked for and when; who held what follows from the
+    blocks.
+    """
     trace = explained.trace
     out_of_memory_events = trace.marks.filter(pl.col("name") == OUT_OF_MEMORY_EVENT_NAME)
     if not out_of_memory_events.height:
         return []
     threads = out_of_memory_events.select(
-        "time_ns", pl.col("process").cast(pl.Int64, strict=False), pl.col("thread").cast(pl.Int64, strict=False)
+        "time_ns",
+        pl.col("process").cast(pl.Int64, strict=False),
+        pl.col("thread").cast(pl.Int64, strict=False),
     )
     event_positions = find_innermost_events(trace, build_forest(trace), threads)
     allocation_rows = (
         np.searchsorted(
-            trace.allocations["time_ns"].to_numpy(), out_of_memory_events["time_ns"].to_numpy(), side="right"
+            trace.allocations["time_ns"].to_numpy(),
+            out_of_memory_events["time_ns"].to_numpy(),
+            side="right",
         )
         - 1
     )
     rows: list[MemoryEndRow] = []
-    for index, (time, asked_bytes) in enumerate(out_of_memory_events.select("time_ns", "bytes").rows()):
+    for index, (time, asked_bytes) in enumerate(
+        out_of_memory_events.select("time_ns", "bytes").rows()
+    ):
         event_position, location = int(event_positions[index]), None
         if event_position >= 0:  # scope and op
             scope_places = explained.named.places
@@ -540,7 +643,11 @@ def _compute_breakdown(
     """Who held what just after a row of the allocations, in the memory that held most."""
     pools = range(len(explained.named.blocks.pools))
     allocations = build_allocations(explained, dict.fromkeys(pools, allocation_row))
-    totals = allocations.categories.group_by("pool").agg(pl.col("bytes").sum()).sort("bytes", descending=True)
+    totals = (
+        allocations.categories.group_by("pool")
+        .agg(pl.col("bytes").sum())
+        .sort("bytes", descending=True)
+    )
     pool = int(totals["pool"][0]) if totals.height else 0
     in_pool = pl.col("pool") == pool
     bytes_by_kind: dict[str, int] = {}
@@ -548,21 +655,34 @@ def _compute_breakdown(
         kind = _KIND_BY_CATEGORY.get(category, category.replace("_", " "))
         bytes_by_kind[kind] = bytes_by_kind.get(kind, 0) + size
     empty_census = why.parse_report_census({})
-    growing = find_growth(explained.trace, explained.named).select("site", "bytes_per_step", "bytes").rows()
+    growing = (
+        find_growth(explained.trace, explained.named)
+        .select("site", "bytes_per_step", "bytes")
+        .rows()
+    )
     suggestions = why.list_advice(
-        bytes_by_kind, empty_census, requested_bytes=asked_bytes, stack=stack, devices=[], ranks=None, growing=growing
+        bytes_by_kind,
+        empty_census,
+        requested_bytes=asked_bytes,
+        stack=stack,
+        devices=[],
+        ranks=None,
+        growing=growing,
     )
     largest_first = dict(sorted(bytes_by_kind.items(), key=lambda pair: -pair[1]))
-    return _build_breakdown(largest_first, allocations.peak.filter(in_pool).drop("pool"), suggestions)
+    return _build_breakdown(
+        largest_first, allocations.peak.filter(in_pool).drop("pool"), suggestions
+    )
 
 
 def write_allocations_csv(
     sources: MemorySources, options: MemoryOptions, handle: BinaryIO, *, all_columns: bool
 ) -> None:
-    """All allocations in the order they were made: `name,bytes`, and with `all_columns` all that is known of each.
+    """All allocations in the order they were made: `name,bytes`, and with `all_columns` all that is
+    known of each.
 
-    With several ranks a column `rank` stands first. Times are relative to the start of the run. Memory timelines tell
-    of no single allocations.
+    With several ranks a column `rank` stands first. Times are relative to the start of the run.
+    Memory timelines tell of no single allocations.
     """
     selected_sources = sources.of_ranks(options.ranks)
     has_ranks = selected_sources.has_multiple
@@ -572,7 +692,12 @@ def write_allocations_csv(
     for explained in selected_sources.iterate_explained(full_op_names=options.full_op_names):
         stacks = explained.stack_reader() if all_columns else None
         for rows in iterate_block_tables(
-            explained.trace, explained.named, explained.kinds, explained.whose, stacks, full_table=all_columns
+            explained.trace,
+            explained.named,
+            explained.kinds,
+            explained.whose,
+            stacks,
+            full_table=all_columns,
         ):
             rank = pl.lit(explained.trace.rank, dtype=pl.Int32)
             frame = rows.with_columns(rank=rank) if has_ranks else rows

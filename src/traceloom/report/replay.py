@@ -85,10 +85,14 @@ def has_gpu_times(total_rows: Iterable[ReplayWholeRow]) -> bool:
 
 
 def compute_coverage(comparison: ReplayComparison) -> float:
-    """The share of the recorded time of all ranks' ops that ran as they are; of their number where none was timed."""
+    """The share of the recorded time of all ranks' ops that ran as they are; of their number where
+    none was timed.
+    """
     coverage = comparison.coverage
     measure = "recorded_ns" if coverage["time_share"].is_not_null().any() else "count"
-    return float(coverage.filter(outcome="run")[measure].sum()) / max(float(coverage[measure].sum()), 1.0)
+    return float(coverage.filter(outcome="run")[measure].sum()) / max(
+        float(coverage[measure].sum()), 1.0
+    )
 
 
 def describe_replay(comparison: ReplayComparison) -> str:
@@ -97,10 +101,16 @@ def describe_replay(comparison: ReplayComparison) -> str:
         return "Nothing was replayed."
     row = find_slowest_rank(comparison)
     unit_label = "the step" if row["recorded_ns"] is not None else "a pass"
-    subject = f"On rank {row['rank']}, {unit_label}" if comparison.whole.height > 1 else unit_label.capitalize()
+    subject = (
+        f"On rank {row['rank']}, {unit_label}"
+        if comparison.whole.height > 1
+        else unit_label.capitalize()
+    )
     answer = f"{subject} took {units.format_duration(row['replayed_ns'])}"
     if row["recorded_ns"] is not None:
-        answer += f", {row['ratio']:.2f} times the recorded {units.format_duration(row['recorded_ns'])}"
+        answer += (
+            f", {row['ratio']:.2f} times the recorded {units.format_duration(row['recorded_ns'])}"
+        )
         if row["cpu_ratio"] is not None:
             answer += f" (processor time: {row['cpu_ratio']:.2f} times)"
     elif row["ops_ratio"] is not None:
@@ -108,9 +118,7 @@ def describe_replay(comparison: ReplayComparison) -> str:
     if row["gpu_ratio"] is not None:
         answer += f"; its GPU work took {row['gpu_ratio']:.2f} times as long as recorded"
     has_times = comparison.coverage["time_share"].is_not_null().any()
-    ran = (
-        f"{units.format_share(compute_coverage(comparison), 1)} of {'the time of its ops' if has_times else 'its ops'}"
-    )
+    ran = f"{units.format_share(compute_coverage(comparison), 1)} of {'the time of its ops' if has_times else 'its ops'}"
     on_gpus = comparison.coverage.drop_nulls("recorded_gpu_ns")
     if comparison.device != "cpu" and (work := int(on_gpus["recorded_gpu_ns"].sum())):
         ran += f" and {units.format_share(int(on_gpus.filter(outcome='run')['recorded_gpu_ns'].sum()), work)} of its GPU work"
@@ -119,9 +127,15 @@ def describe_replay(comparison: ReplayComparison) -> str:
 
 def compare_with_simulation(comparison: ReplayComparison) -> Iterator[str]:
     """The slowest rank's replay beside its simulation, in words; nothing where there is none."""
-    for row in comparison.simulated.filter(rank=find_slowest_rank(comparison)["rank"]).iter_rows(named=True):
+    for row in comparison.simulated.filter(rank=find_slowest_rank(comparison)["rank"]).iter_rows(
+        named=True
+    ):
         between = "with" if comparison.pace == "recorded" else "without"
-        differs = "" if row["difference"] is None else f" ({units.format_change(row['difference'])} against the replay)"
+        differs = (
+            ""
+            if row["difference"] is None
+            else f" ({units.format_change(row['difference'])} against the replay)"
+        )
         yield (
             f"Simulated on {comparison.machine}, the same ops {between} the host's gaps take "
             f"{units.format_duration(row['simulated_ns'])}{differs}."
@@ -140,15 +154,22 @@ def describe_limits(comparison: ReplayComparison) -> Iterator[str]:
         outside_ns = row["recorded_ns"] - in_ops
         share = units.format_share(outside_ns, row["recorded_ns"])
         compiled = comparison.holes.filter(rank=row["rank"]).height
-        between = "Python, loading, waiting, kernels of compiled code" if compiled else "Python, loading, waiting"
+        between = (
+            "Python, loading, waiting, kernels of compiled code"
+            if compiled
+            else "Python, loading, waiting"
+        )
         yield (
             f"{units.format_duration(outside_ns)} of the recorded step ({share}) passed between ops: {between}. The pace `fast` "
             "leaves it out; --pace recorded keeps it."
         )
-    one_sided_ops = comparison.each.filter(pl.col("recorded_gpu_ns").is_null() != pl.col("replayed_gpu_ns").is_null())
+    one_sided_ops = comparison.each.filter(
+        pl.col("recorded_gpu_ns").is_null() != pl.col("replayed_gpu_ns").is_null()
+    )
     if comparison.whole["gpu_ratio"].is_not_null().any() and one_sided_ops.height:
         recorded, replayed = (
-            units.format_duration(int(one_sided_ops[f"{side}_gpu_ns"].sum())) for side in ("recorded", "replayed")
+            units.format_duration(int(one_sided_ops[f"{side}_gpu_ns"].sum()))
+            for side in ("recorded", "replayed")
         )
         yield (
             f"GPU work of {units.format_quantity(one_sided_ops.height, 'op')} is known of one side alone ({recorded} as "
@@ -170,7 +191,11 @@ def describe_limits(comparison: ReplayComparison) -> Iterator[str]:
         )
     if comparison.collectives.filter("asynchronous", pl.col("on_gpu").not_()).height:
         yield "Asynchronous communication goes on after its calls: how long it took is not compared."
-    if comparison.recorded_torch and comparison.torch and comparison.recorded_torch != comparison.torch:
+    if (
+        comparison.recorded_torch
+        and comparison.torch
+        and comparison.recorded_torch != comparison.torch
+    ):
         yield f"It was recorded with torch {comparison.recorded_torch} and replayed with {comparison.torch}."
 
 
@@ -179,71 +204,165 @@ def _write_html(comparison: ReplayComparison, handle: BinaryIO) -> None:
     handle.write(encode_utf8(render(build(comparison), comparison)))
 
 
-_EXTRA_WHOLE_COLUMNS: Columns = ["+recorded_ops_ns", "+replayed_ops_ns", "+ops_ratio", "+peak_bytes"]
+_EXTRA_WHOLE_COLUMNS: Columns = [
+    "+recorded_ops_ns",
+    "+replayed_ops_ns",
+    "+ops_ratio",
+    "+peak_bytes",
+]
 _WHOLE_COLUMNS: Columns = [
-    "?rank", "recorded_ns", "replayed_ns", "ratio", "recorded_cpu_ns", "replayed_cpu_ns", "cpu_ratio",
+    "?rank",
+    "recorded_ns",
+    "replayed_ns",
+    "ratio",
+    "recorded_cpu_ns",
+    "replayed_cpu_ns",
+    "cpu_ratio",
     *_EXTRA_WHOLE_COLUMNS,
-]  # fmt: skip
+]
 _OP_COLUMN = Col("op", "Op and shapes", "name", "shapes of the tensors that it takes")
 _TABLES: tuple[tuple[str, str, str, Columns], ...] = (
-    ("whole", "The whole", "A recorded step against a pass of the replay; medians.", _WHOLE_COLUMNS),
     (
-        "simulated", "Beside its simulation",
+        "whole",
+        "The whole",
+        "A recorded step against a pass of the replay; medians.",
+        _WHOLE_COLUMNS,
+    ),
+    (
+        "simulated",
+        "Beside its simulation",
         "A pass against the recorded steps on the machine that was named: the same ops of the same ranks.",
         ["?rank", "step_count", "replayed_ns", "simulated_ns", "difference"],
     ),
     (
-        "coverage", "Coverage", "What became of the recorded ops; shares of a rank add up.",
+        "coverage",
+        "Coverage",
+        "What became of the recorded ops; shares of a rank add up.",
         ["?rank", "outcome", "reason", "count", "count_share", "recorded_ns", "time_share"],
     ),
     (
-        "not_run", "Did not run as recorded", "Most recorded time first.",
+        "not_run",
+        "Did not run as recorded",
+        "Most recorded time first.",
         ["?rank", "outcome", "reason", "count", "recorded_ns", "name", "+text"],
     ),
     (
-        "holes", "Compiled code", "Time that no host trace shows, and no replay.",
+        "holes",
+        "Compiled code",
+        "Time that no host trace shows, and no replay.",
         ["?rank", "recorded_ns", "count", "name"],
     ),
     (
-        "ops", "Ops", "By name and shapes, over all ranks: where most time was lost or won comes first.",
-        ["lost_ns", "recorded_ns", "replayed_ns", "ratio", "+p10_ratio", "+p50_ratio", "+p90_ratio", "calls",
-         _OP_COLUMN],
+        "ops",
+        "Ops",
+        "By name and shapes, over all ranks: where most time was lost or won comes first.",
+        [
+            "lost_ns",
+            "recorded_ns",
+            "replayed_ns",
+            "ratio",
+            "+p10_ratio",
+            "+p50_ratio",
+            "+p90_ratio",
+            "calls",
+            _OP_COLUMN,
+        ],
     ),
     (
-        "collectives", "Collectives", "Of one each; the call and the wait for it.",
-        ["?rank", "kind", "+group", "group_size", "size_bytes", "count", "recorded_ns", "replayed_ns", "ratio",
-         "recorded_gb_per_s", "replayed_gb_per_s", "+asynchronous"],
+        "collectives",
+        "Collectives",
+        "Of one each; the call and the wait for it.",
+        [
+            "?rank",
+            "kind",
+            "+group",
+            "group_size",
+            "size_bytes",
+            "count",
+            "recorded_ns",
+            "replayed_ns",
+            "ratio",
+            "recorded_gb_per_s",
+            "replayed_gb_per_s",
+            "+asynchronous",
+        ],
     ),
     (
-        "contents", "Contents", "What tensors from outside held, and how that is known.",
+        "contents",
+        "Contents",
+        "What tensors from outside held, and how that is known.",
         ["?rank", "content", "evidence", "count", "bytes"],
     ),
-)  # fmt: skip
+)
 
-# Where GPU work was measured, ops are held against each other by it: a host clock sees their launches alone.
+# Where GPU work was measured, ops are held against each other by it: a host clock sees their
+# launches alone.
 _GPU_OVERRIDES: dict[str, tuple[str, Columns]] = {
     "whole": (
         "A recorded step against a pass of the replay; medians.",
-        ["?rank", "recorded_ns", "replayed_ns", "ratio", "+recorded_cpu_ns", "+replayed_cpu_ns", "cpu_ratio",
-         "recorded_gpu_ns", "replayed_gpu_ns", "gpu_ratio", *_EXTRA_WHOLE_COLUMNS],
+        [
+            "?rank",
+            "recorded_ns",
+            "replayed_ns",
+            "ratio",
+            "+recorded_cpu_ns",
+            "+replayed_cpu_ns",
+            "cpu_ratio",
+            "recorded_gpu_ns",
+            "replayed_gpu_ns",
+            "gpu_ratio",
+            *_EXTRA_WHOLE_COLUMNS,
+        ],
     ),
     "coverage": (
         "What became of the recorded ops; shares of a rank add up.",
-        ["?rank", "outcome", "reason", "count", "count_share", "recorded_ns", "time_share", "+recorded_gpu_ns",
-         "gpu_share"],
+        [
+            "?rank",
+            "outcome",
+            "reason",
+            "count",
+            "count_share",
+            "recorded_ns",
+            "time_share",
+            "+recorded_gpu_ns",
+            "gpu_share",
+        ],
     ),
     "collectives": (
         "Of one each: its GPU work where both sides know that, else the call and the wait for it.",
-        ["?rank", "kind", "+group", "group_size", "size_bytes", "count", "on_gpu", "recorded_ns", "replayed_ns",
-         "ratio", "recorded_gb_per_s", "replayed_gb_per_s", "+asynchronous"],
+        [
+            "?rank",
+            "kind",
+            "+group",
+            "group_size",
+            "size_bytes",
+            "count",
+            "on_gpu",
+            "recorded_ns",
+            "replayed_ns",
+            "ratio",
+            "recorded_gb_per_s",
+            "replayed_gb_per_s",
+            "+asynchronous",
+        ],
     ),
     "ops": (
         "GPU work that ops launched, by their name and shapes, over all ranks: where most was lost or won comes first.",
-        ["gpu_lost_ns", "recorded_gpu_ns", "replayed_gpu_ns", "gpu_ratio", "+recorded_ns", "+replayed_ns", "calls",
-         _OP_COLUMN],
+        [
+            "gpu_lost_ns",
+            "recorded_gpu_ns",
+            "replayed_gpu_ns",
+            "gpu_ratio",
+            "+recorded_ns",
+            "+replayed_ns",
+            "calls",
+            _OP_COLUMN,
+        ],
     ),
-}  # fmt: skip
-_GPU_TABLES = tuple((key, title, *_GPU_OVERRIDES.get(key, (note, columns))) for key, title, note, columns in _TABLES)
+}
+_GPU_TABLES = tuple(
+    (key, title, *_GPU_OVERRIDES.get(key, (note, columns))) for key, title, note, columns in _TABLES
+)
 
 
 def build_tables(document: ReplayDocument) -> Iterator[Table]:
@@ -256,14 +375,21 @@ def build_tables(document: ReplayDocument) -> Iterator[Table]:
         "holes": document["holes"],
         "ops": [{**row, "op": f"{row['name']} {row['shapes']}"} for row in document["ops"]],
         "collectives": [
-            {**row, "on_gpu": format_yes_no(row["on_gpu"]), "asynchronous": format_yes_no(row["asynchronous"])}
+            {
+                **row,
+                "on_gpu": format_yes_no(row["on_gpu"]),
+                "asynchronous": format_yes_no(row["asynchronous"]),
+            }
             for row in document["collectives"]
         ],
         "contents": document["contents"],
     }
     for key, title, note, columns in _GPU_TABLES if has_gpu_times(document["whole"]) else _TABLES:
         if rows := rows_of[key]:
-            yield replace(build_table(f"replay_json.{key}", title, columns, rows, note, key=f"replay-{key}"), path="")
+            yield replace(
+                build_table(f"replay_json.{key}", title, columns, rows, note, key=f"replay-{key}"),
+                path="",
+            )
 
 
 _ABOUT_TIMELINE = (
@@ -307,20 +433,29 @@ def build_timeline(comparison: ReplayComparison) -> BeforeAfterTimeline | None:
         return None
     lanes = op_rows.select("rank", "thread").unique(maintain_order=True).with_row_index("lane")
     numbered = (
-        op_rows.drop("node", "op").join(lanes, on=["rank", "thread"], maintain_order="left").with_row_index("node")
+        op_rows.drop("node", "op")
+        .join(lanes, on=["rank", "thread"], maintain_order="left")
+        .with_row_index("node")
     )
     communicates = pl.col("name").str.starts_with("c10d::")
 
     def graph(side: str, *, include_gaps: bool) -> Graph:
         length = pl.col(f"{side}_ns") + (pl.col("gap_ns") if include_gaps else 0)
         nodes = numbered.with_columns(
-            pl.when(communicates).then(pl.lit(gs.COLLECTIVE)).otherwise(pl.lit(gs.HOST)).alias("kind"),
+            pl.when(communicates)
+            .then(pl.lit(gs.COLLECTIVE))
+            .otherwise(pl.lit(gs.HOST))
+            .alias("kind"),
             pl.lit("op").alias("category"),
             (length.cum_sum().over("rank") - pl.col(f"{side}_ns")).alias("start_ns"),
             *(pl.col(f"{side}_ns").alias(column) for column in ("duration_ns", "work_ns")),
             pl.lit(0).alias("residual_ns"),
-        )  # fmt: skip
-        missing = [pl.lit(None).alias(column) for column in gs.GRAPH_SCHEMAS["nodes"] if column not in nodes.columns]
+        )
+        missing = [
+            pl.lit(None).alias(column)
+            for column in gs.GRAPH_SCHEMAS["nodes"]
+            if column not in nodes.columns
+        ]
         nodes = cast_to_schema(nodes.with_columns(missing), gs.GRAPH_SCHEMAS["nodes"])
         return Graph(nodes, gs.make_empty_frame("edges"), _build_lanes(lanes))
 
@@ -332,12 +467,18 @@ def build_timeline(comparison: ReplayComparison) -> BeforeAfterTimeline | None:
         "rank", before_ns=pl.coalesce("recorded_ns", "recorded_ops_ns"), after_ns="replayed_ns"
     ).with_columns(saved_ns=pl.col("before_ns") - pl.col("after_ns"))
     changed = np.zeros(op_rows.height, dtype=np.bool_)
-    return pack_both(recorded, replayed, changed, ranks, labels=("recorded", "replayed"), paths=False)
+    return pack_both(
+        recorded, replayed, changed, ranks, labels=("recorded", "replayed"), paths=False
+    )
 
 
 def _build_lanes(lanes: pl.DataFrame) -> pl.DataFrame:
     named_lanes = lanes.with_columns(kind=pl.lit("host"), name=pl.format("thread {}", "thread"))
-    missing = [pl.lit(None).alias(column) for column in gs.GRAPH_SCHEMAS["lanes"] if column not in named_lanes.columns]
+    missing = [
+        pl.lit(None).alias(column)
+        for column in gs.GRAPH_SCHEMAS["lanes"]
+        if column not in named_lanes.columns
+    ]
     return cast_to_schema(named_lanes.with_columns(missing), gs.GRAPH_SCHEMAS["lanes"])
 
 
@@ -360,15 +501,27 @@ def _list_key_numbers(comparison: ReplayComparison) -> Iterator[tuple[str, str, 
             f"{units.format_duration(row['replayed_cpu_ns'])} in the replay",
         )
     if row["gpu_ratio"] is not None:
-        yield "GPU work", f"{row['gpu_ratio']:.2f} ×", f"{units.format_duration(row['replayed_gpu_ns'])} in the replay"
+        yield (
+            "GPU work",
+            f"{row['gpu_ratio']:.2f} ×",
+            f"{units.format_duration(row['replayed_gpu_ns'])} in the replay",
+        )
     for simulated in comparison.simulated.filter(rank=row["rank"]).iter_rows(named=True):
         differs = (
             ""
             if simulated["difference"] is None
             else f"{units.format_change(simulated['difference'])} against the replay, "
         )
-        yield "Simulated", units.format_duration(simulated["simulated_ns"]), f"{differs}on {comparison.machine}"
-    yield "Coverage", units.format_share(compute_coverage(comparison), 1), "of what was recorded ran as it is"
+        yield (
+            "Simulated",
+            units.format_duration(simulated["simulated_ns"]),
+            f"{differs}on {comparison.machine}",
+        )
+    yield (
+        "Coverage",
+        units.format_share(compute_coverage(comparison), 1),
+        "of what was recorded ran as it is",
+    )
     if comparison.long_ratios is not None:
         low, median, high = comparison.long_ratios
         min_duration = units.format_duration(LONG_NS)
@@ -376,15 +529,28 @@ def _list_key_numbers(comparison: ReplayComparison) -> Iterator[tuple[str, str, 
         yield "Ratio of ops", f"{median:.2f}", detail
 
 
-def _render_sections(document: ReplayDocument, view: BeforeAfterTimeline | None) -> Iterator[tuple[str, str, str, str]]:
+def _render_sections(
+    document: ReplayDocument, view: BeforeAfterTimeline | None
+) -> Iterator[tuple[str, str, str, str]]:
     notes = dict.fromkeys(
-        [*document["limits"], *(note_text for _, note_text in merge_rank_notices(document["notices"]))]
+        [
+            *document["limits"],
+            *(note_text for _, note_text in merge_rank_notices(document["notices"])),
+        ]
     )
-    listed = "".join(f"<li>{render_inline_code(note)}</li>" for note in notes) or "<li>Nothing is known of.</li>"
+    listed = (
+        "".join(f"<li>{render_inline_code(note)}</li>" for note in notes)
+        or "<li>Nothing is known of.</li>"
+    )
     yield "limits", "What it cannot show", "What these times do not tell.", f"<ul>{listed}</ul>"
     gpu_times = has_gpu_times(document["whole"])
     if picture := draw_scatter(document["ops"], gpu_times=gpu_times):
-        yield "scatter", "Recorded and replayed", _GPU_SCATTER if gpu_times else _ABOUT_SCATTER, picture
+        yield (
+            "scatter",
+            "Recorded and replayed",
+            _GPU_SCATTER if gpu_times else _ABOUT_SCATTER,
+            picture,
+        )
     if view is not None:
         note = f'<p class="quiet">{render_inline_code(view.said)}</p>' if view.said else ""
         yield (
@@ -397,10 +563,14 @@ def _render_sections(document: ReplayDocument, view: BeforeAfterTimeline | None)
         yield render_table_section(table)
 
 
-REPLAY = ResultFiles("replay", TABLES, {".json": write_json, ".html": _write_html, ".htm": _write_html})
+REPLAY = ResultFiles(
+    "replay", TABLES, {".json": write_json, ".html": _write_html, ".htm": _write_html}
+)
 
 _MAX_ROWS = 8
-_FILE_ONLY_TABLE = "replay-contents"  # the page and the JSON have it; a limit says what matters of it
+_FILE_ONLY_TABLE = (
+    "replay-contents"  # the page and the JSON have it; a limit says what matters of it
+)
 
 
 def render_terminal(document: ReplayDocument, width: int) -> Iterator[Text]:
@@ -410,7 +580,9 @@ def render_terminal(document: ReplayDocument, width: int) -> Iterator[Text]:
     yield from render_paragraph(document["sentence"], width, "bold")
     for notice, message in merge_rank_notices(document["notices"]):
         if notice["severity"] != "info":
-            yield from render_paragraph(f"{notice['severity']}: {message} [{notice['slug']}]", width)
+            yield from render_paragraph(
+                f"{notice['severity']}: {message} [{notice['slug']}]", width
+            )
     for table in build_tables(document):
         if table.key != _FILE_ONLY_TABLE:
             yield from render_declared_table(table, ReportOptions(top=_MAX_ROWS), width)

@@ -111,11 +111,13 @@ FORMAT = "traceloom-report"
 VERSION = 1
 
 
-def build(session: Session, options: ReportOptions | None = None, *, separate_process: bool = False) -> ReportDocument:
+def build(
+    session: Session, options: ReportOptions | None = None, *, separate_process: bool = False
+) -> ReportDocument:
     """The document of one run.
 
-    Times are integer nanoseconds; every `start_ns` and `time_ns` is relative to `epoch_ns`. Unknown values are null
-    and explained in `absent`.
+    Times are integer nanoseconds; every `start_ns` and `time_ns` is relative to `epoch_ns`. Unknown
+    values are null and explained in `absent`.
 
     Args:
         session: The run.
@@ -133,18 +135,25 @@ def build(session: Session, options: ReportOptions | None = None, *, separate_pr
     absent = UnknownValues(part.epoch_ns, collect_reasons(chosen_sections))
     faults = SectionErrors(options.only)
     with (
-        start_findings(complete_session, options, part.epoch_ns, separate_process=separate_process) as findings_of,
+        start_findings(
+            complete_session, options, part.epoch_ns, separate_process=separate_process
+        ) as findings_of,
         enable_batching(complete_session.traces),
         enable_batching(part.traces),
     ):
-        # All of one rank before the next: what several sections need of a trace is worked out once and then forgotten,
-        # so that a run of many ranks needs the memory of one, or of several small ones that are looked at together.
+        # All of one rank before the next: what several sections need of a trace is worked out once
+        # and then forgotten, so that a run of many ranks needs the memory of one, or of several
+        # small ones that are looked at together.
         ranks: list[RankMeasurements] = []
-        results: dict[str, list[Any]] = {chosen_section.key: [] for chosen_section in chosen_sections}
+        results: dict[str, list[Any]] = {
+            chosen_section.key: [] for chosen_section in chosen_sections
+        }
         for trace, visible_trace in zip(complete_session.traces, part.traces, strict=True):
             ranks.append(measure(trace, options.steps, by_shape=options.by_shape))
             for section in chosen_sections:
-                results[section.key].append(faults.guard(section.key, partial(section.measure, visible_trace, options)))
+                results[section.key].append(
+                    faults.guard(section.key, partial(section.measure, visible_trace, options))
+                )
         # The chosen sections, one after the other; null where not asked for, or where one fails.
         study: Measurements[Any] = Measurements(complete_session, part, options, ())
         sections: dict[str, Any] = {}
@@ -153,14 +162,18 @@ def build(session: Session, options: ReportOptions | None = None, *, separate_pr
                 absent.say(key, NOT_REQUESTED_REASON)
                 sections[key] = None
                 continue
-            build_one = partial(load_section(key).build, replace(study, results=results.pop(key)), absent)
+            build_one = partial(
+                load_section(key).build, replace(study, results=results.pop(key)), absent
+            )
             sections[key] = faults.guard(key, build_one)
             if faults.failed(key):
                 faults.say(key, absent)
         findings, context = faults.guard(FINDINGS, partial(findings_of, absent)) or ([], None)
     core_study = Measurements(complete_session, part, options, ranks)
     core_values = {
-        section.key: section.build(core_study, absent) for section in load_core_sections() if not section.shows_only
+        section.key: section.build(core_study, absent)
+        for section in load_core_sections()
+        if not section.shows_only
     }
     if faults.failed(FINDINGS):
         faults.say(FINDINGS, absent, "findings", "findings_ground")
@@ -192,11 +205,15 @@ def build(session: Session, options: ReportOptions | None = None, *, separate_pr
 def selected(session: Session, options: ReportOptions) -> Session:
     """The part of a session that a report with these options is about."""
     rank_session = session if options.ranks is None else session.of_ranks(options.ranks)
-    return rank_session if options.steps is None else cut_session_to_steps(rank_session, options.steps)
+    return (
+        rank_session if options.steps is None else cut_session_to_steps(rank_session, options.steps)
+    )
 
 
 def build_runs(sessions: Sequence[Session], name: str, commands: list[str]) -> ReportDocument:
-    """The summary document of several runs: a row each in `runs`, with the command that reports it alone."""
+    """The summary document of several runs: a row each in `runs`, with the command that reports it
+    alone.
+    """
     absent = UnknownValues(0)
     notices = tuple(n for session in sessions for n in session.notices)
     runs: list[RunRow] = []
@@ -291,7 +308,10 @@ def _build_notice_rows(notices: tuple[Notice, ...], absent: UnknownValues) -> li
     distinct = tuple({(n.slug, n.rank, n.where, n.message): n for n in notices}.values())
     if any(notice.rank is None for notice in distinct):
         absent.say("notices[*].rank")
-    return [{**notice.to_dict(), "affects": list_affected(notice.slug)} for notice in sort_by_severity(distinct)]
+    return [
+        {**notice.to_dict(), "affects": list_affected(notice.slug)}
+        for notice in sort_by_severity(distinct)
+    ]
 
 
 def build_rank_entry(measured: RankMeasurements, absent: UnknownValues, *, cut: bool) -> RankRow:
@@ -315,8 +335,12 @@ def build_rank_entry(measured: RankMeasurements, absent: UnknownValues, *, cut: 
         }
     else:
         absent.say("ranks[*].gpu_account")
-    in_steps = _split_by_step(gpu.steps.filter(pl.col("step").is_not_null()), measured.idle.causes, absent)
-    outside_steps = _split_by_step(gpu.steps.filter(pl.col("step").is_null()), measured.idle.causes, absent)
+    in_steps = _split_by_step(
+        gpu.steps.filter(pl.col("step").is_not_null()), measured.idle.causes, absent
+    )
+    outside_steps = _split_by_step(
+        gpu.steps.filter(pl.col("step").is_null()), measured.idle.causes, absent
+    )
     step_times: StepTimesRow | None = None
     if times.count:
         step_times = {
@@ -324,7 +348,9 @@ def build_rank_entry(measured: RankMeasurements, absent: UnknownValues, *, cut: 
             "median_ns": absent.value(times.median_ns, "ranks[*].step_times.median_ns"),
             "min_ns": absent.value(times.min_ns, "ranks[*].step_times.min_ns"),
             "max_ns": absent.value(times.max_ns, "ranks[*].step_times.max_ns"),
-            "spread_fraction": absent.value(times.spread_fraction, "ranks[*].step_times.spread_fraction"),
+            "spread_fraction": absent.value(
+                times.spread_fraction, "ranks[*].step_times.spread_fraction"
+            ),
             "evidence": absent.value(times.evidence, "ranks[*].step_times.evidence"),
         }
     else:
@@ -337,9 +363,13 @@ def build_rank_entry(measured: RankMeasurements, absent: UnknownValues, *, cut: 
         "start_ns": start - absent.epoch_ns,
         "window_ns": end - start,
         "event_count": trace.events.height,
-        "devices": [{**device, "idle_causes": causes.get(device["device"], {})} for device in devices],
+        "devices": [
+            {**device, "idle_causes": causes.get(device["device"], {})} for device in devices
+        ],
         "steps": [{**step, "devices": in_steps.get(step["step"], [])} for step in steps],
-        "outside": outside_steps.get(None, []),  # of the devices; with the steps, it adds up to the whole
+        "outside": outside_steps.get(
+            None, []
+        ),  # of the devices; with the steps, it adds up to the whole
         "gpu_account": account,
         "idle": absent.rows(measured.idle.totals, "ranks[*].idle"),
         "host": {
@@ -362,5 +392,7 @@ def _split_by_step(
         rows.drop("step", "start_ns", "duration_ns"), "ranks[*].steps[*].devices"
     )
     for step, entry in zip(rows["step"].to_list(), entries, strict=True):
-        out.setdefault(step, []).append({**entry, "idle_causes": cause_times.get((step, entry["device"]), {})})
+        out.setdefault(step, []).append(
+            {**entry, "idle_causes": cause_times.get((step, entry["device"]), {})}
+        )
     return out

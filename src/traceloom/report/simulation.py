@@ -21,7 +21,13 @@ from traceloom.report.labels import fit_name, format_rank
 from traceloom.report.views.files import ResultFiles, encode
 from traceloom.report.views.page import list_sections, read_asset, render_key_numbers, render_page
 from traceloom.report.views.page_table import render_html_table
-from traceloom.report.views.terminal_table import Cell, TextColumn, render_heading, render_paragraph, render_table
+from traceloom.report.views.terminal_table import (
+    Cell,
+    TextColumn,
+    render_heading,
+    render_paragraph,
+    render_table,
+)
 from traceloom.report.whatif import describe_path_part
 from traceloom.system import units
 from traceloom.system.gzip_stream import compress_output
@@ -86,11 +92,17 @@ def describe_simulation(answer: Simulation) -> str:
         return f"{scope} takes {after} {'by its own durations' if unmeasured else 'on the recorded machine'}."
     interval = ""
     if answer.low_ns is not None and answer.high_ns is not None and answer.low_ns < answer.high_ns:
-        interval = f" ({units.format_duration(answer.low_ns)} to {units.format_duration(answer.high_ns)})"
+        interval = (
+            f" ({units.format_duration(answer.low_ns)} to {units.format_duration(answer.high_ns)})"
+        )
     error = (
-        "" if answer.identity_error is None else f", give or take {units.format_share(abs(answer.identity_error), 1)}"
+        ""
+        if answer.identity_error is None
+        else f", give or take {units.format_share(abs(answer.identity_error), 1)}"
     )
-    change = f" ({(answer.after_ns / answer.before_ns - 1) * 100:+.1f} %)" if answer.before_ns else ""
+    change = (
+        f" ({(answer.after_ns / answer.before_ns - 1) * 100:+.1f} %)" if answer.before_ns else ""
+    )
     return (
         f"{scope} would take {after}{interval} on {answer.machine}{error}; "
         f"{'by its own durations it takes' if unmeasured else 'it took'} {units.format_duration(answer.before_ns)}{change}."
@@ -109,7 +121,10 @@ def _write_perfetto(answer: Simulation, handle: BinaryIO) -> None:
 
 
 _LINKS, _BINS = 24, 60  # rows and columns of the heat map
-_BEFORE, _AFTER = Col("before_ns", "Before", "time", scale="t"), Col("after_ns", "After", "time", scale="t")
+_BEFORE, _AFTER = (
+    Col("before_ns", "Before", "time", scale="t"),
+    Col("after_ns", "After", "time", scale="t"),
+)
 _ABOUT_TIMELINE = (
     "Every lane as it was and, below it, as it would be, on one axis. A dark edge marks communication, a line the "
     "critical path: what decides how long it takes."
@@ -153,7 +168,9 @@ def build_timeline(answer: Simulation) -> BeforeAfterTimeline | None:
     ranks = answer.ranks.select(
         "rank", "before_ns", after_ns="end_ns", saved_ns=pl.col("before_ns") - pl.col("end_ns")
     ).drop_nulls()
-    communicates = answer.graph.nodes["kind"].cast(pl.String).is_in(list(gs.COMMUNICATION)).to_numpy()
+    communicates = (
+        answer.graph.nodes["kind"].cast(pl.String).is_in(list(gs.COMMUNICATION)).to_numpy()
+    )
     return pack_both(answer.recorded, answer.graph, communicates, ranks)
 
 
@@ -167,7 +184,9 @@ def render(document: SimulationDocument, answer: Simulation) -> str:
     name, view = document["name"], build_timeline(answer)
     before, after = document["before_ns"], document["after_ns"]
     max_ns = max(before or 0, after, 1)
-    sides = [(side, time) for side, time in (("before", before), ("after", after)) if time is not None]
+    sides = [
+        (side, time) for side, time in (("before", before), ("after", after)) if time is not None
+    ]
     bars = "".join(
         f'<rect class="{side}" x="0" y="{14 * k}" width="{time / max_ns * 100:.2f}" height="10"/>'
         for k, (side, time) in enumerate(sides)
@@ -181,7 +200,9 @@ def render(document: SimulationDocument, answer: Simulation) -> str:
         title=f"Simulated: {document['sentence']} – {name}",
         name=f"Simulated: {name}",
         headline=f"<h1>{escape_html(document['sentence'])}</h1>{bars_html}",
-        numbers=render_key_numbers((title, value, "", detail) for title, value, detail in _list_key_numbers(answer)),
+        numbers=render_key_numbers(
+            (title, value, "", detail) for title, value, detail in _list_key_numbers(answer)
+        ),
         footer=(
             f"<p>Traceloom {escape_html(document['traceloom'])} · times count from the beginning of the workload</p>"
             "<p>The same for programs: <code>traceloom simulate … -o simulation.json</code>; the whole timeline: "
@@ -207,12 +228,24 @@ def _list_key_numbers(answer: Simulation) -> Iterator[tuple[str, str, str]]:
     exposed = answer.ranks["exposed_communication_ns"].max() if answer.ranks.height else None
     if isinstance(exposed, int):
         share = units.format_share(exposed, max(answer.after_ns, 1))
-        yield "Exposed communication", units.format_duration(exposed), f"{share} of it, on the worst rank"
+        yield (
+            "Exposed communication",
+            units.format_duration(exposed),
+            f"{share} of it, on the worst rank",
+        )
     if answer.links.height:
         busiest = answer.links.sort("busy_ns", descending=True).row(0, named=True)
-        yield "Busiest link", units.format_share(busiest["busy_ns"], max(answer.after_ns, 1)), str(busiest["name"])
+        yield (
+            "Busiest link",
+            units.format_share(busiest["busy_ns"], max(answer.after_ns, 1)),
+            str(busiest["name"]),
+        )
     if answer.identity_error is not None:
-        yield "Error of the graph", f"{100 * answer.identity_error:+.2f} %", "the measurement simulated again"
+        yield (
+            "Error of the graph",
+            f"{100 * answer.identity_error:+.2f} %",
+            "the measurement simulated again",
+        )
 
 
 def _render_sections(
@@ -221,22 +254,47 @@ def _render_sections(
     trust = f"<p>{render_inline_code(document['identity'])}</p>" if document["identity"] else ""
     notes = "".join(f"<li>{render_inline_code(notice.message)}</li>" for notice in answer.notices)
     trust += f"<ul>{notes}</ul>" if notes else ""
-    yield "trust", "How far it goes", "What the answer rests on.", trust or "<p>Nothing was assumed.</p>"
+    yield (
+        "trust",
+        "How far it goes",
+        "What the answer rests on.",
+        trust or "<p>Nothing was assumed.</p>",
+    )
     if view is None:
-        yield "timeline", "Timeline", "", '<p class="quiet absent">Timeline: there is none of this mode.</p>'
+        yield (
+            "timeline",
+            "Timeline",
+            "",
+            '<p class="quiet absent">Timeline: there is none of this mode.</p>',
+        )
     else:
         note = f'<p class="quiet">{render_inline_code(view.said)}</p>' if view.said else ""
         yield "timeline", "Timeline", _ABOUT_TIMELINE, note + read_asset("timeline.html")
-    ranks = render_html_table("ranks-table", _RANK_COLUMNS, document["ranks"], {}, "Ranks", full_command="-o ranks.csv")
-    yield "ranks", "Ranks", "Compute, exposed communication, copies, host and other add up to each rank's time.", ranks
+    ranks = render_html_table(
+        "ranks-table", _RANK_COLUMNS, document["ranks"], {}, "Ranks", full_command="-o ranks.csv"
+    )
+    yield (
+        "ranks",
+        "Ranks",
+        "Compute, exposed communication, copies, host and other add up to each rank's time.",
+        ranks,
+    )
     if document["path"]:
         parts = [{**part, "of": describe_path_part(part)} for part in document["path"]]
         kinds = (Col("of", "Time", hint="kind of time on the path"), _BEFORE, _AFTER)
         body = render_html_table("path-table", kinds, parts, {}, "Critical path")
-        yield "path", "Critical path", "What decides how long it takes; each column adds up to the whole.", body
+        yield (
+            "path",
+            "Critical path",
+            "What decides how long it takes; each column adds up to the whole.",
+            body,
+        )
     if answer.collectives.height:
         rows = answer.collectives.sort("transfer_ns", descending=True).to_dicts()
-        columns = (*_COLLECTIVE_COLUMNS, *((_FLAGS_COLUMN,) if any(row["flags"] for row in rows) else ()))
+        columns = (
+            *_COLLECTIVE_COLUMNS,
+            *((_FLAGS_COLUMN,) if any(row["flags"] for row in rows) else ()),
+        )
         body = render_html_table(
             "collectives-table", columns, rows, {}, "Collectives", full_command="-o collectives.csv"
         )
@@ -246,7 +304,12 @@ def _render_sections(
         body = _load_map(answer) + render_html_table(
             "links-table", _LINK_COLUMNS, rows, {}, "Links", full_command="-o links.csv"
         )
-        yield "links", "Links", "The busiest first; the picture shows when each is used, darker is more.", body
+        yield (
+            "links",
+            "Links",
+            "The busiest first; the picture shows when each is used, darker is more.",
+            body,
+        )
 
 
 def _load_map(answer: Simulation) -> str:
@@ -283,21 +346,37 @@ SIMULATION = ResultFiles(
         ".html": _write_html,
         ".htm": _write_html,
         ".perfetto.json": _write_perfetto,
-        ".perfetto.json.gz": lambda answer, handle: compress_output(partial(_write_perfetto, answer))(handle),
+        ".perfetto.json.gz": lambda answer, handle: compress_output(
+            partial(_write_perfetto, answer)
+        )(handle),
     },
 )
 
 _MAX_ROWS = 8
 _MAX_NOTICES = 4
-_SIMULATION_NOTICES = ("transfer-flag", "device-kept", "groups-assumed")  # of the simulation, not of the recording
+_SIMULATION_NOTICES = (
+    "transfer-flag",
+    "device-kept",
+    "groups-assumed",
+)  # of the simulation, not of the recording
 _RankTimeKey = Literal[
-    "before_ns", "end_ns", "compute_ns", "exposed_communication_ns", "memory_ns", "host_ns", "other_ns"
+    "before_ns",
+    "end_ns",
+    "compute_ns",
+    "exposed_communication_ns",
+    "memory_ns",
+    "host_ns",
+    "other_ns",
 ]
 _TIME_HEADINGS: dict[_RankTimeKey, str] = {
-    "before_ns": "before", "end_ns": "after",
-    "compute_ns": "compute", "exposed_communication_ns": "exposed",
-    "memory_ns": "copies", "host_ns": "host", "other_ns": "other",
-}  # fmt: skip
+    "before_ns": "before",
+    "end_ns": "after",
+    "compute_ns": "compute",
+    "exposed_communication_ns": "exposed",
+    "memory_ns": "copies",
+    "host_ns": "host",
+    "other_ns": "other",
+}
 
 
 class _Listing(NamedTuple):
@@ -319,9 +398,13 @@ def render_simulation(document: SimulationDocument, width: int) -> Iterator[Text
     worth_saying = [notice for notice in document["notices"] if notice["severity"] != "info"]
     worth_saying.sort(key=lambda notice: notice["slug"] not in _SIMULATION_NOTICES)
     for notice in worth_saying[:_MAX_NOTICES]:
-        yield from render_paragraph(f"{notice['severity']}: {notice['message']} [{notice['slug']}]", width)
+        yield from render_paragraph(
+            f"{notice['severity']}: {notice['message']} [{notice['slug']}]", width
+        )
     if len(worth_saying) > _MAX_NOTICES:
-        yield from render_paragraph(f"and {len(worth_saying) - _MAX_NOTICES} more notices; --json has them all", width)
+        yield from render_paragraph(
+            f"and {len(worth_saying) - _MAX_NOTICES} more notices; --json has them all", width
+        )
     yield from _render_ranks(document, width)
     for title, hint, columns, rows in _build_listings(document):
         if rows:
@@ -331,7 +414,9 @@ def render_simulation(document: SimulationDocument, width: int) -> Iterator[Text
             def label(i: int, width_left: int, names: tuple[str, ...] = names) -> str:
                 return fit_name(names[i], width_left)
 
-            yield from render_table([TextColumn(column) for column in columns], cells, ("of", label), width)
+            yield from render_table(
+                [TextColumn(column) for column in columns], cells, ("of", label), width
+            )
 
 
 def _render_ranks(document: SimulationDocument, width: int) -> Iterator[Text]:
@@ -341,7 +426,10 @@ def _render_ranks(document: SimulationDocument, width: int) -> Iterator[Text]:
     visible = (
         ranks
         if len(ranks) <= _MAX_ROWS
-        else sorted(ranks_by_end[: _MAX_ROWS // 2] + ranks_by_end[-_MAX_ROWS // 2 :], key=lambda r: r["rank"])
+        else sorted(
+            ranks_by_end[: _MAX_ROWS // 2] + ranks_by_end[-_MAX_ROWS // 2 :],
+            key=lambda r: r["rank"],
+        )
     )
     hint = "exposed: communication while nothing computes"
     if len(visible) < len(ranks):
@@ -349,7 +437,10 @@ def _render_ranks(document: SimulationDocument, width: int) -> Iterator[Text]:
     yield from render_heading("Time", hint, width)
     keys = [key for key in _TIME_HEADINGS if any(row[key] is not None for row in ranks)]
     rows: list[list[Cell]] = [
-        [format_rank(row["rank"]), *("" if row[key] is None else units.format_duration(row[key]) for key in keys)]
+        [
+            format_rank(row["rank"]),
+            *("" if row[key] is None else units.format_duration(row[key]) for key in keys),
+        ]
         for row in sorted(visible, key=lambda row: row["rank"])
     ]
     columns = [TextColumn("", right=False), *(TextColumn(_TIME_HEADINGS[key]) for key in keys)]
@@ -357,20 +448,28 @@ def _render_ranks(document: SimulationDocument, width: int) -> Iterator[Text]:
 
 
 def _build_listings(document: SimulationDocument) -> Iterator[_Listing]:
-    """The path, what is new on it, the links that were busy for longest, and the rules for the other device."""
+    """The path, what is new on it, the links that were busy for longest, and the rules for the
+    other device.
+    """
     path: list[tuple[str, list[Cell]]] = [
-        (describe_path_part(part), [units.format_duration(part["before_ns"]), units.format_duration(part["after_ns"])])
+        (
+            describe_path_part(part),
+            [units.format_duration(part["before_ns"]), units.format_duration(part["after_ns"])],
+        )
         for part in document["path"][:_MAX_ROWS]
     ]
     yield _Listing("Critical path", "what decides how long it takes", ("before", "after"), path)
     became: list[tuple[str, list[Cell]]] = [
         (
-            ("" if part["rank"] is None else f"rank {part['rank']}: ") + f"{describe_path_part(part)}, {part['name']}",
+            ("" if part["rank"] is None else f"rank {part['rank']}: ")
+            + f"{describe_path_part(part)}, {part['name']}",
             [str(part["count"]), units.format_duration(part["time_ns"])],
         )
         for part in document["became_critical"][:_MAX_ROWS]
     ]
-    yield _Listing("New on the critical path", "what did not decide before", ("count", "time"), became)
+    yield _Listing(
+        "New on the critical path", "what did not decide before", ("count", "time"), became
+    )
     used = [row for row in document["links"] if row["bytes"]]
     used.sort(key=lambda row: (-row["busy_ns"], -row["waiting_ns"], row["link"]))
     busiest: list[tuple[str, list[Cell]]] = [
@@ -411,7 +510,9 @@ def build(answer: Scaled, name: str, machine: str = "") -> ScaledDocument:
         machine: Name of the machine; "" for the recorded one.
     """
     step = f"{'measured ' * answer.measured}step of {units.format_duration(answer.before_ns)}"
-    identity_text = f"{units.format_duration(answer.identity_ns)} ({answer.identity_error * 100:+.2f} %)"
+    identity_text = (
+        f"{units.format_duration(answer.identity_ns)} ({answer.identity_error * 100:+.2f} %)"
+    )
     identity = f"Drawn at the recorded size, the {step} comes back as {identity_text}."
     return {
         "format": FORMAT,
@@ -455,7 +556,9 @@ def render_scaled(document: ScaledDocument, width: int) -> Iterator[Text]:
     yield from render_table(columns, cells, ("", lambda *_: ""), width)
     meetings = document["collectives"][:_MAX_SCALED_ROWS]
     if meetings:
-        yield from render_heading("Collectives", "of a rank: bytes it puts in, transfer, waiting for others", width)
+        yield from render_heading(
+            "Collectives", "of a rank: bytes it puts in, transfer, waiting for others", width
+        )
         cells = [
             [
                 str(row["calls"]),
@@ -466,9 +569,14 @@ def render_scaled(document: ScaledDocument, width: int) -> Iterator[Text]:
             ]
             for row in meetings
         ]
-        columns = [TextColumn(title) for title in ("calls", "ranks", "bytes", "transfer", "waiting")]
+        columns = [
+            TextColumn(title) for title in ("calls", "ranks", "bytes", "transfer", "waiting")
+        ]
         yield from render_table(
-            columns, cells, ("kind", lambda i, room: fit_name(meetings[i]["kind"] or "unknown", room)), width
+            columns,
+            cells,
+            ("kind", lambda i, room: fit_name(meetings[i]["kind"] or "unknown", room)),
+            width,
         )
     for notice in document["notices"]:
         yield Text("")

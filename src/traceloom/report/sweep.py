@@ -65,7 +65,9 @@ def get_parameter(point: Cells, key: str) -> SweptValue:
 
 
 def render_sweep(document: SweepDocument, width: int) -> Iterator[Text]:
-    """The lines on a terminal: the points that nobody beats, the quickest of the others, what the time depends on."""
+    """The lines on a terminal: the points that nobody beats, the quickest of the others, what the
+    time depends on.
+    """
     keys = document["keys"]
     answered = select_answered_points(document["points"])
     refused = [row for row in document["points"] if row["time_ns"] is None]
@@ -95,8 +97,15 @@ def render_sweep(document: SweepDocument, width: int) -> Iterator[Text]:
         ]
         for row in answered[:_MAX_ROWS]
     ]
-    titles = ["", *keys, "time", *(name.removesuffix("_ns").removesuffix("_bytes") for name in visible_columns)]
-    yield from render_table([TextColumn(title) for title in titles], points, ("", lambda *_: ""), width)
+    titles = [
+        "",
+        *keys,
+        "time",
+        *(name.removesuffix("_ns").removesuffix("_bytes") for name in visible_columns),
+    ]
+    yield from render_table(
+        [TextColumn(title) for title in titles], points, ("", lambda *_: ""), width
+    )
     if len(answered) > _MAX_ROWS:
         yield Text(f" and {len(answered) - _MAX_ROWS:,} more: -o sweep.csv has all")
     if refused:
@@ -104,18 +113,29 @@ def render_sweep(document: SweepDocument, width: int) -> Iterator[Text]:
         reasons = Counter(row["reason"] or "unknown" for row in refused).most_common(_MAX_ROWS)
         cells: list[list[Cell]] = [[f"{count:,}"] for _, count in reasons]
         yield from render_table(
-            [TextColumn("points")], cells, ("why", lambda i, room: fit_name(reasons[i][0], room)), width
+            [TextColumn("points")],
+            cells,
+            ("why", lambda i, room: fit_name(reasons[i][0], room)),
+            width,
         )
     depends = document["sensitivities"]
     if depends:
         yield from render_heading(
-            "Sensitivity", "per cent of the time per per cent of a parameter, between neighbours", width
+            "Sensitivity",
+            "per cent of the time per per cent of a parameter, between neighbours",
+            width,
         )
         cells = [
-            [row["parameter"], *(f"{value:+.3f}" for value in (row["median"], row["low"], row["high"]))]
+            [
+                row["parameter"],
+                *(f"{value:+.3f}" for value in (row["median"], row["low"], row["high"])),
+            ]
             for row in depends
         ]
-        columns = [TextColumn("", right=False), *(TextColumn(name) for name in ("median", "least", "most"))]
+        columns = [
+            TextColumn("", right=False),
+            *(TextColumn(name) for name in ("median", "least", "most")),
+        ]
         yield from render_table(columns, cells, ("", lambda *_: ""), width)
 
 
@@ -126,8 +146,18 @@ def format_parameter(value: SweptValue) -> str:
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 1000, 300, 84, 230, 14, 40
 _MAX_CURVES = 10  # of one picture, the quickest first; more cannot be told apart
-_COLOURS = ("accent", "c-communication", "c-memory", "path", "c-optimizer", "c-backward", "c-sync", "c-launch", "ink",
-            "c-loading")  # fmt: skip
+_COLOURS = (
+    "accent",
+    "c-communication",
+    "c-memory",
+    "path",
+    "c-optimizer",
+    "c-backward",
+    "c-sync",
+    "c-launch",
+    "ink",
+    "c-loading",
+)
 
 
 def render(document: SweepDocument) -> str:
@@ -142,9 +172,21 @@ def render(document: SweepDocument) -> str:
     times = f"{units.format_duration(best['time_ns'])} to {units.format_duration(worst['time_ns'])}"
     headline = f"{units.format_quantity(len(answered), 'point')}: {times}"
     numbers = [
-        ("Quickest", units.format_duration(best["time_ns"]), _describe_point(best, document["keys"])),
-        ("Slowest", units.format_duration(worst["time_ns"]), _describe_point(worst, document["keys"])),
-        ("Not beaten", str(sum(row["pareto"] for row in answered)), "in time and cost per sample and in ranks"),
+        (
+            "Quickest",
+            units.format_duration(best["time_ns"]),
+            _describe_point(best, document["keys"]),
+        ),
+        (
+            "Slowest",
+            units.format_duration(worst["time_ns"]),
+            _describe_point(worst, document["keys"]),
+        ),
+        (
+            "Not beaten",
+            str(sum(row["pareto"] for row in answered)),
+            "in time and cost per sample and in ranks",
+        ),
     ]
     return render_page(
         title=f"Sweep: {headline} – {name}",
@@ -163,7 +205,9 @@ def _describe_point(point: AnsweredPointRow, keys: Sequence[str]) -> str:
     return ", ".join(f"{key} {format_parameter(get_parameter(point, key))}" for key in keys)
 
 
-def _render_sections(document: SweepDocument, answered: list[AnsweredPointRow]) -> Iterator[tuple[str, str, str, str]]:
+def _render_sections(
+    document: SweepDocument, answered: list[AnsweredPointRow]
+) -> Iterator[tuple[str, str, str, str]]:
     keys = document["keys"]
     for number, key in enumerate(keys):
         curves_html = _draw_curves(answered, key, [other for other in keys if other != key])
@@ -172,10 +216,14 @@ def _render_sections(document: SweepDocument, answered: list[AnsweredPointRow]) 
             yield f"over-{number}", f"Over {escape_html(key)}", note, curves_html
     if document["sensitivities"]:
         depends = (
-            Col("parameter", "Parameter", "name"), Col("median", "Median", "number"), Col("low", "Least", "number"),
+            Col("parameter", "Parameter", "name"),
+            Col("median", "Median", "number"),
+            Col("low", "Least", "number"),
             Col("high", "Most", "number"),
-        )  # fmt: skip
-        body = render_html_table("sensitivity-table", depends, document["sensitivities"], {}, "Sensitivity")
+        )
+        body = render_html_table(
+            "sensitivity-table", depends, document["sensitivities"], {}, "Sensitivity"
+        )
         yield (
             "sensitivity",
             "Sensitivity",
@@ -183,19 +231,30 @@ def _render_sections(document: SweepDocument, answered: list[AnsweredPointRow]) 
             body,
         )
     points = sorted(
-        document["points"], key=lambda row: (row["time_ns"] is None, not row["pareto"], row["time_ns"] or 0)
+        document["points"],
+        key=lambda row: (row["time_ns"] is None, not row["pareto"], row["time_ns"] or 0),
     )
     rows: list[Cells] = [{**row, "mark": "*" if row["pareto"] else ""} for row in points]
     swept = [Col(key, key, "number" if _is_numeric(rows, key) else "text") for key in keys]
     remaining_columns = [
-        Col("time_ns", "Time", "time"), Col("p10_ns", "P10", "time"), Col("p90_ns", "P90", "time"),
-        Col("ranks", "Ranks", "count"), Col("cost", "Cost", "number"), Col("memory_bytes", "Memory", "bytes"),
-        Col("flags", "To be known"), Col("reason", "Why not"),
-    ]  # fmt: skip
+        Col("time_ns", "Time", "time"),
+        Col("p10_ns", "P10", "time"),
+        Col("p90_ns", "P90", "time"),
+        Col("ranks", "Ranks", "count"),
+        Col("cost", "Cost", "number"),
+        Col("memory_bytes", "Memory", "bytes"),
+        Col("flags", "To be known"),
+        Col("reason", "Why not"),
+    ]
     empty = {name for name in ("flags", "reason") if not any(row[name] for row in rows)}
-    columns = (Col("mark", "*", hint="no other point beats it"), *swept,
-               *(c for c in remaining_columns if c.key not in {*keys, *empty}))  # fmt: skip
-    body = render_html_table("points-table", columns, rows, {}, "Points", full_command="-o sweep.csv")
+    columns = (
+        Col("mark", "*", hint="no other point beats it"),
+        *swept,
+        *(c for c in remaining_columns if c.key not in {*keys, *empty}),
+    )
+    body = render_html_table(
+        "points-table", columns, rows, {}, "Points", full_command="-o sweep.csv"
+    )
     yield "points", "Points", "Those that none beats come first, then the quickest.", body
 
 
@@ -221,7 +280,9 @@ def _draw_curves(rows: Sequence[AnsweredPointRow], key: str, other_keys: Sequenc
     logarithmic = values[0] > 0 and values[-1] / values[0] >= 8
 
     def x(value: float) -> float:
-        low, high, scaled = (math.log(v) if logarithmic else float(v) for v in (values[0], values[-1], value))
+        low, high, scaled = (
+            math.log(v) if logarithmic else float(v) for v in (values[0], values[-1], value)
+        )
         return _LEFT + (_WIDTH - _LEFT - _RIGHT) * float((scaled - low) / (high - low))
 
     def y(time_ns: float) -> float:
@@ -231,9 +292,13 @@ def _draw_curves(rows: Sequence[AnsweredPointRow], key: str, other_keys: Sequenc
     parts = []
     for share in (0, 0.5, 1):
         level = f"{y(share * highest):.1f}"
-        parts.append(f'<line stroke="var(--grid)" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{level}" y2="{level}"/>')
+        parts.append(
+            f'<line stroke="var(--grid)" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{level}" y2="{level}"/>'
+        )
         tick = units.format_duration(round(share * highest))
-        parts.append(f'<text x="{_LEFT - 8}" y="{level}" dy="4" text-anchor="end" {ink}>{tick}</text>')
+        parts.append(
+            f'<text x="{_LEFT - 8}" y="{level}" dy="4" text-anchor="end" {ink}>{tick}</text>'
+        )
     label_attributes = f'y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle" {ink}'
     parts += [
         f'<text x="{x(v):.1f}" {label_attributes}>{format_parameter(v)}</text>'
@@ -262,15 +327,24 @@ def _draw_curves(rows: Sequence[AnsweredPointRow], key: str, other_keys: Sequenc
         line = "L".join(f"{x(at(row)):.1f} {y(row['time_ns']):.1f}" for row in points)
         parts.append(f'<path d="M{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         for row in points:
-            title = escape(f"{key} {format_parameter(at(row))}: {units.format_duration(row['time_ns'])}")
+            title = escape(
+                f"{key} {format_parameter(at(row))}: {units.format_duration(row['time_ns'])}"
+            )
             centre = f'cx="{x(at(row)):.1f}" cy="{y(row["time_ns"]):.1f}"'
-            parts.append(f'<circle {centre} r="3.5" fill="{colour}"><title>{title} {label}</title></circle>')
+            parts.append(
+                f'<circle {centre} r="3.5" fill="{colour}"><title>{title} {label}</title></circle>'
+            )
         top = _TOP + 16 * number + 10
         legend_x = _WIDTH - _RIGHT + 14
         parts.append(f'<rect x="{legend_x}" y="{top - 9}" width="10" height="10" fill="{colour}"/>')
-        parts.append(f'<text x="{legend_x + 15}" y="{top}" fill="currentColor">{label or "time"}</text>')
-    caption = f"Time over {key}" + (f"; {len(curves) - len(visible)} slower choices are not drawn" if
-                                    len(curves) > len(visible) else "")  # fmt: skip
+        parts.append(
+            f'<text x="{legend_x + 15}" y="{top}" fill="currentColor">{label or "time"}</text>'
+        )
+    caption = f"Time over {key}" + (
+        f"; {len(curves) - len(visible)} slower choices are not drawn"
+        if len(curves) > len(visible)
+        else ""
+    )
     return (
         f"<figure><figcaption>{escape(sanitize(caption))}.</figcaption>"
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%" role="img" font-family="system-ui, sans-serif" '

@@ -28,7 +28,13 @@ from traceloom.trace.frames import to_rows
 
 if TYPE_CHECKING:
     from traceloom.report.documents.comparison import ComparisonDocument
-    from traceloom.report.documents.verdict import BaselineRow, CheckRow, JudgedRunRow, JudgedSideValue, VerdictDocument
+    from traceloom.report.documents.verdict import (
+        BaselineRow,
+        CheckRow,
+        JudgedRunRow,
+        JudgedSideValue,
+        VerdictDocument,
+    )
 
 
 FORMAT = "traceloom-verdict"
@@ -104,11 +110,16 @@ def build_tables(document: VerdictDocument) -> Iterator[Table]:
                 else f"{format_change(row['low'], row)} to {format_change(row['high'], row)}",
                 "samples": " / ".join(
                     f"{units.format_quantity(runs, 'run')} ({units.format_count(steps)})"
-                    for runs, steps in ((row["base_runs"], row["base_steps"]), (row["new_runs"], row["new_steps"]))
+                    for runs, steps in (
+                        (row["base_runs"], row["base_steps"]),
+                        (row["new_runs"], row["new_steps"]),
+                    )
                 ),
-                "effect": units.UNKNOWN_TEXT if row["effect_size"] is None else f"{row['effect_size']:+.2f}",
+                "effect": units.UNKNOWN_TEXT
+                if row["effect_size"] is None
+                else f"{row['effect_size']:+.2f}",
             }
-        )  # fmt: skip
+        )
     checked = [
         Col("verdict", "Verdict"),
         Col("said_change", "Change", hint="new less base", kept=True),
@@ -127,7 +138,14 @@ def build_tables(document: VerdictDocument) -> Iterator[Table]:
     if document["causes"]:
         columns = [
             Col("what", "What"),
-            Col("difference_ns", "Difference", "time", "new less base, per recorded step", kept=True, scale="sides"),
+            Col(
+                "difference_ns",
+                "Difference",
+                "time",
+                "new less base, per recorded step",
+                kept=True,
+                scale="sides",
+            ),
             Col("base_ns", "Base", "time", "mean per recorded step", kept=True, scale="sides"),
             Col("new_ns", "New", "time", "mean per recorded step", kept=True, scale="sides"),
             Col("name", "Name", "name"),
@@ -136,7 +154,9 @@ def build_tables(document: VerdictDocument) -> Iterator[Table]:
         yield Table("verdict-causes", "Causes", columns, document["causes"], note=note)
     if document["comparison"]:
         yield from (
-            table for table in comparison.build_tables(document["comparison"]) if table.key != "diff-conditions"
+            table
+            for table in comparison.build_tables(document["comparison"])
+            if table.key != "diff-conditions"
         )
 
 
@@ -159,8 +179,12 @@ def list_reasons(document: VerdictDocument) -> list[str]:
             "Within one run only: each side is one run, so that nothing is known of how runs differ from each other. "
             "Several runs a side make a verdict that holds."
         )
-    if any(row["metric"].endswith("step_time") and row["source"] == "recorded steps" for row in checks):
-        out.append("step_time is of recorded steps: no wall times of at least 5 undisturbed steps were kept.")
+    if any(
+        row["metric"].endswith("step_time") and row["source"] == "recorded steps" for row in checks
+    ):
+        out.append(
+            "step_time is of recorded steps: no wall times of at least 5 undisturbed steps were kept."
+        )
     for row in document["power"]:  # how many runs show a change of a size
         size = units.format_share(row["effect"], 1)
         out.append(
@@ -178,7 +202,11 @@ def format_amount(amount: float | None, measure: str) -> str:
         return units.UNKNOWN_TEXT
     if measure == "time":
         return units.format_duration(round(amount))
-    return units.format_size(round(amount)) if measure == "bytes" else units.format_number(round(amount, 3))
+    return (
+        units.format_size(round(amount))
+        if measure == "bytes"
+        else units.format_number(round(amount, 3))
+    )
 
 
 def format_change(amount: float | None, row: CheckRow) -> str:
@@ -195,14 +223,24 @@ def build_baseline_row(name: str, baseline: Baseline) -> BaselineRow:
     """The row of a baseline in the list."""
     runs = baseline.runs
     wall = [run.wall_ns for run in runs if run.wall_ns]
-    step_times = wall if len(wall) == len(runs) else [run.scalars["step_time"] for run in runs if run.steps]
-    devices = {value for run in runs for fact in run.stated if fact.condition == "device" for value in [fact.value]}
+    step_times = (
+        wall if len(wall) == len(runs) else [run.scalars["step_time"] for run in runs if run.steps]
+    )
+    devices = {
+        value
+        for run in runs
+        for fact in run.stated
+        if fact.condition == "device"
+        for value in [fact.value]
+    }
     return {
         "name": name,
         "saved_unix_s": baseline.saved_unix_s,
         "runs": len(runs),
         "steps": sum(len(values) for values in step_times),
-        "step_ns": round(float(np.mean([np.mean(values) for values in step_times]))) if step_times else None,
+        "step_ns": round(float(np.mean([np.mean(values) for values in step_times])))
+        if step_times
+        else None,
         "device": ", ".join(sorted(devices)),
         "traceloom": baseline.traceloom,
     }
@@ -211,7 +249,10 @@ def build_baseline_row(name: str, baseline: Baseline) -> BaselineRow:
 def render_baselines(rows: list[BaselineRow], top: int, width: int) -> Iterator[Text]:
     """The list as a table."""
     display_rows = [
-        {**entry, "when": f"{dt.datetime.fromtimestamp(entry['saved_unix_s'], dt.timezone.utc):%Y-%m-%d %H:%M}"}
+        {
+            **entry,
+            "when": f"{dt.datetime.fromtimestamp(entry['saved_unix_s'], dt.timezone.utc):%Y-%m-%d %H:%M}",
+        }
         for entry in rows
     ]
     columns = [
@@ -230,7 +271,9 @@ def render_baselines(rows: list[BaselineRow], top: int, width: int) -> Iterator[
 def render_verdict_page(document: VerdictDocument) -> str:
     """The verdict as one HTML page that needs nothing but itself."""
     name = f"{document['base']['name']} → {document['new']['name']}"
-    paragraphs = "".join(f'<p class="quiet">{escape_html(line)}</p>' for line in list_reasons(document))
+    paragraphs = "".join(
+        f'<p class="quiet">{escape_html(line)}</p>' for line in list_reasons(document)
+    )
     sides = (("base", document["base"]), ("new", document["new"]))
     runs = [{"side": name, **run} for name, side in sides for run in side["runs"]]
     run_columns = [
@@ -253,7 +296,11 @@ def render_verdict_page(document: VerdictDocument) -> str:
 
 
 _UNCUT_TABLES = ("verdict-checks", "verdict-conditions", "diff-parts")  # never cut short
-_SKIPPED_TABLES = ("diff-kernels", "diff-operators", "diff-host")  # causes has the largest of them; files have all
+_SKIPPED_TABLES = (
+    "diff-kernels",
+    "diff-operators",
+    "diff-host",
+)  # causes has the largest of them; files have all
 _COLOURS = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}
 
 
@@ -279,7 +326,10 @@ def render(document: VerdictDocument, top: int, width: int) -> Iterator[Text]:
 def print_sentence(document: VerdictDocument, stream: TextIO) -> None:
     """The sentence alone."""
     terminal.print_lines(
-        lambda width: render_paragraph(describe_verdict(document), width, _COLOURS[document["verdict"]]), stream
+        lambda width: render_paragraph(
+            describe_verdict(document), width, _COLOURS[document["verdict"]]
+        ),
+        stream,
     )
 
 
@@ -291,7 +341,9 @@ _SIGNS = {"pass": "✅", "fail": "❌", "inconclusive": "❔"}
 
 def render_verdict_markdown(document: VerdictDocument) -> str:
     """The document as GitHub-flavoured Markdown, ended by a line end."""
-    base, new = (format_code_span(side["name"], cell=False) for side in (document["base"], document["new"]))
+    base, new = (
+        format_code_span(side["name"], cell=False) for side in (document["base"], document["new"])
+    )
     lines = [f"### Traceloom: {base} → {new}", ""]
     lines.append(f"{_SIGNS[document['verdict']]} **{markdown_text(describe_verdict(document))}**")
     for line in list_reasons(document):

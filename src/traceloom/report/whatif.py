@@ -20,7 +20,12 @@ from traceloom.report.labels import fit_name, format_rank
 from traceloom.report.views.markdown import escape_markdown, format_code_span
 from traceloom.report.views.page import list_sections, read_asset, render_key_numbers, render_page
 from traceloom.report.views.page_table import render_html_table
-from traceloom.report.views.terminal_table import TextColumn, render_heading, render_paragraph, render_table
+from traceloom.report.views.terminal_table import (
+    TextColumn,
+    render_heading,
+    render_paragraph,
+    render_table,
+)
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 from traceloom.trace.frames import to_rows
@@ -33,21 +38,40 @@ FORMAT = "traceloom-whatif"
 VERSION = 1
 _MAX_ROWS = 8
 _WORK_LABELS = {
-    "host": "operators, other work on the host", "think": "host time that nothing names", "wait": "waiting on the host",
-    "launch": "launch calls", "block": "calls that wait for the device", "kernel": "kernels", "copy": "copies",
-    "fill": "fills", "collective": "communication", "send": "sends", "receive": "receives",
-    "rendezvous": "meetings of ranks", "arrival": "peers that were not recorded", "origin": "the beginning",
-}  # fmt: skip
+    "host": "operators, other work on the host",
+    "think": "host time that nothing names",
+    "wait": "waiting on the host",
+    "launch": "launch calls",
+    "block": "calls that wait for the device",
+    "kernel": "kernels",
+    "copy": "copies",
+    "fill": "fills",
+    "collective": "communication",
+    "send": "sends",
+    "receive": "receives",
+    "rendezvous": "meetings of ranks",
+    "arrival": "peers that were not recorded",
+    "origin": "the beginning",
+}
 _DELAY_LABELS = {
-    "call": "into and out of calls", "thread": "between events of a thread", "launch": "from launch to start",
-    "stream": "between pieces of work of a stream", "wait": "after another stream", "queue": "full launch queue",
-    "synchronize": "from the end of GPU work to the call that waits for it", "occupancy": "full device",
-    "cross-thread": "from thread to thread", "rendezvous": "in meetings of ranks", "origin": "before a lane begins",
-}  # fmt: skip
+    "call": "into and out of calls",
+    "thread": "between events of a thread",
+    "launch": "from launch to start",
+    "stream": "between pieces of work of a stream",
+    "wait": "after another stream",
+    "queue": "full launch queue",
+    "synchronize": "from the end of GPU work to the call that waits for it",
+    "occupancy": "full device",
+    "cross-thread": "from thread to thread",
+    "rendezvous": "in meetings of ranks",
+    "origin": "before a lane begins",
+}
 _UNTRUSTED_HINT = "The change is smaller than the error of the graph, or the graph misses the law: take it as a hint."
 
 
-def build(name: str, step: int | None, changes: list[Change], result: WhatIf, law: Law) -> WhatIfDocument:
+def build(
+    name: str, step: int | None, changes: list[Change], result: WhatIf, law: Law
+) -> WhatIfDocument:
     """The document: what was asked, what it would do, how far it can be trusted."""
     return {
         "format": FORMAT,
@@ -56,7 +80,9 @@ def build(name: str, step: int | None, changes: list[Change], result: WhatIf, la
         "name": name,
         "step": step,
         "sentence": describe_whatif(result, step),
-        "changes": [{"change": str(change), "assumes": ASSUMPTIONS[change.action]} for change in changes],
+        "changes": [
+            {"change": str(change), "assumes": ASSUMPTIONS[change.action]} for change in changes
+        ],
         "before_ns": result.before_ns,
         "after_ns": result.after_ns,
         "saved_ns": result.saved_ns,
@@ -65,11 +91,16 @@ def build(name: str, step: int | None, changes: list[Change], result: WhatIf, la
         "rescaled_saved_ns": result.rescaled_saved_ns,
         "ranks": to_rows(result.ranks),
         "path": to_rows(result.path),
-        "law": {"sentence": law.sentence, "holds": law.holds, "honest_error": law.honest_error,
-                "point_error": law.point_error, "residual_share": law.residual_share},
+        "law": {
+            "sentence": law.sentence,
+            "holds": law.holds,
+            "honest_error": law.honest_error,
+            "point_error": law.point_error,
+            "residual_share": law.residual_share,
+        },
         "trusted": result.trusted,
         "lower_bound": result.lower_bound,
-    }  # fmt: skip
+    }
 
 
 def describe_whatif(result: WhatIf, step: int | None) -> str:
@@ -102,11 +133,20 @@ def render(document: WhatIfDocument, width: int) -> Iterator[Text]:
     if len(document["ranks"]) > 1:
         yield from render_heading("Ranks", "", width)
         ranks: list[list[str | Text]] = [
-            [format_rank(r["rank"]), units.format_duration(r["before_ns"]), units.format_duration(r["after_ns"]),
-             units.format_duration(r["saved_ns"])]
+            [
+                format_rank(r["rank"]),
+                units.format_duration(r["before_ns"]),
+                units.format_duration(r["after_ns"]),
+                units.format_duration(r["saved_ns"]),
+            ]
             for r in document["ranks"]
-        ]  # fmt: skip
-        columns = [TextColumn("", right=False), TextColumn("before"), TextColumn("after"), TextColumn("saved")]
+        ]
+        columns = [
+            TextColumn("", right=False),
+            TextColumn("before"),
+            TextColumn("after"),
+            TextColumn("saved"),
+        ]
         yield from render_table(columns, ranks, ("", lambda *_: ""), width)
     yield from render_heading("Critical path", "what decides how long it takes", width)
     parts = document["path"][:_MAX_ROWS]
@@ -145,23 +185,38 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 260, 90, 12, 40
 
 def render_markdown(document: WhatIfDocument) -> str:
     """The document for a pull request or a note."""
-    lines = [f"## What if: {escape_markdown(document['name'])}", "", escape_markdown(document["sentence"]), ""]
+    lines = [
+        f"## What if: {escape_markdown(document['name'])}",
+        "",
+        escape_markdown(document["sentence"]),
+        "",
+    ]
     changes = [
-        (format_code_span(row["change"], _MAX_CHANGE_CHARS, cell=False), escape_markdown(row["assumes"]))
+        (
+            format_code_span(row["change"], _MAX_CHANGE_CHARS, cell=False),
+            escape_markdown(row["assumes"]),
+        )
         for row in document["changes"]
     ]
     lines += [f"- {change}. Assumed: {assumed}." for change, assumed in changes]
     tables: list[tuple[list[str], list[list[str]]]] = []
     if len(document["ranks"]) > 1:
         ranks = [
-            [f"rank {row['rank']}", *map(units.format_duration, (row["before_ns"], row["after_ns"], row["saved_ns"]))]
+            [
+                f"rank {row['rank']}",
+                *map(units.format_duration, (row["before_ns"], row["after_ns"], row["saved_ns"])),
+            ]
             for row in document["ranks"]
         ]
         tables.append((["rank", "before", "after", "saved"], ranks))
     path = [
-        [describe_path_part(row), units.format_duration(row["before_ns"]), units.format_duration(row["after_ns"])]
+        [
+            describe_path_part(row),
+            units.format_duration(row["before_ns"]),
+            units.format_duration(row["after_ns"]),
+        ]
         for row in document["path"][:_MAX_WHATIF_ROWS]
-    ]  # fmt: skip
+    ]
     tables.append((["critical path", "before", "after"], path))
     for head, rows in tables:
         lines += ["", f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
@@ -215,7 +270,9 @@ _ABOUT_TIMELINE = (
 _ABOUT_PATH = "What decides how long it takes; each column adds up to the whole."
 
 
-def render_before_after_page(document: WhatIfDocument, view: BeforeAfterTimeline | None = None) -> str:
+def render_before_after_page(
+    document: WhatIfDocument, view: BeforeAfterTimeline | None = None
+) -> str:
     """The document as one HTML page that needs nothing but itself.
 
     Args:
@@ -245,18 +302,28 @@ def render_before_after_page(document: WhatIfDocument, view: BeforeAfterTimeline
     ]
     if document["rescaled_saved_ns"] != saved:
         key_numbers.append(
-            ("Unrecorded", units.format_duration(document["rescaled_saved_ns"]), "saved when not recording")
+            (
+                "Unrecorded",
+                units.format_duration(document["rescaled_saved_ns"]),
+                "saved when not recording",
+            )
         )
     else:
         error = f"{100 * document['law']['honest_error']:+.2f} %"
         key_numbers.append(
-            ("Error of the graph", error, "more than that is saved" if document["trusted"] else "take it as a hint")
+            (
+                "Error of the graph",
+                error,
+                "more than that is saved" if document["trusted"] else "take it as a hint",
+            )
         )
     return render_page(
         title=f"What if: {document['sentence']} – {name}",
         name=f"What if: {name}",
         headline=f"<h1>{figure_text(document['sentence'])}</h1>{picture}",
-        numbers=render_key_numbers((label, value, "", detail) for label, value, detail in key_numbers),
+        numbers=render_key_numbers(
+            (label, value, "", detail) for label, value, detail in key_numbers
+        ),
         footer=(
             f"<p>Traceloom {figure_text(document['traceloom'])} · times count from the beginning of the graph</p>"
             "<p>The same for programs: <code>traceloom whatif … -o whatif.json</code>; the whole timeline after the "
@@ -267,14 +334,23 @@ def render_before_after_page(document: WhatIfDocument, view: BeforeAfterTimeline
     )
 
 
-def _render_sections(document: WhatIfDocument, view: BeforeAfterTimeline | None) -> Iterator[tuple[str, str, str, str]]:
+def _render_sections(
+    document: WhatIfDocument, view: BeforeAfterTimeline | None
+) -> Iterator[tuple[str, str, str, str]]:
     changes = "".join(
         f'<li><code>{figure_text(change["change"])}</code> <span class="quiet">Assumed: {figure_text(change["assumes"])}.</span></li>'
         for change in document["changes"]
     )
-    yield "changes", "Changes", "What was asked, and what each change assumes.", f"<ul>{changes}</ul>"
+    yield (
+        "changes",
+        "Changes",
+        "What was asked, and what each change assumes.",
+        f"<ul>{changes}</ul>",
+    )
     if view is None:
-        missing = '<p class="quiet absent">Timeline: nothing takes any time on any thread or stream.</p>'
+        missing = (
+            '<p class="quiet absent">Timeline: nothing takes any time on any thread or stream.</p>'
+        )
         yield "timeline", "Timeline", "", missing
     else:
         note = f'<p class="quiet">{render_inline_code(view.said)}</p>' if view.said else ""
@@ -289,5 +365,15 @@ def _render_sections(document: WhatIfDocument, view: BeforeAfterTimeline | None)
         )
     parts = [{**part, "of": describe_path_part(part)} for part in document["path"]]
     kinds = (Col("of", "Time", hint="kind of time on the path"), *_TIMES)
-    yield "path", "Critical path", _ABOUT_PATH, render_html_table("path-table", kinds, parts, {}, "Critical path")
-    yield "trust", "Trust", "How far the answer goes.", f"<p>{figure_text(describe_trust(document))}</p>"
+    yield (
+        "path",
+        "Critical path",
+        _ABOUT_PATH,
+        render_html_table("path-table", kinds, parts, {}, "Critical path"),
+    )
+    yield (
+        "trust",
+        "Trust",
+        "How far the answer goes.",
+        f"<p>{figure_text(describe_trust(document))}</p>",
+    )

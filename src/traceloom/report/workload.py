@@ -43,7 +43,9 @@ _MAX_VALUES = 12
 
 
 def read_attributes(path: Path, identity: int) -> list[tuple[str, str]]:
-    """Every attribute and tensor list of the node with an id: (name, value as text); empty if there is no such node."""
+    """Every attribute and tensor list of the node with an id: (name, value as text); empty if there
+    is no such node.
+    """
     node = _find(path, identity)
     if node is None:
         return []
@@ -80,7 +82,9 @@ def _format_attribute(attribute: AttributeProto) -> str:
     if kind.endswith("_list"):
         values = value.values
         others_note = f", … {len(values) - _MAX_VALUES} more" if len(values) > _MAX_VALUES else ""
-        return _cut("[" + ", ".join(str(element) for element in values[:_MAX_VALUES]) + others_note + "]")
+        return _cut(
+            "[" + ", ".join(str(element) for element in values[:_MAX_VALUES]) + others_note + "]"
+        )
     return _cut(str(value))
 
 
@@ -108,7 +112,8 @@ class NodeNetwork:
         name: What the user gave.
         form: `graph` or `chakra`.
         nodes: `id` (as the user knows it: in the file, or row of the graph), `rank`, `kind`, `name`, `time_ns`,
-            `start_ns` (null where the file has no times), `bytes` (of communication and copies); rows are nodes.
+            `start_ns` (null where the file has no times), `bytes` (of communication and copies);
+            rows are nodes.
         edges: `source`, `target` (rows), `kind`, `evidence` (null in Chakra files).
         communication: `node` (row), `what` (all_reduce, ...), `group`.
         dangling: Dependencies on nodes that do not exist.
@@ -148,7 +153,15 @@ def convert_graph(graph: Graph) -> NodeNetwork:
     communication = graph.communication.select(
         pl.col("node").cast(pl.Int64), pl.col("kind").fill_null("unknown").alias("what"), "group"
     )
-    return NodeNetwork(graph.name, "graph", nodes, edges, communication, facts=(graph.stage,), notices=graph.notices)
+    return NodeNetwork(
+        graph.name,
+        "graph",
+        nodes,
+        edges,
+        communication,
+        facts=(graph.stage,),
+        notices=graph.notices,
+    )
 
 
 def convert_workload(workload: Workload) -> NodeNetwork:
@@ -161,7 +174,9 @@ def convert_workload(workload: Workload) -> NodeNetwork:
         dangling += len(resolved.dangling[0]) + len(resolved.dangling_control[0])
         for kind, arcs in (("data", resolved.data), ("control", resolved.control)):
             edges.append(
-                pl.DataFrame({"source": arcs.source + offset, "target": arcs.target + offset}).with_columns(
+                pl.DataFrame(
+                    {"source": arcs.source + offset, "target": arcs.target + offset}
+                ).with_columns(
                     pl.lit(kind).alias("kind"), pl.lit(None, dtype=pl.String).alias("evidence")
                 )
             )
@@ -171,7 +186,10 @@ def convert_workload(workload: Workload) -> NodeNetwork:
         .filter(pl.col("kind").is_in(COMMUNICATION))
         .select(pl.col("node").cast(pl.Int64), pl.coalesce("what", "kind").alias("what"), "group")
     )
-    files = {rank or 0: Path(table.path) for rank, table in zip(workload.ranks, workload.tables, strict=True)}
+    files = {
+        rank or 0: Path(table.path)
+        for rank, table in zip(workload.ranks, workload.tables, strict=True)
+    }
     return NodeNetwork(
         workload.place.name,
         "chakra",
@@ -188,18 +206,30 @@ def _build_nodes(table: NodeFrame, rank: int | None) -> pl.DataFrame:
     names = {CollectiveCommType.Value(name): name.lower() for name in CollectiveCommType.keys()}  # noqa: SIM118
     kind = (
         pl.when(pl.col("type") == NodeType.COMP_NODE)
-        .then(pl.when(pl.col("is_cpu_op").fill_null(value=False)).then(pl.lit("host")).otherwise(pl.lit("compute")))
-        .otherwise(pl.col("type").replace_strict(_TYPES, default=pl.format("type {}", "type"), return_dtype=pl.String))
+        .then(
+            pl.when(pl.col("is_cpu_op").fill_null(value=False))
+            .then(pl.lit("host"))
+            .otherwise(pl.lit("compute"))
+        )
+        .otherwise(
+            pl.col("type").replace_strict(
+                _TYPES, default=pl.format("type {}", "type"), return_dtype=pl.String
+            )
+        )
     )
     has_times = (pl.col("start_us") > 0).any()
-    collective_name = pl.col("comm_type").replace_strict(names, default="unknown", return_dtype=pl.String)
+    collective_name = pl.col("comm_type").replace_strict(
+        names, default="unknown", return_dtype=pl.String
+    )
     return table.nodes.select(
         pl.col("id").cast(pl.Int64, strict=False),
         pl.lit(rank or 0, dtype=pl.Int64).alias("rank"),
         kind.alias("kind"),
         "name",
         (pl.col("duration_us").cast(pl.Int64, strict=False) * 1000).alias("time_ns"),
-        pl.when(has_times).then(pl.col("start_us").cast(pl.Int64, strict=False) * 1000).alias("start_ns"),
+        pl.when(has_times)
+        .then(pl.col("start_us").cast(pl.Int64, strict=False) * 1000)
+        .alias("start_ns"),
         pl.coalesce("comm_size", "tensor_size").alias("bytes"),
         pl.when(pl.col("type") == NodeType.COMM_COLL_NODE).then(collective_name).alias("what"),
         pl.col("pg_name").alias("group"),
@@ -222,7 +252,8 @@ _KNOWN_BYTES = pl.when(pl.col("bytes").count() > 0).then(pl.col("bytes").sum()).
 def summarise(network: NodeNetwork) -> WorkloadSummaryDocument:
     """What `traceloom show --json` prints.
 
-    Times are sums over nodes, ns; `window_ns` is from the first start to the last end, null where there are no times.
+    Times are sums over nodes, ns; `window_ns` is from the first start to the last end, null where
+    there are no times.
     """
     nodes, edges = network.nodes, network.edges
     timed_nodes = nodes.filter(pl.col("start_ns").is_not_null())
@@ -239,7 +270,14 @@ def summarise(network: NodeNetwork) -> WorkloadSummaryDocument:
             _KNOWN_BYTES,
             pl.col("time_ns").sum(),
         )
-        .sort("bytes", "count", "what", "group", descending=[True, True, False, False], nulls_last=True)
+        .sort(
+            "bytes",
+            "count",
+            "what",
+            "group",
+            descending=[True, True, False, False],
+            nulls_last=True,
+        )
     )
     waits = nodes.height - edges["target"].n_unique()
     last_count = nodes.height - edges["source"].n_unique()
@@ -277,7 +315,12 @@ def _sum_nodes(nodes: pl.DataFrame, group_columns: list[str]) -> pl.DataFrame:
             pl.col("time_ns").max().alias("longest_ns"),
             _KNOWN_BYTES,
         )
-        .sort("time_ns", "count", *group_columns, descending=[True, True, *(False for _ in group_columns)])
+        .sort(
+            "time_ns",
+            "count",
+            *group_columns,
+            descending=[True, True, *(False for _ in group_columns)],
+        )
     )
 
 
@@ -292,7 +335,10 @@ def _summarise_ranks(network: NodeNetwork) -> list[WorkloadRankRow]:
         .agg(
             pl.len().alias("nodes"),
             pl.col("waits").sum().alias("edges"),
-            pl.col("time_ns").filter(pl.col("kind").is_in(["compute", "kernel"])).sum().alias("compute_ns"),
+            pl.col("time_ns")
+            .filter(pl.col("kind").is_in(["compute", "kernel"]))
+            .sum()
+            .alias("compute_ns"),
             # who sends nothing sends 0; of messages whose sizes no file tells it is unknown
             pl.when((sent.count() > 0) | (sent.len() == 0)).then(sent.sum()).alias("sent_bytes"),
             pl.col("start_ns").min(),
@@ -305,7 +351,9 @@ def _summarise_ranks(network: NodeNetwork) -> list[WorkloadRankRow]:
 def build_node_document(network: NodeNetwork, row: int) -> NodeDocument:
     """One node, what it waits for, what waits for it, and what else its file says of it."""
     node: ShownNodeValue = to_rows(network.nodes[[row]])[0]
-    for communication in to_rows(network.communication.filter(pl.col("node") == row).select("what", "group").head(1)):
+    for communication in to_rows(
+        network.communication.filter(pl.col("node") == row).select("what", "group").head(1)
+    ):
         node |= communication
     path = None if node["rank"] is None else network.details.get(node["rank"])
     return {
@@ -314,11 +362,15 @@ def build_node_document(network: NodeNetwork, row: int) -> NodeDocument:
         "node": node,
         "before": _list_neighbours(network, row, "target", "source"),
         "after": _list_neighbours(network, row, "source", "target"),
-        "attributes": {} if path is None or node["id"] is None else dict(read_attributes(path, node["id"])),
+        "attributes": {}
+        if path is None or node["id"] is None
+        else dict(read_attributes(path, node["id"])),
     }
 
 
-def _list_neighbours(network: NodeNetwork, row: int, own_column: str, other: str) -> list[NeighbourRow]:
+def _list_neighbours(
+    network: NodeNetwork, row: int, own_column: str, other: str
+) -> list[NeighbourRow]:
     """The nodes at the other end of the edges of a node."""
     edges = network.edges.filter(pl.col(own_column) == row)
     nodes = network.nodes[edges[other]].with_columns(edges["kind"].alias("edge"), edges["evidence"])
@@ -338,9 +390,16 @@ def render(summary: WorkloadSummaryDocument, width: int) -> Iterator[Text]:
         f"{units.format_quantity(summary['nodes'], 'node')}",
         units.format_quantity(summary["edges"], "dependency"),
     ]
-    facts += [units.format_duration(summary["window_ns"])] if summary["window_ns"] is not None else ["no times of day"]
+    facts += (
+        [units.format_duration(summary["window_ns"])]
+        if summary["window_ns"] is not None
+        else ["no times of day"]
+    )
     text = " · ".join(facts)
-    yield Text.assemble((fit_name(summary["name"], max(width - len(text) - 3, 16)), "bold"), (f"  {text}", DIM_STYLE))
+    yield Text.assemble(
+        (fit_name(summary["name"], max(width - len(text) - 3, 16)), "bold"),
+        (f"  {text}", DIM_STYLE),
+    )
     first, last = summary["first_nodes"], summary["last_nodes"]
     text = f"{units.format_count(first)} node{' waits' if first == 1 else 's wait'} for nothing, "
     text += f"nothing waits for {units.format_count(last)}"
@@ -350,7 +409,8 @@ def render(summary: WorkloadSummaryDocument, width: int) -> Iterator[Text]:
     for table in _build_tables(summary):
         yield from render_declared_table(table, ReportOptions(top=_MAX_ROWS), width)
     yield from render_notice_lines(
-        [(row["severity"], f"{row['message']} [{row['slug']}]") for row in summary["notices"]], width
+        [(row["severity"], f"{row['message']} [{row['slug']}]") for row in summary["notices"]],
+        width,
     )
 
 
@@ -362,8 +422,16 @@ def _build_tables(summary: WorkloadSummaryDocument) -> Iterator[Table]:
         Col("longest_ns", "Longest", "time"),
         Col("bytes", "Bytes", "bytes"),
     ]
-    yield Table("kinds", "Nodes", [*base_columns, Col("kind", "Kind", "name")], summary["kinds"], note="by kind")
-    name_rows: list[Cells] = [{**row, "name": row["name"] or "(no name)"} for row in summary["names"]]
+    yield Table(
+        "kinds",
+        "Nodes",
+        [*base_columns, Col("kind", "Kind", "name")],
+        summary["kinds"],
+        note="by kind",
+    )
+    name_rows: list[Cells] = [
+        {**row, "name": row["name"] or "(no name)"} for row in summary["names"]
+    ]
     columns = [*base_columns, Col("kind", "Kind"), Col("name", "Name", "name")]
     yield Table("names", "Names", columns, name_rows, note="the most time")
     columns = [
@@ -373,9 +441,19 @@ def _build_tables(summary: WorkloadSummaryDocument) -> Iterator[Table]:
         Col("group", "Group"),
         Col("what", "What", "name"),
     ]
-    yield Table("communication", "Communication", columns, summary["communication"], note="by kind and group")
+    yield Table(
+        "communication",
+        "Communication",
+        columns,
+        summary["communication"],
+        note="by kind and group",
+    )
     evidence = any(row["evidence"] for row in summary["dependencies"])
-    columns = [base_columns[0], *([Col("evidence", "Evidence")] if evidence else []), Col("kind", "Kind", "name")]
+    columns = [
+        base_columns[0],
+        *([Col("evidence", "Evidence")] if evidence else []),
+        Col("kind", "Kind", "name"),
+    ]
     note = "by kind" + (" and evidence" if evidence else "")
     yield Table("dependencies", "Dependencies", columns, summary["dependencies"], note=note)
     if len(summary["ranks"]) > 1:
@@ -393,17 +471,24 @@ def render_node(document: NodeDocument, width: int) -> Iterator[Text]:
     """One node: its facts, its attributes, and its neighbours."""
     node = document["node"]
     yield Text.assemble(
-        (fit_name(node["name"] or "(no name)", width - 24), "bold"), (f"  node {node['id']}", DIM_STYLE)
+        (fit_name(node["name"] or "(no name)", width - 24), "bold"),
+        (f"  node {node['id']}", DIM_STYLE),
     )
     facts = [node["kind"], *([f"rank {node['rank']}"] if node["rank"] is not None else [])]
     facts += [description] if (description := node.get("what")) else []
     facts += [f"group {group}"] if (group := node.get("group")) else []
     facts += [units.format_duration(node["time_ns"])]
-    facts += [f"starts at {units.format_duration(node['start_ns'])}"] if node["start_ns"] is not None else []
+    facts += (
+        [f"starts at {units.format_duration(node['start_ns'])}"]
+        if node["start_ns"] is not None
+        else []
+    )
     facts += [units.format_size(node["bytes"])] if node["bytes"] is not None else []
     yield from render_paragraph(" · ".join(facts), width)
     for name, value in document["attributes"].items():
-        yield Text.assemble(" ", (sanitize(name), DIM_STYLE), " ", fit_name(value, max(width - len(name) - 3, 16)))
+        yield Text.assemble(
+            " ", (sanitize(name), DIM_STYLE), " ", fit_name(value, max(width - len(name) - 3, 16))
+        )
     for key, title, nodes in (
         ("before", "Waits for", document["before"]),
         ("after", "Is awaited by", document["after"]),
@@ -411,7 +496,8 @@ def render_node(document: NodeDocument, width: int) -> Iterator[Text]:
         rows: list[Cells] = [
             {
                 **row,
-                "node": f"{row['id']}" + (f" of rank {row['rank']}" if row["rank"] is not None else ""),
+                "node": f"{row['id']}"
+                + (f" of rank {row['rank']}" if row["rank"] is not None else ""),
                 "dependency": row["edge"] + (f", {row['evidence']}" if row["evidence"] else ""),
             }
             for row in nodes
@@ -425,4 +511,6 @@ def render_node(document: NodeDocument, width: int) -> Iterator[Text]:
         ]
         if not rows:
             yield from render_heading(title, "nothing", width)
-        yield from render_declared_table(Table(key, title, columns, rows), ReportOptions(top=_MAX_ROWS), width)
+        yield from render_declared_table(
+            Table(key, title, columns, rows), ReportOptions(top=_MAX_ROWS), width
+        )

@@ -77,7 +77,8 @@ class Picture:
 def collapse_nodes(network: NodeNetwork, max_boxes: int = MAX_BOXES) -> Picture:
     """All nodes, those of one kind and name as one box.
 
-    Numbers in names are ignored where that is needed to get few boxes; what has least time shares a box per kind.
+    Numbers in names are ignored where that is needed to get few boxes; what has least time shares a
+    box per kind.
     """
     nodes = network.nodes.select(
         "kind", "name", "time_ns", "bytes", "start_ns", pl.int_range(pl.len()).alias("row")
@@ -98,11 +99,19 @@ def collapse_nodes(network: NodeNetwork, max_boxes: int = MAX_BOXES) -> Picture:
         .with_row_index("rank_of_time")
     )
     is_own_box = pl.col("rank_of_time") < max_boxes
-    groups = groups.with_columns(pl.when(is_own_box).then(pl.col("rank_of_time").cast(pl.Int64)).alias("box"))
-    remaining_kinds = groups.filter(~is_own_box)["kind"].unique(maintain_order=True).sort().to_list()
-    other = {kind: min(max_boxes, groups.height) + number for number, kind in enumerate(remaining_kinds)}
     groups = groups.with_columns(
-        pl.coalesce("box", pl.col("kind").replace_strict(other, default=None, return_dtype=pl.Int64)).alias("box")
+        pl.when(is_own_box).then(pl.col("rank_of_time").cast(pl.Int64)).alias("box")
+    )
+    remaining_kinds = (
+        groups.filter(~is_own_box)["kind"].unique(maintain_order=True).sort().to_list()
+    )
+    other = {
+        kind: min(max_boxes, groups.height) + number for number, kind in enumerate(remaining_kinds)
+    }
+    groups = groups.with_columns(
+        pl.coalesce(
+            "box", pl.col("kind").replace_strict(other, default=None, return_dtype=pl.Int64)
+        ).alias("box")
     )
     # One box per group, or for several small groups of a kind
     merged = (
@@ -130,22 +139,35 @@ def collapse_nodes(network: NodeNetwork, max_boxes: int = MAX_BOXES) -> Picture:
         )
         for row in merged.iter_rows(named=True)
     )
-    box_of = nodes.join(groups.select("kind", "group", "box"), on=["kind", "group"], how="left", maintain_order="left")
+    box_of = nodes.join(
+        groups.select("kind", "group", "box"),
+        on=["kind", "group"],
+        how="left",
+        maintain_order="left",
+    )
     box = box_of["box"].to_numpy()
     edges = network.edges.select(
         pl.Series("source", box[network.edges["source"].to_numpy()]),
         pl.Series("target", box[network.edges["target"].to_numpy()]),
         "kind",
     )
-    counted = edges.group_by("source", "target", "kind").len().sort("len", "source", "target", "kind", descending=True)
+    counted = (
+        edges.group_by("source", "target", "kind")
+        .len()
+        .sort("len", "source", "target", "kind", descending=True)
+    )
     links = tuple(Link(*row) for row in counted.iter_rows())
     hidden = int(groups.filter(~is_own_box).height)
     left_out = f"{hidden} names with the least time share a box per kind" if hidden else ""
     return Picture("All nodes, by kind and name", boxes, links, left_out)
 
 
-def build_neighbourhood(network: NodeNetwork, row: int, depth: int, max_nodes: int = MAX_NEIGHBOURS) -> Picture:
-    """One node with everything up to `depth` dependencies away, on both sides; the nearest where that is too much."""
+def build_neighbourhood(
+    network: NodeNetwork, row: int, depth: int, max_nodes: int = MAX_NEIGHBOURS
+) -> Picture:
+    """One node with everything up to `depth` dependencies away, on both sides; the nearest where
+    that is too much.
+    """
     source, target = network.edges["source"].to_numpy(), network.edges["target"].to_numpy()
     distance = {row: 0}
     cut = 0
@@ -169,7 +191,16 @@ def build_neighbourhood(network: NodeNetwork, row: int, depth: int, max_nodes: i
         node = network.nodes.row(node_row, named=True)
         note = f"node {node['id']}" + (f", rank {node['rank']}" if node["rank"] is not None else "")
         order = (distance[node_row] + depth) / span + number / (1000 * span * len(rows))
-        box = Box(node["name"], node["kind"], note, 1, node["time_ns"], node["bytes"], order, chosen=node_row == row)
+        box = Box(
+            node["name"],
+            node["kind"],
+            note,
+            1,
+            node["time_ns"],
+            node["bytes"],
+            order,
+            chosen=node_row == row,
+        )
         boxes.append(box)
     inner_edges = np.flatnonzero(np.isin(source, rows) & np.isin(target, rows))
     links = tuple(
@@ -178,17 +209,34 @@ def build_neighbourhood(network: NodeNetwork, row: int, depth: int, max_nodes: i
     )
     left_out = f"{cut} more nodes are as near" if cut else ""
     node = network.nodes.row(row, named=True)
-    return Picture(f"Node {node['id']} and what is up to {depth} dependencies away", tuple(boxes), links, left_out)
+    return Picture(
+        f"Node {node['id']} and what is up to {depth} dependencies away",
+        tuple(boxes),
+        links,
+        left_out,
+    )
 
 
 _MAX_LINKS = 400
 _MAX_LETTERS, _MAX_SMALL_LETTERS = 27, 42  # that fit into a box
 _GROUPS = {
-    "kernel": "compute", "compute": "compute", "collective": "communication", "send": "communication",
-    "receive": "communication", "rendezvous": "communication", "arrival": "communication", "copy": "memory",
-    "fill": "memory", "load": "memory", "store": "memory", "host": "op", "launch": "launch", "block": "blocking",
-    "wait": "idle", "think": "python",
-}  # fmt: skip
+    "kernel": "compute",
+    "compute": "compute",
+    "collective": "communication",
+    "send": "communication",
+    "receive": "communication",
+    "rendezvous": "communication",
+    "arrival": "communication",
+    "copy": "memory",
+    "fill": "memory",
+    "load": "memory",
+    "store": "memory",
+    "host": "op",
+    "launch": "launch",
+    "block": "blocking",
+    "wait": "idle",
+    "think": "python",
+}
 WIDTH, HEIGHT = 232, 50
 _COLUMN_GAP, _ROW_GAP = 96, 22
 _LAYOUT_SWEEPS = 6
@@ -202,7 +250,10 @@ def render(picture: Picture, summary: WorkloadSummaryDocument) -> str:
         summary: Of the whole workload, for the head.
     """
     style = "\n".join(
-        [*(read_asset(name) for name in ("colours.css", "page.css", "views.css")), _read_asset("drawing.css")]
+        [
+            *(read_asset(name) for name in ("colours.css", "page.css", "views.css")),
+            _read_asset("drawing.css"),
+        ]
     )
     theme, script = read_asset("theme.js"), _read_asset("drawing.js")
     ranks = len(summary["ranks"])
@@ -210,11 +261,17 @@ def render(picture: Picture, summary: WorkloadSummaryDocument) -> str:
         units.format_quantity(ranks, "rank"),
         f"{units.format_quantity(summary['nodes'], 'node')}",
         units.format_quantity(summary["edges"], "dependency"),
-        *([units.format_duration(summary["window_ns"])] if summary["window_ns"] is not None else []),
+        *(
+            [units.format_duration(summary["window_ns"])]
+            if summary["window_ns"] is not None
+            else []
+        ),
     ]
     omissions = [picture.left_out] if picture.left_out else []
     if (omitted_count := len(picture.links) - _MAX_LINKS) > 0:
-        omissions.append(f"{units.format_count(omitted_count)} lines of the fewest dependencies are not drawn")
+        omissions.append(
+            f"{units.format_count(omitted_count)} lines of the fewest dependencies are not drawn"
+        )
     visible = Picture(picture.title, picture.boxes, picture.links[:_MAX_LINKS], picture.left_out)
     layout = arrange(visible)
     max_count = max((link.count for link in visible.links), default=1)
@@ -261,7 +318,9 @@ def render(picture: Picture, summary: WorkloadSummaryDocument) -> str:
         rows="".join(_render_row(number, box) for number, box in enumerate(picture.boxes)),
         version=escape_html(__version__),
     )
-    return page.encode("utf-8", "replace").decode("utf-8")  # names from files may hold halves of surrogate pairs
+    return page.encode("utf-8", "replace").decode(
+        "utf-8"
+    )  # names from files may hold halves of surrogate pairs
 
 
 def _read_asset(name: str) -> str:
@@ -320,7 +379,8 @@ class Layout:
 
 def arrange(picture: Picture) -> Layout:
     """Give every box its position; the same picture always looks the same."""
-    # A box stands one column right of the box that it depends on most, among those before it in the order
+    # A box stands one column right of the box that it depends on most, among those before it in the
+    # order
     order = sorted(range(len(picture.boxes)), key=lambda box: (picture.boxes[box].place, box))
     rank = {box: number for number, box in enumerate(order)}
     strongest: dict[int, tuple[int, int]] = {}
@@ -341,7 +401,9 @@ def arrange(picture: Picture) -> Layout:
         if link.source != link.target:
             neighbours.setdefault(link.source, []).append(link.target)
             neighbours.setdefault(link.target, []).append(link.source)
-    position = {box: number / max(len(boxes), 1) for boxes in columns for number, box in enumerate(boxes)}
+    position = {
+        box: number / max(len(boxes), 1) for boxes in columns for number, box in enumerate(boxes)
+    }
     for sweep in range(_LAYOUT_SWEEPS):
         for boxes in columns if sweep % 2 == 0 else reversed(columns):
             mean = {

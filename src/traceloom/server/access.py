@@ -1,11 +1,12 @@
-"""Who asks (unix peer credentials, bearer token, client certificate) and how much they may: rate limiter, connection limit, body limit.
+"""Who asks (unix peer credentials, bearer token, client certificate) and how much they may: rate
+limiter, connection limit, body limit.
 
-Devices and the host are for everybody. Processes, jobs, cgroups and their series are for whose they are: over the unix
-socket the kernel says who asks.
+Devices and the host are for everybody. Processes, jobs, cgroups and their series are for whose they
+are: over the unix socket the kernel says who asks.
 
-Root, the user of the agent and the configured group see all of them. Over TCP a token
-`read` sees all but command lines and changes nothing; `all` sees and does all; who shows none sees the host, and that
-only over loopback.
+Root, the user of the agent and the configured group see all of them. Over TCP a token `read` sees
+all but command lines and changes nothing; `all` sees and does all; who shows none sees the host,
+and that only over loopback.
 """
 
 from __future__ import annotations
@@ -29,12 +30,17 @@ from traceloom.server.settings import Access, Token
 
 Visibility = Literal["all", "own", "host"]
 
-_SO_PEERGROUPS = 59  # supplementary groups of a peer, since Linux 4.13; not in Python's socket module
+_SO_PEERGROUPS = (
+    59  # supplementary groups of a peer, since Linux 4.13; not in Python's socket module
+)
 _OWNER_LABELS = frozenset({"process", "job", "cgroup"})  # labels that say whose a series is
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """The one who asks. `name` is for limits and the audit log; `uid` and `pid` are None over TCP."""
+    """The one who asks.
+
+    `name` is for limits and the audit log; `uid` and `pid` are None over TCP.
+    """
 
     name: str
     sees: Visibility
@@ -56,7 +62,9 @@ def identify_unix_caller(connection: socket.socket | Any, group: str) -> Caller:
         connection: A connected socket, or asyncio's view of it.
         group: Its members see everything, as root does; may be empty.
     """
-    pid, uid, gid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    pid, uid, gid = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    )
     privileged = uid in (0, os.geteuid()) or (group and _is_member(connection, gid, group))
     return Caller(
         name=f"uid {uid}",
@@ -72,7 +80,10 @@ def _is_member(connection: socket.socket | Any, gid: int, group: str) -> bool:
     try:
         group_id = grp.getgrnam(group).gr_gid
         groups = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * 65_536)
-    except (KeyError, OSError):  # no such group; a kernel that does not say: then the first group alone counts
+    except (
+        KeyError,
+        OSError,
+    ):  # no such group; a kernel that does not say: then the first group alone counts
         return False
     return group_id == gid or group_id in struct.unpack(f"{len(groups) // 4}I", groups)
 
@@ -98,7 +109,12 @@ def authenticate_tcp_caller(
         # All are compared, so that the time tells nothing about which is near.
         matching = [token for token in tokens if hmac.compare_digest(token.sha256.lower(), digest)]
         if not matching:
-            raise HttpError(401, "this token is none of ours", slug="unknown-token", hint="`tcp.tokens` of agent.toml")
+            raise HttpError(
+                401,
+                "this token is none of ours",
+                slug="unknown-token",
+                hint="`tcp.tokens` of agent.toml",
+            )
         token = matching[0]
         return Caller(
             name=f"token {token.name}",
@@ -126,13 +142,18 @@ class RateLimiter:
     """A token bucket for each peer: it holds what two seconds bring, and a request takes a token."""
 
     def __init__(
-        self, per_second: float, clock: Callable[[], float] = time.monotonic,
-        *, hint: str = "`access.requests_per_second` of agent.toml",
-    ) -> None:  # fmt: skip
+        self,
+        per_second: float,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        hint: str = "`access.requests_per_second` of agent.toml",
+    ) -> None:
         self.per_second, self.hint = per_second, hint
         self.most = max(1.0, 2 * per_second)
         self.clock = clock
-        self.buckets: dict[str, tuple[float, float]] = {}  # peer -> tokens, when; the last to ask is last
+        self.buckets: dict[
+            str, tuple[float, float]
+        ] = {}  # peer -> tokens, when; the last to ask is last
 
     def take(self, name: str) -> None:
         """Count a request of a peer.
@@ -158,7 +179,9 @@ class RateLimiter:
 
 
 class ConnectionLimiter:
-    """How many connections there are, in all and of each peer: one peer may have half of them; root is not counted."""
+    """How many connections there are, in all and of each peer: one peer may have half of them; root
+    is not counted.
+    """
 
     def __init__(self, access: Access) -> None:
         self.most = access.connections
@@ -170,7 +193,9 @@ class ConnectionLimiter:
         Raises:
             RequestError: `too-many-connections`.
         """
-        if not peer.unlimited and (self.of.total() >= self.most or self.of[peer.name] >= max(1, self.most // 2)):
+        if not peer.unlimited and (
+            self.of.total() >= self.most or self.of[peer.name] >= max(1, self.most // 2)
+        ):
             raise HttpError(
                 503,
                 "too many connections are open",
@@ -190,7 +215,8 @@ class ConnectionLimiter:
 async def read_limited_body(
     chunks: AsyncIterator[bytes], declared: str, max_bytes: int, hint: str = AGENT_HINT
 ) -> bytes:
-    """The body of a request, no longer than `max_bytes` bytes; `declared` is its Content-Length, or "".
+    """The body of a request, no longer than `max_bytes` bytes; `declared` is its Content-Length, or
+    "".
 
     Raises:
         RequestError: `too-large`.

@@ -52,7 +52,12 @@ class AgentClient:
             self._ask("GET", route, {}, None, file)
 
     def _ask(
-        self, method: str, route: str, parameters: Mapping[str, str], body: bytes | None, to: BinaryIO | None = None
+        self,
+        method: str,
+        route: str,
+        parameters: Mapping[str, str],
+        body: bytes | None,
+        to: BinaryIO | None = None,
     ) -> Any:
         connection = _UnixConnection(self.path, self.timeout_s)
         query = f"?{urlencode(parameters)}" if parameters else ""
@@ -72,16 +77,22 @@ class AgentClient:
             text = response.read()
         except (FileNotFoundError, ConnectionRefusedError) as error:
             raise InputError(
-                "no agent runs here", slug="no-agent", where=str(self.path),
+                "no agent runs here",
+                slug="no-agent",
+                where=str(self.path),
                 hint="start one with `traceloom agent run`, or name its socket with --socket",
-            ) from error  # fmt: skip
+            ) from error
         except PermissionError as error:
-            raise InputError("the agent's socket is not yours to use", slug="no-agent", where=str(self.path)) from error
+            raise InputError(
+                "the agent's socket is not yours to use", slug="no-agent", where=str(self.path)
+            ) from error
         except (OSError, http.client.HTTPException) as error:
             if is_writing:
                 raise
             reason = str(error) or type(error).__name__
-            raise InputError(f"the agent does not answer: {reason}", slug="no-agent", where=str(self.path)) from error
+            raise InputError(
+                f"the agent does not answer: {reason}", slug="no-agent", where=str(self.path)
+            ) from error
         finally:
             connection.close()
         return decode_answer(response.status, text, str(self.path))
@@ -103,16 +114,22 @@ def decode_answer(status: int, text: bytes, location: str, service_name: str = "
         answer = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"what listens there answers as no {service_name} does", slug="agent-unclear", where=location
+            f"what listens there answers as no {service_name} does",
+            slug="agent-unclear",
+            where=location,
         ) from error
     if status >= 400:
         problem = answer.get("error") if isinstance(answer, dict) else None
         if not isinstance(problem, dict) or "slug" not in problem:
             raise InputError(
                 f"the {service_name} refuses with {status} and gives no reason that is understood here",
-                slug="agent-unclear", where=location,
-            )  # fmt: skip
-        message, hint = str(problem.get("message", f"the {service_name} refuses")), str(problem.get("hint", ""))
+                slug="agent-unclear",
+                where=location,
+            )
+        message, hint = (
+            str(problem.get("message", f"the {service_name} refuses")),
+            str(problem.get("hint", "")),
+        )
         raise InputError(message, slug=str(problem["slug"]), hint=hint)
     return answer
 

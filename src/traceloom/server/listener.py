@@ -1,8 +1,10 @@
-"""The listeners: a unix socket, and TCP where it is configured; uvicorn's HTTP protocol in the agent's own loop.
+"""The listeners: a unix socket, and TCP where it is configured; uvicorn's HTTP protocol in the
+agent's own loop.
 
-uvicorn's server is left out: it takes the signals of the process and wakes ten times a second. Its protocol does not
-limit how long a client may take, so each connection has a deadline here: whenever it is the client's turn, to send a
-request or to take the answer, it has `access.seconds` for all of it.
+uvicorn's server is left out: it takes the signals of the process and wakes ten times a second. Its
+protocol does not limit how long a client may take, so each connection has a deadline here: whenever
+it is the client's turn, to send a request or to take the answer, it has `access.seconds` for all of
+it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from traceloom.errors import InputError, OutputError
-from traceloom.server.access import Caller, ConnectionLimiter, authenticate_tcp_caller, identify_unix_caller
+from traceloom.server.access import (
+    Caller,
+    ConnectionLimiter,
+    authenticate_tcp_caller,
+    identify_unix_caller,
+)
 from traceloom.server.problem import HttpError, Problem, ProblemResponse
 from traceloom.server.settings import Access, Tcp, host_and_port
 
@@ -58,7 +65,9 @@ class Listener(Protocol):
     def peer(self, transport: asyncio.BaseTransport) -> Caller:
         """Who connects, until a request says more."""
 
-    def identify(self, transport: asyncio.BaseTransport, peer: Caller) -> Callable[[Headers], object]:
+    def identify(
+        self, transport: asyncio.BaseTransport, peer: Caller
+    ) -> Callable[[Headers], object]:
         """What tells from the headers of a request who asks."""
 
 
@@ -67,7 +76,9 @@ class AgentListener:
 
     hint = "`access.seconds` of agent.toml"
 
-    def __init__(self, tcp: Tcp, access: Access, connections: ConnectionLimiter, *, loopback: bool | None) -> None:
+    def __init__(
+        self, tcp: Tcp, access: Access, connections: ConnectionLimiter, *, loopback: bool | None
+    ) -> None:
         self.tcp, self.access, self.connections, self.loopback = tcp, access, connections, loopback
         self.seconds = access.seconds
 
@@ -77,7 +88,9 @@ class AgentListener:
             return identify_unix_caller(transport.get_extra_info("socket"), self.access.group)
         return Caller(name=f"tcp {transport.get_extra_info('peername')[0]}", sees="host")
 
-    def identify(self, transport: asyncio.BaseTransport, peer: Caller) -> Callable[[Headers], Caller]:
+    def identify(
+        self, transport: asyncio.BaseTransport, peer: Caller
+    ) -> Callable[[Headers], Caller]:
         """What tells from the headers of a request who asks."""
         if self.loopback is None:
             return lambda _headers: peer
@@ -94,9 +107,12 @@ class AgentListener:
             loopback=bool(self.loopback),
             certified=certified,
         )
-        # A page in a browser on this host can make a name of its own point here and read what needs no token.
+        # A page in a browser on this host can make a name of its own point here and read what needs
+        # no token.
         if peer.sees == "host" and not is_local_name(headers.get("host", "")):
-            raise HttpError(403, "that is not its name", slug="wrong-host", hint="use 127.0.0.1 or localhost")
+            raise HttpError(
+                403, "that is not its name", slug="wrong-host", hint="use 127.0.0.1 or localhost"
+            )
         return peer
 
 
@@ -111,7 +127,9 @@ def is_local_name(host: str) -> bool:
 
 
 class TimeoutHttpProtocol(H11Protocol):
-    """A connection: uvicorn's, with the peer in the state of each request, a deadline, and errors as JSON."""
+    """A connection: uvicorn's, with the peer in the state of each request, a deadline, and errors
+    as JSON.
+    """
 
     def __init__(self, door: Listener, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -176,7 +194,9 @@ class TimeoutHttpProtocol(H11Protocol):
         self.refuse(HttpError(400, msg.rstrip("."), slug="wrong-request"))
 
     def is_clients_turn(self) -> bool:
-        """Whether a request is awaited, or the rest of it, or that an answer be taken, to however many requests."""
+        """Whether a request is awaited, or the rest of it, or that an answer be taken, to however
+        many requests.
+        """
         return self.flow.write_paused or self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
     def wait(self) -> None:
@@ -191,19 +211,29 @@ class TimeoutHttpProtocol(H11Protocol):
             self.deadline = None
 
     def give_up(self) -> None:
-        """The client took too long: it hears so where it only sends slowly, and is cut off where it does not read."""
+        """The client took too long: it hears so where it only sends slowly, and is cut off where it
+        does not read.
+        """
         began = self.conn.their_state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
-        if self.transport.is_closing() or self.transport.get_write_buffer_size() or not self.is_clients_turn():
+        if (
+            self.transport.is_closing()
+            or self.transport.get_write_buffer_size()
+            or not self.is_clients_turn()
+        ):
             self.transport.abort()
         elif began:
-            self.refuse(HttpError(408, "the request came too slowly", slug="too-slow", hint=self.door.hint))
+            self.refuse(
+                HttpError(408, "the request came too slowly", slug="too-slow", hint=self.door.hint)
+            )
         else:
             self.transport.close()
 
     def refuse(self, refusal: HttpError) -> None:
         """Answer without the application, and close."""
         body = msgspec.json.encode(
-            ProblemResponse(error=Problem(slug=refusal.slug, message=refusal.message, hint=refusal.hint))
+            ProblemResponse(
+                error=Problem(slug=refusal.slug, message=refusal.message, hint=refusal.hint)
+            )
         )
         retry = b"Retry-After: %d\r\n" % refusal.retry_s if refusal.retry_s else b""
         self.transport.write(
@@ -222,7 +252,9 @@ class OpenListeners:
         self.tcp_address: tuple[str, int] | None = None
 
     async def close(self) -> None:
-        """Take no more connections, let answers that are on their way out for a second, and remove the socket."""
+        """Take no more connections, let answers that are on their way out for a second, and remove
+        the socket.
+        """
         for server in self.servers:
             server.close()
         with contextlib.suppress(FileNotFoundError):
@@ -249,13 +281,17 @@ async def serve(app: ASGIApp, tcp: Tcp, access: Access, path: Path) -> OpenListe
     uvicorn_config = build_uvicorn_config(app, access.seconds)
 
     def connection(door: AgentListener) -> Callable[[], TimeoutHttpProtocol]:
-        return lambda: TimeoutHttpProtocol(door, config=uvicorn_config, server_state=state, app_state={})
+        return lambda: TimeoutHttpProtocol(
+            door, config=uvicorn_config, server_state=state, app_state={}
+        )
 
     listener, lock = bind_unix_socket(path)
     listeners = OpenListeners(state, path, lock)
     loop = asyncio.get_running_loop()
     unix_door = AgentListener(tcp, access, connections, loopback=None)
-    listeners.servers.append(await loop.create_unix_server(connection(unix_door), sock=listener, backlog=_BACKLOG))
+    listeners.servers.append(
+        await loop.create_unix_server(connection(unix_door), sock=listener, backlog=_BACKLOG)
+    )
     if tcp.address:
         host, port = host_and_port(tcp.address)
         try:
@@ -276,7 +312,9 @@ async def serve(app: ASGIApp, tcp: Tcp, access: Access, path: Path) -> OpenListe
 
 
 def build_uvicorn_config(app: ASGIApp, seconds: float) -> UvicornConfig:
-    """What uvicorn's protocol is told: no signals, no logs, nothing of a proxy; `seconds` as of `Door`."""
+    """What uvicorn's protocol is told: no signals, no logs, nothing of a proxy; `seconds` as of
+    `Door`.
+    """
     return UvicornConfig(
         app,
         http="h11",
@@ -308,11 +346,21 @@ def build_tls_context(tcp: Tcp, *, asks: bool = False) -> tuple[ssl.SSLContext |
     """
     host, port = host_and_port(tcp.address)
     try:
-        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        addresses = {
+            str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        }
     except OSError as error:
-        raise InputError(f"`{host}` is no address of this host", slug="wrong-config", where="tcp.address") from error
-    loopback = all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
-    wrong = [token.name for token in tcp.tokens if len(token.sha256) != 64 or token.may not in ("read", "all")]
+        raise InputError(
+            f"`{host}` is no address of this host", slug="wrong-config", where="tcp.address"
+        ) from error
+    loopback = all(
+        ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses
+    )
+    wrong = [
+        token.name
+        for token in tcp.tokens
+        if len(token.sha256) != 64 or token.may not in ("read", "all")
+    ]
     if wrong:
         raise InputError(
             f"the token `{wrong[0]}` needs the 64 hexadecimal digits of its SHA-256, and `may` of `read` or `all`",

@@ -1,4 +1,6 @@
-"""The one HTTP error (`HttpError`: status, slug, message, hint, retry_after), its JSON body, exception -> response."""
+"""The one HTTP error (`HttpError`: status, slug, message, hint, retry_after), its JSON body,
+exception -> response.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,15 @@ API_VERSION = 1  # which each path names
 
 
 class HttpError(TraceloomError):
-    """A request that is not answered: `status` is that of HTTP; `retry_s`: when to come again, where that helps."""
+    """A request that is not answered: `status` is that of HTTP; `retry_s`: when to come again,
+    where that helps.
+    """
 
     exit_code = 3
 
-    def __init__(self, status: int, message: str, *, slug: str, hint: str = "", retry_s: int = 0) -> None:
+    def __init__(
+        self, status: int, message: str, *, slug: str, hint: str = "", retry_s: int = 0
+    ) -> None:
         super().__init__(message, slug=slug, hint=hint)
         self.status = status
         self.retry_s = retry_s
@@ -33,15 +39,17 @@ def other_api_version(path: str, service_name: str) -> HttpError | None:
     version_match = re.match(r"/api/v([0-9]{1,9})/", path)
     if version_match is None or int(version_match[1]) == API_VERSION:
         return None
-    message = (
-        f"this is a request of version {version_match[1]}, and {service_name} answers those of version {API_VERSION}"
+    message = f"this is a request of version {version_match[1]}, and {service_name} answers those of version {API_VERSION}"
+    return HttpError(
+        404, message, slug="other-version", hint="use the same version of Traceloom on both sides"
     )
-    return HttpError(404, message, slug="other-version", hint="use the same version of Traceloom on both sides")
 
 
 def make_bad_request(message: str) -> HttpError:
     """The refusal of a request that is not as it has to be."""
-    return HttpError(400, f"the request is wrong: {describe_refusal(message)}", slug="wrong-request")
+    return HttpError(
+        400, f"the request is wrong: {describe_refusal(message)}", slug="wrong-request"
+    )
 
 
 class HttpResponseBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,20 +78,28 @@ def build_error_response(refusal: HttpError) -> Response:
     headers = {"Retry-After": str(refusal.retry_s)} if refusal.retry_s else {}
     if refusal.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    answer = ProblemResponse(error=Problem(slug=refusal.slug, message=refusal.message, hint=refusal.hint))
-    return Response(msgspec.json.encode(answer), refusal.status, headers, media_type="application/json")
+    answer = ProblemResponse(
+        error=Problem(slug=refusal.slug, message=refusal.message, hint=refusal.hint)
+    )
+    return Response(
+        msgspec.json.encode(answer), refusal.status, headers, media_type="application/json"
+    )
 
 
 def build_exception_handlers(
     paths: Sequence[str], service_name: str
 ) -> dict[Any, Callable[[Request, Exception], Response]]:
-    """What answers for errors: `paths` are those there are, `service_name` is whose defect one of ours is."""
+    """What answers for errors: `paths` are those there are, `service_name` is whose defect one of
+    ours is.
+    """
 
     def no_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = request.url.path
         if error.status_code == 405:
-            return build_error_response(HttpError(405, f"{path} does not take {request.method}", slug="wrong-method"))
+            return build_error_response(
+                HttpError(405, f"{path} does not take {request.method}", slug="wrong-method")
+            )
         if other := other_api_version(path, service_name):
             return build_error_response(other)
         return build_error_response(
@@ -101,7 +117,9 @@ def build_exception_handlers(
 
     def failed(_request: Request, _error: Exception) -> Response:
         return build_error_response(
-            HttpError(500, f"a defect of {service_name}", slug="internal-error", hint="its log says more")
+            HttpError(
+                500, f"a defect of {service_name}", slug="internal-error", hint="its log says more"
+            )
         )
 
     return {HTTPException: no_route, HttpError: refused, Exception: failed}

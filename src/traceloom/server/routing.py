@@ -1,6 +1,7 @@
 """`@route` at the handler.
 
-Reads query and body into Structs; role check, audit, `call()` for in-process callers; time arguments; OpenAPI 3.1 document.
+Reads query and body into Structs; role check, audit, `call()` for in-process callers; time
+arguments; OpenAPI 3.1 document.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 Form = TypeVar("Form", bound=msgspec.Struct)
 
 
-async def decode_body(request: Request, kind: type[Form], max_bytes: int, hint: str = AGENT_HINT) -> Form:
+async def decode_body(
+    request: Request, kind: type[Form], max_bytes: int, hint: str = AGENT_HINT
+) -> Form:
     """The body of a request, of at most so many bytes; `hint`: what to do where it has more.
 
     Raises:
@@ -32,7 +35,9 @@ async def decode_body(request: Request, kind: type[Form], max_bytes: int, hint: 
     from starlette.requests import ClientDisconnect
 
     try:
-        body = await read_limited_body(request.stream(), request.headers.get("content-length", ""), max_bytes, hint)
+        body = await read_limited_body(
+            request.stream(), request.headers.get("content-length", ""), max_bytes, hint
+        )
     except ClientDisconnect as error:
         raise make_truncated_error() from error
     try:
@@ -113,9 +118,13 @@ def build_openapi_document(
     description: str = "What devices and processes of a host do, and whose they are.",
 ) -> dict[str, Any]:
     """The document of OpenAPI 3.1 for the routes with JSON, and `/metrics`."""
-    kinds = {kind for route in routes for kind in (route.answer, route.body) if kind} | {ProblemResponse}
+    kinds = {kind for route in routes for kind in (route.answer, route.body) if kind} | {
+        ProblemResponse
+    }
     ordered = sorted(kinds, key=lambda kind: kind.__name__)
-    schemas, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
+    schemas, components = msgspec.json.schema_components(
+        ordered, ref_template="#/components/schemas/{name}"
+    )
     references = dict(zip(ordered, schemas, strict=True))
     paths: dict[str, Any] = {
         "/metrics": {
@@ -134,28 +143,38 @@ def build_openapi_document(
     for route in routes:
         # Of the operation: its path, and its method where that is not the usual one
         path_parts = [
-            part.strip("{}").partition(":")[0] for part in route.path.split("/") if part not in ("", "api", "v1")
+            part.strip("{}").partition(":")[0]
+            for part in route.path.split("/")
+            if part not in ("", "api", "v1")
         ]
         operation: dict[str, Any] = {
             "summary": route.summary,
-            "operationId": "_".join([*([] if route.method == "GET" else [route.method.lower()]), *path_parts]),
+            "operationId": "_".join(
+                [*([] if route.method == "GET" else [route.method.lower()]), *path_parts]
+            ),
             "description": ((route.answer and route.answer.__doc__) or "").strip(),
             "responses": {
                 "200": _describe_content(route.summary, references[route.answer])
                 if route.answer
                 else {"description": route.summary, "content": {route.content: {}}},
                 **{
-                    str(code): _describe_content(STATUS_DESCRIPTIONS[code], references[ProblemResponse])
+                    str(code): _describe_content(
+                        STATUS_DESCRIPTIONS[code], references[ProblemResponse]
+                    )
                     for code in sorted({*COMMON_STATUSES, *route.refuses})
                 },
             },
         }
         if route.body:
-            operation["requestBody"] = {"required": True, **_describe_content("", references[route.body])}
+            operation["requestBody"] = {
+                "required": True,
+                **_describe_content("", references[route.body]),
+            }
             del operation["requestBody"]["description"]
         in_path = re.findall(r"\{(\w+)[^}]*\}", route.path)
         operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in in_path
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in in_path
         ]
         if route.parameters:
             operation["description"] = (route.parameters.__doc__ or "").strip()
@@ -164,7 +183,8 @@ def build_openapi_document(
                     "name": field.name,
                     "in": "query",
                     "required": field.required,
-                    "schema": msgspec.json.schema(field.type) | ({} if field.required else {"default": field.default}),
+                    "schema": msgspec.json.schema(field.type)
+                    | ({} if field.required else {"default": field.default}),
                 }
                 for field in msgspec.structs.fields(route.parameters)
             ]
@@ -177,7 +197,10 @@ def build_openapi_document(
             "description": description,
         },
         "paths": paths,
-        "components": {"schemas": components, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
     }
 
 
@@ -189,11 +212,14 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:[eE]\+?\d+)?")
 _MAX_TIME_NS = 2**62
-"""What lies beyond, or before the epoch, is asked for as this, or as the epoch: databases hold no more."""
+"""What lies beyond, or before the epoch, is asked for as this, or as the epoch: databases hold no
+more.
+"""
 
 
 def parse_time(text: str, now_ns: int) -> int:
-    """A time in ns since the epoch: `10m` ago, seconds since the epoch, or ISO 8601 (UTC where it says no zone).
+    """A time in ns since the epoch: `10m` ago, seconds since the epoch, or ISO 8601 (UTC where it
+    says no zone).
 
     Raises:
         RequestError: `wrong-request`.
@@ -205,7 +231,12 @@ def parse_time(text: str, now_ns: int) -> int:
             at_ns = int(float(text) * 1e9)
         else:
             time_of = datetime.fromisoformat(text.replace("Z", "+00:00"))
-            at_ns = int((time_of if time_of.tzinfo else time_of.replace(tzinfo=timezone.utc)).timestamp() * 1e9)
+            at_ns = int(
+                (time_of if time_of.tzinfo else time_of.replace(tzinfo=timezone.utc)).timestamp()
+                * 1e9
+            )
     except (ValueError, OverflowError) as error:
-        raise make_bad_request(f"`{text}` is no time, as 10m, 1700000000 or 2026-01-31T12:00") from error
+        raise make_bad_request(
+            f"`{text}` is no time, as 10m, 1700000000 or 2026-01-31T12:00"
+        ) from error
     return min(max(at_ns, 0), _MAX_TIME_NS)

@@ -22,7 +22,10 @@ class Token(ConfigTable, frozen=True):
 
 
 class Tcp(ConfigTable, frozen=True):
-    """The TCP listener: none without `address`. Beyond loopback it needs TLS, and tokens or client certificates."""
+    """The TCP listener: none without `address`.
+
+    Beyond loopback it needs TLS, and tokens or client certificates.
+    """
 
     address: str = ""  # 127.0.0.1:9465
     certificate: str = ""

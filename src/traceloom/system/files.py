@@ -48,12 +48,15 @@ def restore_addresses(text: str) -> str:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading that is a file: no pipe that would wait for a writer, no link, no device.
+    """Open a file for reading that is a file: no pipe that would wait for a writer, no link, no
+    device.
 
     Raises:
         OSError: It is none, or cannot be read.
     """
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
+    handle = os.open(
+        path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
+    )
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "not a regular file")
@@ -61,7 +64,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def open_input(path: str | Path) -> BinaryIO:
-    """Open what the user gives for reading: a file or a pipe. A device has no end, or does something when it is read.
+    """Open what the user gives for reading: a file or a pipe. A device has no end, or does
+    something when it is read.
 
     Raises:
         OSError: It is a device, or cannot be read.
@@ -107,7 +111,10 @@ def protect_inputs(given_paths: Iterable[str | Path] = ()) -> Iterator[None]:
 
 def build_natural_key(path: Path) -> list[tuple[int, str]]:
     """Sorts files by name, numbers in it by their value."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+    return [
+        (int(part), "") if part.isdecimal() else (-1, part)
+        for part in re.split(r"(\d+)", path.name)
+    ]
 
 
 def remember_input(path: str | Path) -> None:
@@ -159,14 +166,20 @@ def refuse_existing(path: Path, *, force: bool) -> None:
     """
     kind = _describe_file_type(path)
     if kind == "directory":
-        raise OutputError(f"`{path}` is a directory", slug="cannot-write", hint="give the name of a file in it")
+        raise OutputError(
+            f"`{path}` is a directory", slug="cannot-write", hint="give the name of a file in it"
+        )
     if kind not in {"", "file"}:
         raise OutputError(
-            f"`{path}` is a {kind}, which is not replaced", slug="cannot-write", hint="give the name of a file"
+            f"`{path}` is a {kind}, which is not replaced",
+            slug="cannot-write",
+            hint="give the name of a file",
         )
     refuse_input(path)
     if kind and not force:
-        raise OutputError(f"`{path}` exists already", slug="file-exists", hint="use --force to overwrite it")
+        raise OutputError(
+            f"`{path}` exists already", slug="file-exists", hint="use --force to overwrite it"
+        )
 
 
 def _describe_file_type(path: Path) -> str:
@@ -182,8 +195,11 @@ def _describe_file_type(path: Path) -> str:
     return "symbolic link" if stat.S_ISLNK(mode) else "device, pipe or socket"
 
 
-def write(path: Path, produce: Callable[[BinaryIO], object], *, force: bool, private: bool = False) -> int:
-    """Let `produce` write a file: beside its place first, then renamed, so that it is whole or not there.
+def write(
+    path: Path, produce: Callable[[BinaryIO], object], *, force: bool, private: bool = False
+) -> int:
+    """Let `produce` write a file: beside its place first, then renamed, so that it is whole or not
+    there.
 
     A file that is replaced hands on who may read and write it.
 
@@ -205,7 +221,9 @@ def write(path: Path, produce: Callable[[BinaryIO], object], *, force: bool, pri
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary_path = make_temporary_path(path)
         with _remove_on_failure(temporary_path):
-            handle = os.open(temporary_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+            handle = os.open(
+                temporary_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666
+            )
             with os.fdopen(handle, "wb") as file:
                 if not private:
                     keep_mode(path, temporary_path)
@@ -257,8 +275,14 @@ def report_write_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         full = error.errno in {errno.ENOSPC, errno.EDQUOT}
-        hint = "make room there, or write somewhere else with -o" if full else "choose another place with -o"
-        raise OutputError(f"`{path}` cannot be written: {reason}", slug="cannot-write", hint=hint) from error
+        hint = (
+            "make room there, or write somewhere else with -o"
+            if full
+            else "choose another place with -o"
+        )
+        raise OutputError(
+            f"`{path}` cannot be written: {reason}", slug="cannot-write", hint=hint
+        ) from error
 
 
 def check_directory(path: Path, own_files_pattern: str, *, force: bool) -> None:
@@ -278,12 +302,22 @@ def check_directory(path: Path, own_files_pattern: str, *, force: bool) -> None:
     if not kind:
         return
     if kind != "directory":
-        raise OutputError(f"`{path}` is a {kind}, not a directory", slug="cannot-write", hint="choose another name")
+        raise OutputError(
+            f"`{path}` is a {kind}, not a directory",
+            slug="cannot-write",
+            hint="choose another name",
+        )
     refuse_input(path)
     entries = sorted(path.iterdir())
     if entries and not force:
-        raise OutputError(f"`{path}` exists already", slug="file-exists", hint="use --force to overwrite it")
-    for entry in (descendant for top in entries for descendant in (top, *(top.rglob("*") if top.is_dir() else ()))):
+        raise OutputError(
+            f"`{path}` exists already", slug="file-exists", hint="use --force to overwrite it"
+        )
+    for entry in (
+        descendant
+        for top in entries
+        for descendant in (top, *(top.rglob("*") if top.is_dir() else ()))
+    ):
         name = entry.relative_to(path).as_posix()
         is_directory = entry.is_dir() and not entry.is_symlink()
         if not any(entry.iterdir()) if is_directory else not re.fullmatch(own_files_pattern, name):
@@ -294,8 +328,11 @@ def check_directory(path: Path, own_files_pattern: str, *, force: bool) -> None:
             )
 
 
-def write_directory(path: Path, produce: Callable[[Path], None], own_files_pattern: str, *, force: bool) -> list[Path]:
-    """Let `produce` fill a directory: beside its place first, then renamed, so that it is whole or not there.
+def write_directory(
+    path: Path, produce: Callable[[Path], None], own_files_pattern: str, *, force: bool
+) -> list[Path]:
+    """Let `produce` fill a directory: beside its place first, then renamed, so that it is whole or
+    not there.
 
     Args:
         path: The directory.
@@ -364,7 +401,9 @@ def find_cache_directory() -> Path:
 
 
 def evict(directory: Path, cap_bytes: int) -> None:
-    """Drop the entries of a folder unused for longest until the rest fits; and what a killed process left half made."""
+    """Drop the entries of a folder unused for longest until the rest fits; and what a killed
+    process left half made.
+    """
     entries = []
     with contextlib.suppress(OSError):
         for entry in directory.iterdir():

@@ -1,4 +1,6 @@
-"""The bytes of a file, plain or gzip (told by content), in pieces; what is cut or corrupt ends them with a fault."""
+"""The bytes of a file, plain or gzip (told by content), in pieces; what is cut or corrupt ends them
+with a fault.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ class GzipStream:
                 yield chunk
             return
         inflate = isal_zlib.decompressobj(31)
-        member = before = 0  # where in the file the current member begins, and how much text came before it
+        member = before = (
+            0  # where in the file the current member begins, and how much text came before it
+        )
         for stored in self._stored(self.READ):
             remaining = stored
             while remaining:
@@ -97,7 +101,11 @@ class GzipStream:
                 try:
                     text = inflate.decompress(remaining, self.PIECE)
                 except _GzipError:
-                    end, self.read, self.damage = self.read, self.read - len(remaining), "corrupt-gzip"
+                    end, self.read, self.damage = (
+                        self.read,
+                        self.read - len(remaining),
+                        "corrupt-gzip",
+                    )
                     yield from self._slowly(member, end, self.given - before)
                     return
                 self.given += len(text)
@@ -125,7 +133,8 @@ class GzipStream:
     def _slowly(self, member: int, end: int, decoded: int) -> Iterator[bytes]:
         """The text of a corrupt member beyond its first `decoded` bytes, up to the fault.
 
-        The fast decoder gives nothing of the piece in which it fails; zlib, fed byte by byte, gives all before that.
+        The fast decoder gives nothing of the piece in which it fails; zlib, fed byte by byte, gives
+        all before that.
         """
         if not self._stream.seekable():
             return
@@ -134,7 +143,9 @@ class GzipStream:
         got = 0
         for position in range(member, end, _RECOVERY_CHUNK_BYTES):
             packed = self._stream.read(min(_RECOVERY_CHUNK_BYTES, end - position))
-            size = 1 if position + self.READ + _RECOVERY_CHUNK_BYTES >= end else _RECOVERY_CHUNK_BYTES
+            size = (
+                1 if position + self.READ + _RECOVERY_CHUNK_BYTES >= end else _RECOVERY_CHUNK_BYTES
+            )
             for start in range(0, len(packed), size):
                 try:
                     text = inflate.decompress(packed[start : start + size])
@@ -163,7 +174,9 @@ def compress_output(produce: Callable[[BinaryIO], object]) -> Callable[[BinaryIO
     """Writes the same content as `produce`, compressed; the same content gives the same bytes."""
 
     def pack(handle: BinaryIO) -> None:
-        packed: Any = igzip.IGzipFile(filename="", fileobj=handle, mode="wb", compresslevel=2, mtime=0)
+        packed: Any = igzip.IGzipFile(
+            filename="", fileobj=handle, mode="wb", compresslevel=2, mtime=0
+        )
         with packed:
             produce(packed)
 
@@ -171,9 +184,14 @@ def compress_output(produce: Callable[[BinaryIO], object]) -> Callable[[BinaryIO
 
 
 def write_gzip(
-    path: Path, produce: Callable[[BinaryIO], object], *, force: bool = False, gzip: bool | None = None
+    path: Path,
+    produce: Callable[[BinaryIO], object],
+    *,
+    force: bool = False,
+    gzip: bool | None = None,
 ) -> int:
-    """Write a file, whole or not at all; returns its size in bytes. The same content gives the same file.
+    """Write a file, whole or not at all; returns its size in bytes. The same content gives the same
+    file.
 
     Args:
         path: The file.

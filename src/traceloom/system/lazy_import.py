@@ -10,7 +10,9 @@ from typing import Any
 
 
 class _LazyPackage(ModuleType):
-    """A package that loads its names on use; a submodule that is called like one of them does not hide it."""
+    """A package that loads its names on use; a submodule that is called like one of them does not
+    hide it.
+    """
 
     _homes: Mapping[str, str | None]
 

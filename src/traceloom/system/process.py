@@ -1,10 +1,12 @@
 """This process: Ctrl-C and clean-up at exit, cores, garbage collector paused, memory given back.
 
-Unwinding by `KeyboardInterrupt` would do for most lines of a program, not for all: within an import, a callback or a
-destructor Python prints a traceback or swallows it, and other threads work on. So a command leaves from the signal's
-handler. Whoever makes something that must not outlive the command says how it is undone (`undone_on_leaving`).
+Unwinding by `KeyboardInterrupt` would do for most lines of a program, not for all: within an
+import, a callback or a destructor Python prints a traceback or swallows it, and other threads work
+on. So a command leaves from the signal's handler. Whoever makes something that must not outlive the
+command says how it is undone (`undone_on_leaving`).
 
-Where that thread sleeps on another core, waking it takes longer than a step of a few thousand rows does.
+Where that thread sleeps on another core, waking it takes longer than a step of a few thousand rows
+does.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ _pending_signals: list[int] = []
 
 
 def install_signal_handlers() -> None:
-    """From now on Ctrl-C and SIGTERM end this process in good order; where they are ignored they stay ignored."""
+    """From now on Ctrl-C and SIGTERM end this process in good order; where they are ignored they
+    stay ignored.
+    """
     for number in _SIGNALS:
         if signal.getsignal(number) in {signal.SIG_DFL, signal.default_int_handler}:
             signal.signal(number, _exit_on_signal)
@@ -36,7 +40,9 @@ def install_signal_handlers() -> None:
 
 @contextlib.contextmanager
 def clean_up_on_exit(undo: Callable[[], object]) -> Iterator[None]:
-    """Call `undo` should the process leave from within; it may be called before what it undoes is done."""
+    """Call `undo` should the process leave from within; it may be called before what it undoes is
+    done.
+    """
     key = object()
     _exit_tasks[key] = undo
     try:
@@ -47,7 +53,10 @@ def clean_up_on_exit(undo: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def defer_signals() -> Iterator[None]:
-    """Leave only after what is done inside, which is short. Processes that are started inside do not hear of it."""
+    """Leave only after what is done inside, which is short.
+
+    Processes that are started inside do not hear of it.
+    """
     before = block_signals()
     key = object()
     _signal_holds[key] = None
@@ -62,7 +71,9 @@ def defer_signals() -> Iterator[None]:
 
 
 def block_signals() -> set[int] | None:
-    """Let neither this thread nor the processes that it starts hear of it; returns what was blocked before."""
+    """Let neither this thread nor the processes that it starts hear of it; returns what was blocked
+    before.
+    """
     if not hasattr(signal, "pthread_sigmask"):
         return None
     return set(signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS))
@@ -101,9 +112,11 @@ MAX_PINNED_EVENTS = 500_000
 
 @contextlib.contextmanager
 def pin_to_one_core(events: int = 0) -> Iterator[None]:
-    """Keep all threads of this process on the core where it runs now, as long as what is inside goes on.
+    """Keep all threads of this process on the core where it runs now, as long as what is inside
+    goes on.
 
-    Processes that are started inside stay on it, too. Nothing happens where the system does not let threads be kept.
+    Processes that are started inside stay on it, too. Nothing happens where the system does not let
+    threads be kept.
 
     Args:
         events: So many are worked on; of more than `MOST_EVENTS` nothing happens.
@@ -147,13 +160,16 @@ _MIN_TRIM_KIB = (
 def trim_memory() -> None:
     """Let the C library return the pages it keeps for later; nothing where it has no way to do so.
 
-    What is freed between two blocks in use stays with the process otherwise: after a trace is read, about a quarter of
-    what it held. Small processes keep their pages: they will need them again, and each costs time to come by.
+    What is freed between two blocks in use stays with the process otherwise: after a trace is read,
+    about a quarter of what it held. Small processes keep their pages: they will need them again,
+    and each costs time to come by.
     """
     if sys.platform == "linux":
         import resource  # Windows has none
 
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < _MIN_TRIM_KIB:
             return
-        with contextlib.suppress(OSError, AttributeError):  # other C libraries have no such function
+        with contextlib.suppress(
+            OSError, AttributeError
+        ):  # other C libraries have no such function
             ctypes.CDLL(None).malloc_trim(0)

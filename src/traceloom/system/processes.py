@@ -1,4 +1,6 @@
-"""Processes that work beside this one: fresh interpreters, so that no script of the user's is run again."""
+"""Processes that work beside this one: fresh interpreters, so that no script of the user's is run
+again.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ from typing import Any
 import traceloom
 from traceloom.system import process
 
-# `-I`: the current directory, which may be an archive of a stranger, has no say in what is imported. Where this process
-# imports from comes in the first line.
+# `-I`: the current directory, which may be an archive of a stranger, has no say in what is
+# imported. Where this process imports from comes in the first line.
 _BOOTSTRAP = (
     "import json, sys; line = sys.stdin.readline(); line.endswith('\\n') or sys.exit(); first = json.loads(line); "
     "sys.path[:] = first['imports']; from importlib import import_module; import_module(first['main']).main()"
@@ -47,12 +49,19 @@ class WorkerProcess:
     """
 
     def __init__(
-        self, main: str, *, threads: int = 1, quiet: bool = False, user: int | None = None,
+        self,
+        main: str,
+        *,
+        threads: int = 1,
+        quiet: bool = False,
+        user: int | None = None,
         environment: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         bare = {"POLARS_MAX_THREADS": str(threads), "PATH": os.defpath, "LANG": "C.UTF-8"}
         variables = (
-            {"POLARS_MAX_THREADS": str(threads), **os.environ} if environment is None else bare | {**environment}
+            {"POLARS_MAX_THREADS": str(threads), **os.environ}
+            if environment is None
+            else bare | {**environment}
         )
         identity: dict[str, Any] = {}
         if user is not None:
@@ -73,7 +82,9 @@ class WorkerProcess:
     def send(self, job: dict[str, Any]) -> None:
         """One more line for it."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, which is seen where its answer is read
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # it has ended already, which is seen where its answer is read
             self._process.stdin.write(json.dumps(job) + "\n")
             self._process.stdin.flush()
 
@@ -88,7 +99,10 @@ class WorkerProcess:
 
     def ended(self) -> int:
         """Wait for its end; its exit code, negative where a signal ended it."""
-        with contextlib.suppress(BrokenPipeError), self._process:  # of a job that it did not read to its end
+        with (
+            contextlib.suppress(BrokenPipeError),
+            self._process,
+        ):  # of a job that it did not read to its end
             self._process.wait()
         return self._process.wait()
 
@@ -116,7 +130,8 @@ class ProcessPool:
     def idle(self) -> Iterator[WorkerProcess]:
         """A process that has nothing to do, for what is done inside.
 
-        Ctrl-C in a terminal reaches all processes, but this one ends the others: call it with signals blocked.
+        Ctrl-C in a terminal reaches all processes, but this one ends the others: call it with
+        signals blocked.
 
         Raises:
             OSError: There are no more to be had, or all are to end.

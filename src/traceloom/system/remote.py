@@ -1,7 +1,8 @@
 """S3, gs, http inputs, copied in pieces.
 
-Only what the user named is fetched: one file of a web server, which may redirect within its own host alone; one object,
-or the objects below a prefix, of a store. What has not changed since it was fetched is not fetched again.
+Only what the user named is fetched: one file of a web server, which may redirect within its own
+host alone; one object, or the objects below a prefix, of a store. What has not changed since it was
+fetched is not fetched again.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ class _RemoteFile(NamedTuple):
 
 
 def fetch_inputs(
-    paths: Iterable[str | os.PathLike[str]], *, cache: bool = True, report_progress: ProgressCallback | None = None
+    paths: Iterable[str | os.PathLike[str]],
+    *,
+    cache: bool = True,
+    report_progress: ProgressCallback | None = None,
 ) -> tuple[str, ...]:
     """The paths with local copies of what lies elsewhere; errors as of `fetched`."""
     return tuple(
@@ -65,8 +69,11 @@ def fetch_inputs(
     )
 
 
-def fetch_copy(url: str, *, cache: bool = True, report_progress: ProgressCallback | None = None) -> Path:
-    """The local copy of a file or directory that lies elsewhere; `files.with_addresses` shows it as it was named.
+def fetch_copy(
+    url: str, *, cache: bool = True, report_progress: ProgressCallback | None = None
+) -> Path:
+    """The local copy of a file or directory that lies elsewhere; `files.with_addresses` shows it as
+    it was named.
 
     Args:
         url: Where it lies.
@@ -80,9 +87,15 @@ def fetch_copy(url: str, *, cache: bool = True, report_progress: ProgressCallbac
     address, display_url = urlsplit(url), strip_secrets(url)
     if address.scheme not in {*_SERVERS, *_STORES}:
         hint = "give a file, a directory, or an address with s3://, gs://, http:// or https://"
-        raise UsageError(f"`{display_url}` is no address to read from", slug="unknown-address", hint=hint)
+        raise UsageError(
+            f"`{display_url}` is no address to read from", slug="unknown-address", hint=hint
+        )
     name = PurePosixPath(unquote(address.path)).name or address.netloc.rpartition("@")[2]
-    copy = find_cache_directory() / "remote" / hashlib.blake2b(url.encode(), digest_size=20).hexdigest()
+    copy = (
+        find_cache_directory()
+        / "remote"
+        / hashlib.blake2b(url.encode(), digest_size=20).hexdigest()
+    )
     path = copy / ("input" if name in {"..", _VERSIONS_FILE} else name)
     with ExitStack() as opened:
         with _convert_errors(display_url):
@@ -104,15 +117,21 @@ def fetch_copy(url: str, *, cache: bool = True, report_progress: ProgressCallbac
         changed = [
             remote
             for remote in remotes
-            if not remote.version or versions.get(remote.name) != remote.version or not (path / remote.name).is_file()
+            if not remote.version
+            or versions.get(remote.name) != remote.version
+            or not (path / remote.name).is_file()
         ]
         _download(changed, path, display_url, report_progress or (lambda _done, _total: None))
     current = {remote.name: remote.version for remote in remotes}
     for stale_file in [
-        file for file in path.rglob("*") if file.is_file() and file.relative_to(path).as_posix() not in current
+        file
+        for file in path.rglob("*")
+        if file.is_file() and file.relative_to(path).as_posix() not in current
     ]:
         stale_file.unlink()
-    files.write(copy / _VERSIONS_FILE, lambda out: out.write(json.dumps(current).encode()), force=True)
+    files.write(
+        copy / _VERSIONS_FILE, lambda out: out.write(json.dumps(current).encode()), force=True
+    )
     with suppress(OSError):
         os.utime(copy)
         evict(copy.parent, MAX_CACHE_BYTES)
@@ -120,7 +139,9 @@ def fetch_copy(url: str, *, cache: bool = True, report_progress: ProgressCallbac
     return path
 
 
-def _download(remotes: list[_RemoteFile], path: Path, display_url: str, report_progress: ProgressCallback) -> None:
+def _download(
+    remotes: list[_RemoteFile], path: Path, display_url: str, report_progress: ProgressCallback
+) -> None:
     """Write files below `path`, each whole or not at all."""
     sizes = [remote.size for remote in remotes if remote.size is not None]
     total = sum(sizes) if len(sizes) == len(remotes) else None
@@ -160,7 +181,10 @@ def open_file_system(url: str) -> tuple[Any, str]:
 
         file_system, path = url_to_fs(url)
     except (ImportError, ValueError) as error:
-        scheme, extra = urlsplit(url).scheme, "the extra `remote` of Traceloom has what s3:// and gs:// need"
+        scheme, extra = (
+            urlsplit(url).scheme,
+            "the extra `remote` of Traceloom has what s3:// and gs:// need",
+        )
         raise UsageError(
             f"{scheme}:// cannot be opened: {error}",
             slug="no-fsspec",
@@ -173,18 +197,27 @@ def open_file_system(url: str) -> tuple[Any, str]:
 def _check_size(size: int, display_url: str) -> None:
     if size > MAX_BYTES:
         message = f"it has more than {MAX_BYTES // 10**9} GB, and no more is fetched for one input"
-        raise InputError(message, slug="too-large", where=display_url, hint="fetch it yourself, or name fewer files")
+        raise InputError(
+            message,
+            slug="too-large",
+            where=display_url,
+            hint="fetch it yourself, or name fewer files",
+        )
 
 
 @contextmanager
 def _convert_errors(display_url: str) -> Iterator[None]:
-    """Say in a sentence what went wrong elsewhere, which may be any exception of a library that we do not know."""
+    """Say in a sentence what went wrong elsewhere, which may be any exception of a library that we
+    do not know.
+    """
     try:
         yield
     except (TraceloomError, GeneratorExit):
         raise
     except FileNotFoundError as error:
-        raise InputError("there is no such file or directory", slug="unreadable", where=display_url) from error
+        raise InputError(
+            "there is no such file or directory", slug="unreadable", where=display_url
+        ) from error
     except Exception as error:
         message = f"it cannot be fetched: {getattr(error, 'reason', error) or type(error).__name__}"
         raise InputError(message, slug="unreadable", where=display_url) from error
@@ -206,13 +239,21 @@ def _list_store(url: str) -> Iterator[_RemoteFile]:
                 objects[name] = entry
                 if len(objects) > MAX_FILES:
                     message = f"there are more than {MAX_FILES:,} files below this prefix"
-                    raise InputError(message, slug="too-large", where=strip_secrets(url), hint="name a longer prefix")
+                    raise InputError(
+                        message,
+                        slug="too-large",
+                        where=strip_secrets(url),
+                        hint="name a longer prefix",
+                    )
         if not objects:
             raise FileNotFoundError(url)
     for name, info in objects.items():
         version = json.dumps([info.get(key) for key in _VERSION_KEYS], default=str)
         yield _RemoteFile(
-            name, info["size"], version, partial(store.open, info["name"], "rb", block_size=_STORE_CHUNK_BYTES)
+            name,
+            info["size"],
+            version,
+            partial(store.open, info["name"], "rb", block_size=_STORE_CHUNK_BYTES),
         )
 
 
@@ -233,12 +274,16 @@ def open_remote(url: str, display_url: str) -> Any:
     address = urlsplit(url)
     if address.path.endswith("/") or not address.path:
         hint = "name each file, as in https://host/run/rank0.kineto.json.gz; directories are read from s3:// and gs://"
-        raise InputError("web servers do not list directories", slug="unreadable", where=display_url, hint=hint)
+        raise InputError(
+            "web servers do not list directories", slug="unreadable", where=display_url, hint=hint
+        )
     headers = {"User-Agent": "traceloom"}
     if address.username is not None:
         pair = f"{unquote(address.username)}:{unquote(address.password or '')}"
         headers["Authorization"] = f"Basic {base64.b64encode(pair.encode()).decode()}"
-    request = Request(address._replace(netloc=address.netloc.rpartition("@")[2]).geturl(), headers=headers)  # noqa: S310  (checked)
+    request = Request(  # noqa: S310
+        address._replace(netloc=address.netloc.rpartition("@")[2]).geturl(), headers=headers
+    )
     try:
         return build_opener(_SameHostRedirects).open(request, timeout=_TIMEOUT_S)
     except HTTPError as error:
@@ -250,14 +295,20 @@ def open_remote(url: str, display_url: str) -> Any:
 class _SameHostRedirects(HTTPRedirectHandler):
     """Follows a server within its own host, and from http to https."""
 
-    def redirect_request(self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:  # noqa: PLR0917
+    def redirect_request(  # noqa: PLR0917
+        self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> Any:
         """The next request.
 
         Raises:
             InputError: `redirected`.
         """
         current, target = urlsplit(req.full_url), urlsplit(newurl)
-        upgraded = (current.scheme, target.scheme) == ("http", "https") and current.port is None and target.port is None
+        upgraded = (
+            (current.scheme, target.scheme) == ("http", "https")
+            and current.port is None
+            and target.port is None
+        )
         if current.hostname != target.hostname or not (
             upgraded or (current.scheme, current.port) == (target.scheme, target.port)
         ):

@@ -1,4 +1,6 @@
-"""Text of strangers (names in traces, paths, hosts) that can only be read: nothing in it steers a terminal."""
+"""Text of strangers (names in traces, paths, hosts) that can only be read: nothing in it steers a
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,15 @@ class SanitizedStream(io.TextIOWrapper):
     """
 
     def __init__(self, stream: io.TextIOWrapper) -> None:
-        # A letter that the terminal's encoding lacks, or a file name that is no text, is spelled, not a failure.
+        # A letter that the terminal's encoding lacks, or a file name that is no text, is spelled,
+        # not a failure.
         stream.reconfigure(errors="backslashreplace")
         super().__init__(
-            stream.buffer, stream.encoding, "backslashreplace", write_through=True, line_buffering=stream.line_buffering
+            stream.buffer,
+            stream.encoding,
+            "backslashreplace",
+            write_through=True,
+            line_buffering=stream.line_buffering,
         )
         self.steering = stream
 
@@ -54,7 +61,9 @@ def unwrap_stream(stream: TextIO) -> TextIO:
 
 
 def sanitize_standard_streams() -> None:
-    """From now on, nothing that this process prints steers a terminal unless it asks for `steering`."""
+    """From now on, nothing that this process prints steers a terminal unless it asks for
+    `steering`.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):

@@ -1,4 +1,6 @@
-"""Where a service of the fleet is, and when a credential may be sent there; the standard library alone."""
+"""Where a service of the fleet is, and when a credential may be sent there; the standard library
+alone.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +33,27 @@ class ServiceAddress(NamedTuple):
             port = parts.port
         except ValueError as error:
             raise InputError(f"`{url}` is no address: {error}", slug="wrong-address") from error
-        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username or parts.query:
-            raise InputError(f"`{url}` is no address, as https://fleet.example:9466", slug="wrong-address")
+        if (
+            parts.scheme not in {"http", "https"}
+            or not parts.hostname
+            or parts.username
+            or parts.query
+        ):
+            raise InputError(
+                f"`{url}` is no address, as https://fleet.example:9466", slug="wrong-address"
+            )
         tls = parts.scheme == "https"
         if not tls and not _is_loopback(parts.hostname):
             raise InputError(
-                f"`{url}` would send credentials over a network that others can listen to", slug="wrong-address",
+                f"`{url}` would send credentials over a network that others can listen to",
+                slug="wrong-address",
                 hint="use https://",
-            )  # fmt: skip
+            )
         return cls(parts.hostname, port or (443 if tls else 80), parts.path.rstrip("/"), tls)
 
-    def connection(self, timeout_s: float, tls: ssl.SSLContext | None = None) -> http.client.HTTPConnection:
+    def connection(
+        self, timeout_s: float, tls: ssl.SSLContext | None = None
+    ) -> http.client.HTTPConnection:
         """A connection to it, which is made when something is asked.
 
         Args:

@@ -1,7 +1,8 @@
 """Text for encoders; patterns with words for a refusal.
 
-Names of files and hosts need not be UTF-8, and JSON can hold halves of surrogate pairs. Python keeps both as lone
-surrogates, which neither UTF-8 nor Arrow has. Where such text comes in, or goes out, they become U+FFFD.
+Names of files and hosts need not be UTF-8, and JSON can hold halves of surrogate pairs. Python
+keeps both as lone surrogates, which neither UTF-8 nor Arrow has. Where such text comes in, or goes
+out, they become U+FFFD.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ def replace_surrogates(text: str) -> str:
 
 
 def clean_json(value: Any) -> tuple[Any, int]:
-    """A JSON value without lone surrogates, and how many texts had any. Keys that become equal: the last one counts."""
+    """A JSON value without lone surrogates, and how many texts had any.
+
+    Keys that become equal: the last one counts.
+    """
     changed = 0
 
     def cleaned(inner: Any) -> Any:
@@ -30,7 +34,11 @@ def clean_json(value: Any) -> tuple[Any, int]:
             changed += replaced != inner
             return replaced
         if isinstance(inner, (dict, list, tuple)):
-            inner = {cleaned(key): item for key, item in inner.items()} if isinstance(inner, dict) else list(inner)
+            inner = (
+                {cleaned(key): item for key, item in inner.items()}
+                if isinstance(inner, dict)
+                else list(inner)
+            )
             waiting.append(inner)
         return inner
 
@@ -82,7 +90,9 @@ _PATTERN_DESCRIPTIONS = {
 
 
 def describe_refusal(refusal: str) -> str:
-    """A refusal of msgspec: where it is about comes first, and instead of a pattern stands what it allows."""
+    """A refusal of msgspec: where it is about comes first, and instead of a pattern stands what it
+    allows.
+    """
     for pattern, description in _PATTERN_DESCRIPTIONS.items():
         refusal = refusal.replace(f"`str` matching regex {pattern!r}", description)
     refusal = re.sub(r"`str` of length >= (\d+)", r"a text of at least \1 signs", refusal)

@@ -1,4 +1,7 @@
-"""Numbers for people: durations, bytes, rates, shares; honest rounding. `units.js` has the same for the page."""
+"""Numbers for people: durations, bytes, rates, shares; honest rounding.
+
+`units.js` has the same for the page.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,9 @@ def _format_scaled(value: float | None, unit: str) -> str:
     """With the largest unit in which it is at least 1; `–` for None."""
     if value is None:
         return UNKNOWN_TEXT
-    factor, name = next((scale for scale in _SCALES[unit] if abs(value) >= scale[0] * 0.9995), _SCALES[unit][-1])
+    factor, name = next(
+        (scale for scale in _SCALES[unit] if abs(value) >= scale[0] * 0.9995), _SCALES[unit][-1]
+    )
     if factor == 1 and unit in ("time", "bytes"):  # means are rounded as the page rounds them
         return f"{value if isinstance(value, int) else floor(value + 0.5)} {name}"
     return f"{_format_three_digits(value / factor)} {name}"
@@ -74,7 +79,9 @@ def format_byte_rate(value: float | None) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """A number without unit: whole ones as they are, others with three significant digits; None -> `–`."""
+    """A number without unit: whole ones as they are, others with three significant digits; None ->
+    `–`.
+    """
     if value is None:
         return UNKNOWN_TEXT
     if float(value).is_integer():
@@ -88,7 +95,9 @@ def format_share(part: float, total: float) -> str:
 
 
 def format_change(fraction: float) -> str:
-    """A relative change with its sign: 0.261 -> `+26.1 %`; never 0 or -100 % unless it is exactly that."""
+    """A relative change with its sign: 0.261 -> `+26.1 %`; never 0 or -100 % unless it is exactly
+    that.
+    """
     size = abs(fraction)
     percent = format_count(round(100 * size)) if size >= 10 else format_percent(size).lstrip(">")
     return f"{'+' if fraction > 0 else '-' if fraction else ''}{percent} %"
@@ -101,7 +110,9 @@ def format_count(value: int | None) -> str:
 
 def format_quantity(value: int, noun: str) -> str:
     """(1, `call`) -> `1 call`; (1234, `copy`) -> `1 234 copies`."""
-    ending = "ies" if re.search("[^aeiou]y$", noun) else "es" if re.search("(s|x|ch|sh)$", noun) else "s"
+    ending = (
+        "ies" if re.search("[^aeiou]y$", noun) else "es" if re.search("(s|x|ch|sh)$", noun) else "s"
+    )
     noun_form = noun if value == 1 else (noun[:-1] if ending == "ies" else noun) + ending
     return f"{format_count(value)} {noun_form}"
 

@@ -1,8 +1,10 @@
-"""Made weeks of a fleet: jobs with their owners, captures and use of devices, and what is true of them.
+"""Made weeks of a fleet: jobs with their owners, captures and use of devices, and what is true of
+them.
 
-The rows have the columns of the fleet's tables (docs/reference/fleet-tables.md). Whatever is planted is known apart
-from the rows: kernels that change on a day and why, device time of every job to the millisecond, hosts that are slow or
-out of reach. Only what is drawn by chance scatters: durations from job to job and from capture to capture.
+The rows have the columns of the fleet's tables (docs/reference/fleet-tables.md). Whatever is
+planted is known apart from the rows: kernels that change on a day and why, device time of every job
+to the millisecond, hosts that are slow or out of reach. Only what is drawn by chance scatters:
+durations from job to job and from capture to capture.
 """
 
 from __future__ import annotations
@@ -20,15 +22,38 @@ _MINUTE_MS = 60_000
 _HOUR_MS = 60 * _MINUTE_MS
 _DAY_MS = 24 * _HOUR_MS
 _DEVICES = 4  # of a host; a job takes all of them
-_LOST_HOST = (1, 5 * _HOUR_MS + 17 * _MINUTE_MS + 13_250, 6 * _HOUR_MS + 2 * _MINUTE_MS + 40_125)  # host, from, until
-_SHARED_DEVICE = (0, 3)  # host and device on which a second process runs in the first hour of each job
+_LOST_HOST = (
+    1,
+    5 * _HOUR_MS + 17 * _MINUTE_MS + 13_250,
+    6 * _HOUR_MS + 2 * _MINUTE_MS + 40_125,
+)  # host, from, until
+_SHARED_DEVICE = (
+    0,
+    3,
+)  # host and device on which a second process runs in the first hour of each job
 _WATTS = {"busy": 400, "idle-allocated": 120, "unallocated": 60}
 _FLOPS_PER_MS = 300_000_000_000
 
 _ATTENTION = "[[{0}, 1, 1024, 64], [{0}, 1, 1024, 64], [{0}, 1, 1024, 64], [], [], []]"
 _KERNELS = (
-    ("embedding_bag_forward_{}", "embedding", "memory", "aten::embedding_bag", "[[{0}, 128], [4096]]", 90_000, 8),
-    ("sm90_gemm_bf16_{}", "gemm", "compute", "aten::mm", "[[16384, {0}], [{0}, 16384]]", 400_000, 12),
+    (
+        "embedding_bag_forward_{}",
+        "embedding",
+        "memory",
+        "aten::embedding_bag",
+        "[[{0}, 128], [4096]]",
+        90_000,
+        8,
+    ),
+    (
+        "sm90_gemm_bf16_{}",
+        "gemm",
+        "compute",
+        "aten::mm",
+        "[[16384, {0}], [{0}, 16384]]",
+        400_000,
+        12,
+    ),
     (
         "flash_fwd_{}",
         "attention",
@@ -38,10 +63,20 @@ _KERNELS = (
         250_000,
         6,
     ),
-    ("vectorized_elementwise_{}", "elementwise", "memory", "aten::add", "[[16384, {0}], [16384, {0}]]", 30_000, 40),
+    (
+        "vectorized_elementwise_{}",
+        "elementwise",
+        "memory",
+        "aten::add",
+        "[[16384, {0}], [16384, {0}]]",
+        30_000,
+        40,
+    ),
     ("softmax_warp_{}", "softmax", "latency", "aten::softmax", "[[512, {0}]]", 6_000, 20),
 )
-"""Name, kind, bound, operator, shapes, mean duration in ns, pieces in a capture; the name is filled with its number."""
+"""Name, kind, bound, operator, shapes, mean duration in ns, pieces in a capture; the name is filled
+with its number.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +111,8 @@ class KernelChange:
         day: From which day on, counted from 0.
         factor: How much longer it takes; for `shapes` how much more work larger shapes get.
         cause: `code`: a new version of the program does it; `host`: jobs run on new hosts since, and those are slow;
-            `shapes`: each piece takes as long as before, but more have the larger shapes; `""`: nothing that is kept.
+            `shapes`: each piece takes as long as before, but more have the larger shapes; `""`:
+            nothing that is kept.
     """
 
     model: str
@@ -89,7 +125,9 @@ class KernelChange:
 TEAMS = (
     Team("recommender", "ads", "feed", "ana", "torch 2.9", kernels=40),
     Team("assistant", "ads", "chat", "bo", "torch 2.13", busy=0.9, kernels=40),
-    Team("vision", "research", "", "chen", "torch 2.13", busy=0.05, kernels=40),  # holds its devices and does nothing
+    Team(
+        "vision", "research", "", "chen", "torch 2.13", busy=0.05, kernels=40
+    ),  # holds its devices and does nothing
     Team("speech", "", "", "", "jax 0.7", hosts=1, kernels=40),  # nobody says whose
 )
 CHANGES = (
@@ -137,7 +175,8 @@ class Weeks:
         recipe: What was made.
         tables: Rows by table: captures, devices, kernels, findings, jobs.
         observed: What agents saw of devices: rows of `usage_minute` with `device_ms` as it was, not in whole
-            milliseconds that add up, and without the time in which a device's agent was out of reach.
+            milliseconds that add up, and without the time in which a device's agent was out of
+            reach.
         held_ms: Job -> device milliseconds that it held, in the days of usage.
         busy_ms: Job -> those in which it computed.
         free_ms: Device milliseconds that no job held, in the days of usage.
@@ -159,7 +198,10 @@ class Weeks:
     @property
     def hosts(self) -> list[str]:
         """Names of all hosts, by position."""
-        return [f"host{index:02}" for index in range(sum(team.hosts for team in self.recipe.teams) + self._later_hosts)]
+        return [
+            f"host{index:02}"
+            for index in range(sum(team.hosts for team in self.recipe.teams) + self._later_hosts)
+        ]
 
     @property
     def _later_hosts(self) -> int:
@@ -198,11 +240,17 @@ def build_weeks(recipe: WeeksRecipe | None = None) -> Weeks:
 
 
 def _create_jobs(recipe: WeeksRecipe, chance: np.random.Generator) -> list[_GeneratedJob]:
-    """Jobs of 2 to 9 hours, one after the other on each host, with pauses; the last may go on beyond the weeks."""
+    """Jobs of 2 to 9 hours, one after the other on each host, with pauses; the last may go on
+    beyond the weeks.
+    """
     jobs, first = [], 0
     spare = sum(team.hosts for team in recipe.teams)
     for team in recipe.teams:
-        moves = [change for change in recipe.changes if change.model == team.model and change.cause == "host"]
+        moves = [
+            change
+            for change in recipe.changes
+            if change.model == team.model and change.cause == "host"
+        ]
         hosts = [(first + offset, 0, recipe.days) for offset in range(team.hosts)]
         for change in moves:
             hosts = [(host, start_day, min(end, change.day)) for host, start_day, end in hosts]
@@ -212,7 +260,11 @@ def _create_jobs(recipe: WeeksRecipe, chance: np.random.Generator) -> list[_Gene
             now = start_day * _DAY_MS + int(chance.integers(_HOUR_MS))
             while now < end * _DAY_MS:
                 long = int(chance.integers(2 * _HOUR_MS, 9 * _HOUR_MS))
-                jobs.append(_GeneratedJob(f"{team.model}-{host}-{now // _MINUTE_MS}", team, host, now, now + long))
+                jobs.append(
+                    _GeneratedJob(
+                        f"{team.model}-{host}-{now // _MINUTE_MS}", team, host, now, now + long
+                    )
+                )
                 now += long + int(chance.integers(2 * _HOUR_MS))
         first += team.hosts
     return jobs
@@ -224,7 +276,9 @@ def _fill_tables(weeks: Weeks, jobs: list[_GeneratedJob], chance: np.random.Gene
     captures, devices, kernels, owners, findings = [], [], [], [], []
     for job in jobs:
         team = job.team
-        changes = [c for c in recipe.changes if c.model == team.model and job.start_ms >= c.day * _DAY_MS]
+        changes = [
+            c for c in recipe.changes if c.model == team.model and job.start_ms >= c.day * _DAY_MS
+        ]
         code = f"commit{sum(change.cause == 'code' for change in changes)}"
         job_factors = np.exp(chance.normal(0, recipe.scatter, team.kernels))
         start = (midnight + job.start_ms) * 1_000_000
@@ -245,7 +299,9 @@ def _fill_tables(weeks: Weeks, jobs: list[_GeneratedJob], chance: np.random.Gene
             }
         )
         for number in range(recipe.captures):
-            at_ms = job.start_ms + (number + 1) * (job.end_ms - job.start_ms) // (recipe.captures + 1)
+            at_ms = job.start_ms + (number + 1) * (job.end_ms - job.start_ms) // (
+                recipe.captures + 1
+            )
             capture_columns = {
                 "day": recipe.start + timedelta(milliseconds=at_ms),
                 "capture": f"{job.name}.{number}",
@@ -255,8 +311,12 @@ def _fill_tables(weeks: Weeks, jobs: list[_GeneratedJob], chance: np.random.Gene
             for kernel_index in range(team.kernels):
                 name, kind, bound, op, shapes, mean, count = _KERNELS[kernel_index % len(_KERNELS)]
                 kernel_changes = [change for change in changes if change.kernel == kernel_index]
-                factor = float(np.prod([c.factor for c in kernel_changes if c.cause != "shapes"])) * slow
-                large = np.prod([change.factor for change in kernel_changes if change.cause == "shapes"])
+                factor = (
+                    float(np.prod([c.factor for c in kernel_changes if c.cause != "shapes"])) * slow
+                )
+                large = np.prod(
+                    [change.factor for change in kernel_changes if change.cause == "shapes"]
+                )
                 for size, share, longer in ((512, 1.0, 1.0), (2048, 0.25 * large, 3.0)):
                     call_ns = (
                         mean
@@ -283,7 +343,9 @@ def _fill_tables(weeks: Weeks, jobs: list[_GeneratedJob], chance: np.random.Gene
                             "total_ns": total,
                             "min_ns": round(0.9 * call_ns),
                             "max_ns": round(1.2 * call_ns),
-                            "roofline_ns": round(0.4 * mean * longer * call_count) if bound != "latency" else None,
+                            "roofline_ns": round(0.4 * mean * longer * call_count)
+                            if bound != "latency"
+                            else None,
                             "clock_hz": 1.5e9,
                         }
                     )
@@ -324,7 +386,9 @@ def _fill_tables(weeks: Weeks, jobs: list[_GeneratedJob], chance: np.random.Gene
                     "exposed_memory_ns": 0,
                 }
             )
-            rule, saving = ("python-bound", 0.5) if team.busy < 0.5 else ("exposed-communication", 0.1)
+            rule, saving = (
+                ("python-bound", 0.5) if team.busy < 0.5 else ("exposed-communication", 0.1)
+            )
             findings.append(
                 {
                     **capture_columns,
@@ -335,8 +399,16 @@ def _fill_tables(weeks: Weeks, jobs: list[_GeneratedJob], chance: np.random.Gene
                     "rank": 0,
                 }
             )
-    lists = {"captures": captures, "devices": devices, "kernels": kernels, "findings": findings, "jobs": owners}
-    weeks.tables = {name: pl.DataFrame(rows, infer_schema_length=None) for name, rows in lists.items()}
+    lists = {
+        "captures": captures,
+        "devices": devices,
+        "kernels": kernels,
+        "findings": findings,
+        "jobs": owners,
+    }
+    weeks.tables = {
+        name: pl.DataFrame(rows, infer_schema_length=None) for name, rows in lists.items()
+    }
 
 
 def _fill_usage(weeks: Weeks, jobs: list[_GeneratedJob]) -> None:
@@ -348,9 +420,16 @@ def _fill_usage(weeks: Weeks, jobs: list[_GeneratedJob]) -> None:
         host_jobs = sorted((job for job in jobs if job.host == host), key=lambda job: job.start_ms)
         for device in range(_DEVICES):
             second = (
-                {job.name: job.start_ms + _HOUR_MS for job in host_jobs} if (host, device) == _SHARED_DEVICE else {}
+                {job.name: job.start_ms + _HOUR_MS for job in host_jobs}
+                if (host, device) == _SHARED_DEVICE
+                else {}
             )
-            marks = {0, until, *(t for job in host_jobs for t in (job.start_ms, job.end_ms)), *second.values()}
+            marks = {
+                0,
+                until,
+                *(t for job in host_jobs for t in (job.start_ms, job.end_ms)),
+                *second.values(),
+            }
             marks |= {lost_from, lost_until} if host == lost_host else set()
             bounds = sorted(mark for mark in marks if mark <= until)
             for start, end in pairwise(bounds):
@@ -380,14 +459,24 @@ def _fill_usage(weeks: Weeks, jobs: list[_GeneratedJob]) -> None:
 
 def _build_usage_minutes(weeks: Weeks, device_piece: _DevicePiece) -> pl.DataFrame:
     """What an agent sees of a piece of a device's time, by minutes."""
-    minute = np.arange(device_piece.start_ms // _MINUTE_MS, -(-device_piece.end_ms // _MINUTE_MS)) * _MINUTE_MS
-    ms = np.minimum(minute + _MINUTE_MS, device_piece.end_ms) - np.maximum(minute, device_piece.start_ms)
-    midnight = int(datetime(*weeks.recipe.start.timetuple()[:3], tzinfo=timezone.utc).timestamp()) * 1000
+    minute = (
+        np.arange(device_piece.start_ms // _MINUTE_MS, -(-device_piece.end_ms // _MINUTE_MS))
+        * _MINUTE_MS
+    )
+    ms = np.minimum(minute + _MINUTE_MS, device_piece.end_ms) - np.maximum(
+        minute, device_piece.start_ms
+    )
+    midnight = (
+        int(datetime(*weeks.recipe.start.timetuple()[:3], tzinfo=timezone.utc).timestamp()) * 1000
+    )
     parts: list[tuple[str | None, str, float]] = [(None, "unallocated", 1.0)]
     if device_piece.shares:
-        parts = [(job, "busy", device_piece.busy * share) for job, share in device_piece.shares.items()]
+        parts = [
+            (job, "busy", device_piece.busy * share) for job, share in device_piece.shares.items()
+        ]
         parts += [
-            (job, "idle-allocated", (1 - device_piece.busy) / len(device_piece.shares)) for job in device_piece.shares
+            (job, "idle-allocated", (1 - device_piece.busy) / len(device_piece.shares))
+            for job in device_piece.shares
         ]
     frames = []
     for job, state, share in parts:
@@ -403,11 +492,15 @@ def _build_usage_minutes(weeks: Weeks, device_piece: _DevicePiece) -> pl.DataFra
                     "job": pl.Series([job] * ms.size, dtype=pl.String),
                     "state": [state] * ms.size,
                     "device_ms": share_ms,
-                    "busy_ms": share_ms if computes else pl.Series([None] * ms.size, dtype=pl.Float64),
+                    "busy_ms": share_ms
+                    if computes
+                    else pl.Series([None] * ms.size, dtype=pl.Float64),
                     "energy_mj": share_ms * _WATTS[state],
                     "flops_low": share_ms * (_FLOPS_PER_MS if computes else 0),
                     "flops_high": share_ms * (2 * _FLOPS_PER_MS if computes else 0),
-                    "input_bytes": share_ms * 1_000 if computes else pl.Series([None] * ms.size, dtype=pl.Float64),
+                    "input_bytes": share_ms * 1_000
+                    if computes
+                    else pl.Series([None] * ms.size, dtype=pl.Float64),
                 }
             )
         )

@@ -1,4 +1,6 @@
-"""HostTraceBuilder: host traces written by hand, in the spelling of any version; pairs with planted truth."""
+"""HostTraceBuilder: host traces written by hand, in the spelling of any version; pairs with planted
+truth.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class _Node:
 
 
 class HostTraceBuilder:
-    """Adds ops one by one in the order in which they began; writes what PyTorch's observer would have written.
+    """Adds ops one by one in the order in which they began; writes what PyTorch's observer would
+    have written.
 
     Args:
         schema: One of HOST_SCHEMAS.
@@ -104,16 +107,27 @@ class HostTraceBuilder:
         self._last_id += 1
         self._nodes.append(
             _Node(
-                self._last_id, name, root.id if parent is None else parent, thread, self._records,
-                sequence=sequence, scope=scope, forward_thread=forward_thread, schema=schema, inputs=tuple(inputs),
-                outputs=tuple(outputs), attributes=tuple(attributes),
+                self._last_id,
+                name,
+                root.id if parent is None else parent,
+                thread,
+                self._records,
+                sequence=sequence,
+                scope=scope,
+                forward_thread=forward_thread,
+                schema=schema,
+                inputs=tuple(inputs),
+                outputs=tuple(outputs),
+                attributes=tuple(attributes),
             )
-        )  # fmt: skip
+        )
         return self._last_id
 
     def groups(self, groups: list[dict[str, Any]]) -> int:
         """The list of process groups, as the observer writes it when it begins."""
-        return self.op("## process_group:init ##", scope=7, inputs=[(json.dumps(groups), [], "String")])
+        return self.op(
+            "## process_group:init ##", scope=7, inputs=[(json.dumps(groups), [], "String")]
+        )
 
     # -- the file -----------------------------------------------------------------------------------------------
 
@@ -133,7 +147,9 @@ class HostTraceBuilder:
             waiting += [(child, False) for child in reversed(children[node.id])]
         # The observer writes a thread's node when the thread's first op begins.
         order.sort(key=lambda node: node.id not in {thread.id for thread in self._threads.values()})
-        return [json.dumps(self._nested(node) if self.nested else self._flat(node)) for node in order]
+        return [
+            json.dumps(self._nested(node) if self.nested else self._flat(node)) for node in order
+        ]
 
     def envelope(self) -> dict[str, Any]:
         """What stands beside the nodes, in the order of the file; `finish_ts` behind them."""
@@ -149,7 +165,9 @@ class HostTraceBuilder:
         """The file as text; with other nodes where given."""
         envelope = self.envelope()
         finish = envelope.pop("finish_ts")
-        head = ", ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in envelope.items())
+        head = ", ".join(
+            f"{json.dumps(key)}: {json.dumps(value)}" for key, value in envelope.items()
+        )
         body = ",\n    ".join(self.nodes() if nodes is None else nodes)
         return f'{{\n  {head},\n  "nodes": [\n    {body}\n  ],\n  "finish_ts": {finish}\n}}\n'
 
@@ -177,13 +195,21 @@ class HostTraceBuilder:
         out: dict[str, Any] = {"name": node.name, "id": node.id}
         if self.schema != "1.0.0":
             out["rf_id"] = node.record_id
-        out |= {"parent": node.parent, "fw_parent": node.forward_parent, "seq_id": node.sequence, "scope": node.scope}
+        out |= {
+            "parent": node.parent,
+            "fw_parent": node.forward_parent,
+            "seq_id": node.sequence,
+            "scope": node.scope,
+        }
         out |= {"tid": node.thread, "fw_tid": node.forward_thread}
         if self.schema != "1.0.0":
             out["op_schema"] = node.schema
         for side, entries in (("input", node.inputs), ("output", node.outputs)):
             out |= {f"{side}s": [entry[0] for entry in entries]}
-            out |= {f"{side}_shapes": [entry[1] for entry in entries], f"{side}_types": [e[2] for e in entries]}
+            out |= {
+                f"{side}_shapes": [entry[1] for entry in entries],
+                f"{side}_types": [e[2] for e in entries],
+            }
         return out
 
     def _nested(self, node: _Node) -> dict[str, Any]:
@@ -207,7 +233,10 @@ class HostTraceBuilder:
         )
         listed = [{"name": name, "type": kind, "value": value} for name, kind, value in attributes]
         if self.schema >= "1.0.4":
-            listed += [{"name": name, "type": "string", "value": ""} for name in ("kernel_backend", "kernel_file")]
+            listed += [
+                {"name": name, "type": "string", "value": ""}
+                for name in ("kernel_backend", "kernel_file")
+            ]
         if self.schema.startswith("1.1.1"):
             listed.append({"name": "tensor_range", "type": "string", "value": ""})
         listed += [
@@ -260,7 +289,16 @@ def build_trace_pair(
     for number, calls in enumerate(iterations):
         device.step(number, clock.now, _compute_length(calls) + 1, thread=process)
         for call in calls:
-            _write(call, None, device, host if number in recorded else None, clock, keys, call.thread, process)
+            _write(
+                call,
+                None,
+                device,
+                host if number in recorded else None,
+                clock,
+                keys,
+                call.thread,
+                process,
+            )
         clock.now += 5
     return device, host
 
@@ -286,7 +324,9 @@ def _write(  # noqa: PLR0917
     process: int,
 ) -> None:
     clock.record += 1
-    args: dict[str, Any] = {"external_id": clock.record if keys == "external id" else 900_000 + clock.record}
+    args: dict[str, Any] = {
+        "external_id": clock.record if keys == "external id" else 900_000 + clock.record
+    }
     if keys == "record function id":
         args["Record function id"] = clock.record if host is not None else 0
     tid = process if thread == 1 else 7000 + thread

@@ -44,10 +44,20 @@ class Spelling:
     def event(self, event: dict[str, Any]) -> str:
         """One entry of traceEvents as text."""
         fields = [f'"ph": {json.dumps(event["ph"])}']
-        fields += [f'"{key}": {json.dumps(event[key])}' for key in ("cat", "id", "name") if event.get(key) is not None]
+        fields += [
+            f'"{key}": {json.dumps(event[key])}'
+            for key in ("cat", "id", "name")
+            if event.get(key) is not None
+        ]
         fields += [f'"{key}": {json.dumps(event[key])}' for key in ("pid", "tid")]
-        fields += [f'"{key}": {self.micros(event[key])}' for key in ("ts", "dur") if event[key] is not None]
-        fields += [f'"{key}": {json.dumps(event[key])}' for key in ("bp", "args") if event.get(key) is not None]
+        fields += [
+            f'"{key}": {self.micros(event[key])}' for key in ("ts", "dur") if event[key] is not None
+        ]
+        fields += [
+            f'"{key}": {json.dumps(event[key])}'
+            for key in ("bp", "args")
+            if event.get(key) is not None
+        ]
         return "{" + ", ".join(fields) + "}"
 
     def micros(self, ns: int) -> str:
@@ -64,14 +74,18 @@ class Spelling:
     def launch_args(self, name: str, correlation: int) -> dict[str, Any]:
         """Arguments of a runtime call."""
         if self.hip:
-            return {"cid": 1, "correlation": correlation} | ({"kernel": name} if "Launch" in name else {})
+            return {"cid": 1, "correlation": correlation} | (
+                {"kernel": name} if "Launch" in name else {}
+            )
         if self.cuspy:
             return {"cbid": 211, "correlation": correlation}
         external = {self.external_key: correlation} if self.external_is_correlation else {}
         return external | {"cbid": 211, "correlation": correlation}
 
     def kernel_args(self, device: int, stream: int, correlation: int | None) -> dict[str, Any]:
-        """Arguments of a kernel; without a correlation it is work of before the window (a number nobody has)."""
+        """Arguments of a kernel; without a correlation it is work of before the window (a number
+        nobody has).
+        """
         args: dict[str, Any] = {"device": device, "stream": stream}
         if self.hip:
             args["kind"] = "Dispatch Kernel"
@@ -126,7 +140,11 @@ _GENERATIONS = {
         external_key="external id",
     ),
     "2022": replace(
-        _MODERN, flow_category="async_cpu_to_gpu", flow_name="async_gpu", has_base=False, external_is_correlation=True
+        _MODERN,
+        flow_category="async_cpu_to_gpu",
+        flow_name="async_gpu",
+        has_base=False,
+        external_is_correlation=True,
     ),
     "2023": replace(_MODERN, has_base=False, external_is_correlation=True),
     "2024": _MODERN,
@@ -151,9 +169,11 @@ def _convert_to_ns(us: float) -> int:
 
 
 class TraceBuilder:
-    """Adds events one by one; writes the Kineto JSON that PyTorch would have written, or gives the Trace.
+    """Adds events one by one; writes the Kineto JSON that PyTorch would have written, or gives the
+    Trace.
 
-    Times are microseconds (whole nanoseconds after the point). Every method returns the builder, so calls chain.
+    Times are microseconds (whole nanoseconds after the point). Every method returns the builder, so
+    calls chain.
 
     Args:
         rank: Rank in `distributedInfo`; None leaves the whole entry out.
@@ -187,7 +207,9 @@ class TraceBuilder:
         self._allocated: dict[tuple[int, int], int] = {}
         self._header: dict[str, Any] = {"schemaVersion": 1}
         if device_name is not None:
-            self._header["deviceProperties"] = [self._spell.device(index, device_name) for index in range(devices)]
+            self._header["deviceProperties"] = [
+                self._spell.device(index, device_name) for index in range(devices)
+            ]
         self._info: dict[str, Any] = {}
         if rank is not None:
             self._info = {"backend": "nccl", "rank": rank, "world_size": world_size}
@@ -209,12 +231,19 @@ class TraceBuilder:
         external_id: int | None = None,
         **args: Any,
     ) -> TraceBuilder:
-        """A framework operator, with the shapes of its inputs and its autograd sequence number where given."""
-        extra_args: dict[str, Any] = {"External id": external_id if external_id is not None else self._next_id()}
+        """A framework operator, with the shapes of its inputs and its autograd sequence number
+        where given.
+        """
+        extra_args: dict[str, Any] = {
+            "External id": external_id if external_id is not None else self._next_id()
+        }
         if sequence is not None:
             extra_args |= {"Sequence number": sequence, "Fwd thread id": forward_thread or 0}
         if shapes is not None:
-            extra_args |= {self._spell.input_dims: shapes, "Input type": types or ["float"] * len(shapes)}
+            extra_args |= {
+                self._spell.input_dims: shapes,
+                "Input type": types or ["float"] * len(shapes),
+            }
         return self._span(self._spell.op, name, start_us, duration_us, thread, extra_args | args)
 
     def annotation(
@@ -229,9 +258,13 @@ class TraceBuilder:
     ) -> TraceBuilder:
         """A user annotation (`record_function`, `Optimizer.step#SGD.step`, `nccl:all_reduce`)."""
         extra_args = {"External id": self._next_id() if external_id is None else external_id}
-        return self._span(self._spell.annotation, name, start_us, duration_us, thread, extra_args | args)
+        return self._span(
+            self._spell.annotation, name, start_us, duration_us, thread, extra_args | args
+        )
 
-    def step(self, number: int, start_us: float, duration_us: float, *, thread: int = 1) -> TraceBuilder:
+    def step(
+        self, number: int, start_us: float, duration_us: float, *, thread: int = 1
+    ) -> TraceBuilder:
         """A step of the PyTorch profiler: `ProfilerStep#number`."""
         return self.annotation(f"ProfilerStep#{number}", start_us, duration_us, thread=thread)
 
@@ -269,10 +302,14 @@ class TraceBuilder:
         flow: bool = True,
         **args: Any,
     ) -> TraceBuilder:
-        """A runtime (or driver) call; `correlation` joins it to the GPU work it submits; `flow` starts its arrow."""
+        """A runtime (or driver) call; `correlation` joins it to the GPU work it submits; `flow`
+        starts its arrow.
+        """
         category = self._spell.driver if driver else self._spell.runtime
         extra_args = self._spell.launch_args(name, correlation)
-        self._span(category, self._spell.call(name), start_us, duration_us, thread, extra_args | args)
+        self._span(
+            category, self._spell.call(name), start_us, duration_us, thread, extra_args | args
+        )
         return self._flow("s", correlation, start_us, self._process, thread) if flow else self
 
     def collective(
@@ -288,7 +325,9 @@ class TraceBuilder:
         element_type: str = "Float",
         **args: Any,
     ) -> TraceBuilder:
-        """A `record_param_comms` op; `name` as PyTorch writes it (`allreduce`, `_allgather_base`, `all_to_allv`)."""
+        """A `record_param_comms` op; `name` as PyTorch writes it (`allreduce`, `_allgather_base`,
+        `all_to_allv`).
+        """
         return self.op(
             "record_param_comms",
             start_us,
@@ -299,7 +338,9 @@ class TraceBuilder:
         )
 
     @staticmethod
-    def collective_args(name: str, group: str, group_size: int, elements: int, element_type: str) -> dict[str, Any]:
+    def collective_args(
+        name: str, group: str, group_size: int, elements: int, element_type: str
+    ) -> dict[str, Any]:
         """The arguments that describe a collective, for ops and for NCCL kernels."""
         return {
             "Collective name": name,
@@ -356,13 +397,17 @@ class TraceBuilder:
     ) -> TraceBuilder:
         """A memset."""
         extra_args = self._spell.kernel_args(device, stream, correlation) | {"bytes": bytes}
-        return self._work(self._spell.memset, self._spell.fill_name, start_us, duration_us, extra_args)
+        return self._work(
+            self._spell.memset, self._spell.fill_name, start_us, duration_us, extra_args
+        )
 
     def gpu_annotation(
         self, name: str, start_us: float, duration_us: float, *, stream: int = 7, device: int = 0
     ) -> TraceBuilder:
         """The GPU twin of an annotation."""
-        return self._add("X", "gpu_user_annotation", name, start_us, duration_us, device, stream, {})
+        return self._add(
+            "X", "gpu_user_annotation", name, start_us, duration_us, device, stream, {}
+        )
 
     def sync(
         self,
@@ -375,9 +420,18 @@ class TraceBuilder:
         correlation: int | None = None,
         **args: Any,
     ) -> TraceBuilder:
-        """A synchronisation as the device saw it: `Stream Sync`, `Event Sync`, `Stream Wait Event`, `Context Sync`."""
-        extra_args = {"cuda_sync_kind": kind, "stream": stream, "correlation": correlation or 0, "device": device}
-        return self._add("X", "cuda_sync", kind, start_us, duration_us, device, stream, extra_args | args)
+        """A synchronisation as the device saw it: `Stream Sync`, `Event Sync`, `Stream Wait Event`,
+        `Context Sync`.
+        """
+        extra_args = {
+            "cuda_sync_kind": kind,
+            "stream": stream,
+            "correlation": correlation or 0,
+            "device": device,
+        }
+        return self._add(
+            "X", "cuda_sync", kind, start_us, duration_us, device, stream, extra_args | args
+        )
 
     # -- what is no span --------------------------------------------------------------------------------------
 
@@ -393,12 +447,16 @@ class TraceBuilder:
         device_type: int = 1,
         thread: int = 1,
     ) -> TraceBuilder:
-        """A `[memory]` event: negative bytes free; device types are torch's numbers (0 CPU, 1 CUDA, 6 HIP ...).
+        """A `[memory]` event: negative bytes free; device types are torch's numbers (0 CPU, 1 CUDA,
+        6 HIP ...).
 
-        Without `total_allocated` it is the sum of what was allocated on that device so far, in the order of the calls.
+        Without `total_allocated` it is the sum of what was allocated on that device so far, in the
+        order of the calls.
         """
         key = (device_type, device)
-        self._allocated[key] = self._allocated.get(key, 0) + bytes if total_allocated is None else total_allocated
+        self._allocated[key] = (
+            self._allocated.get(key, 0) + bytes if total_allocated is None else total_allocated
+        )
         args = {
             "Total Reserved": total_reserved,
             "Total Allocated": self._allocated[key],
@@ -407,12 +465,16 @@ class TraceBuilder:
             "Device Id": device,
             "Device Type": device_type,
         }
-        return self._add("i", "cpu_instant_event", "[memory]", time_us, None, self._process, thread, args)
+        return self._add(
+            "i", "cpu_instant_event", "[memory]", time_us, None, self._process, thread, args
+        )
 
     def out_of_memory(self, time_us: float, bytes: int, *, thread: int = 1) -> TraceBuilder:  # noqa: A002
         """An `[OutOfMemory]` event."""
         args = {"Bytes": bytes, "Device Type": 1, "Device Id": 0}
-        return self._add("i", "cpu_instant_event", "[OutOfMemory]", time_us, None, self._process, thread, args)
+        return self._add(
+            "i", "cpu_instant_event", "[OutOfMemory]", time_us, None, self._process, thread, args
+        )
 
     def instant(self, name: str, time_us: float) -> TraceBuilder:
         """A global instant such as `Record Window End`."""
@@ -420,10 +482,18 @@ class TraceBuilder:
 
     def counter(self, name: str, time_us: float, value: float, *, key: str = "") -> TraceBuilder:
         """One sample of a counter."""
-        return self._add("C", "hardware_counters", name, time_us, None, "GPU 0 Counters", 0, {key: value})
+        return self._add(
+            "C", "hardware_counters", name, time_us, None, "GPU 0 Counters", 0, {key: value}
+        )
 
     def forward_backward(
-        self, flow: int, forward_us: float, backward_us: float, *, thread: int = 1, backward_thread: int = 1
+        self,
+        flow: int,
+        forward_us: float,
+        backward_us: float,
+        *,
+        thread: int = 1,
+        backward_thread: int = 1,
     ) -> TraceBuilder:
         """The arrow from a forward op to its backward op, which start at these times."""
         for phase, time_us, tid in (("s", forward_us, thread), ("f", backward_us, backward_thread)):
@@ -435,7 +505,9 @@ class TraceBuilder:
         """A metadata event that names a thread."""
         return self._add("M", None, "thread_name", 0, None, self._process, thread, {"name": name})
 
-    def group(self, name: str, ranks: list[int], *, description: str = "", backend: str = "cuda:nccl") -> TraceBuilder:
+    def group(
+        self, name: str, ranks: list[int], *, description: str = "", backend: str = "cuda:nccl"
+    ) -> TraceBuilder:
         """A process group in `distributedInfo`."""
         self._groups.append(
             {
@@ -472,7 +544,9 @@ class TraceBuilder:
 
     def text(self) -> str:
         """The whole file."""
-        head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in self.header().items())
+        head = "".join(
+            f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in self.header().items()
+        )
         body = ",\n  ".join(self.events())
         return f'{{\n{head}  "traceEvents": [\n  {body}\n  ],\n  "traceName": "built.json"\n}}\n'
 
@@ -497,7 +571,13 @@ class TraceBuilder:
         return self._ids
 
     def _span(  # noqa: PLR0917  (as below)
-        self, category: str, name: str, start_us: float, duration_us: float, thread: int, args: dict[str, Any]
+        self,
+        category: str,
+        name: str,
+        start_us: float,
+        duration_us: float,
+        thread: int,
+        args: dict[str, Any],
     ) -> TraceBuilder:
         return self._add("X", category, name, start_us, duration_us, self._process, thread, args)
 
@@ -511,7 +591,9 @@ class TraceBuilder:
         return self._flow("f", args["correlation"], start_us, device, stream)
 
     def _flow(self, phase: str, number: int, time_us: float, pid: int, tid: int) -> TraceBuilder:
-        self._add(phase, self._spell.flow_category, self._spell.flow_name, time_us, None, pid, tid, None)
+        self._add(
+            phase, self._spell.flow_category, self._spell.flow_name, time_us, None, pid, tid, None
+        )
         self._events[-1] |= {"id": number} | ({"bp": "e"} if phase == "f" else {})
         return self
 
@@ -528,7 +610,11 @@ class TraceBuilder:
     ) -> TraceBuilder:
         event: dict[str, Any] = {"ph": phase, "cat": category, "name": name, "pid": pid, "tid": tid}
         event["ts"] = _convert_to_ns(time_us)
-        event["dur"] = None if duration_us is None else _convert_to_ns(time_us + duration_us) - _convert_to_ns(time_us)
+        event["dur"] = (
+            None
+            if duration_us is None
+            else _convert_to_ns(time_us + duration_us) - _convert_to_ns(time_us)
+        )
         event["args"] = args
         self._events.append(event)
         return self

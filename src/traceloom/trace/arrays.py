@@ -2,12 +2,13 @@
 
 Who encloses whom on a lane: parents, depths, nearest ancestors, without a loop over events.
 
-Numbers go over as they are; a bitmap says which of them are null. Texts are views of 16 bytes per row (length, then the
-text itself or a prefix and its place in one common buffer), as the Arrow columnar format describes them under
-"variable-size binary view layout".
+Numbers go over as they are; a bitmap says which of them are null. Texts are views of 16 bytes per
+row (length, then the text itself or a prefix and its place in one common buffer), as the Arrow
+columnar format describes them under "variable-size binary view layout".
 
-What NumPy computes from an array on disk lies on disk too, so callers do not see the difference. Only indexing a table
-in memory needs `lookup`, and an array that is made anew takes `like=` a column.
+What NumPy computes from an array on disk lies on disk too, so callers do not see the difference.
+Only indexing a table in memory needs `lookup`, and an array that is made anew takes `like=` a
+column.
 """
 
 from __future__ import annotations
@@ -34,9 +35,13 @@ from traceloom.trace.trace import Trace
 _MAX_INLINE_BYTES = 12  # bytes of a text that fit its view
 _MAX_HEAP_BYTES = 2**31 - 1
 _ARROW_NAMES: dict[Any, str] = {
-    pl.Int64: "int64", pl.UInt64: "uint64", pl.Int32: "int32", pl.UInt32: "uint32", pl.UInt16: "uint16",
+    pl.Int64: "int64",
+    pl.UInt64: "uint64",
+    pl.Int32: "int32",
+    pl.UInt32: "uint32",
+    pl.UInt16: "uint16",
     pl.Float64: "float64",
-}  # fmt: skip
+}
 
 
 class _ArrowArray:
@@ -47,8 +52,15 @@ class _ArrowArray:
 
     def __arrow_c_array__(self, requested_schema: Any = None) -> tuple[Any, Any]:
         make = ctypes.pythonapi.PyCapsule_New
-        make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-        return self._array.schema.__arrow_c_schema__(), make(self._array._addr(), b"arrow_array", None)  # noqa: SLF001
+        make.restype, make.argtypes = (
+            ctypes.py_object,
+            [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
+        )
+        return self._array.schema.__arrow_c_schema__(), make(
+            self._array._addr(),  # noqa: SLF001
+            b"arrow_array",
+            None,
+        )
 
 
 def build_number_column(values: MappedArray, dtype: Any, absent: int | None = None) -> pl.Series:
@@ -89,12 +101,18 @@ class TextTable:
         views = []
         for text, offset in zip(encoded, offsets.tolist(), strict=True) if self.fits else ():
             length = len(text).to_bytes(4, "little")
-            inline = text.ljust(_MAX_INLINE_BYTES, b"\0") if len(text) <= _MAX_INLINE_BYTES else None
+            inline = (
+                text.ljust(_MAX_INLINE_BYTES, b"\0") if len(text) <= _MAX_INLINE_BYTES else None
+            )
             views.append(length + (inline or text[:4] + bytes(4) + offset.to_bytes(4, "little")))
         # one more, for codes below 0
-        self._views = np.frombuffer(b"".join([*views, bytes(16)]), dtype=np.complex128)  # any type of 16 bytes
+        self._views = np.frombuffer(
+            b"".join([*views, bytes(16)]), dtype=np.complex128
+        )  # any type of 16 bytes
 
-    def column(self, codes: Array, store_array: Callable[[Array], Array] = lambda values: values) -> pl.Series:
+    def column(
+        self, codes: Array, store_array: Callable[[Array], Array] = lambda values: values
+    ) -> pl.Series:
         """The texts of these codes; null for codes below 0. Shape (rows,).
 
         Args:
@@ -103,14 +121,20 @@ class TextTable:
         """
         present = codes >= 0
         gathered = select_rows(self._views, codes).view(np.ndarray)
-        validity = None if present.all() else np.packbits(present.view(np.ndarray), bitorder="little")
+        validity = (
+            None if present.all() else np.packbits(present.view(np.ndarray), bitorder="little")
+        )
         return wrap_arrow_buffers(
-            "string_view", len(codes), [validity, store_array(gathered).view(np.uint8), store_array(self._heap)]
+            "string_view",
+            len(codes),
+            [validity, store_array(gathered).view(np.uint8), store_array(self._heap)],
         )
 
 
 def wrap_arrow_buffers(kind: str, length: int, buffers: list[Any]) -> pl.Series:
-    """A column over buffers as Arrow lays them out, which are not copied; the bitmap first, None without nulls."""
+    """A column over buffers as Arrow lays them out, which are not copied; the bitmap first, None
+    without nulls.
+    """
     import nanoarrow
 
     if kind == "string_view":
@@ -121,7 +145,9 @@ def wrap_arrow_buffers(kind: str, length: int, buffers: list[Any]) -> pl.Series:
     return pl.Series(_ArrowArray(array))
 
 
-def build_mapped_column(dtype: pl.DataType, count: int, parts: Callable[[], Iterator[pl.Series]]) -> pl.Series:
+def build_mapped_column(
+    dtype: pl.DataType, count: int, parts: Callable[[], Iterator[pl.Series]]
+) -> pl.Series:
     """A column on disk, from its parts.
 
     Args:
@@ -195,11 +221,17 @@ def get_event_column(trace: Trace, name: str, absent: int | None = None) -> Arra
     return _categories_cache[id(trace)]
 
 
-_categories_cache: dict[int, Array] = {}  # by the trace's id: what is asked for most; a view, which takes no memory
+_categories_cache: dict[
+    int, Array
+] = {}  # by the trace's id: what is asked for most; a view, which takes no memory
 
 
-def extract_column(events: pl.DataFrame, name: str, absent: int | None = None, *, large: bool) -> Array:
-    """The same of a frame of events, where it is known whether what is computed from it goes to disk."""
+def extract_column(
+    events: pl.DataFrame, name: str, absent: int | None = None, *, large: bool
+) -> Array:
+    """The same of a frame of events, where it is known whether what is computed from it goes to
+    disk.
+    """
     series = events[name]
     if isinstance(series.dtype, pl.Enum):
         series = series.to_physical()
@@ -222,8 +254,13 @@ def move_columns_to_disk(trace: Trace, frame: pl.DataFrame) -> pl.DataFrame:
     def parts(name: str) -> Iterator[pl.Series]:
         return (frame[name][row_slice] for row_slice in iterate_slices(frame.height))
 
-    columns = [build_mapped_column(dtype, frame.height, partial(parts, name)) for name, dtype in frame.schema.items()]
-    return pl.DataFrame([column.alias(name) for name, column in zip(frame.schema, columns, strict=True)])
+    columns = [
+        build_mapped_column(dtype, frame.height, partial(parts, name))
+        for name, dtype in frame.schema.items()
+    ]
+    return pl.DataFrame(
+        [column.alias(name) for name, column in zip(frame.schema, columns, strict=True)]
+    )
 
 
 def gather_rows(table: Array, codes: Array) -> Array:
@@ -232,7 +269,9 @@ def gather_rows(table: Array, codes: Array) -> Array:
 
 
 def encode_names_by_piece(texts: pl.Series) -> tuple[pl.Series, NDArray[np.uint32]]:
-    """The distinct texts of a column on disk in order of appearance, and the number of each row's; by piece."""
+    """The distinct texts of a column on disk in order of appearance, and the number of each row's;
+    by piece.
+    """
     distinct = pl.Series(texts.name, [], dtype=pl.String)
     for row_slice in iterate_slices(texts.len()):
         distinct = pl.concat([distinct, texts[row_slice].unique()]).unique(maintain_order=True)
@@ -243,8 +282,12 @@ def encode_names_by_piece(texts: pl.Series) -> tuple[pl.Series, NDArray[np.uint3
 
 
 def encode_names(texts: pl.Series) -> tuple[pl.Series, NDArray[np.uint32]]:
-    """The distinct texts of a column in memory, and the number of each row's: `numbered`, without its order."""
-    physical = texts.cast(pl.Categorical).to_physical().to_numpy()  # numbers of the process, not of this column alone
+    """The distinct texts of a column in memory, and the number of each row's: `numbered`, without
+    its order.
+    """
+    physical = (
+        texts.cast(pl.Categorical).to_physical().to_numpy()
+    )  # numbers of the process, not of this column alone
     example = np.full(int(physical.max(initial=0)) + 1, -1)
     example[physical] = np.arange(physical.size)
     used = example >= 0
@@ -263,7 +306,9 @@ def find_nearest_ancestor(parent: Ints, is_match: NDArray[np.bool_]) -> Ints:
 
 
 def find_longest_increasing_subsequence(values: Ints) -> Ints:
-    """Positions of a longest strictly ascending subsequence, in order: patience sorting, in n log n."""
+    """Positions of a longest strictly ascending subsequence, in order: patience sorting, in n log
+    n.
+    """
     pile_tops: list[int] = []
     last: list[int] = []
     before = np.empty(values.size, dtype=np.int64)
@@ -285,7 +330,8 @@ def find_longest_increasing_subsequence(values: Ints) -> Ints:
 
 
 def find_subtree_stops(lane: Array, start: Array, end: Array) -> Array:
-    """Where the subtree of each row stops: the first later row of its lane that starts at or after its end.
+    """Where the subtree of each row stops: the first later row of its lane that starts at or after
+    its end.
 
     Args:
         lane: In which the rows are, ascending; shape (rows,).
@@ -301,10 +347,11 @@ def find_subtree_stops(lane: Array, start: Array, end: Array) -> Array:
 
 
 def find_innermost_stretch(start: Ints, stop: Ints, size: int) -> Ints:
-    """For each of `size` positions the last of the nested stretches ]here, stop[ around it; -1 for none.
+    """For each of `size` positions the last of the nested stretches ]here, stop[ around it; -1 for
+    none.
 
-    It changes only where a stretch begins or ends. There it is the last one that began with as many around it as are
-    open, less one.
+    It changes only where a stretch begins or ends. There it is the last one that began with as many
+    around it as are open, less one.
     """
     opened = np.bincount(start + 1, minlength=size + 1)
     opened -= np.bincount(stop, minlength=size + 1)
@@ -313,7 +360,10 @@ def find_innermost_stretch(start: Ints, stop: Ints, size: int) -> Ints:
     change_points = np.flatnonzero(changes[:size])
     opened = np.cumsum(opened, out=opened)
     enclosing, depth = opened[start], opened[change_points] - 1
-    order = np.argsort(enclosing.astype(np.uint16) if enclosing.max(initial=0) < 1 << 16 else enclosing, kind="stable")
+    order = np.argsort(
+        enclosing.astype(np.uint16) if enclosing.max(initial=0) < 1 << 16 else enclosing,
+        kind="stable",
+    )
     key = enclosing[order] * size + start[order]
     index = np.searchsorted(key, depth * size + change_points) - 1
     value = np.where(depth >= 0, np.append(start[order], -1)[index], -1)
@@ -335,7 +385,9 @@ def to_nullable_series(values: Array, dtype: Any = pl.Int64, absent: int = NULL)
         return build_number_column(values, dtype, absent)
     missing = values == absent
     if missing.all():
-        return pl.Series([None], dtype=dtype).new_from_index(0, len(values))  # takes no memory until it is read
+        return pl.Series([None], dtype=dtype).new_from_index(
+            0, len(values)
+        )  # takes no memory until it is read
     series = pl.Series(values)
     return series.set(pl.Series(missing), None).cast(dtype) if missing.any() else series.cast(dtype)
 
@@ -357,12 +409,16 @@ def take_texts(values: pl.Series, codes: Array) -> pl.Series:
     if not isinstance(codes, MappedArray):
         return values[pl.Series(codes.astype(np.uint32))]
     plain_codes = codes.view(np.ndarray)
-    parts = [values[pl.Series(plain_codes[row_slice].astype(np.uint32))] for row_slice in iterate_slices(len(codes))]
+    parts = [
+        values[pl.Series(plain_codes[row_slice].astype(np.uint32))]
+        for row_slice in iterate_slices(len(codes))
+    ]
     return pl.concat(parts, rechunk=True)
 
 
 class NumberedTexts:
-    """Texts by number: names as they are, lists as compact JSON text, which is made when first asked for.
+    """Texts by number: names as they are, lists as compact JSON text, which is made when first
+    asked for.
 
     Attributes:
         names: The texts that stand in the file as text; empty in the places of lists.
@@ -379,7 +435,9 @@ class NumberedTexts:
         lists = bool(gather_rows(self._is_list, codes).any())
         if lists not in self._tables:
             values = (
-                [key if isinstance(key, str) else format_json_list(key) for key in self._keys] if lists else self.names
+                [key if isinstance(key, str) else format_json_list(key) for key in self._keys]
+                if lists
+                else self.names
             )
             self._tables[lists] = _TextColumn(values)
         return self._tables[lists].column(codes)
@@ -396,7 +454,9 @@ class _TextColumn:
             self._table = self._table or TextTable(self._values)
             if self._table.fits:
                 return self._table.column(codes)
-        return self._series[pl.Series(np.where(codes < 0, len(self._values), codes).astype(np.uint32))]
+        return self._series[
+            pl.Series(np.where(codes < 0, len(self._values), codes).astype(np.uint32))
+        ]
 
 
 def format_json_list(raw: bytes) -> str:
@@ -423,7 +483,9 @@ def compute_stable_order(numbers: Ints) -> Ints:
 
 
 def compute_time_order(start: Ints, duration: Ints) -> Ints:
-    """The rows by (start, longer first, place in the file); only where starts are equal are durations looked at."""
+    """The rows by (start, longer first, place in the file); only where starts are equal are
+    durations looked at.
+    """
     rows = np.argsort(start, kind="stable")
     sorted_start = start[rows]
     equal = sorted_start[1:] == sorted_start[:-1]
@@ -454,11 +516,12 @@ class Nesting(Struct, frozen=True):
 
 
 def build_nesting(lane: Ints, start_ns: Ints, end_ns: Ints, nests: Bools) -> Nesting:
-    """Find each event's parent: the nearest earlier one on its lane that has not ended at its start.
+    """Find each event's parent: the nearest earlier one on its lane that has not ended at its
+    start.
 
-    Where two spans cross (one starts inside the other and outlives it), the one that loses less is shortened: a child
-    that overruns by a rounding error is clipped to its parent, but the Python frame of `__enter__` ends where the
-    annotation that it opens begins.
+    Where two spans cross (one starts inside the other and outlives it), the one that loses less is
+    shortened: a child that overruns by a rounding error is clipped to its parent, but the Python
+    frame of `__enter__` ends where the annotation that it opens begins.
 
     Args:
         lane: Lane of each event; rows sorted by (start, longer first).
@@ -505,8 +568,8 @@ def build_nesting(lane: Ints, start_ns: Ints, end_ns: Ints, nests: Bools) -> Nes
 def _settle(starts: Ints, parent_rows: Ints, raw: Ints) -> tuple[Ints, Ints, Ints]:
     """Parents, depths and clipped ends that agree with each other; rows in pre-order.
 
-    Clipping a span frees later events it seemed to enclose; only the small subtrees where that happens are walked
-    event by event.
+    Clipping a span frees later events it seemed to enclose; only the small subtrees where that
+    happens are walked event by event.
     """
     depths = compute_nesting_depths(parent_rows)
     # Each end is bounded by its parent's, from the roots down.
@@ -540,13 +603,17 @@ def _settle(starts: Ints, parent_rows: Ints, raw: Ints) -> tuple[Ints, Ints, Int
 
 
 def _walk(low: int, high: int, starts: Ints, raw: Ints, columns: tuple[Ints, Ints, Ints]) -> None:
-    """Recompute parents, depths and ends of the rows low..high-1 of one lane with a stack, in place."""
+    """Recompute parents, depths and ends of the rows low..high-1 of one lane with a stack, in
+    place.
+    """
     parent_rows, depths, clipped_ends = columns
     outer, base = int(parent_rows[low]), int(depths[low])
     limit = int(clipped_ends[outer]) if outer >= 0 else None
     stack: list[tuple[int, int]] = []  # rows and their ends
     parents, levels, clipped = [], [], []
-    for row, (start, raw_end) in enumerate(zip(starts[low:high].tolist(), raw[low:high].tolist(), strict=True), low):
+    for row, (start, raw_end) in enumerate(
+        zip(starts[low:high].tolist(), raw[low:high].tolist(), strict=True), low
+    ):
         while stack and stack[-1][1] <= start:
             stack.pop()
         parent, bound = stack[-1] if stack else (outer, limit)
@@ -561,7 +628,8 @@ def _walk(low: int, high: int, starts: Ints, raw: Ints, columns: tuple[Ints, Int
 def _find_previous_open(starts: Ints, span_ends: Ints, previous: Ints) -> Ints:
     """The nearest earlier row of the same lane whose end is after the start, by pointer jumping.
 
-    A row that has ended lets its successors jump to its own candidate: all rows between had ended before it began.
+    A row that has ended lets its successors jump to its own candidate: all rows between had ended
+    before it began.
 
     Args:
         starts: Starts.

@@ -1,10 +1,11 @@
 """Batch: frames of several ranks with `part` first, `memo`; a trace cut to some steps.
 
-A query of a small frame takes nearly as long for one rank as for eight. An analysis that is a function of several
-traces (`of_each`) works out at once what is to be looked at `together`; who asks about one trace sees no difference.
+A query of a small frame takes nearly as long for one rank as for eight. An analysis that is a
+function of several traces (`of_each`) works out at once what is to be looked at `together`; who
+asks about one trace sees no difference.
 
-The column `trace` says which of the traces a row is of. What rows of one trace are grouped, joined and sorted by, those
-of several are grouped, joined and sorted by together with it.
+The column `trace` says which of the traces a row is of. What rows of one trace are grouped, joined
+and sorted by, those of several are grouped, joined and sorted by together with it.
 """
 
 from __future__ import annotations
@@ -34,17 +35,21 @@ _EVENT_REFERENCE_COLUMNS = ("parent", "op", "launch")
 def cut_session_to_steps(session: Session, steps: tuple[int, int]) -> Session:
     """The session with only the work of the steps numbered `steps[0]` to `steps[1]`, both included.
 
-    Host events belong to the step they start in, GPU work to the step that launched it, so that launches keep their
-    kernels. A rank that has none of these steps has no events left.
+    Host events belong to the step they start in, GPU work to the step that launched it, so that
+    launches keep their kernels. A rank that has none of these steps has no events left.
 
     Raises:
         UsageError: slug `no-such-step`, where no rank has any of these steps.
     """
     traces = tuple(cut_trace_to_steps(trace, steps) for trace in session.traces)
     if not any(trace.steps.height for trace in traces):
-        numbers = sorted({number for trace in session.traces for number in trace.steps["step"].to_list()})
+        numbers = sorted(
+            {number for trace in session.traces for number in trace.steps["step"].to_list()}
+        )
         available = f"it has {numbers[0]} to {numbers[-1]}" if numbers else "it has no steps"
-        requested = f"step {steps[0]} is" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]} are"
+        requested = (
+            f"step {steps[0]} is" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]} are"
+        )
         raise UsageError(f"{requested} not in this run; {available}", slug="no-such-step")
     return replace(session, traces=traces)
 
@@ -56,17 +61,25 @@ def cut_trace_to_steps(trace: Trace, steps: tuple[int, int]) -> Trace:
     new_row = np.full(trace.events.height, -1, dtype=np.int64)
     new_row[kept_events["event"].to_numpy()] = np.arange(kept_events.height)
     events = update_event_rows(
-        kept_events.with_row_index("new").drop("event").rename({"new": "event"}), new_row, _EVENT_REFERENCE_COLUMNS
+        kept_events.with_row_index("new").drop("event").rename({"new": "event"}),
+        new_row,
+        _EVENT_REFERENCE_COLUMNS,
     )
     frames: dict[str, Any] = {
         name: update_event_rows(frame, new_row, ("event",)).drop_nulls("event")
         for name, frame in trace.frames().items()
         if name != "events" and "event" in frame.columns
     }
-    frames["flows"] = update_event_rows(trace.flows, new_row, ("source", "target")).drop_nulls(["source", "target"])
+    frames["flows"] = update_event_rows(trace.flows, new_row, ("source", "target")).drop_nulls(
+        ["source", "target"]
+    )
     retained_steps = trace.steps.filter(is_chosen_step)
     start, end = retained_steps["start_ns"].min(), retained_steps["end_ns"].max()
-    is_in_window = pl.col("time_ns").is_between(start, end, closed="left") if retained_steps.height else pl.lit(False)
+    is_in_window = (
+        pl.col("time_ns").is_between(start, end, closed="left")
+        if retained_steps.height
+        else pl.lit(False)
+    )
     for name in ("allocations", "counters", "marks"):
         frames[name] = getattr(trace, name).filter(is_in_window)
     frames["allocations"] = update_event_rows(frames["allocations"], new_row, ("op",))
@@ -83,12 +96,16 @@ def cut_trace_to_steps(trace: Trace, steps: tuple[int, int]) -> Trace:
         pl.Series("depth", nesting.depth).cast(pl.UInt16),
     )
     # The lanes with the counts and busy times of the events that are left
-    roots = events.select("lane", "start_ns", end_ns="nested_end_ns").sort("lane", "start_ns", maintain_order=True)
+    roots = events.select("lane", "start_ns", end_ns="nested_end_ns").sort(
+        "lane", "start_ns", maintain_order=True
+    )
     previous_end = pl.col("end_ns").cum_max().shift(1).over("lane").fill_null(pl.col("start_ns"))
     event_counts = roots.group_by("lane").agg(pl.len().cast(pl.UInt32).alias("events"))
     busy = (
         roots.with_columns(previous_end.alias("reached"))
-        .with_columns(added=(pl.col("end_ns") - pl.max_horizontal("start_ns", "reached")).clip(lower_bound=0))
+        .with_columns(
+            added=(pl.col("end_ns") - pl.max_horizontal("start_ns", "reached")).clip(lower_bound=0)
+        )
         .group_by("lane")
         .agg(busy_ns=pl.col("added").sum())
     )
@@ -105,8 +122,12 @@ def cut_trace_to_steps(trace: Trace, steps: tuple[int, int]) -> Trace:
     )
 
 
-def update_event_rows(frame: pl.DataFrame, new_row: NDArray[np.int64], columns: tuple[str, ...]) -> pl.DataFrame:
-    """The frame with its references to events pointing to their new rows; null where the event is gone."""
+def update_event_rows(
+    frame: pl.DataFrame, new_row: NDArray[np.int64], columns: tuple[str, ...]
+) -> pl.DataFrame:
+    """The frame with its references to events pointing to their new rows; null where the event is
+    gone.
+    """
     row_series = pl.Series(new_row).replace(-1, None).cast(Event)
     return frame.with_columns(row_series.gather(frame[column]).alias(column) for column in columns)
 
@@ -115,8 +136,9 @@ S = TypeVar("S")
 T = TypeVar("T")
 P = ParamSpec("P")
 MAX_CACHED_BYTES = 48 << 20
-"""Of one function's results: where those of all ranks fit, whoever asks rank after rank again (the findings after the
-sections) finds them; where they do not, only those of the last rank and what is looked at together with it are kept, so
+"""Of one function's results: where those of all ranks fit, whoever asks rank after rank again (the
+findings after the sections) finds them; where they do not, only those of the last rank and what
+is looked at together with it are kept, so
 that a run needs the memory of these."""
 MAX_BATCH_EVENTS = 250_000
 """Of traces that are looked at together; a larger one is looked at alone."""
@@ -124,7 +146,9 @@ MAX_BATCH_EVENTS = 250_000
 
 @dataclass(slots=True)
 class _CachedResult(Generic[T]):
-    """The result of one trace, and its size, which is known when the next one is made: some grow by use."""
+    """The result of one trace, and its size, which is known when the next one is made: some grow by
+    use.
+    """
 
     trace: weakref.ref[Trace]
     value: T
@@ -132,13 +156,16 @@ class _CachedResult(Generic[T]):
 
 
 _TraceBatch = tuple[list[Trace], dict[Any, tuple[list[Trace], list[Any]]]]
-# By a trace's id: it and those beside it; by function the traces that it was last given, and its results.
+# By a trace's id: it and those beside it; by function the traces that it was last given, and its
+# results.
 _batches_by_trace_id: dict[int, _TraceBatch] = {}
 
 
 @contextmanager
 def enable_batching(traces: Iterable[Trace]) -> Iterator[None]:
-    """Meanwhile, look at those of the traces at once that follow each other, up to `MOST_EVENTS` events."""
+    """Meanwhile, look at those of the traces at once that follow each other, up to `MOST_EVENTS`
+    events.
+    """
     batches: list[list[Trace]] = []
     events_left = -1
     for trace in traces:
@@ -148,7 +175,9 @@ def enable_batching(traces: Iterable[Trace]) -> Iterator[None]:
             events_left = MAX_BATCH_EVENTS - trace.events.height
         batches[-1].append(trace)
     results: dict[Any, tuple[list[Trace], list[Any]]] = {}
-    batch_by_trace_id = {id(trace): (group, results) for group in batches if len(group) > 1 for trace in group}
+    batch_by_trace_id = {
+        id(trace): (group, results) for group in batches if len(group) > 1 for trace in group
+    }
     _batches_by_trace_id.update(batch_by_trace_id)
     try:
         yield
@@ -162,8 +191,9 @@ def run_in_batches(
 ) -> Callable[Concatenate[Trace, P], T]:
     """The function of one trace whose results for several `function` gives at once, in their order.
 
-    The results of the traces that are looked at `together` with the last one are remembered until that ends. With a
-    choice of the user's (rules, peaks: an argument that is not None or empty), a trace is looked at alone.
+    The results of the traces that are looked at `together` with the last one are remembered until
+    that ends. With a choice of the user's (rules, peaks: an argument that is not None or empty), a
+    trace is looked at alone.
     """
 
     @wraps(function)
@@ -175,14 +205,17 @@ def run_in_batches(
         if cached_batch is not batch:
             values = list(function(batch, *choices, **options))
             results[function] = batch, values
-        value: T = next(value for member, value in zip(batch, values, strict=True) if member is trace)
+        value: T = next(
+            value for member, value in zip(batch, values, strict=True) if member is trace
+        )
         return value
 
     return of_one
 
 
 def cache_per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
-    """Remember the function's results by identity: of the last trace, and of those before it up to `MOST_BYTES`.
+    """Remember the function's results by identity: of the last trace, and of those before it up to
+    `MOST_BYTES`.
 
     A result is forgotten together with its trace. It is shared: nobody may change it.
     """
@@ -207,7 +240,9 @@ def cache_per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
 
 
 def cache_last_result(function: Callable[[Trace, S], T]) -> Callable[[Trace, S], T]:
-    """Remember of each trace the last result, for as long as it is made from the same second argument, by identity."""
+    """Remember of each trace the last result, for as long as it is made from the same second
+    argument, by identity.
+    """
 
     @cache_per_trace
     def kept(_trace: Trace) -> list[tuple[S, T]]:
@@ -230,7 +265,11 @@ def estimate_array_bytes(value: Any) -> int:
     if isinstance(value, (pl.DataFrame, pl.Series)):
         return int(value.estimated_size())
     if isinstance(value, Struct) or is_dataclass(value):
-        names = value.__struct_fields__ if isinstance(value, Struct) else [field.name for field in fields(value)]
+        names = (
+            value.__struct_fields__
+            if isinstance(value, Struct)
+            else [field.name for field in fields(value)]
+        )
         return sum(estimate_array_bytes(getattr(value, name)) for name in names)
     if isinstance(value, Mapping):
         return sum(map(estimate_array_bytes, value.values()))
@@ -252,7 +291,9 @@ def concatenate_by_trace(frames: Iterable[pl.DataFrame]) -> pl.DataFrame:
 
 
 def split_by_trace(
-    rows: pl.DataFrame, traces: Sized, schema: Mapping[str, pl.DataType | type[pl.DataType]] | None = None
+    rows: pl.DataFrame,
+    traces: Sized,
+    schema: Mapping[str, pl.DataType | type[pl.DataType]] | None = None,
 ) -> list[pl.DataFrame]:
     """The rows of each trace without the column `trace`, by which they are sorted.
 
@@ -267,19 +308,30 @@ def split_by_trace(
     return [all_rows[low:high] for low, high in pairwise(bounds)]
 
 
-def gather_by_trace(columns: Sequence[pl.Series], rows: pl.DataFrame, index_column: str) -> pl.Series:
-    """From the column of each trace the value at the place `index_column` of each row; null where that is null."""
+def gather_by_trace(
+    columns: Sequence[pl.Series], rows: pl.DataFrame, index_column: str
+) -> pl.Series:
+    """From the column of each trace the value at the place `index_column` of each row; null where
+    that is null.
+    """
     parts = split_by_trace(rows[[TRACE_COLUMN, index_column]], columns)
-    return pl.concat([column[part[index_column]] for column, part in zip(columns, parts, strict=True)])
+    return pl.concat(
+        [column[part[index_column]] for column, part in zip(columns, parts, strict=True)]
+    )
 
 
-def gather_event_column(traces: Sequence[Trace], rows: pl.DataFrame, index_column: str, name: str) -> pl.Series:
-    """A column of the traces' events, for the event in the column `index_column` of each row; null where that is null."""
+def gather_event_column(
+    traces: Sequence[Trace], rows: pl.DataFrame, index_column: str, name: str
+) -> pl.Series:
+    """A column of the traces' events, for the event in the column `index_column` of each row; null
+    where that is null.
+    """
     return gather_by_trace([trace.events[name] for trace in traces], rows, index_column)
 
 
 def divide_by_trace_total(numerator: pl.Expr, denominator: pl.Expr) -> pl.Expr:
-    """A column divided by what is one number in each trace, with the digits of the rows of that trace alone.
+    """A column divided by what is one number in each trace, with the digits of the rows of that
+    trace alone.
 
     Polars multiplies a column with the reciprocal of a number, but divides a single row by it.
     """

@@ -1,13 +1,15 @@
 """Results keyed by content of the inputs and code: read traces, report documents; size cap.
 
-An entry is a folder named by the digest of the file's content, of the reader's own code and of this rank's part of
-capture.json. An index by path, size and times saves reading the content again. Entries are made beside and renamed; one
-that cannot be read is thrown away and made again. A trace is kept under the content that was there before it was
-decoded, and only where the file is still the same afterwards.
+An entry is a folder named by the digest of the file's content, of the reader's own code and of this
+rank's part of capture.json. An index by path, size and times saves reading the content again.
+Entries are made beside and renamed; one that cannot be read is thrown away and made again. A trace
+is kept under the content that was there before it was decoded, and only where the file is still the
+same afterwards.
 
-An entry is named by the inputs as the user wrote them, the place, size and times of every file that they stand for (of
-a capture: of every file in it), the code of the package and what else decides what was made. An input whose change
-could go unseen (standard input, a file written a moment ago) has no entry.
+An entry is named by the inputs as the user wrote them, the place, size and times of every file that
+they stand for (of a capture: of every file in it), the code of the package and what else decides
+what was made. An input whose change could go unseen (standard input, a file written a moment ago)
+has no entry.
 """
 
 from __future__ import annotations
@@ -31,10 +33,14 @@ from traceloom.system.files import discard, evict, find_cache_directory, open_re
 from traceloom.system.process import clean_up_on_exit
 
 T = TypeVar("T")
-_READER_PACKAGES = ("formats", "system", "trace")  # packages of which the code decides what an entry holds
+_READER_PACKAGES = (
+    "formats",
+    "system",
+    "trace",
+)  # packages of which the code decides what an entry holds
 _CHUNK_BYTES = 1 << 22
-# A file that is written twice within one tick of its file system's clock has the same times after both. Ticks are up to
-# two seconds long; younger files are known by their content alone.
+# A file that is written twice within one tick of its file system's clock has the same times after
+# both. Ticks are up to two seconds long; younger files are known by their content alone.
 _CLOCK_GRANULARITY_NS = 2 * 10**9
 
 
@@ -59,8 +65,17 @@ class FileStamp(NamedTuple):
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
-        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        return cls(identity, max(status.st_mtime_ns, status.st_ctime_ns) < time.time_ns() - _CLOCK_GRANULARITY_NS)
+        identity = (
+            status.st_dev,
+            status.st_ino,
+            status.st_size,
+            status.st_mtime_ns,
+            status.st_ctime_ns,
+        )
+        return cls(
+            identity,
+            max(status.st_mtime_ns, status.st_ctime_ns) < time.time_ns() - _CLOCK_GRANULARITY_NS,
+        )
 
 
 class Cache:
@@ -76,7 +91,8 @@ class Cache:
         self._cap_bytes = cap_bytes
 
     def entry(self, path: Path, capture: dict[str, Any] | None) -> CacheEntry | None:
-        """The place of a file's trace; None of a file that cannot be read, or that changes while it is.
+        """The place of a file's trace; None of a file that cannot be read, or that changes while it
+        is.
 
         Args:
             path: The file.
@@ -145,7 +161,8 @@ class CacheEntry:
             return None
         try:
             content = read(self._folder)
-        # Whatever is wrong with it, it can be made again; on damaged columns Polars panics, which is no `Exception`.
+        # Whatever is wrong with it, it can be made again; on damaged columns Polars panics, which
+        # is no `Exception`.
         except (Exception, pl.exceptions.PanicException):  # noqa: BLE001
             self.damaged = True
             discard(self._folder)
@@ -155,7 +172,9 @@ class CacheEntry:
         return content
 
     def put(self, write: Callable[[Path], object]) -> None:
-        """Keep what `write` puts into a folder, if the file is still what it was; write errors are ignored."""
+        """Keep what `write` puts into a folder, if the file is still what it was; write errors are
+        ignored.
+        """
         import polars as pl
 
         with contextlib.suppress(OSError, ValueError, pl.exceptions.PolarsError):
@@ -198,7 +217,9 @@ def compute_reader_version() -> str:
     """Changes with the reader's code, so that no entry of another version is ever used."""
     digest = hashlib.blake2b(digest_size=20)
     package = Path(__file__).parents[1]
-    for file in sorted(file for part in _READER_PACKAGES for file in (package / part).rglob("*.py")):
+    for file in sorted(
+        file for part in _READER_PACKAGES for file in (package / part).rglob("*.py")
+    ):
         digest.update(str(file.relative_to(package)).encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()
@@ -231,7 +252,9 @@ class DocumentCache:
         self._key = self._digest()
 
     def _digest(self) -> str:
-        """Changes with the inputs, the code and the choices; empty where a change of the inputs could go unseen."""
+        """Changes with the inputs, the code and the choices; empty where a change of the inputs
+        could go unseen.
+        """
         if "-" in self._paths:
             return ""
         try:
@@ -252,16 +275,23 @@ class DocumentCache:
         return find_cache_directory() / "reports" / self._key
 
     def get(self, name: str) -> Any:
-        """A document that was made; None where it was not, or not of these inputs, or cannot be read."""
+        """A document that was made; None where it was not, or not of these inputs, or cannot be
+        read.
+        """
         if self._key:
-            with contextlib.suppress(OSError, ValueError), open_regular(self._folder / name) as file:
+            with (
+                contextlib.suppress(OSError, ValueError),
+                open_regular(self._folder / name) as file,
+            ):
                 document = json.loads(file.read())
                 os.utime(self._folder)
                 return document if isinstance(document, dict) else None
         return None
 
     def put(self, name: str, content: bytes) -> None:
-        """Keep a document, as JSON, if the inputs are still what they were; what cannot be written is not kept."""
+        """Keep a document, as JSON, if the inputs are still what they were; what cannot be written
+        is not kept.
+        """
         if not self._key or len(content) > MAX_ENTRY_BYTES or self._digest() != self._key:
             return
         with contextlib.suppress(OSError, OutputError):
@@ -274,4 +304,7 @@ def _list_code_files() -> list[tuple[str, int, int]]:
     """Size and time of every file of the package: another version of it makes something else."""
     package = Path(__file__).parents[1]
     files = sorted(path for path in package.rglob("*") if path.suffix in {".py", ".json"})
-    return [(str(file.relative_to(package)), (status := file.stat()).st_size, status.st_mtime_ns) for file in files]
+    return [
+        (str(file.relative_to(package)), (status := file.stat()).st_size, status.st_mtime_ns)
+        for file in files
+    ]

@@ -2,11 +2,13 @@
 
 What a column is (type, unit, heading, meaning, why unknown); matching without case; Result.
 
-`wait_ns` is a time, `sent_bytes` an amount and `before_name` a text wherever they stand, so a table of columns is the
-list of their names in order; only what differs from that, an enumeration say, is written with its type.
+`wait_ns` is a time, `sent_bytes` an amount and `before_name` a text wherever they stand, so a table
+of columns is the list of their names in order; only what differs from that, an enumeration say, is
+written with its type.
 
-An expression with `(?i)` knows the other cases of every letter of the world and takes three times as long to make and
-to run; nearly all of ours are plain ASCII, and can be put to lower case together with the names.
+An expression with `(?i)` knows the other cases of every letter of the world and takes three times
+as long to make and to run; nearly all of ours are plain ASCII, and can be put to lower case
+together with the names.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ _TYPE_WORDS: dict[pl.DataType, str] = {
         sends bottleneck recompile relative used asynchronous end on_gpu along_edge""",
 }
 _TYPE_BY_WORD = {word: kind for kind, words in _TYPE_WORDS.items() for word in words.split()}
-"""The type of a column: by its name if that stands here, else, of a mean, by that word, else by its last word."""
+"""The type of a column: by its name if that stands here, else, of a mean, by that word, else by its
+last word.
+"""
 
 
 def build_schema(*columns: str | Mapping[str, pl.DataType | type[pl.DataType]]) -> pl.Schema:
@@ -57,7 +61,8 @@ def build_schema(*columns: str | Mapping[str, pl.DataType | type[pl.DataType]]) 
 
     Example:
         >>> schema("rank cause mean_wait_ns", {"cause": pl.Enum(["host", "device"])})
-        Schema({'rank': Int32, 'cause': Enum(categories=['host', 'device']), 'mean_wait_ns': Float64})
+        Schema({'rank': Int32, 'cause': Enum(categories=['host', 'device']), 'mean_wait_ns':
+        Float64})
     """
     types: dict[str, pl.DataType | type[pl.DataType] | None] = {}
     for part in columns:
@@ -73,11 +78,15 @@ def build_schema(*columns: str | Mapping[str, pl.DataType | type[pl.DataType]]) 
             types[name] = _TYPE_BY_WORD.get(name, _TYPE_BY_WORD.get(word))
     typed = {name: kind for name, kind in types.items() if kind is not None}
     if len(typed) < len(types):
-        raise ValueError(f"no word says the type of {', '.join(name for name in types if name not in typed)}")
+        raise ValueError(
+            f"no word says the type of {', '.join(name for name in types if name not in typed)}"
+        )
     return pl.Schema(typed)
 
 
-def cast_to_schema(frame: pl.DataFrame, columns: Mapping[str, pl.DataType | type[pl.DataType]]) -> pl.DataFrame:
+def cast_to_schema(
+    frame: pl.DataFrame, columns: Mapping[str, pl.DataType | type[pl.DataType]]
+) -> pl.DataFrame:
     """The columns of a schema, in its order and of its types; a frame's other columns are left out."""
     declared = frame[list(columns)]
     for index, (present, kind) in enumerate(zip(declared.dtypes, columns.values(), strict=True)):
@@ -93,10 +102,14 @@ def to_rows(frame: pl.DataFrame) -> list[Any]:
 
 
 class Result:
-    """Base of the frozen dataclasses that analyses return: frames and plain values, shown nicely, printable as JSON."""
+    """Base of the frozen dataclasses that analyses return: frames and plain values, shown nicely,
+    printable as JSON.
+    """
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists, dicts, numbers and strings, as they stand in JSON; a frame is a list of rows."""
+        """Plain lists, dicts, numbers and strings, as they stand in JSON; a frame is a list of
+        rows.
+        """
         assert is_dataclass(self)
         return {f.name: _convert_to_json(getattr(self, f.name)) for f in fields(self)}
 
@@ -105,7 +118,9 @@ class Result:
         parts = [f"<h4>{escape(type(self).__name__)}</h4>"]
         for f in fields(self):
             value = getattr(self, f.name)
-            rendered = value._repr_html_() if isinstance(value, pl.DataFrame) else escape(str(value))
+            rendered = (
+                value._repr_html_() if isinstance(value, pl.DataFrame) else escape(str(value))
+            )
             parts.append(f"<div><b>{escape(f.name)}</b> {rendered}</div>")
         return "".join(parts)
 
@@ -124,8 +139,21 @@ def _convert_to_json(value: Any) -> Any:
     return value
 
 
-UNITS = ("text", "name", "time", "bytes", "count", "share", "change", "number", "flops", "flop_rate", "byte_rate")
-"""Text; name (long, may be cut); time in ns; bytes; count; share from 0 to 1; change (0.25: a quarter more); number;
+UNITS = (
+    "text",
+    "name",
+    "time",
+    "bytes",
+    "count",
+    "share",
+    "change",
+    "number",
+    "flops",
+    "flop_rate",
+    "byte_rate",
+)
+"""Text; name (long, may be cut); time in ns; bytes; count; share from 0 to 1; change (0.25: a
+quarter more); number;
 FLOPs; FLOP/s; B/s."""
 
 
@@ -154,9 +182,15 @@ def declare_per_step(
     path, _, key = name.rpartition(".")
     prefix = f"{path}." if path else ""
     return {
-        f"{prefix}mean_{key}": Column(mean_unit, title, f"{description}, mean over the whole steps", unknown),
-        f"{prefix}min_{key}": Column(unit, "Min", f"{description}, min over the whole steps", unknown),
-        f"{prefix}max_{key}": Column(unit, "Max", f"{description}, max over the whole steps", unknown),
+        f"{prefix}mean_{key}": Column(
+            mean_unit, title, f"{description}, mean over the whole steps", unknown
+        ),
+        f"{prefix}min_{key}": Column(
+            unit, "Min", f"{description}, min over the whole steps", unknown
+        ),
+        f"{prefix}max_{key}": Column(
+            unit, "Max", f"{description}, max over the whole steps", unknown
+        ),
     }
 
 
@@ -178,8 +212,8 @@ NO_KIND = "neither the arguments nor the name of the kernel say what it does"
 NO_MESSAGE = "the recording does not say how much is sent"
 
 _IGNORE_CASE_FLAG = "(?i)"
-# What means the same when its letters are put to lower case: no escape that a capital or a code point follows, no group
-# with flags or a name, no range but the usual ones (and no `[:upper:]`).
+# What means the same when its letters are put to lower case: no escape that a capital or a code
+# point follows, no group with flags or a name, no range but the usual ones (and no `[:upper:]`).
 _SIMPLE_PATTERN = re.compile(
     r"(?:\\[^A-Zaceg-rtuvx-z0-9]|\(\?:|(?<!\()\?|[^\\?-]|(?<=a)-(?=z)|(?<=A)-(?=Z)|(?<=[0-9])-(?=[0-9]))*"
 )
@@ -198,19 +232,24 @@ def _lower_case(names: pl.Series) -> pl.Series:
 
 @lru_cache(maxsize=256)
 def lower_ascii(pattern: str) -> str | None:
-    """The expression that finds in names of lower case what `pattern` finds in any case; None where there is none."""
+    """The expression that finds in names of lower case what `pattern` finds in any case; None where
+    there is none.
+    """
     is_simple = pattern.isascii() and "[:" not in pattern and _SIMPLE_PATTERN.fullmatch(pattern)
     return pattern.lower() if is_simple else None
 
 
 def contains(names: pl.Series, pattern: str) -> pl.Series:
-    """Which names hold a regular expression; one that begins with `(?i)` in any case. Shape (names,)."""
+    """Which names hold a regular expression; one that begins with `(?i)` in any case.
+
+    Shape (names,).
+    """
     return contains_any(names, [pattern])[0]
 
 
 def contains_any(names: pl.Series, patterns: Sequence[str]) -> list[pl.Series]:
-    """The same for each of several regular expressions. Remembered: the next rank mostly has the names of this one, or
-    where this one had more than the others, those of the rank before.
+    """The same for each of several regular expressions. Remembered: the next rank mostly has the
+    names of this one, or where this one had more than the others, those of the rank before.
     """
     recent = _matches_cache.setdefault(tuple(patterns), [])
     for earlier, columns in recent:
@@ -223,7 +262,9 @@ def contains_any(names: pl.Series, patterns: Sequence[str]) -> list[pl.Series]:
         pl.col("name" if low is None else "lower").str.contains(low or pattern).alias(str(index))
         for index, pattern in enumerate(patterns)
         for low in (
-            lower_ascii(pattern.removeprefix(_IGNORE_CASE_FLAG)) if pattern.startswith(_IGNORE_CASE_FLAG) else None,
+            lower_ascii(pattern.removeprefix(_IGNORE_CASE_FLAG))
+            if pattern.startswith(_IGNORE_CASE_FLAG)
+            else None,
         )
     ]
     columns = frame.select(conditions).get_columns() if conditions else []

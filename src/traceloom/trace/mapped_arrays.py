@@ -1,12 +1,13 @@
 """Columns of large traces in mapped files: arrays, Polars columns over them, columns while reading.
 
-Arrays of very large traces lie in mapped files (`ondisk`) and become Polars columns without a copy (`mapped`); columns
-that are still being gathered go to files too (`spill`); `cache` keeps folders by the content they were made from.
+Arrays of very large traces lie in mapped files (`ondisk`) and become Polars columns without a copy
+(`mapped`); columns that are still being gathered go to files too (`spill`); `cache` keeps folders
+by the content they were made from.
 
-An array of this kind behaves as any NumPy array. Results from `LEAST_BYTES` on are written piece by piece into a file
-that has no name any more (it vanishes with the process, however that ends) and is mapped into memory, so that the
-system can take the pages back whenever it needs room. Whoever makes a new large array beside such a one gives it to
-NumPy's `like`, as in `np.full(n, -1, like=start)`.
+An array of this kind behaves as any NumPy array. Results from `LEAST_BYTES` on are written piece by
+piece into a file that has no name any more (it vanishes with the process, however that ends) and is
+mapped into memory, so that the system can take the pages back whenever it needs room. Whoever makes
+a new large array beside such a one gives it to NumPy's `like`, as in `np.full(n, -1, like=start)`.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ class _BlockPool:
         # Unmap pages now and then: they stay in the system's file cache, which may drop them.
         self._fresh += size
         if self._fresh > _MAX_MAPPED_BYTES and hasattr(mmap, "MADV_DONTNEED"):
-            for mapped in [*self._used.values(), *(block for blocks in self._idle.values() for block in blocks)]:
+            for mapped in [
+                *self._used.values(),
+                *(block for blocks in self._idle.values() for block in blocks),
+            ]:
                 mapped.madvise(mmap.MADV_DONTNEED)
             self._fresh = size
         owner = MappedArray((int(count),), dtype, buffer=block)
@@ -107,7 +111,8 @@ def describe_full_disk(error: OSError) -> InputError:
 
 
 def allocate_block(size: int) -> mmap.mmap:
-    """A mapped file whose space is reserved: writing a page when the disk is full would end the process.
+    """A mapped file whose space is reserved: writing a page when the disk is full would end the
+    process.
 
     Raises:
         InputError: `no-space`: the disk is full.
@@ -145,21 +150,33 @@ def _unwrap(value: Any) -> Any:
 
 
 class MappedArray(np.ndarray[Any, Any]):
-    """An array whose data lie in a file. Made by `empty`, `stored` and by operations on its like."""
+    """An array whose data lie in a file.
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **kwargs: Any) -> Any:
-        """Element-wise operations and running ones write into a new file; the rest gives what it gives."""
+    Made by `empty`, `stored` and by operations on its like.
+    """
+
+    def __array_ufunc__(
+        self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **kwargs: Any
+    ) -> Any:
+        """Element-wise operations and running ones write into a new file; the rest gives what it
+        gives.
+        """
         unwrapped = [_unwrap(value) for value in inputs]
         if out is not None:
             getattr(ufunc, method)(*unwrapped, out=tuple(_unwrap(value) for value in out), **kwargs)
             return out[0] if len(out) == 1 else out
         run = getattr(ufunc, method)
-        count = max((len(value) for value in unwrapped if getattr(value, "ndim", 0) == 1), default=0)
+        count = max(
+            (len(value) for value in unwrapped if getattr(value, "ndim", 0) == 1), default=0
+        )
         flat = count and all(getattr(value, "ndim", 0) < 2 for value in unwrapped)
         if ufunc.nout != 1 or method not in {"__call__", "accumulate"} or not flat:
             return run(*unwrapped, **kwargs)
         is_full = [getattr(value, "ndim", 0) == 1 and len(value) == count for value in unwrapped]
-        first = run(*(value[:1] if long else value for value, long in zip(unwrapped, is_full, strict=True)), **kwargs)
+        first = run(
+            *(value[:1] if long else value for value, long in zip(unwrapped, is_full, strict=True)),
+            **kwargs,
+        )
         result = allocate_array(count, first.dtype)
         run(*unwrapped, out=_unwrap(result), **kwargs)
         return result
@@ -243,7 +260,9 @@ def select_rows(values: Array, key: Array) -> Array:
     values, key = _unwrap(values), _unwrap(key)
     if key.dtype != np.bool_:
         return _collect_parts(
-            len(key), values.dtype, (values[key[row_slice]] for row_slice in iterate_slices(len(key)))
+            len(key),
+            values.dtype,
+            (values[key[row_slice]] for row_slice in iterate_slices(len(key))),
         )
     if len(key) != len(values):
         raise IndexError(f"a mask of {len(key)} for {len(values)} rows")
@@ -258,16 +277,26 @@ def _where(condition: Any, *choices: Any) -> Any:
     count = max(len(value) for value in parts if getattr(value, "ndim", 0) == 1)
     is_full = [getattr(value, "ndim", 0) == 1 and len(value) == count for value in parts]
     results = (
-        np.where(*(value[row_slice] if long else value for value, long in zip(parts, is_full, strict=True)))
+        np.where(
+            *(
+                value[row_slice] if long else value
+                for value, long in zip(parts, is_full, strict=True)
+            )
+        )
         for row_slice in iterate_slices(count)
     )
-    first = np.where(*(value[:1] if long else value for value, long in zip(parts, is_full, strict=True)))
+    first = np.where(
+        *(value[:1] if long else value for value, long in zip(parts, is_full, strict=True))
+    )
     return _collect_parts(count, first.dtype, results)
 
 
 def _nonzero(values: Any) -> tuple[Array]:
     values = _unwrap(values)
-    rows = (np.flatnonzero(values[row_slice]) + row_slice.start for row_slice in iterate_slices(len(values)))
+    rows = (
+        np.flatnonzero(values[row_slice]) + row_slice.start
+        for row_slice in iterate_slices(len(values))
+    )
     return (_collect_parts(int(np.count_nonzero(values)), np.intp, rows),)
 
 
@@ -275,14 +304,16 @@ def _concatenate(arrays: Any, axis: int = 0, *_: Any, dtype: Any = None, **__: A
     parts = [np.atleast_1d(_unwrap(part)) for part in arrays]
     if any(part.ndim > 1 for part in parts):  # tables stay in memory
         return np.concatenate(parts, axis=axis, dtype=dtype)
-    return _collect_parts(sum(map(len, parts)), np.result_type(*parts) if dtype is None else dtype, parts)
+    return _collect_parts(
+        sum(map(len, parts)), np.result_type(*parts) if dtype is None else dtype, parts
+    )
 
 
 def _argsort(values: Any, *_: Any, **__: Any) -> Array:
     """Stable, by ranges of values: each is sorted in memory, from the lowest to the highest.
 
-    The bounds of ranges are values of a sample; what equals a bound is a range of its own, which needs no sorting, so
-    that a frequent value does no harm.
+    The bounds of ranges are values of a sample; what equals a bound is a range of its own, which
+    needs no sorting, so that a frequent value does no harm.
     """
     unwrapped = _unwrap(values)
     count = len(unwrapped)
@@ -298,7 +329,11 @@ def _argsort(values: Any, *_: Any, **__: Any) -> Array:
     def ranges() -> Iterator[Array]:
         for number in range(2 * len(bounds) + 1):
             (rows,) = _nonzero(range_number == number)
-            yield rows[np.argsort(unwrapped[_unwrap(rows)], kind="stable")] if number % 2 == 0 else rows
+            yield (
+                rows[np.argsort(unwrapped[_unwrap(rows)], kind="stable")]
+                if number % 2 == 0
+                else rows
+            )
 
     return _collect_parts(count, np.intp, ranges())
 
@@ -317,13 +352,19 @@ def _searchsorted(values: Any, targets: Any, side: Any = "left") -> Any:
     common = np.result_type(values, targets)
     if values.dtype != common:
         values = _unwrap(copy_to_disk(values).astype(common))
-    positions = (np.searchsorted(values, targets[row_slice], side=side) for row_slice in iterate_slices(len(targets)))
+    positions = (
+        np.searchsorted(values, targets[row_slice], side=side)
+        for row_slice in iterate_slices(len(targets))
+    )
     return _collect_parts(len(targets), np.intp, positions)
 
 
 def _repeat(values: Any, repeats: Any, *_: Any, **__: Any) -> Array:
     values, repeats = _unwrap(values), np.broadcast_to(_unwrap(repeats), len(values))
-    repeated = (np.repeat(values[row_slice], repeats[row_slice]) for row_slice in iterate_slices(len(values)))
+    repeated = (
+        np.repeat(values[row_slice], repeats[row_slice])
+        for row_slice in iterate_slices(len(values))
+    )
     return _collect_parts(int(repeats.sum()), values.dtype, repeated)
 
 
@@ -340,7 +381,9 @@ def _bincount(values: Any, weights: None = None, minlength: int = 0) -> Array:
 
 def _isin(element: Any, test_elements: Any, **kwargs: Any) -> Array:
     element, among = _unwrap(element), _unwrap(test_elements)
-    members = (np.isin(element[row_slice], among, **kwargs) for row_slice in iterate_slices(len(element)))
+    members = (
+        np.isin(element[row_slice], among, **kwargs) for row_slice in iterate_slices(len(element))
+    )
     return _collect_parts(len(element), np.bool_, members)
 
 
@@ -375,7 +418,8 @@ def _arange(start: int, stop: int | None = None, *, dtype: Any = np.int64, **_: 
     low, high = (0, int(start)) if stop is None else (int(start), int(stop))
     count = max(high - low, 0)
     numbers = (
-        np.arange(low + row_slice.start, low + row_slice.stop, dtype=dtype) for row_slice in iterate_slices(count)
+        np.arange(low + row_slice.start, low + row_slice.stop, dtype=dtype)
+        for row_slice in iterate_slices(count)
     )
     return _collect_parts(count, dtype, numbers)
 
@@ -405,7 +449,9 @@ BLOCK_POOL = _BlockPool()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=BLOCK_POOL.forget)
 
-MIN_SPILL_BYTES = 500 * 10**6  # of text, from which on columns go to disk: in memory the report of more needs too much
+MIN_SPILL_BYTES = (
+    500 * 10**6
+)  # of text, from which on columns go to disk: in memory the report of more needs too much
 
 _CHUNK_BYTES = 1 << 22  # at once
 

@@ -24,7 +24,8 @@ class NoticeFields(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One statement about the data: damage that was repaired, things that are missing or cannot be trusted.
+    """One statement about the data: damage that was repaired, things that are missing or cannot be
+    trusted.
 
     Attributes:
         slug: Stable name, which `traceloom explain` knows.
@@ -60,7 +61,9 @@ class Notice:
 
 def sort_by_severity(notices: tuple[Notice, ...]) -> tuple[Notice, ...]:
     """Notices by severity, then by count; the order of equals is kept."""
-    return tuple(sorted(notices, key=lambda notice: (_SEVERITY_ORDER[notice.severity], -notice.count)))
+    return tuple(
+        sorted(notices, key=lambda notice: (_SEVERITY_ORDER[notice.severity], -notice.count))
+    )
 
 
 Severity = Literal["high", "medium", "low"]
@@ -141,7 +144,9 @@ class HotFrame:
         if self.rank is None:
             return ""
         return (
-            f", on rank {self.rank}" if self.rank_count == 1 else f", on {self.rank_count} ranks, most on {self.rank}"
+            f", on rank {self.rank}"
+            if self.rank_count == 1
+            else f", on {self.rank_count} ranks, most on {self.rank}"
         )
 
 
@@ -196,7 +201,8 @@ class Finding:
     def to_dict(self) -> dict[str, Any]:
         """The finding as it appears in report JSON."""
         lists = {
-            name: [asdict(entry) for entry in getattr(self, name)] for name in ("evidence", "alternatives", "frames")
+            name: [asdict(entry) for entry in getattr(self, name)]
+            for name in ("evidence", "alternatives", "frames")
         }
         return asdict(self) | lists
 

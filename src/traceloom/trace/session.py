@@ -1,14 +1,18 @@
-"""Session: traces of one run, frames recorded next to them, its step log, thread clocks and memory snapshots.
+"""Session: traces of one run, frames recorded next to them, its step log, thread clocks and memory
+snapshots.
 
-`samples`: a stack that was seen at `time_ns` and, look after look, for `period_ns`; its frames from the outermost to
-the innermost, spelled as the profiler of PyTorch does: `train.py(20): step`. `thread` is the kernel's number.
+`samples`: a stack that was seen at `time_ns` and, look after look, for `period_ns`; its frames from
+the outermost to the innermost, spelled as the profiler of PyTorch does: `train.py(20): step`.
+`thread` is the kernel's number.
 
-`telemetry`: every value of every series, `labels` as JSON text with sorted keys; counters as they are, not as rates.
+`telemetry`: every value of every series, `labels` as JSON text with sorted keys; counters as they
+are, not as rates.
 
-`allocations`: every block that an allocator gave (bytes above 0) or took back (below), and its own totals where it says
-them; `device_name` is `cpu` or `cuda:0`.
+`allocations`: every block that an allocator gave (bytes above 0) or took back (below), and its own
+totals where it says them; `device_name` is `cpu` or `cuda:0`.
 
-Times are int64 nanoseconds, Unix time; rows are in order of rank or host, then of series or thread, then of time.
+Times are int64 nanoseconds, Unix time; rows are in order of rank or host, then of series or thread,
+then of time.
 """
 
 from __future__ import annotations
@@ -40,7 +44,9 @@ SAMPLES_SCHEMA = build_schema(
     "rank process thread thread_name time_ns period_ns stack",
     {"process": pl.Int64, "thread": pl.Int64, "stack": pl.List(pl.String)},
 )
-TELEMETRY_SCHEMA = build_schema("host time_ns metric labels value unit kind", {"labels": pl.String, "unit": pl.String})
+TELEMETRY_SCHEMA = build_schema(
+    "host time_ns metric labels value unit kind", {"labels": pl.String, "unit": pl.String}
+)
 ALLOCATIONS_SCHEMA = build_schema(
     "rank process thread time_ns address bytes device_name allocated_bytes reserved_bytes",
     {"process": pl.Int64, "thread": pl.Int64, "address": pl.UInt64},
@@ -95,7 +101,9 @@ class Session:
     @property
     def world_size(self) -> int | None:
         """The number of ranks of the job, where a trace says; not the number of traces at hand."""
-        return max((t.meta.world_size for t in self.traces if t.meta.world_size is not None), default=None)
+        return max(
+            (t.meta.world_size for t in self.traces if t.meta.world_size is not None), default=None
+        )
 
     @property
     def event_count(self) -> int:
@@ -109,7 +117,9 @@ class Session:
 
     @property
     def recording_overhead_ratio(self) -> float | None:
-        """How much longer recorded steps take than unrecorded ones, the largest over the ranks; None where unknown."""
+        """How much longer recorded steps take than unrecorded ones, the largest over the ranks;
+        None where unknown.
+        """
         parts = [(trace.meta.capture or {}).get("overhead") for trace in self.traces]
         ratios = [part.get("ratio") for part in parts if isinstance(part, dict)]
         return max((ratio for ratio in ratios if isinstance(ratio, float)), default=None)
@@ -123,11 +133,18 @@ class Session:
         missing = [rank for rank in ranks if rank not in self.ranks]
         if missing:
             present = sorted({rank for rank in self.ranks if rank is not None})
-            have = f"it has {', '.join(map(str, present))}" if present else "its traces do not say their ranks"
+            have = (
+                f"it has {', '.join(map(str, present))}"
+                if present
+                else "its traces do not say their ranks"
+            )
             raise UsageError(f"rank {missing[0]} is not in this run; {have}", slug="no-such-rank")
         traces = tuple(trace for trace in self.traces if trace.rank in ranks)
         is_selected = pl.col("rank").is_in(ranks)
-        samples, allocations = self.samples.filter(is_selected), self.allocations.filter(is_selected)
+        samples, allocations = (
+            self.samples.filter(is_selected),
+            self.allocations.filter(is_selected),
+        )
         return replace(self, traces=traces, samples=samples, allocations=allocations)
 
     def all_notices(self) -> tuple[Notice, ...]:
@@ -192,7 +209,9 @@ class Session:
             for trace in self.traces[:_MAX_HTML_ROWS]
         )
         remainder = (
-            f"<p>… and {len(self.traces) - _MAX_HTML_ROWS} more</p>" if len(self.traces) > _MAX_HTML_ROWS else ""
+            f"<p>… and {len(self.traces) - _MAX_HTML_ROWS} more</p>"
+            if len(self.traces) > _MAX_HTML_ROWS
+            else ""
         )
         head = "".join(f"<th>{title}</th>" for title in ("rank", "events", "time", "steps", "file"))
         return f"<p><b>{escape(sanitize(self.name))}</b></p><table><tr>{head}</tr>{rows}</table>{remainder}"
@@ -225,32 +244,49 @@ class RunSteps(NamedTuple):
 
 
 def read_run_steps(meta: Meta) -> RunSteps | None:
-    """Every complete step of the run, from the first; None where it kept no such table, or an invalid one."""
+    """Every complete step of the run, from the first; None where it kept no such table, or an
+    invalid one.
+    """
     table = read_capture_table(meta.capture, meta.path, "steps") or {}
     durations, states = table.get("duration_ns"), table.get("state")
-    if not isinstance(durations, list) or not isinstance(states, list) or len(durations) != len(states):
+    if (
+        not isinstance(durations, list)
+        or not isinstance(states, list)
+        or len(durations) != len(states)
+    ):
         return None
     if not all(isinstance(duration, int) and 0 <= duration < 1 << 53 for duration in durations):
         return None
     cpu_column = table.get("cpu_ns")
     cpu_column = (
-        cpu_column if isinstance(cpu_column, list) and len(cpu_column) == len(durations) else [None] * len(durations)
+        cpu_column
+        if isinstance(cpu_column, list) and len(cpu_column) == len(durations)
+        else [None] * len(durations)
     )
-    cpu_times = [value if isinstance(value, int) and 0 <= value < 1 << 53 else None for value in cpu_column]
-    return RunSteps(np.array(durations, dtype=np.int64), [str(state) for state in states], cpu_times)
+    cpu_times = [
+        value if isinstance(value, int) and 0 <= value < 1 << 53 else None for value in cpu_column
+    ]
+    return RunSteps(
+        np.array(durations, dtype=np.int64), [str(state) for state in states], cpu_times
+    )
 
 
 def find_unrecorded_steps(meta: Meta) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
     """Steps after the warm-up that ran while nothing was recorded.
 
     Returns:
-        Their numbers, ascending, and their wall times in nanoseconds; None where the run kept no such table.
+        Their numbers, ascending, and their wall times in nanoseconds; None where the run kept no
+        such table.
     """
     table = read_capture_table(meta.capture, meta.path, "steps")
     if table is None:
         return None
     durations, states = table.get("duration_ns"), table.get("state")
-    if not isinstance(durations, list) or not isinstance(states, list) or len(durations) != len(states):
+    if (
+        not isinstance(durations, list)
+        or not isinstance(states, list)
+        or len(durations) != len(states)
+    ):
         return None
     unrecorded = [
         (step, duration)
@@ -264,8 +300,11 @@ def find_unrecorded_steps(meta: Meta) -> tuple[NDArray[np.int64], NDArray[np.int
     return columns[:, 0], columns[:, 1]
 
 
-def read_capture_table(capture: dict[str, Any] | None, path: str, key: str) -> dict[str, Any] | None:
-    """A table of capture.json as columns: in the part itself, or in a file beside the trace where they are long.
+def read_capture_table(
+    capture: dict[str, Any] | None, path: str, key: str
+) -> dict[str, Any] | None:
+    """A table of capture.json as columns: in the part itself, or in a file beside the trace where
+    they are long.
 
     Args:
         capture: A rank's part of capture.json.
@@ -306,7 +345,8 @@ class ThreadClock(Struct, frozen=True):
     def bound_cpu_time(self, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints]:
         """How long the thread ran between two times, at least and at most, ns.
 
-        The samples inside tell the least, those around them the most; where none is before or behind, the most is all.
+        The samples inside tell the least, those around them the most; where none is before or
+        behind, the most is all.
 
         Args:
             start_ns: Beginnings, ns, shape (spans,).
@@ -316,19 +356,25 @@ class ThreadClock(Struct, frozen=True):
         first_inside = np.searchsorted(self.time_ns, start_ns, side="left")
         last_inside = np.searchsorted(self.time_ns, end_ns, side="right") - 1
         has_inner_samples = last_inside > first_inside
-        inner_cpu_ns = self.ran_ns[np.maximum(last_inside, 0)] - self.ran_ns[np.minimum(first_inside, last)]
+        inner_cpu_ns = (
+            self.ran_ns[np.maximum(last_inside, 0)] - self.ran_ns[np.minimum(first_inside, last)]
+        )
         lower_bound = np.minimum(np.where(has_inner_samples, inner_cpu_ns, 0), end_ns - start_ns)
         before = np.searchsorted(self.time_ns, start_ns, side="right") - 1
         after = np.searchsorted(self.time_ns, end_ns, side="left")
         outer_cpu_ns = self.ran_ns[np.minimum(after, last)] - self.ran_ns[np.maximum(before, 0)]
         upper_bound = np.where(
-            (before >= 0) & (after <= last), np.minimum(outer_cpu_ns, end_ns - start_ns), end_ns - start_ns
+            (before >= 0) & (after <= last),
+            np.minimum(outer_cpu_ns, end_ns - start_ns),
+            end_ns - start_ns,
         )
         return lower_bound, np.maximum(upper_bound, lower_bound)
 
 
 def read_thread_clocks(meta: Meta) -> dict[str, ThreadClock]:
-    """The samples of each thread with at least two, by the system's thread id; none where nobody took any."""
+    """The samples of each thread with at least two, by the system's thread id; none where nobody
+    took any.
+    """
     return parse_thread_clocks(meta.capture, meta.path)
 
 
@@ -339,7 +385,9 @@ def parse_thread_clocks(capture: dict[str, Any] | None, path: str) -> dict[str, 
     lists = [column for column in columns if isinstance(column, list)]
     if len(lists) < len(columns) or len({len(column) for column in lists}) != 1:
         return {}
-    if not all(isinstance(value, int) and 0 <= value < 1 << 62 for column in lists for value in column):
+    if not all(
+        isinstance(value, int) and 0 <= value < 1 << 62 for column in lists for value in column
+    ):
         return {}
     thread, time, cpu = (np.array(column, dtype=np.int64) for column in lists)
     order = np.lexsort((time, thread))
@@ -354,17 +402,31 @@ def parse_thread_clocks(capture: dict[str, Any] | None, path: str) -> dict[str, 
 
 
 SNAPSHOT_ACTIONS = (
-    "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap",
-    "oom", "snapshot", "user_defined",
-)  # fmt: skip
-SNAPSHOT_ENTRIES_SCHEMA = build_schema(
-    "device action address bytes time_us stack", {"action": pl.Enum(SNAPSHOT_ACTIONS), "stack": pl.Int32}
+    "alloc",
+    "free_requested",
+    "free_completed",
+    "segment_alloc",
+    "segment_free",
+    "segment_map",
+    "segment_unmap",
+    "oom",
+    "snapshot",
+    "user_defined",
 )
-"""`address` of an oom: the bytes that were free on the device; `time_us`: Unix time, null in snapshots of older
+SNAPSHOT_ENTRIES_SCHEMA = build_schema(
+    "device action address bytes time_us stack",
+    {"action": pl.Enum(SNAPSHOT_ACTIONS), "stack": pl.Int32},
+)
+"""`address` of an oom: the bytes that were free on the device; `time_us`: Unix time, null in
+snapshots of older
 versions; `stack`: of `stacks`, 0 is none."""
 SNAPSHOT_SEGMENTS_SCHEMA = build_schema("device address bytes stream")
-SNAPSHOT_BLOCKS_SCHEMA = build_schema("device segment address bytes requested_bytes state stack", {"stack": pl.Int32})
-"""`segment`: row of `segments`; `state`: active_allocated, active_pending_free (or active_awaiting_free), inactive."""
+SNAPSHOT_BLOCKS_SCHEMA = build_schema(
+    "device segment address bytes requested_bytes state stack", {"stack": pl.Int32}
+)
+"""`segment`: row of `segments`; `state`: active_allocated, active_pending_free (or
+active_awaiting_free), inactive.
+"""
 _FRAME_SEPARATOR = " < "
 
 StackFrame = tuple[str, int, str]
@@ -406,7 +468,9 @@ def is_python_frame(frame: StackFrame) -> bool:
 
 
 def format_stacks(snapshot: MemorySnapshot) -> pl.Series:
-    """Each stack as text, the innermost frame first: those of Python, where it has any; null for none."""
+    """Each stack as text, the innermost frame first: those of Python, where it has any; null for
+    none.
+    """
     texts = []
     for stack in snapshot.stacks:
         frames = [format_frame(frame) for frame in stack if is_python_frame(frame)] or [

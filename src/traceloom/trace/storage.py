@@ -1,10 +1,13 @@
-"""Frames on disk: Arrow folders, single-file archives (graphs, plans), sessions too large for memory.
+"""Frames on disk: Arrow folders, single-file archives (graphs, plans), sessions too large for
+memory.
 
-The header says format, version and rows per frame, and what there is beside the frames. Enum columns are text in the
-file, so that any reader of Parquet understands them. Nothing is ever unpacked to the disk.
+The header says format, version and rows per frame, and what there is beside the frames. Enum
+columns are text in the file, so that any reader of Parquet understands them. Nothing is ever
+unpacked to the disk.
 
-The files have no name any more, so they vanish with the process, however that ends; the system takes the pages back
-whenever it needs room. See `traceloom.trace.arrays` for single traces that are too large.
+The files have no name any more, so they vanish with the process, however that ends; the system
+takes the pages back whenever it needs room. See `traceloom.trace.arrays` for single traces that are
+too large.
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ class _TraceHeader(Struct):
 
 
 def save(trace: Trace, directory: Path, *, permanent: bool = True) -> None:
-    """Write a trace into an existing folder; the head comes last, so that a folder with a head is whole.
+    """Write a trace into an existing folder; the head comes last, so that a folder with a head is
+    whole.
 
     Args:
         trace: The trace.
@@ -99,7 +103,10 @@ def load_trace(directory: Path, *, permanent: bool = True) -> Trace:
     if permanent:
         head = msgspec.convert(values, _TraceHeader)
         for name in head.rows.keys() & SCHEMAS.keys():
-            if head.rows[name] and _compute_checksum(directory / f"{name}.arrow") != head.files[name]:
+            if (
+                head.rows[name]
+                and _compute_checksum(directory / f"{name}.arrow") != head.files[name]
+            ):
                 raise ValueError(f"frame {name} is not as it was written")
     else:
         notices = [Notice(**notice) for notice in values["notices"]]
@@ -140,7 +147,8 @@ def _load_mapped_frame(directory: Path, name: str, rows: int) -> pl.DataFrame:
             yield stored.select(column).slice(low, PART_ROWS).collect()[column]
 
     columns = [
-        arrays.build_mapped_column(schema[column], rows, partial(parts, column)).alias(column) for column in schema
+        arrays.build_mapped_column(schema[column], rows, partial(parts, column)).alias(column)
+        for column in schema
     ]
     return pl.DataFrame(columns)
 
@@ -148,17 +156,28 @@ def _load_mapped_frame(directory: Path, name: str, rows: int) -> pl.DataFrame:
 T = TypeVar("T")
 _HEADER = "header.json"
 _MAX_HEADER_BYTES = 1 << 26
-# Parquet is compressed already, so a zip makes nothing of ours smaller; whoever zips it anew gains little.
+# Parquet is compressed already, so a zip makes nothing of ours smaller; whoever zips it anew gains
+# little.
 _MAX_EXPANSION = 20
-# A row takes tens of bytes in memory and at least some in the file, even where every column repeats itself.
+# A row takes tens of bytes in memory and at least some in the file, even where every column repeats
+# itself.
 _MAX_ROWS_PER_BYTE = 50
 _MAX_SMALL_ROWS = 1_000_000
 _DAMAGE_ERRORS = (
-    OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, OverflowError, zlib.error, InvariantError,
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    EOFError,
+    RuntimeError,
+    OverflowError,
+    zlib.error,
+    InvariantError,
     msgspec.ValidationError,
     # Parquet that was changed can make the reader of Parquet panic, which is no ordinary exception.
-    pl.exceptions.PolarsError, pl.exceptions.PanicException,
-)  # fmt: skip
+    pl.exceptions.PolarsError,
+    pl.exceptions.PanicException,
+)
 
 
 class ArchiveFormat(Struct, frozen=True):
@@ -187,7 +206,9 @@ class ArchiveFormat(Struct, frozen=True):
         """The name that the header gives."""
         return f"traceloom-{self.noun}"
 
-    def pack(self, header: Mapping[str, Any], frames: Mapping[str, pl.DataFrame], handle: BinaryIO) -> None:
+    def pack(
+        self, header: Mapping[str, Any], frames: Mapping[str, pl.DataFrame], handle: BinaryIO
+    ) -> None:
         """Write an archive into an open file."""
         complete_header = {
             "format": self.format,
@@ -197,14 +218,27 @@ class ArchiveFormat(Struct, frozen=True):
             "rows": {name: frame.height for name, frame in frames.items()},
         }
         with zipfile.ZipFile(handle, "w", zipfile.ZIP_STORED) as archive:
-            _add(archive, _HEADER, lambda member: member.write(json.dumps(complete_header, indent=1).encode()))
+            _add(
+                archive,
+                _HEADER,
+                lambda member: member.write(json.dumps(complete_header, indent=1).encode()),
+            )
             for name, frame in frames.items():
-                enums = [column for column, kind in frame.schema.items() if isinstance(kind, pl.Enum)]
-                without_enums = frame.with_columns(pl.col(column).cast(pl.String) for column in enums)
+                enums = [
+                    column for column, kind in frame.schema.items() if isinstance(kind, pl.Enum)
+                ]
+                without_enums = frame.with_columns(
+                    pl.col(column).cast(pl.String) for column in enums
+                )
                 _add(archive, f"{name}.parquet", without_enums.write_parquet)
 
     def save(
-        self, path: str | Path, header: Mapping[str, Any], frames: Mapping[str, pl.DataFrame], *, force: bool = False
+        self,
+        path: str | Path,
+        header: Mapping[str, Any],
+        frames: Mapping[str, pl.DataFrame],
+        *,
+        force: bool = False,
     ) -> int:
         """Write an archive, whole or not at all; returns the size of the file in bytes.
 
@@ -213,7 +247,9 @@ class ArchiveFormat(Struct, frozen=True):
         """
         return files.write(Path(path), partial(self.pack, header, frames), force=force)
 
-    def load(self, path: str | Path, build: Callable[[dict[str, Any], dict[str, pl.DataFrame]], T]) -> T:
+    def load(
+        self, path: str | Path, build: Callable[[dict[str, Any], dict[str, pl.DataFrame]], T]
+    ) -> T:
         """Read what `save` wrote.
 
         Args:
@@ -234,7 +270,9 @@ class ArchiveFormat(Struct, frozen=True):
                 members = archive.namelist()
                 if _HEADER not in members:
                     raise InputError(mismatch_message, slug=self.another_slug, where=location)
-                header, _ = clean_json(json.loads(_read_member(archive, _HEADER, _MAX_HEADER_BYTES)))
+                header, _ = clean_json(
+                    json.loads(_read_member(archive, _HEADER, _MAX_HEADER_BYTES))
+                )
                 if not isinstance(header, dict) or header.get("format") != self.format:
                     raise InputError(mismatch_message, slug=self.another_slug, where=location)
                 if header.get("version") != self.version:
@@ -246,7 +284,9 @@ class ArchiveFormat(Struct, frozen=True):
                     raise ValueError(f"it lacks `{missing[0]}`")
                 if len(members) > len(expected):
                     raise ValueError("it holds a part twice")
-                frames = {name: self._frame(archive, name, header["rows"][name]) for name in self.schemas}
+                frames = {
+                    name: self._frame(archive, name, header["rows"][name]) for name in self.schemas
+                }
             return build(header, frames)
         except zipfile.BadZipFile as error:
             with Path(path).open("rb") as opened:
@@ -257,7 +297,9 @@ class ArchiveFormat(Struct, frozen=True):
             hint = f"a {self.noun} is a zip archive"
             raise InputError(text, slug=self.another_slug, where=location, hint=hint) from error
         except _DAMAGE_ERRORS as error:
-            raise self._damaged(next(iter(str(error).splitlines()), type(error).__name__), location) from error
+            raise self._damaged(
+                next(iter(str(error).splitlines()), type(error).__name__), location
+            ) from error
 
     def holds(self, path: Path) -> bool:
         """Whether a file is such an archive, by its content."""
@@ -278,12 +320,16 @@ class ArchiveFormat(Struct, frozen=True):
         frame = pl.read_parquet(io.BytesIO(data))
         schema = self.schemas[name]
         if frame.columns != list(schema):
-            raise ValueError(f"`{name}` has the columns {', '.join(frame.columns)}, expected {', '.join(schema)}")
+            raise ValueError(
+                f"`{name}` has the columns {', '.join(frame.columns)}, expected {', '.join(schema)}"
+            )
         for column, kind in schema.items():
             actual = frame.schema[column]
             if actual != (pl.String if isinstance(kind, pl.Enum) else kind):
                 raise ValueError(f"column `{column}` of `{name}` is {actual}, expected {kind}")
-        if empty := next((column for column in self.never_null.get(name, ()) if frame[column].null_count()), None):
+        if empty := next(
+            (column for column in self.never_null.get(name, ()) if frame[column].null_count()), None
+        ):
             raise ValueError(f"column `{empty}` of `{name}` has rows without a value")
         return frame.cast(schema)
 
@@ -302,8 +348,12 @@ def _add(archive: zipfile.ZipFile, name: str, produce: Callable[[io.BytesIO], An
 def _read_member(archive: zipfile.ZipFile, name: str, max_bytes: int) -> bytes:
     """A part of the archive, never more bytes than it says and than is credible."""
     info = archive.getinfo(name)
-    if info.file_size > min(max_bytes, info.compress_size * _MAX_EXPANSION + _MAX_HEADER_BYTES // 64):
-        raise ValueError(f"`{name}` claims {info.file_size:,} bytes, made of {info.compress_size:,}")
+    if info.file_size > min(
+        max_bytes, info.compress_size * _MAX_EXPANSION + _MAX_HEADER_BYTES // 64
+    ):
+        raise ValueError(
+            f"`{name}` claims {info.file_size:,} bytes, made of {info.compress_size:,}"
+        )
     return archive.read(info)
 
 
@@ -312,7 +362,9 @@ class _HasFrames(Protocol):
 
 
 F = TypeVar("F", bound=_HasFrames)
-MAX_IN_MEMORY_BYTES = 100 * 10**6  # of JSON, of all traces of a session, from which on the next ones lie in files
+MAX_IN_MEMORY_BYTES = (
+    100 * 10**6
+)  # of JSON, of all traces of a session, from which on the next ones lie in files
 _BLOCK_BYTES = 64 << 20
 _ALIGNMENT = 64
 _MIN_ROWS = 1024  # of a frame; smaller ones stay in memory
@@ -324,7 +376,10 @@ def is_large_session(traces: Iterable[Trace]) -> bool:
 
 
 class MappedFiles:
-    """Places for columns in mapped files; a file vanishes with the last column in it. Threads may share them."""
+    """Places for columns in mapped files; a file vanishes with the last column in it.
+
+    Threads may share them.
+    """
 
     def __init__(self) -> None:
         self._block: mmap.mmap | None = None
@@ -333,7 +388,8 @@ class MappedFiles:
         self._lock = threading.Lock()
 
     def kept(self, trace: Trace) -> Trace:
-        """The trace of one more rank: as it is while the session is small, else with its columns in files.
+        """The trace of one more rank: as it is while the session is small, else with its columns in
+        files.
 
         Raises:
             InputError: `no-space`: the disk is full.
@@ -375,14 +431,18 @@ class MappedFiles:
         return pl.DataFrame([self._column(frame[column]) for column in frame.columns])
 
     def _given_back(self) -> None:
-        """Unmap the pages that were written: they stay in the system's file cache until they are read."""
+        """Unmap the pages that were written: they stay in the system's file cache until they are
+        read.
+        """
         if self._block is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._block.madvise(mmap.MADV_DONTNEED)
 
     def _column(self, series: pl.Series) -> pl.Series:
         if series.dtype == pl.String:
             distinct = series.drop_nulls().unique(maintain_order=True)
-            codes = series.cast(pl.Enum(distinct)).to_physical().cast(pl.Int32).fill_null(-1).to_numpy()
+            codes = (
+                series.cast(pl.Enum(distinct)).to_physical().cast(pl.Int32).fill_null(-1).to_numpy()
+            )
             table = arrays.TextTable(distinct.to_list())
             return table.column(codes, self._kept).alias(series.name) if table.fits else series
         kind = arrays.get_arrow_name(series.dtype)

@@ -1,9 +1,11 @@
-"""Trace and Meta: frames of one process, their schemas, self-check; HostTrace; frames finished on first use.
+"""Trace and Meta: frames of one process, their schemas, self-check; HostTrace; frames finished on
+first use.
 
-Times are int64 nanoseconds of the trace's clock (Unix time where the file gives it), byte counts int64. `event`,
-`parent`, `op`, `launch`, `source`, `target` are row numbers of `events`.
+Times are int64 nanoseconds of the trace's clock (Unix time where the file gives it), byte counts
+int64. `event`, `parent`, `op`, `launch`, `source`, `target` are row numbers of `events`.
 
-Names are loaded when they are first used: not everything that tells a notice needs the frames of a graph.
+Names are loaded when they are first used: not everything that tells a notice needs the frames of a
+graph.
 """
 
 from __future__ import annotations
@@ -50,40 +52,51 @@ Event = pl.UInt32
 REQUEST = "request"  # `evidence` of steps that are requests to a server
 
 SCHEMAS: dict[str, pl.Schema] = {
-    # Rows are sorted by start, the longer first, then in the order of the file; `event` is the row number. The duration
-    # is as recorded, never changed, and may be negative in damaged files; `nested_end_ns` is the end, shortened where
-    # spans of a lane cross, so that they nest, and never before the start. `lane` is a row of `lanes`; process, thread
-    # of host events, device and stream of those on the device; a process is null where the file gives no number.
-    # `correlation` joins a launch and its GPU work; `external_id` is as recorded, null on GPU work where it only
-    # repeats the correlation; `record_function_id` joins the host trace, and 0 in the file is null here; `sequence` is
-    # autograd's, which with `forward_thread` joins forward and backward. `parent` is the enclosing event on the same
-    # lane, `depth` 0 the outermost there; `op` the innermost op around a launch, of GPU work around its launch;
-    # `launch` the runtime or driver call that submitted GPU work. `step` is that of the host time at the start, of GPU
-    # work that of its launch.
+    # Rows are sorted by start, the longer first, then in the order of the file; `event` is the row
+    # number. The duration is as recorded, never changed, and may be negative in damaged files;
+    # `nested_end_ns` is the end, shortened where spans of a lane cross, so that they nest, and
+    # never before the start. `lane` is a row of `lanes`; process, thread of host events, device and
+    # stream of those on the device; a process is null where the file gives no number. `correlation`
+    # joins a launch and its GPU work; `external_id` is as recorded, null on GPU work where it only
+    # repeats the correlation; `record_function_id` joins the host trace, and 0 in the file is null
+    # here; `sequence` is autograd's, which with `forward_thread` joins forward and backward.
+    # `parent` is the enclosing event on the same lane, `depth` 0 the outermost there; `op` the
+    # innermost op around a launch, of GPU work around its launch; `launch` the runtime or driver
+    # call that submitted GPU work. `step` is that of the host time at the start, of GPU work that
+    # of its launch.
     "events": build_schema(
         "event name category start_ns duration_ns nested_end_ns lane process thread device stream correlation",
         "external_id record_function_id sequence forward_thread parent depth op launch step",
-        {"category": CategoryType, "process": pl.Int64, "thread": pl.Int64, "forward_thread": pl.Int64, "op": Event},
+        {
+            "category": CategoryType,
+            "process": pl.Int64,
+            "thread": pl.Int64,
+            "forward_thread": pl.Int64,
+            "op": Event,
+        },
     ),
-    # Process and thread as in the file; the name is what to show: "main thread", "autograd 12", "stream 7". `busy_ns`
-    # is the union of the lane's events.
+    # Process and thread as in the file; the name is what to show: "main thread", "autograd 12",
+    # "stream 7". `busy_ns` is the union of the lane's events.
     "lanes": build_schema(
         "lane kind process thread device stream name events busy_ns",
-        {"kind": pl.Enum(["host", "device", "device_annotation", "device_sync", "other"]), "events": pl.UInt32},
+        {
+            "kind": pl.Enum(["host", "device", "device_annotation", "device_sync", "other"]),
+            "events": pl.UInt32,
+        },
     ),
     # A name is null where the file leaves it empty; used devices have GPU work in this trace.
     "devices": build_schema("device name memory_bytes multiprocessors compute_capability used"),
     # The ranks are null where the file cut the list.
     "groups": build_schema("group description backend size ranks", {"ranks": pl.List(pl.Int32)}),
-    # `step` is the number in the name, unique here and ascending; it ends with the start of the next one, the last with
-    # its own span. It is not complete where the recording cuts it off.
+    # `step` is the number in the name, unique here and ascending; it ends with the start of the
+    # next one, the last with its own span. It is not complete where the recording cuts it off.
     "steps": build_schema(
         "step name start_ns end_ns evidence complete",
         {"evidence": pl.Enum(["profiler-step", "mark", "annotation", "request"])},
     ),
-    # `event` is the op, annotation or kernel it is about; kind: all_reduce, all_gather, reduce_scatter, all_to_all,
-    # broadcast, send, ...; ranks as recorded (may be cut); bytes are null where the element type is unknown; `peer` is
-    # the root, source or destination.
+    # `event` is the op, annotation or kernel it is about; kind: all_reduce, all_gather,
+    # reduce_scatter, all_to_all, broadcast, send, ...; ranks as recorded (may be cut); bytes are
+    # null where the element type is unknown; `peer` is the root, source or destination.
     "collectives": build_schema(
         "event kind group group_size ranks element_type in_elements out_elements in_bytes out_bytes sequence peer",
         "in_splits out_splits asynchronous",
@@ -91,22 +104,28 @@ SCHEMAS: dict[str, pl.Schema] = {
     ),
     # kind: HtoD, DtoH, DtoD, PtoP, HtoH, fill, unknown; memory: pageable, pinned, device, ...
     "copies": build_schema("event kind bytes source_memory target_memory"),
-    # One row per kernel of which the profiler says how it fills the device; its occupancy is estimated.
+    # One row per kernel of which the profiler says how it fills the device; its occupancy is
+    # estimated.
     "kernels": build_schema("event blocks_per_sm warps_per_sm occupancy_percent"),
-    # kind as recorded: Context Sync, Stream Sync, Event Sync, Stream Wait Event; the correlation is that of the awaited
-    # event record.
+    # kind as recorded: Context Sync, Stream Sync, Event Sync, Stream Wait Event; the correlation is
+    # that of the awaited event record.
     "syncs": build_schema("event kind stream awaited_stream record_correlation event_id"),
-    # `flow` is the id in the file; source and target are null where the start or the end of the arrow hits no event.
+    # `flow` is the id in the file; source and target are null where the start or the end of the
+    # arrow hits no event.
     "flows": build_schema(
         "kind flow source target",
-        {"kind": pl.Enum(["launch", "forward-backward", "other"]), "source": Event, "target": Event},
+        {
+            "kind": pl.Enum(["launch", "forward-backward", "other"]),
+            "source": Event,
+            "target": Event,
+        },
     ),
     # `module_id`: of nn.Module calls.
     "python": build_schema("event python_id python_parent module_id", {"python_parent": pl.Int64}),
     # One row per op that has shapes; the lists as JSON text, one entry per input.
     "tensors": build_schema("event shapes types strides concrete"),
-    # Negative bytes are a free; device_type: cpu, cuda, hip, xpu, mtia, ...; `allocated_bytes` is the allocator's own
-    # running total, `op` the innermost op on that thread at that time.
+    # Negative bytes are a free; device_type: cpu, cuda, hip, xpu, mtia, ...; `allocated_bytes` is
+    # the allocator's own running total, `op` the innermost op on that thread at that time.
     "allocations": build_schema(
         "time_ns address bytes device_type device allocated_bytes reserved_bytes process thread op step",
         {"address": pl.UInt64, "process": pl.Int64, "thread": pl.Int64, "op": Event},
@@ -124,12 +143,17 @@ def make_empty_frame(name: str) -> pl.DataFrame:
     return pl.DataFrame(schema=SCHEMAS[name])
 
 
-_SLICE_ROWS = 1 << 20  # rows added up at once, since a sum as long as a very large trace would lie in memory
+_SLICE_ROWS = (
+    1 << 20
+)  # rows added up at once, since a sum as long as a very large trace would lie in memory
 
 
 @dataclass(frozen=True)
 class Meta:
-    """What the file says about the process and the recording. Unknown is None, with the reason in the notices."""
+    """What the file says about the process and the recording.
+
+    Unknown is None, with the reason in the notices.
+    """
 
     path: str
     kind: str = "kineto"
@@ -146,14 +170,17 @@ class Meta:
     file_bytes: int = 0  # decompressed
     schema_version: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
-    settings: dict[str, bool] = field(default_factory=dict)  # record_shapes, with_stack, profile_memory, ...
+    settings: dict[str, bool] = field(
+        default_factory=dict
+    )  # record_shapes, with_stack, profile_memory, ...
     job: dict[str, str] = field(default_factory=dict)  # job ids, trace id, trace name
     capture: dict[str, Any] | None = None  # this rank's part of capture.json
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One process's part of a run: fixed columns (see `traceloom.trace.trace`), small tables, notices.
+    """One process's part of a run: fixed columns (see `traceloom.trace.trace`), small tables,
+    notices.
 
     A frame may be given as `Deferred`: it is made when it is first asked for, and kept then.
     """
@@ -181,7 +208,9 @@ class Trace:
         """Set the frames apart that are made later."""
         attributes = self.__dict__
         attributes["_waiting"] = {
-            name: attributes.pop(name) for name in list(attributes) if isinstance(attributes[name], DeferredFrame)
+            name: attributes.pop(name)
+            for name in list(attributes)
+            if isinstance(attributes[name], DeferredFrame)
         }
 
     if not TYPE_CHECKING:
@@ -245,13 +274,15 @@ class Trace:
     def check(self) -> None:
         """Raise InvariantError where the trace breaks its own laws.
 
-        Columns are as declared; ids are row numbers; rows are sorted by start; parents stand on the same lane and
-        enclose their children up to `nested_end_ns`; self times are >= 0 and add up to the lane's busy time; `op` and
-        `launch` point to events of the right kind.
+        Columns are as declared; ids are row numbers; rows are sorted by start; parents stand on the
+        same lane and enclose their children up to `nested_end_ns`; self times are >= 0 and add up
+        to the lane's busy time; `op` and `launch` point to events of the right kind.
         """
         for name, frame in self.frames().items():
             if frame.schema != SCHEMAS[name]:
-                raise broken("columns", f"frame {name} has {frame.schema}, expected {SCHEMAS[name]}")
+                raise broken(
+                    "columns", f"frame {name} has {frame.schema}, expected {SCHEMAS[name]}"
+                )
         events = self.events
         if not (events["event"].to_numpy() == np.arange(events.height)).all():
             raise broken("ids", "event ids are not the row numbers")
@@ -266,7 +297,11 @@ class Trace:
         parent = events["parent"].drop_nulls().to_numpy()
         lane = events["lane"].to_numpy()
         depth = events["depth"].to_numpy().astype(np.int64)
-        is_outside = (start[child] < start[parent]) | (end[child] > end[parent]) | (lane[child] != lane[parent])
+        is_outside = (
+            (start[child] < start[parent])
+            | (end[child] > end[parent])
+            | (lane[child] != lane[parent])
+        )
         if is_outside.any():
             raise broken("nesting", f"{int(is_outside.sum())} events lie outside their parents")
         if (depth[child] != depth[parent] + 1).any() or depth[~has_parent].any():
@@ -285,11 +320,15 @@ class Trace:
         )
         wrong = lane_times.filter(pl.col("self_ns") != pl.col("busy_ns"))
         if wrong.height:
-            raise broken("self-time", f"self times of {wrong.height} lanes do not add up to their busy time")
+            raise broken(
+                "self-time", f"self times of {wrong.height} lanes do not add up to their busy time"
+            )
         for column, allowed in (("op", ["op"]), ("launch", ["runtime", "driver"])):
             target = events[column].drop_nulls()
             if target.len() and not events["category"].gather(target).is_in(allowed).all():
-                raise broken("references", f"`{column}` points to events that are no {' or '.join(allowed)}")
+                raise broken(
+                    "references", f"`{column}` points to events that are no {' or '.join(allowed)}"
+                )
         for name, frame in self.frames().items():
             if name != "events" and "event" in frame.columns and frame.height:
                 highest = frame["event"].max()
@@ -297,9 +336,10 @@ class Trace:
                     raise broken("references", f"frame {name} points past the last event")
 
 
-# One row per node, ascending by id, which is the order in which the ops began. `id` is that in the host trace; record
-# function 0 and autograd sequence -1 in the file are null here. Threads have PyTorch's own numbers: 1, 2, 3. Inputs and
-# outputs are lists as JSON text, `attributes` every other attribute of the node, as a JSON object.
+# One row per node, ascending by id, which is the order in which the ops began. `id` is that in the
+# host trace; record function 0 and autograd sequence -1 in the file are null here. Threads have
+# PyTorch's own numbers: 1, 2, 3. Inputs and outputs are lists as JSON text, `attributes` every
+# other attribute of the node, as a JSON object.
 HOST_OPS = build_schema(
     "id name parent forward_parent record_function_id sequence scope thread forward_thread schema inputs",
     "input_shapes input_types outputs output_shapes output_types attributes",
@@ -339,9 +379,13 @@ class HostTrace:
     notices: tuple[Notice, ...] = ()
 
     def roots(self) -> pl.Series:
-        """Which nodes stand for a process or a thread, not for an op; Boolean, one per row of `ops`."""
+        """Which nodes stand for a process or a thread, not for an op; Boolean, one per row of
+        `ops`.
+        """
         return self.ops["name"].str.contains(_ROOT_PATTERN).fill_null(value=False).alias("root")
 
     def __repr__(self) -> str:
         rank = "?" if self.rank is None else self.rank
-        return f"<HostTrace rank {rank}: {self.ops.height:,} nodes, schema {self.schema}, {self.path}>"
+        return (
+            f"<HostTrace rank {rank}: {self.ops.height:,} nodes, schema {self.schema}, {self.path}>"
+        )

@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 
 OP = "op"  # framework operator (cpu_op, hpu_op, glow_runtime, the 2021 name Operator)
-ANNOTATION = "annotation"  # user_annotation: ProfilerStep, Optimizer.step, record_function, nccl:*, gloo:*
+ANNOTATION = (
+    "annotation"  # user_annotation: ProfilerStep, Optimizer.step, record_function, nccl:*, gloo:*
+)
 GPU_ANNOTATION = "gpu_annotation"  # the GPU twin of an annotation; never GPU work
 KERNEL = "kernel"
 COPY = "copy"  # gpu_memcpy, Memcpy
 FILL = "fill"  # gpu_memset, Memset
-RUNTIME = "runtime"  # cuda_runtime (also hip*), xpu_runtime, mtia_runtime, privateuse1_runtime, Runtime
+RUNTIME = (
+    "runtime"  # cuda_runtime (also hip*), xpu_runtime, mtia_runtime, privateuse1_runtime, Runtime
+)
 DRIVER = "driver"  # cuda_driver, xpu_driver, privateuse1_driver
 SYNC = "sync"  # cuda_sync, xpu_sync: what was waited for, and how long
 GPU_EVENT = "gpu_event"  # cuda_event: an event record on a stream, about 1 ns wide
@@ -86,14 +90,17 @@ FROM_COMMAND = {
 
 _ARROW_PATTERN = re.compile(r"\((.+?)\s*->\s*(.+?)\)")
 _SHORT_PATTERN = re.compile(r"\b([HDPM])(?:to|2)([HDPM])\b", re.IGNORECASE)
-_LONG_PATTERN = re.compile(r"(host|device|peer|memory)_?to_?(host|device|peer|memory)", re.IGNORECASE)
+_LONG_PATTERN = re.compile(
+    r"(host|device|peer|memory)_?to_?(host|device|peer|memory)", re.IGNORECASE
+)
 _KIND_LETTERS = {"h": "H", "d": "D", "p": "P", "m": "H"}  # XPU calls the host's side "memory"
 _CUPTI_KINDS = {"1": "HtoD", "2": "DtoH", "8": "DtoD", "9": "HtoH", "10": "PtoP"}
 _CUPTI_MEMORY = {"1": "pageable", "2": "pinned", "3": "device", "4": "array", "5": "managed"}
 
 
 def copy_kind(name: str, argument: str | None = None) -> str:
-    """HtoD, DtoH, DtoD, PtoP, HtoH, `fill` or `unknown`, from the event's name or its `copy kind` argument.
+    """HtoD, DtoH, DtoD, PtoP, HtoH, `fill` or `unknown`, from the event's name or its `copy kind`
+    argument.
 
     Example:
         >>> copy_kind("Memcpy DtoH (Device -> Pinned)"), copy_kind("Memcpy", "8")
@@ -113,7 +120,9 @@ def copy_kind(name: str, argument: str | None = None) -> str:
 def parse_memory_kinds(
     name: str, source: str | None = None, target: str | None = None
 ) -> tuple[str | None, str | None]:
-    """The kinds of memory a copy reads and writes: pageable, pinned, device ...; None where it is not said."""
+    """The kinds of memory a copy reads and writes: pageable, pinned, device ...; None where it is
+    not said.
+    """
     arrow = _ARROW_PATTERN.search(name)
     if arrow:
         return arrow.group(1).lower(), arrow.group(2).lower()

@@ -33,9 +33,10 @@ class Round:
 class Schedule:
     """The messages of one collective.
 
-    A rank goes through the rounds in order. It sends its messages of a round at once, as soon as all messages that
-    earlier rounds sent it have arrived and are reduced; it does not wait for rounds in which it has no part, nor for
-    other ranks. Equal rounds are one object, so that a schedule stays small.
+    A rank goes through the rounds in order. It sends its messages of a round at once, as soon as
+    all messages that earlier rounds sent it have arrived and are reduced; it does not wait for
+    rounds in which it has no part, nor for other ranks. Equal rounds are one object, so that a
+    schedule stays small.
 
     Attributes:
         ranks: How many ranks take part: positions 0 to ranks - 1 of the group.
@@ -58,7 +59,9 @@ class Schedule:
         return sent
 
     def check(self) -> None:
-        """Raise InvariantError where a message leaves the group, goes nowhere, or reduces more than it brings."""
+        """Raise InvariantError where a message leaves the group, goes nowhere, or reduces more than
+        it brings.
+        """
         for part in self.rounds:
             endpoints = np.concatenate([part.source, part.target])
             if endpoints.size and (endpoints.min() < 0 or endpoints.max() >= self.ranks):
@@ -69,17 +72,23 @@ class Schedule:
                 raise broken("schedule", "a message has less than no bytes")
 
 
-def build_round(source: ArrayLike, target: ArrayLike, size: ArrayLike, *, reduce: bool = False) -> Round:
+def build_round(
+    source: ArrayLike, target: ArrayLike, size: ArrayLike, *, reduce: bool = False
+) -> Round:
     """A round whose messages are all reduced, or none of them; scalars hold for all messages."""
     columns = np.broadcast_arrays(
         np.asarray(source, np.int64), np.asarray(target, np.int64), np.asarray(size, np.int64)
     )
     first, second, sizes = (np.atleast_1d(values) for values in columns)
-    return Round(first, second, sizes, sizes if reduce else np.broadcast_to(np.int64(0), sizes.shape))
+    return Round(
+        first, second, sizes, sizes if reduce else np.broadcast_to(np.int64(0), sizes.shape)
+    )
 
 
 def split_evenly(size: int, count: int) -> Ints:
-    """`size` bytes in `count` pieces that differ by one byte at most and add up to it; shape (count,)."""
+    """`size` bytes in `count` pieces that differ by one byte at most and add up to it; shape
+    (count,).
+    """
     return np.diff(size * np.arange(count + 1, dtype=object) // count).astype(np.int64)
 
 
@@ -141,7 +150,11 @@ def build_direct(kind: str, ranks: int, size: int, *, splits: Ints | None = None
     """
     if kind in {"broadcast", "reduce", "gather", "scatter"}:
         other_ranks = np.arange(1, ranks)
-        sizes = np.full(ranks - 1, size) if kind in {"broadcast", "reduce"} else split_evenly(size, ranks)[1:]
+        sizes = (
+            np.full(ranks - 1, size)
+            if kind in {"broadcast", "reduce"}
+            else split_evenly(size, ranks)[1:]
+        )
         first, last = (0, other_ranks) if kind in {"broadcast", "scatter"} else (other_ranks, 0)
         return Schedule(ranks, (build_round(first, last, sizes, reduce=kind == "reduce"),))
     source = np.tile(np.arange(ranks), ranks - 1)
@@ -151,7 +164,11 @@ def build_direct(kind: str, ranks: int, size: int, *, splits: Ints | None = None
     if kind == "all_gather":
         rounds.append(build_round(source, target, size))
     elif kind == "all_to_all":
-        rounds.append(build_round(source, target, piece_sizes[target] if splits is None else splits[source, target]))
+        rounds.append(
+            build_round(
+                source, target, piece_sizes[target] if splits is None else splits[source, target]
+            )
+        )
     else:
         rounds.append(build_round(source, target, piece_sizes[target], reduce=True))
         if kind == "all_reduce":
@@ -176,7 +193,8 @@ def build_halving_doubling(kind: str, ranks: int, size: int) -> Schedule:
     piece_sizes = split_evenly(total_size, ranks)
     halving = []
     for step in range(steps):
-        # What a rank gives away is for all positions that agree with its partner in the bits so far.
+        # What a rank gives away is for all positions that agree with its partner in the bits so
+        # far.
         partner = position ^ (1 << step)
         low = (1 << (step + 1)) - 1
         sums = np.zeros(low + 1, np.int64)
@@ -186,12 +204,15 @@ def build_halving_doubling(kind: str, ranks: int, size: int) -> Schedule:
     if kind != "all_gather":
         rounds += [build_round(position, partner, out, reduce=True) for partner, out in halving]
     if kind != "reduce_scatter":  # backwards: each sends what its partner sent it
-        rounds += [build_round(position, partner, out[partner]) for partner, out in reversed(halving)]
+        rounds += [
+            build_round(position, partner, out[partner]) for partner, out in reversed(halving)
+        ]
     return Schedule(ranks, tuple(rounds))
 
 
 def build_ring(kind: str, ranks: int, size: int, *, chunks: int = 1) -> Schedule:
-    """Pieces go round the ring: patarasuk2009bandwidth for all_reduce; broadcast and reduce go along it as a chain.
+    """Pieces go round the ring: patarasuk2009bandwidth for all_reduce; broadcast and reduce go
+    along it as a chain.
 
     Args:
         kind: all_reduce, reduce_scatter, all_gather, all_to_all (blocks are handed on until they are there),
@@ -212,22 +233,29 @@ def build_ring(kind: str, ranks: int, size: int, *, chunks: int = 1) -> Schedule
     else:
         piece_sizes = split_evenly(size, ranks)
         even = size % ranks == 0
-        # The piece that a rank sends first; at the end of a reduction it holds the one after its own, or its own.
+        # The piece that a rank sends first; at the end of a reduction it holds the one after its
+        # own, or its own.
         phases = {"all_reduce": ((0, True), (1, False)), "reduce_scatter": ((-1, True),)}[kind]
         for first, reduce in phases:
             same = build_round(position, following, piece_sizes, reduce=reduce)
             for step in range(ranks - 1):
                 out = piece_sizes if even else piece_sizes[(position + first - step) % ranks]
-                rounds.append(same if even else build_round(position, following, out, reduce=reduce))
+                rounds.append(
+                    same if even else build_round(position, following, out, reduce=reduce)
+                )
     return Schedule(ranks, tuple(rounds))
 
 
 def _build_chain(ranks: int, size: int, chunks: int, *, reduce: bool) -> tuple[Round, ...]:
-    """From position 0 to the last one, chunk after chunk; a reduction from the last one to position 0."""
+    """From position 0 to the last one, chunk after chunk; a reduction from the last one to position
+    0.
+    """
     chunk = split_evenly(size, chunks)
     rounds = []
     for step in range(ranks - 1 + chunks - 1):
-        link = np.arange(max(step - chunks + 1, 0), min(step, ranks - 2) + 1)  # between two neighbours
+        link = np.arange(
+            max(step - chunks + 1, 0), min(step, ranks - 2) + 1
+        )  # between two neighbours
         senders, receivers = (ranks - 1 - link, ranks - 2 - link) if reduce else (link, link + 1)
         rounds.append(build_round(senders, receivers, chunk[step - link], reduce=reduce))
     return tuple(rounds)
@@ -252,7 +280,8 @@ def build_tree(kind: str, ranks: int, size: int) -> Schedule:
 
 
 def build_double_tree(kind: str, ranks: int, size: int, *, chunks: int = 1) -> Schedule:
-    """Two binary trees with half the buffer each; who is a leaf of one is inside the other (sanders2009two).
+    """Two binary trees with half the buffer each; who is a leaf of one is inside the other
+    (sanders2009two).
 
     Args:
         kind: all_reduce, broadcast, reduce.
@@ -262,7 +291,9 @@ def build_double_tree(kind: str, ranks: int, size: int, *, chunks: int = 1) -> S
     """
     slots: dict[int, list[Round]] = {}
     for parent, half in zip(
-        (compute_parents(ranks, 0), compute_parents(ranks, ranks - 1)), split_evenly(size, 2).tolist(), strict=True
+        (compute_parents(ranks, 0), compute_parents(ranks, ranks - 1)),
+        split_evenly(size, 2).tolist(),
+        strict=True,
     ):
         for slot, part in _send_along_tree(parent, half, chunks, kind):
             slots.setdefault(slot, []).append(part)
@@ -278,7 +309,8 @@ def build_single_tree(parent: Ints, size: int) -> Schedule:
 
 
 def compute_parents(ranks: int, root: int) -> Ints:
-    """A balanced binary tree of all other positions, in order, under the first or the last position.
+    """A balanced binary tree of all other positions, in order, under the first or the last
+    position.
 
     Args:
         ranks: How many.
@@ -322,16 +354,21 @@ def _send_along_tree(parent: Ints, size: int, chunks: int, kind: str) -> list[tu
         if kind != "broadcast":
             for level in range(1, highest + 1):
                 child = position[height[parent[position]] == level]
-                messages.append((number + level - 1, build_round(child, parent[child], bytes_of, reduce=True)))
+                messages.append(
+                    (number + level - 1, build_round(child, parent[child], bytes_of, reduce=True))
+                )
         if kind != "reduce":
             for level in range(1, int(depth.max(initial=0)) + 1):
                 child = position[depth[position] == level]
-                messages.append((number + highest + level - 1, build_round(parent[child], child, bytes_of)))
+                messages.append(
+                    (number + highest + level - 1, build_round(parent[child], child, bytes_of))
+                )
     return messages
 
 
 def build_two_level(kind: str, ranks: int, size: int, *, local: int) -> Schedule:
-    """Rings inside hosts of `local` neighbours, and rings between the hosts, of ranks with the same position in theirs.
+    """Rings inside hosts of `local` neighbours, and rings between the hosts, of ranks with the same
+    position in theirs.
 
     Args:
         kind: all_reduce, reduce_scatter, all_gather.
@@ -344,7 +381,8 @@ def build_two_level(kind: str, ranks: int, size: int, *, local: int) -> Schedule
     """
     if ranks % local:
         raise UsageError(
-            f"two-level needs hosts of one size, and {ranks} ranks are no multiple of {local}", slug="no-such-schedule"
+            f"two-level needs hosts of one size, and {ranks} ranks are no multiple of {local}",
+            slug="no-such-schedule",
         )
     hosts = ranks // local
     within_hosts = [np.arange(local) + host * local for host in range(hosts)]
@@ -353,7 +391,11 @@ def build_two_level(kind: str, ranks: int, size: int, *, local: int) -> Schedule
     def level(phase: str, positions: list[Ints], bytes_of: int) -> tuple[Round, ...]:
         count = len(positions[0])
         ring = build_ring(phase, count, bytes_of)
-        return merge_schedules([(ring, group_positions) for group_positions in positions]) if count > 1 else ()
+        return (
+            merge_schedules([(ring, group_positions) for group_positions in positions])
+            if count > 1
+            else ()
+        )
 
     part = max(size // local, 1)
     rounds: tuple[Round, ...] = ()
@@ -425,7 +467,9 @@ def build_schedule(
         raise UsageError(
             f"there is no {algorithm} algorithm for {kind}",
             slug="no-such-schedule",
-            hint=f"{', '.join(able)} can do it" if able else f"collectives are {', '.join(KINDS_OF['direct'])}",
+            hint=f"{', '.join(able)} can do it"
+            if able
+            else f"collectives are {', '.join(KINDS_OF['direct'])}",
         )
     if ranks < 2:
         return Schedule(ranks, ())

@@ -49,7 +49,10 @@ def test_the_terminal_report(document: dict[str, Any], width: int) -> None:
 
 
 def test_the_short_terminal_report(document: dict[str, Any]) -> None:
-    _same("terminal-short.txt", "\n".join(line.plain for line in terminal(document, ReportOptions(), 80)) + "\n")
+    _same(
+        "terminal-short.txt",
+        "\n".join(line.plain for line in terminal(document, ReportOptions(), 80)) + "\n",
+    )
 
 
 def test_the_terminal_report_without_unicode(document: dict[str, Any]) -> None:
@@ -63,6 +66,8 @@ def test_the_markdown_report(document: dict[str, Any]) -> None:
     _same("report.md", markdown(document, ReportOptions()))
 
 
-def test_the_summary_of_several_runs_has_the_same_keys_as_a_report(document: dict[str, Any]) -> None:
+def test_the_summary_of_several_runs_has_the_same_keys_as_a_report(
+    document: dict[str, Any],
+) -> None:
     sections = {section.key for section in load_extra_sections()}
     assert set(build_runs([], "nothing", [])) == set(document) | sections | {"findings_ground"}

@@ -23,7 +23,11 @@ from support.waiting import until
 from traceloom.agent.attach.injection import explain_attach_refusal
 from traceloom.agent.kineto.server import read_process_state
 from traceloom.agent.ownership.model import Process
-from traceloom.agent.profilers.attached import AttachedMemoryProfiler, AttachedProfiler, AttachedTimelineProfiler
+from traceloom.agent.profilers.attached import (
+    AttachedMemoryProfiler,
+    AttachedProfiler,
+    AttachedTimelineProfiler,
+)
 from traceloom.agent.profilers.base import ProfilerError, Window
 from traceloom.agent.profilers.timeline import TimelineOrder
 from traceloom.agent.traces.requests import LeaseTable
@@ -60,15 +64,20 @@ def place() -> Iterator[Path]:
 class Attached:
     """What became of a recording: states as they were told, facts, the error."""
 
-    def __init__(self, place: Path, kind: type[AttachedProfiler] = AttachedTimelineProfiler, **order: Any) -> None:
+    def __init__(
+        self, place: Path, kind: type[AttachedProfiler] = AttachedTimelineProfiler, **order: Any
+    ) -> None:
         self.states: list[tuple[str, str]] = []
         self.facts: dict[str, Any] = {}
         self.slug = self.detail = ""
         self.folder = place / "kept" / "request"
         wanted = TimelineOrder(
-            trace_id="traceloom-1-rank0", group_id="traceloom-1", incoming=place / "incoming", stem="rank0",
+            trace_id="traceloom-1-rank0",
+            group_id="traceloom-1",
+            incoming=place / "incoming",
+            stem="rank0",
             **{"wait_s": 120.0, **order},
-        )  # fmt: skip
+        )
         self.profiler = kind(wanted, self.tell, LeaseTable())
 
     def tell(self, state: str, reason: str = "", detail: str = "", **facts: Any) -> None:
@@ -84,7 +93,11 @@ class Attached:
             self.slug, self.detail = error.slug, error.message
 
     def run(
-        self, process: Process, window: Window, meanwhile: Callable[[], None] = lambda: None, when: str = "accepted"
+        self,
+        process: Process,
+        window: Window,
+        meanwhile: Callable[[], None] = lambda: None,
+        when: str = "accepted",
     ) -> Attached:
         """Record; `meanwhile` is called once it is in that state."""
 
@@ -106,18 +119,27 @@ class Attached:
 
 
 @pytest.mark.parametrize("stacks", [False, True], ids=["plain", "stacks"])
-def test_by_steps_and_at_once_again_by_time(program: UnpreparedProgram, place: Path, stacks: bool) -> None:
+def test_by_steps_and_at_once_again_by_time(
+    program: UnpreparedProgram, place: Path, stacks: bool
+) -> None:
     traced = Attached(place, shapes=True, stacks=stacks).run(program.described(), STEPS)
     assert traced.slug == "", traced.detail
     states = [state for state, _ in traced.states]
-    assert [state for state in states if state != "accepted"] == ["delivered", "written", "verified", "kept"]
+    assert [state for state in states if state != "accepted"] == [
+        "delivered",
+        "written",
+        "verified",
+        "kept",
+    ]
     assert (traced.facts["steps"], traced.facts["bytes"] > 0) == (3, True)
     assert 0 < traced.facts["pause_ns"] < 30e9
     assert traced.facts["held_ns"] > 0
     names = [event["name"] for event in traced.events() if event.get("cat") == "cpu_op"]
     assert names.count("aten::linear") == 3  # a call of the model in each step
     assert any("Input Dims" in event.get("args", {}) for event in traced.events())
-    functions = {event["name"] for event in traced.events() if event.get("cat") == "python_function"}
+    functions = {
+        event["name"] for event in traced.events() if event.get("cat") == "python_function"
+    }
     assert any("step" in name for name in functions) == stacks
     begins_ns = time.time_ns() + 700_000_000
     again = Attached(place).run(program.described(), Window(begins_ns, 0.3, None))
@@ -130,7 +152,9 @@ def test_by_steps_and_at_once_again_by_time(program: UnpreparedProgram, place: P
 
 def test_a_profile_of_the_programs_own_goes_first(program: UnpreparedProgram, place: Path) -> None:
     """PyTorch 2.13 ends the program with SIGSEGV where two profiles meet."""
-    traced = Attached(place).run(program.described(), Window(0, 2.5, None), lambda: program.say("own(5)"))
+    traced = Attached(place).run(
+        program.described(), Window(0, 2.5, None), lambda: program.say("own(5)")
+    )
     assert program.answer() > 20
     assert traced.slug == "", traced.detail
     assert ("queued", "cancelled-by-program") in traced.states
@@ -146,7 +170,9 @@ def test_a_program_that_ends_meanwhile_ends_in_order(place: Path) -> None:
     """PyTorch 2.13 ends with SIGSEGV where Python ends during a profile."""
     running = UnpreparedProgram()
     codes: list[int] = []
-    traced = Attached(place).run(running.described(), Window(0, 60.0, None), lambda: codes.append(running.close()))
+    traced = Attached(place).run(
+        running.described(), Window(0, 60.0, None), lambda: codes.append(running.close())
+    )
     assert (codes, traced.slug) == ([0], "exited")
 
 
@@ -176,11 +202,15 @@ def test_one_that_runs_no_python_is_not_reached(
     assert program.answer() == [None, "on\n"]
     assert (late.slug, late.facts["pause_ns"] > 0) == ("not-reached", True)
     # What was scheduled finds that nobody waits.
-    assert until(lambda: program.ask("[thread.name for thread in threading.enumerate()]") == ["MainThread"])
+    assert until(
+        lambda: program.ask("[thread.name for thread in threading.enumerate()]") == ["MainThread"]
+    )
 
 
 def test_one_that_does_not_step(place: Path, program: UnpreparedProgram) -> None:
-    program.say("[torch.mm(torch.ones(4, 4), torch.ones(4, 4)) is None for _ in range(25) if not time.sleep(0.1)][0]")
+    program.say(
+        "[torch.mm(torch.ones(4, 4), torch.ones(4, 4)) is None for _ in range(25) if not time.sleep(0.1)][0]"
+    )
     late = Attached(place, wait_s=1.0).run(program.described(), STEPS)
     assert program.answer() is False
     assert (late.slug, "0 of 3 steps" in late.detail) == ("not-stepping", True)
@@ -198,7 +228,9 @@ def test_what_is_cancelled_ends_in_the_program(program: UnpreparedProgram, place
             await recording
 
     asyncio.run(cancelled())
-    assert until(lambda: program.ask("[thread.name for thread in threading.enumerate()]") == ["MainThread"])
+    assert until(
+        lambda: program.ask("[thread.name for thread in threading.enumerate()]") == ["MainThread"]
+    )
     assert Attached(place).run(program.described(), TIME).slug == ""
 
 
@@ -213,7 +245,9 @@ def test_what_cannot_be_attached_to_is_refused(program: UnpreparedProgram, place
         f"with StoppedThread({program.pid}, 60.0): print('stopped', flush=True); input()"
     )
     command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as tracer:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as tracer:
         assert tracer.stdout is not None
         assert tracer.stdout.readline() == "stopped\n"
         refused = Attached(place).run(program.described(), TIME, when="")
@@ -229,16 +263,26 @@ def test_another_users_process_is_not_attached_to(program: UnpreparedProgram, pl
         f"try:\n    with StoppedThread({program.pid}, 5.0): print('stopped')\nexcept PermissionError: print('refused')"
     )
     assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "refused\n"
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "refused\n"
     )
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
-def test_one_that_does_not_see_the_directory_is_refused(program: UnpreparedProgram, place: Path) -> None:
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare"
+)
+def test_one_that_does_not_see_the_directory_is_refused(
+    program: UnpreparedProgram, place: Path
+) -> None:
     folder = place / "incoming"
     code = f"mount -t tmpfs none {folder} && exec {sys.executable} -c 'print(\"up\", flush=True); input()'"
     with subprocess.Popen(
-        ["unshare", "--mount", "sh", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ["unshare", "--mount", "sh", "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as inside:
         assert inside.stdout is not None
         assert inside.stdout.readline() == "up\n"

@@ -34,7 +34,9 @@ ON = "[traces]\nattach = true\nwait = 60.0\n"
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[list[UnpreparedProgram]]:
     def begin(rank: int) -> UnpreparedProgram:
-        return UnpreparedProgram(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), TRACELOOM_JOB=JOB)
+        return UnpreparedProgram(
+            RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), TRACELOOM_JOB=JOB
+        )
 
     with ThreadPoolExecutor(2) as threads:
         running = list(threads.map(begin, range(2)))
@@ -46,7 +48,9 @@ def ranks() -> Iterator[list[UnpreparedProgram]]:
 
 
 @pytest.fixture(scope="module")
-def agent(ranks: list[UnpreparedProgram], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def agent(
+    ranks: list[UnpreparedProgram], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
     running = Running(tmp_path_factory.mktemp("agent"), ON)
     try:
         until(lambda: _known(running) == {0, 1}, 180)
@@ -76,14 +80,24 @@ def _ended(agent: Running, request: str) -> dict[str, Any]:
 
 
 def test_a_process_and_what_it_cost_it(
-    agent: Running, ranks: list[UnpreparedProgram], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    agent: Running,
+    ranks: list[UnpreparedProgram],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     output = tmp_path / "run"
-    assert _trace(agent, "--pid", str(ranks[0].pid), "--duration", "300ms", "--attach", "-o", str(output)) == 0
+    assert (
+        _trace(
+            agent, "--pid", str(ranks[0].pid), "--duration", "300ms", "--attach", "-o", str(output)
+        )
+        == 0
+    )
     printed = capsys.readouterr()
     assert "rank0 timeline: stopped for " in printed.out
     assert f"traceloom report {output}" in printed.out
-    (target,) = json.loads((output / "capture.json").read_text(encoding="utf-8"))["request"]["targets"]
+    (target,) = json.loads((output / "capture.json").read_text(encoding="utf-8"))["request"][
+        "targets"
+    ]
     assert target["attached_ns"] > 0
     assert 0 < target["pause_ns"] < 30e9
     assert main(["report", str(output), "--quiet"]) == 0
@@ -91,14 +105,29 @@ def test_a_process_and_what_it_cost_it(
 
 
 def test_ranks_begin_at_one_instant(
-    agent: Running, ranks: list[UnpreparedProgram], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    agent: Running,
+    ranks: list[UnpreparedProgram],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     output = tmp_path / "run"
-    words = ("--job", JOB, "--steps", "3", "--attach", "--profilers", "timeline,telemetry", "--json")
+    words = (
+        "--job",
+        JOB,
+        "--steps",
+        "3",
+        "--attach",
+        "--profilers",
+        "timeline,telemetry",
+        "--json",
+    )
     assert _trace(agent, *words, "-o", str(output)) in {0, 4}  # telemetry is by time
     request = json.loads(capsys.readouterr().out)
     timelines = [target for target in request["targets"] if target["profiler"] == "timeline"]
-    assert [(target["state"], target["steps"]) for target in timelines] == [("kept", 3), ("kept", 3)]
+    assert [(target["state"], target["steps"]) for target in timelines] == [
+        ("kept", 3),
+        ("kept", 3),
+    ]
     assert len({target["start_ns"] for target in timelines}) == 1
     for target in timelines:
         assert target["skew_ns"] == target["window_start_ns"] - target["start_ns"] > -500_000_000
@@ -106,21 +135,42 @@ def test_ranks_begin_at_one_instant(
 
 
 def test_without_attach_it_says_what_helps(
-    agent: Running, ranks: list[UnpreparedProgram], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    agent: Running,
+    ranks: list[UnpreparedProgram],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     pid, output = str(ranks[0].pid), str(tmp_path / "run")
     assert _trace(agent, "--pid", pid, "--steps", "1", "--profilers", "memory", "-o", output) == 3
     assert "add --attach" in capsys.readouterr().err
-    assert _trace(agent, "--pid", pid, "--steps", "1", "--profilers", "memory", "--attach", "-o", output) == 3
+    assert (
+        _trace(
+            agent, "--pid", pid, "--steps", "1", "--profilers", "memory", "--attach", "-o", output
+        )
+        == 3
+    )
     assert "does not use CUDA (no-cuda)" in capsys.readouterr().err
 
 
 def test_memory_is_read_by_the_verb(
-    agent: Running, ranks: list[UnpreparedProgram], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    agent: Running,
+    ranks: list[UnpreparedProgram],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     ranks[1].ask("len(globals().setdefault('played', cuda(False)))")
     output = tmp_path / "run"
-    words = ("--job", JOB, "--rank", "1", "--duration", "300ms", "--attach", "--profilers", "timeline,memory")
+    words = (
+        "--job",
+        JOB,
+        "--rank",
+        "1",
+        "--duration",
+        "300ms",
+        "--attach",
+        "--profilers",
+        "timeline,memory",
+    )
     assert _trace(agent, *words, "-o", str(output)) == 0
     path = output / "rank1.memory.pickle"
     assert f"traceloom memory {path}" in capsys.readouterr().out
@@ -129,14 +179,26 @@ def test_memory_is_read_by_the_verb(
 
 
 @pytest.mark.thorough
-def test_a_request_outlives_a_kill_of_the_agent(agent: Running, ranks: list[UnpreparedProgram]) -> None:
+def test_a_request_outlives_a_kill_of_the_agent(
+    agent: Running, ranks: list[UnpreparedProgram]
+) -> None:
     body = {"pids": [ranks[0].pid], "duration_s": 3.0, "attach": True}
     request = agent.client.post("requests", body)["id"]
     until(lambda: agent.client.get(f"requests/{request}")["targets"][0]["state"] == "accepted", 120)
-    command = [sys.executable, "-m", "traceloom", "agent", "run", "--config", str(agent.directory / "agent.toml")]
+    command = [
+        sys.executable,
+        "-m",
+        "traceloom",
+        "agent",
+        "run",
+        "--config",
+        str(agent.directory / "agent.toml"),
+    ]
     agent.process.send_signal(signal.SIGKILL)
     agent.process.wait()
-    agent.process = subprocess.Popen([*command, "--simulate", "2"], stdout=agent.log, stderr=agent.log)
+    agent.process = subprocess.Popen(
+        [*command, "--simulate", "2"], stdout=agent.log, stderr=agent.log
+    )
     until(agent._answers)
     (target,) = _ended(agent, request)["targets"]
     assert (target["state"], target["attempt"]) == ("kept", 1), target
@@ -164,8 +226,14 @@ def test_nobody_has_another_users_process_attached_to(
     other = Running(folder, ON)
     try:
         command = [sys.executable, "-c", AS_BERT, str(other.socket), str(BERT), str(ranks[0].pid)]
-        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "no-such-process\n"
-        lines = [json.loads(line) for line in (folder / "audit.jsonl").read_text(encoding="utf-8").splitlines()]
+        assert (
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            == "no-such-process\n"
+        )
+        lines = [
+            json.loads(line)
+            for line in (folder / "audit.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         assert [line["result"] for line in lines if line["who"] == f"uid {BERT}"] == ["not-allowed"]
     finally:
         other.end()
@@ -178,7 +246,15 @@ def test_it_is_off_unless_the_configuration_says_so(
     other = Running(tmp_path)
     try:
         until(lambda: _known(other) == {0, 1}, 180)
-        words = ("--pid", str(ranks[0].pid), "--steps", "1", "--attach", "-o", str(tmp_path / "run"))
+        words = (
+            "--pid",
+            str(ranks[0].pid),
+            "--steps",
+            "1",
+            "--attach",
+            "-o",
+            str(tmp_path / "run"),
+        )
         assert _trace(other, *words) == 3
         refusal = capsys.readouterr().err
         assert "explain attach-off" in refusal

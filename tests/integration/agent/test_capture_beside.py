@@ -17,7 +17,10 @@ from traceloom.agent.profilers.py_spy import StacksProfiler
 from traceloom.formats import load
 from traceloom.report.views.timeline import add_overlay
 
-pytestmark = [pytest.mark.torch, pytest.mark.skipif(sys.platform != "linux", reason="the agent is for Linux")]
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(sys.platform != "linux", reason="the agent is for Linux"),
+]
 # Phases of some tenths of a second each; a stack in `slow_part` must lie in the range of that name, and so on.
 PROGRAM = """
 import sys, time, torch
@@ -52,21 +55,36 @@ WINDOW_NS = 6_000_000_000
 def test_a_sample_taken_in_a_range_lies_in_it(tmp_path: Path) -> None:
     path = tmp_path / "rank0.kineto.json.gz"
     command = [sys.executable, "-c", PROGRAM, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
         try:
             assert program.stdin is not None
             assert program.stdout is not None
             assert program.stdout.readline() == "up\n"
-            ticks = int(Path(f"/proc/{program.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
+            ticks = int(
+                Path(f"/proc/{program.pid}/stat")
+                .read_text(encoding="ascii")
+                .rpartition(")")[2]
+                .split()[19]
+            )
             process = Process(
-                key=f"{program.pid}@{ticks}", pid=program.pid, start_ticks=ticks, started_ns=0, parent_pid=1, uid=0,
-                command="", owner=Owner(rank=0),
-            )  # fmt: skip
+                key=f"{program.pid}@{ticks}",
+                pid=program.pid,
+                start_ticks=ticks,
+                started_ns=0,
+                parent_pid=1,
+                uid=0,
+                command="",
+                owner=Owner(rank=0),
+            )
 
             window = Window(time.time_ns() + 600_000_000, WINDOW_NS / 1e9, None)
 
             async def recorded() -> None:
-                recording = asyncio.create_task(StacksProfiler().record(process, window, tmp_path, "rank0"))
+                recording = asyncio.create_task(
+                    StacksProfiler().record(process, window, tmp_path, "rank0")
+                )
                 await asyncio.sleep(0.6)
                 assert program.stdin is not None
                 program.stdin.write("\n")
@@ -95,12 +113,18 @@ def test_a_sample_taken_in_a_range_lies_in_it(tmp_path: Path) -> None:
         spans = [(start - TOLERANCE_NS, end + TOLERANCE_NS) for start, end in ranges.iter_rows()]
         right += [any(start <= at <= end for start, end in spans) for at in inside["time_ns"]]
         # And the other way round: of each range that was wholly within the window something was seen.
-        within = ranges.filter(pl.col("start_ns") > window.start_ns, pl.col("end_ns") < window.start_ns + WINDOW_NS)
+        within = ranges.filter(
+            pl.col("start_ns") > window.start_ns, pl.col("end_ns") < window.start_ns + WINDOW_NS
+        )
         ranges_in_window += within.height
         ranges_seen += sum(
             bool(inside.filter(pl.col("time_ns").is_between(start - TOLERANCE_NS, end)).height)
             for start, end in within.iter_rows()
         )
-    assert sum(right) >= 0.8 * len(right) > 0  # some come late where py-spy is not let run between look and note
-    assert ranges_seen >= 0.5 * ranges_in_window > 0  # all 8, unless the machine is too busy for py-spy to get on
+    assert (
+        sum(right) >= 0.8 * len(right) > 0
+    )  # some come late where py-spy is not let run between look and note
+    assert (
+        ranges_seen >= 0.5 * ranges_in_window > 0
+    )  # all 8, unless the machine is too busy for py-spy to get on
     add_overlay(session).traces[0].check()

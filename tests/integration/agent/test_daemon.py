@@ -59,14 +59,18 @@ def test_verbs_show_what_it_knows(
     curves = shown("query", "gpu_power_watts")
     assert "watts" in curves
     assert re.findall(r"^ GPU (\d) .* [▁-█]+$", curves, re.MULTILINE) == ["0", "1"]
-    of_one = json.loads(shown("query", "gpu_power_watts", "--where", "device=1", "--json"))["series"]
+    of_one = json.loads(shown("query", "gpu_power_watts", "--where", "device=1", "--json"))[
+        "series"
+    ]
     uuids = {device["index"]: device["uuid"] for device in agent.client.get("devices")["devices"]}
     assert [series["labels"]["device"] for series in of_one] == [uuids["1"]]
     until(lambda: agent.client.get("query", metric="host_cpu_seconds_total")["series"])
     answer = json.loads(shown("query", "host_cpu_seconds_total", "--by", "mode", "--json"))
     assert {"user", "idle"} <= {series["labels"]["mode"] for series in answer["series"]}
     assert answer["unit"] == "seconds/s"
-    assert json.loads(shown("query", "host_cpu_seconds_total", "--raw", "--json"))["unit"] == "seconds"
+    assert (
+        json.loads(shown("query", "host_cpu_seconds_total", "--raw", "--json"))["unit"] == "seconds"
+    )
     by_name = {check["name"]: check for check in json.loads(shown("doctor", "--json"))["checks"]}
     assert by_name["cpu"]["why"] == ""
     assert by_name["devices"]["why"] == "2 devices answering"
@@ -77,7 +81,10 @@ def test_verbs_show_what_it_knows(
 
 
 def test_stacks_of_a_job_are_shown_with_the_rank_that_is_elsewhere(
-    agent: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    agent: Running,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     (tmp_path / "ranks.py").write_text(
@@ -87,23 +94,31 @@ def test_stacks_of_a_job_are_shown_with_the_rank_that_is_elsewhere(
     )
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(tmp_path / "ranks.py")], stdout=subprocess.PIPE,
+            [sys.executable, str(tmp_path / "ranks.py")],
+            stdout=subprocess.PIPE,
             env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "3", "TRACELOOM_JOB": "run1"},
         )
         for rank in range(3)
-    ]  # fmt: skip
+    ]
     try:
         for child in ranks:
             assert child.stdout is not None
             child.stdout.readline()
-        until(lambda: [job for job in agent.client.get("jobs")["jobs"] if job["ranks"] == [0, 1, 2]])
+        until(
+            lambda: [job for job in agent.client.get("jobs")["jobs"] if job["ranks"] == [0, 1, 2]]
+        )
 
         def shown(*words: str) -> str:
             assert main(["agent", "stacks", *words, "--socket", str(agent.socket)]) == 0
             return capsys.readouterr().out
 
-        lines = until(lambda: (text := shown("--job", "run1")) and "in `step`" in text and text).splitlines()
-        assert lines[0].strip() == "rank 1 is in `load_batch` (ranks.py:3); ranks 0, 2 are in `step` (ranks.py:5)"
+        lines = until(
+            lambda: (text := shown("--job", "run1")) and "in `step`" in text and text
+        ).splitlines()
+        assert (
+            lines[0].strip()
+            == "rank 1 is in `load_batch` (ranks.py:3); ranks 0, 2 are in `step` (ranks.py:5)"
+        )
         assert [line.strip() for line in lines if " > " in line or "load_batch (" in line] == [
             "rank 1: load_batch (ranks.py:3)"
         ]
@@ -114,15 +129,28 @@ def test_stacks_of_a_job_are_shown_with_the_rank_that_is_elsewhere(
         for child in ranks:
             child.kill()
             child.communicate()
-    audit = [json.loads(line) for line in (agent.directory / "audit.jsonl").read_text(encoding="utf-8").splitlines()]
+    audit = [
+        json.loads(line)
+        for line in (agent.directory / "audit.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert any("/api/v1/stacks" in json.dumps(line) for line in audit)
 
 
 @pytest.mark.torch
-def test_a_pytorch_process_is_seen_with_owner_and_rank(agent: Running, capsys: pytest.CaptureFixture[str]) -> None:
-    ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "SLURM_JOB_ID": "4242", "MY_PASSWORD": "not-to-be-kept"}
+def test_a_pytorch_process_is_seen_with_owner_and_rank(
+    agent: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "SLURM_JOB_ID": "4242",
+        "MY_PASSWORD": "not-to-be-kept",
+    }
     job = subprocess.Popen(
-        [sys.executable, "-c", JOB, "--token", "s3cr3t-value"], stdout=subprocess.PIPE, env={**os.environ, **ranks}
+        [sys.executable, "-c", JOB, "--token", "s3cr3t-value"],
+        stdout=subprocess.PIPE,
+        env={**os.environ, **ranks},
     )
     try:
         assert job.stdout is not None
@@ -130,11 +158,18 @@ def test_a_pytorch_process_is_seen_with_owner_and_rank(agent: Running, capsys: p
 
         def seen() -> Any:
             rows = agent.client.get("processes")["processes"]
-            return next((row for row in rows if row["pid"] == job.pid and row["owner"]["framework"]), None)
+            return next(
+                (row for row in rows if row["pid"] == job.pid and row["owner"]["framework"]), None
+            )
 
         row = until(seen)
         owner = row["owner"]
-        assert (owner["job"], owner["rank"], owner["world_size"], owner["framework"]) == ("slurm-4242", 1, 2, "pytorch")
+        assert (owner["job"], owner["rank"], owner["world_size"], owner["framework"]) == (
+            "slurm-4242",
+            1,
+            2,
+            "pytorch",
+        )
         assert "s3cr3t-value" not in json.dumps(row)
         assert "not-to-be-kept" not in json.dumps(row)
         assert main(["agent", "ps", "--socket", str(agent.socket)]) == 0
@@ -145,13 +180,17 @@ def test_a_pytorch_process_is_seen_with_owner_and_rank(agent: Running, capsys: p
         jobs = agent.client.get("jobs")["jobs"]
         assert next(one for one in jobs if one["job"] == "slurm-4242")["ranks"] == [1]
         memory = until(
-            lambda: agent.client.get("query", metric="process_memory_bytes", by="job", where="job=slurm-4242")["series"]
+            lambda: agent.client.get(
+                "query", metric="process_memory_bytes", by="job", where="job=slurm-4242"
+            )["series"]
         )
         assert memory[0]["values"][-1] > 50e6
     finally:
         job.kill()
         job.communicate()
-    until(lambda: not any(row["pid"] == job.pid for row in agent.client.get("processes")["processes"]))
+    until(
+        lambda: not any(row["pid"] == job.pid for row in agent.client.get("processes")["processes"])
+    )
 
 
 def test_steps_that_a_job_reports(agent: Running) -> None:
@@ -166,7 +205,9 @@ def test_steps_that_a_job_reports(agent: Running) -> None:
         job = subprocess.Popen([sys.executable, "-c", code, str(agent.socket)])
     try:
         series = until(
-            lambda: agent.client.get("query", metric="dataloader_wait_seconds_total", where="job=mine")["series"]
+            lambda: agent.client.get(
+                "query", metric="dataloader_wait_seconds_total", where="job=mine"
+            )["series"]
         )
         assert series[0]["labels"] == {"job": "mine", "rank": "3"}
         until(lambda: steps_of(agent, job.pid))
@@ -177,7 +218,9 @@ def test_steps_that_a_job_reports(agent: Running) -> None:
 
 @pytest.mark.torch
 @needs_probes
-def test_steps_of_a_process_that_nobody_prepared(agent: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_of_a_process_that_nobody_prepared(
+    agent: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = (
         "import time, torch\nlayer = torch.nn.Linear(2, 2)\noptimizer = torch.optim.SGD(layer.parameters())\n"
         "data = torch.utils.data.DataLoader(torch.randn(10**6, 2))\n"
@@ -188,7 +231,9 @@ def test_steps_of_a_process_that_nobody_prepared(agent: Running, capsys: pytest.
     try:
         until(lambda: steps_of(agent, job.pid))
         waited = until(
-            lambda: agent.client.get("query", metric="dataloader_wait_seconds_total", where="job=slurm-77")["series"]
+            lambda: agent.client.get(
+                "query", metric="dataloader_wait_seconds_total", where="job=slurm-77"
+            )["series"]
         )
         assert waited[0]["labels"] == {"job": "slurm-77", "rank": "1"}
         assert main(["agent", "ps", "--socket", str(agent.socket), "--json"]) == 0
@@ -202,14 +247,19 @@ def test_steps_of_a_process_that_nobody_prepared(agent: Running, capsys: pytest.
 
 
 def test_a_job_is_judged_by_its_own_trace(
-    agent: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    agent: Running,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its steps x the bytes that its trace copies per step are its input; the roofline is that of the trace."""
     trace = TraceBuilder(device_name="NVIDIA H100 80GB HBM3")
     for step in range(4):
         at = 1000.0 * step
         trace.step(step, at, 1000).launch("cudaMemcpyAsync", at + 10, 1, correlation=step + 1)
-        trace.copy("Memcpy HtoD (Pinned -> Device)", at + 30, 90, bytes=1_000_000, correlation=step + 1)
+        trace.copy(
+            "Memcpy HtoD (Pinned -> Device)", at + 30, 90, bytes=1_000_000, correlation=step + 1
+        )
     path = trace.write(tmp_path / "trace.json")
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom traceloom.server.client import AgentClient\n"
@@ -231,7 +281,9 @@ def test_a_job_is_judged_by_its_own_trace(
         assert learn(Path("trace.json"), "--job", "judged") == 0
         assert re.search(r"copied to device +1\.00 MB", capsys.readouterr().out)
         bytes_of_input = until(
-            lambda: agent.client.get("query", metric="job_input_bytes_total", where="job=judged", raw="true")["series"]
+            lambda: agent.client.get(
+                "query", metric="job_input_bytes_total", where="job=judged", raw="true"
+            )["series"]
         )
         assert bytes_of_input[0]["labels"] == {"job": "judged", "source": "copies"}
         assert bytes_of_input[0]["values"][-1] % 1_000_000 == 0
@@ -258,9 +310,19 @@ def test_killed_and_restarted_it_keeps_history_and_leaves_no_socket(tmp_path: Pa
 
 def test_a_second_agent_is_refused(agent: Running) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "traceloom", "agent", "run", "--config", str(agent.directory / "agent.toml")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "traceloom",
+            "agent",
+            "run",
+            "--config",
+            str(agent.directory / "agent.toml"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 3
     assert "agent-runs" in done.stderr
     assert agent.client.get("status")["pid"] == agent.process.pid
@@ -274,7 +336,13 @@ def test_times_without_a_zone_are_those_of_this_place(
         monkeypatch.setenv("TZ", zone)
         time.tzset()
         since = dt.datetime.now() - dt.timedelta(minutes=5)  # noqa: DTZ005  (as one reads it off a clock)
-        words = ["query", "gpu_power_watts", "--since", since.isoformat(timespec="minutes"), "--json"]
+        words = [
+            "query",
+            "gpu_power_watts",
+            "--since",
+            since.isoformat(timespec="minutes"),
+            "--json",
+        ]
         assert main(["agent", *words, "--socket", str(agent.socket)]) == 0
         answer = json.loads(capsys.readouterr().out)
         assert 4 * 60 < (answer["until_ns"] - answer["since_ns"]) / 1e9 < 10 * 60
@@ -282,18 +350,42 @@ def test_times_without_a_zone_are_those_of_this_place(
     monkeypatch.undo()
     time.tzset()
     assert (
-        main(["agent", "query", "gpu_power_watts", "--since", "1m", "--until", "2m", "--socket", str(agent.socket)])
+        main(
+            [
+                "agent",
+                "query",
+                "gpu_power_watts",
+                "--since",
+                "1m",
+                "--until",
+                "2m",
+                "--socket",
+                str(agent.socket),
+            ]
+        )
         == 3
     )
     assert "`until` is before `since`" in capsys.readouterr().err
 
 
 def test_a_collector_that_there_is_not_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "agent.toml").write_text("[collect]\nperiods = { cgroup = 1.0 }\n", encoding="utf-8")
+    (tmp_path / "agent.toml").write_text(
+        "[collect]\nperiods = { cgroup = 1.0 }\n", encoding="utf-8"
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "traceloom", "agent", "run", "--config", str(tmp_path / "agent.toml")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "traceloom",
+            "agent",
+            "run",
+            "--config",
+            str(tmp_path / "agent.toml"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 3
     assert "wrong-config" in done.stderr
     assert "did you mean `cgroups`" in done.stderr
@@ -311,10 +403,16 @@ def test_who_acts_stands_in_the_audit_log(agent: Running) -> None:
         )[0]
     )
     assert entry["who"] == f"uid {os.geteuid()}"
-    assert (entry["what"], entry["result"], entry["pid"]) == ("/api/v1/counters/pause", "done", os.getpid())
+    assert (entry["what"], entry["result"], entry["pid"]) == (
+        "/api/v1/counters/pause",
+        "done",
+        os.getpid(),
+    )
 
 
-def test_without_an_agent_it_says_how_to_start_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_an_agent_it_says_how_to_start_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["agent", "status", "--socket", str(tmp_path / "none.sock")]) == 3
     assert "traceloom agent run" in capsys.readouterr().err
 
@@ -322,10 +420,11 @@ def test_without_an_agent_it_says_how_to_start_one(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("words", "slug"),
     [
-        (["query", "gpu_power_wats"], "no-such-metric"), (["status", "gpu_power_watts"], "wrong-usage"),
+        (["query", "gpu_power_wats"], "no-such-metric"),
+        (["status", "gpu_power_watts"], "wrong-usage"),
         (["run", "--config", "/none/agent.toml"], "unreadable"),
     ],
-)  # fmt: skip
+)
 def test_wrong_calls(words: list[str], slug: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["agent", *words]) in {2, 3}
     assert slug in capsys.readouterr().err
@@ -362,4 +461,11 @@ def test_the_doctor_needs_no_agent(
     monkeypatch.setattr("traceloom.agent.config.SYSTEM_SOCKET", tmp_path / "none.sock")
     assert main(["agent", "doctor", "--json"]) == 0
     checks = json.loads(capsys.readouterr().out)["checks"]
-    assert {check["name"] for check in checks} >= {"cpu", "memory", "processes", "devices", "py-spy", "socket"}
+    assert {check["name"] for check in checks} >= {
+        "cpu",
+        "memory",
+        "processes",
+        "devices",
+        "py-spy",
+        "socket",
+    }

@@ -42,7 +42,10 @@ def _bound(path: Path) -> socket.socket:
 def test_an_agent_that_is_killed_leaves_no_socket(tmp_path: Path) -> None:
     path = tmp_path / "agent.sock"
     agent = subprocess.Popen(
-        [sys.executable, "-c", AGENT, str(path)], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", AGENT, str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     assert agent.stdout is not None
     guard = int(agent.stdout.readline())
@@ -51,7 +54,10 @@ def test_an_agent_that_is_killed_leaves_no_socket(tmp_path: Path) -> None:
     agent.wait()
     _until(lambda: not path.exists())
     _until(
-        lambda: not Path(f"/proc/{guard}").exists() or "Z" in Path(f"/proc/{guard}/stat").read_text(encoding="utf-8")
+        lambda: (
+            not Path(f"/proc/{guard}").exists()
+            or "Z" in Path(f"/proc/{guard}/stat").read_text(encoding="utf-8")
+        )
     )
     agent.stdout.close()
 

@@ -42,12 +42,16 @@ def hangs(client: AgentClient, job: str) -> list[dict[str, Any]]:
 
 def next_hang(client: AgentClient, job: str, after: int = 0) -> dict[str, Any]:
     """The hang after so many others, once it is told."""
-    return until(lambda: next((hang for hang in hangs(client, job)[after:] if hang["sentence"]), None), 180)
+    return until(
+        lambda: next((hang for hang in hangs(client, job)[after:] if hang["sentence"]), None), 180
+    )
 
 
 def value(client: AgentClient, metric: str, job: str) -> float | None:
     (row,) = [row for row in client.get("jobs")["jobs"] if row["job"] == job]
-    return next((each["value"] for each in row["values"] if each["metric"] == f"traceloom_{metric}"), None)
+    return next(
+        (each["value"] for each in row["values"] if each["metric"] == f"traceloom_{metric}"), None
+    )
 
 
 @pytest.mark.torch
@@ -56,7 +60,8 @@ def value(client: AgentClient, metric: str, job: str) -> float | None:
     [
         {"sleep": "sleep_long"},
         pytest.param(
-            {"spin": "spin_around", "lock": "take_lock", "loader": "Numbers.__getitem__"}, marks=pytest.mark.thorough
+            {"spin": "spin_around", "lock": "take_lock", "loader": "Numbers.__getitem__"},
+            marks=pytest.mark.thorough,
         ),
     ],
     ids=["sleep", "spin-lock-loader"],
@@ -67,7 +72,9 @@ def test_a_rank_that_stops_is_named_by_stacks_and_flight_recorder(
     name = f"hang-stops-{os.getpid()}"
     with (
         running_agent(tmp_path / "agent", SETTINGS, simulated=2) as client,
-        torchrun_job(tmp_path, 2, name, reports_to=tmp_path / "agent/agent.sock", servers=short) as job,
+        torchrun_job(
+            tmp_path, 2, name, reports_to=tmp_path / "agent/agent.sock", servers=short
+        ) as job,
     ):
         stepping(client, name)
         until(lambda: value(client, "job_hung", name) == 0)
@@ -77,8 +84,13 @@ def test_a_rank_that_stops_is_named_by_stacks_and_flight_recorder(
             assert hang["state"] == "hangs"
             assert hang["ranks"] == [1]
             assert f"rank 1 is in `{where}` (train.py:" in hang["sentence"]
-            assert "rank 0 waits in a collective" in hang["sentence"]  # in `work.wait()`, which is C++
-            assert "by the flight recorder, rank 1 has not queued `all_reduce` number" in hang["sentence"]
+            assert (
+                "rank 0 waits in a collective" in hang["sentence"]
+            )  # in `work.wait()`, which is C++
+            assert (
+                "by the flight recorder, rank 1 has not queued `all_reduce` number"
+                in hang["sentence"]
+            )
             assert "disagree" not in hang["sentence"]
             if kind == "sleep":
                 # Without native calls too, the recorder tells that rank 0 waits.
@@ -91,10 +103,17 @@ def test_a_rank_that_stops_is_named_by_stacks_and_flight_recorder(
         assert len(hangs(client, name)) == len(kinds)
         until(lambda: value(client, "job_hung", name) == 0)
         assert value(client, "job_hangs_total", name) == len(kinds)
-        audit = [json.loads(line) for line in (tmp_path / "agent/audit.jsonl").read_text(encoding="utf-8").splitlines()]
-        assert [row["state"] for row in audit if row["what"] == "hang-over"] == ["recovered"] * len(kinds)
+        audit = [
+            json.loads(line)
+            for line in (tmp_path / "agent/audit.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
+        assert [row["state"] for row in audit if row["what"] == "hang-over"] == ["recovered"] * len(
+            kinds
+        )
         noted = [row for row in audit if row["what"] == "hang"]
-        assert [row["sentence"] for row in noted] == [hang["sentence"] for hang in hangs(client, name)]
+        assert [row["sentence"] for row in noted] == [
+            hang["sentence"] for hang in hangs(client, name)
+        ]
 
 
 def look_at_bundle(client: AgentClient, name: str, job: StallingJob, hang: dict[str, Any]) -> None:
@@ -106,23 +125,32 @@ def look_at_bundle(client: AgentClient, name: str, job: StallingJob, hang: dict[
     assert report["sentence"] == hang["sentence"]
     witnesses = {each["source"]: each["ranks"] for each in report["witnesses"]}
     assert witnesses == {"stacks": [1], "flight recorder": [1]}
-    assert {each["rank"] for each in report["members"] if each["flight"] == "asked its control server"} == {0, 1}
+    assert {
+        each["rank"] for each in report["members"] if each["flight"] == "asked its control server"
+    } == {0, 1}
     stacks = json.loads((directory / "stacks.json").read_text(encoding="utf-8"))
     (elsewhere,) = [group for group in stacks["groups"] if group["elsewhere"]]
     assert elsewhere["ranks"] == [1]
-    assert [frame[2] for frame in elsewhere["frames"] if frame[0] == "sleep_long"] == [job.line("SLEEPS")]
+    assert [frame[2] for frame in elsewhere["frames"] if frame[0] == "sleep_long"] == [
+        job.line("SLEEPS")
+    ]
     assert json.loads((directory / "flight_rank_0.json").read_text(encoding="utf-8"))["version"]
     (telemetry,) = directory.glob("*.telemetry.json.gz")
     series = json.loads(gzip.decompress(telemetry.read_bytes()))["series"]
     (pid,) = {each["pid"] for each in report["members"] if each["rank"] == 1}
     assert any(
-        each["metric"] == "traceloom_process_cpu_seconds_total" and each["labels"]["process"].startswith(f"{pid}@")
+        each["metric"] == "traceloom_process_cpu_seconds_total"
+        and each["labels"]["process"].startswith(f"{pid}@")
         for each in series
     )
     page = (directory / "hang.md").read_text(encoding="utf-8")
     assert "sleep_long" in page
     assert "flight recorder: rank 1 has not queued" in page
-    rows = {row["pid"]: row for row in client.get("processes")["processes"] if row["owner"]["job"] == name}
+    rows = {
+        row["pid"]: row
+        for row in client.get("processes")["processes"]
+        if row["owner"]["job"] == name
+    }
     hung = [row for row in rows.values() if row["hung_since_ns"] is not None]
     assert {row["owner"]["rank"] for row in hung} == {0, 1}
     assert {row["hung_since_ns"] for row in hung} == {hang["since_ns"]}
@@ -131,13 +159,18 @@ def look_at_bundle(client: AgentClient, name: str, job: StallingJob, hang: dict[
 
 @pytest.mark.torch
 @pytest.mark.thorough
-def test_of_four_ranks_without_preparation_one_is_named_by_probes_and_stacks(tmp_path: Path) -> None:
+def test_of_four_ranks_without_preparation_one_is_named_by_probes_and_stacks(
+    tmp_path: Path,
+) -> None:
     from support.probes import WHY_NOT
 
     if WHY_NOT:
         pytest.skip(f"no probes of functions here: {WHY_NOT}")
     name = f"hang-four-{os.getpid()}"
-    with running_agent(tmp_path / "agent", SETTINGS) as client, torchrun_job(tmp_path, 4, name) as job:
+    with (
+        running_agent(tmp_path / "agent", SETTINGS) as client,
+        torchrun_job(tmp_path, 4, name) as job,
+    ):
         stepping(client, name, 4)
         job.tell("sleep 2")
         hang = next_hang(client, name)
@@ -147,7 +180,9 @@ def test_of_four_ranks_without_preparation_one_is_named_by_probes_and_stacks(tmp
     assert "flight recorder" not in hang["sentence"]
 
 
-def test_a_rank_that_is_stopped_or_killed_is_named_and_a_job_that_is_stopped_is_left(tmp_path: Path) -> None:
+def test_a_rank_that_is_stopped_or_killed_is_named_and_a_job_that_is_stopped_is_left(
+    tmp_path: Path,
+) -> None:
     name = f"hang-states-{os.getpid()}"
     with (
         running_agent(tmp_path / "agent", SETTINGS) as client,
@@ -246,7 +281,11 @@ def test_a_restart_of_the_agent_neither_forgets_nor_repeats_a_hang(tmp_path: Pat
             agent.end(signal.SIGKILL)
             agent = Running(tmp_path, SETTINGS.replace("0.001", "3600"))
             (again,) = hangs(agent.client, name)
-            assert (again["id"], again["state"], again["sentence"]) == (first["id"], "hangs", first["sentence"])
+            assert (again["id"], again["state"], again["sentence"]) == (
+                first["id"],
+                "hangs",
+                first["sentence"],
+            )
             waited(agent.client, name, 5)
             job.tell("step")
             until(lambda: hangs(agent.client, name)[0]["state"] == "recovered")
@@ -259,7 +298,9 @@ def test_a_restart_of_the_agent_neither_forgets_nor_repeats_a_hang(tmp_path: Pat
             assert second["directory"] == ""
             assert second["no_bundle"].startswith("one of this job was made 0 min ago")
             assert "are in `wait_for_others`" in second["sentence"]
-            assert [path.name for path in Path(first["directory"]).parent.iterdir()] == [first["id"]]
+            assert [path.name for path in Path(first["directory"]).parent.iterdir()] == [
+                first["id"]
+            ]
     finally:
         agent.end()
 

@@ -54,9 +54,13 @@ def test_a_kill_is_counted_and_told_with_its_job(
         peak = last("cgroup_memory_peak_bytes")
         assert peak is not None
         assert LIMIT / 2 < peak <= LIMIT
-        series = agent.client.get("query", metric="oom_kills_total", by="cgroup", where="job=starved")["series"]
+        series = agent.client.get(
+            "query", metric="oom_kills_total", by="cgroup", where="job=starved"
+        )["series"]
         assert {"cgroup": path} in [row["labels"] for row in series]
-        event = until(lambda: [e for e in agent.client.get("events")["events"] if e["kind"] == "oom-kill"])[0]
+        event = until(
+            lambda: [e for e in agent.client.get("events")["events"] if e["kind"] == "oom-kill"]
+        )[0]
         assert (event["job"], event["cgroup"], event["count"]) == ("starved", path, 1)
         assert began_ns <= event["at_ns"] <= time.time_ns()
         for words in (["ps"], ["events", "--since", "1h", "--job", "starved"]):

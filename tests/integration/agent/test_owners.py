@@ -35,7 +35,9 @@ NO_JOB_OF_OURS = ("SLURM_", "TRACELOOM_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "M
 
 
 def _environment(**more: str) -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(NO_JOB_OF_OURS)} | more
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith(NO_JOB_OF_OURS)
+    } | more
 
 
 def _owners(client: AgentClient, pids: dict[int, Any]) -> dict[int, dict[str, Any]]:
@@ -46,7 +48,9 @@ def _owners(client: AgentClient, pids: dict[int, Any]) -> dict[int, dict[str, An
 def _pids(marks: Path, ranks: int) -> dict[int, list[int]]:
     """Rank -> pids that it wrote down, once all did."""
     files = [marks.with_name(f"{marks.name}{rank}") for rank in range(ranks)]
-    texts = until(lambda: (t := [f.read_text() if f.exists() else "" for f in files]) and all(t) and t, 120)
+    texts = until(
+        lambda: (t := [f.read_text() if f.exists() else "" for f in files]) and all(t) and t, 120
+    )
     return {rank: [int(word) for word in text.split()] for rank, text in enumerate(texts)}
 
 
@@ -54,10 +58,23 @@ def _pids(marks: Path, ranks: int) -> dict[int, list[int]]:
 def test_ranks_of_torchrun_and_not_their_workers(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RANK, encoding="utf-8")
     marks = tmp_path / "rank"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    command += ["--rdzv-endpoint=localhost:0", "--rdzv-id=exp7", str(tmp_path / "train.py"), str(marks)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--rdzv-backend=c10d",
+    ]
+    command += [
+        "--rdzv-endpoint=localhost:0",
+        "--rdzv-id=exp7",
+        str(tmp_path / "train.py"),
+        str(marks),
+    ]
     with running_agent(tmp_path / "agent") as client:
-        job = subprocess.Popen(command, env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        job = subprocess.Popen(
+            command, env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         try:
             pids = _pids(marks, 2)
             both = {pid: rank for rank, (pid, _) in pids.items()}
@@ -75,9 +92,13 @@ def test_ranks_of_torchrun_and_not_their_workers(tmp_path: Path) -> None:
                 assert tuple(owners[pid][field] for field in fields) == expected
             for pid in workers:
                 assert (owners[pid]["job"], owners[pid]["rank"], owners[pid]["local_rank"]) == (
-                    "torchelastic-exp7", None, None,
-                )  # fmt: skip
-            (row,) = (row for row in client.get("jobs")["jobs"] if row["job"] == "torchelastic-exp7")
+                    "torchelastic-exp7",
+                    None,
+                    None,
+                )
+            (row,) = (
+                row for row in client.get("jobs")["jobs"] if row["job"] == "torchelastic-exp7"
+            )
             assert row["ranks"] == [0, 1]
         finally:
             job.terminate()
@@ -94,7 +115,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_tasks_of_slurm(cluster: dict[str, str], tmp_path: Path) -> None:
     marks = tmp_path / "task"
-    command = ["srun", "-n2", "--overcommit", "-A", "physics", "-J", "llm", sys.executable, "-c", TASK, str(marks)]
+    command = [
+        "srun",
+        "-n2",
+        "--overcommit",
+        "-A",
+        "physics",
+        "-J",
+        "llm",
+        sys.executable,
+        "-c",
+        TASK,
+        str(marks),
+    ]
     with running_agent(tmp_path / "agent") as client:
         job = subprocess.Popen(command, env=_environment(SLURM_CONF=cluster["SLURM_CONF"]))
         try:
@@ -102,7 +135,11 @@ def test_tasks_of_slurm(cluster: dict[str, str], tmp_path: Path) -> None:
             until(lambda: len(_owners(client, both)) == 2)
             owners = _owners(client, both)
             number = subprocess.run(
-                ["squeue", "-h", "-o", "%A"], env=cluster, capture_output=True, text=True, check=True
+                ["squeue", "-h", "-o", "%A"],
+                env=cluster,
+                capture_output=True,
+                text=True,
+                check=True,
             ).stdout.strip()
             for pid, rank in both.items():
                 fields = (
@@ -116,7 +153,17 @@ def test_tasks_of_slurm(cluster: dict[str, str], tmp_path: Path) -> None:
                     "local_rank",
                     "world_size",
                 )
-                expected = (f"slurm-{number}", "llm", "slurm", "physics", "small", "root", rank, rank, 2)
+                expected = (
+                    f"slurm-{number}",
+                    "llm",
+                    "slurm",
+                    "physics",
+                    "small",
+                    "root",
+                    rank,
+                    rank,
+                    2,
+                )
                 assert tuple(owners[pid][field] for field in fields) == expected
         finally:
             job.terminate()
@@ -130,22 +177,40 @@ def test_devices_that_slurm_gives(cluster: dict[str, str], tmp_path: Path) -> No
         file.parent.mkdir(parents=True)
         file.write_text(f"Model: \t H100\nDevice Minor: \t {minor}\n", encoding="ascii")
     devices = [
-        Device(uuid=f"GPU-{pci}", index=str(index), vendor="nvidia", model="H100", pci=f"00000000:{pci}:00.0")
+        Device(
+            uuid=f"GPU-{pci}",
+            index=str(index),
+            vendor="nvidia",
+            model="H100",
+            pci=f"00000000:{pci}:00.0",
+        )
         for index, pci in enumerate(("10", "20"))
     ]
     host = HostDevices(devices, tmp_path / "proc", tmp_path / "sys")
 
     def tasks(*options: str) -> dict[str, Any]:
         """What each task was given, by its rank."""
-        command = ["srun", *options, "--overcommit", "sh", "-c", 'echo $(env | grep -E "^(SLURM|CUDA)_")']
+        command = [
+            "srun",
+            *options,
+            "--overcommit",
+            "sh",
+            "-c",
+            'echo $(env | grep -E "^(SLURM|CUDA)_")',
+        ]
         environment = _environment(SLURM_CONF=cluster["SLURM_CONF"])
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         matches = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in run.stdout.splitlines()]
-        return {of_task["SLURM_PROCID"]: find_assigned_devices(of_task, host) for of_task in matches}
+        return {
+            of_task["SLURM_PROCID"]: find_assigned_devices(of_task, host) for of_task in matches
+        }
 
     assert tasks("-n1", "--gpus=2") == {"0": (("GPU-10", "GPU-20"), "CUDA_VISIBLE_DEVICES")}
     each = tasks("-n2", "--gpus-per-task=1")
-    assert {rank: uuids for rank, (uuids, _) in each.items()} == {"0": ("GPU-20",), "1": ("GPU-10",)}
+    assert {rank: uuids for rank, (uuids, _) in each.items()} == {
+        "0": ("GPU-20",),
+        "1": ("GPU-10",),
+    }
 
 
 POD_UID = "0a1b2c3d-1111-2222-3333-0123456789ab"
@@ -164,13 +229,22 @@ def test_pods_and_mapped_jobs_through_a_running_agent(tmp_path: Path) -> None:
         '[collect]\nperiod = 0.2\ntimeout = 20.0\noff = ["cpu", "memory", "pressure", "disks", "network", "rdma"]\n'
         f'proc = "{tree.proc}"\nsys = "{tree.sys}"\n'
     )
-    with kubelet.served(socket) as service, running_agent(tmp_path / "agent", settings, simulated=2) as client:
+    with (
+        kubelet.served(socket) as service,
+        running_agent(tmp_path / "agent", settings, simulated=2) as client,
+    ):
         service.answer = service.hang
         devices = {device["index"]: device["uuid"] for device in client.get("devices")["devices"]}
         tree.process(
-            77, environment={"NVIDIA_VISIBLE_DEVICES": devices["0"], "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+            77,
+            environment={
+                "NVIDIA_VISIBLE_DEVICES": devices["0"],
+                "RANK": "0",
+                "WORLD_SIZE": "1",
+                "LOCAL_RANK": "0",
+            },
             cgroup=f"0::/kubepods/pod{POD_UID}/{'a' * 64}\n",
-        )  # fmt: skip
+        )
         tree.process(78, environment={"SLURM_JOB_ID": "4242"})
 
         def owner(pid: int) -> dict[str, Any]:
@@ -188,10 +262,18 @@ def test_pods_and_mapped_jobs_through_a_running_agent(tmp_path: Path) -> None:
         assert "deadline_exceeded" in until(trouble)
         (check,) = (check for check in client.get("doctor")["checks"] if check["name"] == "kubelet")
         assert (check["works"], "did not answer" in check["why"]) == ("no", True)
-        until(lambda: client.get("query", metric="collector_failures_total", where="collector=kubelet")["series"])
+        until(
+            lambda: client.get(
+                "query", metric="collector_failures_total", where="collector=kubelet"
+            )["series"]
+        )
         service.answer = kubelet.containers({("ml", "bert-0"): {"train": [devices["0"]]}})
         service.ended.set()
-        tree.process(79, environment={"TRACELOOM_JOB": "new"}, cgroup=f"0::/kubepods/pod{POD_UID}/{'b' * 64}\n")
+        tree.process(
+            79,
+            environment={"TRACELOOM_JOB": "new"},
+            cgroup=f"0::/kubepods/pod{POD_UID}/{'b' * 64}\n",
+        )
         until(lambda: owner(77)["pod"])
         names = ("namespace", "pod", "container", "devices", "rank")
         assert [owner(77)[name] for name in names] == ["ml", "bert-0", "train", [devices["0"]], 0]

@@ -78,7 +78,9 @@ class Told:
     """A program that does what it is told."""
 
     def __init__(self, *command: str) -> None:
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert self.line() == "ready"
         self.pid = self.process.pid
 
@@ -102,9 +104,15 @@ class Told:
     def facts(self) -> Process:
         start_ticks = int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[19])
         return Process(
-            key=f"{self.pid}@{start_ticks}", pid=self.pid, start_ticks=start_ticks, started_ns=0, parent_pid=0, uid=0,
-            command="", owner=Owner(rank=0),
-        )  # fmt: skip
+            key=f"{self.pid}@{start_ticks}",
+            pid=self.pid,
+            start_ticks=start_ticks,
+            started_ns=0,
+            parent_pid=0,
+            uid=0,
+            command="",
+            owner=Owner(rank=0),
+        )
 
 
 @pytest.fixture
@@ -114,7 +122,12 @@ def library(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def job(library: Path, tmp_path: Path) -> Iterator[Told]:
-    driver = compiled(RUNTIME.replace("cudaMalloc", "cuMemAlloc_v2"), tmp_path / "libcuda.so.1", "-shared", "-fPIC")
+    driver = compiled(
+        RUNTIME.replace("cudaMalloc", "cuMemAlloc_v2"),
+        tmp_path / "libcuda.so.1",
+        "-shared",
+        "-fPIC",
+    )
     program = compiled(PROGRAM, tmp_path / "job", "-ldl")
     started = Told(str(program), str(library), str(driver))
     yield started
@@ -139,7 +152,9 @@ def recorded(job: Told, directory: Path, *things: str) -> dict[str, Any]:
     """What is recorded in a second of a program that does these things in turn."""
 
     async def record() -> list[Path]:
-        recording = asyncio.create_task(AllocationsProfiler().record(job.facts, Window(0, 1.0, None), directory, "r"))
+        recording = asyncio.create_task(
+            AllocationsProfiler().record(job.facts, Window(0, 1.0, None), directory, "r")
+        )
         for what in itertools.cycle(things):
             if recording.done():
                 break
@@ -172,7 +187,9 @@ def test_a_library_that_is_unloaded_and_loaded_again(job: Told, tmp_path: Path) 
 @pytest.mark.thorough
 def test_a_library_that_is_loaded_later(job: Told, library: Path, tmp_path: Path) -> None:
     async def record() -> list[Path]:
-        recording = asyncio.create_task(AllocationsProfiler().record(job.facts, Window(0, 4.0, None), tmp_path, "r"))
+        recording = asyncio.create_task(
+            AllocationsProfiler().record(job.facts, Window(0, 4.0, None), tmp_path, "r")
+        )
         while not await asyncio.to_thread(probed, job.pid, library):
             assert not recording.done()
         await asyncio.to_thread(job.do, "driver")
@@ -183,13 +200,20 @@ def test_a_library_that_is_loaded_later(job: Told, library: Path, tmp_path: Path
     (path,) = asyncio.run(record())
     document = json.loads(gzip.decompress(path.read_bytes()))
     assert counts_up(sizes(document))
-    assert {named(document, event)[0] for event in document["events"] if event[5] >= 0} == {"cuMemAlloc_v2"}
+    assert {named(document, event)[0] for event in document["events"] if event[5] >= 0} == {
+        "cuMemAlloc_v2"
+    }
 
 
 @pytest.mark.thorough
 def test_a_library_that_was_replaced_on_disk(job: Told, library: Path, tmp_path: Path) -> None:
     """As an upgrade does it: the process has the old one, which lies nowhere any more."""
-    other = compiled("int cudaMalloc(void **p, unsigned long n) { return 2; }", tmp_path / "other", "-shared", "-fPIC")
+    other = compiled(
+        "int cudaMalloc(void **p, unsigned long n) { return 2; }",
+        tmp_path / "other",
+        "-shared",
+        "-fPIC",
+    )
     other.rename(library)
     document = recorded(job, tmp_path / "out", "allocate")
     assert counts_up(sizes(document))
@@ -205,9 +229,13 @@ def test_a_child_is_not_recorded_and_not_harmed(job: Told, tmp_path: Path) -> No
 
 
 @pytest.mark.thorough
-def test_another_program_in_the_same_process_ends_the_recording(job: Told, library: Path, tmp_path: Path) -> None:
+def test_another_program_in_the_same_process_ends_the_recording(
+    job: Told, library: Path, tmp_path: Path
+) -> None:
     async def record() -> list[Path]:
-        recording = asyncio.create_task(AllocationsProfiler().record(job.facts, Window(0, 600.0, None), tmp_path, "r"))
+        recording = asyncio.create_task(
+            AllocationsProfiler().record(job.facts, Window(0, 600.0, None), tmp_path, "r")
+        )
         while not await asyncio.to_thread(probed, job.pid, library):
             assert not recording.done()
         for _ in range(50):  # the window begins when the last probe is there, which is soon
@@ -231,7 +259,9 @@ def test_two_recordings_at_once_see_the_same(job: Told, library: Path, tmp_path:
         for name in ("a", "b"):
             (tmp_path / name).mkdir()
         recordings = [
-            asyncio.create_task(AllocationsProfiler().record(job.facts, Window(0, 1.5, None), tmp_path / name, "r"))
+            asyncio.create_task(
+                AllocationsProfiler().record(job.facts, Window(0, 1.5, None), tmp_path / name, "r")
+            )
             for name in ("a", "b")
         ]
         while not all(recording.done() for recording in recordings):
@@ -254,9 +284,14 @@ def test_two_recordings_at_once_see_the_same(job: Told, library: Path, tmp_path:
 
 def test_one_that_is_killed_leaves_nothing_behind(job: Told, library: Path, tmp_path: Path) -> None:
     order = {
-        "pid": job.pid, "start_ticks": job.facts.start_ticks, "rank": 0, "path": str(tmp_path / "x.json.gz"),
-        "start_ns": 0, "duration_s": 600.0, "steps": None,
-    }  # fmt: skip
+        "pid": job.pid,
+        "start_ticks": job.facts.start_ticks,
+        "rank": 0,
+        "path": str(tmp_path / "x.json.gz"),
+        "start_ns": 0,
+        "duration_s": 600.0,
+        "steps": None,
+    }
     code = f"from traceloom.agent.probes.recording import record_allocations as allocations; allocations({order!r})"
     recorder = subprocess.Popen([sys.executable, "-c", code])
     until(lambda: probed(job.pid, library))
@@ -269,7 +304,9 @@ def test_one_that_is_killed_leaves_nothing_behind(job: Told, library: Path, tmp_
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare"
+)
 def test_a_process_in_a_container_of_its_own(library: Path, tmp_path: Path) -> None:
     """Its files lie where nobody else sees them, and it knows its threads by other numbers: lines of Python are right."""
     inside = tmp_path / "inside"
@@ -309,7 +346,8 @@ def test_calls_that_come_too_quickly_are_counted(library: Path) -> None:
     free = ctypes.CDLL(str(library)).cudaFree
     free.argtypes = [ctypes.c_void_p]
     probes.attach(
-        os.open(library, os.O_RDONLY), [(3, ProbedCall("cudaFree\0", (CallValue(argument=0),), stacks=False))]
+        os.open(library, os.O_RDONLY),
+        [(3, ProbedCall("cudaFree\0", (CallValue(argument=0),), stacks=False))],
     )
     for _ in range(120_000):
         free(None)

@@ -25,7 +25,12 @@ from support.probes import compiled, needs_compiler, needs_probes
 from support.waiting import until
 from traceloom.agent.ownership.model import Owner, Process
 from traceloom.agent.probes.elf import Elf, read_mappings
-from traceloom.agent.profilers.base import AllocationsProfiler, LaunchesProfiler, ProfilerError, Window
+from traceloom.agent.profilers.base import (
+    AllocationsProfiler,
+    LaunchesProfiler,
+    ProfilerError,
+    Window,
+)
 from traceloom.cli import main
 
 RUNTIME = """
@@ -248,13 +253,21 @@ class Talking:
     """A program that does a round for each line, and says so."""
 
     def __init__(self, *command: str) -> None:
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         pid, start_ticks = self.process.pid, int(fields[19])
         self.facts = Process(
-            key=f"{pid}@{start_ticks}", pid=pid, start_ticks=start_ticks, started_ns=0, parent_pid=0, uid=0, command="",
+            key=f"{pid}@{start_ticks}",
+            pid=pid,
+            start_ticks=start_ticks,
+            started_ns=0,
+            parent_pid=0,
+            uid=0,
+            command="",
             owner=Owner(rank=3),
-        )  # fmt: skip
+        )
 
     def line(self) -> str:
         assert self.process.stdout is not None
@@ -344,8 +357,12 @@ def test_a_planted_leak_comes_out_to_the_byte_with_its_stack(
     document = record(AllocationsProfiler(), program, tmp_path, "cudaMalloc", "cudaFree")
     events = document["events"]
     assert all(before < time_ns < time.time_ns() for time_ns, *_ in events)
-    assert {(thread, device) for _, thread, _, _, device, *_ in events} == {(program.process.pid, "cuda")}
-    last = max(size for _, _, _, size, *_ in events if size < 5000) - 1000  # the number of the last round
+    assert {(thread, device) for _, thread, _, _, device, *_ in events} == {
+        (program.process.pid, "cuda")
+    }
+    last = (
+        max(size for _, _, _, size, *_ in events if size < 5000) - 1000
+    )  # the number of the last round
     held: dict[int, tuple[int, int]] = {}
     for _, _, address, size, _, stack, *_ in events:
         if size > 0:
@@ -378,9 +395,14 @@ def test_a_planted_leak_comes_out_to_the_byte_with_its_stack(
 @needs_compiler
 def test_launches_and_waits_are_those_of_the_program(program: Talking, tmp_path: Path) -> None:
     document = record(
-        LaunchesProfiler(), program, tmp_path, "cudaLaunchKernel", "cudaLaunchKernelExC", "cudaGraphLaunch",
+        LaunchesProfiler(),
+        program,
+        tmp_path,
+        "cudaLaunchKernel",
+        "cudaLaunchKernelExC",
+        "cudaGraphLaunch",
         "cudaStreamSynchronize",
-    )  # fmt: skip
+    )
     frames = [tuple(frame) for frame in document["frames"]]
     launched = Counter(
         (frames[frame], tuple(grid[1:]), tuple(block), stream)
@@ -392,20 +414,28 @@ def test_launches_and_waits_are_those_of_the_program(program: Talking, tmp_path:
         (("cudaGraphLaunch", "libcudart.so", 0), (0, 0), (0, 0, 0), 0x53),
     }
     assert min(launched.values()) >= 5
-    numbers = [grid[0] for _, _, frame, grid, *_ in document["events"] if frames[frame][0] == "softmax_kernel"]
+    numbers = [
+        grid[0]
+        for _, _, frame, grid, *_ in document["events"]
+        if frames[frame][0] == "softmax_kernel"
+    ]
     assert numbers == list(range(numbers[0], numbers[-1] + 1))
     for *_, stack in document["events"] + document["durations"]:
         names = [document["frames"][frame][0] for frame in document["stacks"][stack]]
         assert names[1:3] == ["one_round", "main"]
     waits = [(frames[frame][0], duration) for _, _, frame, duration, _ in document["durations"]]
     assert len(waits) >= 5
-    assert all(name == "cudaStreamSynchronize" and duration >= 30_000_000 for name, duration in waits)
+    assert all(
+        name == "cudaStreamSynchronize" and duration >= 30_000_000 for name, duration in waits
+    )
 
 
 @pytest.fixture
 def on_both(tmp_path: Path) -> Iterator[Talking]:
     driver = compiled(DRIVER, tmp_path / "libcuda.so.1", "-shared", "-fPIC")
-    runtime = compiled(RUNTIME_ON_DRIVER, tmp_path / "libcudart.so.12", "-shared", "-fPIC", str(driver))
+    runtime = compiled(
+        RUNTIME_ON_DRIVER, tmp_path / "libcudart.so.12", "-shared", "-fPIC", str(driver)
+    )
     path = compiled(ON_BOTH, tmp_path / "job", str(runtime), str(driver), f"-Wl,-rpath,{tmp_path}")
     started = Talking(str(path))
     started.round()
@@ -433,20 +463,28 @@ def test_a_call_by_way_of_the_runtime_counts_once_and_one_of_the_driver_counts(
     assert [events for events in whole if events != [(size, "cuda") for size in expected]] == []
     named = {
         size: [document["frames"][frame][0] for frame in document["stacks"][stack]][:2]
-        for _, _, _, size, _, stack, *_ in document["events"] if stack >= 0
-    }  # fmt: skip
+        for _, _, _, size, _, stack, *_ in document["events"]
+        if stack >= 0
+    }
     assert named == {
-        1000: ["cudaMalloc", "by_runtime"], 2000: ["cudaMallocAsync", "by_runtime"],
-        4000: ["cuMemAlloc_v2", "by_driver"], 8000: ["cuMemAllocAsync", "by_driver"],
-    }  # fmt: skip
+        1000: ["cudaMalloc", "by_runtime"],
+        2000: ["cudaMallocAsync", "by_runtime"],
+        4000: ["cuMemAlloc_v2", "by_driver"],
+        8000: ["cuMemAllocAsync", "by_driver"],
+    }
 
 
 @needs_probes
 @needs_compiler
-def test_launches_of_the_driver_are_seen_beside_those_of_the_runtime(on_both: Talking, tmp_path: Path) -> None:
+def test_launches_of_the_driver_are_seen_beside_those_of_the_runtime(
+    on_both: Talking, tmp_path: Path
+) -> None:
     document = record(LaunchesProfiler(), on_both, tmp_path, seconds=0.5)
     names = [frame[0] for frame in document["frames"]]
-    launched = [(names[frame], grid, block, stream) for _, _, frame, grid, block, stream, _ in document["events"]]
+    launched = [
+        (names[frame], grid, block, stream)
+        for _, _, frame, grid, block, stream, _ in document["events"]
+    ]
     first = ("kernel", [2, 3, 4], [5, 6, 7], 0x51)
     whole = rounds(launched[launched.index(first) :])
     assert len(whole) >= 5
@@ -458,7 +496,10 @@ def test_launches_of_the_driver_are_seen_beside_those_of_the_runtime(on_both: Ta
     assert all(events == round_of for events in whole)
     waited = [names[frame] for _, _, frame, *_ in document["durations"]]
     whole = rounds(waited[waited.index("cudaStreamSynchronize") :])
-    assert all(calls == ["cudaStreamSynchronize", "cuStreamSynchronize", "cuCtxSynchronize"] for calls in whole)
+    assert all(
+        calls == ["cudaStreamSynchronize", "cuStreamSynchronize", "cuCtxSynchronize"]
+        for calls in whole
+    )
 
 
 def interpreter(version: str) -> str:
@@ -475,7 +516,12 @@ def interpreter(version: str) -> str:
 @needs_probes
 @needs_compiler
 @pytest.mark.parametrize(
-    "version", ["3.10", "3.13", *(pytest.param(version, marks=pytest.mark.thorough) for version in ("3.11", "3.12"))]
+    "version",
+    [
+        "3.10",
+        "3.13",
+        *(pytest.param(version, marks=pytest.mark.thorough) for version in ("3.11", "3.12")),
+    ],
 )
 def test_lines_of_python_of_each_version(tmp_path: Path, version: str) -> None:
     python = interpreter(version)
@@ -504,7 +550,9 @@ def test_lines_of_python_of_each_version(tmp_path: Path, version: str) -> None:
     by_size: dict[int, set[tuple[Any, ...]]] = {}
     for _, _, _, size, _, stack, *_ in document["events"]:
         if stack >= 0:
-            python_frames = tuple(frames[frame] for frame in document["stacks"][stack] if frames[frame][2])
+            python_frames = tuple(
+                frames[frame] for frame in document["stacks"][stack] if frames[frame][2]
+            )
             by_size.setdefault(size, set()).add(python_frames)
     if version == "3.10":
         assert document["without_python"] == "its Python is older than 3.11"
@@ -551,13 +599,21 @@ def test_allocations_of_stock_pytorch(tmp_path: Path, capsys: pytest.CaptureFixt
         assert any(name.startswith("at::_ops::zeros::call") for name, *_ in frames)
         python = [(name, file, line) for name, file, line in frames if line]
         assert python == [
-            ("leaky", str(script), lines.index("        torch.zeros(1000, 7)") + 1), ("<module>", str(script), main_line),
-        ]  # fmt: skip
-    backward = [frames for frames in stacks[12_000] if any("ExpBackward0::apply" in name for name, *_ in frames)]
+            ("leaky", str(script), lines.index("        torch.zeros(1000, 7)") + 1),
+            ("<module>", str(script), main_line),
+        ]
+    backward = [
+        frames
+        for frames in stacks[12_000]
+        if any("ExpBackward0::apply" in name for name, *_ in frames)
+    ]
     assert len(backward) >= 5
     assert all(any(name == "leaky_backward" for name, *_ in frames) for frames in backward)
     # A thread that began some milliseconds ago is not known yet as one of Python; what it called is.
-    assert all(any(name.startswith("at::_ops::zeros::call") for name, *_ in frames) for frames in stacks[44_000])
+    assert all(
+        any(name.startswith("at::_ops::zeros::call") for name, *_ in frames)
+        for frames in stacks[44_000]
+    )
     path = str(tmp_path / "rank3.allocations.json.gz")
     assert main(["memory", path, "--by", "stack", "--at", "end", "--json", "-q"]) == 0
     (memory,) = json.loads(capsys.readouterr().out)["ranks"][0]["memories"]
@@ -571,20 +627,27 @@ def test_allocations_of_stock_pytorch(tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.torch
 @needs_probes
-def test_what_pytorchs_device_allocator_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_pytorchs_device_allocator_reports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its function is called as the allocator of CUDA does for each block: on device 1 (type 1), then on the host."""
     torch = importlib.util.find_spec("torch")
     assert torch is not None
     assert torch.launch_position is not None
     script = tmp_path / "reporting.py"
     script.write_text(REPORTING, encoding="utf-8")
-    job = Talking(sys.executable, str(script), str(Path(torch.launch_position).parent / "lib" / "libc10.so"))
+    job = Talking(
+        sys.executable, str(script), str(Path(torch.launch_position).parent / "lib" / "libc10.so")
+    )
     try:
         assert job.line() == "ready\n"
         document = record(AllocationsProfiler(), job, tmp_path, seconds=1.0)
     finally:
         job.end()
-    events = [(address, size, device, *totals) for _, _, address, size, device, _, *totals in document["events"]]
+    events = [
+        (address, size, device, *totals)
+        for _, _, address, size, device, _, *totals in document["events"]
+    ]
     made = (0x7F0000007000, 4096, "cuda:1", 5000, 9000)
     freed = (0x7F0000007000, -4096, "cuda:1", 904, 9000)
     whole = rounds(events[events.index(made) :])
@@ -598,7 +661,9 @@ def test_what_pytorchs_device_allocator_reports(tmp_path: Path, capsys: pytest.C
     assert main(["memory", path, "--by", "stack", "--at", "end", "--json", "-q"]) == 0
     (memory,) = json.loads(capsys.readouterr().out)["ranks"][0]["memories"]
     line = REPORTING.splitlines().index("def leak(number):") + 2
-    leak = next(part for part in memory["parts"] if part["name"].startswith(f"{script}({line}): leak <"))
+    leak = next(
+        part for part in memory["parts"] if part["name"].startswith(f"{script}({line}): leak <")
+    )
     assert (leak["bytes"], leak["block_count"]) == (leaked, leaked // 512)
 
 
@@ -609,7 +674,9 @@ def test_a_window_of_steps_ends_with_them(tmp_path: Path) -> None:
     job = Talking(sys.executable, "-c", STEPPING)
     try:
         assert job.line() == "ready\n"
-        (path,) = asyncio.run(AllocationsProfiler().record(job.facts, Window(0, None, 4), tmp_path, "pid1"))
+        (path,) = asyncio.run(
+            AllocationsProfiler().record(job.facts, Window(0, None, 4), tmp_path, "pid1")
+        )
         assert job.process.poll() is None
     finally:
         job.end()
@@ -628,11 +695,15 @@ def test_what_has_none_of_the_functions_says_so(tmp_path: Path) -> None:
                 asyncio.run(profiler.record(job.facts, Window(0, 1.0, None), tmp_path, "rank0"))
             assert caught.value.slug == "not-recorded"
         with pytest.raises(ProfilerError, match="neither a duration"):
-            asyncio.run(AllocationsProfiler().record(job.facts, Window(0, None, None), tmp_path, "rank0"))
+            asyncio.run(
+                AllocationsProfiler().record(job.facts, Window(0, None, None), tmp_path, "rank0")
+            )
     finally:
         job.end()
     with pytest.raises(ProfilerError, match="has ended"):
-        asyncio.run(AllocationsProfiler().record(job.facts, Window(0, 1.0, None), tmp_path, "rank0"))
+        asyncio.run(
+            AllocationsProfiler().record(job.facts, Window(0, 1.0, None), tmp_path, "rank0")
+        )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -51,16 +51,25 @@ DCGM = [
     expression.replace("{OF}", f"{{{labels}}}")
     for labels in ('instance=~"127.+", gpu=~"[0-7]"', 'Hostname=~"node1", gpu=~"[0-7]"')
     for expression in (
-        "DCGM_FI_DEV_GPU_TEMP{OF}", "avg(DCGM_FI_DEV_GPU_TEMP{OF})", "DCGM_FI_DEV_POWER_USAGE{OF}",
-        "sum(DCGM_FI_DEV_POWER_USAGE{OF})", "DCGM_FI_DEV_SM_CLOCK{OF} * 1000000", "DCGM_FI_DEV_GPU_UTIL{OF}",
-        "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{OF}", "DCGM_FI_PROF_GR_ENGINE_ACTIVE{OF}", "DCGM_FI_DEV_FB_USED{OF}",
-        "DCGM_FI_DEV_MEM_CLOCK{OF} * 1000000", "DCGM_FI_DEV_MEM_COPY_UTIL{OF}", "DCGM_FI_DEV_XID_ERRORS{OF}",
+        "DCGM_FI_DEV_GPU_TEMP{OF}",
+        "avg(DCGM_FI_DEV_GPU_TEMP{OF})",
+        "DCGM_FI_DEV_POWER_USAGE{OF}",
+        "sum(DCGM_FI_DEV_POWER_USAGE{OF})",
+        "DCGM_FI_DEV_SM_CLOCK{OF} * 1000000",
+        "DCGM_FI_DEV_GPU_UTIL{OF}",
+        "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{OF}",
+        "DCGM_FI_PROF_GR_ENGINE_ACTIVE{OF}",
+        "DCGM_FI_DEV_FB_USED{OF}",
+        "DCGM_FI_DEV_MEM_CLOCK{OF} * 1000000",
+        "DCGM_FI_DEV_MEM_COPY_UTIL{OF}",
+        "DCGM_FI_DEV_XID_ERRORS{OF}",
         "rate(DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION{OF}[10s]) / 1000",
-        "max(DCGM_FI_DEV_GPU_TEMP{OF}) by (Hostname, gpu, uuid)", "sum(max(DCGM_FI_DEV_POWER_USAGE{OF}) by (gpu))",
+        "max(DCGM_FI_DEV_GPU_TEMP{OF}) by (Hostname, gpu, uuid)",
+        "sum(max(DCGM_FI_DEV_POWER_USAGE{OF}) by (gpu))",
         "max(DCGM_FI_PROF_GR_ENGINE_ACTIVE{OF}) by (Hostname, gpu, GPU_I_ID, GPU_I_PROFILE)",
         "max(DCGM_FI_DEV_FB_USED{OF}) by (Hostname, gpu, UUID)",
     )
-]  # fmt: skip
+]
 
 
 def tree_of_sys(directory: Path) -> Path:
@@ -83,10 +92,15 @@ def recording(path: Path, pid: int) -> None:
     devices = SimulatedAccelerator(Config(host="node1", accelerators=Accelerators(simulated=2)))
     at_ns = time.time_ns()
     sample = Sample(
-        at_ns=at_ns, devices=devices.devices(),
+        at_ns=at_ns,
+        devices=devices.devices(),
         processes=[DeviceProcess(device=devices.uuid(0), pid=pid, memory_bytes=2**30)],
-        events=[DeviceEvent(at_ns=at_ns, device=devices.uuid(1), kind="xid", code=79, text="fell off the bus")],
-    )  # fmt: skip
+        events=[
+            DeviceEvent(
+                at_ns=at_ns, device=devices.uuid(1), kind="xid", code=79, text="fell off the bus"
+            )
+        ],
+    )
     writer = SampleWriter(path)
     writer.write(sample)
     writer.write(Sample(at_ns=at_ns + 3600 * 10**9))
@@ -100,8 +114,13 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     directory = tmp_path_factory.mktemp("host")
     agent_socket, address = directory / "agent.sock", f"127.0.0.1:{free_port()}"
     environment = {
-        **os.environ, "TRACELOOM_JOB": TRAIN, "TRACELOOM_DTYPE": "bf16", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-    }  # fmt: skip
+        **os.environ,
+        "TRACELOOM_JOB": TRAIN,
+        "TRACELOOM_DTYPE": "bf16",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+    }
     with (directory / "log").open("wb") as log:
         job = subprocess.Popen([sys.executable, "-c", JOB, str(agent_socket)], env=environment)
         recording(directory / "devices.jsonl", job.pid)
@@ -114,20 +133,34 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
             encoding="utf-8",
         )
         agent = subprocess.Popen(
-            [sys.executable, "-m", "traceloom", "agent", "run", "--config", str(directory / "agent.toml"), "--tcp", address,
-             "--compat", "dcgm"],
-            stdout=log, stderr=log,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "traceloom",
+                "agent",
+                "run",
+                "--config",
+                str(directory / "agent.toml"),
+                "--tcp",
+                address,
+                "--compat",
+                "dcgm",
+            ],
+            stdout=log,
+            stderr=log,
+        )
         try:
             (directory / "token").write_text(TOKEN, encoding="ascii")
             configuration = {
                 "scrape_configs": [
                     {
-                        "job_name": "traceloom", "scrape_interval": "1s", "static_configs": [{"targets": [address]}],
+                        "job_name": "traceloom",
+                        "scrape_interval": "1s",
+                        "static_configs": [{"targets": [address]}],
                         "authorization": {"credentials_file": str(directory / "token")},
                     }
                 ]
-            }  # fmt: skip
+            }
 
             def begun() -> Any:
                 assert agent.poll() is None, (directory / "log").read_text(encoding="utf-8")
@@ -154,7 +187,9 @@ def filled(expression: str) -> str:
 
 
 def test_every_panel_of_the_dashboard_has_an_answer(answers: Prometheus) -> None:
-    for expression in [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]:
+    for expression in [
+        target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())
+    ]:
         if "pressure" in expression and not Path("/proc/pressure/cpu").exists():
             continue  # this kernel was built without
         until_answered(answers, filled(expression))
@@ -186,7 +221,11 @@ def test_both_names_of_a_metric_have_one_value(answers: Prometheus) -> None:
 
 
 def test_jobs_and_their_steps_are_what_the_job_reported(answers: Prometheus) -> None:
-    panels = {panel["title"]: panel["targets"][0]["expr"] for panel in DASHBOARD["panels"] if "targets" in panel}
+    panels = {
+        panel["title"]: panel["targets"][0]["expr"]
+        for panel in DASHBOARD["panels"]
+        if "targets" in panel
+    }
     (job,) = until_answered(answers, filled(panels["Jobs"]))
     assert (job["metric"]["exported_job"], job["metric"]["job"]) == (TRAIN, "traceloom")
     assert float(job["value"][1]) == 1.0
@@ -195,7 +234,9 @@ def test_jobs_and_their_steps_are_what_the_job_reported(answers: Prometheus) -> 
     until_answered(answers, filled(panels["Mean step time by rank"]))
     assert answers.number(filled(panels["Mean step time by rank"])) == pytest.approx(STEP_S)
     until_answered(answers, filled(panels["Waits for the data loader"]))
-    assert answers.number(filled(panels["Waits for the data loader"])) == pytest.approx(WAIT_S / STEP_S)
+    assert answers.number(filled(panels["Waits for the data loader"])) == pytest.approx(
+        WAIT_S / STEP_S
+    )
     # It declares its type: the bounds of its FLOP/s are the same.
     until(
         lambda: answers.ask(
@@ -208,9 +249,14 @@ def test_an_error_of_a_device_is_seen_when_it_comes_first(answers: Prometheus) -
     """Its counter begins at 1, which is no increase to Prometheus."""
     panel = next(panel for panel in DASHBOARD["panels"] if panel["title"].startswith("Errors"))
     shown = [
-        series for target in panel["targets"] for series in until_answered(answers, filled(target["expr"])) if float(series["value"][1]) > 0
-    ]  # fmt: skip
-    assert [(series["metric"]["index"], series["metric"]["xid"]) for series in shown] == [("1", "79")]
+        series
+        for target in panel["targets"]
+        for series in until_answered(answers, filled(target["expr"]))
+        if float(series["value"][1]) > 0
+    ]
+    assert [(series["metric"]["index"], series["metric"]["xid"]) for series in shown] == [
+        ("1", "79")
+    ]
 
 
 def test_every_question_of_the_how_to_has_an_answer(answers: Prometheus) -> None:
@@ -233,4 +279,8 @@ def test_variables_of_the_dashboard_have_values(answers: Prometheus) -> None:
 
 def test_prometheus_takes_every_series_of_a_scrape(answers: Prometheus) -> None:
     until(lambda: answers.ask("up == 1"))
-    assert answers.number("scrape_samples_scraped") == answers.number("scrape_samples_post_metric_relabeling") > 400
+    assert (
+        answers.number("scrape_samples_scraped")
+        == answers.number("scrape_samples_post_metric_relabeling")
+        > 400
+    )

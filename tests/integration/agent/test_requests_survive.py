@@ -45,7 +45,11 @@ class Traced:
         self.request = ""
 
     def ask(self, **wanted: Any) -> str:
-        body = {"pids": [self.pid], **({"duration_s": 0.5} if "steps" not in wanted else {}), **wanted}
+        body = {
+            "pids": [self.pid],
+            **({"duration_s": 0.5} if "steps" not in wanted else {}),
+            **wanted,
+        }
         self.request = self.agent.client.post("requests", body)["id"]
         return self.request
 
@@ -107,7 +111,12 @@ def traced(agent: Running) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _database(agent: Running) -> Iterator[sqlite3.Connection]:
-    with contextlib.closing(sqlite3.connect(agent.directory / "requests.db", timeout=30)) as database, database:
+    with (
+        contextlib.closing(
+            sqlite3.connect(agent.directory / "requests.db", timeout=30)
+        ) as database,
+        database,
+    ):
         yield database
 
 
@@ -132,12 +141,18 @@ def test_requests_in_every_state_outlive_a_kill_of_the_agent(agent: Running, tra
     for process in (verified, discarded):
         process.write()
         process.comes_to("kept")
-    expected = {queued.pid: "queued", delivered.pid: "delivered", accepted.pid: "accepted", whole.pid: "accepted"}
+    expected = {
+        queued.pid: "queued",
+        delivered.pid: "delivered",
+        accepted.pid: "accepted",
+        whole.pid: "accepted",
+    }
     until(lambda: expected.items() <= _states_on_disk(agent).items())
     until(
         lambda: (
             not any(
-                Path(process.configurations[0]["ACTIVITIES_LOG_FILE"]).exists() for process in (verified, discarded)
+                Path(process.configurations[0]["ACTIVITIES_LOG_FILE"]).exists()
+                for process in (verified, discarded)
             )
         )
     )
@@ -146,11 +161,19 @@ def test_requests_in_every_state_outlive_a_kill_of_the_agent(agent: Running, tra
     with _database(agent) as database:
         # Killed a moment earlier, it had left these; and a pid that is another process's now.
         for process, state in ((verified, "verified"), (discarded, "written")):
-            database.execute("UPDATE targets SET state = ? WHERE request = ?", (state, process.request))
-            (document,) = database.execute("SELECT document FROM requests WHERE id = ?", (process.request,)).fetchone()
+            database.execute(
+                "UPDATE targets SET state = ? WHERE request = ?", (state, process.request)
+            )
+            (document,) = database.execute(
+                "SELECT document FROM requests WHERE id = ?", (process.request,)
+            ).fetchone()
             changed = json.dumps({**json.loads(document), "done": False}).encode()
-            database.execute("UPDATE requests SET document = ? WHERE id = ?", (changed, process.request))
-        database.execute("UPDATE targets SET process = ? WHERE request = ?", (f"{other.pid}@1", other.request))
+            database.execute(
+                "UPDATE requests SET document = ? WHERE id = ?", (changed, process.request)
+            )
+        database.execute(
+            "UPDATE targets SET process = ? WHERE request = ?", (f"{other.pid}@1", other.request)
+        )
     verified.write()  # it is removed when `kept` is on disk
     whole.write()
     agent.start()
@@ -167,9 +190,16 @@ def test_requests_in_every_state_outlive_a_kill_of_the_agent(agent: Running, tra
         process.write()
         process.comes_to("kept", mask=1)
     # Nobody is told twice: PyTorch's profiler drops what comes while it is busy, and says so to nobody.
-    assert [len(process.configurations) for process in (delivered, accepted, whole, verified)] == [1, 1, 1, 1]
+    assert [len(process.configurations) for process in (delivered, accepted, whole, verified)] == [
+        1,
+        1,
+        1,
+        1,
+    ]
     for process in (queued, delivered, accepted, whole, verified, discarded):
-        request = until(lambda of=process.request: (r := agent.client.get(f"requests/{of}"))["done"] and r)
+        request = until(
+            lambda of=process.request: (r := agent.client.get(f"requests/{of}"))["done"] and r
+        )
         assert request["files"] == ["capture.json", f"pid{process.pid}.kineto.json.gz"]
     assert not list((agent.directory / "traces" / str(os.geteuid()) / "incoming").iterdir())
 
@@ -179,8 +209,14 @@ def test_a_killed_guard_is_replaced_and_requests_go_on(agent: Running, traced: A
     process = traced()
     process.ask()
     process.configured()
-    children = Path(f"/proc/{agent.process.pid}/task/{agent.process.pid}/children").read_text(encoding="ascii").split()
-    guard = next(int(pid) for pid in children if b"guard.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    children = (
+        Path(f"/proc/{agent.process.pid}/task/{agent.process.pid}/children")
+        .read_text(encoding="ascii")
+        .split()
+    )
+    guard = next(
+        int(pid) for pid in children if b"guard.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
     os.kill(guard, signal.SIGKILL)
     process.write()
     process.comes_to("kept", mask=1)
@@ -242,7 +278,9 @@ def test_a_job_and_an_agent_that_are_stopped_for_a_while(agent: Running, traced:
     assert len(process.configurations) == 1
 
 
-def test_requests_for_a_process_take_turns_and_are_counted_and_logged(agent: Running, traced: Any) -> None:
+def test_requests_for_a_process_take_turns_and_are_counted_and_logged(
+    agent: Running, traced: Any
+) -> None:
     process = traced()
     process.poll(1)
     first = process.ask(steps=2)
@@ -286,7 +324,9 @@ def test_a_request_whose_row_cannot_be_read_stops_nobody(agent: Running, traced:
     agent.process.wait()
     with _database(agent) as database:
         database.execute("INSERT INTO requests VALUES ('torn', 1, ?)", (b'{"id": "torn", "who',))
-        row = database.execute("SELECT * FROM targets WHERE request = ?", (process.request,)).fetchone()
+        row = database.execute(
+            "SELECT * FROM targets WHERE request = ?", (process.request,)
+        ).fetchone()
         database.execute(
             f"INSERT INTO targets VALUES ({', '.join('?' * len(row))})",
             (row[0], "odd", row[2], "no number", *row[4:]),
@@ -304,9 +344,20 @@ def test_who_waits_for_a_trace_waits_for_an_agent_that_is_started_again(
     process = traced()
     process.poll()
     output = tmp_path / "run"
-    command = [sys.executable, "-m", "traceloom", "trace", "--pid", str(process.pid), "--duration", "500ms"]
+    command = [
+        sys.executable,
+        "-m",
+        "traceloom",
+        "trace",
+        "--pid",
+        str(process.pid),
+        "--duration",
+        "500ms",
+    ]
     command += ["--socket", str(agent.socket), "-o", str(output)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as trace:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as trace:
         assert trace.stderr is not None
         try:
             lines = [trace.stderr.readline()]
@@ -327,13 +378,19 @@ def test_who_waits_for_a_trace_waits_for_an_agent_that_is_started_again(
     states = [line.split()[4] for line in (*lines, *rest.splitlines()) if " s  pid" in line]
     assert list(dict.fromkeys(states)) == [state for state in STATES if state in states]
     assert states[-1] == "kept"
-    assert sorted(path.name for path in output.iterdir()) == ["capture.json", f"pid{process.pid}.kineto.json.gz"]
+    assert sorted(path.name for path in output.iterdir()) == [
+        "capture.json",
+        f"pid{process.pid}.kineto.json.gz",
+    ]
 
 
 def _mounted(directory: Path, size: str) -> None:
     directory.mkdir(exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=711", "tmpfs", str(directory)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(command, capture_output=True, check=False).returncode
+    ):
         pytest.skip("no disk can be mounted here")
 
 
@@ -352,7 +409,9 @@ def test_disks_that_are_full_or_read_only(tmp_path: Path) -> None:
                 process.ask()
                 process.configured()
                 process.comes_to("delivered")
-                agent.process.send_signal(signal.SIGSTOP)  # so that the disk changes before it looks
+                agent.process.send_signal(
+                    signal.SIGSTOP
+                )  # so that the disk changes before it looks
                 process.write()
                 if fault == "disk-full":
                     with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -401,7 +460,9 @@ def test_a_clock_that_jumps_while_requests_run(tmp_path: Path) -> None:
         waits.comes_to("queued", "own-profiler", mask=1)
         for process in pair:
             process.poll()
-        request = agent.client.post("requests", {"pids": [process.pid for process in pair], "duration_s": 0.5})["id"]
+        request = agent.client.post(
+            "requests", {"pids": [process.pid for process in pair], "duration_s": 0.5}
+        )["id"]
         for process in pair:
             process.request = request
         until(lambda: all(process.target["start_ns"] for process in pair))

@@ -41,16 +41,26 @@ time.sleep(3600)
 
 def process_of(pid: int, rank: int | None = None, world: int | None = None) -> Process:
     """A running process as the agent's collector has it."""
-    ticks = int(Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
+    ticks = int(
+        Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19]
+    )
     return Process(
-        key=f"{pid}@{ticks}", pid=pid, start_ticks=ticks, started_ns=0, parent_pid=os.getpid(), uid=os.getuid(),
-        command="", owner=Owner(rank=rank, world_size=world),
-    )  # fmt: skip
+        key=f"{pid}@{ticks}",
+        pid=pid,
+        start_ticks=ticks,
+        started_ns=0,
+        parent_pid=os.getpid(),
+        uid=os.getuid(),
+        command="",
+        owner=Owner(rank=rank, world_size=world),
+    )
 
 
 def bundle_of(processes: list[Process], directory: Path) -> HangReport:
     """What is kept of a job all of whose processes have made three steps."""
-    members = tuple(HungProcess(key=p.key, pid=p.pid, rank=p.owner.rank, steps=3) for p in processes)
+    members = tuple(
+        HungProcess(key=p.key, pid=p.pid, rank=p.owner.rank, steps=3) for p in processes
+    )
     hang = Hang(job="j", uid=os.getuid(), processes=members, since_ns=0, seen_ns=1, median_s=0.1)
     scene = HangContext(host="here", processes=tuple(processes), devices=(), events=(), series={})
     return asyncio.run(write_bundle(hang, scene, directory, 10**8))
@@ -67,10 +77,17 @@ def sleeping() -> Iterator[subprocess.Popen[str]]:
 
 
 def test_all_threads_of_a_process(sleeping: subprocess.Popen[str], tmp_path: Path) -> None:
-    (path,) = asyncio.run(DumpProfiler().record(process_of(sleeping.pid, 3), Window(0, None, None), tmp_path, "rank3"))
+    (path,) = asyncio.run(
+        DumpProfiler().record(process_of(sleeping.pid, 3), Window(0, None, None), tmp_path, "rank3")
+    )
     assert path == tmp_path / "rank3.dump.json"
     dump = msgspec.json.decode(path.read_bytes(), type=StackDump)
-    assert (dump.format, dump.pid, dump.rank, dump.native) == ("traceloom-dump", sleeping.pid, 3, False)
+    assert (dump.format, dump.pid, dump.rank, dump.native) == (
+        "traceloom-dump",
+        sleeping.pid,
+        3,
+        False,
+    )
     threads = {thread.name: thread for thread in dump.threads}
     assert threads["MainThread"].id == sleeping.pid
     names = [frame.function for frame in threads["loader"].frames]
@@ -87,7 +104,9 @@ def test_native_calls_too(sleeping: subprocess.Popen[str]) -> None:
     assert any(Path(frame.file).name.startswith("libc") for frame in native), main.frames
 
 
-def test_a_pid_that_another_process_has_now_is_not_looked_at(sleeping: subprocess.Popen[str]) -> None:
+def test_a_pid_that_another_process_has_now_is_not_looked_at(
+    sleeping: subprocess.Popen[str],
+) -> None:
     other = msgspec.structs.replace(process_of(sleeping.pid), start_ticks=1)
     with pytest.raises(ProfilerError, match="has ended") as raised:
         asyncio.run(dump_stacks(other))
@@ -126,7 +145,9 @@ def test_another_users_process_is_not_looked_at_without_the_right(
         directory = Path(name)
         copy = Path(shutil.copy(py_spy.find_py_spy(), directory / "real"))
         program = directory / "py-spy"  # the real one, as a user who is not the process's
-        program.write_text(f'#!/bin/sh\nexec setpriv --reuid 4001 --regid 4001 --clear-groups {copy} "$@"\n')
+        program.write_text(
+            f'#!/bin/sh\nexec setpriv --reuid 4001 --regid 4001 --clear-groups {copy} "$@"\n'
+        )
         for path in (directory, copy, program):
             path.chmod(0o755)
         monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
@@ -136,10 +157,16 @@ def test_another_users_process_is_not_looked_at_without_the_right(
     assert "ptrace_scope" in raised.value.hint
 
 
-def test_a_file_that_is_there_is_not_replaced(sleeping: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_file_that_is_there_is_not_replaced(
+    sleeping: subprocess.Popen[str], tmp_path: Path
+) -> None:
     (tmp_path / "rank0.dump.json").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ProfilerError) as raised:
-        asyncio.run(DumpProfiler().record(process_of(sleeping.pid), Window(0, None, None), tmp_path, "rank0"))
+        asyncio.run(
+            DumpProfiler().record(
+                process_of(sleeping.pid), Window(0, None, None), tmp_path, "rank0"
+            )
+        )
     assert raised.value.slug == "cannot-write"
     assert not (tmp_path / "elsewhere").exists()
 
@@ -177,7 +204,9 @@ def test_the_rank_that_stops_before_a_collective_is_named(tmp_path: Path) -> Non
         "rank 2 waits in `all_reduce`"
     )
     assert bundle.ranks == (1,)
-    assert {"rank0.dump.json", "rank1.dump.json", "rank2.dump.json", "stacks.json"} <= set(bundle.files)
+    assert {"rank0.dump.json", "rank1.dump.json", "rank2.dump.json", "stacks.json"} <= set(
+        bundle.files
+    )
     document = msgspec.json.decode((directory / "stacks.json").read_bytes())
     assert bundle.sentence.endswith(document["sentence"])
     assert [group["ranks"] for group in document["groups"] if group["elsewhere"]] == [[1]]
@@ -202,7 +231,9 @@ TOLERANCE_NS = 25_000_000
 
 
 def _recorded(directory: Path, stem: str) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(gzip.decompress((directory / f"{stem}.stacks.json.gz").read_bytes()))
+    document: dict[str, Any] = json.loads(
+        gzip.decompress((directory / f"{stem}.stacks.json.gz").read_bytes())
+    )
     return document
 
 
@@ -218,12 +249,16 @@ def test_samples_lie_in_the_phases_that_the_program_says_itself(tmp_path: Path) 
         program.kill()
         lines = program.communicate()[0].splitlines()
     assert path == tmp_path / "rank0.stacks.json.gz"
-    truth = [(name, int(start), int(end)) for name, start, end in (line.split() for line in lines[:-1])]
+    truth = [
+        (name, int(start), int(end)) for name, start, end in (line.split() for line in lines[:-1])
+    ]
     document = _recorded(tmp_path, "rank0")
     assert document["threads"][0] == {"id": program.pid, "name": "MainThread"}
     names = [frame[0] for frame in document["frames"]]
     seen: Counter[str] = Counter()
-    right: list[bool] = []  # every sample begins where a phase does: a clock that is off puts all of them wrong
+    right: list[
+        bool
+    ] = []  # every sample begins where a phase does: a clock that is off puts all of them wrong
     for time_ns, thread, period_ns, frames in document["samples"]:
         assert thread == 0
         assert window.start_ns <= time_ns < time_ns + period_ns <= window.start_ns + 4_000_000_000
@@ -232,23 +267,43 @@ def test_samples_lie_in_the_phases_that_the_program_says_itself(tmp_path: Path) 
             continue
         (phase,) = phases
         seen[phase] += period_ns
-        spans = [(start - TOLERANCE_NS, end + TOLERANCE_NS) for name, start, end in truth if name == phase]
+        spans = [
+            (start - TOLERANCE_NS, end + TOLERANCE_NS)
+            for name, start, end in truth
+            if name == phase
+        ]
         right.append(any(start <= time_ns <= end for start, end in spans))
-    assert sum(right) >= 0.8 * len(right) > 0  # some come late where py-spy is not let run between look and note
+    assert (
+        sum(right) >= 0.8 * len(right) > 0
+    )  # some come late where py-spy is not let run between look and note
     within = (window.start_ns, window.start_ns + 4_000_000_000)
     for phase in ("fast", "slow"):
-        real = sum(max(0, min(end, within[1]) - max(start, within[0])) for name, start, end in truth if name == phase)
-        assert seen[phase] == pytest.approx(real, rel=0.6)  # a busy machine leaves samples out, of either phase
+        real = sum(
+            max(0, min(end, within[1]) - max(start, within[0]))
+            for name, start, end in truth
+            if name == phase
+        )
+        assert seen[phase] == pytest.approx(
+            real, rel=0.6
+        )  # a busy machine leaves samples out, of either phase
 
 
-def test_a_recording_that_is_cancelled_leaves_nothing(sleeping: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_recording_that_is_cancelled_leaves_nothing(
+    sleeping: subprocess.Popen[str], tmp_path: Path
+) -> None:
     def spies() -> list[str]:
         mark = f"--pid\0{sleeping.pid}\0".encode()
-        return [entry.name for entry in Path("/proc").iterdir() if entry.name.isdecimal() and mark in _command(entry)]
+        return [
+            entry.name
+            for entry in Path("/proc").iterdir()
+            if entry.name.isdecimal() and mark in _command(entry)
+        ]
 
     async def cancelled() -> None:
         recording = asyncio.create_task(
-            StacksProfiler().record(process_of(sleeping.pid), Window(0, 600.0, None), tmp_path, "rank0")
+            StacksProfiler().record(
+                process_of(sleeping.pid), Window(0, 600.0, None), tmp_path, "rank0"
+            )
         )
         deadline = time.monotonic() + 60
         while not spies():
@@ -282,7 +337,9 @@ def test_a_process_that_ends_in_the_window_keeps_what_it_did(tmp_path: Path) -> 
 
         async def recorded() -> None:
             recording = asyncio.create_task(
-                StacksProfiler().record(process_of(program.pid, 0), Window(0, 600.0, None), tmp_path, "rank0")
+                StacksProfiler().record(
+                    process_of(program.pid, 0), Window(0, 600.0, None), tmp_path, "rank0"
+                )
             )
             await asyncio.sleep(2)
             program.communicate("\n")
@@ -294,5 +351,7 @@ def test_a_process_that_ends_in_the_window_keeps_what_it_did(tmp_path: Path) -> 
 
 def test_stacks_need_a_time(sleeping: subprocess.Popen[str], tmp_path: Path) -> None:
     with pytest.raises(ProfilerError) as raised:
-        asyncio.run(StacksProfiler().record(process_of(sleeping.pid), Window(0, None, 3), tmp_path, "rank0"))
+        asyncio.run(
+            StacksProfiler().record(process_of(sleeping.pid), Window(0, None, 3), tmp_path, "rank0")
+        )
     assert raised.value.slug == "no-duration"

@@ -82,11 +82,19 @@ class Job:
             [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self._line() == "ready\n"
-        start_ticks = int(Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[19])
+        start_ticks = int(
+            Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        )
         self.facts = Process(
-            key=f"{self.process.pid}@{start_ticks}", pid=self.process.pid, start_ticks=start_ticks, started_ns=0,
-            parent_pid=0, uid=0, command="", owner=Owner(framework="pytorch"),
-        )  # fmt: skip
+            key=f"{self.process.pid}@{start_ticks}",
+            pid=self.process.pid,
+            start_ticks=start_ticks,
+            started_ns=0,
+            parent_pid=0,
+            uid=0,
+            command="",
+            owner=Owner(framework="pytorch"),
+        )
 
     def run(self, steps: int, **more: Any) -> dict[str, Any]:
         assert self.process.stdin is not None
@@ -123,9 +131,13 @@ def clock() -> Iterator[Callable[..., ProbedStepClock]]:
         made.close()
 
 
-def test_steps_and_waits_are_those_that_the_program_measures(job: Job, clock: Callable[..., ProbedStepClock]) -> None:
+def test_steps_and_waits_are_those_that_the_program_measures(
+    job: Job, clock: Callable[..., ProbedStepClock]
+) -> None:
     steps = clock([job.facts])
-    assert {reading.metric: reading.value for reading in steps.collect()}["agent_probed_libraries"] == 1
+    assert {reading.metric: reading.value for reading in steps.collect()}[
+        "agent_probed_libraries"
+    ] == 1
     assert steps.taken == []
     truth = job.run(20)
     steps.collect()
@@ -180,7 +192,10 @@ def test_a_library_is_probed_once_for_all_its_processes(
     job.run(5)
     other.run(3)
     steps.collect()
-    assert {taken.process: sum(taken.buckets) for taken in steps.taken} == {job.facts.key: 4, other.facts.key: 2}
+    assert {taken.process: sum(taken.buckets) for taken in steps.taken} == {
+        job.facts.key: 4,
+        other.facts.key: 2,
+    }
     other.end()
     processes.remove(other.facts)
     job.run(1)
@@ -191,16 +206,24 @@ def test_a_library_is_probed_once_for_all_its_processes(
     assert readings["agent_probed_libraries"] == 0
 
 
-def test_of_a_pid_that_is_used_again_nothing_old_counts(job: Job, clock: Callable[..., ProbedStepClock]) -> None:
+def test_of_a_pid_that_is_used_again_nothing_old_counts(
+    job: Job, clock: Callable[..., ProbedStepClock]
+) -> None:
     processes = [job.facts]
     steps = clock(processes)
     steps.collect()
     job.run(5)
     # The same pid, but a process that began after those steps.
     processes[0] = Process(
-        key=f"{job.facts.pid}@later", pid=job.facts.pid, start_ticks=10**12, started_ns=0, parent_pid=0, uid=0,
-        command="", owner=Owner(framework="pytorch"),
-    )  # fmt: skip
+        key=f"{job.facts.pid}@later",
+        pid=job.facts.pid,
+        start_ticks=10**12,
+        started_ns=0,
+        parent_pid=0,
+        uid=0,
+        command="",
+        owner=Owner(framework="pytorch"),
+    )
     steps.collect()
     assert steps.taken == []
 
@@ -211,11 +234,17 @@ def test_calls_that_there_is_no_room_for_are_counted(
     # Waits of the loader take it, so that no step has one, or steps do, or another program of this host.
     monkeypatch.setattr(step_probes, "_MAX_MARKS", 1)
     steps = clock([job.facts])
-    before = {reading.metric: reading.value for reading in steps.collect()}["agent_probes_lost_total"]
+    before = {reading.metric: reading.value for reading in steps.collect()}[
+        "agent_probes_lost_total"
+    ]
     job.run(4)
-    after = {reading.metric: reading.value for reading in steps.collect()}["agent_probes_lost_total"]
+    after = {reading.metric: reading.value for reading in steps.collect()}[
+        "agent_probes_lost_total"
+    ]
     assert after - before >= 4
-    assert re.fullmatch(r"\d+ steps were not counted: too many processes have some", steps.trouble()[0])
+    assert re.fullmatch(
+        r"\d+ steps were not counted: too many processes have some", steps.trouble()[0]
+    )
 
 
 def test_switched_off_it_touches_nothing(job: Job, clock: Callable[..., ProbedStepClock]) -> None:

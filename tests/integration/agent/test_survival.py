@@ -26,14 +26,19 @@ from traceloom.errors import TraceloomError
 from traceloom.server.client import AgentClient
 
 NOBODY = 65534
-root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts disks and becomes another user")
+root_only = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root mounts disks and becomes another user"
+)
 
 
 @contextlib.contextmanager
 def small_disk(directory: Path, size: str) -> Iterator[Path]:
     directory.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(command, capture_output=True, check=False).returncode
+    ):
         pytest.skip("no disk can be mounted here")
     try:
         yield directory
@@ -45,7 +50,11 @@ def _goes_on(agent: Running) -> None:
     """It collects, and answers what is now."""
     state = agent.client.get("status")
     runs = {collector["name"]: collector["runs"] for collector in state["collectors"]}
-    until(lambda: all(c["runs"] > runs[c["name"]] + 1 for c in agent.client.get("status")["collectors"]))
+    until(
+        lambda: all(
+            c["runs"] > runs[c["name"]] + 1 for c in agent.client.get("status")["collectors"]
+        )
+    )
     since = str(state["now_ns"] / 1e9)
     assert until(lambda: agent.client.get("query", metric="gpu_power_watts", since=since)["series"])
     assert agent.client.get("status")["devices"] == 2
@@ -61,7 +70,9 @@ def _has_more_than(ticks: int, history: Path) -> bool:
 
 
 def _is_ahead(agent: Running, hours: float) -> bool:
-    return abs(float(agent.client.get("status")["now_ns"]) - time.time_ns() - hours * 3600e9) < 600e9
+    return (
+        abs(float(agent.client.get("status")["now_ns"]) - time.time_ns() - hours * 3600e9) < 600e9
+    )
 
 
 def _fill(file: BinaryIO) -> None:
@@ -94,7 +105,11 @@ def test_a_full_disk(tmp_path: Path) -> None:
             _goes_on(agent)
             agent.client.post("counters/pause", {"seconds": 1})
             checks = until(
-                lambda: [c for c in agent.client.get("doctor")["checks"] if c["area"] == "files" and c["works"] == "no"]
+                lambda: [
+                    c
+                    for c in agent.client.get("doctor")["checks"]
+                    if c["area"] == "files" and c["works"] == "no"
+                ]
             )
             assert {check["name"] for check in checks} >= {"history"}
         finally:
@@ -120,7 +135,9 @@ def test_a_read_only_disk(tmp_path: Path) -> None:
         try:
             until(lambda: agent.client.get("status")["history"]["lost_ticks"])
             _goes_on(agent)
-            agent.client.get("query", metric="gpu_power_watts", since="1h")  # which looks at the disk too
+            agent.client.get(
+                "query", metric="gpu_power_watts", since="1h"
+            )  # which looks at the disk too
             agent.client.post("counters/pause", {"seconds": 1})
             checks = {check["name"]: check for check in agent.client.get("doctor")["checks"]}
             assert (checks["history"]["works"], checks["audit"]["works"]) == ("no", "no")
@@ -141,7 +158,9 @@ def test_a_clock_that_jumps(tmp_path: Path) -> None:
         began_ns = agent.client.get("status")["now_ns"]
         assert abs(began_ns - time.time_ns()) < 600e9
         until(lambda: agent.client.get("query", metric="gpu_power_watts", since="1m")["series"])
-        until(partial(_has_more_than, _ticks(tmp_path / "agent.db"), tmp_path / "agent.db"))  # of this hour
+        until(
+            partial(_has_more_than, _ticks(tmp_path / "agent.db"), tmp_path / "agent.db")
+        )  # of this hour
         for hours in (1, -1):
             clock.write_text(f"{3600 * hours:+d}", encoding="ascii")
             until(partial(_is_ahead, agent, hours))
@@ -150,7 +169,9 @@ def test_a_clock_that_jumps(tmp_path: Path) -> None:
             until(partial(_has_more_than, written, tmp_path / "agent.db"))
             assert agent.client.get("status")["history"]["lost_ticks"] == 0
         span = {"since": str(began_ns / 1e9 - 7200), "until": str(began_ns / 1e9 + 7200)}
-        times_ns = agent.client.get("query", metric="gpu_power_watts", **span)["series"][0]["times_ns"]
+        times_ns = agent.client.get("query", metric="gpu_power_watts", **span)["series"][0][
+            "times_ns"
+        ]
         assert times_ns == sorted(times_ns)
         assert {round((at_ns - began_ns) / 3600e9) for at_ns in times_ns} == {-1, 0, 1}
     finally:
@@ -216,7 +237,12 @@ def test_another_user_sees_the_own_processes_alone_and_changes_nothing() -> None
     directory.chmod(0o755)
     agent = Running(directory)
     sleepers = [
-        subprocess.Popen(["sleep", "600"], user=user, cwd="/", env={"TRACELOOM_JOB": job, "PATH": "/usr/bin:/bin"})
+        subprocess.Popen(
+            ["sleep", "600"],
+            user=user,
+            cwd="/",
+            env={"TRACELOOM_JOB": job, "PATH": "/usr/bin:/bin"},
+        )
         for user, job in ((NOBODY, "theirs"), (0, "ours"))
     ]
     try:
@@ -227,8 +253,16 @@ def test_another_user_sees_the_own_processes_alone_and_changes_nothing() -> None
         until((directory / "audit.jsonl").exists)
 
         def asked() -> Any:
-            command = [sys.executable, "-c", AS_NOBODY, str(agent.socket), str(directory / "audit.jsonl")]
-            return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+            command = [
+                sys.executable,
+                "-c",
+                AS_NOBODY,
+                str(agent.socket),
+                str(directory / "audit.jsonl"),
+            ]
+            return json.loads(
+                subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            )
 
         answers = until(lambda: (answers := asked())["memory"]["series"] and answers)
         assert answers["you"] == "own"
@@ -237,9 +271,16 @@ def test_another_user_sees_the_own_processes_alone_and_changes_nothing() -> None
         assert [row["job"] for row in answers["jobs"]["jobs"]] == ["theirs"]
         assert {row["labels"]["job"] for row in answers["memory"]["series"]} == {"theirs"}
         assert {row["labels"]["job"] for row in answers["groups"]["series"]} == {"theirs"}
-        assert (answers["pause"], answers["trace"], answers["audit"]) == ("not-allowed", "no-such-job", False)
+        assert (answers["pause"], answers["trace"], answers["audit"]) == (
+            "not-allowed",
+            "no-such-job",
+            False,
+        )
         entries = until(lambda: _entries(directory / "audit.jsonl", f"uid {NOBODY}"))
-        assert (entries[0]["what"], entries[0]["result"]) == ("/api/v1/counters/pause", "not-allowed")
+        assert (entries[0]["what"], entries[0]["result"]) == (
+            "/api/v1/counters/pause",
+            "not-allowed",
+        )
     finally:
         for sleeper in sleepers:
             sleeper.kill()

@@ -48,10 +48,13 @@ class Host:
         self.folder = folder
         (folder / "agent.toml").write_text(
             "[paths]\n"
-            + "".join(f'{name} = "{folder}/{name}"\n' for name in ("socket", "history", "audit", "kineto", "requests", "traces"))
+            + "".join(
+                f'{name} = "{folder}/{name}"\n'
+                for name in ("socket", "history", "audit", "kineto", "requests", "traces")
+            )
             + "[collect]\nperiod = 1.0\n",
             encoding="utf-8",
-        )  # fmt: skip
+        )
         self.client = AgentClient(folder / "socket", 60)
         self.log = (folder / "log").open("a", encoding="utf-8")
         self.agent = self.start()
@@ -63,12 +66,16 @@ class Host:
         self.job_log = folder / "job"
         with self.job_log.open("w", encoding="utf-8") as out:
             self.job = subprocess.Popen(
-                [*command, *ENDLESS], stdout=out, stderr=out,
+                [*command, *ENDLESS],
+                stdout=out,
+                stderr=out,
                 env={
-                    **os.environ, **variables, "TRACELOOM_JOB": self.job_name,
+                    **os.environ,
+                    **variables,
+                    "TRACELOOM_JOB": self.job_name,
                     "TORCHELASTIC_ERROR_FILE": str(folder / "error"),
                 },
-            )  # fmt: skip
+            )
         try:
             until(self._steps, "the job steps")
             until(self._named, "the agent knows both ranks")
@@ -77,7 +84,15 @@ class Host:
             raise
 
     def start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "traceloom", "agent", "run", "--config", str(self.folder / "agent.toml")]
+        command = [
+            sys.executable,
+            "-m",
+            "traceloom",
+            "agent",
+            "run",
+            "--config",
+            str(self.folder / "agent.toml"),
+        ]
         agent = subprocess.Popen(command, stdout=self.log, stderr=self.log)
         until(self._answers, "the agent answers")
         return agent
@@ -99,7 +114,11 @@ class Host:
 
     def pid_of_rank(self, rank: int) -> int:
         """Of this job: others run beside it."""
-        rows = [row for row in self.client.get("processes")["processes"] if row["owner"]["job"] == self.job_name]
+        rows = [
+            row
+            for row in self.client.get("processes")["processes"]
+            if row["owner"]["job"] == self.job_name
+        ]
         pid: int = next(row["pid"] for row in rows if row["owner"]["rank"] == rank)
         return pid
 
@@ -137,17 +156,27 @@ def _steps_in(path: Path) -> int:
     import gzip
 
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    return sum(event["name"].startswith("Optimizer.step#") and event.get("ph") == "X" for event in events)
+    return sum(
+        event["name"].startswith("Optimizer.step#") and event.get("ph") == "X" for event in events
+    )
 
 
 def test_the_doctor_says_that_traces_can_be_taken(host: Host) -> None:
-    checks = {(check["area"], check["name"]): check["works"] for check in host.client.get("doctor")["checks"]}
+    checks = {
+        (check["area"], check["name"]): check["works"]
+        for check in host.client.get("doctor")["checks"]
+    }
     assert checks["traces", "sockets"] == checks["traces", "requests"] == "yes"
 
 
 def test_a_rank_by_steps(host: Host, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "run"
-    assert host.trace("--job", host.job_name, "--rank", "1", "--steps", "3", "--shapes", "-o", str(output)) == 0
+    assert (
+        host.trace(
+            "--job", host.job_name, "--rank", "1", "--steps", "3", "--shapes", "-o", str(output)
+        )
+        == 0
+    )
     printed = capsys.readouterr()
     assert "traceloom report" in printed.out
     states = [line.split()[4] for line in printed.err.splitlines()]
@@ -155,7 +184,9 @@ def test_a_rank_by_steps(host: Host, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert states[-1] == "kept"
     steps = _steps_in(output / "rank1.kineto.json.gz")
     assert 3 <= steps < 30, "as many, or more where the profiler was told between two steps"
-    (target,) = json.loads((output / "capture.json").read_text(encoding="utf-8"))["request"]["targets"]
+    (target,) = json.loads((output / "capture.json").read_text(encoding="utf-8"))["request"][
+        "targets"
+    ]
     data = (output / "rank1.kineto.json.gz").read_bytes()
     assert (target["sha256"], target["bytes"]) == (hashlib.sha256(data).hexdigest(), len(data))
     assert (target["rank"], target["steps"], target["skew_ns"]) == (1, steps, None)
@@ -164,9 +195,13 @@ def test_a_rank_by_steps(host: Host, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not list((host.folder / "traces" / str(os.geteuid()) / "incoming").iterdir())
 
 
-def test_a_job_by_time_begins_at_one_instant(host: Host, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_by_time_begins_at_one_instant(
+    host: Host, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "run"
-    assert host.trace("--job", host.job_name, "--duration", "300ms", "--json", "-o", str(output)) == 0
+    assert (
+        host.trace("--job", host.job_name, "--duration", "300ms", "--json", "-o", str(output)) == 0
+    )
     request = json.loads(capsys.readouterr().out)
     assert sorted(target["rank"] for target in request["targets"]) == [0, 1]
     starts = {target["start_ns"] for target in request["targets"]}
@@ -175,8 +210,10 @@ def test_a_job_by_time_begins_at_one_instant(host: Host, tmp_path: Path, capsys:
         assert target["skew_ns"] == target["window_start_ns"] - target["start_ns"]
         assert target["operators"] > 0
     assert sorted(path.name for path in output.iterdir()) == [
-        "capture.json", "rank0.kineto.json.gz", "rank1.kineto.json.gz",
-    ]  # fmt: skip
+        "capture.json",
+        "rank0.kineto.json.gz",
+        "rank1.kineto.json.gz",
+    ]
     assert sorted(trace.rank for trace in load(output).traces) == [0, 1]
     assert main(["report", str(output), "--quiet"]) == 0
     assert "ranks of 2" in capsys.readouterr().out
@@ -192,7 +229,9 @@ def test_events_tell_every_state_and_files_are_those_of_the_request(host: Host) 
             connection.settimeout(WAIT_S)
             connection.connect(str(host.folder / "socket"))
             path = f"/api/v1/requests/{request['id']}/events"
-            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: agent\r\nConnection: close\r\n\r\n".encode())
+            connection.sendall(
+                f"GET {path} HTTP/1.1\r\nHost: agent\r\nConnection: close\r\n\r\n".encode()
+            )
             text = b"".join(iter(lambda: connection.recv(65_536), b"")).decode()
         seen.extend(json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: "))
 
@@ -253,14 +292,32 @@ asked(client.delete, "requests/" + sys.argv[5])
 def test_nobody_traces_another_users_process(host: Host) -> None:
     pid = host.pid_of_rank(0)
     mine = host.client.get("requests")["requests"]
-    request = mine[-1]["id"] if mine else host.client.post("requests", {"pids": [pid], "steps": 1})["id"]
+    request = (
+        mine[-1]["id"] if mine else host.client.post("requests", {"pids": [pid], "steps": 1})["id"]
+    )
     host.ended(request)
-    command = [sys.executable, "-c", AS_BERT, str(host.folder / "socket"), str(BERT), str(pid), host.job_name, request]
-    answers = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    command = [
+        sys.executable,
+        "-c",
+        AS_BERT,
+        str(host.folder / "socket"),
+        str(BERT),
+        str(pid),
+        host.job_name,
+        request,
+    ]
+    answers = subprocess.run(
+        command, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert answers == ["no-such-process"] * 2 + ["{'requests': []}"] + ["no-such-request"] * 3
-    lines = [json.loads(line) for line in (host.folder / "audit").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (host.folder / "audit").read_text(encoding="utf-8").splitlines()
+    ]
     refused = [line for line in lines if line["who"] == f"uid {BERT}"]
-    assert [(line["result"], line["why"]) for line in refused] == [("not-allowed", "no-such-process")] * 2
+    assert [(line["result"], line["why"]) for line in refused] == [
+        ("not-allowed", "no-such-process")
+    ] * 2
 
 
 AS_ANNA = """
@@ -288,11 +345,22 @@ while True:
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv"
+)
 def test_a_user_traces_the_own_process_through_the_agent_of_root(host: Host) -> None:
     def as_anna(*arguments: str) -> Any:
-        command = [sys.executable, "-c", AS_ANNA, str(host.folder / "socket"), str(ANNA), *arguments]
-        return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        command = [
+            sys.executable,
+            "-c",
+            AS_ANNA,
+            str(host.folder / "socket"),
+            str(ANNA),
+            *arguments,
+        ]
+        return json.loads(
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        )
 
     variables = as_anna()
     assert variables["KINETO_IPC_SOCKET_DIR"] == str(host.folder / "kineto" / str(ANNA))
@@ -300,9 +368,16 @@ def test_a_user_traces_the_own_process_through_the_agent_of_root(host: Host) -> 
     os.chown(received, ANNA, ANNA)
     # The right to read lets it run an interpreter that may lie where only root reads; its files are its own.
     command = [
-        "setpriv", f"--reuid={ANNA}", f"--regid={ANNA}", "--clear-groups", "--inh-caps=+dac_read_search",
-        "--ambient-caps=+dac_read_search", sys.executable, "-c", WORKS,
-    ]  # fmt: skip
+        "setpriv",
+        f"--reuid={ANNA}",
+        f"--regid={ANNA}",
+        "--clear-groups",
+        "--inh-caps=+dac_read_search",
+        "--ambient-caps=+dac_read_search",
+        sys.executable,
+        "-c",
+        WORKS,
+    ]
     environment = {**os.environ, **variables, "HOME": str(received)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd="/") as process:
         try:
@@ -311,7 +386,9 @@ def test_a_user_traces_the_own_process_through_the_agent_of_root(host: Host) -> 
             request = as_anna(str(process.pid), str(received))
         finally:
             process.kill()
-    assert [(target["state"], target["uid"]) for target in request["targets"]] == [("kept", ANNA)], request
+    assert [(target["state"], target["uid"]) for target in request["targets"]] == [
+        ("kept", ANNA)
+    ], request
     (file,) = received.iterdir()
     assert hashlib.sha256(file.read_bytes()).hexdigest() == request["targets"][0]["sha256"]
     kept = host.folder / "traces" / str(ANNA) / request["id"]
@@ -325,7 +402,10 @@ def test_a_process_that_ends_while_it_is_traced(host: Host) -> None:
     variables = host.client.get("environment")["variables"]
     code = "import torch, sys; print('up', flush=True); sys.stdin.readline()"
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **variables}
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, **variables},
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -333,7 +413,8 @@ def test_a_process_that_ends_while_it_is_traced(host: Host) -> None:
 
         def told() -> bool:
             return bool(
-                host.client.get(f"requests/{request['id']}")["targets"][0]["state"] in {"delivered", "accepted"}
+                host.client.get(f"requests/{request['id']}")["targets"][0]["state"]
+                in {"delivered", "accepted"}
             )
 
         until(told, "it is told")
@@ -342,16 +423,33 @@ def test_a_process_that_ends_while_it_is_traced(host: Host) -> None:
     assert (target["state"], target["reason"]) == ("failed", "exited")
 
 
-def test_wrong_requests_say_what_is_wrong(host: Host, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_requests_say_what_is_wrong(
+    host: Host, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for words, slug in (
         (["--pid", "1"], "wrong-usage"),
         (["--steps", "1", "-o", str(tmp_path / "a")], "wrong-usage"),
         (["--job", "none", "--steps", "1", "-o", str(tmp_path / "a")], "no-such-process"),
         (["--host", "elsewhere", "--steps", "1", "-o", str(tmp_path / "a")], "no-such-process"),
         (["--job", host.job_name, "--duration", "3000s", "-o", str(tmp_path / "a")], "too-much"),
-        (["--job", host.job_name, "--steps", "1", "--profilers", "magic", "-o", str(tmp_path / "a")], "wrong-request"),
+        (
+            [
+                "--job",
+                host.job_name,
+                "--steps",
+                "1",
+                "--profilers",
+                "magic",
+                "-o",
+                str(tmp_path / "a"),
+            ],
+            "wrong-request",
+        ),
         (["--job", host.job_name, "--steps", "1", "-o", str(tmp_path)], "file-exists"),
-        (["--job", host.job_name, "--steps", "1", "--at", "never", "-o", str(tmp_path / "a")], "bad-time"),
+        (
+            ["--job", host.job_name, "--steps", "1", "--at", "never", "-o", str(tmp_path / "a")],
+            "bad-time",
+        ),
         (["--cancel", "0" * 12], "no-such-request"),
     ):
         assert host.trace(*words) in {2, 3}
@@ -396,22 +494,36 @@ def test_four_spawned_ranks_one_of_which_forked(host: Host, tmp_path: Path) -> N
     variables = host.client.get("environment")["variables"]
     with (tmp_path / "log").open("w") as log:
         job = subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path)], env={**os.environ, **variables, "TRACELOOM_JOB": "spawned"},
-            stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, str(script), str(tmp_path)],
+            env={**os.environ, **variables, "TRACELOOM_JOB": "spawned"},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
     try:
-        until(lambda: all((tmp_path / f"stepping{rank}").exists() for rank in range(4)), "all ranks step")
+        until(
+            lambda: all((tmp_path / f"stepping{rank}").exists() for rank in range(4)),
+            "all ranks step",
+        )
         child = int((tmp_path / "child").read_text())
 
         def known() -> bool:
-            rows = [row for row in host.client.get("processes")["processes"] if row["owner"]["job"] == "spawned"]
+            rows = [
+                row
+                for row in host.client.get("processes")["processes"]
+                if row["owner"]["job"] == "spawned"
+            ]
             return sum(row["steps_per_second"] is not None for row in rows) == 4
 
         until(known, "the agent knows who steps")
-        assert host.trace("--pid", str(job.pid), "--duration", "500ms", "-o", str(output), "-q") == 0
+        assert (
+            host.trace("--pid", str(job.pid), "--duration", "500ms", "-o", str(output), "-q") == 0
+        )
         request = json.loads((output / "capture.json").read_text())["request"]
         traced = [target for target in request["targets"] if target["state"] == "kept"]
-        assert len(traced) == len(request["targets"]) == 4  # neither the launcher nor the loader's worker
+        assert (
+            len(traced) == len(request["targets"]) == 4
+        )  # neither the launcher nor the loader's worker
         assert child not in {target["pid"] for target in traced}
         assert all(target["operators"] > 0 for target in traced)
         assert job.poll() is None

@@ -63,14 +63,22 @@ def ranks(agent: Running, slow: Path, job: str, number: int) -> Iterator[None]:
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(agent.socket), str(slow)],
-            env={**os.environ, **variables, "TRACELOOM_JOB": job, "RANK": str(rank), "WORLD_SIZE": str(number)},
+            env={
+                **os.environ,
+                **variables,
+                "TRACELOOM_JOB": job,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(number),
+            },
         )
         for rank in range(number)
     ]
 
     def step() -> bool:
         assert all(process.poll() is None for process in processes)
-        rows = [row for row in agent.client.get("processes")["processes"] if row["owner"]["job"] == job]
+        rows = [
+            row for row in agent.client.get("processes")["processes"] if row["owner"]["job"] == job
+        ]
         return len([row for row in rows if row["steps_per_second"]]) == number
 
     try:
@@ -85,18 +93,23 @@ def ranks(agent: Running, slow: Path, job: str, number: int) -> Iterator[None]:
 
 def of_trigger(client: AgentClient, name: str) -> list[dict[str, Any]]:
     requests: list[dict[str, Any]] = client.get("requests")["requests"]
-    return [request for request in requests if request["trigger"] and request["trigger"]["rule"] == name]
+    return [
+        request for request in requests if request["trigger"] and request["trigger"]["rule"] == name
+    ]
 
 
 def ended(client: AgentClient, name: str) -> dict[str, Any]:
     request: dict[str, Any] = until(
-        lambda: next((request for request in of_trigger(client, name) if request["done"]), None), WAIT_S
+        lambda: next((request for request in of_trigger(client, name) if request["done"]), None),
+        WAIT_S,
     )
     return request
 
 
 def told(client: AgentClient, name: str) -> dict[str, Any]:
-    answer: dict[str, Any] = next(each for each in client.get("triggers")["rules"] if each["name"] == name)
+    answer: dict[str, Any] = next(
+        each for each in client.get("triggers")["rules"] if each["name"] == name
+    )
     return answer
 
 
@@ -128,9 +141,10 @@ share = 0.5
             assert of_trigger(agent.client, "waits") == []
             slow.touch()
             request = ended(agent.client, "waits")
-            assert [(target["rank"], target["state"]) for target in request["targets"]] == [(0, "kept"), (1, "kept")], (
-                request
-            )
+            assert [(target["rank"], target["state"]) for target in request["targets"]] == [
+                (0, "kept"),
+                (1, "kept"),
+            ], request
             assert (request["who"], request["uid"], request["trigger"]["target"]) == (
                 "trigger waits",
                 os.geteuid(),
@@ -138,7 +152,9 @@ share = 0.5
             )
             assert f"dataloader_wait_seconds_total of job {job}" in request["trigger"]["what"]
             folder = tmp_path / "traces" / str(os.geteuid()) / request["id"]
-            assert sorted(trace.rank for trace in load(folder).traces if trace.rank is not None) == [0, 1]
+            assert sorted(
+                trace.rank for trace in load(folder).traces if trace.rank is not None
+            ) == [0, 1]
             document = json.loads((folder / "capture.json").read_text(encoding="utf-8"))
             assert document["request"]["trigger"] == request["trigger"]
             measured = until(lambda: (rule := told(agent.client, "waits"))["kept_bytes"] and rule)
@@ -149,7 +165,9 @@ share = 0.5
             assert "by trigger waits" in printed
             assert request["trigger"]["what"] in printed
             checks = {
-                check["name"]: check for check in agent.client.get("doctor")["checks"] if check["area"] == "triggers"
+                check["name"]: check
+                for check in agent.client.get("doctor")["checks"]
+                if check["area"] == "triggers"
             }
             assert checks["waits"]["works"] == "yes"
             assert "no collector delivers `rdma_port_up`" in checks["never"]["why"]
@@ -157,15 +175,25 @@ share = 0.5
             # It goes on while the agent, which is killed, is away; the next one knows what was traced, and that it was of late.
             assert agent.end(signal.SIGKILL) == -signal.SIGKILL
             again = Running(tmp_path, rules)
-            agent.client, agent.process, agent.short, agent.log = again.client, again.process, again.short, again.log
-            refused = until(lambda: (rule := told(agent.client, "waits"))["refusals"].get("cooldown") and rule, WAIT_S)
+            agent.client, agent.process, agent.short, agent.log = (
+                again.client,
+                again.process,
+                again.short,
+                again.log,
+            )
+            refused = until(
+                lambda: (rule := told(agent.client, "waits"))["refusals"].get("cooldown") and rule,
+                WAIT_S,
+            )
             assert (refused["fired"], refused["last"]["request"]) == (1, request["id"])
             assert refused["last_refusal"]["reason"] == "cooldown"
             assert len(of_trigger(agent.client, "waits")) == 1
 
             def counted() -> bool:
                 where = "trigger=waits,reason=cooldown"
-                answer = agent.client.get("query", metric="trigger_refusals_total", raw="true", where=where)
+                answer = agent.client.get(
+                    "query", metric="trigger_refusals_total", raw="true", where=where
+                )
                 return any(row["values"][-1] >= 1 for row in answer["series"])
 
             until(counted)
@@ -176,8 +204,14 @@ share = 0.5
             assert "as things are it cannot fire: no collector delivers `rdma_port_up`" in printed
     finally:
         assert agent.end() == 0
-    results = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [line["result"] for line in results if line["who"] == "trigger waits"][:2] == ["done", "cooldown"]
+    results = [
+        json.loads(line)
+        for line in (tmp_path / "audit.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert [line["result"] for line in results if line["who"] == "trigger waits"][:2] == [
+        "done",
+        "cooldown",
+    ]
     assert "Traceback" not in (tmp_path / "log").read_text(encoding="utf-8")
 
 
@@ -221,9 +255,9 @@ share = 0.5
                         starved.stdout.readline()
                         where = f"job={job},cgroup=/{group.name}"
                         until(
-                            lambda: agent.client.get("query", metric="oom_kills_total", where=where, raw="true")[
-                                "series"
-                            ]
+                            lambda: agent.client.get(
+                                "query", metric="oom_kills_total", where=where, raw="true"
+                            )["series"]
                         )
                         starved.stdin.write(b"\n")
                         starved.stdin.flush()
@@ -231,8 +265,13 @@ share = 0.5
                     finally:
                         starved.kill()
                 killed = ended(agent.client, "killed")
-                assert [(target["rank"], target["state"]) for target in killed["targets"]] == [(0, "kept")], killed
-                assert killed["trigger"]["what"] == f"1 process killed for want of memory in /{group.name}"
+                assert [(target["rank"], target["state"]) for target in killed["targets"]] == [
+                    (0, "kept")
+                ], killed
+                assert (
+                    killed["trigger"]["what"]
+                    == f"1 process killed for want of memory in /{group.name}"
+                )
         finally:
             assert agent.end() == 0
     assert "Traceback" not in (tmp_path / "log").read_text(encoding="utf-8")

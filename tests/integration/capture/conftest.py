@@ -47,7 +47,12 @@ def step():
 def torch_has(expression: str) -> bool:
     """Whether the installed PyTorch has something that older versions lack; an expression over `torch`."""
     probe = f"import torch, torch.distributed, torch.profiler; print(bool({expression}))"
-    return subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout == "True\n"
+    return (
+        subprocess.run(
+            [sys.executable, "-c", probe], capture_output=True, text=True, check=True
+        ).stdout
+        == "True\n"
+    )
 
 
 @dataclass
@@ -68,7 +73,9 @@ class Run:
 
     @property
     def files(self) -> set[str]:
-        return {path.name for path in self.directory.iterdir()} if self.directory.exists() else set()
+        return (
+            {path.name for path in self.directory.iterdir()} if self.directory.exists() else set()
+        )
 
     @property
     def ours(self) -> list[str]:
@@ -76,7 +83,11 @@ class Run:
 
     @property
     def theirs(self) -> str:
-        return "".join(line for line in self.err.splitlines(keepends=True) if not line.startswith("traceloom: "))
+        return "".join(
+            line
+            for line in self.err.splitlines(keepends=True)
+            if not line.startswith("traceloom: ")
+        )
 
     def json(self, name: str) -> Any:
         path = self.directory / name
@@ -91,8 +102,15 @@ class Run:
         return [event["name"] for event in self.events(rank) if event.get("ph") == "X"]
 
     def marks(self, rank: int = 0) -> list[int]:
-        found = [event for event in self.events(rank) if str(event.get("name")).startswith("traceloom.step#")]
-        return [int(event["name"].split("#")[1]) for event in sorted(found, key=lambda event: event["ts"])]
+        found = [
+            event
+            for event in self.events(rank)
+            if str(event.get("name")).startswith("traceloom.step#")
+        ]
+        return [
+            int(event["name"].split("#")[1])
+            for event in sorted(found, key=lambda event: event["ts"])
+        ]
 
 
 class Recorder:
@@ -101,7 +119,11 @@ class Recorder:
     def __init__(self, tmp_path: Path) -> None:
         self.tmp_path = tmp_path
         root = Path(__file__).resolve().parents[3]
-        self.env = {key: value for key, value in os.environ.items() if not key.startswith(("TRACELOOM", "PYTHONPATH"))}
+        self.env = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("TRACELOOM", "PYTHONPATH"))
+        }
         self.env["OMP_NUM_THREADS"] = "1"
         self.source = root / "src"
         self.directory = tmp_path / "run"
@@ -113,9 +135,25 @@ class Recorder:
 
     def popen(self, command: list[str], *options: str, **kwargs: Any) -> subprocess.Popen[str]:
         env = {**self.env, "PYTHONPATH": str(self.source)}
-        shell = [sys.executable, "-c", SHELL, "record", "-o", str(self.directory), *options, "--", *command]
+        shell = [
+            sys.executable,
+            "-c",
+            SHELL,
+            "record",
+            "-o",
+            str(self.directory),
+            *options,
+            "--",
+            *command,
+        ]
         return subprocess.Popen(
-            shell, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=self.tmp_path, **kwargs
+            shell,
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=self.tmp_path,
+            **kwargs,
         )
 
     def record(self, command: list[str], *options: str) -> Run:
@@ -132,14 +170,26 @@ class Recorder:
     def plain(self, command: list[str]) -> Run:
         env = {**self.env, "PYTHONPATH": str(self.source)}
         done = subprocess.run(
-            command, env=env, text=True, capture_output=True, timeout=300, cwd=self.tmp_path, check=False
+            command,
+            env=env,
+            text=True,
+            capture_output=True,
+            timeout=300,
+            cwd=self.tmp_path,
+            check=False,
         )
         return Run(done.returncode, done.stdout, done.stderr, self.directory)
 
     def torchrun(self, script: str, ranks: int = 2) -> list[str]:
         return [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), script,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+            script,
+        ]
 
 
 @pytest.fixture

@@ -47,7 +47,19 @@ def worker(number: int) -> None:
 
 def act() -> None:
     kind = dice.choice(
-        ["step", "step", "step", "open", "close", "generator", "raise", "scope", "around", "hook", "profiler"]
+        [
+            "step",
+            "step",
+            "step",
+            "open",
+            "close",
+            "generator",
+            "raise",
+            "scope",
+            "around",
+            "hook",
+            "profiler",
+        ]
     )
     if kind == "step":
         step()
@@ -85,7 +97,9 @@ def act() -> None:
             wait=dice.randrange(2), warmup=1, active=dice.randrange(1, 3), repeat=dice.randrange(3)
         )
         cpu = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=cpu, schedule=dice.choice([None, schedule])) as profiler:
+        with torch.profiler.profile(
+            activities=cpu, schedule=dice.choice([None, schedule])
+        ) as profiler:
             for _ in range(dice.randrange(1, 8)):
                 with record_function("profiled"):
                     step()
@@ -109,7 +123,9 @@ for number in range(recordings):
         ]
     )
     recording = (
-        traceloom.record(f"{sys.argv[3]}/{number}", quiet=True, **options) if sys.argv[3:] else contextlib.nullcontext()
+        traceloom.record(f"{sys.argv[3]}/{number}", quiet=True, **options)
+        if sys.argv[3:]
+        else contextlib.nullcontext()
     )
     with recording:
         for _ in range(dice.randrange(1, 12)):

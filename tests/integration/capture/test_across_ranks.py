@@ -44,8 +44,12 @@ def test_the_rank_that_loads_slowly_is_found_in_a_run_without_devices(recorder: 
     found = analyze.across_ranks(session)
     assert found.collectives.height >= 10
     assert set(found.collectives["evidence"]) <= {"measured", "inferred"}
-    late = found.collectives.filter((pl.col("kind") == "all_reduce") & (pl.col("size_bytes") == 4 * 676))
-    by_loading = late.filter((pl.col("root_rank") == 1) & (pl.col("root_cause") == "host_data_loading"))
+    late = found.collectives.filter(
+        (pl.col("kind") == "all_reduce") & (pl.col("size_bytes") == 4 * 676)
+    )
+    by_loading = late.filter(
+        (pl.col("root_rank") == 1) & (pl.col("root_cause") == "host_data_loading")
+    )
     assert by_loading.height >= 3, found.collectives
     # the sleep is at least that long; how much longer is up to the machine
     assert min(by_loading["cause_ns"].to_list()) > 100_000_000

@@ -65,7 +65,10 @@ def test_the_history_begins_with_the_device_and_ends_with_the_recording(recorder
     assert snapshot.entries["bytes"].to_list() == [1000]
     assert not [name for name in run.files if name.startswith(".rank")]
     found = build_document(read_memory_sources([str(run.directory)]))
-    assert {memory["device_type"] for entry in found["ranks"] for memory in entry["memories"]} == {"cpu", "cuda"}
+    assert {memory["device_type"] for entry in found["ranks"] for memory in entry["memories"]} == {
+        "cpu",
+        "cuda",
+    }
 
 
 def test_a_program_keeps_the_history_that_it_has_begun_itself(recorder: Any) -> None:

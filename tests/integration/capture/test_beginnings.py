@@ -53,8 +53,12 @@ def test_torch_in_a_worker_thread_alone_is_recorded(recorder: Any) -> None:
     assert operators(run, "aten::add") == 100
 
 
-def test_the_window_begins_with_the_first_operator_not_with_the_imports_before_it(recorder: Any) -> None:
-    run = recorder.python("import torch, time; time.sleep(1.2)\nfor _ in range(50): torch.ones(4).add(1)", train=False)
+def test_the_window_begins_with_the_first_operator_not_with_the_imports_before_it(
+    recorder: Any,
+) -> None:
+    run = recorder.python(
+        "import torch, time; time.sleep(1.2)\nfor _ in range(50): torch.ones(4).add(1)", train=False
+    )
     window = run.rank()["window"]
     assert window["end_ns"] - window["start_ns"] < 0.6e9
     assert window["start_ns"] - run.rank()["created_ns"] > 1.1e9
@@ -79,16 +83,22 @@ def test_what_came_long_before_the_first_module_is_kept_in_a_file_of_its_own(rec
     assert window["end_ns"] - window["start_ns"] < 1e9
 
 
-def test_a_program_that_loads_for_longer_than_the_cap_is_recorded_when_it_begins_to_work(recorder: Any) -> None:
+def test_a_program_that_loads_for_longer_than_the_cap_is_recorded_when_it_begins_to_work(
+    recorder: Any,
+) -> None:
     text = "import time, torch\ntorch.ones(3)\ntime.sleep(1.5)\n"
-    bare = recorder.python(with_cap(text + "for _ in range(300): torch.ones(4).add(1)", 0.6), train=False)
+    bare = recorder.python(
+        with_cap(text + "for _ in range(300): torch.ones(4).add(1)", 0.6), train=False
+    )
     assert operators(bare, "aten::add") == 300
     modules = "model = torch.nn.Linear(4, 4)\nfor _ in range(300): model(torch.ones(2, 4))"
     run = recorder.python(with_cap(text + modules, 0.6), "--force", train=False)
     assert operators(run, "aten::addmm") == 300
 
 
-def test_an_early_part_that_is_full_is_kept_and_the_next_one_does_not_replace_it(recorder: Any) -> None:
+def test_an_early_part_that_is_full_is_kept_and_the_next_one_does_not_replace_it(
+    recorder: Any,
+) -> None:
     text = """
 import time, torch
 for _ in range(200): torch.ones(4).add(1)
@@ -100,7 +110,9 @@ for _ in range(20): torch.ones(4).mul(2)
     assert operators(run, "aten::mul") == 0
 
 
-def test_children_of_multiprocessing_are_recorded_if_they_are_the_job_and_not_beside_it(recorder: Any) -> None:
+def test_children_of_multiprocessing_are_recorded_if_they_are_the_job_and_not_beside_it(
+    recorder: Any,
+) -> None:
     text = """
     import torch, torch.multiprocessing as mp
     def work(number): return [float(torch.ones(4).add(number).sum()) for _ in range(20)][-1]
@@ -129,7 +141,11 @@ def test_children_that_come_one_after_the_other_are_all_recorded(recorder: Any) 
         """,
         train=False,
     )
-    assert sorted(operators_of(run, part, "aten::add") for part in run.capture["ranks"]) == [3, 5, 7]
+    assert sorted(operators_of(run, part, "aten::add") for part in run.capture["ranks"]) == [
+        3,
+        5,
+        7,
+    ]
 
 
 def operators_of(run: Any, part: dict[str, Any], name: str) -> int:
@@ -137,7 +153,9 @@ def operators_of(run: Any, part: dict[str, Any], name: str) -> int:
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.thorough)])
-def test_loader_workers_are_not_recorded_however_they_are_started(recorder: Any, method: str) -> None:
+def test_loader_workers_are_not_recorded_however_they_are_started(
+    recorder: Any, method: str
+) -> None:
     run = recorder.python(
         f"""
         import torch
@@ -174,14 +192,19 @@ def test_a_server_with_worker_threads_is_recorded_on_all_of_them(recorder: Any) 
             connection.request("GET", "/"); connection.getresponse().read(); connection.close()
         server.shutdown()
         """,
-        "--after", "0.5", "--duration", "1.2",
+        "--after",
+        "0.5",
+        "--duration",
+        "1.2",
         train=False,
-    )  # fmt: skip
+    )
     threads = {event["tid"] for event in run.events() if event["name"] == "aten::add"}
     assert len(threads) == operators(run, "aten::add") > 20
 
 
-def test_a_main_thread_that_waits_for_its_workers_is_no_obstacle_to_a_window_by_time(recorder: Any) -> None:
+def test_a_main_thread_that_waits_for_its_workers_is_no_obstacle_to_a_window_by_time(
+    recorder: Any,
+) -> None:
     run = recorder.python(
         """
         import threading, time, torch
@@ -192,9 +215,12 @@ def test_a_main_thread_that_waits_for_its_workers_is_no_obstacle_to_a_window_by_
         thread.start()
         thread.join()
         """,
-        "--after", "0.3", "--duration", "0.5",
+        "--after",
+        "0.3",
+        "--duration",
+        "0.5",
         train=False,
-    )  # fmt: skip
+    )
     window = run.rank()["window"]
     assert window["end_ns"] - window["start_ns"] < 3e9
     assert operators(run, "aten::add") > 20  # some hundred, where nobody else uses the machine

@@ -19,7 +19,9 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 
-def test_compiled_models_and_optimizers_are_recorded_and_nothing_is_said_about_our_hooks(recorder: Any) -> None:
+def test_compiled_models_and_optimizers_are_recorded_and_nothing_is_said_about_our_hooks(
+    recorder: Any,
+) -> None:
     script = recorder.script(
         """
         import traceloom
@@ -79,9 +81,12 @@ for number in range(7):
 
 
 @pytest.mark.skipif(
-    "not __import__('torch').__version__ >= '2.6'", reason="PyTorch before 2.6 records the launch in another way"
+    "not __import__('torch').__version__ >= '2.6'",
+    reason="PyTorch before 2.6 records the launch in another way",
 )
-def test_sources_of_the_kernels_that_were_launched_come_with_the_graph_step(recorder: Any, tmp_path: Path) -> None:
+def test_sources_of_the_kernels_that_were_launched_come_with_the_graph_step(
+    recorder: Any, tmp_path: Path
+) -> None:
     script = recorder.script(LAUNCH)
     run = recorder.record([sys.executable, script, str(tmp_path / "cache")], "--steps", "3..4")
     assert run.code == 0
@@ -94,21 +99,29 @@ def test_sources_of_the_kernels_that_were_launched_come_with_the_graph_step(reco
     plan = make_plan(run.directory).ranks[0]
     kernels = plan.kernels
     assert dict(kernels.select("name", "source").iter_rows()) == {
-        "triton_poi_fused_mul_0": text, "triton_poi_fused_mul_1": None, "triton_poi_fused_mul_2": None,
-    }  # fmt: skip
+        "triton_poi_fused_mul_0": text,
+        "triton_poi_fused_mul_1": None,
+        "triton_poi_fused_mul_2": None,
+    }
     call = kernels.filter(pl.col("source").is_not_null())["call"][0]
     arguments = plan.calls["arguments"][call]
-    assert json.loads(arguments)[2:] == [4]  # the stream, which PyTorch puts behind the arguments, is the replay's own
+    assert json.loads(arguments)[2:] == [
+        4
+    ]  # the stream, which PyTorch puts behind the arguments, is the replay's own
     (tmp_path / "modules").mkdir()
     given, doubled = torch.ones(6), torch.zeros(6)
     loader = KernelLoader(
         plan, torch.device("cpu"), tmp_path / "modules", lacks=lambda _: None, stream=lambda _: 7
-    )  # fmt: skip
+    )
     loader.bind(call, arguments)([given, doubled])
     assert doubled.tolist() == [2, 2, 2, 2, 0, 0]
     # Another recording takes its place, with no source; nothing of the earlier one stays.
     again = recorder.record(
-        [sys.executable, script, str(tmp_path / "other")], "--steps", "3..4", "--force", "--no-sources"
+        [sys.executable, script, str(tmp_path / "other")],
+        "--steps",
+        "3..4",
+        "--force",
+        "--no-sources",
     )
     assert again.directory == run.directory
     assert "sources" not in again.rank()["graph_step"]

@@ -57,7 +57,9 @@ for number in range(9):
 if dist.get_rank() == 0: print(f"{{loss.item():.4f}}", flush=True)
 dist.destroy_process_group()
 """
-DDP = "from torch.nn.parallel import DistributedDataParallel\nmodel = DistributedDataParallel(model)"
+DDP = (
+    "from torch.nn.parallel import DistributedDataParallel\nmodel = DistributedDataParallel(model)"
+)
 FSDP2 = """from torch.distributed.fsdp import fully_shard
 from torch.distributed.device_mesh import init_device_mesh
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -133,8 +135,12 @@ accelerator.end_training()
         spawned=2,
     ),
     "DDP on four ranks": Program(MODEL + RANKS.format(wrap=DDP, foreach=True), steps=9, ranks=4),
-    "FSDP2 on two ranks": Program(MODEL + RANKS.format(wrap=FSDP2, foreach=False), steps=9, ranks=2),
-    "FSDP2 on four ranks": Program(MODEL + RANKS.format(wrap=FSDP2, foreach=False), steps=9, ranks=4),
+    "FSDP2 on two ranks": Program(
+        MODEL + RANKS.format(wrap=FSDP2, foreach=False), steps=9, ranks=2
+    ),
+    "FSDP2 on four ranks": Program(
+        MODEL + RANKS.format(wrap=FSDP2, foreach=False), steps=9, ranks=4
+    ),
     "a compiled model": Program(
         MODEL
         + """
@@ -228,13 +234,19 @@ SELDOM = (
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.thorough) if name in SELDOM else name for name in PROGRAMS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.thorough) if name in SELDOM else name
+        for name in PROGRAMS
+    ],
 )
 def test_a_program_of_the_ecosystem_is_recorded_and_left_alone(recorder: Any, name: str) -> None:
     program = PROGRAMS[name]
     _skip_without(program.needs)
     script = recorder.script(program.text, train=False)
-    command = [sys.executable, script] if program.ranks == 1 else recorder.torchrun(script, program.ranks)
+    command = (
+        [sys.executable, script] if program.ranks == 1 else recorder.torchrun(script, program.ranks)
+    )
     run = recorder.record(command)
     assert run.code == 0, run.err
     if program.ranks > 2:  # alone they take as long again; what they print is known
@@ -243,7 +255,9 @@ def test_a_program_of_the_ecosystem_is_recorded_and_left_alone(recorder: Any, na
         assert recorder.plain(command).out == run.out
     ranks = program.spawned or program.ranks
     parts = run.capture["ranks"]
-    assert [(part["rank"], part["world_size"]) for part in parts] == [(rank, ranks) for rank in range(ranks)]
+    assert [(part["rank"], part["world_size"]) for part in parts] == [
+        (rank, ranks) for rank in range(ranks)
+    ]
     assert {part["step_source"] for part in parts} == {program.source}
     assert {len(part["steps"]["start_ns"]) for part in parts} == {program.steps}
     for part in parts:

@@ -35,8 +35,12 @@ def found(recorder: Any, command: list[str], *options: str) -> Ranked:
         pytest.param("recomputation", "recomputation", 0, marks=pytest.mark.thorough),
     ],
 )
-def test_a_fault_of_a_run_without_a_gpu_is_found_first(recorder: Any, fault: str, slug: str, planted: int) -> None:
-    for _ in range(2):  # what else runs here may interrupt operators: once, they may look like the fault
+def test_a_fault_of_a_run_without_a_gpu_is_found_first(
+    recorder: Any, fault: str, slug: str, planted: int
+) -> None:
+    for _ in range(
+        2
+    ):  # what else runs here may interrupt operators: once, they may look like the fault
         ranked = found(recorder, [sys.executable, JOB, fault], "--force")
         first = ranked.time[0]
         if first.slug == slug:
@@ -54,9 +58,12 @@ def truth_ns(run: Any) -> tuple[float, float]:
     """
     medians = []
     for part in run.capture["ranks"]:
-        told = list(enumerate(zip(part["steps"]["duration_ns"], part["steps"]["state"], strict=True)))[30:]
+        told = list(
+            enumerate(zip(part["steps"]["duration_ns"], part["steps"]["state"], strict=True))
+        )[30:]
         times = [
-            [took for number, (took, state) in told if state == "unrecorded" and number % 2 == odd] for odd in (0, 1)
+            [took for number, (took, state) in told if state == "unrecorded" and number % 2 == odd]
+            for odd in (0, 1)
         ]
         medians.append([statistics.median(some) for some in times])
     faulty, clean = (max(some) for some in zip(*medians, strict=True))
@@ -71,13 +78,19 @@ def without_recording(run: Any) -> Ranked:
         steps = part["steps"]
         told = list(enumerate(zip(steps["cpu_ns"], steps["state"], strict=True)))
         recorded = [ran for _, (ran, state) in told if state == "recorded"]
-        plain = [ran for number, (ran, state) in told if state == "unrecorded" and number >= 30 and number % 2 == 0]
+        plain = [
+            ran
+            for number, (ran, state) in told
+            if state == "unrecorded" and number >= 30 and number % 2 == 0
+        ]
         ratios.append(statistics.median(recorded) / statistics.median(plain))
     context.__dict__["host_ratio"] = max(ratios)
     return rank(context, RULES)
 
 
-def judged(recorder: Any, command: list[str], slugs: tuple[str, ...]) -> tuple[Finding | None, bool, str]:
+def judged(
+    recorder: Any, command: list[str], slugs: tuple[str, ...]
+) -> tuple[Finding | None, bool, str]:
     """The first finding of a run, whether it is the fault and saves what steps without the fault do, and all of it."""
     run = recorder.record(command, "--quiet", "--no-graph-step", "--force")
     assert run.code == 0, run.err
@@ -102,12 +115,18 @@ def test_a_fault_saves_what_steps_without_it_do(recorder: Any, fault: str, slug:
     assert fits, said
 
 
-@pytest.mark.parametrize("fault", ["straggler", pytest.param("straggler-fsdp", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "fault", ["straggler", pytest.param("straggler-fsdp", marks=pytest.mark.thorough)]
+)
 def test_a_rank_that_sleeps_makes_the_others_wait(recorder: Any, fault: str) -> None:
     if (os.cpu_count() or 1) < 2:
         pytest.skip("two ranks on one processor make each other wait")
-    for _ in range(2):  # two ranks and what else runs here share the processors: once, others may take longer
-        first, fits, said = judged(recorder, [*recorder.torchrun(JOB), fault], ("straggler", "host-pause"))
+    for _ in range(
+        2
+    ):  # two ranks and what else runs here share the processors: once, others may take longer
+        first, fits, said = judged(
+            recorder, [*recorder.torchrun(JOB), fault], ("straggler", "host-pause")
+        )
         if fits and first is not None and "rank 1 " in first.title:
             break
     assert fits, said

@@ -139,4 +139,6 @@ def test_an_old_torch_is_told_and_the_program_goes_on(recorder: Any) -> None:
     )
     run = recorder.plain([sys.executable, script])
     assert (run.code, run.out) == (0, "False\n")
-    assert run.ours == ["traceloom: nothing is recorded: torch 2.4 or newer is needed, this is 2.3.1+cu118 [old-torch]"]
+    assert run.ours == [
+        "traceloom: nothing is recorded: torch 2.4 or newer is needed, this is 2.3.1+cu118 [old-torch]"
+    ]

@@ -8,7 +8,14 @@ from typing import Any
 import polars as pl
 import pytest
 
-from traceloom.graph.host_match import BY_RECORD_ID, BY_RECORD_ID_RENAMED, GROUP_LIST_NODE, NO_ID, OUTSIDE, ROOT
+from traceloom.graph.host_match import (
+    BY_RECORD_ID,
+    BY_RECORD_ID_RENAMED,
+    GROUP_LIST_NODE,
+    NO_ID,
+    OUTSIDE,
+    ROOT,
+)
 from traceloom.graph.linking import load_ranks
 
 pytestmark = pytest.mark.torch
@@ -35,8 +42,12 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("options", [("--stacks", "--memory"), pytest.param((), marks=pytest.mark.thorough)])
-def test_every_op_of_the_graph_step_is_joined_by_its_id_on_both_ranks(recorder: Any, options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "options", [("--stacks", "--memory"), pytest.param((), marks=pytest.mark.thorough)]
+)
+def test_every_op_of_the_graph_step_is_joined_by_its_id_on_both_ranks(
+    recorder: Any, options: tuple[str, ...]
+) -> None:
     run = recorder.record(recorder.torchrun(recorder.script(JOB)), "--steps", "4..7", *options)
     assert run.code == 0, run.err
     graph = load_ranks(run.directory, window="graph", cache=False)
@@ -56,8 +67,13 @@ def test_every_op_of_the_graph_step_is_joined_by_its_id_on_both_ranks(recorder: 
         assert found.matched + outcomes[OUTSIDE] + alone == found.ops
         assert found.host.groups["ranks"].to_list() == [[0, 1], [0, 1]]
         events = one.trace.events.with_columns(pl.Series("host_op", found.host_op))
-        named = pl.col("name").str.starts_with("Optimizer.step") | pl.col("name").str.starts_with("traceloom.")
-        assert events.filter((pl.col("category") == "op") & (pl.col("host_op") < 0) & ~named).height == 0
+        named = pl.col("name").str.starts_with("Optimizer.step") | pl.col("name").str.starts_with(
+            "traceloom."
+        )
+        assert (
+            events.filter((pl.col("category") == "op") & (pl.col("host_op") < 0) & ~named).height
+            == 0
+        )
         said = [name for name in found.host.ops["name"] if name.startswith("say")]
         assert said == ['say "hi" \\ there']
     timed = load_ranks(run.directory, cache=False)
@@ -70,9 +86,13 @@ def test_every_op_of_the_graph_step_is_joined_by_its_id_on_both_ranks(recorder: 
         # The annotation of the optimizer's step ends behind the mark that ends the step; nothing else is without.
         assert without <= 2 * 3
         assert given > 0.97 * (given + without)
-        events = one.trace.events.with_columns(pl.Series("host_op", found.host_op)).filter(pl.col("host_op") >= 0)
+        events = one.trace.events.with_columns(pl.Series("host_op", found.host_op)).filter(
+            pl.col("host_op") >= 0
+        )
         assert events["step"].unique().sort().to_list() == [4, 5, 6]
         names = dict(found.host.ops.select("id", "name").iter_rows())
         # Kineto spells a backslash in a name as a slash or two.
-        spelled = pl.Series([names[op] for op in events["host_op"].to_list()]).str.replace_all(r"[\\/]+", "/")
+        spelled = pl.Series([names[op] for op in events["host_op"].to_list()]).str.replace_all(
+            r"[\\/]+", "/"
+        )
         assert spelled.to_list() == events["name"].str.replace_all("/+", "/").to_list()

@@ -88,10 +88,16 @@ def _rows(directory: Path, tmp_path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_the_three_line_example_gives_exactly_these_identifiers(recorder: Any, tmp_path: Path) -> None:
+def test_the_three_line_example_gives_exactly_these_identifiers(
+    recorder: Any, tmp_path: Path
+) -> None:
     target = tmp_path / "example"
     script = recorder.script(THREE_LINES.format(directory=str(target)), train=False)
-    subprocess.run([sys.executable, script], check=True, env={**recorder.env, "PYTHONPATH": str(recorder.source)})
+    subprocess.run(
+        [sys.executable, script],
+        check=True,
+        env={**recorder.env, "PYTHONPATH": str(recorder.source)},
+    )
     path = tmp_path / "allocations.csv"
     assert main(["memory", str(target), "-o", str(path), "--quiet"]) == 0
     assert path.read_text().splitlines() == [
@@ -114,9 +120,15 @@ def test_sizes_are_those_of_the_model_to_the_byte(plain: Any) -> None:
     held = {(row["category"], row["evidence"]): row["bytes"] for row in memory["categories"]}
     assert held["parameter", "census"] == 4 * PARAMETERS
     of_input = 4 * 32 * 64  # the input has a gradient too
-    assert sum(size for (name, _), size in held.items() if name == "gradient") == 4 * PARAMETERS + of_input
+    assert (
+        sum(size for (name, _), size in held.items() if name == "gradient")
+        == 4 * PARAMETERS + of_input
+    )
     # two moments of each parameter, and the count of steps of each
-    assert sum(size for (name, _), size in held.items() if name == "optimizer_state") == 8 * PARAMETERS + 4 * TENSORS
+    assert (
+        sum(size for (name, _), size in held.items() if name == "optimizer_state")
+        == 8 * PARAMETERS + 4 * TENSORS
+    )
     assert sum(held.values()) == memory["peak_bytes"] == memory["tree"][0]["bytes"]
 
 
@@ -136,7 +148,9 @@ def test_activations_are_those_that_backward_needs(plain: Any, tmp_path: Path) -
     assert len({row["name"] for row in rows}) == len(rows)
 
 
-def test_a_planted_leak_is_found_by_its_line(recorder: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_planted_leak_is_found_by_its_line(
+    recorder: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = recorder.python(MLP.format(mode="leak"), "--memory", train=False)
     growth = _cpu(_document(run.directory))["growth"]
     assert (growth[0]["site"], growth[0]["bytes_per_step"]) == ("cache.zeros.1", 4000.0)
@@ -149,17 +163,27 @@ def test_the_model_without_a_leak_has_none(plain: Any) -> None:
     assert _cpu(_document(plain.directory))["growth"] == []
 
 
-@pytest.mark.parametrize("mode", ["not reentrant", pytest.param("reentrant", marks=pytest.mark.thorough)])
-def test_checkpointed_code_is_named_as_in_eager(mode: str, plain: Any, recorder: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "mode", ["not reentrant", pytest.param("reentrant", marks=pytest.mark.thorough)]
+)
+def test_checkpointed_code_is_named_as_in_eager(
+    mode: str, plain: Any, recorder: Any, tmp_path: Path
+) -> None:
     eager = {row["name"].rpartition(".")[0] for row in _rows(plain.directory, tmp_path)}
     run = recorder.python(MLP.format(mode=mode), "--memory", train=False)
     rows = _rows(run.directory, tmp_path)
     names = {row["name"].rpartition(".")[0] for row in rows}
     early = "before."  # where the first torch call lies may differ by a little
-    own = {name for name in names - eager if "Checkpoint" not in name and not name.endswith(".none")}
+    own = {
+        name for name in names - eager if "Checkpoint" not in name and not name.endswith(".none")
+    }
     own = {name for name in own if not name.startswith(early)}
     assert own == set()
-    again = [row for row in rows if row["backward"] == "true" and row["name"].startswith("fwd.Net.blocks.0.fc1.linear")]
+    again = [
+        row
+        for row in rows
+        if row["backward"] == "true" and row["name"].startswith("fwd.Net.blocks.0.fc1.linear")
+    ]
     assert again
 
 
@@ -167,7 +191,9 @@ def test_compiled_code_is_said_to_have_lost_its_scopes(recorder: Any) -> None:
     run = recorder.python(MLP.format(mode="compile"), "--memory", train=False)
     assert run.code == 0
     assert run.theirs == ""
-    assert "compiled-allocations" in {notice["slug"] for notice in _document(run.directory)["notices"]}
+    assert "compiled-allocations" in {
+        notice["slug"] for notice in _document(run.directory)["notices"]
+    }
     held = run.rank()["live_storages_at_end"]["name"]
     assert "Net.blocks.0.fc1.weight" in held
     assert not [name for name in held if "_orig_mod" in name]
@@ -175,7 +201,9 @@ def test_compiled_code_is_said_to_have_lost_its_scopes(recorder: Any) -> None:
 
 @pytest.fixture(scope="module")
 def ran_out(shared_recorder: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    beside = type(shared_recorder)(tmp_path_factory.mktemp("ran-out"))  # that of `plain` has its capture already
+    beside = type(shared_recorder)(
+        tmp_path_factory.mktemp("ran-out")
+    )  # that of `plain` has its capture already
     return beside.python(MLP.format(mode="oom"), "--memory", train=False)
 
 
@@ -185,18 +213,31 @@ def test_running_out_of_memory_leaves_a_report(ran_out: Any) -> None:
     assert "DefaultCPUAllocator" in run.theirs
     assert any("memory ran out" in line for line in run.ours)
     report = json.loads((run.directory / "rank0.oom.json").read_text())
-    assert (report["format"], report["asked_bytes"], report["step"]) == ("traceloom-out-of-memory", 4 * 10**14, 7)
-    owners = dict(zip(report["live_storages"]["name"], report["live_storages"]["bytes"], strict=True))
+    assert (report["format"], report["asked_bytes"], report["step"]) == (
+        "traceloom-out-of-memory",
+        4 * 10**14,
+        7,
+    )
+    owners = dict(
+        zip(report["live_storages"]["name"], report["live_storages"]["bytes"], strict=True)
+    )
     assert owners["Net.blocks.0.fc1.weight"] == 4 * 64 * 256
     assert any("script.py" in frame for frame in report["stack"])
 
 
 @pytest.mark.parametrize(
     ("names", "expected"),
-    [("class", "fwd.Net.Block.Linear.linear"), pytest.param("off", "fwd.linear", marks=pytest.mark.thorough)],
+    [
+        ("class", "fwd.Net.Block.Linear.linear"),
+        pytest.param("off", "fwd.linear", marks=pytest.mark.thorough),
+    ],
 )
-def test_modules_are_named_as_asked(names: str, expected: str, recorder: Any, tmp_path: Path) -> None:
-    run = recorder.python(MLP.format(mode="plain"), "--memory", "--module-names", names, train=False)
+def test_modules_are_named_as_asked(
+    names: str, expected: str, recorder: Any, tmp_path: Path
+) -> None:
+    run = recorder.python(
+        MLP.format(mode="plain"), "--memory", "--module-names", names, train=False
+    )
     assert expected in {row["name"].rpartition(".")[0] for row in _rows(run.directory, tmp_path)}
 
 
@@ -261,9 +302,13 @@ for step in range(3):
 
 @pytest.fixture(scope="module")
 def wrapped(shared_recorder: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    if not shared_recorder.has("hasattr(__import__('torch.distributed.fsdp').distributed.fsdp, 'fully_shard')"):
+    if not shared_recorder.has(
+        "hasattr(__import__('torch.distributed.fsdp').distributed.fsdp, 'fully_shard')"
+    ):
         pytest.skip("this PyTorch has no `fully_shard` yet")
-    beside = type(shared_recorder)(tmp_path_factory.mktemp("wrapped"))  # that of `plain` has its capture already
+    beside = type(shared_recorder)(
+        tmp_path_factory.mktemp("wrapped")
+    )  # that of `plain` has its capture already
     return beside.python(WRAPPED, "--memory", train=False)
 
 
@@ -291,19 +336,27 @@ def test_wrappers_of_modules_leave_no_trace_in_names(wrapped: Any, tmp_path: Pat
     for way, own in own_of.items():
         assert forward <= ops[way]
         more = {name for name in ops[way] - ops["plain"] if not name.startswith("Net.blocks.")}
-        assert all(name.startswith((own, "MeanBackward0")) for name in more)  # what the wrapper itself allocates
+        assert all(
+            name.startswith((own, "MeanBackward0")) for name in more
+        )  # what the wrapper itself allocates
         assert not {
-            name for name in ops[way] if any(word in name for word in ("module", "Net.Net", "Parallel.forward"))
+            name
+            for name in ops[way]
+            if any(word in name for word in ("module", "Net.Net", "Parallel.forward"))
         }
 
 
 def test_the_census_names_modules_as_without_their_wrappers(wrapped: Any) -> None:
     held = wrapped.rank()["live_storages_at_end"]
-    names = [name for owner, name in zip(held["owner"], held["name"], strict=True) if owner != "other"]
+    names = [
+        name for owner, name in zip(held["owner"], held["name"], strict=True) if owner != "other"
+    ]
     # the shard in the parameter of `fully_shard` is one of these; that of FSDP is flat
     assert names.count("Net.blocks.1.weight") == 4
     assert names.count("Net._flat_param") == 1
-    assert {"Net.blocks.0.weight", "Net.blocks.1.bias.grad", "Net.blocks.0._flat_param"} <= set(names)
+    assert {"Net.blocks.0.weight", "Net.blocks.1.bias.grad", "Net.blocks.0._flat_param"} <= set(
+        names
+    )
     assert {name.split(".")[0] for name in names} == {"Net"}
     assert not [name for name in names if "module" in name]
 
@@ -337,9 +390,13 @@ def test_what_other_threads_allocate_is_counted_in_a_notice(beside: dict[str, An
     assert "(200 kB)" in said["unrecorded-allocations"]["message"]
 
 
-def test_activations_of_a_graph_from_before_the_window_are_known(beside: dict[str, Any], shared_recorder: Any) -> None:
+def test_activations_of_a_graph_from_before_the_window_are_known(
+    beside: dict[str, Any], shared_recorder: Any
+) -> None:
     if not shared_recorder.has("hasattr(torch._C._autograd.SavedTensor, 'data')"):
-        pytest.skip("this PyTorch shows saved tensors only to those who unpack them, which may compute")
+        pytest.skip(
+            "this PyTorch shows saved tensors only to those who unpack them, which may compute"
+        )
     held = {(row["category"], row["evidence"]): row["bytes"] for row in _cpu(beside)["categories"]}
     # the input of the linear layer and the result of the relu
     assert held["activation", "census"] == 4 * 32 * 64 + 4 * 32 * 256

@@ -124,10 +124,13 @@ def test_the_quarantine_finds_what_pytorch_does_by_itself(recorder: Any, quarant
 
 OPTIONS = {"plain": (), "memory": ("--memory",), "stacks": ("--stacks",)}
 OFTEN = {
-    ("the step", "stacks"), ("two steps", "memory"), ("a slice of a generator", "plain"),
-    ("what another thread does", "plain"), ("the backward pass that makes the step", "plain"),
+    ("the step", "stacks"),
+    ("two steps", "memory"),
+    ("a slice of a generator", "plain"),
+    ("what another thread does", "plain"),
+    ("the backward pass that makes the step", "plain"),
     ("the user's profiler", "stacks"),
-}  # fmt: skip
+}
 CASES = [
     pytest.param(
         around,
@@ -141,9 +144,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("around", "options"), CASES)
-def test_no_freed_block_is_written_to(recorder: Any, quarantine: Path, around: str, options: tuple[str, ...]) -> None:
+def test_no_freed_block_is_written_to(
+    recorder: Any, quarantine: Path, around: str, options: tuple[str, ...]
+) -> None:
     report = recorder.tmp_path / "report"
-    script = recorder.script("from torch.profiler import record_function\n" + AROUND[around] + "\nprint('done')")
+    script = recorder.script(
+        "from torch.profiler import record_function\n" + AROUND[around] + "\nprint('done')"
+    )
     program = ["env", f"LD_PRELOAD={quarantine}", f"QUARANTINE={report}", sys.executable, script]
     run = recorder.record(program, *options)
     assert (run.code, run.out) == (0, "done\n"), run.err
@@ -156,12 +163,28 @@ def test_no_freed_block_is_written_to_in_random_nestings(
     recorder: Any, quarantine: Path, request: pytest.FixtureRequest
 ) -> None:
     programs, recordings = (50, 20) if request.config.getoption("--thorough") else (1, 6)
-    env = {**os.environ, "PYTHONPATH": str(recorder.source), "LD_PRELOAD": str(quarantine), "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(recorder.source),
+        "LD_PRELOAD": str(quarantine),
+        "OMP_NUM_THREADS": "1",
+    }
     for seed in range(1, programs + 1):
         report, directory = recorder.tmp_path / f"report{seed}", recorder.tmp_path / str(seed)
-        command = [sys.executable, str(HERE / "nestings.py"), str(seed), str(recordings), str(directory)]
+        command = [
+            sys.executable,
+            str(HERE / "nestings.py"),
+            str(seed),
+            str(recordings),
+            str(directory),
+        ]
         done = subprocess.run(
-            command, env={**env, "QUARANTINE": str(report)}, capture_output=True, text=True, check=False, timeout=600
+            command,
+            env={**env, "QUARANTINE": str(report)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
         )
         assert (done.returncode, done.stdout) == (0, "done\n"), (seed, done.stderr[-2000:])
         kept, dead = dead_canaries(report)

@@ -30,7 +30,11 @@ def ready(process: subprocess.Popen[str]) -> None:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def settled(folder: Path) -> dict[str, bytes]:
@@ -44,7 +48,9 @@ def settled(folder: Path) -> dict[str, bytes]:
 
 def others(recorder: Any) -> list[str]:
     """What lies beside the capture that a recording could have left there."""
-    return [path.name for path in recorder.directory.parent.iterdir() if path.name.startswith("run-")]
+    return [
+        path.name for path in recorder.directory.parent.iterdir() if path.name.startswith("run-")
+    ]
 
 
 def test_two_recordings_into_one_directory_at_the_same_time_are_refused(recorder: Any) -> None:
@@ -56,8 +62,12 @@ def test_two_recordings_into_one_directory_at_the_same_time_are_refused(recorder
         assert (run.code, run.out) == (3, "")
         assert "#capture-exists" in run.err or "#being-recorded" in run.err
     assert f"is running (process {first.pid} on " in run.err
-    inner = recorder.script("import traceloom\nwith traceloom.record('run', force=True): step()", "inner.py")
-    assert "being-recorded" in recorder.plain([sys.executable, inner]).err or "is running" in run.err
+    inner = recorder.script(
+        "import traceloom\nwith traceloom.record('run', force=True): step()", "inner.py"
+    )
+    assert (
+        "being-recorded" in recorder.plain([sys.executable, inner]).err or "is running" in run.err
+    )
     assert content(recorder.directory) == before
     os.killpg(first.pid, signal.SIGINT)
     first.communicate(timeout=300)
@@ -67,7 +77,9 @@ def test_two_recordings_into_one_directory_at_the_same_time_are_refused(recorder
 
 
 def test_what_a_killed_recorder_had_claimed_is_free_again(recorder: Any) -> None:
-    first = recorder.popen([sys.executable, recorder.script(FOREVER.replace("12", "2"))], start_new_session=True)
+    first = recorder.popen(
+        [sys.executable, recorder.script(FOREVER.replace("12", "2"))], start_new_session=True
+    )
     ready(first)
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate(timeout=300)
@@ -94,7 +106,9 @@ def recorded(shared_recorder: Any) -> Any:
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_a_recording_that_comes_to_nothing_leaves_the_earlier_one_as_it_was(recorded: Any, failure: str) -> None:
+def test_a_recording_that_comes_to_nothing_leaves_the_earlier_one_as_it_was(
+    recorded: Any, failure: str
+) -> None:
     before = content(recorded.directory)
     run = recorded.record([sys.executable, "-c", FAILURES[failure]], "--force")
     assert run.ours[-1].split("; ")[-1].startswith("the earlier capture in run stays ["), run.err
@@ -104,10 +118,14 @@ def test_a_recording_that_comes_to_nothing_leaves_the_earlier_one_as_it_was(reco
     assert {path.name for path in recorded.directory.iterdir() if path.is_dir()} == set()
 
 
-def test_a_recorder_that_is_killed_leaves_the_earlier_one_as_it_was_and_loses_nothing(recorder: Any) -> None:
+def test_a_recorder_that_is_killed_leaves_the_earlier_one_as_it_was_and_loses_nothing(
+    recorder: Any,
+) -> None:
     recorder.python("for _ in range(6): step()")
     before = content(recorder.directory)
-    killed = recorder.popen([sys.executable, recorder.script(FOREVER)], "--force", start_new_session=True)
+    killed = recorder.popen(
+        [sys.executable, recorder.script(FOREVER)], "--force", start_new_session=True
+    )
     ready(killed)
     made = recorder.directory / writing.NOTES / "new"
     for _ in range(3000):
@@ -116,7 +134,11 @@ def test_a_recorder_that_is_killed_leaves_the_earlier_one_as_it_was_and_loses_no
         time.sleep(0.01)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate(timeout=300)
-    left = {name: text for name, text in content(recorder.directory).items() if not name.startswith(writing.NOTES)}
+    left = {
+        name: text
+        for name, text in content(recorder.directory).items()
+        if not name.startswith(writing.NOTES)
+    }
     assert left == before
     run = recorder.record([sys.executable, "-c", "print(1)"], "--force")
     assert content(recorder.directory) == before
@@ -141,7 +163,9 @@ def test_a_whole_recording_takes_the_place_of_the_earlier_one_by_force(recorder:
 def test_what_is_not_whole_of_a_new_capture_is_kept_beside_the_earlier_one(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     directory.mkdir()
-    writing.write_json(directory / "rank0.capture.json", manifest.document([{"rank": 0, "notices": []}], {}))
+    writing.write_json(
+        directory / "rank0.capture.json", manifest.document([{"rank": 0, "notices": []}], {})
+    )
     manifest.merge(directory, {"command": ["old"]})
     before = content(directory)
     launch = Launch(Settings(str(directory)), ["true"], force=True)
@@ -152,7 +176,10 @@ def test_what_is_not_whole_of_a_new_capture_is_kept_beside_the_earlier_one(tmp_p
     (remark,) = launch.summary("run")
     assert remark.endswith("[kept-beside]")
     assert content(directory) == before
-    assert {path.name for path in (tmp_path / "run-unfinished-1").iterdir()} == {"capture.json", "rank0.capture.json"}
+    assert {path.name for path in (tmp_path / "run-unfinished-1").iterdir()} == {
+        "capture.json",
+        "rank0.capture.json",
+    }
 
 
 def test_a_block_of_code_replaces_an_earlier_capture_only_when_it_is_whole(recorder: Any) -> None:
@@ -188,9 +215,12 @@ def test_blocks_of_two_programs_do_not_write_into_one_directory_at_once(recorder
     wait = "print('ready', flush=True); sys.stdin.read()"
     first = subprocess.Popen(
         [sys.executable, recorder.script(text.format(wait), "first.py")],
-        env={**recorder.env, "PYTHONPATH": str(recorder.source)}, cwd=recorder.tmp_path, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
+        env={**recorder.env, "PYTHONPATH": str(recorder.source)},
+        cwd=recorder.tmp_path,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     ready(first)
     second = recorder.plain([sys.executable, recorder.script(text.format("pass"), "second.py")])
     assert "another recording into this directory is running" in second.err
@@ -198,10 +228,15 @@ def test_blocks_of_two_programs_do_not_write_into_one_directory_at_once(recorder
     first.communicate("", timeout=300)
     assert first.returncode == 0
     run = recorder.plain([sys.executable, recorder.script(text.format("pass"), "second.py")])
-    assert (run.code, run.files) == (0, {"capture.json", "rank0.capture.json", "rank0.kineto.json.gz"})
+    assert (run.code, run.files) == (
+        0,
+        {"capture.json", "rank0.capture.json", "rank0.kineto.json.gz"},
+    )
 
 
-def test_a_lock_that_was_removed_while_it_was_opened_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_was_removed_while_it_was_opened_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / writing.NOTES / "lock"
     opened = os.open
     calls = []
@@ -234,8 +269,12 @@ def test_an_earlier_capture_is_not_replaced_unasked(tmp_path: Path) -> None:
     assert content(tmp_path) == {"run/capture.json": b"{}"}
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may become somebody else")
-def test_a_program_that_changes_its_user_says_why_nothing_is_in_the_directory(recorder: Any) -> None:
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may become somebody else"
+)
+def test_a_program_that_changes_its_user_says_why_nothing_is_in_the_directory(
+    recorder: Any,
+) -> None:
     refuge = recorder.tmp_path / "refuge"
     refuge.mkdir()
     for directory in (refuge, *refuge.parents):

@@ -46,33 +46,46 @@ def rows(table: dict[str, Any]) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_each_rank_under_torchrun_writes_its_part_with_its_groups_and_collective_calls(recorder: Any) -> None:
+def test_each_rank_under_torchrun_writes_its_part_with_its_groups_and_collective_calls(
+    recorder: Any,
+) -> None:
     run = recorder.record(recorder.torchrun(recorder.script(JOB)))
     assert run.code == 0, run.err
-    assert [(part["rank"], part["world_size"], part["local_rank"]) for part in run.capture["ranks"]] == [
-        (0, 2, 0), (1, 2, 1),
-    ]  # fmt: skip
+    assert [
+        (part["rank"], part["world_size"], part["local_rank"]) for part in run.capture["ranks"]
+    ] == [
+        (0, 2, 0),
+        (1, 2, 1),
+    ]
     for rank in (0, 1):
         part = run.rank(rank)
         assert run.marks(rank) == [3, 4, 5, 6, 7, 8]
         assert [(group["ranks"], group["description"]) for group in part["groups"]] == [
-            ([0, 1], "default_pg"), ([0, 1], "pair"),
-        ]  # fmt: skip
+            ([0, 1], "default_pg"),
+            ([0, 1], "pair"),
+        ]
         world, pair = (group["name"] for group in part["groups"])
         calls = rows(part["collectives"])
         # 5 steps: gradients by DDP from C++ (16*32 + 32 + 32*4 + 4 floats), and the script's own calls.
-        from_cxx = 5 if recorder.has("hasattr(torch._C._distributed_c10d, '_dump_fr_trace_json')") else 0
+        from_cxx = (
+            5 if recorder.has("hasattr(torch._C._distributed_c10d, '_dump_fr_trace_json')") else 0
+        )
         assert calls.count((world, "all_reduce", "Float", 4 * 676, None)) == from_cxx
         assert calls.count((pair, "all_reduce", "Double", 800, None)) == 5
         assert calls.count((world, "broadcast", "Float", 28, 1)) == 5
         assert calls.count((world, "send" if rank == 0 else "recv", "Float", 20, 1 - rank)) == 5
         assert len(calls) == 15 + from_cxx
         window = part["window"]
-        assert all(window["start_ns"] <= start <= window["end_ns"] for start in part["collectives"]["start_ns"])
+        assert all(
+            window["start_ns"] <= start <= window["end_ns"]
+            for start in part["collectives"]["start_ns"]
+        )
     sequences = [
         [
             sequence
-            for sequence, kind in zip(part["collectives"]["sequence"], part["collectives"]["kind"], strict=True)
+            for sequence, kind in zip(
+                part["collectives"]["sequence"], part["collectives"]["kind"], strict=True
+            )
             if part["collectives"]["kinds"][kind] == "all_reduce"
         ]
         for part in run.capture["ranks"]
@@ -100,9 +113,12 @@ def test_loader_workers_never_write_a_rank(recorder: Any, method: str) -> None:
     assert run.code == 0, run.err
     assert [part["rank"] for part in run.capture["ranks"]] == [0]
     assert run.files == {
-        "capture.json", "rank0.capture.json", "rank0.kineto.json.gz", "rank0.graph.kineto.json.gz",
+        "capture.json",
+        "rank0.capture.json",
+        "rank0.kineto.json.gz",
+        "rank0.graph.kineto.json.gz",
         "rank0.host.json.gz",
-    }  # fmt: skip
+    }
     assert any(name.startswith("enumerate(DataLoader)") for name in run.names())
 
 
@@ -125,8 +141,9 @@ def test_ranks_started_by_torch_multiprocessing_write_theirs_and_their_launcher_
     )
     assert run.code == 0, run.err
     assert [(part["name"], part["rank"], part["world_size"]) for part in run.capture["ranks"]] == [
-        ("rank0", 0, 2), ("rank1", 1, 2),
-    ]  # fmt: skip
+        ("rank0", 0, 2),
+        ("rank1", 1, 2),
+    ]
     assert all(part["window"]["step_count"] == 3 for part in run.capture["ranks"])
 
 
@@ -158,7 +175,9 @@ def test_two_programs_without_ranks_are_two_runs_side_by_side(recorder: Any) -> 
     ]
 
 
-def test_a_program_that_a_rank_starts_is_no_rank_though_it_inherits_its_environment(recorder: Any) -> None:
+def test_a_program_that_a_rank_starts_is_no_rank_though_it_inherits_its_environment(
+    recorder: Any,
+) -> None:
     child = recorder.script("for _ in range(4): step()", "child.py")
     job = recorder.script(
         f"""
@@ -175,7 +194,12 @@ def test_a_program_that_a_rank_starts_is_no_rank_though_it_inherits_its_environm
     assert run.code == 0, run.err
     parts = {part["name"]: part for part in run.capture["ranks"]}
     alone = parts.pop(next(name for name in parts if name.startswith("pid")))
-    assert (alone["rank"], alone["world_size"], alone["job"], len(alone["steps"]["start_ns"])) == (0, 1, None, 4)
+    assert (alone["rank"], alone["world_size"], alone["job"], len(alone["steps"]["start_ns"])) == (
+        0,
+        1,
+        None,
+        4,
+    )
     assert sorted(parts) == ["rank0", "rank1"]
     assert parts["rank0"]["job"] == parts["rank1"]["job"] is not None
     job_run, other = traceloom.load_runs(run.directory)
@@ -183,7 +207,9 @@ def test_a_program_that_a_rank_starts_is_no_rank_though_it_inherits_its_environm
     assert (other.ranks, other.world_size) == ((0,), 1)
 
 
-def test_ours_yields_to_the_users_profilers_of_both_kinds_and_goes_on_afterwards(recorder: Any) -> None:
+def test_ours_yields_to_the_users_profilers_of_both_kinds_and_goes_on_afterwards(
+    recorder: Any,
+) -> None:
     text = """
         import sys
         from torch.autograd import profiler as legacy
@@ -208,7 +234,9 @@ def test_ours_yields_to_the_users_profilers_of_both_kinds_and_goes_on_afterwards
     assert run.rank()["graph_step"]["step"] == 15
 
 
-def test_what_was_recorded_before_the_users_profiler_is_kept_when_nothing_better_follows(recorder: Any) -> None:
+def test_what_was_recorded_before_the_users_profiler_is_kept_when_nothing_better_follows(
+    recorder: Any,
+) -> None:
     run = recorder.python(
         """
         for _ in range(6): step()
@@ -234,8 +262,9 @@ def test_the_steps_of_the_users_profiler_are_the_steps(recorder: Any) -> None:
                 prof.step()
         print(seen[0] > 10)
         """,
-        "--steps", "2..4",
-    )  # fmt: skip
+        "--steps",
+        "2..4",
+    )
     assert (run.code, run.out) == (0, "True\n")
     assert run.rank()["step_source"] == "profiler"
     assert len(run.rank()["steps"]["start_ns"]) == 10
@@ -245,6 +274,8 @@ def test_the_steps_of_the_users_profiler_are_the_steps(recorder: Any) -> None:
 
 def test_the_settings_reach_a_program_through_a_launcher_of_its_own(recorder: Any) -> None:
     inner = recorder.script("for _ in range(6): step()", "inner.py")
-    run = recorder.python(f"import runpy; runpy.run_path({inner!r}, run_name='__main__')", train=False)
+    run = recorder.python(
+        f"import runpy; runpy.run_path({inner!r}, run_name='__main__')", train=False
+    )
     assert run.marks()[:3] == [3, 4, 5]
     assert run.capture["run"]["command"][0] == sys.executable

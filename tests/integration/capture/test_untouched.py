@@ -18,7 +18,9 @@ pytestmark = pytest.mark.torch
 
 def test_output_errors_and_exit_code_are_those_of_an_unrecorded_run(recorder: Any) -> None:
     (recorder.tmp_path / "site").mkdir()
-    (recorder.tmp_path / "site/sitecustomize.py").write_text("import builtins; builtins.mine = 'chained'\n")
+    (recorder.tmp_path / "site/sitecustomize.py").write_text(
+        "import builtins; builtins.mine = 'chained'\n"
+    )
     recorder.source = f"{recorder.source}{os.pathsep}{recorder.tmp_path / 'site'}"
     script = recorder.script(
         """
@@ -63,9 +65,12 @@ def test_a_module_with_dashes_and_a_script_with_a_shebang_are_recorded(recorder:
 
 
 @pytest.mark.parametrize(
-    "options", [("--stacks",), *(pytest.param(o, marks=pytest.mark.thorough) for o in ((), ("--memory",)))]
+    "options",
+    [("--stacks",), *(pytest.param(o, marks=pytest.mark.thorough) for o in ((), ("--memory",)))],
 )
-def test_the_users_own_profile_holds_no_event_of_ours(recorder: Any, options: tuple[str, ...]) -> None:
+def test_the_users_own_profile_holds_no_event_of_ours(
+    recorder: Any, options: tuple[str, ...]
+) -> None:
     script = recorder.script(
         """
         import json
@@ -92,14 +97,21 @@ def test_the_users_own_profile_holds_no_event_of_ours(recorder: Any, options: tu
         (["-E", "-c", "import torch"], "no-hook"),
         (["-I", "-c", "print(1)"], "no-hook"),
         (["-c", "import torch"], "no-torch-calls"),
-        (["-c", "import os, signal, torch; torch.ones(3); os.kill(os.getpid(), signal.SIGKILL)"], "ended-unseen"),
+        (
+            ["-c", "import os, signal, torch; torch.ones(3); os.kill(os.getpid(), signal.SIGKILL)"],
+            "ended-unseen",
+        ),
         (["-c", "import os, torch, subprocess; os.execv('/bin/true', ['true'])"], "ended-unseen"),
     ],
 )
-def test_a_command_that_cannot_be_recorded_says_why(recorder: Any, command: list[str], slug: str) -> None:
+def test_a_command_that_cannot_be_recorded_says_why(
+    recorder: Any, command: list[str], slug: str
+) -> None:
     run = recorder.record([sys.executable, *command])
     killed = "SIGKILL" in command[-1]
-    assert run.code == (-9 if killed else 5), "success of the command is not success of the recording"
+    assert run.code == (-9 if killed else 5), (
+        "success of the command is not success of the recording"
+    )
     assert not killed or "SIGKILL ended the command" in run.ours[0]
     assert len(run.ours) == 1
     assert run.ours[0].endswith(f"[{slug}]")
@@ -204,9 +216,12 @@ def test_a_forked_child_that_works_on_does_not_touch_the_recording(recorder: Any
     nodes = run.json("rank0.host.json.gz")["nodes"]
     assert sum(node["name"].startswith("Optimizer.step#") for node in nodes) == 1
     assert run.files == {
-        "capture.json", "rank0.capture.json", "rank0.kineto.json.gz", "rank0.graph.kineto.json.gz",
+        "capture.json",
+        "rank0.capture.json",
+        "rank0.kineto.json.gz",
+        "rank0.graph.kineto.json.gz",
         "rank0.host.json.gz",
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture
@@ -215,7 +230,9 @@ def tiny_disk(tmp_path: Path) -> Any:
     place = tmp_path / "tiny"
     place.mkdir()
     made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(place)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(place)],
+        capture_output=True,
+        check=False,
     )
     if made.returncode:
         pytest.skip("a tiny file system cannot be mounted here")
@@ -263,8 +280,9 @@ def test_a_skipped_step_of_a_gradient_scaler_is_a_step(recorder: Any) -> None:
             scaler.scale(loss).backward()
             scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
         """,
-        "--steps", "4..5",
-    )  # fmt: skip
+        "--steps",
+        "4..5",
+    )
     assert len(run.rank()["steps"]["start_ns"]) == 6
     assert run.marks() == [4, 5]
 

@@ -21,14 +21,19 @@ def usual(shared_recorder: Any) -> Any:
     return shared_recorder.python("for _ in range(12): step()")
 
 
-def test_by_default_five_steps_are_recorded_from_the_fourth_on_and_one_graph_step(usual: Any) -> None:
+def test_by_default_five_steps_are_recorded_from_the_fourth_on_and_one_graph_step(
+    usual: Any,
+) -> None:
     run = usual
     rank = run.rank()
     assert run.code == 0
     assert run.files == {
-        "capture.json", "rank0.capture.json", "rank0.kineto.json.gz", "rank0.graph.kineto.json.gz",
+        "capture.json",
+        "rank0.capture.json",
+        "rank0.kineto.json.gz",
+        "rank0.graph.kineto.json.gz",
         "rank0.host.json.gz",
-    }  # fmt: skip
+    }
     assert rank["window"]["kind"] == "steps"
     assert (rank["window"]["first_step"], rank["window"]["step_count"]) == (3, 5)
     assert run.marks() == [3, 4, 5, 6, 7, 8]
@@ -62,10 +67,19 @@ def test_host_trace_and_kineto_of_the_graph_step_join_by_record_function_id(usua
     host = run.json("rank0.host.json.gz")["nodes"]
     kineto = run.json("rank0.graph.kineto.json.gz")["traceEvents"]
     timed = [event for event in run.events() if event.get("cat") == "cpu_op"]
-    assert {event["args"]["Record function id"] for event in timed} == {0}, "the timed part runs without the observer"
-    in_host = {attr["value"]: node["name"] for node in host for attr in node["attrs"] if attr["name"] == "rf_id"}
+    assert {event["args"]["Record function id"] for event in timed} == {0}, (
+        "the timed part runs without the observer"
+    )
+    in_host = {
+        attr["value"]: node["name"]
+        for node in host
+        for attr in node["attrs"]
+        if attr["name"] == "rf_id"
+    }
     joined = [
-        event for event in kineto if event.get("cat") == "cpu_op" and in_host.get(event["args"]["Record function id"])
+        event
+        for event in kineto
+        if event.get("cat") == "cpu_op" and in_host.get(event["args"]["Record function id"])
     ]
     operators = [event for event in kineto if event.get("cat") == "cpu_op"]
     assert len(joined) >= len(operators) - 1 > 10
@@ -82,8 +96,12 @@ def test_a_run_that_ends_early_keeps_everything(recorder: Any) -> None:
     assert run.rank()["graph_step"] is None
 
 
-def test_the_chosen_steps_are_recorded_without_shapes_and_graph_step_when_told_so(recorder: Any) -> None:
-    run = recorder.python("for _ in range(8): step()", "--steps", "2..4", "--no-shapes", "--no-graph-step")
+def test_the_chosen_steps_are_recorded_without_shapes_and_graph_step_when_told_so(
+    recorder: Any,
+) -> None:
+    run = recorder.python(
+        "for _ in range(8): step()", "--steps", "2..4", "--no-shapes", "--no-graph-step"
+    )
     rank = run.rank()
     assert (rank["window"]["first_step"], rank["window"]["step_count"]) == (2, 2)
     assert run.marks() == [2, 3, 4]
@@ -94,16 +112,24 @@ def test_the_chosen_steps_are_recorded_without_shapes_and_graph_step_when_told_s
 
 
 def test_stacks_and_memory_are_in_the_trace_when_asked_for(recorder: Any) -> None:
-    run = recorder.python("for _ in range(6): step()", "--steps", "3..5", "--stacks", "--memory", "--no-graph-step")
+    run = recorder.python(
+        "for _ in range(6): step()", "--steps", "3..5", "--stacks", "--memory", "--no-graph-step"
+    )
     assert run.theirs == ""
     categories = {event.get("cat") for event in run.events()}
     assert {"python_function", "cpu_instant_event"} <= categories
-    assert any(event["name"].startswith("nn.Module: Linear") for event in run.events() if event.get("ph") == "X")
+    assert any(
+        event["name"].startswith("nn.Module: Linear")
+        for event in run.events()
+        if event.get("ph") == "X"
+    )
     # Weights and biases: 16*32 + 32 + 32*4 + 4 floats, all alive at the start.
     assert run.rank()["live_bytes_at_start"]["cpu"] >= 4 * 676
 
 
-def test_a_program_without_modules_and_steps_is_recorded_from_its_first_operators_on(recorder: Any) -> None:
+def test_a_program_without_modules_and_steps_is_recorded_from_its_first_operators_on(
+    recorder: Any,
+) -> None:
     run = recorder.python(
         """
         import time, torch
@@ -121,7 +147,9 @@ def test_a_program_without_modules_and_steps_is_recorded_from_its_first_operator
 
 
 def test_inference_without_an_optimizer_gives_a_capture(recorder: Any) -> None:
-    run = recorder.python("with torch.no_grad():\n    for _ in range(20): model(torch.randn(4, 16))")
+    run = recorder.python(
+        "with torch.no_grad():\n    for _ in range(20): model(torch.randn(4, 16))"
+    )
     assert run.names().count("aten::addmm") == 40
     assert "recorded" in run.ours[-2]
 
@@ -135,9 +163,12 @@ def test_a_window_by_time_begins_and_ends_by_the_clock(recorder: Any) -> None:
             torch.ones(8) + 1
             time.sleep(0.005)
         """,
-        "--after", "0.5", "--duration", "0.6",
+        "--after",
+        "0.5",
+        "--duration",
+        "0.6",
         train=False,
-    )  # fmt: skip
+    )
     window = run.rank()["window"]
     assert window["kind"] == "time"
     assert 0.55e9 <= window["end_ns"] - window["start_ns"] < 1.4e9
@@ -145,7 +176,9 @@ def test_a_window_by_time_begins_and_ends_by_the_clock(recorder: Any) -> None:
     assert "aten::add" in run.names()
 
 
-def test_accumulation_stays_within_a_step_and_the_slowest_of_alternating_optimizers_counts(recorder: Any) -> None:
+def test_accumulation_stays_within_a_step_and_the_slowest_of_alternating_optimizers_counts(
+    recorder: Any,
+) -> None:
     run = recorder.python(
         """
         critic = torch.nn.Linear(16, 1)
@@ -157,8 +190,9 @@ def test_accumulation_stays_within_a_step_and_the_slowest_of_alternating_optimiz
                 judge.step()
             step()
         """,
-        "--steps", "2..4",
-    )  # fmt: skip
+        "--steps",
+        "2..4",
+    )
     assert len(run.rank()["steps"]["start_ns"]) == 6
     assert run.marks() == [2, 3, 4]
     assert run.names().count("Optimizer.step#SGD.step") == 6
@@ -173,8 +207,9 @@ def test_traceloom_step_overrules_the_optimizer(recorder: Any) -> None:
             for _ in range(3): step()
             traceloom.step()
         """,
-        "--steps", "1..3",
-    )  # fmt: skip
+        "--steps",
+        "1..3",
+    )
     rank = run.rank()
     assert rank["step_source"] == "call"
     assert len(rank["steps"]["start_ns"]) == 5
@@ -230,9 +265,14 @@ def test_a_program_that_trains_in_a_thread_is_recorded_there(recorder: Any) -> N
         thread.join()
         """
     )
-    if not recorder.has("'profile_all_threads:' in torch._C._profiler._ExperimentalConfig.__init__.__doc__"):
+    if not recorder.has(
+        "'profile_all_threads:' in torch._C._profiler._ExperimentalConfig.__init__.__doc__"
+    ):
         # the recording is on the main thread, which is blocked: that is said, with what helps
-        assert [line.rpartition("[")[2] for line in run.ours] == ["other-thread]", "recording-lost]"]
+        assert [line.rpartition("[")[2] for line in run.ours] == [
+            "other-thread]",
+            "recording-lost]",
+        ]
         assert run.out == run.theirs == ""
         return
     assert run.marks() == [3, 4, 5, 6, 7, 8]

@@ -53,21 +53,39 @@ def test_traces_begin_with_one_step(tmp_path: Path) -> None:
         (tmp_path / "agent").mkdir()
         token = service.run("fleet", "token", "enrol").strip()
         agent = Running(
-            tmp_path / "agent", f'[fleet]\nserver = "{service.url}"\nheartbeat = 0.5\n',
+            tmp_path / "agent",
+            f'[fleet]\nserver = "{service.url}"\nheartbeat = 0.5\n',
             environment={"TRACELOOM_FLEET_TOKEN": token},
-        )  # fmt: skip
+        )
         variables = agent.client.get("environment")["variables"]
         for rank in range(2):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "TRACELOOM_JOB": JOB}
+            place = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "TRACELOOM_JOB": JOB,
+            }
             command = [sys.executable, "-c", RANK, str(agent.socket)]
             ranks.append(subprocess.Popen(command, env={**os.environ, **variables, **place}))
 
         def ready() -> bool:
             jobs = [job for job in service.client().get("jobs")["jobs"] if job["job"] == JOB]
-            return bool(jobs) and jobs[0]["traceable"] == 2 and jobs[0]["steps_per_second"] is not None
+            return (
+                bool(jobs) and jobs[0]["traceable"] == 2 and jobs[0]["steps_per_second"] is not None
+            )
 
         until(ready)
-        words = ["trace", "--job", JOB, "--steps", "3", "--by-step", "-o", str(tmp_path / "run"), "--json"]
+        words = [
+            "trace",
+            "--job",
+            JOB,
+            "--steps",
+            "3",
+            "--by-step",
+            "-o",
+            str(tmp_path / "run"),
+            "--json",
+        ]
         request = json.loads(service.run(*words))
         assert (request["state"], request["start_detail"]) == ("done", "")
         session = load(tmp_path / "run", cache=False)

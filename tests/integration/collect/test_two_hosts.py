@@ -42,7 +42,10 @@ class Service:
         self.log = (folder / "serve.log").open("w")
         command = [sys.executable, "-m", "traceloom", "serve", "--store", str(folder / "store")]
         self.process = subprocess.Popen(
-            [*command, "--address", "127.0.0.1:0"], stdout=self.log, stderr=self.log, env=self.environment
+            [*command, "--address", "127.0.0.1:0"],
+            stdout=self.log,
+            stderr=self.log,
+            env=self.environment,
         )
         match = until(lambda: re.search(r"answers at (\S+),", (folder / "serve.log").read_text()))
         self.url = match[1]
@@ -50,9 +53,12 @@ class Service:
     def run(self, *words: str, code: int = 0) -> str:
         """A command of ours; what it prints."""
         done = subprocess.run(
-            [sys.executable, "-m", "traceloom", *words, "--server", self.url], capture_output=True, text=True,
-            check=False, env=self.environment,
-        )  # fmt: skip
+            [sys.executable, "-m", "traceloom", *words, "--server", self.url],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=self.environment,
+        )
         assert done.returncode == code, done.stderr
         return done.stdout
 
@@ -78,11 +84,24 @@ class Host:
             f'[history]\ninterval = 1.0\n[fleet]\nserver = "{url}"\nheartbeat = 0.5\n'
         )
         self.environment = {
-            **os.environ, **ahead_by(ahead), "TRACELOOM_FLEET_TOKEN": token, "TRACELOOM_JOB": JOB,
-        }  # fmt: skip
+            **os.environ,
+            **ahead_by(ahead),
+            "TRACELOOM_FLEET_TOKEN": token,
+            "TRACELOOM_JOB": JOB,
+        }
         self.log = (folder / "log").open("w")
-        command = [sys.executable, "-m", "traceloom", "agent", "run", "--config", str(folder / "agent.toml")]
-        self.agent = subprocess.Popen(command, stdout=self.log, stderr=self.log, env=self.environment)
+        command = [
+            sys.executable,
+            "-m",
+            "traceloom",
+            "agent",
+            "run",
+            "--config",
+            str(folder / "agent.toml"),
+        ]
+        self.agent = subprocess.Popen(
+            command, stdout=self.log, stderr=self.log, env=self.environment
+        )
         self.rank: subprocess.Popen[bytes] | None = None
         self.client = AgentClient(folder / "socket", 30)
         until(self._answers)
@@ -96,16 +115,31 @@ class Host:
 
     def train(self, rank: int, port: int) -> None:
         variables = self.client.get("environment")["variables"]
-        place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = {**self.environment, **variables, **{name: str(value) for name, value in place.items()}}
+        place = {
+            "RANK": rank,
+            "LOCAL_RANK": 0,
+            "WORLD_SIZE": 2,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        environment = {
+            **self.environment,
+            **variables,
+            **{name: str(value) for name, value in place.items()},
+        }
         self.rank = subprocess.Popen(
-            [sys.executable, str(EXAMPLE), *ENDLESS], stdout=self.log, stderr=self.log, env=environment
+            [sys.executable, str(EXAMPLE), *ENDLESS],
+            stdout=self.log,
+            stderr=self.log,
+            env=environment,
         )
 
     def close(self) -> None:
         for process in (self.rank, self.agent):
             if process is not None:
-                process.send_signal(signal.SIGKILL)  # an end in order needs sleeps, which fail under libfaketime
+                process.send_signal(
+                    signal.SIGKILL
+                )  # an end in order needs sleeps, which fail under libfaketime
                 process.wait(60)
         self.log.close()
         shutil.rmtree(self.short, ignore_errors=True)
@@ -125,7 +159,12 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         for rank, host in enumerate(hosts):
             host.train(rank, port)
         until(lambda: "step   9" in (hosts[0].folder / "log").read_text(), 180)  # what rank 0 says
-        until(lambda: [job["traceable"] >= 2 for job in service.ask("jobs")["jobs"] if job["job"] == JOB] == [True])
+        until(
+            lambda: (
+                [job["traceable"] >= 2 for job in service.ask("jobs")["jobs"] if job["job"] == JOB]
+                == [True]
+            )
+        )
         yield service
     finally:
         for host in hosts:
@@ -141,16 +180,33 @@ def test_one_trace_of_both(fleet: Service, tmp_path: Path) -> None:
     # Where a machine is so busy that a rank misses the instant it is traced later, alone: that is tried again here.
     for number in range(4):
         output = tmp_path / f"job{number}"
-        words = ["trace", "--job", JOB, "--steps", "3", "--profilers", "timeline,telemetry", "-o", str(output)]
+        words = [
+            "trace",
+            "--job",
+            JOB,
+            "--steps",
+            "3",
+            "--profilers",
+            "timeline,telemetry",
+            "-o",
+            str(output),
+        ]
         request = json.loads(fleet.run(*words, "--json"))
         targets = json.loads((output / "capture.json").read_text())["request"]["targets"]
         if all(target["attempt"] == 1 for target in targets):
             break
     assert (request["state"], request["detail"]) == ("done", "")
-    assert {host["host"]: host["state"] for host in request["hosts"]} == {"node1": "uploaded", "node2": "uploaded"}
+    assert {host["host"]: host["state"] for host in request["hosts"]} == {
+        "node1": "uploaded",
+        "node2": "uploaded",
+    }
 
     check_trace_of_both(output)
-    [capture] = [capture for capture in fleet.ask("captures")["captures"] if capture["id"] == request["capture"]]
+    [capture] = [
+        capture
+        for capture in fleet.ask("captures")["captures"]
+        if capture["id"] == request["capture"]
+    ]
     assert (capture["job"], capture["state"]) == (JOB, "committed")
     fleet.run("fleet", "report", capture["id"], "-o", str(tmp_path / "report.html"))
     page = (tmp_path / "report.html").read_text()

@@ -20,7 +20,7 @@ from support.running_service import RunningService  # noqa: E402
 from support.waiting import until  # noqa: E402
 from support.webhooks import is_genuine, receiver  # noqa: E402
 from traceloom.agent.fleet_link.client import ServiceClient, ServiceError  # noqa: E402
-from traceloom.agent.fleet_link.protocol import (
+from traceloom.agent.fleet_link.protocol import (  # noqa: E402
     Enrolment,
     Heartbeat,
     HeartbeatAnswer,
@@ -55,14 +55,28 @@ class JobHost:
         ).credential
         self.processes = [
             HostProcess(
-                key=f"{job}{rank}@1", pid=rank + 1, uid=0, job=job, rank=rank, user="ada", polls=True, steps=100_000,
+                key=f"{job}{rank}@1",
+                pid=rank + 1,
+                uid=0,
+                job=job,
+                rank=rank,
+                user="ada",
+                polls=True,
+                steps=100_000,
                 steps_per_second=10.0,
             )
-            for job in jobs for rank in range(2)
-        ]  # fmt: skip
+            for job in jobs
+            for rank in range(2)
+        ]
 
     def beat(self, *usage: UsageRow) -> None:
-        beat = Heartbeat(sent_ns=time.time_ns(), boot_id="b", version="1", processes=self.processes, usage=list(usage))
+        beat = Heartbeat(
+            sent_ns=time.time_ns(),
+            boot_id="b",
+            version="1",
+            processes=self.processes,
+            usage=list(usage),
+        )
         self.client.post("agents/node1/heartbeat", beat, HeartbeatAnswer)
 
     def fail(self, request: str) -> None:
@@ -95,24 +109,43 @@ def _joined(service: RunningService) -> JobHost | None:
         return None
 
 
-def test_ranks_of_a_loop_ask_for_one_trace_and_say_what_the_job_is(service: RunningService, host: JobHost) -> None:
+def test_ranks_of_a_loop_ask_for_one_trace_and_say_what_the_job_is(
+    service: RunningService, host: JobHost
+) -> None:
     host.beat()
     variables = {"TRACELOOM_TOKEN": service.token, "TRACELOOM_JOB": "train"}
     [example] = [part for part in PAGE.read_text().split("```") if part.startswith("python\n")]
-    example = example.removeprefix("python\n").replace("https://fleet.example.org:9466", service.url)
+    example = example.removeprefix("python\n").replace(
+        "https://fleet.example.org:9466", service.url
+    )
     command = [sys.executable, "-c", LOOP.format(example=example)]
-    nobody = {name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE"}}
+    nobody = {
+        name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE"}
+    }
     # Two do not know their rank; of two ranks that do, the second would wait for ever.
     loops = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**nobody, **variables})
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**nobody, **variables},
+        )
         for _ in range(2)
-    ]  # fmt: skip
+    ]
     asked = [loop.communicate(timeout=120) for loop in loops]
     requests = [
-        request for request in service.client().get("requests")["requests"] if request["wanted"]["job"] == "train"
+        request
+        for request in service.client().get("requests")["requests"]
+        if request["wanted"]["job"] == "train"
     ]
-    assert [[f"{request['id']} \n" for request in requests]] * 2 == [[out] for out, _ in asked], asked
-    assert (requests[0]["who"], requests[0]["wanted"]["steps"]) == (f"local@{socket.gethostname()}", 3)
+    assert [[f"{request['id']} \n" for request in requests]] * 2 == [[out] for out, _ in asked], (
+        asked
+    )
+    assert (requests[0]["who"], requests[0]["wanted"]["steps"]) == (
+        f"local@{socket.gethostname()}",
+        3,
+    )
     tables = Tables(str(service.folder / "store"))
     rows = until(lambda: tables.scan("jobs").filter(job="train").collect().to_dicts())
     assert [(row["model"], row["user"], row["framework"]) for row in rows] == [("gpt", "ada", None)]
@@ -131,12 +164,18 @@ def test_a_rule_that_is_set_traces_a_job_and_a_webhook_hears_how_it_ended(
     wrong.write_text("[budgets]\n")
     service.run("fleet", "triggers", "set", str(wrong), code=3)
     with receiver() as hook:
-        secret = service.run("fleet", "webhooks", "add", "ci", hook.url, "--events", "request.failed").strip()
+        secret = service.run(
+            "fleet", "webhooks", "add", "ci", hook.url, "--events", "request.failed"
+        ).strip()
         service.run("fleet", "webhooks", "test", "ci")
         assert is_genuine(secret, hook.came[0])
         service.run("fleet", "webhooks", "add", "metadata", "http://169.254.169.254/", code=3)
         minute = time.time_ns() // 60_000_000_000 - 1
-        host.beat(UsageRow(minute=minute, device="g", job="idle", state="idle-allocated", device_ms=60_000))
+        host.beat(
+            UsageRow(
+                minute=minute, device="g", job="idle", state="idle-allocated", device_ms=60_000
+            )
+        )
 
         def fired() -> str:
             [rule] = service.client().get("triggers")["rules"]
@@ -148,10 +187,18 @@ def test_a_rule_that_is_set_traces_a_job_and_a_webhook_hears_how_it_ended(
         until(lambda: len(hook.came) == 2)
         body = json.loads(hook.came[1].body)
         assert is_genuine(secret, hook.came[1])
-        assert (body["event"], body["request"]["id"], body["request"]["job"]) == ("request.failed", request, "idle")
+        assert (body["event"], body["request"]["id"], body["request"]["job"]) == (
+            "request.failed",
+            request,
+            "idle",
+        )
         assert "the disk is full" in body["request"]["detail"]
         [listed] = until(
-            lambda: [w for w in json.loads(service.run("fleet", "webhooks", "--json"))["webhooks"] if w["delivered"]]
+            lambda: [
+                w
+                for w in json.loads(service.run("fleet", "webhooks", "--json"))["webhooks"]
+                if w["delivered"]
+            ]
         )
         assert (listed["waiting"], listed["error"], "secret" in listed) == (0, "", False)
         service.run("fleet", "webhooks", "remove", "ci")

@@ -24,7 +24,7 @@ from traceloom.errors import InputError  # noqa: E402
 from traceloom.fleet.service.executors import (  # noqa: E402
     ClusterSettings,
     DaskEngine,
-    ProcessEngine,  # noqa: E402
+    ProcessEngine,
 )
 from traceloom.fleet.service.pipeline import CapturePipeline  # noqa: E402
 from traceloom.fleet.service.tasks import Engine, EngineTask, TaskError, TaskFile  # noqa: E402
@@ -43,7 +43,9 @@ class Setting(NamedTuple):
 
 
 @pytest.fixture(params=KINDS)
-def setting(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
+def setting(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Setting]:
     kind: Kind = request.param
     monkeypatch.setattr("traceloom.fleet.store.captures._RETRY_DELAY_NS", 10**7)
     engine: Engine
@@ -51,7 +53,9 @@ def setting(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         engine, worker = ProcessEngine(2, memory_bytes=MEMORY, main=HOSTILE), 0
     else:
         cluster = running_cluster()
-        engine = DaskEngine(cluster.address, 2, cluster.tls, ClusterSettings(memory_bytes=MEMORY, main=HOSTILE))
+        engine = DaskEngine(
+            cluster.address, 2, cluster.tls, ClusterSettings(memory_bytes=MEMORY, main=HOSTILE)
+        )
         worker = 1
     stores = opened(places(kind, tmp_path, monkeypatch))
     yield Setting(stores, engine, worker)
@@ -72,7 +76,9 @@ def worked(pipeline: CapturePipeline) -> None:
     """Work until nothing waits, neither now nor for a next try."""
 
     def nothing_waits() -> bool:
-        return not pipeline.work() and not any(pipeline.state.counts()[state] for state in ("received", "checked"))
+        return not pipeline.work() and not any(
+            pipeline.state.counts()[state] for state in ("received", "checked")
+        )
 
     until(nothing_waits, PATIENCE_S)
 
@@ -80,7 +86,10 @@ def worked(pipeline: CapturePipeline) -> None:
 def rows(stores: Stores) -> dict[str, list[str]]:
     """Of each table the captures of its rows."""
     names = ("captures", "devices", "kernels", "findings")
-    return {name: sorted(stores.tables.scan(name).select("capture").collect()["capture"].to_list()) for name in names}
+    return {
+        name: sorted(stores.tables.scan(name).select("capture").collect()["capture"].to_list())
+        for name in names
+    }
 
 
 def waiting_capture(noted: Path) -> bytes:
@@ -130,19 +139,30 @@ def test_captures_become_rows_once_and_a_report(setting: Setting) -> None:
     assert rows(stores) == in_tables
 
 
-@pytest.mark.parametrize("setting", ["alone", pytest.param("shared", marks=pytest.mark.thorough)], indirect=True)
-def test_what_crashes_hangs_or_swells_is_quarantined_and_the_others_go_on(setting: Setting, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "setting", ["alone", pytest.param("shared", marks=pytest.mark.thorough)], indirect=True
+)
+def test_what_crashes_hangs_or_swells_is_quarantined_and_the_others_go_on(
+    setting: Setting, tmp_path: Path
+) -> None:
     stores, engine, _ = setting
     disasters = {
-        "crash": "SIGSEGV", "exit": "exit code 7", "hang": "took longer than 1 s", "swell": "more than 2.1 GB of memory",
-    }  # fmt: skip
+        "crash": "SIGSEGV",
+        "exit": "exit code 7",
+        "hang": "took longer than 1 s",
+        "swell": "more than 2.1 GB of memory",
+    }
     for name, reason in disasters.items():
         add_capture(stores, name, name.encode())
         worked(CapturePipeline(*stores, engine, task_s=1 if name == "hang" else 600))
         task = task_of(stores, name)
         assert (task.state, task.attempts) == ("quarantined", 3)
         assert reason in task.error
-    content, path, noted = waiting_capture(tmp_path / "noted"), tmp_path / "trace.json", tmp_path / "noted"
+    content, path, noted = (
+        waiting_capture(tmp_path / "noted"),
+        tmp_path / "trace.json",
+        tmp_path / "noted",
+    )
     path.write_bytes(content)
     file = TaskFile("trace.json", len(content), hashlib.sha256(content).hexdigest(), str(path))
     hanging = engine.submit(EngineTask("analyse", (file,), {}, 600))
@@ -163,7 +183,9 @@ def test_what_crashes_hangs_or_swells_is_quarantined_and_the_others_go_on(settin
         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_worker_that_is_killed_costs_a_try_and_the_next_one_does_it(setting: Setting, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_costs_a_try_and_the_next_one_does_it(
+    setting: Setting, tmp_path: Path
+) -> None:
     stores, engine, worker = setting
     noted = tmp_path / "noted"
     add_capture(stores, "c1", waiting_capture(noted))
@@ -195,7 +217,9 @@ def test_who_has_no_certificate_of_the_cluster_does_not_get_in(tmp_path: Path) -
 
 
 @pytest.mark.thorough
-def test_a_scheduler_that_dies_costs_a_task_no_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_that_dies_costs_a_task_no_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scheduler: list[int] = []
     stores = opened(places("alone", tmp_path, monkeypatch))
     (tmp_path / "dask").mkdir()

@@ -33,7 +33,12 @@ QUICK = {("alone", "tables.commit", "after"), ("shared", "tables.commit", "after
     ("kind", "point", "when"),
     [
         pytest.param(*case, marks=() if case in QUICK else pytest.mark.thorough)
-        for case in [(kind, point, when) for kind in KINDS for point in POINTS for when in ("before", "after")]
+        for case in [
+            (kind, point, when)
+            for kind in KINDS
+            for point in POINTS
+            for when in ("before", "after")
+        ]
     ],
 )
 def test_whatever_is_killed_where_is_finished_by_the_next(
@@ -45,7 +50,9 @@ def test_whatever_is_killed_where_is_finished_by_the_next(
         add_capture(stores, name)
     script = str(Path(__file__).parents[2] / "support" / "killed_pipeline.py")
     monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
-    done = subprocess.run([sys.executable, script, *where, point, when], capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, script, *where, point, when], capture_output=True, check=False
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
 
     with stores.state._transaction() as connection:  # as if the time of its leases had gone by

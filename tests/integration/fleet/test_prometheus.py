@@ -30,7 +30,9 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningService, Prometheus]]:
+def scraped(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[RunningService, Prometheus]]:
     folder = tmp_path_factory.mktemp("fleet")
     service = RunningService(folder, "--store", str(folder / "store"), "--workers", "1")
     try:
@@ -38,11 +40,17 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningS
         hosts = []
         for rank in range(2):
             token = service.client().post("agents", {"host": f"node{rank}"})["token"]
-            hosts.append(SimulatedHost([service.url], f"node{rank}", token, [ranked_process(rank, "job")], folder))
+            hosts.append(
+                SimulatedHost(
+                    [service.url], f"node{rank}", token, [ranked_process(rank, "job")], folder
+                )
+            )
         minute = time.time_ns() // 60_000_000_000
         row = UsageRow(minute=minute - 1, device="GPU-0", state="busy", device_ms=60_000)
         hosts[0].beat([row])
-        hosts[0].beat([UsageRow(minute=minute + 60, device="GPU-0", state="busy", device_ms=1)])  # has not been
+        hosts[0].beat(
+            [UsageRow(minute=minute + 60, device="GPU-0", state="busy", device_ms=1)]
+        )  # has not been
         service.ask("POST", "/api/v1/requests", body={"wanted": {"job": "job", "steps": 2}})
         viewer = service.client().post("tokens", {"name": "prometheus", "role": "viewer"})["token"]
         (folder / "viewer").write_text(viewer, encoding="ascii")
@@ -50,12 +58,13 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningS
             "rule_files": [str(DEPLOY / "alerts.rules.yml")],
             "scrape_configs": [
                 {
-                    "job_name": "fleet", "scrape_interval": "1s",
+                    "job_name": "fleet",
+                    "scrape_interval": "1s",
                     "static_configs": [{"targets": [f"127.0.0.1:{service.port}"]}],
                     "authorization": {"credentials_file": str(folder / "viewer")},
                 }
             ],
-        }  # fmt: skip
+        }
         with prometheus(folder / "prometheus", json.dumps(configuration)) as server:
             yield service, server
         for host in hosts:
@@ -64,10 +73,14 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningS
         assert service.end() == 0, service.log.read_text()
 
 
-def test_every_panel_of_the_dashboard_has_an_answer(scraped: tuple[RunningService, Prometheus]) -> None:
+def test_every_panel_of_the_dashboard_has_an_answer(
+    scraped: tuple[RunningService, Prometheus],
+) -> None:
     _, answers = scraped
     values = {"$instance": ".*", "$__rate_interval": "20s"}
-    expressions = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
+    expressions = [
+        target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())
+    ]
     expressions += [
         variable["query"].removeprefix("label_values(").partition(",")[0]
         for variable in DASHBOARD["templating"]["list"]
@@ -98,7 +111,9 @@ def test_what_hosts_sent_is_what_prometheus_has(scraped: tuple[RunningService, P
 def test_the_page_has_every_series_and_no_other(scraped: tuple[RunningService, Prometheus]) -> None:
     service, answers = scraped
     text = service.ask("GET", "/metrics")[1].decode()
-    assert set(re.findall(r"^# HELP (\w+?)(?:_total|_created)? ", text, re.MULTILINE)) == set(FLEET_METRICS)
+    assert set(re.findall(r"^# HELP (\w+?)(?:_total|_created)? ", text, re.MULTILINE)) == set(
+        FLEET_METRICS
+    )
     until(lambda: answers.ask("up == 1"))
     assert answers.number("scrape_samples_scraped") > len(FLEET_METRICS)
     for panel in DASHBOARD["panels"]:
@@ -109,7 +124,10 @@ def test_the_page_has_every_series_and_no_other(scraped: tuple[RunningService, P
 
 def test_alerts_fire_when_they_should() -> None:
     done = subprocess.run(
-        ["promtool", "test", "rules", DEPLOY / "alerts.test.yml"], capture_output=True, text=True, check=False
+        ["promtool", "test", "rules", DEPLOY / "alerts.test.yml"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -120,6 +138,9 @@ def test_alerts_ask_for_series_that_there_are() -> None:
     rules = (DEPLOY / "alerts.rules.yml").read_text()
     names = set(re.findall(r"traceloom_\w+", rules))
     there = {PREFIX + name for name in METRICS}
-    there |= {name + ("_total" if metric.kind == "counter" else "") for name, metric in FLEET_METRICS.items()}
+    there |= {
+        name + ("_total" if metric.kind == "counter" else "")
+        for name, metric in FLEET_METRICS.items()
+    }
     assert len(names) >= 7
     assert names <= there

@@ -40,8 +40,14 @@ def hosts_of(services: list[RunningService], folder: Path) -> Iterator[list[Simu
     hosts = []
     try:
         for rank in range(2):
-            token = until(lambda: leader(services)).client().post("agents", {"host": f"node{rank}"})["token"]
-            hosts.append(SimulatedHost(urls, f"node{rank}", token, [ranked_process(rank, "job")], folder))
+            token = (
+                until(lambda: leader(services))
+                .client()
+                .post("agents", {"host": f"node{rank}"})["token"]
+            )
+            hosts.append(
+                SimulatedHost(urls, f"node{rank}", token, [ranked_process(rank, "job")], folder)
+            )
             hosts[-1].beat()
         yield hosts
     finally:
@@ -51,7 +57,9 @@ def hosts_of(services: list[RunningService], folder: Path) -> Iterator[list[Simu
 
 def leader(services: list[RunningService]) -> RunningService | None:
     """The service that talks to hosts now."""
-    return next((of for of in services if of.lives and of.ask("GET", "/api/v1/hosts")[0] == 200), None)
+    return next(
+        (of for of in services if of.lives and of.ask("GET", "/api/v1/hosts")[0] == 200), None
+    )
 
 
 def request_of(service: RunningService, name: str) -> dict[str, Any] | None:
@@ -133,8 +141,12 @@ def test_a_service_that_is_killed_at_a_state_goes_on(tmp_path: Path, state: str,
         assert service.end() == 0, service.log.read_text()
 
 
-@pytest.mark.parametrize("state", [pytest.param(state, marks=pytest.mark.thorough) for state in STATES[:4]])
-def test_an_agent_that_is_killed_at_a_state_goes_on_when_it_is_back(tmp_path: Path, state: str) -> None:
+@pytest.mark.parametrize(
+    "state", [pytest.param(state, marks=pytest.mark.thorough) for state in STATES[:4]]
+)
+def test_an_agent_that_is_killed_at_a_state_goes_on_when_it_is_back(
+    tmp_path: Path, state: str
+) -> None:
     store = tmp_path / "store"
     service = RunningService(tmp_path, "--store", str(store), "--workers", "1")
     try:
@@ -151,13 +163,19 @@ def test_an_agent_that_is_killed_at_a_state_goes_on_when_it_is_back(tmp_path: Pa
                 second.send(name, second.report(name, "uploading").missing[:1])
             assert service.ask("GET", f"/api/v1/requests/{name}")[1]["state"] == state
             second.close()  # and what it knew is gone: it begins anew with what is wanted of it
-            check_capture(Tables(str(store)), list((store / "captures").glob("*/*")), ended([service], hosts, name))
+            check_capture(
+                Tables(str(store)),
+                list((store / "captures").glob("*/*")),
+                ended([service], hosts, name),
+            )
     finally:
         assert service.end() == 0, service.log.read_text()
 
 
 @pytest.mark.thorough
-def test_who_analyses_and_who_writes_the_tables_are_replaced_when_they_are_killed(tmp_path: Path) -> None:
+def test_who_analyses_and_who_writes_the_tables_are_replaced_when_they_are_killed(
+    tmp_path: Path,
+) -> None:
     store = tmp_path / "store"
     service = RunningService(tmp_path, "--store", str(store), "--workers", "1")
     left = [
@@ -173,7 +191,9 @@ def test_who_analyses_and_who_writes_the_tables_are_replaced_when_they_are_kille
                     host.go_on()
                 for child in psutil.Process(service.process.pid).children():
                     with contextlib.suppress(psutil.NoSuchProcess):
-                        if left and child.cmdline()[-1:] == left[:1]:  # it begins when there is something to do
+                        if (
+                            left and child.cmdline()[-1:] == left[:1]
+                        ):  # it begins when there is something to do
                             child.kill()
                             del left[0]
                 return not left
@@ -193,7 +213,10 @@ def test_another_service_takes_over_and_who_only_slept_changes_nothing(
     words = ["--store", where.store, "--state", where.state, "--workers", "1", "--lease", "3"]
     services: list[RunningService] = []
     try:
-        for name in ("first", "second"):  # as on two machines: what hosts send lies with the one that leads
+        for name in (
+            "first",
+            "second",
+        ):  # as on two machines: what hosts send lies with the one that leads
             (tmp_path / name).mkdir()
             if services:  # of the same user, whose home is not the same here
                 shutil.copytree(services[0].token_file.parent, tmp_path / name / "traceloom")
@@ -217,7 +240,9 @@ def test_another_service_takes_over_and_who_only_slept_changes_nothing(
                     host.go_on()
                 return "\nState:\tT" in Path(f"/proc/{second.process.pid}/status").read_text()
 
-            until(stopped, 120)  # it took over, had the files sent again, and sleeps now at the point
+            until(
+                stopped, 120
+            )  # it took over, had the files sent again, and sleeps now at the point
             first.start()
             until(lambda: leader([first]))
             result = ended([first], hosts, request)
@@ -225,7 +250,9 @@ def test_another_service_takes_over_and_who_only_slept_changes_nothing(
             second.process.send_signal(signal.SIGCONT)
             until(lambda: b"traceloom_fleet_leads 0.0" in second.ask("GET", "/metrics")[1])
             assert second.ask("GET", "/api/v1/hosts")[1]["error"]["slug"] == "not-leading"
-            until(lambda: "leads now" in second.log.read_text())  # what it was about to write was refused
+            until(
+                lambda: "leads now" in second.log.read_text()
+            )  # what it was about to write was refused
             assert request_of(first, request) == result
             check_capture(Tables(where.store), [Path(result["capture"])], result)
     finally:

@@ -47,7 +47,9 @@ def test_an_object_store_behind_a_bad_network_has_everything_once(
         def begun() -> Stores | None:
             try:
                 return opened(where)
-            except TraceloomError:  # with which the service ends, and whoever runs it starts it again
+            except (
+                TraceloomError
+            ):  # with which the service ends, and whoever runs it starts it again
                 return None
 
         stores = until(begun, 300)
@@ -63,7 +65,9 @@ def test_an_object_store_behind_a_bad_network_has_everything_once(
         assert set(network.dealt) == {"none", "late", "refused", "reset", "lost", "cut"}
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server}")
     kernels = stores.tables.scan("kernels").collect()
-    assert dict(kernels.group_by("capture").agg(pl.col("count").sum()).rows()) == dict.fromkeys(names, 4)
+    assert dict(kernels.group_by("capture").agg(pl.col("count").sum()).rows()) == dict.fromkeys(
+        names, 4
+    )
     assert sorted(stores.tables.scan("captures").collect()["capture"]) == names
     stores.state.close()
 
@@ -80,8 +84,14 @@ def test_rows_that_are_replaced_and_compacted_behind_a_bad_network_stand_once(
     tables.create()
     hour_ns = int(datetime(2026, 11, 2, 1, tzinfo=timezone.utc).timestamp()) * 10**9
     part = {
-        "day": DAY, "time_ns": hour_ns, "host": "n", "device": "d", "job": "j", "state": "busy", "device_ms": 60_000,
-    }  # fmt: skip
+        "day": DAY,
+        "time_ns": hour_ns,
+        "host": "n",
+        "device": "d",
+        "job": "j",
+        "state": "busy",
+        "device_ms": 60_000,
+    }
     with bad_network(server, seed=0) as network:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{network.port}")
 
@@ -107,13 +117,21 @@ def test_rows_that_are_replaced_and_compacted_behind_a_bad_network_stand_once(
         until(lambda: done(lambda: tables.compact(DAY + timedelta(days=1))), 300)
     assert {"refused", "reset", "lost"} <= set(network.dealt)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server}")
-    kernels_now = tables.scan("kernels").select("capture", "kernel", "count").sort("capture", "kernel").collect().rows()
+    kernels_now = (
+        tables.scan("kernels")
+        .select("capture", "kernel", "count")
+        .sort("capture", "kernel")
+        .collect()
+        .rows()
+    )
     assert kernels_now == [
         (f"c{at}", kernel, more + last)
         for at, last in ((0, 6), (1, 4), (2, 5))
         for kernel, more in (("a", 0), ("b", 100))
     ]
-    assert tables.scan("usage_hour").select("time_ns", "device_ms").collect().rows() == [(hour_ns, 6 * 60_000)]
+    assert tables.scan("usage_hour").select("time_ns", "device_ms").collect().rows() == [
+        (hour_ns, 6 * 60_000)
+    ]
 
 
 @pytest.fixture
@@ -122,7 +140,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "disk"
     place.mkdir()
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(place)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(place)],
+        capture_output=True,
+        check=False,
     )
     if done.returncode:
         pytest.skip(f"no disk can be mounted here: {done.stderr.decode().strip()}")
@@ -130,9 +150,17 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_a_full_disk_takes_nothing_says_so_and_goes_on_with_room(small_disk: Path, tmp_path: Path) -> None:
+def test_a_full_disk_takes_nothing_says_so_and_goes_on_with_room(
+    small_disk: Path, tmp_path: Path
+) -> None:
     service = RunningService(
-        tmp_path, "--store", str(small_disk), "--state", str(tmp_path / "state.db"), "--workers", "1"
+        tmp_path,
+        "--store",
+        str(small_disk),
+        "--state",
+        str(tmp_path / "state.db"),
+        "--workers",
+        "1",
     )
     filling = small_disk / "filling"
     trace = tmp_path / "t.json"
@@ -143,7 +171,9 @@ def test_a_full_disk_takes_nothing_says_so_and_goes_on_with_room(small_disk: Pat
         token = service.client().post("agents", {"host": "node1"})["token"]
         host = SimulatedHost([service.url], "node1", token, [ranked_process(0, "job")], tmp_path)
         host.beat()
-        name = service.ask("POST", "/api/v1/requests", body={"wanted": {"job": "job", "steps": 2}})[1]["id"]
+        name = service.ask("POST", "/api/v1/requests", body={"wanted": {"job": "job", "steps": 2}})[
+            1
+        ]["id"]
         host.report(name, "armed")
         host.report(name, "running")
         missing = host.report(name, "uploading").missing
@@ -157,10 +187,14 @@ def test_a_full_disk_takes_nothing_says_so_and_goes_on_with_room(small_disk: Pat
         with pytest.raises(ServiceError) as error:
             host.send(name, missing)
         assert (error.value.slug, error.value.status) == ("cannot-write", 503)
-        checks = {check["name"]: check["works"] for check in service.client().get("check")["checks"]}
+        checks = {
+            check["name"]: check["works"] for check in service.client().get("check")["checks"]
+        }
         assert checks == {"state": True, "files": False, "tables": True, "engine": True}
         assert [
-            path for path in small_disk.rglob("*") if ".incoming" in path.name or path.name.startswith(".rank")
+            path
+            for path in small_disk.rglob("*")
+            if ".incoming" in path.name or path.name.startswith(".rank")
         ] == []
 
         filling.unlink()
@@ -179,35 +213,52 @@ def test_hosts_that_lie_harm_nobody_and_are_named(tmp_path: Path) -> None:
     hosts: list[SimulatedHost] = []
     try:
         until(lambda: service.ask("GET", "/api/v1/hosts")[0] == 200)
-        for number, rank in enumerate((0, 1, 1)):  # the last one says that it has the rank of another
+        for number, rank in enumerate(
+            (0, 1, 1)
+        ):  # the last one says that it has the rank of another
             token = service.client().post("agents", {"host": f"node{number}"})["token"]
-            hosts.append(SimulatedHost([service.url], f"node{number}", token, [ranked_process(rank, "job")], tmp_path))
+            hosts.append(
+                SimulatedHost(
+                    [service.url], f"node{number}", token, [ranked_process(rank, "job")], tmp_path
+                )
+            )
             hosts[-1].beat()
         liar = hosts[2]
         with pytest.raises(ServiceError) as error:  # in the name of another host
             liar.ask(lambda client: client.get("agents/node0/work?wait=0", object))
         assert error.value.slug == "unknown-host"
-        name = service.ask("POST", "/api/v1/requests", body={"wanted": {"job": "job", "steps": 2}})[1]["id"]
+        name = service.ask("POST", "/api/v1/requests", body={"wanted": {"job": "job", "steps": 2}})[
+            1
+        ]["id"]
         for host in hosts:
             host.report(name, "armed")
         for host in hosts[:2]:
             host.upload(name)
         said = liar.files
-        liar.files = [type(file)(name=file.name, bytes=file.bytes + 1, sha256=file.sha256) for file in said]
+        liar.files = [
+            type(file)(name=file.name, bytes=file.bytes + 1, sha256=file.sha256) for file in said
+        ]
         with pytest.raises(ServiceError):  # other sizes than it said
             liar.upload(name)
-        assert liar.report(name, "uploaded").missing == [file.name for file in said]  # saying it does not make it so
+        assert liar.report(name, "uploaded").missing == [
+            file.name for file in said
+        ]  # saying it does not make it so
         liar.files = said
         liar.upload(name)
         request = until(
             lambda: (
-                (now := service.ask("GET", f"/api/v1/requests/{name}")[1])["state"] in {"done", "partial", "failed"}
+                (now := service.ask("GET", f"/api/v1/requests/{name}")[1])["state"]
+                in {"done", "partial", "failed"}
                 and now
             )
         )
         assert request["capture"]
-        [capture] = [c for c in service.client().get("captures")["captures"] if c["id"] == request["capture"]]
-        assert capture["state"] == ("committed" if request["state"] == "done" else "quarantined"), request
+        [capture] = [
+            c for c in service.client().get("captures")["captures"] if c["id"] == request["capture"]
+        ]
+        assert capture["state"] == ("committed" if request["state"] == "done" else "quarantined"), (
+            request
+        )
         if request["state"] == "partial":
             assert request["reason"] == "analysis-failed"
     finally:

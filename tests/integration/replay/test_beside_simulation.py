@@ -20,18 +20,48 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 SOURCE = Path(traceloom.__file__).parents[1]
 PROGRAM = [
-    "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-    str(SOURCE.parent / "examples" / "train_gpt.py"), "--device", "cpu", "--layers", "1", "--width", "32",
-    "--heads", "2", "--context", "32", "--workers", "0", "--steps", "9",
-]  # fmt: skip
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    str(SOURCE.parent / "examples" / "train_gpt.py"),
+    "--device",
+    "cpu",
+    "--layers",
+    "1",
+    "--width",
+    "32",
+    "--heads",
+    "2",
+    "--context",
+    "32",
+    "--workers",
+    "0",
+    "--steps",
+    "9",
+]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run") / "run"
-    command = [sys.executable, "-m", "traceloom", "record", "--steps", "3..6", "-o", str(path), "--", sys.executable]
+    command = [
+        sys.executable,
+        "-m",
+        "traceloom",
+        "record",
+        "--steps",
+        "3..6",
+        "-o",
+        str(path),
+        "--",
+        sys.executable,
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE)}
-    done = subprocess.run([*command, *PROGRAM], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, *PROGRAM], env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return path
 
@@ -48,7 +78,9 @@ def test_both_ranks_are_held_against_their_simulation(
     document = json.loads(capsys.readouterr().out)
     assert document["not_simulated"] is None
     assert {row["outcome"] for row in document["coverage"]} == {"run"}, "all ops are on both sides"
-    whole, beside = ({row["rank"]: row for row in document[name]} for name in ("whole", "simulated"))
+    whole, beside = (
+        {row["rank"]: row for row in document[name]} for name in ("whole", "simulated")
+    )
     assert list(beside) == [0, 1]
     with_gaps = simulate_steps([run], make_plan(run), machine, with_gaps=True).ranks
     of_step = dict(with_gaps.select("rank", "simulated_ns").iter_rows())

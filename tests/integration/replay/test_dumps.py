@@ -15,14 +15,16 @@ from torch.profiler import ExecutionTraceObserver  # noqa: E402
 
 from traceloom.workload.replay.planning import make_plan  # noqa: E402
 from traceloom.workload.replay.resize import scale_plan  # noqa: E402
-from traceloom.workload.replay.running import PlanRunner, RunOptions
+from traceloom.workload.replay.running import PlanRunner, RunOptions  # noqa: E402
 from traceloom.workload.replay.script import write_script  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 
 @pytest.mark.parametrize("ranges", [False, True])
-def test_recorded_integers_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, ranges: bool) -> None:
+def test_recorded_integers_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, ranges: bool
+) -> None:
     names = "aten::embedding,aten::gather,aten::nll_loss_forward"
     monkeypatch.setenv("ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_DATA", names)
     if ranges:
@@ -53,9 +55,14 @@ def test_recorded_integers_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     script: dict[str, Any] = {"__name__": "script"}
     exec(compile(write_script(plan), "replay.py", "exec"), script)
     outside = script["outside"]().values()
-    assert all(any(tensor.dtype == torch.int64 and tensor.equal(expected) for tensor in outside) for expected in
-               (tokens, columns, classes))  # fmt: skip
+    assert all(
+        any(tensor.dtype == torch.int64 and tensor.equal(expected) for tensor in outside)
+        for expected in (tokens, columns, classes)
+    )
     larger = scale_plan(plan, {2: Fraction(2)}).ranks[0]
-    contents = {larger.storages["content"][storage] for storage in larger.tensors["storage"].gather(registers)}
+    contents = {
+        larger.storages["content"][storage]
+        for storage in larger.tensors["storage"].gather(registers)
+    }
     assert contents == {"integers", "data"}
     assert larger.data["tensor"].to_list() == registers[2:]

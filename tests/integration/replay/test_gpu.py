@@ -27,9 +27,13 @@ GPT = ["examples/train_gpt.py", "--layers", "2", "--width", "256", "--heads", "4
 def traceloom(*arguments: str | Path) -> str:
     """Run the command line; what it prints."""
     done = subprocess.run(
-        [sys.executable, "-m", "traceloom", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])}, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "traceloom", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])},
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -46,7 +50,9 @@ def replayed(capture: Path, *more: str) -> Any:
 
 
 def test_streams_run_as_they_were_recorded(tmp_path: Path) -> None:
-    capture = recorded(tmp_path / "streams", sys.executable, "tests/support/gpu_program.py", steps="1..4")
+    capture = recorded(
+        tmp_path / "streams", sys.executable, "tests/support/gpu_program.py", steps="1..4"
+    )
     waits = link_session(load(str(capture))).edges.filter(kind="wait")
     assert waits.height >= 2, "one stream waits for the other, and the other way round"
     answer = replayed(capture)
@@ -59,7 +65,9 @@ def test_the_gpu_does_the_same_work_again(tmp_path: Path) -> None:
     answer = replayed(capture)
     (whole,) = answer["whole"]
     assert whole["gpu_ratio"] == pytest.approx(1, abs=0.15)
-    assert {row["outcome"] for row in answer["coverage"]} == {"run"}, "of the one rank's collectives, too"
+    assert {row["outcome"] for row in answer["coverage"]} == {"run"}, (
+        "of the one rank's collectives, too"
+    )
     assert all(row["gpu_ratio"] is not None for row in answer["ops"] if row["name"] == "aten::mm")
 
 

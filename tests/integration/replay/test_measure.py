@@ -37,19 +37,30 @@ def test_two_processes_measure_and_simulate_takes_the_machine(
     assert "transfers-not-measured" not in {notice["slug"] for notice in document["notices"]}
     capsys.readouterr()
     workload = tmp_path / "workload"
-    assert main(["generate", "collective", "--ranks", "2", "--size", "4096", "-o", str(workload), "-q"]) == 0
+    assert (
+        main(
+            ["generate", "collective", "--ranks", "2", "--size", "4096", "-o", str(workload), "-q"]
+        )
+        == 0
+    )
     capsys.readouterr()
     assert main(["simulate", str(workload), "--machine", str(machine), "--json"]) == 0
     fit = next(row for row in rows if row["collective"] == "all_reduce")
-    fitted = fit["alpha_ns"] + 4096 / (fit["bandwidth"] or math.inf)  # of two ranks all bytes go over the bus
+    fitted = fit["alpha_ns"] + 4096 / (
+        fit["bandwidth"] or math.inf
+    )  # of two ranks all bytes go over the bus
     assert json.loads(capsys.readouterr().out)["after_ns"] == pytest.approx(fitted, rel=1e-3)
 
 
-def test_kernels_are_not_measured_where_the_peaks_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_not_measured_where_the_peaks_are_published(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from traceloom.workload.replay import measure_rank
 
     monkeypatch.setattr(measure_rank, "find", lambda name: Peak(name, {"fp32": 1e12}, 1e11))
-    recorded = measure_rank.measure_here(Task(1, 1, "cpu", "gloo", 1024, 4, 0.5, 1.0, "env://"), 0, lambda _: None)
+    recorded = measure_rank.measure_here(
+        Task(1, 1, "cpu", "gloo", 1024, 4, 0.5, 1.0, "env://"), 0, lambda _: None
+    )
     assert (recorded.transfers, recorded.kernels) == ([], [])
 
 
@@ -59,12 +70,30 @@ def test_hosts_of_a_launcher_are_measured_inside_and_between(tmp_path: Path) -> 
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    environment = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
-                   "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}  # fmt: skip
-    verb = [sys.executable, "-m", "traceloom", "calibrate", "--here", "--device", "cpu", "--max-size", "4KiB"]
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    verb = [
+        sys.executable,
+        "-m",
+        "traceloom",
+        "calibrate",
+        "--here",
+        "--device",
+        "cpu",
+        "--max-size",
+        "4KiB",
+    ]
     verb += ["--precision", "50%", "-o", str(tmp_path / "machine.toml")]
     ranks = [
-        subprocess.Popen(verb, env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, encoding="utf-8")
+        subprocess.Popen(
+            verb, env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, encoding="utf-8"
+        )
         for rank in range(2)
     ]
     said = [rank.communicate(timeout=120)[0] for rank in ranks]

@@ -31,18 +31,36 @@ class Exchange(PlanBuilder):
 
     def filled(self, value: float, *shape: int) -> int:
         tensor = self.tensor(*shape)
-        self.run("aten::full(SymInt[] size, Scalar fill_value, *, ScalarType? dtype=None, Layout? layout=None, "
-                 "Device? device=None, bool? pin_memory=None) -> Tensor",
-                 [list(shape), value, {"dtype": "float32"}, None, None, None], [], [tensor])  # fmt: skip
+        self.run(
+            "aten::full(SymInt[] size, Scalar fill_value, *, ScalarType? dtype=None, Layout? layout=None, "
+            "Device? device=None, bool? pin_memory=None) -> Tensor",
+            [list(shape), value, {"dtype": "float32"}, None, None, None],
+            [],
+            [tensor],
+        )
         return tensor
 
     def expect(self, tensor: int, value: float, *shape: int) -> None:
         """The number of other values is an index into a table of one row."""
         other, count = self.tensor(*shape, dtype="bool", item=1), self.tensor(dtype="int64", item=8)
-        self.run("aten::ne.Scalar(Tensor self, Scalar other) -> Tensor", [{"tensor": 0}, value], [tensor], [other])
-        self.run("aten::count_nonzero(Tensor self, int? dim=None) -> Tensor", [{"tensor": 0}, None], [other], [count])
-        self.run("aten::index_select(Tensor self, int dim, Tensor index) -> Tensor", [{"tensor": 0}, 0, {"tensor": 1}],
-                 [self.filled(0, 1), count], [None])  # fmt: skip
+        self.run(
+            "aten::ne.Scalar(Tensor self, Scalar other) -> Tensor",
+            [{"tensor": 0}, value],
+            [tensor],
+            [other],
+        )
+        self.run(
+            "aten::count_nonzero(Tensor self, int? dim=None) -> Tensor",
+            [{"tensor": 0}, None],
+            [other],
+            [count],
+        )
+        self.run(
+            "aten::index_select(Tensor self, int dim, Tensor index) -> Tensor",
+            [{"tensor": 0}, 0, {"tensor": 1}],
+            [self.filled(0, 1), count],
+            [None],
+        )
 
 
 def all_kinds(rank: int, world: int, running: tuple[int, ...]) -> Exchange:
@@ -69,7 +87,9 @@ def all_kinds(rank: int, world: int, running: tuple[int, ...]) -> Exchange:
 
     mine, whole = build.filled(own, 3), build.tensor(world, 3)
     build.collective("all_gather", [mine], [whole], bytes=12)
-    row = build.view(build.rows["tensors"][whole]["storage"], [3], [1], offset=3 * running.index(rank))
+    row = build.view(
+        build.rows["tensors"][whole]["storage"], [3], [1], offset=3 * running.index(rank)
+    )
     build.add("view", [whole], [row], action="view")
     build.expect(row, own, 3)
     parts = [build.tensor(3) for _ in range(world)]
@@ -80,8 +100,12 @@ def all_kinds(rank: int, world: int, running: tuple[int, ...]) -> Exchange:
     build.collective("reduce_scatter", [whole], [scattered], bytes=12 * world)
     build.expect(scattered, total, 3)
     scattered = build.tensor(3)
-    build.collective("reduce_scatter", [build.filled(own + other, 3) for other in range(world)], [scattered],
-                     bytes=12 * world)  # fmt: skip
+    build.collective(
+        "reduce_scatter",
+        [build.filled(own + other, 3) for other in range(world)],
+        [scattered],
+        bytes=12 * world,
+    )
     build.expect(scattered, total + rank * len(running), 3)
 
     given, received = build.filled(own, world, 2), build.filled(own, world, 2)
@@ -93,12 +117,26 @@ def all_kinds(rank: int, world: int, running: tuple[int, ...]) -> Exchange:
     # Rank r sends r + 1 rows to each rank, so the o-th receives o + 1 rows of each o.
     given = build.filled(own, (rank + 1) * world, 2)
     received = build.tensor(sum(range(1, world + 1)), 2)
-    build.collective("all_to_all", [given], [received], bytes=8, splits_in=[rank + 1] * world,
-                     splits_out=list(range(1, world + 1)))  # fmt: skip
-    row = build.view(build.rows["tensors"][received]["storage"], [2], [1], offset=2 * sum(o + 1 for o in running[:-1]))
+    build.collective(
+        "all_to_all",
+        [given],
+        [received],
+        bytes=8,
+        splits_in=[rank + 1] * world,
+        splits_out=list(range(1, world + 1)),
+    )
+    row = build.view(
+        build.rows["tensors"][received]["storage"],
+        [2],
+        [1],
+        offset=2 * sum(o + 1 for o in running[:-1]),
+    )
     build.add("view", [received], [row], action="view")
     build.expect(row, running[-1] + 1.0, 2)
-    lists = [build.filled(own, 2) for _ in range(world)], [build.filled(own, 2) for _ in range(world)]
+    lists = (
+        [build.filled(own, 2) for _ in range(world)],
+        [build.filled(own, 2) for _ in range(world)],
+    )
     build.collective("all_to_all", *lists, bytes=8 * world)
     build.expect(lists[1][running[-1]], running[-1] + 1.0, 2)
 
@@ -121,7 +159,14 @@ def all_kinds(rank: int, world: int, running: tuple[int, ...]) -> Exchange:
         build.expect(arrived, before + 1.0, 4)
 
     small = build.tensor(world, 3, dtype="float8_e4m3fn", item=1, external=True, content="zeros")
-    build.collective("all_to_all", [small], [small], bytes=3 * world, splits_in=[1] * world, splits_out=[1] * world)
+    build.collective(
+        "all_to_all",
+        [small],
+        [small],
+        bytes=3 * world,
+        splits_in=[1] * world,
+        splits_out=[1] * world,
+    )
 
     if rank in {0, 1}:  # a group of some, and one that nobody waits for
         inner = build.filled(own, 2)
@@ -156,7 +201,9 @@ def test_groups_are_cut_to_the_ranks_that_run() -> None:
     assert [notice.slug for notice in replayed.notices] == ["ranks-missing"]
     for one in replayed.ranks.values():
         assert one.failures.to_dicts() == []
-        assert set(one.stand_ins["name"]) == {"c10d::send", "c10d::recv", "wait"}, "their peers do not run"
+        assert set(one.stand_ins["name"]) == {"c10d::send", "c10d::recv", "wait"}, (
+            "their peers do not run"
+        )
 
 
 def test_one_process_alone_leaves_communication_out_or_takes_its_time() -> None:
@@ -174,7 +221,9 @@ def all_reduces(rank: int, sizes: list[int], **first: Any) -> Any:
 
 
 def test_ranks_that_issue_different_collectives_are_refused_before_anything_runs() -> None:
-    plan = ReplayPlan({0: all_reduces(0, [4, 8]), 1: all_reduces(1, [4, 6])}, groups(2), world_size=2)
+    plan = ReplayPlan(
+        {0: all_reduces(0, [4, 8]), 1: all_reduces(1, [4, 6])}, groups(2), world_size=2
+    )
     with pytest.raises(InputError) as caught:
         replay(plan, ONCE)
     assert caught.value.slug == "different-collectives"
@@ -182,12 +231,16 @@ def test_ranks_that_issue_different_collectives_are_refused_before_anything_runs
         "ranks 0 and 1 issue different collectives: number 2 is all_reduce (32 bytes) on rank 0, "
         "all_reduce (24 bytes) on rank 1"
     )
-    shorter = ReplayPlan({0: all_reduces(0, [4, 8]), 1: all_reduces(1, [4])}, groups(2), world_size=2)
+    shorter = ReplayPlan(
+        {0: all_reduces(0, [4, 8]), 1: all_reduces(1, [4])}, groups(2), world_size=2
+    )
     with pytest.raises(InputError, match=r"number 2 is all_reduce .* on rank 0, nothing on rank 1"):
         replay(shorter, ONCE)
 
 
-def test_a_rank_that_dies_ends_all_with_its_name_and_its_last_lines(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_rank_that_dies_ends_all_with_its_name_and_its_last_lines(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     (tmp_path / "replay_dying.py").write_text(
         "import os, signal, sys, torch\nlibrary = torch.library.Library('replay_dying', 'DEF')\n"
         "library.define('now(Tensor x) -> Tensor')\n"
@@ -204,9 +257,15 @@ def test_a_rank_that_dies_ends_all_with_its_name_and_its_last_lines(tmp_path: Pa
         build.collective("all_reduce", [tensor], [tensor], bytes=16)
         plans[rank] = build.build()
     with pytest.raises(PartialError) as caught:
-        replay(ReplayPlan(plans, groups(2), world_size=2), RunOptions(iterations=1, imports=("replay_dying",)))
+        replay(
+            ReplayPlan(plans, groups(2), world_size=2),
+            RunOptions(iterations=1, imports=("replay_dying",)),
+        )
     assert caught.value.slug == "rank-failed"
-    assert caught.value.message == "rank 1 ended with SIGKILL, and the others were ended: the last word"
+    assert (
+        caught.value.message
+        == "rank 1 ended with SIGKILL, and the others were ended: the last word"
+    )
 
 
 def test_a_collective_that_nobody_joins_ends_after_the_timeout() -> None:
@@ -219,7 +278,9 @@ def test_a_collective_that_nobody_joins_ends_after_the_timeout() -> None:
         build.collective("all_reduce", [tensor], [tensor], bytes=16)
         plans[rank] = build.build()
     options = RunOptions(iterations=1, stand_ins=True, timeout_s=1.5)
-    with pytest.raises(PartialError, match=r"rank 1 failed, and the others were ended: .*[Tt]imed out"):
+    with pytest.raises(
+        PartialError, match=r"rank 1 failed, and the others were ended: .*[Tt]imed out"
+    ):
         replay(ReplayPlan(plans, groups(2), world_size=2), options)
 
 
@@ -230,14 +291,19 @@ def test_ranks_that_the_plan_does_not_have_are_refused() -> None:
 
 
 def test_a_replay_can_be_recorded_and_replayed_again(tmp_path: Path) -> None:
-    plan = ReplayPlan({rank: all_reduces(rank, [4, 8]) for rank in range(2)}, groups(2), world_size=2, threads=1)
+    plan = ReplayPlan(
+        {rank: all_reduces(rank, [4, 8]) for rank in range(2)}, groups(2), world_size=2, threads=1
+    )
     replay(plan, RunOptions(iterations=1, record=str(tmp_path / "again")))
     again = make_plan(tmp_path / "again")
     assert list(again.ranks) == [0, 1]
     names = again.ranks[0].ops.filter(pl.col("action") != "wait")["name"].to_list()
     assert [name for name in names if name.startswith(("aten::full", "c10d::allreduce"))] == [
-        "aten::full", "c10d::allreduce_", "aten::full", "c10d::allreduce_",
-    ]  # fmt: skip
+        "aten::full",
+        "c10d::allreduce_",
+        "aten::full",
+        "c10d::allreduce_",
+    ]
 
 
 def test_errors_of_a_rank_are_those_of_the_whole() -> None:
@@ -252,16 +318,31 @@ def test_errors_of_a_rank_are_those_of_the_whole() -> None:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved plan in which two ranks exchange something."""
     path = tmp_path_factory.mktemp("plans") / "run.plan"
-    ReplayPlan({rank: all_reduces(rank, [4]) for rank in range(2)}, groups(2), world_size=2, threads=1).save(path)
+    ReplayPlan(
+        {rank: all_reduces(rank, [4]) for rank in range(2)}, groups(2), world_size=2, threads=1
+    ).save(path)
     return path
 
 
 def under_torchrun(plan: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "traceloom", "replay", str(plan)]
+    command = [
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "traceloom",
+        "replay",
+        str(plan),
+    ]
     return subprocess.run(
-        [sys.executable, "-m", *command, "--iterations", "1", *options], capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-m", *command, "--iterations", "1", *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=300,
+    )
 
 
 def test_processes_of_torchrun_take_a_rank_each_and_the_first_answers(two_ranks: Path) -> None:

@@ -39,12 +39,26 @@ def test_collectives_of_a_script_run(tmp_path: Path) -> None:
         build.wait(number)
         ranks[rank] = build.build()
     path = tmp_path / "replay.py"
-    path.write_text(write_script(ReplayPlan(ranks, groups(2, both=[0, 1]), world_size=2)), encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
-    done = subprocess.run([*command, "--runs", "2"], capture_output=True, text=True, check=False, timeout=300)
+    path.write_text(
+        write_script(ReplayPlan(ranks, groups(2, both=[0, 1]), world_size=2)), encoding="utf-8"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(path),
+    ]
+    done = subprocess.run(
+        [*command, "--runs", "2"], capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert "rank 0: median of 2" in done.stdout
     assert "rank 1: median of 2" in done.stdout
-    alone = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False, timeout=300)
+    alone = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, check=False, timeout=300
+    )
     assert alone.returncode == 1
     assert "run it with: torchrun --nproc-per-node 2 replay.py" in alone.stderr

@@ -17,12 +17,17 @@ from traceloom.report import ReportOptions
 from traceloom.report.views.terminal import render as terminal
 
 FOLDERS = ("kineto", "multirank", "diff", "critical_path", "damaged_metadata")
-FILES = sorted(p for folder in FOLDERS for p in (DATA / folder).glob("*.gz")) if DATA.is_dir() else []
+FILES = (
+    sorted(p for folder in FOLDERS for p in (DATA / folder).glob("*.gz")) if DATA.is_dir() else []
+)
 TRACES = [path for path in FILES if ".host." not in path.name]
 OTHERS = [path for path in FILES if ".host." in path.name]
 Check = Callable[..., Any]
 
-pytestmark = [pytest.mark.data, pytest.mark.skipif(not FILES, reason="the public traces (../shared/data) are not here")]
+pytestmark = [
+    pytest.mark.data,
+    pytest.mark.skipif(not FILES, reason="the public traces (../shared/data) are not here"),
+]
 
 
 def _name(path: Path) -> str:
@@ -31,26 +36,41 @@ def _name(path: Path) -> str:
 
 def seldom(path: Path) -> bool:
     """Large ones, and those of which others are the like."""
-    return path.stat().st_size > 1_000_000 or re.match(r"dlrm_rank[2-7]|mi300_qwen", path.name) is not None
+    return (
+        path.stat().st_size > 1_000_000
+        or re.match(r"dlrm_rank[2-7]|mi300_qwen", path.name) is not None
+    )
 
 
 @pytest.mark.parametrize(
-    "path", [pytest.param(path, marks=pytest.mark.thorough) if seldom(path) else path for path in TRACES], ids=_name
+    "path",
+    [pytest.param(path, marks=pytest.mark.thorough) if seldom(path) else path for path in TRACES],
+    ids=_name,
 )
 def test_a_trace_gives_a_report_in_every_format(
-    path: Path, tmp_path: Path, check_document: Check, check_perfetto: Check, capsys: pytest.CaptureFixture[str]
+    path: Path,
+    tmp_path: Path,
+    check_document: Check,
+    check_perfetto: Check,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     names = ("report.json", "report.md", "report.perfetto.json.gz", "report.html")
     asked = [part for name in names for part in ("-o", str(tmp_path / name))]
     assert main(["report", str(path), "--no-cache", *asked]) == 0
     said = capsys.readouterr()
-    assert [line.split()[1] for line in said.out.splitlines()] == [str(tmp_path / name) for name in names]
+    assert [line.split()[1] for line in said.out.splitlines()] == [
+        str(tmp_path / name) for name in names
+    ]
     assert said.err == ""
     document = json.loads((tmp_path / "report.json").read_bytes())
     check_document(document)
     assert (tmp_path / "report.md").read_text(encoding="utf-8").count("\n") <= 60
     check_perfetto(gzip.decompress((tmp_path / "report.perfetto.json.gz").read_bytes()), document)
-    assert [line.plain for line in terminal(document, ReportOptions(full=True), 80) if line.cell_len > 80] == []
+    assert [
+        line.plain
+        for line in terminal(document, ReportOptions(full=True), 80)
+        if line.cell_len > 80
+    ] == []
     brief = list(terminal(document, ReportOptions(), 80))
     assert len(brief) <= 28  # two more lines say what to do next
     assert all(line.cell_len <= 80 for line in brief)
@@ -69,7 +89,9 @@ def test_a_trace_is_shown_on_eighty_columns(path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("path", OTHERS, ids=_name)
-def test_a_file_that_is_no_trace_is_refused_with_a_sentence(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_trace_is_refused_with_a_sentence(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", str(path), "--no-cache"]) == 3
     said = capsys.readouterr()
     assert said.out == ""
@@ -101,13 +123,22 @@ def test_the_eight_ranks_of_one_run_are_one_report(
     check_document(document)
     assert [rank["rank"] for rank in document["ranks"]] == list(range(8))
     all_reduce = next(k for k in document["kernels"] if "AllReduce" in k["name"])
-    assert (all_reduce["ranks"], all_reduce["count"], all_reduce["category"]) == (8, 24, "communication")
-    assert sum(k["total_ns"] for k in document["kernels"] if k["category"] == "communication") == 48_542_000
+    assert (all_reduce["ranks"], all_reduce["count"], all_reduce["category"]) == (
+        8,
+        24,
+        "communication",
+    )
+    assert (
+        sum(k["total_ns"] for k in document["kernels"] if k["category"] == "communication")
+        == 48_542_000
+    )
     slices = check_perfetto(traced.read_bytes(), document)
     assert {row["pid"] for row in slices["steps"]} == set(range(1, 9))
 
 
-@pytest.mark.parametrize("name", ["a100_ddp_nccl", pytest.param("v100_ns_resolution", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "name", ["a100_ddp_nccl", pytest.param("v100_ns_resolution", marks=pytest.mark.thorough)]
+)
 def test_steps_have_the_same_figures_alone_and_in_the_whole_report(
     name: str, check_document: Check, tmp_path: Path
 ) -> None:
@@ -115,7 +146,20 @@ def test_steps_have_the_same_figures_alone_and_in_the_whole_report(
     assert main(["report", path, "--no-cache", "-o", str(tmp_path / "all.json")]) == 0
     whole = json.loads((tmp_path / "all.json").read_bytes())["ranks"][0]
     step = whole["steps"][1]["step"]
-    assert main(["report", path, "--no-cache", "--steps", f"{step}..{step + 1}", "-o", str(tmp_path / "one.json")]) == 0
+    assert (
+        main(
+            [
+                "report",
+                path,
+                "--no-cache",
+                "--steps",
+                f"{step}..{step + 1}",
+                "-o",
+                str(tmp_path / "one.json"),
+            ]
+        )
+        == 0
+    )
     document = json.loads((tmp_path / "one.json").read_bytes())
     check_document(document)
     assert document["ranks"][0]["steps"] == [

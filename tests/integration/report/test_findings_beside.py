@@ -31,7 +31,9 @@ def worth(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-@pytest.mark.parametrize("options", [OPTIONS, ReportOptions(only=("core", "findings"), steps=(1, 2), ranks=(0, 1))])
+@pytest.mark.parametrize(
+    "options", [OPTIONS, ReportOptions(only=("core", "findings"), steps=(1, 2), ranks=(0, 1))]
+)
 def test_the_document_is_the_same(job: Session, options: ReportOptions, tmp_path: Path) -> None:
     here, beside = build(job, options), build(job, options, separate_process=True)
     assert here["findings"]
@@ -49,7 +51,9 @@ def test_what_the_process_cannot_do_is_done_here(job: Session, tmp_path: Path) -
     assert absent.to_list() == expected.to_list()
 
 
-def test_no_process_is_started_where_it_would_not_pay(job: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_is_started_where_it_would_not_pay(
+    job: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(*_: object) -> None:
         pytest.fail("a process was started")
 
@@ -57,7 +61,9 @@ def test_no_process_is_started_where_it_would_not_pay(job: Session, monkeypatch:
     alone = job.of_rank(0)
     for session, options in ((alone, OPTIONS), (job, ReportOptions(only=("core",)))):
         with findings.start_findings(session, options, 0, separate_process=True) as findings_of:
-            assert findings_of(UnknownValues(0)) == findings.build_findings(session, options, UnknownValues(0))
+            assert findings_of(UnknownValues(0)) == findings.build_findings(
+                session, options, UnknownValues(0)
+            )
     monkeypatch.setattr(findings, "MIN_PROCESS_EVENTS", 10**9)
     with findings.start_findings(job, OPTIONS, 0, separate_process=True) as findings_of:
         assert findings_of(UnknownValues(0))[0]

@@ -21,11 +21,17 @@ from traceloom.trace.session import Session
 
 Check = Callable[..., Any]
 # Builders do not shrink to anything simpler to read, and shrinking them takes minutes.
-QUICKLY = settings(deadline=None, max_examples=10, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+QUICKLY = settings(
+    deadline=None, max_examples=10, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
 
 
 @QUICKLY
-@given(traces=st.lists(builders(), min_size=1, max_size=2), by_shape=st.booleans(), width=st.integers(60, 130))
+@given(
+    traces=st.lists(builders(), min_size=1, max_size=2),
+    by_shape=st.booleans(),
+    width=st.integers(60, 130),
+)
 def test_every_view_of_a_random_trace_holds_its_laws(
     traces: list[Any], by_shape: bool, width: int, check_document: Check, check_perfetto: Check
 ) -> None:
@@ -70,7 +76,9 @@ def test_a_session_without_events_is_reported_too(check_document: Check) -> None
     session = Session((TraceBuilder().build(),), name="empty")
     document = json.loads(encode(build(session)))
     check_document(document)
-    assert {"kernels", "operators", "memory.devices"} <= {entry["path"] for entry in document["absent"]}
+    assert {"kernels", "operators", "memory.devices"} <= {
+        entry["path"] for entry in document["absent"]
+    }
     assert list(terminal(document, ReportOptions(full=True), 80))
 
 

@@ -110,7 +110,12 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
             path = folder / f"{len(kept)}.json"
             script = folder / "program.py"
             script.write_text(HEAD + code, encoding="utf-8")
-            subprocess.run([sys.executable, script, path, *arguments], check=True, capture_output=True, timeout=300)
+            subprocess.run(
+                [sys.executable, script, path, *arguments],
+                check=True,
+                capture_output=True,
+                timeout=300,
+            )
             kept[key] = load(path).traces[0]
         return kept[key]
 
@@ -135,14 +140,19 @@ def test_a_checkpointed_block_is_told_as_repeated(make: Make, way: str, stacks: 
     trace = make(CHECKPOINT, stacks, way)
     result = analyze.modules(trace)
     rows = {row["path"]: row for row in result.tree.to_dicts()}
-    assert result.recompute_evidence == ("operators" if (way, stacks) == ("newer", "plain") else "frames")
+    assert result.recompute_evidence == (
+        "operators" if (way, stacks) == ("newer", "plain") else "frames"
+    )
     first = "Net_0/first" if stacks == "stacks" else "first"
     second = first.replace("first", "second")
     assert rows[first]["recompute_host_ns"] > 0
     assert rows[second]["recompute_host_ns"] == 0
     assert min(rows[one]["backward_host_ns"] for one in (first, second)) > 0
     if stacks == "stacks":
-        assert (rows[f"{first}/Block_0"]["count"], rows[f"{first}/Block_0"]["recompute_count"]) == (3, 3)
+        assert (rows[f"{first}/Block_0"]["count"], rows[f"{first}/Block_0"]["recompute_count"]) == (
+            3,
+            3,
+        )
         for part in ("Linear_0", "Linear_1"):
             assert rows[f"{first}/Block_0/{part}"]["recompute_host_ns"] > 0
             assert rows[f"{first}/Block_0/{part}"]["backward_host_ns"] > 0
@@ -150,7 +160,9 @@ def test_a_checkpointed_block_is_told_as_repeated(make: Make, way: str, stacks: 
 
 def test_repeated_time_is_that_of_the_frame_that_repeats(make: Make) -> None:
     trace = make(CHECKPOINT, "stacks", "newer")
-    frames = trace.events.filter(pl.col("name").str.contains(r"checkpoint\.py\(\d+\): recompute_fn$"))
+    frames = trace.events.filter(
+        pl.col("name").str.contains(r"checkpoint\.py\(\d+\): recompute_fn$")
+    )
     spent = (frames["nested_end_ns"] - frames["start_ns"]).sum()
     tree = analyze.modules(trace).tree
     assert frames.height == 3
@@ -165,7 +177,10 @@ def test_without_checkpoints_nothing_is_repeated(make: Make) -> None:
 def test_graph_breaks_and_lookups_of_warm_code(make: Make) -> None:
     trace = make(COMPILE, "stacks", "same")
     found = analyze.compiled(trace)
-    assert found.regions.select("region", "count", "graph_break_count").rows() == [("0/0", 3, 3), ("1/0", 3, 0)]
+    assert found.regions.select("region", "count", "graph_break_count").rows() == [
+        ("0/0", 3, 3),
+        ("1/0", 3, 0),
+    ]
     assert (found.lookup_count, found.miss_count, found.compilations.height) == (6, 0, 0)
     assert found.lookup_count == names(trace).count("TorchDynamo Cache Lookup")
     row = found.breaks.row(0, named=True)

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from support.fuzzing.trying import MOST_BYTES, MOST_SECONDS, Case, attempt
 
-_SPARE = 3 << 30  # of address space beyond what may be used; libraries reserve much that they never touch
+_SPARE = (
+    3 << 30
+)  # of address space beyond what may be used; libraries reserve much that they never touch
 
 
 def main() -> None:
@@ -18,7 +20,10 @@ def main() -> None:
     seeds = Path(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever libraries print is no answer
-    reserved = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    reserved = (
+        int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        * resource.getpagesize()
+    )
     resource.setrlimit(resource.RLIMIT_AS, (reserved + MOST_BYTES + _SPARE,) * 2)
     for line in sys.stdin:
         kind, verb, seed = line.rstrip("\n").split("\t")

@@ -16,10 +16,38 @@ from support.tolerant import damaged
 
 _LONG = "n" * 65_536
 _ODD: tuple[Any, ...] = (
-    None, True, 0, 3, -1, 2**31, 2**63, 2**64, 2**70, -(2**63), 0.5, 1e308, "", "x", "0x10", "3", "\ud83d", "é" * 300,
-    _LONG, "a\x1b[31m\nb", "../../etc/passwd", "/dev/zero", [], {}, [[]], [None], [{}], {"a": {}}, [3, "x", None],
-    {"ranks": 5}, [[[[[[[[1]]]]]]]],
-)  # fmt: skip
+    None,
+    True,
+    0,
+    3,
+    -1,
+    2**31,
+    2**63,
+    2**64,
+    2**70,
+    -(2**63),
+    0.5,
+    1e308,
+    "",
+    "x",
+    "0x10",
+    "3",
+    "\ud83d",
+    "é" * 300,
+    _LONG,
+    "a\x1b[31m\nb",
+    "../../etc/passwd",
+    "/dev/zero",
+    [],
+    {},
+    [[]],
+    [None],
+    [{}],
+    {"a": {}},
+    [3, "x", None],
+    {"ranks": 5},
+    [[[[[[[[1]]]]]]]],
+)
 _NAMES = (
     b"rank\xff0.json",
     b"rank1.json\n.json",
@@ -32,7 +60,11 @@ _NAMES = (
 
 def damage(source: Path, chance: random.Random) -> str:
     """Do something wrong to a file, or to one of the files of a directory; says what."""
-    files = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
+    files = (
+        sorted(path for path in source.rglob("*") if path.is_file())
+        if source.is_dir()
+        else [source]
+    )
     if not files:
         return "nothing is there"
     file = chance.choice(files)
@@ -76,7 +108,13 @@ def _retyped(content: bytes, chance: random.Random) -> tuple[str, bytes] | None:
 
 
 def _places(value: Any) -> Any:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in list(items):
         yield value, key
         yield from _places(inner)
@@ -106,8 +144,14 @@ def _folder(file: Path, _other: Path, _chance: random.Random) -> None:
 _OF_FILES: list[tuple[str, Callable[[Path, Path, random.Random], object]]] = [
     ("gone", lambda file, _other, _chance: file.unlink()),
     ("empty", lambda file, _other, _chance: file.write_bytes(b"")),
-    ("random bytes", lambda file, _other, chance: file.write_bytes(chance.randbytes(chance.randrange(2000)))),
-    ("twice", lambda file, _other, _chance: shutil.copy(file, file.with_name(f"again-{file.name}"))),
+    (
+        "random bytes",
+        lambda file, _other, chance: file.write_bytes(chance.randbytes(chance.randrange(2000))),
+    ),
+    (
+        "twice",
+        lambda file, _other, _chance: shutil.copy(file, file.with_name(f"again-{file.name}")),
+    ),
     ("renamed", _renamed),
     ("swapped", _swapped),
     ("endless", _endless),

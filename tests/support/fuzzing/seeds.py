@@ -23,12 +23,18 @@ def trace(rank: int | None = 0, steps: int = 2) -> TraceBuilder:
     made.metadata(pg_config=[{"pg_name": "0", "ranks": [0, 1]}])
     for number in range(steps):
         at = number * 100.0
-        made.step(number, at, 90).op("aten::mm", at + 1, 20.5, shapes=[[number + 1, 3]], external_id=number + 1)
+        made.step(number, at, 90).op(
+            "aten::mm", at + 1, 20.5, shapes=[[number + 1, 3]], external_id=number + 1
+        )
         made.launch("cudaLaunchKernel", at + 2, 1, correlation=3 * number + 1)
         made.kernel(f"gemm{number}", at + 4, 30.25, correlation=3 * number + 1)
         made.launch("cudaMemcpyAsync", at + 30, 1, correlation=3 * number + 2)
-        made.copy("Memcpy HtoD (Pageable -> Device)", at + 40, 3, bytes=512, correlation=3 * number + 2)
-        made.python(f"train.py({number + 1}): step", at, 80).allocation(at + 3, 1024, address=99, total_allocated=1024)
+        made.copy(
+            "Memcpy HtoD (Pageable -> Device)", at + 40, 3, bytes=512, correlation=3 * number + 2
+        )
+        made.python(f"train.py({number + 1}): step", at, 80).allocation(
+            at + 3, 1024, address=99, total_allocated=1024
+        )
         made.counter("util", at, 0.5).thread_name(2, "loader").instant("Record Window End", at)
     return made
 
@@ -40,7 +46,10 @@ def _kineto(home: Path) -> Path:
 def _host(home: Path) -> Path:
     made = HostTraceBuilder()
     for number in range(6):
-        made.op(f"aten::op{number}", inputs=[([number, 6, 0, 64, 4, "cuda:0"], [number, 3], "Tensor(float)")])
+        made.op(
+            f"aten::op{number}",
+            inputs=[([number, 6, 0, 64, 4, "cuda:0"], [number, 3], "Tensor(float)")],
+        )
     _written(home / "pair" / "rank0.kineto.json", trace().text())
     _written(home / "pair" / "rank0.host.json", made.text())
     return home / "pair"
@@ -57,12 +66,19 @@ def _et(home: Path) -> Path:
 def _snapshot(home: Path) -> Path:
     made = SnapshotBuilder()
     blocks = [made.alloc(512 * (number + 1), *_FRAMES[number % 2]) for number in range(6)]
-    made.free(blocks[1]).free(blocks[3], completed=False).out_of_memory(1 << 30, 1 << 20, *_FRAMES[0])
+    made.free(blocks[1]).free(blocks[3], completed=False).out_of_memory(
+        1 << 30, 1 << 20, *_FRAMES[0]
+    )
     return made.write(home / "snapshot.pickle")
 
 
 def _timeline(home: Path) -> Path:
-    rows = [[-1, 1, 4096, 0], [1_000_000, 2, 512, 3], [2_000_000, 2, 1024, 4], [3_000_000, 4, -512, 3]]
+    rows = [
+        [-1, 1, 4096, 0],
+        [1_000_000, 2, 512, 3],
+        [2_000_000, 2, 1024, 4],
+        [3_000_000, 4, -512, 3],
+    ]
     return _written(home / "memory.raw.json", json.dumps(rows))
 
 

@@ -25,34 +25,46 @@ MOST_BYTES = 2 << 30
 MOST_SECONDS = 20
 LOST = "lost"  # a pseudo verb: are all whole entries there?
 _TRACE = {
-    "report": ["report", "{in}"], "report --json": ["report", "{in}", "--json"],
+    "report": ["report", "{in}"],
+    "report --json": ["report", "{in}", "--json"],
     "report -o html": ["report", "{in}", "-o", "{out}.html"],
     "report -o perfetto": ["report", "{in}", "-o", "{out}.perfetto.json.gz"],
-    "whatif": ["whatif", "{in}", "--set", "kernels * 0.5"], "memory": ["memory", "{in}"],
-    "memory -o html": ["memory", "{in}", "-o", "{out}.html"], "diff": ["diff", "{good}", "{in}"],
+    "whatif": ["whatif", "{in}", "--set", "kernels * 0.5"],
+    "memory": ["memory", "{in}"],
+    "memory -o html": ["memory", "{in}", "-o", "{out}.html"],
+    "diff": ["diff", "{good}", "{in}"],
     "diff -o md": ["diff", "{in}", "{good}", "-o", "{out}.md"],
     "baseline": ["baseline", "save", "main", "{in}", "--store", "{out}"],
-    "link": ["link", "{in}", "-o", "{out}.graph"], "anonymize": ["anonymize", "{in}", "-o", "{out}"],
-}  # fmt: skip
+    "link": ["link", "{in}", "-o", "{out}.graph"],
+    "anonymize": ["anonymize", "{in}", "-o", "{out}"],
+}
 _CHAKRA = {
-    "validate": ["validate", "{in}"], "validate --json": ["validate", "{in}", "--json", "--target", "astra-sim"],
-    "show": ["show", "{in}"], "show -o html": ["show", "{in}", "-o", "{out}.html"],
+    "validate": ["validate", "{in}"],
+    "validate --json": ["validate", "{in}", "--json", "--target", "astra-sim"],
+    "show": ["show", "{in}"],
+    "show -o html": ["show", "{in}", "-o", "{out}.html"],
     "convert to graph": ["convert", "{in}", "{out}.graph"],
     "convert to perfetto": ["convert", "{in}", "{out}.perfetto.json.gz"],
     "convert to et": ["convert", "{in}", "{out}"],
-}  # fmt: skip
+}
 _MEMORY = {
-    "memory": ["memory", "{in}"], "memory --json": ["memory", "{in}", "--json", "--by", "stack"],
+    "memory": ["memory", "{in}"],
+    "memory --json": ["memory", "{in}", "--json", "--by", "stack"],
     "memory -o html": ["memory", "{in}", "-o", "{out}.html"],
     "memory -o csv": ["memory", "{in}", "-o", "{out}.csv", "--all"],
     "report": ["report", "{in}"],
-}  # fmt: skip
+}
 _REPLAY = {"replay": ["replay", "{in}", "--plan-only", "-o", "{out}.plan"]}
 _GRAPH = {name: words for name, words in _CHAKRA.items() if name.startswith(("show", "convert"))}
 VERBS: dict[str, dict[str, list[str]]] = {
     "kineto": {LOST: [], **_TRACE},
     "host": {LOST: [], **_TRACE, **_REPLAY},
-    "et": {**_CHAKRA, "anonymize": ["anonymize", "{in}", "-o", "{out}"], "report": ["report", "{in}"], **_REPLAY},
+    "et": {
+        **_CHAKRA,
+        "anonymize": ["anonymize", "{in}", "-o", "{out}"],
+        "report": ["report", "{in}"],
+        **_REPLAY,
+    },
     "snapshot": _MEMORY,
     "timeline": _MEMORY,
     "capture": {**_TRACE, **_REPLAY},
@@ -60,7 +72,9 @@ VERBS: dict[str, dict[str, list[str]]] = {
     "directory": _TRACE,
 }
 _NO_CACHE = {"validate", "show", "convert", "anonymize"}
-_FAULTS = re.compile(r"Traceback \(most recent|section-failed|a defect of Traceloom|internal-error|panicked at")
+_FAULTS = re.compile(
+    r"Traceback \(most recent|section-failed|a defect of Traceloom|internal-error|panicked at"
+)
 
 
 @dataclass(frozen=True)
@@ -100,9 +114,16 @@ class Outcome:
 
 def cases(count: int, seed: int) -> list[Case]:
     """So many cases, all formats and verbs in turn."""
-    pairs = [(kind, verb) for kind, verbs in VERBS.items() for verb in verbs for _ in range(_weight(kind, verb))]
+    pairs = [
+        (kind, verb)
+        for kind, verbs in VERBS.items()
+        for verb in verbs
+        for _ in range(_weight(kind, verb))
+    ]
     chance = random.Random(seed)
-    return [Case(*pairs[number % len(pairs)], seed=chance.randrange(2**40)) for number in range(count)]
+    return [
+        Case(*pairs[number % len(pairs)], seed=chance.randrange(2**40)) for number in range(count)
+    ]
 
 
 def _weight(kind: str, verb: str) -> int:
@@ -154,7 +175,9 @@ def _run(case: Case, source: Path, seeds: Path, home: Path) -> tuple[int, str]:
     argv = [re.sub(r"\{\w+\}", lambda match: places[match[0]], word) for word in words]
     with captured() as (out, err):
         code = main([*argv, "--debug", *([] if words[0] in _NO_CACHE else ["--no-cache"])])
-    return code, out.getvalue().decode("utf-8", "replace") + err.getvalue().decode("utf-8", "replace")
+    return code, out.getvalue().decode("utf-8", "replace") + err.getvalue().decode(
+        "utf-8", "replace"
+    )
 
 
 @contextlib.contextmanager
@@ -183,7 +206,11 @@ def _peak() -> int:
 
 def _fault(code: int, output: str, seconds: float, description: str, before: int) -> str:
     # The traceback that `--debug` shows of a refusal is no fault.
-    searched = output if "a defect of Traceloom" in output else output.replace("Traceback (most recent", "")
+    searched = (
+        output
+        if "a defect of Traceloom" in output
+        else output.replace("Traceback (most recent", "")
+    )
     match = _FAULTS.search(searched)
     peak = _peak()
     wrong = ""
@@ -214,9 +241,17 @@ def _lost(source: Path) -> tuple[int, str]:
     text = path.read_bytes()
     items = whole_objects(text, is_node, "nodes") if host else whole_objects(text, is_event)
     try:
-        count = read_host_trace(path).ops.height if host else read_kineto(path, processes=1).meta.event_count
+        count = (
+            read_host_trace(path).ops.height
+            if host
+            else read_kineto(path, processes=1).meta.event_count
+        )
     except InputError as error:
-        return (3, "") if not _certain(items, host=host) else (LOST_CODE, f"refused with {len(items)} whole: {error}")
+        return (
+            (3, "")
+            if not _certain(items, host=host)
+            else (LOST_CODE, f"refused with {len(items)} whole: {error}")
+        )
     least = len(_certain(items, host=host))
     return (0, "") if count >= least else (LOST_CODE, f"{least} whole entries, {count} read")
 

@@ -138,7 +138,11 @@ class Run:
     def trace(self, rank: int, *, sync_records: bool = False) -> TraceBuilder:
         """The trace of one rank; see `traces`."""
         return trace_of(
-            self.ranks[rank], self.of_rank(rank), len(self.ranks), sync_records=sync_records, groups=self.job.groups
+            self.ranks[rank],
+            self.of_rank(rank),
+            len(self.ranks),
+            sync_records=sync_records,
+            groups=self.job.groups,
         )
 
     def host_trace(self, rank: int, steps: tuple[int, ...] = ()) -> HostTraceBuilder:
@@ -146,7 +150,12 @@ class Run:
         return host_trace_of(self.ranks[rank], self.of_rank(rank), len(self.ranks), steps)
 
     def write(
-        self, folder: str | Path, *, host: bool = False, ending: str = ".json.gz", sync_records: bool = False
+        self,
+        folder: str | Path,
+        *,
+        host: bool = False,
+        ending: str = ".json.gz",
+        sync_records: bool = False,
     ) -> Path:
         """Write the files of a capture: `rank<N>.kineto.json.gz`, host traces where asked for, and `capture.json`.
 

@@ -19,7 +19,9 @@ _DEVICE = ("kernel", "copy", "fill")
 _SYNCHRONISE = r"^cuda(Device|Stream|Event)Synchronize$"
 
 
-def changed(graph: Graph, change: Change, absent_ns: int, without: Collection[str] = ()) -> tuple[Ints, Ints]:
+def changed(
+    graph: Graph, change: Change, absent_ns: int, without: Collection[str] = ()
+) -> tuple[Ints, Ints]:
     """Works and delays to evaluate a graph with, residuals included in the evaluation.
 
     Args:
@@ -36,7 +38,13 @@ def changed(graph: Graph, change: Change, absent_ns: int, without: Collection[st
 
 def _works(graph: Graph, change: Change) -> Ints:
     kind = pl.col("kind").cast(pl.String)
-    factor = pl.when(kind.is_in(_HOST)).then(change.host).when(kind.is_in(_DEVICE)).then(change.kernels).otherwise(1.0)
+    factor = (
+        pl.when(kind.is_in(_HOST))
+        .then(change.host)
+        .when(kind.is_in(_DEVICE))
+        .then(change.kernels)
+        .otherwise(1.0)
+    )
     if DELAY in change.without:
         factor = pl.when(pl.col("name") == DELAY_NAME).then(0.0).otherwise(factor)
     # What a node takes is its work and what is left over; both change, and the second is added in the evaluation.
@@ -48,7 +56,9 @@ def _works(graph: Graph, change: Change) -> Ints:
 def _delays(graph: Graph, change: Change, absent_ns: int, without: Collection[str]) -> Ints:
     kind = pl.col("kind").cast(pl.String)
     transfer = (kind == "rendezvous") & pl.col("to_end")
-    shorter = (pl.col("delay_ns") + pl.col("residual_ns")) * change.collectives - pl.col("residual_ns")
+    shorter = (pl.col("delay_ns") + pl.col("residual_ns")) * change.collectives - pl.col(
+        "residual_ns"
+    )
     delay = pl.when(transfer).then(shorter.round().cast(pl.Int64)).otherwise("delay_ns")
     removed = kind.is_in(list(without))
     if SYNC in change.without:

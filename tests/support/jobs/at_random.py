@@ -68,7 +68,9 @@ def step_ends(run: Run) -> list[int]:
     for span in run.spans:
         if span.stream is not None:
             steps = begins[span.rank]
-            _, step = steps[max(bisect_right(steps, (calls[span.rank, span.correlation or 0], 2**62)) - 1, 0)]
+            _, step = steps[
+                max(bisect_right(steps, (calls[span.rank, span.correlation or 0], 2**62)) - 1, 0)
+            ]
             ends[step] = max(ends[step], span.end)
     return [ends[step] for step in sorted(ends)]
 
@@ -84,13 +86,25 @@ def awaited_by_autograd(job: Job) -> Job:
                 number = int(instruction.flag.rpartition(" ")[2])
                 meeting = do.Meeting("allreduce", "loss", members, number, 1 << 20, 700_000)
                 out += [
-                    do.Record("loss", _COMPUTE, 1_800), do.StreamWait("loss", _NETWORK, 1_300, 1_500),
-                    do.Begin("c10d::allreduce"), do.Work(4_000),
-                    do.Submit("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "kernel", _NETWORK, 0, 4_500, 6_500, 1_200,
-                              7_000, meeting=meeting),
+                    do.Record("loss", _COMPUTE, 1_800),
+                    do.StreamWait("loss", _NETWORK, 1_300, 1_500),
+                    do.Begin("c10d::allreduce"),
+                    do.Work(4_000),
+                    do.Submit(
+                        "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
+                        "kernel",
+                        _NETWORK,
+                        0,
+                        4_500,
+                        6_500,
+                        1_200,
+                        7_000,
+                        meeting=meeting,
+                    ),
                     do.End(),
-                    do.Record("loss known", _NETWORK, 1_800), do.StreamWait("loss known", _COMPUTE, 1_300, 1_500),
-                ]  # fmt: skip
+                    do.Record("loss known", _NETWORK, 1_800),
+                    do.StreamWait("loss known", _COMPUTE, 1_300, 1_500),
+                ]
             out.append(instruction)
         return out
 
@@ -104,14 +118,24 @@ def to_change(count: int, seed: int) -> Iterator[Changed]:
     for _ in range(count):
         ranks = pick([1, 2, 3, 4])
         recipe = Recipe(
-            steps=pick([2, 3, 4]), layers=pick([2, 4, 6]), kernel_us=pick([5, 20, 60, 150]), op_us=pick([4, 12, 30]),
-            think_us=pick([20, 200]), item=chance.random() < 0.4, sync=pick(["", "", "device", "stream", "event"]),
-            pageable_input=chance.random() < 0.3, side_stream=chance.random() < 0.4, autograd=chance.random() < 0.7,
-            loader_us=pick([0, 0, 400]), ranks=ranks, transfer_us=pick([30, 150, 600]),
+            steps=pick([2, 3, 4]),
+            layers=pick([2, 4, 6]),
+            kernel_us=pick([5, 20, 60, 150]),
+            op_us=pick([4, 12, 30]),
+            think_us=pick([20, 200]),
+            item=chance.random() < 0.4,
+            sync=pick(["", "", "device", "stream", "event"]),
+            pageable_input=chance.random() < 0.3,
+            side_stream=chance.random() < 0.4,
+            autograd=chance.random() < 0.7,
+            loader_us=pick([0, 0, 400]),
+            ranks=ranks,
+            transfer_us=pick([30, 150, 600]),
             sharded=ranks > 1 and chance.random() < 0.4,
             delay_us={0: 800} if ranks > 1 and chance.random() < 0.4 else {},
-            spread=pick([0, 0.15, 0.3]), seed=chance.randrange(1000),
-        )  # fmt: skip
+            spread=pick([0, 0.15, 0.3]),
+            seed=chance.randrange(1000),
+        )
         job = training_job(recipe)
         if recipe.autograd and ranks > 1 and chance.random() < 0.6:
             job = awaited_by_autograd(job)
@@ -127,7 +151,10 @@ def _changes(recipe: Recipe) -> Iterator[tuple[str, Change]]:
         yield "collectives * 4", Change(collectives=4)
         yield "collectives remove", Change(collectives=0)
     if recipe.sync and not recipe.item:
-        yield "syncs ~ cuda(Device|Stream|Event)Synchronize remove", Change(without=frozenset({SYNC, LAST_SYNC}))
+        yield (
+            "syncs ~ cuda(Device|Stream|Event)Synchronize remove",
+            Change(without=frozenset({SYNC, LAST_SYNC})),
+        )
     if recipe.delay_us and recipe.ranks > 2:
         yield "rank 0 delay remove", Change(without=frozenset({DELAY}))
 
@@ -144,18 +171,32 @@ def with_a_late_rank(count: int, seed: int, steps: int = 6) -> Iterator[Late]:
             slow = SlowRank(rank, pick([1.2, 1.5]))
             fault: Fault = late if chance.random() < 0.5 else slow
             parallel = ParallelRecipe(
-                data=data, tensor=tensor, steps=steps, layers=pick([1, 2, 3]), kernel_us=pick([20, 60, 120]),
-                item=chance.random() < 0.5, microbatches=pick([1, 2]), faults=(fault,), seed=chance.randrange(100),
+                data=data,
+                tensor=tensor,
+                steps=steps,
+                layers=pick([1, 2, 3]),
+                kernel_us=pick([20, 60, 120]),
+                item=chance.random() < 0.5,
+                microbatches=pick([1, 2]),
+                faults=(fault,),
+                seed=chance.randrange(100),
                 transfer_us=pick([20, 100]),
-            )  # fmt: skip
+            )
             yield Late(parallel_job(parallel), rank, Change(without=frozenset({fault.label})))
             continue
         ranks = pick([2, 3, 4])
         rank = chance.randrange(ranks)
         recipe = Recipe(
-            steps=steps, layers=pick([3, 6]), kernel_us=pick([10, 40, 100]), ranks=ranks,
-            delay_us={rank: pick([300, 800, 2500])}, item=chance.random() < 0.4, sync=pick(["", "device"]),
-            autograd=chance.random() < 0.5, transfer_us=pick([40, 200]), sharded=chance.random() < 0.3,
+            steps=steps,
+            layers=pick([3, 6]),
+            kernel_us=pick([10, 40, 100]),
+            ranks=ranks,
+            delay_us={rank: pick([300, 800, 2500])},
+            item=chance.random() < 0.4,
+            sync=pick(["", "device"]),
+            autograd=chance.random() < 0.5,
+            transfer_us=pick([40, 200]),
+            sharded=chance.random() < 0.3,
             seed=chance.randrange(100),
-        )  # fmt: skip
+        )
         yield Late(training_job(recipe), rank, Change(without=frozenset({DELAY})))

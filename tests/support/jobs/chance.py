@@ -20,7 +20,9 @@ class Chance:
 
     def draw(self, us: float, spread: float | None = None) -> int:
         """Nanoseconds around a median of microseconds."""
-        return round(us * 1000 * self._random.lognormvariate(0, self._spread if spread is None else spread))
+        return round(
+            us * 1000 * self._random.lognormvariate(0, self._spread if spread is None else spread)
+        )
 
 
 class Shared:

@@ -42,7 +42,9 @@ class StragglingStep:
     @property
     def label(self) -> str:
         """Of the fault."""
-        return f"straggling step {self.step}" + ("" if self.rank is None else f" on rank {self.rank}")
+        return f"straggling step {self.step}" + (
+            "" if self.rank is None else f" on rank {self.rank}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,4 +131,6 @@ class ShardImbalance:
         return f"large shard on rank {self.rank}"
 
 
-Fault = SlowRank | StragglingStep | LateHost | SlowLink | ExtraSync | TokenImbalance | ShardImbalance
+Fault = (
+    SlowRank | StragglingStep | LateHost | SlowLink | ExtraSync | TokenImbalance | ShardImbalance
+)

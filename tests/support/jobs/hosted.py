@@ -80,7 +80,9 @@ class _Rank:
             self._late()
             self._forward()
             self._backward()
-            self._region("Optimizer.step#SGD.step", self._op("aten::_foreach_add_", 400_000), annotation=True)
+            self._region(
+                "Optimizer.step#SGD.step", self._op("aten::_foreach_add_", 400_000), annotation=True
+            )
             self.main.append(do.End())
         return [self.main, *self.back_ends]
 
@@ -100,8 +102,15 @@ class _Rank:
     def _forward(self) -> None:
         for block in range(self.recipe.blocks):
             if self.recipe.sharded:
-                self._region(f"FSDP::pre_forward ({block})", self._gathered("all_gather", block), annotation=True)
-            self.main += [*self._op("aten::linear", self.recipe.block_ns), do.Work(self._some(40_000))]
+                self._region(
+                    f"FSDP::pre_forward ({block})",
+                    self._gathered("all_gather", block),
+                    annotation=True,
+                )
+            self.main += [
+                *self._op("aten::linear", self.recipe.block_ns),
+                do.Work(self._some(40_000)),
+            ]
 
     def _backward(self) -> None:
         pending: list[str] = []
@@ -132,21 +141,33 @@ class _Rank:
         members = tuple(range(recipe.ranks))
         spelled = {"all_reduce": "allreduce", "all_gather": "_allgather_base"}[kind]
         # of one size, and of nearly one length on each rank
-        meeting = do.Meeting(spelled, "0", members, number, 1 << 18, recipe.transfer_ns + self._some(8_000))
+        meeting = do.Meeting(
+            spelled, "0", members, number, 1 << 18, recipe.transfer_ns + self._some(8_000)
+        )
         requested, done = f"asked {number}", f"done {number}"
         self.back_ends[number % _BACK_ENDS] += [
             do.Await(requested, recipe.wake_ns),
             do.Begin(f"gloo:{kind}", annotation=True, meeting=meeting),
-            do.Begin("aten::empty"), do.Work(4_000), do.End(), do.Work(3_000),
+            do.Begin("aten::empty"),
+            do.Work(4_000),
+            do.End(),
+            do.Work(3_000),
             do.Meet(meeting),
-            do.Begin("aten::copy_"), do.Work(30_000), do.End(),
+            do.Begin("aten::copy_"),
+            do.Work(30_000),
+            do.End(),
             do.End(),
             do.Post(done),
-        ]  # fmt: skip
+        ]
         return [do.Begin(op), do.Work(self._some(60_000)), do.Post(requested), do.End()], done
 
     def _region(self, name: str, inside: Instructions, *, annotation: bool = False) -> None:
-        self.main += [do.Begin(name, annotation=annotation), *inside, do.End(), do.Work(self._some(30_000))]
+        self.main += [
+            do.Begin(name, annotation=annotation),
+            *inside,
+            do.End(),
+            do.Work(self._some(30_000)),
+        ]
 
     def _op(self, name: str, duration: int) -> Instructions:
         return [do.Begin(name), do.Work(self._some(duration)), do.End()]

@@ -11,9 +11,7 @@ NORM_BACK = f"{_HIDDEN}layer_norm_grad_input_kernel_vectorized<c10::BFloat16, fl
 EMBED = f"{_HIDDEN}indexSelectLargeIndex<c10::BFloat16, long, unsigned int, 2, 2, -2, true>()"
 SOFTMAX = f"{_HIDDEN}cunn_SoftMaxForward<4, float, float, float, LogSoftMaxForwardEpilogue>()"
 ADAM = f"{_HIDDEN}multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor<float, 4>>()"
-GROUPED = (
-    "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal<>>>()"
-)
+GROUPED = "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal<>>>()"
 
 
 def product(layout: str) -> str:

@@ -53,7 +53,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         if min(self.data, self.tensor, self.pipeline, self.expert) < 1 or self.data % self.expert:
-            raise ValueError(f"expected sizes from 1 and experts that divide the data ranks, got {self}")
+            raise ValueError(
+                f"expected sizes from 1 and experts that divide the data ranks, got {self}"
+            )
 
     @property
     def world_size(self) -> int:

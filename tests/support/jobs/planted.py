@@ -72,7 +72,10 @@ class Planted:
 
 def edited(job: Job, edit: Callable[[int, Instructions], Instructions]) -> Job:
     """The job with other instructions: `edit` is given each thread's (and its rank)."""
-    ranks = [replace(rank, threads=[edit(rank.rank, thread) for thread in rank.threads]) for rank in job.ranks]
+    ranks = [
+        replace(rank, threads=[edit(rank.rank, thread) for thread in rank.threads])
+        for rank in job.ranks
+    ]
     return replace(job, ranks=ranks)
 
 
@@ -141,12 +144,18 @@ def awaited_at_once(job: Job) -> Job:
 def busy(name: str, us: float, *, python: bool = False) -> Instructions:
     """The host is busy with something that the trace names, or (where "") that it does not."""
     work = do.Work(round(us * 1000))
-    return [do.Begin(name, annotation=not python, python=python), work, do.End()] if name else [work]
+    return (
+        [do.Begin(name, annotation=not python, python=python), work, do.End()] if name else [work]
+    )
 
 
 def reads(*, blocking: bool) -> Instructions:
     """A value is read from the device; where it does not block, it is copied and looked at later."""
-    out: Instructions = [do.Begin("aten::item"), do.Begin("aten::_local_scalar_dense"), do.Work(4_000)]
+    out: Instructions = [
+        do.Begin("aten::item"),
+        do.Begin("aten::_local_scalar_dense"),
+        do.Work(4_000),
+    ]
     out.append(_copy("Memcpy DtoH (Device -> Pageable)", 1_200, 4, blocking=blocking))
     if blocking:
         out.append(do.Synchronize(do.STREAM, 2_000, 7_000, _COMPUTE))
@@ -156,19 +165,25 @@ def reads(*, blocking: bool) -> Instructions:
 def uploads(us: float, *, pageable: bool) -> Instructions:
     """A batch is copied to the device: from pageable memory the call returns when that is done."""
     kind = "Pageable" if pageable else "Pinned"
-    copy = _copy(f"Memcpy HtoD ({kind} -> Device)", round(us * 1000), round(us * 12_000), blocking=pageable)
+    copy = _copy(
+        f"Memcpy HtoD ({kind} -> Device)", round(us * 1000), round(us * 12_000), blocking=pageable
+    )
     return [do.Begin("aten::to"), do.Begin("aten::copy_"), do.Work(4_000), copy, do.End(), do.End()]
 
 
 def _copy(name: str, duration: int, size: int, *, blocking: bool) -> do.Submit:
-    return do.Submit(name, "copy", _COMPUTE, duration, 4_500, 6_500, 1_200, 7_000, blocking=blocking, size=size)
+    return do.Submit(
+        name, "copy", _COMPUTE, duration, 4_500, 6_500, 1_200, 7_000, blocking=blocking, size=size
+    )
 
 
 def kernel(names: tuple[str, ...], kernel_name: str, us: float, op_us: float = 8.0) -> Instructions:
     """An op with a kernel, the outermost name first."""
     out: Instructions = [do.Begin(name) for name in names]
     out.append(do.Work(round(op_us * 500)))
-    out.append(do.Submit(kernel_name, "kernel", _COMPUTE, round(us * 1000), 4_500, 6_500, 1_200, 7_000))
+    out.append(
+        do.Submit(kernel_name, "kernel", _COMPUTE, round(us * 1000), 4_500, 6_500, 1_200, 7_000)
+    )
     out.append(do.Work(round(op_us * 500)))
     return out + [do.End() for _ in names]
 
@@ -180,7 +195,9 @@ def repeated_forward(job: Job) -> Job:
         out: Instructions = []
         for instruction in thread:
             out.append(instruction)
-            if isinstance(instruction, do.Begin) and instruction.name.startswith("autograd::engine::evaluate_function"):
+            if isinstance(instruction, do.Begin) and instruction.name.startswith(
+                "autograd::engine::evaluate_function"
+            ):
                 frame = "torch/utils/checkpoint.py(1130): recompute_fn"
                 out.append(do.Begin(frame, python=True))
                 out += kernel(("aten::linear", "aten::addmm"), "sm90_xmma_gemm_f32f32", 60)
@@ -205,8 +222,20 @@ def one_graph(job: Job) -> Job:
                 out += [instruction] if depth <= 1 else []
             elif isinstance(instruction, do.End):
                 if depth == 1 and nodes:
-                    out += [do.Submit("step", "graph", _COMPUTE, 0, 9_000, 6_500, 1_000, 7_000, graph=1,
-                                      nodes=tuple(nodes))]  # fmt: skip
+                    out += [
+                        do.Submit(
+                            "step",
+                            "graph",
+                            _COMPUTE,
+                            0,
+                            9_000,
+                            6_500,
+                            1_000,
+                            7_000,
+                            graph=1,
+                            nodes=tuple(nodes),
+                        )
+                    ]
                     nodes = []
                 out += [instruction] if depth <= 1 else []
                 depth -= 1
@@ -232,7 +261,12 @@ def single_rank() -> Iterator[Planted]:
     """Faults of a job of one process."""
     clean = training_job(replace(BASE, sync="device"))
     for fault, slug, name, python in (
-        ("slow loader", "data-starved", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", False),
+        (
+            "slow loader",
+            "data-starved",
+            "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__",
+            False,
+        ),
         ("sleep", "host-pause", "", False),
         ("Python in the loop", "host-pause", "train.py(88): write_metrics", True),
         ("collection", "garbage-collection", "<built-in function collect>", True),
@@ -242,24 +276,40 @@ def single_rank() -> Iterator[Planted]:
     for fault, slug, wrong, right in (
         ("synchronisation", "blocking-sync", _synchronises, list),
         ("item", "blocking-item", partial(reads, blocking=True), partial(reads, blocking=False)),
-        ("pageable copy", "blocking-copy", partial(uploads, 40, pageable=True), partial(uploads, 40, pageable=False)),
+        (
+            "pageable copy",
+            "blocking-copy",
+            partial(uploads, 40, pageable=True),
+            partial(uploads, 40, pageable=False),
+        ),
     ):
-        yield Planted(fault, slug, after_each(ahead, "aten::linear", wrong), after_each(ahead, "aten::linear", right))
+        yield Planted(
+            fault,
+            slug,
+            after_each(ahead, "aten::linear", wrong),
+            after_each(ahead, "aten::linear", right),
+        )
     # the next step begins when the value was read; the last one has none, so that there are many
     read = training_job(Recipe(steps=16, layers=4, kernel_us=40, think_us=300))
-    waits, runs_on = (at_each_step(read, partial(_reads, blocking), last=True) for blocking in (True, False))
+    waits, runs_on = (
+        at_each_step(read, partial(_reads, blocking), last=True) for blocking in (True, False)
+    )
     yield Planted("value at the end of a step", "blocking-item", waits, runs_on)
     waiting = busy("threading.py(324): wait", 7_000, python=True)
     beside = [replace(rank, threads=[*rank.threads, waiting]) for rank in clean.ranks]
     monitored = replace(clean, ranks=beside)
     write = partial(_busy, "train.py(88): write_metrics", True)
-    yield Planted("Python beside a thread that waits", "host-pause", at_each_step(monitored, write), monitored)
+    yield Planted(
+        "Python beside a thread that waits", "host-pause", at_each_step(monitored, write), monitored
+    )
     small = training_job(Recipe(steps=STEPS, layers=16, kernel_us=5, op_us=16, sync="device"))
     yield Planted("launches", "launch-bound", small, one_graph(small))
     yield Planted("recomputation", "recomputation", repeated_forward(clean), clean)
     on_host = training_job(replace(BASE, kernel_us=5, op_us=16, sync="device"))
     marked = after_each(on_host, "aten::linear", partial(busy, "traceloom.checkpoint", 25))
-    yield Planted("recomputation by a busy host", "recomputation", repeated_forward(marked), on_host)
+    yield Planted(
+        "recomputation by a busy host", "recomputation", repeated_forward(marked), on_host
+    )
 
 
 def _busy(name: str, python: bool, _step: int) -> Instructions:
@@ -285,28 +335,42 @@ def several_ranks() -> Iterator[Planted]:
     passes = replace(PARALLEL, data=2, microbatches=4, kernel_us=25, layers=1, item=False)
     yield _declared("synchronisation per pass", "blocking-sync", passes, ExtraSync())
     yield _declared(
-        "unequal tokens", "compute-imbalance", replace(PARALLEL, expert=4, layers=2), TokenImbalance((3, 1, 1, 1))
+        "unequal tokens",
+        "compute-imbalance",
+        replace(PARALLEL, expert=4, layers=2),
+        TokenImbalance((3, 1, 1, 1)),
     )
     even = tuple(ShardImbalance(rank, 63 / 4) for rank in range(4))
     large = parallel_job(replace(PARALLEL, faults=(ShardImbalance(3, 60.0),)))
-    yield Planted("large shard", "compute-imbalance", large, parallel_job(replace(PARALLEL, faults=even)))
+    yield Planted(
+        "large shard", "compute-imbalance", large, parallel_job(replace(PARALLEL, faults=even))
+    )
     reduced = training_job(replace(BASE, ranks=2, transfer_us=60, sync="device"))
     yield Planted("exposed collectives", "exposed-communication", awaited_at_once(reduced), reduced)
     piped = ParallelRecipe(pipeline=4, steps=3, layers=2, kernel_us=100, microbatches=4)
     more = replace(piped, microbatches=16, kernel_us=25)
     yield Planted("bubbles", "pipeline-bubbles", parallel_job(piped), parallel_job(more))
     flushed, finer = (replace(recipe, schedule="gpipe") for recipe in (piped, more))
-    yield Planted("bubbles of GPipe", "pipeline-bubbles", parallel_job(flushed), parallel_job(finer))
+    yield Planted(
+        "bubbles of GPipe", "pipeline-bubbles", parallel_job(flushed), parallel_job(finer)
+    )
 
 
 def that_never_meet(recipe: Recipe, ranks: int) -> Job:
     """Processes of one job that share no communication; the last one's kernels take twice as long."""
     last = ranks - 1
     alone = [
-        training_job(replace(recipe, seed=rank, kernel_us=recipe.kernel_us * (2 if rank == last else 1))).ranks[0]
+        training_job(
+            replace(recipe, seed=rank, kernel_us=recipe.kernel_us * (2 if rank == last else 1))
+        ).ranks[0]
         for rank in range(ranks)
     ]
-    return Job([do.Rank(rank, single.threads, single.clock, single.queue_limit) for rank, single in enumerate(alone)])
+    return Job(
+        [
+            do.Rank(rank, single.threads, single.clock, single.queue_limit)
+            for rank, single in enumerate(alone)
+        ]
+    )
 
 
 def clean_jobs() -> dict[str, Job]:
@@ -318,6 +382,10 @@ def clean_jobs() -> dict[str, Job]:
         "a loader in time": training_job(replace(base, loader_us=300)),
         "data parallel": parallel_job(replace(PARALLEL, op_us=2, transfer_us=20, item=False)),
         "ranks that never meet": that_never_meet(base, 2),
-        "a copy of a hundredth": at_each_step(training_job(base), lambda _: uploads(30, pageable=False)),
-        "two ranks": training_job(replace(base, ranks=2, transfer_us=40, spread=0.04)),  # else one does more by chance
+        "a copy of a hundredth": at_each_step(
+            training_job(base), lambda _: uploads(30, pageable=False)
+        ),
+        "two ranks": training_job(
+            replace(base, ranks=2, transfer_us=40, spread=0.04)
+        ),  # else one does more by chance
     }

@@ -180,7 +180,9 @@ class _Rank:
         self.engine = simulation.engine
         self.rank = rank
         self.streams: dict[int, _Stream] = {}
-        self.events: dict[str, tuple[Signal, int, int]] = {}  # what it awaits, correlation of the record, stream
+        self.events: dict[
+            str, tuple[Signal, int, int]
+        ] = {}  # what it awaits, correlation of the record, stream
         self.flags: dict[str, Signal] = {}
         self.correlation = 0
         self._does: dict[type[Any], Callable[[int, Any], Process]] = {
@@ -200,7 +202,11 @@ class _Rank:
             elif isinstance(step, do.End):
                 begun, start = open_spans.pop()
                 kind = "annotation" if begun.annotation else "python" if begun.python else "op"
-                args = begun.args if begun.meeting is None else {**begun.args, "meeting": begun.meeting}
+                args = (
+                    begun.args
+                    if begun.meeting is None
+                    else {**begun.args, "meeting": begun.meeting}
+                )
                 self._log(kind, begun.name, start, thread=number, args=args)
             elif isinstance(step, do.Work):
                 if step.label not in self.sim.change.without:
@@ -229,7 +235,13 @@ class _Rank:
             yield from self._until([item.done], until, step.back)
         elif until > self.engine.now:
             yield until - self.engine.now
-        self._log("call", step.call or CALLS[step.kind], start, thread=thread, correlation=item.correlation)
+        self._log(
+            "call",
+            step.call or CALLS[step.kind],
+            start,
+            thread=thread,
+            correlation=item.correlation,
+        )
 
     def _record(self, thread: int, step: do.Record) -> Process:
         stream = self._stream(step.stream)
@@ -246,7 +258,9 @@ class _Rank:
         self._put(self._stream(step.stream), _Item(waits=awaited, delay=step.delay))
         yield self._own(step.cost)
         about = {"waits": step.stream, "awaited": of, "recorded": recorded}
-        self._log("call", "cudaStreamWaitEvent", start, thread=thread, correlation=number, args=about)
+        self._log(
+            "call", "cudaStreamWaitEvent", start, thread=thread, correlation=number, args=about
+        )
 
     def _synchronize(self, thread: int, step: do.Synchronize) -> Process:
         start, number = self.engine.now, self._next()
@@ -298,7 +312,9 @@ class _Rank:
                 assert item.waits.at is not None
                 stream.held = max(stream.held, item.waits.at + item.delay)
             elif item.submit is None:
-                if stream.free_at > self.engine.now:  # the kernel before has let others go, and still runs
+                if (
+                    stream.free_at > self.engine.now
+                ):  # the kernel before has let others go, and still runs
                     yield stream.free_at - self.engine.now
                 self.engine.fire(item.done)
             else:
@@ -331,12 +347,19 @@ class _Rank:
         else:
             yield from ending
 
-    def _end(self, stream: _Stream, item: _Item, submit: do.Submit, start: int, end: int) -> Process:
+    def _end(
+        self, stream: _Stream, item: _Item, submit: do.Submit, start: int, end: int
+    ) -> Process:
         yield end - start
         args: dict[str, Any] = {"bytes": submit.size, **submit.args} if submit.size else submit.args
         self._log(
-            submit.kind, submit.name, start, stream=stream.number, correlation=item.correlation, args=args
-        )  # fmt: skip
+            submit.kind,
+            submit.name,
+            start,
+            stream=stream.number,
+            correlation=item.correlation,
+            args=args,
+        )
         self._done(stream, item)
 
     def _meet_here(self, _thread: int, step: do.Meet) -> Process:
@@ -349,14 +372,25 @@ class _Rank:
         if gathering.come == len(meeting.members):
             self.engine.fire(gathering.all_here)
         yield gathering.all_here
-        transfer = meeting.transfer - (meeting.slowed if meeting.label in self.sim.change.without else 0)
+        transfer = meeting.transfer - (
+            meeting.slowed if meeting.label in self.sim.change.without else 0
+        )
         yield round(transfer * self.sim.change.collectives)
 
-    def _meet(self, stream: _Stream, item: _Item, submit: do.Submit, meeting: do.Meeting) -> Process:
+    def _meet(
+        self, stream: _Stream, item: _Item, submit: do.Submit, meeting: do.Meeting
+    ) -> Process:
         start = self.engine.now
         yield from self._met(meeting)
         about = {**submit.args, "meeting": meeting, "met": self.sim.meeting(meeting).all_here.at}
-        self._log("kernel", submit.name, start, stream=stream.number, correlation=item.correlation, args=about)
+        self._log(
+            "kernel",
+            submit.name,
+            start,
+            stream=stream.number,
+            correlation=item.correlation,
+            args=about,
+        )
         stream.free_at = stream.early_at = self.engine.now
         self._done(stream, item)
 
@@ -368,7 +402,14 @@ class _Rank:
             start = self.engine.now
             yield self._takes(node.duration, node.slowed, node.label)
             about = {"graph id": submit.graph, "graph node id": node.node}
-            self._log("kernel", node.name, start, stream=stream.number, correlation=item.correlation, args=about)
+            self._log(
+                "kernel",
+                node.name,
+                start,
+                stream=stream.number,
+                correlation=item.correlation,
+                args=about,
+            )
         stream.free_at = stream.early_at = self.engine.now
         self._done(stream, item)
 
@@ -401,4 +442,4 @@ class _Rank:
         now = self.engine.now
         self.sim.spans.append(
             Span(self.rank.rank, kind, name, start, now, thread, stream, correlation, args or {})
-        )  # fmt: skip
+        )

@@ -22,7 +22,7 @@ from support.jobs.writing import (
     STREAMS,
     Op,
     Writer,
-)  # fmt: skip
+)
 
 
 def programs(recipe: ParallelRecipe) -> list[do.Rank]:
@@ -47,7 +47,9 @@ class Stage(Writer):
         for step in range(self.recipe.steps):
             self.step = step
             self._step()
-        self.out.append(do.Synchronize(do.DEVICE, self.call(), self.chance.draw(self.recipe.back_us)))
+        self.out.append(
+            do.Synchronize(do.DEVICE, self.call(), self.chance.draw(self.recipe.back_us))
+        )
         self.close_frame()
         return [self.main, self.autograd] if self.autograd else [self.main]
 
@@ -89,7 +91,9 @@ class Stage(Writer):
         self.annotation("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__")
         self.think(15)
         self.close()
-        self.out.append(do.Begin("aten::copy_", args={"shapes": [[self.recipe.tokens]], "types": [LONG]}))
+        self.out.append(
+            do.Begin("aten::copy_", args={"shapes": [[self.recipe.tokens]], "types": [LONG]})
+        )
         self.think(self.recipe.op_us / 2)
         self.copy("HtoD (Pinned -> Device)", 6, self.recipe.tokens * 8, blocking=False)
         self.close()
@@ -102,13 +106,23 @@ class Stage(Writer):
         self.annotation("Optimizer.step#AdamW.step")
         weights = [[recipe.hidden, recipe.hidden]] * 3
         for _ in range(recipe.layers):
-            self.op(Op(("aten::_fused_adamw_",), kernel_names.ADAM, recipe.kernel_us * 0.5, weights, (FLOAT,) * 3))
+            self.op(
+                Op(
+                    ("aten::_fused_adamw_",),
+                    kernel_names.ADAM,
+                    recipe.kernel_us * 0.5,
+                    weights,
+                    (FLOAT,) * 3,
+                )
+            )
         self.close()
         if recipe.item:
             self.out += [do.Begin("aten::item"), do.Begin("aten::_local_scalar_dense")]
             self.think(recipe.op_us / 2)
             self.copy("DtoH (Device -> Pageable)", 1.2, 4, blocking=True)
-            self.out.append(do.Synchronize(do.STREAM, self.call(0.5), self.chance.draw(recipe.back_us), COMPUTE))
+            self.out.append(
+                do.Synchronize(do.STREAM, self.call(0.5), self.chance.draw(recipe.back_us), COMPUTE)
+            )
             self.think(recipe.op_us / 4)
             self.out += [do.End(), do.End()]
 
@@ -163,8 +177,17 @@ class Stage(Writer):
         recipe = self.recipe
         label, factor = self.shard_factor()
         shapes = [[50_304 // recipe.tensor, recipe.hidden], [max(round(factor), 1), recipe.tokens]]
-        self.op(Op(("aten::embedding", "aten::index_select"), kernel_names.EMBED, recipe.kernel_us * 0.4, shapes,
-                   ("c10::BFloat16", LONG), label=label, factor=factor))  # fmt: skip
+        self.op(
+            Op(
+                ("aten::embedding", "aten::index_select"),
+                kernel_names.EMBED,
+                recipe.kernel_us * 0.4,
+                shapes,
+                ("c10::BFloat16", LONG),
+                label=label,
+                factor=factor,
+            )
+        )
 
     def _loss(self) -> None:
         logits = [[self.recipe.tokens, self.recipe.hidden]]
@@ -210,7 +233,13 @@ class Stage(Writer):
         self._pointwise("aten::add", "CUDAFunctor_add<c10::BFloat16>")
 
     def _norm(self, sequence: int | None = None) -> None:
-        shape = [[self.recipe.tokens, self.recipe.hidden], [], [self.recipe.hidden], [self.recipe.hidden], []]
+        shape = [
+            [self.recipe.tokens, self.recipe.hidden],
+            [],
+            [self.recipe.hidden],
+            [self.recipe.hidden],
+            [],
+        ]
         types = ("c10::BFloat16", "ScalarList", "c10::BFloat16", "c10::BFloat16", NUMBER)
         op = Op(
             ("aten::layer_norm", "aten::native_layer_norm"),
@@ -231,7 +260,9 @@ class Stage(Writer):
         """A linear layer."""
         us = self._us(inner * columns * self.recipe.tensor / self.recipe.hidden**2)
         names = ("aten::linear", "aten::matmul", "aten::mm")
-        self.op(Op(names, kernel_names.product("tn"), us, [[rows, inner], [inner, columns]]), sequence)
+        self.op(
+            Op(names, kernel_names.product("tn"), us, [[rows, inner], [inner, columns]]), sequence
+        )
 
     def _us(self, share: float) -> float:
         """The tensor ranks share the work of a layer."""
@@ -276,12 +307,19 @@ class Stage(Writer):
         factor = shares[index] * recipe.expert
         for _ in range(4 if backward else 2):
             op = Op(
-                ("aten::_grouped_mm",), kernel_names.GROUPED, recipe.kernel_us * 2, shapes, label=label, factor=factor
+                ("aten::_grouped_mm",),
+                kernel_names.GROUPED,
+                recipe.kernel_us * 2,
+                shapes,
+                label=label,
+                factor=factor,
             )
             self.op(op, sequence, backward=backward)
         self._exchange(got, sent, longer)
 
-    def _exchange(self, sent: tuple[int, ...], got: tuple[int, ...], longer: tuple[str, float]) -> None:
+    def _exchange(
+        self, sent: tuple[int, ...], got: tuple[int, ...], longer: tuple[str, float]
+    ) -> None:
         self.collective("all_to_allv", EXPERT, sum(sent), 0.8, sum(got), (sent, got), longer)
         self.event("exchanged", STREAMS[EXPERT], COMPUTE)
 
@@ -330,7 +368,11 @@ class Stage(Writer):
             self._product_back(n, 4 * part, h, sequence)
             gelu = kernel_names.pointwise("GeluBackwardCUDAKernelImpl")
             names = ("GeluBackward0", "aten::gelu_backward")
-            self.op(Op(names, gelu, recipe.kernel_us * 0.15, [[n, h]] * 2, small=True), sequence, backward=True)
+            self.op(
+                Op(names, gelu, recipe.kernel_us * 0.15, [[n, h]] * 2, small=True),
+                sequence,
+                backward=True,
+            )
             self._product_back(n, h, 4 * part, sequence)
             self._sum_up()
         self._norm_back(sequence)
@@ -338,7 +380,10 @@ class Stage(Writer):
         self._node("ScaledDotProductFlashAttentionBackward0", sequence)
         self._product_back(n, part, h, sequence)
         heads = [1, recipe.heads // recipe.tensor or 1, n, h // recipe.heads]
-        chain = ("aten::_scaled_dot_product_flash_attention_backward", "aten::_flash_attention_backward")
+        chain = (
+            "aten::_scaled_dot_product_flash_attention_backward",
+            "aten::_flash_attention_backward",
+        )
         self.op(
             Op(chain, kernel_names.flash("bwd_dq_dk_dv_loop", "bwd"), self._us(2.0), [heads] * 4),
             sequence,
@@ -356,8 +401,15 @@ class Stage(Writer):
     def _product_back(self, rows: int, inner: int, columns: int, sequence: int) -> None:
         """Gradients of input and weight."""
         us = self._us(inner * columns * self.recipe.tensor / self.recipe.hidden**2)
-        for kind, shapes in (("nn", [[rows, columns], [columns, inner]]), ("nt", [[inner, rows], [rows, columns]])):
-            self.op(Op(("MmBackward0", "aten::mm"), kernel_names.product(kind), us, shapes), sequence, backward=True)
+        for kind, shapes in (
+            ("nn", [[rows, columns], [columns, inner]]),
+            ("nt", [[inner, rows], [rows, columns]]),
+        ):
+            self.op(
+                Op(("MmBackward0", "aten::mm"), kernel_names.product(kind), us, shapes),
+                sequence,
+                backward=True,
+            )
 
     def _norm_back(self, sequence: int) -> None:
         shape = [[self.recipe.tokens, self.recipe.hidden]] * 2

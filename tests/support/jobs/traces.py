@@ -30,7 +30,12 @@ def record_ids(spans: Iterable[Span]) -> dict[int, int]:
 
 
 def trace_of(
-    rank: do.Rank, spans: list[Span], world_size: int, *, sync_records: bool, groups: Iterable[Group] = ()
+    rank: do.Rank,
+    spans: list[Span],
+    world_size: int,
+    *,
+    sync_records: bool,
+    groups: Iterable[Group] = (),
 ) -> TraceBuilder:
     """The trace of one rank.
 
@@ -43,7 +48,12 @@ def trace_of(
     """
     process = 4000 + rank.rank
     builder = TraceBuilder(
-        rank.rank, world_size, generation="2026", host=rank.clock.host, process=process, base_ns=BASE_NS
+        rank.rank,
+        world_size,
+        generation="2026",
+        host=rank.clock.host,
+        process=process,
+        base_ns=BASE_NS,
     )
     for group in groups:
         if rank.rank in group.ranks:
@@ -95,9 +105,14 @@ class _Writing:
     def _frame(self, span: Span, at: float, took: float, thread: int, outer: int | None) -> None:
         own = self.frames[id(span)] = len(self.frames) + 1
         self.builder.python(
-            span.name, at, took, thread=thread, python_id=own, parent_id=None if outer is None else self.frames[outer],
+            span.name,
+            at,
+            took,
+            thread=thread,
+            python_id=own,
+            parent_id=None if outer is None else self.frames[outer],
             module_id=own if span.name.startswith("nn.Module") else None,
-        )  # fmt: skip
+        )
 
     def _named(self, span: Span, at: float, took: float, thread: int) -> None:
         number = self.records[id(span)]
@@ -120,8 +135,14 @@ class _Writing:
         if inner is not None:
             args["External id"] = self.external[span.correlation] = self.records[id(inner)]
         self.builder.launch(
-            span.name, at, took, correlation=span.correlation, thread=thread, flow=span.name in _SUBMITS, **args
-        )  # fmt: skip
+            span.name,
+            at,
+            took,
+            correlation=span.correlation,
+            thread=thread,
+            flow=span.name in _SUBMITS,
+            **args,
+        )
 
     def device(self, span: Span, at: float, took: float) -> None:
         """Write a kernel, copy or fill."""
@@ -147,10 +168,12 @@ def communication(meeting: do.Meeting, rank: int, world_size: int) -> dict[str, 
     ranks = meeting.ranks or (tuple(range(world_size)) if message else meeting.members)
     args = TraceBuilder.collective_args(
         meeting.kind, meeting.group, len(ranks), meeting.elements, meeting.element_type
-    )  # fmt: skip
+    )
     number = meeting.sequence if meeting.written_sequence is None else meeting.written_sequence
     args |= {
-        "Out msg nelems": meeting.elements if meeting.out_elements is None else meeting.out_elements,
+        "Out msg nelems": meeting.elements
+        if meeting.out_elements is None
+        else meeting.out_elements,
         "Process Group Ranks": json.dumps(list(ranks)),
         "Seq": number,
         "Rank": ranks.index(rank),
@@ -173,6 +196,9 @@ def _sync(builder: TraceBuilder, span: Span, at: float, took: float) -> None:
     stream = about.get("waits", about.get("awaited", 0))
     more = {}
     if "recorded" in about:
-        more = {"wait_on_stream": about["awaited"], "wait_on_cuda_event_record_corr_id": about["recorded"]}
+        more = {
+            "wait_on_stream": about["awaited"],
+            "wait_on_cuda_event_record_corr_id": about["recorded"],
+        }
     waiting = 0.0 if kind == "Stream Wait Event" else took
     builder.sync(kind, at, waiting, stream=stream, correlation=span.correlation, **more)

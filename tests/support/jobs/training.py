@@ -107,7 +107,11 @@ class _Writer:
     def threads(self) -> list[list[do.Instruction]]:
         for step in range(self.recipe.steps):
             self._step(step)
-        self.out.append(do.Synchronize(do.DEVICE, self._call(), self.chance.draw(self.recipe.back_us), label=LAST_SYNC))
+        self.out.append(
+            do.Synchronize(
+                do.DEVICE, self._call(), self.chance.draw(self.recipe.back_us), label=LAST_SYNC
+            )
+        )
         return [self.main, *(thread for thread in (self.autograd, self.loader) if thread)]
 
     def _step(self, step: int) -> None:
@@ -155,7 +159,9 @@ class _Writer:
             do.Post(f"batch {step}"),
         ]
         self.main += [
-            do.Begin("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", annotation=True),
+            do.Begin(
+                "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", annotation=True
+            ),
             do.Await(f"batch {step}", self.chance.draw(15)),
             do.Post(f"load {step}"),
             do.End(),
@@ -173,7 +179,10 @@ class _Writer:
 
     def _event(self, name: str, recorded: int, waits: int) -> None:
         delay = self.chance.draw(1.5)
-        self.out += [do.Record(name, recorded, self._call(0.4)), do.StreamWait(name, waits, self._call(0.3), delay)]
+        self.out += [
+            do.Record(name, recorded, self._call(0.4)),
+            do.StreamWait(name, waits, self._call(0.3), delay),
+        ]
 
     def _backward(self, step: int) -> None:
         recipe = self.recipe
@@ -200,13 +209,22 @@ class _Writer:
     def _together(self, kind: str, layer: int) -> None:
         """A collective of all ranks on the network's stream, after what the compute stream has been given."""
         self._event("gradient", COMPUTE, NETWORK)
-        transfer = self.shared.transfer("0", self.sequence, self.recipe.transfer_us * (1 + 0.3 * (layer % 3)))
+        transfer = self.shared.transfer(
+            "0", self.sequence, self.recipe.transfer_us * (1 + 0.3 * (layer % 3))
+        )
         members = tuple(range(self.recipe.ranks))
         meeting = do.Meeting(
-            kind, "0", members, self.sequence, 1 << (16 + layer % 3), transfer + self.chance.draw(0.3)
-        )  # fmt: skip
+            kind,
+            "0",
+            members,
+            self.sequence,
+            1 << (16 + layer % 3),
+            transfer + self.chance.draw(0.3),
+        )
         self.sequence += 1
-        name = {"allreduce": "AllReduce_Sum", "_allgather_base": "AllGather"}.get(kind, "ReduceScatter_Sum")
+        name = {"allreduce": "AllReduce_Sum", "_allgather_base": "AllGather"}.get(
+            kind, "ReduceScatter_Sum"
+        )
         self._op("c10d::" + kind, f"ncclDevKernel_{name}_f32_RING_LL({_NCCL})", 0, NETWORK, meeting)
 
     def _pair(self, step: int, kind: str, members: tuple[int, int]) -> None:
@@ -219,7 +237,10 @@ class _Writer:
             self._event("received", NETWORK, COMPUTE)
 
     def _pageable(self) -> None:
-        for name, blocking in (("DtoH (Device -> Pageable)", True), ("HtoD (Pinned -> Device)", False)):
+        for name, blocking in (
+            ("DtoH (Device -> Pageable)", True),
+            ("HtoD (Pinned -> Device)", False),
+        ):
             self.out.append(do.Begin("aten::copy_"))
             self._think(self.recipe.op_us / 2)
             self._copy(name, 90, blocking=blocking, size=1 << 20)
@@ -229,23 +250,34 @@ class _Writer:
         self.out += [do.Begin("aten::item"), do.Begin("aten::_local_scalar_dense")]
         self._think(self.recipe.op_us / 2)
         self._copy("DtoH (Device -> Pageable)", 1.2, blocking=True, size=4)
-        self.out.append(do.Synchronize(do.STREAM, self._call(0.5), self.chance.draw(self.recipe.back_us), COMPUTE))
+        self.out.append(
+            do.Synchronize(
+                do.STREAM, self._call(0.5), self.chance.draw(self.recipe.back_us), COMPUTE
+            )
+        )
         self._think(self.recipe.op_us / 4)
         self.out += [do.End(), do.End()]
 
     def _wait(self, step: int) -> None:
         if self.recipe.sync == do.EVENT:
             self.out.append(do.Record(f"end {step}", COMPUTE, self._call(0.4)))
-        cost = self._call() if self.recipe.sync == do.DEVICE else self._call(0.5)  # the same call costs the same
+        cost = (
+            self._call() if self.recipe.sync == do.DEVICE else self._call(0.5)
+        )  # the same call costs the same
         back = self.chance.draw(self.recipe.back_us)
         self.out.append(
             do.Synchronize(self.recipe.sync, cost, back, COMPUTE, f"end {step}", label=SYNC)
-        )  # fmt: skip
+        )
 
     def _op(
-        self, name: str, kernel: str, share: float, stream: int = COMPUTE, meeting: do.Meeting | None = None,
+        self,
+        name: str,
+        kernel: str,
+        share: float,
+        stream: int = COMPUTE,
+        meeting: do.Meeting | None = None,
         outer: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         own = self.recipe.op_us
         self.out += [do.Begin(outer)] if outer else []
         self.out.append(do.Begin(name))

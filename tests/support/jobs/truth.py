@@ -16,15 +16,40 @@ _TEXTS = ("kind", "group", "role")
 _COLLECTIVES = {
     name: pl.String if name in _TEXTS else pl.Int64
     for name in (
-        "instance", "kind", "group", "role", "sequence", "rank", "source", "target", "peer", "step", "in_bytes",
-        "out_bytes", "stream", "correlation", "launch_ns", "arrival_ns", "end_ns", "wait_ns", "transfer_ns",
-        "last_rank", "skew_ns",
+        "instance",
+        "kind",
+        "group",
+        "role",
+        "sequence",
+        "rank",
+        "source",
+        "target",
+        "peer",
+        "step",
+        "in_bytes",
+        "out_bytes",
+        "stream",
+        "correlation",
+        "launch_ns",
+        "arrival_ns",
+        "end_ns",
+        "wait_ns",
+        "transfer_ns",
+        "last_rank",
+        "skew_ns",
     )
-}  # fmt: skip
+}
 _STEPS = {
-    "step": pl.Int64, "rank": pl.Int64, "start_ns": pl.Int64, "end_ns": pl.Int64, "length_ns": pl.Int64,
-    "bubble_ns": pl.Int64, "bubble_wait_ns": pl.Int64, "compute_ns": pl.Int64, "kernel_count": pl.Int64,
-}  # fmt: skip
+    "step": pl.Int64,
+    "rank": pl.Int64,
+    "start_ns": pl.Int64,
+    "end_ns": pl.Int64,
+    "length_ns": pl.Int64,
+    "bubble_ns": pl.Int64,
+    "bubble_wait_ns": pl.Int64,
+    "compute_ns": pl.Int64,
+    "kernel_count": pl.Int64,
+}
 _BYTES = {"BFloat16": 2, "Float": 4}
 _COMPUTE = 7
 
@@ -60,18 +85,32 @@ class Truth:
             step_of = _places(spans)
             for number, (step, start, end) in enumerate(starts):
                 stop = starts[number + 1][1] if number + 1 < len(starts) else end
-                device_spans = [span for span in spans if span.stream is not None and step_of[span.correlation] == step]
+                device_spans = [
+                    span
+                    for span in spans
+                    if span.stream is not None and step_of[span.correlation] == step
+                ]
                 compute = _union((s.start, s.end) for s in device_spans if "meeting" not in s.args)
-                receives = [s for s in device_spans if "meeting" in s.args and s.args["meeting"].kind == "recv"]
+                receives = [
+                    s
+                    for s in device_spans
+                    if "meeting" in s.args and s.args["meeting"].kind == "recv"
+                ]
                 receiving = _union((s.start, s.end) for s in receives)
                 waited = _union((s.start, s.args["met"]) for s in receives)
                 rows.append(
                     {
-                        "step": step, "rank": rank, "start_ns": start, "end_ns": stop, "length_ns": stop - start,
-                        "bubble_ns": _left(receiving, compute), "bubble_wait_ns": _left(waited, compute),
-                        "compute_ns": _length(compute), "kernel_count": sum(s.kind == "kernel" for s in device_spans),
+                        "step": step,
+                        "rank": rank,
+                        "start_ns": start,
+                        "end_ns": stop,
+                        "length_ns": stop - start,
+                        "bubble_ns": _left(receiving, compute),
+                        "bubble_wait_ns": _left(waited, compute),
+                        "compute_ns": _length(compute),
+                        "kernel_count": sum(s.kind == "kernel" for s in device_spans),
                     }
-                )  # fmt: skip
+                )
         return pl.DataFrame(rows, schema=_STEPS).sort("step", "rank")
 
     @cached_property
@@ -82,7 +121,8 @@ class Truth:
         (`last_rank`), `transfer_ns` from then to its own end, `skew_ns` from the first to the last arrival.
         """
         return pl.DataFrame(
-            _collectives(self.spans, {group.name: group.role for group in self.groups}), schema=_COLLECTIVES
+            _collectives(self.spans, {group.name: group.role for group in self.groups}),
+            schema=_COLLECTIVES,
         )
 
     @cached_property
@@ -93,18 +133,27 @@ class Truth:
         """
         waits = self._waits(self.collectives)
         rows = [
-            waits.head(0).select("instance", pl.lit("").alias("label"), pl.col("wait_ns").alias("saved_ns"), "wait_ns")
+            waits.head(0).select(
+                "instance",
+                pl.lit("").alias("label"),
+                pl.col("wait_ns").alias("saved_ns"),
+                "wait_ns",
+            )
         ]
         roles = {group.name: group.role for group in self.groups}
         for label in self.labels:
-            other = self._waits(pl.DataFrame(_collectives(self.without(label), roles), schema=_COLLECTIVES))
+            other = self._waits(
+                pl.DataFrame(_collectives(self.without(label), roles), schema=_COLLECTIVES)
+            )
             both = waits.join(other, on=_KEY, suffix="_without", maintain_order="left")
             rows.append(
                 both.select(
-                    "instance", pl.lit(label).alias("label"),
-                    (pl.col("wait_ns") - pl.col("wait_ns_without")).alias("saved_ns"), "wait_ns",
+                    "instance",
+                    pl.lit(label).alias("label"),
+                    (pl.col("wait_ns") - pl.col("wait_ns_without")).alias("saved_ns"),
+                    "wait_ns",
                 )
-            )  # fmt: skip
+            )
         return pl.concat(rows)
 
     @cached_property
@@ -114,7 +163,9 @@ class Truth:
         Communications of whose waiting no fault explains half are not there.
         """
         return (
-            self.causes.filter((pl.col("saved_ns") > 0) & (2 * pl.col("saved_ns") > pl.col("wait_ns")))
+            self.causes.filter(
+                (pl.col("saved_ns") > 0) & (2 * pl.col("saved_ns") > pl.col("wait_ns"))
+            )
             .sort("instance", "saved_ns", descending=[False, True])
             .unique("instance", keep="first", maintain_order=True)
             .select("instance", "label", "saved_ns")
@@ -132,7 +183,9 @@ class Truth:
 
     @staticmethod
     def _waits(parts: pl.DataFrame) -> pl.DataFrame:
-        return parts.group_by(_KEY, maintain_order=True).agg(pl.col("instance").first(), pl.col("wait_ns").sum())
+        return parts.group_by(_KEY, maintain_order=True).agg(
+            pl.col("instance").first(), pl.col("wait_ns").sum()
+        )
 
 
 _KEY = ["group", "role", "sequence", "source", "target"]
@@ -151,7 +204,11 @@ def _by_rank(spans: Iterable[Span]) -> dict[int, list[Span]]:
 
 def _step_starts(spans: Iterable[Span]) -> list[tuple[int, int, int]]:
     """Number, start and end of each step's annotation."""
-    marks = [span for span in spans if span.kind == "annotation" and span.name.startswith("ProfilerStep#")]
+    marks = [
+        span
+        for span in spans
+        if span.kind == "annotation" and span.name.startswith("ProfilerStep#")
+    ]
     return sorted((int(span.name.rpartition("#")[2]), span.start, span.end) for span in marks)
 
 
@@ -174,7 +231,9 @@ def _collectives(spans: Sequence[Span], roles: dict[str, str]) -> list[dict[str,
     places = {rank: _places(rank_spans) for rank, rank_spans in _by_rank(spans).items()}
     launches = {(s.rank, s.correlation): s.start for s in spans if s.kind == "call"}
     rows = []
-    ordered = sorted(by_key.values(), key=lambda parts: (parts[0].args["met"], parts[0].args["meeting"].key))
+    ordered = sorted(
+        by_key.values(), key=lambda parts: (parts[0].args["met"], parts[0].args["meeting"].key)
+    )
     for instance, parts in enumerate(ordered):
         last = max(parts, key=lambda part: (part.start, part.rank))
         first = min(part.start for part in parts)
@@ -186,17 +245,32 @@ def _collectives(spans: Sequence[Span], roles: dict[str, str]) -> list[dict[str,
             peer = target if part.rank == source else source
             rows.append(
                 {
-                    "instance": instance, "kind": meeting.kind, "group": meeting.group,
-                    "role": roles.get(meeting.group, ""), "sequence": meeting.sequence, "rank": part.rank,
-                    "source": source, "target": target, "peer": peer if message else None,
-                    "step": places[part.rank][part.correlation], "in_bytes": meeting.elements * size,
-                    "out_bytes": (meeting.elements if meeting.out_elements is None else meeting.out_elements) * size,
-                    "stream": part.stream, "correlation": part.correlation,
-                    "launch_ns": launches[part.rank, part.correlation], "arrival_ns": part.start, "end_ns": part.end,
-                    "wait_ns": last.start - part.start, "transfer_ns": part.end - last.start, "last_rank": last.rank,
+                    "instance": instance,
+                    "kind": meeting.kind,
+                    "group": meeting.group,
+                    "role": roles.get(meeting.group, ""),
+                    "sequence": meeting.sequence,
+                    "rank": part.rank,
+                    "source": source,
+                    "target": target,
+                    "peer": peer if message else None,
+                    "step": places[part.rank][part.correlation],
+                    "in_bytes": meeting.elements * size,
+                    "out_bytes": (
+                        meeting.elements if meeting.out_elements is None else meeting.out_elements
+                    )
+                    * size,
+                    "stream": part.stream,
+                    "correlation": part.correlation,
+                    "launch_ns": launches[part.rank, part.correlation],
+                    "arrival_ns": part.start,
+                    "end_ns": part.end,
+                    "wait_ns": last.start - part.start,
+                    "transfer_ns": part.end - last.start,
+                    "last_rank": last.rank,
                     "skew_ns": last.start - first,
                 }
-            )  # fmt: skip
+            )
     return rows
 
 

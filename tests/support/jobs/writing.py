@@ -32,12 +32,14 @@ _CALLED = {
     "allreduce": ("c10d::allreduce_", "nccl:all_reduce", "AllReduce_Sum_bf16_RING_LL"),
     "_allgather_base": ("c10d::_allgather_base_", "nccl:_all_gather_base", "AllGather_RING_LL"),
     "_reduce_scatter_base": (
-        "c10d::_reduce_scatter_base_", "nccl:_reduce_scatter_base", "ReduceScatter_Sum_bf16_RING_LL",
+        "c10d::_reduce_scatter_base_",
+        "nccl:_reduce_scatter_base",
+        "ReduceScatter_Sum_bf16_RING_LL",
     ),
     "all_to_allv": ("c10d::alltoall_base_", "nccl:all_to_all", "SendRecv"),
     "send": ("c10d::send", "nccl:send", "SendRecv"),
     "recv": ("c10d::recv_", "nccl:recv", "SendRecv"),
-}  # fmt: skip
+}
 
 Shapes = Sequence[Sequence[int]]
 
@@ -77,7 +79,9 @@ class Writer:
         groups: The groups of the job.
     """
 
-    def __init__(self, recipe: ParallelRecipe, rank: int, shared: Shared, groups: Sequence[Group]) -> None:
+    def __init__(
+        self, recipe: ParallelRecipe, rank: int, shared: Shared, groups: Sequence[Group]
+    ) -> None:
         self.recipe = recipe
         self.rank = rank
         self.shared = shared
@@ -123,7 +127,11 @@ class Writer:
             if fault.steps and self.step not in fault.steps:
                 continue
             # Python is seen where stacks are recorded, the data loader always.
-            begin, end = (self.annotation, self.close) if fault.by == "data" else (self.frame, self.close_frame)
+            begin, end = (
+                (self.annotation, self.close)
+                if fault.by == "data"
+                else (self.frame, self.close_frame)
+            )
             begin(LATE_BY[fault.by])
             self.out.append(do.Work(round(fault.us * 1000), fault.label))
             end()
@@ -136,7 +144,9 @@ class Writer:
             if not fault.steps or self.step in fault.steps:
                 back = self.chance.draw(self.recipe.back_us)
                 # Not for the whole device: a message that waits for a stage that waits like us would never be taken.
-                self.out.append(do.Synchronize(do.STREAM, self.call(0.5), back, COMPUTE, label=fault.label))
+                self.out.append(
+                    do.Synchronize(do.STREAM, self.call(0.5), back, COMPUTE, label=fault.label)
+                )
 
     # -- the device -------------------------------------------------------------------------------------------
 
@@ -159,10 +169,18 @@ class Writer:
         early = round(duration * _EARLY) if self.recipe.programmatic and not op.small else 0
         self.out.append(
             do.Submit(
-                op.kernel, "kernel", COMPUTE, duration, *self._of_launch(), slowed=slowed, label=label, early=early,
-                programmatic=self.recipe.programmatic and op.small, args=_LAUNCHED,
+                op.kernel,
+                "kernel",
+                COMPUTE,
+                duration,
+                *self._of_launch(),
+                slowed=slowed,
+                label=label,
+                early=early,
+                programmatic=self.recipe.programmatic and op.small,
+                args=_LAUNCHED,
             )
-        )  # fmt: skip
+        )
         for _ in op.names:
             self.think(own / 2 / len(op.names))
             self.out.append(do.End())
@@ -209,22 +227,32 @@ class Writer:
         )
         self.annotation(f"graph {name}")
         self.think(self.recipe.op_us)
-        self.out.append(do.Submit(name, "graph", COMPUTE, 0, *self._of_launch(), graph=graph, nodes=nodes))
+        self.out.append(
+            do.Submit(name, "graph", COMPUTE, 0, *self._of_launch(), graph=graph, nodes=nodes)
+        )
         self.close()
 
     def copy(self, name: str, us: float, size: int, *, blocking: bool) -> None:
         """A copy on the compute stream."""
         self.out.append(
             do.Submit(
-                f"Memcpy {name}", "copy", COMPUTE, self.chance.draw(us), *self._of_launch(), blocking=blocking,
+                f"Memcpy {name}",
+                "copy",
+                COMPUTE,
+                self.chance.draw(us),
+                *self._of_launch(),
+                blocking=blocking,
                 size=size,
             )
-        )  # fmt: skip
+        )
 
     def event(self, name: str, recorded: int, waits: int) -> None:
         """One stream waits for what another was given so far."""
         delay = self.chance.draw(1.5)
-        self.out += [do.Record(name, recorded, self.call(0.4)), do.StreamWait(name, waits, self.call(0.3), delay)]
+        self.out += [
+            do.Record(name, recorded, self.call(0.4)),
+            do.StreamWait(name, waits, self.call(0.3), delay),
+        ]
 
     def call(self, share: float = 1.0) -> int:
         """What a call takes."""
@@ -238,9 +266,15 @@ class Writer:
     # -- communication ----------------------------------------------------------------------------------------
 
     def collective(
-        self, kind: str, role: str, elements: int, share: float = 1.0, out_elements: int | None = None,
-        splits: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()), unequal: tuple[str, float] = ("", 1.0),
-    ) -> None:  # fmt: skip
+        self,
+        kind: str,
+        role: str,
+        elements: int,
+        share: float = 1.0,
+        out_elements: int | None = None,
+        splits: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+        unequal: tuple[str, float] = ("", 1.0),
+    ) -> None:
         """A collective of this rank's group of a role, on that role's stream, after what compute was given.
 
         Args:
@@ -256,12 +290,24 @@ class Writer:
         if group is None:
             return
         number = self._sequences[group.name] = self._sequences.get(group.name, 0) + 1
-        base = self.shared.transfer(group.name, number, self.recipe.transfer_us * share) + self.chance.draw(0.3)
+        base = self.shared.transfer(
+            group.name, number, self.recipe.transfer_us * share
+        ) + self.chance.draw(0.3)
         transfer, slowed, label = self._slowed(base, role, group.ranks, unequal)
         meeting = do.Meeting(
-            kind, group.name, group.ranks, number, elements, transfer, out_elements, "BFloat16", *splits,
-            description=group.description, slowed=slowed, label=label,
-        )  # fmt: skip
+            kind,
+            group.name,
+            group.ranks,
+            number,
+            elements,
+            transfer,
+            out_elements,
+            "BFloat16",
+            *splits,
+            description=group.description,
+            slowed=slowed,
+            label=label,
+        )
         self._talk(meeting, STREAMS[role], "")
 
     def message(self, kind: str, members: tuple[int, int], stream: int, number: int) -> None:
@@ -276,13 +322,24 @@ class Writer:
         group = self.groups["pipeline"]
         written = self._sequences[group.name] = self._sequences.get(group.name, 0) + 1
         way = f"{group.name} {members[0]}>{members[1]}"
-        base = self.shared.transfer(way, number, self.recipe.transfer_us / 2) + self.chance.draw(0.3)
+        base = self.shared.transfer(way, number, self.recipe.transfer_us / 2) + self.chance.draw(
+            0.3
+        )
         transfer, slowed, label = self._slowed(base, "pipeline", members, ("", 1.0))
         meeting = do.Meeting(
-            kind, group.name, members, number, self.recipe.tokens * self.recipe.hidden, transfer,
-            element_type="BFloat16", ranks=group.ranks, description=group.description, written_sequence=written,
-            slowed=slowed, label=label,
-        )  # fmt: skip
+            kind,
+            group.name,
+            members,
+            number,
+            self.recipe.tokens * self.recipe.hidden,
+            transfer,
+            element_type="BFloat16",
+            ranks=group.ranks,
+            description=group.description,
+            written_sequence=written,
+            slowed=slowed,
+            label=label,
+        )
         own, other = (members[0], members[1]) if kind == "send" else (members[1], members[0])
         index, peer = group.ranks.index(own), group.ranks.index(other)
         self._talk(meeting, stream, f" {index}->{peer}" if kind == "send" else f" {index}<-{peer}")
@@ -292,7 +349,11 @@ class Writer:
     ) -> tuple[int, int, str]:
         label, factor = unequal
         for fault in self.recipe.faults:
-            if not isinstance(fault, SlowLink) or fault.role not in ("", role) or not set(fault.ranks) <= set(members):
+            if (
+                not isinstance(fault, SlowLink)
+                or fault.role not in ("", role)
+                or not set(fault.ranks) <= set(members)
+            ):
                 continue
             if (not fault.steps or self.step in fault.steps) and fault.factor > factor:
                 factor, label = fault.factor, fault.label
@@ -303,7 +364,9 @@ class Writer:
         """The nesting of PyTorch: the op of c10d, the op that describes, the events, the annotation, the launch."""
         op, annotation, kernel = _CALLED[meeting.kind]
         own = self.recipe.op_us
-        count = meeting.elements if meeting.kind != "recv" else meeting.out_elements or meeting.elements
+        count = (
+            meeting.elements if meeting.kind != "recv" else meeting.out_elements or meeting.elements
+        )
         self.out.append(do.Begin(op, args={"shapes": [[count]], "types": [BF16]}))
         self.think(own / 4)
         self.out.append(do.Begin("record_param_comms", meeting=meeting))
@@ -312,14 +375,24 @@ class Writer:
         self.annotation(annotation + way)
         self.out.append(
             do.Submit(
-                f"ncclDevKernel_{kernel}({_NCCL})", "kernel", stream, 0, *self._of_launch(), meeting=meeting,
+                f"ncclDevKernel_{kernel}({_NCCL})",
+                "kernel",
+                stream,
+                0,
+                *self._of_launch(),
+                meeting=meeting,
                 call="cudaLaunchKernelExC",
             )
-        )  # fmt: skip
+        )
         self.close()
         self.think(own / 4)
         self.close()
         self.close()
 
 
-_LAUNCHED = {"grid": [132, 1, 1], "block": [256, 1, 1], "registers per thread": 168, "shared memory": 0}
+_LAUNCHED = {
+    "grid": [132, 1, 1],
+    "block": [256, 1, 1],
+    "registers per thread": 168,
+    "shared memory": 0,
+}

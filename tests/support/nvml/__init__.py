@@ -78,7 +78,11 @@ g0.gpm.61 400
 
 def with_device(number: int, text: str = H100) -> str:
     """The same device once more, with an identity of its own."""
-    return text.replace("g0.", f"g{number}.").replace("GPU-aaaa", f"GPU-{number}").replace(":19:", f":{20 + number}:")
+    return (
+        text.replace("g0.", f"g{number}.")
+        .replace("GPU-aaaa", f"GPU-{number}")
+        .replace(":19:", f":{20 + number}:")
+    )
 
 
 def compiler() -> str:
@@ -100,10 +104,21 @@ def compiled(directory: Path, *, old: bool = False) -> Path:
     directory = directory / ("old" if old else "new")
     directory.mkdir()
     subprocess.run(
-        [compiler(), "-Wall", "-Werror", "-shared", "-fPIC", *(["-DOLD"] if old else []), "-I", str(_header()),
-         "-o", str(directory / "libnvidia-ml.so.1"), str(HERE / "stub.c")],
+        [
+            compiler(),
+            "-Wall",
+            "-Werror",
+            "-shared",
+            "-fPIC",
+            *(["-DOLD"] if old else []),
+            "-I",
+            str(_header()),
+            "-o",
+            str(directory / "libnvidia-ml.so.1"),
+            str(HERE / "stub.c"),
+        ],
         check=True,
-    )  # fmt: skip
+    )
     return directory
 
 
@@ -120,11 +135,17 @@ def steps(library: Path, tmp_path: Path, *steps: dict[str, Any]) -> list[dict[st
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     done = subprocess.run(
-        [sys.executable, str(HERE / "steps.py")], env=environment, input=json.dumps(steps), text=True,
-        capture_output=True, check=False,
-    )  # fmt: skip
+        [sys.executable, str(HERE / "steps.py")],
+        env=environment,
+        input=json.dumps(steps),
+        text=True,
+        capture_output=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     answers: list[dict[str, Any]] = json.loads(done.stdout)
     for answer in answers:
-        answer["values"] = {(metric, *labels): value for metric, labels, value in answer["readings"]}
+        answer["values"] = {
+            (metric, *labels): value for metric, labels, value in answer["readings"]
+        }
     return answers

@@ -22,7 +22,10 @@ def main() -> None:
     now = 0.0
     config = Config()
     watched = TimeLimitedBackend(
-        "nvml", lambda: NvmlAccelerator(config, lambda: time.monotonic() + now), 30.0, clock=lambda: now
+        "nvml",
+        lambda: NvmlAccelerator(config, lambda: time.monotonic() + now),
+        30.0,
+        clock=lambda: now,
     )
     collector = AcceleratorCollector(config, [watched])
     script = Path(os.environ["NVML_SCRIPT"])
@@ -34,7 +37,8 @@ def main() -> None:
         now += step.get("later", 0.0)
         watched._limit_s = step.get("limit", 30.0)
         collector.element_types = {
-            uuid: [MatrixTypes(shares, "declared") for shares in mixes] for uuid, mixes in step.get("types", {}).items()
+            uuid: [MatrixTypes(shares, "declared") for shares in mixes]
+            for uuid, mixes in step.get("types", {}).items()
         }
         answer: dict[str, Any] = {"readings": []}
         if "pause" in step:
@@ -48,7 +52,9 @@ def main() -> None:
             "events": [(event.device, event.kind, event.code) for event in collector.events],
             "capabilities": collector.capabilities(),
             "trouble": collector.trouble(),
-            "streaming": [state.read_text(encoding="utf-8") if state.exists() else "" for state in states],
+            "streaming": [
+                state.read_text(encoding="utf-8") if state.exists() else "" for state in states
+            ],
         }
         answers.append(answer)
     sys.stdout.write(json.dumps(answers))

@@ -18,7 +18,11 @@ def test_lines_are_added_and_cannot_be_forged(tmp_path: Path) -> None:
     log.write('evil\n{"who": "uid 0"}', "pa\x1b[2Juse", "not-allowed")
     AuditLog(log.path).write("uid 0", "pause", "done")  # after a restart
     lines = log.path.read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["who"] for line in lines] == ["uid 1000", 'evil\n{"who": "uid 0"}', "uid 0"]
+    assert [json.loads(line)["who"] for line in lines] == [
+        "uid 1000",
+        'evil\n{"who": "uid 0"}',
+        "uid 0",
+    ]
     assert "\x1b" not in lines[1]
     assert log.path.stat().st_mode & 0o027 == 0
 
@@ -26,14 +30,20 @@ def test_lines_are_added_and_cannot_be_forged(tmp_path: Path) -> None:
 def test_many_threads_never_mix_lines(tmp_path: Path) -> None:
     log = AuditLog(tmp_path / "audit.jsonl")
     threads = [
-        threading.Thread(target=lambda name=name: [log.write(f"uid {name}", "x" * 500, "done") for _ in range(50)])
+        threading.Thread(
+            target=lambda name=name: [
+                log.write(f"uid {name}", "x" * 500, "done") for _ in range(50)
+            ]
+        )
         for name in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len([json.loads(line) for line in log.path.read_text(encoding="utf-8").splitlines()]) == 200
+    assert (
+        len([json.loads(line) for line in log.path.read_text(encoding="utf-8").splitlines()]) == 200
+    )
 
 
 def test_a_disk_that_refuses_is_counted(tmp_path: Path) -> None:
@@ -61,6 +71,12 @@ def test_a_large_file_is_put_aside_whole(tmp_path: Path, monkeypatch: pytest.Mon
     log = AuditLog(tmp_path / "audit.jsonl")
     for number in range(12):
         log.write("uid 1", f"request {number}", "done")
-    lines = [line for file in sorted(tmp_path.iterdir()) for line in file.read_text(encoding="utf-8").splitlines()]
+    lines = [
+        line
+        for file in sorted(tmp_path.iterdir())
+        for line in file.read_text(encoding="utf-8").splitlines()
+    ]
     assert len(list(tmp_path.iterdir())) > 1
-    assert sorted(json.loads(line)["what"] for line in lines) == sorted(f"request {number}" for number in range(12))
+    assert sorted(json.loads(line)["what"] for line in lines) == sorted(
+        f"request {number}" for number in range(12)
+    )

@@ -14,7 +14,13 @@ from traceloom.agent.accelerators.simulated import DeviceLoad, SimulatedAccelera
 from traceloom.agent.config import Accelerators, Config
 from traceloom.agent.ownership.model import compute_shares
 from traceloom.agent.snapshot import Snapshot
-from traceloom.agent.topline import JobAccounting, JobTick, TracedFacts, collect_matrix_types, load_traced_facts
+from traceloom.agent.topline import (
+    JobAccounting,
+    JobTick,
+    TracedFacts,
+    collect_matrix_types,
+    load_traced_facts,
+)
 from traceloom.testing import TraceBuilder
 
 SIZE, STEPS_PER_SECOND, CLOCK = 8192, 100.0, 1.5e9
@@ -40,9 +46,12 @@ def test_the_error_of_the_estimate_is_what_was_planted(tmp_path: Path, surplus: 
     config = Config(accelerators=Accelerators(simulated=1))
     back_end = SimulatedAccelerator(config)
     back_end.overrides[0] = DeviceLoad(
-        busy=0.5, pipes={"hmma": active, "tensor": active}, power_watts=400.0, clock_hz=CLOCK,
+        busy=0.5,
+        pipes={"hmma": active, "tensor": active},
+        power_watts=400.0,
+        clock_hz=CLOCK,
         processes=[DeviceProcess(device="", pid=7)],
-    )  # fmt: skip
+    )
     job = JobTick(
         job="j",
         processes=("7@1",),
@@ -51,7 +60,9 @@ def test_the_error_of_the_estimate_is_what_was_planted(tmp_path: Path, surplus: 
         steps_per_second=STEPS_PER_SECOND,
         facts=facts,
     )
-    collector = AcceleratorCollector(config, [TimeLimitedBackend("simulated", lambda: back_end, 30.0)])
+    collector = AcceleratorCollector(
+        config, [TimeLimitedBackend("simulated", lambda: back_end, 30.0)]
+    )
     collector.element_types = collect_matrix_types([job])
     board = Snapshot()
     board.put("accelerators", collector.collect(), 1)
@@ -59,5 +70,7 @@ def test_the_error_of_the_estimate_is_what_was_planted(tmp_path: Path, surplus: 
     divided = compute_shares(collector.device_processes, {7: "7@1"})
     readings = JobAccounting(config.accelerators.reference).readings(board, 10.0, divided, [job])
     collector.close()
-    assert values(readings, "job_flops")["j", "trace", "low"] == pytest.approx(FLOPS * STEPS_PER_SECOND * (1 + surplus))
+    assert values(readings, "job_flops")["j", "trace", "low"] == pytest.approx(
+        FLOPS * STEPS_PER_SECOND * (1 + surplus)
+    )
     assert values(readings, "job_flops_error_ratio")["j",] == pytest.approx(surplus, abs=1e-12)

@@ -18,12 +18,18 @@ DASHED, JOINED = POD, POD.replace("-", "_")
     ("path", "expected"),
     [
         ("/slurm/uid_1000/job_4242/step_0/task_1", {"job": "slurm-4242", "scheduler": "slurm"}),
-        ("/system.slice/slurmstepd.scope/job_4242/step_batch/user/task_0", {"job": "slurm-4242", "scheduler": "slurm"}),
+        (
+            "/system.slice/slurmstepd.scope/job_4242/step_batch/user/task_0",
+            {"job": "slurm-4242", "scheduler": "slurm"},
+        ),
         (
             f"/kubepods/burstable/pod{DASHED}/{ID}",
             {"job": f"pod-{POD}", "scheduler": "kubernetes", "container": ID[:12]},
         ),
-        (f"/kubepods/pod{DASHED}/{ID}", {"job": f"pod-{POD}", "scheduler": "kubernetes", "container": ID[:12]}),
+        (
+            f"/kubepods/pod{DASHED}/{ID}",
+            {"job": f"pod-{POD}", "scheduler": "kubernetes", "container": ID[:12]},
+        ),
         (
             f"/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{JOINED}.slice/cri-containerd-{ID}.scope",
             {"job": f"pod-{POD}", "scheduler": "kubernetes", "container": ID[:12]},
@@ -54,16 +60,26 @@ def test_paths(path: str, expected: dict[str, str]) -> None:
 
 def _facts(pid: int, parent: int, *, cgroup: str = "/", **environment: str) -> ProcessFacts:
     return ProcessFacts(
-        key=f"{pid}@1", pid=pid, start_ticks=1, started_ns=1, parent_pid=parent, uid=0, name="python",
-        environment=environment, cgroup=cgroup, cgroups={"": cgroup},
-    )  # fmt: skip
+        key=f"{pid}@1",
+        pid=pid,
+        start_ticks=1,
+        started_ns=1,
+        parent_pid=parent,
+        uid=0,
+        name="python",
+        environment=environment,
+        cgroup=cgroup,
+        cgroups={"": cgroup},
+    )
 
 
 def test_the_environment_is_stronger_than_the_path() -> None:
     processes = {"1@1": _facts(1, 0, cgroup="/slurm/uid_1/job_7/step_0", TRACELOOM_JOB="mine")}
     owner = OwnerResolver(Config()).owners(processes)["1@1"]
     assert (owner.job, owner.sources["job"]) == ("mine", "TRACELOOM_JOB")
-    bare = OwnerResolver(Config()).owners({"1@1": _facts(1, 0, cgroup="/slurm/uid_1/job_7/step_0")})["1@1"]
+    bare = OwnerResolver(Config()).owners(
+        {"1@1": _facts(1, 0, cgroup="/slurm/uid_1/job_7/step_0")}
+    )["1@1"]
     assert (bare.job, bare.sources["job"]) == ("slurm-7", "cgroup")
 
 
@@ -76,7 +92,13 @@ def test_a_child_has_the_job_of_its_nearest_ancestor_and_no_rank() -> None:
         "5@1": _facts(5, 99),  # of nobody
     }
     owners = OwnerResolver(Config()).owners(processes)
-    assert [owners[f"{pid}@1"].job for pid in range(1, 6)] == ["slurm-1", "inner", "inner", "inner", ""]
+    assert [owners[f"{pid}@1"].job for pid in range(1, 6)] == [
+        "slurm-1",
+        "inner",
+        "inner",
+        "inner",
+        "",
+    ]
     assert owners["2@1"].rank == 3
     assert owners["3@1"].rank is None
     assert owners["4@1"].sources["job"] == "process 2"

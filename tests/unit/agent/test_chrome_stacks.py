@@ -15,7 +15,9 @@ from traceloom.agent.profilers.py_spy import convert_stacks
 from traceloom.errors import InputError
 
 RATE, PERIOD_US = 100, 10_000
-Looks = list[dict[int, tuple[str, ...]]]  # at each look: thread -> its stack, outermost first; not there: it has ended
+Looks = list[
+    dict[int, tuple[str, ...]]
+]  # at each look: thread -> its stack, outermost first; not there: it has ended
 NAMES = {101: "MainThread", 102: "loader", 103: ""}
 
 
@@ -28,7 +30,10 @@ def looks(seed: int, number: int = 60) -> Looks:
         for thread, stack in stacks.items():
             if chance.random() < 0.4:
                 kept = stack[: chance.randrange(len(stack) + 1)]
-                stacks[thread] = (*kept, *(chance.choice("abcd") for _ in range(chance.randrange(4)))) or ("run",)
+                stacks[thread] = (
+                    *kept,
+                    *(chance.choice("abcd") for _ in range(chance.randrange(4))),
+                ) or ("run",)
         there = {101: stacks[101]}
         if look < 40:
             there[102] = stacks[102]
@@ -47,7 +52,15 @@ def events(made: Looks) -> list[dict[str, Any]]:
             if name.startswith("thread (")
             else {"filename": f"/job/{name}.py", "line": ord(name[0])}
         )
-        return {"args": {**place, "line": place["line"] or 0}, "cat": "py-spy", "name": name, "ph": kind, "pid": 101, "tid": thread, "ts": at_us}  # fmt: skip
+        return {
+            "args": {**place, "line": place["line"] or 0},
+            "cat": "py-spy",
+            "name": name,
+            "ph": kind,
+            "pid": 101,
+            "tid": thread,
+            "ts": at_us,
+        }
 
     written, before = [], dict[int, tuple[str, ...]]()
     for number, stacks in enumerate([*made, {}]):
@@ -57,7 +70,8 @@ def events(made: Looks) -> list[dict[str, Any]]:
             old = (title, *before[thread]) if thread in before else ()
             new = (title, *stacks[thread]) if thread in stacks else ()
             common = next(
-                (row for row, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new))
+                (row for row, (a, b) in enumerate(zip(old, new, strict=False)) if a != b),
+                min(len(old), len(new)),
             )
             written += [event("E", name, thread, at_us) for name in reversed(old[common:])]
             written += [event("B", name, thread, at_us) for name in new[common:]]
@@ -69,8 +83,15 @@ def converted(folder: Path, rows: object, **more: Any) -> dict[str, Any]:
     source, target = folder / "samples", folder / "stacks"
     source.write_text(rows if isinstance(rows, str) else json.dumps(rows))
     usual: dict[str, Any] = {
-        "pid": 101, "rank": 3, "start_ns": 0, "end_ns": 10**18, "rate": RATE, "began_ns": 0, "opened_ns": 0, "threads": list(NAMES),
-    }  # fmt: skip
+        "pid": 101,
+        "rank": 3,
+        "start_ns": 0,
+        "end_ns": 10**18,
+        "rate": RATE,
+        "began_ns": 0,
+        "opened_ns": 0,
+        "threads": list(NAMES),
+    }
     convert_stacks(str(source), str(target), **usual | more)
     document: dict[str, Any] = json.loads(gzip.decompress(target.read_bytes()))
     return document
@@ -93,7 +114,9 @@ def expected(
                 stretches.append((number, number + 1, stack))
         for begin, end, stack in stretches:
             # Of one that is gone nobody knows when it went: its last stack counts for one look.
-            last = begin + 1 if thread not in alive and (begin, end, stack) == stretches[-1] else end
+            last = (
+                begin + 1 if thread not in alive and (begin, end, stack) == stretches[-1] else end
+            )
             first_ns = max(base_ns + begin * PERIOD_US * 1000, start_ns)
             length_ns = min(base_ns + last * PERIOD_US * 1000, end_ns) - first_ns
             if length_ns > 0:
@@ -111,8 +134,12 @@ def samples_of(document: dict[str, Any]) -> list[tuple[int, int, int, tuple[str,
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("alive", [[101, 102, 103], [101, 103], []], ids=["all", "one-ended", "all-ended"])
-def test_each_thread_has_the_stacks_that_it_had(tmp_path: Path, seed: int, alive: list[int]) -> None:
+@pytest.mark.parametrize(
+    "alive", [[101, 102, 103], [101, 103], []], ids=["all", "one-ended", "all-ended"]
+)
+def test_each_thread_has_the_stacks_that_it_had(
+    tmp_path: Path, seed: int, alive: list[int]
+) -> None:
     made = looks(seed)
     whole_ns = len(made) * PERIOD_US * 1000
     opened_ns = 1_800_000_000 * 10**9
@@ -130,7 +157,10 @@ def test_each_thread_has_the_stacks_that_it_had(tmp_path: Path, seed: int, alive
     assert samples_of(document) == expected(made, base_ns, *window, alive)
     assert (document["format"], document["rank"], document["rate"]) == ("traceloom-stacks", 3, RATE)
     assert {thread["id"]: thread["name"] for thread in document["threads"]} == NAMES
-    assert all(file == f"/job/{name}.py" and line == ord(name[0]) for name, file, line in document["frames"])
+    assert all(
+        file == f"/job/{name}.py" and line == ord(name[0])
+        for name, file, line in document["frames"]
+    )
     assert len({tuple(frame) for frame in document["frames"]}) == len(document["frames"])
 
 
@@ -142,10 +172,17 @@ def test_its_clock_began_after_it_was_started(tmp_path: Path) -> None:
     assert min(at for at, *_ in document["samples"]) == 7_000_000_000
 
 
-@pytest.mark.parametrize("window", [(0, 1), (10**17, 10**18), (5 * 10**9, 5 * 10**9), (6 * 10**9, 5 * 10**9)])
+@pytest.mark.parametrize(
+    "window", [(0, 1), (10**17, 10**18), (5 * 10**9, 5 * 10**9), (6 * 10**9, 5 * 10**9)]
+)
 def test_a_window_without_anything_has_no_samples(tmp_path: Path, window: tuple[int, int]) -> None:
     document = converted(
-        tmp_path, events(looks(1, 20)), began_ns=4 * 10**9, opened_ns=0, start_ns=window[0], end_ns=window[1]
+        tmp_path,
+        events(looks(1, 20)),
+        began_ns=4 * 10**9,
+        opened_ns=0,
+        start_ns=window[0],
+        end_ns=window[1],
     )
     assert document["samples"] == []
 
@@ -158,11 +195,17 @@ def test_a_process_that_was_never_seen_has_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "{}", "[", "[1]", '[{"name": "a"}]', '[{"name": 1, "ph": "B", "tid": 1, "ts": 1, "args": {}}]',
-        '[{"name": "a", "ph": "B", "tid": "x", "ts": 1, "args": {}}]', '[{"name": "a", "ph": "B", "tid": 1, "ts": 1e99, "args": {}}]',
+        "",
+        "{}",
+        "[",
+        "[1]",
+        '[{"name": "a"}]',
+        '[{"name": 1, "ph": "B", "tid": 1, "ts": 1, "args": {}}]',
+        '[{"name": "a", "ph": "B", "tid": "x", "ts": 1, "args": {}}]',
+        '[{"name": "a", "ph": "B", "tid": 1, "ts": 1e99, "args": {}}]',
         '[{"name": "\\ud800", "ph": "B", "tid": 1, "ts": 1, "args": {}}]',
     ],
-)  # fmt: skip
+)
 def test_what_is_not_understood_is_said(tmp_path: Path, text: str) -> None:
     with pytest.raises(InputError, match="not understood") as refused:
         converted(tmp_path, text)
@@ -170,7 +213,9 @@ def test_what_is_not_understood_is_said(tmp_path: Path, text: str) -> None:
     assert not (tmp_path / "stacks").exists()
 
 
-def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_too_large_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(py_spy, "_MAX_BYTES", 1000)
     with pytest.raises(InputError, match="larger than anybody reads"):
         converted(tmp_path, events(looks(0)))
@@ -193,7 +238,13 @@ def test_names_that_look_like_threads(tmp_path: Path, name: str) -> None:
     rows = [
         {"name": name, "ph": "B", "tid": 101, "ts": 0, "args": {"filename": "", "line": 0}},
         {"name": "f", "ph": "B", "tid": 101, "ts": 0, "args": {"filename": "/a.py", "line": 1}},
-        {"name": "f", "ph": "E", "tid": 101, "ts": 10_000, "args": {"filename": "/a.py", "line": 1}},
+        {
+            "name": "f",
+            "ph": "E",
+            "tid": 101,
+            "ts": 10_000,
+            "args": {"filename": "/a.py", "line": 1},
+        },
         {"name": name, "ph": "E", "tid": 101, "ts": 10_000, "args": {"filename": "", "line": 0}},
     ]
     document = converted(tmp_path, rows)

@@ -106,7 +106,8 @@ def test_a_disk_that_is_full_is_not_the_agents_fault(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "most", "error"), [(1000, None, ""), (10, None, "no-service"), (5_000_000, 100_000, "disk")]
+    ("sent", "most", "error"),
+    [(1000, None, ""), (10, None, "no-service"), (5_000_000, 100_000, "disk")],
 )
 def test_of_the_service_too(folder: Path, sent: int, most: int | None, error: str) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -135,17 +136,27 @@ def test_of_the_service_too(folder: Path, sent: int, most: int | None, error: st
 @pytest.mark.parametrize(
     ("answer", "slug"),
     [
-        (b"", "no-agent"), (b"SSH-2.0-OpenSSH_9.6\r\n", "no-agent"), (b"HTTP/1.1 200 OK\r\n", "agent-unclear"),
-        (http(b"<html>"), "agent-unclear"), (http(b""), "agent-unclear"), (http(b"\xff"), "agent-unclear"),
+        (b"", "no-agent"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "no-agent"),
+        (b"HTTP/1.1 200 OK\r\n", "agent-unclear"),
+        (http(b"<html>"), "agent-unclear"),
+        (http(b""), "agent-unclear"),
+        (http(b"\xff"), "agent-unclear"),
         pytest.param(http(b"[" * 100_000 + b"]" * 100_000), "agent-unclear", id="depth"),
-        (as_json({"error": "no"}, 500), "agent-unclear"), (as_json([], 404), "agent-unclear"), (as_json(None, 403), "agent-unclear"),
+        (as_json({"error": "no"}, 500), "agent-unclear"),
+        (as_json([], 404), "agent-unclear"),
+        (as_json(None, 403), "agent-unclear"),
         (as_json({"error": {"message": "no"}}, 400), "agent-unclear"),
-        (as_json({"error": {"slug": "quota", "message": "too many", "hint": "wait"}}, 429), "quota"),
+        (
+            as_json({"error": {"slug": "quota", "message": "too many", "hint": "wait"}}, 429),
+            "quota",
+        ),
         (as_json({"error": {"slug": "quota", "message": ["odd"], "hint": 7}}, 429), "quota"),
-        (http(b"{}", length=900), "no-agent"), (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "no-agent"),
+        (http(b"{}", length=900), "no-agent"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "no-agent"),
         (b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 500 + b"\r\n", "no-agent"),
     ],
-)  # fmt: skip
+)
 def test_what_answers_otherwise_is_said(folder: Path, answer: bytes, slug: str) -> None:
     with answering(folder, answer), pytest.raises(InputError) as refused:
         AgentClient(folder / "s", 30).get("status")
@@ -170,9 +181,10 @@ def test_what_is_asked_is_spelled_safely(folder: Path) -> None:
         assert client.post("requests", {"job": "ö"}) == {"a": [1]}
         client.delete("requests/1")
     assert asked == [
-        "GET /api/v1/query?where=job%3Da+b%26c&since=10m HTTP/1.1", "POST /api/v1/requests HTTP/1.1",
+        "GET /api/v1/query?where=job%3Da+b%26c&since=10m HTTP/1.1",
+        "POST /api/v1/requests HTTP/1.1",
         "DELETE /api/v1/requests/1 HTTP/1.1",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("status", [200, 201, 399])
@@ -185,18 +197,41 @@ def test_an_answer_below_400_is_its_json(status: int) -> None:
 
 def arguments(folder: Path, **more: object) -> Namespace:
     usual = {
-        "server": None, "list": False, "cancel": None, "steps": 3, "duration": None, "pid": (7,), "job": None, "rank": None,
-        "host": None, "profilers": "timeline", "shapes": False, "stacks": False, "at": None, "attach": False,
-        "output": str(folder), "json": False, "quiet": False, "config": None, "socket": str(folder.parent / "s"),
-    }  # fmt: skip
+        "server": None,
+        "list": False,
+        "cancel": None,
+        "steps": 3,
+        "duration": None,
+        "pid": (7,),
+        "job": None,
+        "rank": None,
+        "host": None,
+        "profilers": "timeline",
+        "shapes": False,
+        "stacks": False,
+        "at": None,
+        "attach": False,
+        "output": str(folder),
+        "json": False,
+        "quiet": False,
+        "config": None,
+        "socket": str(folder.parent / "s"),
+    }
     return Namespace(**usual | more)
 
 
 def target(state: str, profiler: str = "timeline", **more: object) -> dict[str, object]:
     usual: dict[str, object] = {
-        "stem": "rank0", "profiler": profiler, "state": state, "reason": "", "detail": "", "bytes": 9, "pause_ns": None,
-        "held_ns": None, "file": "rank0.kineto.json.gz",
-    }  # fmt: skip
+        "stem": "rank0",
+        "profiler": profiler,
+        "state": state,
+        "reason": "",
+        "detail": "",
+        "bytes": 9,
+        "pause_ns": None,
+        "held_ns": None,
+        "file": "rank0.kineto.json.gz",
+    }
     return usual | more
 
 
@@ -204,35 +239,57 @@ def state(*targets: dict[str, object], done: bool = True, files: tuple[str, ...]
     return as_json({"id": "abc", "targets": targets, "done": done, "files": files})
 
 
-def test_a_trace_is_followed_to_its_end_and_fetched(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_is_followed_to_its_end_and_fetched(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     kept = target("kept", pause_ns=1_500_000, held_ns=2_000_000)
     answers = [
-        state(target("queued"), done=False), state(target("queued", reason="leased", detail="waits: kineto:7"), done=False),
-        state(target("accepted"), done=False), state(kept, files=("capture.json", "rank0.kineto.json.gz")), http(b"{}"), http(b"trace"),
-    ]  # fmt: skip
+        state(target("queued"), done=False),
+        state(target("queued", reason="leased", detail="waits: kineto:7"), done=False),
+        state(target("accepted"), done=False),
+        state(kept, files=("capture.json", "rank0.kineto.json.gz")),
+        http(b"{}"),
+        http(b"trace"),
+    ]
     with answering(folder, *answers) as asked:
         assert trace.run(arguments(folder / "run")) == 0
     assert {path.name: path.read_bytes() for path in (folder / "run").iterdir()} == {
-        "capture.json": b"{}", "rank0.kineto.json.gz": b"trace",
-    }  # fmt: skip
+        "capture.json": b"{}",
+        "rank0.kineto.json.gz": b"trace",
+    }
     assert asked[-1].startswith("GET /api/v1/requests/abc/files/rank0.kineto.json.gz ")
     printed = capsys.readouterr()
     states = [line.split()[4] for line in printed.err.splitlines()]
     assert states == ["queued", "queued", "accepted", "kept"]
     assert "waits: kineto:7 (leased)" in printed.err
     assert "9 bytes of 1 profiles" in printed.out
-    assert "rank0 timeline: stopped for 1.5 ms, and 2.0 ms to begin, to end and to write" in printed.out
+    assert (
+        "rank0 timeline: stopped for 1.5 ms, and 2.0 ms to begin, to end and to write"
+        in printed.out
+    )
     assert f"traceloom report {folder}/run" in printed.out
 
 
 @pytest.mark.parametrize(
     ("targets", "error", "words"),
     [
-        ([target("failed", reason="exited", detail="the process has ended")], CaptureError, "rank0: the process has ended (exited)"),
-        ([target("cancelled", reason="cancelled", detail="it was cancelled")] * 3, CaptureError, "cancelled"),
-        ([target("kept"), target("failed", "stacks", reason="no-py-spy", detail="not there")], PartialError, "not there (no-py-spy)"),
+        (
+            [target("failed", reason="exited", detail="the process has ended")],
+            CaptureError,
+            "rank0: the process has ended (exited)",
+        ),
+        (
+            [target("cancelled", reason="cancelled", detail="it was cancelled")] * 3,
+            CaptureError,
+            "cancelled",
+        ),
+        (
+            [target("kept"), target("failed", "stacks", reason="no-py-spy", detail="not there")],
+            PartialError,
+            "not there (no-py-spy)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_was_not_traced_is_said_and_counts(
     folder: Path, targets: list[dict[str, object]], error: type[Exception], words: str
 ) -> None:
@@ -249,17 +306,38 @@ def test_what_was_not_traced_is_said_and_counts(
 
 
 @pytest.mark.parametrize(
-    "name", ["../outside", "/etc/passwd", "..", ".hidden", "a/../../b", "a//b", "", "a\0b", "x" * 300, "a/b/c/d/e/f/g", "-rf", "a\nb"]
-)  # fmt: skip
+    "name",
+    [
+        "../outside",
+        "/etc/passwd",
+        "..",
+        ".hidden",
+        "a/../../b",
+        "a//b",
+        "",
+        "a\0b",
+        "x" * 300,
+        "a/b/c/d/e/f/g",
+        "-rf",
+        "a\nb",
+    ],
+)
 def test_a_file_that_would_lie_elsewhere_is_not_written(folder: Path, name: str) -> None:
-    with answering(folder, state(target("kept"), files=("capture.json", name))), pytest.raises(OutputError) as refused:
+    with (
+        answering(folder, state(target("kept"), files=("capture.json", name))),
+        pytest.raises(OutputError) as refused,
+    ):
         trace.run(arguments(folder / "run", quiet=True))
     assert refused.value.slug == "unsafe-name"
     assert list(folder.iterdir()) == []
 
 
 def test_a_capture_that_cannot_be_fetched_whole_leaves_nothing(folder: Path) -> None:
-    answers = [state(target("kept"), files=("a.json", "b.json")), http(b"1"), http(b"2", length=100)]
+    answers = [
+        state(target("kept"), files=("a.json", "b.json")),
+        http(b"1"),
+        http(b"2", length=100),
+    ]
     with answering(folder, *answers), pytest.raises(InputError, match="does not answer"):
         trace.run(arguments(folder / "run", quiet=True))
     assert list(folder.iterdir()) == []
@@ -279,7 +357,9 @@ def test_a_disk_that_fills_up_says_that_the_agent_keeps_it(folder: Path) -> None
     assert list(folder.iterdir()) == []
 
 
-def test_an_agent_that_is_started_again_is_waited_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_agent_that_is_started_again_is_waited_for(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     done = threading.Event()
 
     def ask() -> None:
@@ -299,11 +379,20 @@ def test_an_agent_that_is_started_again_is_waited_for(folder: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("more", "slug"),
     [
-        ({"steps": None}, "wrong-usage"), ({"duration": 1.0}, "wrong-usage"), ({"pid": None}, "wrong-usage"), ({"output": None}, "wrong-usage"),
-        ({"at": "+soon"}, "bad-time"), ({"at": "tomorrow"}, "bad-time"), ({"at": "2026-02-30"}, "bad-time"), ({"at": "+"}, "bad-time"),
-        ({"at": "99999-01-01"}, "bad-time"), ({"cancel": "../x"}, "wrong-usage"), ({"cancel": "a b"}, "wrong-usage"), ({"cancel": "-x"}, "wrong-usage"),
+        ({"steps": None}, "wrong-usage"),
+        ({"duration": 1.0}, "wrong-usage"),
+        ({"pid": None}, "wrong-usage"),
+        ({"output": None}, "wrong-usage"),
+        ({"at": "+soon"}, "bad-time"),
+        ({"at": "tomorrow"}, "bad-time"),
+        ({"at": "2026-02-30"}, "bad-time"),
+        ({"at": "+"}, "bad-time"),
+        ({"at": "99999-01-01"}, "bad-time"),
+        ({"cancel": "../x"}, "wrong-usage"),
+        ({"cancel": "a b"}, "wrong-usage"),
+        ({"cancel": "-x"}, "wrong-usage"),
     ],
-)  # fmt: skip
+)
 def test_what_is_said_wrongly_is_refused_before_anybody_is_asked(
     folder: Path, more: dict[str, object], slug: str
 ) -> None:
@@ -313,7 +402,11 @@ def test_what_is_said_wrongly_is_refused_before_anybody_is_asked(
 
 
 def test_an_output_that_is_there_is_not_touched(folder: Path) -> None:
-    makers: list[Callable[[Path], object]] = [Path.mkdir, Path.touch, lambda path: path.symlink_to("nowhere")]
+    makers: list[Callable[[Path], object]] = [
+        Path.mkdir,
+        Path.touch,
+        lambda path: path.symlink_to("nowhere"),
+    ]
     for number, make in enumerate(makers):
         make(folder / f"run{number}")
         with pytest.raises(OutputError) as refused:

@@ -58,10 +58,18 @@ METRIC = '[[triggers]]\nname = "a"\non = "metric"\nmetric = "dataloader_wait_sec
 
 
 def test_rules_are_read(tmp_path: Path) -> None:
-    text = METRIC + 'above = 1\nfor = 30\nwhere = { job = "x" }\n[[triggers]]\nname = "b"\non = "xid"\ncodes = [79]\n'
+    text = (
+        METRIC
+        + 'above = 1\nfor = 30\nwhere = { job = "x" }\n[[triggers]]\nname = "b"\non = "xid"\ncodes = [79]\n'
+    )
     waits, xid = _load(tmp_path, text).triggers
     assert isinstance(waits, MetricRule)
-    assert (waits.above, waits.for_seconds, waits.where, waits.cooldown) == (1.0, 30.0, {"job": "x"}, 900.0)
+    assert (waits.above, waits.for_seconds, waits.where, waits.cooldown) == (
+        1.0,
+        30.0,
+        {"job": "x"},
+        900.0,
+    )
     assert isinstance(xid, XidRule)
     assert (xid.name, xid.codes, xid.target) == ("b", (79,), "job")
 
@@ -70,25 +78,40 @@ def test_rules_are_read(tmp_path: Path) -> None:
     ("text", "words"),
     [
         (METRIC + "abve = 1", ["`triggers.abve`", "did you mean `above`"]),
-        (METRIC.replace('"metric"', '"metrik"') + "above = 1", ['`on = "metrik"`', "did you mean `metric`"]),
+        (
+            METRIC.replace('"metric"', '"metrik"') + "above = 1",
+            ['`on = "metrik"`', "did you mean `metric`"],
+        ),
         (METRIC.replace('on = "metric"', "") + "above = 1", ["no `on", "step-regression"]),
-        (METRIC.replace("loader_", "loadr_") + "above = 1", ["no such metric", "did you mean `dataloader_wait_seconds_total`"]),
-        (METRIC.replace("dataloader_wait_seconds_total", "step_seconds") + "above = 1", ["no single value", "step-regression"]),
+        (
+            METRIC.replace("loader_", "loadr_") + "above = 1",
+            ["no such metric", "did you mean `dataloader_wait_seconds_total`"],
+        ),
+        (
+            METRIC.replace("dataloader_wait_seconds_total", "step_seconds") + "above = 1",
+            ["no single value", "step-regression"],
+        ),
         (METRIC, ["`a` needs one of `above`, `below`"]),
         (METRIC + "above = 1\nbelow = 2", ["`a` needs one of"]),
         (METRIC + "changed = 1", ["`changed` and `within` go together"]),
         (METRIC + "absent = 1\nfor = 2", ["`for` goes with"]),
         (METRIC + "above = 1\nsteps = 1\nduration = 2", ["both `steps` and `duration`"]),
         (METRIC + 'above = 1\nwhere = { jb = "x" }', ["`where.jb`", "did you mean `job`"]),
-        (METRIC + 'above = 1\ntarget = "rank"', ["Invalid enum value".lower(), "triggers[0].target"]),
+        (
+            METRIC + 'above = 1\ntarget = "rank"',
+            ["Invalid enum value".lower(), "triggers[0].target"],
+        ),
         (METRIC + "above = 1\n" + METRIC + "below = 1", ["two triggers have the name `a`"]),
-        ('[[triggers]]\nname = "../b"\non = "oom-kill"', ["at most 63 letters, digits", "triggers[0].name"]),
+        (
+            '[[triggers]]\nname = "../b"\non = "oom-kill"',
+            ["at most 63 letters, digits", "triggers[0].name"],
+        ),
         ('[[triggers]]\nname = "b"\non = "cadence"', ["every"]),
         ("[trigger_budget]\nshare = 2", ["<= 1", "trigger_budget.share"]),
         ("triggers = [3]", ["triggers[0]"]),
         ("triggers = {}", ["triggers"]),
     ],
-)  # fmt: skip
+)
 def test_rules_that_are_wrong(tmp_path: Path, text: str, words: list[str]) -> None:
     with pytest.raises(InputError) as raised:
         _load(tmp_path, text)
@@ -115,14 +138,19 @@ def test_a_user_has_places_of_the_own(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_what_is_not_named_lies_beside_what_is() -> None:
     """A second agent, which names a socket and a history of its own, shares nothing with the first."""
-    other = resolve_paths(Config(paths=Paths(socket="/run/other/agent.sock", history="/var/lib/other/agent.db")))
+    other = resolve_paths(
+        Config(paths=Paths(socket="/run/other/agent.sock", history="/var/lib/other/agent.db"))
+    )
     assert (other.kineto, other.requests, other.traces) == (
-        Path("/run/other/kineto"), Path("/var/lib/other/requests.db"), Path("/var/lib/other/traces"),
-    )  # fmt: skip
+        Path("/run/other/kineto"),
+        Path("/var/lib/other/requests.db"),
+        Path("/var/lib/other/traces"),
+    )
 
 
 @pytest.mark.parametrize(
-    ("text", "address"), [("127.0.0.1:80", ("127.0.0.1", 80)), ("[::1]:9465", ("::1", 9465)), ("host:1", ("host", 1))]
+    ("text", "address"),
+    [("127.0.0.1:80", ("127.0.0.1", 80)), ("[::1]:9465", ("::1", 9465)), ("host:1", ("host", 1))],
 )
 def test_addresses(text: str, address: tuple[str, int]) -> None:
     assert host_and_port(text) == address

@@ -24,11 +24,17 @@ def test_the_page_shows_every_key_with_its_default(tmp_path: Path) -> None:
         field.name
         for section in (
             Config,
-            *(type(value) for value in msgspec.structs.astuple(Config()) if isinstance(value, msgspec.Struct)),
+            *(
+                type(value)
+                for value in msgspec.structs.astuple(Config())
+                if isinstance(value, msgspec.Struct)
+            ),
         )
         for field in msgspec.structs.fields(section)
         if not (isinstance(field.type, type) and issubclass(field.type, msgspec.Struct))
     } - {"tokens", "triggers"}
     assert fields <= written
-    of_rules = {field.encode_name for kind in get_args(AnyRule) for field in msgspec.structs.fields(kind)}
+    of_rules = {
+        field.encode_name for kind in get_args(AnyRule) for field in msgspec.structs.fields(kind)
+    }
     assert of_rules <= set(re.findall(r"(\w+) =", block[1]))

@@ -37,15 +37,23 @@ def made(directory: Path, otlp: Otlp = Otlp()) -> Iterator[Agent]:  # noqa: B008
 
 
 def sizes(directory: Path, pattern: str) -> int:
-    return sum(file.stat().st_size for file in directory.iterdir() if re.fullmatch(pattern, file.name))
+    return sum(
+        file.stat().st_size for file in directory.iterdir() if re.fullmatch(pattern, file.name)
+    )
 
 
 def test_the_agent_measures_itself(tmp_path: Path) -> None:
     async def live() -> None:
-        with made(tmp_path, Otlp(endpoint=f"http://127.0.0.1:{free_port()}", timeout=0.1)) as agent:  # nobody listens
+        with made(
+            tmp_path, Otlp(endpoint=f"http://127.0.0.1:{free_port()}", timeout=0.1)
+        ) as agent:  # nobody listens
             steps = METRICS["step_seconds"]
-            histogram = HistogramReading("step_seconds", ("slurm-7", "0"), (0,) * len(steps.bounds), 1, 99.0)
-            agent.board.put("some", [Reading("host_load_ratio", (), 0.5), histogram], time.time_ns())
+            histogram = HistogramReading(
+                "step_seconds", ("slurm-7", "0"), (0,) * len(steps.bounds), 1, 99.0
+            )
+            agent.board.put(
+                "some", [Reading("host_load_ratio", (), 0.5), histogram], time.time_ns()
+            )
             agent.asked("/metrics", 200)
             agent.asked("/metrics", 200)
             agent.asked("/api/v1/query", 404)
@@ -62,7 +70,9 @@ def test_the_agent_measures_itself(tmp_path: Path) -> None:
             used = time.process_time()
             agent._sum_up()
             values: dict[SeriesKey, float] = agent.board.results["agent"].values
-            assert used * 0.99 <= values["agent_cpu_seconds_total", ()] <= time.process_time() * 1.01
+            assert (
+                used * 0.99 <= values["agent_cpu_seconds_total", ()] <= time.process_time() * 1.01
+            )
             resident = psutil.Process(os.getpid()).memory_info().rss
             assert values["agent_memory_bytes", ()] == pytest.approx(resident, rel=0.2)
             assert values["agent_history_bytes", ()] == on_disk > 0
@@ -77,7 +87,9 @@ def test_the_agent_measures_itself(tmp_path: Path) -> None:
 
             agent.history.lost["full-disk"] = 3
             agent._sum_up()
-            assert agent.board.results["agent"].values["agent_history_lost_total", ("full-disk",)] == 3
+            assert (
+                agent.board.results["agent"].values["agent_history_lost_total", ("full-disk",)] == 3
+            )
 
     asyncio.run(live())
 
@@ -85,9 +97,20 @@ def test_the_agent_measures_itself(tmp_path: Path) -> None:
 def test_every_collector_has_a_period_and_a_time_out_of_its_own(tmp_path: Path) -> None:
     mapping = tmp_path / "jobs"
     names = (
-        "cpu", "memory", "pressure", "disks", "network", "rdma", "accelerators", "processes", "frameworks", "kubelet",
-        "job-mapping", "cgroups", "probes",
-    )  # fmt: skip
+        "cpu",
+        "memory",
+        "pressure",
+        "disks",
+        "network",
+        "rdma",
+        "accelerators",
+        "processes",
+        "frameworks",
+        "kubelet",
+        "job-mapping",
+        "cgroups",
+        "probes",
+    )
     config = Config(
         accelerators=Accelerators(backends=("simulated",), simulated=1),
         collect=Collect(
@@ -99,13 +122,16 @@ def test_every_collector_has_a_period_and_a_time_out_of_its_own(tmp_path: Path) 
     agent = Agent(config, locations_in(tmp_path))
     agent.accelerators.close()
     agent.history.close()
-    assert {collector.name: (collector.period_s, collector.timeout_s) for collector in agent.scheduler.collectors} == {
-        name: (30.0 + at, 5.0 + at) for at, name in enumerate(names)
-    }
+    assert {
+        collector.name: (collector.period_s, collector.timeout_s)
+        for collector in agent.scheduler.collectors
+    } == {name: (30.0 + at, 5.0 + at) for at, name in enumerate(names)}
 
 
 def _device_seconds(agent: Agent) -> float:
-    return sum(value for (name, _), value, _ in agent.board.values() if name == "job_device_seconds_total")
+    return sum(
+        value for (name, _), value, _ in agent.board.values() if name == "job_device_seconds_total"
+    )
 
 
 @pytest.mark.parametrize("jump_s", [3600, -3600])
@@ -116,8 +142,12 @@ def test_a_clock_that_jumps_gives_jobs_no_device_time(
         with made(tmp_path) as agent:
             job = process(11, 1000, "slurm-7", 0)
             agent.board.processes = {job.key: job}
-            agent.board.devices = {"GPU-0": Device(uuid="GPU-0", index="0", vendor="nvidia", model="H100")}
-            agent.board.put("accelerators", [Reading("gpu_busy_ratio", ("GPU-0",), 0.5)], time.time_ns())
+            agent.board.devices = {
+                "GPU-0": Device(uuid="GPU-0", index="0", vendor="nvidia", model="H100")
+            }
+            agent.board.put(
+                "accelerators", [Reading("gpu_busy_ratio", ("GPU-0",), 0.5)], time.time_ns()
+            )
             agent._sum_up()
             real = time.time_ns
             monkeypatch.setattr(time, "time_ns", lambda: real() + jump_s * 10**9)
@@ -137,23 +167,32 @@ def test_the_history_has_no_command_lines_for_who_only_reads(tmp_path: Path, on_
         names, now_ns = METRICS["process_info"].labels, time.time_ns()
         readings = [
             Reading(
-                "process_info", tuple({"process": of.key, "command": of.command}.get(name, "") for name in names), 1.0
+                "process_info",
+                tuple({"process": of.key, "command": of.command}.get(name, "") for name in names),
+                1.0,
             )
             for of in (anna, bert)
         ]
         if on_disk:
             agent.history.write(
-                now_ns - 86_400 * 10**9, [((each.metric, each.labels), each.value) for each in readings]
+                now_ns - 86_400 * 10**9,
+                [((each.metric, each.labels), each.value) for each in readings],
             )
         else:
             agent.board.put("processes", readings, now_ns)
             agent.history.keep(agent.board, now_ns)
 
-        def told(peer: Caller, by: tuple[str, ...] = (), where: dict[str, str] | None = None) -> list[str]:
+        def told(
+            peer: Caller, by: tuple[str, ...] = (), where: dict[str, str] | None = None
+        ) -> list[str]:
             question = HistoryQuery(
-                metric="process_info", since_ns=now_ns - 2 * 86_400 * 10**9, until_ns=now_ns + 10**9, by=by,
-                where=where or {}, seen_as=VisibleSnapshot(agent.board, peer).seen_as,
-            )  # fmt: skip
+                metric="process_info",
+                since_ns=now_ns - 2 * 86_400 * 10**9,
+                until_ns=now_ns + 10**9,
+                by=by,
+                where=where or {},
+                seen_as=VisibleSnapshot(agent.board, peer).seen_as,
+            )
             return sorted(series.labels["command"] for series in asyncio.run(agent.query(question)))
 
         reader = Caller(name="token prometheus", sees="all")
@@ -171,10 +210,14 @@ def test_memory_has_what_collectors_deliver_between_two_ticks(tmp_path: Path) ->
 
     async def live() -> None:
         with made(tmp_path) as agent:
-            cpu = next(collector for collector in agent.scheduler.collectors if collector.name == "cpu")
+            cpu = next(
+                collector for collector in agent.scheduler.collectors if collector.name == "cpu"
+            )
             now_ns = time.time_ns()
             for turn in range(5):
-                agent.board.put("cpu", [Reading("host_load_ratio", (), turn / 8)], now_ns + turn * 10**8)
+                agent.board.put(
+                    "cpu", [Reading("host_load_ratio", (), turn / 8)], now_ns + turn * 10**8
+                )
                 agent._delivered(cpu)
             (points,) = agent.history.recent("host_load_ratio", now_ns, now_ns + 10**9)
             assert list(points.values) == [turn / 8 for turn in range(5)]

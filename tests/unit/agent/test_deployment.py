@@ -43,7 +43,10 @@ def unit() -> dict[str, str]:
 
 
 def manifests() -> dict[str, Any]:
-    return {document["kind"]: document for document in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())}
+    return {
+        document["kind"]: document
+        for document in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    }
 
 
 def docker(instruction: str) -> list[str]:
@@ -68,11 +71,15 @@ def test_the_unit_starts_the_agent_where_it_keeps_its_files(of_root: AgentPaths)
     program, *words = shlex.split(service["ExecStart"])
     assert Path(program).name == "traceloom"
     assert understood(words).action == "run"
-    assert Path("/run", service["RuntimeDirectory"]) == of_root.socket.parent == of_root.kineto.parent
+    assert (
+        Path("/run", service["RuntimeDirectory"]) == of_root.socket.parent == of_root.kineto.parent
+    )
     assert Path("/var/lib", service["StateDirectory"]) == of_root.history.parent
     assert Path("/var/log", service["LogsDirectory"]) == of_root.audit.parent
     commands = (ROOT / "docs" / "how-to" / "agent.md").read_text(encoding="utf-8")
-    assert f"{Path(program).parent}/pip install" in commands  # the page puts it where the unit looks for it
+    assert (
+        f"{Path(program).parent}/pip install" in commands
+    )  # the page puts it where the unit looks for it
 
 
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:
@@ -102,21 +109,29 @@ def test_systemd_hears_when_it_is_ready(tmp_path: Path, monkeypatch: pytest.Monk
 def test_with_the_rights_of_the_unit_a_trace_is_read_as_another_user(tmp_path: Path) -> None:
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("needs root and setpriv")
-    rights = ",".join(f"+{name.removeprefix('CAP_').lower()}" for name in unit()["CapabilityBoundingSet"].split())
+    rights = ",".join(
+        f"+{name.removeprefix('CAP_').lower()}" for name in unit()["CapabilityBoundingSet"].split()
+    )
     code = "import os, subprocess, sys; print(subprocess.run(['id', '-u'], user=65534, group=65534, extra_groups=[], capture_output=True, text=True).stdout)"
     done = subprocess.run(
         ["setpriv", "--no-new-privs", f"--bounding-set=-all,{rights}", sys.executable, "-c", code],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.stdout.strip(), done.stderr) == ("65534", "")
 
 
 def test_the_configuration_of_the_map_is_one(tmp_path: Path) -> None:
-    text = manifests()["ConfigMap"]["data"]["agent.toml"].replace("replace-with-the-sha256-of-your-token", "0" * 64)
+    text = manifests()["ConfigMap"]["data"]["agent.toml"].replace(
+        "replace-with-the-sha256-of-your-token", "0" * 64
+    )
     (tmp_path / "agent.toml").write_text(text, encoding="utf-8")
     config = load(tmp_path / "agent.toml")
     assert config.compat == ("dcgm",)
-    assert [(token.name, token.may, len(token.sha256)) for token in config.tcp.tokens] == [("prometheus", "read", 64)]
+    assert [(token.name, token.may, len(token.sha256)) for token in config.tcp.tokens] == [
+        ("prometheus", "read", 64)
+    ]
 
 
 def test_the_daemon_set_agrees_with_its_map_and_the_code(of_root: AgentPaths) -> None:
@@ -128,7 +143,10 @@ def test_the_daemon_set_agrees_with_its_map_and_the_code(of_root: AgentPaths) ->
     assert container["ports"] == [{"name": "metrics", "containerPort": port, "hostPort": port}]
     notes = template["metadata"]["annotations"]
     assert (notes["prometheus.io/port"], notes["prometheus.io/scheme"]) == (str(port), "https")
-    assert documents["DaemonSet"]["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    assert (
+        documents["DaemonSet"]["spec"]["selector"]["matchLabels"].items()
+        <= template["metadata"]["labels"].items()
+    )
     assert container["image"].rpartition(":")[2] == traceloom.__version__
 
     volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
@@ -167,6 +185,8 @@ def test_the_image_has_extras_that_exist_and_starts_the_agent(of_root: AgentPath
     assert understood(check[1:]).action == "status"
     places = {str(path.parent) for path in (of_root.socket, of_root.history, of_root.audit)}
     assert set(json.loads(docker("VOLUME")[0])) == places
-    command = re.search(r"docker run .*", (DEPLOY / "Dockerfile").read_text(encoding="utf-8").replace("\\\n#", ""))
+    command = re.search(
+        r"docker run .*", (DEPLOY / "Dockerfile").read_text(encoding="utf-8").replace("\\\n#", "")
+    )
     assert command is not None
     assert set(re.findall(r"-v (\S+):\1", command[0])) == places

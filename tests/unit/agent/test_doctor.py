@@ -33,12 +33,18 @@ PREPARED = {**POLLS, "KINETO_IPC_SOCKET_DIR": "/run/traceloom/kineto/1000"}
 
 def listed(*names: str) -> str:
     """The kernel's list of open unix sockets."""
-    lines = (f"00000000fa13e224: 00000002 00000000 00000000 0002 01 632871 {name}\n" for name in names)
+    lines = (
+        f"00000000fa13e224: 00000002 00000000 00000000 0002 01 632871 {name}\n" for name in names
+    )
     return HEADER + OTHERS + "".join(lines)
 
 
 def of_jobs(tree: HostTree, directory: Path) -> list[Check]:
-    return [check for check in examine_without_agent(tree.config(), locations_in(directory)) if check.area == "jobs"]
+    return [
+        check
+        for check in examine_without_agent(tree.config(), locations_in(directory))
+        if check.area == "jobs"
+    ]
 
 
 @pytest.fixture
@@ -55,7 +61,12 @@ def tree(tmp_path: Path) -> HostTree:
         ({"KINETO_IPC_SOCKET_DIR": "/tmp/a"}, (), (), ""),  # without the other it does not poll
         (POLLS, (), (), "8 s later"),
         (POLLS, (), ("@dynolog@",), ""),
-        (POLLS, ("@dynolog@",), (), "8 s later"),  # another network namespace has other abstract names
+        (
+            POLLS,
+            ("@dynolog@",),
+            (),
+            "8 s later",
+        ),  # another network namespace has other abstract names
         (POLLS, (), ("@dynolog",), "8 s later"),
         (PREPARED, (), (), "no agent listens in /run/traceloom/kineto/1000"),
         (PREPARED, ("/run/traceloom/kineto/1000/dynolog",), (), ""),
@@ -64,24 +75,35 @@ def tree(tmp_path: Path) -> HostTree:
     ],
 )
 def test_a_process_that_polls_where_nobody_listens(
-    tree: HostTree, tmp_path: Path, environment: Mapping[str, str], here: tuple[str, ...], there: tuple[str, ...],
+    tree: HostTree,
+    tmp_path: Path,
+    environment: Mapping[str, str],
+    here: tuple[str, ...],
+    there: tuple[str, ...],
     unheard: str,
-) -> None:  # fmt: skip
+) -> None:
     tree.process(77, environment=environment, maps=(TORCH,))
     tree.write("proc/net/unix", listed(*here))
     tree.write("proc/77/net/unix", listed(*there))
     checks = of_jobs(tree, tmp_path)
-    assert [(check.name, unheard in check.why) for check in checks] == ([("process 77", True)] if unheard else [])
+    assert [(check.name, unheard in check.why) for check in checks] == (
+        [("process 77", True)] if unheard else []
+    )
 
 
 def test_processes_of_a_directory_are_one_check(tree: HostTree, tmp_path: Path) -> None:
     for pid in (77, 78, 79):
         tree.process(pid, environment=PREPARED if pid < 79 else POLLS, maps=(TORCH,))
         tree.write(f"proc/{pid}/net/unix", listed())
-    assert [check.name for check in of_jobs(tree, tmp_path)] == ["process 77 and 1 more", "process 79"]
+    assert [check.name for check in of_jobs(tree, tmp_path)] == [
+        "process 77 and 1 more",
+        "process 79",
+    ]
 
 
-def test_a_process_whose_sockets_cannot_be_seen_is_not_judged(tree: HostTree, tmp_path: Path) -> None:
+def test_a_process_whose_sockets_cannot_be_seen_is_not_judged(
+    tree: HostTree, tmp_path: Path
+) -> None:
     tree.process(77, environment=POLLS, maps=(TORCH,))
     assert of_jobs(tree, tmp_path) == []
 
@@ -108,7 +130,10 @@ def test_who_does_not_see_all_hears_of_no_processes(tmp_path: Path) -> None:
     with listening(WithJobs(Config(tcp=Tcp(address="127.0.0.1:0"))), tmp_path) as listeners:
         assert listeners.tcp_address is not None
         asked: tuple[Path | tuple[str, int], ...] = (listeners.socket_path, listeners.tcp_address)
-        areas = [[check["area"] for check in ask(where, "/api/v1/doctor").json()["checks"]] for where in asked]
+        areas = [
+            [check["area"] for check in ask(where, "/api/v1/doctor").json()["checks"]]
+            for where in asked
+        ]
     assert areas == [["devices", "jobs"], ["devices"]]
 
 
@@ -122,12 +147,16 @@ class RefusedClock(ProbedStepClock):
         return ["no probes in /home/bert/secret/libtorch_cpu.so: permission denied"]
 
 
-def test_where_libraries_of_processes_lie_is_said_as_what_is_of_processes(tree: HostTree, tmp_path: Path) -> None:
+def test_where_libraries_of_processes_lie_is_said_as_what_is_of_processes(
+    tree: HostTree, tmp_path: Path
+) -> None:
     config = tree.config()
     accelerators = AcceleratorCollector(config)
     owned = OwnedProcessCollector(config, accelerators)
     clock, host = RefusedClock(config, list), MemoryCollector(config)
-    checks = examine_parts(config, locations_in(tmp_path), [clock, host], owned, errors={}, empty=(), unwritten={})
+    checks = examine_parts(
+        config, locations_in(tmp_path), [clock, host], owned, errors={}, empty=(), unwritten={}
+    )
     accelerators.close()
     assert [check.area for check in checks if "/home/bert" in check.why] == ["jobs"]
     # What is said of the host stays for everybody.
@@ -164,10 +193,18 @@ def test_directories_that_may_not_be_entered_are_no_defect() -> None:
         closed, tree = Path(name, "closed"), HostTree(Path(name, "host"))
         tree.write("proc/net/unix", listed())
         closed.mkdir(mode=0o700)
-        config = msgspec.structs.replace(tree.config(), owners=Owners(kubelet=str(closed / "pods" / "kubelet.sock")))
+        config = msgspec.structs.replace(
+            tree.config(), owners=Owners(kubelet=str(closed / "pods" / "kubelet.sock"))
+        )
         checks = as_another(lambda: examine_without_agent(config, locations_in(closed / "deeper")))
-    files = [(check["name"], check["works"], check["why"]) for check in checks if check["area"] == "files"]
-    assert files == [(name, "no", f"{closed} cannot be written") for name in ("socket", "history", "audit")]
+    files = [
+        (check["name"], check["works"], check["why"])
+        for check in checks
+        if check["area"] == "files"
+    ]
+    assert files == [
+        (name, "no", f"{closed} cannot be written") for name in ("socket", "history", "audit")
+    ]
     assert [check["works"] for check in checks if check["area"] == "rights"] == ["partly"]
 
 
@@ -179,8 +216,10 @@ def test_files_and_what_would_help(tree: HostTree, tmp_path: Path) -> None:
         if check.area == "files"
     ]
     assert [(check.name, check.works, check.help) for check in good] == [
-        ("socket", "yes", ""), ("history", "yes", ""), ("audit", "yes", ""),
-    ]  # fmt: skip
+        ("socket", "yes", ""),
+        ("history", "yes", ""),
+        ("audit", "yes", ""),
+    ]
     assert not (tmp_path / "new").exists()  # it only looks
     bad = [
         check
@@ -188,5 +227,6 @@ def test_files_and_what_would_help(tree: HostTree, tmp_path: Path) -> None:
         if check.area == "files"
     ]
     assert [(check.works, check.help) for check in bad] == [
-        ("no", f"`paths.{name}` of agent.toml names another one") for name in ("socket", "history", "audit")
+        ("no", f"`paths.{name}` of agent.toml names another one")
+        for name in ("socket", "history", "audit")
     ]

@@ -63,7 +63,9 @@ with socketserver.UnixStreamServer(path, Handler) as server:
 
 
 def started(*arguments: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", *arguments], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", *arguments], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     return process
@@ -77,9 +79,16 @@ def short() -> Iterator[Path]:
 
 def rank(pid: int, **declared: str) -> Process:
     return Process(
-        key=f"{pid}@1", pid=pid, start_ticks=1, started_ns=0, parent_pid=1, uid=os.geteuid(), command="",
-        declared=declared, owner=Owner(job="j", rank=3),
-    )  # fmt: skip
+        key=f"{pid}@1",
+        pid=pid,
+        start_ticks=1,
+        started_ns=0,
+        parent_pid=1,
+        uid=os.geteuid(),
+        command="",
+        declared=declared,
+        owner=Owner(job="j", rank=3),
+    )
 
 
 def test_a_process_that_was_not_started_for_it() -> None:
@@ -90,7 +99,9 @@ def test_a_process_that_was_not_started_for_it() -> None:
 def test_the_pipe_makes_it_write_a_dump_that_is_read_when_it_is_whole(short: Path) -> None:
     nccl = started(NCCL, f"{short}/fr3.pipe", f"{short}/dump3")
     process = rank(
-        nccl.pid, TORCH_NCCL_DEBUG_INFO_PIPE_FILE=f"{short}/fr", TORCH_NCCL_DEBUG_INFO_TEMP_FILE=f"{short}/dump"
+        nccl.pid,
+        TORCH_NCCL_DEBUG_INFO_PIPE_FILE=f"{short}/fr",
+        TORCH_NCCL_DEBUG_INFO_TEMP_FILE=f"{short}/dump",
     )
     try:
         dump = fetch_flight_record(process, time.time_ns())
@@ -108,7 +119,10 @@ def test_what_agent_env_prepares_is_what_is_asked_for() -> None:
     dump = Path(f"{variables['TORCH_FR_DUMP_TEMP_FILE']}3")
     nccl = started(NCCL, str(pipe), str(dump))
     try:
-        assert fetch_flight_record(rank(nccl.pid, **variables), time.time_ns()).how == "asked by its pipe"
+        assert (
+            fetch_flight_record(rank(nccl.pid, **variables), time.time_ns()).how
+            == "asked by its pipe"
+        )
     finally:
         nccl.kill()
         nccl.communicate()
@@ -122,7 +136,9 @@ def test_a_pipe_that_another_process_has_is_not_written_to(short: Path) -> None:
     child = started("print('up', flush=True); import time; time.sleep(3600)")
     try:
         with pytest.raises(NoFlightDumpError, match="has not opened the pipe"):
-            fetch_flight_record(rank(child.pid, TORCH_NCCL_DEBUG_INFO_PIPE_FILE=f"{short}/fr"), time.time_ns())
+            fetch_flight_record(
+                rank(child.pid, TORCH_NCCL_DEBUG_INFO_PIPE_FILE=f"{short}/fr"), time.time_ns()
+            )
         assert os.read(reader, 10) == b""  # nobody has written
     finally:
         os.close(reader)
@@ -169,7 +185,9 @@ def with_code(path: Path) -> None:
     path.write_bytes(b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.")
 
 
-@pytest.mark.parametrize("make", [link, second_name, of_another_user, large, with_code, os.mkfifo, Path.mkdir])
+@pytest.mark.parametrize(
+    "make", [link, second_name, of_another_user, large, with_code, os.mkfifo, Path.mkdir]
+)
 def test_no_other_file_is_read(tmp_path: Path, make: object) -> None:
     make(tmp_path / "fr3")  # type: ignore[operator]
     with pytest.raises(NoFlightDumpError) as raised:

@@ -27,18 +27,32 @@ from traceloom.agent.hangs.flight_recorder import (
 Row = dict[str, Any]
 
 
-def entry(group: str, sequence: int, operation: str = "all_reduce", state: str = "completed", **more: Any) -> Row:
+def entry(
+    group: str, sequence: int, operation: str = "all_reduce", state: str = "completed", **more: Any
+) -> Row:
     """As ProcessGroupNCCL of torch 2.13 writes it (version 2.10)."""
     title = "default_pg" if group == "0" else "undefined"
     return {
-        "frames": [{"name": "train", "filename": "/job/train.py", "line": 12}], "record_id": sequence, "pg_id": int(group),
-        "process_group": (group, title), "collective_seq_id": sequence, "p2p_seq_id": 0, "op_id": sequence,
-        "profiling_name": f"nccl:{operation}", "time_created_ns": 1_000 + sequence, "input_sizes": [[4]],
-        "input_dtypes": ["Float"], "output_sizes": [[4]], "output_dtypes": ["Float"], "state": state,
+        "frames": [{"name": "train", "filename": "/job/train.py", "line": 12}],
+        "record_id": sequence,
+        "pg_id": int(group),
+        "process_group": (group, title),
+        "collective_seq_id": sequence,
+        "p2p_seq_id": 0,
+        "op_id": sequence,
+        "profiling_name": f"nccl:{operation}",
+        "time_created_ns": 1_000 + sequence,
+        "input_sizes": [[4]],
+        "input_dtypes": ["Float"],
+        "output_sizes": [[4]],
+        "output_dtypes": ["Float"],
+        "state": state,
         "time_discovered_started_ns": None if state == "scheduled" else 1_001,
         "time_discovered_completed_ns": 1_002 if state == "completed" else None,
-        "retired": state == "completed", "timeout_ms": 600_000, "is_p2p": False,
-    } | more  # fmt: skip
+        "retired": state == "completed",
+        "timeout_ms": 600_000,
+        "is_p2p": False,
+    } | more
 
 
 def dump(entries: Sequence[Row], members: dict[str, str] | None = None) -> Row:
@@ -47,14 +61,23 @@ def dump(entries: Sequence[Row], members: dict[str, str] | None = None) -> Row:
         if not each["is_p2p"]:
             status[str(each["pg_id"])] = {"last_enqueued_collective": each["collective_seq_id"]}
     return {
-        "version": "2.10", "entries": list(entries), "pg_status": status, "nccl_comm_state": {},
-        "pg_config": {name: {"name": name, "desc": "", "ranks": ranks} for name, ranks in (members or {}).items()},
-    }  # fmt: skip
+        "version": "2.10",
+        "entries": list(entries),
+        "pg_status": status,
+        "nccl_comm_state": {},
+        "pg_config": {
+            name: {"name": name, "desc": "", "ranks": ranks}
+            for name, ranks in (members or {}).items()
+        },
+    }
 
 
 def verdict(*dumps: Row) -> FlightVerdict:
     return find_late_ranks(
-        [parse_flight_record(decode_plain_values(pickle.dumps(each, 2)), rank) for rank, each in enumerate(dumps)]
+        [
+            parse_flight_record(decode_plain_values(pickle.dumps(each, 2)), rank)
+            for rank, each in enumerate(dumps)
+        ]
     )
 
 
@@ -64,7 +87,12 @@ DONE = [entry("0", number) for number in (1, 2, 3)]
 def test_who_has_not_queued_the_oldest_open_collective_is_named() -> None:
     waiting = dump([*DONE, entry("0", 4, state="started"), entry("0", 5, state="scheduled")])
     result = verdict(waiting, waiting, dump(DONE), waiting)
-    assert (result.kind, result.ranks, result.operation, result.sequence) == ("behind", (2,), "all_reduce", 4)
+    assert (result.kind, result.ranks, result.operation, result.sequence) == (
+        "behind",
+        (2,),
+        "all_reduce",
+        4,
+    )
     assert result.sentence == (
         "rank 2 has not queued `all_reduce` number 4 of default_pg, in which ranks 0, 1, 3 wait; its last was number 3"
     )
@@ -108,18 +136,29 @@ def test_a_device_that_has_not_begun() -> None:
     started = dump([*DONE, entry("0", 4, state="started")])
     result = verdict(started, started, dump([*DONE, entry("0", 4, state="scheduled")]))
     assert (result.kind, result.ranks) == ("device", (2,))
-    assert "rank 2 has queued `all_reduce` number 4 of default_pg, but the device has not begun it" in result.sentence
+    assert (
+        "rank 2 has queued `all_reduce` number 4 of default_pg, but the device has not begun it"
+        in result.sentence
+    )
 
 
 def test_all_are_in_it() -> None:
     started = dump([*DONE, entry("0", 4, state="started")])
     result = verdict(started, started)
     assert (result.kind, result.ranks) == ("all-in", ())
-    assert result.sentence == "ranks 0, 1 have queued `all_reduce` number 4 of default_pg, and it does not end"
+    assert (
+        result.sentence
+        == "ranks 0, 1 have queued `all_reduce` number 4 of default_pg, and it does not end"
+    )
 
 
 def test_a_rank_waits_for_a_message() -> None:
-    message = {"is_p2p": True, "p2p_seq_id": 1, "collective_seq_id": 0, "profiling_name": "nccl:recv 1<-0"}
+    message = {
+        "is_p2p": True,
+        "p2p_seq_id": 1,
+        "collective_seq_id": 0,
+        "profiling_name": "nccl:recv 1<-0",
+    }
     result = verdict(dump(DONE), dump([*DONE, entry("0", 0, state="started", **message)]))
     assert result.kind == "nothing"
     assert result.sentence == "rank 1 waits in `recv` with rank 0"
@@ -144,8 +183,12 @@ def test_the_records_of_stock_torch_are_read_both_ways(tmp_path: Path) -> None:
             dist.all_reduce(torch.ones(4))
         # The thread of the group notes that one is done just after who waits for it goes on.
         ways = [
-            lambda: whole(parse_flight_record(decode_plain_values(bytes(c10d._dump_fr_trace())), 0)),
-            lambda: whole(parse_flight_record(decode_plain_values(bytes(c10d._dump_fr_trace_json())), 0)),
+            lambda: whole(
+                parse_flight_record(decode_plain_values(bytes(c10d._dump_fr_trace())), 0)
+            ),
+            lambda: whole(
+                parse_flight_record(decode_plain_values(bytes(c10d._dump_fr_trace_json())), 0)
+            ),
         ]
         records = [until(way) for way in ways]
     finally:
@@ -226,14 +269,24 @@ STRANGE: dict[str, Any] = {
 
 @pytest.mark.parametrize("entries", STRANGE.values(), ids=STRANGE.keys())
 def test_strange_entries_do_no_harm(entries: list[Any]) -> None:
-    document = {"version": "2.10", "entries": entries, "pg_status": {"0": 7, 3: {}}, "pg_config": {"0": {"ranks": 5}}}
-    assert find_late_ranks([parse_flight_record(decode_plain_values(pickle.dumps(document, 2)), 0)]).sentence
+    document = {
+        "version": "2.10",
+        "entries": entries,
+        "pg_status": {"0": 7, 3: {}},
+        "pg_config": {"0": {"ranks": 5}},
+    }
+    assert find_late_ranks(
+        [parse_flight_record(decode_plain_values(pickle.dumps(document, 2)), 0)]
+    ).sentence
 
 
 @pytest.mark.parametrize("group", [None, (), ("",), ("", ""), "0", 7, ["0"]], ids=repr)
 def test_an_entry_of_no_group_blames_nobody(group: Any) -> None:
     waiting = [*DONE, entry("0", 4, state="started")]
-    stray = entry("0", 1, "broadcast", state="started", time_created_ns=1) | {"process_group": group, "pg_id": 9}
+    stray = entry("0", 1, "broadcast", state="started", time_created_ns=1) | {
+        "process_group": group,
+        "pg_id": 9,
+    }
     expected = verdict(dump(waiting), dump(DONE))
     assert expected.ranks == (1,)
     assert verdict(dump([stray, *waiting]), dump(DONE)) == expected

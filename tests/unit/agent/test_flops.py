@@ -22,20 +22,50 @@ from traceloom.agent.flops import (
 
 SMS, CLOCK = 132, 1.5e9
 H100 = Device(
-    uuid="G", index="0", vendor="nvidia", model="H", multiprocessors=SMS, highest_clock_hz=2e9, architecture="hopper"
+    uuid="G",
+    index="0",
+    vendor="nvidia",
+    model="H",
+    multiprocessors=SMS,
+    highest_clock_hz=2e9,
+    architecture="hopper",
 )
-NOT_IN_THE_TABLE = {"H800 SXM", "H20", "GB200"}  # cut down, or with a number of multiprocessors that is not published
-PIPES = {"tensor": 0.5, "hmma": 0.5, "imma": 0.0, "dmma": 0.0, "dfma": 0.0, "fp64": 0.0, "fp32": 0.0, "fp16": 0.0}
+NOT_IN_THE_TABLE = {
+    "H800 SXM",
+    "H20",
+    "GB200",
+}  # cut down, or with a number of multiprocessors that is not published
+PIPES = {
+    "tensor": 0.5,
+    "hmma": 0.5,
+    "imma": 0.0,
+    "dmma": 0.0,
+    "dfma": 0.0,
+    "fp64": 0.0,
+    "fp32": 0.0,
+    "fp16": 0.0,
+}
 
 
-def read(pipes: dict[str, float], device: Device = H100, types: tuple[MatrixTypes, ...] = (), **others: float):
+def read(
+    pipes: dict[str, float],
+    device: Device = H100,
+    types: tuple[MatrixTypes, ...] = (),
+    **others: float,
+):
     """(method, low, high) in FLOP per clock of one multiprocessor, and all readings."""
     sampled = {("gpu_pipe_active_ratio", (pipe,)): active for pipe, active in pipes.items()}
     sampled |= {(metric, ()): value for metric, value in others.items()}
-    readings, missing = estimate_flops(device, {**sampled, ("gpu_clock_hertz", ("sm",)): CLOCK}, types)
-    rates = {labels[1:]: value / SMS / CLOCK for labels, value in values(readings, "gpu_flops").items()}
+    readings, missing = estimate_flops(
+        device, {**sampled, ("gpu_clock_hertz", ("sm",)): CLOCK}, types
+    )
+    rates = {
+        labels[1:]: value / SMS / CLOCK for labels, value in values(readings, "gpu_flops").items()
+    }
     methods = {method for method, _ in rates}
-    bounds = tuple(round(rates[method, bound], 6) for method in methods for bound in ("low", "high"))
+    bounds = tuple(
+        round(rates[method, bound], 6) for method in methods for bound in ("low", "high")
+    )
     return (*methods, *bounds), readings, missing
 
 
@@ -52,14 +82,27 @@ def test_the_table_gives_the_peaks_of_the_data_sheets() -> None:
             matrix = kind.endswith("_matrix") or kind not in ("fp64", "fp32")
             unit = f"{kind.removesuffix('_matrix')}_matrix" if matrix else kind
             # FP64 matrix units run at the clock of the vector units.
-            clock = model.matrix_clock_hz if matrix and kind != "fp64_matrix" else model.highest_clock_hz
-            assert units[unit] * model.multiprocessors * clock == pytest.approx(peak, rel=0.03), (entry["name"], kind)
+            clock = (
+                model.matrix_clock_hz
+                if matrix and kind != "fp64_matrix"
+                else model.highest_clock_hz
+            )
+            assert units[unit] * model.multiprocessors * clock == pytest.approx(peak, rel=0.03), (
+                entry["name"],
+                kind,
+            )
     assert len(names) >= 20
 
 
 @pytest.mark.parametrize(
     ("kind", "rate"),
-    [("tf32", 2048), ("bf16", 4096), ("fp16", 4096), ("float8_e4m3fn", 8192), ("torch.bfloat16", 4096)],
+    [
+        ("tf32", 2048),
+        ("bf16", 4096),
+        ("fp16", 4096),
+        ("float8_e4m3fn", 8192),
+        ("torch.bfloat16", 4096),
+    ],
 )
 def test_a_declared_type_is_taken(kind: str, rate: float) -> None:
     types = parse_declared_types(kind)
@@ -80,7 +123,9 @@ def test_a_mix_of_types_of_a_trace_is_by_flops_not_by_time() -> None:
 
 
 def test_a_type_that_the_architecture_does_not_have_is_no_knowledge() -> None:
-    ampere = Device(uuid="G", index="0", vendor="nvidia", model="A", multiprocessors=SMS, architecture="ampere")
+    ampere = Device(
+        uuid="G", index="0", vendor="nvidia", model="A", multiprocessors=SMS, architecture="ampere"
+    )
     result, _, _ = read(PIPES, ampere, (MatrixTypes({"fp8": 1.0}, "declared"),))
     assert result == ("bounds", 0.5 * 1024, 0.5 * 2048)
 
@@ -89,33 +134,58 @@ def test_two_jobs_of_different_types_on_a_device_give_an_interval() -> None:
     jobs = (MatrixTypes({"bf16": 1.0}, "declared"), MatrixTypes({"fp8": 1.0}, "declared"))
     assert read(PIPES, types=jobs)[0] == ("declared", 0.5 * 4096, 0.5 * 8192)
     jobs = (MatrixTypes({"bf16": 1.0}, "declared"), MatrixTypes({"bf16": 1.0}, "trace"))
-    assert read(PIPES, types=jobs)[0] == ("trace", 0.5 * 4096, 0.5 * 4096), "as well as the lesser is known"
+    assert read(PIPES, types=jobs)[0] == ("trace", 0.5 * 4096, 0.5 * 4096), (
+        "as well as the lesser is known"
+    )
 
 
 def test_the_ratio_of_half_to_single_decides_where_nothing_is_declared() -> None:
     half, _, _ = read(PIPES | {"fp16": 0.2, "fp32": 0.1})
     vector = 0.2 * 512 + 0.1 * 256
-    assert half == ("ratio", 0.5 * 4096 + vector, 0.5 * 8192 + vector), "FP16, or FP8 beside vector work in FP16"
+    assert half == ("ratio", 0.5 * 4096 + vector, 0.5 * 8192 + vector), (
+        "FP16, or FP8 beside vector work in FP16"
+    )
     single, _, _ = read(PIPES | {"fp16": 0.05, "fp32": 0.1})
     vector = 0.05 * 512 + 0.1 * 256
-    assert single == ("bounds", 0.5 * 2048 + vector, 0.5 * 8192 + vector), "sums of FP8 products are in FP32"
-    ampere = Device(uuid="G", index="0", vendor="nvidia", model="A", multiprocessors=SMS, architecture="ampere")
+    assert single == ("bounds", 0.5 * 2048 + vector, 0.5 * 8192 + vector), (
+        "sums of FP8 products are in FP32"
+    )
+    ampere = Device(
+        uuid="G", index="0", vendor="nvidia", model="A", multiprocessors=SMS, architecture="ampere"
+    )
     method, low, high = read(PIPES | {"fp16": 0.2}, ampere)[0]
     assert (method, low) == ("ratio", high), "where there is no FP8 it is FP16"
 
 
 def test_without_any_knowledge_there_are_bounds() -> None:
     assert read(PIPES)[0] == ("bounds", 0.5 * 2048, 0.5 * 8192)
-    volta = Device(uuid="G", index="0", vendor="nvidia", model="V", multiprocessors=SMS, architecture="volta")
-    assert read(PIPES, volta)[0] == ("bounds", 512, 512), "which are equal where there is only one type"
+    volta = Device(
+        uuid="G", index="0", vendor="nvidia", model="V", multiprocessors=SMS, architecture="volta"
+    )
+    assert read(PIPES, volta)[0] == ("bounds", 512, 512), (
+        "which are equal where there is only one type"
+    )
 
 
 def test_every_pipe_counts_with_its_rate() -> None:
     types = (MatrixTypes({"bf16": 1.0}, "declared"),)
-    rates = {"hmma": 4096, "dmma": 256, "dfma": 256, "fp64": 128, "fp32": 256, "fp16": 512, "imma": 0, "int": 0}
+    rates = {
+        "hmma": 4096,
+        "dmma": 256,
+        "dfma": 256,
+        "fp64": 128,
+        "fp32": 256,
+        "fp16": 512,
+        "imma": 0,
+        "int": 0,
+    }
     idle = dict.fromkeys(PIPES, 0.0)
     for pipe, rate in rates.items():
-        assert read({**idle, pipe: 0.25}, types=types)[0] == ("declared", 0.25 * rate, 0.25 * rate), pipe
+        assert read({**idle, pipe: 0.25}, types=types)[0] == (
+            "declared",
+            0.25 * rate,
+            0.25 * rate,
+        ), pipe
 
 
 def test_integer_operations_stand_apart() -> None:
@@ -140,7 +210,8 @@ def test_a_real_device_is_estimated_within_three_percent(
     kind: str, pipes: dict[str, float], clock: float, counted: float
 ) -> None:
     sampled = {
-        ("gpu_pipe_active_ratio", (pipe,)): active for pipe, active in {**dict.fromkeys(PIPES, 0.0), **pipes}.items()
+        ("gpu_pipe_active_ratio", (pipe,)): active
+        for pipe, active in {**dict.fromkeys(PIPES, 0.0), **pipes}.items()
     }
     sampled["gpu_clock_hertz", ("sm",)] = clock
     declared = parse_declared_types(kind)
@@ -173,9 +244,15 @@ def test_only_all_matrix_units_together_are_known() -> None:
     )
     declared = (MatrixTypes({"bf16": 1.0}, "declared"),)
     result, readings, _ = read({"tensor": 0.5}, ampere, declared, gpu_graphics_active_ratio=0.9)
-    assert result == ("declared", 0.5 * 2048, 0.5 * 2048 + 0.9 * 512), "vector pipes: at most as long as it was active"
+    assert result == ("declared", 0.5 * 2048, 0.5 * 2048 + 0.9 * 512), (
+        "vector pipes: at most as long as it was active"
+    )
     assert values(readings, "gpu_flop_utilization_ratio") == {("G",): 0.25}
-    assert read({"tensor": 0.5}, ampere, gpu_sm_active_ratio=0.6)[0] == ("bounds", 512, 1024 + 0.6 * 512)
+    assert read({"tensor": 0.5}, ampere, gpu_sm_active_ratio=0.6)[0] == (
+        "bounds",
+        512,
+        1024 + 0.6 * 512,
+    )
     assert read({"tensor": 0.5}, ampere)[0] == ("bounds", 512, 1024 + 512)
 
 
@@ -196,7 +273,8 @@ def test_what_cannot_be_estimated_is_absent_with_a_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "error"), [(110.0, 110.0, 0.1), (90.0, 90.0, -0.1), (90.0, 110.0, 0.0), (120.0, 200.0, 0.2)]
+    ("low", "high", "error"),
+    [(110.0, 110.0, 0.1), (90.0, 90.0, -0.1), (90.0, 110.0, 0.0), (120.0, 200.0, 0.2)],
 )
 def test_an_estimate_is_compared_with_counted_flops(low: float, high: float, error: float) -> None:
     assert compute_estimate_error(FlopRate(low, high, "ratio"), 50.0, 2.0) == pytest.approx(error)
@@ -208,7 +286,9 @@ def test_without_steps_there_is_nothing_to_compare_with() -> None:
 
 def test_devices_are_compared_by_their_peaks() -> None:
     a100 = find_device_model("NVIDIA A100-SXM4-80GB")
-    assert compute_relative_peak(find_device_model("nvidia h100  80GB HBM3"), a100) == pytest.approx(989.4 / 312)
+    assert compute_relative_peak(
+        find_device_model("nvidia h100  80GB HBM3"), a100
+    ) == pytest.approx(989.4 / 312)
     assert compute_relative_peak(find_device_model("Tesla T4"), a100) == pytest.approx(65 / 312), (
         "FP16 where there is no BF16"
     )

@@ -12,7 +12,12 @@ from support.host_tree import HostTree
 from traceloom.agent.accelerators.backend import TimeLimitedBackend
 from traceloom.agent.accelerators.collector import AcceleratorCollector
 from traceloom.agent.collectors.owned_processes import OwnedProcessCollector
-from traceloom.agent.hangs.stacks import GroupedStacks, find_waiting_call, format_ranges, group_stacks
+from traceloom.agent.hangs.stacks import (
+    GroupedStacks,
+    find_waiting_call,
+    format_ranges,
+    group_stacks,
+)
 from traceloom.agent.ownership.model import Owner, Process
 from traceloom.agent.profilers.py_spy import Frame, StackDump, ThreadStack
 
@@ -24,17 +29,31 @@ REDUCING = (
     Frame("all_reduce", TORCH, 9),
 )
 IN_BARRIER = (TRAIN, Frame("barrier", TORCH, 40))
-LOADING = (TRAIN, Frame("load_batch", "/home/anna/data.py", 31), Frame("get", "/usr/lib/python3.11/queue.py", 171))
+LOADING = (
+    TRAIN,
+    Frame("load_batch", "/home/anna/data.py", 31),
+    Frame("get", "/usr/lib/python3.11/queue.py", 171),
+)
 COMPUTING = (TRAIN, Frame("forward", "/home/anna/model.py", 7))
-WAITING = (TRAIN, Frame("c10d::Work::wait", "libtorch_cpu.so", 0), Frame("pthread_cond_wait", "libc.so.6", 0))
+WAITING = (
+    TRAIN,
+    Frame("c10d::Work::wait", "libtorch_cpu.so", 0),
+    Frame("pthread_cond_wait", "libc.so.6", 0),
+)
 
 
 def _process(pid: int, rank: int | None, parent: int = 1, world: int | None = None) -> Process:
     return Process(
-        key=f"{pid}@1", pid=pid, start_ticks=1, started_ns=1, parent_pid=parent, uid=1, command="",
+        key=f"{pid}@1",
+        pid=pid,
+        start_ticks=1,
+        started_ns=1,
+        parent_pid=parent,
+        uid=1,
+        command="",
         declared={} if world is None else {"LOCAL_WORLD_SIZE": str(world)},
         owner=Owner(job="run1", rank=rank, world_size=world),
-    )  # fmt: skip
+    )
 
 
 def _dump(pid: int, *stacks: Sequence[Frame]) -> StackDump:
@@ -55,78 +74,130 @@ def test_a_rank_that_ended_is_missed_by_what_torchrun_told_the_others(tmp_path: 
     """The last one of a job whose ranks are all on this host: its number lies beyond those that are there."""
     tree = HostTree(tmp_path)
     for rank in range(3):
-        torchrun = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+        torchrun = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "4",
+            "LOCAL_WORLD_SIZE": "4",
+        }
         tree.process(100 + rank, environment={**torchrun, "TRACELOOM_JOB": "run1"})
     accelerators = AcceleratorCollector(tree.config(), [TimeLimitedBackend("by-hand", ByHand)])
     accelerators.close()
     owned = OwnedProcessCollector(tree.config(), accelerators)
     owned.collect()
     stacks = group_stacks(
-        list(owned.owned.values()), {100 + rank: _dump(100 + rank, REDUCING) for rank in range(3)}, {}
+        list(owned.owned.values()),
+        {100 + rank: _dump(100 + rank, REDUCING) for rank in range(3)},
+        {},
     )
     assert stacks.sentence.endswith("rank 3 is not seen: it has no process on this host")
 
 
 def test_the_rank_that_loads_while_others_wait_comes_first() -> None:
     stacks = _job(REDUCING, REDUCING, LOADING, REDUCING)
-    assert stacks.sentence == "rank 2 is in `load_batch` (data.py:31); ranks 0, 1, 3 wait in `all_reduce`"
+    assert (
+        stacks.sentence
+        == "rank 2 is in `load_batch` (data.py:31); ranks 0, 1, 3 wait in `all_reduce`"
+    )
     assert [(group.ranks, group.elsewhere, group.waits_in) for group in stacks.groups] == [
-        ((2,), True, ""), ((0, 1, 3), False, "all_reduce"),
-    ]  # fmt: skip
+        ((2,), True, ""),
+        ((0, 1, 3), False, "all_reduce"),
+    ]
     assert stacks.groups[0].frames == LOADING
 
 
 @pytest.mark.parametrize(
     ("stacks", "sentence"),
     [
-        ([LOADING, REDUCING], "rank 0 is in `load_batch` (data.py:31); rank 1 waits in `all_reduce`"),
+        (
+            [LOADING, REDUCING],
+            "rank 0 is in `load_batch` (data.py:31); rank 1 waits in `all_reduce`",
+        ),
         ([REDUCING] * 5, "ranks 0-4 wait in `all_reduce`"),
-        ([REDUCING, IN_BARRIER, REDUCING], "rank 1 waits in `barrier`; ranks 0, 2 wait in `all_reduce`"),
+        (
+            [REDUCING, IN_BARRIER, REDUCING],
+            "rank 1 waits in `barrier`; ranks 0, 2 wait in `all_reduce`",
+        ),
         ([REDUCING, IN_BARRIER], "rank 0 waits in `all_reduce`; rank 1 waits in `barrier`"),
-        ([REDUCING, WAITING, LOADING], "rank 2 is in `load_batch` (data.py:31); rank 0 waits in `all_reduce`; rank 1 waits in a collective"),
-        ([REDUCING, WAITING, REDUCING], "rank 1 waits in a collective; ranks 0, 2 wait in `all_reduce`"),
-        ([COMPUTING, COMPUTING, LOADING], "rank 2 is in `load_batch` (data.py:31); ranks 0, 1 are in `forward` (model.py:7)"),
-        ([COMPUTING, LOADING], "rank 0 is in `forward` (model.py:7); rank 1 is in `load_batch` (data.py:31)"),
+        (
+            [REDUCING, WAITING, LOADING],
+            "rank 2 is in `load_batch` (data.py:31); rank 0 waits in `all_reduce`; rank 1 waits in a collective",
+        ),
+        (
+            [REDUCING, WAITING, REDUCING],
+            "rank 1 waits in a collective; ranks 0, 2 wait in `all_reduce`",
+        ),
+        (
+            [COMPUTING, COMPUTING, LOADING],
+            "rank 2 is in `load_batch` (data.py:31); ranks 0, 1 are in `forward` (model.py:7)",
+        ),
+        (
+            [COMPUTING, LOADING],
+            "rank 0 is in `forward` (model.py:7); rank 1 is in `load_batch` (data.py:31)",
+        ),
         ([REDUCING, ()], "rank 1 is in no call that can be seen; rank 0 waits in `all_reduce`"),
     ],
-)  # fmt: skip
+)
 def test_who_is_where(stacks: list[Sequence[Frame]], sentence: str) -> None:
     assert sorted(_job(*stacks).sentence.split("; ")) == sorted(sentence.split("; "))
 
 
 def test_who_waits_in_another_collective_than_most_is_elsewhere() -> None:
     stacks = _job(REDUCING, IN_BARRIER, REDUCING)
-    assert [(group.ranks, group.elsewhere) for group in stacks.groups] == [((1,), True), ((0, 2), False)]
+    assert [(group.ranks, group.elsewhere) for group in stacks.groups] == [
+        ((1,), True),
+        ((0, 2), False),
+    ]
     assert stacks.sentence.startswith("rank 1 waits in `barrier`")
 
 
 def test_what_is_even_is_not_decided() -> None:
-    for stacks in (_job(REDUCING, IN_BARRIER), _job(COMPUTING, LOADING), _job(REDUCING, WAITING, REDUCING)):
+    for stacks in (
+        _job(REDUCING, IN_BARRIER),
+        _job(COMPUTING, LOADING),
+        _job(REDUCING, WAITING, REDUCING),
+    ):
         assert not any(group.elsewhere for group in stacks.groups)
 
 
 def test_another_line_of_the_same_program_is_elsewhere() -> None:
     later = (TRAIN._replace(line=25), *REDUCING[1:])
     stacks = _job(REDUCING, later, REDUCING)
-    assert [group.ranks for group in stacks.groups] == [(0, 2), (1,)]  # told apart, and all wait for the same kind
+    assert [group.ranks for group in stacks.groups] == [
+        (0, 2),
+        (1,),
+    ]  # told apart, and all wait for the same kind
 
 
 def test_a_process_that_loads_data_is_no_rank() -> None:
-    processes = [_process(100, 0), _process(101, 1), _process(200, 1, parent=101), _process(50, None)]
-    dumps = {100: _dump(100, REDUCING), 101: _dump(101, REDUCING), 200: _dump(200, LOADING), 50: _dump(50, LOADING)}
+    processes = [
+        _process(100, 0),
+        _process(101, 1),
+        _process(200, 1, parent=101),
+        _process(50, None),
+    ]
+    dumps = {
+        100: _dump(100, REDUCING),
+        101: _dump(101, REDUCING),
+        200: _dump(200, LOADING),
+        50: _dump(50, LOADING),
+    }
     stacks = group_stacks(processes, dumps, {})
     assert stacks.sentence == "ranks 0, 1 wait in `all_reduce`"
     assert [(group.role, group.ranks, group.pids) for group in stacks.groups] == [
-        ("rank", (0, 1), (100, 101)), ("worker", (1,), (50, 200)),
-    ]  # fmt: skip
+        ("rank", (0, 1), (100, 101)),
+        ("worker", (1,), (50, 200)),
+    ]
 
 
 def test_other_threads_are_grouped_by_name() -> None:
     dumps = {100: _dump(100, REDUCING, COMPUTING), 101: _dump(101, REDUCING, COMPUTING, LOADING)}
     stacks = group_stacks([_process(100, 0), _process(101, 1)], dumps, {})
     assert [(group.role, group.thread, group.ranks) for group in stacks.groups] == [
-        ("rank", "", (0, 1)), ("thread", "thread 1", (0, 1)), ("thread", "thread 2", (1,)),
-    ]  # fmt: skip
+        ("rank", "", (0, 1)),
+        ("thread", "thread 1", (0, 1)),
+        ("thread", "thread 2", (1,)),
+    ]
 
 
 def test_addresses_differ_between_processes_and_are_left_out() -> None:
@@ -136,7 +207,9 @@ def test_addresses_differ_between_processes_and_are_left_out() -> None:
 
 def test_ranks_that_are_not_seen_are_named_with_the_reason() -> None:
     processes = [_process(100 + rank, rank, world=4) for rank in (0, 1, 3)]
-    stacks = group_stacks(processes, {100: _dump(100, REDUCING), 101: _dump(101, REDUCING)}, {103: "it has ended"})
+    stacks = group_stacks(
+        processes, {100: _dump(100, REDUCING), 101: _dump(101, REDUCING)}, {103: "it has ended"}
+    )
     assert stacks.sentence == (
         "ranks 0, 1 wait in `all_reduce`; rank 3 is not seen: it has ended; "
         "rank 2 is not seen: it has no process on this host"
@@ -147,7 +220,9 @@ def test_ranks_that_are_not_seen_are_named_with_the_reason() -> None:
 def test_steps_tell_how_far_behind_it_is() -> None:
     dumps = {100: _dump(100, REDUCING), 101: _dump(101, LOADING)}
     stacks = group_stacks([_process(100, 0), _process(101, 1)], dumps, {}, {100: 12, 101: 10})
-    assert stacks.sentence.startswith("rank 1 is in `load_batch` (data.py:31) after 10 steps, the others after 12;")
+    assert stacks.sentence.startswith(
+        "rank 1 is in `load_batch` (data.py:31) after 10 steps, the others after 12;"
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,9 +256,19 @@ def test_a_wait_that_is_known_from_elsewhere_counts_where_the_stack_shows_none()
     # Rank 1 is in `work.wait()`, which Python's calls do not show; rank 2's own stack says what it is in.
     both = group_stacks(processes, dumps, {}, waits={101: "all_reduce", 102: "broadcast"})
     assert [group.ranks for group in both.groups if group.elsewhere] == [(0,)]
-    assert both.sentence == "rank 0 is in `load_batch` (data.py:31); ranks 1, 2 wait in `all_reduce`"
+    assert (
+        both.sentence == "rank 0 is in `load_batch` (data.py:31); ranks 1, 2 wait in `all_reduce`"
+    )
 
 
 def test_ranks_that_ended_have_that_as_their_reason() -> None:
-    stacks = group_stacks([_process(100, 0)], {100: _dump(100, REDUCING)}, {}, ended={3: "its process 7 ended 2 s ago"})
-    assert stacks.sentence == "rank 0 waits in `all_reduce`; rank 3 is not seen: its process 7 ended 2 s ago"
+    stacks = group_stacks(
+        [_process(100, 0)],
+        {100: _dump(100, REDUCING)},
+        {},
+        ended={3: "its process 7 ended 2 s ago"},
+    )
+    assert (
+        stacks.sentence
+        == "rank 0 waits in `all_reduce`; rank 3 is not seen: its process 7 ended 2 s ago"
+    )

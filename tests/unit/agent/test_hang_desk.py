@@ -29,16 +29,28 @@ QUICK = Hangs(least=0.05, steps=0.1, every=1e-6)
 @pytest.fixture
 def sleeping() -> Iterator[Process]:
     child = subprocess.Popen(
-        [sys.executable, "-c", "import time\ndef nap(): time.sleep(3600)\nprint('up', flush=True)\nnap()"],
+        [
+            sys.executable,
+            "-c",
+            "import time\ndef nap(): time.sleep(3600)\nprint('up', flush=True)\nnap()",
+        ],
         stdout=subprocess.PIPE,
     )
     assert child.stdout is not None
     child.stdout.readline()
-    ticks = int(Path(f"/proc/{child.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
+    ticks = int(
+        Path(f"/proc/{child.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19]
+    )
     yield Process(
-        key=f"{child.pid}@{ticks}", pid=child.pid, start_ticks=ticks, started_ns=0, parent_pid=1, uid=os.geteuid(),
-        command="python train.py", owner=Owner(job="j", rank=0, world_size=1),
-    )  # fmt: skip
+        key=f"{child.pid}@{ticks}",
+        pid=child.pid,
+        start_ticks=ticks,
+        started_ns=0,
+        parent_pid=1,
+        uid=os.geteuid(),
+        command="python train.py",
+        owner=Owner(job="j", rank=0, world_size=1),
+    )
     child.kill()
     child.communicate()
 
@@ -46,16 +58,23 @@ def sleeping() -> Iterator[Process]:
 class Desk:
     """A desk with one process, in a directory."""
 
-    def __init__(self, directory: Path, process: Process, settings: Hangs = QUICK, boot_id: str = "boot") -> None:
+    def __init__(
+        self, directory: Path, process: Process, settings: Hangs = QUICK, boot_id: str = "boot"
+    ) -> None:
         self.process, self.noted = process, list[tuple[str, dict[str, object]]]()
         self.steps, board = StepCounter(), Snapshot()
         board.processes = {process.key: process}
         board.put("processes", [Reading("process_threads", (process.key,), 1.0)], 1)
         self.desk = HangService(
-            Config(hangs=settings), board, History(None, HistorySettings()), self.steps,
-            places=TraceDirectories(directory / "traces"), path=directory / "hangs.json", boot_id=boot_id,
+            Config(hangs=settings),
+            board,
+            History(None, HistorySettings()),
+            self.steps,
+            places=TraceDirectories(directory / "traces"),
+            path=directory / "hangs.json",
+            boot_id=boot_id,
             note=lambda what, details: self.noted.append((what, details)),
-        )  # fmt: skip
+        )
 
     def step(self) -> None:
         self.steps.report(self.process.key, "j", 0, [0.001] * 3)
@@ -101,19 +120,26 @@ def test_only_the_newest_bundles_stay(sleeping: Process, tmp_path: Path) -> None
     async def use() -> None:
         first, second = await desk.hang(), await desk.hang()
         assert "rank 0 is in `nap` (<string>:2)" in first.sentence
-        assert [path.name for path in (tmp_path / "traces" / str(os.geteuid()) / "hangs").iterdir()] == [second.id]
+        assert [
+            path.name for path in (tmp_path / "traces" / str(os.geteuid()) / "hangs").iterdir()
+        ] == [second.id]
         assert second.directory.endswith(second.id)
         assert heard == ["hangs", "recovered", "hangs"]
         assert {reading[:2]: reading.value for reading in desk.desk.readings()} == {
-            ("job_hung", ("j",)): 1.0, ("job_hangs_total", ("j",)): 2.0,
-        }  # fmt: skip
+            ("job_hung", ("j",)): 1.0,
+            ("job_hangs_total", ("j",)): 2.0,
+        }
 
     run(desk, use)
     assert [what for what, _ in desk.noted] == ["hang", "hang-over", "hang"]
 
 
-@pytest.mark.parametrize("why", ["off", pytest.param("one-an-hour", marks=pytest.mark.thorough), "no-directory"])
-def test_without_a_bundle_there_is_the_sentence_or_the_reason(sleeping: Process, tmp_path: Path, why: str) -> None:
+@pytest.mark.parametrize(
+    "why", ["off", pytest.param("one-an-hour", marks=pytest.mark.thorough), "no-directory"]
+)
+def test_without_a_bundle_there_is_the_sentence_or_the_reason(
+    sleeping: Process, tmp_path: Path, why: str
+) -> None:
     changes = {"off": {"bundles": False}, "one-an-hour": {"every": 3600.0}, "no-directory": {}}[why]
     desk = Desk(tmp_path, sleeping, msgspec.structs.replace(QUICK, **changes))
     if why == "no-directory":
@@ -128,7 +154,9 @@ def test_without_a_bundle_there_is_the_sentence_or_the_reason(sleeping: Process,
             assert "traces cannot be written" in record.no_bundle
         else:
             assert "rank 0 is in `nap`" in record.sentence
-            assert {"off": "switched off", "one-an-hour": "one of this job was made 0 min ago"}[why] in record.no_bundle
+            assert {"off": "switched off", "one-an-hour": "one of this job was made 0 min ago"}[
+                why
+            ] in record.no_bundle
 
     run(desk, use)
 
@@ -157,10 +185,13 @@ def test_a_host_that_was_started_again_has_no_hang(sleeping: Process, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b'{"version": 99, "boot_id": "boot", "paces": {}, "records": []}'],
+    "content",
+    [b"", b"{", b"[]", b'{"version": 99, "boot_id": "boot", "paces": {}, "records": []}'],
     ids=["empty", "cut", "list", "later"],
-)  # fmt: skip
-def test_a_file_that_cannot_be_read_is_begun_anew(sleeping: Process, tmp_path: Path, content: bytes) -> None:
+)
+def test_a_file_that_cannot_be_read_is_begun_anew(
+    sleeping: Process, tmp_path: Path, content: bytes
+) -> None:
     (tmp_path / "hangs.json").write_bytes(content)
     desk = Desk(tmp_path, sleeping)
 
@@ -173,8 +204,12 @@ def test_a_file_that_cannot_be_read_is_begun_anew(sleeping: Process, tmp_path: P
     assert json.loads((tmp_path / "hangs.json").read_bytes())["paces"] != {}
 
 
-def test_a_file_of_another_version_is_said(sleeping: Process, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "hangs.json").write_bytes(b'{"version": 99, "boot_id": "boot", "paces": {}, "records": []}')
+def test_a_file_of_another_version_is_said(
+    sleeping: Process, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "hangs.json").write_bytes(
+        b'{"version": 99, "boot_id": "boot", "paces": {}, "records": []}'
+    )
 
     async def use() -> None:
         return

@@ -20,9 +20,16 @@ EPOCH_NS = 1_700_000_000 * 10**9
 def process(rank: int, job: str = "j", uid: int = 7, state: str = "S", pid: int = 0) -> Process:
     pid = pid or 100 + rank
     return Process(
-        key=f"{pid}@1", pid=pid, start_ticks=1, started_ns=0, parent_pid=1, uid=uid, command="", state=state,
+        key=f"{pid}@1",
+        pid=pid,
+        start_ticks=1,
+        started_ns=0,
+        parent_pid=1,
+        uid=uid,
+        command="",
+        state=state,
         owner=Owner(job=job, rank=rank),
-    )  # fmt: skip
+    )
 
 
 class Host:
@@ -45,7 +52,9 @@ class Host:
         now_ns = EPOCH_NS + int(self.now * 1e9) + self.wall_ns
         return self.watch.look(self.now, now_ns, self.processes, self.steps, self.disk)
 
-    def run(self, seconds: float, *, stepping: Sequence[Process] = (), every: float = 1.0) -> list[Hang]:
+    def run(
+        self, seconds: float, *, stepping: Sequence[Process] = (), every: float = 1.0
+    ) -> list[Hang]:
         """Time goes by, with a look each second; the hangs that were seen."""
         new: list[Hang] = []
         end = self.now + seconds
@@ -69,7 +78,10 @@ def test_no_step_for_a_minute_is_a_hang_seen_once(host: Host) -> None:
     assert host.run(59) == []
     (hang,) = host.run(30)
     assert (hang.job, hang.uid, hang.median_s) == ("j", 7, 0.5)
-    assert [(each.pid, each.rank, each.steps) for each in hang.processes] == [(100, 0, 20), (101, 1, 20)]
+    assert [(each.pid, each.rank, each.steps) for each in hang.processes] == [
+        (100, 0, 20),
+        (101, 1, 20),
+    ]
     assert hang.since_ns == EPOCH_NS + int(last * 1e9)
     assert hang.seen_ns == hang.since_ns + 60 * 10**9
     assert host.watch.hangs == {JobKey("j", 7): hang}
@@ -102,7 +114,9 @@ def test_steps_that_are_told_seldom_are_waited_for(monkeypatch: pytest.MonkeyPat
     assert len(host.run(2)) == 1
 
 
-def test_a_process_that_stepped_alone_counts_after_three_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_stepped_alone_counts_after_three_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     host = Host(monkeypatch)
     host.run(2, stepping=host.processes)
     assert host.run(600) == []
@@ -271,7 +285,9 @@ def test_without_a_job_or_steps_nothing_is_known(monkeypatch: pytest.MonkeyPatch
     assert host.run(600) == []
 
 
-def test_an_agent_that_starts_again_goes_on_with_what_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_starts_again_goes_on_with_what_was_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = Host(monkeypatch)
     before.run(20, stepping=before.processes)
     paces = {each.key: before.steps.pace(each.key) for each in before.processes}

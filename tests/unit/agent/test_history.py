@@ -50,15 +50,21 @@ def test_a_restart_keeps_it(tmp_path: Path) -> None:
     first.write(T0 + S, [(_power("a"), 9.0)])  # after its end: nothing
     second = History(tmp_path / "agent.db", HistorySettings())
     second.write(T0 + 2 * S, [(_power("a"), 2.0)])
-    assert _pairs(second.query("gpu_power_watts", T0, T0 + 9 * S)) == {("a",): [(T0, 1.0), (T0 + 2 * S, 2.0)]}
+    assert _pairs(second.query("gpu_power_watts", T0, T0 + 9 * S)) == {
+        ("a",): [(T0, 1.0), (T0 + 2 * S, 2.0)]
+    }
 
 
 @given(
     st.lists(
-        st.tuples(st.integers(-100, 100), st.dictionaries(st.sampled_from("abcd"), st.floats(-1e9, 1e9), max_size=4)),
-        max_size=12, unique_by=lambda tick: tick[0],
+        st.tuples(
+            st.integers(-100, 100),
+            st.dictionaries(st.sampled_from("abcd"), st.floats(-1e9, 1e9), max_size=4),
+        ),
+        max_size=12,
+        unique_by=lambda tick: tick[0],
     )
-)  # fmt: skip
+)
 def test_any_ticks_in_any_order(
     tmp_path_factory: pytest.TempPathFactory, ticks: list[tuple[int, dict[str, float]]]
 ) -> None:
@@ -66,7 +72,9 @@ def test_any_ticks_in_any_order(
     history = History(tmp_path_factory.mktemp("history") / "agent.db", HistorySettings())
     expected: dict[tuple[str, ...], list[tuple[int, float]]] = {}
     for second, values in ticks:
-        history.write(T0 + second * S, [(_power(device), value) for device, value in values.items()])
+        history.write(
+            T0 + second * S, [(_power(device), value) for device, value in values.items()]
+        )
         for device, value in values.items():
             expected.setdefault((device,), []).append((T0 + second * S, value))
     assert _pairs(history.query("gpu_power_watts", T0 - 200 * S, T0 + 200 * S)) == {
@@ -79,13 +87,19 @@ def test_memory_keeps_the_pace_of_the_collectors() -> None:
     for second in range(30):
         board.put("devices", [Reading("gpu_power_watts", ("a",), float(second))], T0 + second * S)
         if second % 10 == 0:
-            board.put("cpu", [Reading("host_cpu_seconds_total", ("user",), float(second))], T0 + second * S)
+            board.put(
+                "cpu",
+                [Reading("host_cpu_seconds_total", ("user",), float(second))],
+                T0 + second * S,
+            )
         history.keep(board, T0 + second * S)
         history.keep(board, T0 + second * S)  # nothing new: nothing kept
     assert _pairs(history.recent("gpu_power_watts", T0, T0 + 99 * S)) == {
         ("a",): [(T0 + second * S, float(second)) for second in range(19, 30)]
     }
-    assert _pairs(history.recent("host_cpu_seconds_total", T0, T0 + 99 * S)) == {("user",): [(T0 + 20 * S, 20.0)]}
+    assert _pairs(history.recent("host_cpu_seconds_total", T0, T0 + 99 * S)) == {
+        ("user",): [(T0 + 20 * S, 20.0)]
+    }
 
 
 def test_memory_is_bounded_when_the_clock_jumps_back() -> None:
@@ -140,7 +154,9 @@ def test_a_damaged_file_is_put_aside(tmp_path: Path) -> None:
 def _written(path: Path, ticks: int = 200) -> History:
     history = History(path, HistorySettings())
     for tick in range(ticks):
-        history.write(T0 + tick * S, [(_power(f"device {device}"), float(tick)) for device in range(30)])
+        history.write(
+            T0 + tick * S, [(_power(f"device {device}"), float(tick)) for device in range(30)]
+        )
     return history
 
 
@@ -157,10 +173,14 @@ def test_a_file_that_is_damaged_while_it_is_used_is_put_aside(tmp_path: Path) ->
     assert history.lost == {"damaged-file": 1}
     for tick in range(3):
         history.write(T0 + tick * S, [(_power("a"), 1.0)])
-    assert _pairs(history.query("gpu_power_watts", 0, 2 * T0)) == {("a",): [(T0 + tick * S, 1.0) for tick in range(3)]}
+    assert _pairs(history.query("gpu_power_watts", 0, 2 * T0)) == {
+        ("a",): [(T0 + tick * S, 1.0) for tick in range(3)]
+    }
     assert history.trouble == ""
     (aside,) = (
-        file for file in tmp_path.iterdir() if ".damaged-" in file.name and not file.name.endswith(("-wal", "-shm"))
+        file
+        for file in tmp_path.iterdir()
+        if ".damaged-" in file.name and not file.name.endswith(("-wal", "-shm"))
     )
     assert aside.read_bytes()[4096 * 4 :] == content[4096 * 4 :]
 
@@ -184,10 +204,14 @@ def test_damage_that_a_write_meets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        "UPDATE layouts SET labels = x'00'", "UPDATE layouts SET labels = 7", "DELETE FROM layouts",
-        "UPDATE ticks SET numbers = x'0102'", "UPDATE ticks SET numbers = zeroblob(8)", "UPDATE ticks SET numbers = 'text'",
+        "UPDATE layouts SET labels = x'00'",
+        "UPDATE layouts SET labels = 7",
+        "DELETE FROM layouts",
+        "UPDATE ticks SET numbers = x'0102'",
+        "UPDATE ticks SET numbers = zeroblob(8)",
+        "UPDATE ticks SET numbers = 'text'",
     ],
-)  # fmt: skip
+)
 def test_contents_that_mean_nothing(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "agent.db"
     _written(path, ticks=3).close()
@@ -210,7 +234,9 @@ def test_another_version_is_refused_and_kept(tmp_path: Path, version: int) -> No
     assert raised.value.slug == "other-version"
 
 
-def test_a_disk_that_cannot_be_written_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_cannot_be_written_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("no directory", encoding="utf-8")
     history = History(tmp_path / "file" / "agent.db", HistorySettings())
     history.write(T0, [(_power("a"), 1.0)])
@@ -245,7 +271,9 @@ def test_questions_while_it_writes(tmp_path: Path) -> None:
 
     def write() -> None:
         for tick in range(300):
-            history.write(T0 + tick * S, [(_power(str(device)), float(tick)) for device in range(20)])
+            history.write(
+                T0 + tick * S, [(_power(str(device)), float(tick)) for device in range(20)]
+            )
         ended.set()
 
     thread = threading.Thread(target=write)
@@ -295,9 +323,21 @@ def test_what_memory_lacks_because_a_clock_jumped_comes_from_disk() -> None:
     hour = 3600 * S
     times = [second * S for second in range(0, 60, 10)]
     disk = [
-        Points(("a",), array("q", [at + jump for jump in (-hour, 0, hour) for at in times]), array("d", [1.0] * 18))
+        Points(
+            ("a",),
+            array("q", [at + jump for jump in (-hour, 0, hour) for at in times]),
+            array("d", [1.0] * 18),
+        )
     ]
-    memory = [Points(("a",), array("q", [at + jump for jump in (-hour, hour) for at in times]), array("d", [2.0] * 12))]
+    memory = [
+        Points(
+            ("a",),
+            array("q", [at + jump for jump in (-hour, hour) for at in times]),
+            array("d", [2.0] * 12),
+        )
+    ]
     assert _pairs(merge_series(disk, memory)) == {
-        ("a",): [(at + jump, 1.0 if jump == 0 else 2.0) for jump in (-hour, 0, hour) for at in times]
+        ("a",): [
+            (at + jump, 1.0 if jump == 0 else 2.0) for jump in (-hour, 0, hour) for at in times
+        ]
     }

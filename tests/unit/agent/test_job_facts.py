@@ -35,10 +35,26 @@ def _trace(path: Path, *, unmodelled_us: float = 0.0, steps: int = 4) -> Path:
         at = 1000.0 * step
         made.step(step, at, 1000)
         for kind, size, begin in (("bf16", 100, 10), ("tf32", 50, 100)):
-            made.op("aten::mm", at + begin, 8, shapes=[[size, size], [size, size]], types=[TYPES[kind]] * 2)
-            made.kernel(GEMM[kind], at + begin + 20, 50, correlation=launch(at + begin + 2, "cudaLaunchKernel"))
+            made.op(
+                "aten::mm",
+                at + begin,
+                8,
+                shapes=[[size, size], [size, size]],
+                types=[TYPES[kind]] * 2,
+            )
+            made.kernel(
+                GEMM[kind],
+                at + begin + 20,
+                50,
+                correlation=launch(at + begin + 2, "cudaLaunchKernel"),
+            )
         made.op("aten::mul", at + 180, 8, shapes=[[10, 10], [10, 10]], types=[TYPES["bf16"]] * 2)
-        made.kernel("vectorized_elementwise_kernel", at + 195, 5, correlation=launch(at + 182, "cudaLaunchKernel"))
+        made.kernel(
+            "vectorized_elementwise_kernel",
+            at + 195,
+            5,
+            correlation=launch(at + 182, "cudaLaunchKernel"),
+        )
         made.copy(
             "Memcpy HtoD (Pinned -> Device)",
             at + 300,
@@ -47,13 +63,17 @@ def _trace(path: Path, *, unmodelled_us: float = 0.0, steps: int = 4) -> Path:
             correlation=launch(at + 200, "cudaMemcpyAsync"),
         )
         if unmodelled_us:
-            made.kernel("secret", at + 400, unmodelled_us, correlation=launch(at + 390, "cudaLaunchKernel"))
+            made.kernel(
+                "secret", at + 400, unmodelled_us, correlation=launch(at + 390, "cudaLaunchKernel")
+            )
     return made.write(path)
 
 
 def test_flops_types_and_copies_of_a_step(tmp_path: Path) -> None:
     facts = _facts(_trace(tmp_path / "trace.json"))
-    assert facts.flops_per_step == 2 * 100**3 + 2 * 50**3 + 10 * 10, "the sum of vectors is no matrix work"
+    assert facts.flops_per_step == 2 * 100**3 + 2 * 50**3 + 10 * 10, (
+        "the sum of vectors is no matrix work"
+    )
     assert facts.dtype_mix == {"bf16": 4 * 2 * 100**3, "tf32": 4 * 2 * 50**3}
     assert facts.copied_bytes_per_step == 1_000_000
     assert facts.roofline_ratio is not None
@@ -75,5 +95,11 @@ def test_a_job_without_a_device_has_its_flops_counted_too(tmp_path: Path) -> Non
     made = TraceBuilder()
     for step in range(4):
         made.step(step, 1000 * step, 1000)
-        made.op("aten::mm", 1000 * step + 10, 500, shapes=[[100, 100], [100, 100]], types=["float", "float"])
+        made.op(
+            "aten::mm",
+            1000 * step + 10,
+            500,
+            shapes=[[100, 100], [100, 100]],
+            types=["float", "float"],
+        )
     assert _facts(made.write(tmp_path / "trace.json")).flops_per_step == 2 * 100**3

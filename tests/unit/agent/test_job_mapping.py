@@ -13,14 +13,21 @@ from traceloom.agent.config import Config, Owners
 from traceloom.agent.ownership.model import Owner
 from traceloom.agent.ownership.resolver import MAX_BYTES, JobMapping, OwnerResolver
 
-GPUS = [Device(uuid=f"GPU-{number}", index=str(number), vendor="nvidia", model="H100") for number in range(3)]
+GPUS = [
+    Device(uuid=f"GPU-{number}", index=str(number), vendor="nvidia", model="H100")
+    for number in range(3)
+]
 PARTITIONS = [
     Device(
-        uuid=f"MIG-{slot}", index=f"2:{slot}", vendor="nvidia", model="H100", parent="GPU-2",
+        uuid=f"MIG-{slot}",
+        index=f"2:{slot}",
+        vendor="nvidia",
+        model="H100",
+        parent="GPU-2",
         partition=f"1g.10gb gi={slot + 7} ci=0",
     )
     for slot in range(2)
-]  # fmt: skip
+]
 
 
 def _config(directory: Path) -> Config:
@@ -29,9 +36,15 @@ def _config(directory: Path) -> Config:
 
 def _process(pid: int, **environment: str) -> ProcessFacts:
     return ProcessFacts(
-        key=f"{pid}@1", pid=pid, start_ticks=1, started_ns=1, parent_pid=0, uid=0, name="python",
+        key=f"{pid}@1",
+        pid=pid,
+        start_ticks=1,
+        started_ns=1,
+        parent_pid=0,
+        uid=0,
+        name="python",
         environment=environment,
-    )  # fmt: skip
+    )
 
 
 def _owners(
@@ -43,12 +56,16 @@ def _owners(
     finder.job_mapping.collect()
     processes = {pid: _process(pid) for pid in used} | {facts.pid: facts for facts in more}
     by_key = {facts.key: facts for facts in processes.values()}
-    owners = finder.owners(by_key, [*GPUS, *PARTITIONS], {f"{pid}@1": uuids for pid, uuids in used.items()})
+    owners = finder.owners(
+        by_key, [*GPUS, *PARTITIONS], {f"{pid}@1": uuids for pid, uuids in used.items()}
+    )
     return {pid: owners[f"{pid}@1"] for pid in processes}, finder
 
 
 def test_a_job_on_several_devices(tmp_path: Path) -> None:
-    owners, finder = _owners(tmp_path, {"0": "4242\n", "1": "4242\n"}, {1: ["GPU-0"], 2: ["GPU-0", "GPU-1"], 3: []})
+    owners, finder = _owners(
+        tmp_path, {"0": "4242\n", "1": "4242\n"}, {1: ["GPU-0"], 2: ["GPU-0", "GPU-1"], 3: []}
+    )
     assert [owner.job for owner in owners.values()] == ["4242", "4242", ""]
     assert owners[1].sources["job"] == "job mapping"
     assert owners[1].devices == ("GPU-0", "GPU-1")  # all of its job
@@ -56,7 +73,13 @@ def test_a_job_on_several_devices(tmp_path: Path) -> None:
 
 
 def test_several_jobs_on_a_device_are_not_told_apart(tmp_path: Path) -> None:
-    used = {1: ["GPU-0"], 2: ["GPU-1"], 3: ["GPU-0", "GPU-1"], 4: ["GPU-1", "GPU-0"], 5: ["GPU-1", "MIG-0"]}
+    used = {
+        1: ["GPU-0"],
+        2: ["GPU-1"],
+        3: ["GPU-0", "GPU-1"],
+        4: ["GPU-1", "GPU-0"],
+        5: ["GPU-1", "MIG-0"],
+    }
     owners, _ = _owners(tmp_path, {"0": "1\n2\n", "1": "1\n", "2": "3\n"}, used)
     assert [owner.job for owner in owners.values()] == ["", "1", "", "", ""]
 
@@ -64,11 +87,17 @@ def test_several_jobs_on_a_device_are_not_told_apart(tmp_path: Path) -> None:
 def test_the_job_of_a_process_is_stronger_and_has_its_devices(tmp_path: Path) -> None:
     """Two jobs share a device; what each of them was given is known from the files."""
     files = {"0": "7\n8\n", "1": "8\n"}
-    more = (_process(1, SLURM_JOB_ID="7"), _process(2, SLURM_JOB_ID="8"), _process(3, TRACELOOM_JOB="own"))
+    more = (
+        _process(1, SLURM_JOB_ID="7"),
+        _process(2, SLURM_JOB_ID="8"),
+        _process(3, TRACELOOM_JOB="own"),
+    )
     owners, _ = _owners(tmp_path, files, {1: ["GPU-0"], 2: ["GPU-0"], 3: ["GPU-1"]}, *more)
     assert {owner.job: owner.devices for owner in owners.values()} == {
-        "slurm-7": ("GPU-0",), "slurm-8": ("GPU-0", "GPU-1"), "own": (),
-    }  # fmt: skip
+        "slurm-7": ("GPU-0",),
+        "slurm-8": ("GPU-0", "GPU-1"),
+        "own": (),
+    }
 
 
 def test_what_a_process_was_given_is_closer_than_what_its_job_was(tmp_path: Path) -> None:
@@ -86,7 +115,10 @@ def test_a_job_has_one_name_on_a_host(tmp_path: Path) -> None:
 def test_partitions(tmp_path: Path) -> None:
     files = {"2:0": "1\n", "MIG-1": "2\n"}
     owners, _ = _owners(tmp_path, files, {1: ["MIG-0"], 2: ["MIG-1"]})
-    assert [(owner.job, owner.devices) for owner in owners.values()] == [("1", ("MIG-0",)), ("2", ("MIG-1",))]
+    assert [(owner.job, owner.devices) for owner in owners.values()] == [
+        ("1", ("MIG-0",)),
+        ("2", ("MIG-1",)),
+    ]
 
 
 def test_a_divided_device_is_all_its_partitions(tmp_path: Path) -> None:
@@ -97,7 +129,9 @@ def test_a_divided_device_is_all_its_partitions(tmp_path: Path) -> None:
 def test_files_of_no_device_are_said(tmp_path: Path) -> None:
     _, finder = _owners(tmp_path, {"9": "1", "0": "1", ".0.swp": "1"}, {})
     (sentence,) = finder.troubles()
-    assert sentence.startswith("1 devices that the kubelet or job mapping names are not known here, as `9`")
+    assert sentence.startswith(
+        "1 devices that the kubelet or job mapping names are not known here, as `9`"
+    )
 
 
 def test_what_exporters_say_of_devices(tmp_path: Path) -> None:
@@ -106,12 +140,26 @@ def test_what_exporters_say_of_devices(tmp_path: Path) -> None:
     scraped = [Device(uuid="GPU-0", index="0", vendor="nvidia", model="H100", owner=owner)]
     pod = "/kubepods/pod0a1b2c3d-1111-2222-3333-0123456789ab/" + "a" * 64
     in_a_pod = ProcessFacts(
-        key="2@1", pid=2, start_ticks=1, started_ns=1, parent_pid=0, uid=0, name="python", cgroups={"": pod}
+        key="2@1",
+        pid=2,
+        start_ticks=1,
+        started_ns=1,
+        parent_pid=0,
+        uid=0,
+        name="python",
+        cgroups={"": pod},
     )
     processes = {"1@1": _process(1), "2@1": in_a_pod, "3@1": _process(3)}
-    owners = OwnerResolver(_config(tmp_path)).owners(processes, scraped, {"1@1": ["GPU-0"], "2@1": ["GPU-0"]})
+    owners = OwnerResolver(_config(tmp_path)).owners(
+        processes, scraped, {"1@1": ["GPU-0"], "2@1": ["GPU-0"]}
+    )
     first, second, third = owners.values()
-    assert (first.job, first.partition, first.pod, first.sources["job"]) == ("9", "gpu", "", "exporter")
+    assert (first.job, first.partition, first.pod, first.sources["job"]) == (
+        "9",
+        "gpu",
+        "",
+        "exporter",
+    )
     assert (second.pod, second.namespace) == ("bert-0", "ml")
     assert second.job == "pod-0a1b2c3d-1111-2222-3333-0123456789ab"
     assert third.job == ""

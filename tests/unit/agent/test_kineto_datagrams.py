@@ -21,7 +21,11 @@ from traceloom.agent.kineto.protocol import (
 from traceloom.errors import UsageError
 
 # As stock PyTorch 2.13 sent it: mask 3, six processes, SLURM_JOB_ID 4242.
-REAL = struct.pack("=Q", 40) + b"req".ljust(32, b"\0") + struct.pack("=iiq6i", 3, 6, 4242, 900, 800, 700, 600, 500, 400)
+REAL = (
+    struct.pack("=Q", 40)
+    + b"req".ljust(32, b"\0")
+    + struct.pack("=iiq6i", 3, 6, 4242, 900, 800, 700, 600, 500, 400)
+)
 INT = st.integers(-(2**31), 2**31 - 1)
 
 
@@ -84,17 +88,26 @@ def test_replies_say_how_long_they_are(text: str) -> None:
 
 
 def _configuration(**changes: object) -> TraceConfiguration:
-    values = {"path": "/var/lib/t/1.trace", "trace_id": "tl-1", "group_id": "tl", "duration_ms": 500} | changes
+    values = {
+        "path": "/var/lib/t/1.trace",
+        "trace_id": "tl-1",
+        "group_id": "tl",
+        "duration_ms": 500,
+    } | changes
     return TraceConfiguration(**values)  # type: ignore[arg-type]
 
 
 def test_a_configuration_is_lines_of_one_key_and_one_value() -> None:
     lines = _configuration(start_ms=1700000000000, shapes=True).text().splitlines()
     assert lines == [
-        "ACTIVITIES_LOG_FILE=/var/lib/t/1.trace", "REQUEST_TRACE_ID=tl-1", "REQUEST_GROUP_TRACE_ID=tl",
-        "ACTIVITIES_WARMUP_PERIOD_SECS=0", "ACTIVITIES_DURATION_MSECS=500", "PROFILE_START_TIME=1700000000000",
+        "ACTIVITIES_LOG_FILE=/var/lib/t/1.trace",
+        "REQUEST_TRACE_ID=tl-1",
+        "REQUEST_GROUP_TRACE_ID=tl",
+        "ACTIVITIES_WARMUP_PERIOD_SECS=0",
+        "ACTIVITIES_DURATION_MSECS=500",
+        "PROFILE_START_TIME=1700000000000",
         "PROFILE_REPORT_INPUT_SHAPES=true",
-    ]  # fmt: skip
+    ]
     steps = _configuration(duration_ms=0, steps=3, round_up=50, start_step=120).text()
     assert "PROFILE_START_ITERATION=120\n" in steps
     assert "ACTIVITIES_ITERATIONS=3\n" in steps
@@ -132,11 +145,16 @@ def test_whatever_is_accepted_has_one_equals_sign_a_line(path: str, trace_id: st
         text = _configuration(path=f"/{path}", trace_id=trace_id).text()
     except UsageError:
         return
-    assert all(line.count("=") == 1 and line.isprintable() and "#" not in line for line in text.split("\n")[:-1])
+    assert all(
+        line.count("=") == 1 and line.isprintable() and "#" not in line
+        for line in text.split("\n")[:-1]
+    )
     assert len(text.split("\n")) == 6
 
 
-@pytest.mark.parametrize("changes", [{"steps": 3}, {"duration_ms": 0}, {"duration_ms": -1}, {"start_ms": -5}])
+@pytest.mark.parametrize(
+    "changes", [{"steps": 3}, {"duration_ms": 0}, {"duration_ms": -1}, {"start_ms": -5}]
+)
 def test_a_trace_has_a_duration_or_steps(changes: dict[str, int]) -> None:
     with pytest.raises(UsageError):
         _configuration(**changes).text()

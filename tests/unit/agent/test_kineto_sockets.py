@@ -30,7 +30,9 @@ from traceloom.agent.kineto.server import (
 from traceloom.errors import OutputError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="unix credentials are Linux's")
-root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root, to be other users")
+root = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root, to be other users"
+)
 ANNA, BERT = 40_001, 40_002
 WAIT_S = 30.0
 
@@ -105,7 +107,9 @@ def test_an_offer_waits_for_an_idle_poll_and_is_handed_over_once(place: Path) ->
     assert seen == [(1, False), (2, True), (3, False), (4, False)]
 
 
-def test_many_polls_at_once_are_all_answered_and_so_is_who_comes_long_after_them(place: Path) -> None:
+def test_many_polls_at_once_are_all_answered_and_so_is_who_comes_long_after_them(
+    place: Path,
+) -> None:
     """More than are taken at one wake-up, and one when nothing came for longer than the sockets wait for more."""
     registry = ProfilerRegistry()
     sockets = KinetoSockets(place, registry)
@@ -137,7 +141,11 @@ def test_malformed_datagrams_change_nothing(place: Path) -> None:
     def work() -> str | None:
         client = KinetoClient(place / str(os.geteuid()))
         for number in range(10_000):
-            body = chance.randbytes(chance.randrange(1, 300)) if number % 100 else chance.randbytes(60_000)
+            body = (
+                chance.randbytes(chance.randrange(1, 300))
+                if number % 100
+                else chance.randbytes(60_000)
+            )
             client.socket.sendto(body, client.daemon)
         client.poll()
         answer = client.answer()
@@ -151,7 +159,9 @@ def test_malformed_datagrams_change_nothing(place: Path) -> None:
 
 def test_many_clients_at_once_are_all_answered(place: Path) -> None:
     """The kernel queues ten datagrams; who finds the queue full waits, as libkineto does. Nobody reads until all asked."""
-    number = 600 if os.geteuid() == 0 else 200  # as many unread answers as a buffer of root's, or anybody's, holds
+    number = (
+        600 if os.geteuid() == 0 else 200
+    )  # as many unread answers as a buffer of root's, or anybody's, holds
     registry = ProfilerRegistry()
     sockets = KinetoSockets(place, registry)
 
@@ -173,7 +183,12 @@ def test_many_clients_at_once_are_all_answered(place: Path) -> None:
 
     assert served(sockets, work) == [""] * (3 * number)
     (client,) = registry.clients.values()
-    assert (client.polls, sockets.dropped, sockets.strangers, sockets.malformed) == (3 * number, 0, 0, 0)
+    assert (client.polls, sockets.dropped, sockets.strangers, sockets.malformed) == (
+        3 * number,
+        0,
+        0,
+        0,
+    )
 
 
 def test_a_client_that_does_not_read_holds_up_nobody(place: Path) -> None:
@@ -215,7 +230,9 @@ def test_nothing_is_sent_to_a_name_outside_of_the_directory(place: Path) -> None
         nameless.sendto(request(3, 0, (1,)), str(directory / "dynolog"))
         good = KinetoClient(directory)
         good.poll()  # the last: the others have been dealt with when it is answered
-        answers = [client.answer(0.2) for client in (outside, odd, linked, victim)] + [good.answer()]
+        answers = [client.answer(0.2) for client in (outside, odd, linked, victim)] + [
+            good.answer()
+        ]
         for client in (outside, odd, linked, victim, good):
             client.close()
         nameless.close()
@@ -257,7 +274,10 @@ def test_sockets_that_clients_left_are_swept_and_living_ones_stay(place: Path) -
 
     def work() -> list[str]:
         directory = place / str(os.geteuid())
-        dead, alive = KinetoClient(directory, "dynoconfigclientdead"), KinetoClient(directory, "dynoconfigclienta")
+        dead, alive = (
+            KinetoClient(directory, "dynoconfigclientdead"),
+            KinetoClient(directory, "dynoconfigclienta"),
+        )
         dead.close()
         (directory / "dynoconfigclientbee").write_text("no socket", encoding="utf-8")
         sockets.sweep()
@@ -265,7 +285,12 @@ def test_sockets_that_clients_left_are_swept_and_living_ones_stay(place: Path) -
         alive.close()
         return names
 
-    assert served(sockets, work) == ["dynoconfigclienta", "dynoconfigclientbee", "dynolog", "libkineto.conf"]
+    assert served(sockets, work) == [
+        "dynoconfigclienta",
+        "dynoconfigclientbee",
+        "dynolog",
+        "libkineto.conf",
+    ]
 
 
 def test_a_directory_with_a_long_name_or_open_to_others_gets_no_socket(place: Path) -> None:
@@ -280,7 +305,9 @@ def test_a_directory_with_a_long_name_or_open_to_others_gets_no_socket(place: Pa
     assert "written by others" in shared.trouble
 
 
-AS_USER = "import os, sys; uid = int(sys.argv.pop(1)); os.setgroups([]); os.setgid(uid); os.setuid(uid)\n"
+AS_USER = (
+    "import os, sys; uid = int(sys.argv.pop(1)); os.setgroups([]); os.setgid(uid); os.setuid(uid)\n"
+)
 OTHER = """
 import socket
 s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -352,7 +379,9 @@ def test_a_user_who_changes_the_directory_changes_nothing_of_others(place: Path)
         again.start()  # jobs of hers may poll there
         assert not again.trouble
         assert stat.S_ISSOCK((place / str(ANNA) / "dynolog").lstat().st_mode)
-        assert "UPDATE_INTERVAL" in (place / str(ANNA) / "libkineto.conf").read_text(encoding="utf-8")
+        assert "UPDATE_INTERVAL" in (place / str(ANNA) / "libkineto.conf").read_text(
+            encoding="utf-8"
+        )
         again.close()
 
     asyncio.run(live())
@@ -366,7 +395,9 @@ def test_a_pid_that_is_given_again_is_another_client(tmp_path: Path) -> None:
     def process(pid: int, parent: int, start: int) -> None:
         (tmp_path / str(pid)).mkdir(exist_ok=True)
         fields = ["S", str(parent), *["0"] * 17, str(start), "0"]
-        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a ) b) {' '.join(fields)}\n", encoding="utf-8")
+        (tmp_path / str(pid) / "stat").write_text(
+            f"{pid} (a ) b) {' '.join(fields)}\n", encoding="utf-8"
+        )
 
     registry = ProfilerRegistry(str(tmp_path))
     process(50, 40, 900)
@@ -376,7 +407,9 @@ def test_a_pid_that_is_given_again_is_another_client(tmp_path: Path) -> None:
     first = registry.poll(poll, 50, 1, 1)
     assert first is not None
     assert (first.key, first.ancestors) == ("50@900", (40, 30))
-    registry.offers[first.key] = PendingConfiguration(text=lambda _: "A=1\n", delivered=lambda: None)
+    registry.offers[first.key] = PendingConfiguration(
+        text=lambda _: "A=1\n", delivered=lambda: None
+    )
     process(50, 40, 901)
     second: ProfilerClient | None = registry.poll(poll, 50, 2, 2)
     assert second is not None
@@ -391,7 +424,10 @@ def test_a_pid_that_is_given_again_is_another_client(tmp_path: Path) -> None:
 
 
 def test_a_second_agent_takes_no_sockets_of_the_first(place: Path) -> None:
-    first, second = KinetoSockets(place, ProfilerRegistry()), KinetoSockets(place, ProfilerRegistry())
+    first, second = (
+        KinetoSockets(place, ProfilerRegistry()),
+        KinetoSockets(place, ProfilerRegistry()),
+    )
 
     def work() -> str | None:
         client = KinetoClient(place / str(os.geteuid()))

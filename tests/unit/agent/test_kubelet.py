@@ -29,12 +29,23 @@ grpc = pytest.importorskip("grpc", reason="gRPC is not installed: the extra `kub
 UID = "0a1b2c3d-1111-2222-3333-0123456789a"
 FIRST, SECOND, THIRD = "a" * 64, "b" * 64, "c" * 64  # ids of containers
 GPUS = [
-    Device(uuid=f"GPU-{number}", index=str(number), vendor="nvidia", model="H100", pci=f"00000000:{number}0:00.0")
+    Device(
+        uuid=f"GPU-{number}",
+        index=str(number),
+        vendor="nvidia",
+        model="H100",
+        pci=f"00000000:{number}0:00.0",
+    )
     for number in range(4)
 ]
 MIG = Device(
-    uuid="MIG-x", index="3:0", vendor="nvidia", model="H100", parent="GPU-3", partition="1g.10gb gi=7 ci=0",
-)  # fmt: skip
+    uuid="MIG-x",
+    index="3:0",
+    vendor="nvidia",
+    model="H100",
+    parent="GPU-3",
+    partition="1g.10gb gi=7 ci=0",
+)
 
 
 @pytest.fixture
@@ -48,12 +59,22 @@ def served(socket_path: Path) -> Iterator[api.ServedKubelet]:
         yield kubelet
 
 
-def _process(pid: int, pod: str, container: str, parent: int = 0, **environment: str) -> ProcessFacts:
+def _process(
+    pid: int, pod: str, container: str, parent: int = 0, **environment: str
+) -> ProcessFacts:
     cgroup = f"/kubepods.slice/kubepods-pod{(UID + pod).replace('-', '_')}.slice/cri-containerd-{container}.scope"
     return ProcessFacts(
-        key=f"{pid}@1", pid=pid, start_ticks=pid, started_ns=1, parent_pid=parent, uid=0, name="python",
-        environment=environment, cgroup=cgroup, cgroups={"": cgroup},
-    )  # fmt: skip
+        key=f"{pid}@1",
+        pid=pid,
+        start_ticks=pid,
+        started_ns=1,
+        parent_pid=parent,
+        uid=0,
+        name="python",
+        environment=environment,
+        cgroup=cgroup,
+        cgroups={"": cgroup},
+    )
 
 
 def _finder(socket: Path, **settings: Any) -> OwnerResolver:
@@ -61,7 +82,11 @@ def _finder(socket: Path, **settings: Any) -> OwnerResolver:
 
 
 def _owners(
-    finder: OwnerResolver, processes: list[ProcessFacts], used: dict[int, list[str]], *, ask: bool = True
+    finder: OwnerResolver,
+    processes: list[ProcessFacts],
+    used: dict[int, list[str]],
+    *,
+    ask: bool = True,
 ) -> dict[int, Owner]:
     """What the agent knows once the kubelet was asked."""
     by_key = {facts.key: facts for facts in processes}
@@ -76,20 +101,38 @@ def _owners(
 def test_what_a_kubelet_answers(served: api.ServedKubelet, socket_path: Path) -> None:
     served.answer = (
         api.pod(
-            "ml", "bert-0",
-            api.container("train", api.devices("nvidia.com/gpu", "GPU-0", "GPU-1::3"), api.devices("rdma/hca", "mlx5_0")),
+            "ml",
+            "bert-0",
+            api.container(
+                "train",
+                api.devices("nvidia.com/gpu", "GPU-0", "GPU-1::3"),
+                api.devices("rdma/hca", "mlx5_0"),
+            ),
             api.container("sidecar"),
         )
-        + api.pod("ml", "dra", api.container("c", api.claim("gpu.nvidia.com", "gpu-2", "k8s.gpu.nvidia.com/claim=1-gpu-2")))
+        + api.pod(
+            "ml",
+            "dra",
+            api.container(
+                "c", api.claim("gpu.nvidia.com", "gpu-2", "k8s.gpu.nvidia.com/claim=1-gpu-2")
+            ),
+        )
         + api.pod("kube-system", "dns", api.container("dns"))
-    )  # fmt: skip
+    )
     assert list_containers(str(socket_path)) == [
-        {"namespace": "ml", "pod": "bert-0", "container": "train", "devices": ["GPU-0", "GPU-1::3", "mlx5_0"]},
         {
-            "namespace": "ml", "pod": "dra", "container": "c",
+            "namespace": "ml",
+            "pod": "bert-0",
+            "container": "train",
+            "devices": ["GPU-0", "GPU-1::3", "mlx5_0"],
+        },
+        {
+            "namespace": "ml",
+            "pod": "dra",
+            "container": "c",
             "devices": ["k8s.gpu.nvidia.com/claim=1-gpu-2", "gpu.nvidia.com/gpu-2"],
         },
-    ]  # fmt: skip
+    ]
 
 
 def test_an_answer_that_is_none() -> None:
@@ -105,33 +148,46 @@ def test_names_are_cut() -> None:
 
 
 def test_pods_of_processes(served: api.ServedKubelet, socket_path: Path) -> None:
-    served.answer = api.containers({
-        ("ml", "bert-0"): {"train": ["GPU-0", "GPU-1"], "draw": ["GPU-2"]},
-        ("web", "llm"): {"serve": ["MIG-x"]},
-    })  # fmt: skip
+    served.answer = api.containers(
+        {
+            ("ml", "bert-0"): {"train": ["GPU-0", "GPU-1"], "draw": ["GPU-2"]},
+            ("web", "llm"): {"serve": ["MIG-x"]},
+        }
+    )
     processes = [
         _process(1, "a", FIRST),
         _process(2, "a", FIRST, parent=1),  # a worker, on no device
         _process(3, "a", SECOND),  # of another container
-        _process(4, "b", THIRD, NVIDIA_VISIBLE_DEVICES="MIG-x", POD_NAME="what-it-claims"),  # does nothing yet
+        _process(
+            4, "b", THIRD, NVIDIA_VISIBLE_DEVICES="MIG-x", POD_NAME="what-it-claims"
+        ),  # does nothing yet
     ]
     owners = _owners(_finder(socket_path), processes, {1: ["GPU-1"], 3: ["GPU-2"]})
     names = {pid: (owner.namespace, owner.pod, owner.container) for pid, owner in owners.items()}
     assert names == {
-        1: ("ml", "bert-0", "train"), 2: ("ml", "bert-0", "train"), 3: ("ml", "bert-0", "draw"), 4: ("web", "llm", "serve"),
-    }  # fmt: skip
+        1: ("ml", "bert-0", "train"),
+        2: ("ml", "bert-0", "train"),
+        3: ("ml", "bert-0", "draw"),
+        4: ("web", "llm", "serve"),
+    }
     assert [owner.job for owner in owners.values()] == [f"pod-{UID}a"] * 3 + [f"pod-{UID}b"]
     assert owners[1].devices == ("GPU-0", "GPU-1")  # whether it uses them or not
     assert (owners[4].devices, owners[4].sources["devices"], owners[4].sources["pod"]) == (
-        ("MIG-x",), "kubelet", "kubelet",
-    )  # fmt: skip
+        ("MIG-x",),
+        "kubelet",
+        "kubelet",
+    )
 
 
 def test_a_process_of_no_pod_gets_none(served: api.ServedKubelet, socket_path: Path) -> None:
     """Whoever is on a device that the kubelet gave to a pod is not therefore in it."""
     served.answer = api.containers({("ml", "bert-0"): {"train": ["GPU-0"]}})
-    outside = ProcessFacts(key="9@1", pid=9, start_ticks=1, started_ns=1, parent_pid=0, uid=0, name="nvidia-smi")
-    owners = _owners(_finder(socket_path), [_process(1, "a", FIRST), outside], {1: ["GPU-0"], 9: ["GPU-0"]})
+    outside = ProcessFacts(
+        key="9@1", pid=9, start_ticks=1, started_ns=1, parent_pid=0, uid=0, name="nvidia-smi"
+    )
+    owners = _owners(
+        _finder(socket_path), [_process(1, "a", FIRST), outside], {1: ["GPU-0"], 9: ["GPU-0"]}
+    )
     assert (owners[1].pod, owners[9].pod) == ("bert-0", "")
 
 
@@ -145,29 +201,37 @@ def test_a_pod_that_watches_all_devices_is_none_of_those_that_hold_them(
 
 def test_pods_that_share_a_device(served: api.ServedKubelet, socket_path: Path) -> None:
     """Replicas of one device: only the name of their host tells the pods apart."""
-    served.answer = api.containers({("a", "one"): {"c": ["GPU-0::0"]}, ("b", "two"): {"c": ["GPU-0::1"]}})
+    served.answer = api.containers(
+        {("a", "one"): {"c": ["GPU-0::0"]}, ("b", "two"): {"c": ["GPU-0::1"]}}
+    )
     used = {1: ["GPU-0"], 2: ["GPU-0"]}
     plain = _owners(_finder(socket_path), [_process(1, "a", FIRST), _process(2, "b", SECOND)], used)
     assert [owner.pod for owner in plain.values()] == ["", ""]
     assert plain[1].job != plain[2].job
     named = _owners(
         _finder(socket_path),
-        [_process(1, "a", FIRST, HOSTNAME="one"), _process(2, "b", SECOND, HOSTNAME="two")], used,
-    )  # fmt: skip
+        [_process(1, "a", FIRST, HOSTNAME="one"), _process(2, "b", SECOND, HOSTNAME="two")],
+        used,
+    )
     assert [(owner.namespace, owner.pod, owner.container) for owner in named.values()] == [
-        ("a", "one", "c"), ("b", "two", "c"),
-    ]  # fmt: skip
+        ("a", "one", "c"),
+        ("b", "two", "c"),
+    ]
 
 
 def test_two_pods_are_not_both_one(served: api.ServedKubelet, socket_path: Path) -> None:
     """One of them claims the name of the other's host."""
-    served.answer = api.containers({("a", "one"): {"c": ["GPU-0::0"]}, ("b", "two"): {"c": ["GPU-0::1"]}})
+    served.answer = api.containers(
+        {("a", "one"): {"c": ["GPU-0::0"]}, ("b", "two"): {"c": ["GPU-0::1"]}}
+    )
     processes = [_process(1, "a", FIRST, HOSTNAME="one"), _process(2, "b", SECOND, HOSTNAME="one")]
     owners = _owners(_finder(socket_path), processes, {1: ["GPU-0"], 2: ["GPU-0"]})
     assert [owner.pod for owner in owners.values()] == ["", ""]
 
 
-def test_an_old_answer_says_nothing_of_new_containers(served: api.ServedKubelet, socket_path: Path) -> None:
+def test_an_old_answer_says_nothing_of_new_containers(
+    served: api.ServedKubelet, socket_path: Path
+) -> None:
     """The device of a pod that ended is given to the next one before the kubelet is asked again."""
     served.answer = api.containers({("ml", "old"): {"c": ["GPU-0"]}})
     finder = _finder(socket_path)
@@ -178,7 +242,9 @@ def test_an_old_answer_says_nothing_of_new_containers(served: api.ServedKubelet,
     assert _owners(finder, later, {2: ["GPU-0"]})[2].pod == "new"
 
 
-def test_it_is_asked_when_a_container_appears_and_not_before(served: api.ServedKubelet, socket_path: Path) -> None:
+def test_it_is_asked_when_a_container_appears_and_not_before(
+    served: api.ServedKubelet, socket_path: Path
+) -> None:
     kubelet = Kubelet(Config(owners=Owners(kubelet=str(socket_path))))
     kubelet.collect()
     assert served.asked == 0
@@ -198,7 +264,9 @@ def test_without_a_socket_there_is_nothing_to_say(socket_path: Path) -> None:
 
 
 def test_a_kubelet_that_refuses(served: api.ServedKubelet, socket_path: Path) -> None:
-    served.answer = lambda context: context.abort(grpc.StatusCode.UNIMPLEMENTED, "the feature gate is off")
+    served.answer = lambda context: context.abort(
+        grpc.StatusCode.UNIMPLEMENTED, "the feature gate is off"
+    )
     kubelet = Kubelet(Config(owners=Owners(kubelet=str(socket_path))))
     kubelet.places = frozenset({ContainerLocation("p", "c")})
     for _ in range(2):  # it is asked seldom, and the trouble remains
@@ -210,8 +278,12 @@ def test_a_kubelet_that_refuses(served: api.ServedKubelet, socket_path: Path) ->
     assert kubelet.collect() == []
 
 
-@pytest.mark.parametrize("speaks", [True, False], ids=["a service that hangs", "a socket that says nothing"])
-def test_a_kubelet_that_hangs(socket_path: Path, speaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "speaks", [True, False], ids=["a service that hangs", "a socket that says nothing"]
+)
+def test_a_kubelet_that_hangs(
+    socket_path: Path, speaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("traceloom.agent.ownership.kubernetes.KUBELET_TIMEOUT_S", 0.5)
     if speaks:
         with api.served(socket_path) as served:
@@ -228,12 +300,16 @@ def test_a_kubelet_that_hangs(socket_path: Path, speaks: bool, monkeypatch: pyte
 
 def test_devices_that_nobody_knows_are_said(served: api.ServedKubelet, socket_path: Path) -> None:
     served.answer = api.pod(
-        "n", "p", api.container("c", api.devices("nvidia.com/gpu", "GPU-7"), api.devices("rdma", "mlx"))
+        "n",
+        "p",
+        api.container("c", api.devices("nvidia.com/gpu", "GPU-7"), api.devices("rdma", "mlx")),
     )
     finder = _finder(socket_path)
     _owners(finder, [_process(1, "a", FIRST)], {})
     (sentence,) = finder.troubles()
-    assert sentence.startswith("1 devices that the kubelet or job mapping names are not known here, as `GPU-7`")
+    assert sentence.startswith(
+        "1 devices that the kubelet or job mapping names are not known here, as `GPU-7`"
+    )
 
 
 def test_containers_that_cannot_be_told_apart_have_no_name() -> None:

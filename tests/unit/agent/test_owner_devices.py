@@ -18,18 +18,29 @@ A, B, C, D = (f"GPU-{letter * 8}-0000-0000-0000-000000000000" for letter in "abc
 def _gpus(*uuids: str, **fields: Any) -> list[Device]:
     return [
         Device(
-            **{"uuid": uuid, "index": str(number), "vendor": "nvidia", "model": "H100", "pci": f"00000000:{number + 1}0:00.0"}
+            **{
+                "uuid": uuid,
+                "index": str(number),
+                "vendor": "nvidia",
+                "model": "H100",
+                "pci": f"00000000:{number + 1}0:00.0",
+            }
             | fields
         )
         for number, uuid in enumerate(uuids)
-    ]  # fmt: skip
+    ]
 
 
 def _mig(uuid: str, slot: int, instance: int, compute: int = 0, above: str = D) -> Device:
     return Device(
-        uuid=uuid, index=f"3:{slot}", vendor="nvidia", model="H100", pci="00000000:40:00.0", parent=above,
+        uuid=uuid,
+        index=f"3:{slot}",
+        vendor="nvidia",
+        model="H100",
+        pci="00000000:40:00.0",
+        parent=above,
         partition=f"1g.10gb gi={instance} ci={compute}",
-    )  # fmt: skip
+    )
 
 
 def _minors(proc: Path, **minors: int) -> None:
@@ -37,7 +48,8 @@ def _minors(proc: Path, **minors: int) -> None:
         file = proc / f"driver/nvidia/gpus/0000:{bus.strip('b')}:00.0/information"
         file.parent.mkdir(parents=True)
         file.write_text(
-            f"Model: \t\t H100\nIRQ:   \t\t 99\nGPU UUID: \t GPU-?\nDevice Minor: \t {minor}\n", encoding="ascii"
+            f"Model: \t\t H100\nIRQ:   \t\t 99\nGPU UUID: \t GPU-?\nDevice Minor: \t {minor}\n",
+            encoding="ascii",
         )
 
 
@@ -77,7 +89,13 @@ def _given(host: HostDevices, **environment: str) -> tuple[str, ...] | None:
 )
 def test_names(tmp_path: Path, name: str, uuid: str) -> None:
     _minors(tmp_path / "proc", b10=1, b20=0, b30=2, b40=3)
-    host = _host(tmp_path, *_gpus(A, B, C, D), _mig("MIG-1", 0, 7), _mig("MIG-2", 1, 8, 0), _mig("MIG-3", 2, 8, 1))
+    host = _host(
+        tmp_path,
+        *_gpus(A, B, C, D),
+        _mig("MIG-1", 0, 7),
+        _mig("MIG-2", 1, 8, 0),
+        _mig("MIG-3", 2, 8, 1),
+    )
     assert host.named(name) == uuid
 
 
@@ -113,9 +131,15 @@ def test_lists_as_cuda_reads_them(tmp_path: Path, text: str) -> None:
 
 
 def test_what_says_it(tmp_path: Path) -> None:
-    assert find_assigned_devices({"CUDA_VISIBLE_DEVICES": "1"}, _host(tmp_path)) == ((B,), "CUDA_VISIBLE_DEVICES")
+    assert find_assigned_devices({"CUDA_VISIBLE_DEVICES": "1"}, _host(tmp_path)) == (
+        (B,),
+        "CUDA_VISIBLE_DEVICES",
+    )
     assert find_assigned_devices({}, _host(tmp_path)) is None
-    assert find_assigned_devices({"CUDA_VISIBLE_DEVICES": A}, HostDevices([], tmp_path, tmp_path)) is None
+    assert (
+        find_assigned_devices({"CUDA_VISIBLE_DEVICES": A}, HostDevices([], tmp_path, tmp_path))
+        is None
+    )
 
 
 def test_numbers_of_unequal_devices_are_known_by_pci_alone(tmp_path: Path) -> None:
@@ -152,19 +176,30 @@ SLURM: list[tuple[dict[str, str], tuple[str, ...] | None]] = [
     ({"SLURM_JOB_GPUS": "0,1", "SLURM_STEP_GPUS": "1"}, (B,)),  # the step's are fewer
     ({"SLURM_JOB_GPUS": "3,2"}, (D, C)),  # the files are numbered the other way round
     ({"SLURM_STEP_GPUS": "0,1", "CUDA_VISIBLE_DEVICES": "0,1"}, (A, B)),
-    ({"SLURM_STEP_GPUS": "1", "CUDA_VISIBLE_DEVICES": "0"}, (B,)),  # counted anew within a control group
+    (
+        {"SLURM_STEP_GPUS": "1", "CUDA_VISIBLE_DEVICES": "0"},
+        (B,),
+    ),  # counted anew within a control group
     ({"SLURM_STEP_GPUS": "1", "CUDA_VISIBLE_DEVICES": "1"}, (B,)),  # counted as on the host
     ({"SLURM_STEP_GPUS": "0,1", "CUDA_VISIBLE_DEVICES": "1"}, (B,)),  # both ways say the same
-    ({"SLURM_STEP_GPUS": "1,2", "CUDA_VISIBLE_DEVICES": "1"}, None),  # the host's, or the second of the step's?
+    (
+        {"SLURM_STEP_GPUS": "1,2", "CUDA_VISIBLE_DEVICES": "1"},
+        None,
+    ),  # the host's, or the second of the step's?
     ({"SLURM_STEP_GPUS": "1,2", "CUDA_VISIBLE_DEVICES": ""}, ()),
-    ({"SLURM_STEP_GPUS": "1", "CUDA_VISIBLE_DEVICES": "3"}, (B,)),  # the task's own, counted within the step
+    (
+        {"SLURM_STEP_GPUS": "1", "CUDA_VISIBLE_DEVICES": "3"},
+        (B,),
+    ),  # the task's own, counted within the step
     ({"SLURM_STEP_GPUS": "1", "CUDA_VISIBLE_DEVICES": A}, (B,)),
     ({"SLURM_STEP_GPUS": "7", "CUDA_VISIBLE_DEVICES": "0"}, None),  # of a file that nobody knows
 ]
 
 
 @pytest.mark.parametrize(("environment", "uuids"), SLURM)
-def test_devices_of_slurm(tmp_path: Path, environment: dict[str, str], uuids: tuple[str, ...] | None) -> None:
+def test_devices_of_slurm(
+    tmp_path: Path, environment: dict[str, str], uuids: tuple[str, ...] | None
+) -> None:
     _minors(tmp_path / "proc", b10=0, b20=1, b30=2, b40=3)
     given = _given(_host(tmp_path), **environment)
     assert (given if given is None else set(given)) == (uuids if uuids is None else set(uuids))
@@ -211,7 +246,12 @@ def test_devices_of_a_container(
 def test_all_means_nothing_in_a_container_without_devices(tmp_path: Path) -> None:
     """Images of CUDA bring the variable along, however they are started."""
     (tmp_path / "root").mkdir()
-    assert find_assigned_devices({"NVIDIA_VISIBLE_DEVICES": "all"}, _host(tmp_path), root=tmp_path / "root") is None
+    assert (
+        find_assigned_devices(
+            {"NVIDIA_VISIBLE_DEVICES": "all"}, _host(tmp_path), root=tmp_path / "root"
+        )
+        is None
+    )
 
 
 def test_the_variables_of_runtimes_mean_nothing_outside_of_containers(tmp_path: Path) -> None:
@@ -221,9 +261,14 @@ def test_the_variables_of_runtimes_mean_nothing_outside_of_containers(tmp_path: 
 
 def test_the_kubelet_is_stronger_than_the_runtime(tmp_path: Path) -> None:
     environment = {"NVIDIA_VISIBLE_DEVICES": "all", "CUDA_VISIBLE_DEVICES": "1"}
-    given = find_assigned_devices(environment, _host(tmp_path), root=tmp_path, kubelet=frozenset({D, B}))
+    given = find_assigned_devices(
+        environment, _host(tmp_path), root=tmp_path, kubelet=frozenset({D, B})
+    )
     assert given == ((D,), "CUDA_VISIBLE_DEVICES")
-    assert find_assigned_devices({}, _host(tmp_path), root=tmp_path, kubelet=frozenset({D, B})) == ((B, D), "kubelet")
+    assert find_assigned_devices({}, _host(tmp_path), root=tmp_path, kubelet=frozenset({D, B})) == (
+        (B, D),
+        "kubelet",
+    )
 
 
 def test_devices_of_amd_are_counted_as_kfd_does(tmp_path: Path) -> None:
@@ -234,13 +279,21 @@ def test_devices_of_amd_are_counted_as_kfd_does(tmp_path: Path) -> None:
         amd.node(sys, number, number, simd_count=304, location_id=bus << 8, domain=0)
     uuids = [f"GPU-{number:016x}" for number in (1, 2, 3)]
     devices = [
-        Device(uuid=uuid, index=str(number), vendor="amd", model="MI300X", pci=f"0000:{number + 1}0:00.0")
+        Device(
+            uuid=uuid,
+            index=str(number),
+            vendor="amd",
+            model="MI300X",
+            pci=f"0000:{number + 1}0:00.0",
+        )
         for number, uuid in enumerate(uuids)
     ]
     host = HostDevices(devices, tmp_path / "proc", sys)
     first, second, third = uuids[2], uuids[0], uuids[1]
     assert _given(host, ROCR_VISIBLE_DEVICES="0,2") == (first, third)
-    assert _given(host, ROCR_VISIBLE_DEVICES="1,2", HIP_VISIBLE_DEVICES="1") == (third,)  # within what ROCr leaves
+    assert _given(host, ROCR_VISIBLE_DEVICES="1,2", HIP_VISIBLE_DEVICES="1") == (
+        third,
+    )  # within what ROCr leaves
     assert _given(host, HIP_VISIBLE_DEVICES="1", CUDA_VISIBLE_DEVICES="0") == (second,)
     assert _given(host, CUDA_VISIBLE_DEVICES="1") == (second,)  # which HIP reads as well
     assert _given(host, ROCR_VISIBLE_DEVICES=uuids[1]) == (third,)

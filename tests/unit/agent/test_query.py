@@ -8,7 +8,13 @@ from itertools import pairwise
 
 import pytest
 
-from traceloom.agent.history import Points, compute_rate, evaluate_query, get_unit, resolve_metric_name
+from traceloom.agent.history import (
+    Points,
+    compute_rate,
+    evaluate_query,
+    get_unit,
+    resolve_metric_name,
+)
 from traceloom.errors import UsageError
 
 S = 10**9
@@ -43,15 +49,27 @@ def _info(process: str, job: str, rank: str) -> Points:
 HISTORY = {
     # gpu0 is shared 3:1 by two jobs, gpu1 is all of job-a, gpu2 nobody's
     "process_gpu_share_ratio": [
-        _series("1@1", "gpu0", s0=0.75, s10=0.75), _series("2@1", "gpu0", s0=0.25, s10=0.25), _series("1@1", "gpu1", s0=1.0, s10=1.0),
+        _series("1@1", "gpu0", s0=0.75, s10=0.75),
+        _series("2@1", "gpu0", s0=0.25, s10=0.25),
+        _series("1@1", "gpu1", s0=1.0, s10=1.0),
     ],
     "process_info": [_info("1@1", "job-a", "0"), _info("2@1", "job-b", "")],
-    "gpu_power_watts": [_series("gpu0", s0=400.0, s10=800.0), _series("gpu1", s0=100.0, s10=100.0), _series("gpu2", s0=70.0, s10=70.0)],
+    "gpu_power_watts": [
+        _series("gpu0", s0=400.0, s10=800.0),
+        _series("gpu1", s0=100.0, s10=100.0),
+        _series("gpu2", s0=70.0, s10=70.0),
+    ],
     "gpu_busy_ratio": [_series("gpu0", s0=0.8), _series("gpu1", s0=0.1), _series("gpu2", s0=0.0)],
-    "gpu_energy_joules_total": [_series("gpu0", s0=1000.0, s10=5000.0), _series("gpu1", s0=0.0, s10=1000.0)],
+    "gpu_energy_joules_total": [
+        _series("gpu0", s0=1000.0, s10=5000.0),
+        _series("gpu1", s0=0.0, s10=1000.0),
+    ],
     "process_memory_bytes": [_series("1@1", s0=10.0), _series("2@1", s0=32.0)],
-    "host_network_bytes_total": [_series("eth0", "receive", s0=0.0, s10=100.0), _series("eth1", "receive", s0=0.0, s10=50.0)],
-}  # fmt: skip
+    "host_network_bytes_total": [
+        _series("eth0", "receive", s0=0.0, s10=100.0),
+        _series("eth1", "receive", s0=0.0, s10=50.0),
+    ],
+}
 
 
 def _rows(metric: str, **options: object) -> dict[tuple[str, ...], list[float]]:
@@ -60,7 +78,11 @@ def _rows(metric: str, **options: object) -> dict[tuple[str, ...], list[float]]:
 
 
 def test_without_parts_every_series_is_a_row() -> None:
-    assert _rows("gpu_power_watts") == {("gpu0",): [400, 800], ("gpu1",): [100, 100], ("gpu2",): [70, 70]}
+    assert _rows("gpu_power_watts") == {
+        ("gpu0",): [400, 800],
+        ("gpu1",): [100, 100],
+        ("gpu2",): [70, 70],
+    }
 
 
 def test_what_adds_up_is_split_by_share_and_still_adds_up() -> None:
@@ -79,42 +101,69 @@ def test_properties_are_averaged_over_the_devices_held() -> None:
 def test_who_has_nothing_of_a_device_has_none_of_its_properties() -> None:
     history = {
         "process_gpu_share_ratio": [
-            _series("1@1", "gpu0", s0=1.0, s10=0.5, s20=1.0), _series("2@1", "gpu0", s0=0.0, s10=0.5, s20=0.0),
+            _series("1@1", "gpu0", s0=1.0, s10=0.5, s20=1.0),
+            _series("2@1", "gpu0", s0=0.0, s10=0.5, s20=0.0),
             _series("3@1", "gpu0", s0=0.0, s10=0.0, s20=0.0),
         ],
-        "process_info": [_info("1@1", "job-a", "0"), _info("2@1", "job-b", ""), _info("3@1", "job-c", "")],
+        "process_info": [
+            _info("1@1", "job-a", "0"),
+            _info("2@1", "job-b", ""),
+            _info("3@1", "job-c", ""),
+        ],
         "gpu_temperature_celsius": [_series("gpu0", "gpu", s0=60.0, s10=70.0, s20=80.0)],
         "gpu_power_watts": [_series("gpu0", s0=60.0, s10=70.0, s20=80.0)],
-    }  # fmt: skip
-    curves = evaluate_query("gpu_temperature_celsius", lambda name: history.get(name, []), by=("job",))
+    }
+    curves = evaluate_query(
+        "gpu_temperature_celsius", lambda name: history.get(name, []), by=("job",)
+    )
     assert {curve.of["job"]: (curve.times_ns, curve.values) for curve in curves} == {
-        "job-a": ([0, 10 * S, 20 * S], [60.0, 70.0, 80.0]), "job-b": ([10 * S], [70.0]),  # not 0 degrees before and after
-    }  # fmt: skip
+        "job-a": ([0, 10 * S, 20 * S], [60.0, 70.0, 80.0]),
+        "job-b": ([10 * S], [70.0]),  # not 0 degrees before and after
+    }
     power = evaluate_query("gpu_power_watts", lambda name: history.get(name, []), by=("job",))
-    assert {curve.of["job"]: curve.values for curve in power} == {  # what adds up is 0 of what nobody used
-        "job-a": [60.0, 35.0, 80.0], "job-b": [0.0, 35.0, 0.0], "job-c": [0.0, 0.0, 0.0],
-    }  # fmt: skip
+    assert {
+        curve.of["job"]: curve.values for curve in power
+    } == {  # what adds up is 0 of what nobody used
+        "job-a": [60.0, 35.0, 80.0],
+        "job-b": [0.0, 35.0, 0.0],
+        "job-c": [0.0, 0.0, 0.0],
+    }
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("by", [("job",), ("job", "rank"), ("process",), ("device",), ("user", "device")])
+@pytest.mark.parametrize(
+    "by", [("job",), ("job", "rank"), ("process",), ("device",), ("user", "device")]
+)
 def test_a_random_history_is_summed_as_loops_do(seed: int, by: tuple[str, ...]) -> None:
     chance = random.Random(seed)
     times = range(0, 200, 10)
-    processes = {f"{number}@1": (chance.choice(("job-a", "job-b")), str(number)) for number in range(4)}
+    processes = {
+        f"{number}@1": (chance.choice(("job-a", "job-b")), str(number)) for number in range(4)
+    }
     devices = ("gpu0", "gpu1", "gpu2")
     seen = {
-        (process, device): {s: float(chance.randrange(5)) / 4 for s in times if chance.random() < 0.5}
-        for process in processes for device in devices if chance.random() < 0.6
-    }  # fmt: skip
+        (process, device): {
+            s: float(chance.randrange(5)) / 4 for s in times if chance.random() < 0.5
+        }
+        for process in processes
+        for device in devices
+        if chance.random() < 0.6
+    }
     power = {
-        device: {s: float(chance.randrange(100, 500)) for s in times if chance.random() < 0.9} for device in devices
+        device: {s: float(chance.randrange(100, 500)) for s in times if chance.random() < 0.9}
+        for device in devices
     }
     info = [_info(process, job, rank) for process, (job, rank) in processes.items()]
     history = {
-        "process_gpu_share_ratio": [_series(*key, **{f"s{s}": part for s, part in parts.items()}) for key, parts in seen.items()],
-        "process_info": info, "gpu_power_watts": [_series(uuid, **{f"s{s}": w for s, w in of.items()}) for uuid, of in power.items()],
-    }  # fmt: skip
+        "process_gpu_share_ratio": [
+            _series(*key, **{f"s{s}": part for s, part in parts.items()})
+            for key, parts in seen.items()
+        ],
+        "process_info": info,
+        "gpu_power_watts": [
+            _series(uuid, **{f"s{s}": w for s, w in of.items()}) for uuid, of in power.items()
+        ],
+    }
     expected: dict[tuple[str, ...], dict[int, float]] = {}
     for device, values in power.items():
         for at, watts in values.items():
@@ -124,13 +173,18 @@ def test_a_random_history_is_summed_as_loops_do(seed: int, by: tuple[str, ...]) 
                 # By device alone nobody's part is asked for.
                 if by != ("device",) and on == device and last is not None and at - last <= 60:
                     job, rank = processes[process]
-                    holders.append(({"job": job, "rank": rank, "process": process, "user": "ann"}, parts[last]))
+                    holders.append(
+                        ({"job": job, "rank": rank, "process": process, "user": "ann"}, parts[last])
+                    )
             for facts, part in holders or [({}, 1.0)]:
                 key = tuple((facts | {"device": device}).get(label, "") for label in by)
-                expected.setdefault(key, {})[at * S] = expected.get(key, {}).get(at * S, 0.0) + watts * part
+                expected.setdefault(key, {})[at * S] = (
+                    expected.get(key, {}).get(at * S, 0.0) + watts * part
+                )
     curves = evaluate_query("gpu_power_watts", lambda name: history.get(name, []), by=by)
     result = {
-        tuple(curve.of[label] for label in by): dict(zip(curve.times_ns, curve.values, strict=True)) for curve in curves
+        tuple(curve.of[label] for label in by): dict(zip(curve.times_ns, curve.values, strict=True))
+        for curve in curves
     }
     assert result.keys() == expected.keys()
     for key, values in expected.items():
@@ -153,7 +207,9 @@ def test_rates_give_back_what_was_counted(seed: int) -> None:
     instants = [int(name[1:]) for name in points]
     spans = [after - before for before, after in pairwise(instants)]
     assert list(rates.times_ns) == [at * S for at in instants[1:]]
-    assert sum(value * span for value, span in zip(rates.values, spans, strict=True)) == pytest.approx(counted)
+    assert sum(
+        value * span for value, span in zip(rates.values, spans, strict=True)
+    ) == pytest.approx(counted)
 
 
 def test_rank_and_user_and_process() -> None:
@@ -165,12 +221,17 @@ def test_rank_and_user_and_process() -> None:
 
 def test_where_chooses() -> None:
     assert _rows("gpu_power_watts", where={"device": "gpu1"}) == {("gpu1",): [100, 100]}
-    assert _rows("gpu_power_watts", where={"job": "job-b"}, by=("device",)) == {("gpu0",): [100, 200]}
+    assert _rows("gpu_power_watts", where={"job": "job-b"}, by=("device",)) == {
+        ("gpu0",): [100, 200]
+    }
     assert _rows("gpu_power_watts", where={"job": "none"}, by=("device",)) == {}
 
 
 def test_counters_are_rates() -> None:
-    assert _rows("gpu_energy_joules_total", by=("job",)) == {("job-a",): [300 + 100], ("job-b",): [100]}
+    assert _rows("gpu_energy_joules_total", by=("job",)) == {
+        ("job-a",): [300 + 100],
+        ("job-b",): [100],
+    }
     assert _rows("gpu_energy_joules_total", raw=True)["gpu0",] == [1000, 5000]
     assert _rows("host_network_bytes_total", by=("direction",)) == {("receive",): [15]}
     assert get_unit("gpu_energy_joules_total") == "joules/s"
@@ -185,7 +246,8 @@ def test_a_counter_that_was_set_back_began_at_nothing() -> None:
 def test_a_share_of_long_ago_holds_no_more() -> None:
     history = {**HISTORY, "gpu_power_watts": [_series("gpu0", s10=400.0, s500=400.0)]}
     rows = {
-        curve.of["job"]: curve for curve in evaluate_query("gpu_power_watts", lambda name: history[name], by=("job",))
+        curve.of["job"]: curve
+        for curve in evaluate_query("gpu_power_watts", lambda name: history[name], by=("job",))
     }
     assert rows["job-a"].times_ns == [10 * S]
     assert rows[""].times_ns == [500 * S]

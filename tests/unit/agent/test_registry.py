@@ -35,14 +35,20 @@ class Kernel:
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         self.registry = ProfilerRegistry(str(folder))
 
-    def start(self, pid: int, ticks: int, parent: int = 1, state: str = "S", name: str = "python") -> None:
+    def start(
+        self, pid: int, ticks: int, parent: int = 1, state: str = "S", name: str = "python"
+    ) -> None:
         (self.proc / str(pid)).mkdir(exist_ok=True)
-        (self.proc / str(pid) / "stat").write_text(f"{pid} ({name}) {state} {parent} " + "0 " * 17 + f"{ticks} 0 0\n")
+        (self.proc / str(pid) / "stat").write_text(
+            f"{pid} ({name}) {state} {parent} " + "0 " * 17 + f"{ticks} 0 0\n"
+        )
 
     def end(self, pid: int) -> None:
         (self.proc / str(pid) / "stat").unlink()
 
-    def poll(self, pid: int, mask: int = IDLE, address: str = "", uid: int = 7) -> ProfilerClient | None:
+    def poll(
+        self, pid: int, mask: int = IDLE, address: str = "", uid: int = 7
+    ) -> ProfilerClient | None:
         return self.registry.poll(Poll(mask, 0, (5, 1)), pid, uid, uid, address)
 
 
@@ -87,7 +93,16 @@ def test_whose_address_is_the_same_is_not_looked_up_again(kernel: Kernel) -> Non
 
 
 @pytest.mark.parametrize(
-    "content", ["", "40", "40 (x", "40 (x) S", "40 (x) S one " + "0 " * 30, "40 (x) S 1 " + "z " * 30, "\0" * 100]
+    "content",
+    [
+        "",
+        "40",
+        "40 (x",
+        "40 (x) S",
+        "40 (x) S one " + "0 " * 30,
+        "40 (x) S 1 " + "z " * 30,
+        "\0" * 100,
+    ],
 )
 def test_what_the_kernel_does_not_say_makes_no_client(kernel: Kernel, content: str) -> None:
     (kernel.proc / "40").mkdir()
@@ -106,7 +121,8 @@ def test_a_name_is_no_field(kernel: Kernel, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "ticks", "lives"), [("R", 100, "R"), ("T", 100, "T"), ("Z", 100, ""), ("X", 100, ""), ("S", 101, "")]
+    ("state", "ticks", "lives"),
+    [("R", 100, "R"), ("T", 100, "T"), ("Z", 100, ""), ("X", 100, ""), ("S", 101, "")],
 )
 def test_this_very_process_lives(kernel: Kernel, state: str, ticks: int, lives: str) -> None:
     kernel.start(40, ticks, state=state)
@@ -120,7 +136,11 @@ def test_parents_in_a_circle_have_an_end(kernel: Kernel) -> None:
     above = list(iterate_ancestors(str(kernel.proc), 40))
     assert above[:3] == [40, 41, 42]
     assert len(above) == 10
-    assert list(iterate_ancestors(str(kernel.proc), 1)) == list(iterate_ancestors(str(kernel.proc), 0)) == []
+    assert (
+        list(iterate_ancestors(str(kernel.proc), 1))
+        == list(iterate_ancestors(str(kernel.proc), 0))
+        == []
+    )
 
 
 def test_a_configuration_is_handed_over_once_and_to_an_idle_process(kernel: Kernel) -> None:
@@ -129,7 +149,9 @@ def test_a_configuration_is_handed_over_once_and_to_an_idle_process(kernel: Kern
     texts = ["", "A=1\n", "A=2\n"]
     client = kernel.poll(40, BUSY)
     assert client is not None
-    offer = PendingConfiguration(text=lambda _: texts.pop(0), delivered=lambda: delivered.append("yes"))
+    offer = PendingConfiguration(
+        text=lambda _: texts.pop(0), delivered=lambda: delivered.append("yes")
+    )
     kernel.registry.offers[client.key] = offer
     empty = kernel.registry.answer(client)
     assert empty[1] is None
@@ -141,7 +163,9 @@ def test_a_configuration_is_handed_over_once_and_to_an_idle_process(kernel: Kern
     assert datagram != empty[0]
     assert sent is not None
     assert delivered == []
-    replacement = PendingConfiguration(text=lambda _: "B=1\n", delivered=lambda: delivered.append("other"))
+    replacement = PendingConfiguration(
+        text=lambda _: "B=1\n", delivered=lambda: delivered.append("other")
+    )
     kernel.registry.offers[client.key] = replacement  # between the answer and its being sent
     sent()
     assert delivered == ["yes"]
@@ -157,7 +181,9 @@ def test_those_that_have_ended_are_forgotten_and_the_silent_after_a_while(kernel
         kernel.start(pid, 100)
         client = kernel.poll(pid)
         assert client is not None
-        kernel.registry.offers[client.key] = PendingConfiguration(text=lambda _: "", delivered=lambda: None)
+        kernel.registry.offers[client.key] = PendingConfiguration(
+            text=lambda _: "", delivered=lambda: None
+        )
     kernel.end(40)
     kernel.start(41, 200)  # given again
     kernel.registry.forget()
@@ -171,7 +197,9 @@ def test_those_that_have_ended_are_forgotten_and_the_silent_after_a_while(kernel
     assert kernel.registry.clients == kernel.registry.offers == {}
 
 
-def test_there_are_so_many_clients_and_no_more(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_are_so_many_clients_and_no_more(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MAX_CLIENTS", 3)
     for pid in range(40, 46):
         kernel.start(pid, 100)
@@ -190,7 +218,10 @@ def test_listeners_hear_of_each_poll_also_those_that_leave_meanwhile(kernel: Ker
         heard.append(f"once {client.key}")
         kernel.registry.listeners.remove(once)
 
-    listeners: list[Callable[[ProfilerClient], None]] = [once, lambda client: heard.append(f"always {client.key}")]
+    listeners: list[Callable[[ProfilerClient], None]] = [
+        once,
+        lambda client: heard.append(f"always {client.key}"),
+    ]
     kernel.registry.listeners += listeners
     client = kernel.poll(40)
     assert client is not None
@@ -203,7 +234,11 @@ def test_listeners_hear_of_each_poll_also_those_that_leave_meanwhile(kernel: Ker
 
 
 def test_what_a_collector_delivers_replaces_what_it_delivered() -> None:
-    chance, board, model = random.Random(1), Snapshot(), dict[str, dict[tuple[str, tuple[str, ...]], float]]()
+    chance, board, model = (
+        random.Random(1),
+        Snapshot(),
+        dict[str, dict[tuple[str, tuple[str, ...]], float]](),
+    )
     heard: list[tuple[str, int]] = []
     board.listeners.append(lambda name, sheet: heard.append((name, len(sheet.values))))
     for turn in range(200):
@@ -212,8 +247,15 @@ def test_what_a_collector_delivers_replaces_what_it_delivered() -> None:
             board.stale(name)
             model.pop(name, None)
             continue
-        values = {("gpu_power_watts", (f"GPU-{name}{row}",)): float(turn) for row in range(chance.randrange(4))}
-        board.put(name, [Reading(metric, labels, value) for (metric, labels), value in values.items()], turn)
+        values = {
+            ("gpu_power_watts", (f"GPU-{name}{row}",)): float(turn)
+            for row in range(chance.randrange(4))
+        }
+        board.put(
+            name,
+            [Reading(metric, labels, value) for (metric, labels), value in values.items()],
+            turn,
+        )
         model[name] = values
         assert heard[-1] == (name, len(values))
         assert board.series() == sum(map(len, model.values()))
@@ -249,15 +291,20 @@ def test_buckets_of_a_histogram_are_cumulated_to_its_number() -> None:
     steps.report("7@1", "job", 2, durations, 0.5)
     board.put("steps", steps.readings(), 1_700_000_000_123_456_789)
     rows = [sample for family in build_families(board) for sample in family.samples]
-    buckets = {row.labels["le"]: row.value for row in rows if row.name == f"{PREFIX}step_seconds_bucket"}
+    buckets = {
+        row.labels["le"]: row.value for row in rows if row.name == f"{PREFIX}step_seconds_bucket"
+    }
     bounds = METRICS["step_seconds"].bounds
     assert buckets == {
-        **{repr(bound): sum(duration <= bound for duration in durations) for bound in bounds}, "+Inf": len(durations),
-    }  # fmt: skip
+        **{repr(bound): sum(duration <= bound for duration in durations) for bound in bounds},
+        "+Inf": len(durations),
+    }
     single = {row.name.removeprefix(PREFIX): row.value for row in rows if "le" not in row.labels}
     assert single == {
-        "step_seconds_count": 5, "step_seconds_sum": pytest.approx(sum(durations)), "dataloader_wait_seconds_total": 0.5,
-    }  # fmt: skip
+        "step_seconds_count": 5,
+        "step_seconds_sum": pytest.approx(sum(durations)),
+        "dataloader_wait_seconds_total": 0.5,
+    }
     assert all(row.labels["job"] == "job" and row.labels["rank"] == "2" for row in rows)
 
 
@@ -265,7 +312,9 @@ def test_buckets_of_a_histogram_are_cumulated_to_its_number() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_rates_and_totals_are_those_of_the_last_minute_of_a_list(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_and_totals_are_those_of_the_last_minute_of_a_list(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chance, steps, clock = random.Random(seed), StepCounter(), [5000.0]
     monkeypatch.setattr("traceloom.agent.steps.time.monotonic", lambda: clock[0])
     reports: list[tuple[float, int, float, float | None]] = []
@@ -280,7 +329,9 @@ def test_rates_and_totals_are_those_of_the_last_minute_of_a_list(seed: int, monk
         recent = [row for row in reports if row[0] >= clock[0] - 60]
         rate = steps.per_second("7@1")
         if len(recent) > 1:
-            assert rate == pytest.approx(sum(number for _, number, _, _ in recent[1:]) / (clock[0] - recent[0][0]))
+            assert rate == pytest.approx(
+                sum(number for _, number, _, _ in recent[1:]) / (clock[0] - recent[0][0])
+            )
         else:
             assert rate is None
         lately = steps.lately("7@1")
@@ -290,7 +341,9 @@ def test_rates_and_totals_are_those_of_the_last_minute_of_a_list(seed: int, monk
             assert lately.number == number_of_all
             assert lately.seconds == pytest.approx(sum(seconds for _, _, seconds, _ in recent))
             assert lately.waited == (
-                None if None in waits else pytest.approx(sum(wait for wait in waits if wait is not None))
+                None
+                if None in waits
+                else pytest.approx(sum(wait for wait in waits if wait is not None))
             )
         else:
             assert lately is None
@@ -303,5 +356,6 @@ def test_rates_and_totals_are_those_of_the_last_minute_of_a_list(seed: int, monk
     (histogram, *_) = steps.readings()
     assert isinstance(histogram, HistogramReading)
     assert (histogram.number, histogram.total) == (
-        sum(number for _, number, _, _ in reports), pytest.approx(sum(seconds for _, _, seconds, _ in reports)),
-    )  # fmt: skip
+        sum(number for _, number, _, _ in reports),
+        pytest.approx(sum(seconds for _, _, seconds, _ in reports)),
+    )

@@ -19,7 +19,11 @@ class Made:
     """A collector that does what it is told."""
 
     def __init__(
-        self, name: str, collect: Callable[[], Sequence[Reading]], period_s: float = 0.01, timeout_s: float = 5.0
+        self,
+        name: str,
+        collect: Callable[[], Sequence[Reading]],
+        period_s: float = 0.01,
+        timeout_s: float = 5.0,
     ) -> None:
         self.name, self.period_s, self.timeout_s = name, period_s, timeout_s
         self.runs = 0
@@ -77,7 +81,9 @@ def test_one_that_hangs_holds_up_nobody_and_comes_back() -> None:
 
     async def live() -> None:
         scheduler.start()
-        await _until(lambda: board.collectors["hangs"].failures.get("timeout", 0) >= 3 and other.runs > 3)
+        await _until(
+            lambda: board.collectors["hangs"].failures.get("timeout", 0) >= 3 and other.runs > 3
+        )
         assert hanging.runs == 1  # it is not run again on top of itself
         assert "hangs" not in board.results
         free.set()
@@ -106,14 +112,18 @@ def test_what_fails_is_counted_and_taken_off_the_board(error: Exception, reason:
     assert "some" not in board.results
     assert str(error) in board.collectors["some"].trouble
     assert (
-        Reading("collector_failures_total", ("some", reason), board.collectors["some"].failures[reason])
+        Reading(
+            "collector_failures_total", ("some", reason), board.collectors["some"].failures[reason]
+        )
         in scheduler.readings()
     )
 
 
 def test_readings_that_are_not_declared_are_a_defect() -> None:
     board = Snapshot()
-    scheduler = Scheduler(board, [Made("wrong", lambda: [Reading("host_load_ratio", ("too", "many"), 1.0)])])
+    scheduler = Scheduler(
+        board, [Made("wrong", lambda: [Reading("host_load_ratio", ("too", "many"), 1.0)])]
+    )
     _lived(scheduler, lambda: board.collectors["wrong"].failures.get("defect", 0) >= 1)
     assert "not declared" in board.collectors["wrong"].trouble
 
@@ -137,10 +147,14 @@ def test_it_stops_while_collectors_deliver() -> None:
 
     async def live() -> None:
         for _ in range(40):
-            collectors = [Made(f"quick {number}", lambda: [LOAD], period_s=1e-6) for number in range(8)]
+            collectors = [
+                Made(f"quick {number}", lambda: [LOAD], period_s=1e-6) for number in range(8)
+            ]
             scheduler = Scheduler(Snapshot(), collectors)
             scheduler.start()
-            await _until(lambda collectors=collectors: all(collector.runs > 2 for collector in collectors))
+            await _until(
+                lambda collectors=collectors: all(collector.runs > 2 for collector in collectors)
+            )
             stopping = asyncio.create_task(scheduler.stop())
             await asyncio.wait([stopping], timeout=30)
             assert stopping.done(), "it still collects"

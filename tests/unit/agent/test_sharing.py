@@ -25,14 +25,19 @@ def test_two_processes_on_the_first_device_do_not_move_those_of_the_second() -> 
 
 
 def test_what_is_not_measured_shares_the_rest_and_says_so() -> None:
-    divided = compute_shares([_on("a", 1, 0.3), _on("a", 2, None), _on("a", 3, None)], KEYS, {"a": 0.5})
+    divided = compute_shares(
+        [_on("a", 1, 0.3), _on("a", 2, None), _on("a", 3, None)], KEYS, {"a": 0.5}
+    )
     assert divided["a", "1@10"] == Share(pytest.approx(0.6), assumed=False)
     assert divided["a", "2@20"] == divided["a", "3@30"] == Share(pytest.approx(0.2), assumed=True)
 
 
 def test_without_the_device_the_rest_is_up_to_one() -> None:
     divided = compute_shares([_on("a", 1, 0.75), _on("a", 2, None)], KEYS)
-    assert divided == {("a", "1@10"): Share(0.75, assumed=False), ("a", "2@20"): Share(0.25, assumed=True)}
+    assert divided == {
+        ("a", "1@10"): Share(0.75, assumed=False),
+        ("a", "2@20"): Share(0.25, assumed=True),
+    }
 
 
 def test_an_idle_device_is_held_in_equal_parts() -> None:
@@ -56,8 +61,12 @@ ratios = st.one_of(st.none(), st.floats(0, 1))
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 12), ratios), max_size=40),
     st.dictionaries(st.sampled_from("abc"), st.floats(0, 1)),
 )
-def test_shares_add_up_to_one(rows: list[tuple[str, int, float | None]], busy: dict[str, float]) -> None:
-    divided = compute_shares([_on(*row) for row in rows], {pid: f"{pid}@0" for pid in range(6)}, busy)
+def test_shares_add_up_to_one(
+    rows: list[tuple[str, int, float | None]], busy: dict[str, float]
+) -> None:
+    divided = compute_shares(
+        [_on(*row) for row in rows], {pid: f"{pid}@0" for pid in range(6)}, busy
+    )
     for device in {row[0] for row in rows}:
         parts = [share.part for (uuid, _), share in divided.items() if uuid == device]
         assert sum(parts) == sum(reversed(parts)) == 1.0
@@ -71,7 +80,8 @@ def test_whole_parts_add_up_and_are_at_most_one_off(total: int, weights: list[fl
     if any(weights):
         whole = sum(weights)
         assert all(
-            abs(part - total * weight / whole) <= 1 + 1e-9 * total for part, weight in zip(parts, weights, strict=True)
+            abs(part - total * weight / whole) <= 1 + 1e-9 * total
+            for part, weight in zip(parts, weights, strict=True)
         )
 
 

@@ -27,7 +27,13 @@ def test_steps_fill_a_histogram() -> None:
     assert histogram.number == 5
     assert histogram.total == pytest.approx(1e6 + 0.6021)
     by_bound = dict(zip(module._BOUNDS, histogram.counts, strict=True))
-    assert (by_bound[0.001], by_bound[0.0025], by_bound[0.25], by_bound[0.5], by_bound[60.0]) == (1, 2, 2, 4, 4)
+    assert (by_bound[0.001], by_bound[0.0025], by_bound[0.25], by_bound[0.5], by_bound[60.0]) == (
+        1,
+        2,
+        2,
+        4,
+        4,
+    )
     assert waited == Reading("dataloader_wait_seconds_total", ("job", "3"), 0.75)
 
 
@@ -61,7 +67,9 @@ def test_a_total_is_what_a_process_says_or_probes_have_counted_and_goes_on_with_
         clock.now += 1
         steps.report("1@1", "job", 0, [0.1] * 8, total=100 + 8 * second)
         steps.report("2@1", "job", 1, [0.1] * 8)  # does not say it
-        steps.count(StepsTaken("3@1", (8,) + (0,) * len(module._BOUNDS), 0.8, None, 8 * second), "job", 2)
+        steps.count(
+            StepsTaken("3@1", (8,) + (0,) * len(module._BOUNDS), 0.8, None, 8 * second), "job", 2
+        )
     assert (steps.total("1@1"), steps.total("2@1"), steps.total("3@1")) == (172, None, 72)
     steps.report("1@1", "job", 0, [0.1] * 8)
     assert steps.total("1@1") == 180

@@ -37,7 +37,10 @@ class Counting:
 
 
 def _recorded(
-    board: Snapshot, directory: Path, seconds: float, more: Callable[[Scheduler], Any] = lambda _: None
+    board: Snapshot,
+    directory: Path,
+    seconds: float,
+    more: Callable[[Scheduler], Any] = lambda _: None,
 ) -> Any:
     async def live() -> None:
         scheduler = Scheduler(board, [Counting()])
@@ -47,7 +50,7 @@ def _recorded(
             process = board.processes["11@100"]
             recording = asyncio.create_task(
                 telemetry.record(process, Window(0, seconds, None), directory, "node1")
-            )  # fmt: skip
+            )
             await asyncio.sleep(0.2)
             more(scheduler)
             assert await recording == [directory / "node1.telemetry.json.gz"]
@@ -61,12 +64,18 @@ def _recorded(
 def test_a_collector_that_is_slow_otherwise_runs_every_100_ms_meanwhile(tmp_path: Path) -> None:
     before = time.time_ns()
     document = _recorded(full_board(), tmp_path, 3.0)
-    assert (document["format"], document["version"], document["host"]) == ("traceloom-telemetry", 1, "node1")
+    assert (document["format"], document["version"], document["host"]) == (
+        "traceloom-telemetry",
+        1,
+        "node1",
+    )
     (curve,) = [
         each
         for each in document["series"]
-        if each["metric"] == "traceloom_host_cpu_seconds_total" and each["labels"] == {"mode": "user"} and len(each["values"]) > 1
-    ]  # fmt: skip
+        if each["metric"] == "traceloom_host_cpu_seconds_total"
+        and each["labels"] == {"mode": "user"}
+        and len(each["values"]) > 1
+    ]
     assert (curve["unit"], curve["kind"]) == ("seconds", "counter")
     runs = curve["values"][1:]  # behind what was known when it began
     assert runs == sorted(runs)
@@ -78,11 +87,23 @@ def test_a_collector_that_is_slow_otherwise_runs_every_100_ms_meanwhile(tmp_path
 def test_series_of_other_jobs_are_left_out(tmp_path: Path) -> None:
     series = _recorded(full_board(), tmp_path, 0.5)["series"]
     named = {each["metric"].removeprefix("traceloom_") for each in series}
-    assert {"gpu_power_watts", "host_cpu_seconds_total", "process_cpu_seconds_total", "job_power_watts"} <= named
-    assert not {name for name in named if METRICS[name].kind == "info" or name.startswith(("agent_", "collector_"))}
+    assert {
+        "gpu_power_watts",
+        "host_cpu_seconds_total",
+        "process_cpu_seconds_total",
+        "job_power_watts",
+    } <= named
+    assert not {
+        name
+        for name in named
+        if METRICS[name].kind == "info" or name.startswith(("agent_", "collector_"))
+    }
     for label, own in (("process", "11@100"), ("job", "slurm-7"), ("cgroup", "/slurm-7")):
         assert {each["labels"][label] for each in series if label in each["labels"]} == {own}
-    assert {each["labels"]["device"] for each in series if "gpu_power" in each["metric"]} == {"GPU-0", "GPU-1"}
+    assert {each["labels"]["device"] for each in series if "gpu_power" in each["metric"]} == {
+        "GPU-0",
+        "GPU-1",
+    }
 
 
 def test_nobody_watches_when_it_is_over_or_cancelled(tmp_path: Path) -> None:
@@ -110,7 +131,10 @@ def test_nobody_watches_when_it_is_over_or_cancelled(tmp_path: Path) -> None:
 def test_a_window_without_a_time_and_a_file_that_is_there(tmp_path: Path) -> None:
     board = full_board()
     telemetry = TelemetryProfiler(board, Scheduler(board, []), "node1")
-    for window, slug in ((Window(0, None, 3), "no-duration"), (Window(0, 0.1, None), "cannot-write")):
+    for window, slug in (
+        (Window(0, None, 3), "no-duration"),
+        (Window(0, 0.1, None), "cannot-write"),
+    ):
         (tmp_path / "node1.telemetry.json.gz").touch()
         with pytest.raises(ProfilerError) as raised:
             asyncio.run(telemetry.record(board.processes["11@100"], window, tmp_path, "node1"))

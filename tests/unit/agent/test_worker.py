@@ -41,19 +41,29 @@ def test_what_a_task_gives_comes_back(tmp_path: Path) -> None:
     result = worker.run("flight-records", files={"3": str(tmp_path / "a")})
     assert result["bad"] == {"3": "it is neither a pickle nor JSON"}
     assert asyncio.run(worker.run_alone("flight-records", files={})) == {
-        "bad": {}, "verdict": {"kind": "nothing", "sentence": "no rank waits in a collective that is recorded", "ranks": [],
-                               "waits": {}, "group": "", "operation": "", "sequence": None},
-    }  # fmt: skip
+        "bad": {},
+        "verdict": {
+            "kind": "nothing",
+            "sentence": "no rank waits in a collective that is recorded",
+            "ranks": [],
+            "waits": {},
+            "group": "",
+            "operation": "",
+            "sequence": None,
+        },
+    }
 
 
 @pytest.mark.parametrize(
     ("task", "arguments", "words"),
     [
-        ("flight-records", {}, "missing 1 required"), ("flight-records", {"files": 7}, "has no attribute"),
-        ("keep-trace", {"folder": "/"}, "missing"), ("no-such-task", {}, "ended"),
+        ("flight-records", {}, "missing 1 required"),
+        ("flight-records", {"files": 7}, "has no attribute"),
+        ("keep-trace", {"folder": "/"}, "missing"),
+        ("no-such-task", {}, "ended"),
         ("launches", {"order": {"pid": 0}}, "missing required field"),
     ],
-)  # fmt: skip
+)
 def test_a_task_that_fails_says_why(task: str, arguments: dict[str, object], words: str) -> None:
     before = children()
     with pytest.raises(TraceloomError, match=words) as first:

@@ -24,9 +24,13 @@ def _entry(time_us: float, address: int, size: int, ahead_us: int) -> dict[str, 
     frames = [{"filename": "/u/train.py", "line": int(time_us), "name": "step"}] if size > 0 else []
     action = "alloc" if size > 0 else "free_requested"
     return {
-        "action": action, "addr": address, "size": abs(size), "stream": 0, "frames": frames,
+        "action": action,
+        "addr": address,
+        "size": abs(size),
+        "stream": 0,
+        "frames": frames,
         "time_us": int(time_us) + ahead_us,
-    }  # fmt: skip
+    }
 
 
 def _snapshot(events: list[Event], *, ahead_us: int = AHEAD_US) -> MemorySnapshot:
@@ -41,7 +45,9 @@ def _trace(events: list[Event]) -> Trace:
     for time, address, size in events:
         if time >= BEGIN_US:
             rounded = -(-abs(size) // 512) * 512
-            builder.allocation(time, rounded if size > 0 else -rounded, address=address, device_type=1, device=0)
+            builder.allocation(
+                time, rounded if size > 0 else -rounded, address=address, device_type=1, device=0
+            )
     return builder.build()
 
 
@@ -50,7 +56,10 @@ def _lines(events: list[Event], history: MemorySnapshot) -> list[tuple[float | N
     known = explain(_trace(events), snapshot=history)
     blocks = known.named.blocks
     stacks = [known.lines[k] for k in range(blocks.made.size)] if known.lines is not None else []
-    times = [None if made < 0 else start / 1000 for made, start in zip(blocks.made, blocks.start_ns, strict=True)]
+    times = [
+        None if made < 0 else start / 1000
+        for made, start in zip(blocks.made, blocks.start_ns, strict=True)
+    ]
     return list(zip(times, stacks, strict=True))
 
 
@@ -59,9 +68,14 @@ def _line(time_us: float) -> str:
 
 
 REUSED: list[Event] = [
-    (BEGIN_US + 10, 1, 700), (BEGIN_US + 20, 7, 700), (BEGIN_US + 30, 7, -700), (BEGIN_US + 40, 7, 600),
-    (BEGIN_US + 50, 7, -600), (BEGIN_US + 60, 7, 500), (BEGIN_US + 90, 2, 900),
-]  # fmt: skip
+    (BEGIN_US + 10, 1, 700),
+    (BEGIN_US + 20, 7, 700),
+    (BEGIN_US + 30, 7, -700),
+    (BEGIN_US + 40, 7, 600),
+    (BEGIN_US + 50, 7, -600),
+    (BEGIN_US + 60, 7, 500),
+    (BEGIN_US + 90, 2, 900),
+]
 
 
 def test_an_address_that_is_given_out_again_has_the_line_of_each_time() -> None:
@@ -94,7 +108,10 @@ def test_a_block_that_the_history_has_lost_stays_without_a_line() -> None:
 
 
 def test_a_smaller_block_is_not_taken_for_a_larger_one() -> None:
-    larger = [(time, address, size * (10 if time == BEGIN_US + 40 else 1)) for time, address, size in REUSED]
+    larger = [
+        (time, address, size * (10 if time == BEGIN_US + 40 else 1))
+        for time, address, size in REUSED
+    ]
     assert dict(_lines(REUSED, _snapshot(larger)))[BEGIN_US + 40] is None
 
 

@@ -51,9 +51,23 @@ def test_only_the_outer_one_of_a_kind_is_topmost() -> None:
 
 def test_sums_over_subtrees_and_self_times() -> None:
     tree, names = sample()
-    assert tree.subtree_sums(np.array([1, 10, 100, 1000, 10_000, 5])).tolist() == [11_111, 1110, 100, 1000, 10_000, 5]
+    assert tree.subtree_sums(np.array([1, 10, 100, 1000, 10_000, 5])).tolist() == [
+        11_111,
+        1110,
+        100,
+        1000,
+        10_000,
+        5,
+    ]
     every = np.ones(len(names), dtype=np.bool_)
-    assert tree.self_ns(every, tree.nearest(every)).tolist() == [60_000, 20_000, 10_000, 10_000, 0, 10_000]
+    assert tree.self_ns(every, tree.nearest(every)).tolist() == [
+        60_000,
+        20_000,
+        10_000,
+        10_000,
+        0,
+        10_000,
+    ]
 
 
 def test_segments_tile_every_lane_also_an_empty_one() -> None:
@@ -74,9 +88,16 @@ def test_segments_tile_every_lane_also_an_empty_one() -> None:
         if lane == 0
     ]
     assert first == [
-        (0, 10, "a"), (10, 20, "b"), (20, 30, "c"), (30, 35, "b"), (35, 45, "a"), (45, 50, "b"),
-        (50, 60, "a"), (60, 100, "a"), (100, 120, "-"),
-    ]  # fmt: skip
+        (0, 10, "a"),
+        (10, 20, "b"),
+        (20, 30, "c"),
+        (30, 35, "b"),
+        (35, 45, "a"),
+        (45, 50, "b"),
+        (50, 60, "a"),
+        (60, 100, "a"),
+        (100, 120, "-"),
+    ]
     assert [part for part in parts if part[0] == 2] == [(2, 0, 120_000, -1)]
 
 
@@ -88,7 +109,9 @@ def test_the_nearest_ancestor_is_the_first_wanted_one_on_the_way_up_however_many
     random = np.random.default_rng(seed)
     builder = TraceBuilder()
     for start, length, thread in random.integers((0, 0, 1), (60, 40, 3), size=(300, 3)).tolist():
-        builder.op("a", start, length * (start % 7 > 0), thread=thread)  # many begin together, some take no time
+        builder.op(
+            "a", start, length * (start % 7 > 0), thread=thread
+        )  # many begin together, some take no time
     tree = build_forest(builder.build())
     wanted = random.random(tree.row.size) < share
     expected = []

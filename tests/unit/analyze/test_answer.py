@@ -49,8 +49,13 @@ def cpu() -> Trace:
 def test_gpu_parts_add_up_to_the_steps_of_all_devices() -> None:
     result = answer(session(gpu(0, 2), gpu(1, 2)))
     assert result.whole_ns == result.parts["ns"].sum() == 2 * 200_000_000
-    assert dict(result.parts.group_by("kind").agg(result.parts["ns"].sum()).rows()).keys() == {"compute", "idle"}
-    assert result.sentence.startswith("Ranks 0–1, 2 steps of 100 ms: the 2 GPUs are computing 60.0 % of the time")
+    assert dict(result.parts.group_by("kind").agg(result.parts["ns"].sum()).rows()).keys() == {
+        "compute",
+        "idle",
+    }
+    assert result.sentence.startswith(
+        "Ranks 0–1, 2 steps of 100 ms: the 2 GPUs are computing 60.0 % of the time"
+    )
 
 
 def test_the_gpu_sentence_names_the_main_cause_of_idle_time() -> None:
@@ -78,7 +83,9 @@ def test_without_steps_the_whole_is_the_window() -> None:
     trace = TraceBuilder(device_name=None).op("aten::mm", 0, 300).build()
     result = answer(session(trace))
     assert result.whole_ns == 300_000
-    assert result.sentence.startswith("A window of 300 µs: 100 % of the time the CPU runs operators")
+    assert result.sentence.startswith(
+        "A window of 300 µs: 100 % of the time the CPU runs operators"
+    )
 
 
 def test_gpu_work_without_steps_is_told_from_first_to_last_work() -> None:
@@ -94,7 +101,9 @@ def test_nothing_recorded_is_said() -> None:
 
 
 def test_ranks_with_gaps_are_named_as_such() -> None:
-    traces = [replace(cpu(), meta=replace(cpu().meta, rank=rank, world_size=8)) for rank in (0, 3, 7)]
+    traces = [
+        replace(cpu(), meta=replace(cpu().meta, rank=rank, world_size=8)) for rank in (0, 3, 7)
+    ]
     assert answer(session(*traces)).sentence.startswith("3 ranks (0 to 7), 1 step of")
 
 
@@ -116,13 +125,17 @@ def test_without_steps_the_sentence_names_the_time_that_its_shares_are_of() -> N
     busy_from = 10_015_000
     busy_until = 190_015_000
     assert result.whole_ns == busy_until - busy_from
-    assert result.sentence.startswith("From first to last GPU work, 180 ms of a window of 200 ms: GPU 0 is computing")
+    assert result.sentence.startswith(
+        "From first to last GPU work, 180 ms of a window of 200 ms: GPU 0 is computing"
+    )
 
 
 def test_steps_of_unlike_length_are_told_with_the_shortest_and_the_longest() -> None:
     builder = TraceBuilder()
     for step, (start, length) in enumerate(((0, 2_000), (2_000, 9_000), (11_000, 8_000))):
-        builder.step(step, start, length).launch("cudaLaunchKernel", start + 10, 10, correlation=step + 1)
+        builder.step(step, start, length).launch(
+            "cudaLaunchKernel", start + 10, 10, correlation=step + 1
+        )
         builder.kernel("gemm", start + 30, 100, correlation=step + 1)
     assert "3 steps of 8.00 ms (2.00 ms to 9.00 ms): " in answer(session(builder.build())).sentence
 
@@ -137,14 +150,21 @@ def test_parts_are_the_accounts_of_all_devices_added_up(seeds: tuple[int, ...]) 
     wanted: dict[str, int] = defaultdict(int)
     for trace in session.traces:
         account = build_device_account(trace, gpu_time(trace), idle(trace))
-        for kind, column in (("compute", "compute_ns"), ("communication", "exposed_communication_ns"), ("memory", "exposed_memory_ns"), ("idle", "idle_ns")):  # fmt: skip
+        for kind, column in (
+            ("compute", "compute_ns"),
+            ("communication", "exposed_communication_ns"),
+            ("memory", "exposed_memory_ns"),
+            ("idle", "idle_ns"),
+        ):
             wanted[kind] += int(account.devices[column].sum())
     got = dict(found.parts.group_by("kind").agg(pl.col("ns").sum()).rows())
     assert got == {kind: ns for kind, ns in wanted.items() if ns}
     assert found.whole_ns == sum(wanted.values())
     assert found.parts["fraction"].sum() == pytest.approx(1)
     assert found.parts["ns"].is_sorted(descending=True)
-    assert (found.parts["fraction"] * found.whole_ns).to_list() == pytest.approx(found.parts["ns"].to_list())
+    assert (found.parts["fraction"] * found.whole_ns).to_list() == pytest.approx(
+        found.parts["ns"].to_list()
+    )
     for kind, ns in wanted.items():  # what takes a share worth saying is said with it
         if ns >= 0.1 * found.whole_ns:
             assert format_share(ns, found.whole_ns) in found.sentence, (kind, found.sentence)
@@ -163,14 +183,24 @@ def test_without_gpu_work_the_parts_are_what_the_main_thread_did_in_the_steps() 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_usual_step_is_the_middle_one_of_the_whole_ones(seed: int) -> None:
     trace = odd_trace(seed)
-    lengths = sorted((trace.steps.filter("complete")["end_ns"] - trace.steps.filter("complete")["start_ns"]).to_list())
-    middle = (lengths[(len(lengths) - 1) // 2] + lengths[len(lengths) // 2]) // 2 if lengths else None
+    lengths = sorted(
+        (
+            trace.steps.filter("complete")["end_ns"] - trace.steps.filter("complete")["start_ns"]
+        ).to_list()
+    )
+    middle = (
+        (lengths[(len(lengths) - 1) // 2] + lengths[len(lengths) // 2]) // 2 if lengths else None
+    )
     assert answer(Session((trace,), "made")).step_ns == middle
 
 
 def test_ranks_in_another_order_give_the_same_answer() -> None:
     traces = tuple(
-        TraceBuilder(rank, 3).step(0, 0, 100).op("aten::mm", 1, 9).kernel("k", 20 + rank, 30).build()
+        TraceBuilder(rank, 3)
+        .step(0, 0, 100)
+        .op("aten::mm", 1, 9)
+        .kernel("k", 20 + rank, 30)
+        .build()
         for rank in range(3)
     )
     one, other = answer(Session(traces, "made")), answer(Session(traces[::-1], "made"))

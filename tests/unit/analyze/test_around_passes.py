@@ -15,7 +15,9 @@ def steps() -> Trace:
     made = TraceBuilder(rank=0)
     for number in range(4):
         at = 15_000 * number
-        made.mark(number, at).annotation("hccl:all_to_all", at + 10, 9000).annotation("## forward ##", at + 100, 8000)
+        made.mark(number, at).annotation("hccl:all_to_all", at + 10, 9000).annotation(
+            "## forward ##", at + 100, 8000
+        )
         made.annotation("## backward ##", at + 9100, 5000)
         for op in range(10):
             made.op("aten::mm", at + 200 + 700 * op, 690)
@@ -25,7 +27,12 @@ def steps() -> Trace:
 
 
 def test_phases_inside_are_what_they_say() -> None:
-    phases = dict(host(steps()).account.group_by(pl.col("phase").cast(pl.String)).agg(pl.col("ns").sum()).rows())
+    phases = dict(
+        host(steps())
+        .account.group_by(pl.col("phase").cast(pl.String))
+        .agg(pl.col("ns").sum())
+        .rows()
+    )
     assert phases["forward"] == 4 * 8_000_000
     assert phases["backward"] == 4 * 5_000_000
     assert phases["communication"] == 4 * 1_000_000
@@ -40,7 +47,9 @@ def test_the_call_takes_what_is_left_of_it() -> None:
 def test_a_call_with_copies_inside_is_a_call(name: str) -> None:
     made = TraceBuilder(rank=0).mark(0, 0).annotation("forward", 0, 900).annotation(name, 100, 500)
     trace = made.op("aten::copy_", 200, 300).mark(1, 1000).build()
-    phases = dict(host(trace).account.group_by(pl.col("phase").cast(pl.String)).agg(pl.col("ns").sum()).rows())
+    phases = dict(
+        host(trace).account.group_by(pl.col("phase").cast(pl.String)).agg(pl.col("ns").sum()).rows()
+    )
     assert "communication" not in phases  # it is part of the forward pass
     calls = collectives(trace).summary["total_ns"].to_list()
     assert calls in ([500_000], [])

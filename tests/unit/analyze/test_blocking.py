@@ -34,7 +34,14 @@ def test_calls_that_wait_by_their_name(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["cudaLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaMallocAsync", "cudaEventQuery", "cudaGraphLaunch"],
+    [
+        "cudaLaunchKernel",
+        "cudaMemcpyAsync",
+        "cudaMemsetAsync",
+        "cudaMallocAsync",
+        "cudaEventQuery",
+        "cudaGraphLaunch",
+    ],
 )
 def test_calls_that_return_at_once(name: str) -> None:
     assert not blocks(name)
@@ -56,7 +63,9 @@ def test_only_runtime_and_driver_calls_block() -> None:
     assert not mark_blocking_calls(trace).any()
 
 
-def slow(*names: str, ms: float = 20, op: str | None = "aten::conv2d", busy: bool = False) -> list[str]:
+def slow(
+    *names: str, ms: float = 20, op: str | None = "aten::conv2d", busy: bool = False
+) -> list[str]:
     """The calls, each of `ms` milliseconds inside an operator, that start the device; its first work is before them."""
     builder = TraceBuilder().launch("cudaLaunchKernel", 0, 5, correlation=1)
     builder.kernel("work", 6, 1000 * ms * len(names) if busy else 10, correlation=1)
@@ -69,20 +78,33 @@ def slow(*names: str, ms: float = 20, op: str | None = "aten::conv2d", busy: boo
 
 
 def test_a_call_that_is_slow_while_the_device_is_idle_starts_it_or_loads_code() -> None:
-    for name in ("cudaLaunchKernel", "cudaDeviceGetStreamPriorityRange", "hipExtModuleLaunchKernel", "cudaMemsetAsync"):
+    for name in (
+        "cudaLaunchKernel",
+        "cudaDeviceGetStreamPriorityRange",
+        "hipExtModuleLaunchKernel",
+        "cudaMemsetAsync",
+    ):
         assert slow(name) == [name]
         assert slow(name, op=None) == [name]
         assert slow(name, busy=True) == slow(name, ms=4) == []
 
 
-@pytest.mark.parametrize("name", ["cudaDeviceSynchronize", "cudaMalloc", "cudaMemcpy", "concatInputs"])
+@pytest.mark.parametrize(
+    "name", ["cudaDeviceSynchronize", "cudaMalloc", "cudaMemcpy", "concatInputs"]
+)
 def test_a_call_that_waits_or_is_none_of_the_driver_starts_nothing(name: str) -> None:
     assert slow(name) == []
 
 
 def test_libraries_start_with_a_free_and_the_allocator_frees_after_it_asked() -> None:
-    assert slow("cudaGetSymbolAddress", "cudaFree", "cudaFree") == ["cudaGetSymbolAddress", "cudaFree", "cudaFree"]
-    assert slow("cudaMalloc", "cudaFree", "cudaFree") == slow("cudaEventQuery", "cudaFree", ms=4) == []
+    assert slow("cudaGetSymbolAddress", "cudaFree", "cudaFree") == [
+        "cudaGetSymbolAddress",
+        "cudaFree",
+        "cudaFree",
+    ]
+    assert (
+        slow("cudaMalloc", "cudaFree", "cudaFree") == slow("cudaEventQuery", "cudaFree", ms=4) == []
+    )
     assert slow("cudaFree", op=None) == []  # somebody empties the cache
 
 

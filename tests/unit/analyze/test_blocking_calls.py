@@ -44,7 +44,11 @@ def test_a_read_of_a_value_names_its_operators_and_its_line() -> None:
 
 
 def test_idle_time_after_a_call_ends_with_the_next_call_that_waits() -> None:
-    builder = TraceBuilder().launch("cudaLaunchKernel", 0, 2, correlation=1).kernel("k", 3, 5, correlation=1)
+    builder = (
+        TraceBuilder()
+        .launch("cudaLaunchKernel", 0, 2, correlation=1)
+        .kernel("k", 3, 5, correlation=1)
+    )
     for at in (10, 30):
         builder.launch("cudaDeviceSynchronize", at, 5, correlation=at)
     builder.launch("cudaLaunchKernel", 60, 2, correlation=2).kernel("k", 65, 5, correlation=2)
@@ -55,8 +59,15 @@ def test_idle_time_after_a_call_ends_with_the_next_call_that_waits() -> None:
 
 
 def test_after_the_last_work_the_gpu_starves_of_nothing() -> None:
-    builder = TraceBuilder().launch("cudaLaunchKernel", 0, 2, correlation=1).kernel("k", 3, 5, correlation=1)
-    assert sites(builder.launch("cudaDeviceSynchronize", 10, 5, correlation=2))[0]["idle_after_ns"] == 0
+    builder = (
+        TraceBuilder()
+        .launch("cudaLaunchKernel", 0, 2, correlation=1)
+        .kernel("k", 3, 5, correlation=1)
+    )
+    assert (
+        sites(builder.launch("cudaDeviceSynchronize", 10, 5, correlation=2))[0]["idle_after_ns"]
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,12 +111,21 @@ def test_python_waits_stand_last_and_the_wait_for_autograd_is_none() -> None:
         .python("<built-in method run_backward of torch._C._EngineBase object at 0x7f>", 60, 90)
         .launch("cudaDeviceSynchronize", 200, 5, correlation=1)
     )
-    assert [(row["kind"], row["blocked_ns"]) for row in sites(builder)] == [("synchronize", 5000), ("python", 50_000)]
+    assert [(row["kind"], row["blocked_ns"]) for row in sites(builder)] == [
+        ("synchronize", 5000),
+        ("python", 50_000),
+    ]
 
 
 def test_without_gpu_work_what_the_gpu_does_is_unknown() -> None:
-    result = blocking_calls(TraceBuilder(device_name=None).python("<built-in function sleep>", 0, 5).build())
-    assert result.sites.select("gpu_busy_ns", "gpu_idle_ns", "idle_after_ns").row(0) == (None, None, None)
+    result = blocking_calls(
+        TraceBuilder(device_name=None).python("<built-in function sleep>", 0, 5).build()
+    )
+    assert result.sites.select("gpu_busy_ns", "gpu_idle_ns", "idle_after_ns").row(0) == (
+        None,
+        None,
+        None,
+    )
     assert result.idle_after_ns is None
 
 
@@ -124,22 +144,33 @@ def test_places_are_told_per_step() -> None:
 
 
 def test_a_trace_without_waits_has_empty_frames_of_the_same_columns() -> None:
-    some = blocking_calls(TraceBuilder().launch("cudaDeviceSynchronize", 0, 5, correlation=1).build())
+    some = blocking_calls(
+        TraceBuilder().launch("cudaDeviceSynchronize", 0, 5, correlation=1).build()
+    )
     none = blocking_calls(TraceBuilder().op("aten::mm", 0, 5).build())
-    assert (none.sites.schema, none.calls.schema, none.blocked_ns) == (some.sites.schema, some.calls.schema, 0)
+    assert (none.sites.schema, none.calls.schema, none.blocked_ns) == (
+        some.sites.schema,
+        some.calls.schema,
+        0,
+    )
     assert isinstance(none.sites, pl.DataFrame)
 
 
 def test_what_the_recorder_waits_for_is_in_no_account() -> None:
     made = TraceBuilder()
     made.python("train.py(4): <module>", 0, 1000).python("<built-in function sleep>", 100, 300)
-    made.python("traceloom/capture/crossing.py(93): settle", 500, 300).python("<built-in function sleep>", 510, 280)
+    made.python("traceloom/capture/crossing.py(93): settle", 500, 300).python(
+        "<built-in function sleep>", 510, 280
+    )
     made.python("threading.py(1002): _bootstrap", 0, 1000, thread=7)
     made.python("/x/traceloom/capture/moments.py(128): _watch", 0, 1000, thread=7)
     made.python("<built-in method wait of Event object>", 0, 1000, thread=7)
     trace = made.build()
     found = blocking_calls(trace)
-    assert (found.sites["frame"].to_list(), found.blocked_ns) == (["train.py(4): <module>"], 300_000)
+    assert (found.sites["frame"].to_list(), found.blocked_ns) == (
+        ["train.py(4): <module>"],
+        300_000,
+    )
     assert threads(trace).threads.height == 1
 
 
@@ -149,19 +180,33 @@ def test_what_the_recorder_waits_for_is_in_no_account() -> None:
 def test_every_call_that_waits_is_there_once_with_what_the_gpu_did_meanwhile(odd: Trace) -> None:
     events = rows_of(odd)
     waits = set(np.flatnonzero(waiting(odd)).tolist())
-    outermost = [e for e in events if e["event"] in waits and not {a["event"] for a in above(events, e)} & waits]
+    outermost = [
+        e
+        for e in events
+        if e["event"] in waits and not {a["event"] for a in above(events, e)} & waits
+    ]
     busy = [(row["start_ns"], row["end_ns"]) for row in gpu_rows_of(odd) if row["ns"]]
     found = blocking_calls(odd)
     assert found.calls["event"].to_list() == [row["event"] for row in outermost]
     for row, call in zip(found.calls.to_dicts(), outermost, strict=True):
         assert (row["start_ns"], row["blocked_ns"]) == (call["start_ns"], call["ns"])
         if not busy:
-            assert (row["gpu_busy_ns"], row["gpu_idle_ns"], row["idle_after_ns"]) == (None, None, None)
+            assert (row["gpu_busy_ns"], row["gpu_idle_ns"], row["idle_after_ns"]) == (
+                None,
+                None,
+                None,
+            )
             continue
-        inside = covered([(max(low, call["start_ns"]), min(high, call["end_ns"])) for low, high in busy])
+        inside = covered(
+            [(max(low, call["start_ns"]), min(high, call["end_ns"])) for low, high in busy]
+        )
         assert (row["gpu_busy_ns"], row["gpu_idle_ns"]) == (inside, call["ns"] - inside)
         later = [low for low, high in busy if high > call["end_ns"]]
-        following = [c["start_ns"] for c in outermost if c["lane"] == call["lane"] and c["start_ns"] > call["start_ns"]]
+        following = [
+            c["start_ns"]
+            for c in outermost
+            if c["lane"] == call["lane"] and c["start_ns"] > call["start_ns"]
+        ]
         until = min([*later, *following], default=0) if later else 0
         assert row["idle_after_ns"] == max(until - call["end_ns"], 0)
     assert found.blocked_ns == sum(call["ns"] for call in outermost)

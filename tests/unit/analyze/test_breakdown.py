@@ -18,7 +18,9 @@ def test_overlapping_work_counts_once_in_busy_and_twice_in_sums() -> None:
 
 
 def test_exposed_is_what_compute_does_not_cover() -> None:
-    builder = TraceBuilder().kernel("gemm", 0, 10).kernel("ncclDevKernel_AllReduce", 5, 10, stream=20)
+    builder = (
+        TraceBuilder().kernel("gemm", 0, 10).kernel("ncclDevKernel_AllReduce", 5, 10, stream=20)
+    )
     builder.copy("Memcpy DtoH (Device -> Pinned)", 12, 8, bytes=1, stream=30)
     row = row_of(builder)
     assert (row["communication_ns"], row["exposed_communication_ns"]) == (10_000, 5_000)
@@ -27,8 +29,14 @@ def test_exposed_is_what_compute_does_not_cover() -> None:
 
 
 def test_edge_idle_stands_apart_from_the_window() -> None:
-    row = row_of(TraceBuilder().op("aten::mm", 0, 100).kernel("gemm", 30, 10).kernel("gemm", 50, 10))
-    assert (row["edge_idle_before_ns"], row["window_ns"], row["edge_idle_after_ns"]) == (30_000, 30_000, 40_000)
+    row = row_of(
+        TraceBuilder().op("aten::mm", 0, 100).kernel("gemm", 30, 10).kernel("gemm", 50, 10)
+    )
+    assert (row["edge_idle_before_ns"], row["window_ns"], row["edge_idle_after_ns"]) == (
+        30_000,
+        30_000,
+        40_000,
+    )
     assert row["idle_ns"] == 10_000
 
 
@@ -42,8 +50,12 @@ def test_a_kernel_across_a_step_border_is_shared_by_time_and_counted_where_it_st
 
 def test_a_device_without_work_in_a_step_has_a_row_all_the_same() -> None:
     builder = TraceBuilder(devices=2).step(1, 0, 50).step(2, 50, 50)
-    steps = gpu_time(builder.kernel("gemm", 10, 5, device=0).kernel("gemm", 60, 5, device=1).build()).steps
-    rows = [(r["device"], r["step"], r["busy_ns"], r["edge_idle_after_ns"]) for r in steps.to_dicts()]
+    steps = gpu_time(
+        builder.kernel("gemm", 10, 5, device=0).kernel("gemm", 60, 5, device=1).build()
+    ).steps
+    rows = [
+        (r["device"], r["step"], r["busy_ns"], r["edge_idle_after_ns"]) for r in steps.to_dicts()
+    ]
     assert rows == [
         (0, 1, 5_000, 35_000),
         (0, 2, 0, 50_000),

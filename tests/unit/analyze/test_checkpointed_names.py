@@ -25,15 +25,27 @@ def forward(layers: int = 1) -> TraceBuilder:
 
 
 def backward(
-    builder: TraceBuilder, layer: int, at: float, number: int, *, module: bool = True, thread: int = 1
+    builder: TraceBuilder,
+    layer: int,
+    at: float,
+    number: int,
+    *,
+    module: bool = True,
+    thread: int = 1,
 ) -> TraceBuilder:
     """The node of a layer's checkpoint: it runs the layer again (as `number`) and its backward pass inside."""
     on: dict[str, Any] = {"thread": thread}
-    builder.op(f"{EVALUATE}CheckpointFunctionBackward", at, 100, sequence=5 + layer, forward_thread=1, **on)
+    builder.op(
+        f"{EVALUATE}CheckpointFunctionBackward", at, 100, sequence=5 + layer, forward_thread=1, **on
+    )
     if module:
         builder.annotation(f"traceloom.module:Net.layer{layer}", at + 2, 20, **on)
-    builder.op("aten::linear", at + 3, 10, sequence=number, **on).allocation(at + 5, 100, address=10 + layer, **on)
-    builder.op(f"{EVALUATE}AddmmBackward0", at + 30, 30, sequence=number, forward_thread=thread, **on)
+    builder.op("aten::linear", at + 3, 10, sequence=number, **on).allocation(
+        at + 5, 100, address=10 + layer, **on
+    )
+    builder.op(
+        f"{EVALUATE}AddmmBackward0", at + 30, 30, sequence=number, forward_thread=thread, **on
+    )
     builder.op("AddmmBackward0", at + 31, 20, sequence=number, forward_thread=thread, **on)
     builder.allocation(at + 35, 200, address=20 + layer, **on)
     builder.op(f"{EVALUATE}torch::autograd::AccumulateGrad", at + 70, 10, **on).allocation(
@@ -46,28 +58,39 @@ def test_a_backward_pass_inside_a_node_belongs_to_what_that_node_ran_again() -> 
     named = explain(backward(forward(), 0, 200, 9).build()).named
     layer = "fwd.Net.layer0"
     assert named.names().to_list() == [
-        f"{layer}.linear.1", f"{layer}.linear.2", f"{layer}.AddmmBackward0.1", f"{layer}.AccumulateGrad.1"
-    ]  # fmt: skip
+        f"{layer}.linear.1",
+        f"{layer}.linear.2",
+        f"{layer}.AddmmBackward0.1",
+        f"{layer}.AccumulateGrad.1",
+    ]
     assert named.backward.tolist() == [False, True, True, True]
 
 
 def test_without_modules_inside_it_belongs_to_the_scope_of_the_checkpoint() -> None:
     names = explain(backward(forward(), 0, 200, 9, module=False).build()).named.names().to_list()
     assert names[0] == "fwd.Net.layer0.linear.1"
-    assert names[1:] == ["fwd.Net.CheckpointFunctionBackward.1", "fwd.Net.AddmmBackward0.1", "fwd.Net.AccumulateGrad.1"]
+    assert names[1:] == [
+        "fwd.Net.CheckpointFunctionBackward.1",
+        "fwd.Net.AddmmBackward0.1",
+        "fwd.Net.AccumulateGrad.1",
+    ]
 
 
 @pytest.mark.parametrize("numbers", [(9, 9), (9, 12)])
 @pytest.mark.parametrize("threads", [(1, 1), (2, 3), (3, 2)])
-def test_layers_are_told_apart_though_each_counts_anew(numbers: tuple[int, int], threads: tuple[int, int]) -> None:
+def test_layers_are_told_apart_though_each_counts_anew(
+    numbers: tuple[int, int], threads: tuple[int, int]
+) -> None:
     """The last layer goes backward first; the threads of two devices count each for itself."""
     builder = forward(2)
     backward(builder, 1, 300, numbers[0], thread=threads[0])
     backward(builder, 0, 500, numbers[1], thread=threads[1])
     names = explain(builder.build()).named.names().to_list()
     assert names[2:] == [
-        f"fwd.Net.layer{layer}.{op}" for layer in (1, 0) for op in ("linear.2", "AddmmBackward0.1", "AccumulateGrad.1")
-    ]  # fmt: skip
+        f"fwd.Net.layer{layer}.{op}"
+        for layer in (1, 0)
+        for op in ("linear.2", "AddmmBackward0.1", "AccumulateGrad.1")
+    ]
 
 
 def test_no_node_of_a_checkpoint_is_said_to_be_unknown() -> None:
@@ -75,9 +98,13 @@ def test_no_node_of_a_checkpoint_is_said_to_be_unknown() -> None:
 
 
 def test_a_nested_node_whose_operator_was_not_run_again_is_not_guessed() -> None:
-    builder = forward().op(f"{EVALUATE}CheckpointFunctionBackward", 200, 100, sequence=5, forward_thread=1)
+    builder = forward().op(
+        f"{EVALUATE}CheckpointFunctionBackward", 200, 100, sequence=5, forward_thread=1
+    )
     builder.op("aten::linear", 203, 10, sequence=9)
-    builder.op(f"{EVALUATE}AddmmBackward0", 230, 30, sequence=8, forward_thread=1).allocation(235, 200, address=3)
+    builder.op(f"{EVALUATE}AddmmBackward0", 230, 30, sequence=8, forward_thread=1).allocation(
+        235, 200, address=3
+    )
     found = explain_allocations(builder.build())
     assert [notice.slug for notice in found.notices] == ["backward-without-forward"]
     assert found.largest["name"].to_list()[0] == "backward.unknown.AddmmBackward0.1"

@@ -14,7 +14,9 @@ from traceloom.analyze.kernel_rules import assign_categories, load_built_in_cate
 from traceloom.errors import InputError, UsageError
 from traceloom.testing import TraceBuilder
 
-TABLE = json.loads(files("traceloom.analyze").joinpath("kernel_rules.json").read_text(encoding="utf-8"))
+TABLE = json.loads(
+    files("traceloom.analyze").joinpath("kernel_rules.json").read_text(encoding="utf-8")
+)
 
 
 def told(name: str, kind: str = "kernel", rules: tuple[Rule, ...] = ()) -> tuple[str, str]:
@@ -106,12 +108,15 @@ def test_a_category_that_is_none_is_refused() -> None:
 
 def test_a_table_of_the_user_is_read(tmp_path: Path) -> None:
     path = tmp_path / "rules.json"
-    path.write_text(json.dumps([{"rule": "mine", "category": "memory", "pattern": "stash", "why": "ours"}]))
+    path.write_text(
+        json.dumps([{"rule": "mine", "category": "memory", "pattern": "stash", "why": "ours"}])
+    )
     assert read_rules(path) == (Rule("mine", "memory", "stash"),)
 
 
 @pytest.mark.parametrize(
-    "text", ["{}", "[1]", '[{"rule": "a"}]', "not json", '[{"rule": 1, "category": "a", "pattern": ""}]']
+    "text",
+    ["{}", "[1]", '[{"rule": "a"}]', "not json", '[{"rule": 1, "category": "a", "pattern": ""}]'],
 )
 def test_a_file_that_is_no_table_is_refused_with_its_place(tmp_path: Path, text: str) -> None:
     path = tmp_path / "rules.json"
@@ -128,7 +133,9 @@ def test_a_missing_table_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_rule_stands_in_the_documentation() -> None:
-    page = (Path(__file__).resolve().parents[3] / "docs" / "concepts" / "kernel-categories.md").read_text(
-        encoding="utf-8"
-    )
-    assert [rule.name for rule in load_built_in_category_rules() if f"`{rule.name}`" not in page] == []
+    page = (
+        Path(__file__).resolve().parents[3] / "docs" / "concepts" / "kernel-categories.md"
+    ).read_text(encoding="utf-8")
+    assert [
+        rule.name for rule in load_built_in_category_rules() if f"`{rule.name}`" not in page
+    ] == []

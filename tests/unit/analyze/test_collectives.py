@@ -34,11 +34,18 @@ def calls(builder: TraceBuilder, **options: Any) -> list[dict[str, Any]]:
         ("recv", 1000, 1000, 4000, 1.0),
     ],
 )
-def test_bandwidth_of_every_kind_by_hand(name: str, goes_in: int, comes_out: int, size: int, factor: float) -> None:
-    args = ARGS(name, "0", 4, 1000, "Float") | {"In msg nelems": goes_in, "Out msg nelems": comes_out}
+def test_bandwidth_of_every_kind_by_hand(
+    name: str, goes_in: int, comes_out: int, size: int, factor: float
+) -> None:
+    args = ARGS(name, "0", 4, 1000, "Float") | {
+        "In msg nelems": goes_in,
+        "Out msg nelems": comes_out,
+    }
     (row,) = calls(TraceBuilder().kernel("ncclDevKernel_X", 0, 10, **args))
     assert row["size_bytes"] == size
-    assert row["algorithm_gb_per_s"] == pytest.approx(size / 10_000)  # bytes per ns are 10^9 bytes per second
+    assert row["algorithm_gb_per_s"] == pytest.approx(
+        size / 10_000
+    )  # bytes per ns are 10^9 bytes per second
     assert row["bus_gb_per_s"] == pytest.approx(factor * size / 10_000)
 
 
@@ -75,8 +82,12 @@ def test_links_by_device_names(device: str | None, link: str | None, peak: float
 def test_the_links_peak_is_told_only_inside_a_host() -> None:
     def fraction(members: list[int], world: int, **options: Any) -> Any:
         builder = TraceBuilder(members[0], world, devices=8)
-        args = ARGS("allreduce", "0", len(members), 1_000_000, "Float") | {"Process Group Ranks": str(members)}
-        return calls(builder.kernel("ncclDevKernel_AllReduce", 0, 100, **args), **options)[0]["link_fraction"]
+        args = ARGS("allreduce", "0", len(members), 1_000_000, "Float") | {
+            "Process Group Ranks": str(members)
+        }
+        return calls(builder.kernel("ncclDevKernel_AllReduce", 0, 100, **args), **options)[0][
+            "link_fraction"
+        ]
 
     bus = 4_000_000 / 100_000
     assert fraction([0, 1], 2) == pytest.approx(bus / 450)
@@ -97,7 +108,9 @@ def test_hosts_that_are_known_decide_about_the_link() -> None:
     before = pl.concat(frames)
     assert before["link"].null_count() == before.height, "one visible device does not tell"
     links = {rank: find_device_link("NVIDIA H100 80GB HBM3") for rank in range(4)}
-    after = correct_links_by_host(before, {0: "a", 1: "a", 2: "b", 3: "b"}, {k: v for k, v in links.items() if v})
+    after = correct_links_by_host(
+        before, {0: "a", 1: "a", 2: "b", 3: "b"}, {k: v for k, v in links.items() if v}
+    )
     told = dict(after.group_by("group").agg(pl.col("link").drop_nulls().unique()).rows())
     assert told == {"0": ["NVLink 4"], "1": [], "2": []}
     assert after.columns == before.columns
@@ -108,19 +121,44 @@ def test_hosts_that_are_known_decide_about_the_link() -> None:
 @pytest.mark.parametrize(
     ("name", "algorithm", "protocol", "certain"),
     [
-        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "RING", "LL", False),
-        ("ncclDevKernel_AllReduce_Sum_bf16_TREE_LL(ncclDevKernelArgsStorage<4096ul>)", "TREE", "LL", False),
-        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, unsigned long, ncclWork*)", "RING", "LL", False),
+        (
+            "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+            "RING",
+            "LL",
+            False,
+        ),
+        (
+            "ncclDevKernel_AllReduce_Sum_bf16_TREE_LL(ncclDevKernelArgsStorage<4096ul>)",
+            "TREE",
+            "LL",
+            False,
+        ),
+        (
+            "ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, unsigned long, ncclWork*)",
+            "RING",
+            "LL",
+            False,
+        ),
         ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclWorkElem)", "RING", "SIMPLE", False),
         ("ncclAllReduceRingLLKernel_sum_f32(ncclColl)", "RING", "LL", False),
         ("ncclAllReduceTreeLL128Kernel_sum_f16(ncclColl)", "TREE", "LL128", False),
         ("ncclAllReduceRingKernel_sum_f32(ncclColl)", "RING", "SIMPLE", False),
-        ("ncclSymkDevKernel_AllReduce_RSxLDMC_AGxSTMC_sum_bf16(ncclSymkDevWorkArgs)", "NVLS", None, True),
+        (
+            "ncclSymkDevKernel_AllReduce_RSxLDMC_AGxSTMC_sum_bf16(ncclSymkDevWorkArgs)",
+            "NVLS",
+            None,
+            True,
+        ),
         ("ncclDevFunc_AllReduce_Sum_f32_NVLS_TREE_SIMPLE", "NVLS_TREE", "SIMPLE", True),
         ("ncclDevFunc_AllReduce_Sum_f32_COLLNET_CHAIN_SIMPLE", "COLLNET_CHAIN", "SIMPLE", True),
         ("ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)", None, None, None),
         ("rcclGenericKernel_4", None, None, None),
-        ("void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*)", "ONE_SHOT", None, True),
+        (
+            "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*)",
+            "ONE_SHOT",
+            None,
+            True,
+        ),
         (
             "void c10d::symmetric_memory::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*)",
             "NVLS",
@@ -131,9 +169,15 @@ def test_hosts_that_are_known_decide_about_the_link() -> None:
         ("gemm_of_a_tree_named_thing(RING)", "TREE", None, True),
     ],
 )
-def test_algorithm_and_protocol_by_name(name: str, algorithm: str, protocol: str, certain: bool | None) -> None:
+def test_algorithm_and_protocol_by_name(
+    name: str, algorithm: str, protocol: str, certain: bool | None
+) -> None:
     (row,) = add_algorithms(pl.DataFrame({"name": [name]})).to_dicts()
-    assert (row["algorithm"], row["protocol"], row["name_certain"]) == (algorithm, protocol, certain)
+    assert (row["algorithm"], row["protocol"], row["name_certain"]) == (
+        algorithm,
+        protocol,
+        certain,
+    )
 
 
 def test_kinds_and_back_ends_beyond_nccl() -> None:
@@ -141,8 +185,14 @@ def test_kinds_and_back_ends_beyond_nccl() -> None:
     names = {
         "void deep_ep::internode_ll::dispatch<true>(void*)": ("dispatch", "deep_ep"),
         "void deep_ep::intranode::combine<__nv_bfloat16>(void*)": ("combine", "deep_ep"),
-        "void c10d::symmetric_memory::multimem_all_reduce_kernel<float>(float*)": ("all_reduce", "symmetric memory"),
-        "void vllm::cross_device_reduce_2stage<half, 4>(vllm::RankData*)": ("all_reduce", "custom all-reduce"),
+        "void c10d::symmetric_memory::multimem_all_reduce_kernel<float>(float*)": (
+            "all_reduce",
+            "symmetric memory",
+        ),
+        "void vllm::cross_device_reduce_2stage<half, 4>(vllm::RankData*)": (
+            "all_reduce",
+            "custom all-reduce",
+        ),
         "nvshmemi_put_signal_block_kernel": ("put", "nvshmem"),
         "hccl::AllReduceKernel": ("all_reduce", "hccl"),
     }
@@ -169,12 +219,16 @@ def test_channels_are_read_from_the_file_and_unknown_without_it(tmp_path: Path) 
 # -- exposed and blocking -------------------------------------------------------------------------------------------
 
 
-def _reduce(builder: TraceBuilder, launch_us: float, start_us: float, length_us: float) -> TraceBuilder:
+def _reduce(
+    builder: TraceBuilder, launch_us: float, start_us: float, length_us: float
+) -> TraceBuilder:
     builder.launch("cudaLaunchKernel", launch_us, 2, correlation=1)
     return builder.kernel("ncclDevKernel_AllReduce", start_us, length_us, stream=20, correlation=1)
 
 
-def _compute(builder: TraceBuilder, number: int, launch_us: float, start_us: float, length_us: float) -> TraceBuilder:
+def _compute(
+    builder: TraceBuilder, number: int, launch_us: float, start_us: float, length_us: float
+) -> TraceBuilder:
     builder.launch("cudaLaunchKernel", launch_us, 2, correlation=number)
     return builder.kernel("gemm", start_us, length_us, correlation=number)
 
@@ -241,7 +295,9 @@ def test_compute_of_no_time_hides_nothing() -> None:
 
 def _groups(builder: TraceBuilder, world: int = 8) -> dict[str, tuple[str, str]]:
     trace = builder.build()
-    found = analyze.groups(analyze.collectives(trace).calls, analyze.declared_groups(trace), world).groups
+    found = analyze.groups(
+        analyze.collectives(trace).calls, analyze.declared_groups(trace), world
+    ).groups
     return {row["group"]: (row["role"], row["evidence"]) for row in found.to_dicts()}
 
 
@@ -306,7 +362,9 @@ def test_roles_by_what_is_called() -> None:
 def test_calls_on_threads_of_their_own_belong_to_the_backward_pass_that_runs_meanwhile() -> None:
     builder = TraceBuilder(0, 2, None)
     builder.op("autograd::engine::evaluate_function: AddmmBackward0", 100, 50, thread=2)
-    builder.annotation("gloo:all_reduce", 120, 60, thread=3).annotation("gloo:all_reduce", 300, 60, thread=3)
+    builder.annotation("gloo:all_reduce", 120, 60, thread=3).annotation(
+        "gloo:all_reduce", 300, 60, thread=3
+    )
     builder.annotation("gloo:all_reduce", 130, 60, thread=4)
     assert [row["phase"] for row in calls(builder)] == ["backward", "backward", None]
 
@@ -331,14 +389,22 @@ def test_messages_and_splits_fill_the_matrix_exactly_and_the_rest_is_shared() ->
 
 
 def test_a_recorded_senders_message_is_not_counted_twice() -> None:
-    sender = TraceBuilder(0, 2).kernel("k_nccl", 0, 10, **ARGS("send", "0", 2, 1000, "Float") | {"Dst Rank": 1})
-    receiver = TraceBuilder(1, 2).kernel("k_nccl", 0, 10, **ARGS("recv", "0", 2, 1000, "Float") | {"Src Rank": 0})
+    sender = TraceBuilder(0, 2).kernel(
+        "k_nccl", 0, 10, **ARGS("send", "0", 2, 1000, "Float") | {"Dst Rank": 1}
+    )
+    receiver = TraceBuilder(1, 2).kernel(
+        "k_nccl", 0, 10, **ARGS("recv", "0", 2, 1000, "Float") | {"Src Rank": 0}
+    )
     both = pl.concat([analyze.collectives(one.build()).calls for one in (sender, receiver)])
-    assert analyze.matrix(both).select("source", "target", "bytes", "count").rows() == [(0, 1, 4000, 1)]
+    assert analyze.matrix(both).select("source", "target", "bytes", "count").rows() == [
+        (0, 1, 4000, 1)
+    ]
 
 
 def test_a_known_root_sends_to_each() -> None:
-    builder = TraceBuilder(1, 3).kernel("k_nccl", 0, 10, **ARGS("broadcast", "0", 3, 1000, "Float") | {"Root": 1})
+    builder = TraceBuilder(1, 3).kernel(
+        "k_nccl", 0, 10, **ARGS("broadcast", "0", 3, 1000, "Float") | {"Root": 1}
+    )
     cells = analyze.matrix(analyze.collectives(builder.build()).calls)
     assert cells.select("source", "target", "bytes").rows() == [(1, 0, 4000), (1, 2, 4000)]
 
@@ -357,10 +423,22 @@ def test_the_summary_tells_the_spread_over_steps() -> None:
         builder.step(step, 100 * step, 100)
         builder.launch("cudaLaunchKernel", 100 * step + 5, 2, correlation=step + 1)
         args = ARGS("allreduce", "0", 2, 1000, "Float")
-        builder.kernel("ncclDevKernel_AllReduce", 100 * step + 10, length, correlation=step + 1, **args)
+        builder.kernel(
+            "ncclDevKernel_AllReduce", 100 * step + 10, length, correlation=step + 1, **args
+        )
     (row,) = analyze.collectives(builder.build()).summary.to_dicts()
-    assert (row["count"], row["total_ns"], row["min_ns"], row["median_ns"], row["max_ns"]) == (3, 90_000, 10_000, 20_000, 60_000)  # fmt: skip
-    assert (row["mean_total_ns"], row["min_total_ns"], row["max_total_ns"]) == (30_000, 10_000, 60_000)
+    assert (row["count"], row["total_ns"], row["min_ns"], row["median_ns"], row["max_ns"]) == (
+        3,
+        90_000,
+        10_000,
+        20_000,
+        60_000,
+    )
+    assert (row["mean_total_ns"], row["min_total_ns"], row["max_total_ns"]) == (
+        30_000,
+        10_000,
+        60_000,
+    )
     assert (row["mean_call_count"], row["step_count"]) == (1, 3)
 
 
@@ -369,7 +447,9 @@ def test_the_summary_tells_the_spread_over_steps() -> None:
 FORWARD, BACKWARD = "nn.Module: Block_0", "autograd::engine::evaluate_function: AddmmBackward0"
 
 
-def called(calls: list[tuple[str, str]], members: list[int], world: int, **more: Any) -> tuple[str, str]:
+def called(
+    calls: list[tuple[str, str]], members: list[int], world: int, **more: Any
+) -> tuple[str, str]:
     """Role and evidence of a group with these calls: kind, and the pass around each."""
     builder = TraceBuilder(members[0], world)
     for number, (kind, around) in enumerate(calls):
@@ -379,7 +459,9 @@ def called(calls: list[tuple[str, str]], members: list[int], world: int, **more:
         elif around:
             builder.op(around, at, 30)
         builder.launch("cudaLaunchKernel", at + 2, 2, correlation=number + 1)
-        told = ARGS(kind, "7", len(members), 8, "Float") | {"Process Group Ranks": str(members)} | more
+        told = (
+            ARGS(kind, "7", len(members), 8, "Float") | {"Process Group Ranks": str(members)} | more
+        )
         builder.kernel("ncclDevKernel_X", at + 5, 5, stream=20, correlation=number + 1, **told)
     return _groups(builder, world)["7"]
 
@@ -391,17 +473,29 @@ def called(calls: list[tuple[str, str]], members: list[int], world: int, **more:
         ([("allreduce", FORWARD), ("allreduce", BACKWARD)] * 4, [0, 4], 8, "unknown"),
         ([("allreduce", BACKWARD)] * 4, [0, 4], 8, "data"),
         ([("allreduce", "")] * 4, list(range(8)), 8, "world"),
-        ([("_allgather_base", FORWARD), ("_reduce_scatter_base", BACKWARD)] * 3, list(range(8)), 8, "sharded data"),
         (
-            [("_allgather_base", FORWARD), ("_allgather_base", BACKWARD), ("_reduce_scatter_base", FORWARD),
-             ("_reduce_scatter_base", BACKWARD)] * 2,
-            [0, 1], 8, "unknown",
+            [("_allgather_base", FORWARD), ("_reduce_scatter_base", BACKWARD)] * 3,
+            list(range(8)),
+            8,
+            "sharded data",
+        ),
+        (
+            [
+                ("_allgather_base", FORWARD),
+                ("_allgather_base", BACKWARD),
+                ("_reduce_scatter_base", FORWARD),
+                ("_reduce_scatter_base", BACKWARD),
+            ]
+            * 2,
+            [0, 1],
+            8,
+            "unknown",
         ),
         ([("send", ""), ("recv", "")] * 3, [0, 1], 2, "pipeline"),
         ([("all_to_all", FORWARD)] * 3, [0, 1, 2, 3], 8, "unknown"),
         ([("broadcast", "")] * 2, [0, 3], 8, "unknown"),
     ],
-)  # fmt: skip
+)
 def test_roles_follow_from_what_is_called_in_which_pass_over_whom(
     calls: list[tuple[str, str]], members: list[int], world: int, role: str
 ) -> None:
@@ -414,13 +508,19 @@ def test_hosts_decide_only_about_groups_whose_hosts_are_all_known() -> None:
     frames = []
     for rank in range(2):
         told = ARGS("allreduce", "0", 2, 4096, "Float") | {"Process Group Ranks": "[0, 1]"}
-        trace = TraceBuilder(rank, 2).kernel("ncclDevKernel_AllReduce", 0, 10, stream=20, **told).build()
+        trace = (
+            TraceBuilder(rank, 2)
+            .kernel("ncclDevKernel_AllReduce", 0, 10, stream=20, **told)
+            .build()
+        )
         frames.append(analyze.collectives(trace).calls)
     both, link = pl.concat(frames), find_device_link("NVIDIA H100 80GB HBM3")
     assert link is not None
     links = {0: link, 1: link}
     known = correct_links_by_host(both, {0: "a", 1: "a"}, links)
     assert set(known["link"]) == {link.name}
-    assert known["link_fraction"].to_list() == pytest.approx([rate / 450 for rate in both["bus_gb_per_s"]])
+    assert known["link_fraction"].to_list() == pytest.approx(
+        [rate / 450 for rate in both["bus_gb_per_s"]]
+    )
     assert set(correct_links_by_host(both, {0: "a", 1: "b"}, links)["link"]) == {None}
     assert correct_links_by_host(both, {0: "a"}, links)["link"].equals(both["link"])

@@ -43,7 +43,9 @@ PROGRAM = (
 )
 
 
-def built(program: tuple[Op, ...], *, steps: int = 3, module: str = "block", **kwargs: Any) -> Trace:
+def built(
+    program: tuple[Op, ...], *, steps: int = 3, module: str = "block", **kwargs: Any
+) -> Trace:
     """Steps of 300 us; the ops stand one after the other in an annotation, kernels on one stream right behind."""
     builder = TraceBuilder(**kwargs)
     correlation = 0
@@ -81,9 +83,17 @@ def test_one_slower_operator_is_found_with_what_it_costs() -> None:
     found = compare(built(PROGRAM), built(slower))
     found.check()
     (kernel,) = changed(found.kernels)
-    assert (kernel["status"], kernel["operator"], kernel["base_kernel"]) == ("slower", "aten::linear", "gemm")
+    assert (kernel["status"], kernel["operator"], kernel["base_kernel"]) == (
+        "slower",
+        "aten::linear",
+        "gemm",
+    )
     # Both linears stand at places of one path and one shape: they are one row.
-    assert (kernel["base_ns"], kernel["new_ns"], kernel["difference_ns"]) == (40 * US, 55 * US, 15 * US)
+    assert (kernel["base_ns"], kernel["new_ns"], kernel["difference_ns"]) == (
+        40 * US,
+        55 * US,
+        15 * US,
+    )
     parts = dict(found.breakdown.select("part", "difference_ns").rows())
     assert parts["compute"] == 15 * US
     idle = sum(ns for part, ns in parts.items() if part.startswith("idle"))
@@ -127,13 +137,19 @@ def test_an_operator_in_the_middle_does_not_shift_those_behind_it() -> None:
 
 def test_other_kernels_at_the_same_place_are_a_replacement() -> None:
     """Vendors name their kernels as they like: the operator tells what is what."""
-    amd = tuple(replace(op, kernel=f"Cijk_{op.kernel}", kernel_us=op.kernel_us * 2) for op in PROGRAM)
-    found = compare(built(PROGRAM), built(amd, device_name="AMD Instinct MI300X", generation="rocm"))
+    amd = tuple(
+        replace(op, kernel=f"Cijk_{op.kernel}", kernel_us=op.kernel_us * 2) for op in PROGRAM
+    )
+    found = compare(
+        built(PROGRAM), built(amd, device_name="AMD Instinct MI300X", generation="rocm")
+    )
     found.check()
     rows = {row["base_kernel"]: row for row in changed(found.kernels)}
     assert {name: (row["status"], row["new_kernel"]) for name, row in rows.items()} == {
-        "gemm": ("replaced", "Cijk_gemm"), "relu": ("replaced", "Cijk_relu"), "reduce": ("replaced", "Cijk_reduce"),
-    }  # fmt: skip
+        "gemm": ("replaced", "Cijk_gemm"),
+        "relu": ("replaced", "Cijk_relu"),
+        "reduce": ("replaced", "Cijk_reduce"),
+    }
     assert rows["relu"]["difference_ns"] == 20 * US
     assert not found.comparable
     assert found.sentence.startswith("The conditions differ")
@@ -148,8 +164,12 @@ def test_other_shapes_are_a_condition_that_differs() -> None:
     stated = {row["condition"]: row for row in found.conditions.to_dicts()}
     assert stated["shapes of inputs"]["same"] is False
     assert stated["operators at the same place"]["same"] is True
-    assert {row["base_shapes"] for row in found.operators.to_dicts() if row["operator"] == "aten::relu"} == {"[[4,4]]"}
-    assert {row["new_shapes"] for row in found.operators.to_dicts() if row["operator"] == "aten::relu"} == {"[[8,8]]"}
+    assert {
+        row["base_shapes"] for row in found.operators.to_dicts() if row["operator"] == "aten::relu"
+    } == {"[[4,4]]"}
+    assert {
+        row["new_shapes"] for row in found.operators.to_dicts() if row["operator"] == "aten::relu"
+    } == {"[[8,8]]"}
 
 
 def test_a_slower_host_shows_in_the_account_of_the_thread() -> None:
@@ -157,7 +177,11 @@ def test_a_slower_host_shows_in_the_account_of_the_thread() -> None:
     found = compare(built(PROGRAM), built(slower))
     found.check()
     row = next(row for row in found.operators.to_dicts() if row["operator"] == "aten::sum")
-    assert (row["base_host_ns"], row["new_host_ns"], row["host_difference_ns"]) == (10 * US, 25 * US, 15 * US)
+    assert (row["base_host_ns"], row["new_host_ns"], row["host_difference_ns"]) == (
+        10 * US,
+        25 * US,
+        15 * US,
+    )
 
 
 def test_without_gpu_work_the_host_is_the_account() -> None:
@@ -168,7 +192,11 @@ def test_without_gpu_work_the_host_is_the_account() -> None:
     assert found.account == "host"
     assert found.kernels.height == 0
     (row,) = [row for row in changed(found.operators) if row["operator"].startswith("aten")]
-    assert (row["status"], row["operator"], row["host_difference_ns"]) == ("slower", "aten::relu", 8 * US)
+    assert (row["status"], row["operator"], row["host_difference_ns"]) == (
+        "slower",
+        "aten::relu",
+        8 * US,
+    )
 
 
 def test_more_steps_and_ranks_are_means() -> None:
@@ -183,13 +211,16 @@ def test_more_steps_and_ranks_are_means() -> None:
     assert found.steps.filter(pl.col("side") == "new").height == 10
     other = compare(job(2, 3), job(4, 3))
     assert [row["condition"] for row in other.conditions.filter(~pl.col("same")).to_dicts()] == [
-        "ranks of the job", "ranks recorded",
-    ]  # fmt: skip
+        "ranks of the job",
+        "ranks recorded",
+    ]
 
 
 def test_traces_without_steps_are_compared_over_their_windows() -> None:
     def once(kernel_us: float) -> Trace:
-        builder = TraceBuilder().op("aten::mm", 0, 20).launch("cudaLaunchKernel", 5, 3, correlation=1)
+        builder = (
+            TraceBuilder().op("aten::mm", 0, 20).launch("cudaLaunchKernel", 5, 3, correlation=1)
+        )
         return builder.kernel("gemm", 12, kernel_us, correlation=1).build()
 
     found = compare(once(30), once(50))
@@ -208,7 +239,10 @@ def test_nothing_cannot_be_compared() -> None:
 def test_made_jobs_with_a_change_add_up(change: Change) -> None:
     recipe = Recipe(steps=4, layers=4, ranks=2, autograd=True, side_stream=True, item=True)
     job = training_job(recipe)
-    runs = [Session(tuple(trace.build() for trace in job.run(one).traces()), "made") for one in (Change(), change)]
+    runs = [
+        Session(tuple(trace.build() for trace in job.run(one).traces()), "made")
+        for one in (Change(), change)
+    ]
     found = compare(*runs)
     found.check()
     assert found.comparable
@@ -234,13 +268,21 @@ def test_doubled_kernels_show_as_twice_the_time_of_each() -> None:
 def test_rounded_parts_add_up_to_the_rounded_whole(totals: list[int], count: int) -> None:
     parts = round_to_sum(np.array(totals, dtype=np.int64), count)
     assert int(parts.sum()) == compute_rounded_mean(sum(totals), count)
-    assert all(abs(part - total / count) < 1 for part, total in zip(parts.tolist(), totals, strict=True))
+    assert all(
+        abs(part - total / count) < 1 for part, total in zip(parts.tolist(), totals, strict=True)
+    )
 
 
 def items(text: str, sizes: dict[str, int] | None = None) -> ListItems:
     codes = np.array([ord(letter) for letter in text.lower()], dtype=np.int64)
     size = np.array([(sizes or {}).get(letter, 1) for letter in text], dtype=np.int64)
-    return ListItems(codes, codes * 0, codes * 0, np.array([ord(letter) for letter in text], dtype=np.int64), size)
+    return ListItems(
+        codes,
+        codes * 0,
+        codes * 0,
+        np.array([ord(letter) for letter in text], dtype=np.int64),
+        size,
+    )
 
 
 @pytest.mark.parametrize(
@@ -277,12 +319,16 @@ def test_long_lists_are_paired_too() -> None:
 def test_operators_are_compared_by_what_they_launched_whenever_it_ran() -> None:
     late = Op("aten::mm", "gemm", 200), Op("aten::add", "add", 100)
     slower = late[0], replace(late[1], kernel_us=200)
-    found = compare(built(late, steps=1), built(slower, steps=1))  # a step of 300 us: most of `add` runs behind it
+    found = compare(
+        built(late, steps=1), built(slower, steps=1)
+    )  # a step of 300 us: most of `add` runs behind it
     found.check()
     row = found.operators.row(by_predicate=pl.col("operator") == "aten::add", named=True)
     assert (row["base_duration_ns"], row["new_duration_ns"], row["duration_difference_ns"]) == (
-        100 * US, 200 * US, 100 * US
-    )  # fmt: skip
+        100 * US,
+        200 * US,
+        100 * US,
+    )
     assert row["device_difference_ns"] == 0
     assert (row["status"], found.operators["operator"][0]) == ("slower", "aten::add")
 
@@ -326,16 +372,24 @@ def recorded_pass(*, is_replay: bool, host: float = 10, slower: str = "") -> Tra
         builder.step(step, start, 1000)
         at, device = start + 20, start + 40
         if not is_replay:
-            builder.annotation("traceloom.module:GPT", at - 5, 200).op("aten::layer_norm", at - 2, host + 4)
-            builder.op("autograd::engine::evaluate_function: GeluBackward0", at + 250, 300, thread=2)
+            builder.annotation("traceloom.module:GPT", at - 5, 200).op(
+                "aten::layer_norm", at - 2, host + 4
+            )
+            builder.op(
+                "autograd::engine::evaluate_function: GeluBackward0", at + 250, 300, thread=2
+            )
         for name in (*forward, *backward):
             correlation += 1
             is_elsewhere = name in backward and not is_replay
             begins = at + (250 if is_elsewhere else 0)
             thread = 2 if is_elsewhere else 1
             builder.op(name, begins, host, thread=thread, shapes=[[4, 4]])
-            builder.launch("cudaLaunchKernel", begins + 2, 3, thread=thread, correlation=correlation)
-            builder.kernel(f"kernel of {name}", device, 40 if name == slower else 30, correlation=correlation)
+            builder.launch(
+                "cudaLaunchKernel", begins + 2, 3, thread=thread, correlation=correlation
+            )
+            builder.kernel(
+                f"kernel of {name}", device, 40 if name == slower else 30, correlation=correlation
+            )
             at, device = at + host + 5, device + 50
     trace = builder.build()
     entry = {"replay_of": "run"} if is_replay else {}
@@ -343,7 +397,10 @@ def recorded_pass(*, is_replay: bool, host: float = 10, slower: str = "") -> Tra
 
 
 def test_a_run_and_its_replay_are_held_together_by_the_order_of_their_operators() -> None:
-    base, again = recorded_pass(is_replay=False), recorded_pass(is_replay=True, host=5, slower="aten::mm")
+    base, again = (
+        recorded_pass(is_replay=False),
+        recorded_pass(is_replay=True, host=5, slower="aten::mm"),
+    )
     comparison = compare(base, again)
     comparison.check()
     assert comparison.comparable
@@ -352,9 +409,15 @@ def test_a_run_and_its_replay_are_held_together_by_the_order_of_their_operators(
     assert statuses.pop("aten::layer_norm") == "removed"  # the replay called what it calls
     assert statuses.pop("aten::mm") == "slower"
     assert statuses == dict.fromkeys(
-        ("aten::native_layer_norm", "aten::addmm", "aten::gelu", "aten::gelu_backward",
-         "aten::native_layer_norm_backward"), "same",
-    )  # fmt: skip
+        (
+            "aten::native_layer_norm",
+            "aten::addmm",
+            "aten::gelu",
+            "aten::gelu_backward",
+            "aten::native_layer_norm_backward",
+        ),
+        "same",
+    )
     assert [(row["base_kernel"], row["status"]) for row in changed(comparison.kernels)] == [
         ("kernel of aten::mm", "slower")
     ]
@@ -366,7 +429,9 @@ def test_a_run_and_its_replay_are_held_together_by_the_order_of_their_operators(
 
 def test_two_runs_of_which_none_is_a_replay_are_aligned_by_place() -> None:
     base, again = recorded_pass(is_replay=False), recorded_pass(is_replay=True)
-    comparison = compare(base, replace(again, meta=replace(again.meta, capture={"replay_of": None})))
+    comparison = compare(
+        base, replace(again, meta=replace(again.meta, capture={"replay_of": None}))
+    )
     assert not comparison.comparable
     assert {"added", "removed"} <= {row["status"] for row in changed(comparison.kernels)}
 
@@ -374,13 +439,19 @@ def test_two_runs_of_which_none_is_a_replay_are_aligned_by_place() -> None:
 def test_the_time_of_operators_on_several_threads_is_counted_once() -> None:
     builder = TraceBuilder().step(0, 0, 1000)
     builder.op("aten::mm", 100, 200).op("aten::add", 150, 50)
-    builder.op("aten::mul", 250, 150, thread=2).op("aten::sub", 260, 100, thread=2)  # 50 of it beside aten::mm
+    builder.op("aten::mul", 250, 150, thread=2).op(
+        "aten::sub", 260, 100, thread=2
+    )  # 50 of it beside aten::mm
     builder.op("aten::div", 350, 100, thread=3)  # 50 of it beside aten::mul
     base = builder.build()
     comparison = compare(base, replace(base, meta=replace(base.meta, capture={"replay_of": "run"})))
     comparison.check()
     times = dict(comparison.operators.select("operator", "base_host_ns").iter_rows())
     assert times == {
-        "aten::mm": 150 * US, "aten::add": 50 * US, "aten::mul": 40 * US, "aten::sub": 60 * US, "aten::div": 50 * US,
+        "aten::mm": 150 * US,
+        "aten::add": 50 * US,
+        "aten::mul": 40 * US,
+        "aten::sub": 60 * US,
+        "aten::div": 50 * US,
         "(outside operators)": 650 * US,
-    }  # fmt: skip
+    }

@@ -55,8 +55,12 @@ def busy(trace: Trace) -> dict[str, int]:
         own = [row for row in work if row["device"] == device]
         bounds = {time for row in own for time in (row["start_ns"], row["end_ns"])}
         for low, high in windows(trace):
-            for start, end in pairwise(sorted({low, high, *(time for time in bounds if low < time < high)})):
-                kinds = {kind_of(row) for row in own if row["start_ns"] <= start and row["end_ns"] >= end}
+            for start, end in pairwise(
+                sorted({low, high, *(time for time in bounds if low < time < high)})
+            ):
+                kinds = {
+                    kind_of(row) for row in own if row["start_ns"] <= start and row["end_ns"] >= end
+                }
                 if kinds:
                     sums[min(kinds, key=PRIORITY.index)] += end - start
     return sums
@@ -90,7 +94,11 @@ def test_kernels_are_those_that_the_steps_launched_whenever_they_ran(seed: int) 
         if launch is not None:
             around = [e for e in (events[launch], *above(events, events[launch])) if counted(e)]
             owners = [step for e in around if (step := step_of(e["start_ns"], spans)) >= 0]
-            asked = owners[0] if owners and owners[0] == step_of(events[launch]["start_ns"], spans) else -1
+            asked = (
+                owners[0]
+                if owners and owners[0] == step_of(events[launch]["start_ns"], spans)
+                else -1
+            )
         # what no operator of a step launched counts where it begins
         counts[row["name"]] += asked >= 0 or step_of(row["start_ns"], spans) >= 0
     rows: dict[str, float] = defaultdict(float)
@@ -103,7 +111,10 @@ def test_kernels_are_those_that_the_steps_launched_whenever_they_ran(seed: int) 
 
 def counted(row: Row) -> bool:
     op = row["category"] == "op" and not row["name"].startswith("traceloom.")
-    return op or (row["category"] == "annotation" and not row["name"].startswith(("ProfilerStep", "traceloom.step")))
+    return op or (
+        row["category"] == "annotation"
+        and not row["name"].startswith(("ProfilerStep", "traceloom.step"))
+    )
 
 
 def step_of(time: int, spans: list[tuple[int, int]]) -> int:
@@ -118,12 +129,27 @@ def test_both_sides_exchanged_are_the_same_with_the_other_sign(base: int, new: i
     forth, back = of_odd(base, new), of_odd(new, base)
     for found in (forth, back):
         found.check()
-    assert (forth.base_ns, forth.new_ns, forth.difference_ns) == (back.new_ns, back.base_ns, -back.difference_ns)
+    assert (forth.base_ns, forth.new_ns, forth.difference_ns) == (
+        back.new_ns,
+        back.base_ns,
+        -back.difference_ns,
+    )
     assert (forth.account, forth.comparable) == (back.account, back.comparable)
-    one = {part: (old, now) for part, old, now in forth.breakdown.select("part", "base_ns", "new_ns").rows()}
-    other = {part: (old, now) for part, now, old in back.breakdown.select("part", "base_ns", "new_ns").rows()}
+    one = {
+        part: (old, now)
+        for part, old, now in forth.breakdown.select("part", "base_ns", "new_ns").rows()
+    }
+    other = {
+        part: (old, now)
+        for part, now, old in back.breakdown.select("part", "base_ns", "new_ns").rows()
+    }
     assert one.keys() == other.keys()
-    for part, values in one.items():  # a nanosecond of a row at most is rounded up on one side and down on the other
+    for (
+        part,
+        values,
+    ) in (
+        one.items()
+    ):  # a nanosecond of a row at most is rounded up on one side and down on the other
         assert values == pytest.approx(other[part], abs=forth.kernels.height)
     assert forth.steps["duration_ns"].sum() == back.steps["duration_ns"].sum()
 
@@ -135,7 +161,9 @@ def test_changes_are_told_against_the_base_and_against_its_step(base: int, new: 
     for frame in (found.breakdown, found.kernels):
         for row in frame.to_dicts():
             assert row["difference_ns"] == row["new_ns"] - row["base_ns"]
-            wanted = None if not row["base_ns"] else pytest.approx(row["new_ns"] / row["base_ns"] - 1)
+            wanted = (
+                None if not row["base_ns"] else pytest.approx(row["new_ns"] / row["base_ns"] - 1)
+            )
             assert row["change"] == wanted
             assert row["of_step"] == pytest.approx(row["difference_ns"] / found.base_ns)
     assert found.breakdown["of_step"].sum() == pytest.approx(found.change)
@@ -168,14 +196,22 @@ def test_the_same_rank_several_times_has_the_means_of_one(copies: int) -> None:
     assert found.steps.height == copies * one.steps.height
 
 
-def program(scale: float = 1, *, renamed: str = "gemm", extra: bool = False, host: float = 1, steps: int = 4) -> Trace:
+def program(
+    scale: float = 1, *, renamed: str = "gemm", extra: bool = False, host: float = 1, steps: int = 4
+) -> Trace:
     """Steps of 400 µs with three operators; the kernel of the second is scaled."""
     builder, number = TraceBuilder(), 0
     for step in range(steps):
         at = 400.0 * step
         builder.step(step, at, 400)
-        operators = [("aten::linear", "gemm", 20.0), ("aten::mm", renamed, 40.0 * scale), ("aten::relu", "relu", 10.0)]
-        for place, (name, kernel, long) in enumerate([*operators, *([("aten::gelu", "gelu", 5.0)] if extra else [])]):
+        operators = [
+            ("aten::linear", "gemm", 20.0),
+            ("aten::mm", renamed, 40.0 * scale),
+            ("aten::relu", "relu", 10.0),
+        ]
+        for place, (name, kernel, long) in enumerate(
+            [*operators, *([("aten::gelu", "gelu", 5.0)] if extra else [])]
+        ):
             start = at + 5 + 30 * place
             builder.op(name, start, 10 * host, shapes=[[4, 4]])
             number += 1
@@ -185,14 +221,19 @@ def program(scale: float = 1, *, renamed: str = "gemm", extra: bool = False, hos
 
 
 @pytest.mark.parametrize(
-    ("scale", "status"), [(1, "same"), (1.01, "same"), (1.5, "slower"), (0.5, "faster"), (2, "slower")]
+    ("scale", "status"),
+    [(1, "same"), (1.01, "same"), (1.5, "slower"), (0.5, "faster"), (2, "slower")],
 )
-def test_a_scaled_kernel_is_told_by_its_factor_and_nothing_else_is(scale: float, status: str) -> None:
+def test_a_scaled_kernel_is_told_by_its_factor_and_nothing_else_is(
+    scale: float, status: str
+) -> None:
     found = compare(program(), program(scale))
     rows = {row["operator"]: row for row in found.kernels.to_dicts()}
     assert {name: row["status"] for name, row in rows.items()} == {
-        "aten::linear": "same", "aten::mm": status, "aten::relu": "same"
-    }  # fmt: skip
+        "aten::linear": "same",
+        "aten::mm": status,
+        "aten::relu": "same",
+    }
     assert rows["aten::mm"]["new_duration_ns"] == pytest.approx(40_000 * scale)
     assert rows["aten::mm"]["change"] == pytest.approx(scale - 1)
     assert found.difference_ns == 0, "the step is as long: the device idles less"
@@ -203,8 +244,11 @@ def test_another_kernel_of_the_same_operator_is_a_replacement_with_its_cost() ->
     found = compare(program(), program(1.5, renamed="gemm_v2"))
     (row,) = found.kernels.filter(pl.col("status").cast(pl.String) != "same").to_dicts()
     assert (row["status"], row["base_kernel"], row["new_kernel"], row["difference_ns"]) == (
-        "replaced", "gemm", "gemm_v2", 20_000
-    )  # fmt: skip
+        "replaced",
+        "gemm",
+        "gemm_v2",
+        20_000,
+    )
     told = find_comparison_causes(found).rows()
     assert ("kernel", "gemm → gemm_v2 in aten::mm", 40_000, 60_000, 20_000) in told
 
@@ -223,9 +267,11 @@ def test_a_slower_host_is_told_by_its_operators_with_the_time_between_them() -> 
     found = compare(program(), program(host=2))
     rows = {row["operator"]: row for row in found.operators.to_dicts()}
     for name in ("aten::linear", "aten::mm", "aten::relu"):
-        assert (rows[name]["base_host_ns"], rows[name]["new_host_ns"], rows[name]["host_status"]) == (
-            10_000, 20_000, "slower"
-        )  # fmt: skip
+        assert (
+            rows[name]["base_host_ns"],
+            rows[name]["new_host_ns"],
+            rows[name]["host_status"],
+        ) == (10_000, 20_000, "slower")
         assert rows[name]["status"] == "same", "its GPU work is as before"
     outside = rows["(outside operators)"]
     assert (outside["base_host_ns"], outside["new_host_ns"]) == (370_000, 340_000)
@@ -244,7 +290,12 @@ def test_without_gpu_work_on_one_side_the_host_is_the_account_of_both() -> None:
     found.check()
     assert found.account == "host"
     assert found.kernels.height == 0
-    assert found.operators.select("base_duration_ns", "new_duration_ns", "base_device_ns").to_numpy().sum() == 0
+    assert (
+        found.operators.select("base_duration_ns", "new_duration_ns", "base_device_ns")
+        .to_numpy()
+        .sum()
+        == 0
+    )
     assert set(found.breakdown["part"]) == {"operators", "outside"}
     told = find_comparison_causes(found)
     assert set(told["what"]) == {"operator"}
@@ -265,10 +316,19 @@ def test_compared_steps_are_the_whole_ones_or_the_window(seed: int) -> None:
 @pytest.mark.parametrize("letters", ["<script>", "\x1b[2J", "🔥", "a" * 3000, "a > b"])
 def test_names_of_any_letters_stay_as_they_are(letters: str) -> None:
     def made(long: float) -> Trace:
-        builder = TraceBuilder().step(0, 0, 100).op(letters, 5, 20).launch("cudaLaunchKernel", 8, 2, correlation=1)
+        builder = (
+            TraceBuilder()
+            .step(0, 0, 100)
+            .op(letters, 5, 20)
+            .launch("cudaLaunchKernel", 8, 2, correlation=1)
+        )
         return builder.kernel(f"k {letters}", 30, long, correlation=1).build()
 
     found = compare(made(10), made(30))
     (row,) = found.kernels.to_dicts()
-    assert (row["operator"], row["base_kernel"], row["status"]) == (letters, f"k {letters}", "slower")
+    assert (row["operator"], row["base_kernel"], row["status"]) == (
+        letters,
+        f"k {letters}",
+        "slower",
+    )
     assert row["path"].endswith(letters)

@@ -27,11 +27,23 @@ def test_bandwidth_is_bytes_over_the_time_of_the_copies_that_have_both() -> None
         "device",
         False,
     )
-    assert (row["count"], row["bytes"], row["total_ns"], row["instant_count"], row["instant_bytes"]) == (
-        3, 200_007, 40_000, 1, 7,
-    )  # fmt: skip
+    assert (
+        row["count"],
+        row["bytes"],
+        row["total_ns"],
+        row["instant_count"],
+        row["instant_bytes"],
+    ) == (
+        3,
+        200_007,
+        40_000,
+        1,
+        7,
+    )
     assert row["bytes_per_s"] == pytest.approx(200_000 / 40e-6)
-    assert (row["min_bytes_per_s"], row["max_bytes_per_s"]) == pytest.approx((100_000 / 30e-6, 100_000 / 10e-6))
+    assert (row["min_bytes_per_s"], row["max_bytes_per_s"]) == pytest.approx(
+        (100_000 / 30e-6, 100_000 / 10e-6)
+    )
 
 
 def test_directions_and_memories_are_rows_of_their_own() -> None:
@@ -41,7 +53,10 @@ def test_directions_and_memories_are_rows_of_their_own() -> None:
         .fill(40, 2, bytes=64)
         .copy("Memcpy PtoP (Device -> Device)", 50, 1, bytes=9)
     )
-    rows = [(r["kind"], r["source_memory"], r["pageable"]) for r in copies(made.build()).kinds.to_dicts()]
+    rows = [
+        (r["kind"], r["source_memory"], r["pageable"])
+        for r in copies(made.build()).kinds.to_dicts()
+    ]
     assert rows == [
         ("HtoD", "pageable", True),
         ("HtoD", "pinned", False),
@@ -57,10 +72,15 @@ def test_memory_of_the_host_that_is_not_described_may_be_pageable_or_not() -> No
 
 
 def test_copies_that_a_kernel_makes_have_no_size() -> None:
-    row = copies(TraceBuilder(generation="rocm").kernel("__amd_rocclr_copyBuffer.kd", 0, 10).build()).kinds.row(
-        0, named=True
+    row = copies(
+        TraceBuilder(generation="rocm").kernel("__amd_rocclr_copyBuffer.kd", 0, 10).build()
+    ).kinds.row(0, named=True)
+    assert (row["kind"], row["by_kernel"], row["bytes"], row["unsized_count"]) == (
+        "DtoD",
+        True,
+        None,
+        1,
     )
-    assert (row["kind"], row["by_kernel"], row["bytes"], row["unsized_count"]) == ("DtoD", True, None, 1)
     assert row["bytes_per_s"] is None
 
 
@@ -89,7 +109,10 @@ def test_copies_by_operator_and_per_step() -> None:
         )
         made = made.copy(PAGEABLE, at + 10, 10, bytes=size, correlation=number)
     found = copies(made.fill(150, 1, bytes=4).build())
-    assert found.ops.rows() == [("aten::to", "HtoD", True, 2, 400, 20_000), (None, "fill", False, 1, 4, 1_000)]
+    assert found.ops.rows() == [
+        ("aten::to", "HtoD", True, 2, 400, 20_000),
+        (None, "fill", False, 1, 4, 1_000),
+    ]
     usual = {row["kind"]: row for row in found.per_step.to_dicts()}
     assert (
         usual["HtoD"]["mean_copied_bytes"],
@@ -116,7 +139,9 @@ def profiled(folder: Path, launches: int, ranges: int, *, driver: bool = False) 
         made = made.op(f"op{number}", 100 * number, 90)
         made = made.launch("cudaLaunchKernel", 100 * number + 10, 20, correlation=number)
         if driver:
-            made = made.launch("cuLaunchKernelEx", 100 * number + 15, 5, correlation=number, driver=True)
+            made = made.launch(
+                "cuLaunchKernelEx", 100 * number + 15, 5, correlation=number, driver=True
+            )
         made = made.launch("cudaMemsetAsync", 100 * number + 50, 2, correlation=1000 + number)
     events = [
         f'{{"ph": "X", "cat": "cuda_profiler_range", "name": "{"__missing__" if number == 1 else f"kernel{number}"}", '
@@ -125,7 +150,9 @@ def profiled(folder: Path, launches: int, ranges: int, *, driver: bool = False) 
     ]
     path = folder / "trace.json"
     text = made.text()
-    path.write_text(text.replace("\n  ],", ",\n  " + ",\n  ".join(events) + "\n  ],") if events else text)
+    path.write_text(
+        text.replace("\n  ],", ",\n  " + ",\n  ".join(events) + "\n  ],") if events else text
+    )
     return read_kineto(path)
 
 
@@ -142,22 +169,35 @@ def test_the_kth_range_belongs_to_the_kth_launch(tmp_path: Path, driver: bool) -
     assert (found.range_count, found.launch_count, found.unpaired) == (3, 3, None)
 
 
-def test_ranges_are_not_paired_where_their_number_differs_from_that_of_launches(tmp_path: Path) -> None:
+def test_ranges_are_not_paired_where_their_number_differs_from_that_of_launches(
+    tmp_path: Path,
+) -> None:
     found = counters(profiled(tmp_path, 3, 2))
     assert found.unpaired == "counts-differ"
     assert found.ranges["value"].len() == 4
     assert found.ranges["launch"].null_count() == 4
     assert found.operators.height == 0
-    checks = {row["check"]: row["affected_count"] for row in quality(profiled(tmp_path, 3, 2)).checks.to_dicts()}
+    checks = {
+        row["check"]: row["affected_count"]
+        for row in quality(profiled(tmp_path, 3, 2)).checks.to_dicts()
+    }
     assert checks["unpaired-counters"] == 2
-    assert quality(profiled(tmp_path, 2, 2)).checks.filter(check="unpaired-counters")["affected_count"].to_list() == [0]
+    assert quality(profiled(tmp_path, 2, 2)).checks.filter(check="unpaired-counters")[
+        "affected_count"
+    ].to_list() == [0]
 
 
 def test_samples_over_time_are_told_by_source_and_counter(tmp_path: Path) -> None:
-    made = TraceBuilder().counter("sm__cycles", 0, 4.0).counter("sm__cycles", 10, 8.0).counter("power", 5, 1.0, key="W")
+    made = (
+        TraceBuilder()
+        .counter("sm__cycles", 0, 4.0)
+        .counter("sm__cycles", 10, 8.0)
+        .counter("power", 5, 1.0, key="W")
+    )
     found = counters(made.build())
     assert [
-        (row["counter"], row["samples"], row["min"], row["mean"], row["max"]) for row in found.series.to_dicts()
+        (row["counter"], row["samples"], row["min"], row["mean"], row["max"])
+        for row in found.series.to_dicts()
     ] == [
         ("power W", 1, 1.0, 1.0, 1.0),
         ("sm__cycles", 2, 4.0, 6.0, 8.0),
@@ -180,7 +220,10 @@ def copied(trace: Trace) -> list[Row]:
     described = {row["event"]: row for row in trace.copies.to_dicts()}
     rows = [row for row in gpu_rows_of(trace) if row["category"] != "kernel"]
     for row in rows:
-        row |= {name: described[row["event"]][name] for name in ("kind", "bytes", "source_memory", "target_memory")}
+        row |= {
+            name: described[row["event"]][name]
+            for name in ("kind", "bytes", "source_memory", "target_memory")
+        }
     return rows
 
 
@@ -204,7 +247,8 @@ def test_directions_are_what_adding_up_copy_by_copy_gives(odd: Trace) -> None:
         got = [row[name] for name in ("bytes_per_s", "min_bytes_per_s", "max_bytes_per_s")]
         assert got == [None if value is None else pytest.approx(value) for value in wanted]
     assert found["pageable"].to_list() == [
-        row["source_memory"] == "pageable" if row["kind"] in {"HtoD", "DtoH"} else False for row in found.to_dicts()
+        row["source_memory"] == "pageable" if row["kind"] in {"HtoD", "DtoH"} else False
+        for row in found.to_dicts()
     ]
 
 
@@ -213,15 +257,21 @@ def test_copies_by_operator_are_all_copies(odd: Trace) -> None:
     for row in copied(odd):
         crosses = row["kind"] in {"HtoD", "DtoH"}
         pageable = crosses and "pageable" in {row["source_memory"], row["target_memory"]}
-        groups[None if row["op"] is None else names[row["op"]], row["kind"], pageable].append((row["bytes"], row["ns"]))
+        groups[None if row["op"] is None else names[row["op"]], row["kind"], pageable].append(
+            (row["bytes"], row["ns"])
+        )
     found = {
         (row["op"], row["kind"], row["pageable"]): (row["count"], row["bytes"], row["total_ns"])
         for row in copies(odd).ops.to_dicts()
     }
-    assert found == {key: (len(v), sum(b for b, _ in v), sum(ns for _, ns in v)) for key, v in groups.items()}
+    assert found == {
+        key: (len(v), sum(b for b, _ in v), sum(ns for _, ns in v)) for key, v in groups.items()
+    }
 
 
-def test_the_area_below_the_curve_is_the_bytes_of_the_timed_copies_and_it_ends_at_nothing(odd: Trace) -> None:
+def test_the_area_below_the_curve_is_the_bytes_of_the_timed_copies_and_it_ends_at_nothing(
+    odd: Trace,
+) -> None:
     result = copies(odd)
     sizes: dict[tuple[object, object], int] = defaultdict(int)
     for row in copied(odd):
@@ -238,7 +288,9 @@ def test_where_one_size_of_a_kind_is_not_recorded_a_step_has_no_bytes() -> None:
     builder = TraceBuilder(generation="rocm").step(0, 0, 50).step(1, 50, 50)
     for number, at in enumerate((5, 55)):
         builder.launch("hipMemcpyAsync", at, 2, correlation=number)
-        builder.copy("Memcpy HtoD (Host -> Device)", at + 5, 3, bytes=100 + number, correlation=number)
+        builder.copy(
+            "Memcpy HtoD (Host -> Device)", at + 5, 3, bytes=100 + number, correlation=number
+        )
         builder.launch("hipLaunchKernel", at + 3, 2, correlation=10 + number)
         builder.kernel("__amd_rocclr_copyBuffer.kd", at + 20, 4, correlation=10 + number)
     found = {row["kind"]: row for row in copies(builder.build()).per_step.to_dicts()}

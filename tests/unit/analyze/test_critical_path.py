@@ -22,8 +22,12 @@ US = 1_000
 def waits_for_a_kernel() -> TraceBuilder:
     """One step of 100 us: the host launches a kernel of 60 us and waits for it; another one runs beside it."""
     builder = TraceBuilder().step(1, 0, 100).op("aten::mm", 5, 15).op("aten::add", 20, 10)
-    builder.launch("cudaLaunchKernel", 8, 4, correlation=1).launch("cudaLaunchKernel", 22, 4, correlation=2)
-    builder.kernel("gemm", 14, 60, correlation=1, stream=7).kernel("add", 30, 5, correlation=2, stream=20)
+    builder.launch("cudaLaunchKernel", 8, 4, correlation=1).launch(
+        "cudaLaunchKernel", 22, 4, correlation=2
+    )
+    builder.kernel("gemm", 14, 60, correlation=1, stream=7).kernel(
+        "add", 30, 5, correlation=2, stream=20
+    )
     builder.launch("cudaStreamSynchronize", 32, 46, correlation=3)
     return builder.sync("Stream Sync", 32, 46, stream=7, correlation=3)
 
@@ -79,8 +83,12 @@ def test_what_is_not_on_the_path_has_slack() -> None:
 
 def test_work_nearly_as_long_as_the_path_is_nearly_critical() -> None:
     builder = TraceBuilder().op("aten::mm", 0, 40)
-    builder.launch("cudaLaunchKernel", 5, 3, correlation=1).launch("cudaLaunchKernel", 10, 3, correlation=2)
-    builder.kernel("first", 15, 900, correlation=1, stream=7).kernel("second", 25, 885, correlation=2, stream=20)
+    builder.launch("cudaLaunchKernel", 5, 3, correlation=1).launch(
+        "cudaLaunchKernel", 10, 3, correlation=2
+    )
+    builder.kernel("first", 15, 900, correlation=1, stream=7).kernel(
+        "second", 25, 885, correlation=2, stream=20
+    )
     builder.launch("cudaDeviceSynchronize", 45, 875, correlation=3)
     named = {row["name"]: row for row in critical_path(builder.build()).names.to_dicts()}
     assert named["first"]["path_ns"] == 900 * US
@@ -108,7 +116,9 @@ def test_gpu_work_of_the_step_before_is_on_the_path_as_far_as_it_runs_in_the_ste
         "long", 25, 135, correlation=1
     )
     builder.op("aten::mm", 110, 20).launch("cudaLaunchKernel", 115, 5, correlation=2)
-    builder.kernel("next", 162, 33, correlation=2).launch("cudaDeviceSynchronize", 150, 48, correlation=3)
+    builder.kernel("next", 162, 33, correlation=2).launch(
+        "cudaDeviceSynchronize", 150, 48, correlation=3
+    )
     found = critical_path(builder.build(), step=2)
     found.check()
     assert sums(found)["compute"] == (60 + 33) * US  # of `long` what lies in the step
@@ -128,7 +138,11 @@ def test_waits_for_data_are_told_apart_from_the_host() -> None:
 
 
 def test_waits_for_data_known_by_frames_are_cut_at_the_frame() -> None:
-    builder = TraceBuilder().step(1, 0, 100).python("torch/utils/data/dataloader.py(701): __next__", 30, 25)
+    builder = (
+        TraceBuilder()
+        .step(1, 0, 100)
+        .python("torch/utils/data/dataloader.py(701): __next__", 30, 25)
+    )
     found = critical_path(builder.op("aten::mm", 60, 20).build())
     found.check()
     assert sums(found) == {"data": 25 * US, "host": 75 * US}
@@ -150,14 +164,23 @@ def test_a_late_rank_is_on_the_path_and_the_others_have_slack() -> None:
     recipe = Recipe(steps=3, layers=3, ranks=3, sync="stream", spread=0, delay_us={1: 900})
     found = critical_path(session(training_job(recipe).run(), sync_records=True))
     found.check()
-    of = found.ranks.group_by("rank").agg(pl.col("duration_ns").sum()).sort("duration_ns", descending=True)
+    of = (
+        found.ranks.group_by("rank")
+        .agg(pl.col("duration_ns").sum())
+        .sort("duration_ns", descending=True)
+    )
     assert of["rank"][0] == 1
     assert int(of["duration_ns"][0]) > 0.6 * found.window_ns
-    assert sums(found)["data"] == pytest.approx(900 * US, rel=0.05), "what it is late by is a wait for data"
+    assert sums(found)["data"] == pytest.approx(900 * US, rel=0.05), (
+        "what it is late by is a wait for data"
+    )
     assert set(found.path.filter(pl.col("class") == "data")["rank"]) == {1}
-    slack = found.node_slack.join(found.path.select("node").unique().drop_nulls(), on="node", how="anti")
+    slack = found.node_slack.join(
+        found.path.select("node").unique().drop_nulls(), on="node", how="anti"
+    )
     assert (
-        slack.filter(pl.col("rank") != 1)["slack_ns"].median() > slack.filter(pl.col("rank") == 1)["slack_ns"].median()
+        slack.filter(pl.col("rank") != 1)["slack_ns"].median()
+        > slack.filter(pl.col("rank") == 1)["slack_ns"].median()
     )
 
 
@@ -170,7 +193,9 @@ def test_a_graph_alone_gives_the_path_that_its_traces_give() -> None:
     assert of_graph.window_ns == of_traces.window_ns
     assert of_graph.start_ns == of_traces.start_ns
     # The delays are calibrated on other parts of the run; what the path leads through is the same.
-    one, other = (found.path["name"].unique(maintain_order=True).to_list() for found in (of_graph, of_traces))
+    one, other = (
+        found.path["name"].unique(maintain_order=True).to_list() for found in (of_graph, of_traces)
+    )
     assert one == other
 
 
@@ -180,7 +205,9 @@ def test_ranks_whose_clocks_differ_are_told_on_one_clock() -> None:
     apart = critical_path(session(training_job(recipe).run(), sync_records=True))
     apart.check()
     together = critical_path(
-        session(training_job(Recipe(steps=3, layers=3, ranks=2, sync="stream")).run(), sync_records=True)
+        session(
+            training_job(Recipe(steps=3, layers=3, ranks=2, sync="stream")).run(), sync_records=True
+        )
     )
     assert apart.step == together.step
     assert apart.window_ns == pytest.approx(together.window_ns, rel=0.02)
@@ -212,7 +239,9 @@ def test_pieces_are_split_where_spans_begin_and_end() -> None:
     zero = ends * 0
     whole = PathPieces(ends - 10, ends, zero, zero, zero > 0, zero)
     at = pl.Series([True, False, True]).to_numpy()
-    cut = split(whole, at, pl.Series([2, 8, 25]).to_numpy(), pl.Series([4, 15, 40]).to_numpy(), "host")
+    cut = split(
+        whole, at, pl.Series([2, 8, 25]).to_numpy(), pl.Series([4, 15, 40]).to_numpy(), "host"
+    )
     assert cut.start.tolist() == [0, 2, 4, 8, 10, 20, 25]
     assert cut.end.tolist() == [2, 4, 8, 10, 20, 25, 30]
     assert (cut.kind > 0).tolist() == [False, True, False, True, False, False, True]

@@ -27,14 +27,23 @@ def test_nested_loaders_count_once() -> None:
 
 
 def test_python_frames_serve_where_there_is_no_annotation() -> None:
-    trace = TraceBuilder().step(1, 0, 20).python("torch/utils/data/dataloader.py(733): __next__", 3, 4).build()
+    trace = (
+        TraceBuilder()
+        .step(1, 0, 20)
+        .python("torch/utils/data/dataloader.py(733): __next__", 3, 4)
+        .build()
+    )
     result = data_loading(trace)
     assert (result.evidence, result.total_ns) == ("python-frames", 4000)
 
 
 def test_a_trace_without_loader_calls_says_unknown_not_zero() -> None:
     result = data_loading(TraceBuilder().step(1, 0, 20).op("aten::mm", 0, 5).build())
-    assert (result.evidence, result.total_ns, result.steps.rows()) == ("none", None, [(1, None, None, None, None)])
+    assert (result.evidence, result.total_ns, result.steps.rows()) == (
+        "none",
+        None,
+        [(1, None, None, None, None)],
+    )
 
 
 def test_the_loader_is_the_bottleneck_where_the_gpu_has_nothing_to_do_meanwhile() -> None:
@@ -43,7 +52,10 @@ def test_the_loader_is_the_bottleneck_where_the_gpu_has_nothing_to_do_meanwhile(
         builder.step(number, 100 * number, 100).annotation(NEXT, 100 * number + 10, 50)
         builder.launch("cudaLaunchKernel", 100 * number, 2, correlation=number)
         builder.kernel(
-            "k", kernel_at + 100 * number if number == 1 else 260, 90 if number == 1 else 20, correlation=number
+            "k",
+            kernel_at + 100 * number if number == 1 else 260,
+            90 if number == 1 else 20,
+            correlation=number,
         )
     result = data_loading(builder.build())
     assert result.steps.select("wait_ns", "gpu_idle_ns", "bottleneck").rows() == [

@@ -26,12 +26,18 @@ def trace(durations_ms: list[int], states: list[str], rank: int = 0) -> Trace:
 
 def run(*first_ms: int, state: str = "early") -> Session:
     states = [state, *["recorded"] * 5, *["unrecorded"] * 10]
-    return Session(tuple(trace([first, *[600] * 15], states, rank) for rank, first in enumerate(first_ms)), "made")
+    return Session(
+        tuple(trace([first, *[600] * 15], states, rank) for rank, first in enumerate(first_ms)),
+        "made",
+    )
 
 
 def test_a_first_step_that_compiles_is_told() -> None:
     sentence = answer(run(20_000)).sentence
-    assert "The first step of the run, which is not among them, took 20.0 s, as long as 33 usual ones" in sentence
+    assert (
+        "The first step of the run, which is not among them, took 20.0 s, as long as 33 usual ones"
+        in sentence
+    )
     assert "66.9 %" in sentence.replace("\xa0", " ").replace("\u202f", " ")  # 19.4 of 29 s
 
 
@@ -43,14 +49,21 @@ def test_of_several_ranks_the_longest_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    "session", [run(1_000), run(20_000, state="recorded"), Session((TraceBuilder().op("a", 0, 9).build(),), "made")]
+    "session",
+    [
+        run(1_000),
+        run(20_000, state="recorded"),
+        Session((TraceBuilder().op("a", 0, 9).build(),), "made"),
+    ],
 )
 def test_a_usual_or_a_recorded_first_step_is_not(session: Session) -> None:
     assert "first step" not in answer(session).sentence
 
 
 @pytest.mark.parametrize(("ran_ms", "told"), [(120, True), (550, False), (None, False)])
-def test_that_the_main_thread_waits_is_told_by_its_processor_time(ran_ms: int | None, told: bool) -> None:
+def test_that_the_main_thread_waits_is_told_by_its_processor_time(
+    ran_ms: int | None, told: bool
+) -> None:
     session = run(600, 600)
     for number, one in enumerate(session.traces):
         assert one.meta.capture is not None

@@ -36,7 +36,13 @@ def by_path(frames: pl.DataFrame) -> dict[str, tuple[int, ...]]:
     for row in frames.to_dicts():
         above = names.get(row["parent"])
         path = names[row["node"]] = f"{above}/{row['name']}" if above else row["name"]
-        out[path] = (row["calls"], row["self_ns"], row["total_ns"], row["self_device_ns"], row["device_ns"])
+        out[path] = (
+            row["calls"],
+            row["self_ns"],
+            row["total_ns"],
+            row["self_device_ns"],
+            row["device_ns"],
+        )
     return out
 
 
@@ -88,7 +94,9 @@ def test_one_thread_can_be_chosen() -> None:
 
 
 def test_a_session_holds_its_ranks_one_after_the_other() -> None:
-    ranks = tuple(TraceBuilder(rank=r, world_size=2).op("aten::mm", 0, 10 + r).build() for r in (0, 1))
+    ranks = tuple(
+        TraceBuilder(rank=r, world_size=2).op("aten::mm", 0, 10 + r).build() for r in (0, 1)
+    )
     found = flame(Session(ranks, "run"))
     assert found.frames.select("rank", "node", "parent", "total_ns").rows() == [
         (0, 0, None, 10_000),
@@ -112,10 +120,15 @@ def test_very_deep_stacks_count_to_the_deepest_level_kept() -> None:
     assert found.frames["depth"].max() == 1024
 
 
-@pytest.mark.parametrize("builder", [TraceBuilder(), TraceBuilder().kernel("k", 0, 5), TraceBuilder(device_name=None)])
+@pytest.mark.parametrize(
+    "builder", [TraceBuilder(), TraceBuilder().kernel("k", 0, 5), TraceBuilder(device_name=None)]
+)
 def test_columns_do_not_depend_on_the_trace(builder: TraceBuilder) -> None:
     some, none = flame(program().build()), flame(builder.build())
-    assert (none.frames.schema, none.functions.schema) == (some.frames.schema, some.functions.schema)
+    assert (none.frames.schema, none.functions.schema) == (
+        some.frames.schema,
+        some.functions.schema,
+    )
     assert none.frames.height == 0
 
 
@@ -132,7 +145,8 @@ def folded(trace: Trace, low: int | None = None, high: int | None = None) -> dic
 
     def path(row: Row) -> Path:
         names = [
-            re.sub(r"^(ProfilerStep|traceloom\.step)#.*", r"\1#", part["name"]) for part in (row, *above(events, row))
+            re.sub(r"^(ProfilerStep|traceloom\.step)#.*", r"\1#", part["name"])
+            for part in (row, *above(events, row))
         ]
         names = [re.sub(r"^[^ ]*\(\d+\): ", "", name) for name in names]
         return (lanes[row["lane"]], *reversed(names))
@@ -183,7 +197,9 @@ def test_the_paths_of_a_step_are_cut_at_its_bounds(seed: int) -> None:
     trace = odd_trace(seed)
     for number, low, high in trace.steps.select("step", "start_ns", "end_ns").rows():
         found = flame(trace, steps=(number, number))
-        wanted = {"/".join(path): tuple(values) for path, values in folded(trace, low, high).items()}
+        wanted = {
+            "/".join(path): tuple(values) for path, values in folded(trace, low, high).items()
+        }
         assert by_path(found.frames) == wanted
 
 
@@ -212,7 +228,9 @@ def test_functions_are_the_paths_by_name_and_nested_calls_count_once(odd: Trace)
         calls[name][0] += 1
         if row["name"] not in [other["name"] for other in above(events, row)]:
             calls[name][1] += row["ns"]
-    places = pl.concat_str(pl.col("file") + "(", pl.col("line").cast(pl.String) + "): ", "name", ignore_nulls=True)
+    places = pl.concat_str(
+        pl.col("file") + "(", pl.col("line").cast(pl.String) + "): ", "name", ignore_nulls=True
+    )
     found = flame(odd).functions.with_columns(places.alias("said"))
     assert {row["said"]: [row["calls"], row["total_ns"]] for row in found.to_dicts()} == calls
     assert found["self_ns"].sum() == flame(odd).busy_ns

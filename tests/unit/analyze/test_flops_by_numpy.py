@@ -21,7 +21,9 @@ Input = tuple[Any, str] | tuple[Any, str, str]
 def told(name: str, *inputs: Input, list_type: str = "") -> tuple[int, int]:
     """FLOPs and bytes of a call."""
     texts = [one[2] if len(one) > 2 else "" for one in inputs]
-    call = flops.Call(name, [one[0] for one in inputs], [one[1] for one in inputs], texts, [], list_type)
+    call = flops.Call(
+        name, [one[0] for one in inputs], [one[1] for one in inputs], texts, [], list_type
+    )
     found = flops.MODELS.work(call)
     assert isinstance(found, flops.Work), found
     return found.flops, found.bytes
@@ -29,7 +31,9 @@ def told(name: str, *inputs: Input, list_type: str = "") -> tuple[int, int]:
 
 def refused(name: str, *inputs: Input) -> str:
     texts = [one[2] if len(one) > 2 else "" for one in inputs]
-    found = flops.MODELS.work(flops.Call(name, [one[0] for one in inputs], [one[1] for one in inputs], texts, []))
+    found = flops.MODELS.work(
+        flops.Call(name, [one[0] for one in inputs], [one[1] for one in inputs], texts, [])
+    )
     assert isinstance(found, str), found
     return found
 
@@ -54,7 +58,9 @@ SHAPES = [(), (5,), (3, 4), (2, 1, 4), (1, 3, 1, 2), (0, 4), (6, 0)]
 
 @pytest.mark.parametrize("left", SHAPES)
 @pytest.mark.parametrize("right", [(), (4,), (3, 1), (1, 1, 4), (2, 1, 1)])
-def test_binary_operators_read_both_and_write_what_numpy_gives(left: tuple[int, ...], right: tuple[int, ...]) -> None:
+def test_binary_operators_read_both_and_write_what_numpy_gives(
+    left: tuple[int, ...], right: tuple[int, ...]
+) -> None:
     one, other = filled(left, F), filled(right, F)
     inputs: list[Input] = [(list(left), F), (list(right), F)]
     try:
@@ -83,7 +89,12 @@ def test_unary_operators_read_and_write_every_element_once(shape: tuple[int, ...
 
 
 def dims_of(rank: int) -> list[tuple[int, ...]]:
-    return [dims for size in range(1, rank + 1) for dims in product(range(-rank, rank), repeat=size) if len({d % rank for d in dims}) == size][:12]  # fmt: skip
+    return [
+        dims
+        for size in range(1, rank + 1)
+        for dims in product(range(-rank, rank), repeat=size)
+        if len({d % rank for d in dims}) == size
+    ][:12]
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 4)])
@@ -102,7 +113,10 @@ def test_reductions_read_all_and_write_what_numpy_leaves(shape: tuple[int, ...])
         assert found == (x.size, x.nbytes + places.size * 8)
         found = told("aten::max", (list(shape), F), number(dim), number(False))
         assert found == (x.size, x.nbytes + places.size * (4 + 8)), "the values and their places"
-        assert told("aten::cumsum", (list(shape), F), number(dim)) == (x.size, x.nbytes + np.cumsum(x, axis=dim).nbytes)
+        assert told("aten::cumsum", (list(shape), F), number(dim)) == (
+            x.size,
+            x.nbytes + np.cumsum(x, axis=dim).nbytes,
+        )
 
 
 @pytest.mark.parametrize("kind", [F, L, I32, B])
@@ -122,7 +136,10 @@ def test_dimensions_that_the_input_does_not_have_are_refused(dims: str) -> None:
 def test_the_largest_k_are_written_with_their_places(k: int, dim: int) -> None:
     x = filled((5, 4), F)
     kept = np.take(np.sort(x, axis=dim), range(k), axis=dim)
-    assert told("aten::topk", ([5, 4], F), number(k), number(dim)) == (0, x.nbytes + kept.nbytes + 8 * kept.size)
+    assert told("aten::topk", ([5, 4], F), number(k), number(dim)) == (
+        0,
+        x.nbytes + kept.nbytes + 8 * kept.size,
+    )
     assert told("aten::sort", ([5, 4], F), number(dim)) == (0, 2 * x.nbytes + 8 * x.size)
     assert told("aten::argsort", ([5, 4], F), number(dim)) == (0, x.nbytes + 8 * x.size)
 
@@ -134,19 +151,29 @@ def test_the_largest_k_are_written_with_their_places(k: int, dim: int) -> None:
 def test_what_is_joined_is_read_and_written_once(parts: list[tuple[int, ...]]) -> None:
     arrays = [filled(shape, F) for shape in parts]
     joined = np.concatenate(arrays, axis=0)
-    found = told("aten::cat", ([list(shape) for shape in parts], "TensorList"), number(0), list_type="fp32")
+    found = told(
+        "aten::cat", ([list(shape) for shape in parts], "TensorList"), number(0), list_type="fp32"
+    )
     assert found == (0, sum(array.nbytes for array in arrays) + joined.nbytes)
 
 
 @pytest.mark.parametrize("pad", [[1, 2], [0, 0, 3, 1], [2, 0, 0, 1, 1, 1], [-1, 0], [-2, 1, 0, -1]])
 def test_padding_widens_from_the_last_dimension_on_and_cuts_where_negative(pad: list[int]) -> None:
     x = filled((4, 5, 6), F)
-    widths = [(0, 0)] * (3 - len(pad) // 2) + [(pad[2 * at], pad[2 * at + 1]) for at in reversed(range(len(pad) // 2))]
-    cut = x[tuple(slice(max(-low, 0), size - max(-high, 0)) for size, (low, high) in zip(x.shape, widths, strict=True))]
+    widths = [(0, 0)] * (3 - len(pad) // 2) + [
+        (pad[2 * at], pad[2 * at + 1]) for at in reversed(range(len(pad) // 2))
+    ]
+    cut = x[
+        tuple(
+            slice(max(-low, 0), size - max(-high, 0))
+            for size, (low, high) in zip(x.shape, widths, strict=True)
+        )
+    ]
     out = np.pad(cut, [(max(low, 0), max(high, 0)) for low, high in widths])
     assert told("aten::constant_pad_nd", ([4, 5, 6], F), numbers(pad), number(0)) == (
-        0, min(x.nbytes, out.nbytes) + out.nbytes
-    )  # fmt: skip
+        0,
+        min(x.nbytes, out.nbytes) + out.nbytes,
+    )
 
 
 @pytest.mark.parametrize("pad", [[1], [1, 2, 3], [0] * 8, [-9, 0]])
@@ -158,7 +185,10 @@ def test_padding_that_does_not_fit_is_refused(pad: list[int]) -> None:
 def test_chosen_slices_are_read_and_written_with_their_index(dim: int) -> None:
     x, index = filled((4, 5, 6), F), np.array([0, 3, 3])
     out = np.take(x, index, axis=dim)
-    assert told("aten::index_select", ([4, 5, 6], F), number(dim), ([3], L)) == (0, 2 * out.nbytes + index.nbytes)
+    assert told("aten::index_select", ([4, 5, 6], F), number(dim), ([3], L)) == (
+        0,
+        2 * out.nbytes + index.nbytes,
+    )
 
 
 def test_rows_of_a_table_are_added_by_bag() -> None:
@@ -180,7 +210,9 @@ def test_indices_whose_result_nobody_knows_are_refused(shapes: list[Any]) -> Non
     assert refused("aten::index", ([20, 6], F), (shapes, "TensorList"))
 
 
-@pytest.mark.parametrize(("name", "adds"), [("scatter_", 0), ("scatter_add_", 9), ("index_add_", 9)])
+@pytest.mark.parametrize(
+    ("name", "adds"), [("scatter_", 0), ("scatter_add_", 9), ("index_add_", 9)]
+)
 def test_scattered_elements_are_written_and_read_where_they_add(name: str, adds: int) -> None:
     source, index = filled((9,), F), np.zeros(9, np.int64)
     found = told(f"aten::{name}", ([50], F), number(0), ([9], L), ([9], F))
@@ -189,19 +221,28 @@ def test_scattered_elements_are_written_and_read_where_they_add(name: str, adds:
     assert whole == (adds, found[1] + 2 * 50 * 4), "what is not in place copies its input first"
 
 
-@pytest.mark.parametrize(("start", "end", "step"), [(0, 9, 1), (2, 9, 2), (9, 2, -3), (5, 5, 1), (0, 1, 0.25)])
+@pytest.mark.parametrize(
+    ("start", "end", "step"), [(0, 9, 1), (2, 9, 2), (9, 2, -3), (5, 5, 1), (0, 1, 0.25)]
+)
 def test_numbers_in_a_row_are_as_many_as_in_numpy(start: float, end: float, step: float) -> None:
     out = np.arange(start, end, step)
-    assert told("aten::arange", number(start), number(end), number(step), ([0], L)) == (0, 8 * out.size)
+    assert told("aten::arange", number(start), number(end), number(step), ([0], L)) == (
+        0,
+        8 * out.size,
+    )
 
 
 # -- windows ------------------------------------------------------------------------------------------------------
 
 
-def positions(size: int, kernel: int, stride: int, padding: int, dilation: int, *, up: bool = False) -> int:
+def positions(
+    size: int, kernel: int, stride: int, padding: int, dilation: int, *, up: bool = False
+) -> int:
     """How many windows fit, slid one by one; rounded up, a last one may stick out if it begins inside the input."""
     count, at = 0, -padding
-    while at + dilation * (kernel - 1) < size + padding or (up and at < size and count and short(at, size, kernel, stride, padding, dilation)):  # fmt: skip
+    while at + dilation * (kernel - 1) < size + padding or (
+        up and at < size and count and short(at, size, kernel, stride, padding, dilation)
+    ):
         count, at = count + 1, at + stride
     return count
 
@@ -211,11 +252,20 @@ def short(at: int, size: int, kernel: int, stride: int, padding: int, dilation: 
     return at - stride + dilation * (kernel - 1) < size + padding - 1
 
 
-WINDOWS = [(8, 2, 2, 0, 1), (9, 3, 2, 1, 1), (10, 3, 1, 1, 2), (7, 3, 3, 0, 1), (11, 4, 3, 2, 1), (5, 5, 1, 0, 1)]
+WINDOWS = [
+    (8, 2, 2, 0, 1),
+    (9, 3, 2, 1, 1),
+    (10, 3, 1, 1, 2),
+    (7, 3, 3, 0, 1),
+    (11, 4, 3, 2, 1),
+    (5, 5, 1, 0, 1),
+]
 
 
 @pytest.mark.parametrize(("size", "kernel", "stride", "padding", "dilation"), WINDOWS)
-def test_pooling_has_a_value_per_window(size: int, kernel: int, stride: int, padding: int, dilation: int) -> None:
+def test_pooling_has_a_value_per_window(
+    size: int, kernel: int, stride: int, padding: int, dilation: int
+) -> None:
     out = 2 * 3 * positions(size, kernel, stride, padding, dilation) ** 2
     inputs: list[Input] = [
         ([2, 3, size, size], F),
@@ -226,12 +276,24 @@ def test_pooling_has_a_value_per_window(size: int, kernel: int, stride: int, pad
     found = told("aten::max_pool2d_with_indices", *inputs, numbers([dilation] * 2), number(False))
     assert found == (out * kernel**2, 4 * 6 * size**2 + out * 12)
     if dilation == 1:
-        assert told("aten::avg_pool2d", *inputs, number(False)) == (out * kernel**2, 4 * 6 * size**2 + 4 * out)
+        assert told("aten::avg_pool2d", *inputs, number(False)) == (
+            out * kernel**2,
+            4 * 6 * size**2 + 4 * out,
+        )
 
 
-@pytest.mark.parametrize(("size", "kernel", "stride", "padding", "out"), [
-    (6, 3, 2, 0, 3), (7, 3, 2, 0, 3), (5, 2, 2, 0, 3), (4, 1, 3, 0, 2), (3, 2, 2, 1, 2), (6, 2, 4, 1, 2), (5, 1, 5, 0, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride", "padding", "out"),
+    [
+        (6, 3, 2, 0, 3),
+        (7, 3, 2, 0, 3),
+        (5, 2, 2, 0, 3),
+        (4, 1, 3, 0, 2),
+        (3, 2, 2, 1, 2),
+        (6, 2, 4, 1, 2),
+        (5, 1, 5, 0, 1),
+    ],
+)
 def test_pooling_rounded_up_has_a_window_more_only_where_it_begins_inside(
     size: int, kernel: int, stride: int, padding: int, out: int
 ) -> None:
@@ -256,27 +318,60 @@ def test_a_convolution_multiplies_the_filter_at_every_window(
     multiplied = 2 * 6 * places * (4 // groups) * kernel**2
     moved = 4 * (2 * 4 * size**2 + math.prod(weight[0]) + 6 + 2 * 6 * places)
     assert found == (2 * multiplied, moved)
-    again = told("aten::convolution", x, weight, ([6], F), *where, number(False), numbers([0, 0]), number(groups))
+    again = told(
+        "aten::convolution",
+        x,
+        weight,
+        ([6], F),
+        *where,
+        number(False),
+        numbers([0, 0]),
+        number(groups),
+    )
     assert again == found, "the same under its other name"
 
 
 @pytest.mark.parametrize(
     ("size", "kernel", "stride", "padding", "more"),
-    [(4, 3, 2, 1, 0), (4, 3, 2, 1, 1), (5, 2, 2, 0, 1), (3, 4, 1, 1, 0), (6, 3, 3, 0, 0), (6, 3, 3, 0, 2)],
+    [
+        (4, 3, 2, 1, 0),
+        (4, 3, 2, 1, 1),
+        (5, 2, 2, 0, 1),
+        (3, 4, 1, 1, 0),
+        (6, 3, 3, 0, 0),
+        (6, 3, 3, 0, 2),
+    ],
 )
 def test_a_transposed_convolution_spreads_every_element_over_the_filter(
     size: int, kernel: int, stride: int, padding: int, more: int
 ) -> None:
     # the size whose convolution has `size` windows, and the padding beside it
-    out = next(width for width in range(1, 99) if positions(width, kernel, stride, padding, 1) == size) + more
-    inputs = [([2, 4, size], F), ([4, 6, kernel], F), ([6], F), numbers([stride]), numbers([padding]), numbers([more])]
+    out = (
+        next(
+            width for width in range(1, 99) if positions(width, kernel, stride, padding, 1) == size
+        )
+        + more
+    )
+    inputs = [
+        ([2, 4, size], F),
+        ([4, 6, kernel], F),
+        ([6], F),
+        numbers([stride]),
+        numbers([padding]),
+        numbers([more]),
+    ]
     found = told("aten::conv_transpose1d", *inputs, number(1), numbers([1]))
-    assert found == (2 * 2 * 4 * size * 6 * kernel, 4 * (2 * 4 * size + 4 * 6 * kernel + 6 + 2 * 6 * out))
+    assert found == (
+        2 * 2 * 4 * size * 6 * kernel,
+        4 * (2 * 4 * size + 4 * 6 * kernel + 6 + 2 * 6 * out),
+    )
 
 
 @pytest.mark.parametrize("scale", [(16, 12), (4, 4), (8, 9)])
 def test_resampling_writes_the_new_size(scale: tuple[int, int]) -> None:
-    found = told("aten::upsample_nearest2d", ([1, 2, 8, 8], F), numbers(scale), number(""), number(""))
+    found = told(
+        "aten::upsample_nearest2d", ([1, 2, 8, 8], F), numbers(scale), number(""), number("")
+    )
     assert found == (0, 4 * (128 + 2 * math.prod(scale)))
 
 
@@ -289,8 +384,17 @@ def counted(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, int]:
     return out.size * left[-1], out.size
 
 
-PRODUCTS = [((3, 4), (4, 5)), ((4,), (4, 5)), ((3, 4), (4,)), ((4,), (4,)), ((2, 3, 4), (4, 5)), ((2, 1, 3, 4), (6, 4, 5)),
-            ((6, 3, 4), (4,)), ((3, 0), (0, 5)), ((4,), (2, 4, 5))]  # fmt: skip
+PRODUCTS = [
+    ((3, 4), (4, 5)),
+    ((4,), (4, 5)),
+    ((3, 4), (4,)),
+    ((4,), (4,)),
+    ((2, 3, 4), (4, 5)),
+    ((2, 1, 3, 4), (6, 4, 5)),
+    ((6, 3, 4), (4,)),
+    ((3, 0), (0, 5)),
+    ((4,), (2, 4, 5)),
+]
 
 
 @pytest.mark.parametrize(("left", "right"), PRODUCTS)
@@ -329,9 +433,20 @@ def test_the_same_product_is_the_same_work_in_every_spelling(seed: int) -> None:
         ("aten::mv", [([3, 4], F), ([5], F)]),
         ("aten::dot", [([3], F), ([4], F)]),
         ("aten::addbmm", [([3, 5], F), ([2, 3, 4], F), ([2, 9, 5], F)]),
-        ("aten::conv2d", [([1, 4, 8], F), ([6, 4, 3, 3], F), ([], ""), numbers([1]), numbers([0]), numbers([1]), number(1)]),
+        (
+            "aten::conv2d",
+            [
+                ([1, 4, 8], F),
+                ([6, 4, 3, 3], F),
+                ([], ""),
+                numbers([1]),
+                numbers([0]),
+                numbers([1]),
+                number(1),
+            ],
+        ),
     ],
-)  # fmt: skip
+)
 def test_shapes_that_do_not_fit_each_other_are_refused(name: str, inputs: list[Input]) -> None:
     assert refused(name, *inputs)
 
@@ -339,11 +454,19 @@ def test_shapes_that_do_not_fit_each_other_are_refused(name: str, inputs: list[I
 # -- lists --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "lists", "per_element", "written"), [
-    ("_foreach_add_", 2, 1, 1), ("_foreach_mul", 2, 1, 1), ("_foreach_addcmul_", 3, 3, 1), ("_foreach_sqrt", 1, 1, 1),
-    ("_foreach_copy_", 2, 0, 0),
-])  # fmt: skip
-def test_loops_over_lists_read_every_list_and_write_one(name: str, lists: int, per_element: int, written: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "lists", "per_element", "written"),
+    [
+        ("_foreach_add_", 2, 1, 1),
+        ("_foreach_mul", 2, 1, 1),
+        ("_foreach_addcmul_", 3, 3, 1),
+        ("_foreach_sqrt", 1, 1, 1),
+        ("_foreach_copy_", 2, 0, 0),
+    ],
+)
+def test_loops_over_lists_read_every_list_and_write_one(
+    name: str, lists: int, per_element: int, written: int
+) -> None:
     shapes = [[3, 4], [5], []]
     elements = 12 + 5 + 1
     given: list[Input] = [(shapes, "TensorList")] * lists
@@ -353,7 +476,10 @@ def test_loops_over_lists_read_every_list_and_write_one(name: str, lists: int, p
 
 def test_norms_of_lists_write_one_number_per_tensor() -> None:
     shapes = [[3, 4], [5]]
-    assert told("aten::_foreach_norm", (shapes, "TensorList"), number(2), list_type="fp32") == (2 * 17, 4 * (17 + 2))
+    assert told("aten::_foreach_norm", (shapes, "TensorList"), number(2), list_type="fp32") == (
+        2 * 17,
+        4 * (17 + 2),
+    )
     assert told("aten::_foreach_zero_", (shapes, "TensorList"), list_type="fp32") == (0, 4 * 17)
 
 

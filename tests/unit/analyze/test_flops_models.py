@@ -13,14 +13,28 @@ from hypothesis import strategies as st
 
 from traceloom.analyze import flops
 from traceloom.analyze.flops.attention import count_unmasked_pairs
-from traceloom.analyze.flops.registry import LaunchedKernel, Tensor, derive_broadcast_shape, derive_promoted_dtype
+from traceloom.analyze.flops.registry import (
+    LaunchedKernel,
+    Tensor,
+    derive_broadcast_shape,
+    derive_promoted_dtype,
+)
 from traceloom.analyze.flops.serving import _count_row_tiles
 
-BF, F, H, L, I8, FP8 = "c10::BFloat16", "float", "c10::Half", "long int", "signed char", "c10::Float8_e4m3fn"
+BF, F, H, L, I8, FP8 = (
+    "c10::BFloat16",
+    "float",
+    "c10::Half",
+    "long int",
+    "signed char",
+    "c10::Float8_e4m3fn",
+)
 S, SL, TL, NONE = "Scalar", "ScalarList", "TensorList", ""
 
 
-def work(name: str, *inputs: tuple[Any, str] | tuple[Any, str, str], **more: Any) -> flops.Work | str:
+def work(
+    name: str, *inputs: tuple[Any, str] | tuple[Any, str, str], **more: Any
+) -> flops.Work | str:
     """Each input: shape, type, value where it is no tensor."""
     return flops.MODELS.work(
         flops.Call(
@@ -60,19 +74,41 @@ M, K, N = 7, 5, 11
 
 def test_transformer_engine_1_multiplies_column_major() -> None:
     empty = [([0], F)] * 3
-    inputs: list[Any] = [([N, K], "unsigned char"), *empty[:1], scalar("0"), scalar("0"), scalar("1"),
-                         ([M, K], "unsigned char"), *empty[:1], scalar("0"), scalar("0"), scalar("0"), ([M, N], BF)]  # fmt: skip
+    inputs: list[Any] = [
+        ([N, K], "unsigned char"),
+        *empty[:1],
+        scalar("0"),
+        scalar("0"),
+        scalar("1"),
+        ([M, K], "unsigned char"),
+        *empty[:1],
+        scalar("0"),
+        scalar("0"),
+        scalar("0"),
+        ([M, N], BF),
+    ]
     assert told("tex_ts::te_gemm_ts", *inputs) == (2 * M * N * K, 35 + 55 + 2 * 77, "fp8", True)
 
 
 def test_shapes_that_fit_no_product_are_refused() -> None:
-    assert work("aten::mm", ([7, 5], F), ([6, 11], F)) == "the recorded shapes are no matrix product"
+    assert (
+        work("aten::mm", ([7, 5], F), ([6, 11], F)) == "the recorded shapes are no matrix product"
+    )
     assert isinstance(work("aten::mm", ([7, 5], F)), str)
 
 
 def test_a_convolution_counts_every_output_position() -> None:
-    inputs = [([2, 4, 17, 15], F), ([8, 2, 3, 5], F), ([8], F), sizes("[2, 1]"), sizes("[1, 0]"), sizes("[1, 2]"),
-              scalar("False"), sizes("[0, 0]"), scalar("2")]  # fmt: skip
+    inputs = [
+        ([2, 4, 17, 15], F),
+        ([8, 2, 3, 5], F),
+        ([8], F),
+        sizes("[2, 1]"),
+        sizes("[1, 0]"),
+        sizes("[1, 2]"),
+        scalar("False"),
+        sizes("[0, 0]"),
+        scalar("2"),
+    ]
     out = (9, 7)  # (17 + 2 - 2 - 1) // 2 + 1, (15 - 8 - 1) // 1 + 1
     expected = 2 * 2 * 8 * (4 // 2) * 3 * 5 * out[0] * out[1]
     moved = 4 * (2 * 4 * 17 * 15 + 8 * 2 * 3 * 5 + 8 + 2 * 8 * out[0] * out[1])
@@ -80,24 +116,49 @@ def test_a_convolution_counts_every_output_position() -> None:
 
 
 def test_a_transposed_convolution_counts_every_input_position() -> None:
-    inputs = [([2, 4, 9, 7], F), ([4, 6, 3, 3], F), none(), sizes("[2, 2]"), sizes("[1, 1]"), sizes("[1, 1]"),
-              scalar("True"), sizes("[1, 1]"), scalar("1")]  # fmt: skip
+    inputs = [
+        ([2, 4, 9, 7], F),
+        ([4, 6, 3, 3], F),
+        none(),
+        sizes("[2, 2]"),
+        sizes("[1, 1]"),
+        sizes("[1, 1]"),
+        scalar("True"),
+        sizes("[1, 1]"),
+        scalar("1"),
+    ]
     moved = 4 * (2 * 4 * 63 + 4 * 6 * 9 + 2 * 6 * 18 * 14)
     assert told("aten::convolution", *inputs) == (2 * 2 * 9 * 7 * 4 * 6 * 9, moved, "fp32", True)
 
 
 @pytest.mark.parametrize(
-    ("mask", "times"), [("[True, True, False]", 2), ("[False, True, True]", 1), ("[True, False, False]", 1)]
+    ("mask", "times"),
+    [("[True, True, False]", 2), ("[False, True, True]", 1), ("[True, False, False]", 1)],
 )
 def test_backward_of_a_convolution_counts_the_gradients_asked_for(mask: str, times: int) -> None:
-    inputs = [([2, 8, 15, 11], F), ([2, 4, 17, 15], F), ([8, 4, 3, 5], F), sizes("[8]"), sizes("[1, 1]"),
-              sizes("[0, 0]"), sizes("[1, 1]"), scalar("False"), sizes("[0, 0]"), scalar("1"), ([], "", mask)]  # fmt: skip
+    inputs = [
+        ([2, 8, 15, 11], F),
+        ([2, 4, 17, 15], F),
+        ([8, 4, 3, 5], F),
+        sizes("[8]"),
+        sizes("[1, 1]"),
+        sizes("[0, 0]"),
+        sizes("[1, 1]"),
+        scalar("False"),
+        sizes("[0, 0]"),
+        scalar("1"),
+        ([], "", mask),
+    ]
     assert told("aten::convolution_backward", *inputs)[0] == times * 2 * 2 * 8 * 15 * 11 * 4 * 3 * 5
 
 
 def test_a_convolution_without_recorded_values_is_not_guessed() -> None:
     call = flops.Call(
-        "aten::conv2d", [[2, 4, 9, 9], [8, 4, 3, 3], [], [], [], [], []], [F, F, "", SL, SL, SL, S], [], []
+        "aten::conv2d",
+        [[2, 4, 9, 9], [8, 4, 3, 3], [], [], [], [], []],
+        [F, F, "", SL, SL, SL, S],
+        [],
+        [],
     )
     assert isinstance(flops.MODELS.work(call), str)
 
@@ -114,24 +175,50 @@ def test_unmasked_pairs_are_those_of_the_mask_itself(
     mask = (key <= own + right) if right >= 0 else np.ones((queries, keys), dtype=bool)
     if left >= 0:
         mask &= key >= own - left
-    assert count_unmasked_pairs(queries, keys, bottom_right=bottom_right, left=left, right=right) == mask.sum()
+    assert (
+        count_unmasked_pairs(queries, keys, bottom_right=bottom_right, left=left, right=right)
+        == mask.sum()
+    )
 
 
-def flash(causal: str, queries: int, keys: int, heads: int = 8, kv_heads: int = 8, d_v: int = 64) -> list[Any]:
-    return [([2, queries, heads, 64], BF), ([2, keys, kv_heads, 64], BF), ([2, keys, kv_heads, d_v], BF), none(), none(),
-            scalar(str(queries)), scalar(str(keys)), scalar("0."), scalar(causal), scalar("False"), scalar("0.125"),
-            none(), none(), none(), none()]  # fmt: skip
+def flash(
+    causal: str, queries: int, keys: int, heads: int = 8, kv_heads: int = 8, d_v: int = 64
+) -> list[Any]:
+    return [
+        ([2, queries, heads, 64], BF),
+        ([2, keys, kv_heads, 64], BF),
+        ([2, keys, kv_heads, d_v], BF),
+        none(),
+        none(),
+        scalar(str(queries)),
+        scalar(str(keys)),
+        scalar("0."),
+        scalar(causal),
+        scalar("False"),
+        scalar("0.125"),
+        none(),
+        none(),
+        none(),
+        none(),
+    ]
 
 
 def test_flash_attention_with_a_causal_mask_sees_the_last_key_last() -> None:
-    assert told("aten::_flash_attention_forward", *flash("True", 1, 100))[0] == 4 * 2 * 8 * 64 * 100  # decode
+    assert (
+        told("aten::_flash_attention_forward", *flash("True", 1, 100))[0] == 4 * 2 * 8 * 64 * 100
+    )  # decode
     pairs = sum(90 + i + 1 for i in range(10))  # ten new tokens after ninety
-    assert told("aten::_flash_attention_forward", *flash("True", 10, 100))[0] == 4 * 2 * 8 * 64 * pairs
+    assert (
+        told("aten::_flash_attention_forward", *flash("True", 10, 100))[0] == 4 * 2 * 8 * 64 * pairs
+    )
 
 
 def test_grouped_queries_read_fewer_keys_and_count_every_query_head() -> None:
     many, few = flash("False", 16, 16), flash("False", 16, 16, kv_heads=2)
-    assert told("aten::_flash_attention_forward", *many)[0] == told("aten::_flash_attention_forward", *few)[0]
+    assert (
+        told("aten::_flash_attention_forward", *many)[0]
+        == told("aten::_flash_attention_forward", *few)[0]
+    )
     moved = 2 * (2 * 2 * 16 * 8 * 64 + 2 * 2 * 16 * 2 * 64)
     assert told("aten::_flash_attention_forward", *few)[1] == moved
 
@@ -142,9 +229,20 @@ def test_keys_and_values_may_differ_in_width() -> None:
 
 
 def packed(total: int, longest: int, sequences: int) -> list[Any]:
-    return [([total, 8, 64], BF), ([total, 8, 64], BF), ([total, 8, 64], BF), ([sequences + 1], "int"),
-            ([sequences + 1], "int"), scalar(str(longest)), scalar(str(longest)), scalar("0."), none(), scalar("True"),
-            scalar("-1"), scalar("-1")]  # fmt: skip
+    return [
+        ([total, 8, 64], BF),
+        ([total, 8, 64], BF),
+        ([total, 8, 64], BF),
+        ([sequences + 1], "int"),
+        ([sequences + 1], "int"),
+        scalar(str(longest)),
+        scalar(str(longest)),
+        scalar("0."),
+        none(),
+        scalar("True"),
+        scalar("-1"),
+        scalar("-1"),
+    ]
 
 
 def test_packed_sequences_are_modelled_only_where_their_lengths_are_known() -> None:
@@ -156,16 +254,35 @@ def test_packed_sequences_are_modelled_only_where_their_lengths_are_known() -> N
 
 def test_efficient_attention_tells_the_kind_of_its_mask_by_a_number() -> None:
     def inputs(kind: str) -> list[Any]:
-        return [([2, 10, 8, 64], BF), ([2, 30, 8, 64], BF), ([2, 30, 8, 64], BF), none(), none(), none(), none(), none(),
-                scalar("0."), scalar(kind), scalar("True")]  # fmt: skip
+        return [
+            ([2, 10, 8, 64], BF),
+            ([2, 30, 8, 64], BF),
+            ([2, 30, 8, 64], BF),
+            none(),
+            none(),
+            none(),
+            none(),
+            none(),
+            scalar("0."),
+            scalar(kind),
+            scalar("True"),
+        ]
 
     one = 4 * 2 * 8 * 64
-    found = [told("aten::_efficient_attention_forward", *inputs(kind))[0] for kind in ("0", "1", "2")]
+    found = [
+        told("aten::_efficient_attention_forward", *inputs(kind))[0] for kind in ("0", "1", "2")
+    ]
     assert found == [one * 300, one * 55, one * sum(range(21, 31))]
 
 
 def test_attention_backward_does_five_products_of_which_one_again() -> None:
-    inputs = [([2, 16, 8, 64], BF)] * 4 + [([2, 8, 16], F), none(), none(), scalar("16"), scalar("16")]
+    inputs = [([2, 16, 8, 64], BF)] * 4 + [
+        ([2, 8, 16], F),
+        none(),
+        none(),
+        scalar("16"),
+        scalar("16"),
+    ]
     inputs = [
         inputs[0],
         *inputs[:4],
@@ -184,7 +301,13 @@ def test_attention_backward_does_five_products_of_which_one_again() -> None:
 
 
 def test_paged_attention_needs_the_annotation_of_its_batch() -> None:
-    inputs = [([64, 32, 128], BF), ([64, 8, 128], BF), ([64, 8, 128], BF), ([64, 32, 128], BF), none()]
+    inputs = [
+        ([64, 32, 128], BF),
+        ([64, 8, 128], BF),
+        ([64, 8, 128], BF),
+        ([64, 32, 128], BF),
+        none(),
+    ]
     said = "execute_40_context_1(sq8sk8sqsq64sqsk64)_generation_32(sq32sk900sqsq32sqsk900)"
     pairs = (64 - (64 - 8) // 2) + 900
     found = told("vllm::unified_attention_with_output", *inputs, batch=said)
@@ -195,9 +318,22 @@ def test_paged_attention_needs_the_annotation_of_its_batch() -> None:
 def test_lists_of_tensors_take_their_type_from_the_kernel() -> None:
     parts = [[[3, 4], [5, 4]], TL]
     assert told("aten::cat", parts, scalar("0"), list_type="2-byte")[:2] == (0, 2 * 2 * 32)
-    assert told("aten::_foreach_add_", parts, parts, scalar("1"), list_type="fp32")[:2] == (32, 3 * 4 * 32)
+    assert told("aten::_foreach_add_", parts, parts, scalar("1"), list_type="fp32")[:2] == (
+        32,
+        3 * 4 * 32,
+    )
     assert told("aten::_foreach_sqrt", parts, list_type="fp32")[:2] == (32, 2 * 4 * 32)
-    adam = told("aten::_fused_adamw_", parts, parts, parts, parts, ([], TL), parts, scalar("1e-3"), list_type="fp32")
+    adam = told(
+        "aten::_fused_adamw_",
+        parts,
+        parts,
+        parts,
+        parts,
+        ([], TL),
+        parts,
+        scalar("1e-3"),
+        list_type="fp32",
+    )
     assert adam[:2] == (14 * 32, 7 * 4 * 32)
     assert "element type" in str(work("aten::cat", parts, scalar("0")))
 
@@ -211,13 +347,18 @@ def test_experts_count_what_was_chosen_and_read_no_more_of_them_than_that() -> N
 
 def test_expanded_inputs_lie_once_in_memory() -> None:
     plain = told("aten::add", ([6, 8, 4], F), ([8, 4], F), scalar("1"))
-    expanded = told("aten::add", ([6, 8, 4], F), ([8, 4], F), scalar("1"), strides=[[4, 0, 1], [4, 1], []])
+    expanded = told(
+        "aten::add", ([6, 8, 4], F), ([8, 4], F), scalar("1"), strides=[[4, 0, 1], [4, 1], []]
+    )
     assert plain[1] - expanded[1] == 4 * (6 * 8 * 4 - 6 * 4)
 
 
 def test_shapes_of_a_damaged_file_cost_nothing_and_are_refused() -> None:
     assert count_unmasked_pairs(10**15, 10**15, bottom_right=True) == 10**15 * (10**15 + 1) // 2
-    assert work("aten::mm", ([10**9, 10**9], F), ([10**9, 10**9], F)) == "the recorded shapes are too large to be true"
+    assert (
+        work("aten::mm", ([10**9, 10**9], F), ([10**9, 10**9], F))
+        == "the recorded shapes are too large to be true"
+    )
     assert isinstance(work("aten::mm", ([-4, 5], F), ([5, 3], F)), str)
 
 
@@ -232,7 +373,8 @@ def test_inputs_of_another_operator_before_its_own_are_noticed(name: str) -> Non
     """A real file records aten::matmul with [[2048,1120],[1120,256],[1120],[2048,2400],[256,2048],[2048,2400]]."""
     left_over = [([2048, 1120], F), ([1120, 256], F), ([1120], F)]
     assert (
-        work(name, *left_over, ([256, 2048], F), ([2048, 2400], F)) == "more inputs are recorded than the operator has"
+        work(name, *left_over, ([256, 2048], F), ([2048, 2400], F))
+        == "more inputs are recorded than the operator has"
     )
 
 
@@ -267,7 +409,9 @@ def test_no_model_fails_on_inputs_it_does_not_know() -> None:
         [[0], [0], [0], [0]],
     ]
     kinds, values = (F, "Scalar", "TensorList", "", "unheard of"), ("", "[1, 1]", "x", "True")
-    for name, some, kind, value in itertools.product(sorted(flops.MODELS.names()), shapes, kinds, values):
+    for name, some, kind, value in itertools.product(
+        sorted(flops.MODELS.names()), shapes, kinds, values
+    ):
         call = flops.Call(name.replace("*", "0"), some, [kind] * len(some), [value] * len(some), [])
         assert isinstance(flops.MODELS.work(call), (flops.Work, str)), call
 
@@ -275,7 +419,9 @@ def test_no_model_fails_on_inputs_it_does_not_know() -> None:
 def test_a_user_adds_a_model_in_three_lines_and_takes_it_away() -> None:
     @flops.register("my::scale")
     def scale(call: flops.Call) -> flops.Work:
-        return flops.Work(flops=call.tensor(0).numel, bytes=2 * call.tensor(0).bytes, dtype=call.tensor(0).dtype)
+        return flops.Work(
+            flops=call.tensor(0).numel, bytes=2 * call.tensor(0).bytes, dtype=call.tensor(0).dtype
+        )
 
     try:
         assert told("my::scale", ([6, 4], F)) == (24, 192, "fp32", False)
@@ -306,7 +452,9 @@ def test_patterns_give_way_to_exact_names() -> None:
 
 def test_triton_experts_are_told_by_their_grids() -> None:
     """32 tokens, 4 of 32 experts each: 128 rows of 16 in at most 38 tiles; 46 and 24 tiles of 128 columns."""
-    sort = flops.Call("SortTokens", [[32, 4], [32, 4], []], [BF, "short int", S], ["", "", "32"], [])
+    sort = flops.Call(
+        "SortTokens", [[32, 4], [32, 4], []], [BF, "short int", S], ["", "", "32"], []
+    )
     name = "_matmul_ogs_NNT_bf16xbf16xmxfp4_16x128x256x1"
     kernels = (
         LaunchedKernel("_topk_forward", (1, 1, 1)),
@@ -322,17 +470,27 @@ def test_triton_experts_are_told_by_their_grids() -> None:
         "bf16",
         True,
     )
-    for missing in ({"kernels": kernels}, {"inside": (sort,)}, {"inside": (sort,), "kernels": kernels[:2]}):
-        assert work("vllm::moe_forward", *inputs, **missing) == "the sizes of the experts are not recorded"
+    for missing in (
+        {"kernels": kernels},
+        {"inside": (sort,)},
+        {"inside": (sort,), "kernels": kernels[:2]},
+    ):
+        assert (
+            work("vllm::moe_forward", *inputs, **missing)
+            == "the sizes of the experts are not recorded"
+        )
     others = (kernels[1], LaunchedKernel(name, (913, 1, 1)))
     assert "grids" in str(work("vllm::moe_forward", *inputs, inside=(sort,), kernels=others))
 
 
 @given(
-    rows=st.lists(st.integers(0, 300), min_size=1, max_size=40).filter(any), block=st.sampled_from([16, 32, 64, 128])
+    rows=st.lists(st.integers(0, 300), min_size=1, max_size=40).filter(any),
+    block=st.sampled_from([16, 32, 64, 128]),
 )
 def test_no_spread_of_rows_over_experts_needs_more_tiles(rows: list[int], block: int) -> None:
-    assert sum(-(-count // block) for count in rows) <= _count_row_tiles(sum(rows), len(rows), block)
+    assert sum(-(-count // block) for count in rows) <= _count_row_tiles(
+        sum(rows), len(rows), block
+    )
 
 
 def test_paged_attention_over_a_cache_takes_the_lengths_of_the_batch() -> None:
@@ -343,7 +501,12 @@ def test_paged_attention_over_a_cache_takes_the_lengths_of_the_batch() -> None:
     name = "sglang_profiler::attention_paged_attention_ragged_100"
     assert told(name, *of_sglang, batch=batch) == (flop, moved, "bf16", True)
     packed = ([999, 4, 8, 16, 8], BF)
-    assert told("_C::paged_attention_v1", query, query, packed, packed, batch=batch) == (flop, moved, "bf16", True)
+    assert told("_C::paged_attention_v1", query, query, packed, packed, batch=batch) == (
+        flop,
+        moved,
+        "bf16",
+        True,
+    )
     assert "no annotation" in str(work(name, *of_sglang))
 
 
@@ -351,4 +514,9 @@ def test_sums_and_norms_of_aiter_read_two_tensors_and_write_two() -> None:
     x, weight = ([4, 8], BF), ([8], BF)
     expected = (5 * 32, 4 * 64 + 16, "bf16", False)
     assert told("aiter::add_rmsnorm", x, x, x, x, weight, scalar("1e-6")) == expected
-    assert told("aiter::rmsnorm", x, x, weight, scalar("1e-6")) == (4 * 32, 2 * 64 + 16, "bf16", False)
+    assert told("aiter::rmsnorm", x, x, weight, scalar("1e-6")) == (
+        4 * 32,
+        2 * 64 + 16,
+        "bf16",
+        False,
+    )

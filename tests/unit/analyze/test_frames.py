@@ -5,7 +5,12 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
-from traceloom.analyze.host_events import HOST_INTERVALS_SCHEMA, is_user_frame, measure_frame_time, parse_frame_places
+from traceloom.analyze.host_events import (
+    HOST_INTERVALS_SCHEMA,
+    is_user_frame,
+    measure_frame_time,
+    parse_frame_places,
+)
 from traceloom.testing import TraceBuilder
 
 Table = dict[tuple[str, str | None], int]
@@ -16,7 +21,9 @@ def table(builder: TraceBuilder, *stretches: tuple[float, float], thread: int = 
     trace = builder.build()
     lane = trace.lanes.filter(pl.col("thread") == str(thread))["lane"][0]
     rows = [(lane, round(start * 1000), round(end * 1000)) for start, end in stretches]
-    (rows_held,) = measure_frame_time(trace, [pl.DataFrame(rows, schema=HOST_INTERVALS_SCHEMA, orient="row")])
+    (rows_held,) = measure_frame_time(
+        trace, [pl.DataFrame(rows, schema=HOST_INTERVALS_SCHEMA, orient="row")]
+    )
     return {(frame, inside): ns // 1000 for frame, inside, ns in rows_held.rows()}
 
 
@@ -62,7 +69,11 @@ def test_another_thread_is_none_of_it() -> None:
 
 
 def test_without_a_frame_of_the_user_it_is_the_innermost_at_all() -> None:
-    builder = TraceBuilder().python("torch/nn/linear.py(3): forward", 0, 100).python("threading.py(1): run", 10, 50)
+    builder = (
+        TraceBuilder()
+        .python("torch/nn/linear.py(3): forward", 0, 100)
+        .python("threading.py(1): run", 10, 50)
+    )
     builder.python("traceloom/capture/recorder.py(7): stop", 20, 10)
     assert table(builder, (0, 100)) == {
         ("torch/nn/linear.py(3): forward", None): 50,
@@ -74,8 +85,13 @@ def test_without_a_frame_of_the_user_it_is_the_innermost_at_all() -> None:
 def test_objects_at_different_addresses_are_one_call() -> None:
     builder = TraceBuilder().python("train.py(1): main", 0, 100)
     for k in range(3):
-        builder.python(f"<built-in method acquire of _thread.lock object at 0x7f{k}>", 10 + 20 * k, 10)
-    assert table(builder, (0, 60))["train.py(1): main", "<built-in method acquire of _thread.lock>"] == 30
+        builder.python(
+            f"<built-in method acquire of _thread.lock object at 0x7f{k}>", 10 + 20 * k, 10
+        )
+    assert (
+        table(builder, (0, 60))["train.py(1): main", "<built-in method acquire of _thread.lock>"]
+        == 30
+    )
 
 
 def test_without_frames_nothing_holds_it() -> None:
@@ -105,5 +121,7 @@ def test_whose_code_it_is(frame: str, own: bool) -> None:
 
 
 def test_places_of_frames() -> None:
-    rows = parse_frame_places(pl.Series(["a/b.py(12): f", "C:\\x (1)\\b.py(3): g", "aten::add"])).rows()
+    rows = parse_frame_places(
+        pl.Series(["a/b.py(12): f", "C:\\x (1)\\b.py(3): g", "aten::add"])
+    ).rows()
     assert rows == [("f", "a/b.py", 12), ("g", "C:\\x (1)\\b.py", 3), ("aten::add", None, None)]

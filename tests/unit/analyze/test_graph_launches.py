@@ -40,18 +40,26 @@ def loaded(builder: TraceBuilder, folder: Path) -> Trace:
 def test_replays_are_laid_node_upon_node() -> None:
     other = [("embed", 12), ("gemm", 52), ("norm", 20), ("gemm", 36)]
     found = graph_launches(replayed([NODES, other]).build())
-    assert found.graphs.select("replay_count", "node_count", "evidence", "span_min_ns", "span_max_ns").rows() == [
-        (2, 4, "inferred", 113_000, 123_000)
-    ]
-    assert found.nodes.select("node", "name", "replay_count", "mean_ns", "min_ns", "max_ns", "total_ns").rows() == [
+    assert found.graphs.select(
+        "replay_count", "node_count", "evidence", "span_min_ns", "span_max_ns"
+    ).rows() == [(2, 4, "inferred", 113_000, 123_000)]
+    assert found.nodes.select(
+        "node", "name", "replay_count", "mean_ns", "min_ns", "max_ns", "total_ns"
+    ).rows() == [
         (0, "embed", 2, 11_000, 10_000, 12_000, 22_000),
         (1, "gemm", 2, 51_000, 50_000, 52_000, 102_000),
         (2, "norm", 2, 20_000, 20_000, 20_000, 40_000),
         (3, "gemm", 2, 33_000, 30_000, 36_000, 66_000),
     ]
     assert found.nodes["gap_mean_ns"].to_list() == [0, 1_000, 1_000, 1_000]
-    assert found.nodes["total_ns"].sum() == found.graphs["total_ns"].sum() == found.replays["work_ns"].sum()
-    assert (found.replays["span_ns"] - found.replays["idle_ns"]).to_list() == found.replays["work_ns"].to_list()
+    assert (
+        found.nodes["total_ns"].sum()
+        == found.graphs["total_ns"].sum()
+        == found.replays["work_ns"].sum()
+    )
+    assert (found.replays["span_ns"] - found.replays["idle_ns"]).to_list() == found.replays[
+        "work_ns"
+    ].to_list()
     assert (found.work_count, found.fraction) == (8, 1.0)
 
 
@@ -79,10 +87,15 @@ def test_a_slow_replay_deviates_and_its_worst_node_is_named() -> None:
 def test_the_recorders_ids_join_replays_whatever_is_missing(tmp_path: Path) -> None:
     builder = replayed([NODES, NODES, NODES[:3]], ids=7)
     found = graph_launches(loaded(builder, tmp_path))
-    assert found.graphs.select("graph_id", "evidence", "replay_count", "node_count", "deviating_count").rows() == [
-        (7, "correlated", 3, 4, 1)
+    assert found.graphs.select(
+        "graph_id", "evidence", "replay_count", "node_count", "deviating_count"
+    ).rows() == [(7, "correlated", 3, 4, 1)]
+    assert found.nodes.select("node_id", "replay_count").rows() == [
+        (100, 3),
+        (101, 3),
+        (102, 3),
+        (103, 2),
     ]
-    assert found.nodes.select("node_id", "replay_count").rows() == [(100, 3), (101, 3), (102, 3), (103, 2)]
     assert found.replays["deviation"].to_list() == [None, None, "3 nodes instead of 4"]
 
 
@@ -92,20 +105,30 @@ def test_graphs_of_equal_names_are_told_apart_by_their_ids(tmp_path: Path) -> No
     for number in range(2):
         other.launch("cudaGraphLaunch", 100 * number, 5, correlation=number + 1)
         other.kernel(
-            "same", 100 * number + 10, 5, correlation=number + 1, **{"graph id": number + 1, "graph node id": 3}
+            "same",
+            100 * number + 10,
+            5,
+            correlation=number + 1,
+            **{"graph id": number + 1, "graph node id": 3},
         )
     assert graph_launches(loaded(builder, tmp_path)).graphs.height == 1
     assert graph_launches(loaded(other, tmp_path)).graphs["graph_id"].to_list() == [1, 2]
 
 
 def test_without_the_file_the_sequence_tells() -> None:
-    found = graph_launches(replayed([NODES, NODES], ids=7).build())  # built in a folder that is gone
-    assert found.graphs.select("graph_id", "evidence", "replay_count").rows() == [(None, "inferred", 2)]
+    found = graph_launches(
+        replayed([NODES, NODES], ids=7).build()
+    )  # built in a folder that is gone
+    assert found.graphs.select("graph_id", "evidence", "replay_count").rows() == [
+        (None, "inferred", 2)
+    ]
 
 
 @pytest.mark.parametrize("call", ["hipGraphLaunch", "cuGraphLaunch", "cudaGraphLaunch"])
 def test_graph_launches_of_every_vendor_are_known(call: str) -> None:
-    assert graph_launches(replayed([NODES], call=call).build()).graphs["launch_name"].to_list() == [call]
+    assert graph_launches(replayed([NODES], call=call).build()).graphs["launch_name"].to_list() == [
+        call
+    ]
 
 
 def test_launches_of_single_kernels_are_none() -> None:
@@ -123,7 +146,9 @@ def replays_of(trace: Trace) -> dict[int, list[Row]]:
     for row in gpu_rows_of(trace):
         if row["launch"] is not None and "GraphLaunch" in events[row["launch"]]["name"]:
             groups[row["launch"]].append(row)
-    return {launch: sorted(rows, key=lambda row: row["start_ns"]) for launch, rows in groups.items()}
+    return {
+        launch: sorted(rows, key=lambda row: row["start_ns"]) for launch, rows in groups.items()
+    }
 
 
 def test_every_replay_is_its_work_from_the_first_start_to_the_last_end(odd: Trace) -> None:
@@ -135,9 +160,15 @@ def test_every_replay_is_its_work_from_the_first_start_to_the_last_end(odd: Trac
         spans = [(r["start_ns"], r["end_ns"]) for r in work]
         low, high = min(s for s, _ in spans), max(e for _, e in spans)
         assert (row["start_ns"], row["span_ns"], row["node_count"]) == (low, high - low, len(work))
-        assert (row["work_ns"], row["idle_ns"]) == (sum(r["ns"] for r in work), high - low - covered(spans))
+        assert (row["work_ns"], row["idle_ns"]) == (
+            sum(r["ns"] for r in work),
+            high - low - covered(spans),
+        )
         returned = call["start_ns"] + max(call["duration_ns"], 0)
-        assert (row["call_ns"], row["delay_ns"]) == (max(call["duration_ns"], 0), max(low - returned, 0))
+        assert (row["call_ns"], row["delay_ns"]) == (
+            max(call["duration_ns"], 0),
+            max(low - returned, 0),
+        )
         assert row["step"] == call["step"]
     whole = sum(row["ns"] for row in gpu_rows_of(odd))
     in_graphs = sum(row["ns"] for work in groups.values() for row in work)
@@ -151,7 +182,10 @@ def test_graphs_are_their_replays_and_nodes_added_up(odd: Trace) -> None:
         own = found.replays.filter(graph=row["graph"])
         nodes = found.nodes.filter(graph=row["graph"])
         assert row["replay_count"] == own.height
-        assert (row["span_min_ns"], row["span_max_ns"]) == (own["span_ns"].min(), own["span_ns"].max())
+        assert (row["span_min_ns"], row["span_max_ns"]) == (
+            own["span_ns"].min(),
+            own["span_ns"].max(),
+        )
         assert row["span_median_ns"] == int(own["span_ns"].median())  # type: ignore[arg-type]
         assert row["total_ns"] == own["work_ns"].sum() == nodes["total_ns"].sum()
         assert row["deviating_count"] == own["deviation"].count()
@@ -160,19 +194,27 @@ def test_graphs_are_their_replays_and_nodes_added_up(odd: Trace) -> None:
         assert own["replay"].to_list() == list(range(own.height))
     groups = replays_of(odd)
     sequences = {
-        launch: tuple(row["name"] for row in sorted(work, key=lambda r: (r["device"], r["stream"], r["start_ns"])))
+        launch: tuple(
+            row["name"]
+            for row in sorted(work, key=lambda r: (r["device"], r["stream"], r["start_ns"]))
+        )
         for launch, work in groups.items()
     }
     of_launch = dict(found.replays.select("launch", "graph").rows())
     for launch, sequence in sequences.items():
         for other, again in sequences.items():
-            assert (of_launch[launch] == of_launch[other]) == (sequence == again), "graphs are told by their names"
+            assert (of_launch[launch] == of_launch[other]) == (sequence == again), (
+                "graphs are told by their names"
+            )
 
 
 @pytest.mark.parametrize("slow", [0, 3, 9])
-def test_the_replay_that_took_longer_is_the_one_that_deviates_with_its_worst_node(slow: int) -> None:
+def test_the_replay_that_took_longer_is_the_one_that_deviates_with_its_worst_node(
+    slow: int,
+) -> None:
     times = [
-        [(name, long * (3 if (number, name) == (slow, "norm") else 1)) for name, long in NODES] for number in range(10)
+        [(name, long * (3 if (number, name) == (slow, "norm") else 1)) for name, long in NODES]
+        for number in range(10)
     ]
     found = graph_launches(replayed(times).build())
     deviating = found.replays.drop_nulls("deviation")
@@ -190,7 +232,9 @@ def test_a_replay_with_other_nodes_says_how_many(ids: int | None, tmp_path: Path
     if ids is None:  # nothing but the names tells the graph
         assert found.graphs["replay_count"].to_list() == [3, 1]
         return
-    assert found.graphs.select("graph_id", "replay_count", "evidence").rows() == [(7, 4, "correlated")]
+    assert found.graphs.select("graph_id", "replay_count", "evidence").rows() == [
+        (7, 4, "correlated")
+    ]
     assert found.replays["deviation"].to_list() == [None, None, "3 nodes instead of 4", None]
 
 

@@ -31,21 +31,46 @@ class Served:
                 requests["generation"] = 0
             if kind in ("decode", "idle"):
                 requests["context"] = 0
-            tokens = {"context": requests["context"] * chance.randrange(1, 700), "generation": requests["generation"]}
+            tokens = {
+                "context": requests["context"] * chance.randrange(1, 700),
+                "generation": requests["generation"],
+            }
             long = chance.randrange(20, 200)
             name = "execute_{}_context_{}({})_generation_{}({})".format(
-                number, requests["context"], tokens["context"], requests["generation"], tokens["generation"]
+                number,
+                requests["context"],
+                tokens["context"],
+                requests["generation"],
+                tokens["generation"],
             )
-            self.steps.append({"kind": kind, "name": name, "at": at, "end": at + long, **tokens,
-                               "requests": sum(requests.values()), "generates": requests["generation"] > 0})  # fmt: skip
+            self.steps.append(
+                {
+                    "kind": kind,
+                    "name": name,
+                    "at": at,
+                    "end": at + long,
+                    **tokens,
+                    "requests": sum(requests.values()),
+                    "generates": requests["generation"] > 0,
+                }
+            )
             for _ in range(chance.choice([0, 1, 3])):
                 correlation += 1
                 call = at + chance.randrange(long)
                 graph = chance.random() < 0.4
                 for _ in range(3 if graph else 1):
                     start = call + chance.randrange(1, 300)
-                    self.work.append({"step": number, "call": call, "start": start, "end": start + chance.randrange(60),
-                                      "stream": chance.choice([7, 20]), "correlation": correlation, "graph": graph})  # fmt: skip
+                    self.work.append(
+                        {
+                            "step": number,
+                            "call": call,
+                            "start": start,
+                            "end": start + chance.randrange(60),
+                            "stream": chance.choice([7, 20]),
+                            "correlation": correlation,
+                            "graph": graph,
+                        }
+                    )
             at += long + chance.choice([0, 1, 50])
 
     def builder(self, order: random.Random | None = None) -> TraceBuilder:
@@ -88,7 +113,9 @@ def expected_steps(served: Served) -> list[Row]:
                 "start_ns": step["at"] * US,
                 "duration_ns": (step["end"] - step["at"]) * US,
                 "gpu_ns": covered([(row["start"], row["end"]) for row in own]) * US,
-                "gpu_span_ns": None if end is None else (end - min(row["start"] for row in own)) * US,
+                "gpu_span_ns": None
+                if end is None
+                else (end - min(row["start"] for row in own)) * US,
                 "work_count": len(own),
                 "graph_work_count": sum(row["graph"] for row in own),
                 "lag_ns": None if end is None else max(end - step["end"], 0) * US,
@@ -134,7 +161,9 @@ def test_the_mix_is_the_steps_of_each_kind(seed: int) -> None:
             beyond = sum(value > row["between_p95_ns"] for value in between)
             assert beyond <= 0.05 * len(between) + 0.5
         else:
-            assert row["between_median_ns"] is row["between_p95_ns"] is row["between_max_ns"] is None
+            assert (
+                row["between_median_ns"] is row["between_p95_ns"] is row["between_max_ns"] is None
+            )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -160,6 +189,8 @@ def test_ranks_of_a_session_are_told_as_each_alone() -> None:
     for name in ("steps", "mix", "rates"):
         alone = [getattr(inference(trace), name) for trace in traces]
         shown = getattr(together, name)
-        assert shown["rank"].to_list() == [rank for rank, frame in enumerate(alone) for _ in range(frame.height)]
+        assert shown["rank"].to_list() == [
+            rank for rank, frame in enumerate(alone) for _ in range(frame.height)
+        ]
         for rank, frame in enumerate(alone):
             assert shown.filter(rank=rank).equals(frame)

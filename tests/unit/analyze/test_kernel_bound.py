@@ -18,7 +18,11 @@ SIZE = 1000  # [1000, 1000] x [1000, 1000]: 2e9 FLOP, 12e6 bytes; at these peaks
 def multiplied(length_us: float, size: int = SIZE, name: str = "aten::mm") -> Trace:
     shapes = [[size, size], [size, size]]
     made = TraceBuilder(device_name="nobody's GPU").step(1, 0, 9000).op(name, 0, 90, shapes=shapes)
-    return made.launch("cudaLaunchKernel", 20, 5, correlation=1).kernel("sgemm", 100, length_us, correlation=1).build()
+    return (
+        made.launch("cudaLaunchKernel", 20, 5, correlation=1)
+        .kernel("sgemm", 100, length_us, correlation=1)
+        .build()
+    )
 
 
 @pytest.mark.parametrize(
@@ -31,7 +35,9 @@ def multiplied(length_us: float, size: int = SIZE, name: str = "aten::mm") -> Tr
         (multiplied(100, name="mine::operator"), "unknown"),
     ],
 )
-def test_work_is_bound_by_the_nearer_ceiling_unless_it_is_far_from_both(trace: Trace, bound: str) -> None:
+def test_work_is_bound_by_the_nearer_ceiling_unless_it_is_far_from_both(
+    trace: Trace, bound: str
+) -> None:
     found = kernel_bounds(trace, PEAK)
     rows = {row["bound"]: row["sum_ns"] for row in found.bounds.to_dicts() if row["count"]}
     assert rows == {bound: trace.gpu_work()["duration_ns"].sum()}
@@ -62,7 +68,10 @@ def test_every_piece_of_work_has_the_bound_of_its_time_and_ceiling(seed: int) ->
     chance = random.Random(seed)
     made, sums = TraceBuilder(device_name="nobody's GPU"), dict.fromkeys(BOUNDS, 0)
     for number in range(20):
-        size, length = chance.choice([4, 30, 300, 1000, 3000]), chance.choice([1, 9, 11, 200, 5000, 60_000])
+        size, length = (
+            chance.choice([4, 30, 300, 1000, 3000]),
+            chance.choice([1, 9, 11, 200, 5000, 60_000]),
+        )
         modelled = chance.random() < 0.8
         at = 100_000.0 * number
         made.op("aten::mm" if modelled else "mine::operator", at, 90, shapes=[[size, size]] * 2)

@@ -16,7 +16,9 @@ from traceloom.formats import read_kineto
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
 
-TABLE = json.loads(files("traceloom.analyze").joinpath("matrix_rules.json").read_text(encoding="utf-8"))
+TABLE = json.loads(
+    files("traceloom.analyze").joinpath("matrix_rules.json").read_text(encoding="utf-8")
+)
 STATE = {"yes": "used", "no": "unused", "none": "none"}
 
 
@@ -25,7 +27,9 @@ def kept(made: TraceBuilder, folder: Path) -> Trace:
     return read_kineto(made.write(folder / "trace.json.gz"))
 
 
-def kernel(made: TraceBuilder, start: float, length: float, blocks: object, occupancy: object = 50) -> TraceBuilder:
+def kernel(
+    made: TraceBuilder, start: float, length: float, blocks: object, occupancy: object = 50
+) -> TraceBuilder:
     said = {"blocks per SM": blocks, "est. achieved occupancy %": occupancy}
     return made.kernel(f"kernel_{start}", start, length, stream=int(start) % 7, **said)
 
@@ -38,7 +42,13 @@ def test_each_rule_of_matrix_units_decides_its_example(row: dict[str, str]) -> N
 
 
 def test_only_matrix_products_can_use_matrix_units() -> None:
-    names = ["ampere_bf16_s16816gemm", "ampere_bf16_s16816gemm", "strange", "strange", "volta_sgemm_64x64_nt"]
+    names = [
+        "ampere_bf16_s16816gemm",
+        "ampere_bf16_s16816gemm",
+        "strange",
+        "strange",
+        "volta_sgemm_64x64_nt",
+    ]
     frame = pl.DataFrame({"name": names, "kind": ["gemm", "elementwise", "gemm", "copy", "gemm"]})
     assert classify_matrix_units(frame).to_list() == ["used", "none", "unknown", "none", "unused"]
 
@@ -55,7 +65,9 @@ def test_sm_efficiency_counts_blocks_up_to_one_per_sm(tmp_path: Path) -> None:
     assert found.absent is None
 
 
-def test_kernels_that_run_at_once_fill_the_gpu_together_and_never_more_than_once(tmp_path: Path) -> None:
+def test_kernels_that_run_at_once_fill_the_gpu_together_and_never_more_than_once(
+    tmp_path: Path,
+) -> None:
     made = kernel(kernel(TraceBuilder(), 0, 10, 0.5), 5, 10, 0.8)
     device = kernel_efficiency(kept(made, tmp_path)).devices.row(0, named=True)
     assert device["sm_efficiency"] == pytest.approx((5 * 0.5 + 5 * 1.0 + 5 * 0.8) / 15)
@@ -64,7 +76,9 @@ def test_kernels_that_run_at_once_fill_the_gpu_together_and_never_more_than_once
 
 def test_kernels_without_the_argument_are_left_out_and_odd_values_are_none(tmp_path: Path) -> None:
     made = kernel(kernel(TraceBuilder(), 0, 10, 0.5, "N/A"), 50, 10, "nan", True)
-    device = kernel_efficiency(kept(made.kernel("bare", 30, 10), tmp_path)).devices.row(0, named=True)
+    device = kernel_efficiency(kept(made.kernel("bare", 30, 10), tmp_path)).devices.row(
+        0, named=True
+    )
     assert (device["kernel_ns"], device["measured_ns"]) == (30_000, 10_000)
     assert device["sm_fill"] == pytest.approx(0.5)
 
@@ -73,8 +87,12 @@ def test_an_estimate_of_no_occupancy_on_sms_that_hold_warps_is_none(tmp_path: Pa
     made = TraceBuilder().kernel(
         "a", 0, 10, **{"est. achieved occupancy %": 40, "warps per SM": 30, "blocks per SM": 4}
     )
-    made = made.kernel("b", 20, 90, **{"est. achieved occupancy %": 0, "warps per SM": 372.4, "blocks per SM": 31})
-    made = made.kernel("c", 120, 10, **{"est. achieved occupancy %": 0, "warps per SM": 0.2, "blocks per SM": 0.02})
+    made = made.kernel(
+        "b", 20, 90, **{"est. achieved occupancy %": 0, "warps per SM": 372.4, "blocks per SM": 31}
+    )
+    made = made.kernel(
+        "c", 120, 10, **{"est. achieved occupancy %": 0, "warps per SM": 0.2, "blocks per SM": 0.02}
+    )
     found = kernel_efficiency(kept(made, tmp_path))
     device = found.devices.row(0, named=True)
     assert device["occupancy"] == pytest.approx(0.2)  # of a and c
@@ -89,7 +107,11 @@ def test_the_figures_are_there_without_the_file() -> None:
 
 def test_writers_that_do_not_record_it_leave_it_unknown_with_a_reason(tmp_path: Path) -> None:
     found = kernel_efficiency(kept(TraceBuilder(generation="rocm").kernel("k", 0, 10), tmp_path))
-    assert found.devices.select("sm_efficiency", "sm_fill", "occupancy").row(0) == (None, None, None)
+    assert found.devices.select("sm_efficiency", "sm_fill", "occupancy").row(0) == (
+        None,
+        None,
+        None,
+    )
     assert found.absent == "not-recorded"
 
 
@@ -104,7 +126,11 @@ def test_each_whole_step_has_its_own_sm_efficiency(tmp_path: Path) -> None:
 
 
 def test_time_by_use_of_matrix_units_adds_up_to_all_kernel_time(tmp_path: Path) -> None:
-    made = TraceBuilder().kernel("ampere_bf16_s16816gemm_bf16", 0, 30).kernel("volta_sgemm_64x64_nt", 40, 10)
+    made = (
+        TraceBuilder()
+        .kernel("ampere_bf16_s16816gemm_bf16", 0, 30)
+        .kernel("volta_sgemm_64x64_nt", 40, 10)
+    )
     made = (
         made.kernel("splitKreduce_kernel", 60, 5)
         .kernel("gemm_of_nobody", 70, 7)
@@ -127,15 +153,26 @@ def test_kernels_by_operator_and_shapes() -> None:
     made = TraceBuilder()
     for number, (size, length) in enumerate([(8, 10), (8, 30), (4, 5)]):
         at = 100 * number
-        made = made.step(number + 1, at, 100).op("aten::mm", at, 50, shapes=[[size, size], [size, 2]])
+        made = made.step(number + 1, at, 100).op(
+            "aten::mm", at, 50, shapes=[[size, size], [size, 2]]
+        )
         made = made.launch("cudaLaunchKernel", at + 1, 2, correlation=number + 1)
         made = made.kernel("ampere_sgemm", at + 20, length, correlation=number + 1)
     made = made.kernel("orphan", 290, 1)
     found = kernel_shapes(made.build())
     assert found.rows["total_ns"].sum() == found.total_ns == 46_000
     big, small, orphan = found.rows.to_dicts()
-    assert (big["op"], json.loads(big["shapes"]), big["kind"]) == ("aten::mm", [[8, 8], [8, 2]], "gemm")
-    assert (big["count"], big["mean_ns"], big["min_ns"], big["max_ns"]) == (2, 20_000, 10_000, 30_000)
+    assert (big["op"], json.loads(big["shapes"]), big["kind"]) == (
+        "aten::mm",
+        [[8, 8], [8, 2]],
+        "gemm",
+    )
+    assert (big["count"], big["mean_ns"], big["min_ns"], big["max_ns"]) == (
+        2,
+        20_000,
+        10_000,
+        30_000,
+    )
     assert (big["min_total_ns"], big["max_total_ns"], big["step_count"]) == (0, 30_000, 2)
     assert (json.loads(small["shapes"])[0], small["step_count"]) == ([4, 4], 1)
     assert (orphan["op"], orphan["shapes"], orphan["mean_total_ns"]) == (None, None, None)
@@ -164,7 +201,14 @@ def test_figures_of_random_kernels_are_those_of_looking_at_every_instant(seed: i
 
     def area(device: int, low: int, high: int) -> float:
         return sum(
-            min(sum(b for d, _, s, n, b, _ in runs if d == device and b is not None and s <= at < s + n), 1)
+            min(
+                sum(
+                    b
+                    for d, _, s, n, b, _ in runs
+                    if d == device and b is not None and s <= at < s + n
+                ),
+                1,
+            )
             for at in range(low, high)
         )
 
@@ -176,19 +220,30 @@ def test_figures_of_random_kernels_are_those_of_looking_at_every_instant(seed: i
         assert (row["window_ns"], row["kernel_count"]) == (1000 * (high - low), len(own))
         assert row["kernel_ns"] == 1000 * sum(run[3] for run in own)
         assert (row["measured_ns"], row["estimated_ns"]) == (
-            1000 * sum(n for n, _ in measured), 1000 * sum(n for n, _ in estimated)
-        )  # fmt: skip
+            1000 * sum(n for n, _ in measured),
+            1000 * sum(n for n, _ in estimated),
+        )
         assert row["sm_efficiency"] == pytest.approx(area(row["device"], low, high) / (high - low))
-        assert row["sm_fill"] == pytest.approx(sum(n * min(b, 1) for n, b in measured) / sum(n for n, _ in measured))
+        assert row["sm_fill"] == pytest.approx(
+            sum(n * min(b, 1) for n, b in measured) / sum(n for n, _ in measured)
+        )
         weighted = sum(n * p / 100 for n, p in estimated) / sum(n for n, _ in estimated)
         assert row["occupancy"] == pytest.approx(weighted)
     for device, step, duration, filled in found.steps.rows():
         assert duration == 1000 * (bounds[step + 1] - bounds[step])
-        assert filled == pytest.approx(area(device, bounds[step], bounds[step + 1]) * 1000 / duration)
-    assert found.kernels["total_ns"].sum() == found.matrix["total_ns"].sum() == 1000 * sum(run[3] for run in runs)
+        assert filled == pytest.approx(
+            area(device, bounds[step], bounds[step + 1]) * 1000 / duration
+        )
+    assert (
+        found.kernels["total_ns"].sum()
+        == found.matrix["total_ns"].sum()
+        == 1000 * sum(run[3] for run in runs)
+    )
     for row in found.kernels.to_dicts():
         own = [run for run in runs if run[1] == row["name"]]
         measured = [(n, b) for *_, n, b, _ in own if b is not None]
         whole = sum(n for n, _ in measured)
         assert row["count"] == len(own)
-        assert row["blocks_per_sm"] == (pytest.approx(sum(n * b for n, b in measured) / whole) if whole else None)
+        assert row["blocks_per_sm"] == (
+            pytest.approx(sum(n * b for n, b in measured) / whole) if whole else None
+        )

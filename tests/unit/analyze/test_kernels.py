@@ -22,7 +22,12 @@ def test_kernels_are_added_up_by_name_largest_first() -> None:
         ("add", "kernel", "compute", 1, 1_000),
     ]
     top = rows[0]
-    assert (top["mean_ns"], top["min_ns"], top["max_ns"], top["fraction"]) == (7_500, 5_000, 10_000, 0.75)
+    assert (top["mean_ns"], top["min_ns"], top["max_ns"], top["fraction"]) == (
+        7_500,
+        5_000,
+        10_000,
+        0.75,
+    )
 
 
 def test_a_sum_above_its_union_shows_overlap_per_device() -> None:
@@ -52,8 +57,16 @@ def test_every_row_is_what_adding_up_the_work_gives(odd: Trace) -> None:
     assert found.kernels["total_ns"].is_sorted(descending=True)
     for row in found.kernels.to_dicts():
         ns = groups[row["name"], row["kind"]]
-        assert (row["count"], row["total_ns"], row["mean_ns"]) == (len(ns), sum(ns), sum(ns) // len(ns))
-        assert (row["min_ns"], row["max_ns"], row["fraction"]) == (min(ns), max(ns), pytest.approx(sum(ns) / whole))
+        assert (row["count"], row["total_ns"], row["mean_ns"]) == (
+            len(ns),
+            sum(ns),
+            sum(ns) // len(ns),
+        )
+        assert (row["min_ns"], row["max_ns"], row["fraction"]) == (
+            min(ns),
+            max(ns),
+            pytest.approx(sum(ns) / whole),
+        )
         assert (row["category"] == "memory") == (row["kind"] != "kernel")
         assert (row["category"] == "communication") == row["name"].startswith("nccl")
 
@@ -74,7 +87,9 @@ def test_categories_count_their_time_once_per_device(odd: Trace) -> None:
 def test_a_rule_of_the_users_moves_a_kernel_to_its_category_and_no_time_is_lost(odd: Trace) -> None:
     plain, ruled = kernels(odd), kernels(odd, [Rule("ours", "communication", "^soft")])
     assert ruled.categories["total_ns"].sum() == plain.categories["total_ns"].sum()
-    assert set(ruled.kernels.filter(rule="ours")["name"]) == ({"softmax"} if odd.gpu_work().height else set())
+    assert set(ruled.kernels.filter(rule="ours")["name"]) == (
+        {"softmax"} if odd.gpu_work().height else set()
+    )
     moved = plain.kernels.filter(name="softmax")["total_ns"].sum()
     at = plain.categories.filter(category="communication")["total_ns"].item()
     assert ruled.categories.filter(category="communication")["total_ns"].item() == at + moved

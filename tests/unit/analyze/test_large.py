@@ -11,12 +11,21 @@ from traceloom.trace import mapped_arrays
 from traceloom.trace.session import Session
 
 # Steps and stacks, allocations and communication, graphs, no host.
-USUAL = ("cpu_only_gloo_rank34", "h800_deepseek_train", "mi210_gpu_only", "mi300_sglang_decode_graphs")
+USUAL = (
+    "cpu_only_gloo_rank34",
+    "h800_deepseek_train",
+    "mi210_gpu_only",
+    "mi300_sglang_decode_graphs",
+)
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in USUAL else pytest.mark.thorough) for n in NAMES])
-def test_the_report_of_a_real_trace_on_disk_is_that_in_memory(name, shared_data, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in USUAL else pytest.mark.thorough) for n in NAMES]
+)
+def test_the_report_of_a_real_trace_on_disk_is_that_in_memory(
+    name, shared_data, tmp_path, monkeypatch
+):
     path = shared_data / "kineto" / f"{name}.json.gz"
     expected = build(Session((read_kineto(path),), name), ReportOptions())
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(tmp_path))

@@ -18,14 +18,28 @@ from traceloom.trace.trace import Trace
 
 def two() -> TraceBuilder:
     """A kernel that begins 6 µs after its call, and one that has to wait until 50 for it to end."""
-    builder = TraceBuilder().launch("cudaLaunchKernel", 0, 4, correlation=1).kernel("one", 10, 40, correlation=1)
-    return builder.launch("cudaLaunchKernel", 5, 5, correlation=2).kernel("two", 53, 2, correlation=2)
+    builder = (
+        TraceBuilder()
+        .launch("cudaLaunchKernel", 0, 4, correlation=1)
+        .kernel("one", 10, 40, correlation=1)
+    )
+    return builder.launch("cudaLaunchKernel", 5, 5, correlation=2).kernel(
+        "two", 53, 2, correlation=2
+    )
 
 
 def test_delay_span_and_latency() -> None:
     names = {row["name"]: row for row in launches(two().build()).names.to_dicts()}
-    assert [names["one"][f"{key}_max_ns"] for key in ("delay", "span", "latency")] == [6_000, 10_000, 6_000]
-    assert [names["two"][f"{key}_max_ns"] for key in ("delay", "span", "latency")] == [43_000, 48_000, 3_000]
+    assert [names["one"][f"{key}_max_ns"] for key in ("delay", "span", "latency")] == [
+        6_000,
+        10_000,
+        6_000,
+    ]
+    assert [names["two"][f"{key}_max_ns"] for key in ("delay", "span", "latency")] == [
+        43_000,
+        48_000,
+        3_000,
+    ]
     total = launches(two().build()).totals.to_dicts()[0]
     assert (total["launch_count"], total["work_count"], total["unknown_count"]) == (2, 2, 0)
     assert (total["delay_median_ns"], total["delay_max_ns"]) == (24_500, 43_000)
@@ -34,11 +48,18 @@ def test_delay_span_and_latency() -> None:
 def test_delays_are_told_by_operator_too() -> None:
     builder = two().op("aten::mm", 100, 20).launch("cudaLaunchKernel", 105, 5, correlation=3)
     found = launches(builder.kernel("three", 120, 5, correlation=3).build()).operators
-    assert found.select("name", "launch_count", "delay_max_ns").rows() == [(None, 2, 43_000), ("aten::mm", 1, 10_000)]
+    assert found.select("name", "launch_count", "delay_max_ns").rows() == [
+        (None, 2, 43_000),
+        ("aten::mm", 1, 10_000),
+    ]
 
 
 def test_work_that_seems_to_start_before_its_call_returned_has_no_delay_and_is_counted() -> None:
-    builder = TraceBuilder().launch("cudaLaunchKernel", 10, 20, correlation=1).kernel("one", 12, 5, correlation=1)
+    builder = (
+        TraceBuilder()
+        .launch("cudaLaunchKernel", 10, 20, correlation=1)
+        .kernel("one", 12, 5, correlation=1)
+    )
     total = launches(builder.build()).totals.to_dicts()[0]
     assert (total["delay_max_ns"], total["early_count"], total["span_max_ns"]) == (0, 1, 2_000)
 
@@ -63,9 +84,18 @@ def test_a_graph_is_one_launch_and_many_pieces_of_work() -> None:
     found = launches(builder.build())
     total = found.totals.to_dicts()[0]
     assert (total["launch_count"], total["work_count"], total["graph_work_count"]) == (1, 5, 4)
-    assert found.curve.select("launches", "works").rows() == [(1, 5), (0, 4), (0, 3), (0, 2), (0, 1), (0, 0)]
+    assert found.curve.select("launches", "works").rows() == [
+        (1, 5),
+        (0, 4),
+        (0, 3),
+        (0, 2),
+        (0, 1),
+        (0, 0),
+    ]
     assert found.names["name"].to_list() == ["node 0"]
-    assert not found.short.height, "a graph's call submits many kernels, and is not compared with one"
+    assert not found.short.height, (
+        "a graph's call submits many kernels, and is not compared with one"
+    )
 
 
 def test_a_graph_over_two_streams_is_pending_on_both() -> None:
@@ -73,12 +103,16 @@ def test_a_graph_over_two_streams_is_pending_on_both() -> None:
     for number in range(4):
         builder.kernel(f"node {number}", 10 + 10 * number, 8, correlation=1, stream=7 + number % 2)
     found = launches(builder.build())
-    assert found.queues.select("stream", "launch_count", "work_count", "max_launches", "max_works").rows() == [
+    assert found.queues.select(
+        "stream", "launch_count", "work_count", "max_launches", "max_works"
+    ).rows() == [
         (7, 1, 2, 1, 2),
         (8, 1, 2, 1, 2),
     ]
     assert found.totals["launch_count"].to_list() == [1]
-    whole = found.device_queues.select("stream", "launch_count", "work_count", "max_launches", "max_works").rows()
+    whole = found.device_queues.select(
+        "stream", "launch_count", "work_count", "max_launches", "max_works"
+    ).rows()
     assert whole == [(None, 1, 4, 1, 4)]
     assert found.device_curve.select("time_ns", "launches", "works").rows() == [
         (0, 1, 4),
@@ -132,21 +166,38 @@ def test_long_calls_with_few_launches_pending_were_not_held_up_by_the_queue() ->
 
 
 def test_outliers_are_late_work_and_long_calls() -> None:
-    builder = two().launch("cudaLaunchKernel", 100, 60, correlation=3).kernel("three", 400, 5, correlation=3)
-    found = launches(builder.build()).outliers.select("kind", "duration_ns", "start_ns", "work_name").rows()
-    assert found == [("late work", 240_000, 160_000, "three"), ("long call", 60_000, 100_000, "three")]
+    builder = (
+        two()
+        .launch("cudaLaunchKernel", 100, 60, correlation=3)
+        .kernel("three", 400, 5, correlation=3)
+    )
+    found = (
+        launches(builder.build())
+        .outliers.select("kind", "duration_ns", "start_ns", "work_name")
+        .rows()
+    )
+    assert found == [
+        ("late work", 240_000, 160_000, "three"),
+        ("long call", 60_000, 100_000, "three"),
+    ]
 
 
 def test_late_work_that_was_told_to_wait_is_called_so() -> None:
     builder = two().launch("cudaStreamWaitEvent", 90, 2, correlation=9, flow=False)
     builder.launch("cudaLaunchKernel", 100, 6, correlation=3).kernel("three", 400, 5, correlation=3)
-    assert launches(builder.build()).outliers.select("kind", "duration_ns").rows() == [("waiting work", 294_000)]
+    assert launches(builder.build()).outliers.select("kind", "duration_ns").rows() == [
+        ("waiting work", 294_000)
+    ]
 
 
 def test_short_kernels_are_counted_beside_their_calls() -> None:
     found = launches(two().build())
     assert found.short.rows() == [("two", 1, 1, 2_000, 5_000, 2_000)]
-    bins = found.bins.filter(kernel_count=1).select("low_ns", "high_ns", "total_ns", "short_count").rows()
+    bins = (
+        found.bins.filter(kernel_count=1)
+        .select("low_ns", "high_ns", "total_ns", "short_count")
+        .rows()
+    )
     assert bins == [(2_000, 4_000, 2_000, 1), (32_000, 64_000, 40_000, 0)]
     assert found.bins["kernel_count"].sum() == 2
 
@@ -155,15 +206,20 @@ def test_steps_hold_their_launches() -> None:
     builder = two().step(1, 0, 60).step(2, 60, 40)
     builder.launch("cudaLaunchKernel", 70, 4, correlation=3).kernel("three", 80, 5, correlation=3)
     row = launches(builder.build()).steps.to_dicts()[0]
-    assert (row["min_launch_count"], row["mean_launch_count"], row["max_launch_count"]) == (1, 1.5, 2)
+    assert (row["min_launch_count"], row["mean_launch_count"], row["max_launch_count"]) == (
+        1,
+        1.5,
+        2,
+    )
     assert (row["min_short_count"], row["max_short_count"]) == (0, 1)
 
 
 def test_without_gpu_work_there_is_nothing() -> None:
     found = launches(TraceBuilder().op("aten::mm", 0, 5).build())
-    assert [getattr(found, name).height for name in ("totals", "names", "calls", "outliers", "queues", "curve")] == [
-        0
-    ] * 6
+    assert [
+        getattr(found, name).height
+        for name in ("totals", "names", "calls", "outliers", "queues", "curve")
+    ] == [0] * 6
     assert found.bins["kernel_count"].sum() == 0
 
 
@@ -190,7 +246,8 @@ def times_of(trace: Trace, device: int) -> dict[str, list[int]]:
         before = [
             row["end_ns"]
             for row in work
-            if (row["device"], row["stream"]) == (device, first["stream"]) and row["event"] < first["event"]
+            if (row["device"], row["stream"]) == (device, first["stream"])
+            and row["event"] < first["event"]
         ]
         times["delay"].append(max(first["start_ns"] - returned, 0))
         times["span"].append(max(first["start_ns"] - call["start_ns"], 0))
@@ -239,14 +296,16 @@ def test_depths_of_the_queues_are_what_counting_at_every_instant_gives(odd: Trac
             pending = []  # from the call to the start of each piece, and of the first piece of each launch
             for row in own:
                 begun = events[row["launch"]]["start_ns"]
-                is_first = row is min((r for r in own if r["launch"] == row["launch"]), key=lambda r: r["start_ns"])
+                is_first = row is min(
+                    (r for r in own if r["launch"] == row["launch"]), key=lambda r: r["start_ns"]
+                )
                 pending.append((begun, max(row["start_ns"], begun), is_first))
             for time, deep, works in part.select("time_ns", "launches", "works").rows():
                 open_now = [first for begun, started, first in pending if begun <= time < started]
                 assert (works, deep) == (len(open_now), sum(open_now)), (device, stream, time)
-            row = queues.filter(pl.col("device").eq_missing(device), pl.col("stream").eq_missing(stream)).row(
-                0, named=True
-            )
+            row = queues.filter(
+                pl.col("device").eq_missing(device), pl.col("stream").eq_missing(stream)
+            ).row(0, named=True)
             everything = lanes[device, stream]  # type: ignore[index]
             assert (row["work_count"], row["max_works"]) == (len(everything), part["works"].max())
             start = min(*(begun for begun, *_ in pending), *(r["start_ns"] for r in everything))
@@ -258,17 +317,30 @@ def test_depths_of_the_queues_are_what_counting_at_every_instant_gives(odd: Trac
             assert row["empty_ns"] == row["window_ns"] - deep
 
 
-def test_kernels_fall_into_bins_by_their_length_and_short_ones_are_shorter_than_their_call(odd: Trace) -> None:
+def test_kernels_fall_into_bins_by_their_length_and_short_ones_are_shorter_than_their_call(
+    odd: Trace,
+) -> None:
     found = launches(odd)
     kernels = [row for row in gpu_rows_of(odd) if row["category"] == "kernel"]
-    for low, high, count, total in found.bins.select("low_ns", "high_ns", "kernel_count", "total_ns").rows():
-        own = [row["ns"] for row in kernels if row["ns"] >= low and (high is None or row["ns"] < high)]
+    for low, high, count, total in found.bins.select(
+        "low_ns", "high_ns", "kernel_count", "total_ns"
+    ).rows():
+        own = [
+            row["ns"] for row in kernels if row["ns"] >= low and (high is None or row["ns"] < high)
+        ]
         assert (count, total) == (len(own), sum(own))
     short: dict[str, list[int]] = defaultdict(list)
     for call, rows in by_launch(odd):
-        if len(rows) == 1 and rows[0]["category"] == "kernel" and rows[0]["ns"] < max(call["duration_ns"], 0):
+        if (
+            len(rows) == 1
+            and rows[0]["category"] == "kernel"
+            and rows[0]["ns"] < max(call["duration_ns"], 0)
+        ):
             short[rows[0]["name"]].append(rows[0]["ns"])
-    told = {name: (count, ns) for name, count, ns in found.short.select("name", "short_count", "short_ns").rows()}
+    told = {
+        name: (count, ns)
+        for name, count, ns in found.short.select("name", "short_count", "short_ns").rows()
+    }
     assert told == {name: (len(ns), sum(ns)) for name, ns in short.items()}
     assert found.bins["short_count"].sum() == sum(map(len, short.values()))
 
@@ -281,16 +353,23 @@ def test_outliers_are_long_and_the_longest_comes_first(odd: Trace) -> None:
         assert row["duration_ns"] >= (50_000 if row["kind"] == "long call" else 100_000)
         assert (row["work_name"], row["launch_name"]) == (names[row["work"]], names[row["launch"]])
     late = sum(
-        ns >= 100_000 for row in launches(odd).totals.to_dicts() for ns in times_of(odd, row["device"])["latency"]
+        ns >= 100_000
+        for row in launches(odd).totals.to_dicts()
+        for ns in times_of(odd, row["device"])["latency"]
     )
-    assert found.filter(pl.col("kind").cast(pl.String).is_in(["late work", "waiting work"])).height == late
+    assert (
+        found.filter(pl.col("kind").cast(pl.String).is_in(["late work", "waiting work"])).height
+        == late
+    )
 
 
 def test_what_a_step_launches_is_told_per_device(odd: Trace) -> None:
     steps = odd.steps.filter("complete")["step"].to_list()
     found = launches(odd).steps
     work = gpu_rows_of(odd)
-    assert found.height == (len({row["device"] for row in work if row["step"] in steps}) if steps else 0)
+    assert found.height == (
+        len({row["device"] for row in work if row["step"] in steps}) if steps else 0
+    )
     for row in found.to_dicts():
         own = [r for r in work if r["device"] == row["device"]]
         counts = [sum(r["step"] == step for r in own) for step in steps]

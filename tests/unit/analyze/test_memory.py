@@ -40,14 +40,32 @@ def test_a_gpu_allocator_knows_what_was_there_before() -> None:
     )
     result = memory(trace)
     row = result.devices.to_dicts()[0]
-    assert (row["device_type"], row["peak_bytes"], row["start_bytes"], row["end_bytes"]) == ("cuda", 1300, 1000, 1200)
-    assert (row["allocation_count"], row["free_count"], row["evidence"]) == (2, 1, "allocator-totals")
+    assert (row["device_type"], row["peak_bytes"], row["start_bytes"], row["end_bytes"]) == (
+        "cuda",
+        1300,
+        1000,
+        1200,
+    )
+    assert (row["allocation_count"], row["free_count"], row["evidence"]) == (
+        2,
+        1,
+        "allocator-totals",
+    )
     assert row["peak_time_ns"] == 2000
-    assert result.curve.select("allocated_bytes", "reserved_bytes").rows() == [(1100, 5000), (1300, 6000), (1200, 6000)]
+    assert result.curve.select("allocated_bytes", "reserved_bytes").rows() == [
+        (1100, 5000),
+        (1300, 6000),
+        (1200, 6000),
+    ]
 
 
 def test_the_peak_may_lie_before_the_first_event() -> None:
-    trace = TraceBuilder().op("a", 0, 9).allocation(1, -100, address=1, total_allocated=900, total_reserved=1).build()
+    trace = (
+        TraceBuilder()
+        .op("a", 0, 9)
+        .allocation(1, -100, address=1, total_allocated=900, total_reserved=1)
+        .build()
+    )
     assert memory(trace).devices["peak_bytes"].to_list() == [1000]
 
 
@@ -66,7 +84,13 @@ def test_a_census_at_the_start_makes_cpu_figures_absolute() -> None:
 def test_shared_memory_of_loader_workers_is_a_class_of_its_own() -> None:
     def event(time: float, size: int, address: int, allocated: int, reserved: int) -> None:
         builder.allocation(
-            time, size, address=address, total_allocated=allocated, total_reserved=reserved, device=-1, device_type=0
+            time,
+            size,
+            address=address,
+            total_allocated=allocated,
+            total_reserved=reserved,
+            device=-1,
+            device_type=0,
         )
 
     builder = TraceBuilder(device_name=None).op("aten::mm", 0, 100)
@@ -77,7 +101,11 @@ def test_shared_memory_of_loader_workers_is_a_class_of_its_own() -> None:
     event(5, -300, 1, 0, 0)
     event(6, 50, 9, 50, 0)  # the address used again by the ordinary allocator
     rows = {row["device_type"]: row for row in memory(builder.build()).devices.to_dicts()}
-    assert (rows["cpu"]["allocation_count"], rows["cpu"]["free_count"], rows["cpu"]["end_bytes"]) == (2, 1, 50)
+    assert (
+        rows["cpu"]["allocation_count"],
+        rows["cpu"]["free_count"],
+        rows["cpu"]["end_bytes"],
+    ) == (2, 1, 50)
     shared = rows["cpu-shared"]
     assert (shared["allocation_count"], shared["free_count"], shared["end_bytes"]) == (1, 2, -32)
 
@@ -108,12 +136,21 @@ def played(seed: int, events: int, before: int) -> tuple[Trace, dict[int, list[i
     levels: dict[int, list[int]] = {0: [before], 1: [0]}
     for number in range(events):
         device, address = chance.randrange(2), chance.randrange(1, 40)
-        size = -live.pop((device, address)) if (device, address) in live else chance.randrange(1, 1 << 30)
+        size = (
+            -live.pop((device, address))
+            if (device, address) in live
+            else chance.randrange(1, 1 << 30)
+        )
         if size > 0:
             live[device, address] = size
         levels[device].append(levels[device][-1] + size)
         builder.allocation(
-            number, size, address=address, device=device, total_allocated=levels[device][-1], total_reserved=1 << 40
+            number,
+            size,
+            address=address,
+            device=device,
+            total_allocated=levels[device][-1],
+            total_reserved=1 << 40,
         )
     return builder.build(), levels
 
@@ -155,7 +192,12 @@ def test_devices_and_memories_are_apart() -> None:
 
 @pytest.mark.parametrize("size", [1, 2**40, 2**62])
 def test_amounts_of_any_magnitude_stay_exact(size: int) -> None:
-    builder = TraceBuilder().op("aten::mm", 0, 100).allocation(1, size, address=1).allocation(2, -size, address=1)
+    builder = (
+        TraceBuilder()
+        .op("aten::mm", 0, 100)
+        .allocation(1, size, address=1)
+        .allocation(2, -size, address=1)
+    )
     row = memory(builder.build()).devices.row(0, named=True)
     assert (row["peak_bytes"], row["end_bytes"]) == (size, 0)
     assert memory(builder.build()).curve.schema["allocated_bytes"] == pl.Int64

@@ -36,28 +36,45 @@ def check_finite(result: Result) -> None:
 # -- names --------------------------------------------------------------------------------------------------------
 
 SERVED = [
-    "step[DECODE bs={}]", "step[EXTEND bs=2 toks={}]", "step[MIXED bs=4 c={} g=1 c_sq=5 c_sk={}]", "decode[bs={} tok=2]",
-    "prefill[bs={}x=3]", "execute_context_{}(5)_generation_2(2)", "execute_{}_context_1({})_generation_2(sq{}sk3)",
+    "step[DECODE bs={}]",
+    "step[EXTEND bs=2 toks={}]",
+    "step[MIXED bs=4 c={} g=1 c_sq=5 c_sk={}]",
+    "decode[bs={} tok=2]",
+    "prefill[bs={}x=3]",
+    "execute_context_{}(5)_generation_2(2)",
+    "execute_{}_context_1({})_generation_2(sq{}sk3)",
     "execute_new_{}_cached_3",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("form", SERVED)
-def test_steps_of_servers_with_odd_counts_are_none_or_do_not_say_them(form: str, number: str) -> None:
+def test_steps_of_servers_with_odd_counts_are_none_or_do_not_say_them(
+    form: str, number: str
+) -> None:
     name = form.replace("{}", number)
     trace = TraceBuilder().annotation(name, 0, 10).annotation("step[DECODE bs=2]", 20, 10).build()
     found = analyze.inference(trace)
     assert found.steps.height in {1, 2}
     assert found.steps.filter(name="step[DECODE bs=2]")["generation_tokens"].to_list() == [2]
-    said = found.steps.filter(name=name).select("context_tokens", "generation_tokens", "requests").row(0, named=True) if found.steps.height == 2 else {}  # fmt: skip
+    said = (
+        found.steps.filter(name=name)
+        .select("context_tokens", "generation_tokens", "requests")
+        .row(0, named=True)
+        if found.steps.height == 2
+        else {}
+    )
     assert all(value is None or 0 <= value < 10**15 for value in said.values())
     check_finite(found)
 
 
-@pytest.mark.parametrize("number", [f"{number}/0" for number in NUMBERS] + [f"0/{LONG}", f"0/{ARABIC}", "0/"])
+@pytest.mark.parametrize(
+    "number", [f"{number}/0" for number in NUMBERS] + [f"0/{LONG}", f"0/{ARABIC}", "0/"]
+)
 def test_compiled_regions_with_odd_numbers_are_none(number: str) -> None:
-    builder = TraceBuilder().annotation(f"Torch-Compiled Region: {number}", 0, 50).op("aten::mm", 5, 10)
+    builder = (
+        TraceBuilder().annotation(f"Torch-Compiled Region: {number}", 0, 50).op("aten::mm", 5, 10)
+    )
     builder.annotation("Torch-Compiled Region: 3/1", 60, 20)
     found = analyze.compiled(builder.build())
     assert found.regions["region"].to_list() == ["3/1"]
@@ -66,7 +83,11 @@ def test_compiled_regions_with_odd_numbers_are_none(number: str) -> None:
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_compilations_with_odd_numbers_are_not_numbered(number: str) -> None:
-    builder = TraceBuilder().op("_compile.compile_inner (dynamo_timed)", 0, 50).op(f"x compile_id={number}/0", 1, 2)
+    builder = (
+        TraceBuilder()
+        .op("_compile.compile_inner (dynamo_timed)", 0, 50)
+        .op(f"x compile_id={number}/0", 1, 2)
+    )
     found = analyze.compiled(builder.build()).compilations
     assert found["number"].to_list() == [None]
     assert found["duration_ns"].to_list() == [50_000]
@@ -90,17 +111,32 @@ VALUES: list[Any] = [10**30, 2**63, -1, 1.5, "x", None, [1], True]
 
 
 def every_analysis(trace: Trace) -> None:
-    for name in ("collectives", "communication", "graph_launches", "kernel_launches", "kernel_efficiency", "roofline"):
+    for name in (
+        "collectives",
+        "communication",
+        "graph_launches",
+        "kernel_launches",
+        "kernel_efficiency",
+        "roofline",
+    ):
         check_finite(getattr(analyze, name)(trace))
 
 
 @pytest.mark.parametrize("value", VALUES)
 def test_collectives_with_odd_arguments_are_told_without_them(value: Any) -> None:
     told = {
-        "Collective name": "all_to_allv", "In msg nelems": value, "Out msg nelems": value, "Group size": value,
-        "dtype": "Float", "In split size": f"[{value}, {value}]", "Process Group Ranks": f"[{value}, {value}]",
-        "Process Group Name": "0", "Seq": value, "Dst Rank": value, "Root": value,
-    }  # fmt: skip
+        "Collective name": "all_to_allv",
+        "In msg nelems": value,
+        "Out msg nelems": value,
+        "Group size": value,
+        "dtype": "Float",
+        "In split size": f"[{value}, {value}]",
+        "Process Group Ranks": f"[{value}, {value}]",
+        "Process Group Name": "0",
+        "Seq": value,
+        "Dst Rank": value,
+        "Root": value,
+    }
     trace = TraceBuilder(0, 4).kernel("ncclX", 0, 10, **told).build()
     found = analyze.collectives(trace)
     assert found.calls["duration_ns"].to_list() == [10_000]
@@ -110,15 +146,21 @@ def test_collectives_with_odd_arguments_are_told_without_them(value: Any) -> Non
     assert analyze.groups(found.calls, analyze.declared_groups(trace), 4).groups["count"].sum() == 1
 
 
-@pytest.mark.parametrize("kind", ["allreduce", "_allgather_base", "all_to_all", "_reduce_scatter_base", "gather"])
+@pytest.mark.parametrize(
+    "kind", ["allreduce", "_allgather_base", "all_to_all", "_reduce_scatter_base", "gather"]
+)
 @pytest.mark.parametrize("size", [0, -3])
 def test_a_group_of_no_ranks_has_no_bandwidth(kind: str, size: int) -> None:
-    found = analyze.collectives(TraceBuilder(0, 4).kernel("ncclX", 0, 10, **ARGS(kind, "0", size, 64, "Float")).build())
+    found = analyze.collectives(
+        TraceBuilder(0, 4).kernel("ncclX", 0, 10, **ARGS(kind, "0", size, 64, "Float")).build()
+    )
     assert found.calls.select("bus_factor", "bus_gb_per_s").row(0) == (None, None)
     check_finite(found)
 
 
-@pytest.mark.parametrize("key", ["graph id", "graph node id", "grid", "block", "registers per thread", "shared memory"])
+@pytest.mark.parametrize(
+    "key", ["graph id", "graph node id", "grid", "block", "registers per thread", "shared memory"]
+)
 @pytest.mark.parametrize("value", [10**30, 1e300, "x", [1e300, 1, 1], [], [1, 2, 3, 4]])
 def test_kernels_with_odd_arguments_are_told_without_them(key: str, value: Any) -> None:
     builder = TraceBuilder()
@@ -144,8 +186,12 @@ def test_a_grid_of_very_many_digits_is_cut(digits: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", [-1, -2, 2**31, 2**70])
 def test_a_device_that_is_no_number_of_one_is_unknown_to_all(device: int) -> None:
     builder = TraceBuilder().step(0, 0, 100).op("aten::mm", 5, 20)
-    builder.launch("cudaLaunchKernel", 8, 2, correlation=1).kernel("gemm", 20, 30, correlation=1, device=device)
-    builder.launch("cudaLaunchKernel", 60, 2, correlation=2).kernel("gemm", 70, 10, correlation=2, device=device)
+    builder.launch("cudaLaunchKernel", 8, 2, correlation=1).kernel(
+        "gemm", 20, 30, correlation=1, device=device
+    )
+    builder.launch("cudaLaunchKernel", 60, 2, correlation=2).kernel(
+        "gemm", 70, 10, correlation=2, device=device
+    )
     trace = builder.build()
     assert trace.events["device"].drop_nulls().to_list() == []
     gaps = analyze.idle(trace).gaps
@@ -161,7 +207,9 @@ def test_a_device_that_is_no_number_of_one_is_unknown_to_all(device: int) -> Non
 
 
 def test_tokens_of_steps_without_time_have_no_rate() -> None:
-    found = analyze.inference(TraceBuilder().annotation("step[DECODE bs=2]", 5, 0).op("aten::mm", 0, 9).build())
+    found = analyze.inference(
+        TraceBuilder().annotation("step[DECODE bs=2]", 5, 0).op("aten::mm", 0, 9).build()
+    )
     assert (found.steps.height, found.rates.height) == (1, 0)
 
 

@@ -44,8 +44,14 @@ def test_device_time_belongs_to_the_innermost_op_and_totals_to_all_around() -> N
         .fill(90, 5, bytes=4, correlation=2)
     )
     found = rows(builder)
-    assert (found["aten::linear"]["self_device_ns"], found["aten::linear"]["device_ns"]) == (5000, 55_000)
-    assert (found["aten::addmm"]["self_device_ns"], found["aten::addmm"]["device_ns"]) == (50_000, 50_000)
+    assert (found["aten::linear"]["self_device_ns"], found["aten::linear"]["device_ns"]) == (
+        5000,
+        55_000,
+    )
+    assert (found["aten::addmm"]["self_device_ns"], found["aten::addmm"]["device_ns"]) == (
+        50_000,
+        50_000,
+    )
     assert (found["aten::linear"]["kernel_count"], found["aten::addmm"]["kernel_count"]) == (1, 1)
 
 
@@ -67,7 +73,9 @@ def test_recursion_counts_once_in_totals() -> None:
 
 
 def test_two_calls_of_one_name_side_by_side_both_count() -> None:
-    builder = TraceBuilder().op("aten::mm", 0, 5).op("aten::mm", 5, 5).op("aten::mm", 5, 3, thread=2)
+    builder = (
+        TraceBuilder().op("aten::mm", 0, 5).op("aten::mm", 5, 5).op("aten::mm", 5, 3, thread=2)
+    )
     assert rows(builder)["aten::mm"]["total_ns"] == 13_000
 
 
@@ -82,7 +90,11 @@ def test_orphans_and_work_outside_ops_are_the_remainder() -> None:
         .kernel("early", 2, 5)
     )
     result = operators(builder.build())
-    assert (result.unattributed_device_ns, result.unattributed_count, result.gpu_work_ns) == (9000, 2, 12_000)
+    assert (result.unattributed_device_ns, result.unattributed_count, result.gpu_work_ns) == (
+        9000,
+        2,
+        12_000,
+    )
     assert result.operators["self_device_ns"].sum() == 3000
 
 
@@ -119,7 +131,11 @@ def test_shapes_split_the_rows_when_asked_for() -> None:
 
 def test_columns_do_not_depend_on_the_trace() -> None:
     some = operators(TraceBuilder().op("aten::mm", 0, 1).build())
-    for builder in (TraceBuilder(), TraceBuilder().kernel("k", 0, 5), TraceBuilder(device_name=None)):
+    for builder in (
+        TraceBuilder(),
+        TraceBuilder().kernel("k", 0, 5),
+        TraceBuilder(device_name=None),
+    ):
         result = operators(builder.build())
         assert result.operators.schema == some.operators.schema
         assert result.operators.height == 0
@@ -154,7 +170,11 @@ def test_every_column_is_what_looking_at_each_event_gives(odd: Trace, by_shape: 
     for work in gpu_rows_of(odd):
         launch = work["launch"] if work["launch"] is not None else work["op"]
         origin = None if launch is None else events[launch]
-        around = [] if origin is None else [row for row in (origin, *above(events, origin)) if is_op(row)]
+        around = (
+            []
+            if origin is None
+            else [row for row in (origin, *above(events, origin)) if is_op(row)]
+        )
         if not around:
             outside_ns, outside_count = outside_ns + work["ns"], outside_count + 1
             continue
@@ -178,15 +198,25 @@ def test_rows_come_by_self_time_and_rows_by_shape_add_up_to_those_by_name(odd: T
     by_name, by_shape = operators(odd).operators, operators(odd, by_shape=True).operators
     for frame in (by_name, by_shape):
         assert frame["self_ns"].is_sorted(descending=True)
-    columns = ["count", "self_ns", "self_device_ns"]  # what counts nested calls of a row once does not add up
+    columns = [
+        "count",
+        "self_ns",
+        "self_device_ns",
+    ]  # what counts nested calls of a row once does not add up
     added = by_shape.group_by("name").agg(pl.col(columns).sum()).sort("name")
     assert added.equals(by_name.select("name", *columns).sort("name"))
 
 
 def test_operators_do_not_depend_on_when_the_trace_began_nor_on_its_clock() -> None:
     def made(base_ns: int, delay: float) -> pl.DataFrame:
-        builder = TraceBuilder(base_ns=base_ns).op("aten::linear", delay, 20).op("aten::mm", delay + 3, 9.5)
-        builder.launch("cudaLaunchKernel", delay + 5, 2, correlation=1).kernel("k", delay + 40, 7, correlation=1)
+        builder = (
+            TraceBuilder(base_ns=base_ns)
+            .op("aten::linear", delay, 20)
+            .op("aten::mm", delay + 3, 9.5)
+        )
+        builder.launch("cudaLaunchKernel", delay + 5, 2, correlation=1).kernel(
+            "k", delay + 40, 7, correlation=1
+        )
         return operators(builder.build()).operators
 
     assert made(0, 0).equals(made(1_700_000_000_000_000_000, 0))

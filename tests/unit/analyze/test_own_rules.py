@@ -33,7 +33,9 @@ def _forget() -> Iterator[None]:
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     builder = TraceBuilder().op("my::scale", 0, 20, shapes=[[10, 10]], types=["float"])
-    builder.launch("cudaLaunchKernel", 5, 3, correlation=1).kernel("ring_step", 10, 30, correlation=1)
+    builder.launch("cudaLaunchKernel", 5, 3, correlation=1).kernel(
+        "ring_step", 10, 30, correlation=1
+    )
     return Path(builder.write(tmp_path / "trace.json"))
 
 
@@ -53,9 +55,9 @@ def test_the_command_line_takes_models_and_kinds_from_files(
     code, after = report(capsys, trace, "--rules", models, "--rules", kinds)
     assert code == 0
     assert before["roofline"]["operators"] == []
-    assert [(row["name"], row["flops"], row["bytes"]) for row in after["roofline"]["operators"]] == [
-        ("my::scale", 100, 800)
-    ]
+    assert [
+        (row["name"], row["flops"], row["bytes"]) for row in after["roofline"]["operators"]
+    ] == [("my::scale", 100, 800)]
     assert [row["kind"] for row in before["kinds"]["kinds"]] == ["other"]
     assert [row["kind"] for row in after["kinds"]["kinds"]] == ["attention"]
     assert [row["rule"] for row in after["kinds"]["rules"]] == ["ours"]

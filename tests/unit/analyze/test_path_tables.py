@@ -33,7 +33,9 @@ def session(name: str) -> Session:
     if name.startswith("odd"):
         return Session((odd_trace(int(name[4:])),), name)
     if name == "mesh":
-        run = parallel_job(ParallelRecipe(data=2, tensor=2, steps=2, layers=1, faults=(SlowRank(3, 2.0),))).run()
+        run = parallel_job(
+            ParallelRecipe(data=2, tensor=2, steps=2, layers=1, faults=(SlowRank(3, 2.0),))
+        ).run()
     else:
         run = training_job(RECIPES[name]).run()
     return Session(tuple(builder.build() for builder in run.traces()), name)
@@ -52,7 +54,11 @@ def name(request: pytest.FixtureRequest) -> str:
 def test_the_pieces_tile_the_step_of_the_traces(name: str) -> None:
     found = path_of(name)
     found.check()
-    spans = [trace.steps.filter(step=found.step).select("start_ns", "end_ns").row(0) for trace in session(name).traces if found.step is not None]  # fmt: skip
+    spans = [
+        trace.steps.filter(step=found.step).select("start_ns", "end_ns").row(0)
+        for trace in session(name).traces
+        if found.step is not None
+    ]
     if spans and len(spans) == 1:
         assert (found.start_ns, found.window_ns) == (spans[0][0], spans[0][1] - spans[0][0])
     if found.step is None:
@@ -75,7 +81,10 @@ def test_classes_and_ranks_are_the_path_added_up(name: str) -> None:
         assert row["fraction"] == pytest.approx(sum(own) / found.window_ns)
     rows = {(row["rank"], row["class"]): row["duration_ns"] for row in found.ranks.to_dicts()}
     assert rows == by_rank
-    wholes = [sum(ns for (rank, _), ns in rows.items() if rank == of) for of in dict.fromkeys(found.ranks["rank"])]
+    wholes = [
+        sum(ns for (rank, _), ns in rows.items() if rank == of)
+        for of in dict.fromkeys(found.ranks["rank"])
+    ]
     assert wholes == sorted(wholes, reverse=True)
 
 
@@ -83,31 +92,45 @@ def test_stretches_are_neighbouring_pieces_of_one_lane(name: str) -> None:
     found = path_of(name)
     runs = [
         list(rows)
-        for lane, rows in groupby(enumerate(found.path.to_dicts()), key=lambda item: (item[1]["lane"], item[0] if item[1]["lane"] is None else -1))
-    ]  # fmt: skip
+        for lane, rows in groupby(
+            enumerate(found.path.to_dicts()),
+            key=lambda item: (item[1]["lane"], item[0] if item[1]["lane"] is None else -1),
+        )
+    ]
     assert found.stretches.height == len(runs)
     for row, run in zip(found.stretches.to_dicts(), runs, strict=True):
         pieces = [piece for _, piece in run]
-        assert (row["start_ns"], row["duration_ns"]) == (pieces[0]["start_ns"], sum(p["duration_ns"] for p in pieces))
+        assert (row["start_ns"], row["duration_ns"]) == (
+            pieces[0]["start_ns"],
+            sum(p["duration_ns"] for p in pieces),
+        )
         assert row["piece_count"] == len(pieces)
         classes: dict[str, int] = defaultdict(int)
         for piece in pieces:
             classes[piece["class"]] += piece["duration_ns"]
         assert row["class_ns"] == max(classes.values()) == classes[row["class"]]
         events = [piece["event"] for piece in pieces if piece["event"] is not None]
-        assert (row["first_event"], row["last_event"]) == ((events[0], events[-1]) if events else (None, None))
+        assert (row["first_event"], row["last_event"]) == (
+            (events[0], events[-1]) if events else (None, None)
+        )
 
 
 def test_what_lies_on_the_path_has_no_slack_and_names_hold_its_time(name: str) -> None:
     found = path_of(name)
-    own = found.path.filter(~pl.col("along_edge") | (pl.col("class") == "communication"), pl.col("class") != "residual")
+    own = found.path.filter(
+        ~pl.col("along_edge") | (pl.col("class") == "communication"), pl.col("class") != "residual"
+    )
     assert found.names["path_ns"].sum() <= found.window_ns
     on_path = own.filter(pl.col("kind").is_in(["kernel", "copy", "fill"]), ~pl.col("along_edge"))
     slack = dict(found.node_slack.select("node", "slack_ns").rows())
     for node in on_path["node"].unique().drop_nulls():
         assert slack[node] == 0, "its work is on the path"
-    assert (found.names["path_fraction"] * found.window_ns).to_list() == pytest.approx(found.names["path_ns"].to_list())
-    assert (found.names.filter(pl.col("near_count") > 0)["least_slack_ns"] <= found.near_slack_ns).all()
+    assert (found.names["path_fraction"] * found.window_ns).to_list() == pytest.approx(
+        found.names["path_ns"].to_list()
+    )
+    assert (
+        found.names.filter(pl.col("near_count") > 0)["least_slack_ns"] <= found.near_slack_ns
+    ).all()
     assert found.names["path_ns"].is_sorted(descending=True)
     assert found.near_slack_ns == found.window_ns // 100
 
@@ -138,10 +161,17 @@ def test_ranks_in_another_order_have_the_same_path() -> None:
 def test_the_time_of_day_and_the_clock_of_a_host_change_no_path() -> None:
     recipe = Recipe(steps=2, layers=2, ranks=2, delay_us={1: 400})
     plain = training_job(recipe).run()
-    apart = training_job(Recipe(steps=2, layers=2, ranks=2, delay_us={1: 400}, clocks={1: Clock("h1", 10**9)})).run()
-    one, other = (critical_path(Session(tuple(b.build() for b in run.traces()), "made")) for run in (plain, apart))
+    apart = training_job(
+        Recipe(steps=2, layers=2, ranks=2, delay_us={1: 400}, clocks={1: Clock("h1", 10**9)})
+    ).run()
+    one, other = (
+        critical_path(Session(tuple(b.build() for b in run.traces()), "made"))
+        for run in (plain, apart)
+    )
     assert other.window_ns == pytest.approx(one.window_ns, rel=0.01)
-    late = [found.ranks.filter(rank=1)["duration_ns"].sum() / found.window_ns for found in (one, other)]
+    late = [
+        found.ranks.filter(rank=1)["duration_ns"].sum() / found.window_ns for found in (one, other)
+    ]
     assert late[0] == pytest.approx(late[1], abs=0.02)
 
 
@@ -149,7 +179,9 @@ def shifted(delay_us: float) -> Trace:
     builder = TraceBuilder()
     for step in range(2):
         at = delay_us + 200 * step
-        builder.step(step, at, 200).op("aten::mm", at + 5, 20).launch("cudaLaunchKernel", at + 10, 5, correlation=step)
+        builder.step(step, at, 200).op("aten::mm", at + 5, 20).launch(
+            "cudaLaunchKernel", at + 10, 5, correlation=step
+        )
         builder.kernel("gemm", at + 20, 150, correlation=step)
         builder.launch("cudaDeviceSynchronize", at + 30, 145, correlation=90 + step)
     return builder.build()
@@ -176,7 +208,9 @@ def test_a_trace_that_does_not_say_its_rank_is_a_rank_of_its_own(ranks: list[int
     traces = []
     for place, rank in enumerate(ranks):
         builder = TraceBuilder(rank, 3).step(0, 0, 100).op("aten::mm", 5, 20 + 10 * place)
-        builder.launch("cudaLaunchKernel", 8, 2, correlation=1).kernel("gemm", 20, 40, correlation=1)
+        builder.launch("cudaLaunchKernel", 8, 2, correlation=1).kernel(
+            "gemm", 20, 40, correlation=1
+        )
         traces.append(builder.build())
     for step in (0, None):
         found = critical_path(Session(tuple(traces), "made"), step)
@@ -190,7 +224,9 @@ def test_clocks_that_lie_decades_apart_are_refused_in_words(ranks: int) -> None:
     """All but the last rank count from 0: its part of the collective is decades after theirs."""
     traces = []
     for rank in range(ranks):
-        builder = TraceBuilder(rank, ranks, base_ns=1_700_000_000_000_000_000 if rank == ranks - 1 else 0)
+        builder = TraceBuilder(
+            rank, ranks, base_ns=1_700_000_000_000_000_000 if rank == ranks - 1 else 0
+        )
         builder.op("aten::mm", 0, 20).launch("cudaLaunchKernel", 2, 2, correlation=1)
         traces.append(builder.kernel("ncclDevKernel_AllReduce_Sum", 10, 20, correlation=1).build())
     with pytest.raises(UsageError) as error:
@@ -204,9 +240,15 @@ def test_a_graph_alone_has_the_path_that_its_traces_have(name: str) -> None:
     other = critical_path(link_session(session(name), step=one.step), one.step)
     other.check()
     assert other.step == one.step
-    assert other.window_ns == pytest.approx(one.window_ns, rel=0.02), "a step is what the nodes of its thread cover"
-    largest = [found.classes.sort("duration_ns", descending=True)["class"][0] for found in (one, other)]
-    assert largest[0].replace("data", "host") == largest[1], "waits for data are known by their names in the traces"
+    assert other.window_ns == pytest.approx(one.window_ns, rel=0.02), (
+        "a step is what the nodes of its thread cover"
+    )
+    largest = [
+        found.classes.sort("duration_ns", descending=True)["class"][0] for found in (one, other)
+    ]
+    assert largest[0].replace("data", "host") == largest[1], (
+        "waits for data are known by their names in the traces"
+    )
 
 
 def test_the_usual_step_of_a_graph_is_one_that_most_ranks_have() -> None:

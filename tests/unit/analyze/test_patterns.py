@@ -15,7 +15,12 @@ MUL = "void at::native::vectorized_elementwise_kernel<mul>"
 
 
 def run(
-    names: list[str], *, stream: int = 7, at: float = 0.0, builder: TraceBuilder | None = None, gap: float = 1
+    names: list[str],
+    *,
+    stream: int = 7,
+    at: float = 0.0,
+    builder: TraceBuilder | None = None,
+    gap: float = 1,
 ) -> TraceBuilder:
     """Kernels of 10 µs, one after the other."""
     builder = builder or TraceBuilder()
@@ -31,7 +36,12 @@ def test_a_planted_layer_is_found_with_its_time_and_gaps() -> None:
     names = ["embed", *["gemm", ADD, "norm"] * 6, "loss"]
     found = patterns(run(names).build())
     row = found.sequences.to_dicts()[0]
-    assert (row["names"], row["count"], row["length"], row["launch_count"]) == (["gemm", ADD, "norm"], 6, 3, 18)
+    assert (row["names"], row["count"], row["length"], row["launch_count"]) == (
+        ["gemm", ADD, "norm"],
+        6,
+        3,
+        18,
+    )
     assert (row["kernel_ns"], row["gap_ns"], row["span_ns"]) == (180_000, 12_000, 192_000)
     assert row["fraction"] == 18 / 20
     assert not row["elementwise"]
@@ -42,8 +52,12 @@ def test_a_planted_layer_is_found_with_its_time_and_gaps() -> None:
 def test_elementwise_runs_are_candidates_wherever_they_stand() -> None:
     names = ["a", ADD, MUL, "b", ADD, MUL, "c", ADD, MUL, "d"]
     found = patterns(run(names).build()).sequences.filter(kind="elementwise").to_dicts()
-    assert [(row["names"], row["count"], row["elementwise"]) for row in found] == [([ADD, MUL], 3, True)]
-    assert not patterns(run(["gemm", "norm"] * 4).build()).sequences.filter(kind="elementwise").height
+    assert [(row["names"], row["count"], row["elementwise"]) for row in found] == [
+        ([ADD, MUL], 3, True)
+    ]
+    assert (
+        not patterns(run(["gemm", "norm"] * 4).build()).sequences.filter(kind="elementwise").height
+    )
 
 
 def test_streams_are_searched_together_and_never_across() -> None:
@@ -68,20 +82,30 @@ def test_a_graph_launches_once() -> None:
         builder.launch("cudaLaunchKernel", now + 50, 2, correlation=number + 11)
         builder.kernel(f"other {number}", now + 55, 2, correlation=number + 11)
     row = patterns(builder.build()).sequences.to_dicts()[0]
-    assert (row["names"], row["count"], row["launch_count"], row["gap_ns"]) == (["gemm", "norm", "act"], 3, 3, 0)
+    assert (row["names"], row["count"], row["launch_count"], row["gap_ns"]) == (
+        ["gemm", "norm", "act"],
+        3,
+        3,
+        0,
+    )
 
 
 def test_steps_tell_how_often_per_step() -> None:
     builder = run(["a", "b"] * 3 + ["x"] + ["a", "b"]).step(1, 0, 66).step(2, 66, 40)
     found = patterns(builder.build())
-    assert found.steps.select("sequence", "mean_call_count", "min_call_count", "max_call_count").rows() == [
-        (0, 2.0, 1, 3)
-    ]
+    assert found.steps.select(
+        "sequence", "mean_call_count", "min_call_count", "max_call_count"
+    ).rows() == [(0, 2.0, 1, 3)]
 
 
 def test_without_gpu_work_there_is_nothing() -> None:
     found = patterns(TraceBuilder().op("aten::mm", 0, 5).build())
-    assert (found.sequences.height, found.occurrences.height, found.steps.height, found.work_count) == (0, 0, 0, 0)
+    assert (
+        found.sequences.height,
+        found.occurrences.height,
+        found.steps.height,
+        found.work_count,
+    ) == (0, 0, 0, 0)
 
 
 # -- against looking at the streams -------------------------------------------------------------------------------
@@ -100,7 +124,9 @@ def test_every_sequence_stands_where_it_is_said_to_with_its_times(seed: int) -> 
         kernel_ns = gap_ns = span_ns = 0
         taken: set[int] = set()
         own = found.occurrences.filter(sequence=row["sequence"])
-        for device, stream, first, last, start, span in own.select("device", "stream", "first", "last", "start_ns", "span_ns").rows():  # fmt: skip
+        for device, stream, first, last, start, span in own.select(
+            "device", "stream", "first", "last", "start_ns", "span_ns"
+        ).rows():
             rows = lanes[device, stream]
             at = next(place for place, work in enumerate(rows) if work["event"] == first)
             work = rows[at : at + row["length"]]
@@ -122,10 +148,13 @@ def test_every_sequence_stands_where_it_is_said_to_with_its_times(seed: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("shortest", "longest", "least", "most"), [(2, 3, 2, 25), (3, 64, 2, 25), (2, 64, 4, 25), (2, 64, 2, 1)]
+    ("shortest", "longest", "least", "most"),
+    [(2, 3, 2, 25), (3, 64, 2, 25), (2, 64, 4, 25), (2, 64, 2, 1)],
 )
 def test_limits_of_a_search_are_kept(shortest: int, longest: int, least: int, most: int) -> None:
-    found = patterns(odd_trace(1), shortest=shortest, longest=longest, least=least, most=most).sequences
+    found = patterns(
+        odd_trace(1), shortest=shortest, longest=longest, least=least, most=most
+    ).sequences
     assert (found["length"] >= shortest).all()
     assert (found["length"] <= longest).all()
     assert (found["count"] >= least).all()

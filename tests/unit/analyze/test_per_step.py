@@ -19,7 +19,10 @@ Sums = dict[str, dict[int, int]]
 
 def spread(sums: Sums, steps: list[int]) -> dict[str, tuple[float, int, int, int]]:
     """Mean, least and most over `steps`, and in how many of them the name occurs."""
-    kept = {name: {step: value for step, value in of.items() if step in steps} for name, of in sums.items()}
+    kept = {
+        name: {step: value for step, value in of.items() if step in steps}
+        for name, of in sums.items()
+    }
     return {
         name: (
             pytest.approx(sum(of.values()) / len(steps)),
@@ -60,14 +63,20 @@ def test_kernels_of_a_step_are_those_that_it_launched(odd: Trace) -> None:
 def test_operators_of_a_step_are_those_that_begin_in_it_with_all_their_own_time(odd: Trace) -> None:
     steps = odd.steps.filter("complete")["step"].to_list()
     events = rows_of(odd)
-    ops = [row for row in events if row["category"] == "op" and not row["name"].startswith("traceloom.")]
+    ops = [
+        row
+        for row in events
+        if row["category"] == "op" and not row["name"].startswith("traceloom.")
+    ]
     own = {row["event"]: row["ns"] for row in ops}
     for row in ops:
         around = [other for other in above(events, row) if other["event"] in own]
         if around:
             own[around[0]["event"]] -= row["ns"]
     sums = added((row["name"], row["step"], own[row["event"]]) for row in ops)
-    assert told(work_per_step(odd).operators, "name", "self_ns") == (spread(sums, steps) if steps else {})
+    assert told(work_per_step(odd).operators, "name", "self_ns") == (
+        spread(sums, steps) if steps else {}
+    )
 
 
 def test_shapes_of_inputs_part_the_work_of_an_operator_without_loss(odd: Trace) -> None:
@@ -82,7 +91,10 @@ def test_shapes_of_inputs_part_the_work_of_an_operator_without_loss(odd: Trace) 
     rows = {(row["op"], row["shapes"], row["kernel"]): row for row in found.rows.to_dicts()}
     assert rows.keys() == sums.keys()
     for key, ns in sums.items():
-        values = [rows[key][name] for name in ("count", "total_ns", "mean_ns", "min_ns", "max_ns", "fraction")]
+        values = [
+            rows[key][name]
+            for name in ("count", "total_ns", "mean_ns", "min_ns", "max_ns", "fraction")
+        ]
         assert values == [
             len(ns),
             sum(ns),
@@ -96,9 +108,22 @@ def test_shapes_of_inputs_part_the_work_of_an_operator_without_loss(odd: Trace) 
 
 
 def test_what_a_step_does_not_do_counts_as_nothing_there() -> None:
-    steps = pl.DataFrame({"step": [1, 2, 3, 4], "many": [4] * 4}, schema_overrides={"step": pl.Int32})
-    rows = [("a", 1, 5), ("a", 1, 3), ("a", 2, 4), ("b", 1, 1), ("b", 2, 1), ("b", 3, 1), ("b", 4, 1), ("c", 9, 7)]
-    frame = pl.DataFrame(rows, schema={"name": pl.String, "step": pl.Int32, "ns": pl.Int64}, orient="row")
+    steps = pl.DataFrame(
+        {"step": [1, 2, 3, 4], "many": [4] * 4}, schema_overrides={"step": pl.Int32}
+    )
+    rows = [
+        ("a", 1, 5),
+        ("a", 1, 3),
+        ("a", 2, 4),
+        ("b", 1, 1),
+        ("b", 2, 1),
+        ("b", 3, 1),
+        ("b", 4, 1),
+        ("c", 9, 7),
+    ]
+    frame = pl.DataFrame(
+        rows, schema={"name": pl.String, "step": pl.Int32, "ns": pl.Int64}, orient="row"
+    )
     found = summarize_per_step(frame, ["name"], ["ns"], steps)
     assert found.rows() == [("a", 3.0, 0, 8, 2), ("b", 1.0, 1, 1, 4)], "step 9 is no whole step"
     assert summarize_per_step(frame, ["name"], ["ns"], steps.clear()).rows() == []
@@ -111,20 +136,36 @@ def test_means_times_steps_are_the_sums_of_the_whole_steps_alone() -> None:
         builder.mark(number, 100 * number)
         builder.launch("cudaLaunchKernel", 100 * number + 10, 2, correlation=number)
         builder.kernel("k", 100 * number + 90, 20 + number, correlation=number)
-    trace = builder.op("aten::mm", 310, 5).build()  # the last mark closes the last step: this is outside
+    trace = builder.op(
+        "aten::mm", 310, 5
+    ).build()  # the last mark closes the last step: this is outside
     assert select_whole_steps(trace)["step"].to_list() == [0, 1, 2]
     row = work_per_step(trace).kernels.row(0, named=True)
-    assert (row["mean_total_ns"], row["min_total_ns"], row["max_total_ns"]) == (21_000.0, 20_000, 22_000)
+    assert (row["mean_total_ns"], row["min_total_ns"], row["max_total_ns"]) == (
+        21_000.0,
+        20_000,
+        22_000,
+    )
     assert work_per_step(trace).operators.height == 0
 
 
-@pytest.mark.parametrize("builder", [TraceBuilder(), TraceBuilder().op("aten::mm", 0, 5).kernel("k", 1, 2)])
+@pytest.mark.parametrize(
+    "builder", [TraceBuilder(), TraceBuilder().op("aten::mm", 0, 5).kernel("k", 1, 2)]
+)
 def test_without_steps_nothing_is_told_per_step_and_the_columns_stay(builder: TraceBuilder) -> None:
-    stepped = TraceBuilder().step(0, 0, 50).op("aten::mm", 0, 5).launch("cudaLaunchKernel", 1, 1, correlation=1)
+    stepped = (
+        TraceBuilder()
+        .step(0, 0, 50)
+        .op("aten::mm", 0, 5)
+        .launch("cudaLaunchKernel", 1, 1, correlation=1)
+    )
     some = work_per_step(stepped.kernel("k", 9, 1, correlation=1).build())
     none = work_per_step(builder.build())
     assert (none.steps, none.kernels.height, none.operators.height) == (0, 0, 0)
-    assert (none.kernels.schema, none.operators.schema) == (some.kernels.schema, some.operators.schema)
+    assert (none.kernels.schema, none.operators.schema) == (
+        some.kernels.schema,
+        some.operators.schema,
+    )
 
 
 # -- the steps themselves -----------------------------------------------------------------------------------------
@@ -142,14 +183,23 @@ def test_lag_and_launches_of_a_step_are_those_of_the_work_that_it_launched(odd: 
     assert times.count == len(lengths)
     if lengths:
         assert (times.min_ns, times.max_ns) == (lengths[0], lengths[-1])
-        assert times.median_ns == (lengths[(len(lengths) - 1) // 2] + lengths[len(lengths) // 2]) // 2
+        assert (
+            times.median_ns == (lengths[(len(lengths) - 1) // 2] + lengths[len(lengths) // 2]) // 2
+        )
 
 
 @pytest.mark.parametrize(
     ("lengths", "median", "spread_fraction"),
-    [([10], 10, 0.0), ([10, 20], 15, 1 / 3), ([10, 10, 10, 50], 10, 1.0), ([10, 20, 30, 40, 50], 30, 2 / 3)],
+    [
+        ([10], 10, 0.0),
+        ([10, 20], 15, 1 / 3),
+        ([10, 10, 10, 50], 10, 1.0),
+        ([10, 20, 30, 40, 50], 30, 2 / 3),
+    ],
 )
-def test_the_spread_is_the_middle_half_over_the_median(lengths: list[int], median: int, spread_fraction: float) -> None:
+def test_the_spread_is_the_middle_half_over_the_median(
+    lengths: list[int], median: int, spread_fraction: float
+) -> None:
     builder, at = TraceBuilder(), 0
     for number, length in enumerate(lengths):
         builder.step(number, at, length)

@@ -66,7 +66,13 @@ class Training:
             sequence = 100 * number + layer + 1
             temporary = self.alloc(f"{path}.linear", path, "temporary", op="linear", sequence=None)
             kept.append(
-                (path, sequence, self.alloc(f"{path}.linear", path, "activation", op="linear", sequence=sequence))
+                (
+                    path,
+                    sequence,
+                    self.alloc(
+                        f"{path}.linear", path, "activation", op="linear", sequence=sequence
+                    ),
+                )
             )
             self.free(temporary)
             self.now += 1
@@ -75,7 +81,9 @@ class Training:
         self.now += 1
         for path, sequence, activation in reversed(kept):
             node = self.now
-            gradient = self.alloc(f"{path}.AddmmBackward0", path, "gradient" if first else "temporary", quiet=True)
+            gradient = self.alloc(
+                f"{path}.AddmmBackward0", path, "gradient" if first else "temporary", quiet=True
+            )
             self.free(activation, quiet=True)
             if not first:
                 self.free(gradient, quiet=True)
@@ -92,7 +100,14 @@ class Training:
         self.now += 10
 
     def alloc(
-        self, name: str, module: str, category: str, *, op: str = "", sequence: int | None = None, quiet: bool = False
+        self,
+        name: str,
+        module: str,
+        category: str,
+        *,
+        op: str = "",
+        sequence: int | None = None,
+        quiet: bool = False,
     ) -> int:
         size = 512 * self.chance.randrange(1, 900)
         self.address += 1
@@ -118,7 +133,11 @@ class Training:
 
     def alive(self, event: int) -> list[Planted]:
         """The blocks that exist just after an event."""
-        return [block for block in self.blocks if block.made <= event and (block.freed is None or block.freed > event)]
+        return [
+            block
+            for block in self.blocks
+            if block.made <= event and (block.freed is None or block.freed > event)
+        ]
 
 
 @cache
@@ -142,7 +161,9 @@ def test_every_block_has_the_name_of_its_scope_and_op(seed: int) -> None:
 
 def test_every_block_is_for_what_it_was_planted_for(seed: int) -> None:
     made, _, known = training(seed)
-    assert [CATEGORIES[code] for code in known.kinds.category] == [block.category for block in made.blocks]
+    assert [CATEGORIES[code] for code in known.kinds.category] == [
+        block.category for block in made.blocks
+    ]
 
 
 def test_blocks_belong_to_the_module_whose_call_made_them(seed: int) -> None:
@@ -166,7 +187,10 @@ def test_at_every_instant_the_holders_are_the_planted_ones(seed: int) -> None:
         by_category: dict[str, int] = defaultdict(int)
         for block in made.alive(event):
             by_category[block.category] += block.size
-        assert dict(found.categories.group_by("category").agg(pl.col("bytes").sum()).rows()) == by_category
+        assert (
+            dict(found.categories.group_by("category").agg(pl.col("bytes").sum()).rows())
+            == by_category
+        )
         tree = {row["path"]: row for row in found.peak.to_dicts()}
         assert tree[""]["bytes"] == levels[event]
         assert tree[""]["block_count"] == len(made.alive(event))
@@ -175,16 +199,25 @@ def test_at_every_instant_the_holders_are_the_planted_ones(seed: int) -> None:
         largest = sorted((block.size for block in made.alive(event)), reverse=True)[:100]
         assert found.largest["bytes"].to_list() == largest
     pools = explain_allocations(trace).pools.row(0, named=True)
-    assert (pools["peak_bytes"], pools["peak_row"], pools["end_bytes"]) == (max(levels), peak, levels[-1])
+    assert (pools["peak_bytes"], pools["peak_row"], pools["end_bytes"]) == (
+        max(levels),
+        peak,
+        levels[-1],
+    )
 
 
 def test_the_table_has_every_block_with_its_life(seed: int) -> None:
     made, trace, known = training(seed)
     times = trace.allocations["time_ns"].to_list()
-    rows = pl.concat(iterate_block_tables(trace, known.named, known.kinds, known.whose, full_table=True))
+    rows = pl.concat(
+        iterate_block_tables(trace, known.named, known.kinds, known.whose, full_table=True)
+    )
     assert rows["bytes"].to_list() == [block.size for block in made.blocks]
     assert rows["time_ns"].to_list() == [times[block.made] for block in made.blocks]
-    lives = [None if block.freed is None else times[block.freed] - times[block.made] for block in made.blocks]
+    lives = [
+        None if block.freed is None else times[block.freed] - times[block.made]
+        for block in made.blocks
+    ]
     assert rows["lifetime_ns"].to_list() == lives
     assert rows["category"].to_list() == [block.category for block in made.blocks]
     assert set(rows["device"]) == {"cuda:0"}
@@ -192,14 +225,18 @@ def test_the_table_has_every_block_with_its_life(seed: int) -> None:
     assert rows["step"].to_list() == [steps[block.made] for block in made.blocks]
 
 
-def test_activations_of_modules_are_those_that_live_with_all_but_the_output_saved(seed: int) -> None:
+def test_activations_of_modules_are_those_that_live_with_all_but_the_output_saved(
+    seed: int,
+) -> None:
     made, trace, known = training(seed)
     events = range(0, trace.allocations.height, 7)
     for event in events:
         kept = [block for block in made.alive(event) if block.category == "activation"]
         found = {row["module"]: row for row in summarize_activations(known, 0, event).to_dicts()}
         sizes = [block.size for block in sorted(kept, key=lambda block: block.made)]
-        if len(sizes) < 2:  # a call that holds one block alone has nothing to save: that is its output
+        if (
+            len(sizes) < 2
+        ):  # a call that holds one block alone has nothing to save: that is its output
             assert found == {}
             continue
         row = found["Net"]
@@ -214,7 +251,8 @@ def test_activations_of_modules_are_those_that_live_with_all_but_the_output_save
 def test_a_tree_of_leaves_adds_up_and_puts_the_largest_first() -> None:
     chance = random.Random(3)
     leaves = [
-        (tuple(chance.choice("abc") for _ in range(chance.randrange(4))), chance.randrange(100), 1) for _ in range(60)
+        (tuple(chance.choice("abc") for _ in range(chance.randrange(4))), chance.randrange(100), 1)
+        for _ in range(60)
     ]
     tree = build_tree(leaves)
     rows = tree.to_dicts()

@@ -23,7 +23,9 @@ def sampled(every: int) -> TraceBuilder:
     """One of so many operators."""
     builder = TraceBuilder()
     for number in range(500):
-        builder.op("aten::mm", 10 * number, 5, shapes=[[2, 2], [2, 2]], external_id=1 + every * number)
+        builder.op(
+            "aten::mm", 10 * number, 5, shapes=[[2, 2], [2, 2]], external_id=1 + every * number
+        )
     return builder
 
 
@@ -46,7 +48,9 @@ def test_a_sound_capture_has_no_notices_but_a_list_of_checks_made() -> None:
 
 def test_a_gpu_that_was_busy_before_the_window_is_told_and_one_that_begins_at_once_is_not() -> None:
     def begun(at: float) -> dict[str, int]:
-        builder = TraceBuilder().op("aten::mm", 0, 10).launch("cudaLaunchKernel", 2, 4, correlation=1)
+        builder = (
+            TraceBuilder().op("aten::mm", 0, 10).launch("cudaLaunchKernel", 2, 4, correlation=1)
+        )
         builder.kernel("gemm", at, 100, correlation=1).op("aten::mm", 9_000, 1_000)
         return found(builder.build())
 
@@ -54,7 +58,9 @@ def test_a_gpu_that_was_busy_before_the_window_is_told_and_one_that_begins_at_on
     assert "busy-before-window" not in begun(50)
     # who is launched late is not behind what was there before
     late = TraceBuilder().op("aten::mm", 0, 10).op("aten::mm", 5_000, 10)
-    late.launch("cudaLaunchKernel", 5_002, 4, correlation=1).kernel("gemm", 8_000, 100, correlation=1)
+    late.launch("cudaLaunchKernel", 5_002, 4, correlation=1).kernel(
+        "gemm", 8_000, 100, correlation=1
+    )
     assert "busy-before-window" not in found(late.build())
 
 
@@ -71,12 +77,18 @@ def test_notices_name_the_rank_and_come_worst_first() -> None:
     trace = replace(builder.build(), notices=())
     notices = quality(trace).notices
     assert {notice.rank for notice in notices} == {0}
-    assert [notice.severity for notice in notices] == sorted((n.severity for n in notices), reverse=True)
+    assert [notice.severity for notice in notices] == sorted(
+        (n.severity for n in notices), reverse=True
+    )
 
 
 CASES: list[tuple[str, int, TraceBuilder]] = [
     ("orphan-work", 1, sound().kernel("early", 1, 2)),
-    ("gpu-work-missing", 1, TraceBuilder().op("a", 0, 9, shapes=[[1]]).launch("cudaLaunchKernel", 1, 2, correlation=1)),
+    (
+        "gpu-work-missing",
+        1,
+        TraceBuilder().op("a", 0, 9, shapes=[[1]]).launch("cudaLaunchKernel", 1, 2, correlation=1),
+    ),
     ("launches-without-work", 1, sound().launch("cudaLaunchKernel", 395, 2, correlation=77)),
     (
         "gpu-work-before-launch",
@@ -88,7 +100,11 @@ CASES: list[tuple[str, int, TraceBuilder]] = [
         1,
         sound().launch("cudaLaunchKernel", 32, 2, correlation=9).kernel("k", 45, 9, correlation=9),
     ),
-    ("instant-gpu-work", 2, sound().kernel("k", 60, 0, correlation=1).fill(62, 0, bytes=4, correlation=2)),
+    (
+        "instant-gpu-work",
+        2,
+        sound().kernel("k", 60, 0, correlation=1).fill(62, 0, bytes=4, correlation=2),
+    ),
     (
         "waits-without-record",
         1,
@@ -108,19 +124,33 @@ CASES: list[tuple[str, int, TraceBuilder]] = [
         .sync("Stream Wait Event", 62, 1, wait_on_cuda_event_record_corr_id=50)
         .sync("Stream Wait Event", 64, 1, wait_on_cuda_event_record_corr_id=51),
     ),
-    ("coarse-clock", 1, TraceBuilder(generation="2022").op("aten::mm", 0, 3).op("aten::mm", 100, 300)),
+    (
+        "coarse-clock",
+        1,
+        TraceBuilder(generation="2022").op("aten::mm", 0, 3).op("aten::mm", 100, 300),
+    ),
     ("negative-duration", 1, sound().op("aten::add", 95, -3, shapes=[[1]])),
     ("absurd-duration", 1, sound().op("aten::add", 395, 9e10, shapes=[[1]], thread=7)),
     ("no-steps", 1, TraceBuilder().python("f.py(1): f", 0, 9).op("aten::mm", 1, 2, shapes=[[1]])),
-    ("warm-up-step", 1, TraceBuilder().mark(1, 0).mark(2, 300).mark(3, 400).mark(4, 500).mark(5, 600)),
-    ("uneven-steps", 1, TraceBuilder().mark(1, 0).mark(2, 100).mark(3, 200).mark(4, 500).mark(5, 600)),
+    (
+        "warm-up-step",
+        1,
+        TraceBuilder().mark(1, 0).mark(2, 300).mark(3, 400).mark(4, 500).mark(5, 600),
+    ),
+    (
+        "uneven-steps",
+        1,
+        TraceBuilder().mark(1, 0).mark(2, 100).mark(3, 200).mark(4, 500).mark(5, 600),
+    ),
     ("missing-shapes", 1, TraceBuilder().python("f.py(1): f", 0, 9).op("aten::mm", 1, 2)),
     ("missing-stacks", 1, TraceBuilder().op("aten::mm", 1, 2, shapes=[[1]])),
     ("crossing-spans", 1, TraceBuilder().op("aten::mm", 0, 10).op("aten::add", 8, 4)),
     (
         "no-operators",
         2,
-        TraceBuilder().launch("cudaLaunchKernel", 0, 2, correlation=1).kernel("k", 5, 2, correlation=1),
+        TraceBuilder()
+        .launch("cudaLaunchKernel", 0, 2, correlation=1)
+        .kernel("k", 5, 2, correlation=1),
     ),
     ("operators-left-out", 500 * 50 - 49 - 500, sampled(50)),
     ("rank-unknown", 1, TraceBuilder(rank=None).collective("allreduce", 0, 5)),
@@ -158,7 +188,9 @@ def test_a_driver_call_inside_a_runtime_call_is_no_lost_launch() -> None:
 
 
 @pytest.mark.parametrize(("ratio", "severity"), [(1.02, None), (1.08, "info"), (1.5, "warning")])
-def test_the_cost_of_recording_is_said_where_it_was_measured(ratio: float, severity: str | None) -> None:
+def test_the_cost_of_recording_is_said_where_it_was_measured(
+    ratio: float, severity: str | None
+) -> None:
     trace = sound().build()
     capture: dict[str, Any] = {"overhead": {"ratio": ratio}}
     notices = quality(replace(trace, meta=replace(trace.meta, capture=capture))).notices
@@ -172,12 +204,20 @@ def test_damage_in_capture_json_is_no_crash() -> None:
 
 
 def test_a_finding_says_which_results_are_weaker_for_it() -> None:
-    checks = {row["check"]: row for row in quality(sound().kernel("early", 1, 2).build()).checks.to_dicts()}
-    assert "operators: device time of operators is too small by this work" in checks["orphan-work"]["affects"]
+    checks = {
+        row["check"]: row
+        for row in quality(sound().kernel("early", 1, 2).build()).checks.to_dicts()
+    }
+    assert (
+        "operators: device time of operators is too small by this work"
+        in checks["orphan-work"]["affects"]
+    )
     assert checks["no-steps"]["affects"] == []  # nothing was found
 
 
-@pytest.mark.parametrize("slug", sorted({row for case in CASES for row in (case[0],)} | set(EFFECTS)))
+@pytest.mark.parametrize(
+    "slug", sorted({row for case in CASES for row in (case[0],)} | set(EFFECTS))
+)
 def test_every_finding_has_effects_on_parts_of_the_report(slug: str) -> None:
     document = sound_report()
     assert EFFECTS[slug]
@@ -189,5 +229,7 @@ def test_every_finding_has_effects_on_parts_of_the_report(slug: str) -> None:
 
 def test_the_report_tells_what_a_notice_weakens() -> None:
     document = build(Session((sound().kernel("early", 1, 2).build(),), "made"))
-    told = {notice["slug"]: {one["part"] for one in notice["affects"]} for notice in document["notices"]}
+    told = {
+        notice["slug"]: {one["part"] for one in notice["affects"]} for notice in document["notices"]
+    }
     assert {"operators", "launches", "ranks[*].idle"} <= told["orphan-work"]

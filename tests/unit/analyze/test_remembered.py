@@ -32,7 +32,10 @@ def test_the_result_is_computed_once_per_trace_and_not_mixed_up() -> None:
         asked.append(trace)
         return trace.events.height
 
-    first, second = TraceBuilder().op("a", 0, 1).build(), TraceBuilder().op("a", 0, 1).op("b", 2, 1).build()
+    first, second = (
+        TraceBuilder().op("a", 0, 1).build(),
+        TraceBuilder().op("a", 0, 1).op("b", 2, 1).build(),
+    )
     assert [height(first), height(first), height(second), height(first)] == [1, 1, 2, 1]
     assert len(asked) == 2
 
@@ -85,9 +88,17 @@ def test_what_is_made_from_something_is_made_again_from_something_else() -> None
         made.append((trace.events.height, source[0]))
         return source[0]
 
-    first, second = TraceBuilder().op("a", 0, 1).build(), TraceBuilder().op("a", 0, 1).op("b", 2, 1).build()
+    first, second = (
+        TraceBuilder().op("a", 0, 1).build(),
+        TraceBuilder().op("a", 0, 1).op("b", 2, 1).build(),
+    )
     source, equal = ["x"], ["x"]
-    assert [name(first, source), name(first, source), name(second, source), name(first, source)] == ["x"] * 4
+    assert [
+        name(first, source),
+        name(first, source),
+        name(second, source),
+        name(first, source),
+    ] == ["x"] * 4
     assert made == [(1, "x"), (2, "x")]
     name(first, equal)  # equal is not the same
     name(first, source)
@@ -125,7 +136,9 @@ def test_small_traces_that_follow_each_other_are_looked_at_at_once_for_as_long_a
     assert asked[6:] == [[3], [3]]
 
 
-def test_what_is_kept_of_each_trace_is_kept_of_those_that_are_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_of_each_trace_is_kept_of_those_that_are_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(batch, "MAX_CACHED_BYTES", 10)
     asked: list[Trace] = []
 

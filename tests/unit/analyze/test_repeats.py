@@ -6,7 +6,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.analyze.repeats import drop_overlapping, find_maximal_repeats, is_periodic, select_repeats
+from traceloom.analyze.repeats import (
+    drop_overlapping,
+    find_maximal_repeats,
+    is_periodic,
+    select_repeats,
+)
 
 
 def by_hand(codes: list[int], shortest: int, longest: int) -> set[tuple[int, ...]]:
@@ -20,7 +25,10 @@ def by_hand(codes: list[int], shortest: int, longest: int) -> set[tuple[int, ...
         for text, at in places.items():
             # borders and both ends differ from everything, also from each other
             before = {codes[a - 1] if a and codes[a - 1] >= 0 else -1 - a for a in at}
-            after = {codes[a + length] if a + length < len(codes) and codes[a + length] >= 0 else -1 - a for a in at}
+            after = {
+                codes[a + length] if a + length < len(codes) and codes[a + length] >= 0 else -1 - a
+                for a in at
+            }
             if len(at) > 1 and len(before) > 1 and len(after) > 1:
                 found.add(text)
     return found
@@ -30,7 +38,9 @@ rows = st.lists(st.integers(-1, 3), max_size=40)
 
 
 @given(rows, st.integers(1, 3), st.integers(3, 12))
-def test_maximal_repeats_are_those_found_by_hand(codes: list[int], shortest: int, longest: int) -> None:
+def test_maximal_repeats_are_those_found_by_hand(
+    codes: list[int], shortest: int, longest: int
+) -> None:
     found = find_maximal_repeats(np.array(codes, dtype=np.int64), shortest, longest)
     texts = []
     for repeat in range(found.low.size):
@@ -63,7 +73,9 @@ def test_a_sequence_is_periodic_when_it_repeats_a_shorter_one(codes: list[int]) 
 def _chosen(text: str, least: int = 3) -> list[tuple[str, int]]:
     codes = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
     codes[codes == ord("|")] = -1
-    taken = select_repeats(codes, find_maximal_repeats(codes, 2, 64), np.ones(codes.size, dtype=np.int64), least, 25)
+    taken = select_repeats(
+        codes, find_maximal_repeats(codes, 2, 64), np.ones(codes.size, dtype=np.int64), least, 25
+    )
     return [(text[start[0] : start[0] + length], start.size) for start, length in taken]
 
 

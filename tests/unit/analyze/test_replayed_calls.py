@@ -20,7 +20,9 @@ SIZES = (100, 200, 100)
 FLOPS = sum(2 * size**3 for size in SIZES)
 
 
-def replays(count: int = 2, *, grid: list[int] | None = None, names: tuple[str, ...] = ("a", "b", "c")) -> TraceBuilder:
+def replays(
+    count: int = 2, *, grid: list[int] | None = None, names: tuple[str, ...] = ("a", "b", "c")
+) -> TraceBuilder:
     builder = TraceBuilder().step(1, 0, 1000 * count)
     for number in range(count):
         start = 1000 * number
@@ -42,7 +44,15 @@ def eager(*, grid: list[int] | None = None, work: bool = True) -> TraceBuilder:
             builder.launch("cudaLaunchKernel", at + 2, 3, correlation=number + 1)
             builder.kernel(name, 500 + 10 * number, 9, correlation=number + 1, **more)
         else:
-            builder.launch("hipLaunchKernel", at + 2, 3, correlation=number + 1, kernel=name, flow=False, **more)
+            builder.launch(
+                "hipLaunchKernel",
+                at + 2,
+                3,
+                correlation=number + 1,
+                kernel=name,
+                flow=False,
+                **more,
+            )
     return builder
 
 
@@ -86,7 +96,7 @@ def test_a_capture_with_other_grids_is_of_other_shapes(tmp_path: Path) -> None:
     assert found.flops == 0
     assert set(found.unmodelled["reason"]) == {
         "the capture ran this kernel with another grid, so with other shapes"
-    }  # fmt: skip
+    }
 
 
 def test_what_the_capture_does_not_tell_stays_unmodelled_with_the_reason() -> None:
@@ -97,12 +107,14 @@ def test_what_the_capture_does_not_tell_stays_unmodelled_with_the_reason() -> No
     ]
     silent = TraceBuilder()
     for number, name in enumerate("abc"):
-        silent.op("my::op", 20 * number, 15).launch("cudaLaunchKernel", 20 * number + 2, 3, correlation=number + 1)
+        silent.op("my::op", 20 * number, 15).launch(
+            "cudaLaunchKernel", 20 * number + 2, 3, correlation=number + 1
+        )
         silent.kernel(name, 500 + 10 * number, 9, correlation=number + 1)
     reasons = roofline(replays().build(), PEAK, silent.build()).unmodelled["reason"]
     assert set(reasons) == {
         "the capture knows its operator, but not the shapes of its inputs, or there is no model of it"
-    }  # fmt: skip
+    }
 
 
 def test_a_made_job_with_graphs_has_the_flops_of_the_same_job_without() -> None:
@@ -112,7 +124,8 @@ def test_a_made_job_with_graphs_has_the_flops_of_the_same_job_without() -> None:
     told, all_of_it = roofline(graphs, "H100 SXM", plain), roofline(plain, "H100 SXM")
     assert without < told.flops == all_of_it.flops
     by_name = [
-        one.operators.group_by("name").agg(pl.col("count", "flops").sum()).sort("name") for one in (told, all_of_it)
+        one.operators.group_by("name").agg(pl.col("count", "flops").sum()).sort("name")
+        for one in (told, all_of_it)
     ]
     assert by_name[0].equals(by_name[1])
 
@@ -126,7 +139,10 @@ def test_attention_of_a_replay_is_that_of_its_batch() -> None:
         replayed.launch("cudaGraphLaunch", 1000 * number + 5, 5, correlation=number + 1)
         for place, name in enumerate("ab"):
             replayed.kernel(name, 1000 * number + 20 + 10 * place, 10, correlation=number + 1)
-    inputs = {"vllm::unified_attention": [[2, 8, 64], [2, 4, 64], [2, 4, 64]], "aten::mm": [[100, 100]] * 2}
+    inputs = {
+        "vllm::unified_attention": [[2, 8, 64], [2, 4, 64], [2, 4, 64]],
+        "aten::mm": [[100, 100]] * 2,
+    }
     for number, (name, shapes) in enumerate(inputs.items()):
         captured.op(name, 20 * number, 15, shapes=shapes, types=[BF] * len(shapes))
         captured.launch("cudaLaunchKernel", 20 * number + 2, 3, correlation=number + 1)

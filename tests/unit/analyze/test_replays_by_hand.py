@@ -21,7 +21,9 @@ def product(size: int) -> tuple[int, int]:
     return 2 * size**3, 3 * 2 * size**2
 
 
-def replays(steps: int, each: int, names: tuple[str, ...] = ("a", "b"), rank: int = 0) -> TraceBuilder:
+def replays(
+    steps: int, each: int, names: tuple[str, ...] = ("a", "b"), rank: int = 0
+) -> TraceBuilder:
     """Steps of 1000 µs, each with so many replays of a graph of kernels of 10 µs."""
     builder = TraceBuilder(rank=rank, world_size=2)
     for step in range(steps):
@@ -34,7 +36,9 @@ def replays(steps: int, each: int, names: tuple[str, ...] = ("a", "b"), rank: in
     return builder
 
 
-def captured(calls: list[tuple[int, tuple[str, ...]]], start: float = 0, rank: int = 0) -> TraceBuilder:
+def captured(
+    calls: list[tuple[int, tuple[str, ...]]], start: float = 0, rank: int = 0
+) -> TraceBuilder:
     """A product of each size, which launches these kernels."""
     builder, correlation = TraceBuilder(rank=rank, world_size=2), 0
     for number, (size, kernels) in enumerate(calls):
@@ -49,20 +53,26 @@ def captured(calls: list[tuple[int, tuple[str, ...]]], start: float = 0, rank: i
 
 @pytest.mark.parametrize(("steps", "each"), [(1, 1), (1, 5), (4, 1), (3, 4)])
 def test_every_replay_of_every_step_counts_anew(steps: int, each: int) -> None:
-    found = roofline(replays(steps, each).build(), PEAK, captured([(64, ("a",)), (96, ("b",))]).build())
+    found = roofline(
+        replays(steps, each).build(), PEAK, captured([(64, ("a",)), (96, ("b",))]).build()
+    )
     flops, moved = (sum(values) for values in zip(product(64), product(96), strict=True))
     assert found.steps["flops"].to_list() == [each * flops] * steps
     assert found.steps["bytes"].to_list() == [each * moved] * steps
     assert found.steps["gpu_ns"].to_list() == [each * 20_000] * steps
     assert found.steps["hfu"].to_list() == pytest.approx([each * flops / 1e13 / 1e-3] * steps)
     sizes = found.operators.sort("flops").select("count", "flops", "total_ns").rows()
-    assert sizes == [(steps * each, steps * each * product(size)[0], steps * each * 10_000) for size in (64, 96)]
+    assert sizes == [
+        (steps * each, steps * each * product(size)[0], steps * each * 10_000) for size in (64, 96)
+    ]
 
 
 def test_a_call_with_two_kernels_counts_once_per_replay() -> None:
     trace, capture = replays(1, 3).build(), captured([(64, ("a", "b"))]).build()
     found = roofline(trace, PEAK, capture)
-    assert found.operators.select("count", "flops", "total_ns").rows() == [(3, 3 * product(64)[0], 60_000)]
+    assert found.operators.select("count", "flops", "total_ns").rows() == [
+        (3, 3 * product(64)[0], 60_000)
+    ]
     work = select_modelled_work(trace, PEAK, capture)
     assert work["flops"].to_list() == [product(64)[0] // 2] * 6
     assert work["bytes"].to_list() == [product(64)[1] // 2] * 6
@@ -123,31 +133,89 @@ def test_an_empty_capture_explains_nothing() -> None:
 # -- one call on the roofline -------------------------------------------------------------------------------------
 
 
-def called(name: str, shapes: list[Any], types: list[str], kernel: str = "k", length: float = 10) -> TraceBuilder:
+def called(
+    name: str, shapes: list[Any], types: list[str], kernel: str = "k", length: float = 10
+) -> TraceBuilder:
     builder = TraceBuilder().op(name, 0, 20, shapes=shapes, types=types)
-    return builder.launch("cudaLaunchKernel", 2, 3, correlation=1).kernel(kernel, 30, length, correlation=1)
+    return builder.launch("cudaLaunchKernel", 2, 3, correlation=1).kernel(
+        kernel, 30, length, correlation=1
+    )
 
 
 TF32, SIMT = "cutlass_80_tensorop_s1688gemm_64x64", "ampere_sgemm_128x64_nn"
 SQUARE = [[200, 200]] * 2
 PLACED: list[tuple[str, list[Any], list[str], str, tuple[str, str, float, float, str]]] = [
     # arithmetic, evidence, time to compute and to move in ns, bound
-    ("aten::mm", SQUARE, [BF, BF], "k", ("bf16", "recorded type", 16e6 / 1e4, 240e3 / 1e3, "compute")),
-    ("aten::mm", SQUARE, ["float"] * 2, "k", ("fp32", "assumed", 16e6 / 1e3, 480e3 / 1e3, "compute")),
-    ("aten::mm", SQUARE, ["float"] * 2, TF32, ("tf32", "kernel name", 16e6 / 5e3, 480e3 / 1e3, "compute")),
-    ("aten::mm", SQUARE, ["float"] * 2, SIMT, ("fp32", "kernel name", 16e6 / 1e3, 480e3 / 1e3, "compute")),
-    ("aten::mm", [[1000, 1], [1, 1000]], [BF, BF], "k", ("bf16", "recorded type", 200.0, 2004.0, "memory")),
-    ("aten::add", [[1000], [1000], []], ["float", "float", "Scalar"], "k", ("fp32", "recorded type", 1.0, 12.0, "memory")),
-    ("aten::add", [[1000], [1000], []], [BF, BF, "Scalar"], "k", ("bf16", "recorded type", 1.0, 6.0, "memory")),
-    ("aten::copy_", [[1000], [1000]], ["float", BF], "k", ("fp32", "recorded type", 0.0, 6.0, "memory")),
-]  # fmt: skip
+    (
+        "aten::mm",
+        SQUARE,
+        [BF, BF],
+        "k",
+        ("bf16", "recorded type", 16e6 / 1e4, 240e3 / 1e3, "compute"),
+    ),
+    (
+        "aten::mm",
+        SQUARE,
+        ["float"] * 2,
+        "k",
+        ("fp32", "assumed", 16e6 / 1e3, 480e3 / 1e3, "compute"),
+    ),
+    (
+        "aten::mm",
+        SQUARE,
+        ["float"] * 2,
+        TF32,
+        ("tf32", "kernel name", 16e6 / 5e3, 480e3 / 1e3, "compute"),
+    ),
+    (
+        "aten::mm",
+        SQUARE,
+        ["float"] * 2,
+        SIMT,
+        ("fp32", "kernel name", 16e6 / 1e3, 480e3 / 1e3, "compute"),
+    ),
+    (
+        "aten::mm",
+        [[1000, 1], [1, 1000]],
+        [BF, BF],
+        "k",
+        ("bf16", "recorded type", 200.0, 2004.0, "memory"),
+    ),
+    (
+        "aten::add",
+        [[1000], [1000], []],
+        ["float", "float", "Scalar"],
+        "k",
+        ("fp32", "recorded type", 1.0, 12.0, "memory"),
+    ),
+    (
+        "aten::add",
+        [[1000], [1000], []],
+        [BF, BF, "Scalar"],
+        "k",
+        ("bf16", "recorded type", 1.0, 6.0, "memory"),
+    ),
+    (
+        "aten::copy_",
+        [[1000], [1000]],
+        ["float", BF],
+        "k",
+        ("fp32", "recorded type", 0.0, 6.0, "memory"),
+    ),
+]
 
 
 @pytest.mark.parametrize(("name", "shapes", "types", "kernel", "expected"), PLACED)
 def test_a_call_takes_the_longer_of_computing_and_moving(
-    name: str, shapes: list[Any], types: list[str], kernel: str, expected: tuple[str, str, float, float, str]
+    name: str,
+    shapes: list[Any],
+    types: list[str],
+    kernel: str,
+    expected: tuple[str, str, float, float, str],
 ) -> None:
-    row = place_on_roofline(called(name, shapes, types, kernel).build(), PEAK).calls.row(0, named=True)
+    row = place_on_roofline(called(name, shapes, types, kernel).build(), PEAK).calls.row(
+        0, named=True
+    )
     arithmetic, evidence, compute, memory, bound = expected
     assert (row["arithmetic"], row["evidence"], row["bound"]) == (arithmetic, evidence, bound)
     assert (row["compute_ns"], row["memory_ns"]) == (pytest.approx(compute), pytest.approx(memory))
@@ -155,17 +223,21 @@ def test_a_call_takes_the_longer_of_computing_and_moving(
     assert (row["gpu_ns"], row["time_ns"], row["kernels"]) == (10_000, 10_000, 1)
 
 
-@pytest.mark.parametrize(("flops", "memory", "known"), [
-    ({"bf16": 1e13}, None, False),  # nobody knows how long moving takes
-    ({"fp32": 1e12}, 1e12, False),  # nor how fast the matrix units are
-    ({"bf16": 1e13}, 1e12, True), ({}, 1e12, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flops", "memory", "known"),
+    [
+        ({"bf16": 1e13}, None, False),  # nobody knows how long moving takes
+        ({"fp32": 1e12}, 1e12, False),  # nor how fast the matrix units are
+        ({"bf16": 1e13}, 1e12, True),
+        ({}, 1e12, False),
+    ],
+)
 def test_a_product_without_both_peaks_has_no_time_at_the_peaks(
     flops: dict[str, float], memory: float | None, known: bool
 ) -> None:
-    row = place_on_roofline(called("aten::mm", SQUARE, [BF, BF]).build(), Peak("made", flops, memory)).calls.row(
-        0, named=True
-    )
+    row = place_on_roofline(
+        called("aten::mm", SQUARE, [BF, BF]).build(), Peak("made", flops, memory)
+    ).calls.row(0, named=True)
     assert (row["roofline_ns"] is not None, row["bound"] is not None) == (known, known)
 
 
@@ -181,15 +253,18 @@ def test_faster_peaks_shorten_every_time_at_them_by_as_much(factor: int) -> None
     faster = Peak("faster", {key: factor * rate for key, rate in PEAK.flops.items()}, factor * 1e12)
     slow, fast = (place_on_roofline(trace, peak).calls for peak in (PEAK, faster))
     assert (slow["roofline_ns"] / fast["roofline_ns"]).to_list() == pytest.approx([factor] * 2)
-    assert slow.select("flops", "bytes", "bound", "gpu_ns").equals(fast.select("flops", "bytes", "bound", "gpu_ns"))
+    assert slow.select("flops", "bytes", "bound", "gpu_ns").equals(
+        fast.select("flops", "bytes", "bound", "gpu_ns")
+    )
 
 
 def test_operators_add_up_to_the_whole() -> None:
     trace = captured([(64, ("a",)), (96, ("b", "c")), (64, ("a",))]).build()
     found = roofline(trace, PEAK)
     assert found.operators.select(pl.col("flops", "bytes").sum()).row(0) == (
-        2 * product(64)[0] + product(96)[0], 2 * product(64)[1] + product(96)[1]
-    )  # fmt: skip
+        2 * product(64)[0] + product(96)[0],
+        2 * product(64)[1] + product(96)[1],
+    )
     assert found.operators["fraction"].sum() == pytest.approx(1)
     rows = {row["flops"]: row for row in found.operators.to_dicts()}
     twice = rows[2 * product(64)[0]]

@@ -38,7 +38,15 @@ class Writer:
         self.builder.kernel(kernel, start, duration, correlation=self.correlation, **args)
         return self
 
-    def op(self, name: str, at: float, duration: float, shapes: list[Any], types: list[str], **args: Any) -> Writer:
+    def op(
+        self,
+        name: str,
+        at: float,
+        duration: float,
+        shapes: list[Any],
+        types: list[str],
+        **args: Any,
+    ) -> Writer:
         self.builder.op(name, at, duration, shapes=shapes, types=types, **args)
         return self
 
@@ -58,7 +66,9 @@ def whole(trace: Trace, peak: Any = PEAK) -> dict[str, Any]:
 def test_the_outermost_modelled_operator_owns_the_work_once() -> None:
     writer = Writer()
     writer.op("aten::linear", 0, 20, [[6, 100], [50, 100], [50]], [BF, BF, BF])
-    writer.op("aten::addmm", 5, 10, [[50], [6, 100], [100, 50], [], []], [BF, BF, BF, "Scalar", "Scalar"])
+    writer.op(
+        "aten::addmm", 5, 10, [[50], [6, 100], [100, 50], [], []], [BF, BF, BF, "Scalar", "Scalar"]
+    )
     trace = writer.launch(7, GEMM, 30, 50).build()
     work = select_modelled_work(trace, PEAK)
     assert trace.events["name"][work["op"][0]] == "aten::linear"
@@ -94,13 +104,21 @@ def test_kernels_without_a_recorded_length_share_by_number() -> None:
 
 def test_roofline_time_is_the_longer_of_computing_and_moving() -> None:
     writer = Writer().mm(0, 30, 50, size=100)
-    writer.op("aten::add", 10, 8, [[1000], [1000], []], ["float", "float", "Scalar"]).launch(12, "add", 90, 1)
+    writer.op("aten::add", 10, 8, [[1000], [1000], []], ["float", "float", "Scalar"]).launch(
+        12, "add", 90, 1
+    )
     rows = {row["name"]: row for row in roofline(writer.build(), PEAK).operators.to_dicts()}
     product, addition = rows["aten::mm"], rows["aten::add"]
-    assert (product["bound"], product["roofline_ns"]) == ("compute", 2_000)  # 2·10⁶ FLOPs at 10¹² per second
+    assert (product["bound"], product["roofline_ns"]) == (
+        "compute",
+        2_000,
+    )  # 2·10⁶ FLOPs at 10¹² per second
     assert product["roofline_fraction"] == pytest.approx(2 / 50)
     assert product["flop_rate"] == pytest.approx(2e6 / 50e-6)
-    assert (addition["bound"], addition["roofline_ns"]) == ("memory", 12)  # 1000 FLOPs at 10¹¹, 12 kB at 10¹²
+    assert (addition["bound"], addition["roofline_ns"]) == (
+        "memory",
+        12,
+    )  # 1000 FLOPs at 10¹¹, 12 kB at 10¹²
     assert addition["peak_flop_rate"] == 1e11
     assert addition["intensity"] == pytest.approx(1000 / 12_000)
 
@@ -115,10 +133,20 @@ def test_roofline_time_is_the_longer_of_computing_and_moving() -> None:
         ("somebody_elses_gemm", "fp32", "assumed", 1e11),
     ],
 )
-def test_tf32_is_told_by_the_kernel(kernel: str, arithmetic: str, evidence: str, peak: float) -> None:
-    writer = Writer().op("aten::mm", 0, 8, [[100, 100], [100, 100]], ["float", "float"]).launch(2, kernel, 30, 50)
+def test_tf32_is_told_by_the_kernel(
+    kernel: str, arithmetic: str, evidence: str, peak: float
+) -> None:
+    writer = (
+        Writer()
+        .op("aten::mm", 0, 8, [[100, 100], [100, 100]], ["float", "float"])
+        .launch(2, kernel, 30, 50)
+    )
     row = roofline(writer.build(), PEAK).operators.row(0, named=True)
-    assert (row["arithmetic"], row["evidence"], row["peak_flop_rate"]) == (arithmetic, evidence, peak)
+    assert (row["arithmetic"], row["evidence"], row["peak_flop_rate"]) == (
+        arithmetic,
+        evidence,
+        peak,
+    )
 
 
 def test_copies_over_the_link_are_not_compared_with_the_memory_of_the_device() -> None:
@@ -175,7 +203,11 @@ def test_a_gpu_that_lags_behind_does_not_fill_a_step_with_more_than_its_time() -
     writer.mm(5, 60, 80)  # runs from the first step into the second
     writer.launch(40, "other", 140, 100)  # launched in the first, runs in the second and third
     found = steps(writer)
-    assert found["roofline_ns"].to_list() == [1_000, 1_000, None]  # 2 µs at the peak, half of it in each
+    assert found["roofline_ns"].to_list() == [
+        1_000,
+        1_000,
+        None,
+    ]  # 2 µs at the peak, half of it in each
     assert found["rest_ns"].to_list() == [0, 60_000, None]
     assert found["gpu_ns"].to_list() == [40_000, 100_000, 40_000]
     assert found["flops"].to_list() == [2_000_000, 0, 0]
@@ -211,8 +243,14 @@ def test_scores_that_flash_attention_does_again_are_no_work_of_the_model() -> No
     writer.builder.step(1, 0, 100).step(2, 100, 100)
     shape = [2, 16, 8, 64]
     values = ["", "", "", "", "", "", "", "", "16", "16", "0.", "False"]
-    writer.op("aten::_flash_attention_backward", 5, 8, [shape] * 5 + [[2, 8, 16]] + [[]] * 6,
-              [BF] * 5 + ["float"] + [""] * 2 + ["Scalar"] * 4, **{"Concrete Inputs": values})  # fmt: skip
+    writer.op(
+        "aten::_flash_attention_backward",
+        5,
+        8,
+        [shape] * 5 + [[2, 8, 16]] + [[]] * 6,
+        [BF] * 5 + ["float"] + [""] * 2 + ["Scalar"] * 4,
+        **{"Concrete Inputs": values},
+    )
     writer.launch(7, "flash_bwd", 30, 10)
     row = steps(writer).row(0, named=True)
     one = 2 * 2 * 8 * 16 * 16 * 64
@@ -254,7 +292,9 @@ def test_several_devices_of_one_process_share_the_time() -> None:
     writer = Writer(devices=2)
     writer.builder.step(1, 0, 100).step(2, 100, 100)
     writer.mm(5, 30, 10)
-    writer.op("aten::mm", 40, 8, [[100, 100], [100, 100]], [BF, BF]).launch(42, GEMM, 60, 10, device=1)
+    writer.op("aten::mm", 40, 8, [[100, 100], [100, 100]], [BF, BF]).launch(
+        42, GEMM, 60, 10, device=1
+    )
     assert steps(writer).row(0, named=True)["hfu"] == pytest.approx(4 / 200)
 
 
@@ -279,7 +319,9 @@ def test_an_unknown_device_gives_flops_and_no_percentage() -> None:
     found = roofline(trace)
     row = found.operators.row(0, named=True)
     assert row["flops"] == 2_000_000
-    assert [row[key] for key in ("roofline_ns", "roofline_fraction", "bound", "peak_flop_rate")] == [None] * 4
+    assert [
+        row[key] for key in ("roofline_ns", "roofline_fraction", "bound", "peak_flop_rate")
+    ] == [None] * 4
     assert found.devices["reason"].to_list() == ["the peaks of 'AMD Radeon Graphics' are not known"]
     told = found.steps.row(0, named=True)
     assert (told["mfu"], told["roofline_fraction"], told["reason"]) == (
@@ -301,17 +343,23 @@ def test_an_element_type_without_a_peak_gives_no_percentage() -> None:
 
 def test_a_run_without_gpu_is_modelled_in_host_time() -> None:
     builder = TraceBuilder(device_name=None)
-    builder.op("aten::linear", 0, 20, shapes=[[6, 100], [50, 100], []], types=["float", "float", ""])
+    builder.op(
+        "aten::linear", 0, 20, shapes=[[6, 100], [50, 100], []], types=["float", "float", ""]
+    )
     builder.op("aten::mm", 5, 10, shapes=[[6, 100], [100, 50]], types=["float", "float"])
     found = roofline(builder.build())
     assert found.timed_on == "host"
-    assert found.operators.select("name", "total_ns", "flops").rows() == [("aten::linear", 20_000, 60_000)]
+    assert found.operators.select("name", "total_ns", "flops").rows() == [
+        ("aten::linear", 20_000, 60_000)
+    ]
     assert found.operators["flop_rate"][0] == pytest.approx(60_000 / 20e-6)
     assert found.operators["roofline_fraction"][0] is None
 
 
 def test_ranks_of_a_session_stand_one_after_the_other() -> None:
-    traces = tuple(Writer(rank=rank, world_size=2).mm(0, 30, 10 * (rank + 1)).build() for rank in range(2))
+    traces = tuple(
+        Writer(rank=rank, world_size=2).mm(0, 30, 10 * (rank + 1)).build() for rank in range(2)
+    )
     found = roofline(Session(traces, "run"), PEAK)
     assert found.whole.select("rank", "gpu_ns").rows() == [(0, 10_000), (1, 20_000)]
     assert found.operators["rank"].to_list() == [0, 1]
@@ -319,7 +367,9 @@ def test_ranks_of_a_session_stand_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize(
-    "trace", [TraceBuilder().build(), TraceBuilder().kernel("k", 1, 2).build()], ids=["empty", "orphan"]
+    "trace",
+    [TraceBuilder().build(), TraceBuilder().kernel("k", 1, 2).build()],
+    ids=["empty", "orphan"],
 )
 def test_frames_keep_their_columns_without_anything_to_tell(trace: Trace) -> None:
     found = roofline(trace)
@@ -385,7 +435,9 @@ def test_kinds_of_work_do_not_depend_on_models() -> None:
         ("NVIDIA GeForce RTX 2080 Ti", None, 0.616e12),
     ],
 )
-def test_devices_are_known_by_the_names_of_real_traces(name: str, bf16: float | None, memory: float) -> None:
+def test_devices_are_known_by_the_names_of_real_traces(
+    name: str, bf16: float | None, memory: float
+) -> None:
     peak = find(name)
     assert isinstance(peak, Peak)
     assert (peak.rate("bf16", matrix=True), peak.memory) == (bf16, memory)
@@ -393,7 +445,17 @@ def test_devices_are_known_by_the_names_of_real_traces(name: str, bf16: float | 
 
 @pytest.mark.parametrize(
     "name",
-    ["", None, "AMD Radeon Graphics", "NVIDIA A10G", "NVIDIA H100", "NVIDIA L40", "NVIDIA A100", "H100 80GB", "T400"],
+    [
+        "",
+        None,
+        "AMD Radeon Graphics",
+        "NVIDIA A10G",
+        "NVIDIA H100",
+        "NVIDIA L40",
+        "NVIDIA A100",
+        "H100 80GB",
+        "T400",
+    ],
 )
 def test_a_name_that_is_only_similar_is_not_taken(name: str | None) -> None:
     assert isinstance(find(name), str)
@@ -410,14 +472,19 @@ def test_every_device_has_a_memory_rate_and_rates_that_grow_with_smaller_types()
         assert isinstance(peak, Peak)
         assert peak.memory is not None
         assert peak.rate("fp32", matrix=False) is not None
-        ladder = [peak.flops[key] for key in ("fp32", "tf32", "fp16", "fp8", "fp4") if key in peak.flops]
+        ladder = [
+            peak.flops[key] for key in ("fp32", "tf32", "fp16", "fp8", "fp4") if key in peak.flops
+        ]
         assert ladder == sorted(ladder), name
 
 
 def test_a_device_that_the_file_does_not_describe_takes_the_only_name_there_is() -> None:
-    trace = Writer(device_name="AMD Instinct MI300X VF").op(
-        "aten::mm", 0, 8, [[9, 9], [9, 9]], [BF, BF]
-    ).launch(2, GEMM, 30, 5, device=2).build()  # fmt: skip
+    trace = (
+        Writer(device_name="AMD Instinct MI300X VF")
+        .op("aten::mm", 0, 8, [[9, 9], [9, 9]], [BF, BF])
+        .launch(2, GEMM, 30, 5, device=2)
+        .build()
+    )
     described = copy.copy(trace.devices)
     assert described.filter("used")["name"].to_list() == [None]
     found = find_peaks(trace)[2]
@@ -425,7 +492,8 @@ def test_a_device_that_the_file_does_not_describe_takes_the_only_name_there_is()
 
 
 @pytest.mark.parametrize(
-    "given", ["bf16=0", "bf16=x", "bf16", "speed=3", "bf16=1e12,memory=-1", "bf16=nan", "memory=inf", ""]
+    "given",
+    ["bf16=0", "bf16=x", "bf16", "speed=3", "bf16=1e12,memory=-1", "bf16=nan", "memory=inf", ""],
 )
 def test_peaks_that_make_no_sense_are_refused(given: str) -> None:
     with pytest.raises(UsageError) as refused:

@@ -30,11 +30,19 @@ def test_the_first_rule_that_holds_decides(seed: int) -> None:
     for number in range(8):
         pattern, op, under = (chance.choice([*choices, "", ""]) for choices in (PATTERNS, OPS, OPS))
         rules.append(
-            KindRule(f"rule {number}", chance.choice(WORK_KINDS), pattern or ("" if op or under else "e"), op, under)
+            KindRule(
+                f"rule {number}",
+                chance.choice(WORK_KINDS),
+                pattern or ("" if op or under else "e"),
+                op,
+                under,
+            )
         )
     rules.append(KindRule("all", "other", "."))
     events = rows_of(trace)
-    found = classify_kinds(trace, rules).select("event", pl.col("kind").cast(pl.String), "rule").rows()
+    found = (
+        classify_kinds(trace, rules).select("event", pl.col("kind").cast(pl.String), "rule").rows()
+    )
     wanted = []
     for work in gpu_rows_of(trace):
         own = None if work["op"] is None else events[work["op"]]
@@ -45,8 +53,14 @@ def test_the_first_rule_that_holds_decides(seed: int) -> None:
         for rule in rules:
             if (
                 re.search(rule.pattern, work["name"], re.IGNORECASE)
-                and (not rule.op or (own is not None and re.search(rule.op, own["name"], re.IGNORECASE)))
-                and (not rule.under or any(re.search(rule.under, name, re.IGNORECASE) for name in around))
+                and (
+                    not rule.op
+                    or (own is not None and re.search(rule.op, own["name"], re.IGNORECASE))
+                )
+                and (
+                    not rule.under
+                    or any(re.search(rule.under, name, re.IGNORECASE) for name in around)
+                )
             ):
                 wanted.append((work["event"], rule.kind, rule.name))
                 break
@@ -54,15 +68,20 @@ def test_the_first_rule_that_holds_decides(seed: int) -> None:
     account = kernel_kinds(trace, rules)
     account.check()
     assert dict(account.rules.group_by("rule").agg(pl.col("count").sum()).rows()) == {
-        rule.name: sum(name == rule.name for *_, name in wanted) for rule in rules if any(name == rule.name for *_, name in wanted)
-    }  # fmt: skip
+        rule.name: sum(name == rule.name for *_, name in wanted)
+        for rule in rules
+        if any(name == rule.name for *_, name in wanted)
+    }
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_categories_follow_the_first_rule_and_rules_are_about_kernels_alone(seed: int) -> None:
     chance, trace = random.Random(seed), odd_trace(seed)
     rules = [
-        Rule(f"r{n}", chance.choice(["compute", "communication", "memory"]), chance.choice(PATTERNS)) for n in range(5)
+        Rule(
+            f"r{n}", chance.choice(["compute", "communication", "memory"]), chance.choice(PATTERNS)
+        )
+        for n in range(5)
     ]
     work = select_gpu_work(trace, [*rules, Rule("all", "compute", ".")])
     for row in work.to_dicts():
@@ -71,7 +90,11 @@ def test_categories_follow_the_first_rule_and_rules_are_about_kernels_alone(seed
             for rule in [*rules, Rule("all", "compute", ".")]
             if re.search(rule.pattern, row["name"], re.IGNORECASE)
         ]
-        wanted = ("memory", "category") if row["kind"] != "kernel" else (holds[0].category, holds[0].name)
+        wanted = (
+            ("memory", "category")
+            if row["kind"] != "kernel"
+            else (holds[0].category, holds[0].name)
+        )
         assert (row["category"], row["rule"]) == wanted
 
 
@@ -79,7 +102,10 @@ def test_a_name_is_classified_the_same_alone_and_among_others() -> None:
     names = ["gemm", "ncclDevKernel_AllReduce", "", "日本", "Memcpy", "x" * 3000, "a\nnccl"]
     frame = pl.DataFrame({"name": names, "kind": ["kernel"] * len(names)})
     together = assign_categories(frame).select("category", "rule").rows()
-    alone = [assign_categories(frame[at : at + 1]).select("category", "rule").row(0) for at in range(len(names))]
+    alone = [
+        assign_categories(frame[at : at + 1]).select("category", "rule").row(0)
+        for at in range(len(names))
+    ]
     assert together == alone
     assert assign_categories(frame[:0]).height == 0
 
@@ -90,11 +116,21 @@ def test_a_name_is_classified_the_same_alone_and_among_others() -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        "", "{}", "5", '"x"', "[5]", "[{}]", '[{"rule": "x"}]', '[{"rule": 5, "kind": "gemm", "pattern": "x"}]',
-        '[{"rule": "x", "kind": "gemm"}]', '[{"rule": "x", "kind": "gemm", "pattern": null}]', "[" * 100_000,
-        '[{"rule": "x", "kind": "gemm", "pattern": ""}]', "\udcff",
+        "",
+        "{}",
+        "5",
+        '"x"',
+        "[5]",
+        "[{}]",
+        '[{"rule": "x"}]',
+        '[{"rule": 5, "kind": "gemm", "pattern": "x"}]',
+        '[{"rule": "x", "kind": "gemm"}]',
+        '[{"rule": "x", "kind": "gemm", "pattern": null}]',
+        "[" * 100_000,
+        '[{"rule": "x", "kind": "gemm", "pattern": ""}]',
+        "\udcff",
     ],
-)  # fmt: skip
+)
 def test_tables_that_are_none_are_refused_with_their_place(content: str, tmp_path: Path) -> None:
     path = tmp_path / "rules.json"
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
@@ -106,9 +142,16 @@ def test_tables_that_are_none_are_refused_with_their_place(content: str, tmp_pat
 
 
 @pytest.mark.parametrize("pattern", ["(", "a(?=b)", r"(a)\1", "[", "*", "a{5000}{5000}"])
-def test_patterns_that_are_none_are_refused_by_the_name_of_their_rule(pattern: str, tmp_path: Path) -> None:
+def test_patterns_that_are_none_are_refused_by_the_name_of_their_rule(
+    pattern: str, tmp_path: Path
+) -> None:
     path = tmp_path / "rules.json"
-    row: dict[str, Any] = {"rule": "mine", "kind": "gemm", "category": "compute", "pattern": pattern}
+    row: dict[str, Any] = {
+        "rule": "mine",
+        "kind": "gemm",
+        "category": "compute",
+        "pattern": pattern,
+    }
     path.write_text(json.dumps([row]))
     for reading in (read_kind_rules, read_rules):
         with pytest.raises(UsageError, match="mine") as error:
@@ -117,7 +160,9 @@ def test_patterns_that_are_none_are_refused_by_the_name_of_their_rule(pattern: s
 
 
 @pytest.mark.parametrize("row", [{"kind": "matmul"}, {"kind": ""}, {"kind": "GEMM"}])
-def test_kinds_that_there_are_not_are_refused_with_those_that_there_are(row: dict[str, str], tmp_path: Path) -> None:
+def test_kinds_that_there_are_not_are_refused_with_those_that_there_are(
+    row: dict[str, str], tmp_path: Path
+) -> None:
     path = tmp_path / "rules.json"
     path.write_text(json.dumps([{"rule": "mine", "pattern": "x"} | row]))
     with pytest.raises(UsageError) as error:
@@ -133,8 +178,13 @@ def test_more_patterns_of_operators_than_there_is_room_for_are_refused() -> None
 
 def test_tables_are_read_in_their_order_and_a_missing_one_is_told(tmp_path: Path) -> None:
     for name in ("b", "a"):
-        (tmp_path / f"{name}.json").write_text(json.dumps([{"rule": name, "kind": "gemm", "pattern": "x"}]))
-    assert [rule.name for rule in load_rules([tmp_path / "b.json", tmp_path / "a.json"])] == ["b", "a"]
+        (tmp_path / f"{name}.json").write_text(
+            json.dumps([{"rule": name, "kind": "gemm", "pattern": "x"}])
+        )
+    assert [rule.name for rule in load_rules([tmp_path / "b.json", tmp_path / "a.json"])] == [
+        "b",
+        "a",
+    ]
     with pytest.raises(TraceloomError, match="gone"):
         load_rules([tmp_path / "gone.json"])
 
@@ -155,10 +205,21 @@ def test_every_known_device_is_found_in_any_capitals_and_blanks(name: str) -> No
 @pytest.mark.parametrize(
     "given",
     [
-        {"bf16": 10**400}, {"bf16": "1e12"}, {"bf16": None}, {"bf16": float("nan")}, {"memory": 0}, {"flops": 1.0},
-        {"bf16": -1}, "bf16=", "=5", "bf16=1e12,", "bf16=1e400", "bf16=1 memory=2", "bf16==1",
+        {"bf16": 10**400},
+        {"bf16": "1e12"},
+        {"bf16": None},
+        {"bf16": float("nan")},
+        {"memory": 0},
+        {"flops": 1.0},
+        {"bf16": -1},
+        "bf16=",
+        "=5",
+        "bf16=1e12,",
+        "bf16=1e400",
+        "bf16=1 memory=2",
+        "bf16==1",
     ],
-)  # fmt: skip
+)
 def test_peaks_that_are_none_are_refused_in_words(given: Any) -> None:
     with pytest.raises(UsageError) as error:
         parse_peak(given)
@@ -179,8 +240,16 @@ def test_numbers_as_text_and_as_a_mapping_are_the_same_peaks() -> None:
 
 
 def test_a_peak_that_the_user_gives_is_that_of_every_device() -> None:
-    trace = TraceBuilder(devices=2, device_name="Unknown 9000").kernel("k", 0, 5).kernel("k", 0, 5, device=1).build()
+    trace = (
+        TraceBuilder(devices=2, device_name="Unknown 9000")
+        .kernel("k", 0, 5)
+        .kernel("k", 0, 5, device=1)
+        .build()
+    )
     assert set(find_peaks(trace)) == {0, 1}
-    assert all(isinstance(reason, str) and "Unknown 9000" in reason for reason in find_peaks(trace).values())
+    assert all(
+        isinstance(reason, str) and "Unknown 9000" in reason
+        for reason in find_peaks(trace).values()
+    )
     chosen = parse_peak("bf16=1e15")
     assert find_peaks(trace, chosen) == {0: chosen, 1: chosen}

@@ -72,7 +72,12 @@ def played(seed: int, *, times: bool = True, forget_after: int = 0) -> Played:
     return Played(seed, times=times, forget_after=forget_after)
 
 
-WAYS: list[dict[str, Any]] = [{}, {"times": False}, {"forget_after": 80}, {"times": False, "forget_after": 150}]
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"times": False},
+    {"forget_after": 80},
+    {"times": False, "forget_after": 150},
+]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -90,7 +95,10 @@ def test_bytes_after_every_event_are_those_of_the_allocator(seed: int, way: dict
     assert rows["time_ns"].n_unique() == rows.height, "instants tell every event apart"
     assert explained.trace.rank == 3
     row = build_allocations(explained).pools.row(0, named=True)
-    assert (row["peak_bytes"], row["end_bytes"]) == (max([truth.before, *truth.levels]), truth.levels[-1])
+    assert (row["peak_bytes"], row["end_bytes"]) == (
+        max([truth.before, *truth.levels]),
+        truth.levels[-1],
+    )
     assert (row["unseen_bytes"], row["start_bytes"]) == (0, truth.before)
 
 
@@ -131,11 +139,20 @@ def test_what_stands_in_the_stack_says_what_a_block_is_for() -> None:
     builder.alloc(800, ("/u/model.py", 8, "forward"), MAIN)
     builder.free(early)
     explained = explain_snapshot(parse_snapshot(builder.build(), "made.pickle"))
-    category = {int(size): CATEGORIES[at] for size, at in zip(explained.named.blocks.bytes, explained.kinds.category, strict=True)}  # fmt: skip
+    category = {
+        int(size): CATEGORIES[at]
+        for size, at in zip(explained.named.blocks.bytes, explained.kinds.category, strict=True)
+    }
     assert category == {
-        100: "before_recording", 200: "optimizer_state", 300: "temporary", 400: "input", 500: "gradient",
-        600: "temporary", 700: "optimizer_state", 800: "unknown",
-    }  # fmt: skip
+        100: "before_recording",
+        200: "optimizer_state",
+        300: "temporary",
+        400: "input",
+        500: "gradient",
+        600: "temporary",
+        700: "optimizer_state",
+        800: "unknown",
+    }
     names = dict(zip(explained.named.blocks.bytes.tolist(), explained.named.names(), strict=True))
     assert names[500] == "backward.AddmmBackward0.1"
     assert names[600] == "backward.AddmmBackward0.2"
@@ -143,7 +160,9 @@ def test_what_stands_in_the_stack_says_what_a_block_is_for() -> None:
 
 def test_what_was_there_before_the_history_is_named_by_the_users_line() -> None:
     builder = SnapshotBuilder()
-    builder.alloc(100, ("/x/torch/nn/modules/linear.py", 3, "__init__"), ("/u/model.py", 7, "__init__"), MAIN)
+    builder.alloc(
+        100, ("/x/torch/nn/modules/linear.py", 3, "__init__"), ("/u/model.py", 7, "__init__"), MAIN
+    )
     builder.alloc(200, ("/x/torch/cuda/graphs.py", 3, "capture"))
     builder.alloc(300)
     builder.forget()
@@ -151,16 +170,33 @@ def test_what_was_there_before_the_history_is_named_by_the_users_line() -> None:
     peak = build_allocations(explain_snapshot(parse_snapshot(builder.build(), "made.pickle"))).peak
     leaves = dict(peak.filter(pl.col("self_bytes") > 0).select("name", "bytes").rows())
     assert leaves == {
-        "/u/model.py(7): __init__": 100, "/x/torch/cuda/graphs.py(3): capture": 200, "no stack recorded": 300, "none": 1
-    }  # fmt: skip
+        "/u/model.py(7): __init__": 100,
+        "/x/torch/cuda/graphs.py(3): capture": 200,
+        "no stack recorded": 300,
+        "none": 1,
+    }
 
 
 def test_entries_of_one_microsecond_keep_their_order() -> None:
     def entry(action: str, address: int, size: int) -> dict[str, Any]:
-        return {"action": action, "addr": address, "size": size, "stream": 0, "frames": [], "time_us": 5}
+        return {
+            "action": action,
+            "addr": address,
+            "size": size,
+            "stream": 0,
+            "frames": [],
+            "time_us": 5,
+        }
 
-    entries = [entry("alloc", 1, 10), entry("free_requested", 1, 10), entry("alloc", 1, 20), entry("alloc", 2, 30)]
-    explained = explain_snapshot(parse_snapshot({"segments": [], "device_traces": [entries]}, "made.pickle"))
+    entries = [
+        entry("alloc", 1, 10),
+        entry("free_requested", 1, 10),
+        entry("alloc", 1, 20),
+        entry("alloc", 2, 30),
+    ]
+    explained = explain_snapshot(
+        parse_snapshot({"segments": [], "device_traces": [entries]}, "made.pickle")
+    )
     blocks = explained.named.blocks
     assert blocks.levels(0, 4).tolist() == [0, 10, 0, 20, 50]
     assert explained.trace.allocations["time_ns"].to_list() == [5000, 5001, 5002, 5003]
@@ -170,17 +206,31 @@ def test_entries_of_one_microsecond_keep_their_order() -> None:
 def test_versions_that_tell_only_when_a_free_was_completed_are_paired_too() -> None:
     entries = [
         {"action": "alloc", "addr": 1, "size": 10, "stream": 0, "frames": [], "time_us": 1},
-        {"action": "free_completed", "addr": 1, "size": 10, "stream": 0, "frames": [], "time_us": 2},
+        {
+            "action": "free_completed",
+            "addr": 1,
+            "size": 10,
+            "stream": 0,
+            "frames": [],
+            "time_us": 2,
+        },
     ]
-    blocks = explain_snapshot(parse_snapshot({"segments": [], "device_traces": [entries]}, "made.pickle")).named.blocks
+    blocks = explain_snapshot(
+        parse_snapshot({"segments": [], "device_traces": [entries]}, "made.pickle")
+    ).named.blocks
     assert blocks.levels(0, 2).tolist() == [0, 10, 0]
 
 
 def test_a_snapshot_of_an_empty_allocator_has_no_blocks() -> None:
-    explained = explain_snapshot(parse_snapshot({"segments": [], "device_traces": [[], []]}, "made.pickle"))
+    explained = explain_snapshot(
+        parse_snapshot({"segments": [], "device_traces": [[], []]}, "made.pickle")
+    )
     assert explained.named.blocks.made.size == 0
     found = build_allocations(explained)
-    assert all(frame.height == 0 for frame in (found.pools, found.peak, found.categories, found.largest, found.growth))
+    assert all(
+        frame.height == 0
+        for frame in (found.pools, found.peak, found.categories, found.largest, found.growth)
+    )
     assert count_by_lifetime(explained.named.blocks).height == 0
 
 
@@ -197,13 +247,19 @@ def test_without_a_history_the_blocks_stand_in_the_order_of_their_addresses() ->
 def _segments(snapshot: MemorySnapshot) -> list[dict[str, Any]]:
     """The segments of a snapshot in the form that PyTorch writes."""
     segments = []
-    for number, address, size in snapshot.segments.with_row_index("n").select("n", "address", "bytes").rows():
+    for number, address, size in (
+        snapshot.segments.with_row_index("n").select("n", "address", "bytes").rows()
+    ):
         blocks = snapshot.blocks.filter(pl.col("segment") == number)
         listed = [
             {"address": a, "size": s, "requested_size": r, "state": str(state), "frames": []}
-            for a, s, r, state in blocks.select("address", "bytes", "requested_bytes", "state").rows()
+            for a, s, r, state in blocks.select(
+                "address", "bytes", "requested_bytes", "state"
+            ).rows()
         ]
-        segments.append({"device": 0, "address": address, "total_size": size, "stream": 0, "blocks": listed})
+        segments.append(
+            {"device": 0, "address": address, "total_size": size, "stream": 0, "blocks": listed}
+        )
     return segments
 
 
@@ -216,7 +272,9 @@ def test_reserved_memory_is_allocated_pending_or_free(seed: int) -> None:
     row = compute_fragmentation(truth.snapshot).row(0, named=True)
     assert row["requested_bytes"] == sum(truth.live.values())
     assert row["allocated_bytes"] == sum(-(-size // 512) * 512 for size in truth.live.values())
-    assert row["reserved_bytes"] == row["allocated_bytes"] + row["pending_bytes"] + row["free_bytes"]
+    assert (
+        row["reserved_bytes"] == row["allocated_bytes"] + row["pending_bytes"] + row["free_bytes"]
+    )
     assert row["largest_free_bytes"] <= row["free_bytes"]
     assert row["fragmentation"] == pytest.approx(1 - row["largest_free_bytes"] / row["free_bytes"])
     assert 0 <= row["split_bytes"] <= row["free_bytes"]
@@ -227,11 +285,17 @@ def test_a_segment_that_is_free_as_a_whole_is_not_split_and_pending_blocks_are_n
     builder.free(builder.alloc(1 << 20))
     builder.free(builder.alloc(1 << 21), completed=False)
     row = compute_fragmentation(parse_snapshot(builder.build(), "made.pickle")).row(0, named=True)
-    assert (row["reserved_bytes"], row["free_bytes"], row["pending_bytes"]) == (3 << 20, 1 << 20, 2 << 20)
+    assert (row["reserved_bytes"], row["free_bytes"], row["pending_bytes"]) == (
+        3 << 20,
+        1 << 20,
+        2 << 20,
+    )
     assert (row["split_bytes"], row["fragmentation"], row["segment_count"]) == (0, 0.0, 2)
     full = SnapshotBuilder(segment=512)
     full.alloc(512)
-    assert compute_fragmentation(parse_snapshot(full.build(), "made.pickle"))["fragmentation"].to_list() == [None]
+    assert compute_fragmentation(parse_snapshot(full.build(), "made.pickle"))[
+        "fragmentation"
+    ].to_list() == [None]
 
 
 # -- over time, and for how long ----------------------------------------------------------------------------------
@@ -254,7 +318,9 @@ def test_levels_by_any_key_are_those_of_the_blocks_one_by_one(long: ExplainedMem
     kept, drawn = select_largest_keys(levels, 2)
     assert drawn.shape == (3, rows.size)
     assert (drawn.sum(axis=0) == levels.sum(axis=0)).all()
-    assert levels[kept].max(axis=1).tolist() == sorted(levels.max(axis=1).tolist(), reverse=True)[:2]
+    assert (
+        levels[kept].max(axis=1).tolist() == sorted(levels.max(axis=1).tolist(), reverse=True)[:2]
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, MAX_INSTANTS, MAX_INSTANTS + 1, 5000])

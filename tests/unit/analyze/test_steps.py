@@ -22,7 +22,9 @@ def test_steps_last_until_the_next_one_and_have_a_spread() -> None:
 
 
 def test_the_lag_is_how_long_after_its_step_the_last_work_ends() -> None:
-    builder = three().launch("cudaLaunchKernel", 12, 1, correlation=1).kernel("a", 15, 20, correlation=1)
+    builder = (
+        three().launch("cudaLaunchKernel", 12, 1, correlation=1).kernel("a", 15, 20, correlation=1)
+    )
     builder.launch("cudaLaunchKernel", 32, 1, correlation=2).kernel("b", 36, 2, correlation=2)
     steps = step_times(builder.build()).steps
     assert steps["lag_ns"].to_list() == [5_000, 0, None]
@@ -38,7 +40,12 @@ def test_a_graph_launch_counts_once() -> None:
 def test_a_trace_without_steps_has_none_and_says_so() -> None:
     times = step_times(TraceBuilder().op("aten::mm", 0, 5).build())
     assert times.steps.height == 0
-    assert (times.count, times.median_ns, times.spread_fraction, times.evidence) == (0, None, None, "none")
+    assert (times.count, times.median_ns, times.spread_fraction, times.evidence) == (
+        0,
+        None,
+        None,
+        "none",
+    )
 
 
 def test_tiles_cover_the_trace_without_holes() -> None:

@@ -60,7 +60,13 @@ def test_active_threads_are_counted_over_time_and_add_up_to_the_window() -> None
         .launch("cudaDeviceSynchronize", 70, 10, correlation=1, thread=2)
     )
     found = threads(builder.build())
-    assert found.concurrency.rows() == [(1, 1, 40_000), (1, 2, 10_000), (2, 0, 30_000), (2, 1, 10_000), (2, 2, 10_000)]
+    assert found.concurrency.rows() == [
+        (1, 1, 40_000),
+        (1, 2, 10_000),
+        (2, 0, 30_000),
+        (2, 1, 10_000),
+        (2, 2, 10_000),
+    ]
     assert (found.most, found.mean) == (2, 0.9)
     assert found.curve.height == 200
     assert found.curve["active"].mean() == pytest.approx(0.9)
@@ -68,13 +74,25 @@ def test_active_threads_are_counted_over_time_and_add_up_to_the_window() -> None
 
 
 def test_activities_of_a_thread_add_up_to_the_window() -> None:
-    builder = TraceBuilder().op("aten::mm", 0, 60).launch("cudaMalloc", 10, 20, correlation=1).kernel("k", 80, 20)
+    builder = (
+        TraceBuilder()
+        .op("aten::mm", 0, 60)
+        .launch("cudaMalloc", 10, 20, correlation=1)
+        .kernel("k", 80, 20)
+    )
     row = threads(builder.build()).threads.row(0, named=True)
     assert (row["op_ns"], row["blocking_call_ns"], row["unobserved_ns"]) == (40_000, 20_000, 40_000)
-    assert (row["active_ns"], row["busy_ns"], row["window_ns"], row["launch_count"]) == (40_000, 60_000, 100_000, 1)
+    assert (row["active_ns"], row["busy_ns"], row["window_ns"], row["launch_count"]) == (
+        40_000,
+        60_000,
+        100_000,
+        1,
+    )
 
 
-@pytest.mark.parametrize("builder", [TraceBuilder(), TraceBuilder().kernel("k", 0, 5), TraceBuilder().op("x", 5, 0)])
+@pytest.mark.parametrize(
+    "builder", [TraceBuilder(), TraceBuilder().kernel("k", 0, 5), TraceBuilder().op("x", 5, 0)]
+)
 def test_columns_do_not_depend_on_the_trace(builder: TraceBuilder) -> None:
     some, none = threads(TraceBuilder().op("aten::mm", 0, 5).build()), threads(builder.build())
     for name in ("threads", "concurrency", "curve"):
@@ -91,7 +109,13 @@ def doing(trace: Trace) -> dict[int, list[tuple[int, int, str]]]:
     lanes: dict[int, list[tuple[int, int, str]]] = {}
     for lane in trace.lanes.filter(kind="host")["lane"]:
         own = [row for row in events if row["lane"] == lane]
-        bounds = sorted({trace.start_ns, trace.end_ns, *(t for row in own for t in (row["start_ns"], row["end_ns"]))})
+        bounds = sorted(
+            {
+                trace.start_ns,
+                trace.end_ns,
+                *(t for row in own for t in (row["start_ns"], row["end_ns"])),
+            }
+        )
         lanes[lane] = []
         for low, high in pairwise(bounds):
             around = [row for row in own if row["start_ns"] <= low and row["end_ns"] >= high]
@@ -114,7 +138,11 @@ def activity_of(row: Row, blocking: set[int]) -> str | None:
 
 def test_every_stretch_of_a_thread_has_the_activity_of_its_innermost_event(odd: Trace) -> None:
     found = {row["lane"]: row for row in threads(odd).threads.to_dicts()}
-    summed = host(odd).account.group_by("lane", pl.col("activity").cast(pl.String)).agg(pl.col("ns").sum())
+    summed = (
+        host(odd)
+        .account.group_by("lane", pl.col("activity").cast(pl.String))
+        .agg(pl.col("ns").sum())
+    )
     accounts = {(lane, word): ns for lane, word, ns in summed.rows()}
     for lane, stretches in doing(odd).items():
         sums: dict[str, int] = defaultdict(int)
@@ -130,24 +158,40 @@ def test_every_stretch_of_a_thread_has_the_activity_of_its_innermost_event(odd: 
         assert (row["busy_ns"], row["event_count"]) == (covered(own), len(own))
 
 
-def test_the_number_of_active_threads_is_what_counting_them_at_every_instant_gives(odd: Trace) -> None:
+def test_the_number_of_active_threads_is_what_counting_them_at_every_instant_gives(
+    odd: Trace,
+) -> None:
     found, lanes = threads(odd), doing(odd)
     active = {
-        lane: [(low, high) for low, high, word in stretches if word not in {"unobserved", "blocking_call"}]
+        lane: [
+            (low, high)
+            for low, high, word in stretches
+            if word not in {"unobserved", "blocking_call"}
+        ]
         for lane, stretches in lanes.items()
     }
     steps = odd.steps.select("step", "start_ns", "end_ns").rows()
-    bounds = {odd.start_ns, odd.end_ns, *(t for stretches in active.values() for span in stretches for t in span)}
-    bounds |= {time for _, low, high in steps for time in (low, high) if odd.start_ns <= time <= odd.end_ns}
+    bounds = {
+        odd.start_ns,
+        odd.end_ns,
+        *(t for stretches in active.values() for span in stretches for t in span),
+    }
+    bounds |= {
+        time for _, low, high in steps for time in (low, high) if odd.start_ns <= time <= odd.end_ns
+    }
     sums: dict[tuple[int | None, int], int] = defaultdict(int)
     for low, high in pairwise(sorted(bounds)):
-        count = sum(any(start <= low and end >= high for start, end in spans) for spans in active.values())
+        count = sum(
+            any(start <= low and end >= high for start, end in spans) for spans in active.values()
+        )
         step = next((number for number, start, end in steps if start <= low < end), None)
         sums[step, count] += high - low
     assert {(step, count): ns for step, count, ns in found.concurrency.rows()} == sums
     window = odd.end_ns - odd.start_ns
     assert found.mean == pytest.approx(sum(count * ns for (_, count), ns in sums.items()) / window)
-    lengths = found.curve["start_ns"].diff().shift(-1).fill_null(odd.end_ns - found.curve["start_ns"][-1])
+    lengths = (
+        found.curve["start_ns"].diff().shift(-1).fill_null(odd.end_ns - found.curve["start_ns"][-1])
+    )
     assert (found.curve["active"] * lengths).sum() / window == pytest.approx(found.mean)
     assert found.curve["active"].max() <= found.most
 
@@ -159,7 +203,10 @@ def test_phases_of_a_thread_and_step_are_all_of_its_time(odd: Trace) -> None:
         for step, low, high in odd.steps.select("step", "start_ns", "end_ns").rows()
     }
     outside = odd.end_ns - odd.start_ns - sum(inside.values())
-    wanted = {**{step: ns for step, ns in inside.items() if ns}, **({None: outside} if outside else {})}
+    wanted = {
+        **{step: ns for step, ns in inside.items() if ns},
+        **({None: outside} if outside else {}),
+    }
     for lane in host(odd).threads["lane"]:
         own = account.filter(lane=lane).group_by("step").agg(pl.col("ns").sum())
         assert dict(own.rows()) == wanted

@@ -45,31 +45,87 @@ def twice(seed: int) -> Trace:
 # it was.
 SUMS: dict[str, tuple[str, str, str, str]] = {
     # name: (frame, keys, twice as much, the same)
-    "gpu_time": ("devices", "device", ("busy_ns compute_ns communication_ns memory_ns exposed_communication_ns "
-                 "exposed_memory_ns gpu_work_count kernel_count kernel_ns"), "edge_idle_before_ns edge_idle_after_ns"),
-    "kernels": ("kernels", "name category rule kind", "count total_ns", "mean_ns min_ns max_ns fraction"),
-    "operators": ("operators", "name shapes", "count self_ns total_ns device_ns self_device_ns kernel_count",
-                  "mean_ns fraction"),
+    "gpu_time": (
+        "devices",
+        "device",
+        (
+            "busy_ns compute_ns communication_ns memory_ns exposed_communication_ns "
+            "exposed_memory_ns gpu_work_count kernel_count kernel_ns"
+        ),
+        "edge_idle_before_ns edge_idle_after_ns",
+    ),
+    "kernels": (
+        "kernels",
+        "name category rule kind",
+        "count total_ns",
+        "mean_ns min_ns max_ns fraction",
+    ),
+    "operators": (
+        "operators",
+        "name shapes",
+        "count self_ns total_ns device_ns self_device_ns kernel_count",
+        "mean_ns fraction",
+    ),
     "kernel_kinds": ("kinds", "device kind", "count sum_ns exclusive_ns", ""),
-    "kernel_shapes": ("rows", "op shapes types kernel kind", "count total_ns", "mean_ns min_ns max_ns fraction"),
-    "modules": ("tree", "path kind", ("count host_ns self_host_ns device_ns self_device_ns kernel_count "
-                "backward_host_ns backward_device_ns recompute_count"), "depth"),
-    "flame": ("functions", "kind name file line", "calls self_ns total_ns self_device_ns device_ns", ""),
-    "threads": ("threads", "process thread name role", ("event_count busy_ns active_ns op_ns launch_ns blocking_call_ns "
-                "python_ns launch_count"), ""),
-    "communication": ("collectives", "kind group element_type where", "count bytes total_ns exposed_ns",
-                      "mean_ns min_ns max_ns"),
-    "copies": ("kinds", "device kind source_memory target_memory by_kernel pageable",
-               "count bytes unsized_count total_ns union_ns instant_count instant_bytes",
-               "bytes_per_s min_bytes_per_s max_bytes_per_s"),
-    "launches": ("totals", "device", "work_count launch_count graph_work_count unknown_count early_count late_count",
-                 "delay_median_ns delay_max_ns span_median_ns span_max_ns latency_median_ns latency_max_ns"),
-    "roofline": ("operators", "name shapes types arithmetic", "count total_ns flops bytes",
-                 "fraction intensity flop_rate byte_rate roofline_fraction bound"),
+    "kernel_shapes": (
+        "rows",
+        "op shapes types kernel kind",
+        "count total_ns",
+        "mean_ns min_ns max_ns fraction",
+    ),
+    "modules": (
+        "tree",
+        "path kind",
+        (
+            "count host_ns self_host_ns device_ns self_device_ns kernel_count "
+            "backward_host_ns backward_device_ns recompute_count"
+        ),
+        "depth",
+    ),
+    "flame": (
+        "functions",
+        "kind name file line",
+        "calls self_ns total_ns self_device_ns device_ns",
+        "",
+    ),
+    "threads": (
+        "threads",
+        "process thread name role",
+        ("event_count busy_ns active_ns op_ns launch_ns blocking_call_ns python_ns launch_count"),
+        "",
+    ),
+    "communication": (
+        "collectives",
+        "kind group element_type where",
+        "count bytes total_ns exposed_ns",
+        "mean_ns min_ns max_ns",
+    ),
+    "copies": (
+        "kinds",
+        "device kind source_memory target_memory by_kernel pageable",
+        "count bytes unsized_count total_ns union_ns instant_count instant_bytes",
+        "bytes_per_s min_bytes_per_s max_bytes_per_s",
+    ),
+    "launches": (
+        "totals",
+        "device",
+        "work_count launch_count graph_work_count unknown_count early_count late_count",
+        "delay_median_ns delay_max_ns span_median_ns span_max_ns latency_median_ns latency_max_ns",
+    ),
+    "roofline": (
+        "operators",
+        "name shapes types arithmetic",
+        "count total_ns flops bytes",
+        "fraction intensity flop_rate byte_rate roofline_fraction bound",
+    ),
     "anti_patterns": ("patterns", "pattern", "match_count host_ns gpu_ns", "checked reason advice"),
-    "blocking_calls": ("sites", "kind call op frame stack lane", "count pageable_count blocked_ns gpu_busy_ns",
-                       "max_ns"),
-}  # fmt: skip
+    "blocking_calls": (
+        "sites",
+        "kind call op frame stack lane",
+        "count pageable_count blocked_ns gpu_busy_ns",
+        "max_ns",
+    ),
+}
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -80,20 +136,25 @@ def test_what_happens_twice_takes_twice_as_long(name: str, seed: int) -> None:
     first, other = (getattr(ALL[name](trace), part) for trace in (odd_trace(seed), twice(seed)))
     assert first.height, "the trace has what the analysis is about"
     expected = {
-        tuple(row[key] for key in keys): [None if row[column] is None else 2 * row[column] for column in doubled]
+        tuple(row[key] for key in keys): [
+            None if row[column] is None else 2 * row[column] for column in doubled
+        ]
         + [row[column] for column in kept]
         for row in first.to_dicts()
     }
     actual = {
-        tuple(row[key] for key in keys): [row[column] for column in (*doubled, *kept)] for row in other.to_dicts()
+        tuple(row[key] for key in keys): [row[column] for column in (*doubled, *kept)]
+        for row in other.to_dicts()
     }
     assert len(expected) == first.height, "the keys tell all rows apart"
     assert actual.keys() == expected.keys()
     for key, values in expected.items():
         differ = [
-            column for column, value, again in zip((*doubled, *kept), values, actual[key], strict=True)
-            if again != value and not (isinstance(value, float) and math.isclose(value, again, rel_tol=1e-9))
-        ]  # fmt: skip
+            column
+            for column, value, again in zip((*doubled, *kept), values, actual[key], strict=True)
+            if again != value
+            and not (isinstance(value, float) and math.isclose(value, again, rel_tol=1e-9))
+        ]
         assert differ == [], (key, values, actual[key])
 
 
@@ -113,7 +174,10 @@ def test_steps_that_come_again_are_as_long_and_hold_as_much(seed: int) -> None:
     for name, frame in (("gpu_time", "steps"), ("kernel_kinds", "steps"), ("modules", "steps")):
         rows = [getattr(ALL[name](trace), frame) for trace in (first, other)]
         rows = [frame.drop("name", "start_ns", "step_name", strict=False) for frame in rows]
-        before, again = (frame.filter(pl.col("step") >= low) for frame, low in zip(rows, (number, after), strict=True))
+        before, again = (
+            frame.filter(pl.col("step") >= low)
+            for frame, low in zip(rows, (number, after), strict=True)
+        )
         moved = again.with_columns((pl.col("step") - (after - number)).cast(before.schema["step"]))
         assert moved.sort(pl.all()).equals(before.sort(pl.all())), name
 
@@ -158,24 +222,37 @@ def test_what_runs_on_another_device_changes_nothing_of_a_device(name: str, seed
     for device in (0, 1):
         alone = getattr(ALL[name](of_device(seed, device)), part)
         among = getattr(ALL[name](odd_trace(seed)), part).filter(pl.col("device") == device)
-        assert alone.filter(pl.col("device") == device).drop(left_out.split()).equals(among.drop(left_out.split()))
+        assert (
+            alone.filter(pl.col("device") == device)
+            .drop(left_out.split())
+            .equals(among.drop(left_out.split()))
+        )
         assert among.height
 
 
-RANK_FRAMES = {"kernels": "kernels", "operators": "operators", "steps": "step_times", "collectives": "collectives"}
+RANK_FRAMES = {
+    "kernels": "kernels",
+    "operators": "operators",
+    "steps": "step_times",
+    "collectives": "collectives",
+}
 
 
 @pytest.mark.parametrize("name", RANK_FRAMES)
 def test_what_a_session_shows_is_what_its_ranks_show_one_after_the_other(name: str) -> None:
     builders = [TraceBuilder(rank=rank, world_size=3) for rank in (2, 0)]
     for rank, made in enumerate(builders):
-        made.step(1, 0, 100).op("aten::mm", 1, 5 + rank).launch("cudaLaunchKernel", 2, 1, correlation=1)
+        made.step(1, 0, 100).op("aten::mm", 1, 5 + rank).launch(
+            "cudaLaunchKernel", 2, 1, correlation=1
+        )
         made.kernel("ncclDevKernel_AllReduce_Sum", 9, 5 + rank, correlation=1)
     traces = [made.build() for made in builders]
     shown = getattr(Session(tuple(traces), "run"), name)
     assert shown.columns[0] == "rank"
     alone = [
-        getattr(getattr(analyze, RANK_FRAMES[name])(trace), "calls" if name == "collectives" else name)
+        getattr(
+            getattr(analyze, RANK_FRAMES[name])(trace), "calls" if name == "collectives" else name
+        )
         for trace in traces
     ]
     expected = [

@@ -10,7 +10,13 @@ from traceloom.analyze.names import Vocabulary, _sort_names, build_vocabulary
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
 
-NAMES = (("aten::mm", "aten::b", "aten::mm"), (), ("zz", "cudaLaunchKernel", "aten::b"), ("aten::mm",), ("é", "b"))
+NAMES = (
+    ("aten::mm", "aten::b", "aten::mm"),
+    (),
+    ("zz", "cudaLaunchKernel", "aten::b"),
+    ("aten::mm",),
+    ("é", "b"),
+)
 PATTERNS = (r"^aten::", r"(?i)LAUNCH", r"b$", r"never")
 
 
@@ -40,4 +46,6 @@ def test_names_are_those_of_the_events_and_match_as_regular_expressions_do(at_on
         distinct = {name for each in NAMES for name in each} if at_once else set(names)
         assert words.ordered.to_list() == sorted(distinct)
         for pattern in PATTERNS:
-            assert words.events(pattern).tolist() == [re.search(pattern, name) is not None for name in names]
+            assert words.events(pattern).tolist() == [
+                re.search(pattern, name) is not None for name in names
+            ]

@@ -19,7 +19,9 @@ Anonymise = Callable[..., Anonymized]
 def run(tmp_path: Path) -> Anonymise:
     """Anonymise some paths into `tmp_path / "out"` (or a file)."""
 
-    def anonymise(*inputs: Path, output: str = "out", policy: Policy | None = None, **options: Any) -> Anonymized:
+    def anonymise(
+        *inputs: Path, output: str = "out", policy: Policy | None = None, **options: Any
+    ) -> Anonymized:
         key = Key(b"a key that only tests have")
         return anonymize(list(inputs), tmp_path / output, policy or Policy(), key, **options)
 

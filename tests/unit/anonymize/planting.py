@@ -68,7 +68,13 @@ def dicts(value: Any, spot: Spot = ()) -> Iterator[Spot]:
     """Every place that holds an object."""
     if isinstance(value, dict):
         yield spot
-    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    children = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, item in children:
         yield from dicts(item, (*spot, key))
 

@@ -22,7 +22,12 @@ from traceloom.workload.anonymize.policy import Key, Policy
 from traceloom.workload.anonymize.run import anonymize
 
 POLICIES = {"default": Policy(), "exact": Policy(shapes="keep", scalars="keep", times="keep")}
-NUMBERED_ANEW = {"lane", "parent", "node", "line"}  # places of threads and frames, which are sorted by name
+NUMBERED_ANEW = {
+    "lane",
+    "parent",
+    "node",
+    "line",
+}  # places of threads and frames, which are sorted by name
 ROUNDED = {"bytes", "copied", "size"}  # words in the names of columns that tell sizes
 SECRETS = ("train.py", "model.py", "loss", "acme", "quokka", "host0")
 
@@ -37,21 +42,27 @@ def before_and_after(seed: int, policy: str) -> tuple[Trace, Trace, bytes]:
         made.annotation(f"acme forward block {number}", at + 1, 13, thread=thread)
         made.python(f"/home/acme/train.py({number}): acme_step", at + 2, 11, thread=thread)
         made.launch("cudaLaunchKernel", at + 3, 2, correlation=9_000 + number, thread=thread)
-        made.kernel("void acme::quokka_kernel<float, 4>(int)", at + 9, 8, correlation=9_000 + number)
+        made.kernel(
+            "void acme::quokka_kernel<float, 4>(int)", at + 9, 8, correlation=9_000 + number
+        )
     with TemporaryDirectory() as folder:
         source = made.write(Path(folder) / "in.json")
-        output = anonymize([source], Path(folder) / "out.json", POLICIES[policy], Key(b"a key of tests alone")).output
+        output = anonymize(
+            [source], Path(folder) / "out.json", POLICIES[policy], Key(b"a key of tests alone")
+        ).output
         return read_kineto(source), read_kineto(output), output.read_bytes()
 
 
 def numbers(frame: pl.DataFrame, *, sizes: bool) -> Counter[Any]:
     """The rows without texts, moments and numbers that sorting by name gives; how often each stands."""
     columns = [
-        name for name, kind in frame.schema.items()
+        name
+        for name, kind in frame.schema.items()
         if (kind.is_numeric() or kind == pl.Boolean or isinstance(kind, pl.Enum))
-        and name not in NUMBERED_ANEW and (sizes or not ROUNDED & set(name.split("_")))
+        and name not in NUMBERED_ANEW
+        and (sizes or not ROUNDED & set(name.split("_")))
         and not (name in {"start_ns", "time_ns", "first_ns", "last_ns", "launch_ns"} and not sizes)
-    ]  # fmt: skip
+    ]
     return Counter(frame.select(columns).rows())
 
 
@@ -61,7 +72,9 @@ def test_every_analysis_says_the_same_in_numbers(seed: int, policy: str) -> None
     before, after, _ = before_and_after(seed, policy)
     differ = []
     for name, analysis in ALL.items():
-        if policy == "default" and name == "roofline":  # follows from shapes, which are rounded there
+        if (
+            policy == "default" and name == "roofline"
+        ):  # follows from shapes, which are rounded there
             continue
         first, other = parts_of(analysis(before)), parts_of(analysis(after))
         for part, value in first.items():

@@ -32,7 +32,9 @@ class Host:
     """A host trace of operators that follow each other."""
 
     def __init__(self) -> None:
-        self.nodes: list[dict[str, Any]] = [self._node(1, "[pytorch|profiler|execution_trace|thread]", "", [], [])]
+        self.nodes: list[dict[str, Any]] = [
+            self._node(1, "[pytorch|profiler|execution_trace|thread]", "", [], [])
+        ]
         self._tensors = 100
 
     def tensor(self, *shape: int) -> tuple[Any, list[int], list[int], str]:
@@ -42,11 +44,18 @@ class Host:
         for length in reversed(shape):
             strides.insert(0, count)
             count *= length
-        return [self._tensors, self._tensors + 5000, 0, count, 4, "cpu"], list(shape), strides, "Tensor(float)"
+        return (
+            [self._tensors, self._tensors + 5000, 0, count, 4, "cpu"],
+            list(shape),
+            strides,
+            "Tensor(float)",
+        )
 
     def op(self, schema: str, inputs: list[Any], outputs: list[Any]) -> None:
         """One more operator; inputs that are no tensors are (value, type)."""
-        self.nodes.append(self._node(len(self.nodes) + 1, schema.partition("(")[0], schema, inputs, outputs))
+        self.nodes.append(
+            self._node(len(self.nodes) + 1, schema.partition("(")[0], schema, inputs, outputs)
+        )
 
     def write(self, path: Path) -> Path:
         document = {"schema": "1.1.1-chakra.0.0.4", "pid": 4000, "nodes": self.nodes}
@@ -54,17 +63,36 @@ class Host:
         return path
 
     @staticmethod
-    def _node(number: int, name: str, schema: str, inputs: list[Any], outputs: list[Any]) -> dict[str, Any]:
+    def _node(
+        number: int, name: str, schema: str, inputs: list[Any], outputs: list[Any]
+    ) -> dict[str, Any]:
         def side(values: list[Any]) -> dict[str, Any]:
             full = [value if len(value) == 4 else (value[0], [], [], value[1]) for value in values]
-            return dict(zip(("values", "shapes", "strides", "types"), map(list, zip(*full, strict=True)), strict=True)) \
-                if full else {"values": [], "shapes": [], "strides": [], "types": []}  # fmt: skip
+            return (
+                dict(
+                    zip(
+                        ("values", "shapes", "strides", "types"),
+                        map(list, zip(*full, strict=True)),
+                        strict=True,
+                    )
+                )
+                if full
+                else {"values": [], "shapes": [], "strides": [], "types": []}
+            )
 
         numbers = {"rf_id": number, "fw_parent": 0, "seq_id": -1, "scope": 0, "tid": 1, "fw_tid": 0}
-        attributes = [{"name": key, "type": "uint64", "value": value} for key, value in numbers.items()]
+        attributes = [
+            {"name": key, "type": "uint64", "value": value} for key, value in numbers.items()
+        ]
         attributes.append({"name": "op_schema", "type": "string", "value": schema})
-        return {"id": number, "name": name, "ctrl_deps": 1, "inputs": side(inputs), "outputs": side(outputs),
-                "attrs": attributes}  # fmt: skip
+        return {
+            "id": number,
+            "name": name,
+            "ctrl_deps": 1,
+            "inputs": side(inputs),
+            "outputs": side(outputs),
+            "attrs": attributes,
+        }
 
 
 def model(path: Path, *, thirds: bool) -> Path:
@@ -78,24 +106,41 @@ def model(path: Path, *, thirds: bool) -> Path:
     active = host.tensor(341, 2100)
     host.op(GELU, [flat, ("tanh", "String")], [active])
     if thirds:
-        parts = [([*active[0][:2], at * 700, 341 * 700, 4, "cpu"], [341, 700], [2100, 1], active[3]) for at in range(3)]
-        several = [part[0] for part in parts], [part[1] for part in parts], [part[2] for part in parts]
+        parts = [
+            ([*active[0][:2], at * 700, 341 * 700, 4, "cpu"], [341, 700], [2100, 1], active[3])
+            for at in range(3)
+        ]
+        several = (
+            [part[0] for part in parts],
+            [part[1] for part in parts],
+            [part[2] for part in parts],
+        )
         kind = "GenericList[Tensor(float),Tensor(float),Tensor(float)]"
         host.op(CHUNK, [active, (3, "Int"), (1, "Int")], [(*several, kind)])
         normed = host.tensor(341, 700)
-        inputs = [parts[0], ([700], "GenericList[Int]"), ("<None>", "None"), ("<None>", "None"), (0.012345, "Double"),
-                  (True, "Bool")]  # fmt: skip
+        inputs = [
+            parts[0],
+            ([700], "GenericList[Int]"),
+            ("<None>", "None"),
+            ("<None>", "None"),
+            (0.012345, "Double"),
+            (True, "Bool"),
+        ]
         host.op(NORM, inputs, [normed])
     return host.write(path)
 
 
 def shared(source: Path, output: Path, policy: Policy | None = None) -> Anonymized:
-    return anonymize([source], output, (policy or Policy()).for_replay(), Key(b"a key that only tests have"))
+    return anonymize(
+        [source], output, (policy or Policy()).for_replay(), Key(b"a key that only tests have")
+    )
 
 
 def shapes_of(path: Path) -> set[tuple[int, ...]]:
     plan = make_plan(path, cache=False)
-    return {tuple(shape) for rank in plan.ranks.values() for shape in rank.tensors["shape"].to_list()}
+    return {
+        tuple(shape) for rank in plan.ranks.values() for shape in rank.tensors["shape"].to_list()
+    }
 
 
 def test_products_fit_without_any_exact_size(tmp_path: Path) -> None:
@@ -114,7 +159,12 @@ def test_a_factor_stays_where_parts_have_to_add_up(tmp_path: Path) -> None:
     assert report["leaks"]["shapes"]["kept_factors"] == [3]
     (rank,) = report["replay"]["ranks"]
     assert (rank["operators"], rank["run"], rank["other_shapes"]) == (5, 5, 0)
-    assert report["leaks"]["arguments"] == {"flags": 1, "numbers, replaced": 1, "whole numbers": 5, "words": 1}
+    assert report["leaks"]["arguments"] == {
+        "flags": 1,
+        "numbers, replaced": 1,
+        "whole numbers": 5,
+        "words": 1,
+    }
     (path,) = (tmp_path / "out").iterdir()
     assert (256, 512) in shapes_of(path)
     text = path.read_text()
@@ -127,8 +177,15 @@ def test_parts_of_an_exchange_add_up(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     host = Host()
     parts = "GenericList[Int,Int]"
-    inputs = [host.tensor(12, 31), host.tensor(12, 31), ("<Object>", "Object"), ([5, 7], parts), ([5, 7], parts),
-              (False, "Bool"), (-1, "Int")]  # fmt: skip
+    inputs = [
+        host.tensor(12, 31),
+        host.tensor(12, 31),
+        ("<Object>", "Object"),
+        ([5, 7], parts),
+        ([5, 7], parts),
+        (False, "Bool"),
+        (-1, "Int"),
+    ]
     host.op(EXCHANGE, inputs, [("<Object>", "Object")])
     report = shared(host.write(tmp_path / "rank0.host.json"), tmp_path / "out").report
     assert 31 not in report["leaks"]["shapes"]["kept_factors"]
@@ -156,7 +213,19 @@ def test_the_verb_says_what_runs_again(tmp_path: Path, capsys: pytest.CaptureFix
     assert "rank 0: 5 of 5 operators" in text
     assert "prime factors of sizes that stay, so that all fits: 3" in text
     assert (
-        main(["anonymize", str(source), "-o", str(tmp_path / "b"), "--for", "replay", "--structure", "collapse"]) == 2
+        main(
+            [
+                "anonymize",
+                str(source),
+                "-o",
+                str(tmp_path / "b"),
+                "--for",
+                "replay",
+                "--structure",
+                "collapse",
+            ]
+        )
+        == 2
     )
 
 
@@ -177,19 +246,46 @@ def test_what_the_policy_keeps_stays_kept() -> None:
         (NORM, "normalized_shape", 700, 1024),
         (CHUNK, "chunks", 3, 3),
         ("aten::add.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor", "alpha", 1, 1),
-        ("aten::add.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor", "alpha", -31337, -2),
-        ("aten::add.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor", "alpha", 3.7, 2.0),
+        (
+            "aten::add.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor",
+            "alpha",
+            -31337,
+            -2,
+        ),
+        (
+            "aten::add.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor",
+            "alpha",
+            3.7,
+            2.0,
+        ),
         ("aten::arange.start(Scalar start, Scalar end) -> Tensor", "end", 700, 1024),
         ("aten::select.int(Tensor(a) self, int dim, SymInt index) -> Tensor(a)", "index", 41, 0),
         ("aten::select.int(Tensor(a) self, int dim, SymInt index) -> Tensor(a)", "index", -3, -1),
-        ("aten::einsum(str equation, Tensor[] tensors) -> Tensor", "equation", "bhqd,bhkd->bhqk", "abcd,abed->abce"),
+        (
+            "aten::einsum(str equation, Tensor[] tensors) -> Tensor",
+            "equation",
+            "bhqd,bhkd->bhqk",
+            "abcd,abed->abce",
+        ),
         ("aten::einsum(str equation, Tensor[] tensors) -> Tensor", "equation", "secret_name", None),
-        ("aten::masked_fill.Scalar(Tensor self, Tensor mask, Scalar value) -> Tensor", "value", "-inf", "-inf"),
+        (
+            "aten::masked_fill.Scalar(Tensor self, Tensor mask, Scalar value) -> Tensor",
+            "value",
+            "-inf",
+            "-inf",
+        ),
         ("aten::conv2d(Tensor input, Tensor weight, SymInt[2] stride=1) -> Tensor", "stride", 3, 3),
-        ("aten::as_strided(Tensor(a) self, SymInt[] size, SymInt[] stride) -> Tensor(a)", "stride", 700, 1024),
+        (
+            "aten::as_strided(Tensor(a) self, SymInt[] size, SymInt[] stride) -> Tensor(a)",
+            "stride",
+            700,
+            1024,
+        ),
     ],
-)  # fmt: skip
-def test_arguments_become_harmless_ones_of_the_same_role(schema: str, name: str, value: Any, made: Any) -> None:
+)
+def test_arguments_become_harmless_ones_of_the_same_role(
+    schema: str, name: str, value: Any, made: Any
+) -> None:
     operator = parse_schema(schema)
     of = next(each for each in operator.arguments if each.name == name)
     result = rewrite_argument(value, of, operator, lambda size: 1024 if size == 700 else size)

@@ -41,8 +41,13 @@ def form(text: str) -> list[Any]:
 def test_an_equation_means_the_same_in_other_letters(seed: int) -> None:
     chance = random.Random(seed)
     alphabet = chance.sample(string.ascii_letters, chance.choice([2, 5, 26, 40, 52]))
-    terms = ["".join(chance.sample(alphabet, min(len(alphabet), chance.randint(1, 20)))) for _ in range(3)]
-    text = f"{terms[0]}, {terms[1]}...,{''.join(alphabet)}" + chance.choice(["", f" -> {terms[2]}", "->"])
+    terms = [
+        "".join(chance.sample(alphabet, min(len(alphabet), chance.randint(1, 20))))
+        for _ in range(3)
+    ]
+    text = f"{terms[0]}, {terms[1]}...,{''.join(alphabet)}" + chance.choice(
+        ["", f" -> {terms[2]}", "->"]
+    )
     result = equation(text)
     assert form(result) == form(text)
     first = list(dict.fromkeys(sign for sign in result if sign.isalpha()))
@@ -68,7 +73,9 @@ def test_a_number_keeps_its_sign_and_its_side_of_one(value: float) -> None:
 
 
 def test_prime_factors_are_prime_and_multiply_to_the_number() -> None:
-    primes = [number for number in range(2, 2000) if all(number % factor for factor in range(2, number))]
+    primes = [
+        number for number in range(2, 2000) if all(number % factor for factor in range(2, number))
+    ]
     for number in range(1, 2000):
         factors = find_prime_factors(number)
         assert math.prod(factors) == number
@@ -85,8 +92,10 @@ def test_rounding_by_factors_is_done_factor_by_factor() -> None:
                 while rest % factor == 0:
                     rest //= factor
                     # the nearest power of two by ratio
-                    power = min((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048), key=lambda p: (
-                        max(Fraction(p, factor), Fraction(factor, p)), p))  # fmt: skip
+                    power = min(
+                        (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048),
+                        key=lambda p: (max(Fraction(p, factor), Fraction(factor, p)), p),
+                    )
                     rounded *= factor if factor in kept else power
             assert round_prime_factors(number, kept) == (rounded if number > 2 else number)
     assert round_prime_factors(1 << 48) == 1 << 48
@@ -127,7 +136,10 @@ def test_sizes_that_stay_exact_are_those_of_the_report(mode: str) -> None:
     assert grid == {"keep": b"[12,5,1]", "bucket": b"[16,4,1]", "drop": None}[mode]
     splits = shapes.splits(b'"[100, 28]"')
     assert json.loads(json.loads(splits or b"")) == ([128, 32] if mode == "bucket" else [100, 28])
-    assert shapes.exact == {"keep": {15, 7, 0, 60, 100, 28}, "bucket": set(), "drop": {15, 7, 0, 100, 28}}[mode]
+    assert (
+        shapes.exact
+        == {"keep": {15, 7, 0, 60, 100, 28}, "bucket": set(), "drop": {15, 7, 0, 100, 28}}[mode]
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -136,5 +148,7 @@ def test_a_policy_is_read_back_as_it_is_reported(seed: int, tmp_path: Path) -> N
     chosen = {key: chance.choice(list(values)) for key, values in CHOICES.items()}
     policy = Policy(**chosen, keep_names=("my_op.*",), keep_arguments=("beta",))
     path = tmp_path / "policy.toml"
-    path.write_text("\n".join(f"{key} = {json.dumps(value)}" for key, value in policy.to_dict().items()))
+    path.write_text(
+        "\n".join(f"{key} = {json.dumps(value)}" for key, value in policy.to_dict().items())
+    )
     assert read_policy(path) == policy

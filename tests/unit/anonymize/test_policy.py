@@ -15,7 +15,9 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "anonymize.m
 def test_without_a_file_the_defaults_protect() -> None:
     policy = read_policy(None)
     assert policy == Policy()
-    assert {key: getattr(policy, key) for key in CHOICES} == {key: choices[0] for key, choices in CHOICES.items()}
+    assert {key: getattr(policy, key) for key in CHOICES} == {
+        key: choices[0] for key, choices in CHOICES.items()
+    }
     assert (policy.names, policy.shapes, policy.scalars) == ("pseudonym", "bucket", "drop")
 
 
@@ -30,7 +32,10 @@ def test_a_file_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('shapes = "round"', 'expected `shapes` to be one of "bucket", "keep", "drop", "fit", got \'round\''),
+        (
+            'shapes = "round"',
+            'expected `shapes` to be one of "bucket", "keep", "drop", "fit", got \'round\'',
+        ),
         ("shape = 1", "`shape` is no part of a policy"),
         ("keep_names = [1]", "expected `keep_names` to be a list of texts"),
         ('keep_names = ["("]', "is no regular expression"),
@@ -65,7 +70,9 @@ def test_a_policy_that_is_not_there_is_refused_plainly(tmp_path: Path) -> None:
 def test_a_choice_that_there_is_not_is_refused_in_programs_too(name: str) -> None:
     for value in CHOICES[name]:
         assert getattr(Policy(**{name: value}), name) == value
-    with pytest.raises(UsageError, match=f"expected `{name}` to be one of {', '.join(CHOICES[name])}, got 'hide'"):
+    with pytest.raises(
+        UsageError, match=f"expected `{name}` to be one of {', '.join(CHOICES[name])}, got 'hide'"
+    ):
         Policy(**{name: "hide"})
 
 

@@ -43,17 +43,23 @@ def job(rank: int, *, shift_us: float = 0, base_ns: int = BASE) -> TraceBuilder:
         made.op("aten::mm", at + 10, 100, thread=thread, shapes=[[700, 300], [300, 77]])
         made.op("my_library::secret_op", at + 150, 50, thread=thread, shapes=[[31337]])
         made.launch("cudaLaunchKernel", at + 20, 5, correlation=2 * step + 1, thread=thread)
-        made.kernel("volta_sgemm_128x64_nn", at + 40, 200, correlation=2 * step + 1, grid=[31, 7, 1])
+        made.kernel(
+            "volta_sgemm_128x64_nn", at + 40, 200, correlation=2 * step + 1, grid=[31, 7, 1]
+        )
         made.collective("allreduce", at + 320, 30, thread=thread, elements=53900)
         made.launch("cudaLaunchKernel", at + 325, 5, correlation=2 * step + 2, thread=thread)
         more = made.collective_args("allreduce", "0", 2, 53900, "Float")
-        made.kernel("ncclDevKernel_AllReduce_Sum", at + 400, 150, stream=8, correlation=2 * step + 2, **more)
+        made.kernel(
+            "ncclDevKernel_AllReduce_Sum", at + 400, 150, stream=8, correlation=2 * step + 2, **more
+        )
     return made
 
 
 def ranks(folder: Path, **options: float) -> list[Path]:
     folder.mkdir(exist_ok=True)
-    return [job(rank, **options).write(folder / f"worker{rank}_secret.json.gz") for rank in range(2)]
+    return [
+        job(rank, **options).write(folder / f"worker{rank}_secret.json.gz") for rank in range(2)
+    ]
 
 
 def verdicts(outcome: run_module.Anonymized) -> dict[str, set[str]]:
@@ -72,7 +78,10 @@ def test_ranks_stay_a_run_and_every_analysis_says_the_same(run: Anonymise, tmp_p
     assert verdicts(outcome).keys() == {"equal", "rounded"}
     assert verdicts(outcome)["rounded"] == {"bytes of collectives"}
     assert all(not entry["new_notices"] for entry in outcome.report["utility"])
-    assert sorted(path.name for path in outcome.output.iterdir()) == ["rank0.kineto.json.gz", "rank1.kineto.json.gz"]
+    assert sorted(path.name for path in outcome.output.iterdir()) == [
+        "rank0.kineto.json.gz",
+        "rank1.kineto.json.gz",
+    ]
 
 
 def test_times_begin_anew_but_ranks_stay_apart(run: Anonymise, tmp_path: Path) -> None:
@@ -82,9 +91,15 @@ def test_times_begin_anew_but_ranks_stay_apart(run: Anonymise, tmp_path: Path) -
     second = job(1, shift_us=123.456).write(folder / "rank1.json")
     before = [read_kineto(path) for path in (first, second)]
     after = load(run(first, second).output, cache=False).traces
-    assert after[1].start_ns - after[0].start_ns == before[1].start_ns - before[0].start_ns == 123_456
-    assert all(trace.meta.clock == "unix" and trace.start_ns < 1_002_000_000 * 10**9 for trace in after)
-    kept = load(run(first, second, output="kept", policy=Policy(times="keep")).output, cache=False).traces
+    assert (
+        after[1].start_ns - after[0].start_ns == before[1].start_ns - before[0].start_ns == 123_456
+    )
+    assert all(
+        trace.meta.clock == "unix" and trace.start_ns < 1_002_000_000 * 10**9 for trace in after
+    )
+    kept = load(
+        run(first, second, output="kept", policy=Policy(times="keep")).output, cache=False
+    ).traces
     assert [trace.start_ns for trace in kept] == [trace.start_ns for trace in before]
 
 
@@ -104,15 +119,23 @@ def test_what_is_shown_is_the_same_on_all_ranks(run: Anonymise, tmp_path: Path) 
 def test_shapes_are_rounded_kept_or_left_out(run: Anonymise, tmp_path: Path) -> None:
     source = job(0).write(tmp_path / "rank0.json")
     shapes = {
-        mode: set(read_kineto(run(source, output=f"{mode}.json", policy=Policy(shapes=mode)).output).tensors["shapes"])
+        mode: set(
+            read_kineto(
+                run(source, output=f"{mode}.json", policy=Policy(shapes=mode)).output
+            ).tensors["shapes"]
+        )
         for mode in ("bucket", "keep", "drop")
     }
     assert shapes == {
-        "bucket": {"[[512,256],[256,64]]", "[[32768]]"}, "keep": {"[[700,300],[300,77]]", "[[31337]]"}, "drop": set()
-    }  # fmt: skip
+        "bucket": {"[[512,256],[256,64]]", "[[32768]]"},
+        "keep": {"[[700,300],[300,77]]", "[[31337]]"},
+        "drop": set(),
+    }
 
 
-def test_the_leak_report_finds_shapes_that_bytes_and_names_give_away(run: Anonymise, tmp_path: Path) -> None:
+def test_the_leak_report_finds_shapes_that_bytes_and_names_give_away(
+    run: Anonymise, tmp_path: Path
+) -> None:
     made = job(0)
     made.copy("Memcpy HtoD (Pageable -> Device)", 50, 5, bytes=31337 * 4)
     source = made.write(tmp_path / "rank0.json")
@@ -140,7 +163,9 @@ def test_the_leak_report_lists_every_text_of_the_output(run: Anonymise, tmp_path
         return {value} if isinstance(value, str) else set()
 
     assert strings(json.loads(data)) <= texts
-    assert sum(outcome.report["leaks"]["counts"].values()) == len(outcome.report["leaks"]["strings"])
+    assert sum(outcome.report["leaks"]["counts"].values()) == len(
+        outcome.report["leaks"]["strings"]
+    )
 
 
 def test_words_of_hidden_names_in_the_output_are_reported(run: Anonymise, tmp_path: Path) -> None:
@@ -165,11 +190,21 @@ def test_random_traces_come_out_with_the_same_times(builder: TraceBuilder, tmp_p
     assert all(not entry["new_notices"] for entry in outcome.report["utility"])
 
 
-def test_collapsing_hides_the_tree_and_keeps_the_gpu_and_its_causes(run: Anonymise, tmp_path: Path) -> None:
+def test_collapsing_hides_the_tree_and_keeps_the_gpu_and_its_causes(
+    run: Anonymise, tmp_path: Path
+) -> None:
     outcome = run(*ranks(tmp_path / "in"), policy=Policy(structure="collapse"))
     found = verdicts(outcome)
-    assert {"GPU time by device", "GPU time by step", "steps", "kernel categories", "launches", "collectives",
-            "idle causes", "re-timing"} <= found["equal"]  # fmt: skip
+    assert {
+        "GPU time by device",
+        "GPU time by step",
+        "steps",
+        "kernel categories",
+        "launches",
+        "collectives",
+        "idle causes",
+        "re-timing",
+    } <= found["equal"]
     assert "changed" not in found
     trace: Trace = read_kineto(outcome.output / "rank0.kineto.json.gz")
     names = set(trace.events["name"])
@@ -181,7 +216,9 @@ def test_collapsing_hides_the_tree_and_keeps_the_gpu_and_its_causes(run: Anonymi
     assert all(end <= start or begin >= stop for start, stop in launches for begin, end in fused)
 
 
-def test_a_linked_workload_keeps_the_distance_of_all_its_nodes(run: Anonymise, tmp_path: Path) -> None:
+def test_a_linked_workload_keeps_the_distance_of_all_its_nodes(
+    run: Anonymise, tmp_path: Path
+) -> None:
     built = TraceBuilder().op("aten::mm", 0, 50).op("aten::add", 60, 20)
     built.launch("cudaLaunchKernel", 10, 5, correlation=1).kernel("k", 30, 20, correlation=1)
     write_rank(link_rank(built.build()), tmp_path / "workload.0.et")
@@ -206,24 +243,36 @@ def test_collapsing_joins_chains_of_a_chakra_file(run: Anonymise, tmp_path: Path
     def node(number: int, name: str, deps: list[int], *, cpu: bool, us: int) -> Node:
         made = Node(id=number, name=name, type=4, data_deps=deps, duration_micros=us)
         made.attr.extend(
-            [AttributeProto(name="is_cpu_op", bool_val=cpu), AttributeProto(name="num_ops", int64_val=100)]
+            [
+                AttributeProto(name="is_cpu_op", bool_val=cpu),
+                AttributeProto(name="num_ops", int64_val=100),
+            ]
         )
         return made
 
     nodes = [
-        node(0, "a", [], cpu=True, us=1), node(1, "b", [0], cpu=True, us=2), node(2, "c", [1], cpu=True, us=4),
-        node(3, "k", [2], cpu=False, us=8), node(4, "k", [3], cpu=False, us=16), node(5, "d", [2], cpu=True, us=32),
+        node(0, "a", [], cpu=True, us=1),
+        node(1, "b", [0], cpu=True, us=2),
+        node(2, "c", [1], cpu=True, us=4),
+        node(3, "k", [2], cpu=False, us=8),
+        node(4, "k", [3], cpu=False, us=16),
+        node(5, "d", [2], cpu=True, us=32),
         node(6, "e", [5, 4], cpu=True, us=64),
-    ]  # fmt: skip
+    ]
     write(tmp_path / "workload.0.et", GlobalMetadata(version="0.0.4"), nodes)
     outcome = run(tmp_path / "workload.0.et", policy=Policy(structure="collapse", shapes="keep"))
     with EtReader(outcome.output / "workload.0.et") as reader:
-        made = {one.id: (list(one.data_deps), one.duration_micros, one.attr[1].int64_val) for one in reader}
+        made = {
+            one.id: (list(one.data_deps), one.duration_micros, one.attr[1].int64_val)
+            for one in reader
+        }
     assert made == {0: ([], 7, 300), 3: ([0], 24, 200), 5: ([0], 32, 100), 6: ([5, 3], 64, 100)}
     assert {"total time", "ideal time"} <= verdicts(outcome)["equal"]
 
 
-def test_a_damaged_trace_comes_out_whole_with_what_could_be_read(run: Anonymise, tmp_path: Path) -> None:
+def test_a_damaged_trace_comes_out_whole_with_what_could_be_read(
+    run: Anonymise, tmp_path: Path
+) -> None:
     text = job(0).text().replace('"aten::mm"', '"aten::mm "quoted" x"', 1)
     source = tmp_path / "rank0.json"
     source.write_text(text[: int(len(text) * 0.8)])
@@ -231,12 +280,16 @@ def test_a_damaged_trace_comes_out_whole_with_what_could_be_read(run: Anonymise,
     outcome = run(source, output="shared.json")
     after = read_kineto(outcome.output)
     assert {notice.slug for notice in before.notices} >= {"cut-file"}
-    assert {notice.slug for notice in after.notices} <= {notice.slug for notice in before.notices} - {"cut-file"}
+    assert {notice.slug for notice in after.notices} <= {
+        notice.slug for notice in before.notices
+    } - {"cut-file"}
     assert after.events.height == before.events.height
     assert "changed" not in verdicts(outcome)
 
 
-def test_one_file_goes_into_one_file_packed_as_its_name_says(run: Anonymise, tmp_path: Path) -> None:
+def test_one_file_goes_into_one_file_packed_as_its_name_says(
+    run: Anonymise, tmp_path: Path
+) -> None:
     source = job(0).write(tmp_path / "rank0.json.gz")
     plain = run(source, output="shared.json")
     packed = run(source, output="shared.json.gz")
@@ -280,7 +333,9 @@ def test_nothing_is_left_behind_when_writing_fails(
     assert {path.name for path in tmp_path.iterdir()} == {"rank0.json"}
 
 
-def test_an_output_is_replaced_only_by_force_and_only_where_it_is_ours(run: Anonymise, tmp_path: Path) -> None:
+def test_an_output_is_replaced_only_by_force_and_only_where_it_is_ours(
+    run: Anonymise, tmp_path: Path
+) -> None:
     source = job(0).write(tmp_path / "rank0.json")
     run(source)
     with pytest.raises(OutputError, match="exists already"):
@@ -305,29 +360,67 @@ def test_a_recorded_run_stays_a_recorded_run(run: Anonymise, tmp_path: Path) -> 
     job(0).write(folder / "rank0.kineto.json")
     start = BASE + 1_000_000
     entry = {
-        "rank": 0, "world_size": 2, "host": "machine-0", "process": 4000, "command": ["python", "secret.py"],
-        "window": {"file": "rank0.kineto.json", "kind": "steps", "start_ns": start, "end_ns": start + 5},
+        "rank": 0,
+        "world_size": 2,
+        "host": "machine-0",
+        "process": 4000,
+        "command": ["python", "secret.py"],
+        "window": {
+            "file": "rank0.kineto.json",
+            "kind": "steps",
+            "start_ns": start,
+            "end_ns": start + 5,
+        },
         "steps": {"start_ns": [start], "duration_ns": [9], "state": ["recorded"]},
-    }  # fmt: skip
-    write_json(folder / "capture.json", {"format": "traceloom-capture", "version": 1, "ranks": [entry]})
+    }
+    write_json(
+        folder / "capture.json", {"format": "traceloom-capture", "version": 1, "ranks": [entry]}
+    )
     outcome = run(folder)
     session = load(outcome.output, cache=False)
     assert session.capture is not None
     entry = session.capture["ranks"][0]
-    assert entry["window"]["start_ns"] == entry["steps"]["start_ns"][0] == session.traces[0].start_ns
+    assert (
+        entry["window"]["start_ns"] == entry["steps"]["start_ns"][0] == session.traces[0].start_ns
+    )
     assert entry["process"] == session.traces[0].meta.process
     assert "command" not in entry
 
 
-def test_the_command_prints_both_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_both_reports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sources = [str(path) for path in ranks(tmp_path / "in")]
     out, key = tmp_path / "out", tmp_path / "secret.key"
-    assert main(["anonymize", *sources, "-o", str(out), "--key", str(key), "--map", str(tmp_path / "map.json")]) == 0
+    assert (
+        main(
+            [
+                "anonymize",
+                *sources,
+                "-o",
+                str(out),
+                "--key",
+                str(key),
+                "--map",
+                str(tmp_path / "map.json"),
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
-    for words in ("Utility: what the analyses say", "equal    critical path", "equal    re-timing", "Leaks: distinct texts",
-                  "keep it to yourself", "do not share it", f"traceloom report {out}"):  # fmt: skip
+    for words in (
+        "Utility: what the analyses say",
+        "equal    critical path",
+        "equal    re-timing",
+        "Leaks: distinct texts",
+        "keep it to yourself",
+        "do not share it",
+        f"traceloom report {out}",
+    ):
         assert words in said
-    assert main(["anonymize", *sources, "-o", str(out), "--key", str(key), "--json", "--force"]) == 0
+    assert (
+        main(["anonymize", *sources, "-o", str(out), "--key", str(key), "--json", "--force"]) == 0
+    )
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "out.anonymize.json").read_text())
     assert printed["format"] == "traceloom-anonymize-report"

@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from traceloom.workload.anonymize.policy import Policy
-from traceloom.workload.anonymize.sizes import Shapes, round_prime_factors, round_to_power_of_two, round_total
+from traceloom.workload.anonymize.sizes import (
+    Shapes,
+    round_prime_factors,
+    round_to_power_of_two,
+    round_total,
+)
 
 
 @given(st.integers(-(2**62), 2**62))
@@ -24,7 +29,10 @@ def test_a_bucket_is_a_power_of_two_within_a_factor_of_root_two(number: int) -> 
 
 @given(st.integers(1, 2**40), st.integers(0, 20))
 def test_powers_of_two_pass_through_rounding(number: int, power: int) -> None:
-    assert round_to_power_of_two(number << power) == round_to_power_of_two(number) << power or number < 3
+    assert (
+        round_to_power_of_two(number << power) == round_to_power_of_two(number) << power
+        or number < 3
+    )
 
 
 @given(st.integers(-(2**62), 2**62))
@@ -50,11 +58,16 @@ def test_what_is_no_shape_is_left_out(raw: bytes) -> None:
 
 
 @given(st.permutations([0, 1, 2]), st.lists(st.integers(2, 300), min_size=3, max_size=3))
-def test_strides_of_permuted_tensors_stay_in_their_order(order: list[int], shape: list[int]) -> None:
+def test_strides_of_permuted_tensors_stay_in_their_order(
+    order: list[int], shape: list[int]
+) -> None:
     strides, step = [0, 0, 0], 1
     for at in order:
         strides[at], step = step, step * shape[at]
-    made = json.loads(Shapes(Policy()).strides(json.dumps([strides]).encode(), json.dumps([shape]).encode()) or b"")
+    made = json.loads(
+        Shapes(Policy()).strides(json.dumps([strides]).encode(), json.dumps([shape]).encode())
+        or b""
+    )
     rounded = [round_to_power_of_two(size) for size in shape]
     expected, step = [0, 0, 0], 1
     for at in order:
@@ -66,7 +79,9 @@ def test_strides_with_gaps_are_left_out() -> None:
     assert Shapes(Policy()).strides(b"[[700, 1]]", b"[[5, 77]]") == b"[[]]"
 
 
-@given(st.lists(st.integers(1, 3000), min_size=1, max_size=4), st.sets(st.sampled_from([3, 5, 7, 11])))
+@given(
+    st.lists(st.integers(1, 3000), min_size=1, max_size=4), st.sets(st.sampled_from([3, 5, 7, 11]))
+)
 def test_products_stay_products_of_the_same(sizes: list[int], kept: set[int]) -> None:
     made = [round_prime_factors(size, kept) for size in sizes]
     assert math.prod(made) == round_prime_factors(math.prod(sizes), kept)
@@ -75,7 +90,9 @@ def test_products_stay_products_of_the_same(sizes: list[int], kept: set[int]) ->
     assert json.loads(shapes.dims(json.dumps(sizes).encode()) or b"") == made
     assert shapes.size(math.prod(sizes)) == math.prod(made)
     steps = [math.prod(sizes[at + 1 :]) for at in range(len(sizes))]
-    strides = json.loads(shapes.strides(json.dumps(steps).encode(), json.dumps(sizes).encode()) or b"")
+    strides = json.loads(
+        shapes.strides(json.dumps(steps).encode(), json.dumps(sizes).encode()) or b""
+    )
     assert strides == [math.prod(made[at + 1 :]) for at in range(len(sizes))]
 
 

@@ -12,7 +12,16 @@ import pytest
 from support.workload import node, write_set
 from traceloom.errors import InputError
 from traceloom.testing import HostTraceBuilder, TraceBuilder
-from traceloom.workload.anonymize.inputs import CHAKRA, GROUPS, HOST, KINETO, InputFiles, detect_kind, find, read_json
+from traceloom.workload.anonymize.inputs import (
+    CHAKRA,
+    GROUPS,
+    HOST,
+    KINETO,
+    InputFiles,
+    detect_kind,
+    find,
+    read_json,
+)
 
 
 def kineto(path: Path) -> Path:
@@ -28,7 +37,10 @@ def host(path: Path) -> Path:
 
 def named(sources: InputFiles, folder: Path) -> dict[str, tuple[str, str]]:
     """Old path -> (kind, new name)."""
-    return {source.path.relative_to(folder).as_posix(): (source.kind, source.name) for source in sources.files}
+    return {
+        source.path.relative_to(folder).as_posix(): (source.kind, source.name)
+        for source in sources.files
+    }
 
 
 def test_files_of_a_tree_are_told_by_content_and_named_by_rank_and_kind(tmp_path: Path) -> None:
@@ -92,12 +104,20 @@ def test_of_a_capture_only_the_files_that_it_names_are_rewritten(tmp_path: Path)
     folder = capture(
         tmp_path / "run",
         [
-            {"rank": 0, "windows": [{"file": "a.json"}, {"file": "b.json.gz"}, {"file": "../outside.json"}, {}],
-             "graph_step": {"file": "g.json", "host_file": "h.json"}},
+            {
+                "rank": 0,
+                "windows": [
+                    {"file": "a.json"},
+                    {"file": "b.json.gz"},
+                    {"file": "../outside.json"},
+                    {},
+                ],
+                "graph_step": {"file": "g.json", "host_file": "h.json"},
+            },
             {"rank": 5, "window": {"file": "missing.json"}},
             {"rank": 1, "window": {"file": "c.json"}},
         ],
-    )  # fmt: skip
+    )
     for name in ("a.json", "b.json.gz", "g.json", "c.json", "stranger.json"):
         kineto(folder / name)
     kineto(tmp_path / "outside.json")
@@ -154,7 +174,9 @@ def test_a_rank_that_is_none_is_not_in_a_name(rank: Any, tmp_path: Path) -> None
         ("a.bin", b"\x08\x01", KINETO),
     ],
 )
-def test_the_kind_of_a_file_is_told_by_its_beginning(tmp_path: Path, name: str, content: bytes, kind: str) -> None:
+def test_the_kind_of_a_file_is_told_by_its_beginning(
+    tmp_path: Path, name: str, content: bytes, kind: str
+) -> None:
     path = tmp_path / name
     path.write_bytes(content)
     assert detect_kind(path) == kind
@@ -179,7 +201,9 @@ def test_what_is_not_there_and_what_holds_nothing_is_said(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("content", [b"[1]", b"{", b"\xff\xfe", b"7", b"[" * 100_000])
-def test_a_document_that_is_no_object_is_refused_in_a_sentence(tmp_path: Path, content: bytes) -> None:
+def test_a_document_that_is_no_object_is_refused_in_a_sentence(
+    tmp_path: Path, content: bytes
+) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(content)
     with pytest.raises(InputError, match="the file is no JSON object") as caught:

@@ -34,7 +34,11 @@ def random_value(chance: random.Random, depth: int = 0) -> Any:
                 chance.randrange(9000),
                 4,
             ]
-            return [*tensor, chance.choice([*DEVICES, "acme:0", "cuda:acme"])] if chance.random() < 0.7 else tensor
+            return (
+                [*tensor, chance.choice([*DEVICES, "acme:0", "cuda:acme"])]
+                if chance.random() < 0.7
+                else tensor
+            )
         case 2:
             return chance.choice([0, 1, 700, -50_257, 2.5, -1e-6])
         case 3:
@@ -48,9 +52,12 @@ def random_value(chance: random.Random, depth: int = 0) -> Any:
 
 
 def is_tensor(value: Any) -> bool:
-    return isinstance(value, list) and len(value) in (5, 6) and all(type(number) is int for number in value[:5]) and (
-        all(isinstance(device, str) for device in value[5:])
-    )  # fmt: skip
+    return (
+        isinstance(value, list)
+        and len(value) in (5, 6)
+        and all(type(number) is int for number in value[:5])
+        and (all(isinstance(device, str) for device in value[5:]))
+    )
 
 
 def check(before: Any, after: Any, *, keeps: bool, depth: int = 0) -> None:
@@ -125,10 +132,19 @@ def test_what_communication_is_told_stays_numbers_and_names_by_pseudonym() -> No
 def test_the_list_of_process_groups_keeps_members_and_sizes_alone() -> None:
     rewriter, account = tensors()
     groups = [
-        {"pg_name": "acme_tp", "pg_desc": "acme tensor parallel", "backend_id": 3_000_000_000, "ranks": [0, 5],
-         "backend_config": "cuda:nccl", "group_size": 2, "group_count": 4, "acme": "secret"},
-        "acme", {"pg_name": "acme_tp", "ranks": "acme", "backend_config": "acme"},
-    ]  # fmt: skip
+        {
+            "pg_name": "acme_tp",
+            "pg_desc": "acme tensor parallel",
+            "backend_id": 3_000_000_000,
+            "ranks": [0, 5],
+            "backend_config": "cuda:nccl",
+            "group_size": 2,
+            "group_count": 4,
+            "acme": "secret",
+        },
+        "acme",
+        {"pg_name": "acme_tp", "ranks": "acme", "backend_config": "acme"},
+    ]
     (made,) = rewriter.values([json.dumps(groups)], GROUP_VALUES)
     first, second = json.loads(made)
     assert (first["ranks"], first["group_size"], first["group_count"], first["backend_config"]) == (
@@ -140,7 +156,11 @@ def test_the_list_of_process_groups_keeps_members_and_sizes_alone() -> None:
     assert first["pg_name"] == second["pg_name"]
     assert set(second) == {"pg_name"}
     assert "acme" not in made
-    assert account.unknown == {"process groups.acme", "process groups.ranks", "process groups.backend_config"}
+    assert account.unknown == {
+        "process groups.acme",
+        "process groups.ranks",
+        "process groups.backend_config",
+    }
     assert rewriter.values(["acme {", '"acme"', "[" * 100_000], GROUP_VALUES) == ["[]", "[]", "[]"]
     assert account.odd["process groups"] == 2
 

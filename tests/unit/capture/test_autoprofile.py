@@ -20,7 +20,14 @@ from traceloom.capture.autoprofile import Autoprofile, autoprofile
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "_said", set())
-    for name in ("TRACELOOM_SERVER", "TRACELOOM_TOKEN", "TRACELOOM_JOB", "RANK", "WORLD_SIZE", "SLURM_JOB_ID"):
+    for name in (
+        "TRACELOOM_SERVER",
+        "TRACELOOM_TOKEN",
+        "TRACELOOM_JOB",
+        "RANK",
+        "WORLD_SIZE",
+        "SLURM_JOB_ID",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -77,13 +84,17 @@ def test_a_loop_ends_while_a_service_that_never_answers_is_still_asked() -> None
 @pytest.mark.parametrize(
     "answer",
     [
-        b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n[1]", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{{",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n[1]",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{{",
         b"HTTP/1.1 200 OK\r\nContent-Length: 200000\r\n\r\n" + b"[" * 200_000,
-        b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (3 << 20), b"HTTP/1.1 403 No\r\nContent-Length: 2\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (3 << 20),
+        b"HTTP/1.1 403 No\r\nContent-Length: 2\r\n\r\n{}",
     ],
     ids=["list", "no-json", "deep", "endless", "refused"],
-)  # fmt: skip
-def test_what_is_no_service_is_said_once_and_asked_no_more(answer: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+)
+def test_what_is_no_service_is_said_once_and_asked_no_more(
+    answer: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
     def respond(connection: socket.socket, _ended: threading.Event) -> None:
         asked = b""
         while not asked.endswith(b"}") and (piece := connection.recv(1 << 16)):
@@ -103,7 +114,9 @@ def test_what_is_no_service_is_said_once_and_asked_no_more(answer: bytes, capsys
     assert line.endswith("[no-autoprofile]")
 
 
-def test_who_sends_a_letter_now_and_then_is_not_listened_to_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_sends_a_letter_now_and_then_is_not_listened_to_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "_EXCHANGE_S", 0.3)
     cut = threading.Event()
 

@@ -18,7 +18,12 @@ pytestmark = pytest.mark.torch
 from traceloom.capture.distributed import CollectiveLog, describe_groups, get_distributed  # noqa: E402
 
 WORLD, RANK = 4, 1
-ITEM = {"float32": ("Float", 4), "bfloat16": ("BFloat16", 2), "int64": ("Long", 8), "uint8": ("Byte", 1)}
+ITEM = {
+    "float32": ("Float", 4),
+    "bfloat16": ("BFloat16", 2),
+    "int64": ("Long", 8),
+    "uint8": ("Byte", 1),
+}
 
 
 class Job(NamedTuple):
@@ -63,41 +68,80 @@ def tensor(kind: str, elements: int) -> Any:
 CALLS = {
     "all_reduce": Call(lambda j, k, n: j.distributed.all_reduce(tensor(k, n)), "all_reduce", 1, 1),
     "all_reduce of two": Call(
-        lambda j, k, n: j.distributed.all_reduce(tensor(k, n), group=j.pair), "all_reduce", 1, 1, "pair"
+        lambda j, k, n: j.distributed.all_reduce(tensor(k, n), group=j.pair),
+        "all_reduce",
+        1,
+        1,
+        "pair",
     ),
     "all_gather": Call(
-        lambda j, k, n: j.distributed.all_gather([tensor(k, n) for _ in range(WORLD)], tensor(k, n)),
-        "all_gather", 1, WORLD,
+        lambda j, k, n: j.distributed.all_gather(
+            [tensor(k, n) for _ in range(WORLD)], tensor(k, n)
+        ),
+        "all_gather",
+        1,
+        WORLD,
     ),
     "all_gather_into_tensor": Call(
-        lambda j, k, n: newest(j, "all_gather_single", "all_gather_into_tensor")(tensor(k, WORLD * n), tensor(k, n)),
-        "all_gather", 1, WORLD,
+        lambda j, k, n: newest(j, "all_gather_single", "all_gather_into_tensor")(
+            tensor(k, WORLD * n), tensor(k, n)
+        ),
+        "all_gather",
+        1,
+        WORLD,
     ),
     "reduce_scatter_tensor": Call(
-        lambda j, k, n: newest(j, "reduce_scatter_single", "reduce_scatter_tensor")(tensor(k, n), tensor(k, WORLD * n)),
-        "reduce_scatter", WORLD, 1,
+        lambda j, k, n: newest(j, "reduce_scatter_single", "reduce_scatter_tensor")(
+            tensor(k, n), tensor(k, WORLD * n)
+        ),
+        "reduce_scatter",
+        WORLD,
+        1,
     ),
     "all_to_all_single": Call(
         lambda j, k, n: j.distributed.all_to_all_single(tensor(k, WORLD * n), tensor(k, WORLD * n)),
-        "all_to_all", WORLD, WORLD,
+        "all_to_all",
+        WORLD,
+        WORLD,
     ),
-    "broadcast": Call(lambda j, k, n: j.distributed.broadcast(tensor(k, n), src=2), "broadcast", 1, 1, peer=2),
+    "broadcast": Call(
+        lambda j, k, n: j.distributed.broadcast(tensor(k, n), src=2), "broadcast", 1, 1, peer=2
+    ),
     "broadcast of two": Call(  # the ranks of a group are counted anew in it; the table has those of the job
-        lambda j, k, n: j.distributed.broadcast(tensor(k, n), src=3, group=j.pair), "broadcast", 1, 1, "pair", 3
+        lambda j, k, n: j.distributed.broadcast(tensor(k, n), src=3, group=j.pair),
+        "broadcast",
+        1,
+        1,
+        "pair",
+        3,
     ),
-    "reduce": Call(lambda j, k, n: j.distributed.reduce(tensor(k, n), dst=0), "reduce", 1, 1, peer=0),
-    "scatter": Call(lambda j, k, n: j.distributed.scatter(tensor(k, n), src=3), "scatter", 0, 1, peer=3),
+    "reduce": Call(
+        lambda j, k, n: j.distributed.reduce(tensor(k, n), dst=0), "reduce", 1, 1, peer=0
+    ),
+    "scatter": Call(
+        lambda j, k, n: j.distributed.scatter(tensor(k, n), src=3), "scatter", 0, 1, peer=3
+    ),
     "scatter to all": Call(
-        lambda j, k, n: j.distributed.scatter(tensor(k, n), [tensor(k, n) for _ in range(WORLD)], src=RANK),
-        "scatter", WORLD, 1, peer=RANK,
+        lambda j, k, n: j.distributed.scatter(
+            tensor(k, n), [tensor(k, n) for _ in range(WORLD)], src=RANK
+        ),
+        "scatter",
+        WORLD,
+        1,
+        peer=RANK,
     ),
     "send": Call(lambda j, k, n: j.distributed.send(tensor(k, n), dst=3), "send", 1, 1, peer=3),
     "recv": Call(lambda j, k, n: j.distributed.recv(tensor(k, n), src=0), "recv", 1, 1, peer=0),
     "send to the other of two": Call(
-        lambda j, k, n: j.distributed.send(tensor(k, n), dst=3, group=j.pair), "send", 1, 1, "pair", 3
+        lambda j, k, n: j.distributed.send(tensor(k, n), dst=3, group=j.pair),
+        "send",
+        1,
+        1,
+        "pair",
+        3,
     ),
     "barrier": Call(lambda j, *_: j.distributed.barrier(), "barrier", 0, 0, typed=False),
-}  # fmt: skip
+}
 
 
 def rows(table: dict[str, Any]) -> list[dict[str, Any]]:
@@ -108,9 +152,12 @@ def rows(table: dict[str, Any]) -> list[dict[str, Any]]:
     for legend in legends.values():
         assert len(set(table[legend])) == len(table[legend])
     return [
-        {name: table[legends[name]][value] if name in legends else value for name, value in zip(columns, row, strict=True)}
+        {
+            name: table[legends[name]][value] if name in legends else value
+            for name, value in zip(columns, row, strict=True)
+        }
         for row in zip(*(table[name] for name in columns), strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def test_without_a_job_there_is_no_table() -> None:
@@ -125,11 +172,16 @@ def test_without_a_job_there_is_no_table() -> None:
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     made=st.lists(
-        st.tuples(st.sampled_from(sorted(CALLS)), st.sampled_from(sorted(ITEM)), st.integers(1, 50)),
-        min_size=1, max_size=12,
+        st.tuples(
+            st.sampled_from(sorted(CALLS)), st.sampled_from(sorted(ITEM)), st.integers(1, 50)
+        ),
+        min_size=1,
+        max_size=12,
     )
-)  # fmt: skip
-def test_the_table_has_every_call_with_its_bytes_and_peers(job: Job, made: list[tuple[str, str, int]]) -> None:
+)
+def test_the_table_has_every_call_with_its_bytes_and_peers(
+    job: Job, made: list[tuple[str, str, int]]
+) -> None:
     names = {str(group["description"] or group["name"]): group for group in describe_groups()}
     assert sorted(tuple(group["ranks"]) for group in names.values()) == [(0, 1, 2, 3), (1, 3)]
     of_ranks = {tuple(group["ranks"]): group["name"] for group in names.values()}
@@ -141,13 +193,22 @@ def test_the_table_has_every_call_with_its_bytes_and_peers(job: Job, made: list[
     assert table is not None
     told = rows(table)
     assert [(row["kind"], row["bytes_in"], row["bytes_out"], row["peer"]) for row in told] == [
-        (call.kind, call.bytes_in * elements * ITEM[kind][1], call.bytes_out * elements * ITEM[kind][1], call.peer)
+        (
+            call.kind,
+            call.bytes_in * elements * ITEM[kind][1],
+            call.bytes_out * elements * ITEM[kind][1],
+            call.peer,
+        )
         for name, kind, elements in made
         for call in [CALLS[name]]
     ]
     expected = {"all": of_ranks[0, 1, 2, 3], "pair": of_ranks[1, 3]}
     assert [row["group"] for row in told] == [expected[CALLS[name].group] for name, _, _ in made]
-    typed = [(row["type"], kind) for row, (name, kind, _) in zip(told, made, strict=True) if CALLS[name].typed]
+    typed = [
+        (row["type"], kind)
+        for row, (name, kind, _) in zip(told, made, strict=True)
+        if CALLS[name].typed
+    ]
     assert [of for of, _ in typed] == [ITEM[kind][0] for _, kind in typed]
     times = [row["start_ns"] for row in told]
     assert begun_ns <= min(times)
@@ -165,7 +226,9 @@ def test_nothing_is_left_of_it_and_what_is_called_outside_is_not_in_it(job: Job)
     job.distributed.all_reduce(tensor("float32", 3))
     table = log.stop()
     job.distributed.all_reduce(tensor("float32", 5))
-    assert {name: value for name, value in kinds.__dict__.items() if before.get(name) is not value} == {}
+    assert {
+        name: value for name, value in kinds.__dict__.items() if before.get(name) is not value
+    } == {}
     assert table is not None
     assert table["bytes_in"] == [12]
     log.start()

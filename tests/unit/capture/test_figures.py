@@ -16,7 +16,14 @@ import pytest
 from traceloom.capture import distributed, manifest, writing
 from traceloom.capture.distributed import KINDS, _count_bytes, _parse_recorded_kind
 from traceloom.capture.scope import MAXIMUM_LENGTH, scope
-from traceloom.capture.settings import Settings, check_times, parse_settings, parse_steps, print_message, print_once
+from traceloom.capture.settings import (
+    Settings,
+    check_times,
+    parse_settings,
+    parse_steps,
+    print_message,
+    print_once,
+)
 from traceloom.capture.steps import Instant, Mark, StepLog
 from traceloom.errors import UsageError
 
@@ -53,7 +60,9 @@ def test_the_table_of_steps_is_what_happened(seed: int) -> None:
     assert table["state"] == [row["mark"].value for row in rows]
     for mark in Mark:
         for skip in (0, 3):
-            of = [number for number, row in enumerate(rows) if row["mark"] is mark and number >= skip]
+            of = [
+                number for number, row in enumerate(rows) if row["mark"] is mark and number >= skip
+            ]
             assert log.numbers(mark, skip=skip) == of
             assert log.durations(of) == [rows[number]["took"] for number in of]
             known = [rows[number]["ran"] for number in of]
@@ -95,24 +104,34 @@ def test_what_recording_cost_is_the_ratio_of_medians_of_near_steps(seed: int) ->
     if times["recorded"]:
         assert figures["recorded_median_ns"] == int(np.median(times["recorded"]))
     if by_processor:
-        times = {"recorded": [rows[n]["ran"] for n in recorded], "plain": [rows[n]["ran"] for n in plain]}
+        times = {
+            "recorded": [rows[n]["ran"] for n in recorded],
+            "plain": [rows[n]["ran"] for n in plain],
+        }
         graph = [row["ran"] for row in rows if row["mark"] is Mark.GRAPH]
     enough = len(recorded) >= 3 and len(plain) >= 3
-    for name, share, other in (("ratio", 0.5, 0.5), ("ratio_low", 0.25, 0.75), ("ratio_high", 0.75, 0.25)):
+    for name, share, other in (
+        ("ratio", 0.5, 0.5),
+        ("ratio_low", 0.25, 0.75),
+        ("ratio_high", 0.75, 0.25),
+    ):
         if not enough:
             assert figures[name] is None
             continue
         value, base = np.quantile(times["recorded"], share), np.quantile(times["plain"], other)
         assert figures[name] == (pytest.approx(value / base, abs=1e-4) if value and base else None)
     if graph and len(plain) >= 3 and np.median(graph) and np.median(times["plain"]):
-        assert figures["graph_step_ratio"] == pytest.approx(np.median(graph) / np.median(times["plain"]), abs=1e-4)
+        assert figures["graph_step_ratio"] == pytest.approx(
+            np.median(graph) / np.median(times["plain"]), abs=1e-4
+        )
 
 
 # -- choices ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "given", [2.5, [1, 2], b"3", {"first": 1}, -3, range(5, 5), range(-2, 3), "1e3", "3..", "..3", True]
+    "given",
+    [2.5, [1, 2], b"3", {"first": 1}, -3, range(5, 5), range(-2, 3), "1e3", "3..", "..3", True],
 )
 def test_what_is_no_choice_of_steps_is_refused_in_words(given: Any) -> None:
     with pytest.raises(UsageError) as refused:
@@ -126,7 +145,11 @@ def test_a_choice_of_steps_is_the_same_in_every_spelling() -> None:
     for _ in range(50):
         first = draw.randint(0, 10**6)
         count = draw.randint(1, 10**6)
-        assert parse_steps(f"{first}..{first + count}") == parse_steps(range(first, first + count)) == (first, count)
+        assert (
+            parse_steps(f"{first}..{first + count}")
+            == parse_steps(range(first, first + count))
+            == (first, count)
+        )
         assert parse_steps(str(count)) == parse_steps(count) == (3, count)
 
 
@@ -135,17 +158,27 @@ def test_settings_come_back_from_the_environment_whatever_they_are() -> None:
     for _ in range(40):
         settings = Settings(
             draw.choice(["run", "/tmp/ä ü/漢字", 'quote"back\\slash', "new\nline"]),
-            first_step=draw.choice([None, 0, 7]), step_count=draw.choice([None, 1, 5]), after=draw.choice([None, 0.5]),
-            duration=draw.choice([None, 1e-3, 3.0]), stacks=draw.random() < 0.5, memory=draw.random() < 0.5,
-            module_names=draw.choice(["path", "class", "off"]), shapes=draw.choice([None, True, False]),
-            whole=draw.random() < 0.5, replaces=draw.choice(["", "old"]),
-        )  # fmt: skip
+            first_step=draw.choice([None, 0, 7]),
+            step_count=draw.choice([None, 1, 5]),
+            after=draw.choice([None, 0.5]),
+            duration=draw.choice([None, 1e-3, 3.0]),
+            stacks=draw.random() < 0.5,
+            memory=draw.random() < 0.5,
+            module_names=draw.choice(["path", "class", "off"]),
+            shapes=draw.choice([None, True, False]),
+            whole=draw.random() < 0.5,
+            replaces=draw.choice(["", "old"]),
+        )
         assert parse_settings(settings.to_json()) == settings
-        assert settings.early == (settings.first_step is None and not settings.by_time and not settings.whole)
+        assert settings.early == (
+            settings.first_step is None and not settings.by_time and not settings.whole
+        )
         assert settings.by_time == (settings.after is not None or settings.duration is not None)
         told = settings.to_dict(shapes=True)
         by_steps = not settings.by_time and not settings.whole
-        assert (told["first_step"], told["step_count"]) == (settings.window if by_steps else (None, None))
+        assert (told["first_step"], told["step_count"]) == (
+            settings.window if by_steps else (None, None)
+        )
         assert (told["module_names"] is not None) == settings.memory
         assert "directory" not in told
         json.dumps(told)
@@ -207,9 +240,14 @@ def test_scopes_of_functions_generators_and_coroutines_are_open_while_they_run_a
         assert returned.value.value == 41
     look()
     assert seen == [
-        "function.now", "outer.now", "outer.generator.now", "outer.generator.now", "outer.coroutine.now",
-        "outer.coroutine.function.now", "now",
-    ]  # fmt: skip
+        "function.now",
+        "outer.now",
+        "outer.generator.now",
+        "outer.generator.now",
+        "outer.coroutine.now",
+        "outer.coroutine.function.now",
+        "now",
+    ]
 
 
 def test_a_scope_that_ends_by_an_error_is_closed_and_may_be_entered_again() -> None:
@@ -239,7 +277,8 @@ def test_an_asynchronous_generator_takes_no_scope() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ['say "hi"', "back\\slash", "new\nline", "\x1b[31mred", "\u202egnp", "漢字", "x" * 1000, ""]
+    "name",
+    ['say "hi"', "back\\slash", "new\nline", "\x1b[31mred", "\u202egnp", "漢字", "x" * 1000, ""],
 )
 def test_a_name_is_safe_in_json_and_never_long(name: str) -> None:
     path = scope(name).path
@@ -268,7 +307,9 @@ def test_every_launcher_tells_the_place_by_its_variables(
 ) -> None:
     assert distributed.read_rank_and_world() == (None, None, None)
     alone.setenv(rank, "3")
-    assert distributed.read_rank_and_world() == (None, None, None), "one of the two alone says nothing"
+    assert distributed.read_rank_and_world() == (None, None, None), (
+        "one of the two alone says nothing"
+    )
     alone.setenv(size, "8")
     assert distributed.read_rank_and_world() == (3, 8, None)
     alone.setenv(local, "1")
@@ -302,14 +343,25 @@ def test_ranks_of_one_job_have_one_name_and_others_another(alone: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("name", "kind", "peer"),
     [
-        ("gloo:all_reduce", "all_reduce", None), ("nccl:_all_gather_base", "all_gather", None),
-        ("nccl:_reduce_scatter_base", "reduce_scatter", None), ("nccl:reduce", "reduce", None),
-        ("nccl:send 0->1", "send", 1), ("nccl:recv 1<-0", "recv", 0), ("gloo:allgather", "all_gather", None),
-        ("nccl:allreduce_coalesced", "all_reduce", None), ("ALLTOALL_BASE", "all_to_all", None), ("nccl:barrier", "barrier", None),
-        ("something:else", "else", None), ("", "", None), ("nccl:gather", "gather", None), ("nccl:broadcast", "broadcast", None),
+        ("gloo:all_reduce", "all_reduce", None),
+        ("nccl:_all_gather_base", "all_gather", None),
+        ("nccl:_reduce_scatter_base", "reduce_scatter", None),
+        ("nccl:reduce", "reduce", None),
+        ("nccl:send 0->1", "send", 1),
+        ("nccl:recv 1<-0", "recv", 0),
+        ("gloo:allgather", "all_gather", None),
+        ("nccl:allreduce_coalesced", "all_reduce", None),
+        ("ALLTOALL_BASE", "all_to_all", None),
+        ("nccl:barrier", "barrier", None),
+        ("something:else", "else", None),
+        ("", "", None),
+        ("nccl:gather", "gather", None),
+        ("nccl:broadcast", "broadcast", None),
     ],
-)  # fmt: skip
-def test_the_kind_is_in_the_name_that_the_flight_recorder_gives(name: str, kind: str, peer: int | None) -> None:
+)
+def test_the_kind_is_in_the_name_that_the_flight_recorder_gives(
+    name: str, kind: str, peer: int | None
+) -> None:
     assert _parse_recorded_kind(name) == (kind, peer)
 
 
@@ -321,10 +373,16 @@ def test_every_method_of_a_group_has_a_kind_that_its_own_name_gives() -> None:
 @pytest.mark.parametrize(
     ("sizes", "types", "size"),
     [
-        ([[2, 3]], ["Float"], 24), ([[2, 3], [4]], ["Half", "Long"], 44), ([], [], 0), (None, None, 0), ([[]], ["Byte"], 1),
-        ([[0, 5]], ["Float"], 0), ([["7", 2]], ["BFloat16"], 28), ([[2]], ["Quaternion"], None),
+        ([[2, 3]], ["Float"], 24),
+        ([[2, 3], [4]], ["Half", "Long"], 44),
+        ([], [], 0),
+        (None, None, 0),
+        ([[]], ["Byte"], 1),
+        ([[0, 5]], ["Float"], 0),
+        ([["7", 2]], ["BFloat16"], 28),
+        ([[2]], ["Quaternion"], None),
     ],
-)  # fmt: skip
+)
 def test_bytes_are_elements_times_their_size_and_unknown_where_a_type_is(
     sizes: Any, types: Any, size: int | None
 ) -> None:
@@ -336,15 +394,23 @@ def test_bytes_are_elements_times_their_size_and_unknown_where_a_type_is(
 
 def test_what_workers_beside_a_job_recorded_goes_with_all_of_their_files(tmp_path: Path) -> None:
     for stem, incidental in (("rank0", False), ("pid71", True), ("pid72", True)):
-        writing.write_json(tmp_path / f"{stem}.capture.json", manifest.document([{"incidental": incidental}], {}))
+        writing.write_json(
+            tmp_path / f"{stem}.capture.json", manifest.document([{"incidental": incidental}], {})
+        )
         (tmp_path / f"{stem}.kineto.json.gz").write_bytes(b"")
     (tmp_path / "pid71.txt").write_text("mine")
     manifest.drop_incidental(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"rank0.capture.json", "rank0.kineto.json.gz", "pid71.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "rank0.capture.json",
+        "rank0.kineto.json.gz",
+        "pid71.txt",
+    }
 
 
 def test_where_only_workers_recorded_they_stay(tmp_path: Path) -> None:
-    writing.write_json(tmp_path / "pid71.capture.json", manifest.document([{"incidental": True}], {}))
+    writing.write_json(
+        tmp_path / "pid71.capture.json", manifest.document([{"incidental": True}], {})
+    )
     manifest.drop_incidental(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["pid71.capture.json"]
 
@@ -365,7 +431,9 @@ def test_a_damaged_capture_is_merged_anew_from_its_parts(tmp_path: Path, text: s
     writing.write_json(tmp_path / "rank0.capture.json", manifest.document([{"rank": 0}], {}))
     (tmp_path / "capture.json").write_text(text)
     assert manifest.merge(tmp_path)["run"] == {}
-    assert [part["rank"] for part in json.loads((tmp_path / "capture.json").read_text())["ranks"]] == [0]
+    assert [
+        part["rank"] for part in json.loads((tmp_path / "capture.json").read_text())["ranks"]
+    ] == [0]
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -380,7 +448,9 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 # -- lines ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_line_is_said_once_with_its_slug_and_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_is_said_once_with_its_slug_and_cannot_move_the_cursor(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     print_message("a\x1b[2Jb\nc")
     for _ in range(3):
         print_once("only-in-this-test", "once")

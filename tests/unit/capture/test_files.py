@@ -24,25 +24,38 @@ def test_no_two_processes_get_one_name(tmp_path: Path) -> None:
     (tmp_path / writing.NOTES).mkdir()
     pid = os.getpid()
     assert [writing.reserve_name(tmp_path, rank) for rank in (0, 1, None, 1)] == [
-        "rank0", "rank1", f"pid{pid}", f"rank1-pid{pid}",
-    ]  # fmt: skip
+        "rank0",
+        "rank1",
+        f"pid{pid}",
+        f"rank1-pid{pid}",
+    ]
 
 
-def test_the_parts_of_all_ranks_are_merged_in_order_and_what_is_known_of_the_run_stays(tmp_path: Path) -> None:
+def test_the_parts_of_all_ranks_are_merged_in_order_and_what_is_known_of_the_run_stays(
+    tmp_path: Path,
+) -> None:
     for rank in (10, 2, 0):
-        writing.write_json(tmp_path / f"rank{rank}.capture.json", manifest.document([{"rank": rank}], {}))
+        writing.write_json(
+            tmp_path / f"rank{rank}.capture.json", manifest.document([{"rank": rank}], {})
+        )
     writing.write_json(tmp_path / "rankx.capture.json", {"rank": "no part"})
     manifest.merge(tmp_path, {"command": ["a"]})
     capture = manifest.merge(tmp_path)
     assert [part["rank"] for part in capture["ranks"]] == [0, 2, 10]
-    assert (capture["format"], capture["version"], capture["run"]) == ("traceloom-capture", 1, {"command": ["a"]})
+    assert (capture["format"], capture["version"], capture["run"]) == (
+        "traceloom-capture",
+        1,
+        {"command": ["a"]},
+    )
     assert capture["stage"] == "profiled"
     assert json.loads((tmp_path / "capture.json").read_text()) == capture
 
 
 def test_parts_that_are_written_at_once_are_all_in_the_merged_file(tmp_path: Path) -> None:
     def one(rank: int) -> None:
-        writing.write_json(tmp_path / f"rank{rank}.capture.json", manifest.document([{"rank": rank}], {}))
+        writing.write_json(
+            tmp_path / f"rank{rank}.capture.json", manifest.document([{"rank": rank}], {})
+        )
         subprocess.run(
             [
                 sys.executable,
@@ -61,7 +74,9 @@ def test_parts_that_are_written_at_once_are_all_in_the_merged_file(tmp_path: Pat
     assert [part["rank"] for part in ranks] == list(range(6))
 
 
-def test_a_new_capture_takes_the_place_of_an_earlier_one_and_of_nothing_else(tmp_path: Path) -> None:
+def test_a_new_capture_takes_the_place_of_an_earlier_one_and_of_nothing_else(
+    tmp_path: Path,
+) -> None:
     directory, made = tmp_path, tmp_path / writing.NOTES / "new"
     made.mkdir(parents=True)
     ours = [
@@ -119,7 +134,10 @@ def log_of(steps: list[tuple[int, int, Mark]]) -> StepLog:
     log = StepLog(now)
     for took, ran, mark in steps:
         now = Instant(
-            now.unix_ns + took, now.steady_ns + took, thread=1 if ran >= 0 else now.thread + 1, ran_ns=now.ran_ns + ran
+            now.unix_ns + took,
+            now.steady_ns + took,
+            thread=1 if ran >= 0 else now.thread + 1,
+            ran_ns=now.ran_ns + ran,
         )
         log.end(now, mark)
         log.begin(now)
@@ -128,7 +146,12 @@ def log_of(steps: list[tuple[int, int, Mark]]) -> StepLog:
 
 def test_the_overhead_compares_medians_of_processor_time_and_does_not_invent_any() -> None:
     before = [(900, 800, Mark.PLAIN), (100, 50, Mark.PLAIN), (500, 400, Mark.DISTURBED)]
-    recorded = [(120, 54, Mark.RECORDED), (990, 55, Mark.RECORDED), (130, 56, Mark.RECORDED), (300, 150, Mark.GRAPH)]
+    recorded = [
+        (120, 54, Mark.RECORDED),
+        (990, 55, Mark.RECORDED),
+        (130, 56, Mark.RECORDED),
+        (300, 150, Mark.GRAPH),
+    ]
     after = [(100, 48, Mark.PLAIN), (90, 50, Mark.PLAIN), (110, 52, Mark.PLAIN)]
     log = log_of([*before, *recorded, *after])
     figures = manifest.compute_overhead(log, warm_up=1)
@@ -137,20 +160,35 @@ def test_the_overhead_compares_medians_of_processor_time_and_does_not_invent_any
     assert figures["ratio_low"] < figures["ratio"] < figures["ratio_high"]
     assert figures["graph_step_ns"] == 300
     empty = manifest.compute_overhead(log_of([]), warm_up=1)
-    assert (empty["ratio"], empty["graph_step_ratio"], empty["unrecorded_median_ns"]) == (None, None, None)
+    assert (empty["ratio"], empty["graph_step_ratio"], empty["unrecorded_median_ns"]) == (
+        None,
+        None,
+        None,
+    )
 
 
 def test_the_overhead_compares_steps_that_are_near() -> None:
     far, near = [(100, 100, Mark.PLAIN)] * 50, [(200, 200, Mark.PLAIN)] * 10
-    figures = manifest.compute_overhead(log_of([*near, *[(220, 220, Mark.RECORDED)] * 5, *far]), warm_up=0)
+    figures = manifest.compute_overhead(
+        log_of([*near, *[(220, 220, Mark.RECORDED)] * 5, *far]), warm_up=0
+    )
     assert (figures["unrecorded_steps"], figures["unrecorded_median_ns"]) == (10, 150)
-    figures = manifest.compute_overhead(log_of([*[(220, 220, Mark.RECORDED)] * 5, *near, *far]), warm_up=0)
+    figures = manifest.compute_overhead(
+        log_of([*[(220, 220, Mark.RECORDED)] * 5, *near, *far]), warm_up=0
+    )
     assert figures["ratio"] == 1.1
 
 
-def test_the_overhead_of_two_unrecorded_steps_is_unknown_and_without_processor_time_it_is_that_of_the_clock() -> None:
+def test_the_overhead_of_two_unrecorded_steps_is_unknown_and_without_processor_time_it_is_that_of_the_clock() -> (
+    None
+):
     recorded = [(120, 60, Mark.RECORDED)] * 5
-    assert manifest.compute_overhead(log_of([*recorded, *[(100, 50, Mark.PLAIN)] * 2]), warm_up=0)["ratio"] is None
+    assert (
+        manifest.compute_overhead(log_of([*recorded, *[(100, 50, Mark.PLAIN)] * 2]), warm_up=0)[
+            "ratio"
+        ]
+        is None
+    )
     known = manifest.compute_overhead(log_of([*recorded, *[(100, -1, Mark.PLAIN)] * 3]), warm_up=0)
     assert (known["ratio_of"], known["ratio"]) == ("wall", 1.2)
 
@@ -162,10 +200,14 @@ def test_the_closing_line_tells_what_was_recorded() -> None:
         "window": {"first_step": 3, "step_count": 5, "start_ns": 0, "end_ns": 1},
         "steps": {"start_ns": [0] * 12},
         "overhead": {
-            "ratio": 1.034, "ratio_low": 1.01, "ratio_high": 1.08, "ratio_of": "cpu", "graph_step_ratio": 1.9,
+            "ratio": 1.034,
+            "ratio_low": 1.01,
+            "ratio_high": 1.08,
+            "ratio_of": "cpu",
+            "graph_step_ratio": 1.9,
         },
         "graph_step": {"step": 8},
-    }  # fmt: skip
+    }
     assert describe([rank, rank]) == (
         "recorded steps 3 to 7 of 12 on 2 ranks; a recorded step took 1.03 x (1.01 to 1.08) the CPU time of an "
         "unrecorded one; graph step 8 took 1.90 x"
@@ -175,10 +217,19 @@ def test_the_closing_line_tells_what_was_recorded() -> None:
 @pytest.mark.parametrize(
     ("line", "theirs"),
     [
-        (b"USDT:2026-11-20 17:49:50 5048:5048 SyncActivityProfilerHandler.cpp:52] profiler_start\n", True),
-        (b"STAGE:2024-05-01 10:00:00 12:12 ActivityProfilerController.cpp:314] Completed Stage: Warm Up\n", True),
+        (
+            b"USDT:2026-11-20 17:49:50 5048:5048 SyncActivityProfilerHandler.cpp:52] profiler_start\n",
+            True,
+        ),
+        (
+            b"STAGE:2024-05-01 10:00:00 12:12 ActivityProfilerController.cpp:314] Completed Stage: Warm Up\n",
+            True,
+        ),
         (b"[I1120 execution_trace_observer.cpp:800] Enabling Execution Trace Observer\n", True),
-        (b"[W1120 19:07:00.8 CPUAllocator.cpp:245] Memory block of unknown size was allocated before the\n", True),
+        (
+            b"[W1120 19:07:00.8 CPUAllocator.cpp:245] Memory block of unknown size was allocated before the\n",
+            True,
+        ),
         (b"my own line about a profiler_result\n", False),
         (b"Traceback (most recent call last):\n", False),
         (b"W1120 torch/distributed/run.py:874] Setting OMP_NUM_THREADS\n", False),

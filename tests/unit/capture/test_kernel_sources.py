@@ -14,7 +14,10 @@ from traceloom.capture.manifest import copy_sources
 
 def named(folder: Path, *paths: object) -> Path:
     """A trace whose events name files, with enough between them that it is read in several pieces."""
-    events = [{"name": "x" * 500_000, "args": {"kernel_backend": "triton", "kernel_file": str(path)}} for path in paths]
+    events = [
+        {"name": "x" * 500_000, "args": {"kernel_backend": "triton", "kernel_file": str(path)}}
+        for path in paths
+    ]
     trace = folder / "rank0.graph.kineto.json"
     trace.write_text(json.dumps({"traceEvents": events}))
     return trace
@@ -34,7 +37,9 @@ def test_only_files_that_a_trace_names_are_copied_each_once(tmp_path: Path) -> N
     copied = copy_sources(named(tmp_path, first, second, first, "", tmp_path / "a", second), folder)
     assert sorted(copied.files) == ["cfirst.py", "csecond.py"]
     assert copied.left_out == []
-    assert {path.name: path.read_text() for path in folder.iterdir()} == {name: name for name in copied.files}
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {
+        name: name for name in copied.files
+    }
 
 
 def test_what_cannot_be_copied_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,11 +49,15 @@ def test_what_cannot_be_copied_is_said(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "c3.py").mkdir()
     (tmp_path / "-c4.py").write_text("")
     names = ("c1.py", "c2.py", "c3.py", "-c4.py")
-    copied = copy_sources(named(tmp_path, *(tmp_path / name for name in names)), tmp_path / "rank0.host_resources")
+    copied = copy_sources(
+        named(tmp_path, *(tmp_path / name for name in names)), tmp_path / "rank0.host_resources"
+    )
     assert copied.files == ["c1.py"]
     assert dict(copied.left_out) == {
-        "c2.py": "too large", "c3.py": "there is no such file any more", "-c4.py": "no name for a file of its own",
-    }  # fmt: skip
+        "c2.py": "too large",
+        "c3.py": "there is no such file any more",
+        "-c4.py": "no name for a file of its own",
+    }
 
 
 def test_a_trace_without_kernels_makes_no_folder(tmp_path: Path) -> None:
@@ -56,7 +65,9 @@ def test_a_trace_without_kernels_makes_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "rank0.host_resources").exists()
 
 
-def test_a_new_capture_takes_the_place_of_earlier_sources_and_of_nothing_else_there(tmp_path: Path) -> None:
+def test_a_new_capture_takes_the_place_of_earlier_sources_and_of_nothing_else_there(
+    tmp_path: Path,
+) -> None:
     made = tmp_path / ".recording" / "new"
     for folder in (tmp_path, made):
         (folder / "rank0.host_resources").mkdir(parents=True)

@@ -22,21 +22,46 @@ from traceloom.errors import OutputError, UsageError
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its commands are those of a shell")
 # What a rank that recorded steps 5 and 6 says of itself.
 PART: dict[str, Any] = {
-    "rank": 0, "name": "rank0", "job": None, "notices": [], "steps": {"start_ns": [1] * 9}, "graph_step": None,
-    "window": {"file": "rank0.kineto.json.gz", "first_step": 5, "step_count": 2, "start_ns": 1, "end_ns": 2},
-    "overhead": {
-        "ratio": 1.25, "ratio_low": 1.0, "ratio_high": 1.5, "ratio_of": "cpu", "graph_step_ratio": None,
+    "rank": 0,
+    "name": "rank0",
+    "job": None,
+    "notices": [],
+    "steps": {"start_ns": [1] * 9},
+    "graph_step": None,
+    "window": {
+        "file": "rank0.kineto.json.gz",
+        "first_step": 5,
+        "step_count": 2,
+        "start_ns": 1,
+        "end_ns": 2,
     },
-}  # fmt: skip
+    "overhead": {
+        "ratio": 1.25,
+        "ratio_low": 1.0,
+        "ratio_high": 1.5,
+        "ratio_of": "cpu",
+        "graph_step_ratio": None,
+    },
+}
 
 
 def launch(directory: Path, *command: str, force: bool = False) -> Launch:
     return Launch(Settings(str(directory)), list(command), force=force)
 
 
-def writes(directory: Path, part: str, name: str = "rank0", then: str = "exit 0") -> tuple[str, ...]:
+def writes(
+    directory: Path, part: str, name: str = "rank0", then: str = "exit 0"
+) -> tuple[str, ...]:
     """A command that leaves a part of a capture, as a recorded process does."""
-    return ("sh", "-c", 'printf %s "$1" > "$2"; eval "$3"', "sh", part, str(directory / f"{name}.capture.json"), then)
+    return (
+        "sh",
+        "-c",
+        'printf %s "$1" > "$2"; eval "$3"',
+        "sh",
+        part,
+        str(directory / f"{name}.capture.json"),
+        then,
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,10 +91,16 @@ def test_what_comes_to_nothing_says_why_and_leaves_nothing(
     if status < 0:
         assert signal.Signals(-status).name in line
     assert not recording.recorded
-    assert [path.name for path in directory.rglob("*")] == ["notes.txt"] if existing else not directory.exists()
+    assert (
+        [path.name for path in directory.rglob("*")] == ["notes.txt"]
+        if existing
+        else not directory.exists()
+    )
 
 
-def test_the_command_gets_its_environment_and_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_gets_its_environment_and_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OF_THE_USER", "stays")
     monkeypatch.setenv("PYTHONPATH", "/of/the/user")
     monkeypatch.setenv("KINETO_LOG_LEVEL", "1")
@@ -103,10 +134,15 @@ def test_what_a_rank_wrote_is_merged_with_what_is_known_of_the_run(tmp_path: Pat
     )
     assert lines[1].startswith("wrote shown (")
     assert lines[1].endswith("next: traceloom report shown")
-    assert sorted(path.name for path in directory.rglob("*")) == ["capture.json", "rank0.capture.json"]
+    assert sorted(path.name for path in directory.rglob("*")) == [
+        "capture.json",
+        "rank0.capture.json",
+    ]
 
 
-@pytest.mark.parametrize("part", ["", '{"rank": 0', "\xff", "[]", "null", '"rank0"', "{}", '{"ranks": 3}'])
+@pytest.mark.parametrize(
+    "part", ["", '{"rank": 0', "\xff", "[]", "null", '"rank0"', "{}", '{"ranks": 3}']
+)
 def test_parts_that_are_none_are_said_and_kept(tmp_path: Path, part: str) -> None:
     directory = tmp_path / "run"
     recording = launch(directory, *writes(directory, part))

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from traceloom.capture.memory import count_live_bytes, is_out_of_memory, list_live_storages, parse_requested_bytes  # noqa: E402  (both import torch)  # noqa: E402
+from traceloom.capture.memory import (  # noqa: E402
+    count_live_bytes,
+    is_out_of_memory,
+    list_live_storages,
+    parse_requested_bytes,
+)
 from traceloom.capture.modules import ModuleScopes  # noqa: E402
 from traceloom.capture.scope import scope  # noqa: E402
 
@@ -15,13 +20,26 @@ from traceloom.capture.scope import scope  # noqa: E402
 @pytest.mark.parametrize(
     ("message", "ran_out", "asked"),
     [
-        ("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12", True, 4096),
+        (
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12",
+            True,
+            4096,
+        ),
         ("DefaultCPUAllocator: not enough memory: you tried to allocate 17 bytes.", True, 17),
-        ("CUDA out of memory. Tried to allocate 20.50 MiB. GPU 0 has a total capacity of 79.11 GiB", False, round(20.5 * 2**20)),
-        ("Tried to allocate 2 GiB", False, 2 * 2**30), ("Tried to allocate 512 bytes", False, 512), ("no such file", False, None), ("", False, None),
+        (
+            "CUDA out of memory. Tried to allocate 20.50 MiB. GPU 0 has a total capacity of 79.11 GiB",
+            False,
+            round(20.5 * 2**20),
+        ),
+        ("Tried to allocate 2 GiB", False, 2 * 2**30),
+        ("Tried to allocate 512 bytes", False, 512),
+        ("no such file", False, None),
+        ("", False, None),
     ],
-)  # fmt: skip
-def test_what_was_asked_for_in_vain_is_in_the_message(message: str, ran_out: bool, asked: int | None) -> None:
+)
+def test_what_was_asked_for_in_vain_is_in_the_message(
+    message: str, ran_out: bool, asked: int | None
+) -> None:
     assert parse_requested_bytes(RuntimeError(message)) == asked
     assert is_out_of_memory(RuntimeError(message)) == ran_out
     own = type("OutOfMemoryError", (RuntimeError,), {})
@@ -30,7 +48,11 @@ def test_what_was_asked_for_in_vain_is_in_the_message(message: str, ran_out: boo
 
 
 def test_live_bytes_add_up_by_device() -> None:
-    columns = {"bytes": [10, 5, 7, 100], "device_type": ["cuda", "cpu", "cuda", "cuda"], "device": [0, -1, 0, 1]}
+    columns = {
+        "bytes": [10, 5, 7, 100],
+        "device_type": ["cuda", "cpu", "cuda", "cuda"],
+        "device": [0, -1, 0, 1],
+    }
     assert count_live_bytes(columns) == {"cuda:0": 17, "cpu": 5, "cuda:1": 100}
     assert count_live_bytes({"bytes": [], "device_type": [], "device": []}) == {}
 
@@ -68,22 +90,26 @@ def test_a_census_counts_parameters_buffers_gradients_and_states_to_the_byte() -
     net = Net([])
     optimizer = torch.optim.Adam(net.parameters())
     assert of_owner("parameter", "Net.") == {
-        f"Net.blocks.{number}.inner.{name}": size for number in (0, 1) for name, size in (("weight", 60), ("bias", 20))
+        f"Net.blocks.{number}.inner.{name}": size
+        for number in (0, 1)
+        for name, size in (("weight", 60), ("bias", 20))
     }
     assert of_owner("buffer", "Net.") == {f"Net.blocks.{number}.scale": 56 for number in (0, 1)}
     assert of_owner("gradient", "Net.") == {}
     net(torch.ones(2, 3)).backward()
     assert of_owner("gradient", "Net.") == {
         f"Net.blocks.{number}.inner.{name}.grad": size
-        for number in (0, 1) for name, size in (("weight", 60), ("bias", 20))
-    }  # fmt: skip
+        for number in (0, 1)
+        for name, size in (("weight", 60), ("bias", 20))
+    }
     for parameter in net.parameters():  # as a step would leave it
         optimizer.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
     states = of_owner("optimizer_state", "of Net.")
     assert {name: size for name, size in states.items() if "exp_avg of" in name} == {
         f"Adam.exp_avg of Net.blocks.{number}.inner.{name}": size
-        for number in (0, 1) for name, size in (("weight", 60), ("bias", 20))
-    }  # fmt: skip
+        for number in (0, 1)
+        for name, size in (("weight", 60), ("bias", 20))
+    }
 
 
 def test_a_storage_that_many_share_counts_once() -> None:
@@ -91,7 +117,9 @@ def test_a_storage_that_many_share_counts_once() -> None:
     views = [whole[number:] for number in range(5)]
     columns = list_live_storages()
     addresses = [
-        (kind, address) for kind, address in zip(columns["device_type"], columns["address"], strict=True) if address
+        (kind, address)
+        for kind, address in zip(columns["device_type"], columns["address"], strict=True)
+        if address
     ]
     assert len(addresses) == len(set(addresses))
     at = columns["address"].index(whole.untyped_storage().data_ptr())

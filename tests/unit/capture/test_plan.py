@@ -16,7 +16,11 @@ def plan(**options: Any) -> RecordingPlan:
 
 
 def steps(machine: RecordingPlan, *numbers: int) -> list[tuple[int, Action]]:
-    return [(number, action) for number in numbers for action in machine.step_starts(number, 100.0 + number)]
+    return [
+        (number, action)
+        for number in numbers
+        for action in machine.step_starts(number, 100.0 + number)
+    ]
 
 
 def test_the_default_records_early_discards_it_at_the_fourth_step_and_adds_a_graph_step() -> None:
@@ -84,7 +88,9 @@ def test_an_early_part_that_held_next_to_nothing_is_followed_by_the_next_one() -
     assert machine.held(160.0, enough=False) == [Action.START]
     assert machine.at_time(220.0) == [Action.HOLD]
     machine.held(220.0, enough=True)
-    assert machine.first_call(300.0) == [Action.START], "what loads for minutes is recorded when it begins to work"
+    assert machine.first_call(300.0) == [Action.START], (
+        "what loads for minutes is recorded when it begins to work"
+    )
 
 
 def test_where_something_is_still_open_the_early_part_becomes_the_beginning_of_the_window() -> None:
@@ -130,7 +136,11 @@ def test_chosen_steps_begin_exactly_there_and_step_zero_begins_with_the_first_ca
     assert steps(machine, *range(1, 30)) == [(20, Action.START), (25, Action.KEEP)]
     machine = plan(first_step=0, step_count=1)
     assert machine.first_call(100.0) == [Action.START]
-    assert steps(machine, 1, 2) == [(1, Action.KEEP), (1, Action.GRAPH_START), (2, Action.GRAPH_KEEP)]
+    assert steps(machine, 1, 2) == [
+        (1, Action.KEEP),
+        (1, Action.GRAPH_START),
+        (2, Action.GRAPH_KEEP),
+    ]
 
 
 def test_a_window_by_time_needs_no_steps_and_takes_its_graph_step_from_the_next_one() -> None:
@@ -170,7 +180,9 @@ def test_other_steps_begin_the_numbers_and_the_recording_anew() -> None:
 
 
 EVENTS = st.lists(
-    st.sampled_from(["import", "call", "elsewhere", "step", "time", "foreign", "ended", "renumber", "refused"]),
+    st.sampled_from(
+        ["import", "call", "elsewhere", "step", "time", "foreign", "ended", "renumber", "refused"]
+    ),
     max_size=60,
 )
 

@@ -28,7 +28,9 @@ def test_a_choice_of_steps_is_read(given: object, expected: object) -> None:
     assert parse_steps(given) == expected
 
 
-@pytest.mark.parametrize("given", ["", "a..b", "5..5", "6..5", "1..2..3", "-1", 0, range(0, 9, 2), "9" * 30])
+@pytest.mark.parametrize(
+    "given", ["", "a..b", "5..5", "6..5", "1..2..3", "-1", 0, range(0, 9, 2), "9" * 30]
+)
 def test_a_choice_of_steps_that_cannot_be_is_refused(given: object) -> None:
     with pytest.raises(UsageError) as caught:
         parse_steps(given)
@@ -36,7 +38,14 @@ def test_a_choice_of_steps_that_cannot_be_is_refused(given: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [(-1, None, None), (None, 0, None), (None, float("nan"), None), (1, None, "3"), (None, float("inf"), None)]
+    "given",
+    [
+        (-1, None, None),
+        (None, 0, None),
+        (None, float("nan"), None),
+        (1, None, "3"),
+        (None, float("inf"), None),
+    ],
 )
 def test_a_time_that_cannot_be_is_refused(given: tuple[float, float, str]) -> None:
     with pytest.raises(UsageError) as caught:
@@ -57,7 +66,9 @@ def test_settings_of_another_version_are_refused(text: str) -> None:
 
 
 def test_the_default_directory_is_named_after_the_script() -> None:
-    assert choose_output_name(["torchrun", "-n", "2", "a/b/train gpt.py", "--x"]).startswith("traceloom-train-gpt-2")
+    assert choose_output_name(["torchrun", "-n", "2", "a/b/train gpt.py", "--x"]).startswith(
+        "traceloom-train-gpt-2"
+    )
     assert choose_output_name(["/bin/serve", "--port", "1"]).startswith("traceloom-serve-2")
 
 
@@ -69,8 +80,12 @@ def parse(*words: str) -> argparse.Namespace:
 
 def test_the_command_keeps_its_own_options_and_must_be_there() -> None:
     assert parse("-o", "x", "--", "python", "t.py", "--steps", "3", "--", "-q").command[-5:] == [
-        "t.py", "--steps", "3", "--", "-q",
-    ]  # fmt: skip
+        "t.py",
+        "--steps",
+        "3",
+        "--",
+        "-q",
+    ]
     assert parse("python", "t.py", "-q").quiet is False
     with pytest.raises(UsageError) as caught:
         run(parse("-q", "--"))

@@ -85,7 +85,9 @@ def test_without_an_optimizer_backward_passes_are_the_steps_until_there_is_one()
 
 
 @given(st.lists(st.integers(1, 10**12), max_size=30), st.integers(0, 29))
-def test_a_restart_makes_the_steps_so_far_part_of_the_running_one(durations: list[int], at: int) -> None:
+def test_a_restart_makes_the_steps_so_far_part_of_the_running_one(
+    durations: list[int], at: int
+) -> None:
     def now() -> Instant:
         return Instant(clock_ns - 4000, clock_ns, thread=1, ran_ns=clock_ns // 2)
 
@@ -112,8 +114,11 @@ def test_the_table_of_steps_has_start_duration_and_state() -> None:
     log.begin(Instant(120, 20, thread=1, ran_ns=5))
     log.end(Instant(150, 50, thread=2, ran_ns=900), Mark.RECORDED)
     assert log.to_dict() == {
-        "start_ns": [100, 120], "duration_ns": [10, 30], "cpu_ns": [4, None], "state": ["early", "recorded"],
-    }  # fmt: skip
+        "start_ns": [100, 120],
+        "duration_ns": [10, 30],
+        "cpu_ns": [4, None],
+        "state": ["early", "recorded"],
+    }
     assert log.processor_times(log.numbers(Mark.RECORDED)) == [], (
         "a step that ends on another thread has no processor time"
     )

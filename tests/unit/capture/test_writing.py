@@ -55,11 +55,18 @@ def test_of_many_processes_each_has_a_name_of_its_own(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("rank", "is_child", "there", "stem"),
     [
-        (None, False, [], "rank0"), (None, False, ["rank0"], "pid"), (None, True, [], "pid"), (0, True, [], "rank0"),
-        (7, False, ["rank7"], "rank7-pid"), (7, False, ["rank0"], "rank7"), (0, False, ["rank0", "rank7"], "rank0-pid"),
+        (None, False, [], "rank0"),
+        (None, False, ["rank0"], "pid"),
+        (None, True, [], "pid"),
+        (0, True, [], "rank0"),
+        (7, False, ["rank7"], "rank7-pid"),
+        (7, False, ["rank0"], "rank7"),
+        (0, False, ["rank0", "rank7"], "rank0-pid"),
     ],
-)  # fmt: skip
-def test_who_has_which_name(directory: Path, rank: int | None, is_child: bool, there: list[str], stem: str) -> None:
+)
+def test_who_has_which_name(
+    directory: Path, rank: int | None, is_child: bool, there: list[str], stem: str
+) -> None:
     for name in there:
         (directory / f"{name}.capture.json").write_text("{}")  # of an earlier run
     expected = stem if stem[-1].isdigit() else f"{stem}{os.getpid()}"
@@ -113,11 +120,17 @@ def test_what_the_directory_does_not_take_is_kept_elsewhere_and_said(
     assert not folder.exists()
 
 
-def test_a_directory_with_too_little_room(directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_directory_with_too_little_room(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     free = {str(directory): 1000, str(tmp_path): 5000}
     monkeypatch.setattr(writing.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(writing.tempfile, "mkdtemp", lambda prefix: str(tmp_path / prefix.rstrip("-")))
-    monkeypatch.setattr(writing.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[str(path)]))
+    monkeypatch.setattr(
+        writing.tempfile, "mkdtemp", lambda prefix: str(tmp_path / prefix.rstrip("-"))
+    )
+    monkeypatch.setattr(
+        writing.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[str(path)])
+    )
     assert CaptureFolders(directory).choose(1000) == directory
     assert CaptureFolders(directory).choose(1001) == tmp_path / "traceloom"
     free[str(tmp_path)] = 900  # elsewhere there is less
@@ -141,12 +154,19 @@ def test_why_something_cannot_be_written_names_both_users(tmp_path: Path) -> Non
         text
         == f"Permission denied; the process runs as user {os.geteuid()}, the directory belongs to user {os.getuid()}"
     )
-    assert describe_write_error(OSError(errno.ENOSPC, "No space left on device"), tmp_path) == "No space left on device"
-    gone = describe_write_error(FileNotFoundError(errno.ENOENT, "No such file or directory"), tmp_path / "gone")
+    assert (
+        describe_write_error(OSError(errno.ENOSPC, "No space left on device"), tmp_path)
+        == "No space left on device"
+    )
+    gone = describe_write_error(
+        FileNotFoundError(errno.ENOENT, "No such file or directory"), tmp_path / "gone"
+    )
     assert gone == f"No such file or directory; the process runs as user {os.geteuid()}"
 
 
-def test_jobs_are_done_in_their_order_and_one_that_fails_ends_no_other(capfd: pytest.CaptureFixture[str]) -> None:
+def test_jobs_are_done_in_their_order_and_one_that_fails_ends_no_other(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     writer, done, gate = BackgroundWriter(), list[int](), threading.Event()
 
     def job(number: int) -> Callable[[], None]:
@@ -188,7 +208,10 @@ sys.stdin.read()
 def test_a_lock_is_one_process_s_until_it_ends_however(directory: Path) -> None:
     path = directory / writing.NOTES / "lock"
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     with holder:
         assert holder.stdout is not None
@@ -250,15 +273,21 @@ def test_a_lock_is_no_link(directory: Path, tmp_path: Path) -> None:
 
 def test_lines_of_the_profiler_are_hidden_and_no_others(capfd: pytest.CaptureFixture[str]) -> None:
     lines = [
-        b"INFO:2026-01-31 12:00:00 17:17 ActivityProfilerController.cpp:245] Completed stage", b"a line of the program",
-        b"STAGE:2026-01-31 12:00:00 17:17 ActivityProfilerController.cpp:314] Completed Stage: Warm Up", b"",
-        b"[W131 12:00:00.1 execution_trace_observer.cpp:433] Disabling Execution Trace Observer", b"loss 0.25 \xff",
-    ]  # fmt: skip
+        b"INFO:2026-01-31 12:00:00 17:17 ActivityProfilerController.cpp:245] Completed stage",
+        b"a line of the program",
+        b"STAGE:2026-01-31 12:00:00 17:17 ActivityProfilerController.cpp:314] Completed Stage: Warm Up",
+        b"",
+        b"[W131 12:00:00.1 execution_trace_observer.cpp:433] Disabling Execution Trace Observer",
+        b"loss 0.25 \xff",
+    ]
     with hide_log_lines():
         for line in lines:
             os.write(2, line + b"\n")
     os.write(2, b"after ActivityProfiler\n")
-    assert capfd.readouterr().err == "a line of the program\n\nloss 0.25 \ufffd\nafter ActivityProfiler\n"
+    assert (
+        capfd.readouterr().err
+        == "a line of the program\n\nloss 0.25 \ufffd\nafter ActivityProfiler\n"
+    )
 
 
 def test_an_error_inside_leaves_the_descriptor_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:
@@ -281,7 +310,17 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None
     def launch(variables: dict[str, str]) -> None:
         for name in list(os.environ):
             if name.startswith(
-                ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_", "PMI_", "MPI_", "SLURM_", "TORCHELASTIC", "MASTER_")
+                (
+                    "RANK",
+                    "WORLD_SIZE",
+                    "LOCAL_RANK",
+                    "OMPI_",
+                    "PMI_",
+                    "MPI_",
+                    "SLURM_",
+                    "TORCHELASTIC",
+                    "MASTER_",
+                )
             ):
                 monkeypatch.delenv(name)
         monkeypatch.setenv("TRACELOOM_PARENT", "")

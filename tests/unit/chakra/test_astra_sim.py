@@ -34,7 +34,9 @@ class Made:
         self.lanes.append({"lane": len(self.lanes), "rank": rank, "kind": kind})
         return len(self.lanes) - 1
 
-    def node(self, kind: str, lane: int | None, start: float, us: float, rank: int | None = None, **more) -> int:
+    def node(
+        self, kind: str, lane: int | None, start: float, us: float, rank: int | None = None, **more
+    ) -> int:
         number = len(self.nodes)
         work = more.pop("work", us)
         self.nodes.append(
@@ -53,11 +55,21 @@ class Made:
         )
         return number
 
-    def edge(self, source: int, target: int, kind: str = "thread", *, from_end=True, to_end=False) -> None:
+    def edge(
+        self, source: int, target: int, kind: str = "thread", *, from_end=True, to_end=False
+    ) -> None:
         self.edges.append(
-            {"source": source, "target": target, "kind": kind, "evidence": "measured", "from_end": from_end,
-             "to_end": to_end, "delay_ns": 0, "residual_ns": 0}
-        )  # fmt: skip
+            {
+                "source": source,
+                "target": target,
+                "kind": kind,
+                "evidence": "measured",
+                "from_end": from_end,
+                "to_end": to_end,
+                "delay_ns": 0,
+                "residual_ns": 0,
+            }
+        )
 
     def launch(self, call: int, work: int) -> None:
         self.edge(call, work, "launch", from_end=False)
@@ -74,7 +86,9 @@ class Made:
         for part in parts:
             self.edge(part, place, "rendezvous", from_end=False)
             self.edge(place, part, "rendezvous", to_end=True)
-            self.says(part, kind, instance=instance, **{"in_bytes": 64, "group_size": len(parts), **more})
+            self.says(
+                part, kind, instance=instance, **{"in_bytes": 64, "group_size": len(parts), **more}
+            )
 
     def graph(self) -> Graph:
         frames = {
@@ -141,15 +155,27 @@ def replay(files: Sequence[NodeFrame], groups: dict[str, list[int]]) -> list[int
         for row, awaited in zip(table.data.row.tolist(), table.data.id.tolist(), strict=True):
             waits[row] += 1
             behind[place[awaited]].append(row)
-        ranks.append({"rows": table.nodes.rows(named=True), "waits": waits, "behind": behind, "busy": {}, "end": 0,
-                      "ready": {row for row, count in enumerate(waits) if not count}, "turn": {}, "left": len(table)})  # fmt: skip
+        ranks.append(
+            {
+                "rows": table.nodes.rows(named=True),
+                "waits": waits,
+                "behind": behind,
+                "busy": {},
+                "end": 0,
+                "ready": {row for row, count in enumerate(waits) if not count},
+                "turn": {},
+                "left": len(table),
+            }
+        )
     events: list[tuple[int, int, int]] = []
     came: dict[tuple[str, int], list[tuple[int, int]]] = {}
 
     def resource(node: dict) -> str | None:
         if node["type"] == NodeType.COMM_RECV_NODE:
             return None
-        return "comm" if node["type"] > NodeType.COMP_NODE else "host" if node["is_cpu_op"] else "gpu"
+        return (
+            "comm" if node["type"] > NodeType.COMP_NODE else "host" if node["is_cpu_op"] else "gpu"
+        )
 
     def issue(number: int, now: int) -> None:
         rank = ranks[number]
@@ -189,7 +215,9 @@ def replay(files: Sequence[NodeFrame], groups: dict[str, list[int]]) -> list[int
 
 
 class TestOrder:
-    def test_a_kernel_waits_for_what_came_before_its_launch_not_for_the_call_to_return(self, tmp_path: Path) -> None:
+    def test_a_kernel_waits_for_what_came_before_its_launch_not_for_the_call_to_return(
+        self, tmp_path: Path
+    ) -> None:
         made = Made()
         thread, stream = made.lane(0, "host"), made.lane(0, "device")
         op, call, rest = (
@@ -201,7 +229,11 @@ class TestOrder:
         made.edge(call, rest)
         made.launch(call, made.node("kernel", stream, 4, 10))
         (table,) = tables(to_astra_sim(made.graph()), tmp_path)
-        assert deps(table) == {"host0": set(), "launch1 and 1 more": {"host0"}, "kernel3": {"host0"}}
+        assert deps(table) == {
+            "host0": set(),
+            "launch1 and 1 more": {"host0"},
+            "kernel3": {"host0"},
+        }
 
     def test_what_follows_a_synchronisation_waits_for_the_kernel(self, tmp_path: Path) -> None:
         made = Made()
@@ -257,7 +289,12 @@ class TestOrder:
         made.launch(empty, made.node("kernel", streams[0], 4, 5))
         made.launch(last, made.node("kernel", streams[1], 5, 5))
         (table,) = tables(to_astra_sim(made.graph()), tmp_path)
-        assert deps(table) == {"host0": set(), "kernel3": {"host0"}, "kernel4": {"host0"}, "launch2": {"host0"}}
+        assert deps(table) == {
+            "host0": set(),
+            "kernel3": {"host0"},
+            "kernel4": {"host0"},
+            "launch2": {"host0"},
+        }
 
     def test_rounding_to_microseconds_does_not_gather(self, tmp_path: Path) -> None:
         made = Made()
@@ -284,7 +321,9 @@ class TestOrder:
         assert "idle talk" not in files[0].nodes["name"].to_list()
         assert said(converted)["target-left-out-threads"] == 1
 
-    def test_communication_gets_one_order_on_all_ranks_which_can_be_taken_away(self, tmp_path: Path) -> None:
+    def test_communication_gets_one_order_on_all_ranks_which_can_be_taken_away(
+        self, tmp_path: Path
+    ) -> None:
         made = Made()
         parts: dict[int, list[int]] = {0: [], 1: []}
         for rank in range(2):
@@ -296,9 +335,14 @@ class TestOrder:
         converted = to_astra_sim(made.graph())
         files = tables(converted, tmp_path)  # no order of collectives is reported
         assert [len(f.data.row) for f in files] == [1, 1]
-        assert sum(len(file.added.row) for file in converted.files) == said(converted)["target-added-order"]
+        assert (
+            sum(len(file.added.row) for file in converted.files)
+            == said(converted)["target-added-order"]
+        )
         for file in converted.files:
-            every = set(zip(file.dependencies.row.tolist(), file.dependencies.id.tolist(), strict=True))
+            every = set(
+                zip(file.dependencies.row.tolist(), file.dependencies.id.tolist(), strict=True)
+            )
             assert set(zip(file.added.row.tolist(), file.added.id.tolist(), strict=True)) <= every
 
     def test_no_order_is_added_where_a_path_leads_there_already(self) -> None:
@@ -319,7 +363,10 @@ class TestOrder:
         from traceloom.workload.chakra.graph_read import read_graph
 
         made = Made()
-        parts = [made.node("collective", made.lane(rank, "device"), 100 * rank, 150 - 100 * rank) for rank in range(2)]
+        parts = [
+            made.node("collective", made.lane(rank, "device"), 100 * rank, 150 - 100 * rank)
+            for rank in range(2)
+        ]
         made.meet(parts, "all_reduce", 0)
         converted = to_astra_sim(made.graph())
         converted.write(tmp_path / "set")
@@ -359,13 +406,17 @@ class TestCommunication:
         gathered = to_astra_sim(two_ranks("all_gather", in_bytes=None, out_bytes=128).graph())
         assert tables(gathered, tmp_path / "a")[0].nodes["comm_size"].drop_nulls().to_list() == [64]
         scattered = to_astra_sim(two_ranks("reduce_scatter", in_bytes=None, out_bytes=128).graph())
-        assert tables(scattered, tmp_path / "b")[0].nodes["comm_size"].drop_nulls().to_list() == [256]
+        assert tables(scattered, tmp_path / "b")[0].nodes["comm_size"].drop_nulls().to_list() == [
+            256
+        ]
 
     def test_uneven_sizes_become_the_largest(self, tmp_path: Path) -> None:
         made = two_ranks("all_to_all")
         made.communication[1]["in_bytes"] = 100
         converted = to_astra_sim(made.graph())
-        assert {t.nodes["comm_size"].drop_nulls().item() for t in tables(converted, tmp_path)} == {100}
+        assert {t.nodes["comm_size"].drop_nulls().item() for t in tables(converted, tmp_path)} == {
+            100
+        }
         assert said(converted)["target-uneven-sizes"] == 2
 
     def test_groups_are_numbers_and_all_ranks_need_none(self, tmp_path: Path) -> None:
@@ -373,21 +424,36 @@ class TestCommunication:
         for instance, (ranks, at) in enumerate((((0, 1, 2), 0), ((0, 2), 100), ((0, 2), 200))):
             lanes = [made.lane(rank, "device") for rank in ranks]
             made.meet(
-                [made.node("collective", lane, at, 50) for lane in lanes], "all_reduce", instance, group="mesh_tp"
+                [made.node("collective", lane, at, 50) for lane in lanes],
+                "all_reduce",
+                instance,
+                group="mesh_tp",
             )
         converted = to_astra_sim(made.graph())
         assert converted.groups == {"1": [0, 2]}
         files = tables(converted, tmp_path)
-        assert [f.nodes["pg_name"].to_list() for f in files] == [[None, "1", "1"], [None], [None, "1", "1"]]
+        assert [f.nodes["pg_name"].to_list() for f in files] == [
+            [None, "1", "1"],
+            [None],
+            [None, "1", "1"],
+        ]
 
     def test_collectives_that_nobody_joined_are_joined_by_their_order(self, tmp_path: Path) -> None:
-        from traceloom.workload.chakra.generate import TransformerOptions, generate_transformer, write_generated
+        from traceloom.workload.chakra.generate import (
+            TransformerOptions,
+            generate_transformer,
+            write_generated,
+        )
         from traceloom.workload.chakra.graph_read import read_graph
 
-        files = write_generated(generate_transformer(TransformerOptions(hidden=64)), tmp_path / "made")
+        files = write_generated(
+            generate_transformer(TransformerOptions(hidden=64)), tmp_path / "made"
+        )
         converted = to_astra_sim(read_graph([path for path in files if path.suffix == ".et"]))
         before, after = (
-            pl.concat([read_table(path).nodes for path in files if path.suffix == ".et"]).filter(pl.col("type") == 7)
+            pl.concat([read_table(path).nodes for path in files if path.suffix == ".et"]).filter(
+                pl.col("type") == 7
+            )
             for files in (files, converted.write(tmp_path / "set"))
         )
         assert validate(tmp_path / "set", target="astra-sim").errors == 0
@@ -412,7 +478,11 @@ class TestCommunication:
         converted = to_astra_sim(made.graph())
         (table,) = tables(converted, tmp_path)
         assert table.nodes["comm_type"].to_list() == [CollectiveCommType.BROADCAST]
-        assert said(converted).keys() == {"target-lone-communication", "target-renumbered-ranks", "target-one-rank"}
+        assert said(converted).keys() == {
+            "target-lone-communication",
+            "target-renumbered-ranks",
+            "target-one-rank",
+        }
 
     def test_messages_know_both_ends_by_their_new_numbers(self, tmp_path: Path) -> None:
         made = Made()
@@ -487,7 +557,10 @@ class TestHost:
 
     def test_ranks_that_begin_later_do_so_for_astra_sim_too(self, tmp_path: Path) -> None:
         made = Made()
-        parts = [made.node("collective", made.lane(rank, "device"), 100 * rank, 150 - 100 * rank) for rank in range(2)]
+        parts = [
+            made.node("collective", made.lane(rank, "device"), 100 * rank, 150 - 100 * rank)
+            for rank in range(2)
+        ]
         made.meet(parts, "all_reduce", 0)
         for gpu_only in (False, True):
             converted = to_astra_sim(made.graph(), gpu_only=gpu_only)
@@ -497,7 +570,11 @@ class TestHost:
 
 def test_an_existing_directory_is_kept_unless_forced(tmp_path: Path) -> None:
     converted = to_astra_sim(two_ranks().graph())
-    assert [p.name for p in converted.write(tmp_path / "w")] == ["comm_groups.json", "workload.0.et", "workload.1.et"]
+    assert [p.name for p in converted.write(tmp_path / "w")] == [
+        "comm_groups.json",
+        "workload.0.et",
+        "workload.1.et",
+    ]
     with pytest.raises(OutputError, match="exists already"):
         converted.write(tmp_path / "w")
     assert converted.write(tmp_path / "w", force=True)
@@ -538,8 +615,12 @@ def test_random_graphs_are_accepted_and_keep_their_order(tmp_path: Path) -> None
             for rank, table in enumerate(
                 tables(to_astra_sim(graph, gpu_only=gpu_only), tmp_path / f"{trial}{gpu_only}")
             ):
-                kernels = graph.nodes.filter((pl.col("rank") == rank) & (pl.col("kind") == "kernel")).height
-                assert table.nodes.filter(pl.col("name").str.starts_with("kernel")).height == kernels
+                kernels = graph.nodes.filter(
+                    (pl.col("rank") == rank) & (pl.col("kind") == "kernel")
+                ).height
+                assert (
+                    table.nodes.filter(pl.col("name").str.starts_with("kernel")).height == kernels
+                )
 
 
 @pytest.mark.data
@@ -551,13 +632,21 @@ def test_dlrm_of_eight_ranks_is_accepted_and_gives_back_the_measured_time(
     from traceloom.graph.job import join_ranks
     from traceloom.graph.rank import link_rank
 
-    traces = load(*[shared_data / "multirank" / f"dlrm_rank{rank}.kineto.json.gz" for rank in range(8)]).traces
+    traces = load(
+        *[shared_data / "multirank" / f"dlrm_rank{rank}.kineto.json.gz" for rank in range(8)]
+    ).traces
     graph = join_ranks([link_rank(trace, None) for trace in traces])
     converted = to_astra_sim(graph, gpu_only=gpu_only)
     files = tables(converted, tmp_path)
-    assert [f.nodes.filter(pl.col("type") == NodeType.COMM_COLL_NODE).height for f in files] == [8] * 8
-    devices = graph.lanes.filter(pl.col("kind") == "device")["lane"] if gpu_only else graph.lanes["lane"]
+    assert [f.nodes.filter(pl.col("type") == NodeType.COMM_COLL_NODE).height for f in files] == [
+        8
+    ] * 8
+    devices = (
+        graph.lanes.filter(pl.col("kind") == "device")["lane"] if gpu_only else graph.lanes["lane"]
+    )
     for rank, end in enumerate(replay(files, converted.groups)):
-        mine = graph.nodes.filter((pl.col("rank") == rank) & pl.col("lane").is_in(devices.implode()))
+        mine = graph.nodes.filter(
+            (pl.col("rank") == rank) & pl.col("lane").is_in(devices.implode())
+        )
         measured = (mine["start_ns"] + mine["duration_ns"]).max() - graph.nodes["start_ns"].min()
         assert abs(end * US - measured) <= 0.01 * measured

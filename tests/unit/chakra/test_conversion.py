@@ -26,13 +26,29 @@ NODES = [node(1, us=5), node(2, deps=[1], us=7)]
 @pytest.mark.parametrize(
     ("name", "rank"),
     [
-        ("w.0.et", 0), ("w.7.et.gz", 7), ("W.3.ET", 3), ("W.3.ET.GZ", 3), ("a.b.c.12.et", 12), ("w.007.json", 7), ("5.et", 5),
-        ("w.1.jsonl.gz", 1), ("w.9999999.et", 9_999_999),
-        ("w.et", None), ("w.x.et", None), ("w.1.txt", None), ("w.-1.et", None), ("w.1700000000.et", None),
-        ("w.99999999999999999999.et", None), ("w.1.et.bak", None), ("rank3.et", None), ("w.².et", None),
+        ("w.0.et", 0),
+        ("w.7.et.gz", 7),
+        ("W.3.ET", 3),
+        ("W.3.ET.GZ", 3),
+        ("a.b.c.12.et", 12),
+        ("w.007.json", 7),
+        ("5.et", 5),
+        ("w.1.jsonl.gz", 1),
+        ("w.9999999.et", 9_999_999),
+        ("w.et", None),
+        ("w.x.et", None),
+        ("w.1.txt", None),
+        ("w.-1.et", None),
+        ("w.1700000000.et", None),
+        ("w.99999999999999999999.et", None),
+        ("w.1.et.bak", None),
+        ("rank3.et", None),
+        ("w.².et", None),
     ],
-)  # fmt: skip
-def test_the_rank_of_a_file_is_the_number_before_its_ending(tmp_path: Path, name: str, rank: int | None) -> None:
+)
+def test_the_rank_of_a_file_is_the_number_before_its_ending(
+    tmp_path: Path, name: str, rank: int | None
+) -> None:
     form = detect_form(Path(name))
     write_messages(tmp_path / name, METADATA, NODES, file_format=form or "et")
     if rank is None:
@@ -74,7 +90,9 @@ def test_two_files_of_a_rank_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending", ["", ".txt", ".bin"])
 @pytest.mark.parametrize("form", ["et", "json", "jsonl"])
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-def test_a_file_of_any_name_is_told_by_its_content(tmp_path: Path, form: str, ending: str, mark: bytes) -> None:
+def test_a_file_of_any_name_is_told_by_its_content(
+    tmp_path: Path, form: str, ending: str, mark: bytes
+) -> None:
     path = tmp_path / f"workload{ending}"
     write_messages(path, METADATA, NODES, file_format=form)  # type: ignore[arg-type]
     if form != "et":
@@ -84,7 +102,9 @@ def test_a_file_of_any_name_is_told_by_its_content(tmp_path: Path, form: str, en
 
 
 @pytest.mark.parametrize("ending", [".et", ".json", ".jsonl.gz"])
-def test_a_directory_of_any_form_becomes_files_of_ranks_with_its_groups(tmp_path: Path, ending: str) -> None:
+def test_a_directory_of_any_form_becomes_files_of_ranks_with_its_groups(
+    tmp_path: Path, ending: str
+) -> None:
     source = tmp_path / "in"
     source.mkdir()
     ranks = [[collective(1, pg_name="tp"), node(2, deps=[1])] for _ in range(2)]
@@ -133,7 +153,9 @@ def test_a_directory_with_a_file_that_is_damaged_leaves_nothing(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_cut_file_is_converted_with_a_notice_unless_it_must_be_whole(tmp_path: Path, strict: bool) -> None:
+def test_a_cut_file_is_converted_with_a_notice_unless_it_must_be_whole(
+    tmp_path: Path, strict: bool
+) -> None:
     source = write_set(tmp_path / "in", NODES)
     path = source / "w.0.et"
     path.write_bytes(path.read_bytes()[:-3])

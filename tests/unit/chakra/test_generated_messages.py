@@ -43,9 +43,13 @@ def nodes_of(program: RankProgram) -> Nodes:
     """The nodes of one rank, each with the ids that it waits for."""
     plain = program.plain()
     awaited = defaultdict(list)
-    for row, number in zip(plain.dependencies.row.tolist(), plain.dependencies.id.tolist(), strict=True):
+    for row, number in zip(
+        plain.dependencies.row.tolist(), plain.dependencies.id.tolist(), strict=True
+    ):
         awaited[row].append(number)
-    return [{**row, "after": awaited[place]} for place, row in enumerate(plain.nodes.rows(named=True))]
+    return [
+        {**row, "after": awaited[place]} for place, row in enumerate(plain.nodes.rows(named=True))
+    ]
 
 
 def made(generated: Generated) -> list[Nodes]:
@@ -79,9 +83,13 @@ def reached(ranks: list[Nodes]) -> list[dict[int, set[int]]]:
                 needs = [(rank, number) for number in n["after"]]
                 if n["type"] == RECEIVE:
                     needs.append(sends[n["comm_src"], n["comm_dst"], n["comm_tag"]])
-                if n["id"] in seen[rank] or any(number not in seen[other] for other, number in needs):
+                if n["id"] in seen[rank] or any(
+                    number not in seen[other] for other, number in needs
+                ):
                     continue
-                seen[rank][n["id"]] = {rank}.union(*(seen[other][number] for other, number in needs))
+                seen[rank][n["id"]] = {rank}.union(
+                    *(seen[other][number] for other, number in needs)
+                )
                 missing -= 1
         assert missing < before, "nodes wait for each other"
     return seen
@@ -89,7 +97,9 @@ def reached(ranks: list[Nodes]) -> list[dict[int, set[int]]]:
 
 @pytest.mark.parametrize(("algorithm", "kind"), EACH)
 @pytest.mark.parametrize("ranks", [2, 3, 6, 16])
-def test_everything_that_is_sent_is_received_once_with_its_size(algorithm: str, kind: str, ranks: int) -> None:
+def test_everything_that_is_sent_is_received_once_with_its_size(
+    algorithm: str, kind: str, ranks: int
+) -> None:
     nodes = one(kind, ranks, algorithm, 2)
     sent = messages(nodes)
     assert sent == messages(nodes, RECEIVE)
@@ -100,7 +110,9 @@ def test_everything_that_is_sent_is_received_once_with_its_size(algorithm: str, 
 
 @pytest.mark.parametrize(("algorithm", "kind"), EACH)
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8, 16])
-def test_data_of_those_who_have_some_reach_those_who_need_them(algorithm: str, kind: str, ranks: int) -> None:
+def test_data_of_those_who_have_some_reach_those_who_need_them(
+    algorithm: str, kind: str, ranks: int
+) -> None:
     nodes = one(kind, ranks, algorithm)
     seen = reached(nodes)
     at_the_end = [seen[rank][nodes[rank][-1]["id"]] for rank in range(ranks)]
@@ -152,7 +164,9 @@ class TestRing:
         assert messages(nodes) == expected
 
     def test_a_reduce_scatter_leaves_each_rank_its_own_part(self) -> None:
-        nodes = made(generate_collectives(CollectiveOptions("reduce_scatter", 3, 10, algorithm="ring")))
+        nodes = made(
+            generate_collectives(CollectiveOptions("reduce_scatter", 3, 10, algorithm="ring"))
+        )
         for rank, of_rank in enumerate(nodes):
             last = [n for n in of_rank if n["type"] == RECEIVE][-1]
             assert last["comm_size"] == [3, 3, 4][rank]
@@ -161,7 +175,9 @@ class TestRing:
 
     def test_an_all_gather_sends_whole_parts(self) -> None:
         nodes = made(generate_collectives(CollectiveOptions("all_gather", 4, 10, algorithm="ring")))
-        assert messages(nodes) == Counter({(r, (r + 1) % 4, tag, 10): 1 for r in range(4) for tag in range(3)})
+        assert messages(nodes) == Counter(
+            {(r, (r + 1) % 4, tag, 10): 1 for r in range(4) for tag in range(3)}
+        )
 
     def test_a_broadcast_goes_round_once_and_ends_before_the_first(self) -> None:
         nodes = made(generate_collectives(CollectiveOptions("broadcast", 4, 10, algorithm="ring")))
@@ -170,23 +186,35 @@ class TestRing:
             assert [(n["type"], n["after"]) for n in of_rank[:2]] == [(RECEIVE, []), (SEND, [1])]
 
     def test_each_step_sends_what_the_step_before_has_brought(self) -> None:
-        (nodes, *_) = made(generate_collectives(CollectiveOptions("all_reduce", 3, 9, algorithm="ring", compute_us=7)))
+        (nodes, *_) = made(
+            generate_collectives(
+                CollectiveOptions("all_reduce", 3, 9, algorithm="ring", compute_us=7)
+            )
+        )
         shown = [(n["name"], n["after"]) for n in nodes]
         assert shown == [
             ("compute", []),
-            ("send to 1", [1]), ("receive from 2", [1]), ("reduce", [3]),
-            ("send to 1", [2, 4]), ("receive from 2", [4]), ("reduce", [6]),
-            ("send to 1", [5, 7]), ("receive from 2", [7]),
-            ("send to 1", [8, 9]), ("receive from 2", [9]),
+            ("send to 1", [1]),
+            ("receive from 2", [1]),
+            ("reduce", [3]),
+            ("send to 1", [2, 4]),
+            ("receive from 2", [4]),
+            ("reduce", [6]),
+            ("send to 1", [5, 7]),
+            ("receive from 2", [7]),
+            ("send to 1", [8, 9]),
+            ("receive from 2", [9]),
             ("end of all_reduce", [10, 11]),
-        ]  # fmt: skip
+        ]
         assert [n["duration_us"] for n in nodes if n["name"] == "reduce"] == [7, 7]
 
 
 class TestTree:
     UP = ((1, 0), (3, 2), (5, 4), (2, 0), (4, 0))  # a binomial tree of six
 
-    @pytest.mark.parametrize(("kind", "up", "down"), [("reduce", 1, 0), ("broadcast", 0, 1), ("all_reduce", 1, 1)])
+    @pytest.mark.parametrize(
+        ("kind", "up", "down"), [("reduce", 1, 0), ("broadcast", 0, 1), ("all_reduce", 1, 1)]
+    )
     def test_messages_go_along_a_binomial_tree(self, kind: str, up: int, down: int) -> None:
         nodes = made(generate_collectives(CollectiveOptions(kind, 6, 100, algorithm="tree")))
         ways = Counter((source, to) for source, to, _, _ in messages(nodes).elements())
@@ -195,7 +223,9 @@ class TestTree:
 
     @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8, 9, 16])
     def test_nobody_is_further_from_the_root_than_the_tree_is_deep(self, ranks: int) -> None:
-        nodes = made(generate_collectives(CollectiveOptions("reduce", ranks, 100, algorithm="tree")))
+        nodes = made(
+            generate_collectives(CollectiveOptions("reduce", ranks, 100, algorithm="tree"))
+        )
         parent = {source: to for source, to, _, _ in messages(nodes)}
         assert set(parent) == set(range(1, ranks))
         for rank in range(1, ranks):
@@ -205,38 +235,59 @@ class TestTree:
             assert steps <= (ranks - 1).bit_length()
 
     def test_a_rank_sends_up_only_what_it_has_reduced(self) -> None:
-        ranks = made(generate_collectives(CollectiveOptions("reduce", 4, 100, algorithm="tree", compute_us=3)))
+        ranks = made(
+            generate_collectives(
+                CollectiveOptions("reduce", 4, 100, algorithm="tree", compute_us=3)
+            )
+        )
         assert [(n["name"], n["after"]) for n in ranks[2]] == [
-            ("compute", []), ("receive from 3", [1]), ("reduce", [2]), ("send to 0", [1, 3]), ("end of reduce", [3, 4]),
-        ]  # fmt: skip
+            ("compute", []),
+            ("receive from 3", [1]),
+            ("reduce", [2]),
+            ("send to 0", [1, 3]),
+            ("end of reduce", [3, 4]),
+        ]
         assert [n["name"] for n in ranks[0]].count("reduce") == 2
         assert [n["name"] for n in ranks[3]].count("reduce") == 0
 
 
 class TestDirect:
     def test_parts_of_an_all_to_all_are_those_of_who_gets_them(self) -> None:
-        nodes = made(generate_collectives(CollectiveOptions("all_to_all", 3, 10, algorithm="direct")))
+        nodes = made(
+            generate_collectives(CollectiveOptions("all_to_all", 3, 10, algorithm="direct"))
+        )
         pieces = [3, 3, 4]
-        assert messages(nodes) == Counter({(r, to, 0, pieces[to]): 1 for r in range(3) for to in range(3) if r != to})
+        assert messages(nodes) == Counter(
+            {(r, to, 0, pieces[to]): 1 for r in range(3) for to in range(3) if r != to}
+        )
 
     def test_an_all_reduce_scatters_then_gathers(self) -> None:
-        nodes = made(generate_collectives(CollectiveOptions("all_reduce", 3, 10, algorithm="direct")))
+        nodes = made(
+            generate_collectives(CollectiveOptions("all_reduce", 3, 10, algorithm="direct"))
+        )
         pieces = [3, 3, 4]
         pairs = [(r, to) for r in range(3) for to in range(3) if r != to]
         assert messages(nodes) == Counter(
-            {**{(r, to, 0, pieces[to]): 1 for r, to in pairs}, **{(r, to, 1, pieces[r]): 1 for r, to in pairs}}
+            {
+                **{(r, to, 0, pieces[to]): 1 for r, to in pairs},
+                **{(r, to, 1, pieces[r]): 1 for r, to in pairs},
+            }
         )
 
     def test_sends_do_not_wait_for_each_other(self) -> None:
         for nodes in made(
-            generate_collectives(CollectiveOptions("all_to_all", 5, 100, algorithm="direct", compute_us=3))
+            generate_collectives(
+                CollectiveOptions("all_to_all", 5, 100, algorithm="direct", compute_us=3)
+            )
         ):
             assert [n["after"] for n in nodes[1:9]] == [[1]] * 8
             assert nodes[-1]["after"] == list(range(2, 10))
 
     @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
     def test_a_rank_reduces_as_often_as_it_has_peers(self, kind: str) -> None:
-        for nodes in made(generate_collectives(CollectiveOptions(kind, 5, 100, algorithm="direct", compute_us=3))):
+        for nodes in made(
+            generate_collectives(CollectiveOptions(kind, 5, 100, algorithm="direct", compute_us=3))
+        ):
             assert [n["duration_us"] for n in nodes if n["name"] == "reduce"] == [4 * 3]
 
     @pytest.mark.parametrize(
@@ -248,8 +299,12 @@ class TestDirect:
             ("gather", False, [3, 4]),
         ],
     )
-    def test_the_root_exchanges_with_every_other_one(self, kind: str, outward: bool, sizes: list[int]) -> None:
-        nodes = made(generate_collectives(CollectiveOptions(kind, 3, 10, algorithm="direct", compute_us=5)))
+    def test_the_root_exchanges_with_every_other_one(
+        self, kind: str, outward: bool, sizes: list[int]
+    ) -> None:
+        nodes = made(
+            generate_collectives(CollectiveOptions(kind, 3, 10, algorithm="direct", compute_us=5))
+        )
         expected = {((0, r) if outward else (r, 0)) + (0, sizes[r - 1]): 1 for r in (1, 2)}
         assert messages(nodes) == Counter(expected)
         reduced = [n["duration_us"] for n in nodes[0] if n["name"] == "reduce"]
@@ -266,7 +321,10 @@ def test_what_is_refused_names_what_there_is(algorithm: str, able: tuple[str, ..
         else:
             with pytest.raises(UsageError) as caught:
                 generate_collectives(options)
-            assert (caught.value.slug, caught.value.hint) == ("cannot-generate", f"it does {', '.join(able)}")
+            assert (caught.value.slug, caught.value.hint) == (
+                "cannot-generate",
+                f"it does {', '.join(able)}",
+            )
 
 
 @pytest.mark.parametrize(("size", "ranks"), [(3, 4), (0, 2), (99, 100)])
@@ -274,8 +332,14 @@ def test_a_byte_for_each_rank_is_the_least(size: int, ranks: int) -> None:
     with pytest.raises(UsageError) as caught:
         generate_collectives(CollectiveOptions("all_reduce", ranks, size))
     assert caught.value.slug == "cannot-generate"
-    assert generate_collectives(CollectiveOptions("all_reduce", ranks, ranks)).totals["comm_bytes"] == [ranks] * ranks
-    assert generate_collectives(CollectiveOptions("barrier", ranks, size)).totals["comm_bytes"] == [0] * ranks
+    assert (
+        generate_collectives(CollectiveOptions("all_reduce", ranks, ranks)).totals["comm_bytes"]
+        == [ranks] * ranks
+    )
+    assert (
+        generate_collectives(CollectiveOptions("barrier", ranks, size)).totals["comm_bytes"]
+        == [0] * ranks
+    )
 
 
 def forward(*numbers: int) -> list[tuple[str, int]]:
@@ -292,7 +356,10 @@ class TestPipeline:
         ],
     )
     def test_1f1b_of_three_stages_and_four_micro_batches(self, stage: int, steps: str) -> None:
-        words = [f"{direction[0].upper()}{number}" for direction, number in build_stage_schedule("1f1b", stage, 3, 4)]
+        words = [
+            f"{direction[0].upper()}{number}"
+            for direction, number in build_stage_schedule("1f1b", stage, 3, 4)
+        ]
         assert " ".join(words) == steps
 
     @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -304,14 +371,19 @@ class TestPipeline:
 
     @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
     @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (5, 2), (3, 3), (4, 9)])
-    def test_every_micro_batch_goes_through_once_each_way(self, schedule: str, stages: int, micro_batches: int) -> None:
+    def test_every_micro_batch_goes_through_once_each_way(
+        self, schedule: str, stages: int, micro_batches: int
+    ) -> None:
         for stage in range(stages):
             steps = list(build_stage_schedule(schedule, stage, stages, micro_batches))
             assert Counter(steps) == Counter(
-                (direction, number) for direction in ("forward", "backward") for number in range(micro_batches)
+                (direction, number)
+                for direction in ("forward", "backward")
+                for number in range(micro_batches)
             )
             assert all(
-                steps.index(("forward", number)) < steps.index(("backward", number)) for number in range(micro_batches)
+                steps.index(("forward", number)) < steps.index(("backward", number))
+                for number in range(micro_batches)
             )
 
     def test_activations_go_on_and_gradients_come_back(self) -> None:
@@ -323,11 +395,19 @@ class TestPipeline:
     def test_a_stage_computes_what_has_come_and_sends_what_it_has_computed(self) -> None:
         nodes = made(generate_pipeline(PipelineOptions(3, 2, "1f1b")))[1]
         assert [(n["name"], n["after"]) for n in nodes] == [
-            ("receive from 0", []), ("forward 0", [1]), ("send to 2", [2]),
-            ("receive from 0", [1]), ("forward 1", [2, 4]), ("send to 2", [5]),
-            ("receive from 2", []), ("backward 0", [5, 7]), ("send to 0", [8]),
-            ("receive from 2", [7]), ("backward 1", [8, 10]), ("send to 0", [11]),
-        ]  # fmt: skip
+            ("receive from 0", []),
+            ("forward 0", [1]),
+            ("send to 2", [2]),
+            ("receive from 0", [1]),
+            ("forward 1", [2, 4]),
+            ("send to 2", [5]),
+            ("receive from 2", []),
+            ("backward 0", [5, 7]),
+            ("send to 0", [8]),
+            ("receive from 2", [7]),
+            ("backward 1", [8, 10]),
+            ("send to 0", [11]),
+        ]
 
     def test_what_is_known_is_what_the_formula_gives(self) -> None:
         totals = generate_pipeline(PipelineOptions(4, 6, "gpipe", 100)).totals
@@ -339,9 +419,15 @@ class TestPipeline:
             "activations": [6] * 4,
         }
 
-    @pytest.mark.parametrize(("stages", "micro_batches", "held"), [(4, 2, [2, 2, 2, 1]), (3, 1, [1, 1, 1])])
-    def test_no_stage_holds_more_than_there_are(self, stages: int, micro_batches: int, held: list[int]) -> None:
-        assert generate_pipeline(PipelineOptions(stages, micro_batches)).totals["activations"] == held
+    @pytest.mark.parametrize(
+        ("stages", "micro_batches", "held"), [(4, 2, [2, 2, 2, 1]), (3, 1, [1, 1, 1])]
+    )
+    def test_no_stage_holds_more_than_there_are(
+        self, stages: int, micro_batches: int, held: list[int]
+    ) -> None:
+        assert (
+            generate_pipeline(PipelineOptions(stages, micro_batches)).totals["activations"] == held
+        )
 
 
 SMALL = {"layers": 2, "hidden": 8, "micro_batches": 1}
@@ -355,13 +441,27 @@ class TestTransformer:
     def test_one_rank_computes_its_layers_and_their_backward(self) -> None:
         (nodes,) = made(generate_transformer(TransformerOptions(1, 1, 1, **SMALL)))
         assert [n["name"] for n in nodes] == [
-            "layer 0 attention forward 0", "layer 0 mlp forward 0", "layer 1 attention forward 0", "layer 1 mlp forward 0",
-            "layer 1 mlp backward 0", "layer 1 attention backward 0", "layer 0 mlp backward 0", "layer 0 attention backward 0",
+            "layer 0 attention forward 0",
+            "layer 0 mlp forward 0",
+            "layer 1 attention forward 0",
+            "layer 1 mlp forward 0",
+            "layer 1 mlp backward 0",
+            "layer 1 attention backward 0",
+            "layer 0 mlp backward 0",
+            "layer 0 attention backward 0",
             "optimizer",
-        ]  # fmt: skip
+        ]
         ways = [self.ATTENTION, self.MLP]
-        assert [n["num_ops"] for n in nodes[:-1]] == [*ways, *ways, *(2 * each for each in ways[::-1] * 2)]
-        assert [n["tensor_size"] for n in nodes[:-1]] == [*self.SIZES, *self.SIZES, *self.SIZES[::-1] * 2]
+        assert [n["num_ops"] for n in nodes[:-1]] == [
+            *ways,
+            *ways,
+            *(2 * each for each in ways[::-1] * 2),
+        ]
+        assert [n["tensor_size"] for n in nodes[:-1]] == [
+            *self.SIZES,
+            *self.SIZES,
+            *self.SIZES[::-1] * 2,
+        ]
         # 2 layers x 768 weights, of which each takes 12 operations and 24 bytes
         assert (nodes[-1]["num_ops"], nodes[-1]["tensor_size"]) == (12 * 1536, 24 * 1536)
         assert [n["after"] for n in nodes] == [[], *([number] for number in range(1, 9))]
@@ -372,13 +472,17 @@ class TestTransformer:
         nodes = both[0]
         assert nodes == both[1]
         assert [n["type"] == NodeType.COMM_COLL_NODE for n in nodes] == [False, True] * 8 + [False]
-        assert {(n["comm_size"], n["pg_name"]) for n in nodes[1:-1:2]} == {(1024 * 8 * 2, None)}  # all ranks: no name
+        assert {(n["comm_size"], n["pg_name"]) for n in nodes[1:-1:2]} == {
+            (1024 * 8 * 2, None)
+        }  # all ranks: no name
         assert [n["num_ops"] for n in nodes[0:4:2]] == [self.ATTENTION // 2, self.MLP // 2]
         assert [n["tensor_size"] for n in nodes[0:4:2]] == [256 + 2 * 16384, 512 + 2 * 16384]
         assert nodes[-1]["num_ops"] == 12 * 1536 // 2
 
     def test_gradients_are_reduced_layer_by_layer_behind_the_last_backward(self) -> None:
-        nodes = made(generate_transformer(TransformerOptions(2, 1, 1, **{**SMALL, "micro_batches": 2})))[0]
+        nodes = made(
+            generate_transformer(TransformerOptions(2, 1, 1, **{**SMALL, "micro_batches": 2}))
+        )[0]
         reduced = [n for n in nodes if n["type"] == NodeType.COMM_COLL_NODE]
         assert [n["name"] for n in reduced] == ["layer 1 gradients", "layer 0 gradients"]
         names = {n["id"]: n["name"] for n in nodes}
@@ -405,7 +509,8 @@ class TestTransformer:
         nodes = made(generate_transformer(TransformerOptions(2, 2, 2, **SMALL)))
         assert messages(nodes) == messages(nodes, RECEIVE)
         assert messages(nodes) == Counter(
-            {(r, r + 4, 0, 16384): 1 for r in range(4)} | {(r + 4, r, 1, 16384): 1 for r in range(4)}
+            {(r, r + 4, 0, 16384): 1 for r in range(4)}
+            | {(r + 4, r, 1, 16384): 1 for r in range(4)}
         )
 
     @pytest.mark.parametrize(
@@ -415,7 +520,9 @@ class TestTransformer:
             ({"tflops": 1e6, "memory_gbps": 1e-1}, [round(each / 100) for each in SIZES]),
         ],
     )
-    def test_time_is_that_of_operations_or_of_memory(self, speed: dict[str, float], us: list[int]) -> None:
+    def test_time_is_that_of_operations_or_of_memory(
+        self, speed: dict[str, float], us: list[int]
+    ) -> None:
         (nodes,) = made(generate_transformer(TransformerOptions(1, 1, 1, **SMALL, **speed)))
         assert [n["duration_us"] for n in nodes[:2]] == us
 
@@ -433,7 +540,9 @@ class TestTransformer:
                 "operations": sum(n["num_ops"] or 0 for n in nodes),
                 "compute_us": sum(n["duration_us"] for n in nodes),
                 "collective_bytes": {
-                    "all_reduce": sum(n["comm_size"] for n in nodes if n["type"] == NodeType.COMM_COLL_NODE)
+                    "all_reduce": sum(
+                        n["comm_size"] for n in nodes if n["type"] == NodeType.COMM_COLL_NODE
+                    )
                 },
                 "sent_bytes": sum(n["comm_size"] for n in nodes if n["type"] == SEND),
             }

@@ -27,9 +27,17 @@ from traceloom.workload.chakra.graph_read import (
 def same(one: Graph, other: Graph) -> None:
     """Equal but for the order of the edges."""
     for name, frame in one.frames().items():
-        order = frame.columns if name == "edges" else ["node"] if name in {"communication", "transfers"} else []
+        order = (
+            frame.columns
+            if name == "edges"
+            else ["node"]
+            if name in {"communication", "transfers"}
+            else []
+        )
         there = other.frames()[name]
-        assert_frame_equal(frame.sort(order) if order else frame, there.sort(order) if order else there)
+        assert_frame_equal(
+            frame.sort(order) if order else frame, there.sort(order) if order else there
+        )
     for name in ("name", "epoch_ns", "world_size", "stage", "notices"):
         assert getattr(one, name) == getattr(other, name), name
 
@@ -39,7 +47,10 @@ def values(node: Node) -> dict[str, object]:
     for attribute in node.attr:
         kind = attribute.WhichOneof("value")
         value = getattr(attribute, kind) if kind else None
-        out[attribute.name] = (kind, list(value.values) if kind and kind.endswith("_list") else value)
+        out[attribute.name] = (
+            kind,
+            list(value.values) if kind and kind.endswith("_list") else value,
+        )
     return out
 
 
@@ -77,9 +88,15 @@ def test_missing_values_and_odd_rows_come_back() -> None:
         kind=pl.lit(None, pl.String), peer=pl.lit(-1, pl.Int32), tag=pl.lit(-(2**63), pl.Int64)
     )
     transfers = graph.transfers.with_columns(kind=pl.lit(None, pl.String))
-    nodes = graph.nodes.with_columns(step=pl.lit(-1, pl.Int32), correlation=pl.lit(2**63 - 1, pl.Int64))
-    ops = graph.host_ops.with_columns(id=pl.lit(5, pl.Int64))  # ids are used twice in real host traces
-    graph = replace(graph, communication=communication, transfers=transfers, nodes=nodes, host_ops=ops)
+    nodes = graph.nodes.with_columns(
+        step=pl.lit(-1, pl.Int32), correlation=pl.lit(2**63 - 1, pl.Int64)
+    )
+    ops = graph.host_ops.with_columns(
+        id=pl.lit(5, pl.Int64)
+    )  # ids are used twice in real host traces
+    graph = replace(
+        graph, communication=communication, transfers=transfers, nodes=nodes, host_ops=ops
+    )
     same(graph, convert_from_messages([convert_to_messages(graph, rank) for rank in (0, 1)]))
 
 
@@ -94,9 +111,12 @@ def test_what_nobody_carries_comes_back() -> None:
         schema=GRAPH_SCHEMAS["nodes"],
     )
     edge = graph.edges.head(1).with_columns(
-        source=pl.lit(graph.nodes.height + 1, pl.UInt32), target=pl.lit(graph.nodes.height, pl.UInt32)
+        source=pl.lit(graph.nodes.height + 1, pl.UInt32),
+        target=pl.lit(graph.nodes.height, pl.UInt32),
     )
-    graph = replace(graph, nodes=pl.concat([graph.nodes, more]), edges=pl.concat([graph.edges, edge]))
+    graph = replace(
+        graph, nodes=pl.concat([graph.nodes, more]), edges=pl.concat([graph.edges, edge])
+    )
     same(graph, convert_from_messages([convert_to_messages(graph, 0)]))
 
 
@@ -108,7 +128,9 @@ def test_some_ranks_alone_are_a_graph_with_a_notice(tmp_path: Path) -> None:
     assert part.ranks["rank"].to_list() == [1, 2]
     assert part.notices[-1].slug == "chakra-missing-ranks"
     here = graph.nodes.filter(pl.col("rank").is_in([1, 2]))
-    kinds = pl.concat([here, graph.nodes.filter(kind="rendezvous").filter(~pl.col("rank").is_in([1, 2]))])["kind"]
+    kinds = pl.concat(
+        [here, graph.nodes.filter(kind="rendezvous").filter(~pl.col("rank").is_in([1, 2]))]
+    )["kind"]
     assert sorted(part.nodes["kind"].to_list()) == sorted(kinds.to_list())
 
 
@@ -121,10 +143,16 @@ def test_attributes_are_those_that_other_tools_read() -> None:
     assert reduce["pg_name"] == ("string_val", "default_pg")
     assert reduce["stream"] == ("int64_val", 20)
     assert named(graph, "ncclDevKernel_AllReduce").type == NodeType.COMM_COLL_NODE
-    send, receive = named(graph, "ncclDevKernel_SendRecv"), named(graph, "ncclDevKernel_SendRecv", 1)
+    send, receive = (
+        named(graph, "ncclDevKernel_SendRecv"),
+        named(graph, "ncclDevKernel_SendRecv", 1),
+    )
     assert (send.type, receive.type) == (NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE)
     for node in (send, receive):
-        assert (values(node)["comm_src"], values(node)["comm_dst"]) == (("int32_val", 0), ("int32_val", 1))
+        assert (values(node)["comm_src"], values(node)["comm_dst"]) == (
+            ("int32_val", 0),
+            ("int32_val", 1),
+        )
         assert values(node)["comm_size"] == ("int64_val", 77)
     op = named(graph, "aten::mm")
     assert values(op)["is_cpu_op"] == ("bool_val", True)
@@ -147,7 +175,9 @@ def test_attributes_are_those_that_other_tools_read() -> None:
         ("broadcast", 0, 64, 64),
     ],
 )
-def test_comm_size_has_the_meaning_that_simulators_expect(kind: str, into: int | None, out: int, size: int) -> None:
+def test_comm_size_has_the_meaning_that_simulators_expect(
+    kind: str, into: int | None, out: int, size: int
+) -> None:
     graph = small_graph(2)
     rows = graph.communication.with_columns(
         kind=pl.lit(kind), in_bytes=pl.lit(into, pl.Int64), out_bytes=pl.lit(out, pl.Int64)
@@ -158,7 +188,9 @@ def test_comm_size_has_the_meaning_that_simulators_expect(kind: str, into: int |
 
 def test_a_receive_has_the_size_of_what_comes_out() -> None:
     graph = small_graph(2)
-    rows = graph.communication.with_columns(in_bytes=pl.lit(5, pl.Int64), out_bytes=pl.lit(64, pl.Int64))
+    rows = graph.communication.with_columns(
+        in_bytes=pl.lit(5, pl.Int64), out_bytes=pl.lit(64, pl.Int64)
+    )
     node = named(replace(graph, communication=rows), "ncclDevKernel_SendRecv", 1)
     assert values(node)["comm_size"] == ("int64_val", 64)
 
@@ -188,9 +220,13 @@ def test_what_follows_a_synchronisation_waits_for_the_work_it_awaited() -> None:
         residual_ns=pl.lit(0, pl.Int64),
     )
     edge = graph.edges.head(1).with_columns(
-        source=last["node"], target=after["node"], kind=pl.lit("thread", GRAPH_SCHEMAS["edges"]["kind"])
+        source=last["node"],
+        target=after["node"],
+        kind=pl.lit("thread", GRAPH_SCHEMAS["edges"]["kind"]),
     )
-    graph = replace(graph, nodes=pl.concat([graph.nodes, after]), edges=pl.concat([graph.edges, edge]))
+    graph = replace(
+        graph, nodes=pl.concat([graph.nodes, after]), edges=pl.concat([graph.edges, edge])
+    )
     by_name = {node.name: node for node in convert_to_messages(graph, 0)[1]}
     assert by_name["ncclDevKernel_SendRecv"].id in by_name["after"].data_deps
     assert by_name["cudaStreamSynchronize"].id in by_name["after"].data_deps
@@ -216,7 +252,9 @@ def test_zero_length_points_are_no_nodes() -> None:
 def test_groups_stand_beside_the_files(tmp_path: Path) -> None:
     graph = small_graph(2)
     write_ranks(graph, tmp_path / "out")
-    assert (tmp_path / "out" / "comm_groups.json").read_text() == '{\n "default_pg": [\n  0,\n  1\n ]\n}'
+    assert (
+        tmp_path / "out" / "comm_groups.json"
+    ).read_text() == '{\n "default_pg": [\n  0,\n  1\n ]\n}'
     assert list_groups(graph) == {"default_pg": [0, 1]}
 
 
@@ -233,7 +271,10 @@ def test_a_directory_of_strangers_is_not_replaced(tmp_path: Path) -> None:
         write_ranks(small_graph(1), tmp_path / "out")
     assert caught.value.slug == "file-exists"
     write_ranks(small_graph(1), tmp_path / "out", force=True)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["comm_groups.json", "workload.0.et"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "comm_groups.json",
+        "workload.0.et",
+    ]
     (tmp_path / "out" / "thesis.txt").write_text("mine")
     with pytest.raises(OutputError) as caught:
         write_ranks(small_graph(1), tmp_path / "out", force=True)
@@ -292,13 +333,28 @@ def test_another_version_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("notices", '{"a": 1}'), ("notices", "[5]"), ("notices", '[{"slug": "a", "severity": "bad", "message": "m"}]'),
-        ("notices", "[" * 5000), ("notices", "null"), ("stage", "x"), ("stage", 5), ("name", 5), ("world_size", "8"),
-        ("rank", "x"), ("rank", 2**40), ("epoch_ns", "x"), ("node_count", "x"), ("edge_kinds", "x"), ("evidence_kinds", 5),
-        ("lanes", "[[99999999999999999999]]"), ("lanes", '[{"lane": 99999999999999999999}]'), ("ranks", "5"),
-        ("delays", '[["x"]]'), ("loose_edges", "[" * 5000),
+        ("notices", '{"a": 1}'),
+        ("notices", "[5]"),
+        ("notices", '[{"slug": "a", "severity": "bad", "message": "m"}]'),
+        ("notices", "[" * 5000),
+        ("notices", "null"),
+        ("stage", "x"),
+        ("stage", 5),
+        ("name", 5),
+        ("world_size", "8"),
+        ("rank", "x"),
+        ("rank", 2**40),
+        ("epoch_ns", "x"),
+        ("node_count", "x"),
+        ("edge_kinds", "x"),
+        ("evidence_kinds", 5),
+        ("lanes", "[[99999999999999999999]]"),
+        ("lanes", '[{"lane": 99999999999999999999}]'),
+        ("ranks", "5"),
+        ("delays", '[["x"]]'),
+        ("loose_edges", "[" * 5000),
     ],
-)  # fmt: skip
+)
 def test_metadata_of_a_graph_that_somebody_changed_is_damage(name: str, value: str | int) -> None:
     metadata, nodes = convert_to_messages(small_graph(1), 0)
     changed = next(a for a in metadata.attr if a.name == name)
@@ -316,7 +372,14 @@ def foreign(*nodes: Node) -> Graph:
 
 
 def made(number: int, micros: int, *needs: int, **more: object) -> Node:
-    return Node(id=number, name=f"n{number}", type=NodeType.COMP_NODE, duration_micros=micros, data_deps=needs, **more)  # type: ignore[arg-type]
+    return Node(
+        id=number,
+        name=f"n{number}",
+        type=NodeType.COMP_NODE,
+        duration_micros=micros,
+        data_deps=needs,
+        **more,
+    )  # type: ignore[arg-type]
 
 
 def test_a_foreign_file_is_laid_out_by_its_dependencies() -> None:
@@ -332,7 +395,9 @@ def test_a_foreign_file_is_laid_out_by_its_dependencies() -> None:
 
 def test_start_times_of_a_foreign_file_are_kept_where_dependencies_allow() -> None:
     graph = foreign(
-        made(1, 5, start_time_micros=100), made(2, 5, 1, start_time_micros=50), made(3, 1, start_time_micros=40)
+        made(1, 5, start_time_micros=100),
+        made(2, 5, 1, start_time_micros=50),
+        made(3, 1, start_time_micros=40),
     )
     starts = dict(graph.nodes.select("name", "start_ns").iter_rows())
     assert (starts["n1"], starts["n2"], starts["n3"]) == (100_000, 105_000, 40_000)
@@ -361,7 +426,10 @@ def test_kinds_lanes_and_communication_of_a_foreign_file() -> None:
         send.attr.add(name=name, int32_val=value)
     graph = foreign(cpu, gpu, load, reduce, send)
     joined = graph.nodes.join(graph.lanes.select("lane", where="name"), on="lane", how="left")
-    kinds = {name: (kind, lane) for name, kind, lane in joined.select("name", "kind", "where").iter_rows()}
+    kinds = {
+        name: (kind, lane)
+        for name, kind, lane in joined.select("name", "kind", "where").iter_rows()
+    }
     assert kinds["n1"] == ("host", "thread 4")
     assert kinds["n2"] == ("kernel", "stream 7")
     assert kinds["n3"] == ("copy", "memory")
@@ -410,7 +478,9 @@ def test_ids_beyond_63_bits_are_ids() -> None:
 @pytest.mark.data
 def test_public_files_become_graphs_and_come_back(shared_data: Path, tmp_path: Path) -> None:
     folder = shared_data / "chakra"
-    for number, files in enumerate((sorted(folder.glob("custom_ring*.et")), [folder / "converted_2023.0.et.gz"])):
+    for number, files in enumerate(
+        (sorted(folder.glob("custom_ring*.et")), [folder / "converted_2023.0.et.gz"])
+    ):
         graph = read_graph(files)
         graph.check()
         assert set(graph.edges["evidence"]) == {"assumed"}

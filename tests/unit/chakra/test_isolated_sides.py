@@ -57,14 +57,21 @@ def reaches(nodes: dict[int, Node], member: str) -> dict[int, set[int]]:
 @pytest.mark.parametrize(
     ("kind", "side"),
     [
-        ("COMM_SEND_NODE", "communication"), ("COMM_RECV_NODE", "communication"), ("COMM_COLL_NODE", "communication"),
-        ("COMP_NODE", "compute"), ("MEM_LOAD_NODE", "compute"), ("MEM_STORE_NODE", "compute"), ("INVALID_NODE", "compute"),
+        ("COMM_SEND_NODE", "communication"),
+        ("COMM_RECV_NODE", "communication"),
+        ("COMM_COLL_NODE", "communication"),
+        ("COMP_NODE", "compute"),
+        ("MEM_LOAD_NODE", "compute"),
+        ("MEM_STORE_NODE", "compute"),
+        ("INVALID_NODE", "compute"),
         ("METADATA_NODE", None),
     ],
-)  # fmt: skip
+)
 def test_every_type_is_on_one_side_and_metadata_on_none(kind: str, side: str | None) -> None:
     nodes = [node(4, kind)]
-    assert [name for name in ("communication", "compute") if left(nodes, name)] == ([side] if side else [])
+    assert [name for name in ("communication", "compute") if left(nodes, name)] == (
+        [side] if side else []
+    )
 
 
 def test_an_unknown_type_is_work() -> None:
@@ -102,7 +109,9 @@ def test_a_joint_has_no_duration_and_is_no_communication() -> None:
     ("before", "behind", "stays"),
     [(2, 2, True), (1, 2, False), (1, 9, False), (2, 1, False), (64, 1, False), (65, 1, True)],
 )
-def test_a_removed_node_stays_where_many_wait_through_it_for_many(before: int, behind: int, stays: bool) -> None:
+def test_a_removed_node_stays_where_many_wait_through_it_for_many(
+    before: int, behind: int, stays: bool
+) -> None:
     nodes = [*(collective(number) for number in range(before)), node(1000, deps=range(before))]
     nodes += [collective(1001 + number, deps=[1000]) for number in range(behind)]
     kept = left(nodes)
@@ -128,10 +137,19 @@ def test_what_is_said_directly_stays_said_once() -> None:
 
 
 def test_what_waits_for_itself_or_for_nothing_that_exists_is_counted() -> None:
-    nodes = [collective(1, deps=[1, 50, 51]), node(2, deps=[60], ctrl=[61, 2]), collective(3, deps=[2])]
+    nodes = [
+        collective(1, deps=[1, 50, 51]),
+        node(2, deps=[60], ctrl=[61, 2]),
+        collective(3, deps=[2]),
+    ]
     result = isolated(nodes, "communication")
     (notice,) = result.notices
-    assert (notice.slug, notice.count, notice.severity, notice.where) == ("chakra-dangling", 4, "warning", "made")
+    assert (notice.slug, notice.count, notice.severity, notice.where) == (
+        "chakra-dangling",
+        4,
+        "warning",
+        "made",
+    )
     assert notice.message.startswith("4 dependencies name nodes")
     assert awaited(left(nodes)) == {1: [], 3: []}
 
@@ -149,7 +167,11 @@ def test_ids_beyond_the_signed_ones_are_kept() -> None:
 
 @pytest.mark.parametrize("side", ["communication", "compute"])
 def test_a_file_of_the_other_side_alone_leaves_nothing(side: str) -> None:
-    other = [node(1), node(2, deps=[1])] if side == "communication" else [send(1, 1), receive(2, 1, [1])]
+    other = (
+        [node(1), node(2, deps=[1])]
+        if side == "communication"
+        else [send(1, 1), receive(2, 1, [1])]
+    )
     assert left(other, side) == {}
     assert left([], side) == {}
 
@@ -164,7 +186,11 @@ def test_circles_name_how_many_wait_in_them() -> None:
 
 
 def test_a_circle_of_callers_leaves_the_data_dependencies() -> None:
-    nodes = [collective(1, ctrl=[3]), node(2, deps=[1], ctrl=[1]), collective(3, deps=[2], ctrl=[2])]
+    nodes = [
+        collective(1, ctrl=[3]),
+        node(2, deps=[1], ctrl=[1]),
+        collective(3, deps=[2], ctrl=[2]),
+    ]
     (notice,) = isolated(nodes, "communication").notices
     assert (notice.slug, notice.count) == ("chakra-control-circle", 3)
     assert awaited(left(nodes)) == {1: [], 3: [1]}
@@ -177,19 +203,29 @@ def test_who_waited_for_whom_still_does_over_both_kinds_of_dependencies(seed: in
     numbers = chance.sample(range(1000), 24)
     nodes = []
     for place, number in enumerate(numbers):
-        deps, callers = (chance.sample(numbers[:place], min(place, chance.randint(0, 3))) for _ in range(2))
+        deps, callers = (
+            chance.sample(numbers[:place], min(place, chance.randint(0, 3))) for _ in range(2)
+        )
         make = chance.choice([node, collective])
         nodes.append(make(number, deps=deps, ctrl=callers))
     chance.shuffle(nodes)
     before = {each.id: each for each in nodes}
     for side in ("communication", "compute"):
         stays = left(nodes, side)
-        kept = {number for number, each in before.items() if (each.type in COMMUNICATION) == (side == "communication")}
+        kept = {
+            number
+            for number, each in before.items()
+            if (each.type in COMMUNICATION) == (side == "communication")
+        }
         assert kept <= set(stays)
-        assert [each.id for each in nodes if each.id in stays] == list(stays)  # in the order of the file
+        assert [each.id for each in nodes if each.id in stays] == list(
+            stays
+        )  # in the order of the file
         for member in ("data_deps", "ctrl_deps"):
             was, now = reaches(before, member), reaches(stays, member)
-            assert {number: was[number] & kept for number in kept} == {number: now[number] & kept for number in kept}
+            assert {number: was[number] & kept for number in kept} == {
+                number: now[number] & kept for number in kept
+            }
             assert all(list(deps) == sorted(set(deps)) for deps in awaited(stays, member).values())
 
 
@@ -201,8 +237,10 @@ class TestMetadata:
         made = build_side_metadata(metadata, "communication")
         assert made.version == "9"
         assert [(a.name, a.string_val or a.int64_val) for a in made.attr] == [
-            ("schema", "feeder JSON"), ("rank", 3), ("only", "communication"),
-        ]  # fmt: skip
+            ("schema", "feeder JSON"),
+            ("rank", 3),
+            ("only", "communication"),
+        ]
         assert metadata.SerializeToString() == before
 
 
@@ -214,8 +252,12 @@ RANKS = [
 
 class TestFiles:
     @pytest.mark.parametrize("ending", [".et", ".json", ".jsonl"])
-    @pytest.mark.parametrize(("side", "expected"), [("communication", {2: [], 4: [2]}), ("compute", {1: [], 3: [1]})])
-    def test_every_form_gives_the_same_side(self, tmp_path: Path, ending: str, side: str, expected: dict) -> None:
+    @pytest.mark.parametrize(
+        ("side", "expected"), [("communication", {2: [], 4: [2]}), ("compute", {1: [], 3: [1]})]
+    )
+    def test_every_form_gives_the_same_side(
+        self, tmp_path: Path, ending: str, side: str, expected: dict
+    ) -> None:
         source = tmp_path / "in"
         source.mkdir()
         for rank, nodes in enumerate(RANKS):
@@ -224,14 +266,22 @@ class TestFiles:
         with ConversionInput(source) as opened:
             files = opened.write_directory(tmp_path / "out", side, force=False)  # type: ignore[arg-type]
             assert (opened.nodes, opened.notices) == (4, [])
-        assert [path.name for path in files] == ["comm_groups.json", "workload.0.et", "workload.1.et"]
+        assert [path.name for path in files] == [
+            "comm_groups.json",
+            "workload.0.et",
+            "workload.1.et",
+        ]
         for path in files[1:]:
             with open_messages(path) as reader:
                 assert awaited({each.id: each for each in reader}) == expected
                 assert [(a.name, a.string_val) for a in reader.metadata.attr] == [("only", side)]
 
-    def test_notices_of_a_damaged_file_are_said_once_however_often_it_is_read(self, tmp_path: Path) -> None:
-        source = write_set(tmp_path / "in", [collective(1, deps=[9]), node(2, deps=[1]), collective(3, deps=[2])])
+    def test_notices_of_a_damaged_file_are_said_once_however_often_it_is_read(
+        self, tmp_path: Path
+    ) -> None:
+        source = write_set(
+            tmp_path / "in", [collective(1, deps=[9]), node(2, deps=[1]), collective(3, deps=[2])]
+        )
         path = source / "w.0.et"
         path.write_bytes(path.read_bytes()[:-2])
         with ConversionInput(path) as opened:
@@ -247,7 +297,9 @@ class TestFiles:
         assert caught.value.slug == "chakra-circle"
         assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
-    @pytest.mark.parametrize("name", ["out.et", "out.et.gz", "out.json", "out.json.gz", "out.jsonl", "out.jsonl.gz"])
+    @pytest.mark.parametrize(
+        "name", ["out.et", "out.et.gz", "out.json", "out.json.gz", "out.jsonl", "out.jsonl.gz"]
+    )
     def test_a_file_of_any_form_becomes_one_of_any_other(self, tmp_path: Path, name: str) -> None:
         source = write_set(tmp_path / "in", RANKS[0])
         with ConversionInput(source / "w.0.et") as opened:
@@ -270,7 +322,9 @@ class TestFiles:
         with open_messages(tmp_path / "out.et") as reader:
             assert list(reader) == RANKS[0]
 
-    def test_groups_are_read_from_either_name_and_the_first_one_counts(self, tmp_path: Path) -> None:
+    def test_groups_are_read_from_either_name_and_the_first_one_counts(
+        self, tmp_path: Path
+    ) -> None:
         source = write_set(tmp_path / "in", *RANKS)
         with ConversionInput(source) as opened:
             assert opened.group_file() is None

@@ -18,7 +18,12 @@ METADATA = GlobalMetadata(version="1.0.0")
 def some_nodes(count: int) -> list[Node]:
     out = []
     for number in range(count):
-        node = Node(id=number, name=f'n "{number}" \\ ∑', type=NodeType.COMP_NODE, data_deps=range(number % 4))
+        node = Node(
+            id=number,
+            name=f'n "{number}" \\ ∑',
+            type=NodeType.COMP_NODE,
+            data_deps=range(number % 4),
+        )
         node.attr.add(name="is_cpu_op", bool_val=bool(number % 2))
         node.attr.add(name="rf_id", int64_val=-number)
         out.append(node)
@@ -63,7 +68,10 @@ def test_numbers_that_others_would_round_are_texts(tmp_path: Path) -> None:
     node = Node(id=2**53 + 1, data_deps=[2**53, 2**64 - 1])
     write_messages(tmp_path / "a.jsonl", METADATA, [node])
     line = json.loads((tmp_path / "a.jsonl").read_text().splitlines()[1])
-    assert line == {"id": "9007199254740993", "data_deps": [9007199254740992, "18446744073709551615"]}
+    assert line == {
+        "id": "9007199254740993",
+        "data_deps": [9007199254740992, "18446744073709551615"],
+    }
     assert read(tmp_path / "a.jsonl")[1] == [node]
 
 
@@ -113,7 +121,14 @@ def test_feeder_json_is_read(tmp_path: Path) -> None:
                 "tensor_size": 8,
                 "odd": [1],
             },
-            {"Id": 2, "Name": "r", "NodeType": 7, "comm_type": "ALL_GATHER", "comm_size": 64, "data_deps": [1]},
+            {
+                "Id": 2,
+                "Name": "r",
+                "NodeType": 7,
+                "comm_type": "ALL_GATHER",
+                "comm_size": 64,
+                "data_deps": [1],
+            },
         ],
     }
     (tmp_path / "a.json").write_text(json.dumps(fed))
@@ -136,7 +151,11 @@ def test_feeder_json_is_read(tmp_path: Path) -> None:
 
 def test_lines_without_metadata_lose_no_node(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"id": 1}\n{"id": 2}\n')
-    assert read(tmp_path / "a.jsonl") == (GlobalMetadata(), [Node(id=1), Node(id=2)], ["chakra-no-metadata"])
+    assert read(tmp_path / "a.jsonl") == (
+        GlobalMetadata(),
+        [Node(id=1), Node(id=2)],
+        ["chakra-no-metadata"],
+    )
 
 
 @pytest.mark.parametrize("ending", [".json", ".jsonl"])
@@ -177,7 +196,9 @@ def test_cut_text_gives_the_whole_nodes_and_a_notice(tmp_path: Path, ending: str
         ('{"nodes": [{"id": ' + "1" * 10_000 + "}]}", "chakra-json", ""),
     ],
 )
-def test_what_is_no_chakra_json_is_refused_in_a_sentence(tmp_path: Path, text: str, slug: str, said: str) -> None:
+def test_what_is_no_chakra_json_is_refused_in_a_sentence(
+    tmp_path: Path, text: str, slug: str, said: str
+) -> None:
     (tmp_path / "a.json").write_text(text)
     error = refused(tmp_path / "a.json")
     assert error.slug == slug

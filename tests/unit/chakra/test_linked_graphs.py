@@ -32,28 +32,40 @@ def messages(path: Path) -> list[Node]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_linked_graph_comes_back_and_takes_as_long_after_any_change(seed: int, tmp_path: Path) -> None:
+def test_a_linked_graph_comes_back_and_takes_as_long_after_any_change(
+    seed: int, tmp_path: Path
+) -> None:
     graph = graph_of(seed)
     write_rank(graph, tmp_path / "w.0.et", rank=0)
     back = read_graph([tmp_path / "w.0.et"])
     back.check()
     for name in ("nodes", "edges", "lanes", "communication", "transfers", "delays"):
-        first, other = (sorted(map(str, frame.rows())) for frame in (getattr(graph, name), getattr(back, name)))
+        first, other = (
+            sorted(map(str, frame.rows())) for frame in (getattr(graph, name), getattr(back, name))
+        )
         assert first == other, name
-    assert (back.epoch_ns, back.world_size, back.stage) == (graph.epoch_ns, graph.world_size, graph.stage)
+    assert (back.epoch_ns, back.world_size, back.stage) == (
+        graph.epoch_ns,
+        graph.world_size,
+        graph.stage,
+    )
     for factor in (0.0, 0.5, 3.0):
         spans = []
         for each in (graph, back):
             work = each.nodes["work_ns"].to_numpy()
             times = Plan(each).evaluate(
-                work_ns=np.where(each.nodes_of("kernel"), np.rint(work * factor), work).astype(np.int64)
+                work_ns=np.where(each.nodes_of("kernel"), np.rint(work * factor), work).astype(
+                    np.int64
+                )
             )
             spans.append(int(times.max() - times.min()))
         assert spans[0] == spans[1]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_file_that_goes_through_every_form_is_the_same_at_the_end(seed: int, tmp_path: Path) -> None:
+def test_a_file_that_goes_through_every_form_is_the_same_at_the_end(
+    seed: int, tmp_path: Path
+) -> None:
     first = tmp_path / "first.0.et"
     write_rank(graph_of(seed), first, rank=0)
     at = first
@@ -97,7 +109,9 @@ def behind(waits: dict[int, set[int]]) -> dict[int, set[int]]:
                 trail.append(missing[0])
                 continue
             trail.pop()
-            all_of[node] = set().union(*({before} | all_of[before] for before in waits.get(node, ())))
+            all_of[node] = set().union(
+                *({before} | all_of[before] for before in waits.get(node, ()))
+            )
     return all_of
 
 
@@ -115,15 +129,20 @@ def test_whoever_waits_for_an_end_in_the_graph_waits_for_it_in_the_file(seed: in
     lost = [
         (edge["source"], edge["target"], edge["kind"])
         for edge in graph.edges.to_dicts()
-        if edge["from_end"] and not edge["to_end"] and edge["source"] in number and edge["target"] in number
+        if edge["from_end"]
+        and not edge["to_end"]
+        and edge["source"] in number
+        and edge["target"] in number
         and number[edge["source"]] not in in_file[number[edge["target"]]]
-    ]  # fmt: skip
+    ]
     assert lost == []
 
 
 @pytest.mark.parametrize("side", ["communication", "compute"])
 @pytest.mark.parametrize("seed", SEEDS[:2])
-def test_one_side_of_a_linked_graph_keeps_its_nodes_and_their_order(seed: int, side: Side, tmp_path: Path) -> None:
+def test_one_side_of_a_linked_graph_keeps_its_nodes_and_their_order(
+    seed: int, side: Side, tmp_path: Path
+) -> None:
     source = tmp_path / "w.0.et"
     write_rank(graph_of(seed), source, rank=0)
     with ConversionInput(source) as given:
@@ -135,9 +154,17 @@ def test_one_side_of_a_linked_graph_keeps_its_nodes_and_their_order(seed: int, s
     assert all(each.name == names[each.id] for each in kept)
     by_id = {each.id: each for each in before}
     for each in kept:
-        assert (each.duration_micros, each.type) == (by_id[each.id].duration_micros, by_id[each.id].type)
+        assert (each.duration_micros, each.type) == (
+            by_id[each.id].duration_micros,
+            by_id[each.id].type,
+        )
     ids = {each.id for each in kept}
     for kind in ("data_deps", "ctrl_deps"):  # each kind leads through what was removed by itself
-        whole, part = (behind({each.id: set(getattr(each, kind)) for each in nodes}) for nodes in (before, after))
-        assert {number: part[number] & ids for number in ids} == {number: whole[number] & ids for number in ids}
+        whole, part = (
+            behind({each.id: set(getattr(each, kind)) for each in nodes})
+            for nodes in (before, after)
+        )
+        assert {number: part[number] & ids for number in ids} == {
+            number: whole[number] & ids for number in ids
+        }
     assert validate(tmp_path / "side.0.et").errors <= validate(source).errors

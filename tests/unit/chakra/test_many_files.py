@@ -11,14 +11,23 @@ import pytest
 from support.workload import collective, node, receive, send, write_set
 from traceloom.errors import InputError
 from traceloom.formats.chakra import nodes
-from traceloom.formats.chakra.nodes import NodeFrame, Workload, find_file_sets, read_table, read_tables, read_workload
+from traceloom.formats.chakra.nodes import (
+    NodeFrame,
+    Workload,
+    find_file_sets,
+    read_table,
+    read_tables,
+    read_workload,
+)
 from traceloom.workload.chakra.graph_read import concatenate_graphs, read_graph
 from traceloom.workload.chakra.validate import validate
 
 
 def as_read(table: NodeFrame) -> list[object]:
     """All that a table says."""
-    arrays = [(part.row.tolist(), part.id.tolist()) for part in (table.data, table.control, table.added)]
+    arrays = [
+        (part.row.tolist(), part.id.tolist()) for part in (table.data, table.control, table.added)
+    ]
     frames = [table.nodes.rows(), table.nodes.schema, table.odd.rows(), table.odd.schema]
     return [table.path, *arrays, *frames, table.metadata, table.notices, table.packed]
 
@@ -29,7 +38,10 @@ def files(tmp_path: Path) -> list[Path]:
     write_set(
         tmp_path,
         [node(1), node(2, deps=[1]), node(5, deps=[2, 1], ctrl=[2])],
-        [collective(1, pg_name="1"), node(2, "COMM_COLL_NODE", deps=[1], comm_type=0, comm_size=("uint64_val", 8))],
+        [
+            collective(1, pg_name="1"),
+            node(2, "COMM_COLL_NODE", deps=[1], comm_type=0, comm_size=("uint64_val", 8)),
+        ],
         [],
         [node(7, us=3)],
         [collective(3, is_cpu_op=True), node(4, ctrl=[3, 3])],
@@ -43,9 +55,13 @@ def test_files_that_are_read_together_are_as_each_alone(
     files: list[Path], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nodes, "_MAX_BATCH_BYTES", most)
-    assert [as_read(table) for table in read_tables(files)] == [as_read(read_table(path)) for path in files]
+    assert [as_read(table) for table in read_tables(files)] == [
+        as_read(read_table(path)) for path in files
+    ]
     backwards = files[::-1]
-    assert [as_read(table) for table in read_tables(backwards)] == [as_read(read_table(path)) for path in backwards]
+    assert [as_read(table) for table in read_tables(backwards)] == [
+        as_read(read_table(path)) for path in backwards
+    ]
 
 
 def test_a_damaged_file_keeps_its_beginning_and_harms_no_other(files: list[Path]) -> None:
@@ -63,7 +79,9 @@ def test_a_message_that_is_no_node_ends_its_file_alone(files: list[Path]) -> Non
     tables = list(read_tables(files))
     assert [notice.slug for notice in tables[3].notices] == ["chakra-damaged"]
     assert tables[3].nodes["id"].to_list() == [7]
-    assert [table.notices for number, table in enumerate(tables) if number != 3] == [()] * (len(files) - 1)
+    assert [table.notices for number, table in enumerate(tables) if number != 3] == [()] * (
+        len(files) - 1
+    )
 
 
 def test_a_file_that_is_no_chakra_trace_is_named(files: list[Path]) -> None:
@@ -97,7 +115,9 @@ def workload(home: Path) -> Workload:
     return read_workload(find_file_sets([home])[0])
 
 
-def test_the_nodes_of_a_workload_are_those_of_its_files_with_their_places(files: list[Path]) -> None:
+def test_the_nodes_of_a_workload_are_those_of_its_files_with_their_places(
+    files: list[Path],
+) -> None:
     whole = workload(files[0].parent)
     expected = [
         (file, row, number)
@@ -106,7 +126,9 @@ def test_the_nodes_of_a_workload_are_those_of_its_files_with_their_places(files:
     ]
     assert whole.nodes.select("file", "row", "id").rows() == expected
     odd = [
-        (file, *row) for file, table in enumerate(whole.tables) for row in table.odd.select("row", "attribute").rows()
+        (file, *row)
+        for file, table in enumerate(whole.tables)
+        for row in table.odd.select("row", "attribute").rows()
     ]
     assert whole.odd.select("file", "row", "attribute").rows() == odd
     assert [whole.location(file) for file in range(len(whole.tables))] == [
@@ -134,20 +156,30 @@ def test_a_group_that_some_ranks_are_not_in_is_said_of_these(tmp_path: Path) -> 
     write_set(tmp_path, *ranks, groups={"1": [0, 2]})
     problems = validate(tmp_path).problems
     assert [(p.rank, p.nodes.tolist()) for p in problems if p.rule == "not-a-member"] == [(1, [1])]
-    assert [(p.rank, p.nodes.tolist()) for p in problems if p.rule == "unknown-group"] == [(0, [2]), (1, [2]), (2, [2])]
+    assert [(p.rank, p.nodes.tolist()) for p in problems if p.rule == "unknown-group"] == [
+        (0, [2]),
+        (1, [2]),
+        (2, [2]),
+    ]
 
 
 def test_small_files_give_together_what_they_give_alone(tmp_path: Path) -> None:
     home = write_set(
         tmp_path / "set",
-        [node(7, us=3), node(2, deps=[7], ctrl=[7], us=4, stream=3), collective(9, deps=[2], pg_name="5")],
+        [
+            node(7, us=3),
+            node(2, deps=[7], ctrl=[7], us=4, stream=3),
+            collective(9, deps=[2], pg_name="5"),
+        ],
         [],
         [send(1, 3, is_cpu_op=False), node(2, is_cpu_op=True, tid=4), receive(3, 3, deps=[1, 2])],
         [receive(1, 2), send(3, 2, deps=[1]), node(2, us=9)],
     )
     paths = sorted(home.iterdir())
     together = read_graph(paths)
-    alone = concatenate_graphs([read_graph([path], ranks=[rank]) for rank, path in enumerate(paths)], together.name)
+    alone = concatenate_graphs(
+        [read_graph([path], ranks=[rank]) for rank, path in enumerate(paths)], together.name
+    )
     for name, frame in alone.frames().items():
         assert together.frames()[name].equals(frame), name
     together.check_columns()

@@ -18,7 +18,10 @@ METADATA = GlobalMetadata(version="1.0.0")
 
 
 def nodes(count: int) -> list[Node]:
-    return [Node(id=n, name=f"node {n}", type=NodeType.COMP_NODE, data_deps=[n - 1] if n else []) for n in range(count)]
+    return [
+        Node(id=n, name=f"node {n}", type=NodeType.COMP_NODE, data_deps=[n - 1] if n else [])
+        for n in range(count)
+    ]
 
 
 def read(path: Path, *, strict: bool = False) -> tuple[GlobalMetadata, list[Node], list[str]]:
@@ -51,18 +54,27 @@ def test_gzip_is_told_by_content_not_by_name(tmp_path: Path) -> None:
 def test_gzip_in_several_members_is_read_whole(tmp_path: Path) -> None:
     write(tmp_path / "a.et", METADATA, nodes(500))
     data = (tmp_path / "a.et").read_bytes()
-    (tmp_path / "b.et.gz").write_bytes(gzip.compress(data[:777]) + gzip.compress(data[777:]) + bytes(100))
+    (tmp_path / "b.et.gz").write_bytes(
+        gzip.compress(data[:777]) + gzip.compress(data[777:]) + bytes(100)
+    )
     assert read(tmp_path / "b.et.gz") == (METADATA, nodes(500), [])
 
 
 def test_the_bytes_on_the_wire_are_those_of_the_upstream_schema(tmp_path: Path) -> None:
     """Written by hand from the field numbers: lengths, keys (number << 3 | wire type), values."""
     metadata = (
-        bytes.fromhex("0a05") + b"1.0.0" + bytes.fromhex("1210 0a06") + b"schema" + bytes.fromhex("ea0105") + b"x.y.z"
+        bytes.fromhex("0a05")
+        + b"1.0.0"
+        + bytes.fromhex("1210 0a06")
+        + b"schema"
+        + bytes.fromhex("ea0105")
+        + b"x.y.z"
     )
     deps = bytes.fromhex("2202 ac02 2a03 01ac02")  # ctrl_deps [300], data_deps [1, 300]
     times = bytes.fromhex("3007 3809")  # start_time_micros 7, duration_micros 9
-    flag = bytes.fromhex("520e 0a09") + b"is_cpu_op" + bytes.fromhex("d80101")  # bool_val, number 27
+    flag = (
+        bytes.fromhex("520e 0a09") + b"is_cpu_op" + bytes.fromhex("d80101")
+    )  # bool_val, number 27
     size = bytes.fromhex("520d 0a09") + b"comm_size" + bytes.fromhex("4805")  # int64_val, number 9
     node = (
         bytes.fromhex("0802 1202")
@@ -78,7 +90,11 @@ def test_the_bytes_on_the_wire_are_those_of_the_upstream_schema(tmp_path: Path) 
     path.write_bytes(bytes((len(metadata),)) + metadata + bytes((len(node),)) + node)
     found, (first,), notices = read(path)
     assert notices == []
-    assert (found.version, found.attr[0].name, found.attr[0].string_val) == ("1.0.0", "schema", "x.y.z")
+    assert (found.version, found.attr[0].name, found.attr[0].string_val) == (
+        "1.0.0",
+        "schema",
+        "x.y.z",
+    )
     assert (first.id, first.name, first.type) == (2, "mm", NodeType.COMP_NODE)
     assert (list(first.ctrl_deps), list(first.data_deps)) == ([300], [1, 300])
     assert (first.start_time_micros, first.duration_micros, first.inputs.values) == (7, 9, "a")
@@ -101,7 +117,9 @@ def test_empty_metadata_is_metadata(tmp_path: Path) -> None:
 
 
 def test_unknown_fields_and_types_survive(tmp_path: Path) -> None:
-    strange = Node.FromString(bytes.fromhex("0805 1809 5a020801"))  # type 9, and a field 11 that we do not know
+    strange = Node.FromString(
+        bytes.fromhex("0805 1809 5a020801")
+    )  # type 9, and a field 11 that we do not know
     write(tmp_path / "a.et", METADATA, [strange])
     (found,) = read(tmp_path / "a.et")[1]
     assert found.type == 9
@@ -182,7 +200,9 @@ def test_what_comes_before_corrupt_gzip_is_read(tmp_path: Path) -> None:
     path.write_bytes(data)
     with EtReader(path) as reader:
         found = []
-        with contextlib.suppress(InputError):  # where the fault is found late, garbage is no message
+        with contextlib.suppress(
+            InputError
+        ):  # where the fault is found late, garbage is no message
             for node in reader:
                 found.append(node)  # noqa: PERF402
     assert len(found) > 8_000
@@ -291,7 +311,9 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     used = {}
     for count in (2_000, 300_000):
         command = [sys.executable, "-c", _MEMORY, str(tmp_path / f"{count}.et"), str(count)]
-        there, kilobytes = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        there, kilobytes = subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.split()
         assert int(there) == count
         used[count] = int(kilobytes)
     # the file has 27 MB, its nodes as objects 200; what is loaded of the libraries differs by some 30 between runs
@@ -308,7 +330,9 @@ def test_every_public_file_round_trips_byte_for_byte(shared_data: Path, tmp_path
         assert notices == []
         write(tmp_path / "again.et", metadata, found, force=True)
         raw = path.read_bytes()
-        assert (tmp_path / "again.et").read_bytes() == (gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw)
+        assert (tmp_path / "again.et").read_bytes() == (
+            gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw
+        )
 
 
 def test_the_upstream_names_are_not_registered() -> None:

@@ -91,10 +91,18 @@ CASES: dict[str, tuple[Make, Make, Target]] = {
         a_set([collective(1)]),
         "chakra",
     ),
-    "repeated-attribute": (a_set([with_attribute(attribute("comm_size", 7))]), a_set([with_attribute()]), "chakra"),
+    "repeated-attribute": (
+        a_set([with_attribute(attribute("comm_size", 7))]),
+        a_set([with_attribute()]),
+        "chakra",
+    ),
     "duplicate-id": (a_set([ONE, node(1)]), FINE, "chakra"),
     "dangling-dependency": (a_set([ONE, node(2, deps=[7])]), FINE, "chakra"),
-    "dangling-control-dependency": (a_set([ONE, node(2, ctrl=[7])]), a_set([ONE, node(2, ctrl=[1])]), "chakra"),
+    "dangling-control-dependency": (
+        a_set([ONE, node(2, ctrl=[7])]),
+        a_set([ONE, node(2, ctrl=[1])]),
+        "chakra",
+    ),
     "self-dependency": (a_set([ONE, node(2, deps=[2])]), FINE, "chakra"),
     "dependency-cycle": (
         a_set([node(1, deps=[3]), node(2, deps=[1]), node(3, deps=[2])]),
@@ -112,7 +120,11 @@ CASES: dict[str, tuple[Make, Make, Target]] = {
         "chakra",
     ),
     "repeated-dependency": (a_set([ONE, node(2, deps=[1, 1])]), FINE, "chakra"),
-    "isolated-node": (a_set([ONE, AFTER, node(3)]), a_set([ONE, AFTER, node(3, deps=[2])]), "chakra"),
+    "isolated-node": (
+        a_set([ONE, AFTER, node(3)]),
+        a_set([ONE, AFTER, node(3, deps=[2])]),
+        "chakra",
+    ),
     "communication-attribute": (
         a_set([node(1, "COMM_SEND_NODE", comm_size=8, comm_tag=0)]),
         a_set([send(1, 1)], [receive(1, 0)]),
@@ -123,8 +135,16 @@ CASES: dict[str, tuple[Make, Make, Target]] = {
         a_set([node(1, "COMM_COLL_NODE", comm_type=7, comm_size=8)]),
         "chakra",
     ),
-    "communication-size": (a_set([collective(1, size=0)]), a_set([collective(1, "BARRIER", size=0)]), "chakra"),
-    "communication-on-host": (a_set([collective(1, is_cpu_op=True)]), a_set([collective(1, is_cpu_op=False)]), "chakra"),
+    "communication-size": (
+        a_set([collective(1, size=0)]),
+        a_set([collective(1, "BARRIER", size=0)]),
+        "chakra",
+    ),
+    "communication-on-host": (
+        a_set([collective(1, is_cpu_op=True)]),
+        a_set([collective(1, is_cpu_op=False)]),
+        "chakra",
+    ),
     "message-peer": (a_set([send(1, 0)]), a_set([send(1, 1)], [receive(1, 0)]), "chakra"),
     "group-file": (a_set([ONE], groups={"1": "all"}), a_set([ONE], groups={"1": [0]}), "chakra"),
     "unknown-group": (
@@ -137,7 +157,11 @@ CASES: dict[str, tuple[Make, Make, Target]] = {
         a_set([collective(1, pg_name="1")], [ONE], groups={"1": [0]}),
         "chakra",
     ),
-    "collective-count": (a_set([collective(1), collective(2, deps=[1])], [collective(1)]), PAIR, "chakra"),
+    "collective-count": (
+        a_set([collective(1), collective(2, deps=[1])], [collective(1)]),
+        PAIR,
+        "chakra",
+    ),
     "collective-order": (
         a_set(
             [collective(1), collective(2, "ALL_GATHER", deps=[1])],
@@ -148,16 +172,32 @@ CASES: dict[str, tuple[Make, Make, Target]] = {
     ),
     "collective-kind": (a_set([collective(1)], [collective(1, "BROADCAST")]), PAIR, "chakra"),
     "collective-size": (a_set([collective(1)], [collective(1, size=2048)]), PAIR, "chakra"),
-    "unmatched-message": (a_set([send(1, 1)], [receive(1, 0, comm_tag=3)]), a_set([send(1, 1)], [receive(1, 0)]), "chakra"),
-    "message-size": (a_set([send(1, 1)], [receive(1, 0, comm_size=9)]), a_set([send(1, 1)], [receive(1, 0)]), "chakra"),
+    "unmatched-message": (
+        a_set([send(1, 1)], [receive(1, 0, comm_tag=3)]),
+        a_set([send(1, 1)], [receive(1, 0)]),
+        "chakra",
+    ),
+    "message-size": (
+        a_set([send(1, 1)], [receive(1, 0, comm_size=9)]),
+        a_set([send(1, 1)], [receive(1, 0)]),
+        "chakra",
+    ),
     "deadlock": (
         a_set([receive(1, 1), send(2, 1, [1])], [receive(1, 0), send(2, 0, [1])]),
         a_set([receive(1, 1), send(2, 1, [1])], [send(1, 0), receive(2, 0, [1])]),
         "chakra",
     ),
     "unsupported-node": (a_set([node(1, "METADATA_NODE")]), FINE, "astra-sim"),
-    "unsupported-collective": (a_set([collective(1, "GATHER")]), a_set([collective(1, "BROADCAST")]), "astra-sim"),
-    "replayed-broadcast": (a_set([collective(1, "BROADCAST", us=0)]), a_set([collective(1, "BROADCAST")]), "astra-sim"),
+    "unsupported-collective": (
+        a_set([collective(1, "GATHER")]),
+        a_set([collective(1, "BROADCAST")]),
+        "astra-sim",
+    ),
+    "replayed-broadcast": (
+        a_set([collective(1, "BROADCAST", us=0)]),
+        a_set([collective(1, "BROADCAST")]),
+        "astra-sim",
+    ),
     "group-name": (
         a_set([collective(1, pg_name="tp")], groups={"tp": [0]}),
         a_set([collective(1, pg_name="1")], groups={"1": [0]}),
@@ -172,7 +212,7 @@ CASES: dict[str, tuple[Make, Make, Target]] = {
     "control-dependency": (a_set([ONE, node(2, ctrl=[1])]), FINE, "astra-sim"),
     "host-node": (a_set([node(1, is_cpu_op=True)]), a_set([node(1, is_cpu_op=False)]), "astra-sim"),
     "memory-node": (a_set([node(1, "MEM_LOAD_NODE")]), FINE, "astra-sim"),
-}  # fmt: skip
+}
 
 
 def broken(home: Path, target: Target = "chakra") -> dict[str, Problem]:
@@ -180,7 +220,9 @@ def broken(home: Path, target: Target = "chakra") -> dict[str, Problem]:
 
 
 @pytest.mark.parametrize("rule", CASES)
-def test_what_breaks_a_rule_is_found_and_what_does_not_is_left_alone(rule: str, tmp_path: Path) -> None:
+def test_what_breaks_a_rule_is_found_and_what_does_not_is_left_alone(
+    rule: str, tmp_path: Path
+) -> None:
     wrong, right, target = CASES[rule]
     wrong(tmp_path / "wrong")
     right(tmp_path / "right")
@@ -214,7 +256,9 @@ def zipped_under_a_plain_name(home: Path) -> Path:
         ("one-rank", FINE),
     ],
 )
-def test_what_astra_sim_refuses_is_an_error_for_it_and_none_for_others(rule: str, make: Make, tmp_path: Path) -> None:
+def test_what_astra_sim_refuses_is_an_error_for_it_and_none_for_others(
+    rule: str, make: Make, tmp_path: Path
+) -> None:
     make(tmp_path)
     problems = broken(tmp_path, "astra-sim")
     assert {name for name, problem in problems.items() if problem.severity == "error"} == {rule}
@@ -230,8 +274,20 @@ def test_one_file_of_a_set_may_have_others_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", ["chakra", "astra-sim"])
 def test_a_right_set_has_no_problems_for_anybody(tmp_path: Path, target: Target) -> None:
     ranks = [
-        [node(1), collective(2, deps=[1], pg_name="1"), send(3, 1, [2]), receive(4, 1, [2]), node(5, deps=[3, 4])],
-        [node(1), collective(2, deps=[1], pg_name="1"), send(3, 0, [2]), receive(4, 0, [2]), node(5, deps=[3, 4])],
+        [
+            node(1),
+            collective(2, deps=[1], pg_name="1"),
+            send(3, 1, [2]),
+            receive(4, 1, [2]),
+            node(5, deps=[3, 4]),
+        ],
+        [
+            node(1),
+            collective(2, deps=[1], pg_name="1"),
+            send(3, 0, [2]),
+            receive(4, 0, [2]),
+            node(5, deps=[3, 4]),
+        ],
     ]
     verdict = validate(write_set(tmp_path, *ranks, groups=BOTH), target=target)
     assert verdict.problems == ()
@@ -239,10 +295,18 @@ def test_a_right_set_has_no_problems_for_anybody(tmp_path: Path, target: Target)
 
 
 def test_a_circle_is_named_node_by_node(tmp_path: Path) -> None:
-    home = write_set(tmp_path, [node(1, deps=[3], name="a"), node(2, deps=[1], name="b"), node(3, deps=[2], name="c")])
+    home = write_set(
+        tmp_path,
+        [node(1, deps=[3], name="a"), node(2, deps=[1], name="b"), node(3, deps=[2], name="c")],
+    )
     (example,) = broken(home)["dependency-cycle"].examples
     assert sorted(example.message.replace(", which", "").split(" waits for ")) == sorted(
-        ["node 1 `a`", "node 2 `b`", "node 3 `c`", f"node {example.node} `{'abc'[example.node - 1]}`"]
+        [
+            "node 1 `a`",
+            "node 2 `b`",
+            "node 3 `c`",
+            f"node {example.node} `{'abc'[example.node - 1]}`",
+        ]
     )
 
 
@@ -263,13 +327,17 @@ def test_who_waits_for_whom_is_said_where_orders_differ(tmp_path: Path) -> None:
     assert "rank 1 (node 1 `norm`): each waits for the other" in problem.examples[0].message
 
 
-def test_recorded_operations_are_joined_by_their_numbers_however_threads_stand_in_the_files(tmp_path: Path) -> None:
+def test_recorded_operations_are_joined_by_their_numbers_however_threads_stand_in_the_files(
+    tmp_path: Path,
+) -> None:
     def begun(made, us: int):
         made.start_time_micros = us
         return made
 
     def rank(*order: int) -> list:
-        return [begun(collective(10 + k, size=8 * q, comm_seq=q), 100 * q) for k, q in enumerate(order)]
+        return [
+            begun(collective(10 + k, size=8 * q, comm_seq=q), 100 * q) for k, q in enumerate(order)
+        ]
 
     home = write_set(tmp_path, rank(1, 2), rank(2, 1))
     assert broken(home) == {}
@@ -289,7 +357,9 @@ def test_numbers_that_not_all_have_join_nothing(tmp_path: Path) -> None:
     assert "collective-order" in broken(write_set(tmp_path, one, other))
 
 
-def test_groups_in_different_orders_are_a_deadlock_where_dependencies_force_them(tmp_path: Path) -> None:
+def test_groups_in_different_orders_are_a_deadlock_where_dependencies_force_them(
+    tmp_path: Path,
+) -> None:
     groups = {"1": [0, 1], "2": [0, 1]}
     one = [collective(1, pg_name="1"), collective(2, pg_name="2", deps=[1])]
     other = [collective(1, pg_name="2"), collective(2, pg_name="1", deps=[1])]
@@ -312,7 +382,9 @@ def test_a_long_wait_on_one_rank_is_said_in_one_breath(tmp_path: Path) -> None:
     ]
 
 
-def test_groups_in_different_orders_without_dependencies_hang_only_who_does_one_thing_at_a_time(tmp_path: Path) -> None:
+def test_groups_in_different_orders_without_dependencies_hang_only_who_does_one_thing_at_a_time(
+    tmp_path: Path,
+) -> None:
     groups = {"1": [0, 1], "2": [0, 1]}
     one = [collective(1, pg_name="1"), collective(2, pg_name="2")]
     other = [collective(1, pg_name="2"), collective(2, pg_name="1")]
@@ -334,7 +406,9 @@ def test_one_file_of_a_set_is_not_blamed_for_the_others(tmp_path: Path) -> None:
 
 
 def test_all_ids_are_in_the_verdict_and_few_in_words(tmp_path: Path) -> None:
-    problem = broken(write_set(tmp_path, [node(i, deps=[1000]) for i in range(50)]))["dangling-dependency"]
+    problem = broken(write_set(tmp_path, [node(i, deps=[1000]) for i in range(50)]))[
+        "dangling-dependency"
+    ]
     assert problem.nodes.tolist() == list(range(50))
     assert (problem.count, len(problem.examples)) == (50, 5)
 
@@ -355,12 +429,19 @@ def test_random_orders_are_settled_as_a_plain_search_settles_them() -> None:
     chance = random.Random(7)
     for _ in range(300):
         count = chance.randint(1, 12)
-        pairs = {(chance.randrange(count), chance.randrange(count)) for _ in range(chance.randint(0, 16))}
+        pairs = {
+            (chance.randrange(count), chance.randrange(count)) for _ in range(chance.randint(0, 16))
+        }
         pairs = {(a, b) for a, b in pairs if a != b}
-        arcs = Arcs(np.array([a for a, _ in pairs], dtype=np.int64), np.array([b for _, b in pairs], dtype=np.int64))
+        arcs = Arcs(
+            np.array([a for a, _ in pairs], dtype=np.int64),
+            np.array([b for _, b in pairs], dtype=np.int64),
+        )
         settled = sort_topologically(count, arcs, np.arange(count))
         done: set[int] = set()
-        while new := {n for n in range(count) if n not in done and all(a in done for a, b in pairs if b == n)}:
+        while new := {
+            n for n in range(count) if n not in done and all(a in done for a, b in pairs if b == n)
+        }:
             done |= new
         assert set(settled.order.tolist()) == done
         place = {row: at for at, row in enumerate(settled.order.tolist())}
@@ -368,7 +449,10 @@ def test_random_orders_are_settled_as_a_plain_search_settles_them() -> None:
         rings = find_cycles(arcs, settled.stuck)
         assert bool(rings) == (len(done) < count)
         for ring in rings:
-            assert all((after, before) in pairs for before, after in zip(ring, [*ring[1:], ring[0]], strict=True))
+            assert all(
+                (after, before) in pairs
+                for before, after in zip(ring, [*ring[1:], ring[0]], strict=True)
+            )
 
 
 class TestCommand:
@@ -404,11 +488,19 @@ class TestCommand:
         write_set(tmp_path, [ONE, node(2, deps=[7])])
         assert main(["validate", str(tmp_path), "--json"]) == 5
         verdict = json.loads(capsys.readouterr().out)
-        assert (verdict["format"], verdict["valid"], verdict["errors"]) == ("traceloom-validation", False, 1)
+        assert (verdict["format"], verdict["valid"], verdict["errors"]) == (
+            "traceloom-validation",
+            False,
+            1,
+        )
         assert verdict["problems"][0]["nodes"] == [2]
-        assert verdict["problems"][0]["learn_more"].endswith("validation-rules/#dangling-dependency")
+        assert verdict["problems"][0]["learn_more"].endswith(
+            "validation-rules/#dangling-dependency"
+        )
 
-    def test_names_reach_the_terminal_without_control_characters(self, tmp_path: Path, capsys) -> None:
+    def test_names_reach_the_terminal_without_control_characters(
+        self, tmp_path: Path, capsys
+    ) -> None:
         write_set(tmp_path, [node(1, deps=[7], name="\x1b[31mred")])
         main(["validate", str(tmp_path)])
         assert "\x1b" not in capsys.readouterr().out
@@ -494,7 +586,10 @@ NODES = st.builds(
 )
 
 
-@given(st.lists(st.lists(NODES, max_size=6), min_size=1, max_size=3), st.sampled_from(["chakra", "astra-sim"]))
+@given(
+    st.lists(st.lists(NODES, max_size=6), min_size=1, max_size=3),
+    st.sampled_from(["chakra", "astra-sim"]),
+)
 def test_whatever_the_files_hold_there_is_a_verdict(ranks: list, target: Target) -> None:
     with tempfile.TemporaryDirectory() as home:
         verdict = validate(write_set(Path(home), *ranks, groups={"1": [0, 1]}), target=target)
@@ -530,7 +625,9 @@ class TestPublicFiles:
     def test_a_file_of_the_converter_of_2023_has_the_known_defects(self, shared_data: Path) -> None:
         path = shared_data / "chakra" / "converted_2023.0.et.gz"
         found = broken(path)
-        assert found["dangling-control-dependency"].count == 1277  # the removed process root and tensors' ids
+        assert (
+            found["dangling-control-dependency"].count == 1277
+        )  # the removed process root and tensors' ids
         assert found["self-dependency"].count == 383
         assert found["communication-attribute"].count == 14  # c10d:: calls typed as collectives
         assert found["communication-on-host"].count == 14

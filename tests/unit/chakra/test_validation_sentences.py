@@ -16,8 +16,13 @@ from traceloom.workload.chakra.validate import validate
 from traceloom.workload.chakra.validation_rules import Problem, Target
 
 
-def problems(home: Path, *ranks: list[Node], target: Target = "chakra", groups: object = None) -> dict[str, Problem]:
-    return {each.rule: each for each in validate(write_set(home, *ranks, groups=groups), target=target).problems}
+def problems(
+    home: Path, *ranks: list[Node], target: Target = "chakra", groups: object = None
+) -> dict[str, Problem]:
+    return {
+        each.rule: each
+        for each in validate(write_set(home, *ranks, groups=groups), target=target).problems
+    }
 
 
 def sentences(problem: Problem) -> list[str]:
@@ -47,12 +52,20 @@ def test_what_communication_lacks_is_listed(tmp_path: Path, made: Node, lacks: s
 @pytest.mark.parametrize(
     ("made", "moves"),
     [
-        (collective(1, size=0), False), (collective(1, size=-8), False), (collective(1, size=1), True),
-        (collective(1, "BARRIER", size=0), True), (send(1, 1, comm_size=0), False), (receive(1, 1, comm_size=0), False),
-        (send(1, 1, comm_size=-1), False), (receive(1, 1), True), (node(1, comm_size=0), True),
+        (collective(1, size=0), False),
+        (collective(1, size=-8), False),
+        (collective(1, size=1), True),
+        (collective(1, "BARRIER", size=0), True),
+        (send(1, 1, comm_size=0), False),
+        (receive(1, 1, comm_size=0), False),
+        (send(1, 1, comm_size=-1), False),
+        (receive(1, 1), True),
+        (node(1, comm_size=0), True),
     ],
-)  # fmt: skip
-def test_communication_of_any_kind_that_moves_no_bytes_is_told(tmp_path: Path, made: Node, moves: bool) -> None:
+)
+def test_communication_of_any_kind_that_moves_no_bytes_is_told(
+    tmp_path: Path, made: Node, moves: bool
+) -> None:
     problem = problems(tmp_path, [made], []).get("communication-size")
     assert (problem is None) == moves
     if problem:
@@ -73,7 +86,9 @@ def test_communication_of_any_kind_that_moves_no_bytes_is_told(tmp_path: Path, m
         (receive(1, 1, comm_dst=0), None),
     ],
 )
-def test_the_other_end_of_a_message_has_to_be_possible(tmp_path: Path, made: Node, words: str | None) -> None:
+def test_the_other_end_of_a_message_has_to_be_possible(
+    tmp_path: Path, made: Node, words: str | None
+) -> None:
     problem = problems(tmp_path, [made], []).get("message-peer")
     assert (problem and sentences(problem)) == (words and [f"node 1 `n1` {words}"])
 
@@ -83,13 +98,17 @@ def test_a_long_name_is_cut_and_none_is_left_out(tmp_path: Path) -> None:
     made = [node(number, name=name, deps=[99]) for number, name in enumerate(names, 1)]
     lost = "waits for node 99, which is not there"
     assert sentences(problems(tmp_path, made)["dangling-dependency"]) == [
-        f"node 1 {lost}", f"node 2 `{'x' * 60}` {lost}", f"node 3 `{'y' * 59}…` {lost}",
-    ]  # fmt: skip
+        f"node 1 {lost}",
+        f"node 2 `{'x' * 60}` {lost}",
+        f"node 3 `{'y' * 59}…` {lost}",
+    ]
 
 
 def test_a_long_circle_is_shown_by_its_beginning(tmp_path: Path) -> None:
     count = 9
-    problem = problems(tmp_path, [node(k, deps=[(k + 1) % count]) for k in range(count)])["dependency-cycle"]
+    problem = problems(tmp_path, [node(k, deps=[(k + 1) % count]) for k in range(count)])[
+        "dependency-cycle"
+    ]
     (sentence,) = sentences(problem)
     assert sentence == (
         "node 0 `n0` waits for node 1 `n1`, which waits for node 2 `n2`, which waits for node 3 `n3`, which waits for "
@@ -117,12 +136,16 @@ def test_messages_with_one_tag_are_matched_in_their_order(tmp_path: Path) -> Non
 
 
 def test_a_message_without_another_side_names_who_does_not_take_it(tmp_path: Path) -> None:
-    made = problems(tmp_path, [send(1, 1, comm_tag=4), send(2, 1, [1], comm_tag=4)], [receive(1, 0, comm_tag=4)])
+    made = problems(
+        tmp_path, [send(1, 1, comm_tag=4), send(2, 1, [1], comm_tag=4)], [receive(1, 0, comm_tag=4)]
+    )
     assert sentences(made["unmatched-message"]) == [
         "node 2 `n2` of rank 0, tag 4, is never received by rank 1"
-    ]  # fmt: skip
+    ]
     made = problems(tmp_path / "b", [node(1)], [receive(3, 0, comm_tag=9)])
-    assert sentences(made["unmatched-message"]) == ["node 3 `n3` of rank 1, tag 9, is never sent by rank 0"]
+    assert sentences(made["unmatched-message"]) == [
+        "node 3 `n3` of rank 1, tag 9, is never sent by rank 0"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -140,8 +163,13 @@ def test_a_message_without_another_side_names_who_does_not_take_it(tmp_path: Pat
         ((0, 1, 0), "rank 1 issues 1 in the group of all ranks, ranks 0, 2 none"),
     ],
 )
-def test_ranks_that_issue_too_few_are_counted(tmp_path: Path, counts: tuple[int, ...], sentence: str) -> None:
-    ranks = [[collective(k, deps=[k - 1] if k > 1 else []) for k in range(1, count + 1)] for count in counts]
+def test_ranks_that_issue_too_few_are_counted(
+    tmp_path: Path, counts: tuple[int, ...], sentence: str
+) -> None:
+    ranks = [
+        [collective(k, deps=[k - 1] if k > 1 else []) for k in range(1, count + 1)]
+        for count in counts
+    ]
     problem = problems(tmp_path, *(nodes or [node(1)] for nodes in ranks))["collective-count"]
     assert sentences(problem) == [sentence]
 
@@ -157,21 +185,35 @@ def test_what_ranks_do_differently_is_said_of_both(tmp_path: Path) -> None:
 
 def test_groups_are_compared_each_by_itself(tmp_path: Path) -> None:
     groups = {"1": [0, 1], "2": [2, 3]}
-    ranks = [[collective(1, size=8 if rank < 3 else 16, pg_name=str(1 + rank // 2))] for rank in range(4)]
+    ranks = [
+        [collective(1, size=8 if rank < 3 else 16, pg_name=str(1 + rank // 2))] for rank in range(4)
+    ]
     problem = problems(tmp_path, *ranks, groups=groups)["collective-size"]
     assert problem.rank == 2
-    assert sentences(problem)[0].startswith("collective 1 of group `2` is ALL_REDUCE of 8 bytes on rank 2")
+    assert sentences(problem)[0].startswith(
+        "collective 1 of group `2` is ALL_REDUCE of 8 bytes on rank 2"
+    )
 
 
 @pytest.mark.parametrize("kind", ["ALL_REDUCE", "BROADCAST", "REDUCE"])
 def test_sizes_that_have_to_agree_are_an_error(tmp_path: Path, kind: str) -> None:
-    assert problems(tmp_path, [collective(1, kind, 8)], [collective(1, kind, 9)])["collective-size"].severity == "error"
+    assert (
+        problems(tmp_path, [collective(1, kind, 8)], [collective(1, kind, 9)])[
+            "collective-size"
+        ].severity
+        == "error"
+    )
 
 
-@pytest.mark.parametrize("kind", ["ALL_GATHER", "GATHER", "SCATTER", "REDUCE_SCATTER", "ALL_TO_ALL"])
+@pytest.mark.parametrize(
+    "kind", ["ALL_GATHER", "GATHER", "SCATTER", "REDUCE_SCATTER", "ALL_TO_ALL"]
+)
 def test_sizes_that_a_program_may_choose_by_rank_are_a_warning(tmp_path: Path, kind: str) -> None:
     assert (
-        problems(tmp_path, [collective(1, kind, 8)], [collective(1, kind, 9)])["collective-size"].severity == "warning"
+        problems(tmp_path, [collective(1, kind, 8)], [collective(1, kind, 9)])[
+            "collective-size"
+        ].severity
+        == "warning"
     )
 
 
@@ -193,7 +235,9 @@ def programs(chance: random.Random, ranks: int) -> list[list[Node]]:
             if kind == "meet":
                 nodes.append(collective(number, deps=deps))
             else:
-                nodes.append((send if kind == "send" else receive)(number, peer, deps, comm_tag=tag))
+                nodes.append(
+                    (send if kind == "send" else receive)(number, peer, deps, comm_tag=tag)
+                )
         made.append(nodes or [node(1)])
     return made
 
@@ -204,7 +248,9 @@ def everything_ends(ranks: list[list[Node]]) -> bool:
     moved = True
     while moved:
         moved = False
-        ahead = [nodes[at] if at < len(nodes) else None for nodes, at in zip(ranks, place, strict=True)]
+        ahead = [
+            nodes[at] if at < len(nodes) else None for nodes, at in zip(ranks, place, strict=True)
+        ]
         if all(each is not None and each.type == NodeType.COMM_COLL_NODE for each in ahead):
             place, moved = [at + 1 for at in place], True
             continue
@@ -214,7 +260,10 @@ def everything_ends(ranks: list[list[Node]]) -> bool:
             held = {a.name: a.int32_val for a in each.attr}
             if each.type == NodeType.COMM_SEND_NODE:
                 sent.add((rank, held["comm_dst"], held["comm_tag"]))
-            elif each.type == NodeType.COMM_RECV_NODE and (held["comm_src"], rank, held["comm_tag"]) not in sent:
+            elif (
+                each.type == NodeType.COMM_RECV_NODE
+                and (held["comm_src"], rank, held["comm_tag"]) not in sent
+            ):
                 continue
             place[rank], moved = place[rank] + 1, True
     return all(at == len(nodes) for nodes, at in zip(ranks, place, strict=True))

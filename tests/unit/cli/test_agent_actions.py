@@ -85,12 +85,14 @@ def test_events_are_those_of_the_job_and_of_the_time(asking: Asking) -> None:
 @pytest.mark.parametrize(
     ("words", "parameters"),
     [
-        ((), {"by": (), "where": {}, "raw": False}), (("--by", "job,rank"), {"by": ("job", "rank")}),
+        ((), {"by": (), "where": {}, "raw": False}),
+        (("--by", "job,rank"), {"by": ("job", "rank")}),
         (("--where", "device=0"), {"where": {"device": "GPU-0"}}),  # by number, as people see them
-        (("--where", "device=GPU-1"), {"where": {"device": "GPU-1"}}), (("--where", "device=1:0,job=a"), {"where": {"device": "MIG-1", "job": "a"}}),
+        (("--where", "device=GPU-1"), {"where": {"device": "GPU-1"}}),
+        (("--where", "device=1:0,job=a"), {"where": {"device": "MIG-1", "job": "a"}}),
         (("--raw",), {"raw": True}),
     ],
-)  # fmt: skip
+)
 def test_a_question_reaches_the_history_as_it_was_meant(
     asking: Asking, words: tuple[str, ...], parameters: dict[str, Any]
 ) -> None:
@@ -101,13 +103,23 @@ def test_a_question_reaches_the_history_as_it_was_meant(
     assert {name: getattr(question, name) for name in parameters} == parameters
 
 
-def test_a_time_without_a_zone_is_one_of_here(asking: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_without_a_zone_is_one_of_here(
+    asking: Asking, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import time
 
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     time.tzset()
     try:
-        asking("query", "gpu_busy_ratio", "--since", "2026-01-31T12:00", "--until", "2026-01-31T12:00+00:00", "--json")
+        asking(
+            "query",
+            "gpu_busy_ratio",
+            "--since",
+            "2026-01-31T12:00",
+            "--until",
+            "2026-01-31T12:00+00:00",
+            "--json",
+        )
         question = asking.agent.questions[-1]
         assert question.until_ns - question.since_ns == 9 * 3600 * 10**9
     finally:
@@ -115,7 +127,9 @@ def test_a_time_without_a_zone_is_one_of_here(asking: Asking, monkeypatch: pytes
         time.tzset()
 
 
-def test_metrics_are_listed_without_an_agent(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_metrics_are_listed_without_an_agent(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert main(["agent", "query", "--socket", str(tmp_path / "none"), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert len(listed) == len(METRICS)
@@ -164,7 +178,10 @@ def test_without_an_agent_the_doctor_looks_itself(
 ) -> None:
     config = tmp_path / "agent.toml"
     config.write_text(
-        "[paths]\n" + "".join(f'{name} = "{tmp_path / name}"\n' for name in ("socket", "history", "audit", "traces"))
+        "[paths]\n"
+        + "".join(
+            f'{name} = "{tmp_path / name}"\n' for name in ("socket", "history", "audit", "traces")
+        )
     )
     monkeypatch.setattr("traceloom.agent.config.SYSTEM_SOCKET", tmp_path / "no-other")
     assert main(["agent", "doctor", "--config", str(config), "--json"]) == 0
@@ -174,6 +191,8 @@ def test_without_an_agent_the_doctor_looks_itself(
         ("socket", "history", "audit"), "yes"
     )
     assert files["history"]["why"] == str(tmp_path / "history")
-    assert main(["agent", "doctor", "--socket", str(tmp_path / "none")]) == 3  # one that was named is not there
+    assert (
+        main(["agent", "doctor", "--socket", str(tmp_path / "none")]) == 3
+    )  # one that was named is not there
     assert "no agent runs here" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["agent.toml"]  # noqa: PTH208

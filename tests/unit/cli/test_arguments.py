@@ -62,11 +62,16 @@ def test_a_text_means_a_value(kind: Callable[[str], Any], text: str, value: Any)
         (options.parse_positive, ["", "0", "-1", "nan", "inf", "-inf", "x"]),
         (options.parse_steps, ["", "5..5", "5..3", "..", "5..", "..5", "a..b", "1...3", "1-3"]),
         (options.parse_size, ["", "B", "1XB", "1 iB", "-1MB", "1,5MB", "MB", "1e3"]),
-        (options.parse_instant, ["", "noon", "step", "step x", "step -1", "5", "5 min", "1e3ms", "-1ms", "peaks"]),
+        (
+            options.parse_instant,
+            ["", "noon", "step", "step x", "step -1", "5", "5 min", "1e3ms", "-1ms", "peaks"],
+        ),
         (options.parse_percentage, ["", "0%", "-5%", "10000%", "nan", "inf", "5%%", "x"]),
     ],
 )
-def test_a_text_that_means_nothing_is_named_in_a_sentence(kind: Callable[[str], Any], texts: list[str]) -> None:
+def test_a_text_that_means_nothing_is_named_in_a_sentence(
+    kind: Callable[[str], Any], texts: list[str]
+) -> None:
     for text in texts:
         with pytest.raises(argparse.ArgumentTypeError) as caught:
             kind(text)
@@ -78,7 +83,11 @@ def test_sizes_are_decimal_unless_they_say_binary(number: int, unit: str, binary
     if binary and unit:
         power = "kMGT".index(unit.replace("K", "k")) + 1
         assert options.parse_size(f"{number}{unit}iB") == number * 1024**power
-    assert options.parse_size(f"{number}{unit}B") == options.parse_size(f"{number} {unit}b") == number * UNITS[unit]
+    assert (
+        options.parse_size(f"{number}{unit}B")
+        == options.parse_size(f"{number} {unit}b")
+        == number * UNITS[unit]
+    )
 
 
 @given(st.integers(0, 10**9), st.sampled_from(sorted(TIMES)))
@@ -103,9 +112,13 @@ def test_a_change_in_per_cent_is_a_fraction(fraction: float) -> None:
 
 def parsers(verb: str) -> dict[str, argparse.ArgumentParser]:
     """The words of a command -> its parser: of the verb, and of each action where it has some."""
-    own = next(a for a in cli.build_parser([verb])._actions if isinstance(a, argparse._SubParsersAction)).choices[verb]
+    own = next(
+        a for a in cli.build_parser([verb])._actions if isinstance(a, argparse._SubParsersAction)
+    ).choices[verb]
     inner = next((a for a in own._actions if isinstance(a, argparse._SubParsersAction)), None)
-    return {verb: own} | {f"{verb} {name}": parser for name, parser in (inner.choices.items() if inner else ())}
+    return {verb: own} | {
+        f"{verb} {name}": parser for name, parser in (inner.choices.items() if inner else ())
+    }
 
 
 COMMANDS = [command for verb in VERBS for command in parsers(verb)]
@@ -135,7 +148,9 @@ def test_every_option_is_explained_in_words(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_fits_the_terminal_and_names_every_option_once(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_fits_the_terminal_and_names_every_option_once(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     shown = help_of(command)
     assert all(len(line) <= 110 for line in shown.splitlines())
@@ -180,8 +195,18 @@ def test_an_option_that_is_unknown_is_refused_with_the_nearest_one(verb: str) ->
     ]
     if not known or verb == "record":  # what follows there belongs to the recorded program
         return
-    positional = ["save", "name", "run"] if verb == "baseline" else ["bash"] if verb == "completion" else ["a", "b"]
-    misspelt = known[-1][:-2] + known[-1][-1] + known[-1][-2] if known[-1][-1] != known[-1][-2] else known[-1] + "s"
+    positional = (
+        ["save", "name", "run"]
+        if verb == "baseline"
+        else ["bash"]
+        if verb == "completion"
+        else ["a", "b"]
+    )
+    misspelt = (
+        known[-1][:-2] + known[-1][-1] + known[-1][-2]
+        if known[-1][-1] != known[-1][-2]
+        else known[-1] + "s"
+    )
     for unknown in (misspelt, "--frobnicate"):
         with captured() as (out, err):
             assert main([verb, *positional, unknown]) == 2
@@ -191,7 +216,9 @@ def test_an_option_that_is_unknown_is_refused_with_the_nearest_one(verb: str) ->
         assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("explain", "record", "serve")])
+@pytest.mark.parametrize(
+    "verb", [verb for verb in VERBS if verb not in ("explain", "record", "serve")]
+)
 def test_a_verb_without_its_arguments_says_which_it_needs(verb: str) -> None:
     with captured() as (out, err):
         code = main([verb])

@@ -69,7 +69,11 @@ def test_nested_shared_lists_in_place_of_any_value(tmp_path, key):
 
 def test_a_pickle_with_a_nested_tuple_as_a_key_is_refused(tmp_path):
     # Written by hand: pickle itself would have to look the key up.
-    made = b"\x80\x04})\x85\x94" + b"".join(bytes((ord("h"), n, 0x86, 0x94)) for n in range(60)) + b"Ns."
+    made = (
+        b"\x80\x04})\x85\x94"
+        + b"".join(bytes((ord("h"), n, 0x86, 0x94)) for n in range(60))
+        + b"Ns."
+    )
     path = written(tmp_path / "x.pickle", made)
     with quick(2):
         code, said = run("memory", path)
@@ -80,7 +84,9 @@ def test_a_pickle_with_a_nested_tuple_as_a_key_is_refused(tmp_path):
 def test_entries_that_are_shared_again_and_again_are_refused(tmp_path):
     entry = {"action": "alloc", "addr": 512, "size": 512, "frames": [], "time_us": 1}
     trace = [entry] * 20_000
-    path = written(tmp_path / "x.pickle", pickle.dumps({"segments": [], "device_traces": [trace] * 5_000}, 4))
+    path = written(
+        tmp_path / "x.pickle", pickle.dumps({"segments": [], "device_traces": [trace] * 5_000}, 4)
+    )
     assert path.stat().st_size < 100_000
     with quick():
         code, said = run("memory", path)
@@ -90,8 +96,13 @@ def test_entries_that_are_shared_again_and_again_are_refused(tmp_path):
 
 def test_stacks_that_are_shared_take_no_time(tmp_path):
     frames = [{"filename": f"{n}.py", "line": n, "name": "f"} for n in range(5_000)]
-    entries = [{"action": "alloc", "addr": n, "size": 1, "frames": frames, "time_us": n} for n in range(5_000)]
-    path = written(tmp_path / "x.pickle", pickle.dumps({"segments": [], "device_traces": [entries]}, 4))
+    entries = [
+        {"action": "alloc", "addr": n, "size": 1, "frames": frames, "time_us": n}
+        for n in range(5_000)
+    ]
+    path = written(
+        tmp_path / "x.pickle", pickle.dumps({"segments": [], "device_traces": [entries]}, 4)
+    )
     with quick():
         assert run("memory", path)[0] == 0
 
@@ -118,7 +129,10 @@ def test_deep_nesting_in_a_capture_and_a_group_file(tmp_path):
 @pytest.mark.parametrize("message", [b"\0", b"\1\1"])
 def test_chakra_files_of_empty_messages_are_refused(tmp_path, message):
     with quick():
-        for name, data in (("a.0.et", message * 2_000_000), ("a.1.et.gz", gzip.compress(message * 50_000_000, 1))):
+        for name, data in (
+            ("a.0.et", message * 2_000_000),
+            ("a.1.et.gz", gzip.compress(message * 50_000_000, 1)),
+        ):
             path = written(tmp_path / name, data)
             for verb in (["validate"], ["show"]):
                 code, said = run(*verb, path)
@@ -148,7 +162,13 @@ def test_work_is_linear_in_streams_and_threads(tmp_path, kind):
             thread, stream = (number + 1, 7) if kind == "threads" else (1, number + 7)
             made.launch("cudaLaunchKernel", number * 10, 1, correlation=number + 1, thread=thread)
             made.kernel("gemm", number * 10 + 2, 3, correlation=number + 1, stream=stream)
-            made.launch("cudaStreamSynchronize", number * 10 + 3, 6, correlation=count + number + 1, thread=thread)
+            made.launch(
+                "cudaStreamSynchronize",
+                number * 10 + 3,
+                6,
+                correlation=count + number + 1,
+                thread=thread,
+            )
         path = tmp_path / f"{count}.json"
         made.write(path)
         before = time.process_time()

@@ -23,14 +23,34 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_machine_of_a_run_is_written_and_read_back(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["calibrate", str(run), "-o", str(tmp_path / "machine.toml"), "-o", str(tmp_path / "fits.json")]) == 0
+    assert (
+        main(
+            [
+                "calibrate",
+                str(run),
+                "-o",
+                str(tmp_path / "machine.toml"),
+                "-o",
+                str(tmp_path / "fits.json"),
+            ]
+        )
+        == 0
+    )
     machine = read_machine(tmp_path / "machine.toml")
     document = json.loads((tmp_path / "fits.json").read_text())
     check_document(document, CalibrationDocument)
     assert document["format"] == "traceloom-calibration"
-    assert (machine.ranks, machine.ranks_per_host, machine.device and machine.device.name) == (2, 2, "H100 SXM")
-    assert [row.count for row in machine.transfers] == [row["count"] for row in document["transfers"]]
-    assert sum(row.count for row in machine.transfers) == 2 * 3  # an all-reduce of each layer in each step
+    assert (machine.ranks, machine.ranks_per_host, machine.device and machine.device.name) == (
+        2,
+        2,
+        "H100 SXM",
+    )
+    assert [row.count for row in machine.transfers] == [
+        row["count"] for row in document["transfers"]
+    ]
+    assert (
+        sum(row.count for row in machine.transfers) == 2 * 3
+    )  # an all-reduce of each layer in each step
     assert "machine.toml" in capsys.readouterr().out
 
 
@@ -44,7 +64,9 @@ def test_the_fits_are_printed(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert {row["span"] for row in json.loads(capsys.readouterr().out)["transfers"]} == {"inside"}
 
 
-def test_a_run_that_tells_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_tells_nothing_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     alone = training_job(Recipe(steps=1)).run().write(tmp_path / "alone")
     assert main(["calibrate", str(alone), "-o", str(tmp_path / "machine.toml")]) == 3
     assert "nothing-to-calibrate" in capsys.readouterr().err

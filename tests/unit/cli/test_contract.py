@@ -22,13 +22,19 @@ HALF = ["--set", "kernels * 0.5"]
 # Verb -> words that give an answer of the run, and names of files that it may be written to.
 ANSWERS: dict[str, tuple[list[str], list[str]]] = {
     "report": (["report", "run"], ["out.html", "out.json", "out.md", "out.perfetto.json.gz"]),
-    "whatif": (["whatif", "run", *HALF], ["out.json", "out.html", "out.md", "out.perfetto.json.gz"]),
+    "whatif": (
+        ["whatif", "run", *HALF],
+        ["out.json", "out.html", "out.md", "out.perfetto.json.gz"],
+    ),
     "simulate": (["simulate", "run"], ["out.json", "out.html", "out.perfetto.json.gz"]),
     "sweep": (["simulate", "run", "--sweep", "host_factor=1,2"], ["out.csv"]),
     "calibrate": (["calibrate", "run"], ["out.toml"]),
     "memory": (["memory", "run"], ["out.json", "out.html", "out.csv"]),
     "diff": (["diff", "run", "slower"], ["out.json", "out.html", "out.md"]),
-    "check": (["diff", "run", "run", "--fail-if", "step_time > 3%"], ["out.json", "out.html", "out.md"]),
+    "check": (
+        ["diff", "run", "run", "--fail-if", "step_time > 3%"],
+        ["out.json", "out.html", "out.md"],
+    ),
     "compare": (["baseline", "compare", "main", "run"], ["out.json", "out.html", "out.md"]),
     "link": (["link", "run"], ["out.graph"]),
     "show": (["show", "job.graph"], ["out.html"]),
@@ -72,7 +78,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 trace.collective("allreduce", at + 65, 20)
                 trace.launch("cudaLaunchKernel", at + 70, 5, correlation=2 * step + 2)
                 about = trace.collective_args("allreduce", "0", 2, 1024, "Float")
-                trace.kernel("ncclDevKernel_AllReduce", at + 100, 50, correlation=2 * step + 2, stream=20, **about)
+                trace.kernel(
+                    "ncclDevKernel_AllReduce",
+                    at + 100,
+                    50,
+                    correlation=2 * step + 2,
+                    stream=20,
+                    **about,
+                )
                 trace.allocation(at + 12, 1 << 20, address=4096)
                 trace.allocation(at + 150, -(1 << 20), address=4096)
             trace.write(folder / name / f"rank{rank}.json")
@@ -114,7 +127,9 @@ def to_file(name: str, file: str) -> list[str]:
     return [*ANSWERS[name][0], *([file] if name == "convert" else ["-o", file])]
 
 
-@pytest.mark.parametrize("name", [name for name in ANSWERS if name not in NO_ANSWER_WITHOUT_FILE | SLOW])
+@pytest.mark.parametrize(
+    "name", [name for name in ANSWERS if name not in NO_ANSWER_WITHOUT_FILE | SLOW]
+)
 def test_json_is_all_that_standard_output_has(name: str, here: Path) -> None:
     before = written(here)
     done = ran(*ANSWERS[name][0], "--json")
@@ -128,7 +143,9 @@ def test_json_is_all_that_standard_output_has(name: str, here: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "file"), PAIRS)
-def test_a_file_is_written_once_whole_and_named_in_the_last_lines(name: str, file: str, here: Path) -> None:
+def test_a_file_is_written_once_whole_and_named_in_the_last_lines(
+    name: str, file: str, here: Path
+) -> None:
     words = to_file(name, file)
     before = written(here)
     done = ran(*words)
@@ -150,7 +167,9 @@ def test_a_file_is_written_once_whole_and_named_in_the_last_lines(name: str, fil
 
 
 @pytest.mark.parametrize(("name", "file"), {name: (name, file) for name, file in PAIRS}.values())
-def test_a_directory_that_is_not_there_is_made_and_a_file_is_none(name: str, file: str, here: Path) -> None:
+def test_a_directory_that_is_not_there_is_made_and_a_file_is_none(
+    name: str, file: str, here: Path
+) -> None:
     (here / "text").write_text("a file, where a directory should be")
     before = written(here)
     refused(ran(*to_file(name, f"text/{file}")), 3, "cannot-write")
@@ -161,21 +180,31 @@ def test_a_directory_that_is_not_there_is_made_and_a_file_is_none(name: str, fil
     assert (here / "new" / "folder" / file).exists()
 
 
-@pytest.mark.parametrize("name", [name for name, (_, files) in ANSWERS.items() if files and name != "anonymize"])
+@pytest.mark.parametrize(
+    "name", [name for name, (_, files) in ANSWERS.items() if files and name != "anonymize"]
+)
 def test_an_ending_that_is_none_is_refused_before_anything_is_read(name: str, here: Path) -> None:
     done = ran(*[word.replace("run", "no-such-run") for word in to_file(name, "out.odd")])
     refused(done, 2, "unknown-format")
     assert ".odd" in done.err
 
 
-@pytest.mark.parametrize("name", [name for name in ANSWERS if name not in {"baselines", "compare"} | SLOW])
+@pytest.mark.parametrize(
+    "name", [name for name in ANSWERS if name not in {"baselines", "compare"} | SLOW]
+)
 def test_an_input_that_is_not_there_or_none_is_refused_with_3(name: str, here: Path) -> None:
     (here / "empty").mkdir()
     (here / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
     words, _ = ANSWERS[name]
     for source in ("no-such-run", "empty", "picture.png"):
-        renamed = [source if word in {"run", "slower", "job.graph", "workload"} else word for word in words]
-        output = [] if name not in NO_ANSWER_WITHOUT_FILE else (["-o", "new"] if name == "anonymize" else ["et/"])
+        renamed = [
+            source if word in {"run", "slower", "job.graph", "workload"} else word for word in words
+        ]
+        output = (
+            []
+            if name not in NO_ANSWER_WITHOUT_FILE
+            else (["-o", "new"] if name == "anonymize" else ["et/"])
+        )
         done = ran(*renamed, *output)
         assert done.code in {2, 3}, (source, done.err)
         assert done.out == ""
@@ -198,7 +227,11 @@ def test_an_input_that_is_not_there_or_none_is_refused_with_3(name: str, here: P
         (["report", "run", "--only", "kernel"], 2, "no-such-section"),
         (["whatif", "run", "--set", "kernels"], 2, "bad-change"),
         (["simulate", "run", "--machine", "no-such-machine"], 2, "no-such-machine"),
-        (["simulate", "run", "--machine", "dgx-h100", "--set", "network.9.bandwidth=1"], 2, "bad-override"),
+        (
+            ["simulate", "run", "--machine", "dgx-h100", "--set", "network.9.bandwidth=1"],
+            2,
+            "bad-override",
+        ),
         (["simulate", "run", "--step", "70"], 2, "no-such-step"),
         (["show", "job.graph", "--node", "999999"], 3, "no-such-node"),
         (["convert", "job.graph", "out.xyz"], 2, "unknown-format"),
@@ -209,7 +242,9 @@ def test_an_input_that_is_not_there_or_none_is_refused_with_3(name: str, here: P
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_question_that_cannot_be_answered_is_refused(words: list[str], code: int, slug: str, here: Path) -> None:
+def test_a_question_that_cannot_be_answered_is_refused(
+    words: list[str], code: int, slug: str, here: Path
+) -> None:
     before = written(here)
     refused(ran(*words), code, slug)
     assert written(here) == before
@@ -246,5 +281,15 @@ def test_one_of_several_inputs_that_is_refused_ends_with_4(here: Path) -> None:
 
 
 def test_every_verb_that_reads_recordings_is_here() -> None:
-    elsewhere = {"record", "replay", "trace", "agent", "serve", "upload", "fleet", "explain", "completion"}
+    elsewhere = {
+        "record",
+        "replay",
+        "trace",
+        "agent",
+        "serve",
+        "upload",
+        "fleet",
+        "explain",
+        "completion",
+    }
     assert {words[0] for words, _ in ANSWERS.values()} | elsewhere | {"generate"} == set(VERBS)

@@ -30,14 +30,22 @@ def job(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def one(tmp_path: Path) -> Path:
-    nodes = [Node(id=1, name="a"), Node(id=2, name="b", type=NodeType.COMM_COLL_NODE, data_deps=[1])]
-    nodes += [Node(id=3, name="c", data_deps=[2]), Node(id=4, name="d", type=NodeType.COMM_COLL_NODE, data_deps=[3])]
+    nodes = [
+        Node(id=1, name="a"),
+        Node(id=2, name="b", type=NodeType.COMM_COLL_NODE, data_deps=[1]),
+    ]
+    nodes += [
+        Node(id=3, name="c", data_deps=[2]),
+        Node(id=4, name="d", type=NodeType.COMM_COLL_NODE, data_deps=[3]),
+    ]
     write_messages(tmp_path / "one.0.et", GlobalMetadata(version="1"), nodes)
     return tmp_path / "one.0.et"
 
 
 @pytest.mark.parametrize("ending", ["et.gz", "json", "json.gz", "jsonl", "jsonl.gz"])
-def test_a_file_goes_into_every_form_and_back(one: Path, ending: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_goes_into_every_form_and_back(
+    one: Path, ending: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     there, back = one.with_name(f"there.{ending}"), one.with_name("back.et")
     assert convert(one, there) == 0
     assert convert(there, back) == 0
@@ -76,10 +84,14 @@ def test_directories_keep_their_groups(job: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["job.perfetto.json", "job.perfetto.json.gz"])
-def test_perfetto_gets_all_nodes_and_the_edges_between_lanes(job: Path, tmp_path: Path, name: str) -> None:
+def test_perfetto_gets_all_nodes_and_the_edges_between_lanes(
+    job: Path, tmp_path: Path, name: str
+) -> None:
     assert convert(job, tmp_path / name) == 0
     raw = (tmp_path / name).read_bytes()
-    events: list[dict[str, Any]] = json.loads(gzip.decompress(raw) if name.endswith("gz") else raw)["traceEvents"]
+    events: list[dict[str, Any]] = json.loads(gzip.decompress(raw) if name.endswith("gz") else raw)[
+        "traceEvents"
+    ]
     graph = small_graph(2)
     slices = {event["args"]["node"]: event for event in events if event["ph"] == "X"}
     placed = graph.nodes.drop_nulls("lane")
@@ -88,15 +100,25 @@ def test_perfetto_gets_all_nodes_and_the_edges_between_lanes(job: Path, tmp_path
         assert slices[row["node"]]["dur"] == row["duration_ns"] / 1000
         assert slices[row["node"]]["ts"] == row["start_ns"] / 1000
         assert slices[row["node"]]["pid"] == row["rank"] + 1
-    names = {event["args"]["name"] for event in events if event.get("name") in {"process_name", "thread_name"}}
+    names = {
+        event["args"]["name"]
+        for event in events
+        if event.get("name") in {"process_name", "thread_name"}
+    }
     assert {"rank 0 on node0", "rank 1 on node0", "GPU 1 stream 20", "autograd"} <= names
     lane = graph.nodes["lane"].to_list()
-    between = [e for e in graph.edges.iter_rows(named=True) if None not in {lane[e["source"]], lane[e["target"]]}]
+    between = [
+        e
+        for e in graph.edges.iter_rows(named=True)
+        if None not in {lane[e["source"]], lane[e["target"]]}
+    ]
     between = [e for e in between if lane[e["source"]] != lane[e["target"]]]
     begins = {event["id"]: event for event in events if event["ph"] == "s"}
     ends = {event["id"]: event for event in events if event["ph"] == "f"}
     assert begins.keys() == ends.keys()
-    assert sorted(event["cat"] for event in begins.values()) == sorted(edge["kind"] for edge in between)
+    assert sorted(event["cat"] for event in begins.values()) == sorted(
+        edge["kind"] for edge in between
+    )
 
 
 def test_one_side_alone(one: Path, tmp_path: Path) -> None:
@@ -114,16 +136,23 @@ def test_one_side_of_all_ranks_of_a_graph(job: Path, tmp_path: Path) -> None:
     for rank in (0, 1):
         with EtReader(tmp_path / "net" / f"workload.{rank}.et") as reader:
             found = list(reader)
-        assert [node.name for node in found] == ["ncclDevKernel_AllReduce", "ncclDevKernel_SendRecv"]
+        assert [node.name for node in found] == [
+            "ncclDevKernel_AllReduce",
+            "ncclDevKernel_SendRecv",
+        ]
         assert list(found[1].data_deps) == [found[0].id]
         assert not {"edges", "edges_out", "carried"} & {a.name for node in found for a in node.attr}
     assert convert(tmp_path / "net", tmp_path / "net.graph") == 0
     assert set(load(tmp_path / "net.graph").edges["evidence"]) == {"assumed"}
 
 
-def test_astra_sim_gets_what_it_accepts(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_astra_sim_gets_what_it_accepts(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert convert(job, tmp_path / "sim", "--target", "astra-sim") == 0
-    assert capsys.readouterr().out.endswith(f"next: traceloom validate {tmp_path / 'sim'} --target astra-sim\n")
+    assert capsys.readouterr().out.endswith(
+        f"next: traceloom validate {tmp_path / 'sim'} --target astra-sim\n"
+    )
     assert (tmp_path / "sim" / "comm_groups.json").exists()
 
 
@@ -140,7 +169,9 @@ def test_json_says_what_was_written(one: Path, capsys: pytest.CaptureFixture[str
     }
 
 
-def test_a_cut_file_is_converted_with_a_notice_or_refused(one: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cut_file_is_converted_with_a_notice_or_refused(
+    one: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one.write_bytes(one.read_bytes()[:-3])
     target = one.with_name("a.jsonl")
     assert convert(one, target, "--strict") == 3

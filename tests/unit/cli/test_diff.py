@@ -24,7 +24,11 @@ EVIL = "</script><b>kernel|`x`\x1b[31m"
 
 
 def trace(
-    kernel_us: float = 20, *, kernel: str = "gemm", device: str = "NVIDIA H100 80GB HBM3", **kwargs: Any
+    kernel_us: float = 20,
+    *,
+    kernel: str = "gemm",
+    device: str = "NVIDIA H100 80GB HBM3",
+    **kwargs: Any,
 ) -> TraceBuilder:
     builder = TraceBuilder(device_name=device, **kwargs)
     for step in range(3):
@@ -45,7 +49,9 @@ def document(new: TraceBuilder | None = None) -> dict[str, Any]:
     return build(compare(base, other), base, other)
 
 
-def test_it_tells_what_changed_and_ends_well(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_tells_what_changed_and_ends_well(
+    pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["diff", *pair, "--no-cache"]) == 0
     out = capsys.readouterr().out
     assert "The step takes 100 µs instead of 100 µs" in out
@@ -59,21 +65,30 @@ def test_a_slower_run_is_no_failure(pair: tuple[str, str]) -> None:
     assert main(["diff", *pair, "--quiet", "--json"]) == 0
 
 
-def test_json_is_the_whole_comparison(pair: tuple[str, str], capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_json_is_the_whole_comparison(
+    pair: tuple[str, str], capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
     assert main(["diff", *pair, "--json", "--quiet"]) == 0
     told = json.loads(capsysbinary.readouterr().out)
     assert (told["format"], told["version"]) == ("traceloom-diff", 1)
     for column in ("base_ns", "new_ns", "difference_ns"):
         assert sum(row[column] for row in told["breakdown"]) == told[column]
-    assert [row["difference_ns"] for row in told["kernels"] if row["status"] == "slower"] == [15_000]
+    assert [row["difference_ns"] for row in told["kernels"] if row["status"] == "slower"] == [
+        15_000
+    ]
     assert told["base"]["inputs"][0]["path"] == pair[0]
 
 
 @pytest.mark.parametrize(
-    ("name", "begins"), [("d.html", b"<!doctype html>"), ("d.md", b"### Traceloom"), ("d.json", b"{")]
+    ("name", "begins"),
+    [("d.html", b"<!doctype html>"), ("d.md", b"### Traceloom"), ("d.json", b"{")],
 )
 def test_files_are_written_by_their_ending_and_never_overwritten(
-    pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, begins: bytes
+    pair: tuple[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    begins: bytes,
 ) -> None:
     out = tmp_path / name
     assert main(["diff", *pair, "-o", str(out)]) == 0
@@ -83,7 +98,9 @@ def test_files_are_written_by_their_ending_and_never_overwritten(
     assert main(["diff", *pair, "-o", str(out), "--force"]) == 0
 
 
-def test_wrong_calls_are_refused(pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_calls_are_refused(
+    pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["diff", pair[0]]) == 2
     assert main(["diff", *pair, "-o", str(tmp_path / "d.xyz")]) == 2
     assert "unknown-format" in capsys.readouterr().err
@@ -111,9 +128,9 @@ def test_conditions_stand_before_any_verdict() -> None:
     text = "\n".join(lines)
     assert text.index("The conditions differ") < text.index("The step takes")
     assert text.index("Conditions that differ") < text.index("Where the difference lies")
-    assert markdown.render_comparison_markdown(told).index("conditions differ") < markdown.render_comparison_markdown(
-        told
-    ).index("The step takes")
+    assert markdown.render_comparison_markdown(told).index(
+        "conditions differ"
+    ) < markdown.render_comparison_markdown(told).index("The step takes")
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -130,7 +147,12 @@ def test_no_table_leaves_out_what_is_compared(width: int) -> None:
     long = "AMD Instinct MI300X VF, of a vendor with a long name"
     told = document(trace(35, kernel="x" * 300, device=long, generation="rocm"))
     every = list(build_tables(told))
-    assert [table.key for table in every] == ["diff-conditions", "diff-parts", "diff-kernels", "diff-operators"]
+    assert [table.key for table in every] == [
+        "diff-conditions",
+        "diff-parts",
+        "diff-kernels",
+        "diff-operators",
+    ]
     for table in every:
         lines = [line.plain for line in render_declared_table(table, ReportOptions(top=50), width)]
         assert max(map(len, lines)) <= width
@@ -158,14 +180,29 @@ def test_a_change_is_of_the_row_and_of_the_step() -> None:
 
 def test_a_bar_from_the_middle_says_which_side_it_is_of_without_colour() -> None:
     bars = [draw_signed_bar(value, 100, 15).plain for value in (100, -50, 0, 1, -1)]
-    assert bars == ["       │███████", "   ████│       ", "       │       ", "       │▏      ", "      ▕│       "]
+    assert bars == [
+        "       │███████",
+        "   ████│       ",
+        "       │       ",
+        "       │▏      ",
+        "      ▕│       ",
+    ]
 
 
 def test_the_call_tree_is_bounded_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     told = document(trace(35))
     tree = told["tree"]
-    assert (tree[0]["parent"], tree[0]["base_duration_ns"], tree[0]["new_duration_ns"]) == (None, 20_000, 35_000)
-    assert [row["name"] for row in tree] == ["(all)", "main thread", "aten::mm", "(outside operators)"]
+    assert (tree[0]["parent"], tree[0]["base_duration_ns"], tree[0]["new_duration_ns"]) == (
+        None,
+        20_000,
+        35_000,
+    )
+    assert [row["name"] for row in tree] == [
+        "(all)",
+        "main thread",
+        "aten::mm",
+        "(outside operators)",
+    ]
     assert tree[0]["base_host_ns"] == told["base_ns"]
     assert "smaller boxes" not in comparison.call_tree(tree)
     monkeypatch.setattr(comparison, "_MAX_BOXES", 2)

@@ -25,7 +25,9 @@ def test_findings_messages_and_rules_of_validation_are_all_there() -> None:
 
 
 @pytest.mark.parametrize("name", ["data-starved", "no-traces", "dependency-cycle"])
-def test_a_name_is_explained_with_its_address(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_is_explained_with_its_address(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["explain", name]) == 0
     said = capsys.readouterr().out
     assert said.startswith(name)
@@ -37,7 +39,10 @@ def test_a_name_is_explained_with_its_address(name: str, capsys: pytest.CaptureF
 
 def test_a_name_of_a_finding_and_a_notice_gives_both(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "profiler-overhead"]) == 0
-    assert re.findall(r"^profiler-overhead  (.*)", capsys.readouterr().out, re.MULTILINE) == ["finding", "message"]
+    assert re.findall(r"^profiler-overhead  (.*)", capsys.readouterr().out, re.MULTILINE) == [
+        "finding",
+        "message",
+    ]
 
 
 def test_a_family_of_names_is_explained_by_any_of_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,22 +61,31 @@ def test_without_a_name_all_are_listed_on_one_line_each(
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["explain"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [name for name in NAMES if not any(line.startswith(f"  {name} ") for line in lines)] == []
+    assert [
+        name for name in NAMES if not any(line.startswith(f"  {name} ") for line in lines)
+    ] == []
     assert max(map(len, lines)) <= 80
 
 
 def test_addresses_lead_to_pages_of_the_documentation() -> None:
     for entry in explain.load_explanations():
-        for address in (entry.url, *re.findall(rf"\(({re.escape(DOCUMENTATION)}[^)]*)\)", entry.text)):
+        for address in (
+            entry.url,
+            *re.findall(rf"\(({re.escape(DOCUMENTATION)}[^)]*)\)", entry.text),
+        ):
             page = urlsplit(address).path.strip("/")
-            assert any((ROOT / "docs" / name).is_file() for name in (f"{page}.md", f"{page}/index.md")), address
+            assert any(
+                (ROOT / "docs" / name).is_file() for name in (f"{page}.md", f"{page}/index.md")
+            ), address
         assert ".md)" not in entry.text
 
 
 def test_the_texts_go_into_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What pyproject.toml copies is all that is read."""
     included = re.findall(
-        r'^"(docs/[^"]+)" = "traceloom/([^"]+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+        r'^"(docs/[^"]+)" = "traceloom/([^"]+)"$',
+        (ROOT / "pyproject.toml").read_text(),
+        re.MULTILINE,
     )
     assert included
     for source, target in included:

@@ -20,7 +20,9 @@ def test_files_in_folders_are_fetched(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "sources" / "a@b.py").read_text() == "sources/a@b.py"
 
 
-@pytest.mark.parametrize("name", ["../out", "a/../../out", "/out", "a//out", ".out", "a/", "", "a\nb", "a\\out"])
+@pytest.mark.parametrize(
+    "name", ["../out", "a/../../out", "/out", "a//out", ".out", "a/", "", "a\nb", "a\\out"]
+)
 def test_a_name_that_leads_elsewhere_leaves_nothing(tmp_path: Path, name: str) -> None:
     (tmp_path / "below").mkdir()
     with pytest.raises(OutputError) as refused:

@@ -44,18 +44,28 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_regressions_name_the_planted_kernel_and_what_to_compare(capsys: pytest.CaptureFixture[str]) -> None:
+def test_regressions_name_the_planted_kernel_and_what_to_compare(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     lines = printed(capsys, "regressions", *TIME).splitlines()
     assert lines[1].startswith(weeks().kernel(CHANGES[0])[:40])
     [compare] = [line for line in lines if line.startswith("Compare: ")]
     words = compare.split()
-    jobs = {row["capture"] for row in weeks().tables["captures"].to_dicts() if row["job"].startswith("recommender")}
+    jobs = {
+        row["capture"]
+        for row in weeks().tables["captures"].to_dicts()
+        if row["job"].startswith("recommender")
+    }
     assert {words[words.index("fetch") + 1]} <= jobs
     assert compare.endswith("&& traceloom diff healthy changed")
 
 
-@pytest.mark.parametrize("verb", ["kernels", "characterise", "coverage", "topline", "findings", "outliers", "invest"])
-def test_every_question_is_a_verb_that_says_what_it_looked_at(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+@pytest.mark.parametrize(
+    "verb", ["kernels", "characterise", "coverage", "topline", "findings", "outliers", "invest"]
+)
+def test_every_question_is_a_verb_that_says_what_it_looked_at(
+    capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
     text = printed(capsys, verb, *TIME)
     assert "Looked at 2026-10-05 00:00 to 2026-10-28 00:00 UTC." in text
     answer = json.loads(printed(capsys, verb, *TIME, "--json"))
@@ -78,7 +88,9 @@ def _hours(line: str) -> float:
     return float(re.split(r"  +", line.strip())[1].replace("\u202f", ""))
 
 
-def test_rules_are_tried_kept_and_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_rules_are_tried_kept_and_listed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     rules = tmp_path / "owners.toml"
     rules.write_text('[[rule]]\nmatch = {model = "speech"}\nset = {division = "research"}\n')
     assert "Nothing is set." in printed(capsys, "owners")
@@ -106,7 +118,9 @@ def test_what_cannot_be_asked_is_said(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 @pytest.mark.parametrize("verb", ["attribution", "topline"])
-def test_time_of_which_no_host_spoke_is_no_row_of_zeros(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+def test_time_of_which_no_host_spoke_is_no_row_of_zeros(
+    capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
     lines = printed(capsys, verb, "--since", "2026-01-01", "--until", "2026-01-03").splitlines()
     assert lines[0] == "No host has said anything of its devices in this time."
     assert lines[1].startswith("Next: traceloom fleet hosts")

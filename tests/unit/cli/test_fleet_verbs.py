@@ -17,7 +17,7 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client", "uvic
 from support.answering import DAYS, AnsweringService, answering  # noqa: E402
 from support.prometheus import free_port  # noqa: E402
 from traceloom.agent.fleet_link.client import ServiceClient  # noqa: E402
-from traceloom.agent.fleet_link.protocol import (
+from traceloom.agent.fleet_link.protocol import (  # noqa: E402
     ClockOffset,
     Enrolment,
     Heartbeat,
@@ -33,9 +33,11 @@ from traceloom.testing.fleet_weeks import Weeks, WeeksRecipe, build_weeks  # noq
 TIME = ["--since", DAYS["since"], "--until", DAYS["until"]]
 # What each needs beside its name, so that it asks the service.
 NEEDS = {
-    "report": ["nothing", "-o", "{folder}/report.html"], "fetch": ["nothing", "-o", "{folder}/run"],
-    "token": ["list"], "kernel-history": ["--kernel", "none"],
-}  # fmt: skip
+    "report": ["nothing", "-o", "{folder}/report.html"],
+    "fetch": ["nothing", "-o", "{folder}/run"],
+    "token": ["list"],
+    "kernel-history": ["--kernel", "none"],
+}
 HAVE_SOMETHING = {"report", "fetch", "token", "backfill", "check", "compact", "triggers"}
 """What does something, or what a service without a leader refuses."""
 THIN = "\u202f"
@@ -78,7 +80,9 @@ def words_of(action: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_help_says_what_it_is_for_with_an_example(action: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_says_what_it_is_for_with_an_example(
+    action: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["fleet", action, "--help"]) == 0
     text = capsys.readouterr().out
     assert f"traceloom fleet {action}" in text.partition("examples:")[2]
@@ -97,7 +101,9 @@ def test_where_nobody_answers_it_says_what_starts_a_service(
     printed = capsys.readouterr()
     assert not printed.out
     first, hint, more = printed.err.splitlines()
-    assert first.startswith(f"traceloom: the service does not answer: connection refused ({server}/api/v1/")
+    assert first.startswith(
+        f"traceloom: the service does not answer: connection refused ({server}/api/v1/"
+    )
     assert "`traceloom serve` starts one" in hint
     assert "traceloom explain no-service" in more
     assert list(tmp_path.iterdir()) == [], "no half a file is left"
@@ -114,13 +120,19 @@ def test_a_wrong_token_and_none_are_told_apart(
     assert "--token-file or TRACELOOM_TOKEN" in none
     (tmp_path / "wrong").write_text("tl_wrong")
     assert main([*asked, "--token-file", str(tmp_path / "wrong")]) == 3
-    assert capsys.readouterr().err.startswith("traceloom: this token is none of ours, has expired or was revoked\n")
+    assert capsys.readouterr().err.startswith(
+        "traceloom: this token is none of ours, has expired or was revoked\n"
+    )
     assert main([*asked, "--token-file", str(tmp_path / "nowhere")]) == 3
     assert "cannot be read: no such file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("server", ["nonsense", "ftp://x", "http://example.org", "http://user:pw@127.0.0.1:9466"])
-def test_what_is_no_address_is_refused_before_anything_is_sent(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "server", ["nonsense", "ftp://x", "http://example.org", "http://user:pw@127.0.0.1:9466"]
+)
+def test_what_is_no_address_is_refused_before_anything_is_sent(
+    server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["fleet", "hosts", "--server", server]) == 3
     assert "explain wrong-address" in capsys.readouterr().err
 
@@ -130,7 +142,13 @@ def test_where_there_is_nothing_it_says_what_to_do_next(
     action: str, empty: AnsweringService, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "token").write_text(empty.admin._token)
-    asked = [*words_of(action, tmp_path), "--server", empty.url, "--token-file", str(tmp_path / "token")]
+    asked = [
+        *words_of(action, tmp_path),
+        "--server",
+        empty.url,
+        "--token-file",
+        str(tmp_path / "token"),
+    ]
     assert main(asked) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith(".") or action == "query"
@@ -144,13 +162,17 @@ def test_where_there_is_nothing_it_says_what_to_do_next(
 def commands(text: str) -> list[list[str]]:
     """The commands that a text says are to be copied."""
     lines = (
-        line.partition(": ")[2] for line in text.splitlines() if re.match(r"(Next|Compare|Over time|Look): ", line)
+        line.partition(": ")[2]
+        for line in text.splitlines()
+        if re.match(r"(Next|Compare|Over time|Look): ", line)
     )
     parts = (part for line in lines for part in re.split(r" && |; ", line))
     return [shlex.split(part)[1:] for part in parts if part.startswith("traceloom fleet ")]
 
 
-@pytest.mark.parametrize("action", ["kernels", "regressions", "invest", "findings", "topline", "outliers"])
+@pytest.mark.parametrize(
+    "action", ["kernels", "regressions", "invest", "findings", "topline", "outliers"]
+)
 def test_commands_that_are_printed_work_when_they_are_copied(
     action: str, fleet: AnsweringService, token_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,7 +188,12 @@ def test_commands_that_are_printed_work_when_they_are_copied(
         else:  # the captures of made weeks have no files
             assert (
                 main(
-                    [*words[: words.index("-o")], "-o", str(token_file.parent / "out"), *words[words.index("-o") + 2 :]]
+                    [
+                        *words[: words.index("-o")],
+                        "-o",
+                        str(token_file.parent / "out"),
+                        *words[words.index("-o") + 2 :],
+                    ]
                 )
                 == 3
             )
@@ -195,13 +222,18 @@ def test_tables_write_numbers_and_what_is_not_known_as_pages_do(
     for action in ("kernels", "attribution", "topline", "characterise", "coverage", "outliers"):
         assert main(["fleet", action, *asked]) == 0
         lines = capsys.readouterr().out.splitlines()
-        rows = [re.split(r"  +", line.strip()) for line in lines if not line.startswith(("Next", "Looked", "There"))]
+        rows = [
+            re.split(r"  +", line.strip())
+            for line in lines
+            if not line.startswith(("Next", "Looked", "There"))
+        ]
         cells = [cell for row in rows[1:] for cell in row]
         assert not any(cell in {"-", "None", "nan"} for cell in cells), action
         assert not any(re.search(r"\d,\d{3}", cell) for cell in cells if "[" not in cell), action
-        assert any(re.match(rf"\d+{THIN}\d{{3}}\b", cell) for cell in cells) or action in {"outliers", "coverage"}, (
-            action
-        )
+        assert any(re.match(rf"\d+{THIN}\d{{3}}\b", cell) for cell in cells) or action in {
+            "outliers",
+            "coverage",
+        }, action
     assert main(["fleet", "attribution", "--by", "host", *asked]) == 0
     head, whole, *_ = capsys.readouterr().out.splitlines()
     assert re.split(r"  +", head.strip())[:4] == ["Host", "Hours", "Share", "Use"]
@@ -212,12 +244,19 @@ def test_tables_write_numbers_and_what_is_not_known_as_pages_do(
 def test_numbers_stand_under_each_other_at_their_end(
     fleet: AnsweringService, token_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["fleet", "kernels", *TIME, "--server", fleet.url, "--token-file", str(token_file)]) == 0
+    assert (
+        main(["fleet", "kernels", *TIME, "--server", fleet.url, "--token-file", str(token_file)])
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     end = lines[0].index("GPU time") + len("GPU time")
-    rows = [line for line in lines[1:] if line.split()[0] in set(weeks().tables["kernels"]["kernel"])]
+    rows = [
+        line for line in lines[1:] if line.split()[0] in set(weeks().tables["kernels"]["kernel"])
+    ]
     assert len(rows) == 20
-    assert all(line[:end].endswith("s") and line[end : end + 2] == "  " for line in rows), "with their unit"
+    assert all(line[:end].endswith("s") and line[end : end + 2] == "  " for line in rows), (
+        "with their unit"
+    )
 
 
 def test_hosts_say_how_far_their_clocks_are_off_and_which_way(
@@ -226,12 +265,20 @@ def test_hosts_say_how_far_their_clocks_are_off_and_which_way(
     for host, offset_ns in (("slow", 2_500_000), ("fast", -120_000)):
         secret = fleet.admin.post("agents", {"host": host, "days": 1})["token"]
         link = ServiceClient(fleet.url)
-        link.credential = link.post("agents/enrol", Enrolment(token=secret, host=host), HostCredentials).credential
-        process = HostProcess(key="1@1", pid=1, uid=0, job="run", rank=0, world_size=2, devices=("GPU-0",))
+        link.credential = link.post(
+            "agents/enrol", Enrolment(token=secret, host=host), HostCredentials
+        ).credential
+        process = HostProcess(
+            key="1@1", pid=1, uid=0, job="run", rank=0, world_size=2, devices=("GPU-0",)
+        )
         beat = Heartbeat(
-            sent_ns=1, boot_id="b", version="1", processes=[process], devices=[HostDevice(uuid="GPU-0", values={})],
+            sent_ns=1,
+            boot_id="b",
+            version="1",
+            processes=[process],
+            devices=[HostDevice(uuid="GPU-0", values={})],
             clock=ClockOffset(offset_ns=offset_ns, error_ns=90_000, round_trips=3),
-        )  # fmt: skip
+        )
         link.post(f"agents/{host}/heartbeat", beat, HeartbeatAnswer)
         link.close()
     asked = ["--server", fleet.url, "--token-file", str(token_file)]
@@ -243,7 +290,10 @@ def test_hosts_say_how_far_their_clocks_are_off_and_which_way(
     job = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("run "))
     assert re.split(r"  +", job.strip())[1:5] == ["–", "fast, slow", "1/2", "0 of 2"]
     assert main(["fleet", "query", "--by", "host", *asked]) == 0
-    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]} == {"fast", "slow"}
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]} == {
+        "fast",
+        "slow",
+    }
     assert main(["fleet", "hosts", "--remove", "slow", *asked]) == 0
     assert capsys.readouterr().out == "slow belongs to the fleet no more.\n"
     assert main(["fleet", "hosts", "--remove", "slow", *asked]) == 3

@@ -29,7 +29,9 @@ print(*{name.partition(".")[0] for name in sys.modules} | set(sys.stdlib_module_
 @pytest.fixture(scope="module")
 def imported() -> set[str]:
     """Every name that any of our modules imports, and all of the standard library."""
-    done = subprocess.run([sys.executable, "-I", "-c", NAMES], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", NAMES], capture_output=True, text=True, check=True
+    )
     names = {name for name in done.stdout.split() if name.isidentifier() and name != "__main__"}
     assert {"polars", "numpy", "msgspec", "isal", "json", "traceloom"} < names
     return names | {"sitecustomize", "usercustomize"}
@@ -41,7 +43,9 @@ def archive(tmp_path: Path, imported: set[str]) -> Path:
     folder = tmp_path / "archive"
     folder.mkdir()
     for name in imported:
-        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'flag')!r}, 'a').write({name!r} + ' ')\n")
+        (folder / f"{name}.py").write_text(
+            f"open({str(tmp_path / 'flag')!r}, 'a').write({name!r} + ' ')\n"
+        )
     for number in range(2):
         made = TraceBuilder(rank=number, world_size=2, base_ns=UNIX_NS, process=10 + number)
         for step in range(4):
@@ -54,7 +58,8 @@ def archive(tmp_path: Path, imported: set[str]) -> Path:
 
 
 @pytest.mark.skipif(
-    os.cpu_count() == 1, reason="files are read by processes of their own where there are several cores"
+    os.cpu_count() == 1,
+    reason="files are read by processes of their own where there are several cores",
 )
 @pytest.mark.parametrize(
     "arguments",
@@ -64,7 +69,16 @@ def archive(tmp_path: Path, imported: set[str]) -> Path:
         *(
             pytest.param(words, marks=pytest.mark.thorough)
             for words in (
-                ["report", ".", "-o", "../out.html", "-o", "../out.json", "-o", "../out.perfetto.json.gz"],
+                [
+                    "report",
+                    ".",
+                    "-o",
+                    "../out.html",
+                    "-o",
+                    "../out.json",
+                    "-o",
+                    "../out.perfetto.json.gz",
+                ],
                 ["link", ".", "-o", "../out.graph"],
                 ["whatif", ".", "--set", "kernels * 0.5"],
                 ["memory", "."],
@@ -80,8 +94,12 @@ def test_no_module_that_lies_beside_traces_is_run(archive: Path, arguments: list
     env = {**os.environ, "TRACELOOM_CACHE_DIR": str(archive.parent / "cache")}
     done = subprocess.run(
         [sys.executable, "-I", "-c", RUN, *arguments, *uncached],
-        cwd=archive, env=env, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=archive,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     flag = archive.parent / "flag"
     assert not flag.exists(), f"run: {flag.read_text()}\n{done.stderr}"
     assert done.returncode == 0, done.stderr
@@ -90,12 +108,19 @@ def test_no_module_that_lies_beside_traces_is_run(archive: Path, arguments: list
 def test_the_module_is_no_way_in_either(archive: Path) -> None:
     """`python -m` puts the directory first by itself; what Python imports before us is out of our hands."""
     for path in archive.glob("*.py"):
-        if path.stem in sys.stdlib_module_names or path.stem in ("sitecustomize", "usercustomize", "traceloom"):
+        if path.stem in sys.stdlib_module_names or path.stem in (
+            "sitecustomize",
+            "usercustomize",
+            "traceloom",
+        ):
             path.unlink()
     done = subprocess.run(
         [sys.executable, "-m", "traceloom", "report", ".", "--no-cache"],
-        cwd=archive, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=archive,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     flag = archive.parent / "flag"
     assert not flag.exists(), f"run: {flag.read_text()}"
     assert done.returncode == 0, done.stderr

@@ -47,7 +47,12 @@ def test_no_control_character_of_a_file_name_reaches_a_terminal(tmp_path: Path) 
 
 def _on_a_terminal(words: list[str], directory: Path) -> str:
     ours, theirs = os.openpty()
-    command = [sys.executable, "-c", "import sys; from traceloom.__main__ import console; sys.exit(console())", *words]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from traceloom.__main__ import console; sys.exit(console())",
+        *words,
+    ]
     with subprocess.Popen(command, stdout=theirs, stderr=theirs, cwd=directory) as process:
         os.close(theirs)
         pieces = []

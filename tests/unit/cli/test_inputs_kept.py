@@ -40,15 +40,36 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trace(0).write(folder / "other.json")
     (folder / "rules.json").write_text("[]")
     (folder / "policy.json").write_text("")
-    assert main(["generate", "pipeline", "--ranks", "2", "-o", str(folder / "workload"), "--quiet"]) == 0
+    assert (
+        main(["generate", "pipeline", "--ranks", "2", "-o", str(folder / "workload"), "--quiet"])
+        == 0
+    )
     assert main(["convert", str(folder / "workload"), str(folder / "job.graph"), "--quiet"]) == 0
     store = str(folder / "baselines")
-    assert main(["baseline", "save", "main", str(folder / "one.json"), "--store", store, "--no-cache", "--quiet"]) == 0
+    assert (
+        main(
+            [
+                "baseline",
+                "save",
+                "main",
+                str(folder / "one.json"),
+                "--store",
+                store,
+                "--no-cache",
+                "--quiet",
+            ]
+        )
+        == 0
+    )
     return folder
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 FASTER = ["--set", "kernels * 0.5"]
@@ -71,7 +92,17 @@ WRITES_OVER_ITS_INPUT = [
     ["diff", "one.json", "other.json", "-o", "other.json"],
     ["diff", "one.json", "other.json", "-o", "one.json"],
     ["diff", "run", "one.json", "-o", "run/capture.json"],
-    ["diff", "one.json", "one.json", "--new", "other.json", "--fail-if", "step_time > 3%", "-o", "other.json"],
+    [
+        "diff",
+        "one.json",
+        "one.json",
+        "--new",
+        "other.json",
+        "--fail-if",
+        "step_time > 3%",
+        "-o",
+        "other.json",
+    ],
     ["whatif", "one.json", *FASTER, "-o", "one.json"],
     ["whatif", "run", *FASTER, "-o", "run/capture.json"],
     ["whatif", "traces", *FASTER, "-o", "traces/rank1.json"],
@@ -116,7 +147,9 @@ def test_no_verb_writes_over_what_it_reads(
     said = capsys.readouterr().err
     # Unasked, what lies there already is reason enough.
     assert code in ((2,) if force else (2, 3)), said
-    assert ("is an input too" in said or "where the inputs are" in said) or (not force and "file-exists" in said), said
+    assert ("is an input too" in said or "where the inputs are" in said) or (
+        not force and "file-exists" in said
+    ), said
     left = content(folder)
     left.pop("key.json", None)  # made before
     left.pop("new.html", None)
@@ -151,7 +184,9 @@ def test_what_was_written_beside_the_inputs_is_written_again_by_force(
         assert main([*arguments, "--quiet", "--force"]) == 0, arguments
 
 
-def test_a_file_is_written_once(originals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_written_once(
+    originals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one, out = str(originals / "one.json"), str(tmp_path / "out.json")
     for verb in (["memory", one], ["whatif", one, *FASTER], ["diff", one, one], ["report", one]):
         assert main([*verb, "-o", out, "-o", f"{tmp_path}/./out.json"]) == 2

@@ -15,7 +15,9 @@ import pytest
 from traceloom.system import process
 from traceloom.testing import TraceBuilder
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes as Linux shows them")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="looks at processes as Linux shows them"
+)
 
 UNIX_NS = 1_700_000_000 * 10**9
 # Presses Ctrl-C in the terminal, so that every process of the command gets it, at the Nth call of a Python function,
@@ -70,7 +72,15 @@ def session(leader: int) -> list[str]:
 
 
 VERBS = {
-    "report of ranks": ["report", "ranks", "--no-cache", "-o", "{out}/a.html", "-o", "{out}/a.perfetto.json.gz"],
+    "report of ranks": [
+        "report",
+        "ranks",
+        "--no-cache",
+        "-o",
+        "{out}/a.html",
+        "-o",
+        "{out}/a.perfetto.json.gz",
+    ],
     "report of one": ["report", "large.json", "-o", "{out}/a.html"],
     "link": ["link", "ranks", "--no-cache", "-o", "{out}/a.graph"],
     "link into a directory": ["link", "ranks", "-o", "{out}/workload"],
@@ -83,7 +93,9 @@ VERBS = {
 OFTEN = ("link", "record")  # the others take a minute each
 
 
-@pytest.mark.parametrize("verb", [v if v in OFTEN else pytest.param(v, marks=pytest.mark.thorough) for v in VERBS])
+@pytest.mark.parametrize(
+    "verb", [v if v in OFTEN else pytest.param(v, marks=pytest.mark.thorough) for v in VERBS]
+)
 def test_ctrl_c_at_any_instant_ends_a_verb_at_once_with_130_and_leaves_nothing(
     verb: str, traces: Path, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
@@ -95,9 +107,13 @@ def test_ctrl_c_at_any_instant_ends_a_verb_at_once_with_130_and_leaves_nothing(
         environment = {**os.environ, "TMPDIR": str(temporary), "TRACELOOM_CACHE_DIR": str(cache)}
         process = subprocess.Popen(
             [sys.executable, "-c", PRESS, str(instant), *arguments],
-            cwd=traces, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            cwd=traces,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             start_new_session=True,
-        )  # fmt: skip
+        )
         printed, said = process.communicate(timeout=300)
         for _ in range(500):
             if not (running := session(process.pid)):
@@ -106,7 +122,9 @@ def test_ctrl_c_at_any_instant_ends_a_verb_at_once_with_130_and_leaves_nothing(
         assert running == [], f"at call {instant}"
         left = [path for path in (out, cache) for path in path.rglob("*")]
         half = [
-            path.name for path in left if path.name.endswith((".partial", ".old")) or path.name.startswith(".making")
+            path.name
+            for path in left
+            if path.name.endswith((".partial", ".old")) or path.name.startswith(".making")
         ]
         assert half + list(map(str, temporary.iterdir())) == [], f"at call {instant}"
         return process.returncode, printed, said
@@ -119,7 +137,9 @@ def test_ctrl_c_at_any_instant_ends_a_verb_at_once_with_130_and_leaves_nothing(
     late = {calls * part // many for part in range(2, many)} | {calls * 97 // 100}
     for instant in sorted(early | late):
         code, _, said = run(instant)
-        assert code == (130 if verb != "record" or "interrupted" in said else -signal.SIGINT), f"at {instant}:\n{said}"
+        assert code == (130 if verb != "record" or "interrupted" in said else -signal.SIGINT), (
+            f"at {instant}:\n{said}"
+        )
         if verb != "record":
             assert said == "traceloom: interrupted\n", f"at {instant}:\n{said}"
 
@@ -136,7 +156,11 @@ with leaving.clean_up_on_exit(lambda: os.write(1, b"undone ")), leaving.defer_si
 print("not here")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "whole undone ", "traceloom: interrupted\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        130,
+        "whole undone ",
+        "traceloom: interrupted\n",
+    )
 
 
 def test_sigterm_cleans_up_too_and_is_still_what_ended_the_process(tmp_path: Path) -> None:
@@ -172,9 +196,14 @@ load(sys.argv[1], cache=False)
 """
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(traces / "ranks")],
-        stderr=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ, "TMPDIR": str(tmp_path)},
-    )  # fmt: skip
-    _, said = process.communicate(timeout=300)  # comes to its end with the last process that could say something
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    _, said = process.communicate(
+        timeout=300
+    )  # comes to its end with the last process that could say something
     assert process.returncode == -signal.SIGKILL
     assert said == ""
     for _ in range(1000):

@@ -59,21 +59,38 @@ def marked(path: Path, word: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [(), ("--full",), ("--json",), ("--only", "kernels,core"), ("--full", "--top", "1"), ("-o", "-")]
+    "options",
+    [
+        (),
+        ("--full",),
+        ("--json",),
+        ("--only", "kernels,core"),
+        ("--full", "--top", "1"),
+        ("-o", "-"),
+    ],
 )
 def test_the_second_report_is_the_first_one(
-    options: tuple[str, ...], cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    options: tuple[str, ...],
+    cache: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trace(Path("t.json"), "mm", "relu")
     settled(monkeypatch)
     first = shown(capsys, "t.json", *options)
     assert len(kept(cache)) == 1
-    assert shown(capsys, "t.json", *options) == first == shown(capsys, "t.json", *options, "--no-cache")
+    assert (
+        shown(capsys, "t.json", *options)
+        == first
+        == shown(capsys, "t.json", *options, "--no-cache")
+    )
     marked(kept(cache)[0], "drawn from what was kept")
     assert "drawn from what was kept" in shown(capsys, "t.json", *options)
 
 
-@pytest.mark.parametrize("name", ["r.html", "r.md", "r.json", "kernels.csv", "r.perfetto.json", "tables/"])
+@pytest.mark.parametrize(
+    "name", ["r.html", "r.md", "r.json", "kernels.csv", "r.perfetto.json", "tables/"]
+)
 def test_files_of_what_was_kept_are_the_same(
     name: str, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +99,10 @@ def test_files_of_what_was_kept_are_the_same(
     for folder in ("first", "second"):
         shown(capsys, "t.json", "-o", f"{folder}/{name}")
     assert kept(cache)
-    files = [sorted(path for path in Path(folder).rglob("*") if path.is_file()) for folder in ("first", "second")]
+    files = [
+        sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        for folder in ("first", "second")
+    ]
     assert files[0]
     for one, other in zip(*files, strict=True):
         contents = [path.read_text().split("page made in")[0] for path in (one, other)]
@@ -94,7 +114,9 @@ def test_other_choices_are_another_report(
 ) -> None:
     trace(Path("t.json"), "mm", "relu")
     settled(monkeypatch)
-    for number, options in enumerate([(), ("--full",), ("--json", "--by-shape"), ("--json", "--peak", "bf16=1e12")], 1):
+    for number, options in enumerate(
+        [(), ("--full",), ("--json", "--by-shape"), ("--json", "--peak", "bf16=1e12")], 1
+    ):
         shown(capsys, "t.json", *options)
         assert len(kept(cache)) == number
     shown(capsys, "t.json", "--json", "--top", "3")  # no choice about the document
@@ -126,10 +148,18 @@ def test_a_changed_capture_is_read(
     }
     Path("run/capture.json").write_text(json.dumps(capture))
     settled(monkeypatch)
-    assert json.loads(shown(capsys, "run", "--json"))["capture"]["run"]["command"] == ["python", "a.py"]
-    Path("run/capture.json").write_text(json.dumps(capture | {"run": {"command": ["python", "b.py"]}}))
+    assert json.loads(shown(capsys, "run", "--json"))["capture"]["run"]["command"] == [
+        "python",
+        "a.py",
+    ]
+    Path("run/capture.json").write_text(
+        json.dumps(capture | {"run": {"command": ["python", "b.py"]}})
+    )
     settled(monkeypatch)
-    assert json.loads(shown(capsys, "run", "--json"))["capture"]["run"]["command"] == ["python", "b.py"]
+    assert json.loads(shown(capsys, "run", "--json"))["capture"]["run"]["command"] == [
+        "python",
+        "b.py",
+    ]
 
 
 def test_nothing_is_kept_of_a_file_whose_change_could_go_unseen(

@@ -50,7 +50,9 @@ def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_explains_itself_with_examples(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_verb_explains_itself_with_examples(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([verb, "--help"]) == 0
     said = capsys.readouterr().out
     assert f"usage: traceloom {verb}" in said
@@ -59,7 +61,11 @@ def test_every_verb_explains_itself_with_examples(verb: str, capsys: pytest.Capt
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_can_be_quiet(verb: str) -> None:
-    options = {option for action in cli.list_actions(cli.build_parser([verb])) for option in action.option_strings}
+    options = {
+        option
+        for action in cli.list_actions(cli.build_parser([verb]))
+        for option in action.option_strings
+    }
     assert {"-q", "--quiet"} <= options
 
 
@@ -68,12 +74,36 @@ def test_every_verb_can_be_quiet(verb: str) -> None:
     [
         (["reprot"], "traceloom: `reprot` is not a verb of traceloom", "unknown-verb"),
         (["report"], "traceloom: the following arguments are required: INPUT", "wrong-usage"),
-        (["report", "x", "--frobnicate"], "traceloom: unrecognized arguments: --frobnicate", "wrong-usage"),
-        (["report", "x", "--top", "0"], "traceloom: argument --top: `0` is not a whole number above 0", "wrong-usage"),
-        (["report", "x", "--steps", "5..5"], "traceloom: argument --steps: `5..5` has no steps", "wrong-usage"),
-        (["report", "x", "--rank", "a"], "traceloom: argument --rank: `a` is not a rank, as 3 or 0,3", "wrong-usage"),
-        (["report", "x", "-o", "y.xlsx"], "traceloom: `y.xlsx` does not tell which format to write", "unknown-format"),
-        (["report", "x", "-o", "a.md", "-o", "./a.md"], "traceloom: one file is named twice by -o", "wrong-usage"),
+        (
+            ["report", "x", "--frobnicate"],
+            "traceloom: unrecognized arguments: --frobnicate",
+            "wrong-usage",
+        ),
+        (
+            ["report", "x", "--top", "0"],
+            "traceloom: argument --top: `0` is not a whole number above 0",
+            "wrong-usage",
+        ),
+        (
+            ["report", "x", "--steps", "5..5"],
+            "traceloom: argument --steps: `5..5` has no steps",
+            "wrong-usage",
+        ),
+        (
+            ["report", "x", "--rank", "a"],
+            "traceloom: argument --rank: `a` is not a rank, as 3 or 0,3",
+            "wrong-usage",
+        ),
+        (
+            ["report", "x", "-o", "y.xlsx"],
+            "traceloom: `y.xlsx` does not tell which format to write",
+            "unknown-format",
+        ),
+        (
+            ["report", "x", "-o", "a.md", "-o", "./a.md"],
+            "traceloom: one file is named twice by -o",
+            "wrong-usage",
+        ),
     ],
 )
 def test_wrong_usage_is_one_sentence_with_a_remedy_and_exits_with_2(
@@ -132,7 +162,9 @@ def test_control_characters_in_an_error_cannot_steer_the_terminal(
     assert capsys.readouterr().err.splitlines()[0] == r"traceloom: bad \x1b[31m\x0aname (\x07.json)"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["record", "--help"], ["report", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["record", "--help"], ["report", "--help"]]
+)
 def test_explaining_loads_neither_polars_nor_rich_nor_torch(arguments: list[str]) -> None:
     code = f"import sys; from traceloom.cli import main; main({arguments!r}); print('loaded:', *sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -143,23 +175,39 @@ def test_explaining_loads_neither_polars_nor_rich_nor_torch(arguments: list[str]
 @pytest.mark.parametrize("form", ["--json", "--top 20"])
 def test_a_reader_who_stops_reading_is_no_error(shared_data: Path, form: str) -> None:
     trace = shared_data / "critical_path" / "event_sync.json.gz"
-    command = f"{sys.executable} -m traceloom report {trace} --no-cache --quiet {form}; echo code $? >&2"
-    done = subprocess.run(["bash", "-c", f"({command}) | exec true"], capture_output=True, text=True, check=False)
+    command = (
+        f"{sys.executable} -m traceloom report {trace} --no-cache --quiet {form}; echo code $? >&2"
+    )
+    done = subprocess.run(
+        ["bash", "-c", f"({command}) | exec true"], capture_output=True, text=True, check=False
+    )
     assert done.stderr == "code 141\n"
 
 
 @pytest.mark.parametrize(
     ("arguments", "code"), [(["--version"], 0), (["nonsense"], 2), (["report", "no-such-file"], 3)]
 )
-def test_the_process_ends_with_the_exit_code_and_has_said_all(arguments: list[str], code: int) -> None:
-    done = subprocess.run([sys.executable, "-m", "traceloom", *arguments], capture_output=True, text=True, check=False)
+def test_the_process_ends_with_the_exit_code_and_has_said_all(
+    arguments: list[str], code: int
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "traceloom", *arguments], capture_output=True, text=True, check=False
+    )
     assert done.returncode == code
     assert (done.stdout if code == 0 else done.stderr).endswith("\n")
 
 
 def test_a_name_that_the_output_cannot_spell_is_spelled_in_escapes(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "traceloom", "generate", "collective", "-o", str(tmp_path / "größe")],
+        [
+            sys.executable,
+            "-m",
+            "traceloom",
+            "generate",
+            "collective",
+            "-o",
+            str(tmp_path / "größe"),
+        ],
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
         capture_output=True,
         text=True,
@@ -187,21 +235,34 @@ def test_a_number_that_is_none_is_named_without_words_of_the_program(
     assert "invalid _" not in said
 
 
-def test_only_the_process_of_the_command_tunes_the_garbage_collector(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_process_of_the_command_tunes_the_garbage_collector(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     before = gc.get_threshold(), gc.get_freeze_count()
     main(["--version"])
     assert (gc.get_threshold(), gc.get_freeze_count()) == before
 
 
-def test_the_process_ends_with_all_that_was_printed_and_what_libraries_have_to_do_at_the_end() -> None:
+def test_the_process_ends_with_all_that_was_printed_and_what_libraries_have_to_do_at_the_end() -> (
+    None
+):
     code = "import atexit, sys; from traceloom.__main__ import console; atexit.register(print, 'the end'); "
-    for argument, printed, exit_code in (("--version", f"traceloom {__version__}\n", 0), ("nonsense", "", 2)):
-        command = [sys.executable, "-c", f"{code} sys.argv = ['traceloom', '{argument}']; console(); print('not here')"]
+    for argument, printed, exit_code in (
+        ("--version", f"traceloom {__version__}\n", 0),
+        ("nonsense", "", 2),
+    ):
+        command = [
+            sys.executable,
+            "-c",
+            f"{code} sys.argv = ['traceloom', '{argument}']; console(); print('not here')",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout) == (exit_code, f"{printed}the end\n")
 
 
-def test_only_the_users_program_may_start_threads_for_linear_algebra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_users_program_may_start_threads_for_linear_algebra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "")  # what is set here is undone after the test
     monkeypatch.delenv("OPENBLAS_NUM_THREADS")
     main(["record", "--help"])

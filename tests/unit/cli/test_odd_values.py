@@ -24,7 +24,9 @@ def tried(kind: str, source: Path, home: Path) -> None:
     good.write_text(trace().text())
     places = {"{in}": str(source), "{out}": str(home / "out"), "{good}": str(good)}
     for verb, words in VERBS[kind].items():
-        if verb == LOST or (kind == "kineto" and verb not in {"report --json", "memory", "link", "anonymize"}):
+        if verb == LOST or (
+            kind == "kineto" and verb not in {"report --json", "memory", "link", "anonymize"}
+        ):
             continue
         argv = [re.sub(r"\{\w+\}", lambda match: places[match[0]], word) for word in words]
         with captured() as (out, err):
@@ -88,7 +90,9 @@ def _all(rows: list[dict[str, Any]], key: str, value: Any) -> None:
         lambda entries, _: _all(entries, "size", 2**61),
         lambda entries, _: _all(entries, "time_us", 2**61),
         lambda entries, _: _all(entries, "addr", 2**61),
-        lambda entries, _: _all(entries, "frames", [{"filename": "a.py", "line": 2**70, "name": {}}]),
+        lambda entries, _: _all(
+            entries, "frames", [{"filename": "a.py", "line": 2**70, "name": {}}]
+        ),
         lambda entries, _: _all(entries, "frames", [[1], None]),
         lambda _, segments: _all(segments, "total_size", 2**61),
         lambda _, segments: _all(segments, "device", 2**40),
@@ -110,7 +114,9 @@ def test_snapshots_with_odd_entries(tmp_path, change):
 def test_names_of_64_kilobytes_in_chakra_files(tmp_path, length, others):
     long = [node(0, name="n" * length), collective(1, deps=[0])]
     short = [node(number, name=f"n{number}" * (number % 7 + 1)) for number in range(2, 2 + others)]
-    folder = write_set(tmp_path / "workload", [*long, *short], [*long, *short], groups={"0": [0, 1]})
+    folder = write_set(
+        tmp_path / "workload", [*long, *short], [*long, *short], groups={"0": [0, 1]}
+    )
     tried("et", folder, tmp_path)
     assert main(["convert", str(folder), str(tmp_path / "again.graph"), "--quiet"]) == 0
     assert main(["convert", str(tmp_path / "again.graph"), str(tmp_path / "again"), "--quiet"]) == 0

@@ -32,7 +32,9 @@ def test_other_endings_are_refused_with_those_there_are(name: str) -> None:
     assert ".perfetto.json.gz" in caught.value.hint
 
 
-def test_a_directory_is_a_name_without_ending_or_with_a_slash_or_one_that_is_there(tmp_path: Path) -> None:
+def test_a_directory_is_a_name_without_ending_or_with_a_slash_or_one_that_is_there(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "there.et").mkdir()
     for name in ("out", "out.et/", str(tmp_path / "there.et")):
         assert detect_format(name, {".et": "file"}, directory="directory") == "directory"
@@ -52,10 +54,18 @@ def test_standard_output_has_the_answer_beside_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["link", "one.json", "-o", "-"], ["generate", "pipeline", "-o", "-"], ["convert", "a.graph", "-"]]
+    "arguments",
+    [
+        ["link", "one.json", "-o", "-"],
+        ["generate", "pipeline", "-o", "-"],
+        ["convert", "a.graph", "-"],
+    ],
 )
 def test_graphs_and_directories_do_not_go_to_standard_output(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
@@ -64,15 +74,24 @@ def test_graphs_and_directories_do_not_go_to_standard_output(
 
 
 @pytest.mark.parametrize("output", ["out", "out.json", "out.v2"])
-@pytest.mark.parametrize("verb", [["generate", "pipeline"], ["anonymize", "one.json", "--key", "new.key"]])
+@pytest.mark.parametrize(
+    "verb", [["generate", "pipeline"], ["anonymize", "one.json", "--key", "new.key"]]
+)
 def test_a_place_that_is_taken_is_refused_before_any_work(
-    verb: list[str], output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    verb: list[str],
+    output: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     trace().write(tmp_path / "one.json")
     Path(output).mkdir()
     (Path(output) / "diary.txt").touch()
-    for force, problem in (([], "exists already"), (["--force"], "holds other things, as diary.txt")):
+    for force, problem in (
+        ([], "exists already"),
+        (["--force"], "holds other things, as diary.txt"),
+    ):
         assert main([*verb, "-o", output, *force]) == 3
         assert problem in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.json", output]
@@ -100,7 +119,9 @@ def test_the_nearest_name_is_proposed(
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_knows_verbs_options_and_sections(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_knows_verbs_options_and_sections(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     for word in (*VERBS, "fail-if", "critical_path"):
@@ -111,19 +132,30 @@ def test_bash_takes_its_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     asked = "\nCOMP_WORDS=(traceloom repo) COMP_CWORD=1; _shtab_traceloom; echo ${COMPREPLY[@]}"
-    done = subprocess.run(["bash"], input=script + asked, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash"], input=script + asked, capture_output=True, text=True, check=False
+    )
     assert done.stdout.split() == ["report"], done.stderr
 
 
 @pytest.mark.parametrize("ending", ["html", "htm", "HTM", "json", "JSON"])
 @pytest.mark.parametrize(
     "verb",
-    [["report"], ["memory"], ["diff", "there.json"], ["diff", "there.json", "--fail-if", "idle > 3%"],
-     ["whatif", "--set", "kernels * 2"]],
+    [
+        ["report"],
+        ["memory"],
+        ["diff", "there.json"],
+        ["diff", "there.json", "--fail-if", "idle > 3%"],
+        ["whatif", "--set", "kernels * 2"],
+    ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_pages_and_documents_of_all_verbs_have_the_same_endings(
-    verb: list[str], ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    verb: list[str],
+    ending: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([verb[0], "missing.json", *verb[1:], "-o", f"answer.{ending}"]) == 3

@@ -23,16 +23,20 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("words", "code", "slug"),
     [
-        ([], 2, "no-command"), (["--"], 2, "no-command"), (["--steps", "5..3", "--", "true"], 2, "bad-steps"),
-        (["--steps", "0", "--", "true"], 2, "bad-steps"), (["--steps", "x", "--", "true"], 2, "bad-steps"),
+        ([], 2, "no-command"),
+        (["--"], 2, "no-command"),
+        (["--steps", "5..3", "--", "true"], 2, "bad-steps"),
+        (["--steps", "0", "--", "true"], 2, "bad-steps"),
+        (["--steps", "x", "--", "true"], 2, "bad-steps"),
         (["--duration", "0", "--", "true"], 2, "bad-time"),
         (["--steps", "3", "--after", "1", "--", "true"], 2, "bad-time"),
         (["-o", "run", "--", "no-such-program-anywhere"], 2, "command-not-found"),
         (["-o", "run", "--", "./not-executable"], 2, "command-not-found"),
-        (["-o", "text/run", "--", "true"], 3, "not-writable"), (["-o", "full", "--", "true"], 3, "capture-exists"),
+        (["-o", "text/run", "--", "true"], 3, "not-writable"),
+        (["-o", "full", "--", "true"], 3, "capture-exists"),
     ],
     ids=lambda part: " ".join(part) if isinstance(part, list) else None,
-)  # fmt: skip
+)
 def test_what_cannot_be_recorded_is_refused_before_anything_runs(
     words: list[str], code: int, slug: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,9 +57,13 @@ def test_the_exit_code_of_a_command_is_its_own_and_its_words_pass(
 ) -> None:
     program = "import sys; print('out', sys.argv[1:]); print('err', file=sys.stderr); sys.exit(7)"
     words = ["--steps", "3", "--", "-o", "x"]
-    assert main(["record", "-o", "run", "--quiet", "--", sys.executable, "-c", program, *words]) == 7
+    assert (
+        main(["record", "-o", "run", "--quiet", "--", sys.executable, "-c", program, *words]) == 7
+    )
     printed = capfd.readouterr()
-    assert printed.out == f"out {words}\n", "what looks like options behind the command is the command's"
+    assert printed.out == f"out {words}\n", (
+        "what looks like options behind the command is the command's"
+    )
     assert "err\n" in printed.err
     # A program that ends well, and never loads PyTorch, is nothing that was recorded.
     assert main(["record", "-o", "other", "--", sys.executable, "-c", "pass"]) == 5
@@ -65,12 +73,17 @@ def test_the_exit_code_of_a_command_is_its_own_and_its_words_pass(
 @pytest.mark.parametrize(
     ("command", "name"),
     [
-        (["python", "train.py", "--out", "x.py"], "traceloom-train-"), (["torchrun", "-n", "2", "/a/my model.py"], "traceloom-my-model-"),
-        (["/usr/bin/prog"], "traceloom-prog-"), (["…"], "traceloom-"), (["../../x/y;rm.py"], "traceloom-y-rm-"),
+        (["python", "train.py", "--out", "x.py"], "traceloom-train-"),
+        (["torchrun", "-n", "2", "/a/my model.py"], "traceloom-my-model-"),
+        (["/usr/bin/prog"], "traceloom-prog-"),
+        (["…"], "traceloom-"),
+        (["../../x/y;rm.py"], "traceloom-y-rm-"),
         (["a" * 300], f"traceloom-{'a' * 60}-"),
     ],
-)  # fmt: skip
-def test_a_capture_is_called_after_its_script_and_no_two_alike(command: list[str], name: str, here: Path) -> None:
+)
+def test_a_capture_is_called_after_its_script_and_no_two_alike(
+    command: list[str], name: str, here: Path
+) -> None:
     first = record.choose_output_name(command)
     assert first.startswith(name)
     assert Path(first).name == first, "it stays in this directory"
@@ -83,11 +96,16 @@ def test_a_capture_is_called_after_its_script_and_no_two_alike(command: list[str
 @pytest.mark.parametrize(
     ("kind", "text", "value"),
     [
-        (replay.parse_factor, "2", Fraction(2)), (replay.parse_factor, "x2", Fraction(2)), (replay.parse_factor, "1/2", Fraction(1, 2)),
-        (replay.parse_factor, "0.25", Fraction(1, 4)), (replay.validate_scale, "192=2", "192=2"), (replay.validate_scale, "7=1/3", "7=1/3"),
-        (replay.validate_repeat, "blocks.3=8", "blocks.3=8"), (replay.validate_repeat, "a=b=2", "a=b=2"),
+        (replay.parse_factor, "2", Fraction(2)),
+        (replay.parse_factor, "x2", Fraction(2)),
+        (replay.parse_factor, "1/2", Fraction(1, 2)),
+        (replay.parse_factor, "0.25", Fraction(1, 4)),
+        (replay.validate_scale, "192=2", "192=2"),
+        (replay.validate_scale, "7=1/3", "7=1/3"),
+        (replay.validate_repeat, "blocks.3=8", "blocks.3=8"),
+        (replay.validate_repeat, "a=b=2", "a=b=2"),
     ],
-)  # fmt: skip
+)
 def test_sizes_of_a_replay_mean_a_value(kind: Callable[[str], Any], text: str, value: Any) -> None:
     assert kind(text) == value
 
@@ -96,7 +114,10 @@ def test_sizes_of_a_replay_mean_a_value(kind: Callable[[str], Any], text: str, v
     ("kind", "texts"),
     [
         (replay.parse_factor, ["", "0", "-1", "x", "1/0", "nan", "inf", "2x", "1e30"]),
-        (replay.validate_scale, ["", "192", "=2", "0=2", "192=0", "a=2", "192=", "1.5=2", "192=2=3"]),
+        (
+            replay.validate_scale,
+            ["", "192", "=2", "0=2", "192=0", "a=2", "192=", "1.5=2", "192=2=3"],
+        ),
         (replay.validate_repeat, ["", "8", "blocks=0", "blocks=x", "blocks=", "=8", "blocks=1.5"]),
     ],
     ids=["factor", "scale", "repeat"],

@@ -41,7 +41,13 @@ BAD: dict[str, bytes | None] = {
     "no.graph": b"PK\x03\x04 no archive",
     "no.pickle": b"\x80\x04N.",
 }
-WITHOUT_HINT = ("unreadable", "kernel-rules-unreadable", "no-such-rank", "no-such-step", "")  # the sentence says it
+WITHOUT_HINT = (
+    "unreadable",
+    "kernel-rules-unreadable",
+    "no-such-rank",
+    "no-such-step",
+    "",
+)  # the sentence says it
 EXPLAINED = {entry.slug for entry in load_explanations()}
 
 
@@ -63,7 +69,9 @@ def checked(said: str, *, hint: bool = False) -> str:
     assert len(remedies) <= 1
     assert all(remedy.startswith("hint: ") for remedy in remedies)
     assert remedies or not hint
-    slug, address = re.fullmatch(r"see traceloom explain (\S+), or https://\S+#(\S+)", last).groups()  # type: ignore[union-attr]
+    slug, address = re.fullmatch(
+        r"see traceloom explain (\S+), or https://\S+#(\S+)", last
+    ).groups()  # type: ignore[union-attr]
     assert slug == address
     assert slug in EXPLAINED, f"nothing is written about {slug}"
     return slug
@@ -83,7 +91,9 @@ def test_an_input_that_is_none_is_refused_and_nothing_is_written(verb: str, here
         assert sorted(here.iterdir()) == before, name
 
 
-@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="who may read everything can read this too")
+@pytest.mark.skipif(
+    os.name == "nt" or os.geteuid() == 0, reason="who may read everything can read this too"
+)
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_file_that_may_not_be_read_is_refused_by_its_name(verb: str, here: Path) -> None:
     (here / "object.json").chmod(0)
@@ -112,7 +122,10 @@ def test_of_several_inputs_the_good_ones_are_reported_and_the_exit_code_says_tha
     if code == 4:
         assert checked(said) == "refused-input"
         assert bad in said
-        assert any(notice["slug"] == "refused-input" and bad in notice["message"] for notice in document["notices"])
+        assert any(
+            notice["slug"] == "refused-input" and bad in notice["message"]
+            for notice in document["notices"]
+        )
     else:
         pytest.fail(f"{code}: {said}")
 
@@ -122,7 +135,9 @@ def test_a_directory_with_a_bad_file_beside_good_ones_is_reported_with_a_notice(
     run.mkdir()
     for rank in (0, 1):
         good(run / f"rank{rank}.json", rank)
-    (run / "rank2.json").write_text('{"traceEvents": [{"ph": "X", "name": "a", "pid": 1, "tid": 1, "ts": "x"')
+    (run / "rank2.json").write_text(
+        '{"traceEvents": [{"ph": "X", "name": "a", "pid": 1, "tid": 1, "ts": "x"'
+    )
     with captured() as (out, _):
         code = main(["report", "run", "--no-cache", "--json", "--only", "core"])
     document = json.loads(out.getvalue())
@@ -153,11 +168,15 @@ def test_a_directory_with_a_bad_file_beside_good_ones_is_reported_with_a_notice(
         (["report", "good.json", "-o", "good.json"], ""),
     ],
 )
-def test_a_choice_that_is_not_there_is_refused_with_what_to_do(arguments: list[str], slug: str, here: Path) -> None:
+def test_a_choice_that_is_not_there_is_refused_with_what_to_do(
+    arguments: list[str], slug: str, here: Path
+) -> None:
     good(here / "good.json")
     before = (here / "good.json").read_bytes()
     with captured() as (out, err):
-        code = main(arguments if arguments[0] in ("explain", "baseline") else [*arguments, "--no-cache"])
+        code = main(
+            arguments if arguments[0] in ("explain", "baseline") else [*arguments, "--no-cache"]
+        )
     assert code in (2, 3)
     assert out.getvalue() == b""
     told = checked(err.getvalue().decode(), hint=slug not in WITHOUT_HINT)

@@ -55,8 +55,10 @@ def test_the_default_report_is_short_and_computes_nothing_else(
     lines = _report(capsys, trace).splitlines()
     assert asked[0].only == ("core", "findings")
     assert lines[2].startswith(" Rank 0, 3 steps of 1.00 ms: GPU 0 is idle")
-    order = [next(i for i, line in enumerate(lines) if line.startswith(head)) for head in
-             (" █ compute", "What to fix first", " Steps", "More", "Next: ")]  # fmt: skip
+    order = [
+        next(i for i, line in enumerate(lines) if line.startswith(head))
+        for head in (" █ compute", "What to fix first", " Steps", "More", "Next: ")
+    ]
     assert order == sorted(order)
     assert len(lines) <= 30
     assert "3 whole steps; median 1.00 ms" in "\n".join(lines)
@@ -67,19 +69,32 @@ def test_the_full_report_has_the_answer_first_then_bars_steps_and_tables(
 ) -> None:
     lines = _report(capsys, trace, "--full").splitlines()
     assert lines[2].startswith(" Rank 0, 3 steps of 1.00 ms: GPU 0 is idle")
-    order = [next(i for i, line in enumerate(lines) if line.startswith(head)) for head in
-             ("GPU time", "Main thread by", "Steps", "Why the GPU was idle", "GPU work", "Operators")]  # fmt: skip
+    order = [
+        next(i for i, line in enumerate(lines) if line.startswith(head))
+        for head in (
+            "GPU time",
+            "Main thread by",
+            "Steps",
+            "Why the GPU was idle",
+            "GPU work",
+            "Operators",
+        )
+    ]
     assert order == sorted(order)
     assert lines[-1] == f"Next: traceloom report {trace} -o report.html"
 
 
-def test_json_is_the_object_that_the_library_gives(trace: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_json_is_the_object_that_the_library_gives(
+    trace: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
     assert main(["report", str(trace), "--no-cache", "--json"]) == 0
     printed = json.loads(capsysbinary.readouterr().out)
     assert printed == json.loads(json.dumps(build(traceloom.load(trace, cache=False))))
 
 
-def test_steps_and_ranks_can_be_chosen(tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_steps_and_ranks_can_be_chosen(
+    tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
     paths = [str(_trace(rank).write(tmp_path / f"rank{rank}.json")) for rank in (0, 1)]
     assert main(["report", *paths, "--no-cache", "--json", "--rank", "1", "--steps", "1..3"]) == 0
     document = json.loads(capsysbinary.readouterr().out)
@@ -105,7 +120,9 @@ def test_what_is_not_there_cannot_be_chosen(
     assert capsys.readouterr().err.splitlines()[0] == said
 
 
-def test_tables_are_sorted_and_cut_as_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_are_sorted_and_cut_as_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     builder = _trace().kernel("b_short", 3000, 1).kernel("a_long", 3010, 900)
     path = builder.write(tmp_path / "trace.json")
     out = _report(capsys, path, "--sort", "name", "--top", "2").splitlines()
@@ -114,7 +131,9 @@ def test_tables_are_sorted_and_cut_as_asked(tmp_path: Path, capsys: pytest.Captu
     assert [line.split()[-1] for line in table] == ["a_long", "b_short"]
 
 
-def test_operators_are_counted_apart_by_shape_on_demand(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_operators_are_counted_apart_by_shape_on_demand(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "aten::mm [[8,8],[8,8]]" in _report(capsys, trace, "--by-shape")
     operators = _report(capsys, trace, "--full").partition("\nOperators")[2].partition("\n\n")[0]
     assert "aten::mm" in operators
@@ -162,7 +181,9 @@ def test_names_of_strangers_cannot_steer_the_terminal_or_markdown(
     out = tmp_path / "out.md"
     _report(capsys, path, "-o", out)
     row = next(line for line in out.read_text(encoding="utf-8").splitlines() if "evil" in line)
-    assert row.startswith(r"| `` \x1b[31mevil[/red]\x07 [bold]<script>alert(1)</script> \| `x` `` |")
+    assert row.startswith(
+        r"| `` \x1b[31mevil[/red]\x07 [bold]<script>alert(1)</script> \| `x` `` |"
+    )
 
 
 def _shown(document: dict[str, Any], stream: io.TextIOWrapper) -> str:
@@ -176,7 +197,9 @@ class _Terminal(io.TextIOWrapper):
         return True
 
 
-def test_colours_are_for_terminals_that_want_them(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colours_are_for_terminals_that_want_them(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     document = build(traceloom.load(trace, cache=False))
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
@@ -203,7 +226,9 @@ def test_several_runs_are_summed_up_with_the_command_for_each(
             _trace(rank).write(tmp_path / name / f"rank{rank}.json")
     shown = _report(capsys, tmp_path)
     assert "2 runs; choose one" in shown
-    commands = [line.strip() for line in shown.splitlines() if line.startswith(" traceloom report ")]
+    commands = [
+        line.strip() for line in shown.splitlines() if line.startswith(" traceloom report ")
+    ]
     assert commands == [f"traceloom report {tmp_path / name}" for name in ("one", "two")]
     assert main(["report", str(tmp_path), "--no-cache", "-o", str(tmp_path / "x.html")]) == 2
     error = capsys.readouterr().err
@@ -225,8 +250,10 @@ def test_a_refused_input_beside_good_ones_is_said_and_exits_with_4(
 def test_a_trace_can_come_from_standard_input(trace: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "traceloom", "report", "-", "--no-cache", "--json"],
-        input=trace.read_bytes(), capture_output=True, check=True,
-    )  # fmt: skip
+        input=trace.read_bytes(),
+        capture_output=True,
+        check=True,
+    )
     assert json.loads(done.stdout)["kernels"][0]["name"] == "gemm"
 
 
@@ -240,21 +267,30 @@ def test_a_report_shows_itself_in_a_notebook_and_at_a_prompt(tmp_path: Path) -> 
     assert shown.to_dict()["format"] == "traceloom-report"
 
 
-def test_thousands_of_files_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_thousands_of_files_are_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for number in range(1_001):
         (tmp_path / f"rank{number}.json").write_text("not read")
     assert main(["report", str(tmp_path)]) == 2
     assert "1,001 traces; at most 1,000 are read together" in capsys.readouterr().err
-    assert main(["report", str(tmp_path), "--rank", "3"]) == 3, "the choice of ranks is what the message advises"
+    assert main(["report", str(tmp_path), "--rank", "3"]) == 3, (
+        "the choice of ranks is what the message advises"
+    )
 
 
-def test_a_run_named_in_other_ways_has_the_same_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_named_in_other_ways_has_the_same_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A folder, its files in any order, packed or not, read again from the cache; and one of its ranks."""
     (tmp_path / "run").mkdir()
     for rank in range(2):
         hand_rank(rank).write(tmp_path / "run" / f"rank{rank}.json")
         hand_rank(rank).write(tmp_path / f"packed{rank}.json.gz")
-    run, packed = str(tmp_path / "run"), [str(tmp_path / f"packed{rank}.json.gz") for rank in (1, 0)]
+    run, packed = (
+        str(tmp_path / "run"),
+        [str(tmp_path / f"packed{rank}.json.gz") for rank in (1, 0)],
+    )
 
     def report_of(*words: str) -> dict[str, Any]:
         assert main(["report", *words, "--json", "--only", "core,launches,copies"]) == 0

@@ -27,8 +27,17 @@ CHOICES = {
     "some sections": ["--only", "copies,per_step"],
     "the core": ["--only", "core"],
 }
-NAMES = ("r.json", "r.md", "r.html", "r.perfetto.json", "r.perfetto.json.gz", "r.speedscope.json", "kernels.csv",
-         "operators.parquet", "tables/")  # fmt: skip
+NAMES = (
+    "r.json",
+    "r.md",
+    "r.html",
+    "r.perfetto.json",
+    "r.perfetto.json.gz",
+    "r.speedscope.json",
+    "kernels.csv",
+    "operators.parquet",
+    "tables/",
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +47,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for rank in (0, 1):
         made = TraceBuilder(rank=rank, world_size=2)
         for step in range(3):
-            busy_step(made, step, 1000 * step, name=f"r{rank}.").allocation(1000 * step + 20, 4096, address=step + 1)
+            busy_step(made, step, 1000 * step, name=f"r{rank}.").allocation(
+                1000 * step + 20, 4096, address=step + 1
+            )
         made.write(home / f"rank{rank}.json.gz")
     return home
 
@@ -72,10 +83,13 @@ def test_the_document_holds_its_laws_and_is_about_what_was_chosen(files: Files) 
     steps = {"one step": [1], "some steps of a rank": [1, 2]}.get(choice, [0, 1, 2])
     assert [rank["rank"] for rank in document["ranks"]] == ranks
     assert all([step["step"] for step in rank["steps"]] == steps for rank in document["ranks"])
-    left_out = {entry["path"] for entry in document["absent"] if entry["reason"].startswith("not asked for")}
+    left_out = {
+        entry["path"] for entry in document["absent"] if entry["reason"].startswith("not asked for")
+    }
     assert left_out & set(EXTRA_KEYS) == {
-        "some sections": set(EXTRA_KEYS) - {"copies", "per_step"}, "the core": set(EXTRA_KEYS)
-    }.get(choice, set())  # fmt: skip
+        "some sections": set(EXTRA_KEYS) - {"copies", "per_step"},
+        "the core": set(EXTRA_KEYS),
+    }.get(choice, set())
     gemm = [row for row in document["kernels"] if row["name"].endswith("gemm")]
     assert [row["name"] for row in sorted(gemm, key=lambda row: str(row["name"]))] == [
         f"r{rank}.gemm" for rank in ranks
@@ -89,7 +103,9 @@ def test_the_trace_for_perfetto_is_of_the_same_events(files: Files) -> None:
     slices = check_perfetto(raw, document)
     assert gzip.decompress((home / "r.perfetto.json.gz").read_bytes()) == raw
     kernels = [row for rows in slices.values() for row in rows if row["cat"] == "kernel"]
-    assert len(kernels) == sum(row["count"] for row in document["kernels"] if row["category"] != "memory")
+    assert len(kernels) == sum(
+        row["count"] for row in document["kernels"] if row["category"] != "memory"
+    )
 
 
 def test_tables_are_those_of_the_document(files: Files) -> None:
@@ -110,16 +126,22 @@ def test_the_page_shows_the_sections_that_were_made(files: Files) -> None:
     page = (home / "r.html").read_text(encoding="utf-8")
     assert document["answer"]["sentence"] in Elements(page).shown.replace("\u202f%", " %")
     shown = tables(page, by="key")
-    assert [row["total_ns"] for row in kernels_of(shown)] == [row["total_ns"] for row in document["kernels"]]
+    assert [row["total_ns"] for row in kernels_of(shown)] == [
+        row["total_ns"] for row in document["kernels"]
+    ]
     for key in EXTRA_KEYS:
         anchor = f'id="{key.replace("_", "-")}"'
-        asked_for = not any(e["path"] == key and e["reason"].startswith("not asked") for e in document["absent"])
+        asked_for = not any(
+            e["path"] == key and e["reason"].startswith("not asked") for e in document["absent"]
+        )
         assert (anchor in page) == asked_for, key
 
 
 def kernels_of(shown: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of the table of all GPU work."""
-    return next(rows for rows in shown.values() if rows and {"total_ns", "category"} <= set(rows[0]))
+    return next(
+        rows for rows in shown.values() if rows and {"total_ns", "category"} <= set(rows[0])
+    )
 
 
 def test_markdown_and_profiles_are_of_the_same_run(files: Files) -> None:
@@ -152,4 +174,6 @@ def test_files_that_come_from_the_kept_document_are_the_same_bytes(
     for path in sorted(homes[0].rglob("*")):
         if path.is_file():
             other = homes[1] / path.relative_to(homes[0])
-            assert without_what_is_of_the_moment(path) == without_what_is_of_the_moment(other), path.name
+            assert without_what_is_of_the_moment(path) == without_what_is_of_the_moment(other), (
+                path.name
+            )

@@ -26,7 +26,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("arguments", "code", "words"),
     [
         (["--proxy-from", "127.0.0.1"], 2, ["wrong-usage", "go together"]),
-        (["--proxy-from", "no network", "--proxy-user-header", "X-User"], 2, ["wrong-usage", "no such proxy"]),
+        (
+            ["--proxy-from", "no network", "--proxy-user-header", "X-User"],
+            2,
+            ["wrong-usage", "no such proxy"],
+        ),
         (["--store", "s3://bucket/x"], 2, ["wrong-usage", "need a state beside them"]),
         (["--store", "ftp://bucket/x"], 2, ["wrong-usage", "no object store has such addresses"]),
         (["--demo", "--state", "s.db"], 2, ["wrong-usage", "a demo keeps its state in its store"]),
@@ -43,7 +47,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
 def test_what_cannot_be_is_refused(
-    home: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, words: list[str]
+    home: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    words: list[str],
 ) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -56,10 +64,14 @@ def test_what_cannot_be_is_refused(
     for word in words:
         assert word in output.err
     assert not output.out
-    assert {child.pid for child in psutil.Process().children()} <= children  # the writer of tables has ended
+    assert {
+        child.pid for child in psutil.Process().children()
+    } <= children  # the writer of tables has ended
 
 
-def test_tables_that_cannot_be_read_stop_it_with_their_reason(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_that_cannot_be_read_stop_it_with_their_reason(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = home / "traceloom" / "fleet" / "tables" / "kernels" / "_delta_log"
     log.mkdir(parents=True)
     (log / "00000000000000000000.json").write_text("no log")

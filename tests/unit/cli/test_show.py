@@ -54,9 +54,18 @@ def graph() -> Graph:
             ("block", "sync", 10, 45),
         ):
             nodes.append(
-                {"node": len(nodes), "kind": kind, "name": name, "rank": 0, "lane": int(kind == "kernel"),
-                 "start_ns": 1000 * (at + start), "duration_ns": 1000 * us, "work_ns": 1000 * us, "residual_ns": 0}
-            )  # fmt: skip
+                {
+                    "node": len(nodes),
+                    "kind": kind,
+                    "name": name,
+                    "rank": 0,
+                    "lane": int(kind == "kernel"),
+                    "start_ns": 1000 * (at + start),
+                    "duration_ns": 1000 * us,
+                    "work_ns": 1000 * us,
+                    "residual_ns": 0,
+                }
+            )
         first = 3 * step
         for source, target, kind, from_end, to_end in (
             (first, first + 1, "launch", False, False),
@@ -65,12 +74,23 @@ def graph() -> Graph:
             *([(first - 1, first, "thread", True, False)] if step else []),
         ):
             edges.append(
-                {"source": source, "target": target, "kind": kind, "evidence": "measured", "from_end": from_end,
-                 "to_end": to_end, "delay_ns": 0, "residual_ns": 0}
-            )  # fmt: skip
+                {
+                    "source": source,
+                    "target": target,
+                    "kind": kind,
+                    "evidence": "measured",
+                    "from_end": from_end,
+                    "to_end": to_end,
+                    "delay_ns": 0,
+                    "residual_ns": 0,
+                }
+            )
     lanes = [{"lane": k, "rank": 0, "kind": kind} for k, kind in enumerate(("host", "device"))]
     frames = {"nodes": nodes, "edges": edges, "lanes": lanes}
-    return Graph(**{name: pl.DataFrame(rows, schema=GRAPH_SCHEMAS[name]) for name, rows in frames.items()}, name="made")
+    return Graph(
+        **{name: pl.DataFrame(rows, schema=GRAPH_SCHEMAS[name]) for name, rows in frames.items()},
+        name="made",
+    )
 
 
 def shown(capsys, *arguments: object) -> str:
@@ -87,7 +107,10 @@ class TestSummary:
         assert kinds["compute"] == (4, 70_000, None)
         assert kinds["host"] == (2, 20_000, None)
         assert kinds["collective"] == (2, 2_000, 128)
-        assert {row["kind"]: row["count"] for row in said["dependencies"]} == {"data": 8, "control": 2}
+        assert {row["kind"]: row["count"] for row in said["dependencies"]} == {
+            "data": 8,
+            "control": 2,
+        }
         assert said["communication"][0] == {
             "what": "all_reduce",
             "group": "1",
@@ -156,8 +179,11 @@ class TestPicture:
             ("launch", "cudaLaunchKernel", 20),
         ]
         assert {(link.source, link.target, link.kind, link.count) for link in picture.links} == {
-            (2, 0, "launch", 20), (2, 1, "thread", 20), (0, 1, "synchronize", 20), (1, 2, "thread", 19)
-        }  # fmt: skip
+            (2, 0, "launch", 20),
+            (2, 1, "thread", 20),
+            (0, 1, "synchronize", 20),
+            (1, 2, "thread", 19),
+        }
 
     def test_what_has_least_time_shares_a_box(self) -> None:
         picture = collapse_nodes(convert_graph(graph()), max_boxes=2)

@@ -23,7 +23,10 @@ NO_TEXT = os.fsdecode(b"\xff")
 def test_lone_surrogates_become_one_sign_each():
     assert replace_surrogates(f"a{HALF}b") == "a\ufffdb"
     assert replace_surrogates("a 名 😀") == "a 名 😀"
-    assert clean_json({HALF: [HALF, 1, {"x": f"{HALF}y"}]}) == ({"\ufffd": ["\ufffd", 1, {"x": "\ufffdy"}]}, 3)
+    assert clean_json({HALF: [HALF, 1, {"x": f"{HALF}y"}]}) == (
+        {"\ufffd": ["\ufffd", 1, {"x": "\ufffdy"}]},
+        3,
+    )
     assert json.loads(encode_json({"big": 2**63, "name": HALF})) == {"big": 2**63, "name": "\ufffd"}
 
 
@@ -65,7 +68,10 @@ def test_halves_of_surrogate_pairs_are_replaced_and_counted(tmp_path):
     path.write_text(text)
     for argv in commands("kineto", path, tmp_path, path):
         ended([*argv, *(["--force"] if "-o" in argv else [])])
-    assert ended(["report", str(path), "--json", "--no-cache", "-o", str(tmp_path / "report.json")]) == 0
+    assert (
+        ended(["report", str(path), "--json", "--no-cache", "-o", str(tmp_path / "report.json")])
+        == 0
+    )
     document = json.loads((tmp_path / "report.json").read_bytes())
     told = {notice["slug"]: notice["count"] for notice in document["notices"]}
     assert told["replaced-text"] == 1
@@ -75,7 +81,9 @@ def test_halves_of_surrogate_pairs_are_replaced_and_counted(tmp_path):
 def test_snapshots_and_captures_with_them_are_read(tmp_path):
     path = FORMATS["snapshot"](tmp_path)
     document = pickle.loads(path.read_bytes())
-    document["device_traces"][0][0]["frames"] = [{"filename": f"a{HALF}.py", "line": 1, "name": HALF}]
+    document["device_traces"][0][0]["frames"] = [
+        {"filename": f"a{HALF}.py", "line": 1, "name": HALF}
+    ]
     path.write_bytes(pickle.dumps(document, 4))
     assert ended(["memory", str(path), "--json", "--by", "stack"]) == 0
     folder = FORMATS["capture"](tmp_path)

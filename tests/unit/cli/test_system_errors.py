@@ -66,7 +66,17 @@ def test_a_disk_that_fails_is_told(path, tmp_path, monkeypatch, capsys, verb):
 def test_a_full_standard_output_is_told(path, more):
     with FULL.open("w") as full:
         ran = subprocess.run(
-            [sys.executable, "-m", "traceloom", "report", str(path), "--no-cache", "--only", "core", *more],
+            [
+                sys.executable,
+                "-m",
+                "traceloom",
+                "report",
+                str(path),
+                "--no-cache",
+                "--only",
+                "core",
+                *more,
+            ],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
@@ -82,24 +92,59 @@ def test_a_full_standard_output_is_told(path, more):
 def test_long_names_of_outputs_are_written(path, tmp_path, length):
     for ending in (".html", ".json"):
         name = "n" * (length - len(ending)) + ending
-        assert main(["report", str(path), "--only", "core", "--no-cache", "--quiet", "-o", str(tmp_path / name)]) == 0
+        assert (
+            main(
+                [
+                    "report",
+                    str(path),
+                    "--only",
+                    "core",
+                    "--no-cache",
+                    "--quiet",
+                    "-o",
+                    str(tmp_path / name),
+                ]
+            )
+            == 0
+        )
         assert (tmp_path / name).stat().st_size > 100
-        assert main(["report", str(path), "--only", "core", "--no-cache", "--quiet", "-o", str(tmp_path / name)]) == 3
+        assert (
+            main(
+                [
+                    "report",
+                    str(path),
+                    "--only",
+                    "core",
+                    "--no-cache",
+                    "--quiet",
+                    "-o",
+                    str(tmp_path / name),
+                ]
+            )
+            == 3
+        )
 
 
 @pytest.mark.parametrize("length", [256, 5000])
 def test_names_that_are_too_long_are_refused(path, tmp_path, capsys, length):
     name = str(tmp_path / ("n" * (length - 5) + ".html"))
-    assert "file name too long" in refused(capsys, ["report", str(path), "--no-cache", "-o", name], "cannot-write")
+    assert "file name too long" in refused(
+        capsys, ["report", str(path), "--no-cache", "-o", name], "cannot-write"
+    )
     assert "file name too long" in refused(capsys, ["report", name], "unreadable")
-    assert "file name too long" in refused(capsys, ["link", str(path), "-o", name[:-5] + ".graph"], "cannot-write")
-    assert "file name too long" in refused(capsys, ["anonymize", str(path), "-o", name[:-5]], "cannot-write")
+    assert "file name too long" in refused(
+        capsys, ["link", str(path), "-o", name[:-5] + ".graph"], "cannot-write"
+    )
+    assert "file name too long" in refused(
+        capsys, ["anonymize", str(path), "-o", name[:-5]], "cannot-write"
+    )
     assert sorted(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.skipif(not ENDLESS.exists(), reason="this system has no /dev/zero")
 @pytest.mark.parametrize(
-    "verb", ["report", "memory", "link", "diff", "whatif", "validate", "show", "convert", "anonymize"]
+    "verb",
+    ["report", "memory", "link", "diff", "whatif", "validate", "show", "convert", "anonymize"],
 )
 def test_a_device_is_not_read(path, tmp_path, capsys, verb):
     more = {
@@ -129,7 +174,10 @@ def test_a_device_beside_good_files_is_not_read(tmp_path, kind):
         for verb in ("memory", "link", "validate", "show", "anonymize"):
             if verb in VERBS[kind]:
                 out = tmp_path / "out" / str(len(list(tmp_path.rglob("*"))))
-                argv = [word.replace("{in}", str(folder)).replace("{out}", str(out)) for word in VERBS[kind][verb]]
+                argv = [
+                    word.replace("{in}", str(folder)).replace("{out}", str(out))
+                    for word in VERBS[kind][verb]
+                ]
                 with captured() as (_, said):
                     assert main(argv) != 1, said.getvalue().decode()[-1000:]
         file.unlink()

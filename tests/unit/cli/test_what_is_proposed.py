@@ -14,13 +14,20 @@ from support.sessions import busy_step
 from traceloom.cli import main
 from traceloom.testing import TraceBuilder
 
-NETWORK = "topology: [ FullyConnected ]\nnpus_count: [ 2 ]\nbandwidth: [ 50.0 ]\nlatency: [ 500.0 ]\n"
+NETWORK = (
+    "topology: [ FullyConnected ]\nnpus_count: [ 2 ]\nbandwidth: [ 50.0 ]\nlatency: [ 500.0 ]\n"
+)
 SYSTEM = {
-    f"{kind}-implementation": ["ring"] for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+    f"{kind}-implementation": ["ring"]
+    for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 } | {
-    "scheduling-policy": "LIFO", "endpoint-delay": 10, "preferred-dataset-splits": 1, "local-mem-bw": 1600,
-    "collective-optimization": "localBWAware", "active-chunks-per-dimension": 1,
-}  # fmt: skip
+    "scheduling-policy": "LIFO",
+    "endpoint-delay": 10,
+    "preferred-dataset-splits": 1,
+    "local-mem-bw": 1600,
+    "collective-optimization": "localBWAware",
+    "active-chunks-per-dimension": 1,
+}
 SET = ["--set", "kernels ~ gemm * 0.5"]
 that_answer = pytest.mark.parametrize(
     "arguments",
@@ -42,7 +49,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for rank in (0, 1):
         made = TraceBuilder(rank=rank, world_size=2)
         for step in range(2):
-            busy_step(made, step, 1000 * step).allocation(1000 * step + 20, 1 << 20, address=step + 1)
+            busy_step(made, step, 1000 * step).allocation(
+                1000 * step + 20, 1 << 20, address=step + 1
+            )
         made.write(home / f"rank {rank}.json")
     monkeypatch.chdir(home)
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(tmp_path / "cache"))
@@ -72,7 +81,14 @@ def proposed(said: str) -> list[str]:
         ["whatif", "rank 0.json", *SET],
         ["whatif", "rank 0.json", *SET, "--set", "syncs remove", "--step", "1"],
         ["simulate", "rank 0.json"],
-        ["simulate", "rank 0.json", "--machine", "dgx-h100", "--sweep", "network.0.bandwidth=50,100"],
+        [
+            "simulate",
+            "rank 0.json",
+            "--machine",
+            "dgx-h100",
+            "--sweep",
+            "network.0.bandwidth=50,100",
+        ],
         ["diff", "rank 0.json", "rank 1.json"],
         ["diff", "rank 0.json", "rank 1.json", "--fail-if", "step_time > 300%"],
         ["link", "rank 0.json", "rank 1.json", "-o", "a job.graph"],
@@ -81,7 +97,9 @@ def proposed(said: str) -> list[str]:
     ],
     ids=" ".join,
 )
-def test_the_next_command_works_in_a_place_with_blanks_in_its_names(arguments: list[str], here: Path) -> None:
+def test_the_next_command_works_in_a_place_with_blanks_in_its_names(
+    arguments: list[str], here: Path
+) -> None:
     words = proposed(ran(arguments))
     before = {path.name for path in here.iterdir()}
     ran(words)
@@ -101,8 +119,11 @@ def test_from_a_made_workload_each_verb_leads_to_the_next(here: Path) -> None:
     assert words[:2] == ["convert", "a job.graph"]
     assert proposed(ran(words))[0] == "validate"
     assert proposed(ran(["convert", "a job.graph", "for sim", "--target", "astra-sim"])) == [
-        "validate", "for sim", "--target", "astra-sim",
-    ]  # fmt: skip
+        "validate",
+        "for sim",
+        "--target",
+        "astra-sim",
+    ]
 
 
 def test_files_that_were_named_one_by_one_are_proposed_all(here: Path) -> None:
@@ -118,9 +139,24 @@ def test_a_what_if_of_a_step_proposes_the_page_of_that_step(here: Path) -> None:
 
 
 def test_a_simulation_proposes_the_page_of_the_same_question(here: Path) -> None:
-    words = ["simulate", "rank 0.json", "--machine", "dgx-h100", "--set", "network.0.bandwidth=100", "--set",
-             "nic.bandwidth=5", "--device", "H100 SXM", "--host-factor", "0.5", "--recorded-device", "A100 SXM 80GB",
-             "--step", "1"]  # fmt: skip
+    words = [
+        "simulate",
+        "rank 0.json",
+        "--machine",
+        "dgx-h100",
+        "--set",
+        "network.0.bandwidth=100",
+        "--set",
+        "nic.bandwidth=5",
+        "--device",
+        "H100 SXM",
+        "--host-factor",
+        "0.5",
+        "--recorded-device",
+        "A100 SXM 80GB",
+        "--step",
+        "1",
+    ]
     again = proposed(ran(words))
     assert sorted(again) == sorted([*words, "-o", "simulation.html"])
     assert "Wrote simulation.html" in ran(again)
@@ -130,7 +166,16 @@ def test_the_mode_of_a_simulation_stays(here: Path) -> None:
     ran(["generate", "collective", "--ranks", "2", "-o", "a workload"])
     Path("net work.yml").write_text(NETWORK, encoding="utf-8")
     Path("system.json").write_text(json.dumps(SYSTEM), encoding="utf-8")
-    words = ["--mode", "astra-sim", "--network", "net work.yml", "--system", "system.json", "--congestion", "aware"]
+    words = [
+        "--mode",
+        "astra-sim",
+        "--network",
+        "net work.yml",
+        "--system",
+        "system.json",
+        "--congestion",
+        "aware",
+    ]
     again = proposed(ran(["simulate", "a workload", *words]))
     assert again == ["simulate", "a workload", *words, "-o", "simulation.json"]
     assert "Wrote simulation.json" in ran(again)
@@ -158,7 +203,9 @@ def test_nothing_is_proposed_where_files_were_written_or_silence_was_asked_for(
 
 
 @that_answer
-def test_standard_output_is_json_alone_where_that_was_asked_for(arguments: list[str], here: Path) -> None:
+def test_standard_output_is_json_alone_where_that_was_asked_for(
+    arguments: list[str], here: Path
+) -> None:
     with captured() as (out, err):
         assert main([*arguments, "--json", "-o", "beside.json"]) == 0
     assert out.getvalue() == Path("beside.json").read_bytes()

@@ -52,8 +52,14 @@ def trace(rank: int = 0, name: str = "", world_size: int = 2) -> TraceBuilder:
     made = TraceBuilder(rank=rank, world_size=world_size, host=f"{name}host{rank}")
     for step in range(2):
         busy_step(made, step, 1000 * step, name=name)
-        made.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 1000 * step + 700, 50 + rank, stream=9,
-                    correlation=700 + step, **TraceBuilder.collective_args("allreduce", "0", 2, 1024, "Float"))  # fmt: skip
+        made.kernel(
+            "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
+            1000 * step + 700,
+            50 + rank,
+            stream=9,
+            correlation=700 + step,
+            **TraceBuilder.collective_args("allreduce", "0", 2, 1024, "Float"),
+        )
         made.launch("cudaLaunchKernel", 1000 * step + 690, 5, correlation=700 + step)
     return made
 
@@ -71,7 +77,10 @@ KINDS = {
 def test_a_made_workload_is_fit_and_is_what_was_said_of_it(kind: str) -> None:
     said, _ = ran("generate", kind, *KINDS[kind], "-o", "made")
     files, nodes = map(
-        int, re.findall(r"\((\d+) files, ([\d,]+) nodes\)", said.replace(",", ",").replace("\u202f", ""))[0]
+        int,
+        re.findall(
+            r"\((\d+) files, ([\d,]+) nodes\)", said.replace(",", ",").replace("\u202f", "")
+        )[0],
     )
     assert len(list(Path("made").iterdir())) == files
     verdict = answered("validate", "made")
@@ -83,7 +92,18 @@ def test_a_made_workload_is_fit_and_is_what_was_said_of_it(kind: str) -> None:
 
 
 def test_the_collective_is_made_on_every_rank() -> None:
-    ran("generate", "collective", "--ranks", 4, "--size", "1MiB", "--collective", "all_gather", "-o", "made")
+    ran(
+        "generate",
+        "collective",
+        "--ranks",
+        4,
+        "--size",
+        "1MiB",
+        "--collective",
+        "all_gather",
+        "-o",
+        "made",
+    )
     (row,) = answered("show", "made")["communication"]
     assert (row["what"], row["count"], row["ranks"]) == ("all_gather", 4, 4)
     assert row["bytes"] == 4 * 1_048_576
@@ -112,7 +132,9 @@ def test_two_makings_are_equal_bytes() -> None:
         (["nonsense"], "argument KIND"),
     ],
 )
-def test_what_cannot_be_made_is_refused_in_a_sentence(arguments: list[str], said: str, here: Path) -> None:
+def test_what_cannot_be_made_is_refused_in_a_sentence(
+    arguments: list[str], said: str, here: Path
+) -> None:
     out, err = ran("generate", *arguments, "-o", "made", code=2)
     assert said in err
     assert out == ""
@@ -138,8 +160,12 @@ def test_the_summary_is_that_of_the_graph_that_is_written(two: list[str]) -> Non
     assert answered("link", *two)["law"]["holds"] in (True, False)
 
 
-@pytest.mark.parametrize(("output", "files"), [("out", {"comm_groups.json", "workload.0.et", "workload.1.et"})])
-def test_a_graph_is_written_as_files_of_ranks_that_are_fit(two: list[str], output: str, files: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("output", "files"), [("out", {"comm_groups.json", "workload.0.et", "workload.1.et"})]
+)
+def test_a_graph_is_written_as_files_of_ranks_that_are_fit(
+    two: list[str], output: str, files: set[str]
+) -> None:
     ran("link", *two, "-o", output, "--no-law", "-q")
     assert {path.name for path in Path(output).iterdir()} == files
     assert answered("validate", output)["errors"] == 0
@@ -195,7 +221,9 @@ def test_what_was_written_is_told_as_json() -> None:
     told = answered("convert", "made", "job.graph")
     assert told["nodes"] == load(Path("job.graph")).nodes.height
     told = answered("convert", "job.graph", "back")
-    assert sorted(Path(file).name for file in told["files"]) == sorted(path.name for path in Path("back").iterdir())
+    assert sorted(Path(file).name for file in told["files"]) == sorted(
+        path.name for path in Path("back").iterdir()
+    )
 
 
 @pytest.mark.parametrize("side", ["communication", "compute"])
@@ -203,7 +231,8 @@ def test_one_side_keeps_its_kind_and_the_order(side: str) -> None:
     ran("generate", "transformer", "--layers", 2, "--micro-batches", 2, "-o", "made", "-q")
     ran("convert", "made", "part", "--only", side, "-q")
     whole, part = (
-        {row["kind"]: row["count"] for row in answered("show", place)["kinds"]} for place in ("made", "part")
+        {row["kind"]: row["count"] for row in answered("show", place)["kinds"]}
+        for place in ("made", "part")
     )
     communication = {"collective", "send", "receive"}
     kept = {kind for kind in whole if (kind in communication) == (side == "communication")}
@@ -219,7 +248,12 @@ def test_one_side_keeps_its_kind_and_the_order(side: str) -> None:
 def broken(here: Path) -> Path:
     """A cycle on rank 0, a message that nobody takes, a dependency on nothing on rank 1."""
     first = [node(1, deps=[2]), node(2, deps=[1]), send(3, 1)]
-    return write_set(here / "broken", first, [node(1, deps=[77]), collective(2, pg_name="g")], groups={"g": [0, 1]})
+    return write_set(
+        here / "broken",
+        first,
+        [node(1, deps=[77]), collective(2, pg_name="g")],
+        groups={"g": [0, 1]},
+    )
 
 
 def test_everything_that_is_wrong_is_told_with_its_rule_and_remedy(broken: Path) -> None:
@@ -230,13 +264,17 @@ def test_everything_that_is_wrong_is_told_with_its_rule_and_remedy(broken: Path)
     for rule in rules:
         assert rule in out
         assert ran("explain", rule, "-q")[0].startswith(rule)
-    assert out.count("→") == len({(problem["rule"], problem["severity"]) for problem in verdict["problems"]})
+    assert out.count("→") == len(
+        {(problem["rule"], problem["severity"]) for problem in verdict["problems"]}
+    )
     assert f"{verdict['errors']} error" in err
     assert "invalid-workload" in err
 
 
 def test_warnings_fail_only_where_that_is_asked_for(here: Path) -> None:
-    home = write_set(here / "w", [collective(1, "ALL_TO_ALL", 8)], [collective(1, "ALL_TO_ALL", 16)])
+    home = write_set(
+        here / "w", [collective(1, "ALL_TO_ALL", 8)], [collective(1, "ALL_TO_ALL", 16)]
+    )
     verdict = answered("validate", home)
     assert verdict["errors"] == 0
     assert verdict["warnings"] > 0
@@ -254,7 +292,11 @@ def test_problems_are_told_in_letters_that_the_terminal_has(broken: Path) -> Non
         [sys.executable, "-m", "traceloom", "validate", str(broken)],
         capture_output=True,
         check=False,
-        env={"PYTHONIOENCODING": "ascii", "PATH": "", "PYTHONPATH": ":".join(filter(None, sys.path))},
+        env={
+            "PYTHONIOENCODING": "ascii",
+            "PATH": "",
+            "PYTHONPATH": ":".join(filter(None, sys.path)),
+        },
     )
     assert done.returncode == 5
     said = done.stdout.decode("ascii")
@@ -277,11 +319,18 @@ def hidden(*arguments: object, source: str = "secret.json") -> str:
 
 def test_names_are_gone_and_what_the_report_measures_is_the_same() -> None:
     assert SECRET not in hidden()
-    reports = [answered("report", name, "--no-cache", "--only", "core") for name in ("secret.json", "shared.json")]
+    reports = [
+        answered("report", name, "--no-cache", "--only", "core")
+        for name in ("secret.json", "shared.json")
+    ]
     assert reports[0]["answer"]["parts"] == reports[1]["answer"]["parts"]
     for key in ("rank", "world_size", "devices", "steps"):
-        assert [rank[key] for rank in reports[0]["ranks"]] == [rank[key] for rank in reports[1]["ranks"]]
-    times = [sorted((row["total_ns"], row["count"]) for row in report["kernels"]) for report in reports]
+        assert [rank[key] for rank in reports[0]["ranks"]] == [
+            rank[key] for rank in reports[1]["ranks"]
+        ]
+    times = [
+        sorted((row["total_ns"], row["count"]) for row in report["kernels"]) for report in reports
+    ]
     assert times[0] == times[1]
 
 
@@ -308,7 +357,11 @@ def test_the_report_says_what_was_hidden_as_json_too(here: Path) -> None:
     trace(0, f"{SECRET}.").write(here / "secret.json")
     told = answered("anonymize", "secret.json", "-o", "shared.json")
     (file,) = told["files"]
-    assert (file["input"], file["kind"], file["entries_in"]) == ("secret.json", "kineto", file["entries_out"])
+    assert (file["input"], file["kind"], file["entries_in"]) == (
+        "secret.json",
+        "kineto",
+        file["entries_out"],
+    )
     assert told == json.loads(Path("shared.json.anonymize.json").read_bytes())
 
 
@@ -347,7 +400,10 @@ SEEN: tuple[tuple[str, Callable[[str], list[str]]], ...] = (
 def test_names_in_files_of_strangers_steer_no_terminal(
     what: str, words: Callable[[str], list[str]], here: Path
 ) -> None:
-    nodes = [node(1, name=EVIL, attribute=EVIL, deps=[99]), collective(2, deps=[1], pg_name=EVIL, name=EVIL)]
+    nodes = [
+        node(1, name=EVIL, attribute=EVIL, deps=[99]),
+        collective(2, deps=[1], pg_name=EVIL, name=EVIL),
+    ]
     home = write_set(here / "w", nodes, [receive(1, 0, name=EVIL)], groups={EVIL: [0, 1]})
     with captured() as (out, err):
         assert main(words(str(home))) in (0, 5)
@@ -355,7 +411,9 @@ def test_names_in_files_of_strangers_steer_no_terminal(
         assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2028]", text)
 
 
-def test_standard_input_is_a_trace_like_any_other(two: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input_is_a_trace_like_any_other(
+    two: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     raw = Path(two[0]).read_bytes()
     for piped in (raw, gzip.compress(raw)):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped)))

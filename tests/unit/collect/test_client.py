@@ -62,7 +62,9 @@ def saying(status: int, content: bytes, length: int | None = None, **headers: st
     return answer
 
 
-REFUSAL = json.dumps({"error": {"slug": "no-such-capture", "message": "there is no such capture", "hint": "look"}})
+REFUSAL = json.dumps(
+    {"error": {"slug": "no-such-capture", "message": "there is no such capture", "hint": "look"}}
+)
 
 
 @pytest.mark.parametrize(
@@ -74,12 +76,18 @@ REFUSAL = json.dumps({"error": {"slug": "no-such-capture", "message": "there is 
         (saying(502, b"<html>Bad gateway"), "agent-unclear", "answers as no service does"),
         (saying(500, b"[1]"), "agent-unclear", "refuses with 500"),
         (saying(404, b'{"error": "no"}'), "agent-unclear", "refuses with 404"),
-        (saying(302, b"", Location="http://127.0.0.1:1/"), "agent-unclear", "answers as no service does"),
+        (
+            saying(302, b"", Location="http://127.0.0.1:1/"),
+            "agent-unclear",
+            "answers as no service does",
+        ),
         (saying(200, b'{"a":', length=99), "no-service", "does not answer"),
     ],
     ids=["refusal", "page", "nothing", "gateway", "list", "text", "redirect", "cut off"],
 )
-def test_an_answer_that_is_none_is_said_in_a_sentence(answer: Answer, slug: str, words: str) -> None:
+def test_an_answer_that_is_none_is_said_in_a_sentence(
+    answer: Answer, slug: str, words: str
+) -> None:
     with service(answer) as client, pytest.raises(InputError) as caught:
         client.get("captures/c1")
     assert caught.value.slug == slug
@@ -142,13 +150,21 @@ def test_what_is_asked_is_what_arrives(tmp_path: Path) -> None:
         ("PUT", "/api/v1/owners", bearer, b'{"toml": ""}'),
         ("DELETE", "/api/v1/hosts/node%201/x", bearer, b""),
         ("PUT", "/api/v1/captures/c1/files/a", bearer, b"content"),
-        ("PUT", "/bucket/a?X-Signature=abc", None, b"content"),  # an object store has no part in the token
+        (
+            "PUT",
+            "/bucket/a?X-Signature=abc",
+            None,
+            b"content",
+        ),  # an object store has no part in the token
     ]
 
 
 def test_a_store_that_refuses_is_named_without_what_was_signed(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"content")
-    with service(saying(403, b"<Error>SignatureDoesNotMatch</Error>")) as client, pytest.raises(InputError) as caught:
+    with (
+        service(saying(403, b"<Error>SignatureDoesNotMatch</Error>")) as client,
+        pytest.raises(InputError) as caught,
+    ):
         client.send(f"{client.url}/bucket/a?X-Signature=abc", tmp_path / "a")
     assert caught.value.slug == "upload-failed"
     assert "abc" not in str(caught.value)
@@ -183,11 +199,18 @@ def test_an_upload_sends_what_is_missing_and_says_how_far_it_is(tmp_path: Path) 
                 for file in announced[0]["files"]
                 if file["name"] != "capture.json"  # it is there from an upload that stopped
             ]
-            saying(200, json.dumps({"id": "c1", "complete": False, "uploads": missing}).encode())(request)
+            saying(200, json.dumps({"id": "c1", "complete": False, "uploads": missing}).encode())(
+                request
+            )
 
     said: list[tuple[int, int]] = []
     with service(answer) as client:
-        assert upload(client, tmp_path, "slurm-1", lambda sent, whole: said.append((sent, whole)))["id"] == "c1"
+        assert (
+            upload(client, tmp_path, "slurm-1", lambda sent, whole: said.append((sent, whole)))[
+                "id"
+            ]
+            == "c1"
+        )
     assert announced == [
         {
             "job": "slurm-1",
@@ -197,7 +220,9 @@ def test_an_upload_sends_what_is_missing_and_says_how_far_it_is(tmp_path: Path) 
             ],
         }
     ]
-    assert received == {name: content for name, content in contents.items() if name != "capture.json"}
+    assert received == {
+        name: content for name, content in contents.items() if name != "capture.json"
+    }
     assert said == [(3002, 3006), (3006, 3006)]
 
 
@@ -215,7 +240,10 @@ def test_names_in_the_store_are_safe_and_each_file_has_one_of_its_own(
         (folder / name).write_text(name)
     visible = {name for name in names if not name.startswith(".")}
     plain = [
-        "".join(sign if sign.isascii() and (sign.isalnum() or sign in "._@+=-") else "_" for sign in name)
+        "".join(
+            sign if sign.isascii() and (sign.isalnum() or sign in "._@+=-") else "_"
+            for sign in name
+        )
         for name in visible
     ]
     stored = [name if name[0].isalnum() or name[0] == "_" else f"_{name}" for name in plain]

@@ -100,7 +100,9 @@ def test_whatever_a_worker_is_sent_it_answers() -> None:
     assert b"worker" in answer
 
 
-@pytest.mark.parametrize("where", ["10.0.0.1:8786", "[2001:db8::1]:8786", "0.0.0.0:8786", "nowhere.invalid:8786"])
+@pytest.mark.parametrize(
+    "where", ["10.0.0.1:8786", "[2001:db8::1]:8786", "0.0.0.0:8786", "nowhere.invalid:8786"]
+)
 def test_a_cluster_beyond_this_host_needs_tls(where: str) -> None:
     pytest.importorskip("distributed", reason="the extra `dask` is not installed")
     with pytest.raises(UsageError) as raised:
@@ -108,7 +110,9 @@ def test_a_cluster_beyond_this_host_needs_tls(where: str) -> None:
     assert raised.value.slug == "engine-without-tls"
 
 
-@pytest.mark.parametrize("where", ["", "node", "node:", ":1", "node:x", "node:99999", "a@node:1", "node:1/x"])
+@pytest.mark.parametrize(
+    "where", ["", "node", "node:", ":1", "node:x", "node:99999", "a@node:1", "node:1/x"]
+)
 def test_what_is_no_address_is_refused(where: str) -> None:
     with pytest.raises(UsageError) as raised:
         ThisProcess(where)
@@ -144,7 +148,9 @@ def test_an_engine_that_is_not_there_is_refused() -> None:
     assert raised.value.slug == "unknown-engine"
 
 
-def test_a_cluster_that_is_away_costs_a_task_no_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_is_away_costs_a_task_no_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("distributed", reason="the extra `dask` is not installed")
     monkeypatch.setattr("traceloom.fleet.service.executors._CONNECT_S", 0.5)
     engine = create_engine(f"dask://127.0.0.1:{free_port()}", 1)

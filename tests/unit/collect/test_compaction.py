@@ -29,9 +29,15 @@ def busy(day: date, minute: int) -> dict[str, pl.DataFrame]:
     parts = {}
     for name, time_ns in (("usage_minute", at(day, 5, minute)), ("usage_hour", at(day, 5))):
         row = {
-            "day": day, "time_ns": time_ns, "host": "n", "device": "d", "job": "j", "state": "busy",
-            "device_ms": 60_000, "energy_mj": 7,
-        }  # fmt: skip
+            "day": day,
+            "time_ns": time_ns,
+            "host": "n",
+            "device": "d",
+            "job": "j",
+            "state": "busy",
+            "device_ms": 60_000,
+            "energy_mj": 7,
+        }
         parts[name] = SCHEMAS[name].complete(pl.DataFrame([row]))
     return parts
 
@@ -40,7 +46,9 @@ def test_every_night_once_and_hours_stay_what_they_were(tmp_path: Path) -> None:
     with answering(tmp_path) as service:
         pipeline, tables = service.service.pipeline, service.service.tables
         yesterday, long_ago = TODAY - timedelta(days=1), TODAY - timedelta(days=31)
-        for number, (day, minute) in enumerate([(yesterday, 0), (yesterday, 1), (yesterday, 2), (long_ago, 0)]):
+        for number, (day, minute) in enumerate(
+            [(yesterday, 0), (yesterday, 1), (yesterday, 2), (long_ago, 0)]
+        ):
             tables.commit("usage", number, busy(day, minute))
         now_ns = at(TODAY, 1)
         pipeline.clock = lambda: now_ns
@@ -50,7 +58,10 @@ def test_every_night_once_and_hours_stay_what_they_were(tmp_path: Path) -> None:
         assert pipeline.compact(nightly=True)
         assert not pipeline.compact(nightly=True)
         hours = tables.scan("usage_hour").sort("day").collect()
-        assert hours.select("day", "device_ms", "energy_mj").rows() == [(long_ago, 60_000, 7), (yesterday, 180_000, 21)]
+        assert hours.select("day", "device_ms", "energy_mj").rows() == [
+            (long_ago, 60_000, 7),
+            (yesterday, 180_000, 21),
+        ]
         assert set(tables.scan("usage_minute").collect()["day"]) == {yesterday}
         tables.commit("usage", 4, busy(yesterday, 3))  # of a host that was away
         now_ns = at(TODAY + timedelta(days=1), 2)
@@ -72,5 +83,6 @@ def test_an_operator_has_it_done_now(
         assert "The tables are compacted" in capsys.readouterr().out
         assert service.service.tables.version("captures") >= before
         assert ("operator", "POST /api/v1/compact", "done") in {
-            (entry["who"], entry["what"], entry["result"]) for entry in service.admin.get("audit")["entries"]
+            (entry["who"], entry["what"], entry["result"])
+            for entry in service.admin.get("audit")["entries"]
         }

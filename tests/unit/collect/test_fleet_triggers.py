@@ -15,14 +15,25 @@ for package in ("sqlalchemy", "deltalake"):
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
 from support.fleet import Stores, add_capture, opened, places  # noqa: E402
-from traceloom.agent.fleet_link.protocol import ArmedProcess, Heartbeat, HostProcess, HostReport, UsageRow  # noqa: E402
+from traceloom.agent.fleet_link.protocol import (  # noqa: E402
+    ArmedProcess,
+    Heartbeat,
+    HostProcess,
+    HostReport,
+    UsageRow,
+)
 from traceloom.agent.traces.requests import TraceTarget  # noqa: E402
 from traceloom.errors import InputError  # noqa: E402
 from traceloom.fleet.rules import FleetRules  # noqa: E402
 from traceloom.fleet.service.requests import HostRegistry  # noqa: E402
 from traceloom.fleet.store.database import LEADER  # noqa: E402
 from traceloom.fleet.store.rules import EVENTS  # noqa: E402
-from traceloom.fleet.triggers import CaptureFinding, FleetTriggerEngine, TableEvents, collect_table_events
+from traceloom.fleet.triggers import (  # noqa: E402
+    CaptureFinding,
+    FleetTriggerEngine,
+    TableEvents,
+    collect_table_events,
+)
 
 S = 10**9
 DAY = 86_400 * S
@@ -38,23 +49,46 @@ class Fleet:
         self.desk = HostRegistry(stores.state, folder / "from-hosts", "term", lambda: self.now_ns)
         self.triggers = FleetTriggerEngine(self.desk, stores.tables)
 
-    async def beat(self, *jobs: str, usage: list[UsageRow] | None = None, host: str = "a", **facts: object) -> None:
+    async def beat(
+        self, *jobs: str, usage: list[UsageRow] | None = None, host: str = "a", **facts: object
+    ) -> None:
         """A host tells of its jobs: ranks 0 to 2 of each, the last the slowest."""
         processes = [
             HostProcess(
-                key=f"{job}{rank}@1", pid=rank + 1, uid=0, job=job, rank=rank, user="ada", polls=True, steps=100_000,
-                steps_per_second=3.0 - rank, **facts,  # type: ignore[arg-type]
+                key=f"{job}{rank}@1",
+                pid=rank + 1,
+                uid=0,
+                job=job,
+                rank=rank,
+                user="ada",
+                polls=True,
+                steps=100_000,
+                steps_per_second=3.0 - rank,
+                **facts,  # type: ignore[arg-type]
             )
-            for job in jobs for rank in range(3)
-        ]  # fmt: skip
-        beat = Heartbeat(sent_ns=1, boot_id="b", version="1", processes=processes, usage=usage or [])
+            for job in jobs
+            for rank in range(3)
+        ]
+        beat = Heartbeat(
+            sent_ns=1, boot_id="b", version="1", processes=processes, usage=usage or []
+        )
         await self.desk.heartbeat(host, beat)
 
     async def end(self, request: str, size: int = 1000) -> None:
         """A request ends as it should, with a file of so many bytes."""
-        await self.desk.report("a", request, HostReport(state="armed", processes=[ArmedProcess(key="k", pid=1)]))
+        await self.desk.report(
+            "a", request, HostReport(state="armed", processes=[ArmedProcess(key="k", pid=1)])
+        )
         target = TraceTarget(
-            request="r", process="k", profiler="timeline", pid=1, uid=0, stem="s", state="kept", bytes=size, steps=5
+            request="r",
+            process="k",
+            profiler="timeline",
+            pid=1,
+            uid=0,
+            stem="s",
+            state="kept",
+            bytes=size,
+            steps=5,
         )
         failed = HostReport(state="failed", reason="upload-failed", targets=[target])
         await self.desk.report("a", request, failed)
@@ -70,7 +104,9 @@ def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stores:
     return opened(places("alone", tmp_path, monkeypatch))
 
 
-def with_fleet(stores: Stores, folder: Path, rules: str, test: Callable[[Fleet], Awaitable[None]]) -> None:
+def with_fleet(
+    stores: Stores, folder: Path, rules: str, test: Callable[[Fleet], Awaitable[None]]
+) -> None:
     async def run() -> None:
         fleet = Fleet(stores, folder)
         for host in ("a", "b"):
@@ -90,10 +126,15 @@ def with_fleet(stores: Stores, folder: Path, rules: str, test: Callable[[Fleet],
 
 def usage(minute: int, busy: int, job: str = "j", device: str = "g") -> list[UsageRow]:
     rows = [(busy, "busy"), (60_000 - busy, "idle-allocated")]
-    return [UsageRow(minute=minute, device=device, job=job, state=state, device_ms=ms) for ms, state in rows]  # type: ignore[arg-type]
+    return [
+        UsageRow(minute=minute, device=device, job=job, state=state, device_ms=ms)
+        for ms, state in rows
+    ]  # type: ignore[arg-type]
 
 
-def test_a_cadence_traces_its_share_of_jobs_once_a_day_and_others_never(stores: Stores, tmp_path: Path) -> None:
+def test_a_cadence_traces_its_share_of_jobs_once_a_day_and_others_never(
+    stores: Stores, tmp_path: Path
+) -> None:
     jobs = [f"job{number}" for number in range(400)]
 
     async def test(fleet: Fleet) -> None:
@@ -103,16 +144,20 @@ def test_a_cadence_traces_its_share_of_jobs_once_a_day_and_others_never(stores: 
             await fleet.triggers.tick()
         traced = {request.wanted.job for request in fleet.desk.requests.values()}
         assert len(fleet.desk.requests) == len(traced), "each once a day"
-        assert 20 <= len(traced) <= 64, "10 % of 400 jobs, by chance within four standard deviations"
+        assert 20 <= len(traced) <= 64, (
+            "10 % of 400 jobs, by chance within four standard deviations"
+        )
         assert fleet.counts("some") == (len(traced), {})
         request = next(iter(fleet.desk.requests.values()))
         assert (request.who, request.wanted.steps) == ("trigger some", 2)
 
     with_fleet(
-        stores, tmp_path,
+        stores,
+        tmp_path,
         '[[triggers]]\nname = "some"\non = "cadence"\nshare = 0.1\nsteps = 2\n[budget]\ntraces_per_day = 1000\n'
-        "mb_per_day = 1e6\n", test,
-    )  # fmt: skip
+        "mb_per_day = 1e6\n",
+        test,
+    )
 
 
 USAGE = """
@@ -130,7 +175,9 @@ traces_per_day = 2
 """
 
 
-def test_a_job_that_computes_too_little_is_traced_within_cooldown_and_budget(stores: Stores, tmp_path: Path) -> None:
+def test_a_job_that_computes_too_little_is_traced_within_cooldown_and_budget(
+    stores: Stores, tmp_path: Path
+) -> None:
     async def test(fleet: Fleet) -> None:
         minute = MIDNIGHT // (60 * S)
         for more, busy in enumerate([50_000, 20_000, 10_000]):
@@ -138,7 +185,9 @@ def test_a_job_that_computes_too_little_is_traced_within_cooldown_and_budget(sto
             fleet.now_ns = MIDNIGHT + (more + 1) * 60 * S
             await fleet.beat("j", "other", usage=rows)
             await fleet.triggers.tick()
-            assert fleet.counts("idle")[0] == (1 if more == 2 else 0), "80 s of 180 only after the third minute"
+            assert fleet.counts("idle")[0] == (1 if more == 2 else 0), (
+                "80 s of 180 only after the third minute"
+            )
         [request] = fleet.desk.requests.values()
         assert (request.wanted.job, request.wanted.ranks) == ("j", (1, 2))
         assert request.trigger is not None
@@ -196,9 +245,15 @@ def test_refusals_are_counted_by_reason_and_say_why(stores: Stores, tmp_path: Pa
         await fleet.triggers.set_rules(FINDING + "[budget]\nshare = 1e-5\n")
         assert await find("k") == "budget-share"
         assert fleet.counts("starved")[1] == {
-            "no-such-job": 1, "traced": 1, "cooldown": 1, "budget-bytes": 1, "budget-share": 1
-        }  # fmt: skip
-        await fleet.triggers.set_rules(FINDING.replace("[[triggers]]\n", '[[triggers]]\nhosts = ["b"]\n'))
+            "no-such-job": 1,
+            "traced": 1,
+            "cooldown": 1,
+            "budget-bytes": 1,
+            "budget-share": 1,
+        }
+        await fleet.triggers.set_rules(
+            FINDING.replace("[[triggers]]\n", '[[triggers]]\nhosts = ["b"]\n')
+        )
         assert await find("k") == "no-such-job"
         assert fleet.triggers.counts["starved"].fired == 1, "what a rule did stays counted"
 
@@ -212,7 +267,10 @@ def test_refusals_are_counted_by_reason_and_say_why(stores: Stores, tmp_path: Pa
         ('[[triggers]]\nname = "a"\non = "cadense"\nshare = 1.0', "cadence"),
         ('[[triggers]]\nname = "a"\non = "cadence"\nshare = 2.0', "<= 1"),
         ('[[triggers]]\nname = "a"\non = "usage"\nbusy_below = 0.1\nwhere = {jop = "x"}', "job"),
-        ('[[triggers]]\nname = "a"\non = "cadence"\nshare = 0.1\nsteps = 1\nduration = 1.0', "both"),
+        (
+            '[[triggers]]\nname = "a"\non = "cadence"\nshare = 0.1\nsteps = 1\nduration = 1.0',
+            "both",
+        ),
         (2 * '[[triggers]]\nname = "a"\non = "cadence"\nshare = 0.1\n', "two triggers"),
         ("[budget]\ntraces_per_day = 0", ">= 1"),
         ("a = " + "[" * 5000, "not TOML"),
@@ -228,13 +286,26 @@ def test_what_is_no_rule_is_refused_with_the_reason(text: str, hint: str) -> Non
 
 def rows(jobs: int, slower_from: int) -> dict[str, pl.DataFrame]:
     """A kernel in jobs of successive hours, a third slower from one of them on."""
-    tables: dict[str, list[dict[str, object]]] = {"captures": [], "kernels": [], "devices": [], "findings": []}
+    tables: dict[str, list[dict[str, object]]] = {
+        "captures": [],
+        "kernels": [],
+        "devices": [],
+        "findings": [],
+    }
     for number in range(jobs):
         about = {"day": date(2026, 11, 25), "capture": f"c{number}"}
         ns = (1000 if number < slower_from else 1330) + 7 * (number % 3)
-        tables["captures"].append({**about, "job": f"job{number}", "start_ns": MIDNIGHT + number * 3600 * S})
+        tables["captures"].append(
+            {**about, "job": f"job{number}", "start_ns": MIDNIGHT + number * 3600 * S}
+        )
         tables["devices"].append({**about, "rank": 0, "host": "h"})
-        work = {"kernel": "k", "shapes": "[[8]]", "device_model": "H100", "count": 100, "total_ns": 100 * ns}
+        work = {
+            "kernel": "k",
+            "shapes": "[[8]]",
+            "device_model": "H100",
+            "count": 100,
+            "total_ns": 100 * ns,
+        }
         tables["kernels"].append({**about, "rank": 0, **work})
         tables["findings"].append({**about, "slug": "straggler", "saving_fraction": 0.3})
     return {name: pl.DataFrame(of) for name, of in tables.items()}
@@ -255,7 +326,9 @@ def committed(stores: Stores, first: int, last: int, slower_from: int) -> None:
     stores.state.close_batch(batch.number, "term")
 
 
-def test_a_new_regression_is_told_once_and_traces_a_job_that_shows_it(stores: Stores, tmp_path: Path) -> None:
+def test_a_new_regression_is_told_once_and_traces_a_job_that_shows_it(
+    stores: Stores, tmp_path: Path
+) -> None:
     state = stores.state
     state.add_webhook("w", "https://8.8.8.8", EVENTS)
     now_ns = MIDNIGHT + 3 * DAY
@@ -281,4 +354,6 @@ def test_a_new_regression_is_told_once_and_traces_a_job_that_shows_it(stores: St
         [request] = fleet.desk.requests.values()
         assert request.wanted.job == "job20"
 
-    with_fleet(stores, tmp_path, '[[triggers]]\nname = "slower"\non = "regression"\nby = 0.2\n', test)
+    with_fleet(
+        stores, tmp_path, '[[triggers]]\nname = "slower"\non = "regression"\nby = 0.2\n', test
+    )

@@ -35,16 +35,26 @@ from traceloom.server.problem import HttpError
 
 WANTED = TraceSpec(job="j", steps=3)
 CONTENT = b"a trace"
-FILE = HostFile(name="rank0.kineto.json.gz", bytes=len(CONTENT), sha256=hashlib.sha256(CONTENT).hexdigest())
+FILE = HostFile(
+    name="rank0.kineto.json.gz", bytes=len(CONTENT), sha256=hashlib.sha256(CONTENT).hexdigest()
+)
 
 
 def beat(*processes: HostProcess, usage: list[UsageRow] | None = None) -> Heartbeat:
-    return Heartbeat(sent_ns=1, boot_id="b", version="1", processes=list(processes), usage=usage or [])
+    return Heartbeat(
+        sent_ns=1, boot_id="b", version="1", processes=list(processes), usage=usage or []
+    )
 
 
 def rank(number: int, steps_per_second: float | None = None, job: str = "j") -> HostProcess:
     return HostProcess(
-        key=f"{number}@1", pid=number + 1, uid=0, job=job, rank=number, user="ada", steps_per_second=steps_per_second
+        key=f"{number}@1",
+        pid=number + 1,
+        uid=0,
+        job=job,
+        rank=number,
+        user="ada",
+        steps_per_second=steps_per_second,
     )
 
 
@@ -79,12 +89,23 @@ def test_a_host_joins_once_and_shows_its_credential(tmp_path: Path) -> None:
         credential = (await desk.enrol(Enrolment(token=token, host="a"))).credential
         desk.check_host("a", credential)
         refusals = []
-        for of_token, host in ((token, "b"), (desk.state.add_enrolment("", 1), "a"), (desk.state.add_enrolment("c", 1), "b"),
-                               (desk.state.add_enrolment("", -1), "b"), ("nothing", "b")):  # fmt: skip
+        for of_token, host in (
+            (token, "b"),
+            (desk.state.add_enrolment("", 1), "a"),
+            (desk.state.add_enrolment("c", 1), "b"),
+            (desk.state.add_enrolment("", -1), "b"),
+            ("nothing", "b"),
+        ):
             with pytest.raises(HttpError) as error:
                 await desk.enrol(Enrolment(token=of_token, host=host))
             refusals.append(error.value.slug)
-        assert refusals == ["unknown-token", "host-exists", "unknown-token", "unknown-token", "unknown-token"]
+        assert refusals == [
+            "unknown-token",
+            "host-exists",
+            "unknown-token",
+            "unknown-token",
+            "unknown-token",
+        ]
         # A token that another host shows is not used up by it.
         for_c = desk.state.add_enrolment("c", 1)
         with pytest.raises(HttpError, match="lets the host `c` join, and not `b`"):
@@ -93,7 +114,9 @@ def test_a_host_joins_once_and_shows_its_credential(tmp_path: Path) -> None:
         with pytest.raises(HttpError, match="was used"):
             await desk.enrol(Enrolment(token=for_c, host="c"))
         # A token for that very host replaces it.
-        again = (await desk.enrol(Enrolment(token=desk.state.add_enrolment("a", 1), host="a"))).credential
+        again = (
+            await desk.enrol(Enrolment(token=desk.state.add_enrolment("a", 1), host="a"))
+        ).credential
         desk.check_host("a", again)
         for host, secret in (("a", credential), ("a", ""), ("b", again)):
             with pytest.raises(HttpError) as error:
@@ -127,15 +150,25 @@ def test_a_request_goes_its_way_and_only_whole_files_count(tmp_path: Path) -> No
         assert work.step == "start"
         assert work.at_ns == desk.requests[request].start_ns > 0
         kept = TraceTarget(
-            request="r", process="0@1", profiler="timeline", pid=1, uid=0, rank=0, stem="rank0", state="kept"
+            request="r",
+            process="0@1",
+            profiler="timeline",
+            pid=1,
+            uid=0,
+            rank=0,
+            stem="rank0",
+            state="kept",
         )
         await desk.report("a", request, HostReport(state="running", targets=[kept]))
         uploaded = HostReport(state="uploaded", targets=[kept], files=[FILE])
         assert (await desk.report("a", request, uploaded)).missing == [FILE.name]
         refusals = []
         for name, content in (
-            ("other", CONTENT), (FILE.name, b"another"), (FILE.name, CONTENT + b"x"), (FILE.name, CONTENT[:-1])
-        ):  # fmt: skip
+            ("other", CONTENT),
+            (FILE.name, b"another"),
+            (FILE.name, CONTENT + b"x"),
+            (FILE.name, CONTENT[:-1]),
+        ):
             with pytest.raises(HttpError) as error:
                 await desk.take_file("a", request, name, sent(content))
             refusals.append(error.value.slug)
@@ -211,8 +244,9 @@ def test_usage_is_acknowledged_and_what_cannot_be_is_counted(tmp_path: Path) -> 
         waiting = desk.state.open_usage(10, "term")
         assert waiting is not None
         assert [(minute.minute, minute.document.count("device_ms")) for minute in waiting[1]] == [
-            (28_000_000, 1), (28_000_001, 0)
-        ]  # fmt: skip
+            (28_000_000, 1),
+            (28_000_001, 0),
+        ]
 
     with_desk(tmp_path, test)
 
@@ -227,7 +261,11 @@ def test_a_clock_that_was_ahead_for_a_moment_loses_no_time_after_it(tmp_path: Pa
         assert desk.refused_rows["a"] == 1
         waiting = desk.state.open_usage(10, "term")
         assert waiting is not None
-        assert [(row.minute, row.since) for row in waiting[1]] == [(now - 2, now - 2), (now - 1, now - 1), (now, now)]
+        assert [(row.minute, row.since) for row in waiting[1]] == [
+            (now - 2, now - 2),
+            (now - 1, now - 1),
+            (now, now),
+        ]
 
     with_desk(tmp_path, test)
 
@@ -240,7 +278,9 @@ def test_minutes_that_have_not_been_are_no_usage() -> None:
 
 def test_which_processes_a_request_is_about() -> None:
     hosts = {
-        "a": LastHeartbeat(heartbeat=beat(rank(0, 5.0), rank(1, 1.0), rank(9, job="other")), received_ns=0),
+        "a": LastHeartbeat(
+            heartbeat=beat(rank(0, 5.0), rank(1, 1.0), rank(9, job="other")), received_ns=0
+        ),
         "b": LastHeartbeat(heartbeat=beat(rank(2, 3.0), rank(3)), received_ns=0),
     }
 
@@ -250,7 +290,10 @@ def test_which_processes_a_request_is_about() -> None:
     assert chosen(select_processes(hosts, WANTED)) == {"a": [0, 1], "b": [2, 3]}
     assert chosen(select_processes(hosts, TraceSpec(job="j", ranks=(2,), steps=1))) == {"b": [2]}
     assert chosen(select_processes(hosts, TraceSpec(job="j", host="a", steps=1))) == {"a": [0, 1]}
-    assert chosen(select_slowest_and_median(select_processes(hosts, WANTED))) == {"a": [1], "b": [2]}
+    assert chosen(select_slowest_and_median(select_processes(hosts, WANTED))) == {
+        "a": [1],
+        "b": [2],
+    }
     assert select_slowest_and_median({"a": [rank(0)]}) == {}
 
 
@@ -262,7 +305,9 @@ def test_what_a_service_took_that_is_gone_is_sent_to_the_next(tmp_path: Path) ->
         await first.start()
         await first.heartbeat("a", beat(rank(0)))
         name = (await first.submit(WANTED, "ada")).id
-        await first.report("a", name, HostReport(state="armed", processes=[ArmedProcess(key="0@1", pid=1, rank=0)]))
+        await first.report(
+            "a", name, HostReport(state="armed", processes=[ArmedProcess(key="0@1", pid=1, rank=0)])
+        )
         await first.report("a", name, HostReport(state="uploading", files=[FILE]))
         await first.take_file("a", name, FILE.name, sent(CONTENT))
         await first.report("a", name, HostReport(state="uploaded", files=[FILE]))
@@ -275,7 +320,9 @@ def test_what_a_service_took_that_is_gone_is_sent_to_the_next(tmp_path: Path) ->
         await second.start()
         assert second.requests[name].state == "collecting"
         assert [work.step for work in (await second.work("a", "", 0)).work] == ["start"]
-        assert (await second.report("a", name, HostReport(state="uploading", files=[FILE]))).missing == [FILE.name]
+        assert (
+            await second.report("a", name, HostReport(state="uploading", files=[FILE]))
+        ).missing == [FILE.name]
         await second.take_file("a", name, FILE.name, sent(CONTENT))
         await second.report("a", name, HostReport(state="uploaded", files=[FILE]))
         assert joining == [name]
@@ -292,7 +339,9 @@ def test_what_a_service_took_that_is_gone_is_sent_to_the_next(tmp_path: Path) ->
     asyncio.run(run())
 
 
-def test_while_the_state_does_not_answer_nothing_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_the_state_does_not_answer_nothing_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("traceloom.fleet.store.database._BUSY_MS", 20)
 
     async def test(desk: HostRegistry) -> None:

@@ -21,7 +21,7 @@ from traceloom.agent.traces.requests import TraceSpec  # noqa: E402
 from traceloom.fleet.service.executors import ProcessEngine  # noqa: E402
 from traceloom.fleet.service.pipeline import CapturePipeline  # noqa: E402
 from traceloom.fleet.service.request_plan import FleetRequest, HostStatus  # noqa: E402
-from traceloom.fleet.service.requests import HostRegistry, RequestCompletion
+from traceloom.fleet.service.requests import HostRegistry, RequestCompletion  # noqa: E402
 
 ASKED_NS = 1_790_000_000 * 10**9
 _MOST_S = 120.0
@@ -42,8 +42,13 @@ class JoiningSite(NamedTuple):
             files = made_part(self.desk.incoming / name / host, host, [ranked_process(rank, "j")])
             progress[host] = HostStatus(state="uploaded", files=files, clock=CLOCK, ranks=(rank,))
         return FleetRequest(
-            id=name, who="ada", asked_ns=ASKED_NS, wanted=TraceSpec(job="j", steps=2), hosts=progress, state="stitching"
-        )  # fmt: skip
+            id=name,
+            who="ada",
+            asked_ns=ASKED_NS,
+            wanted=TraceSpec(job="j", steps=2),
+            hosts=progress,
+            state="stitching",
+        )
 
     async def joined(self, request: FleetRequest, *, analyses: bool = True) -> FleetRequest:
         """The request when it has ended; `analyses`: the pipeline works meanwhile."""
@@ -60,7 +65,9 @@ class JoiningSite(NamedTuple):
         return self.desk.requests[request.id]
 
 
-def at_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, test: Callable[[JoiningSite], Awaitable[None]]) -> None:
+def at_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, test: Callable[[JoiningSite], Awaitable[None]]
+) -> None:
     monkeypatch.setattr("traceloom.fleet.service.requests._JOIN_POLL_S", 0.02)
     monkeypatch.setattr("traceloom.fleet.store.captures._RETRY_DELAY_NS", 10**7)
 
@@ -81,25 +88,46 @@ def at_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, test: Callable[[Joi
     asyncio.run(run())
 
 
-def test_parts_of_two_hosts_become_rows_of_one_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_two_hosts_become_rows_of_one_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test(site: JoiningSite) -> None:
         request = site.sent("q1", ["n1", "n2"])
         site.joining.take(request)  # whoever takes it twice joins it once
         ended = await site.joined(request)
         assert (ended.state, ended.reason, ended.detail) == ("done", "", "")
         [record] = site.stores.state.captures()
-        assert (record.id, record.job, record.uploader, record.day) == (ended.capture, "j", "ada", "2026-09-21")
+        assert (record.id, record.job, record.uploader, record.day) == (
+            ended.capture,
+            "j",
+            "ada",
+            "2026-09-21",
+        )
         assert record.bytes == sum(file.size for file in record.files)
         [row] = site.stores.tables.scan("captures").collect().to_dicts()
-        assert (row["capture"], row["ranks"], row["hosts"], row["job"]) == (ended.capture, 2, 2, "j")
-        content = b"".join(site.stores.objects.chunks(f"captures/{record.day}/{record.id}/capture.json"))
+        assert (row["capture"], row["ranks"], row["hosts"], row["job"]) == (
+            ended.capture,
+            2,
+            2,
+            "j",
+        )
+        content = b"".join(
+            site.stores.objects.chunks(f"captures/{record.day}/{record.id}/capture.json")
+        )
         document = json.loads(content)
-        assert [(rank["rank"], rank["host"]) for rank in document["ranks"]] == [(0, "n1"), (1, "n2")]
+        assert [(rank["rank"], rank["host"]) for rank in document["ranks"]] == [
+            (0, "n1"),
+            (1, "n2"),
+        ]
         assert {key: document["request"][key] for key in ("id", "who", "asked_ns")} == {
-            "id": "q1", "who": "ada", "asked_ns": ASKED_NS,
-        }  # fmt: skip
+            "id": "q1",
+            "who": "ada",
+            "asked_ns": ASKED_NS,
+        }
         clock = {"offset_ns": CLOCK.offset_ns, "error_ns": CLOCK.error_ns}
-        assert document["request"]["hosts"] == [{"host": host, "clock": clock} for host in ("n1", "n2")]
+        assert document["request"]["hosts"] == [
+            {"host": host, "clock": clock} for host in ("n1", "n2")
+        ]
         # what is joined need not be kept twice
         await asyncio.to_thread(until, lambda: not list(site.desk.incoming.iterdir()))
 
@@ -117,8 +145,12 @@ def test_what_was_stopped_and_is_joined_again_is_the_same_capture(
         await site.joining.close()
         assert site.desk.requests["q2"].state == "analysing"
         first = site.desk.requests["q2"].capture
-        again = JoiningSite(site.desk, RequestCompletion(site.desk, site.pipeline), site.pipeline, site.stores)
-        ended = await again.joined(request)  # as it was before, as if the next service had not heard of the capture
+        again = JoiningSite(
+            site.desk, RequestCompletion(site.desk, site.pipeline), site.pipeline, site.stores
+        )
+        ended = await again.joined(
+            request
+        )  # as it was before, as if the next service had not heard of the capture
         assert (ended.state, ended.capture) == ("done", first)
         assert [record.id for record in site.stores.state.captures()] == [first]
         assert site.stores.tables.scan("captures").collect()["capture"].to_list() == [first]
@@ -136,7 +168,9 @@ def test_parts_that_are_no_capture_fail_the_request_and_leave_nothing_in_the_sto
     async def test(site: JoiningSite) -> None:
         request = site.sent("q3", ["n1", "n2"])
         (site.desk.incoming / "q3" / "n1" / "capture.json").write_text("{")
-        (site.desk.incoming / "q3" / "n2" / "capture.json").write_text('{"format": "traceloom-capture", "ranks": []}')
+        (site.desk.incoming / "q3" / "n2" / "capture.json").write_text(
+            '{"format": "traceloom-capture", "ranks": []}'
+        )
         ended = await site.joined(request, analyses=False)
         assert (ended.state, ended.reason, ended.capture) == ("failed", "analysis-failed", "")
         assert "no host sent a trace that can be read" in ended.detail

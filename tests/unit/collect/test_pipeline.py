@@ -22,7 +22,7 @@ from traceloom.fleet.service.pipeline import CapturePipeline  # noqa: E402
 from traceloom.fleet.service.tasks import (  # noqa: E402
     EngineTask,
     TaskError,
-    check,  # noqa: E402
+    check,
 )
 from traceloom.fleet.store.captures import CaptureFile, CaptureRecord  # noqa: E402
 
@@ -49,13 +49,18 @@ def counts(stores: Stores) -> dict[str, int]:
 def rows(stores: Stores) -> dict[str, list[str]]:
     """Of each table the captures of its rows."""
     names = ("captures", "devices", "kernels", "findings")
-    return {name: sorted(stores.tables.scan(name).select("capture").collect()["capture"].to_list()) for name in names}
+    return {
+        name: sorted(stores.tables.scan(name).select("capture").collect()["capture"].to_list())
+        for name in names
+    }
 
 
 def test_threads_do_all_of_it_and_a_second_service_helps(alone: Stores) -> None:
     for at in range(4):
         add_capture(alone, f"c{at}")
-    pipelines = [CapturePipeline(*alone, ProcessEngine(1), lease_s=3, commit_s=0.2) for _ in range(2)]
+    pipelines = [
+        CapturePipeline(*alone, ProcessEngine(1), lease_s=3, commit_s=0.2) for _ in range(2)
+    ]
     for pipeline in pipelines:
         pipeline.start()
     try:
@@ -68,7 +73,9 @@ def test_threads_do_all_of_it_and_a_second_service_helps(alone: Stores) -> None:
     assert alone.state.lead("committer", "another", 1)  # they resigned
 
 
-def test_a_pickle_that_would_run_something_runs_nothing(alone: Stores, engine: ProcessEngine, tmp_path: Path) -> None:
+def test_a_pickle_that_would_run_something_runs_nothing(
+    alone: Stores, engine: ProcessEngine, tmp_path: Path
+) -> None:
     marker = tmp_path / "ran"
 
     class Evil:
@@ -76,9 +83,19 @@ def test_a_pickle_that_would_run_something_runs_nothing(alone: Stores, engine: P
             return os.system, (f"touch {marker}",)
 
     content = {"memory.pickle": pickle.dumps({"segments": Evil()}), "trace.json": trace_bytes()}
-    files = tuple(CaptureFile(name, len(data), hashlib.sha256(data).hexdigest()) for name, data in content.items())
+    files = tuple(
+        CaptureFile(name, len(data), hashlib.sha256(data).hexdigest())
+        for name, data in content.items()
+    )
     record = CaptureRecord(
-        id="evil", day="2026-11-26", job="", uploader="eve", received_ns=1, complete=False, bytes=1, files=files
+        id="evil",
+        day="2026-11-26",
+        job="",
+        uploader="eve",
+        received_ns=1,
+        complete=False,
+        bytes=1,
+        files=files,
     )
     alone.state.add_capture(record)
     for name, data in content.items():
@@ -134,7 +151,9 @@ def test_files_that_are_others_than_announced_are_refused(tmp_path: Path) -> Non
         check(folder=str(tmp_path), files=[{**right, "name": "link"}])
 
 
-def test_a_capture_whose_files_are_gone_is_quarantined(alone: Stores, engine: ProcessEngine) -> None:
+def test_a_capture_whose_files_are_gone_is_quarantined(
+    alone: Stores, engine: ProcessEngine
+) -> None:
     add_capture(alone, "c1")
     alone.objects.delete("captures/2026-11-26/c1/trace.json")
     assert CapturePipeline(*alone, engine).work()
@@ -153,7 +172,9 @@ def test_a_store_that_fails_costs_a_capture_no_try(alone: Stores, engine: Proces
     assert (task.state, task.attempts) == ("checked", 0)
 
 
-def test_a_process_knows_nothing_of_the_services_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_knows_nothing_of_the_services_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     engine = ProcessEngine(1)
     try:
@@ -172,8 +193,12 @@ def test_an_engine_that_there_is_not_is_refused() -> None:
     assert raised.value.slug == "unknown-engine"
 
 
-def test_minutes_wait_for_their_turn_and_captures_do_not(alone: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traceloom.fleet.service.pipeline._ROUNDS", 10**9)  # the second turn never comes
+def test_minutes_wait_for_their_turn_and_captures_do_not(
+    alone: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "traceloom.fleet.service.pipeline._ROUNDS", 10**9
+    )  # the second turn never comes
     alone.state.put_host("n", "secret")
     alone.state.add_usage("n", {5: "[]"})
     pipeline = CapturePipeline(*alone, ProcessEngine(1), commit_s=0.1)

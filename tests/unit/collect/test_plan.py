@@ -28,21 +28,32 @@ WANTED = TraceSpec(job="j", steps=3)
 
 def asked(*hosts: str, wanted: TraceSpec = WANTED) -> FleetRequest:
     return assign_hosts(
-        FleetRequest(id="f", who="ada", asked_ns=NOW, wanted=wanted), dict.fromkeys(hosts, (0, 1, 2, 7)), NOW
+        FleetRequest(id="f", who="ada", asked_ns=NOW, wanted=wanted),
+        dict.fromkeys(hosts, (0, 1, 2, 7)),
+        NOW,
     )
 
 
 def target(host: str, state: str = "kept", rank: int = 0) -> TraceTarget:
     return TraceTarget(
-        request="r", process="7@1", profiler="timeline", pid=7, uid=0, rank=rank, stem=f"rank{rank}", state=state,  # type: ignore[arg-type]
+        request="r",
+        process="7@1",
+        profiler="timeline",
+        pid=7,
+        uid=0,
+        rank=rank,
+        stem=f"rank{rank}",
+        state=state,  # type: ignore[arg-type]
         detail=f"{host} is full" if state == "failed" else "",
-    )  # fmt: skip
+    )
 
 
 def armed(*, ready: bool = True, offset_ns: int = 0, error_ns: int = 1000) -> HostReport:
     process = ArmedProcess(key="7@1", pid=7, rank=0, ready=ready, steps_per_second=2.0)
     return HostReport(
-        state="armed", processes=[process], clock=ClockOffset(offset_ns=offset_ns, error_ns=error_ns, round_trips=16)
+        state="armed",
+        processes=[process],
+        clock=ClockOffset(offset_ns=offset_ns, error_ns=error_ns, round_trips=16),
     )
 
 
@@ -52,28 +63,44 @@ def test_all_begin_at_one_instant_of_their_own_clocks() -> None:
     assert advance_request(request, NOW + S) == request  # b has not said anything
     assert [work.step for host in "ab" if (work := get_host_work(request, host))] == ["arm", "arm"]
     request = advance_request(
-        apply_report(request, "b", armed(offset_ns=2 * S, error_ns=40_000_000), NOW + 2 * S), NOW + 2 * S
+        apply_report(request, "b", armed(offset_ns=2 * S, error_ns=40_000_000), NOW + 2 * S),
+        NOW + 2 * S,
     )
     assert request.state == "armed"
     works = {host: get_host_work(request, host) for host in "ab"}
-    starts = {host: work.at_ns for host, work in works.items() if work is not None and work.step == "start"}
+    starts = {
+        host: work.at_ns
+        for host, work in works.items()
+        if work is not None and work.step == "start"
+    }
     assert starts["a"] - 3 * S == starts["b"] + 2 * S == request.start_ns
     assert request.start_ns > NOW + 2 * S + 40_000_000
 
 
 def by_step(*hosts: str, at_step: int = 0, wanted: TraceSpec = WANTED) -> FleetRequest:
-    request = FleetRequest(id="f", who="ada", asked_ns=NOW, wanted=wanted, start="step", at_step=at_step)
+    request = FleetRequest(
+        id="f", who="ada", asked_ns=NOW, wanted=wanted, start="step", at_step=at_step
+    )
     return assign_hosts(request, dict.fromkeys(hosts, (0,)), NOW)
 
 
 def stepping(steps: int | None, rate: float | None = 2.0, *, ready: bool = True) -> HostReport:
-    process = ArmedProcess(key="7@1", pid=7, rank=0, ready=ready, steps=steps, steps_per_second=rate)
-    return HostReport(state="armed", processes=[process], clock=ClockOffset(offset_ns=0, error_ns=1000, round_trips=16))
+    process = ArmedProcess(
+        key="7@1", pid=7, rank=0, ready=ready, steps=steps, steps_per_second=rate
+    )
+    return HostReport(
+        state="armed",
+        processes=[process],
+        clock=ClockOffset(offset_ns=0, error_ns=1000, round_trips=16),
+    )
 
 
 def test_all_begin_with_one_step_that_lies_ahead_of_all() -> None:
     request = apply_report(
-        apply_report(by_step("a", "b"), "a", stepping(100), NOW), "b", stepping(101, ready=False), NOW
+        apply_report(by_step("a", "b"), "a", stepping(100), NOW),
+        "b",
+        stepping(101, ready=False),
+        NOW,
     )
     request = advance_request(
         apply_report(request, "b", stepping(109), NOW + 4 * S), NOW + 4 * S
@@ -87,10 +114,14 @@ def test_all_begin_with_one_step_that_lies_ahead_of_all() -> None:
 
 
 def test_a_step_that_was_asked_for_is_taken_where_it_can_be() -> None:
-    request = advance_request(apply_report(by_step("a", at_step=1000), "a", stepping(100), NOW), NOW)
+    request = advance_request(
+        apply_report(by_step("a", at_step=1000), "a", stepping(100), NOW), NOW
+    )
     assert (request.start_step, request.start_detail) == (1000, "")
     assert request.start_ns == NOW + 450 * S
-    running = advance_request(apply_report(request, "a", HostReport(state="running"), NOW), NOW + 449 * S)
+    running = advance_request(
+        apply_report(request, "a", HostReport(state="running"), NOW), NOW + 449 * S
+    )
     assert running.state == "running", "nobody is late before it begins"
     late = advance_request(apply_report(by_step("a", at_step=101), "a", stepping(100), NOW), NOW)
     assert late.start_step > 101
@@ -116,15 +147,22 @@ def test_a_step_that_was_asked_for_is_taken_where_it_can_be() -> None:
 def test_where_there_is_no_common_step_they_begin_at_an_instant(
     first: HostReport, second: HostReport, wanted: TraceSpec, why: str
 ) -> None:
-    request = apply_report(apply_report(by_step("a", "b", wanted=wanted), "a", first, NOW), "b", second, NOW)
+    request = apply_report(
+        apply_report(by_step("a", "b", wanted=wanted), "a", first, NOW), "b", second, NOW
+    )
     request = advance_request(request, NOW)
     assert (request.state, request.start_step) == ("armed", 0)
     assert why in request.start_detail
-    assert all((work := get_host_work(request, host)) and work.at_step == 0 and work.at_ns > NOW for host in "ab")
+    assert all(
+        (work := get_host_work(request, host)) and work.at_step == 0 and work.at_ns > NOW
+        for host in "ab"
+    )
 
 
 @pytest.mark.parametrize(
-    ("offset_ns", "error_ns"), [(0, 2**62), (2**62, 0), (-(2**63), 5)], ids=["unsure", "ahead", "behind"]
+    ("offset_ns", "error_ns"),
+    [(0, 2**62), (2**62, 0), (-(2**63), 5)],
+    ids=["unsure", "ahead", "behind"],
 )
 def test_a_clock_that_cannot_be_holds_nobody_up(offset_ns: int, error_ns: int) -> None:
     request = apply_report(asked("a", "b"), "a", armed(offset_ns=offset_ns, error_ns=error_ns), NOW)
@@ -133,12 +171,15 @@ def test_a_clock_that_cannot_be_holds_nobody_up(offset_ns: int, error_ns: int) -
     works = {host: get_host_work(request, host) for host in "ab"}
     # The one that cannot be is taken as right; an hour is what a clock may be off.
     assert {host: work.at_ns for host, work in works.items() if work is not None} == {
-        "a": request.start_ns, "b": request.start_ns - 3600 * S
-    }  # fmt: skip
+        "a": request.start_ns,
+        "b": request.start_ns - 3600 * S,
+    }
     assert request.hosts["a"].clock is None
 
 
-@pytest.mark.parametrize("rate", [1e308, 1e-300, -2.0, 5e-324], ids=["fast", "slow", "back", "least"])
+@pytest.mark.parametrize(
+    "rate", [1e308, 1e-300, -2.0, 5e-324], ids=["fast", "slow", "back", "least"]
+)
 @pytest.mark.parametrize("steps", [5, 2**63 - 1])
 def test_a_pace_that_cannot_be_holds_nobody_up(rate: float, steps: int) -> None:
     request = apply_report(by_step("a", "b"), "a", stepping(steps, rate), NOW)
@@ -150,13 +191,17 @@ def test_a_pace_that_cannot_be_holds_nobody_up(rate: float, steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "wanted", [TraceSpec(job="j", steps=2**53), TraceSpec(job="j", duration_s=1e308)], ids=["steps", "duration"]
+    "wanted",
+    [TraceSpec(job="j", steps=2**53), TraceSpec(job="j", duration_s=1e308)],
+    ids=["steps", "duration"],
 )
 def test_whatever_is_asked_for_its_work_is_understood_and_it_ends(wanted: TraceSpec) -> None:
     """An agent that cannot read one piece of work has none of the others."""
     request = apply_report(by_step("a", at_step=2**53, wanted=wanted), "a", stepping(5), NOW)
     request = advance_request(request, NOW)
-    work = WorkAnswer(version="v", work=[of for of in [get_host_work(request, "a")] if of is not None])
+    work = WorkAnswer(
+        version="v", work=[of for of in [get_host_work(request, "a")] if of is not None]
+    )
     assert msgspec.json.decode(msgspec.json.encode(work), type=WorkAnswer) == work
     now = NOW
     while not request.ended:
@@ -168,12 +213,17 @@ def test_whatever_is_asked_for_its_work_is_understood_and_it_ends(wanted: TraceS
 def test_a_whole_trace_is_done() -> None:
     request = advance_request(apply_report(asked("a"), "a", armed(), NOW), NOW)
     request = advance_request(
-        apply_report(request, "a", HostReport(state="running", targets=[target("a")]), NOW + S), NOW + S
+        apply_report(request, "a", HostReport(state="running", targets=[target("a")]), NOW + S),
+        NOW + S,
     )
     assert request.state == "running"
-    request = advance_request(apply_report(request, "a", HostReport(state="uploading"), NOW + 9 * S), NOW + 9 * S)
+    request = advance_request(
+        apply_report(request, "a", HostReport(state="uploading"), NOW + 9 * S), NOW + 9 * S
+    )
     assert request.state == "collecting"
-    request = advance_request(apply_report(request, "a", HostReport(state="uploaded"), NOW + 10 * S), NOW + 10 * S)
+    request = advance_request(
+        apply_report(request, "a", HostReport(state="uploaded"), NOW + 10 * S), NOW + 10 * S
+    )
     assert request.state == "stitching"
     assert get_host_work(request, "a") is None
     request = finish_analysis(finish_stitching(request, "c1", NOW + 11 * S), NOW + 12 * S)
@@ -189,16 +239,22 @@ def test_a_host_that_is_late_is_left_out_and_named() -> None:
     assert request.hosts["c"].state == "armed"  # its process may be ready at the instant
     assert get_host_work(request, "b") is None
     for host in "ac":
-        request = apply_report(request, host, HostReport(state="uploaded", targets=[target(host)]), NOW + 60 * S)
+        request = apply_report(
+            request, host, HostReport(state="uploaded", targets=[target(host)]), NOW + 60 * S
+        )
     request = advance_request(advance_request(request, NOW + 60 * S), NOW + 60 * S)
     assert request.state == "stitching"
     request = finish_analysis(finish_stitching(request, "c1", NOW), NOW)
     assert request.state == "partial"
-    why = "it did not say in time that it is ready: nothing was heard of it 31.0 s after it was asked"
+    why = (
+        "it did not say in time that it is ready: nothing was heard of it 31.0 s after it was asked"
+    )
     assert request.detail == f"b (ranks 0-2, 7): {why}"
 
 
-def traced_by_slow_hosts(delays_ns: dict[str, int], lead_ns: int | None = None) -> tuple[FleetRequest, set[str]]:
+def traced_by_slow_hosts(
+    delays_ns: dict[str, int], lead_ns: int | None = None
+) -> tuple[FleetRequest, set[str]]:
     """A request whose hosts take a while for each thing that they do, and the hosts that were too late to begin.
 
     Hosts do what agents do: they hear of work, answer; hear of the instant, find their processes, write it down, and
@@ -223,7 +279,9 @@ def traced_by_slow_hosts(delays_ns: dict[str, int], lead_ns: int | None = None) 
             )
         begun = msgspec.structs.replace(begun, start_ns=progress.at_ns)
         request = apply_report(request, host, HostReport(state="running"), handed_over_ns - S)
-        request = apply_report(request, host, HostReport(state="uploaded", targets=[begun]), start_ns + 9 * S)
+        request = apply_report(
+            request, host, HostReport(state="uploaded", targets=[begun]), start_ns + 9 * S
+        )
     request = advance_request(advance_request(request, start_ns + 9 * S), start_ns + 9 * S)
     return finish_analysis(finish_stitching(request, "c", start_ns + 9 * S), start_ns + 9 * S), late
 
@@ -234,7 +292,9 @@ def test_hosts_that_answer_slowly_have_more_time_until_they_begin() -> None:
     assert (request.state, late) == ("done", set())
     assert request.start_ns - NOW < 7 * S, "who is quick does not wait"
     busy = quick | {"c": 5 * S, "d": 13 * S}
-    assert traced_by_slow_hosts(busy, 6 * S)[1] == {"c", "d"}, "what was enough for quick hosts is not for these"
+    assert traced_by_slow_hosts(busy, 6 * S)[1] == {"c", "d"}, (
+        "what was enough for quick hosts is not for these"
+    )
     request, late = traced_by_slow_hosts(busy)
     assert (request.state, request.detail, late) == ("done", "", set())
 
@@ -242,7 +302,9 @@ def test_hosts_that_answer_slowly_have_more_time_until_they_begin() -> None:
 def test_nobody_waits_for_ever_for_a_slow_host_which_is_named_with_how_late_it_was() -> None:
     request, late = traced_by_slow_hosts({"a": S, "b": 25 * S})
     assert (request.state, late) == ("partial", {"b"})
-    assert request.start_ns == NOW + 25 * S + 60 * S + 1000  # the bound, and the error of the clocks
+    assert (
+        request.start_ns == NOW + 25 * S + 60 * S + 1000
+    )  # the bound, and the error of the clocks
     # It took it up 4 * 25 s after the decision: 40 s too late.
     assert request.detail == (
         "b: rank 0 (timeline): it did not poll early enough; the host took it up 40.0 s after the instant"
@@ -253,8 +315,12 @@ def test_a_host_that_begins_after_the_instant_is_named_by_its_own_clock() -> Non
     request = apply_report(asked("a", "b"), "a", armed(offset_ns=3600 * S), NOW)
     request = advance_request(apply_report(request, "b", armed(), NOW), NOW)
     for host, behind_ns in (("a", 2_500_000_000), ("b", 0)):
-        begun = msgspec.structs.replace(target(host), start_ns=request.hosts[host].at_ns + behind_ns)
-        request = apply_report(request, host, HostReport(state="uploaded", targets=[begun]), NOW + 20 * S)
+        begun = msgspec.structs.replace(
+            target(host), start_ns=request.hosts[host].at_ns + behind_ns
+        )
+        request = apply_report(
+            request, host, HostReport(state="uploaded", targets=[begun]), NOW + 20 * S
+        )
     request = advance_request(advance_request(request, NOW + 20 * S), NOW + 20 * S)
     request = finish_analysis(finish_stitching(request, "c", NOW), NOW)
     assert (request.state, request.start_detail) == ("done", "a began 2.5 s after the instant")
@@ -265,7 +331,10 @@ def test_a_rank_that_failed_makes_it_partial() -> None:
     report = HostReport(state="uploaded", targets=[target("a"), target("a", "failed", rank=3)])
     request = apply_report(request, "a", report, NOW + S)
     request = advance_request(advance_request(request, NOW + S), NOW + S)
-    assert finish_analysis(finish_stitching(request, "c", NOW), NOW).detail == "a: rank 3 (timeline): a is full"
+    assert (
+        finish_analysis(finish_stitching(request, "c", NOW), NOW).detail
+        == "a: rank 3 (timeline): a is full"
+    )
 
 
 @pytest.mark.parametrize("hosts", [(), ("a", "b")])
@@ -277,8 +346,12 @@ def test_a_request_that_nobody_can_answer_fails_with_the_reason(hosts: tuple[str
 
 
 def test_a_host_that_says_now_this_and_now_that_holds_nobody_up() -> None:
-    request = advance_request(apply_report(apply_report(asked("a", "b"), "a", armed(), NOW), "b", armed(), NOW), NOW)
-    request = advance_request(apply_report(request, "a", HostReport(state="uploaded", targets=[target("a")]), NOW), NOW)
+    request = advance_request(
+        apply_report(apply_report(asked("a", "b"), "a", armed(), NOW), "b", armed(), NOW), NOW
+    )
+    request = advance_request(
+        apply_report(request, "a", HostReport(state="uploaded", targets=[target("a")]), NOW), NOW
+    )
     now = NOW
     for number in range(40):
         now += 300 * S
@@ -296,7 +369,9 @@ def test_what_has_ended_stays_as_it_ended() -> None:
     assert get_host_work(request, "a") is None
     assert apply_report(request, "a", armed(), NOW) == request
     assert advance_request(request, NOW + 10**6 * S) == request
-    done = advance_request(apply_report(asked("a", "b"), "a", HostReport(state="failed", reason="quota"), NOW), NOW)
+    done = advance_request(
+        apply_report(asked("a", "b"), "a", HostReport(state="failed", reason="quota"), NOW), NOW
+    )
     assert apply_report(done, "a", armed(), NOW) == done
 
 
@@ -305,7 +380,12 @@ def test_whatever_hosts_do_it_ends_and_says_who_is_missing(seed: int) -> None:
     """Each host goes its way with random pauses, or stops somewhere for good."""
     chance = random.Random(seed)
     names = [f"h{number}" for number in range(chance.randint(1, 5))]
-    ways = [("armed", "running", "uploading", "uploaded"), ("armed", "failed"), ("armed", "running", "cancelled"), ()]
+    ways = [
+        ("armed", "running", "uploading", "uploaded"),
+        ("armed", "failed"),
+        ("armed", "running", "cancelled"),
+        (),
+    ]
     events: list[tuple[int, str, str]] = []
     for name in names:
         at, way = NOW, chance.choice(ways)
@@ -317,7 +397,9 @@ def test_whatever_hosts_do_it_ends_and_says_who_is_missing(seed: int) -> None:
         now = at
         for when, name, state in events:
             if when == at:
-                report = armed() if state == "armed" else HostReport(state=state, targets=[target(name)])  # type: ignore[arg-type]
+                report = (
+                    armed() if state == "armed" else HostReport(state=state, targets=[target(name)])
+                )  # type: ignore[arg-type]
                 request = apply_report(request, name, report, at)
         while (further := advance_request(request, at)) != request:
             request = further
@@ -327,9 +409,15 @@ def test_whatever_hosts_do_it_ends_and_says_who_is_missing(seed: int) -> None:
     assert request.ended
     assert now >= request.since_ns
     order = ["announced", "armed", "running", "collecting", "done", "partial", "failed"]
-    assert [order.index(state) for state in states] == sorted(order.index(state) for state in states)
+    assert [order.index(state) for state in states] == sorted(
+        order.index(state) for state in states
+    )
     uploaded = {name for name, progress in request.hosts.items() if progress.state == "uploaded"}
-    assert request.state == ("done" if uploaded == set(names) else "partial" if uploaded else "failed")
+    assert request.state == (
+        "done" if uploaded == set(names) else "partial" if uploaded else "failed"
+    )
     for name in names:
-        assert (re.search(rf"{name} \(rank[^)]*\): ", request.detail) is not None) == (name not in uploaded)
+        assert (re.search(rf"{name} \(rank[^)]*\): ", request.detail) is not None) == (
+            name not in uploaded
+        )
         assert request.hosts[name].ended

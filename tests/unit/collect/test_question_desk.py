@@ -15,9 +15,14 @@ import pytest
 for package in ("sqlalchemy", "obstore", "deltalake"):
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
-from traceloom.fleet.questions.answering import MAX_CONCURRENT, MAX_WAITING, AnswerPendingError, QueryService
+from traceloom.fleet.questions.answering import (  # noqa: E402
+    MAX_CONCURRENT,
+    MAX_WAITING,
+    AnswerPendingError,
+    QueryService,
+)
 from traceloom.fleet.questions.catalogue import QUESTION  # noqa: E402
-from traceloom.fleet.questions.declaration import QuestionFrames, RuleQuery
+from traceloom.fleet.questions.declaration import QuestionFrames, RuleQuery  # noqa: E402
 from traceloom.fleet.store.captures import ServiceState  # noqa: E402
 from traceloom.fleet.store.schema import SCHEMAS, get_utc_day  # noqa: E402
 from traceloom.fleet.store.tables import Tables  # noqa: E402
@@ -27,7 +32,9 @@ NOW = 1_790_000_000 * 10**9
 FINDINGS = QUESTION["findings"]
 
 
-def with_desk(folder: Path, test: Callable[[QueryService], Awaitable[None]], seconds: float = 60.0) -> None:
+def with_desk(
+    folder: Path, test: Callable[[QueryService], Awaitable[None]], seconds: float = 60.0
+) -> None:
     async def run() -> None:
         tables, state = Tables(str(folder)), ServiceState(str(folder / "state.db"))
         tables.create()
@@ -56,13 +63,19 @@ def test_what_takes_too_long_is_said_so_and_what_is_too_much_is_refused(tmp_path
             for answer in await asyncio.gather(*asked, return_exceptions=True):
                 assert isinstance(answer, HttpError)
                 slugs.append(answer.slug)
-            names = [thread.name for thread in threading.enumerate() if "traceloom-question" in thread.name]
+            names = [
+                thread.name
+                for thread in threading.enumerate()
+                if "traceloom-question" in thread.name
+            ]
             assert len(names) == MAX_CONCURRENT
         finally:
             release.set()
         assert set(slugs) == {"slow-question"}
         desk.seconds = 60.0
-        await asyncio.to_thread(desk._threads.submit(bool).result)  # what was asked before has ended
+        await asyncio.to_thread(
+            desk._threads.submit(bool).result
+        )  # what was asked before has ended
         assert await desk.work(lambda: "answered") == "answered"
 
     with_desk(tmp_path, test, seconds=0.2)
@@ -77,10 +90,14 @@ def test_an_answer_is_given_again_until_a_table_or_a_rule_changes(tmp_path: Path
         day = get_utc_day(NOW)
         row = {"day": [day], "capture": ["c"], "slug": ["launch-bound"], "confidence": [1.0]}
         about = {"day": [day], "capture": ["c"], "start_ns": [NOW]}
-        rows = {name: SCHEMAS[name].complete(pl.DataFrame(data)) for name, data in
-                (("findings", row), ("captures", about))}  # fmt: skip
+        rows = {
+            name: SCHEMAS[name].complete(pl.DataFrame(data))
+            for name, data in (("findings", row), ("captures", about))
+        }
         desk.tables.commit("captures", 1, rows)
-        assert await desk.ask(FINDINGS, RuleQuery(top=8), seconds=3600.0) is of_before, "it is not old"
+        assert await desk.ask(FINDINGS, RuleQuery(top=8), seconds=3600.0) is of_before, (
+            "it is not old"
+        )
         second = await desk.ask(FINDINGS, RuleQuery())
         assert [each.rule for each in second.rows] == ["launch-bound"]  # type: ignore[attr-defined]
         desk.state.put_document("owners", "olga", "")
@@ -89,7 +106,9 @@ def test_an_answer_is_given_again_until_a_table_or_a_rule_changes(tmp_path: Path
     with_desk(tmp_path, test)
 
 
-def test_who_asks_again_gets_the_answer_that_took_long_though_tables_changed_meanwhile(tmp_path: Path) -> None:
+def test_who_asks_again_gets_the_answer_that_took_long_though_tables_changed_meanwhile(
+    tmp_path: Path,
+) -> None:
     async def test(desk: QueryService) -> None:
         release, worked = threading.Event(), []
 

@@ -16,16 +16,28 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client", "uvic
 
 from support.answering import fill  # noqa: E402
 from traceloom.errors import UsageError  # noqa: E402
-from traceloom.fleet.analyses.attribution import build_attribution_tree, compute_ownership_periods, divide_device_time
+from traceloom.fleet.analyses.attribution import (  # noqa: E402
+    build_attribution_tree,
+    compute_ownership_periods,
+    divide_device_time,
+)
 from traceloom.fleet.questions.catalogue import QUESTIONS  # noqa: E402
-from traceloom.fleet.questions.declaration import HOUR_NS, PagedQuery, Period, QuestionFrames, TimeQuery
+from traceloom.fleet.questions.declaration import (  # noqa: E402
+    HOUR_NS,
+    PagedQuery,
+    Period,
+    QuestionFrames,
+    TimeQuery,
+)
 from traceloom.fleet.store.tables import Tables  # noqa: E402
 from traceloom.testing.fleet_weeks import Weeks, WeeksRecipe, build_weeks  # noqa: E402
 
 FIRST = datetime(2026, 10, 5, tzinfo=timezone.utc)
 BY_NAME = {question.name: question for question in QUESTIONS}
 # Regressions are cut into pages as all others are, and take seconds.
-PAGED = [q.name for q in QUESTIONS if issubclass(q.parameters, PagedQuery) and q.name != "regressions"]
+PAGED = [
+    q.name for q in QUESTIONS if issubclass(q.parameters, PagedQuery) and q.name != "regressions"
+]
 ALL = {"since": "2026-10-05", "until": "2026-10-20"}
 
 
@@ -51,7 +63,9 @@ def ask(tables: Tables, name: str, **wanted: Any) -> dict[str, Any]:
     """The answer to a question, as JSON."""
     question = BY_NAME[name]
     asked: TimeQuery = msgspec.convert(wanted, question.parameters)
-    frames = QuestionFrames(tables, asked, Period.of(asked, int(FIRST.timestamp() + 40 * 86_400) * 10**9))
+    frames = QuestionFrames(
+        tables, asked, Period.of(asked, int(FIRST.timestamp() + 40 * 86_400) * 10**9)
+    )
     answer: dict[str, Any] = msgspec.to_builtins(question.ask(frames, asked))
     return answer
 
@@ -63,7 +77,9 @@ def time_of(tables: Tables, by: str, **wanted: Any) -> Counter[str]:
 
 
 @pytest.mark.parametrize("name", PAGED)
-def test_the_pages_of_every_question_are_the_pieces_of_its_answer(tables: Tables, name: str) -> None:
+def test_the_pages_of_every_question_are_the_pieces_of_its_answer(
+    tables: Tables, name: str
+) -> None:
     more = {"by": "job"} if name in {"topline", "invest", "characterise"} else {}
     table = next(iter(BY_NAME[name].tables))
     whole = ask(tables, name, top=1000, **ALL, **more)[table]
@@ -79,30 +95,43 @@ def test_the_pages_of_every_question_are_the_pieces_of_its_answer(tables: Tables
         assert row == pytest.approx(of_whole) if name == "findings" else row == of_whole
 
 
-@pytest.mark.parametrize(("first", "middle", "last"), [(0, 5, 30), (7, 24, 40), (20, 25, 26), (1, 2, 47), (30, 48, 72)])
+@pytest.mark.parametrize(
+    ("first", "middle", "last"), [(0, 5, 30), (7, 24, 40), (20, 25, 26), (1, 2, 47), (30, 48, 72)]
+)
 def test_ranges_that_follow_each_other_add_up_to_the_rows_of_a_plain_loop(
     tables: Tables, first: int, middle: int, last: int
 ) -> None:
     ranges = [(first, middle), (middle, last), (first, last)]
-    early, late, whole = (time_of(tables, "job", since=hour(low), until=hour(high)) for low, high in ranges)
+    early, late, whole = (
+        time_of(tables, "job", since=hour(low), until=hour(high)) for low, high in ranges
+    )
     assert early + late == whole
     begin_ns = int(FIRST.timestamp()) * 10**9
     loop: Counter[str] = Counter()
     for row in tables.scan("usage_hour").collect().iter_rows(named=True):
         if begin_ns + first * HOUR_NS <= row["time_ns"] < begin_ns + last * HOUR_NS:
-            loop[row["job"] if row["state"] in {"busy", "idle-allocated"} else row["state"]] += row["device_ms"]
+            loop[row["job"] if row["state"] in {"busy", "idle-allocated"} else row["state"]] += row[
+                "device_ms"
+            ]
     assert whole == +loop
-    kernels = [ask(tables, "kernels", since=hour(low), until=hour(high))["total_ns"] for low, high in ranges]
+    kernels = [
+        ask(tables, "kernels", since=hour(low), until=hour(high))["total_ns"]
+        for low, high in ranges
+    ]
     assert kernels[0] + kernels[1] == kernels[2]
 
 
 @pytest.mark.parametrize("over", ["hour", "day"])
 def test_a_curve_adds_up_to_what_it_is_of(tables: Tables, over: str) -> None:
     whole = ask(tables, "attribution", by="division", since=hour(0), until=hour(72))["rows"]
-    curve = ask(tables, "attribution", by="division", over=over, since=hour(0), until=hour(72))["rows"]
+    curve = ask(tables, "attribution", by="division", over=over, since=hour(0), until=hour(72))[
+        "rows"
+    ]
     for row in whole:
         parts = [part for part in curve if part["values"] == row["values"]]
-        assert len({part["time_ns"] for part in parts}) == len(parts) <= (72 if over == "hour" else 3)
+        assert (
+            len({part["time_ns"] for part in parts}) == len(parts) <= (72 if over == "hour" else 3)
+        )
         for name in ("device_ms", "busy_ms", "idle_ms", "energy_known_ms"):
             assert sum(part[name] for part in parts) == row[name]
         assert sum(part["energy_mj"] or 0 for part in parts) == (row["energy_mj"] or 0)
@@ -120,7 +149,11 @@ def test_filters_by_each_value_part_the_whole(tables: Tables, name: str) -> None
     assert anybody == held  # time that no job held is nobody's
     whole = ask(tables, "kernels", **ALL)["total_ns"]
     values = {row[name] for row in ask(tables, "characterise", by=name, top=1000, **ALL)["rows"]}
-    assert sum(ask(tables, "kernels", **ALL, **{name: value})["total_ns"] for value in values) == whole > 0
+    assert (
+        sum(ask(tables, "kernels", **ALL, **{name: value})["total_ns"] for value in values)
+        == whole
+        > 0
+    )
 
 
 def test_filters_by_each_host_part_the_whole(tables: Tables) -> None:
@@ -146,23 +179,36 @@ def test_two_filters_keep_what_both_keep(tables: Tables) -> None:
         for job, ms in list(jobs.items())[:4]:
             assert time_of(tables, "job", division=division, job=job, **days) == {job: ms}
             others = divisions - {division}
-            assert all(not time_of(tables, "job", division=other, job=job, **days) for other in list(others)[:1])
+            assert all(
+                not time_of(tables, "job", division=other, job=job, **days)
+                for other in list(others)[:1]
+            )
 
 
-@pytest.mark.parametrize("wanted", [{"job": "nobody"}, {"division": "*?*none"}, {"host": "elsewhere"}])
-def test_what_no_row_fits_has_an_empty_answer_to_every_question(tables: Tables, wanted: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "wanted", [{"job": "nobody"}, {"division": "*?*none"}, {"host": "elsewhere"}]
+)
+def test_what_no_row_fits_has_an_empty_answer_to_every_question(
+    tables: Tables, wanted: dict[str, str]
+) -> None:
     for question in QUESTIONS:
         needed = {"kernel": "k"} if question.name == "kernel-history" else {}
         answer = ask(tables, question.name, **needed, **wanted, **ALL)
         table = next(iter(question.tables))
-        rows = [row for row in answer[table] if row.get("values") != []]  # the root of a tree is always there
+        rows = [
+            row for row in answer[table] if row.get("values") != []
+        ]  # the root of a tree is always there
         known = [row for row in rows if row.get("device_hours")]
         assert not known, question.name
         assert not rows or question.name == "topline", question.name
 
 
 def test_ranges_that_lie_outside_of_all_days_have_no_rows(tables: Tables) -> None:
-    for since, until in (("2020-01-01", "2020-02-01"), ("2026-11-01", "2026-11-02"), ("1970-01-01", "1970-01-02")):
+    for since, until in (
+        ("2020-01-01", "2020-02-01"),
+        ("2026-11-01", "2026-11-02"),
+        ("1970-01-01", "1970-01-02"),
+    ):
         assert ask(tables, "kernels", since=since, until=until)["total_ns"] == 0
         assert not time_of(tables, "job", since=since, until=until)
 
@@ -173,6 +219,9 @@ def test_a_curve_of_too_many_points_is_refused_and_not_cut(tables: Tables) -> No
     owned = compute_ownership_periods(tables.scan("jobs"), tables.scan("owners"))
     with pytest.raises(UsageError) as refused:
         build_attribution_tree(
-            divide_device_time(usage.join(points, how="cross").lazy(), owned, ["job"], None, HOUR_NS), 20
+            divide_device_time(
+                usage.join(points, how="cross").lazy(), owned, ["job"], None, HOUR_NS
+            ),
+            20,
         )
     assert refused.value.slug == "too-many-rows"

@@ -40,7 +40,9 @@ def refused(service: AnsweringService, route: str, **parameters: str) -> str:
     return raised.value.slug
 
 
-def test_the_planted_regression_comes_first_with_captures_of_both_sides(fleet: AnsweringService) -> None:
+def test_the_planted_regression_comes_first_with_captures_of_both_sides(
+    fleet: AnsweringService,
+) -> None:
     answer = fleet.admin.get("regressions", **DAYS)
     first, planted = answer["changes"][0], CHANGES[0]
     assert first["kernel"] == weeks().kernel(planted)
@@ -51,8 +53,14 @@ def test_the_planted_regression_comes_first_with_captures_of_both_sides(fleet: A
     assert starts[first["healthy_capture"]] < first["since_ns"] <= starts[first["capture"]]
     assert first["jobs"]
 
-    history = fleet.admin.get("kernels/history", kernel=first["kernel"], shapes=first["shapes"], **DAYS)["rows"]
-    jobs = {row["job"] for row in weeks().tables["captures"].to_dicts() if row["job"].startswith(planted.model)}
+    history = fleet.admin.get(
+        "kernels/history", kernel=first["kernel"], shapes=first["shapes"], **DAYS
+    )["rows"]
+    jobs = {
+        row["job"]
+        for row in weeks().tables["captures"].to_dicts()
+        if row["job"].startswith(planted.model)
+    }
     assert {row["job"] for row in history} == jobs
     assert [row["start_ns"] for row in history] == sorted(row["start_ns"] for row in history)
     sides: dict[bool, list[float]] = defaultdict(list)
@@ -61,8 +69,12 @@ def test_the_planted_regression_comes_first_with_captures_of_both_sides(fleet: A
     assert min(sides[True]) > 4 * max(sides[False])
 
 
-@pytest.mark.parametrize("by", ["/".join(order) for order in permutations(("division", "user", "job"))])
-def test_hours_of_owners_are_exact_on_every_level_in_any_order(fleet: AnsweringService, by: str) -> None:
+@pytest.mark.parametrize(
+    "by", ["/".join(order) for order in permutations(("division", "user", "job"))]
+)
+def test_hours_of_owners_are_exact_on_every_level_in_any_order(
+    fleet: AnsweringService, by: str
+) -> None:
     names = by.split("/")
     answer = fleet.admin.get("attribution", by=",".join(names), top="100", **USAGE)
     rows = {tuple(row["values"]): row for row in answer["rows"]}
@@ -80,7 +92,11 @@ def test_hours_of_owners_are_exact_on_every_level_in_any_order(fleet: AnsweringS
         held["unattributed" if job.endswith("notebook") else divisions[job.partition("-")[0]]] += ms
     at = names.index("division")
     for division, ms in held.items():
-        told = sum(row["device_ms"] for values, row in rows.items() if len(values) == 3 and values[at] == division)
+        told = sum(
+            row["device_ms"]
+            for values, row in rows.items()
+            if len(values) == 3 and values[at] == division
+        )
         assert told == pytest.approx(ms, abs=700)  # minutes of a shared device have fractions
 
 
@@ -88,7 +104,10 @@ def test_small_parts_stand_together_and_the_sum_stays(fleet: AnsweringService) -
     rows = fleet.admin.get("attribution", by="division,job", top="1", **USAGE)["rows"]
     assert [row["values"][-1:] for row in rows].count(["(others)"]) == 3
     for depth in (1, 2):
-        assert sum(row["device_ms"] for row in rows if len(row["values"]) == depth) == rows[0]["device_ms"]
+        assert (
+            sum(row["device_ms"] for row in rows if len(row["values"]) == depth)
+            == rows[0]["device_ms"]
+        )
     days = fleet.admin.get("attribution", by="division", over="day", **USAGE)["rows"]
     assert {row["time_ns"] for row in days} == {days[0]["time_ns"], days[0]["time_ns"] + DAY_NS}
     assert sum(row["device_ms"] for row in days if not row["values"]) == rows[0]["device_ms"]
@@ -105,31 +124,45 @@ def test_small_parts_stand_together_and_the_sum_stays(fleet: AnsweringService) -
     ],
     ids=("division", "user", "job", "nobody", "host"),
 )
-def test_filters_keep_what_they_say(fleet: AnsweringService, wanted: dict[str, str], jobs: tuple[str, ...]) -> None:
+def test_filters_keep_what_they_say(
+    fleet: AnsweringService, wanted: dict[str, str], jobs: tuple[str, ...]
+) -> None:
     at_host = [f"{wanted['host'].removeprefix('host0')}"] if "host" in wanted else None
     held = sum(
-        ms for job, ms in weeks().held_ms.items()
-        if job.startswith(jobs) and not job.endswith("notebook") and at_host in (None, [job.split("-")[1]])
-    )  # fmt: skip
+        ms
+        for job, ms in weeks().held_ms.items()
+        if job.startswith(jobs)
+        and not job.endswith("notebook")
+        and at_host in (None, [job.split("-")[1]])
+    )
     free = ("unallocated", "unreachable")
     rows = fleet.admin.get("attribution", by="model", **USAGE, **wanted)["rows"]
-    told = sum(row["device_ms"] for row in rows if row["values"] and row["values"][0] not in (*free, "unattributed"))
+    told = sum(
+        row["device_ms"]
+        for row in rows
+        if row["values"] and row["values"][0] not in (*free, "unattributed")
+    )
     assert told == pytest.approx(held, abs=700)
     kernels = fleet.admin.get("kernels", top="1000", **DAYS, **wanted)["rows"]
     assert {row["kernel"].partition("_")[0] for row in kernels} == set(jobs)
     time_of = {
-        row["capture"]: row["job"] for row in weeks().tables["captures"].to_dicts() if row["job"].startswith(jobs)
-    }  # fmt: skip
+        row["capture"]: row["job"]
+        for row in weeks().tables["captures"].to_dicts()
+        if row["job"].startswith(jobs)
+    }
     whole = sum(
-        row["total_ns"] for row in weeks().tables["kernels"].to_dicts()
+        row["total_ns"]
+        for row in weeks().tables["kernels"].to_dicts()
         if row["capture"] in time_of and at_host in (None, [row["capture"].split("-")[1]])
-    )  # fmt: skip
+    )
     assert sum(row["total_ns"] for row in kernels) == whole
 
 
 def test_pages_follow_each_other_and_say_whether_there_are_more(fleet: AnsweringService) -> None:
     every = fleet.admin.get("kernels", top="1000", **DAYS)
-    pages = [fleet.admin.get("kernels", top="7", skip=str(skip), **DAYS) for skip in range(0, 161, 7)]
+    pages = [
+        fleet.admin.get("kernels", top="7", skip=str(skip), **DAYS) for skip in range(0, 161, 7)
+    ]
     assert [row for page in pages for row in page["rows"]] == every["rows"]
     assert [page["more"] for page in pages] == [*[True] * (len(pages) - 1), False]
     assert every["total_ns"] == weeks().tables["kernels"]["total_ns"].sum()
@@ -138,7 +171,9 @@ def test_pages_follow_each_other_and_say_whether_there_are_more(fleet: Answering
 
 
 def test_a_part_of_a_day_is_looked_at_exactly(fleet: AnsweringService) -> None:
-    answer = fleet.admin.get("kernels", since="2026-10-06T03:00", until="2026-10-06T09:00", top="1000")
+    answer = fleet.admin.get(
+        "kernels", since="2026-10-06T03:00", until="2026-10-06T09:00", top="1000"
+    )
     inside = (
         weeks()
         .tables["captures"]
@@ -154,7 +189,9 @@ def test_a_part_of_a_day_is_looked_at_exactly(fleet: AnsweringService) -> None:
 
 def test_the_slow_host_is_the_outlier_among_hosts_that_ran_the_same(tmp_path: Path) -> None:
     team = Team("recommender", "ads", "feed", "ana", "torch 2.9", hosts=6)
-    slow = build_weeks(WeeksRecipe(days=3, usage_days=0, changes=(), slow_host=2, captures=1, teams=(team,)))
+    slow = build_weeks(
+        WeeksRecipe(days=3, usage_days=0, changes=(), slow_host=2, captures=1, teams=(team,))
+    )
     with answering(tmp_path, slow) as service:
         hosts = service.admin.get("outliers", **DAYS)["hosts"]
     assert [row["host"] for row in hosts if row["outlier"]] == [slow.hosts[2]]
@@ -162,7 +199,9 @@ def test_the_slow_host_is_the_outlier_among_hosts_that_ran_the_same(tmp_path: Pa
     assert len(hosts) == 6
 
 
-def test_the_topline_savings_findings_and_shares_are_what_was_planted(fleet: AnsweringService) -> None:
+def test_the_topline_savings_findings_and_shares_are_what_was_planted(
+    fleet: AnsweringService,
+) -> None:
     teams = {team.model: team for team in weeks().recipe.teams}
     rows = {row["model"]: row for row in fleet.admin.get("topline", by="model", **USAGE)["rows"]}
     assert {name: rows[name]["device_use"] for name in teams} == {
@@ -170,10 +209,14 @@ def test_the_topline_savings_findings_and_shares_are_what_was_planted(fleet: Ans
     }
     saved = {row["rule"]: row["saved_ms"] for row in fleet.admin.get("invest", **USAGE)["rows"]}
     vision = sum(ms for job, ms in weeks().held_ms.items() if job.startswith("vision"))
-    assert saved["python-bound"] == pytest.approx(0.5 * vision, rel=0.2)  # jobs without a capture in these days
+    assert saved["python-bound"] == pytest.approx(
+        0.5 * vision, rel=0.2
+    )  # jobs without a capture in these days
     found = {row["rule"]: row for row in fleet.admin.get("findings", **DAYS)["rows"]}
     rules = weeks().tables["findings"]["slug"].to_list()
-    assert {rule: row["captures"] for rule, row in found.items()} == {rule: rules.count(rule) for rule in set(rules)}
+    assert {rule: row["captures"] for rule, row in found.items()} == {
+        rule: rules.count(rule) for rule in set(rules)
+    }
     shares = fleet.admin.get("characterise", by="division,kind", **DAYS)["rows"]
     assert sum(row["fraction"] for row in shares) == pytest.approx(1)
     covered = fleet.admin.get("coverage", top="1000", **DAYS)
@@ -199,7 +242,11 @@ def test_what_cannot_be_asked_is_refused(fleet: AnsweringService) -> None:
 
 def test_ranges_begin_at_full_hours_or_days() -> None:
     now = 20_000 * DAY_NS + 5 * HOUR_NS + 7
-    assert Period.of(TimeQuery(since="30d"), now) == (19_970 * DAY_NS, 20_000 * DAY_NS + 6 * HOUR_NS, True)
+    assert Period.of(TimeQuery(since="30d"), now) == (
+        19_970 * DAY_NS,
+        20_000 * DAY_NS + 6 * HOUR_NS,
+        True,
+    )
     assert Period.of(TimeQuery(since="6h"), now)[0] == 20_000 * DAY_NS - HOUR_NS
 
 
@@ -215,7 +262,11 @@ set = {division = "ads"}
 
 
 def held_by(*models: str) -> float:
-    return sum(ms for job, ms in weeks().held_ms.items() if job.startswith(models) and not job.endswith("notebook"))
+    return sum(
+        ms
+        for job, ms in weeks().held_ms.items()
+        if job.startswith(models) and not job.endswith("notebook")
+    )
 
 
 def hours_of_divisions(fleet: AnsweringService) -> dict[tuple[str, ...], int]:
@@ -229,7 +280,9 @@ def test_rules_say_what_they_change_before_they_are_kept(fleet: AnsweringService
     before = hours_of_divisions(fleet)
     body = {"text": RULES, **USAGE, "dry_run": True}
     tried = operator.post("owners", body)
-    moved = {(row["dimension"], row["before"], row["after"]): row["device_ms"] for row in tried["moves"]}
+    moved = {
+        (row["dimension"], row["before"], row["after"]): row["device_ms"] for row in tried["moves"]
+    }
     assert moved == {
         ("division", "unattributed", "research"): pytest.approx(held_by("speech"), abs=700),
         ("division", "research", "ads"): pytest.approx(held_by("vision"), abs=700),
@@ -248,20 +301,32 @@ def test_rules_say_what_they_change_before_they_are_kept(fleet: AnsweringService
     assert operator.post("owners", {**USAGE, "text": ""})["version"] == 3
     assert hours_of_divisions(fleet) == before
     versions = viewer.get("owners/history")["versions"]
-    assert [(each["version"], each["who"]) for each in versions] == [(3, "olga"), (2, "olga"), (1, "olga")]
+    assert [(each["version"], each["who"]) for each in versions] == [
+        (3, "olga"),
+        (2, "olga"),
+        (1, "olga"),
+    ]
     assert viewer.get("owners", version="1")["text"] == RULES
     with pytest.raises(InputError, match="no such version"):
         viewer.get("owners", version="9")
     with pytest.raises(InputError) as raised:
         operator.post("owners", {"text": "[[rule]]\nset = {colour = 'red'}"})
     assert raised.value.slug == "bad-owners"
-    did = {(entry["who"], entry["what"], entry["result"]) for entry in fleet.admin.get("audit")["entries"]}
-    assert {("olga", "POST /api/v1/owners", "done"), ("vera", "POST /api/v1/owners", "not-allowed")} <= did
+    did = {
+        (entry["who"], entry["what"], entry["result"])
+        for entry in fleet.admin.get("audit")["entries"]
+    }
+    assert {
+        ("olga", "POST /api/v1/owners", "done"),
+        ("vera", "POST /api/v1/owners", "not-allowed"),
+    } <= did
 
 
 def test_prices_say_what_they_change_and_make_costs(fleet: AnsweringService) -> None:
     operator = fleet.client("operator", "otto")
-    hours = sum(row["device_ms"] for row in operator.get("attribution", **USAGE)["rows"][:1]) / 3.6e6
+    hours = (
+        sum(row["device_ms"] for row in operator.get("attribution", **USAGE)["rows"][:1]) / 3.6e6
+    )
     body = {"text": 'currency = "EUR"\n[device_hour]\ndefault = 2.0', **USAGE}
     [cost] = operator.post("prices", {**body, "dry_run": True})["costs"]
     assert (cost["before"], cost["after"]) == (None, pytest.approx(2 * hours))

@@ -39,7 +39,9 @@ def test_an_answer_is_worked_out_anew_when_it_is_old() -> None:
     assert [answer("a"), answer("b")] == [3, 4]
 
 
-def test_an_answer_of_the_same_tables_is_kept_however_old_and_one_of_others_only_for_who_takes_it() -> None:
+def test_an_answer_of_the_same_tables_is_kept_however_old_and_one_of_others_only_for_who_takes_it() -> (
+    None
+):
     seconds, work = 0.0, Counting()
     recent = AnswerCache[int](3, lambda: seconds)
     assert recent.get("a", work, basis=1) == 1

@@ -19,15 +19,21 @@ from traceloom.agent.fleet_link.protocol import Heartbeat, UsageRow  # noqa: E40
 from traceloom.fleet.store.captures import ServiceState  # noqa: E402
 
 
-def test_a_heartbeat_that_was_on_its_way_when_its_host_was_removed_is_refused(tmp_path: Path) -> None:
+def test_a_heartbeat_that_was_on_its_way_when_its_host_was_removed_is_refused(
+    tmp_path: Path,
+) -> None:
     with answering(tmp_path) as service:
         token = service.client("operator").post("agents", {"host": "n1"})["token"]
-        host = SimulatedHost([service.url], "n1", token, [ranked_process(0, "j")], tmp_path / "hosts")
+        host = SimulatedHost(
+            [service.url], "n1", token, [ranked_process(0, "j")], tmp_path / "hosts"
+        )
         host.beat()
         desk = service.service.hosts
         assert desk is not None
         assert set(desk.now) == {"n1"}
-        row = UsageRow(minute=time.time_ns() // 60_000_000_000 - 1, device="g", state="busy", device_ms=60_000)
+        row = UsageRow(
+            minute=time.time_ns() // 60_000_000_000 - 1, device="g", state="busy", device_ms=60_000
+        )
         body = msgspec.json.encode(Heartbeat(sent_ns=1, boot_id="b", version="1", usage=[row]))
         connection = http.client.HTTPConnection(service.url.removeprefix("http://"), timeout=60)
         connection.putrequest("POST", "/api/v1/agents/n1/heartbeat")
@@ -39,7 +45,10 @@ def test_a_heartbeat_that_was_on_its_way_when_its_host_was_removed_is_refused(tm
         service.client("operator", "olga").delete("hosts/n1")
         connection.send(body[-1:])
         response = connection.getresponse()
-        assert (response.status, json.loads(response.read())["error"]["slug"]) == (401, "unknown-host")
+        assert (response.status, json.loads(response.read())["error"]["slug"]) == (
+            401,
+            "unknown-host",
+        )
         connection.close()
         host.close()
         assert not desk.now

@@ -48,8 +48,23 @@ CONTENT = b"{}"
 NUL = "a\x00b"
 # What stands where a client should have put something else.
 ODD: tuple[Any, ...] = (
-    None, True, -1, 2**63, 2**70, 1e308, "", NUL, "../../etc/passwd", "\ud800", "x" * 5000, [], [None], {}, {"a": {}}, [[[]]],
-)  # fmt: skip
+    None,
+    True,
+    -1,
+    2**63,
+    2**70,
+    1e308,
+    "",
+    NUL,
+    "../../etc/passwd",
+    "\ud800",
+    "x" * 5000,
+    [],
+    [None],
+    {},
+    {"a": {}},
+    [[[]]],
+)
 ODD_IN_ADDRESS = (
     "",
     "-1",
@@ -84,20 +99,41 @@ class Fleet:
 
     def __init__(self, service: AnsweringService, folder: Path) -> None:
         self.service = service
-        self.connection = http.client.HTTPConnection(service.url.removeprefix("http://"), timeout=60)
+        self.connection = http.client.HTTPConnection(
+            service.url.removeprefix("http://"), timeout=60
+        )
         self.tokens = {role: service.token(role, f"of-{role}") for role in ROLES}
         self.document = json.loads(self.ask("GET", "/api/v1/openapi.json", "admin").text)
-        file = {"name": "a.json", "size": len(CONTENT), "sha256": hashlib.sha256(CONTENT).hexdigest()}
+        file = {
+            "name": "a.json",
+            "size": len(CONTENT),
+            "sha256": hashlib.sha256(CONTENT).hexdigest(),
+        }
         capture = self.made("captures", {"files": [file], "job": "job"})["id"]
         self.host = SimulatedHost(
-            [service.url], "node0", self.made("agents", {"host": "node0"})["token"], [ranked_process(0, "job")], folder
+            [service.url],
+            "node0",
+            self.made("agents", {"host": "node0"})["token"],
+            [ranked_process(0, "job")],
+            folder,
         )
         self.host.beat()
         request = self.made("requests", {"wanted": {"job": "job", "steps": 2}})["id"]
         self.made("tokens", {"name": "known", "role": "viewer"})
         self.made("webhooks", {"name": "known", "url": "https://93.184.216.34/hook"})
-        self.there = {"captures": capture, "hosts": "node0", "requests": request, "jobs": "job", "agents": "node0"}
-        self.there |= {"files": "a.json", "tokens": "known", "webhooks": "known", "against": capture}
+        self.there = {
+            "captures": capture,
+            "hosts": "node0",
+            "requests": request,
+            "jobs": "job",
+            "agents": "node0",
+        }
+        self.there |= {
+            "files": "a.json",
+            "tokens": "known",
+            "webhooks": "known",
+            "against": capture,
+        }
 
     def made(self, route: str, body: Any) -> Any:
         answer = self.ask("POST", f"/api/v1/{route}", "admin", body)
@@ -108,13 +144,17 @@ class Fleet:
         """Ask; `token` is a role, or what is shown itself."""
         content = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
         shown = self.tokens.get(token, token)
-        self.connection.request(method, path, content, {"Authorization": f"Bearer {shown}"} if shown else {})
+        self.connection.request(
+            method, path, content, {"Authorization": f"Bearer {shown}"} if shown else {}
+        )
         response = self.connection.getresponse()
         return Answer(response.status, response.read(), response.headers)
 
     def operation(self, route: FleetRoute) -> dict[str, Any]:
         """What the document says of a route."""
-        described: dict[str, Any] = self.document["paths"][re.sub(r":\w+}", "}", route.path)][route.method.lower()]
+        described: dict[str, Any] = self.document["paths"][re.sub(r":\w+}", "}", route.path)][
+            route.method.lower()
+        ]
         return described
 
     def token_for(self, route: FleetRoute) -> str:
@@ -140,14 +180,20 @@ class Fleet:
             problem = json.loads(answer.text)["error"]
             assert set(problem) == {"slug", "message", "hint"}, what
             assert problem["slug"] in EXPLAINED, f"{what}: {problem['slug']} is in no reference"
-            assert (answer.headers["Retry-After"] is not None) == (problem["slug"] in WAITS), problem
+            assert (answer.headers["Retry-After"] is not None) == (problem["slug"] in WAITS), (
+                problem
+            )
 
 
 WAITS = {"not-leading", "too-many-requests"}
 
 
-@pytest.fixture(scope="module", params=["sqlite", pytest.param("postgresql", marks=pytest.mark.thorough)])
-def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+@pytest.fixture(
+    scope="module", params=["sqlite", pytest.param("postgresql", marks=pytest.mark.thorough)]
+)
+def fleet(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("fleet")
     state = database() if request.param == "postgresql" else ""
     with answering(folder, limits=ServiceLimits(requests_per_second=1e9), state=state) as service:
@@ -158,9 +204,17 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_the_document_has_each_route_with_what_it_takes(fleet: Fleet) -> None:
-    described = {(method.upper(), path) for path, methods in fleet.document["paths"].items() for method in methods}
+    described = {
+        (method.upper(), path)
+        for path, methods in fleet.document["paths"].items()
+        for method in methods
+    }
     assert described == {(route.method, re.sub(r":\w+}", "}", route.path)) for route in ROUTES}
-    names = [operation["operationId"] for methods in fleet.document["paths"].values() for operation in methods.values()]
+    names = [
+        operation["operationId"]
+        for methods in fleet.document["paths"].values()
+        for operation in methods.values()
+    ]
     assert len(set(names)) == len(names)
     for route in ROUTES:
         operation = fleet.operation(route)
@@ -204,29 +258,48 @@ def test_who_shows_nothing_or_too_little_is_refused(fleet: Fleet, route: FleetRo
 def test_what_is_not_there_is_not_found(fleet: Fleet, route: FleetRoute) -> None:
     path = fleet.address(route, there=False).replace(f"{AGENTS}nothing", f"{AGENTS}node0")
     answer = fleet.ask(route.method, path, fleet.token_for(route))
-    always = {f"{AGENTS}node0/work", "/api/v1/jobs/nothing"}  # a job that does not run now may have run before
+    always = {
+        f"{AGENTS}node0/work",
+        "/api/v1/jobs/nothing",
+    }  # a job that does not run now may have run before
     assert answer.status == (200 if path in always else 404), answer.text
     fleet.check(route, answer, path)
     for name in (NUL, "..", "%2e%2e", "x" * 3000, "\u202e"):
         odd = re.sub("nothing", lambda _, name=name: quote(name, safe=""), path)  # type: ignore[misc]
         if odd != path:
             answer = fleet.ask(route.method, odd, fleet.token_for(route))
-            assert answer.status == (200 if path in always and name != NUL else 404), (odd, answer.text)
+            assert answer.status == (200 if path in always and name != NUL else 404), (
+                odd,
+                answer.text,
+            )
             fleet.check(route, answer, odd)
 
 
-@pytest.mark.parametrize("route", [route for route in ROUTES if route.body], ids=lambda route: route.path)
+@pytest.mark.parametrize(
+    "route", [route for route in ROUTES if route.body], ids=lambda route: route.path
+)
 def test_bodies_that_are_none_are_refused(fleet: Fleet, route: FleetRoute) -> None:
     assert route.body is not None
     path, token = fleet.address(route, there=True), fleet.token_for(route)
-    for content in (b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 20_000, b'{"a":1e999}', b'{"a":"\\ud800"}'):
+    for content in (
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"\xff\xfe",
+        b"[" * 20_000,
+        b'{"a":1e999}',
+        b'{"a":"\\ud800"}',
+    ):
         answer = fleet.ask(route.method, path, token, content)
         fleet.check(route, answer, f"{path} sent {content[:20]!r}")
         if not content.startswith(b"{"):
             assert (answer.status, answer.slug) == (400, "wrong-request"), content[:20]
     for field in route.body.__struct_fields__:
         for odd in ODD:
-            answer = fleet.ask(route.method, path, token, {**SENT.get(route.body.__name__, {}), field: odd})
+            answer = fleet.ask(
+                route.method, path, token, {**SENT.get(route.body.__name__, {}), field: odd}
+            )
             fleet.check(route, answer, f"{path} sent {field} = {str(odd)[:40]!r}")
 
 
@@ -243,7 +316,9 @@ SENT: dict[str, dict[str, Any]] = {
 """What is else in a body, so that the one odd field is what it is refused for."""
 
 
-@pytest.mark.parametrize("route", [route for route in ROUTES if route.parameters], ids=lambda route: route.path)
+@pytest.mark.parametrize(
+    "route", [route for route in ROUTES if route.parameters], ids=lambda route: route.path
+)
 def test_parameters_that_are_none_are_refused(fleet: Fleet, route: FleetRoute) -> None:
     assert route.parameters is not None
     path, token = fleet.address(route, there=True), fleet.token_for(route)
@@ -254,7 +329,9 @@ def test_parameters_that_are_none_are_refused(fleet: Fleet, route: FleetRoute) -
             continue  # it is read alike
         for odd in ODD_IN_ADDRESS:
             more = {"wait": "0", "version": "other"} if path.endswith("/work") else {}
-            answer = fleet.ask(route.method, f"{path}?{urlencode({**more, field.name: odd})}", token)
+            answer = fleet.ask(
+                route.method, f"{path}?{urlencode({**more, field.name: odd})}", token
+            )
             fleet.check(route, answer, f"{path}?{field.name}={odd[:40]!r}")
 
 
@@ -268,27 +345,47 @@ FIRST = {
 
 PROCESS = ranked_process(0, "job")
 TARGET = TraceTarget(
-    request="r", process=PROCESS.key, profiler="timeline", pid=1, uid=0, rank=0, stem="rank0", state="kept"
-)  # fmt: skip
+    request="r",
+    process=PROCESS.key,
+    profiler="timeline",
+    pid=1,
+    uid=0,
+    rank=0,
+    stem="rank0",
+    state="kept",
+)
 WHOLE = {
     "requests": RequestBody(wanted=TraceSpec(job="job", steps=2, ranks=(0,)), mark="m"),
     "agents/node0/heartbeat": Heartbeat(
-        sent_ns=1, boot_id="b", version="1", processes=[PROCESS], trouble={"gpu": "gone"},
-        clock=ClockOffset(offset_ns=0, error_ns=1, round_trips=8), devices=[HostDevice(uuid="GPU-0", values={"a": 1.0})],
+        sent_ns=1,
+        boot_id="b",
+        version="1",
+        processes=[PROCESS],
+        trouble={"gpu": "gone"},
+        clock=ClockOffset(offset_ns=0, error_ns=1, round_trips=8),
+        devices=[HostDevice(uuid="GPU-0", values={"a": 1.0})],
         usage=[UsageRow(minute=1, device="GPU-0", state="busy", device_ms=5)],
     ),
     "agents/node0/requests/ID": HostReport(
-        state="uploading", processes=[ArmedProcess(key=PROCESS.key, pid=1, rank=0)], targets=[TARGET],
+        state="uploading",
+        processes=[ArmedProcess(key=PROCESS.key, pid=1, rank=0)],
+        targets=[TARGET],
         files=[HostFile(name="a.json", bytes=2, sha256="0" * 64)],
         clock=ClockOffset(offset_ns=0, error_ns=1, round_trips=8),
     ),
-}  # fmt: skip
+}
 """Bodies with something in each field."""
 
 
 def changed(value: object) -> Iterator[object]:
     """A document with one value in it after the other in the place of which something odd stands."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inside in items:
         for other in (*ODD, *changed(inside)):
             copied: Any = value.copy()  # type: ignore[attr-defined]
@@ -308,7 +405,16 @@ def test_whatever_stands_inside_a_body_is_no_defect(fleet: Fleet, path: str) -> 
         statuses.add(answer.status)
     assert {200, 400} <= statuses
     # And what was taken breaks nothing that is told of it.
-    for told in ("hosts", "hosts/node0", "jobs", "jobs/job", "requests", "now", "query?by=host", "query?by=job"):
+    for told in (
+        "hosts",
+        "hosts/node0",
+        "jobs",
+        "jobs/job",
+        "requests",
+        "now",
+        "query?by=host",
+        "query?by=job",
+    ):
         assert fleet.ask("GET", f"/api/v1/{told}", "admin").status == 200, told
     assert fleet.ask("GET", "/metrics", "admin").status == 200
     fleet.host.beat()

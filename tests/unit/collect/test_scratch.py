@@ -80,9 +80,14 @@ def test_a_task_has_its_files_and_leaves_nothing(address: str, tmp_path: Path) -
     assert result_of(tmp_path, file_at(f"{address}/file?signature=x")) == CONTENT
 
 
-def test_a_check_is_told_what_was_announced_and_not_where_it_is_kept(address: str, tmp_path: Path) -> None:
+def test_a_check_is_told_what_was_announced_and_not_where_it_is_kept(
+    address: str, tmp_path: Path
+) -> None:
     file, seen = file_at(f"{address}/file?signature=secret"), []
-    assert run_in_scratch(EngineTask("check", (file,), {}, 60), seen.append, lambda: None, tmp_path) == b""
+    assert (
+        run_in_scratch(EngineTask("check", (file,), {}, 60), seen.append, lambda: None, tmp_path)
+        == b""
+    )
     [keywords] = seen
     assert keywords["files"] == [{"name": file.name, "size": file.size, "sha256": file.sha256}]
     assert "secret" not in str(keywords)
@@ -107,7 +112,9 @@ def test_what_is_no_file_of_the_capture_is_refused_for_good(
 
 
 @pytest.mark.parametrize("path", ["cut", "forbidden"])
-def test_a_store_that_does_not_give_it_costs_the_task_no_try(path: str, address: str, tmp_path: Path) -> None:
+def test_a_store_that_does_not_give_it_costs_the_task_no_try(
+    path: str, address: str, tmp_path: Path
+) -> None:
     with pytest.raises(InputError) as raised:
         result_of(tmp_path, file_at(f"{address}/{path}?signature=secret"))
     assert raised.value.slug == "unreadable"
@@ -115,7 +122,11 @@ def test_a_store_that_does_not_give_it_costs_the_task_no_try(path: str, address:
 
 
 def test_so_does_a_store_that_is_away_or_a_directory_that_is_not_shared(tmp_path: Path) -> None:
-    for at in ("http://127.0.0.1:1/x?signature=secret", "ftp://host/x", str(tmp_path / "elsewhere" / "a")):
+    for at in (
+        "http://127.0.0.1:1/x?signature=secret",
+        "ftp://host/x",
+        str(tmp_path / "elsewhere" / "a"),
+    ):
         with pytest.raises(InputError) as raised:
             result_of(tmp_path, file_at(at))
         assert raised.value.slug == "unreadable"
@@ -134,7 +145,10 @@ def test_fetching_ends_when_it_is_to_end(address: str, tmp_path: Path) -> None:
 
     with pytest.raises(TaskError, match="late"):
         run_in_scratch(
-            EngineTask("check", (file_at(f"{address}/endless", size=1 << 40),), {}, 60), print, go_on, tmp_path
+            EngineTask("check", (file_at(f"{address}/endless", size=1 << 40),), {}, 60),
+            print,
+            go_on,
+            tmp_path,
         )
     assert list(tmp_path.iterdir()) == []
 
@@ -146,7 +160,9 @@ def test_a_result_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         result_of(tmp_path, file_at(str(tmp_path / "a")))
 
 
-def test_what_went_wrong_names_the_files_of_the_capture_and_not_the_folder(address: str, tmp_path: Path) -> None:
+def test_what_went_wrong_names_the_files_of_the_capture_and_not_the_folder(
+    address: str, tmp_path: Path
+) -> None:
     def refuse(arguments: dict[str, Any]) -> None:
         folder = arguments["folder"]
         raise TaskError(f"no trace in {folder}: {folder}/folder/a.json is none", final=True)

@@ -16,7 +16,13 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client", "uvic
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
 from support.answering import AnsweringService, answering  # noqa: E402
-from traceloom.agent.fleet_link.protocol import ClockOffset, Heartbeat, HostDevice, HostProcess, UsageRow  # noqa: E402
+from traceloom.agent.fleet_link.protocol import (  # noqa: E402
+    ClockOffset,
+    Heartbeat,
+    HostDevice,
+    HostProcess,
+    UsageRow,
+)
 from traceloom.agent.traces.requests import TraceSpec  # noqa: E402
 from traceloom.fleet.service.request_plan import FleetRequest  # noqa: E402
 from traceloom.fleet.service.requests import LastHeartbeat  # noqa: E402
@@ -45,11 +51,17 @@ def series(service: AnsweringService) -> dict[str, Series]:
     return values
 
 
-def heard(number: int, ago_s: float, stale: str = "", job: str = "", offset_ns: int | None = None) -> LastHeartbeat:
-    clock = None if offset_ns is None else ClockOffset(offset_ns=offset_ns, error_ns=1, round_trips=16)
+def heard(
+    number: int, ago_s: float, stale: str = "", job: str = "", offset_ns: int | None = None
+) -> LastHeartbeat:
+    clock = (
+        None if offset_ns is None else ClockOffset(offset_ns=offset_ns, error_ns=1, round_trips=16)
+    )
     devices = [HostDevice(uuid=f"g{at}", stale=stale) for at in range(number)]
     processes = [HostProcess(key="1@1", pid=1, uid=0, job=job)]
-    beat = Heartbeat(sent_ns=1, boot_id="b", version="1", devices=devices, processes=processes, clock=clock)
+    beat = Heartbeat(
+        sent_ns=1, boot_id="b", version="1", devices=devices, processes=processes, clock=clock
+    )
     return LastHeartbeat(heartbeat=beat, received_ns=time.time_ns() - int(ago_s * 1e9))
 
 
@@ -57,9 +69,12 @@ def test_hosts_devices_and_jobs_are_counted_as_they_are_now(service: AnsweringSe
     desk = service.service.hosts
     assert desk is not None
     said = {
-        "a": heard(3, 1, job="j", offset_ns=-2_500_000_000), "b": heard(2, 5, stale="gone", job="j"),
-        "c": heard(8, 3600, job="long ago", offset_ns=7), "d": heard(0, 2, job="k"), "e": heard(1, 3),
-    }  # fmt: skip
+        "a": heard(3, 1, job="j", offset_ns=-2_500_000_000),
+        "b": heard(2, 5, stale="gone", job="j"),
+        "c": heard(8, 3600, job="long ago", offset_ns=7),
+        "d": heard(0, 2, job="k"),
+        "e": heard(1, 3),
+    }
     for host, now in said.items():
         desk.members[host] = ""
         desk.now[host] = now
@@ -92,7 +107,9 @@ def test_rows_that_cannot_be_are_counted_for_their_host(service: AnsweringServic
     asyncio.run(desk.heartbeat("a", beat))
     values = series(service)
     assert values["traceloom_fleet_usage_refused_rows"] == {("a",): 3, ("b",): 0}
-    assert values["traceloom_fleet_usage_waiting"] == {(): 2}  # one of the host's minutes has no row that can be
+    assert values["traceloom_fleet_usage_waiting"] == {
+        (): 2
+    }  # one of the host's minutes has no row that can be
 
 
 def test_captures_and_requests_are_counted_by_how_far_they_are(service: AnsweringService) -> None:
@@ -102,24 +119,36 @@ def test_captures_and_requests_are_counted_by_how_far_they_are(service: Answerin
         files = (CaptureFile("a", 1, "0" * 64),)
         state.add_capture(
             CaptureRecord(
-                id=f"c{number}", day="2026-11-26", job="", uploader="u", received_ns=number, complete=False, bytes=1,
+                id=f"c{number}",
+                day="2026-11-26",
+                job="",
+                uploader="u",
+                received_ns=number,
+                complete=False,
+                bytes=1,
                 files=files,
             )
-        )  # fmt: skip
+        )
         if number:
             state.complete_capture(f"c{number}", "1")
     for number, how in enumerate(("armed", "armed", "done", "failed")):
         name = f"q{number}"
         desk.requests[name] = FleetRequest(
-            id=name, who="w", asked_ns=1, wanted=TraceSpec(job="j", steps=1), state=how,  # type: ignore[arg-type]
-        )  # fmt: skip
+            id=name,
+            who="w",
+            asked_ns=1,
+            wanted=TraceSpec(job="j", steps=1),
+            state=how,  # type: ignore[arg-type]
+        )
     values = series(service)
     tasks = {key: value for key, value in values["traceloom_fleet_tasks"].items() if value}
     assert tasks == {("received",): 2}  # what has not arrived whole waits for nothing
     assert values["traceloom_fleet_traces"] == {("armed",): 2, ("done",): 1, ("failed",): 1}
 
 
-def test_requests_are_counted_by_route_and_code_and_never_by_what_a_stranger_names(service: AnsweringService) -> None:
+def test_requests_are_counted_by_route_and_code_and_never_by_what_a_stranger_names(
+    service: AnsweringService,
+) -> None:
     for _ in range(2):
         service.admin.get("captures")
     for name in ("c0", "c1", "../x", "%2e%2e", "a b"):
@@ -128,7 +157,9 @@ def test_requests_are_counted_by_route_and_code_and_never_by_what_a_stranger_nam
     counts = series(service)["traceloom_fleet_requests"]
     assert counts["/api/v1/captures", "200"] == 2
     assert counts["/api/v1/captures/{id}", "404"] >= 2
-    of_requests = {key: count for key, count in counts.items() if key != ("other", "500")}  # of the server's beginning
+    of_requests = {
+        key: count for key, count in counts.items() if key != ("other", "500")
+    }  # of the server's beginning
     assert sum(of_requests.values()) == 7
     assert {route for route, _ in counts} <= {"/api/v1/captures", "/api/v1/captures/{id}", "other"}
 
@@ -137,7 +168,15 @@ def test_a_service_that_does_not_lead_says_nothing_of_hosts(service: AnsweringSe
     desk, service.service.hosts = service.service.hosts, None
     try:
         names = set(series(service))
-        assert not names & {"traceloom_fleet_hosts", "traceloom_fleet_devices", "traceloom_fleet_traces"}
-        assert {"traceloom_fleet_leads", "traceloom_fleet_tasks", "traceloom_fleet_store_bytes"} <= names
+        assert not names & {
+            "traceloom_fleet_hosts",
+            "traceloom_fleet_devices",
+            "traceloom_fleet_traces",
+        }
+        assert {
+            "traceloom_fleet_leads",
+            "traceloom_fleet_tasks",
+            "traceloom_fleet_store_bytes",
+        } <= names
     finally:
         service.service.hosts = desk

@@ -46,7 +46,9 @@ def writer(where: Places) -> Iterator[WriterProcess]:
 
 def writers() -> set[int]:
     """The processes of this one that write tables."""
-    return {child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
+    return {
+        child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
+    }
 
 
 def test_it_writes_what_waits_once_and_is_replaced_when_it_is_killed(
@@ -87,7 +89,9 @@ def test_it_writes_what_waits_once_and_is_replaced_when_it_is_killed(
     assert writers() == before
 
 
-def test_what_it_cannot_do_is_said_as_this_process_would(stores: Stores, writer: WriterProcess, where: Places) -> None:
+def test_what_it_cannot_do_is_said_as_this_process_would(
+    stores: Stores, writer: WriterProcess, where: Places
+) -> None:
     stores.state.lead(LEADER, "another", 600)
     with pytest.raises(OutputError) as refused:
         writer.commit("term")
@@ -127,7 +131,11 @@ def test_a_service_that_writes_tables_has_no_library_of_tables(tmp_path: Path) -
         children = psutil.Process(service.process.pid).children()
         client.get("check")
         assert "deltalake" in Path(f"/proc/{service.process.pid}/maps").read_text()
-        assert [child for child in children if "deltalake" in Path(f"/proc/{child.pid}/maps").read_text()]
+        assert [
+            child
+            for child in children
+            if "deltalake" in Path(f"/proc/{child.pid}/maps").read_text()
+        ]
         service.end(signal.SIGKILL)
         until(lambda: not any(child.is_running() for child in children))  # they end with it
     finally:

@@ -87,13 +87,19 @@ def test_files_are_checked_and_what_is_wrong_is_said_for_good(tasks: Asked, tmp_
 @pytest.mark.parametrize(
     "job",
     [
-        {"task": "nothing", "arguments": {}}, {"task": "check"}, {"arguments": {}}, {},
+        {"task": "nothing", "arguments": {}},
+        {"task": "check"},
+        {"arguments": {}},
+        {},
         {"task": "check", "arguments": {"folder": "/nowhere", "files": [{}]}},
-        {"task": "check", "arguments": {"strange": 1}}, {"task": "analyse", "arguments": []},
+        {"task": "check", "arguments": {"strange": 1}},
+        {"task": "analyse", "arguments": []},
     ],
     ids=range(7),
-)  # fmt: skip
-def test_what_is_no_task_is_answered_with_an_error(tasks: Asked, tmp_path: Path, job: dict[str, Any]) -> None:
+)
+def test_what_is_no_task_is_answered_with_an_error(
+    tasks: Asked, tmp_path: Path, job: dict[str, Any]
+) -> None:
     answer = tasks.ask(**job)
     assert answer["error"]
     assert answer["final"] is False
@@ -105,25 +111,45 @@ def test_rows_and_pages_are_made_of_a_folder(tasks: Asked, tmp_path: Path) -> No
     folder.mkdir()
     (folder / "trace.json").write_bytes(trace_bytes())
     more = {"capture": "c1", "received_ns": 1_790_000_000 * 10**9, "job": ""}
-    assert tasks.ask(task="analyse", arguments={"folder": str(folder), "out": str(tmp_path / "rows"), **more}) == {}
+    assert (
+        tasks.ask(
+            task="analyse", arguments={"folder": str(folder), "out": str(tmp_path / "rows"), **more}
+        )
+        == {}
+    )
     tables = unpack_rows((tmp_path / "rows").read_bytes(), "c1")
-    kernels = [e for e in json.loads(trace_bytes())["traceEvents"] if e.get("cat", "").lower() == "kernel"]
+    kernels = [
+        e for e in json.loads(trace_bytes())["traceEvents"] if e.get("cat", "").lower() == "kernel"
+    ]
     assert tables["kernels"].filter(pl.col("kind") != "copy")["total_ns"].sum() == sum(
         round(e["dur"] * 1000) for e in kernels
     )
     assert tables["captures"]["job"].to_list() == [None]
     page = tmp_path / "page.html"
-    assert tasks.ask(task="render", arguments={"folder": str(folder), "out": str(page), "name": "<b>x"}) == {}
+    assert (
+        tasks.ask(
+            task="render", arguments={"folder": str(folder), "out": str(page), "name": "<b>x"}
+        )
+        == {}
+    )
     assert "&lt;b&gt;x" in page.read_text()
     assert "<b>x" not in page.read_text()
-    again = tasks.ask(task="render", arguments={"folder": str(folder), "out": str(page), "name": "x"})
+    again = tasks.ask(
+        task="render", arguments={"folder": str(folder), "out": str(page), "name": "x"}
+    )
     assert "FileExistsError" in again["error"]  # nothing is written over
 
 
 def test_a_folder_that_holds_no_trace_is_refused_for_good(tasks: Asked, tmp_path: Path) -> None:
     folder = tmp_path / "files"
     folder.mkdir()
-    more = {"folder": str(folder), "out": str(tmp_path / "rows"), "capture": "c", "received_ns": 1, "job": ""}
+    more = {
+        "folder": str(folder),
+        "out": str(tmp_path / "rows"),
+        "capture": "c",
+        "received_ns": 1,
+        "job": "",
+    }
     for content in (None, b"", b"{", b"<html>", b"\x80\x04.", b"\x1f\x8b\x08"):
         if content is not None:
             (folder / "trace.json").write_bytes(content)
@@ -158,7 +184,9 @@ def expected(path: Path) -> dict[str, Any]:
     return {"done": True}
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\x00" * 99, b'{"nodes": []}', b"[1, 2"], ids=range(5))
+@pytest.mark.parametrize(
+    "content", [None, b"", b"\x00" * 99, b'{"nodes": []}', b"[1, 2"], ids=range(5)
+)
 def test_a_reader_refuses_as_this_process_would_and_reads_the_next(
     reader: Asked, tmp_path: Path, content: bytes | None
 ) -> None:
@@ -171,12 +199,17 @@ def test_a_reader_refuses_as_this_process_would_and_reads_the_next(
     test_path = tmp_path / "next.json"
     test_path.write_bytes(trace_bytes(1))
     (tmp_path / "next").mkdir()
-    assert reader.ask(path=str(test_path), capture=None, folder=str(tmp_path / "next"), processes=1) == {"done": True}
+    assert reader.ask(
+        path=str(test_path), capture=None, folder=str(tmp_path / "next"), processes=1
+    ) == {"done": True}
 
 
 @pytest.mark.parametrize(
     ("main", "first"),
-    [("traceloom.fleet.service.worker", {"memory_bytes": MEMORY}), ("traceloom.formats.loading", None)],
+    [
+        ("traceloom.fleet.service.worker", {"memory_bytes": MEMORY}),
+        ("traceloom.formats.loading", None),
+    ],
 )
 def test_a_process_ends_with_who_sends_it_jobs(main: str, first: dict[str, Any] | None) -> None:
     process = Asked(main)

@@ -20,7 +20,11 @@ from support.postgres import database
 from support.webhooks import Receiver, is_genuine, receiver
 from traceloom.errors import InputError, UsageError
 from traceloom.fleet.service import webhooks
-from traceloom.fleet.service.webhooks import WebhookAddressPolicy, WebhookDispatcher, build_fleet_event
+from traceloom.fleet.service.webhooks import (
+    WebhookAddressPolicy,
+    WebhookDispatcher,
+    build_fleet_event,
+)
 from traceloom.fleet.store.captures import ServiceState
 from traceloom.fleet.store.database import LEADER
 from traceloom.fleet.store.rules import EVENTS, MAX_WAITING, MAX_WEBHOOKS
@@ -69,13 +73,30 @@ def send(state: ServiceState, later_ns: int = 0, tls: ssl.SSLContext | None = No
 @pytest.mark.parametrize(
     "url",
     [
-        "https://10.0.0.1/", "https://127.0.0.1/", "http://127.0.0.1/", "https://169.254.169.254/latest", "https://[::1]/",
-        "https://[::ffff:10.0.0.1]/", "https://[64:ff9b::a00:1]/", "https://[2002:a00:1::]/", "https://100.64.0.1/",
-        "https://0.0.0.0/", "https://[fe80::1]/", "https://[fd00::1]/", "https://224.0.0.1/", "http://8.8.8.8/",
-        "ftp://8.8.8.8/", "https://user@8.8.8.8/", "https://8.8.8.8/\r\nX: y", "https:///x", "https://8.8.8.8:99999/",
-        "https://[::1", "https://2130706433/", "https://no-such-name.invalid/",
+        "https://10.0.0.1/",
+        "https://127.0.0.1/",
+        "http://127.0.0.1/",
+        "https://169.254.169.254/latest",
+        "https://[::1]/",
+        "https://[::ffff:10.0.0.1]/",
+        "https://[64:ff9b::a00:1]/",
+        "https://[2002:a00:1::]/",
+        "https://100.64.0.1/",
+        "https://0.0.0.0/",
+        "https://[fe80::1]/",
+        "https://[fd00::1]/",
+        "https://224.0.0.1/",
+        "http://8.8.8.8/",
+        "ftp://8.8.8.8/",
+        "https://user@8.8.8.8/",
+        "https://8.8.8.8/\r\nX: y",
+        "https:///x",
+        "https://8.8.8.8:99999/",
+        "https://[::1",
+        "https://2130706433/",
+        "https://no-such-name.invalid/",
     ],
-)  # fmt: skip
+)
 def test_nobody_makes_the_service_talk_to_other_networks(url: str) -> None:
     with pytest.raises(InputError) as error:
         asyncio.run(WebhookAddressPolicy().resolve(url))
@@ -85,7 +106,12 @@ def test_nobody_makes_the_service_talk_to_other_networks(url: str) -> None:
 def test_where_webhooks_may_lead() -> None:
     async def run() -> None:
         public = await WebhookAddressPolicy().resolve("https://8.8.8.8/a?b=c")
-        assert (public.address, public.port, public.path, public.tls) == ("8.8.8.8", 443, "/a?b=c", True)
+        assert (public.address, public.port, public.path, public.tls) == (
+            "8.8.8.8",
+            443,
+            "/a?b=c",
+            True,
+        )
         near = await WebhookAddressPolicy(["10.1.0.0/16"]).resolve("http://10.1.2.3:81/")
         assert (near.address, near.port, near.tls) == ("10.1.2.3", 81, False)
         with pytest.raises(InputError):
@@ -96,7 +122,9 @@ def test_where_webhooks_may_lead() -> None:
         WebhookAddressPolicy(["10.1.0.1/16"])
 
 
-def test_an_event_arrives_signed_after_errors_a_redirect_and_restarts(url: str, hook: Receiver) -> None:
+def test_an_event_arrives_signed_after_errors_a_redirect_and_restarts(
+    url: str, hook: Receiver
+) -> None:
     state = ServiceState(url)
     secret = state.add_webhook("ci", hook.url, EVENTS)
     hook.codes = [500, 302]
@@ -113,7 +141,11 @@ def test_an_event_arrives_signed_after_errors_a_redirect_and_restarts(url: str, 
     send(state, int(0.95 * DAY))
     first, *_, last = hook.came
     assert len(hook.came) == 3
-    assert {came.headers["Traceloom-Id"] for came in hook.came} == {"request.done:r1"} == {json.loads(last.body)["id"]}
+    assert (
+        {came.headers["Traceloom-Id"] for came in hook.came}
+        == {"request.done:r1"}
+        == {json.loads(last.body)["id"]}
+    )
     assert last.headers["Traceloom-Event"] == json.loads(last.body)["event"] == "request.done"
     [webhook] = state.webhooks()
     assert (webhook.waiting, webhook.delivered, webhook.failed, webhook.error) == (0, 1, 0, "")
@@ -124,7 +156,9 @@ def test_an_event_arrives_signed_after_errors_a_redirect_and_restarts(url: str, 
     state.close()
 
 
-def test_only_what_is_wanted_is_told_and_a_webhook_that_is_removed_nothing(state: ServiceState, hook: Receiver) -> None:
+def test_only_what_is_wanted_is_told_and_a_webhook_that_is_removed_nothing(
+    state: ServiceState, hook: Receiver
+) -> None:
     state.add_webhook("bad", hook.url, ["request.failed"])
     state.add_webhook("all", hook.url, EVENTS)
     ended(state, "good")
@@ -141,7 +175,9 @@ def test_who_never_answers_is_given_up_after_a_day_and_keeps_nobody_waiting(
     monkeypatch.setattr(webhooks, "_REQUEST_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
         state.add_webhook("silent", f"http://127.0.0.1:{silent.getsockname()[1]}/", EVENTS)
-        state.add_webhook("inside", "https://10.0.0.1/", EVENTS)  # as if its name led elsewhere by now
+        state.add_webhook(
+            "inside", "https://10.0.0.1/", EVENTS
+        )  # as if its name led elsewhere by now
         state.add_webhook("well", hook.url, EVENTS)
         ended(state, "r1")
         send(state)
@@ -152,7 +188,9 @@ def test_who_never_answers_is_given_up_after_a_day_and_keeps_nobody_waiting(
     assert "may not lead" in hooks["inside"].error
 
 
-def test_whose_certificate_is_not_trusted_or_is_of_another_name_is_told_nothing(tmp_path: Path) -> None:
+def test_whose_certificate_is_not_trusted_or_is_of_another_name_is_told_nothing(
+    tmp_path: Path,
+) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     certificate, key = str(tmp_path / "c.pem"), str(tmp_path / "k.pem")
@@ -180,7 +218,8 @@ def test_whose_certificate_is_not_trusted_or_is_of_another_name_is_told_nothing(
 def test_what_waits_is_bounded_and_what_is_dropped_counted(state: ServiceState) -> None:
     state.add_webhook("away", "http://127.0.0.1:1/", EVENTS)
     events = [
-        build_fleet_event("regression.new", "regression", str(number), {}, 1) for number in range(MAX_WAITING + 3)
+        build_fleet_event("regression.new", "regression", str(number), {}, 1)
+        for number in range(MAX_WAITING + 3)
     ]
     state.lead(LEADER, "term", 600)
     state.put_request("r", 1, "{}", "term", ended=True, events=events)

@@ -44,12 +44,20 @@ class Uploader:
         self.service, self.name = service, name
         self._token = service.token("requester", name)
 
-    def ask(self, method: str, path: str, body: bytes | Iterable[bytes] | None = None, **headers: str) -> Reply:
+    def ask(
+        self, method: str, path: str, body: bytes | Iterable[bytes] | None = None, **headers: str
+    ) -> Reply:
         """A request; a body of pieces is sent without its length."""
-        connection = http.client.HTTPConnection(self.service.url.removeprefix("http://"), timeout=60)
+        connection = http.client.HTTPConnection(
+            self.service.url.removeprefix("http://"), timeout=60
+        )
         is_whole = body is None or isinstance(body, bytes)
         connection.request(
-            method, path, body, {"Authorization": f"Bearer {self._token}", **headers}, encode_chunked=not is_whole
+            method,
+            path,
+            body,
+            {"Authorization": f"Bearer {self._token}", **headers},
+            encode_chunked=not is_whole,
         )
         response = connection.getresponse()
         reply = Reply(response.status, response.headers, response.read())
@@ -59,10 +67,17 @@ class Uploader:
     def announce(self, files: Mapping[str, bytes], job: str = "", **changes: Any) -> Reply:
         """Say what comes; `changes` of each file."""
         entries = [
-            {"name": name, "size": len(content), "sha256": hashlib.sha256(content).hexdigest(), **changes}
+            {
+                "name": name,
+                "size": len(content),
+                "sha256": hashlib.sha256(content).hexdigest(),
+                **changes,
+            }
             for name, content in files.items()
         ]
-        return self.ask("POST", "/api/v1/captures", json.dumps({"files": entries, "job": job}).encode())
+        return self.ask(
+            "POST", "/api/v1/captures", json.dumps({"files": entries, "job": job}).encode()
+        )
 
     def send(self, files: Mapping[str, bytes], job: str = "") -> str:
         """A whole upload; the name of the capture."""
@@ -85,15 +100,26 @@ def kept(service: AnsweringService, capture: str) -> list[str]:
     return [name.partition(f"/{capture}/")[2] for name in names if f"/{capture}/" in name]
 
 
-def test_what_was_sent_is_given_back_byte_by_byte_and_a_browser_runs_none_of_it(service: AnsweringService) -> None:
+def test_what_was_sent_is_given_back_byte_by_byte_and_a_browser_runs_none_of_it(
+    service: AnsweringService,
+) -> None:
     anna = Uploader(service, "anna")
     page = b"<html><script>fetch('/api/v1/tokens')</script>"
-    files = {"rank0.json": b"{}" * 100, "empty.json": b"", "page.html": page, "sources/k.py": bytes(range(256))}
+    files = {
+        "rank0.json": b"{}" * 100,
+        "empty.json": b"",
+        "page.html": page,
+        "sources/k.py": bytes(range(256)),
+    }
     capture = anna.send(files, "job 1")
     assert kept(service, capture) == sorted(files)
     told = anna.ask("GET", f"/api/v1/captures/{capture}").json
     assert told["files"] == {name: len(content) for name, content in files.items()}
-    assert (told["bytes"], told["job"], told["uploader"]) == (sum(map(len, files.values())), "job 1", "anna")
+    assert (told["bytes"], told["job"], told["uploader"]) == (
+        sum(map(len, files.values())),
+        "job 1",
+        "anna",
+    )
     assert [task["state"] for task in told["tasks"]] == ["received"]
     for name, content in files.items():
         reply = anna.ask("GET", f"/api/v1/captures/{capture}/files/{name}")
@@ -102,7 +128,10 @@ def test_what_was_sent_is_given_back_byte_by_byte_and_a_browser_runs_none_of_it(
         assert reply.headers["X-Content-Type-Options"] == "nosniff"
         assert reply.headers["Content-Security-Policy"].startswith("sandbox")
         assert "allow-same-origin" not in reply.headers["Content-Security-Policy"]
-        assert reply.headers["Content-Disposition"] == f'attachment; filename="{name.rpartition("/")[2]}"'
+        assert (
+            reply.headers["Content-Disposition"]
+            == f'attachment; filename="{name.rpartition("/")[2]}"'
+        )
 
 
 def test_a_capture_is_the_same_in_any_order_and_another_of_another_job_uploader_or_content(
@@ -115,13 +144,17 @@ def test_a_capture_is_the_same_in_any_order_and_another_of_another_job_uploader_
         names = random.Random(seed).sample(sorted(files), 3)
         assert berta.announce({name: files[name] for name in names}).json["id"] == capture
     others = [
-        berta.announce(files, "j").json["id"], carl.announce(files).json["id"],
-        berta.announce({**files, "a.json": b"2"}).json["id"], berta.announce({"a.json": b"1"}).json["id"],
-    ]  # fmt: skip
+        berta.announce(files, "j").json["id"],
+        carl.announce(files).json["id"],
+        berta.announce({**files, "a.json": b"2"}).json["id"],
+        berta.announce({"a.json": b"1"}).json["id"],
+    ]
     assert len({capture, *others}) == 5
 
 
-def test_an_upload_goes_on_where_it_stopped_and_asks_for_nothing_that_is_there(service: AnsweringService) -> None:
+def test_an_upload_goes_on_where_it_stopped_and_asks_for_nothing_that_is_there(
+    service: AnsweringService,
+) -> None:
     dora = Uploader(service, "dora")
     files = {f"rank{rank}.json": b"x" * (rank + 1) for rank in range(4)}
     for sent in range(4):
@@ -134,9 +167,14 @@ def test_an_upload_goes_on_where_it_stopped_and_asks_for_nothing_that_is_there(s
         assert dora.ask("PUT", target["url"], files[target["name"]]).status == 200
         assert dora.ask("GET", f"/api/v1/captures/{answer['id']}").json["state"] == ""
         listed = dora.ask("GET", "/api/v1/captures").json["captures"]
-        assert answer["id"] not in {of["id"] for of in listed}  # what is not whole is no capture yet
+        assert answer["id"] not in {
+            of["id"] for of in listed
+        }  # what is not whole is no capture yet
     for _ in range(2):  # done again it is done
-        assert dora.ask("POST", f"/api/v1/captures/{answer['id']}/complete").json["state"] == "received"
+        assert (
+            dora.ask("POST", f"/api/v1/captures/{answer['id']}/complete").json["state"]
+            == "received"
+        )
     assert dora.announce(files).json == {"id": answer["id"], "complete": True, "uploads": []}
     late = dora.ask("PUT", f"/api/v1/captures/{answer['id']}/files/rank0.json", b"x")
     assert (late.status, late.slug) == (409, "not-taken")
@@ -166,11 +204,16 @@ def test_a_file_that_is_another_than_announced_leaves_nothing(
     assert (reply.status, reply.slug) == (status, slug)
     assert kept(service, answer["id"]) == []
     assert emil.announce({"a.json": content}).json["uploads"] == [target]
-    assert emil.ask("PUT", target["url"], [content[:3], content[3:]]).json == {"name": "a.json", "size": len(content)}
+    assert emil.ask("PUT", target["url"], [content[:3], content[3:]]).json == {
+        "name": "a.json",
+        "size": len(content),
+    }
     assert kept(service, answer["id"]) == ["a.json"]
 
 
-def test_what_a_signed_address_let_in_is_thrown_away_where_its_size_is_wrong(service: AnsweringService) -> None:
+def test_what_a_signed_address_let_in_is_thrown_away_where_its_size_is_wrong(
+    service: AnsweringService,
+) -> None:
     fritz = Uploader(service, "fritz")
     files = {"a.json": b"right", "b.json": b"right too"}
     answer = fritz.announce(files).json
@@ -187,12 +230,19 @@ def test_what_a_signed_address_let_in_is_thrown_away_where_its_size_is_wrong(ser
 @pytest.mark.parametrize(
     ("sizes", "is_taken"),
     [
-        ([10_000], True), ([10_001], False), ([10_000, 10_000, 5_000], True), ([10_000, 10_000, 5_001], False),
-        ([1] * 5, True), ([1] * 6, False), ([0], True),
+        ([10_000], True),
+        ([10_001], False),
+        ([10_000, 10_000, 5_000], True),
+        ([10_000, 10_000, 5_001], False),
+        ([1] * 5, True),
+        ([1] * 6, False),
+        ([0], True),
     ],
     ids=lambda value: str(value)[:30],
-)  # fmt: skip
-def test_limits_hold_to_the_byte_and_to_the_file(service: AnsweringService, sizes: list[int], is_taken: bool) -> None:
+)
+def test_limits_hold_to_the_byte_and_to_the_file(
+    service: AnsweringService, sizes: list[int], is_taken: bool
+) -> None:
     gerd = Uploader(service, f"gerd-{len(sizes)}-{sum(sizes)}")
     reply = gerd.announce({f"f{at}.json": b"x" * size for at, size in enumerate(sizes)})
     assert reply.status == (200 if is_taken else 413)
@@ -214,7 +264,9 @@ def test_pages_of_captures_give_each_once_the_newest_first(service: AnsweringSer
         seen: list[str] = []
         before = 0
         while True:
-            page = ida.ask("GET", f"/api/v1/captures?job={job}&most=2&before_ns={before}").json["captures"]
+            page = ida.ask("GET", f"/api/v1/captures?job={job}&most=2&before_ns={before}").json[
+                "captures"
+            ]
             if not page:
                 break
             assert len(page) <= 2
@@ -223,7 +275,9 @@ def test_pages_of_captures_give_each_once_the_newest_first(service: AnsweringSer
         assert seen == expected[::-1]
 
 
-def test_an_operator_ends_what_another_began_and_a_viewer_begins_nothing(service: AnsweringService) -> None:
+def test_an_operator_ends_what_another_began_and_a_viewer_begins_nothing(
+    service: AnsweringService,
+) -> None:
     jan = Uploader(service, "jan")
     answer = jan.announce({"a.json": b"abc"}).json
     viewer, operator = service.client("viewer", "v"), service.client("operator", "o")
@@ -235,18 +289,26 @@ def test_an_operator_ends_what_another_began_and_a_viewer_begins_nothing(service
         service.client("requester", "kai").post(f"captures/{answer['id']}/complete")
     assert refused.value.slug == "not-allowed"
     assert operator.post(f"captures/{answer['id']}/complete")["state"] == "received"
-    done = [entry for entry in service.admin.get("audit")["entries"] if answer["id"] in json.dumps(entry)]
+    done = [
+        entry
+        for entry in service.admin.get("audit")["entries"]
+        if answer["id"] in json.dumps(entry)
+    ]
     assert {(entry["who"], entry["result"]) for entry in done} >= {("jan", "done"), ("o", "done")}
 
 
-def test_a_report_of_what_is_not_analysed_is_refused_with_the_reason(service: AnsweringService) -> None:
+def test_a_report_of_what_is_not_analysed_is_refused_with_the_reason(
+    service: AnsweringService,
+) -> None:
     lea = Uploader(service, "lea")
     files = {"a.json": b"abc"}
     name = lea.announce(files).json["id"]
     refused = lea.ask("GET", f"/api/v1/captures/{name}/report")
     assert (refused.status, refused.slug) == (409, "not-analysed")
     assert "not all there" in refused.json["error"]["message"]
-    assert (lea.ask("GET", f"/api/v1/captures/{name}/files/a.json").slug) == "no-such-file"  # not there yet
+    assert (
+        lea.ask("GET", f"/api/v1/captures/{name}/files/a.json").slug
+    ) == "no-such-file"  # not there yet
     assert lea.send(files) == name
     assert lea.ask("GET", f"/api/v1/captures/{name}/report").status == 409
     other = lea.send({"b.json": b"abc"})

@@ -22,11 +22,17 @@ def rows(minute: int, *shares: tuple[str, str, int]) -> str:
     """A host's minute, as the state keeps it: (job, state, ms) of one device."""
     usage = [
         UsageRow(
-            minute=minute, device="GPU-0", device_model="H100", job=job, state=state, device_ms=ms,  # type: ignore[arg-type]
-            busy_ms=ms if state == "busy" else 0, energy_mj=ms,
+            minute=minute,
+            device="GPU-0",
+            device_model="H100",
+            job=job,
+            state=state,
+            device_ms=ms,  # type: ignore[arg-type]
+            busy_ms=ms if state == "busy" else 0,
+            energy_mj=ms,
         )
         for job, state, ms in shares
-    ]  # fmt: skip
+    ]
     return msgspec.json.encode(usage).decode()
 
 
@@ -39,13 +45,17 @@ def fleet(tmp_path: Path) -> tuple[ServiceState, Tables]:
     return state, tables
 
 
-def test_minutes_are_in_the_tables_once(fleet: tuple[ServiceState, Tables], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minutes_are_in_the_tables_once(
+    fleet: tuple[ServiceState, Tables], monkeypatch: pytest.MonkeyPatch
+) -> None:
     state, tables = fleet
     whole = {FIRST: rows(FIRST, ("a", "busy", 45_000), ("a", "idle-allocated", 15_000))}
     state.add_usage("node1", whole)
     state.add_usage("node1", whole)  # its acknowledgement was lost
     with monkeypatch.context() as killed:  # after the tables took it, and before the state knows
-        killed.setattr(ServiceState, "close_usage", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        killed.setattr(
+            ServiceState, "close_usage", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             commit_usage(state, tables, "term")
     assert commit_usage(state, tables, "term") == 1
@@ -53,16 +63,21 @@ def test_minutes_are_in_the_tables_once(fleet: tuple[ServiceState, Tables], monk
     state.add_usage("node1", whole)  # of long ago
     assert commit_usage(state, tables, "term") == 0
     usage = tables.scan("usage_minute").collect()
-    assert usage.select("host", "job", "state", "device_ms", "busy_ms", "energy_mj").sort("state").rows() == [
-        ("node1", "a", "busy", 45_000, 45_000, 45_000), ("node1", "a", "idle-allocated", 15_000, 0, 15_000)
-    ]  # fmt: skip
+    assert usage.select("host", "job", "state", "device_ms", "busy_ms", "energy_mj").sort(
+        "state"
+    ).rows() == [
+        ("node1", "a", "busy", 45_000, 45_000, 45_000),
+        ("node1", "a", "idle-allocated", 15_000, 0, 15_000),
+    ]
     assert tables.scan("usage_hour").collect()["device_ms"].sum() == 60_000
 
 
 def test_what_a_host_left_out_was_unreachable(fleet: tuple[ServiceState, Tables]) -> None:
     state, tables = fleet
     state.add_usage("node1", {FIRST: rows(FIRST, ("", "unallocated", 60_000))})
-    state.add_usage("node1", {FIRST + 3: rows(FIRST + 3, ("b", "busy", 20_000))})  # it was away for two minutes
+    state.add_usage(
+        "node1", {FIRST + 3: rows(FIRST + 3, ("b", "busy", 20_000))}
+    )  # it was away for two minutes
     while commit_usage(state, tables, "term"):
         pass
     usage = tables.scan("usage_minute").collect()

@@ -24,11 +24,15 @@ from traceloom.analyze.compare import compare  # noqa: E402
 from traceloom.cli.upload import FleetClient  # noqa: E402
 from traceloom.errors import InputError, OutputError, UsageError  # noqa: E402
 from traceloom.fleet.analyses.anomalies import find_outliers  # noqa: E402
-from traceloom.fleet.analyses.attribution import UNATTRIBUTED, compute_ownership_periods, divide_device_time
-from traceloom.fleet.analyses.efficiency import compute_fleet_topline, compute_savings
+from traceloom.fleet.analyses.attribution import (  # noqa: E402
+    UNATTRIBUTED,
+    compute_ownership_periods,
+    divide_device_time,
+)
+from traceloom.fleet.analyses.efficiency import compute_fleet_topline, compute_savings  # noqa: E402
 from traceloom.fleet.analyses.regressions import Regressions, find_regressions  # noqa: E402
 from traceloom.fleet.demo.data import SILENT_HOST, SLOW_HOST, TRACE_FILE  # noqa: E402
-from traceloom.fleet.demo.serving import MARKER_FILE, build_last_heartbeats, open_demo_directory
+from traceloom.fleet.demo.serving import MARKER_FILE, build_last_heartbeats, open_demo_directory  # noqa: E402
 from traceloom.fleet.service.capture_rows import CaptureOrigin, build_capture_rows  # noqa: E402
 from traceloom.fleet.store.tables import Tables  # noqa: E402
 from traceloom.formats import load  # noqa: E402
@@ -56,19 +60,25 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Filled:
 
 @pytest.fixture(scope="module")
 def changes(demo: Filled) -> Regressions:
-    return find_regressions(*(demo.tables.scan(name) for name in ("kernels", "captures", "devices")))
+    return find_regressions(
+        *(demo.tables.scan(name) for name in ("kernels", "captures", "devices"))
+    )
 
 
 def test_the_planted_changes_are_what_became_slower(demo: Filled, changes: Regressions) -> None:
     causes = {"code": "code", "": "unknown", "shapes": "shapes"}
-    planted = {(demo.weeks.kernel(change), causes[change.cause]) for change in demo.weeks.recipe.changes}
+    planted = {
+        (demo.weeks.kernel(change), causes[change.cause]) for change in demo.weeks.recipe.changes
+    }
     assert set(changes.changes.select("kernel", "cause").rows()) == planted
     worst = changes.slower.row(0, named=True)
     assert worst["kernel"] == demo.weeks.kernel(demo.weeks.recipe.changes[0])
     assert worst["low"] < 9 < worst["high"]
 
 
-def test_its_captures_show_the_kernel_that_became_slower(demo: Filled, changes: Regressions) -> None:
+def test_its_captures_show_the_kernel_that_became_slower(
+    demo: Filled, changes: Regressions
+) -> None:
     worst = changes.slower.row(0, named=True)
     healthy, slow = (load(demo.file(worst[side])) for side in ("healthy_capture", "capture"))
     shown = compare(healthy, slow).kernels.sort("difference_ns", descending=True).row(0, named=True)
@@ -76,7 +86,9 @@ def test_its_captures_show_the_kernel_that_became_slower(demo: Filled, changes: 
 
 
 def test_the_slow_host_is_the_outlier(demo: Filled) -> None:
-    hosts = find_outliers(*(demo.tables.scan(name) for name in ("kernels", "captures", "devices"))).hosts
+    hosts = find_outliers(
+        *(demo.tables.scan(name) for name in ("kernels", "captures", "devices"))
+    ).hosts
     assert hosts.filter("outlier")["host"].to_list() == [demo.weeks.hosts[SLOW_HOST]]
 
 
@@ -93,8 +105,13 @@ def test_there_are_owners_an_idle_team_and_what_to_invest_in(demo: Filled) -> No
     saved = compute_savings(usage, owned, captures, findings, ["model", "rule"]).rows
     idle = saved.filter(pl.col("model") == "vision").row(0, named=True)
     hours = dict(models.select("model", "device_hours").iter_rows())["vision"]
-    assert (idle["rule"], idle["jobs"]) == ("host-pause", captures.filter(pl.col("job").str.starts_with("vision"))
-                                            .select(pl.col("job").n_unique()).collect().item())  # fmt: skip
+    assert (idle["rule"], idle["jobs"]) == (
+        "host-pause",
+        captures.filter(pl.col("job").str.starts_with("vision"))
+        .select(pl.col("job").n_unique())
+        .collect()
+        .item(),
+    )
     assert 0.7 < idle["saved_ms"] / hours / 3.6e6 < 0.95  # nearly all that its devices wait
 
 
@@ -108,21 +125,49 @@ def test_everything_ends_now(demo: Filled) -> None:
 
 @pytest.mark.parametrize("model", ["recommender", "assistant", "vision", "speech"])
 def test_the_rows_of_a_capture_are_what_its_file_says(demo: Filled, model: str) -> None:
-    captures = demo.tables.scan("captures").filter(pl.col("job").str.starts_with(model)).sort("start_ns").collect()
+    captures = (
+        demo.tables.scan("captures")
+        .filter(pl.col("job").str.starts_with(model))
+        .sort("start_ns")
+        .collect()
+    )
     capture = captures.row(-1, named=True)
     by_analysis = build_capture_rows(
-        load(demo.file(capture["capture"])), CaptureOrigin(capture["capture"], 1, job=capture["job"])
+        load(demo.file(capture["capture"])),
+        CaptureOrigin(capture["capture"], 1, job=capture["job"]),
     )
     of_capture = pl.col("capture") == capture["capture"]
     keys = ("kernel", "op", "shapes", "types")
     for table, exact in (
-        ("captures", ("capture", "day", "start_ns", "window_ns", "ranks", "hosts", "device_model", "notices")),
+        (
+            "captures",
+            (
+                "capture",
+                "day",
+                "start_ns",
+                "window_ns",
+                "ranks",
+                "hosts",
+                "device_model",
+                "notices",
+            ),
+        ),
         ("devices", ("host", "device", "window_ns", "busy_ns", "idle_ns", "compute_ns")),
-        ("kernels", (*keys, "kind", "bound", "count", "total_ns", "min_ns", "max_ns", "roofline_ns")),
+        (
+            "kernels",
+            (*keys, "kind", "bound", "count", "total_ns", "min_ns", "max_ns", "roofline_ns"),
+        ),
         ("findings", ("slug", "rank")),
     ):
-        kept = demo.tables.scan(table).filter(of_capture).select(exact).sort(exact[:4] if len(exact) > 4 else exact)
-        assert kept.collect().equals(by_analysis[table].select(exact).sort(exact[:4] if len(exact) > 4 else exact))
+        kept = (
+            demo.tables.scan(table)
+            .filter(of_capture)
+            .select(exact)
+            .sort(exact[:4] if len(exact) > 4 else exact)
+        )
+        assert kept.collect().equals(
+            by_analysis[table].select(exact).sort(exact[:4] if len(exact) > 4 else exact)
+        )
     [said] = by_analysis["captures"].to_dicts()
     for number in ("step_ns", "mfu", "roofline_fraction"):
         assert capture[number] == pytest.approx(said[number], rel=0.05)
@@ -131,7 +176,9 @@ def test_the_rows_of_a_capture_are_what_its_file_says(demo: Filled, model: str) 
 def test_a_demo_that_was_served_before_has_the_same_hosts(demo: Filled, tmp_path: Path) -> None:
     shutil.copytree(demo.path, tmp_path / "store")
     again = Tables(str(tmp_path / "store"))
-    jobs = demo.tables.scan("jobs").with_columns(pl.col("valid_from_ns") + 1).collect()  # as its hosts tell of them
+    jobs = (
+        demo.tables.scan("jobs").with_columns(pl.col("valid_from_ns") + 1).collect()
+    )  # as its hosts tell of them
     again.commit("served before", 1, {"jobs": jobs})
     hosts = build_last_heartbeats(again)
     assert hosts == build_last_heartbeats(demo.tables)
@@ -143,10 +190,23 @@ def test_it_is_served_with_a_token_of_its_own_until_ctrl_c(demo: Filled, tmp_pat
     port = free_port()
     log = tmp_path / "log"
     environment = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path), "HOME": str(tmp_path)}
-    arguments = ["serve", "--demo", "--store", str(demo.path), "--address", f"127.0.0.1:{port}", "--workers", "1"]
+    arguments = [
+        "serve",
+        "--demo",
+        "--store",
+        str(demo.path),
+        "--address",
+        f"127.0.0.1:{port}",
+        "--workers",
+        "1",
+    ]
     with log.open("wb") as file:
-        process = subprocess.Popen([sys.executable, "-m", "traceloom", *arguments], stdout=file, stderr=file,
-                                   env=environment)  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, "-m", "traceloom", *arguments],
+            stdout=file,
+            stderr=file,
+            env=environment,
+        )
     try:
         until(lambda: b"Try:" in log.read_bytes() or process.poll() is not None)
         token = re.search(r"tl_[\w-]+", log.read_text())
@@ -157,7 +217,11 @@ def test_it_is_served_with_a_token_of_its_own_until_ctrl_c(demo: Filled, tmp_pat
         states = [request["state"] for request in client.get("requests")["requests"]]
         assert sorted(states) == ["cancelled", "done", "done", "failed", "partial"]
         rules = {rule["name"]: rule for rule in client.get("triggers")["rules"]}
-        [asked] = [request for request in client.get("requests")["requests"] if request["who"] == "trigger slower"]
+        [asked] = [
+            request
+            for request in client.get("requests")["requests"]
+            if request["who"] == "trigger slower"
+        ]
         assert (rules["slower"]["fired"], rules["slower"]["last"]["request"]) == (1, asked["id"])
         assert rules["idle-devices"]["refusals"]
         assert [webhook["name"] for webhook in client.get("webhooks")["webhooks"]] == ["chat"]
@@ -190,7 +254,9 @@ def test_a_temporary_store_goes_and_one_that_is_named_stays(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("content", ["state.db", MARKER_FILE])
-def test_nothing_is_put_among_other_things_or_into_half_a_demo(tmp_path: Path, content: str) -> None:
+def test_nothing_is_put_among_other_things_or_into_half_a_demo(
+    tmp_path: Path, content: str
+) -> None:
     (tmp_path / content).touch()
     with (
         pytest.raises(OutputError, match=r"other things|not filled to the end") as raised,
@@ -212,7 +278,9 @@ def test_ctrl_c_while_it_is_filled_leaves_nothing() -> None:
         "leaving.install_signal_handlers()\n"
         "with demo_directory('') as made: print(made.path, flush=True); time.sleep(600)"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         path = Path(process.stdout.readline().strip())
         assert path.is_dir()

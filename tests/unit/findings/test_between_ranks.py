@@ -31,7 +31,9 @@ def only(slug: str, *steps: HandStep) -> Finding:
 # -- pipelines ------------------------------------------------------------------------------------------------------------
 
 
-def stages(forward_us: float, backward_us: float, *, count: int = 2, microbatches: int = 1) -> list[HandStep]:
+def stages(
+    forward_us: float, backward_us: float, *, count: int = 2, microbatches: int = 1
+) -> list[HandStep]:
     """Stages that compute all micro-batches forward, then back; a message takes 10 us and begins when both are there.
 
     The window is (micro-batches + stages - 1) x (forward + backward), and the messages between.
@@ -83,7 +85,10 @@ def test_bubbles_are_what_stages_do_not_compute_of_their_common_window() -> None
     (candidate,) = BY_SLUG["pipeline-bubbles"].look(context)
     assert isinstance(candidate, Candidate)
     assert candidate.title == "pipeline bubbles take 50.2 % of 2 stages' time"
-    assert {(one.rank, one.total_ns) for one in candidate.evidence} == {(0, 3_020 * US), (1, 3_020 * US)}
+    assert {(one.rank, one.total_ns) for one in candidate.evidence} == {
+        (0, 3_020 * US),
+        (1, 3_020 * US),
+    }
     assert [one.what for one in candidate.evidence] == ["bubbles of stage 0", "bubbles of stage 1"]
     (outcome,) = BY_SLUG["compute-imbalance"].look(context)
     assert isinstance(outcome, Abstention)
@@ -92,17 +97,25 @@ def test_bubbles_are_what_stages_do_not_compute_of_their_common_window() -> None
 
 def test_four_stages_name_the_three_that_wait_longest() -> None:
     (candidate,) = [
-        one for one in said("pipeline-bubbles", *stages(1_000, 2_000, count=4)) if isinstance(one, Candidate)
+        one
+        for one in said("pipeline-bubbles", *stages(1_000, 2_000, count=4))
+        if isinstance(one, Candidate)
     ]
     # 4 x 3000 and six messages are the window, of which each stage computes 3000
-    assert candidate.title == f"pipeline bubbles take {9_060 / 12_060:.1%} of 4 stages' time".replace("%", " %")
+    assert (
+        candidate.title
+        == f"pipeline bubbles take {9_060 / 12_060:.1%} of 4 stages' time".replace("%", " %")
+    )
     assert [one.total_ns for one in candidate.evidence] == [9_060 * US] * 3
 
 
 @pytest.mark.parametrize(("microbatches", "count"), [(1, 2), (2, 3)])
 def test_more_micro_batches_have_smaller_bubbles(microbatches: int, count: int) -> None:
     few, more = (
-        next(one for one in said("pipeline-bubbles", *stages(900, 1_800, count=count, microbatches=each)))
+        next(
+            one
+            for one in said("pipeline-bubbles", *stages(900, 1_800, count=count, microbatches=each))
+        )
         for each in (microbatches, microbatches + 1)
     )
     assert isinstance(few, Candidate)
@@ -126,11 +139,16 @@ def test_ranks_that_send_to_each_other_from_the_start_have_no_order_of_stages() 
     for rank in range(2):
         step = HandStep(100, rank, 2).launched(GEMM, 0, 20, 1_000)
         for at, (kind, key) in enumerate((("send", "Dst Rank"), ("recv", "Src Rank"))):
-            args = HandStep.collective_args(kind, "0", 2, 4096, "Float") | {key: 1 - rank, "Seq": at + 1}
+            args = HandStep.collective_args(kind, "0", 2, 4096, "Float") | {
+                key: 1 - rank,
+                "Seq": at + 1,
+            }
             step.op("record_param_comms", 10 + 10 * at, 8, **args)
             step.launched(MESSAGE, 12 + 10 * at, 1_100 + 100 * at, 50, stream=20 + at, **args)
         steps.append(step.group("0", [0, 1]))
-    assert reasons("pipeline-bubbles", *steps) == ["ranks send to each other, but the order of stages is not known"]
+    assert reasons("pipeline-bubbles", *steps) == [
+        "ranks send to each other, but the order of stages is not known"
+    ]
 
 
 @pytest.mark.parametrize("slug", ["pipeline-bubbles", "straggler", "slow-link", "shard-imbalance"])
@@ -143,7 +161,9 @@ def test_one_rank_alone_waits_for_nobody_that_is_known(slug: str) -> None:
 # -- ranks and hosts that are late -----------------------------------------------------------------------------------------
 
 
-def reducing(begins_us: tuple[float, ...], hosts: tuple[str, ...], work_us: float = 1_000) -> list[HandStep]:
+def reducing(
+    begins_us: tuple[float, ...], hosts: tuple[str, ...], work_us: float = 1_000
+) -> list[HandStep]:
     """Ranks that prepare for so long, compute, and reduce together, 100 us after the last one has come."""
     count = len(begins_us)
     args = HandStep.collective_args("allreduce", "0", count, 1 << 20, "Float") | {"Seq": 1}
@@ -168,12 +188,16 @@ def late_twice(first: int, then: int, hosts: tuple[str, ...]) -> list[HandStep]:
     for rank, host in enumerate(hosts):
         step = HandStep(100, rank, 4, host=host)
         own = 1_000 + 500 * (rank == first), 1_000 + 400 * (rank == then)
-        for place, (begin, met, work) in enumerate(zip((20, 1_640), (1_540, 3_060), own, strict=True)):
+        for place, (begin, met, work) in enumerate(
+            zip((20, 1_640), (1_540, 3_060), own, strict=True)
+        ):
             call = 40 * place
             step.op("aten::mm", call, 12).launched(GEMM, call + 2, begin, work)
             step.op("record_param_comms", call + 20, 12, **args, Seq=place + 1)
             came = begin + work + 1
-            step.launched(REDUCE, call + 22, came, met + 90 - came, stream=20, **args, Seq=place + 1)
+            step.launched(
+                REDUCE, call + 22, came, met + 90 - came, stream=20, **args, Seq=place + 1
+            )
         steps.append(step.group("0", [0, 1, 2, 3]))
     return steps
 
@@ -205,13 +229,18 @@ def test_a_host_of_which_several_ranks_are_late_is_late(
     assert [title.split(":")[0] for title in shown[:2]] == [
         f"rank {rank} makes the others wait" for rank in (first, then)
     ]
-    assert [title.split("(")[-1] for title in shown[:2]] == ["1.50 ms at 1 collective)", "1.20 ms at 1 collective)"]
+    assert [title.split("(")[-1] for title in shown[:2]] == [
+        "1.50 ms at 1 collective)",
+        "1.20 ms at 1 collective)",
+    ]
     assert [title.split(":")[0] for title in shown[2:]] == ([late] if late else [])
     assert all(title.endswith("(2.70 ms at 2 collectives)") for title in shown[2:])
 
 
 def test_ranks_that_share_no_communication_do_not_wait_for_each_other() -> None:
-    context = context_of(*(HandStep(1_000, rank, 2).launched(GEMM, 0, 20, 400 + 400 * rank) for rank in range(2)))
+    context = context_of(
+        *(HandStep(1_000, rank, 2).launched(GEMM, 0, 20, 400 + 400 * rank) for rank in range(2))
+    )
     for slug in ("straggler", "compute-imbalance", "shard-imbalance"):
         (outcome,) = BY_SLUG[slug].look(context)
         assert isinstance(outcome, Abstention)
@@ -251,18 +280,29 @@ def reductions(
     ("slow_us", "times"),
     [(301.0, "1.5"), (299.0, None)],
 )
-def test_a_group_is_slow_from_one_and_a_half_times_the_others_on(slow_us: float, times: str | None) -> None:
+def test_a_group_is_slow_from_one_and_a_half_times_the_others_on(
+    slow_us: float, times: str | None
+) -> None:
     shown = f"all_reduce of 4.19 MB between ranks 0, 1 takes {times} × as long as in the other groups of this run"
     steps = reductions((slow_us, slow_us), (200.0, 200.0), device=None)
     assert titles("slow-link", *steps) == ([shown] if times else [])
 
 
 def test_a_slow_link_saves_what_it_takes_longer() -> None:
-    assert only("slow-link", *reductions((600.0, 600.0), (200.0, 200.0), device=None)).saving_ns == 2 * 400 * US
+    assert (
+        only("slow-link", *reductions((600.0, 600.0), (200.0, 200.0), device=None)).saving_ns
+        == 2 * 400 * US
+    )
 
 
 def test_what_a_small_message_takes_is_its_beginning() -> None:
-    assert titles("slow-link", *reductions((600.0, 600.0), (200.0, 200.0), elements=LARGE - 1, device=None)) == []
+    assert (
+        titles(
+            "slow-link",
+            *reductions((600.0, 600.0), (200.0, 200.0), elements=LARGE - 1, device=None),
+        )
+        == []
+    )
 
 
 # 4 MiB over two ranks of an H100: 8.4 us to begin, twice 3.4 us of steps, 4 MiB at four fifths of 450 GB/s
@@ -275,7 +315,9 @@ def test_a_link_is_slow_from_three_times_what_it_is_made_for_on(times: float, sp
     found = titles("slow-link", *reductions((us, us)))
     assert len(found) == speaks
     for title in found:
-        assert title.endswith(f"between ranks 0, 1 takes {times:.1f} × as long as over NVLink 4 (450 GB/s)")
+        assert title.endswith(
+            f"between ranks 0, 1 takes {times:.1f} × as long as over NVLink 4 (450 GB/s)"
+        )
 
 
 @pytest.mark.parametrize(
@@ -294,5 +336,9 @@ def test_nothing_is_measured_against_a_link_that_is_not_known(more: dict) -> Non
 
 def test_times_are_kept_and_none_overlaps_in_the_made_traces() -> None:
     for step in stages(1_000, 2_000, count=3, microbatches=2):
-        kernels = sorted((e["ts"], e["ts"] + e["dur"]) for e in step._events if e["cat"] == "kernel" and e["tid"] == 7)
+        kernels = sorted(
+            (e["ts"], e["ts"] + e["dur"])
+            for e in step._events
+            if e["cat"] == "kernel" and e["tid"] == 7
+        )
         assert all(first[1] <= second[0] for first, second in pairwise(kernels))

@@ -24,14 +24,21 @@ from traceloom.trace.session import Session
 US = 1_000
 
 
-def run(*lengths_us: float, gap_us: float = 0, behind_us: float = 0, device: bool = True) -> Session:
+def run(
+    *lengths_us: float, gap_us: float = 0, behind_us: float = 0, device: bool = True
+) -> Session:
     """Steps of one operator and one kernel each; the device ends so long after the host does."""
     made, at = TraceBuilder(), 0.0
     for number, length in enumerate(lengths_us):
         made.step(number, at, length).op("aten::mm", at + 1, length - 10)
         if device:
             made.launch("cudaLaunchKernel", at + length - 8, 4, correlation=number + 1)
-            made.kernel("gemm", at + length - 1 + behind_us, 1 if not behind_us else length / 2, correlation=number + 1)
+            made.kernel(
+                "gemm",
+                at + length - 1 + behind_us,
+                1 if not behind_us else length / 2,
+                correlation=number + 1,
+            )
         at += length + gap_us
     return Session((made.build(),), "steps")
 
@@ -59,7 +66,12 @@ def test_there_is_nothing_around_a_window_without_steps() -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "usual"),
-    [((100,), 0), ((100, 300, 200), 2), ((300, 100, 200, 210, 190), 2), ((500, 100, 100, 100), None)],
+    [
+        ((100,), 0),
+        ((100, 300, 200), 2),
+        ((300, 100, 200, 210, 190), 2),
+        ((500, 100, 100, 100), None),
+    ],
 )
 def test_the_usual_step_is_of_median_length(lengths: tuple[float, ...], usual: int | None) -> None:
     context = Context.of(run(*lengths))
@@ -74,12 +86,19 @@ def test_without_steps_the_whole_window_is_looked_at() -> None:
     none = Session((TraceBuilder().op("aten::mm", 5, 50).build(),), "none")
     assert Context.of(session).where == "the step"
     context = Context.of(none)
-    assert (context.steps, context.step, context.where, context.step_count) == (None, None, "the window", 1)
+    assert (context.steps, context.step, context.where, context.step_count) == (
+        None,
+        None,
+        "the window",
+        1,
+    )
     assert context.whole_ns == context.step_ns == 50 * US
 
 
 @pytest.mark.parametrize("lengths", [(100, 100, 100), (100, 300, 50, 220), (70,)])
-def test_steps_one_after_the_other_add_up_to_the_time_from_the_first_to_the_last(lengths: tuple[float, ...]) -> None:
+def test_steps_one_after_the_other_add_up_to_the_time_from_the_first_to_the_last(
+    lengths: tuple[float, ...],
+) -> None:
     context = Context(run(*lengths), tuple(range(len(lengths))))
     times = context.graph.point_times()
     taken = context.compute_step_lengths(times)
@@ -98,7 +117,10 @@ def test_steps_that_stand_apart_are_counted_each_on_its_own() -> None:
     def served(gap_us: float) -> Context:
         (trace,) = run(*lengths, gap_us=gap_us).traces
         ends = trace.steps["start_ns"] + pl.Series([int(length * US) for length in lengths])
-        return Context(Session((replace(trace, steps=trace.steps.with_columns(end_ns=ends)),), "served"), (0, 1, 2))
+        return Context(
+            Session((replace(trace, steps=trace.steps.with_columns(end_ns=ends)),), "served"),
+            (0, 1, 2),
+        )
 
     context = served(500)
     assert context.apart
@@ -109,19 +131,27 @@ def test_steps_that_stand_apart_are_counted_each_on_its_own() -> None:
     assert served(21).apart
 
 
-def test_a_step_lasts_until_its_work_on_the_device_is_done_and_begins_when_the_last_ones_is() -> None:
+def test_a_step_lasts_until_its_work_on_the_device_is_done_and_begins_when_the_last_ones_is() -> (
+    None
+):
     session = run(100, 100, 100, 100, behind_us=60)
     context = Context(session, (2,))
     # its kernel of 50 us ends at 2 * 100 + 99 + 60 + 50; that of the step before it 100 us earlier
     assert context.step_ns == 100 * US
-    assert context.whole_ns > context.step_ns, "the graph spans what was left to do of the step before"
+    assert context.whole_ns > context.step_ns, (
+        "the graph spans what was left to do of the step before"
+    )
 
 
 def test_a_run_without_a_device_is_as_long_as_its_host() -> None:
     context = Context(run(100, 150, 100, device=False), (0, 1, 2))
     assert not context.has_gpu_work
     # the last operators end 10 us before their steps do, and the step's own time follows
-    assert context.compute_step_lengths(context.graph.point_times()).tolist() == [100 * US, 150 * US, 100 * US]
+    assert context.compute_step_lengths(context.graph.point_times()).tolist() == [
+        100 * US,
+        150 * US,
+        100 * US,
+    ]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -146,9 +176,15 @@ def test_exposed_time_is_that_in_which_no_other_kernel_runs(seed: int) -> None:
     name = context.graph.nodes["name"]
     for kind in (BUSY, GEMM):
         other = GEMM if kind == BUSY else BUSY
-        assert context.compute_exposed_ns((name == kind).to_numpy()) == len(painted[kind] - painted[other]) * US
+        assert (
+            context.compute_exposed_ns((name == kind).to_numpy())
+            == len(painted[kind] - painted[other]) * US
+        )
     copies = context.select_kinds(gs.COPY)
-    assert context.compute_exposed_ns(copies) == len(painted["copy"] - painted[BUSY] - painted[GEMM]) * US
+    assert (
+        context.compute_exposed_ns(copies)
+        == len(painted["copy"] - painted[BUSY] - painted[GEMM]) * US
+    )
     assert context.compute_exposed_ns(copies | (name == BUSY).to_numpy()) == (
         len((painted["copy"] | painted[BUSY]) - painted[GEMM]) * US
     )
@@ -156,7 +192,8 @@ def test_exposed_time_is_that_in_which_no_other_kernel_runs(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["kernels * 0.5", "host remove", "idle remove", "gpu graph", "kernels fuse", "syncs remove"]
+    "text",
+    ["kernels * 0.5", "host remove", "idle remove", "gpu graph", "kernels fuse", "syncs remove"],
 )
 def test_a_change_of_some_steps_leaves_all_others_as_they_were(text: str) -> None:
     made, at, number = TraceBuilder(), 0.0, 0
@@ -164,7 +201,9 @@ def test_a_change_of_some_steps_leaves_all_others_as_they_were(text: str) -> Non
         made.step(step, at, 100)
         for _ in range(4):
             number += 1
-            made.op("aten::mm", at + 1, 18).launch("cudaLaunchKernel", at + 3, 4, correlation=number)
+            made.op("aten::mm", at + 1, 18).launch(
+                "cudaLaunchKernel", at + 3, 4, correlation=number
+            )
             made.kernel("gemm", at + 60, 15, correlation=number)
             at += 20
         # what is awaited at the end of a step is on a stream of its own
@@ -200,19 +239,30 @@ def test_evidence_is_the_longest_first_at_its_own_time() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_events_and_threads_of_ranks_are_told_apart_though_their_numbers_are_the_same(seed: int) -> None:
+def test_events_and_threads_of_ranks_are_told_apart_though_their_numbers_are_the_same(
+    seed: int,
+) -> None:
     draw = random.Random(seed)
     job = training_job(Recipe(steps=2, layers=2, ranks=3, seed=seed)).run()
     context = Context.of(Session(tuple(builder.build() for builder in job.traces()), "job"))
-    rows = {(trace, draw.randrange(context.traces[trace].events.height)) for _ in range(300) for trace in (0, 2)}
+    rows = {
+        (trace, draw.randrange(context.traces[trace].events.height))
+        for _ in range(300)
+        for trace in (0, 2)
+    }
     frames = [
-        pl.DataFrame({"event": sorted(event for place, event in rows if place == trace)}, schema={"event": pl.UInt32})
+        pl.DataFrame(
+            {"event": sorted(event for place, event in rows if place == trace)},
+            schema={"event": pl.UInt32},
+        )
         for trace in range(3)
     ]
     chosen = context.select_nodes_of_stacked_events(concatenate_by_trace(frames))
     nodes = context.graph.nodes
     places = {trace.rank: place for place, trace in enumerate(context.traces)}
-    expected = [(places[rank], event) in rows for rank, event in nodes.select("rank", "event").iter_rows()]
+    expected = [
+        (places[rank], event) in rows for rank, event in nodes.select("rank", "event").iter_rows()
+    ]
     assert any(expected)
     assert chosen.tolist() == expected
     # the host time of events stands on their own lanes of their own traces, at their own times
@@ -220,4 +270,6 @@ def test_events_and_threads_of_ranks_are_told_apart_though_their_numbers_are_the
     assert set(stretches["rank"]) == {0, 2}
     for rank, lane, start, end in stretches.iter_rows():
         events = context.traces[places[rank]].events[frames[places[rank]]["event"]]
-        assert events.filter(pl.col("lane") == lane, pl.col("start_ns") <= start, pl.col("nested_end_ns") >= end).height
+        assert events.filter(
+            pl.col("lane") == lane, pl.col("start_ns") <= start, pl.col("nested_end_ns") >= end
+        ).height

@@ -26,7 +26,9 @@ def of_seed(seed: int) -> Ranked:
 def plain(ranked: Ranked, earlier_ns: int = 0) -> dict[str, Any]:
     """All that is said, with moments that are so much earlier."""
     parts = ("time", "memory", "abstentions")
-    document: dict[str, Any] = {name: [asdict(entry) for entry in getattr(ranked, name)] for name in parts}
+    document: dict[str, Any] = {
+        name: [asdict(entry) for entry in getattr(ranked, name)] for name in parts
+    }
     document["limit"] = ranked.limit
     for finding in (*document["time"], *document["memory"]):
         for evidence in finding["evidence"]:
@@ -61,16 +63,25 @@ def job() -> tuple[Trace, Trace]:
             made.kernel("gemm", at + 300, 2_000 + 2_500 * rank, correlation=2 * step + 1)
             made.collective("allreduce", at + 6_000, 60, sequence=step)
             made.launch("cudaLaunchKernel", at + 6_010, 10, correlation=2 * step + 2)
-            made.kernel("ncclDevKernel_AllReduce_Sum", at + 6_100, 1_500, stream=8, correlation=2 * step + 2)
-            made.launch("cudaDeviceSynchronize", at + 6_200, 1_400, correlation=100 + step, flow=False)
+            made.kernel(
+                "ncclDevKernel_AllReduce_Sum", at + 6_100, 1_500, stream=8, correlation=2 * step + 2
+            )
+            made.launch(
+                "cudaDeviceSynchronize", at + 6_200, 1_400, correlation=100 + step, flow=False
+            )
         traces.append(made.build())
     return traces[0], traces[1]
 
 
 def test_the_order_of_the_ranks_changes_no_finding() -> None:
     first, second = job()
-    first, other = (plain(findings(Session(traces, "run"))) for traces in ((first, second), (second, first)))
-    for finding in (*first["time"], *other["time"]):  # what is as long stands in the order of the ranks
+    first, other = (
+        plain(findings(Session(traces, "run"))) for traces in ((first, second), (second, first))
+    )
+    for finding in (
+        *first["time"],
+        *other["time"],
+    ):  # what is as long stands in the order of the ranks
         finding["evidence"] = sorted(finding["evidence"], key=str)
     assert first["time"] == other["time"]
     assert first["memory"] == other["memory"]
@@ -81,7 +92,9 @@ def test_the_order_of_the_ranks_changes_no_finding() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_shown_of_a_finding_lies_in_the_trace(seed: int) -> None:
     trace, ranked = odd_trace(seed), of_seed(seed)
-    shown = [(each, finding) for finding in (*ranked.time, *ranked.memory) for each in finding.evidence]
+    shown = [
+        (each, finding) for finding in (*ranked.time, *ranked.memory) for each in finding.evidence
+    ]
     assert shown, "the findings have evidence"
     names = set(trace.events["name"].to_list())
     for evidence, finding in shown:
@@ -110,12 +123,16 @@ def test_savings_are_parts_of_the_step_and_their_severity_follows_from_them(seed
         expected = "high" if fraction >= 0.1 else "medium" if fraction >= 0.03 else "low"
         assert finding.severity == expected
         steps = {
-            round(other.saving_ns / other.saving_fraction) for other in of_seed(seed).time if other.saving_fraction
+            round(other.saving_ns / other.saving_fraction)
+            for other in of_seed(seed).time
+            if other.saving_fraction
         }
         assert max(steps) - min(steps) <= 1, "all are parts of one step"
         document = finding.to_dict()
         assert document["saving_ns"] == saving
-        assert [entry["what"] for entry in document["evidence"]] == [entry.what for entry in finding.evidence]
+        assert [entry["what"] for entry in document["evidence"]] == [
+            entry.what for entry in finding.evidence
+        ]
 
 
 def test_a_run_without_anything_to_mend_has_reasons_and_no_findings() -> None:
@@ -123,4 +140,7 @@ def test_a_run_without_anything_to_mend_has_reasons_and_no_findings() -> None:
     assert [finding for finding in ranked.time if finding.saving_ns] == []
     slugs = [abstention.slug for abstention in ranked.abstentions]
     assert len(slugs) == len(set(slugs)) > 10
-    assert all(abstention.reason[0].islower() or abstention.reason[0].isdigit() for abstention in ranked.abstentions)
+    assert all(
+        abstention.reason[0].islower() or abstention.reason[0].isdigit()
+        for abstention in ranked.abstentions
+    )

@@ -24,7 +24,14 @@ BY_WORKERS = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
 MS = 1_000_000
 
 
-def starved(number: int = 0, *, ranks: int = 1, wait: str = IN_THE_LOOP, slow: float = 1, stacks: bool = True) -> Any:
+def starved(
+    number: int = 0,
+    *,
+    ranks: int = 1,
+    wait: str = IN_THE_LOOP,
+    slow: float = 1,
+    stacks: bool = True,
+) -> Any:
     """A step that waits for its batch, most of it in a function that a transform of the user's calls."""
     builder = TraceBuilder(rank=number, world_size=ranks)
     end = 1000 + 3000 * slow
@@ -44,15 +51,28 @@ def starved(number: int = 0, *, ranks: int = 1, wait: str = IN_THE_LOOP, slow: f
 
 
 def about_data(*traces: Any) -> Finding:
-    return next(finding for finding in findings(Session(traces, "made")).time if finding.slug == "data-starved")
+    return next(
+        finding
+        for finding in findings(Session(traces, "made")).time
+        if finding.slug == "data-starved"
+    )
 
 
 def test_a_step_that_makes_its_batches_is_told_where() -> None:
     finding = about_data(starved())
     zoomed, main = finding.frames
-    assert (zoomed.name, zoomed.file, zoomed.line, zoomed.time_ns) == ("zoomed", "data.py", 31, round(2.8 * MS))
+    assert (zoomed.name, zoomed.file, zoomed.line, zoomed.time_ns) == (
+        "zoomed",
+        "data.py",
+        31,
+        round(2.8 * MS),
+    )
     assert (zoomed.inside, zoomed.inside_ns) == ("compiled_interp", round(2.3 * MS))
-    assert (main.name, main.time_ns, main.inside) == ("main", round(0.2 * MS), IN_THE_LOOP)  # PyTorch's is main's
+    assert (main.name, main.time_ns, main.inside) == (
+        "main",
+        round(0.2 * MS),
+        IN_THE_LOOP,
+    )  # PyTorch's is main's
     assert finding.host_ns == 3 * MS
     assert zoomed.share == pytest.approx(2.8 / 3)
     assert finding.advice.startswith(
@@ -61,7 +81,9 @@ def test_a_step_that_makes_its_batches_is_told_where() -> None:
 
 
 def test_workers_that_make_them_are_no_frame_of_the_step() -> None:
-    assert about_data(starved(wait=BY_WORKERS)).advice.startswith("Make batches faster or further ahead")
+    assert about_data(starved(wait=BY_WORKERS)).advice.startswith(
+        "Make batches faster or further ahead"
+    )
 
 
 def test_frames_of_ranks_are_added_up() -> None:
@@ -78,7 +100,9 @@ def test_without_frames_the_reason_is_given_once() -> None:
     finding = about_data(*session.traces)
     assert (finding.frames, finding.host_ns) == ((), 3 * MS)
     document = build(session, ReportOptions(only=("findings",)))
-    (reason,) = [entry["reason"] for entry in document["absent"] if entry["path"] == "findings[*].frames"]
+    (reason,) = [
+        entry["reason"] for entry in document["absent"] if entry["path"] == "findings[*].frames"
+    ]
     assert "--stacks" in reason
     assert document["findings_ground"]["stacks"] is False
 
@@ -86,7 +110,11 @@ def test_without_frames_the_reason_is_given_once() -> None:
 def test_a_late_rank_is_told_what_it_does_beyond_the_others() -> None:
     traces = []
     for number in range(3):
-        builder = TraceBuilder(rank=number, world_size=3).step(1, 0, 1000).python("train.py(1): main", 1, 990)
+        builder = (
+            TraceBuilder(rank=number, world_size=3)
+            .step(1, 0, 1000)
+            .python("train.py(1): main", 1, 990)
+        )
         builder.op("aten::mm", 10, 50)
         builder.python("loss.py(2): loss", 100, 100 + number)
         if number == 1:
@@ -97,13 +125,23 @@ def test_a_late_rank_is_told_what_it_does_beyond_the_others() -> None:
     context = Context.of(Session(tuple(traces), "made"))
     finding = Finding("straggler", "rank 1 makes the others wait", "high", 0.5, "see", saving_ns=1)
     delay = (parse("rank 1 delay remove"),)
-    candidate = Candidate("rank 1", delay, 0.5, "see", host=partial(_select_host_stretches, context, host=True))
+    candidate = Candidate(
+        "rank 1", delay, 0.5, "see", host=partial(_select_host_stretches, context, host=True)
+    )
     (straggler,) = add_frames([(finding, candidate, context)])
     (save,) = straggler.frames  # not main, nor the loss: the others have these as well
-    assert (save.name, save.time_ns, save.inside, save.rank, save.rank_count) == ("save", 400_000, "write", 1, 1)
+    assert (save.name, save.time_ns, save.inside, save.rank, save.rank_count) == (
+        "save",
+        400_000,
+        "write",
+        1,
+        1,
+    )
     assert straggler.host_ns is not None
     assert save.share == pytest.approx(400_000 / straggler.host_ns)
-    on_device = msgspec.structs.replace(candidate, host=partial(_select_host_stretches, context, host=False))
+    on_device = msgspec.structs.replace(
+        candidate, host=partial(_select_host_stretches, context, host=False)
+    )
     assert add_frames([(finding, on_device, context)]) == (finding,)
 
 
@@ -112,10 +150,14 @@ def test_late_launches_are_told_what_the_host_does_while_the_device_waits() -> N
     for k in range(20):
         at = 10 + 100 * k
         builder.python("model.py(5): slow", at, 70)
-        builder.op("aten::add", at + 75, 15).launch("cudaLaunchKernel", at + 80, 5, correlation=k + 1)
+        builder.op("aten::add", at + 75, 15).launch(
+            "cudaLaunchKernel", at + 80, 5, correlation=k + 1
+        )
         builder.kernel("add", at + 87, 10, correlation=k + 1)
     context = Context.of(Session((builder.build(),), "made"))
-    finding = next(finding for finding in rank(context, RULES).time if finding.slug == "launch-bound")
+    finding = next(
+        finding for finding in rank(context, RULES).time if finding.slug == "launch-bound"
+    )
     late = _select_host_work_during_gaps(context)
     assert finding.host_ns == int((late["end_ns"] - late["start_ns"]).sum())
     assert f"idle for {finding.host_ns / MS:.2f} ms" in finding.title

@@ -13,7 +13,9 @@ from traceloom.trace.session import Session
 STEP = 20_000
 
 
-def run(*, copies: int = 0, tiny: int = 0, name: str = "aten::contiguous", device: bool = False) -> Ranked:
+def run(
+    *, copies: int = 0, tiny: int = 0, name: str = "aten::contiguous", device: bool = False
+) -> Ranked:
     """Four steps of a product of 10 ms, with copies of 500 µs and pairs of operators of 5 µs each."""
     built, at = TraceBuilder(), 0
     for number in range(4):
@@ -64,7 +66,9 @@ def test_a_few_of_them_are_a_model() -> None:
 def test_those_that_make_a_batch_are_the_loaders() -> None:
     built, at = TraceBuilder(), 0
     for number in range(4):
-        built.mark(number, at).annotation("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", at, 12_900)
+        built.mark(number, at).annotation(
+            "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", at, 12_900
+        )
         for _ in range(64):
             at += 200
             built.op("aten::full", at - 20, 10)
@@ -77,7 +81,9 @@ def test_those_that_make_a_batch_are_the_loaders() -> None:
 
 @pytest.mark.parametrize("slug", ["host-copies", "tiny-operators"])
 def test_with_a_device_others_tell_that(slug: str) -> None:
-    assert slug in {abstention.slug for abstention in run(copies=8, tiny=500, device=True).abstentions}
+    assert slug in {
+        abstention.slug for abstention in run(copies=8, tiny=500, device=True).abstentions
+    }
 
 
 def test_what_a_closure_does_inside_the_optimizer_is_not_the_optimizers() -> None:
@@ -90,7 +96,9 @@ def test_what_a_closure_does_inside_the_optimizer_is_not_the_optimizers() -> Non
         for update in range(20):
             begin = at + 6_200 + 100 * update
             correlation = 100 * number + update + 1
-            built.op("aten::addcmul_", begin, 90).launch("cudaLaunchKernel", begin + 5, 80, correlation=correlation)
+            built.op("aten::addcmul_", begin, 90).launch(
+                "cudaLaunchKernel", begin + 5, 80, correlation=correlation
+            )
             built.kernel("adam", begin + 90, 5, correlation=correlation)
         at += 10_000
     ranked = findings(Session((built.mark(3, at).build(),), "made"))

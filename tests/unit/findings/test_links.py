@@ -46,13 +46,21 @@ def test_without_a_group_to_compare_with_the_link_itself_is_the_measure(tmp_path
     "recipe",
     [
         RECIPE,
-        replace(RECIPE, faults=(SlowLink(2.0, "tensor"),)),  # less than three times may be other traffic
-        replace(RECIPE, faults=(SlowLink(6.0, "tensor"),), ranks_per_host=1),  # nobody knows the network
-        replace(RECIPE, faults=(SlowLink(6.0, "tensor"),), tokens=256),  # small: what it takes to begin decides
+        replace(
+            RECIPE, faults=(SlowLink(2.0, "tensor"),)
+        ),  # less than three times may be other traffic
+        replace(
+            RECIPE, faults=(SlowLink(6.0, "tensor"),), ranks_per_host=1
+        ),  # nobody knows the network
+        replace(
+            RECIPE, faults=(SlowLink(6.0, "tensor"),), tokens=256
+        ),  # small: what it takes to begin decides
     ],
     ids=["healthy", "a little slow", "between hosts", "small messages"],
 )
-def test_nothing_is_said_where_no_measure_is_known_or_all_is_well(recipe: ParallelRecipe, tmp_path: Path) -> None:
+def test_nothing_is_said_where_no_measure_is_known_or_all_is_well(
+    recipe: ParallelRecipe, tmp_path: Path
+) -> None:
     found, _ = ranked(recipe, tmp_path)
     assert of_link(found) == []
 
@@ -75,7 +83,9 @@ def test_a_slow_group_between_hosts_is_still_seen_by_its_peers(tmp_path: Path) -
 def test_stages_that_are_in_a_step_at_different_times_do_not_straggle(
     schedule: str, item: bool, tmp_path: Path
 ) -> None:
-    piped = ParallelRecipe(pipeline=4, steps=3, layers=2, kernel_us=100, microbatches=4, schedule=schedule, item=item)
+    piped = ParallelRecipe(
+        pipeline=4, steps=3, layers=2, kernel_us=100, microbatches=4, schedule=schedule, item=item
+    )
     found, context = ranked(piped, tmp_path)
     assert found.time[0].slug == "pipeline-bubbles"
     assert "straggler" not in {one.slug for one in found.time}

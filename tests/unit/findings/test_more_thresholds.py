@@ -56,9 +56,13 @@ def backward(name: str, category: str = "python") -> HandStep:
         ("env/torch/utils/checkpoint.py(480): checkpoint", "python", False),
     ],
 )
-def test_repeated_forward_work_is_what_checkpoints_say_and_no_other(name: str, category: str, speaks: bool) -> None:
+def test_repeated_forward_work_is_what_checkpoints_say_and_no_other(
+    name: str, category: str, speaks: bool
+) -> None:
     found = candidates("recomputation", backward(name, category))
-    assert [one.title for one in found] == ["activation checkpointing repeats 1.90 ms of forward work"] * speaks
+    assert [one.title for one in found] == [
+        "activation checkpointing repeats 1.90 ms of forward work"
+    ] * speaks
 
 
 def test_what_is_not_repeated_saves_the_host_and_the_device_time_of_it() -> None:
@@ -137,7 +141,9 @@ def normalising(names: tuple[str, ...], times: int = 4) -> HandStep:
         (("aten::pow", "aten::mean", "aten::sqrt", "aten::mul"), 0),
     ],
 )
-def test_a_normalisation_is_a_root_of_a_mean_and_a_product(names: tuple[str, ...], kernels: int) -> None:
+def test_a_normalisation_is_a_root_of_a_mean_and_a_product(
+    names: tuple[str, ...], kernels: int
+) -> None:
     titles = [one.title for one in candidates("unfused-normalisation", normalising(names))]
     words = f"4 normalisations are made of {4 * kernels} kernels ({4 * kernels * 0.1:.2f} ms)"
     assert titles == ([words] if kernels else [])
@@ -215,7 +221,9 @@ def test_slow_steps_are_those_beyond_the_spread_of_the_others(
 ) -> None:
     remarks = [one for one in said("slow-steps", steps(*lengths)) if isinstance(one, Remark)]
     assert [one.title.split(" longer")[0] for one in remarks] == [
-        f"step {number} takes {over:.1f} µs" if over > 9.99 else f"step {number} takes {over:.2f} µs"
+        f"step {number} takes {over:.1f} µs"
+        if over > 9.99
+        else f"step {number} takes {over:.2f} µs"
         for number, over in slow.items()
     ]
     for one, number in zip(remarks, slow, strict=True):
@@ -233,7 +241,9 @@ def alike(took: list[float], names: str = "own_kernel") -> HandStep:
     step, start = HandStep(10.0 * len(took)), 20.0
     for number, us in enumerate(took):
         call = 10.0 * number
-        step.op("own::op", call, 9, shapes=[[64, 64]], types=["float"]).launched(names, call + 1, start, us)
+        step.op("own::op", call, 9, shapes=[[64, 64]], types=["float"]).launched(
+            names, call + 1, start, us
+        )
         start += us + 1
     return step
 
@@ -248,12 +258,16 @@ def alike(took: list[float], names: str = "own_kernel") -> HandStep:
         ([200, 200, 100, 200, 200], None),  # faster
     ],
 )
-def test_kernels_are_slow_from_one_and_a_half_times_the_middle_one_on(took: list[float], lost: float | None) -> None:
+def test_kernels_are_slow_from_one_and_a_half_times_the_middle_one_on(
+    took: list[float], lost: float | None
+) -> None:
     found = candidates("slow-kernels", alike(took))
     assert len(found) == (lost is not None)
     if lost:
         assert f"{lost} µs longer than the same ones" in found[0].title
-        assert only("slow-kernels", alike(took)).saving_ns == pytest.approx(lost * US, abs=len(took))
+        assert only("slow-kernels", alike(took)).saving_ns == pytest.approx(
+            lost * US, abs=len(took)
+        )
 
 
 # -- tables of embeddings -------------------------------------------------------------------------------------------------
@@ -269,7 +283,14 @@ def lookups(*us: float, name: str = TABLE) -> list[HandStep]:
     for number, own in enumerate(us):
         step = HandStep(80, number, len(us)).op("aten::embedding_bag", 1, 30)
         step.launched(name, 5, 20, own).op("record_param_comms", 40, 20, **args)
-        step.launched("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 45, 21 + own, last + 50 - own - 21, stream=20, **args)
+        step.launched(
+            "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
+            45,
+            21 + own,
+            last + 50 - own - 21,
+            stream=20,
+            **args,
+        )
         made.append(step.group("0", list(range(len(us)))))
     return made
 
@@ -284,7 +305,9 @@ def lookups(*us: float, name: str = TABLE) -> list[HandStep]:
     ],
 )
 def test_tables_are_uneven_from_a_twentieth_on(us: tuple[float, ...], words: str | None) -> None:
-    assert [one.title for one in candidates("shard-imbalance", *lookups(*us))] == ([words] if words else [])
+    assert [one.title for one in candidates("shard-imbalance", *lookups(*us))] == (
+        [words] if words else []
+    )
 
 
 def test_kernels_of_no_table_are_none_of_the_shards() -> None:
@@ -293,7 +316,9 @@ def test_kernels_of_no_table_are_none_of_the_shards() -> None:
 
 
 def test_tables_alike_save_what_the_fullest_has_more_than_the_mean() -> None:
-    assert only("shard-imbalance", *lookups(300, 100)).saving_ns == pytest.approx(100 * US, rel=0.02)
+    assert only("shard-imbalance", *lookups(300, 100)).saving_ns == pytest.approx(
+        100 * US, rel=0.02
+    )
 
 
 # -- copies that hold the host ----------------------------------------------------------------------------------------------
@@ -302,8 +327,14 @@ def test_tables_alike_save_what_the_fullest_has_more_than_the_mean() -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("DtoH (Device -> Pageable)", "copying to the host from or to pageable memory holds the host"),
-        ("HtoD (Pageable -> Device)", "copying to the device from or to pageable memory holds the host"),
+        (
+            "DtoH (Device -> Pageable)",
+            "copying to the host from or to pageable memory holds the host",
+        ),
+        (
+            "HtoD (Pageable -> Device)",
+            "copying to the device from or to pageable memory holds the host",
+        ),
     ],
 )
 def test_a_copy_that_holds_the_host_is_told_by_its_way(kind: str, words: str) -> None:
@@ -329,7 +360,9 @@ def test_a_device_is_nearly_full_from_nine_tenths_on(share: float, speaks: bool)
     used = round(whole * share)
     step.allocation(2, used, address=1 << 30, total_reserved=used)
     trace = step.build()
-    known = replace(trace, meta=replace(trace.meta, capture={"devices": [{"device": 0, "memory_bytes": whole}]}))
+    known = replace(
+        trace, meta=replace(trace.meta, capture={"devices": [{"device": 0, "memory_bytes": whole}]})
+    )
     context = Context.of(Session((known,), "by hand"))
     titles = [getattr(one, "title", one) for one in BY_SLUG["memory-nearly-full"].look(context)]
     shown = f"{used / 1e9:.1f} GB of 80.0 GB are taken at the peak"
@@ -374,9 +407,15 @@ def test_the_interval_holds_the_median() -> None:
     ("name", "short"),
     [
         ("aten::mm", "aten::mm"),
-        ("void at::native::(anonymous namespace)::softmax_kernel<float, 4>(float*)", "softmax_kernel<…>"),
+        (
+            "void at::native::(anonymous namespace)::softmax_kernel<float, 4>(float*)",
+            "softmax_kernel<…>",
+        ),
         ("void cutlass::Kernel2<cutlass_80_gemm>(Params)", "Kernel2<…>"),
-        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "ncclDevKernel_AllReduce_Sum_f32_RING_LL<…>"),
+        (
+            "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+            "ncclDevKernel_AllReduce_Sum_f32_RING_LL<…>",
+        ),
         ("std::vector<int>::push_back(int)", "vector<…>"),
         ("<built-in method collect of module 'gc'>", "<built-in method collect of module 'gc'>"),
         ("<function step at 0x7f00ab12>", "<function step>"),
@@ -385,7 +424,7 @@ def test_the_interval_holds_the_median() -> None:
         ("x" * 60, "x" * 60),
         ("名" * 100, "名" * 59 + "…"),
     ],
-)  # fmt: skip
+)
 def test_a_name_in_a_sentence_is_without_what_only_a_compiler_needs(name: str, short: str) -> None:
     assert shorten_name(name) == short
     assert len(shorten_name(name * 400)) <= 60
@@ -403,11 +442,15 @@ def of_rank(number: int, made: str) -> HandStep:
     """A step of one of two ranks that meet, with something to be told in it."""
     step = HandStep(9_200, number, 2).op("aten::mm", 0, 100)
     args = HandStep.collective_args("allreduce", "0", 2, 256, "Float") | {"Seq": 1}
-    step.launched("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 2, 10, 50, stream=20, **args).group("0", [0, 1])
+    step.launched("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 2, 10, 50, stream=20, **args).group(
+        "0", [0, 1]
+    )
     if made == "garbage-collection":
         step.annotation("gc.collect", 200, 3_000)
     elif made == "blocking-sync":
-        step.launched(GEMM, 110, 120, 3_000).launch("cudaDeviceSynchronize", 200, 2_930, correlation=77)
+        step.launched(GEMM, 110, 120, 3_000).launch(
+            "cudaDeviceSynchronize", 200, 2_930, correlation=77
+        )
     elif made == "needless-copies":
         step.copied("DtoH (Device -> Pinned)", 110, 200, 100, size=4096)
         step.copied("HtoD (Pinned -> Device)", 120, 310, 100, size=4096)
@@ -415,7 +458,12 @@ def of_rank(number: int, made: str) -> HandStep:
         for more in range(8):
             args |= {"Seq": 2 + more}
             step.launched(
-                "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 110 + 8 * more, 200 + 60 * more, 50, stream=20, **args
+                "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
+                110 + 8 * more,
+                200 + 60 * more,
+                50,
+                stream=20,
+                **args,
             )
     elif made == "unfused-optimizer":
         step.annotation("Optimizer.step#AdamW.step", 4_000, 950)
@@ -428,10 +476,13 @@ def of_rank(number: int, made: str) -> HandStep:
 @pytest.mark.parametrize(
     ("slug", "amount"),
     [
-        ("garbage-collection", "6.00 ms"), ("blocking-sync", "5.86 ms"), ("needless-copies", "400 µs"),
-        ("small-collectives", "18 calls"), ("unfused-optimizer", "1.90 ms"),
+        ("garbage-collection", "6.00 ms"),
+        ("blocking-sync", "5.86 ms"),
+        ("needless-copies", "400 µs"),
+        ("small-collectives", "18 calls"),
+        ("unfused-optimizer", "1.90 ms"),
     ],
-)  # fmt: skip
+)
 def test_what_is_a_sum_over_ranks_is_called_one(slug: str, amount: str) -> None:
     (title,) = [one.title for one in candidates(slug, of_rank(0, slug), of_rank(1, slug))]
     assert amount in title
@@ -448,7 +499,9 @@ def on_h100(us: float) -> HandStep:
 
     2 x 1 024^3 operations take 2.1705 us at the 989.4 TFLOP/s of an H100; the three matrices 1.88 us at its 3.35 TB/s.
     """
-    step = HandStep(75).op("aten::mm", 0, 30, shapes=[[1024, 1024], [1024, 1024]], types=["c10::BFloat16"] * 2)
+    step = HandStep(75).op(
+        "aten::mm", 0, 30, shapes=[[1024, 1024], [1024, 1024]], types=["c10::BFloat16"] * 2
+    )
     step.launched(GEMM, 5, 200, us).op("aten::add", 40, 30)
     return step.launched(BUSY, 45, 201 + us, 500)
 

@@ -50,7 +50,9 @@ def test_savings_of_all_rules_are_disjoint_and_add_up_to_less_than_the_step(name
     assert sum(one.saving_fraction or 0 for one in found) <= 1
     savings = [one.saving_ns for one in found]
     assert savings == sorted(savings, reverse=True)
-    assert all(one.saving_ns == 0 or (one.saving_fraction or 0) >= MIN_SAVING_SHARE for one in found)
+    assert all(
+        one.saving_ns == 0 or (one.saving_fraction or 0) >= MIN_SAVING_SHARE for one in found
+    )
 
 
 def test_the_second_of_two_equal_fixes_saves_nothing_more() -> None:
@@ -65,7 +67,9 @@ def test_the_second_of_two_equal_fixes_saves_nothing_more() -> None:
 
 def test_the_largest_comes_first_and_the_rest_is_evaluated_on_top_of_it() -> None:
     here = context("device")
-    found = rank(here, [rule("small", candidate("kernels * 0.8")), rule("large", candidate("gpu * 0.3"))]).time
+    found = rank(
+        here, [rule("small", candidate("kernels * 0.8")), rule("large", candidate("gpu * 0.3"))]
+    ).time
     assert found[0].slug == "large"
     together = whatif(here.graph, [parse("gpu * 0.3"), parse("kernels * 0.8")])
     assert sum(one.saving_ns or 0 for one in found) == pytest.approx(
@@ -80,7 +84,9 @@ def test_what_saves_next_to_nothing_is_dropped() -> None:
 def test_a_bound_holds() -> None:
     here = context("device")
     bound = round(0.02 * here.whole_ns)
-    (found,) = rank(here, [rule("bounded", candidate("kernels * 0.1", at_most_ns=bound))], steps=1).time
+    (found,) = rank(
+        here, [rule("bounded", candidate("kernels * 0.1", at_most_ns=bound))], steps=1
+    ).time
     assert found.saving_fraction == pytest.approx(0.02, rel=1e-3)
 
 
@@ -100,7 +106,11 @@ def test_the_bound_of_the_step_that_the_title_is_about_holds_for_what_several_st
 
 @pytest.mark.parametrize(
     ("fraction", "severity"),
-    [(HIGH_SHARE + 0.001, "high"), (MEDIUM_SHARE + 0.001, "medium"), (MIN_SAVING_SHARE + 0.001, "low")],
+    [
+        (HIGH_SHARE + 0.001, "high"),
+        (MEDIUM_SHARE + 0.001, "medium"),
+        (MIN_SAVING_SHARE + 0.001, "low"),
+    ],
 )
 def test_severity_is_what_it_saves(fraction: float, severity: str) -> None:
     here = context("device")
@@ -122,7 +132,9 @@ def test_savings_of_the_host_are_divided_by_what_recording_cost() -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["host * 0.5", "ops * 0.6", "launches remove", "gpu * 0.2", "idle remove"])
+@pytest.mark.parametrize(
+    "text", ["host * 0.5", "ops * 0.6", "launches remove", "gpu * 0.2", "idle remove"]
+)
 def test_a_finding_and_a_what_if_tell_the_same_without_recording(text: str) -> None:
     here = context("host")
     assert here.step_ns == here.whole_ns
@@ -130,7 +142,9 @@ def test_a_finding_and_a_what_if_tell_the_same_without_recording(text: str) -> N
     slowed.__dict__["host_ratio"] = 1.25
     asked = whatif(here.graph, [parse(text)], host_ratio=1.25)
     told = rank(slowed, [rule("some", candidate(text))], steps=1).time
-    assert [one.saving_ns for one in told] == ([asked.rescaled_saved_ns] if asked.rescaled_saved_ns else [])
+    assert [one.saving_ns for one in told] == (
+        [asked.rescaled_saved_ns] if asked.rescaled_saved_ns else []
+    )
 
 
 def test_memory_remarks_and_abstentions_have_places_of_their_own() -> None:
@@ -150,7 +164,9 @@ def test_memory_remarks_and_abstentions_have_places_of_their_own() -> None:
 def test_a_choice_of_nothing_changes_nothing_that_follows() -> None:
     here = context("device")
     some = NodeSelection("one kernel", np.arange(here.graph.nodes.height) == 5)
-    found = rank(here, [rule("one", Candidate("one", (Change("scale", some, 1.0),), 0.5, "no"))], steps=1)
+    found = rank(
+        here, [rule("one", Candidate("one", (Change("scale", some, 1.0),), 0.5, "no"))], steps=1
+    )
     assert found.time == ()
 
 

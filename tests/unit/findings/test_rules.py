@@ -33,7 +33,12 @@ class Made:
         self.now, self.device, self.number = 10.0, 0.0, 0
 
     def op(
-        self, name: str = "aten::add", kernel: str = KERNEL, kernel_us: float = 20, host_us: float = 10, **more: object
+        self,
+        name: str = "aten::add",
+        kernel: str = KERNEL,
+        kernel_us: float = 20,
+        host_us: float = 10,
+        **more: object,
     ) -> Made:
         self.number += 1
         self.trace.op(name, self.now, host_us, **more)  # type: ignore[arg-type]
@@ -80,7 +85,9 @@ class Made:
         self.number += 1
         self.trace.launch("cudaLaunchKernel", self.now, 4, correlation=self.number)
         start = max(self.device, self.now + 8)
-        self.trace.kernel("ncclDevKernel_SendRecv(x)", start, us, correlation=self.number, **args | more)
+        self.trace.kernel(
+            "ncclDevKernel_SendRecv(x)", start, us, correlation=self.number, **args | more
+        )
         self.device, self.now = start + us + 1, self.now + 6
         return self
 
@@ -112,13 +119,21 @@ FOUND: dict[str, Callable[[], Made]] = {
     "blocking-item": lambda: slow_host(busy().call("cudaStreamSynchronize", None, "aten::item")),
     "device-allocation": lambda: busy().call("cudaMalloc", 4_000, "aten::empty").op(),
     "module-loading": lambda: busy().call("cuModuleLoadData", 4_000, "aten::mm").op(),
-    "garbage-collection": lambda: busy().inside("<built-in function collect>", 3_000, python=True).op(),
-    "data-starved": lambda: busy().inside("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 3_000).op(),
+    "garbage-collection": lambda: (
+        busy().inside("<built-in function collect>", 3_000, python=True).op()
+    ),
+    "data-starved": lambda: (
+        busy().inside("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 3_000).op()
+    ),
     "matrix-units-unused": lambda: _products("ampere_sgemm_128x64_nn"),
     "compiling": lambda: (
-        _broken(0).around("_compile.compile_inner (dynamo_timed)", lambda made: made.pause(4_000)).op()
+        _broken(0)
+        .around("_compile.compile_inner (dynamo_timed)", lambda made: made.pause(4_000))
+        .op()
     ),
-    "autotuning": lambda: busy().around("triton/testing.py(99): do_bench", _trials, python=True).op(),
+    "autotuning": lambda: (
+        busy().around("triton/testing.py(99): do_bench", _trials, python=True).op()
+    ),
     "graph-breaks": lambda: _broken(20),
     "uneven-exchange": lambda: _exchanges([4000, 32, 32, 32]),
 }
@@ -194,7 +209,9 @@ def test_a_rule_finds_what_it_is_about(slug: str) -> None:
     found = said(slug, FOUND[slug]().done())
     candidates = [one for one in found if isinstance(one, Candidate)]
     assert candidates, found
-    assert all(one.changes and one.evidence and one.advice and 0 < one.confidence < 1 for one in candidates)
+    assert all(
+        one.changes and one.evidence and one.advice and 0 < one.confidence < 1 for one in candidates
+    )
 
 
 @pytest.mark.parametrize("slug", FOUND)
@@ -228,13 +245,19 @@ def test_a_device_that_is_always_busy_needs_no_fix() -> None:
 
 @pytest.mark.parametrize("slug", sorted(set(FOUND) - {"launch-bound", "python-bound"}))
 def test_a_rule_says_nothing_where_all_is_well(slug: str) -> None:
-    assert [one for one in said(slug, busy().done()) if isinstance(one, (Candidate, MemoryCandidate, Remark))] == []
+    assert [
+        one
+        for one in said(slug, busy().done())
+        if isinstance(one, (Candidate, MemoryCandidate, Remark))
+    ] == []
 
 
 WELL = {
     "compiling": lambda: _broken(20),  # compiled before the step, with breaks
     "graph-breaks": lambda: _broken(0),
-    "autotuning": lambda: busy().around("train.py(7): benchmark_of_the_year", lambda made: made.op(), python=True),
+    "autotuning": lambda: busy().around(
+        "train.py(7): benchmark_of_the_year", lambda made: made.op(), python=True
+    ),
     "uneven-exchange": lambda: _exchanges([1000, 1100, 1000, 996]),
     "python-bound": lambda: _talking(40),
 }
@@ -285,7 +308,9 @@ def test_what_the_host_does_is_not_known_from_the_device_alone(slug: str) -> Non
 
 def _over_elements(calls: int, name: str = "aten::item", before: str = "aten::unbind") -> Made:
     made = Made()
-    made.inside(before, 100) if not before.startswith("aten") else made.around(before, lambda inner: inner.pause(100))
+    made.inside(before, 100) if not before.startswith("aten") else made.around(
+        before, lambda inner: inner.pause(100)
+    )
     for _ in range(calls):
         made.around(name, lambda inner: inner.pause(3))
     for _ in range(20):
@@ -293,12 +318,18 @@ def _over_elements(calls: int, name: str = "aten::item", before: str = "aten::un
     return made
 
 
-@pytest.mark.parametrize(("name", "before"), [("aten::item", "aten::add"), ("aten::mul", "aten::unbind")])
+@pytest.mark.parametrize(
+    ("name", "before"), [("aten::item", "aten::add"), ("aten::mul", "aten::unbind")]
+)
 def test_a_loop_over_elements_goes_as_a_whole(name: str, before: str) -> None:
-    (found, *_) = rank(grounded(_over_elements(100, name, before).done()), [BY_SLUG["python-bound"]]).time
+    (found, *_) = rank(
+        grounded(_over_elements(100, name, before).done()), [BY_SLUG["python-bound"]]
+    ).time
     assert f"a loop over the elements of a tensor calls {name} 100 times" in found.title
     # each call takes 4 us and the next begins 1 us later, and dividing the tensor is part of the loop
-    assert found.saving_ns == pytest.approx((500 + (102 if before == "aten::unbind" else 0)) * 1000, rel=0.05)
+    assert found.saving_ns == pytest.approx(
+        (500 + (102 if before == "aten::unbind" else 0)) * 1000, rel=0.05
+    )
 
 
 @pytest.mark.parametrize(
@@ -308,7 +339,9 @@ def test_a_loop_over_elements_goes_as_a_whole(name: str, before: str) -> None:
         (100, "aten::copy_", "aten::add"),  # a loop in C++ over many tensors
     ],
 )
-def test_what_is_no_loop_over_elements_is_not_called_one(calls: int, name: str, before: str) -> None:
+def test_what_is_no_loop_over_elements_is_not_called_one(
+    calls: int, name: str, before: str
+) -> None:
     found = said("python-bound", _over_elements(calls, name, before).done())
     assert not [one for one in found if isinstance(one, Candidate) and "elements" in one.title]
 
@@ -347,7 +380,14 @@ def test_one_operator_that_takes_long_is_a_late_launch_only_where_it_comes_again
 
 
 def test_a_library_that_starts_is_not_told_as_an_allocation() -> None:
-    trace = busy().call("cudaGetSymbolAddress", 10).pause(2_000).call("cudaFree", 30_000, "aten::conv2d").op().done()
+    trace = (
+        busy()
+        .call("cudaGetSymbolAddress", 10)
+        .pause(2_000)
+        .call("cudaFree", 30_000, "aten::conv2d")
+        .op()
+        .done()
+    )
     (candidate,) = said("module-loading", trace)
     assert isinstance(candidate, Candidate)
     assert "30.0 ms" in candidate.title
@@ -367,7 +407,11 @@ def test_a_backward_pass_of_a_thread_that_was_not_recorded_is_no_pause() -> None
     (one,) = said("host-pause", made.done())
     assert isinstance(one, Abstention)
     assert "was not recorded" in one.reason
-    seen = busy().inside("## backward ##", 4_000).op("autograd::engine::evaluate_function: AddBackward0")
+    seen = (
+        busy()
+        .inside("## backward ##", 4_000)
+        .op("autograd::engine::evaluate_function: AddBackward0")
+    )
     (one,) = said("host-pause", seen.done())
     assert isinstance(one, Candidate)
 

@@ -11,7 +11,9 @@ SIZES = [[64, 64], [64, 64]]
 TOOK = [200.0, 900, 200, 900, 200, 200, 200]
 
 
-def told(shapes: list[list[int]], took: list[float], blocks: list[float] | None = None) -> Finding | None:
+def told(
+    shapes: list[list[int]], took: list[float], blocks: list[float] | None = None
+) -> Finding | None:
     """The finding of a run with kernels of one operator in each of its steps, which take so many µs."""
     made, start, number = TraceBuilder(), 0.0, 0
     for step in range(4):
@@ -20,7 +22,9 @@ def told(shapes: list[list[int]], took: list[float], blocks: list[float] | None 
         for place, us in enumerate(took):
             number += 1
             at = start + 10 * place
-            made.op("own::op", at, 8, **{"Input Dims": shapes, "Input type": ["float"] * len(shapes)})
+            made.op(
+                "own::op", at, 8, **{"Input Dims": shapes, "Input type": ["float"] * len(shapes)}
+            )
             made.launch("cudaLaunchKernel", at + 1, 5, correlation=number)
             known = {} if blocks is None else {"blocks per SM": blocks[place]}
             made.kernel("own_kernel", end, us, correlation=number, **known)
@@ -35,7 +39,9 @@ def test_kernels_that_take_longer_are_told_with_what_that_costs() -> None:
     found = told(SIZES, TOOK)
     assert found is not None
     assert found.saving_ns == 2 * 700_000
-    assert found.title.startswith("2 kernels take 1.40 ms longer than the same ones elsewhere in the run")
+    assert found.title.startswith(
+        "2 kernels take 1.40 ms longer than the same ones elsewhere in the run"
+    )
 
 
 def test_kernels_of_another_grid_do_other_work() -> None:

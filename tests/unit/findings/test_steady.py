@@ -54,8 +54,11 @@ def test_savings_of_several_fixes_are_together_no_more_than_the_usual_step() -> 
     ranked = findings(Session((built.mark(5, at).build(),), "made"))
     assert len(ranked.time) >= 2
     assert sum(one.saving_fraction or 0 for one in ranked.time) <= 1
-    assert all((one.saving_low_ns or 0) <= (one.saving_ns or 0) <= (one.saving_high_ns or 0)
-               for one in ranked.time if one.saving_ns)  # fmt: skip
+    assert all(
+        (one.saving_low_ns or 0) <= (one.saving_ns or 0) <= (one.saving_high_ns or 0)
+        for one in ranked.time
+        if one.saving_ns
+    )
 
 
 @pytest.mark.parametrize(("count", "left_out"), [(1, 0), (4, 0), (5, 0), (8, 1), (11, 2), (20, 5)])

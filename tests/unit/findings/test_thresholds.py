@@ -53,11 +53,17 @@ def loading(us: float, name: str = LOADER, length_us: float = 10_000) -> HandSte
     ("us", "name", "saves_us"),
     [
         (4_000, LOADER, 4_000),  # four processes make it in 1 ms of the 6 ms that are left
-        (9_000, LOADER, 9_000 - (9_000 / 4 - 1_000)),  # they cannot: what is more than the 1 ms left stays
+        (
+            9_000,
+            LOADER,
+            9_000 - (9_000 / 4 - 1_000),
+        ),  # they cannot: what is more than the 1 ms left stays
         (4_000, WORKERS, 4_000),  # there are workers already: it is waiting alone
     ],
 )
-def test_a_step_that_loads_saves_what_workers_take_over(us: float, name: str, saves_us: float) -> None:
+def test_a_step_that_loads_saves_what_workers_take_over(
+    us: float, name: str, saves_us: float
+) -> None:
     finding = only("data-starved", loading(us, name))
     assert finding.title == f"the step waits {us / 1000:.2f} ms for data"
     assert finding.saving_ns == pytest.approx(saves_us * US, abs=10)
@@ -81,7 +87,11 @@ def copies(*some: tuple[str, int]) -> HandStep:
     return step.launched(GEMM, 10 * len(some), 100 + 200 * len(some), 5_000)
 
 
-DOWN, UP, UP_PINNED = "DtoH (Device -> Pageable)", "HtoD (Pageable -> Device)", "HtoD (Pinned -> Device)"
+DOWN, UP, UP_PINNED = (
+    "DtoH (Device -> Pageable)",
+    "HtoD (Pageable -> Device)",
+    "HtoD (Pinned -> Device)",
+)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +107,9 @@ DOWN, UP, UP_PINNED = "DtoH (Device -> Pageable)", "HtoD (Pageable -> Device)", 
         ([("DtoD (Device -> Device)", 4096), (UP, 4096)], 0),
     ],
 )
-def test_what_goes_to_the_host_and_comes_back_is_paired_by_its_size(some: list[tuple[str, int]], pairs: int) -> None:
+def test_what_goes_to_the_host_and_comes_back_is_paired_by_its_size(
+    some: list[tuple[str, int]], pairs: int
+) -> None:
     titles = spoken("needless-copies", copies(*some))
     expected = f"{pairs} times data goes to the host and as many bytes come back: {2 * pairs * 100} µs of copying"
     assert titles == ([expected] if pairs else [])
@@ -113,13 +125,19 @@ def test_what_goes_back_and_forth_saves_what_the_kernel_behind_it_waits() -> Non
 
 
 @pytest.mark.parametrize(("us", "speaks"), [(201, True), (199, False)])
-def test_copies_inside_the_device_count_from_a_fiftieth_of_the_step_on(us: float, speaks: bool) -> None:
+def test_copies_inside_the_device_count_from_a_fiftieth_of_the_step_on(
+    us: float, speaks: bool
+) -> None:
     step = HandStep(10_000).launched(GEMM, 0, 10, 9_000 - us)
     step.op("aten::contiguous", 5, 20).op("aten::copy_", 6, 15)
     step.copied("DtoD (Device -> Device)", 8, 9_900 - us, us, size=1 << 20)
     step.launched(GEMM, 30, 9_901, 90)
     titles = spoken("device-copies", step)
-    assert titles == ([f"1 copies inside the device take {us} µs, most of it in aten::contiguous"] if speaks else [])
+    assert titles == (
+        [f"1 copies inside the device take {us} µs, most of it in aten::contiguous"]
+        if speaks
+        else []
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,14 +150,18 @@ def test_copies_inside_the_device_count_from_a_fiftieth_of_the_step_on(us: float
         (600, 1 << 20, 250, True),
     ],
 )
-def test_copies_are_exposed_for_as_long_as_nothing_computes(us: int, size: int, beside: int, speaks: bool) -> None:
+def test_copies_are_exposed_for_as_long_as_nothing_computes(
+    us: int, size: int, beside: int, speaks: bool
+) -> None:
     step = HandStep(10_000).launched(GEMM, 0, 10, 4_000)
     step.copied(UP_PINNED, 8, 4_011, us, size=size)
     if beside:
         step.launched(BUSY, 12, 4_011, beside, stream=30)
     step.launched(GEMM, 20, 4_012 + us, 5_000)
     titles = spoken("exposed-copies", step)
-    words = f"nothing is computed during {us - beside} µs of copying between host and device (1.05 MB)"
+    words = (
+        f"nothing is computed during {us - beside} µs of copying between host and device (1.05 MB)"
+    )
     assert titles == ([words] if speaks else [])
 
 
@@ -155,7 +177,9 @@ def test_copies_are_exposed_for_as_long_as_nothing_computes(us: int, size: int, 
         (100_000, 1_950, False),  # a fiftieth of the step, however long
     ],
 )
-def test_a_pause_is_long_by_time_and_by_its_share_of_the_step(length_us: float, pause_us: float, speaks: bool) -> None:
+def test_a_pause_is_long_by_time_and_by_its_share_of_the_step(
+    length_us: float, pause_us: float, speaks: bool
+) -> None:
     step, at = HandStep(length_us), 0.0
     step.python("train.py(3): write_log", 100, pause_us)
     while at < length_us - 60:
@@ -186,9 +210,24 @@ def test_a_pause_beside_a_busy_device_costs_nothing() -> None:
     assert ranked("host-pause", step).time == (), "and saves nothing"
 
 
-GARBAGE = ("<built-in function collect>", "<built-in method collect of module 'gc'>", "Python GC", "GC (generation 2)",
-           "gc.collect", "gc: full", "garbage_collect", "lib/gc.py(3): run")  # fmt: skip
-NO_GARBAGE = ("gcd", "gc_stats", "mygc.collect", "collect", "<built-in function collect_all>", "lib/pgc.py(3): run")
+GARBAGE = (
+    "<built-in function collect>",
+    "<built-in method collect of module 'gc'>",
+    "Python GC",
+    "GC (generation 2)",
+    "gc.collect",
+    "gc: full",
+    "garbage_collect",
+    "lib/gc.py(3): run",
+)
+NO_GARBAGE = (
+    "gcd",
+    "gc_stats",
+    "mygc.collect",
+    "collect",
+    "<built-in function collect_all>",
+    "lib/pgc.py(3): run",
+)
 
 
 @pytest.mark.parametrize("name", GARBAGE)
@@ -231,7 +270,9 @@ def test_elementwise_kernels_have_to_be_many_and_to_follow_each_other(
     count: int, other: int, words: str | None
 ) -> None:
     titles = spoken("small-kernels", elementwise(count, other))
-    assert titles == ([f"{words} elementwise kernels follow another one: they could be one"] if words else [])
+    assert titles == (
+        [f"{words} elementwise kernels follow another one: they could be one"] if words else []
+    )
 
 
 def test_kernels_that_become_one_save_their_pauses_where_the_device_decides() -> None:
@@ -251,7 +292,9 @@ def late_launches(idle_us: float, length_us: float = 10_000) -> HandStep:
 
 
 @pytest.mark.parametrize(("idle_us", "speaks"), [(60, True), (40, True), (14, False)])
-def test_launches_come_too_late_where_the_device_waits_for_them(idle_us: float, speaks: bool) -> None:
+def test_launches_come_too_late_where_the_device_waits_for_them(
+    idle_us: float, speaks: bool
+) -> None:
     outcomes = said("launch-bound", late_launches(idle_us))
     assert len(outcomes) == speaks
     if speaks:
@@ -262,7 +305,9 @@ def test_launches_come_too_late_where_the_device_waits_for_them(idle_us: float, 
 
 
 @pytest.mark.parametrize(("between_us", "speaks"), [(80, True), (70, False)])
-def test_python_between_operators_is_told_from_three_twentieths_of_the_step_on(between_us: float, speaks: bool) -> None:
+def test_python_between_operators_is_told_from_three_twentieths_of_the_step_on(
+    between_us: float, speaks: bool
+) -> None:
     step = HandStep(10_000)
     for number in range(20):  # of 500 us each: 75 us are three twentieths
         step.op("aten::mm", 500 * number, 500 - between_us)
@@ -299,7 +344,9 @@ def waiting(call: str, op: str | None, *, behind: float) -> HandStep:
 
 @pytest.mark.parametrize("slug", WAITS)
 @pytest.mark.parametrize("behind", [1_000, 2_500])
-def test_a_call_that_waits_saves_what_the_host_could_have_done_meanwhile(slug: str, behind: float) -> None:
+def test_a_call_that_waits_saves_what_the_host_could_have_done_meanwhile(
+    slug: str, behind: float
+) -> None:
     call, op, words = WAITS[slug]
     step = waiting(call, op, behind=behind)
     (title,) = spoken(slug, step)
@@ -332,7 +379,14 @@ def product(share: float, kernel: str, device: str = "NVIDIA A100-SXM4-80GB") ->
     """A step of 10 ms of which a product takes that share."""
     step = HandStep(75, device_name=device)
     step.metadata(
-        deviceProperties=[{"id": 0, "name": device, "computeMajor": 8 if "A100" in device else 7, "computeMinor": 0}]
+        deviceProperties=[
+            {
+                "id": 0,
+                "name": device,
+                "computeMajor": 8 if "A100" in device else 7,
+                "computeMinor": 0,
+            }
+        ]
     )
     shapes = [[1024, 1024], [1024, 1024]]
     step.op("aten::mm", 0, 30, shapes=shapes, types=["float", "float"])
@@ -344,32 +398,53 @@ def product(share: float, kernel: str, device: str = "NVIDIA A100-SXM4-80GB") ->
 @pytest.mark.parametrize(
     ("share", "kernel", "device", "words"),
     [
-        (0.3, "ampere_sgemm_128x64_nn", "NVIDIA A100-SXM4-80GB", "3.00 ms of matrix products use no tensor cores: TF32 is off"),
-        (0.3, "volta_sgemm_128x64_nn", "Tesla V100-SXM2-16GB", "3.00 ms of matrix products use no tensor cores"),
-        (0.0102, "ampere_sgemm_128x64_nn", "NVIDIA A100-SXM4-80GB", "102 µs of matrix products use no tensor cores: TF32 is off"),
+        (
+            0.3,
+            "ampere_sgemm_128x64_nn",
+            "NVIDIA A100-SXM4-80GB",
+            "3.00 ms of matrix products use no tensor cores: TF32 is off",
+        ),
+        (
+            0.3,
+            "volta_sgemm_128x64_nn",
+            "Tesla V100-SXM2-16GB",
+            "3.00 ms of matrix products use no tensor cores",
+        ),
+        (
+            0.0102,
+            "ampere_sgemm_128x64_nn",
+            "NVIDIA A100-SXM4-80GB",
+            "102 µs of matrix products use no tensor cores: TF32 is off",
+        ),
         (0.0098, "ampere_sgemm_128x64_nn", "NVIDIA A100-SXM4-80GB", None),  # less than a hundredth
         (0.3, "ampere_bf16_s16816gemm_bf16_128x128", "NVIDIA A100-SXM4-80GB", None),
         (0.3, "ampere_s1688gemm_128x128_nn", "NVIDIA A100-SXM4-80GB", None),  # TF32
     ],
-)  # fmt: skip
+)
 def test_products_without_matrix_units_are_told_from_a_hundredth_on(
     share: float, kernel: str, device: str, words: str | None
 ) -> None:
     step = product(share, kernel, device)
     assert spoken("matrix-units-unused", step) == ([words] if words else [])
     if words and share > 0.1:
-        assert only("matrix-units-unused", step).saving_ns == pytest.approx(0.5 * share * 10_000 * US, rel=0.001)
+        assert only("matrix-units-unused", step).saving_ns == pytest.approx(
+            0.5 * share * 10_000 * US, rel=0.001
+        )
 
 
 # -- communication ------------------------------------------------------------------------------------------------------
 
 
-def ring(kind: str, bytes_each: int, count: int, us: float = 50, members: int = 2, **more: object) -> HandStep:
+def ring(
+    kind: str, bytes_each: int, count: int, us: float = 50, members: int = 2, **more: object
+) -> HandStep:
     """So many collectives of one kind with nothing beside them, then a kernel."""
     step, at = HandStep(10_000, 0, members), 20.0
     args = HandStep.collective_args(kind, "0", members, bytes_each // 4, "Float") | more
     for number in range(count):
-        step.launched("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 6.0 * number, at, us, stream=20, **args)
+        step.launched(
+            "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 6.0 * number, at, us, stream=20, **args
+        )
         at += us + 1
     return step.launched(GEMM, 6.0 * count, at + 1, 1_000)
 
@@ -377,16 +452,22 @@ def ring(kind: str, bytes_each: int, count: int, us: float = 50, members: int = 
 @pytest.mark.parametrize(
     ("size", "count", "speaks"),
     [
-        (1024, 8, True), (1024, 7, False), (256 * 1024 - 4, 8, True), (256 * 1024, 8, False), (0, 8, False),
+        (1024, 8, True),
+        (1024, 7, False),
+        (256 * 1024 - 4, 8, True),
+        (256 * 1024, 8, False),
+        (0, 8, False),
     ],
-)  # fmt: skip
+)
 def test_small_collectives_are_many_and_small(size: int, count: int, speaks: bool) -> None:
     titles = spoken("small-collectives", ring("allreduce", size, count))
     assert titles == ([f"{count} calls of all_reduce send less than 262 kB each"] if speaks else [])
 
 
 @pytest.mark.parametrize(("beside_us", "exposed_us"), [(0, 400), (150, 250), (398, 2)])
-def test_communication_is_exposed_for_as_long_as_nothing_computes(beside_us: float, exposed_us: int) -> None:
+def test_communication_is_exposed_for_as_long_as_nothing_computes(
+    beside_us: float, exposed_us: int
+) -> None:
     step = HandStep(10_000, 0, 2).launched(GEMM, 0, 10, 1_000)
     args = HandStep.collective_args("allreduce", "0", 2, 1 << 20, "Float")
     step.launched("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 5, 1_011, 400, stream=20, **args)
@@ -415,7 +496,9 @@ def test_communication_that_is_hidden_is_not_told() -> None:
         ([100], None),
     ],
 )
-def test_an_exchange_is_uneven_from_one_and_a_half_times_the_mean_on(parts: list[int], times: float | None) -> None:
+def test_an_exchange_is_uneven_from_one_and_a_half_times_the_mean_on(
+    parts: list[int], times: float | None
+) -> None:
     more = {"In split size": str(parts), "Out split size": str(parts)}
     step = ring("all_to_allv", 4096, 3, members=4, **more)
     outcomes = said("uneven-exchange", step)
@@ -446,7 +529,12 @@ def meeting(*work_us: float, think_us: tuple[float, ...] = ()) -> list[HandStep]
         begin = arrive[number]
         step.op("record_param_comms", think + 50, 20, **args)
         step.launched(
-            "ncclDevKernel_AllReduce_Sum_f32_RING_LL", think + 55, begin, max(arrive) + 100 - begin, stream=20, **args
+            "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
+            think + 55,
+            begin,
+            max(arrive) + 100 - begin,
+            stream=20,
+            **args,
         )
         step.group("0", list(range(len(work_us))))
         steps.append(step)
@@ -462,14 +550,18 @@ def meeting(*work_us: float, think_us: tuple[float, ...] = ()) -> list[HandStep]
         ((1_000, 1_000), None),
     ],
 )
-def test_ranks_compute_unevenly_from_a_twentieth_on(works: tuple[float, ...], words: str | None) -> None:
+def test_ranks_compute_unevenly_from_a_twentieth_on(
+    works: tuple[float, ...], words: str | None
+) -> None:
     titles = spoken("compute-imbalance", *meeting(*works))
     assert titles == ([words] if words else [])
 
 
 def test_even_work_saves_what_the_longest_rank_has_more_than_the_mean() -> None:
     works = (2_000, 1_000, 1_000, 1_000)
-    assert only("compute-imbalance", *meeting(*works)).saving_ns == pytest.approx((2_000 - 1_250) * US, rel=0.02)
+    assert only("compute-imbalance", *meeting(*works)).saving_ns == pytest.approx(
+        (2_000 - 1_250) * US, rel=0.02
+    )
 
 
 def test_a_rank_that_begins_late_saves_what_it_is_behind_the_middle_one() -> None:
@@ -487,12 +579,18 @@ def test_ranks_alike_have_no_straggler_that_costs() -> None:
 # -- what recording costs, slow steps -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ratio", "speaks"), [(1.05, True), (1.049, False), (0.9, False), (3.25, True)])
+@pytest.mark.parametrize(
+    ("ratio", "speaks"), [(1.05, True), (1.049, False), (0.9, False), (3.25, True)]
+)
 def test_recording_is_told_where_it_costs_a_twentieth(ratio: float, speaks: bool) -> None:
     context = context_of(busy())
     context.__dict__["host_ratio"] = ratio
     titles = [getattr(one, "title", "") for one in BY_SLUG["profiler-overhead"].look(context)]
-    assert titles == ([f"recording makes steps {ratio:.2f} × as long: host savings exclude that"] if speaks else [])
+    assert titles == (
+        [f"recording makes steps {ratio:.2f} × as long: host savings exclude that"]
+        if speaks
+        else []
+    )
 
 
 # -- memory -------------------------------------------------------------------------------------------------------------
@@ -513,7 +611,9 @@ def memory(per_step: int, *, steps: int = 8, reserved: int = 0, most: int = 1 <<
 
 
 @pytest.mark.parametrize(("per_step", "speaks"), [(10_240, True), (9_728, False), (0, False)])
-def test_memory_grows_where_every_step_keeps_ten_thousand_bytes(per_step: int, speaks: bool) -> None:
+def test_memory_grows_where_every_step_keeps_ten_thousand_bytes(
+    per_step: int, speaks: bool
+) -> None:
     findings = ranked("memory-growth", memory(per_step)).memory
     assert len(findings) == speaks
     for finding in findings:
@@ -525,9 +625,12 @@ def test_memory_grows_where_every_step_keeps_ten_thousand_bytes(per_step: int, s
 
 
 @pytest.mark.parametrize(
-    ("reserved", "spare"), [(4 << 20, 3 << 20), (1_404_000, 1_404_000 - (1 << 20) - 4096), (1_400_000, 0), (0, 0)]
+    ("reserved", "spare"),
+    [(4 << 20, 3 << 20), (1_404_000, 1_404_000 - (1 << 20) - 4096), (1_400_000, 0), (0, 0)],
 )
-def test_reserved_memory_counts_from_a_quarter_unused_at_the_peak_on(reserved: int, spare: int) -> None:
+def test_reserved_memory_counts_from_a_quarter_unused_at_the_peak_on(
+    reserved: int, spare: int
+) -> None:
     findings = ranked("memory-fragmentation", memory(0, reserved=reserved)).memory
     assert len(findings) == bool(spare)
     for finding in findings:
@@ -550,7 +653,9 @@ Ranked = list[tuple[str, str, int | None]]
 
 
 def in_order(*made: HandStep) -> Ranked:
-    return [(one.slug, one.title, one.saving_ns) for one in rank(context_of(*made), RULES, steps=1).time]
+    return [
+        (one.slug, one.title, one.saving_ns) for one in rank(context_of(*made), RULES, steps=1).time
+    ]
 
 
 @cache
@@ -559,7 +664,9 @@ def as_made(name: str) -> Ranked:
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_findings_do_not_depend_on_when_it_was_on_which_stream_or_under_which_rank(name: str) -> None:
+def test_findings_do_not_depend_on_when_it_was_on_which_stream_or_under_which_rank(
+    name: str,
+) -> None:
     moved = MADE[name]()
     for step in moved:
         for event in step._events:

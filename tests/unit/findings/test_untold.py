@@ -14,8 +14,16 @@ def test_exposed_communication_that_hides_nothing_is_an_abstention_with_its_reas
         made.launch("cudaLaunchKernel", at + 10, 5, correlation=number + 1)
         made.kernel("gemm", at + 20, 300, stream=7, correlation=number + 1)
         made.launch("cudaLaunchKernel", at + 20, 5, correlation=number + 2)
-        made.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", at + 330, 700, stream=20, correlation=number + 2)
-        made.launch("cudaDeviceSynchronize", at + 30, 1002, correlation=number + 3)  # the host itself waits for it
+        made.kernel(
+            "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
+            at + 330,
+            700,
+            stream=20,
+            correlation=number + 2,
+        )
+        made.launch(
+            "cudaDeviceSynchronize", at + 30, 1002, correlation=number + 3
+        )  # the host itself waits for it
         number += 3
         at += 1050
     ranked = findings(Session((made.mark(4, at).build(),), "made"))

@@ -12,9 +12,18 @@ import polars as pl
 import pytest
 
 from traceloom.errors import InputError, UsageError
-from traceloom.fleet.analyses.attribution import ATTRIBUTION_DIMENSIONS, compute_ownership_periods, divide_device_time
+from traceloom.fleet.analyses.attribution import (
+    ATTRIBUTION_DIMENSIONS,
+    compute_ownership_periods,
+    divide_device_time,
+)
 from traceloom.fleet.rules import OwnerRule, Prices, read_prices, read_rules
-from traceloom.fleet.store.schema import MINUTE_MS, SCHEMAS, compute_usage_hours, compute_usage_minutes
+from traceloom.fleet.store.schema import (
+    MINUTE_MS,
+    SCHEMAS,
+    compute_usage_hours,
+    compute_usage_minutes,
+)
 from traceloom.testing.fleet_weeks import Weeks, WeeksRecipe, build_weeks
 
 HOUR_NS = 3_600_000_000_000
@@ -38,7 +47,11 @@ class MadeFleet:
         held: dict[str, float] = defaultdict(float)
         busy: dict[str, float] = defaultdict(float)
         for job, ms in self.weeks.held_ms.items():
-            owner = "unattributed" if job.endswith("notebook") else value(job.partition("-")[0]) or "unattributed"
+            owner = (
+                "unattributed"
+                if job.endswith("notebook")
+                else value(job.partition("-")[0]) or "unattributed"
+            )
             held[owner] += ms
             busy[owner] += self.weeks.busy_ms[job]
         return held, busy
@@ -59,7 +72,11 @@ def owned(fleet: MadeFleet) -> pl.DataFrame:
 def test_hours_of_owners_are_those_that_were_planted(
     fleet: MadeFleet, owned: pl.DataFrame, name: str, table: str
 ) -> None:
-    usage = fleet.minutes.lazy() if table == "usage_minute" else compute_usage_hours(fleet.minutes).lazy()
+    usage = (
+        fleet.minutes.lazy()
+        if table == "usage_minute"
+        else compute_usage_hours(fleet.minutes).lazy()
+    )
     leaves = divide_device_time(usage, owned, [name]).leaves
     rows = {row[name]: row for row in leaves.to_dicts()}
     held, busy = fleet.truth(lambda model: getattr(fleet.teams[model], name))
@@ -77,21 +94,31 @@ def test_hours_of_owners_are_those_that_were_planted(
 def test_hours_of_jobs_that_share_nothing_are_exact(fleet: MadeFleet, owned: pl.DataFrame) -> None:
     rows = divide_device_time(fleet.minutes.lazy(), owned, ["job"]).leaves
     measured = dict(rows.select("job", "device_ms").rows())
-    shared = {job.removesuffix("-notebook") for job in fleet.weeks.held_ms if job.endswith("notebook")}
-    alone = {job: ms for job, ms in fleet.weeks.held_ms.items() if job.removesuffix("-notebook") not in shared}
+    shared = {
+        job.removesuffix("-notebook") for job in fleet.weeks.held_ms if job.endswith("notebook")
+    }
+    alone = {
+        job: ms
+        for job, ms in fleet.weeks.held_ms.items()
+        if job.removesuffix("-notebook") not in shared
+    }
     assert len(alone) > 20
     assert {job: measured[job] for job in alone} == {job: round(ms) for job, ms in alone.items()}
 
 
 def test_the_idle_team_stands_out(fleet: MadeFleet, owned: pl.DataFrame) -> None:
-    rows = divide_device_time(fleet.minutes.lazy(), owned, ["model"]).leaves.filter(pl.col("busy_ms") > 0)
+    rows = divide_device_time(fleet.minutes.lazy(), owned, ["model"]).leaves.filter(
+        pl.col("busy_ms") > 0
+    )
     idle = rows.sort(pl.col("idle_ms") / pl.col("device_ms"), descending=True)
     assert idle["model"][0] == "vision"
     assert idle["idle_ms"][0] / idle["device_ms"][0] == pytest.approx(0.95, abs=1e-4)
 
 
 @pytest.mark.parametrize("by", list(permutations(["division", "model", "host"])), ids="-".join)
-def test_levels_add_up_in_any_order(fleet: MadeFleet, owned: pl.DataFrame, by: tuple[str, ...]) -> None:
+def test_levels_add_up_in_any_order(
+    fleet: MadeFleet, owned: pl.DataFrame, by: tuple[str, ...]
+) -> None:
     prices = Prices(currency="EUR", per_kwh=0.3, co2_g_per_kwh=400, device_hour={"default": 2.5})
     result = divide_device_time(compute_usage_hours(fleet.minutes).lazy(), owned, by, prices)
     whole = result.level(0).row(0, named=True)
@@ -101,18 +128,27 @@ def test_levels_add_up_in_any_order(fleet: MadeFleet, owned: pl.DataFrame, by: t
         for name in ("device_ms", "busy_ms", "idle_ms", "energy_mj"):
             assert level[name].sum() == whole[name]
         assert level["cost"].sum() == pytest.approx(whole["cost"], rel=1e-12)
-    assert sum(whole[name] for name in ("busy_ms", "idle_ms", "unallocated_ms", "unreachable_ms")) == whole["device_ms"]
+    assert (
+        sum(whole[name] for name in ("busy_ms", "idle_ms", "unallocated_ms", "unreachable_ms"))
+        == whole["device_ms"]
+    )
 
 
-def test_money_energy_and_co2_are_planted_hours_times_prices(fleet: MadeFleet, owned: pl.DataFrame) -> None:
-    prices = Prices(currency="EUR", per_kwh=0.3, co2_g_per_kwh=400, device_hour={"NVIDIA H100 80GB HBM3": 2.5})
+def test_money_energy_and_co2_are_planted_hours_times_prices(
+    fleet: MadeFleet, owned: pl.DataFrame
+) -> None:
+    prices = Prices(
+        currency="EUR", per_kwh=0.3, co2_g_per_kwh=400, device_hour={"NVIDIA H100 80GB HBM3": 2.5}
+    )
     row = divide_device_time(fleet.minutes.lazy(), owned, ["model"], prices).leaves.filter(
         pl.col("model") == "assistant"
     )
     held, busy = fleet.truth(lambda model: model)
     kwh = (busy["assistant"] * 400 + (held["assistant"] - busy["assistant"]) * 120) / 3.6e9
     assert row["energy_mj"].item() / 3.6e9 == pytest.approx(kwh, rel=1e-4)
-    assert row["cost"].item() == pytest.approx(held["assistant"] / 3.6e6 * 2.5 + kwh * 0.3, rel=1e-4)
+    assert row["cost"].item() == pytest.approx(
+        held["assistant"] / 3.6e6 * 2.5 + kwh * 0.3, rel=1e-4
+    )
     assert row["co2_g"].item() == pytest.approx(kwh * 400, rel=1e-4)
 
 
@@ -124,11 +160,16 @@ def test_what_has_no_price_or_no_meter_is_unknown(fleet: MadeFleet, owned: pl.Da
     assert unpriced.leaves["co2_g"].null_count() == unpriced.leaves.height
     unmetered = fleet.minutes.with_columns(energy_mj=pl.lit(None, pl.Int64)).lazy()
     leaves = divide_device_time(
-        unmetered, owned, ["model"], Prices(currency="EUR", per_kwh=1.0, device_hour={"default": 1.0})
+        unmetered,
+        owned,
+        ["model"],
+        Prices(currency="EUR", per_kwh=1.0, device_hour={"default": 1.0}),
     ).leaves
     assert leaves["energy_mj"].null_count() == leaves.height
     assert leaves["cost"].to_list() == pytest.approx((leaves["device_ms"] / 3.6e6).to_list())
-    lost = divide_device_time(fleet.minutes.lazy(), owned, ["model"]).leaves.filter(pl.col("model") == "unreachable")
+    lost = divide_device_time(fleet.minutes.lazy(), owned, ["model"]).leaves.filter(
+        pl.col("model") == "unreachable"
+    )
     assert lost["energy_mj"].to_list() == [None]
 
 
@@ -136,7 +177,9 @@ def test_a_rule_that_is_put_right_puts_the_past_right(fleet: MadeFleet) -> None:
     def divisions(*rules: OwnerRule) -> dict[str, int]:
         owned = compute_ownership_periods(fleet.jobs.lazy(), NOBODY, rules)
         return dict(
-            divide_device_time(fleet.minutes.lazy(), owned, ["division"]).leaves.select("division", "device_ms").rows()
+            divide_device_time(fleet.minutes.lazy(), owned, ["division"])
+            .leaves.select("division", "device_ms")
+            .rows()
         )
 
     before = divisions()
@@ -153,7 +196,9 @@ def test_dated_rules_divide_a_job_at_midnight(fleet: MadeFleet) -> None:
     second = date(2026, 10, 6)
     rules = (OwnerRule(match={"label.team": "vision"}, set={"division": "ads"}, first=second),)
     leaves = divide_device_time(
-        fleet.minutes.lazy(), compute_ownership_periods(fleet.jobs.lazy(), NOBODY, rules), ["model", "division"]
+        fleet.minutes.lazy(),
+        compute_ownership_periods(fleet.jobs.lazy(), NOBODY, rules),
+        ["model", "division"],
     ).leaves
     vision = dict(leaves.filter(pl.col("model") == "vision").select("division", "device_ms").rows())
     midnight = int(datetime(2026, 10, 6, tzinfo=timezone.utc).timestamp()) * 10**9
@@ -169,13 +214,19 @@ def test_the_curve_of_a_node_adds_up_to_it(fleet: MadeFleet, owned: pl.DataFrame
     curve = divide_device_time(fleet.minutes.lazy(), owned, ["model"], every_ns=6 * HOUR_NS).leaves
     assert curve.filter(pl.col("model") == "assistant")["time_ns"].n_unique() == 8
     summed = curve.group_by("model").agg(pl.col("device_ms", "energy_mj").sum())
-    assert dict(summed.select("model", "device_ms").rows()) == dict(whole.select("model", "device_ms").rows())
+    assert dict(summed.select("model", "device_ms").rows()) == dict(
+        whole.select("model", "device_ms").rows()
+    )
 
 
 def owners(*rows: dict[str, object]) -> pl.LazyFrame:
     return (
         SCHEMAS["jobs"]
-        .complete(pl.DataFrame([{"day": date(2026, 10, 5), **row} for row in rows], infer_schema_length=None))
+        .complete(
+            pl.DataFrame(
+                [{"day": date(2026, 10, 5), **row} for row in rows], infer_schema_length=None
+            )
+        )
         .lazy()
     )
 
@@ -187,7 +238,12 @@ def at(frame: pl.DataFrame, job: str, time: int, name: str) -> str | None:
 
 def test_people_go_before_rules_and_these_before_jobs_and_their_labels() -> None:
     jobs = owners(
-        {"job": "a", "product": "own", "labels": '{"product": "label", "division": "label"}', "valid_from_ns": 100}
+        {
+            "job": "a",
+            "product": "own",
+            "labels": '{"product": "label", "division": "label"}',
+            "valid_from_ns": 100,
+        }
     )
     rules = (
         OwnerRule(match={"job": "a"}, set={"product": "first"}),
@@ -210,21 +266,32 @@ def test_people_go_before_rules_and_these_before_jobs_and_their_labels() -> None
 
 def test_the_statement_that_begins_last_counts() -> None:
     jobs = owners(
-        {"job": "a", "user": "x", "valid_from_ns": 100}, {"job": "a", "user": "y", "valid_from_ns": 200},
+        {"job": "a", "user": "x", "valid_from_ns": 100},
+        {"job": "a", "user": "y", "valid_from_ns": 200},
         {"job": "b", "user": "z", "valid_from_ns": 150},
-    )  # fmt: skip
+    )
     frame = compute_ownership_periods(jobs, NOBODY)
-    assert [at(frame, "a", time, "user") for time in (0, 100, 199, 200, 10**18)] == ["x", "x", "x", "y", "y"]
+    assert [at(frame, "a", time, "user") for time in (0, 100, 199, 200, 10**18)] == [
+        "x",
+        "x",
+        "x",
+        "y",
+        "y",
+    ]
     assert [at(frame, "b", time, "user") for time in (0, 10**18)] == ["z", "z"]
     assert at(compute_ownership_periods(NOBODY, jobs), "b", 149, "user") is None
 
 
-@pytest.mark.parametrize("labels", ["{bad", "[]", '{"team": {"x": 1}}', "", '"text"', '{"team": "vis"}'])
+@pytest.mark.parametrize(
+    "labels", ["{bad", "[]", '{"team": {"x": 1}}', "", '"text"', '{"team": "vis"}']
+)
 def test_labels_of_strangers_match_nothing(labels: str) -> None:
     rules = (OwnerRule(match={"label.team": "vision"}, set={"user": "rule"}),)
     assert (
         at(
-            compute_ownership_periods(owners({"job": "a", "labels": labels, "valid_from_ns": 1}), NOBODY, rules),
+            compute_ownership_periods(
+                owners({"job": "a", "labels": labels, "valid_from_ns": 1}), NOBODY, rules
+            ),
             "a",
             5,
             "user",
@@ -235,12 +302,23 @@ def test_labels_of_strangers_match_nothing(labels: str) -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "job", "matches"),
-    [("a*", "abc", True), ("a*", "ba", False), ("?", "a", True), ("?", "ab", False), ("a.c", "abc", False),
-     ("*" * 200 + "b", "a" * 5000, False), ("[a]", "a", False), ("a\n*", "a\nb", True), ("(", "(", True)],
-)  # fmt: skip
+    [
+        ("a*", "abc", True),
+        ("a*", "ba", False),
+        ("?", "a", True),
+        ("?", "ab", False),
+        ("a.c", "abc", False),
+        ("*" * 200 + "b", "a" * 5000, False),
+        ("[a]", "a", False),
+        ("a\n*", "a\nb", True),
+        ("(", "(", True),
+    ],
+)
 def test_patterns_are_plain(pattern: str, job: str, matches: bool) -> None:
     frame = compute_ownership_periods(
-        owners({"job": job, "valid_from_ns": 1}), NOBODY, (OwnerRule(match={"job": pattern}, set={"user": "r"}),)
+        owners({"job": job, "valid_from_ns": 1}),
+        NOBODY,
+        (OwnerRule(match={"job": pattern}, set={"user": "r"}),),
     )
     assert at(frame, job, 5, "user") == ("r" if matches else None)
 
@@ -254,7 +332,9 @@ def test_what_nothing_is_divided_by_is_refused(owned: pl.DataFrame) -> None:
 
 @pytest.mark.parametrize("name", ATTRIBUTION_DIMENSIONS)
 def test_anything_divides_nothing(owned: pl.DataFrame, name: str) -> None:
-    assert divide_device_time(SCHEMAS["usage_hour"].empty().lazy(), owned, [name]).leaves.height == 0
+    assert (
+        divide_device_time(SCHEMAS["usage_hour"].empty().lazy(), owned, [name]).leaves.height == 0
+    )
 
 
 def test_documents_are_read(tmp_path: Path) -> None:
@@ -266,17 +346,29 @@ def test_documents_are_read(tmp_path: Path) -> None:
     assert first.match == {"job": "a-*", "label.team": "x"}
     assert first.until_ns - first.from_ns == 31 * 24 * HOUR_NS
     assert second.from_ns < 0 < second.until_ns
-    (tmp_path / "prices.toml").write_text('currency = "EUR"\nper_kwh = 0.3\n[device_hour]\ndefault = 2\n"H100" = 3.5\n')
+    (tmp_path / "prices.toml").write_text(
+        'currency = "EUR"\nper_kwh = 0.3\n[device_hour]\ndefault = 2\n"H100" = 3.5\n'
+    )
     assert read_prices(tmp_path / "prices.toml").device_hour == {"default": 2, "H100": 3.5}
 
 
 @pytest.mark.parametrize(
     "text",
-    ["rule = 3", "[[rule]]", "[[rule]]\nset = {division = 3}", "[[rule]]\nset = {colour = 'a'}", "not toml", "\xff",
-     "[[rule]]\nset = {user = 'a'}\nmatch = {shoe = 'x'}", "[[rule]]\nset = {user = 'a'}\nmatch = {\"label.a']\" = 'x'}",
-     "[[rule]]\nset = {user = 'a'}\nfrom = 2026-02-01\nuntil = 2026-01-01", "[[rule]]\nset = {user = 'a'}\nextra = 1",
-     "[[rule]]\nset = {user = ''}", "a = " + "[" * 5000],
-)  # fmt: skip
+    [
+        "rule = 3",
+        "[[rule]]",
+        "[[rule]]\nset = {division = 3}",
+        "[[rule]]\nset = {colour = 'a'}",
+        "not toml",
+        "\xff",
+        "[[rule]]\nset = {user = 'a'}\nmatch = {shoe = 'x'}",
+        "[[rule]]\nset = {user = 'a'}\nmatch = {\"label.a']\" = 'x'}",
+        "[[rule]]\nset = {user = 'a'}\nfrom = 2026-02-01\nuntil = 2026-01-01",
+        "[[rule]]\nset = {user = 'a'}\nextra = 1",
+        "[[rule]]\nset = {user = ''}",
+        "a = " + "[" * 5000,
+    ],
+)
 def test_wrong_rules_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "owners.toml"
     path.write_bytes(text.encode("latin-1"))
@@ -286,7 +378,13 @@ def test_wrong_rules_are_refused(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "currency = 3", "currency = 'EUR'\nper_kwh = -1", "currency = 'EUR'\n[device_hour]\nd = nan"]
+    "text",
+    [
+        "",
+        "currency = 3",
+        "currency = 'EUR'\nper_kwh = -1",
+        "currency = 'EUR'\n[device_hour]\nd = nan",
+    ],
 )
 def test_wrong_prices_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "prices.toml"

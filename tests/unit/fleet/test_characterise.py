@@ -33,9 +33,12 @@ def owned(frames: Frames) -> pl.DataFrame:
 
 
 @pytest.mark.parametrize(
-    "by", [("kind", "bound"), ("device_model",), ("framework", "kind"), ("division", "model"), ("job",)]
+    "by",
+    [("kind", "bound"), ("device_model",), ("framework", "kind"), ("division", "model"), ("job",)],
 )
-def test_gpu_time_adds_up_in_any_division(frames: Frames, owned: pl.DataFrame, by: tuple[str, ...]) -> None:
+def test_gpu_time_adds_up_in_any_division(
+    frames: Frames, owned: pl.DataFrame, by: tuple[str, ...]
+) -> None:
     rows = divide_gpu_time(frames["kernels"], frames["captures"], owned, by).rows
     everything = frames["kernels"].select(pl.col("total_ns", "count").sum()).collect().row(0)
     assert rows.select(pl.col("total_ns", "count").sum()).row(0) == everything
@@ -51,38 +54,75 @@ def test_gpu_time_of_a_value_is_that_of_its_kernels(frames: Frames, owned: pl.Da
     for row in frames["kernels"].select("capture", "kind", "total_ns").collect().to_dicts():
         expected[division[job[row["capture"]]] or "unattributed", row["kind"]] += row["total_ns"]
     rows = divide_gpu_time(frames["kernels"], frames["captures"], owned, ["division", "kind"]).rows
-    assert {(a, b): ns for a, b, ns in rows.select("division", "kind", "total_ns").rows()} == expected
+    assert {
+        (a, b): ns for a, b, ns in rows.select("division", "kind", "total_ns").rows()
+    } == expected
 
 
 def test_stretches_of_time_add_up(frames: Frames, owned: pl.DataFrame) -> None:
     day_ns = 86_400 * 10**9
-    curve = divide_gpu_time(frames["kernels"], frames["captures"], owned, ["kind"], every_ns=day_ns).rows
+    curve = divide_gpu_time(
+        frames["kernels"], frames["captures"], owned, ["kind"], every_ns=day_ns
+    ).rows
     whole = divide_gpu_time(frames["kernels"], frames["captures"], owned, ["kind"]).rows
     assert curve["time_ns"].n_unique() >= 5
     assert (curve["time_ns"] % day_ns == 0).all()
     assert dict(curve.group_by("kind").agg(pl.col("total_ns").sum()).rows()) == dict(
         whole.select("kind", "total_ns").rows()
     )
-    assert curve.group_by("time_ns").agg(pl.col("fraction").sum())["fraction"].to_list() == pytest.approx(
-        [1.0] * curve["time_ns"].n_unique()
-    )
+    assert curve.group_by("time_ns").agg(pl.col("fraction").sum())[
+        "fraction"
+    ].to_list() == pytest.approx([1.0] * curve["time_ns"].n_unique())
 
 
 def kernels(*rows: dict[str, object]) -> pl.LazyFrame:
     plain = {"capture": "c", "kind": "gemm", "bound": "compute", "count": 1}
-    return SCHEMAS["kernels"].complete(pl.DataFrame([plain | row for row in rows], infer_schema_length=None)).lazy()
+    return (
+        SCHEMAS["kernels"]
+        .complete(pl.DataFrame([plain | row for row in rows], infer_schema_length=None))
+        .lazy()
+    )
 
 
-CAPTURES = SCHEMAS["captures"].complete(
-    pl.DataFrame([{"capture": "c", "job": "a"}, {"capture": "d", "job": "b"}, {"capture": "e", "job": "b"}])
-).lazy()  # fmt: skip
+CAPTURES = (
+    SCHEMAS["captures"]
+    .complete(
+        pl.DataFrame(
+            [
+                {"capture": "c", "job": "a"},
+                {"capture": "d", "job": "b"},
+                {"capture": "e", "job": "b"},
+            ]
+        )
+    )
+    .lazy()
+)
 
 
 def test_kernels_by_time_and_by_cycles() -> None:
     table = kernels(
-        {"kernel": "slow clock", "total_ns": 3_000, "clock_hz": 1e9, "shapes": "[1]", "roofline_ns": 1_000},
-        {"kernel": "slow clock", "total_ns": 1_000, "clock_hz": 1e9, "shapes": "[2]", "capture": "d", "count": 3},
-        {"kernel": "fast clock", "total_ns": 3_500, "clock_hz": 2e9, "shapes": "[1]", "capture": "e"},
+        {
+            "kernel": "slow clock",
+            "total_ns": 3_000,
+            "clock_hz": 1e9,
+            "shapes": "[1]",
+            "roofline_ns": 1_000,
+        },
+        {
+            "kernel": "slow clock",
+            "total_ns": 1_000,
+            "clock_hz": 1e9,
+            "shapes": "[2]",
+            "capture": "d",
+            "count": 3,
+        },
+        {
+            "kernel": "fast clock",
+            "total_ns": 3_500,
+            "clock_hz": 2e9,
+            "shapes": "[1]",
+            "capture": "e",
+        },
         {"kernel": "no clock", "total_ns": 9_000},
     )
     rows = list_top_kernels(table, CAPTURES).rows
@@ -96,7 +136,11 @@ def test_kernels_by_time_and_by_cycles() -> None:
         (2, 2, 2, "c"),
         (1, 1, 1, "e"),
     ]
-    assert rows.select("roofline_ns", "roofline_known_ns").rows() == [(None, 0), (1_000, 3_000), (None, 0)]
+    assert rows.select("roofline_ns", "roofline_known_ns").rows() == [
+        (None, 0),
+        (1_000, 3_000),
+        (None, 0),
+    ]
     by_cycles = list_top_kernels(table, CAPTURES, sort="cycles", top=2)
     assert by_cycles.rows["kernel"].to_list() == ["fast clock", "slow clock"]
     assert by_cycles.total_ns == 16_500
@@ -104,11 +148,20 @@ def test_kernels_by_time_and_by_cycles() -> None:
 
 def test_the_curve_of_the_commonest_shapes() -> None:
     table = kernels(
-        *({"kernel": "k", "op": "aten::mm", "shapes": f"[{size}]", "types": "[]", "total_ns": ns} for size, ns in
-          ((8, 500), (16, 300), (32, 100))),
-        {"kernel": "k", "op": "aten::mm", "shapes": "[8]", "types": "[]", "total_ns": 20, "capture": "d"},
+        *(
+            {"kernel": "k", "op": "aten::mm", "shapes": f"[{size}]", "types": "[]", "total_ns": ns}
+            for size, ns in ((8, 500), (16, 300), (32, 100))
+        ),
+        {
+            "kernel": "k",
+            "op": "aten::mm",
+            "shapes": "[8]",
+            "types": "[]",
+            "total_ns": 20,
+            "capture": "d",
+        },
         {"kernel": "unshaped", "total_ns": 80},
-    )  # fmt: skip
+    )
     curve = compute_shape_coverage(table)
     assert curve.rows.select("number", "shapes", "total_ns").rows() == [
         (1, "[8]", 520),
@@ -132,4 +185,7 @@ def test_empty_tables(frames: Frames, owned: pl.DataFrame) -> None:
 def test_what_gpu_time_is_not_divided_by_is_refused(frames: Frames, owned: pl.DataFrame) -> None:
     with pytest.raises(UsageError) as refusal:
         divide_gpu_time(frames["kernels"], frames["captures"], owned, ["knd"])
-    assert (refusal.value.slug, "did you mean `kind`" in refusal.value.hint) == ("no-such-dimension", True)
+    assert (refusal.value.slug, "did you mean `kind`" in refusal.value.hint) == (
+        "no-such-dimension",
+        True,
+    )

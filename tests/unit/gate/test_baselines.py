@@ -22,7 +22,9 @@ from traceloom.testing import TraceBuilder
 LIMIT = ["--fail-if", "step_time > 3%"]
 
 
-def trace(kernel_us: float, run: int, *, kernel: str = "sm90_gemm", device: str = "NVIDIA H100") -> TraceBuilder:
+def trace(
+    kernel_us: float, run: int, *, kernel: str = "sm90_gemm", device: str = "NVIDIA H100"
+) -> TraceBuilder:
     """Twelve steps, whose kernel takes a little longer in some runs than in others."""
     builder = TraceBuilder(device_name=device, base_ns=10**15 + run * 10**16, host=f"host{run}")
     at = 0.0
@@ -62,7 +64,12 @@ def test_a_run_is_measured_step_by_step(base: str) -> None:
     assert found.wall_ns is None
     assert found.scalars["launches"] == [1.0] * 12
     kernel = found.tables["kernel"]["sm90_gemm"]
-    assert found.scalars["gpu_time"] == kernel == found.tables["op_gpu"]["aten::mm"] == found.tables["kind"]["gemm"]
+    assert (
+        found.scalars["gpu_time"]
+        == kernel
+        == found.tables["op_gpu"]["aten::mm"]
+        == found.tables["kind"]["gemm"]
+    )
     whole = [idle + busy for idle, busy in zip(found.scalars["idle"], kernel, strict=True)]
     assert whole == found.scalars["step_time"]
     assert (found.program.operator, found.program.count) == (["aten::mm"], [1.0])
@@ -81,21 +88,32 @@ def test_several_runs_a_side_are_judged_and_the_exit_code_says_so(
     assert "Passed" in capsys.readouterr().out
 
 
-def test_runs_can_be_added_one_by_one(base: str, slow: str, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_runs_can_be_added_one_by_one(
+    base: str, slow: str, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
     more = ["--base", f"{base}/run1", "--new", f"{slow}/run11"]
     assert main(["diff", f"{base}/run0", f"{slow}/run10", *more, *LIMIT, "--json", "--quiet"]) == 5
     told = json.loads(capsysbinary.readouterr().out)
-    assert (told["format"], told["version"], told["verdict"], told["passed"]) == ("traceloom-verdict", 1, "fail", False)
+    assert (told["format"], told["version"], told["verdict"], told["passed"]) == (
+        "traceloom-verdict",
+        1,
+        "fail",
+        False,
+    )
     assert [len(told[side]["runs"]) for side in ("base", "new")] == [2, 2]
     check = told["checks"][0]
     assert (check["sample"], check["source"]) == ("runs", "recorded steps")
     assert check["low"] < check["change"] < check["high"]
     assert check["change"] == pytest.approx(0.1, abs=0.002)
     assert told["comparison"]["format"] == "traceloom-diff"
-    assert sum(row["difference_ns"] for row in told["causes"]) == told["comparison"]["difference_ns"]
+    assert (
+        sum(row["difference_ns"] for row in told["causes"]) == told["comparison"]["difference_ns"]
+    )
 
 
-@pytest.mark.parametrize(("name", "begins"), [("c.html", b"<!doctype html>"), ("c.md", b"### Trace"), ("c.json", b"{")])
+@pytest.mark.parametrize(
+    ("name", "begins"), [("c.html", b"<!doctype html>"), ("c.md", b"### Trace"), ("c.json", b"{")]
+)
 def test_the_verdict_is_written_by_the_ending_even_where_it_fails(
     base: str, slow: str, tmp_path: Path, name: str, begins: bytes
 ) -> None:
@@ -117,7 +135,9 @@ def test_names_are_text_in_every_view(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "\x1b" not in text.read_text(encoding="utf-8") + capsys.readouterr().out
 
 
-def test_inconclusive_passes_unless_strict(tmp_path: Path, base: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inconclusive_passes_unless_strict(
+    tmp_path: Path, base: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = runs(tmp_path / "other", 20, 3, 20, device="NVIDIA A100")
     assert main(["diff", base, other, *LIMIT, "--quiet"]) == 0
     assert "not comparable: other device" in capsys.readouterr().out
@@ -126,13 +146,16 @@ def test_inconclusive_passes_unless_strict(tmp_path: Path, base: str, capsys: py
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--fail-if", "step_time"], ["--strict"], ["--base", "x"], ["--fail-if", "kernel:zzz > 1%"]]
+    "wrong",
+    [["--fail-if", "step_time"], ["--strict"], ["--base", "x"], ["--fail-if", "kernel:zzz > 1%"]],
 )
 def test_wrong_calls_are_refused(base: str, slow: str, wrong: list[str]) -> None:
     assert main(["diff", f"{base}/run0", f"{slow}/run10", *wrong, "--quiet"]) == 2
 
 
-@pytest.mark.parametrize("where", ["folder", "memory://traceloom-tests/baselines", "file://{}/remote"])
+@pytest.mark.parametrize(
+    "where", ["folder", "memory://traceloom-tests/baselines", "file://{}/remote"]
+)
 def test_a_baseline_is_saved_listed_and_compared(
     base: str, slow: str, tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,7 +183,9 @@ def test_a_baseline_is_saved_listed_and_compared(
     assert "it has main" in capsys.readouterr().err
 
 
-def test_a_baseline_and_the_traces_give_the_same_numbers(base: str, slow: str, tmp_path: Path) -> None:
+def test_a_baseline_and_the_traces_give_the_same_numbers(
+    base: str, slow: str, tmp_path: Path
+) -> None:
     place = baseline_store.BaselineStore(str(tmp_path))
     place.save("main", summaries(base), 0, force=False)
     conditions = [gate.parse("step_time > 3%")]
@@ -179,7 +204,9 @@ def test_names_stay_in_the_store(tmp_path: Path, base: str, name: str) -> None:
     assert not (tmp_path / "store").exists()
 
 
-def test_a_write_that_fails_leaves_the_old_one(tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_the_old_one(
+    tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import fsspec
 
     place = baseline_store.BaselineStore("memory://traceloom-tests/fails")
@@ -199,12 +226,15 @@ def test_a_write_that_fails_leaves_the_old_one(tmp_path: Path, base: str, monkey
 @pytest.mark.parametrize(
     "data",
     [
-        b"", b"not gzip", gzip.compress(b"{}"), gzip.compress(b"[1]"),
+        b"",
+        b"not gzip",
+        gzip.compress(b"{}"),
+        gzip.compress(b"[1]"),
         gzip.compress(b'{"format": "traceloom-baseline", "version": 1, "runs": []}'),
         gzip.compress(b"[" * 100_000),
     ],
     ids=["empty", "no gzip", "nothing in it", "a list", "no runs", "nested deeply"],
-)  # fmt: skip
+)
 def test_what_is_no_baseline_is_refused(data: bytes) -> None:
     with pytest.raises(InputError) as error:
         decode(data, "here")
@@ -255,21 +285,37 @@ def test_an_unknown_kind_of_url_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [["save"], ["save", "x"], ["compare", "x"], ["list", "x"], ["save", "x", "y", "--strict"]]
+    "wrong",
+    [["save"], ["save", "x"], ["compare", "x"], ["list", "x"], ["save", "x", "y", "--strict"]],
 )
 def test_wrong_calls_of_the_verb_are_refused(wrong: list[str]) -> None:
     assert main(["baseline", *wrong]) == 2
 
 
 CHANGES: list[tuple[tuple[str | int, ...], Any]] = [
-    (("saved_unix_s",), 2**70), (("saved_unix_s",), -1), (("saved_unix_s",), 10**17), (("saved_unix_s",), None),
-    (("runs",), []), (("runs", 0, "scalars"), {}), (("runs", 0, "scalars", "step_time"), []),
-    (("runs", 0, "scalars", "step_time", 0), 1e308), (("runs", 0, "scalars", "idle", 0), -(2**70)),
-    (("runs", 0, "scalars", "launches"), "x"), (("runs", 0, "steps"), []), (("runs", 0, "steps", 0), 2**70),
-    (("runs", 0, "wall_ns"), [1e300]), (("runs", 0, "tables"), {"kernel": {"x": [1.0]}}), (("runs", 0, "began_unix_ns"), 2**90),
-    (("runs", 0, "program", "count"), []), (("runs", 0, "program", "count", 0), 1e30), (("runs", 0, "stated"), [3]),
-    (("version",), 2**70), (("version",), 0), (("format",), "x"), (("name",), 3),
-]  # fmt: skip
+    (("saved_unix_s",), 2**70),
+    (("saved_unix_s",), -1),
+    (("saved_unix_s",), 10**17),
+    (("saved_unix_s",), None),
+    (("runs",), []),
+    (("runs", 0, "scalars"), {}),
+    (("runs", 0, "scalars", "step_time"), []),
+    (("runs", 0, "scalars", "step_time", 0), 1e308),
+    (("runs", 0, "scalars", "idle", 0), -(2**70)),
+    (("runs", 0, "scalars", "launches"), "x"),
+    (("runs", 0, "steps"), []),
+    (("runs", 0, "steps", 0), 2**70),
+    (("runs", 0, "wall_ns"), [1e300]),
+    (("runs", 0, "tables"), {"kernel": {"x": [1.0]}}),
+    (("runs", 0, "began_unix_ns"), 2**90),
+    (("runs", 0, "program", "count"), []),
+    (("runs", 0, "program", "count", 0), 1e30),
+    (("runs", 0, "stated"), [3]),
+    (("version",), 2**70),
+    (("version",), 0),
+    (("format",), "x"),
+    (("name",), 3),
+]
 """What makes a baseline none, each at its place."""
 
 

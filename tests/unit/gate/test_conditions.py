@@ -27,9 +27,16 @@ from traceloom.errors import UsageError
         ("memory_peak < 3 MiB", "memory_peak", "", False, 3 * 2.0**20, False),
     ],
 )
-def test_conditions_are_read(text: str, metric: str, chosen: str, above: bool, limit: float, relative: bool) -> None:
+def test_conditions_are_read(
+    text: str, metric: str, chosen: str, above: bool, limit: float, relative: bool
+) -> None:
     found = parse(text)
-    assert (found.metric, found.chosen, found.above, found.relative) == (metric, chosen, above, relative)
+    assert (found.metric, found.chosen, found.above, found.relative) == (
+        metric,
+        chosen,
+        above,
+        relative,
+    )
     assert found.limit == pytest.approx(limit)
     assert found.statistic == "mean"
 
@@ -37,19 +44,45 @@ def test_conditions_are_read(text: str, metric: str, chosen: str, above: bool, l
 def test_another_statistic_is_read() -> None:
     assert parse("p10(step_time) > 2%").statistic == "p10"
     found = parse("p95(kernel:gemm) > 5%")
-    assert (found.statistic, found.metric, found.chosen, found.name) == ("p95", "kernel", "gemm", "p95(kernel:gemm)")
+    assert (found.statistic, found.metric, found.chosen, found.name) == (
+        "p95",
+        "kernel",
+        "gemm",
+        "p95(kernel:gemm)",
+    )
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "", "step_time", "step_time = 3%", "step_time > three", "step_time > 3", "step_time > 3MB", "memory_peak > 2ms",
-        "launches > 2ms", "steptime > 3%", "step_time:x > 3%", "kernel > 3%", "kernel: > 3%", "kernel:( > 3%",
-        "max(step_time) > 3%", "step_time > 1.2.3%", "x" * 1000 + " > 3%",
-        "step_time > " + "9" * 400 + "%", "step_time > " + "9" * 400 + "ms", "p0(step_time) > 3%", "p100(step_time) > 3%",
-        "step_time > %", "step_time >> 3%", "> 3%", "kind:  > 3%", "launches > -", "step_time > 3 m s",
+        "",
+        "step_time",
+        "step_time = 3%",
+        "step_time > three",
+        "step_time > 3",
+        "step_time > 3MB",
+        "memory_peak > 2ms",
+        "launches > 2ms",
+        "steptime > 3%",
+        "step_time:x > 3%",
+        "kernel > 3%",
+        "kernel: > 3%",
+        "kernel:( > 3%",
+        "max(step_time) > 3%",
+        "step_time > 1.2.3%",
+        "x" * 1000 + " > 3%",
+        "step_time > " + "9" * 400 + "%",
+        "step_time > " + "9" * 400 + "ms",
+        "p0(step_time) > 3%",
+        "p100(step_time) > 3%",
+        "step_time > %",
+        "step_time >> 3%",
+        "> 3%",
+        "kind:  > 3%",
+        "launches > -",
+        "step_time > 3 m s",
     ],
-)  # fmt: skip
+)
 def test_what_is_no_condition_is_refused_with_examples(text: str) -> None:
     with pytest.raises(UsageError) as error:
         parse(text)

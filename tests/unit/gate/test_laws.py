@@ -26,7 +26,9 @@ from traceloom.errors import InputError
 CONDITION = gate.parse("step_time > 3%")
 
 
-def row(base: list[RunSummary], new: list[RunSummary], text: str = "step_time > 3%") -> dict[str, Any]:
+def row(
+    base: list[RunSummary], new: list[RunSummary], text: str = "step_time > 3%"
+) -> dict[str, Any]:
     return gate.judge(base, new, [gate.parse(text)]).checks.row(0, named=True)
 
 
@@ -47,7 +49,9 @@ def test_the_unit_of_time_changes_no_relative_verdict(runs: int, factor: float) 
     assert one["verdict"] == other["verdict"]
     for name in ("change", "low", "high", "effect_size"):
         assert other[name] == pytest.approx(one[name])
-    assert (other["base"], other["new"]) == pytest.approx((factor * one["base"], factor * one["new"]))
+    assert (other["base"], other["new"]) == pytest.approx(
+        (factor * one["base"], factor * one["new"])
+    )
 
 
 @pytest.mark.parametrize("runs", [1, 3])
@@ -56,14 +60,19 @@ def test_an_interval_holds_its_change_and_the_verdict_is_where_it_lies(runs: int
         found = row(side(seed, 1e7, runs), side(seed + 50, slower * 1e7, runs))
         assert found["low"] <= found["change"] <= found["high"]
         assert found["change"] == pytest.approx(found["new"] / found["base"] - 1)
-        wanted = "fail" if found["low"] > 0.03 else "pass" if found["high"] <= 0.03 else "inconclusive"
+        wanted = (
+            "fail" if found["low"] > 0.03 else "pass" if found["high"] <= 0.03 else "inconclusive"
+        )
         assert found["verdict"] == wanted
 
 
 def test_a_stricter_limit_never_turns_a_fail_into_a_pass() -> None:
     order = {"pass": 0, "inconclusive": 1, "fail": 2}
     base, new = side(3, 1e7), side(4, 1.05e7)
-    verdicts = [order[row(base, new, f"step_time > {limit}%")["verdict"]] for limit in (20, 10, 6, 5, 4, 2, 0, -5)]
+    verdicts = [
+        order[row(base, new, f"step_time > {limit}%")["verdict"]]
+        for limit in (20, 10, 6, 5, 4, 2, 0, -5)
+    ]
     assert verdicts == sorted(verdicts)
     assert (verdicts[0], verdicts[-1]) == (0, 2)
 
@@ -83,15 +92,24 @@ def test_an_absolute_limit_is_the_relative_one_times_the_base() -> None:
     assert absolute["limit"] == 300_000
 
 
-@given(st.lists(st.floats(1, 100), min_size=5, max_size=40), st.sampled_from(["mean", "median", "p10", "p95"]))
-def test_one_run_against_itself_never_fails_at_any_statistic(steps: list[float], statistic: str) -> None:
+@given(
+    st.lists(st.floats(1, 100), min_size=5, max_size=40),
+    st.sampled_from(["mean", "median", "p10", "p95"]),
+)
+def test_one_run_against_itself_never_fails_at_any_statistic(
+    steps: list[float], statistic: str
+) -> None:
     run = made.summary(steps)
-    found = row([run], [run], f"{statistic}(step_time) > 0%" if statistic != "mean" else "step_time > 0%")
+    found = row(
+        [run], [run], f"{statistic}(step_time) > 0%" if statistic != "mean" else "step_time > 0%"
+    )
     assert found["change"] == 0
     assert found["verdict"] != "fail"
     assert found["low"] <= 0 <= found["high"]
     wanted = (
-        np.mean(steps) if statistic == "mean" else np.percentile(steps, {"median": 50, "p10": 10, "p95": 95}[statistic])
+        np.mean(steps)
+        if statistic == "mean"
+        else np.percentile(steps, {"median": 50, "p10": 10, "p95": 95}[statistic])
     )
     assert found["base"] == pytest.approx(wanted)
 
@@ -104,7 +122,10 @@ def test_statistics_go_along_the_last_axis(name: str) -> None:
 
 
 def test_students_quantile_falls_to_the_normal_one() -> None:
-    values = [compute_student_t_quantile(freedom) for freedom in (0.5, 1, 1.5, 2, 3.3, 7, 11, 40, 500, 1e9)]
+    values = [
+        compute_student_t_quantile(freedom)
+        for freedom in (0.5, 1, 1.5, 2, 3.3, 7, 11, 40, 500, 1e9)
+    ]
     assert values == sorted(values, reverse=True)
     assert values[0] == values[1] == pytest.approx(12.7062, rel=1e-4)
     assert values[-1] == pytest.approx(1.95996, rel=1e-3)
@@ -112,7 +133,10 @@ def test_students_quantile_falls_to_the_normal_one() -> None:
 
 def test_few_samples_have_wider_intervals_than_many_of_the_same_scatter() -> None:
     draws = np.random.default_rng(2).normal(10, 1, 4000)
-    widths = [high - low for low, high in (compute_interval(draws, 10, freedom) for freedom in (1, 2, 5, 30, 1e9))]
+    widths = [
+        high - low
+        for low, high in (compute_interval(draws, 10, freedom) for freedom in (1, 2, 5, 30, 1e9))
+    ]
     assert widths == sorted(widths, reverse=True)
     assert widths[-1] == pytest.approx(2 * 1.96, rel=0.05)
     assert compute_interval(np.full(10, 5.0), 5.0, 3) == (5.0, 5.0)
@@ -128,7 +152,11 @@ def test_without_noise_nothing_is_uncertain() -> None:
     drawn = estimate_within_runs(np.full(20, 5.0), np.full(20, 6.0), get_statistic("mean"))
     assert (set(drawn.base), set(drawn.new), drawn.effect) == ({5.0}, {6.0}, None)
     found = row([made.summary([10.0] * 20)], [made.summary([11.0] * 20)])
-    assert (found["verdict"], found["low"], found["high"]) == ("fail", pytest.approx(0.1), pytest.approx(0.1))
+    assert (found["verdict"], found["low"], found["high"]) == (
+        "fail",
+        pytest.approx(0.1),
+        pytest.approx(0.1),
+    )
 
 
 @pytest.mark.parametrize("scatter", [0.001, 0.01, 0.05])
@@ -139,7 +167,11 @@ def test_the_runs_that_are_needed_are_the_fewest(scatter: float) -> None:
         sides = 1 if paired else 2
 
         def reach(count: int, sides: int = sides) -> float:
-            return (compute_student_t_quantile((count - 1) * sides) + 0.8416) * scatter * math.sqrt(sides / count)
+            return (
+                (compute_student_t_quantile((count - 1) * sides) + 0.8416)
+                * scatter
+                * math.sqrt(sides / count)
+            )
 
         assert reach(runs) <= 0.02
         assert runs == 2 or reach(runs - 1) > 0.02
@@ -149,13 +181,16 @@ def test_the_runs_that_are_needed_are_the_fewest(scatter: float) -> None:
 
 
 def at(run: RunSummary, time: int, name: str) -> RunSummary:
-    return RunSummary(name, run.stated, run.program, run.wall_ns, run.steps, run.scalars, run.tables, time)
+    return RunSummary(
+        name, run.stated, run.program, run.wall_ns, run.steps, run.scalars, run.tables, time
+    )
 
 
 def test_pairs_come_in_the_order_of_the_day_whatever_the_order_of_the_files() -> None:
     base = [at(run, 100 * number, f"b{number}") for number, run in enumerate(side(1, 1e7, 4))]
     new = [
-        at(run, 100 * number + (10 if number % 2 else -10), f"n{number}") for number, run in enumerate(side(2, 1e7, 4))
+        at(run, 100 * number + (10 if number % 2 else -10), f"n{number}")
+        for number, run in enumerate(side(2, 1e7, 4))
     ]
     left, right, paired = arrange_in_pairs(base[::-1], [new[2], new[0], new[3], new[1]])
     assert paired
@@ -174,7 +209,14 @@ def test_pairs_come_in_the_order_of_the_day_whatever_the_order_of_the_files() ->
 def with_kernels(table: dict[str, list[float]], **scalars: list[float]) -> RunSummary:
     run = made.summary(None, step_time=[10.0] * len(next(iter(table.values()))))
     return RunSummary(
-        run.name, run.stated, run.program, None, run.steps, run.scalars | scalars, {"kernel": table}, None
+        run.name,
+        run.stated,
+        run.program,
+        None,
+        run.steps,
+        run.scalars | scalars,
+        {"kernel": table},
+        None,
     )
 
 

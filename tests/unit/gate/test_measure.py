@@ -27,7 +27,9 @@ def measured(*traces: Trace) -> RunSummary:
 
 @cache
 def job() -> tuple[Trace, ...]:
-    run = parallel_job(ParallelRecipe(data=2, steps=3, layers=1, autograd=True, item=True, seed=4)).run()
+    run = parallel_job(
+        ParallelRecipe(data=2, steps=3, layers=1, autograd=True, item=True, seed=4)
+    ).run()
     return tuple(builder.build() for builder in run.traces())
 
 
@@ -38,7 +40,11 @@ def of_steps(trace: Trace) -> dict[str, Table]:
         tables["kernel"][row["name"]][row["step"]] += row["ns"]
         if row["op"] is not None:
             tables["op_gpu"][events[row["op"]]["name"]][row["step"]] += row["ns"]
-    ops = {row["event"]: row for row in events if row["category"] == "op" and not row["name"].startswith("traceloom.")}
+    ops = {
+        row["event"]: row
+        for row in events
+        if row["category"] == "op" and not row["name"].startswith("traceloom.")
+    }
     for row in ops.values():
         tables["op"][row["name"]][row["step"]] += row["ns"]
         around = [other for other in above(events, row) if other["event"] in ops]
@@ -50,17 +56,28 @@ def of_steps(trace: Trace) -> dict[str, Table]:
 def test_tables_of_a_job_are_the_mean_over_its_ranks_of_what_each_adds_up() -> None:
     found = measured(*job())
     tables = [of_steps(trace) for trace in job()]
-    assert found.steps == sorted(set.intersection(*(set(t.steps.filter("complete")["step"]) for t in job())))
+    assert found.steps == sorted(
+        set.intersection(*(set(t.steps.filter("complete")["step"]) for t in job()))
+    )
     for metric in ("kernel", "op", "op_gpu"):
         names = {
-            name for of_rank in tables for name, values in of_rank[metric].items() if set(values) & set(found.steps)
+            name
+            for of_rank in tables
+            for name, values in of_rank[metric].items()
+            if set(values) & set(found.steps)
         }
         assert set(found.tables[metric]) == names
         for name in names:
-            wanted = [sum(of_rank[metric][name][step] for of_rank in tables) / len(tables) for step in found.steps]
+            wanted = [
+                sum(of_rank[metric][name][step] for of_rank in tables) / len(tables)
+                for step in found.steps
+            ]
             assert found.tables[metric][name] == pytest.approx(wanted)
     kinds, kernels = (
-        [sum(values[at] for values in found.tables[metric].values()) for at in range(len(found.steps))]
+        [
+            sum(values[at] for values in found.tables[metric].values())
+            for at in range(len(found.steps))
+        ]
         for metric in ("kind", "kernel")
     )
     assert kinds == pytest.approx(kernels), "every kernel has one kind"
@@ -98,10 +115,15 @@ def test_the_program_is_the_calls_of_a_step_and_rank() -> None:
 @pytest.mark.parametrize("seed", range(7))
 def test_any_trace_is_measured_and_equal_to_itself(seed: int) -> None:
     found = measured(odd_trace(seed))
-    columns = [*found.scalars.values(), *(values for table in found.tables.values() for values in table.values())]
+    columns = [
+        *found.scalars.values(),
+        *(values for table in found.tables.values() for values in table.values()),
+    ]
     assert all(len(values) == len(found.steps) for values in columns)
     assert all(value >= 0 for values in columns for value in values)
-    names = {name: values for metric in found.tables for name, values in found.tables[metric].items()}
+    names = {
+        name: values for metric in found.tables for name, values in found.tables[metric].items()
+    }
     chosen = [
         "step_time > 0%",
         "gpu_time > 0%",
@@ -117,10 +139,17 @@ def test_any_trace_is_measured_and_equal_to_itself(seed: int) -> None:
 
 
 def test_a_trace_without_steps_is_one_window() -> None:
-    trace = TraceBuilder().op("aten::mm", 0, 40).kernel("gemm", 50, 30).kernel("gemm", 60, 30).build()
+    trace = (
+        TraceBuilder().op("aten::mm", 0, 40).kernel("gemm", 50, 30).kernel("gemm", 60, 30).build()
+    )
     found = measured(trace)
     assert found.steps == [-1]
-    assert found.scalars == {"step_time": [90_000], "gpu_time": [40_000], "idle": [0], "exposed_communication": [0]}
+    assert found.scalars == {
+        "step_time": [90_000],
+        "gpu_time": [40_000],
+        "idle": [0],
+        "exposed_communication": [0],
+    }
     assert found.tables["kernel"] == {"gemm": [60_000]}
     assert found.tables["op"] == {"aten::mm": [40_000]}
 
@@ -155,7 +184,9 @@ def test_memory_of_a_step_is_the_most_of_its_fullest_device_with_what_was_there_
     builder = TraceBuilder(devices=2)
     for step in range(3):
         builder.step(step, 100.0 * step, 100).op("aten::mm", 100.0 * step + 1, 5)
-    builder.allocation(20, 100, address=1, total_allocated=1100).allocation(30, -100, address=1, total_allocated=1000)
+    builder.allocation(20, 100, address=1, total_allocated=1100).allocation(
+        30, -100, address=1, total_allocated=1000
+    )
     builder.allocation(150, 700, address=2, total_allocated=1700)
     builder.allocation(160, 900, address=3, total_allocated=1900, device=1)
     builder.allocation(170, -900, address=3, total_allocated=1000, device=1)
@@ -188,7 +219,10 @@ def test_a_run_without_time_is_refused(traces: list[TraceBuilder]) -> None:
     ("capture", "stated"),
     [
         ({}, None),
-        ({"processor": "EPYC", "usable_cpus": 16}, {"processor": "EPYC", "usable processor cores": "16"}),
+        (
+            {"processor": "EPYC", "usable_cpus": 16},
+            {"processor": "EPYC", "usable processor cores": "16"},
+        ),
     ],
 )
 def test_the_machine_is_a_condition_where_it_is_recorded(
@@ -199,7 +233,9 @@ def test_the_machine_is_a_condition_where_it_is_recorded(
     trace = TraceBuilder(device_name=None).op("aten::mm", 0, 5).build()
     found = measured(replace(trace, meta=replace(trace.meta, capture=capture)))
     machine = {
-        item.condition: item.value for item in found.stated if item.condition in {"processor", "usable processor cores"}
+        item.condition: item.value
+        for item in found.stated
+        if item.condition in {"processor", "usable processor cores"}
     }
     assert machine == (stated or {})
     assert all(item.weight == "decisive" for item in found.stated if item.condition in machine)

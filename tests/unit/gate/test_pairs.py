@@ -17,7 +17,11 @@ TEN_MS = 1e7
 
 
 def turns(
-    seed: int, slower: float, count: int = 6, drift: float = 0.02, order: Callable[[int], bool] = lambda _: True
+    seed: int,
+    slower: float,
+    count: int = 6,
+    drift: float = 0.02,
+    order: Callable[[int], bool] = lambda _: True,
 ) -> tuple[list[RunSummary], list[RunSummary]]:
     """Pairs of runs on a machine that grows slower by `drift` from pair to pair; `order`: the base comes first."""
     chance = np.random.default_rng(seed)
@@ -74,7 +78,9 @@ def test_either_side_may_come_first_in_a_pair_and_the_order_of_the_inputs_is_non
 
 def test_runs_that_did_not_take_turns_are_no_pairs() -> None:
     base, new = turns(3, 0.0)
-    one_after_the_other = [msgspec.structs.replace(run, began_unix_ns=at) for at, run in enumerate([*base, *new])]
+    one_after_the_other = [
+        msgspec.structs.replace(run, began_unix_ns=at) for at, run in enumerate([*base, *new])
+    ]
     assert not arrange_in_pairs(one_after_the_other[:6], one_after_the_other[6:])[2]
     assert not arrange_in_pairs(base, new[:5])[2]
     assert not arrange_in_pairs(base[:3], new[:3])[2]
@@ -86,5 +92,7 @@ def test_runs_needed_of_pairs_come_from_their_ratio() -> None:
     checks = gate.judge(base, new, [gate.parse("step_time > 2%")]).checks
     row = compute_power(checks, 0.05).row(0, named=True)
     assert row["runs"] == compute_runs_needed(row["scatter"], 0.03, paired=True)
-    loose = gate.judge(without_times(base), without_times(new), [gate.parse("step_time > 2%")]).checks
+    loose = gate.judge(
+        without_times(base), without_times(new), [gate.parse("step_time > 2%")]
+    ).checks
     assert row["runs"] < compute_power(loose, 0.05)["runs"][0]

@@ -15,7 +15,9 @@ from traceloom.report.verdict import list_reasons
 TEN_MS = 1e7
 
 
-def held(runs: int, slower: float, seed: int, of_runs: float = 0.012, limit: str = "3%") -> gate.Verdict:
+def held(
+    runs: int, slower: float, seed: int, of_runs: float = 0.012, limit: str = "3%"
+) -> gate.Verdict:
     chance = np.random.default_rng(seed)
     base = [made.run(chance, TEN_MS, of_runs=of_runs) for _ in range(runs)]
     new = [made.run(chance, TEN_MS * (1 + slower), of_runs=of_runs) for _ in range(runs)]
@@ -24,14 +26,18 @@ def held(runs: int, slower: float, seed: int, of_runs: float = 0.012, limit: str
 
 def test_so_many_runs_find_the_change_eight_times_of_ten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate_statistics, "DRAW_COUNT", 600)
-    scatter = float(np.sqrt(np.mean([held(10, 0.05, seed).checks["scatter"][0] ** 2 for seed in range(10)])))
+    scatter = float(
+        np.sqrt(np.mean([held(10, 0.05, seed).checks["scatter"][0] ** 2 for seed in range(10)]))
+    )
     runs = compute_runs_needed(scatter, 0.05 - 0.03)
     assert runs is not None
     found = [held(runs, 0.05, 100 + seed).checks["verdict"][0] for seed in range(50)]
     assert 30 <= found.count("fail") <= 48
 
 
-@pytest.mark.parametrize(("scatter", "room", "runs"), [(0.0, 0.01, 2), (0.01, 0.0, None), (1.0, 0.001, None)])
+@pytest.mark.parametrize(
+    ("scatter", "room", "runs"), [(0.0, 0.01, 2), (0.01, 0.0, None), (1.0, 0.001, None)]
+)
 def test_bounds(scatter: float, room: float, runs: int | None) -> None:
     assert compute_runs_needed(scatter, room) == runs
 

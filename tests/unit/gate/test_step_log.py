@@ -13,7 +13,11 @@ from traceloom.trace.session import find_unrecorded_steps
 from traceloom.trace.trace import Meta
 
 STATES = ["unrecorded"] * 4 + ["recorded", "graph", "early", "disturbed", "unrecorded"]
-TABLE = {"start_ns": list(range(9)), "duration_ns": [90, 80, 70, 10, 60, 50, 40, 30, 11], "state": STATES}
+TABLE = {
+    "start_ns": list(range(9)),
+    "duration_ns": [90, 80, 70, 10, 60, 50, 40, 30, 11],
+    "state": STATES,
+}
 
 
 def meta(folder: Path, steps: Any) -> Meta:
@@ -36,7 +40,15 @@ def test_long_tables_lie_beside_the_trace(tmp_path: Path, packed: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "steps", [None, [], {}, {"file": "../rank0.steps.json"}, {"file": "gone.json"}, {"duration_ns": [1], "state": []}]
+    "steps",
+    [
+        None,
+        [],
+        {},
+        {"file": "../rank0.steps.json"},
+        {"file": "gone.json"},
+        {"duration_ns": [1], "state": []},
+    ],
 )
 def test_what_is_not_there_is_none(tmp_path: Path, steps: Any) -> None:
     (tmp_path.parent / "rank0.steps.json").write_text(json.dumps(TABLE), encoding="utf-8")

@@ -20,7 +20,12 @@ def only(verdict: gate.Verdict) -> dict[str, object]:
 
 
 def rates(
-    monkeypatch: pytest.MonkeyPatch, runs: tuple[int, int], slower: float, of_runs: float, limit: str, count: int = 50
+    monkeypatch: pytest.MonkeyPatch,
+    runs: tuple[int, int],
+    slower: float,
+    of_runs: float,
+    limit: str,
+    count: int = 50,
 ) -> tuple[Counter[str], float]:
     """Verdicts of 100 made comparisons, and the share of intervals that hold the true change."""
     monkeypatch.setattr(gate_statistics, "DRAW_COUNT", 600)
@@ -30,7 +35,10 @@ def rates(
     held = 0
     for _ in range(100):
         base = [made.run(chance, TEN_MS, of_runs=of_runs, count=count) for _ in range(runs[0])]
-        new = [made.run(chance, TEN_MS * (1 + slower), of_runs=of_runs, count=count) for _ in range(runs[1])]
+        new = [
+            made.run(chance, TEN_MS * (1 + slower), of_runs=of_runs, count=count)
+            for _ in range(runs[1])
+        ]
         row = only(gate.judge(base, new, [condition]))
         verdicts[str(row["verdict"])] += 1
         held += bool(row["low"] <= slower <= row["high"])  # type: ignore[operator]
@@ -60,7 +68,9 @@ def test_a_slowdown_of_five_per_cent_is_found(monkeypatch: pytest.MonkeyPatch) -
     assert held >= 0.88
 
 
-def test_a_slowdown_of_five_per_cent_is_found_within_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slowdown_of_five_per_cent_is_found_within_one_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found, _ = rates(monkeypatch, (1, 1), 0.05, 0.0, "2%", count=200)
     assert found["fail"] >= 85
     assert found["pass"] == 0
@@ -94,10 +104,15 @@ def disturbed(chance: np.random.Generator, mean: float) -> RunSummary:
 def test_among_others_on_the_machine_the_fastest_steps_tell_what_the_mean_cannot() -> None:
     chance = np.random.default_rng(3)
     base, new = ([disturbed(chance, TEN_MS * slower) for _ in range(5)] for slower in (1.0, 1.05))
-    mean, low = (only(gate.judge(base, new, [gate.parse(f"{what} > 2%")])) for what in ("step_time", "p10(step_time)"))
+    mean, low = (
+        only(gate.judge(base, new, [gate.parse(f"{what} > 2%")]))
+        for what in ("step_time", "p10(step_time)")
+    )
     assert (mean["verdict"], low["verdict"]) == ("inconclusive", "fail")
     assert low["change"] == pytest.approx(0.05, abs=0.01)
-    assert str(mean["reason"]).endswith("p10(step_time), the steps that nothing disturbed, would fail")
+    assert str(mean["reason"]).endswith(
+        "p10(step_time), the steps that nothing disturbed, would fail"
+    )
     assert only(gate.judge(base, base, [gate.parse("p10(step_time) > 2%")]))["verdict"] == "pass"
 
 
@@ -105,7 +120,9 @@ def test_the_same_runs_give_the_same_verdict() -> None:
     chance = np.random.default_rng(5)
     base, new = ([made.run(chance, TEN_MS, of_runs=0.02) for _ in range(3)] for _ in range(2))
     conditions = [gate.parse("step_time > 3%"), gate.parse("p95(step_time) > 10%")]
-    assert gate.judge(base, new, conditions).to_dict() == gate.judge(base, new, conditions).to_dict()
+    assert (
+        gate.judge(base, new, conditions).to_dict() == gate.judge(base, new, conditions).to_dict()
+    )
 
 
 def test_too_few_samples_are_inconclusive() -> None:
@@ -114,11 +131,16 @@ def test_too_few_samples_are_inconclusive() -> None:
     assert (row["verdict"], row["reason"]) == ("inconclusive", "3 steps, and 5 are needed")
     wall = made.summary([1e7, 1.1e7, 1.0e7] * 5)
     row = only(gate.judge([wall, wall], [wall], [gate.parse("step_time > 3%")]))
-    assert (row["verdict"], row["reason"]) == ("inconclusive", "3 runs, and 4 of both sides are needed")
+    assert (row["verdict"], row["reason"]) == (
+        "inconclusive",
+        "3 runs, and 4 of both sides are needed",
+    )
 
 
 def test_what_never_varies_needs_no_statistics() -> None:
-    base, new = (made.summary(None, step_time=[1e7] * 5, launches=[count] * 5) for count in (100.0, 101.0))
+    base, new = (
+        made.summary(None, step_time=[1e7] * 5, launches=[count] * 5) for count in (100.0, 101.0)
+    )
     more = gate.judge([base], [new], [gate.parse("launches > 0")])
     assert more.verdict == "fail"
     assert only(more)["effect_size"] is None
@@ -140,10 +162,14 @@ def test_wall_times_come_before_recorded_ones_where_all_runs_have_them() -> None
 def test_absolute_limits_and_falling_values() -> None:
     chance = np.random.default_rng(2)
     base, new = (made.summary(made.steps(chance, 100, mean, 0.01)) for mean in (1.0e7, 1.3e7))
-    found = gate.judge([base], [new], [gate.parse(text) for text in ("step_time > 2ms", "step_time > 4ms")])
+    found = gate.judge(
+        [base], [new], [gate.parse(text) for text in ("step_time > 2ms", "step_time > 4ms")]
+    )
     assert found.checks["verdict"].to_list() == ["fail", "pass"]
     assert found.checks["change"].to_list() == pytest.approx([3e6, 3e6], rel=0.05)
-    found = gate.judge([new], [base], [gate.parse(text) for text in ("step_time < -10%", "step_time < -50%")])
+    found = gate.judge(
+        [new], [base], [gate.parse(text) for text in ("step_time < -10%", "step_time < -50%")]
+    )
     assert found.checks["verdict"].to_list() == ["fail", "pass"]
 
 
@@ -164,7 +190,9 @@ def with_kernels(**kernels: list[float]) -> RunSummary:
 def test_kernels_are_chosen_by_a_regular_expression() -> None:
     base = with_kernels(gemm_a=[100.0] * 5, gemm_b=[50.0] * 5, copy=[10.0] * 5)
     new = with_kernels(gemm_a=[100.0] * 5, gemm_b=[80.0] * 5, copy=[10.0] * 5)
-    found = gate.judge([base], [new], [gate.parse("kernel:gemm > 5%"), gate.parse("kernel:^copy$ > 5%")])
+    found = gate.judge(
+        [base], [new], [gate.parse("kernel:gemm > 5%"), gate.parse("kernel:^copy$ > 5%")]
+    )
     assert found.checks["verdict"].to_list() == ["fail", "pass"]
     assert found.checks["change"].to_list() == pytest.approx([0.2, 0.0])
     assert found.causes.row(0) == ("kernel", "gemm_b", 50, 80, 30)
@@ -174,7 +202,11 @@ def test_a_kernel_of_the_new_side_only_fails_and_one_that_went_passes() -> None:
     base, new = with_kernels(gemm=[100.0] * 5), with_kernels(gemm=[100.0] * 5, sort=[1.0] * 5)
     condition = gate.parse("kernel:sort > 5%")
     row = only(gate.judge([base], [new], [condition]))
-    assert (row["verdict"], row["change"], row["reason"]) == ("fail", None, "the base has none of it")
+    assert (row["verdict"], row["change"], row["reason"]) == (
+        "fail",
+        None,
+        "the base has none of it",
+    )
     assert only(gate.judge([new], [base], [condition]))["change"] == -1
 
 
@@ -219,7 +251,9 @@ def test_other_devices_have_no_verdict_and_other_shapes_are_told() -> None:
 @pytest.mark.parametrize("freedom", [1, 2, 4, 9, 25, 1000])
 def test_students_quantiles(freedom: int) -> None:
     known = {1: 12.706, 2: 4.303, 4: 2.776, 9: 2.262, 25: 2.060, 1000: 1.962}
-    assert gate_statistics.compute_student_t_quantile(freedom) == pytest.approx(known[freedom], rel=0.005)
+    assert gate_statistics.compute_student_t_quantile(freedom) == pytest.approx(
+        known[freedom], rel=0.005
+    )
 
 
 def test_blocks_are_longer_where_neighbours_are_alike() -> None:
@@ -233,5 +267,7 @@ def test_blocks_are_longer_where_neighbours_are_alike() -> None:
 
 @pytest.mark.parametrize(("limit", "least"), [("3%", -1.0), ("1ms", -1e7)])
 def test_no_interval_falls_below_nothing(limit: str, least: float) -> None:
-    base, new = ([made.summary([mean] * 20) for mean in side] for side in ((0.2e7, 1.8e7), (0.3e7, 1.9e7)))
+    base, new = (
+        [made.summary([mean] * 20) for mean in side] for side in ((0.2e7, 1.8e7), (0.3e7, 1.9e7))
+    )
     assert only(gate.judge(base, new, [gate.parse(f"step_time > {limit}")]))["low"] == least

@@ -65,11 +65,15 @@ def named(graph: Graph, kind: str) -> set[tuple[str, str, bool, bool, str]]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_work_of_a_stream_waits_for_what_came_before_it_as_a_plain_loop_says(seed: int, overlap: bool) -> None:
+def test_the_work_of_a_stream_waits_for_what_came_before_it_as_a_plain_loop_says(
+    seed: int, overlap: bool
+) -> None:
     built, works = random_work(seed, overlap=overlap)
     expected = set()
     for stream in {work.stream for work in works}:
-        queue = sorted((work for work in works if work.stream == stream), key=lambda one: (one.start, one.call))
+        queue = sorted(
+            (work for work in works if work.stream == stream), key=lambda one: (one.start, one.call)
+        )
         for place, work in enumerate(queue[1:], 1):
             before = queue[place - 1]
             longest = max(queue[:place], key=lambda one: (one.end, queue.index(one)))
@@ -89,11 +93,15 @@ def test_work_is_held_by_the_beginning_of_its_call_but_by_the_end_of_a_long_one_
     built = TraceBuilder().launch("cudaLaunchKernel", 0, call_us, correlation=1)
     built.kernel("k", max(call_us + after_us, 1), 10, correlation=1)
     from_end = call_us >= 50 and after_us >= -10
-    assert named(link_rank(built.build()), "launch") == {("cudaLaunchKernel", "k", from_end, False, "correlated")}
+    assert named(link_rank(built.build()), "launch") == {
+        ("cudaLaunchKernel", "k", from_end, False, "correlated")
+    }
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_device_is_awaited_for_the_last_work_of_each_stream_that_nobody_has_awaited_yet(seed: int) -> None:
+def test_a_device_is_awaited_for_the_last_work_of_each_stream_that_nobody_has_awaited_yet(
+    seed: int,
+) -> None:
     draw = random.Random(100 + seed)
     built, now, number = TraceBuilder(), 0, 0
     launched: list[tuple[str, int, int]] = []  # name, stream, end
@@ -129,7 +137,9 @@ def test_a_device_is_awaited_for_the_last_work_of_each_stream_that_nobody_has_aw
     calls = graph.nodes.filter(pl.col("kind") == "block").sort("start_ns")
     for row in edges.to_dicts():
         work = graph.nodes.row(row["source"], named=True)
-        behind = calls.filter(pl.col("start_ns") + pl.col("duration_ns") >= work["start_ns"] + work["duration_ns"])
+        behind = calls.filter(
+            pl.col("start_ns") + pl.col("duration_ns") >= work["start_ns"] + work["duration_ns"]
+        )
         assert behind["node"][0] == row["target"]
 
 
@@ -148,7 +158,10 @@ def spans(draw: random.Random, low: int, high: int, depth: int) -> Iterator[tupl
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_thread_is_cut_where_the_innermost_event_changes(seed: int) -> None:
     draw = random.Random(seed)
-    built, rows = TraceBuilder(), sorted(spans(draw, 0, 200, 3), key=lambda span: (span[0], -span[1]))
+    built, rows = (
+        TraceBuilder(),
+        sorted(spans(draw, 0, 200, 3), key=lambda span: (span[0], -span[1])),
+    )
     innermost: dict[int, str] = {}
     for number, (start, end) in enumerate(rows):
         built.op(f"op{number}", start, end - start)
@@ -174,9 +187,10 @@ def test_a_thread_is_cut_where_the_innermost_event_changes(seed: int) -> None:
     # one after the other; `call` where one of two neighbours lies in the other, else `thread`
     enclosed = {
         (f"op{one}", f"op{other}")
-        for one, (low, high) in enumerate(rows) for other, (start, end) in enumerate(rows)
+        for one, (low, high) in enumerate(rows)
+        for other, (start, end) in enumerate(rows)
         if low <= start and end <= high and one != other
-    }  # fmt: skip
+    }
     order = {kind: named(graph, kind) for kind in ("call", "thread")}
     for before, after in pairwise(pieces):
         pair = (before[0], after[0])
@@ -210,7 +224,9 @@ def test_edges_that_agree_with_time_all_fit(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_of_edges_that_contradict_each_other_all_firm_ones_fit_and_none_closes_a_circle(seed: int) -> None:
+def test_of_edges_that_contradict_each_other_all_firm_ones_fit_and_none_closes_a_circle(
+    seed: int,
+) -> None:
     source, target, firm, times = random_edges(seed, contradicting=True)
     kept = select_acyclic_edges(source, target, firm, times)
     assert kept[firm].all()
@@ -228,12 +244,17 @@ def test_each_way_of_adding_an_edge_comes_back_as_it_was_given() -> None:
     expected = set()
     edges = Edges()
     for _ in range(60):
-        kind, evidence = draw.choice(EDGE_KINDS), draw.choice(["measured", "correlated", "inferred", "assumed"])
+        kind, evidence = (
+            draw.choice(EDGE_KINDS),
+            draw.choice(["measured", "correlated", "inferred", "assumed"]),
+        )
         source, target = sorted(draw.sample(range(10), 2))
         from_end, to_end = draw.random() < 0.5, draw.random() < 0.5
         if any(key[:5] == (source, target, from_end, to_end, kind) for key in expected):
             continue
-        edges.add(kind, evidence, np.array([source]), np.array([target]), from_end=from_end, to_end=to_end)
+        edges.add(
+            kind, evidence, np.array([source]), np.array([target]), from_end=from_end, to_end=to_end
+        )
         expected.add((source, target, from_end, to_end, kind, evidence))
     frame, refused = edges.frame(times)
     found = {
@@ -241,7 +262,9 @@ def test_each_way_of_adding_an_edge_comes_back_as_it_was_given() -> None:
         for row in frame.to_dicts()
         if not (row["kind"] == "origin" and row["evidence"] == "assumed" and row["source"] == 0)
     }
-    assert found == {row for row in expected if not (row[4] == "origin" and row[5] == "assumed" and row[0] == 0)}
+    assert found == {
+        row for row in expected if not (row[4] == "origin" and row[5] == "assumed" and row[0] == 0)
+    }
     assert refused.height == 0
     held = set(frame.filter(~pl.col("to_end"))["target"])
     assert held == set(range(1, 10)), "whatever nothing holds is held by the origin"
@@ -260,7 +283,9 @@ def test_questions_by_time_are_answered_as_by_looking_at_every_work(seed: int) -
     draw = np.random.default_rng(seed)
     first = int(work.start.min())
     at = draw.integers(first - 500 * US, first + 700 * US, 60)
-    at[::3] = draw.choice(np.concatenate([work.start, work.end, work.asked]), at[::3].size)  # and the very moments
+    at[::3] = draw.choice(
+        np.concatenate([work.start, work.end, work.asked]), at[::3].size
+    )  # and the very moments
     lane = draw.choice(np.append(times.lanes, 99), at.size)
     thread = draw.choice(np.append(np.unique(tree.lane), 77), at.size)
 
@@ -278,17 +303,27 @@ def test_questions_by_time_are_answered_as_by_looking_at_every_work(seed: int) -
             assert (work.end[answer] if answer >= 0 else -1) == last_ending(chosen)
         later = np.flatnonzero(own & (work.asked >= moment))
         answer = times.launches_on_after(*only)[0]
-        assert (work.asked[answer] if answer >= 0 else None) == (work.asked[later].min() if later.size else None)
+        assert (work.asked[answer] if answer >= 0 else None) == (
+            work.asked[later].min() if later.size else None
+        )
         of_thread = (work.call >= 0) & (tree.lane[np.maximum(work.call, 0)] == thread[number])
-        before, after = (np.flatnonzero(of_thread & chosen) for chosen in (work.asked < moment, work.asked >= moment))
+        before, after = (
+            np.flatnonzero(of_thread & chosen)
+            for chosen in (work.asked < moment, work.asked >= moment)
+        )
         only = np.array([thread[number]]), np.array([moment])
         answer = times.thread_launched_before(*only)[0]
-        assert (work.asked[answer] if answer >= 0 else None) == (work.asked[before].max() if before.size else None)
+        assert (work.asked[answer] if answer >= 0 else None) == (
+            work.asked[before].max() if before.size else None
+        )
         answer = times.thread_launches_after(*only)[0]
-        assert (work.asked[answer] if answer >= 0 else None) == (work.asked[after].min() if after.size else None)
+        assert (work.asked[answer] if answer >= 0 else None) == (
+            work.asked[after].min() if after.size else None
+        )
     together = times.launched_before(lane, at)
     assert together.tolist() == [
-        int(times.launched_before(np.array([one]), np.array([moment]))[0]) for one, moment in zip(lane, at, strict=True)
+        int(times.launched_before(np.array([one]), np.array([moment]))[0])
+        for one, moment in zip(lane, at, strict=True)
     ]
 
 
@@ -297,7 +332,9 @@ def test_questions_by_time_are_answered_as_by_looking_at_every_work(seed: int) -
 ENGINE = "autograd::engine::evaluate_function: MmBackward0"
 
 
-def passes(*forward: tuple[str, float, int, int], backward: tuple[int, int] = (5, 1)) -> set[tuple[str, str, str]]:
+def passes(
+    *forward: tuple[str, float, int, int], backward: tuple[int, int] = (5, 1)
+) -> set[tuple[str, str, str]]:
     """Ops as (name, start, sequence, thread), then one of the backward pass: its number and its forward's thread."""
     built = TraceBuilder()
     for name, start, sequence, thread in forward:
@@ -366,17 +403,23 @@ def test_streams_that_were_asked_to_wait_for_nothing_do_not() -> None:
 
 @pytest.mark.parametrize(("ends", "waits"), [(119, True), (122, True), (123, False), (400, False)])
 @pytest.mark.parametrize("known", [True, False])
-def test_what_ends_after_the_work_that_waits_was_not_awaited(ends: float, waits: bool, known: bool) -> None:
+def test_what_ends_after_the_work_that_waits_was_not_awaited(
+    ends: float, waits: bool, known: bool
+) -> None:
     assert bool(two_streams(known=known, ends=ends)) == waits
 
 
 def test_work_that_was_launched_after_the_event_is_not_what_the_event_says() -> None:
     built = TraceBuilder().launch("cudaEventRecord", 0, 2, correlation=2)
-    built.launch("cudaLaunchKernel", 5, 4, correlation=1).kernel("first", 12, 50, stream=7, correlation=1)
+    built.launch("cudaLaunchKernel", 5, 4, correlation=1).kernel(
+        "first", 12, 50, stream=7, correlation=1
+    )
     built.launch("cudaStreamWaitEvent", 10, 2, correlation=3)
     of = {"wait_on_stream": 7, "wait_on_cuda_event_record_corr_id": 2}
     built.sync("Stream Wait Event", 11, 0, stream=20, correlation=3, **of)
-    built.launch("cudaLaunchKernel", 20, 4, correlation=4).kernel("second", 120, 50, stream=20, correlation=4)
+    built.launch("cudaLaunchKernel", 20, 4, correlation=4).kernel(
+        "second", 120, 50, stream=20, correlation=4
+    )
     assert named(link_rank(built.build()), "wait") == set()
 
 
@@ -388,10 +431,25 @@ def test_work_that_was_launched_after_the_event_is_not_what_the_event_says() -> 
     [
         ("cudaMemcpyAsync", "DtoH (Device -> Pageable)", 112, True),
         ("cudaMemcpyAsync", "DtoH (Device -> Pinned)", 112, False),
-        ("cudaMemcpyAsync", "HtoD (Pageable -> Device)", 112, True),  # it returned when the copy was done
-        ("cudaMemcpyAsync", "HtoD (Pageable -> Device)", 60, False),  # it was staged, and returned before
+        (
+            "cudaMemcpyAsync",
+            "HtoD (Pageable -> Device)",
+            112,
+            True,
+        ),  # it returned when the copy was done
+        (
+            "cudaMemcpyAsync",
+            "HtoD (Pageable -> Device)",
+            60,
+            False,
+        ),  # it was staged, and returned before
         ("cudaMemcpyAsync", "HtoD (Pinned -> Device)", 112, False),
-        ("cudaMemcpyAsync", "HtoD (Pageable -> Device)", 250, False),  # long after: it waited for something else
+        (
+            "cudaMemcpyAsync",
+            "HtoD (Pageable -> Device)",
+            250,
+            False,
+        ),  # long after: it waited for something else
         ("cudaMemcpy", "HtoD (Pinned -> Device)", 112, True),
         ("cudaMemcpy", "DtoD (Device -> Device)", 112, True),
         ("hipMemcpyWithStream", "DtoH (Device -> Pinned)", 112, True),

@@ -28,22 +28,35 @@ def launched(built: TraceBuilder, name: str, at: float, **args: Any) -> TraceBui
 
 def test_a_kernel_tells_by_its_arguments() -> None:
     args = TraceBuilder.collective_args("allreduce", "3", 2, 1024, "BFloat16")
-    row = said(link_rank(launched(TraceBuilder(), "ncclDevKernel_AllReduce_Sum_bf16", 0, **args).build()))[0]
-    assert (row["kind"], row["group"], row["group_size"], row["ranks"]) == ("all_reduce", "3", 2, [0, 1])
+    row = said(
+        link_rank(launched(TraceBuilder(), "ncclDevKernel_AllReduce_Sum_bf16", 0, **args).build())
+    )[0]
+    assert (row["kind"], row["group"], row["group_size"], row["ranks"]) == (
+        "all_reduce",
+        "3",
+        2,
+        [0, 1],
+    )
     assert (row["in_bytes"], row["out_bytes"], row["bytes"]) == (2048, 2048, 2048)
     assert row["node_kind"] == "collective"
     assert row["instance"] is None
 
 
 def test_else_the_op_around_its_launch_tells() -> None:
-    built = TraceBuilder().op("c10d::allreduce_", 0, 100).collective("allreduce", 5, 50, group="0", elements=10)
+    built = (
+        TraceBuilder()
+        .op("c10d::allreduce_", 0, 100)
+        .collective("allreduce", 5, 50, group="0", elements=10)
+    )
     built.annotation("nccl:all_reduce", 8, 30)
     row = said(link_rank(launched(built, "ncclDevKernel_Generic_1", 10).build()))[0]
     assert (row["kind"], row["group"], row["in_bytes"]) == ("all_reduce", "0", 40)
 
 
 def test_else_its_name() -> None:
-    graph = link_rank(launched(TraceBuilder(), "ncclKernel_ReduceScatter_RING_LL_Sum_float", 0).build())
+    graph = link_rank(
+        launched(TraceBuilder(), "ncclKernel_ReduceScatter_RING_LL_Sum_float", 0).build()
+    )
     assert [row["kind"] for row in said(graph)] == ["reduce_scatter"]
 
 
@@ -67,14 +80,20 @@ def test_an_all_to_all_of_unequal_parts_knows_its_splits() -> None:
 
 
 def test_a_list_of_ranks_that_the_file_cut_comes_from_its_groups() -> None:
-    args = TraceBuilder.collective_args("allreduce", "7", 4, 8, "Float") | {"Process Group Ranks": "[0, 1, ...]"}
-    built = launched(TraceBuilder(world_size=4), "ncclDevKernel_AllReduce", 0, **args).group("7", [0, 1, 2, 3])
+    args = TraceBuilder.collective_args("allreduce", "7", 4, 8, "Float") | {
+        "Process Group Ranks": "[0, 1, ...]"
+    }
+    built = launched(TraceBuilder(world_size=4), "ncclDevKernel_AllReduce", 0, **args).group(
+        "7", [0, 1, 2, 3]
+    )
     assert said(link_rank(built.build()))[0]["ranks"] == [0, 1, 2, 3]
 
 
 def test_gloo_communicates_on_a_thread_of_its_own() -> None:
     built = TraceBuilder().op("c10d::allreduce_", 0, 10)
-    built.annotation("gloo:all_reduce", 20, 300, thread=5, **{"Input Dims": [[8]], "Input type": ["float"]})
+    built.annotation(
+        "gloo:all_reduce", 20, 300, thread=5, **{"Input Dims": [[8]], "Input type": ["float"]}
+    )
     graph = link_rank(built.build())
     row = said(graph)[0]
     assert (row["kind"], row["node_kind"], row["bytes"]) == ("all_reduce", "collective", 32)

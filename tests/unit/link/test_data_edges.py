@@ -14,7 +14,11 @@ from traceloom.graph.rank import link_rank
 from traceloom.testing.trace_builder import TraceBuilder
 from traceloom.trace.trace import HOST_OPS, HostTrace
 
-FRESH, VIEW, IN_PLACE = "aten::f(Tensor a) -> Tensor", "aten::f(Tensor(a) a) -> Tensor(a)", "aten::f_(Tensor(a!) a)"
+FRESH, VIEW, IN_PLACE = (
+    "aten::f(Tensor a) -> Tensor",
+    "aten::f(Tensor(a) a) -> Tensor(a)",
+    "aten::f_(Tensor(a!) a)",
+)
 
 
 def tensor(storage: int, device: str = "cuda:0") -> list[Any]:
@@ -29,7 +33,13 @@ class Program:
         self.rows: list[dict[str, Any]] = []
 
     def op(
-        self, name: str, reads: list[Any], writes: list[Any], schema: str = FRESH, *, kernel: bool = True
+        self,
+        name: str,
+        reads: list[Any],
+        writes: list[Any],
+        schema: str = FRESH,
+        *,
+        kernel: bool = True,
     ) -> Program:
         number = len(self.rows)
         self.built.op(name, 100 * number, 50)
@@ -52,9 +62,13 @@ class Program:
 
     def graph(self) -> Graph:
         trace = self.built.build()
-        ops = pl.DataFrame([{k: row.get(k) for k in HOST_OPS} for row in self.rows], schema=HOST_OPS)
+        ops = pl.DataFrame(
+            [{k: row.get(k) for k in HOST_OPS} for row in self.rows], schema=HOST_OPS
+        )
         ids = np.full(trace.events.height, -1, dtype=np.int64)
-        ids[trace.events.filter(pl.col("category") == "op")["event"].to_numpy()] = ops["id"].to_numpy()
+        ids[trace.events.filter(pl.col("category") == "op")["event"].to_numpy()] = ops[
+            "id"
+        ].to_numpy()
         outcome = pl.Series([BY_RECORD_ID] * ops.height, dtype=Outcome)
         graph = link_rank(trace, Matching(HostTrace("host.json", ops), ids, outcome, exact=True))
         graph.check()
@@ -69,7 +83,12 @@ def data(graph: Graph) -> set[tuple[str, str]]:
 
 
 def test_what_a_kernel_reads_comes_from_the_kernel_that_wrote_it_last() -> None:
-    program = Program().op("a", [], [tensor(1)]).op("b", [], [tensor(2)]).op("c", [tensor(1)], [tensor(3)])
+    program = (
+        Program()
+        .op("a", [], [tensor(1)])
+        .op("b", [], [tensor(2)])
+        .op("c", [tensor(1)], [tensor(3)])
+    )
     assert data(program.graph()) == {("k.a", "k.c")}
 
 
@@ -94,19 +113,30 @@ def test_memory_that_was_only_allocated_comes_from_nobody() -> None:
 
 def test_values_on_the_host_go_from_op_to_op() -> None:
     host = tensor(5, "cpu")
-    program = Program().op("load", [], [host], kernel=False).op("use", [host], [tensor(6, "cpu")], kernel=False)
+    program = (
+        Program()
+        .op("load", [], [host], kernel=False)
+        .op("use", [host], [tensor(6, "cpu")], kernel=False)
+    )
     assert data(program.graph()) == {("load", "use")}
 
 
 def test_a_copy_from_the_device_gives_its_reader_on_the_host_the_value() -> None:
-    program = Program().op("copy", [tensor(1)], [tensor(5, "cpu")]).op("use", [tensor(5, "cpu")], [], kernel=False)
+    program = (
+        Program()
+        .op("copy", [tensor(1)], [tensor(5, "cpu")])
+        .op("use", [tensor(5, "cpu")], [], kernel=False)
+    )
     assert data(program.graph()) == {("k.copy", "use")}
 
 
 def test_an_operation_that_communicates_changes_what_it_was_given() -> None:
     program = Program().op("a", [], [tensor(1)]).op("record_param_comms", [tensor(1)], [], "")
     program.op("reader", [tensor(1)], [tensor(2)])
-    assert data(program.graph()) == {("k.a", "k.record_param_comms"), ("k.record_param_comms", "k.reader")}
+    assert data(program.graph()) == {
+        ("k.a", "k.record_param_comms"),
+        ("k.record_param_comms", "k.reader"),
+    }
 
 
 def test_numbers_in_lists_are_no_tensors_and_nested_lists_of_tensors_are() -> None:

@@ -10,7 +10,9 @@ from traceloom.graph.edges import Edges
 
 
 @pytest.mark.parametrize("keys", ["one", "several"])
-def test_edges_stand_by_target_and_source_and_none_of_a_kind_twice(keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edges_stand_by_target_and_source_and_none_of_a_kind_twice(
+    keys: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if keys == "several":  # as for graphs whose points do not fit into one number with the kind
         monkeypatch.setattr(module, "_MAX_PACKED_POINTS", 0)
     edges = Edges()
@@ -42,7 +44,9 @@ def test_what_nothing_holds_back_is_held_by_the_origin() -> None:
 
 def test_what_only_a_refused_edge_holds_back_is_held_by_the_origin() -> None:
     edges = Edges()
-    edges.add("thread", "measured", np.array([1]), np.array([2]), from_end=True, to_end=False, firm=True)
+    edges.add(
+        "thread", "measured", np.array([1]), np.array([2]), from_end=True, to_end=False, firm=True
+    )
     edges.add("cross-thread", "inferred", np.array([2]), np.array([1]), from_end=True, to_end=False)
     frame, refused = edges.frame(np.array([0, 0, 5, 9, 9, 5]))  # by its clock, 2 ends when 1 begins
     assert refused.rows() == [("cross-thread", 1)]

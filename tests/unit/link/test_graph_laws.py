@@ -28,8 +28,12 @@ def graph_of(seed: int) -> Graph:
 
 def differing(first: Graph, other: Graph) -> list[str]:
     """The frames that are not the same, but for the name of the file."""
-    first, other = (replace(graph, ranks=graph.ranks.drop("device_trace")) for graph in (first, other))
-    return [name for name, frame in first.frames().items() if not frame.equals(other.frames()[name])]
+    first, other = (
+        replace(graph, ranks=graph.ranks.drop("device_trace")) for graph in (first, other)
+    )
+    return [
+        name for name, frame in first.frames().items() if not frame.equals(other.frames()[name])
+    ]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -45,7 +49,9 @@ def test_the_order_of_entries_and_the_numbers_that_join_them_change_no_graph(see
     assert differing(graph_of(seed), link_rank(odd_builder(seed).shuffled(seed).build())) == []
     first, other = graph_of(seed), link_rank(odd_builder(seed).renumbered(seed).build())
     numbers = [graph.nodes["correlation"] for graph in (first, other)]
-    first, other = (replace(graph, nodes=graph.nodes.drop("correlation")) for graph in (first, other))
+    first, other = (
+        replace(graph, nodes=graph.nodes.drop("correlation")) for graph in (first, other)
+    )
     assert differing(first, other) == []
     pairs = set(zip(*(column.to_list() for column in numbers), strict=True))
     assert len(pairs) == len({before for before, _ in pairs}) == len({after for _, after in pairs})
@@ -56,7 +62,8 @@ def test_a_clock_of_twice_the_speed_doubles_all_device_work_and_moves_no_launch(
     """Whether threads and calls waited depends on lengths of time; what was submitted by whom does not."""
     first, other = graph_of(seed), link_rank(odd_trace(seed, scale=2))
     work = [
-        graph.nodes.filter(pl.col("kind").is_in(["kernel", "copy", "fill"])).sort("event") for graph in (first, other)
+        graph.nodes.filter(pl.col("kind").is_in(["kernel", "copy", "fill"])).sort("event")
+        for graph in (first, other)
     ]
     for column in ("start_ns", "duration_ns", "work_ns"):
         assert (work[0][column] * 2).equals(work[1][column]), column
@@ -99,10 +106,14 @@ def test_every_piece_of_device_work_is_one_node_with_its_times_and_its_call(seed
         assert submitted[row["event"]] == ({launch} - {None})
         without_call += launch is None
     outcomes = {
-        row["outcome"]: row["count"] for row in graph.coverage.filter(pl.col("subject") == "gpu-work").to_dicts()
+        row["outcome"]: row["count"]
+        for row in graph.coverage.filter(pl.col("subject") == "gpu-work").to_dicts()
     }
     assert sum(outcomes.values()) == len(works)
-    assert sum(count for outcome, count in outcomes.items() if outcome.startswith("orphan")) == without_call
+    assert (
+        sum(count for outcome, count in outcomes.items() if outcome.startswith("orphan"))
+        == without_call
+    )
 
 
 # -- jobs -------------------------------------------------------------------------------------------------------------
@@ -118,9 +129,14 @@ PARTS = ((0, 4, 0.0), (2, 1, 250.5), (6, 0, 3.25))  # seed, rank, when it begins
 
 def of_rank(job: Graph, rank: int) -> tuple[list[Row], list[Row]]:
     """Nodes and edges of one rank in a job, numbered from 0; what joins it to others is left out."""
-    own = job.nodes.filter((pl.col("rank") == rank) & ~pl.col("kind").is_in(["rendezvous", "arrival"])).to_dicts()
+    own = job.nodes.filter(
+        (pl.col("rank") == rank) & ~pl.col("kind").is_in(["rendezvous", "arrival"])
+    ).to_dicts()
     number = {row["node"]: at for at, row in enumerate(own)}
-    lanes = {lane: at for at, lane in enumerate(sorted({row["lane"] for row in own if row["lane"] is not None}))}
+    lanes = {
+        lane: at
+        for at, lane in enumerate(sorted({row["lane"] for row in own if row["lane"] is not None}))
+    }
     nodes = [row | {"node": number[row["node"]], "lane": lanes.get(row["lane"])} for row in own]
     edges = [
         edge | {"source": number[edge["source"]], "target": number[edge["target"]]}
@@ -130,7 +146,9 @@ def of_rank(job: Graph, rank: int) -> tuple[list[Row], list[Row]]:
     return nodes, edges
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0)], ids=lambda order: "".join(map(str, order)))
+@pytest.mark.parametrize(
+    "order", [(0, 1, 2), (2, 1, 0), (1, 0)], ids=lambda order: "".join(map(str, order))
+)
 def test_a_job_holds_each_of_its_ranks_as_it_is_alone(order: tuple[int, ...]) -> None:
     parts = [part(*PARTS[at]) for at in order]
     job = join_ranks(parts)
@@ -154,7 +172,9 @@ def test_a_job_holds_each_of_its_ranks_as_it_is_alone(order: tuple[int, ...]) ->
         frame = getattr(job, name)
         names = job.nodes["name"][frame["node"]].to_list()
         assert Counter(names) == Counter(
-            each_name for each in parts for each_name in each.nodes["name"][getattr(each, name)["node"]].to_list()
+            each_name
+            for each in parts
+            for each_name in each.nodes["name"][getattr(each, name)["node"]].to_list()
         )
 
 
@@ -173,14 +193,29 @@ def test_ranks_that_do_not_say_which_they_are_take_the_free_numbers_in_their_ord
 # -- which parts belong together ---------------------------------------------------------------------------------------
 
 COLUMNS: Any = {
-    "part": pl.Int32, "rank": pl.Int32, "kind": pl.String, "group": pl.String, "group_size": pl.Int32,
-    "ranks": pl.List(pl.Int32), "sequence": pl.Int64, "in_bytes": pl.Int64, "in_splits": pl.List(pl.Int64),
-    "peer": pl.Int32, "tag": pl.Int64, "start_ns": pl.Int64, "end_ns": pl.Int64,
-}  # fmt: skip
+    "part": pl.Int32,
+    "rank": pl.Int32,
+    "kind": pl.String,
+    "group": pl.String,
+    "group_size": pl.Int32,
+    "ranks": pl.List(pl.Int32),
+    "sequence": pl.Int64,
+    "in_bytes": pl.Int64,
+    "in_splits": pl.List(pl.Int64),
+    "peer": pl.Int32,
+    "tag": pl.Int64,
+    "start_ns": pl.Int64,
+    "end_ns": pl.Int64,
+}
 
 
 def calls(rows: list[Row]) -> pl.DataFrame:
-    defaults = dict.fromkeys(COLUMNS) | {"kind": "all_reduce", "group": "dp", "group_size": 4, "in_bytes": 64}
+    defaults = dict.fromkeys(COLUMNS) | {
+        "kind": "all_reduce",
+        "group": "dp",
+        "group_size": 4,
+        "in_bytes": 64,
+    }
     return pl.DataFrame([defaults | row for row in rows], schema=COLUMNS)
 
 
@@ -190,7 +225,10 @@ def random_calls(seed: int) -> list[Row]:
     rows = []
     for group, members in (("dp", [0, 1, 2, 3]), ("tp", [1, 2])):
         for sequence in range(12):
-            kind, size = chance.choice(["all_reduce", "all_gather", "broadcast"]), chance.choice([8, 64])
+            kind, size = (
+                chance.choice(["all_reduce", "all_gather", "broadcast"]),
+                chance.choice([8, 64]),
+            )
             several = chance.choice([1, 1, 2])
             for rank in members:
                 if chance.random() < 0.15:
@@ -199,10 +237,19 @@ def random_calls(seed: int) -> list[Row]:
                 for nth in range(several):
                     at = 1000 * sequence + 100 * nth + chance.randrange(50)
                     rows.append(
-                        {"part": rank, "rank": rank, "group": group, "group_size": len(members), "ranks": members,
-                         "sequence": sequence, "in_bytes": size, "start_ns": at, "end_ns": at + 10,
-                         "kind": "reduce_scatter" if odd else kind}
-                    )  # fmt: skip
+                        {
+                            "part": rank,
+                            "rank": rank,
+                            "group": group,
+                            "group_size": len(members),
+                            "ranks": members,
+                            "sequence": sequence,
+                            "in_bytes": size,
+                            "start_ns": at,
+                            "end_ns": at + 10,
+                            "kind": "reduce_scatter" if odd else kind,
+                        }
+                    )
     return rows
 
 
@@ -216,7 +263,9 @@ def partners(joined: MatchedParts) -> set[frozenset[int]]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_numbered_calls_meet_those_of_their_number_and_turn_where_all_are_of_one_kind(seed: int) -> None:
+def test_numbered_calls_meet_those_of_their_number_and_turn_where_all_are_of_one_kind(
+    seed: int,
+) -> None:
     rows = random_calls(seed)
     by_key: dict[Any, list[int]] = defaultdict(list)
     turns: Counter[Any] = Counter()
@@ -225,7 +274,11 @@ def test_numbered_calls_meet_those_of_their_number_and_turn_where_all_are_of_one
         by_key[(*number, turns[(*number, rows[row]["rank"])])].append(row)
         turns[(*number, rows[row]["rank"])] += 1
     kinds = {key: {rows[row]["kind"] for row in members} for key, members in by_key.items()}
-    expected = {frozenset(members) for key, members in by_key.items() if len(kinds[key]) == 1 and len(members) > 1}
+    expected = {
+        frozenset(members)
+        for key, members in by_key.items()
+        if len(kinds[key]) == 1 and len(members) > 1
+    }
     joined = match_parts(calls(rows))
     assert partners(joined) == expected
     assert {joined.evidence[row] for members in expected for row in members} == {"measured"}
@@ -239,7 +292,14 @@ def test_numbered_calls_meet_those_of_their_number_and_turn_where_all_are_of_one
 
 def test_calls_of_one_number_that_differ_in_size_meet_and_it_is_said() -> None:
     rows = [
-        {"part": rank, "rank": rank, "sequence": number, "in_bytes": size, "start_ns": 100 * number, "end_ns": 90}
+        {
+            "part": rank,
+            "rank": rank,
+            "sequence": number,
+            "in_bytes": size,
+            "start_ns": 100 * number,
+            "end_ns": 90,
+        }
         for number, sizes in enumerate(([64, 64], [64, 128], [8, 8]))
         for rank, size in enumerate(sizes)
     ]
@@ -260,7 +320,14 @@ def test_messages_meet_in_their_order_between_two_ranks_and_one_tag(seed: int) -
         kind = chance.choice(["send", "receive"])
         times = {"start_ns": 10 * at, "end_ns": 10 * at + 5}
         rows.append(
-            {"part": rank, "rank": rank, "peer": peer, "kind": kind, "tag": chance.choice([None, 5]), "group": None}
+            {
+                "part": rank,
+                "rank": rank,
+                "peer": peer,
+                "kind": kind,
+                "tag": chance.choice([None, 5]),
+                "group": None,
+            }
             | times
         )
     queues: dict[Any, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
@@ -278,9 +345,15 @@ def test_a_graph_that_is_not_in_order_is_refused_before_it_is_used() -> None:
     graph = graph_of(0)
     first, last = (graph.edges["target"].min(), graph.edges["target"].max())
     backwards = graph.edges.head(1).with_columns(
-        source=pl.lit(last, pl.UInt32), target=pl.lit(first, pl.UInt32), delay_ns=pl.lit(-(2**40), pl.Int64)
+        source=pl.lit(last, pl.UInt32),
+        target=pl.lit(first, pl.UInt32),
+        delay_ns=pl.lit(-(2**40), pl.Int64),
     )
-    forwards = backwards.with_columns(source=pl.lit(first, pl.UInt32), target=pl.lit(last, pl.UInt32))
+    forwards = backwards.with_columns(
+        source=pl.lit(first, pl.UInt32), target=pl.lit(last, pl.UInt32)
+    )
     circle = replace(graph, edges=pl.concat([graph.edges, backwards, forwards]))
-    with pytest.raises(InvariantError, match=r"\d+ points wait for each other, one of them is of node \d+"):
+    with pytest.raises(
+        InvariantError, match=r"\d+ points wait for each other, one of them is of node \d+"
+    ):
         circle.check()

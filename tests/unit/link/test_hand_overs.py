@@ -39,7 +39,11 @@ def test_waiting_for_the_loader_saves_what_it_takes_however_late_threads_wake(
 
 
 def test_what_waits_for_nobody_knows_what_is_a_lower_bound() -> None:
-    built = TraceBuilder().annotation("enumerate(DataLoader)#_Iter.__next__", 0, 30_000).op("aten::mm", 30_000, 20_000)
+    built = (
+        TraceBuilder()
+        .annotation("enumerate(DataLoader)#_Iter.__next__", 0, 30_000)
+        .op("aten::mm", 30_000, 20_000)
+    )
     # a thread that goes on while the loader is awaited, when nothing has ended anywhere since it had nothing to do
     built.op("elsewhere", 0, 1_000, thread=2).op("elsewhere", 10_000, 35_000, thread=2)
     session = Session((built.build(),), "made")

@@ -26,11 +26,22 @@ def window(run: Run, rank: int) -> int:
 
 def late(**more: object) -> Recipe:
     """Rank 0 comes late to the first collective of each step, which no other one is as large as."""
-    return Recipe(steps=4, layers=3, ranks=3, delay_us={0: 2500}, sync="device", transfer_us=200, seed=4, **more)  # type: ignore[arg-type]
+    return Recipe(
+        steps=4,
+        layers=3,
+        ranks=3,
+        delay_us={0: 2500},
+        sync="device",
+        transfer_us=200,
+        seed=4,
+        **more,
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_faster_network_does_not_shorten_the_wait_for_a_rank_that_always_comes_late(*, sharded: bool) -> None:
+def test_a_faster_network_does_not_shorten_the_wait_for_a_rank_that_always_comes_late(
+    *, sharded: bool
+) -> None:
     job = training_job(late(sharded=sharded))
     run = job.run()
     graph = alone(run, 1)
@@ -56,7 +67,9 @@ def test_where_nobody_is_late_jitter_of_transfers_is_no_waiting() -> None:
     arrivals = graph.nodes.filter(kind="arrival").height
     truth = run.truth.collectives.filter(rank=1)
     assert arrivals == truth.height
-    edges = graph.edges.join(graph.nodes.filter(kind="arrival").select(target="node", at="start_ns"), on="target")
+    edges = graph.edges.join(
+        graph.nodes.filter(kind="arrival").select(target="node", at="start_ns"), on="target"
+    )
     waits = edges.join(graph.nodes.select(source="node", start="start_ns"), on="source").select(
         (pl.col("at") - pl.col("start")).sum()
     )

@@ -21,12 +21,18 @@ from traceloom.testing.host_trace_builder import HOST_SCHEMAS, NestedOp, build_t
 from traceloom.trace.trace import HostTrace, Trace
 
 LAYER = (
-    NestedOp("aten::linear", (NestedOp("aten::t", (NestedOp("aten::transpose"),)), NestedOp("aten::addmm"))),
+    NestedOp(
+        "aten::linear",
+        (NestedOp("aten::t", (NestedOp("aten::transpose"),)), NestedOp("aten::addmm")),
+    ),
     NestedOp("aten::relu", (NestedOp("aten::clamp_min"),)),
 )
 STEP = [
     NestedOp("forward", LAYER * 3),
-    *[NestedOp("AddmmBackward0", (NestedOp("aten::mm"), NestedOp("aten::t")), thread=2) for _ in range(3)],
+    *[
+        NestedOp("AddmmBackward0", (NestedOp("aten::mm"), NestedOp("aten::t")), thread=2)
+        for _ in range(3)
+    ],
     NestedOp("AccumulateGrad", (NestedOp("aten::detach"),), thread=2),
     NestedOp("Optimizer.step#SGD.step", (NestedOp("aten::add_"), NestedOp("aten::add_"))),
 ]
@@ -37,7 +43,9 @@ def check(found: Matching, trace: Trace, host: HostTrace) -> None:
     """What holds for every join: equal names, each host op at most once, on one lane per thread, in order."""
     event = np.flatnonzero(found.host_op >= 0)
     ops = host.ops.select("id", "name", "thread").unique("id", keep="first")
-    joined = pl.DataFrame({"event": event, "id": found.host_op[event]}).join(ops, on="id", how="left")
+    joined = pl.DataFrame({"event": event, "id": found.host_op[event]}).join(
+        ops, on="id", how="left"
+    )
     names = trace.events["name"].gather(event)
     assert joined["name"].to_list() == names.to_list()
     assert joined["id"].n_unique() == event.size
@@ -52,7 +60,9 @@ def true_events(trace: Trace, iteration: int) -> set[int]:
     """Ops of one iteration of a made pair."""
     step = trace.steps.row(iteration, named=True)
     inside = pl.col("start_ns").is_between(step["start_ns"], step["end_ns"] - 1)
-    own = pl.col("category").is_in(["op", "annotation"]) & ~pl.col("name").str.starts_with("ProfilerStep")
+    own = pl.col("category").is_in(["op", "annotation"]) & ~pl.col("name").str.starts_with(
+        "ProfilerStep"
+    )
     chosen = trace.events.filter(inside & own)
     return set(chosen["event"].to_list())
 
@@ -70,7 +80,10 @@ def refused(trace: Trace, host: HostTrace) -> InputError:
 @pytest.mark.parametrize("schema", HOST_SCHEMAS)
 @pytest.mark.parametrize("keys", ["record function id", "external id"])
 def test_ids_find_the_very_iteration(schema, keys):
-    device, host = (one.build() for one in build_trace_pair([STEP] * 4, recorded=range(2, 3), keys=keys, schema=schema))
+    device, host = (
+        one.build()
+        for one in build_trace_pair([STEP] * 4, recorded=range(2, 3), keys=keys, schema=schema)
+    )
     found = match(device, host)
     check(found, device, host)
     if schema == "1.0.0":  # has no ids
@@ -99,7 +112,9 @@ def test_an_id_joins_whatever_the_spelling_of_the_name():
     nodes = [node.replace("Optimizer.step#SGD.step", "Optimizer.step") for node in host.nodes()]
     found, trace = _matched(device, host, nodes)
     assert found.exact
-    assert dict(found.coverage().select("outcome", "count").iter_rows())[ms.BY_RECORD_ID_RENAMED] == 1
+    assert (
+        dict(found.coverage().select("outcome", "count").iter_rows())[ms.BY_RECORD_ID_RENAMED] == 1
+    )
     assert found.matched == OPS
     assert trace.events.filter(pl.Series(found.host_op >= 0)).height == OPS
 
@@ -133,7 +148,9 @@ def test_a_cut_device_trace_is_joined_by_ids_with_a_warning():
     assert "host-ops-missing" in {notice.slug for notice in found.notices}
 
 
-def _matched(device: TraceBuilder, host: HostTraceBuilder, nodes: list[str]) -> tuple[Matching, Trace]:
+def _matched(
+    device: TraceBuilder, host: HostTraceBuilder, nodes: list[str]
+) -> tuple[Matching, Trace]:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -149,11 +166,17 @@ def _matched(device: TraceBuilder, host: HostTraceBuilder, nodes: list[str]) -> 
 @pytest.mark.parametrize("schema", HOST_SCHEMAS)
 def test_several_iterations_that_fit_are_counted_and_the_first_is_taken(schema):
     device, host = (
-        one.build() for one in build_trace_pair([STEP] * 6, recorded=range(4, 5), keys="none", schema=schema)
+        one.build()
+        for one in build_trace_pair([STEP] * 6, recorded=range(4, 5), keys="none", schema=schema)
     )
     found = match(device, host)
     check(found, device, host)
-    assert (found.exact, found.evidence, found.iterations, found.matched) == (False, "inferred", 6, OPS)
+    assert (found.exact, found.evidence, found.iterations, found.matched) == (
+        False,
+        "inferred",
+        6,
+        OPS,
+    )
     assert set(np.flatnonzero(found.host_op >= 0).tolist()) == true_events(device, 0)
     said = next(notice for notice in found.notices if notice.slug == "several-iterations")
     assert said.count == 6
@@ -164,7 +187,9 @@ def test_all_threads_are_of_the_same_iteration():
     # The backward thread's block fits in every iteration, the forward thread's only in the fourth.
     odd = [NestedOp("forward", (*LAYER, NestedOp("aten::dropout"))), *STEP[1:]]
     steps = [STEP, STEP, STEP, odd, STEP, STEP]
-    device, host = (one.build() for one in build_trace_pair(steps, recorded=range(3, 4), keys="none"))
+    device, host = (
+        one.build() for one in build_trace_pair(steps, recorded=range(3, 4), keys="none")
+    )
     found = match(device, host)
     check(found, device, host)
     assert found.iterations == 1
@@ -220,7 +245,9 @@ def test_events_of_one_microsecond_are_ordered_by_their_ids():
     found = match(trace, one)
     assert found.matched == 60
     order = found.host_op[found.host_op >= 0]
-    by_id = trace.events.filter(pl.Series(found.host_op >= 0)).sort("external_id")["event"].to_numpy()
+    by_id = (
+        trace.events.filter(pl.Series(found.host_op >= 0)).sort("external_id")["event"].to_numpy()
+    )
     assert (np.diff(found.host_op[by_id]) > 0).all()
     assert order.size == 60
 
@@ -230,9 +257,9 @@ def test_events_of_one_microsecond_are_ordered_by_their_ids():
 
 def test_another_model_is_refused_with_the_numbers():
     device = build_trace_pair([STEP], keys="none")[0].build()
-    host = build_trace_pair([[NestedOp(f"aten::other{number}") for number in range(9)] + [NestedOp("aten::t")]])[
-        1
-    ].build()
+    host = build_trace_pair(
+        [[NestedOp(f"aten::other{number}") for number in range(9)] + [NestedOp("aten::t")]]
+    )[1].build()
     error = refused(device, host)
     assert error.slug == "host-mismatch"
     assert "1 of 10 host ops (10.0 %)" in error.message
@@ -249,7 +276,10 @@ def test_the_same_names_in_another_order_are_refused():
 
 
 def test_another_process_of_the_same_program_is_refused():
-    device, host = (build_trace_pair([STEP], process=number)[side].build() for side, number in ((0, 11), (1, 12)))
+    device, host = (
+        build_trace_pair([STEP], process=number)[side].build()
+        for side, number in ((0, 11), (1, 12))
+    )
     error = refused(device, host)
     assert error.slug == "host-mismatch"
     assert "process 12" in error.message
@@ -282,8 +312,16 @@ def test_every_op_of_the_dlrm_ranks_is_matched_by_order(shared_data, rank):
     device, host = _pair(shared_data, f"multirank/dlrm_rank{rank}")
     found = match(device, host)
     check(found, device, host)
-    assert (found.matched, found.ops, found.exact, found.iterations, found.rank) == (1672, 1672, False, 1, rank)
-    ordered = device.events.filter(pl.Series(found.host_op >= 0)).sort("lane", "start_ns", "external_id")
+    assert (found.matched, found.ops, found.exact, found.iterations, found.rank) == (
+        1672,
+        1672,
+        False,
+        1,
+        rank,
+    )
+    ordered = device.events.filter(pl.Series(found.host_op >= 0)).sort(
+        "lane", "start_ns", "external_id"
+    )
     ids = pl.Series(found.host_op).gather(ordered["event"])
     assert (np.diff(ids.filter(ordered["lane"] == ordered["lane"][0]).to_numpy()) > 0).all()
 

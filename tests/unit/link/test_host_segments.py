@@ -14,11 +14,20 @@ US = 1_000
 def chain(graph: Graph, lane: int = 0) -> list[tuple[str, str, int, int]]:
     """Kind, name, start and duration (us) of the nodes of a lane."""
     nodes = graph.nodes.filter(pl.col("lane") == lane)
-    return [(r["kind"], r["name"], r["start_ns"] // US, r["duration_ns"] // US) for r in nodes.to_dicts()]
+    return [
+        (r["kind"], r["name"], r["start_ns"] // US, r["duration_ns"] // US)
+        for r in nodes.to_dicts()
+    ]
 
 
 def test_an_op_is_cut_into_its_self_time_before_between_and_after_its_children() -> None:
-    graph = link_rank(TraceBuilder().op("aten::linear", 0, 100).op("aten::t", 10, 20).op("aten::addmm", 50, 30).build())
+    graph = link_rank(
+        TraceBuilder()
+        .op("aten::linear", 0, 100)
+        .op("aten::t", 10, 20)
+        .op("aten::addmm", 50, 30)
+        .build()
+    )
     graph.check()
     assert chain(graph) == [
         ("host", "aten::linear", 0, 10),
@@ -31,17 +40,28 @@ def test_an_op_is_cut_into_its_self_time_before_between_and_after_its_children()
 
 
 def test_a_gap_is_time_to_think_and_python_frames_are_no_nodes() -> None:
-    built = TraceBuilder().python("train.py(3): step", 0, 100).op("aten::a", 10, 10).op("aten::b", 50, 10)
+    built = (
+        TraceBuilder()
+        .python("train.py(3): step", 0, 100)
+        .op("aten::a", 10, 10)
+        .op("aten::b", 50, 10)
+    )
     graph = link_rank(built.build())
     graph.check()
-    assert chain(graph) == [("host", "aten::a", 10, 10), ("think", "think", 20, 30), ("host", "aten::b", 50, 10)]
+    assert chain(graph) == [
+        ("host", "aten::a", 10, 10),
+        ("think", "think", 20, 30),
+        ("host", "aten::b", 50, 10),
+    ]
     assert graph.edges.filter(pl.col("kind") == "thread").height == 2
 
 
 def test_events_without_length_keep_their_place_and_their_launches() -> None:
     built = TraceBuilder().op("aten::mm", 10, 20)
     for number in (1, 2):
-        built.launch("cudaLaunchKernel", 15, 0, correlation=number).kernel("gemm", 40 + number, 1, correlation=number)
+        built.launch("cudaLaunchKernel", 15, 0, correlation=number).kernel(
+            "gemm", 40 + number, 1, correlation=number
+        )
     graph = link_rank(built.build())
     graph.check()
     assert [row[0] for row in chain(graph)] == ["host", "launch", "launch", "host"]
@@ -60,7 +80,9 @@ def test_a_driver_call_inside_a_runtime_call_belongs_to_it() -> None:
     graph.check()
     assert chain(graph) == [("launch", "cudaLaunchKernel", 0, 10)]
     assert graph.edges.filter(pl.col("kind") == "launch").height == 1
-    assert graph.coverage.filter(pl.col("outcome") == "attached by correlation")["count"].to_list() == [1]
+    assert graph.coverage.filter(pl.col("outcome") == "attached by correlation")[
+        "count"
+    ].to_list() == [1]
 
 
 def test_a_thread_that_only_asks_whether_events_are_done_is_left_out_and_counted() -> None:

@@ -18,7 +18,9 @@ def blocks(graph: Graph) -> list[str]:
     return graph.nodes.filter(pl.col("kind") == "block")["name"].to_list()
 
 
-@pytest.mark.parametrize("call", ["cudaDeviceSynchronize", "hipDeviceSynchronize", "cuCtxSynchronize"])
+@pytest.mark.parametrize(
+    "call", ["cudaDeviceSynchronize", "hipDeviceSynchronize", "cuCtxSynchronize"]
+)
 def test_a_device_is_awaited_on_all_its_streams(call: str) -> None:
     built = TraceBuilder()
     launched(built, "a", 0, 10, 100, stream=7)
@@ -33,7 +35,13 @@ def test_a_second_synchronisation_waits_for_nothing_that_the_first_has_seen() ->
     built = TraceBuilder()
     launched(built, "a", 0, 10, 100)
     for number, at in enumerate((12, 200)):
-        built.launch("cudaDeviceSynchronize", at, 105 if number == 0 else 3, correlation=90 + number, flow=False)
+        built.launch(
+            "cudaDeviceSynchronize",
+            at,
+            105 if number == 0 else 3,
+            correlation=90 + number,
+            flow=False,
+        )
     graph = link_rank(built.build())
     assert len(edges(graph, "synchronize")) == 1
 
@@ -61,7 +69,15 @@ def test_records_of_the_device_say_which_event_was_awaited() -> None:
     built.launch("cudaEventRecord", 6, 1, correlation=70, flow=False)
     launched(built, "after the record", 8, 61, 10)
     built.launch("cudaEventSynchronize", 14, 51, correlation=80, flow=False)
-    built.sync("Event Sync", 14, 51, stream=-1, correlation=80, wait_on_stream=7, wait_on_cuda_event_record_corr_id=70)
+    built.sync(
+        "Event Sync",
+        14,
+        51,
+        stream=-1,
+        correlation=80,
+        wait_on_stream=7,
+        wait_on_cuda_event_record_corr_id=70,
+    )
     assert edges(link_rank(built.build()), "synchronize") == [
         ("before the record", "cudaEventSynchronize", True, True, "measured")
     ]
@@ -71,7 +87,9 @@ def test_a_pageable_copy_to_the_host_blocks_and_a_pinned_one_does_not() -> None:
     built = TraceBuilder()
     for number, memory in enumerate(("Pageable", "Pinned")):
         at = 1000 * number
-        built.launch("cudaMemcpyAsync", at, 120 if memory == "Pageable" else 5, correlation=number + 1)
+        built.launch(
+            "cudaMemcpyAsync", at, 120 if memory == "Pageable" else 5, correlation=number + 1
+        )
         name = f"Memcpy DtoH (Device -> {memory})"
         built.copy(name, at + 10, 100, bytes=64, correlation=number + 1)
     graph = link_rank(built.build())
@@ -82,7 +100,9 @@ def test_a_pageable_copy_to_the_host_blocks_and_a_pinned_one_does_not() -> None:
 def test_a_call_that_returns_before_what_it_awaited_by_the_clock_keeps_its_edge() -> None:
     built = TraceBuilder()
     launched(built, "a", 0, 10, 100)
-    graph = link_rank(built.launch("hipDeviceSynchronize", 12, 90, correlation=99, flow=False).build())
+    graph = link_rank(
+        built.launch("hipDeviceSynchronize", 12, 90, correlation=99, flow=False).build()
+    )
     assert len(edges(graph, "synchronize")) == 1
     assert graph.edges.filter(pl.col("kind") == "synchronize")["delay_ns"].to_list() == [-8000]
 
@@ -129,7 +149,9 @@ def test_the_main_thread_waits_for_the_backward_pass_inside_self_time_too(inside
     graph.check()
     wait = graph.nodes.filter(pl.col("kind") == "wait").to_dicts()
     assert [(row["start_ns"] // 1000, row["duration_ns"] // 1000) for row in wait] == [(200, 1490)]
-    into = graph.edges.filter((pl.col("kind") == "cross-thread") & (pl.col("target") == wait[0]["node"])).to_dicts()
+    into = graph.edges.filter(
+        (pl.col("kind") == "cross-thread") & (pl.col("target") == wait[0]["node"])
+    ).to_dicts()
     assert len(into) == 1
     assert into[0]["from_end"]
     assert into[0]["to_end"]
@@ -152,7 +174,9 @@ def test_a_program_that_trains_in_another_thread_waits_there(first_does: str) ->
 
 
 @pytest.mark.parametrize(("ends", "waits"), [(1995, 1), (1300, 0)])
-def test_a_thread_of_the_backward_pass_waits_in_self_time_for_communication(ends: int, waits: int) -> None:
+def test_a_thread_of_the_backward_pass_waits_in_self_time_for_communication(
+    ends: int, waits: int
+) -> None:
     built = TraceBuilder().op("aten::mm", 0, 90)
     built.op("autograd::engine::evaluate_function: RingBackward", 100, 1900, thread=2)
     built.op("c10d::allreduce_", 110, 50, thread=2)
@@ -163,7 +187,10 @@ def test_a_thread_of_the_backward_pass_waits_in_self_time_for_communication(ends
     found = graph.nodes.filter(pl.col("kind") == "wait", pl.col("lane") == lane)
     assert found.height == waits
     if waits:
-        assert (found["start_ns"][0] // 1000, found["duration_ns"][0] // 1000) == (160, 1835)  # since it asked for it
+        assert (found["start_ns"][0] // 1000, found["duration_ns"][0] // 1000) == (
+            160,
+            1835,
+        )  # since it asked for it
         into = graph.edges.filter(pl.col("target") == found["node"][0], pl.col("to_end"))
         assert graph.nodes["name"].gather(into["source"]).to_list() == ["gloo:all_reduce"]
 
@@ -191,11 +218,22 @@ def test_threads_that_work_side_by_side_do_not_wait_for_each_other() -> None:
 
 def test_forward_and_backward_are_joined_by_number_or_arrow() -> None:
     built = TraceBuilder().op("aten::mm", 0, 50, sequence=5)
-    built.op("autograd::engine::evaluate_function: MmBackward0", 100, 50, sequence=5, forward_thread=1, thread=2)
+    built.op(
+        "autograd::engine::evaluate_function: MmBackward0",
+        100,
+        50,
+        sequence=5,
+        forward_thread=1,
+        thread=2,
+    )
     built.op("MmBackward0", 110, 30, sequence=5, forward_thread=1, thread=2)
     found = edges(link_rank(built.build()), "forward-backward")
-    assert found == [("aten::mm", "autograd::engine::evaluate_function: MmBackward0", True, False, "correlated")]
-    arrow = edges(link_rank(built.forward_backward(1, 0, 110, backward_thread=2).build()), "forward-backward")
+    assert found == [
+        ("aten::mm", "autograd::engine::evaluate_function: MmBackward0", True, False, "correlated")
+    ]
+    arrow = edges(
+        link_rank(built.forward_backward(1, 0, 110, backward_thread=2).build()), "forward-backward"
+    )
     assert arrow == [("aten::mm", "MmBackward0", True, False, "measured")]
 
 
@@ -212,7 +250,9 @@ def test_the_main_thread_waits_for_gloo_which_ends_its_own_event_later() -> None
 
 
 @pytest.mark.parametrize(("name", "waits"), [("dispatch", True), ("aten::nonzero", False)])
-def test_self_time_after_a_launch_that_ends_with_its_work_looked_at_memory(name: str, waits: bool) -> None:
+def test_self_time_after_a_launch_that_ends_with_its_work_looked_at_memory(
+    name: str, waits: bool
+) -> None:
     built = TraceBuilder().op(name, 0, 5000).op("after", 5000, 10)
     launched(built, "notify_dispatch", 10, 20, 5010)
     graph = link_rank(built.build())
@@ -229,7 +269,13 @@ def test_self_time_that_ends_at_another_time_is_work() -> None:
 
 @pytest.mark.parametrize(
     "call",
-    ["cudaStreamSynchronize", "hipStreamSynchronize", "cuStreamSynchronize", "urQueueFinish", "synchronizeStream"],
+    [
+        "cudaStreamSynchronize",
+        "hipStreamSynchronize",
+        "cuStreamSynchronize",
+        "urQueueFinish",
+        "synchronizeStream",
+    ],
 )
 def test_streams_of_every_vendor_are_awaited(call: str) -> None:
     built = TraceBuilder()
@@ -252,7 +298,9 @@ def test_events_of_every_vendor_are_awaited(call: str) -> None:
 def test_a_barrier_put_on_a_stream_is_no_waiting_host() -> None:
     built = TraceBuilder()
     launched(built, "a", 0, 10, 100)
-    graph = link_rank(built.launch("urEnqueueEventsWait", 12, 105, correlation=99, flow=False).build())
+    graph = link_rank(
+        built.launch("urEnqueueEventsWait", 12, 105, correlation=99, flow=False).build()
+    )
     assert edges(graph, "synchronize") == []
 
 
@@ -267,21 +315,40 @@ def test_an_idle_thread_waits_however_long_for_the_one_that_was_at_it() -> None:
     graph = link_rank(idle_worker(main="goes on").build())
     graph.check()
     wait = graph.nodes.filter(pl.col("kind") == "wait").to_dicts()
-    assert [(row["start_ns"] // 1000, row["duration_ns"] // 1000) for row in wait] == [(500, 40_000)]
+    assert [(row["start_ns"] // 1000, row["duration_ns"] // 1000) for row in wait] == [
+        (500, 40_000)
+    ]
     into = graph.edges.filter(pl.col("target") == wait[0]["node"], pl.col("to_end")).to_dicts()
-    assert [(edge["kind"], edge["evidence"], edge["delay_ns"]) for edge in into] == [("cross-thread", "assumed", 0)]
-    giver = graph.nodes.row(into[0]["source"], named=True)  # the main thread until then, outside of its operators
-    assert (giver["kind"], giver["start_ns"] // 1000, giver["duration_ns"] // 1000) == ("think", 1100, 39_400)
+    assert [(edge["kind"], edge["evidence"], edge["delay_ns"]) for edge in into] == [
+        ("cross-thread", "assumed", 0)
+    ]
+    giver = graph.nodes.row(
+        into[0]["source"], named=True
+    )  # the main thread until then, outside of its operators
+    assert (giver["kind"], giver["start_ns"] // 1000, giver["duration_ns"] // 1000) == (
+        "think",
+        1100,
+        39_400,
+    )
 
 
 def test_what_ended_before_an_idle_time_began_woke_nobody() -> None:
-    built = TraceBuilder().op("aten::mm", 0, 100).op("work", 50, 500, thread=2).op("work", 40_500, 500, thread=2)
+    built = (
+        TraceBuilder()
+        .op("aten::mm", 0, 100)
+        .op("work", 50, 500, thread=2)
+        .op("work", 40_500, 500, thread=2)
+    )
     graph = link_rank(built.build())
     graph.check()
     wait = graph.nodes.filter(pl.col("kind") == "wait").to_dicts()
-    assert [(row["start_ns"] // 1000, row["duration_ns"] // 1000) for row in wait] == [(550, 39_950)]
+    assert [(row["start_ns"] // 1000, row["duration_ns"] // 1000) for row in wait] == [
+        (550, 39_950)
+    ]
     into = graph.edges.filter(pl.col("target") == wait[0]["node"], pl.col("to_end")).to_dicts()
-    assert [(edge["kind"], edge["source"], edge["evidence"]) for edge in into] == [("origin", 0, "assumed")]
+    assert [(edge["kind"], edge["source"], edge["evidence"]) for edge in into] == [
+        ("origin", 0, "assumed")
+    ]
 
 
 def test_a_thread_that_ran_all_the_time_was_not_idle() -> None:
@@ -291,7 +358,9 @@ def test_a_thread_that_ran_all_the_time_was_not_idle() -> None:
 
     def kinds(ran: list[int]) -> list[str]:
         samples = {"thread": [2] * 4, "time_ns": times, "cpu_ns": ran}
-        sampled = replace(trace, meta=replace(trace.meta, clock="unix", capture={"thread_cpu": samples}))
+        sampled = replace(
+            trace, meta=replace(trace.meta, clock="unix", capture={"thread_cpu": samples})
+        )
         return link_rank(sampled).nodes["kind"].cast(pl.String).to_list()
 
     assert "wait" not in kinds([0, 200_000, 39_900_000, 40_400_000])
@@ -304,7 +373,9 @@ def test_launches_of_their_usual_length_found_no_queue_full(others: tuple[str, .
     built = TraceBuilder()
     for name in others:
         built.op(name, 0, 2)
-    for number in range(1100):  # each takes 10 us, and work of the stream ends in each of the last ones
+    for number in range(
+        1100
+    ):  # each takes 10 us, and work of the stream ends in each of the last ones
         built.launch("cudaLaunchKernel", 5 + 12 * number, 10, correlation=number + 1)
         built.kernel("k", 12 * (950 + number), 12, correlation=number + 1)
     trace = built.build()

@@ -24,15 +24,26 @@ STEP = [
 
 
 def shown(found: Inputs) -> list[tuple[int, str, str | None]]:
-    return [(one.rank, one.device.path.name, one.host.path.name if one.host else None) for one in found.ranks]
+    return [
+        (one.rank, one.device.path.name, one.host.path.name if one.host else None)
+        for one in found.ranks
+    ]
 
 
 def slugs(found: Inputs) -> set[str]:
     return {notice.slug for notice in found.notices}
 
 
-def device(folder: Path, name: str, *, rank: int | None, process: int, world: int | None = 4) -> Path:
-    made = TraceBuilder(rank=rank, world_size=world, process=process, device_name=None, base_ns=1_700_000_000 * 10**9)
+def device(
+    folder: Path, name: str, *, rank: int | None, process: int, world: int | None = 4
+) -> Path:
+    made = TraceBuilder(
+        rank=rank,
+        world_size=world,
+        process=process,
+        device_name=None,
+        base_ns=1_700_000_000 * 10**9,
+    )
     made.op("forward", 1, 5, thread=process, **{"Record function id": 7})
     return made.write(folder / name)
 
@@ -64,13 +75,16 @@ def test_equal_process_ids_on_two_machines_are_told_apart_by_rank(tmp_path):
         device(tmp_path, f"rank{rank}.kineto.json", rank=rank, process=5, world=2)
         host(tmp_path, f"rank{rank}.host.json", process=5)
     found = find_inputs(tmp_path)
-    assert shown(found) == [(rank, f"rank{rank}.kineto.json", f"rank{rank}.host.json") for rank in (0, 1)]
+    assert shown(found) == [
+        (rank, f"rank{rank}.kineto.json", f"rank{rank}.host.json") for rank in (0, 1)
+    ]
     assert not found.notices
 
 
 def test_names_pair_what_neither_process_nor_rank_does(tmp_path):
     made = [
-        device(tmp_path, f"{name}.kineto.json", rank=rank, process=20 + rank, world=2) for rank, name in enumerate("xy")
+        device(tmp_path, f"{name}.kineto.json", rank=rank, process=20 + rank, world=2)
+        for rank, name in enumerate("xy")
     ]
     traces = [host(tmp_path, f"{name}_et.json", process=90) for name in "yx"]
     found = find_inputs(*made, *traces)
@@ -89,7 +103,10 @@ def test_one_rank_is_spoken_of_as_one(tmp_path):
         device(tmp_path, f"rank{rank}.kineto.json", rank=rank, process=30 + rank, world=3)
     host(tmp_path, "rank0.host.json", process=30)
     said = {notice.slug: notice.message for notice in find_inputs(tmp_path).notices}
-    assert said["missing-ranks"] == "1 of 3 ranks is missing (2); when it arrives at collectives is assumed"
+    assert (
+        said["missing-ranks"]
+        == "1 of 3 ranks is missing (2); when it arrives at collectives is assumed"
+    )
     assert said["no-host-trace"].startswith("there is no host trace for rank 1: ")
     host(tmp_path, "rank1.host.json", process=31)
     host(tmp_path, "rank7.host.json", process=99)
@@ -115,7 +132,9 @@ def test_missing_ranks_are_said(tmp_path):
     assert "0, 2, 3" in said.message
 
 
-def test_files_that_are_no_traces_are_refused_where_they_were_named_and_skipped_in_directories(tmp_path):
+def test_files_that_are_no_traces_are_refused_where_they_were_named_and_skipped_in_directories(
+    tmp_path,
+):
     device(tmp_path, "rank0.json", rank=0, process=3, world=1)
     (tmp_path / "settings.json").write_text('{"a": 1}')
     assert not find_inputs(tmp_path).refused
@@ -135,8 +154,12 @@ def test_what_cannot_be_is_refused(tmp_path):
     again = device(tmp_path, "rank0_again.json", rank=0, process=3)
     nameless = []
     for number in (1, 2):
-        made = TraceBuilder(rank=None, process=40 + number, device_name=None, base_ns=1_700_000_000 * 10**9)
-        made.metadata(distributedInfo={"backend": "nccl", "world_size": 2}).op("a", 1, 1, thread=40 + number)
+        made = TraceBuilder(
+            rank=None, process=40 + number, device_name=None, base_ns=1_700_000_000 * 10**9
+        )
+        made.metadata(distributedInfo={"backend": "nccl", "world_size": 2}).op(
+            "a", 1, 1, thread=40 + number
+        )
         nameless.append(made.write(tmp_path / f"t{number}.json"))
     windows = []
     for number in (1, 2):
@@ -165,7 +188,9 @@ def test_a_damaged_host_trace_that_was_named_is_refused(tmp_path):
 
 
 def test_the_dlrm_job_pairs_in_any_order(shared_data):
-    files = sorted((shared_data / "multirank").glob("dlrm_*.json.gz"), key=lambda path: path.name[::-1])
+    files = sorted(
+        (shared_data / "multirank").glob("dlrm_*.json.gz"), key=lambda path: path.name[::-1]
+    )
     found = find_inputs(*files)
     assert [one.rank for one in found.ranks] == list(range(8))
     assert all(one.host and f"rank{one.rank}." in one.host.path.name for one in found.ranks)
@@ -174,7 +199,9 @@ def test_the_dlrm_job_pairs_in_any_order(shared_data):
 
 def test_all_dlrm_ranks_match_every_op(shared_data):
     loaded = load_ranks(*(shared_data / "multirank").glob("dlrm_*.json.gz"), cache=False)
-    assert [(one.matching.matched, one.matching.ops) for one in loaded.ranks if one.matching] == [(1672, 1672)] * 8
+    assert [(one.matching.matched, one.matching.ops) for one in loaded.ranks if one.matching] == [
+        (1672, 1672)
+    ] * 8
 
 
 def test_two_runs_in_one_directory_are_refused(shared_data):
@@ -184,7 +211,8 @@ def test_two_runs_in_one_directory_are_refused(shared_data):
 def test_a_host_trace_given_with_another_ranks_device_trace_is_refused(shared_data):
     folder = shared_data / "multirank"
     assert (
-        _slug(InputError, folder / "dlrm_rank1.host.json.gz", folder / "dlrm_rank0.kineto.json.gz") == "host-mismatch"
+        _slug(InputError, folder / "dlrm_rank1.host.json.gz", folder / "dlrm_rank0.kineto.json.gz")
+        == "host-mismatch"
     )
 
 
@@ -201,9 +229,13 @@ def capture(tmp_path: Path) -> Path:
     for number in range(3):
         timed.mark(number, time, thread=4242)
         for name, start, length in (
-            ("forward", 1, 6), ("aten::mm", 2, 1), ("aten::relu", 4, 1), ("aten::add_", 8, 1), ("backward", 10, 4),
+            ("forward", 1, 6),
+            ("aten::mm", 2, 1),
+            ("aten::relu", 4, 1),
+            ("aten::add_", 8, 1),
+            ("backward", 10, 4),
             ("aten::mm", 11, 1),
-        ):  # fmt: skip
+        ):
             timed.op(name, time + start, length, thread=4242, **{"Record function id": 0})
         timed.op(f"only::in{number}", time + 15, 1, thread=4242)
         time += 20
@@ -212,15 +244,26 @@ def capture(tmp_path: Path) -> Path:
     graph, observed = build_trace_pair([STEP])
     graph.write(folder / "rank0.graph.kineto.json.gz")
     observed.write(folder / "rank0.host.json.gz")
-    _entry(folder, {"step": 3, "file": "rank0.graph.kineto.json.gz", "host_file": "rank0.host.json.gz"})
+    _entry(
+        folder, {"step": 3, "file": "rank0.graph.kineto.json.gz", "host_file": "rank0.host.json.gz"}
+    )
     return folder
 
 
 def _entry(folder: Path, graph_step: dict[str, Any] | None) -> None:
     entry = {
-        "rank": 0, "world_size": 1, "name": "rank0", "process": 4242, "graph_step": graph_step,
-        "window": {"file": "rank0.kineto.json.gz", "kind": "steps", "first_step": 0, "step_count": 3},
-    }  # fmt: skip
+        "rank": 0,
+        "world_size": 1,
+        "name": "rank0",
+        "process": 4242,
+        "graph_step": graph_step,
+        "window": {
+            "file": "rank0.kineto.json.gz",
+            "kind": "steps",
+            "first_step": 0,
+            "step_count": 3,
+        },
+    }
     document = {"format": "traceloom-capture", "version": 1, "run": {}, "ranks": [entry]}
     (folder / "capture.json").write_text(json.dumps(document))
 
@@ -240,7 +283,9 @@ def test_the_graph_steps_host_ops_are_carried_over_to_every_timed_step(capture):
     assert [names[op] for op in joined["host_op"].to_list()] == joined["name"].to_list()
     per_step = [group.sort("start_ns")["host_op"].to_list() for _, group in joined.group_by("step")]
     assert per_step[0] == per_step[1] == per_step[2] == sorted(per_step[0])
-    counts = {(subject, outcome): count for _, subject, outcome, count, _ in found.coverage().iter_rows()}
+    counts = {
+        (subject, outcome): count for _, subject, outcome, count, _ in found.coverage().iter_rows()
+    }
     assert counts["host-ops", "matched: record function id"] == 6
     assert counts["timed-ops", "unmatched: not in the graph step"] == 3
 
@@ -291,7 +336,9 @@ def test_steps_unlike_the_graph_step_are_said(capture):
     changed.mark(0, 0, thread=4242)
     for number in range(9):
         changed.op(f"new::op{number}", 2 * number + 1, 1, thread=4242)
-    changed.op("aten::relu", 30, 1, thread=4242).mark(1, 40, thread=4242).write(capture / "rank0.kineto.json.gz")
+    changed.op("aten::relu", 30, 1, thread=4242).mark(1, 40, thread=4242).write(
+        capture / "rank0.kineto.json.gz"
+    )
     found = load_ranks(capture, cache=False).ranks[0].matching
     assert found is not None
     assert found.carried == (1, 9)

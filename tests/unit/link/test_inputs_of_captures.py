@@ -31,7 +31,9 @@ def capture(folder: Path, *entries: dict[str, Any], world: int = 2) -> Path:
     """A capture of these ranks; every file that they name is written."""
     folder.mkdir(exist_ok=True)
     listed = [{"world_size": world, "job": "job"} | entry for entry in entries]
-    (folder / "capture.json").write_text(json.dumps({"format": "traceloom-capture", "version": 1, "ranks": listed}))
+    (folder / "capture.json").write_text(
+        json.dumps({"format": "traceloom-capture", "version": 1, "ranks": listed})
+    )
     for entry in entries:
         for window in (*entry.get("windows", [entry.get("window")]), entry.get("graph_step")):
             if isinstance(window, dict) and "file" in window:
@@ -44,9 +46,14 @@ def capture(folder: Path, *entries: dict[str, Any], world: int = 2) -> Path:
 def linked(inputs: Inputs) -> list[tuple[int, str, str | None, str | None]]:
     """Rank, device trace, host trace and graph step."""
     return [
-        (each.rank, each.device.path.name, each.host and each.host.path.name, each.graph_step and each.graph_step.path.name)
+        (
+            each.rank,
+            each.device.path.name,
+            each.host and each.host.path.name,
+            each.graph_step and each.graph_step.path.name,
+        )
         for each in inputs.ranks
-    ]  # fmt: skip
+    ]
 
 
 def notices(inputs: Inputs) -> dict[str, tuple[int, int | None]]:
@@ -80,14 +87,16 @@ def test_a_restart_and_a_rank_without_a_window_are_left_out(tmp_path: Path) -> N
         "missing-ranks": (2, None),
         "no-host-trace": (1, None),
     }
-    assert next(notice.message for notice in inputs.notices if notice.slug == "missing-ranks").startswith(
-        "2 of 3 ranks are missing (1, 2); when they arrive"
-    )
+    assert next(
+        notice.message for notice in inputs.notices if notice.slug == "missing-ranks"
+    ).startswith("2 of 3 ranks are missing (1, 2); when they arrive")
 
 
 def test_the_graph_step_is_linked_instead_of_or_beside_the_timed_window(tmp_path: Path) -> None:
     step = {"step": 4, "file": "g.json", "host_file": "h.json"}
-    folder = capture(tmp_path / "run", {"rank": 0, "window": {"file": "a.json"}, "graph_step": step}, world=1)
+    folder = capture(
+        tmp_path / "run", {"rank": 0, "window": {"file": "a.json"}, "graph_step": step}, world=1
+    )
     assert linked(find_inputs(folder)) == [(0, "a.json", "h.json", "g.json")]
     exact = find_inputs(folder, window="graph")
     assert linked(exact) == [(0, "g.json", "h.json", None)]
@@ -102,7 +111,9 @@ def test_the_graph_step_is_linked_instead_of_or_beside_the_timed_window(tmp_path
 
 def test_a_capture_of_two_runs_and_one_of_none_are_refused(tmp_path: Path) -> None:
     two = [{"rank": 0, "job": job, "window": {"file": f"{job}.json"}} for job in ("one", "two")]
-    with pytest.raises(UsageError, match=r"the capture holds 2 runs .*one\.json; .*two\.json") as caught:
+    with pytest.raises(
+        UsageError, match=r"the capture holds 2 runs .*one\.json; .*two\.json"
+    ) as caught:
         find_inputs(capture(tmp_path / "two", *two))
     assert caught.value.slug == "several-runs"
     with pytest.raises(InputError) as refused:
@@ -117,7 +128,9 @@ def test_a_directory_may_be_named_as_a_file_of_it_too(tmp_path: Path) -> None:
 
 
 def test_any_order_of_plain_files_gives_the_same_pairs(tmp_path: Path) -> None:
-    files = [device(tmp_path / f"d{rank}.json", rank, process=10 + rank, world=3) for rank in range(2)]
+    files = [
+        device(tmp_path / f"d{rank}.json", rank, process=10 + rank, world=3) for rank in range(2)
+    ]
     files += [host(tmp_path / f"h{rank}.json", process=10 + rank) for rank in range(2)]
     expected = [(0, "d0.json", "h0.json", None), (1, "d1.json", "h1.json", None)]
     for order in permutations(files):
@@ -150,4 +163,6 @@ def test_two_runs_are_named_with_how_to_link_one(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the inputs hold 2 runs, expected one") as caught:
         find_inputs(tmp_path / "x", tmp_path / "y")
     assert caught.value.slug == "several-runs"
-    assert f"traceloom link {tmp_path / 'x' / 'rank0.json'} {tmp_path / 'x' / 'rank1.json'}" in str(caught.value.hint)
+    assert f"traceloom link {tmp_path / 'x' / 'rank0.json'} {tmp_path / 'x' / 'rank1.json'}" in str(
+        caught.value.hint
+    )

@@ -15,7 +15,16 @@ from traceloom.graph import Plan, calibrate
 from traceloom.graph.graph import Graph
 from traceloom.graph.job import fit_clocks, join_ranks
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "broadcast", "reduce", "gather")
+KINDS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "reduce",
+    "gather",
+)
 FROM_ROOT, TO_ROOT = ("broadcast", "scatter"), ("reduce", "gather")
 SEEDS = range(15)
 
@@ -50,12 +59,20 @@ class TrueJob:
                 now[rank] = max(begin[other] for other in waits_for) + transfer
                 self.parts[rank].append(
                     {
-                        "start": begin[rank], "end": now[rank], "kind": kind, "in_bytes": size, "truth": number,
-                        "group_size": self.ranks, "sequence": number, "peer": root if kind in (*FROM_ROOT, *TO_ROOT) else None,
+                        "start": begin[rank],
+                        "end": now[rank],
+                        "kind": kind,
+                        "in_bytes": size,
+                        "truth": number,
+                        "group_size": self.ranks,
+                        "sequence": number,
+                        "peer": root if kind in (*FROM_ROOT, *TO_ROOT) else None,
                     }
-                )  # fmt: skip
+                )
 
-    def graph(self, *, numbered: bool, cut: dict[int, tuple[int, int]] | None = None, order: Any = None) -> Graph:
+    def graph(
+        self, *, numbered: bool, cut: dict[int, tuple[int, int]] | None = None, order: Any = None
+    ) -> Graph:
         """The joined ranks, some of them without their first and last operations."""
         graphs = []
         for rank in order or range(self.ranks):
@@ -65,18 +82,26 @@ class TrueJob:
                 part(
                     rank,
                     [
-                        {key: value for key, value in row.items() if key != "truth" and (numbered or key != "sequence")}
+                        {
+                            key: value
+                            for key, value in row.items()
+                            if key != "truth" and (numbered or key != "sequence")
+                        }
                         for row in rows
                     ],
                 )
             )
         return checked(graphs)
 
-    def truth_of(self, graph: Graph, cut: dict[int, tuple[int, int]] | None = None) -> dict[int, int]:
+    def truth_of(
+        self, graph: Graph, cut: dict[int, tuple[int, int]] | None = None
+    ) -> dict[int, int]:
         """The number of the operation that each communication node is a part of."""
         truth = {}
         for rank in range(self.ranks):
-            nodes = graph.nodes.filter(pl.col("rank") == rank, pl.col("kind") == "collective").sort("start_ns")["node"]
+            nodes = graph.nodes.filter(pl.col("rank") == rank, pl.col("kind") == "collective").sort(
+                "start_ns"
+            )["node"]
             low = (cut or {}).get(rank, (0, 0))[0]
             truth |= {node: low + place for place, node in enumerate(nodes)}
         return truth
@@ -104,7 +129,9 @@ def true_groups(truth: dict[int, int]) -> set[frozenset[int]]:
 def test_every_operation_is_joined_over_all_ranks(seed: int, numbered: bool) -> None:
     job = TrueJob(seed)
     graph = job.graph(numbered=numbered)
-    assert {frozenset(group) for group in joined(graph).values()} == true_groups(job.truth_of(graph))
+    assert {frozenset(group) for group in joined(graph).values()} == true_groups(
+        job.truth_of(graph)
+    )
     assert [notice.slug for notice in graph.notices] == []
 
 
@@ -112,9 +139,14 @@ def test_every_operation_is_joined_over_all_ranks(seed: int, numbered: bool) -> 
 def test_numbers_join_what_is_left_of_windows_that_were_cut_anywhere(seed: int) -> None:
     job, draw = TrueJob(seed), random.Random(seed)
     length = len(job.parts[0])
-    cut = {rank: (draw.randint(0, length // 2), draw.randint(0, length // 3)) for rank in range(job.ranks)}
+    cut = {
+        rank: (draw.randint(0, length // 2), draw.randint(0, length // 3))
+        for rank in range(job.ranks)
+    }
     graph = job.graph(numbered=True, cut=cut)
-    assert {frozenset(group) for group in joined(graph).values()} == true_groups(job.truth_of(graph, cut))
+    assert {frozenset(group) for group in joined(graph).values()} == true_groups(
+        job.truth_of(graph, cut)
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -154,7 +186,10 @@ def test_ranks_may_be_given_in_any_order(seed: int) -> None:
 
     def meetings(graph: Graph) -> set[Any]:
         rank, start = graph.nodes["rank"], graph.nodes["start_ns"]
-        return {frozenset((rank[node], start[node]) for node in group) for group in joined(graph).values()}
+        return {
+            frozenset((rank[node], start[node]) for node in group)
+            for group in joined(graph).values()
+        }
 
     assert meetings(there) == meetings(back)
     assert sorted(calibrate(there).edges["delay_ns"]) == sorted(calibrate(back).edges["delay_ns"])
@@ -180,7 +215,13 @@ def test_who_waits_for_whom_is_as_its_kind_says(seed: int) -> None:
         row = job.parts[0][number.pop()]
         everyone, root = set(range(job.ranks)), row["peer"]
         gives = {root} if row["kind"] in FROM_ROOT else everyone
-        takes = {root} if row["kind"] in TO_ROOT else everyone - {root} if row["kind"] in FROM_ROOT else everyone
+        takes = (
+            {root}
+            if row["kind"] in TO_ROOT
+            else everyone - {root}
+            if row["kind"] in FROM_ROOT
+            else everyone
+        )
         assert {rank[node] for node in into["source"]} == gives
         assert {rank[node] for node in out["target"]} == takes
         begins = job.starts[truth[into["source"][0]]]
@@ -208,14 +249,21 @@ def test_whoever_came_last_decides_when_an_operation_begins_to_transfer(seed: in
 # -- what was not recorded ------------------------------------------------------------------------------------------------
 
 
-def lone(*ends: tuple[int, int], size: int = 64, kind: str = "all_reduce", members: int = 4) -> Graph:
+def lone(
+    *ends: tuple[int, int], size: int = 64, kind: str = "all_reduce", members: int = 4
+) -> Graph:
     """One rank of several: operations of one size as (start, end)."""
-    rows = [{"start": low, "end": high, "kind": kind, "in_bytes": size, "group_size": members} for low, high in ends]
+    rows = [
+        {"start": low, "end": high, "kind": kind, "in_bytes": size, "group_size": members}
+        for low, high in ends
+    ]
     return checked([part(0, rows)])
 
 
 def arrivals(graph: Graph) -> list[int]:
-    return (graph.nodes.filter(pl.col("kind") == "arrival").sort("node")["start_ns"] // US).to_list()
+    return (
+        graph.nodes.filter(pl.col("kind") == "arrival").sort("node")["start_ns"] // US
+    ).to_list()
 
 
 def test_unrecorded_peers_came_so_that_the_usual_transfer_is_left() -> None:
@@ -230,13 +278,21 @@ def test_a_wait_of_half_a_transfer_is_jitter() -> None:
 
 
 def test_a_group_that_was_recorded_whole_has_nobody_to_assume() -> None:
-    graph = checked([part(rank, [{"start": 10 * rank, "end": 40, "sequence": 1, "group_size": 2}]) for rank in (0, 1)])
+    graph = checked(
+        [
+            part(rank, [{"start": 10 * rank, "end": 40, "sequence": 1, "group_size": 2}])
+            for rank in (0, 1)
+        ]
+    )
     assert arrivals(graph) == []
     assert graph.nodes.filter(pl.col("kind") == "rendezvous").height == 1
 
 
 def test_peers_that_are_missing_beside_recorded_ones_are_assumed_with_them() -> None:
-    rows = [{"start": 10 * rank, "end": 140, "sequence": 1, "group_size": 3, "in_bytes": 8} for rank in (0, 1)]
+    rows = [
+        {"start": 10 * rank, "end": 140, "sequence": 1, "group_size": 3, "in_bytes": 8}
+        for rank in (0, 1)
+    ]
     graph = checked([part(rank, [row]) for rank, row in enumerate(rows)])
     meeting = graph.nodes.filter(pl.col("kind") == "rendezvous")
     assert meeting.height == 1
@@ -250,9 +306,13 @@ def test_peers_that_are_missing_beside_recorded_ones_are_assumed_with_them() -> 
 
 
 def test_a_larger_transfer_says_that_a_smaller_one_waited() -> None:
-    rows = [{"start": 100 * at, "end": 100 * at + 20, "in_bytes": 1000, "group_size": 2} for at in range(4)]
+    rows = [
+        {"start": 100 * at, "end": 100 * at + 20, "in_bytes": 1000, "group_size": 2}
+        for at in range(4)
+    ]
     rows += [
-        {"start": 1000 + 100 * at, "end": 1000 + 100 * at + 70, "in_bytes": 100, "group_size": 2} for at in range(4)
+        {"start": 1000 + 100 * at, "end": 1000 + 100 * at + 70, "in_bytes": 100, "group_size": 2}
+        for at in range(4)
     ]
     graph = checked([part(0, rows)])
     # ten times the bytes take 20 us: so does the smaller one at most
@@ -260,10 +320,29 @@ def test_a_larger_transfer_says_that_a_smaller_one_waited() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "peer", "waits"), [("broadcast", 0, 0), ("broadcast", 1, 1), ("reduce", 0, 1), ("reduce", 1, 0)]
+    ("kind", "peer", "waits"),
+    [("broadcast", 0, 0), ("broadcast", 1, 1), ("reduce", 0, 1), ("reduce", 1, 0)],
 )
-def test_a_lone_part_of_a_rooted_operation_waits_as_its_root_says(kind: str, peer: int, waits: int) -> None:
-    graph = checked([part(0, [{"start": 0, "end": 50, "kind": kind, "peer": peer, "group_size": 2, "in_bytes": 8}])])
+def test_a_lone_part_of_a_rooted_operation_waits_as_its_root_says(
+    kind: str, peer: int, waits: int
+) -> None:
+    graph = checked(
+        [
+            part(
+                0,
+                [
+                    {
+                        "start": 0,
+                        "end": 50,
+                        "kind": kind,
+                        "peer": peer,
+                        "group_size": 2,
+                        "in_bytes": 8,
+                    }
+                ],
+            )
+        ]
+    )
     (node,) = graph.communication["node"]
     into = graph.edges.filter(pl.col("target") == node, pl.col("kind") == "rendezvous")
     assert into.height == waits
@@ -310,7 +389,11 @@ def ends(
     for host, offset in enumerate(offsets):
         times = truth + offset + draw.integers(-jitter, jitter + 1, meetings)
         times += np.floor(drift * host * truth).astype(np.int64)
-        frames.append(pl.DataFrame({"instance": range(meetings), "host": [f"h{host}"] * meetings, "end_ns": times}))
+        frames.append(
+            pl.DataFrame(
+                {"instance": range(meetings), "host": [f"h{host}"] * meetings, "end_ns": times}
+            )
+        )
     return pl.concat(frames), offsets
 
 
@@ -383,7 +466,11 @@ def test_a_job_on_wrong_clocks_is_the_job_on_right_ones(seed: int) -> None:
             for row in job.parts[rank]
         ]
         graphs.append(
-            part(rank, [{k: v for k, v in row.items() if k not in ("truth", "peer")} for row in rows], host=f"h{rank}")
+            part(
+                rank,
+                [{k: v for k, v in row.items() if k not in ("truth", "peer")} for row in rows],
+                host=f"h{rank}",
+            )
         )
     graph = join_ranks(graphs)
     graph.check()
@@ -395,8 +482,11 @@ def test_a_job_on_wrong_clocks_is_the_job_on_right_ones(seed: int) -> None:
     assert ((fitted - fitted[0]) // US).to_list() == [end - true_ends[0] for end in true_ends]
     offsets = graph.ranks["clock_offset_ns"].to_list()
     apart = [
-        [job.parts[rank][at]["end"] - job.parts[0][at]["end"] for at in range(len(true_ends))] for rank in range(3)
+        [job.parts[rank][at]["end"] - job.parts[0][at]["end"] for at in range(len(true_ends))]
+        for rank in range(3)
     ]
     for rank, shift in enumerate((0, 7_000, 3_000)):
         # kinds in which some go ahead end apart: the middle of all of them is what is taken off
-        assert offsets[rank] == pytest.approx(-(shift + float(np.median(apart[rank]))) * US, abs=60 * US)
+        assert offsets[rank] == pytest.approx(
+            -(shift + float(np.median(apart[rank]))) * US, abs=60 * US
+        )

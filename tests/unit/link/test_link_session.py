@@ -61,10 +61,14 @@ def test_a_step_holds_its_host_work_what_that_launched_and_what_still_ran() -> N
     assert names(graph, "kernel") == ["short", "long", "short", "long"]
     first = link_session(session(trace), step=1)
     assert names(first, "kernel") == ["short", "long"]
-    ends = first.nodes.filter(pl.col("kind") == "kernel").select(pl.col("start_ns") + pl.col("duration_ns"))
+    ends = first.nodes.filter(pl.col("kind") == "kernel").select(
+        pl.col("start_ns") + pl.col("duration_ns")
+    )
     assert ends.to_series().max() == 130 * US
     host = first.nodes.filter(pl.col("kind").is_in(["host", "launch", "think"]))
-    assert (host["start_ns"] + host["duration_ns"]).max() == 100 * US, "the host's time ends with the step"
+    assert (host["start_ns"] + host["duration_ns"]).max() == 100 * US, (
+        "the host's time ends with the step"
+    )
 
 
 def test_nodes_of_a_step_name_the_rows_of_the_whole_trace() -> None:
@@ -86,16 +90,22 @@ def test_a_step_of_a_job_comes_back_exactly_and_its_ranks_still_meet() -> None:
     assert abs(told.honest_error) < 0.02
     met = graph.communication.drop_nulls("instance")
     assert met.height
-    assert met.join(graph.nodes.select("node", "rank"), on="node").group_by("instance").n_unique()["rank"].min() == len(
-        traces
-    )
+    assert met.join(graph.nodes.select("node", "rank"), on="node").group_by("instance").n_unique()[
+        "rank"
+    ].min() == len(traces)
     assert graph.nodes.height < link_session(session(*traces)).nodes.height
 
 
-def test_stages_that_go_on_for_a_moment_bring_no_step_of_theirs_into_the_graph_of_the_next() -> None:
+def test_stages_that_go_on_for_a_moment_bring_no_step_of_theirs_into_the_graph_of_the_next() -> (
+    None
+):
     # a message of the step before is still under way when the last stage begins the step: its launch is a step ago
-    piped = ParallelRecipe(pipeline=4, steps=3, layers=2, kernel_us=100, microbatches=4, schedule="gpipe")
-    graph = link_session(session(*(builder.build() for builder in parallel_job(piped).run().traces())), step=1)
+    piped = ParallelRecipe(
+        pipeline=4, steps=3, layers=2, kernel_us=100, microbatches=4, schedule="gpipe"
+    )
+    graph = link_session(
+        session(*(builder.build() for builder in parallel_job(piped).run().traces())), step=1
+    )
     earlier = graph.nodes.filter(pl.col("step") < 1)
     assert earlier.height <= 8
     assert not earlier.filter(pl.col("kind").cast(pl.String) == "launch").height
@@ -119,7 +129,9 @@ def test_ranks_without_the_step_are_left_out_and_said() -> None:
     other = TraceBuilder(rank=1).step(1, 0, 50).op("aten::mm", 5, 10).build()
     graph = link_session(session(two_steps().build(), other), step=2)
     assert graph.ranks["rank"].to_list() == [0]
-    assert [notice.slug for notice in graph.notices if notice.slug == "step-missing"] == ["step-missing"]
+    assert [notice.slug for notice in graph.notices if notice.slug == "step-missing"] == [
+        "step-missing"
+    ]
 
 
 def test_a_step_that_is_not_there_is_refused() -> None:
@@ -148,6 +160,10 @@ def test_steps_of_a_public_trace_come_back_exactly(shared_data: Path) -> None:
         told = law(graph)
         assert told.exact_error_ns == 0
         assert abs(told.honest_error) < 0.02
-        mine = np.unique(graph.nodes.filter(pl.col("step") == step)["event"].drop_nulls().to_numpy())
-        theirs = np.unique(whole.nodes.filter(pl.col("step") == step)["event"].drop_nulls().to_numpy())
+        mine = np.unique(
+            graph.nodes.filter(pl.col("step") == step)["event"].drop_nulls().to_numpy()
+        )
+        theirs = np.unique(
+            whole.nodes.filter(pl.col("step") == step)["event"].drop_nulls().to_numpy()
+        )
         assert np.array_equal(mine, theirs), "a step loses nothing of what it did or launched"

@@ -22,7 +22,9 @@ from traceloom.workload.anonymize.run import anonymize
 KEYS = ("record function id", "external id", "none")
 
 
-def random_ops(chance: random.Random, names: list[str], depth: int = 0, *, outer: int = 8) -> tuple[NestedOp, ...]:
+def random_ops(
+    chance: random.Random, names: list[str], depth: int = 0, *, outer: int = 8
+) -> tuple[NestedOp, ...]:
     count = chance.randrange(2 if depth == 0 else 0, outer if depth == 0 else 4)
     return tuple(
         NestedOp(
@@ -39,14 +41,20 @@ def program(seed: int, prefix: str = "") -> list[tuple[NestedOp, ...]]:
     chance = random.Random(seed)
     names = ["aten::mm", "aten::add", f"{prefix}acme::f", f"{prefix}acme::g", "aten::to"]
     return [
-        (*random_ops(chance, names), NestedOp(f"{prefix}acme::only{number}"), *random_ops(chance, names))
+        (
+            *random_ops(chance, names),
+            NestedOp(f"{prefix}acme::only{number}"),
+            *random_ops(chance, names),
+        )
         for number in range(4)
     ]
 
 
 def truth(trace: Trace, host: HostTrace, iteration: int) -> dict[int, int]:
     """Event -> host op: both sides wrote the ops of the iteration in the order in which they began."""
-    events = trace.events.filter((pl.col("category") == "op") & (pl.col("step") == iteration)).sort("start_ns")["event"]
+    events = trace.events.filter((pl.col("category") == "op") & (pl.col("step") == iteration)).sort(
+        "start_ns"
+    )["event"]
     ops = host.ops.filter(~host.roots())["id"].sort()
     return dict(zip(events.to_list(), ops.to_list(), strict=True))
 
@@ -89,7 +97,9 @@ def test_a_program_with_one_op_less_is_joined_by_ids_and_never_wrongly(seed: int
     lost = chance.choice(list(expected.values()))
     # those that it calls are then called by the one around it
     above = dict(whole.ops.select("id", "parent").iter_rows())
-    ops = whole.ops.filter(pl.col("id") != lost).with_columns(pl.col("parent").replace({lost: above[lost]}))
+    ops = whole.ops.filter(pl.col("id") != lost).with_columns(
+        pl.col("parent").replace({lost: above[lost]})
+    )
     part = HostTrace(path=whole.path, ops=ops, schema=whole.schema, process=whole.process)
     assert joined(trace, part) == {event: op for event, op in expected.items() if op != lost}
 
@@ -112,8 +122,12 @@ def test_what_is_shared_is_linked_as_what_is_kept(keys: str, tmp_path: Path) -> 
     host.write(folder / "rank0.host.json")
     policy = Policy(shapes="keep", scalars="keep")
     output = anonymize([folder], tmp_path / "out", policy, Key(b"a key of tests alone")).output
-    first = joined(read_kineto(folder / "rank0.kineto.json"), read_host_trace(folder / "rank0.host.json"))
-    other = joined(read_kineto(output / "rank0.kineto.json"), read_host_trace(output / "rank0.host.json"))
+    first = joined(
+        read_kineto(folder / "rank0.kineto.json"), read_host_trace(folder / "rank0.host.json")
+    )
+    other = joined(
+        read_kineto(output / "rank0.kineto.json"), read_host_trace(output / "rank0.host.json")
+    )
     assert list(first) == list(other)
     assert [sorted(first.values()).index(op) for op in first.values()] == [
         sorted(other.values()).index(op) for op in other.values()

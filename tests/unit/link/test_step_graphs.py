@@ -33,9 +33,10 @@ def launched_in(trace: Trace, low: int, high: int) -> list[Row]:
     """The GPU work of calls that begin in a stretch of time and are believed to have submitted it."""
     rows = rows_of(trace)
     return [
-        row for row in gpu_rows_of(trace)
+        row
+        for row in gpu_rows_of(trace)
         if row["launch"] is not None and low <= rows[row["launch"]]["start_ns"] < high
-    ]  # fmt: skip
+    ]
 
 
 def steps_of(seed: int) -> Iterator[tuple[int, Graph]]:
@@ -54,9 +55,10 @@ def check_device(trace: Trace, graph: Graph, step: int) -> None:
     graph.check()
     low, high = bounds(trace, step)
     nodes = {
-        row["event"]: row for row in graph.nodes.to_dicts()
+        row["event"]: row
+        for row in graph.nodes.to_dicts()
         if row["lane"] is not None and graph.lanes["kind"][row["lane"]] == "device"
-    }  # fmt: skip
+    }
     names = trace.events["name"]
     for row in launched_in(trace, low, high):
         node = nodes[row["event"]]
@@ -77,11 +79,16 @@ def test_host_nodes_are_events_of_the_step_or_of_what_leads_to_it(seed: int) -> 
 def check_host(trace: Trace, graph: Graph, step: int) -> None:
     _, high = bounds(trace, step)
     rows = rows_of(trace)
-    host = graph.nodes.filter(pl.col("kind").is_in(["host", "launch", "block"]) & pl.col("event").is_not_null())
+    host = graph.nodes.filter(
+        pl.col("kind").is_in(["host", "launch", "block"]) & pl.col("event").is_not_null()
+    )
     covered: dict[int, int] = {}
     for node in host.to_dicts():
         row = rows[node["event"]]
-        begin, end = node["start_ns"] + graph.epoch_ns, node["start_ns"] + node["duration_ns"] + graph.epoch_ns
+        begin, end = (
+            node["start_ns"] + graph.epoch_ns,
+            node["start_ns"] + node["duration_ns"] + graph.epoch_ns,
+        )
         assert row["start_ns"] <= begin <= end <= min(row["end_ns"], high)
         assert node["name"] == row["name"]
         covered[node["event"]] = covered.get(node["event"], 0) + node["duration_ns"]

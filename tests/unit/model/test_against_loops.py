@@ -29,7 +29,9 @@ def rising(values: list[int]) -> int:
     """The length of a longest strictly ascending subsequence, by trying every end."""
     best: list[int] = []
     for at, value in enumerate(values):
-        best.append(1 + max((best[before] for before in range(at) if values[before] < value), default=0))
+        best.append(
+            1 + max((best[before] for before in range(at) if values[before] < value), default=0)
+        )
     return max(best, default=0)
 
 
@@ -48,10 +50,15 @@ def test_columns_with_nulls_are_arrays_and_back(seed: int) -> None:
     chance = random.Random(seed)
     share = (0.0, 0.3, 1.0)[seed % 3]
     values = [None if chance.random() < share else chance.randrange(1000) for _ in range(seed * 3)]
-    column = build_event_column(np.array([-1 if value is None else value for value in values], dtype=np.int64))
+    column = build_event_column(
+        np.array([-1 if value is None else value for value in values], dtype=np.int64)
+    )
     assert (column.dtype, column.to_list()) == (pl.UInt32(), values)
     again = extract_column(pl.DataFrame({"launch": column}), "launch", absent=-1, large=False)
-    assert (again.dtype, again.tolist()) == (np.int64, [-1 if value is None else value for value in values])
+    assert (again.dtype, again.tolist()) == (
+        np.int64,
+        [-1 if value is None else value for value in values],
+    )
 
 
 @pytest.mark.parametrize("dtype", [pl.Int8(), pl.UInt32(), pl.Float64(), pl.Int64()], ids=str)
@@ -67,8 +74,12 @@ def test_numbers_of_nodes_are_those_of_their_columns(ranks: int) -> None:
     rows, edges = graph.nodes.to_dicts(), graph.edges.to_dicts()
     names = [*graph.names.to_list(), None]
     assert sorted(names[:-1]) == sorted({row["name"] for row in rows if row["name"] is not None})
-    assert [names[number] for number in graph.name_numbers.tolist()] == [row["name"] for row in rows]
-    assert graph.rank_numbers.tolist() == [-1 if row["rank"] is None else row["rank"] for row in rows]
+    assert [names[number] for number in graph.name_numbers.tolist()] == [
+        row["name"] for row in rows
+    ]
+    assert graph.rank_numbers.tolist() == [
+        -1 if row["rank"] is None else row["rank"] for row in rows
+    ]
     source, target = graph.points()
     assert source.tolist() == [2 * edge["source"] + edge["from_end"] for edge in edges]
     assert target.tolist() == [2 * edge["target"] + edge["to_end"] for edge in edges]
@@ -169,7 +180,10 @@ GOOD = {"thread": [7, 8, 7, 7], "time_ns": [30, 5, 10, 20], "cpu_ns": [9, 1, 2, 
 def test_samples_of_threads_are_in_order_and_of_two_at_least() -> None:
     samples = parse_thread_clocks({"thread_cpu": GOOD}, "rank0.json")
     assert list(samples) == ["7"]
-    assert (samples["7"].time_ns.tolist(), samples["7"].ran_ns.tolist()) == ([10, 20, 30], [2, 4, 9])
+    assert (samples["7"].time_ns.tolist(), samples["7"].ran_ns.tolist()) == (
+        [10, 20, 30],
+        [2, 4, 9],
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,8 +213,13 @@ def test_the_worst_notices_come_first_and_equals_stay() -> None:
     )
     assert "".join(notice.slug for notice in sort_by_severity(notices)) == "cedba"
     assert notices[0].of_rank(4).to_dict() | {"message": ""} == {
-        "slug": "a", "severity": "info", "count": 9, "message": "", "rank": 4, "where": "",
-    }  # fmt: skip
+        "slug": "a",
+        "severity": "info",
+        "count": 9,
+        "message": "",
+        "rank": 4,
+        "where": "",
+    }
 
 
 @dataclass(frozen=True)

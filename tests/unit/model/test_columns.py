@@ -55,13 +55,16 @@ def test_every_declaration_is_of_a_column_of_a_document() -> None:
     used: set[int] = set()
     for root, schema in schemas():
         for path, name in properties(schema, root, schema.get("$defs", {})):
-            with contextlib.suppress(KeyError):  # lists and objects are described in the schemas themselves
+            with contextlib.suppress(
+                KeyError
+            ):  # lists and objects are described in the schemas themselves
                 used.add(id(find_column(name, path)))
     assert [key for key, declared in COLUMNS.items() if id(declared) not in used] == []
 
 
 @pytest.mark.parametrize(
-    ("ending", "unit"), [("_ns", "time"), ("_bytes", "bytes"), ("_fraction", "share"), ("_byte_rate", "byte_rate")]
+    ("ending", "unit"),
+    [("_ns", "time"), ("_bytes", "bytes"), ("_fraction", "share"), ("_byte_rate", "byte_rate")],
 )
 def test_the_end_of_a_name_says_the_unit(ending: str, unit: str) -> None:
     units = {key: declared.unit for key, declared in COLUMNS.items() if key.endswith(ending)}
@@ -80,9 +83,17 @@ def test_counts_are_counts_and_their_means_are_numbers() -> None:
 @pytest.mark.parametrize("attribute", ["title", "meaning", "unknown"])
 def test_words_are_fragments_on_one_line(attribute: str) -> None:
     texts = {key: getattr(declared, attribute) for key, declared in COLUMNS.items()}
-    odd = {key: text for key, text in texts.items() if text != " ".join(text.split()) or text.count("`") % 2}
+    odd = {
+        key: text
+        for key, text in texts.items()
+        if text != " ".join(text.split()) or text.count("`") % 2
+    }
     assert odd == {}
-    ending = {key: text for key, text in texts.items() if text.endswith((".", ",", ";", ":")) and "..." not in text}
+    ending = {
+        key: text
+        for key, text in texts.items()
+        if text.endswith((".", ",", ";", ":")) and "..." not in text
+    }
     assert ending == {}
     assert all(len(declared.title) <= 32 for declared in COLUMNS.values())
 
@@ -113,18 +124,28 @@ def test_what_is_not_declared_is_an_error_with_its_name(name: str, path: str) ->
 
 def test_columns_over_steps_are_three_with_the_mean_of_counts_a_number() -> None:
     assert declare_per_step("rows.call_count", "count", "calls", "Calls", "why") == {
-        "rows.mean_call_count": Column("number", "Calls", "calls, mean over the whole steps", "why"),
+        "rows.mean_call_count": Column(
+            "number", "Calls", "calls, mean over the whole steps", "why"
+        ),
         "rows.min_call_count": Column("count", "Min", "calls, min over the whole steps", "why"),
         "rows.max_call_count": Column("count", "Max", "calls, max over the whole steps", "why"),
     }
-    assert [(key, declared.unit) for key, declared in declare_per_step("self_ns", "time", "x").items()] == [
-        ("mean_self_ns", "time"), ("min_self_ns", "time"), ("max_self_ns", "time"),
-    ]  # fmt: skip
+    assert [
+        (key, declared.unit) for key, declared in declare_per_step("self_ns", "time", "x").items()
+    ] == [
+        ("mean_self_ns", "time"),
+        ("min_self_ns", "time"),
+        ("max_self_ns", "time"),
+    ]
 
 
 def test_columns_of_a_time_are_its_median_its_95th_percentile_and_its_longest() -> None:
     declared = declare_times("gap", "Gap", "between them")
-    assert [key for key in declared if key.startswith("gap_")] == ["gap_median_ns", "gap_p95_ns", "gap_max_ns"]
+    assert [key for key in declared if key.startswith("gap_")] == [
+        "gap_median_ns",
+        "gap_p95_ns",
+        "gap_max_ns",
+    ]
     assert {each.unit for each in declared.values()} == {"time"}
     assert [each.title for each in declared.values()] == ["Gap", "95 %", "Max"]
 

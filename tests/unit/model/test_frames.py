@@ -10,7 +10,9 @@ from traceloom.trace.frames import build_schema
 
 
 def test_the_last_word_of_a_name_says_its_type() -> None:
-    names = build_schema("rank worst_rank wait_ns sent_bytes kernel_count fraction before_name event pageable depth")
+    names = build_schema(
+        "rank worst_rank wait_ns sent_bytes kernel_count fraction before_name event pageable depth"
+    )
     assert list(names.items()) == [
         ("rank", pl.Int32()),
         ("worst_rank", pl.Int32()),
@@ -26,7 +28,9 @@ def test_the_last_word_of_a_name_says_its_type() -> None:
 
 
 def test_a_whole_name_goes_before_its_words_and_a_mean_is_a_number() -> None:
-    assert build_schema("mean_wait_ns mean_ns gap_mean_ns base_count by_kernel bytes_per_step") == pl.Schema(
+    assert build_schema(
+        "mean_wait_ns mean_ns gap_mean_ns base_count by_kernel bytes_per_step"
+    ) == pl.Schema(
         {
             "mean_wait_ns": pl.Float64(),
             "mean_ns": pl.Int64(),
@@ -69,14 +73,24 @@ def test_units_of_the_documents_agree() -> None:
     different, compared = {}, 0
     for path, column in COLUMNS.items():
         name = path.rpartition(".")[2]
-        if "mean" in name or name == "bytes_per_step" or column.unit not in whole | share | {"name"}:
+        if (
+            "mean" in name
+            or name == "bytes_per_step"
+            or column.unit not in whole | share | {"name"}
+        ):
             continue
         try:
             kind = build_schema(name)[name]
         except ValueError:
             continue  # not of a table
         compared += 1
-        if kind != (pl.Int64() if column.unit in whole else pl.Float64() if column.unit in share else pl.String()):
+        if kind != (
+            pl.Int64()
+            if column.unit in whole
+            else pl.Float64()
+            if column.unit in share
+            else pl.String()
+        ):
             different[path] = (column.unit, kind)
     assert different == {}
     assert compared > 200

@@ -78,14 +78,22 @@ def test_what_leaves_the_process_is_whole(tmp_path) -> None:
     trace, maker = deferred("tensors")
     back = pickle.loads(pickle.dumps(trace))
     assert maker.times == 1
-    assert [name for name, frame in back.frames().items() if not frame.equals(odd_trace(1).frames()[name])] == []
+    assert [
+        name
+        for name, frame in back.frames().items()
+        if not frame.equals(odd_trace(1).frames()[name])
+    ] == []
     trace, maker = deferred("tensors")
     storage.save(trace, tmp_path)
     assert maker.times == 1
     again = storage.load_trace(tmp_path)
     assert again.meta == trace.meta
     assert again.notices == trace.notices
-    assert [name for name, frame in again.frames().items() if not frame.equals(odd_trace(1).frames()[name])] == []
+    assert [
+        name
+        for name, frame in again.frames().items()
+        if not frame.equals(odd_trace(1).frames()[name])
+    ] == []
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "passed on"])
@@ -93,7 +101,12 @@ def test_a_stored_trace_that_is_not_whole_is_refused(kept: bool, tmp_path) -> No
     storage.save(odd_trace(2), tmp_path, permanent=kept)
     head = tmp_path / "trace.json"
     whole = head.read_bytes()
-    changes = [whole[:-1], whole.replace(b'"version": ', b'"version": 1'), b"", whole[len(whole) // 2 :]]
+    changes = [
+        whole[:-1],
+        whole.replace(b'"version": ', b'"version": 1'),
+        b"",
+        whole[len(whole) // 2 :],
+    ]
     for changed in changes:
         head.write_bytes(changed)
         with pytest.raises(Exception, match=r"the head is not as it was written|format \d+ is not"):

@@ -96,7 +96,8 @@ def test_a_graph_that_was_zipped_anew_is_read(good: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "slug"), [(b"", "not-a-graph"), (b'{"a": 1}', "not-a-graph"), (b"PK\x03\x04cut", "graph-damaged")]
+    ("content", "slug"),
+    [(b"", "not-a-graph"), (b'{"a": 1}', "not-a-graph"), (b"PK\x03\x04cut", "graph-damaged")],
 )
 def test_other_files_are_no_graphs(tmp_path: Path, content: bytes, slug: str) -> None:
     path = tmp_path / "x.graph"
@@ -112,7 +113,10 @@ def test_a_missing_file_is_unreadable(tmp_path: Path) -> None:
 
 def test_another_zip_is_no_graph(tmp_path: Path) -> None:
     assert refused(rebuilt(tmp_path / "x.zip", {"a.txt": b"hello"})).slug == "not-a-graph"
-    assert refused(rebuilt(tmp_path / "y.zip", {"header.json": b'{"format": "else"}'})).slug == "not-a-graph"
+    assert (
+        refused(rebuilt(tmp_path / "y.zip", {"header.json": b'{"format": "else"}'})).slug
+        == "not-a-graph"
+    )
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
@@ -137,7 +141,9 @@ def test_parts_with_strange_names_are_refused_and_not_unpacked(good: Path, name:
 
 def test_a_part_that_unpacks_out_of_proportion_is_refused(good: Path) -> None:
     contents = parts(good) | {"nodes.parquet": bytes(1 << 26)}
-    assert "claims 67,108,864 bytes" in refused(rebuilt(good, contents, zipfile.ZIP_DEFLATED)).message
+    assert (
+        "claims 67,108,864 bytes" in refused(rebuilt(good, contents, zipfile.ZIP_DEFLATED)).message
+    )
 
 
 def test_parquet_that_claims_rows_out_of_proportion_is_refused(good: Path) -> None:
@@ -178,12 +184,18 @@ def test_an_unknown_kind_of_node_is_refused(good: Path) -> None:
 
 
 def test_a_reference_past_the_end_is_refused(good: Path) -> None:
-    _changed(good, "edges", _frame(good, "edges").with_columns(pl.lit(4_000_000, pl.UInt32).alias("source")))
+    _changed(
+        good,
+        "edges",
+        _frame(good, "edges").with_columns(pl.lit(4_000_000, pl.UInt32).alias("source")),
+    )
     assert "`source` of edges points past the last row" in refused(good).message
 
 
 def test_missing_values_where_one_must_be_are_refused(good: Path) -> None:
-    _changed(good, "edges", _frame(good, "edges").with_columns(pl.lit(None, pl.Int64).alias("delay_ns")))
+    _changed(
+        good, "edges", _frame(good, "edges").with_columns(pl.lit(None, pl.Int64).alias("delay_ns"))
+    )
     assert "column `delay_ns` of `edges` has rows without a value" in refused(good).message
 
 
@@ -194,13 +206,16 @@ def test_other_numbers_of_rows_than_the_header_says_are_refused(good: Path) -> N
 
 def test_garbage_in_place_of_parquet_is_refused(good: Path) -> None:
     assert (
-        refused(rebuilt(good, parts(good) | {"ranks.parquet": b"PAR1" + b"\xff" * 100 + b"PAR1"})).slug
+        refused(
+            rebuilt(good, parts(good) | {"ranks.parquet": b"PAR1" + b"\xff" * 100 + b"PAR1"})
+        ).slug
         == "graph-damaged"
     )
 
 
 @pytest.mark.parametrize(
-    "change", [{"stage": "x"}, {"world_size": "8"}, {"notices": 3}, {"rows": []}, {"epoch_ns": None}]
+    "change",
+    [{"stage": "x"}, {"world_size": "8"}, {"notices": 3}, {"rows": []}, {"epoch_ns": None}],
 )
 def test_a_wrong_header_is_refused(good: Path, change: dict[str, object]) -> None:
     contents = parts(good)
@@ -214,20 +229,35 @@ GOOD_NOTICE = {"slug": "a", "severity": "info", "message": "m"}
 @pytest.mark.parametrize(
     "notices",
     [
-        {"a": 1}, [5], [None], ["text"], [{}], [{"slug": "a"}], [GOOD_NOTICE | {"severity": "bad"}],
-        [GOOD_NOTICE | {"slug": 5}], [GOOD_NOTICE | {"count": "many"}], [GOOD_NOTICE | {"rank": "x"}],
-        [GOOD_NOTICE | {"where": 7}], [GOOD_NOTICE, GOOD_NOTICE | {"message": None}],
+        {"a": 1},
+        [5],
+        [None],
+        ["text"],
+        [{}],
+        [{"slug": "a"}],
+        [GOOD_NOTICE | {"severity": "bad"}],
+        [GOOD_NOTICE | {"slug": 5}],
+        [GOOD_NOTICE | {"count": "many"}],
+        [GOOD_NOTICE | {"rank": "x"}],
+        [GOOD_NOTICE | {"where": 7}],
+        [GOOD_NOTICE, GOOD_NOTICE | {"message": None}],
     ],
-)  # fmt: skip
+)
 def test_notices_that_somebody_changed_are_damage(good: Path, notices: object) -> None:
     contents = parts(good)
-    contents["header.json"] = json.dumps(json.loads(contents["header.json"]) | {"notices": notices}).encode()
+    contents["header.json"] = json.dumps(
+        json.loads(contents["header.json"]) | {"notices": notices}
+    ).encode()
     assert refused(rebuilt(good, contents)).slug == "graph-damaged"
 
 
 def test_a_header_of_a_later_writer_with_more_keys_and_broken_texts_is_read(good: Path) -> None:
     contents = parts(good)
-    more = {"name": "a\ud800b", "new": [1], "notices": [GOOD_NOTICE | {"new": 1, "message": "\udc00"}]}
+    more = {
+        "name": "a\ud800b",
+        "new": [1],
+        "notices": [GOOD_NOTICE | {"new": 1, "message": "\udc00"}],
+    }
     contents["header.json"] = json.dumps(json.loads(contents["header.json"]) | more).encode()
     graph = load(rebuilt(good, contents))
     assert graph.name == "a\ufffdb"
@@ -237,7 +267,9 @@ def test_a_header_of_a_later_writer_with_more_keys_and_broken_texts_is_read(good
 @pytest.mark.parametrize("nest", [500, 100_000])
 def test_a_header_that_nests_without_end_is_refused_or_read(good: Path, nest: int) -> None:
     contents = parts(good)
-    contents["header.json"] = contents["header.json"].replace(b"{", b'{"x": ' + b"[" * nest + b"]" * nest + b",", 1)
+    contents["header.json"] = contents["header.json"].replace(
+        b"{", b'{"x": ' + b"[" * nest + b"]" * nest + b",", 1
+    )
     path = rebuilt(good, contents)
     if nest < 1000:
         assert load(path).nodes.height

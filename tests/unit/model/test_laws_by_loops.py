@@ -38,7 +38,9 @@ def broken_laws_of_trace(trace: Trace) -> set[str]:
         if at and row["start_ns"] < rows[at - 1]["start_ns"]:
             laws.add("broken-order")
         long = row["nested_end_ns"] - row["start_ns"]
-        inside = sum(each["nested_end_ns"] - each["start_ns"] for each in rows if each["parent"] == at)
+        inside = sum(
+            each["nested_end_ns"] - each["start_ns"] for each in rows if each["parent"] == at
+        )
         busy[row["lane"]] += long - inside
         if long < 0:
             laws.add("broken-nesting")
@@ -56,7 +58,11 @@ def broken_laws_of_trace(trace: Trace) -> set[str]:
         for column, kinds in (("op", ("op",)), ("launch", ("runtime", "driver"))):
             if row[column] is not None and rows[row[column]]["category"] not in kinds:
                 laws.add("broken-references")
-    host = trace.lanes.filter(pl.col("kind").is_in(["host", "other"])).select("lane", "busy_ns").iter_rows()
+    host = (
+        trace.lanes.filter(pl.col("kind").is_in(["host", "other"]))
+        .select("lane", "busy_ns")
+        .iter_rows()
+    )
     if any(busy[lane] != total for lane, total in host):
         laws.add("broken-self-time")
     return laws
@@ -96,9 +102,14 @@ def test_a_trace_is_wrong_exactly_where_a_row_breaks_a_law(seed: int) -> None:
     whole, chance, broken = odd_trace(seed), random.Random(seed), set()
     # a part that holds all of some threads' first events keeps the loops short
     events = whole.events.head(90)
-    inside = {name: frame.clear() for name, frame in whole.frames().items() if name not in ("events", "lanes")}
+    inside = {
+        name: frame.clear()
+        for name, frame in whole.frames().items()
+        if name not in ("events", "lanes")
+    }
     events = events.with_columns(
-        pl.when(pl.col(name) < events.height).then(pl.col(name)).alias(name) for name in ("parent", "op", "launch")
+        pl.when(pl.col(name) < events.height).then(pl.col(name)).alias(name)
+        for name in ("parent", "op", "launch")
     )
     busy = dict.fromkeys(range(whole.lanes.height), 0)
     for row in events.filter(pl.col("parent").is_null()).to_dicts():
@@ -129,14 +140,18 @@ def broken_laws_of_graph(graph: Graph) -> set[str]:
             laws.add("broken-references")
     if any(max(edge["source"], edge["target"]) >= len(nodes) for edge in edges):
         return laws | {"broken-references"}
-    follow: dict[tuple[int, bool], list[tuple[int, bool]]] = {(at, False): [(at, True)] for at in range(len(nodes))}
+    follow: dict[tuple[int, bool], list[tuple[int, bool]]] = {
+        (at, False): [(at, True)] for at in range(len(nodes))
+    }
     for edge in edges:
         source, target = nodes[edge["source"]], nodes[edge["target"]]
         reached = source["start_ns"] + edge["from_end"] * source["duration_ns"]
         held = target["start_ns"] + edge["to_end"] * target["duration_ns"]
         if held < reached + edge["delay_ns"] + edge["residual_ns"]:
             laws.add("broken-times")
-        follow.setdefault((edge["source"], edge["from_end"]), []).append((edge["target"], edge["to_end"]))
+        follow.setdefault((edge["source"], edge["from_end"]), []).append(
+            (edge["target"], edge["to_end"])
+        )
     for point in list(follow):
         ahead, seen = list(follow[point]), set()
         while ahead:
@@ -173,8 +188,14 @@ def test_a_graph_is_wrong_exactly_where_a_node_or_edge_breaks_a_law(ranks: int) 
     for number in range(3 * CHANGES):
         if number % 3:
             # with room in every delay, so that edges may lead anywhere and circles may close
-            edges = graph.edges.with_columns(pl.lit(-5_000, pl.Int64).alias("delay_ns")) if number % 3 == 2 else None
-            other = replace(graph, edges=changed(graph.edges if edges is None else edges, chance, EDGE_CHANGES))
+            edges = (
+                graph.edges.with_columns(pl.lit(-5_000, pl.Int64).alias("delay_ns"))
+                if number % 3 == 2
+                else None
+            )
+            other = replace(
+                graph, edges=changed(graph.edges if edges is None else edges, chance, EDGE_CHANGES)
+            )
         else:
             other = replace(graph, nodes=changed(graph.nodes, chance, NODE_CHANGES))
         expected, slug = broken_laws_of_graph(other), slug_of(other)
@@ -184,7 +205,9 @@ def test_a_graph_is_wrong_exactly_where_a_node_or_edge_breaks_a_law(ranks: int) 
     assert broken >= {None, "broken-ids", "broken-times", "broken-references", "broken-cycle"}
 
 
-@pytest.mark.parametrize("frame", ["nodes", "edges", "lanes", "communication", "transfers", "host_ops", "coverage"])
+@pytest.mark.parametrize(
+    "frame", ["nodes", "edges", "lanes", "communication", "transfers", "host_ops", "coverage"]
+)
 def test_a_graph_has_the_columns_that_are_declared(frame: str) -> None:
     graph = small_graph()
     columns = graph.frames()[frame]
@@ -195,9 +218,16 @@ def test_a_graph_has_the_columns_that_are_declared(frame: str) -> None:
 def test_frames_beside_the_traces_of_a_session_are_checked_too() -> None:
     session = Session((odd_trace(0),), "run")
     session.check()
-    backwards = pl.DataFrame({"rank": [0], "period_ns": [-1]}).cast(pl.Int64).cast({"rank": pl.Int32})
-    samples = pl.concat([session.samples, backwards], how="diagonal_relaxed").cast(session.samples.schema)
-    for wrong, slug in ((samples, "broken-order"), (session.samples.drop("stack"), "broken-columns")):
+    backwards = (
+        pl.DataFrame({"rank": [0], "period_ns": [-1]}).cast(pl.Int64).cast({"rank": pl.Int32})
+    )
+    samples = pl.concat([session.samples, backwards], how="diagonal_relaxed").cast(
+        session.samples.schema
+    )
+    for wrong, slug in (
+        (samples, "broken-order"),
+        (session.samples.drop("stack"), "broken-columns"),
+    ):
         with pytest.raises(InvariantError) as caught:
             replace(session, samples=wrong).check()
         assert caught.value.slug == slug
@@ -206,7 +236,10 @@ def test_frames_beside_the_traces_of_a_session_are_checked_too() -> None:
 def test_sessions_find_their_times_and_how_much_recording_cost() -> None:
     traces = [odd_trace(seed, shift_us=1_000_000 + 50 * seed) for seed in range(3)]
     starts = [min(row["start_ns"] for row in trace.events.to_dicts()) for trace in traces]
-    ends = [max(row["start_ns"] + max(row["duration_ns"], 0) for row in trace.events.to_dicts()) for trace in traces]
+    ends = [
+        max(row["start_ns"] + max(row["duration_ns"], 0) for row in trace.events.to_dicts())
+        for trace in traces
+    ]
     session = Session(tuple(traces), "run")
     assert session.epoch_ns == min(starts)
     assert [trace.end_ns for trace in traces] == ends
@@ -214,7 +247,8 @@ def test_sessions_find_their_times_and_how_much_recording_cost() -> None:
     assert session.recording_overhead_ratio is None
     parts = [{"overhead": {"ratio": 1.25}}, {"overhead": {"ratio": 1.5}}, {"overhead": None}]
     measured = [
-        replace(trace, meta=replace(trace.meta, capture=part)) for trace, part in zip(traces, parts, strict=True)
+        replace(trace, meta=replace(trace.meta, capture=part))
+        for trace, part in zip(traces, parts, strict=True)
     ]
     assert replace(session, traces=tuple(measured)).recording_overhead_ratio == 1.5
 
@@ -222,7 +256,8 @@ def test_sessions_find_their_times_and_how_much_recording_cost() -> None:
 def test_a_session_tells_what_only_its_traces_have() -> None:
     session = Session((odd_trace(1),), "<run>")
     with pytest.raises(
-        AttributeError, match=r"a Session has no `events`; its traces have: session\.traces\[0\]\.event"
+        AttributeError,
+        match=r"a Session has no `events`; its traces have: session\.traces\[0\]\.event",
     ):
         _ = session.events
     with pytest.raises(AttributeError, match=r"a Session has no `colour`$"):

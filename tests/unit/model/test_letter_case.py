@@ -51,11 +51,26 @@ def test_the_tables_find_the_same_names_by_lower_case() -> None:
 
 @pytest.mark.parametrize(
     "pattern",
-    [r"\W", r"\pL", r"\x41", "(?P<Name>a)", "(?-i)Gemm", "[[:upper:]]", "[A-c]", "[+-Z]", r"\D", "é", r"\u0041"],
+    [
+        r"\W",
+        r"\pL",
+        r"\x41",
+        "(?P<Name>a)",
+        "(?-i)Gemm",
+        "[[:upper:]]",
+        "[A-c]",
+        "[+-Z]",
+        r"\D",
+        "é",
+        r"\u0041",
+    ],
 )
 def test_what_lower_case_would_change_is_asked_as_it_stands(pattern: str) -> None:
     assert lower_ascii(pattern) is None
-    assert contains_any(NAMES, [f"(?i){pattern}"])[0].to_list() == NAMES.str.contains(f"(?i){pattern}").to_list()
+    assert (
+        contains_any(NAMES, [f"(?i){pattern}"])[0].to_list()
+        == NAMES.str.contains(f"(?i){pattern}").to_list()
+    )
 
 
 def test_only_what_asks_for_any_case_gets_it() -> None:

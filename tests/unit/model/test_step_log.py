@@ -9,13 +9,19 @@ from typing import Any
 
 import pytest
 
-from traceloom.trace.session import WARM_UP_STEPS, find_unrecorded_steps, read_capture_table, read_run_steps
+from traceloom.trace.session import (
+    WARM_UP_STEPS,
+    find_unrecorded_steps,
+    read_capture_table,
+    read_run_steps,
+)
 from traceloom.trace.trace import Meta
 
 TABLE: dict[str, Any] = {
-    "duration_ns": [50, 40, 30, 20, 10, 0], "state": ["unrecorded", "recorded", "graph", "unrecorded", "x", "early"],
+    "duration_ns": [50, 40, 30, 20, 10, 0],
+    "state": ["unrecorded", "recorded", "graph", "unrecorded", "x", "early"],
     "cpu_ns": [49, None, 7, -1, 1 << 53, 3.5],
-}  # fmt: skip
+}
 
 
 def meta(steps: Any, folder: Path | None = None) -> Meta:
@@ -41,12 +47,20 @@ def test_a_column_of_cpu_times_that_does_not_fit_is_unknown_for_all_steps(ran: A
 @pytest.mark.parametrize(
     "changes",
     [
-        {"duration_ns": None}, {"duration_ns": [1, 2]}, {"duration_ns": {}}, {"state": None}, {"state": ["x"]},
-        {"duration_ns": [1, 2, 3, 4, 5, -1]}, {"duration_ns": [1, 2, 3, 4, 5, None]},
-        {"duration_ns": [1, 2, 3, 4, 5, 1 << 53]}, {"duration_ns": [1, 2, 3, 4, 5, 6.5]},
+        {"duration_ns": None},
+        {"duration_ns": [1, 2]},
+        {"duration_ns": {}},
+        {"state": None},
+        {"state": ["x"]},
+        {"duration_ns": [1, 2, 3, 4, 5, -1]},
+        {"duration_ns": [1, 2, 3, 4, 5, None]},
+        {"duration_ns": [1, 2, 3, 4, 5, 1 << 53]},
+        {"duration_ns": [1, 2, 3, 4, 5, 6.5]},
     ],
-)  # fmt: skip
-def test_a_table_with_an_impossible_time_or_of_uneven_length_is_none(changes: dict[str, Any]) -> None:
+)
+def test_a_table_with_an_impossible_time_or_of_uneven_length_is_none(
+    changes: dict[str, Any],
+) -> None:
     assert read_run_steps(meta({**TABLE, **changes})) is None
 
 
@@ -98,7 +112,9 @@ def test_a_table_whose_file_is_no_name_is_the_table_itself(name: Any) -> None:
 def test_a_table_beside_the_trace_is_read_under_any_key(packed: bool, tmp_path: Path) -> None:
     data = json.dumps(TABLE).encode()
     (tmp_path / "t").write_bytes(gzip.compress(data) if packed else data)
-    assert read_capture_table({"gaps": {"file": "t"}}, str(tmp_path / "rank0.json"), "gaps") == TABLE
+    assert (
+        read_capture_table({"gaps": {"file": "t"}}, str(tmp_path / "rank0.json"), "gaps") == TABLE
+    )
     steps = read_run_steps(meta({"file": "t"}, tmp_path))
     assert steps is not None
     assert steps.duration_ns.tolist() == TABLE["duration_ns"]
@@ -107,20 +123,33 @@ def test_a_table_beside_the_trace_is_read_under_any_key(packed: bool, tmp_path: 
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"{", b"[1]", b"7", b"\x1f\x8b", b"\x1f\x8bxxxxxxxxxxxxxxx", b'{"a": "\xff"}', b'{"a": NaN}', b"null",
-        gzip.compress(json.dumps(TABLE).encode())[:-30], b'{"a":' * 20_000,
+        b"",
+        b"{",
+        b"[1]",
+        b"7",
+        b"\x1f\x8b",
+        b"\x1f\x8bxxxxxxxxxxxxxxx",
+        b'{"a": "\xff"}',
+        b'{"a": NaN}',
+        b"null",
+        gzip.compress(json.dumps(TABLE).encode())[:-30],
+        b'{"a":' * 20_000,
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_no_table_is_none(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "t").write_bytes(content)
-    assert read_capture_table({"steps": {"file": "t"}}, str(tmp_path / "rank0.json"), "steps") is None
+    assert (
+        read_capture_table({"steps": {"file": "t"}}, str(tmp_path / "rank0.json"), "steps") is None
+    )
     assert read_run_steps(meta({"file": "t"}, tmp_path)) is None
 
 
 def test_a_file_that_expands_without_end_is_cut_and_so_no_table(tmp_path: Path) -> None:
     text = b'{"duration_ns": [1], "state": ["unrecorded"]' + b" " * (1 << 25) + b"}"
     (tmp_path / "t").write_bytes(gzip.compress(text, 1))
-    assert read_capture_table({"steps": {"file": "t"}}, str(tmp_path / "rank0.json"), "steps") is None
+    assert (
+        read_capture_table({"steps": {"file": "t"}}, str(tmp_path / "rank0.json"), "steps") is None
+    )
 
 
 @pytest.mark.parametrize("name", ["../t", "/etc/hostname", "sub/t", "..", ""])
@@ -128,4 +157,7 @@ def test_a_name_never_leaves_the_folder_of_the_trace(name: str, tmp_path: Path) 
     (tmp_path / "sub").mkdir()
     for path in (tmp_path / "t", tmp_path / "sub" / "t"):
         path.write_text(json.dumps(TABLE))
-    assert read_capture_table({"steps": {"file": name}}, str(tmp_path / "sub" / "rank0.json"), "steps") is None
+    assert (
+        read_capture_table({"steps": {"file": name}}, str(tmp_path / "sub" / "rank0.json"), "steps")
+        is None
+    )

@@ -15,7 +15,11 @@ from traceloom.trace.session import Session
 
 def trace(rank: int | None = 0):
     made = TraceBuilder(rank=rank, world_size=4).op("aten::mm", 0, 10).op("aten::add", 2, 3)
-    return made.launch("cudaLaunchKernel", 6, 2, correlation=1).kernel("gemm", 9, 5, correlation=1).build()
+    return (
+        made.launch("cudaLaunchKernel", 6, 2, correlation=1)
+        .kernel("gemm", 9, 5, correlation=1)
+        .build()
+    )
 
 
 def test_a_good_trace_passes_its_check():
@@ -27,7 +31,12 @@ def test_a_good_trace_passes_its_check():
     [
         (lambda e: e.with_columns(pl.col("event") + 1), "broken-ids"),
         (lambda e: e.with_columns(start_ns=-pl.col("start_ns")), "broken-order"),
-        (lambda e: e.with_columns(nested_end_ns=pl.col("nested_end_ns") + 50_000 * pl.col("depth")), "broken-nesting"),
+        (
+            lambda e: e.with_columns(
+                nested_end_ns=pl.col("nested_end_ns") + 50_000 * pl.col("depth")
+            ),
+            "broken-nesting",
+        ),
         (lambda e: e.with_columns(depth=pl.lit(0, pl.UInt16)), "broken-nesting"),
         (lambda e: e.with_columns(op=pl.col("launch")), "broken-references"),
         (lambda e: e.drop("step"), "broken-columns"),
@@ -67,7 +76,10 @@ def test_notices_are_told_with_their_rank_and_the_worst_first():
     )
     assert [notice.slug for notice in sort_by_severity(notices)] == ["b", "d", "c", "a"]
     session = Session((replace(trace(3), notices=notices[:1]),), "run", notices=notices[1:2])
-    assert [(notice.slug, notice.rank) for notice in session.all_notices()] == [("b", None), ("a", 3)]
+    assert [(notice.slug, notice.rank) for notice in session.all_notices()] == [
+        ("b", None),
+        ("a", 3),
+    ]
 
 
 def test_starts_and_ends_of_a_trace():

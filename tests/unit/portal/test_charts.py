@@ -40,9 +40,14 @@ def places(elements: list[ET.Element], name: str) -> list[float]:
 @pytest.mark.parametrize("most", [3e-9, 0.7, 1.0, 99.0, 100.0, 12_345_678.0])
 def test_dots_stand_where_their_time_and_value_are(most: float) -> None:
     values = [0.0, most / 2, most]
-    points = [ChartDot(START + at * DAY_NS, value, "compute", EVIL, f"/jobs/{at}") for at, value in enumerate(values)]
+    points = [
+        ChartDot(START + at * DAY_NS, value, "compute", EVIL, f"/jobs/{at}")
+        for at, value in enumerate(values)
+    ]
     levels = [ChartLevel(START, START + DAY_NS, most / 2, "before")]
-    whole = drawn(draw_dots(points, levels, [(START + DAY_NS, "+1 %")], label=EVIL, write=units.format_number))
+    whole = drawn(
+        draw_dots(points, levels, [(START + DAY_NS, "+1 %")], label=EVIL, write=units.format_number)
+    )
     circles = whole.findall(".//circle")
     across, down = places(circles, "cx"), places(circles, "cy")
     assert across[2] - across[1] == pytest.approx(across[1] - across[0], abs=0.02)
@@ -60,7 +65,8 @@ def test_dots_stand_where_their_time_and_value_are(most: float) -> None:
 
 def test_parts_of_columns_add_up_and_gaps_are_seen() -> None:
     stretches = [
-        ChartColumn(START + at * HOUR_NS, [("compute", 3.0 * at), ("idle", 1.0)], f"hour {at}") for at in (0, 1, 3)
+        ChartColumn(START + at * HOUR_NS, [("compute", 3.0 * at), ("idle", 1.0)], f"hour {at}")
+        for at in (0, 1, 3)
     ]
     whole = drawn(draw_columns(stretches, HOUR_NS, label="hours", write=units.format_number))
     heights = [places(group.findall("rect"), "height") for group in whole.findall(".//g")]
@@ -84,7 +90,9 @@ def test_boxes_are_as_wide_as_their_parts_and_lead_to_them() -> None:
 
 
 def test_a_bar_has_all_of_its_parts_and_nothing_where_there_is_nothing() -> None:
-    whole = drawn(draw_share_bar([("a", "compute", 3.0), (EVIL, "idle", 1.0)], units.format_number, "parts"))
+    whole = drawn(
+        draw_share_bar([("a", "compute", 3.0), (EVIL, "idle", 1.0)], units.format_number, "parts")
+    )
     assert places(whole.findall(".//rect"), "x") == [0.0, 75.0]
     assert [b.text for b in whole.findall(".//b")] == ["3", "1"]
     assert draw_dots([], [], [], label="none", write=units.format_number) is None

@@ -45,7 +45,9 @@ class Office:
 
     def command(self, *words: str) -> int:
         """A command; its exit code."""
-        return main([*words, "--server", self.service.url, "--token-file", str(self.service.token_file)])
+        return main(
+            [*words, "--server", self.service.url, "--token-file", str(self.service.token_file)]
+        )
 
     def page(self, path: str) -> HtmlTree:
         seen = self.service.browse(path, self.cookie)
@@ -56,11 +58,16 @@ class Office:
         """A table as it is downloaded: as JSON and as CSV it has the same values."""
         address = f"{path}{'&' if '?' in path else '?'}table={table}&as="
         rows = list(json.loads(self.service.browse(f"{address}json", self.cookie).text))
-        lines = list(csv.DictReader(io.StringIO(self.service.browse(f"{address}csv", self.cookie).text)))
+        lines = list(
+            csv.DictReader(io.StringIO(self.service.browse(f"{address}csv", self.cookie).text))
+        )
         for row, line in zip(rows, lines, strict=True):
             for name, value in row.items():
                 text = "" if value is None else str(value)
-                assert line[name].removeprefix("'") == text or float(line[name]) == float(value), (name, value)
+                assert line[name].removeprefix("'") == text or float(line[name]) == float(value), (
+                    name,
+                    value,
+                )
         return rows
 
 
@@ -77,17 +84,26 @@ def office(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Office]:
 @pytest.fixture(scope="module")
 def capture(office: Office) -> str:
     """The capture that was uploaded, once it is analysed."""
-    assert office.command("upload", str(office.run_folder), "--job", "by hand", "--wait", "--quiet") == 0
+    assert (
+        office.command("upload", str(office.run_folder), "--job", "by hand", "--wait", "--quiet")
+        == 0
+    )
     [row] = [row for row in office.rows("/captures", "captures") if row["job"] == "by hand"]
     assert row["state"] == "committed"
     return str(row["id"])
 
 
 def key_numbers(page: HtmlTree) -> dict[str, str]:
-    return {words(page.all("dt", of)[0]): words(page.all("b", of)[0]) for whole in page.all("dl") for of in whole}
+    return {
+        words(page.all("dt", of)[0]): words(page.all("b", of)[0])
+        for whole in page.all("dl")
+        for of in whole
+    }
 
 
-def test_a_capture_has_the_numbers_that_were_worked_out_by_hand(office: Office, capture: str) -> None:
+def test_a_capture_has_the_numbers_that_were_worked_out_by_hand(
+    office: Office, capture: str
+) -> None:
     path = f"/captures/{quote(capture, safe='')}"
     numbers = key_numbers(office.page(path))
     assert (numbers["Ranks"], numbers["Step"]) == ("2", "1.00 ms")
@@ -101,7 +117,10 @@ def test_a_capture_has_the_numbers_that_were_worked_out_by_hand(office: Office, 
     assert kernels[NCCL]["total_ns"] == STEPS * sum(COLLECTIVE_US.values()) * US
     assert sum(row["total_ns"] for row in kernels.values()) == whole * US
     assert kernels[LONG]["fraction"] == pytest.approx(6 * GEMM_US / whole)
-    assert words(office.page("/kernels?job=by+hand").all("h1")[0]) == f"{LONG} takes 52.2 % of the GPU time"
+    assert (
+        words(office.page("/kernels?job=by+hand").all("h1")[0])
+        == f"{LONG} takes 52.2 % of the GPU time"
+    )
     history = f"/kernels/history?{urlencode({'kernel': LONG})}"
     [job] = office.rows(history, "jobs")
     assert (job["job"], job["mean_ns"], job["count"]) == ("by hand", GEMM_US * US, 6)
@@ -126,7 +145,10 @@ def test_what_commands_fetch_is_what_was_sent(
     assert "there is something already" in capsys.readouterr().err
     page = tmp_path / "report.html"
     assert office.command("fleet", "report", capture, "-o", str(page), "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {"report": str(page), "bytes": page.stat().st_size}
+    assert json.loads(capsys.readouterr().out) == {
+        "report": str(page),
+        "bytes": page.stat().st_size,
+    }
     assert office.command("fleet", "report", capture, "-o", str(page)) == 3
     assert "traceloom explain file-exists" in capsys.readouterr().err
     assert office.command("fleet", "report", capture, "-o", str(page), "--force", "--quiet") == 0
@@ -143,7 +165,12 @@ def test_an_upload_that_cannot_be_analysed_says_why_and_ends_with_3(
     office: Office, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rank0.json").write_text("no trace at all")
-    assert office.command("upload", str(tmp_path / "rank0.json"), "--job", "broken", "--wait", "--json") == 3
+    assert (
+        office.command(
+            "upload", str(tmp_path / "rank0.json"), "--job", "broken", "--wait", "--json"
+        )
+        == 3
+    )
     printed = capsys.readouterr()
     [answer] = json.loads(printed.out)
     assert answer["state"] == "quarantined"
@@ -173,9 +200,12 @@ def test_rules_that_a_command_sets_are_on_the_page(
     assert json.loads(capsys.readouterr().out)["rules"][0]["on"] == "cadence"
     file.write_text(RULES.replace("1.0", "7.0"))
     for words_, code, slug in (
-        (["set", str(file)], 3, "wrong-config"), (["set"], 2, "wrong-usage"), (["list", str(file)], 2, "wrong-usage"),
-        (["set", str(tmp_path / "none.toml")], 3, "unreadable"), (["set", str(tmp_path)], 3, "unreadable"),
-    ):  # fmt: skip
+        (["set", str(file)], 3, "wrong-config"),
+        (["set"], 2, "wrong-usage"),
+        (["list", str(file)], 2, "wrong-usage"),
+        (["set", str(tmp_path / "none.toml")], 3, "unreadable"),
+        (["set", str(tmp_path)], 3, "unreadable"),
+    ):
         assert office.command("fleet", "triggers", *words_) == code, words_
         printed = capsys.readouterr()
         assert printed.out == ""
@@ -183,7 +213,9 @@ def test_rules_that_a_command_sets_are_on_the_page(
     assert office.service.client().get("triggers")["toml"] == RULES, "those before stay"
 
 
-def test_webhooks_that_a_command_adds_are_on_the_page(office: Office, capsys: pytest.CaptureFixture[str]) -> None:
+def test_webhooks_that_a_command_adds_are_on_the_page(
+    office: Office, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert office.command("fleet", "webhooks") == 0
     assert "There are no webhooks." in capsys.readouterr().out
     events = ["--events", "request.done,regression.new"]
@@ -191,15 +223,24 @@ def test_webhooks_that_a_command_adds_are_on_the_page(office: Office, capsys: py
     secret = capsys.readouterr().out.strip()
     assert secret.startswith("tlw_")
     [row] = office.rows("/webhooks", "webhooks")
-    assert (row["name"], row["url"], row["events"]) == ("chat", "https://1.1.1.1/hook", "regression.new, request.done")
+    assert (row["name"], row["url"], row["events"]) == (
+        "chat",
+        "https://1.1.1.1/hook",
+        "regression.new, request.done",
+    )
     assert secret not in str(row)
     assert office.command("fleet", "webhooks", "list") == 0
     assert "https://1.1.1.1/hook" in capsys.readouterr().out
     for words_, code in (
-        (["add", "chat", "https://1.1.1.1/hook"], 3), (["add", "inside", "https://127.0.0.1/hook"], 3),
-        (["add", "odd", "https://1.1.1.1/", "--events", "all"], 3), (["add", "chat"], 2), (["remove"], 2),
-        (["list", "chat"], 2), (["test", "none"], 3), (["remove", "none"], 3),
-    ):  # fmt: skip
+        (["add", "chat", "https://1.1.1.1/hook"], 3),
+        (["add", "inside", "https://127.0.0.1/hook"], 3),
+        (["add", "odd", "https://1.1.1.1/", "--events", "all"], 3),
+        (["add", "chat"], 2),
+        (["remove"], 2),
+        (["list", "chat"], 2),
+        (["test", "none"], 3),
+        (["remove", "none"], 3),
+    ):
         assert office.command("fleet", "webhooks", *words_) == code, words_
         printed = capsys.readouterr()
         assert printed.out == "", words_
@@ -253,14 +294,16 @@ def test_a_fleet_without_hosts_is_told_as_one(
     assert office.command("trace", "--list", "--json") == 0
     assert json.loads(capsys.readouterr().out) == []
     for words_, code, slug in (
-        (["--steps", "3"], 2, "wrong-usage"), (["--job", "a"], 2, "wrong-usage"),
+        (["--steps", "3"], 2, "wrong-usage"),
+        (["--job", "a"], 2, "wrong-usage"),
         (["--job", "a", "--steps", "3", "--duration", "5"], 2, "wrong-usage"),
         (["--rank", "0", "--steps", "3"], 2, "wrong-usage"),
         (["--job", "a", "--steps", "3", "--at", "noon"], 2, "bad-time"),
         (["--job", "a", "--steps", "3", "--at", "+x"], 2, "bad-time"),
         (["--job", "a", "--steps", "3", "-o", str(tmp_path)], 3, "file-exists"),
-        (["--job", "nobody", "--steps", "3"], 3, "no-such-job"), (["--cancel", "none"], 3, "no-such-request"),
-    ):  # fmt: skip
+        (["--job", "nobody", "--steps", "3"], 3, "no-such-job"),
+        (["--cancel", "none"], 3, "no-such-request"),
+    ):
         assert office.command("trace", *words_) == code, words_
         printed = capsys.readouterr()
         assert printed.out == ""
@@ -275,11 +318,24 @@ def test_a_fleet_without_hosts_is_told_as_one(
 def test_who_did_what_and_who_was_refused_is_in_the_audit(office: Office, tmp_path: Path) -> None:
     secret = office.service.client().post("tokens", {"name": "guest", "role": "viewer"})["token"]
     (tmp_path / "token").write_text(secret)
-    asked = ["fleet", "token", "add", "mine", "--server", office.service.url, "--token-file", str(tmp_path / "token")]
+    asked = [
+        "fleet",
+        "token",
+        "add",
+        "mine",
+        "--server",
+        office.service.url,
+        "--token-file",
+        str(tmp_path / "token"),
+    ]
     assert main(asked) == 3
     assert office.command("fleet", "jobs") == 0
     first, second, *_ = office.rows("/audit", "audit")
-    assert (first["who"], first["what"], first["result"]) == ("guest", "POST /api/v1/tokens", "not-allowed")
+    assert (first["who"], first["what"], first["result"]) == (
+        "guest",
+        "POST /api/v1/tokens",
+        "not-allowed",
+    )
     assert (second["what"], second["result"]) == ("POST /api/v1/tokens", "done")
     assert "guest" in second["details"]
     assert secret not in str(second)

@@ -29,9 +29,21 @@ from traceloom.cli.upload import FleetClient  # noqa: E402
 from traceloom.fleet.portal.app import PAGES  # noqa: E402
 from traceloom.fleet.store.captures import ROLES  # noqa: E402
 
-ASKING = {"/regressions", "/kernels", "/gpu-time", "/outliers", "/attribution", "/topline", "/invest"}
+ASKING = {
+    "/regressions",
+    "/kernels",
+    "/gpu-time",
+    "/outliers",
+    "/attribution",
+    "/topline",
+    "/invest",
+}
 LEAF = 50  # rows that a page shows of a table at once
-MADE_THEN = {"captures/report", "captures/timeline", "captures/against"}  # when it is first asked for
+MADE_THEN = {
+    "captures/report",
+    "captures/timeline",
+    "captures/against",
+}  # when it is first asked for
 MOST_OF_A_KIND = 2  # addresses of the same page that are alike but for what they name
 
 
@@ -54,11 +66,18 @@ class Reader:
     def ask(self, path: str, form: dict[str, str] | None = None) -> Seen:
         headers = {"Cookie": self.cookie}
         if form is not None:
-            headers |= {"Origin": f"http://{self.parts.netloc}", "Content-Type": "application/x-www-form-urlencoded"}
+            headers |= {
+                "Origin": f"http://{self.parts.netloc}",
+                "Content-Type": "application/x-www-form-urlencoded",
+            }
         while True:
-            self.connection.request("GET" if form is None else "POST", path, form and urlencode(form), headers)
+            self.connection.request(
+                "GET" if form is None else "POST", path, form and urlencode(form), headers
+            )
             response = self.connection.getresponse()
-            seen = Seen(response.status, response.headers, response.read().decode("utf-8", "replace"))
+            seen = Seen(
+                response.status, response.headers, response.read().decode("utf-8", "replace")
+            )
             if seen.status != 429:
                 return seen
             time.sleep(int(seen.headers["Retry-After"]))  # no reader asks as often as a test does
@@ -107,7 +126,9 @@ def number(text: str) -> float:
 
 def key_numbers(page: HtmlTree) -> dict[str, str]:
     [numbers] = [of for of in page.all("dl") if of.get("class") == "key"]
-    return {words(next(of.iter("dt"))): words(next(of.iter("b"))) for of in numbers if of.tag == "div"}
+    return {
+        words(next(of.iter("dt"))): words(next(of.iter("b"))) for of in numbers if of.tag == "div"
+    }
 
 
 def alike(path: str) -> tuple[str, ...]:
@@ -122,7 +143,10 @@ def alike(path: str) -> tuple[str, ...]:
 def test_every_link_leads_to_something_that_is_there(reader: Reader, paths: dict[str, str]) -> None:
     waiting, seen, kinds = deque(["/"]), {"/"}, Counter[tuple[str, ...]]()
     reached: set[str] = set()
-    patterns = {re.compile(re.sub(r"\\\{[^}]*\\\}", ".+", re.escape(page.path)) + r"\Z"): page.path for page in PAGES}
+    patterns = {
+        re.compile(re.sub(r"\\\{[^}]*\\\}", ".+", re.escape(page.path)) + r"\Z"): page.path
+        for page in PAGES
+    }
     wrong = []
     while waiting:
         path = waiting.popleft()
@@ -131,7 +155,11 @@ def test_every_link_leads_to_something_that_is_there(reader: Reader, paths: dict
             wrong.append((path, answer.status))
             continue
         where = urlsplit(path).path
-        reached |= {min(names, key=len) for names in [[p for of, p in patterns.items() if of.match(where)]] if names}
+        reached |= {
+            min(names, key=len)
+            for names in [[p for of, p in patterns.items() if of.match(where)]]
+            if names
+        }
         if (
             not answer.headers["Content-Type"].startswith("text/html")
             or where.endswith("/report")
@@ -140,7 +168,11 @@ def test_every_link_leads_to_something_that_is_there(reader: Reader, paths: dict
             continue  # of a stranger, or a download
         page = HtmlTree(answer.text)
         identities = Counter(of.get("id") for of in page.root.iter() if of.get("id"))
-        wrong += [(path, f"id {name} stands there twice") for name, count in identities.items() if count > 1]
+        wrong += [
+            (path, f"id {name} stands there twice")
+            for name, count in identities.items()
+            if count > 1
+        ]
         for link in page.links():
             if link.startswith(("data:", "https://")):
                 continue
@@ -160,7 +192,19 @@ def test_every_link_leads_to_something_that_is_there(reader: Reader, paths: dict
 def test_no_page_says_what_a_programmer_would(shown: dict[str, HtmlTree]) -> None:
     for pattern, page in shown.items():
         text = words(page.by_id("main"))
-        for odd in ("None", "nan", "NaN", "True", "False", "{", "Traceback", "&lt;", "&amp;", "<htpy", "object at 0x"):
+        for odd in (
+            "None",
+            "nan",
+            "NaN",
+            "True",
+            "False",
+            "{",
+            "Traceback",
+            "&lt;",
+            "&amp;",
+            "<htpy",
+            "object at 0x",
+        ):
             assert not re.search(rf"(?<![\w=-]){re.escape(odd)}(?!\w)", text), (pattern, odd)
         assert len(page.all("h1")) == 1, pattern
         assert words(page.all("h1")[0]), pattern
@@ -177,7 +221,9 @@ def test_the_menu_marks_where_one_is(shown: dict[str, HtmlTree], paths: dict[str
         if pattern in in_menu:
             assert marked == [pattern]
         else:
-            assert marked == [href for href in in_menu if href != "/" and pattern.startswith(f"{href}/")]
+            assert marked == [
+                href for href in in_menu if href != "/" and pattern.startswith(f"{href}/")
+            ]
             trail = [of for of in page.all("nav") if of.get("aria-label") == "Where this is"]
             assert trail, f"{pattern} has no way back"
 
@@ -194,10 +240,14 @@ def test_times_are_written_for_machines_and_have_utc_on_hover(shown: dict[str, H
 
 
 def sorting(value: Any) -> tuple[int, float, str]:
-    return (0, float(value), "") if isinstance(value, int | float) else (1, 0.0, str(value).casefold())
+    return (
+        (0, float(value), "") if isinstance(value, int | float) else (1, 0.0, str(value).casefold())
+    )
 
 
-def every_table(shown: dict[str, HtmlTree], paths: dict[str, str]) -> Iterator[tuple[str, str, Any]]:
+def every_table(
+    shown: dict[str, HtmlTree], paths: dict[str, str]
+) -> Iterator[tuple[str, str, Any]]:
     for pattern, page in shown.items():
         for name, table in page.tables().items():
             yield paths[pattern], name, table
@@ -246,7 +296,11 @@ def test_every_column_sorts_both_ways_and_not_again(
             known = [value for value in values if value not in (None, "")]
             assert values[: len(known)] == known, "what is not known stands last"
             if all(isinstance(value, int | float) for value in known):
-                assert known == sorted(known, key=sorting, reverse=key.startswith("-")), (path, name, head)
+                assert known == sorted(known, key=sorting, reverse=key.startswith("-")), (
+                    path,
+                    name,
+                    head,
+                )
             else:
                 assert [part for part in known if not re.search(r"\d", part)] == sorted(
                     (part for part in known if not re.search(r"\d", part)),
@@ -257,7 +311,9 @@ def test_every_column_sorts_both_ways_and_not_again(
             first = next(iter(table.sorts.items()))
             again = reader.page(first[1]).tables()[name].sorts[first[0]]
             back = reader.page(again).tables()[name].sorts[first[0]]
-            assert f"{name}.sort" not in parse_qs(urlsplit(back).query), "the third click gives the first order back"
+            assert f"{name}.sort" not in parse_qs(urlsplit(back).query), (
+                "the third click gives the first order back"
+            )
     assert len(tried) >= 20
 
 
@@ -265,11 +321,15 @@ def row_key(row: dict[str, Any]) -> str:
     return json.dumps(row, sort_keys=True)
 
 
-def test_a_filter_leaves_the_rows_with_all_of_its_words(reader: Reader, paths: dict[str, str]) -> None:
+def test_a_filter_leaves_the_rows_with_all_of_its_words(
+    reader: Reader, paths: dict[str, str]
+) -> None:
     path = paths["/captures"]
     rows = reader.rows(path, "captures")
     filtered = f"{path}?{urlencode({'captures.q': 'RECOMMENDER committed'})}"
-    expected = [row for row in rows if "recommender" in json.dumps(row) and row["state"] == "committed"]
+    expected = [
+        row for row in rows if "recommender" in json.dumps(row) and row["state"] == "committed"
+    ]
     assert reader.rows(filtered, "captures") == expected
     assert 0 < len(expected) < len(rows)
     assert f"{len(expected)} of {len(rows)}" in words(reader.page(filtered).by_id("captures"))
@@ -290,11 +350,15 @@ def test_leaves_divide_the_rows_of_a_long_table(reader: Reader, paths: dict[str,
     assert pages == -(-len(every) // LEAF)
 
 
-def test_the_overview_has_the_numbers_of_the_routes(reader: Reader, shown: dict[str, HtmlTree]) -> None:
+def test_the_overview_has_the_numbers_of_the_routes(
+    reader: Reader, shown: dict[str, HtmlTree]
+) -> None:
     page, client = shown["/"], reader.client
     now, jobs = client.get("now"), client.get("jobs")["jobs"]
     numbers = key_numbers(page)
-    assert number(numbers["Device use"]) == pytest.approx(100 * now["topline"]["device_use"], abs=0.06)
+    assert number(numbers["Device use"]) == pytest.approx(
+        100 * now["topline"]["device_use"], abs=0.06
+    )
     assert number(numbers["Power"]) == round(now["topline"]["power_w"])
     assert number(numbers["Captures"]) == now["tasks"]["committed"]
     heading = words(page.all("h1")[0])
@@ -328,10 +392,15 @@ def test_hosts_jobs_and_requests_are_those_of_the_routes(reader: Reader) -> None
     for job in client.get("jobs")["jobs"]:
         row = jobs.pop(job["job"])
         assert (row["ranks"], row["steps_per_second"]) == (job["ranks"], job["steps_per_second"])
-        assert row["traceable"] == f"{job['traceable']} of {job['processes']}" or row["traceable"] == "all"
+        assert (
+            row["traceable"] == f"{job['traceable']} of {job['processes']}"
+            or row["traceable"] == "all"
+        )
     assert jobs == {}
     requests = client.get("requests", most="1000")["requests"]
-    assert [row["state"] for row in reader.rows("/requests", "requests")] == [of["state"] for of in requests]
+    assert [row["state"] for row in reader.rows("/requests", "requests")] == [
+        of["state"] for of in requests
+    ]
     numbers = key_numbers(reader.page("/requests"))
     for state in ("Done", "Partial", "Failed"):
         assert number(numbers[state]) == sum(of["state"] == state.lower() for of in requests)
@@ -345,14 +414,20 @@ def test_a_page_of_a_host_has_its_devices_and_its_processes(reader: Reader) -> N
         assert words(page.all("h1")[0]) == host["host"]
         assert number(key_numbers(page)["Devices"]) == len(detail["devices"])
         rows = reader.rows(path, "devices")
-        assert [(of["uuid"], of["state"]) for of in rows] == [(of["device"], of["state"]) for of in detail["devices"]]
+        assert [(of["uuid"], of["state"]) for of in rows] == [
+            (of["device"], of["state"]) for of in detail["devices"]
+        ]
         for row, device in zip(rows, detail["devices"], strict=True):
             assert row["busy"] == device["values"].get("gpu_busy_ratio")
         if detail["processes"]:
-            assert [of["pid"] for of in reader.rows(path, "processes")] == [of["pid"] for of in detail["processes"]]
+            assert [of["pid"] for of in reader.rows(path, "processes")] == [
+                of["pid"] for of in detail["processes"]
+            ]
 
 
-def test_a_page_of_a_capture_has_its_files_findings_and_facts(reader: Reader, paths: dict[str, str]) -> None:
+def test_a_page_of_a_capture_has_its_files_findings_and_facts(
+    reader: Reader, paths: dict[str, str]
+) -> None:
     path = paths["/captures/{id}"]
     name = unquote(path.rpartition("/")[2])
     capture, page = reader.client.get(f"captures/{name}"), reader.page(path)
@@ -372,7 +447,12 @@ def test_a_page_of_a_capture_has_its_files_findings_and_facts(reader: Reader, pa
 
 
 QUESTIONS = {
-    "/kernels": ("kernels", "rows", "kernels", {"kernel": "kernel", "total_ns": "total_ns", "jobs": "jobs"}),
+    "/kernels": (
+        "kernels",
+        "rows",
+        "kernels",
+        {"kernel": "kernel", "total_ns": "total_ns", "jobs": "jobs"},
+    ),
     "/outliers": ("outliers", "hosts", "hosts", {"host": "host", "ratio": "ratio"}),
     "/gpu-time": ("characterise", "rows", "parts", {"total_ns": "total_ns", "count": "count"}),
 }
@@ -398,7 +478,9 @@ def test_tables_of_questions_are_the_answers_of_the_routes(reader: Reader, path:
         assert len(rows) >= min(len(expected), 20), (path, query)
 
 
-def test_numbers_of_regressions_add_up_to_their_tables(reader: Reader, shown: dict[str, HtmlTree]) -> None:
+def test_numbers_of_regressions_add_up_to_their_tables(
+    reader: Reader, shown: dict[str, HtmlTree]
+) -> None:
     changes = reader.client.get("regressions", top="1000")
     slower = reader.rows("/regressions", "slower-changes")
     numbers = key_numbers(shown["/regressions"])
@@ -409,25 +491,37 @@ def test_numbers_of_regressions_add_up_to_their_tables(reader: Reader, shown: di
         for name in ("slower-changes", "mixed-changes", "faster-changes")
         for row in reader.rows("/regressions", name)
     ]
-    assert sorted(row["extra_ns"] for row in rows) == sorted(of["extra_ns"] for of in changes["changes"])
+    assert sorted(row["extra_ns"] for row in rows) == sorted(
+        of["extra_ns"] for of in changes["changes"]
+    )
 
 
-def test_device_time_and_savings_are_sums_of_their_rows(reader: Reader, shown: dict[str, HtmlTree]) -> None:
+def test_device_time_and_savings_are_sums_of_their_rows(
+    reader: Reader, shown: dict[str, HtmlTree]
+) -> None:
     whole = next(row for row in reader.client.get("attribution")["rows"] if not row["values"])
     parts = reader.rows("/attribution", "of-part")
     assert sum(row["hours"] for row in parts) * 3.6e6 == pytest.approx(whole["device_ms"])
     numbers = key_numbers(shown["/attribution"])
-    assert number(numbers["Busy"]) == pytest.approx(100 * whole["busy_ms"] / whole["device_ms"], abs=0.06)
+    assert number(numbers["Busy"]) == pytest.approx(
+        100 * whole["busy_ms"] / whole["device_ms"], abs=0.06
+    )
     assert number(numbers["Cost"]) == pytest.approx(whole["cost"], rel=0.005)
     invest = reader.client.get("invest", top="1000")
     saved = sum(row["saved_ms"] for row in invest["rows"]) / 3.6e6
-    assert number(key_numbers(shown["/invest"])["Could be saved"]) == pytest.approx(saved, rel=0.005)
+    assert number(key_numbers(shown["/invest"])["Could be saved"]) == pytest.approx(
+        saved, rel=0.005
+    )
 
 
 def test_the_state_of_a_page_is_its_address(reader: Reader) -> None:
     page = reader.page("/kernels?since=7d&job=recommender-*&sort=cycles")
-    chosen = {of.get("name"): option.get("value") for of in page.all("select") for option in of.iter("option")
-              if "selected" in option.attrib}  # fmt: skip
+    chosen = {
+        of.get("name"): option.get("value")
+        for of in page.all("select")
+        for option in of.iter("option")
+        if "selected" in option.attrib
+    }
     assert chosen["since"] == "7d"
     assert chosen["sort"] == "cycles"
     [chip] = [of for of in page.all("a") if "chip" in (of.get("class") or "")]
@@ -467,7 +561,9 @@ def test_a_name_that_nothing_has_is_refused_in_words(reader: Reader, name: str) 
     for page in PAGES:
         if "{" not in page.path:
             continue
-        path = re.sub(r"\{[^}]*\}", lambda _: urlencode({"": name})[1:].replace("+", "%20"), page.path)
+        path = re.sub(
+            r"\{[^}]*\}", lambda _: urlencode({"": name})[1:].replace("+", "%20"), page.path
+        )
         seen = reader.ask(path)
         assert seen.status in {200, 400, 404}, (path, seen.status)
         assert words(HtmlTree(seen.text).all("h1")[0]), path
@@ -477,15 +573,41 @@ def test_a_name_that_nothing_has_is_refused_in_words(reader: Reader, name: str) 
 @pytest.mark.parametrize(
     "query",
     [
-        "since=nonsense", "since=2030-01-01", "until=1970-01-01", "top=-1", "top=x", "skip=9999999", "by=colour",
-        "by=" + "a," * 9, "at=%5B", "at=%5B%22none%22%5D", "kernel=", "shapes=%00", "job=%5B%5D", "version=x",
-        "version=99999999999999999999", "table=none&as=csv", "table=jobs&as=exe", "jobs.leaf=99999999999999999999999",
-        "a" * 3000, "sort=sideways", "over=year",
+        "since=nonsense",
+        "since=2030-01-01",
+        "until=1970-01-01",
+        "top=-1",
+        "top=x",
+        "skip=9999999",
+        "by=colour",
+        "by=" + "a," * 9,
+        "at=%5B",
+        "at=%5B%22none%22%5D",
+        "kernel=",
+        "shapes=%00",
+        "job=%5B%5D",
+        "version=x",
+        "version=99999999999999999999",
+        "table=none&as=csv",
+        "table=jobs&as=exe",
+        "jobs.leaf=99999999999999999999999",
+        "a" * 3000,
+        "sort=sideways",
+        "over=year",
     ],
-)  # fmt: skip
-def test_an_address_that_is_nonsense_is_never_a_defect(reader: Reader, paths: dict[str, str], query: str) -> None:
+)
+def test_an_address_that_is_nonsense_is_never_a_defect(
+    reader: Reader, paths: dict[str, str], query: str
+) -> None:
     for pattern, path in paths.items():
-        if pattern not in {*ASKING, "/jobs", "/captures", "/owners", "/regressions/change", "/kernels/history"}:
+        if pattern not in {
+            *ASKING,
+            "/jobs",
+            "/captures",
+            "/owners",
+            "/regressions/change",
+            "/kernels/history",
+        }:
             continue
         seen = reader.ask(f"{path}{'&' if '?' in path else '?'}{query}")
         assert seen.status in {200, 400, 404}, (path, query, seen.status)
@@ -505,7 +627,9 @@ def test_every_table_that_has_nothing_says_what_to_do(reader: Reader) -> None:
     assert len(empty) == 7
     for path, texts in empty.items():
         assert texts, path
-        assert any(re.search(r"Ask for|drop a filter|traceloom|more time", text) for text in texts), (path, texts)
+        assert any(
+            re.search(r"Ask for|drop a filter|traceloom|more time", text) for text in texts
+        ), (path, texts)
 
 
 def test_a_host_that_was_never_heard_of_says_so_and_not_that_it_has_nothing(reader: Reader) -> None:
@@ -514,7 +638,9 @@ def test_a_host_that_was_never_heard_of_says_so_and_not_that_it_has_nothing(read
     assert "not heard of since the service started" in words(page.by_id("devices"))
     assert "traceloom agent status" in [words(of) for of in page.by_id("devices").iter("code")]
     assert "Nothing was heard of it yet." in words(page.by_id("processes"))
-    assert f"{host} was not heard of since the service started" in words(reader.page("/").by_id("main"))
+    assert f"{host} was not heard of since the service started" in words(
+        reader.page("/").by_id("main")
+    )
 
 
 def test_a_change_of_a_mix_is_found_where_its_device_is_a_filter_too(reader: Reader) -> None:

@@ -23,9 +23,17 @@ from traceloom.fleet.store.captures import ServiceState  # noqa: E402
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("fleet")
     running = RunningService(
-        folder, "--store", str(folder / "store"), "--workers", "1", "--proxy-user-header", "X-User", "--proxy-from", "127.0.0.1",
+        folder,
+        "--store",
+        str(folder / "store"),
+        "--workers",
+        "1",
+        "--proxy-user-header",
+        "X-User",
+        "--proxy-from",
+        "127.0.0.1",
         command=patient(60),
-    )  # fmt: skip
+    )
     try:
         cookie = running.signed_in()
         until(lambda: running.browse("/", cookie).status == 200)  # it leads
@@ -42,7 +50,9 @@ def cookie(service: RunningService) -> str:
 
 
 def token(service: RunningService, name: str, role: str, days: float = 0) -> str:
-    code, answer = service.ask("POST", "/api/v1/tokens", body={"name": name, "role": role, "days": days})
+    code, answer = service.ask(
+        "POST", "/api/v1/tokens", body={"name": name, "role": role, "days": days}
+    )
     assert code == 200, answer
     return str(answer["token"])
 
@@ -54,7 +64,9 @@ def test_a_token_opens_a_session_whose_cookie_no_script_reads(service: RunningSe
     seen = service.browse("/sign-in", form={"token": secret, "next": "/jobs?jobs.q=a"})
     assert (seen.status, seen.headers["Location"]) == (303, "/jobs?jobs.q=a")
     cookie = seen.headers["Set-Cookie"]
-    assert re.fullmatch(r"traceloom=tls_[\w-]{43}; HttpOnly; Max-Age=43200; Path=/; SameSite=strict", cookie)
+    assert re.fullmatch(
+        r"traceloom=tls_[\w-]{43}; HttpOnly; Max-Age=43200; Path=/; SameSite=strict", cookie
+    )
     kept = b"".join(path.read_bytes() for path in (service.folder / "store").glob("state.db*"))
     assert cookie.split("=")[1].partition(";")[0].encode() not in kept
     assert service.browse("/", cookie.partition(";")[0]).status == 200
@@ -66,7 +78,9 @@ def test_a_token_opens_a_session_whose_cookie_no_script_reads(service: RunningSe
     assert service.browse("/", cookie.partition(";")[0]).headers["Location"] == "/sign-in?ended=yes"
 
 
-def test_who_follows_a_link_of_another_site_comes_again_with_the_cookie(service: RunningService) -> None:
+def test_who_follows_a_link_of_another_site_comes_again_with_the_cookie(
+    service: RunningService,
+) -> None:
     seen = service.browse("/jobs?a=b", Sec_Fetch_Site="cross-site")
     assert (seen.status, seen.headers["Refresh"]) == (200, "0; url=/jobs?a=b")
     assert seen.headers["X-Frame-Options"] == "DENY"
@@ -82,13 +96,17 @@ def test_a_wrong_an_expired_and_a_revoked_token_are_refused_alike(service: Runni
     assert service.browse("/", open_before).status == 200
     assert service.ask("DELETE", "/api/v1/tokens/gone")[0] == 200
     assert service.browse("/", open_before).status == 303, "its sessions end with it"
-    answers = {service.browse("/sign-in", form={"token": secret}).text for secret in ("tl_wrong", "", expired, revoked)}
+    answers = {
+        service.browse("/sign-in", form={"token": secret}).text
+        for secret in ("tl_wrong", "", expired, revoked)
+    }
     assert len(answers) == 1
     assert "This token does not open anything." in answers.pop()
 
 
 @pytest.mark.parametrize(
-    "where", ["https://evil.example/", "//evil.example", "/\\evil.example", "javascript:alert(1)", "\t/x"]
+    "where",
+    ["https://evil.example/", "//evil.example", "/\\evil.example", "javascript:alert(1)", "\t/x"],
 )
 def test_signing_in_leads_nowhere_else(service: RunningService, where: str) -> None:
     form = {"token": service.token_file.read_text().strip(), "next": where}
@@ -97,10 +115,18 @@ def test_signing_in_leads_nowhere_else(service: RunningService, where: str) -> N
 
 def test_every_answer_says_what_a_browser_may_not(service: RunningService) -> None:
     cookie = service.signed_in()
-    for path, code in (("/", 200), ("/sign-in", 200), ("/nothing", 404), ("/captures/none/report", 404)):
+    for path, code in (
+        ("/", 200),
+        ("/sign-in", 200),
+        ("/nothing", 404),
+        ("/captures/none/report", 404),
+    ):
         seen = service.browse(path, cookie)
         assert seen.status == code
-        policy = dict(part.strip().partition(" ")[::2] for part in seen.headers["Content-Security-Policy"].split(";"))
+        policy = dict(
+            part.strip().partition(" ")[::2]
+            for part in seen.headers["Content-Security-Policy"].split(";")
+        )
         assert policy["default-src"] == policy["frame-ancestors"] == "'none'"
         assert "unsafe-inline" not in str(policy)
         assert seen.headers["X-Content-Type-Options"] == "nosniff"
@@ -137,7 +163,9 @@ def test_a_proxy_says_who_reads_and_nobody_else(service: RunningService) -> None
     assert service.browse("/", X_User="<script>").status == 303
 
 
-def test_a_proxy_gives_nobody_the_role_of_a_token_that_holds_no_more(service: RunningService) -> None:
+def test_a_proxy_gives_nobody_the_role_of_a_token_that_holds_no_more(
+    service: RunningService,
+) -> None:
     token(service, "guest", "admin", days=1e-9)
     until(lambda: "requester" in service.browse("/", X_User="guest").text)
     assert service.browse("/audit", X_User="guest").status == 403
@@ -149,13 +177,19 @@ def test_a_page_that_is_not_there_leads_on_by_the_menu(service: RunningService) 
     assert "the menu leads on" in seen.text
     assert 'href="/captures"' in seen.text
     stranger = service.browse("/nothing")
-    assert (stranger.status, "menu" in stranger.text, 'href="/captures"' in stranger.text) == (404, False, False)
+    assert (stranger.status, "menu" in stranger.text, 'href="/captures"' in stranger.text) == (
+        404,
+        False,
+        False,
+    )
 
 
 NEED_NAMES = {"/regressions/change", "/kernels/history", "/compare"}
 
 
-@pytest.mark.parametrize("path", [page.path for page in PAGES if "{" not in page.path and page.path not in NEED_NAMES])
+@pytest.mark.parametrize(
+    "path", [page.path for page in PAGES if "{" not in page.path and page.path not in NEED_NAMES]
+)
 def test_a_page_of_an_empty_fleet_says_what_there_is_not_and_what_to_do(
     service: RunningService, cookie: str, path: str
 ) -> None:
@@ -164,7 +198,9 @@ def test_a_page_of_an_empty_fleet_says_what_there_is_not_and_what_to_do(
     page = HtmlTree(seen.text)
     assert len(page.all("h1")) == 1
     main = page.by_id("main")
-    nothing = [words(of) for of in main.iter() if (of.get("class") or "") in {"empty", "quiet", "lead"}]
+    nothing = [
+        words(of) for of in main.iter() if (of.get("class") or "") in {"empty", "quiet", "lead"}
+    ]
     steps = [of for tag in ("a", "form", "code") for of in main.iter(tag)]
     assert steps, "it leads on"
     if path not in {"/tokens", "/audit"}:  # somebody is signed in
@@ -195,7 +231,9 @@ def test_a_page_whose_answer_takes_long_says_so_and_asks_again(tmp_path: Path) -
         first = service.browse("/gpu-time", cookie)
         assert (first.status, first.headers["Refresh"]) == (202, "2")
         assert "being worked out" in first.text
-        until(lambda: service.browse("/gpu-time", cookie).status == 200)  # it asks two questions, one after the other
+        until(
+            lambda: service.browse("/gpu-time", cookie).status == 200
+        )  # it asks two questions, one after the other
         assert service.browse("/gpu-time?table=nothing", cookie).status == 404, "a download waits"
     finally:
         code = service.end()

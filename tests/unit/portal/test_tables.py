@@ -37,7 +37,9 @@ def names(table: PageTable, query: str) -> list[str]:
 
 def test_rows_are_sorted_and_filtered_as_the_address_says() -> None:
     assert names(TABLE, "") == ["Beta 10", "alpha 9", EVIL]
-    assert names(TABLE, "t.sort=size") == [EVIL, "Beta 10", "alpha 9"], "what is unknown stands last"
+    assert names(TABLE, "t.sort=size") == [EVIL, "Beta 10", "alpha 9"], (
+        "what is unknown stands last"
+    )
     assert names(TABLE, "t.sort=-size") == ["Beta 10", EVIL, "alpha 9"]
     assert names(TABLE, "t.sort=name") == [EVIL, "alpha 9", "Beta 10"], "case does not count"
     assert names(TABLE, "t.q=ALPHA+failed") == ["alpha 9"]
@@ -52,15 +54,22 @@ def test_texts_of_strangers_are_text_and_nothing_invisible_is_left() -> None:
     assert "2.00 MB" in elements.shown
     assert ("span", "title", "nobody knows") in elements.attributes
     assert ("time", "datetime", "2026-09-21T14:13:20.000+00:00") in elements.attributes
-    assert "Make one." in format_value(PageTable("t", "Things", COLUMNS, [], "Make one.").render(PageUrl("/p", "")))
+    assert "Make one." in format_value(
+        PageTable("t", "Things", COLUMNS, [], "Make one.").render(PageUrl("/p", ""))
+    )
 
 
 @pytest.mark.parametrize(
-    ("asked", "first", "last"), [("", 0, 49), ("2", 50, 99), ("3", 100, 119), ("99", 100, 119), ("x", 0, 49)]
+    ("asked", "first", "last"),
+    [("", 0, 49), ("2", 50, 99), ("3", 100, 119), ("99", 100, 119), ("x", 0, 49)],
 )
 def test_a_long_table_has_leaves(asked: str, first: int, last: int) -> None:
-    table = PageTable("t", "Things", COLUMNS[:1], [{"name": f"n{k}", "size": k} for k in range(120)])
-    elements = Elements(format_value(table.render(PageUrl("/p", f"t.leaf={asked}&t.sort=&u.q=kept"))))
+    table = PageTable(
+        "t", "Things", COLUMNS[:1], [{"name": f"n{k}", "size": k} for k in range(120)]
+    )
+    elements = Elements(
+        format_value(table.render(PageUrl("/p", f"t.leaf={asked}&t.sort=&u.q=kept")))
+    )
     assert elements.tags["tr"] == 1 + last - first + 1 <= 1 + ROWS_PER_PAGE
     assert f"n{first}" in elements.shown
     assert f"{first + 1} to {last + 1} of 120" in elements.shown
@@ -69,7 +78,9 @@ def test_a_long_table_has_leaves(asked: str, first: int, last: int) -> None:
         for tag, name, value in elements.attributes
         if (tag, name) == ("a", "href")
     ]
-    assert all(link.get("u.q", ["kept"]) == ["kept"] for link in links), "what other tables show stays"
+    assert all(link.get("u.q", ["kept"]) == ["kept"] for link in links), (
+        "what other tables show stays"
+    )
 
 
 def test_downloads_are_exact_and_no_formulas() -> None:
@@ -82,10 +93,21 @@ def test_downloads_are_exact_and_no_formulas() -> None:
 
 @pytest.mark.parametrize(
     ("asked", "first"),
-    [("9" * 5000, 101), ("000000000000002", 1), ("-1", 1), ("0", 1), ("²", 1), ("٢", 51), (" 2", 1), ("2.0", 1)],
+    [
+        ("9" * 5000, 101),
+        ("000000000000002", 1),
+        ("-1", 1),
+        ("0", 1),
+        ("²", 1),
+        ("٢", 51),
+        (" 2", 1),
+        ("2.0", 1),
+    ],
     ids=["huge", "many zeros", "negative", "zero", "superscript", "arabic", "space", "fraction"],
 )
 def test_an_odd_number_of_a_leaf_is_never_a_defect(asked: str, first: int) -> None:
-    table = PageTable("t", "Things", COLUMNS[:1], [{"name": f"n{k}", "size": k} for k in range(120)])
+    table = PageTable(
+        "t", "Things", COLUMNS[:1], [{"name": f"n{k}", "size": k} for k in range(120)]
+    )
     shown = Elements(format_value(table.render(PageUrl("/p", urlencode({"t.leaf": asked})))))
     assert f"{first} to {min(first + 49, 120)} of 120" in shown.shown

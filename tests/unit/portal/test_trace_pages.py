@@ -15,7 +15,16 @@ pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 import itertools
 
 from support.html_tree import words
-from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, Shown, fragment_tree, request
+from support.page_contents import (
+    EVIL,
+    NOON,
+    SECOND,
+    SPELLED,
+    ContentPage,
+    Shown,
+    fragment_tree,
+    request,
+)
 from traceloom.agent.traces.requests import TraceSpec
 from traceloom.agent.triggers.store import LastFiring, LastRefusal
 from traceloom.fleet.api import CaptureAnswer, TaskAnswer
@@ -33,9 +42,16 @@ STATES: tuple[FleetState, ...] = get_args(FleetState)
 
 def capture(number: int, state: str, **changes: object) -> CaptureAnswer:
     fields: dict[str, object] = {
-        "id": f"c{number}", "day": "2026-09-21", "job": "a", "uploader": "ana", "received_ns": NOON - number * SECOND,
-        "bytes": 1_500_000, "state": state, "tasks": [], "files": {"rank0.json": 1_000_000, "rank1.json": 500_000},
-    }  # fmt: skip
+        "id": f"c{number}",
+        "day": "2026-09-21",
+        "job": "a",
+        "uploader": "ana",
+        "received_ns": NOON - number * SECOND,
+        "bytes": 1_500_000,
+        "state": state,
+        "tasks": [],
+        "files": {"rank0.json": 1_000_000, "rank1.json": 500_000},
+    }
     return CaptureAnswer(**{**fields, **changes})  # type: ignore[arg-type]
 
 
@@ -47,11 +63,15 @@ def test_requests_are_counted_by_how_they_ended() -> None:
     assert page.numbers() == {
         "Being taken": Shown("2", "have not ended", "", ""),
         "Done": Shown("2", "whole", "", "/requests?requests.q=done"),
-        "Partial": Shown("1", "something of a host is missing", "warn", "/requests?requests.q=partial"),
+        "Partial": Shown(
+            "1", "something of a host is missing", "warn", "/requests?requests.q=partial"
+        ),
         "Failed": Shown("1", "gave nothing", "bad", "/requests?requests.q=failed"),
     }
     # What the number of those that failed leads to are exactly these.
-    filtered = ContentPage(requests_page.REQUESTS_PAGE.content(rows), "requests.q=failed", "/requests")
+    filtered = ContentPage(
+        requests_page.REQUESTS_PAGE.content(rows), "requests.q=failed", "/requests"
+    )
     assert filtered.column("requests", "State") == ["failed"]
 
 
@@ -87,7 +107,9 @@ def test_a_request_says_what_was_asked_by_whom_and_why_there_is_nothing() -> Non
 
 @pytest.mark.parametrize("state", STATES)
 def test_a_request_stands_where_its_state_is_on_the_way(state: FleetState) -> None:
-    content = request_page.REQUEST_PAGE.content(request("r", state, reason="some-reason", capture="c1"))
+    content = request_page.REQUEST_PAGE.content(
+        request("r", state, reason="some-reason", capture="c1")
+    )
     assert content.ended == (state in ENDED_FLEET_STATES)
     page = ContentPage(content)
     way = page.by_id("way-part")
@@ -98,18 +120,24 @@ def test_a_request_stands_where_its_state_is_on_the_way(state: FleetState) -> No
     else:
         here = [words(of) for of in way.iter("li") if of.get("aria-current") == "step"]
         assert here == [state]
-        passed = [words(of) for of in way.iter("li") if (of.get("class") or "").split()[:1] == ["passed"]]
+        passed = [
+            words(of) for of in way.iter("li") if (of.get("class") or "").split()[:1] == ["passed"]
+        ]
         assert passed == steps[: steps.index(state)], "all before it is behind it"
         assert steps[-1] == ("partial" if state == "partial" else "done")
     links = [of.get("href") for of in way.iter("a")]
-    assert links == (["/captures/c1"] if state in ENDED_FLEET_STATES else []), "a report is there when it has ended"
+    assert links == (["/captures/c1"] if state in ENDED_FLEET_STATES else []), (
+        "a report is there when it has ended"
+    )
     assert "some-reason" in words(way)
     assert len(page.heading.split()) >= 3, "its state in a sentence"
 
 
 def test_a_capture_that_could_not_be_analysed_is_no_report() -> None:
     for reason, name in (("", "Open the report"), ("analysis-failed", "See the capture")):
-        page = ContentPage(request_page.REQUEST_PAGE.content(request("r", "partial", capture="c1", reason=reason)))
+        page = ContentPage(
+            request_page.REQUEST_PAGE.content(request("r", "partial", capture="c1", reason=reason))
+        )
         assert [words(of) for of in page.by_id("way-part").iter("a")] == [name]
 
 
@@ -125,11 +153,18 @@ def test_a_request_shows_every_host_and_what_it_says() -> None:
         RequestHost(host=EVIL, state="failed", since_ns=NOON, reason="unreachable", detail=EVIL),
         RequestHost(host="n3", state="failed", since_ns=NOON, reason="unreachable"),
     ]
-    page = ContentPage(request_page.REQUEST_PAGE.content(request("r", "partial", start_ns=NOON + SECOND, hosts=hosts)))
+    page = ContentPage(
+        request_page.REQUEST_PAGE.content(
+            request("r", "partial", start_ns=NOON + SECOND, hosts=hosts)
+        )
+    )
     assert page.column("hosts", "Ranks") == ["0-2, 5", "–", "–"]
     assert page.column("hosts", "Why") == ["–", SPELLED, "unreachable"]
     assert page.leads("hosts", "Host")[0] == "/hosts/n%2F1"
-    assert page.column("targets", "Rank and profiler, and how far it is") == ["0 timeline: done", "1 timeline: done"]
+    assert page.column("targets", "Rank and profiler, and how far it is") == [
+        "0 timeline: done",
+        "1 timeline: done",
+    ]
     numbers = page.numbers()
     assert numbers["Job"] == Shown("a", "that is traced", "", "/jobs/a")
     assert numbers["Begins"].value == "2026-09-21 14:13:21 UTC"
@@ -145,32 +180,46 @@ def test_ranges_of_ranks_hold_the_ranks_that_they_are_of(ranks: set[int]) -> Non
     [shown] = page.column("hosts", "Ranks")
     spans = [tuple(map(int, re.findall(r"\d+", part))) for part in shown.split(", ")]
     assert {rank for span in spans for rank in range(span[0], span[-1] + 1)} == ranks
-    assert all(before[-1] + 1 < after[0] for before, after in itertools.pairwise(spans)), "as few as can be"
+    assert all(before[-1] + 1 < after[0] for before, after in itertools.pairwise(spans)), (
+        "as few as can be"
+    )
 
 
 def test_captures_are_counted_by_state_and_lead_to_where_they_are() -> None:
     failed = TaskAnswer(version="2", state="quarantined", attempts=3, error=EVIL)
     rows = [
         capture(0, "committed"),
-        capture(1, "quarantined", tasks=[TaskAnswer(version="1", state="committed", attempts=1, error="old"), failed]),
+        capture(
+            1,
+            "quarantined",
+            tasks=[TaskAnswer(version="1", state="committed", attempts=1, error="old"), failed],
+        ),
         capture(2, "", job="", files={}, bytes=0),
     ]
     page = ContentPage(captures_page.CAPTURES_PAGE.content(rows))
     assert page.column("captures", "State") == ["committed", "quarantined", "–"]
-    assert page.column("captures", "Why not") == ["–", SPELLED, "–"], "the last that was tried counts"
+    assert page.column("captures", "Why not") == ["–", SPELLED, "–"], (
+        "the last that was tried counts"
+    )
     assert page.column("captures", "Size") == ["1.50 MB", "1.50 MB", "0 B"]
     assert page.column("captures", "Files") == ["2", "2", "0"]
     assert page.leads("captures", "Job") == ["/jobs/a", "/jobs/a", ""]
     numbers = page.numbers()
     assert numbers["Captures"] == Shown("3", "in all", "", "")
-    assert numbers["Not analysable"] == Shown("1", "in quarantine", "bad", "/captures?captures.q=quarantined")
+    assert numbers["Not analysable"] == Shown(
+        "1", "in quarantine", "bad", "/captures?captures.q=quarantined"
+    )
     assert numbers["Size"].value == "3.00 MB"
     assert "older" not in {of.get("id") for of in page.root.iter()}
 
 
 @pytest.mark.parametrize(("count", "about"), [(999, "in all"), (1000, "the last ones")])
 def test_older_captures_are_led_to_where_a_page_is_full(count: int, about: str) -> None:
-    page = ContentPage(captures_page.CAPTURES_PAGE.content([capture(number, "committed") for number in range(count)]))
+    page = ContentPage(
+        captures_page.CAPTURES_PAGE.content(
+            [capture(number, "committed") for number in range(count)]
+        )
+    )
     assert page.numbers()["Captures"].about == about
     older = [of.get("href") for of in page.all("a") if words(of) == "Older captures"]
     assert older == ([f"/captures?before={NOON - 999 * SECOND}"] if count == 1000 else [])
@@ -178,40 +227,79 @@ def test_older_captures_are_led_to_where_a_page_is_full(count: int, about: str) 
 
 def rule(name: str, on: str, **changes: object) -> FleetTriggerAnswer:
     fields: dict[str, object] = {
-        "name": name, "on": on, "jobs": 2, "target": "job", "cooldown_seconds": 3600.0, "fired": 0, "refusals": {},
-        "kept_bytes": 0, "last": None, "last_refusal": None,
-    }  # fmt: skip
+        "name": name,
+        "on": on,
+        "jobs": 2,
+        "target": "job",
+        "cooldown_seconds": 3600.0,
+        "fired": 0,
+        "refusals": {},
+        "kept_bytes": 0,
+        "last": None,
+        "last_refusal": None,
+    }
     return FleetTriggerAnswer(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def triggers(*rules: FleetTriggerAnswer, **changes: object) -> FleetTriggersAnswer:
     fields: dict[str, object] = {
-        "toml": "", "rules": list(rules), "traces_per_day": 50, "traces_left": 48, "bytes_per_day": 20_000_000_000,
-        "bytes_left": 5_000_000_000, "share": 0.01, "trouble": "",
-    }  # fmt: skip
+        "toml": "",
+        "rules": list(rules),
+        "traces_per_day": 50,
+        "traces_left": 48,
+        "bytes_per_day": 20_000_000_000,
+        "bytes_left": 5_000_000_000,
+        "share": 0.01,
+        "trouble": "",
+    }
     return FleetTriggersAnswer(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_rules_say_what_they_did_and_why_they_did_not() -> None:
     rules = [
         rule(
-            "daily", "cadence", fired=3, kept_bytes=2_000_000, refusals={"busy": 1, "budget": 1200},
+            "daily",
+            "cadence",
+            fired=3,
+            kept_bytes=2_000_000,
+            refusals={"busy": 1, "budget": 1200},
             last=LastFiring(at_ns=NOON, target="b/c", what="its turn", request="r/9", uid=0),
-            last_refusal=LastRefusal(at_ns=NOON + SECOND, target="a", what="its turn", uid=0, reason="budget", detail=EVIL),
+            last_refusal=LastRefusal(
+                at_ns=NOON + SECOND,
+                target="a",
+                what="its turn",
+                uid=0,
+                reason="budget",
+                detail=EVIL,
+            ),
         ),
-        rule("slow", "regression", target="slowest-and-median", cooldown_seconds=0.5, fired=1,
-             last_refusal=LastRefusal(at_ns=NOON - SECOND, target="", what=EVIL, uid=0, reason="no-job", detail="it ended")),
+        rule(
+            "slow",
+            "regression",
+            target="slowest-and-median",
+            cooldown_seconds=0.5,
+            fired=1,
+            last_refusal=LastRefusal(
+                at_ns=NOON - SECOND, target="", what=EVIL, uid=0, reason="no-job", detail="it ended"
+            ),
+        ),
         rule("idle", "usage"),
-    ]  # fmt: skip
+    ]
     page = ContentPage(triggers_page.TRIGGERS_PAGE.content(triggers(*rules)))
     assert page.heading == "3 rules asked for 4 traces"
     assert page.column("rules", "Refused") == ["budget 1\u202f200×, busy 1×", "–", "–"], (
         "what was most often stands first"
     )
     assert page.column("rules", "Cooldown") == ["3\u202f600 s", "500 ms", "3\u202f600 s"]
-    assert page.column("rules", "Traces") == ["all ranks", "slowest rank and one in the middle", "all ranks"]
+    assert page.column("rules", "Traces") == [
+        "all ranks",
+        "slowest rank and one in the middle",
+        "all ranks",
+    ]
     assert page.leads("rules", "Fired")[0] == "/requests?requests.q=trigger+daily"
-    assert page.column("last", "When") == [f"2026-09-21 14:13:{second} UTC" for second in (21, 20, 19)], "newest first"
+    assert page.column("last", "When") == [
+        f"2026-09-21 14:13:{second} UTC" for second in (21, 20, 19)
+    ], "newest first"
     assert page.column("last", "Result") == ["refused", "fired", "refused"]
     assert page.column("last", "Why not") == [f"budget: {SPELLED}", "–", "no-job: it ended"]
     assert page.leads("last", "Job") == ["/jobs/a", "/jobs/b/c", ""]
@@ -224,7 +312,9 @@ def test_rules_say_what_they_did_and_why_they_did_not() -> None:
 
 def test_a_budget_that_is_spent_and_rules_that_fail_are_seen_first() -> None:
     page = ContentPage(
-        triggers_page.TRIGGERS_PAGE.content(triggers(rule("a", "usage"), traces_left=0, bytes_left=0, trouble=EVIL))
+        triggers_page.TRIGGERS_PAGE.content(
+            triggers(rule("a", "usage"), traces_left=0, bytes_left=0, trouble=EVIL)
+        )
     )
     numbers = page.numbers()
     assert (numbers["Traces left"].grade, numbers["Bytes left"].grade) == ("warn", "warn")
@@ -243,9 +333,16 @@ def test_the_table_of_requests_is_filtered_by_all_that_it_shows() -> None:
         request("r2", "done", who="ana", wanted=TraceSpec(job="daily", steps=2)),
     ]
     table = requests_page.build_requests_table(rows)
-    assert [row["id"] for row in table.chosen(PageUrl("/requests", "requests.q=trigger+daily"))] == ["r1"]
-    assert [row["id"] for row in table.chosen(PageUrl("/requests", "requests.q=DAILY"))] == ["r1", "r2"]
+    assert [
+        row["id"] for row in table.chosen(PageUrl("/requests", "requests.q=trigger+daily"))
+    ] == ["r1"]
+    assert [row["id"] for row in table.chosen(PageUrl("/requests", "requests.q=DAILY"))] == [
+        "r1",
+        "r2",
+    ]
     assert (
-        fragment_tree(table.render(PageUrl("/requests", "requests.q=2+step"))).tables()["requests"].texts[0][4]
+        fragment_tree(table.render(PageUrl("/requests", "requests.q=2+step")))
+        .tables()["requests"]
+        .texts[0][4]
         == "2 steps, timeline"
     )

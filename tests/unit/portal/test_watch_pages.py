@@ -35,19 +35,40 @@ from traceloom.fleet.portal.pages.overview import FleetView, HostView
 from traceloom.server.problem import HttpError
 
 HERE = HostAnswer(
-    host="node1", heard_ns=NOON, lost=False, version="1.2", clock_offset_ns=-2_500_000, clock_error_ns=30_000,
-    devices=8, stale_devices=1, processes=9, jobs=["a", "b/c"], trouble={"nvml": "no permission", "disk": EVIL},
-)  # fmt: skip
-LOST = HostAnswer(host=EVIL, heard_ns=NOON - 90 * SECOND, lost=True, version="1.1", devices=4, jobs=["a"])
+    host="node1",
+    heard_ns=NOON,
+    lost=False,
+    version="1.2",
+    clock_offset_ns=-2_500_000,
+    clock_error_ns=30_000,
+    devices=8,
+    stale_devices=1,
+    processes=9,
+    jobs=["a", "b/c"],
+    trouble={"nvml": "no permission", "disk": EVIL},
+)
+LOST = HostAnswer(
+    host=EVIL, heard_ns=NOON - 90 * SECOND, lost=True, version="1.1", devices=4, jobs=["a"]
+)
 NEVER = HostAnswer(host="node3")
 
 
 def job(identity: str = "a", **changes: object) -> FleetJobAnswer:
     fields: dict[str, object] = {
-        "job": identity, "name": identity, "scheduler": "slurm", "user": "ana", "framework": "torch", "hosts": ["node1"],
-        "processes": 8, "traceable": 8, "ranks": 8, "world_size": 8, "devices": 8, "steps_per_second": 2.5,
+        "job": identity,
+        "name": identity,
+        "scheduler": "slurm",
+        "user": "ana",
+        "framework": "torch",
+        "hosts": ["node1"],
+        "processes": 8,
+        "traceable": 8,
+        "ranks": 8,
+        "world_size": 8,
+        "devices": 8,
+        "steps_per_second": 2.5,
         "hung": False,
-    }  # fmt: skip
+    }
     return FleetJobAnswer(**{**fields, **changes})  # type: ignore[arg-type]
 
 
@@ -55,7 +76,11 @@ def test_hosts_are_told_apart_by_whether_they_were_heard_of() -> None:
     page = ContentPage(hosts_page.HOSTS_PAGE.content([HERE, LOST, NEVER]))
     assert page.column("hosts", "Host") == ["node1", SPELLED, "node3"]
     assert page.column("hosts", "State") == ["here", "lost", "never"]
-    assert page.column("hosts", "Heard") == ["2026-09-21 14:13:20 UTC", "2026-09-21 14:11:50 UTC", "–"]
+    assert page.column("hosts", "Heard") == [
+        "2026-09-21 14:13:20 UTC",
+        "2026-09-21 14:11:50 UTC",
+        "–",
+    ]
     assert page.column("hosts", "Clock") == ["-2.50 ms", "–", "–"]
     assert page.column("hosts", "Trouble") == [f"disk: {SPELLED}; nvml: no permission", "–", "–"]
     # Of several jobs the host's own page tells; of one its page.
@@ -63,24 +88,40 @@ def test_hosts_are_told_apart_by_whether_they_were_heard_of() -> None:
     assert unquote(page.leads("hosts", "Host")[1]) == f"/hosts/{EVIL}"
     numbers = page.numbers()
     assert {name: (of.value, of.grade) for name, of in numbers.items()} == {
-        "Hosts": ("3", ""), "Lost": ("2", "bad"), "Devices": ("12", ""), "Silent": ("1", "warn"),
-    }  # fmt: skip
+        "Hosts": ("3", ""),
+        "Lost": ("2", "bad"),
+        "Devices": ("12", ""),
+        "Silent": ("1", "warn"),
+    }
 
 
 def test_a_fleet_in_which_nothing_is_wrong_has_no_colour() -> None:
-    page = ContentPage(hosts_page.HOSTS_PAGE.content([HostAnswer(host="node1", heard_ns=NOON, lost=False, devices=1)]))
+    page = ContentPage(
+        hosts_page.HOSTS_PAGE.content(
+            [HostAnswer(host="node1", heard_ns=NOON, lost=False, devices=1)]
+        )
+    )
     assert {of.grade for of in page.numbers().values()} == {""}
     assert "Trouble" not in page.tables()["hosts"].heads, "no row has any"
     nobody = ContentPage(hosts_page.HOSTS_PAGE.content([]))
     assert nobody.numbers() == {}
-    assert "traceloom fleet token enrol node7 > node7.token" in [words(of) for of in nobody.all("code")]
+    assert "traceloom fleet token enrol node7 > node7.token" in [
+        words(of) for of in nobody.all("code")
+    ]
 
 
 def test_jobs_that_run_are_counted_and_named() -> None:
     jobs = [
         job("a"),
         job(
-            "b/c d", user="", ranks=3, world_size=None, devices=0, traceable=2, steps_per_second=None, hosts=["x", "y"]
+            "b/c d",
+            user="",
+            ranks=3,
+            world_size=None,
+            devices=0,
+            traceable=2,
+            steps_per_second=None,
+            hosts=["x", "y"],
         ),
         job(EVIL, user="bo", traceable=0, processes=1, steps_per_second=0.0),
     ]
@@ -89,10 +130,17 @@ def test_jobs_that_run_are_counted_and_named() -> None:
     assert page.column("jobs", "Steps/s") == ["2.50", "–", "0"]
     assert page.column("jobs", "Of") == ["8", "–", "8"]
     assert page.column("jobs", "Hosts") == ["1", "2", "1"]
-    assert [unquote(of) for of in page.leads("jobs", "Job")] == ["/jobs/a", "/jobs/b/c d", f"/jobs/{EVIL}"]
+    assert [unquote(of) for of in page.leads("jobs", "Job")] == [
+        "/jobs/a",
+        "/jobs/b/c d",
+        f"/jobs/{EVIL}",
+    ]
     assert {name: of.value for name, of in page.numbers().items()} == {
-        "Jobs": "3", "Traceable": "2", "Devices": "16", "Users": "2",
-    }  # fmt: skip
+        "Jobs": "3",
+        "Traceable": "2",
+        "Devices": "16",
+        "Users": "2",
+    }
     nothing = ContentPage(jobs_page.JOBS_PAGE.content([]))
     assert nothing.numbers() == {}
     assert nothing.tables() == {}
@@ -102,12 +150,18 @@ def test_jobs_that_run_are_counted_and_named() -> None:
 def fleet(**changes: object) -> FleetView:
     fields: dict[str, object] = {
         "now": FleetStatusAnswer(
-            hosts=3, lost=["node9"], devices={"busy": 6, "idle-allocated": 1, "unallocated": 4, "unreachable": 1},
-            tasks={"received": 1, "checked": 2, "analysed": 4, "committed": 50, "quarantined": 3}, topline=None,
+            hosts=3,
+            lost=["node9"],
+            devices={"busy": 6, "idle-allocated": 1, "unallocated": 4, "unreachable": 1},
+            tasks={"received": 1, "checked": 2, "analysed": 4, "committed": 50, "quarantined": 3},
+            topline=None,
         ),
-        "hosts": [], "jobs": [job()], "failed": [], "open": [],
+        "hosts": [],
+        "jobs": [job()],
+        "failed": [],
+        "open": [],
         "trouble": FleetProblemsAnswer(slower=[], quarantined=[]),
-    }  # fmt: skip
+    }
     return FleetView(**{**fields, **changes})  # type: ignore[arg-type]
 
 
@@ -136,9 +190,15 @@ def test_the_overview_counts_devices_and_what_waits() -> None:
 
 def of_day(device_use: float, flop_rate: float | None, power_w: float) -> DailyTopline:
     return DailyTopline(
-        device_hours=8.0, device_use=device_use, flop_rate=flop_rate, flop_rate_high=None, compute_use=None,
-        power_w=power_w, roofline_fraction=None, mfu=None,
-    )  # fmt: skip
+        device_hours=8.0,
+        device_use=device_use,
+        flop_rate=flop_rate,
+        flop_rate_high=None,
+        compute_use=None,
+        power_w=power_w,
+        roofline_fraction=None,
+        mfu=None,
+    )
 
 
 def test_the_topline_of_the_day_leaves_out_what_nobody_measures() -> None:
@@ -151,7 +211,9 @@ def test_the_topline_of_the_day_leaves_out_what_nobody_measures() -> None:
     idle = of_day(0.0, 0.0, 0.0)
     zero = ContentPage(
         overview.OVERVIEW_PAGE.content(
-            fleet(now=FleetStatusAnswer(hosts=1, lost=[], devices={"busy": 1}, tasks={}, topline=idle))
+            fleet(
+                now=FleetStatusAnswer(hosts=1, lost=[], devices={"busy": 1}, tasks={}, topline=idle)
+            )
         )
     ).numbers()
     assert {"Device use", "FLOP/s", "Power"} <= set(zero), "measured to be nothing is not unknown"
@@ -166,19 +228,28 @@ def test_the_topline_of_the_day_leaves_out_what_nobody_measures() -> None:
     ],
     ids=["no host", "no device", "one device"],
 )
-def test_the_overview_of_a_small_fleet_says_what_there_is(hosts: int, devices: dict[str, int], heading: str) -> None:
+def test_the_overview_of_a_small_fleet_says_what_there_is(
+    hosts: int, devices: dict[str, int], heading: str
+) -> None:
     now = FleetStatusAnswer(hosts=hosts, lost=[], devices=devices, tasks={}, topline=None)  # type: ignore[arg-type]
     page = ContentPage(overview.OVERVIEW_PAGE.content(fleet(now=now)))
     assert page.heading == heading
-    joining = "traceloom agent run --server URL --token-file node7.token" in [words(of) for of in page.all("code")]
+    joining = "traceloom agent run --server URL --token-file node7.token" in [
+        words(of) for of in page.all("code")
+    ]
     assert joining == (hosts == 0)
 
 
 def slower(kernel: str, change: float, **changes: object) -> SlowerKernel:
     fields: dict[str, object] = {
-        "kernel": kernel, "shapes": None, "device_model": "H100", "since_ns": NOON, "change": change, "extra_ns": 5,
+        "kernel": kernel,
+        "shapes": None,
+        "device_model": "H100",
+        "since_ns": NOON,
+        "change": change,
+        "extra_ns": 5,
         "jobs_after": 12,
-    }  # fmt: skip
+    }
     return SlowerKernel(**{**fields, **changes})  # type: ignore[arg-type]
 
 
@@ -187,7 +258,10 @@ def test_what_stops_work_stands_first_and_each_line_leads_to_it() -> None:
     view = fleet(
         hosts=[HERE, LOST, NEVER],
         jobs=[job("b c", hung=True), job("fine")],
-        failed=[request("r/1", "failed", detail="nobody came"), request("r2", "failed", reason="no-such-job")],
+        failed=[
+            request("r/1", "failed", detail="nobody came"),
+            request("r2", "failed", reason="no-such-job"),
+        ],
         trouble=FleetProblemsAnswer(
             slower=[slower("gemm", 0.26), slower("norm", 1.5, shapes=EVIL), slower("gemm", 0.1)],
             quarantined=quarantined,
@@ -231,34 +305,50 @@ def test_that_it_is_not_known_whether_kernels_are_slower_is_said() -> None:
 
 def device(index: str, state: str, values: dict[str, float], **changes: object) -> DeviceStatus:
     fields: dict[str, object] = {
-        "host": "node1", "device": f"GPU-{index}", "index": index, "model": "H100", "state": state, "jobs": [],
+        "host": "node1",
+        "device": f"GPU-{index}",
+        "index": index,
+        "model": "H100",
+        "state": state,
+        "jobs": [],
         "values": values,
-    }  # fmt: skip
+    }
     return DeviceStatus(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_a_host_shows_what_its_devices_measure_and_nothing_where_they_do_not() -> None:
     full = {
-        "gpu_busy_ratio": 0.5, "gpu_sm_active_ratio": 0.25, "gpu_power_watts": 699.6,
-        "gpu_memory_used_bytes": 40e9, "gpu_memory_limit_bytes": 80e9,
-    }  # fmt: skip
+        "gpu_busy_ratio": 0.5,
+        "gpu_sm_active_ratio": 0.25,
+        "gpu_power_watts": 699.6,
+        "gpu_memory_used_bytes": 40e9,
+        "gpu_memory_limit_bytes": 80e9,
+    }
     devices = [
         device("0", "busy", full, jobs=["a"]),
-        device("1", "idle-allocated", {"gpu_busy_ratio": 0.0, "gpu_power_watts": 0.0}, jobs=["a", "b"]),
+        device(
+            "1", "idle-allocated", {"gpu_busy_ratio": 0.0, "gpu_power_watts": 0.0}, jobs=["a", "b"]
+        ),
         device("", "unreachable", {}, stale=EVIL, model=""),
     ]
     processes = [
-        HostProcess(key="1@1", pid=41, uid=0, job="b/c", rank=0, devices=("GPU-0", "GPU-1"), polls=True),
+        HostProcess(
+            key="1@1", pid=41, uid=0, job="b/c", rank=0, devices=("GPU-0", "GPU-1"), polls=True
+        ),
         HostProcess(key="2@1", pid=42, uid=0, steps_per_second=0.0),
     ]
     minute = 60 * SECOND
     usage = [
-        UsagePeriod(time_ns=NOON + minute, job=None, state="unallocated", device_ms=60_000, energy_mj=None),
+        UsagePeriod(
+            time_ns=NOON + minute, job=None, state="unallocated", device_ms=60_000, energy_mj=None
+        ),
         UsagePeriod(time_ns=NOON, job="a", state="busy", device_ms=30_000, energy_mj=1),
         UsagePeriod(time_ns=NOON, job="b", state="busy", device_ms=15_000, energy_mj=1),
     ]
     page = ContentPage(
-        host_page.HOST_PAGE.content(HostView(HostDetailAnswer(host=HERE, devices=devices, processes=processes), usage))
+        host_page.HOST_PAGE.content(
+            HostView(HostDetailAnswer(host=HERE, devices=devices, processes=processes), usage)
+        )
     )
     assert page.heading == "node1"
     assert page.column("devices", "Busy") == ["50.0 %", "0 %", "–"]
@@ -276,38 +366,54 @@ def test_a_host_shows_what_its_devices_measure_and_nothing_where_they_do_not() -
     assert numbers["State"].about == "heard 2026-09-21 14:13:20 UTC"
     # Two minutes: in the first, devices were busy for 45 s of 60 s of the highest one.
     paths = {of.get("class"): of.get("d") for of in page.all("path")}
-    assert paths == {"f-compute": "M0.0 120.0V30.0H500.0V120.0Z", "f-idle": "M500.0 120.0V0.0H1000.0V120.0Z"}
+    assert paths == {
+        "f-compute": "M0.0 120.0V30.0H500.0V120.0Z",
+        "f-idle": "M500.0 120.0V0.0H1000.0V120.0Z",
+    }
 
 
 def test_a_host_that_was_never_heard_of_has_no_clock_and_no_version() -> None:
     page = ContentPage(
-        host_page.HOST_PAGE.content(HostView(HostDetailAnswer(host=NEVER, devices=[], processes=[]), []))
+        host_page.HOST_PAGE.content(
+            HostView(HostDetailAnswer(host=NEVER, devices=[], processes=[]), [])
+        )
     )
     numbers = page.numbers()
     assert {name: of.value for name, of in numbers.items()} == {
-        "State": "never", "Devices": "0", "Processes": "0", "Clock": "–", "Agent": "–",
-    }  # fmt: skip
+        "State": "never",
+        "Devices": "0",
+        "Processes": "0",
+        "Clock": "–",
+        "Agent": "–",
+    }
     assert numbers["Clock"].about == "not measured yet"
     assert page.tables() == {}
     behind = ContentPage(
         host_page.HOST_PAGE.content(
             HostView(
                 HostDetailAnswer(
-                    host=HostAnswer(host="n", heard_ns=NOON, lost=False, clock_offset_ns=0, clock_error_ns=0),
-                    devices=[], processes=[],
+                    host=HostAnswer(
+                        host="n", heard_ns=NOON, lost=False, clock_offset_ns=0, clock_error_ns=0
+                    ),
+                    devices=[],
+                    processes=[],
                 ),
                 [],
             )
         )
-    )  # fmt: skip
+    )
     assert behind.numbers()["Clock"].value == "0 ns", "measured to be right is not unknown"
 
 
 def job_view(answer: FleetJobAnswer | None, **changes: object) -> JobView:
     fields: dict[str, object] = {
-        "name": "a", "detail": JobDetailAnswer(job=answer, processes=[]), "captures": [], "findings": [],
-        "requests": [], "usage": [],
-    }  # fmt: skip
+        "name": "a",
+        "detail": JobDetailAnswer(job=answer, processes=[]),
+        "captures": [],
+        "findings": [],
+        "requests": [],
+        "usage": [],
+    }
     return JobView(**{**fields, **changes})  # type: ignore[arg-type]
 
 
@@ -320,14 +426,20 @@ def test_a_job_that_does_not_run_says_so_and_keeps_what_was_captured() -> None:
     assert page.leads("requests", "Capture") == ["/captures/c1"]
     assert "Job" not in page.tables()["requests"].heads, "all are of this one"
     commands = [words(of) for of in page.all("code")]
-    assert """traceloom upload run --job 'it'"'"'s $HOME'""" in commands, "it can be pasted into a shell"
+    assert """traceloom upload run --job 'it'"'"'s $HOME'""" in commands, (
+        "it can be pasted into a shell"
+    )
 
 
 def test_a_job_that_makes_no_steps_is_not_called_unmeasured() -> None:
-    numbers = ContentPage(job_page.JOB_PAGE.content(job_view(job(steps_per_second=0.0, hung=True)))).numbers()
+    numbers = ContentPage(
+        job_page.JOB_PAGE.content(job_view(job(steps_per_second=0.0, hung=True)))
+    ).numbers()
     assert numbers["Steps/s"] == Shown("0", "of its slowest rank", "", "")
     assert numbers["Hangs"] == Shown("yes", "it makes no steps any more", "bad", "#processes-part")
-    unmeasured = ContentPage(job_page.JOB_PAGE.content(job_view(job(steps_per_second=None)))).numbers()
+    unmeasured = ContentPage(
+        job_page.JOB_PAGE.content(job_view(job(steps_per_second=None)))
+    ).numbers()
     assert unmeasured["Steps/s"] == Shown("–", "nobody measures it", "", "")
     assert "Hangs" not in unmeasured
 
@@ -346,10 +458,26 @@ def test_a_job_has_its_processes_findings_and_numbers() -> None:
             confidence=0.9,
             rank=3,
         ),
-        FleetFinding(capture="c2", slug=EVIL, saving_ns=None, saving_fraction=None, confidence=None, rank=None),
+        FleetFinding(
+            capture="c2",
+            slug=EVIL,
+            saving_ns=None,
+            saving_fraction=None,
+            confidence=None,
+            rank=None,
+        ),
     ]
-    answer = job(world_size=None, hosts=["n/1", "n2"], processes=2, traceable=1, name="train", scheduler="slurm")
-    view = job_view(answer, detail=JobDetailAnswer(job=answer, processes=processes), findings=findings)
+    answer = job(
+        world_size=None,
+        hosts=["n/1", "n2"],
+        processes=2,
+        traceable=1,
+        name="train",
+        scheduler="slurm",
+    )
+    view = job_view(
+        answer, detail=JobDetailAnswer(job=answer, processes=processes), findings=findings
+    )
     page = ContentPage(job_page.JOB_PAGE.content(view))
     numbers = page.numbers()
     assert numbers["Ranks"] == Shown("8", "the world size is not known, on 2 hosts", "", "")

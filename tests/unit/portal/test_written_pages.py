@@ -16,7 +16,13 @@ from support.patient_service import patient  # noqa: E402
 from support.running_service import RunningService, Seen  # noqa: E402
 from support.waiting import until  # noqa: E402
 from traceloom.agent.fleet_link.client import ServiceClient  # noqa: E402
-from traceloom.agent.fleet_link.protocol import Enrolment, Heartbeat, HeartbeatAnswer, HostCredentials, HostProcess  # noqa: E402
+from traceloom.agent.fleet_link.protocol import (  # noqa: E402
+    Enrolment,
+    Heartbeat,
+    HeartbeatAnswer,
+    HostCredentials,
+    HostProcess,
+)
 
 RULES = '[[triggers]]\nname = "daily"\non = "cadence"\nshare = 1.0\nwhere = {{job = "{job}"}}\n'
 PRICES = 'currency = "EUR"\n[device_hour]\ndefault = 2.5\n'
@@ -30,9 +36,12 @@ class Portal:
         until(lambda: self.service.ask("GET", "/api/v1/triggers")[0] == 200)  # it leads
         token = self.service.client().post("agents", {"host": "node1", "days": 1})["token"]
         host = ServiceClient(self.service.url)
-        host.credential = host.post("agents/enrol", Enrolment(token=token, host="node1"), HostCredentials).credential
+        host.credential = host.post(
+            "agents/enrol", Enrolment(token=token, host="node1"), HostCredentials
+        ).credential
         ranks = [
-            HostProcess(key=f"{rank}@1", pid=rank + 1, uid=0, job="stuck", rank=rank, hung=True) for rank in (0, 1)
+            HostProcess(key=f"{rank}@1", pid=rank + 1, uid=0, job="stuck", rank=rank, hung=True)
+            for rank in (0, 1)
         ]
         beat = Heartbeat(sent_ns=time.time_ns(), boot_id="b", version="1", processes=ranks)
         host.post("agents/node1/heartbeat", beat, HeartbeatAnswer)
@@ -54,13 +63,18 @@ def cells(seen: Seen, table: str) -> list[list[str]]:
     """The texts of a table's rows."""
     [body] = re.findall(rf'<figure[^>]* id="{table}">.*?<tbody>(.*?)</tbody>', seen.text, re.DOTALL)
     rows = re.findall(r"<tr>(.*?)</tr>", body, re.DOTALL)
-    return [[re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<td.*?</td>", row, re.DOTALL)] for row in rows]
+    return [
+        [re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<td.*?</td>", row, re.DOTALL)]
+        for row in rows
+    ]
 
 
 def test_rules_are_checked_before_they_are_set(portal: Portal) -> None:
     seen = portal.see("/triggers")
     assert "There are no rules yet" in seen.text
-    wrong = portal.see("/triggers", text='[[triggers]]\nname = "x"\non = "cadence"\nshare = 2\n', do="try")
+    wrong = portal.see(
+        "/triggers", text='[[triggers]]\nname = "x"\non = "cadence"\nshare = 2\n', do="try"
+    )
     assert (wrong.status, 'role="alert"' in wrong.text) == (400, True)
     assert "triggers[0].share" in re.findall(r'role="alert">(.*?)</div>', wrong.text, re.DOTALL)[0]
     assert "share = 2" in wrong.text, "what was written is there still"
@@ -70,7 +84,12 @@ def test_rules_are_checked_before_they_are_set(portal: Portal) -> None:
             ["daily", "cadence: each day, a share of the jobs", jobs]
         ]
     assert portal.service.client().get("triggers")["rules"] == []
-    assert portal.see("/triggers", text=RULES.format(job="other").replace("\n", "\r\n"), do="save").status == 303
+    assert (
+        portal.see(
+            "/triggers", text=RULES.format(job="other").replace("\n", "\r\n"), do="save"
+        ).status
+        == 303
+    )
     assert portal.service.client().get("triggers")["toml"] == RULES.format(job="other")
     assert [row[0] for row in cells(portal.see("/triggers"), "rules")] == ["daily"]
 
@@ -93,11 +112,20 @@ def test_prices_are_shown_with_what_they_change_and_kept_in_versions(portal: Por
 
 def test_a_webhook_is_added_tells_its_secret_once_and_is_removed(portal: Portal) -> None:
     assert "Nobody is told of anything." in portal.see("/webhooks").text
-    inside = portal.see("/webhooks", do="add", name="chat", url="https://10.0.0.1/hook", events="request.done")
+    inside = portal.see(
+        "/webhooks", do="add", name="chat", url="https://10.0.0.1/hook", events="request.done"
+    )
     assert (inside.status, 'role="alert"' in inside.text) == (400, True)
     assert portal.see("/webhooks", do="add", name="a b", url="https://1.1.1.1/hook").status == 400
-    assert portal.see("/webhooks", do="add", name="chat", url="https://1.1.1.1/hook", events="all").status == 400
-    added = portal.see("/webhooks", do="add", name="chat", url="https://1.1.1.1/hook", events="request.done")
+    assert (
+        portal.see(
+            "/webhooks", do="add", name="chat", url="https://1.1.1.1/hook", events="all"
+        ).status
+        == 400
+    )
+    added = portal.see(
+        "/webhooks", do="add", name="chat", url="https://1.1.1.1/hook", events="request.done"
+    )
     assert re.search(r"tlw_[\w-]{40}", added.text)
     listed = portal.see("/webhooks")
     assert "tlw_" not in listed.text
@@ -116,7 +144,9 @@ def test_who_may_not_change_them_is_shown_no_form_and_refused(portal: Portal) ->
     assert portal.service.browse("/webhooks", cookie).status == 403
 
 
-def test_the_overview_says_what_hangs_and_what_could_not_be_analysed(portal: Portal, tmp_path: Path) -> None:
+def test_the_overview_says_what_hangs_and_what_could_not_be_analysed(
+    portal: Portal, tmp_path: Path
+) -> None:
     (tmp_path / "rank0.json").write_text("no trace at all")
     portal.service.run("upload", str(tmp_path / "rank0.json"), "--job", "broken")
     [capture] = [of["id"] for of in portal.service.client().get("captures")["captures"]]

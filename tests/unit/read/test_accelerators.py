@@ -16,14 +16,30 @@ from traceloom.trace.trace import Trace
 
 
 def event(name: str, start: float, duration: float, **args: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": "mtia_ccp_events", "name": name, "pid": 17, "tid": 3536, "ts": start, "dur": duration,
-            "args": args}  # fmt: skip
+    return {
+        "ph": "X",
+        "cat": "mtia_ccp_events",
+        "name": name,
+        "pid": 17,
+        "tid": 3536,
+        "ts": start,
+        "dur": duration,
+        "args": args,
+    }
 
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Trace:
-    call = {"ph": "X", "cat": "mtia_runtime", "name": "runFunction", "pid": 1, "tid": 1, "ts": 5, "dur": 4,
-            "args": {"correlation": 7}}  # fmt: skip
+    call = {
+        "ph": "X",
+        "cat": "mtia_runtime",
+        "name": "runFunction",
+        "pid": 1,
+        "tid": 1,
+        "ts": 5,
+        "dur": 4,
+        "args": {"correlation": 7},
+    }
     events = [
         call,
         event("event_wait", 0, 10, stream=101, wait_on_stream=102),
@@ -39,9 +55,12 @@ def trace(tmp_path: Path) -> Trace:
 def test_what_runs_on_a_stream_is_what_its_name_says(trace: Trace) -> None:
     told = dict(trace.events.select("name", "category").rows())
     assert told == {
-        "runFunction": "runtime", "event_wait": "command", "dma_request": "copy", "merge": "kernel",
+        "runFunction": "runtime",
+        "event_wait": "command",
+        "dma_request": "copy",
+        "merge": "kernel",
         "event_record": "command",
-    }  # fmt: skip
+    }
     assert trace.copies.select("kind", "bytes").rows() == [("HtoD", 1024)]
     kernel = trace.events.filter(pl.col("name") == "merge").row(0, named=True)
     assert trace.events["name"][kernel["launch"]] == "runFunction"

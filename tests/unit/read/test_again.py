@@ -10,7 +10,11 @@ import pytest
 
 from traceloom.errors import InputError
 from traceloom.formats import read_kineto
-from traceloom.formats.arguments import can_reread_events, read_all_arguments, read_numeric_arguments
+from traceloom.formats.arguments import (
+    can_reread_events,
+    read_all_arguments,
+    read_numeric_arguments,
+)
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
 
@@ -22,7 +26,10 @@ def kernels(count: int) -> TraceBuilder:
     made = TraceBuilder()
     for number in range(count):
         made = made.kernel(
-            f"kernel {number}", 10 * (count - number), 5, **{"blocks per SM": number / 4, "grid": [number]}
+            f"kernel {number}",
+            10 * (count - number),
+            5,
+            **{"blocks per SM": number / 4, "grid": [number]},
         )
     return made
 
@@ -40,7 +47,11 @@ def test_arguments_stand_in_the_order_of_the_events(tmp_path: Path, name: str) -
     assert found["event"].to_list() == rows.tolist()
     assert found["blocks"].to_list() == said
     assert found["warps"].null_count() == rows.size
-    assert [args["grid"] for args in read_all_arguments(trace, rows[:3])] == [[9999], [9998], [9997]]
+    assert [args["grid"] for args in read_all_arguments(trace, rows[:3])] == [
+        [9999],
+        [9998],
+        [9997],
+    ]
 
 
 def test_some_events_are_enough(tmp_path: Path) -> None:
@@ -61,7 +72,9 @@ def test_values_that_are_no_finite_numbers_are_unknown(tmp_path: Path) -> None:
 
 def test_a_damaged_stretch_is_mended_and_a_changed_one_unknown(tmp_path: Path) -> None:
     path = kernels(4).write(tmp_path / "trace.json")
-    path.write_text(path.read_text().replace('"kernel 2"', '"kernel "2""'))  # quotes that are not escaped
+    path.write_text(
+        path.read_text().replace('"kernel 2"', '"kernel "2""')
+    )  # quotes that are not escaped
     trace, rows = read(path)
     assert read_numeric_arguments(trace, rows, KEYS)["blocks"].max() == 3 / 4
     path.write_text(path.read_text().replace('"kernel 3"', '"kernel X"'))
@@ -87,5 +100,13 @@ def test_places_of_lists_are_numbers_too(tmp_path: Path) -> None:
     for at, grid in enumerate(grids):
         made = made.kernel(f"k{at}", 10 * at, 5, grid=grid)
     trace, rows = read(made.write(tmp_path / "trace.json"))
-    sizes = read_numeric_arguments(trace, rows, {"x": ("grid", 0), "y": ("grid", 1), "z": ("grid", 2)})
-    assert sizes.drop("event").rows() == [(7, 16, 32), (8, None, None), (None,) * 3, (None,) * 3, (1, None, None)]
+    sizes = read_numeric_arguments(
+        trace, rows, {"x": ("grid", 0), "y": ("grid", 1), "z": ("grid", 2)}
+    )
+    assert sizes.drop("event").rows() == [
+        (7, 16, 32),
+        (8, None, None),
+        (None,) * 3,
+        (None,) * 3,
+        (1, None, None),
+    ]

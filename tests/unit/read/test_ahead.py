@@ -13,7 +13,8 @@ from support import damage
 from traceloom.testing import TraceBuilder
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and a second core"
+    sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2,
+    reason="needs Linux and a second core",
 )
 
 # The process may have no other thread, so linear algebra must not start any.
@@ -64,9 +65,7 @@ print(here.meta == ahead_of_us.meta, here.notices == ahead_of_us.notices, len(he
 
 
 def test_the_trace_is_the_same_and_the_process_is_gone(trace: Path) -> None:
-    code = (
-        f"with ahead.decoding([path.parent, path, 'elsewhere', '-'], None):\n    print(bool(ahead._running))\n{COMPARE}"
-    )
+    code = f"with ahead.decoding([path.parent, path, 'elsewhere', '-'], None):\n    print(bool(ahead._running))\n{COMPARE}"
     assert run(code, trace) == ["True"] * 6
 
 
@@ -85,7 +84,10 @@ def test_a_system_that_allows_no_process_or_ends_it_unseen_is_no_obstacle(trace:
 
 
 def test_a_process_whose_answer_nobody_wants_is_ended(trace: Path) -> None:
-    assert run("with ahead.decoding([path], None):\n    print(alone())\nprint(alone(), ahead._running)", trace) == [
+    assert run(
+        "with ahead.decoding([path], None):\n    print(alone())\nprint(alone(), ahead._running)",
+        trace,
+    ) == [
         "False",
         "True",
         "{}",

@@ -23,8 +23,11 @@ DOCUMENT = {
     "pid": 7,
     "rank": 3,
     "frames": [
-        ["cudaMalloc", "libcudart.so.12", 0], ["leaky", "job", 0], ["main", "job", 0],
-        ["c10::alloc_cpu", "libc10.so", 0], ["forward", "/home/u/model.py", 12],
+        ["cudaMalloc", "libcudart.so.12", 0],
+        ["leaky", "job", 0],
+        ["main", "job", 0],
+        ["c10::alloc_cpu", "libc10.so", 0],
+        ["forward", "/home/u/model.py", 12],
     ],
     "stacks": [[0, 1, 2], [3, 2], [3, 4]],
     "events": [
@@ -37,7 +40,7 @@ DOCUMENT = {
     "lost": 0,
     "without_stack": 0,
     "without_python": None,
-}  # fmt: skip
+}
 
 
 def written(directory: Path, document: Any, name: str = "rank3.allocations.json.gz") -> Path:
@@ -53,14 +56,17 @@ def test_devices_are_snapshots_and_what_the_driver_gave_is_segments(tmp_path: Pa
     assert rank == 3
     by_type = {snapshot.device_type: snapshot for snapshot in snapshots}
     assert by_type["cuda"].entries.select("device", "action", "address", "bytes").rows() == [
-        (0, "segment_alloc", 0x1000, 2000), (1, "alloc", 0x1000, 500),
-    ]  # fmt: skip
+        (0, "segment_alloc", 0x1000, 2000),
+        (1, "alloc", 0x1000, 500),
+    ]
     assert by_type["cpu"].entries["action"].to_list() == ["alloc", "free_completed", "alloc"]
     explained = explain_snapshot(by_type["cpu"], rank)
     allocations = explained.trace.allocations
     assert allocations.select("device_type", "bytes", "allocated_bytes").rows() == [
-        ("cpu", 300, 300), ("cpu", -300, 0), ("cpu", 40, 40),
-    ]  # fmt: skip
+        ("cpu", 300, 300),
+        ("cpu", -300, 0),
+        ("cpu", 40, 40),
+    ]
     assert allocations["time_ns"].to_list() == [START + 2000, START + 4000, START + 5000]
     stacks = explained.stacks
     assert stacks is not None
@@ -86,14 +92,20 @@ def test_frames_of_python_have_file_and_line(tmp_path: Path) -> None:
 def test_what_stacks_lack_is_said(tmp_path: Path) -> None:
     document = {**DOCUMENT, "without_stack": 7, "without_python": "its Python is 3.9"}
     notices = read_allocations(written(tmp_path, document))[1][0].notices
-    assert [(notice.slug, notice.count) for notice in notices] == [("sampled-stacks", 7), ("no-python-lines", 1)]
+    assert [(notice.slug, notice.count) for notice in notices] == [
+        ("sampled-stacks", 7),
+        ("no-python-lines", 1),
+    ]
     assert "3.9" in notices[1].message
 
 
 def test_they_are_read_from_a_capture_too(tmp_path: Path) -> None:
     written(tmp_path, DOCUMENT)
     sources = read_memory_sources([str(tmp_path)])
-    assert [(rank, snapshot.device_type) for rank, snapshot in sources.snapshots] == [(3, "cuda"), (3, "cpu")]
+    assert [(rank, snapshot.device_type) for rank, snapshot in sources.snapshots] == [
+        (3, "cuda"),
+        (3, "cpu"),
+    ]
 
 
 def _event(index: int, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -103,14 +115,25 @@ def _event(index: int, value: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     "damage",
     [
-        _event(0, -5), _event(2, 1 << 63), _event(3, 0), _event(3, 1 << 62), _event(4, "cuda:x"), _event(4, "cuda:" + "9" * 90),
-        _event(5, 3), _event(5, -2), _event(3, "many"), lambda document: document["stacks"].append([9]),
-        lambda document: document["frames"][4].__setitem__(2, -1), lambda document: document["stacks"].append([0] * 1000),
+        _event(0, -5),
+        _event(2, 1 << 63),
+        _event(3, 0),
+        _event(3, 1 << 62),
+        _event(4, "cuda:x"),
+        _event(4, "cuda:" + "9" * 90),
+        _event(5, 3),
+        _event(5, -2),
+        _event(3, "many"),
+        lambda document: document["stacks"].append([9]),
+        lambda document: document["frames"][4].__setitem__(2, -1),
+        lambda document: document["stacks"].append([0] * 1000),
         lambda document: document.pop("frames"),
         lambda document: document.update(format="another"),
     ],
-)  # fmt: skip
-def test_what_is_not_as_it_should_be_is_refused(tmp_path: Path, damage: Callable[[dict[str, Any]], None]) -> None:
+)
+def test_what_is_not_as_it_should_be_is_refused(
+    tmp_path: Path, damage: Callable[[dict[str, Any]], None]
+) -> None:
     document = copy.deepcopy(DOCUMENT)
     damage(document)
     with pytest.raises(InputError) as caught:

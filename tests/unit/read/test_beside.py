@@ -16,7 +16,11 @@ from traceloom.testing import TraceBuilder
 from traceloom.trace.session import ALLOCATIONS_SCHEMA, SAMPLES_SCHEMA, TELEMETRY_SCHEMA, Session
 
 BASE = 1_700_000_000_000_000_000
-SAMPLES_OF_TWO = [[BASE + 1000, 0, 500, [0, 1]], [BASE + 1500, 0, 250, [0, 1, 3]], [BASE + 1000, 1, 900, [2]]]
+SAMPLES_OF_TWO = [
+    [BASE + 1000, 0, 500, [0, 1]],
+    [BASE + 1500, 0, 250, [0, 1, 3]],
+    [BASE + 1000, 1, 900, [2]],
+]
 
 
 def _trace(directory: Path, rank: int = 0, base_ns: int = BASE) -> Path:
@@ -37,8 +41,24 @@ def test_samples_are_those_of_the_rank_whose_trace_they_lie_beside(tmp_path: Pat
     session = _load(tmp_path)
     assert session.samples.schema == SAMPLES_SCHEMA
     assert session.samples.rows() == [
-        (1, 77, 77, "MainThread", BASE + 1000, 500, ["/a/train.py(30): main", "/a/train.py(20): step"]),
-        (1, 77, 77, "MainThread", BASE + 1500, 250, ["/a/train.py(30): main", "/a/train.py(20): step", "c10d::wait"]),
+        (
+            1,
+            77,
+            77,
+            "MainThread",
+            BASE + 1000,
+            500,
+            ["/a/train.py(30): main", "/a/train.py(20): step"],
+        ),
+        (
+            1,
+            77,
+            77,
+            "MainThread",
+            BASE + 1500,
+            250,
+            ["/a/train.py(30): main", "/a/train.py(20): step", "c10d::wait"],
+        ),
         (1, 77, 78, "loader", BASE + 1000, 900, ["/a/data.py(5): load"]),
     ]
     assert session.notices == ()
@@ -49,13 +69,35 @@ def test_samples_are_those_of_the_rank_whose_trace_they_lie_beside(tmp_path: Pat
 def test_telemetry_is_that_of_the_hosts(tmp_path: Path) -> None:
     _trace(tmp_path)
     power = series("gpu_power_watts", [BASE + 100, BASE + 200], [300.5, 400.0], device="GPU-0")
-    put(tmp_path / "node1.telemetry.json.gz", telemetry(power, series("host_load_ratio", [BASE], [0.5])))
-    put(tmp_path / "node2.telemetry.json.gz", telemetry(series("host_load_ratio", [BASE], [0.25]), host="node2"))
+    put(
+        tmp_path / "node1.telemetry.json.gz",
+        telemetry(power, series("host_load_ratio", [BASE], [0.5])),
+    )
+    put(
+        tmp_path / "node2.telemetry.json.gz",
+        telemetry(series("host_load_ratio", [BASE], [0.25]), host="node2"),
+    )
     session = _load(tmp_path)
     assert session.telemetry.schema == TELEMETRY_SCHEMA
     assert session.telemetry.rows() == [
-        ("node1", BASE + 100, "traceloom_gpu_power_watts", '{"device":"GPU-0"}', 300.5, "", "gauge"),
-        ("node1", BASE + 200, "traceloom_gpu_power_watts", '{"device":"GPU-0"}', 400.0, "", "gauge"),
+        (
+            "node1",
+            BASE + 100,
+            "traceloom_gpu_power_watts",
+            '{"device":"GPU-0"}',
+            300.5,
+            "",
+            "gauge",
+        ),
+        (
+            "node1",
+            BASE + 200,
+            "traceloom_gpu_power_watts",
+            '{"device":"GPU-0"}',
+            400.0,
+            "",
+            "gauge",
+        ),
         ("node1", BASE, "traceloom_host_load_ratio", "{}", 0.5, "", "gauge"),
         ("node2", BASE, "traceloom_host_load_ratio", "{}", 0.25, "", "gauge"),
     ]
@@ -73,7 +115,9 @@ def test_allocations_are_those_of_the_rank(tmp_path: Path) -> None:
         (0, 77, 78, BASE + 20, 2**63 + 5, 512, "cuda:0", 512, 2048),
         (0, 77, 78, BASE + 30, 2**63 + 5, -512, "cuda:0", None, None),
     ]
-    assert [(notice.slug, notice.count) for notice in session.notices] == [("damaged-allocations", 1)]
+    assert [(notice.slug, notice.count) for notice in session.notices] == [
+        ("damaged-allocations", 1)
+    ]
 
 
 def test_a_run_without_either_has_empty_frames(tmp_path: Path) -> None:
@@ -90,7 +134,9 @@ def test_a_run_without_either_has_empty_frames(tmp_path: Path) -> None:
         [BASE, 0, -1, [0]],
     ],
 )
-def test_samples_that_cannot_be_right_are_left_out_and_counted(tmp_path: Path, bad: list[Any]) -> None:
+def test_samples_that_cannot_be_right_are_left_out_and_counted(
+    tmp_path: Path, bad: list[Any]
+) -> None:
     _trace(tmp_path)
     put(tmp_path / "rank0.stacks.json.gz", stacks([*SAMPLES_OF_TWO, bad]))
     session = _load(tmp_path)
@@ -112,7 +158,18 @@ def test_samples_that_cannot_be_right_are_left_out_and_counted(tmp_path: Path, b
         json.dumps(stacks([[BASE, -1, 10, [0]]])).encode(),
         json.dumps([1]).encode(),
     ],
-    ids=["empty", "no JSON", "cut", "cut later", "version", "format", "no frame", "overflow", "negative", "a list"],
+    ids=[
+        "empty",
+        "no JSON",
+        "cut",
+        "cut later",
+        "version",
+        "format",
+        "no frame",
+        "overflow",
+        "negative",
+        "a list",
+    ],
 )
 def test_a_file_of_stacks_that_cannot_be_read_is_a_notice(tmp_path: Path, content: bytes) -> None:
     _trace(tmp_path)
@@ -128,13 +185,18 @@ def test_another_version_is_said_in_the_notice(tmp_path: Path, version: int) -> 
     _trace(tmp_path)
     put(tmp_path / "rank0.stacks.json.gz", stacks([], version=version))
     (notice,) = _load(tmp_path).notices
-    assert f"the file has format version {version}, this Traceloom reads version 1" in notice.message
+    assert (
+        f"the file has format version {version}, this Traceloom reads version 1" in notice.message
+    )
 
 
 def test_damaged_telemetry_is_a_notice_and_costs_the_other_hosts_nothing(tmp_path: Path) -> None:
     _trace(tmp_path)
     uneven = series("gpu_busy_ratio", [BASE, BASE + 1], [0.5])
-    put(tmp_path / "node1.telemetry.json.gz", telemetry(uneven, series("host_load_ratio", [BASE], [0.5])))
+    put(
+        tmp_path / "node1.telemetry.json.gz",
+        telemetry(uneven, series("host_load_ratio", [BASE], [0.5])),
+    )
     (tmp_path / "node0.telemetry.json.gz").write_bytes(b"\x1f\x8b broken")
     session = _load(tmp_path)
     assert session.telemetry["metric"].to_list() == ["traceloom_host_load_ratio"]
@@ -145,7 +207,9 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     directory = tmp_path / "capture"
     directory.mkdir()
     _trace(directory)
-    (directory / "rank0.stacks.json.gz").symlink_to(put(tmp_path / "elsewhere", stacks(SAMPLES_OF_TWO)))
+    (directory / "rank0.stacks.json.gz").symlink_to(
+        put(tmp_path / "elsewhere", stacks(SAMPLES_OF_TWO))
+    )
     session = _load(directory)
     assert session.samples.height == 0
     assert [notice.slug for notice in session.notices] == ["damaged-stacks"]

@@ -149,7 +149,9 @@ def test_of_a_file_that_was_just_written_the_content_decides_and_not_the_clock_o
     assert len(entries(own_cache)) == 3
 
 
-def test_a_settled_file_is_not_read_to_find_its_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_settled_file_is_not_read_to_find_its_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = made("old").write(tmp_path / "a.json")
     now = FileStamp.now(path)
     monkeypatch.setattr(FileStamp, "now", lambda _: now._replace(settled=True))
@@ -175,7 +177,9 @@ def test_a_pipe_is_read_once(tmp_path: Path) -> None:
     os.wait()
 
 
-def test_any_flipped_bit_of_an_entry_is_noticed_and_the_entry_is_made_again(tmp_path: Path, own_cache: Path) -> None:
+def test_any_flipped_bit_of_an_entry_is_noticed_and_the_entry_is_made_again(
+    tmp_path: Path, own_cache: Path
+) -> None:
     path = made("old", "older").write(tmp_path / "a.json")
     first = load(path).traces[0]
     (entry,) = entries(own_cache)
@@ -186,7 +190,10 @@ def test_any_flipped_bit_of_an_entry_is_noticed_and_the_entry_is_made_again(tmp_
             content[at] ^= 0x10
             (entry / name).write_bytes(content)
             again = load(path).traces[0]
-            assert [n.slug for n in again.notices if n not in first.notices] == ["damaged-cache"], (name, at)
+            assert [n.slug for n in again.notices if n not in first.notices] == ["damaged-cache"], (
+                name,
+                at,
+            )
             assert all(again.frames()[frame].equals(kept) for frame, kept in first.frames().items())
             assert load(path).traces[0].notices == first.notices
 
@@ -251,7 +258,9 @@ META = asdict(TraceBuilder().build().meta)
         link_for,
     ],
 )
-def test_an_entry_that_is_none_is_thrown_away_with_a_notice(harm: object, tmp_path: Path, own_cache: Path) -> None:
+def test_an_entry_that_is_none_is_thrown_away_with_a_notice(
+    harm: object, tmp_path: Path, own_cache: Path
+) -> None:
     path = made("old").write(tmp_path / "a.json")
     load(path)
     (entry,) = entries(own_cache)
@@ -262,7 +271,9 @@ def test_an_entry_that_is_none_is_thrown_away_with_a_notice(harm: object, tmp_pa
     assert "damaged-cache" not in slugs(path)
 
 
-def test_columns_on_which_polars_panics_are_a_damaged_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_on_which_polars_panics_are_a_damaged_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = made("old").write(tmp_path / "a.json")
     load(path)
 
@@ -280,7 +291,11 @@ def test_an_index_that_cannot_be_read_is_made_again(tmp_path: Path, own_cache: P
         patch.setattr(FileStamp, "now", lambda _: now._replace(settled=True))
         load(path)
         (noted,) = (own_cache / "index").iterdir()
-        for harm in (pipe_for, lambda noted: noted.write_bytes(b"\xff" * 40), lambda noted: noted.write_text("short")):
+        for harm in (
+            pipe_for,
+            lambda noted: noted.write_bytes(b"\xff" * 40),
+            lambda noted: noted.write_text("short"),
+        ):
             harm(noted)
             assert names(path) == ["old"]
             assert len(noted.read_text()) == 40

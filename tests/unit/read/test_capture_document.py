@@ -43,7 +43,9 @@ def changed(tmp_path: Path, **values: Any) -> Path:
 )
 def test_a_value_of_another_type_is_left_out_and_told_with_its_place(tmp_path, capsys, key, value):
     folder = changed(tmp_path, **{key: value})
-    sessions = load_runs(folder, cache=False)  # what does not say how many it belongs to is a run of its own
+    sessions = load_runs(
+        folder, cache=False
+    )  # what does not say how many it belongs to is a run of its own
     notice = next(notice for notice in sessions[0].notices if notice.slug == "odd-capture")
     assert notice.where.startswith(f"$.ranks[0].{key}")
     assert sum(len(session.traces) for session in sessions) == 2
@@ -69,7 +71,9 @@ def test_a_rank_that_is_no_object_costs_that_rank(tmp_path):
     (folder / "capture.json").write_text(json.dumps(document))
     session = load(folder, cache=False)
     assert session.ranks == (0,)
-    assert [notice.where for notice in session.notices if notice.slug == "odd-capture"] == ["$.ranks[1]"]
+    assert [notice.where for notice in session.notices if notice.slug == "odd-capture"] == [
+        "$.ranks[1]"
+    ]
 
 
 def test_a_whole_document_is_taken_as_it_is(tmp_path):
@@ -89,7 +93,9 @@ def test_another_version_is_refused(tmp_path, version, name):
     assert (refused.value.slug, refused.value.where) == ("other-version", str(folder / name))
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b"3", b'{"ranks": [', b"[" * 100_000, b'{"a":' * 100_000])
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"3", b'{"ranks": [', b"[" * 100_000, b'{"a":' * 100_000]
+)
 def test_what_is_no_document_is_none(text):
     assert capture_document.decode(text, "capture.json") is None
 

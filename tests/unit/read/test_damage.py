@@ -159,8 +159,16 @@ def test_events_without_a_usable_time_are_counted(tmp_path):
 
 
 def test_ids_and_times_may_be_strings(tmp_path):
-    made = TraceBuilder().launch("cudaLaunchKernel", 1, 1, correlation=7).kernel("gemm", 3, 2, correlation=7)
-    text = made.text().replace('"correlation": 7', '"correlation": "7"').replace('"ts": 3.000', '"ts": "3.000"')
+    made = (
+        TraceBuilder()
+        .launch("cudaLaunchKernel", 1, 1, correlation=7)
+        .kernel("gemm", 3, 2, correlation=7)
+    )
+    text = (
+        made.text()
+        .replace('"correlation": 7', '"correlation": "7"')
+        .replace('"ts": 3.000', '"ts": "3.000"')
+    )
     trace = read(tmp_path, text)
     assert trace.events["launch"].to_list() == [None, 0]
     assert trace.events["start_ns"].to_list() == [1_000, 3_000]
@@ -177,7 +185,11 @@ def test_lists_of_objects_behind_the_events_lose_no_event(tmp_path):
 
 def test_distributed_info_again_behind_the_events_is_joined(tmp_path):
     text = TraceBuilder(rank=3, world_size=8).op("aten::mm", 0, 1).text()
-    again = {"rank": 3, "world_size": 8, "pg_config": [{"pg_name": "0", "pg_size": 2, "ranks": "[0, 1]"}]}
+    again = {
+        "rank": 3,
+        "world_size": 8,
+        "pg_config": [{"pg_name": "0", "pg_size": 2, "ranks": "[0, 1]"}],
+    }
     end = text.rindex("}")
     trace = read(tmp_path, text[:end].rstrip() + f', "distributedInfo": {json.dumps(again)}\n}}')
     assert trace.meta.rank == 3
@@ -186,7 +198,9 @@ def test_distributed_info_again_behind_the_events_is_joined(tmp_path):
 
 
 def test_malformed_metadata_costs_no_event(tmp_path):
-    text = builder(5).text().replace('"host_name"', '"INFO": ["C:\\quux", "said "no""], "host_name"')
+    text = (
+        builder(5).text().replace('"host_name"', '"INFO": ["C:\\quux", "said "no""], "host_name"')
+    )
     trace = read(tmp_path, text)
     assert trace.events.height == 5
     assert trace.meta.rank == 0
@@ -260,7 +274,9 @@ def test_an_event_without_usable_arguments_is_kept(tmp_path, category, arguments
     assert slugs(trace).get("odd-values", 0) == ("[" in arguments)
 
 
-@pytest.mark.parametrize(("category", "key"), [("gpu_memcpy", "bytes"), ("cuda_sync", "wait_on_stream")])
+@pytest.mark.parametrize(
+    ("category", "key"), [("gpu_memcpy", "bytes"), ("cuda_sync", "wait_on_stream")]
+)
 def test_an_odd_value_among_the_rare_arguments_is_counted_too(tmp_path, category, key):
     event = f'{{"ph": "X", "cat": "{category}", "name": "x", "pid": 0, "tid": 7, "ts": 1, "dur": 2, "args": {{"{key}": {{}}}}}}'
     assert slugs(read(tmp_path, f'{{"traceEvents": [{event}]}}'))["odd-values"] == 1

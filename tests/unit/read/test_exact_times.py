@@ -36,16 +36,22 @@ def test_text_is_read_as_exact_decimals(seed: int) -> None:
         ("-0.0015", "0.002"),
         ("8.0005000001", "0.0025"),
     ]
-    start, duration, good, timed = parse_text_times([s.encode() for s, _ in pairs], [d.encode() for _, d in pairs])
+    start, duration, good, timed = parse_text_times(
+        [s.encode() for s, _ in pairs], [d.encode() for _, d in pairs]
+    )
     assert good.all()
     assert timed.all()
-    for (begin, length), start_ns, duration_ns in zip(pairs, start.tolist(), duration.tolist(), strict=True):
+    for (begin, length), start_ns, duration_ns in zip(
+        pairs, start.tolist(), duration.tolist(), strict=True
+    ):
         exact_start, exact_length = (Decimal(text.strip('"')) for text in (begin, length))
         assert start_ns == nanoseconds(exact_start)
         assert start_ns + duration_ns == nanoseconds(exact_start + exact_length)
 
 
-@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "9" * 30, "1e40", "one", "", "1.2.3", "--4", "null"])
+@pytest.mark.parametrize(
+    "text", ["NaN", "Infinity", "-Infinity", "9" * 30, "1e40", "one", "", "1.2.3", "--4", "null"]
+)
 def test_what_is_no_time_is_none(text: str) -> None:
     _, _, good, timed = parse_text_times([text.encode(), b"1"], [b"1", text.encode()])
     assert (good.tolist(), timed.tolist()) == ([False, True], [True, False])
@@ -59,7 +65,9 @@ def test_doubles_are_exact_where_text_is_not_needed(seed: int) -> None:
         begin, length = spelled(chance, 13, 3), spelled(chance, 7, 3)
         if needs_text(f'{{"ts": {begin}, "dur": {length}}}'.encode()):
             continue
-        start, duration, good, timed = convert_double_times(np.array([float(begin)]), np.array([float(length)]))
+        start, duration, good, timed = convert_double_times(
+            np.array([float(begin)]), np.array([float(length)])
+        )
         assert good.all()
         assert timed.all()
         assert start.tolist() == [nanoseconds(Decimal(begin))]

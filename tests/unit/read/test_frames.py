@@ -20,8 +20,12 @@ from traceloom.trace.vocabulary import copy_kind, parse_memory_kinds
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_every_generation_gives_the_same_trace(generation):
     made = TraceBuilder(generation=generation).step(3, 0, 100)
-    made.op("aten::mm", 10, 20, shapes=[[2, 3], [3, 4]]).launch("cudaLaunchKernel", 12, 5, correlation=7)
-    made.kernel("gemm", 30, 40, correlation=7).copy("Memcpy HtoD (Pageable -> Device)", 80, 5, bytes=64, correlation=8)
+    made.op("aten::mm", 10, 20, shapes=[[2, 3], [3, 4]]).launch(
+        "cudaLaunchKernel", 12, 5, correlation=7
+    )
+    made.kernel("gemm", 30, 40, correlation=7).copy(
+        "Memcpy HtoD (Pageable -> Device)", 80, 5, bytes=64, correlation=8
+    )
     trace = made.build()
     assert trace.events["category"].to_list() == ["annotation", "op", "runtime", "kernel", "copy"]
     assert trace.events["launch"].to_list() == [None, None, None, 2, None]
@@ -43,10 +47,14 @@ def test_an_empty_trace_has_all_frames():
 
 def test_lanes_are_named_for_people():
     made = TraceBuilder(process=100)
-    made.op("aten::mm", 0, 1, thread=100).op("autograd::engine::evaluate_function: MmBackward0", 2, 1, thread=101)
+    made.op("aten::mm", 0, 1, thread=100).op(
+        "autograd::engine::evaluate_function: MmBackward0", 2, 1, thread=101
+    )
     made.op("aten::to", 4, 1, thread=102).annotation("gloo:all_reduce", 5, 1, thread=103)
     made.thread_name(102, "thread 102 (python)").thread_name(103, "thread 103 (pt_gloo_runloop)")
-    made.kernel("gemm", 6, 1, stream=7).gpu_annotation("fwd", 6, 1, stream=7).sync("Stream Sync", 7, 1, stream=7)
+    made.kernel("gemm", 6, 1, stream=7).gpu_annotation("fwd", 6, 1, stream=7).sync(
+        "Stream Sync", 7, 1, stream=7
+    )
     names = made.build().lanes.select("kind", "name").rows()
     assert names == [
         ("host", "main thread"),
@@ -75,17 +83,31 @@ def test_groups_are_read_from_lists_and_text_and_cut_ones_are_null():
     info["pg_config"].append({"pg_name": "2", "pg_size": 64, "ranks": "[0, 1, ...]"})
     trace = made.metadata(distributedInfo=info).op("aten::mm", 0, 1)
     groups = read_text(trace).groups
-    assert groups.select("group", "size", "ranks").rows() == [("0", 2, [0, 1]), ("1", 2, [0, 1]), ("2", 64, None)]
+    assert groups.select("group", "size", "ranks").rows() == [
+        ("0", 2, [0, 1]),
+        ("1", 2, [0, 1]),
+        ("2", 64, None),
+    ]
 
 
 def read_text(made: TraceBuilder):
-    header = made.header() | {key: value for key, value in made._header.items() if key == "distributedInfo"}
+    header = made.header() | {
+        key: value for key, value in made._header.items() if key == "distributedInfo"
+    }
     made.header = lambda: header  # type: ignore[method-assign]
     return made.build()
 
 
 def test_marks_make_steps_and_the_last_one_closes():
-    trace = TraceBuilder().mark(5, 10).op("aten::mm", 11, 4).mark(6, 20).op("aten::mm", 21, 4).mark(7, 30).build()
+    trace = (
+        TraceBuilder()
+        .mark(5, 10)
+        .op("aten::mm", 11, 4)
+        .mark(6, 20)
+        .op("aten::mm", 21, 4)
+        .mark(7, 30)
+        .build()
+    )
     assert trace.steps.select("step", "start_ns", "end_ns", "evidence").rows() == [
         (5, 10_000, 20_000, "mark"),
         (6, 20_000, 30_000, "mark"),
@@ -108,16 +130,22 @@ def test_the_most_regular_annotation_makes_steps_where_nothing_else_does():
     assert "steps-from-annotation" in [n.slug for n in trace.notices]
 
 
-@pytest.mark.parametrize(("begun_ns", "whole"), [(0, True), (40, False)], ids=["with a step", "within one"])
+@pytest.mark.parametrize(
+    ("begun_ns", "whole"), [(0, True), (40, False)], ids=["with a step", "within one"]
+)
 def test_steps_that_accumulate_gradients_end_with_the_optimizer(begun_ns: int, whole: bool):
     made = TraceBuilder()
     for number in range(4):
         for part in (0, 40):
             if number or part >= begun_ns:
                 at = number * 100 + part
-                made.annotation("DistributedDataParallel.forward", at, 20).op("aten::mm", at + 1, 10)
+                made.annotation("DistributedDataParallel.forward", at, 20).op(
+                    "aten::mm", at + 1, 10
+                )
         made.annotation("Optimizer.step#AdamW.step", number * 100 + 85, 10)
-    trace = made.annotation("DistributedDataParallel.forward", 400, 20).build()  # of a step that is not there
+    trace = made.annotation(
+        "DistributedDataParallel.forward", 400, 20
+    ).build()  # of a step that is not there
     assert trace.steps["end_ns"].to_list() == [95_000, 195_000, 295_000, 395_000]
     assert trace.steps["start_ns"].to_list() == [begun_ns * 1_000, 95_000, 195_000, 295_000]
     assert trace.steps["complete"].to_list() == [whole, True, True, True]
@@ -132,7 +160,9 @@ def test_step_numbers_that_repeat_are_numbered_anew():
 
 def test_of_two_launch_rows_with_one_correlation_the_outermost_is_taken():
     made = TraceBuilder().launch("cudaLaunchKernel", 10, 10, correlation=1)
-    made.launch("cuLaunchKernel", 12, 5, correlation=1, driver=True).kernel("gemm", 30, 5, correlation=1)
+    made.launch("cuLaunchKernel", 12, 5, correlation=1, driver=True).kernel(
+        "gemm", 30, 5, correlation=1
+    )
     trace = made.build()
     assert trace.events["name"][trace.events["launch"][2]] == "cudaLaunchKernel"
 
@@ -156,17 +186,32 @@ def test_forward_backward_arrows_end_at_ops():
         .op("aten::mm", 10, 5, sequence=4)
         .op("MmBackward0", 50, 5, thread=2, sequence=4, forward_thread=1)
     )
-    trace = made.forward_backward(1, 10, 50, backward_thread=2).forward_backward(2, 99, 50, backward_thread=2).build()
+    trace = (
+        made.forward_backward(1, 10, 50, backward_thread=2)
+        .forward_backward(2, 99, 50, backward_thread=2)
+        .build()
+    )
     assert trace.flows.rows() == [("forward-backward", 1, 0, 1), ("forward-backward", 2, None, 1)]
     assert trace.events.select("sequence", "forward_thread").rows() == [(4, 0), (4, 1)]
 
 
 def test_collectives_of_ops_kernels_and_annotations_are_described():
-    made = TraceBuilder().collective("_allgather_base", 0, 5, elements=100, element_type="BFloat16", Rank=0, Seq=9)
-    made.kernel("ncclDevKernel_AllGather", 6, 5, **made.collective_args("_allgather_base", "0", 2, 100, "BFloat16"))
+    made = TraceBuilder().collective(
+        "_allgather_base", 0, 5, elements=100, element_type="BFloat16", Rank=0, Seq=9
+    )
+    made.kernel(
+        "ncclDevKernel_AllGather",
+        6,
+        5,
+        **made.collective_args("_allgather_base", "0", 2, 100, "BFloat16"),
+    )
     made.annotation("nccl:all_reduce", 20, 5, **{"Input Dims": [[4, 5]], "Input type": ["float"]})
     made.annotation("nccl:send 0->3", 30, 5)
-    rows = made.build().collectives.select("event", "kind", "element_type", "in_bytes", "sequence", "peer").rows()
+    rows = (
+        made.build()
+        .collectives.select("event", "kind", "element_type", "in_bytes", "sequence", "peer")
+        .rows()
+    )
     assert rows == [
         (0, "all_gather", "BFloat16", 200, 9, None),
         (1, "all_gather", "BFloat16", 200, None, None),
@@ -241,8 +286,15 @@ def test_memory_kinds_come_from_the_name_or_the_arguments():
 
 def test_kernels_tell_how_they_fill_the_device_whatever_stands_there():
     made = TraceBuilder().kernel("bare", 0, 1)
-    made.kernel("full", 2, 1, **{"blocks per SM": 1.5, "warps per SM": 12, "est. achieved occupancy %": 40})
-    made.kernel("odd", 4, 1, **{"blocks per SM": [1], "warps per SM": "6", "est. achieved occupancy %": "nan"})
+    made.kernel(
+        "full", 2, 1, **{"blocks per SM": 1.5, "warps per SM": 12, "est. achieved occupancy %": 40}
+    )
+    made.kernel(
+        "odd",
+        4,
+        1,
+        **{"blocks per SM": [1], "warps per SM": "6", "est. achieved occupancy %": "nan"},
+    )
     trace = made.build()
     assert trace.kernels.rows() == [(1, 1.5, 12.0, 40.0), (2, None, 6.0, None)]
     assert not [notice for notice in trace.notices if notice.slug == "odd-values"]
@@ -264,7 +316,11 @@ def test_allocations_know_their_device_op_and_step():
     made.allocation(12, 512, address=2**64 - 1, total_allocated=512)
     made.allocation(50, -512, address=2**64 - 1, total_allocated=0, device_type=20, device=3)
     made.allocation(60, 8, address=1, total_allocated=8, device_type=99)
-    rows = made.build().allocations.select("time_ns", "address", "bytes", "device_type", "device", "op", "step").rows()
+    rows = (
+        made.build()
+        .allocations.select("time_ns", "address", "bytes", "device_type", "device", "op", "step")
+        .rows()
+    )
     assert rows == [
         (12_000, 2**64 - 1, 512, "cuda", 0, 1, 1),
         (50_000, 2**64 - 1, -512, "privateuseone", 3, None, 1),
@@ -273,7 +329,12 @@ def test_allocations_know_their_device_op_and_step():
 
 
 def test_counters_and_marks_are_kept():
-    made = TraceBuilder().counter("dram", 5, 0.25).counter("dram", 3, 0.5, key="read").instant("Record Window End", 9)
+    made = (
+        TraceBuilder()
+        .counter("dram", 5, 0.25)
+        .counter("dram", 3, 0.5, key="read")
+        .instant("Record Window End", 9)
+    )
     trace = made.out_of_memory(7, 1 << 30).build()
     assert trace.counters.rows() == [
         (3_000, "GPU 0 Counters", "dram", "read", 0.5),
@@ -310,7 +371,9 @@ def test_doubles_are_exact_below_a_quarter_year():
     import numpy as np
 
     times = [7_889_237_999_999.999, 4_458_676_522_690.655, 0.001, 12.0]
-    start, duration, _, _ = convert_double_times(np.array(times), np.array([0.001, 156.777, 1.0, 2.5]))
+    start, duration, _, _ = convert_double_times(
+        np.array(times), np.array([0.001, 156.777, 1.0, 2.5])
+    )
     assert start.tolist() == [7_889_237_999_999_999, 4_458_676_522_690_655, 1, 12_000]
     assert duration.tolist() == [1, 156_777, 1_000, 2_500]
     assert not needs_text(b'"ts": 4458676522690.655, "dur": 156.777')
@@ -322,7 +385,9 @@ def test_doubles_that_are_no_times_are_told_apart_from_their_neighbours():
     import numpy as np
 
     nan = float("nan")
-    found = convert_double_times(np.array([nan, 5.001, 1e300, 7.0]), np.array([1.0, nan, 2.0, -3.5]))
+    found = convert_double_times(
+        np.array([nan, 5.001, 1e300, 7.0]), np.array([1.0, nan, 2.0, -3.5])
+    )
     start, duration, good, timed = (column.tolist() for column in found)
     assert good == [False, True, False, True]
     assert timed == [True, False, True, True]
@@ -333,7 +398,12 @@ def test_doubles_that_are_no_times_are_told_apart_from_their_neighbours():
 def test_many_different_lists_of_shapes_stay_apart():
     made = TraceBuilder()
     for number in range(3000):
-        made.op("aten::mm", number * 10, 5, **{"Input Dims": [[number]], "Input type": [f"kind{number % 7}"]})
+        made.op(
+            "aten::mm",
+            number * 10,
+            5,
+            **{"Input Dims": [[number]], "Input type": [f"kind{number % 7}"]},
+        )
     tensors = read_text(made).tensors
     assert tensors["shapes"].to_list() == [f"[[{number}]]" for number in range(3000)]
     assert tensors["types"].to_list() == [f'["kind{number % 7}"]' for number in range(3000)]
@@ -341,7 +411,12 @@ def test_many_different_lists_of_shapes_stay_apart():
 
 
 def test_arguments_are_read_again(tmp_path):
-    path = TraceBuilder().op("aten::mm", 5, 1, colour="red").op("aten::add", 2, 1).write(tmp_path / "t.json.gz")
+    path = (
+        TraceBuilder()
+        .op("aten::mm", 5, 1, colour="red")
+        .op("aten::add", 2, 1)
+        .write(tmp_path / "t.json.gz")
+    )
     trace = read_kineto(path)
     assert arguments(trace, 1)["colour"] == "red"
     with pytest.raises(UsageError) as usage:

@@ -37,7 +37,9 @@ def rows(trace: Trace) -> list[dict[str, Any]]:
     return trace.events.select("event", "name", "thread", "start_ns", "step").to_dicts()
 
 
-def same_names(graph: Trace, timed: Trace, recorded: Callable[[str], bool] = bool) -> list[str | None]:
+def same_names(
+    graph: Trace, timed: Trace, recorded: Callable[[str], bool] = bool
+) -> list[str | None]:
     """Of each op of the timed steps, in their order, `name@place` of what it is in the graph step."""
     chosen = is_op(graph) & find_timed_ops(graph)
     chosen &= np.array([recorded(name) for name in graph.events["name"].to_list()])
@@ -46,13 +48,17 @@ def same_names(graph: Trace, timed: Trace, recorded: Callable[[str], bool] = boo
     places = {row["event"]: f"{row['name']}@{round(row['start_ns'] / 10_000) - 1}" for row in seen}
     return [
         places[int(same[row["event"]])] if same[row["event"]] >= 0 else None
-        for row in rows(timed) if not row["name"].startswith("traceloom.")
-    ]  # fmt: skip
+        for row in rows(timed)
+        if not row["name"].startswith("traceloom.")
+    ]
 
 
 def test_the_same_program_again_and_again_is_the_same_op_by_op() -> None:
     graph, timed = steps(PROGRAM).build(), steps(PROGRAM, PROGRAM, PROGRAM).build()
-    assert same_names(graph, timed) == [f"{name}@{place}" for place, (name, _) in enumerate(PROGRAM)] * 3
+    assert (
+        same_names(graph, timed)
+        == [f"{name}@{place}" for place, (name, _) in enumerate(PROGRAM)] * 3
+    )
 
 
 def test_what_the_graph_step_lacks_is_nothing_and_the_rest_is_as_before() -> None:
@@ -73,7 +79,9 @@ def test_ops_that_may_not_be_named_are_not() -> None:
 def test_an_op_that_runs_on_another_thread_is_found_by_its_turn() -> None:
     moved = [(name, 3 if name == "y" else thread) for name, thread in PROGRAM]
     graph, timed = steps(PROGRAM).build(), steps(moved).build()
-    assert same_names(graph, timed) == [f"{name}@{place}" for place, (name, _) in enumerate(PROGRAM)]
+    assert same_names(graph, timed) == [
+        f"{name}@{place}" for place, (name, _) in enumerate(PROGRAM)
+    ]
 
 
 def test_turns_count_only_where_both_have_as_many_of_the_name() -> None:
@@ -89,8 +97,14 @@ def test_what_runs_outside_of_all_steps_is_nothing() -> None:
     assert same_names(steps(PROGRAM).build(), timed)[len(PROGRAM) :] == [None, None]
 
 
-def test_kernels_and_calls_are_no_ops_and_the_recorders_own_annotations_are_none_of_the_program() -> None:
-    made = steps(PROGRAM).annotation("traceloom.scope:x", 500, 5).annotation("traceloom is good", 510, 5)
+def test_kernels_and_calls_are_no_ops_and_the_recorders_own_annotations_are_none_of_the_program() -> (
+    None
+):
+    made = (
+        steps(PROGRAM)
+        .annotation("traceloom.scope:x", 500, 5)
+        .annotation("traceloom is good", 510, 5)
+    )
     made.launch("cudaLaunchKernel", 520, 2, correlation=1).kernel("a", 530, 5, correlation=1)
     timed = made.build()
     names = timed.events["name"].filter(find_timed_ops(timed)).to_list()
@@ -132,14 +146,20 @@ def capture(tmp_path: Path) -> Path:
 
 
 def entry(**changes: Any) -> dict[str, Any]:
-    return {"rank": 0, "settings": {"shapes": False}, "graph_step": {"file": "rank0.graph.json"}} | changes
+    return {
+        "rank": 0,
+        "settings": {"shapes": False},
+        "graph_step": {"file": "rank0.graph.json"},
+    } | changes
 
 
 def window(folder: Path, part: dict[str, Any] | None) -> Trace:
     return read_kineto(folder / "rank0.kineto.json", capture=part)
 
 
-def test_timed_ops_have_the_shapes_of_the_graph_step_and_it_is_read_only_when_asked(capture: Path) -> None:
+def test_timed_ops_have_the_shapes_of_the_graph_step_and_it_is_read_only_when_asked(
+    capture: Path,
+) -> None:
     asked: list[Path] = []
 
     def read(path: Path, part: dict[str, Any]) -> Trace:
@@ -148,7 +168,9 @@ def test_timed_ops_have_the_shapes_of_the_graph_step_and_it_is_read_only_when_as
 
     trace = add_graph_step_shapes(window(capture, entry()), capture, read)
     assert (asked, trace.events.height) == ([], 2 * len(PROGRAM) + 3)
-    shapes = trace.tensors.join(trace.events.select("event", "name", "step"), on="event", maintain_order="left")
+    shapes = trace.tensors.join(
+        trace.events.select("event", "name", "step"), on="event", maintain_order="left"
+    )
     assert shapes.select("name", "step", "shapes").rows() == [
         (name, step, f"[[{place}]]") for step in range(2) for place, (name, _) in enumerate(PROGRAM)
     ]
@@ -159,10 +181,14 @@ def test_timed_ops_have_the_shapes_of_the_graph_step_and_it_is_read_only_when_as
 
 def test_shapes_that_the_window_has_itself_stay(capture: Path) -> None:
     steps(PROGRAM).op("d", 500, 5, shapes=[[99]]).write(capture / "rank0.kineto.json")
-    trace = add_graph_step_shapes(window(capture, entry()), capture, lambda path, _: read_kineto(path))
+    trace = add_graph_step_shapes(
+        window(capture, entry()), capture, lambda path, _: read_kineto(path)
+    )
     shapes = trace.tensors["shapes"].to_list()
     assert shapes[-1] == "[[99]]"
-    assert sorted(set(shapes) - {"[[99]]"}) == sorted({f"[[{place}]]" for place in range(len(PROGRAM))})
+    assert sorted(set(shapes) - {"[[99]]"}) == sorted(
+        {f"[[{place}]]" for place in range(len(PROGRAM))}
+    )
 
 
 def test_a_graph_step_that_cannot_be_read_gives_no_shapes(capture: Path) -> None:
@@ -189,7 +215,14 @@ def test_a_graph_step_that_cannot_be_read_gives_no_shapes(capture: Path) -> None
         entry(graph_step=["rank0.graph.json"]),
     ],
 )
-def test_a_window_of_which_the_capture_says_nothing_stays_what_it_is(part: Any, capture: Path) -> None:
+def test_a_window_of_which_the_capture_says_nothing_stays_what_it_is(
+    part: Any, capture: Path
+) -> None:
     trace = window(capture, part)
-    assert add_graph_step_shapes(trace, capture, lambda *_: pytest.fail("nothing is to be read")) is trace
-    assert add_graph_step_shapes(trace, None, lambda *_: pytest.fail("nothing is to be read")) is trace
+    assert (
+        add_graph_step_shapes(trace, capture, lambda *_: pytest.fail("nothing is to be read"))
+        is trace
+    )
+    assert (
+        add_graph_step_shapes(trace, None, lambda *_: pytest.fail("nothing is to be read")) is trace
+    )

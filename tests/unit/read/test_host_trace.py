@@ -113,7 +113,11 @@ def test_keys_and_attributes_may_stand_in_any_order(tmp_path, schema):
     document = json.loads(made.text())
     shuffle = random.Random(1)
     document["nodes"] = [_shuffled(node, shuffle) for node in document["nodes"]]
-    for text in (json.dumps(document), json.dumps(document, indent=4), json.dumps(document, separators=(",", ":"))):
+    for text in (
+        json.dumps(document),
+        json.dumps(document, indent=4),
+        json.dumps(document, separators=(",", ":")),
+    ):
         host = read(tmp_path, text)
         texts = [name for name in HOST_OPS if "put" in name or name == "attributes"]
         assert host.ops.drop(texts).equals(expected.ops.drop(texts))
@@ -129,7 +133,10 @@ def _shuffled(value: Any, shuffle: random.Random) -> Any:
     if isinstance(value, dict):
         keys = list(value)
         shuffle.shuffle(keys)
-        return {key: shuffle.sample(value[key], len(value[key])) if key == "attrs" else value[key] for key in keys}
+        return {
+            key: shuffle.sample(value[key], len(value[key])) if key == "attrs" else value[key]
+            for key in keys
+        }
     return value
 
 
@@ -265,9 +272,18 @@ def test_a_node_beyond_repair_is_counted_and_the_others_kept(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ('"name": "seq_id", "type": "int64", "value": 4', '"name": "seq_id", "type": "int64", "value": "4"'),
-        ('"name": "tid", "type": "uint64", "value": 1', '"name": "tid", "type": "uint64", "value": {}'),
-        ('"name": "fw_tid", "type": "uint64", "value": 1', '"name": "fw_tid", "type": "uint64", "value": [1]'),
+        (
+            '"name": "seq_id", "type": "int64", "value": 4',
+            '"name": "seq_id", "type": "int64", "value": "4"',
+        ),
+        (
+            '"name": "tid", "type": "uint64", "value": 1',
+            '"name": "tid", "type": "uint64", "value": {}',
+        ),
+        (
+            '"name": "fw_tid", "type": "uint64", "value": 1',
+            '"name": "fw_tid", "type": "uint64", "value": [1]',
+        ),
         ('"id": 9', '"id": "9"'),
         ('"ctrl_deps": 3', '"ctrl_deps": "3"'),
         ('"name": "aten::op4"', '"name": 4'),
@@ -284,7 +300,11 @@ def test_values_of_wrong_types_are_counted_and_nothing_is_lost(tmp_path, old, ne
 
 def test_minus_one_written_as_unsigned_is_minus_one(tmp_path):
     text = (
-        builder().text().replace('"seq_id", "type": "int64", "value": 4', f'"seq_id", "type": "", "value": {2**64 - 1}')
+        builder()
+        .text()
+        .replace(
+            '"seq_id", "type": "int64", "value": 4', f'"seq_id", "type": "", "value": {2**64 - 1}'
+        )
     )
     host = read(tmp_path, text)
     assert row(host, "aten::op4")["sequence"] is None
@@ -315,7 +335,10 @@ def test_entries_that_are_no_nodes_are_counted(tmp_path, bad):
 
 def test_a_damaged_envelope_does_not_lose_the_nodes(tmp_path):
     text = (
-        builder().text().replace('"pid": 77', '"pid": 77, "host": "a"b"').replace('"finish_ts": 2000', '"finish_ts": ')
+        builder()
+        .text()
+        .replace('"pid": 77', '"pid": 77, "host": "a"b"')
+        .replace('"finish_ts": 2000', '"finish_ts": ')
     )
     host = read(tmp_path, text)
     assert host.ops.height == 24
@@ -334,7 +357,9 @@ def test_parents_that_go_round_in_circles_do_no_harm(tmp_path):
 # -- what is no host trace --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kineto", [TraceBuilder().op("a", 0, 1).text(), '[{"ph": "X", "name": "a", "ts": 1}]'])
+@pytest.mark.parametrize(
+    "kineto", [TraceBuilder().op("a", 0, 1).text(), '[{"ph": "X", "name": "a", "ts": 1}]']
+)
 def test_a_kineto_trace_is_said_to_be_swapped(tmp_path, kineto):
     with pytest.raises(InputError, match="swapped") as refused:
         read(tmp_path, kineto)
@@ -390,7 +415,9 @@ def test_the_reader_of_kineto_traces_says_what_a_host_trace_is(tmp_path):
         ("multirank/dlrm_rank0.host", "1.0.1", 1_675, 1_672, None),
     ],
 )
-def test_public_host_traces_are_read_whole(shared_data, name, schema, nodes, with_ids, communication):
+def test_public_host_traces_are_read_whole(
+    shared_data, name, schema, nodes, with_ids, communication
+):
     host = read_host_trace(shared_data / f"{name}.json.gz")
     assert (host.schema, host.ops.height) == (schema, nodes)
     assert host.ops["record_function_id"].drop_nulls().n_unique() == with_ids
@@ -402,6 +429,9 @@ def test_public_host_traces_are_read_whole(shared_data, name, schema, nodes, wit
 
 
 def test_ranks_of_a_job_have_their_own_processes(shared_data):
-    hosts = [read_host_trace(shared_data / f"multirank/dlrm_rank{rank}.host.json.gz") for rank in range(8)]
+    hosts = [
+        read_host_trace(shared_data / f"multirank/dlrm_rank{rank}.host.json.gz")
+        for rank in range(8)
+    ]
     assert [host.process for host in hosts] == list(range(59811, 59819))
     assert [host.rank for host in hosts] == list(range(8))

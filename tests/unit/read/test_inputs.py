@@ -35,7 +35,11 @@ def rank(
     number: int | None, *, world_size: int = 4, seconds: float = 0, process: int = 10, **more: Any
 ) -> TraceBuilder:
     made = TraceBuilder(
-        number, world_size, base_ns=UNIX_NS + int(seconds * 1e9), process=process + (number or 0), **more
+        number,
+        world_size,
+        base_ns=UNIX_NS + int(seconds * 1e9),
+        process=process + (number or 0),
+        **more,
     )
     return made.op("aten::mm", 1, 5).op("aten::add", 8, 2)
 
@@ -101,7 +105,16 @@ def test_a_directory_whose_name_ends_as_traces_do_is_a_directory(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "name", ["名前 rank 3.json", "a b\tc.json", "-.json", "%s.json", "'quoted\".json", "é.json", "[x]*.json"]
+    "name",
+    [
+        "名前 rank 3.json",
+        "a b\tc.json",
+        "-.json",
+        "%s.json",
+        "'quoted\".json",
+        "é.json",
+        "[x]*.json",
+    ],
 )
 def test_any_name_is_a_name(tmp_path: Path, name: str) -> None:
     rank(1).write(tmp_path / name)
@@ -216,7 +229,7 @@ STRANGERS: dict[str, tuple[Callable[[], bytes], str]] = {
     "gzip of gzip": (lambda: gzip.compress(gzip.compress(TRACE)), "no JSON"),
     "gzip of zip": (lambda: gzip.compress(zipped()), "zip archive"),
     "speedscope": (lambda: b'{"stringTable": [], "profiles": []}', "speedscope"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", STRANGERS)
@@ -232,7 +245,9 @@ def test_what_a_file_is_instead_is_said_with_its_name(tmp_path: Path, kind: str)
 
 
 @pytest.mark.parametrize("kind", STRANGERS)
-def test_a_stranger_in_a_directory_is_passed_over_and_one_that_is_named_is_told(tmp_path: Path, kind: str) -> None:
+def test_a_stranger_in_a_directory_is_passed_over_and_one_that_is_named_is_told(
+    tmp_path: Path, kind: str
+) -> None:
     rank(0).write(tmp_path / "rank0.json")
     (tmp_path / "stranger.json").write_bytes(STRANGERS[kind][0]())
     assert load_inputs(tmp_path).refused == ()
@@ -258,7 +273,10 @@ def test_an_archive_of_traces_is_not_taken_for_its_first(tmp_path: Path, unpacke
 
 
 def test_the_order_in_which_files_are_named_does_not_matter(tmp_path: Path) -> None:
-    paths = [rank(number).write(tmp_path / f"{name}.json") for number, name in ((2, "a"), (0, "b"), (1, "c"))]
+    paths = [
+        rank(number).write(tmp_path / f"{name}.json")
+        for number, name in ((2, "a"), (0, "b"), (1, "c"))
+    ]
     for order in itertools.permutations(paths):
         assert load(*order).ranks == (0, 1, 2)
 
@@ -273,14 +291,19 @@ def test_traces_without_a_rank_stand_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("apart", "runs"), [({"world_size": 8}, 2), ({"seconds": 90_000}, 2), ({"seconds": 300}, 1), ({}, 1)]
+    ("apart", "runs"),
+    [({"world_size": 8}, 2), ({"seconds": 90_000}, 2), ({"seconds": 300}, 1), ({}, 1)],
 )
-def test_runs_are_told_apart_by_world_size_and_time(tmp_path: Path, apart: dict[str, Any], runs: int) -> None:
+def test_runs_are_told_apart_by_world_size_and_time(
+    tmp_path: Path, apart: dict[str, Any], runs: int
+) -> None:
     rank(0).write(tmp_path / "a0.json")
     rank(1, **apart).write(tmp_path / "a1.json")
     sessions = load_runs(tmp_path)
     assert len(sessions) == runs
-    assert sorted(number for session in sessions for number in session.ranks if number is not None) == [0, 1]
+    assert sorted(
+        number for session in sessions for number in session.ranks if number is not None
+    ) == [0, 1]
     if runs == 2:
         error = refusal(tmp_path)
         assert error.slug == "several-runs"
@@ -299,7 +322,11 @@ def test_a_notice_about_a_rank_says_which(tmp_path: Path) -> None:
     rank(0).write(tmp_path / "rank0.json")
     text = rank(1).text()
     (tmp_path / "rank1.json").write_text(text[: text.index("aten::add")])
-    told = [(notice.slug, notice.rank) for notice in load(tmp_path).all_notices() if notice.slug == "cut-file"]
+    told = [
+        (notice.slug, notice.rank)
+        for notice in load(tmp_path).all_notices()
+        if notice.slug == "cut-file"
+    ]
     assert told == [("cut-file", 1)]
 
 
@@ -327,14 +354,32 @@ def test_of_a_capture_only_what_its_document_names_is_read(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "file",
-    ["../outside.json", "/etc/passwd", ".", "..", "", "a/b.json", "none.json", 5, None, ["x"], "rank1.kineto.json/"],
+    [
+        "../outside.json",
+        "/etc/passwd",
+        ".",
+        "..",
+        "",
+        "a/b.json",
+        "none.json",
+        5,
+        None,
+        ["x"],
+        "rank1.kineto.json/",
+    ],
 )
 def test_windows_that_name_no_file_of_the_capture_are_left_out(tmp_path: Path, file: Any) -> None:
     inside = tmp_path / "run"
     inside.mkdir()
     rank(3).write(tmp_path / "outside.json")
     rank(0).write(inside / "rank0.kineto.json")
-    capture(inside, window(0), {"rank": 1, "window": {"file": file}}, {"rank": 2, "window": file}, {"rank": 3})
+    capture(
+        inside,
+        window(0),
+        {"rank": 1, "window": {"file": file}},
+        {"rank": 2, "window": file},
+        {"rank": 3},
+    )
     assert load(inside).ranks == (0,)
 
 
@@ -375,7 +420,9 @@ def test_a_window_beside_a_damaged_document_is_read_without_it(tmp_path: Path) -
 def test_a_capture_of_two_jobs_is_two_runs(tmp_path: Path) -> None:
     for number in range(4):
         rank(number % 2).write(tmp_path / f"rank{number % 2}-pid{number}.kineto.json")
-    entries = [window(n % 2, f"rank{n % 2}-pid{n}.kineto.json", job=f"job {n // 2}") for n in range(4)]
+    entries = [
+        window(n % 2, f"rank{n % 2}-pid{n}.kineto.json", job=f"job {n // 2}") for n in range(4)
+    ]
     sessions = load_runs(capture(tmp_path, *entries))
     assert [session.ranks for session in sessions] == [(0, 1), (0, 1)]
     for at, session in enumerate(sessions):
@@ -384,7 +431,9 @@ def test_a_capture_of_two_jobs_is_two_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [(0, 2**31 - 1), (7, 2**30, 2**31 - 2)])
-def test_ranks_that_lie_far_apart_are_as_many_as_they_are(tmp_path: Path, ranks: tuple[int, ...]) -> None:
+def test_ranks_that_lie_far_apart_are_as_many_as_they_are(
+    tmp_path: Path, ranks: tuple[int, ...]
+) -> None:
     for number in ranks:
         made = rank(number, world_size=2**40).group("0", [0, 2**31 - 1, 5]).kernel("gemm", 1, 5)
         made.write(tmp_path / f"trace{number}.json")

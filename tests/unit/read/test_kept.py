@@ -34,7 +34,9 @@ def trace(name: str) -> str:
 
 
 def put(*paths: str, about: str = "all", beside: tuple[str, ...] = ()) -> None:
-    DocumentCache(paths, beside, about, list_files).put("document.json", json.dumps(DOCUMENT).encode())
+    DocumentCache(paths, beside, about, list_files).put(
+        "document.json", json.dumps(DOCUMENT).encode()
+    )
 
 
 def get(*paths: str, about: str = "all", beside: tuple[str, ...] = ()) -> object:
@@ -81,7 +83,9 @@ def test_every_file_of_a_capture_counts_traces_or_not() -> None:
     Path("run").mkdir()
     trace("run/rank0.trace.json")
     ranks = [{"rank": 0, "windows": [{"file": "rank0.trace.json"}]}]
-    Path("run/capture.json").write_text(json.dumps({"format": "traceloom-capture", "version": 1, "ranks": ranks}))
+    Path("run/capture.json").write_text(
+        json.dumps({"format": "traceloom-capture", "version": 1, "ranks": ranks})
+    )
     put("run")
     assert get("run") == DOCUMENT
     Path("run/rank0.memory.pickle").write_bytes(b"later")
@@ -95,7 +99,9 @@ def test_inputs_that_change_while_the_report_is_made_are_not_kept(folder: Path) 
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("paths", [("-",), ("missing.json",), ("t.json", "missing.json"), ("empty",)])
+@pytest.mark.parametrize(
+    "paths", [("-",), ("missing.json",), ("t.json", "missing.json"), ("empty",)]
+)
 def test_what_has_no_stamp_is_not_kept(paths: tuple[str, ...], folder: Path) -> None:
     trace("t.json")
     Path("empty").mkdir()
@@ -110,7 +116,9 @@ def test_what_is_too_large_is_not_kept(monkeypatch: pytest.MonkeyPatch, folder: 
     assert not folder.exists()
 
 
-def test_the_entries_unused_for_longest_go_first(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_the_entries_unused_for_longest_go_first(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
     names = [trace(f"{letter}.json") for letter in "abc"]
     for age, name in enumerate(names):
         put(name)

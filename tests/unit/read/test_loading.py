@@ -24,11 +24,19 @@ def own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
 
 
-def rank(number: int, *, world_size: int = 2, seconds: float = 0, process: int = 10, **more) -> TraceBuilder:
+def rank(
+    number: int, *, world_size: int = 2, seconds: float = 0, process: int = 10, **more
+) -> TraceBuilder:
     made = TraceBuilder(
-        rank=number, world_size=world_size, base_ns=UNIX_NS + int(seconds * 1e9), process=process + number, **more
+        rank=number,
+        world_size=world_size,
+        base_ns=UNIX_NS + int(seconds * 1e9),
+        process=process + number,
+        **more,
     )
-    return made.op("aten::mm", 1, 5, thread=process + number).op("aten::add", 8, 2, thread=process + number)
+    return made.op("aten::mm", 1, 5, thread=process + number).op(
+        "aten::add", 8, 2, thread=process + number
+    )
 
 
 def test_a_file_is_a_session_of_one_trace(tmp_path):
@@ -157,10 +165,19 @@ def capture(folder: Path) -> None:
         "groups": [{"name": "7", "description": "dp", "backend": "gloo", "ranks": [0, 1]}],
         "window": {"file": "rank0.kineto.json.gz"},
         "collectives": {
-            "groups": ["7"], "group": [0], "kinds": ["all_reduce"], "kind": [0], "types": ["Float"], "type": [0],
-            "sequence": [3], "bytes_in": [4096], "bytes_out": [4096], "peer": [None], "start_ns": [UNIX_NS + 19_000],
+            "groups": ["7"],
+            "group": [0],
+            "kinds": ["all_reduce"],
+            "kind": [0],
+            "types": ["Float"],
+            "type": [0],
+            "sequence": [3],
+            "bytes_in": [4096],
+            "bytes_out": [4096],
+            "peer": [None],
+            "start_ns": [UNIX_NS + 19_000],
         },
-    }  # fmt: skip
+    }
     document = {"format": "traceloom-capture", "version": 1, "ranks": [entry]}
     (folder / "capture.json").write_text(json.dumps(document))
 
@@ -234,7 +251,10 @@ def test_no_cache_leaves_nothing_behind(tmp_path):
 
 
 def test_processes_read_the_same_as_this_one(tmp_path, monkeypatch):
-    inputs = [InputFile(rank(number).write(tmp_path / f"rank{number}.json"), given=True) for number in range(2)]
+    inputs = [
+        InputFile(rank(number).write(tmp_path / f"rank{number}.json"), given=True)
+        for number in range(2)
+    ]
     (tmp_path / "bad.json").write_text("{}")
     inputs.append(InputFile(tmp_path / "bad.json", given=True))
     here = loading.read_all(inputs, cache=None)

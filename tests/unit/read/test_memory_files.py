@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 
 from support.snapshots import SnapshotBuilder
 from traceloom.errors import InputError
-from traceloom.formats.memory_files import CATEGORIES, detect_kind, read_out_of_memory, read_timeline
+from traceloom.formats.memory_files import (
+    CATEGORIES,
+    detect_kind,
+    read_out_of_memory,
+    read_timeline,
+)
 from traceloom.formats.memory_snapshot import load_bytes, parse_snapshot, read_snapshot
 
 STEP = ("/u/train.py", 10, "step")
@@ -111,7 +116,10 @@ def test_a_memo_number_beyond_the_file_takes_no_memory(data: bytes) -> None:
 
 def test_halves_of_surrogate_pairs_are_replaced_and_counted() -> None:
     value = {"a\ud800b": "\udfff", "whole": "\U0001f600 \ud7ff"}
-    assert load_bytes(pickle.dumps(value)) == ({"a\ufffdb": "\ufffd", "whole": "\U0001f600 \ud7ff"}, 2)
+    assert load_bytes(pickle.dumps(value)) == (
+        {"a\ufffdb": "\ufffd", "whole": "\U0001f600 \ud7ff"},
+        2,
+    )
 
 
 def test_tuples_in_a_list_of_numbers_come_back() -> None:
@@ -138,8 +146,15 @@ def test_every_cut_of_a_snapshot_is_refused(tmp_path: Path) -> None:
 def test_a_snapshot_is_read_into_columns(tmp_path: Path) -> None:
     found = read_snapshot(_snapshot().write(tmp_path / "s.pickle", devices=3))
     assert found.entries["action"].to_list() == [
-        "segment_alloc", "alloc", "alloc", "free_requested", "free_completed", "alloc", "free_requested", "oom"
-    ]  # fmt: skip
+        "segment_alloc",
+        "alloc",
+        "alloc",
+        "free_requested",
+        "free_completed",
+        "alloc",
+        "free_requested",
+        "oom",
+    ]
     assert found.blocks.filter(state="active_allocated")["requested_bytes"].to_list() == [700]
     assert found.segments["bytes"].to_list() == [1 << 21]
     assert found.stacks == ((), (STEP,))
@@ -155,26 +170,43 @@ def test_snapshots_of_other_versions_are_read(form: str) -> None:
         document = document["segments"]
     if form == "blocks with a history":
         for block in document["segments"][0]["blocks"]:
-            block["history"] = [{"addr": 1, "real_size": block.pop("requested_size"), "frames": block.pop("frames")}]
+            block["history"] = [
+                {"addr": 1, "real_size": block.pop("requested_size"), "frames": block.pop("frames")}
+            ]
             del block["address"]
     found = parse_snapshot(document, "x")
     active = found.blocks.filter(state="active_allocated")
-    assert active.select("address", "bytes", "requested_bytes", "stack").rows() == [(0x7F0000000000, 1024, 1000, 1)]
+    assert active.select("address", "bytes", "requested_bytes", "stack").rows() == [
+        (0x7F0000000000, 1024, 1000, 1)
+    ]
     assert found.entries.height == (0 if form == "a list of segments" else 2)
 
 
 def test_odd_entries_are_counted_and_left_out() -> None:
     document = _snapshot().build()
     whole = parse_snapshot(document, "x").entries.height
-    odd = [{"action": "?"}, 7, {"action": "alloc", "addr": "no", "size": 1}, {"action": "alloc", "addr": -1, "size": 1}]
+    odd = [
+        {"action": "?"},
+        7,
+        {"action": "alloc", "addr": "no", "size": 1},
+        {"action": "alloc", "addr": -1, "size": 1},
+    ]
     document["device_traces"][0] += odd
-    document["segments"] += [None, {"address": 1}, {"address": 1, "total_size": 5, "blocks": [{}, 3]}]
+    document["segments"] += [
+        None,
+        {"address": 1},
+        {"address": 1, "total_size": 5, "blocks": [{}, 3]},
+    ]
     found = parse_snapshot(document, "x")
     assert found.entries.height == whole
-    assert [(notice.slug, notice.count) for notice in found.notices] == [("odd-snapshot-entries", 8)]
+    assert [(notice.slug, notice.count) for notice in found.notices] == [
+        ("odd-snapshot-entries", 8)
+    ]
 
 
-@pytest.mark.parametrize("document", [{}, [], 5, None, {"segments": 5}, {"device_traces": {}}, {"other": []}])
+@pytest.mark.parametrize(
+    "document", [{}, [], 5, None, {"segments": 5}, {"device_traces": {}}, {"other": []}]
+)
 def test_pickles_that_are_no_snapshot_are_refused(document: Any) -> None:
     with pytest.raises(InputError) as caught:
         parse_snapshot(document, "x")
@@ -197,7 +229,9 @@ def test_a_raw_timeline_adds_up_by_category(tmp_path: Path) -> None:
 
 def test_a_timeline_of_levels(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    path.write_text(json.dumps([[1, 2], [[0, 5, 0, 0, 0, 0, 0, 0, 0], [0, 5, 0, 0, 0, 7, 0, 0, 0]]]))
+    path.write_text(
+        json.dumps([[1, 2], [[0, 5, 0, 0, 0, 0, 0, 0, 0], [0, 5, 0, 0, 0, 7, 0, 0, 0]]])
+    )
     found = read_timeline(path)
     assert detect_kind(path) == "timeline"
     assert (found.time_ns.tolist(), found.levels.sum(axis=0).tolist()) == ([1000, 2000], [5, 12])
@@ -206,10 +240,22 @@ def test_a_timeline_of_levels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "[", "[]", "{}", "[[1,2,3]]", "[[1,2,3,99]]", "[[1,9,3,0]]", "[[1,2,3.5,0]]", "[[1,2,true,0]]",
-        "[[1,2],[[0]]]", "[[],[]]", "[[1],[]]", f"[[1,2,{2**61},0],[1,2,{2**61},0]]", f"[[1,2,{2**70},0]]",
+        "",
+        "[",
+        "[]",
+        "{}",
+        "[[1,2,3]]",
+        "[[1,2,3,99]]",
+        "[[1,9,3,0]]",
+        "[[1,2,3.5,0]]",
+        "[[1,2,true,0]]",
+        "[[1,2],[[0]]]",
+        "[[],[]]",
+        "[[1],[]]",
+        f"[[1,2,{2**61},0],[1,2,{2**61},0]]",
+        f"[[1,2,{2**70},0]]",
     ],
-)  # fmt: skip
+)
 def test_bad_timelines_are_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text(text)
@@ -227,7 +273,9 @@ def test_bad_timelines_are_refused(text: str, tmp_path: Path) -> None:
         ('{"format": "traceloom-out-of-memory", "version": 2}', "other-version"),
     ],
 )
-def test_bad_reports_of_memory_that_ran_out_are_refused(text: str, slug: str, tmp_path: Path) -> None:
+def test_bad_reports_of_memory_that_ran_out_are_refused(
+    text: str, slug: str, tmp_path: Path
+) -> None:
     path = tmp_path / "rank0.oom.json"
     path.write_text(text)
     with pytest.raises(InputError) as caught:

@@ -28,7 +28,9 @@ HUGE = 1 << 62
 def drawn(seed: int) -> list[list[int]]:
     """Blocks that are created, move to another category and are freed; a few were there before."""
     chance = random.Random(seed)
-    rows: list[list[int]] = [[-1, PREEXISTING, 512 * chance.randrange(1, 9), chance.randrange(8)] for _ in range(4)]
+    rows: list[list[int]] = [
+        [-1, PREEXISTING, 512 * chance.randrange(1, 9), chance.randrange(8)] for _ in range(4)
+    ]
     alive: list[tuple[int, int]] = []
     now = 1_700_000_000_000_000_000
     for _ in range(60):
@@ -39,7 +41,10 @@ def drawn(seed: int) -> list[list[int]]:
                 rows.append([now, DESTROY, -size, category])
             else:
                 other = chance.randrange(8)
-                rows += [[now, INCREMENT_VERSION, -size, category], [now, INCREMENT_VERSION, size, other]]
+                rows += [
+                    [now, INCREMENT_VERSION, -size, category],
+                    [now, INCREMENT_VERSION, size, other],
+                ]
                 alive.append((size, other))
         else:
             alive.append((512 * chance.randrange(1, 9), chance.randrange(8)))
@@ -75,7 +80,9 @@ def test_what_was_never_freed_is_what_is_left() -> None:
     rows = drawn(9)
     timeline = parse_timeline(rows, "t")
     for number, category in enumerate(CATEGORIES):
-        assert timeline.levels[number, -1] == sum(row[2] for row in rows if row[3] == number), category
+        assert timeline.levels[number, -1] == sum(row[2] for row in rows if row[3] == number), (
+            category
+        )
     assert timeline.levels.shape == (8, len(rows))
 
 
@@ -95,7 +102,11 @@ def test_an_event_at_time_zero_is_no_event_before() -> None:
 
 def test_actions_are_numbered_as_torch_numbers_them() -> None:
     assert ACTIONS == {1: "preexisting", 2: "create", 3: "increment_version", 4: "destroy"}
-    assert (CATEGORIES.index("parameter"), CATEGORIES.index("unknown"), len(CATEGORIES)) == (0, 7, 8)
+    assert (CATEGORIES.index("parameter"), CATEGORIES.index("unknown"), len(CATEGORIES)) == (
+        0,
+        7,
+        8,
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -115,7 +115,9 @@ def _last_of_equal_rows(values):
 
 
 @pytest.mark.parametrize(
-    "change", [_set_rows, _set_mask, _set_one, _add_in_place, _least_at, _last_of_equal_rows], ids=lambda f: f.__name__
+    "change",
+    [_set_rows, _set_mask, _set_one, _add_in_place, _least_at, _last_of_equal_rows],
+    ids=lambda f: f.__name__,
 )
 def test_a_change_in_place_is_the_same_as_in_memory(change):
     inside, outside = VALUES.copy(), mapped_arrays.copy_to_disk(VALUES)
@@ -160,10 +162,12 @@ def test_columns_share_the_data_of_arrays_and_outlive_them():
     values[0] = 77
     del values
     assert column[0] == nullable[0] == 77
-    assert nullable[1:].to_list() == [None if value == 3 else value for value in VALUES[1:].tolist()]
-    assert build_number_column(mapped_arrays.copy_to_disk(VALUES), pl.UInt32, absent=3).null_count() == int(
-        (VALUES == 3).sum()
-    )
+    assert nullable[1:].to_list() == [
+        None if value == 3 else value for value in VALUES[1:].tolist()
+    ]
+    assert build_number_column(
+        mapped_arrays.copy_to_disk(VALUES), pl.UInt32, absent=3
+    ).null_count() == int((VALUES == 3).sum())
 
 
 def test_texts_of_any_length_are_columns():
@@ -238,7 +242,9 @@ def test_a_damaged_saved_trace_is_refused_on_disk_too(tmp_path, monkeypatch):
 def _builder():
     made = TraceBuilder().step(0, 0, 1000)
     for number in range(50):
-        made.op("aten::mm", number * 10, 8).launch("cudaLaunchKernel", number * 10 + 1, 2, correlation=number)
+        made.op("aten::mm", number * 10, 8).launch(
+            "cudaLaunchKernel", number * 10 + 1, 2, correlation=number
+        )
         made.kernel("gemm", number * 10 + 4, 3, correlation=number)
     return made
 
@@ -281,6 +287,8 @@ def test_a_reader_that_is_stopped_leaves_no_files(ending, tmp_path):
         "kineto._assemble = stopped\n"
         "read_kineto(sys.argv[1])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(path), str(int(ending))], capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path), str(int(ending))], capture_output=True, check=False
+    )
     assert done.returncode == -ending
     assert list((tmp_path / "cache" / "spill").iterdir()) == []

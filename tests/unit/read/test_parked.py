@@ -54,10 +54,14 @@ def test_missing_values_stay_missing() -> None:
     other = storage.MappedFiles().park(trace)
     assert 0 < other.events["correlation"].null_count() < other.events.height
     assert other.events.equals(trace.events)
-    assert other.events.filter(pl.col("correlation") == 300)["name"].to_list() == ["cudaLaunchKernel"]
+    assert other.events.filter(pl.col("correlation") == 300)["name"].to_list() == [
+        "cudaLaunchKernel"
+    ]
 
 
-def test_only_what_goes_beyond_the_sessions_share_is_parked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_goes_beyond_the_sessions_share_is_parked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = parallel_job(ParallelRecipe(data=4, steps=4, layers=3)).run()
     folder = run.write(tmp_path / "job")
     small = traceloom.load(folder, cache=False)

@@ -18,7 +18,9 @@ ODD = ["", "}", "},{", "}, {", '"},{"', "\\", "é}{", "}\n,\n{", "\u2028},", "{}
 
 
 def joined(entries: list[str], blank: str) -> tuple[bytes, list[bytes]]:
-    return f"{blank},{blank}".join(entries).encode() + blank.encode(), [entry.encode() for entry in entries]
+    return f"{blank},{blank}".join(entries).encode() + blank.encode(), [
+        entry.encode() for entry in entries
+    ]
 
 
 def cut(text: bytes, count: int) -> list[bytes]:
@@ -26,19 +28,26 @@ def cut(text: bytes, count: int) -> list[bytes]:
     braces = BraceIndex()
     braces.look(text)
     begins, lengths = locate_entries(text, count, braces.between(0, len(text)))
-    return [text[begin : begin + length] for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True)]
+    return [
+        text[begin : begin + length]
+        for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("blank", BLANKS)
 def test_plain_entries_stand_where_they_were_put(blank: str) -> None:
-    text, expected = joined([json.dumps({"name": f"op{number}", "n": number}) for number in range(20)], blank)
+    text, expected = joined(
+        [json.dumps({"name": f"op{number}", "n": number}) for number in range(20)], blank
+    )
     assert cut(text, 20) == expected
 
 
 @pytest.mark.parametrize("blank", BLANKS)
 @pytest.mark.parametrize("odd", ODD)
 def test_texts_that_look_like_the_end_of_an_entry_are_none(odd: str, blank: str) -> None:
-    entries = [json.dumps({"name": odd, "args": {"k": {"v": odd}}}, ensure_ascii=False) for _ in range(4)]
+    entries = [
+        json.dumps({"name": odd, "args": {"k": {"v": odd}}}, ensure_ascii=False) for _ in range(4)
+    ]
     text, expected = joined(entries, blank)
     assert cut(text, 4) == expected
 
@@ -52,21 +61,41 @@ def test_lists_of_objects_inside_an_entry_are_no_entries(value: Any) -> None:
 @pytest.mark.parametrize(
     "odd", ['"},{"', "null", "7", "[{},{}]", '{"ph":1}', '{"args":"},{"}', '"x},{y},{z"', "{}", '"']
 )
-def test_every_event_has_its_own_text_beside_entries_that_are_none(odd: str, tmp_path: Path) -> None:
+def test_every_event_has_its_own_text_beside_entries_that_are_none(
+    odd: str, tmp_path: Path
+) -> None:
     entries = [
-        json.dumps({"ph": "X", "cat": "cpu_op", "name": f"op{n}", "pid": 1, "tid": 1, "ts": n, "dur": 1, "args": {}})
+        json.dumps(
+            {
+                "ph": "X",
+                "cat": "cpu_op",
+                "name": f"op{n}",
+                "pid": 1,
+                "tid": 1,
+                "ts": n,
+                "dur": 1,
+                "args": {},
+            }
+        )
         for n in range(4)
     ]
     path = tmp_path / "a.json"
-    path.write_text(f'{{"schemaVersion":1,"traceEvents":[{", ".join([*entries[:2], odd, *entries[2:]])}]}}')
+    path.write_text(
+        f'{{"schemaVersion":1,"traceEvents":[{", ".join([*entries[:2], odd, *entries[2:]])}]}}'
+    )
     trace, text = read_kineto(path), path.read_bytes()
     sources = trace.sources.join(trace.events.select("event", "name"), on="event").sort("offset")
     texts = {
-        name: text[at : at + size].decode() for name, at, size in sources.select("name", "offset", "length").rows()
+        name: text[at : at + size].decode()
+        for name, at, size in sources.select("name", "offset", "length").rows()
     }
-    lost = {"op2", "op3"} if odd == '"' else set()  # an open quote takes what follows with it, up to where it ends
+    lost = (
+        {"op2", "op3"} if odd == '"' else set()
+    )  # an open quote takes what follows with it, up to where it ends
     assert texts.keys() >= {f"op{n}" for n in range(4)} - lost
-    assert all(shown == entries[int(name.removeprefix("op"))] for name, shown in texts.items() if name)
+    assert all(
+        shown == entries[int(name.removeprefix("op"))] for name, shown in texts.items() if name
+    )
 
 
 def test_equal_entries_one_after_the_other_are_each_where_they_stand() -> None:
@@ -80,7 +109,10 @@ def test_equal_entries_one_after_the_other_are_each_where_they_stand() -> None:
 
 def test_a_single_entry_and_none() -> None:
     assert cut(b'{"a": {"b": 1}} \n', 1) == [b'{"a": {"b": 1}}']
-    assert [column.tolist() for column in locate_entries(b"", 0, np.zeros(0, dtype=np.int64))] == [[], []]
+    assert [column.tolist() for column in locate_entries(b"", 0, np.zeros(0, dtype=np.int64))] == [
+        [],
+        [],
+    ]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -111,7 +143,9 @@ def test_braces_are_those_of_the_text_however_it_arrives(size: int, begin: int) 
     for low in range(0, len(text), size):
         braces.look(text[low : low + size])
     for low, high in ((begin, begin + 20), (begin + 20, 120), (120, 120), (120, len(text))):
-        assert braces.between(low, high).tolist() == [at - low for at in expected if low <= at < high]
+        assert braces.between(low, high).tolist() == [
+            at - low for at in expected if low <= at < high
+        ]
 
 
 def test_braces_of_the_same_stretch_may_be_asked_for_again_and_of_none_there_are_none() -> None:

@@ -88,7 +88,9 @@ def server(tmp_path: Path) -> Iterator[tuple[str, Path, type[_Handler]]]:
     for rank in range(2):
         trace(rank).write(folder / f"rank{rank}.json")
     handler = type("Handler", (_Handler,), {})
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=str(folder))) as http:
+    with ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(handler, directory=str(folder))
+    ) as http:
         threading.Thread(target=http.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{http.server_address[1]}", folder, handler
         http.shutdown()
@@ -128,7 +130,15 @@ def test_what_has_not_changed_keeps_its_copy_and_no_cache_fetches_it_again(
         ["report", "{}/rank0.json", "-o", "out.html"],
         ["whatif", "{}/rank0.json", "--set", "kernels * 0.5"],
         ["diff", "{}/rank0.json", "{}/rank1.json", "--json"],
-        ["diff", "{}/rank0.json", "{}/rank1.json", "--new", "{}/rank1.json", "--fail-if", "idle > 3%"],
+        [
+            "diff",
+            "{}/rank0.json",
+            "{}/rank1.json",
+            "--new",
+            "{}/rank1.json",
+            "--fail-if",
+            "idle > 3%",
+        ],
         ["baseline", "save", "main", "{}/rank0.json", "--store", "store"],
         ["link", "{}/rank0.json", "-o", "out.graph"],
         ["memory", "{}/rank0.json"],
@@ -150,7 +160,12 @@ def test_an_address_may_stand_wherever_an_input_may(
     monkeypatch.chdir(tmp_path)
     if "one." in " ".join(command):
         for name in ("one.graph", "one.et"):
-            assert main(["link", str(folder / "rank0.json"), "-o", str(folder / name), "-q", "--no-law"]) == 0
+            assert (
+                main(
+                    ["link", str(folder / "rank0.json"), "-o", str(folder / name), "-q", "--no-law"]
+                )
+                == 0
+            )
     assert main([word.format(address) for word in command]) == 0
     said = "".join(capsys.readouterr())
     assert str(tmp_path / "cache") not in said, "the address is shown, not its copy"
@@ -158,7 +173,9 @@ def test_an_address_may_stand_wherever_an_input_may(
         assert f"{address}/rank0.json" in said or (tmp_path / "out.html").exists()
 
 
-def test_errors_name_the_address(server: tuple[str, Path, type[_Handler]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_name_the_address(
+    server: tuple[str, Path, type[_Handler]], capsys: pytest.CaptureFixture[str]
+) -> None:
     address, folder, _ = server
     (folder / "empty.json").write_text("")
     secret = address.replace("http://", "http://me:hunter2@")
@@ -202,15 +219,24 @@ def test_what_a_server_may_not_do_ends_with_a_sentence(
 
 def test_a_redirect_within_the_host_is_followed(server: tuple[str, Path, type[_Handler]]) -> None:
     address, folder, _ = server
-    assert remote.fetch_copy(f"{address}/here.json").read_bytes() == (folder / "rank0.json").read_bytes()
+    assert (
+        remote.fetch_copy(f"{address}/here.json").read_bytes()
+        == (folder / "rank0.json").read_bytes()
+    )
 
 
-def test_a_server_that_is_not_there_and_an_address_of_another_kind_are_refused(tmp_path: Path) -> None:
+def test_a_server_that_is_not_there_and_an_address_of_another_kind_are_refused(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(InputError, match="refused") as error:
         traceloom.load("http://127.0.0.1:1/trace.json")
     assert error.value.slug == "unreadable"
     (tmp_path / "trace.json").write_text("{}")
-    for address in (f"file://{tmp_path}/trace.json", "simplecache::s3://bucket/x", "ftp://host/x.json"):
+    for address in (
+        f"file://{tmp_path}/trace.json",
+        "simplecache::s3://bucket/x",
+        "ftp://host/x.json",
+    ):
         with pytest.raises((UsageError, InputError)) as refused:
             traceloom.load(address)
         assert refused.value.slug in {"unknown-address", "unreadable"}
@@ -219,7 +245,9 @@ def test_a_server_that_is_not_there_and_an_address_of_another_kind_are_refused(t
 def test_progress_is_said_in_bytes(server: tuple[str, Path, type[_Handler]]) -> None:
     address, folder, _ = server
     said: list[tuple[int, int | None]] = []
-    remote.fetch_copy(f"{address}/rank0.json", report_progress=lambda done, total: said.append((done, total)))
+    remote.fetch_copy(
+        f"{address}/rank0.json", report_progress=lambda done, total: said.append((done, total))
+    )
     size = (folder / "rank0.json").stat().st_size
     assert said[-1] == (size, size)
 
@@ -269,14 +297,22 @@ class _Store:
         return self.files, url.removeprefix("gs:/")
 
 
-def test_all_files_below_a_prefix_of_a_store_are_one_input(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_files_below_a_prefix_of_a_store_are_one_input(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = {f"/bucket/run/rank{rank}.json": _json(rank) for rank in range(2)}
-    store = _Store({**made, "/bucket/run/a/b/c/d/e/f/deep.json": b"{}", "/bucket/other.json": b"{}"})
+    store = _Store(
+        {**made, "/bucket/run/a/b/c/d/e/f/deep.json": b"{}", "/bucket/other.json": b"{}"}
+    )
     monkeypatch.setattr(remote, "open_file_system", store.opened)
     session = traceloom.load("gs://bucket/run/")
     assert session.ranks == (0, 1)
     assert session.name == "gs://bucket/run"
-    assert {path.name for path in cache.rglob("*.json")} == {"rank0.json", "rank1.json", "versions.json"}
+    assert {path.name for path in cache.rglob("*.json")} == {
+        "rank0.json",
+        "rank1.json",
+        "versions.json",
+    }
     store.files.rm_file("/bucket/run/rank1.json")
     assert traceloom.load("gs://bucket/run/").ranks == (0,), "what is gone there is gone here"
     with pytest.raises(InputError, match="no such file"):
@@ -296,7 +332,9 @@ def _json(rank: int, kernel: str = "gemm") -> bytes:
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A bucket `runs` of moto's server, as a client of boto3 sees it."""
     pytest.importorskip("s3fs", reason="s3fs is not installed")
-    server = pytest.importorskip("moto.server", reason="moto is not installed").ThreadedMotoServer(port=0)
+    server = pytest.importorskip("moto.server", reason="moto is not installed").ThreadedMotoServer(
+        port=0
+    )
     import boto3
 
     server.start()
@@ -322,7 +360,10 @@ def test_a_run_in_s3_is_read_and_only_what_changed_is_fetched_again(
         bucket.put_object(Bucket="runs", Key=f"gpt/rank{rank}.json", Body=_json(rank))
     assert main(["report", "s3://runs/gpt", "--only", "core", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert [row["path"] for row in document["inputs"]] == ["s3://runs/gpt/rank0.json", "s3://runs/gpt/rank1.json"]
+    assert [row["path"] for row in document["inputs"]] == [
+        "s3://runs/gpt/rank0.json",
+        "s3://runs/gpt/rank1.json",
+    ]
     before = {path.name: path.stat().st_ino for path in cache.rglob("rank*.json")}
     bucket.put_object(Bucket="runs", Key="gpt/rank1.json", Body=_json(1, "softmax"))
     assert "softmax" in traceloom.load("s3://runs/gpt").traces[1].events["name"].to_list()

@@ -20,13 +20,17 @@ BASE = 1_700_000_000 * 10**9
 MS = 1_000_000
 
 
-def served(folder: Path, *, every_us: int, running: float, threads: bool = False, count: int = 40) -> Session:
+def served(
+    folder: Path, *, every_us: int, running: float, threads: bool = False, count: int = 40
+) -> Session:
     """A capture of a server: requests of 2 ms in five operators; a share of the time its threads run."""
     built = TraceBuilder(base_ns=BASE, generation="2026")
     for number in range(count):
         thread = 10 + number if threads else 1
         at = number * every_us + 37 * (number % 5)
-        for op, name in enumerate(("aten::randn", "aten::linear", "aten::relu", "aten::linear", "aten::sum")):
+        for op, name in enumerate(
+            ("aten::randn", "aten::linear", "aten::relu", "aten::linear", "aten::sum")
+        ):
             built.op(name, at + 400 * op, 380, thread=thread)
     end = count * every_us
     samples = range(0, end + 20_001, 20_000)
@@ -37,11 +41,32 @@ def served(folder: Path, *, every_us: int, running: float, threads: bool = False
     }
     folder.mkdir()
     built.write(folder / "rank0.kineto.json")
-    entry = {"rank": 0, "world_size": 1, "name": "rank0", "thread_cpu": thread_cpu, "notices": [], "steps": None,
-             "window": {"file": "rank0.kineto.json", "kind": "time", "first_step": None, "step_count": 0,
-                        "start_ns": BASE, "end_ns": BASE + 1000 * end},
-             "graph_step": None, "step_source": "none", "collectives": None}  # fmt: skip
-    document = {"format": "traceloom-capture", "version": 1, "traceloom": "made", "run": {}, "ranks": [entry]}
+    entry = {
+        "rank": 0,
+        "world_size": 1,
+        "name": "rank0",
+        "thread_cpu": thread_cpu,
+        "notices": [],
+        "steps": None,
+        "window": {
+            "file": "rank0.kineto.json",
+            "kind": "time",
+            "first_step": None,
+            "step_count": 0,
+            "start_ns": BASE,
+            "end_ns": BASE + 1000 * end,
+        },
+        "graph_step": None,
+        "step_source": "none",
+        "collectives": None,
+    }
+    document = {
+        "format": "traceloom-capture",
+        "version": 1,
+        "traceloom": "made",
+        "run": {},
+        "ranks": [entry],
+    }
     (folder / "capture.json").write_text(json.dumps(document))
     return traceloom.load(folder)
 
@@ -92,12 +117,16 @@ def paused(folder: Path, *, running: float, stepped: bool) -> Session:
         before = round(number * (40 + 60 * running) * MS)
         ran += [before, before, *[before + round(60 * MS * running)] * 2]
     samples = {"thread": [1] * len(edges), "time_ns": edges, "cpu_ns": ran}
-    trace = traceloom.formats.kineto.read_kineto(path, capture={"thread_cpu": samples, "rank": 0, "world_size": 1})
+    trace = traceloom.formats.kineto.read_kineto(
+        path, capture={"thread_cpu": samples, "rank": 0, "world_size": 1}
+    )
     return Session((trace,), "made")
 
 
 @pytest.mark.parametrize(("running", "word"), [(0.0, "waits"), (0.97, "works"), (0.35, "spends")])
-def test_a_pause_of_a_step_says_whether_the_host_worked(tmp_path: Path, running: float, word: str) -> None:
+def test_a_pause_of_a_step_says_whether_the_host_worked(
+    tmp_path: Path, running: float, word: str
+) -> None:
     first = findings(paused(tmp_path, running=running, stepped=True)).time[0]
     assert first.slug == "host-pause"
     assert first.title.startswith(f"the host {word} 60")
@@ -120,13 +149,23 @@ def test_a_thread_that_sleeps_beside_busy_ones_makes_no_pause(tmp_path: Path) ->
         built.op(f"aten::op{number}", 10_000 * number, 9_800, thread=10 + number % 2)
     path = built.write(tmp_path / "rank0.kineto.json")
     times = list(range(-20, 1_000, 20))
-    columns = [(thread, time, ran) for time in times
-               for thread, ran in ((1, 0), (10, 0.4 * (time + 20)), (11, 0.4 * (time + 20)))]  # fmt: skip
-    samples = {"thread": [row[0] for row in columns], "time_ns": [BASE + row[1] * MS for row in columns],
-               "cpu_ns": [round(row[2] * MS) for row in columns]}  # fmt: skip
-    trace = traceloom.formats.kineto.read_kineto(path, capture={"thread_cpu": samples, "rank": 0, "world_size": 1})
+    columns = [
+        (thread, time, ran)
+        for time in times
+        for thread, ran in ((1, 0), (10, 0.4 * (time + 20)), (11, 0.4 * (time + 20)))
+    ]
+    samples = {
+        "thread": [row[0] for row in columns],
+        "time_ns": [BASE + row[1] * MS for row in columns],
+        "cpu_ns": [round(row[2] * MS) for row in columns],
+    }
+    trace = traceloom.formats.kineto.read_kineto(
+        path, capture={"thread_cpu": samples, "rank": 0, "world_size": 1}
+    )
     assert not trace.steps.height
-    assert "host-pause" not in {finding.slug for finding in findings(Session((trace,), "made")).time}
+    assert "host-pause" not in {
+        finding.slug for finding in findings(Session((trace,), "made")).time
+    }
     unknown = traceloom.formats.kineto.read_kineto(path, capture=None)
     assert "host-pause" in {finding.slug for finding in findings(Session((unknown,), "made")).time}
 
@@ -141,8 +180,14 @@ def test_samples_bound_what_a_thread_ran() -> None:
 
 @pytest.mark.parametrize(
     "table",
-    [None, [], {"thread": [1]}, {"thread": [1, 1], "time_ns": [1], "cpu_ns": [1, 2]},
-     {"thread": [1, 1], "time_ns": [1, None], "cpu_ns": [1, 2]}, {"thread": [1], "time_ns": [1], "cpu_ns": [1]}],
-)  # fmt: skip
+    [
+        None,
+        [],
+        {"thread": [1]},
+        {"thread": [1, 1], "time_ns": [1], "cpu_ns": [1, 2]},
+        {"thread": [1, 1], "time_ns": [1, None], "cpu_ns": [1, 2]},
+        {"thread": [1], "time_ns": [1], "cpu_ns": [1]},
+    ],
+)
 def test_tables_that_do_not_fit_tell_nothing(table: object) -> None:
     assert read_thread_clocks(Meta(path="", capture={"thread_cpu": table})) == {}

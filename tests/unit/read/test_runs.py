@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from traceloom.errors import InputError
-from traceloom.formats.inputs import FileHead, InputFile, choose_run_names, is_same_run, read_head, split_into_runs
+from traceloom.formats.inputs import (
+    FileHead,
+    InputFile,
+    choose_run_names,
+    is_same_run,
+    read_head,
+    split_into_runs,
+)
 from traceloom.testing import TraceBuilder
 
 EPOCH = 1_700_000_000 * 10**9
@@ -20,14 +27,26 @@ MINUTE = 60 * 10**9
 def file(name: str, **changes: Any) -> FileHead:
     """What is seen of a file that is one of two ranks of a run on one host."""
     values: dict[str, Any] = {
-        "source": InputFile(Path(name), given=True), "rank": 0, "world_size": 2, "job": (), "part": None, "host": "host0",
-        "process": 7, "start_ns": EPOCH, "pattern": "runs/rank#.json",
-    }  # fmt: skip
+        "source": InputFile(Path(name), given=True),
+        "rank": 0,
+        "world_size": 2,
+        "job": (),
+        "part": None,
+        "host": "host0",
+        "process": 7,
+        "start_ns": EPOCH,
+        "pattern": "runs/rank#.json",
+    }
     return FileHead(**(values | changes))
 
 
 def captured(name: str, capture: str, part: str | int, **changes: Any) -> FileHead:
-    return file(name, source=InputFile(Path(name), given=False, capture=Path(capture), entry={}), part=part, **changes)
+    return file(
+        name,
+        source=InputFile(Path(name), given=False, capture=Path(capture), entry={}),
+        part=part,
+        **changes,
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +68,9 @@ def captured(name: str, capture: str, part: str | int, **changes: Any) -> FileHe
         ({"job": (("job_id", "1"),)}, True),
     ],
 )
-def test_ranks_of_a_job_are_together_by_size_time_and_name(changes: dict[str, Any], together: bool) -> None:
+def test_ranks_of_a_job_are_together_by_size_time_and_name(
+    changes: dict[str, Any], together: bool
+) -> None:
     first, second = file("runs/rank0.json"), file("runs/rank1.json", rank=1, **changes)
     assert is_same_run(first, second) is together
     assert is_same_run(second, first) is together
@@ -83,22 +104,31 @@ def test_job_ids_that_both_name_decide(left: Any, right: Any, together: bool) ->
         ({"rank": None}, False),
     ],
 )
-def test_without_a_size_of_the_job_process_and_rank_decide(changes: dict[str, Any], together: bool) -> None:
+def test_without_a_size_of_the_job_process_and_rank_decide(
+    changes: dict[str, Any], together: bool
+) -> None:
     first, second = file("a", world_size=1), file("b", world_size=1, **changes)
     assert is_same_run(first, second) is together
     assert is_same_run(second, first) is together
 
 
 def test_processes_that_are_not_known_are_not_the_same() -> None:
-    assert not is_same_run(file("a", world_size=1, process=None),
-                        file("b", world_size=1, process=None, start_ns=EPOCH + 1))  # fmt: skip
+    assert not is_same_run(
+        file("a", world_size=1, process=None),
+        file("b", world_size=1, process=None, start_ns=EPOCH + 1),
+    )
 
 
 @pytest.mark.parametrize(
     ("other", "together"),
     [
         (captured("cap/rank1.json", "cap", "job"), True),
-        (captured("cap/rank1.json", "cap", "job", world_size=99, start_ns=0, job=(("job_id", "9"),)), True),
+        (
+            captured(
+                "cap/rank1.json", "cap", "job", world_size=99, start_ns=0, job=(("job_id", "9"),)
+            ),
+            True,
+        ),
         (captured("cap/rank1.json", "cap", "job 2"), False),
         (captured("cap2/rank1.json", "cap2", "job"), False),
         (file("cap/rank1.json", rank=1), False),
@@ -112,10 +142,12 @@ def test_of_captures_their_folder_and_job_alone_decide(other: FileHead, together
 
 def test_whatever_the_order_of_the_files_the_runs_are_the_same() -> None:
     files = [
-        file("a0", rank=0), file("a1", rank=1),
-        file("b0", world_size=4, rank=0), file("b1", world_size=4, rank=1),
+        file("a0", rank=0),
+        file("a1", rank=1),
+        file("b0", world_size=4, rank=0),
+        file("b1", world_size=4, rank=1),
         captured("c0", "cap", 1),
-    ]  # fmt: skip
+    ]
     expected = {("a0", "a1"), ("b0", "b1"), ("c0",)}
     for order in itertools.permutations(files):
         runs = split_into_runs(list(order))
@@ -140,7 +172,11 @@ def at(*paths: str, capture: str | None = None) -> list[FileHead]:
     ("runs", "requested", "called"),
     [
         ([at("runs/rank0.json", "runs/rank1.json")], ("runs",), ["runs"]),
-        ([at("runs/rank0.json", "runs/rank1.json")], ("runs/rank0.json", "runs/rank1.json"), ["runs/rank*.json"]),
+        (
+            [at("runs/rank0.json", "runs/rank1.json")],
+            ("runs/rank0.json", "runs/rank1.json"),
+            ["runs/rank*.json"],
+        ),
         ([at("a.json"), at("b.json")], (".",), ["a.json", "b.json"]),
         ([at("a/rank0.json", "a/rank12.json"), at("b.json")], (".",), ["a/rank*.json", "b.json"]),
         ([at("a/x0.json", "b/x0.json"), at("c.json")], (".",), ["x0.json", "c.json"]),
@@ -149,7 +185,11 @@ def at(*paths: str, capture: str | None = None) -> list[FileHead]:
         ([at("a/t.json", "b/u.json"), at("c.json")], (".",), ["a/t.json", "c.json"]),
         ([at("a/first.json", "a/second.json"), at("c.json")], (".",), ["a/first.json", "c.json"]),
         ([at("cap/r0", "cap/r1", capture="cap"), at("c.json")], (".",), ["cap", "c.json"]),
-        ([at("cap/r0", capture="cap"), at("cap/r1", capture="cap")], ("cap",), ["cap/r0", "cap/r1"]),
+        (
+            [at("cap/r0", capture="cap"), at("cap/r1", capture="cap")],
+            ("cap",),
+            ["cap/r0", "cap/r1"],
+        ),
     ],
 )
 def test_a_run_is_called_what_its_files_have_in_common(
@@ -159,7 +199,11 @@ def test_a_run_is_called_what_its_files_have_in_common(
 
 
 def seen(builder: TraceBuilder, path: Path, entry: dict[str, Any] | None = None) -> FileHead:
-    return read_head(InputFile(builder.write(path), given=True, capture=path.parent if entry else None, entry=entry))
+    return read_head(
+        InputFile(
+            builder.write(path), given=True, capture=path.parent if entry else None, entry=entry
+        )
+    )
 
 
 def test_the_first_part_says_rank_size_host_process_and_start(tmp_path: Path) -> None:
@@ -167,7 +211,12 @@ def test_the_first_part_says_rank_size_host_process_and_start(tmp_path: Path) ->
     made.op("aten::second", 20, 5).op("aten::first", 10.5, 5)
     (tmp_path / "x12").mkdir()
     first_part = seen(made, tmp_path / "x12" / "y3.json")
-    assert (first_part.rank, first_part.world_size, first_part.host, first_part.process) == (3, 8, "node7", 4242)
+    assert (first_part.rank, first_part.world_size, first_part.host, first_part.process) == (
+        3,
+        8,
+        "node7",
+        4242,
+    )
     assert first_part.start_ns == EPOCH + 10_500
     assert first_part.pattern.endswith("/x#/y#.json")
     assert (first_part.job, first_part.part) == ((), None)
@@ -175,33 +224,55 @@ def test_the_first_part_says_rank_size_host_process_and_start(tmp_path: Path) ->
 
 def test_capture_json_decides_over_the_file(tmp_path: Path) -> None:
     made = TraceBuilder(rank=3, world_size=8).op("aten::mm", 1, 1)
-    first_part = seen(made, tmp_path / "rank5.json", {"rank": 1, "world_size": 2, "job": "this one"})
+    first_part = seen(
+        made, tmp_path / "rank5.json", {"rank": 1, "world_size": 2, "job": "this one"}
+    )
     assert (first_part.rank, first_part.world_size, first_part.part) == (1, 2, "this one")
 
 
-def test_a_clock_that_is_no_unix_time_gives_no_start_and_a_name_gives_the_rank(tmp_path: Path) -> None:
-    first_part = seen(TraceBuilder(rank=None, host="").op("aten::mm", 1, 1), tmp_path / "rank5.json")
-    assert (first_part.rank, first_part.world_size, first_part.start_ns, first_part.host) == (5, None, None, None)
+def test_a_clock_that_is_no_unix_time_gives_no_start_and_a_name_gives_the_rank(
+    tmp_path: Path,
+) -> None:
+    first_part = seen(
+        TraceBuilder(rank=None, host="").op("aten::mm", 1, 1), tmp_path / "rank5.json"
+    )
+    assert (first_part.rank, first_part.world_size, first_part.start_ns, first_part.host) == (
+        5,
+        None,
+        None,
+        None,
+    )
 
 
 def test_job_ids_of_all_kinds_are_seen_sorted_as_text(tmp_path: Path) -> None:
     made = TraceBuilder().op("aten::mm", 1, 1)
-    made.metadata(PT_PROFILER_JOB_VERSION_ID=3, mast_job_name="m", JOB_ID=12, job="other", group_trace_id="g")
+    made.metadata(
+        PT_PROFILER_JOB_VERSION_ID=3, mast_job_name="m", JOB_ID=12, job="other", group_trace_id="g"
+    )
     first_part = seen(made, tmp_path / "a.json")
     assert first_part.job == (
-        ("JOB_ID", "12"), ("PT_PROFILER_JOB_VERSION_ID", "3"), ("group_trace_id", "g"), ("mast_job_name", "m"),
-    )  # fmt: skip
+        ("JOB_ID", "12"),
+        ("PT_PROFILER_JOB_VERSION_ID", "3"),
+        ("group_trace_id", "g"),
+        ("mast_job_name", "m"),
+    )
 
 
 def test_without_spans_there_is_neither_start_nor_process(tmp_path: Path) -> None:
-    first_part = seen(TraceBuilder(base_ns=EPOCH).instant("Record Window End", 5), tmp_path / "a.json")
+    first_part = seen(
+        TraceBuilder(base_ns=EPOCH).instant("Record Window End", 5), tmp_path / "a.json"
+    )
     assert (first_part.start_ns, first_part.process) == (None, None)
 
 
 @pytest.mark.parametrize("generation", ["2021", "2022", "2023", "2024", "2026", "rocm"])
 def test_every_generation_of_writers_says_when_it_begins(generation: str, tmp_path: Path) -> None:
     shift = EPOCH // 1000 if generation in {"2021", "2022", "2023"} else 0
-    made = TraceBuilder(generation=generation, base_ns=EPOCH).op("aten::mm", shift + 8, 5).op("aten::mm", shift + 4, 1)
+    made = (
+        TraceBuilder(generation=generation, base_ns=EPOCH)
+        .op("aten::mm", shift + 8, 5)
+        .op("aten::mm", shift + 4, 1)
+    )
     trace_start = made.build().start_ns
     assert trace_start >= EPOCH
     assert seen(made, tmp_path / "a.json").start_ns == pytest.approx(trace_start, abs=1000)

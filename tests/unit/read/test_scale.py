@@ -23,7 +23,9 @@ def test_a_chain_of_crossing_spans_is_linear_work():
 def test_very_deep_nesting_is_kept_whole(tmp_path):
     event = '{"ph":"X","cat":"cpu_op","name":"a","pid":1,"tid":1,"ts":%d,"dur":%d}'
     path = tmp_path / "deep.json"
-    path.write_text('{"traceEvents":[' + ",".join(event % (i, 9000 - 2 * i) for i in range(3000)) + "]}")
+    path.write_text(
+        '{"traceEvents":[' + ",".join(event % (i, 9000 - 2 * i) for i in range(3000)) + "]}"
+    )
     trace = read_kineto(path)
     trace.check()
     assert trace.events["depth"].max() == 2999

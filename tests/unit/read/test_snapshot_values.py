@@ -43,7 +43,10 @@ class Played:
                 self.builder.free(address)
                 self.calls += [("free_requested", address, size), ("free_completed", address, size)]
             else:
-                size, stack = chance.randrange(1, 300_000), tuple(chance.sample(FRAMES, chance.randrange(4)))
+                size, stack = (
+                    chance.randrange(1, 300_000),
+                    tuple(chance.sample(FRAMES, chance.randrange(4))),
+                )
                 address = self.builder.alloc(size, *stack)
                 self.alive[address] = size, stack
                 self.calls.append(("alloc", address, size))
@@ -59,7 +62,9 @@ def test_entries_are_the_calls_in_their_order(played: Played) -> None:
     assert snapshot.entries.schema == SNAPSHOT_ENTRIES_SCHEMA
     calls = snapshot.entries.filter(~pl.col("action").is_in(["segment_alloc"]))
     assert calls.select("action", "address", "bytes").rows() == played.calls
-    assert snapshot.entries["time_us"].to_list() == list(range(START + 1, START + 1 + snapshot.entries.height))
+    assert snapshot.entries["time_us"].to_list() == list(
+        range(START + 1, START + 1 + snapshot.entries.height)
+    )
     assert snapshot.entries["device"].unique().to_list() == [0]
     assert snapshot.notices == ()
 
@@ -68,7 +73,10 @@ def test_active_blocks_are_what_is_alive_with_the_stack_that_made_it(played: Pla
     snapshot = parse_snapshot(played.builder.build(), "x")
     assert snapshot.blocks.schema == SNAPSHOT_BLOCKS_SCHEMA
     active = snapshot.blocks.filter(state="active_allocated")
-    blocks = {row["address"]: (row["requested_bytes"], snapshot.stacks[row["stack"]]) for row in active.to_dicts()}
+    blocks = {
+        row["address"]: (row["requested_bytes"], snapshot.stacks[row["stack"]])
+        for row in active.to_dicts()
+    }
     assert blocks == played.alive
     assert (active["bytes"] == (active["requested_bytes"] + 511) // 512 * 512).all()
 
@@ -90,7 +98,10 @@ def test_history_and_blocks_agree(played: Played) -> None:
     entries = parse_snapshot(played.builder.build(), "x").entries
     counts = Counter(entries["action"].to_list())
     assert counts["alloc"] - counts["free_completed"] == len(played.alive)
-    allocated = entries.filter(action="alloc")["bytes"].sum() - entries.filter(action="free_completed")["bytes"].sum()
+    allocated = (
+        entries.filter(action="alloc")["bytes"].sum()
+        - entries.filter(action="free_completed")["bytes"].sum()
+    )
     assert allocated == sum(size for size, _ in played.alive.values())
 
 
@@ -150,7 +161,14 @@ def test_very_deep_stacks_keep_their_innermost_frames() -> None:
 
 @pytest.mark.parametrize("action", SNAPSHOT_ACTIONS)
 def test_every_action_is_kept_and_of_running_out_what_was_free(action: str) -> None:
-    entry = {"action": action, "addr": 11, "device_free": 22, "size": 33, "time_us": 44, "frames": []}
+    entry = {
+        "action": action,
+        "addr": 11,
+        "device_free": 22,
+        "size": 33,
+        "time_us": 44,
+        "frames": [],
+    }
     snapshot = parse_snapshot({"device_traces": [[], [entry]]}, "x")
     assert snapshot.entries.rows() == [(1, action, 22 if action == "oom" else 11, 33, 44, 0)]
 
@@ -178,7 +196,9 @@ def test_an_entry_that_cannot_be_is_left_out_and_counted(entry: Any) -> None:
     snapshot = parse_snapshot({"device_traces": [[good, entry, good]]}, "x")
     assert snapshot.entries["address"].to_list() == [5, 5]
     assert snapshot.entries["time_us"].to_list() == [None, None]
-    assert [(notice.slug, notice.count) for notice in snapshot.notices] == [("odd-snapshot-entries", 1)]
+    assert [(notice.slug, notice.count) for notice in snapshot.notices] == [
+        ("odd-snapshot-entries", 1)
+    ]
 
 
 def test_all_sizes_together_have_to_be_a_size() -> None:
@@ -190,21 +210,45 @@ def test_all_sizes_together_have_to_be_a_size() -> None:
 
 def test_segments_of_several_devices_and_streams_keep_theirs() -> None:
     segments = [
-        {"device": device, "address": 1000 * device, "total_size": 100, "stream": stream,
-         "blocks": [{"address": 1000 * device, "size": 100, "state": "inactive"}]}
+        {
+            "device": device,
+            "address": 1000 * device,
+            "total_size": 100,
+            "stream": stream,
+            "blocks": [{"address": 1000 * device, "size": 100, "state": "inactive"}],
+        }
         for device, stream in ((0, 0), (3, 7), (1, "x"), (2, -5))
-    ]  # fmt: skip
+    ]
     snapshot = parse_snapshot({"segments": segments}, "x")
-    assert snapshot.segments.rows() == [(0, 0, 100, 0), (3, 3000, 100, 7), (1, 1000, 100, 0), (2, 2000, 100, 0)]
+    assert snapshot.segments.rows() == [
+        (0, 0, 100, 0),
+        (3, 3000, 100, 7),
+        (1, 1000, 100, 0),
+        (2, 2000, 100, 0),
+    ]
     assert snapshot.blocks.select("device", "segment").rows() == [(0, 0), (3, 1), (1, 2), (2, 3)]
 
 
-@pytest.mark.parametrize("changes", [
-    {"device": 1 << 31}, {"device": -1}, {"device": None}, {"address": -1}, {"address": None}, {"total_size": None},
-    {"blocks": None}, {"blocks": {}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"device": 1 << 31},
+        {"device": -1},
+        {"device": None},
+        {"address": -1},
+        {"address": None},
+        {"total_size": None},
+        {"blocks": None},
+        {"blocks": {}},
+    ],
+)
 def test_a_segment_that_cannot_be_is_left_out_with_its_blocks(changes: dict[str, Any]) -> None:
-    good = {"device": 0, "address": 10, "total_size": 4, "blocks": [{"size": 4, "state": "inactive"}]}
+    good = {
+        "device": 0,
+        "address": 10,
+        "total_size": 4,
+        "blocks": [{"size": 4, "state": "inactive"}],
+    }
     snapshot = parse_snapshot({"segments": [{**good, **changes}, good]}, "x")
     assert snapshot.segments.height == snapshot.blocks.height == 1
     assert snapshot.blocks["segment"].to_list() == [0]
@@ -216,13 +260,21 @@ def test_older_blocks_follow_one_another_and_fall_back_to_their_size() -> None:
         {"size": 100, "state": "active_allocated"},
         {"size": 50, "state": "inactive", "address": "?"},
         {"size": 30, "state": "active_pending_free", "requested_size": "?"},
-        {"size": 20, "state": "active_allocated", "history": [{"real_size": 13}, {"real_size": 99}]},
+        {
+            "size": 20,
+            "state": "active_allocated",
+            "history": [{"real_size": 13}, {"real_size": 99}],
+        },
         {"size": 10, "state": "active_allocated", "history": []},
     ]
     snapshot = parse_snapshot([{"address": 7000, "total_size": 210, "blocks": blocks}], "x")
     assert snapshot.blocks.select("address", "bytes", "requested_bytes").rows() == [
-        (7000, 100, 100), (7100, 50, 50), (7150, 30, 30), (7180, 20, 13), (7200, 10, 10),
-    ]  # fmt: skip
+        (7000, 100, 100),
+        (7100, 50, 50),
+        (7150, 30, 30),
+        (7180, 20, 13),
+        (7200, 10, 10),
+    ]
 
 
 def test_objects_that_are_the_same_again_and_again_are_limited_by_the_size_of_the_file() -> None:
@@ -237,8 +289,9 @@ def test_objects_that_are_the_same_again_and_again_are_limited_by_the_size_of_th
 def test_replaced_texts_are_said_beside_odd_entries() -> None:
     snapshot = parse_snapshot({"device_traces": [[7, 8]]}, "x", replaced=3)
     assert [(notice.slug, notice.severity) for notice in snapshot.notices] == [
-        ("odd-snapshot-entries", "warning"), ("replaced-text", "warning"),
-    ]  # fmt: skip
+        ("odd-snapshot-entries", "warning"),
+        ("replaced-text", "warning"),
+    ]
     assert snapshot.notices[1].count == 3
 
 
@@ -259,7 +312,10 @@ def test_frames_read_as_they_do_in_traces(frame: Any, text: str, python: bool) -
 
 
 def test_the_text_of_a_stack_is_its_python_where_it_has_any() -> None:
-    native, python = {"filename": "a.cpp", "line": 9, "name": "mm"}, {"filename": "t.py", "line": 3, "name": "f"}
+    native, python = (
+        {"filename": "a.cpp", "line": 9, "name": "mm"},
+        {"filename": "t.py", "line": 3, "name": "f"},
+    )
     stacks = [[], [native], [native, python, native], [python, python]]
     trace = [{"action": "alloc", "addr": 1, "size": 1, "frames": frames} for frames in stacks]
     texts = format_stacks(parse_snapshot({"device_traces": [trace]}, "x"))

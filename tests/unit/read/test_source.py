@@ -14,11 +14,15 @@ import pytest
 from traceloom.formats.resync import DamageLog
 from traceloom.formats.text_stream import open_input, read_first_pieces, read_text_pieces
 
-TEXT = b"".join(random.Random(3).choices([b'{"ts":', b'],"', b"0123", b"[{}, ", b"456789\n"], k=700_000))
+TEXT = b"".join(
+    random.Random(3).choices([b'{"ts":', b'],"', b"0123", b"[{}, ", b"456789\n"], k=700_000)
+)
 
 
 @pytest.mark.parametrize("kind", ["plain", "gzip", "marked"])
-def test_the_beginning_is_that_of_the_whole_text_and_no_more_is_read_for_it(tmp_path: Path, kind: str) -> None:
+def test_the_beginning_is_that_of_the_whole_text_and_no_more_is_read_for_it(
+    tmp_path: Path, kind: str
+) -> None:
     text = codecs.BOM_UTF8 + TEXT if kind == "marked" else TEXT
     stored = text if kind == "plain" else gzip.compress(text, 1)
     path = tmp_path / "trace.json"

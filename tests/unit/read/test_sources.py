@@ -26,9 +26,18 @@ class Lines:
 
     def peek(self, file: InputFile) -> FileHead:
         rank = int(self._text(file.path).split("\n")[0].split()[1])
-        return FileHead(file, rank, 2, (("job_id", "7"),), None, None, None, None, str(file.path.parent))
+        return FileHead(
+            file, rank, 2, (("job_id", "7"),), None, None, None, None, str(file.path.parent)
+        )
 
-    def read(self, path: str | Path, *, capture: dict[str, Any] | None, step: object, processes: int | None) -> Trace:
+    def read(
+        self,
+        path: str | Path,
+        *,
+        capture: dict[str, Any] | None,
+        step: object,
+        processes: int | None,
+    ) -> Trace:
         first, *lines = self._text(Path(path)).splitlines()
         builder = TraceBuilder(rank=int(first.split()[1]), world_size=2)
         for number, line in enumerate(lines, 1):

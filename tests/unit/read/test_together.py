@@ -28,7 +28,9 @@ from traceloom.trace import mapped_arrays
 from traceloom.trace.cache import FileStamp
 from traceloom.trace.trace import Trace
 
-needs_forks = pytest.mark.skipif(sys.platform != "linux", reason="parts are decoded by forks on Linux alone")
+needs_forks = pytest.mark.skipif(
+    sys.platform != "linux", reason="parts are decoded by forks on Linux alone"
+)
 
 
 class Here:
@@ -42,7 +44,9 @@ class Here:
             self._decoded = one = decode(self._path, part=self._part)
         except InputError:
             return None
-        return ForkResult(one.columns.legend(), one.metadata, one.damage, one.size, one.began, one.left_at)
+        return ForkResult(
+            one.columns.legend(), one.metadata, one.damage, one.size, one.began, one.left_at
+        )
 
     def pieces(self) -> Iterator[tuple[str, str, together.Array]]:
         yield from self._decoded.columns.pieces()
@@ -70,21 +74,29 @@ def assert_equal(one: Trace, other: Trace) -> None:
         assert one.frames()[name].equals(frame), name
     assert one.meta == other.meta
     # Where a file is cut may be told as behind or before the comma.
-    assert [(said.slug, said.count) for said in one.notices] == [(said.slug, said.count) for said in other.notices]
+    assert [(said.slug, said.count) for said in one.notices] == [
+        (said.slug, said.count) for said in other.notices
+    ]
 
 
 def made() -> TraceBuilder:
     """Everything that there are columns for, and texts that look like the end of an event."""
     one = TraceBuilder(rank=1, world_size=4)
-    one.group("7", [0, 1, 2, 3], description="mesh_dp").thread_name(1, 'main }, {"ph": "X"').step(1, 0, 500)
+    one.group("7", [0, 1, 2, 3], description="mesh_dp").thread_name(1, 'main }, {"ph": "X"').step(
+        1, 0, 500
+    )
     for number in range(6):
         at = number * 80
-        one.op('}, {"ph": "X", "name": ', at, 60, shapes=[[number, 3]]).python(f"train.py({number}): step", at, 50)
+        one.op('}, {"ph": "X", "name": ', at, 60, shapes=[[number, 3]]).python(
+            f"train.py({number}): step", at, 50
+        )
         one.launch("cudaLaunchKernel", at + 2, 4, correlation=number + 1)
         one.kernel(f"kernel{number % 3}", at + 9, 20, correlation=number + 1)
         one.copy("Memcpy HtoD (Pageable -> Device)", at + 30, 5, bytes=64, correlation=40 + number)
         one.sync("Stream Wait Event", at + 40, 3)
-        one.allocation(at + 5, 64, address=1000 + number).counter("GPU 0 Utilization", at, number).instant("mark", at)
+        one.allocation(at + 5, 64, address=1000 + number).counter(
+            "GPU 0 Utilization", at, number
+        ).instant("mark", at)
         one.collective("allreduce", at + 50, 8, group="7")
         one.forward_backward(number, at + 1, at + 55)
     return one
@@ -114,7 +126,9 @@ def test_parts_may_begin_anywhere(how: str, tmp_path: Path) -> None:
         trace, together_ = in_parts(path, begin)
         assert_equal(trace, whole)
         joined += together_
-    assert joined >= 10  # elsewhere it begins in metadata or at a false end, or what is before it has a fault
+    assert (
+        joined >= 10
+    )  # elsewhere it begins in metadata or at a false end, or what is before it has a fault
     trace, together_ = in_parts(path, 0, size // 5, size // 3, size // 2)
     assert_equal(trace, whole)
     assert together_
@@ -133,7 +147,9 @@ def test_random_traces_in_random_parts(
 
 
 @needs_forks
-def test_forks_decode_compressed_and_exact_times_and_spill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forks_decode_compressed_and_exact_times_and_spill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "big.json"
     write_big(path, 6_000_000)
     text = path.read_bytes()
@@ -210,13 +226,20 @@ def test_a_fork_that_dies_or_hangs_costs_nothing_but_time(
 
 def test_decoding_needs_no_polars(tmp_path: Path) -> None:
     """A fork has none of its threads, and would wait for them forever."""
-    text = made().text().replace('"blocks per SM": ', '"blocks per SM": "many", "-": ').replace(".000", ".0001")
+    text = (
+        made()
+        .text()
+        .replace('"blocks per SM": ', '"blocks per SM": "many", "-": ')
+        .replace(".000", ".0001")
+    )
     (tmp_path / "trace.json").write_text(text)
     code = "import sys; sys.modules['polars'] = None; from traceloom.formats.kineto_columns import decode; decode(sys.argv[1])"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "trace.json")], check=True)
 
 
-@given(size=st.integers(0, 2**33), processes=st.integers(1, 9), lead=st.sampled_from([0, 29_000_000]))
+@given(
+    size=st.integers(0, 2**33), processes=st.integers(1, 9), lead=st.sampled_from([0, 29_000_000])
+)
 def test_parts_follow_each_other(size: int, processes: int, lead: int) -> None:
     begins = together.compute_part_starts(size, processes, lead)
     assert len(begins) < processes

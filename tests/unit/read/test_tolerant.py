@@ -24,14 +24,22 @@ HOST_DAMAGES = 30
 Key = tuple[str, int, int]
 DAMAGES = {1: 100, 2: 60, 5: 40}  # so many files, by the number of damages in each
 
-SEEDS = pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 10))])
+SEEDS = pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 10))]
+)
 
 
 def builder(count: int = 8) -> TraceBuilder:
     made = TraceBuilder(rank=1, world_size=2)
     made.metadata(pg_config=[{"pg_name": "0", "ranks": [0, 1]}, {"pg_name": "1", "ranks": [1]}])
     for number in range(count):
-        made.op(f"aten::op{number}", number * 10, 5.5, shapes=[[number, 3]], nested=[{"id": 1}, {"id": 2}])
+        made.op(
+            f"aten::op{number}",
+            number * 10,
+            5.5,
+            shapes=[[number, 3]],
+            nested=[{"id": 1}, {"id": 2}],
+        )
         made.launch("cudaLaunchKernel", number * 10 + 1, 1, correlation=number + 1)
         made.kernel(f"gemm{number}", number * 10 + 2, 3.25, correlation=number + 1)
     return made
@@ -40,18 +48,27 @@ def builder(count: int = 8) -> TraceBuilder:
 def layouts() -> list[bytes]:
     made = builder()
     compact = json.dumps(json.loads(made.text()), separators=(",", ":"))
-    return [text.encode() for text in (made.text(), damage.metadata_after(made), damage.as_list(made), compact)]
+    return [
+        text.encode()
+        for text in (made.text(), damage.metadata_after(made), damage.as_list(made), compact)
+    ]
 
 
 def key(event: dict[str, Any]) -> Key | None:
     try:
-        return str(event["name"]), int(Decimal(str(event["ts"])) * 1000), int(Decimal(str(event["dur"])) * 1000)
+        return (
+            str(event["name"]),
+            int(Decimal(str(event["ts"])) * 1000),
+            int(Decimal(str(event["dur"])) * 1000),
+        )
     except (KeyError, ArithmeticError, ValueError):
         return None
 
 
 def keys(events: list[dict[str, Any]]) -> set[Key]:
-    return {found for event in events if event.get("ph") == "X" and (found := key(event)) is not None}
+    return {
+        found for event in events if event.get("ph") == "X" and (found := key(event)) is not None
+    }
 
 
 def read(path: Path, text: bytes) -> Trace | None:
@@ -91,18 +108,28 @@ def test_no_whole_event_is_lost_by_any_damage(tmp_path, times, seed):
 def test_no_whole_node_is_lost_by_any_damage(tmp_path, schema, seed):
     made = HostTraceBuilder(schema)
     for number in range(12):
-        made.op(f"aten::op{number}", inputs=[([number, 6, 0, 64, 4, "cpu"], [number, 3], "Tensor(float)")])
+        made.op(
+            f"aten::op{number}",
+            inputs=[([number, 6, 0, 64, 4, "cpu"], [number, 3], "Tensor(float)")],
+        )
     text, chance = made.text().encode(), random.Random(f"{seed} {schema}")
     path = tmp_path / "host.json"
-    original = {(str(node["id"]), str(node["name"])) for node in whole_objects(text, is_node, "nodes")}
+    original = {
+        (str(node["id"]), str(node["name"])) for node in whole_objects(text, is_node, "nodes")
+    }
     for number in range(HOST_DAMAGES):
         what, broken = damaged(text, chance, 1 + number % 3)
         path.write_bytes(broken)
         try:
-            read_nodes = {(str(own), name) for own, name in read_host_trace(path).ops.select("id", "name").rows()}
+            read_nodes = {
+                (str(own), name)
+                for own, name in read_host_trace(path).ops.select("id", "name").rows()
+            }
         except InputError:
             read_nodes = set()
-        whole = {(str(node["id"]), str(node["name"])) for node in whole_objects(broken, is_node, "nodes")}
+        whole = {
+            (str(node["id"]), str(node["name"])) for node in whole_objects(broken, is_node, "nodes")
+        }
         assert not (whole & original) - read_nodes, (number, what)
 
 
@@ -110,7 +137,9 @@ def check_counts(trace: Trace, held: set[Key], original: set[Key], what: str) ->
     """What one damage cost is what the notices say."""
     counts = {notice.slug: notice.count for notice in trace.notices}
     gone, changed = original - held, held - original
-    said = sum(counts.get(slug, 0) for slug in ("lost-events", "missing-time", "unknown-phase", "cut-file"))
+    said = sum(
+        counts.get(slug, 0) for slug in ("lost-events", "missing-time", "unknown-phase", "cut-file")
+    )
     assert len(gone) - len(changed) <= said, (what, counts, sorted(gone))
     assert counts.get("lost-events", 0) <= 1 + len(gone), (what, counts)
 
@@ -119,11 +148,17 @@ def test_a_number_with_a_quote_in_the_tenth_event_costs_one_event(tmp_path):
     made = TraceBuilder()
     for number in range(100):
         made.op(f"aten::op{number}", number * 10, 5.5)
-    text = made.text().replace('"dur": 5.500', '"dur": 5.5"', 10).replace('"dur": 5.5"', '"dur": 5.500', 9)
+    text = (
+        made.text()
+        .replace('"dur": 5.500', '"dur": 5.5"', 10)
+        .replace('"dur": 5.5"', '"dur": 5.500', 9)
+    )
     trace = read(tmp_path / "trace.json", text.encode())
     assert trace is not None
     assert trace.events.height == 99
-    assert [(n.slug, n.count) for n in trace.notices if n.slug != "no-steps"] == [("lost-events", 1)]
+    assert [(n.slug, n.count) for n in trace.notices if n.slug != "no-steps"] == [
+        ("lost-events", 1)
+    ]
 
 
 def test_a_stray_bracket_before_a_list_of_metadata_costs_no_neighbour(tmp_path):

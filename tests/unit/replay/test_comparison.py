@@ -30,7 +30,11 @@ def comparison() -> ReplayComparison:
 def test_the_whole_is_a_step_against_a_pass(comparison: ReplayComparison) -> None:
     row = comparison.whole.row(0, named=True)
     assert (row["recorded_ns"], row["replayed_ns"], row["ratio"]) == (20 * MS, 11 * MS, 0.55)
-    assert (row["recorded_cpu_ns"], row["replayed_cpu_ns"], row["cpu_ratio"]) == (11 * MS, 11 * MS, 1.0)
+    assert (row["recorded_cpu_ns"], row["replayed_cpu_ns"], row["cpu_ratio"]) == (
+        11 * MS,
+        11 * MS,
+        1.0,
+    )
     assert (row["recorded_ops_ns"], row["replayed_ops_ns"]) == (7 * MS, 8 * MS)
     assert (row["step_count"], row["pass_count"]) == (3, 2)
 
@@ -45,7 +49,11 @@ def test_coverage_is_of_ops_and_of_time(comparison: ReplayComparison) -> None:
     }
     assert rows["run"]["time_share"] == 0.7
     assert rows["run"]["count_share"] == 0.5
-    assert [row["name"] for row in comparison.not_run.to_dicts()] == ["mine::op", "aten::relu", "aten::save"]
+    assert [row["name"] for row in comparison.not_run.to_dicts()] == [
+        "mine::op",
+        "aten::relu",
+        "aten::save",
+    ]
 
 
 def test_ops_are_ranked_by_what_was_lost_or_won(comparison: ReplayComparison) -> None:
@@ -60,7 +68,9 @@ def test_ops_are_ranked_by_what_was_lost_or_won(comparison: ReplayComparison) ->
     assert comparison.each["gap_ns"].to_list() == [None, MS, None]
 
 
-def test_collectives_have_bandwidths_unless_they_are_asynchronous(comparison: ReplayComparison) -> None:
+def test_collectives_have_bandwidths_unless_they_are_asynchronous(
+    comparison: ReplayComparison,
+) -> None:
     (row,) = comparison.collectives.to_dicts()
     # 128 bytes among 2 ranks: as many on the bus
     assert (row["size_bytes"], row["recorded_gb_per_s"]) == (128, pytest.approx(128 / MS))
@@ -74,9 +84,12 @@ def test_collectives_have_bandwidths_unless_they_are_asynchronous(comparison: Re
 
 
 def test_guesses_of_contents_are_counted(comparison: ReplayComparison) -> None:
-    assert {(row["evidence"], row["count"], row["bytes"]) for row in comparison.contents.to_dicts()} == {
-        ("guess", 1, 128), ("consumer", 1, 64),
-    }  # fmt: skip
+    assert {
+        (row["evidence"], row["count"], row["bytes"]) for row in comparison.contents.to_dicts()
+    } == {
+        ("guess", 1, 128),
+        ("consumer", 1, 64),
+    }
 
 
 def test_the_document_is_as_its_schema_says(comparison: ReplayComparison) -> None:
@@ -92,7 +105,9 @@ def test_the_document_is_as_its_schema_says(comparison: ReplayComparison) -> Non
 def test_without_recorded_times_nothing_is_compared() -> None:
     plan = planned()
     bare = plan.ranks[0].ops.with_columns(pl.lit([], pl.List(pl.Int64)).alias("durations_ns"))
-    plan = replace(plan, ranks={0: replace(plan.ranks[0], ops=bare, steps=plan.ranks[0].steps.clear())})
+    plan = replace(
+        plan, ranks={0: replace(plan.ranks[0], ops=bare, steps=plan.ranks[0].steps.clear())}
+    )
     comparison = compare_replay(plan, ran())
     assert comparison.coverage["time_share"].null_count() == comparison.coverage.height
     assert comparison.long_ratios is None
@@ -140,14 +155,30 @@ def test_compiled_graphs_spend_time_that_no_op_explains() -> None:
     runs = trace.events["name"].is_in(["aten::mm", "aten::relu"]).to_numpy()
     assert find_uncovered_time(trace, runs).rows() == [("CompiledFunction", 1, 45_000)]
     # A kernel for a GPU is an op: what is left of its graph is Python.
-    for_gpu = TraceBuilder().op("CompiledFunction", 10, 60).op("triton_poi_fused_gelu_0", 20, 15).build()
-    assert find_uncovered_time(for_gpu, (for_gpu.events["name"] == "triton_poi_fused_gelu_0").to_numpy()).height == 0
+    for_gpu = (
+        TraceBuilder().op("CompiledFunction", 10, 60).op("triton_poi_fused_gelu_0", 20, 15).build()
+    )
+    assert (
+        find_uncovered_time(
+            for_gpu, (for_gpu.events["name"] == "triton_poi_fused_gelu_0").to_numpy()
+        ).height
+        == 0
+    )
     plan = planned()
     holes = pl.DataFrame(
-        [{"rank": 0, "name": "CompiledFunction", "count": 1, "duration_ns": MS}], schema=PLAN_SCHEMAS["holes"]
+        [{"rank": 0, "name": "CompiledFunction", "count": 1, "duration_ns": MS}],
+        schema=PLAN_SCHEMAS["holes"],
     )
-    comparison = compare_replay(replace(plan, ranks={0: replace(plan.ranks[0], holes=holes)}), ran())
+    comparison = compare_replay(
+        replace(plan, ranks={0: replace(plan.ranks[0], holes=holes)}), ran()
+    )
     assert comparison.holes["recorded_ns"].to_list() == [MS]
     assert any("compiled kernels" in limit for limit in replay.build(comparison)["limits"])
-    assert any("waiting, kernels of compiled code." in limit for limit in replay.describe_limits(comparison))
-    assert any("loading, waiting. The pace" in limit for limit in replay.describe_limits(compare_replay(plan, ran())))
+    assert any(
+        "waiting, kernels of compiled code." in limit
+        for limit in replay.describe_limits(comparison)
+    )
+    assert any(
+        "loading, waiting. The pace" in limit
+        for limit in replay.describe_limits(compare_replay(plan, ran()))
+    )

@@ -73,7 +73,10 @@ def job(seed: int, *, gpu: bool) -> tuple[ReplayPlan, Replayed, dict[int, Made]]
         texts = ["[" + ", ".join(map(str, shape)) + "]" for shape in SHAPES]
 
         def times(*, most: int = 4, few: int = 0, chance: random.Random = chance) -> list[int]:
-            return [chance.choice([0, 7, 40_000, 80_001, 500_000]) for _ in range(chance.randint(few, most))]
+            return [
+                chance.choice([0, 7, 40_000, 80_001, 500_000])
+                for _ in range(chance.randint(few, most))
+            ]
 
         def op(name: str, shapes: str, *, about: Made = about, **more: Any) -> MadeOp:
             gpus = [chance.choice([None, 0, 9_000, 120_000]) if gpu else None for _ in range(2)]
@@ -82,7 +85,18 @@ def job(seed: int, *, gpu: bool) -> tuple[ReplayPlan, Replayed, dict[int, Made]]
             return about.ops[-1]
 
         for _ in range(chance.randint(8, 20)):
-            kind = chance.choice(["run", "run", "run", "failed", "other-shape", "stand-in", "all_reduce", "all_gather"])
+            kind = chance.choice(
+                [
+                    "run",
+                    "run",
+                    "run",
+                    "failed",
+                    "other-shape",
+                    "stand-in",
+                    "all_reduce",
+                    "all_gather",
+                ]
+            )
             if kind == "all_reduce" or kind == "all_gather":
                 later = chance.random() < 0.4
                 name = f"c10d::{kind}"
@@ -96,7 +110,14 @@ def job(seed: int, *, gpu: bool) -> tuple[ReplayPlan, Replayed, dict[int, Made]]
                     size, factor = 4 * 6, (2 - 1) / 2
                     entry = op(name, texts[1], collective=number)
                 about.calls.append(
-                    {"kind": kind, "size": size, "factor": factor, "later": later, "ops": [entry], "number": number}
+                    {
+                        "kind": kind,
+                        "size": size,
+                        "factor": factor,
+                        "later": later,
+                        "ops": [entry],
+                        "number": number,
+                    }
                 )
                 if later:
                     build.wait(number)
@@ -110,7 +131,9 @@ def job(seed: int, *, gpu: bool) -> tuple[ReplayPlan, Replayed, dict[int, Made]]
                 entry.outcome, entry.reason = kind, "custom-op"
             elif kind != "run":
                 entry.outcome, entry.reason = kind, kind
-            build.add(name, [tensors[k] for k in inputs], [out], action="stand-in", reason="custom-op")
+            build.add(
+                name, [tensors[k] for k in inputs], [out], action="stand-in", reason="custom-op"
+            )
         about.left_out = [
             (
                 chance.choice(["aten::save", "aten::load"]),
@@ -120,7 +143,8 @@ def job(seed: int, *, gpu: bool) -> tuple[ReplayPlan, Replayed, dict[int, Made]]
             for _ in range(chance.randint(0, 3))
         ]
         about.steps = [
-            (chance.choice([500, 700, 900]), chance.choice([None, 300, 400])) for _ in range(chance.randint(0, 4))
+            (chance.choice([500, 700, 900]), chance.choice([None, 300, 400]))
+            for _ in range(chance.randint(0, 4))
         ]
         about.passes = [chance.choice([400, 410, 420]) for _ in range(chance.randint(1, 3))]
         for row, entry in zip(build.rows["ops"], about.ops, strict=True):
@@ -130,16 +154,23 @@ def job(seed: int, *, gpu: bool) -> tuple[ReplayPlan, Replayed, dict[int, Made]]
             {"rank": rank, "node": k, "name": name, "reason": reason, "text": "", "duration_ns": ns}
             for k, (name, reason, ns) in enumerate(about.left_out)
         ]
-        steps = [{"rank": rank, "step": k, "duration_ns": ns, "cpu_ns": cpu} for k, (ns, cpu) in enumerate(about.steps)]
+        steps = [
+            {"rank": rank, "step": k, "duration_ns": ns, "cpu_ns": cpu}
+            for k, (ns, cpu) in enumerate(about.steps)
+        ]
         ranks[rank] = replace(
             plan,
             left_out=pl.DataFrame(out_rows, schema=PLAN_SCHEMAS["left_out"]),
             steps=pl.DataFrame(steps, schema=PLAN_SCHEMAS["steps"]),
         )
         results[rank] = result_of(rank, about)
-    plan = ReplayPlan(ranks, groups(4, pair=list(RANKS)), source="made up", torch=None, world_size=4)
+    plan = ReplayPlan(
+        ranks, groups(4, pair=list(RANKS)), source="made up", torch=None, world_size=4
+    )
     for rank, of_rank in ranks.items():  # all of them in the group of two
-        ranks[rank] = replace(of_rank, collectives=of_rank.collectives.with_columns(group=pl.lit("pair")))
+        ranks[rank] = replace(
+            of_rank, collectives=of_rank.collectives.with_columns(group=pl.lit("pair"))
+        )
     return plan, Replayed("made up", "cpu", "fast", 0, {}, results), made
 
 
@@ -149,14 +180,21 @@ def result_of(rank: int, about: Made) -> RankReplayed:
     for at, entry in enumerate(about.ops):
         if entry.outcome != "run":
             row = {"op": at, "node": 100 + at, "name": entry.name, "text": f"why {at}"}
-            frames[entry.outcome].append(row | ({"reason": entry.reason} if entry.outcome == "stand-in" else {}))
+            frames[entry.outcome].append(
+                row | ({"reason": entry.reason} if entry.outcome == "stand-in" else {})
+            )
     return RankReplayed(
         rank,
         tuple(about.passes),
         tuple(time - 1 for time in about.passes),
         pl.DataFrame(
             [
-                {"op": at, "durations_ns": entry.replayed, "cpu_ns": [1], "gpu_ns": entry.replayed_gpu}
+                {
+                    "op": at,
+                    "durations_ns": entry.replayed,
+                    "cpu_ns": [1],
+                    "gpu_ns": entry.replayed_gpu,
+                }
                 for at, entry in timed
             ],
             schema=OPS,
@@ -176,7 +214,9 @@ def over(part: float | None, whole: float | None) -> float | None:
 CASES = [(seed, seed % 2 == 1) for seed in range(8)]
 
 
-@pytest.fixture(params=CASES, ids=[f"{seed}-{'gpu' if gpu else 'cpu'}" for seed, gpu in CASES], scope="module")
+@pytest.fixture(
+    params=CASES, ids=[f"{seed}-{'gpu' if gpu else 'cpu'}" for seed, gpu in CASES], scope="module"
+)
 def compared(request: pytest.FixtureRequest) -> tuple[ReplayComparison, dict[int, Made]]:
     seed, gpu = request.param
     plan, replayed, made = job(seed, gpu=gpu)
@@ -223,10 +263,17 @@ def test_what_did_not_run_is_listed_by_name_with_its_first_reason(
         for name, reason, time in about.left_out:
             rows["left-out", reason, name].append(("", time or 0))
         table = comparison.not_run.filter(rank=rank)
-        assert {(row["outcome"], row["reason"], row["name"]): (row["text"], row["count"], row["recorded_ns"])
-                for row in table.iter_rows(named=True)} == {
-            key: (group[0][0], len(group), sum(ns for _, ns in group)) for key, group in rows.items()
-        }  # fmt: skip
+        assert {
+            (row["outcome"], row["reason"], row["name"]): (
+                row["text"],
+                row["count"],
+                row["recorded_ns"],
+            )
+            for row in table.iter_rows(named=True)
+        } == {
+            key: (group[0][0], len(group), sum(ns for _, ns in group))
+            for key, group in rows.items()
+        }
         times = table["recorded_ns"].to_list()
         assert times == sorted(times, reverse=True)
 
@@ -235,7 +282,9 @@ def test_ops_that_both_sides_timed_are_summed_by_name_and_shapes(
     compared: tuple[ReplayComparison, dict[int, Made]],
 ) -> None:
     comparison, made = compared
-    timed = [(rank, at, entry) for rank in RANKS for at, entry in enumerate(made[rank].ops) if entry.both]
+    timed = [
+        (rank, at, entry) for rank in RANKS for at, entry in enumerate(made[rank].ops) if entry.both
+    ]
     assert comparison.each.select("rank", "op", "name", "shapes").rows() == [
         (rank, at, entry.name, entry.shapes) for rank, at, entry in timed
     ]
@@ -245,16 +294,27 @@ def test_ops_that_both_sides_timed_are_summed_by_name_and_shapes(
     assert comparison.ops.height == len(by_name)
     for row in comparison.ops.iter_rows(named=True):
         calls = by_name[row["name"], row["shapes"]]
-        recorded, replayed = ([rounded(side) for side in sides] for sides in (
-            [entry.recorded for entry in calls], [entry.replayed or [] for entry in calls]))  # fmt: skip
-        assert (row["calls"], row["recorded_ns"], row["replayed_ns"]) == (len(calls), sum(recorded), sum(replayed))
+        recorded, replayed = (
+            [rounded(side) for side in sides]
+            for sides in (
+                [entry.recorded for entry in calls],
+                [entry.replayed or [] for entry in calls],
+            )
+        )
+        assert (row["calls"], row["recorded_ns"], row["replayed_ns"]) == (
+            len(calls),
+            sum(recorded),
+            sum(replayed),
+        )
         assert row["lost_ns"] == sum(replayed) - sum(recorded)
         assert row["ratio"] == over(sum(replayed), sum(recorded))
         ratios = [here / there for here, there in zip(replayed, recorded, strict=True) if there]
         for percent in (10, 50, 90):
             expected = pytest.approx(np.percentile(ratios, percent)) if ratios else None
             assert row[f"p{percent}_ratio"] == expected
-        on_both = [entry for entry in calls if entry.recorded_gpu and entry.replayed_gpu is not None]
+        on_both = [
+            entry for entry in calls if entry.recorded_gpu and entry.replayed_gpu is not None
+        ]
         if on_both:
             sums = [
                 sum(entry.recorded_gpu or 0 for entry in on_both),
@@ -265,8 +325,10 @@ def test_ops_that_both_sides_timed_are_summed_by_name_and_shapes(
             assert row["gpu_ratio"] == over(sums[1], sums[0])
         else:
             assert row["recorded_gpu_ns"] is row["gpu_ratio"] is row["gpu_lost_ns"] is None
-    keys = [(-abs(row["gpu_lost_ns"]) if row["gpu_lost_ns"] is not None else 1, -abs(row["lost_ns"]))
-            for row in comparison.ops.iter_rows(named=True)]  # fmt: skip
+    keys = [
+        (-abs(row["gpu_lost_ns"]) if row["gpu_lost_ns"] is not None else 1, -abs(row["lost_ns"]))
+        for row in comparison.ops.iter_rows(named=True)
+    ]
     assert keys == sorted(keys)
 
 
@@ -279,7 +341,11 @@ def test_long_ops_are_judged_by_their_gpu_work_where_there_is_any(
         sides = [(entry.replayed_gpu, entry.recorded_gpu) for entry in timed]
     else:
         sides = [(rounded(entry.replayed or []), rounded(entry.recorded)) for entry in timed]
-    ratios = [here / there for here, there in sides if here is not None and there is not None and there >= LONG_NS]
+    ratios = [
+        here / there
+        for here, there in sides
+        if here is not None and there is not None and there >= LONG_NS
+    ]
     assert comparison.long_count == len(ratios)
     if ratios:
         assert comparison.long_ratios == pytest.approx(np.percentile(ratios, (10, 50, 90)))
@@ -287,7 +353,9 @@ def test_long_ops_are_judged_by_their_gpu_work_where_there_is_any(
         assert comparison.long_ratios is None
 
 
-def test_the_whole_of_a_rank_is_its_medians(compared: tuple[ReplayComparison, dict[int, Made]]) -> None:
+def test_the_whole_of_a_rank_is_its_medians(
+    compared: tuple[ReplayComparison, dict[int, Made]],
+) -> None:
     comparison, made = compared
     assert comparison.whole["rank"].to_list() == list(RANKS)
     for row in comparison.whole.iter_rows(named=True):
@@ -299,14 +367,21 @@ def test_the_whole_of_a_rank_is_its_medians(compared: tuple[ReplayComparison, di
         assert row["replayed_ns"] == rounded(about.passes)
         assert row["recorded_cpu_ns"] == (rounded(cpu) if cpu else None)
         assert row["ratio"] == over(row["replayed_ns"], row["recorded_ns"])
-        assert row["cpu_ratio"] == over(rounded([time - 1 for time in about.passes]), row["recorded_cpu_ns"])
+        assert row["cpu_ratio"] == over(
+            rounded([time - 1 for time in about.passes]), row["recorded_cpu_ns"]
+        )
         timed = [entry for entry in about.ops if entry.both]
-        sums = sum(rounded(entry.recorded) for entry in timed), sum(rounded(entry.replayed or []) for entry in timed)
+        sums = (
+            sum(rounded(entry.recorded) for entry in timed),
+            sum(rounded(entry.replayed or []) for entry in timed),
+        )
         assert (row["recorded_ops_ns"], row["replayed_ops_ns"]) == sums
         assert row["ops_ratio"] == over(sums[1], sums[0])
 
 
-def test_collectives_are_together_with_their_waits(compared: tuple[ReplayComparison, dict[int, Made]]) -> None:
+def test_collectives_are_together_with_their_waits(
+    compared: tuple[ReplayComparison, dict[int, Made]],
+) -> None:
     comparison, made = compared
     for rank, about in made.items():
         expected: dict[tuple[Any, ...], list[tuple[float | None, float | None]]] = defaultdict(list)
@@ -316,7 +391,10 @@ def test_collectives_are_together_with_their_waits(compared: tuple[ReplayCompari
                 [rounded(entry.recorded) if entry.recorded else None for entry in call["ops"]],
                 [rounded(entry.replayed) if entry.replayed else None for entry in call["ops"]],
                 [entry.recorded_gpu for entry in call["ops"]],
-                [entry.replayed_gpu if entry.replayed is not None else None for entry in call["ops"]],
+                [
+                    entry.replayed_gpu if entry.replayed is not None else None
+                    for entry in call["ops"]
+                ],
             ):
                 present = [value for value in values if value is not None]
                 sides.append(sum(present) if present else None)
@@ -327,7 +405,9 @@ def test_collectives_are_together_with_their_waits(compared: tuple[ReplayCompari
         assert table.height == len(expected)
         for row in table.iter_rows(named=True):
             factor = {"all_reduce": 1.0, "all_gather": 0.5}[row["kind"]]
-            pairs = expected[row["kind"], row["size_bytes"], row["asynchronous"], row["on_gpu"], factor]
+            pairs = expected[
+                row["kind"], row["size_bytes"], row["asynchronous"], row["on_gpu"], factor
+            ]
             assert (row["count"], row["group"], row["group_size"]) == (len(pairs), "pair", 2)
             middle = []
             for side in (0, 1):

@@ -17,10 +17,16 @@ def allowed(demand: Constraint) -> set[int]:
     return {value for value in VALUES if demand.allows(np.array([value]))}
 
 
-@pytest.mark.parametrize("demand", [*BOUNDS, Constraint("integers", 0, 4, -1), Constraint("integers", 0, 4, -100)])
-def test_a_demand_allows_what_lies_within_its_bounds_or_stands_for_no_class(demand: Constraint) -> None:
+@pytest.mark.parametrize(
+    "demand", [*BOUNDS, Constraint("integers", 0, 4, -1), Constraint("integers", 0, 4, -100)]
+)
+def test_a_demand_allows_what_lies_within_its_bounds_or_stands_for_no_class(
+    demand: Constraint,
+) -> None:
     high = max(VALUES) if demand.high is None else demand.high
-    assert allowed(demand) == {value for value in VALUES if demand.low <= value <= high or value == demand.besides}
+    assert allowed(demand) == {
+        value for value in VALUES if demand.low <= value <= high or value == demand.besides
+    }
     assert demand.allows(np.array([], dtype=np.int64))
     inside, outside = sorted(allowed(demand)), sorted(set(VALUES) - allowed(demand))
     assert all(not demand.allows(np.array([*inside, value])) for value in outside)
@@ -51,12 +57,16 @@ def test_of_two_kinds_the_stricter_one_is_held(contents: tuple[str, str], strict
 
 
 def test_an_index_that_must_be_positive_begins_at_one() -> None:
-    assert Constraint("integers", 0, 9).and_also(Constraint("positive")) == Constraint("integers", 1, 9)
+    assert Constraint("integers", 0, 9).and_also(Constraint("positive")) == Constraint(
+        "integers", 1, 9
+    )
 
 
 def test_what_stands_for_no_class_is_kept_only_where_all_agree() -> None:
     ignoring, strict = Constraint("integers", 0, 9, -100), Constraint("integers", 0, 4)
-    assert ignoring.and_also(Constraint("integers", 0, 4, -100)) == Constraint("integers", 0, 4, -100)
+    assert ignoring.and_also(Constraint("integers", 0, 4, -100)) == Constraint(
+        "integers", 0, 4, -100
+    )
     assert ignoring.and_also(strict) == strict.and_also(ignoring) == Constraint("integers", 0, 4)
     assert not ignoring.and_also(strict).allows(np.array([-100]))
 

@@ -24,10 +24,14 @@ def marked_passes(*passes: float) -> TraceBuilder:
     build = TraceBuilder()
     number = 1
     for begin, kernel_us in zip(range(0, 10_000, 1000), passes, strict=False):
-        build.annotation(f"{MARK}4", begin, 100).op("aten::linear", begin + 5, 90).op("aten::mm", begin + 10, 60)
+        build.annotation(f"{MARK}4", begin, 100).op("aten::linear", begin + 5, 90).op(
+            "aten::mm", begin + 10, 60
+        )
         build.launch("cudaLaunchKernel", begin + 20, 5, correlation=number)
         build.launch("cudaLaunchKernel", begin + 40, 5, correlation=number + 1)
-        build.annotation(f"{MARK}7", begin + 200, 50).launch("cudaLaunchKernel", begin + 210, 5, correlation=number + 2)
+        build.annotation(f"{MARK}7", begin + 200, 50).launch(
+            "cudaLaunchKernel", begin + 210, 5, correlation=number + 2
+        )
         build.annotation(f"{MARK}9", begin + 300, 50)
         build.kernel("product", begin + 400, kernel_us, correlation=number)
         build.kernel("bias", begin + 600, 10, stream=9, correlation=number + 1)
@@ -38,7 +42,9 @@ def marked_passes(*passes: float) -> TraceBuilder:
 
 def test_gpu_work_goes_to_the_mark_around_its_launch_whenever_it_ran() -> None:
     trace = marked_passes(100, 120, 400).build()
-    assert compute_marked_times(trace).rows() == [(4, 130_000), (7, 3_000)], "medians over three passes"
+    assert compute_marked_times(trace).rows() == [(4, 130_000), (7, 3_000)], (
+        "medians over three passes"
+    )
 
 
 def test_work_that_nobody_asked_for_is_nobodys() -> None:
@@ -59,7 +65,10 @@ def comparison() -> ReplayComparison:
     replayed = pl.Series("gpu_ns", [3 * MS, MS, None, None, 32_000], dtype=pl.Int64)
     plan = replace(plan, ranks={0: replace(rank, ops=rank.ops.with_columns(recorded))})
     return compare_replay(
-        plan, replace(result, device="cuda", ranks={0: replace(here, ops=here.ops.with_columns(replayed))})
+        plan,
+        replace(
+            result, device="cuda", ranks={0: replace(here, ops=here.ops.with_columns(replayed))}
+        ),
     )
 
 
@@ -70,13 +79,22 @@ def test_ops_are_ranked_by_gpu_time_where_there_is_any(comparison: ReplayCompari
         ("c10d::all_reduce", 64_000, 32_000, -32_000, 0.5, 2 * MS),
     ]
     whole = comparison.whole.row(0, named=True)
-    assert (whole["recorded_gpu_ns"], whole["replayed_gpu_ns"]) == (3 * MS + 64_000, 4 * MS + 32_000)
-    assert (comparison.long_count, comparison.long_ratios) == (3, (pytest.approx(0.6), 1.0, pytest.approx(1.4)))
+    assert (whole["recorded_gpu_ns"], whole["replayed_gpu_ns"]) == (
+        3 * MS + 64_000,
+        4 * MS + 32_000,
+    )
+    assert (comparison.long_count, comparison.long_ratios) == (
+        3,
+        (pytest.approx(0.6), 1.0, pytest.approx(1.4)),
+    )
 
 
 def test_coverage_is_of_gpu_work_too(comparison: ReplayComparison) -> None:
     """The relu of 1 ms failed; of the products and the all_reduce, 3.064 ms, all ran."""
-    rows = {row["outcome"]: (row["recorded_gpu_ns"], row["gpu_share"]) for row in comparison.coverage.to_dicts()}
+    rows = {
+        row["outcome"]: (row["recorded_gpu_ns"], row["gpu_share"])
+        for row in comparison.coverage.to_dicts()
+    }
     assert rows == {
         "run": (3 * MS + 64_000, pytest.approx(3.064 / 4.064)),
         "failed": (MS, pytest.approx(1 / 4.064)),
@@ -97,9 +115,10 @@ def test_what_no_ratio_has_is_said() -> None:
         limit.replace("\N{NARROW NO-BREAK SPACE}", " ")
         for limit in replay.describe_limits(compare_replay(plan, result))
     ]
-    assert any("2 ops is known of one side alone (2.00 ms as recorded, 3.00 ms here)" in limit for limit in limits), (
-        limits
-    )
+    assert any(
+        "2 ops is known of one side alone (2.00 ms as recorded, 3.00 ms here)" in limit
+        for limit in limits
+    ), limits
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
@@ -108,8 +127,12 @@ def test_an_asynchronous_collective_is_compared_by_its_kernel_alone(*, on_gpu: b
     rank, here = plan.ranks[0], result.ranks[0]
     work = pl.Series("gpu_ns", [MS, None, None, None, MS if on_gpu else None], dtype=pl.Int64)
     later = rank.collectives.with_columns(pl.lit(value=True).alias("asynchronous"))
-    plan = replace(plan, ranks={0: replace(rank, ops=rank.ops.with_columns(work), collectives=later)})
-    comparison = compare_replay(plan, replace(result, ranks={0: replace(here, ops=here.ops.with_columns(work))}))
+    plan = replace(
+        plan, ranks={0: replace(rank, ops=rank.ops.with_columns(work), collectives=later)}
+    )
+    comparison = compare_replay(
+        plan, replace(result, ranks={0: replace(here, ops=here.ops.with_columns(work))})
+    )
     assert comparison.collectives["on_gpu"].to_list() == [on_gpu]
     assert comparison.collectives["ratio"].to_list() == [1.0 if on_gpu else None]
     document = replay.build(comparison)

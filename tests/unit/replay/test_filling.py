@@ -20,7 +20,9 @@ def test_contents_are_what_their_consumers_need() -> None:
     assert float(share.min()) >= 0
     assert float(share.max()) <= 1
     weights = generate_content(200 * 100, torch.float32, "weights", high=200, seed=1).view(200, 100)
-    assert 0.8 < float((torch.ones(1, 200) @ weights).std()) < 1.25  # sums keep the size of what is summed
+    assert (
+        0.8 < float((torch.ones(1, 200) @ weights).std()) < 1.25
+    )  # sums keep the size of what is summed
     rows = generate_content(1000, torch.int64, "integers", 3, 9, seed=1)
     assert rows.unique().tolist() == [3, 4, 5, 6, 7, 8, 9]
     assert generate_content(5, torch.int32, "offsets", 0, 8, seed=1).tolist() == [0, 2, 4, 6, 8]
@@ -32,7 +34,9 @@ def test_contents_are_what_their_consumers_need() -> None:
 
 @pytest.mark.torch
 def test_equal_seeds_give_equal_contents() -> None:
-    one, same, other = (generate_content(50, torch.float32, "floats", seed=seed) for seed in (7, 7, 8))
+    one, same, other = (
+        generate_content(50, torch.float32, "floats", seed=seed) for seed in (7, 7, 8)
+    )
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
     wide = generate_content(50, torch.int64, "integers", -(2**62), 2**63 - 1, seed=1)
@@ -58,7 +62,9 @@ def test_many_values_repeat_a_block() -> None:
 def test_lengths_add_up_and_descend_from_the_longest(elements: int) -> None:
     for longest in range(1, 6):
         for total in range(longest + elements - 1, elements * longest + 1):
-            lengths = generate_content(elements, torch.int64, "lengths", longest, total, seed=1).tolist()
+            lengths = generate_content(
+                elements, torch.int64, "lengths", longest, total, seed=1
+            ).tolist()
             assert sum(lengths) == total
             assert lengths == sorted(lengths, reverse=True)
             assert lengths[0] == (longest if elements > 1 else total)
@@ -70,7 +76,9 @@ def test_lengths_add_up_and_descend_from_the_longest(elements: int) -> None:
 def test_offsets_ascend_from_the_first_to_the_last(dtype: str) -> None:
     for elements in range(2, 9):
         for high in (0, 1, 5, 1000, 2**31 - 1):
-            offsets = generate_content(elements, getattr(torch, dtype), "offsets", 0, high, seed=1).tolist()
+            offsets = generate_content(
+                elements, getattr(torch, dtype), "offsets", 0, high, seed=1
+            ).tolist()
             assert (offsets[0], offsets[-1]) == (0, high)
             assert offsets == sorted(offsets)
 

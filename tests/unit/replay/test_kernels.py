@@ -50,16 +50,26 @@ def tensor(storage: int, *shape: int) -> tuple[Any, list[int], str]:
 
 
 def recorded(
-    folder: Path, *, source: str | None = SOURCE, file: str = FILE, grid: str | None = None,
+    folder: Path,
+    *,
+    source: str | None = SOURCE,
+    file: str = FILE,
+    grid: str | None = None,
     name: str = "triton_poi_fused_mul_0",
-) -> ReplayPlan:  # fmt: skip
+) -> ReplayPlan:
     """A kernel of four elements between an op that nobody needs and one that reads what it wrote."""
     made = HostTraceBuilder("1.1.0-chakra.0.0.4" if grid else "1.1.1-chakra.0.0.4")
     made.op("aten::relu", schema=RELU, inputs=[tensor(10, 4)], outputs=[tensor(20, 4)])
     behind = [(140382148398488, [], "Int")]
     made.op(
         name,
-        inputs=[tensor(20, 4), tensor(30, 4), (4, [], "Int"), *([(grid, [], "String")] if grid else []), *behind],
+        inputs=[
+            tensor(20, 4),
+            tensor(30, 4),
+            (4, [], "Int"),
+            *([(grid, [], "String")] if grid else []),
+            *behind,
+        ],
         attributes=[("kernel_backend", "triton"), ("kernel_file", file)],
     )
     made.op("aten::relu", schema=RELU, inputs=[tensor(30, 4)], outputs=[tensor(40, 4)])
@@ -75,7 +85,9 @@ def recorded(
 
 def executed(plan: RankPlan, folder: Path | None, **about: Any) -> PlanRunner:
     device = torch.device("cpu")
-    return PlanRunner(plan, device, RunOptions(), kernels=KernelLoader(plan, device, folder, **about))
+    return PlanRunner(
+        plan, device, RunOptions(), kernels=KernelLoader(plan, device, folder, **about)
+    )
 
 
 def anywhere(folder: Path) -> dict[str, Any]:
@@ -94,7 +106,9 @@ def test_a_plan_holds_sources_and_runs_none(tmp_path: Path) -> None:
     assert of_rank.kernels.rows() == [(0, 1, "triton_poi_fused_mul_0", FILE, sha256, SOURCE, None)]
     assert of_rank.ops.select("action", "reason").rows()[1] == (STAND_IN, "not-trusted")
     assert of_rank.calls["arguments"][1] == '[{"tensor":0},{"tensor":1},4]'
-    assert [notice.severity for notice in plan.notices if notice.slug == "compiled-kernels"] == ["info"]
+    assert [notice.severity for notice in plan.notices if notice.slug == "compiled-kernels"] == [
+        "info"
+    ]
     plan.save(tmp_path / "run.plan")
     assert ReplayPlan.load(tmp_path / "run.plan").ranks[0].kernels.equals(of_rank.kernels)
     (left,) = dry_run(plan)[0].left
@@ -109,10 +123,17 @@ def test_a_plan_holds_sources_and_runs_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("about", "reason"),
-    [({"source": None}, "no-sources"), ({"file": "../cdoubles0.py"}, "no-sources"), ({"file": ""}, "no-sources"),
-     ({"source": "x" * (1 << 20) + "x"}, "no-sources"), ({}, "not-trusted")],
-)  # fmt: skip
-def test_what_is_not_there_or_not_trusted_is_a_stand_in(about: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    [
+        ({"source": None}, "no-sources"),
+        ({"file": "../cdoubles0.py"}, "no-sources"),
+        ({"file": ""}, "no-sources"),
+        ({"source": "x" * (1 << 20) + "x"}, "no-sources"),
+        ({}, "not-trusted"),
+    ],
+)
+def test_what_is_not_there_or_not_trusted_is_a_stand_in(
+    about: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
     assert reasons(executed(recorded(tmp_path, **about).ranks[0], None)) == [reason]
 
 
@@ -153,7 +174,9 @@ def test_a_recorded_grid_is_handed_over(grid: str, tmp_path: Path) -> None:
     bound = loader.bind(1, of_rank.calls["arguments"][1])
     bound([torch.ones(4), torch.zeros(4)])
     module = next(iter(loader._modules.values()))
-    assert module.calls == [(7, {"grid": tuple(int(part) for part in grid.strip("(),").split(","))})]
+    assert module.calls == [
+        (7, {"grid": tuple(int(part) for part in grid.strip("(),").split(","))})
+    ]
 
 
 @pytest.mark.parametrize(
@@ -161,10 +184,15 @@ def test_a_recorded_grid_is_handed_over(grid: str, tmp_path: Path) -> None:
     [
         ({"source": "1 / 0"}, "cdoubles0.py: ZeroDivisionError: division by zero"),
         ({"name": "triton_poi_other"}, "cdoubles0.py has no kernel 'triton_poi_other'"),
-        ({"grid": "grid_combo_kernels(4,)"}, "its grid is grid_combo_kernels(4,), and this PyTorch has no such function"),
+        (
+            {"grid": "grid_combo_kernels(4,)"},
+            "its grid is grid_combo_kernels(4,), and this PyTorch has no such function",
+        ),
     ],
-)  # fmt: skip
-def test_a_source_that_is_of_no_use_is_said(about: dict[str, Any], text: str, tmp_path: Path) -> None:
+)
+def test_a_source_that_is_of_no_use_is_said(
+    about: dict[str, Any], text: str, tmp_path: Path
+) -> None:
     execution = executed(recorded(tmp_path, **about).ranks[0], **anywhere(tmp_path))
     assert execution.stand_ins.select("reason", "text").rows() == [("other-kernel", text)]
 
@@ -177,14 +205,18 @@ def test_a_kernel_without_a_name_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("changed", [{"source": "import os"}, {"file": "../outside.py"}])
 def test_a_plan_with_another_source_is_refused(changed: dict[str, str], tmp_path: Path) -> None:
     plan = recorded(tmp_path)
-    kernels = plan.ranks[0].kernels.with_columns(pl.lit(value).alias(name) for name, value in changed.items())
+    kernels = plan.ranks[0].kernels.with_columns(
+        pl.lit(value).alias(name) for name, value in changed.items()
+    )
     replace(plan, ranks={0: replace(plan.ranks[0], kernels=kernels)}).save(tmp_path / "run.plan")
     with pytest.raises(InputError, match="the source of a kernel") as refused:
         ReplayPlan.load(tmp_path / "run.plan")
     assert refused.value.slug == "plan-damaged"
 
 
-def test_what_is_trusted_is_named_before_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_trusted_is_named_before_it_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recorded(tmp_path)
     sha256 = hashlib.sha256(SOURCE.encode()).hexdigest()
     options = ["--trust", "--device", "cpu", "--iterations", "1", "--quiet"]
@@ -198,7 +230,12 @@ def test_what_only_stand_ins_use_takes_no_memory() -> None:
     row, view = build.tensor(8), build.view(0, [10], [1])
     build.run("fbgemm::lookup(Tensor weights) -> Tensor", [{"tensor": 0}], [table], [row])
     build.add("view", [table], [view], action="view")
-    build.run("fbgemm::update(Tensor row, Tensor view) -> ()", [{"tensor": 0}, {"tensor": 1}], [row, view], [])
+    build.run(
+        "fbgemm::update(Tensor row, Tensor view) -> ()",
+        [{"tensor": 0}, {"tensor": 1}],
+        [row, view],
+        [],
+    )
     build.run(RELU, [{"tensor": 0}], [used], [build.tensor(8)])
     execution = PlanRunner(build.build(), torch.device("cpu"), RunOptions(memory_limit=1000))
     assert reasons(execution) == ["custom-op"] * 2
@@ -226,6 +263,8 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     device = torch.device("cuda", 0)
     folder = tmp_path / "sources"
     folder.mkdir()
-    execution = PlanRunner(of_rank, device, RunOptions(), kernels=KernelLoader(of_rank, device, folder))
+    execution = PlanRunner(
+        of_rank, device, RunOptions(), kernels=KernelLoader(of_rank, device, folder)
+    )
     assert reasons(execution) == []
     assert not execution.program.failures

@@ -19,7 +19,11 @@ def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:
     plan.save(tmp_path / "run.plan")
     again = ReplayPlan.load(tmp_path / "run.plan")
     assert is_plan(tmp_path / "run.plan")
-    assert (again.source, again.level, list(again.ranks)) == (plan.source, plan.level, list(plan.ranks))
+    assert (again.source, again.level, list(again.ranks)) == (
+        plan.source,
+        plan.level,
+        list(plan.ranks),
+    )
     for name in PLAN_SCHEMAS:
         if name != "groups":
             assert getattr(again.ranks[0], name).equals(getattr(plan.ranks[0], name))
@@ -41,7 +45,11 @@ def test_a_cut_plan_is_refused_with_what_to_do(tmp_path: Path) -> None:
         ("ops", pl.lit(7, dtype=pl.UInt32).alias("op"), "numbers of `ops`"),
         ("ops", pl.lit([9], dtype=pl.List(pl.UInt32)).alias("inputs"), "no row in `tensors`"),
         ("ops", pl.lit(None, dtype=pl.UInt32).alias("call"), "calls are of ops"),
-        ("tensors", pl.lit([99, 99], dtype=pl.List(pl.Int64)).alias("shape"), "within their storages"),
+        (
+            "tensors",
+            pl.lit([99, 99], dtype=pl.List(pl.Int64)).alias("shape"),
+            "within their storages",
+        ),
         ("tensors", pl.lit("float7").alias("dtype"), "no type"),
         ("storages", pl.lit(value=False).alias("external"), "nothing has made"),
         ("storages", pl.lit(0, dtype=pl.UInt32).alias("last_op"), "outside its life"),

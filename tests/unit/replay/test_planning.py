@@ -12,7 +12,15 @@ import pytest
 from traceloom.errors import InputError, UsageError
 from traceloom.testing.host_trace_builder import HOST_SCHEMAS, HostTraceBuilder
 from traceloom.workload.replay.nodes import read_composite_ops
-from traceloom.workload.replay.plan import COLLECTIVE, RUN, STAND_IN, VIEW, WAIT, RankPlan, ReplayPlan
+from traceloom.workload.replay.plan import (
+    COLLECTIVE,
+    RUN,
+    STAND_IN,
+    VIEW,
+    WAIT,
+    RankPlan,
+    ReplayPlan,
+)
 from traceloom.workload.replay.planning import Choice, make_plan
 
 MM = "aten::mm(Tensor self, Tensor mat2) -> Tensor"
@@ -26,7 +34,9 @@ EMPTY = (
 Value = tuple[Any, Any, str]
 
 
-def tensor(storage: int, *shape: int, offset: int = 0, number: int | None = None, of: str = "float") -> Value:
+def tensor(
+    storage: int, *shape: int, offset: int = 0, number: int | None = None, of: str = "float"
+) -> Value:
     """A tensor as the observer writes it."""
     elements = 1
     for length in shape:
@@ -51,7 +61,12 @@ def versions(plan: RankPlan, op: int, side: str = "inputs") -> list[int]:
 @pytest.mark.parametrize("schema", HOST_SCHEMAS)
 def test_every_layout_gives_the_same_plan(schema: str, tmp_path: Path) -> None:
     made = HostTraceBuilder(schema)
-    made.op("aten::mm", schema=MM, inputs=[tensor(10, 8, 4), tensor(20, 4, 6)], outputs=[tensor(30, 8, 6)])
+    made.op(
+        "aten::mm",
+        schema=MM,
+        inputs=[tensor(10, 8, 4), tensor(20, 4, 6)],
+        outputs=[tensor(30, 8, 6)],
+    )
     made.op("aten::relu", schema=RELU, inputs=[tensor(30, 8, 6)], outputs=[tensor(40, 8, 6)])
     if schema == "1.0.0":  # knows no schemas of ops
         assert plan_of(made, tmp_path).ops.height == 0
@@ -87,20 +102,35 @@ def test_what_nothing_made_may_take_the_number_of_a_smaller_one(tmp_path: Path) 
 def test_an_op_in_place_and_a_view_stay_on_their_version(tmp_path: Path) -> None:
     made = HostTraceBuilder()
     made.op("aten::relu", schema=RELU, inputs=[tensor(10, 2, 2)], outputs=[tensor(30, 2, 2)])
-    made.op("aten::view", schema=VIEW_OP, inputs=[tensor(30, 2, 2), ([4], [[]], "GenericList[Int]")],
-            outputs=[tensor(30, 4, number=99)])  # fmt: skip
-    made.op("aten::add_", schema=ADD_, inputs=[tensor(30, 4, number=99), tensor(60, 4), (1, [], "Int")],
-            outputs=[tensor(30, 4, number=99)])  # fmt: skip
+    made.op(
+        "aten::view",
+        schema=VIEW_OP,
+        inputs=[tensor(30, 2, 2), ([4], [[]], "GenericList[Int]")],
+        outputs=[tensor(30, 4, number=99)],
+    )
+    made.op(
+        "aten::add_",
+        schema=ADD_,
+        inputs=[tensor(30, 4, number=99), tensor(60, 4), (1, [], "Int")],
+        outputs=[tensor(30, 4, number=99)],
+    )
     plan = plan_of(made, tmp_path)
     made_version = versions(plan, 0, "outputs")
-    assert versions(plan, 1) == versions(plan, 1, "outputs") == versions(plan, 2)[:1] == made_version
+    assert (
+        versions(plan, 1) == versions(plan, 1, "outputs") == versions(plan, 2)[:1] == made_version
+    )
     assert plan.ops["outputs"][2].to_list() == plan.ops["outputs"][1].to_list()
 
 
 def test_a_geometry_that_no_op_made_is_a_view_of_what_lives(tmp_path: Path) -> None:
     made = HostTraceBuilder()
     made.op("aten::relu", schema=RELU, inputs=[tensor(10, 4, 2)], outputs=[tensor(30, 4, 2)])
-    made.op("aten::relu", schema=RELU, inputs=[tensor(30, 2, offset=6, number=77)], outputs=[tensor(50, 2)])
+    made.op(
+        "aten::relu",
+        schema=RELU,
+        inputs=[tensor(30, 2, offset=6, number=77)],
+        outputs=[tensor(50, 2)],
+    )
     plan = plan_of(made, tmp_path)
     assert plan.ops["action"].to_list() == [RUN, VIEW, RUN]
     assert plan.tensors.row(plan.ops["outputs"][1][0], named=True)["offset"] == 6
@@ -109,26 +139,56 @@ def test_a_geometry_that_no_op_made_is_a_view_of_what_lives(tmp_path: Path) -> N
 
 def test_an_op_whose_inner_result_is_read_outside_is_opened(tmp_path: Path) -> None:
     made = HostTraceBuilder()
-    norm = made.op("aten::layer_norm", schema="aten::layer_norm(Tensor x) -> Tensor", inputs=[tensor(10, 4)],
-                   outputs=[tensor(30, 4)])  # fmt: skip
-    made.op("aten::native_layer_norm", parent=norm, schema="aten::native_layer_norm(Tensor x) -> (Tensor, Tensor)",
-            inputs=[tensor(10, 4)], outputs=[tensor(30, 4), tensor(40, 1)])  # fmt: skip
+    norm = made.op(
+        "aten::layer_norm",
+        schema="aten::layer_norm(Tensor x) -> Tensor",
+        inputs=[tensor(10, 4)],
+        outputs=[tensor(30, 4)],
+    )
+    made.op(
+        "aten::native_layer_norm",
+        parent=norm,
+        schema="aten::native_layer_norm(Tensor x) -> (Tensor, Tensor)",
+        inputs=[tensor(10, 4)],
+        outputs=[tensor(30, 4), tensor(40, 1)],
+    )
     closed = made.op("aten::relu", schema=RELU, inputs=[tensor(30, 4)], outputs=[tensor(50, 4)])
-    made.op("aten::inner", parent=closed, schema=RELU, inputs=[tensor(30, 4)], outputs=[tensor(50, 4)])
-    made.op("aten::norm_backward", schema="aten::norm_backward(Tensor grad, Tensor rstd) -> Tensor",
-            inputs=[tensor(50, 4), tensor(40, 1)], outputs=[tensor(60, 4)])  # fmt: skip
+    made.op(
+        "aten::inner", parent=closed, schema=RELU, inputs=[tensor(30, 4)], outputs=[tensor(50, 4)]
+    )
+    made.op(
+        "aten::norm_backward",
+        schema="aten::norm_backward(Tensor grad, Tensor rstd) -> Tensor",
+        inputs=[tensor(50, 4), tensor(40, 1)],
+        outputs=[tensor(60, 4)],
+    )
     plan = plan_of(made, tmp_path)
-    assert plan.ops["name"].to_list() == ["aten::native_layer_norm", "aten::relu", "aten::norm_backward"]
+    assert plan.ops["name"].to_list() == [
+        "aten::native_layer_norm",
+        "aten::relu",
+        "aten::norm_backward",
+    ]
     assert versions(plan, 2)[1] == versions(plan, 0, "outputs")[1]
 
 
 def test_leaves_are_what_composite_ops_call(tmp_path: Path) -> None:
     made = HostTraceBuilder()
-    linear = made.op("aten::linear", schema="aten::linear(Tensor x) -> Tensor", inputs=[tensor(10, 4)],
-                     outputs=[tensor(30, 4)])  # fmt: skip
-    product = made.op("aten::addmm", parent=linear, schema="aten::addmm(Tensor x) -> Tensor", inputs=[tensor(10, 4)],
-                      outputs=[tensor(30, 4)])  # fmt: skip
-    made.op("aten::copy_", parent=product, schema=RELU, inputs=[tensor(10, 4)], outputs=[tensor(30, 4)])
+    linear = made.op(
+        "aten::linear",
+        schema="aten::linear(Tensor x) -> Tensor",
+        inputs=[tensor(10, 4)],
+        outputs=[tensor(30, 4)],
+    )
+    product = made.op(
+        "aten::addmm",
+        parent=linear,
+        schema="aten::addmm(Tensor x) -> Tensor",
+        inputs=[tensor(10, 4)],
+        outputs=[tensor(30, 4)],
+    )
+    made.op(
+        "aten::copy_", parent=product, schema=RELU, inputs=[tensor(10, 4)], outputs=[tensor(30, 4)]
+    )
     assert plan_of(made, tmp_path).ops["name"].to_list() == ["aten::linear"]
     assert plan_of(made, tmp_path, level="leaf").ops["name"].to_list() == ["aten::addmm"]
 
@@ -140,17 +200,27 @@ def test_the_list_of_composite_ops_is_that_of_this_pytorch() -> None:
     known = {name for name in composite if name in here}
     assert len(known) > 300
     for name in known:
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"), name
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"), (
+            name
+        )
     assert "aten::addmm" not in composite
 
 
 def test_plain_numbers_that_became_tensors_are_numbers_again(tmp_path: Path) -> None:
     made = HostTraceBuilder()
-    made.op("aten::add_", schema=ADD_, inputs=[tensor(10, 4), tensor(20, of="double"), (1, [], "Int")],
-            outputs=[tensor(10, 4)])  # fmt: skip
+    made.op(
+        "aten::add_",
+        schema=ADD_,
+        inputs=[tensor(10, 4), tensor(20, of="double"), (1, [], "Int")],
+        outputs=[tensor(10, 4)],
+    )
     made.op("aten::empty", schema="aten::empty() -> Tensor", outputs=[tensor(30, of="double")])
-    made.op("aten::add_", schema=ADD_, inputs=[tensor(10, 4), tensor(30, of="double"), (1, [], "Int")],
-            outputs=[tensor(10, 4)])  # fmt: skip
+    made.op(
+        "aten::add_",
+        schema=ADD_,
+        inputs=[tensor(10, 4), tensor(30, of="double"), (1, [], "Int")],
+        outputs=[tensor(10, 4)],
+    )
     plan = plan_of(made, tmp_path)
     arguments = [json.loads(plan.calls["arguments"][call]) for call in plan.ops["call"]]
     assert arguments[0] == [{"tensor": 0}, 1.0, 1]
@@ -161,16 +231,24 @@ def test_plain_numbers_that_became_tensors_are_numbers_again(tmp_path: Path) -> 
 def test_undefined_results_keep_their_places(tmp_path: Path) -> None:
     made = HostTraceBuilder()
     nothing = ([7, 0, 0, 0, 0, ""], [], "Tensor(nullptr (uninitialized))")
-    made.op("aten::back", schema="aten::back(Tensor x) -> (Tensor, Tensor, int)", inputs=[tensor(10, 4)],
-            outputs=[nothing, tensor(30, 4), (3, [], "Int")])  # fmt: skip
+    made.op(
+        "aten::back",
+        schema="aten::back(Tensor x) -> (Tensor, Tensor, int)",
+        inputs=[tensor(10, 4)],
+        outputs=[nothing, tensor(30, 4), (3, [], "Int")],
+    )
     plan = plan_of(made, tmp_path)
     assert [output is None for output in plan.ops["outputs"][0]] == [True, False, True]
 
 
 def test_an_op_of_another_namespace_has_a_stand_in_that_makes_what_it_made(tmp_path: Path) -> None:
     made = HostTraceBuilder()
-    made.op("fbgemm::lookup", schema="fbgemm::lookup(Tensor x) -> Tensor", inputs=[tensor(10, 4)],
-            outputs=[tensor(30, 4)])  # fmt: skip
+    made.op(
+        "fbgemm::lookup",
+        schema="fbgemm::lookup(Tensor x) -> Tensor",
+        inputs=[tensor(10, 4)],
+        outputs=[tensor(30, 4)],
+    )
     made.op("aten::relu", schema=RELU, inputs=[tensor(30, 4)], outputs=[tensor(50, 4)])
     plan = plan_of(made, tmp_path)
     assert plan.ops["action"].to_list() == [STAND_IN, RUN]
@@ -193,7 +271,9 @@ def test_an_op_on_symbolic_shapes_is_left_out_with_what_to_do(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", ["nonsense", "aten::mm(Tensor self", "__import__('os')"])
-def test_an_unreadable_schema_is_left_out_and_its_result_comes_from_outside(text: str, tmp_path: Path) -> None:
+def test_an_unreadable_schema_is_left_out_and_its_result_comes_from_outside(
+    text: str, tmp_path: Path
+) -> None:
     made = HostTraceBuilder()
     made.op("aten::odd", schema=text, inputs=[tensor(10, 4)], outputs=[tensor(30, 4)])
     made.op("aten::relu", schema=RELU, inputs=[tensor(30, 4)], outputs=[tensor(50, 4)])
@@ -208,26 +288,43 @@ def test_arguments_are_decoded_by_the_type_that_the_schema_declares(tmp_path: Pa
         "aten::empty",
         schema=EMPTY,
         inputs=[
-            ([2, 3], [[], []], "GenericList[Int,Int]"), (15, [], "Int"), (0, [], "Int"), ("cuda:1", [], "Device"),
-            (False, [], "Bool"), (2, [], "Int"),
+            ([2, 3], [[], []], "GenericList[Int,Int]"),
+            (15, [], "Int"),
+            (0, [], "Int"),
+            ("cuda:1", [], "Device"),
+            (False, [], "Bool"),
+            (2, [], "Int"),
         ],
         outputs=[tensor(30, 2, 3)],
-    )  # fmt: skip
+    )
     made.op(
         "aten::norm",
         schema="aten::norm(Tensor? x, float? p, Scalar q, float eps=1e-05, Generator? generator=None) -> Tensor",
         inputs=[
-            ([7, 0, 0, 0, 0, ""], [], "Tensor(nullptr (uninitialized))"), ("inf", [], "Double"), (3, [], "Int"),
-            (0.0, [], "Double"), ("<Generator>", [], "Generator"),
+            ([7, 0, 0, 0, 0, ""], [], "Tensor(nullptr (uninitialized))"),
+            ("inf", [], "Double"),
+            (3, [], "Int"),
+            (0.0, [], "Double"),
+            ("<Generator>", [], "Generator"),
         ],
         outputs=[tensor(40, 1)],
-    )  # fmt: skip
+    )
     plan = plan_of(made, tmp_path)
     assert json.loads(plan.calls["arguments"][0]) == [
-        [2, 3], {"dtype": "bfloat16"}, {"layout": "strided"}, {"device": "cuda:1"}, False,
+        [2, 3],
+        {"dtype": "bfloat16"},
+        {"layout": "strided"},
+        {"device": "cuda:1"},
+        False,
         {"memory_format": "channels_last"},
-    ]  # fmt: skip
-    assert json.loads(plan.calls["arguments"][1]) == [None, {"float": "inf"}, 3, 1e-05, {"generator": None}]
+    ]
+    assert json.loads(plan.calls["arguments"][1]) == [
+        None,
+        {"float": "inf"},
+        3,
+        1e-05,
+        {"generator": None},
+    ]
     assert plan.calls["flags"].to_list() == [[], ["rounded-number"]]
 
 
@@ -238,11 +335,14 @@ def test_a_storage_that_came_from_elsewhere_is_external(tmp_path: Path) -> None:
         schema="aten::set_.source_Storage_storage_offset(Tensor(a!) self, Storage source, SymInt storage_offset, "
         "SymInt[] size, SymInt[] stride=[]) -> Tensor(a!)",
         inputs=[
-            tensor(10, 0), ("<Storage>", [], "Storage"), (0, [], "Int"), ([4], [[]], "GenericList[Int]"),
+            tensor(10, 0),
+            ("<Storage>", [], "Storage"),
+            (0, [], "Int"),
+            ([4], [[]], "GenericList[Int]"),
             ([1], [[]], "GenericList[Int]"),
         ],
         outputs=[tensor(20, 4, number=11)],
-    )  # fmt: skip
+    )
     made.op("aten::relu", schema=RELU, inputs=[tensor(20, 4, number=11)], outputs=[tensor(50, 4)])
     plan = plan_of(made, tmp_path)
     assert json.loads(plan.calls["arguments"][0])[:2] == [{"tensor": 0}, {"storage": 1}]
@@ -262,9 +362,12 @@ def exchange(made: HostTraceBuilder, storage: int, *, asynchronous: bool = True)
     listed = ([value[0]], [value[1]], "GenericList[Tensor(float)]")
     nothing = ("<None>", [], "None")
     thing = ("<Object>", [], "Object")
-    made.op("c10d::allreduce_", schema=ALL_REDUCE,
-            inputs=[listed, thing, thing, nothing, (asynchronous, [], "Bool"), (-1, [], "Int")],
-            outputs=[listed, thing])  # fmt: skip
+    made.op(
+        "c10d::allreduce_",
+        schema=ALL_REDUCE,
+        inputs=[listed, thing, thing, nothing, (asynchronous, [], "Bool"), (-1, [], "Int")],
+        outputs=[listed, thing],
+    )
 
 
 def test_an_asynchronous_collective_is_waited_for_before_its_tensor_is_used(tmp_path: Path) -> None:
@@ -288,7 +391,17 @@ def test_a_blocking_collective_has_no_wait(tmp_path: Path) -> None:
 
 def test_groups_sequence_and_root_are_of_the_record_within(tmp_path: Path) -> None:
     made = HostTraceBuilder()
-    made.groups([{"pg_name": "7", "pg_desc": "pair", "backend_config": "", "ranks": [4, 6], "group_size": 2}])
+    made.groups(
+        [
+            {
+                "pg_name": "7",
+                "pg_desc": "pair",
+                "backend_config": "",
+                "ranks": [4, 6],
+                "group_size": 2,
+            }
+        ]
+    )
     value = tensor(10, 4)
     listed = ([value[0]], [value[1]], "GenericList[Tensor(float)]")
     thing = ("<Object>", [], "Object")
@@ -296,19 +409,41 @@ def test_groups_sequence_and_root_are_of_the_record_within(tmp_path: Path) -> No
         "c10d::broadcast_(Tensor[] tensors, __torch__.torch.classes.c10d.ProcessGroup process_group, int root_rank, "
         "int root_tensor, bool asyncOp, int timeout) -> (Tensor[], __torch__.torch.classes.c10d.Work)"
     )
-    op = made.op("c10d::broadcast_", schema=schema, outputs=[listed, thing],
-                 inputs=[listed, thing, (1, [], "Int"), (0, [], "Int"), (True, [], "Bool"), (-1, [], "Int")])  # fmt: skip
+    op = made.op(
+        "c10d::broadcast_",
+        schema=schema,
+        outputs=[listed, thing],
+        inputs=[listed, thing, (1, [], "Int"), (0, [], "Int"), (True, [], "Bool"), (-1, [], "Int")],
+    )
     empty = ([], [], "GenericList[]")
-    made.op("record_param_comms", parent=op, inputs=[
-        listed, (33, [], "Int"), (["7", "pair"], [[], []], "Tuple[String,String]"), (1, [], "Int"),
-        ("broadcast", [], "String"), empty, empty,
-    ])  # fmt: skip
-    made.op("record_param_comms", inputs=[
-        (33, [], "Int"), (["", ""], [[], []], "Tuple[String,String]"), (0, [], "Int"), ("wait", [], "String"),
-        empty, empty,
-    ])  # fmt: skip
+    made.op(
+        "record_param_comms",
+        parent=op,
+        inputs=[
+            listed,
+            (33, [], "Int"),
+            (["7", "pair"], [[], []], "Tuple[String,String]"),
+            (1, [], "Int"),
+            ("broadcast", [], "String"),
+            empty,
+            empty,
+        ],
+    )
+    made.op(
+        "record_param_comms",
+        inputs=[
+            (33, [], "Int"),
+            (["", ""], [[], []], "Tuple[String,String]"),
+            (0, [], "Int"),
+            ("wait", [], "String"),
+            empty,
+            empty,
+        ],
+    )
     plan = plan_of(made, tmp_path)
-    assert plan.collectives.select("kind", "group", "sequence", "peer").rows() == [("broadcast", "7", 33, 6)]
+    assert plan.collectives.select("kind", "group", "sequence", "peer").rows() == [
+        ("broadcast", "7", 33, 6)
+    ]
     assert plan.ops["action"].to_list() == [COLLECTIVE, WAIT]
 
 
@@ -317,23 +452,45 @@ def test_one_side_alone(tmp_path: Path) -> None:
     made.op("aten::relu", schema=RELU, inputs=[tensor(90, 4)], outputs=[tensor(10, 4)])
     exchange(made, 10)
     assert plan_of(made, tmp_path, only="compute").ops["action"].to_list() == [RUN]
-    assert plan_of(made, tmp_path, only="communication").ops["action"].to_list() == [COLLECTIVE, WAIT]
+    assert plan_of(made, tmp_path, only="communication").ops["action"].to_list() == [
+        COLLECTIVE,
+        WAIT,
+    ]
 
 
-def test_scopes_and_steps_choose_and_backward_ops_have_the_scopes_of_their_forward_ops(tmp_path: Path) -> None:
+def test_scopes_and_steps_choose_and_backward_ops_have_the_scopes_of_their_forward_ops(
+    tmp_path: Path,
+) -> None:
     made = HostTraceBuilder()
     for step in (3, 4):
         made.op(f"ProfilerStep#{step}", scope=7)
         layer = made.op("traceloom.module:net.layer", scope=7)
-        made.op("aten::relu", parent=layer, schema=RELU, sequence=5 + step, inputs=[tensor(90, 4)],
-                outputs=[tensor(10, 4)])  # fmt: skip
+        made.op(
+            "aten::relu",
+            parent=layer,
+            schema=RELU,
+            sequence=5 + step,
+            inputs=[tensor(90, 4)],
+            outputs=[tensor(10, 4)],
+        )
         engine = made.op("autograd::engine::evaluate_function: ReluBackward0", thread=2)
         node = made.op("ReluBackward0", thread=2, parent=engine, sequence=5 + step, scope=1)
-        made.op("aten::mul", thread=2, parent=node, schema=MM, inputs=[tensor(10, 4), tensor(10, 4)],
-                outputs=[tensor(20, 4)])  # fmt: skip
+        made.op(
+            "aten::mul",
+            thread=2,
+            parent=node,
+            schema=MM,
+            inputs=[tensor(10, 4), tensor(10, 4)],
+            outputs=[tensor(20, 4)],
+        )
         optimizer = made.op("Optimizer.step#SGD.step", scope=7)
-        made.op("aten::add_", parent=optimizer, schema=ADD_, inputs=[tensor(90, 4), tensor(20, 4), (1, [], "Int")],
-                outputs=[tensor(90, 4)])  # fmt: skip
+        made.op(
+            "aten::add_",
+            parent=optimizer,
+            schema=ADD_,
+            inputs=[tensor(90, 4), tensor(20, 4), (1, [], "Int")],
+            outputs=[tensor(90, 4)],
+        )
     plan = plan_of(made, tmp_path)
     assert plan.ops["phase"].to_list() == ["forward", "backward", "optimizer"] * 2
     assert plan.ops["step"].to_list() == [3, 3, 3, 4, 4, 4]
@@ -390,13 +547,27 @@ def test_empty_frames_keep_their_columns(tmp_path: Path) -> None:
         ({"time": "2026-03-02 03:04:05"}, "2026-03-02"),
     ],
 )
-def test_host_traces_of_different_runs_are_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_host_traces_of_different_runs_are_refused(
+    change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     for rank, different in enumerate(({}, change)):
         made = HostTraceBuilder(different.get("schema", HOST_SCHEMAS[-1]))
         members = different.get("members", [0, 1])
-        made.groups([{"pg_name": "0", "pg_desc": "", "backend_config": "", "ranks": members, "group_size": 2}])
+        made.groups(
+            [
+                {
+                    "pg_name": "0",
+                    "pg_desc": "",
+                    "backend_config": "",
+                    "ranks": members,
+                    "group_size": 2,
+                }
+            ]
+        )
         made.op("aten::relu", schema=RELU, inputs=[tensor(10, 4)], outputs=[tensor(30, 4)])
-        text = made.text().replace("2026-01-02 03:04:05", different.get("time", "2026-01-02 03:04:09"))
+        text = made.text().replace(
+            "2026-01-02 03:04:05", different.get("time", "2026-01-02 03:04:09")
+        )
         (tmp_path / f"rank{rank}.host.json").write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=words) as error:
         make_plan(tmp_path / "rank0.host.json", tmp_path / "rank1.host.json")

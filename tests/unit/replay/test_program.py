@@ -13,11 +13,15 @@ torch = pytest.importorskip("torch")
 from traceloom.errors import CheckError, InputError  # noqa: E402
 from traceloom.workload.replay.comparison import compare_replay  # noqa: E402
 from traceloom.workload.replay.plan import (  # noqa: E402
-    Replayed,  # noqa: E402
-    ReplayPlan,  # noqa: E402
+    Replayed,
+    ReplayPlan,
 )
-from traceloom.workload.replay.program import build_geometries, find_cross_lane_dependencies, should_stay_on_cpu  # noqa: E402
-from traceloom.workload.replay.running import (
+from traceloom.workload.replay.program import (  # noqa: E402
+    build_geometries,
+    find_cross_lane_dependencies,
+    should_stay_on_cpu,
+)
+from traceloom.workload.replay.running import (  # noqa: E402
     PlanRunner,
     RunOptions,
     choose_device,
@@ -38,7 +42,9 @@ def execute(build: PlanBuilder, **options: Any) -> PlanRunner:
     return PlanRunner(plan, torch.device("cpu"), RunOptions(**options))
 
 
-def keep(build: PlanBuilder, tensor: int, *shape: int, dtype: str = "float32", item: int = 4) -> int:
+def keep(
+    build: PlanBuilder, tensor: int, *shape: int, dtype: str = "float32", item: int = 4
+) -> int:
     """An external tensor that a pass copies another to, which would be gone after it."""
     kept = build.tensor(*shape, dtype=dtype, item=item, external=True, content="zeros")
     build.run(_COPY, [{"tensor": 0}, {"tensor": 1}, False], [kept, tensor], [kept])
@@ -49,7 +55,12 @@ def test_a_pass_computes_what_the_plan_says() -> None:
     build = PlanBuilder()
     x, w = build.tensor(8, 4, external=True), build.tensor(4, 6, external=True)
     product, result = build.tensor(8, 6), build.tensor(8, 6)
-    build.run("aten::mm(Tensor self, Tensor mat2) -> Tensor", [{"tensor": 0}, {"tensor": 1}], [x, w], [product])
+    build.run(
+        "aten::mm(Tensor self, Tensor mat2) -> Tensor",
+        [{"tensor": 0}, {"tensor": 1}],
+        [x, w],
+        [product],
+    )
     build.run(_ADD, [{"tensor": 0}, {"tensor": 1}, 3], [product, product], [result])
     kept = keep(build, result, 8, 6)
     execution = execute(build)
@@ -63,18 +74,33 @@ def test_lists_of_tensors_several_results_and_tensors_by_name() -> None:
     x = build.tensor(4, 6, external=True)
     parts = [build.view(0, [4, 2], [6, 1], offset=2 * part) for part in range(3)]
     build.run(
-        "aten::chunk(Tensor(a -> *) self, int chunks, int dim=0) -> Tensor(a)[]", [{"tensor": 0}, 3, 1], [x], parts
+        "aten::chunk(Tensor(a -> *) self, int chunks, int dim=0) -> Tensor(a)[]",
+        [{"tensor": 0}, 3, 1],
+        [x],
+        parts,
     )
     joined = build.tensor(4, 4)
-    build.run("aten::cat(Tensor[] tensors, int dim=0) -> Tensor", [[{"tensor": 0}, {"tensor": 1}], 1],
-              [parts[2], parts[0]], [joined])  # fmt: skip
+    build.run(
+        "aten::cat(Tensor[] tensors, int dim=0) -> Tensor",
+        [[{"tensor": 0}, {"tensor": 1}], 1],
+        [parts[2], parts[0]],
+        [joined],
+    )
     rows = build.tensor(3, dtype="int64", item=8, external=True, content="integers", low=0, high=3)
     picked = build.tensor(4, 3)
-    build.run("aten::index.Tensor(Tensor self, Tensor?[] indices) -> Tensor", [{"tensor": 0}, [None, {"tensor": 1}]],
-              [joined, rows], [picked])  # fmt: skip
+    build.run(
+        "aten::index.Tensor(Tensor self, Tensor?[] indices) -> Tensor",
+        [{"tensor": 0}, [None, {"tensor": 1}]],
+        [joined, rows],
+        [picked],
+    )
     out = build.tensor(4, 3, external=True, content="zeros")
-    build.run("aten::add.out(Tensor self, Tensor other, *, Scalar alpha=1, Tensor(a!) out) -> Tensor(a!)",
-              [{"tensor": 0}, {"tensor": 0}, 2, {"tensor": 1}], [picked, out], [out])  # fmt: skip
+    build.run(
+        "aten::add.out(Tensor self, Tensor other, *, Scalar alpha=1, Tensor(a!) out) -> Tensor(a!)",
+        [{"tensor": 0}, {"tensor": 0}, 2, {"tensor": 1}],
+        [picked, out],
+        [out],
+    )
     execution = execute(build)
     execution.run_pass()
     registers = execution.program.registers
@@ -87,8 +113,12 @@ def test_nested_results_are_flattened() -> None:
     values = [build.tensor(3, external=True) for _ in range(2)]
     grads = [build.tensor(3, external=True) for _ in range(2)]
     sums = [build.tensor(3) for _ in range(2)]
-    build.run("aten::_foreach_add.List(Tensor[] self, Tensor[] other, *, Scalar alpha=1) -> Tensor[]",
-              [[{"tensor": 0}, {"tensor": 1}], [{"tensor": 2}, {"tensor": 3}], 1], [*values, *grads], sums)  # fmt: skip
+    build.run(
+        "aten::_foreach_add.List(Tensor[] self, Tensor[] other, *, Scalar alpha=1) -> Tensor[]",
+        [[{"tensor": 0}, {"tensor": 1}], [{"tensor": 2}, {"tensor": 3}], 1],
+        [*values, *grads],
+        sums,
+    )
     kept = keep(build, sums[1], 3)
     execution = execute(build)
     execution.run_pass()
@@ -106,7 +136,9 @@ def test_registers_are_empty_after_their_last_use() -> None:
     keep(build, last, 1000)
     execution = execute(build)
     external = 2 * 4000
-    assert execution.plan.peak_bytes() == external + 2 * 4000, "two intermediates live at once, not ten"
+    assert execution.plan.peak_bytes() == external + 2 * 4000, (
+        "two intermediates live at once, not ten"
+    )
     assert execution.program.peak_bytes == external + 2 * 4000
     assert [register is None for register in execution.program.registers[1:11]] == [True] * 10
 
@@ -117,7 +149,10 @@ def test_a_view_keeps_its_storage_and_may_be_of_another_type() -> None:
     made = build.tensor(4, 4)
     build.run("aten::neg(Tensor self) -> Tensor", [{"tensor": 0}], [x], [made])
     storage = build.rows["tensors"][made]["storage"]
-    column, bits = build.view(storage, [4], [4], offset=1), build.view(storage, [4, 4], [4, 1], dtype="int32")
+    column, bits = (
+        build.view(storage, [4], [4], offset=1),
+        build.view(storage, [4, 4], [4, 1], dtype="int32"),
+    )
     build.add("view", [made], [column], action="view")
     build.add("view", [made], [bits], action="view")
     kept, kept_bits = keep(build, column, 4), keep(build, bits, 4, 4, dtype="int32")
@@ -133,17 +168,30 @@ def test_an_op_that_fails_is_replaced_each_time_and_counted() -> None:
     x, w = build.tensor(8, 4, external=True), build.tensor(5, 6, external=True)
     for _ in range(2):
         product, result = build.tensor(8, 6), build.tensor(8, 6)
-        build.run("aten::mm(Tensor self, Tensor mat2) -> Tensor", [{"tensor": 0}, {"tensor": 1}], [x, w], [product])
+        build.run(
+            "aten::mm(Tensor self, Tensor mat2) -> Tensor",
+            [{"tensor": 0}, {"tensor": 1}],
+            [x, w],
+            [product],
+        )
         build.run("aten::relu(Tensor self) -> Tensor", [{"tensor": 0}], [product], [result])
     execution = execute(build)
     replayed = run_passes(execution, RunOptions(iterations=1))
-    assert replayed.failures.select("op", "node", "name").rows() == [(0, 100, "aten::mm"), (2, 102, "aten::mm")]
+    assert replayed.failures.select("op", "node", "name").rows() == [
+        (0, 100, "aten::mm"),
+        (2, 102, "aten::mm"),
+    ]
     assert replayed.failures["text"].str.contains("cannot be multiplied").all()
     plan = ReplayPlan({0: execution.plan}, groups(1), source="made by hand")
     comparison = compare_replay(plan, Replayed("made by hand", "cpu", "fast", 0, {}, {0: replayed}))
-    assert dict(comparison.coverage.select("outcome", "count").iter_rows()) == {"run": 2, "failed": 2}
+    assert dict(comparison.coverage.select("outcome", "count").iter_rows()) == {
+        "run": 2,
+        "failed": 2,
+    }
     assert comparison.not_run.select("name", "count").rows() == [("aten::mm", 2)]
-    with pytest.raises(CheckError, match=r"^aten::mm: .*cannot be multiplied.* \(arguments \[") as caught:
+    with pytest.raises(
+        CheckError, match=r"^aten::mm: .*cannot be multiplied.* \(arguments \["
+    ) as caught:
         execute(build, strict=True)
     assert (caught.value.slug, caught.value.where) == ("op-failed", "node 100")
 
@@ -165,19 +213,33 @@ def test_a_shape_that_depends_on_data_is_replaced_by_the_recorded_one() -> None:
 def test_an_op_that_is_unknown_here_has_a_stand_in_that_can_take_its_time() -> None:
     build = PlanBuilder()
     x, made, result = build.tensor(4, external=True), build.tensor(4), build.tensor(4)
-    build.run("nobody::knows(Tensor self) -> Tensor", [{"tensor": 0}], [x], [made], durations_ns=[20_000_000])
+    build.run(
+        "nobody::knows(Tensor self) -> Tensor",
+        [{"tensor": 0}],
+        [x],
+        [made],
+        durations_ns=[20_000_000],
+    )
     build.run("aten::relu(Tensor self) -> Tensor", [{"tensor": 0}], [made], [result])
     replayed = run_passes(execute(build), RunOptions(iterations=1))
-    assert replayed.stand_ins.select("op", "name", "reason").rows() == [(0, "nobody::knows", "custom-op")]
+    assert replayed.stand_ins.select("op", "name", "reason").rows() == [
+        (0, "nobody::knows", "custom-op")
+    ]
     waits = run_passes(execute(build, stand_ins=True), RunOptions(iterations=1))
     assert waits.iteration_ns[0] >= 20_000_000
 
 
 def test_integers_that_a_pass_changes_are_as_before_in_the_next() -> None:
     build = PlanBuilder()
-    counter = build.tensor(2, dtype="int64", item=8, external=True, content="integers", low=5, high=5)
-    build.run("aten::add_.Scalar(Tensor(a!) self, Scalar other, Scalar alpha=1) -> Tensor(a!)", [{"tensor": 0}, 1, 1],
-              [counter], [counter])  # fmt: skip
+    counter = build.tensor(
+        2, dtype="int64", item=8, external=True, content="integers", low=5, high=5
+    )
+    build.run(
+        "aten::add_.Scalar(Tensor(a!) self, Scalar other, Scalar alpha=1) -> Tensor(a!)",
+        [{"tensor": 0}, 1, 1],
+        [counter],
+        [counter],
+    )
     execution = execute(build)
     for _ in range(3):
         execution.run_pass()
@@ -194,7 +256,12 @@ def test_what_comes_from_outside_is_no_view() -> None:
 def test_floats_that_grow_over_passes_are_made_anew() -> None:
     build = PlanBuilder()
     x = build.tensor(2, external=True)
-    build.run("aten::mul_.Scalar(Tensor(a!) self, Scalar other) -> Tensor(a!)", [{"tensor": 0}, 1e30], [x], [x])
+    build.run(
+        "aten::mul_.Scalar(Tensor(a!) self, Scalar other) -> Tensor(a!)",
+        [{"tensor": 0}, 1e30],
+        [x],
+        [x],
+    )
     execution = execute(build)
     for _ in range(5):
         execution.run_pass()
@@ -206,13 +273,22 @@ def test_recorded_gaps_are_kept_and_threads_hand_over() -> None:
     last = build.tensor(8, external=True)
     for nth in range(6):
         this = build.tensor(8)
-        build.run(_ADD, [{"tensor": 0}, {"tensor": 0}, 1], [last, last], [this], thread=1 + nth % 2, gap_ns=2_000_000)
+        build.run(
+            _ADD,
+            [{"tensor": 0}, {"tensor": 0}, 1],
+            [last, last],
+            [this],
+            thread=1 + nth % 2,
+            gap_ns=2_000_000,
+        )
         last = this
     kept = keep(build, last, 8)
     execution = execute(build, pace="recorded", threads="recorded")
     for timed in (False, True):
         wall_ns, _ = execution.run_pass(with_timer=timed)
-        assert wall_ns >= 3 * 2_000_000, "each thread does what it did between its three ops, beside the other"
+        assert wall_ns >= 3 * 2_000_000, (
+            "each thread does what it did between its three ops, beside the other"
+        )
         registers = execution.program.registers
         assert torch.allclose(registers[kept], 64 * registers[0])
 
@@ -227,7 +303,9 @@ def test_ops_begin_once_earlier_ops_on_their_storages_are_done() -> None:
 
 def test_too_little_memory_is_said_before_anything_is_allocated() -> None:
     plan = small_plan().ranks[0]
-    with pytest.raises(InputError, match=r"take 608 B, and 600 B is what --memory-limit allows") as caught:
+    with pytest.raises(
+        InputError, match=r"take 608 B, and 600 B is what --memory-limit allows"
+    ) as caught:
         PlanRunner(plan, torch.device("cpu"), RunOptions(memory_limit=600))
     assert caught.value.slug == "too-little-memory"
     build = PlanBuilder()
@@ -241,10 +319,14 @@ def test_the_median_is_known_once_enough_values_lie_close() -> None:
     assert not is_median_precise([100] * 5)
     assert is_median_precise([100] * 6)
     assert not is_median_precise([100, 200, 150, 120, 180, 160])
-    assert is_median_precise([100, 101, 99, 100, 500, 100, 100, 101, 100, 99, 100, 100]), "one outlier does not matter"
+    assert is_median_precise([100, 101, 99, 100, 500, 100, 100, 101, 100, 99, 100, 100]), (
+        "one outlier does not matter"
+    )
 
 
-def test_namespaces_of_imported_modules_are_told(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_namespaces_of_imported_modules_are_told(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "replay_test_ops.py").write_text(
         "import torch\nlibrary = torch.library.Library('replay_test', 'DEF')\n"
         "library.define('twice(Tensor x) -> Tensor')\nlibrary.impl('twice', lambda x: 2 * x, 'CPU')\n"
@@ -256,7 +338,12 @@ def test_namespaces_of_imported_modules_are_told(tmp_path: Any, monkeypatch: pyt
 def test_a_device_that_is_not_here_is_refused_and_another_is_said() -> None:
     build = PlanBuilder()
     x = build.tensor(4, external=True, device="cuda:0")
-    build.run("aten::relu(Tensor self) -> Tensor", [{"tensor": 0}], [x], [build.tensor(4, device="cuda:0")])
+    build.run(
+        "aten::relu(Tensor self) -> Tensor",
+        [{"tensor": 0}],
+        [x],
+        [build.tensor(4, device="cuda:0")],
+    )
     of_gpu = ReplayPlan({0: build.build()}, groups(1))
     device, notices = choose_device(of_gpu, RunOptions(device="cpu"), 0)
     assert (device.type, [notice.slug for notice in notices]) == ("cpu", ["other-device"])
@@ -277,12 +364,18 @@ def test_of_a_recording_with_a_gpu_the_host_keeps_its_tensors() -> None:
         "aten::_to_copy(Tensor self, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, "
         "bool? pin_memory=None, bool non_blocking=False, MemoryFormat? memory_format=None) -> Tensor"
     )
-    build.run(copy, [{"tensor": 0}, None, None, {"device": "cuda:0"}, None, True, None], [batch], [on_gpu])
+    build.run(
+        copy, [{"tensor": 0}, None, None, {"device": "cuda:0"}, None, True, None], [batch], [on_gpu]
+    )
     plan = build.build()
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     assert [geometry.on_host for geometry in build_geometries(plan, gpu)] == [True, False, False]
     assert [geometry.on_host for geometry in build_geometries(plan, cpu)] == [False] * 3
-    assert [geometry.new("meta").device.type for geometry in build_geometries(plan, gpu)] == ["cpu", "meta", "meta"]
+    assert [geometry.new("meta").device.type for geometry in build_geometries(plan, gpu)] == [
+        "cpu",
+        "meta",
+        "meta",
+    ]
     assert find_async_copied_storages(plan) == {plan.tensors["storage"][batch]}
     assert weights not in find_async_copied_storages(plan)
     only_host = PlanBuilder()

@@ -55,11 +55,17 @@ def test_each_stretch_of_a_scope_runs_as_often_as_asked(seed: int, wanted: str) 
         return
     after = repeat_scope(plan, wanted, times).ranks[0]
     assert after.ops["op"].to_list() == list(range(len(expected)))
-    assert after.ops.drop("op").to_dicts() == [{key: op[key] for key in op if key != "op"} for op in expected]
+    assert after.ops.drop("op").to_dicts() == [
+        {key: op[key] for key in op if key != "op"} for op in expected
+    ]
     for row in after.collectives.to_dicts():
         assert after.ops["collective"][row["op"]] == row["collective"]
     for row in after.storages.to_dicts():
-        users = [at for at, op in enumerate(expected) if row["storage"] in {*op["inputs"], *op["outputs"]}]
+        users = [
+            at
+            for at, op in enumerate(expected)
+            if row["storage"] in {*op["inputs"], *op["outputs"]}
+        ]
         assert (row["first_op"], row["last_op"]) == (min(users, default=0), max(users, default=0))
 
 
@@ -80,7 +86,10 @@ def planted(seed: int) -> tuple[list[ProgramLine], int]:
     """A program with some blocks that stand several times, on other registers; and how many lines there are."""
     chance = random.Random(seed)
     blocks = [
-        [(10 * number + chance.randrange(8), chance.randint(1, 2)) for _ in range(chance.randint(5, 14))]
+        [
+            (10 * number + chance.randrange(8), chance.randint(1, 2))
+            for _ in range(chance.randint(5, 14))
+        ]
         for number in range(1, 3)
     ]
     lines: list[ProgramLine] = []
@@ -138,7 +147,9 @@ def test_a_folded_program_does_the_same_in_no_more_lines(seed: int) -> None:
     assert folded.calls() == counts
     order = folded.outermost_first()
     assert order[0] == 0
-    called = {(body, -1 - line.what) for body in order for line in folded.bodies[body] if line.what < 0}
+    called = {
+        (body, -1 - line.what) for body in order for line in folded.bodies[body] if line.what < 0
+    }
     assert all(order.index(outer) < order.index(inner) for outer, inner in called)
 
 
@@ -156,7 +167,9 @@ def test_stretches_are_the_same_exactly_where_a_renaming_makes_them_so(seed: int
     ]
     other = chance.sample(range(100), 12)
     moved = [
-        ProgramLine(line.what, tuple(other[r] for r in line.reads), tuple(other[r] for r in line.writes), 99)
+        ProgramLine(
+            line.what, tuple(other[r] for r in line.reads), tuple(other[r] for r in line.writes), 99
+        )
         for line in stretch
     ]
     first, second = rename(stretch), rename(moved)
@@ -166,5 +179,8 @@ def test_stretches_are_the_same_exactly_where_a_renaming_makes_them_so(seed: int
     read = [register for line in stretch for register in line.reads]
     if len(set(read)) > 1:  # two registers become one: another form
         one, two = sorted(set(read))[:2]
-        merged = [line._replace(reads=tuple(one if r == two else r for r in line.reads)) for line in stretch]
+        merged = [
+            line._replace(reads=tuple(one if r == two else r for r in line.reads))
+            for line in stretch
+        ]
         assert rename(merged).form != first.form

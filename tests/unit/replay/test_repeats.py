@@ -31,7 +31,9 @@ def layers(layers: int, batches: int, forward: int = 12, backward: int = 15) -> 
     return lines
 
 
-def unfolded(folded: FoldedProgram, body: int = 0, registers: dict[int, int] | None = None) -> list[tuple[int, ...]]:
+def unfolded(
+    folded: FoldedProgram, body: int = 0, registers: dict[int, int] | None = None
+) -> list[tuple[int, ...]]:
     """What the folded program does: each line's number and the registers it reads, numbered by when they are made."""
     out: list[tuple[int, ...]] = []
     made = iter(range(10**6, 2 * 10**6))
@@ -64,7 +66,9 @@ def test_layers_and_batches_are_blocks() -> None:
     lines = layers(4, 2)
     folded = find_repeats(lines)
     assert sorted(folded.calls()[1:]) == [2, 8, 8]
-    assert unfolded(folded, registers=outside(lines)) == unfolded(as_it_is(lines), registers=outside(lines))
+    assert unfolded(folded, registers=outside(lines)) == unfolded(
+        as_it_is(lines), registers=outside(lines)
+    )
 
 
 def test_equal_names_with_other_registers_are_no_repeat() -> None:
@@ -92,4 +96,6 @@ def test_folding_changes_nothing_of_what_is_done() -> None:
                 lines.append(ProgramLine(what, reads, (write,), len(lines)))
                 last = write
         folded = find_repeats(lines)
-        assert unfolded(folded, registers=outside(lines)) == unfolded(as_it_is(lines), registers=outside(lines))
+        assert unfolded(folded, registers=outside(lines)) == unfolded(
+            as_it_is(lines), registers=outside(lines)
+        )

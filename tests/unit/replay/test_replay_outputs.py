@@ -22,12 +22,19 @@ def plan(tmp_path: Path) -> str:
 
 
 @pytest.mark.torch
-def test_a_run_is_printed_and_written(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_printed_and_written(
+    plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("torch")
     names = ["page.html", "answer.json", "tables/", "replay.py"]
-    targets = [word for name in names for word in ("-o", str(tmp_path / name) + "/" * name.endswith("/"))]
+    targets = [
+        word for name in names for word in ("-o", str(tmp_path / name) + "/" * name.endswith("/"))
+    ]
     capture = tmp_path / "capture"
-    assert main(["replay", plan, "--iterations", "2", *targets, "-o", "-", "--record", str(capture)]) == 0
+    assert (
+        main(["replay", plan, "--iterations", "2", *targets, "-o", "-", "--record", str(capture)])
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "A pass took" in printed
     assert "100 % of its ops ran" in printed
@@ -57,9 +64,13 @@ def test_a_run_is_printed_and_written(plan: str, tmp_path: Path, capsys: pytest.
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
-    arguments: list[str], words: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    words: str,
+    plan: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["replay", plan, *arguments]) == 2
     assert words in capsys.readouterr().err
@@ -67,7 +78,10 @@ def test_options_that_do_not_go_together_are_refused(
 
 def test_scripts_need_no_run(plan: str, tmp_path: Path) -> None:
     script = tmp_path / "mm.py"
-    assert main(["replay", plan, "--op", "aten::mm", "--slowest", "1", "-o", str(script), "--quiet"]) == 0
+    assert (
+        main(["replay", plan, "--op", "aten::mm", "--slowest", "1", "-o", str(script), "--quiet"])
+        == 0
+    )
     text = script.read_text(encoding="utf-8")
     assert text.count("def case_") == 1
     assert "aten.mm.default(t0, t1)" in text

@@ -19,12 +19,22 @@ EMBEDDING = (
 
 
 def integers(
-    *shape: int, strides: tuple[int, ...] | None = None, offset: int = 0, device: str = "cuda:0", of: str = "int64"
+    *shape: int,
+    strides: tuple[int, ...] | None = None,
+    offset: int = 0,
+    device: str = "cuda:0",
+    of: str = "int64",
 ) -> RecordedTensor:
     size = np.dtype(of).itemsize
     elements = int(np.prod(shape))
-    span = elements if strides is None else sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1
-    return RecordedTensor(9, 8, 8, offset, elements, size, device, RecordedGeometry(shape, strides, of, span), 0)
+    span = (
+        elements
+        if strides is None
+        else sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1
+    )
+    return RecordedTensor(
+        9, 8, 8, offset, elements, size, device, RecordedGeometry(shape, strides, of, span), 0
+    )
 
 
 def beside(folder: Path, name: str = "a_resources", **files: bytes) -> Resources:
@@ -37,10 +47,16 @@ def beside(folder: Path, name: str = "a_resources", **files: bytes) -> Resources
 
 @pytest.mark.parametrize(
     ("trace", "directory"),
-    [("a.json", "a_resources"), ("a.json.gz", "a.json_resources"), ("a.json.gz", "a_resources"),
-     ("a.et.json", "a.et_resources")],
-)  # fmt: skip
-def test_the_directory_is_where_pytorch_makes_it(trace: str, directory: str, tmp_path: Path) -> None:
+    [
+        ("a.json", "a_resources"),
+        ("a.json.gz", "a.json_resources"),
+        ("a.json.gz", "a_resources"),
+        ("a.et.json", "a.et_resources"),
+    ],
+)
+def test_the_directory_is_where_pytorch_makes_it(
+    trace: str, directory: str, tmp_path: Path
+) -> None:
     beside(tmp_path, directory, nid_4_tid_1=b"", nid_4_tid_12=b"", nid_5=b"")
     assert Resources(tmp_path / trace).dumps == {4: {1: "nid_4_tid_1.dat", 12: "nid_4_tid_12.dat"}}
     assert Resources(tmp_path / "b.json").dumps == {}
@@ -79,13 +95,19 @@ def test_dumped_values_are_in_the_order_of_the_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "tensor",
     [
-        integers(7), integers(5), integers(6, of="int32"), integers(6, of="float64"),
+        integers(7),
+        integers(5),
+        integers(6, of="int32"),
+        integers(6, of="float64"),
         integers(2, 3, strides=(6, 1)),  # with gaps: the file has those instead of the end
         integers(6, offset=1, device="cpu"),  # PyTorch takes the offset for one in bytes
     ],
-)  # fmt: skip
+)
 def test_what_is_not_the_tensor_is_left_out(tensor: RecordedTensor, tmp_path: Path) -> None:
-    assert beside(tmp_path, nid_1_tid_0=np.arange(6).tobytes()).dumped("nid_1_tid_0.dat", tensor) is None
+    assert (
+        beside(tmp_path, nid_1_tid_0=np.arange(6).tobytes()).dumped("nid_1_tid_0.dat", tensor)
+        is None
+    )
 
 
 @pytest.mark.parametrize(("size", "content"), [(3, "data"), (4, "integers")])
@@ -97,12 +119,17 @@ def test_a_plan_takes_what_was_dumped(size: int, content: str, tmp_path: Path) -
     )
     indices = ([2, 20, 0, 3, 8, "cpu"], [3], "Tensor(long int)")
     numbers = [(-1, [], "Int"), (False, [], "Bool"), (False, [], "Bool")]
-    node = made.op("aten::embedding", schema=EMBEDDING, inputs=[table, indices, *numbers], outputs=[found])
+    node = made.op(
+        "aten::embedding", schema=EMBEDDING, inputs=[table, indices, *numbers], outputs=[found]
+    )
     (tmp_path / "a.json").write_text(made.text(), encoding="utf-8")
     beside(tmp_path, **{f"nid_{node}_tid_1": np.arange(size).tobytes()})
     plan = make_plan(tmp_path / "a.json")
     row = plan.ranks[0].storages.row(1, named=True)
-    assert (row["content"], row["evidence"]) == (content, "data" if content == "data" else "consumer")
+    assert (row["content"], row["evidence"]) == (
+        content,
+        "data" if content == "data" else "consumer",
+    )
     unfit = [notice for notice in plan.notices if notice.slug == "unfit-dumps"]
     assert [notice.count for notice in unfit] == ([] if content == "data" else [1])
     plan.save(tmp_path / "a.plan")

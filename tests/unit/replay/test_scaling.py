@@ -61,7 +61,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> ReplayPlan:
         ({"batch": 10}, {"batch": Fraction(2)}),
         ({"batch": 2}, {"batch": Fraction(2, 5)}),
         ({"length": 21}, {"factors": {7: Fraction(3)}}),
-        ({"width": 24}, {"factors": {4: Fraction(2), 12: Fraction(2), 24: Fraction(2), 36: Fraction(2)}}),
+        (
+            {"width": 24},
+            {"factors": {4: Fraction(2), 12: Fraction(2), 24: Fraction(2), 36: Fraction(2)}},
+        ),
     ],
 )
 def test_a_scaled_plan_is_the_plan_of_the_scaled_program(

@@ -7,17 +7,40 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.workload.replay.schema import MemoryAlias, SchemaArgument, UnreadableSchemaError, ValueType, parse_schema
+from traceloom.workload.replay.schema import (
+    MemoryAlias,
+    SchemaArgument,
+    UnreadableSchemaError,
+    ValueType,
+    parse_schema,
+)
 
 
 def test_a_schema_has_names_arguments_and_what_it_writes() -> None:
-    add = parse_schema("aten::add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)")
-    assert (add.namespace, add.name, add.overload, add.qualified) == ("aten", "add_", "Tensor", "aten::add_.Tensor")
+    add = parse_schema(
+        "aten::add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)"
+    )
+    assert (add.namespace, add.name, add.overload, add.qualified) == (
+        "aten",
+        "add_",
+        "Tensor",
+        "aten::add_.Tensor",
+    )
     written = MemoryAlias(frozenset("a"), frozenset("a"), write=True)
     assert add.arguments == (
-        SchemaArgument("self", ValueType("Tensor", alias=written), keyword_only=False, has_default=False, default=None),
-        SchemaArgument("other", ValueType("Tensor"), keyword_only=False, has_default=False, default=None),
-        SchemaArgument("alpha", ValueType("Scalar"), keyword_only=True, has_default=True, default=1),
+        SchemaArgument(
+            "self",
+            ValueType("Tensor", alias=written),
+            keyword_only=False,
+            has_default=False,
+            default=None,
+        ),
+        SchemaArgument(
+            "other", ValueType("Tensor"), keyword_only=False, has_default=False, default=None
+        ),
+        SchemaArgument(
+            "alpha", ValueType("Scalar"), keyword_only=True, has_default=True, default=1
+        ),
     )
     assert add.mutates == (0,)
     assert not add.is_view
@@ -32,10 +55,16 @@ def test_a_schema_has_names_arguments_and_what_it_writes() -> None:
         ("float[]?", ValueType("list", (ValueType("float"),), optional=True)),
         ("SymInt[2]", ValueType("list", (ValueType("SymInt"),), size=2)),
         ("Tensor[][]", ValueType("list", (ValueType("list", (ValueType("Tensor"),)),))),
-        ("(Tensor, int)[]", ValueType("list", (ValueType("tuple", (ValueType("Tensor"), ValueType("int"))),))),
+        (
+            "(Tensor, int)[]",
+            ValueType("list", (ValueType("tuple", (ValueType("Tensor"), ValueType("int"))),)),
+        ),
         ("Dict(int, Tensor)", ValueType("Dict", (ValueType("int"), ValueType("Tensor")))),
         ("Future(t)", ValueType("Future", (ValueType("t"),))),
-        ("__torch__.torch.classes.c10d.ProcessGroup", ValueType("__torch__.torch.classes.c10d.ProcessGroup")),
+        (
+            "__torch__.torch.classes.c10d.ProcessGroup",
+            ValueType("__torch__.torch.classes.c10d.ProcessGroup"),
+        ),
     ],
 )
 def test_types(kind: str, expected: ValueType) -> None:
@@ -51,13 +80,24 @@ def test_what_a_list_is_made_of() -> None:
 @pytest.mark.parametrize(
     ("declared", "default"),
     [
-        ("int x=-100", -100), ("float x=1", 1.0), ("float x=1e-05", 1e-05), ("float x=9.9999999999999995e-07", 1e-06),
-        ("float x=-inf", -float("inf")), ("bool x=True", True), ("Tensor? x=None", None), ("int[2] x=1", [1, 1]),
-        ("int[1]? x=None", None), ("int[] x=[-2, -1]", [-2, -1]), ("int[] x=[]", []), ('str x="none"', "none"),
-        ('str x="a, \\"b\\")\\n"', 'a, "b")\n'), ("MemoryFormat x=contiguous_format", "contiguous_format"),
-        ("Scalar x=1.", 1.0), ("bool[3] x=[True, False, True]", [True, False, True]),
+        ("int x=-100", -100),
+        ("float x=1", 1.0),
+        ("float x=1e-05", 1e-05),
+        ("float x=9.9999999999999995e-07", 1e-06),
+        ("float x=-inf", -float("inf")),
+        ("bool x=True", True),
+        ("Tensor? x=None", None),
+        ("int[2] x=1", [1, 1]),
+        ("int[1]? x=None", None),
+        ("int[] x=[-2, -1]", [-2, -1]),
+        ("int[] x=[]", []),
+        ('str x="none"', "none"),
+        ('str x="a, \\"b\\")\\n"', 'a, "b")\n'),
+        ("MemoryFormat x=contiguous_format", "contiguous_format"),
+        ("Scalar x=1.", 1.0),
+        ("bool[3] x=[True, False, True]", [True, False, True]),
     ],
-)  # fmt: skip
+)
 def test_defaults(declared: str, default: Any) -> None:
     argument = parse_schema(f"x::f({declared}) -> Tensor").arguments[0]
     assert argument.has_default
@@ -90,9 +130,16 @@ def test_older_spellings() -> None:
         "__torch__.torch.classes.c10d.ReduceOp reduce_op, int timeout) "
         "-> (Tensor[], __torch__.torch.classes.c10d.Work)"
     )
-    assert [argument.name for argument in old.arguments] == ["tensors", "process_group", "reduce_op", "timeout"]
+    assert [argument.name for argument in old.arguments] == [
+        "tensors",
+        "process_group",
+        "reduce_op",
+        "timeout",
+    ]
     assert len(old.returns) == 2
-    bounds = parse_schema("fbgemm::check(Tensor rows, Tensor(a!) i, Tensor(b!)? weights=None) -> ()")
+    bounds = parse_schema(
+        "fbgemm::check(Tensor rows, Tensor(a!) i, Tensor(b!)? weights=None) -> ()"
+    )
     assert bounds.mutates == (1, 2)
     assert parse_schema("aten::einsum.sublist(Tensor a, ...) -> Tensor").varargs
 
@@ -130,7 +177,9 @@ def test_every_registered_schema_is_read_as_pytorch_reads_it() -> None:
     torch = pytest.importorskip("torch")
     for real in torch._C._jit_get_all_schemas():
         schema = parse_schema(str(real))
-        assert schema.qualified == real.name + (f".{real.overload_name}" if real.overload_name else "")
+        assert schema.qualified == real.name + (
+            f".{real.overload_name}" if real.overload_name else ""
+        )
         assert [a.name for a in schema.arguments] == [a.name for a in real.arguments]
         assert [value.name for value in schema.returns] == [value.name for value in real.returns]
         for ours, theirs in zip(schema.arguments, real.arguments, strict=True):

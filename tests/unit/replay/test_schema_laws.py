@@ -9,12 +9,28 @@ import pytest
 
 from traceloom.workload.replay.schema import NAMESPACES, ValueType, find_refusal, parse_schema
 
-BASES = ("Tensor", "int", "SymInt", "float", "bool", "Scalar", "str", "ScalarType", "Device", "Generator")
+BASES = (
+    "Tensor",
+    "int",
+    "SymInt",
+    "float",
+    "bool",
+    "Scalar",
+    "str",
+    "ScalarType",
+    "Device",
+    "Generator",
+)
 DEFAULTS: dict[str, list[tuple[str, Any]]] = {
-    "int": [("0", 0), ("-7", -7)], "SymInt": [("1", 1)], "float": [("1", 1.0), ("1e-05", 1e-05), ("inf", float("inf"))],
-    "bool": [("True", True), ("False", False)], "Scalar": [("1", 1), ("0.5", 0.5)], "str": [('"mean"', "mean")],
-    "ScalarType": [("float", "float")], "Device": [('"cpu"', "cpu")],
-}  # fmt: skip
+    "int": [("0", 0), ("-7", -7)],
+    "SymInt": [("1", 1)],
+    "float": [("1", 1.0), ("1e-05", 1e-05), ("inf", float("inf"))],
+    "bool": [("True", True), ("False", False)],
+    "Scalar": [("1", 1), ("0.5", 0.5)],
+    "str": [('"mean"', "mean")],
+    "ScalarType": [("float", "float")],
+    "Device": [('"cpu"', "cpu")],
+}
 
 
 class Argument:
@@ -28,7 +44,9 @@ class Argument:
         self.depth = chance.choice([0, 0, 0, 1, 2])
         self.optional = chance.random() < 0.3
         self.set = chr(ord("a") + number)
-        self.text = self.base + (f"({self.set}!)" if self.writes else f"({self.set})" if self.reads else "")
+        self.text = self.base + (
+            f"({self.set}!)" if self.writes else f"({self.set})" if self.reads else ""
+        )
         self.text += "[]" * self.depth + "?" * self.optional
         self.default: tuple[str, Any] | None = None
         if self.optional and chance.random() < 0.5:
@@ -58,7 +76,9 @@ def test_every_part_of_a_schema_is_read(seed: int) -> None:
     if keywords:
         parts.insert(len(arguments) - keywords, "*")
     shared = [argument for argument in arguments if argument.reads and not argument.depth]
-    returned = chance.choice(["Tensor", "()", "(Tensor, int)", "Tensor[]", *[f"Tensor({a.set})" for a in shared]])
+    returned = chance.choice(
+        ["Tensor", "()", "(Tensor, int)", "Tensor[]", *[f"Tensor({a.set})" for a in shared]]
+    )
     overload = chance.choice(["", ".out", ".Tensor_Scalar"])
     text = f"aten::op_{seed}{overload}({', '.join(parts)}) -> {returned}"
     schema = parse_schema(text)
@@ -72,7 +92,10 @@ def test_every_part_of_a_schema_is_read(seed: int) -> None:
         assert read.type.bases == {argument.base}
         assert read.type.optional == argument.optional
         assert read.keyword_only == (number >= len(arguments) - keywords)
-        assert (read.has_default, read.default) == (argument.default is not None, (argument.default or ("", None))[1])
+        assert (read.has_default, read.default) == (
+            argument.default is not None,
+            (argument.default or ("", None))[1],
+        )
         assert type(read.default) is type((argument.default or ("", None))[1])
         assert read.type.writes == argument.writes
     assert schema.mutates == tuple(at for at, argument in enumerate(arguments) if argument.writes)
@@ -86,5 +109,7 @@ def test_every_part_of_a_schema_is_read(seed: int) -> None:
     assert elsewhere is not None
     assert elsewhere.slug == "custom-op"
     assert "mine" not in NAMESPACES
-    allowed_there = find_refusal(parse_schema(text.replace("aten::", "mine::")), frozenset({"mine"}))
+    allowed_there = find_refusal(
+        parse_schema(text.replace("aten::", "mine::")), frozenset({"mine"})
+    )
     assert (allowed_there is None) == (has_tensor and not has_text)

@@ -39,7 +39,11 @@ def layered(layers: int = 3, batches: int = 2) -> RankPlan:
     for _ in range(batches):
         x = x0
         for layer, w in enumerate(weights):
-            about: dict[str, Any] = {"scope": f"layers.{layer}", "phase": "forward", "durations_ns": [9000, 8000, 7000]}
+            about: dict[str, Any] = {
+                "scope": f"layers.{layer}",
+                "phase": "forward",
+                "durations_ns": [9000, 8000, 7000],
+            }
             product, normed, y = build.tensor(8, 4), build.tensor(8, 4), build.tensor(8, 4)
             build.run(MM, [T0, T1], [x, w], [product], **about)
             build.run(NORM, [T0, [4], None, None, 1e-5], [product], [normed, None, None], **about)
@@ -70,18 +74,23 @@ def run_by_hand(plan: RankPlan, seed: int = 0) -> dict[int, Any]:
         if storage["external"]:
             dtype = getattr(torch, row["dtype"])
             elements = storage["bytes"] // ITEM_BYTES[row["dtype"]]
-            whole = generate_content(elements, dtype, storage["content"], seed=seed + row["storage"])
+            whole = generate_content(
+                elements, dtype, storage["content"], seed=seed + row["storage"]
+            )
             registers[row["tensor"]] = whole.as_strided(row["shape"], row["strides"], row["offset"])
     for op in plan.ops.to_dicts():
         schema, text = plan.calls.row(op["call"])[2:4]
         packet, _, overload = schema.partition("(")[0].partition("::")[2].partition(".")
         values = [
-            registers[op["inputs"][value["tensor"]]] if isinstance(value, dict) else value for value in json.loads(text)
+            registers[op["inputs"][value["tensor"]]] if isinstance(value, dict) else value
+            for value in json.loads(text)
         ]
         named = {"alpha": values.pop()} if "alpha" in schema else {}
         result = getattr(getattr(torch.ops.aten, packet), overload or "default")(*values, **named)
         results = result if isinstance(result, (list, tuple)) else [result]
-        registers.update((r, t) for r, t in zip(op["outputs"], results, strict=True) if r is not None)
+        registers.update(
+            (r, t) for r, t in zip(op["outputs"], results, strict=True) if r is not None
+        )
     return {row: registers[row] for row in (1,)}
 
 
@@ -109,7 +118,11 @@ def test_layers_are_called_as_functions() -> None:
 
 def test_what_all_calls_share_is_not_passed() -> None:
     text = write_script(plan_of(layered(layers=1, batches=5)))
-    (block,) = (f for f in ast.parse(text).body if isinstance(f, ast.FunctionDef) and f.name.startswith("block_"))
+    (block,) = (
+        f
+        for f in ast.parse(text).body
+        if isinstance(f, ast.FunctionDef) and f.name.startswith("block_")
+    )
     assert [argument.arg for argument in block.args.args] == ["w"]
     assert text.count("    block_1(w)\n") == 5
 
@@ -125,7 +138,11 @@ def test_a_script_does_what_the_plan_says(layers: int, batches: int) -> None:
     with torch.no_grad():
         script["step"](w)
         (expected,) = run_by_hand(plan, seed=5).values()
-    changed = [tensor for tensor, old in zip(w.values(), before, strict=True) if not torch.equal(tensor, old)]
+    changed = [
+        tensor
+        for tensor, old in zip(w.values(), before, strict=True)
+        if not torch.equal(tensor, old)
+    ]
     assert len(changed) == 1
     assert torch.equal(changed[0], expected)
 
@@ -136,15 +153,25 @@ def test_a_script_runs_where_there_is_torch_alone(tmp_path: Path) -> None:
     path = tmp_path / "replay.py"
     path.write_text(write_script(plan_of(layered())), encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-I", str(path), "--runs", "2"], capture_output=True, text=True, check=True, timeout=300
+        [sys.executable, "-I", str(path), "--runs", "2"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
     )
     assert "step: median of 2" in done.stdout
     assert "aten::native_layer_norm" in done.stdout
     path.write_text(write_worst(plan_of(layered()), "aten::mm", 2), encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-I", str(path), "--runs", "2"], capture_output=True, text=True, check=True, timeout=300
+        [sys.executable, "-I", str(path), "--runs", "2"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
     )
-    assert "aten::mm: 6 calls, recorded: 8.00 µs each" in done.stdout.replace("us", "µs").replace("\u202f", " ")
+    assert "aten::mm: 6 calls, recorded: 8.00 µs each" in done.stdout.replace("us", "µs").replace(
+        "\u202f", " "
+    )
 
 
 @pytest.mark.parametrize("where", ["scope", "phase", "name", "source", "group"])
@@ -169,10 +196,19 @@ def test_hostile_names_stand_only_in_texts(where: str) -> None:
     assert text.isascii()
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    imports = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imports = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     assert imports == {"argparse", "os", "statistics", "time", "torch", "torch.distributed"}
     assert not names & {"b", "system", "a"}
-    hidden = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value == HOSTILE]
+    hidden = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value == HOSTILE
+    ]
     assert bool(hidden) == (where in {"name", "group"})
 
 
@@ -204,10 +240,22 @@ def test_arguments_are_literals() -> None:
         "aten::full_like(Tensor self, Scalar fill_value, *, ScalarType? dtype=None, Layout? layout=None, "
         "Device? device=None, bool? pin_memory=None, MemoryFormat? memory_format=None) -> Tensor"
     )
-    arguments = [T0, {"float": "-inf"}, {"dtype": "float64"}, None, {"device": "cuda:3"}, True, None]
+    arguments = [
+        T0,
+        {"float": "-inf"},
+        {"dtype": "float64"},
+        None,
+        {"device": "cuda:3"},
+        True,
+        None,
+    ]
     build.run(schema, arguments, [x], [y])
-    build.run("aten::random_.from(Tensor(a!) self, int from, int? to, *, Generator? generator=None) -> Tensor(a!)",
-              [T0, 0, 5, {"generator": None}], [y], [y])  # fmt: skip
+    build.run(
+        "aten::random_.from(Tensor(a!) self, int from, int? to, *, Generator? generator=None) -> Tensor(a!)",
+        [T0, 0, 5, {"generator": None}],
+        [y],
+        [y],
+    )
     text = write_script(plan_of(build.build()))
     assert "aten.full_like.default(w[0], float('-inf'), dtype=torch.float64, device=DEVICE)" in text
     assert "getattr(aten.random_, 'from')(t0, 0, 5, generator=None)" in text
@@ -243,15 +291,26 @@ def test_beside_a_gpu_the_host_keeps_its_tensors() -> None:
     text = write_script(plan_of(plan))
     assert 'DEVICE = "cuda"' in text.replace("'", '"')
     script = namespace(text)
-    for device in ("meta", "cpu"):  # tensors of both do not go together, and a meta tensor has no item
+    for device in (
+        "meta",
+        "cpu",
+    ):  # tensors of both do not go together, and a meta tensor has no item
         script["DEVICE"] = device
         w = script["outside"]()
-        assert sorted(tensor.device.type for tensor in w.values()) == sorted(["cpu", "cpu", device, device])
+        assert sorted(tensor.device.type for tensor in w.values()) == sorted(
+            ["cpu", "cpu", device, device]
+        )
         with torch.no_grad():
             script["step"](w)
-    moved = namespace(write_script(plan_of(replace(plan, storages=plan.storages.with_columns(device=pl.lit("cpu"))))))
+    moved = namespace(
+        write_script(
+            plan_of(replace(plan, storages=plan.storages.with_columns(device=pl.lit("cpu"))))
+        )
+    )
     moved["DEVICE"] = "meta"
-    assert {tensor.device.type for tensor in moved["outside"]().values()} == {"meta"}, "recorded on processors alone"
+    assert {tensor.device.type for tensor in moved["outside"]().values()} == {"meta"}, (
+        "recorded on processors alone"
+    )
 
 
 def test_collectives_of_all_ranks_stand_in_one_file() -> None:
@@ -273,7 +332,9 @@ def test_collectives_of_all_ranks_stand_in_one_file() -> None:
     x = build.tensor(4, external=True)
     build.collective("all_reduce", [x], [x], asynchronous=True)
     both = {0: build.build(), 1: replace(ranks[1], ops=ranks[1].ops.head(1))}
-    assert write_script(replace(plan, ranks=both)).count("h0.wait()") == 1, "what nobody waits for ends with the step"
+    assert write_script(replace(plan, ranks=both)).count("h0.wait()") == 1, (
+        "what nobody waits for ends with the step"
+    )
     assert "torchrun --nproc-per-node 2" in text
     alone = write_script(replace(plan, ranks={0: ranks[0]}))
     assert "dist." not in alone.replace("import torch.distributed as dist", "")
@@ -284,8 +345,12 @@ def test_ranks_that_differ_have_functions_of_their_own() -> None:
     for rank in (0, 1):
         build = PlanBuilder(rank)
         x = build.tensor(4, external=True)
-        build.collective("send" if rank == 0 else "recv", [x] if rank == 0 else [], [] if rank == 0 else [x],
-                         peer=1 - rank)  # fmt: skip
+        build.collective(
+            "send" if rank == 0 else "recv",
+            [x] if rank == 0 else [],
+            [] if rank == 0 else [x],
+            peer=1 - rank,
+        )
         ranks[rank] = build.build()
     text = write_script(ReplayPlan(ranks, groups(2), world_size=2))
     assert "    0: (outside_of_0, step_of_0)," in text

@@ -14,7 +14,12 @@ from traceloom.cli import main
 from traceloom.report import replay
 from traceloom.report.replay import render_terminal
 from traceloom.testing import TraceBuilder
-from traceloom.workload.replay.comparison import RANKS, SimulatedSteps, compare_replay, simulate_steps
+from traceloom.workload.replay.comparison import (
+    RANKS,
+    SimulatedSteps,
+    compare_replay,
+    simulate_steps,
+)
 from traceloom.workload.replay.plan import PLAN_SCHEMAS, ReplayPlan
 
 MS = 1_000_000
@@ -44,16 +49,22 @@ def planned(steps: tuple[int, ...] = (0, 1, 2)) -> ReplayPlan:
         build.add(name, [], [], action="run")
     rows = [{"rank": 0, "step": step, "duration_ns": 1, "cpu_ns": None} for step in steps]
     times = pl.DataFrame(rows, schema=PLAN_SCHEMAS["steps"])
-    return ReplayPlan({0: replace(build.build(), steps=times)}, groups(1), source="made by hand", torch=None)
+    return ReplayPlan(
+        {0: replace(build.build(), steps=times)}, groups(1), source="made by hand", torch=None
+    )
 
 
 def test_at_the_recorded_pace_steps_take_what_they_took(tmp_path: Path) -> None:
-    answer = simulate_steps([recorded(tmp_path / "rank0.json")], planned(), "dgx-h100", with_gaps=True, cache=False)
+    answer = simulate_steps(
+        [recorded(tmp_path / "rank0.json")], planned(), "dgx-h100", with_gaps=True, cache=False
+    )
     assert answer.ranks.rows() == [(0, 3, (1001 + 600 + 600) * 1000)], "the step in the middle"
 
 
 def test_at_the_pace_fast_ops_alone_take_time(tmp_path: Path) -> None:
-    answer = simulate_steps([recorded(tmp_path / "rank0.json")], planned(), "dgx-h100", with_gaps=False, cache=False)
+    answer = simulate_steps(
+        [recorded(tmp_path / "rank0.json")], planned(), "dgx-h100", with_gaps=False, cache=False
+    )
     assert answer.ranks.rows() == [(0, 3, OPS_US * 1000)]
 
 
@@ -72,14 +83,21 @@ def test_why_there_is_no_simulation_is_said(tmp_path: Path) -> None:
 
 
 def test_ranks_that_are_not_replayed_are_named(tmp_path: Path) -> None:
-    second = TraceBuilder(rank=1, world_size=2, device_name=None).mark(0, 0).op("aten::mm", 0, 10).mark(1, 10)
+    second = (
+        TraceBuilder(rank=1, world_size=2, device_name=None)
+        .mark(0, 0)
+        .op("aten::mm", 0, 10)
+        .mark(1, 10)
+    )
     files = [recorded(tmp_path / "rank0.json", 2), second.write(tmp_path / "rank1.json")]
     answer = simulate_steps(files, planned(), "dgx-h100", with_gaps=False, cache=False)
     assert answer.absent == "not all ranks are replayed, as rank 1"
 
 
 def test_the_answer_says_how_far_simulation_and_replay_are_apart(tmp_path: Path) -> None:
-    simulated = SimulatedSteps("here", pl.DataFrame([(0, 3, 12_100_000)], schema=RANKS, orient="row"))
+    simulated = SimulatedSteps(
+        "here", pl.DataFrame([(0, 3, 12_100_000)], schema=RANKS, orient="row")
+    )
     comparison = compare_replay(timed_plan(), ran(), simulated)
     (row,) = comparison.simulated.to_dicts()
     assert row["replayed_ns"] == 11 * MS
@@ -95,7 +113,9 @@ def test_the_answer_says_how_far_simulation_and_replay_are_apart(tmp_path: Path)
     assert "the same ops with the host's gaps" in replay.describe_replay(at_recorded)
 
 
-def test_sizes_that_were_not_recorded_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_that_were_not_recorded_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saved = tmp_path / "small.plan"
     small_plan().save(saved)
     assert main(["replay", str(saved), "--machine", "dgx-h100", "--batch", "2"]) == 2

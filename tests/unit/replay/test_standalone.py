@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from traceloom.workload.replay.script import (
+from traceloom.workload.replay.script import (  # noqa: E402
     PendingWorks,
     compare_times,
     create_storage_view,
@@ -26,7 +26,11 @@ from traceloom.workload.replay.script import (
 )
 
 pytestmark = pytest.mark.torch
-NESTED = st.recursive(st.integers(), lambda inner: st.lists(inner, max_size=4) | st.tuples(inner, inner), max_leaves=12)
+NESTED = st.recursive(
+    st.integers(),
+    lambda inner: st.lists(inner, max_size=4) | st.tuples(inner, inner),
+    max_leaves=12,
+)
 
 
 def leaves(value: Any) -> list[int]:
@@ -41,16 +45,21 @@ def test_what_an_op_returns_is_taken_apart_in_its_order(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("offset", "shape", "strides"), [(0, (4, 6), (6, 1)), (5, (2, 3), (6, 2)), (1, (3,), (0,)), (2, (), ()), (23, (0, 4), (4, 1))]
-)  # fmt: skip
+    ("offset", "shape", "strides"),
+    [(0, (4, 6), (6, 1)), (5, (2, 3), (6, 2)), (1, (3,), (0,)), (2, (), ()), (23, (0, 4), (4, 1))],
+)
 def test_another_look_at_memory_reads_the_elements_that_its_strides_name(
     offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> None:
     whole = torch.arange(24, dtype=torch.float32).view(4, 6)
-    look = create_storage_view(whole[1:], torch.float32, offset, shape, strides)  # of the storage, not of the rows
+    look = create_storage_view(
+        whole[1:], torch.float32, offset, shape, strides
+    )  # of the storage, not of the rows
     assert tuple(look.shape) == shape
     for index in itertools.product(*map(range, shape)):
-        assert look[index] == offset + sum(step * stride for step, stride in zip(index, strides, strict=True))
+        assert look[index] == offset + sum(
+            step * stride for step, stride in zip(index, strides, strict=True)
+        )
     if look.numel():
         look.fill_(-1)
         assert (whole == -1).any()  # the same memory
@@ -60,11 +69,14 @@ def test_another_look_at_memory_reads_the_elements_that_its_strides_name(
 
 def test_a_stand_in_takes_its_time_and_gives_zeros_of_the_geometry() -> None:
     begin = time.perf_counter_ns()
-    made = run_stand_in(3_000_000, ((2, 3), (1, 2), torch.float64, "cpu"), ((4,), (1,), torch.int8, "cpu"))
+    made = run_stand_in(
+        3_000_000, ((2, 3), (1, 2), torch.float64, "cpu"), ((4,), (1,), torch.int8, "cpu")
+    )
     assert time.perf_counter_ns() - begin >= 3_000_000
     assert [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in made] == [
-        ((2, 3), (1, 2), torch.float64), ((4,), (1,), torch.int8),
-    ]  # fmt: skip
+        ((2, 3), (1, 2), torch.float64),
+        ((4,), (1,), torch.int8),
+    ]
     assert not any(tensor.any() for tensor in made)
     assert run_stand_in(0) == []
 
@@ -72,7 +84,10 @@ def test_a_stand_in_takes_its_time_and_gives_zeros_of_the_geometry() -> None:
 def test_a_result_of_another_shape_or_type_is_replaced_by_zeros() -> None:
     tensor = torch.ones(2, 3)
     assert ensure_recorded_shape(tensor, (2, 3), (3, 1), torch.float32) is tensor
-    assert ensure_recorded_shape(tensor.t(), [3, 2], (9, 9), torch.float32).stride() == (1, 3)  # only its shape counts
+    assert ensure_recorded_shape(tensor.t(), [3, 2], (9, 9), torch.float32).stride() == (
+        1,
+        3,
+    )  # only its shape counts
     for shape, dtype in (((3, 2), torch.float32), ((2, 3), torch.int64), ((), torch.float32)):
         strides = torch.empty(shape).stride()
         other = ensure_recorded_shape(tensor, shape, strides, dtype)
@@ -111,14 +126,28 @@ def test_only_ops_that_no_other_op_called_are_counted() -> None:
     x = torch.rand(8, 8)
     times = measure_by_op(lambda: [torch.nn.functional.linear(x, x), torch.relu(x), torch.relu(x)])
     assert {"aten::linear", "aten::relu"} <= times.keys()
-    assert not {"aten::t", "aten::addmm", "aten::mm", "aten::clamp_min"} & times.keys()  # within the two
+    assert (
+        not {"aten::t", "aten::addmm", "aten::mm", "aten::clamp_min"} & times.keys()
+    )  # within the two
     assert all(ns >= 0 for ns in times.values())
 
 
 def test_lines_compare_what_both_sides_know() -> None:
     recorded = {"aten::mm": (4, 2_000_000), "aten::add": (1, 0), "mine::op": (3, 500_000)}
-    head, *lines = compare_times(recorded, {"aten::mm": 3e6, "aten::add": 1000.0, "aten::other": 7.0})
-    assert head.split() == ["recorded", "here", "ratio", "calls", "of", "(time", "of", "the", "host)"]
+    head, *lines = compare_times(
+        recorded, {"aten::mm": 3e6, "aten::add": 1000.0, "aten::other": 7.0}
+    )
+    assert head.split() == [
+        "recorded",
+        "here",
+        "ratio",
+        "calls",
+        "of",
+        "(time",
+        "of",
+        "the",
+        "host)",
+    ]
     assert [line.split() for line in lines] == [
         ["2.000", "ms", "3.000", "ms", "1.50", "4", "aten::mm"],
         ["0.000", "ms", "0.001", "ms", "-", "1", "aten::add"],  # nothing is times nothing
@@ -129,7 +158,9 @@ def test_lines_compare_what_both_sides_know() -> None:
 
 
 @given(st.lists(st.integers(1, 10**9), min_size=1, max_size=9), st.none() | st.integers(1, 10**9))
-def test_the_summary_says_the_median_beside_what_was_recorded(times: list[int], recorded: int | None) -> None:
+def test_the_summary_says_the_median_beside_what_was_recorded(
+    times: list[int], recorded: int | None
+) -> None:
     text = summarize_times(times, recorded)
     median = statistics.median(times)
     assert text.startswith(f"median of {len(times)}: {median / 1e6:.3f} ms")

@@ -24,10 +24,20 @@ def two_streams() -> PlanBuilder:
     first, second, third = (build.tensor(64, device="cuda:0") for _ in range(3))
     build.run(NEG, [{"tensor": 0}], [x], [first], stream=7)
     build.run(NEG, [{"tensor": 0}], [first], [second], stream=20)
-    build.run("aten::mul.Tensor(Tensor self, Tensor other) -> Tensor", [{"tensor": 0}, {"tensor": 1}], [first, second],
-              [third], stream=7)  # fmt: skip
-    build.run("aten::copy_(Tensor(a!) self, Tensor src, bool non_blocking=False) -> Tensor(a!)",
-              [{"tensor": 0}, {"tensor": 1}, False], [x, third], [x], stream=None)  # fmt: skip
+    build.run(
+        "aten::mul.Tensor(Tensor self, Tensor other) -> Tensor",
+        [{"tensor": 0}, {"tensor": 1}],
+        [first, second],
+        [third],
+        stream=7,
+    )
+    build.run(
+        "aten::copy_(Tensor(a!) self, Tensor src, bool non_blocking=False) -> Tensor(a!)",
+        [{"tensor": 0}, {"tensor": 1}, False],
+        [x, third],
+        [x],
+        stream=None,
+    )
     return build
 
 
@@ -48,25 +58,39 @@ def test_events_stand_where_work_changes_hands(monkeypatch: pytest.MonkeyPatch) 
 
     streams = iter(["s7", "s20"])
     module = SimpleNamespace(
-        Stream=lambda _: next(streams), Event=Event, set_stream=lambda stream: log.append(f"on {stream}"),
-        synchronize=lambda: log.append("done"), mem_get_info=lambda _: (10**9, 10**9), max_memory_allocated=lambda: 5,
-    )  # fmt: skip
+        Stream=lambda _: next(streams),
+        Event=Event,
+        set_stream=lambda stream: log.append(f"on {stream}"),
+        synchronize=lambda: log.append("done"),
+        mem_get_info=lambda _: (10**9, 10**9),
+        max_memory_allocated=lambda: 5,
+    )
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: log.append(f"kept for {stream}"))
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda _, stream: log.append(f"kept for {stream}")
+    )
     execution = PlanRunner(two_streams().build(), torch.device("meta"), RunOptions())
     log.clear()
     execution.run_pass(is_recording=True)
     assert log == [
         "done",
-        "on s7", "record a on s7",
-        "on s20", "kept for s20", "s20 waits for a", "record b on s20",
-        "on s7", "kept for s7", "s7 waits for b",
+        "on s7",
+        "record a on s7",
+        "on s20",
+        "kept for s20",
+        "s20 waits for a",
+        "record b on s20",
+        "on s7",
+        "kept for s7",
+        "s7 waits for b",
         "done",
-    ]  # fmt: skip
+    ]
     assert execution.peak_bytes() == 5
 
 
-def test_memory_is_kept_for_the_stream_of_the_next_op_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_kept_for_the_stream_of_the_next_op_that_uses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A batch made on stream 20 and kept for stream 7, as a loader does; of another tensor nobody makes use."""
     build = PlanBuilder()
     x = build.tensor(64, external=True, device="cuda:0")
@@ -83,9 +107,13 @@ def test_memory_is_kept_for_the_stream_of_the_next_op_that_uses_it(monkeypatch: 
     names = iter(["s7", "s20"])
     event = SimpleNamespace(record=lambda _: None, wait=lambda _: None)
     module = SimpleNamespace(
-        Stream=lambda _: next(names), Event=lambda: event, set_stream=lambda stream: current.__setitem__(0, stream),
-        current_stream=lambda _: current[0], synchronize=lambda: None, mem_get_info=lambda _: (10**9, 10**9),
-    )  # fmt: skip
+        Stream=lambda _: next(names),
+        Event=lambda: event,
+        set_stream=lambda stream: current.__setitem__(0, stream),
+        current_stream=lambda _: current[0],
+        synchronize=lambda: None,
+        mem_get_info=lambda _: (10**9, 10**9),
+    )
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: kept.append(stream))
     execution = PlanRunner(build.build(), torch.device("meta"), RunOptions(strict=True))
@@ -95,7 +123,12 @@ def test_memory_is_kept_for_the_stream_of_the_next_op_that_uses_it(monkeypatch: 
     # What keeps the batch for the stream that uses it, before it runs there; the op itself; that of the other tensor,
     # for which there is only the current stream.
     assert kept == ["s7", "s7", "s7"]
-    (on_cpu,) = PlanRunner(build.build(), torch.device("cpu"), RunOptions()).stand_ins["reason"].unique().to_list()
+    (on_cpu,) = (
+        PlanRunner(build.build(), torch.device("cpu"), RunOptions())
+        .stand_ins["reason"]
+        .unique()
+        .to_list()
+    )
     assert on_cpu == "no-gpu"
 
 

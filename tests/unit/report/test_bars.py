@@ -6,7 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from traceloom.report.document import Bar
-from traceloom.report.views.terminal_table import allocate_cells, draw_bar, draw_sparkline, draw_stacked_bar
+from traceloom.report.views.terminal_table import (
+    allocate_cells,
+    draw_bar,
+    draw_sparkline,
+    draw_stacked_bar,
+)
 
 
 def test_a_bar_shows_its_parts_in_their_patterns() -> None:

@@ -21,13 +21,22 @@ BASE = 1_700_000_000_000_000_000
 US = 1000
 
 
-def _session(directory: Path, samples: list[list[Any]] | None = None, *curves: dict[str, Any]) -> Session:
+def _session(
+    directory: Path, samples: list[list[Any]] | None = None, *curves: dict[str, Any]
+) -> Session:
     """A trace from 100 to 1000 us after the base: an op with a launch and its kernel, a later op."""
-    builder = TraceBuilder(0, 1, host="node1", base_ns=BASE).op("aten::mm", 100, 400, shapes=[[2, 3]])
-    builder.launch("cudaLaunchKernel", 200, 10, correlation=1).kernel("gemm", 300, 50, correlation=1)
+    builder = TraceBuilder(0, 1, host="node1", base_ns=BASE).op(
+        "aten::mm", 100, 400, shapes=[[2, 3]]
+    )
+    builder.launch("cudaLaunchKernel", 200, 10, correlation=1).kernel(
+        "gemm", 300, 50, correlation=1
+    )
     builder.op("aten::add", 600, 400).write(directory / "rank0.kineto.json.gz")
     if samples is not None:
-        moved = [[BASE + start * US, thread, period * US, frames] for start, thread, period, frames in samples]
+        moved = [
+            [BASE + start * US, thread, period * US, frames]
+            for start, thread, period, frames in samples
+        ]
         put(directory / "rank0.stacks.json.gz", stacks(moved))
     if curves:
         put(directory / "node1.telemetry.json.gz", telemetry(*curves))
@@ -38,7 +47,9 @@ def _spans(session: Session) -> dict[str, list[tuple[str, float, float, int]]]:
     """Of each lane of sampled stacks: name, start and end in us after the base, depth."""
     (trace,) = add_overlay(session).traces
     trace.check()
-    events = trace.events.join(trace.lanes.select("lane", lane_name="name"), on="lane", maintain_order="left")
+    events = trace.events.join(
+        trace.lanes.select("lane", lane_name="name"), on="lane", maintain_order="left"
+    )
     out: dict[str, list[tuple[str, float, float, int]]] = {}
     for row in events.filter(pl.col("lane_name").str.starts_with("stacks")).iter_rows(named=True):
         start = (row["start_ns"] - BASE) / US
@@ -57,11 +68,14 @@ def test_calls_go_on_as_long_as_they_are_seen_with_the_same_callers(tmp_path: Pa
     ]
     assert _spans(_session(tmp_path, samples)) == {
         "stacks · MainThread": [
-            ("main", 200, 400, 0), ("step", 200, 350, 1), ("load", 300, 350, 2), ("load", 350, 400, 1),
+            ("main", 200, 400, 0),
+            ("step", 200, 350, 1),
+            ("load", 300, 350, 2),
+            ("load", 350, 400, 1),
             ("main", 700, 720, 0),
         ],
         "stacks · loader": [("load", 200, 210, 0)],
-    }  # fmt: skip
+    }
 
 
 def test_a_call_is_shown_by_its_function_and_what_matters_of_its_file(tmp_path: Path) -> None:
@@ -73,36 +87,63 @@ def test_a_call_is_shown_by_its_function_and_what_matters_of_its_file(tmp_path: 
     ]
     directory = tmp_path / "capture"
     directory.mkdir()
-    frames = [*([f"f{at}", file, 7] for at, file in enumerate(files)), ["c10d::Work::wait", "libtorch_cpu.so", 0]]
-    TraceBuilder(0, 1, base_ns=BASE).op("aten::mm", 100, 400).write(directory / "rank0.kineto.json.gz")
+    frames = [
+        *([f"f{at}", file, 7] for at, file in enumerate(files)),
+        ["c10d::Work::wait", "libtorch_cpu.so", 0],
+    ]
+    TraceBuilder(0, 1, base_ns=BASE).op("aten::mm", 100, 400).write(
+        directory / "rank0.kineto.json.gz"
+    )
     sample = [BASE + 200 * US, 0, US, list(range(len(frames)))]
     put(directory / "rank0.stacks.json.gz", stacks([sample], frames=frames))
     (trace,) = add_overlay(load(directory, cache=False)).traces
     assert trace.events.filter(pl.col("category") == "other").sort("depth")["name"].to_list() == [
-        "f0 (torch/optim/adam.py:7)", "f1 (queue.py:7)", "f2 (d.py:7)", "f3 (<string>:7)", "c10d::Work::wait",
-    ]  # fmt: skip
+        "f0 (torch/optim/adam.py:7)",
+        "f1 (queue.py:7)",
+        "f2 (d.py:7)",
+        "f3 (<string>:7)",
+        "c10d::Work::wait",
+    ]
 
 
 def test_what_lies_outside_the_trace_is_cut_off(tmp_path: Path) -> None:
     samples = [[0, 0, 150, [0]], [990, 0, 500, [0, 1]], [2000, 0, 5, [2]]]
     assert _spans(_session(tmp_path, samples)) == {
-        "stacks · MainThread": [("main", 100, 150, 0), ("main", 990, 1000, 0), ("step", 990, 1000, 1)]
+        "stacks · MainThread": [
+            ("main", 100, 150, 0),
+            ("main", 990, 1000, 0),
+            ("step", 990, 1000, 1),
+        ]
     }
 
 
 def test_samples_that_overlap_are_cut_so_that_spans_nest(tmp_path: Path) -> None:
     spans = _spans(_session(tmp_path, [[200, 0, 200, [0, 1]], [300, 0, 200, [2]]]))
-    assert spans == {"stacks · MainThread": [("main", 200, 400, 0), ("step", 200, 400, 1), ("load", 400, 500, 0)]}
+    assert spans == {
+        "stacks · MainThread": [("main", 200, 400, 0), ("step", 200, 400, 1), ("load", 400, 500, 0)]
+    }
 
 
 def test_the_events_of_the_trace_are_as_they_were(tmp_path: Path) -> None:
     session = _session(tmp_path, [[100, 0, 900, [0, 1]], [550, 1, 10, [2]]])
     (before,), (after,) = session.traces, add_overlay(session).traces
     kept = after.events.filter(pl.col("lane") < before.lanes.height)
-    columns = ["name", "category", "start_ns", "duration_ns", "lane", "depth", "correlation", "step"]
+    columns = [
+        "name",
+        "category",
+        "start_ns",
+        "duration_ns",
+        "lane",
+        "depth",
+        "correlation",
+        "step",
+    ]
     assert kept.select(columns).equals(before.events.select(columns))
     for column in ("parent", "op", "launch"):
-        names = [trace.events["name"].gather(trace.events[column].drop_nulls()).to_list() for trace in (before, after)]
+        names = [
+            trace.events["name"].gather(trace.events[column].drop_nulls()).to_list()
+            for trace in (before, after)
+        ]
         assert names[0] == [name for name in names[1] if ".py:" not in name]
     assert after.lanes.head(before.lanes.height).equals(before.lanes)
     assert after.sources.height == after.events.height
@@ -114,28 +155,53 @@ def _counters(session: Session) -> dict[str, list[tuple[float, float]]]:
     (trace,) = add_overlay(session).traces
     out: dict[str, list[tuple[float, float]]] = {}
     for row in trace.counters.iter_rows(named=True):
-        out.setdefault(f"{row['name']} {row['key']}".strip(), []).append(((row["time_ns"] - BASE) / US, row["value"]))
+        out.setdefault(f"{row['name']} {row['key']}".strip(), []).append(
+            ((row["time_ns"] - BASE) / US, row["value"])
+        )
     return out
 
 
 def test_counters_become_rates_and_gauges_stay(tmp_path: Path) -> None:
     times = [BASE + at * US for at in (50, 150, 250, 2000)]
     session = _session(
-        tmp_path, None,
+        tmp_path,
+        None,
         series("gpu_power_watts", times, [100, 200, 300, 400], device="GPU-0"),
-        series("host_network_bytes_total", times, [0, 1000, 1000, 9999], "counter", interface="eth0", direction="receive"),
+        series(
+            "host_network_bytes_total",
+            times,
+            [0, 1000, 1000, 9999],
+            "counter",
+            interface="eth0",
+            direction="receive",
+        ),
         series("host_cpu_seconds_total", times, [0, 1, 2, 3], "counter", mode="idle"),
         series("host_load_ratio", times, [1, 2, 3, 4]),
-    )  # fmt: skip
+    )
     assert _counters(session) == {
-        "gpu_power_watts GPU-0": [(100, 100), (150, 200), (250, 300)],  # at 100 us it is what it was at 50
-        "host_network_bytes/s receive eth0": [(100, 1e7), (150, 0), (250, pytest.approx(8999 / 1750e-6))],
-    }  # fmt: skip
+        "gpu_power_watts GPU-0": [
+            (100, 100),
+            (150, 200),
+            (250, 300),
+        ],  # at 100 us it is what it was at 50
+        "host_network_bytes/s receive eth0": [
+            (100, 1e7),
+            (150, 0),
+            (250, pytest.approx(8999 / 1750e-6)),
+        ],
+    }
 
 
 def test_a_counter_that_begins_anew_has_no_rate_there(tmp_path: Path) -> None:
     times = [BASE + at * US for at in (150, 250, 350)]
-    reset = series("host_network_bytes_total", times, [500, 10, 20], "counter", interface="eth0", direction="receive")
+    reset = series(
+        "host_network_bytes_total",
+        times,
+        [500, 10, 20],
+        "counter",
+        interface="eth0",
+        direction="receive",
+    )
     assert _counters(_session(tmp_path, None, reset)) == {
         "host_network_bytes/s receive eth0": [(250, pytest.approx(1e5))]
     }
@@ -159,8 +225,10 @@ def test_allocated_memory_is_a_curve_for_each_device(tmp_path: Path) -> None:
 def test_perfetto_has_samples_and_telemetry_on_the_axis_of_the_events(tmp_path: Path) -> None:
     times = [BASE + at * US for at in (150, 250)]
     session = _session(
-        tmp_path, [[310, 0, 20, [0, 1]]], series("gpu_power_watts", times, [100, 200], device="GPU-0")
-    )  # fmt: skip
+        tmp_path,
+        [[310, 0, 20, [0, 1]]],
+        series("gpu_power_watts", times, [100, 200], device="GPU-0"),
+    )
     handle = io.BytesIO()
     perfetto.write(session, session.epoch_ns, handle)
     rows = json.loads(handle.getvalue())["traceEvents"]
@@ -172,7 +240,9 @@ def test_perfetto_has_samples_and_telemetry_on_the_axis_of_the_events(tmp_path: 
     kernel = spans["gemm"]
     assert kernel["ts"] <= step["ts"] < step["ts"] + step["dur"] <= kernel["ts"] + kernel["dur"]
     power = [
-        (row["ts"], row["args"]["value"]) for row in rows if row["ph"] == "C" and row["name"] == "gpu_power_watts GPU-0"
+        (row["ts"], row["args"]["value"])
+        for row in rows
+        if row["ph"] == "C" and row["name"] == "gpu_power_watts GPU-0"
     ]
     assert power == [(50, 100), (150, 200)]
 

@@ -59,14 +59,19 @@ def made(seed: int) -> tuple[Session, dict[str, list[dict[str, Any]]]]:
 
 @cache
 def of_steps(seed: int, first: int, last: int) -> Document:
-    return build(made(seed)[0], ReportOptions(steps=(first, last), only=("core", "copies", "launches")))
+    return build(
+        made(seed)[0], ReportOptions(steps=(first, last), only=("core", "copies", "launches"))
+    )
 
 
 def counted(rows: list[dict[str, Any]], first: int, last: int) -> dict[str, tuple[int, int]]:
     """Count and summed time by name of what belongs to these steps."""
     chosen = [row for row in rows if row["step"] is not None and first <= row["step"] <= last]
     names = Counter(row["name"] for row in chosen)
-    return {name: (names[name], sum(row["ns"] for row in chosen if row["name"] == name)) for name in names}
+    return {
+        name: (names[name], sum(row["ns"] for row in chosen if row["name"] == name))
+        for name in names
+    }
 
 
 def told(rows: list[Document]) -> dict[str, tuple[int, int]]:
@@ -75,7 +80,9 @@ def told(rows: list[Document]) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize("chosen", [(0, 0), (2, 2), (1, 3), (0, STEPS - 1), (3, 99), (-5, 0)])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_kernels_and_operators_are_those_that_the_steps_launched(seed: int, chosen: tuple[int, int]) -> None:
+def test_kernels_and_operators_are_those_that_the_steps_launched(
+    seed: int, chosen: tuple[int, int]
+) -> None:
     rows = made(seed)[1]
     document = of_steps(seed, *chosen)
     assert told(document["kernels"]) == counted(rows["kernel"], *chosen)
@@ -98,7 +105,9 @@ def test_single_steps_add_up_to_all_steps(seed: int) -> None:
             {(row["name"], name): row[name] for row in whole[key] for name in ("count", "total_ns")}
         )
     for field in ("window_ns", "busy_ns", "idle_ns", "compute_ns", "kernel_ns", "gpu_work_count"):
-        of_parts = [part["ranks"][0]["devices"][0][field] for part in parts if part["ranks"][0]["devices"]]
+        of_parts = [
+            part["ranks"][0]["devices"][0][field] for part in parts if part["ranks"][0]["devices"]
+        ]
         assert sum(of_parts) == whole["ranks"][0]["devices"][0][field], field
     assert sum(part["answer"]["whole_ns"] for part in parts) == whole["answer"]["whole_ns"]
 
@@ -125,7 +134,9 @@ def test_a_cut_trace_is_a_whole_trace_of_its_own(chosen: tuple[int, int]) -> Non
             assert frame["event"].is_between(0, part.events.height - 1).all()
     launched = part.gpu_work().drop_nulls("launch")
     assert launched.height == sum(count for count, _ in counted(rows["kernel"], *chosen).values())
-    assert part.allocations.height == sum(count for count, _ in counted(rows["allocation"], *chosen).values())
+    assert part.allocations.height == sum(
+        count for count, _ in counted(rows["allocation"], *chosen).values()
+    )
     parents = part.events.drop_nulls("parent")
     above = part.events["start_ns"].gather(parents["parent"])
     assert (above <= parents["start_ns"]).all()
@@ -154,9 +165,17 @@ def test_ranks_can_be_chosen_one_by_one_and_are_what_they_are_in_the_whole() -> 
     ("options", "slug", "said"),
     [
         (ReportOptions(steps=(7, 7)), "no-such-step", "step 7 is not in this run; it has 0 to 4"),
-        (ReportOptions(steps=(7, 9)), "no-such-step", "steps 7 to 9 are not in this run; it has 0 to 4"),
+        (
+            ReportOptions(steps=(7, 9)),
+            "no-such-step",
+            "steps 7 to 9 are not in this run; it has 0 to 4",
+        ),
         (ReportOptions(ranks=(3,)), "no-such-rank", "rank 3 is not in this run"),
-        (ReportOptions(only=("kernelz",)), "no-such-section", "`kernelz` is no section of the report"),
+        (
+            ReportOptions(only=("kernelz",)),
+            "no-such-section",
+            "`kernelz` is no section of the report",
+        ),
     ],
 )
 def test_what_is_not_there_cannot_be_chosen(options: ReportOptions, slug: str, said: str) -> None:
@@ -189,9 +208,13 @@ def test_operators_by_shape_add_up_to_operators(by_shape: bool) -> None:
     builder = TraceBuilder()
     for number, size in enumerate((4, 4, 8, 16, 8)):
         builder.op("aten::mm", 100 * number, 50 + number, shapes=[[size, size]])
-    document = build(Session((builder.build(),), "shapes"), ReportOptions(by_shape=by_shape, only=("core",)))
+    document = build(
+        Session((builder.build(),), "shapes"), ReportOptions(by_shape=by_shape, only=("core",))
+    )
     rows = document["operators"]
     assert len(rows) == (3 if by_shape else 1)
     assert sum(row["count"] for row in rows) == 5
     assert sum(row["total_ns"] for row in rows) == 1000 * sum(50 + number for number in range(5))
-    assert {row["shapes"] for row in rows} == ({"[[4,4]]", "[[8,8]]", "[[16,16]]"} if by_shape else {None})
+    assert {row["shapes"] for row in rows} == (
+        {"[[4,4]]", "[[8,8]]", "[[16,16]]"} if by_shape else {None}
+    )

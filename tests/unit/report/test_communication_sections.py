@@ -20,13 +20,25 @@ from traceloom.report.views.terminal import render as terminal
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session
 
-KEYS = ("collectives", "groups", "rank_matrix", "across_ranks", "slow_steps", "imbalance", "pipeline")
+KEYS = (
+    "collectives",
+    "groups",
+    "rank_matrix",
+    "across_ranks",
+    "slow_steps",
+    "imbalance",
+    "pipeline",
+)
 
 
 @pytest.fixture(scope="module")
 def job() -> Session:
-    recipe = ParallelRecipe(data=2, tensor=2, pipeline=2, microbatches=2, steps=2, faults=(SlowRank(3, 1.5),))
-    return Session(tuple(builder.build() for builder in parallel_job(recipe).run().traces()), "made")
+    recipe = ParallelRecipe(
+        data=2, tensor=2, pipeline=2, microbatches=2, steps=2, faults=(SlowRank(3, 1.5),)
+    )
+    return Session(
+        tuple(builder.build() for builder in parallel_job(recipe).run().traces()), "made"
+    )
 
 
 def document(session: Session, **options: Any) -> dict[str, Any]:
@@ -56,7 +68,9 @@ def test_sums_of_the_document_close(job: Session) -> None:
     across = made["across_ranks"]
     assert sum(row["wait_ns"] for row in across["ranks"]) == across["wait_ns"]
     assert sum(row["blame_ns"] for row in across["ranks"]) == across["wait_ns"]
-    assert sum(row["waited_ns"] for row in across["reasons"]) == pytest.approx(across["wait_ns"], rel=0.01)
+    assert sum(row["waited_ns"] for row in across["reasons"]) == pytest.approx(
+        across["wait_ns"], rel=0.01
+    )
     summary = made["collectives"]["summary"]
     assert sum(row["count"] for row in summary) == made["collectives"]["call_count"]
     assert sum(row["total_ns"] for row in summary) == across["collective_ns"]
@@ -107,7 +121,11 @@ def test_names_from_strangers_are_escaped() -> None:
 
 def test_a_run_without_communication_is_not_an_error() -> None:
     session = Session(
-        (TraceBuilder(0, 2).op("aten::mm", 0, 5).build(), TraceBuilder(1, 2).op("aten::mm", 0, 9).build()), "made"
+        (
+            TraceBuilder(0, 2).op("aten::mm", 0, 5).build(),
+            TraceBuilder(1, 2).op("aten::mm", 0, 9).build(),
+        ),
+        "made",
     )
     made = document(session)
     assert made["collectives"]["summary"] == []
@@ -119,7 +137,9 @@ def test_calls_without_a_partner_are_shown_with_the_reason() -> None:
     traces = []
     for rank, kind in enumerate(("allreduce", "broadcast")):
         args = TraceBuilder.collective_args(kind, "0", 4, 8, "Float") | {"Seq": 0}
-        traces.append(TraceBuilder(rank, 4).kernel("ncclDevKernel_X", 10, 50, stream=20, **args).build())
+        traces.append(
+            TraceBuilder(rank, 4).kernel("ncclDevKernel_X", 10, 50, stream=20, **args).build()
+        )
     text = shown(document(Session(tuple(traces), "made")))
     assert "2 calls found no partner on another recorded rank" in text
     assert "collectives-mismatch" in text
@@ -128,17 +148,28 @@ def test_calls_without_a_partner_are_shown_with_the_reason() -> None:
 
 
 def test_blocks_and_maps_of_nothing() -> None:
-    assert [pick_block_character(value, 100) for value in (0, 5, 25, 50, 75, 100)] == ["·", "·", "░", "▒", "▓", "█"]
+    assert [pick_block_character(value, 100) for value in (0, 5, 25, 50, 75, 100)] == [
+        "·",
+        "·",
+        "░",
+        "▒",
+        "▓",
+        "█",
+    ]
     assert pick_block_character(5, 0) == "·"
     assert draw_heat_map({}, [], [], {}, titles=("a", "b")) == ""
     assert draw_heat_map({(0, 0): 0.0}, [0], [0], {}, titles=("a", "b")) == ""
-    assert "<title>&lt;b&gt;</title>" in draw_heat_map({(0, 0): 1.0}, [0], [0], {(0, 0): "<b>"}, titles=("a", "b"))
+    assert "<title>&lt;b&gt;</title>" in draw_heat_map(
+        {(0, 0): 1.0}, [0], [0], {(0, 0): "<b>"}, titles=("a", "b")
+    )
 
 
 def test_sections_compare_the_ranks_once(job: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     comparison = sys.modules[analyze.across_ranks.__module__]
     asked = []
     monkeypatch.setattr(comparison, "_LAST", None)
-    monkeypatch.setattr(comparison, "match_collectives", lambda parts: asked.append(1) or match_collectives(parts))
+    monkeypatch.setattr(
+        comparison, "match_collectives", lambda parts: asked.append(1) or match_collectives(parts)
+    )
     document(job)
     assert len(asked) == 1

@@ -60,7 +60,9 @@ def steps_of(
 
 @cache
 def diff(base: tuple[tuple[str, float], ...], new: tuple[tuple[str, float], ...]) -> Document:
-    sides = [session_of(name, steps_of(*kernels)) for name, kernels in (("base", base), ("new", new))]
+    sides = [
+        session_of(name, steps_of(*kernels)) for name, kernels in (("base", base), ("new", new))
+    ]
     return comparison.build(compare(*sides), *sides)
 
 
@@ -74,7 +76,9 @@ MIXED = diff((("mm", 100), ("gone", 30), ("add", 10)), (("mm", 140), ("come", 20
 )
 def test_differences_add_up_and_turn_around_with_the_sides(base: list[int], new: list[int]) -> None:
     sides = [
-        session_of(name, steps_of(*((f"k{number}", us) for number, us in enumerate(kernels)), count=2))
+        session_of(
+            name, steps_of(*((f"k{number}", us) for number, us in enumerate(kernels)), count=2)
+        )
         for name, kernels in (("base", base), ("new", new))
     ]
     there = comparison.build(compare(*sides), *sides)
@@ -84,11 +88,16 @@ def test_differences_add_up_and_turn_around_with_the_sides(base: list[int], new:
     for document in (there, back):
         for key in ("base_ns", "new_ns", "difference_ns"):
             assert sum(row[key] for row in document["breakdown"]) == document[key]
-        assert sum(row["of_step"] for row in document["breakdown"]) == pytest.approx(document["change"])
+        assert sum(row["of_step"] for row in document["breakdown"]) == pytest.approx(
+            document["change"]
+        )
         for row in (*document["breakdown"], *document["kernels"]):
             assert row["difference_ns"] == row["new_ns"] - row["base_ns"]
     assert there["difference_ns"] == -back["difference_ns"]
-    parts = [{row["part"]: row["difference_ns"] for row in document["breakdown"]} for document in (there, back)]
+    parts = [
+        {row["part"]: row["difference_ns"] for row in document["breakdown"]}
+        for document in (there, back)
+    ]
     assert parts[0] == {part: -ns for part, ns in parts[1].items()}
     opposite = {"slower": "faster", "faster": "slower", "added": "removed", "removed": "added"}
     statuses = [sorted(row["status"] for row in document["kernels"]) for document in (there, back)]
@@ -127,7 +136,9 @@ def test_every_table_says_how_many_of_each_kind_there_are() -> None:
     statuses = [row["status"] for row in kernels.rows]
     assert kernels.note.startswith(f"Of {len(MIXED['kernels'])}: ")
     counted = re.findall(r"(\d+) (\w+)", kernels.note.partition(": ")[2].partition(".")[0])
-    assert {word: int(count) for count, word in counted} == {word: statuses.count(word) for word in set(statuses)}
+    assert {word: int(count) for count, word in counted} == {
+        word: statuses.count(word) for word in set(statuses)
+    }
     assert "same" not in statuses
 
 
@@ -146,7 +157,9 @@ def test_the_page_has_every_row_as_it_is() -> None:
         assert len(rows) == len(table.rows)
         for column in table.columns:
             if column.key in rows[0] and column.numeric:
-                assert [row[column.key] for row in rows] == [row.get(column.key) for row in table.rows]
+                assert [row[column.key] for row in rows] == [
+                    row.get(column.key) for row in table.rows
+                ]
     assert [row["path"] for row in shown["diff-inputs"]]
 
 
@@ -161,7 +174,10 @@ def test_boxes_of_the_call_tree_are_as_wide_as_what_they_hold() -> None:
         assert sum(node[3] for node in inside) <= host
         assert sum(node[4] or 0 for node in inside) <= (device or 0)
     whole = tree["sides"][0]
-    assert tuple(whole["device"]) == (MIXED["tree"][0]["base_duration_ns"], MIXED["tree"][0]["new_duration_ns"])
+    assert tuple(whole["device"]) == (
+        MIXED["tree"][0]["base_duration_ns"],
+        MIXED["tree"][0]["new_duration_ns"],
+    )
     assert nodes[0][4] >= max(whole["device"])
 
 
@@ -182,19 +198,26 @@ def test_markdown_says_both_sides_the_difference_and_both_shares() -> None:
     for texts, row in zip(rows, parts, strict=True):
         keys = ("base_ns", "new_ns", "difference_ns", "change", "of_step")
         for key, text in zip(keys, texts[1:], strict=True):
-            assert text == "–" if row[key] is None else figure(text).holds(row[key]), (key, text, row)
+            assert text == "–" if row[key] is None else figure(text).holds(row[key]), (
+                key,
+                text,
+                row,
+            )
 
 
 def test_markdown_and_terminal_count_the_rows_that_they_leave_out() -> None:
     many = diff(
-        tuple((f"k{number}", 10) for number in range(14)), tuple((f"k{number}", 12 + number) for number in range(14))
+        tuple((f"k{number}", 10) for number in range(14)),
+        tuple((f"k{number}", 12 + number) for number in range(14)),
     )
     rows = [row for row in many["kernels"] if row["status"] != "same"]
     assert len(rows) == 14
     assert "| … and 4 more |" in markdown.render_comparison_markdown(many)
     text = "\n".join(line.plain for line in terminal.render_terminal(many, 3, 100))
     assert "3 of 14" in text
-    assert "3 of" not in text.partition("Kernels, copies and fills")[0], "parts of the step are never left out"
+    assert "3 of" not in text.partition("Kernels, copies and fills")[0], (
+        "parts of the step are never left out"
+    )
 
 
 @pytest.mark.parametrize("width", [60, 100])
@@ -219,7 +242,11 @@ def test_names_of_strangers_are_text_in_a_comparison() -> None:
     assert not re.search("[\x1b\u202e\u2028]", text + shown)
 
 
-@given(difference=st.integers(-(10**12), 10**12), others=st.integers(0, 10**12), width=st.integers(3, 60))
+@given(
+    difference=st.integers(-(10**12), 10**12),
+    others=st.integers(0, 10**12),
+    width=st.integers(3, 60),
+)
 def test_a_bar_from_the_middle_is_on_its_side_and_no_longer_than_the_longest(
     difference: int, others: int, width: int
 ) -> None:
@@ -232,7 +259,9 @@ def test_a_bar_from_the_middle_is_on_its_side_and_no_longer_than_the_longest(
     assert bool(left.strip()) <= (difference < 0)
     assert bool(right.strip()) <= (difference > 0)
     if half and difference:
-        assert (left if difference < 0 else right).strip(), "a difference is seen however small it is"
+        assert (left if difference < 0 else right).strip(), (
+            "a difference is seen however small it is"
+        )
         full = (left + right).count("█")
         assert abs(full - half * abs(difference) / max(largest, 1)) <= 0.5
 
@@ -276,7 +305,9 @@ def test_a_change_has_its_sign_and_the_unit_of_its_measure(
         (2.5, "count", "2.50"),
     ],
 )
-def test_an_amount_has_the_unit_of_its_measure(amount: float | None, measure: str, text: str) -> None:
+def test_an_amount_has_the_unit_of_its_measure(
+    amount: float | None, measure: str, text: str
+) -> None:
     assert verdict_tables.format_amount(amount, measure) == text
 
 
@@ -292,7 +323,10 @@ def test_reasons_say_what_a_reader_must_know_about_the_samples() -> None:
     told = " ".join(verdict_tables.list_reasons(pairs))
     assert "Runs of both sides took turns" in told
     assert "Within one run" not in told
-    assert "a change of 5.0 % is found eight times of ten with 4 runs a side (a run scatters by 1.0 %)" in told
+    assert (
+        "a change of 5.0 % is found eight times of ten with 4 runs a side (a run scatters by 1.0 %)"
+        in told
+    )
 
 
 def test_an_interval_stands_in_every_view_where_it_is_known() -> None:
@@ -311,10 +345,15 @@ def test_an_interval_stands_in_every_view_where_it_is_known() -> None:
     assert (unknown["interval"], unknown["effect"]) == ("–", "–")
 
 
-@pytest.mark.parametrize(("verdict", "sign"), [("pass", "✅"), ("fail", "❌"), ("inconclusive", "❔")])
+@pytest.mark.parametrize(
+    ("verdict", "sign"), [("pass", "✅"), ("fail", "❌"), ("inconclusive", "❔")]
+)
 def test_the_verdict_is_the_first_thing_that_every_view_says(verdict: str, sign: str) -> None:
     document = deepcopy(compared("a run")[1]) | {"verdict": verdict, "sentence": f"It is {verdict}"}
-    assert verdict_markdown.render_verdict_markdown(document).splitlines()[2] == f"{sign} **It is {verdict}.**"
+    assert (
+        verdict_markdown.render_verdict_markdown(document).splitlines()[2]
+        == f"{sign} **It is {verdict}.**"
+    )
     lines = [line.plain for line in verdict_terminal.render(document, 10, 100)]
     assert lines[3] == f" It is {verdict}."
     assert f"<h1>It is {verdict}.</h1>" in verdict_page.render_verdict_page(document)
@@ -324,8 +363,9 @@ def test_runs_of_both_sides_stand_in_the_page_with_their_steps() -> None:
     document = compared("a run")[1]
     rows = tables(verdict_page.render_verdict_page(document), by="key")["verdict-runs"]
     assert [(row["side"], row["name"], row["recorded_steps"]) for row in rows] == [
-        ("base", "a run", 6), ("new", "a run", 6),
-    ]  # fmt: skip
+        ("base", "a run", 6),
+        ("new", "a run", 6),
+    ]
     assert "undisturbed_steps" not in rows[0], "unknown of all runs, so it is only named"
 
 
@@ -338,15 +378,27 @@ def test_several_runs_of_a_side_are_counted_beside_its_name() -> None:
 
 def test_a_comment_leaves_operators_to_the_page() -> None:
     document = compared("a run")[1]
-    text, shown = verdict_markdown.render_verdict_markdown(document), tables(verdict_page.render_verdict_page(document))
+    text, shown = (
+        verdict_markdown.render_verdict_markdown(document),
+        tables(verdict_page.render_verdict_page(document)),
+    )
     assert "Operators by" not in text
-    assert {"diff-operators", "verdict-checks", "verdict-conditions", "verdict-causes", "diff-parts"} <= set(shown)
+    assert {
+        "diff-operators",
+        "verdict-checks",
+        "verdict-conditions",
+        "verdict-causes",
+        "diff-parts",
+    } <= set(shown)
     assert "diff-conditions" not in shown, "the verdict has them already"
 
 
 def test_names_of_strangers_are_text_in_a_verdict() -> None:
     document = compared(EVIL)[1]
-    text, shown = verdict_markdown.render_verdict_markdown(document), verdict_page.render_verdict_page(document)
+    text, shown = (
+        verdict_markdown.render_verdict_markdown(document),
+        verdict_page.render_verdict_page(document),
+    )
     for found in (of_markdown(text), Elements(shown)):
         assert not found.tags.keys() & {"img", "iframe", "object"}
         assert sanitize(EVIL)[:30] in found.shown

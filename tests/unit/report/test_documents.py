@@ -13,7 +13,13 @@ from support.sessions import empty, made, stages
 from traceloom.report import ReportOptions, build, build_runs
 from traceloom.trace.session import Session
 
-NAMES = ("a100_ddp_nccl", "cpu_only_gloo_rank34", "h100_bert_small", "mi300_vllm_piecewise_graphs", "mtia_inference")
+NAMES = (
+    "a100_ddp_nccl",
+    "cpu_only_gloo_rank34",
+    "h100_bert_small",
+    "mi300_vllm_piecewise_graphs",
+    "mtia_inference",
+)
 
 
 class InnerValue(TypedDict):
@@ -42,7 +48,9 @@ def test_reports_of_public_traces_are_of_their_type(path: str) -> None:
 def test_a_part_of_a_report_and_a_list_of_runs_are_of_its_type_too() -> None:
     session = made(stages)[0]
     check_schema(build(session, ReportOptions(only=("kernels", "across_ranks"), steps=(0, 0))))
-    check_schema(build_runs([session, empty()], "two", ["traceloom report a", "traceloom report b"]))
+    check_schema(
+        build_runs([session, empty()], "two", ["traceloom report a", "traceloom report b"])
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,7 +58,10 @@ def test_a_part_of_a_report_and_a_list_of_runs_are_of_its_type_too() -> None:
     [
         ({"name": None}, "$.name"),
         ({"more": 1}, "$.more"),
-        ({"rows": [{"count": 1, "share": None}, {"count": 1, "share": 0.5, "ms": 1}]}, "$.rows[1].ms"),
+        (
+            {"rows": [{"count": 1, "share": None}, {"count": 1, "share": 0.5, "ms": 1}]},
+            "$.rows[1].ms",
+        ),
         ({"rows": [{"count": 1}]}, "`share`"),
         ({"inner": {"count": 1, "share": None, "ms": 1}}, "$.inner.ms"),
         ({"inner": {"count": 1.5, "share": None}}, "$.inner.count"),

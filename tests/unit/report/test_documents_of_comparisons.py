@@ -8,7 +8,16 @@ import pytest
 
 from support.documents import check_document
 from support.pairs import compared, run
-from support.sessions import empty, gpu_only, host_only, hostile, no_steps, several_devices, training, unknown_ranks
+from support.sessions import (
+    empty,
+    gpu_only,
+    host_only,
+    hostile,
+    no_steps,
+    several_devices,
+    training,
+    unknown_ranks,
+)
 from traceloom.analyze import compare, gate, gate_summary
 from traceloom.changes.changes import parse
 from traceloom.changes.whatif import whatif as evaluate
@@ -37,14 +46,24 @@ def test_comparisons_are_of_their_type(sort: Callable[[], Session]) -> None:
 
 
 def test_verdicts_and_baselines_are_of_their_type() -> None:
-    check_document(compared("work")[1], VerdictDocument)  # with the comparison and the runs that are needed
-    base, new = ([gate_summary.summarise(session)] for session in (run("work", 20, "H100"), host_only()))
-    conditions = [gate.parse("step_time > 3%"), gate.parse("gpu_time > 1ms"), gate.parse("kernel:gemm > 1%")]
+    check_document(
+        compared("work")[1], VerdictDocument
+    )  # with the comparison and the runs that are needed
+    base, new = (
+        [gate_summary.summarise(session)] for session in (run("work", 20, "H100"), host_only())
+    )
+    conditions = [
+        gate.parse("step_time > 3%"),
+        gate.parse("gpu_time > 1ms"),
+        gate.parse("kernel:gemm > 1%"),
+    ]
     for sides in ((base, new), (new, base), (base * 4, base * 4)):
         judged = gate.judge(*sides, conditions)
         for effect in (None, 0.05):
             named = [(name, side) for name, side in zip(("base", "new"), sides, strict=True)]
-            check_document(verdict.build(judged, *named, strict=True, effect=effect), VerdictDocument)
+            check_document(
+                verdict.build(judged, *named, strict=True, effect=effect), VerdictDocument
+            )
     summary = gate_summary
     rows = [
         baselines.build_baseline_row(
@@ -73,4 +92,6 @@ def test_graphs_and_what_ifs_are_of_their_type(sort: Callable[[], Session], chan
     changes = [parse(change)] if change else []
     for host_ratio in (None, 1.5):
         answer = evaluate(graph, changes, kept=kept, host_ratio=host_ratio)
-        check_document(whatif.build("a run", 0 if host_ratio else None, changes, answer, kept), WhatIfDocument)
+        check_document(
+            whatif.build("a run", 0 if host_ratio else None, changes, answer, kept), WhatIfDocument
+        )

@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 
 import traceloom
-from support.jobs import LateHost, ParallelRecipe, Recipe, StragglingStep, parallel_job, training_job
+from support.jobs import (
+    LateHost,
+    ParallelRecipe,
+    Recipe,
+    StragglingStep,
+    parallel_job,
+    training_job,
+)
 from support.public_traces import DATA
 from support.sessions import serving_ranks
 from traceloom.report import ReportOptions, build
@@ -39,14 +46,20 @@ class Raw:
 
     @classmethod
     def of(cls, text: str) -> Raw:
-        events = [event for event in json.loads(text)["traceEvents"] if event.get("ph") == "X" and event.get("cat")]
+        events = [
+            event
+            for event in json.loads(text)["traceEvents"]
+            if event.get("ph") == "X" and event.get("cat")
+        ]
         for event in events:
             event["start"], event["ns"] = round(1000 * event["ts"]), round(1000 * event["dur"])
             event["end"] = event["start"] + event["ns"]
         return cls(events)
 
     def select(self, *categories: str, name: str = "") -> list[Event]:
-        return [event for event in self.events if event["cat"] in categories and name in event["name"]]
+        return [
+            event for event in self.events if event["cat"] in categories and name in event["name"]
+        ]
 
     @cached_property
     def work(self) -> list[Event]:
@@ -76,8 +89,15 @@ class Raw:
 
     def step_of(self, event: Event) -> int | None:
         """Number of the step that launched some work."""
-        at = self.calls[event["args"]["correlation"]]["start"] if "correlation" in event.get("args", {}) else None
-        return next((n for n, step in enumerate(self.steps) if at and step["start"] <= at < step["end"]), None)
+        at = (
+            self.calls[event["args"]["correlation"]]["start"]
+            if "correlation" in event.get("args", {})
+            else None
+        )
+        return next(
+            (n for n, step in enumerate(self.steps) if at and step["start"] <= at < step["end"]),
+            None,
+        )
 
 
 def union(events: Iterable[Event]) -> list[Interval]:
@@ -107,7 +127,9 @@ def nccl(event: Event) -> bool:
 
 
 def around(op: Event, call: Event) -> bool:
-    return bool(op["tid"] == call["tid"] and op["start"] <= call["start"] and call["end"] <= op["end"])
+    return bool(
+        op["tid"] == call["tid"] and op["start"] <= call["start"] and call["end"] <= op["end"]
+    )
 
 
 # -- jobs ---------------------------------------------------------------------------------------------------------
@@ -123,14 +145,26 @@ class Ranks:
     @classmethod
     def made(cls, builders: Iterable[TraceBuilder]) -> Ranks:
         made = list(builders)
-        return cls([Raw.of(each.text()) for each in made], Session(tuple(each.build() for each in made), "made"))
+        return cls(
+            [Raw.of(each.text()) for each in made],
+            Session(tuple(each.build() for each in made), "made"),
+        )
 
 
 @cache
 def training() -> Ranks:
     """Rank 3 alone has a loader, which makes it late; copies, reads of values."""
-    recipe = Recipe(ranks=RANKS, steps=5, layers=3, item=True, sync="stream", pageable_input=True, autograd=True,
-                    delay_us={3: 700.0}, seed=4)  # fmt: skip
+    recipe = Recipe(
+        ranks=RANKS,
+        steps=5,
+        layers=3,
+        item=True,
+        sync="stream",
+        pageable_input=True,
+        autograd=True,
+        delay_us={3: 700.0},
+        seed=4,
+    )
     return Ranks.made(training_job(recipe).run().traces())
 
 
@@ -138,7 +172,9 @@ def training() -> Ranks:
 def uneven() -> Ranks:
     """Tensor and data groups, a loader on each rank; one loader is late in all steps, one host pauses in one step."""
     faults = LateHost(5, 1500, by="data"), LateHost(1, 2500, by="gc", steps=(2,))
-    recipe = ParallelRecipe(data=4, tensor=2, steps=4, layers=2, seed=5, transfer_us=120, faults=faults)
+    recipe = ParallelRecipe(
+        data=4, tensor=2, steps=4, layers=2, seed=5, transfer_us=120, faults=faults
+    )
     return Ranks.made(parallel_job(recipe).run().traces())
 
 
@@ -155,10 +191,17 @@ def reading() -> Ranks:
                 (1500, "aten::sync", "cudaDeviceSynchronize", 400 if rank == 0 else 50),
             ):
                 number += 1
-                made.op(name, at + offset, took + 20).launch(call, at + offset + 5, took, correlation=number)
+                made.op(name, at + offset, took + 20).launch(
+                    call, at + offset + 5, took, correlation=number
+                )
                 if call == "cudaMemcpyAsync":
-                    made.copy("Memcpy DtoH (Device -> Pageable)", at + offset + took - 10, 5, bytes=4 * (rank + 1),
-                              correlation=number)  # fmt: skip
+                    made.copy(
+                        "Memcpy DtoH (Device -> Pageable)",
+                        at + offset + took - 10,
+                        5,
+                        bytes=4 * (rank + 1),
+                        correlation=number,
+                    )
             number += 1
             made.launch("cudaLaunchKernel", at + 2100, 5, correlation=number)
             made.kernel("gemm", at + 2120 + 3 * rank, 100 + rank, correlation=number)
@@ -169,7 +212,9 @@ def reading() -> Ranks:
 @cache
 def stages() -> Ranks:
     """Two pipelines of four stages, with graphs; one of five steps computes three times as long."""
-    recipe = ParallelRecipe(data=2, pipeline=4, microbatches=4, steps=5, graphs=True, faults=(StragglingStep(2, 3.0),))
+    recipe = ParallelRecipe(
+        data=2, pipeline=4, microbatches=4, steps=5, graphs=True, faults=(StragglingStep(2, 3.0),)
+    )
     return Ranks.made(parallel_job(recipe).run().traces())
 
 
@@ -183,7 +228,9 @@ def built() -> Ranks:
             at, number = 2000 * step, 10 * step
             made.step(step, at, 1900)
             made.op("TorchDynamo Cache Lookup", at + 10, 5)
-            made.op("Torch-Compiled Region: 0/0", at + 20, 200 + rank).op("CompiledFunction", at + 30, 100 + rank)
+            made.op("Torch-Compiled Region: 0/0", at + 20, 200 + rank).op(
+                "CompiledFunction", at + 30, 100 + rank
+            )
             made.op("Torch-Compiled Region: 1/0", at + 150, 40).op("CompiledFunction", at + 155, 20)
             made.op("_compile.compile_inner (dynamo_timed)", at + 300, 100 + 10 * rank)
             size = 64 * (rank + 1)
@@ -194,7 +241,9 @@ def built() -> Ranks:
                 made.op("mine::attention", at + 800, 50)
                 made.launch("cudaLaunchKernel", at + 810, 5, correlation=number + 2)
                 made.kernel("mine_attention", at + 830, 300, correlation=number + 2)
-            made.allocation(at + 700, 1_000_000 * (rank + 1), address=step + 1, total_reserved=20_000_000)
+            made.allocation(
+                at + 700, 1_000_000 * (rank + 1), address=step + 1, total_reserved=20_000_000
+            )
             made.counter("sm__cycles", at + 500, 1.0 + rank)
         traces.append(made)
     return Ranks.made(traces)
@@ -210,7 +259,10 @@ def dlrm() -> Ranks:
     if not MULTIRANK.is_dir():
         pytest.skip("needs the public traces of MULTIRANK")
     paths = sorted(MULTIRANK.glob("dlrm_rank*.kineto.json.gz"))
-    return Ranks([Raw.of(gzip.decompress(path.read_bytes()).decode()) for path in paths], traceloom.load(*paths))
+    return Ranks(
+        [Raw.of(gzip.decompress(path.read_bytes()).decode()) for path in paths],
+        traceloom.load(*paths),
+    )
 
 
 # -- what the sentences must say ----------------------------------------------------------------------------------
@@ -219,7 +271,10 @@ Truth = Callable[[Ranks], Iterator[str]]
 
 
 def data_loading(job: Ranks) -> Iterator[str]:
-    waits = {rank: raw.select("user_annotation", "cpu_op", name="DataLoader") for rank, raw in enumerate(job.raw)}
+    waits = {
+        rank: raw.select("user_annotation", "cpu_op", name="DataLoader")
+        for rank, raw in enumerate(job.raw)
+    }
     waits = {rank: found for rank, found in waits.items() if found}
     waited = sum(event["ns"] for found in waits.values() for event in found)
     steps = sum(step["ns"] for rank in waits for step in job.raw[rank].steps)
@@ -270,8 +325,12 @@ def kinds(job: Ranks) -> Iterator[str]:
     for raw in job.raw:
         for event in raw.work:
             inside = " ".join(op["name"] for op in ops_around(raw, event))
-            names = {"communication": nccl(event), "attention": "ttention" in inside + event["name"],
-                     "gemm": "gemm" in event["name"], "copy": event["cat"] == "gpu_memcpy"}  # fmt: skip
+            names = {
+                "communication": nccl(event),
+                "attention": "ttention" in inside + event["name"],
+                "gemm": "gemm" in event["name"],
+                "copy": event["cat"] == "gpu_memcpy",
+            }
             sums[next((kind for kind, is_kind in names.items() if is_kind), "")] += event["ns"]
     whole = sum(sums.values())
     for kind, ns in sums.most_common(3 if job is not dlrm() else 1):
@@ -314,13 +373,24 @@ def critical_path(job: Ranks) -> Iterator[str]:
     for number in range(count):
         starts = [raw.steps[number]["start"] for raw in job.raw]
         ends = [raw.steps[number]["end"] for raw in job.raw]
-        ends += [event["end"] for raw in job.raw for event in raw.work
-                 if event["args"].get("correlation") in raw.calls and raw.step_of(event) == number]  # fmt: skip
+        ends += [
+            event["end"]
+            for raw in job.raw
+            for event in raw.work
+            if event["args"].get("correlation") in raw.calls and raw.step_of(event) == number
+        ]
         lengths.append(max(ends) - min(starts))
         loading.append(
-            max(sum(event["ns"] for event in raw.events if "DataLoader" in event["name"]
-                    and raw.steps[number]["start"] <= event["start"] < raw.steps[number]["end"]) for raw in job.raw)
-        )  # fmt: skip
+            max(
+                sum(
+                    event["ns"]
+                    for event in raw.events
+                    if "DataLoader" in event["name"]
+                    and raw.steps[number]["start"] <= event["start"] < raw.steps[number]["end"]
+                )
+                for raw in job.raw
+            )
+        )
         began.append(starts)
     if count > 1:  # one late loader, which all ranks wait for
         said = sentence(job, "critical_path")
@@ -335,7 +405,11 @@ def critical_path(job: Ranks) -> Iterator[str]:
 
 
 def idle_gaps(job: Ranks) -> Iterator[str]:
-    gaps = [(b[0] - a[1], rank) for rank, raw in enumerate(job.raw) for a, b in pairwise(union(raw.work))]
+    gaps = [
+        (b[0] - a[1], rank)
+        for rank, raw in enumerate(job.raw)
+        for a, b in pairwise(union(raw.work))
+    ]
     longest, rank = max(gaps)
     yield f"the longest gap is {units.format_duration(longest)} of rank {rank}, "
 
@@ -352,7 +426,9 @@ def launches(job: Ranks) -> Iterator[str]:
                 pairs.append((event, call, max(event["start"] - max(call["end"], free[stream]), 0)))
             free[stream] = max(free[stream], event["end"])
         latencies.append(median(latency for _, _, latency in pairs))
-        short += sum(event["ns"] < call["ns"] for event, call, _ in pairs if event["cat"] == "kernel")
+        short += sum(
+            event["ns"] < call["ns"] for event, call, _ in pairs if event["cat"] == "kernel"
+        )
         kernels += len(raw.select("kernel"))
     yield f"median launch latency of rank {latencies.index(max(latencies))}: {units.format_duration(round(max(latencies)))}"
     yield f"{units.format_count(short)} of {units.format_count(kernels)} kernels are shorter than their launch call"
@@ -363,8 +439,12 @@ def flame(job: Ranks) -> Iterator[str]:
     for rank, raw in enumerate(job.raw):
         own: Counter[str] = Counter()
         above: list[Event] = []
-        rows = [event for event in raw.events if event["tid"] == raw.main and event["cat"] not in
-                ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")]  # fmt: skip
+        rows = [
+            event
+            for event in raw.events
+            if event["tid"] == raw.main
+            and event["cat"] not in ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
+        ]
         for event in sorted(rows, key=lambda event: (event["start"], -event["end"])):
             while above and above[-1]["end"] <= event["start"]:
                 above.pop()
@@ -382,7 +462,10 @@ def blocking_calls(job: Ranks) -> Iterator[str]:
     """By the outermost operator and the call; copies to memory of the host that is not pinned wait, too."""
     waits: Counter[tuple[str, str]] = Counter()
     for raw in job.raw:
-        copied = {event["args"]["correlation"] for event in raw.select("gpu_memcpy", name="DtoH (Device -> Pageable")}
+        copied = {
+            event["args"]["correlation"]
+            for event in raw.select("gpu_memcpy", name="DtoH (Device -> Pageable")
+        }
         ops = sorted(raw.select("cpu_op"), key=lambda event: -event["ns"])
         for event in raw.select("cuda_runtime"):
             if "Synchronize" in event["name"] or event["args"]["correlation"] in copied:
@@ -399,14 +482,21 @@ def threads(job: Ranks) -> Iterator[str]:
     count = window = none = several = 0
     for raw in job.raw:
         host = raw.select("cpu_op", "cuda_runtime", "user_annotation")
-        copied = {event["args"]["correlation"] for event in raw.select("gpu_memcpy", name="DtoH (Device -> Pageable")}
+        copied = {
+            event["args"]["correlation"]
+            for event in raw.select("gpu_memcpy", name="DtoH (Device -> Pageable")
+        }
         marks: list[tuple[int, int]] = []
         for thread in {event["tid"] for event in host}:
             count += 1
             own = [event for event in host if event["tid"] == thread]
             busy = union(event for event in own if event["cat"] != "user_annotation")
-            waits = union(event for event in own if event["cat"] == "cuda_runtime" and
-                          ("Synchronize" in event["name"] or event["args"]["correlation"] in copied))  # fmt: skip
+            waits = union(
+                event
+                for event in own
+                if event["cat"] == "cuda_runtime"
+                and ("Synchronize" in event["name"] or event["args"]["correlation"] in copied)
+            )
             marks += [(at, by) for start, end in busy for at, by in ((start, 1), (end, -1))]
             marks += [(at, by) for start, end in waits for at, by in ((start, -1), (end, 1))]
         low, high = min(e["start"] for e in raw.events), max(e["end"] for e in raw.events)
@@ -424,15 +514,22 @@ def collectives(job: Ranks) -> Iterator[str]:
     work = [[event for event in raw.work if nccl(event)] for raw in job.raw]
     whole = sum(event["ns"] for rank in work for event in rank)
     exposed = sum(
-        event["ns"] - overlap([(event["start"], event["end"])], union(e for e in raw.work if e["cat"] == "kernel"
-                                                                      and not nccl(e)))
-        for raw, rank in zip(job.raw, work, strict=True) for event in rank
-    )  # fmt: skip
+        event["ns"]
+        - overlap(
+            [(event["start"], event["end"])],
+            union(e for e in raw.work if e["cat"] == "kernel" and not nccl(e)),
+        )
+        for raw, rank in zip(job.raw, work, strict=True)
+        for event in rank
+    )
     yield f"{sum(map(len, work))} calls, {units.format_duration(whole)} over all ranks, {units.format_share(exposed, whole)} of it exposed"
     if job is not dlrm():
         sizes: Counter[tuple[str, int]] = Counter()
         for event in (event for rank in work for event in rank):
-            sizes[event["args"]["Collective name"].replace("allreduce", "all_reduce"), sent_bytes(event)] += event["ns"]
+            sizes[
+                event["args"]["Collective name"].replace("allreduce", "all_reduce"),
+                sent_bytes(event),
+            ] += event["ns"]
         (kind, size), ns = sizes.most_common(1)[0]
         yield f"most in {kind} of {units.format_size(size)} ({units.format_duration(ns)})"
 
@@ -442,8 +539,12 @@ def sent_bytes(event: Event) -> int:
 
 
 def groups(job: Ranks) -> Iterator[str]:
-    names = {(event["args"]["Process Group Name"], event["args"]["Process Group Ranks"])
-             for raw in job.raw for event in raw.select("kernel") if nccl(event)}  # fmt: skip
+    names = {
+        (event["args"]["Process Group Name"], event["args"]["Process Group Ranks"])
+        for raw in job.raw
+        for event in raw.select("kernel")
+        if nccl(event)
+    }
     yield f"{len(names)} group{'s' if len(names) > 1 else ''} in use: "
     yield {training(): "1 data", stages(): "4 data, 2 pipeline", uneven(): "4 tensor, 2 data"}[job]
 
@@ -481,8 +582,10 @@ def across_ranks(job: Ranks) -> Iterator[str]:
 
 def slow_steps(job: Ranks) -> Iterator[str]:
     """Longer than the median by 3.5 deviations and by 2 %; explained by the rank that did most more in the worst one."""
-    lengths = [max(raw.bounds[step][1] - raw.bounds[step][0] for raw in job.raw)
-               for step in range(len(job.raw[0].steps))]  # fmt: skip
+    lengths = [
+        max(raw.bounds[step][1] - raw.bounds[step][0] for raw in job.raw)
+        for step in range(len(job.raw[0].steps))
+    ]
     middle = median(lengths)
     deviation = 1.4826 * median(abs(length - middle) for length in lengths)
     slow = [length > middle + max(3.5 * deviation, 0.02 * middle) for length in lengths]
@@ -494,7 +597,10 @@ def slow_steps(job: Ranks) -> Iterator[str]:
         out = []
         for raw in job.raw:
             spent = [overlap(of(raw), [bounds]) for bounds in raw.bounds]
-            out.append(spent[worst] - int(median(ns for ns, is_slow in zip(spent, slow, strict=True) if not is_slow)))
+            out.append(
+                spent[worst]
+                - int(median(ns for ns, is_slow in zip(spent, slow, strict=True) if not is_slow))
+            )
         return out
 
     if job is stages():
@@ -511,9 +617,10 @@ def imbalance(job: Ranks) -> Iterator[str]:
         return max(values) * RANKS / sum(values), values.index(max(values))
 
     ratio, rank = largest_over_mean(
-        (lambda raw: total(raw.computing)) if job is training() else
-        (lambda raw: sum(event["ns"] for event in raw.select("kernel") if embeds(raw, event)))
-    )  # fmt: skip
+        (lambda raw: total(raw.computing))
+        if job is training()
+        else (lambda raw: sum(event["ns"] for event in raw.select("kernel") if embeds(raw, event)))
+    )
     yield f"max ÷ mean {ratio:.2f} (rank {rank})"
 
 
@@ -534,7 +641,9 @@ def graph_launches(job: Ranks) -> Iterator[str]:
     for raw in job.raw:
         calls = {e["args"]["correlation"] for e in raw.select("cuda_runtime", name="GraphLaunch")}
         replays += len(calls)
-        odd += sum(raw.step_of(event) == 2 for event in raw.select("cuda_runtime", name="GraphLaunch"))
+        odd += sum(
+            raw.step_of(event) == 2 for event in raw.select("cuda_runtime", name="GraphLaunch")
+        )
         work += sum(event["ns"] for event in raw.work if event["args"].get("correlation") in calls)
     yield f"{units.format_count(replays)} replays of "
     yield f" hold {units.format_duration(work)} of GPU work; {odd} of them deviate"
@@ -545,7 +654,9 @@ def patterns(job: Ranks) -> Iterator[str]:
     said, value = sentence(job, "patterns"), document(job)["patterns"]
     rank = int(said.split()[2]) if said.startswith("on rank") else None
     rows = value["job"] if rank is None else [row for row in value["ranks"] if row["rank"] == rank]
-    names = max((row for row in rows if row["kind"] == "sequence"), key=lambda row: row["kernel_ns"])["names"]
+    names = max(
+        (row for row in rows if row["kind"] == "sequence"), key=lambda row: row["kernel_ns"]
+    )["names"]
     count = inside = 0
     raws = job.raw if rank is None else [job.raw[rank]]
     for raw in raws:
@@ -568,16 +679,31 @@ def pipeline(job: Ranks) -> Iterator[str]:
     """Bubbles: between the first and last compute of a step on any stage, neither computing nor in other collectives."""
     bubbles, windows = [0] * RANKS, [0] * RANKS
     for step in range(5):
-        work = [[event for event in raw.select("kernel") if raw.step_of(event) == step] for raw in job.raw]
+        work = [
+            [event for event in raw.select("kernel") if raw.step_of(event) == step]
+            for raw in job.raw
+        ]
         computing = [union(event for event in rank if not nccl(event)) for rank in work]
         for rank in range(RANKS):
             stages_of = [computing[other] for other in range(rank % 2, RANKS, 2)]
-            low, high = min(busy[0][0] for busy in stages_of), max(busy[-1][1] for busy in stages_of)
+            low, high = (
+                min(busy[0][0] for busy in stages_of),
+                max(busy[-1][1] for busy in stages_of),
+            )
             pairs = union(e for e in work[rank] if nccl(e) and "SendRecv" in e["name"])
             both = union(spans([*computing[rank], *pairs]))
             others = union(e for e in work[rank] if nccl(e) and "SendRecv" not in e["name"])
             inner = [(computing[rank][0][0], computing[rank][-1][1])]
-            hidden = union(spans([(max(a, b), min(c, d)) for a, c in others for b, d in both if max(a, b) < min(c, d)]))
+            hidden = union(
+                spans(
+                    [
+                        (max(a, b), min(c, d))
+                        for a, c in others
+                        for b, d in both
+                        if max(a, b) < min(c, d)
+                    ]
+                )
+            )
             alone = overlap(others, inner) - overlap(hidden, inner)
             windows[rank] += high - low
             bubbles[rank] += high - low - total(computing[rank]) - alone
@@ -596,7 +722,9 @@ def roofline(job: Ranks) -> Iterator[str]:
 
 
 def compiled(job: Ranks) -> Iterator[str]:
-    graphs = sum(event["ns"] for raw in job.raw for event in raw.select("cpu_op", name="CompiledFunction"))
+    graphs = sum(
+        event["ns"] for raw in job.raw for event in raw.select("cpu_op", name="CompiledFunction")
+    )
     compiling = [event["ns"] for raw in job.raw for event in raw.select("cpu_op", name="_compile")]
     inner = sum(len(raw.select("cpu_op", name="Region: 1/0")) for raw in job.raw)
     yield f"compiled graphs take {units.format_duration(graphs)} of host time"
@@ -615,7 +743,10 @@ def memory_owners(job: Ranks) -> Iterator[str]:
 def inference(job: Ranks) -> Iterator[str]:
     work = [event["ns"] for raw in job.raw for event in raw.work]
     yield f"{len(work)} decode steps of {RANKS} ranks of {units.format_duration(round(sum(work) / len(work)))} (at most 1.00 ms"
-    rates = [12e9 / (max(e["end"] for e in raw.events) - min(e["start"] for e in raw.events)) for raw in job.raw]
+    rates = [
+        12e9 / (max(e["end"] for e in raw.events) - min(e["start"] for e in raw.events))
+        for raw in job.raw
+    ]
     low, high = units.format_number(min(rates)), units.format_number(max(rates))
     yield f"{low} to {high} generated tokens per second on each rank"
 
@@ -623,18 +754,52 @@ def inference(job: Ranks) -> Iterator[str]:
 TRUTHS: list[tuple[Callable[[], Ranks], str, Truth]] = [
     *(
         (job, truth.__name__, truth)
-        for truth in (data_loading, steps, per_step, kinds, kernel_shapes, copies, critical_path, idle_gaps, launches, flame,
-                      blocking_calls, threads, collectives, across_ranks, imbalance, anti_patterns, patterns)
+        for truth in (
+            data_loading,
+            steps,
+            per_step,
+            kinds,
+            kernel_shapes,
+            copies,
+            critical_path,
+            idle_gaps,
+            launches,
+            flame,
+            blocking_calls,
+            threads,
+            collectives,
+            across_ranks,
+            imbalance,
+            anti_patterns,
+            patterns,
+        )
         for job in (training, uneven, dlrm)
     ),
-    *((job, truth.__name__, truth) for job in (training, uneven) for truth in (groups, rank_matrix)),
-    *((reading, truth.__name__, truth) for truth in (per_step, kinds, copies, idle_gaps, launches, blocking_calls)),
+    *(
+        (job, truth.__name__, truth)
+        for job in (training, uneven)
+        for truth in (groups, rank_matrix)
+    ),
+    *(
+        (reading, truth.__name__, truth)
+        for truth in (per_step, kinds, copies, idle_gaps, launches, blocking_calls)
+    ),
     (uneven, "slow_steps", slow_steps),
-    *((stages, truth.__name__, truth) for truth in (slow_steps, pipeline, graph_launches, groups, patterns, collectives)),
-    *((built, key, truth) for key, truth in (("roofline", roofline), ("compile", compiled), ("counters", counters),
-                                             ("memory_owners", memory_owners))),
+    *(
+        (stages, truth.__name__, truth)
+        for truth in (slow_steps, pipeline, graph_launches, groups, patterns, collectives)
+    ),
+    *(
+        (built, key, truth)
+        for key, truth in (
+            ("roofline", roofline),
+            ("compile", compiled),
+            ("counters", counters),
+            ("memory_owners", memory_owners),
+        )
+    ),
     (serving, "inference", inference),
-]  # fmt: skip
+]
 
 
 @cache
@@ -643,7 +808,9 @@ def document(job: Ranks) -> dict[str, Any]:
 
 
 def sentence(job: Ranks, key: str) -> str:
-    section = next(each for each in (*load_core_sections(), *load_extra_sections()) if each.key == key)
+    section = next(
+        each for each in (*load_core_sections(), *load_extra_sections()) if each.key == key
+    )
     return section.summary(section.value(document(job))) or ""
 
 
@@ -659,11 +826,17 @@ def test_every_section_with_a_sentence_is_here() -> None:
 @pytest.mark.parametrize(
     ("make", "key", "truth"),
     [
-        pytest.param(*each, id=f"{each[1]}-{each[0].__name__}", marks=[pytest.mark.thorough] * (each[0] is dlrm))
+        pytest.param(
+            *each,
+            id=f"{each[1]}-{each[0].__name__}",
+            marks=[pytest.mark.thorough] * (each[0] is dlrm),
+        )
         for each in TRUTHS
     ],
 )
-def test_the_sentence_of_a_section_is_true_of_all_ranks(make: Callable[[], Ranks], key: str, truth: Truth) -> None:
+def test_the_sentence_of_a_section_is_true_of_all_ranks(
+    make: Callable[[], Ranks], key: str, truth: Truth
+) -> None:
     said = sentence(make(), key)
     for part in truth(make()):
         assert part in said
@@ -672,18 +845,25 @@ def test_the_sentence_of_a_section_is_true_of_all_ranks(make: Callable[[], Ranks
 @pytest.mark.parametrize("make", [training, uneven, pytest.param(dlrm, marks=pytest.mark.thorough)])
 def test_first_figures_of_the_core_are_sums_over_all_ranks(make: Callable[[], Ranks]) -> None:
     job, whole = make(), document(make())
-    for raw, rank in zip(job.raw, whole["ranks"], strict=True):  # GPU time and idle time, from first to last step
+    for raw, rank in zip(
+        job.raw, whole["ranks"], strict=True
+    ):  # GPU time and idle time, from first to last step
         in_steps = [(raw.bounds[0][0], raw.bounds[-1][1])]
         talking, busy = union(filter(nccl, raw.work)), union(raw.work)
         device = rank["gpu_account"]["devices"][0]
         assert device["window_ns"] == total(in_steps)
         assert device["compute_ns"] == overlap(raw.computing, in_steps)
         either = union(spans([*raw.computing, *talking]))
-        assert device["exposed_communication_ns"] == overlap(either, in_steps) - overlap(raw.computing, in_steps)
+        assert device["exposed_communication_ns"] == overlap(either, in_steps) - overlap(
+            raw.computing, in_steps
+        )
         assert device["exposed_memory_ns"] == overlap(busy, in_steps) - overlap(either, in_steps)
         idle = sum(row["idle_ns"] for row in rank["gpu_account"]["idle"]) + device["edge_idle_ns"]
         assert idle == device["idle_ns"] == total(in_steps) - overlap(busy, in_steps)
-    for key, categories in (("kernels", ("kernel", "gpu_memcpy", "gpu_memset")), ("operators", ("cpu_op",))):
+    for key, categories in (
+        ("kernels", ("kernel", "gpu_memcpy", "gpu_memset")),
+        ("operators", ("cpu_op",)),
+    ):
         times, counts = Counter[str](), Counter[str]()
         for event in (event for raw in job.raw for event in raw.select(*categories)):
             times[event["name"]] += event["ns"]
@@ -694,5 +874,6 @@ def test_first_figures_of_the_core_are_sums_over_all_ranks(make: Callable[[], Ra
     rows = [row for row in whole["communication"]["collectives"] if row["where"] == "device"]
     calls = [event for raw in job.raw for event in raw.work if nccl(event)]
     assert (sum(row["total_ns"] for row in rows), sum(row["count"] for row in rows)) == (
-        sum(event["ns"] for event in calls), len(calls)
-    )  # fmt: skip
+        sum(event["ns"] for event in calls),
+        len(calls),
+    )

@@ -14,7 +14,18 @@ import pytest
 
 from support.pages import Elements, of_markdown, words
 from support.reports import check_perfetto, check_report, check_sums_of_sections
-from support.sessions import EVIL, SORTS, empty, enormous, hostile, made, page, session_of, several_devices, with_memory
+from support.sessions import (
+    EVIL,
+    SORTS,
+    empty,
+    enormous,
+    hostile,
+    made,
+    page,
+    session_of,
+    several_devices,
+    with_memory,
+)
 from traceloom.report import SORT_KEYS, ReportOptions, build
 from traceloom.report.exports import speedscope
 from traceloom.report.exports.perfetto import write as write_perfetto
@@ -30,11 +41,23 @@ from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session
 
 Sort = Callable[[], Session]
-STEERS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
+STEERS = re.compile(
+    "[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]"
+)
 LOOSE = re.compile(r"<(?![a-zA-Z/!])")
 SCRIPTS = re.compile(r"<(script|style).*?</\1>", re.DOTALL)
 FULL = ReportOptions(only=SECTION_NAMES, top=1_000)
-TABLES = ("kernels", "operators", "modules", "communication", "copies", "launches", "kinds", "threads", "per_step")
+TABLES = (
+    "kernels",
+    "operators",
+    "modules",
+    "communication",
+    "copies",
+    "launches",
+    "kinds",
+    "threads",
+    "per_step",
+)
 every_sort = pytest.mark.parametrize("sort", SORTS, ids=lambda sort: sort.__name__)
 
 
@@ -58,8 +81,12 @@ def test_the_document_is_as_its_schema_says_adds_up_and_explains_every_null(sort
 
 
 @every_sort
-@pytest.mark.parametrize("options", [ReportOptions(), ReportOptions(full=True), FULL], ids=["brief", "full", "only"])
-def test_no_line_is_wider_than_the_terminal_or_steers_it(sort: Sort, options: ReportOptions) -> None:
+@pytest.mark.parametrize(
+    "options", [ReportOptions(), ReportOptions(full=True), FULL], ids=["brief", "full", "only"]
+)
+def test_no_line_is_wider_than_the_terminal_or_steers_it(
+    sort: Sort, options: ReportOptions
+) -> None:
     for width in (60, 80, 99, 140) if options is not FULL else (60, 100):
         for line in lines(sort, options, width):
             assert line.cell_len <= width, (width, line.plain)
@@ -91,7 +118,10 @@ def test_a_section_that_is_asked_for_shows_something_or_says_why_not(sort: Sort)
 @every_sort
 def test_every_order_of_tables_shows_the_same_rows(sort: Sort) -> None:
     def rows(key: str | None) -> Counter[str]:
-        return Counter(line.plain.strip() for line in lines(sort, ReportOptions(only=TABLES, top=1_000, sort=key), 140))
+        return Counter(
+            line.plain.strip()
+            for line in lines(sort, ReportOptions(only=TABLES, top=1_000, sort=key), 140)
+        )
 
     whole = rows(None)
     for key in SORT_KEYS:
@@ -119,12 +149,14 @@ def test_the_page_is_well_formed_and_holds_no_element_of_a_stranger(sort: Sort) 
     found = elements(sort)
     assert found.open in ([], ["html"], ["body", "html"][::-1])
     assert found.tags["img"] == found.tags["iframe"] == found.tags["object"] == 0
-    assert found.tags["script"] - page(sort).count('type="application/json"') == 2 + page(sort).count(
-        'type="text/plain"'
-    )
+    assert found.tags["script"] - page(sort).count('type="application/json"') == 2 + page(
+        sort
+    ).count('type="text/plain"')
     assert not [name for _, name, _ in found.attributes if name.startswith("on") or name == "style"]
     assert not STEERS.search(words(page(sort)).replace("\t", ""))
-    assert not LOOSE.search(SCRIPTS.sub("", page(sort))), "a sign that begins no element is spelled as an entity"
+    assert not LOOSE.search(SCRIPTS.sub("", page(sort))), (
+        "a sign that begins no element is spelled as an entity"
+    )
     ids = Counter(value for _, name, value in found.attributes if name == "id")
     assert [name for name, count in ids.items() if count > 1] == []
 
@@ -177,7 +209,11 @@ def test_the_sentence_of_the_answer_is_the_same_in_every_view(sort: Sort) -> Non
 @every_sort
 def test_every_event_stands_in_the_trace_for_perfetto_exactly_once(sort: Sort) -> None:
     session, document = made(sort)
-    raw = written(lambda handle: write_perfetto(session, int(document["epoch_ns"]), handle, document["critical_path"]))
+    raw = written(
+        lambda handle: write_perfetto(
+            session, int(document["epoch_ns"]), handle, document["critical_path"]
+        )
+    )
     check_perfetto(raw, document)
     assert not STEERS.search(raw.decode("utf-8").replace("\n", ""))
 
@@ -199,7 +235,9 @@ def test_profiles_hold_the_time_of_all_threads_whatever_their_names(sort: Sort) 
             times = [event["at"] for event in profile["events"]]
             assert times == sorted(times)
     gpu = sum(trace.gpu_work()["duration_ns"].sum() for trace in session.traces)
-    sampled = sum(profile["endValue"] for profile in text["profiles"] if profile["type"] == "sampled")
+    sampled = sum(
+        profile["endValue"] for profile in text["profiles"] if profile["type"] == "sampled"
+    )
     assert sampled == gpu
 
 
@@ -229,7 +267,11 @@ def test_names_of_strangers_are_spelled_in_the_page_and_on_the_terminal() -> Non
 def test_the_notebook_shows_names_as_text_and_bars_that_fill_their_row() -> None:
     document = made(several_devices)[1]
     found = Elements(DisplayedReport(document, ReportOptions(top=2))._repr_html_())
-    widths = [re.search(r"width:([\d.]+)%", value or "") for _, name, value in found.attributes if name == "style"]
+    widths = [
+        re.search(r"width:([\d.]+)%", value or "")
+        for _, name, value in found.attributes
+        if name == "style"
+    ]
     shares = [float(width[1]) for width in widths if width]
     assert len(shares) == 4 * 2
     assert sum(shares[:4]) == pytest.approx(100, abs=0.01)
@@ -284,7 +326,9 @@ def test_hours_and_exabytes_are_written_with_the_largest_unit() -> None:
 
 def test_parts_that_are_left_out_say_so_and_only_these() -> None:
     document = build(made(several_devices)[0], ReportOptions(only=(CORE, FINDINGS, "copies")))
-    left_out = {entry["path"] for entry in document["absent"] if entry["reason"].startswith("not asked for")}
+    left_out = {
+        entry["path"] for entry in document["absent"] if entry["reason"].startswith("not asked for")
+    }
     assert left_out == set(EXTRA_KEYS) - {"copies"}
     whole = made(several_devices)[1]
     same = [key for key in document if key not in left_out and key != "absent"]
@@ -306,14 +350,20 @@ def test_a_name_in_letters_of_two_cells_keeps_to_the_width() -> None:
 
 def test_parts_that_are_almost_nothing_are_text_in_every_view() -> None:
     made_up = TraceBuilder().step(0, 0, 10_000).op("aten::mm", 5, 9_000)
-    made_up.launch("cudaLaunchKernel", 10, 5, correlation=1).kernel("gemm", 20, 9_900, correlation=1)
+    made_up.launch("cudaLaunchKernel", 10, 5, correlation=1).kernel(
+        "gemm", 20, 9_900, correlation=1
+    )
     made_up.launch("cudaMemcpyAsync", 20, 5, correlation=2)
     made_up.copy("Memcpy HtoD (Pageable -> Device)", 9_930, 1, bytes=8, correlation=2)
     session = session_of("almost nothing", made_up)
     document = build(session)
     shown = html(document, session)
     notebook = DisplayedReport(document, ReportOptions())._repr_html_()
-    for text in (SCRIPTS.sub("", shown), notebook, markdown(document, ReportOptions()).replace("<sub>", "")):
+    for text in (
+        SCRIPTS.sub("", shown),
+        notebook,
+        markdown(document, ReportOptions()).replace("<sub>", ""),
+    ):
         assert not LOOSE.search(text)
         assert "&lt;0.1" in text
     assert "<0.1 %" in Elements(notebook).shown

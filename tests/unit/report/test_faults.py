@@ -29,7 +29,8 @@ def fails(error: Exception) -> Any:
 
 @pytest.mark.parametrize("at", ["measure", "build"])
 @pytest.mark.parametrize(
-    "error", [ZeroDivisionError("of nothing"), InvariantError("they do not add up", slug="invariant")]
+    "error",
+    [ZeroDivisionError("of nothing"), InvariantError("they do not add up", slug="invariant")],
 )
 def test_a_section_that_fails_is_null_with_its_error(
     monkeypatch: pytest.MonkeyPatch, at: str, error: Exception
@@ -38,9 +39,13 @@ def test_a_section_that_fails_is_null_with_its_error(
     whole = build(session)
     broken = copy(load_section("threads"))
     monkeypatch.setattr(broken, at, fails(error))
-    monkeypatch.setattr(module, "section_of", lambda key: broken if key == "threads" else load_section(key))
     monkeypatch.setattr(
-        module, "chosen", lambda only: tuple(module.section_of(one.key) for one in select_sections(only))
+        module, "section_of", lambda key: broken if key == "threads" else load_section(key)
+    )
+    monkeypatch.setattr(
+        module,
+        "chosen",
+        lambda only: tuple(module.section_of(one.key) for one in select_sections(only)),
     )
     document = build(session)
     assert document["threads"] is None

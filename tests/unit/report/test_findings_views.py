@@ -27,7 +27,9 @@ def document(only: str | None = None) -> dict[str, Any]:
     trace = TraceBuilder()
     for number in range(60):
         now = 10 + number * 30 + (4_000 if number > 30 else 0)
-        trace.op("aten::add", now, 20).launch("cudaLaunchKernel", now + 5, 4, correlation=number + 1)
+        trace.op("aten::add", now, 20).launch(
+            "cudaLaunchKernel", now + 5, 4, correlation=number + 1
+        )
         trace.kernel("elementwise_kernel<int>", now + 12, 4, correlation=number + 1)
     trace.python(HOSTILE, 935, 3_990).step(1, 5, 6_000)
     options = ReportOptions() if only is None else ReportOptions(only=(only,))
@@ -59,7 +61,11 @@ def test_names_in_the_page_are_text_and_evidence_leads_to_the_timeline() -> None
     assert "<img" not in drawn
     assert "\x1b" not in drawn
     assert 'href="#timeline"' in drawn
-    assert drawn.count("http") == drawn.count('<a href="https://traceloom.readthedocs.io/findings/') > 0
+    assert (
+        drawn.count("http")
+        == drawn.count('<a href="https://traceloom.readthedocs.io/findings/')
+        > 0
+    )
     first = document()["findings"][0]["evidence"][0]
     assert f'data-range="{first["start_ns"]}-{first["start_ns"] + first["duration_ns"]}"' in drawn
 
@@ -68,7 +74,9 @@ def test_names_in_the_page_are_text_and_evidence_leads_to_the_timeline() -> None
 def test_other_fixes_for_the_same_time_stand_below_a_finding(width: int) -> None:
     made = deepcopy(document())
     others = ("blocking-sync", "blocking-item", "straggler", "exposed-communication")
-    made["findings"][0]["alternatives"] = [{"slug": slug, "title": HOSTILE, "alone_ns": 5_000_000} for slug in others]
+    made["findings"][0]["alternatives"] = [
+        {"slug": slug, "title": HOSTILE, "alone_ns": 5_000_000} for slug in others
+    ]
     check_schema(made)
     for full in (False, True):
         lines = [line.plain for line in terminal(made, width, full=full)]
@@ -86,17 +94,30 @@ def test_frames_that_hold_the_host_stand_in_every_view(width: int) -> None:
     made = deepcopy(document())
     row = made["findings"][0] | {"title": "the host pauses", "alternatives": []}
     frame = {"time_ns": 531_700_000, "share": 0.864, "rank": None, "rank_count": 1}
-    frame |= {"name": "resize", "file": "transformers/models/owlv2/image_processing_owlv2.py", "line": 301}
+    frame |= {
+        "name": "resize",
+        "file": "transformers/models/owlv2/image_processing_owlv2.py",
+        "line": 301,
+    }
     frame |= {"inside": "zoom_shift", "inside_ns": 528_700_000}
     hostile = frame | {"name": HOSTILE, "file": HOSTILE, "inside": HOSTILE, "time_ns": 1_000_000}
     row["frames"] = [frame, hostile]
-    made["findings"] = [row, row | {"frames": [hostile]}, row | {"title": f"it pauses at {frame['file']}(301): resize"}]
+    made["findings"] = [
+        row,
+        row | {"frames": [hostile]},
+        row | {"title": f"it pauses at {frame['file']}(301): resize"},
+    ]
     check_schema(made)
-    for lines in ([line.plain for line in terminal(made, width, full=full)] for full in (False, True)):
+    for lines in (
+        [line.plain for line in terminal(made, width, full=full)] for full in (False, True)
+    ):
         assert max(map(len, lines)) <= width
         assert not any("\x1b" in line for line in lines)
         assert "zoom_shift" in " ".join(lines)
-    short = [line.plain for line in render_brief_findings(made["findings"], made["findings_ground"], width)]
+    short = [
+        line.plain
+        for line in render_brief_findings(made["findings"], made["findings_ground"], width)
+    ]
     assert max(map(len, short)) <= width
     told = [line.strip() for line in short if "zoom_shift" in line]  # none where the title names it
     assert told == [
@@ -108,10 +129,15 @@ def test_frames_that_hold_the_host_stand_in_every_view(width: int) -> None:
         }[width]
     ]
     drawn = page(made, Reasons(made["absent"]))
-    assert "<code>transformers/models/owlv2/image_processing_owlv2.py:301</code>, mostly <code>zoom_shift" in drawn
+    assert (
+        "<code>transformers/models/owlv2/image_processing_owlv2.py:301</code>, mostly <code>zoom_shift"
+        in drawn
+    )
     assert "<img" not in drawn
     assert "\x1b" not in drawn
-    assert "resize (transformers/models/owlv2/image" in markdown(made, ReportOptions()).replace("\\_", "_")
+    assert "resize (transformers/models/owlv2/image" in markdown(made, ReportOptions()).replace(
+        "\\_", "_"
+    )
 
 
 def test_how_to_record_frames_is_told_once_where_there_are_none() -> None:
@@ -121,7 +147,12 @@ def test_how_to_record_frames_is_told_once_where_there_are_none() -> None:
     made["findings_ground"]["stacks"] = False
     assert page(made, Reasons(made["absent"])).count(said) == 1
     assert (
-        sum("--stacks" in line.plain for line in terminal(made, 120, full=True) if "holds the host" in line.plain) == 1
+        sum(
+            "--stacks" in line.plain
+            for line in terminal(made, 120, full=True)
+            if "holds the host" in line.plain
+        )
+        == 1
     )
 
 
@@ -136,7 +167,10 @@ def test_only_findings_are_asked_for_by_name_and_left_out_by_others() -> None:
 def test_a_finding_in_short_ends_with_the_name_of_its_rule(width: int) -> None:
     long = deepcopy(document())
     long["findings"][0]["title"] = "the host spends 4.00 ms outside of operators " * 8
-    lines = [line.plain for line in render_brief_findings(long["findings"], long["findings_ground"], width)]
+    lines = [
+        line.plain
+        for line in render_brief_findings(long["findings"], long["findings_ground"], width)
+    ]
     named = [number for number, line in enumerate(lines) if line.endswith("… [host-pause]")]
     first = next(number for number, line in enumerate(lines) if "%" in line)
     assert named == [first + 1]

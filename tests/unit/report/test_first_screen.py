@@ -28,8 +28,12 @@ def uneven() -> Session:
     traces = []
     for rank, length in enumerate((3000, 4100, 5900)):
         made = TraceBuilder(rank=rank, world_size=3)
-        for number, start in enumerate((0, 500, 1100, 500 + length, 500 + 2 * length, 1200 + 2 * length)):
-            made.op("aten::mm", start, 60).launch("cudaLaunchKernel", start + 20, 10, correlation=number)
+        for number, start in enumerate(
+            (0, 500, 1100, 500 + length, 500 + 2 * length, 1200 + 2 * length)
+        ):
+            made.op("aten::mm", start, 60).launch(
+                "cudaLaunchKernel", start + 20, 10, correlation=number
+            )
             made.kernel("gemm", start + 45 + rank, 200 + 100 * rank, correlation=number)
         for step in range(3):
             made.mark(step, 400 + step * length)
@@ -38,7 +42,12 @@ def uneven() -> Session:
 
 
 def one_step() -> Session:
-    return Session(tuple(made.build() for made in training_job(Recipe(ranks=3, steps=1, seed=5)).run().traces()), "one")
+    return Session(
+        tuple(
+            made.build() for made in training_job(Recipe(ranks=3, steps=1, seed=5)).run().traces()
+        ),
+        "one",
+    )
 
 
 def stages() -> Session:
@@ -49,7 +58,9 @@ def stages() -> Session:
 def no_steps() -> Session:
     made = TraceBuilder()
     for number in range(5):
-        made.op("aten::mm", 1000 * number, 60).launch("cudaLaunchKernel", 1000 * number + 20, 10, correlation=number)
+        made.op("aten::mm", 1000 * number, 60).launch(
+            "cudaLaunchKernel", 1000 * number + 20, 10, correlation=number
+        )
         made.kernel("gemm", 1000 * number + 45, 300, correlation=number)
     return Session((made.build(),), "no steps")
 
@@ -60,7 +71,11 @@ def dlrm() -> Session:
     return traceloom.load(*sorted(MULTIRANK.glob("dlrm_rank*.kineto.json.gz")))
 
 
-@pytest.fixture(scope="module", params=[uneven, one_step, stages, no_steps, dlrm], ids=lambda make: make.__name__)
+@pytest.fixture(
+    scope="module",
+    params=[uneven, one_step, stages, no_steps, dlrm],
+    ids=lambda make: make.__name__,
+)
 def document(request: pytest.FixtureRequest) -> dict[str, Any]:
     return build(request.param(), ReportOptions(only=("findings", "critical_path")))
 
@@ -81,25 +96,43 @@ def sums(document: dict[str, Any]) -> dict[str, int]:
 
 
 def lengths(document: dict[str, Any]) -> list[int]:
-    return sorted(step["duration_ns"] for rank in document["ranks"] for step in rank["steps"] if step["complete"])
+    return sorted(
+        step["duration_ns"]
+        for rank in document["ranks"]
+        for step in rank["steps"]
+        if step["complete"]
+    )
 
 
 def test_answer_account_and_steps_are_the_same_time(document: dict[str, Any]) -> None:
     expected = sums(document)
-    answered = {kind: sum(p["ns"] for p in document["answer"]["parts"] if p["kind"] == kind) for kind in expected}
+    answered = {
+        kind: sum(p["ns"] for p in document["answer"]["parts"] if p["kind"] == kind)
+        for kind in expected
+    }
     accounts = [device for rank in document["ranks"] for device in rank["gpu_account"]["devices"]]
     keys = ("compute_ns", "exposed_communication_ns", "exposed_memory_ns", "idle_ns")
-    accounted = dict(zip(expected, (sum(device[key] for device in accounts) for key in keys), strict=True))
+    accounted = dict(
+        zip(expected, (sum(device[key] for device in accounts) for key in keys), strict=True)
+    )
     assert answered == accounted == expected
-    assert document["answer"]["whole_ns"] == sum(expected.values()) == sum(d["window_ns"] for d in accounts)
+    assert (
+        document["answer"]["whole_ns"]
+        == sum(expected.values())
+        == sum(d["window_ns"] for d in accounts)
+    )
 
 
-def test_causes_of_idle_time_add_up_to_the_idle_time_of_the_sentence(document: dict[str, Any]) -> None:
+def test_causes_of_idle_time_add_up_to_the_idle_time_of_the_sentence(
+    document: dict[str, Any],
+) -> None:
     causes: dict[str, int] = {}
     for rank in document["ranks"]:
         for row in rank["gpu_account"]["idle"]:
             causes[row["cause"]] = causes.get(row["cause"], 0) + row["idle_ns"]
-        causes["edges"] = causes.get("edges", 0) + sum(d["edge_idle_ns"] for d in rank["gpu_account"]["devices"])
+        causes["edges"] = causes.get("edges", 0) + sum(
+            d["edge_idle_ns"] for d in rank["gpu_account"]["devices"]
+        )
     idle = sums(document)["idle"]
     assert sum(causes.values()) == idle
     told = re.search(r"main cause of the idle time \((.*?) of it\)", document["answer"]["sentence"])
@@ -110,8 +143,13 @@ def test_causes_of_idle_time_add_up_to_the_idle_time_of_the_sentence(document: d
 def test_the_terminal_shows_the_figures_of_the_sentence(document: dict[str, Any]) -> None:
     text = "\n".join(line.plain for line in terminal(document, ReportOptions(full=True), 160))
     expected = sums(document)
-    assert f"idle {units.format_share(expected['idle'], sum(expected.values()))}" in document["answer"]["sentence"]
-    assert f"Why the GPU was idle  {units.format_duration(expected['idle'])} in" in text.replace(" from first", " in")
+    assert (
+        f"idle {units.format_share(expected['idle'], sum(expected.values()))}"
+        in document["answer"]["sentence"]
+    )
+    assert f"Why the GPU was idle  {units.format_duration(expected['idle'])} in" in text.replace(
+        " from first", " in"
+    )
     for rank in document["ranks"]:
         for device in rank["gpu_account"]["devices"]:
             assert re.search(
@@ -129,8 +167,9 @@ def test_one_length_of_a_step(document: dict[str, Any]) -> None:
     middle = (steps[(len(steps) - 1) // 2] + steps[len(steps) // 2]) // 2
     assert document["answer"]["step_ns"] == middle
     assert re.search(rf"steps? of {units.format_duration(middle)}", document["answer"]["sentence"])
-    assert f'<dt>Step</dt><dd><b title="{middle} ns">{units.format_duration(middle)}</b>' in render_key_numbers(
-        list_key_numbers(document)
+    assert (
+        f'<dt>Step</dt><dd><b title="{middle} ns">{units.format_duration(middle)}</b>'
+        in render_key_numbers(list_key_numbers(document))
     )
 
 
@@ -140,8 +179,14 @@ def test_tiles_and_tables_of_the_page_are_those_of_the_sentence(document: dict[s
     busy = whole - expected["idle"]
     assert f"{busy} of {whole} ns" in render_key_numbers(list_key_numbers(document))
     assert render_headline(document)
-    page = "".join(section.body for section in build_sections(document, document, Reasons(document["absent"])))
-    windows = [device["window_ns"] for rank in document["ranks"] for device in rank["gpu_account"]["devices"]]
+    page = "".join(
+        section.body for section in build_sections(document, document, Reasons(document["absent"]))
+    )
+    windows = [
+        device["window_ns"]
+        for rank in document["ranks"]
+        for device in rank["gpu_account"]["devices"]
+    ]
     assert [row["Window"] for row in tables(page)["breakdown"]] == windows
 
 

@@ -52,7 +52,8 @@ def summary(told: dict[str, Any], key: str) -> str | None:
 
 def test_each_section_has_a_sentence_with_its_main_figure(told: dict[str, Any]) -> None:
     assert (
-        summary(told, "flame") == "the main thread spends the most time of its own, 80.0 µs, in cudaStreamSynchronize"
+        summary(told, "flame")
+        == "the main thread spends the most time of its own, 80.0 µs, in cudaStreamSynchronize"
     )
     assert summary(told, "blocking_calls") == (
         "80.0 µs of host time in calls that wait; 100 % of it for reads of a value (.item()) at "
@@ -70,7 +71,9 @@ def test_what_is_not_there_is_null_with_a_reason() -> None:
         assert reasons[key] == BY_KEY[key].reasons[key]
 
 
-def test_the_picture_leaves_threads_out_that_only_wait_and_escapes_names(told: dict[str, Any]) -> None:
+def test_the_picture_leaves_threads_out_that_only_wait_and_escapes_names(
+    told: dict[str, Any],
+) -> None:
     picture = BY_KEY["flame"].picture(told["flame"])
     (island,) = re.findall(r'<script type="application/json">(.*?)</script>', picture)
     names = [node[1] for node in json.loads(island)["nodes"]]
@@ -82,9 +85,18 @@ def test_the_picture_leaves_threads_out_that_only_wait_and_escapes_names(told: d
 
 
 def test_chains_of_single_calls_are_one_box_with_the_name_that_says_most() -> None:
-    def row(parent: int | None, kind: str, name: str, total: int, file: str | None = None) -> dict[str, Any]:
+    def row(
+        parent: int | None, kind: str, name: str, total: int, file: str | None = None
+    ) -> dict[str, Any]:
         place = {"file": file, "line": 3 if file else None}
-        return {"parent": parent, "kind": kind, "name": name, "total_ns": total, "device_ns": 0, **place}
+        return {
+            "parent": parent,
+            "kind": kind,
+            "name": name,
+            "total_ns": total,
+            "device_ns": 0,
+            **place,
+        }
 
     tree = [
         row(None, "thread", "main thread", 100),
@@ -122,4 +134,6 @@ def test_ranks_are_told_apart(told: dict[str, Any]) -> None:
     for key in KEYS:
         for table in BY_KEY[key].tables(both[key]):
             assert table.rows
-            assert all(column.key in table.rows[0] or column.key == "share" for column in table.columns)
+            assert all(
+                column.key in table.rows[0] or column.key == "share" for column in table.columns
+            )

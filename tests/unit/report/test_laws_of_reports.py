@@ -36,9 +36,12 @@ def usual() -> dict[str, Any]:
 
 def tables_of(document: dict[str, Any]) -> dict[str, Table]:
     sections = (
-        (section, section.value(document)) for section in (*load_core_sections(), *select_visible_sections(document))
+        (section, section.value(document))
+        for section in (*load_core_sections(), *select_visible_sections(document))
     )
-    return {table.key: table for section, value in sections if value for table in section.tables(value)}
+    return {
+        table.key: table for section, value in sections if value for table in section.tables(value)
+    }
 
 
 def rows_of(document: dict[str, Any]) -> dict[str, list[str]]:
@@ -70,10 +73,15 @@ def test_in_which_order_files_are_named_changes_no_number() -> None:
 def test_a_rank_stands_only_where_a_row_is_of_that_rank() -> None:
     """Of each table with ranks: the rows of a rank are those that a report of this rank alone has."""
     session = hand_job()
-    alone = {rank: dict(build_table_frames(build(Session((session.traces[rank],), "one")))) for rank in (0, 1)}
+    alone = {
+        rank: dict(build_table_frames(build(Session((session.traces[rank],), "one"))))
+        for rank in (0, 1)
+    }
     compared = 0
     for name, frame in build_table_frames(usual()):
-        if "rank" not in frame.columns or name.startswith(("across", "rank-matrix", "imbalance", "critical")):
+        if "rank" not in frame.columns or name.startswith(
+            ("across", "rank-matrix", "imbalance", "critical")
+        ):
             continue
         if frame.schema["rank"] == pl.String:  # a name of it
             continue
@@ -81,20 +89,55 @@ def test_a_rank_stands_only_where_a_row_is_of_that_rank() -> None:
             rows = frame.filter(rank=rank).drop("rank")
             other = alone[rank].get(name)
             assert other is not None, name
-            of_all = {"link", "link_fraction", *(["share"] if name == "flame" else [])}  # seen where all ranks are
-            names = [column for column in rows.columns if column in other.columns and column not in of_all]
-            assert sorted(map(str, rows.select(names).rows())) == sorted(map(str, other.select(names).rows())), name
+            of_all = {
+                "link",
+                "link_fraction",
+                *(["share"] if name == "flame" else []),
+            }  # seen where all ranks are
+            names = [
+                column
+                for column in rows.columns
+                if column in other.columns and column not in of_all
+            ]
+            assert sorted(map(str, rows.select(names).rows())) == sorted(
+                map(str, other.select(names).rows())
+            ), name
             compared += 1
     assert compared >= 30
 
 
 LINEAR = (
-    "breakdown", "main-thread-phase", "steps-by-rank", "steps-0", "steps-1", "kernel-table", "operator-table",
-    "collective-table", "per-step-kernels", "per-step-operators", "kinds-job", "kinds-kinds", "copies-kinds",
-    "copies-per-step", "collectives-summary", "collectives-calls", "groups-groups", "rank-matrix-cells", "flame-functions",
-    "threads-threads", "threads-concurrency", "launches-queues", "launches-calls", "launches-steps", "host-0", "host-1",
-    "critical-path-classes", "critical-path-names", "idle-gaps-longest", "across-ranks-ranks",
-)  # fmt: skip
+    "breakdown",
+    "main-thread-phase",
+    "steps-by-rank",
+    "steps-0",
+    "steps-1",
+    "kernel-table",
+    "operator-table",
+    "collective-table",
+    "per-step-kernels",
+    "per-step-operators",
+    "kinds-job",
+    "kinds-kinds",
+    "copies-kinds",
+    "copies-per-step",
+    "collectives-summary",
+    "collectives-calls",
+    "groups-groups",
+    "rank-matrix-cells",
+    "flame-functions",
+    "threads-threads",
+    "threads-concurrency",
+    "launches-queues",
+    "launches-calls",
+    "launches-steps",
+    "host-0",
+    "host-1",
+    "critical-path-classes",
+    "critical-path-names",
+    "idle-gaps-longest",
+    "across-ranks-ranks",
+)
 """Tables in which nothing is told apart by how long it takes."""
 
 
@@ -111,7 +154,11 @@ def test_what_lasts_longer_is_longer_by_as_much_and_has_the_same_share() -> None
                     assert value == pytest.approx(expected * times), (key, column.key)
                 elif column.kind == "byte_rate" and expected is not None:
                     assert value == pytest.approx(expected / times), (key, column.key)
-                elif column.kind in {"share", "number"} and column.key != "link_fraction" and expected is not None:
+                elif (
+                    column.kind in {"share", "number"}
+                    and column.key != "link_fraction"
+                    and expected is not None
+                ):
                     assert value == pytest.approx(expected), (key, column.key)
                 elif column.kind in {"count", "bytes", "text", "name"}:
                     assert value == expected, (key, column.key)
@@ -122,7 +169,11 @@ def test_a_name_changes_nothing_but_the_name() -> None:
         if isinstance(value, dict):
             return {key: renamed(item) for key, item in value.items()}
         return (
-            [renamed(item) for item in value] if isinstance(value, list) else "?" if isinstance(value, str) else value
+            [renamed(item) for item in value]
+            if isinstance(value, list)
+            else "?"
+            if isinstance(value, str)
+            else value
         )
 
     odd = build(hand_job("gemm" + EVIL))
@@ -142,7 +193,8 @@ def test_an_odd_name_is_harmless_in_every_view_and_whole_in_every_file() -> None
     assert "\x1b" not in words(shown_page)
     assert "\u202e" not in words(shown_page)
     assert any(
-        "gemm" in str(row) and "\\u202e" in str(row).replace("\\\\", "\\") for row in tables(shown_page)["kernel-table"]
+        "gemm" in str(row) and "\\u202e" in str(row).replace("\\\\", "\\")
+        for row in tables(shown_page)["kernel-table"]
     )
     rendered = markdown(document, EVERYTHING)
     assert of_markdown(rendered).tags["img"] == 0
@@ -155,8 +207,13 @@ def test_an_odd_name_is_harmless_in_every_view_and_whole_in_every_file() -> None
             handle = io.BytesIO()
             write(frame, ending, handle)
             handle.seek(0)
-            types = {column: pl.String if kind == pl.Null else kind for column, kind in frame.schema.items()}
-            again = pl.read_csv(handle, schema=types) if ending == ".csv" else pl.read_parquet(handle)
+            types = {
+                column: pl.String if kind == pl.Null else kind
+                for column, kind in frame.schema.items()
+            }
+            again = (
+                pl.read_csv(handle, schema=types) if ending == ".csv" else pl.read_parquet(handle)
+            )
             assert again.rows() == frame.rows(), (name, ending)
 
 
@@ -165,7 +222,9 @@ SMALL = {
     "one op": lambda: TraceBuilder().op("aten::mm", 5, 7),
     "one kernel": lambda: TraceBuilder().kernel("gemm", 5, 7),
     "one launch": lambda: (
-        TraceBuilder().launch("cudaLaunchKernel", 1, 2, correlation=1).kernel("gemm", 5, 7, correlation=1)
+        TraceBuilder()
+        .launch("cudaLaunchKernel", 1, 2, correlation=1)
+        .kernel("gemm", 5, 7, correlation=1)
     ),
     "one step": lambda: TraceBuilder().step(0, 0, 100),
     "no time": lambda: TraceBuilder().op("aten::mm", 5, 0).kernel("gemm", 5, 0),
@@ -200,8 +259,12 @@ def test_the_smallest_recordings_have_every_view_and_nothing_is_made_up(what: st
     for name, frame in build_table_frames(document):
         assert frame.height, name
     kernels = {row["name"]: row["total_ns"] for row in document["kernels"]}
-    expected = {"one kernel": {"gemm": 7000}, "one launch": {"gemm": 7000}, "no time": {"gemm": 0},
-                "one copy": {"Memcpy DtoH (Device -> Pinned)": 7000}}  # fmt: skip
+    expected = {
+        "one kernel": {"gemm": 7000},
+        "one launch": {"gemm": 7000},
+        "no time": {"gemm": 0},
+        "one copy": {"Memcpy DtoH (Device -> Pinned)": 7000},
+    }
     assert kernels == expected.get(what, {})
     assert sum(row["count"] for row in document["operators"]) == (what in {"one op", "no time"})
 
@@ -211,7 +274,10 @@ def test_many_ranks_are_all_there_and_add_up() -> None:
     ranks = range(20)
     session = Session(
         tuple(
-            TraceBuilder(rank=rank, world_size=20).step(0, 0, 200).kernel("gemm", 10, 100 + rank).build()
+            TraceBuilder(rank=rank, world_size=20)
+            .step(0, 0, 200)
+            .kernel("gemm", 10, 100 + rank)
+            .build()
             for rank in ranks
         ),
         "many",
@@ -238,18 +304,27 @@ def test_numbers_of_some_steps_are_those_of_the_steps() -> None:
             assert now["total_ns"] * STEPS == before["total_ns"] * count
             assert now["count"] * STEPS == before["count"] * count
             assert now["fraction"] == pytest.approx(before["fraction"])
-        assert [step["step"] for step in document["ranks"][0]["steps"]] == list(range(first, last + 1))
+        assert [step["step"] for step in document["ranks"][0]["steps"]] == list(
+            range(first, last + 1)
+        )
         assert document["ranks"][0]["step_times"]["median_ns"] == 1_000_000
 
 
-@pytest.mark.parametrize("generation", ["2021", pytest.param("rocm", marks=pytest.mark.thorough), "cuspy"])
+@pytest.mark.parametrize(
+    "generation", ["2021", pytest.param("rocm", marks=pytest.mark.thorough), "cuspy"]
+)
 def test_who_wrote_the_file_changes_no_number(generation: str) -> None:
     """The same job as different versions of the recorder spell it; some name calls and copies otherwise."""
-    spelled = {"rocm": ("hip", "cuda"), "cuspy": ('"Memcpy"', '"Memcpy HtoD (Pageable -> Device)"')}.get(generation)
+    spelled = {
+        "rocm": ("hip", "cuda"),
+        "cuspy": ('"Memcpy"', '"Memcpy HtoD (Pageable -> Device)"'),
+    }.get(generation)
     written = dict(build_table_frames(build(hand_job(generation=generation))))
     compared = 0
     for name, frame in build_table_frames(usual()):
-        if name == "anti_patterns" and generation == "rocm":  # of which some are of NVIDIA's devices alone
+        if (
+            name == "anti_patterns" and generation == "rocm"
+        ):  # of which some are of NVIDIA's devices alone
             continue
         assert written[name].columns == frame.columns, name
         for row, expected in zip(written[name].to_dicts(), frame.to_dicts(), strict=True):

@@ -37,9 +37,15 @@ def trace(rank: int, *, allocations: bool = True, stacks: bool = False) -> Trace
         builder.op("aten::add", at + 120, 80)
         if not allocations:
             continue
-        for time, size, address in ((at + 30, 3000, 77), (at + 130, 100, 1000 + step), (at + 600, -3000, 77)):
+        for time, size, address in (
+            (at + 30, 3000, 77),
+            (at + 130, 100, 1000 + step),
+            (at + 600, -3000, 77),
+        ):
             total += size
-            builder.allocation(time, size, address=address, total_allocated=total, total_reserved=20_000)
+            builder.allocation(
+                time, size, address=address, total_allocated=total, total_reserved=20_000
+            )
     return builder.build()
 
 
@@ -57,12 +63,18 @@ def test_every_division_adds_up_to_what_the_allocator_says(document: dict[str, A
     peaks = {row["rank"]: row["peak_bytes"] for row in document["memory"]["devices"]}
     assert {row["rank"]: row["peak_bytes"] for row in memories} == peaks == {0: 10_500, 1: 10_500}
     for row in memories:
-        assert sum(one["self_bytes"] for one in row["tree"]) == row["tree"][0]["bytes"] == row["peak_bytes"]
+        assert (
+            sum(one["self_bytes"] for one in row["tree"])
+            == row["tree"][0]["bytes"]
+            == row["peak_bytes"]
+        )
         for part in ("modules", "categories"):
             assert sum(one["bytes"] for one in row[part]) == row["peak_bytes"]
         curve = row["curve"]
         for by in ("categories", "scopes"):
-            totals = [sum(levels) for levels in zip(*(one["bytes"] for one in curve[by]), strict=True)]
+            totals = [
+                sum(levels) for levels in zip(*(one["bytes"] for one in curve[by]), strict=True)
+            ]
             assert max(totals) == row["peak_bytes"]
             assert len(totals) == len(curve["time_ns"])
             assert totals[0] == 7000
@@ -100,7 +112,9 @@ def test_with_frames_the_curve_is_told_by_stack_too() -> None:
     assert totals["stacks"] == totals["scopes"] == totals["categories"]
 
 
-def test_only_one_memory_of_a_picture_is_open_and_small_ones_are_left_out(document: dict[str, Any]) -> None:
+def test_only_one_memory_of_a_picture_is_open_and_small_ones_are_left_out(
+    document: dict[str, Any],
+) -> None:
     page = report_page(document, session())
     assert page.count('<details class="other-owners" open>') == 1
     assert page.count('class="owners"') == 2
@@ -127,7 +141,8 @@ def test_a_run_without_allocations_gets_a_page_that_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("levels", "pairs"), [([5, 5, 5], [0, 5]), ([0, 0, 7, 7, 2], [2, 7, 2, -5]), ([], []), ([0, 0], [])]
+    ("levels", "pairs"),
+    [([5, 5, 5], [0, 5]), ([0, 0, 7, 7, 2], [2, 7, 2, -5]), ([], []), ([0, 0], [])],
 )
 def test_levels_are_kept_as_changes(levels: list[int], pairs: list[int]) -> None:
     assert encode_level_changes(levels) == pairs
@@ -138,9 +153,12 @@ def test_a_scope_that_holds_one_other_alone_shares_its_row() -> None:
         return {"node": node, "parent": parent, "name": name, "bytes": size, "self_bytes": own}
 
     tree = [
-        row(0, None, "total", 10, 0), row(1, 0, "ddp", 10, 0), row(2, 1, "net", 10, 2), row(3, 2, "mm", 5, 5),
+        row(0, None, "total", 10, 0),
+        row(1, 0, "ddp", 10, 0),
+        row(2, 1, "net", 10, 2),
+        row(3, 2, "mm", 5, 5),
         row(4, 2, "relu", 3, 3),
-    ]  # fmt: skip
+    ]
     assert [(one["name"].strip(), one["depth"], one["bytes"]) for one in collapse_chains(tree)] == [
         ("total", 0, 10),
         ("ddp.net", 1, 10),

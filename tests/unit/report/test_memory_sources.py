@@ -41,25 +41,39 @@ def _snapshot(path: Path, **options: Any) -> Path:
 
 def test_a_snapshot_is_explained_by_its_stacks(tmp_path: Path) -> None:
     document = _checked(
-        build_document(read_memory_sources([str(_snapshot(tmp_path / "a.bin"))]), MemoryOptions(by="stack"))
+        build_document(
+            read_memory_sources([str(_snapshot(tmp_path / "a.bin"))]), MemoryOptions(by="stack")
+        )
     )
     (memory,) = document["ranks"][0]["memories"]
-    assert (memory["device_type"], memory["peak_bytes"], memory["unseen_bytes"]) == ("cuda", 301_000, 0)
-    assert memory["tree"][0]["bytes"] == memory["peak_bytes"] == sum(row["self_bytes"] for row in memory["tree"])
+    assert (memory["device_type"], memory["peak_bytes"], memory["unseen_bytes"]) == (
+        "cuda",
+        301_000,
+        0,
+    )
+    assert (
+        memory["tree"][0]["bytes"]
+        == memory["peak_bytes"]
+        == sum(row["self_bytes"] for row in memory["tree"])
+    )
     assert {row["name"]: row["bytes"] for row in memory["parts"]} == {
         "/x/torch/optim/adam.py(4): update < /u/train.py(10): step < /u/train.py(99): <module>": 300_000,
         "(before the recording)": 1000,
     }
     assert [row["name"] for row in memory["largest"]] == [
-        "<module>.step.update.none.1", "before./u/train.py(10): step"
-    ]  # fmt: skip
+        "<module>.step.update.none.1",
+        "before./u/train.py(10): step",
+    ]
     assert [(row["category"], row["bytes"]) for row in memory["categories"]] == [
-        ("optimizer_state", 300_000), ("before_recording", 1000)
-    ]  # fmt: skip
+        ("optimizer_state", 300_000),
+        ("before_recording", 1000),
+    ]
 
 
 def test_a_snapshot_tells_fragmentation_and_where_memory_ran_out(tmp_path: Path) -> None:
-    document = _checked(build_document(read_memory_sources([str(_snapshot(tmp_path / "rank3.memory.pickle"))])))
+    document = _checked(
+        build_document(read_memory_sources([str(_snapshot(tmp_path / "rank3.memory.pickle"))]))
+    )
     allocator = document["ranks"][0]["memories"][0]["allocator"]
     # blocks are rounded to 512: 1024 + (5120 given back) + 300032, in one segment of 2 MiB
     assert allocator["reserved_bytes"] == 1 << 21
@@ -72,20 +86,32 @@ def test_a_snapshot_tells_fragmentation_and_where_memory_ran_out(tmp_path: Path)
 
 
 def test_a_snapshot_without_a_history_shows_what_was_alive(tmp_path: Path) -> None:
-    document = _checked(build_document(read_memory_sources([str(_snapshot(tmp_path / "s.pickle", history=False))])))
+    document = _checked(
+        build_document(read_memory_sources([str(_snapshot(tmp_path / "s.pickle", history=False))]))
+    )
     (memory,) = document["ranks"][0]["memories"]
-    assert (memory["peak_bytes"], memory["end_bytes"], memory["allocation_count"]) == (301_000, 301_000, 2)
+    assert (memory["peak_bytes"], memory["end_bytes"], memory["allocation_count"]) == (
+        301_000,
+        301_000,
+        2,
+    )
 
 
 def test_the_allocations_of_a_snapshot_as_a_file(tmp_path: Path) -> None:
     target = tmp_path / "all.csv"
-    assert main(["memory", str(_snapshot(tmp_path / "s.pickle")), "-o", str(target), "--quiet"]) == 0
+    assert (
+        main(["memory", str(_snapshot(tmp_path / "s.pickle")), "-o", str(target), "--quiet"]) == 0
+    )
     assert target.read_text().splitlines() == [
-        "name,bytes", "<module>.step.linear.1,5000", "<module>.step.update.none.1,300000"
-    ]  # fmt: skip
+        "name,bytes",
+        "<module>.step.linear.1,5000",
+        "<module>.step.update.none.1,300000",
+    ]
 
 
-def test_a_hostile_snapshot_is_refused_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hostile_snapshot_is_refused_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "s.pickle"
     path.write_bytes(b"\x80\x04cos\nsystem\n\x8c\x05false\x85R.")
     assert main(["memory", str(path), "--quiet"]) == 3
@@ -101,42 +127,72 @@ def test_a_timeline_has_a_curve_and_a_peak_by_category(tmp_path: Path) -> None:
     document = _checked(build_document(read_memory_sources([str(path)])))
     (memory,) = document["ranks"][0]["memories"]
     assert (memory["peak_bytes"], memory["end_bytes"], memory["peak_time_ns"]) == (150, 130, 0)
-    assert {row["category"]: row["bytes"] for row in memory["categories"]} == {"parameter": 100, "activation": 50}
+    assert {row["category"]: row["bytes"] for row in memory["categories"]} == {
+        "parameter": 100,
+        "activation": 50,
+    }
     assert memory["tree"][0]["bytes"] == 150
     assert main(["memory", str(path), "--at", "step 3", "--quiet"]) == 2
 
 
 def _report(path: Path, **changes: Any) -> Path:
     live = [
-        (1, 4000, "parameter", "Net.fc.weight"), (2, 8000, "optimizer_state", "Adam.exp_avg of Net.fc.weight"),
-        (3, 60_000, "activation", "kept for backward by ReluBackward0"), (4, 20_000, "other", "Tensor [5000]"),
-    ]  # fmt: skip
+        (1, 4000, "parameter", "Net.fc.weight"),
+        (2, 8000, "optimizer_state", "Adam.exp_avg of Net.fc.weight"),
+        (3, 60_000, "activation", "kept for backward by ReluBackward0"),
+        (4, 20_000, "other", "Tensor [5000]"),
+    ]
     document = {
-        "format": "traceloom-out-of-memory", "version": 1, "time_ns": 5, "step": 7, "asked_bytes": 10_000,
-        "message": "no more", "stack": ["/u/train.py(3): main", "/x/site-packages/torch/nn/modules/module.py(1): f"],
-        "devices": [{"device_type": "cuda", "device": 0, "allocated_bytes": 92_000, "reserved_bytes": 110_000,
-                     "free_bytes": 0, "total_bytes": 200_000, "retries": 2}],
+        "format": "traceloom-out-of-memory",
+        "version": 1,
+        "time_ns": 5,
+        "step": 7,
+        "asked_bytes": 10_000,
+        "message": "no more",
+        "stack": ["/u/train.py(3): main", "/x/site-packages/torch/nn/modules/module.py(1): f"],
+        "devices": [
+            {
+                "device_type": "cuda",
+                "device": 0,
+                "allocated_bytes": 92_000,
+                "reserved_bytes": 110_000,
+                "free_bytes": 0,
+                "total_bytes": 200_000,
+                "retries": 2,
+            }
+        ],
         "live_storages": {
-            "address": [row[0] for row in live], "bytes": [row[1] for row in live], "device_type": ["cuda"] * 4,
-            "device": [0] * 4, "owner": [row[2] for row in live], "name": [row[3] for row in live],
+            "address": [row[0] for row in live],
+            "bytes": [row[1] for row in live],
+            "device_type": ["cuda"] * 4,
+            "device": [0] * 4,
+            "owner": [row[2] for row in live],
+            "name": [row[3] for row in live],
         },
-    }  # fmt: skip
+    }
     path.write_text(json.dumps(document | changes))
     return path
 
 
 def test_a_report_says_who_held_memory_and_what_to_try_first(tmp_path: Path) -> None:
-    document = _checked(build_document(read_memory_sources([str(_report(tmp_path / "rank0.oom.json"))])))
+    document = _checked(
+        build_document(read_memory_sources([str(_report(tmp_path / "rank0.oom.json"))]))
+    )
     (end,) = document["out_of_memory"]
     assert (end["bytes"], end["where"], end["step"]) == (92_000, "/u/train.py(3): main", 7)
     paths = {row["path"]: row["bytes"] for row in end["tree"]}
     assert paths["parameters.Net.fc.weight"] == 4000
     assert paths["kept for backward.ReluBackward0"] == 60_000
     assert {row["action"]: row["bytes"] for row in end["advice"]} == {
-        "other-processes": 90_000, "checkpoint-activations": 60_000, "smaller-batch": 30_000,
-        "drop-kept-tensors": 20_000, "expandable-segments": 18_000,
-    }  # fmt: skip
-    assert [row["bytes"] for row in end["advice"]] == sorted((row["bytes"] for row in end["advice"]), reverse=True)
+        "other-processes": 90_000,
+        "checkpoint-activations": 60_000,
+        "smaller-batch": 30_000,
+        "drop-kept-tensors": 20_000,
+        "expandable-segments": 18_000,
+    }
+    assert [row["bytes"] for row in end["advice"]] == sorted(
+        (row["bytes"] for row in end["advice"]), reverse=True
+    )
 
 
 def test_a_run_that_left_a_report_on_memory_alone_is_reported(
@@ -167,7 +223,9 @@ def test_advice_needs_data_that_supports_it(tmp_path: Path) -> None:
         "name": ["N.w"],
     }
     document = _checked(
-        build_document(read_memory_sources([str(_report(tmp_path / "o.json", live_storages=live, devices=[]))]))
+        build_document(
+            read_memory_sources([str(_report(tmp_path / "o.json", live_storages=live, devices=[]))])
+        )
     )
     assert [row["action"] for row in document["out_of_memory"][0]["advice"]] == ["shrink-request"]
 
@@ -175,11 +233,18 @@ def test_advice_needs_data_that_supports_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"live_storages": 5}, {"live_storages": {"address": ["x"]}}, {"stack": {}}, {"stack": [None, 5]},
-        {"devices": [5, {"free_bytes": -1}, {"total_bytes": "x"}]}, {"asked_bytes": 2**80}, {"time_ns": "now"},
-        {"message": None}, {"step": -1}, {"live_storages": {"address": [1], "bytes": [2**70]}},
+        {"live_storages": 5},
+        {"live_storages": {"address": ["x"]}},
+        {"stack": {}},
+        {"stack": [None, 5]},
+        {"devices": [5, {"free_bytes": -1}, {"total_bytes": "x"}]},
+        {"asked_bytes": 2**80},
+        {"time_ns": "now"},
+        {"message": None},
+        {"step": -1},
+        {"live_storages": {"address": [1], "bytes": [2**70]}},
     ],
-)  # fmt: skip
+)
 def test_odd_values_of_a_report_do_no_harm(changes: dict[str, Any], tmp_path: Path) -> None:
     path = str(_report(tmp_path / "rank0.oom.json", **changes))
     _checked(build_document(read_memory_sources([path])))
@@ -201,23 +266,40 @@ def _growing(memory_bytes: int | None) -> Trace:
         builder.step(step, start, 100).python("train.py(7): keep", start + 1, 50)
         builder.op("aten::add", start + 2, 5)
         builder.allocation(
-            start + 3, 1000, address=step + 1, device_type=1, device=0, total_allocated=1000 * (step + 1)
+            start + 3,
+            1000,
+            address=step + 1,
+            device_type=1,
+            device=0,
+            total_allocated=1000 * (step + 1),
         )
     trace = builder.build()
-    devices = [] if memory_bytes is None else [{"device": 0, "kind": "cuda", "memory_bytes": memory_bytes}]
-    return replace(trace, meta=replace(trace.meta, capture={"devices": devices}), devices=trace.devices.clear())
+    devices = (
+        []
+        if memory_bytes is None
+        else [{"device": 0, "kind": "cuda", "memory_bytes": memory_bytes}]
+    )
+    return replace(
+        trace, meta=replace(trace.meta, capture={"devices": devices}), devices=trace.devices.clear()
+    )
 
 
 def test_growth_says_its_stack_and_when_the_device_is_full() -> None:
     memory = _checked(build(Session((_growing(20_500),), "made")))["ranks"][0]["memories"][0]
     (row,) = memory["growth"]
     # 6000 bytes in step 5; 14 more steps of 1000 fit, the one after that does not
-    assert (row["stack"], row["full_at_step"], memory["capacity_bytes"]) == ("train.py(7): keep", 20, 20_500)
+    assert (row["stack"], row["full_at_step"], memory["capacity_bytes"]) == (
+        "train.py(7): keep",
+        20,
+        20_500,
+    )
     unknown = build(Session((_growing(None),), "made"))["ranks"][0]["memories"][0]
     assert (unknown["growth"][0]["full_at_step"], unknown["capacity_bytes"]) == (None, None)
 
 
-def test_without_steps_nobody_says_that_nothing_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_steps_nobody_says_that_nothing_grows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     builder = TraceBuilder().op("aten::mm", 0, 10).allocation(1, 50, address=1)
     path, page = builder.write(tmp_path / "trace.json"), tmp_path / "memory.html"
     assert main(["memory", str(path), "-o", str(page), "--quiet"]) == 0
@@ -226,11 +308,17 @@ def test_without_steps_nobody_says_that_nothing_grows(tmp_path: Path, capsys: py
     for text in (shown, page.read_text(encoding="utf-8")):
         assert "cannot be determined: it takes at least 4 steps, and none was recorded." in text
         assert "Nothing grows" not in text
-    (why,) = [one["reason"] for one in build(Session((builder.build(),), "made"))["absent"] if "growth" in one["path"]]
+    (why,) = [
+        one["reason"]
+        for one in build(Session((builder.build(),), "made"))["absent"]
+        if "growth" in one["path"]
+    ]
     assert "none was recorded" in why
 
 
-def test_with_steps_it_is_said_that_nothing_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_steps_it_is_said_that_nothing_grows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     builder = TraceBuilder()
     for step in range(4):
         builder.step(step, 100.0 * step, 100).op("aten::mm", 100 * step + 1, 10)
@@ -251,7 +339,10 @@ def test_activations_of_a_module_are_all_but_its_last_output() -> None:
     builder.op(evaluate, 120, 20, sequence=2, forward_thread=1).allocation(125, -300, address=1)
     builder.allocation(126, -200, address=2)
     memory = _checked(build(Session((builder.build(),), "made")))["ranks"][0]["memories"][0]
-    found = {row["module"]: (row["bytes"], row["saved_bytes"], row["host_ns"]) for row in memory["activations"]}
+    found = {
+        row["module"]: (row["bytes"], row["saved_bytes"], row["host_ns"])
+        for row in memory["activations"]
+    }
     assert found == {"Net": (500, 300, 100_000), "Net.block": (500, 300, 60_000)}
 
 
@@ -259,7 +350,9 @@ def test_bad_pairs_are_notices_of_the_document() -> None:
     builder = TraceBuilder().op("aten::mm", 0, 100)
     builder.allocation(1, -7, address=9).allocation(2, 10, address=5).allocation(3, 20, address=5)
     builder.allocation(4, -21, address=5)
-    slugs = {notice["slug"] for notice in _checked(build(Session((builder.build(),), "made")))["notices"]}
+    slugs = {
+        notice["slug"] for notice in _checked(build(Session((builder.build(),), "made")))["notices"]
+    }
     assert {"freed-from-before", "lost-frees", "resized-frees"} <= slugs
 
 

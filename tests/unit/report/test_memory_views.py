@@ -50,7 +50,9 @@ class Played:
 
     def held(self, before_ns: float) -> int:
         return sum(
-            size for made, size, freed in self.blocks if made <= before_ns and not (freed and freed <= before_ns)
+            size
+            for made, size, freed in self.blocks
+            if made <= before_ns and not (freed and freed <= before_ns)
         )
 
 
@@ -79,7 +81,11 @@ def played(seed: int, rank: int = 0, name: str = "") -> Played:
                         out.blocks[block] = (made, size, ns)
                         total -= size
                         out.trace.allocation(
-                            moment, -size, address=address, total_allocated=total, total_reserved=1 << 24
+                            moment,
+                            -size,
+                            address=address,
+                            total_allocated=total,
+                            total_reserved=1 << 24,
                         )
                     else:
                         size = 512 * chance.randrange(1, 200)
@@ -87,7 +93,11 @@ def played(seed: int, rank: int = 0, name: str = "") -> Played:
                         alive.append((next(addresses), size, len(out.blocks)))
                         out.blocks.append((ns, size, None))
                         out.trace.allocation(
-                            moment, size, address=alive[-1][0], total_allocated=total, total_reserved=1 << 24
+                            moment,
+                            size,
+                            address=alive[-1][0],
+                            total_allocated=total,
+                            total_reserved=1 << 24,
                         )
                     out.levels.append((ns, step, total))
     return out
@@ -120,10 +130,13 @@ def test_the_peak_is_that_of_the_allocator(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "time_ns"), [("start", -1), ("end", 10**12), ("0", 0), ("1500000", 1_500_000), ("4999000", 4_999_000)]
+    ("at", "time_ns"),
+    [("start", -1), ("end", 10**12), ("0", 0), ("1500000", 1_500_000), ("4999000", 4_999_000)],
 )
 @pytest.mark.parametrize("seed", [0, 1])
-def test_at_any_instant_the_blocks_that_are_alive_are_told(at: str, time_ns: int, seed: int) -> None:
+def test_at_any_instant_the_blocks_that_are_alive_are_told(
+    at: str, time_ns: int, seed: int
+) -> None:
     memory = memory_of(build(session(seed), MemoryOptions(at=at)))
     held = played(seed).held(time_ns)
     assert memory["instant"]["bytes"] == held
@@ -134,7 +147,9 @@ def test_at_any_instant_the_blocks_that_are_alive_are_told(at: str, time_ns: int
 @pytest.mark.parametrize("step", range(STEPS))
 def test_a_step_is_shown_at_its_highest_point(step: int) -> None:
     memory = memory_of(build(session(0), MemoryOptions(at=f"step {step}")))
-    assert memory["instant"]["bytes"] == max(level for _, of, level in played(0).levels if of == step)
+    assert memory["instant"]["bytes"] == max(
+        level for _, of, level in played(0).levels if of == step
+    )
 
 
 @pytest.mark.parametrize("by", BY)
@@ -147,7 +162,9 @@ def test_every_division_adds_up_and_counts_every_block(by: str, at: str) -> None
         assert sum(row["bytes"] for row in rows) == held
         assert sum(row["block_count"] for row in rows) == count
         assert sum(row["fraction"] for row in rows) == pytest.approx(1)
-        assert [row["bytes"] for row in rows] == sorted((row["bytes"] for row in rows), reverse=True)
+        assert [row["bytes"] for row in rows] == sorted(
+            (row["bytes"] for row in rows), reverse=True
+        )
     sizes = [row["bytes"] for row in memory["largest"]]
     assert sizes == sorted(sizes, reverse=True)
     assert all(size % 512 == 0 for size in sizes)
@@ -177,11 +194,15 @@ def test_curves_are_levels_of_the_allocator_and_their_parts_add_up() -> None:
     memory = memory_of(build(session(1)))
     curve = memory["curve"]
     levels = {time: level for time, _, level in played(1).levels}
-    totals = [sum(values) for values in zip(*(kind["bytes"] for kind in curve["categories"]), strict=True)]
+    totals = [
+        sum(values) for values in zip(*(kind["bytes"] for kind in curve["categories"]), strict=True)
+    ]
     assert max(totals) == memory["peak_bytes"]
     for time, total in zip(curve["time_ns"], totals, strict=True):
         assert total == levels.get(time, 0)
-    scopes = [sum(values) for values in zip(*(scope["bytes"] for scope in curve["scopes"]), strict=True)]
+    scopes = [
+        sum(values) for values in zip(*(scope["bytes"] for scope in curve["scopes"]), strict=True)
+    ]
     assert scopes == totals
     assert curve["time_ns"] == sorted(curve["time_ns"])
 
@@ -199,20 +220,30 @@ def test_what_every_step_leaves_grows_and_what_is_freed_does_not() -> None:
     made = TraceBuilder()
     for step in range(6):
         at = 1000 * step
-        made.step(step, at, 1000).annotation("traceloom.scope:cache", at + 5, 900).op("aten::cat", at + 10, 100)
+        made.step(step, at, 1000).annotation("traceloom.scope:cache", at + 5, 900).op(
+            "aten::cat", at + 10, 100
+        )
         made.allocation(at + 20, 4096, address=step + 1).allocation(at + 30, 999_424, address=100)
         made.allocation(at + 500, -999_424, address=100)
     memory = memory_of(build(Session((made.build(),), "leak")))
     (row,) = memory["growth"]
     # of the six steps the last one does not count: what it made may be in use
-    assert (row["bytes_per_step"], row["step_count"], row["bytes"], row["block_count"]) == (4096, 5, 5 * 4096, 5)
+    assert (row["bytes_per_step"], row["step_count"], row["bytes"], row["block_count"]) == (
+        4096,
+        5,
+        5 * 4096,
+        5,
+    )
     assert "cat" in row["site"]
     assert "leaves 4.10 kB per step" in build(Session((made.build(),), "leak"))["sentence"]
 
 
 def test_the_job_is_the_sum_and_the_spread_of_its_ranks() -> None:
     document = build(session(0, 1, 2))
-    peaks = [max(level for _, _, level in played(seed, rank).levels) for rank, seed in enumerate((0, 1, 2))]
+    peaks = [
+        max(level for _, _, level in played(seed, rank).levels)
+        for rank, seed in enumerate((0, 1, 2))
+    ]
     (row,) = document["job"]
     assert (row["count"], row["sum_of_peaks_bytes"]) == (3, sum(peaks))
     assert (row["largest_peak_bytes"], row["smallest_peak_bytes"]) == (max(peaks), min(peaks))
@@ -228,10 +259,14 @@ def test_the_job_is_the_sum_and_the_spread_of_its_ranks() -> None:
 @pytest.mark.parametrize(
     "options", [MemoryOptions(by=by) for by in BY] + [MemoryOptions(at="step 1", depth=1)], ids=str
 )
-def test_every_document_is_as_its_schema_says_and_explains_its_nulls(options: MemoryOptions) -> None:
+def test_every_document_is_as_its_schema_says_and_explains_its_nulls(
+    options: MemoryOptions,
+) -> None:
     document = json.loads(json.dumps(build(session(0, 1), options)))
     check_schema(document, "memory.schema.json")
-    for entry in document["ranks"]:  # memories stand below ranks, but are explained by a path of their own
+    for entry in document[
+        "ranks"
+    ]:  # memories stand below ranks, but are explained by a path of their own
         check_nulls({"memories": entry["memories"], "absent": document["absent"]})
         check_nulls({"ranks": [entry | {"memories": []}], "absent": document["absent"]})
 
@@ -268,7 +303,9 @@ def test_the_file_of_allocations_has_every_block_in_the_order_it_was_made() -> N
     assert short["name"].n_unique() == len(blocks), "a name is of one block"
     assert long["name"].to_list() == short["name"].to_list()
     assert long["time_ns"].to_list() == [made for made, _, _ in blocks]
-    assert long["lifetime_ns"].to_list() == [None if freed is None else freed - made for made, _, freed in blocks]
+    assert long["lifetime_ns"].to_list() == [
+        None if freed is None else freed - made for made, _, freed in blocks
+    ]
     assert long["step"].to_list() == [made // 1_000_000 for made, _, _ in blocks]
 
 
@@ -307,10 +344,13 @@ def test_the_curves_of_the_page_are_those_of_the_document() -> None:
     count = len(memory["curve"]["time_ns"])
     assert drawn["times"] == memory["curve"]["time_ns"]
     kinds = {name: levels_of(pairs, count) for name, _, pairs in drawn["kinds"]}
-    assert kinds == {kind["name"].replace("_", " "): kind["bytes"] for kind in memory["curve"]["categories"]}
+    assert kinds == {
+        kind["name"].replace("_", " "): kind["bytes"] for kind in memory["curve"]["categories"]
+    }
     names = drawn["trees"]["names"]
     scopes = {
-        ".".join(names[part] for part in path): levels_of(pairs, count) for path, pairs in drawn["trees"]["scopes"]
+        ".".join(names[part] for part in path): levels_of(pairs, count)
+        for path, pairs in drawn["trees"]["scopes"]
     }
     assert scopes == {scope["name"]: scope["bytes"] for scope in memory["curve"]["scopes"]}
     totals = [sum(values) for values in zip(*kinds.values(), strict=True)]
@@ -321,9 +361,15 @@ def test_the_curves_of_the_page_are_those_of_the_document() -> None:
 def test_tables_of_the_page_are_rows_of_the_document() -> None:
     document = build(session(0))
     memory, shown = memory_of(document), tables(page(document), by="key")
-    assert [row["bytes"] for row in shown["modules-0-0"]] == [row["bytes"] for row in memory["modules"]]
-    assert [row["bytes"] for row in shown["categories-0-0"]] == [row["bytes"] for row in memory["categories"]]
-    assert [row["bytes"] for row in shown["largest-0-0"]] == [row["bytes"] for row in memory["largest"]]
+    assert [row["bytes"] for row in shown["modules-0-0"]] == [
+        row["bytes"] for row in memory["modules"]
+    ]
+    assert [row["bytes"] for row in shown["categories-0-0"]] == [
+        row["bytes"] for row in memory["categories"]
+    ]
+    assert [row["bytes"] for row in shown["largest-0-0"]] == [
+        row["bytes"] for row in memory["largest"]
+    ]
     assert sum(row["self_bytes"] for row in shown["scopes-0-0"]) == memory["instant"]["bytes"]
     assert [row["block_count"] for row in shown["lifetimes-0"]] == [
         row["block_count"] for row in document["ranks"][0]["lifetimes"]
@@ -361,40 +407,55 @@ def test_the_terminal_says_the_instant_and_the_peak_beside_it() -> None:
     options = MemoryOptions(at="1500000")
     text = "\n".join(line.plain for line in terminal(build(session(0), options), options, 100))
     assert "at 1.50 ms · peak" in text
-    assert "at the peak, in step" in "\n".join(line.plain for line in terminal(build(session(0)), MemoryOptions(), 100))
+    assert "at the peak, in step" in "\n".join(
+        line.plain for line in terminal(build(session(0)), MemoryOptions(), 100)
+    )
 
 
 @pytest.mark.parametrize("device", [None, -1, 0, 7, 255])
 @pytest.mark.parametrize("device_type", [0, 1, 6, 99, None])
-def test_a_memory_of_any_kind_and_number_has_a_name_in_every_view(device: Any, device_type: Any) -> None:
+def test_a_memory_of_any_kind_and_number_has_a_name_in_every_view(
+    device: Any, device_type: Any
+) -> None:
     made = TraceBuilder()
     for step in range(2):
         made.step(step, 1000 * step, 1000).op("aten::mm", 1000 * step + 10, 100)
-        made.allocation(1000 * step + 20, 4096, address=step + 1, device=device, device_type=device_type)
+        made.allocation(
+            1000 * step + 20, 4096, address=step + 1, device=device, device_type=device_type
+        )
     run = Session((made.build(),), "odd")
     document = build(run)
     check_schema(json.loads(json.dumps(document)), "memory.schema.json")
     text = "\n".join(line.plain for line in terminal(document, MemoryOptions(), 80))
     shown = page(document)
     assert "None" not in text
-    assert "None" not in re.sub(r"<script>.*?</script>|<style>.*?</style>", "", shown, flags=re.DOTALL)
+    assert "None" not in re.sub(
+        r"<script>.*?</script>|<style>.*?</style>", "", shown, flags=re.DOTALL
+    )
     for memory in document["ranks"][0]["memories"]:
         assert memory["peak_bytes"] == 8192
         assert str(memory["device_type"]) in text
 
 
 def test_memory_of_the_host_has_no_size_and_no_allocator() -> None:
-    made = TraceBuilder().metadata(deviceProperties=[{"id": 0, "name": "H100", "totalGlobalMem": 80_000_000_000}])
-    made.op("aten::mm", 0, 100).allocation(10, 4096, address=1).allocation(20, 512, address=2, device_type=0, device=-1)
+    made = TraceBuilder().metadata(
+        deviceProperties=[{"id": 0, "name": "H100", "totalGlobalMem": 80_000_000_000}]
+    )
+    made.op("aten::mm", 0, 100).allocation(10, 4096, address=1).allocation(
+        20, 512, address=2, device_type=0, device=-1
+    )
     host, device = sorted(
-        build(Session((made.build(),), "both"))["ranks"][0]["memories"], key=lambda memory: int(memory["peak_bytes"])
+        build(Session((made.build(),), "both"))["ranks"][0]["memories"],
+        key=lambda memory: int(memory["peak_bytes"]),
     )
     assert (host["device_type"], host["capacity_bytes"], host["allocator"]) == ("cpu", None, None)
     assert (device["device_type"], device["capacity_bytes"]) == ("cuda", 80_000_000_000)
 
 
 def test_a_device_that_fills_says_at_which_step_it_is_full() -> None:
-    made = TraceBuilder().metadata(deviceProperties=[{"id": 0, "name": "small", "totalGlobalMem": 100_000}])
+    made = TraceBuilder().metadata(
+        deviceProperties=[{"id": 0, "name": "small", "totalGlobalMem": 100_000}]
+    )
     for step in range(6):
         made.step(step, 1000 * step, 1000).op("aten::cat", 1000 * step + 10, 100)
         made.allocation(1000 * step + 20, 8192, address=step + 1)
@@ -423,4 +484,7 @@ def test_the_command_writes_what_the_library_gives(tmp_path: Path) -> None:
     assert document["ranks"][0]["memories"] == known["ranks"][0]["memories"]
     assert pl.read_csv(outputs[2]).equals(csv(session(0), whole=False))
     assert main([*arguments, "-o", str(tmp_path / "long.csv"), "--all"]) == 0
-    assert pl.read_csv(tmp_path / "long.csv", infer_schema_length=None).columns == csv(session(0), whole=True).columns
+    assert (
+        pl.read_csv(tmp_path / "long.csv", infer_schema_length=None).columns
+        == csv(session(0), whole=True).columns
+    )

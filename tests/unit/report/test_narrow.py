@@ -24,7 +24,9 @@ def _shown(columns: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], li
 
 
 @pytest.mark.parametrize("columns", [20, 40, 59])
-def test_a_narrow_terminal_is_told_what_is_needed(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_terminal_is_told_what_is_needed(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines, widths = _shown(columns, monkeypatch)
     assert widths == [60]
     assert lines[-1] == "the report"
@@ -34,5 +36,7 @@ def test_a_narrow_terminal_is_told_what_is_needed(columns: int, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("columns", "width"), [(60, 60), (100, 100), (500, 140)])
-def test_a_wide_one_is_told_nothing(columns: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wide_one_is_told_nothing(
+    columns: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert _shown(columns, monkeypatch) == (["the report"], [width])

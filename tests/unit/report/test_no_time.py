@@ -16,7 +16,9 @@ def document(*builders: TraceBuilder) -> dict[str, Any]:
 
 
 def test_work_that_takes_no_time_is_no_device_of_a_rank() -> None:
-    told = document(*(TraceBuilder(rank=rank).op("aten::mm", 0, 10).kernel("k", 5, 0) for rank in (0, 1)))
+    told = document(
+        *(TraceBuilder(rank=rank).op("aten::mm", 0, 10).kernel("k", 5, 0) for rank in (0, 1))
+    )
     assert [row["rank"] for row in told["ranks"]] == [0, 1]
 
 

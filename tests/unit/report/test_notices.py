@@ -7,7 +7,9 @@ from traceloom.trace.notice import Notice
 
 
 def sentences(*notices: Notice) -> list[str]:
-    return [said.sentence for said in merge_notices([notice.to_dict() for notice in notices], ranks=1)]
+    return [
+        said.sentence for said in merge_notices([notice.to_dict() for notice in notices], ranks=1)
+    ]
 
 
 def test_a_place_that_the_message_names_is_not_said_again() -> None:
@@ -23,7 +25,9 @@ def test_a_place_that_the_message_leaves_out_follows_it() -> None:
 
 def test_what_ranks_share_is_said_once_with_their_names() -> None:
     def sentences(*notices: Notice) -> list[str]:
-        return [sentence for _, sentence in merge_rank_notices([notice.to_dict() for notice in notices])]
+        return [
+            sentence for _, sentence in merge_rank_notices([notice.to_dict() for notice in notices])
+        ]
 
     same = [Notice("guessed-groups", "warning", "3 collectives", 3, rank) for rank in (0, 1, 2, 5)]
     assert sentences(*same) == ["3 collectives (ranks 0-2, 5)"]
@@ -31,6 +35,6 @@ def test_what_ranks_share_is_said_once_with_their_names() -> None:
         "3 collectives (rank 0; the like on 1)"
     ]
     assert sentences(same[3]) == ["3 collectives"]
-    assert sentences(Notice("a", "info", "one"), Notice("a", "info", "other"), Notice("a", "info", "one")) == [
-        "one", "other"
-    ]  # fmt: skip
+    assert sentences(
+        Notice("a", "info", "one"), Notice("a", "info", "other"), Notice("a", "info", "one")
+    ) == ["one", "other"]

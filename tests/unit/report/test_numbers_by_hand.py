@@ -28,7 +28,11 @@ from support.reports import check_report, check_sums_of_sections
 from traceloom.report import ReportOptions, build
 from traceloom.report.document import Table
 from traceloom.report.exports.perfetto import write as write_perfetto
-from traceloom.report.sections import load_core_sections, load_extra_sections, select_visible_sections
+from traceloom.report.sections import (
+    load_core_sections,
+    load_extra_sections,
+    select_visible_sections,
+)
 from traceloom.report.views.files import build_table_frames, write_table
 from traceloom.report.views.markdown import render as markdown
 from traceloom.report.views.page import render_report_page as page
@@ -38,7 +42,9 @@ US = 1_000  # ns
 COPY = "Memcpy HtoD (Pageable -> Device)"
 WINDOW = STEPS * STEP_US * US
 COMPUTE = (GEMM_US + ADD_US) * US
-EDGES = (100 + STEP_US - 750) * US  # before the first work of the first step, after the last of the last
+EDGES = (
+    100 + STEP_US - 750
+) * US  # before the first work of the first step, after the last of the last
 GAP = (STEP_US - 750 + 100) * US  # from the copy of a step to the first kernel of the next
 SUMMED = {name: US * us for name, us in (("gemm", GEMM_US), ("add", ADD_US), (COPY, COPY_US))}
 
@@ -54,7 +60,9 @@ def every_table() -> dict[str, Table]:
         (section, section.value(document()))
         for section in (*load_core_sections(), *select_visible_sections(document()))
     )
-    return {table.key: table for section, value in sections if value for table in section.tables(value)}
+    return {
+        table.key: table for section, value in sections if value for table in section.tables(value)
+    }
 
 
 def part(key: str, *names: str) -> list[tuple[Any, ...]]:
@@ -70,10 +78,19 @@ def test_the_time_of_each_device_is_divided_without_a_rest() -> None:
         shares = [part / (STEP_US * US) for part in (COMPUTE, collective * US, COPY_US * US, idle)]
         assert sum(shares) == pytest.approx(1)
         expected.append((f"rank {rank}", WINDOW, *map(pytest.approx, shares)))
-    assert part("breakdown", "rank", "window", "compute", "communication", "memory", "idle") == expected
+    assert (
+        part("breakdown", "rank", "window", "compute", "communication", "memory", "idle")
+        == expected
+    )
     ranks = document()["ranks"]
-    assert [rank["devices"][0]["idle_ns"] for rank in ranks] == [1_200 * US - EDGES, 1_350 * US - EDGES]
-    assert [rank["devices"][0]["exposed_communication_ns"] for rank in ranks] == [600 * US, 450 * US]
+    assert [rank["devices"][0]["idle_ns"] for rank in ranks] == [
+        1_200 * US - EDGES,
+        1_350 * US - EDGES,
+    ]
+    assert [rank["devices"][0]["exposed_communication_ns"] for rank in ranks] == [
+        600 * US,
+        450 * US,
+    ]
 
 
 def test_parts_add_up_to_wholes() -> None:
@@ -113,27 +130,47 @@ def test_idle_time_has_causes_that_add_up_to_it() -> None:
 
 
 def test_kernels_are_added_up_over_steps_and_ranks() -> None:
-    rows = {name: of for name, *of in part("kernel-table", "name", "total_ns", "count", "mean_ns", "min_ns", "max_ns")}
+    rows = {
+        name: of
+        for name, *of in part(
+            "kernel-table", "name", "total_ns", "count", "mean_ns", "min_ns", "max_ns"
+        )
+    }
     nccl = STEPS * sum(COLLECTIVE_US.values()) * US
     assert rows == {
         **{name: [6 * ns, 6, ns, ns, ns] for name, ns in SUMMED.items()},
         NCCL: [nccl, 6, nccl // 6, COLLECTIVE_US[1] * US, COLLECTIVE_US[0] * US],
     }
     whole = nccl + 6 * sum(SUMMED.values())
-    assert dict(part("kernel-table", "name", "fraction"))["gemm"] == pytest.approx(6 * SUMMED["gemm"] / whole)
+    assert dict(part("kernel-table", "name", "fraction"))["gemm"] == pytest.approx(
+        6 * SUMMED["gemm"] / whole
+    )
     totals = [row[0] for row in part("kernel-table", "total_ns")]
     assert totals == sorted(totals, reverse=True)
-    assert sum(row[0] for row in part("launches-bins", "total_ns")) == whole - 6 * SUMMED[COPY], "kernels, no copies"
+    assert sum(row[0] for row in part("launches-bins", "total_ns")) == whole - 6 * SUMMED[COPY], (
+        "kernels, no copies"
+    )
     assert part("launches-bins", "low_ns", "high_ns", "kernel_count") == [
-        (32 * US, 64 * US, 6), (128 * US, 256 * US, 6), (256 * US, 512 * US, 6)
-    ]  # fmt: skip
+        (32 * US, 64 * US, 6),
+        (128 * US, 256 * US, 6),
+        (256 * US, 512 * US, 6),
+    ]
 
 
 def test_operators_have_their_own_time_and_that_of_what_they_launch() -> None:
     own = {"aten::mm": 100, "aten::add": 30, "record_param_comms": 20}
-    launched = {"aten::mm": 2 * GEMM_US, "aten::add": 2 * ADD_US, "record_param_comms": sum(COLLECTIVE_US.values())}
-    rows = {name: of for name, *of in part("operator-table", "name", "self_ns", "total_ns", "count", "device_ns")}
-    assert rows == {name: [6 * us * US, 6 * us * US, 6, STEPS * launched[name] * US] for name, us in own.items()}
+    launched = {
+        "aten::mm": 2 * GEMM_US,
+        "aten::add": 2 * ADD_US,
+        "record_param_comms": sum(COLLECTIVE_US.values()),
+    }
+    rows = {
+        name: of
+        for name, *of in part("operator-table", "name", "self_ns", "total_ns", "count", "device_ns")
+    }
+    assert rows == {
+        name: [6 * us * US, 6 * us * US, 6, STEPS * launched[name] * US] for name, us in own.items()
+    }
     shares = dict(part("operator-table", "name", "fraction"))
     assert {name: round(150 * share) for name, share in shares.items()} == own
     # A thread is in operators without their launch calls, and is seen in nothing else.
@@ -149,31 +186,50 @@ def test_operators_have_their_own_time_and_that_of_what_they_launch() -> None:
 def test_a_usual_step_is_a_third_of_three(rank: int) -> None:
     rows = [row for row in every_table()["per-step-kernels"].rows if row["rank"] == rank]
     usual = {
-        row["name"]: (row["mean_total_ns"], row["min_total_ns"], row["max_total_ns"], row["step_count"]) for row in rows
+        row["name"]: (
+            row["mean_total_ns"],
+            row["min_total_ns"],
+            row["max_total_ns"],
+            row["step_count"],
+        )
+        for row in rows
     }
     each = {**SUMMED, NCCL: COLLECTIVE_US[rank] * US}
     assert usual == {name: (ns, ns, ns, STEPS) for name, ns in each.items()}
-    kinds = {row["kind"]: row["sum_ns"] for row in every_table()["kinds-kinds"].rows if row["rank"] == rank}
+    kinds = {
+        row["kind"]: row["sum_ns"]
+        for row in every_table()["kinds-kinds"].rows
+        if row["rank"] == rank
+    }
     assert kinds == {
-        "gemm": STEPS * GEMM_US * US, "communication": STEPS * COLLECTIVE_US[rank] * US, "copy": STEPS * COPY_US * US,
+        "gemm": STEPS * GEMM_US * US,
+        "communication": STEPS * COLLECTIVE_US[rank] * US,
+        "copy": STEPS * COPY_US * US,
         "other": STEPS * ADD_US * US,
-    }  # fmt: skip
+    }
 
 
 def test_copies_have_their_bytes_and_their_rate() -> None:
     rate = COPIED / (COPY_US * 1e-6)
-    assert part("copies-kinds", "rank", "kind", "bytes", "count", "total_ns", "bytes_per_s", "pageable") == [
-        (rank, "HtoD", STEPS * COPIED, STEPS, STEPS * COPY_US * US, pytest.approx(rate), "yes") for rank in (0, 1)
+    assert part(
+        "copies-kinds", "rank", "kind", "bytes", "count", "total_ns", "bytes_per_s", "pageable"
+    ) == [
+        (rank, "HtoD", STEPS * COPIED, STEPS, STEPS * COPY_US * US, pytest.approx(rate), "yes")
+        for rank in (0, 1)
     ]
-    assert part("copies-per-step", "mean_copied_bytes", "mean_total_ns") == [(COPIED, COPY_US * US)] * 2
+    assert (
+        part("copies-per-step", "mean_copied_bytes", "mean_total_ns")
+        == [(COPIED, COPY_US * US)] * 2
+    )
 
 
 def test_samples_of_a_counter_have_their_mean_and_their_instants() -> None:
     instants = (5 * US, (5 + (STEPS - 1) * STEP_US) * US)
     rows = document()["counters"]["series"]
-    assert [(row["rank"], row["counter"], row["samples"], row["first_ns"], row["last_ns"]) for row in rows] == [
-        (rank, "power", STEPS, *instants) for rank in (0, 1)
-    ]
+    assert [
+        (row["rank"], row["counter"], row["samples"], row["first_ns"], row["last_ns"])
+        for row in rows
+    ] == [(rank, "power", STEPS, *instants) for rank in (0, 1)]
     assert part("counters-series", "min", "mean", "max") == [(WATTS, WATTS + 50, WATTS + 100)] * 2
 
 
@@ -182,7 +238,9 @@ def test_launches_wait_for_the_work_before_them() -> None:
     # of which stream 7 had nothing to do for 250 us.
     totals = {
         rank: of
-        for rank, *of in part("launches-totals", "rank", "launch_count", "delay_median_ns", "latency_median_ns")
+        for rank, *of in part(
+            "launches-totals", "rank", "launch_count", "delay_median_ns", "latency_median_ns"
+        )
     }
     assert totals == {
         0: [12, (265 + 280) * US // 2, (75 + 250) * US // 2],
@@ -190,13 +248,20 @@ def test_launches_wait_for_the_work_before_them() -> None:
     }
     names = {
         (rank, name): of
-        for rank, name, *of in part("launches-names", "rank", "name", "delay_median_ns", "latency_median_ns")
+        for rank, name, *of in part(
+            "launches-names", "rank", "name", "delay_median_ns", "latency_median_ns"
+        )
     }
     assert names[0, "gemm"] == [75 * US, 75 * US]
     assert names[0, "add"] == [265 * US, 0]
     assert names[1, NCCL] == [330 * US, 330 * US]
     assert names[0, COPY] == [495 * US, 250 * US]
-    assert part("launches-calls", "call_count", "total_ns") == [(9, 45 * US), (9, 45 * US), (3, 15 * US), (3, 15 * US)]
+    assert part("launches-calls", "call_count", "total_ns") == [
+        (9, 45 * US),
+        (9, 45 * US),
+        (3, 15 * US),
+        (3, 15 * US),
+    ]
 
 
 def test_collectives_say_how_long_their_ranks_wait_and_what_the_link_gave() -> None:
@@ -216,21 +281,29 @@ def test_collectives_say_how_long_their_ranks_wait_and_what_the_link_gave() -> N
         part("across-ranks-collectives", "start_skew_ns", "wait_ns", "last_rank", "transfer_ns")
         == [(wait, wait, 1, COLLECTIVE_US[1] * US)] * STEPS
     )
-    assert part("rank-matrix-cells", "source", "target", "bytes") == [(0, 1, STEPS * size), (1, 0, STEPS * size)]
+    assert part("rank-matrix-cells", "source", "target", "bytes") == [
+        (0, 1, STEPS * size),
+        (1, 0, STEPS * size),
+    ]
     assert part("groups-groups", "role", "who", "bytes") == [("world", "0, 1", 6 * size)]
-    assert part("imbalance-measures", "word", "max_over_mean", "mean") == [("compute", 1.0, "350 µs")]
+    assert part("imbalance-measures", "word", "max_over_mean", "mean") == [
+        ("compute", 1.0, "350 µs")
+    ]
 
 
 def test_the_way_through_a_step_is_the_host_and_its_calls() -> None:
     # The last work of a step ends 250 us before the step: nothing on the GPU decides how long it is.
     assert part("critical-path-classes", "class", "duration_ns", "fraction") == [
-        ("host", (STEP_US - 20) * US, 0.98), ("launch", 20 * US, 0.02),
-    ]  # fmt: skip
+        ("host", (STEP_US - 20) * US, 0.98),
+        ("launch", 20 * US, 0.02),
+    ]
     inside = dict(part("critical-path-names", "name", "path_ns"))
     assert inside["aten::mm"] == (100 - 5) * US
     assert sum(inside.values()) == STEP_US * US
     assert part("threads-concurrency", "rank", "threads", "share") == [
-        (rank, count, pytest.approx(share)) for rank in (0, 1) for count, share in ((0, 0.845), (1, 0.155))
+        (rank, count, pytest.approx(share))
+        for rank in (0, 1)
+        for count, share in ((0, 0.845), (1, 0.155))
     ]
 
 
@@ -245,14 +318,20 @@ SENTENCES = {
     "threads": "2 threads; none is active 84.5 % of the time, several at once 0 %",
     "collectives": "6 calls, 1.05 ms over all ranks, 100 % of it exposed; most in all_reduce of 4.10 kB (1.05 ms)",
     "groups": "1 group in use: 1 world",
-    "slow_steps": None, "compile": None, "inference": None, "counters": "2 recorded over time", "graph_launches": None,
-}  # fmt: skip
+    "slow_steps": None,
+    "compile": None,
+    "inference": None,
+    "counters": "2 recorded over time",
+    "graph_launches": None,
+}
 """Section -> its main figure: 1.80, 1.05 and 0.30 of 3.45 ms; 2.40 ms of gemm, add and copy of 3.45 ms."""
 
 
 @pytest.mark.parametrize("key", sorted(SENTENCES))
 def test_the_main_figure_of_a_section_is_a_sentence(key: str) -> None:
-    [section] = [section for section in (*load_core_sections(), *load_extra_sections()) if section.key == key]
+    [section] = [
+        section for section in (*load_core_sections(), *load_extra_sections()) if section.key == key
+    ]
     value = section.value(document())
     assert (section.summary(value) if value else None) == SENTENCES[key]
 
@@ -260,10 +339,15 @@ def test_the_main_figure_of_a_section_is_a_sentence(key: str) -> None:
 def test_every_view_shows_these_numbers() -> None:
     session = hand_job()
     drawn = tables(page(document(), session), by="key")
-    assert {row["name"]: row["total_ns"] for row in drawn["kernel-table"]}["gemm"] == 6 * SUMMED["gemm"]
+    assert {row["name"]: row["total_ns"] for row in drawn["kernel-table"]}["gemm"] == 6 * SUMMED[
+        "gemm"
+    ]
     assert [row["idle"] for row in drawn["breakdown"]] == pytest.approx([0.4, 0.45])
     assert "2 GPUs" in words(page(document(), session))
-    lines = [line.plain for line in terminal(document(), ReportOptions(only=("kernels", "operators")), 120)]
+    lines = [
+        line.plain
+        for line in terminal(document(), ReportOptions(only=("kernels", "operators")), 120)
+    ]
     [gemm] = [line for line in lines if line.rstrip().endswith(" gemm")]
     assert "1.80 ms" in gemm
     assert "52.2 %" in gemm
@@ -275,8 +359,14 @@ def test_every_view_shows_these_numbers() -> None:
         write_table(document(), name, None, handle)
         handle.seek(0)
         frame = pl.read_csv(handle) if ending == ".csv" else pl.read_parquet(handle)
-        assert frame.filter(name="gemm").select("total_ns", "count").row(0) == (6 * SUMMED["gemm"], 6)
-    assert dict(build_table_frames(document()))["copies-kinds"]["bytes"].to_list() == [STEPS * COPIED] * 2
+        assert frame.filter(name="gemm").select("total_ns", "count").row(0) == (
+            6 * SUMMED["gemm"],
+            6,
+        )
+    assert (
+        dict(build_table_frames(document()))["copies-kinds"]["bytes"].to_list()
+        == [STEPS * COPIED] * 2
+    )
 
 
 def test_perfetto_has_the_work_at_its_time() -> None:
@@ -284,9 +374,17 @@ def test_perfetto_has_the_work_at_its_time() -> None:
     write_perfetto(hand_job(), int(document()["epoch_ns"]), handle, document()["critical_path"])
     events = json.loads(handle.getvalue())["traceEvents"]
     work = [event for event in events if event["ph"] == "X" and event["name"] in {"gemm", NCCL}]
-    times = sorted((event["name"], event["pid"], round(event["ts"]), round(event["dur"])) for event in work)
-    expected = [("gemm", rank + 1, 100 + STEP_US * step, GEMM_US) for rank in (0, 1) for step in range(STEPS)]
+    times = sorted(
+        (event["name"], event["pid"], round(event["ts"]), round(event["dur"])) for event in work
+    )
+    expected = [
+        ("gemm", rank + 1, 100 + STEP_US * step, GEMM_US)
+        for rank in (0, 1)
+        for step in range(STEPS)
+    ]
     expected += [
-        (NCCL, rank + 1, 650 - us + STEP_US * step, us) for rank, us in COLLECTIVE_US.items() for step in range(STEPS)
+        (NCCL, rank + 1, 650 - us + STEP_US * step, us)
+        for rank, us in COLLECTIVE_US.items()
+        for step in range(STEPS)
     ]
     assert times == sorted(expected)

@@ -53,7 +53,10 @@ def check_speedscope(document: Any) -> dict[str, Counter[str]]:
     """Hold the document against the rules of file-format-schema.json; self time by profile and frame name."""
     assert document["$schema"] == "https://www.speedscope.app/file-format-schema.json"
     frames = document["shared"]["frames"]
-    assert all(isinstance(frame["name"], str) and set(frame) <= {"name", "file", "line", "col"} for frame in frames)
+    assert all(
+        isinstance(frame["name"], str) and set(frame) <= {"name", "file", "line", "col"}
+        for frame in frames
+    )
     assert 0 <= document["activeProfileIndex"] < len(document["profiles"])
     found: dict[str, Counter[str]] = {}
     for profile in document["profiles"]:
@@ -94,7 +97,10 @@ def test_speedscope_holds_every_thread_in_order_and_the_gpu_time_by_stack() -> N
         "ProfilerStep#": 0,
     }
     assert found["thread 2"] == {"aten::add": 30_000}
-    assert found["GPU time by launching stack"] == {"cudaLaunchKernel": 30_000, "(launch not recorded)": 5000}
+    assert found["GPU time by launching stack"] == {
+        "cudaLaunchKernel": 30_000,
+        "(launch not recorded)": 5000,
+    }
 
 
 def test_speedscope_frames_know_their_file_and_line() -> None:
@@ -120,10 +126,15 @@ def test_threads_of_one_name_are_told_apart() -> None:
     trace = TraceBuilder().op("aten::mm", 0, 5).op("aten::mm", 0, 7, thread=2).build()
     same = replace(trace, lanes=trace.lanes.with_columns(name=pl.lit("worker")))
     document = speedscope_of(Session((same,), "a run"))
-    assert [profile["name"] for profile in document["profiles"]] == ["worker (1, 1)", "worker (1, 2)"]
+    assert [profile["name"] for profile in document["profiles"]] == [
+        "worker (1, 1)",
+        "worker (1, 2)",
+    ]
 
 
-@pytest.mark.parametrize("builder", [TraceBuilder(), TraceBuilder().kernel("k", 0, 5)], ids=["empty", "gpu-only"])
+@pytest.mark.parametrize(
+    "builder", [TraceBuilder(), TraceBuilder().kernel("k", 0, 5)], ids=["empty", "gpu-only"]
+)
 def test_runs_without_host_events_make_files_that_still_open(builder: TraceBuilder) -> None:
     check_speedscope(speedscope_of(of(builder)))
 
@@ -135,7 +146,9 @@ def test_two_writings_of_one_run_are_equal_bytes() -> None:
     assert first.getvalue() == second.getvalue()
 
 
-def test_the_command_line_chooses_the_format_by_the_ending(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_chooses_the_format_by_the_ending(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, target = tmp_path / "trace.json", tmp_path / "x.speedscope.json"
     run().write(source)
     assert main(["report", str(source), "-o", str(target), "--no-cache", "--quiet"]) == 0
@@ -171,7 +184,9 @@ def check_times(session: Session) -> None:
     for trace in session.traces:
         folded = flame(trace)
         paths: list[tuple[str, ...]] = []
-        for row in folded.frames.select("parent", "name", "self_ns", "self_device_ns").iter_rows(named=True):
+        for row in folded.frames.select("parent", "name", "self_ns", "self_device_ns").iter_rows(
+            named=True
+        ):
             above = () if row["parent"] is None else paths[row["parent"]]
             paths.append((*above, row["name"]))
             of_host[paths[-1][1:]] += row["self_ns"]
@@ -179,7 +194,9 @@ def check_times(session: Session) -> None:
         of_gpu["(launch not recorded)",] += folded.unattributed_device_ns
     assert +host == +of_host
     assert +gpu == +of_gpu
-    assert sum(gpu.values()) == sum(trace.gpu_work()["duration_ns"].sum() for trace in session.traces)
+    assert sum(gpu.values()) == sum(
+        trace.gpu_work()["duration_ns"].sum() for trace in session.traces
+    )
 
 
 @settings(max_examples=12, phases=[Phase.explicit, Phase.reuse, Phase.generate])
@@ -188,7 +205,9 @@ def test_every_stack_of_a_random_run_has_its_time(traces: list[TraceBuilder]) ->
     check_times(of(*traces))
 
 
-@pytest.mark.parametrize("sort", [training, several_devices, hostile], ids=lambda sort: sort.__name__)
+@pytest.mark.parametrize(
+    "sort", [training, several_devices, hostile], ids=lambda sort: sort.__name__
+)
 def test_every_stack_has_its_time(sort: Any) -> None:
     check_times(made(sort)[0])
 

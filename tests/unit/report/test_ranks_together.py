@@ -34,7 +34,9 @@ PUBLIC = (
 )
 
 
-def assert_alike(traces: tuple[Trace, ...], options: ReportOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_alike(
+    traces: tuple[Trace, ...], options: ReportOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The report of several traces in one pass is that of each trace in a pass of its own."""
     shared = build(Session(traces, "made"), options)
     monkeypatch.setattr(batch, "MAX_BATCH_EVENTS", 0)
@@ -50,7 +52,15 @@ def made() -> tuple[Trace, ...]:
     on_gpu = TraceBuilder().kernel("k", 5, 3, correlation=1).build()
     stepped = TraceBuilder().step(0, 0, 10).step(1, 10, 10).op("aten::mm", 2, 5).build()
     odd = [odd_trace(seed) for seed in SEEDS]
-    return (TraceBuilder().build(), *odd[:4], on_gpu, *odd[4:], stepped, odd[0], TraceBuilder().build())
+    return (
+        TraceBuilder().build(),
+        *odd[:4],
+        on_gpu,
+        *odd[4:],
+        stepped,
+        odd[0],
+        TraceBuilder().build(),
+    )
 
 
 @pytest.mark.parametrize("steps", [None, (1, 2)], ids=["whole", "steps"])

@@ -53,7 +53,9 @@ def test_the_picture_shows_each_operator_that_calculates_below_its_ceiling() -> 
     told = point[0].text or ""
     assert told.splitlines()[0] == "aten::mm"
     assert "2 calls" in told
-    names = [text.text for text in ET.fromstring(svg).iter("text") if text.get("class") == "roof-name"]
+    names = [
+        text.text for text in ET.fromstring(svg).iter("text") if text.get("class") == "roof-name"
+    ]
     assert names == ["memory 3.35 TB/s", "bf16 989 TFLOP/s"]
     roof = next(path for path in ET.fromstring(svg).iter("path") if path[:])
     level = float(re.findall(r"M[\d.]+ ([\d.]+)H", roof.get("d", ""))[0])
@@ -61,11 +63,17 @@ def test_the_picture_shows_each_operator_that_calculates_below_its_ceiling() -> 
 
 
 def test_operators_that_only_move_data_are_counted_but_not_drawn() -> None:
-    assert "1 that only move data, or take least time, are not drawn" in draw_roofline(value(builder())["operators"])
+    assert "1 that only move data, or take least time, are not drawn" in draw_roofline(
+        value(builder())["operators"]
+    )
 
 
 def test_operators_of_a_rank_whose_gpu_work_is_not_recorded_are_counted_but_not_drawn() -> None:
-    lost = TraceBuilder(rank=1).step(1, 0, 100).op("aten::mm", 5, 8, shapes=[[64, 64]] * 2, types=[BF, BF])
+    lost = (
+        TraceBuilder(rank=1)
+        .step(1, 0, 100)
+        .op("aten::mm", 5, 8, shapes=[[64, 64]] * 2, types=[BF, BF])
+    )
     lost.launch("cudaLaunchKernel", 6, 1, correlation=1)
     session = Session((builder().build(), lost.build()), "run")
     operators = build(session, ReportOptions(only=("roofline",)))["roofline"]["operators"]
@@ -83,7 +91,12 @@ def test_without_peaks_points_are_drawn_without_ceilings() -> None:
 
 
 def test_names_in_the_picture_are_only_text() -> None:
-    row = {**value(builder())["operators"][0], "name": EVIL, "shapes": '"><img>', "arithmetic": "<b>"}
+    row = {
+        **value(builder())["operators"][0],
+        "name": EVIL,
+        "shapes": '"><img>',
+        "arithmetic": "<b>",
+    }
     svg = draw_roofline([row])
     assert "<script" not in svg
     assert "<img" not in svg
@@ -114,10 +127,16 @@ def test_the_sentence_tells_flops_roofline_and_what_models_cover() -> None:
 
 
 def test_work_that_is_mostly_not_modelled_is_not_praised() -> None:
-    made = TraceBuilder().step(1, 0, 500).op("aten::mm", 5, 8, shapes=[[1000, 1000]] * 2, types=[BF, BF])
+    made = (
+        TraceBuilder()
+        .step(1, 0, 500)
+        .op("aten::mm", 5, 8, shapes=[[1000, 1000]] * 2, types=[BF, BF])
+    )
     made.launch("cudaLaunchKernel", 6, 1, correlation=1).kernel("sm90_gemm", 20, 40, correlation=1)
     made.launch("cudaLaunchKernel", 15, 1, correlation=2).kernel("other", 60, 360, correlation=2)
-    assert SECTION.summary(value(made)) == "2.00 GFLOP per step; models cover 10.0 % of the GPU work"
+    assert (
+        SECTION.summary(value(made)) == "2.00 GFLOP per step; models cover 10.0 % of the GPU work"
+    )
 
 
 def test_given_peaks_take_the_place_of_those_of_the_device() -> None:
@@ -130,8 +149,12 @@ def test_given_peaks_take_the_place_of_those_of_the_device() -> None:
 def test_operators_of_several_ranks_stand_by_their_time_and_are_one_point() -> None:
     traces = []
     for rank in range(3):
-        made = TraceBuilder(rank=rank, world_size=3).op("aten::mm", 5, 8, shapes=[[100, 100]] * 2, types=[BF, BF])
-        made.launch("cudaLaunchKernel", 6, 1, correlation=1).kernel("sm90_gemm", 20, 10 * (rank + 1), correlation=1)
+        made = TraceBuilder(rank=rank, world_size=3).op(
+            "aten::mm", 5, 8, shapes=[[100, 100]] * 2, types=[BF, BF]
+        )
+        made.launch("cudaLaunchKernel", 6, 1, correlation=1).kernel(
+            "sm90_gemm", 20, 10 * (rank + 1), correlation=1
+        )
         traces.append(made.build())
     document = build(Session(tuple(traces), "run"), ReportOptions(only=("roofline",)))
     found = document["roofline"]
@@ -143,24 +166,43 @@ def test_operators_of_several_ranks_stand_by_their_time_and_are_one_point() -> N
     assert "60.0 µs in 3 calls" in lines  # 10 + 20 + 30
     assert f"{units.format_flop_rate(3 * 2e6 / 60e-6)}, 33.3 FLOPs per byte" in lines
     assert "on 3 ranks" in lines
-    assert f"{min(fractions):.1f} to {max(fractions):.1f} % of the roofline, bound by memory" in lines
+    assert (
+        f"{min(fractions):.1f} to {max(fractions):.1f} % of the roofline, bound by memory" in lines
+    )
     assert next(iter(SECTION.tables(found))).columns[0].key == "rank"
 
 
 def test_long_shapes_are_cut() -> None:
     made = TraceBuilder()
-    made.op("aten::_foreach_add_", 5, 8, shapes=[[[1000, 1000]] * 200, []], types=["TensorList", "Scalar"])
-    made.launch("cudaLaunchKernel", 6, 1, correlation=1).kernel("multi_tensor_apply<float, 4>", 20, 40, correlation=1)
+    made.op(
+        "aten::_foreach_add_",
+        5,
+        8,
+        shapes=[[[1000, 1000]] * 200, []],
+        types=["TensorList", "Scalar"],
+    )
+    made.launch("cudaLaunchKernel", 6, 1, correlation=1).kernel(
+        "multi_tensor_apply<float, 4>", 20, 40, correlation=1
+    )
     (row,) = value(made)["operators"]
     assert len(row["shapes"]) == 301
     assert row["flops"] == 200 * 1_000_000
 
 
-def test_the_command_line_takes_a_device_or_peaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_takes_a_device_or_peaks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = str(builder(device="AMD Radeon Graphics").write(tmp_path / "trace.json"))
     assert main(["report", path, "--only", "roofline", "--no-cache", "--quiet"]) == 0
-    assert "MFU or HFU are missing: the peaks of the device are not known" in capsys.readouterr().out
-    assert main(["report", path, "--only", "roofline", "--no-cache", "--quiet", "--device", "h100 sxm"]) == 0
+    assert (
+        "MFU or HFU are missing: the peaks of the device are not known" in capsys.readouterr().out
+    )
+    assert (
+        main(
+            ["report", path, "--only", "roofline", "--no-cache", "--quiet", "--device", "h100 sxm"]
+        )
+        == 0
+    )
     by_name = capsys.readouterr().out
     assert "2.0 % MFU" in by_name
     given = ["--peak", "bf16=989.4e12,fp32=66.9e12,memory=3.35e12"]
@@ -168,8 +210,15 @@ def test_the_command_line_takes_a_device_or_peaks(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out == by_name
 
 
-@pytest.mark.parametrize(("option", "slug"), [(["--device", "H101"], "no-such-device"), (["--peak", "fast"], "bad-peak"),
-                                              (["--peak", "bf16=-1"], "bad-peak"), (["--peak", "x=1"], "bad-peak")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("option", "slug"),
+    [
+        (["--device", "H101"], "no-such-device"),
+        (["--peak", "fast"], "bad-peak"),
+        (["--peak", "bf16=-1"], "bad-peak"),
+        (["--peak", "x=1"], "bad-peak"),
+    ],
+)
 def test_peaks_that_make_no_sense_end_before_reading(
     option: list[str], slug: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,7 +59,9 @@ def test_the_published_schemas_and_the_page_of_columns_are_up_to_date(script: Mo
 
 
 @pytest.mark.parametrize("name", ["report.schema.json", "memory.schema.json"])
-def test_every_property_of_the_published_schemas_is_described(script: ModuleType, name: str) -> None:
+def test_every_property_of_the_published_schemas_is_described(
+    script: ModuleType, name: str
+) -> None:
     schema = json.loads((ROOT / "docs" / "reference" / name).read_text(encoding="utf-8"))
     short = [
         f"{path}.{key}"
@@ -71,19 +73,26 @@ def test_every_property_of_the_published_schemas_is_described(script: ModuleType
 
 
 def test_the_units_of_columns_are_those_of_their_values(script: ModuleType) -> None:
-    schema = script.with_sections(json.loads((ROOT / "docs" / "reference" / "report.schema.json").read_text("utf-8")))
+    schema = script.with_sections(
+        json.loads((ROOT / "docs" / "reference" / "report.schema.json").read_text("utf-8"))
+    )
     for path, properties in script.objects(schema):
         for key, shape in properties.items():
             types = shape.get("type")
             if script.is_value(shape) and types is not None and "array" not in types:
                 numeric = find_column(key, path).unit not in ("text", "name")
-                assert numeric == any(name in types for name in ("integer", "number")), f"{path}.{key}"
+                assert numeric == any(name in types for name in ("integer", "number")), (
+                    f"{path}.{key}"
+                )
 
 
 def test_the_most_specific_declaration_of_a_column_counts() -> None:
     assert find_column("bytes", "copies.kinds").meaning == "bytes of those whose size is recorded"
     assert find_column("rank", "copies.kinds") == find_column("rank")
-    assert all(declared.unit in UNITS and declared.title and declared.meaning for declared in COLUMNS.values())
+    assert all(
+        declared.unit in UNITS and declared.title and declared.meaning
+        for declared in COLUMNS.values()
+    )
     with pytest.raises(KeyError, match="no column `nothing`"):
         find_column("nothing", "copies.kinds")
 
@@ -103,7 +112,9 @@ def test_only_leaves_the_others_out_and_says_so() -> None:
     document = build(_session(), ReportOptions(only=("core",)))
     assert all(document[section.key] is None for section in load_extra_sections())
     reasons = {entry["path"]: entry["reason"] for entry in document["absent"]}
-    assert all(reasons[section.key] == "not asked for (--only)" for section in load_extra_sections())
+    assert all(
+        reasons[section.key] == "not asked for (--only)" for section in load_extra_sections()
+    )
     assert document["kernels"]
 
 
@@ -118,7 +129,12 @@ def test_work_per_step_is_exact() -> None:
     found = analyze.work_per_step(_session().traces[0])
     rows = {row["name"]: row for row in found.kernels.to_dicts()}
     evil = rows[EVIL]
-    assert (found.steps, evil["min_total_ns"], evil["max_total_ns"], evil["step_count"]) == (3, 10_000, 30_000, 3)
+    assert (found.steps, evil["min_total_ns"], evil["max_total_ns"], evil["step_count"]) == (
+        3,
+        10_000,
+        30_000,
+        3,
+    )
     assert evil["mean_total_ns"] * 3 == 60_000
     other = rows["other"]
     assert (other["min_total_ns"], other["max_total_ns"], other["step_count"]) == (0, 4_000, 1)

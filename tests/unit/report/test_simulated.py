@@ -45,7 +45,9 @@ def test_the_load_of_a_link_over_time_is_what_it_carries(answer: Simulation) -> 
             assert own["time_ns"].is_sorted()
             assert own["share"].is_between(0, 1).all()
             assert own["share"][-1] == pytest.approx(0, abs=1e-9)
-            moved = (own["share"].to_numpy()[:-1] * np.diff(own["time_ns"].to_numpy())).sum() * BANDWIDTH
+            moved = (
+                own["share"].to_numpy()[:-1] * np.diff(own["time_ns"].to_numpy())
+            ).sum() * BANDWIDTH
             assert moved == pytest.approx(carried, rel=0.02)
 
 
@@ -73,7 +75,10 @@ def test_the_page_holds_its_sections_and_escapes_names(answer: Simulation) -> No
 def test_labels_of_links_stand_beside_the_picture(answer: Simulation) -> None:
     page = simulation.render(report.build_simulation(answer), answer)
     (left,) = {
-        float(x) for x in re.findall(r'<g transform="translate\(([0-9.]+) [0-9.]+\)" fill="var\(--bad\)">', page)
+        float(x)
+        for x in re.findall(
+            r'<g transform="translate\(([0-9.]+) [0-9.]+\)" fill="var\(--bad\)">', page
+        )
     }
     assert left >= 6 * max(map(len, answer.links["name"]))
     assert "But" not in re.findall(r"Not shown: [^<]*", page)[-1]
@@ -81,7 +86,12 @@ def test_labels_of_links_stand_beside_the_picture(answer: Simulation) -> None:
 
 def test_a_mode_without_a_timeline_says_so(tmp_path: Path) -> None:
     read = astra_sim.one_collective(tmp_path / "set", "all_reduce", 4, 1 << 20)
-    result = simulate(read, astra_sim.network("Switch", "4", "50", "500"), astra_sim.system(), congestion_aware=True)
+    result = simulate(
+        read,
+        astra_sim.network("Switch", "4", "50", "500"),
+        astra_sim.system(),
+        congestion_aware=True,
+    )
     page = simulation.render(report.build_simulation(result), result)
     assert "there is none of this mode" in page
     assert '<section id="links"' in page

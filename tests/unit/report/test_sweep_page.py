@@ -23,10 +23,13 @@ def page(*axes: str, refused: int = -1) -> str:
             "p10_ns": round(9e8 / bandwidth),
             "p90_ns": round(1.2e9 / bandwidth),
         }
-        rows.append({**point, "ranks": 8, **({"reason": "it <hangs>"} if number == refused else answer)})
+        rows.append(
+            {**point, "ranks": 8, **({"reason": "it <hangs>"} if number == refused else answer)}
+        )
     document = sweep.build(SweepTable.of(parsed, rows), "a <job>")
     answers = [
-        {key: value for key, value in point.items() if key not in document["keys"]} for point in document["points"]
+        {key: value for key, value in point.items() if key not in document["keys"]}
+        for point in document["points"]
     ]
     check_document({**document, "points": answers}, SweepDocument)
     return sweep_page.render(document)
@@ -40,7 +43,9 @@ def test_a_curve_per_choice_falls_with_the_bandwidth() -> None:
     for line in lines:
         corners = [tuple(map(float, corner.split())) for corner in line.split("L")]
         assert [x for x, _ in corners] == sorted(x for x, _ in corners)
-        assert [y for _, y in corners] == sorted(y for _, y in corners)  # down the page is less time
+        assert [y for _, y in corners] == sorted(
+            y for _, y in corners
+        )  # down the page is less time
         assert len(corners) == 3
     assert made.count('fill-opacity=".12"') == 2
     assert "<b>A100" not in made
@@ -58,11 +63,16 @@ def test_a_point_without_an_answer_is_in_the_table_alone() -> None:
 
 def test_a_word_that_is_no_number_of_ranks_is_a_point_without_an_answer() -> None:
     why = "`ranks` is a whole number above 0, not eight"
-    rows: list[SweepRow] = [{"ranks": 4, "time_ns": 1000, "cost": 0.5}, {"ranks": "eight", "reason": why}]
+    rows: list[SweepRow] = [
+        {"ranks": 4, "time_ns": 1000, "cost": 0.5},
+        {"ranks": "eight", "reason": why},
+    ]
     document = sweep.build(SweepTable.of([parse_axis("ranks=4,eight")], rows), "job")
     assert [point["pareto"] for point in document["points"]] == [True, False]
     lines = [line.plain for line in sweep.render_sweep(document, 100)]
-    assert [line.split() for line in lines if "1.00 µs" in line] == [["*", "4", "1.00", "µs", "0.5"]]
+    assert [line.split() for line in lines if "1.00 µs" in line] == [
+        ["*", "4", "1.00", "µs", "0.5"]
+    ]
     assert any(why in line for line in lines)
     assert "1 point: 1.00 µs to 1.00 µs" in sweep_page.render(document)
 

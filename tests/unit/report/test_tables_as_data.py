@@ -39,7 +39,9 @@ def test_a_table_is_written_as_the_document_has_it(tmp_path: Path) -> None:
     assert main(["report", *paths, "--no-cache", "-q", "-o", str(csv), "-o", str(parquet)]) == 0
     document = build(traceloom.load(*paths, cache=False))
     assert pl.read_csv(csv).to_dicts() == document["kernels"]
-    assert pl.read_parquet(parquet)["self_ns"].to_list() == [row["self_ns"] for row in document["operators"]]
+    assert pl.read_parquet(parquet)["self_ns"].to_list() == [
+        row["self_ns"] for row in document["operators"]
+    ]
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
@@ -73,7 +75,11 @@ def test_frames_of_a_session_are_those_of_its_ranks(tmp_path: Path) -> None:
     assert kernels.select("rank", "total_ns").rows() == [(0, 1_200_000), (1, 1_203_000)]
     for rank, trace in enumerate(session.traces):
         of_rank = pl.col("rank") == rank
-        assert session.operators.filter(of_rank).drop("rank").equals(analyze.operators(trace).operators)
+        assert (
+            session.operators.filter(of_rank)
+            .drop("rank")
+            .equals(analyze.operators(trace).operators)
+        )
         assert session.steps.filter(of_rank).height == 2
     assert session.collectives.height == 0
     with pytest.raises(AttributeError, match=r"session.traces\[0\].events"):
@@ -114,7 +120,9 @@ def test_a_real_notebook_shows_one_page_and_a_short_text(tmp_path: Path) -> None
     assert "<table" in kernels["text/html"]
 
 
-@pytest.mark.parametrize(("name", "begins"), [("kernels.PARQUET", b"PAR1"), ("kernels.Csv", b"name,")])
+@pytest.mark.parametrize(
+    ("name", "begins"), [("kernels.PARQUET", b"PAR1"), ("kernels.Csv", b"name,")]
+)
 def test_an_ending_in_capitals_is_the_same_format(name: str, begins: bytes, tmp_path: Path) -> None:
     assert main(["report", *run(tmp_path), "--no-cache", "-q", "-o", str(tmp_path / name)]) == 0
     assert (tmp_path / name).read_bytes().startswith(begins)

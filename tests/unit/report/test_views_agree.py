@@ -63,10 +63,15 @@ def reads_as(column: Col, text: str, value: Any) -> bool:
 def test_numbers_on_a_terminal_are_those_of_the_document(sort: Sort) -> None:
     compared = rows = 0
     for _, table in declared(sort):
-        last = next((column for column in reversed(table.columns) if column.kind in ("name", *PICTURES)), None)
+        last = next(
+            (column for column in reversed(table.columns) if column.kind in ("name", *PICTURES)),
+            None,
+        )
         if last is not None and last.kind in PICTURES:
             continue
-        columns = [column for column in table.columns if column is not last] + [last] * (last is not None)
+        columns = [column for column in table.columns if column is not last] + [last] * (
+            last is not None
+        )
         lines = [line.plain for line in render_declared_table(table, EVERY_ROW, 1_000)]
         titles = [column.title for column in columns]
         head = next(number for number, line in enumerate(lines) if cells(line) == titles)
@@ -78,7 +83,12 @@ def test_numbers_on_a_terminal_are_those_of_the_document(sort: Sort) -> None:
             compared += 1
             for column, text in zip(columns, texts, strict=True):
                 if column.numeric:
-                    assert reads_as(column, text, row.get(column.key)), (table.key, column.key, text, row)
+                    assert reads_as(column, text, row.get(column.key)), (
+                        table.key,
+                        column.key,
+                        text,
+                        row,
+                    )
     assert compared >= 0.9 * rows
 
 
@@ -108,7 +118,9 @@ def test_markdown_has_the_rows_of_the_core_with_the_same_figures(sort: Sort) -> 
             for row in lines:
                 if not row.startswith("|"):
                     break
-                rows.append([unescape(cell.strip()) for cell in re.split(r"(?<!\\)\|", row.strip("|"))])
+                rows.append(
+                    [unescape(cell.strip()) for cell in re.split(r"(?<!\\)\|", row.strip("|"))]
+                )
     for section, table in declared(sort):
         if table.title not in found or not section.in_markdown:
             continue
@@ -119,7 +131,11 @@ def test_markdown_has_the_rows_of_the_core_with_the_same_figures(sort: Sort) -> 
                 break
             for title, text in zip(head[1:], texts[1:], strict=True):
                 if columns[title].numeric:
-                    assert reads_as(columns[title], text, row.get(columns[title].key)), (table.key, title, text)
+                    assert reads_as(columns[title], text, row.get(columns[title].key)), (
+                        table.key,
+                        title,
+                        text,
+                    )
 
 
 def plain(value: Any) -> bool:
@@ -140,8 +156,12 @@ def test_every_table_comes_back_from_its_file_as_it_is(sort: Sort, ending: str) 
         handle = io.BytesIO()
         write(frame, ending, handle)
         handle.seek(0)
-        types = {name: pl.String if kind == pl.Null else kind for name, kind in frame.schema.items()}
-        again = pl.read_parquet(handle) if ending == ".parquet" else pl.read_csv(handle, schema=types)
+        types = {
+            name: pl.String if kind == pl.Null else kind for name, kind in frame.schema.items()
+        }
+        again = (
+            pl.read_parquet(handle) if ending == ".parquet" else pl.read_csv(handle, schema=types)
+        )
         rows = rows_of[key].rows
         assert again.height == len(rows)
         for column in frame.columns:
@@ -153,11 +173,15 @@ def test_every_table_comes_back_from_its_file_as_it_is(sort: Sort, ending: str) 
 
 
 @every_sort
-def test_tables_have_keys_of_their_own_and_columns_whose_values_are_what_they_say(sort: Sort) -> None:
+def test_tables_have_keys_of_their_own_and_columns_whose_values_are_what_they_say(
+    sort: Sort,
+) -> None:
     keys = [table.key for _, table in declared(sort)]
     assert len(set(keys)) == len(keys)
     for _, table in declared(sort):
-        assert len({(column.key, column.kind) for column in table.columns}) == len(table.columns), table.key
+        assert len({(column.key, column.kind) for column in table.columns}) == len(table.columns), (
+            table.key
+        )
         texts = [column.title for column in table.columns if column.kind in ("text", "name")]
         assert len(set(texts)) == len(texts), (table.key, texts)
         for column in table.columns:
@@ -165,7 +189,9 @@ def test_tables_have_keys_of_their_own_and_columns_whose_values_are_what_they_sa
             assert column.title, (table.key, column.key)
             assert not column.numeric or all(isinstance(value, (int, float)) for value in values)
             # made kernels and links can be faster than any device
-            if column.kind == "share" and not column.key.endswith(("roofline_fraction", "link_fraction")):
+            if column.kind == "share" and not column.key.endswith(
+                ("roofline_fraction", "link_fraction")
+            ):
                 assert all(0 <= share <= 1 + 1e-9 for share in values), (table.key, column.key)
 
 
@@ -174,7 +200,21 @@ def test_tables_have_keys_of_their_own_and_columns_whose_values_are_what_they_sa
     [
         ("time", [0.4, 155.333, 999.7, 2.5]),
         ("bytes", [0.4, 155.333, 999.7]),
-        ("time", [0, 1, 999, 1_000, 999_499, 999_500, 1_234_567, 59_999_999_999, 3_600_000_000_000, -1_500]),
+        (
+            "time",
+            [
+                0,
+                1,
+                999,
+                1_000,
+                999_499,
+                999_500,
+                1_234_567,
+                59_999_999_999,
+                3_600_000_000_000,
+                -1_500,
+            ],
+        ),
         ("bytes", [0, 1, 999, 1_000, 1_048_576, 2**40, 2**61, -4_096]),
         ("share", [0.0, 1e-9, 0.0005, 0.001, 0.1234, 0.5, 0.99899, 0.9991, 1.0]),
         ("count", [0, 7, 999, 1_000, 123_456_789]),
@@ -185,6 +225,11 @@ def test_tables_have_keys_of_their_own_and_columns_whose_values_are_what_they_sa
         ("byte_rate", [3.35e12, 999.0]),
     ],
 )
-def test_a_written_number_is_read_back_as_one_that_it_can_stand_for(unit: str, values: list[float]) -> None:
+def test_a_written_number_is_read_back_as_one_that_it_can_stand_for(
+    unit: str, values: list[float]
+) -> None:
     for value in values:
-        assert figure(units.format_value(value, unit)).holds(value), (value, units.format_value(value, unit))
+        assert figure(units.format_value(value, unit)).holds(value), (
+            value,
+            units.format_value(value, unit),
+        )

@@ -13,13 +13,19 @@ from traceloom.report.whatif import picture, render_before_after_page, render_ma
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m|`"
 DOCUMENT = {
-    "name": HOSTILE, "sentence": "This would save 2 ms.", "before_ns": 10_000_000, "after_ns": 8_000_000,
-    "traceloom": "0.0.0", "saved_ns": 2_000_000, "rescaled_saved_ns": 1_500_000,
+    "name": HOSTILE,
+    "sentence": "This would save 2 ms.",
+    "before_ns": 10_000_000,
+    "after_ns": 8_000_000,
+    "traceloom": "0.0.0",
+    "saved_ns": 2_000_000,
+    "rescaled_saved_ns": 1_500_000,
     "changes": [{"change": f"kernels ~ {HOSTILE} * 0.5", "assumes": "half"}],
     "ranks": [{"rank": rank, "before_ns": 10, "after_ns": 8, "saved_ns": 2} for rank in (0, 1)],
     "path": [{"what": "kernel", "kind": HOSTILE, "before_ns": 10, "after_ns": 8}],
-    "trusted": False, "law": {"sentence": "The law holds.", "honest_error": 0.01},
-}  # fmt: skip
+    "trusted": False,
+    "law": {"sentence": "The law holds.", "honest_error": 0.01},
+}
 
 
 def test_names_are_text_in_both_files() -> None:
@@ -36,7 +42,11 @@ def test_ranks_are_named_in_markdown() -> None:
 
 
 def test_rows_of_markdown_tables_have_as_many_cells_as_their_heads() -> None:
-    rows = [line.replace("\\|", "") for line in render_markdown(DOCUMENT).splitlines() if line.startswith("|")]
+    rows = [
+        line.replace("\\|", "")
+        for line in render_markdown(DOCUMENT).splitlines()
+        if line.startswith("|")
+    ]
     assert {row.count("|") for row in rows} == {4, 5}
 
 

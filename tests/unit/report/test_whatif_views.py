@@ -68,7 +68,9 @@ def test_the_document_adds_up(name: str) -> None:
     for side in ("before_ns", "after_ns"):
         assert sum(row[side] for row in document["path"]) == document[side]
         assert max(row[side] for row in document["ranks"]) <= document[side]
-    assert [row["change"] for row in document["changes"]] == [str(parse(text)) for text in CHANGES[name]]
+    assert [row["change"] for row in document["changes"]] == [
+        str(parse(text)) for text in CHANGES[name]
+    ]
     assert all(row["assumes"] for row in document["changes"])
     assert json.loads(encode(document)) == json.loads(json.dumps(document))
     assert answer.saved_ns == document["saved_ns"]
@@ -81,12 +83,16 @@ def test_the_document_adds_up(name: str) -> None:
 def test_the_sentence_says_which_way_it_goes(name: str, word: str) -> None:
     document = answered(name)[1]
     assert word in document["sentence"]
-    assert units.format_duration(document["before_ns"]) in document["sentence"] or word == "as before"
+    assert (
+        units.format_duration(document["before_ns"]) in document["sentence"] or word == "as before"
+    )
     assert units.format_duration(document["after_ns"]) in document["sentence"]
 
 
 @every_change
-def test_before_after_and_saved_are_the_same_on_the_terminal_in_markdown_and_in_the_page(name: str) -> None:
+def test_before_after_and_saved_are_the_same_on_the_terminal_in_markdown_and_in_the_page(
+    name: str,
+) -> None:
     document = answered(name)[1]
     lines = [line.plain for line in report.render(document, 100)]
     rows = [line.split() for line in lines if re.match(r" rank \d  ", line)]
@@ -100,7 +106,9 @@ def test_before_after_and_saved_are_the_same_on_the_terminal_in_markdown_and_in_
     for number, row in enumerate(document["ranks"]):
         times = re.findall(r"-?[\d.\u202f]+ (?:ns|µs|ms|s)\b", " ".join(rows[number]))
         texts = [unescape(cell) for cell in cells[number + 1][1:]]
-        for key, text, other in zip(("before_ns", "after_ns", "saved_ns"), times, texts, strict=True):
+        for key, text, other in zip(
+            ("before_ns", "after_ns", "saved_ns"), times, texts, strict=True
+        ):
             assert figure(text).holds(row[key])
             assert text == other
         assert [drawn[number].get(key, 0) for key in ("before_ns", "after_ns", "saved_ns")] == [
@@ -122,7 +130,9 @@ def test_a_change_that_changes_nothing_moves_nothing() -> None:
 @every_change
 def test_the_timeline_after_the_change_lasts_as_long_as_is_said(name: str) -> None:
     answer, document = answered(name)
-    changed = changed_graph(graph(), scenario_of(graph(), [parse(text) for text in CHANGES[name]]), answer.times)
+    changed = changed_graph(
+        graph(), scenario_of(graph(), [parse(text) for text in CHANGES[name]]), answer.times
+    )
     handle = io.BytesIO()
     write_graph(changed, handle)
     slices = [event for event in json.loads(handle.getvalue())["traceEvents"] if event["ph"] == "X"]
@@ -140,11 +150,14 @@ def test_the_page_says_the_sentence_and_holds_both_timelines() -> None:
     found = Elements(shown)
     assert document["sentence"] in found.shown
     widths = [
-        value for _, name, value in found.attributes if name == "width" and re.fullmatch(r"\d+\.\d\d", value or "")
+        value
+        for _, name, value in found.attributes
+        if name == "width" and re.fullmatch(r"\d+\.\d\d", value or "")
     ]
     assert [float(width or 0) for width in widths[:2]] == [
-        100.0, pytest.approx(100 * document["after_ns"] / document["before_ns"], abs=0.006),
-    ]  # fmt: skip
+        100.0,
+        pytest.approx(100 * document["after_ns"] / document["before_ns"], abs=0.006),
+    ]
     assert islands(shown)
 
 
@@ -152,7 +165,9 @@ def test_a_host_that_recording_made_slower_is_told_apart() -> None:
     document = deepcopy(answered("faster kernels")[1])
     assert "without the profiler" not in document["sentence"]
     answer = answered("faster kernels")[0]
-    slower = type(answer)(**{**vars(answer), "host_ratio": 1.5, "rescaled_saved_ns": answer.saved_ns // 2})
+    slower = type(answer)(
+        **{**vars(answer), "host_ratio": 1.5, "rescaled_saved_ns": answer.saved_ns // 2}
+    )
     said = report.describe_whatif(slower, 3)
     assert "of step 3" in said
     assert "1.50 × as long" in said
@@ -175,7 +190,10 @@ def test_parts_of_the_path_are_named_in_words(part: dict[str, str], words: str) 
 
 
 def hostile() -> Document:
-    document = deepcopy(answered("faster kernels")[1]) | {"name": EVIL, "sentence": f"It saves {EVIL}."}
+    document = deepcopy(answered("faster kernels")[1]) | {
+        "name": EVIL,
+        "sentence": f"It saves {EVIL}.",
+    }
     document["changes"] = [{"change": f"kernels ~ {EVIL} * 0.5", "assumes": "half"}]
     document["path"][0] |= {"what": "work", "kind": EVIL}
     return document
@@ -193,7 +211,8 @@ def test_names_are_text_in_every_view() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", ["kernels ~ a|b * 0.5", "kernels ~ a<b> * 0.5", "kernels ~ `x` remove", "ops ~ *_* * 2"]
+    "change",
+    ["kernels ~ a|b * 0.5", "kernels ~ a<b> * 0.5", "kernels ~ `x` remove", "ops ~ *_* * 2"],
 )
 def test_a_change_reads_in_markdown_as_it_was_written(change: str) -> None:
     document = deepcopy(answered("faster kernels")[1])
@@ -207,7 +226,12 @@ def test_a_change_reads_in_markdown_as_it_was_written(change: str) -> None:
 @given(st.text(min_size=1, max_size=60))
 def test_a_code_span_outside_a_table_shows_the_name_itself(name: str) -> None:
     shown = of_markdown(f"before {format_code_span(name, 4_000, cell=False)} after").shown
-    assert shown.strip() == f"before {sanitize(name)} after" or not name.strip() or "  " in name or name != name.strip()
+    assert (
+        shown.strip() == f"before {sanitize(name)} after"
+        or not name.strip()
+        or "  " in name
+        or name != name.strip()
+    )
 
 
 # -- sweeps -------------------------------------------------------------------------------------------------------
@@ -223,8 +247,16 @@ def test_a_sweep_says_the_same_as_single_changes() -> None:
     assert (rows["saved_ns"] + rows["time_ns"]).n_unique() == 1
 
 
-@given(st.lists(st.tuples(st.floats(0.01, 64), st.integers(0, 10**12)), max_size=12, unique_by=lambda row: row[0]))
-def test_the_picture_of_a_sweep_has_a_point_for_every_factor_where_its_time_is(rows: list[tuple[float, int]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.floats(0.01, 64), st.integers(0, 10**12)),
+        max_size=12,
+        unique_by=lambda row: row[0],
+    )
+)
+def test_the_picture_of_a_sweep_has_a_point_for_every_factor_where_its_time_is(
+    rows: list[tuple[float, int]],
+) -> None:
     table = pl.DataFrame(rows, schema={"factor": pl.Float64, "time_ns": pl.Int64}, orient="row")
     root = ET.fromstring(picture(Sweep(f"kernels ~ {sanitize(EVIL)} * {{}}", table)))
     space = "{http://www.w3.org/2000/svg}"

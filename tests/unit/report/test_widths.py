@@ -22,7 +22,15 @@ from traceloom.changes.changes import parse
 from traceloom.changes.whatif import whatif as evaluate
 from traceloom.formats.chakra.nodes import find_file_sets, read_workload
 from traceloom.graph import Plan, law, link_session
-from traceloom.report import ReportOptions, build_runs, graph, memory, memory_sources, verdict, whatif
+from traceloom.report import (
+    ReportOptions,
+    build_runs,
+    graph,
+    memory,
+    memory_sources,
+    verdict,
+    whatif,
+)
 from traceloom.report.comparison import render_terminal as render_diff
 from traceloom.report.graph import render as render_graph
 from traceloom.report.verdict import render as render_verdict
@@ -57,7 +65,9 @@ def check(name: str) -> Lines:
 
 
 def owners(name: str) -> Lines:
-    return partial(render_memory, memory.build(run(name, 20, "H100")), memory_sources.MemoryOptions())
+    return partial(
+        render_memory, memory.build(run(name, 20, "H100")), memory_sources.MemoryOptions()
+    )
 
 
 def change(name: str) -> Lines:
@@ -66,7 +76,8 @@ def change(name: str) -> Lines:
     kept = law(graph, plan)
     changes = [parse("kernels * 0.5"), parse("rank 1 delay remove")]
     return partial(
-        whatif.render, whatif.build(name, None, changes, evaluate(graph, changes, plan=plan, kept=kept), kept)
+        whatif.render,
+        whatif.build(name, None, changes, evaluate(graph, changes, plan=plan, kept=kept), kept),
     )
 
 
@@ -77,7 +88,9 @@ def linked(name: str) -> Lines:
 def listed(name: str) -> Lines:
     saved = int(dt.datetime(2026, 1, 2, 3, 4, tzinfo=dt.timezone.utc).timestamp())
     summary = gate_summary.summarise(run(name, 20, "H100"))
-    kept = gate_summary.Baseline(gate_summary.FORMAT, gate_summary.VERSION, "0.0.0", "main", saved, [summary])
+    kept = gate_summary.Baseline(
+        gate_summary.FORMAT, gate_summary.VERSION, "0.0.0", "main", saved, [summary]
+    )
     rows = [verdict.build_baseline_row(f"main-{number}", kept) for number in range(3)]
     return partial(verdict.render_baselines, rows, 2)
 
@@ -131,7 +144,9 @@ def squeezed(lines: list[str]) -> str:
 
 
 @pytest.mark.parametrize("columns", range(60, 141, 10))
-def test_both_sides_and_the_difference_stand_on_every_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_sides_and_the_difference_stand_on_every_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     both, judged = compared(PLAIN)
     text = squeezed(shown(diff(PLAIN), columns, monkeypatch))
     for row in both["breakdown"]:
@@ -139,7 +154,9 @@ def test_both_sides_and_the_difference_stand_on_every_terminal(columns: int, mon
             assert squeezed([units.format_duration(row[key])]) in text, (row["part"], key)
     for row in both["conditions"]:
         if not row["same"]:
-            assert all(squeezed([word]) in text for side in ("base", "new") for word in row[side].split())
+            assert all(
+                squeezed([word]) in text for side in ("base", "new") for word in row[side].split()
+            )
     text = squeezed(shown(check(PLAIN), columns, monkeypatch))
     assert squeezed([judged["sentence"]]) in text
     for row in judged["checks"]:
@@ -149,7 +166,9 @@ def test_both_sides_and_the_difference_stand_on_every_terminal(columns: int, mon
 
 
 @pytest.mark.parametrize("columns", [60, 80, 140])
-def test_a_what_if_says_before_and_after_of_every_rank(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_what_if_says_before_and_after_of_every_rank(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = shown(change(PLAIN), columns, monkeypatch)
     ranks = [line for line in text if re.match(r" rank \d  ", line)]
     assert [line.split()[:2] for line in ranks] == [["rank", "0"], ["rank", "1"]]
@@ -161,10 +180,13 @@ def test_workloads_and_their_nodes_keep_to_the_width(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = [
-        [node(1, us=10, name=name, is_cpu_op=True, text=name), collective(3, deps=[1], pg_name=name, name=name),
-         send(4, 1, deps=[3, 99]) if rank == 0 else receive(4, 0, deps=[3], name=name)]
+        [
+            node(1, us=10, name=name, is_cpu_op=True, text=name),
+            collective(3, deps=[1], pg_name=name, name=name),
+            send(4, 1, deps=[3, 99]) if rank == 0 else receive(4, 0, deps=[3], name=name),
+        ]
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     home = write_set(tmp_path, *ranks, groups={name: [0, 1]})
     networks = [
         convert_workload(read_workload(find_file_sets([str(home)])[0], lambda path: None)),
@@ -175,7 +197,9 @@ def test_workloads_and_their_nodes_keep_to_the_width(
         identities = [1, 3, 4] if network is networks[0] else [0, 4]
         for identity in identities:
             document = build_node_document(network, find_rows(network, identity, 0)[0])
-            views.append(partial(render_node, {**document, "attributes": {name[:30]: name, "size": "3"}}))
+            views.append(
+                partial(render_node, {**document, "attributes": {name[:30]: name, "size": "3"}})
+            )
         for lines in views:
             for columns in (60, 100, 140):
                 text = shown(lines, columns, monkeypatch)
@@ -183,7 +207,9 @@ def test_workloads_and_their_nodes_keep_to_the_width(
                 assert not any(STEERS.search(line) for line in text)
 
 
-def test_the_command_of_each_run_stands_whole_on_every_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_of_each_run_stands_whole_on_every_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sessions = [run(PLAIN, 20, "H100"), run(PLAIN, 60, "A100")]
     command = "traceloom report " + "/a/long/directory" * 12
     document = build_runs(sessions, PLAIN, [command, command])

@@ -49,15 +49,27 @@ def at_random(seed: int) -> list[list[Plain]]:
         rows: list[Plain] = []
         for number in range(1, 40):
             kind = chance.choice(["host", "compute", "compute", "collective", "send", "receive"])
-            deps = sorted({chance.randrange(1, number) for _ in range(chance.randrange(3))} if number > 1 else set())
+            deps = sorted(
+                {chance.randrange(1, number) for _ in range(chance.randrange(3))}
+                if number > 1
+                else set()
+            )
             ctrl = [] if number < 3 or chance.random() < 0.7 else [chance.randrange(1, number)]
             if chance.random() < 0.05:
                 deps.append(999)
             size = None if kind in ("host", "compute") else chance.choice([None, 8, 512, 4096])
             rows.append(
-                {"rank": rank, "id": number, "kind": kind, "name": f"{kind} {chance.randrange(4)}", "deps": deps,
-                 "ctrl": [one for one in ctrl if one not in deps], "us": chance.randrange(0, 50), "size": size}
-            )  # fmt: skip
+                {
+                    "rank": rank,
+                    "id": number,
+                    "kind": kind,
+                    "name": f"{kind} {chance.randrange(4)}",
+                    "deps": deps,
+                    "ctrl": [one for one in ctrl if one not in deps],
+                    "us": chance.randrange(0, 50),
+                    "size": size,
+                }
+            )
         ranks.append(rows)
     return ranks
 
@@ -67,16 +79,41 @@ def written(home: Path, ranks: list[list[Plain]]) -> Path:
     for rows in ranks:
         nodes = []
         for row in rows:
-            common = {"us": row["us"], "name": row["name"], "ctrl": row["ctrl"], "deps": row["deps"]}
+            common = {
+                "us": row["us"],
+                "name": row["name"],
+                "ctrl": row["ctrl"],
+                "deps": row["deps"],
+            }
             size = {} if row["size"] is None else {"comm_size": row["size"]}
             if row["kind"] in ("host", "compute"):
                 nodes.append(node(row["id"], is_cpu_op=row["kind"] == "host", **common))
             elif row["kind"] == "collective":
-                nodes.append(node(row["id"], "COMM_COLL_NODE", comm_type=0, pg_name="g", **size, **common))
+                nodes.append(
+                    node(row["id"], "COMM_COLL_NODE", comm_type=0, pg_name="g", **size, **common)
+                )
             elif row["kind"] == "send":
-                nodes.append(node(row["id"], "COMM_SEND_NODE", comm_dst=1 - row["rank"], comm_tag=0, **size, **common))
+                nodes.append(
+                    node(
+                        row["id"],
+                        "COMM_SEND_NODE",
+                        comm_dst=1 - row["rank"],
+                        comm_tag=0,
+                        **size,
+                        **common,
+                    )
+                )
             else:
-                nodes.append(node(row["id"], "COMM_RECV_NODE", comm_src=1 - row["rank"], comm_tag=0, **size, **common))
+                nodes.append(
+                    node(
+                        row["id"],
+                        "COMM_RECV_NODE",
+                        comm_src=1 - row["rank"],
+                        comm_tag=0,
+                        **size,
+                        **common,
+                    )
+                )
         files.append(nodes)
     return write_set(home, *files, groups={"g": list(range(RANKS))})
 
@@ -100,7 +137,9 @@ def total(sizes: list[int | None]) -> int | None:
     return sum(known) if known else None
 
 
-def test_kinds_and_names_are_sums_over_their_nodes(workload: tuple[list[Plain], NodeNetwork]) -> None:
+def test_kinds_and_names_are_sums_over_their_nodes(
+    workload: tuple[list[Plain], NodeNetwork],
+) -> None:
     rows, network = workload
     summary = summarise(network)
     for key in ("kind", "name"):
@@ -122,15 +161,24 @@ def test_dependencies_are_counted_and_those_that_lead_nowhere_are_told(
     summary = summarise(network)
     data = sum(one != 999 for row in rows for one in row["deps"])
     control = sum(len(row["ctrl"]) for row in rows)
-    assert {entry["kind"]: entry["count"] for entry in summary["dependencies"]} == {"data": data, "control": control}
+    assert {entry["kind"]: entry["count"] for entry in summary["dependencies"]} == {
+        "data": data,
+        "control": control,
+    }
     assert summary["edges"] == data + control
     assert summary["dangling"] == sum(999 in row["deps"] for row in rows)
-    awaited = {(row["rank"], one) for row in rows for one in (*row["deps"], *row["ctrl"]) if one != 999}
+    awaited = {
+        (row["rank"], one) for row in rows for one in (*row["deps"], *row["ctrl"]) if one != 999
+    }
     assert summary["last_nodes"] == len(rows) - len(awaited)
-    assert summary["first_nodes"] == sum(not row["ctrl"] and set(row["deps"]) <= {999} for row in rows)
+    assert summary["first_nodes"] == sum(
+        not row["ctrl"] and set(row["deps"]) <= {999} for row in rows
+    )
 
 
-def test_communication_is_a_row_for_each_kind_and_group(workload: tuple[list[Plain], NodeNetwork]) -> None:
+def test_communication_is_a_row_for_each_kind_and_group(
+    workload: tuple[list[Plain], NodeNetwork],
+) -> None:
     rows, network = workload
     summary = summarise(network)
     check_document(summary, WorkloadSummaryDocument)
@@ -147,26 +195,43 @@ def test_ranks_send_what_their_nodes_send(workload: tuple[list[Plain], NodeNetwo
     for entry in summarise(network)["ranks"]:
         own = [row for row in rows if row["rank"] == entry["rank"]]
         assert entry["nodes"] == len(own)
-        assert entry["compute_ns"] == sum(1000 * row["us"] for row in own if row["kind"] == "compute")
-        assert entry["sent_bytes"] == sum(row["size"] or 0 for row in own if row["kind"] in ("collective", "send"))
-        assert entry["edges"] == sum(len([one for one in row["deps"] if one != 999]) + len(row["ctrl"]) for row in own)
+        assert entry["compute_ns"] == sum(
+            1000 * row["us"] for row in own if row["kind"] == "compute"
+        )
+        assert entry["sent_bytes"] == sum(
+            row["size"] or 0 for row in own if row["kind"] in ("collective", "send")
+        )
+        assert entry["edges"] == sum(
+            len([one for one in row["deps"] if one != 999]) + len(row["ctrl"]) for row in own
+        )
 
 
 def test_sizes_that_no_file_tells_are_unknown_and_not_nothing(tmp_path: Path) -> None:
-    nodes = [node(1, "COMM_COLL_NODE", comm_type=0, pg_name="g"), node(2, "COMM_SEND_NODE", comm_dst=1, comm_tag=0)]
+    nodes = [
+        node(1, "COMM_COLL_NODE", comm_type=0, pg_name="g"),
+        node(2, "COMM_SEND_NODE", comm_dst=1, comm_tag=0),
+    ]
     summary = summarise(network_of(write_set(tmp_path, nodes, [node(1)], groups={"g": [0, 1]})))
     assert [entry["bytes"] for entry in summary["communication"]] == [None, None]
-    assert [entry["sent_bytes"] for entry in summary["ranks"]] == [None, 0], "who sends nothing sends 0"
+    assert [entry["sent_bytes"] for entry in summary["ranks"]] == [None, 0], (
+        "who sends nothing sends 0"
+    )
 
 
-def test_neighbours_are_what_a_node_waits_for_and_what_waits_for_it(workload: tuple[list[Plain], NodeNetwork]) -> None:
+def test_neighbours_are_what_a_node_waits_for_and_what_waits_for_it(
+    workload: tuple[list[Plain], NodeNetwork],
+) -> None:
     rows, network = workload
     for row in rows[::7]:
         document = build_node_document(network, find_rows(network, row["id"], row["rank"])[0])
         check_document(document, NodeDocument)
         assert document["node"]["name"] == row["name"]
-        before = [(one, "data") for one in row["deps"] if one != 999] + [(one, "control") for one in row["ctrl"]]
-        assert sorted((entry["id"], entry["edge"]) for entry in document["before"]) == sorted(before)
+        before = [(one, "data") for one in row["deps"] if one != 999] + [
+            (one, "control") for one in row["ctrl"]
+        ]
+        assert sorted((entry["id"], entry["edge"]) for entry in document["before"]) == sorted(
+            before
+        )
         after = [
             (other["id"], kind)
             for other in rows
@@ -187,7 +252,9 @@ def test_a_drawing_has_every_node_and_every_dependency_in_its_boxes(
     assert sum(box.time_ns for box in picture.boxes) == sum(1000 * row["us"] for row in rows)
     assert sum(link.count for link in picture.links) == summarise(network)["edges"]
     counts = [link.count for link in picture.links]
-    assert counts == sorted(counts, reverse=True), "the ones that are left out are those of the fewest dependencies"
+    assert counts == sorted(counts, reverse=True), (
+        "the ones that are left out are those of the fewest dependencies"
+    )
     assert all(0 <= box.place <= 1 for box in picture.boxes)
     spots = arrange(picture)
     assert len(set(zip(spots.x, spots.y, strict=True))) == len(picture.boxes)
@@ -205,7 +272,10 @@ def test_a_neighbourhood_is_what_a_node_waits_for_and_what_waits_for_it_in_so_ma
     own = [row for row in rows if row["rank"] == 0]
     edges = [(row["id"], one) for row in own for one in (*row["deps"], *row["ctrl"]) if one != 999]
     reached = {start}
-    for ends in (edges, [(one, after) for after, one in edges]):  # what it waits for, and what waits for it
+    for ends in (
+        edges,
+        [(one, after) for after, one in edges],
+    ):  # what it waits for, and what waits for it
         front = {start}
         for _ in range(depth):
             front = {other for one, other in ends if one in front}
@@ -216,13 +286,21 @@ def test_a_neighbourhood_is_what_a_node_waits_for_and_what_waits_for_it_in_so_ma
 
 
 def test_names_of_strangers_are_text_in_a_drawing(tmp_path: Path) -> None:
-    nodes = [node(1, name=EVIL), collective(2, deps=[1], name=EVIL, pg_name=EVIL), send(3, 1, deps=[2], name=EVIL)]
-    network = network_of(write_set(tmp_path, nodes, [receive(1, 0, name=EVIL)], groups={EVIL: [0, 1]}))
+    nodes = [
+        node(1, name=EVIL),
+        collective(2, deps=[1], name=EVIL, pg_name=EVIL),
+        send(3, 1, deps=[2], name=EVIL),
+    ]
+    network = network_of(
+        write_set(tmp_path, nodes, [receive(1, 0, name=EVIL)], groups={EVIL: [0, 1]})
+    )
     for picture in (collapse_nodes(network), build_neighbourhood(network, 1, 2)):
         page = render(picture, summarise(network))
         assert "<img" not in page
         assert not re.search("[\x1b\u202e\u2028]", page)
-        assert sanitize(EVIL)[:20] in Elements(page).shown + page.replace("&lt;", "<").replace("&gt;", ">")
+        assert sanitize(EVIL)[:20] in Elements(page).shown + page.replace("&lt;", "<").replace(
+            "&gt;", ">"
+        )
 
 
 # -- graphs -------------------------------------------------------------------------------------------------------
@@ -240,7 +318,9 @@ def test_the_summary_of_a_graph_counts_its_nodes_and_edges(graph: Graph) -> None
     kinds = Counter(row["kind"] for row in nodes)
     assert {row["kind"]: row["count"] for row in document["nodes"]["kinds"]} == kinds
     for row in document["nodes"]["kinds"]:
-        assert row["time_ns"] == sum(one["duration_ns"] for one in nodes if one["kind"] == row["kind"])
+        assert row["time_ns"] == sum(
+            one["duration_ns"] for one in nodes if one["kind"] == row["kind"]
+        )
     told = {(row["kind"], row["evidence"]): row["count"] for row in document["edges"]["kinds"]}
     assert told == Counter((row["kind"], row["evidence"]) for row in edges)
     assert (document["nodes"]["count"], document["edges"]["count"]) == (len(nodes), len(edges))
@@ -253,7 +333,9 @@ def test_the_summary_of_a_graph_counts_its_nodes_and_edges(graph: Graph) -> None
         check_document(build_node_document(network, number), NodeDocument)
 
 
-@pytest.mark.parametrize("make", [lambda: small_graph(1), lambda: small_graph(2), linked], ids=["one", "two", "linked"])
+@pytest.mark.parametrize(
+    "make", [lambda: small_graph(1), lambda: small_graph(2), linked], ids=["one", "two", "linked"]
+)
 def test_perfetto_gets_every_node_of_a_lane_once_with_arrows_in_their_slices(make: Any) -> None:
     graph = make()
     handle = io.BytesIO()
@@ -283,10 +365,13 @@ def test_perfetto_gets_every_node_of_a_lane_once_with_arrows_in_their_slices(mak
     between = [
         row["kind"]
         for row in graph.edges.to_dicts()
-        if None not in (lane[row["source"]], lane[row["target"]]) and lane[row["source"]] != lane[row["target"]]
+        if None not in (lane[row["source"]], lane[row["target"]])
+        and lane[row["source"]] != lane[row["target"]]
     ]
     assert Counter(event["cat"] for event in events if event["ph"] == "s") == Counter(between)
-    assert {event["id"] for event in events if event["ph"] == "s"} == {e["id"] for e in events if e["ph"] == "f"}
+    assert {event["id"] for event in events if event["ph"] == "s"} == {
+        e["id"] for e in events if e["ph"] == "f"
+    }
 
 
 @pytest.mark.parametrize("name", ["job.html", "job.HTML", "job.htm"])

@@ -94,7 +94,9 @@ def small_trace(name: str = "aten::mm", rank: int = 0, host: str = "host0") -> A
         builder.kernel(name, at + 30, 50, correlation=10 + number)
         builder.launch("cudaMemcpyAsync", at + 25, 5, correlation=20 + number)
         builder.copy("HtoD", at + 40, 10, bytes=4096, stream=8, correlation=20 + number)
-        builder.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)", at + 82, 8, stream=9)
+        builder.kernel(
+            "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)", at + 82, 8, stream=9
+        )
     return builder.build()
 
 

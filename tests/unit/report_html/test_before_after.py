@@ -13,7 +13,14 @@ import numpy as np
 import polars as pl
 import pytest
 
-from support.jobs import LateHost, ParallelRecipe, Recipe, StragglingStep, parallel_job, training_job
+from support.jobs import (
+    LateHost,
+    ParallelRecipe,
+    Recipe,
+    StragglingStep,
+    parallel_job,
+    training_job,
+)
 from support.workload import node, write_set
 from traceloom.changes.changes import parse
 from traceloom.changes.whatif import WhatIf, scenario_of, whatif
@@ -43,13 +50,20 @@ def graph_of(name: str) -> Graph:
             ParallelRecipe(data=8, steps=2, layers=2, faults=(LateHost(5, 2000, by="python"),))
         ),
         "in turn": lambda: parallel_job(
-            ParallelRecipe(data=8, steps=7, layers=2, faults=tuple(StragglingStep(k, 4.0, rank=k) for k in range(7)))
+            ParallelRecipe(
+                data=8,
+                steps=7,
+                layers=2,
+                faults=tuple(StragglingStep(k, 4.0, rank=k) for k in range(7)),
+            )
         ),
     }[name]()
     return calibrate(join_ranks([link_rank(builder.build()) for builder in job.run().traces()]))
 
 
-def drawn(graph: Graph, *texts: str, limit: int = 10_000) -> tuple[before_after.BeforeAfterTimeline, WhatIf]:
+def drawn(
+    graph: Graph, *texts: str, limit: int = 10_000
+) -> tuple[before_after.BeforeAfterTimeline, WhatIf]:
     changes = [parse(text) for text in texts]
     found = whatif(graph, changes)
     view = before_after.build(graph, scenario_of(graph, changes), found, limit=limit)
@@ -61,7 +75,9 @@ def of_lane(header: dict[str, Any], events: dict[str, Any], name: str) -> list[d
     first = 0
     for lane in header["lanes"]:
         if lane["name"] == name:
-            return [{key: events[key][k] for key in events} for k in range(first, first + lane["count"])]
+            return [
+                {key: events[key][k] for key in events} for k in range(first, first + lane["count"])
+            ]
         first += lane["count"]
     raise AssertionError(name)
 
@@ -73,7 +89,9 @@ def test_every_lane_stands_there_twice_with_its_times_before_and_after(unpacked:
     names = [lane["name"] for lane in header["lanes"]]
     assert names[0::2] == [name.replace(", after", ", before") for name in names[1::2]]
     stream = graph.lanes.filter(kind="device").row(0, named=True)
-    nodes = graph.nodes.filter((graph.nodes["lane"] == stream["lane"]) & (graph.nodes["duration_ns"] > 0))
+    nodes = graph.nodes.filter(
+        (graph.nodes["lane"] == stream["lane"]) & (graph.nodes["duration_ns"] > 0)
+    )
     first = int(graph.point_times().min())
     for side, times in (("before", graph.point_times()), ("after", found.times)):
         shown = of_lane(header, events, f"{stream['name']}, {side}")
@@ -90,7 +108,9 @@ def test_what_the_changes_are_about_is_marked_and_the_rest_only_moves(unpacked: 
     view, _ = drawn(graph, "kernels * 0.5")
     header, events = unpacked(view.payload)
     categories = [header["categories"][header["labels"][label][1]] for label in events["label"]]
-    assert {category for category, mark in zip(categories, events["changed"], strict=True) if mark} == {"kernel"}
+    assert {
+        category for category, mark in zip(categories, events["changed"], strict=True) if mark
+    } == {"kernel"}
     of_kernels = [
         (events["duration"][k], events["duration"][twin])
         for k, twin in enumerate(events["twin"])
@@ -132,25 +152,35 @@ def test_both_critical_paths_lie_on_the_lanes_of_their_side(unpacked: Unpack) ->
     sides = [lane["side"] for lane in header["lanes"]]
     path = header["path"]
     for side, stretches, whole in (
-        ("before", path["stretches"], found.before_ns), ("after", path["after"], found.after_ns),
-    ):  # fmt: skip
+        ("before", path["stretches"], found.before_ns),
+        ("after", path["after"], found.after_ns),
+    ):
         assert stretches
         assert {sides[lane] for lane, *_ in stretches} == {side}
         assert all(0 <= start < end <= whole for _, start, end, *_ in stretches)
         assert stretches == sorted(stretches, key=lambda one: one[1])
 
 
-def test_the_line_of_a_path_is_parted_where_it_goes_over_ranks_that_are_not_drawn(unpacked: Unpack) -> None:
+def test_the_line_of_a_path_is_parted_where_it_goes_over_ranks_that_are_not_drawn(
+    unpacked: Unpack,
+) -> None:
     graph = graph_of("in turn")
     view, _ = drawn(graph, "kernels * 0.9")
     header, _ = unpacked(view.payload)
     ranks = {rank["rank"] for rank in header["ranks"]}
-    spent = graph.nodes[find_critical_path(graph).nodes].group_by("rank").agg(pl.col("work_ns").sum())
+    spent = (
+        graph.nodes[find_critical_path(graph).nodes].group_by("rank").agg(pl.col("work_ns").sum())
+    )
     assert spent.filter(~pl.col("rank").is_in(list(ranks)), pl.col("work_ns") > 1_000_000).height
     parted = [one for one in header["path"]["stretches"] if len(one) > 3]
     assert 1 <= len(parted) <= 8
-    assert not [one for one in unpacked(drawn(graph_of("one"), "kernels * 0.9")[0].payload)[0]["path"]["stretches"]
-                if len(one) > 3]  # fmt: skip
+    assert not [
+        one
+        for one in unpacked(drawn(graph_of("one"), "kernels * 0.9")[0].payload)[0]["path"][
+            "stretches"
+        ]
+        if len(one) > 3
+    ]
 
 
 @pytest.mark.parametrize("limit", [1_000, 4_000])
@@ -190,7 +220,12 @@ def test_few_nodes_are_pieces_of_their_own_and_no_node_is_no_piece() -> None:
     start = np.array([[0, 10, 20], [0, 5, 10]])
     found = merge_nodes(np.array([0, 0, 1]), start, start + np.array([[5], [2]]), 10)
     assert (found.grain_ns, found.count.tolist()) == (0, [1, 1, 1])
-    assert merge_nodes(np.zeros(0, dtype=np.int64), np.zeros((2, 0), int), np.zeros((2, 0), int), 10).lane.size == 0
+    assert (
+        merge_nodes(
+            np.zeros(0, dtype=np.int64), np.zeros((2, 0), int), np.zeros((2, 0), int), 10
+        ).lane.size
+        == 0
+    )
 
 
 def test_what_is_drawn_together_says_so(unpacked: Unpack) -> None:
@@ -201,14 +236,19 @@ def test_what_is_drawn_together_says_so(unpacked: Unpack) -> None:
     assert "drawn together" not in drawn(graph_of("late"), "host * 0.5")[0].said
     several = [header["facts"][fact - 1] for fact in events["fact"] if fact]
     assert several
-    assert all(text.startswith("stands for\x1f") and not text.startswith("stands for\x1f1 ") for text in several)
+    assert all(
+        text.startswith("stands for\x1f") and not text.startswith("stands for\x1f1 ")
+        for text in several
+    )
 
 
 def large(count: int) -> Graph:
     """Many short ops with a kernel each, of times by chance, every one with a long hostile name of its own."""
     made = TraceBuilder()
     chance = np.random.default_rng(11)
-    word = [bytes(letters).decode() for letters in chance.integers(97, 123, (64, 150), dtype=np.uint8)]
+    word = [
+        bytes(letters).decode() for letters in chance.integers(97, 123, (64, 150), dtype=np.uint8)
+    ]
     now = device = 0.0
     for k, (host, work) in enumerate(np.round(chance.uniform(3, 20, (count // 3, 2)), 3).tolist()):
         made.op(f"{HOSTILE}{k}{word[k % 64]}", now, host)
@@ -224,7 +264,9 @@ def test_the_page_stays_small_and_its_names_are_text(unpacked: Unpack) -> None:
     changes = [parse("kernels * 0.5")]
     found = whatif(graph, changes)
     view = before_after.build(graph, scenario_of(graph, changes), found)
-    page = report_whatif.render_before_after_page(report.build(HOSTILE, None, changes, found, law(graph)), view)
+    page = report_whatif.render_before_after_page(
+        report.build(HOSTILE, None, changes, found, law(graph)), view
+    )
     assert graph.nodes.height > 60_000
     assert len(page.encode()) < 1_000_000
     assert "<script>alert" not in page
@@ -237,10 +279,19 @@ def test_the_page_stays_small_and_its_names_are_text(unpacked: Unpack) -> None:
 
 def test_a_graph_with_nothing_on_its_lanes_has_a_page_without_a_timeline(tmp_path: Path) -> None:
     document = {
-        "name": "made", "sentence": "Nothing.", "before_ns": 0, "after_ns": 0, "saved_ns": 0, "rescaled_saved_ns": 0,
-        "changes": [], "ranks": [], "path": [], "trusted": True, "law": {"sentence": "It holds.", "honest_error": 0.0},
+        "name": "made",
+        "sentence": "Nothing.",
+        "before_ns": 0,
+        "after_ns": 0,
+        "saved_ns": 0,
+        "rescaled_saved_ns": 0,
+        "changes": [],
+        "ranks": [],
+        "path": [],
+        "trusted": True,
+        "law": {"sentence": "It holds.", "honest_error": 0.0},
         "traceloom": "0.0.0",
-    }  # fmt: skip
+    }
     page = report_whatif.render_before_after_page(document, None)
     assert "nothing takes any time" in page
     assert 'id="timeline-view"' not in page
@@ -252,13 +303,26 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["whatif", str(run), "--set", "gpu * 0.5", "-o", str(out)]) == 0
     assert f"Wrote {out}" in capsys.readouterr().out
     assert "timeline-view" in out.read_text(encoding="utf-8")
-    assert main(["whatif", str(run), "--set", "gpu * 0.5", "-o", str(tmp_path / "a.perfetto.json.gz")]) == 0
-    assert json.loads(gzip.decompress((tmp_path / "a.perfetto.json.gz").read_bytes()))["traceEvents"]
+    assert (
+        main(["whatif", str(run), "--set", "gpu * 0.5", "-o", str(tmp_path / "a.perfetto.json.gz")])
+        == 0
+    )
+    assert json.loads(gzip.decompress((tmp_path / "a.perfetto.json.gz").read_bytes()))[
+        "traceEvents"
+    ]
 
 
-def test_work_of_files_without_categories_has_the_colour_of_its_kind(unpacked: Unpack, tmp_path: Path) -> None:
-    nodes = [node(1, us=5, is_cpu_op=False, name="layer"), node(2, us=5, is_cpu_op=True, name="call", deps=[1])]
+def test_work_of_files_without_categories_has_the_colour_of_its_kind(
+    unpacked: Unpack, tmp_path: Path
+) -> None:
+    nodes = [
+        node(1, us=5, is_cpu_op=False, name="layer"),
+        node(2, us=5, is_cpu_op=True, name="call", deps=[1]),
+    ]
     view = simulation.build_timeline(run(write_set(tmp_path / "set", nodes)))
     assert view is not None
     header, _ = unpacked(view.payload)
-    assert {name: header["categories"][code] for name, code in header["labels"]} == {"layer": "kernel", "call": "op"}
+    assert {name: header["categories"][code] for name, code in header["labels"]} == {
+        "layer": "kernel",
+        "call": "op",
+    }

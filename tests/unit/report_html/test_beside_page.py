@@ -19,8 +19,12 @@ from traceloom.testing import TraceBuilder
 BASE = 1_700_000_000_000_000_000
 
 
-def test_lanes_and_curves(tmp_path: Path, unpacked: Callable[[str], tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    TraceBuilder(0, 1, host="node1", base_ns=BASE).op("aten::mm", 100, 400).write(tmp_path / "rank0.kineto.json.gz")
+def test_lanes_and_curves(
+    tmp_path: Path, unpacked: Callable[[str], tuple[dict[str, Any], dict[str, Any]]]
+) -> None:
+    TraceBuilder(0, 1, host="node1", base_ns=BASE).op("aten::mm", 100, 400).write(
+        tmp_path / "rank0.kineto.json.gz"
+    )
     put(tmp_path / "rank0.stacks.json.gz", stacks([[BASE + 310_000, 0, 20_000, [0, 1]]]))
     power = series("gpu_power_watts", [BASE + 150_000], [100], device="GPU-0")
     put(tmp_path / "node1.telemetry.json.gz", telemetry(power))
@@ -34,6 +38,10 @@ def test_lanes_and_curves(tmp_path: Path, unpacked: Callable[[str], tuple[dict[s
     starts = dict(zip(labels, map(int, events["start"]), strict=True))
     assert starts["step (train.py:20)"] == 210_000  # the trace begins at 100 us
     (curve,) = [curve for curve in header["ranks"][0]["curves"] if "power" in curve["name"]]
-    assert (curve["name"], curve["time_ns"], curve["values"]) == ("gpu_power_watts GPU-0", [50_000], [100])
+    assert (curve["name"], curve["time_ns"], curve["values"]) == (
+        "gpu_power_watts GPU-0",
+        [50_000],
+        [100],
+    )
     (payload,) = re.findall(r"eJ[A-Za-z0-9+/]{100,}={0,2}", render_report_page(whole, session))
     assert [lane["name"] for lane in unpacked(payload)[0]["lanes"]] == lanes

@@ -11,21 +11,43 @@ import pytest
 
 VISION = {
     "usual": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
-    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
-    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+    "protanopia": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deuteranopia": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritanopia": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
 }
 TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
 SETS = {
     "kinds of GPU time": ("compute", "communication", "memory", "idle"),
-    "causes of idle time": ("compute", "communication", "memory", "idle", *(f"idle-{k}" for k in range(1, 6))),
+    "causes of idle time": (
+        "compute",
+        "communication",
+        "memory",
+        "idle",
+        *(f"idle-{k}" for k in range(1, 6)),
+    ),
     "changes": ("accent", "bad", "c-idle"),
     "phases": ("loading", "forward", "backward", "optimizer", "communication", "other"),
 }
 
 
 def palettes() -> dict[str, dict[str, str]]:
-    source = files("traceloom.report.views").joinpath("assets", "colours.css").read_text(encoding="utf-8")
+    source = (
+        files("traceloom.report.views")
+        .joinpath("assets", "colours.css")
+        .read_text(encoding="utf-8")
+    )
     light, dark, _ = re.findall(r"\{([^{}]*--paper:[^{}]*)\}", source)
     return {
         name: dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block))
@@ -55,9 +77,12 @@ def contrast(a: str, b: str) -> float:
 def test_colours_of_one_picture_can_be_told_apart(theme: str, kind: str, vision: str) -> None:
     palette = palettes()[theme]
     seen = {
-        name: lab(np.array(VISION[vision]) @ linear(palette.get(name) or palette[f"c-{name}"])) for name in SETS[kind]
+        name: lab(np.array(VISION[vision]) @ linear(palette.get(name) or palette[f"c-{name}"]))
+        for name in SETS[kind]
     }
-    nearest = min((float(np.linalg.norm(seen[a] - seen[b])), a, b) for a, b in combinations(seen, 2))
+    nearest = min(
+        (float(np.linalg.norm(seen[a] - seen[b])), a, b) for a, b in combinations(seen, 2)
+    )
     assert nearest[0] > 12, nearest
 
 
@@ -66,7 +91,8 @@ def test_texts_have_the_contrast_that_wcag_asks_for(theme: str) -> None:
     palette = palettes()[theme]
     for change in ("bad", "accent"):  # boxes of what changed, at their strongest
         colour, paper = (
-            np.array([int(palette[name][at : at + 2], 16) for at in (1, 3, 5)]) for name in (change, "paper")
+            np.array([int(palette[name][at : at + 2], 16) for at in (1, 3, 5)])
+            for name in (change, "paper")
         )
         box = "#" + "".join(f"{round(value):02x}" for value in 0.55 * colour + 0.45 * paper)
         assert contrast(palette["ink"], box) >= 4.5, change

@@ -32,7 +32,9 @@ def one_rank() -> Session:
         builder.step(number, start, length).op("aten::mm", start + 5, 15)
         builder.launch("cudaLaunchKernel", start + 8, 4, correlation=2 * number)
         builder.kernel(EVIL, start + 14, length / 2, correlation=2 * number)
-        builder.launch("cudaDeviceSynchronize", start + 25, length / 2 - 5, correlation=2 * number + 1)
+        builder.launch(
+            "cudaDeviceSynchronize", start + 25, length / 2 - 5, correlation=2 * number + 1
+        )
         start += length
     return Session((builder.build(),), "made")
 
@@ -64,7 +66,11 @@ def test_times_count_from_the_epoch_of_the_document() -> None:
     session = one_rank()
     value = section(session)
     assert (value["step"], value["start_ns"], value["window_ns"]) == (8, 100_000, 120_000)
-    assert [row["where"] for row in value["stretches"]] == ["main thread", "stream 7", "main thread"]
+    assert [row["where"] for row in value["stretches"]] == [
+        "main thread",
+        "stream 7",
+        "main thread",
+    ]
     assert value["stretches"][1]["edge"] == "launch"
     names = session.traces[0].events["name"]
     assert names[value["stretches"][1]["first_event"]] == EVIL
@@ -78,7 +84,9 @@ def test_ranks_that_cannot_be_told_apart_are_a_reason_not_a_failure() -> None:
     twins = tuple(TraceBuilder(rank=None).op("aten::mm", 0, 5).build() for _ in range(2))
     document = build(Session(twins, "made"), ONLY)
     assert document["critical_path"] is None
-    reason = next(entry["reason"] for entry in document["absent"] if entry["path"] == "critical_path")
+    reason = next(
+        entry["reason"] for entry in document["absent"] if entry["path"] == "critical_path"
+    )
     assert "do not say their rank" in reason
 
 
@@ -87,7 +95,11 @@ def test_the_tables_fit_the_terminal(width: int) -> None:
     lines = [line.plain for line in terminal(build(job(), ONLY), ONLY, width)]
     assert all(len(line) <= width for line in lines)
     text = "\n".join(lines)
-    for title in ("What the path consists of", "Which ranks it goes through", "The path from lane to lane"):
+    for title in (
+        "What the path consists of",
+        "Which ranks it goes through",
+        "The path from lane to lane",
+    ):
         assert title in text
 
 
@@ -120,36 +132,54 @@ def test_the_timeline_holds_the_path_on_its_lanes(
         there = header["lanes"][lane]
         assert (start, end - start) == (row["start_ns"], row["duration_ns"])
         assert header["ranks"][there["trace"]]["rank"] == row["rank"]
-        assert (there["kind"], there["thread"], there["stream"]) == (row["kind"], row["thread"], row["stream"])
+        assert (there["kind"], there["thread"], there["stream"]) == (
+            row["kind"],
+            row["thread"],
+            row["stream"],
+        )
 
 
-def test_without_a_path_the_timeline_has_none(unpacked: Callable[[str], tuple[dict[str, Any], Any]]) -> None:
+def test_without_a_path_the_timeline_has_none(
+    unpacked: Callable[[str], tuple[dict[str, Any], Any]],
+) -> None:
     header, _ = unpacked(timeline(one_rank(), set(), []).payload)
     assert header["path"] is None
 
 
 @pytest.mark.parametrize("make", [one_rank, job])
-def test_the_exported_trace_has_a_track_of_the_path_and_arrows_along_it(make: Callable[[], Session]) -> None:
+def test_the_exported_trace_has_a_track_of_the_path_and_arrows_along_it(
+    make: Callable[[], Session],
+) -> None:
     session = make()
     value = section(session)
     out = io.BytesIO()
     write(session, session.epoch_ns, out, value)
-    rows = [row for row in json.loads(out.getvalue())["traceEvents"] if row.get("cat") == "critical_path"]
+    rows = [
+        row
+        for row in json.loads(out.getvalue())["traceEvents"]
+        if row.get("cat") == "critical_path"
+    ]
     slices = [row for row in rows if row["ph"] == "X"]
     assert len({(row["pid"], row["tid"]) for row in slices}) == 1
     assert sum(round(row["dur"] * 1000) for row in slices) == value["window_ns"]
-    assert [round(row["ts"] * 1000) for row in slices] == [row["start_ns"] for row in value["stretches"]]
+    assert [round(row["ts"] * 1000) for row in slices] == [
+        row["start_ns"] for row in value["stretches"]
+    ]
     starts = {row["id"]: row for row in rows if row["ph"] == "s"}
     ends = {row["id"]: row for row in rows if row["ph"] == "f"}
     assert starts.keys() == ends.keys()
     assert len(starts) >= 2
     if make is job:
-        assert any(starts[number]["pid"] != ends[number]["pid"] for number in starts), "it goes from rank to rank"
+        assert any(starts[number]["pid"] != ends[number]["pid"] for number in starts), (
+            "it goes from rank to rank"
+        )
 
 
 def test_a_job_too_large_to_be_linked_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(critical_path, "_MAX_EVENTS", 5)
     document = build(one_rank(), ONLY)
     assert document["critical_path"] is None
-    reason = next(entry["reason"] for entry in document["absent"] if entry["path"] == "critical_path")
+    reason = next(
+        entry["reason"] for entry in document["absent"] if entry["path"] == "critical_path"
+    )
     assert "more than 5; choose ranks with --rank" in reason

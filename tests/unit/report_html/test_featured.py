@@ -31,7 +31,9 @@ def test_few_ranks_are_all_shown() -> None:
     assert choose(run.build(session, CORE), session) is None
 
 
-def test_of_many_ranks_the_slowest_the_median_and_the_fastest_are_shown(many: tuple[Session, dict[str, Any]]) -> None:
+def test_of_many_ranks_the_slowest_the_median_and_the_fastest_are_shown(
+    many: tuple[Session, dict[str, Any]],
+) -> None:
     session, made = many
     found = choose(made, session)
     assert found is not None
@@ -72,7 +74,9 @@ def test_the_shown_session_is_cut_to_the_step(many: tuple[Session, dict[str, Any
     found = choose(made, session)
     assert found is not None
     shown = found.session(session)
-    assert [trace.rank for trace in shown.traces] == [session.traces[k].rank for k in found.positions]
+    assert [trace.rank for trace in shown.traces] == [
+        session.traces[k].rank for k in found.positions
+    ]
     for trace in shown.traces:
         trace.check()
         assert trace.steps["step"].to_list() == [1]
@@ -80,11 +84,15 @@ def test_the_shown_session_is_cut_to_the_step(many: tuple[Session, dict[str, Any
     assert [rank["rank"] for rank in near["ranks"]] == [trace.rank for trace in shown.traces]
 
 
-def test_the_page_of_many_ranks_says_the_command_for_another(many: tuple[Session, dict[str, Any]]) -> None:
+def test_the_page_of_many_ranks_says_the_command_for_another(
+    many: tuple[Session, dict[str, Any]],
+) -> None:
     session, made = many
     page = render_report_page(made, session)
     assert "Of 10 ranks the page shows these event by event: rank 6 (computes longest)" in page
-    assert "<code>traceloom report &#x27;some job&#x27; --rank 2 --steps 1 -o out.html</code>" in page
+    assert (
+        "<code>traceloom report &#x27;some job&#x27; --rank 2 --steps 1 -o out.html</code>" in page
+    )
     # the tables of all ranks stand, those of single ones only for the shown
     assert page.count('data-of-rank="0"') >= 1
     assert 'data-of-rank="3"' not in page

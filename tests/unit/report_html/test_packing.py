@@ -38,7 +38,10 @@ def test_zigzag_keeps_small_numbers_small_and_can_be_undone(values: list[int]) -
 
 
 def test_a_varint_takes_one_byte_for_each_seven_bits() -> None:
-    sizes = [len(encode_varints(np.array([v], dtype=np.int64))) for v in (0, 127, 128, 16_383, 16_384, 2**56)]
+    sizes = [
+        len(encode_varints(np.array([v], dtype=np.int64)))
+        for v in (0, 127, 128, 16_383, 16_384, 2**56)
+    ]
     assert sizes == [1, 1, 2, 2, 3, 9]
 
 

@@ -57,7 +57,11 @@ def page(made_document: dict[str, Any], session: Session) -> str:
 
 def running(page: str) -> list[str]:
     """The bodies of the scripts that a browser runs."""
-    return [body for tag, attributes, body in Elements(page).raw if tag == "script" and "type" not in attributes]
+    return [
+        body
+        for tag, attributes, body in Elements(page).raw
+        if tag == "script" and "type" not in attributes
+    ]
 
 
 def test_the_page_asks_nothing_of_the_network(page: str) -> None:
@@ -65,11 +69,17 @@ def test_the_page_asks_nothing_of_the_network(page: str) -> None:
         for name in ("src", "href", "srcset", "data", "action"):
             value = attributes.get(name)
             leads_out = tag == "a" and str(value).startswith(DOCUMENTATION)
-            assert value is None or value.startswith(("#", "data:image/svg+xml")) or leads_out, (tag, name, value)
+            assert value is None or value.startswith(("#", "data:image/svg+xml")) or leads_out, (
+                tag,
+                name,
+                value,
+            )
     style = next(body for tag, _, body in Elements(page).raw if tag == "style")
     assert "url(" not in style
     assert "@import" not in style
-    assert not re.search(r"fetch\(|XMLHttpRequest|WebSocket|sendBeacon|import\(", "".join(running(page)))
+    assert not re.search(
+        r"fetch\(|XMLHttpRequest|WebSocket|sendBeacon|import\(", "".join(running(page))
+    )
 
 
 def test_the_policy_allows_just_the_scripts_and_the_style_of_the_page(page: str) -> None:
@@ -88,7 +98,10 @@ def test_the_policy_allows_just_the_scripts_and_the_style_of_the_page(page: str)
 
 def test_nothing_needs_an_inline_style_or_handler(page: str) -> None:
     for tag, attributes in Elements(page).tags:
-        assert not [name for name in attributes if name == "style" or name.startswith("on")], (tag, attributes)
+        assert not [name for name in attributes if name == "style" or name.startswith("on")], (
+            tag,
+            attributes,
+        )
 
 
 def test_the_page_without_data_is_small(page: str) -> None:
@@ -103,17 +116,23 @@ def test_ids_are_unique_and_links_lead_somewhere(page: str) -> None:
     for _, attributes in tags:
         target = (attributes.get("href") or "").partition("&")[0]  # with or without what to show
         places = target[1:].split("/")
-        assert not target.startswith("#") or places[-1] in ids or places in [[view] for view in views], target
+        assert (
+            not target.startswith("#") or places[-1] in ids or places in [[view] for view in views]
+        ), target
 
 
-def test_the_sentence_is_the_headline_and_the_title_is_short(page: str, made_document: dict[str, Any]) -> None:
+def test_the_sentence_is_the_headline_and_the_title_is_short(
+    page: str, made_document: dict[str, Any]
+) -> None:
     shown = "".join(Elements(page).texts)
     assert made_document["answer"]["sentence"].replace(" %", "\u202f%") in shown
     assert re.search("<title>(.*?)</title>", page)[1] == "small run – Traceloom"  # type: ignore[index]
 
 
 def test_views_stand_in_templates_and_say_in_short_what_they_are_about(page: str) -> None:
-    views = [attributes["data-view"] for tag, attributes in Elements(page).tags if tag == "template"]
+    views = [
+        attributes["data-view"] for tag, attributes in Elements(page).tags if tag == "template"
+    ]
     assert views == ["timeline", "gpu", "host", "memory", "ranks", "data"]
     first = page[: page.index("<template")]
     assert "What to fix first" in first
@@ -124,7 +143,11 @@ def test_views_stand_in_templates_and_say_in_short_what_they_are_about(page: str
 def test_four_key_numbers(page: str) -> None:
     found = re.search(r'<dl class="key">(.*?)</dl>', page, re.DOTALL)
     assert found
-    assert re.findall(r"<dt>(.*?)</dt>", found[1])[:3] == ["Step", "GPU busy", "Exposed communication"]
+    assert re.findall(r"<dt>(.*?)</dt>", found[1])[:3] == [
+        "Step",
+        "GPU busy",
+        "Exposed communication",
+    ]
     assert found[1].count("<dt>") == 4
 
 
@@ -132,16 +155,26 @@ def test_the_numbers_are_of_the_time_that_the_sentence_and_the_bar_are_of(
     page: str, made_document: dict[str, Any]
 ) -> None:
     parts = made_document["answer"]["parts"]
-    whole, idle = sum(part["ns"] for part in parts), sum(part["ns"] for part in parts if part["kind"] == "idle")
+    whole, idle = (
+        sum(part["ns"] for part in parts),
+        sum(part["ns"] for part in parts if part["kind"] == "idle"),
+    )
     found = re.search(r'<dl class="key">(.*?)</dl>', page, re.DOTALL)
     assert found
     numbers = dict(
-        zip(re.findall(r"<dt>(.*?)</dt>", found[1]), re.findall(r'<b title="(.*?)">', found[1]), strict=True)
+        zip(
+            re.findall(r"<dt>(.*?)</dt>", found[1]),
+            re.findall(r'<b title="(.*?)">', found[1]),
+            strict=True,
+        )
     )
     assert numbers["GPU busy"] == f"{whole - idle} of {whole} ns"
     exposed = sum(part["ns"] for part in parts if part["kind"] == "communication")
     assert numbers["Exposed communication"] == f"{exposed} of {whole} ns"
-    assert numbers["Idle, mostly"] == f"{max(part['ns'] for part in parts if part['kind'] == 'idle')} ns"
+    assert (
+        numbers["Idle, mostly"]
+        == f"{max(part['ns'] for part in parts if part['kind'] == 'idle')} ns"
+    )
 
 
 def test_missing_parts_say_why_in_one_line(page: str, made_document: dict[str, Any]) -> None:
@@ -153,20 +186,44 @@ def test_missing_parts_say_why_in_one_line(page: str, made_document: dict[str, A
     assert 'data-view="memory" class="empty"' in page
 
 
-def test_unknown_values_are_dashes_with_the_document_s_reason(made_document: dict[str, Any], session: Session) -> None:
+def test_unknown_values_are_dashes_with_the_document_s_reason(
+    made_document: dict[str, Any], session: Session
+) -> None:
     made_document["communication"]["collectives"] = [
-        {"kind": "all_reduce", "where": "device", "count": 2, "total_ns": 5, "mean_ns": 2, "max_ns": 3, "bytes": None}
+        {
+            "kind": "all_reduce",
+            "where": "device",
+            "count": 2,
+            "total_ns": 5,
+            "mean_ns": 2,
+            "max_ns": 3,
+            "bytes": None,
+        }
     ]
-    made_document["absent"] = [{"path": "communication.collectives[*].bytes", "reason": "nobody wrote it down"}]
-    row = {"kind": "all_reduce", "where": "device", "count": 2, "total_ns": 5, "mean_ns": 2, "max_ns": 3, "bytes": 77}
+    made_document["absent"] = [
+        {"path": "communication.collectives[*].bytes", "reason": "nobody wrote it down"}
+    ]
+    row = {
+        "kind": "all_reduce",
+        "where": "device",
+        "count": 2,
+        "total_ns": 5,
+        "mean_ns": 2,
+        "max_ns": 3,
+        "bytes": 77,
+    }
     made_document["communication"]["collectives"].append(row)
     columns = [
-        column for island in islands(render_report_page(made_document, session)) for column in island.get("columns", ())
+        column
+        for island in islands(render_report_page(made_document, session))
+        for column in island.get("columns", ())
     ]
     assert [c["why"] for c in columns if c.get("values") == [None, 77]] == ["nobody wrote it down"]
 
 
-def test_a_run_without_a_gpu_shows_the_host_account(session: Session, named_trace: Callable[..., Any]) -> None:
+def test_a_run_without_a_gpu_shows_the_host_account(
+    session: Session, named_trace: Callable[..., Any]
+) -> None:
     from traceloom.testing import TraceBuilder
 
     trace = TraceBuilder(device_name=None).step(1, 0, 90).op("aten::add", 5, 50).build()
@@ -187,7 +244,9 @@ def test_a_document_of_nothing_gives_a_page() -> None:
 
 def hostile(session: Session, named_trace: Callable[..., Any]) -> tuple[dict[str, Any], Session]:
     """A run in which every text that can come from outside is hostile."""
-    run = Session((named_trace(EVIL, rank=0, host=EVIL),), EVIL, None, (Notice("evil", "warning", EVIL),))
+    run = Session(
+        (named_trace(EVIL, rank=0, host=EVIL),), EVIL, None, (Notice("evil", "warning", EVIL),)
+    )
     made = document.build(run)
 
     def poisoned(value: Any, key: str = "") -> Any:
@@ -200,24 +259,67 @@ def hostile(session: Session, named_trace: Callable[..., Any]) -> tuple[dict[str
 
     made = poisoned(made)
     made["modules"] = [
-        {"node": 0, "parent": None, "depth": 0, "path": EVIL, "name": EVIL, "kind": EVIL, "count": 1, "rank": 0,
-         "host_ns": 5, "self_host_ns": 5, "device_ns": 3, "self_device_ns": 3, "kernel_count": 1}
-    ]  # fmt: skip
+        {
+            "node": 0,
+            "parent": None,
+            "depth": 0,
+            "path": EVIL,
+            "name": EVIL,
+            "kind": EVIL,
+            "count": 1,
+            "rank": 0,
+            "host_ns": 5,
+            "self_host_ns": 5,
+            "device_ns": 3,
+            "self_device_ns": 3,
+            "kernel_count": 1,
+        }
+    ]
     made["memory"] = {
-        "devices": [{"rank": 0, "device_type": EVIL, "device": 0, "peak_bytes": 5, "peak_time_ns": 1,
-                     "allocation_count": 1, "free_count": 0}],
-        "curve": [{"rank": 0, "device_type": EVIL, "device": 0, "time_ns": [0, 1], "allocated_bytes": [1, 5],
-                   "reserved_bytes": [None, None]}],
-    }  # fmt: skip
-    made["communication"] = {"collectives": [
-        {"kind": EVIL, "where": EVIL, "group": EVIL, "element_type": EVIL, "count": 1, "total_ns": 1, "mean_ns": 1,
-         "max_ns": 1}]}  # fmt: skip
+        "devices": [
+            {
+                "rank": 0,
+                "device_type": EVIL,
+                "device": 0,
+                "peak_bytes": 5,
+                "peak_time_ns": 1,
+                "allocation_count": 1,
+                "free_count": 0,
+            }
+        ],
+        "curve": [
+            {
+                "rank": 0,
+                "device_type": EVIL,
+                "device": 0,
+                "time_ns": [0, 1],
+                "allocated_bytes": [1, 5],
+                "reserved_bytes": [None, None],
+            }
+        ],
+    }
+    made["communication"] = {
+        "collectives": [
+            {
+                "kind": EVIL,
+                "where": EVIL,
+                "group": EVIL,
+                "element_type": EVIL,
+                "count": 1,
+                "total_ns": 1,
+                "mean_ns": 1,
+                "max_ns": 1,
+            }
+        ]
+    }
     made["capture"] = {EVIL: {EVIL: EVIL}, "settings": {"steps": EVIL}, "list": [EVIL]}
     made["absent"] = [{"path": "data_loading", "reason": EVIL}]
     return made, run
 
 
-def test_hostile_names_are_text_everywhere(session: Session, named_trace: Callable[..., Any]) -> None:
+def test_hostile_names_are_text_everywhere(
+    session: Session, named_trace: Callable[..., Any]
+) -> None:
     made, run = hostile(session, named_trace)
     calm = render_report_page(document.build(session), session)
     page = render_report_page(made, run)
@@ -252,12 +354,18 @@ def test_scripts_import_only_what_stands_before_them() -> None:
     exported: dict[str, set[str]] = {}
     for name in SCRIPTS:
         source = ASSETS.joinpath(name).read_text(encoding="utf-8")
-        for names, module in re.findall(r'^import \{ (.*?) \} from "\./(.*?)";$', source, re.MULTILINE):
+        for names, module in re.findall(
+            r'^import \{ (.*?) \} from "\./(.*?)";$', source, re.MULTILINE
+        ):
             assert set(names.split(", ")) <= exported[module], (name, module)
         assert source.count("\nimport ") + source.startswith("import ") == len(
             re.findall(r'^import \{ .*? \} from "\./.*?";$', source, re.MULTILINE)
         )
-        exported[name] = set(re.findall(r"^export (?:async )?(?:function|class|const|let) (\w+)", source, re.MULTILINE))
+        exported[name] = set(
+            re.findall(
+                r"^export (?:async )?(?:function|class|const|let) (\w+)", source, re.MULTILINE
+            )
+        )
 
 
 def test_scripts_share_one_scope_without_clashes() -> None:
@@ -276,18 +384,20 @@ def test_scripts_share_one_scope_without_clashes() -> None:
 def test_scripts_never_write_html() -> None:
     for name in (*SCRIPTS, "theme.js"):
         source = ASSETS.joinpath(name).read_text(encoding="utf-8")
-        assert not [line for line in source.splitlines() if line.count("`") % 2], name  # text over several lines
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", source), (
+        assert not [line for line in source.splitlines() if line.count("`") % 2], (
             name
-        )
+        )  # text over several lines
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", source
+        ), name
 
 
 def test_colours_stand_in_one_style_sheet_only() -> None:
     for name in STYLES:
         if name != "colours.css":
-            assert not re.search(r"#[0-9a-f]{3,8}\b(?!\s*\{)|rgb\(|hsl\(", ASSETS.joinpath(name).read_text("utf-8")), (
-                name
-            )
+            assert not re.search(
+                r"#[0-9a-f]{3,8}\b(?!\s*\{)|rgb\(|hsl\(", ASSETS.joinpath(name).read_text("utf-8")
+            ), name
 
 
 def test_light_and_dark_name_the_same_colours() -> None:
@@ -300,27 +410,40 @@ def test_light_and_dark_name_the_same_colours() -> None:
 
 
 def test_several_runs_are_a_table_with_a_command_each(session: Session) -> None:
-    made = document.build_runs([session, session], "folder", ["traceloom report a", "traceloom report '<b>'"])
+    made = document.build_runs(
+        [session, session], "folder", ["traceloom report a", "traceloom report '<b>'"]
+    )
     page = render_report_page(made, session)
     commands = [row["Report it alone"] for row in tables(page)["run-table"]]
     assert commands == ["traceloom report a", "traceloom report '<b>'"]
     assert 'id="timeline"' not in page
 
 
-def test_half_surrogates_do_not_break_the_page(made_document: dict[str, Any], session: Session) -> None:
+def test_half_surrogates_do_not_break_the_page(
+    made_document: dict[str, Any], session: Session
+) -> None:
     made_document["capture"] = {"run": {"command": ["python", "\ud800.py"]}, "ranks": []}
     assert "python" in render_report_page(made_document, session).encode("utf-8").decode("utf-8")
 
 
-def test_a_recording_shows_its_command_cost_and_steps(made_document: dict[str, Any], session: Session) -> None:
+def test_a_recording_shows_its_command_cost_and_steps(
+    made_document: dict[str, Any], session: Session
+) -> None:
     made_document["capture"] = {
         "run": {"command": ["torchrun", "train.py", "--name", "a b"]},
         "ranks": [
             {
                 "rank": 0,
                 "settings": {"shapes": True, "stacks": False},
-                "overhead": {"recorded_median_ns": 120_000_000, "unrecorded_median_ns": 100_000_000, "ratio": 1.2},
-                "steps": {"duration_ns": [300, 100, 120, 110], "state": ["early", "recorded", "graph", "unrecorded"]},
+                "overhead": {
+                    "recorded_median_ns": 120_000_000,
+                    "unrecorded_median_ns": 100_000_000,
+                    "ratio": 1.2,
+                },
+                "steps": {
+                    "duration_ns": [300, 100, 120, 110],
+                    "state": ["early", "recorded", "graph", "unrecorded"],
+                },
             },
             "nonsense",
         ],
@@ -329,10 +452,15 @@ def test_a_recording_shows_its_command_cost_and_steps(made_document: dict[str, A
     shown = "".join(Elements(page).texts)
     assert "torchrun train.py --name 'a b'" in shown
     assert tables(page)["recording-table"][0]["Overhead"] == "1.20 ×"
-    assert [page.count(f'<rect class="s-{state}"') for state in ("early", "recorded", "graph", "unrecorded")] == [1] * 4
+    assert [
+        page.count(f'<rect class="s-{state}"')
+        for state in ("early", "recorded", "graph", "unrecorded")
+    ] == [1] * 4
 
 
-@pytest.mark.parametrize("capture", [[], "x", {"run": 3, "ranks": [{"steps": {"duration_ns": 3}}]}, {"ranks": None}])
+@pytest.mark.parametrize(
+    "capture", [[], "x", {"run": 3, "ranks": [{"steps": {"duration_ns": 3}}]}, {"ranks": None}]
+)
 def test_a_strange_capture_is_shown_as_far_as_it_goes(
     made_document: dict[str, Any], session: Session, capture: Any
 ) -> None:
@@ -340,19 +468,40 @@ def test_a_strange_capture_is_shown_as_far_as_it_goes(
     assert "</html>" in render_report_page(made_document, session)
 
 
-def test_small_parts_of_the_answer_are_listed_as_one(made_document: dict[str, Any], session: Session) -> None:
-    parts = [("compute", "compute", 900), ("idle: a", "idle", 85), ("idle: b", "idle", 8), ("idle: c", "idle", 7)]
-    made_document["answer"]["parts"] = [{"label": label, "kind": kind, "ns": ns} for label, kind, ns in parts]
+def test_small_parts_of_the_answer_are_listed_as_one(
+    made_document: dict[str, Any], session: Session
+) -> None:
+    parts = [
+        ("compute", "compute", 900),
+        ("idle: a", "idle", 85),
+        ("idle: b", "idle", 8),
+        ("idle: c", "idle", 7),
+    ]
+    made_document["answer"]["parts"] = [
+        {"label": label, "kind": kind, "ns": ns} for label, kind, ns in parts
+    ]
     page = render_report_page(made_document, session)
     legend = re.search(r'<ul class="legend">(.*?)</ul>', page)
     assert legend
-    assert re.findall(r"<span>(.*?)</span>", legend[1]) == ["compute", "idle: a", "2 other causes of idle time"]
+    assert re.findall(r"<span>(.*?)</span>", legend[1]) == [
+        "compute",
+        "idle: a",
+        "2 other causes of idle time",
+    ]
     assert re.findall(r"<b>(.*?)</b>", legend[1]) == ["90.0 %", "8.5 %", "1.5 %"]
 
 
-def test_phases_colour_the_answer_of_a_run_without_a_gpu(made_document: dict[str, Any], session: Session) -> None:
-    parts = [("backward: operators", "op", 990), ("loading: Python", "python", 5), ("loading: operators", "op", 5)]
-    made_document["answer"]["parts"] = [{"label": label, "kind": kind, "ns": ns} for label, kind, ns in parts]
+def test_phases_colour_the_answer_of_a_run_without_a_gpu(
+    made_document: dict[str, Any], session: Session
+) -> None:
+    parts = [
+        ("backward: operators", "op", 990),
+        ("loading: Python", "python", 5),
+        ("loading: operators", "op", 5),
+    ]
+    made_document["answer"]["parts"] = [
+        {"label": label, "kind": kind, "ns": ns} for label, kind, ns in parts
+    ]
     legend = re.search(r'<ul class="legend">(.*?)</ul>', render_report_page(made_document, session))
     assert legend
     assert re.findall(r"<span>(.*?)</span>", legend[1]) == ["loading", "backward: operators"]

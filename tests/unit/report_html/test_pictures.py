@@ -35,9 +35,14 @@ from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 
 PARTS = st.lists(
-    st.tuples(st.text(max_size=8), st.sampled_from(["compute", "idle", "memory", "other"]), st.integers(0, 10**15)),
-    min_size=1, max_size=8,
-)  # fmt: skip
+    st.tuples(
+        st.text(max_size=8),
+        st.sampled_from(["compute", "idle", "memory", "other"]),
+        st.integers(0, 10**15),
+    ),
+    min_size=1,
+    max_size=8,
+)
 
 
 def svg(drawn: str) -> ET.Element:
@@ -84,7 +89,10 @@ def test_the_boxes_of_a_bar_stand_side_by_side_and_are_as_wide_as_their_share(
         assert float(element.attrib["width"]) == pytest.approx(1000 * ns / whole, abs=0.006)
         left += 1000 * ns / whole
         title = element.findtext("title") or ""
-        assert title == f"{sanitize(label)} {units.format_duration(ns)} ({units.format_share(ns, whole)})"
+        assert (
+            title
+            == f"{sanitize(label)} {units.format_duration(ns)} ({units.format_share(ns, whole)})"
+        )
     assert left == pytest.approx(1000 if whole else 0)
 
 
@@ -99,7 +107,9 @@ def test_bars_of_one_picture_are_as_long_as_they_are_of_the_longest(
 
 
 def test_a_legend_names_the_parts_that_take_time_with_their_shares() -> None:
-    found = Elements(render_legend([("busy", "compute", 750), ("none", "memory", 0), (EVIL, "idle", 250)], 1000))
+    found = Elements(
+        render_legend([("busy", "compute", 750), ("none", "memory", 0), (EVIL, "idle", 250)], 1000)
+    )
     assert found.tags["li"] == 2
     assert "75.0 %" in found.shown
     assert "25.0 %" in found.shown
@@ -110,7 +120,9 @@ def test_a_legend_names_the_parts_that_take_time_with_their_shares() -> None:
 @given(st.lists(st.lists(st.integers(0, 10**12), min_size=2, max_size=4), min_size=1, max_size=5))
 def test_stacked_bars_share_one_scale(times: list[list[int]]) -> None:
     names = ["gemm", "copy", "strange", "idle"]
-    bars = [(f"GPU {number}", list(zip(names, row, strict=False))) for number, row in enumerate(times)]
+    bars = [
+        (f"GPU {number}", list(zip(names, row, strict=False))) for number, row in enumerate(times)
+    ]
     drawn = draw_stacked_bars(bars, {"gemm": "compute", "copy": "memory", "idle": "idle"})
     longest = max(map(sum, times))
     assert bool(drawn) == bool(longest)
@@ -123,12 +135,17 @@ def test_stacked_bars_share_one_scale(times: list[list[int]]) -> None:
         by_row.setdefault(element.attrib["y"], []).append(element)
     labels = [element.text for element in picture.findall("text")]
     assert labels == [label for label, _ in bars]
-    room = max(float(e.attrib["x"]) + float(e.attrib["width"]) for row in by_row.values() for e in row) - 130
+    room = (
+        max(float(e.attrib["x"]) + float(e.attrib["width"]) for row in by_row.values() for e in row)
+        - 130
+    )
     assert room == pytest.approx(width - 130, abs=0.5)
     for number, row in enumerate(times):
         drawn_row = by_row.get(str(number * 27), [])
         assert len(drawn_row) == sum(ns > 0 for ns in row)
-        right = max((float(e.attrib["x"]) + float(e.attrib["width"]) for e in drawn_row), default=130.0)
+        right = max(
+            (float(e.attrib["x"]) + float(e.attrib["width"]) for e in drawn_row), default=130.0
+        )
         assert right - 130 == pytest.approx((width - 130) * sum(row) / longest, abs=0.5)
         assert all(float(e.attrib["y"]) + float(e.attrib["height"]) <= height for e in drawn_row)
 
@@ -142,7 +159,9 @@ def test_a_share_on_a_terminal_is_seen_where_it_is_not_nothing(fraction: float, 
 
 
 @given(st.lists(st.floats(0, 1e12), min_size=1, max_size=200), st.integers(1, 80))
-def test_a_sparkline_has_its_highest_bar_where_the_highest_value_is(values: list[float], width: int) -> None:
+def test_a_sparkline_has_its_highest_bar_where_the_highest_value_is(
+    values: list[float], width: int
+) -> None:
     shown = draw_sparkline(values, width)
     assert len(shown) == min(width, len(values))
     top = max(values)
@@ -158,9 +177,15 @@ def test_a_sparkline_has_its_highest_bar_where_the_highest_value_is(values: list
 
 
 @given(
-    st.dictionaries(st.tuples(st.integers(0, 9), st.integers(0, 9)), st.floats(-5, 1e9, allow_nan=False), max_size=40)
+    st.dictionaries(
+        st.tuples(st.integers(0, 9), st.integers(0, 9)),
+        st.floats(-5, 1e9, allow_nan=False),
+        max_size=40,
+    )
 )
-def test_cells_of_a_heat_map_are_as_dark_as_their_value(cells: dict[tuple[int, int], float]) -> None:
+def test_cells_of_a_heat_map_are_as_dark_as_their_value(
+    cells: dict[tuple[int, int], float],
+) -> None:
     rows = columns = list(range(10))
     labels = {key: f"{sanitize(EVIL)} {value}" for key, value in cells.items()}
     drawn = draw_heat_map(cells, rows, columns, labels, titles=("from rank", "to rank"))
@@ -175,7 +200,9 @@ def test_cells_of_a_heat_map_are_as_dark_as_their_value(cells: dict[tuple[int, i
     for row, group in zip(rows, groups, strict=True):
         own = [(column, cells[row, column]) for column in columns if (row, column) in cells]
         for (column, value), element in zip(own, group.findall("use"), strict=True):
-            assert float(element.attrib["fill-opacity"]) == pytest.approx(max(value, 0) / most, abs=0.0051)
+            assert float(element.attrib["fill-opacity"]) == pytest.approx(
+                max(value, 0) / most, abs=0.0051
+            )
             assert element.findtext("title") == labels[row, column]
             assert 0 <= float(element.attrib["x"]) <= width
     assert height > 22
@@ -188,7 +215,8 @@ def test_a_heat_map_that_nobody_could_read_is_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"), [(0, "·"), (1, "·"), (25, "░"), (50, "▒"), (75, "▓"), (100, "█"), (400, "█")]
+    ("value", "shown"),
+    [(0, "·"), (1, "·"), (25, "░"), (50, "▒"), (75, "▓"), (100, "█"), (400, "█")],
 )
 def test_one_character_stands_for_a_value_on_a_terminal(value: float, shown: str) -> None:
     assert pick_block_character(value, 100) == shown
@@ -211,15 +239,25 @@ def test_of_a_long_curve_the_ends_and_the_extremes_are_kept(values: list[int], m
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 10**9), st.integers(-(10**9), 10**10), st.none() | st.integers(0, 10**11)),
-             min_size=1, max_size=60)
-)  # fmt: skip
-def test_the_curve_of_memory_is_a_staircase_inside_its_frame(steps: list[tuple[int, int, int | None]]) -> None:
+    st.lists(
+        st.tuples(
+            st.integers(1, 10**9), st.integers(-(10**9), 10**10), st.none() | st.integers(0, 10**11)
+        ),
+        min_size=1,
+        max_size=60,
+    )
+)
+def test_the_curve_of_memory_is_a_staircase_inside_its_frame(
+    steps: list[tuple[int, int, int | None]],
+) -> None:
     times = list(itertools.accumulate(step for step, _, _ in steps))
     curve = {
-        "device_type": "cuda", "device": 0, "time_ns": times,
-        "allocated_bytes": [held for _, held, _ in steps], "reserved_bytes": [reserved for _, _, reserved in steps],
-    }  # fmt: skip
+        "device_type": "cuda",
+        "device": 0,
+        "time_ns": times,
+        "allocated_bytes": [held for _, held, _ in steps],
+        "reserved_bytes": [reserved for _, _, reserved in steps],
+    }
     drawn = curve_figure(curve)
     picture = svg(drawn)
     width, height = box(picture)
@@ -230,8 +268,12 @@ def test_the_curve_of_memory_is_a_staircase_inside_its_frame(steps: list[tuple[i
     corners = list(staircase(lines["line-allocated"]))
     assert all(0 <= x <= width and 0 <= y <= height for x, y in corners)
     assert [x for x, _ in corners] == sorted(x for x, _ in corners)
-    for value, (_, y) in zip(curve["allocated_bytes"], corners[::2], strict=True):  # each value after its move
-        assert y == pytest.approx(12 + (height - 34) * (highest - value) / (highest - lowest), abs=0.06)
+    for value, (_, y) in zip(
+        curve["allocated_bytes"], corners[::2], strict=True
+    ):  # each value after its move
+        assert y == pytest.approx(
+            12 + (height - 34) * (highest - value) / (highest - lowest), abs=0.06
+        )
     (data,) = islands(drawn)
     assert data["times"] == times
     assert data["series"][0] == {"name": "allocated", "values": curve["allocated_bytes"]}
@@ -239,7 +281,11 @@ def test_the_curve_of_memory_is_a_staircase_inside_its_frame(steps: list[tuple[i
     assert f"peak {units.format_size(max(curve['allocated_bytes']))} allocated" in said
 
 
-@given(st.dictionaries(st.sampled_from("abcdefghijkl"), st.lists(st.integers(0, 500), max_size=12), max_size=12))
+@given(
+    st.dictionaries(
+        st.sampled_from("abcdefghijkl"), st.lists(st.integers(0, 500), max_size=12), max_size=12
+    )
+)
 def test_the_eight_highest_curves_are_drawn_with_their_legend(values: dict[str, list[int]]) -> None:
     lines = {name: list(enumerate(heights)) for name, heights in values.items()}
     drawn = draw_step_curves(lines, "launches pending")
@@ -249,12 +295,21 @@ def test_the_eight_highest_curves_are_drawn_with_their_legend(values: dict[str, 
         return
     picture = svg(drawn)
     width, height = box(picture)
-    titles = [element.findtext("title") for element in picture.findall("path") if element.find("title") is not None]
+    titles = [
+        element.findtext("title")
+        for element in picture.findall("path")
+        if element.find("title") is not None
+    ]
     assert len(titles) == min(8, len(names))
     left_out = set(names) - set(titles)
-    assert all(max(values[name]) <= min(max(values[str(title)]) for title in titles) for name in left_out)
+    assert all(
+        max(values[name]) <= min(max(values[str(title)]) for title in titles) for name in left_out
+    )
     for element in picture.findall("path"):
-        assert all(-0.1 <= x <= width + 0.1 and -0.1 <= y <= height for x, y in staircase(element.attrib["d"]))
+        assert all(
+            -0.1 <= x <= width + 0.1 and -0.1 <= y <= height
+            for x, y in staircase(element.attrib["d"])
+        )
     assert Elements(drawn).tags["li"] == len(titles)
 
 
@@ -276,7 +331,9 @@ def test_levels_come_back_from_their_changes(levels: list[int]) -> None:
 # -- the roofline -------------------------------------------------------------------------------------------------
 
 
-def operator(name: str, intensity: float, rate: float, *, ns: int = 1000, rank: int = 0, **more: Any) -> dict[str, Any]:
+def operator(
+    name: str, intensity: float, rate: float, *, ns: int = 1000, rank: int = 0, **more: Any
+) -> dict[str, Any]:
     peaks = {"arithmetic": "bf16", "matrix": True, "peak_flop_rate": 1e15, "peak_byte_rate": 3e12}
     row = {
         "rank": rank,
@@ -294,8 +351,16 @@ def points(drawn: str) -> list[ET.Element]:
     return [element for element in svg(drawn).iter() if element.tag == "circle"]
 
 
-@given(st.lists(st.tuples(st.floats(1e-3, 1e5), st.floats(1e3, 1e15), st.integers(1, 10**12)), min_size=1, max_size=20))
-def test_points_of_the_roofline_lie_on_logarithmic_axes(rows: list[tuple[float, float, int]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.floats(1e-3, 1e5), st.floats(1e3, 1e15), st.integers(1, 10**12)),
+        min_size=1,
+        max_size=20,
+    )
+)
+def test_points_of_the_roofline_lie_on_logarithmic_axes(
+    rows: list[tuple[float, float, int]],
+) -> None:
     operators = [operator(f"op{number}", *row[:2], ns=row[2]) for number, row in enumerate(rows)]
     drawn = roofline(operators)
     width, height = box(svg(drawn))
@@ -310,7 +375,11 @@ def test_points_of_the_roofline_lie_on_logarithmic_axes(rows: list[tuple[float, 
         places.append((x, y))
     by_time = sorted(rows, key=lambda row: -row[2])
     for (x, y), (intensity, rate, _), (other_x, other_y), (more, faster, _) in itertools.islice(
-        ((a, r, b, s) for (a, r), (b, s) in itertools.combinations(list(zip(places, by_time, strict=True)), 2)), 30
+        (
+            (a, r, b, s)
+            for (a, r), (b, s) in itertools.combinations(list(zip(places, by_time, strict=True)), 2)
+        ),
+        30,
     ):
         if len({row[2] for row in rows}) == len(rows):  # the order of equal times is theirs
             assert (x - other_x) * (math.log(intensity) - math.log(more)) >= -0.2
@@ -323,7 +392,11 @@ def test_a_roofline_without_work_in_a_known_time_is_no_picture() -> None:
 
 
 def test_names_in_the_roofline_are_text_and_the_peaks_are_named() -> None:
-    found = Elements(roofline([operator(EVIL, 10, 1e14), operator("b", 100, 5e14, matrix=False, peak_flop_rate=6e13)]))
+    found = Elements(
+        roofline(
+            [operator(EVIL, 10, 1e14), operator("b", 100, 5e14, matrix=False, peak_flop_rate=6e13)]
+        )
+    )
     assert found.tags["img"] == 0
     assert "bf16" in found.shown
     assert "vector units" in found.shown
@@ -342,7 +415,10 @@ def test_an_icicle_holds_its_boxes_with_harmless_names() -> None:
     found = Elements(drawn)
     assert found.tags["img"] == 0
     assert found.tags["button"] == 2
-    assert [value for _, name, value in found.attributes if name == "aria-pressed"] == ["true", "false"]
+    assert [value for _, name, value in found.attributes if name == "aria-pressed"] == [
+        "true",
+        "false",
+    ]
 
 
 def test_an_icicle_without_gpu_time_has_no_choice_of_it() -> None:
@@ -365,11 +441,16 @@ def recorded(**entry: Any) -> str:
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 10**10), st.sampled_from(["recorded", "graph", "early", "new kind"])), max_size=40
+        st.tuples(
+            st.integers(0, 10**10), st.sampled_from(["recorded", "graph", "early", "new kind"])
+        ),
+        max_size=40,
     )
 )
 def test_every_step_of_a_run_is_a_column_as_high_as_its_time(steps: list[tuple[int, str]]) -> None:
-    drawn = recorded(steps={"duration_ns": [ns for ns, _ in steps], "state": [state for _, state in steps]})
+    drawn = recorded(
+        steps={"duration_ns": [ns for ns, _ in steps], "state": [state for _, state in steps]}
+    )
     if len(steps) < 2:
         assert "<svg" not in drawn
         return
@@ -386,13 +467,19 @@ def test_every_step_of_a_run_is_a_column_as_high_as_its_time(steps: list[tuple[i
 @pytest.mark.parametrize(
     "entry",
     [
-        {}, {"steps": None}, {"steps": []}, {"steps": {"duration_ns": 3, "state": "x"}}, {"settings": [1]},
-        {"steps": {"duration_ns": ["x", None, 5, True, 7], "state": [EVIL] * 5}}, {"overhead": {"ratio": "fast"}},
-        {"overhead": {"ratio": 1.25, "recorded_median_ns": 5, "unrecorded_median_ns": 4}}, {"host": EVIL, "versions": 3},
+        {},
+        {"steps": None},
+        {"steps": []},
+        {"steps": {"duration_ns": 3, "state": "x"}},
+        {"settings": [1]},
+        {"steps": {"duration_ns": ["x", None, 5, True, 7], "state": [EVIL] * 5}},
+        {"overhead": {"ratio": "fast"}},
+        {"overhead": {"ratio": 1.25, "recorded_median_ns": 5, "unrecorded_median_ns": 4}},
+        {"host": EVIL, "versions": 3},
         {"versions": {"torch": EVIL, "python": None}, "settings": {EVIL: True, "shapes": False}},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_capture_that_others_have_touched_shows_what_is_whole(entry: dict[str, Any]) -> None:
     found = Elements(recorded(**entry))
     assert found.tags["img"] == 0
@@ -400,7 +487,9 @@ def test_a_capture_that_others_have_touched_shows_what_is_whole(entry: dict[str,
     assert not re.search("[\x1b\u202e]", found.shown)
 
 
-@pytest.mark.parametrize("odd", [None, [], "text", {"run": None, "ranks": None}, {"ranks": [None, 3, {"rank": "x"}]}])
+@pytest.mark.parametrize(
+    "odd", [None, [], "text", {"run": None, "ranks": None}, {"ranks": [None, 3, {"rank": "x"}]}]
+)
 def test_a_capture_of_another_kind_is_no_failure(odd: Any) -> None:
     drawn = render_capture({"capture": odd, "ranks": [{"rank": 0}, {"rank": 1}]}, Reasons([]))
     assert drawn
@@ -408,10 +497,15 @@ def test_a_capture_of_another_kind_is_no_failure(odd: Any) -> None:
 
 ODD = st.recursive(
     st.one_of(
-        st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.sampled_from(["", EVIL, "recorded"])
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**70), 2**70),
+        st.floats(),
+        st.sampled_from(["", EVIL, "recorded"]),
     ),
     lambda inside: st.one_of(
-        st.lists(inside, max_size=3), st.dictionaries(st.sampled_from([EVIL, "a"]), inside, max_size=2)
+        st.lists(inside, max_size=3),
+        st.dictionaries(st.sampled_from([EVIL, "a"]), inside, max_size=2),
     ),
     max_leaves=4,
 )
@@ -425,18 +519,35 @@ def some_of(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 @given(
     some_of(
         run=some_of(command=st.lists(ODD, max_size=2)),
-        ranks=st.one_of(ODD, st.lists(some_of(
-            rank=ODD, host=ODD, processor=ODD, usable_cpus=ODD, torch_threads=ODD, settings=ODD,
-            versions=some_of(torch=ODD, python=ODD),
-            overhead=some_of(ratio=ODD, recorded_median_ns=ODD, unrecorded_median_ns=ODD),
-            steps=some_of(duration_ns=st.lists(ODD, max_size=4), state=st.lists(ODD, max_size=4)),
-        ), max_size=3)),
+        ranks=st.one_of(
+            ODD,
+            st.lists(
+                some_of(
+                    rank=ODD,
+                    host=ODD,
+                    processor=ODD,
+                    usable_cpus=ODD,
+                    torch_threads=ODD,
+                    settings=ODD,
+                    versions=some_of(torch=ODD, python=ODD),
+                    overhead=some_of(ratio=ODD, recorded_median_ns=ODD, unrecorded_median_ns=ODD),
+                    steps=some_of(
+                        duration_ns=st.lists(ODD, max_size=4), state=st.lists(ODD, max_size=4)
+                    ),
+                ),
+                max_size=3,
+            ),
+        ),
     )
-)  # fmt: skip
+)
 def test_whatever_stands_in_a_capture_the_page_is_whole(odd: Any) -> None:
     drawn = render_capture({"capture": odd, "ranks": [{"rank": 0}, {"rank": 1}]}, Reasons([]))
     elements = Elements(drawn)
     assert elements.open == []
     assert elements.tags["img"] == 0
-    heights = [float(value or 0) for tag, name, value in elements.attributes if (tag, name) == ("rect", "height")]
+    heights = [
+        float(value or 0)
+        for tag, name, value in elements.attributes
+        if (tag, name) == ("rect", "height")
+    ]
     assert all(0 <= height <= 100 for height in heights)

@@ -26,7 +26,9 @@ FILES = [
 ]
 
 
-def events_of(session: Session, header: dict[str, Any], decoded: dict[str, Any]) -> Counter[tuple[Any, ...]]:
+def events_of(
+    session: Session, header: dict[str, Any], decoded: dict[str, Any]
+) -> Counter[tuple[Any, ...]]:
     """(trace, lane name, label, category, start, duration, correlation, nested end) of each decoded event."""
     out: Counter[tuple[Any, ...]] = Counter()
     place = 0
@@ -34,10 +36,19 @@ def events_of(session: Session, header: dict[str, Any], decoded: dict[str, Any])
         for k in range(place, place + lane["count"]):
             name, code = header["labels"][decoded["label"][k]]
             out[
-                lane["trace"], lane["stream"], lane["thread"], name, header["categories"][code],
-                decoded["start"][k] + session.epoch_ns, decoded["duration"][k], decoded["correlation"][k],
-                decoded["start"][k] + max(decoded["duration"][k], 0) - decoded["clip"][k] + session.epoch_ns,
-            ] += 1  # fmt: skip
+                lane["trace"],
+                lane["stream"],
+                lane["thread"],
+                name,
+                header["categories"][code],
+                decoded["start"][k] + session.epoch_ns,
+                decoded["duration"][k],
+                decoded["correlation"][k],
+                decoded["start"][k]
+                + max(decoded["duration"][k], 0)
+                - decoded["clip"][k]
+                + session.epoch_ns,
+            ] += 1
         place += lane["count"]
     return out
 
@@ -52,7 +63,14 @@ def events_in(session: Session) -> Counter[tuple[Any, ...]]:
             maintain_order="left",
         )
         for row in frame.select(
-            "lane_stream", "lane_thread", "name", "category", "start_ns", "duration_ns", "correlation", "nested_end_ns"
+            "lane_stream",
+            "lane_thread",
+            "name",
+            "category",
+            "start_ns",
+            "duration_ns",
+            "correlation",
+            "nested_end_ns",
         ).iter_rows():
             out[(number, *row)] += 1
     return out
@@ -71,7 +89,9 @@ def test_the_payload_equals_the_trace(shared_data: Path, unpacked: Unpacked, fil
 
 @pytest.mark.data
 def test_several_ranks_stand_one_after_the_other(shared_data: Path, unpacked: Unpacked) -> None:
-    traces = tuple(load(str(shared_data / f"multirank/dlrm_rank{k}.kineto.json.gz")).traces[0] for k in (0, 3))
+    traces = tuple(
+        load(str(shared_data / f"multirank/dlrm_rank{k}.kineto.json.gz")).traces[0] for k in (0, 3)
+    )
     session = Session(traces, "two")
     header, decoded = unpacked(build(session, set(), []).payload)
     assert events_of(session, header, decoded) == events_in(session)
@@ -117,7 +137,9 @@ def test_communication_is_told_by_kernel_name(session: Session, unpacked: Unpack
     assert [header["labels"][label][0] for label in header["communication"]] == [name]
 
 
-def test_times_in_whole_microseconds_are_packed_as_such(session: Session, unpacked: Unpacked) -> None:
+def test_times_in_whole_microseconds_are_packed_as_such(
+    session: Session, unpacked: Unpacked
+) -> None:
     header, _ = unpacked(build(session, set(), []).payload)
     assert header["unit_ns"] == 1000
 
@@ -136,14 +158,22 @@ def test_with_a_limit_gpu_work_and_long_events_stay_and_the_rest_is_counted(
     assert all(link is None for link in decoded["launch"])
 
 
-def test_a_trace_without_events_gives_an_empty_timeline(session: Session, unpacked: Unpacked) -> None:
+def test_a_trace_without_events_gives_an_empty_timeline(
+    session: Session, unpacked: Unpacked
+) -> None:
     view = build(session, set(), [], limit=0)
     header, decoded = unpacked(view.payload)
     assert (view.shown, header["lanes"], decoded["start"]) == (0, [], [])
 
 
 def test_memory_curves_go_to_their_rank(session: Session, unpacked: Unpacked) -> None:
-    curve = {"rank": 1, "device_type": "cuda", "device": 0, "time_ns": [0, 5], "allocated_bytes": [1, 2]}
+    curve = {
+        "rank": 1,
+        "device_type": "cuda",
+        "device": 0,
+        "time_ns": [0, 5],
+        "allocated_bytes": [1, 2],
+    }
     header, _ = unpacked(build(session, set(), [curve]).payload)
     assert [len(rank["memory"]) for rank in header["ranks"]] == [0, 1]
     assert header["ranks"][1]["memory"][0]["allocated_bytes"] == [1, 2]

@@ -10,13 +10,24 @@ from traceloom.testing import TraceBuilder
 
 
 def test_curves_of_work_copies_and_recorded_counters() -> None:
-    made = TraceBuilder().launch("cudaLaunchKernel", 0, 5, correlation=1).kernel("k", 20, 10, correlation=1)
+    made = (
+        TraceBuilder()
+        .launch("cudaLaunchKernel", 0, 5, correlation=1)
+        .kernel("k", 20, 10, correlation=1)
+    )
     made = made.copy("Memcpy HtoD (Pinned -> Device)", 40, 10, bytes=30_000)
-    made = made.counter("power", 0, 250.0, key="W").counter("power", 30, 300.0, key="W").counter("idle", 5, 0.0)
+    made = (
+        made.counter("power", 0, 250.0, key="W")
+        .counter("power", 30, 300.0, key="W")
+        .counter("idle", 5, 0.0)
+    )
     trace = made.build()
     found = {track["name"]: track for track in build_tracks(trace, trace.start_ns)}
     assert set(found) == {"GPU 0 busy %", "GPU 0 launches waiting", "GPU 0 HtoD GB/s", "power W"}
-    assert (found["GPU 0 HtoD GB/s"]["time_ns"], found["GPU 0 HtoD GB/s"]["values"]) == ([40_000, 50_000], [3.0, 0.0])
+    assert (found["GPU 0 HtoD GB/s"]["time_ns"], found["GPU 0 HtoD GB/s"]["values"]) == (
+        [40_000, 50_000],
+        [3.0, 0.0],
+    )
     assert found["power W"]["values"] == [250.0, 300.0]
     assert max(found["GPU 0 launches waiting"]["values"]) == 1.0
 

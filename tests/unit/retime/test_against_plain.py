@@ -62,13 +62,18 @@ def test_scenarios_are_evaluated_as_if_each_were_alone(scenarios: int) -> None:
         times = plan.evaluate(works, delays, residuals=False)
         assert times.shape == (scenarios, 2 * graph.nodes.height)
         for row in range(scenarios):
-            assert times[row].tolist() == evaluated(graph, works[row].tolist(), delays[row].tolist())
+            assert times[row].tolist() == evaluated(
+                graph, works[row].tolist(), delays[row].tolist()
+            )
 
 
 def test_what_one_scenario_shares_with_the_others_may_be_given_once() -> None:
     graph, plan = job(1)
     draw = np.random.default_rng(1)
-    works, delay = draw.integers(0, 90, (3, graph.nodes.height)), draw.integers(0, 30, graph.edges.height)
+    works, delay = (
+        draw.integers(0, 90, (3, graph.nodes.height)),
+        draw.integers(0, 30, graph.edges.height),
+    )
     together = plan.evaluate(works, delay, residuals=False)
     assert (together == plan.evaluate(works, np.stack([delay] * 3), residuals=False)).all()
     alone = plan.evaluate(works[1], np.stack([delay] * 2), residuals=False)
@@ -83,7 +88,9 @@ def test_residuals_are_added_to_what_is_given() -> None:
         node, edge = graph.nodes["residual_ns"].to_numpy(), graph.edges["residual_ns"].to_numpy()
         given = plan.evaluate(works, delays)
         assert given.tolist() == plan.evaluate().tolist() == graph.point_times().tolist()
-        assert given.tolist() == plan.evaluate(works + node, delays + edge, residuals=False).tolist()
+        assert (
+            given.tolist() == plan.evaluate(works + node, delays + edge, residuals=False).tolist()
+        )
         bare = evaluated(graph, works.tolist(), delays.tolist())
         assert plan.evaluate(works, delays, residuals=False).tolist() == bare
         honest = evaluated(graph, works.tolist(), class_delays(graph).tolist())
@@ -116,14 +123,20 @@ def grid(lanes: int, length: int, seed: int) -> Graph:
     zero = pl.lit(0, pl.Int64)
     nodes = pl.DataFrame(
         {
-            "node": number, "kind": ["host"] * count, "lane": number // length, "start_ns": number % length * 50,
+            "node": number,
+            "kind": ["host"] * count,
+            "lane": number // length,
+            "start_ns": number % length * 50,
             "duration_ns": draw.integers(0, 50, count),
         }
-    ).with_columns(work_ns="duration_ns", residual_ns=zero)  # fmt: skip
+    ).with_columns(work_ns="duration_ns", residual_ns=zero)
     edges = pl.DataFrame({"source": source, "target": target, "to_end": to_end}).with_columns(
-        kind=pl.lit("thread"), evidence=pl.lit("inferred"), from_end=pl.lit(value=True),
-        delay_ns=pl.Series(draw.integers(-30, 30, source.size)), residual_ns=zero,
-    )  # fmt: skip
+        kind=pl.lit("thread"),
+        evidence=pl.lit("inferred"),
+        from_end=pl.lit(value=True),
+        delay_ns=pl.Series(draw.integers(-30, 30, source.size)),
+        residual_ns=zero,
+    )
     frames = []
     for name, frame in (("nodes", nodes), ("edges", edges)):
         schema = gs.GRAPH_SCHEMAS[name]
@@ -140,7 +153,9 @@ def test_many_lanes_are_evaluated_as_few_are(lanes: int, length: int) -> None:
     expected = evaluated(graph, works, delays)
     given = graph.nodes["work_ns"].to_numpy(), graph.edges["delay_ns"].to_numpy()
     assert plan.evaluate(*given).tolist() == expected
-    assert plan.evaluate(np.stack([given[0]] * 3), given[1])[2].tolist() == expected, "several at once"
+    assert plan.evaluate(np.stack([given[0]] * 3), given[1])[2].tolist() == expected, (
+        "several at once"
+    )
 
 
 # -- calibration --------------------------------------------------------------------------------------------------
@@ -168,16 +183,24 @@ def test_a_job_without_chance_needs_no_residual_on_its_path_and_comes_back_witho
 @pytest.mark.parametrize(
     ("text", "factors"),
     [
-        ("gpu * 2", {"kernel": 2.0, "copy": 2.0}), ("gpu * 0.5", {"kernel": 0.5, "copy": 0.5}),
-        ("ops * 2", {"host": 2.0}), ("ops * 0.5", {"host": 0.5}), ("think * 3", {"think": 3.0}),
+        ("gpu * 2", {"kernel": 2.0, "copy": 2.0}),
+        ("gpu * 0.5", {"kernel": 0.5, "copy": 0.5}),
+        ("ops * 2", {"host": 2.0}),
+        ("ops * 0.5", {"host": 0.5}),
+        ("think * 3", {"think": 3.0}),
     ],
-)  # fmt: skip
-def test_the_answer_is_what_the_job_takes_when_it_runs_with_the_change(text: str, factors: dict[str, float]) -> None:
+)
+def test_the_answer_is_what_the_job_takes_when_it_runs_with_the_change(
+    text: str, factors: dict[str, float]
+) -> None:
     compared = 0
     for seed in range(60):
         made, graph, plan = steady(seed)
         # what a kind of edge takes that never decided anything shows only in the changed job
-        if graph.delays.filter(pl.col("count") == 0).height or not parse(text).selection.nodes(graph).any():
+        if (
+            graph.delays.filter(pl.col("count") == 0).height
+            or not parse(text).selection.nodes(graph).any()
+        ):
             continue
         answer = int(np.ptp(scenario_of(graph, [parse(text)]).times(plan)))
         times = made.times(factors)
@@ -192,12 +215,16 @@ def test_no_point_has_two_residuals_and_each_is_on_what_came_last() -> None:
         graph, _ = job(seed)
         times = graph.point_times().tolist()
         source, target = (points.tolist() for points in graph.points())
-        reached: dict[int, list[tuple[int, int]]] = {}  # when each cause would have let the point be, its residual
+        reached: dict[
+            int, list[tuple[int, int]]
+        ] = {}  # when each cause would have let the point be, its residual
         for at, residual in enumerate(graph.edges["residual_ns"].to_list()):
             delay = graph.edges["delay_ns"][at]
             assert delay <= times[target[at]] - times[source[at]], "no more than was observed"
             reached.setdefault(target[at], []).append((times[source[at]] + delay, residual))
-        for node, (work, residual) in enumerate(graph.nodes.select("work_ns", "residual_ns").iter_rows()):
+        for node, (work, residual) in enumerate(
+            graph.nodes.select("work_ns", "residual_ns").iter_rows()
+        ):
             reached.setdefault(2 * node + 1, []).append((times[2 * node] + work, residual))
         for point, causes in reached.items():
             bear = [(arrival, residual) for arrival, residual in causes if residual]
@@ -221,7 +248,9 @@ def test_calibration_asks_nothing_of_the_unit_of_time_where_no_usual_figure_is_n
             )
         )
         # of an even number of launches the usual one lies between two: half a nanosecond is lost in the smaller unit
-        assert longer.nodes["work_ns"].to_list() == pytest.approx([1000 * ns for ns in graph.nodes["work_ns"]], abs=500)
+        assert longer.nodes["work_ns"].to_list() == pytest.approx(
+            [1000 * ns for ns in graph.nodes["work_ns"]], abs=500
+        )
         assert longer.delays["count"].to_list() == graph.delays["count"].to_list()
         compared += 1
     assert compared > 3
@@ -234,9 +263,16 @@ def test_ranks_alike_calibrate_as_one() -> None:
     both = replace(
         graph,
         nodes=pl.concat(
-            [graph.nodes, graph.nodes.with_columns(pl.col("node") + height, pl.col("lane") + lanes, pl.col("rank") + 5)]
+            [
+                graph.nodes,
+                graph.nodes.with_columns(
+                    pl.col("node") + height, pl.col("lane") + lanes, pl.col("rank") + 5
+                ),
+            ]
         ),
-        edges=pl.concat([graph.edges, graph.edges.with_columns(pl.col("source", "target") + height)]),
+        edges=pl.concat(
+            [graph.edges, graph.edges.with_columns(pl.col("source", "target") + height)]
+        ),
         lanes=pl.concat([graph.lanes, graph.lanes.with_columns(pl.col("lane") + lanes)]),
         communication=graph.communication.clear(),
     )
@@ -255,7 +291,9 @@ def walked(graph: Graph, times: list[int]) -> tuple[list[int], list[int], int]:
     work = (graph.nodes["work_ns"] + graph.nodes["residual_ns"]).to_list()
     delay = (graph.edges["delay_ns"] + graph.edges["residual_ns"]).to_list()
     into: dict[int, list[tuple[int, int]]] = {}
-    for edge, (source, target) in enumerate(zip(*(points.tolist() for points in graph.points()), strict=True)):
+    for edge, (source, target) in enumerate(
+        zip(*(points.tolist() for points in graph.points()), strict=True)
+    ):
         into.setdefault(target, []).append((source, edge))
     edges: list[int] = []
     nodes: list[int] = []
@@ -266,7 +304,11 @@ def walked(graph: Graph, times: list[int]) -> tuple[list[int], list[int], int]:
             nodes.append(at // 2)
             at -= 1
             continue
-        causes = [(edge, source) for source, edge in into.get(at, []) if times[source] + delay[edge] == times[at]]
+        causes = [
+            (edge, source)
+            for source, edge in into.get(at, [])
+            if times[source] + delay[edge] == times[at]
+        ]
         if not causes:
             return edges, nodes, at
         edge, at = max(causes)
@@ -307,12 +349,16 @@ def test_every_figure_of_the_law_is_that_of_a_plain_evaluation() -> None:
         assert kept.honest_error == pytest.approx(kept.honest_error_ns / window)
         off = sorted(abs(one - other) for one, other in zip(honest, measured, strict=True))
         at, part = divmod(0.95 * (len(off) - 1), 1)
-        assert kept.point_error_ns == int(off[int(at)] + part * (off[min(int(at) + 1, len(off) - 1)] - off[int(at)]))
+        assert kept.point_error_ns == int(
+            off[int(at)] + part * (off[min(int(at) + 1, len(off) - 1)] - off[int(at)])
+        )
         assert kept.points_hold == (kept.point_error <= 0.05)
         assert kept.holds == (abs(kept.honest_error) <= 0.02)
         edges, nodes, _ = walked(graph, measured)
         on_edges = sum(graph.edges["residual_ns"][edge] for edge in edges)
-        assert kept.residual_ns == on_edges + sum(graph.nodes["residual_ns"][node] for node in nodes)
+        assert kept.residual_ns == on_edges + sum(
+            graph.nodes["residual_ns"][node] for node in nodes
+        )
         assumed = [edge for edge in edges if graph.edges["evidence"][edge] == "assumed"]
         assert kept.assumed_ns == sum(graph.edges["delay_ns"][edge] for edge in assumed)
         for row in kept.ranks.iter_rows(named=True):
@@ -331,7 +377,10 @@ def test_the_largest_unexplained_delays_are_the_largest_residuals_of_the_path() 
         rows = list_largest_residuals(graph, path, 3)
         residuals = [graph.edges["residual_ns"][edge] for edge in path.edges.tolist()]
         residuals += [graph.nodes["residual_ns"][node] for node in path.nodes.tolist()]
-        assert rows["time_ns"].to_list() == sorted((time for time in residuals if time), reverse=True)[:3]
+        assert (
+            rows["time_ns"].to_list()
+            == sorted((time for time in residuals if time), reverse=True)[:3]
+        )
         for row in rows.iter_rows(named=True):
             assert row["name"] == graph.nodes["name"][row["node"]]
             assert row["start_ns"] == graph.nodes["start_ns"][row["node"]]
@@ -374,7 +423,9 @@ def test_every_node_bears_its_slack_and_not_one_nanosecond_more() -> None:
             # as its end may come later: what its end waits for besides its work is held up as long
             room = graph.nodes["duration_ns"][node] - plain.work[node] + slack
             for longer, later in ((room, 0), (room + 1, 1)):
-                works = [work + longer if at == node else work for at, work in enumerate(plain.work)]
+                works = [
+                    work + longer if at == node else work for at, work in enumerate(plain.work)
+                ]
                 assert max(longest(starts, works, links)) == end + later, (seed, node)
 
 
@@ -392,5 +443,10 @@ def test_latest_times_leave_room_for_every_edge_and_every_work(later: int) -> No
         assert (latest <= end).all()
         assert (latest[source] + delay <= latest[target]).all()
         assert (latest[0::2] + work <= latest[1::2]).all()
-        held = latest[2 * find_critical_path(graph).nodes + 1] - times[2 * find_critical_path(graph).nodes + 1]
-        assert (held == later).all(), "the path may come later by as much as the end, and by no more"
+        held = (
+            latest[2 * find_critical_path(graph).nodes + 1]
+            - times[2 * find_critical_path(graph).nodes + 1]
+        )
+        assert (held == later).all(), (
+            "the path may come later by as much as the end, and by no more"
+        )

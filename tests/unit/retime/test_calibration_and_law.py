@@ -25,17 +25,33 @@ class Made:
         self.nodes: list[dict[str, Any]] = []
         self.edges: list[dict[str, Any]] = []
 
-    def node(self, kind: str, name: str, lane: int | None, start: int, end: int, rank: int = 0) -> int:
-        times = {"start_ns": start, "duration_ns": end - start, "work_ns": end - start, "residual_ns": 0}
+    def node(
+        self, kind: str, name: str, lane: int | None, start: int, end: int, rank: int = 0
+    ) -> int:
+        times = {
+            "start_ns": start,
+            "duration_ns": end - start,
+            "work_ns": end - start,
+            "residual_ns": 0,
+        }
         row = {"node": len(self.nodes), "kind": kind, "name": name, "rank": rank, "lane": lane}
         self.nodes.append(row | times)
         return len(self.nodes) - 1
 
     def edge(
-        self, kind: str, source: int, target: int, *, from_end: bool = True, to_end: bool = False, how: str = "measured"
+        self,
+        kind: str,
+        source: int,
+        target: int,
+        *,
+        from_end: bool = True,
+        to_end: bool = False,
+        how: str = "measured",
     ) -> int:
         ends = {"from_end": from_end, "to_end": to_end, "delay_ns": 0, "residual_ns": 0}
-        self.edges.append({"source": source, "target": target, "kind": kind, "evidence": how} | ends)
+        self.edges.append(
+            {"source": source, "target": target, "kind": kind, "evidence": how} | ends
+        )
         return len(self.edges) - 1
 
     def thread(self, *nodes: int) -> None:
@@ -44,8 +60,17 @@ class Made:
 
     def graph(self) -> Graph:
         lanes = max((row["lane"] or 0 for row in self.nodes), default=0) + 1
-        frames = {"nodes": self.nodes, "edges": self.edges, "lanes": [{"lane": lane} for lane in range(lanes)]}
-        return Graph(**{name: pl.DataFrame(rows, schema=gs.GRAPH_SCHEMAS[name]) for name, rows in frames.items()})
+        frames = {
+            "nodes": self.nodes,
+            "edges": self.edges,
+            "lanes": [{"lane": lane} for lane in range(lanes)],
+        }
+        return Graph(
+            **{
+                name: pl.DataFrame(rows, schema=gs.GRAPH_SCHEMAS[name])
+                for name, rows in frames.items()
+            }
+        )
 
 
 def _window(graph: Graph, **change: Any) -> int:
@@ -99,7 +124,9 @@ def test_what_no_edge_shows_is_a_usual_figure_at_most_the_least_slack() -> None:
     rows = graph.delays.filter(pl.col("kind") == "stream").rows()
     assert rows == [("stream", "kernel > kernel", 0, 80)]
     far = Made()
-    calls = [far.node("launch", "cudaLaunchKernel", 0, start, start + 9_000) for start in (0, 9_000)]
+    calls = [
+        far.node("launch", "cudaLaunchKernel", 0, start, start + 9_000) for start in (0, 9_000)
+    ]
     works = [far.node("kernel", "k", 1, start, start + 10) for start in (7_000, 16_000)]
     for call, work in zip(calls, works, strict=True):
         far.edge("launch", call, work, from_end=False)
@@ -156,7 +183,10 @@ def test_communication_takes_its_own_transfer_and_the_late_rank_is_the_cause() -
     made = Made()
     origins = [made.node("origin", "", None, 0, 0, rank) for rank in (0, 1)]
     hosts = [made.node("host", "op", 2 * rank, 0, (100, 700)[rank], rank) for rank in (0, 1)]
-    parts = [made.node("collective", "nccl", 2 * rank + 1, (110, 710)[rank], (960, 964)[rank], rank) for rank in (0, 1)]
+    parts = [
+        made.node("collective", "nccl", 2 * rank + 1, (110, 710)[rank], (960, 964)[rank], rank)
+        for rank in (0, 1)
+    ]
     meeting = made.node("rendezvous", "all_reduce", None, 710, 710, 0)
     for rank in (0, 1):
         made.edge("origin", origins[rank], hosts[rank], how="assumed")
@@ -209,14 +239,25 @@ def test_what_is_only_assumed_is_told_apart() -> None:
 def test_the_path_goes_back_over_what_held_each_point() -> None:
     graph = waiting(5)
     path = find_critical_path(graph)
-    assert graph.nodes["name"][path.nodes.tolist()].to_list() == ["aten::add", "cudaStreamSynchronize", "k"]
-    assert graph.edges["kind"][path.edges.tolist()].to_list() == ["thread", "thread", "synchronize", "launch"]
+    assert graph.nodes["name"][path.nodes.tolist()].to_list() == [
+        "aten::add",
+        "cudaStreamSynchronize",
+        "k",
+    ]
+    assert graph.edges["kind"][path.edges.tolist()].to_list() == [
+        "thread",
+        "thread",
+        "synchronize",
+        "launch",
+    ]
 
 
 def test_a_linked_trace_answers_for_a_faster_device() -> None:
     builder = TraceBuilder()
     at = 0.0
-    for number in range(1, 21):  # kernels of 100 us launched every 10 us: the device is the bottleneck
+    for number in range(
+        1, 21
+    ):  # kernels of 100 us launched every 10 us: the device is the bottleneck
         builder.launch("cudaLaunchKernel", at, 6, correlation=number)
         builder.kernel("gemm", 7 + 101.0 * (number - 1), 100, correlation=number)
         at += 10
@@ -254,4 +295,9 @@ def test_times_beyond_all_reason_are_refused_also_where_they_wrap_around(longest
 
 def test_a_graph_of_nothing_keeps_the_law() -> None:
     found = law(calibrate(Made().graph()))
-    assert (found.window_ns, found.exact_error_ns, found.honest_error_ns, found.path.height) == (0, 0, 0, 0)
+    assert (found.window_ns, found.exact_error_ns, found.honest_error_ns, found.path.height) == (
+        0,
+        0,
+        0,
+        0,
+    )

@@ -32,7 +32,11 @@ CHANGES = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return parallel_job(ParallelRecipe(data=2, tensor=2, steps=3, layers=2)).run().write(tmp_path / "job")
+    return (
+        parallel_job(ParallelRecipe(data=2, tensor=2, steps=3, layers=2))
+        .run()
+        .write(tmp_path / "job")
+    )
 
 
 def in_files(patch: pytest.MonkeyPatch) -> None:
@@ -61,12 +65,16 @@ def told(session: Session) -> dict[str, Any]:
         "edges": graph.edges.rows(),
         "alone": [int(whatif_many(graph, [one], plan)[0]) for one in scenarios],
         "together": whatif_many(graph, scenarios, plan).tolist(),
-        "saved": whatif(graph, [parse("copies async")], plan=plan).saved_ns if graph.transfers.height else None,
+        "saved": whatif(graph, [parse("copies async")], plan=plan).saved_ns
+        if graph.transfers.height
+        else None,
         "times": plan.evaluate().tolist(),
     }
 
 
-def test_a_graph_in_files_is_the_graph_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_in_files_is_the_graph_in_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known = told(traceloom.load(folder, cache=False))
     in_files(monkeypatch)
     session = traceloom.load(folder, cache=False)

@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 from support.jobs import Recipe, training_job
 from support.strategies import builders
 from traceloom.graph import Plan, calibrate
-from traceloom.graph.critical_path import compute_latest_times, compute_slack_ns, find_critical_path, walk_back
+from traceloom.graph.critical_path import (
+    compute_latest_times,
+    compute_slack_ns,
+    find_critical_path,
+    walk_back,
+)
 from traceloom.graph.graph import Graph
 from traceloom.graph.job import join_ranks
 from traceloom.graph.rank import link_rank
@@ -41,7 +46,9 @@ def plain_latest(graph: Graph) -> list[int]:
     while moved:
         moved = False
         for point, targets in enumerate(after):
-            found = min([last if not targets else 2**62, *(latest[other] - gap for other, gap in targets)])
+            found = min(
+                [last if not targets else 2**62, *(latest[other] - gap for other, gap in targets)]
+            )
             if found != latest[point]:
                 latest[point], moved = found, True
     return latest
@@ -49,13 +56,19 @@ def plain_latest(graph: Graph) -> list[int]:
 
 def test_work_beside_a_longer_one_has_the_difference_as_slack() -> None:
     builder = TraceBuilder().op("aten::mm", 0, 30)
-    builder.launch("cudaLaunchKernel", 2, 3, correlation=1).launch("cudaLaunchKernel", 10, 3, correlation=2)
-    builder.kernel("long", 10, 80, correlation=1, stream=7).kernel("short", 20, 20, correlation=2, stream=20)
+    builder.launch("cudaLaunchKernel", 2, 3, correlation=1).launch(
+        "cudaLaunchKernel", 10, 3, correlation=2
+    )
+    builder.kernel("long", 10, 80, correlation=1, stream=7).kernel(
+        "short", 20, 20, correlation=2, stream=20
+    )
     builder.launch("cudaDeviceSynchronize", 40, 60, correlation=3)
     graph = graph_of(builder)
     slack = dict(zip(graph.nodes["name"].to_list(), compute_slack_ns(graph).tolist(), strict=True))
     assert slack["long"] == 0
-    assert slack["short"] == 50 * US  # it ended at 40, the longer one at 90; both are awaited by one call
+    assert (
+        slack["short"] == 50 * US
+    )  # it ended at 40, the longer one at 90; both are awaited by one call
     assert slack["cudaDeviceSynchronize"] == 0
 
 
@@ -65,7 +78,9 @@ def test_what_nothing_waits_for_may_come_as_late_as_the_end() -> None:
     slack = dict(zip(graph.nodes["name"].to_list(), compute_slack_ns(graph).tolist(), strict=True))
     assert slack["aten::mm"] == 0
     assert slack["aten::add"] == 70 * US
-    later = dict(zip(graph.nodes["name"].to_list(), compute_slack_ns(graph, 120 * US).tolist(), strict=True))
+    later = dict(
+        zip(graph.nodes["name"].to_list(), compute_slack_ns(graph, 120 * US).tolist(), strict=True)
+    )
     assert later["aten::add"] == 90 * US
     assert later["aten::mm"] == 20 * US
 
@@ -118,7 +133,9 @@ def test_a_trail_leads_from_cause_to_cause_until_it_shall_stop(seed: int) -> Non
     points, bound = walk_back(graph, last)
     source, target = graph.points()
     assert points[0] == last
-    for point, before, edge in zip(points.tolist(), points[1:].tolist(), bound.tolist(), strict=False):
+    for point, before, edge in zip(
+        points.tolist(), points[1:].tolist(), bound.tolist(), strict=False
+    ):
         assert before == (source[edge] if edge >= 0 else point - 1)
         assert edge < 0 or target[edge] == point
     assert bound[-1] == -2

@@ -57,11 +57,19 @@ def test_bytes_are_those_of_the_textbook(ranks: int, size: int) -> None:
     for algorithm in ("ring", "direct", "halving-doubling"):
         for kind, share in (("all_reduce", 2), ("reduce_scatter", 1)):
             sent = build_schedule(kind, algorithm, ranks, size).sent_bytes()
-            assert np.abs(sent - share * size * (ranks - 1) / ranks).max() <= 2 * lost, (algorithm, kind)
-        assert (build_schedule("all_gather", algorithm, ranks, size).sent_bytes() == size * (ranks - 1)).all()
+            assert np.abs(sent - share * size * (ranks - 1) / ranks).max() <= 2 * lost, (
+                algorithm,
+                kind,
+            )
+        assert (
+            build_schedule("all_gather", algorithm, ranks, size).sent_bytes() == size * (ranks - 1)
+        ).all()
     tree = build_schedule("all_reduce", "double-tree", ranks, size, chunks=4)
     assert tree.sent_bytes().sum() == 2 * (ranks - 1) * size
-    assert build_schedule("broadcast", "ring", ranks, size, chunks=5).sent_bytes().sum() == (ranks - 1) * size
+    assert (
+        build_schedule("broadcast", "ring", ranks, size, chunks=5).sent_bytes().sum()
+        == (ranks - 1) * size
+    )
     two = build_schedule("all_reduce", "two-level", ranks, size, local=2).sent_bytes()
     assert np.abs(two - (size + size / 2 * 2 * (ranks / 2 - 1) / (ranks / 2))).max() <= 4 * lost
 
@@ -70,7 +78,9 @@ def test_reductions_take_what_arrives_and_only_on_the_way_to_a_sum() -> None:
     for kind, algorithm in CASES:
         made = build_schedule(kind, algorithm, 8, _MIB, local=4)
         reduced = sum(int(part.reduced.sum()) for part in made.rounds)
-        least = {"all_reduce": 7 * _MIB, "reduce_scatter": 7 * _MIB, "reduce": 7 * _MIB}.get(kind, 0)
+        least = {"all_reduce": 7 * _MIB, "reduce_scatter": 7 * _MIB, "reduce": 7 * _MIB}.get(
+            kind, 0
+        )
         assert reduced == least, (kind, algorithm)
 
 

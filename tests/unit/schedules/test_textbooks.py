@@ -43,8 +43,12 @@ class Textbook:
         before = [list(buffer) for buffer in self.buffers]
         for source, target, positions, reduced in messages:
             for at in positions:
-                self.buffers[target][at] = before[source][at] + (self.buffers[target][at] if reduced else 0)
-        self.rounds.append([(source, target, len(at), reduced) for source, target, at, reduced in messages])
+                self.buffers[target][at] = before[source][at] + (
+                    self.buffers[target][at] if reduced else 0
+                )
+        self.rounds.append(
+            [(source, target, len(at), reduced) for source, target, at, reduced in messages]
+        )
 
     def piece(self, number: int) -> list[int]:
         """Positions of one of as many pieces as there are ranks."""
@@ -66,14 +70,19 @@ def messages_of(made: Schedule) -> list[list[Message]]:
         columns = (part.source, part.target, part.bytes, part.reduced)
         rows = list(zip(*(column.tolist() for column in columns), strict=True))
         assert all(reduced in {0, size} for _, _, size, reduced in rows)
-        rounds.append([(source, target, size, reduced > 0) for source, target, size, reduced in rows])
+        rounds.append(
+            [(source, target, size, reduced > 0) for source, target, size, reduced in rows]
+        )
     return rounds
 
 
 def same(made: Schedule, book: Textbook, *, reduces: bool = True) -> None:
     """The schedule has the messages of the textbook in the same rounds; what is empty is reduced or not."""
     expected = [
-        sorted((source, target, size, reduced and size > 0 and reduces) for source, target, size, reduced in messages)
+        sorted(
+            (source, target, size, reduced and size > 0 and reduces)
+            for source, target, size, reduced in messages
+        )
         for messages in book.rounds
     ]
     assert [sorted(messages) for messages in messages_of(made)] == expected
@@ -84,7 +93,9 @@ def same(made: Schedule, book: Textbook, *, reduces: bool = True) -> None:
 def test_rings_move_the_pieces_of_the_textbook(ranks: int, size: int) -> None:
     scatter = Textbook(ranks, size)
     for step in range(ranks - 1):
-        scatter.round([(r, (r + 1) % ranks, scatter.piece(r - 1 - step), True) for r in range(ranks)])
+        scatter.round(
+            [(r, (r + 1) % ranks, scatter.piece(r - 1 - step), True) for r in range(ranks)]
+        )
     assert all(scatter.holds_sum(rank, scatter.piece(rank)) for rank in range(ranks))
     same(build_schedule("reduce_scatter", "ring", ranks, size), scatter)
 
@@ -109,7 +120,9 @@ def test_halving_gives_away_what_the_partner_keeps(ranks: int, size: int) -> Non
         for rank in range(ranks):
             away = sorted(piece for piece in keeps[rank] if piece & bit != rank & bit)
             keeps[rank] -= set(away)
-            gifts[-1].append((rank, rank ^ bit, [at for piece in away for at in halving.piece(piece)]))
+            gifts[-1].append(
+                (rank, rank ^ bit, [at for piece in away for at in halving.piece(piece)])
+            )
         halving.round([(*gift, True) for gift in gifts[-1]])
         bit *= 2
     assert keeps == [{rank} for rank in range(ranks)]
@@ -135,7 +148,9 @@ def test_parts_are_gathered_whole(algorithm: str, ranks: int) -> None:
             assert size % part == 0
             lacking = sorted(before[source] - has[target])
             assert len(lacking) >= size // part  # no part goes anywhere twice
-            newest = sorted(lacking, key=lambda k, at=source: (k - at) % ranks)  # as rings do: what came last goes on
+            newest = sorted(
+                lacking, key=lambda k, at=source: (k - at) % ranks
+            )  # as rings do: what came last goes on
             has[target] |= set(lacking if size // part == len(lacking) else newest[: size // part])
     assert has == [set(range(ranks))] * ranks
     received = Counter[int]()
@@ -157,9 +172,13 @@ def test_direct_messages_carry_the_piece_of_their_target(ranks: int, size: int) 
     assert all(book.holds_sum(rank, list(range(size))) for rank in range(ranks))
     same(build_schedule("all_reduce", "direct", ranks, size), book)
     ((*messages,),) = messages_of(build_schedule("all_to_all", "direct", ranks, size))
-    assert messages == [(source, target, len(book.piece(target)), False) for source, target in others]
+    assert messages == [
+        (source, target, len(book.piece(target)), False) for source, target in others
+    ]
     for source in range(ranks):  # nearest first, upwards
-        assert [t for s, t, *_ in messages if s == source] == [(source + k) % ranks for k in range(1, ranks)]
+        assert [t for s, t, *_ in messages if s == source] == [
+            (source + k) % ranks for k in range(1, ranks)
+        ]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -181,7 +200,9 @@ def test_blocks_handed_round_a_ring_all_get_home(ranks: int) -> None:
     """Every rank hands on one block in each round, the one with the longest way first, until none is left."""
     block = 9
     rounds = messages_of(build_schedule("all_to_all", "ring", ranks, block * ranks))
-    queues = [deque(range(ranks - 1, 0, -1)) for _ in range(ranks)]  # how far each block has to go yet
+    queues = [
+        deque(range(ranks - 1, 0, -1)) for _ in range(ranks)
+    ]  # how far each block has to go yet
     for messages in rounds:
         assert sorted(messages) == [(r, (r + 1) % ranks, block, False) for r in range(ranks)]
         moved = [queue.popleft() for queue in queues]
@@ -194,7 +215,9 @@ def test_blocks_handed_round_a_ring_all_get_home(ranks: int) -> None:
 @pytest.mark.parametrize("chunks", [1, 2, 5])
 @pytest.mark.parametrize("algorithm", ["ring", "tree"])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 9])
-def test_broadcasts_and_reductions_arrive_chunk_by_chunk(algorithm: str, ranks: int, chunks: int) -> None:
+def test_broadcasts_and_reductions_arrive_chunk_by_chunk(
+    algorithm: str, ranks: int, chunks: int
+) -> None:
     """The n-th message from one rank to another is chunk n; a rank can only hand on what it has by then."""
     size = 23
     at = borders(size, chunks if algorithm == "ring" else 1)
@@ -256,7 +279,14 @@ def test_double_trees_sum_both_halves(ranks: int) -> None:
         parts = []
         for source, target, length, reduced in messages:
             assert length in {half, size - half}
-            parts.append((source, target, list(range(half) if length == half else range(half, size)), reduced))
+            parts.append(
+                (
+                    source,
+                    target,
+                    list(range(half) if length == half else range(half, size)),
+                    reduced,
+                )
+            )
         book.round(parts)
     assert all(book.holds_sum(rank, list(range(size))) for rank in range(ranks))
 
@@ -268,7 +298,9 @@ def test_chunks_of_double_trees_change_when_bytes_go_and_not_which(kind: str, ra
 
     def between(chunks: int) -> dict[tuple[int, int, bool], int]:
         sums: Counter[tuple[int, int, bool]] = Counter()
-        for messages in messages_of(build_schedule(kind, "double-tree", ranks, size, chunks=chunks)):
+        for messages in messages_of(
+            build_schedule(kind, "double-tree", ranks, size, chunks=chunks)
+        ):
             for source, target, length, reduced in messages:
                 sums[source, target, reduced] += length
         return dict(sums)
@@ -276,10 +308,15 @@ def test_chunks_of_double_trees_change_when_bytes_go_and_not_which(kind: str, ra
     levels = (ranks - 1).bit_length() * (2 if kind == "all_reduce" else 1)
     for chunks in (1, 2, 6):
         assert between(chunks) == between(1)
-        assert len(build_schedule(kind, "double-tree", ranks, size, chunks=chunks).rounds) == levels + chunks - 1
+        assert (
+            len(build_schedule(kind, "double-tree", ranks, size, chunks=chunks).rounds)
+            == levels + chunks - 1
+        )
 
 
-@pytest.mark.parametrize("parent", [[-1, 0, 1, 2], [1, 3, 3, -1], [2, 2, -1, 2, 2], [-1, 0, 0, 1, 1, 2, 2]])
+@pytest.mark.parametrize(
+    "parent", [[-1, 0, 1, 2], [1, 3, 3, -1], [2, 2, -1, 2, 2], [-1, 0, 0, 1, 1, 2, 2]]
+)
 def test_one_tree_sums_up_and_tells_down(parent: list[int]) -> None:
     ranks, size = len(parent), 5
     book = Textbook(ranks, size)
@@ -287,7 +324,12 @@ def test_one_tree_sums_up_and_tells_down(parent: list[int]) -> None:
         for source, target, length, reduced in messages:
             assert length == size
             assert (target == parent[source]) if reduced else (source == parent[target])
-        book.round([(source, target, list(range(size)), reduced) for source, target, _, reduced in messages])
+        book.round(
+            [
+                (source, target, list(range(size)), reduced)
+                for source, target, _, reduced in messages
+            ]
+        )
     assert all(book.holds_sum(rank, list(range(size))) for rank in range(ranks))
 
 
@@ -302,27 +344,51 @@ def test_two_levels_reduce_inside_and_then_between_hosts(hosts: int, local: int)
 
     book = Textbook(ranks, size)
     inside, between = size // local, each
-    neighbours = [(h * local + k, h * local + (k + 1) % local, k) for h in range(hosts) for k in range(local)]
-    across = [(h * local + k, (h + 1) % hosts * local + k, h, k) for h in range(hosts) for k in range(local)]
+    neighbours = [
+        (h * local + k, h * local + (k + 1) % local, k) for h in range(hosts) for k in range(local)
+    ]
+    across = [
+        (h * local + k, (h + 1) % hosts * local + k, h, k)
+        for h in range(hosts)
+        for k in range(local)
+    ]
     for step in range(local - 1):
-        pieces_of = [(s, t, at((k - 1 - step) % local * inside, inside), True) for s, t, k in neighbours]
+        pieces_of = [
+            (s, t, at((k - 1 - step) % local * inside, inside), True) for s, t, k in neighbours
+        ]
         book.round(pieces_of)
     scatter = Textbook(ranks, size)
     scatter.buffers, scatter.rounds = [list(buffer) for buffer in book.buffers], list(book.rounds)
     for step in range(hosts - 1):
-        scatter.round([(s, t, at(k * inside + (h - 1 - step) % hosts * between, between), True)
-                       for s, t, h, k in across])  # fmt: skip
+        scatter.round(
+            [
+                (s, t, at(k * inside + (h - 1 - step) % hosts * between, between), True)
+                for s, t, h, k in across
+            ]
+        )
     for h in range(hosts):
         for k in range(local):
             assert scatter.holds_sum(h * local + k, at(k * inside + h * between, between))
     same(build_schedule("reduce_scatter", "two-level", ranks, size, local=local), scatter)
 
     for step in range(hosts - 1):
-        book.round([(s, t, at(k * inside + (h - step) % hosts * between, between), True) for s, t, h, k in across])
+        book.round(
+            [
+                (s, t, at(k * inside + (h - step) % hosts * between, between), True)
+                for s, t, h, k in across
+            ]
+        )
     for step in range(hosts - 1):
-        book.round([(s, t, at(k * inside + (h + 1 - step) % hosts * between, between), False) for s, t, h, k in across])
+        book.round(
+            [
+                (s, t, at(k * inside + (h + 1 - step) % hosts * between, between), False)
+                for s, t, h, k in across
+            ]
+        )
     for step in range(local - 1):
-        book.round([(s, t, at((k - step) % local * inside, inside), False) for s, t, k in neighbours])
+        book.round(
+            [(s, t, at((k - step) % local * inside, inside), False) for s, t, k in neighbours]
+        )
     assert all(book.holds_sum(rank, list(range(size))) for rank in range(ranks))
     same(build_schedule("all_reduce", "two-level", ranks, size, local=local), book)
 

@@ -59,7 +59,9 @@ def workload(seed: int, ranks: int, groups: dict[str, list[int]]) -> list[list[M
         last = 0  # the collective before
         for kind, size, group in [*plan, ("", 0, "")]:
             for _ in range(chance.randint(0, 4)):
-                deps = sorted(chance.sample(range(1, len(own) + 1), min(len(own), chance.randint(0, 2))))
+                deps = sorted(
+                    chance.sample(range(1, len(own) + 1), min(len(own), chance.randint(0, 2)))
+                )
                 own.append(Made(len(own) + 1, us=chance.randint(0, 9), deps=deps))
             if kind and (not group or rank in groups[group]):
                 deps = {last, *chance.sample(range(1, len(own) + 1), min(len(own), 1))} - {0}
@@ -75,10 +77,14 @@ class Events:
 
     start: dict[tuple[int, int], int] = field(default_factory=dict)
     end: dict[tuple[int, int], int] = field(default_factory=dict)
-    meetings: list[tuple[str, int, int, int]] = field(default_factory=list)  # kind, first and last arrival, end
+    meetings: list[tuple[str, int, int, int]] = field(
+        default_factory=list
+    )  # kind, first and last arrival, end
 
 
-def simulated(jobs: list[list[Made]], groups: dict[str, list[int]], only: str | None = None) -> Events:
+def simulated(
+    jobs: list[list[Made]], groups: dict[str, list[int]], only: str | None = None
+) -> Events:
     """A device computes one node at a time, what is ready first; collectives begin with their last member.
 
     With `only` one side, what the other does takes no time.
@@ -124,7 +130,9 @@ def simulated(jobs: list[list[Made]], groups: dict[str, list[int]], only: str | 
         arrivals[key] = now
         members = groups.get(made.group, range(len(jobs)))
         if len(arrivals) == len(members):
-            end = max(arrivals.values()) + (0 if only == "compute" else transfer(made, len(members)))
+            end = max(arrivals.values()) + (
+                0 if only == "compute" else transfer(made, len(members))
+            )
             out.meetings.append((made.kind, min(arrivals.values()), max(arrivals.values()), end))
             for each in arrivals:
                 over(each, end)
@@ -136,13 +144,19 @@ def covered(spans: list[tuple[int, int]]) -> set[int]:
     return {at for start, end in spans for at in range(start // 4, end // 4)}
 
 
-def answer_of(home: Path, jobs: list[list[Made]], groups: dict[str, list[int]], only: str | None = None) -> Simulation:
+def answer_of(
+    home: Path, jobs: list[list[Made]], groups: dict[str, list[int]], only: str | None = None
+) -> Simulation:
     machine = Machine((Dimension("fully-connected", len(jobs), RATE, LATENCY),), algorithms=RULES)
     home = write_set(home, *([made.node() for made in own] for own in jobs), groups=groups)
     return run(home, machine, only=only)
 
 
-GROUPS: dict[int, dict[str, list[int]]] = {2: {}, 3: {"5": [0, 2]}, 4: {"5": [0, 1], "6": [1, 2, 3]}}
+GROUPS: dict[int, dict[str, list[int]]] = {
+    2: {},
+    3: {"5": [0, 2]},
+    4: {"5": [0, 1], "6": [1, 2, 3]},
+}
 
 
 @pytest.mark.parametrize("seed", range(9))
@@ -170,7 +184,9 @@ def test_everything_happens_when_the_events_say(seed: int, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("only", ["compute", "communication"])
 @pytest.mark.parametrize("seed", range(3))
-def test_of_one_side_the_other_takes_no_time_on_any_machine(seed: int, only: str, tmp_path: Path) -> None:
+def test_of_one_side_the_other_takes_no_time_on_any_machine(
+    seed: int, only: str, tmp_path: Path
+) -> None:
     ranks = 2 + seed % 3
     jobs = workload(300 + seed, ranks, GROUPS[ranks])
     expected = simulated(jobs, GROUPS[ranks], only)
@@ -214,7 +230,14 @@ def test_ids_and_the_order_of_independent_files_do_not_matter(seed: int, tmp_pat
     assert swapped.drop("rank").equals(answer.ranks.drop("rank"))
     apart = [
         [
-            Made(7 * made.number, made.us, made.kind, made.size, made.group, [7 * dep for dep in made.deps])
+            Made(
+                7 * made.number,
+                made.us,
+                made.kind,
+                made.size,
+                made.group,
+                [7 * dep for dep in made.deps],
+            )
             for made in own
         ]
         for own in jobs
@@ -242,7 +265,9 @@ def test_messages_arrive_when_both_ends_are_there(seed: int, tmp_path: Path) -> 
         ]
         receiver += [
             node(2 * number - 1, us=works[1], deps=before),
-            receive(2 * number, 0, deps=[2 * number - 1], comm_size=size, comm_tag=number % 2, us=1),
+            receive(
+                2 * number, 0, deps=[2 * number - 1], comm_size=size, comm_tag=number % 2, us=1
+            ),
         ]
         clock = [at + 1000 * us for at, us in zip(clock, works, strict=True)]
         end = max(clock) + LATENCY + size // RATE

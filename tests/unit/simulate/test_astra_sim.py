@@ -24,9 +24,13 @@ def simulated(home: Path, *ranks: Any, groups: Any = None, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("topology", ["Ring", "FullyConnected", "Switch"])
-@pytest.mark.parametrize("implementation", ["ring", "direct", "halvingDoubling", "doubleBinaryTree"])
+@pytest.mark.parametrize(
+    "implementation", ["ring", "direct", "halvingDoubling", "doubleBinaryTree"]
+)
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
-def test_as_a_whole_and_message_by_message(tmp_path: Path, topology: str, implementation: str, kind: str) -> None:
+def test_as_a_whole_and_message_by_message(
+    tmp_path: Path, topology: str, implementation: str, kind: str
+) -> None:
     """Ranks that come at different times, on both networks; two chunks; then a second collective."""
     late = np.random.default_rng(len(topology) + len(kind)).integers(0, 40, 8)
     ranks = [
@@ -43,7 +47,8 @@ def test_as_a_whole_and_message_by_message(tmp_path: Path, topology: str, implem
     system = astra_sim.system(implementation, splits=2)
     for aware in (False, True):
         whole, parts = (
-            astra_sim.ends(nodes, None, network, system, aware=aware, whole=whole) for whole in (True, False)
+            astra_sim.ends(nodes, None, network, system, aware=aware, whole=whole)
+            for whole in (True, False)
         )
         assert whole == parts
         assert None not in whole
@@ -75,9 +80,16 @@ def test_a_message_takes_latency_and_bytes(tmp_path: Path) -> None:
 
 def test_one_node_of_a_kind_at_a_time_in_the_order_of_ids(tmp_path: Path) -> None:
     """CPU and GPU nodes run side by side, two GPU nodes do not; the lower id goes first."""
-    own = [node(5, us=7, is_cpu_op=False), node(3, us=2, is_cpu_op=False), node(4, us=20, is_cpu_op=True)]
+    own = [
+        node(5, us=7, is_cpu_op=False),
+        node(3, us=2, is_cpu_op=False),
+        node(4, us=20, is_cpu_op=True),
+    ]
     answer = simulated(tmp_path, own, [node(1, us=0)])
-    times = {row["node"]: (row["start_ns"], row["end_ns"]) for row in answer.nodes.filter(rank=0).to_dicts()}
+    times = {
+        row["node"]: (row["start_ns"], row["end_ns"])
+        for row in answer.nodes.filter(rank=0).to_dicts()
+    }
     assert times == {3: (0, 2000), 5: (2000, 9000), 4: (0, 20_000)}
     assert answer.ranks["end_ns"].to_list() == [20_000, 1]  # what takes no time takes 1 ns
     assert answer.ranks["compute_ns"].to_list() == [9000, 1]
@@ -96,7 +108,9 @@ def test_links_count_what_they_carry(tmp_path: Path) -> None:
             [send(1, 1, comm_size=size)],
         )
     )
-    answer = simulate(read, astra_sim.network("Ring", "3", "1", "100"), astra_sim.system(), congestion_aware=True)
+    answer = simulate(
+        read, astra_sim.network("Ring", "3", "1", "100"), astra_sim.system(), congestion_aware=True
+    )
     links = answer.links.select("source", "target", "bytes")
     assert links.rows() == [("rank 0", "rank 1", size), ("rank 2", "rank 1", size)]
     occupied = int(size / (2**30 / 1e9))
@@ -105,22 +119,47 @@ def test_links_count_what_they_carry(tmp_path: Path) -> None:
 
 def test_ranks_that_wait_for_each_other_are_named(tmp_path: Path) -> None:
     """ASTRA-sim ends here with code 0 and without a word."""
-    first = [collective(1, "ALL_REDUCE", is_cpu_op=False), collective(2, "ALL_GATHER", deps=[1], is_cpu_op=False)]
-    second = [collective(1, "ALL_GATHER", is_cpu_op=False), collective(2, "ALL_REDUCE", deps=[1], is_cpu_op=False)]
+    first = [
+        collective(1, "ALL_REDUCE", is_cpu_op=False),
+        collective(2, "ALL_GATHER", deps=[1], is_cpu_op=False),
+    ]
+    second = [
+        collective(1, "ALL_GATHER", is_cpu_op=False),
+        collective(2, "ALL_REDUCE", deps=[1], is_cpu_op=False),
+    ]
     with pytest.raises(
-        CheckError, match=r"2 of 2 ranks wait for ever: rank 0: .* is all_reduce .*rank 1 does all_g"
+        CheckError,
+        match=r"2 of 2 ranks wait for ever: rank 0: .* is all_reduce .*rank 1 does all_g",
     ) as e:
         simulated(tmp_path / "order", first, second)
     assert e.value.slug == "deadlock"
-    late = [node(1, us=9, is_cpu_op=False), collective(2, deps=[1], is_cpu_op=False)]  # as rank 0, after the other one
-    with pytest.raises(CheckError, match="is all_reduce of 1,024 bytes, where rank 1 does all_reduce of 2,048 bytes"):
+    late = [
+        node(1, us=9, is_cpu_op=False),
+        collective(2, deps=[1], is_cpu_op=False),
+    ]  # as rank 0, after the other one
+    with pytest.raises(
+        CheckError,
+        match="is all_reduce of 1,024 bytes, where rank 1 does all_reduce of 2,048 bytes",
+    ):
         simulated(
-            tmp_path / "size", [collective(1, is_cpu_op=False)], [collective(1, size=2048, is_cpu_op=False)], late
+            tmp_path / "size",
+            [collective(1, is_cpu_op=False)],
+            [collective(1, size=2048, is_cpu_op=False)],
+            late,
         )
-    with pytest.raises(CheckError, match="rank 0: node 1 `n1` waits for rank 1, which does not come to it"):
+    with pytest.raises(
+        CheckError, match="rank 0: node 1 `n1` waits for rank 1, which does not come to it"
+    ):
         simulated(tmp_path / "absent", [collective(1, is_cpu_op=False)], [node(1)])
-    with pytest.raises(CheckError, match=r"waits for 8 bytes with tag 0 from rank 1; rank 1: .* from rank 0; and so"):
-        simulated(tmp_path / "messages", [receive(1, 1), send(2, 1, [1])], [receive(1, 0), send(2, 0, [1])])
+    with pytest.raises(
+        CheckError,
+        match=r"waits for 8 bytes with tag 0 from rank 1; rank 1: .* from rank 0; and so",
+    ):
+        simulated(
+            tmp_path / "messages",
+            [receive(1, 1), send(2, 1, [1])],
+            [receive(1, 0), send(2, 0, [1])],
+        )
     with pytest.raises(CheckError, match="waits in a circle with other nodes"):
         simulated(tmp_path / "circle", [node(1), node(2, deps=[3]), node(3, deps=[2])], [node(1)])
 
@@ -146,7 +185,12 @@ def test_what_astra_sim_stops_at_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the network has 3 ranks, the workload 2"):
         simulate(read, astra_sim.network("Ring", "3", "50", "500"), astra_sim.system())
     with pytest.raises(UsageError, match="one dimension only"):
-        simulate(read, astra_sim.network("Ring,Ring", "2,2", "50,50", "1,1"), astra_sim.system(), congestion_aware=True)
+        simulate(
+            read,
+            astra_sim.network("Ring,Ring", "2,2", "50,50", "1,1"),
+            astra_sim.system(),
+            congestion_aware=True,
+        )
 
 
 def test_recorded_durations_and_the_roofline(tmp_path: Path) -> None:
@@ -157,7 +201,10 @@ def test_recorded_durations_and_the_roofline(tmp_path: Path) -> None:
     assert simulate(read, RING, system).ranks["end_ns"].to_list() == [2_222_222, 1000]
     replayed = [[collective(1, us=us, is_cpu_op=False)] for us in (3, 4)]
     read = astra_sim.workload(write_set(tmp_path / "replay", *replayed))
-    assert simulate(read, RING, astra_sim.system(replay_only=True)).ranks["end_ns"].to_list() == [3000, 4000]
+    assert simulate(read, RING, astra_sim.system(replay_only=True)).ranks["end_ns"].to_list() == [
+        3000,
+        4000,
+    ]
 
 
 def test_an_algorithm_needs_its_files(tmp_path: Path) -> None:
@@ -170,7 +217,9 @@ def test_an_algorithm_needs_its_files(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no file for position 2"):
         simulated(tmp_path / "three", *ranks, ranks[0], algorithms=given)
     with pytest.raises(UsageError, match="`allreduce` is carried out by no algorithm") as error:
-        simulated(tmp_path / "kind", *ranks, algorithms={"allreduce": tmp_path / "algorithm" / prefix})
+        simulated(
+            tmp_path / "kind", *ranks, algorithms={"allreduce": tmp_path / "algorithm" / prefix}
+        )
     assert "all_reduce" in error.value.hint
 
 
@@ -184,4 +233,6 @@ def test_recorded_transfers_begin_when_the_last_rank_is_there(tmp_path: Path) ->
         ]
         for work, message in ((5, send(3, 1, [2], us=7)), (9, receive(3, 0, [2], us=7)))
     ]
-    assert simulate_with_recorded_transfers(astra_sim.workload(write_set(tmp_path / "set", *ranks))) == [20_000, 20_000]
+    assert simulate_with_recorded_transfers(
+        astra_sim.workload(write_set(tmp_path / "set", *ranks))
+    ) == [20_000, 20_000]

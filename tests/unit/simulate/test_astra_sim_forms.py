@@ -17,7 +17,9 @@ MEMORY = 1600.0
 KINDS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 
-def message(topology: str, ranks: int, distance: int, size: int, bandwidth: float, latency: float) -> int:
+def message(
+    topology: str, ranks: int, distance: int, size: int, bandwidth: float, latency: float
+) -> int:
     """Hops times the latency and the bytes over the bandwidth, in whole ns."""
     hops = {"Ring": min(distance, ranks - distance), "Switch": 2, "FullyConnected": 1}[topology]
     return int(hops * latency + size / (bandwidth * GIB))
@@ -61,25 +63,33 @@ def test_rings_take_step_after_step(topology: str, ranks: int, delay: int, tmp_p
             message(topology, ranks, 1, whole, 30, 400),
             reduction(part),
         ]
-        took = end_of(tmp_path / kind, kind, network, astra_sim.system(endpoint_delay=delay), ranks, size)
+        took = end_of(
+            tmp_path / kind, kind, network, astra_sim.system(endpoint_delay=delay), ranks, size
+        )
         assert took == ring(kind, size, ranks, delay, each), kind
 
 
 @pytest.mark.parametrize("topology", ["Ring", "Switch", "FullyConnected"])
 @pytest.mark.parametrize("ranks", [4, 8, 16])
-def test_all_messages_of_direct_are_under_way_at_once(topology: str, ranks: int, tmp_path: Path) -> None:
+def test_all_messages_of_direct_are_under_way_at_once(
+    topology: str, ranks: int, tmp_path: Path
+) -> None:
     """Where nothing is reduced the last message to arrive decides: that of the farthest rank."""
     size = ranks * 10_000
     network = astra_sim.network(topology, str(ranks), "30", "400")
     system = astra_sim.system("direct", endpoint_delay=25)
     for kind, sent in (("all_gather", size), ("all_to_all", size // ranks)):
-        farthest = max(message(topology, ranks, distance, sent, 30, 400) for distance in range(1, ranks))
+        farthest = max(
+            message(topology, ranks, distance, sent, 30, 400) for distance in range(1, ranks)
+        )
         assert end_of(tmp_path / kind, kind, network, system, ranks, size) == 25 + farthest + 25
 
 
 @pytest.mark.parametrize("topology", ["Ring", "Switch"])
 @pytest.mark.parametrize("ranks", [4, 16])
-def test_halving_and_doubling_price_each_message_by_its_distance(topology: str, ranks: int, tmp_path: Path) -> None:
+def test_halving_and_doubling_price_each_message_by_its_distance(
+    topology: str, ranks: int, tmp_path: Path
+) -> None:
     chunk = ranks * 6_400
     network = astra_sim.network(topology, str(ranks), "30", "400")
     system = astra_sim.system("halvingDoubling", endpoint_delay=25)
@@ -94,7 +104,10 @@ def test_halving_and_doubling_price_each_message_by_its_distance(topology: str, 
         + (reduction(chunk >> (k + 2)) if k < steps - 1 else 0)  # at the price of the next one
         for k in range(steps)
     )
-    assert end_of(tmp_path / "scatter", "reduce_scatter", network, system, ranks, chunk) == 25 + halving
+    assert (
+        end_of(tmp_path / "scatter", "reduce_scatter", network, system, ranks, chunk)
+        == 25 + halving
+    )
 
 
 @pytest.mark.parametrize("baseline", [False, True])
@@ -109,18 +122,23 @@ def test_dimensions_are_gone_through_one_after_the_other(baseline: bool, tmp_pat
     def phase(kind: str, dimension: int, size: int) -> int:
         ranks = sizes[dimension]
         topology = ("Ring", "Switch")[dimension]
-        priced = [message(topology, ranks, 1, b, rates[dimension], latencies[dimension]) for b in (size // ranks, size)]
+        priced = [
+            message(topology, ranks, 1, b, rates[dimension], latencies[dimension])
+            for b in (size // ranks, size)
+        ]
         return ring(kind, size, ranks, 25, [*priced, reduction(size // ranks)])
 
     expected = {
-        "reduce_scatter": phase("reduce_scatter", 0, chunk) + phase("reduce_scatter", 1, chunk // 4),
+        "reduce_scatter": phase("reduce_scatter", 0, chunk)
+        + phase("reduce_scatter", 1, chunk // 4),
         "all_gather": phase("all_gather", 1, chunk) + phase("all_gather", 0, 2 * chunk),
         "all_to_all": phase("all_to_all", 0, chunk) + phase("all_to_all", 1, chunk),
         "all_reduce": phase("all_reduce", 0, chunk) + phase("all_reduce", 1, chunk)
         if baseline
-        else phase("reduce_scatter", 0, chunk) + phase("all_reduce", 1, chunk // 4)
+        else phase("reduce_scatter", 0, chunk)
+        + phase("all_reduce", 1, chunk // 4)
         + phase("all_gather", 0, chunk // 4),
-    }  # fmt: skip
+    }
     for kind, took in expected.items():
         assert end_of(tmp_path / kind, kind, network, system, 8, chunk) == took, kind
 
@@ -139,7 +157,9 @@ def test_several_chunks_of_one_ring_follow_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("latency", "bandwidth"), [(0, 1), (700, 13), (12, 200)])
-def test_a_chain_of_messages_goes_rank_by_rank(latency: int, bandwidth: int, tmp_path: Path) -> None:
+def test_a_chain_of_messages_goes_rank_by_rank(
+    latency: int, bandwidth: int, tmp_path: Path
+) -> None:
     sizes = [4_000, 999_999, 1, 123_456]
     between = [
         [
@@ -162,16 +182,28 @@ def test_a_chain_of_messages_goes_rank_by_rank(latency: int, bandwidth: int, tmp
 
 
 def test_a_broadcast_takes_what_was_recorded(tmp_path: Path) -> None:
-    own = [[collective(1, "BROADCAST", 1 << 20, us=us), node(2, us=1, deps=[1], is_cpu_op=False)] for us in (7, 3)]
+    own = [
+        [collective(1, "BROADCAST", 1 << 20, us=us), node(2, us=1, deps=[1], is_cpu_op=False)]
+        for us in (7, 3)
+    ]
     read = astra_sim.workload(write_set(tmp_path / "set", *own))
     answer = simulate(read, astra_sim.network("Switch", "2", "1", "500"), astra_sim.system())
     assert answer.ranks["end_ns"].to_list() == [8_000, 4_000]
 
 
-@pytest.mark.parametrize("implementation", ["ring", "direct", "direct2", "halvingDoubling", "doubleBinaryTree"])
-def test_a_group_of_one_rank_ends_at_once_or_is_refused_in_a_sentence(implementation: str, tmp_path: Path) -> None:
-    alone = [node(1, us=1, is_cpu_op=False), collective(2, size=4_000, deps=[1], is_cpu_op=False, pg_name="3")]
-    read = astra_sim.workload(write_set(tmp_path / "set", alone, [node(1, us=1)], groups={"3": [0]}))
+@pytest.mark.parametrize(
+    "implementation", ["ring", "direct", "direct2", "halvingDoubling", "doubleBinaryTree"]
+)
+def test_a_group_of_one_rank_ends_at_once_or_is_refused_in_a_sentence(
+    implementation: str, tmp_path: Path
+) -> None:
+    alone = [
+        node(1, us=1, is_cpu_op=False),
+        collective(2, size=4_000, deps=[1], is_cpu_op=False, pg_name="3"),
+    ]
+    read = astra_sim.workload(
+        write_set(tmp_path / "set", alone, [node(1, us=1)], groups={"3": [0]})
+    )
     network = astra_sim.network("Switch", "2", "50", "500")
     if implementation == "ring":
         for aware in (False, True):
@@ -215,5 +247,10 @@ def test_what_takes_longer_than_anybody_can_wait_is_refused(
     for implementation in ("ring", "direct"):
         system = astra_sim.system(implementation, endpoint_delay=delay)
         with pytest.raises(UsageError, match="more than 100 days") as refused:
-            simulate(read, astra_sim.network("Ring", "3", bandwidth, latency), system, congestion_aware=aware)
+            simulate(
+                read,
+                astra_sim.network("Ring", "3", bandwidth, latency),
+                system,
+                congestion_aware=aware,
+            )
         assert refused.value.slug == "times-too-long"

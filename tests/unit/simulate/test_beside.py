@@ -48,17 +48,26 @@ def test_kernels_behind_a_copy_wait_for_those_before_it() -> None:
 
 
 def test_a_chain_of_copies_stays_a_chain_and_lets_nothing_pass() -> None:
-    graph = linked(("a", 1000, 100, MAIN), *((COPY, 1100 + 50 * n, 50, MAIN) for n in range(4)), ("b", 1300, 30, MAIN))
+    graph = linked(
+        ("a", 1000, 100, MAIN),
+        *((COPY, 1100 + 50 * n, 50, MAIN) for n in range(4)),
+        ("b", 1300, 30, MAIN),
+    )
     result = whatif(graph, [parse("copies overlap")])
-    assert result.after_ns / US == pytest.approx(1300 - 1, abs=1)  # four copies after the kernel, one after the other
+    assert result.after_ns / US == pytest.approx(
+        1300 - 1, abs=1
+    )  # four copies after the kernel, one after the other
     end = result.times[1::2][graph.nodes["name"].to_list().index("b")]
     assert end / US == pytest.approx(1130 - 1, abs=1)
 
 
 def test_what_another_kernel_covers_already_is_not_saved_again() -> None:
     graph = linked(
-        ("a", 1000, 100, MAIN), ("c", 1105, 40, SIDE), (COPY, 1100, 50, MAIN), ("b", 1150, 100, MAIN)
-    )  # fmt: skip
+        ("a", 1000, 100, MAIN),
+        ("c", 1105, 40, SIDE),
+        (COPY, 1100, 50, MAIN),
+        ("b", 1150, 100, MAIN),
+    )
     assert after_us(graph, "copies overlap") == pytest.approx(1250 - 10 - 1, abs=1)
     hidden = scenario_of(graph, [parse("copies overlap")])
     assert most_saved_ns(graph, hidden) == 10 * US

@@ -20,13 +20,19 @@ from traceloom.workload.simulate.machine import MeasuredTime
 from traceloom.workload.simulate.machine_file import machine_text, read_machine
 from traceloom.workload.simulate.native import run as simulate
 
-KERNELS = {"allreduce": "AllReduce_Sum", "_allgather_base": "AllGather", "_reduce_scatter_base": "ReduceScatter_Sum",
-           "all_to_all": "SendRecv"}  # fmt: skip
+KERNELS = {
+    "allreduce": "AllReduce_Sum",
+    "_allgather_base": "AllGather",
+    "_reduce_scatter_base": "ReduceScatter_Sum",
+    "all_to_all": "SendRecv",
+}
 # Of a ring: bytes that each rank puts on the bus for a buffer of one byte, by the number of ranks.
 ON_BUS: dict[str, Callable[[int], float]] = {
-    "allreduce": lambda n: 2 * (n - 1) / n, "_allgather_base": lambda n: (n - 1) / n,
-    "_reduce_scatter_base": lambda n: (n - 1) / n, "all_to_all": lambda n: (n - 1) / n,
-}  # fmt: skip
+    "allreduce": lambda n: 2 * (n - 1) / n,
+    "_allgather_base": lambda n: (n - 1) / n,
+    "_reduce_scatter_base": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+}
 Time = Callable[[float], float]
 """ns of so many bytes on the bus."""
 SIZES = [1 << power for power in range(10, 27, 2)]
@@ -37,9 +43,16 @@ def line(alpha_ns: float, bandwidth: float) -> Time:
 
 
 def job(
-    planted: dict[tuple[str, tuple[int, ...]], Time], *, ranks: int, per_host: int = 8, late_us: float = 0.0,
-    noise: float = 0.0, times: int = 8, sizes: list[int] = SIZES, seed: int = 0,
-) -> Session:  # fmt: skip
+    planted: dict[tuple[str, tuple[int, ...]], Time],
+    *,
+    ranks: int,
+    per_host: int = 8,
+    late_us: float = 0.0,
+    noise: float = 0.0,
+    times: int = 8,
+    sizes: list[int] = SIZES,
+    seed: int = 0,
+) -> Session:
     """Ranks that do nothing but communicate, one collective after the other, each time another one late.
 
     Args:
@@ -68,12 +81,21 @@ def job(
                 meeting = do.Meeting(kind, group, members, number, elements, transfer, results)
                 name = f"ncclDevKernel_{KERNELS[kind]}_f32_RING_LL"
                 out[rank] += [
-                    do.Begin(f"c10d::{kind}"), do.Work(2000),
+                    do.Begin(f"c10d::{kind}"),
+                    do.Work(2000),
                     do.Submit(name, "kernel", 20, 0, 4000, 6000, 1000, 7000, meeting=meeting),
-                    do.End(), do.Synchronize(do.DEVICE, 3000, 5000),
-                ]  # fmt: skip
-    clocks = [Clock(f"host{rank // per_host}", 70_000 * (rank // per_host)) for rank in range(ranks)]
-    run = Job([Rank(rank, [thread], clock) for rank, (thread, clock) in enumerate(zip(out, clocks, strict=True))]).run()
+                    do.End(),
+                    do.Synchronize(do.DEVICE, 3000, 5000),
+                ]
+    clocks = [
+        Clock(f"host{rank // per_host}", 70_000 * (rank // per_host)) for rank in range(ranks)
+    ]
+    run = Job(
+        [
+            Rank(rank, [thread], clock)
+            for rank, (thread, clock) in enumerate(zip(out, clocks, strict=True))
+        ]
+    ).run()
     return Session(tuple(builder.build() for builder in run.traces()), "job")
 
 
@@ -99,7 +121,11 @@ def test_planted_times_come_back_by_kind_span_and_group() -> None:
         row = only(answer, collective=collective, span=span, ranks=ranks)
         assert row["form"] == "line"
         assert row["whole"]
-        assert (row["from_bytes"], row["to_bytes"], row["count"]) == (SIZES[0], SIZES[-1], 8 * len(SIZES))
+        assert (row["from_bytes"], row["to_bytes"], row["count"]) == (
+            SIZES[0],
+            SIZES[-1],
+            8 * len(SIZES),
+        )
         assert row["alpha_ns"] == pytest.approx(alpha, rel=0.05)
         assert row["bandwidth"] == pytest.approx(bandwidth, rel=0.05)
         assert -0.08 < row["residual_p10"] < row["residual_p50"] < row["residual_p90"] < 0.08  # type: ignore[operator]
@@ -124,16 +150,24 @@ def test_where_another_protocol_begins_another_line_does() -> None:
     def two_protocols(on_bus: float) -> float:
         return 8_000 + on_bus / 10 if on_bus < 1 << 18 else 24_000 + on_bus / 200
 
-    rows = calibrate([job({("allreduce", (0, 1)): two_protocols}, ranks=2, noise=0.02)]).transfers.to_dicts()
-    assert [(row["from_bytes"], row["to_bytes"]) for row in rows] == [(1 << 10, (1 << 18) - 1), (1 << 18, 1 << 26)]
+    rows = calibrate(
+        [job({("allreduce", (0, 1)): two_protocols}, ranks=2, noise=0.02)]
+    ).transfers.to_dicts()
+    assert [(row["from_bytes"], row["to_bytes"]) for row in rows] == [
+        (1 << 10, (1 << 18) - 1),
+        (1 << 18, 1 << 26),
+    ]
     assert [row["alpha_ns"] for row in rows] == pytest.approx([8_000, 24_000], rel=0.05)
     assert [row["bandwidth"] for row in rows] == pytest.approx([10, 200], rel=0.05)
 
 
 @pytest.mark.parametrize(
-    ("size", "form", "alpha", "bandwidth"), [(1 << 12, "latency", 20_205, None), (1 << 24, "bandwidth", 0, 80.95)]
+    ("size", "form", "alpha", "bandwidth"),
+    [(1 << 12, "latency", 20_205, None), (1 << 24, "bandwidth", 0, 80.95)],
 )
-def test_of_one_size_latency_or_bandwidth_is_told(size: int, form: str, alpha: float, bandwidth: float | None) -> None:
+def test_of_one_size_latency_or_bandwidth_is_told(
+    size: int, form: str, alpha: float, bandwidth: float | None
+) -> None:
     planted = {("allreduce", (0, 1)): line(20_000, 20 if size < 1 << 16 else 89.6)}
     row = only(calibrate([job(planted, ranks=2, sizes=[size])]))
     assert (row["form"], row["size_count"]) == (form, 1)
@@ -150,8 +184,13 @@ def test_of_one_recorded_rank_the_quickest_count_and_the_answer_says_so() -> Non
     assert "ranks-missing" in {notice.slug for notice in answer.notices}
 
 
-def test_the_machine_reads_back_and_says_what_lies_outside_of_what_was_measured(tmp_path: Path) -> None:
-    planted = {("allreduce", (0, 1)): line(12_000, 200), ("allreduce", (0, 1, 2, 3)): line(50_000, 40)}
+def test_the_machine_reads_back_and_says_what_lies_outside_of_what_was_measured(
+    tmp_path: Path,
+) -> None:
+    planted = {
+        ("allreduce", (0, 1)): line(12_000, 200),
+        ("allreduce", (0, 1, 2, 3)): line(50_000, 40),
+    }
     machine = calibrate([job(planted, ranks=4, per_host=2)]).machine
     (tmp_path / "machine.toml").write_text(machine_text(machine))
     read = read_machine(tmp_path / "machine.toml")
@@ -163,25 +202,33 @@ def test_the_machine_reads_back_and_says_what_lies_outside_of_what_was_measured(
     larger = read.transfer_of("all_reduce", "inside", 2, 1 << 30)
     assert larger.flags == ("size",)
     assert larger.time_ns == pytest.approx(12_000 + (1 << 30) / 200, rel=0.01)
-    wider = read.transfer_of("all_reduce", "between", 8, size)  # of 4: 3 steps there and 3 back; of 8: 7 and 7
+    wider = read.transfer_of(
+        "all_reduce", "between", 8, size
+    )  # of 4: 3 steps there and 3 back; of 8: 7 and 7
     assert wider.flags == ("group",)
     assert wider.time_ns == pytest.approx(50_000 * 7 / 3 + size * 1.75 / 40, rel=0.01)
     assert read.transfer_of("all_gather", "inside", 2, size) == MeasuredTime(None, ("kind",))
     only_inside = read_machine(tmp_path / "machine.toml", ["transfer.0.span=inside"])
-    assert only_inside.transfer_of("all_reduce", "between", 4, size) == MeasuredTime(None, ("span",))
+    assert only_inside.transfer_of("all_reduce", "between", 4, size) == MeasuredTime(
+        None, ("span",)
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_run_takes_as_long_on_the_machine_fitted_to_it(seed: int) -> None:
     late = {1: 600.0} if seed else {}
-    run = training_job(Recipe(ranks=3, steps=3, layers=6, transfer_us=250, delay_us=late, seed=seed)).run()
+    run = training_job(
+        Recipe(ranks=3, steps=3, layers=6, transfer_us=250, delay_us=late, seed=seed)
+    ).run()
     session = Session(tuple(builder.build() for builder in run.traces()), "job")
     answer = simulate(session, calibrate([session]).machine)
     assert answer.after_ns == pytest.approx(run.window_ns, rel=0.02)
 
 
 def test_hosts_that_no_trace_names_can_be_given() -> None:
-    answer = calibrate([job({("allreduce", (0, 1, 2, 3)): line(9_000, 50)}, ranks=4)], ranks_per_host=2)
+    answer = calibrate(
+        [job({("allreduce", (0, 1, 2, 3)): line(9_000, 50)}, ranks=4)], ranks_per_host=2
+    )
     assert answer.transfers["span"].to_list() == ["between"]
     assert [dimension.size for dimension in answer.machine.dimensions] == [2, 2]
 
@@ -217,22 +264,31 @@ def test_lines_have_the_least_relative_deviation_of_all_lines(seed: int) -> None
     assert least <= min(grid) * 1.2
 
 
-def seen_from(session: Session, ranks: Iterable[int], devices: int, hosts: dict[int, str] | None = None) -> Session:
+def seen_from(
+    session: Session, ranks: Iterable[int], devices: int, hosts: dict[int, str] | None = None
+) -> Session:
     """Some ranks of a run, each of which sees so many devices, on hosts of other names."""
     traces = []
     for trace in session.traces:
         if trace.rank in set(ranks):
-            seen = pl.concat([trace.devices.with_columns(pl.lit(k).cast(trace.devices["device"].dtype).alias("device"))
-                              for k in range(devices)])  # fmt: skip
+            seen = pl.concat(
+                [
+                    trace.devices.with_columns(
+                        pl.lit(k).cast(trace.devices["device"].dtype).alias("device")
+                    )
+                    for k in range(devices)
+                ]
+            )
             name = trace.meta.host if hosts is None else hosts[trace.rank or 0]
             traces.append(replace(trace, devices=seen, meta=replace(trace.meta, host=name)))
     return Session(tuple(traces), session.name)
 
 
 EIGHT = {
-    ("allreduce", tuple(range(8))): line(40_000, 30), ("allreduce", (0, 1, 2, 3)): line(8_000, 200),
+    ("allreduce", tuple(range(8))): line(40_000, 30),
+    ("allreduce", (0, 1, 2, 3)): line(8_000, 200),
     ("allreduce", (4, 5, 6, 7)): line(8_000, 200),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +302,10 @@ def test_hosts_of_ranks_that_were_not_recorded_follow_from_the_devices_that_othe
 ) -> None:
     """Launchers number ranks host by host: of one rank of each host the others' are known."""
     answer = calibrate([seen_from(eight, ranks, devices=4)])
-    assert [(part.name, part.size) for part in answer.machine.dimensions] == [("inside", 4), ("between", 2)]
+    assert [(part.name, part.size) for part in answer.machine.dimensions] == [
+        ("inside", 4),
+        ("between", 2),
+    ]
     assert set(answer.transfers.select("span", "ranks").rows()) == {("between", 8), ("inside", 4)}
     assert "hosts-unknown" not in {notice.slug for notice in answer.notices}
     assert (answer.samples["whole"].all()) == (len(ranks) == 8)
@@ -266,7 +325,9 @@ def test_where_hosts_do_not_follow_no_host_is_made_up(
     answer = calibrate([seen_from(eight, ranks, devices, hosts)])
     assert "hosts-unknown" in {notice.slug for notice in answer.notices}
     assert [part.size for part in answer.machine.dimensions] == [8]
-    assert set(answer.transfers["span"]) == {"between"}  # where two of them are on different hosts, that is known
+    assert set(answer.transfers["span"]) == {
+        "between"
+    }  # where two of them are on different hosts, that is known
 
 
 def test_two_blocks_of_ranks_on_a_host_of_one_name_are_not_told_apart(eight: Session) -> None:

@@ -9,11 +9,28 @@ import numpy as np
 import polars as pl
 import pytest
 
-from traceloom.changes.changes import ASSUMPTIONS, DEVICE_TARGETS, NODE_TARGETS, Change, Selection, parse
+from traceloom.changes.changes import (
+    ASSUMPTIONS,
+    DEVICE_TARGETS,
+    NODE_TARGETS,
+    Change,
+    Selection,
+    parse,
+)
 from traceloom.workload.simulate.calibrate import SAMPLES, build_measured_transfers, fit_transfers
 from traceloom.workload.simulate.machine import Dimension, Machine
 
-PATTERNS = ("", "gemm", "a * 0.5", "host", "collectives", "rank 3", "x remove y", "~", "(?:a|b)+ {1,2}")
+PATTERNS = (
+    "",
+    "gemm",
+    "a * 0.5",
+    "host",
+    "collectives",
+    "rank 3",
+    "x remove y",
+    "~",
+    "(?:a|b)+ {1,2}",
+)
 
 
 def change(chance: random.Random) -> Change:
@@ -35,7 +52,11 @@ def change(chance: random.Random) -> Change:
     if action == "drop":
         return Change(action, Selection("syncs", pattern, ranks))
     targets = [target for target in NODE_TARGETS if not (action == "remove" and target == "syncs")]
-    return Change(action, Selection(chance.choice(targets), pattern, ranks), factor if action == "scale" else 1.0)
+    return Change(
+        action,
+        Selection(chance.choice(targets), pattern, ranks),
+        factor if action == "scale" else 1.0,
+    )
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -64,15 +85,26 @@ def test_ranges_of_what_was_measured_follow_each_other_and_hold_every_sample(see
         sizes = [row[4] for row in rows if row[1] == kind]
         entries = [entry for entry in fitted if entry.group == (kind, span, ranks)]
         assert (entries[0].from_bytes, entries[-1].to_bytes) == (min(sizes), max(sizes))
-        assert all(first.to_bytes + 1 == second.from_bytes for first, second in itertools.pairwise(entries))
+        assert all(
+            first.to_bytes + 1 == second.from_bytes for first, second in itertools.pairwise(entries)
+        )
         for entry in entries:
-            inside = [row for row in rows if row[1] == kind and entry.from_bytes <= row[4] <= entry.to_bytes]
+            inside = [
+                row
+                for row in rows
+                if row[1] == kind and entry.from_bytes <= row[4] <= entry.to_bytes
+            ]
             assert entry.count == len(inside)
             off = [
-                row[6] / (entry.alpha_ns + (row[5] / entry.bandwidth if entry.bandwidth else 0)) - 1 for row in inside
+                row[6] / (entry.alpha_ns + (row[5] / entry.bandwidth if entry.bandwidth else 0)) - 1
+                for row in inside
             ]
             expected = np.quantile(off, (0.1, 0.5, 0.9))
-            assert (entry.residual_p10, entry.residual_p50, entry.residual_p90) == pytest.approx(expected, abs=2e-3)
+            assert (entry.residual_p10, entry.residual_p50, entry.residual_p90) == pytest.approx(
+                expected, abs=2e-3
+            )
     # and a machine takes them as they are
-    machine = Machine((Dimension("switch", 8, 100.0), Dimension("switch", 2, 10.0)), transfers=fitted)
+    machine = Machine(
+        (Dimension("switch", 8, 100.0), Dimension("switch", 2, 10.0)), transfers=fitted
+    )
     assert machine.transfer("all_reduce", range(8), rows[0][4]) in fitted

@@ -53,7 +53,9 @@ def sum_us(device: Device, size: int) -> float:
     return 1e6 * 3 * 2 * size / device.memory
 
 
-def planted(device: Device, *, host: float = 1.0, unmodelled: float = 0.0, layers: int = 12) -> tuple[Trace, float]:
+def planted(
+    device: Device, *, host: float = 1.0, unmodelled: float = 0.0, layers: int = 12
+) -> tuple[Trace, float]:
     """The trace of a job on a device, and how long it takes there (us): each stage knows only what it waits for.
 
     Args:
@@ -69,7 +71,12 @@ def planted(device: Device, *, host: float = 1.0, unmodelled: float = 0.0, layer
         work = [
             ("aten::mm", [[4096, 4096]] * 2, "gemm_bf16", product_us(device, 4096) / efficiency),
             ("aten::mm", [[256, 256]] * 2, "gemm_bf16", product_us(device, 256) / 0.06),
-            ("aten::add", [[1 << 26], [1 << 26]], "vectorized_elementwise", sum_us(device, 1 << 26) / efficiency),
+            (
+                "aten::add",
+                [[1 << 26], [1 << 26]],
+                "vectorized_elementwise",
+                sum_us(device, 1 << 26) / efficiency,
+            ),
         ]
         if unmodelled:
             work.append(("mine::special", [[4]], "somebody's kernel", unmodelled))
@@ -105,7 +112,9 @@ def test_a_planted_job_takes_as_long_as_on_the_other_device(there: Device) -> No
     assert account.after_ns == pytest.approx(1000 * there_us, rel=0.02)
     assert account.low_ns <= account.after_ns <= account.high_ns
     kernels = of_device(answer)
-    assert kernels["there_ns"].sum() == pytest.approx(truth.gpu_work()["duration_ns"].sum(), rel=0.01)
+    assert kernels["there_ns"].sum() == pytest.approx(
+        truth.gpu_work()["duration_ns"].sum(), rel=0.01
+    )
     assert set(kernels["rule"]) == {"roofline", "short of roofline"}
     assert not set(kernels["rule"]) - set(RULES)
 
@@ -124,7 +133,9 @@ def test_whole_jobs_take_as_long_as_their_simulation_says(recipe: Recipe) -> Non
     job = training_job(recipe)
     session = Session(tuple(builder.build() for builder in job.run().traces()), "job")
     h100 = parse_peak("H100 SXM")
-    twice = Peak("twice", {name: 2 * rate for name, rate in h100.flops.items()}, 2 * (h100.memory or 0))
+    twice = Peak(
+        "twice", {name: 2 * rate for name, rate in h100.flops.items()}, 2 * (h100.memory or 0)
+    )
     answer = rescale(link_session(session), session, twice, host_factor=0.7)
     truth = job.run(Change(kernels=0.5, host=0.7)).window_ns
     assert answer.account.after_ns == pytest.approx(truth, rel=0.02)
@@ -133,11 +144,17 @@ def test_whole_jobs_take_as_long_as_their_simulation_says(recipe: Recipe) -> Non
 def test_host_work_goes_by_its_own_factor() -> None:
     trace, _ = planted(H100, host=40)  # the host is what takes long
     _, there_us = planted(A100, host=20)
-    assert moved(trace, "A100 SXM 80GB", host_factor=0.5).account.after_ns == pytest.approx(1000 * there_us, rel=0.02)
+    assert moved(trace, "A100 SXM 80GB", host_factor=0.5).account.after_ns == pytest.approx(
+        1000 * there_us, rel=0.02
+    )
 
 
 def test_the_host_alone_can_be_another_one_whatever_the_device_is() -> None:
-    made = TraceBuilder(device_name="nobody's GPU").op("aten::mm", 0, 5).launch("cudaLaunchKernel", 0, 5, correlation=1)
+    made = (
+        TraceBuilder(device_name="nobody's GPU")
+        .op("aten::mm", 0, 5)
+        .launch("cudaLaunchKernel", 0, 5, correlation=1)
+    )
     answer = moved(made.kernel("gemm", 10, 100, correlation=1).build(), None, host_factor=2.0)
     rows = answer.account.account.select("rule", "kind", "here_ns", "there_ns").rows()
     assert rows == [("same device", "gemm", 100_000, 100_000), ("host", None, 5_000, 10_000)]
@@ -149,38 +166,58 @@ def test_the_same_device_changes_nothing() -> None:
     graph = link_session(session)
     answer = rescale(graph, session, "H100 SXM")
     for same in (answer.graph, answer.low, answer.high):
-        assert same.nodes.select("start_ns", "duration_ns").equals(graph.nodes.select("start_ns", "duration_ns"))
+        assert same.nodes.select("start_ns", "duration_ns").equals(
+            graph.nodes.select("start_ns", "duration_ns")
+        )
         assert (Plan(same).evaluate() == graph.point_times()).all()
     rows = answer.account.account
     assert all((rows["here_ns"] == rows[name]).all() for name in ("there_ns", "low_ns", "high_ns"))
 
 
 def test_all_ranks_of_a_job_stay_as_they_are_on_the_same_device() -> None:
-    session = Session(tuple(made.build() for made in training_job(Recipe(ranks=2, steps=2)).run().traces()), "job")
+    session = Session(
+        tuple(made.build() for made in training_job(Recipe(ranks=2, steps=2)).run().traces()), "job"
+    )
     graph = link_session(session)
     answer = rescale(graph, session, "H100 SXM", recorded="H100 SXM")
     assert (answer.graph.point_times() == graph.point_times()).all()
-    communication = answer.account.account.row(by_predicate=pl.col("rule") == "communication", named=True)
+    communication = answer.account.account.row(
+        by_predicate=pl.col("rule") == "communication", named=True
+    )
     measured = graph.nodes.filter(pl.col("kind") == "collective")["duration_ns"]
     assert (communication["count"], communication["here_ns"]) == (measured.len(), measured.sum())
     slower = rescale(graph, session, "A100 SXM 80GB")
     kinds = answer.graph.nodes["kind"] == "collective"
     before, after = (each.filter(kinds) for each in (graph.nodes, slower.graph.nodes))
-    assert after["duration_ns"].max() <= before["duration_ns"].max() * 4  # waits change; transfers do not
+    assert (
+        after["duration_ns"].max() <= before["duration_ns"].max() * 4
+    )  # waits change; transfers do not
     assert slower.account.after_ns > slower.account.before_ns
 
 
 def test_work_without_a_model_goes_by_its_kind_with_an_interval() -> None:
     made = TraceBuilder(device_name=H100.in_traces)
-    names = ("sm90_xmma_gemm_bf16bf16_bf16f32_f32", "vectorized_elementwise_kernel", "somebody's kernel")
+    names = (
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32",
+        "vectorized_elementwise_kernel",
+        "somebody's kernel",
+    )
     for number, name in enumerate(names, 1):
         made.launch("cudaLaunchKernel", 10 * number, 5, correlation=number)
         made.kernel(name, 1000 * number, 600, correlation=number)
-    for number, name in enumerate(("Memcpy DtoD (Device -> Device)", "Memcpy HtoD (Pinned -> Device)"), 4):
+    for number, name in enumerate(
+        ("Memcpy DtoD (Device -> Device)", "Memcpy HtoD (Pinned -> Device)"), 4
+    ):
         made.launch("cudaMemcpyAsync", 10 * number, 5, correlation=number)
         made.copy(name, 1000 * number, 600, bytes=1 << 20, correlation=number)
-    rows = of_device(moved(made.build(), MI300.name)).rows_by_key(["rule", "kind"], named=True, unique=True)
-    bandwidth, matrix, vector = H100.memory / MI300.memory, H100.bf16 / MI300.bf16, H100.fp32 / MI300.fp32
+    rows = of_device(moved(made.build(), MI300.name)).rows_by_key(
+        ["rule", "kind"], named=True, unique=True
+    )
+    bandwidth, matrix, vector = (
+        H100.memory / MI300.memory,
+        H100.bf16 / MI300.bf16,
+        H100.fp32 / MI300.fp32,
+    )
     expected = {
         ("peak", "gemm"): (matrix, bandwidth, 1.0),
         ("bandwidth", "elementwise"): (bandwidth, vector, 1.0),
@@ -199,7 +236,10 @@ def test_a_saved_graph_goes_by_the_names_of_its_kernels() -> None:
     graph = link_session(Session((trace,), "planted"))
     answer = rescale(graph, None, A100.name, recorded=H100.name)
     assert set(of_device(answer)["rule"]) == {"peak", "bandwidth"}
-    assert (rescale(graph, None, H100.name, recorded=H100.name).graph.point_times() == graph.point_times()).all()
+    assert (
+        rescale(graph, None, H100.name, recorded=H100.name).graph.point_times()
+        == graph.point_times()
+    ).all()
     with pytest.raises(UsageError, match="recorded device") as error:
         rescale(graph, None, A100.name)
     assert error.value.slug == "no-recorded-device"
@@ -241,15 +281,21 @@ def test_a_device_that_the_trace_does_not_name_must_be_named() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("pair", ["bert_small", "qwen_0.5b"])
-def test_the_measured_kernel_time_of_public_pairs_is_in_the_interval(shared_data: Path, pair: str) -> None:
-    here, there = (load(shared_data / "kineto" / f"{device}_{pair}.json.gz") for device in ("h100", "mi300"))
+def test_the_measured_kernel_time_of_public_pairs_is_in_the_interval(
+    shared_data: Path, pair: str
+) -> None:
+    here, there = (
+        load(shared_data / "kineto" / f"{device}_{pair}.json.gz") for device in ("h100", "mi300")
+    )
     rows = of_device(rescale(link_session(here), here, "MI300X"))
     measured = there.traces[0].gpu_work()["duration_ns"].sum()
     assert rows["low_ns"].sum() <= measured <= rows["high_ns"].sum()
     assert np.isclose(rows["here_ns"].sum(), here.traces[0].gpu_work()["duration_ns"].sum())
 
 
-def test_the_verb_says_how_much_work_each_rule_covers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_says_how_much_work_each_rule_covers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trace, _ = planted(H100, unmodelled=200)
     link_session(Session((trace,), "planted")).save(tmp_path / "job.graph")
     asked = ["simulate", str(tmp_path / "job.graph"), "--device", "A100 SXM 80GB"]
@@ -267,4 +313,7 @@ def test_the_verb_says_how_much_work_each_rule_covers(tmp_path: Path, capsys: py
     check_schema(document, "simulation.schema.json")
     assert document["device"]["recorded"] == ["H100 SXM"]
     account = document["device"]["account"]
-    assert [sum(row["count"] for row in account if row["rule"] == rule) for rule in ("peak", "bandwidth")] == [24, 24]
+    assert [
+        sum(row["count"] for row in account if row["rule"] == rule)
+        for rule in ("peak", "bandwidth")
+    ] == [24, 24]

@@ -27,7 +27,9 @@ SEEDS = range(13)
 
 
 def scaled(target: str, factor: float, part: str = "", ranks: tuple[int, ...] = ()) -> Plainly:
-    return lambda plain: plain.scale(plain.chosen(target, lambda name: part in name.lower(), ranks), factor)
+    return lambda plain: plain.scale(
+        plain.chosen(target, lambda name: part in name.lower(), ranks), factor
+    )
 
 
 def loading(plain: PlainScenario) -> set[int]:
@@ -49,13 +51,17 @@ CHANGES: dict[str, Plainly] = {
     "network * 0.5": scaled("collectives", 2.0),
     "network ~ all_red * 2": scaled("collectives", 0.5),
     "syncs remove": lambda plain: plain.drop(plain.chosen("syncs")),
-    "syncs ~ cudaDeviceSynchronize remove": lambda plain: plain.drop(plain.chosen("syncs", lambda n: "Device" in n)),
+    "syncs ~ cudaDeviceSynchronize remove": lambda plain: plain.drop(
+        plain.chosen("syncs", lambda n: "Device" in n)
+    ),
     "copies async": lambda plain: plain.return_at_once(plain.chosen("copies")),
     "gpu async": lambda plain: plain.return_at_once(plain.chosen("gpu")),
     "idle remove": lambda plain: plain.no_idle(plain.chosen("host")),
     "rank 0 idle remove": lambda plain: plain.no_idle(plain.chosen("host", ranks=(0,)), (0,)),
     "kernels fuse": lambda plain: plain.fuse(plain.chosen("kernels")),
-    "kernels ~ add_kernel fuse": lambda plain: plain.fuse(plain.chosen("kernels", lambda name: name == "add_kernel")),
+    "kernels ~ add_kernel fuse": lambda plain: plain.fuse(
+        plain.chosen("kernels", lambda name: name == "add_kernel")
+    ),
     "kernels graph": lambda plain: plain.submit_once(plain.chosen("kernels")),
     "gpu graph": lambda plain: plain.submit_once(plain.chosen("gpu")),
     "rank 1 gpu graph": lambda plain: plain.submit_once(plain.chosen("gpu", ranks=(1,))),
@@ -66,11 +72,17 @@ CHANGES: dict[str, Plainly] = {
     "loading workers 3": lambda plain: plain.load_beside(loading(plain), 3),
 }
 PAIRS = (
-    ("kernels * 0.3", "host * 0.3"), ("host * 0.3", "kernels * 0.3"), ("copies async", "gpu graph"),
-    ("kernels balance", "rank 0 delay remove"), ("rank 0 delay remove", "kernels balance"),
-    ("idle remove", "network * 3"), ("syncs remove", "collectives * 0.3"), ("kernels fuse", "loading workers 3"),
-    ("loading * 0.4", "loading workers 1"), ("gpu * 2.5", "rank 0 idle remove"),
-)  # fmt: skip
+    ("kernels * 0.3", "host * 0.3"),
+    ("host * 0.3", "kernels * 0.3"),
+    ("copies async", "gpu graph"),
+    ("kernels balance", "rank 0 delay remove"),
+    ("rank 0 delay remove", "kernels balance"),
+    ("idle remove", "network * 3"),
+    ("syncs remove", "collectives * 0.3"),
+    ("kernels fuse", "loading workers 3"),
+    ("loading * 0.4", "loading workers 1"),
+    ("gpu * 2.5", "rank 0 idle remove"),
+)
 
 
 @cache
@@ -119,7 +131,9 @@ def test_a_change_is_bounded_by_what_is_left_and_by_what_it_touches(texts: tuple
         before, after = int(np.ptp(graph.point_times())), int(np.ptp(scenario.times(plan)))
         assert compute_busiest_lane_ns(scenario) == plain.busiest_lane()
         assert most_saved_ns(graph, scenario) == plain.touched()
-        assert compute_lower_bound_ns(graph, scenario, before) == max(plain.busiest_lane(), before - plain.touched())
+        assert compute_lower_bound_ns(graph, scenario, before) == max(
+            plain.busiest_lane(), before - plain.touched()
+        )
         assert after >= compute_lower_bound_ns(graph, scenario, before) - graph.nodes.height, (
             "more than halves of ns is lost"
         )
@@ -127,7 +141,9 @@ def test_a_change_is_bounded_by_what_is_left_and_by_what_it_touches(texts: tuple
 
 @pytest.mark.parametrize("target", ["copies", "collectives", "kernels", "gpu"])
 @pytest.mark.parametrize("with_it", ["", "gpu * 0.3", "network * 3"])
-def test_hidden_work_leaves_the_order_of_its_stream_as_a_plain_loop_says(target: str, with_it: str) -> None:
+def test_hidden_work_leaves_the_order_of_its_stream_as_a_plain_loop_says(
+    target: str, with_it: str
+) -> None:
     compared = 0
     for seed in range(30):
         graph, plan = job(seed)
@@ -144,7 +160,9 @@ def test_hidden_work_leaves_the_order_of_its_stream_as_a_plain_loop_says(target:
     assert compared > 5
 
 
-@pytest.mark.parametrize("text", ["gpu * 0.3", "host * 2.5", "rank 0 delay remove", "copies async", "idle remove"])
+@pytest.mark.parametrize(
+    "text", ["gpu * 0.3", "host * 2.5", "rank 0 delay remove", "copies async", "idle remove"]
+)
 def test_an_answer_is_that_of_the_plain_evaluation_in_every_figure(text: str) -> None:
     for graph, plan, scenario, plain in changed(text):
         answer = whatif(graph, text, plan=plan)
@@ -158,13 +176,23 @@ def test_an_answer_is_that_of_the_plain_evaluation_in_every_figure(text: str) ->
         assert answer.saved_fraction == pytest.approx(answer.saved_ns / before)
         honest = law(graph, plan)
         assert answer.error_ns == abs(honest.honest_error_ns)
-        assert answer.trusted == (honest.holds and abs(answer.saved_ns) > answer.error_ns and after >= least)
+        assert answer.trusted == (
+            honest.holds and abs(answer.saved_ns) > answer.error_ns and after >= least
+        )
         assert answer.path["before_ns"].sum() == before
         assert answer.path["after_ns"].sum() == after
         rows = []
         for rank in sorted({row["rank"] for row in plain.nodes}):
-            points = [2 * row["node"] + end for row in plain.nodes if row["rank"] == rank for end in (0, 1)]
-            spans = [max(of[at] for at in points) - min(of[at] for at in points) for of in (measured.tolist(), times)]
+            points = [
+                2 * row["node"] + end
+                for row in plain.nodes
+                if row["rank"] == rank
+                for end in (0, 1)
+            ]
+            spans = [
+                max(of[at] for at in points) - min(of[at] for at in points)
+                for of in (measured.tolist(), times)
+            ]
             rows.append((rank, spans[0], spans[1], spans[0] - spans[1]))
         assert answer.ranks.rows() == rows
         assert scenario.graph is graph
@@ -173,10 +201,14 @@ def test_an_answer_is_that_of_the_plain_evaluation_in_every_figure(text: str) ->
 def plain_lower_bound(plain: PlainScenario, other: PlainScenario, saved: int, before: int) -> bool:
     """Whether more were saved, by more than a hundredth, if threads of which nobody knows who woke them did not wait."""
     guesses = [
-        at for at, edge in enumerate(plain.edges)
+        at
+        for at, edge in enumerate(plain.edges)
         if edge["evidence"] == "assumed"
-        and ((edge["kind"] == "origin" and edge["to_end"]) or (edge["kind"] == "cross-thread" and edge["delay_ns"] > 0))
-    ]  # fmt: skip
+        and (
+            (edge["kind"] == "origin" and edge["to_end"])
+            or (edge["kind"] == "cross-thread" and edge["delay_ns"] > 0)
+        )
+    ]
     spans = []
     for scenario in (plain, other):
         delays, scenario.delay = scenario.delay, list(scenario.delay)
@@ -192,7 +224,9 @@ def test_an_answer_is_at_least_so_much_where_the_waker_of_a_thread_is_not_record
     for text in ("host * 0.3", "gpu * 0.3", "idle remove", "ops remove"):
         for graph, plan, _, plain in changed(text):
             answer = whatif(graph, text, plan=plan)
-            expected = plain_lower_bound(PlainScenario(graph), plain, answer.saved_ns, answer.before_ns)
+            expected = plain_lower_bound(
+                PlainScenario(graph), plain, answer.saved_ns, answer.before_ns
+            )
             assert answer.lower_bound == expected
             answers.append(expected)
     assert set(answers) == {True, False}
@@ -202,23 +236,32 @@ def test_what_a_change_is_about_is_what_differs() -> None:
     for text in ("gpu * 0.3", "syncs remove", "network * 3", "kernels fuse", "loading workers 3"):
         for graph, _, scenario, plain in changed(text):
             differs = {
-                row["node"] for row, work in zip(plain.nodes, plain.work, strict=True)
+                row["node"]
+                for row, work in zip(plain.nodes, plain.work, strict=True)
                 if work != row["work_ns"] + row["residual_ns"]
-            }  # fmt: skip
+            }
             for edge, delay in zip(plain.edges, plain.delay, strict=True):
-                if edge["kind"] in ("rendezvous", "synchronize") and delay != edge["delay_ns"] + edge["residual_ns"]:
+                if (
+                    edge["kind"] in ("rendezvous", "synchronize")
+                    and delay != edge["delay_ns"] + edge["residual_ns"]
+                ):
                     differs.add(edge["target"])
             assert set(np.flatnonzero(changed_nodes(graph, scenario)).tolist()) == differs
 
 
-@pytest.mark.parametrize("others", [("gpu * 0.3",), ("copies async", "host * 0.3", "network * 3"), ("copies overlap",)])
+@pytest.mark.parametrize(
+    "others", [("gpu * 0.3",), ("copies async", "host * 0.3", "network * 3"), ("copies overlap",)]
+)
 def test_many_scenarios_together_take_what_each_takes_alone(others: tuple[str, ...]) -> None:
     for seed in SEEDS:
         graph, plan = job(seed)
         texts = [(), *((text,) for text in others), (others[0], "kernels * 0.5"), ("launches * 4",)]
         scenarios = [scenario for some in texts if (scenario := asked(graph, *some))]
         alone = [
-            max(int(np.ptp(one.times(plan))), compute_lower_bound_ns(graph, one, int(np.ptp(graph.point_times()))))
+            max(
+                int(np.ptp(one.times(plan))),
+                compute_lower_bound_ns(graph, one, int(np.ptp(graph.point_times()))),
+            )
             for one in scenarios
         ]
         assert whatif_many(graph, iter(scenarios), plan).tolist() == alone
@@ -234,7 +277,9 @@ def test_a_sweep_is_one_answer_after_the_other_whatever_the_digits_of_its_factor
             plain = PlainScenario(graph)
             plain.scale(plain.chosen("kernels"), factor)
             before = int(np.ptp(graph.point_times()))
-            assert row["time_ns"] == max(plain.span(), plain.busiest_lane(), before - plain.touched())
+            assert row["time_ns"] == max(
+                plain.span(), plain.busiest_lane(), before - plain.touched()
+            )
             assert row["saved_ns"] == before - row["time_ns"]
             assert row["saved_fraction"] == pytest.approx(row["saved_ns"] / before)
 
@@ -242,7 +287,10 @@ def test_a_sweep_is_one_answer_after_the_other_whatever_the_digits_of_its_factor
 @pytest.mark.parametrize(
     "texts",
     [
-        *([f"{target} * {factor}" for factor in (0, 0.2, 0.7, 1, 1.6)] for target in ("kernels", "gpu", "host", "syncs", "ops")),
+        *(
+            [f"{target} * {factor}" for factor in (0, 0.2, 0.7, 1, 1.6)]
+            for target in ("kernels", "gpu", "host", "syncs", "ops")
+        ),
         [f"network * {factor}" for factor in (9, 3, 1, 0.4)],
         [f"loading workers {count}" for count in (8, 4, 2, 1)],
         ["gpu remove", "copies remove", "copies * 0.5"],
@@ -250,7 +298,7 @@ def test_a_sweep_is_one_answer_after_the_other_whatever_the_digits_of_its_factor
         ["copies remove", "copies overlap", "copies * 1"],
     ],
     ids=lambda texts: texts[1],
-)  # fmt: skip
+)
 def test_what_takes_less_never_makes_anything_later(texts: list[str]) -> None:
     for seed in SEEDS:
         graph, plan = job(seed)
@@ -275,13 +323,17 @@ def test_work_that_is_hidden_saves_no_more_than_was_exposed_and_keeps_its_own_ti
             exposed: set[int] = set()
             for rank in {plain.nodes[node]["rank"] for node in chosen}:
                 covered = {
-                    at for row in plain.nodes if row["kind"] == "kernel" and row["rank"] == rank
+                    at
+                    for row in plain.nodes
+                    if row["kind"] == "kernel" and row["rank"] == rank
                     for at in range(row["start_ns"], row["start_ns"] + row["duration_ns"])
-                }  # fmt: skip
+                }
                 runs = {
-                    at for node in chosen if plain.nodes[node]["rank"] == rank
+                    at
+                    for node in chosen
+                    if plain.nodes[node]["rank"] == rank
                     for at in range(before[2 * node], before[2 * node + 1])
-                }  # fmt: skip
+                }
                 exposed |= runs - covered
             assert np.ptp(before) - np.ptp(times) <= len(exposed)
             assert most_saved_ns(graph, scenario) == len(exposed)
@@ -301,7 +353,9 @@ def renumbered(graph: Graph, seed: int) -> tuple[Graph, list[int]]:
         new[old] = number
     number_of = pl.Series(new, dtype=gs.Node)
     nodes = graph.nodes[order].with_columns(node=pl.int_range(pl.len(), dtype=gs.Node))
-    edges = graph.edges.with_columns(source=number_of[graph.edges["source"]], target=number_of[graph.edges["target"]])
+    edges = graph.edges.with_columns(
+        source=number_of[graph.edges["source"]], target=number_of[graph.edges["target"]]
+    )
     edges = edges.sample(fraction=1, shuffle=True, seed=seed)
     communication = graph.communication.with_columns(node=number_of[graph.communication["node"]])
     return replace(graph, nodes=nodes, edges=edges, communication=communication), new
@@ -337,7 +391,9 @@ def moved(graph: Graph, later_ns: int) -> Graph:
     return replace(graph, nodes=graph.nodes.with_columns(pl.col("start_ns") + later_ns))
 
 
-@pytest.mark.parametrize("text", [*EVERYTHING, "rank 0 delay remove", "loading workers 2", "syncs remove"])
+@pytest.mark.parametrize(
+    "text", [*EVERYTHING, "rank 0 delay remove", "loading workers 2", "syncs remove"]
+)
 def test_a_job_that_runs_later_is_the_same_job(text: str) -> None:
     later = 10**15 + 7
     for seed in SEEDS[::2]:
@@ -361,7 +417,9 @@ def renamed(graph: Graph, names: dict[int, int]) -> Graph:
     return replace(graph, nodes=graph.nodes.with_columns(rank))
 
 
-@pytest.mark.parametrize("text", [*EVERYTHING, "rank 0 delay remove", "rank 1 kernels * 0.5", "rank 1 idle remove"])
+@pytest.mark.parametrize(
+    "text", [*EVERYTHING, "rank 0 delay remove", "rank 1 kernels * 0.5", "rank 1 idle remove"]
+)
 def test_ranks_may_have_any_numbers(text: str) -> None:
     names = {0: 511, 1: 3, 2: 64}
     elsewhere = text
@@ -378,7 +436,8 @@ def test_ranks_may_have_any_numbers(text: str) -> None:
         other = whatif(renamed(graph, names), elsewhere)
         assert other.times.tolist() == answer.times.tolist()
         assert dict(other.ranks.select("rank", "saved_ns").iter_rows()) == {
-            names[rank]: saved for rank, saved in answer.ranks.select("rank", "saved_ns").iter_rows()
+            names[rank]: saved
+            for rank, saved in answer.ranks.select("rank", "saved_ns").iter_rows()
         }
         compared += 1
     assert compared > 2
@@ -394,7 +453,9 @@ def test_a_scenario_is_left_as_it_is_when_another_is_made_from_it() -> None:
     assert base.times(plan).tolist() == before == graph.point_times().tolist()
 
 
-@pytest.mark.parametrize("text", ["kernels * 0.5", "idle remove", "kernels fuse", "gpu graph", "kernels balance"])
+@pytest.mark.parametrize(
+    "text", ["kernels * 0.5", "idle remove", "kernels fuse", "gpu graph", "kernels balance"]
+)
 def test_only_what_lies_inside_changes_where_some_nodes_are_given(text: str) -> None:
     for seed in SEEDS:
         graph, _ = job(seed)

@@ -24,17 +24,57 @@ from traceloom.workload.simulate.machine import (
     Topology,
     Wire,
 )
-from traceloom.workload.simulate.machine_file import apply_overrides, build_machine, machine_text, presets, read_machine
+from traceloom.workload.simulate.machine_file import (
+    apply_overrides,
+    build_machine,
+    machine_text,
+    presets,
+    read_machine,
+)
 from traceloom.workload.simulate.network import MachineNetwork
 
 PATHS = [
-    "network.0.size", "network.0.shape", "network.1", "network", "nic.of.x", "ranks.order", "algorithm.0.use", "device.peaks",
-    "device.peaks.bf16", "slow", "transfer.0", "name", "name.a", "..", "network..size", "network.-1.size",
-]  # fmt: skip
+    "network.0.size",
+    "network.0.shape",
+    "network.1",
+    "network",
+    "nic.of.x",
+    "ranks.order",
+    "algorithm.0.use",
+    "device.peaks",
+    "device.peaks.bf16",
+    "slow",
+    "transfer.0",
+    "name",
+    "name.a",
+    "..",
+    "network..size",
+    "network.-1.size",
+]
 KEYS = [
-    "network", "nic", "ranks", "algorithm", "device", "slow", "transfer", "name", "version", "size", "topology", "bandwidth",
-    "links", "shape", "order", "per_host", "peaks", "collective", "use", "radix", "latency", "shared",
-]  # fmt: skip
+    "network",
+    "nic",
+    "ranks",
+    "algorithm",
+    "device",
+    "slow",
+    "transfer",
+    "name",
+    "version",
+    "size",
+    "topology",
+    "bandwidth",
+    "links",
+    "shape",
+    "order",
+    "per_host",
+    "peaks",
+    "collective",
+    "use",
+    "radix",
+    "latency",
+    "shared",
+]
 RING = '[[network]]\ntopology = "ring"\nsize = 8\nbandwidth = 50\n'
 MEASURED = '[[transfer]]\ncollective = "all_reduce"\nspan = "inside"\nranks = 8\nalpha_ns = 10\nbandwidth = 200\n'
 EVERYTHING = Machine(
@@ -49,10 +89,15 @@ EVERYTHING = Machine(
     nic=Nic(1e22, "all"),
     order=tuple(reversed(range(64))),
     per_host=32,
-    algorithms=(AlgorithmRule("all_reduce", "double-tree", 65536), AlgorithmRule("broadcast", "ring")),
+    algorithms=(
+        AlgorithmRule("all_reduce", "double-tree", 65536),
+        AlgorithmRule("broadcast", "ring"),
+    ),
     device=Peak("mine", {"bf16": 1e15}, None),
     slow=(SpeedFactor((3, 4), 0.8, 0.5), SpeedFactor((4,), 0.5)),
-    transfers=(MeasuredTransfer("all_gather", "between", 16, 1, 1 << 40, 12000.5, 210.0, -0.03, 0.05, 120),),
+    transfers=(
+        MeasuredTransfer("all_gather", "between", 16, 1, 1 << 40, 12000.5, 210.0, -0.03, 0.05, 120),
+    ),
 )
 
 
@@ -69,7 +114,10 @@ def test_one_rank_alone_needs_no_network(tmp_path: Path) -> None:
     machine = read_machine(path)
     assert machine.ranks == 1
     network = MachineNetwork(machine)
-    assert (network.links.height, network.routes(np.zeros(1, np.int64), np.zeros(1, np.int64)).links.size) == (0, 0)
+    assert (
+        network.links.height,
+        network.routes(np.zeros(1, np.int64), np.zeros(1, np.int64)).links.size,
+    ) == (0, 0)
     with pytest.raises(UsageError, match="no network"):
         machine.for_ranks(2)
 
@@ -79,7 +127,11 @@ def test_one_rank_alone_needs_no_network(tmp_path: Path) -> None:
     [
         ("x", "the machine is no TOML", ""),
         ("", "a machine needs at least one `[[network]]`", ""),
-        ('[device]\nname = "H100 SXM"\n[nic]\nbandwidth = 1', "a machine needs at least one `[[network]]`", ""),
+        (
+            '[device]\nname = "H100 SXM"\n[nic]\nbandwidth = 1',
+            "a machine needs at least one `[[network]]`",
+            "",
+        ),
         ("network = []", "a machine needs at least one `[[network]]`", ""),
         ("network = [1]", "expected a table, got 1", "network[0]"),
         ('format = "other"\n' + RING, "expected one of traceloom-machine, got 'other'", "format"),
@@ -91,7 +143,11 @@ def test_one_rank_alone_needs_no_network(tmp_path: Path) -> None:
         (RING.replace("50", '"50"'), "expected a number, got '50'", "network[0].bandwidth"),
         (RING.replace("8", "0"), "expected a whole number >= 1, got 0", "network[0].size"),
         (RING.replace("8", "9" * 12), "has 999,999,999,999 ranks, more than", ""),
-        (RING.replace("8", "40000").replace("ring", "fully-connected"), "more than 33,554,432 links", ""),
+        (
+            RING.replace("8", "40000").replace("ring", "fully-connected"),
+            "more than 33,554,432 links",
+            "",
+        ),
         (RING + "shape = [8]", "`shape` belongs to torus and mesh", "network[0]"),
         (RING.replace("ring", "mesh"), "the topology mesh needs `shape`", "network[0]"),
         (
@@ -100,11 +156,19 @@ def test_one_rank_alone_needs_no_network(tmp_path: Path) -> None:
             "network[0]",
         ),
         (RING + "oversubscription = 2", "`oversubscription` belongs to a fat-tree", "network[0]"),
-        (RING.replace("ring", "links") + "links = [[0, 1]]", "no links lead from member 0 to member 2", "network[0]"),
+        (
+            RING.replace("ring", "links") + "links = [[0, 1]]",
+            "no links lead from member 0 to member 2",
+            "network[0]",
+        ),
         (RING.replace("ring", "links") + "links = [[1, 1]]", "joins 1 with itself", "network[0]"),
         (RING.replace("ring", "links") + "links = [[0, 1], [1, 0]]", "stands twice", "network[0]"),
         (RING + "shared = true", "the innermost dimension cannot be `shared`", ""),
-        (RING + "[ranks]\norder = [0, 1, 2, 3, 4, 5, 6, 6]", "the order of the ranks has not each of 0 to 7 once", ""),
+        (
+            RING + "[ranks]\norder = [0, 1, 2, 3, 4, 5, 6, 6]",
+            "the order of the ranks has not each of 0 to 7 once",
+            "",
+        ),
         (RING + "[ranks]\nper_host = 3", "8 ranks are no number of hosts of 3", ""),
         (RING + "[[slow]]\nranks = [8]", "`slow` names rank 8, the machine has ranks 0 to 7", ""),
         (
@@ -119,7 +183,11 @@ def test_one_rank_alone_needs_no_network(tmp_path: Path) -> None:
             "two transfers of all_reduce inside 8 ranks overlap at 1 bytes",
             "",
         ),
-        (RING + MEASURED + "from_bytes = 9\nto_bytes = 1", "`from_bytes` 9 is above `to_bytes` 1", "transfer[0]"),
+        (
+            RING + MEASURED + "from_bytes = 9\nto_bytes = 1",
+            "`from_bytes` 9 is above `to_bytes` 1",
+            "transfer[0]",
+        ),
     ],
 )
 def test_a_machine_that_cannot_be_is_refused_with_the_place(
@@ -149,7 +217,12 @@ def test_another_version_and_a_missing_file_say_so(tmp_path: Path) -> None:
 
 
 def test_set_replaces_one_value() -> None:
-    overrides = ["network.0.bandwidth=100", "network.infiniband.size = 4", "nic.bandwidth=25", "ranks.per_host=16"]
+    overrides = [
+        "network.0.bandwidth=100",
+        "network.infiniband.size = 4",
+        "nic.bandwidth=25",
+        "ranks.per_host=16",
+    ]
     machine = read_machine("dgx-h100", overrides)
     assert machine.dimensions[0].bandwidth == 100.0
     assert machine.dimensions[1].size == 4
@@ -158,7 +231,9 @@ def test_set_replaces_one_value() -> None:
     assert machine.ranks_per_host == 16
     assert machine.dimensions[0].latency == read_machine("dgx-h100").dimensions[0].latency
     assert apply_overrides(EVERYTHING, []) == EVERYTHING
-    assert apply_overrides(EVERYTHING, ["device.name=H100 SXM"]).device == Peak("H100 SXM", {"bf16": 1e15}, None)
+    assert apply_overrides(EVERYTHING, ["device.name=H100 SXM"]).device == Peak(
+        "H100 SXM", {"bf16": 1e15}, None
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,10 +274,14 @@ def test_a_preset_grows_by_hosts_and_shrinks_to_a_part_of_one() -> None:
 
 
 def test_the_reference_names_every_key_and_every_preset() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "reference" / "machine.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "machine.md").read_text(
+        encoding="utf-8"
+    )
     kinds = (Dimension, Nic, AlgorithmRule, SpeedFactor, MeasuredTransfer)
     keys = {field.name for kind in kinds for field in fields(kind)}
-    assert [key for key in sorted({*keys, *get_args(Topology), *presets()}) if f"`{key}`" not in page] == []
+    assert [
+        key for key in sorted({*keys, *get_args(Topology), *presets()}) if f"`{key}`" not in page
+    ] == []
 
 
 def test_places_spans_and_speeds() -> None:
@@ -219,7 +298,9 @@ def test_the_first_algorithm_that_matches_counts() -> None:
     assert EVERYTHING.algorithm("all_reduce", 65536, 6) == "ring"
     assert EVERYTHING.algorithm("broadcast", 1, 6) == "ring"
     assert EVERYTHING.algorithm("all_to_all", 1, 6) == "direct"
-    halving = Machine(EVERYTHING.dimensions, algorithms=(AlgorithmRule("all_reduce", "halving-doubling"),))
+    halving = Machine(
+        EVERYTHING.dimensions, algorithms=(AlgorithmRule("all_reduce", "halving-doubling"),)
+    )
     assert halving.algorithm("all_reduce", 1, 8) == "halving-doubling"
     with pytest.raises(UsageError, match="needs a power of two"):
         halving.algorithm("all_reduce", 1, 6)
@@ -227,7 +308,8 @@ def test_the_first_algorithm_that_matches_counts() -> None:
 
 def test_the_nearest_measured_size_answers() -> None:
     small, large = (
-        MeasuredTransfer("all_reduce", "inside", 8, low, high, 0.0, 1.0) for low, high in ((10, 99), (1000, 9999))
+        MeasuredTransfer("all_reduce", "inside", 8, low, high, 0.0, 1.0)
+        for low, high in ((10, 99), (1000, 9999))
     )
     machine = Machine((Dimension("switch", 8, 1.0),), transfers=(large, small))
     members = list(range(8))
@@ -240,13 +322,24 @@ def test_the_nearest_measured_size_answers() -> None:
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["ring", "switch"]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["ring", "switch"]),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4)
+    ),
     max_leaves=6,
 )
 
 
-@given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4), st.sampled_from(["", *PATHS]), VALUES)
+@given(
+    st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4),
+    st.sampled_from(["", *PATHS]),
+    VALUES,
+)
 def test_whatever_stands_in_it_ends_in_a_machine_or_in_a_sentence(
     document: dict[str, object], path: str, value: object
 ) -> None:

@@ -27,7 +27,9 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
 
 
 def dimension(chance: random.Random, *, inner: bool) -> Dimension:
-    topology = chance.choice(["ring", "fully-connected", "switch", "torus", "mesh", "fat-tree", "links"])
+    topology = chance.choice(
+        ["ring", "fully-connected", "switch", "torus", "mesh", "fat-tree", "links"]
+    )
     size = chance.choice([1, 2, 3, 4, 6])
     about: dict[str, Any] = {
         "latency": chance.choice([0.0, 700.0, 1e-7]),
@@ -43,7 +45,9 @@ def dimension(chance: random.Random, *, inner: bool) -> Dimension:
             Wire(member, member + 1, chance.choice([None, 5.0]), chance.choice([None, 3.0]))
             for member in range(size - 1)
         )
-    return Dimension(topology, size, chance.choice([10.0, 1e22, 0.3]), name=chance.choice(["", 'a "b"']), **about)  # type: ignore[arg-type]
+    return Dimension(
+        topology, size, chance.choice([10.0, 1e22, 0.3]), name=chance.choice(["", 'a "b"']), **about
+    )  # type: ignore[arg-type]
 
 
 def machine(seed: int) -> Machine:
@@ -53,7 +57,15 @@ def machine(seed: int) -> Machine:
     order = list(range(ranks))
     chance.shuffle(order)
     spans = [
-        MeasuredTransfer(kind, span, group, start, start + 99, chance.choice([0.0, 12.5]), chance.choice([None, 200.0]))  # type: ignore[arg-type]
+        MeasuredTransfer(
+            kind,
+            span,
+            group,
+            start,
+            start + 99,
+            chance.choice([0.0, 12.5]),
+            chance.choice([None, 200.0]),
+        )  # type: ignore[arg-type]
         for kind in chance.sample(KINDS, 2)
         for span in ("inside", "between")
         for group in chance.sample([1, 2, 4, 16], 2)
@@ -65,9 +77,16 @@ def machine(seed: int) -> Machine:
         name=chance.choice(["", "é\n"]),
         nic=chance.choice([None, Nic(25.0), Nic(25.0, "all")]),
         order=tuple(order) if chance.random() < 0.5 else (),
-        per_host=chance.choice([None, *[size for size in range(1, ranks + 1) if ranks % size == 0]]),
-        algorithms=tuple(AlgorithmRule("all_reduce", "ring", below) for below in chance.sample([10, 500], 1)),
-        slow=tuple(SpeedFactor((chance.randrange(ranks),), chance.choice([0.5, 1.0]), 0.25) for _ in range(2)),
+        per_host=chance.choice(
+            [None, *[size for size in range(1, ranks + 1) if ranks % size == 0]]
+        ),
+        algorithms=tuple(
+            AlgorithmRule("all_reduce", "ring", below) for below in chance.sample([10, 500], 1)
+        ),
+        slow=tuple(
+            SpeedFactor((chance.randrange(ranks),), chance.choice([0.5, 1.0]), 0.25)
+            for _ in range(2)
+        ),
         transfers=tuple(spans),
         price_per_hour=chance.choice([None, 0.0, 2.5]),
     )
@@ -85,7 +104,16 @@ def test_what_is_written_is_the_same_machine(seed: int, tmp_path: Path) -> None:
     assert np.array_equal(first.bandwidth, second.bandwidth)
     assert np.array_equal(first.latency, second.latency)
     assert machine_text(result) == machine_text(written)
-    for name in ("name", "nic", "order", "per_host", "algorithms", "slow", "transfers", "price_per_hour"):
+    for name in (
+        "name",
+        "nic",
+        "order",
+        "per_host",
+        "algorithms",
+        "slow",
+        "transfers",
+        "price_per_hour",
+    ):
         assert getattr(result, name) == getattr(written, name)
     assert apply_overrides(written, ["price_per_hour=7"]).price_per_hour == 7
     assert apply_overrides(written, ["price_per_hour=7"]).dimensions == written.dimensions
@@ -115,7 +143,10 @@ def test_of_what_was_measured_the_nearest_group_and_size_of_the_span_answers(see
     on_bus = {"all_reduce": lambda n: 2 * (n - 1) / n, "broadcast": lambda n: 1.0}
     for _ in range(30):
         kind, span = chance.choice(KINDS), chance.choice(["inside", "between"])
-        ranks, size = chance.choice([2, 3, 4, 8, 64]), chance.choice([0, 50, 99, 400, 700, 1050, 10**6])
+        ranks, size = (
+            chance.choice([2, 3, 4, 8, 64]),
+            chance.choice([0, 50, 99, 400, 700, 1050, 10**6]),
+        )
         answer = of.transfer_of(kind, span, ranks, size)  # type: ignore[arg-type]
         alike = [entry for entry in of.transfers if entry.collective == kind]
         there = [entry for entry in alike if entry.span == span]
@@ -123,15 +154,23 @@ def test_of_what_was_measured_the_nearest_group_and_size_of_the_span_answers(see
             assert answer == (None, ("span",) if alike else ("kind",) if of.transfers else ())
             continue
         # sizes of groups by their ratio: of two that are as near, the smaller
-        group = min({entry.ranks for entry in there}, key=lambda count: (max(count / ranks, ranks / count), count))
+        group = min(
+            {entry.ranks for entry in there},
+            key=lambda count: (max(count / ranks, ranks / count), count),
+        )
         best = min(
             (entry for entry in there if entry.ranks == group),
-            key=lambda entry: 0 if entry.from_bytes <= size <= entry.to_bytes
-            else min(abs(size - entry.from_bytes), abs(size - entry.to_bytes)),
-        )  # fmt: skip
+            key=lambda entry: (
+                0
+                if entry.from_bytes <= size <= entry.to_bytes
+                else min(abs(size - entry.from_bytes), abs(size - entry.to_bytes))
+            ),
+        )
         steps = (ranks - 1) / (group - 1) if group > 1 else 1.0
         factor = on_bus.get(kind, lambda n: (n - 1) / n)(ranks)
-        expected = best.alpha_ns * steps + (0.0 if best.bandwidth is None else size * factor / best.bandwidth)
+        expected = best.alpha_ns * steps + (
+            0.0 if best.bandwidth is None else size * factor / best.bandwidth
+        )
         assert answer.time_ns == pytest.approx(expected)
         is_outside = not best.from_bytes <= size <= best.to_bytes
         assert answer.flags == ("group",) * (group != ranks) + ("size",) * is_outside
@@ -155,13 +194,18 @@ def test_a_machine_of_another_size_has_that_size_or_says_why_not(seed: int) -> N
         changes = [at for at, part in enumerate(other.dimensions) if part.size != sizes[at]]
         # a part of one host, or other numbers of the outermost alone
         assert changes in ([], [len(sizes) - 1]) or ranks < of.ranks
-        assert all(new.topology == old.topology for new, old in zip(other.dimensions, of.dimensions, strict=True))
+        assert all(
+            new.topology == old.topology
+            for new, old in zip(other.dimensions, of.dimensions, strict=True)
+        )
 
 
 def test_a_link_may_have_a_latency_of_its_own_and_the_bandwidth_of_all(tmp_path: Path) -> None:
     wires = (Wire(0, 1, None, 5.0), Wire(1, 2, 7.0))
     path = tmp_path / "machine.toml"
-    path.write_text(machine_text(Machine((Dimension("links", 3, 40.0, 1.0, links=wires),))), encoding="utf-8")
+    path.write_text(
+        machine_text(Machine((Dimension("links", 3, 40.0, 1.0, links=wires),))), encoding="utf-8"
+    )
     network = MachineNetwork(read_machine(path))
     assert sorted(set(zip(network.bandwidth.tolist(), network.latency.tolist(), strict=True))) == [
         (7.0, 1.0),

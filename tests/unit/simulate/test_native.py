@@ -25,7 +25,13 @@ from traceloom.graph.graph import Graph
 from traceloom.workload.chakra.graph_read import write_ranks
 from traceloom.workload.simulate.contention import simulate_contention
 from traceloom.workload.simulate.evaluation import build_plan, evaluate_on_network
-from traceloom.workload.simulate.machine import Dimension, Machine, MeasuredTransfer, Nic, SpeedFactor
+from traceloom.workload.simulate.machine import (
+    Dimension,
+    Machine,
+    MeasuredTransfer,
+    Nic,
+    SpeedFactor,
+)
 from traceloom.workload.simulate.native import run
 from traceloom.workload.simulate.transfers import (
     LinkBundles,
@@ -49,7 +55,10 @@ def on_network(job: Job, time_ns: Time) -> Job:
         took = time_ns(meeting.kind, len(meeting.members), most * _BYTES[meeting.element_type])
         return replace(step, meeting=replace(meeting, transfer=round(took)))
 
-    ranks = [replace(rank, threads=[[moved(step) for step in thread] for thread in rank.threads]) for rank in job.ranks]
+    ranks = [
+        replace(rank, threads=[[moved(step) for step in thread] for thread in rank.threads])
+        for rank in job.ranks
+    ]
     return replace(job, ranks=ranks)
 
 
@@ -76,7 +85,9 @@ def ring_on_a_switch(bandwidth: float, latency: float) -> Time:
     ],
     ids=["sharded", "pipeline"],
 )
-def test_a_job_on_one_network_is_answered_on_another(recipe: ParallelRecipe, tmp_path: Path) -> None:
+def test_a_job_on_one_network_is_answered_on_another(
+    recipe: ParallelRecipe, tmp_path: Path
+) -> None:
     # Communication of one rank never overlaps in these jobs, so that a formula says what it takes.
     job = parallel_job(recipe)
     world = recipe.layout.world_size
@@ -89,7 +100,9 @@ def test_a_job_on_one_network_is_answered_on_another(recipe: ParallelRecipe, tmp
     assert answer.after_ns == pytest.approx(truth, rel=0.02)
     assert truth > 1.2 * answer.before_ns
     assert answer.identity_error == pytest.approx(0, abs=0.02)
-    assert run(folder, one_switch(world, 200.0, 1_000)).after_ns == pytest.approx(answer.before_ns, rel=0.005)
+    assert run(folder, one_switch(world, 200.0, 1_000)).after_ns == pytest.approx(
+        answer.before_ns, rel=0.005
+    )
 
 
 def test_measured_transfers_count_before_the_network(tmp_path: Path) -> None:
@@ -104,7 +117,9 @@ def test_measured_transfers_count_before_the_network(tmp_path: Path) -> None:
     answer = run(folder, machine)
     assert answer.after_ns == pytest.approx(on_network(job, fitted).run().window_ns, rel=0.02)
     assert set(answer.collectives["flags"]) == {"size not among those measured"}
-    assert [notice.slug for notice in answer.notices if notice.slug == "transfer-flag"] == ["transfer-flag"]
+    assert [notice.slug for notice in answer.notices if notice.slug == "transfer-flag"] == [
+        "transfer-flag"
+    ]
     # A network with twice the bandwidth: the measured time changes as the modelled one does.
     faster = run(folder, machine, overrides=["network.0.bandwidth=400", "network.0.latency=500"])
     assert faster.collectives["transfer_ns"].to_list() == [
@@ -123,7 +138,9 @@ def test_no_transfer_beats_the_network_card(tmp_path: Path) -> None:
 
 
 def test_uneven_all_to_alls_take_what_their_busiest_rank_takes(tmp_path: Path) -> None:
-    recipe = ParallelRecipe(data=4, expert=4, steps=1, faults=(TokenImbalance((0.5, 0.2, 0.2, 0.1)),), seed=2)
+    recipe = ParallelRecipe(
+        data=4, expert=4, steps=1, faults=(TokenImbalance((0.5, 0.2, 0.2, 0.1)),), seed=2
+    )
     job = parallel_job(recipe)
     sent: dict[tuple[str, int], dict[int, tuple[int, ...]]] = {}
     for rank in job.ranks:
@@ -131,7 +148,9 @@ def test_uneven_all_to_alls_take_what_their_busiest_rank_takes(tmp_path: Path) -
             meeting = getattr(step, "meeting", None)
             if isinstance(step, do.Submit) and meeting is not None and meeting.in_splits:
                 size = _BYTES[meeting.element_type]
-                sent.setdefault(meeting.key, {})[rank.rank] = tuple(size * part for part in meeting.in_splits)
+                sent.setdefault(meeting.key, {})[rank.rank] = tuple(
+                    size * part for part in meeting.in_splits
+                )
     assert sent
     answer = run(job.run().write(tmp_path / "job"), one_switch(4, 20.0, 0))
     # All messages go at once: the link that carries most (what a rank keeps for itself goes over none) says how long.
@@ -142,7 +161,9 @@ def test_uneven_all_to_alls_take_what_their_busiest_rank_takes(tmp_path: Path) -
         expected.append(max(matrix.sum(axis=0).max(), matrix.sum(axis=1).max()) / 20.0)
     calls = answer.collectives.filter(pl.col("kind") == "all_to_all")
     # Two of them share their links with the gradients of another layer.
-    assert sorted(calls["transfer_ns"].to_list())[:6] == pytest.approx(sorted(expected)[:6], rel=0.02)
+    assert sorted(calls["transfer_ns"].to_list())[:6] == pytest.approx(
+        sorted(expected)[:6], rel=0.02
+    )
     even = 3 * np.mean([np.sum(list(rows.values())) for rows in sent.values()]) / 16 / 20.0
     assert min(expected) > 1.2 * even
 
@@ -152,11 +173,14 @@ def test_what_communication_takes_alone(tmp_path: Path) -> None:
     home = write_set(
         tmp_path / "set",
         *(
-            [node(1, us=5 + r), collective(2, size=1_000_000, deps=[1], us=7),
-             node(3, deps=[2], us=3)]
+            [
+                node(1, us=5 + r),
+                collective(2, size=1_000_000, deps=[1], us=7),
+                node(3, deps=[2], us=3),
+            ]
             for r in range(2)
         ),
-    )  # fmt: skip
+    )
     assert run(home).after_ns == 16_000
     assert run(home, only="communication").after_ns == 7_000
     assert run(home, only="compute").after_ns == 9_000
@@ -177,7 +201,9 @@ def test_links_are_shared_fairly(tmp_path: Path) -> None:
     )
     answer = run(home, one_switch(3, 100.0, 0))
     # Alone until 4 us; then each has half: the first has 600 kB left and ends at 16 us, the second at 20 us.
-    ends = dict(answer.nodes.filter(pl.col("kind") == "receive").select("rank", "end_ns").iter_rows())
+    ends = dict(
+        answer.nodes.filter(pl.col("kind") == "receive").select("rank", "end_ns").iter_rows()
+    )
     assert ends == {1: 16_000, 2: 20_000}
     assert answer.after_ns == 20_000
     up = answer.links.filter(pl.col("source") == "rank 0").row(0, named=True)
@@ -197,7 +223,10 @@ def shared_ends(messages: list[tuple[int, int, int, int]], bandwidth: int) -> li
         rates: dict[int, Fraction] = {}
         room = {(way, rank): Fraction(bandwidth) for way in (0, 1) for rank in range(9)}
         while len(rates) < len(running):
-            asking = {port: [k for k in running if k not in rates and messages[k][port[0]] == port[1]] for port in room}
+            asking = {
+                port: [k for k in running if k not in rates and messages[k][port[0]] == port[1]]
+                for port in room
+            }
             port = min((room[port] / len(ks), port) for port, ks in asking.items() if ks)[1]
             for k in asking[port]:
                 rates[k] = room[port] / len(asking[port])
@@ -225,7 +254,9 @@ def test_shared_links_against_exact_fractions(seed: int, tmp_path: Path) -> None
     for source in range(9):
         for _ in range(chance.randint(1, 3)):
             target = chance.choice([rank for rank in range(9) if rank != source])
-            messages.append((source, target, 1000 * chance.randint(0, 30), chance.randint(1, 400) * 1000))
+            messages.append(
+                (source, target, 1000 * chance.randint(0, 30), chance.randint(1, 400) * 1000)
+            )
     ranks: list[list[Node]] = [[] for _ in range(9)]
     for tag, (source, target, start, size) in enumerate(messages):
         about = {"comm_size": size, "comm_tag": tag}
@@ -234,9 +265,14 @@ def test_shared_links_against_exact_fractions(seed: int, tmp_path: Path) -> None
         ranks[source] += [send(2 * tag + 2, target, deps=[2 * tag + 1], us=0, **about)]
         ranks[target] += [receive(1000 + tag, source, us=0, **about)]
     answer = run(write_set(tmp_path / "set", *ranks), one_switch(9, 10.0, 0))
-    sends = answer.nodes.filter(pl.col("kind") == "send").with_columns(tag=pl.col("name").str.slice(1).cast(pl.Int64))
+    sends = answer.nodes.filter(pl.col("kind") == "send").with_columns(
+        tag=pl.col("name").str.slice(1).cast(pl.Int64)
+    )
     ends = [
-        end - row for end, row in zip(sends.sort("tag")["end_ns"].to_list(), shared_ends(messages, 10), strict=True)
+        end - row
+        for end, row in zip(
+            sends.sort("tag")["end_ns"].to_list(), shared_ends(messages, 10), strict=True
+        )
     ]
     assert max(abs(float(off)) for off in ends) <= 3
 
@@ -254,7 +290,12 @@ def test_fair_speeds_by_hand() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_both_engines_agree_where_nothing_contends(seed: int, tmp_path: Path) -> None:
     recipe = ParallelRecipe(
-        data=2, tensor=1 + seed % 2, pipeline=1 + seed // 3, steps=1, seed=seed, programmatic=seed > 3
+        data=2,
+        tensor=1 + seed % 2,
+        pipeline=1 + seed // 3,
+        steps=1,
+        seed=seed,
+        programmatic=seed > 3,
     )
     folder = parallel_job(recipe).run().write(tmp_path / "job")
     graph = link_session(load(folder))
@@ -268,12 +309,20 @@ def test_both_engines_agree_where_nothing_contends(seed: int, tmp_path: Path) ->
     number = np.arange(len(of))
     delay = scale_overlap(graph, scenario.work_ns, scenario.delay_ns)
     no_lanes = np.full(graph.nodes.height, -1)
-    bundles = LinkBundles(np.arange(len(of) + 1), number, np.ones(len(of)), number, number)  # a link for each
-    result = simulate_contention(graph, scenario.work_ns, delay, of, time_ns, number, bundles, no_lanes)
+    bundles = LinkBundles(
+        np.arange(len(of) + 1), number, np.ones(len(of)), number, number
+    )  # a link for each
+    result = simulate_contention(
+        graph, scenario.work_ns, delay, of, time_ns, number, bundles, no_lanes
+    )
     assert (result.times == expected).all()
     assert not result.contended
-    one_link = LinkBundles(np.arange(len(of) + 1), 0 * number, np.ones(len(of)), number[:1], number[:1])
-    shared = simulate_contention(graph, scenario.work_ns, delay, of, time_ns, number, one_link, no_lanes)
+    one_link = LinkBundles(
+        np.arange(len(of) + 1), 0 * number, np.ones(len(of)), number[:1], number[:1]
+    )
+    shared = simulate_contention(
+        graph, scenario.work_ns, delay, of, time_ns, number, one_link, no_lanes
+    )
     assert (shared.times >= expected).all()
 
 
@@ -292,7 +341,10 @@ def test_a_row_of_graphs_moved_about_gives_the_same(tmp_path: Path) -> None:
     graph = run(home).recorded
     assert isinstance(graph, Graph)
     mixed = replace(
-        graph, edges=graph.edges.sample(fraction=1, shuffle=True, seed=4).sort("target", maintain_order=True)
+        graph,
+        edges=graph.edges.sample(fraction=1, shuffle=True, seed=4).sort(
+            "target", maintain_order=True
+        ),
     )
     of = find_operations(graph)
     assert (
@@ -314,7 +366,10 @@ def test_files_do_one_thing_at_a_time_on_a_device(tmp_path: Path) -> None:
         [node(1, us=1)],
     )
     answer = run(home)
-    spans = {row["node"]: (row["start_ns"], row["end_ns"]) for row in answer.nodes.filter(rank=0).iter_rows(named=True)}
+    spans = {
+        row["node"]: (row["start_ns"], row["end_ns"])
+        for row in answer.nodes.filter(rank=0).iter_rows(named=True)
+    }
     assert list(spans.values()) == [(0, 5_000), (5_000, 6_000), (6_000, 8_000), (8_000, 12_000)]
     assert answer.after_ns == 12_000
 
@@ -331,7 +386,9 @@ def test_who_waits_for_whom(tmp_path: Path) -> None:
     assert error.value.slug == "deadlock"
     assert error.value.exit_code == 5
     with pytest.raises(CheckError, match="rank 0 waits for rank 1 at communication 2"):
-        run(write_set(tmp_path / "count", [collective(1), collective(2, deps=[1])], [collective(1)]))
+        run(
+            write_set(tmp_path / "count", [collective(1), collective(2, deps=[1])], [collective(1)])
+        )
     with pytest.raises(CheckError, match="rank 1 waits for a message from rank 0"):
         run(write_set(tmp_path / "message", [node(1)], [receive(1, 0)]))
 
@@ -344,7 +401,11 @@ def test_what_cannot_be_simulated(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--set is of a machine"):
         run(two, overrides=["network.0.bandwidth=1"])
     with pytest.raises(InputError, match="names rank 7") as outside:
-        run(write_set(tmp_path / "outside", [collective(1, pg_name="1")], [node(1)], groups={"1": [0, 7]}))
+        run(
+            write_set(
+                tmp_path / "outside", [collective(1, pg_name="1")], [node(1)], groups={"1": [0, 7]}
+            )
+        )
     assert outside.value.slug == "group-outside-world"
     with pytest.raises(InputError) as differ:
         run(write_set(tmp_path / "differ", [collective(1)], [collective(1, "ALL_GATHER")]))
@@ -394,7 +455,10 @@ def test_a_run_its_graph_and_its_files_are_one_workload(tmp_path: Path) -> None:
     graph.save(tmp_path / "job.graph")
     write_ranks(graph, tmp_path / "files")
     machine = one_switch(4, 20.0, 2_000)
-    answers = [run(workload, machine) for workload in (folder, tmp_path / "job.graph", tmp_path / "files", graph)]
+    answers = [
+        run(workload, machine)
+        for workload in (folder, tmp_path / "job.graph", tmp_path / "files", graph)
+    ]
     for answer in answers[1:]:
         assert (answer.before_ns, answer.after_ns) == (answers[0].before_ns, answers[0].after_ns)
         assert answer.identity_error == answers[0].identity_error

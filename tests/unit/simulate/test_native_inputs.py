@@ -41,7 +41,9 @@ def test_without_a_group_file_those_that_use_a_group_are_its_members(tmp_path: P
     assert [notice.slug for notice in answer.notices] == ["groups-assumed"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"7": 3}', '{"7": [0, "x"]}', '{"7": [0, -1]}', "no json"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"7": 3}', '{"7": [0, "x"]}', '{"7": [0, -1]}', "no json"]
+)
 def test_a_group_file_that_is_none_is_named(text: str, tmp_path: Path) -> None:
     home = write_set(tmp_path / "set", *PAIR)
     path = tmp_path / "groups.json"
@@ -57,7 +59,9 @@ def test_what_does_not_go_together_is_a_wrong_call(tmp_path: Path) -> None:
     folder = parallel_job(ParallelRecipe(data=2, steps=1)).run().write(tmp_path / "run")
     link_session(load(folder)).save(tmp_path / "job.graph")
     for paths in ([home, folder], [folder, tmp_path / "job.graph"], [home, home]):
-        with pytest.raises(UsageError, match=r"one directory of \.et files, or one graph") as refused:
+        with pytest.raises(
+            UsageError, match=r"one directory of \.et files, or one graph"
+        ) as refused:
             open_input(paths)
         assert refused.value.slug == "wrong-usage"
     for path in (folder, tmp_path / "job.graph"):
@@ -71,17 +75,25 @@ def test_what_does_not_go_together_is_a_wrong_call(tmp_path: Path) -> None:
     assert (opened.measured, opened.serial, opened.session is None) == (True, False, False)
 
 
-def test_one_side_of_a_recorded_run_goes_on_the_devices_and_links_of_a_machine(tmp_path: Path) -> None:
+def test_one_side_of_a_recorded_run_goes_on_the_devices_and_links_of_a_machine(
+    tmp_path: Path,
+) -> None:
     """Compute alone knows no network, communication alone no device; a recorded run of one device is put on another."""
-    session = load(parallel_job(ParallelRecipe(data=2, steps=1, layers=1)).run().write(tmp_path / "run"))
+    session = load(
+        parallel_job(ParallelRecipe(data=2, steps=1, layers=1)).run().write(tmp_path / "run")
+    )
     device = read_machine("dgx-a100").device
     assert device is not None
-    recorded, named = (run(session, device=name, only="compute").after_ns for name in (None, device.name))
+    recorded, named = (
+        run(session, device=name, only="compute").after_ns for name in (None, device.name)
+    )
     slower = ["network.0.bandwidth=1"]
     on_machine = [run(session, "dgx-a100", overrides=more, only="compute") for more in ([], slower)]
     assert recorded < named == on_machine[0].after_ns == on_machine[1].after_ns
     assert run(session, "dgx-h100", only="compute").after_ns == recorded
-    communication = [run(session, "dgx-h100", device=name, only="communication") for name in (None, device.name)]
+    communication = [
+        run(session, "dgx-h100", device=name, only="communication") for name in (None, device.name)
+    ]
     assert communication[0].after_ns == communication[1].after_ns
     assert communication[0].ranks["compute_ns"].to_list() == [0] * 2
     slow = run(session, "dgx-h100", overrides=slower, only="communication")

@@ -18,7 +18,9 @@ from traceloom.workload.simulate.network import LinkUse, MachineNetwork, finish_
 SWITCH = Dimension("switch", 8, 50.0, 500.0)
 
 
-def ends(machine: Machine, kind: str, algorithm: str, size: int, ready: list[float] | None = None) -> list[float]:
+def ends(
+    machine: Machine, kind: str, algorithm: str, size: int, ready: list[float] | None = None
+) -> list[float]:
     ranks = machine.ranks
     times = finish_times(
         build_schedule(kind, algorithm, ranks, size),
@@ -41,27 +43,36 @@ def test_a_ring_all_reduce_takes_its_closed_form(topology: str) -> None:
 def test_direct_messages_share_the_port_of_their_rank() -> None:
     size = 1 << 23
     in_one_round = 7 * size / 8 / 50.0 + 1000.0
-    assert ends(Machine((SWITCH,)), "all_gather", "direct", size // 8) == pytest.approx([in_one_round] * 8)
+    assert ends(Machine((SWITCH,)), "all_gather", "direct", size // 8) == pytest.approx(
+        [in_one_round] * 8
+    )
     alone = size / 8 / 50.0 + 500.0
     connected = Machine((Dimension("fully-connected", 8, 50.0, 500.0),))
     assert ends(connected, "all_gather", "direct", size // 8) == pytest.approx([alone] * 8)
     limited = Machine(connected.dimensions, nic=Nic(50.0, "all"))
-    assert ends(limited, "all_gather", "direct", size // 8) == pytest.approx([in_one_round - 500.0] * 8)
+    assert ends(limited, "all_gather", "direct", size // 8) == pytest.approx(
+        [in_one_round - 500.0] * 8
+    )
 
 
 def test_halving_doubling_on_a_ring_shares_links() -> None:
     # Distance 1, then 2: two messages on every link upwards and downwards alike; sizes S/2, S/4.
     machine = Machine((Dimension("ring", 4, 1.0, 10.0),))
     first, second = 400 + 10, 2 * 200 + 2 * 10
-    assert ends(machine, "reduce_scatter", "halving-doubling", 800) == pytest.approx([first + second] * 4)
+    assert ends(machine, "reduce_scatter", "halving-doubling", 800) == pytest.approx(
+        [first + second] * 4
+    )
 
 
 def test_reductions_take_time() -> None:
     machine = Machine((Dimension("ring", 4, 1.0, 0.0),))
     times = finish_times(
-        build_schedule("all_reduce", "ring", 4, 400), MachineNetwork(machine), np.arange(4), np.zeros(4),
+        build_schedule("all_reduce", "ring", 4, 400),
+        MachineNetwork(machine),
+        np.arange(4),
+        np.zeros(4),
         reduction_ns_per_byte=0.5,
-    )  # fmt: skip
+    )
     assert times.tolist() == pytest.approx([6 * 100 + 3 * 50] * 4)
 
 
@@ -83,7 +94,9 @@ def test_links_used_in_one_round_after_the_other_do_not_overlap() -> None:
 
 def test_messages_apart_in_time_do_not_share_a_link() -> None:
     machine = Machine((Dimension("switch", 4, 1.0, 0.0),))
-    assert ends(machine, "gather", "direct", 400, [0, 0, 50, 1000]) == pytest.approx([1100, 200, 200, 1100])
+    assert ends(machine, "gather", "direct", 400, [0, 0, 50, 1000]) == pytest.approx(
+        [1100, 200, 200, 1100]
+    )
 
 
 def test_a_slow_link_slows_the_ring() -> None:
@@ -93,7 +106,9 @@ def test_a_slow_link_slows_the_ring() -> None:
 
 def test_fair_shares_by_hand() -> None:
     # Flows A over links 0 and 1, B over 0, C over 1, D over 1: link 1 gives a third each, B takes what is left of 0.
-    rates, limits = fair_shares(np.array([0, 1, 0, 1, 1]), np.array([0, 0, 1, 2, 3]), 4, np.array([10.0, 6.0]))
+    rates, limits = fair_shares(
+        np.array([0, 1, 0, 1, 1]), np.array([0, 0, 1, 2, 3]), 4, np.array([10.0, 6.0])
+    )
     assert rates.tolist() == [2.0, 8.0, 2.0, 2.0]
     assert limits.tolist() == [1, 0, 1, 1]
 
@@ -134,7 +149,12 @@ def machines(draw: st.DrawFn) -> Machine:
                 Dimension("switch", 4, 2.0, 3.0),
                 Dimension("mesh", 4, 1.0, 1.0, shape=(2, 2)),
                 Dimension("fully-connected", 4, 1.0),
-                Dimension("links", 4, 2.0, links=(Wire(0, 4), Wire(4, 1, 1.0), Wire(4, 5), Wire(2, 5), Wire(3, 5))),
+                Dimension(
+                    "links",
+                    4,
+                    2.0,
+                    links=(Wire(0, 4), Wire(4, 1, 1.0), Wire(4, 5), Wire(2, 5), Wire(3, 5)),
+                ),
             ]
         )
     )
@@ -161,9 +181,15 @@ def filled(ways: list[list[int]], bandwidth: list[Fraction]) -> list[Fraction]:
     rates = [Fraction(0)] * len(ways)
     growing = {flow for flow, links in enumerate(ways) if links}
     while growing:
-        users = {link: [flow for flow in growing if link in ways[flow]] for link in range(len(bandwidth))}
+        users = {
+            link: [flow for flow in growing if link in ways[flow]] for link in range(len(bandwidth))
+        }
         rests = {
-            link: (bandwidth[link] - sum(rates[flow] for flow, links in enumerate(ways) if link in links)) / len(on)
+            link: (
+                bandwidth[link]
+                - sum(rates[flow] for flow, links in enumerate(ways) if link in links)
+            )
+            / len(on)
             for link, on in users.items()
             if on
         }
@@ -177,14 +203,20 @@ def filled(ways: list[list[int]], bandwidth: list[Fraction]) -> list[Fraction]:
 
 
 @given(
-    st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), min_size=1, max_size=8),
+    st.lists(
+        st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), min_size=1, max_size=8
+    ),
     st.lists(st.sampled_from([1, 2, 3, 5, 8]), min_size=6, max_size=6),
 )
-def test_shares_are_those_of_progressive_filling(ways: list[list[int]], bandwidth: list[int]) -> None:
+def test_shares_are_those_of_progressive_filling(
+    ways: list[list[int]], bandwidth: list[int]
+) -> None:
     links = np.concatenate([np.array(way) for way in ways])
     flow = np.repeat(np.arange(len(ways)), [len(way) for way in ways])
     rates, limits = fair_shares(links, flow, len(ways), np.array(bandwidth, dtype=np.float64))
-    assert rates.tolist() == pytest.approx([float(rate) for rate in filled(ways, [Fraction(b) for b in bandwidth])])
+    assert rates.tolist() == pytest.approx(
+        [float(rate) for rate in filled(ways, [Fraction(b) for b in bandwidth])]
+    )
     assert all(limit in way for limit, way in zip(limits.tolist(), ways, strict=True))
 
 
@@ -206,7 +238,11 @@ def test_flows_are_those_of_progressive_filling_over_time(
     while len(end) < len(ways):
         active = [flow for flow in range(len(ways)) if flow not in end and start[flow] <= now]
         rates = dict(
-            zip(active, filled([compact[flow] for flow in active], [bandwidth[link] for link in used]), strict=True)
+            zip(
+                active,
+                filled([compact[flow] for flow in active], [bandwidth[link] for link in used]),
+                strict=True,
+            )
         )
         for flow in active:
             if not left[flow] or not ways[flow]:
@@ -226,8 +262,12 @@ def test_flows_are_those_of_progressive_filling_over_time(
     numbers, arrived = flows.advance(np.inf)
     latency = [network.latency[way].sum() for way in ways]
     expected = {flow: float(moment) + latency[flow] for flow, moment in end.items()}
-    assert dict(zip(numbers.tolist(), arrived.tolist(), strict=True)) == pytest.approx(expected, abs=1e-2)
-    assert flows.use.bytes.sum() == sum(len(way) * size for way, (*_, size, _) in zip(ways, wanted, strict=True))
+    assert dict(zip(numbers.tolist(), arrived.tolist(), strict=True)) == pytest.approx(
+        expected, abs=1e-2
+    )
+    assert flows.use.bytes.sum() == sum(
+        len(way) * size for way, (*_, size, _) in zip(ways, wanted, strict=True)
+    )
 
 
 @given(machines(), st.lists(FLOW, min_size=1, max_size=8), st.randoms())
@@ -240,7 +280,10 @@ def test_flows_do_not_depend_on_the_order_of_adding(
             source, target, size, begin = wanted[index]
             flows.add(float(begin), source, target, size)
         numbers, arrived = flows.advance(np.inf)
-        return {order[number]: time for number, time in zip(numbers.tolist(), arrived.tolist(), strict=True)}
+        return {
+            order[number]: time
+            for number, time in zip(numbers.tolist(), arrived.tolist(), strict=True)
+        }
 
     straight = list(range(len(wanted)))
     shuffled = straight.copy()
@@ -287,9 +330,13 @@ NETWORKS = [
 ]
 
 
-@pytest.mark.parametrize("dimensions", NETWORKS, ids=lambda dimensions: "-".join(part.topology for part in dimensions))
+@pytest.mark.parametrize(
+    "dimensions", NETWORKS, ids=lambda dimensions: "-".join(part.topology for part in dimensions)
+)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_rounds_end_as_their_messages_do_one_by_one(algorithm: str, dimensions: tuple[Dimension, ...]) -> None:
+def test_rounds_end_as_their_messages_do_one_by_one(
+    algorithm: str, dimensions: tuple[Dimension, ...]
+) -> None:
     network = MachineNetwork(Machine(dimensions))
     for kind in KINDS_OF[algorithm][:2]:
         for size in (1 << 14, 1 << 24):
@@ -301,7 +348,9 @@ def test_rounds_end_as_their_messages_do_one_by_one(algorithm: str, dimensions: 
 
 
 @pytest.mark.parametrize("dimensions", NETWORKS[:3], ids=lambda dimensions: dimensions[0].topology)
-@given(size=st.integers(8, 1 << 20), ready=st.lists(st.integers(0, 100_000), min_size=8, max_size=8))
+@given(
+    size=st.integers(8, 1 << 20), ready=st.lists(st.integers(0, 100_000), min_size=8, max_size=8)
+)
 @settings(max_examples=5)
 def test_a_ring_ends_as_its_messages_do_whoever_is_late(
     dimensions: tuple[Dimension, ...], size: int, ready: list[int]
@@ -310,4 +359,6 @@ def test_a_ring_ends_as_its_messages_do_whoever_is_late(
     messages = build_schedule("all_reduce", "ring", 8, size)
     start = [float(time) for time in ready]
     one_by_one = sent_one_by_one([(messages, range(8), start)], network)[0]
-    assert finish_times(messages, network, np.arange(8), np.array(start)) == pytest.approx(one_by_one, rel=1e-6)
+    assert finish_times(messages, network, np.arange(8), np.array(start)) == pytest.approx(
+        one_by_one, rel=1e-6
+    )

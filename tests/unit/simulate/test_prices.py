@@ -16,7 +16,14 @@ from traceloom.analyze.placed_calls import Peak
 from traceloom.errors import UsageError
 from traceloom.formats.chakra.et_pb2 import Node
 from traceloom.workload.collective_algorithms import KINDS_OF
-from traceloom.workload.simulate.machine import AlgorithmRule, Dimension, Machine, MeasuredTransfer, Nic, SpeedFactor
+from traceloom.workload.simulate.machine import (
+    AlgorithmRule,
+    Dimension,
+    Machine,
+    MeasuredTransfer,
+    Nic,
+    SpeedFactor,
+)
 from traceloom.workload.simulate.native import run
 from traceloom.workload.simulate.result import Simulation
 
@@ -24,7 +31,9 @@ RANKS = 8
 SIZE = 1 << 23  # of a rank's buffer; of gathers one rank's part
 RATE, LATENCY = 16.0, 700.0
 CHUNK = 1 << 19  # bytes that chains and double trees hand on at once
-Form = Callable[[float, float], float]  # latency of a message, time of the whole buffer on a link -> ns
+Form = Callable[
+    [float, float], float
+]  # latency of a message, time of the whole buffer on a link -> ns
 
 # On a network where each pair of ranks has a link of its own.
 DIRECT_LINKS: dict[tuple[str, str], Form] = {
@@ -50,7 +59,11 @@ DIRECT_LINKS: dict[tuple[str, str], Form] = {
 }
 # Where a rank has one port for all that it sends: the messages of a round leave it together.
 ONE_PORT: dict[tuple[str, str], Form] = {
-    **{key: form for key, form in DIRECT_LINKS.items() if key[0] in {"ring", "halving-doubling", "tree"}},
+    **{
+        key: form
+        for key, form in DIRECT_LINKS.items()
+        if key[0] in {"ring", "halving-doubling", "tree"}
+    },
     ("direct", "all_reduce"): lambda a, t: 2 * (a + t * 7 / 8),
     ("direct", "reduce_scatter"): lambda a, t: a + t * 7 / 8,
     ("direct", "all_gather"): lambda a, t: a + 7 * t,
@@ -63,7 +76,9 @@ ONE_PORT: dict[tuple[str, str], Form] = {
 
 def one_after_the_other(kinds: list[str], size: int = SIZE) -> list[Node]:
     """A rank's part of collectives, each of which waits for the one before."""
-    return [collective(k + 1, kind.upper(), size, deps=[k] if k else []) for k, kind in enumerate(kinds)]
+    return [
+        collective(k + 1, kind.upper(), size, deps=[k] if k else []) for k, kind in enumerate(kinds)
+    ]
 
 
 def answered(home: Path, kinds: list[str], machine: Machine, size: int = SIZE) -> Simulation:
@@ -79,15 +94,18 @@ def with_algorithm(machine: Machine, algorithm: str) -> Machine:
     return replace(machine, algorithms=tuple(rules))
 
 
-def joined(topology: str, ranks: int = RANKS, rate: float = RATE, latency: float = LATENCY) -> Machine:
+def joined(
+    topology: str, ranks: int = RANKS, rate: float = RATE, latency: float = LATENCY
+) -> Machine:
     return Machine((Dimension(topology, ranks, rate, latency),))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "halving-doubling", "tree"])
 @pytest.mark.parametrize(
-    ("topology", "links", "forms"), [("fully-connected", 1, DIRECT_LINKS), ("switch", 2, ONE_PORT)],
+    ("topology", "links", "forms"),
+    [("fully-connected", 1, DIRECT_LINKS), ("switch", 2, ONE_PORT)],
     ids=["fully-connected", "switch"],
-)  # fmt: skip
+)
 def test_every_algorithm_takes_its_closed_form(
     topology: str, links: int, forms: dict[tuple[str, str], Form], algorithm: str, tmp_path: Path
 ) -> None:
@@ -98,9 +116,18 @@ def test_every_algorithm_takes_its_closed_form(
     assert set(answer.collectives["algorithm"]) == {algorithm}
     assert answer.after_ns == pytest.approx(sum(expected.values()), abs=len(kinds))
     # What is on the bus of a rank, by the definition of its bandwidth.
-    on_bus = {"all_reduce": 2 * SIZE * 7 / 8, "reduce_scatter": SIZE * 7 / 8, "all_to_all": SIZE * 7 / 8,
-              "all_gather": 7 * SIZE, "gather": 7 * SIZE, "broadcast": SIZE, "reduce": SIZE}  # fmt: skip
-    for kind, took, bandwidth in answer.collectives.select("kind", "transfer_ns", "bandwidth").iter_rows():
+    on_bus = {
+        "all_reduce": 2 * SIZE * 7 / 8,
+        "reduce_scatter": SIZE * 7 / 8,
+        "all_to_all": SIZE * 7 / 8,
+        "all_gather": 7 * SIZE,
+        "gather": 7 * SIZE,
+        "broadcast": SIZE,
+        "reduce": SIZE,
+    }
+    for kind, took, bandwidth in answer.collectives.select(
+        "kind", "transfer_ns", "bandwidth"
+    ).iter_rows():
         assert bandwidth == pytest.approx(on_bus[kind] / took)
 
 
@@ -111,12 +138,16 @@ def test_reducing_moves_three_bytes_for_one(memory: float, tmp_path: Path) -> No
     reduced = 3 * SIZE / memory * 1e9
     kinds = ["all_reduce", "reduce_scatter", "all_gather"]
     rings = times(answered(tmp_path / "ring", kinds, with_algorithm(machine, "ring")))
-    free = times(answered(tmp_path / "free", kinds, with_algorithm(joined("fully-connected"), "ring")))
+    free = times(
+        answered(tmp_path / "free", kinds, with_algorithm(joined("fully-connected"), "ring"))
+    )
     assert rings["all_reduce"] - free["all_reduce"] == pytest.approx(7 * reduced / 8, abs=2)
     assert rings["reduce_scatter"] - free["reduce_scatter"] == pytest.approx(7 * reduced / 8, abs=2)
     assert rings["all_gather"] == free["all_gather"]
     direct = times(answered(tmp_path / "direct", kinds, with_algorithm(machine, "direct")))
-    assert direct["reduce_scatter"] == pytest.approx(LATENCY + SIZE / 8 / RATE + 7 * reduced / 8, abs=1)
+    assert direct["reduce_scatter"] == pytest.approx(
+        LATENCY + SIZE / 8 / RATE + 7 * reduced / 8, abs=1
+    )
 
 
 @pytest.mark.parametrize(("ranks", "hosts"), [(8, 2), (12, 3)])
@@ -124,7 +155,9 @@ def test_two_levels_take_a_ring_on_each(ranks: int, hosts: int, tmp_path: Path) 
     """Where no algorithm is named, groups with as many ranks in each of several hosts use rings on both levels."""
     local = ranks // hosts
     size = 96 << 16
-    machine = Machine((Dimension("ring", local, 100.0, 50.0), Dimension("ring", hosts, 10.0, 900.0)))
+    machine = Machine(
+        (Dimension("ring", local, 100.0, 50.0), Dimension("ring", hosts, 10.0, 900.0))
+    )
     kinds = ["all_reduce", "reduce_scatter", "all_gather"]
     answer = answered(tmp_path / "set", kinds, machine, size)
     assert set(answer.collectives["algorithm"]) == {"two-level"}
@@ -134,7 +167,8 @@ def test_two_levels_take_a_ring_on_each(ranks: int, hosts: int, tmp_path: Path) 
         {
             "all_reduce": 2 * inside + 2 * between,
             "reduce_scatter": inside + between,
-            "all_gather": (hosts - 1) * (900.0 + size / 10.0) + (local - 1) * (50.0 + size * hosts / 100.0),
+            "all_gather": (hosts - 1) * (900.0 + size / 10.0)
+            + (local - 1) * (50.0 + size * hosts / 100.0),
         },
         abs=2,
     )
@@ -144,17 +178,37 @@ def test_two_levels_take_a_ring_on_each(ranks: int, hosts: int, tmp_path: Path) 
 
 def test_where_nothing_is_named_kinds_and_sizes_have_their_usual_algorithm(tmp_path: Path) -> None:
     """As docs/reference/machine.md says."""
-    kinds = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "barrier"]
-    usual = {"all_to_all": "direct", "gather": "direct", "broadcast": "tree", "reduce": "tree", "barrier": "tree"}
+    kinds = [
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "broadcast",
+        "reduce",
+        "gather",
+        "barrier",
+    ]
+    usual = {
+        "all_to_all": "direct",
+        "gather": "direct",
+        "broadcast": "tree",
+        "reduce": "tree",
+        "barrier": "tree",
+    }
     for size, of_all_reduce in ((1 << 15, "double-tree"), (1 << 16, "ring")):
         table = answered(tmp_path / str(size), kinds, joined("switch", 4), size).collectives
         expected = {kind: usual.get(kind, "ring") for kind in kinds} | {"all_reduce": of_all_reduce}
         assert dict(table.select("kind", "algorithm").iter_rows()) == expected
     uneven = Machine((Dimension("switch", 4, 10.0), Dimension("switch", 2, 10.0)))
     names = {"1": [0, 1, 2, 4]}
-    ranks = [[collective(1, size=1 << 20, pg_name="1")] if rank in names["1"] else [node(1)] for rank in range(8)]
+    ranks = [
+        [collective(1, size=1 << 20, pg_name="1")] if rank in names["1"] else [node(1)]
+        for rank in range(8)
+    ]
     answer = run(write_set(tmp_path / "uneven", *ranks, groups=names), uneven)
-    assert answer.collectives["algorithm"].to_list() == ["ring"]  # three in one host, one in the other
+    assert answer.collectives["algorithm"].to_list() == [
+        "ring"
+    ]  # three in one host, one in the other
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "halving-doubling", "tree", "double-tree"])
@@ -167,7 +221,10 @@ def test_units_of_time_and_bytes_can_be_exchanged(algorithm: str, tmp_path: Path
         {kind: 3 * took for kind, took in base.items()}, abs=3
     )
     # Chunks are of so many bytes each, whatever the bandwidth.
-    in_chunks = {"double-tree": {"all_reduce", "broadcast", "reduce"}, "ring": {"broadcast", "reduce"}}
+    in_chunks = {
+        "double-tree": {"all_reduce", "broadcast", "reduce"},
+        "ring": {"broadcast", "reduce"},
+    }
     whole = [kind for kind in kinds if kind not in in_chunks.get(algorithm, ())]
     if whole:
         wide = with_algorithm(joined("switch", rate=2 * RATE), algorithm)
@@ -188,7 +245,10 @@ def test_chains_hand_on_half_a_mebibyte_and_no_more_than_64_parts(tmp_path: Path
 def test_messages_take_their_links_and_share_them(tmp_path: Path) -> None:
     """Rank 0 sends at once to 1 and 2; to 3, over its own port alone, later."""
     ranks: list[list[Node]] = [
-        [send(1, 1, us=1, comm_size=16_000), send(2, 2, us=1, comm_size=48_000, comm_tag=1, tid=7, is_cpu_op=True)],
+        [
+            send(1, 1, us=1, comm_size=16_000),
+            send(2, 2, us=1, comm_size=48_000, comm_tag=1, tid=7, is_cpu_op=True),
+        ],
         [receive(1, 0, us=1, comm_size=16_000)],
         [receive(1, 0, us=1, comm_size=48_000, comm_tag=1)],
         [node(1, us=1)],
@@ -198,14 +258,19 @@ def test_messages_take_their_links_and_share_them(tmp_path: Path) -> None:
     # Half the port each until the first is over, 2 x 16,000 bytes later; then all of it.
     ends = dict(answer.collectives.select("bytes", "end_ns").iter_rows())
     assert ends == pytest.approx({16_000: 3_200, 48_000: 6_400}, abs=2)
-    links = {(s, t): (b, busy) for s, t, b, busy in answer.links.select("source", "target", "bytes", "busy_ns").rows()}
+    links = {
+        (s, t): (b, busy)
+        for s, t, b, busy in answer.links.select("source", "target", "bytes", "busy_ns").rows()
+    }
     assert links["rank 0", "dimension 0 switch 0.0"] == (64_000, 6_400)
     assert links["dimension 0 switch 0.0", "rank 1"] == (16_000, 3_200)
     assert links["dimension 0 switch 0.0", "rank 2"] == (48_000, 6_400)
 
 
 def test_links_carry_what_the_ring_sends_and_nothing_else(tmp_path: Path) -> None:
-    answer = answered(tmp_path / "set", ["all_reduce", "all_gather"], with_algorithm(joined("ring"), "ring"))
+    answer = answered(
+        tmp_path / "set", ["all_reduce", "all_gather"], with_algorithm(joined("ring"), "ring")
+    )
     for source, target, size, busy, waited in answer.links.select(
         "source", "target", "bytes", "busy_ns", "waiting_ns"
     ).iter_rows():
@@ -246,9 +311,13 @@ def test_network_cards_hold_what_leaves_a_host(algorithm: str, tmp_path: Path) -
 def test_a_slow_rank_holds_the_links_to_it(factor: float, tmp_path: Path) -> None:
     """A link has the speed of the slower of its ends, so a faster rank helps nobody."""
     slow = replace(joined("ring"), slow=(SpeedFactor((3,), network=factor),))
-    took = times(answered(tmp_path / "ring", ["all_gather"], with_algorithm(slow, "ring")))["all_gather"]
+    took = times(answered(tmp_path / "ring", ["all_gather"], with_algorithm(slow, "ring")))[
+        "all_gather"
+    ]
     part = SIZE / RATE
-    on_link = [part / min(factor if 3 in {rank, (rank + 1) % RANKS} else 1.0, 1.0) for rank in range(RANKS)]
+    on_link = [
+        part / min(factor if 3 in {rank, (rank + 1) % RANKS} else 1.0, 1.0) for rank in range(RANKS)
+    ]
     ready, free = [0.0] * RANKS, [0.0] * RANKS
     for _ in range(RANKS - 1):  # a rank hands on a part once it is there and its link is free
         free = [max(ready[rank], free[rank]) + on_link[rank] for rank in range(RANKS)]
@@ -265,9 +334,13 @@ def test_a_ring_follows_the_places_of_ranks(order: tuple[int, ...], tmp_path: Pa
     ordered = with_algorithm(replace(joined("ring"), order=order), "ring")
     kinds = ["all_reduce", "all_gather", "reduce_scatter"]
     answer = answered(tmp_path / "set", kinds, ordered)
-    assert times(answer) == times(answered(tmp_path / "plain", kinds, with_algorithm(joined("ring"), "ring")))
+    assert times(answer) == times(
+        answered(tmp_path / "plain", kinds, with_algorithm(joined("ring"), "ring"))
+    )
     used = answer.links.filter(pl.col("bytes") > 0).select("source", "target").rows()
-    assert set(used) == {(f"rank {a}", f"rank {b}") for a, b in zip(order, (*order[1:], order[0]), strict=True)}
+    assert set(used) == {
+        (f"rank {a}", f"rank {b}") for a, b in zip(order, (*order[1:], order[0]), strict=True)
+    }
 
 
 def test_measured_times_grow_by_steps_of_a_ring_and_bytes_on_the_bus(tmp_path: Path) -> None:
@@ -277,7 +350,10 @@ def test_measured_times_grow_by_steps_of_a_ring_and_bytes_on_the_bus(tmp_path: P
     row = answered(tmp_path / "set", ["all_gather"], machine).collectives.row(0, named=True)
     assert row["transfer_ns"] == pytest.approx(3_000 * 7 / 3 + 8 * SIZE * 7 / 8 / 50.0, abs=1)
     assert row["algorithm"] is None
-    assert row["flags"].split("; ") == ["size of the group not among those measured", "size not among those measured"]
+    assert row["flags"].split("; ") == [
+        "size of the group not among those measured",
+        "size not among those measured",
+    ]
     other = answered(tmp_path / "other", ["reduce_scatter"], machine).collectives.row(0, named=True)
     assert other["flags"] == "kind not measured, by schedule"
     assert other["algorithm"] == "ring"
@@ -309,21 +385,45 @@ def test_communication_without_bytes_takes_its_latencies_and_no_link(tmp_path: P
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_files_ask_for_ends_in_an_answer_that_keeps_its_laws(seed: int, tmp_path: Path) -> None:
+def test_whatever_files_ask_for_ends_in_an_answer_that_keeps_its_laws(
+    seed: int, tmp_path: Path
+) -> None:
     """Groups of any size, messages to oneself too, no bytes or far too many, on any network and algorithm."""
     chance = random.Random(seed)
     ranks = chance.choice([1, 2, 3, 4])
-    groups = {"3": sorted(chance.sample(range(ranks), chance.randint(1, ranks))), "4": [chance.randrange(ranks)]}
-    kinds = ["ALL_REDUCE", "ALL_GATHER", "REDUCE_SCATTER", "ALL_TO_ALL", "BROADCAST", "REDUCE", "GATHER", "BARRIER"]
-    calls = [(chance.choice(kinds), chance.choice([0, 1, 5, 1000, 1 << 24, 1 << 40]), chance.choice(["", "3", "4"]))
-             for _ in range(chance.randint(1, 4))]  # fmt: skip
+    groups = {
+        "3": sorted(chance.sample(range(ranks), chance.randint(1, ranks))),
+        "4": [chance.randrange(ranks)],
+    }
+    kinds = [
+        "ALL_REDUCE",
+        "ALL_GATHER",
+        "REDUCE_SCATTER",
+        "ALL_TO_ALL",
+        "BROADCAST",
+        "REDUCE",
+        "GATHER",
+        "BARRIER",
+    ]
+    calls = [
+        (
+            chance.choice(kinds),
+            chance.choice([0, 1, 5, 1000, 1 << 24, 1 << 40]),
+            chance.choice(["", "3", "4"]),
+        )
+        for _ in range(chance.randint(1, 4))
+    ]
     files: list[list[Node]] = []
     for rank in range(ranks):
         own = [node(1, us=chance.choice([0, 1, 50]), is_cpu_op=chance.random() < 0.3)]
         for kind, size, group in calls:
             if not group or rank in groups[group]:
                 named = {"pg_name": group} if group else {}
-                own.append(collective(len(own) + 1, kind, size, deps=[len(own)], us=chance.choice([0, 3]), **named))
+                own.append(
+                    collective(
+                        len(own) + 1, kind, size, deps=[len(own)], us=chance.choice([0, 3]), **named
+                    )
+                )
         files.append(own)
     source, target = chance.randrange(ranks), chance.randrange(ranks)
     files[source].append(send(900, target, comm_size=chance.choice([0, 8, 10**6])))
@@ -331,7 +431,9 @@ def test_whatever_files_ask_for_ends_in_an_answer_that_keeps_its_laws(seed: int,
     algorithm = chance.choice([*KINDS_OF])
     topology = chance.choice(["ring", "switch", "fully-connected"])
     machine = joined(topology, ranks, chance.choice([1e-2, 10.0, 1e9]), chance.choice([0.0, 500.0]))
-    machine = replace(with_algorithm(machine, algorithm), nic=chance.choice([None, Nic(3.0, "all")]))
+    machine = replace(
+        with_algorithm(machine, algorithm), nic=chance.choice([None, Nic(3.0, "all")])
+    )
     home = write_set(tmp_path / "set", *files, groups=groups)
     alone = run(home)
     alone.check()

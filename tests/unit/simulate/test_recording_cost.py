@@ -26,12 +26,16 @@ JOBS = [calibrate(RandomJob(seed).graph()) for seed in range(8)]
 def plainly(graph: Graph, texts: tuple[str, ...], saved: int, whole: int, ratio: float) -> int:
     """The saving when nobody records, as docs/concepts/what-if.md says: by the share of host events that go."""
     nodes = PlainScenario(graph).nodes
-    recorded = {rank: [row["node"] for row in nodes if row["rank"] == rank and row["kind"] in HOST] for rank in
-                {row["rank"] for row in nodes}}  # fmt: skip
+    recorded = {
+        rank: [row["node"] for row in nodes if row["rank"] == rank and row["kind"] in HOST]
+        for rank in {row["rank"] for row in nodes}
+    }
     left = {node: 1.0 for of_rank in recorded.values() for node in of_rank}
     cost, by_recording = 0.0, 1 - 1 / ratio
     for change in map(parse, texts):
-        chosen = {node for node, meant in enumerate(change.selection.nodes(graph).tolist()) if meant}
+        chosen = {
+            node for node, meant in enumerate(change.selection.nodes(graph).tolist()) if meant
+        }
         if change.action in {"graph", "idle"}:
             cost = saved * by_recording
         elif change.action in {"scale", "remove", "workers"}:
@@ -39,12 +43,17 @@ def plainly(graph: Graph, texts: tuple[str, ...], saved: int, whole: int, ratio:
             for node in chosen & set(left):
                 left[node] *= factor
         elif change.action == "delay":
-            others = [len(some) for rank, some in recorded.items() if rank not in change.selection.ranks and some]
+            others = [
+                len(some)
+                for rank, some in recorded.items()
+                if rank not in change.selection.ranks and some
+            ]
             for rank in change.selection.ranks:
                 for node in recorded.get(rank, ()):
                     left[node] *= min(median(others) / len(recorded[rank]), 1.0)
     gone = [
-        whole * by_recording * sum(1 - left[node] for node in some) / max(len(some), 1) for some in recorded.values()
+        whole * by_recording * sum(1 - left[node] for node in some) / max(len(some), 1)
+        for some in recorded.values()
     ]
     cost = max(cost, *gone) if saved >= 0 else min(cost, *gone)
     bound = 2 / 3 * saved
@@ -54,13 +63,25 @@ def plainly(graph: Graph, texts: tuple[str, ...], saved: int, whole: int, ratio:
 @pytest.mark.parametrize(
     "texts",
     [
-        ("host * 0.7",), ("ops remove",), ("launches * 0.1",), ("gpu * 0.5",), ("idle remove",), ("gpu graph",),
-        ("think * 0.2", "ops * 0.5"), ("syncs remove",), ("host * 1.5",), ("rank 0 delay remove",), ("loading workers 2",),
-        ("rank 0 ops remove", "gpu * 0.3"), ("network * 3", "host * 0.9"),
+        ("host * 0.7",),
+        ("ops remove",),
+        ("launches * 0.1",),
+        ("gpu * 0.5",),
+        ("idle remove",),
+        ("gpu graph",),
+        ("think * 0.2", "ops * 0.5"),
+        ("syncs remove",),
+        ("host * 1.5",),
+        ("rank 0 delay remove",),
+        ("loading workers 2",),
+        ("rank 0 ops remove", "gpu * 0.3"),
+        ("network * 3", "host * 0.9"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("ratio", [1.01, 1.25, 3.0])
-def test_a_saving_loses_what_recording_cost_the_events_that_go(texts: tuple[str, ...], ratio: float) -> None:
+def test_a_saving_loses_what_recording_cost_the_events_that_go(
+    texts: tuple[str, ...], ratio: float
+) -> None:
     compared = 0
     for graph in JOBS:
         changes = [parse(text) for text in texts]
@@ -71,7 +92,9 @@ def test_a_saving_loses_what_recording_cost_the_events_that_go(texts: tuple[str,
         for saved in (0, 37, 500, -80):
             found = unrecorded_saving_ns(graph, changes, saved, total_ns=700, ratio=ratio)
             assert found == plainly(graph, texts, saved, 700, ratio)
-            assert min(saved, saved / 3) - 1 <= found <= max(saved, saved / 3) + 1, "between a third and all of it"
+            assert min(saved, saved / 3) - 1 <= found <= max(saved, saved / 3) + 1, (
+                "between a third and all of it"
+            )
         compared += 1
     assert compared > 1
 
@@ -79,7 +102,9 @@ def test_a_saving_loses_what_recording_cost_the_events_that_go(texts: tuple[str,
 @pytest.mark.parametrize("ratio", [None, 1.0, 0.8])
 def test_what_nobody_measured_or_cost_nothing_takes_nothing_away(ratio: float | None) -> None:
     for graph in JOBS[:3]:
-        assert unrecorded_saving_ns(graph, [parse("host remove")], 99, total_ns=500, ratio=ratio) == 99
+        assert (
+            unrecorded_saving_ns(graph, [parse("host remove")], 99, total_ns=500, ratio=ratio) == 99
+        )
 
 
 def session(ratio: float | None = None) -> Session:
@@ -127,4 +152,6 @@ def test_work_that_precedes_its_launch_by_its_clock_does_not_make_the_run_begin_
     assert (answer.before_ns, answer.after_ns, answer.saved_ns) == (500_000, 500_000, 0)
     assert answer.path["after_ns"].sum() == 500_000
     assert answer.ranks["saved_ns"].to_list() == [0]
-    assert whatif_many(graph, [scenario_of(graph, [parse("ops ~ mm remove")])]).tolist() == [500_000]
+    assert whatif_many(graph, [scenario_of(graph, [parse("ops ~ mm remove")])]).tolist() == [
+        500_000
+    ]

@@ -27,8 +27,13 @@ def test_ranks_are_digits_of_places_and_copies() -> None:
     axis = RankNumbering(stride=2, copies=4, world=16)  # tensor 2, data 4, pipeline 2
     assert axis.positions == 4
     assert [(axis.position(rank), axis.copy(rank)) for rank in (0, 1, 2, 7, 8, 13)] == [
-        (0, 0), (1, 0), (0, 1), (1, 3), (2, 0), (3, 2),
-    ]  # fmt: skip
+        (0, 0),
+        (1, 0),
+        (0, 1),
+        (1, 3),
+        (2, 0),
+        (3, 2),
+    ]
     assert all(axis.rank(axis.position(rank), axis.copy(rank)) == rank for rank in range(16))
 
 
@@ -94,9 +99,13 @@ def test_one_copy_without_variation_answers_as_all_of_them(name: str) -> None:
 
 
 def test_all_ranks_of_a_scaled_graph_meet_in_groups_of_their_size() -> None:
-    job = shown((0, 1, 2, 8), scaled_recipe(steps=3, layers=1, data=4, tensor=2, pipeline=2, microbatches=2))
+    job = shown(
+        (0, 1, 2, 8), scaled_recipe(steps=3, layers=1, data=4, tensor=2, pipeline=2, microbatches=2)
+    )
     graph = RecordedJob(job.graph, job.roles).graph_at(ranks=24)
-    parts = graph.communication.join(graph.nodes.select("node", "rank", node_kind="kind"), on="node")
+    parts = graph.communication.join(
+        graph.nodes.select("node", "rank", node_kind="kind"), on="node"
+    )
     met = parts.group_by("instance").agg(pl.len(), pl.col("rank").sort(), pl.col("kind").first())
     assert set(met.filter(pl.col("len") == 6)["rank"].to_list()[0]) <= set(range(24))
     sizes = {tuple(ranks) for ranks in met["rank"].to_list()}
@@ -120,7 +129,9 @@ def test_a_whole_gathered_buffer_stays_and_its_parts_shrink() -> None:
     for row in (gather, scatter):
         assert (row["ranks_before"], row["ranks_after"]) == (3, 12)
         grown = (11 / 12) / (2 / 3)
-        assert row["transfer_after_ns"] / row["transfer_before_ns"] == pytest.approx(grown, rel=1e-3)
+        assert row["transfer_after_ns"] / row["transfer_before_ns"] == pytest.approx(
+            grown, rel=1e-3
+        )
 
 
 # -- the truth ----------------------------------------------------------------------------------------------------
@@ -138,7 +149,9 @@ def test_eight_of_64_ranks_tell_the_step_of_all() -> None:
 
 def test_the_same_seed_gives_the_same_answer() -> None:
     job = shown((0, 1, 2, 3), scaled_recipe(data=4, steps=3, layers=1))
-    first, again, other = (scale(job.graph, ranks=32, roles=job.roles, draws=20, seed=seed) for seed in (3, 3, 4))
+    first, again, other = (
+        scale(job.graph, ranks=32, roles=job.roles, draws=20, seed=seed) for seed in (3, 3, 4)
+    )
     assert first.to_dict() == again.to_dict()
     assert first.after_ns != other.after_ns
 
@@ -161,13 +174,21 @@ def test_the_interval_holds_the_truth_in_16_of_20_seeds(name: str) -> None:
     assert sum(row.held for row in rows) >= 16
 
 
-def test_a_step_without_a_device_ends_with_work_and_not_with_a_thread_that_waits(tmp_path: Path) -> None:
+def test_a_step_without_a_device_ends_with_work_and_not_with_a_thread_that_waits(
+    tmp_path: Path,
+) -> None:
     """Threads of a communication library wait far into the next step; the last step would be next to nothing."""
-    graph = link_session(load(parallel_job(ParallelRecipe(data=2, steps=2, seed=1)).run().write(tmp_path / "job")))
-    device = graph.lanes["kind"].cast(pl.String).gather(graph.nodes["lane"].fill_null(0)) == "device"
+    graph = link_session(
+        load(parallel_job(ParallelRecipe(data=2, steps=2, seed=1)).run().write(tmp_path / "job"))
+    )
+    device = (
+        graph.lanes["kind"].cast(pl.String).gather(graph.nodes["lane"].fill_null(0)) == "device"
+    )
     assert (can_end_a_step(graph) <= (device & graph.nodes["lane"].is_not_null()).to_numpy()).all()
     assert can_end_a_step(graph).any()
-    hosts = replace(graph, lanes=graph.lanes.with_columns(kind=pl.lit("host").cast(graph.lanes["kind"].dtype)))
+    hosts = replace(
+        graph, lanes=graph.lanes.with_columns(kind=pl.lit("host").cast(graph.lanes["kind"].dtype))
+    )
     idle = graph.nodes["kind"].cast(pl.String).is_in(["think", "wait"]).to_numpy()
     chosen = can_end_a_step(hosts)
     assert idle.any()

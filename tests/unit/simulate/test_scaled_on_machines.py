@@ -41,7 +41,9 @@ def switch(ranks: int, algorithm: str, kind: str) -> Machine:
 
 
 @pytest.mark.parametrize("ranks", [8, 128])
-def test_an_all_reduce_of_more_ranks_takes_the_form_of_its_algorithm(job: ShownJob, ranks: int) -> None:
+def test_an_all_reduce_of_more_ranks_takes_the_form_of_its_algorithm(
+    job: ShownJob, ranks: int
+) -> None:
     forms = {
         "ring": lambda size: 2 * (ranks - 1) * (2 * LATENCY + size / ranks / RATE),
         "direct": lambda size: 2 * (2 * LATENCY + size * (ranks - 1) / ranks / RATE),
@@ -49,7 +51,9 @@ def test_an_all_reduce_of_more_ranks_takes_the_form_of_its_algorithm(job: ShownJ
     }
     recorded = RecordedJob(job.graph, job.roles, varied=False)
     for algorithm, form in forms.items():
-        answer = recorded.at(ranks=ranks, transfers=make_transfer_model(switch(ranks, algorithm, "all_reduce")))
+        answer = recorded.at(
+            ranks=ranks, transfers=make_transfer_model(switch(ranks, algorithm, "all_reduce"))
+        )
         row = answer.collectives.row(by_predicate=pl.col("kind") == "all_reduce", named=True)
         assert (row["ranks_before"], row["ranks_after"]) == (4, ranks)
         assert row["in_bytes_after"] == row["in_bytes_before"]
@@ -63,7 +67,10 @@ def test_shards_shrink_and_their_gathering_takes_as_many_steps_as_ranks() -> Non
     answer = RecordedJob(sharded.graph, sharded.roles, varied=False).at(
         ranks=ranks, transfers=make_transfer_model(switch(ranks, "ring", "all_gather"))
     )
-    for kind in ("all_gather", "reduce_scatter"):  # the usual algorithm of the second is a ring, too
+    for kind in (
+        "all_gather",
+        "reduce_scatter",
+    ):  # the usual algorithm of the second is a ring, too
         row = answer.collectives.row(by_predicate=pl.col("kind") == kind, named=True)
         part = row["in_bytes_after"] if kind == "all_gather" else row["in_bytes_after"] / ranks
         expected = (ranks - 1) * (2 * LATENCY + part / RATE)
@@ -73,14 +80,20 @@ def test_shards_shrink_and_their_gathering_takes_as_many_steps_as_ranks() -> Non
 def test_measured_transfers_of_the_group_go_before_the_links(job: ShownJob) -> None:
     measured = MeasuredTransfer("all_reduce", "inside", 16, 0, 1 << 40, 77_000.0)
     machine = replace(switch(16, "ring", "all_reduce"), transfers=(measured,))
-    answer = RecordedJob(job.graph, job.roles, varied=False).at(ranks=16, transfers=make_transfer_model(machine))
+    answer = RecordedJob(job.graph, job.roles, varied=False).at(
+        ranks=16, transfers=make_transfer_model(machine)
+    )
     row = answer.collectives.row(by_predicate=pl.col("kind") == "all_reduce", named=True)
     assert row["transfer_after_ns"] == 77_000
     other = replace(measured, ranks=4)
     machine = replace(machine, transfers=(other,))
-    answer = RecordedJob(job.graph, job.roles, varied=False).at(ranks=16, transfers=make_transfer_model(machine))
+    answer = RecordedJob(job.graph, job.roles, varied=False).at(
+        ranks=16, transfers=make_transfer_model(machine)
+    )
     row = answer.collectives.row(by_predicate=pl.col("kind") == "all_reduce", named=True)
-    assert row["transfer_after_ns"] == pytest.approx(77_000 * 15 / 3)  # five times the steps of a ring
+    assert row["transfer_after_ns"] == pytest.approx(
+        77_000 * 15 / 3
+    )  # five times the steps of a ring
     assert "group not among those measured" in answer.notices[0].message
 
 
@@ -102,7 +115,9 @@ def test_a_slower_network_is_waited_for_where_nothing_runs_meanwhile(job: ShownJ
 def test_when_the_recording_began_does_not_matter(job: ShownJob, shift: int) -> None:
     nodes = job.graph.nodes.with_columns(pl.col("start_ns") + shift)
     moved = replace(job.graph, nodes=nodes)
-    first, second = (scale(graph, ranks=16, roles=job.roles, draws=5) for graph in (job.graph, moved))
+    first, second = (
+        scale(graph, ranks=16, roles=job.roles, draws=5) for graph in (job.graph, moved)
+    )
     assert first.to_dict() == second.to_dict()
 
 
@@ -127,12 +142,16 @@ def test_a_machine_that_names_a_device_computes_with_it_at_every_scale(folder: P
         assert own["time_ns"] > 1.2 * evaluator({"ranks": ranks, "device": "H100 SXM"})["time_ns"]
     # What the whole run takes more on it, a step takes more.
     whole = [run(folder, "dgx-a100", device=device).after_ns for device in (None, "H100 SXM")]
-    steps = [evaluator(point)["time_ns"] for point in ({"ranks": 8}, {"ranks": 8, "device": "H100 SXM"})]
+    steps = [
+        evaluator(point)["time_ns"] for point in ({"ranks": 8}, {"ranks": 8, "device": "H100 SXM"})
+    ]
     assert steps[0] / steps[1] == pytest.approx(whole[0] / whole[1], rel=0.1)
 
 
 def test_work_stays_where_nobody_knows_the_recorded_device(folder: Path, tmp_path: Path) -> None:
-    link_session(load(folder)).save(tmp_path / "job.graph")  # without the traces, which name the device
+    link_session(load(folder)).save(
+        tmp_path / "job.graph"
+    )  # without the traces, which name the device
     graph, traces = (
         SweepEvaluator(SweepQuestion((str(path),), machine="dgx-a100", draws=5))
         for path in (tmp_path / "job.graph", folder)
@@ -153,8 +172,10 @@ def test_points_of_a_sweep_are_the_single_answers(folder: Path) -> None:
         machine = read_machine("dgx-h100", [f"network.1.bandwidth={bandwidth}"]).for_ranks(ranks)
         single = job.at(ranks=ranks, transfers=make_transfer_model(machine))
         assert (point["time_ns"], point["p10_ns"], point["p90_ns"]) == (
-            single.after_ns, single.p10_ns, single.p90_ns,
-        )  # fmt: skip
+            single.after_ns,
+            single.p10_ns,
+            single.p90_ns,
+        )
         assert point["samples"] == ranks / 8
     refused = evaluator({"ranks": 12})
     assert refused["time_ns"] is None

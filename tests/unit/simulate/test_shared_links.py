@@ -20,8 +20,14 @@ CASES = {
         (Dimension("switch", 4, 32.0, 500.0), Dimension("switch", 2, 12.5, 1350.0, shared=True)),
         [[0, 4], [1, 5], [2, 6], [3, 7]],
     ),
-    "a ring that two groups use in turn": ((Dimension("ring", 8, 50.0, 500.0),), [[0, 2, 4, 6], [1, 3, 5, 7]]),
-    "a ring with a part that two groups use": ((Dimension("ring", 8, 50.0, 500.0),), [[0, 1, 2, 3, 4], [5, 6, 7]]),
+    "a ring that two groups use in turn": (
+        (Dimension("ring", 8, 50.0, 500.0),),
+        [[0, 2, 4, 6], [1, 3, 5, 7]],
+    ),
+    "a ring with a part that two groups use": (
+        (Dimension("ring", 8, 50.0, 500.0),),
+        [[0, 1, 2, 3, 4], [5, 6, 7]],
+    ),
     "a fat tree with a narrow spine": (
         (Dimension("fat-tree", 8, 50.0, 500.0, radix=4, oversubscription=4.0),),
         [[0, 4], [1, 5], [2, 3, 6, 7]],
@@ -31,7 +37,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
-    ("size", "latest_us", "within"), [pytest.param(MIB, 20, 0.06, marks=pytest.mark.thorough), (16 * MIB, 300, 0.01)]
+    ("size", "latest_us", "within"),
+    [pytest.param(MIB, 20, 0.06, marks=pytest.mark.thorough), (16 * MIB, 300, 0.01)],
 )
 def test_transfers_that_share_links_end_as_their_messages_do(
     case: str, size: int, latest_us: int, within: float, tmp_path: Path
@@ -41,12 +48,18 @@ def test_transfers_that_share_links_end_as_their_messages_do(
     begin_us = np.random.default_rng(7).integers(1, latest_us, len(groups)).tolist()
     network = MachineNetwork(machine)
     parts = [
-        (build_schedule("all_reduce", "ring", len(group), size), group, [1000.0 * begin] * len(group))
+        (
+            build_schedule("all_reduce", "ring", len(group), size),
+            group,
+            [1000.0 * begin] * len(group),
+        )
         for group, begin in zip(groups, begin_us, strict=True)
     ]
     alone = [sent_one_by_one([part], network)[0].max() for part in parts]
     together = [ends.max() for ends in sent_one_by_one(parts, network)]
-    assert max(with_others - ends for with_others, ends in zip(together, alone, strict=True)) > 0.05 * max(alone)
+    assert max(
+        with_others - ends for with_others, ends in zip(together, alone, strict=True)
+    ) > 0.05 * max(alone)
     ranks = {
         rank: [node(1, us=begin), collective(2, size=size, deps=[1], pg_name=str(number + 1))]
         for number, (group, begin) in enumerate(zip(groups, begin_us, strict=True))

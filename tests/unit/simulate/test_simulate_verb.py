@@ -14,7 +14,12 @@ from support.reports import check_schema
 from support.workload import collective, node, write_set
 from traceloom.cli import main
 from traceloom.errors import TraceloomError
-from traceloom.report.simulation import SIMULATION, build_simulation, describe_simulation, render_simulation
+from traceloom.report.simulation import (
+    SIMULATION,
+    build_simulation,
+    describe_simulation,
+    render_simulation,
+)
 from traceloom.testing import TraceBuilder
 from traceloom.workload.simulate.machine import Dimension, Machine
 from traceloom.workload.simulate.native import run
@@ -37,15 +42,26 @@ bandwidth = 10.0
 """
 NETWORK = "topology: [ Ring ]\nnpus_count: [ 2 ]\nbandwidth: [ 50.0 ]\nlatency: [ 500.0 ]\n"
 SYSTEM = {
-    "scheduling-policy": "LIFO", "endpoint-delay": 10, "preferred-dataset-splits": 1, "local-mem-bw": 1600,
-    "collective-optimization": "localBWAware", "active-chunks-per-dimension": 1,
-    **{f"{kind}-implementation": ["ring"] for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")},
-}  # fmt: skip
+    "scheduling-policy": "LIFO",
+    "endpoint-delay": 10,
+    "preferred-dataset-splits": 1,
+    "local-mem-bw": 1600,
+    "collective-optimization": "localBWAware",
+    "active-chunks-per-dimension": 1,
+    **{
+        f"{kind}-implementation": ["ring"]
+        for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+    },
+}
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return parallel_job(ParallelRecipe(data=2, tensor=2, steps=2)).run().write(tmp_path_factory.mktemp("job") / "job")
+    return (
+        parallel_job(ParallelRecipe(data=2, tensor=2, steps=2))
+        .run()
+        .write(tmp_path_factory.mktemp("job") / "job")
+    )
 
 
 @pytest.fixture
@@ -62,12 +78,23 @@ def document(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, An
     return value
 
 
-def test_the_document_is_as_published(job: Path, machine: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_document_is_as_published(
+    job: Path, machine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     here = document(capsys, job)
     assert here["after_ns"] == here["before_ns"] == here["measured_ns"]
     assert "come back as" in here["identity"]
     assert here["trusted"]
-    there = document(capsys, job, "--machine", machine, "--set", "network.1.bandwidth=1", "--set", "nic.bandwidth=1")
+    there = document(
+        capsys,
+        job,
+        "--machine",
+        machine,
+        "--set",
+        "network.1.bandwidth=1",
+        "--set",
+        "nic.bandwidth=1",
+    )
     assert there["after_ns"] > there["before_ns"] == here["after_ns"]
     assert sum(row["after_ns"] for row in there["path"]) == there["after_ns"]
     assert {row["algorithm"] for row in there["collectives"]} == {"ring"}
@@ -77,10 +104,15 @@ def test_the_document_is_as_published(job: Path, machine: str, capsys: pytest.Ca
     assert step["after_ns"] < there["after_ns"]
 
 
-def test_the_mode_of_the_peer(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_mode_of_the_peer(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     home = write_set(
         tmp_path / "set",
-        *([node(1, us=5, is_cpu_op=False), collective(2, size=1 << 20, deps=[1], is_cpu_op=False)] for _ in range(2)),
+        *(
+            [node(1, us=5, is_cpu_op=False), collective(2, size=1 << 20, deps=[1], is_cpu_op=False)]
+            for _ in range(2)
+        ),
     )
     (tmp_path / "network.yml").write_text(NETWORK, encoding="utf-8")
     (tmp_path / "system.json").write_text(json.dumps(SYSTEM), encoding="utf-8")
@@ -88,7 +120,9 @@ def test_the_mode_of_the_peer(job: Path, tmp_path: Path, capsys: pytest.CaptureF
     exact = document(capsys, home, "--mode", "astra-sim", *files)
     # simulation.md 3.2: 2 (N - 1) steps of a half at 2^30 B/s, 3 endpoint delays, one reduction
     step = int(500 + (1 << 19) / (50 * 2**30 / 1e9))
-    assert [row["end_ns"] for row in exact["ranks"]] == [5_000 + 2 * step + 30 + 3 * int((1 << 19) / 1600)] * 2
+    assert [row["end_ns"] for row in exact["ranks"]] == [
+        5_000 + 2 * step + 30 + 3 * int((1 << 19) / 1600)
+    ] * 2
     assert main(["simulate", str(job), "--mode", "astra-sim", *map(str, files)]) == 3
     assert "hint: of a recorded run: traceloom link RUN" in capsys.readouterr().err
     native = document(capsys, home, *files)
@@ -106,10 +140,17 @@ def test_the_mode_of_the_peer(job: Path, tmp_path: Path, capsys: pytest.CaptureF
         assert "wrong-usage" in capsys.readouterr().err
 
 
-def test_every_table_is_a_file(job: Path, machine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_table_is_a_file(
+    job: Path, machine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tables = tmp_path / "tables"
     words = ["simulate", str(job), "--machine", machine]
-    outputs = [tables, tmp_path / "nodes.parquet", tmp_path / "became-critical.csv", tmp_path / "out.json"]
+    outputs = [
+        tables,
+        tmp_path / "nodes.parquet",
+        tmp_path / "became-critical.csv",
+        tmp_path / "out.json",
+    ]
     assert main([*words, *(word for path in outputs for word in ("-o", str(path)))]) == 0
     assert "Wrote" in capsys.readouterr().out
     assert {path.stem for path in tables.iterdir()} == set(SIMULATION.tables)
@@ -117,7 +158,9 @@ def test_every_table_is_a_file(job: Path, machine: str, tmp_path: Path, capsys: 
     assert pl.read_parquet(tmp_path / "nodes.parquet").equals(answer.nodes)
     assert pl.read_csv(tables / "links.csv").equals(answer.links)
     assert pl.read_csv(tmp_path / "became-critical.csv").height == answer.became_critical.height
-    check_schema(json.loads((tmp_path / "out.json").read_text(encoding="utf-8")), "simulation.schema.json")
+    check_schema(
+        json.loads((tmp_path / "out.json").read_text(encoding="utf-8")), "simulation.schema.json"
+    )
     assert main([*words, "-o", str(tmp_path / "kernels.csv")]) == 2
     assert "no-such-table" in capsys.readouterr().err
     assert main([*words, "-o", str(tables)]) == 3
@@ -128,9 +171,17 @@ def test_the_words_fit(job: Path, machine: str, width: int) -> None:
     lines = [line.plain for line in render_simulation(build_simulation(run(job, machine)), width)]
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
-    for words in ("come back as", "would take", "Critical path", "New on the critical path", "Busiest links"):
+    for words in (
+        "come back as",
+        "would take",
+        "Critical path",
+        "New on the critical path",
+        "Busiest links",
+    ):
         assert words in text
-    assert "recorded machine" in "\n".join(line.plain for line in render_simulation(build_simulation(run(job)), 140))
+    assert "recorded machine" in "\n".join(
+        line.plain for line in render_simulation(build_simulation(run(job)), 140)
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,16 +199,25 @@ def test_the_words_fit(job: Path, machine: str, width: int) -> None:
     ],
 )
 def test_what_is_refused(
-    job: Path, machine: str, words: list[str], code: int, slug: str, capsys: pytest.CaptureFixture[str]
+    job: Path,
+    machine: str,
+    words: list[str],
+    code: int,
+    slug: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["simulate", str(job), *(machine if word == "MACHINE" else word for word in words)]) == code
+    assert (
+        main(["simulate", str(job), *(machine if word == "MACHINE" else word for word in words)])
+        == code
+    )
     assert f"explain {slug}" in capsys.readouterr().err
 
 
 def test_what_was_not_measured_is_not_said_to_be(job: Path, tmp_path: Path) -> None:
     two = Machine((Dimension("switch", 2, 50.0),), name="two")
     some = write_set(
-        tmp_path / "some", *([node(1, us=5), collective(2, size=1 << 20, us=0, deps=[1])] for _ in range(2))
+        tmp_path / "some",
+        *([node(1, us=5), collective(2, size=1 << 20, us=0, deps=[1])] for _ in range(2)),
     )
     none = write_set(tmp_path / "none", *([collective(1, size=1 << 20, us=0)] for _ in range(2)))
     assert describe_simulation(run(some)) == "The window takes 5.00 µs by its own durations."
@@ -180,10 +240,14 @@ def test_a_trace_without_gaps_was_measured(tmp_path: Path) -> None:
 
 
 def test_names_of_dimensions_are_text(job: Path) -> None:
-    machine = Machine((Dimension("switch", 4, 50.0, name="{} <b>"), Dimension("switch", 1, 5.0, shared=True)))
+    machine = Machine(
+        (Dimension("switch", 4, 50.0, name="{} <b>"), Dimension("switch", 1, 5.0, shared=True))
+    )
     names = run(job, machine).links["name"].to_list()
     assert "rank 0 → {} <b> switch 0.0" in names
-    cards = Machine((Dimension("switch", 1, 50.0), Dimension("switch", 4, 5.0, name="wire", shared=True)))
+    cards = Machine(
+        (Dimension("switch", 1, 50.0), Dimension("switch", 4, 5.0, name="wire", shared=True))
+    )
     assert "rank 0 → wire switch 0.0" in run(job, cards).links["name"].to_list()
 
 
@@ -201,7 +265,9 @@ def test_a_deadlock_is_a_failed_check(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "`first`" in said
 
 
-def test_damaged_files_and_wrong_groups_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_files_and_wrong_groups_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     home = write_set(tmp_path / "set", [collective(1)], [collective(1)])
     groups = tmp_path / "groups.json"
     groups.write_text('{"1": "all"}', encoding="utf-8")
@@ -213,7 +279,9 @@ def test_damaged_files_and_wrong_groups_are_refused(tmp_path: Path, capsys: pyte
     capsys.readouterr()
 
 
-def test_sizes_that_nothing_can_carry_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_sizes_that_nothing_can_carry_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     home = write_set(tmp_path / "set", *([collective(1, size=(1 << 63) - 1)] for _ in range(2)))
     assert main(["simulate", str(home), "--machine", "dgx-h100"]) == 2
     said = capfd.readouterr().err

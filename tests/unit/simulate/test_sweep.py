@@ -85,9 +85,20 @@ def test_dashes_of_options_are_understood() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["ranks", "=3", "ranks=", "ranks=8..", "ranks=8,,9", "ranks=9..8", "ranks=1..8*1", "ranks=1..8+0", "ranks=0..8*2",
-     "ranks=a..b", "ranks=1..nan"],
-)  # fmt: skip
+    [
+        "ranks",
+        "=3",
+        "ranks=",
+        "ranks=8..",
+        "ranks=8,,9",
+        "ranks=9..8",
+        "ranks=1..8*1",
+        "ranks=1..8+0",
+        "ranks=0..8*2",
+        "ranks=a..b",
+        "ranks=1..nan",
+    ],
+)
 def test_what_is_no_sweep_is_refused(text: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse_axis(text)
@@ -107,7 +118,12 @@ def test_ten_million_points_are_refused_at_once() -> None:
 
 def test_points_are_all_combinations() -> None:
     axes = [parse_axis("a=1,2"), parse_axis("b=x,y")]
-    assert [tuple(point.values()) for point in list_points(axes)] == [(1, "x"), (1, "y"), (2, "x"), (2, "y")]
+    assert [tuple(point.values()) for point in list_points(axes)] == [
+        (1, "x"),
+        (1, "y"),
+        (2, "x"),
+        (2, "y"),
+    ]
     with pytest.raises(UsageError):
         list_points([parse_axis("a=1"), parse_axis("a=2")])
 
@@ -115,27 +131,43 @@ def test_points_are_all_combinations() -> None:
 # -- what the answers say together --------------------------------------------------------------------------------
 
 
-@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=12))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=12
+    )
+)
 def test_the_pareto_front_is_what_nobody_beats(rows: list[tuple[int, int, int]]) -> None:
     axes = [SweepAxis("x", tuple(range(len(rows))))]
     table = SweepTable.of(
-        axes, [{"x": x, "time_ns": t, "ranks": r, "cost": float(c)} for x, (t, r, c) in enumerate(rows)]
+        axes,
+        [{"x": x, "time_ns": t, "ranks": r, "cost": float(c)} for x, (t, r, c) in enumerate(rows)],
     )
     beaten = [
-        any(all(b <= a for a, b in zip(row, other, strict=True)) and other != row for other in rows) for row in rows
+        any(all(b <= a for a, b in zip(row, other, strict=True)) and other != row for other in rows)
+        for row in rows
     ]
     assert table.points["pareto"].to_list() == [not each for each in beaten]
 
 
 def test_twice_the_ranks_for_twice_the_samples_in_the_same_time_is_as_good() -> None:
     rows = [{"ranks": n, "time_ns": 100, "samples": float(n), "cost": float(n)} for n in (1, 2)]
-    assert SweepTable.of([SweepAxis("ranks", (1, 2))], rows).points["pareto"].to_list() == [True, True]
+    assert SweepTable.of([SweepAxis("ranks", (1, 2))], rows).points["pareto"].to_list() == [
+        True,
+        True,
+    ]
     slower = [rows[0], {**rows[1], "time_ns": 201, "cost": 2.01}]
-    assert SweepTable.of([SweepAxis("ranks", (1, 2))], slower).points["pareto"].to_list() == [True, False]
+    assert SweepTable.of([SweepAxis("ranks", (1, 2))], slower).points["pareto"].to_list() == [
+        True,
+        False,
+    ]
 
 
 def test_sensitivity_is_the_exponent() -> None:
-    rows = [{"a": a, "b": b, "time_ns": round(1e9 * a**-0.5 * b), "reason": None} for a in (1, 2, 8) for b in (1, 3)]
+    rows = [
+        {"a": a, "b": b, "time_ns": round(1e9 * a**-0.5 * b), "reason": None}
+        for a in (1, 2, 8)
+        for b in (1, 3)
+    ]
     rows.append({"a": 16, "b": 1, "time_ns": None, "reason": "it does not divide"})
     table = SweepTable.of([SweepAxis("a", (1, 2, 8, 16)), SweepAxis("b", (1, 3))], rows)
     found = {row["parameter"]: row for row in table.sensitivities.to_dicts()}
@@ -149,13 +181,21 @@ def test_sensitivity_is_the_exponent() -> None:
 
 
 def test_points_are_what_single_questions_answer(folder: Path) -> None:
-    question = SweepQuestion((str(folder / "run"),), machine=str(folder / "machine.toml"), cache=False)
-    points: dict[int, dict[str, int | float | str]] = {0: {"network.0.bandwidth": 50}, 1: {"network.0.bandwidth": 200}}
+    question = SweepQuestion(
+        (str(folder / "run"),), machine=str(folder / "machine.toml"), cache=False
+    )
+    points: dict[int, dict[str, int | float | str]] = {
+        0: {"network.0.bandwidth": 50},
+        1: {"network.0.bandwidth": 200},
+    }
     answers = dict(evaluate_points(question, points, processes=1))
     for number, point in points.items():
         bandwidth = point["network.0.bandwidth"]
         alone = run(
-            folder / "run", folder / "machine.toml", overrides=[f"network.0.bandwidth={bandwidth}"], cache=False
+            folder / "run",
+            folder / "machine.toml",
+            overrides=[f"network.0.bandwidth={bandwidth}"],
+            cache=False,
         )
         assert answers[number]["time_ns"] == alone.after_ns
         assert answers[number]["cost"] == pytest.approx(2.0 * 4 * alone.after_ns / 3.6e12)
@@ -165,16 +205,29 @@ def test_more_ranks_are_drawn(folder: Path) -> None:
     question = SweepQuestion((str(folder / "run"),), draws=20, cache=False)
     row = dict(evaluate_points(question, {0: {"ranks": 16}}, processes=1))[0]
     session = traceloom.load(folder / "run", cache=False)
-    roles = {str(number): role for number, role in enumerate(["world", "tensor", "tensor", "data", "data"])}
+    roles = {
+        str(number): role
+        for number, role in enumerate(["world", "tensor", "tensor", "data", "data"])
+    }
     alone = scale(traceloom.graph.link_session(session), ranks=16, roles=roles, draws=20)
-    assert (row["time_ns"], row["p10_ns"], row["p90_ns"]) == (alone.after_ns, alone.p10_ns, alone.p90_ns)
+    assert (row["time_ns"], row["p10_ns"], row["p90_ns"]) == (
+        alone.after_ns,
+        alone.p10_ns,
+        alone.p90_ns,
+    )
     assert row["samples"] == 4
 
 
 def test_a_plan_keeps_its_ranks_and_its_batch(folder: Path) -> None:
     machine = str(folder / "machine.toml")
-    question = SweepQuestion((str(folder / "plan"),), machine=machine, ranks=8, memory_limit=30_000_000)
-    axes = [parse_axis("tensor_parallel=1,2,3"), parse_axis("pipeline_parallel=1,4"), parse_axis("global_batch=16")]
+    question = SweepQuestion(
+        (str(folder / "plan"),), machine=machine, ranks=8, memory_limit=30_000_000
+    )
+    axes = [
+        parse_axis("tensor_parallel=1,2,3"),
+        parse_axis("pipeline_parallel=1,4"),
+        parse_axis("global_batch=16"),
+    ]
     points = dict(enumerate(list_points(axes)))
     answers = dict(evaluate_points(question, points, processes=1))
     reasons = {tuple(points[number].values())[:2]: row["reason"] for number, row in answers.items()}
@@ -182,7 +235,9 @@ def test_a_plan_keeps_its_ranks_and_its_batch(folder: Path) -> None:
     assert reasons[1, 1] == "a rank would need 86.0 MB of memory, and has 30.0 MB"
     assert "multiple of the 3" in str(reasons[3, 1])
     assert reasons[2, 4] is None
-    done = next(row for number, row in answers.items() if tuple(points[number].values())[:2] == (2, 4))
+    done = next(
+        row for number, row in answers.items() if tuple(points[number].values())[:2] == (2, 4)
+    )
     assert (done["ranks"], done["samples"]) == (8, 16)
     # one layer on two ranks, 4 micro-batches on their way
     assert done["memory_bytes"] == 12 * 256**2 // 2 * 16 + 4 * 17 * 1024 * 256 * 2 // 2
@@ -208,7 +263,11 @@ def test_memory_grows_with_what_is_on_its_way() -> None:
     ],
 )
 def test_what_cannot_be_swept_is_said_in_a_sentence(
-    folder: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    words: list[str],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(folder)
     assert main(["simulate", *words, "--quiet"]) == 2
@@ -218,8 +277,17 @@ def test_what_cannot_be_swept_is_said_in_a_sentence(
 # -- stopping and going on ----------------------------------------------------------------------------------------
 
 
-def test_tables_are_written_and_what_was_kept_is_not_asked_again(folder: Path, tmp_path: Path) -> None:
-    words = ["simulate", str(folder / "run"), "--sweep", "host_factor=1,2,4", "--quiet", "--no-cache"]
+def test_tables_are_written_and_what_was_kept_is_not_asked_again(
+    folder: Path, tmp_path: Path
+) -> None:
+    words = [
+        "simulate",
+        str(folder / "run"),
+        "--sweep",
+        "host_factor=1,2,4",
+        "--quiet",
+        "--no-cache",
+    ]
     words += ["--machine", str(folder / "machine.toml")]
     table, kept = tmp_path / "sweep.csv", tmp_path / "sweep.csv.points"
     assert main([*words, "-o", str(table), "-o", str(tmp_path / "sweep.json")]) == 0
@@ -239,9 +307,19 @@ def test_tables_are_written_and_what_was_kept_is_not_asked_again(folder: Path, t
 def test_a_sweep_that_is_stopped_goes_on_with_the_same_command(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # where the answers are kept, too: a directory that changes meanwhile
+    monkeypatch.chdir(
+        tmp_path
+    )  # where the answers are kept, too: a directory that changes meanwhile
     table, kept = tmp_path / "sweep.csv", tmp_path / "sweep.csv.points"
-    words = ["simulate", str(folder / "run"), "--sweep", "ranks=4..240+4", "-o", "sweep.csv", "--quiet"]
+    words = [
+        "simulate",
+        str(folder / "run"),
+        "--sweep",
+        "ranks=4..240+4",
+        "-o",
+        "sweep.csv",
+        "--quiet",
+    ]
     env = os.environ | {"PYTHONPATH": str(Path(traceloom.__file__).parents[1])}
     process = subprocess.Popen([sys.executable, "-m", "traceloom", *words], env=env)
     while not (kept.exists() and kept.read_text().count("\n") > 3):

@@ -33,9 +33,14 @@ from traceloom.workload.simulate.sweep import SweepEvaluator, SweepQuestion
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("values")
-    write_generated(generate_collectives(CollectiveOptions("all_reduce", ranks=4, size=1 << 20)), home / "collective")
+    write_generated(
+        generate_collectives(CollectiveOptions("all_reduce", ranks=4, size=1 << 20)),
+        home / "collective",
+    )
     write_generated(generate_pipeline(PipelineOptions(2, 2)), home / "pipeline")
-    write_generated(generate_transformer(TransformerOptions(layers=2, hidden=64)), home / "transformer")
+    write_generated(
+        generate_transformer(TransformerOptions(layers=2, hidden=64)), home / "transformer"
+    )
     parallel_job(ParallelRecipe(data=2, steps=2, layers=1)).run().write(home / "run")
     rules = (AlgorithmRule("all_reduce", "ring"),)
     machine = Machine((Dimension("switch", 4, 10.0, 100.0),), algorithms=rules)
@@ -44,7 +49,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluator(folder: Path, name: str) -> SweepEvaluator:
-    return SweepEvaluator(SweepQuestion((str(folder / name),), machine=str(folder / "machine.toml"), draws=5))
+    return SweepEvaluator(
+        SweepQuestion((str(folder / name),), machine=str(folder / "machine.toml"), draws=5)
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,9 +67,21 @@ def evaluator(folder: Path, name: str) -> SweepEvaluator:
         ("pipeline", {"size": float("inf")}, "`size` is a whole number of at least 0, not inf"),
         ("transformer", {"tflops": "fast"}, "`tflops` is a number above 0, not fast"),
         ("transformer", {"tflops": 0}, "`tflops` is a number above 0, not 0"),
-        ("transformer", {"pipeline_parallel": 0}, "`pipeline_parallel` is a whole number above 0, not 0"),
-        ("transformer", {"data_parallel": 1.5}, "`data_parallel` is a whole number above 0, not 1.5"),
-        ("transformer", {"global_batch": "all"}, "`global_batch` is a whole number above 0, not all"),
+        (
+            "transformer",
+            {"pipeline_parallel": 0},
+            "`pipeline_parallel` is a whole number above 0, not 0",
+        ),
+        (
+            "transformer",
+            {"data_parallel": 1.5},
+            "`data_parallel` is a whole number above 0, not 1.5",
+        ),
+        (
+            "transformer",
+            {"global_batch": "all"},
+            "`global_batch` is a whole number above 0, not all",
+        ),
         ("run", {"ranks": "many"}, "`ranks` is a whole number above 0, not many"),
         ("run", {"data_parallel": 2.5}, "`data_parallel` is a whole number above 0, not 2.5"),
         ("run", {"host_factor": "slow"}, "`host_factor` is a number above 0, not slow"),
@@ -85,7 +104,8 @@ def test_right_values_have_the_answers_of_what_they_generate(folder: Path, tmp_p
         assert row["time_ns"] == pytest.approx(2 * (ranks - 1) * (200 + size / ranks / 10), abs=1)
         assert row["ranks"] == ranks
     schedules = {
-        name: evaluator(folder, "pipeline")({"schedule": name, "micro_batches": 6}) for name in ("1f1b", "gpipe")
+        name: evaluator(folder, "pipeline")({"schedule": name, "micro_batches": 6})
+        for name in ("1f1b", "gpipe")
     }
     for name, row in schedules.items():
         write_generated(generate_pipeline(PipelineOptions(2, 6, name)), tmp_path / name)
@@ -97,9 +117,17 @@ def test_right_values_have_the_answers_of_what_they_generate(folder: Path, tmp_p
 
 @pytest.mark.parametrize(
     "text",
-    ["", "no json", "[1, 2]", "7", '{"kind": ["x"], "options": {}}', '{"kind": "pipeline", "options": [1]}',
-     '{"kind": "dance", "options": {}}', "[" * 100_000],
-)  # fmt: skip
+    [
+        "",
+        "no json",
+        "[1, 2]",
+        "7",
+        '{"kind": ["x"], "options": {}}',
+        '{"kind": "pipeline", "options": [1]}',
+        '{"kind": "dance", "options": {}}',
+        "[" * 100_000,
+    ],
+)
 def test_whatever_files_say_of_how_they_were_made_they_are_files(text: str, tmp_path: Path) -> None:
     metadata = GlobalMetadata(version=METADATA.version)
     metadata.attr.append(AttributeProto(name="generated", string_val=text))
@@ -111,7 +139,9 @@ def test_whatever_files_say_of_how_they_were_made_they_are_files(text: str, tmp_
 
 def test_a_workload_that_was_generated_in_another_version_is_refused(tmp_path: Path) -> None:
     metadata = GlobalMetadata(version=METADATA.version)
-    metadata.attr.append(AttributeProto(name="generated", string_val=json.dumps({"format": SCHEMA, "version": 2})))
+    metadata.attr.append(
+        AttributeProto(name="generated", string_val=json.dumps({"format": SCHEMA, "version": 2}))
+    )
     files.write(tmp_path / "workload.0.et", metadata, [node(1, us=4)], force=True)
     with pytest.raises(InputError) as refused:
         _ = SweepEvaluator(SweepQuestion((str(tmp_path),))).generated
@@ -125,7 +155,9 @@ def test_options_that_files_make_up_are_refused_by_name(folder: Path, tmp_path: 
         ({"ranks": 2, "nobody": 1}, None),
     ):
         metadata = GlobalMetadata(version=METADATA.version)
-        text = json.dumps({"format": SCHEMA, "version": VERSION, "kind": "pipeline", "options": options})
+        text = json.dumps(
+            {"format": SCHEMA, "version": VERSION, "kind": "pipeline", "options": options}
+        )
         metadata.attr.append(AttributeProto(name="generated", string_val=text))
         files.write(tmp_path / "workload.0.et", metadata, [node(1)], force=True)
         machine = str(folder / "machine.toml")

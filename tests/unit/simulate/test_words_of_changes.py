@@ -22,10 +22,17 @@ from traceloom.graph import graph as gs
 from traceloom.graph.graph import Graph
 
 KINDS_OF = {
-    "kernels": {"kernel"}, "copies": {"copy", "fill"}, "gpu": {"kernel", "copy", "fill"},
-    "collectives": {"collective", "send", "receive"}, "host": {"host", "think", "launch", "block"}, "ops": {"host"},
-    "think": {"think"}, "launches": {"launch"}, "syncs": {"block"}, "loading": {"host", "think"},
-}  # fmt: skip
+    "kernels": {"kernel"},
+    "copies": {"copy", "fill"},
+    "gpu": {"kernel", "copy", "fill"},
+    "collectives": {"collective", "send", "receive"},
+    "host": {"host", "think", "launch", "block"},
+    "ops": {"host"},
+    "think": {"think"},
+    "launches": {"launch"},
+    "syncs": {"block"},
+    "loading": {"host", "think"},
+}
 NAMES = (
     "aten::mm",
     "enumerate(DataLoader)#_Single.__next__",
@@ -40,10 +47,22 @@ NAMES = (
 def one_of_each() -> Graph:
     """One node of each kind and name on each of three ranks."""
     rows = [
-        {"kind": kind, "name": name, "rank": rank, "start_ns": 0, "duration_ns": 8, "work_ns": 8, "residual_ns": 0}
-        for rank in (0, 1, 12) for kind in gs.NODE_KINDS for name in NAMES
-    ]  # fmt: skip
-    nodes = pl.DataFrame([row | {"node": at} for at, row in enumerate(rows)], schema=gs.GRAPH_SCHEMAS["nodes"])
+        {
+            "kind": kind,
+            "name": name,
+            "rank": rank,
+            "start_ns": 0,
+            "duration_ns": 8,
+            "work_ns": 8,
+            "residual_ns": 0,
+        }
+        for rank in (0, 1, 12)
+        for kind in gs.NODE_KINDS
+        for name in NAMES
+    ]
+    nodes = pl.DataFrame(
+        [row | {"node": at} for at, row in enumerate(rows)], schema=gs.GRAPH_SCHEMAS["nodes"]
+    )
     parts = nodes.filter(pl.col("kind").is_in(list(gs.COMMUNICATION)))
     kinds = ["all_reduce", "all_gather"] * (parts.height // 2) + ["send"] * (parts.height % 2)
     rows = [{"node": node, "kind": kind} for node, kind in zip(parts["node"], kinds, strict=True)]
@@ -79,7 +98,9 @@ def test_each_word_means_its_kinds_of_work_and_no_other() -> None:
         ("mm|nvjet", {"aten::mm", "sm80_xmma_gemm", "nvjet_tst_64x8"}),
     ],
 )
-def test_a_pattern_takes_what_has_it_in_its_name_or_is_of_that_kind(pattern: str, names: set[str]) -> None:
+def test_a_pattern_takes_what_has_it_in_its_name_or_is_of_that_kind(
+    pattern: str, names: set[str]
+) -> None:
     nodes = meant(f"kernels ~ {pattern} * 0.5")
     assert set(nodes["name"]) == names
     assert set(nodes["kind"]) == {"kernel"}
@@ -94,7 +115,13 @@ def test_communication_is_chosen_by_its_kind_too() -> None:
 
 @pytest.mark.parametrize(
     ("words", "ranks"),
-    [("rank 1", {1}), ("ranks 0,12", {0, 12}), ("rank 0 , 1 ,12", {0, 1, 12}), ("rank 12", {12}), ("rank 1,7", {1})],
+    [
+        ("rank 1", {1}),
+        ("ranks 0,12", {0, 12}),
+        ("rank 0 , 1 ,12", {0, 1, 12}),
+        ("rank 12", {12}),
+        ("rank 1,7", {1}),
+    ],
 )
 def test_ranks_narrow_what_is_meant(words: str, ranks: set[int]) -> None:
     assert set(meant(f"{words} kernels remove")["rank"]) == ranks
@@ -137,7 +164,10 @@ def test_a_long_name_is_shown_in_part() -> None:
         ("kernels ~ remove remove", Change("remove", Selection("kernels", "remove"))),
         ("ranks 3 host * 010", Change("scale", Selection("host", "", (3,)), 10.0)),
         ("network * 1000000", Change("network", Selection("collectives"), 1e6)),
-        ("network ~ all_gather * 4", Change("network", Selection("collectives", "all_gather"), 4.0)),
+        (
+            "network ~ all_gather * 4",
+            Change("network", Selection("collectives", "all_gather"), 4.0),
+        ),
         ("rank 2 network * 4", Change("network", Selection("collectives", "", (2,)), 4.0)),
         ("syncs remove", Change("drop", Selection("syncs"))),
         ("syncs drop", Change("drop", Selection("syncs"))),
@@ -157,7 +187,9 @@ def test_spaces_signs_and_digits_are_read_as_they_are_meant(text: str, change: C
 def test_a_factor_is_written_with_all_its_digits(words: str, factor: float) -> None:
     target = {"scale": "kernels", "network": "collectives", "workers": "loading"}[words]
     change = Change(
-        words, Selection(target), round(factor) + 1.0 if words == "workers" else factor + (words == "network")
+        words,
+        Selection(target),
+        round(factor) + 1.0 if words == "workers" else factor + (words == "network"),
     )
     assert parse(str(change)) == change
 
@@ -165,19 +197,37 @@ def test_a_factor_is_written_with_all_its_digits(words: str, factor: float) -> N
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "write it as"), ("kernels", "write it as"), ("* 2", "write it as"), ("Kernels * 2", "write it as"),
-        ("kernels * two", "write it as"), ("kernels * -0.5", "write it as"), ("kernels * 1e3", "write it as"),
-        ("kernels * 2 * 3", "write it as"), ("rank kernels * 2", "write it as"), ("rank -1 kernels * 2", "write it as"),
-        ("kernels*0.5", "write it as"), ("kernels remove 3", "takes no number"), ("idle remove 2", "takes no number"), ("kernel * 2", "`kernel` is none of kernels"), ("delay remove", "say whose delay"),
-        ("delay * 2", "`delay` is none of"), ("network remove", "`network` is none of"), ("network * 0", "`network` is none of"),
-        ("kernels faster", "`faster` is none of"), ("kernels workers 2", "`workers` is none of"),
-        ("loading workers", "`workers` is none of"), ("loading workers 0", "`workers` is none of"),
-        ("host overlap", "what the device does"), ("ops async", "what the device does"),
-        ("loading fuse", "what the device does"), ("launches graph", "what the device does"),
-        ("rank 1 delay ~ gemm remove", "takes no `~`"), ("idle ~ aten remove", "takes no `~`"),
+        ("", "write it as"),
+        ("kernels", "write it as"),
+        ("* 2", "write it as"),
+        ("Kernels * 2", "write it as"),
+        ("kernels * two", "write it as"),
+        ("kernels * -0.5", "write it as"),
+        ("kernels * 1e3", "write it as"),
+        ("kernels * 2 * 3", "write it as"),
+        ("rank kernels * 2", "write it as"),
+        ("rank -1 kernels * 2", "write it as"),
+        ("kernels*0.5", "write it as"),
+        ("kernels remove 3", "takes no number"),
+        ("idle remove 2", "takes no number"),
+        ("kernel * 2", "`kernel` is none of kernels"),
+        ("delay remove", "say whose delay"),
+        ("delay * 2", "`delay` is none of"),
+        ("network remove", "`network` is none of"),
+        ("network * 0", "`network` is none of"),
+        ("kernels faster", "`faster` is none of"),
+        ("kernels workers 2", "`workers` is none of"),
+        ("loading workers", "`workers` is none of"),
+        ("loading workers 0", "`workers` is none of"),
+        ("host overlap", "what the device does"),
+        ("ops async", "what the device does"),
+        ("loading fuse", "what the device does"),
+        ("launches graph", "what the device does"),
+        ("rank 1 delay ~ gemm remove", "takes no `~`"),
+        ("idle ~ aten remove", "takes no `~`"),
         ("kernels drop", "`drop` is none of"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_change_is_refused_with_what_is_understood(text: str, says: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse(text)
@@ -195,7 +245,14 @@ def test_a_pattern_that_is_none_is_refused_with_the_place(pattern: str) -> None:
 
 
 def test_what_every_action_assumes_is_said() -> None:
-    texts = ("kernels * 2", "kernels remove", "copies async", "syncs remove", "copies overlap", "network * 2")
+    texts = (
+        "kernels * 2",
+        "kernels remove",
+        "copies async",
+        "syncs remove",
+        "copies overlap",
+        "network * 2",
+    )
     texts += (
         "rank 1 delay remove",
         "idle remove",
@@ -234,15 +291,40 @@ def test_events_of_one_rank_are_the_nodes_of_that_rank() -> None:
     rows = [(0, 3), (0, 4), (1, 3), (None, 3), (1, None)]
     nodes = pl.DataFrame(
         [
-            {"node": at, "kind": "host", "rank": rank, "event": event, "start_ns": 0, "duration_ns": 0}
+            {
+                "node": at,
+                "kind": "host",
+                "rank": rank,
+                "event": event,
+                "start_ns": 0,
+                "duration_ns": 0,
+            }
             for at, (rank, event) in enumerate(rows)
         ],
         schema=gs.GRAPH_SCHEMAS["nodes"],
     )
     graph = Graph(nodes, GRAPH.edges)
-    assert select_event_nodes(graph, 0, pl.Series([3])).tolist() == [True, False, False, False, False]
-    assert select_event_nodes(graph, 1, pl.Series([3, 4])).tolist() == [False, False, True, False, False]
-    assert select_event_nodes(graph, None, pl.Series([3])).tolist() == [True, False, True, True, False]
+    assert select_event_nodes(graph, 0, pl.Series([3])).tolist() == [
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
+    assert select_event_nodes(graph, 1, pl.Series([3, 4])).tolist() == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert select_event_nodes(graph, None, pl.Series([3])).tolist() == [
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
     assert not select_event_nodes(graph, 0, pl.Series([], dtype=pl.Int64)).any()
 
 

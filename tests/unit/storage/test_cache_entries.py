@@ -31,11 +31,15 @@ def entry_of(cache: Cache, path: Path, capture: dict[str, object] | None = None)
 
 
 def keep(cache: Cache, path: Path, text: str) -> None:
-    entry_of(cache, path).put(lambda folder: (folder / "content").write_text(text, encoding="utf-8"))
+    entry_of(cache, path).put(
+        lambda folder: (folder / "content").write_text(text, encoding="utf-8")
+    )
 
 
 def kept(cache: Cache, path: Path) -> str | None:
-    return entry_of(cache, path).get(lambda folder: (folder / "content").read_text(encoding="utf-8"))
+    return entry_of(cache, path).get(
+        lambda folder: (folder / "content").read_text(encoding="utf-8")
+    )
 
 
 def test_what_is_kept_comes_back_until_the_file_changes(cache: Cache, tmp_path: Path) -> None:
@@ -62,16 +66,26 @@ def test_equal_content_is_one_entry_wherever_it_lies(cache: Cache, tmp_path: Pat
     assert len(list((tmp_path / "cache" / "traces").iterdir())) == 1
 
 
-def test_parts_of_capture_json_are_told_apart_whatever_the_order_of_their_keys(cache: Cache, tmp_path: Path) -> None:
+def test_parts_of_capture_json_are_told_apart_whatever_the_order_of_their_keys(
+    cache: Cache, tmp_path: Path
+) -> None:
     path = text_file(tmp_path / "a", "same")
     entry_of(cache, path, {"rank": 0, "world_size": 2}).put(lambda folder: (folder / "x").touch())
     assert entry_of(cache, path, {"world_size": 2, "rank": 0}).exists()
-    for other in (None, {}, {"rank": 1, "world_size": 2}, {"rank": 0}, {"rank": "0", "world_size": 2}):
+    for other in (
+        None,
+        {},
+        {"rank": 1, "world_size": 2},
+        {"rank": 0},
+        {"rank": "0", "world_size": 2},
+    ):
         assert not entry_of(cache, path, other).exists(), other
 
 
 @pytest.mark.parametrize("age", ["just written", "long ago"])
-def test_one_entry_for_each_content_however_old_the_file(age: str, cache: Cache, tmp_path: Path) -> None:
+def test_one_entry_for_each_content_however_old_the_file(
+    age: str, cache: Cache, tmp_path: Path
+) -> None:
     path = text_file(tmp_path / "a", "x")
     if age == "long ago":
         os.utime(path, (LONG_AGO, LONG_AGO))
@@ -92,7 +106,13 @@ def test_a_file_that_was_just_written_is_not_settled(cache: Cache, tmp_path: Pat
 def test_what_cannot_be_read_again_has_no_entry(cache: Cache, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "broken").symlink_to(tmp_path / "gone")
-    for path in (tmp_path / "gone", tmp_path, tmp_path / "pipe", tmp_path / "broken", Path("/dev/null")):
+    for path in (
+        tmp_path / "gone",
+        tmp_path,
+        tmp_path / "pipe",
+        tmp_path / "broken",
+        Path("/dev/null"),
+    ):
         assert cache.entry(path, None) is None, path
     with pytest.raises(OSError, match="not a regular file"):
         FileStamp.now(tmp_path / "pipe")
@@ -112,7 +132,9 @@ def test_nothing_is_kept_of_a_file_that_has_changed_since(cache: Cache, tmp_path
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), ValueError("bad")])
-def test_what_cannot_be_written_is_not_kept_and_leaves_nothing(error: Exception, cache: Cache, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_not_kept_and_leaves_nothing(
+    error: Exception, cache: Cache, tmp_path: Path
+) -> None:
     path = text_file(tmp_path / "a", "one")
 
     def write(folder: Path) -> None:
@@ -124,7 +146,9 @@ def test_what_cannot_be_written_is_not_kept_and_leaves_nothing(error: Exception,
     assert list((tmp_path / "cache" / "traces").iterdir()) == []
 
 
-def test_a_mistake_of_ours_is_not_hidden_and_leaves_nothing_either(cache: Cache, tmp_path: Path) -> None:
+def test_a_mistake_of_ours_is_not_hidden_and_leaves_nothing_either(
+    cache: Cache, tmp_path: Path
+) -> None:
     path = text_file(tmp_path / "a", "one")
 
     def write(folder: Path) -> None:
@@ -144,7 +168,9 @@ def test_who_comes_second_leaves_the_first_entry_as_it_is(cache: Cache, tmp_path
     assert len(list((tmp_path / "cache" / "traces").iterdir())) == 1
 
 
-def test_an_entry_that_cannot_be_read_is_thrown_away_and_can_be_made_again(cache: Cache, tmp_path: Path) -> None:
+def test_an_entry_that_cannot_be_read_is_thrown_away_and_can_be_made_again(
+    cache: Cache, tmp_path: Path
+) -> None:
     path = text_file(tmp_path / "a", "one")
     entry_of(cache, path).put(lambda folder: (folder / "other").touch())
     entry = entry_of(cache, path)
@@ -176,11 +202,16 @@ def sized(folder: Path, **entries: tuple[int, int]) -> None:
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    return {entry.name: sum(file.lstat().st_size for file in entry.rglob("*")) for entry in folder.iterdir()}
+    return {
+        entry.name: sum(file.lstat().st_size for file in entry.rglob("*"))
+        for entry in folder.iterdir()
+    }
 
 
 @pytest.mark.parametrize("left", range(5))
-def test_the_entries_unused_for_longest_go_first_until_the_rest_fits(left: int, tmp_path: Path) -> None:
+def test_the_entries_unused_for_longest_go_first_until_the_rest_fits(
+    left: int, tmp_path: Path
+) -> None:
     sized(tmp_path, newest=(4000, 400), oldest=(3000, 100), older=(9000, 200), newer=(100, 300))
     by_age = ["oldest", "older", "newer", "newest"]
     remaining = by_age[4 - left :]
@@ -199,7 +230,9 @@ def test_what_fits_stays_and_stray_files_and_links_count_as_entries(tmp_path: Pa
     evict(folder, 10**6)
     assert len(list(folder.iterdir())) == 3
     evict(folder, 0)
-    assert [entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.is_symlink()] == []
+    assert [
+        entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.is_symlink()
+    ] == []
     assert outside.exists()  # a link is removed, not what it leads to
     evict(tmp_path / "gone", 0)
 
@@ -222,10 +255,15 @@ def test_what_is_read_counts_as_used(tmp_path: Path) -> None:
 def test_the_digest_is_that_of_the_whole_content(size: int, tmp_path: Path) -> None:
     content = bytes(range(256)) * (size // 256 + 1)
     (tmp_path / "a").write_bytes(content[:size])
-    assert compute_digest(tmp_path / "a") == hashlib.blake2b(content[:size], digest_size=20).hexdigest()
+    assert (
+        compute_digest(tmp_path / "a")
+        == hashlib.blake2b(content[:size], digest_size=20).hexdigest()
+    )
 
 
-def test_the_environment_says_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_says_where_the_cache_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(tmp_path / "chosen"))
     assert find_cache_directory() == tmp_path / "chosen"
     keep(Cache(), text_file(tmp_path / "a", "one"), "x")

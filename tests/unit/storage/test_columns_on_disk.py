@@ -12,10 +12,25 @@ import pytest
 
 from traceloom.errors import InputError
 from traceloom.trace import mapped_arrays
-from traceloom.trace.arrays import TextTable, build_mapped_column, build_number_column, get_arrow_name
+from traceloom.trace.arrays import (
+    TextTable,
+    build_mapped_column,
+    build_number_column,
+    get_arrow_name,
+)
 from traceloom.trace.mapped_arrays import ColumnSpool
 
-TEXTS = ["", "a", "elf bytes..", "twelve bytes", "thirteen byte", "x" * 1000, "é" * 6, "é" * 7, "\U0001f600\0 \u2028"]
+TEXTS = [
+    "",
+    "a",
+    "elf bytes..",
+    "twelve bytes",
+    "thirteen byte",
+    "x" * 1000,
+    "é" * 6,
+    "é" * 7,
+    "\U0001f600\0 \u2028",
+]
 LARGE, SMALL = 2**63 - 1, -(2**63)
 
 
@@ -37,7 +52,9 @@ def files(folder: Path) -> list[Path]:
 def test_a_column_is_its_parts_one_after_the_other(dtype: Any, tmp_path: Path) -> None:
     chance = np.random.default_rng(1)
     parts = [chance.integers(0, 2, size).astype(dtype) for size in (5, 0, 1, 700)]
-    parts.append(np.array([np.iinfo(dtype).max if np.issubdtype(dtype, np.integer) else 1], dtype=dtype))
+    parts.append(
+        np.array([np.iinfo(dtype).max if np.issubdtype(dtype, np.integer) else 1], dtype=dtype)
+    )
     parts.append(np.arange(100).astype(dtype)[::-3])  # not contiguous
     spill = ColumnSpool()
     for part in parts[:3]:
@@ -54,7 +71,12 @@ def test_columns_of_the_same_name_belong_to_their_tables_and_are_given_once() ->
     spill.add("a", "x", np.array([1, 2]))
     spill.add("b", "x", np.array([3]))
     spill.add("a", "y", np.array([4]))
-    assert [spill.holds(*key) for key in (("a", "x"), ("b", "x"), ("a", "y"), ("b", "y"))] == [True, True, True, False]
+    assert [spill.holds(*key) for key in (("a", "x"), ("b", "x"), ("a", "y"), ("b", "y"))] == [
+        True,
+        True,
+        True,
+        False,
+    ]
     assert spill.column("a", "x", [], np.int64).tolist() == [1, 2]
     assert not spill.holds("a", "x")
     with pytest.raises(KeyError):
@@ -67,7 +89,9 @@ def test_columns_of_the_same_name_belong_to_their_tables_and_are_given_once() ->
     assert spill.column("a", "y", [], np.int64).tolist() == [7]
 
 
-def test_without_a_place_for_the_files_it_is_said_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_place_for_the_files_it_is_said_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "in the way").write_text("a file")
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(tmp_path / "in the way"))
     with pytest.raises(InputError) as caught:
@@ -88,7 +112,9 @@ def test_numbers_are_null_where_they_are_the_absent_one(dtype: Any, absent: int 
     assert column.dtype == dtype
 
 
-@pytest.mark.parametrize("codes", [[], [0], [-1], [-1, -5, -1], list(range(len(TEXTS))), [*range(len(TEXTS)), -1] * 9])
+@pytest.mark.parametrize(
+    "codes", [[], [0], [-1], [-1, -5, -1], list(range(len(TEXTS))), [*range(len(TEXTS)), -1] * 9]
+)
 def test_texts_of_any_length_are_those_of_their_codes(codes: list[int]) -> None:
     column = TextTable(TEXTS).column(np.array(codes, dtype=np.int32))
     assert column.to_list() == [TEXTS[code] if code >= 0 else None for code in codes]
@@ -103,12 +129,20 @@ def test_a_table_without_texts_gives_nulls_alone() -> None:
 
 def test_columns_of_texts_work_as_any_other() -> None:
     codes = np.array([3, 4, -1, 5, 3, 8, 0], dtype=np.int32)
-    column, plain = TextTable(TEXTS).column(codes), pl.Series([TEXTS[code] if code >= 0 else None for code in codes])
+    column, plain = (
+        TextTable(TEXTS).column(codes),
+        pl.Series([TEXTS[code] if code >= 0 else None for code in codes]),
+    )
     frame, expected = pl.DataFrame({"t": column}), pl.DataFrame({"t": plain})
     for query in (
-        pl.col("t").sort(), pl.col("t").str.len_bytes(), pl.col("t").is_null(), pl.col("t").unique(maintain_order=True),
-        pl.col("t").str.to_uppercase(), pl.col("t").filter(pl.col("t") == TEXTS[3]), pl.col("t").reverse().slice(1, 3),
-    ):  # fmt: skip
+        pl.col("t").sort(),
+        pl.col("t").str.len_bytes(),
+        pl.col("t").is_null(),
+        pl.col("t").unique(maintain_order=True),
+        pl.col("t").str.to_uppercase(),
+        pl.col("t").filter(pl.col("t") == TEXTS[3]),
+        pl.col("t").reverse().slice(1, 3),
+    ):
         assert frame.select(query).equals(expected.select(query))
 
 
@@ -129,7 +163,9 @@ PARTS: dict[str, tuple[pl.DataType, list[list[Any]]]] = {
 def test_a_column_gathered_from_parts_is_their_sum(name: str) -> None:
     dtype, parts = PARTS[name]
     values = [value for part in parts for value in part]
-    column = build_mapped_column(dtype, len(values), lambda: (pl.Series(part, dtype=dtype) for part in parts))
+    column = build_mapped_column(
+        dtype, len(values), lambda: (pl.Series(part, dtype=dtype) for part in parts)
+    )
     assert column.to_list() == values
     assert column.dtype == dtype
     assert column.null_count() == values.count(None)
@@ -143,7 +179,13 @@ def test_of_no_rows_nothing_is_asked(dtype: pl.DataType) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    [(pl.Int64(), "int64"), (pl.UInt16(), "uint16"), (pl.Float64(), "float64"), (pl.String(), None), (pl.Int8(), None)],
+    [
+        (pl.Int64(), "int64"),
+        (pl.UInt16(), "uint16"),
+        (pl.Float64(), "float64"),
+        (pl.String(), None),
+        (pl.Int8(), None),
+    ],
 )
 def test_arrow_has_a_name_for_numbers_of_the_columns(dtype: pl.DataType, name: str | None) -> None:
     assert get_arrow_name(dtype) == name

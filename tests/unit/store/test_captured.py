@@ -24,7 +24,13 @@ from traceloom.testing import TraceBuilder
 from traceloom.trace.session import TELEMETRY_SCHEMA, Session
 
 ORIGIN = CaptureOrigin("c0", 1_790_000_000 * 10**9, request="r", job="j", code="abc")
-QUICK = ("h100_bert_small", "mi250_minitoy", "h800_deepseek_train", "mtia_inference", "cpu_only_gloo_rank34")
+QUICK = (
+    "h100_bert_small",
+    "mi250_minitoy",
+    "h800_deepseek_train",
+    "mtia_inference",
+    "cpu_only_gloo_rank34",
+)
 
 
 def hold(session: Session) -> dict[str, pl.DataFrame]:
@@ -38,8 +44,19 @@ def hold(session: Session) -> dict[str, pl.DataFrame]:
     devices = tables["devices"].to_dicts()
     assert len(devices) == len(reported)
     for row, (rank, device) in zip(devices, reported, strict=True):
-        assert (row["capture"], row["rank"], row["device"]) == ("c0", rank["rank"], device["device"])
-        for name in ("window_ns", "busy_ns", "idle_ns", "compute_ns", "communication_ns", "memory_ns"):
+        assert (row["capture"], row["rank"], row["device"]) == (
+            "c0",
+            rank["rank"],
+            device["device"],
+        )
+        for name in (
+            "window_ns",
+            "busy_ns",
+            "idle_ns",
+            "compute_ns",
+            "communication_ns",
+            "memory_ns",
+        ):
             assert row[name] == device[name]
         causes = {cause: row[f"idle_{cause}_ns"] for cause in CAUSES}
         assert {cause: ns for cause, ns in causes.items() if ns} == {
@@ -55,19 +72,25 @@ def hold(session: Session) -> dict[str, pl.DataFrame]:
         expected: dict[str, int] = {}
         for entry in entries:
             expected[entry[name]] = expected.get(entry[name], 0) + entry[total]
-        assert {key: ns for key, ns in summed.items() if ns} == {key: ns for key, ns in expected.items() if ns}
+        assert {key: ns for key, ns in summed.items() if ns} == {
+            key: ns for key, ns in expected.items() if ns
+        }
     shapes = ["op", "shapes", "types", "kernel"]
     by_shape = kernels.group_by(shapes).agg(
         pl.col("count", "total_ns").sum(), pl.col("min_ns").min(), pl.col("max_ns").max()
     )
     of_report = pl.DataFrame(
-        document["kernel_shapes"]["rows"], schema_overrides=dict.fromkeys(shapes, pl.String), infer_schema_length=None
+        document["kernel_shapes"]["rows"],
+        schema_overrides=dict.fromkeys(shapes, pl.String),
+        infer_schema_length=None,
     )
     if of_report.height:
         of_report = of_report.group_by(shapes).agg(
             pl.col("count", "total_ns").sum(), pl.col("min_ns").min(), pl.col("max_ns").max()
         )
-        both = by_shape.join(of_report, on=[*shapes, "count", "total_ns", "min_ns", "max_ns"], nulls_equal=True)
+        both = by_shape.join(
+            of_report, on=[*shapes, "count", "total_ns", "min_ns", "max_ns"], nulls_equal=True
+        )
         assert both.height == of_report.height  # it may leave out the smallest rows
     bounds: dict[str, int] = {}
     for trace in session.traces:
@@ -127,17 +150,31 @@ def test_a_capture_without_a_time_of_day_is_of_the_day_it_came() -> None:
 
 def test_clocks_come_from_the_telemetry_of_the_host() -> None:
     samples = [
-        {"host": host, "time_ns": 1, "metric": "gpu_clock_hertz", "labels": json.dumps({"device": "d", "domain": domain}),
-         "value": value, "unit": "hertz", "kind": "gauge"}
-        for host, domain, value in (("node7", "sm", 1.0e9), ("node7", "sm", 2.0e9), ("node7", "memory", 9e9), ("other", "sm", 7e9))
-    ]  # fmt: skip
+        {
+            "host": host,
+            "time_ns": 1,
+            "metric": "gpu_clock_hertz",
+            "labels": json.dumps({"device": "d", "domain": domain}),
+            "value": value,
+            "unit": "hertz",
+            "kind": "gauge",
+        }
+        for host, domain, value in (
+            ("node7", "sm", 1.0e9),
+            ("node7", "sm", 2.0e9),
+            ("node7", "memory", 9e9),
+            ("other", "sm", 7e9),
+        )
+    ]
     telemetry = pl.DataFrame(samples, schema=TELEMETRY_SCHEMA)
     with_clock = build_capture_rows(replace(session(), telemetry=telemetry), ORIGIN)["kernels"]
     assert set(with_clock["clock_hz"]) == {1.5e9}
     assert set(build_capture_rows(session(), ORIGIN)["kernels"]["clock_hz"]) == {None}
 
 
-def test_of_very_many_kernels_the_small_become_one_and_no_time_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_very_many_kernels_the_small_become_one_and_no_time_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     builder = TraceBuilder()
     for number in range(7):
         builder.launch("cudaLaunchKernel", 100 * number, 5, correlation=number)
@@ -147,10 +184,13 @@ def test_of_very_many_kernels_the_small_become_one_and_no_time_is_lost(monkeypat
     monkeypatch.setattr(capture_rows, "MAX_KERNELS", 3)
     cut = build_capture_rows(many, ORIGIN)["kernels"]
     assert cut.select("kernel", "count", "total_ns", "min_ns", "max_ns").rows() == [
-        ("kernel6", 1, 16_000, 16_000, 16_000), ("kernel5", 1, 15_000, 15_000, 15_000),
+        ("kernel6", 1, 16_000, 16_000, 16_000),
+        ("kernel5", 1, 15_000, 15_000, 15_000),
         (capture_rows.OTHERS_LABEL, 5, 60_000, 10_000, 14_000),
-    ]  # fmt: skip
-    assert cut.select("count", "total_ns").sum().row(0) == whole.select("count", "total_ns").sum().row(0)
+    ]
+    assert cut.select("count", "total_ns").sum().row(0) == whole.select(
+        "count", "total_ns"
+    ).sum().row(0)
 
 
 def test_what_fails_by_our_fault_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,9 @@ from traceloom.fleet.store.tables import Tables
 
 
 @pytest.fixture(params=[*KINDS, "azure"])
-def objects(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+def objects(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> ObjectStore:
     if request.param == "azure":
         return ObjectStore(azure_store(monkeypatch))
     kind: Kind = request.param
@@ -55,11 +57,32 @@ def test_large_objects_come_in_pieces_and_whole(objects: ObjectStore) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["../x", "a/../b", "/etc/passwd", "", "a//b", ".hidden", "a/.", "a\\b", "a b", "a\0", "é", "a/b/c/d/e/f/g", "x" * 201, "a\n"],
-)  # fmt: skip
+    [
+        "../x",
+        "a/../b",
+        "/etc/passwd",
+        "",
+        "a//b",
+        ".hidden",
+        "a/.",
+        "a\\b",
+        "a b",
+        "a\0",
+        "é",
+        "a/b/c/d/e/f/g",
+        "x" * 201,
+        "a\n",
+    ],
+)
 def test_a_name_that_leads_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
     objects = ObjectStore(str(tmp_path / "store"))
-    for ask in (check_object_name, objects.size, objects.delete, objects.names, lambda name: objects.put(name, b"x")):
+    for ask in (
+        check_object_name,
+        objects.size,
+        objects.delete,
+        objects.names,
+        lambda name: objects.put(name, b"x"),
+    ):
         with pytest.raises(UsageError) as raised:
             ask(name)  # type: ignore[operator]
         assert raised.value.slug == "unsafe-name"
@@ -89,7 +112,9 @@ def test_what_a_killed_process_left_goes_after_a_day(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".incoming-young"]
 
 
-def test_a_signed_address_takes_one_object_without_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signed_address_takes_one_object_without_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert ObjectStore(str(tmp_path)).upload_url("a/b", 60) is None
     objects = ObjectStore(places("shared", tmp_path, monkeypatch).store)
     url = objects.upload_url("captures/d/c/a+b=c@d.json", 60)
@@ -106,7 +131,9 @@ def test_a_signed_address_takes_one_object_without_credentials(tmp_path: Path, m
     assert "X-Amz-Expires=60" in readable
 
 
-def test_azure_takes_what_clients_send_and_holds_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_azure_takes_what_clients_send_and_holds_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     where = azure_store(monkeypatch)
     objects = ObjectStore(where)
     url = objects.upload_url("captures/d/c/a+b=c@d.json", 60)
@@ -135,10 +162,16 @@ def test_a_file_of_a_directory_is_read_where_it_lies(tmp_path: Path) -> None:
     assert objects.readable_at("a/c", 60) is None
 
 
-def test_a_store_that_does_not_answer_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_store_that_does_not_answer_is_an_error_of_ours(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
-    options = {"aws_endpoint": "http://127.0.0.1:1", "aws_allow_http": "true", "aws_region": "us-east-1"}
+    options = {
+        "aws_endpoint": "http://127.0.0.1:1",
+        "aws_allow_http": "true",
+        "aws_region": "us-east-1",
+    }
     objects = ObjectStore("s3://bucket/x", options)
     with pytest.raises(InputError):
         objects.size("a")

@@ -14,7 +14,9 @@ from traceloom.fleet.store.schema import SCHEMAS
 from traceloom.fleet.store.tables import pack_rows, unpack_rows
 
 DAY = date(2026, 11, 26)
-ROWS = pl.DataFrame({"day": [DAY, DAY], "capture": ["c1", "c1"], "kernel": ["gemm", "µ"], "count": [1, None]})
+ROWS = pl.DataFrame(
+    {"day": [DAY, DAY], "capture": ["c1", "c1"], "kernel": ["gemm", "µ"], "count": [1, None]}
+)
 
 
 def test_rows_come_back_with_all_columns_of_their_table() -> None:
@@ -44,8 +46,14 @@ def archive(**files: bytes) -> bytes:
         (pack_rows({"usage_minute": SCHEMAS["usage_minute"].empty()}), "no rows in `usage_minute`"),
         (pack_rows({"kernels": ROWS.with_columns(more=1)}), "no column more"),
         (pack_rows({"kernels": ROWS.with_columns(count=pl.lit("many"))}), "cannot be read"),
-        (pack_rows({"kernels": ROWS.with_columns(capture=pl.Series(["c1", "c2"]))}), "of another capture"),
-        (pack_rows({"kernels": ROWS.with_columns(capture=pl.lit(None, pl.String))}), "of another capture"),
+        (
+            pack_rows({"kernels": ROWS.with_columns(capture=pl.Series(["c1", "c2"]))}),
+            "of another capture",
+        ),
+        (
+            pack_rows({"kernels": ROWS.with_columns(capture=pl.lit(None, pl.String))}),
+            "of another capture",
+        ),
         (pack_rows({"kernels": ROWS.with_columns(day=pl.Series([DAY, None]))}), "of no day"),
     ],
     ids=range(11),

@@ -34,9 +34,15 @@ def state(url: str) -> Iterator[ServiceState]:
 
 def record(name: str, received_ns: int = 5, job: str = "") -> CaptureRecord:
     return CaptureRecord(
-        id=name, day="2026-11-26", job=job, uploader="anna", received_ns=received_ns, complete=False, bytes=3,
+        id=name,
+        day="2026-11-26",
+        job=job,
+        uploader="anna",
+        received_ns=received_ns,
+        complete=False,
+        bytes=3,
         files=(CaptureFile("a.json", 3, "0" * 64),),
-    )  # fmt: skip
+    )
 
 
 def arrived(state: ServiceState, *names: str, version: str = "1") -> None:
@@ -159,7 +165,13 @@ def test_a_batch_that_was_begun_is_the_next_one_again(state: ServiceState) -> No
     assert [task.capture for task in second.tasks] == ["c3"]
     state.close_batch(second.number, "me")
     assert state.open_batch(2, "me") is None
-    assert state.counts() == {"received": 0, "checked": 0, "analysed": 0, "committed": 3, "quarantined": 0}
+    assert state.counts() == {
+        "received": 0,
+        "checked": 0,
+        "analysed": 0,
+        "committed": 3,
+        "quarantined": 0,
+    }
 
 
 def test_a_newer_version_replaces_rows_in_batches_of_their_own(state: ServiceState) -> None:
@@ -212,10 +224,12 @@ def test_who_led_once_changes_nothing_any_more(url: str) -> None:
     assert state.lead(LEADER, "second", 600)
     state.resign("second")  # it is gone as well, and the first one still does not know what it did
     changes: list[Callable[[], object]] = [
-        lambda: state.put_request("r", 1, "late", "first", ended=True), lambda: state.open_batch(9, "first"),
-        lambda: state.close_batch(batch.number, "first"), lambda: state.open_usage(9, "first"),
+        lambda: state.put_request("r", 1, "late", "first", ended=True),
+        lambda: state.open_batch(9, "first"),
+        lambda: state.close_batch(batch.number, "first"),
+        lambda: state.open_usage(9, "first"),
         lambda: state.close_usage(usage[0], "first"),
-    ]  # fmt: skip
+    ]
     for change in changes:
         with pytest.raises(OutputError) as raised:
             change()
@@ -228,7 +242,9 @@ def test_who_led_once_changes_nothing_any_more(url: str) -> None:
     state.close()
 
 
-def test_a_token_opens_until_it_expires_or_is_revoked_and_only_its_hash_is_kept(state: ServiceState, url: str) -> None:
+def test_a_token_opens_until_it_expires_or_is_revoked_and_only_its_hash_is_kept(
+    state: ServiceState, url: str
+) -> None:
     secret = state.add_token("anna", "operator")
     token = state.token(secret)
     assert token is not None
@@ -268,7 +284,9 @@ def test_nobody_changes_the_audit(state: ServiceState, url: str, change: str) ->
 
 
 @pytest.mark.parametrize("version", [1, 99])
-def test_what_was_kept_is_there_after_a_restart_and_another_schema_is_refused(url: str, version: int) -> None:
+def test_what_was_kept_is_there_after_a_restart_and_another_schema_is_refused(
+    url: str, version: int
+) -> None:
     state = ServiceState(url)
     arrived(state, "c1")
     state.close()
@@ -282,7 +300,9 @@ def test_what_was_kept_is_there_after_a_restart_and_another_schema_is_refused(ur
     assert raised.value.slug == "other-version"
 
 
-def test_a_database_that_another_keeps_locked_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_database_that_another_keeps_locked_is_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("traceloom.fleet.store.database._BUSY_MS", 50)
     state = ServiceState(str(tmp_path / "state.db"))
     other = sqlite3.connect(tmp_path / "state.db", isolation_level=None)
@@ -301,7 +321,9 @@ def test_a_full_disk_is_said_so_and_nothing_is_half_there(tmp_path: Path) -> Non
     arrived(state, "c1")
     with state._transaction() as connection:
         [row] = state._rows(connection, "PRAGMA page_count")
-        connection.exec_driver_sql(f"PRAGMA max_page_count = {row['page_count']}")  # as a disk that is full
+        connection.exec_driver_sql(
+            f"PRAGMA max_page_count = {row['page_count']}"
+        )  # as a disk that is full
     with pytest.raises(OutputError) as raised:  # noqa: PT012
         for at in range(500):
             arrived(state, f"more{at}")

@@ -26,18 +26,26 @@ def frame(name: str, *rows: dict[str, object]) -> pl.DataFrame:
 
 def batch(capture: str, kernels: int = 3, findings: int = 1) -> dict[str, pl.DataFrame]:
     return {
-        "captures": frame("captures", {"capture": capture, "job": "a", "start_ns": 1, "notices": ["gaps", "steps"]}),
-        "kernels": frame(
-            "kernels", *({"capture": capture, "kernel": f"k{at}", "total_ns": at} for at in range(kernels))
+        "captures": frame(
+            "captures",
+            {"capture": capture, "job": "a", "start_ns": 1, "notices": ["gaps", "steps"]},
         ),
-        "findings": frame("findings", *({"capture": capture, "slug": f"f{at}"} for at in range(findings))),
+        "kernels": frame(
+            "kernels",
+            *({"capture": capture, "kernel": f"k{at}", "total_ns": at} for at in range(kernels)),
+        ),
+        "findings": frame(
+            "findings", *({"capture": capture, "slug": f"f{at}"} for at in range(findings))
+        ),
     }
 
 
 def of_version(version: int | None) -> deltalake.CommitProperties | None:
     if version is None:
         return None
-    return deltalake.CommitProperties(app_transactions=[deltalake.Transaction("traceloom.schema", version)])
+    return deltalake.CommitProperties(
+        app_transactions=[deltalake.Transaction("traceloom.schema", version)]
+    )
 
 
 @pytest.fixture
@@ -51,7 +59,11 @@ def test_what_is_committed_is_read_with_all_columns_and_types(tables: Tables) ->
     tables.commit("captures", 0, batch("c0"))
     for name, schema in SCHEMAS.items():
         assert tables.scan(name).collect_schema() == schema.types
-        assert tables.scan(name).collect().height == {"captures": 1, "kernels": 3, "findings": 1}.get(name, 0)
+        assert tables.scan(name).collect().height == {
+            "captures": 1,
+            "kernels": 3,
+            "findings": 1,
+        }.get(name, 0)
     assert tables.scan("captures").collect()["notices"].to_list() == [["gaps", "steps"]]
 
 
@@ -79,10 +91,14 @@ def test_whoever_opens_tables_lets_other_threads_go_on_while_the_store_is_slow(
         thread = Thread(target=server.serve_forever)
         thread.start()
         options = {
-            "aws_endpoint_url": f"http://127.0.0.1:{server.server_address[1]}", "aws_allow_http": "true",
-            "aws_access_key_id": "a", "aws_secret_access_key": "b", "aws_region": "us-east-1", "timeout": "20s",
+            "aws_endpoint_url": f"http://127.0.0.1:{server.server_address[1]}",
+            "aws_allow_http": "true",
+            "aws_access_key_id": "a",
+            "aws_secret_access_key": "b",
+            "aws_region": "us-east-1",
+            "timeout": "20s",
             "max_retries": "0",
-        }  # fmt: skip
+        }
         try:
             with pytest.raises(InputError) as raised:
                 Tables("s3://bucket/prefix", options).create()
@@ -102,11 +118,19 @@ def test_a_batch_that_stopped_between_tables_is_completed(tables: Tables, held: 
     tables.commit("captures", 7, {name: whole[name] for name in before})
     added = tables.commit("captures", 7, whole)
     assert set(added) == set(names) - set(before)
-    assert {name: tables.scan(name).collect().height for name in names} == {"captures": 1, "kernels": 3, "findings": 1}
+    assert {name: tables.scan(name).collect().height for name in names} == {
+        "captures": 1,
+        "kernels": 3,
+        "findings": 1,
+    }
 
 
 def test_sources_number_for_themselves(tables: Tables) -> None:
-    usage = {"usage_minute": frame("usage_minute", {"time_ns": 0, "host": "h", "device": "d", "device_ms": MINUTE_MS})}
+    usage = {
+        "usage_minute": frame(
+            "usage_minute", {"time_ns": 0, "host": "h", "device": "d", "device_ms": MINUTE_MS}
+        )
+    }
     tables.commit("captures", 9, batch("c0"))
     assert tables.commit("usage", 0, usage) == {"usage_minute": 1}
     assert tables.commit("usage", 0, usage) == {}
@@ -116,7 +140,10 @@ def test_a_capture_that_is_analysed_again_replaces_its_rows_alone(tables: Tables
     tables.commit(
         "captures",
         0,
-        {name: pl.concat([a, b]) for (name, a), b in zip(batch("c0").items(), batch("c1").values(), strict=True)},
+        {
+            name: pl.concat([a, b])
+            for (name, a), b in zip(batch("c0").items(), batch("c1").values(), strict=True)
+        },
     )
     for _ in range(2):
         tables.commit("backfill", 0, batch("c0", kernels=5, findings=0), replaced=["c0"])
@@ -136,7 +163,11 @@ def test_the_name_of_a_capture_never_becomes_a_predicate(tables: Tables, name: s
 
 def test_days_are_chosen(tables: Tables) -> None:
     days = [DAY + timedelta(days=at) for at in range(5)]
-    tables.commit("captures", 0, {"captures": frame("captures", *({"capture": str(day), "day": day} for day in days))})
+    tables.commit(
+        "captures",
+        0,
+        {"captures": frame("captures", *({"capture": str(day), "day": day} for day in days))},
+    )
     chosen = tables.scan("captures", days[1], days[3]).collect()
     assert chosen["day"].sort().to_list() == days[1:4]
 
@@ -146,13 +177,18 @@ def test_a_row_of_no_day_is_refused(tables: Tables) -> None:
         tables.commit("captures", 0, {"captures": frame("captures", {"capture": "c", "day": None})})
 
 
-def test_every_night_minutes_of_a_month_ago_go_and_small_files_become_few(tables: Tables, tmp_path: Path) -> None:
+def test_every_night_minutes_of_a_month_ago_go_and_small_files_become_few(
+    tables: Tables, tmp_path: Path
+) -> None:
     old, young = DAY - timedelta(days=31), DAY - timedelta(days=30)
     for number, day in enumerate([old, young, *([DAY] * 8)]):
         tables.commit(
             "usage",
             number,
-            {name: frame(name, {"day": day, "time_ns": number}) for name in ("usage_minute", "usage_hour")},
+            {
+                name: frame(name, {"day": day, "time_ns": number})
+                for name in ("usage_minute", "usage_hour")
+            },
         )
     before = tables.scan("usage_minute").filter(pl.col("day") > old).sort("time_ns").collect()
     tables.compact(DAY)
@@ -160,7 +196,9 @@ def test_every_night_minutes_of_a_month_ago_go_and_small_files_become_few(tables
     assert tables.scan("usage_hour").collect().height == 10
     files = deltalake.DeltaTable(tables.address("usage_minute")).file_uris()
     assert len(files) == 2
-    assert tables.commit("usage", 9, {"usage_hour": frame("usage_hour", {"time_ns": 9})}) == {}  # still remembered
+    assert (
+        tables.commit("usage", 9, {"usage_hour": frame("usage_hour", {"time_ns": 9})}) == {}
+    )  # still remembered
 
 
 @pytest.mark.parametrize("version", [0, 2, 300, None])
@@ -172,7 +210,11 @@ def test_tables_of_another_version_are_refused(tmp_path: Path, version: int | No
         partition_by=["day"],
         commit_properties=of_version(version),
     )
-    for attempt in (tables.create, lambda: tables.scan("captures"), lambda: tables.commit("captures", 0, batch("c0"))):
+    for attempt in (
+        tables.create,
+        lambda: tables.scan("captures"),
+        lambda: tables.commit("captures", 0, batch("c0")),
+    ):
         with pytest.raises(InputError) as refusal:
             attempt()
         assert refusal.value.slug == "other-version"
@@ -190,4 +232,7 @@ def test_what_is_no_table_and_what_cannot_be_written_is_said(tmp_path: Path) -> 
 
 def test_a_day_is_that_of_utc() -> None:
     midnight = int(datetime(2026, 11, 3, tzinfo=timezone.utc).timestamp()) * 10**9
-    assert (get_utc_day(midnight - 1), get_utc_day(midnight)) == (date(2026, 11, 2), date(2026, 11, 3))
+    assert (get_utc_day(midnight - 1), get_utc_day(midnight)) == (
+        date(2026, 11, 2),
+        date(2026, 11, 3),
+    )

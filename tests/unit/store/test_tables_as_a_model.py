@@ -13,7 +13,12 @@ import pytest
 
 pytest.importorskip("deltalake", reason="the extra `fleet` is not installed")
 
-from traceloom.fleet.store.schema import SCHEMAS, UNREACHABLE, compute_usage_hours, compute_usage_minutes
+from traceloom.fleet.store.schema import (
+    SCHEMAS,
+    UNREACHABLE,
+    compute_usage_hours,
+    compute_usage_minutes,
+)
 from traceloom.fleet.store.tables import Tables
 
 TODAY = date(2026, 11, 26)
@@ -34,9 +39,17 @@ def test_captures_come_again_and_days_pass(tmp_path: Path, seed: int) -> None:
         names = sorted({f"c{order.randrange(5)}" for _ in range(2)})
         again = [name for name in names if name in model]
         names = again or [name for name in names if name not in model]
-        rows = [(name, f"k{at}", number * 100 + at) for name in names for at in range(order.randrange(3))]
+        rows = [
+            (name, f"k{at}", number * 100 + at)
+            for name in names
+            for at in range(order.randrange(3))
+        ]
         days = [TODAY - timedelta(days=int(name[1:])) for name, *_ in rows]
-        frame = pl.DataFrame(rows, schema={"capture": pl.String, "kernel": pl.String, "count": pl.Int64}, orient="row")
+        frame = pl.DataFrame(
+            rows,
+            schema={"capture": pl.String, "kernel": pl.String, "count": pl.Int64},
+            orient="row",
+        )
         kernels = {"kernels": frame.with_columns(pl.Series("day", days, pl.Date))}
         tables.commit("captures", number, kernels, again)
         if last is not None:
@@ -69,17 +82,30 @@ def test_hours_that_came_in_parts_are_one_row_each_after_the_night(tmp_path: Pat
         number += 1
         seen = [
             {
-                "time_ns": begin + minute * MINUTE_NS, "host": "n", "device": device, "device_model": "m", "job": job,
-                "state": "busy" if job else "unallocated", "device_ms": 60_000.0, "busy_ms": None, "energy_mj": 3.0,
-                "flops_low": 1.0, "flops_high": None, "input_bytes": None,
+                "time_ns": begin + minute * MINUTE_NS,
+                "host": "n",
+                "device": device,
+                "device_model": "m",
+                "job": job,
+                "state": "busy" if job else "unallocated",
+                "device_ms": 60_000.0,
+                "busy_ms": None,
+                "energy_mj": 3.0,
+                "flops_low": 1.0,
+                "flops_high": None,
+                "input_bytes": None,
             }
             for minute in range(first, first + count)
             for device, job in (("d", order.choice(["a", "b"])), ("e", None))
-        ]  # fmt: skip
+        ]
         rows = compute_usage_minutes(pl.DataFrame(seen, infer_schema_length=None))
-        tables.commit("usage", number, {"usage_minute": rows, "usage_hour": compute_usage_hours(rows)})
+        tables.commit(
+            "usage", number, {"usage_minute": rows, "usage_hour": compute_usage_hours(rows)}
+        )
         for row in seen:
-            exact[int(str(row["time_ns"])) // (60 * MINUTE_NS), str(row["device"]), row["job"]] += 60_000  # type: ignore[index]
+            exact[int(str(row["time_ns"])) // (60 * MINUTE_NS), str(row["device"]), row["job"]] += (
+                60_000  # type: ignore[index]
+            )
 
     for first in range(0, 180, 25):
         commit(first, 25)
@@ -90,7 +116,9 @@ def test_hours_that_came_in_parts_are_one_row_each_after_the_night(tmp_path: Pat
         assert now.height == len(exact) < before.height
         assert {
             (time_ns // (60 * MINUTE_NS), device, job): ms
-            for time_ns, device, job, ms in now.select("time_ns", "device", "job", "device_ms").iter_rows()
+            for time_ns, device, job, ms in now.select(
+                "time_ns", "device", "job", "device_ms"
+            ).iter_rows()
         } == exact
         assert now["energy_mj"].sum() == 3 * tables.scan("usage_minute").collect().height
         assert now["flops_high"].null_count() == now.height  # what nobody measured is not 0
@@ -110,10 +138,19 @@ def test_minutes_are_what_a_plain_loop_with_fractions_gives(seed: int) -> None:
     rows = []
     for _ in range(order.randrange(30)):
         minute, host, device = order.randrange(3), order.choice("nm"), order.choice("de")
-        state, job = order.choice([("busy", "a"), ("busy", "b"), ("idle-allocated", "a"), ("unallocated", None)])
+        state, job = order.choice(
+            [("busy", "a"), ("busy", "b"), ("idle-allocated", "a"), ("unallocated", None)]
+        )
         ms = order.choice([0.0, 0.5, 1.25, 7_000.0, 20_000.375, 45_000.0])
         rows.append(
-            {"time_ns": minute * MINUTE_NS, "host": host, "device": device, "state": state, "job": job, "device_ms": ms}
+            {
+                "time_ns": minute * MINUTE_NS,
+                "host": host,
+                "device": device,
+                "state": state,
+                "job": job,
+                "device_ms": ms,
+            }
         )
         if ms:
             parts[minute, host, device][state, job] += Fraction(ms)
@@ -128,19 +165,29 @@ def test_minutes_are_what_a_plain_loop_with_fractions_gives(seed: int) -> None:
         scaled = {part: ms * 60_000 / total for part, ms in of_minute.items()}
         whole = {part: int(ms) for part, ms in scaled.items()}
         # Whoever lost most gets what is left; of two that lost the same the first by state, and by job with none first.
-        losers = sorted(scaled, key=lambda part: (whole[part] - scaled[part], part[0], part[1] or ""))
+        losers = sorted(
+            scaled, key=lambda part: (whole[part] - scaled[part], part[0], part[1] or "")
+        )
         for part in losers[: 60_000 - sum(whole.values())]:
             whole[part] += 1
         expected |= {(*key, *part): ms for part, ms in whole.items() if ms}
     types = SCHEMAS["usage_minute"].types
     frame = pl.DataFrame(
         [dict.fromkeys(name for name in types if name != "day") | row for row in rows],
-        schema={name: kind for name, kind in types.items() if name != "day"} | {"device_ms": pl.Float64},
+        schema={name: kind for name, kind in types.items() if name != "day"}
+        | {"device_ms": pl.Float64},
     )
     places = [(minute * MINUTE_NS, host, device, None) for minute, host, device in due]
-    schema = {"time_ns": pl.Int64, "host": pl.String, "device": pl.String, "device_model": pl.String}
+    schema = {
+        "time_ns": pl.Int64,
+        "host": pl.String,
+        "device": pl.String,
+        "device_model": pl.String,
+    }
     table = compute_usage_minutes(frame, pl.DataFrame(places, schema=schema, orient="row"))
     assert {
         (time_ns // MINUTE_NS, *rest): ms
-        for time_ns, *rest, ms in table.select("time_ns", "host", "device", "state", "job", "device_ms").iter_rows()
+        for time_ns, *rest, ms in table.select(
+            "time_ns", "host", "device", "state", "job", "device_ms"
+        ).iter_rows()
     } == expected

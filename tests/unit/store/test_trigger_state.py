@@ -28,9 +28,15 @@ def committed(state: ServiceState, *names: str) -> None:
     for name in names:
         files = (CaptureFile("a.json", 3, "0" * 64),)
         record = CaptureRecord(
-            id=name, day="2026-11-26", job=f"job of {name}", uploader="anna", received_ns=1, complete=False, bytes=3,
+            id=name,
+            day="2026-11-26",
+            job=f"job of {name}",
+            uploader="anna",
+            received_ns=1,
+            complete=False,
+            bytes=3,
             files=files,
-        )  # fmt: skip
+        )
         state.add_capture(record)
         state.complete_capture(name, "1")
         task = state.claim("me", 60)
@@ -47,7 +53,10 @@ def test_rules_charges_and_counts_are_kept(state: ServiceState) -> None:
         state.set_trigger_rules(text)
     state.put_trigger_documents({"r1": "one", "r2": "two"}, {"rule": "x"})
     state.put_trigger_documents({"r2": "three"}, {"rule": "y"}, ["r1"])
-    assert (state.trigger_rules(), state.trigger_documents()) == ("b = 2", (["three"], {"rule": "y"}))
+    assert (state.trigger_rules(), state.trigger_documents()) == (
+        "b = 2",
+        (["three"], {"rule": "y"}),
+    )
 
 
 def test_captures_are_new_until_they_are_noted(state: ServiceState) -> None:

@@ -10,25 +10,40 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.fleet.store.schema import MINUTE_MS, SCHEMAS, compute_usage_hours, compute_usage_minutes
+from traceloom.fleet.store.schema import (
+    MINUTE_MS,
+    SCHEMAS,
+    compute_usage_hours,
+    compute_usage_minutes,
+)
 from traceloom.testing.fleet_weeks import Weeks, WeeksRecipe, build_weeks
 
 MINUTE_NS = 60_000_000_000
 SEEN = {name: kind for name, kind in SCHEMAS["usage_minute"].types.items() if name != "day"} | {
-    "device_ms": pl.Float64, "busy_ms": pl.Float64, "energy_mj": pl.Float64, "input_bytes": pl.Float64
-}  # fmt: skip
+    "device_ms": pl.Float64,
+    "busy_ms": pl.Float64,
+    "energy_mj": pl.Float64,
+    "input_bytes": pl.Float64,
+}
 
 
 def seen(*rows: tuple[str, str, str | None, float], minute: int = 0) -> pl.DataFrame:
     """Device, state, job, ms of a minute."""
     return pl.DataFrame(
         [
-            {**dict.fromkeys(SEEN), "time_ns": minute * MINUTE_NS, "host": "h", "device": device, "state": state,
-             "job": job, "device_ms": ms}
+            {
+                **dict.fromkeys(SEEN),
+                "time_ns": minute * MINUTE_NS,
+                "host": "h",
+                "device": device,
+                "state": state,
+                "job": job,
+                "device_ms": ms,
+            }
             for device, state, job, ms in rows
         ],
         schema=SEEN,
-    )  # fmt: skip
+    )
 
 
 def shares(frame: pl.DataFrame) -> list[tuple[str, str | None, int]]:
@@ -61,7 +76,11 @@ def test_devices_that_are_due_and_silent_are_out_of_reach(weeks: Weeks) -> None:
     assert by_state["unallocated"] == weeks.free_ms
     assert sum(by_state.values()) == every.height * 1440 * MINUTE_MS
     # whole milliseconds of jobs, whose shares had fractions
-    of_job = rows.filter(pl.col("job").is_not_null()).group_by("job").agg(pl.col("device_ms").sum(), pl.len())
+    of_job = (
+        rows.filter(pl.col("job").is_not_null())
+        .group_by("job")
+        .agg(pl.col("device_ms").sum(), pl.len())
+    )
     for job, ms, count in of_job.rows():
         assert ms == pytest.approx(weeks.held_ms[job], abs=0.5 * count)
     assert sum(weeks.held_ms.values()) == pytest.approx(of_job["device_ms"].sum(), abs=1e-3)
@@ -77,13 +96,20 @@ def test_hours_add_up_the_minutes(weeks: Weeks) -> None:
 
 
 def test_what_rounding_leaves_goes_to_the_largest_remainders() -> None:
-    thirds = [("d", "busy", job, MINUTE_MS / 3 + more) for job, more in (("a", 0.0), ("b", 0.4), ("c", -0.4))]
+    thirds = [
+        ("d", "busy", job, MINUTE_MS / 3 + more)
+        for job, more in (("a", 0.0), ("b", 0.4), ("c", -0.4))
+    ]
     assert shares(compute_usage_minutes(seen(*thirds))) == [
         ("busy", "a", 20_000),
         ("busy", "b", 20_000),
         ("busy", "c", 20_000),
     ]
-    parts = [("d", "busy", "a", 10_000.6), ("d", "busy", "b", 10_000.7), ("d", "idle-allocated", "a", 39_998.7)]
+    parts = [
+        ("d", "busy", "a", 10_000.6),
+        ("d", "busy", "b", 10_000.7),
+        ("d", "idle-allocated", "a", 39_998.7),
+    ]
     assert shares(compute_usage_minutes(seen(*parts))) == [
         ("busy", "a", 10_000),
         ("busy", "b", 10_001),
@@ -91,31 +117,43 @@ def test_what_rounding_leaves_goes_to_the_largest_remainders() -> None:
     ]
 
 
-@pytest.mark.parametrize("ms", [[0.0], [-5.0], [float("nan")], [float("inf")], [-1e9, float("nan")]])
+@pytest.mark.parametrize(
+    "ms", [[0.0], [-5.0], [float("nan")], [float("inf")], [-1e9, float("nan")]]
+)
 def test_nonsense_of_an_agent_is_no_time(ms: list[float]) -> None:
     rows = [("d", "busy", f"liar{at}", value) for at, value in enumerate(ms)]
     assert shares(compute_usage_minutes(seen(("d", "busy", "a", 30_000.0), *rows))) == [
-        ("busy", "a", 30_000), ("unreachable", None, 30_000)
-    ]  # fmt: skip
+        ("busy", "a", 30_000),
+        ("unreachable", None, 30_000),
+    ]
 
 
 @pytest.mark.parametrize("energy", [float("nan"), float("inf"), -1.0, 1e300])
 def test_amounts_that_are_none_are_not_known(energy: float) -> None:
-    row = compute_usage_minutes(seen(("d", "busy", "a", 60_000.0)).with_columns(energy_mj=pl.lit(energy)))
+    row = compute_usage_minutes(
+        seen(("d", "busy", "a", 60_000.0)).with_columns(energy_mj=pl.lit(energy))
+    )
     assert row.select("device_ms", "energy_mj").rows() == [(MINUTE_MS, None)]
 
 
 def test_a_minute_that_was_sent_twice_is_one_minute() -> None:
     twice = [("d", "busy", "a", 45_000.0), ("d", "idle-allocated", "a", 15_000.0)] * 2
-    assert shares(compute_usage_minutes(seen(*twice))) == [("busy", "a", 45_000), ("idle-allocated", "a", 15_000)]
+    assert shares(compute_usage_minutes(seen(*twice))) == [
+        ("busy", "a", 45_000),
+        ("idle-allocated", "a", 15_000),
+    ]
 
 
 def test_unknown_amounts_stay_unknown() -> None:
     rows = seen(("d", "busy", "a", 30_000.0), ("e", "busy", "a", 30_000.0))
     known = rows.with_columns(energy_mj=pl.when(pl.col("device") == "d").then(5.0))
-    energy = compute_usage_minutes(known).filter(pl.col("state") == "busy").select("device", "energy_mj")
+    energy = (
+        compute_usage_minutes(known).filter(pl.col("state") == "busy").select("device", "energy_mj")
+    )
     assert energy.rows() == [("d", 5), ("e", None)]
-    assert compute_usage_hours(compute_usage_minutes(known)).filter(pl.col("device") == "e")["energy_mj"].to_list() == [
+    assert compute_usage_hours(compute_usage_minutes(known)).filter(pl.col("device") == "e")[
+        "energy_mj"
+    ].to_list() == [
         None,
         None,
     ]
@@ -129,9 +167,11 @@ def test_a_time_inside_a_minute_counts_for_it() -> None:
 
 
 part = st.tuples(
-    st.sampled_from(["d", "e"]), st.sampled_from(["busy", "idle-allocated", "unallocated"]),
-    st.sampled_from(["a", "b", "c", None]), st.floats(0, 90_000),
-)  # fmt: skip
+    st.sampled_from(["d", "e"]),
+    st.sampled_from(["busy", "idle-allocated", "unallocated"]),
+    st.sampled_from(["a", "b", "c", None]),
+    st.floats(0, 90_000),
+)
 
 
 @given(st.lists(part, max_size=12))
@@ -149,5 +189,7 @@ def test_any_parts_add_up_and_are_off_by_less_than_a_millisecond(
         scale = min(1.0, MINUTE_MS / whole)
         for (other, state, job), ms in exact.items():
             if other == device:
-                own = of_device.filter((pl.col("state") == state) & pl.col("job").eq_missing(pl.lit(job)))
+                own = of_device.filter(
+                    (pl.col("state") == state) & pl.col("job").eq_missing(pl.lit(job))
+                )
                 assert own["device_ms"].sum() == pytest.approx(ms * scale, abs=1.0 + 1e-6)

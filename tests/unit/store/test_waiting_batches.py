@@ -93,9 +93,11 @@ def test_who_does_not_lead_begins_and_ends_nothing(state: ServiceState) -> None:
     state.resign("me")
     state.lead(LEADER, "another", 600)
     for refused in (
-        lambda: state.open_usage(10, "me"), lambda: state.close_usage(opened[0], "me"),
-        lambda: state.open_job_facts(10, "me"), lambda: state.open_batch(10, "me"),
-    ):  # fmt: skip
+        lambda: state.open_usage(10, "me"),
+        lambda: state.close_usage(opened[0], "me"),
+        lambda: state.open_job_facts(10, "me"),
+        lambda: state.open_batch(10, "me"),
+    ):
         with pytest.raises(OutputError) as raised:
             refused()
         assert raised.value.slug == "not-leading"
@@ -104,7 +106,9 @@ def test_who_does_not_lead_begins_and_ends_nothing(state: ServiceState) -> None:
     assert fact.facts.user == "ada"
 
 
-def test_facts_of_jobs_are_a_row_for_each_change_and_what_was_said_last_is_kept(state: ServiceState) -> None:
+def test_facts_of_jobs_are_a_row_for_each_change_and_what_was_said_last_is_kept(
+    state: ServiceState,
+) -> None:
     spoken = [
         (10, {"a": JobFacts(user="ada"), "b": JobFacts(user="bob")}),
         (11, {"a": JobFacts(user="ada")}),  # nothing new
@@ -132,7 +136,9 @@ def test_facts_of_jobs_are_a_row_for_each_change_and_what_was_said_last_is_kept(
     state.say_of_jobs({"old": JobFacts(user="eve")}, now_ns - 91 * 86_400 * 10**9)
     assert state.open_job_facts(9, "me") is not None
     state.close_job_facts(state.number("jobs"), "me")
-    assert state.say_of_jobs({"old": JobFacts(user="eve")}, now_ns) == 1  # which nobody spoke of for 90 days
+    assert (
+        state.say_of_jobs({"old": JobFacts(user="eve")}, now_ns) == 1
+    )  # which nobody spoke of for 90 days
     assert (
         state.say_of_jobs({"b": JobFacts(user="eve")}, now_ns + 20) == 0
     )  # it is remembered, though it is in the tables

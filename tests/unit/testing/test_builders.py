@@ -15,7 +15,12 @@ from support.strategies import GENERATIONS
 from traceloom.errors import UsageError
 from traceloom.graph.host_match import match
 from traceloom.testing import TraceBuilder
-from traceloom.testing.host_trace_builder import HOST_SCHEMAS, HostTraceBuilder, NestedOp, build_trace_pair
+from traceloom.testing.host_trace_builder import (
+    HOST_SCHEMAS,
+    HostTraceBuilder,
+    NestedOp,
+    build_trace_pair,
+)
 
 OLD = ("2021", "2022", "2023")  # whole microseconds
 NAMES = (
@@ -41,7 +46,10 @@ def test_every_event_comes_back_with_its_times_and_its_lane(generation: str) -> 
         start = 200 * number + draw.choice([0.0, 3.0, 17.0])
         length = float(draw.randint(1, 100))
         if generation not in OLD:
-            start, length = start + draw.randint(0, 999) / 1000, length + draw.randint(0, 999) / 1000
+            start, length = (
+                start + draw.randint(0, 999) / 1000,
+                length + draw.randint(0, 999) / 1000,
+            )
         name, thread = f"name {number}", draw.choice([1, 2])
         begin, end = round(start * 1000), round((start + length) * 1000)
         match draw.randint(0, 5):
@@ -52,7 +60,14 @@ def test_every_event_comes_back_with_its_times_and_its_lane(generation: str) -> 
                 made.annotation(name, start, length, thread=thread)
                 # in 2021 there was one word for operators and regions
                 expected.append(
-                    (name, "op" if generation == "2021" else "annotation", begin, end - begin, thread, None)
+                    (
+                        name,
+                        "op" if generation == "2021" else "annotation",
+                        begin,
+                        end - begin,
+                        thread,
+                        None,
+                    )
                 )
             case 2:
                 made.python(name, start, length, thread=thread)
@@ -68,7 +83,9 @@ def test_every_event_comes_back_with_its_times_and_its_lane(generation: str) -> 
                 copied = "Memcpy" if generation == "cuspy" else "Memcpy HtoD (Pinned -> Device)"
                 expected.append((copied, "copy", begin, end - begin, None, 20))
     events = made.build().events.with_columns(pl.col("category").cast(pl.String))
-    columns = events.select("name", "category", "start_ns", "duration_ns", "thread", "stream").rows()
+    columns = events.select(
+        "name", "category", "start_ns", "duration_ns", "thread", "stream"
+    ).rows()
     first, written = events["start_ns"][0], expected[0][2]
     found = [(name, kind, start - first, *rest) for name, kind, start, *rest in columns]
     assert found == [(name, kind, start - written, *rest) for name, kind, start, *rest in expected]
@@ -88,7 +105,9 @@ def test_the_same_file_is_written_plain_and_compressed_and_twice(tmp_path: Path)
     made = TraceBuilder().op("aten::mm", 0, 5).kernel("k", 10, 5, correlation=1)
     plain, packed = made.write(tmp_path / "a.json"), made.write(tmp_path / "a.json.gz")
     assert gzip.decompress(packed.read_bytes()) == plain.read_bytes() == made.text().encode()
-    assert made.write(tmp_path / "b.json.gz").read_bytes() == packed.read_bytes(), "no time of day is in it"
+    assert made.write(tmp_path / "b.json.gz").read_bytes() == packed.read_bytes(), (
+        "no time of day is in it"
+    )
 
 
 def test_an_unknown_generation_is_refused_with_those_there_are() -> None:
@@ -100,11 +119,21 @@ def test_an_unknown_generation_is_refused_with_those_there_are() -> None:
 
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_rank_groups_and_devices_are_in_the_head(generation: str) -> None:
-    made = TraceBuilder(3, 8, "Some GPU", devices=2, generation=generation, host="node7", process=77)
-    trace = made.group("0", list(range(8))).group("tp", [2, 3], description="TP").op("aten::mm", 0, 1).build()
+    made = TraceBuilder(
+        3, 8, "Some GPU", devices=2, generation=generation, host="node7", process=77
+    )
+    trace = (
+        made.group("0", list(range(8)))
+        .group("tp", [2, 3], description="TP")
+        .op("aten::mm", 0, 1)
+        .build()
+    )
     assert (trace.meta.rank, trace.meta.world_size, trace.meta.host) == (3, 8, "node7")
     assert trace.devices["name"].to_list() == ["Some GPU"] * 2
-    assert trace.groups.select("group", "size", "ranks").rows() == [("0", 8, list(range(8))), ("tp", 2, [2, 3])]
+    assert trace.groups.select("group", "size", "ranks").rows() == [
+        ("0", 8, list(range(8))),
+        ("tp", 2, [2, 3]),
+    ]
     assert trace.groups["description"].to_list() == ["default_pg", "TP"]
     lone = TraceBuilder(None, None, None, generation=generation).op("aten::mm", 0, 1).build()
     assert (lone.meta.rank, lone.devices.height) == (None, 0)
@@ -137,7 +166,12 @@ def test_times_around_zero_and_far_away_keep_their_nanoseconds() -> None:
 @pytest.mark.parametrize("schema", HOST_SCHEMAS)
 def test_a_host_op_comes_back_with_all_that_its_schema_can_say(schema: str) -> None:
     made = HostTraceBuilder(schema, process=55)
-    outer = made.op("aten::linear", thread=2, sequence=4, inputs=[([1, 2, 0, 4, 4, "cuda:0"], [2, 2], "Tensor(float)")])
+    outer = made.op(
+        "aten::linear",
+        thread=2,
+        sequence=4,
+        inputs=[([1, 2, 0, 4, 4, "cuda:0"], [2, 2], "Tensor(float)")],
+    )
     inner = made.op("aten::addmm", thread=2, parent=outer, schema="aten::addmm(Tensor self)")
     back = made.op("MmBackward0", thread=3, sequence=4, forward_thread=2, scope=1)
     host = made.build()
@@ -149,7 +183,9 @@ def test_a_host_op_comes_back_with_all_that_its_schema_can_say(schema: str) -> N
     assert (ops[outer]["sequence"], ops[inner]["sequence"]) == (4, None)
     assert ops[inner]["schema"] == (None if schema == "1.0.0" else "aten::addmm(Tensor self)")
     # the oldest layout has no record function ids
-    assert [row["record_function_id"] for row in ops.values()] == ([None] * 3 if schema == "1.0.0" else [1, 2, 3])
+    assert [row["record_function_id"] for row in ops.values()] == (
+        [None] * 3 if schema == "1.0.0" else [1, 2, 3]
+    )
     assert json.loads(ops[outer]["input_shapes"]) == [[2, 2]]
     assert json.loads(ops[outer]["input_types"]) == ["Tensor(float)"]
     assert host.roots().sum() == 3, "the process and two threads"
@@ -176,9 +212,13 @@ def test_a_made_pair_is_joined_op_by_op(keys: str, seed: int) -> None:
     assert matching.ops == of_iteration
     assert matching.matched == of_iteration
     names = dict(ops.ops.select("id", "name").iter_rows())
-    joined = [(event, host_op) for event, host_op in enumerate(matching.host_op.tolist()) if host_op >= 0]
+    joined = [
+        (event, host_op) for event, host_op in enumerate(matching.host_op.tolist()) if host_op >= 0
+    ]
     assert len(joined) == of_iteration
     assert all(trace.events["name"][event] == names[host_op] for event, host_op in joined)
-    assert [host_op for _, host_op in joined] == sorted(host_op for _, host_op in joined), "in the order of both"
+    assert [host_op for _, host_op in joined] == sorted(host_op for _, host_op in joined), (
+        "in the order of both"
+    )
     if keys != "none":  # by ids it is the very iteration
         assert set(trace.events["step"].gather([event for event, _ in joined])) == {1}

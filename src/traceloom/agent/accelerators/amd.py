@@ -1,4 +1,5 @@
-"""AMD devices through the files of the kernel's driver (amdgpu, KFD); amdsmi, where it is installed, adds links.
+"""AMD devices through the files of the kernel's driver (amdgpu, KFD); amdsmi, where it is
+installed, adds links.
 
 The driver counts no pipes in its files: FLOP/s need AMD's exporter with a profiler, or a trace.
 """
@@ -30,9 +31,13 @@ from traceloom.agent.metrics import Reading
 AMD_VENDOR_ID = "0x1002"
 # PCI device -> name, for hosts whose driver does not say it.
 MODEL_NAMES = {
-    "0x7408": "AMD Instinct MI250X", "0x740c": "AMD Instinct MI250X", "0x740f": "AMD Instinct MI210",
-    "0x74a1": "AMD Instinct MI300X", "0x74a5": "AMD Instinct MI325X", "0x75a3": "AMD Instinct MI355X",
-}  # fmt: skip
+    "0x7408": "AMD Instinct MI250X",
+    "0x740c": "AMD Instinct MI250X",
+    "0x740f": "AMD Instinct MI210",
+    "0x74a1": "AMD Instinct MI300X",
+    "0x74a5": "AMD Instinct MI325X",
+    "0x75a3": "AMD Instinct MI355X",
+}
 GFX_ARCHITECTURES = {
     90010: "cdna2",
     90400: "cdna3",
@@ -63,10 +68,13 @@ LABELLED_SENSORS = (  # kind of sensor, its label there -> metric, labels, facto
     ("freq", "mclk", "gpu_clock_hertz", ("memory",), 1.0),
 )
 RAS_ERROR_KINDS = {"ce": "ecc-corrected", "ue": "ecc-uncorrected"}
-# The binary `gpu_metrics`: its head says the revision of its content -> where the energy counter is, in 2^-16 J.
+# The binary `gpu_metrics`: its head says the revision of its content -> where the energy counter
+# is, in 2^-16 J.
 ENERGY_OFFSETS = {1: 24, 2: 24, 3: 24, 4: 24, 5: 88}
 JOULES_PER_COUNT = 2.0**-16
-NO_PIPE_COUNTERS = "the driver's files count no pipes: scrape AMD's device-metrics-exporter, or record a trace"
+NO_PIPE_COUNTERS = (
+    "the driver's files count no pipes: scrape AMD's device-metrics-exporter, or record a trace"
+)
 
 
 class AmdDevice(NamedTuple):
@@ -100,7 +108,9 @@ class AmdAccelerator:
         self._entries: dict[str, AmdDevice] = {}
         self._missing: dict[str, str] = {}
         self._present: set[str] = set()
-        self._traffic: dict[str, tuple[float, float]] = {}  # device -> bytes/s received, sent, in some last second
+        self._traffic: dict[
+            str, tuple[float, float]
+        ] = {}  # device -> bytes/s received, sent, in some last second
         self._traffic_thread: threading.Thread | None = None
         self._smi: Any = None
         try:
@@ -118,7 +128,11 @@ class AmdAccelerator:
     def devices(self) -> list[Device]:
         """The devices whose files are there."""
         entries: dict[str, AmdDevice] = {}
-        nodes = {key: properties for identities, properties in _iterate_kfd_nodes(self._sys) for key in identities}
+        nodes = {
+            key: properties
+            for identities, properties in _iterate_kfd_nodes(self._sys)
+            for key in identities
+        }
         for index, directory in enumerate(self._cards()):
             entry = self._device(str(index), directory, nodes)
             if entry.device.uuid in entries:  # two dies of a card that have one number
@@ -130,7 +144,11 @@ class AmdAccelerator:
 
     def capabilities(self) -> dict[str, str]:
         """What any device gives, and what none does."""
-        return self._missing | {"gpu_pipe_active_ratio": NO_PIPE_COUNTERS} | dict.fromkeys(self._present, "")
+        return (
+            self._missing
+            | {"gpu_pipe_active_ratio": NO_PIPE_COUNTERS}
+            | dict.fromkeys(self._present, "")
+        )
 
     def sample(self) -> list[Reading]:
         """All that the files say."""
@@ -143,16 +161,26 @@ class AmdAccelerator:
                     values.setdefault((metric, labels), value)
                 else:
                     self._missing.setdefault(
-                        format_capability(metric, labels), "the driver has no file for it on this device"
+                        format_capability(metric, labels),
+                        "the driver has no file for it on this device",
                     )
-            readings += [Reading(metric, (uuid, *labels), value) for (metric, labels), value in values.items()]
+            readings += [
+                Reading(metric, (uuid, *labels), value)
+                for (metric, labels), value in values.items()
+            ]
         self._measure_traffic()
-        self._present = {format_capability(reading.metric, reading.labels[1:]) for reading in readings}
+        self._present = {
+            format_capability(reading.metric, reading.labels[1:]) for reading in readings
+        }
         return readings
 
     def processes(self) -> list[DeviceProcess]:
-        """Who has a queue on the devices: memory, and the compute units that it occupies now of all."""
-        entries_by_kfd = {entry.kfd: entry for entry in self._entries.values() if entry.kfd is not None}
+        """Who has a queue on the devices: memory, and the compute units that it occupies now of
+        all.
+        """
+        entries_by_kfd = {
+            entry.kfd: entry for entry in self._entries.values() if entry.kfd is not None
+        }
         processes: list[DeviceProcess] = []
         for directory in sorted((self._sys / "class/kfd/kfd/proc").glob("[0-9]*")):
             for file in directory.glob("vram_*"):
@@ -168,7 +196,9 @@ class AmdAccelerator:
                         device=entry.device.uuid,
                         pid=int(directory.name),
                         memory_bytes=int(memory),
-                        busy_ratio=min(1.0, occupied / units) if occupied is not None and units else None,
+                        busy_ratio=min(1.0, occupied / units)
+                        if occupied is not None and units
+                        else None,
                     )
                 )
         return processes
@@ -188,29 +218,53 @@ class AmdAccelerator:
                 self._smi.amdsmi_shut_down()
 
     def _cards(self) -> Iterator[Path]:
-        for card in sorted((self._sys / "class/drm").glob("card[0-9]*"), key=lambda path: (len(path.name), path.name)):
-            if _read_text(card / "device/vendor") == AMD_VENDOR_ID:  # which connectors of a card do not have
+        for card in sorted(
+            (self._sys / "class/drm").glob("card[0-9]*"),
+            key=lambda path: (len(path.name), path.name),
+        ):
+            if (
+                _read_text(card / "device/vendor") == AMD_VENDOR_ID
+            ):  # which connectors of a card do not have
                 yield card / "device"
 
     def _device(self, index: str, directory: Path, nodes: dict[str, dict[str, int]]) -> AmdDevice:
         pci = os.path.realpath(directory).rpartition("/")[2]
         unique = _read_text(directory / "unique_id") or ""
         node = nodes.get(pci) or (nodes.get(unique) if unique else None) or {}
-        name = _read_text(directory / "product_name") or MODEL_NAMES.get(_read_text(directory / "device") or "", "")
+        name = _read_text(directory / "product_name") or MODEL_NAMES.get(
+            _read_text(directory / "device") or "", ""
+        )
         partition = _read_text(directory / "current_compute_partition") or ""
         per_unit = node.get("simd_per_cu", 0)
         model = find_device_model(name)
-        clocks = [float(mhz) for mhz in re.findall(r"(\d+)Mhz", _read_text(directory / "pp_dpm_sclk") or "")]
+        clocks = [
+            float(mhz)
+            for mhz in re.findall(r"(\d+)Mhz", _read_text(directory / "pp_dpm_sclk") or "")
+        ]
         memory = _read_number(directory / "mem_info_vram_total")
         device = Device(
-            uuid=f"GPU-{unique}" if unique else f"amd-{pci}", index=index, vendor="amd", model=name, pci=pci,
+            uuid=f"GPU-{unique}" if unique else f"amd-{pci}",
+            index=index,
+            vendor="amd",
+            model=name,
+            pci=pci,
             driver=_read_text(self._sys / "module/amdgpu/version") or "",
             partition=partition if partition.upper() != "SPX" else "",
             memory_bytes=None if memory is None else int(memory),
-            multiprocessors=node["simd_count"] // per_unit if per_unit else model.multiprocessors if model else None,
-            highest_clock_hz=max(clocks) * 1e6 if clocks else model.highest_clock_hz if model else None,
-            architecture=GFX_ARCHITECTURES.get(node.get("gfx_target_version", 0), model.architecture if model else ""),
-        )  # fmt: skip
+            multiprocessors=node["simd_count"] // per_unit
+            if per_unit
+            else model.multiprocessors
+            if model
+            else None,
+            highest_clock_hz=max(clocks) * 1e6
+            if clocks
+            else model.highest_clock_hz
+            if model
+            else None,
+            architecture=GFX_ARCHITECTURES.get(
+                node.get("gfx_target_version", 0), model.architecture if model else ""
+            ),
+        )
         return AmdDevice(device, directory, node.get("gpu_id"))
 
     def _values(self, entry: AmdDevice) -> Iterator[tuple[str, tuple[str, ...], float | None]]:
@@ -223,7 +277,10 @@ class AmdAccelerator:
 
         for name, metric, labels, factor in METRIC_FILES:
             yield metric, labels, scaled(directory / name, factor)
-        used, limit = _read_number(directory / "mem_info_vram_used"), _read_number(directory / "mem_info_vram_total")
+        used, limit = (
+            _read_number(directory / "mem_info_vram_used"),
+            _read_number(directory / "mem_info_vram_total"),
+        )
         yield "gpu_memory_free_bytes", (), None if used is None or limit is None else limit - used
         for sensors in directory.glob("hwmon/hwmon*"):
             for name, metric, labels, factor in HWMON_SENSORS:
@@ -250,7 +307,9 @@ class AmdAccelerator:
             yield from _read_link_counters(self._smi, entry.device.pci)
 
     def _measure_traffic(self) -> None:
-        """Have PCIe traffic measured for the next samples: the driver takes a second for each device."""
+        """Have PCIe traffic measured for the next samples: the driver takes a second for each
+        device.
+        """
         if self._traffic_thread is not None and self._traffic_thread.is_alive():
             return
         files = {
@@ -263,30 +322,42 @@ class AmdAccelerator:
             traffic = {}
             for uuid, file in files.items():
                 fields = (_read_text(file) or "").split()
-                if len(fields) == 3:  # packets received and sent in a second, and the most bytes of one
-                    traffic[uuid] = (int(fields[0]) * int(fields[2]) * 1.0, int(fields[1]) * int(fields[2]) * 1.0)
+                if (
+                    len(fields) == 3
+                ):  # packets received and sent in a second, and the most bytes of one
+                    traffic[uuid] = (
+                        int(fields[0]) * int(fields[2]) * 1.0,
+                        int(fields[1]) * int(fields[2]) * 1.0,
+                    )
             self._traffic = traffic
 
         if files:
-            self._traffic_thread = threading.Thread(target=measure, name="accelerator amd pcie", daemon=True)
+            self._traffic_thread = threading.Thread(
+                target=measure, name="accelerator amd pcie", daemon=True
+            )
             self._traffic_thread.start()
 
 
 def _iterate_kfd_nodes(sys: Path) -> Iterator[tuple[list[str], dict[str, int]]]:
     """The devices that KFD knows, in the order in which ROCm counts them.
 
-    Each with what it and a device of the driver have in common: the PCI address and the unique number.
+    Each with what it and a device of the driver have in common: the PCI address and the unique
+    number.
     """
     nodes = (sys / "class/kfd/kfd/topology/nodes").glob("[0-9]*")
     for node in sorted(nodes, key=lambda path: (len(path.name), path.name)):
         pairs = (line.split() for line in (_read_text(node / "properties") or "").splitlines())
-        properties = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+        properties = {
+            pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()
+        }
         number = _read_number(node / "gpu_id")
         if number and properties.get("simd_count"):  # processors have a node, too
             location, domain = properties.get("location_id", 0), properties.get("domain", 0)
             identities = []
             if location:
-                identities.append(f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.{location & 7}")
+                identities.append(
+                    f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.{location & 7}"
+                )
             if properties.get("unique_id"):
                 identities.append(f"{properties['unique_id']:016x}")
             yield identities, properties | {"gpu_id": int(number)}
@@ -294,11 +365,16 @@ def _iterate_kfd_nodes(sys: Path) -> Iterator[tuple[list[str], dict[str, int]]]:
 
 def list_rocm_addresses(sys: Path) -> list[str]:
     """PCI addresses of the devices as ROCm counts them; "" of one that does not tell its own."""
-    return [next((key for key in identities if ":" in key), "") for identities, _ in _iterate_kfd_nodes(sys)]
+    return [
+        next((key for key in identities if ":" in key), "")
+        for identities, _ in _iterate_kfd_nodes(sys)
+    ]
 
 
 def _read_energy_joules(path: Path) -> float | None:
-    """Joules since the driver was loaded, of the binary metrics; None for a revision that is not known."""
+    """Joules since the driver was loaded, of the binary metrics; None for a revision that is not
+    known.
+    """
     try:
         content = path.read_bytes()
     except OSError:
@@ -321,5 +397,11 @@ def _read_link_counters(smi: Any, pci: str) -> Iterator[tuple[str, tuple[str, ..
             if smi.amdsmi_get_gpu_device_bdf(handle) == pci:
                 metrics = smi.amdsmi_get_gpu_metrics_info(handle)
     for direction, key in (("receive", "xgmi_read_data_acc"), ("transmit", "xgmi_write_data_acc")):
-        links = [link for link in metrics.get(key, ()) if isinstance(link, int)]  # "N/A" for one that is not there
-        yield "gpu_link_bytes_total", ("xgmi", direction), float(sum(links)) * 1024 if links else None
+        links = [
+            link for link in metrics.get(key, ()) if isinstance(link, int)
+        ]  # "N/A" for one that is not there
+        yield (
+            "gpu_link_bytes_total",
+            ("xgmi", direction),
+            float(sum(links)) * 1024 if links else None,
+        )

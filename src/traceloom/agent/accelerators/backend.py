@@ -1,7 +1,8 @@
 """`Accelerator` protocol, which back ends run, each behind a thread with a time limit.
 
-A back end is an entry point of the group `traceloom.accelerators`: something that takes the `Config` and gives an
-`Accelerator`, or raises `NotHere`. It is made, asked and closed in a thread of its own (`watched.py`).
+A back end is an entry point of the group `traceloom.accelerators`: something that takes the
+`Config` and gives an `Accelerator`, or raises `NotHere`. It is made, asked and closed in a thread
+of its own (`watched.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     multiprocessors: int | None = None
     highest_clock_hz: float | None = None
     architecture: str = ""  # as volta, ampere, ada, hopper, blackwell, cdna3
-    owner: dict[str, str] = {}  # whose it is, where its back end says so: job, user, pod, namespace, container ...
+    owner: dict[
+        str, str
+    ] = {}  # whose it is, where its back end says so: job, user, pod, namespace, container ...
     stale: str = ""  # why nothing is known of it now; "" where it answers
 
 
@@ -52,7 +55,10 @@ class DeviceProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened to a device. `kind`: xid, ecc, throttle, lost, back; times in ns since the epoch."""
+    """Something that happened to a device.
+
+    `kind`: xid, ecc, throttle, lost, back; times in ns since the epoch.
+    """
 
     at_ns: int
     device: str
@@ -77,7 +83,10 @@ class BackendUnavailable(Exception):  # noqa: N818 - it is no error that a host 
 
 
 class Accelerator(Protocol):
-    """A back end. Its methods block; they are called from one thread of its own, and abandoned after 2 s."""
+    """A back end.
+
+    Its methods block; they are called from one thread of its own, and abandoned after 2 s.
+    """
 
     name: str
 
@@ -97,20 +106,26 @@ class Accelerator(Protocol):
         """What happened since the last call."""
 
     def pause(self, seconds: float) -> bool:
-        """Release hardware counters for another profiler, for so long at most; whether there were any."""
+        """Release hardware counters for another profiler, for so long at most; whether there were
+        any.
+        """
 
     def close(self) -> None:
         """Let go of the driver."""
 
 
 def format_capability(metric: str, labels: Iterable[str] = ()) -> str:
-    """What `capabilities` calls a metric: with its labels after the device, as `gpu_pipe_active_ratio{hmma}`."""
+    """What `capabilities` calls a metric: with its labels after the device, as
+    `gpu_pipe_active_ratio{hmma}`.
+    """
     text = ",".join(label for label in labels if label)
     return f"{metric}{{{text}}}" if text else metric
 
 
 CALL_TIMEOUT_S = 2.0
-UNAVAILABLE_RETRY_S = 60.0  # until a host without such devices is looked at again: a driver may be loaded later
+UNAVAILABLE_RETRY_S = (
+    60.0  # until a host without such devices is looked at again: a driver may be loaded later
+)
 FIRST_RETRY_S, LAST_RETRY_S = 10.0, 600.0  # doubled from one failure to the next
 MAX_STUCK_THREADS = 2  # threads that may hang in a driver at the same time; nothing can end them
 
@@ -143,7 +158,9 @@ class BackendWorker:
         return answer
 
     def stop(self) -> None:
-        """End after the calls before it: a call that hangs keeps the thread until it comes back, if ever."""
+        """End after the calls before it: a call that hangs keeps the thread until it comes back, if
+        ever.
+        """
         self._calls.put(None)
 
     def is_alive(self) -> bool:
@@ -167,7 +184,9 @@ def _take_sample(accelerator: Accelerator) -> Sample:
     sample = Sample(
         at_ns=time.time_ns(),
         devices=accelerator.devices(),
-        readings=[reading for reading in accelerator.sample() if math.isfinite(reading.value)],  # else it is not known
+        readings=[
+            reading for reading in accelerator.sample() if math.isfinite(reading.value)
+        ],  # else it is not known
         processes=accelerator.processes(),
         events=accelerator.events(),
         capabilities=accelerator.capabilities(),
@@ -175,15 +194,18 @@ def _take_sample(accelerator: Accelerator) -> Sample:
     for reading in sample.readings:
         metric = METRICS.get(reading.metric)
         if metric is None or len(metric.labels) != len(reading.labels):
-            raise ValueError(f"`{reading.metric}` with {len(reading.labels)} labels is no metric of the agent")
+            raise ValueError(
+                f"`{reading.metric}` with {len(reading.labels)} labels is no metric of the agent"
+            )
     return sample
 
 
 class TimeLimitedBackend:
     """A back end that never keeps its caller waiting for longer than the limit.
 
-    A back end that hangs is abandoned with its thread; one that fails is closed. In both cases its devices stay, stale,
-    without readings, and a fresh back end is made later, at growing intervals, unless too many threads already hang.
+    A back end that hangs is abandoned with its thread; one that fails is closed. In both cases its
+    devices stay, stale, without readings, and a fresh back end is made later, at growing intervals,
+    unless too many threads already hang.
 
     Args:
         name: What it is called in the configuration.
@@ -217,7 +239,11 @@ class TimeLimitedBackend:
     def begin(self) -> None:
         """Start to take a sample, unless it is not yet time to try again."""
         self._stuck = [thread for thread in self._stuck if thread.is_alive()]
-        if self._thread is None and self._clock() >= self._next_try and len(self._stuck) < MAX_STUCK_THREADS:
+        if (
+            self._thread is None
+            and self._clock() >= self._next_try
+            and len(self._stuck) < MAX_STUCK_THREADS
+        ):
             self._thread = BackendWorker(self.name, self._make)
         if self._thread is not None:
             self._pending = self._thread.submit(_take_sample)
@@ -226,14 +252,21 @@ class TimeLimitedBackend:
     def finish(self) -> Sample:
         """The sample that was begun; without one, the devices of the last, stale."""
         pending, self._pending = self._pending, None
-        if pending is not None and not wait([pending], max(0.0, self._deadline - time.monotonic())).done:
+        if (
+            pending is not None
+            and not wait([pending], max(0.0, self._deadline - time.monotonic())).done
+        ):
             self._give_up(f"its driver has not answered for {self._limit_s:g} s", hangs=True)
         elif pending is not None:
             try:
                 sample = pending.result()
             except BackendUnavailable as error:
                 self._give_up(str(error), hangs=False)
-                self.here, self._next_try, self._devices = False, self._clock() + UNAVAILABLE_RETRY_S, []
+                self.here, self._next_try, self._devices = (
+                    False,
+                    self._clock() + UNAVAILABLE_RETRY_S,
+                    [],
+                )
             except Exception as error:  # noqa: BLE001 - a stranger's back end may raise anything
                 self._give_up(f"it failed: {type(error).__name__}: {error}", hangs=False)
             else:
@@ -275,15 +308,25 @@ class TimeLimitedBackend:
 def build_device_readings(device: Device) -> list[Reading]:
     """`gpu_up` and `gpu_info` of a device, and what it is made of."""
     info = (
-        device.uuid, device.index, device.vendor, device.model, device.pci, device.driver, device.parent,
+        device.uuid,
+        device.index,
+        device.vendor,
+        device.model,
+        device.pci,
+        device.driver,
+        device.parent,
         device.partition,
-    )  # fmt: skip
-    return [Reading("gpu_up", (device.uuid,), float(not device.stale)), Reading("gpu_info", info, 1.0)]
+    )
+    return [
+        Reading("gpu_up", (device.uuid,), float(not device.stale)),
+        Reading("gpu_info", info, 1.0),
+    ]
 
 
 ENTRY_POINT_GROUP = "traceloom.accelerators"
 _PACKAGE = "traceloom.agent.accelerators"
-# In this order: of two that see the same device, the earlier has its say first. pyproject.toml declares the same.
+# In this order: of two that see the same device, the earlier has its say first. pyproject.toml
+# declares the same.
 BUILTIN_BACKENDS = {
     "nvml": f"{_PACKAGE}.nvml:NvmlAccelerator",
     "amd": f"{_PACKAGE}.amd:AmdAccelerator",
@@ -299,18 +342,26 @@ def create_backends(config: Config) -> list[TimeLimitedBackend]:
     Raises:
         InputError: `wrong-config`: the configuration names a back end that is not installed.
     """
-    points = {name: EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in BUILTIN_BACKENDS.items()}
+    points = {
+        name: EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in BUILTIN_BACKENDS.items()
+    }
     for point in entry_points(group=ENTRY_POINT_GROUP):
         points.setdefault(point.name, point)
     settings = config.accelerators
-    unset = {"scrape": not settings.scrape, "simulated": not settings.simulated, "recorded": not settings.recorded}
+    unset = {
+        "scrape": not settings.scrape,
+        "simulated": not settings.simulated,
+        "recorded": not settings.recorded,
+    }
     names = settings.backends or tuple(name for name in points if not unset.get(name))
     for name in names:
         if name not in points:
             raise InputError(
-                f"there is no back end `{name}`", slug="wrong-config", where="accelerators.backends",
+                f"there is no back end `{name}`",
+                slug="wrong-config",
+                where="accelerators.backends",
                 hint=nearest(name, points) + f"installed are {', '.join(points)}",
-            )  # fmt: skip
+            )
     watched = []
     for name in names:
 

@@ -1,4 +1,6 @@
-"""The collector of all accelerators: every back end is sampled at the same time, none is waited for longer than 2 s."""
+"""The collector of all accelerators: every back end is sampled at the same time, none is waited for
+longer than 2 s.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,15 @@ MAX_KEPT_EVENTS = 1000
 class AcceleratorCollector:
     """Devices, who is on them, what happened to them, and their metrics.
 
-    Of two back ends that see the same device (NVML, and an exporter that is scraped), the earlier has its say first and
-    the later adds what the earlier does not have.
+    Of two back ends that see the same device (NVML, and an exporter that is scraped), the earlier
+    has its say first and the later adds what the earlier does not have.
     """
 
     name = "accelerators"
 
-    def __init__(self, config: Config, backends: Sequence[TimeLimitedBackend] | None = None) -> None:
+    def __init__(
+        self, config: Config, backends: Sequence[TimeLimitedBackend] | None = None
+    ) -> None:
         self.period_s = config.collect.periods.get(self.name, config.collect.period)
         # The back ends are given up before the collector is.
         self.timeout_s = config.collect.timeouts.get(self.name, CALL_TIMEOUT_S + 1.0)
@@ -45,8 +49,12 @@ class AcceleratorCollector:
         self.devices: dict[str, Device] = {}
         self.device_processes: list[DeviceProcess] = []
         self.events: deque[DeviceEvent] = deque(maxlen=MAX_KEPT_EVENTS)
-        self.element_types: dict[str, list[MatrixTypes]] = {}  # device -> of its jobs, as the daemon last knew
-        self._xid_counts: Counter[tuple[str, str]] = Counter()  # (device, number) -> how often since the agent began
+        self.element_types: dict[
+            str, list[MatrixTypes]
+        ] = {}  # device -> of its jobs, as the daemon last knew
+        self._xid_counts: Counter[tuple[str, str]] = (
+            Counter()
+        )  # (device, number) -> how often since the agent began
         self._last_xids: dict[str, int] = {}
         self._missing_reasons: dict[str, str] = {}  # what could not be estimated, and why
         self._configured_backends = config.accelerators.backends
@@ -74,7 +82,8 @@ class AcceleratorCollector:
             for reading in sample.readings:
                 reading_by_labels.setdefault((reading.metric, reading.labels), reading)
             events += sample.events
-        # Of devices that stopped or began to answer; one that vanished stays, stale, for alerts to see.
+        # Of devices that stopped or began to answer; one that vanished stays, stale, for alerts to
+        # see.
         for uuid, device in self.devices.items():
             if uuid not in devices and not device.parent:  # a partition may be taken away
                 stale_reason = device.stale or "its driver no longer lists it"
@@ -90,27 +99,40 @@ class AcceleratorCollector:
                 if event.code is not None:
                     self._last_xids[event.device] = event.code
         self.devices, self.device_processes = devices, list(processes.values())
-        # Counted here, so that the error that took a device or its driver down is told while it is down.
+        # Counted here, so that the error that took a device or its driver down is told while it is
+        # down.
         xid_readings = [
-            Reading("gpu_errors_total", (uuid, "xid", xid), count) for (uuid, xid), count in self._xid_counts.items()
+            Reading("gpu_errors_total", (uuid, "xid", xid), count)
+            for (uuid, xid), count in self._xid_counts.items()
         ]
-        xid_readings += [Reading("gpu_last_xid", (uuid,), xid) for uuid, xid in self._last_xids.items()]
+        xid_readings += [
+            Reading("gpu_last_xid", (uuid,), xid) for uuid, xid in self._last_xids.items()
+        ]
         for reading in xid_readings:
             reading_by_labels.setdefault((reading.metric, reading.labels), reading)
         readings = list(reading_by_labels.values())
         readings += self._estimate_flops(readings)
-        readings += [reading for device in devices.values() for reading in build_device_readings(device)]
+        readings += [
+            reading for device in devices.values() for reading in build_device_readings(device)
+        ]
         if self._writer is not None:
             sample = Sample(
-                at_ns=time.time_ns(), devices=list(devices.values()), readings=list(reading_by_labels.values()),
-                processes=self.device_processes, events=events, capabilities=self.capabilities(),
-            )  # fmt: skip
+                at_ns=time.time_ns(),
+                devices=list(devices.values()),
+                readings=list(reading_by_labels.values()),
+                processes=self.device_processes,
+                events=events,
+                capabilities=self.capabilities(),
+            )
             try:
                 self._writer.write(sample)
             except OSError as error:  # a full disk ends the recording, not the measuring
                 with suppress(OSError):
                     self._writer.close()
-                self._writer, self._recording_error = None, f"the recording of devices ended: {error}"
+                self._writer, self._recording_error = (
+                    None,
+                    f"the recording of devices ended: {error}",
+                )
         return readings
 
     def capabilities(self) -> dict[str, str]:
@@ -118,24 +140,34 @@ class AcceleratorCollector:
         reasons: dict[str, str] = {}
         for backend in self.back_ends:
             for metric, reason in backend.capabilities.items():
-                reasons[metric] = "" if not reason or not reasons.get(metric, reason) else reasons.get(metric, reason)
+                reasons[metric] = (
+                    ""
+                    if not reason or not reasons.get(metric, reason)
+                    else reasons.get(metric, reason)
+                )
         return self._missing_reasons | reasons
 
     def trouble(self) -> list[str]:
         """Back ends that do not work, metrics that devices do not give, and what would help."""
-        # A host needs no device of every vendor: what is not there matters where it was named, or if nothing is there.
+        # A host needs no device of every vendor: what is not there matters where it was named, or
+        # if nothing is there.
         problems = [
             f"{backend.name}: {backend.trouble}"
             for backend in self.back_ends
-            if backend.trouble and (backend.here or backend.name in self._configured_backends or not self.devices)
+            if backend.trouble
+            and (backend.here or backend.name in self._configured_backends or not self.devices)
         ]
         problems += [self._recording_error] if self._recording_error else []
         metrics_by_reason: dict[str, list[str]] = {}
         for metric, reason in sorted(self.capabilities().items()):
             if reason:
                 metrics_by_reason.setdefault(reason, []).append(metric)
-        problems += [f"{', '.join(metrics)}: {reason}" for reason, metrics in metrics_by_reason.items()]
-        return problems + [f"{device.uuid}: {device.stale}" for device in self.devices.values() if device.stale]
+        problems += [
+            f"{', '.join(metrics)}: {reason}" for reason, metrics in metrics_by_reason.items()
+        ]
+        return problems + [
+            f"{device.uuid}: {device.stale}" for device in self.devices.values() if device.stale
+        ]
 
     def pause(self, seconds: float) -> int:
         """Release the hardware counters for so long; how many back ends had some."""
@@ -153,15 +185,21 @@ class AcceleratorCollector:
             self._writer.close()
 
     def _estimate_flops(self, readings: Iterable[Reading]) -> list[Reading]:
-        """FLOP/s of all devices and partitions that answer; a partition runs at the clock of its device."""
-        values_by_device: defaultdict[str, dict[tuple[str, tuple[str, ...]], float]] = defaultdict(dict)
+        """FLOP/s of all devices and partitions that answer; a partition runs at the clock of its
+        device.
+        """
+        values_by_device: defaultdict[str, dict[tuple[str, tuple[str, ...]], float]] = defaultdict(
+            dict
+        )
         for reading in readings:
             values_by_device[reading.labels[0]][reading.metric, reading.labels[1:]] = reading.value
         parents = {device.parent for device in self.devices.values()}
         estimates: list[Reading] = []
         self._missing_reasons = {}
         for uuid, device in self.devices.items():
-            if not device.stale and uuid not in parents:  # what its partitions do is not counted twice
+            if (
+                not device.stale and uuid not in parents
+            ):  # what its partitions do is not counted twice
                 clocks = {
                     key: value
                     for key, value in values_by_device[device.parent].items()
@@ -188,7 +226,11 @@ def _replace_partition_uuids(sample: Sample, known_devices: Mapping[str, Device]
             uuids_by_partition[(device.parent, *device.partition.split()[:2])].append(device.uuid)
     known_uuid_by_uuid: dict[str, str] = {}
     for device in sample.devices:
-        candidates = uuids_by_partition.get((device.parent, *device.partition.split()[:2]), ()) if device.parent else ()
+        candidates = (
+            uuids_by_partition.get((device.parent, *device.partition.split()[:2]), ())
+            if device.parent
+            else ()
+        )
         if len(candidates) == 1:  # else its number is shared by several compute instances
             known_uuid_by_uuid[device.uuid] = candidates[0]
     if not known_uuid_by_uuid:
@@ -196,10 +238,16 @@ def _replace_partition_uuids(sample: Sample, known_devices: Mapping[str, Device]
     return Sample(
         at_ns=sample.at_ns,
         devices=[
-            msgspec.structs.replace(item, uuid=known_uuid_by_uuid.get(item.uuid, item.uuid)) for item in sample.devices
+            msgspec.structs.replace(item, uuid=known_uuid_by_uuid.get(item.uuid, item.uuid))
+            for item in sample.devices
         ],
         readings=[
-            reading._replace(labels=(known_uuid_by_uuid.get(reading.labels[0], reading.labels[0]), *reading.labels[1:]))
+            reading._replace(
+                labels=(
+                    known_uuid_by_uuid.get(reading.labels[0], reading.labels[0]),
+                    *reading.labels[1:],
+                )
+            )
             for reading in sample.readings
         ],
         processes=[

@@ -1,6 +1,7 @@
 """NVIDIA: devices, MIG, metrics, processes, GPM counters.
 
-What a driver, a device or the rights of the agent do not give is absent, and `capabilities` says why.
+What a driver, a device or the rights of the agent do not give is absent, and `capabilities` says
+why.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ def explain_nvml_error(nvml: Any, code: int) -> str:
 def is_device_gone(nvml: Any, error: Any) -> bool:
     """Whether nothing else can be had of this device, or of any."""
     return error.value in (
-        nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_UNINITIALIZED, nvml.NVML_ERROR_DRIVER_NOT_LOADED,
-    )  # fmt: skip
+        nvml.NVML_ERROR_GPU_IS_LOST,
+        nvml.NVML_ERROR_UNINITIALIZED,
+        nvml.NVML_ERROR_DRIVER_NOT_LOADED,
+    )
 
 
 def call_if_supported(nvml: Any, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -97,7 +100,9 @@ MAX_GPM_SAMPLES = 4
 
 
 class GpmRing:
-    """The last samples of the pipes of one device or partition: ratios are those between two of them."""
+    """The last samples of the pipes of one device or partition: ratios are those between two of
+    them.
+    """
 
     def __init__(self, nvml: Any, handle: Any, instance: int | None) -> None:
         self._nvml = nvml
@@ -127,13 +132,16 @@ class GpmRing:
         return len(self._samples)
 
     def values(self) -> dict[int, float | str]:
-        """GPM metric -> its value since the sample before, or why there is none; empty with less than two samples.
+        """GPM metric -> its value since the sample before, or why there is none; empty with less
+        than two samples.
 
         Raises:
             NVMLError: The driver cannot compare the samples.
         """
         now, newest = self._samples[-1]
-        before = [sample for sampled_at, sample in self._samples if now - sampled_at >= GPM_INTERVAL_S]
+        before = [
+            sample for sampled_at, sample in self._samples if now - sampled_at >= GPM_INTERVAL_S
+        ]
         if not before:
             return {}
         request = self._nvml.c_nvmlGpmMetricsGet_t()
@@ -162,7 +170,8 @@ class GpmRing:
 ALL_LINKS = 0xFFFFFFFF
 NVLINKS = 18
 
-# Metric, its labels after the device, the call, its arguments after the handle, and what its unit is of ours.
+# Metric, its labels after the device, the call, its arguments after the handle, and what its unit
+# is of ours.
 MetricCalls = tuple[tuple[str, tuple[str, ...], str, tuple[int, ...], float], ...]
 SIMPLE_METRICS: MetricCalls = (
     ("gpu_power_watts", (), "nvmlDeviceGetPowerUsage", (), 1e-3),
@@ -179,7 +188,8 @@ SLOW_METRICS: MetricCalls = (
     ("gpu_errors_total", ("ecc-corrected", ""), "nvmlDeviceGetTotalEccErrors", (0, 1), 1.0),
     ("gpu_errors_total", ("ecc-uncorrected", ""), "nvmlDeviceGetTotalEccErrors", (1, 1), 1.0),
 )
-# Field values: id -> metric, labels, factor. Of two for the same series the first that the device has is taken.
+# Field values: id -> metric, labels, factor. Of two for the same series the first that the device
+# has is taken.
 NVLINK_DEVICE_FIELDS = (("transmit", 138, 1024.0), ("receive", 139, 1024.0))
 NVLINK_LINK_FIELDS = (("transmit", 202, 1.0), ("receive", 204, 1.0))  # NVLink 5
 NVML_FIELDS: tuple[tuple[int, str, tuple[str, ...], float], ...] = (
@@ -199,13 +209,23 @@ NVML_FIELDS: tuple[tuple[int, str, tuple[str, ...], float], ...] = (
     (271, "gpu_throttled_seconds_total", ("power-brake",), 1e-9),
 )
 THROTTLE_REASONS = {
-    0x02: "application-clocks", 0x04: "power", 0x08: "hardware-slowdown", 0x10: "sync-boost", 0x20: "thermal",
-    0x40: "hardware-thermal", 0x80: "power-brake", 0x200: "board-limit", 0x400: "reliability",
-}  # fmt: skip
-ROW_REMAP_KINDS = ("correctable", "uncorrectable", "pending", "failure")  # in the order of nvmlDeviceGetRemappedRows
-GPM_UNSUPPORTED = (
-    "only Hopper and newer count pipes through NVML: let a dcgm-exporter run and name it in [accelerators] scrape"
-)
+    0x02: "application-clocks",
+    0x04: "power",
+    0x08: "hardware-slowdown",
+    0x10: "sync-boost",
+    0x20: "thermal",
+    0x40: "hardware-thermal",
+    0x80: "power-brake",
+    0x200: "board-limit",
+    0x400: "reliability",
+}
+ROW_REMAP_KINDS = (
+    "correctable",
+    "uncorrectable",
+    "pending",
+    "failure",
+)  # in the order of nvmlDeviceGetRemappedRows
+GPM_UNSUPPORTED = "only Hopper and newer count pipes through NVML: let a dcgm-exporter run and name it in [accelerators] scrape"
 
 T = TypeVar("T")
 Values = dict[SeriesKey, float]  # (metric, labels after the device) -> value
@@ -214,7 +234,9 @@ Values = dict[SeriesKey, float]  # (metric, labels after the device) -> value
 class NvmlDevice:
     """One device or MIG partition that NVML lists."""
 
-    def __init__(self, nvml: Any, handle: Any, device: Device, parent: NvmlDevice | None, *, armed: bool) -> None:
+    def __init__(
+        self, nvml: Any, handle: Any, device: Device, parent: NvmlDevice | None, *, armed: bool
+    ) -> None:
         self.device = device
         self.handle = handle
         self.parent = parent
@@ -250,13 +272,21 @@ class NvmlDevice:
         if self.gpm is not None:
             return
         device_handle = self.handle if self.parent is None else self.parent.handle
-        support = self.attempt("gpu_pipe_active_ratio", self._nvml.nvmlGpmQueryDeviceSupport, device_handle)
-        if support is None or not support.isSupportedDevice or (self.parent is not None and self.instance is None):
+        support = self.attempt(
+            "gpu_pipe_active_ratio", self._nvml.nvmlGpmQueryDeviceSupport, device_handle
+        )
+        if (
+            support is None
+            or not support.isSupportedDevice
+            or (self.parent is not None and self.instance is None)
+        ):
             for metric, labels, _ in GPM_METRICS.values():
                 self.missing[format_capability(metric, labels)] = GPM_UNSUPPORTED
             return
         if self.parent is None:
-            with suppress(self._nvml.NVMLError):  # without it the counters are armed at every sample
+            with suppress(
+                self._nvml.NVMLError
+            ):  # without it the counters are armed at every sample
                 self._nvml.nvmlGpmSetStreamingEnabled(device_handle, 1)
         self.gpm = GpmRing(self._nvml, device_handle, self.instance)
 
@@ -280,7 +310,9 @@ class NvmlDevice:
         """(metric, labels after the device) -> value; `now` in seconds that only grow."""
         values: Values = {}
         nvml, handle = self._nvml, self.handle
-        memory = self.attempt("gpu_memory_reserved_bytes", nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
+        memory = self.attempt(
+            "gpu_memory_reserved_bytes", nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2
+        )
         if memory is not None:
             values["gpu_memory_reserved_bytes", ()] = memory.reserved
         else:  # before version 2, what the driver reserves counts as used
@@ -295,8 +327,12 @@ class NvmlDevice:
             if rates is not None:
                 values["gpu_busy_ratio", ()] = rates.gpu / 100
                 values["gpu_memory_busy_ratio", ()] = rates.memory / 100
-            supported = self.attempt("gpu_throttled", nvml.nvmlDeviceGetSupportedClocksEventReasons, handle)
-            reasons = self.attempt("gpu_throttled", nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+            supported = self.attempt(
+                "gpu_throttled", nvml.nvmlDeviceGetSupportedClocksEventReasons, handle
+            )
+            reasons = self.attempt(
+                "gpu_throttled", nvml.nvmlDeviceGetCurrentClocksEventReasons, handle
+            )
             if reasons is not None:
                 for mask, reason in THROTTLE_REASONS.items():
                     if supported is None or supported & mask:
@@ -306,7 +342,9 @@ class NvmlDevice:
                 self._seldom = self._seldom_values()
             values |= self._seldom
         pipes = (
-            self.attempt("gpu_pipe_active_ratio", self.gpm.values) if self.gpm is not None and len(self.gpm) else None
+            self.attempt("gpu_pipe_active_ratio", self.gpm.values)
+            if self.gpm is not None and len(self.gpm)
+            else None
         )
         for number, value in (pipes or {}).items():
             metric, labels, factor = GPM_METRICS[number]
@@ -319,7 +357,12 @@ class NvmlDevice:
 
     def _call(self, calls: MetricCalls, values: Values) -> None:
         for metric, labels, name, arguments, factor in calls:
-            value = self.attempt(format_capability(metric, labels), getattr(self._nvml, name), self.handle, *arguments)
+            value = self.attempt(
+                format_capability(metric, labels),
+                getattr(self._nvml, name),
+                self.handle,
+                *arguments,
+            )
             if value is not None:
                 values[metric, labels] = value * factor
 
@@ -347,18 +390,23 @@ class NvmlDevice:
             for direction, number, factor in NVLINK_LINK_FIELDS
             for link in range(NVLINKS)
         ]
-        fields = self.attempt("gpu_link_bytes_total", self._nvml.nvmlDeviceGetFieldValues, self.handle,
-                              [identity for identity, *_ in field_specs])  # fmt: skip
+        fields = self.attempt(
+            "gpu_link_bytes_total",
+            self._nvml.nvmlDeviceGetFieldValues,
+            self.handle,
+            [identity for identity, *_ in field_specs],
+        )
         link_totals: Counter[str] = Counter()
         for field, (_, metric, labels, factor) in zip(fields or (), field_specs, strict=False):
             if field.nvmlReturn:
                 if labels[0] != "nvlink-each":
                     self.missing.setdefault(
-                        format_capability(metric, labels), explain_nvml_error(self._nvml, field.nvmlReturn)
+                        format_capability(metric, labels),
+                        explain_nvml_error(self._nvml, field.nvmlReturn),
                     )
                 continue
-            # The value is a union; its type says which member holds it: double, unsigned int, long, long long, and
-            # signed ones.
+            # The value is a union; its type says which member holds it: double, unsigned int, long,
+            # long long, and signed ones.
             members = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
             value = float(getattr(field.value, members[field.valueType])) * factor
             if labels[0] == "nvlink-each":
@@ -380,8 +428,13 @@ class NvmlDevice:
         """Who runs on it, and how much since the last call."""
         nvml = self._nvml
         memory: dict[int, int | None] = {}
-        for name in ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v3"):
-            for process in self.attempt(f"processes ({name})", getattr(nvml, name), self.handle) or ():
+        for name in (
+            "nvmlDeviceGetComputeRunningProcesses_v3",
+            "nvmlDeviceGetMPSComputeRunningProcesses_v3",
+        ):
+            for process in (
+                self.attempt(f"processes ({name})", getattr(nvml, name), self.handle) or ()
+            ):
                 memory[process.pid] = process.usedGpuMemory
         busy: dict[int, list[float]] = defaultdict(list)
         if memory:
@@ -391,12 +444,16 @@ class NvmlDevice:
                 self.seen_us = max(self.seen_us, use.timeStamp)
         return [
             DeviceProcess(
-                device=self.device.uuid, pid=pid, memory_bytes=used,
+                device=self.device.uuid,
+                pid=pid,
+                memory_bytes=used,
                 # The driver tells of those that ran: among them, who is not named did not.
-                busy_ratio=(sum(busy[pid]) / len(busy[pid]) if pid in busy else 0.0) if busy else None,
+                busy_ratio=(sum(busy[pid]) / len(busy[pid]) if pid in busy else 0.0)
+                if busy
+                else None,
             )
             for pid, used in memory.items()
-        ]  # fmt: skip
+        ]
 
     def _uses(self, since_us: int) -> list[Any]:
         """Samples of what processes used since then; none where nothing ran."""
@@ -412,10 +469,23 @@ MAX_EVENTS = 1000  # of one sample
 
 # Compute capability -> the architecture whose multiprocessors are alike (flop_per_clock.json).
 ARCHITECTURES = {
-    (7, 0): "volta", (7, 5): "turing", (8, 0): "ampere", (8, 6): "ampere-86", (8, 9): "ada", (9, 0): "hopper",
+    (7, 0): "volta",
+    (7, 5): "turing",
+    (8, 0): "ampere",
+    (8, 6): "ampere-86",
+    (8, 9): "ada",
+    (9, 0): "hopper",
     (10, 0): "blackwell",
-}  # fmt: skip
-CORES_PER_SM = {"volta": 64, "turing": 64, "ampere": 64, "ampere-86": 128, "ada": 128, "hopper": 128, "blackwell": 128}
+}
+CORES_PER_SM = {
+    "volta": 64,
+    "turing": 64,
+    "ampere": 64,
+    "ampere-86": 128,
+    "ada": 128,
+    "hopper": 128,
+    "blackwell": 128,
+}
 
 
 class NvmlAccelerator:
@@ -436,7 +506,9 @@ class NvmlAccelerator:
         try:
             import pynvml
         except ImportError as error:
-            raise BackendUnavailable("nvidia-ml-py is not installed: pip install 'traceloom[agent]'") from error
+            raise BackendUnavailable(
+                "nvidia-ml-py is not installed: pip install 'traceloom[agent]'"
+            ) from error
         self._nvml = pynvml
         self._clock = clock
         self._devices: dict[str, NvmlDevice] = {}
@@ -470,14 +542,18 @@ class NvmlAccelerator:
         count = nvml.nvmlDeviceGetCount()
         if not count:
             raise BackendUnavailable("NVIDIA's driver is loaded but lists no device")
-        self._devices = {entry.device.uuid: entry for index in range(count) for entry in self._list(index)}
+        self._devices = {
+            entry.device.uuid: entry for index in range(count) for entry in self._list(index)
+        }
         return [entry.device for entry in self._devices.values()]
 
     def capabilities(self) -> dict[str, str]:
         """What any device gives, and why what none gives is absent."""
         reasons = {f"device {index}": reason for index, reason in self._lost_before.items()}
         for entry in self._devices.values():
-            reasons.update({key: reason for key, reason in entry.missing.items() if key not in reasons})
+            reasons.update(
+                {key: reason for key, reason in entry.missing.items() if key not in reasons}
+            )
         if self._events is None:
             reasons["gpu_last_xid"] = "the driver tells of no events"
         return reasons | {key: "" for entry in self._devices.values() for key in entry.present}
@@ -518,7 +594,9 @@ class NvmlAccelerator:
         for _ in range(MAX_EVENTS if self._events is not None else 0):
             try:
                 event = nvml.nvmlEventSetWait_v2(self._events, 0)
-            except nvml.NVMLError:  # none is waiting, or the device is lost, which its own calls tell
+            except (
+                nvml.NVMLError
+            ):  # none is waiting, or the device is lost, which its own calls tell
                 break
             uuid = self._handles.get(ctypes.cast(event.device, ctypes.c_void_p).value, "")
             if event.gpuInstanceId != NO_INSTANCE:
@@ -533,8 +611,14 @@ class NvmlAccelerator:
             is_xid = event.eventType == nvml.nvmlEventTypeXidCriticalError
             code = int(event.eventData) if is_xid and event.eventData != UNKNOWN_XID else None
             kind = "xid" if is_xid else "ecc"
-            text = ("" if code is not None else "the driver does not know its number") if is_xid else "double-bit error"
-            happened.append(DeviceEvent(at_ns=time.time_ns(), device=uuid, kind=kind, code=code, text=text))
+            text = (
+                ("" if code is not None else "the driver does not know its number")
+                if is_xid
+                else "double-bit error"
+            )
+            happened.append(
+                DeviceEvent(at_ns=time.time_ns(), device=uuid, kind=kind, code=code, text=text)
+            )
         return happened
 
     def pause(self, seconds: float) -> bool:
@@ -552,7 +636,9 @@ class NvmlAccelerator:
             self._nvml.nvmlShutdown()
 
     def _answering(self, call: Callable[..., T], *arguments: Any) -> Iterator[tuple[NvmlDevice, T]]:
-        """What a call gives for each device that is not lost; one that falls off the bus meanwhile turns stale."""
+        """What a call gives for each device that is not lost; one that falls off the bus meanwhile
+        turns stale.
+        """
         for entry in self._devices.values():
             if entry.device.stale:
                 continue
@@ -565,7 +651,9 @@ class NvmlAccelerator:
 
     def _lose(self, entry: NvmlDevice, error: Exception) -> None:
         entry.disarm()
-        entry.device = msgspec.structs.replace(entry.device, stale=f"{error}: restart the host, or reset the device")
+        entry.device = msgspec.structs.replace(
+            entry.device, stale=f"{error}: restart the host, or reset the device"
+        )
 
     def _list(self, index: int) -> list[NvmlDevice]:
         """A device and its partitions; those of the last time, stale, where it is lost."""
@@ -585,7 +673,9 @@ class NvmlAccelerator:
             if error.value != nvml.NVML_ERROR_GPU_IS_LOST:
                 raise
             known_entries = [
-                entry for entry in self._devices.values() if entry.device.index.partition(":")[0] == str(index)
+                entry
+                for entry in self._devices.values()
+                if entry.device.index.partition(":")[0] == str(index)
             ]
             for entry in known_entries:
                 self._lose(entry, error)
@@ -604,15 +694,22 @@ class NvmlAccelerator:
         model = attempt(nvml.nvmlDeviceGetName, handle) or ""
         architecture = ARCHITECTURES.get(tuple(capability), "") if capability else ""
         cores_per_sm = CORES_PER_SM.get(architecture)
-        if architecture and "GeForce" in model:  # whose matrix units add in 32 bits at half the rate
+        if (
+            architecture and "GeForce" in model
+        ):  # whose matrix units add in 32 bits at half the rate
             architecture += "-geforce"
         device = Device(
-            uuid=uuid, index=str(index), vendor="nvidia", model=model,
-            pci=pci.busId if pci else "", driver=self._driver,
+            uuid=uuid,
+            index=str(index),
+            vendor="nvidia",
+            model=model,
+            pci=pci.busId if pci else "",
+            driver=self._driver,
             memory_bytes=memory.total if memory else None,
             multiprocessors=cores // cores_per_sm if cores and cores_per_sm else None,
-            highest_clock_hz=clock * 1e6 if clock else None, architecture=architecture,
-        )  # fmt: skip
+            highest_clock_hz=clock * 1e6 if clock else None,
+            architecture=architecture,
+        )
         self._handles[ctypes.cast(handle, ctypes.c_void_p).value] = uuid
         if self._events is not None:
             types = attempt(nvml.nvmlDeviceGetSupportedEventTypes, handle) or 0
@@ -625,9 +722,15 @@ class NvmlAccelerator:
         mode = entry.attempt("partitions", nvml.nvmlDeviceGetMigMode, entry.handle)
         if not mode or mode[0] != nvml.NVML_DEVICE_MIG_ENABLE:
             return
-        for slot in range(entry.attempt("partitions", nvml.nvmlDeviceGetMaxMigDeviceCount, entry.handle) or 0):
-            handle = call_if_supported(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, entry.handle, slot)
-            uuid = None if handle is None else call_if_supported(nvml, nvml.nvmlDeviceGetUUID, handle)
+        for slot in range(
+            entry.attempt("partitions", nvml.nvmlDeviceGetMaxMigDeviceCount, entry.handle) or 0
+        ):
+            handle = call_if_supported(
+                nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, entry.handle, slot
+            )
+            uuid = (
+                None if handle is None else call_if_supported(nvml, nvml.nvmlDeviceGetUUID, handle)
+            )
             if uuid is None:  # nothing is in that slot, or it was taken away just now
                 continue
             if uuid in self._devices and not self._devices[uuid].device.stale:
@@ -639,9 +742,12 @@ class NvmlAccelerator:
             attributes = entry.attempt("partitions", nvml.nvmlDeviceGetAttributes_v2, handle)
             name = str(call_if_supported(nvml, nvml.nvmlDeviceGetName, handle) or "")
             device = msgspec.structs.replace(
-                entry.device, uuid=uuid, index=f"{entry.device.index}:{slot}", parent=entry.device.uuid,
+                entry.device,
+                uuid=uuid,
+                index=f"{entry.device.index}:{slot}",
+                parent=entry.device.uuid,
                 partition=f"{name.rpartition('MIG ')[2]} gi={instance} ci={compute}",
                 multiprocessors=attributes.multiprocessorCount if attributes else None,
                 memory_bytes=attributes.memorySizeMB * MIB if attributes else None,
-            )  # fmt: skip
+            )
             yield NvmlDevice(nvml, handle, device, entry, armed=not self._paused_until)

@@ -1,7 +1,8 @@
-"""Devices that another exporter already watches: dcgm-exporter, AMD's device-metrics-exporter, GKE's TPU device plugin.
+"""Devices that another exporter already watches: dcgm-exporter, AMD's device-metrics-exporter,
+GKE's TPU device plugin.
 
-`[accelerators] scrape = ["http://127.0.0.1:9400/metrics"]`; where NVML has no counters of pipes (A100), these come from
-here while all else comes from NVML.
+`[accelerators] scrape = ["http://127.0.0.1:9400/metrics"]`; where NVML has no counters of pipes
+(A100), these come from here while all else comes from NVML.
 """
 
 from __future__ import annotations
@@ -29,14 +30,18 @@ from traceloom.agent.config import Config
 from traceloom.agent.flops import find_device_model
 from traceloom.agent.metrics import METRICS, Reading
 
-SCRAPE_TIMEOUT_S = (
-    1.5  # of one exporter: below the limit of the back end, so that one that hangs takes none else with it
+SCRAPE_TIMEOUT_S = 1.5  # of one exporter: below the limit of the back end, so that one that hangs takes none else with it
+MIN_INTERVAL_S = (
+    1.0  # an exporter measures no faster, whoever asks ten times a second while a trace runs
 )
-MIN_INTERVAL_S = 1.0  # an exporter measures no faster, whoever asks ten times a second while a trace runs
 MAX_BYTES = 16 << 20
 CHUNK_BYTES = 1 << 16
 MIB = float(1 << 20)
-BLANK_RANGES = ((2**31 - 16, 2**31), (2**47, 2**47 + 16), (2**63 - 16, 2**64))  # how DCGM writes that it has no value
+BLANK_RANGES = (
+    (2**31 - 16, 2**31),
+    (2**47, 2**47 + 16),
+    (2**63 - 16, 2**64),
+)  # how DCGM writes that it has no value
 
 
 class ExporterSeries(NamedTuple):
@@ -108,15 +113,22 @@ _AMD = (
     ExporterSeries("gpu_free_vram", "gpu_memory_free_bytes", (), MIB),
     *(
         ExporterSeries(
-            "gpu_clock", "gpu_clock_hertz", (domain,), 1e6,
+            "gpu_clock",
+            "gpu_clock_hertz",
+            (domain,),
+            1e6,
             (("clock_type", f"GPU_CLOCK_TYPE_{kind}"), ("clock_index", index)),
         )
-        for domain, kind, index in (("sm", "SYSTEM", "0"), ("memory", "MEMORY", "8"), ("memory", "MEMORY", "0"))
+        for domain, kind, index in (
+            ("sm", "SYSTEM", "0"),
+            ("memory", "MEMORY", "8"),
+            ("memory", "MEMORY", "0"),
+        )
     ),
     ExporterSeries("pcie_replay_count", "gpu_errors_total", ("pcie-replay", "")),
     ExporterSeries("gpu_ecc_correct_total", "gpu_errors_total", ("ecc-corrected", "")),
     ExporterSeries("gpu_ecc_uncorrect_total", "gpu_errors_total", ("ecc-uncorrected", "")),
-)  # fmt: skip
+)
 _TPU = tuple(
     ExporterSeries(name + suffix, metric, labels, factor)
     for suffix in ("", "_node")  # `_node` has the chips that no container holds, too
@@ -129,16 +141,27 @@ _TPU = tuple(
     )
 )
 # Of two for the same series the first that the exporter has is taken.
-EXPORTER_SERIES = (*_DCGM, *_DCGM_4, *_AMD, *(source._replace(name="amd_" + source.name) for source in _AMD), *_TPU)
+EXPORTER_SERIES = (
+    *_DCGM,
+    *_DCGM_4,
+    *_AMD,
+    *(source._replace(name="amd_" + source.name) for source in _AMD),
+    *_TPU,
+)
 _SERIES_BY_NAME: dict[str, list[tuple[int, ExporterSeries]]] = defaultdict(list)
 for _order, _source in enumerate(EXPORTER_SERIES):
     _SERIES_BY_NAME[_source.name].append((_order, _source))
 
 # Labels that say whose a device is, by exporter -> field of an owner.
 _OWNER_LABELS = {
-    "pod": "pod", "namespace": "namespace", "container": "container", "hpc_job": "job", "job_id": "job",
-    "job_user": "user", "job_partition": "partition",
-}  # fmt: skip
+    "pod": "pod",
+    "namespace": "namespace",
+    "container": "container",
+    "hpc_job": "job",
+    "job_id": "job",
+    "job_user": "user",
+    "job_partition": "partition",
+}
 
 
 def build_device(labels: Mapping[str, str]) -> Device | None:
@@ -148,36 +171,48 @@ def build_device(labels: Mapping[str, str]) -> Device | None:
         model = find_device_model(labels.get("modelName", ""))
         instance = labels.get("GPU_I_ID", "")
         return Device(
-            uuid=f"{uuid}/{instance}" if instance else uuid, parent=uuid if instance else "",
-            index=f"{labels.get('gpu', '')}:{instance}" if instance else labels.get("gpu", ""), vendor="nvidia",
-            model=labels.get("modelName", ""), pci=labels.get("pci_bus_id", ""),
+            uuid=f"{uuid}/{instance}" if instance else uuid,
+            parent=uuid if instance else "",
+            index=f"{labels.get('gpu', '')}:{instance}" if instance else labels.get("gpu", ""),
+            vendor="nvidia",
+            model=labels.get("modelName", ""),
+            pci=labels.get("pci_bus_id", ""),
             driver=labels.get("DCGM_FI_DRIVER_VERSION", ""),
             partition=f"{labels.get('GPU_I_PROFILE', '')} gi={instance}" if instance else "",
             # How many multiprocessors a partition has is not said.
             multiprocessors=model.multiprocessors if model and not instance else None,
             highest_clock_hz=model.highest_clock_hz if model else None,
-            architecture=model.architecture if model else "", owner=owner,
-        )  # fmt: skip
+            architecture=model.architecture if model else "",
+            owner=owner,
+        )
     if accelerator := labels.get("accelerator_id"):
         return Device(
-            uuid=accelerator, index=accelerator.rpartition("-")[2], vendor="google", model=labels.get("model", ""),
+            uuid=accelerator,
+            index=accelerator.rpartition("-")[2],
+            vendor="google",
+            model=labels.get("model", ""),
             owner=owner,
-        )  # fmt: skip
+        )
     identity = labels.get("gpu_uuid") or labels.get("serial_number")
     if identity and "gpu_id" in labels:
         name = labels.get("card_series") or labels.get("card_model", "")
         model = find_device_model(name)
-        # A card that is divided lists its partitions one by one; the first has the number of the whole.
+        # A card that is divided lists its partitions one by one; the first has the number of the
+        # whole.
         partition = labels.get("gpu_partition_id", "0")
         divided = labels.get("gpu_compute_partition_type", "spx").lower() != "spx"
         return Device(
-            uuid=f"{identity}/{partition}" if divided else identity, index=labels["gpu_id"], vendor="amd", model=name,
+            uuid=f"{identity}/{partition}" if divided else identity,
+            index=labels["gpu_id"],
+            vendor="amd",
+            model=name,
             driver=labels.get("driver_version", ""),
             partition=f"{labels['gpu_compute_partition_type']} {partition}" if divided else "",
             multiprocessors=model.multiprocessors if model and not divided else None,
             highest_clock_hz=model.highest_clock_hz if model else None,
-            architecture=model.architecture if model else "", owner=owner,
-        )  # fmt: skip
+            architecture=model.architecture if model else "",
+            owner=owner,
+        )
     return None
 
 
@@ -216,11 +251,15 @@ class ScrapedAccelerator:
         self._again_at = -math.inf
 
     def devices(self) -> list[Device]:
-        """Scrape all exporters at the same time, unless that was just done; the devices that they tell of."""
+        """Scrape all exporters at the same time, unless that was just done; the devices that they
+        tell of.
+        """
         if self._clock() >= self._again_at:
             self._again_at = self._clock() + MIN_INTERVAL_S
             threads = [
-                threading.Thread(target=self._scrape, args=(exporter,), name=f"scrape {exporter}", daemon=True)
+                threading.Thread(
+                    target=self._scrape, args=(exporter,), name=f"scrape {exporter}", daemon=True
+                )
                 for exporter in self._addresses
             ]
             deadline = time.monotonic() + SCRAPE_TIMEOUT_S * 1.1
@@ -234,8 +273,12 @@ class ScrapedAccelerator:
 
     def capabilities(self) -> dict[str, str]:
         """What the exporters have, and which do not answer."""
-        present = {format_capability(reading.metric, reading.labels[1:]): "" for reading in self.sample()}
-        return present | {f"exporter {address}": reason for address, reason in self._failures.items()}
+        present = {
+            format_capability(reading.metric, reading.labels[1:]): "" for reading in self.sample()
+        }
+        return present | {
+            f"exporter {address}": reason for address, reason in self._failures.items()
+        }
 
     def sample(self) -> list[Reading]:
         """What they said."""
@@ -262,7 +305,8 @@ class ScrapedAccelerator:
             with self._opener.open(address, timeout=SCRAPE_TIMEOUT_S) as answer:
                 parts: list[bytes] = []
                 size = 0
-                # Chunk by chunk: the time-out of a socket starts anew with every byte of a slow exporter.
+                # Chunk by chunk: the time-out of a socket starts anew with every byte of a slow
+                # exporter.
                 while chunk := answer.read1(CHUNK_BYTES):
                     size += len(chunk)
                     if size > MAX_BYTES:
@@ -282,7 +326,8 @@ class ScrapedAccelerator:
         self._readings.pop(address, None)
         stale = f"the exporter {address} does not answer: {reason}"
         self._devices[address] = {
-            uuid: msgspec.structs.replace(device, stale=stale) for uuid, device in self._devices[address].items()
+            uuid: msgspec.structs.replace(device, stale=stale)
+            for uuid, device in self._devices[address].items()
         }
 
 
@@ -298,7 +343,8 @@ def parse_exporter_text(text: str) -> tuple[dict[str, Device], list[Reading]]:
     values: dict[tuple[str, str, tuple[str, ...]], tuple[int, float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            # The parser gives every counter the `_total` of OpenMetrics, which these exporters do not print.
+            # The parser gives every counter the `_total` of OpenMetrics, which these exporters do
+            # not print.
             for order, source in _SERIES_BY_NAME.get(sample.name) or _SERIES_BY_NAME.get(
                 sample.name.removesuffix("_total"), []
             ):
@@ -318,4 +364,7 @@ def parse_exporter_text(text: str) -> tuple[dict[str, Device], list[Reading]]:
                 key = (source.metric, device.uuid, source.labels)
                 if key not in values or order < values[key][0]:
                     values[key] = (order, sample.value * source.factor)
-    return devices, [Reading(metric, (uuid, *labels), value) for (metric, uuid, labels), (_, value) in values.items()]
+    return devices, [
+        Reading(metric, (uuid, *labels), value)
+        for (metric, uuid, labels), (_, value) in values.items()
+    ]

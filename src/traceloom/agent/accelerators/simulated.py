@@ -25,7 +25,10 @@ from traceloom.errors import InputError, other_version, unreadable
 CLOCK_HZ, MAX_CLOCK_HZ, MEMORY_CLOCK_HZ = 1.755e9, 1.98e9, 2.619e9
 MEMORY_BYTES, RESERVED_BYTES = 80 << 30, 600 << 20
 IDLE_WATTS, POWER_LIMIT_WATTS = 75.0, 700.0
-CHECKPOINT_INTERVAL_S, CHECKPOINT_DURATION_S = 120.0, 8.0  # the made job stops to write what it has learned
+CHECKPOINT_INTERVAL_S, CHECKPOINT_DURATION_S = (
+    120.0,
+    8.0,
+)  # the made job stops to write what it has learned
 PIPES = ("tensor", "hmma", "imma", "dmma", "dfma", "fp64", "fp32", "fp16", "int")
 
 
@@ -62,7 +65,9 @@ class SimulatedAccelerator:
         self._energy_joules = [0.0] * self._device_count
         self._throttled_s = [0.0] * self._device_count
         if not self._device_count:
-            raise BackendUnavailable("no devices are simulated: [accelerators] simulated = 8 makes up eight")
+            raise BackendUnavailable(
+                "no devices are simulated: [accelerators] simulated = 8 makes up eight"
+            )
 
     def uuid(self, index: int) -> str:
         """Identity of a device: the same whenever this host simulates."""
@@ -72,10 +77,13 @@ class SimulatedAccelerator:
         """What a device does now."""
         if index in self.overrides:
             return self.overrides[index]
-        # A job that trains in BF16, writes a checkpoint now and then, and whose devices are not quite alike.
+        # A job that trains in BF16, writes a checkpoint now and then, and whose devices are not
+        # quite alike.
         seconds = self._clock()
         if seconds % CHECKPOINT_INTERVAL_S < CHECKPOINT_DURATION_S:
-            return DeviceLoad(busy=0.02, pipes={}, power_watts=IDLE_WATTS + 40.0, clock_hz=MAX_CLOCK_HZ)
+            return DeviceLoad(
+                busy=0.02, pipes={}, power_watts=IDLE_WATTS + 40.0, clock_hz=MAX_CLOCK_HZ
+            )
         busy = 0.94 + 0.05 * math.sin(seconds / 7.0 + index)
         tensor_ratio = 0.48 * busy
         pipes = {
@@ -85,26 +93,40 @@ class SimulatedAccelerator:
             "fp16": 0.01 * busy,
             "int": 0.12 * busy,
         }
-        return DeviceLoad(busy=busy, pipes=pipes, power_watts=IDLE_WATTS + 580.0 * busy - 3.0 * index)
+        return DeviceLoad(
+            busy=busy, pipes=pipes, power_watts=IDLE_WATTS + 580.0 * busy - 3.0 * index
+        )
 
     def devices(self) -> list[Device]:
         """So many as the configuration says."""
         return [
             Device(
-                uuid=self.uuid(index), index=str(index), vendor="nvidia", model="NVIDIA H100 80GB HBM3",
-                pci=f"00000000:{0x10 + index:02X}:00.0", driver="simulated", memory_bytes=MEMORY_BYTES,
-                multiprocessors=132, highest_clock_hz=MAX_CLOCK_HZ, architecture="hopper",
+                uuid=self.uuid(index),
+                index=str(index),
+                vendor="nvidia",
+                model="NVIDIA H100 80GB HBM3",
+                pci=f"00000000:{0x10 + index:02X}:00.0",
+                driver="simulated",
+                memory_bytes=MEMORY_BYTES,
+                multiprocessors=132,
+                highest_clock_hz=MAX_CLOCK_HZ,
+                architecture="hopper",
                 stale=self.load(index).stale,
             )
             for index in range(self._device_count)
-        ]  # fmt: skip
+        ]
 
     def capabilities(self) -> dict[str, str]:
         """All that is simulated can be had."""
-        return {format_capability(reading.metric, reading.labels[1:]): "" for reading in self._build_readings(0)}
+        return {
+            format_capability(reading.metric, reading.labels[1:]): ""
+            for reading in self._build_readings(0)
+        }
 
     def sample(self) -> list[Reading]:
-        """The metrics of a Hopper device with GPM; energy and throttling add up since the first call."""
+        """The metrics of a Hopper device with GPM; energy and throttling add up since the first
+        call.
+        """
         now = self._clock()
         seconds = 0.0 if self._last_sample_s is None else max(0.0, now - self._last_sample_s)
         self._last_sample_s = now
@@ -148,9 +170,14 @@ class SimulatedAccelerator:
         readings = [
             Reading("gpu_busy_ratio", device, load.busy),
             Reading("gpu_memory_busy_ratio", device, 0.5 * load.busy),
-            *(Reading("gpu_video_busy_ratio", (*device, engine), 0.0) for engine in ("encoder", "decoder")),
+            *(
+                Reading("gpu_video_busy_ratio", (*device, engine), 0.0)
+                for engine in ("encoder", "decoder")
+            ),
             Reading("gpu_memory_used_bytes", device, load.memory_bytes),
-            Reading("gpu_memory_free_bytes", device, MEMORY_BYTES - RESERVED_BYTES - load.memory_bytes),
+            Reading(
+                "gpu_memory_free_bytes", device, MEMORY_BYTES - RESERVED_BYTES - load.memory_bytes
+            ),
             Reading("gpu_memory_reserved_bytes", device, RESERVED_BYTES),
             Reading("gpu_memory_limit_bytes", device, MEMORY_BYTES),
             Reading("gpu_power_watts", device, load.power_watts),
@@ -160,10 +187,15 @@ class SimulatedAccelerator:
             Reading("gpu_temperature_celsius", (*device, "memory"), 34.0 + 45.0 * power_ratio),
             Reading("gpu_clock_hertz", (*device, "sm"), load.clock_hz),
             Reading("gpu_clock_hertz", (*device, "memory"), MEMORY_CLOCK_HZ),
-            Reading("gpu_throttled", (*device, "power"), float(load.power_watts >= POWER_LIMIT_WATTS)),
+            Reading(
+                "gpu_throttled", (*device, "power"), float(load.power_watts >= POWER_LIMIT_WATTS)
+            ),
             Reading("gpu_throttled_seconds_total", (*device, "power"), self._throttled_s[index]),
             Reading("gpu_errors_total", (*device, "pcie-replay", ""), 0.0),
-            *(Reading("gpu_remapped_rows", (*device, kind), 0.0) for kind in ("correctable", "uncorrectable")),
+            *(
+                Reading("gpu_remapped_rows", (*device, kind), 0.0)
+                for kind in ("correctable", "uncorrectable")
+            ),
         ]
         if self._clock() < self.paused_until:
             return readings
@@ -172,7 +204,10 @@ class SimulatedAccelerator:
             Reading("gpu_sm_active_ratio", device, 0.9 * load.busy),
             Reading("gpu_sm_occupancy_ratio", device, 0.3 * load.busy),
             Reading("gpu_dram_active_ratio", device, 0.4 * load.busy),
-            *(Reading("gpu_pipe_active_ratio", (*device, pipe), load.pipes.get(pipe, 0.0)) for pipe in PIPES),
+            *(
+                Reading("gpu_pipe_active_ratio", (*device, pipe), load.pipes.get(pipe, 0.0))
+                for pipe in PIPES
+            ),
             *(
                 Reading("gpu_link_bytes_per_second", (*device, link, direction), rate * load.busy)
                 for link, rate in links
@@ -200,7 +235,9 @@ class SampleWriter:
     def __init__(self, path: str | Path) -> None:
         self._file = Path(path).open("wb")  # noqa: SIM115 - open for as long as the agent records
         self._encoder = msgspec.json.Encoder()
-        self._file.write(self._encoder.encode(RecordingHeader(RECORDING_FORMAT, RECORDING_VERSION)) + b"\n")
+        self._file.write(
+            self._encoder.encode(RecordingHeader(RECORDING_FORMAT, RECORDING_VERSION)) + b"\n"
+        )
 
     def write(self, sample: Sample) -> None:
         """Append a sample, whole before the next begins."""
@@ -226,10 +263,14 @@ def read_samples(path: str | Path) -> Generator[Sample, None, None]:
         try:
             header = msgspec.json.decode(file.readline(), type=RecordingHeader)
         except msgspec.DecodeError as error:
-            raise InputError("this is no recording of devices", slug="wrong-recording", where=str(path)) from error
+            raise InputError(
+                "this is no recording of devices", slug="wrong-recording", where=str(path)
+            ) from error
         if header.format != RECORDING_FORMAT:
             raise InputError(
-                f"expected {RECORDING_FORMAT}, got {header.format}", slug="wrong-recording", where=str(path)
+                f"expected {RECORDING_FORMAT}, got {header.format}",
+                slug="wrong-recording",
+                where=str(path),
             )
         if header.version != RECORDING_VERSION:
             raise other_version("recording of devices", header.version, RECORDING_VERSION, path)
@@ -241,12 +282,15 @@ def read_samples(path: str | Path) -> Generator[Sample, None, None]:
                 yield decoder.decode(line)
             except msgspec.DecodeError as error:
                 raise InputError(
-                    f"a sample cannot be read: {error}", slug="wrong-recording", where=f"{path}, line {number}"
+                    f"a sample cannot be read: {error}",
+                    slug="wrong-recording",
+                    where=f"{path}, line {number}",
                 ) from error
 
 
 class RecordedAccelerator:
-    """Plays samples again, as far apart as they were recorded; after the last one its devices are stale.
+    """Plays samples again, as far apart as they were recorded; after the last one its devices are
+    stale.
 
     Args:
         config: Where the file is.
@@ -257,7 +301,9 @@ class RecordedAccelerator:
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         if not config.accelerators.recorded:
-            raise BackendUnavailable("no recording is played: [accelerators] recorded = FILE names one")
+            raise BackendUnavailable(
+                "no recording is played: [accelerators] recorded = FILE names one"
+            )
         self._samples = read_samples(config.accelerators.recorded)
         self._clock = clock
         first = next(self._samples, None)
@@ -270,7 +316,10 @@ class RecordedAccelerator:
 
     def devices(self) -> list[Device]:
         """Those of the sample whose time it is."""
-        while self._next is not None and self._next.at_ns / 1e9 <= self._clock() - self._clock_offset_s:
+        while (
+            self._next is not None
+            and self._next.at_ns / 1e9 <= self._clock() - self._clock_offset_s
+        ):
             self._interval_s = (self._next.at_ns - self._current.at_ns) / 1e9
             self._current, self._next = self._next, next(self._samples, None)
             self._events += self._current.events
@@ -309,5 +358,6 @@ class RecordedAccelerator:
     def _has_ended(self) -> bool:
         # The last sample is true for as long as the one before it was.
         return (
-            self._next is None and self._clock() - self._clock_offset_s > self._current.at_ns / 1e9 + self._interval_s
+            self._next is None
+            and self._clock() - self._clock_offset_s > self._current.at_ns / 1e9 + self._interval_s
         )

@@ -2,17 +2,22 @@
 
 text of ours when it is between two instructions of Python.
 
-ptrace.py (one thread, stopped) ─► scheduling.py (a worker: what it is to run) ─► in_target.py (runs there)
-                                                                     orders.py ◄──── says how far it is
+ptrace.py (one thread, stopped) ─► scheduling.py (a worker: what it is to run) ─► in_target.py (runs
+there)
+                                                                     orders.py ◄──── says how far it
+                                                                     is
 
-A debugger is not used: the ones that distributions have cannot write back the registers of processors with AMX (gdb 13:
-"Couldn't write extended state status: Bad address"), which ends the process, and stop all threads for 300 ms.
+A debugger is not used: the ones that distributions have cannot write back the registers of
+processors with AMX (gdb 13: "Couldn't write extended state status: Bad address"), which ends the
+process, and stop all threads for 300 ms.
 
-The thread is stopped by the kernel alone: no signal reaches the process and nothing is written into its code. Where it
-was in a system call, the kernel begins that again, as it does after any stop; a few (epoll_wait) return with EINTR,
-which programs have to expect and Python hides. Blocks, so it runs in a worker.
+The thread is stopped by the kernel alone: no signal reaches the process and nothing is written into
+its code. Where it was in a system call, the kernel begins that again, as it does after any stop; a
+few (epoll_wait) return with EINTR, which programs have to expect and Python hides. Blocks, so it
+runs in a worker.
 
-CPython runs what is scheduled in its main thread, between two instructions of the program, as it runs handlers of
+CPython runs what is scheduled in its main thread, between two instructions of the program, as it
+runs handlers of
 signals: nothing of the program's is half done then, and no lock of ours can meet one of it. The text only starts a
 thread. `sys.remote_exec` of Python 3.14 does the same, where the agent has the same version.
 """
@@ -49,9 +54,34 @@ _RED_ZONE = 128  # bytes below the stack pointer that a function may use
 _CODE_64 = 0x33  # the segment of code of 64 bits
 _POLL_S = 0.0002
 _REGISTER_NAMES = (
-    "r15", "r14", "r13", "r12", "rbp", "rbx", "r11", "r10", "r9", "r8", "rax", "rcx", "rdx", "rsi", "rdi", "orig_rax",
-    "rip", "cs", "eflags", "rsp", "ss", "fs_base", "gs_base", "ds", "es", "fs", "gs",
-)  # fmt: skip
+    "r15",
+    "r14",
+    "r13",
+    "r12",
+    "rbp",
+    "rbx",
+    "r11",
+    "r10",
+    "r9",
+    "r8",
+    "rax",
+    "rcx",
+    "rdx",
+    "rsi",
+    "rdi",
+    "orig_rax",
+    "rip",
+    "cs",
+    "eflags",
+    "rsp",
+    "ss",
+    "fs_base",
+    "gs_base",
+    "ds",
+    "es",
+    "fs",
+    "gs",
+)
 _NO_CALL = 2**64 - 1
 _CALL_FLAGS_MASK = ~0x500  # neither trap nor backward strings
 SUPPORTED_MACHINES = ("x86_64",)
@@ -79,7 +109,9 @@ def is_possible() -> bool:
 
 
 def is_call_allowed() -> bool:
-    """Whether the kernel takes ptrace(2) from this process at all: filters of containers may refuse it."""
+    """Whether the kernel takes ptrace(2) from this process at all: filters of containers may refuse
+    it.
+    """
     try:
         _call_ptrace(_SEIZE, UNUSED_PID)
     except OSError as error:
@@ -132,7 +164,8 @@ class StoppedThread:
     def __exit__(self, *_: object) -> None:
         """Put back what was changed, and let it go on."""
         try:
-            # What is put back in a stop before a return to the program makes the kernel begin again what it was in.
+            # What is put back in a stop before a return to the program makes the kernel begin again
+            # what it was in.
             self._until = max(self._until, time.monotonic() + 1.0)
             self._interrupt()
             self._registers(_SET_REGISTERS, _EXTENDED, self._extended, self._extended_size)
@@ -164,7 +197,8 @@ class StoppedThread:
         return self._after_system_call()
 
     def function_call(self, function: int, instruction: int, *arguments: int) -> int:
-        """Make it call a function that returns an `int`; it returns to the instruction `syscall`, where it is stopped.
+        """Make it call a function that returns an `int`; it returns to the instruction `syscall`,
+        where it is stopped.
 
         Raises:
             OSError: ETIMEDOUT: it did not return in time.
@@ -178,10 +212,15 @@ class StoppedThread:
         while True:
             self._to_system_call()
             self._registers(_GET_REGISTERS, _GENERAL, registers)
-            if registers.rip == instruction + 2 and registers.rsp > self._saved.rsp - _RED_ZONE - 32:
+            if (
+                registers.rip == instruction + 2
+                and registers.rsp > self._saved.rsp - _RED_ZONE - 32
+            ):
                 break
             self._after_system_call()  # one of the function's own
-        result = ctypes.c_int32(registers.orig_rax & 0xFFFFFFFF).value  # the result stands where the call's number does
+        result = ctypes.c_int32(
+            registers.orig_rax & 0xFFFFFFFF
+        ).value  # the result stands where the call's number does
         registers.orig_rax = _NO_CALL
         self._registers(_SET_REGISTERS, _GENERAL, registers)
         self._after_system_call()
@@ -215,7 +254,9 @@ class StoppedThread:
             status = self._next_stop()
             if os.WSTOPSIG(status) == _AT_SYSTEM_CALL:
                 return
-            number = 0 if status >> 16 else os.WSTOPSIG(status)  # a signal, which the program is to have
+            number = (
+                0 if status >> 16 else os.WSTOPSIG(status)
+            )  # a signal, which the program is to have
 
     def _after_system_call(self) -> int:
         self._to_system_call()
@@ -227,7 +268,9 @@ class StoppedThread:
         """Stop it where it returns to the program, whether it runs or is stopped elsewhere."""
         number = 0
         while True:
-            _call_ptrace(_INTERRUPT, self._thread)  # again each time: any other stop makes the kernel forget it
+            _call_ptrace(
+                _INTERRUPT, self._thread
+            )  # again each time: any other stop makes the kernel forget it
             if self._is_stopped:
                 _call_ptrace(_CONT, self._thread, 0, number)
                 self._is_stopped = False
@@ -235,7 +278,9 @@ class StoppedThread:
             if status >> 16 == _EVENT_STOP:
                 return
             # A signal, which the program is to have; other stops are none.
-            number = 0 if status >> 16 or os.WSTOPSIG(status) == _AT_SYSTEM_CALL else os.WSTOPSIG(status)
+            number = (
+                0 if status >> 16 or os.WSTOPSIG(status) == _AT_SYSTEM_CALL else os.WSTOPSIG(status)
+            )
 
     def _next_stop(self) -> int:
         while True:
@@ -250,7 +295,11 @@ class StoppedThread:
             time.sleep(_POLL_S)
 
     def _registers(
-        self, request: int, kind: int, buffer: ctypes.Structure | ctypes.Array[ctypes.c_char], size: int = 0
+        self,
+        request: int,
+        kind: int,
+        buffer: ctypes.Structure | ctypes.Array[ctypes.c_char],
+        size: int = 0,
     ) -> int:
         """Get or set a set of registers; how many bytes it has."""
         vector = _Vector(ctypes.addressof(buffer), size or ctypes.sizeof(buffer))
@@ -258,7 +307,9 @@ class StoppedThread:
         return int(vector.size)
 
     def _leave(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended, or runs: then the end of this process lets it go
+        with contextlib.suppress(
+            OSError
+        ):  # it has ended, or runs: then the end of this process lets it go
             _call_ptrace(_DETACH, self._thread)
         self.pause_ns = time.monotonic_ns() - self._stopped_ns
 
@@ -282,10 +333,15 @@ def explain_attach_refusal(proc: Path = Path("/proc")) -> tuple[str, str]:
     except (OSError, ValueError):  # a kernel without Yama
         scope = 0
     if scope >= 3:
-        return f"Yama forbids it to everybody ({_YAMA} is {scope})", "it stays so until the host is started again"
+        return (
+            f"Yama forbids it to everybody ({_YAMA} is {scope})",
+            "it stays so until the host is started again",
+        )
     # Yama makes exceptions for who has CAP_SYS_PTRACE.
     status = read(proc / "self/status").splitlines() if scope else []
-    capabilities = next((int(line.split()[1], 16) for line in status if line.startswith(b"CapEff:")), 0)
+    capabilities = next(
+        (int(line.split()[1], 16) for line in status if line.startswith(b"CapEff:")), 0
+    )
     if scope and not capabilities >> _SYS_PTRACE & 1:
         return (
             f"Yama lets parents and root alone do so ({_YAMA} is {scope})",
@@ -306,7 +362,8 @@ _SCHED_SYSCALLS = b"\x0f\x05"  # the instruction
 _MAX_INSTRUCTIONS = 64  # bytes of libc's `syscall` that are looked through for it
 _LIBRARY_NAMES = ("libpython", "libc.so", "libc-2")  # beside the program itself
 _ADD_PENDING, _RUN = "Py_AddPendingCall", "PyRun_SimpleString"
-# Python does not expect what is scheduled to fail, and this may be where the program is to be interrupted.
+# Python does not expect what is scheduled to fail, and this may be where the program is to be
+# interrupted.
 _BOOTSTRAP = """\
 try:
     __import__("_thread").start_new_thread(__import__("builtins").exec, ({source}, {names}))
@@ -340,13 +397,22 @@ def inject_order(*, pid: int, start_ticks: int, order: dict[str, Any]) -> dict[s
         _check(pid, start_ticks, order["folder"])
         functions, instruction = _find_python_functions(pid)
         source = Path(__file__).with_name("payload.py").read_text(encoding="utf-8")
-        size = -(-(len(_build_payload_text(source, order, 2**63, 2**63)) + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = (
+            -(-(len(_build_payload_text(source, order, 2**63, 2**63)) + 1) // mmap.PAGESIZE)
+            * mmap.PAGESIZE
+        )
         assert size <= _MAX_TEXT_BYTES
         with StoppedThread(pid, _ATTACH_TIMEOUT_S) as thread:
             address = thread.system_call(
-                _MMAP, instruction, 0, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
-                -1, 0,
-            )  # fmt: skip
+                _MMAP,
+                instruction,
+                0,
+                size,
+                mmap.PROT_READ | mmap.PROT_WRITE,
+                mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+                -1,
+                0,
+            )
             if address < 0:
                 raise OSError(-address, os.strerror(-address))  # noqa: TRY301
             thread.write(address, _build_payload_text(source, order, address, size))
@@ -359,11 +425,14 @@ def inject_order(*, pid: int, start_ticks: int, order: dict[str, Any]) -> dict[s
         return _build_fault("the process has ended", slug="exited")
     except PermissionError:
         reason, _ = explain_attach_refusal()
-        detail = f"the kernel does not let the agent attach to process {pid}" + (f": {reason}" if reason else "")
+        detail = f"the kernel does not let the agent attach to process {pid}" + (
+            f": {reason}" if reason else ""
+        )
         return _build_fault(detail, slug="not-permitted")
     except TimeoutError:
         return _build_fault(
-            f"its main thread could not be had in {_ATTACH_TIMEOUT_S:g} s, and was let go", slug="not-stopped"
+            f"its main thread could not be had in {_ATTACH_TIMEOUT_S:g} s, and was let go",
+            slug="not-stopped",
         )
     except OSError as error:
         return _build_fault((error.strerror or str(error)).lower(), slug="not-permitted")
@@ -380,7 +449,9 @@ def _check(pid: int, start_ticks: int, directory: str) -> None:
     if int(fields[19]) != start_ticks or fields[0] in (b"Z", b"X"):
         raise ProcessLookupError
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-    tracer = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("TracerPid:"))
+    tracer = next(
+        int(line.split()[1]) for line in status.splitlines() if line.startswith("TracerPid:")
+    )
     if tracer:
         raise _AttachFaultError(f"it is traced already, by process {tracer}", slug="traced-already")
     process_stat, host_stat = os.stat(f"/proc/{pid}/root{directory}"), os.stat(directory)  # noqa: PTH116
@@ -397,20 +468,27 @@ def _find_python_functions(pid: int) -> tuple[dict[str, int], int]:
     functions: dict[str, int] = {}
     instruction = 0
     for mapping in parts:
-        if mapping.path != program and not mapping.path.rpartition("/")[2].startswith(_LIBRARY_NAMES):
+        if mapping.path != program and not mapping.path.rpartition("/")[2].startswith(
+            _LIBRARY_NAMES
+        ):
             continue
         descriptor = open_mapped(pid, mapping)
         try:
             elf = Elf(descriptor)
             for symbol in (_ADD_PENDING, _RUN, "syscall"):
                 function = elf.find(f"{symbol}\0")
-                if function is None or not 0 <= function.offset - mapping.offset < mapping.end - mapping.start:
+                if (
+                    function is None
+                    or not 0 <= function.offset - mapping.offset < mapping.end - mapping.start
+                ):
                     continue
                 address = mapping.start + function.offset - mapping.offset
                 if symbol != "syscall":
                     functions.setdefault(symbol, address)
                 elif not instruction:
-                    position = os.pread(descriptor, _MAX_INSTRUCTIONS, function.offset).find(_SCHED_SYSCALLS)
+                    position = os.pread(descriptor, _MAX_INSTRUCTIONS, function.offset).find(
+                        _SCHED_SYSCALLS
+                    )
                     instruction = address + position if position >= 0 else 0
         finally:
             os.close(descriptor)
@@ -421,6 +499,9 @@ def _find_python_functions(pid: int) -> tuple[dict[str, int], int]:
 
 def _build_payload_text(source: str, order: dict[str, Any], address: int, size: int) -> bytes:
     """What Python is to run: our text and, as a value in it, the order."""
-    names = {"__name__": "traceloom_attached", "ORDER": json.dumps(order | {"text_at": address, "text_bytes": size})}
+    names = {
+        "__name__": "traceloom_attached",
+        "ORDER": json.dumps(order | {"text_at": address, "text_bytes": size}),
+    }
     # As literals, so that nothing in a value is ever read as code.
     return _BOOTSTRAP.format(source=ascii(source), names=ascii(names)).encode("ascii")

@@ -1,10 +1,13 @@
-"""What runs in a process that is attached to. The agent never runs this file: it sends its text, and the order as JSON.
+"""What runs in a process that is attached to. The agent never runs this file: it sends its text,
+and the order as JSON.
 
-It runs in a thread of its own, under whatever Python (3.8 or later) and PyTorch the program has, and must not raise
-into the program, wait for anything that the program may hold, or leave anything behind. The order stands as long as its
-file is there: who deletes that ends the work. How far it is goes into that file, a line of JSON each.
+It runs in a thread of its own, under whatever Python (3.8 or later) and PyTorch the program has,
+and must not raise into the program, wait for anything that the program may hold, or leave anything
+behind. The order stands as long as its file is there: who deletes that ends the work. How far it is
+goes into that file, a line of JSON each.
 
-PyTorch's profiler sees all threads here, whichever thread begins it. A profile of the program's own goes first: PyTorch
+PyTorch's profiler sees all threads here, whichever thread begins it. A profile of the program's own
+goes first: PyTorch
 2.13 crashes where two meet, so ours ends before the program's begins, and before Python ends.
 """
 
@@ -28,8 +31,9 @@ _LOOK_S = 0.05
 _OWN_S = 2.0  # between looks for a profile of the program's own, which cost some 30 ms of a large program
 _MOST_ENTRIES = 100_000  # of the allocator's history, the newest
 _WORDS = {
-    "exited": "the program ended", "cancelled-by-program": "the program started a profile of its own",
-}  # fmt: skip
+    "exited": "the program ended",
+    "cancelled-by-program": "the program started a profile of its own",
+}
 
 
 class OrderOverError(Exception):
@@ -49,9 +53,9 @@ class AttachedWork:
 
     Args:
         order: `folder` and `name` of the result (the order's file is `NAME.order`), `kind` (`timeline`, `memory`),
-            `trace_id`, `steps` or `seconds`, `begin_ns` (0: at once; wall clock), `waits` (whether `NAME.begin` will
-            say when), `until_ns`, and `shapes`, `stacks`, `flops`, `modules`; `text_at` and `text_bytes`: where this
-            came into the program's memory.
+            `trace_id`, `steps` or `seconds`, `begin_ns` (0: at once; wall clock), `waits` (whether
+            `NAME.begin` will say when), `until_ns`, and `shapes`, `stacks`, `flops`, `modules`;
+            `text_at` and `text_bytes`: where this came into the program's memory.
     """
 
     def __init__(self, order: dict[str, Any]) -> None:
@@ -77,7 +81,9 @@ class AttachedWork:
                 while True:  # until the program has imported it
                     torch = sys.modules.get("torch")
                     if torch is None:
-                        raise OrderRefusedError("the program has not imported PyTorch", slug="no-torch")  # noqa: TRY301
+                        raise OrderRefusedError(  # noqa: TRY301
+                            "the program has not imported PyTorch", slug="no-torch"
+                        )
                     if not getattr(getattr(torch, "__spec__", None), "_initializing", False):
                         break
                     self._wait(waits_for="PyTorch is still being imported")
@@ -87,7 +93,11 @@ class AttachedWork:
         except OrderRefusedError as error:
             self._tell(state="failed", slug=error.slug, detail=str(error)[:300])
         except BaseException as error:  # noqa: BLE001  (a thread of ours in a stranger's program)
-            self._tell(state="failed", slug="program-error", detail=f"{type(error).__name__}: {error}"[:300])
+            self._tell(
+                state="failed",
+                slug="program-error",
+                detail=f"{type(error).__name__}: {error}"[:300],
+            )
         finally:
             self._finish("over")
             while self.undo:
@@ -108,10 +118,14 @@ class AttachedWork:
             self._wait(waits_for="another trace of it is recorded")
         for name in ("_prepare_profiler", "_enable_profiler"):
             self._make_way(profiler, name)
-        while True:  # until no profile of the program's own runs; one that begins from then on ends ours
+        while (
+            True
+        ):  # until no profile of the program's own runs; one that begins from then on ends ours
             begun = self.own_begun
             runs = any(
-                type(candidate) is profiler.profile and candidate.entered and candidate.kineto_results is None
+                type(candidate) is profiler.profile
+                and candidate.entered
+                and candidate.kineto_results is None
                 for candidate in gc.get_objects()
             )
             with self.lock:
@@ -122,13 +136,23 @@ class AttachedWork:
         activities = [ProfilerActivity.CPU]
         for name in ("cuda", "xpu"):
             device = getattr(torch, name, None)
-            if device is not None and device.is_initialized() and hasattr(ProfilerActivity, name.upper()):
+            if (
+                device is not None
+                and device.is_initialized()
+                and hasattr(ProfilerActivity, name.upper())
+            ):
                 activities.append(getattr(ProfilerActivity, name.upper()))
         options = {
-            "activities": activities, "record_shapes": order["shapes"], "with_stack": order["stacks"],
-            "with_flops": order["flops"], "with_modules": order["modules"], "experimental_config": all_threads,
-        }  # fmt: skip
-        names_itself = "custom_trace_id_callback" in inspect.signature(_KinetoProfile.__init__).parameters
+            "activities": activities,
+            "record_shapes": order["shapes"],
+            "with_stack": order["stacks"],
+            "with_flops": order["flops"],
+            "with_modules": order["modules"],
+            "experimental_config": all_threads,
+        }
+        names_itself = (
+            "custom_trace_id_callback" in inspect.signature(_KinetoProfile.__init__).parameters
+        )
         if names_itself:
             options["custom_trace_id_callback"] = lambda: order["trace_id"]
         profile = _KinetoProfile(**options)
@@ -146,7 +170,11 @@ class AttachedWork:
 
     def _memory(self, torch: Any) -> None:
         cuda = torch.cuda
-        if not (cuda.is_available() and cuda.is_initialized() and hasattr(cuda.memory, "_record_memory_history")):
+        if not (
+            cuda.is_available()
+            and cuda.is_initialized()
+            and hasattr(cuda.memory, "_record_memory_history")
+        ):
             raise OrderRefusedError("the program does not use CUDA", slug="no-cuda")
         is_enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)  # noqa: SLF001
         has_own = is_enabled is not None and is_enabled()  # a history of the program's own goes on
@@ -157,7 +185,9 @@ class AttachedWork:
         def start() -> Callable[[], Any]:
             if not has_own:
                 self.undo.append(lambda: record(None))
-                record("all", **{name: value for name, value in options.items() if name in parameters})
+                record(
+                    "all", **{name: value for name, value in options.items() if name in parameters}
+                )
             return lambda: None
 
         self._record(start)
@@ -188,7 +218,10 @@ class AttachedWork:
         self._tell(state="ready")
         while self.order["waits"] and not begin_ns:
             self._wait()
-            with contextlib.suppress(OSError, ValueError), open(self.path + ".begin", encoding="ascii") as file:  # noqa: PTH123
+            with (
+                contextlib.suppress(OSError, ValueError),
+                open(self.path + ".begin", encoding="ascii") as file,  # noqa: PTH123
+            ):
                 begin_ns = int(file.read(32))
         while time.time_ns() < begin_ns:
             self._wait(min(_LOOK_S, (begin_ns - time.time_ns()) / 1e9))
@@ -218,7 +251,9 @@ class AttachedWork:
 
             self.undo.append(register_optimizer_step_post_hook(step).remove)
             end = time.monotonic() + (self.order["until_ns"] - time.time_ns()) / 1e9
-        while time.monotonic() < end and not self.ended.wait(max(0.0, min(end - time.monotonic(), 4 * _LOOK_S))):
+        while time.monotonic() < end and not self.ended.wait(
+            max(0.0, min(end - time.monotonic(), 4 * _LOOK_S))
+        ):
             if not os.path.exists(self.path + ".order"):  # noqa: PTH110
                 raise OrderOverError
         if steps is not None and not self.ended.is_set():
@@ -277,7 +312,9 @@ class AttachedWork:
             write(part)
             os.rename(part, self.path)  # noqa: PTH104
             self.held_ns += time.monotonic_ns() - began
-        self._tell(state="written", start_ns=self.start_ns, end_ns=self.end_ns, held_ns=self.held_ns)
+        self._tell(
+            state="written", start_ns=self.start_ns, end_ns=self.end_ns, held_ns=self.held_ns
+        )
 
     def _free(self) -> None:
         import ctypes
@@ -295,4 +332,6 @@ class AttachedWork:
 
 
 if __name__ == "traceloom_attached":
-    threading.Thread(target=AttachedWork(json.loads(globals()["ORDER"])).run, name="traceloom", daemon=True).start()
+    threading.Thread(
+        target=AttachedWork(json.loads(globals()["ORDER"])).run, name="traceloom", daemon=True
+    ).start()

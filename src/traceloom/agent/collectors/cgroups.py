@@ -1,7 +1,9 @@
-"""Control groups of the processes that matter: what a job or container used and may use, and what was killed in it.
+"""Control groups of the processes that matter: what a job or container used and may use, and what
+was killed in it.
 
-Version 1, version 2, or both at once as systemd's hybrid mode has them: version 1 for resources, version 2 for names
-and pressure. A group is known by its path, which is the same in every hierarchy that has it.
+Version 1, version 2, or both at once as systemd's hybrid mode has them: version 1 for resources,
+version 2 for names and pressure. A group is known by its path, which is the same in every hierarchy
+that has it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from traceloom.agent.ownership.model import Process
 
 MAX_GROUPS = 64  # about 1,400 series
 MAX_KILLS = 1000
-GROUP_RETENTION_S = 60.0  # so long a group is looked at after its last process ended: it may have been killed
+GROUP_RETENTION_S = (
+    60.0  # so long a group is looked at after its last process ended: it may have been killed
+)
 _UNLIMITED = 1 << 62  # version 1 spells no limit as a number near 2**63
 _PERIOD_COUNTERS = {  # of the quota: those in which it was in force, and those in which it was used up
     ("cgroup_periods_total",): "nr_periods",
@@ -33,11 +37,12 @@ _PRESSURE_RESOURCES = ("cpu", "io", "memory")
 
 
 class OomKill(msgspec.Struct, frozen=True, kw_only=True):
-    """Processes of a control group were killed for want of memory, some time in the period before `at_ns`.
+    """Processes of a control group were killed for want of memory, some time in the period before
+    `at_ns`.
 
-    `job`: the one whose group it is, "" where it is none's or several'. `uid`: whose its processes were, None where
-    they were several users'. `limit_bytes`: what the group may have at most, None without a limit: then the host had
-    no more.
+    `job`: the one whose group it is, "" where it is none's or several'. `uid`: whose its processes
+    were, None where they were several users'. `limit_bytes`: what the group may have at most, None
+    without a limit: then the host had no more.
     """
 
     at_ns: int
@@ -49,14 +54,19 @@ class OomKill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hierarchy(NamedTuple):
-    """A mounted tree of groups. `controllers` is empty for version 2; `root`: the group that is mounted."""
+    """A mounted tree of groups.
+
+    `controllers` is empty for version 2; `root`: the group that is mounted.
+    """
 
     controllers: frozenset[str]
     directory: Path
     root: str
 
     def of(self, group: str) -> Path | None:
-        """Where a group's files are; None where it lies outside, or is the whole host: that has metrics of its own."""
+        """Where a group's files are; None where it lies outside, or is the whole host: that has
+        metrics of its own.
+        """
         root = self.root.rstrip("/")
         if f"{group}/".startswith(f"{root}/") and ".." not in group.split("/"):
             directory = self.directory / group[len(root) :].strip("/")
@@ -109,15 +119,24 @@ class Cgroups(HostCollector):
                 members.setdefault(process.cgroup, []).append(process)
         groups: dict[str, _Group] = {}
         for path, processes in members.items():
-            jobs, uids = {process.owner.job for process in processes}, {process.uid for process in processes}
+            jobs, uids = (
+                {process.owner.job for process in processes},
+                {process.uid for process in processes},
+            )
             groups[path] = _Group(
-                jobs.pop() if len(jobs) == 1 else "", uids.pop() if len(uids) == 1 else None, len(processes), now
+                jobs.pop() if len(jobs) == 1 else "",
+                uids.pop() if len(uids) == 1 else None,
+                len(processes),
+                now,
             )
         for path, group in self._groups.items():
             if now - group.seen_s < GROUP_RETENTION_S:
                 groups.setdefault(path, group)
         # Of too many: those with processes first, of them those of jobs, then the largest.
-        ordered = sorted(groups, key=lambda path: (-groups[path].seen_s, not groups[path].job, -groups[path].processes))
+        ordered = sorted(
+            groups,
+            key=lambda path: (-groups[path].seen_s, not groups[path].job, -groups[path].processes),
+        )
         self.left_out = max(len(ordered) - MAX_GROUPS, 0)
         self._groups = {path: groups[path] for path in ordered[:MAX_GROUPS]}
         readings = []
@@ -136,7 +155,8 @@ class Cgroups(HostCollector):
             kills = values.get(("oom_kills_total",))
             if kills is not None:
                 counted[path] = int(kills)
-                # Note what was killed since the last look. At first sight nothing is: nobody knows when it was.
+                # Note what was killed since the last look. At first sight nothing is: nobody knows
+                # when it was.
                 kills = int(kills)
                 limit = values.get(("cgroup_memory_limit_bytes",))
                 before = self._counted.get(path, kills)
@@ -145,10 +165,14 @@ class Cgroups(HostCollector):
                 if kills > before:
                     self.kills.append(
                         OomKill(
-                            at_ns=time.time_ns(), cgroup=path, job=group.job, uid=group.uid, kills=kills - before,
+                            at_ns=time.time_ns(),
+                            cgroup=path,
+                            job=group.job,
+                            uid=group.uid,
+                            kills=kills - before,
                             limit_bytes=None if limit is None else int(limit),
                         )
-                    )  # fmt: skip
+                    )
             readings += [
                 Reading(metric, (path, group.job, *extra_labels), value)
                 for (metric, *extra_labels), value in values.items()
@@ -164,13 +188,18 @@ class Cgroups(HostCollector):
             if kind not in {"cgroup", "cgroup2"}:
                 continue
             root, mount = (
-                re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), word) for word in before.split()[3:5]
+                re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), word)
+                for word in before.split()[3:5]
             )
             if mount.startswith("/sys/"):
                 directory = self.sys / mount.removeprefix("/sys/")
             else:
                 directory = Path(f"{self.view}/root{mount}" if self.view.name == "1" else mount)
-            controllers = frozenset(options.split(",")) - {"rw", "ro"} if kind == "cgroup" else frozenset[str]()
+            controllers = (
+                frozenset(options.split(",")) - {"rw", "ro"}
+                if kind == "cgroup"
+                else frozenset[str]()
+            )
             hierarchies.setdefault(controllers, Hierarchy(controllers, directory, root))
         return list(hierarchies.values())
 
@@ -181,10 +210,13 @@ class Cgroups(HostCollector):
         except OSError:
             hierarchies = []
         if not hierarchies:
-            return ["control groups are not seen: mount /sys/fs/cgroup into the container of the agent"]
+            return [
+                "control groups are not seen: mount /sys/fs/cgroup into the container of the agent"
+            ]
         problems = []
         memory = any(
-            "memory" in hierarchy.controllers or b"memory" in read_if_there(hierarchy.directory / "cgroup.controllers")
+            "memory" in hierarchy.controllers
+            or b"memory" in read_if_there(hierarchy.directory / "cgroup.controllers")
             for hierarchy in hierarchies
         )
         if not memory:
@@ -211,12 +243,15 @@ def _read_version_2(directory: Path, top: Path) -> dict[tuple[str, ...], float]:
     values |= _drop_unknown({metric: cpu.get(name) for metric, name in _PERIOD_COUNTERS.items()})
     memory = _read_pairs(directory / "memory.stat")
     values |= _build_memory_values(
-        _read_number(directory / "memory.current"), memory.get("inactive_file"),
+        _read_number(directory / "memory.current"),
+        memory.get("inactive_file"),
         {
-            "anonymous": memory.get("anon"), "file": _subtract_part(memory.get("file"), memory.get("shmem")),
-            "shared": memory.get("shmem"), "kernel": memory.get("kernel"),
+            "anonymous": memory.get("anon"),
+            "file": _subtract_part(memory.get("file"), memory.get("shmem")),
+            "shared": memory.get("shmem"),
+            "kernel": memory.get("kernel"),
         },
-    )  # fmt: skip
+    )
     limits = [
         limit
         for level in (directory, *directory.parents)
@@ -233,7 +268,9 @@ def _read_version_2(directory: Path, top: Path) -> dict[tuple[str, ...], float]:
     moved = re.findall(rb" ([rw])bytes=(\d+)", read_if_there(directory / "io.stat"))
     if (directory / "io.stat").exists():
         for letter, direction in ((b"r", "read"), (b"w", "write")):
-            values["cgroup_disk_bytes_total", direction] = sum(int(size) for which, size in moved if which == letter)
+            values["cgroup_disk_bytes_total", direction] = sum(
+                int(size) for which, size in moved if which == letter
+            )
     for resource in _PRESSURE_RESOURCES:
         for share, waited in parse_pressure(read_if_there(directory / f"{resource}.pressure")):
             values["cgroup_pressure_seconds_total", resource, share] = waited
@@ -251,22 +288,28 @@ def _read_version_1(directory: Path, controllers: frozenset[str]) -> dict[tuple[
         cpu = _read_pairs(directory / "cpu.stat")
         if "throttled_time" in cpu:
             values["cgroup_throttled_seconds_total",] = cpu["throttled_time"] / 1e9
-        values |= _drop_unknown({metric: cpu.get(name) for metric, name in _PERIOD_COUNTERS.items()})
+        values |= _drop_unknown(
+            {metric: cpu.get(name) for metric, name in _PERIOD_COUNTERS.items()}
+        )
     if "memory" in controllers:
         memory = _read_pairs(directory / "memory.stat")
         values |= _build_memory_values(
-            _read_number(directory / "memory.usage_in_bytes"), memory.get("total_inactive_file"),
+            _read_number(directory / "memory.usage_in_bytes"),
+            memory.get("total_inactive_file"),
             {
                 "anonymous": memory.get("total_rss"),
                 "file": _subtract_part(memory.get("total_cache"), memory.get("total_shmem")),
-                "shared": memory.get("total_shmem"), "kernel": _read_number(directory / "memory.kmem.usage_in_bytes"),
+                "shared": memory.get("total_shmem"),
+                "kernel": _read_number(directory / "memory.kmem.usage_in_bytes"),
             },
-        )  # fmt: skip
+        )
         limit = memory.get("hierarchical_memory_limit", _UNLIMITED)
         values |= _drop_unknown(
             {
                 ("cgroup_memory_limit_bytes",): limit if limit < _UNLIMITED else None,
-                ("cgroup_memory_peak_bytes",): _read_number(directory / "memory.max_usage_in_bytes"),
+                ("cgroup_memory_peak_bytes",): _read_number(
+                    directory / "memory.max_usage_in_bytes"
+                ),
                 ("cgroup_swap_bytes",): memory.get("total_swap"),
                 ("oom_kills_total",): _read_pairs(directory / "memory.oom_control").get("oom_kill"),
             }
@@ -284,10 +327,13 @@ def _build_memory_values(
     used: int | None, inactive_file: int | None, states: dict[str, int | None]
 ) -> dict[tuple[str, ...], float]:
     working_set = _subtract_part(used, inactive_file)
-    return _drop_unknown({
-        ("cgroup_memory_bytes",): used, ("cgroup_memory_working_set_bytes",): working_set,
-        **{("cgroup_memory_state_bytes", state): size for state, size in states.items()},
-    })  # fmt: skip
+    return _drop_unknown(
+        {
+            ("cgroup_memory_bytes",): used,
+            ("cgroup_memory_working_set_bytes",): working_set,
+            **{("cgroup_memory_state_bytes", state): size for state, size in states.items()},
+        }
+    )
 
 
 def _subtract_part(total: int | None, part: int | None) -> int | None:
@@ -301,7 +347,8 @@ def _drop_unknown(values: dict[tuple[str, ...], int | None]) -> dict[tuple[str, 
 
 def _read_pairs(path: Path) -> dict[str, int]:
     return {
-        name.decode(): int(number) for name, number in re.findall(rb"^(\S+) (\d+)$", read_if_there(path), re.MULTILINE)
+        name.decode(): int(number)
+        for name, number in re.findall(rb"^(\S+) (\d+)$", read_if_there(path), re.MULTILINE)
     }
 
 

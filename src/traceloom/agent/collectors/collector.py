@@ -1,4 +1,6 @@
-"""What collects: one module per thing that is looked at; each has a period, a time-out and a metric about itself."""
+"""What collects: one module per thing that is looked at; each has a period, a time-out and a metric
+about itself.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ class Collector(Protocol):
 class HostCollector:
     """A collector that reads the kernel's files: where they are, and how often it runs.
 
-    `view` is the directory of the process whose mounts and network are meant: our own, or the host's first process
-    where the host's /proc is mounted elsewhere than at /proc (in a container).
+    `view` is the directory of the process whose mounts and network are meant: our own, or the
+    host's first process where the host's /proc is mounted elsewhere than at /proc (in a container).
     """
 
     name: str
@@ -47,7 +49,8 @@ class HostCollector:
 
 
 def read(path: str | os.PathLike[str], limit: int = 1 << 20) -> bytes:
-    """The first `limit` bytes of a file of the kernel, which gives less than was asked for per call.
+    """The first `limit` bytes of a file of the kernel, which gives less than was asked for per
+    call.
 
     Raises:
         OSError: It is not there, is not ours to read, or its process ended.
@@ -64,29 +67,10 @@ def read(path: str | os.PathLike[str], limit: int = 1 << 20) -> bytes:
 
 
 def read_if_there(path: str | os.PathLike[str]) -> bytes:
-    """A file of the kernel as of `read`; empty where it says nothing: it is not there, or its device is off."""
+    """A file of the kernel as of `read`; empty where it says nothing: it is not there, or its
+    device is off.
+    """
     try:
         return read(path)
     except OSError:
         return b""
-
-
-def create_host_collectors(config: Config) -> list[Collector]:
-    """All that look at the host itself; that of processes is made where owners are known."""
-    from traceloom.agent.collectors.host import (
-        CpuCollector,
-        DiskCollector,
-        MemoryCollector,
-        NetworkCollector,
-        PressureCollector,
-        RdmaCollector,
-    )
-
-    return [
-        CpuCollector(config),
-        MemoryCollector(config),
-        PressureCollector(config),
-        DiskCollector(config),
-        NetworkCollector(config),
-        RdmaCollector(config),
-    ]

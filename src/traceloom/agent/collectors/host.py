@@ -6,7 +6,8 @@ import os
 import re
 from collections.abc import Iterator
 
-from traceloom.agent.collectors.collector import HostCollector, read, read_if_there
+from traceloom.agent.collectors.collector import Collector, HostCollector, read, read_if_there
+from traceloom.agent.config import Config
 from traceloom.agent.metrics import Reading
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -39,13 +40,17 @@ class CpuCollector(HostCollector):
 
 _SECTOR_BYTES = 512  # of /proc/diskstats, whatever the disk's own are
 _MAX_MOUNTS = 64
-_VIRTUAL_DISK_PATTERN = re.compile(r"(?:loop|ram|zram|sr|fd|dm-|md)\d*")  # parts of others, or made up
+_VIRTUAL_DISK_PATTERN = re.compile(
+    r"(?:loop|ram|zram|sr|fd|dm-|md)\d*"
+)  # parts of others, or made up
 # Of this host: asking a remote one for its space may hang for as long as its server does.
 _LOCAL_FILE_SYSTEMS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay"}
 
 
 class DiskCollector(HostCollector):
-    """Reads /proc/diskstats and the mounted file systems; of remote ones no space is asked for, as it may hang."""
+    """Reads /proc/diskstats and the mounted file systems; of remote ones no space is asked for, as
+    it may hang.
+    """
 
     name = "disks"
 
@@ -71,20 +76,30 @@ class DiskCollector(HostCollector):
         seen_devices: set[str] = set()
         for line in read(self.view / "mounts").decode(errors="replace").splitlines():
             device, mount, kind, *_ = line.split()
-            if kind not in _LOCAL_FILE_SYSTEMS or device in seen_devices or len(seen_devices) >= _MAX_MOUNTS:
+            if (
+                kind not in _LOCAL_FILE_SYSTEMS
+                or device in seen_devices
+                or len(seen_devices) >= _MAX_MOUNTS
+            ):
                 continue
             seen_devices.add(device)
             mount = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), mount)
             try:
-                file_system = os.statvfs(f"{self.view}/root{mount}" if self.view.name == "1" else mount)
+                file_system = os.statvfs(
+                    f"{self.view}/root{mount}" if self.view.name == "1" else mount
+                )
             except OSError:  # it was unmounted meanwhile, or is another user's
                 continue
             block_size = file_system.f_frsize
             readings += [
                 Reading(
-                    "host_filesystem_bytes", (mount, "used"), (file_system.f_blocks - file_system.f_bfree) * block_size
+                    "host_filesystem_bytes",
+                    (mount, "used"),
+                    (file_system.f_blocks - file_system.f_bfree) * block_size,
                 ),
-                Reading("host_filesystem_bytes", (mount, "free"), file_system.f_bavail * block_size),
+                Reading(
+                    "host_filesystem_bytes", (mount, "free"), file_system.f_bavail * block_size
+                ),
                 Reading(
                     "host_filesystem_bytes",
                     (mount, "reserved"),
@@ -104,12 +119,18 @@ class MemoryCollector(HostCollector):
     name = "memory"
 
     def collect(self) -> list[Reading]:
-        """States that add up to all memory: `cached` is what the kernel can give back, without `buffers`."""
-        pairs = (line.split(b":") for line in read(self.proc / "meminfo").splitlines() if b":" in line)
+        """States that add up to all memory: `cached` is what the kernel can give back, without
+        `buffers`.
+        """
+        pairs = (
+            line.split(b":") for line in read(self.proc / "meminfo").splitlines() if b":" in line
+        )
         sizes = {name.decode(): int(value.split()[0]) * 1024 for name, value in pairs}
         buffers = sizes.get("Buffers", 0)
         # Shared memory is counted as cached by the kernel, and cannot be given back.
-        cached = max(sizes.get("Cached", 0) + sizes.get("SReclaimable", 0) - sizes.get("Shmem", 0), 0)
+        cached = max(
+            sizes.get("Cached", 0) + sizes.get("SReclaimable", 0) - sizes.get("Shmem", 0), 0
+        )
         used = max(sizes["MemTotal"] - sizes["MemFree"] - buffers - cached, 0)
         states = {"used": used, "free": sizes["MemFree"], "cached": cached, "buffers": buffers}
         readings = [Reading("host_memory_bytes", (state,), size) for state, size in states.items()]
@@ -127,10 +148,14 @@ class MemoryCollector(HostCollector):
         """Kernels that do not count kills."""
         if self._read_oom_kills() is not None:
             return []
-        return ["kills for want of memory are not counted: no `oom_kill` in /proc/vmstat (Linux 4.13 or later has it)"]
+        return [
+            "kills for want of memory are not counted: no `oom_kill` in /proc/vmstat (Linux 4.13 or later has it)"
+        ]
 
     def _read_oom_kills(self) -> int | None:
-        lines = read_if_there(self.proc / "vmstat").splitlines()  # in some sandboxes it is not there
+        lines = read_if_there(
+            self.proc / "vmstat"
+        ).splitlines()  # in some sandboxes it is not there
         return next((int(line.split()[1]) for line in lines if line.startswith(b"oom_kill ")), None)
 
 
@@ -145,7 +170,13 @@ _NETWORK_COLUMNS = {  # of /proc/net/dev: metric -> columns of what was received
 _RDMA_WORD_BYTES = 4
 _RDMA_BYTE_COUNTERS = {"port_rcv_data": "receive", "port_xmit_data": "transmit"}
 _RDMA_PACKET_COUNTERS = {"port_rcv_packets": "receive", "port_xmit_packets": "transmit"}
-_RDMA_ERROR_COUNTERS = ("port_rcv_errors", "port_xmit_discards", "symbol_error", "link_downed", "port_xmit_wait")
+_RDMA_ERROR_COUNTERS = (
+    "port_rcv_errors",
+    "port_xmit_discards",
+    "symbol_error",
+    "link_downed",
+    "port_xmit_wait",
+)
 _RDMA_CONGESTION_COUNTERS = (
     "np_cnp_sent",
     "rp_cnp_handled",
@@ -156,7 +187,9 @@ _RDMA_CONGESTION_COUNTERS = (
 
 
 class NetworkCollector(HostCollector):
-    """Reads /proc/net/dev of the host: interfaces of hardware, and bonds; not those that containers hang on."""
+    """Reads /proc/net/dev of the host: interfaces of hardware, and bonds; not those that containers
+    hang on.
+    """
 
     name = "network"
 
@@ -165,16 +198,23 @@ class NetworkCollector(HostCollector):
         readings: list[Reading] = []
         lines = read(self.view / "net" / "dev").decode(errors="replace").splitlines()[2:]
         interfaces = [
-            (name.strip(), columns.split()) for name, colon, columns in (line.partition(":") for line in lines) if colon
+            (name.strip(), columns.split())
+            for name, colon, columns in (line.partition(":") for line in lines)
+            if colon
         ]
-        # What leaves the host, and is not counted by another one too; in a container the only interfaces are virtual.
+        # What leaves the host, and is not counted by another one too; in a container the only
+        # interfaces are virtual.
         net = self.sys / "class" / "net"
         counts_all_interfaces = not any((entry / "device").exists() for entry in net.glob("*"))
         counted_interfaces = [
             row
             for row in interfaces
             if row[0] != "lo"
-            and (counts_all_interfaces or (net / row[0] / "device").exists() or (net / row[0] / "bonding").exists())
+            and (
+                counts_all_interfaces
+                or (net / row[0] / "device").exists()
+                or (net / row[0] / "bonding").exists()
+            )
         ]
         for name, counters in counted_interfaces[:_MAX_INTERFACES]:
             for metric, (received, sent) in _NETWORK_COLUMNS.items():
@@ -217,10 +257,16 @@ class RdmaCollector(HostCollector):
                         )
                     elif file.name in _RDMA_PACKET_COUNTERS:
                         readings.append(
-                            Reading("rdma_packets_total", (*port_labels, _RDMA_PACKET_COUNTERS[file.name]), int(value))
+                            Reading(
+                                "rdma_packets_total",
+                                (*port_labels, _RDMA_PACKET_COUNTERS[file.name]),
+                                int(value),
+                            )
                         )
                     elif file.name in (*_RDMA_ERROR_COUNTERS, *_RDMA_CONGESTION_COUNTERS):
-                        readings.append(Reading("rdma_errors_total", (*port_labels, file.name), int(value)))
+                        readings.append(
+                            Reading("rdma_errors_total", (*port_labels, file.name), int(value))
+                        )
         return readings
 
     def trouble(self) -> list[str]:
@@ -256,7 +302,9 @@ class PressureCollector(HostCollector):
         try:
             read(self.proc / "pressure" / "cpu")
         except OSError:
-            return ["pressure (PSI) is not given: start the kernel (4.20 or later, CONFIG_PSI) with psi=1"]
+            return [
+                "pressure (PSI) is not given: start the kernel (4.20 or later, CONFIG_PSI) with psi=1"
+            ]
         return []
 
 
@@ -264,3 +312,15 @@ def parse_pressure(text: bytes) -> Iterator[tuple[str, float]]:
     """`some` and `full` of a file of pressure, in seconds."""
     for share, stalled_us in _PRESSURE_LINE_PATTERN.findall(text):
         yield share.decode(), int(stalled_us) / 1e6
+
+
+def create_host_collectors(config: Config) -> list[Collector]:
+    """All that look at the host itself; that of processes is made where owners are known."""
+    return [
+        CpuCollector(config),
+        MemoryCollector(config),
+        PressureCollector(config),
+        DiskCollector(config),
+        NetworkCollector(config),
+        RdmaCollector(config),
+    ]

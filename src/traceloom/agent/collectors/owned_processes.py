@@ -11,17 +11,25 @@ from traceloom.agent.collectors.processes import Processes
 from traceloom.agent.config import Config
 from traceloom.agent.flops import parse_declared_types
 from traceloom.agent.metrics import METRICS, Reading
-from traceloom.agent.ownership.environment import DTYPE_VARIABLE, INPUT_BYTES_VARIABLE, LISTED_VARIABLES, PREFIXES
+from traceloom.agent.ownership.environment import (
+    DTYPE_VARIABLE,
+    INPUT_BYTES_VARIABLE,
+    LISTED_VARIABLES,
+    PREFIXES,
+)
 from traceloom.agent.ownership.model import Process, Share, compute_shares, mask_secrets
 from traceloom.agent.ownership.resolver import OwnerResolver
 from traceloom.agent.steps import StepCounter
 from traceloom.agent.topline import JobTick, TracedFacts
 
-_MAX_COMMAND_CHARS = 200  # letters in the metric; all of it stands in the answer of /api/v1/processes
+_MAX_COMMAND_CHARS = (
+    200  # letters in the metric; all of it stands in the answer of /api/v1/processes
+)
 
 
 class OwnedProcessCollector:
-    """A collector: `owned` has the processes that matter, `shares` whose part of a device is how large.
+    """A collector: `owned` has the processes that matter, `shares` whose part of a device is how
+    large.
 
     Args:
         config: The agent's.
@@ -46,10 +54,14 @@ class OwnedProcessCollector:
     def collect(self) -> list[Reading]:
         """Look at all processes, and find the owners of those that matter."""
         on_devices = self._accelerators.device_processes
-        self.looked_at.device_pids = frozenset((*(process.pid for process in on_devices), *self.reporting))
+        self.looked_at.device_pids = frozenset(
+            (*(process.pid for process in on_devices), *self.reporting)
+        )
         readings = self.looked_at.collect()
         facts = self.looked_at.processes
-        self.reporting = self.reporting & {process.pid for process in facts.values()}  # the loop adds to it meanwhile
+        self.reporting = self.reporting & {
+            process.pid for process in facts.values()
+        }  # the loop adds to it meanwhile
         keys = {process.pid: key for key, process in facts.items()}
         used: dict[str, list[str]] = {}
         for user in on_devices:
@@ -59,23 +71,43 @@ class OwnedProcessCollector:
         self.shares = compute_shares(on_devices, keys)
         self.owned = {
             key: Process(
-                key=key, pid=process_facts.pid, start_ticks=process_facts.start_ticks, started_ns=process_facts.started_ns, parent_pid=process_facts.parent_pid,
-                uid=process_facts.uid, command=mask_secrets(process_facts.command), cgroup=process_facts.cgroup, declared=process_facts.environment, owner=owners[key],
-                state=process_facts.state, unreadable=process_facts.unreadable, devices=tuple(dict.fromkeys(used.get(key, ()))),
+                key=key,
+                pid=process_facts.pid,
+                start_ticks=process_facts.start_ticks,
+                started_ns=process_facts.started_ns,
+                parent_pid=process_facts.parent_pid,
+                uid=process_facts.uid,
+                command=mask_secrets(process_facts.command),
+                cgroup=process_facts.cgroup,
+                declared=process_facts.environment,
+                owner=owners[key],
+                state=process_facts.state,
+                unreadable=process_facts.unreadable,
+                devices=tuple(dict.fromkeys(used.get(key, ()))),
             )
             for key, process_facts in facts.items()
-        }  # fmt: skip
+        }
         for process in self.owned.values():
             owner = process.owner
             rank, local_rank, world_size = (
-                "" if number is None else str(number) for number in (owner.rank, owner.local_rank, owner.world_size)
+                "" if number is None else str(number)
+                for number in (owner.rank, owner.local_rank, owner.world_size)
             )
             values = {
-                "process": process.key, "pid": str(process.pid), "job": owner.job, "rank": rank,
-                "local_rank": local_rank, "world_size": world_size, "user": owner.user,
-                "account": owner.account, "namespace": owner.namespace, "pod": owner.pod, "container": owner.container,
-                "framework": owner.framework, "command": process.command[:_MAX_COMMAND_CHARS],
-            }  # fmt: skip
+                "process": process.key,
+                "pid": str(process.pid),
+                "job": owner.job,
+                "rank": rank,
+                "local_rank": local_rank,
+                "world_size": world_size,
+                "user": owner.user,
+                "account": owner.account,
+                "namespace": owner.namespace,
+                "pod": owner.pod,
+                "container": owner.container,
+                "framework": owner.framework,
+                "command": process.command[:_MAX_COMMAND_CHARS],
+            }
             labels = tuple(values[label] for label in METRICS["process_info"].labels)
             readings.append(Reading("process_info", labels, 1.0))
         readings += (
@@ -106,38 +138,62 @@ def _build_job_readings(processes: Iterable[Process]) -> Iterator[Reading]:
             members.setdefault(process.owner.job, []).append(process)
     for job, job_processes in members.items():
         # Of a launcher and its ranks the ranks know most.
-        owner = max((process.owner for process in job_processes), key=lambda owner: len(owner.sources))
+        owner = max(
+            (process.owner for process in job_processes), key=lambda owner: len(owner.sources)
+        )
         values = {
-            "job": job, "name": owner.name, "scheduler": owner.scheduler, "user": owner.user, "account": owner.account,
-            "partition": owner.partition, "namespace": owner.namespace, "framework": owner.framework,
+            "job": job,
+            "name": owner.name,
+            "scheduler": owner.scheduler,
+            "user": owner.user,
+            "account": owner.account,
+            "partition": owner.partition,
+            "namespace": owner.namespace,
+            "framework": owner.framework,
             "world_size": "" if owner.world_size is None else str(owner.world_size),
-        }  # fmt: skip
+        }
         yield Reading("job_info", tuple(values[label] for label in METRICS["job_info"].labels), 1.0)
         yield Reading("job_processes", (job,), len(job_processes))
 
 
-def collect_jobs(processes: Iterable[Process], steps: StepCounter, facts: Mapping[str, TracedFacts]) -> list[JobTick]:
-    """The jobs that these processes make up; processes of no job are those of the job "". `facts`: of their traces."""
+def collect_jobs(
+    processes: Iterable[Process], steps: StepCounter, facts: Mapping[str, TracedFacts]
+) -> list[JobTick]:
+    """The jobs that these processes make up; processes of no job are those of the job "".
+
+    `facts`: of their traces.
+    """
     members: dict[str, list[Process]] = {}
     for process in processes:
         members.setdefault(process.owner.job, []).append(process)
     jobs = []
     for job, job_processes in members.items():
-        step_counts = [number for process in job_processes if (number := steps.take(process.key)) is not None]
-        rates = [rate for process in job_processes if (rate := steps.per_second(process.key)) is not None]
+        step_counts = [
+            number for process in job_processes if (number := steps.take(process.key)) is not None
+        ]
+        rates = [
+            rate for process in job_processes if (rate := steps.per_second(process.key)) is not None
+        ]
         inputs = [
             size
             for process in job_processes
-            if (size := _parse_declared_number(process.declared.get(INPUT_BYTES_VARIABLE, ""))) is not None
+            if (size := _parse_declared_number(process.declared.get(INPUT_BYTES_VARIABLE, "")))
+            is not None
         ]
-        types = {process.declared[DTYPE_VARIABLE] for process in job_processes if DTYPE_VARIABLE in process.declared}
+        types = {
+            process.declared[DTYPE_VARIABLE]
+            for process in job_processes
+            if DTYPE_VARIABLE in process.declared
+        }
         jobs.append(
             JobTick(
                 job=job,
                 processes=tuple(process.key for process in job_processes),
                 devices=tuple(
                     dict.fromkeys(
-                        uuid for process in job_processes for uuid in (*process.devices, *process.owner.devices)
+                        uuid
+                        for process in job_processes
+                        for uuid in (*process.devices, *process.owner.devices)
                     )
                 ),
                 steps=sum(step_counts) if step_counts else None,

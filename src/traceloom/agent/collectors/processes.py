@@ -1,8 +1,9 @@
 """Processes that matter: those that use a device, have a framework loaded, or belong to a job.
 
-A process is (boot, pid, start time): pids are given again. Every process is looked at in full once, and again when it
-has computed since, while it is young or when its turn comes. In between only the directory of /proc is read: an entry
-with the same inode is the same process, because the kernel makes a new inode for a new process.
+A process is (boot, pid, start time): pids are given again. Every process is looked at in full once,
+and again when it has computed since, while it is young or when its turn comes. In between only the
+directory of /proc is read: an entry with the same inode is the same process, because the kernel
+makes a new inode for a new process.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from traceloom.system.units import format_quantity
 
 MAX_PROCESSES = 512  # that are kept: about 3,000 series
 YOUNG_PROCESS_S = 120.0
-"""So long a process is looked at each time: it loads its framework, is moved to its cgroup, starts others."""
+"""So long a process is looked at each time: it loads its framework, is moved to its cgroup, starts
+others.
+"""
 RESCAN_PERIOD_S = 10.0  # older ones take turns, this often
 RESCAN_GROUPS = 16
 MAX_RESCANS_PER_TURN = 256
@@ -35,10 +38,22 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 # Variables that only a launcher or a scheduler of jobs sets.
-JOB_VARIABLES = frozenset({
-    "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "RAY_JOB_ID",
-    "LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID", "JOB_COMPLETION_INDEX", "TRACELOOM_JOB",
-})  # fmt: skip
+JOB_VARIABLES = frozenset(
+    {
+        "SLURM_JOB_ID",
+        "TORCHELASTIC_RUN_ID",
+        "LOCAL_RANK",
+        "OMPI_COMM_WORLD_RANK",
+        "PMI_RANK",
+        "PMIX_RANK",
+        "RAY_JOB_ID",
+        "LSB_JOBID",
+        "PBS_JOBID",
+        "FLUX_JOB_ID",
+        "JOB_COMPLETION_INDEX",
+        "TRACELOOM_JOB",
+    }
+)
 _PF_KTHREAD = 0x00200000
 _FILE_CONTENTS = {"environ": "environment", "maps": "libraries", "cmdline": "command"}
 _LIBRARIES = {
@@ -51,9 +66,10 @@ _LIBRARIES = {
 class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the kernel says of a process. `command` is unmasked and never leaves the agent.
 
-    `environment` holds listed variables alone, as they were when the program started. `cgroups` has the path per
-    controller ("" is cgroup v2), `cgroup` the one that says most. `frameworks`: name -> library by which it is known.
-    `read_bytes` and `written_bytes` are None where they cannot be read; `unreadable` says what else, and why.
+    `environment` holds listed variables alone, as they were when the program started. `cgroups` has
+    the path per controller ("" is cgroup v2), `cgroup` the one that says most. `frameworks`: name
+    -> library by which it is known. `read_bytes` and `written_bytes` are None where they cannot be
+    read; `unreadable` says what else, and why.
     """
 
     key: str  # PID@START
@@ -99,10 +115,16 @@ class _Stat(msgspec.Struct, frozen=True):
         before, _, after = text.rpartition(b")")  # the name may hold anything
         fields = after.split()
         return cls(
-            before.partition(b"(")[2].decode(errors="replace"), fields[0].decode(), int(fields[1]),
-            bool(int(fields[6]) & _PF_KTHREAD), int(fields[11]), int(fields[12]), int(fields[17]), int(fields[19]),
+            before.partition(b"(")[2].decode(errors="replace"),
+            fields[0].decode(),
+            int(fields[1]),
+            bool(int(fields[6]) & _PF_KTHREAD),
+            int(fields[11]),
+            int(fields[12]),
+            int(fields[17]),
+            int(fields[19]),
             int(fields[21]),
-        )  # fmt: skip
+        )
 
 
 class _ProcessScan(msgspec.Struct):
@@ -114,7 +136,9 @@ class _ProcessScan(msgspec.Struct):
     name: str = ""
     young_until: float = 0.0  # on the monotonic clock
     denied: bool = False
-    beginning: bool = False  # its program is only being loaded: it has a name, and no environment yet
+    beginning: bool = (
+        False  # its program is only being loaded: it has a name, and no environment yet
+    )
     facts: ProcessFacts | None = None
 
 
@@ -126,7 +150,9 @@ class Processes(HostCollector):
 
     name = "processes"
 
-    def __init__(self, config: Config, listed: Iterable[str] = (), prefixes: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, config: Config, listed: Iterable[str] = (), prefixes: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(config)
         self.processes: dict[str, ProcessFacts] = {}
         self.device_pids: frozenset[int] = frozenset()
@@ -161,7 +187,9 @@ class Processes(HostCollector):
         for pid, inode in inodes.items():
             scan = self._looks.get(pid)
             if scan is None or (scan.inode != inode and scan.facts is None):
-                scan = _ProcessScan()  # it may be another process that began in the same tick of the clock
+                scan = (
+                    _ProcessScan()
+                )  # it may be another process that began in the same tick of the clock
             urgent = pid in self.device_pids
             if scan.ticks < 0 and not urgent and time.monotonic() > now + self.timeout_s / 2:
                 waiting += 1
@@ -179,7 +207,13 @@ class Processes(HostCollector):
         self._looks, self.waiting = current, waiting
         matter = [scan.facts for scan in current.values() if scan.facts]
         if len(matter) > MAX_PROCESSES:
-            matter.sort(key=lambda facts: (facts.pid not in self.device_pids, not facts.frameworks, facts.pid))
+            matter.sort(
+                key=lambda facts: (
+                    facts.pid not in self.device_pids,
+                    not facts.frameworks,
+                    facts.pid,
+                )
+            )
         self.left_out = max(len(matter) - MAX_PROCESSES, 0)
         self.processes = {facts.key: facts for facts in matter[:MAX_PROCESSES]}
         readings: list[Reading] = []
@@ -197,7 +231,9 @@ class Processes(HostCollector):
                 )
         return readings
 
-    def _look(self, pid: int, scan: _ProcessScan, booted_ns: int, now: float, its_turn: bool) -> None:
+    def _look(
+        self, pid: int, scan: _ProcessScan, booted_ns: int, now: float, its_turn: bool
+    ) -> None:
         """Bring `scan` up to date: the numbers always, the rest when it may have changed."""
         directory = f"{self.proc}/{pid}"
         stat = _Stat.read(directory)
@@ -218,11 +254,15 @@ class Processes(HostCollector):
             or (scan.facts is None and pid in self.device_pids)
         )
         if due and stat.state == "D" and (scan.facts or pid not in self.device_pids):
-            # Its memory may be locked for as long as it waits, and whoever reads it then waits as well: later.
+            # Its memory may be locked for as long as it waits, and whoever reads it then waits as
+            # well: later.
             scan.young_until = max(scan.young_until, now + 2 * RESCAN_PERIOD_S)
         elif due and (stat.resident_pages or scan.facts is None):
             scan.facts = self._examine(pid, directory, stat, booted_ns, scan)
-            scan.ticks, scan.name = -1 if stat.state == "D" or (young and scan.beginning) else ticks, stat.name
+            scan.ticks, scan.name = (
+                -1 if stat.state == "D" or (young and scan.beginning) else ticks,
+                stat.name,
+            )
         if scan.facts is None:
             return
         if not self._matters(pid, scan.facts.frameworks, scan.facts.environment):
@@ -234,13 +274,23 @@ class Processes(HostCollector):
         except PermissionError:
             io = {}
         scan.facts = msgspec.structs.replace(
-            scan.facts, state=stat.state, parent_pid=stat.parent_pid, cpu_user_s=stat.user_ticks / TICKS_PER_S,
-            cpu_system_s=stat.system_ticks / TICKS_PER_S, resident_bytes=stat.resident_pages * PAGE_BYTES,
-            threads=stat.threads, read_bytes=io.get(b"read_bytes"), written_bytes=io.get(b"write_bytes"),
-        )  # fmt: skip
+            scan.facts,
+            state=stat.state,
+            parent_pid=stat.parent_pid,
+            cpu_user_s=stat.user_ticks / TICKS_PER_S,
+            cpu_system_s=stat.system_ticks / TICKS_PER_S,
+            resident_bytes=stat.resident_pages * PAGE_BYTES,
+            threads=stat.threads,
+            read_bytes=io.get(b"read_bytes"),
+            written_bytes=io.get(b"write_bytes"),
+        )
 
     def _matters(self, pid: int, frameworks: dict[str, str], environment: dict[str, str]) -> bool:
-        return bool(frameworks) or pid in self.device_pids or not self._job_variables.isdisjoint(environment)
+        return (
+            bool(frameworks)
+            or pid in self.device_pids
+            or not self._job_variables.isdisjoint(environment)
+        )
 
     def _examine(
         self, pid: int, directory: str, stat: _Stat, booted_ns: int, scan: _ProcessScan
@@ -265,7 +315,10 @@ class Processes(HostCollector):
             if name != "cmdline" and len(contents[name]) >= limit:
                 unreadable.append(f"{_FILE_CONTENTS[name]}: beyond the first {limit >> 20} MiB")
         scan.beginning = not contents["environ"]
-        variables = (entry.partition("=") for entry in contents["environ"].decode(errors="replace").split("\0"))
+        variables = (
+            entry.partition("=")
+            for entry in contents["environ"].decode(errors="replace").split("\0")
+        )
         environment = {
             name: value[:MAX_CHARS]
             for name, equals, value in variables
@@ -278,7 +331,10 @@ class Processes(HostCollector):
         }
         if not self._matters(pid, frameworks, environment):
             return None
-        lines = (line.split(":", 2) for line in read(f"{directory}/cgroup").decode(errors="replace").splitlines())
+        lines = (
+            line.split(":", 2)
+            for line in read(f"{directory}/cgroup").decode(errors="replace").splitlines()
+        )
         cgroups = {
             controller: path.removesuffix(" (deleted)")
             for _, controllers, path in lines
@@ -290,19 +346,29 @@ class Processes(HostCollector):
             exe = ""
         uid = re.search(rb"^Uid:\s+(\d+)", read(f"{directory}/status"), re.MULTILINE)
         return ProcessFacts(
-            key=f"{pid}@{stat.start_ticks}", pid=pid, start_ticks=stat.start_ticks,
+            key=f"{pid}@{stat.start_ticks}",
+            pid=pid,
+            start_ticks=stat.start_ticks,
             started_ns=booted_ns + stat.start_ticks * (1_000_000_000 // TICKS_PER_S),
-            parent_pid=stat.parent_pid, uid=int(uid[1]) if uid else -1, name=stat.name,
+            parent_pid=stat.parent_pid,
+            uid=int(uid[1]) if uid else -1,
+            name=stat.name,
             command=tuple(filter(None, contents["cmdline"].decode(errors="replace").split("\0"))),
-            environment=environment, cgroup=select_main_cgroup(cgroups), cgroups=cgroups, exe=exe, frameworks=frameworks,
+            environment=environment,
+            cgroup=select_main_cgroup(cgroups),
+            cgroups=cgroups,
+            exe=exe,
+            frameworks=frameworks,
             unreadable="; ".join(unreadable),
-        )  # fmt: skip
+        )
 
     def trouble(self) -> list[str]:
         """What of the processes cannot be seen here."""
         problems = []
         if denied := sum(scan.denied for scan in self._looks.values()):
-            needed = "root" if os.geteuid() else "CAP_SYS_PTRACE and every capability that they have"
+            needed = (
+                "root" if os.geteuid() else "CAP_SYS_PTRACE and every capability that they have"
+            )
             problems.append(
                 f"environment and libraries of {format_quantity(denied, 'process')} cannot be read, so that jobs and "
                 f"frameworks there are not known: the agent needs {needed}"
@@ -315,7 +381,9 @@ class Processes(HostCollector):
             all_seen = _Stat.read(f"{self.proc}/2").kernel
         except OSError:
             all_seen = False
-        proc_mount = re.search(rb"^\S+ %b proc (\S+)" % re.escape(os.fsencode(self.proc)), mounts, re.MULTILINE)
+        proc_mount = re.search(
+            rb"^\S+ %b proc (\S+)" % re.escape(os.fsencode(self.proc)), mounts, re.MULTILINE
+        )
         if proc_mount and re.search(rb"hidepid=(?!0|off)", proc_mount[1]) and os.geteuid() != 0:
             problems.append(
                 f"{self.proc} is mounted with hidepid, processes of other users are not seen: run the agent as root or "
@@ -336,8 +404,11 @@ class Processes(HostCollector):
 
 
 def select_main_cgroup(cgroups: dict[str, str]) -> str:
-    """The path that says most of whose a process is: that of a controller that limits jobs, else the only one."""
-    # In hybrid mode version 2 ("") only has names, of services rather than of the jobs that they started.
+    """The path that says most of whose a process is: that of a controller that limits jobs, else
+    the only one.
+    """
+    # In hybrid mode version 2 ("") only has names, of services rather than of the jobs that they
+    # started.
     for controller in ("memory", "cpu", "devices", "freezer", "", "name=systemd"):
         if cgroups.get(controller, "/") != "/":
             return cgroups[controller]

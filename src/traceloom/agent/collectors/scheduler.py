@@ -1,7 +1,8 @@
-"""Runs the collectors: each at its own period, in a thread of its own, and given up after its time-out.
+"""Runs the collectors: each at its own period, in a thread of its own, and given up after its
+time-out.
 
-A thread cannot be stopped. One that hangs is left alone until it comes back by itself; meanwhile its collector is not
-run again, what it delivered is taken off the board, and the others go on.
+A thread cannot be stopped. One that hangs is left alone until it comes back by itself; meanwhile
+its collector is not run again, what it delivered is taken off the board, and the others go on.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ class Scheduler:
     """
 
     def __init__(
-        self, board: Snapshot, collectors: Iterable[Collector], delivered: Callable[[Collector], None] = lambda _: None
+        self,
+        board: Snapshot,
+        collectors: Iterable[Collector],
+        delivered: Callable[[Collector], None] = lambda _: None,
     ) -> None:
         self.board = board
         self.collectors = list(collectors)
@@ -48,7 +52,9 @@ class Scheduler:
         """Begin; needs a running loop."""
         for collector in self.collectors:
             self._sooner[collector.name] = asyncio.Event()
-            self._tasks.append(asyncio.create_task(self._run(collector), name=f"collect {collector.name}"))
+            self._tasks.append(
+                asyncio.create_task(self._run(collector), name=f"collect {collector.name}")
+            )
 
     async def stop(self) -> None:
         """End all tasks; threads that hang are left to die with the process."""
@@ -72,7 +78,9 @@ class Scheduler:
             self.board.put(collector.name, readings, time.time_ns())
             state.trouble = ""
         except (asyncio.TimeoutError, TimeoutError):
-            self._failed(collector, state, "timeout", f"gave nothing within {collector.timeout_s:g} s")
+            self._failed(
+                collector, state, "timeout", f"gave nothing within {collector.timeout_s:g} s"
+            )
         except OSError as error:
             self._failed(collector, state, "error", str(error))
         except Exception as error:
@@ -93,7 +101,8 @@ class Scheduler:
             if state.runs
         ]
         readings += [
-            # Also those that never happened: of a counter that begins at 1, Prometheus does not see the first.
+            # Also those that never happened: of a counter that begins at 1, Prometheus does not see
+            # the first.
             Reading("collector_failures_total", (state.name, reason), state.failures.get(reason, 0))
             for state in self.board.collectors.values()
             for reason in FAILURES
@@ -136,7 +145,9 @@ class Scheduler:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Sequence[Reading | HistogramReading]] = loop.create_future()
 
-        def settle(result: Sequence[Reading | HistogramReading] | None, error: BaseException | None) -> None:
+        def settle(
+            result: Sequence[Reading | HistogramReading] | None, error: BaseException | None
+        ) -> None:
             self._hanging.discard(name)
             if not future.done():
                 if error is not None:

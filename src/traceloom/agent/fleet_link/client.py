@@ -1,4 +1,6 @@
-"""Asking the fleet's service: one connection that is kept, answers of a bounded size, no redirect followed."""
+"""Asking the fleet's service: one connection that is kept, answers of a bounded size, no redirect
+followed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from traceloom.system.service_address import ServiceAddress
 Message = TypeVar("Message")
 _MAX_ANSWER_BYTES = 16 << 20
 _BLOCK_BYTES = 1 << 20
-_DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # of whatever answers there
+_DECODE_ERRORS = (
+    msgspec.DecodeError,
+    UnicodeDecodeError,
+    RecursionError,
+)  # of whatever answers there
 
 
 class ServiceError(TraceloomError):
@@ -44,7 +50,9 @@ class ServiceClient:
         InputError: `wrong-address`, as of `ServiceAddress.of`; `wrong-config`: the certificates cannot be read.
     """
 
-    def __init__(self, url: str, *, ca: str = "", credential: str = "", timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, url: str, *, ca: str = "", credential: str = "", timeout_s: float = 10.0
+    ) -> None:
         self.address = ServiceAddress.of(url)
         self.url = url
         self.credential = credential
@@ -56,7 +64,9 @@ class ServiceClient:
             try:
                 self._tls = ssl.create_default_context(cafile=ca or None)
             except OSError as error:
-                raise InputError(f"the certificates cannot be read: {error}", slug="wrong-config", where=ca) from error
+                raise InputError(
+                    f"the certificates cannot be read: {error}", slug="wrong-config", where=ca
+                ) from error
 
     def get(self, route: str, kind: type[Message]) -> Message:
         """What is at a route.
@@ -70,7 +80,9 @@ class ServiceClient:
     def post(self, route: str, body: FleetMessage, kind: type[Message]) -> Message:
         """Tell it something; errors as of `get`."""
         content = msgspec.json.encode(body)
-        return self._decoded(self._ask("POST", route, content, {"Content-Type": "application/json"}), kind)
+        return self._decoded(
+            self._ask("POST", route, content, {"Content-Type": "application/json"}), kind
+        )
 
     def put_file(self, route: str, path: Path, size: int) -> None:
         """Send a file in pieces; errors as of `get`.
@@ -89,7 +101,9 @@ class ServiceClient:
             connection.close()
 
     def abort(self) -> None:
-        """End what another thread waits for here, and ask nothing twice any more; that thread gets an error."""
+        """End what another thread waits for here, and ask nothing twice any more; that thread gets
+        an error.
+        """
         self._is_over = True
         connection = self._connection
         if connection is not None and connection.sock is not None:
@@ -119,21 +133,29 @@ class ServiceClient:
                 and isinstance(body, bytes)
                 and isinstance(error, (http.client.RemoteDisconnected, BrokenPipeError))
             ):
-                # The service closed an idle connection. Every question is one that may be asked twice.
+                # The service closed an idle connection. Every question is one that may be asked
+                # twice.
                 return self._ask(method, route, body, headers)
-            reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).lower()
-            raise ServiceError(f"the fleet's service does not answer: {reason}", slug="no-service") from error
+            reason = (
+                getattr(error, "strerror", None) or str(error) or type(error).__name__
+            ).lower()
+            raise ServiceError(
+                f"the fleet's service does not answer: {reason}", slug="no-service"
+            ) from error
         if status < 300:
             return answer
-        if status == 503:  # behind an address of several services the next connection may lead to another one
+        if (
+            status == 503
+        ):  # behind an address of several services the next connection may lead to another one
             self.close()
         with contextlib.suppress(*_DECODE_ERRORS):
             problem = msgspec.json.decode(answer, type=_Refusal).error
             raise ServiceError(problem.message, slug=problem.slug, status=status, hint=problem.hint)
         raise ServiceError(
             f"the fleet's service answers {status} and gives no reason that is understood here",
-            slug="service-unclear", status=status,
-        )  # fmt: skip
+            slug="service-unclear",
+            status=status,
+        )
 
     def _decoded(self, answer: bytes, kind: type[Message]) -> Message:
         try:

@@ -6,12 +6,12 @@ clock       how far the host's clock is from the service's
 usage       whose each device was, minute by minute
 link        the loops: enrol, heartbeat, work, upload
 
-A message that leaves at `sent` by the host's clock, arrives at `received` and is answered at `answered` by the
-service's, and is back at `returned`, bounds the offset: it is `((received - sent) + (answered - returned)) / 2`, at
-most half of the time on the way beside it (RFC 5905, section 8).
+A message that leaves at `sent` by the host's clock, arrives at `received` and is answered at
+`answered` by the service's, and is back at `returned`, bounds the offset: it is `((received - sent)
++ (answered - returned)) / 2`, at most half of the time on the way beside it (RFC 5905, section 8).
 
-The service is asked in threads; everything else happens in the agent's loop. Whatever breaks is tried again, later
-each time; the agent itself never waits for the service.
+The service is asked in threads; everything else happens in the agent's loop. Whatever breaks is
+tried again, later each time; the agent itself never waits for the service.
 """
 
 from __future__ import annotations
@@ -64,13 +64,16 @@ from traceloom.server.problem import HttpError
 from traceloom.system.files import compute_sha256
 
 MAX_ROUND_TRIPS = 16
-# What two clocks may drift apart while a round trip ages; NTP takes 15 ppm, undisciplined quartz has up to 50.
+# What two clocks may drift apart while a round trip ages; NTP takes 15 ppm, undisciplined quartz
+# has up to 50.
 MAX_CLOCK_DRIFT = 50e-6
 _CLOCK_JUMP_NS = 5_000_000  # what a clock that was set differs by; slewing stays below
 
 
 class RoundTrip(Struct, frozen=True):
-    """One exchange: times in ns of the host's clock (`sent`, `returned`, `monotonic`) and the service's."""
+    """One exchange: times in ns of the host's clock (`sent`, `returned`, `monotonic`) and the
+    service's.
+    """
 
     sent_ns: int
     received_ns: int
@@ -106,7 +109,10 @@ class ServiceClock:
                 trip.returned_ns - last.returned_ns,
                 trip.monotonic_ns - last.monotonic_ns,
             )
-            if abs(wall_elapsed_ns - monotonic_elapsed_ns) > _CLOCK_JUMP_NS + MAX_CLOCK_DRIFT * monotonic_elapsed_ns:
+            if (
+                abs(wall_elapsed_ns - monotonic_elapsed_ns)
+                > _CLOCK_JUMP_NS + MAX_CLOCK_DRIFT * monotonic_elapsed_ns
+            ):
                 self._kept.clear()
         self._kept.append(trip)
         return True
@@ -120,7 +126,9 @@ class ServiceClock:
             return trip.error_ns + int(MAX_CLOCK_DRIFT * max(monotonic_ns - trip.monotonic_ns, 0))
 
         best = min(self._kept, key=error)
-        return ClockOffset(offset_ns=best.offset_ns, error_ns=error(best), round_trips=len(self._kept))
+        return ClockOffset(
+            offset_ns=best.offset_ns, error_ns=error(best), round_trips=len(self._kept)
+        )
 
 
 LOG = logging.getLogger("traceloom.agent")
@@ -131,7 +139,9 @@ _WAIT_S = 30.0  # that the service keeps a question for work
 _POLL_S = 0.5
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
 _MAX_UPLOADS = 3  # of a request's files, before the host gives up
-_IMPORTED_NS = 15_000_000_000  # after its first poll a process has imported PyTorch, where nobody sees it step
+_IMPORTED_NS = (
+    15_000_000_000  # after its first poll a process has imported PyTorch, where nobody sees it step
+)
 _STEP_REPORT_S = 2.0  # where a common step is looked for: counts go on
 _ARM_TIMEOUT_S = 20.0  # for a process to appear that the service says is here
 
@@ -152,9 +162,21 @@ class FleetConnection:
     """
 
     def __init__(  # noqa: PLR0917  (the parts of the agent)
-        self, config: Config, state: Path, board: Snapshot, desk: TraceService, topline: JobAccounting, boot_id: str
+        self,
+        config: Config,
+        state: Path,
+        board: Snapshot,
+        desk: TraceService,
+        topline: JobAccounting,
+        boot_id: str,
     ) -> None:
-        self.config, self.board, self.desk, self.topline, self.boot_id = config, board, desk, topline, boot_id
+        self.config, self.board, self.desk, self.topline, self.boot_id = (
+            config,
+            board,
+            desk,
+            topline,
+            boot_id,
+        )
         self.membership = state / "fleet.json"
         self.backlog = UsageOutbox(state / "usage.db")
         self.minutes = UsageAccumulator()
@@ -193,10 +215,14 @@ class FleetConnection:
         return time.time_ns() + (offset.offset_ns if offset is not None else 0)
 
     def tick(self) -> dict[int, list[UsageRow]]:
-        """Take what jobs had of the devices in the last tick; the minutes that have ended, for the backlog."""
+        """Take what jobs had of the devices in the last tick; the minutes that have ended, for the
+        backlog.
+        """
         now_ns = self.now_ns()
         self.minutes.add(now_ns, self.topline.device_times, self.topline.input_bytes)
-        return self.minutes.take(now_ns, {uuid: device.model for uuid, device in self.board.devices.items()})
+        return self.minutes.take(
+            now_ns, {uuid: device.model for uuid, device in self.board.devices.items()}
+        )
 
     def readings(self) -> list[Reading]:
         """What of the use of devices the fleet will not have."""
@@ -210,7 +236,9 @@ class FleetConnection:
     async def _belong(self) -> None:
         await self._until_done(partial(asyncio.to_thread, self._enrol))
         self._loops += [
-            asyncio.create_task(self._forever(self._beat, self.config.fleet.heartbeat), name="fleet heartbeat"),
+            asyncio.create_task(
+                self._forever(self._beat, self.config.fleet.heartbeat), name="fleet heartbeat"
+            ),
             asyncio.create_task(self._forever(self._take_work, 0.0), name="fleet work"),
         ]
 
@@ -220,19 +248,28 @@ class FleetConnection:
             await asyncio.sleep(pause_s)
 
     async def _until_done(self, act: Callable[[], Awaitable[T]]) -> T:
-        """What it gives, tried until it works; what is wrong is logged when it is something else than before."""
+        """What it gives, tried until it works; what is wrong is logged when it is something else
+        than before.
+        """
         wait_s = _FIRST_RETRY_S
         while True:
             try:
                 result = await act()
-            except (ServiceError, InputError, sqlite3.Error, OSError, msgspec.MsgspecError) as error:
+            except (
+                ServiceError,
+                InputError,
+                sqlite3.Error,
+                OSError,
+                msgspec.MsgspecError,
+            ) as error:
                 if str(error) != self.trouble:
                     LOG.warning("fleet: %s", error)
                 self.trouble = str(error)
             else:
                 self.trouble = ""
                 return result
-            # A thousand hosts come back at once after a restart of the service, but not in one instant.
+            # A thousand hosts come back at once after a restart of the service, but not in one
+            # instant.
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))  # noqa: S311
             wait_s = min(2 * wait_s, _LONGEST_RETRY_S)
 
@@ -254,16 +291,23 @@ class FleetConnection:
                     raise unreadable(fleet.token_file, error, "token of enrolment") from error
             if not token.strip():
                 raise InputError(
-                    "this host does not belong to the fleet yet, and there is no token", slug="no-token",
+                    "this host does not belong to the fleet yet, and there is no token",
+                    slug="no-token",
                     where="fleet.token_file",
                     hint=f"`traceloom fleet token enrol` on the service makes one; {TOKEN_VARIABLE} holds it, too",
-                )  # fmt: skip
+                )
             enrolment = Enrolment(
-                token=token.strip(), host=self.config.host_name, boot_id=self.boot_id, version=__version__
+                token=token.strip(),
+                host=self.config.host_name,
+                boot_id=self.boot_id,
+                version=__version__,
             )
             enrolled = self._beats.post("agents/enrol", enrolment, HostCredentials)
             member = Membership(
-                version=VERSION, server=fleet.server, host=enrolled.host, credential=enrolled.credential
+                version=VERSION,
+                server=fleet.server,
+                host=enrolled.host,
+                credential=enrolled.credential,
             )
             self.membership.parent.mkdir(parents=True, exist_ok=True)
             part = self.membership.with_name(f".{self.membership.name}.{os.getpid()}")
@@ -288,7 +332,9 @@ class FleetConnection:
         sent_ns = time.time_ns()
         answer = self._beats.post(f"agents/{self.host}/heartbeat", heartbeat, HeartbeatAnswer)
         returned_ns, monotonic_ns = time.time_ns(), time.monotonic_ns()
-        return answer, RoundTrip(sent_ns, answer.received_ns, answer.answered_ns, returned_ns, monotonic_ns)
+        return answer, RoundTrip(
+            sent_ns, answer.received_ns, answer.answered_ns, returned_ns, monotonic_ns
+        )
 
     def _heartbeat(self, usage: list[UsageRow]) -> Heartbeat:
         values: dict[str, dict[str, float]] = {uuid: {} for uuid in self.board.devices}
@@ -299,29 +345,51 @@ class FleetConnection:
             elif metric == "job_hung" and value:
                 hung.add(labels[0])
         return Heartbeat(
-            sent_ns=time.time_ns(), boot_id=self.boot_id, version=__version__,
+            sent_ns=time.time_ns(),
+            boot_id=self.boot_id,
+            version=__version__,
             clock=self.clock.offset(time.monotonic_ns()),
             devices=[
                 HostDevice(
-                    uuid=uuid, index=device.index, model=device.model, stale=device.stale[:256], values=values[uuid]
+                    uuid=uuid,
+                    index=device.index,
+                    model=device.model,
+                    stale=device.stale[:256],
+                    values=values[uuid],
                 )
                 for uuid, device in self.board.devices.items()
             ],
             processes=[
                 HostProcess(
-                    key=process.key, pid=process.pid, uid=process.uid, job=process.owner.job,
-                    job_name=process.owner.name, scheduler=process.owner.scheduler, rank=process.owner.rank,
-                    world_size=process.owner.world_size, user=process.owner.user, account=process.owner.account,
-                    framework=process.owner.framework, labels=process.owner.labels, devices=process.devices,
+                    key=process.key,
+                    pid=process.pid,
+                    uid=process.uid,
+                    job=process.owner.job,
+                    job_name=process.owner.name,
+                    scheduler=process.owner.scheduler,
+                    rank=process.owner.rank,
+                    world_size=process.owner.world_size,
+                    user=process.owner.user,
+                    account=process.owner.account,
+                    framework=process.owner.framework,
+                    labels=process.owner.labels,
+                    devices=process.devices,
                     steps_per_second=process.steps_per_second,
-                    steps=None if (pace := self.desk.steps.pace(process.key)) is None else pace.steps,
-                    polls=process.key in self.desk.registry.clients, hung=process.owner.job in hung,
+                    steps=None
+                    if (pace := self.desk.steps.pace(process.key)) is None
+                    else pace.steps,
+                    polls=process.key in self.desk.registry.clients,
+                    hung=process.owner.job in hung,
                 )
                 for process in list(self.board.processes.values())[:MAX_PROCESSES]
             ],
             usage=usage,
-            trouble={name: state.trouble[:256] for name, state in self.board.collectors.items() if state.trouble},
-        )  # fmt: skip
+            trouble={
+                name: state.trouble[:256]
+                for name, state in self.board.collectors.items()
+                if state.trouble
+            },
+        )
 
     # Work.
 
@@ -338,7 +406,9 @@ class FleetConnection:
                     self.desk.cancel(traced)
         for request in self._work:
             if request not in self._carried:
-                task = asyncio.create_task(self._carry_out(request), name=f"fleet request {request}")
+                task = asyncio.create_task(
+                    self._carry_out(request), name=f"fleet request {request}"
+                )
                 self._carried[request] = task
                 task.add_done_callback(lambda _, request=request: self._carried.pop(request, None))  # type: ignore[misc]
 
@@ -355,7 +425,9 @@ class FleetConnection:
                 await self._report(request, report)
 
     async def _until_started(self, request: str) -> HostReport | None:
-        """Say which processes there are and which are ready, until it is to start; a report where it never does."""
+        """Say which processes there are and which are ready, until it is to start; a report where
+        it never does.
+        """
         before: HostReport | None = None
         reported, until = 0.0, time.monotonic() + _ARM_TIMEOUT_S
         while (work := self._work.get(request)) is not None:
@@ -372,25 +444,35 @@ class FleetConnection:
                 state="armed",
                 processes=[
                     ArmedProcess(
-                        key=process.key, pid=process.pid, job=process.owner.job, rank=process.owner.rank,
+                        key=process.key,
+                        pid=process.pid,
+                        job=process.owner.job,
+                        rank=process.owner.rank,
                         # It polls while it still imports PyTorch, and a trace would hold nothing.
-                        ready=(client := clients.get(process.key)) is not None and not client.busy
-                        and (process.steps_per_second is not None or time.time_ns() - client.first_ns > _IMPORTED_NS),
-                        steps_per_second=process.steps_per_second, steps=self.desk.steps.total(process.key),
+                        ready=(client := clients.get(process.key)) is not None
+                        and not client.busy
+                        and (
+                            process.steps_per_second is not None
+                            or time.time_ns() - client.first_ns > _IMPORTED_NS
+                        ),
+                        steps_per_second=process.steps_per_second,
+                        steps=self.desk.steps.total(process.key),
                     )
                     for process in matching
                 ],
                 clock=self.clock.offset(time.monotonic_ns()),
-            )  # fmt: skip
-            changed = before is None or [(target.key, target.ready) for target in armed.processes] != [
-                (target.key, target.ready) for target in before.processes
-            ]
+            )
+            changed = before is None or [
+                (target.key, target.ready) for target in armed.processes
+            ] != [(target.key, target.ready) for target in before.processes]
             old = work.start == "step" and time.monotonic() > reported + _STEP_REPORT_S
             if matching and (changed or old):
                 await self._report(request, armed)
                 before, reported = armed, time.monotonic()
             await asyncio.sleep(_POLL_S)
-        return HostReport(state="cancelled", reason="cancelled", detail="the service wants it no more")
+        return HostReport(
+            state="cancelled", reason="cancelled", detail="the service wants it no more"
+        )
 
     async def _run_and_upload(self, request: str) -> HostReport:
         """Trace, say how far it is, and send what was kept."""
@@ -398,16 +480,20 @@ class FleetConnection:
         if traced is None:
             work = self._work[request]
             spec = msgspec.structs.replace(work.wanted, at_ns=0 if work.at_step else work.at_ns)
-            traced = await self.desk.submit(spec, f"fleet request {request}", self._may_trace, at_step=work.at_step)
+            traced = await self.desk.submit(
+                spec, f"fleet request {request}", self._may_trace, at_step=work.at_step
+            )
         async for now in self.desk.changes(traced):
             await self._report(request, HostReport(state="running", targets=now.targets))
         if not any(target.state == "kept" for target in traced.targets):
             cancelled = all(target.state == "cancelled" for target in traced.targets)
             first = traced.targets[0]
             return HostReport(
-                state="cancelled" if cancelled else "failed", reason=first.reason, detail=first.detail[:2000],
+                state="cancelled" if cancelled else "failed",
+                reason=first.reason,
+                detail=first.detail[:2000],
                 targets=traced.targets,
-            )  # fmt: skip
+            )
         directory = self.desk.places.of_request(traced.uid, traced.id)
         files = await asyncio.to_thread(_list_host_files, directory, traced.files)
         report = HostReport(state="uploading", targets=traced.targets, files=files)
@@ -420,12 +506,19 @@ class FleetConnection:
                     route = f"agents/{self.host}/requests/{request}/files/{file.name}"
                     try:
                         async with self._uploading:
-                            await asyncio.to_thread(self._uploads.put_file, route, directory / file.name, file.bytes)
-                    except (ServiceError, OSError) as error:  # the service says in its next answer that it is missing
+                            await asyncio.to_thread(
+                                self._uploads.put_file, route, directory / file.name, file.bytes
+                            )
+                    except (
+                        ServiceError,
+                        OSError,
+                    ) as error:  # the service says in its next answer that it is missing
                         self.trouble = str(error)
                         await asyncio.sleep(_FIRST_RETRY_S)
         reason = "files did not arrive whole, though they were sent several times"
-        return msgspec.structs.replace(report, state="failed", reason="upload-failed", detail=reason)
+        return msgspec.structs.replace(
+            report, state="failed", reason="upload-failed", detail=reason
+        )
 
     def _of_desk(self, request: str) -> TraceRequest | None:
         """What the desk has for it already: from before the agent started again."""
@@ -439,7 +532,9 @@ class FleetConnection:
         )
 
     async def _report(self, request: str, report: HostReport) -> ReportAnswer:
-        """Tell the service, however long it takes to reach it; what it refuses for good is an error."""
+        """Tell the service, however long it takes to reach it; what it refuses for good is an
+        error.
+        """
 
         async def tell() -> ReportAnswer:
             route = f"agents/{self.host}/requests/{request}"
@@ -471,5 +566,9 @@ def _list_host_files(directory: Path, names: list[str]) -> list[HostFile]:
     files = []
     for name in names:
         with (directory / name).open("rb") as file:
-            files.append(HostFile(name=name, bytes=os.fstat(file.fileno()).st_size, sha256=compute_sha256(file)))
+            files.append(
+                HostFile(
+                    name=name, bytes=os.fstat(file.fileno()).st_size, sha256=compute_sha256(file)
+                )
+            )
     return files

@@ -1,7 +1,9 @@
-"""What an agent and the fleet's service say to each other; the service's routes take and give these.
+"""What an agent and the fleet's service say to each other; the service's routes take and give
+these.
 
-Everything is a state, not an event: work is offered until the host says that it has ended, reports say how far it is,
-minutes of usage are sent until they are acknowledged. So nothing is lost or doubled when either side starts again.
+Everything is a state, not an event: work is offered until the host says that it has ended, reports
+say how far it is, minutes of usage are sent until they are acknowledged. So nothing is lost or
+doubled when either side starts again.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ UsageState = Literal["busy", "idle-allocated", "unallocated", "unreachable"]
 
 
 class FleetMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What goes over the wire. The route names the version, `/api/v1/`; fields that it does not have are refused."""
+    """What goes over the wire.
+
+    The route names the version, `/api/v1/`; fields that it does not have are refused.
+    """
 
 
 class Enrolment(FleetMessage, frozen=True, kw_only=True):
@@ -50,7 +55,9 @@ class HostCredentials(FleetMessage, frozen=True, kw_only=True):
 
 
 class ClockOffset(FleetMessage, frozen=True, kw_only=True):
-    """`service = host + offset_ns`, at most `error_ns` beside it; from the best of the last `round_trips`."""
+    """`service = host + offset_ns`, at most `error_ns` beside it; from the best of the last
+    `round_trips`.
+    """
 
     offset_ns: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
     error_ns: NonNegativeInt
@@ -70,7 +77,8 @@ class HostDevice(FleetMessage, frozen=True, kw_only=True):
 class HostProcess(FleetMessage, frozen=True, kw_only=True):
     """A process that matters; "" and null: not known. `polls`: it is prepared for traces on demand.
 
-    `steps`: that it made since its agent heard of it. `hung`: processes of its job there make no steps any more.
+    `steps`: that it made since its agent heard of it. `hung`: processes of its job there make no
+    steps any more.
     """
 
     key: Name
@@ -93,7 +101,10 @@ class HostProcess(FleetMessage, frozen=True, kw_only=True):
 
 
 class UsageRow(FleetMessage, frozen=True, kw_only=True):
-    """A share of a device in one minute. Rows of a device and minute add up to at most 60,000 ms."""
+    """A share of a device in one minute.
+
+    Rows of a device and minute add up to at most 60,000 ms.
+    """
 
     minute: NonNegativeInt  # since 1970, of the host's clock
     device: Name
@@ -109,7 +120,10 @@ class UsageRow(FleetMessage, frozen=True, kw_only=True):
 
 
 class Heartbeat(FleetMessage, frozen=True, kw_only=True):
-    """How a host is. `usage_from`: the first minute of `usage`; rows of a minute come all at once."""
+    """How a host is.
+
+    `usage_from`: the first minute of `usage`; rows of a minute come all at once.
+    """
 
     sent_ns: NonNegativeInt
     boot_id: Name
@@ -122,7 +136,9 @@ class Heartbeat(FleetMessage, frozen=True, kw_only=True):
 
 
 class HeartbeatAnswer(FleetMessage, frozen=True, kw_only=True):
-    """When it came and when this was sent, by the service's clock; `usage_through`: the last minute that is kept."""
+    """When it came and when this was sent, by the service's clock; `usage_through`: the last minute
+    that is kept.
+    """
 
     received_ns: NonNegativeInt
     answered_ns: NonNegativeInt
@@ -132,9 +148,10 @@ class HeartbeatAnswer(FleetMessage, frozen=True, kw_only=True):
 class HostWork(FleetMessage, frozen=True, kw_only=True):
     """What a host is to do for a request, now.
 
-    `arm`: find the processes and say when they are ready. `start`: begin at `at_ns` (of the host's clock; 0: at once),
-    and upload what is kept; or with the step `at_step` of each process, where that is not 0. Work that is offered no
-    more is stopped. `wanted.at_ns` is not used. `start`: with what it is to begin, if that can be.
+    `arm`: find the processes and say when they are ready. `start`: begin at `at_ns` (of the host's
+    clock; 0: at once), and upload what is kept; or with the step `at_step` of each process, where
+    that is not 0. Work that is offered no more is stopped. `wanted.at_ns` is not used. `start`:
+    with what it is to begin, if that can be.
     """
 
     request: Annotated[str, Meta(max_length=64, pattern=IDENTITY)]
@@ -153,7 +170,9 @@ class WorkAnswer(FleetMessage, frozen=True, kw_only=True):
 
 
 class ReportAnswer(FleetMessage, frozen=True, kw_only=True):
-    """What the service has not got yet of the files that were said: to be sent, each under its name."""
+    """What the service has not got yet of the files that were said: to be sent, each under its
+    name.
+    """
 
     missing: list[str] = []
 
@@ -161,7 +180,8 @@ class ReportAnswer(FleetMessage, frozen=True, kw_only=True):
 class ArmedProcess(FleetMessage, frozen=True, kw_only=True):
     """A process that a request is about. `ready`: it polls; its profiler can begin.
 
-    `steps`: that it made since it began, as it says itself or probes have counted; null: nobody has counted all.
+    `steps`: that it made since it began, as it says itself or probes have counted; null: nobody has
+    counted all.
     """
 
     key: Name
@@ -182,7 +202,10 @@ class HostFile(FleetMessage, frozen=True, kw_only=True):
 
 
 class HostReport(FleetMessage, frozen=True, kw_only=True):
-    """How far a host is with a request. `files` stands once it uploads; they come before `uploaded` is said."""
+    """How far a host is with a request.
+
+    `files` stands once it uploads; they come before `uploaded` is said.
+    """
 
     state: HostState
     reason: Name = ""

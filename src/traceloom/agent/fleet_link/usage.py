@@ -1,7 +1,7 @@
 """Whose each device was, minute by minute, in whole milliseconds: what the fleet adds up.
 
-Minutes are of the service's clock. A tick that lies in two of them is split; rows of a device and minute never add up
-to more than 60,000 ms, and to less only where the agent did not run.
+Minutes are of the service's clock. A tick that lies in two of them is split; rows of a device and
+minute never add up to more than 60,000 ms, and to less only where the agent did not run.
 """
 
 from __future__ import annotations
@@ -68,9 +68,13 @@ class UsageAccumulator:
         self._minutes: dict[int, dict[_UsageKey, _Amounts]] = {}
         self._bytes: dict[tuple[int, str], float] = {}  # (minute, job) -> what it read
         self._first = 0  # that is open; earlier ones were taken
-        self.dropped_ms = 0  # of devices: in minutes that were taken already, or beyond their 60,000
+        self.dropped_ms = (
+            0  # of devices: in minutes that were taken already, or beyond their 60,000
+        )
 
-    def add(self, end_ns: int, times: Iterable[JobDeviceTime], input_bytes: Mapping[str, float]) -> None:
+    def add(
+        self, end_ns: int, times: Iterable[JobDeviceTime], input_bytes: Mapping[str, float]
+    ) -> None:
         """Take a tick.
 
         Args:
@@ -83,20 +87,28 @@ class UsageAccumulator:
             times_by_device[time.device].append(time)
         spans: list[tuple[int, int]] = []
         for device_times in times_by_device.values():
-            spent = [ms for time in device_times for ms in (time.busy_ms, time.idle_ms, time.unknown_ms)]
+            spent = [
+                ms for time in device_times for ms in (time.busy_ms, time.idle_ms, time.unknown_ms)
+            ]
             spans = _split_at_minutes(end_ns // 1_000_000, sum(spent))
             for minute, length in spans:
-                parts = split_by_weights(length, spent)  # at most what there is, as all parts of one whole are
+                parts = split_by_weights(
+                    length, spent
+                )  # at most what there is, as all parts of one whole are
                 spent = [ms - part for ms, part in zip(spent, parts, strict=True)]
                 self._put(minute, device_times, parts)
         total_ms = sum(length for _, length in spans)
         for job, amount in input_bytes.items():
             for minute, length in spans:
                 if minute >= self._first:
-                    self._bytes[minute, job] = self._bytes.get((minute, job), 0.0) + amount * length / total_ms
+                    self._bytes[minute, job] = (
+                        self._bytes.get((minute, job), 0.0) + amount * length / total_ms
+                    )
 
     def _put(self, minute: int, times: list[JobDeviceTime], parts: list[int]) -> None:
-        """Book parts (busy, idle, unknown of each job) of a device on a minute, as far as there is room."""
+        """Book parts (busy, idle, unknown of each job) of a device on a minute, as far as there is
+        room.
+        """
         uses = self._minutes.setdefault(minute, {}) if minute >= self._first else {}
         booked = sum(amounts.ms for use, amounts in uses.items() if use.device == times[0].device)
         free_ms = MINUTE_MS - booked if minute >= self._first else 0
@@ -108,7 +120,9 @@ class UsageAccumulator:
             states: tuple[UsageState, ...] = ("busy", idle, "unreachable")
             for state, ms in zip(states, state_parts, strict=True):
                 if ms:
-                    uses.setdefault(_UsageKey(time.device, time.job or "", state), _Amounts()).add(ms, time)
+                    uses.setdefault(_UsageKey(time.device, time.job or "", state), _Amounts()).add(
+                        ms, time
+                    )
 
     def take(self, now_ns: int, models: Mapping[str, str]) -> dict[int, list[UsageRow]]:
         """The minutes that have ended by the service's clock; they are not given again.
@@ -133,12 +147,18 @@ class UsageAccumulator:
         }
         for use, amounts in uses.items():
             yield UsageRow(
-                minute=minute, device=use.device, device_model=models.get(use.device, ""), job=use.job,
-                state=use.state, device_ms=amounts.ms, busy_ms=amounts.ms if use.state == "busy" else 0,
+                minute=minute,
+                device=use.device,
+                device_model=models.get(use.device, ""),
+                job=use.job,
+                state=use.state,
+                device_ms=amounts.ms,
+                busy_ms=amounts.ms if use.state == "busy" else 0,
                 energy_mj=None if amounts.joules is None else round(1000 * amounts.joules),
-                flops_low=amounts.flops_low, flops_high=amounts.flops_high,
+                flops_low=amounts.flops_low,
+                flops_high=amounts.flops_high,
                 input_bytes=next(read[use.job]) if use.job in read else None,
-            )  # fmt: skip
+            )
 
 
 def _split_at_minutes(end: int, length: int) -> list[tuple[int, int]]:
@@ -153,7 +173,8 @@ def _split_at_minutes(end: int, length: int) -> list[tuple[int, int]]:
 
 
 class UsageOutbox:
-    """Minutes that the service has not acknowledged, on disk (SQLite); blocks, so it is called in a thread.
+    """Minutes that the service has not acknowledged, on disk (SQLite); blocks, so it is called in a
+    thread.
 
     Args:
         path: The file; its directory is made.
@@ -174,8 +195,9 @@ class UsageOutbox:
                 )
                 retained_query = "SELECT minute FROM minutes ORDER BY minute DESC LIMIT ?"
                 excess = database.execute(
-                    f"DELETE FROM minutes WHERE minute NOT IN ({retained_query})", (_MAX_WAITING_MINUTES,)
-                )  # noqa: S608
+                    f"DELETE FROM minutes WHERE minute NOT IN ({retained_query})",  # noqa: S608
+                    (_MAX_WAITING_MINUTES,),
+                )
                 self.lost += excess.rowcount
             self.trouble = ""
         except (sqlite3.Error, OSError, InputError) as error:
@@ -192,11 +214,23 @@ class UsageOutbox:
         if not self.path.exists():
             return []
         with self._database() as database:
-            minutes = database.execute("SELECT rows FROM minutes ORDER BY minute LIMIT ?", (MAX_MINUTES,)).fetchall()
+            minutes = database.execute(
+                "SELECT rows FROM minutes ORDER BY minute LIMIT ?", (MAX_MINUTES,)
+            ).fetchall()
             try:
-                return [row for (rows,) in minutes for row in msgspec.msgpack.decode(rows, type=list[UsageRow])]
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # SQLite checks no contents
-                raise sqlite3.DatabaseError(f"a minute for the fleet is damaged: {error}") from error
+                return [
+                    row
+                    for (rows,) in minutes
+                    for row in msgspec.msgpack.decode(rows, type=list[UsageRow])
+                ]
+            except (
+                msgspec.DecodeError,
+                UnicodeDecodeError,
+                RecursionError,
+            ) as error:  # SQLite checks no contents
+                raise sqlite3.DatabaseError(
+                    f"a minute for the fleet is damaged: {error}"
+                ) from error
 
     def acknowledge(self, minute: int) -> None:
         """The service has all minutes up to this one; errors as of `oldest`."""
@@ -213,5 +247,8 @@ class UsageOutbox:
                 yield database
         except sqlite3.DatabaseError as error:
             if is_corruption(error):
-                LOG.warning("the minutes for the fleet are damaged and put aside as %s", move_damaged_file(self.path))
+                LOG.warning(
+                    "the minutes for the fleet are damaged and put aside as %s",
+                    move_damaged_file(self.path),
+                )
             raise

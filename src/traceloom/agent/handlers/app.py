@@ -1,6 +1,7 @@
 """The application: routes, who asks, errors as answers.
 
-Everything is answered from memory; only the text of /metrics is made in a thread, so that the loop goes on.
+Everything is answered from memory; only the text of /metrics is made in a thread, so that the loop
+goes on.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ class AuthenticationMiddleware:
         except HttpError as refusal:
             await build_error_response(refusal)(scope, receive, counted)
         finally:
-            self.agent.asked(scope["state"].get("route", path if path in self.paths else "other"), code)
+            self.agent.asked(
+                scope["state"].get("route", path if path in self.paths else "other"), code
+            )
 
 
 def build_app(agent: AgentInterface) -> ASGIApp:
@@ -85,7 +88,9 @@ def build_app(agent: AgentInterface) -> ASGIApp:
             context = AgentRequest(agent, request)
             request.state.route = route.path
             if route.acts:
-                agent.acts(context.peer.name, context.peer.pid, route.path, allowed=context.peer.acts)
+                agent.acts(
+                    context.peer.name, context.peer.pid, route.path, allowed=context.peer.acts
+                )
             if route.acts and not context.peer.acts:
                 raise HttpError(
                     403,
@@ -104,7 +109,9 @@ def build_app(agent: AgentInterface) -> ASGIApp:
 
     async def metrics(request: Request) -> Response:
         view = VisibleSnapshot(agent.board.copy(), request.state.peer)
-        text, kind = await asyncio.to_thread(render_openmetrics, view, agent.config, request.headers.get("accept", ""))
+        text, kind = await asyncio.to_thread(
+            render_openmetrics, view, agent.config, request.headers.get("accept", "")
+        )
         return Response(text, headers={"Content-Type": kind})
 
     described = msgspec.json.encode(build_openapi_document(ROUTES))

@@ -63,14 +63,17 @@ class AgentRequest:
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """A route: what it is for, what it takes, what it gives. Those with `acts` need a peer that may act.
+    """A route: what it is for, what it takes, what it gives. Those with `acts` need a peer that may
+    act.
 
     `answer` is None where it is no JSON.
     """
 
     path: str
     summary: str
-    answers: Callable[[AgentRequest], Awaitable[HttpResponseBody | Response] | HttpResponseBody | Response]
+    answers: Callable[
+        [AgentRequest], Awaitable[HttpResponseBody | Response] | HttpResponseBody | Response
+    ]
     answer: type[HttpResponseBody] | None = None
     content: str = "application/json"  # of an answer that is no structure
     method: str = "GET"
@@ -83,10 +86,19 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 async def _get_health(agent_request: AgentRequest) -> forms.Health:
     states = agent_request.agent.board.collectors.values()
     now_ns, grace_period_ns = time.time_ns(), 60 * 10**9
-    alive = [state for state in states if now_ns - state.ran_ns < 3 * state.period_s * 10**9 + grace_period_ns]
+    alive = [
+        state
+        for state in states
+        if now_ns - state.ran_ns < 3 * state.period_s * 10**9 + grace_period_ns
+    ]
     if alive or now_ns - agent_request.agent.board.started_ns < grace_period_ns:
         return forms.Health(healthy=True)
-    raise HttpError(503, "no collector ran of late", slug="not-healthy", hint="`traceloom agent status` says why")
+    raise HttpError(
+        503,
+        "no collector ran of late",
+        slug="not-healthy",
+        hint="`traceloom agent status` says why",
+    )
 
 
 async def _get_doctor_report(agent_request: AgentRequest) -> forms.DoctorAnswer:
@@ -97,7 +109,9 @@ async def _get_doctor_report(agent_request: AgentRequest) -> forms.DoctorAnswer:
 
 
 def _group_values_by_label(view: VisibleSnapshot, label: str) -> dict[str, list[ValueAnswer]]:
-    """The series that a peer may see by the value of one of their labels; those that only describe are left out."""
+    """The series that a peer may see by the value of one of their labels; those that only describe
+    are left out.
+    """
     out: dict[str, list[ValueAnswer]] = defaultdict(list)
     for (name, values), value, at_ns in view.values():
         metric = METRICS[name]
@@ -114,10 +128,19 @@ async def _list_devices(agent_request: AgentRequest) -> forms.DevicesAnswer:
     return forms.DevicesAnswer(
         devices=[
             forms.DeviceAnswer(
-                **msgspec.structs.asdict(device) | ({} if agent_request.peer.sees == "all" else {"owner": {}}),
+                **msgspec.structs.asdict(device)
+                | ({} if agent_request.peer.sees == "all" else {"owner": {}}),
                 values=values[uuid],
-                processes=[key for key, process in view.processes.items() if uuid in process.devices],
-                jobs=sorted({p.owner.job for p in view.processes.values() if uuid in p.devices and p.owner.job}),
+                processes=[
+                    key for key, process in view.processes.items() if uuid in process.devices
+                ],
+                jobs=sorted(
+                    {
+                        p.owner.job
+                        for p in view.processes.values()
+                        if uuid in p.devices and p.owner.job
+                    }
+                ),
             )
             for uuid, device in view.devices.items()
         ]
@@ -145,7 +168,9 @@ async def _list_processes(agent_request: AgentRequest) -> forms.ProcessesAnswer:
         )
         for key, p in view.processes.items()
     ]
-    return forms.ProcessesAnswer(processes=rows, hidden=len(agent_request.agent.board.processes) - len(rows))
+    return forms.ProcessesAnswer(
+        processes=rows, hidden=len(agent_request.agent.board.processes) - len(rows)
+    )
 
 
 async def _list_jobs(agent_request: AgentRequest) -> forms.JobsAnswer:
@@ -157,10 +182,22 @@ async def _list_jobs(agent_request: AgentRequest) -> forms.JobsAnswer:
     rows = []
     for job, processes in sorted(processes_by_job.items()):
         owners = [process.owner for process in processes]
-        rates = [process.steps_per_second for process in processes if process.steps_per_second is not None]
+        rates = [
+            process.steps_per_second
+            for process in processes
+            if process.steps_per_second is not None
+        ]
         job_fields = {
             field: next(filter(None, (getattr(owner, field) for owner in owners)), "")
-            for field in ("name", "scheduler", "user", "account", "partition", "namespace", "framework")
+            for field in (
+                "name",
+                "scheduler",
+                "user",
+                "account",
+                "partition",
+                "namespace",
+                "framework",
+            )
         }
         rows.append(
             forms.JobAnswer(
@@ -168,7 +205,10 @@ async def _list_jobs(agent_request: AgentRequest) -> forms.JobsAnswer:
                 **job_fields,
                 values=values[job],
                 processes=[process.key for process in processes],
-                world_size=max((owner.world_size for owner in owners if owner.world_size is not None), default=None),
+                world_size=max(
+                    (owner.world_size for owner in owners if owner.world_size is not None),
+                    default=None,
+                ),
                 ranks=sorted({owner.rank for owner in owners if owner.rank is not None}),
                 devices=sorted({device for process in processes for device in process.devices}),
                 steps_per_second=min(rates, default=None),
@@ -225,24 +265,42 @@ async def _query_metric_history(agent_request: AgentRequest) -> forms.QueryAnswe
 
 async def _list_events(agent_request: AgentRequest) -> forms.EventsAnswer:
     try:
-        parameters = msgspec.convert(dict(agent_request.request.query_params), forms.EventParameters)
+        parameters = msgspec.convert(
+            dict(agent_request.request.query_params), forms.EventParameters
+        )
     except msgspec.ValidationError as error:
         raise make_bad_request(str(error)) from error
     since_ns = parse_time(parameters.since, time.time_ns())
     events = [
-        forms.EventAnswer(at_ns=event.at_ns, kind=event.kind, text=event.text, device=event.device, code=event.code)
+        forms.EventAnswer(
+            at_ns=event.at_ns,
+            kind=event.kind,
+            text=event.text,
+            device=event.device,
+            code=event.code,
+        )
         for event in agent_request.view.board.events
     ]
     for kill in agent_request.view.oom_kills:
-        limit = "" if kill.limit_bytes is None else f", which may have {units.format_size(kill.limit_bytes)}"
+        limit = (
+            ""
+            if kill.limit_bytes is None
+            else f", which may have {units.format_size(kill.limit_bytes)}"
+        )
         events.append(
             forms.EventAnswer(
-                at_ns=kill.at_ns, kind="oom-kill", cgroup=kill.cgroup, job=kill.job, count=kill.kills,
+                at_ns=kill.at_ns,
+                kind="oom-kill",
+                cgroup=kill.cgroup,
+                job=kill.job,
+                count=kill.kills,
                 text=f"{units.format_quantity(kill.kills, 'process')} killed for want of memory in {kill.cgroup}{limit}",
             )
-        )  # fmt: skip
+        )
     return forms.EventsAnswer(
-        events=sorted((event for event in events if event.at_ns >= since_ns), key=attrgetter("at_ns"))
+        events=sorted(
+            (event for event in events if event.at_ns >= since_ns), key=attrgetter("at_ns")
+        )
     )
 
 
@@ -256,7 +314,9 @@ def read_boot_id() -> str:
 async def _pause_counters(agent_request: AgentRequest) -> forms.PauseAnswer:
     body = await agent_request.body(forms.PauseBody)
     until_ns = time.time_ns() + int(body.seconds * 1e9)
-    return forms.PauseAnswer(paused=await agent_request.agent.pause(body.seconds), until_ns=until_ns)
+    return forms.PauseAnswer(
+        paused=await agent_request.agent.pause(body.seconds), until_ns=until_ns
+    )
 
 
 async def _receive_steps(agent_request: AgentRequest) -> forms.StepsAnswer:
@@ -275,15 +335,19 @@ async def _receive_steps(agent_request: AgentRequest) -> forms.StepsAnswer:
 async def _analyze_job_trace(agent_request: AgentRequest) -> forms.TraceAnswer:
     if agent_request.peer.uid is None:
         raise HttpError(
-            403, "traces are taken over the unix socket alone", slug="not-allowed",
+            403,
+            "traces are taken over the unix socket alone",
+            slug="not-allowed",
             hint="there the kernel says who asks, and so whose files are read",
-        )  # fmt: skip
+        )
     form = await agent_request.body(forms.TraceBody)
     if form.job not in agent_request.view.jobs:
         raise HttpError(
-            404, f"there is no job `{form.job}` of yours on this host", slug="no-such-job",
+            404,
+            f"there is no job `{form.job}` of yours on this host",
+            slug="no-such-job",
             hint=nearest(form.job, agent_request.view.jobs) + "`traceloom agent ps` lists them",
-        )  # fmt: skip
+        )
     if not Path(form.path).is_absolute():
         raise make_bad_request("`path` is not absolute")
     facts = await agent_request.agent.learn(form.job, form.path, agent_request.peer.uid)
@@ -299,9 +363,11 @@ def _build_trace_permission_check(agent_request: AgentRequest) -> Callable[[int]
     peer = agent_request.peer
     if peer.uid is None and not peer.acts:
         raise HttpError(
-            403, "traces are for users of this host, over the unix socket, and for tokens that may do all",
-            slug="not-allowed", hint="over the unix socket the kernel says who asks",
-        )  # fmt: skip
+            403,
+            "traces are for users of this host, over the unix socket, and for tokens that may do all",
+            slug="not-allowed",
+            hint="over the unix socket the kernel says who asks",
+        )
     return lambda uid: peer.acts or peer.uid == uid
 
 
@@ -320,9 +386,13 @@ def _find_own_request(agent_request: AgentRequest) -> TraceRequest:
 
 async def _list_requests(agent_request: AgentRequest) -> forms.RequestsAnswer:
     may_trace = _build_trace_permission_check(agent_request)
-    own_requests = [request for request in agent_request.agent.desk.requests.values() if may_trace(request.uid)]
+    own_requests = [
+        request for request in agent_request.agent.desk.requests.values() if may_trace(request.uid)
+    ]
     return forms.RequestsAnswer(
-        requests=[forms.RequestAnswer(**msgspec.structs.asdict(request)) for request in own_requests]
+        requests=[
+            forms.RequestAnswer(**msgspec.structs.asdict(request)) for request in own_requests
+        ]
     )
 
 
@@ -344,9 +414,15 @@ async def _submit_request(agent_request: AgentRequest) -> forms.RequestAnswer:
         raise
     pids = sorted({target.pid for target in request.targets})
     agent_request.agent.acts(
-        agent_request.peer.name, agent_request.peer.pid, "/api/v1/requests", allowed=True, request=request.id, of=request.uid,
-        pids=pids, wanted=spec_fields,
-    )  # fmt: skip
+        agent_request.peer.name,
+        agent_request.peer.pid,
+        "/api/v1/requests",
+        allowed=True,
+        request=request.id,
+        of=request.uid,
+        pids=pids,
+        wanted=spec_fields,
+    )
     return forms.RequestAnswer(**msgspec.structs.asdict(request))
 
 
@@ -371,13 +447,17 @@ async def _watch_request(agent_request: AgentRequest) -> Response:
         async for updated_request in agent_request.agent.desk.changes(request):
             yield b"event: request\ndata: " + msgspec.json.encode(updated_request) + b"\n\n"
 
-    return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+    return StreamingResponse(
+        events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+    )
 
 
 async def _get_environment(agent_request: AgentRequest) -> forms.EnvironmentAnswer:
     if agent_request.peer.uid is None:
         raise HttpError(403, "this is told over the unix socket alone", slug="not-allowed")
-    return forms.EnvironmentAnswer(variables=agent_request.agent.environment(agent_request.peer.uid))
+    return forms.EnvironmentAnswer(
+        variables=agent_request.agent.environment(agent_request.peer.uid)
+    )
 
 
 async def _collect_stacks(agent_request: AgentRequest) -> forms.StacksAnswer:
@@ -388,19 +468,34 @@ async def _collect_stacks(agent_request: AgentRequest) -> forms.StacksAnswer:
     processes = [
         process
         for process in view.processes.values()
-        if (process.owner.job == parameters.job if parameters.job else process.pid == parameters.pid)
+        if (
+            process.owner.job == parameters.job if parameters.job else process.pid == parameters.pid
+        )
     ]
     if not processes:
-        subject = f"job `{parameters.job}`" if parameters.job else f"process {parameters.pid} that matters"
+        subject = (
+            f"job `{parameters.job}`"
+            if parameters.job
+            else f"process {parameters.pid} that matters"
+        )
         raise HttpError(
-            404, f"there is no {subject} of yours on this host", slug="no-such-job" if parameters.job else "no-such-process",
+            404,
+            f"there is no {subject} of yours on this host",
+            slug="no-such-job" if parameters.job else "no-such-process",
             hint=nearest(parameters.job, view.jobs) + "`traceloom agent ps` lists them",
-        )  # fmt: skip
-    # A token that only reads sees no command lines of others: where their programs are, it sees even less.
-    allowed = agent_request.peer.acts or all(process.uid == agent_request.peer.uid for process in processes)
-    agent_request.agent.acts(agent_request.peer.name, agent_request.peer.pid, "/api/v1/stacks", allowed=allowed)
+        )
+    # A token that only reads sees no command lines of others: where their programs are, it sees
+    # even less.
+    allowed = agent_request.peer.acts or all(
+        process.uid == agent_request.peer.uid for process in processes
+    )
+    agent_request.agent.acts(
+        agent_request.peer.name, agent_request.peer.pid, "/api/v1/stacks", allowed=allowed
+    )
     if not allowed:
-        raise HttpError(403, "stacks are for whose the processes are, and for root", slug="not-allowed")
+        raise HttpError(
+            403, "stacks are for whose the processes are, and for root", slug="not-allowed"
+        )
     stacks = await agent_request.agent.stacks(processes, native=parameters.native)
     return forms.StacksAnswer(
         at_ns=time.time_ns(), sentence=stacks.sentence, groups=stacks.groups, unseen=stacks.unseen
@@ -408,7 +503,13 @@ async def _collect_stacks(agent_request: AgentRequest) -> forms.StacksAnswer:
 
 
 ROUTES = (
-    Route(path="/healthz", summary="Whether the agent lives", answers=_get_health, answer=forms.Health, refuses=(503,)),
+    Route(
+        path="/healthz",
+        summary="Whether the agent lives",
+        answers=_get_health,
+        answer=forms.Health,
+        refuses=(503,),
+    ),
     Route(
         path="/api/v1/status",
         summary="The agent and how it fares",
@@ -467,7 +568,10 @@ ROUTES = (
         path="/api/v1/hangs",
         summary="Jobs that hang or hung, and the rank that the others wait for",
         answers=lambda asked: build_hangs_answer(
-            asked.agent.hangs, asked.parameters(forms.HangParameters).job, asked.peer, asked.view.jobs
+            asked.agent.hangs,
+            asked.parameters(forms.HangParameters).job,
+            asked.peer,
+            asked.view.jobs,
         ),
         answer=forms.HangsAnswer,
         parameters=forms.HangParameters,
@@ -543,7 +647,9 @@ ROUTES = (
     Route(
         path="/api/v1/requests/{id}",
         summary="How far a request is",
-        answers=lambda asked: forms.RequestAnswer(**msgspec.structs.asdict(_find_own_request(asked))),
+        answers=lambda asked: forms.RequestAnswer(
+            **msgspec.structs.asdict(_find_own_request(asked))
+        ),
         answer=forms.RequestAnswer,
         refuses=(403, 404),
     ),

@@ -22,19 +22,32 @@ from traceloom.agent.triggers.store import LastFiring, LastRefusal
 from traceloom.server.access import Caller
 
 
-def build_hangs_answer(desk: HangService, job: str, peer: Caller, jobs: Collection[str]) -> HangsAnswer:
-    """The hangs that the one who asks may see, of one job or ("") of all; and which of their jobs are watched."""
+def build_hangs_answer(
+    desk: HangService, job: str, peer: Caller, jobs: Collection[str]
+) -> HangsAnswer:
+    """The hangs that the one who asks may see, of one job or ("") of all; and which of their jobs
+    are watched.
+    """
 
     def shown(record: HangRecord) -> HangAnswer:
         # As of stacks: a token that only reads does not see where programs of others are.
         full = peer.acts or peer.uid == record.hang.uid
         return HangAnswer(
-            id=record.id, job=record.hang.job, uid=record.hang.uid, state=record.state,
-            since_ns=record.hang.since_ns, seen_ns=record.hang.seen_ns, over_ns=record.over_ns,
-            median_step_seconds=record.hang.median_s, pids=[member.pid for member in record.hang.processes],
-            sentence=record.sentence if full else "", ranks=record.ranks, directory=record.directory if full else "",
-            files=record.files if full else (), no_bundle=record.no_bundle,
-        )  # fmt: skip
+            id=record.id,
+            job=record.hang.job,
+            uid=record.hang.uid,
+            state=record.state,
+            since_ns=record.hang.since_ns,
+            seen_ns=record.hang.seen_ns,
+            over_ns=record.over_ns,
+            median_step_seconds=record.hang.median_s,
+            pids=[member.pid for member in record.hang.processes],
+            sentence=record.sentence if full else "",
+            ranks=record.ranks,
+            directory=record.directory if full else "",
+            files=record.files if full else (),
+            no_bundle=record.no_bundle,
+        )
 
     return HangsAnswer(
         watched=sorted({key.job for key in desk.watch.stepping if key.job in jobs}),
@@ -47,13 +60,19 @@ def build_hangs_answer(desk: HangService, job: str, peer: Caller, jobs: Collecti
     )
 
 
-def build_triggers_answer(triggers: TriggerEngine, budget: TriggerBudget, peer: Caller) -> TriggersAnswer:
+def build_triggers_answer(
+    triggers: TriggerEngine, budget: TriggerBudget, peer: Caller
+) -> TriggersAnswer:
     """All rules; those parts of them that the one who asks may see."""
 
     def own(last: LastFiring | LastRefusal | None) -> dict[str, Any] | None:
-        if last is None or not (peer.sees == "all" or (peer.sees == "own" and last.uid == peer.uid)):
+        if last is None or not (
+            peer.sees == "all" or (peer.sees == "own" and last.uid == peer.uid)
+        ):
             return None
-        return {name: value for name, value in msgspec.structs.asdict(last).items() if name != "uid"}
+        return {
+            name: value for name, value in msgspec.structs.asdict(last).items() if name != "uid"
+        }
 
     problems, rules = triggers.trouble(), []
     for name, rule in triggers.rules.items():
@@ -61,13 +80,24 @@ def build_triggers_answer(triggers: TriggerEngine, budget: TriggerBudget, peer: 
         last, refusal = own(counts.last), own(counts.last_refusal)
         rules.append(
             TriggerAnswer(
-                name=name, on=get_rule_kind(rule), target=rule.target, cooldown_seconds=rule.cooldown, fired=counts.fired,
-                refusals=dict(counts.refusals), traced_seconds=counts.traced_seconds, kept_bytes=counts.kept_bytes,
-                last=LastFiringAnswer(**last) if last else None, last_refusal=LastRefusalAnswer(**refusal) if refusal else None,
-                trouble=problems.get(name, ""), rule=rule if peer.sees == "all" else None,
+                name=name,
+                on=get_rule_kind(rule),
+                target=rule.target,
+                cooldown_seconds=rule.cooldown,
+                fired=counts.fired,
+                refusals=dict(counts.refusals),
+                traced_seconds=counts.traced_seconds,
+                kept_bytes=counts.kept_bytes,
+                last=LastFiringAnswer(**last) if last else None,
+                last_refusal=LastRefusalAnswer(**refusal) if refusal else None,
+                trouble=problems.get(name, ""),
+                rule=rule if peer.sees == "all" else None,
             )
-        )  # fmt: skip
+        )
     return TriggersAnswer(
-        rules=rules, share=budget.share, bytes_per_day=int(budget.mb_per_day * 1e6),
-        bytes_left=max(triggers.ledger.bytes_left(triggers.now_ns), 0), trouble=triggers.store.trouble,
-    )  # fmt: skip
+        rules=rules,
+        share=budget.share,
+        bytes_per_day=int(budget.mb_per_day * 1e6),
+        bytes_left=max(triggers.ledger.bytes_left(triggers.now_ns), 0),
+        trouble=triggers.store.trouble,
+    )

@@ -1,7 +1,7 @@
 """What is kept of a job that hangs, and a sentence that names the rank which the others wait for.
 
-There are independent witnesses: the states of processes (a rank that has ended or is stopped), their stacks, and
-PyTorch's flight recorder of collectives where a process lets it be read.
+There are independent witnesses: the states of processes (a rank that has ended or is stopped),
+their stacks, and PyTorch's flight recorder of collectives where a process lets it be read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ from traceloom.agent.hangs.flight_recorder import (
     NoFlightDumpError,
     fetch_flight_record,
 )
-from traceloom.agent.hangs.stacks import GroupedStacks, collect_stacks, find_rank_pids, format_ranges, group_stacks
+from traceloom.agent.hangs.stacks import (
+    GroupedStacks,
+    collect_stacks,
+    find_rank_pids,
+    format_ranges,
+    group_stacks,
+)
 from traceloom.agent.metrics import SeriesKey
 from traceloom.agent.ownership.environment import DUMP_PIPE, WORKER_SERVER
 from traceloom.agent.ownership.model import Process
@@ -50,7 +56,9 @@ _ANALYSIS_TIMEOUT_S = 120.0
 
 
 class Witness(msgspec.Struct, frozen=True, kw_only=True):
-    """What one source says, and the ranks that the others wait for by it; none where it does not say."""
+    """What one source says, and the ranks that the others wait for by it; none where it does not
+    say.
+    """
 
     source: Literal["states", "stacks", "flight recorder"]
     sentence: str
@@ -78,7 +86,10 @@ class HangEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HangProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of the job. `steps`: that it has made, where known; `flight`: how its record was had, or why not."""
+    """A process of the job.
+
+    `steps`: that it has made, where known; `flight`: how its record was had, or why not.
+    """
 
     pid: int
     rank: int | None
@@ -89,7 +100,10 @@ class HangProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HangContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent knew when it saw the hang. `series`: of the last minutes, times in ns and values."""
+    """What the agent knew when it saw the hang.
+
+    `series`: of the last minutes, times in ns and values.
+    """
 
     host: str
     processes: tuple[Process, ...]
@@ -99,7 +113,10 @@ class HangContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HangReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `hang.json`. `ranks`: whom the others wait for; `left_out`: file -> why it is not there."""
+    """The content of `hang.json`.
+
+    `ranks`: whom the others wait for; `left_out`: file -> why it is not there.
+    """
 
     format: str = "traceloom-hang"
     version: int = VERSION
@@ -123,7 +140,9 @@ class HangReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _FlightRecords(msgspec.Struct, frozen=True, kw_only=True):
-    """How each record was had or why not, by pid, what they say, and the collectives that ranks wait in, by pid."""
+    """How each record was had or why not, by pid, what they say, and the collectives that ranks
+    wait in, by pid.
+    """
 
     notes: dict[int, str]
     verdict: FlightVerdict | None = None
@@ -163,8 +182,12 @@ class _HangDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def find_collective_waits(processes: Sequence[Process]) -> dict[int, str]:
-    """The collectives that ranks wait in by their flight records, pid -> collective; of those that can be asked."""
-    if not any(process.declared.get(name) for process in processes for name in (WORKER_SERVER, DUMP_PIPE)):
+    """The collectives that ranks wait in by their flight records, pid -> collective; of those that
+    can be asked.
+    """
+    if not any(
+        process.declared.get(name) for process in processes for name in (WORKER_SERVER, DUMP_PIPE)
+    ):
         return {}
     with tempfile.TemporaryDirectory(prefix="traceloom-flight-") as name:
         flights = await _collect_flight_records(
@@ -176,15 +199,20 @@ async def find_collective_waits(processes: Sequence[Process]) -> dict[int, str]:
 async def describe_hang(hang: Hang, processes: Sequence[Process]) -> tuple[str, tuple[int, ...]]:
     """Who is where, and the ranks that the others wait for; nothing is kept."""
     with tempfile.TemporaryDirectory(prefix="traceloom-flight-") as name:
-        account = await _examine_hang(hang, processes, _BundleDirectory(Path(name), _MAX_RECORD_BYTES))
+        account = await _examine_hang(
+            hang, processes, _BundleDirectory(Path(name), _MAX_RECORD_BYTES)
+        )
     return account.sentence, account.ranks
 
 
-async def write_bundle(hang: Hang, scene: HangContext, directory: Path, max_bytes: int) -> HangReport:
+async def write_bundle(
+    hang: Hang, scene: HangContext, directory: Path, max_bytes: int
+) -> HangReport:
     """Keep what all processes of the job do, and say whom they wait for.
 
-    Writes `hang.json`, `hang.md`, `stacks.json`, `rank<N>.dump.json` (or `pid<PID>.dump.json`), `flight_rank_<N>` (as
-    torch's own analyser wants it) or `flight_rank_<N>.json`, and `<host>.telemetry.json.gz`.
+    Writes `hang.json`, `hang.md`, `stacks.json`, `rank<N>.dump.json` (or `pid<PID>.dump.json`),
+    `flight_rank_<N>` (as torch's own analyser wants it) or `flight_rank_<N>.json`, and
+    `<host>.telemetry.json.gz`.
 
     Args:
         hang: What was seen.
@@ -202,31 +230,51 @@ async def write_bundle(hang: Hang, scene: HangContext, directory: Path, max_byte
     steps = {member.pid: member.steps for member in hang.processes}
     await asyncio.to_thread(_write_evidence, bundle, scene, account)
     report = HangReport(
-        host=scene.host, job=hang.job, uid=hang.uid, name=owner.name, world_size=owner.world_size,
-        since_ns=hang.since_ns, seen_ns=hang.seen_ns, median_step_seconds=hang.median_s, sentence=account.sentence,
-        ranks=account.ranks, witnesses=account.witnesses, devices=scene.devices, events=scene.events,
+        host=scene.host,
+        job=hang.job,
+        uid=hang.uid,
+        name=owner.name,
+        world_size=owner.world_size,
+        since_ns=hang.since_ns,
+        seen_ns=hang.seen_ns,
+        median_step_seconds=hang.median_s,
+        sentence=account.sentence,
+        ranks=account.ranks,
+        witnesses=account.witnesses,
+        devices=scene.devices,
+        events=scene.events,
         members=tuple(
             HangProcessInfo(
-                pid=process.pid, rank=process.owner.rank, state=_read_process_state(process) or "ended", command=process.command,
-                steps=steps.get(process.pid), flight=account.flight_notes.get(process.pid, ""),
+                pid=process.pid,
+                rank=process.owner.rank,
+                state=_read_process_state(process) or "ended",
+                command=process.command,
+                steps=steps.get(process.pid),
+                flight=account.flight_notes.get(process.pid, ""),
             )
             for process in processes
         ),
-        files=(*bundle.files, "hang.json", "hang.md"), left_out=bundle.left_out,
-    )  # fmt: skip
+        files=(*bundle.files, "hang.json", "hang.md"),
+        left_out=bundle.left_out,
+    )
     document = msgspec.json.format(msgspec.json.encode(report), indent=2)
     await asyncio.to_thread(write_new_file, directory / "hang.json", document)
-    await asyncio.to_thread(write_new_file, directory / "hang.md", render_bundle_page(report, account.stacks).encode())
+    await asyncio.to_thread(
+        write_new_file, directory / "hang.md", render_bundle_page(report, account.stacks).encode()
+    )
     return report
 
 
-async def _examine_hang(hang: Hang, processes: Sequence[Process], bundle: _BundleDirectory) -> _HangDiagnosis:
+async def _examine_hang(
+    hang: Hang, processes: Sequence[Process], bundle: _BundleDirectory
+) -> _HangDiagnosis:
     """Look at the processes, and judge; flight records are put into the folder."""
     python_stacks = await collect_stacks(processes)
     flights = await _collect_flight_records(processes, hang.since_ns, bundle)
     # Native calls last: a process stands still for them. One that is stopped would not answer.
     native = await collect_stacks(
-        [process for process in processes if _read_process_state(process) not in ("T", "t")], native=True
+        [process for process in processes if _read_process_state(process) not in ("T", "t")],
+        native=True,
     )
     dumps = python_stacks.dumps | native.dumps
     reasons = {pid: reason for pid, reason in python_stacks.reasons.items() if pid not in dumps}
@@ -245,9 +293,16 @@ async def _examine_hang(hang: Hang, processes: Sequence[Process], bundle: _Bundl
     )
     stacks_only = await asyncio.to_thread(group)
     stacks = await asyncio.to_thread(group, waits=flights.waits)
-    summary, ranks, witnesses = _find_blocking_ranks(hang, processes, stacks_only, stacks, flights.verdict)
+    summary, ranks, witnesses = _find_blocking_ranks(
+        hang, processes, stacks_only, stacks, flights.verdict
+    )
     return _HangDiagnosis(
-        dumps=dumps, stacks=stacks, flight_notes=flights.notes, sentence=summary, ranks=ranks, witnesses=witnesses
+        dumps=dumps,
+        stacks=stacks,
+        flight_notes=flights.notes,
+        sentence=summary,
+        ranks=ranks,
+        witnesses=witnesses,
     )
 
 
@@ -267,12 +322,16 @@ async def _collect_flight_records(
     dumps: dict[int, FlightDump] = {}
     notes: dict[int, str] = {}
     mains = find_rank_pids(processes)
-    ranks = [process for process in processes if process.pid in mains and process.owner.rank is not None]
+    ranks = [
+        process for process in processes if process.pid in mains and process.owner.rank is not None
+    ]
 
     async def take(process: Process) -> None:
         assert process.owner.rank is not None
         try:
-            dumps[process.owner.rank] = await asyncio.to_thread(fetch_flight_record, process, since_ns)
+            dumps[process.owner.rank] = await asyncio.to_thread(
+                fetch_flight_record, process, since_ns
+            )
             notes[process.pid] = dumps[process.owner.rank].how
         except NoFlightDumpError as error:
             notes[process.pid] = str(error)
@@ -289,12 +348,19 @@ async def _collect_flight_records(
         task = partial(worker.run, "flight-records", timeout_s=_ANALYSIS_TIMEOUT_S, files=paths)
         findings = msgspec.convert(await asyncio.to_thread(task), FlightFindings, strict=False)
     except (TraceloomError, msgspec.ValidationError) as error:
-        LOG.warning("flight records of job %s were not understood: %s", processes[0].owner.job, error)
+        LOG.warning(
+            "flight records of job %s were not understood: %s", processes[0].owner.job, error
+        )
         return _FlightRecords(notes=notes)
     pids = {str(process.owner.rank): process.pid for process in ranks}
-    notes |= {pids[rank]: f"its record is not understood: {reason}" for rank, reason in findings.bad.items()}
+    notes |= {
+        pids[rank]: f"its record is not understood: {reason}"
+        for rank, reason in findings.bad.items()
+    }
     waits = findings.verdict.waits
-    waits_by_pid = {process.pid: waits[process.owner.rank] for process in ranks if process.owner.rank in waits}
+    waits_by_pid = {
+        process.pid: waits[process.owner.rank] for process in ranks if process.owner.rank in waits
+    }
     return _FlightRecords(notes=notes, verdict=findings.verdict, waits=waits_by_pid)
 
 
@@ -318,23 +384,44 @@ def _find_blocking_ranks(
     stopped = sorted(
         process.owner.rank
         for process in processes
-        if process.pid in mains and process.owner.rank is not None and _read_process_state(process) in ("T", "t")
+        if process.pid in mains
+        and process.owner.rank is not None
+        and _read_process_state(process) in ("T", "t")
     )
     ended = sorted(ended.rank for ended in hang.gone if ended.rank is not None)
     elsewhere = _list_diverging_ranks(stacks)
     stop = (
-        [f"{_format_ranks(stopped)} {'is' if len(stopped) == 1 else 'are'} stopped by a signal or a debugger"]
+        [
+            f"{_format_ranks(stopped)} {'is' if len(stopped) == 1 else 'are'} stopped by a signal or a debugger"
+        ]
         if stopped
         else []
     )
-    states = [*stop, *([f"{_format_ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended"] if ended else [])]
+    states = [
+        *stop,
+        *(
+            [f"{_format_ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended"]
+            if ended
+            else []
+        ),
+    ]
     witnesses: list[Witness] = []
     if states:
-        witnesses.append(Witness(source="states", sentence="; ".join(states), ranks=tuple(sorted({*stopped, *ended}))))
-    witnesses.append(Witness(source="stacks", sentence=stacks_only.sentence, ranks=_list_diverging_ranks(stacks_only)))
+        witnesses.append(
+            Witness(
+                source="states", sentence="; ".join(states), ranks=tuple(sorted({*stopped, *ended}))
+            )
+        )
+    witnesses.append(
+        Witness(
+            source="stacks", sentence=stacks_only.sentence, ranks=_list_diverging_ranks(stacks_only)
+        )
+    )
     parts = [*stop, stacks.sentence]
     if flight is not None:
-        witnesses.append(Witness(source="flight recorder", sentence=flight.sentence, ranks=flight.ranks))
+        witnesses.append(
+            Witness(source="flight recorder", sentence=flight.sentence, ranks=flight.ranks)
+        )
         if flight.kind != "nothing":
             parts.append(f"by the flight recorder, {flight.sentence}")
         if elsewhere and flight.ranks and set(elsewhere) != set(flight.ranks):
@@ -344,10 +431,12 @@ def _find_blocking_ranks(
     ranks = tuple(sorted({*stopped, *ended})) or (flight.ranks if flight else ()) or elsewhere
     waiting = [group.waits_in for group in stacks.groups if group.role == "rank"]
     if not ranks and waiting and all(waiting):
-        local_ranks = {process.owner.rank for process in processes if process.owner.rank is not None}
-        remote_count = max((p.owner.world_size for p in processes if p.owner.world_size is not None), default=0) - len(
-            local_ranks
-        )
+        local_ranks = {
+            process.owner.rank for process in processes if process.owner.rank is not None
+        }
+        remote_count = max(
+            (p.owner.world_size for p in processes if p.owner.world_size is not None), default=0
+        ) - len(local_ranks)
         if remote_count > 0:
             parts.append(
                 f"all {len(local_ranks)} ranks of this host wait: who is elsewhere is among the {remote_count} of other hosts"
@@ -357,11 +446,17 @@ def _find_blocking_ranks(
     since = max(hang.seen_ns - hang.since_ns, 0)
     work = "its processes work, but " if hang.busy else ""
     start = f"job {hang.job}: {work}no step for {units.format_duration(since)}, where one took "
-    return f"{start}{units.format_duration(int(hang.median_s * 1e9))}: {'; '.join(parts)}", ranks, tuple(witnesses)
+    return (
+        f"{start}{units.format_duration(int(hang.median_s * 1e9))}: {'; '.join(parts)}",
+        ranks,
+        tuple(witnesses),
+    )
 
 
 def _list_diverging_ranks(stacks: GroupedStacks) -> tuple[int, ...]:
-    return tuple(sorted({rank for group in stacks.groups if group.elsewhere for rank in group.ranks}))
+    return tuple(
+        sorted({rank for group in stacks.groups if group.elsewhere for rank in group.ranks})
+    )
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
@@ -376,26 +471,38 @@ def _write_evidence(bundle: _BundleDirectory, scene: HangContext, account: _Hang
     for process in scene.processes:
         rank = process.owner.rank
         if process.pid in account.dumps:
-            is_first = rank is not None and rank not in ranks  # what a rank starts has its number too
+            is_first = (
+                rank is not None and rank not in ranks
+            )  # what a rank starts has its number too
             stem = f"rank{rank}" if is_first else f"pid{process.pid}"
             ranks |= {rank} if rank is not None else set()
             bundle.put(f"{stem}.dump.json", msgspec.json.encode(account.dumps[process.pid]))
     # Telemetry is as large as it is: what does not fit is taken away again.
-    stem = "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in scene.host)[:80].lstrip(".")
+    stem = "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in scene.host)[
+        :80
+    ].lstrip(".")
     path = telemetry.write_series(
-        bundle.directory / f"{stem or 'host'}.telemetry.json.gz", scene.host, scene.series, truncated=False
+        bundle.directory / f"{stem or 'host'}.telemetry.json.gz",
+        scene.host,
+        scene.series,
+        truncated=False,
     )
     size = path.stat().st_size
     if size > bundle.room:
         path.unlink()
-        bundle.left_out[path.name] = f"it has {units.format_size(size)}, and the bundle would be larger than `most_mb`"
+        bundle.left_out[path.name] = (
+            f"it has {units.format_size(size)}, and the bundle would be larger than `most_mb`"
+        )
         return
     bundle.room -= size
     bundle.files.append(path.name)
 
 
 def render_bundle_page(report: HangReport, stacks: GroupedStacks) -> str:
-    """The bundle as a page of Markdown. Names of strangers stand in blocks of code alone, where nothing is markup."""
+    """The bundle as a page of Markdown.
+
+    Names of strangers stand in blocks of code alone, where nothing is markup.
+    """
     states = {
         "T": "stopped",
         "t": "traced",
@@ -410,21 +517,36 @@ def render_bundle_page(report: HangReport, stacks: GroupedStacks) -> str:
         for entry in report.members
     ]
     parts = [
-        "# A job hangs", _format_code_block(textwrap.wrap(report.sentence, 100)),
+        "# A job hangs",
+        _format_code_block(textwrap.wrap(report.sentence, 100)),
         "## Witnesses",
         _format_code_block(f"{entry.source}: {entry.sentence}" for entry in report.witnesses),
         "## Processes",
-        _format_code_block([f"{'rank':>5}  {'pid':>8}  {'state':<26}  {'steps':>8}  flight record", *members]),
-        "## Stacks", "From the outermost call to the innermost; ranks that are elsewhere than the others first.",
-    ]  # fmt: skip
+        _format_code_block(
+            [f"{'rank':>5}  {'pid':>8}  {'state':<26}  {'steps':>8}  flight record", *members]
+        ),
+        "## Stacks",
+        "From the outermost call to the innermost; ranks that are elsewhere than the others first.",
+    ]
     for role, groups in groupby(stacks.groups, key=attrgetter("role")):
-        titles = {"rank": "Main threads", "worker": "Other processes of the job", "thread": "Other threads"}
+        titles = {
+            "rank": "Main threads",
+            "worker": "Other processes of the job",
+            "thread": "Other threads",
+        }
         parts.append(f"### {titles[role]}")
         for group in groups:
-            subject = _format_ranks(group.ranks) if group.ranks else f"process {format_ranges(group.pids)}"
-            first = " ".join(filter(None, (subject, group.thread, "(elsewhere)" if group.elsewhere else "")))
+            subject = (
+                _format_ranks(group.ranks)
+                if group.ranks
+                else f"process {format_ranges(group.pids)}"
+            )
+            first = " ".join(
+                filter(None, (subject, group.thread, "(elsewhere)" if group.elsewhere else ""))
+            )
             calls = [
-                f"  {frame.function} ({frame.file}{f':{frame.line}' if frame.line else ''})" for frame in group.frames
+                f"  {frame.function} ({frame.file}{f':{frame.line}' if frame.line else ''})"
+                for frame in group.frames
             ]
             parts.append(_format_code_block([first, *calls]))
     lines: list[str] = []
@@ -440,7 +562,9 @@ def render_bundle_page(report: HangReport, stacks: GroupedStacks) -> str:
         parts += ["## Devices", _format_code_block(lines)]
     parts += [
         "## Files",
-        _format_code_block((*report.files, *(f"{name}: {reason}" for name, reason in report.left_out.items()))),
+        _format_code_block(
+            (*report.files, *(f"{name}: {reason}" for name, reason in report.left_out.items()))
+        ),
     ]
     return "\n\n".join(parts) + "\n"
 

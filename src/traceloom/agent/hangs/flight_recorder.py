@@ -1,7 +1,8 @@
 """Dumps of PyTorch's flight recorder and what they say.
 
-A record is a stranger's file: pickled by `ProcessGroupNCCL` and `_dump_fr_trace`, or JSON of `_dump_fr_trace_json`. Of
-pickles only plain values are read: whatever could name or call something is refused before anything is loaded.
+A record is a stranger's file: pickled by `ProcessGroupNCCL` and `_dump_fr_trace`, or JSON of
+`_dump_fr_trace_json`. Of pickles only plain values are read: whatever could name or call something
+is refused before anything is loaded.
 
 Three ways, of which each works where the process was started for it:
 
@@ -10,8 +11,8 @@ Three ways, of which each works where the process was started for it:
   something there;
 - a dump that its watchdog has written already, when a collective took longer than its time-out.
 
-All of it is the user's: sockets count where the process itself is at the other end, pipes where the process has them
-open, files where they are its user's, small, and no links.
+All of it is the user's: sockets count where the process itself is at the other end, pipes where the
+process has them open, files where they are its user's, small, and no links.
 """
 
 from __future__ import annotations
@@ -44,20 +45,52 @@ _MAX_OPERATIONS = 4_000_000
 _MAX_ENTRIES = 20_000
 _MAX_RANKS = 65_536
 _MAX_CHARS = 200
-# What torch's own pickler writes, and what Python's writes of the same values: no name, no call, no persistent object.
-_PLAIN_OPCODES = frozenset({
-    "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1",
-    "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT", "SETITEM",
-    "SETITEMS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET",
-    "LONG_BINGET",
-})  # fmt: skip
+# What torch's own pickler writes, and what Python's writes of the same values: no name, no call, no
+# persistent object.
+_PLAIN_OPCODES = frozenset(
+    {
+        "PROTO",
+        "FRAME",
+        "STOP",
+        "MARK",
+        "NONE",
+        "NEWTRUE",
+        "NEWFALSE",
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG1",
+        "BINFLOAT",
+        "BINUNICODE",
+        "SHORT_BINUNICODE",
+        "EMPTY_LIST",
+        "APPEND",
+        "APPENDS",
+        "EMPTY_DICT",
+        "SETITEM",
+        "SETITEMS",
+        "EMPTY_TUPLE",
+        "TUPLE",
+        "TUPLE1",
+        "TUPLE2",
+        "TUPLE3",
+        "BINPUT",
+        "LONG_BINPUT",
+        "MEMOIZE",
+        "BINGET",
+        "LONG_BINGET",
+    }
+)
 _PARTNERS = re.compile(r"(\d+)(<-|->)(\d+)")
 
 Kind = Literal["behind", "mismatch", "cycle", "device", "all-in", "nothing"]
 
 
 class FlightEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A collective of a rank. `sequence` counts those of a group, or of messages between two ranks (`partner`)."""
+    """A collective of a rank.
+
+    `sequence` counts those of a group, or of messages between two ranks (`partner`).
+    """
 
     group: str
     operation: str
@@ -66,11 +99,15 @@ class FlightEntry(msgspec.Struct, frozen=True, kw_only=True):
     started: bool  # by the device
     created_ns: int
     is_message: bool = False
-    partner: tuple[int, str, int] | None = None  # as it is named: rank of the group, `<-` or `->`, rank of the group
+    partner: tuple[int, str, int] | None = (
+        None  # as it is named: rank of the group, `<-` or `->`, rank of the group
+    )
 
 
 class FlightGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A process group as one rank sees it: the last collective that it has queued, and its members where it says."""
+    """A process group as one rank sees it: the last collective that it has queued, and its members
+    where it says.
+    """
 
     title: str
     queued: int
@@ -86,7 +123,11 @@ class FlightRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def pending(self, group: str) -> FlightEntry | None:
         """The oldest collective of a group that is not done."""
-        pending = (entry for entry in self.entries if entry.group == group and not (entry.done or entry.is_message))
+        pending = (
+            entry
+            for entry in self.entries
+            if entry.group == group and not (entry.done or entry.is_message)
+        )
         return min(pending, key=lambda entry: entry.sequence, default=None)
 
     def at(self, group: str, sequence: int) -> FlightEntry | None:
@@ -100,7 +141,8 @@ class FlightRecord(msgspec.Struct, frozen=True, kw_only=True):
 class FlightVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """What the records of several ranks say together.
 
-    `ranks` are those that the others wait for; `waits`: rank -> the collective that it waits in, of those that wait.
+    `ranks` are those that the others wait for; `waits`: rank -> the collective that it waits in, of
+    those that wait.
     """
 
     kind: Kind
@@ -143,16 +185,24 @@ def decode_plain_values(data: bytes) -> object:
         for number, (operation, argument, _) in enumerate(pickletools.genops(data)):
             if operation.name not in _PLAIN_OPCODES:
                 raise ValueError(f"it holds more than plain values: {operation.name}")
-            # The table of what was kept is as long as its highest index: a large one in a small file takes all memory.
+            # The table of what was kept is as long as its highest index: a large one in a small
+            # file takes all memory.
             if operation.name.endswith("PUT") and isinstance(argument, int) and argument > number:
                 raise ValueError("its table has gaps")
             if number >= _MAX_OPERATIONS:
                 raise ValueError(f"it has more than {_MAX_OPERATIONS:,} values")
         return _PlainUnpickler(io.BytesIO(data)).load()
     except (
-        msgspec.DecodeError, pickle.UnpicklingError, EOFError, LookupError, TypeError, AttributeError, OverflowError,
-        RecursionError, UnicodeError,
-    ) as error:  # fmt: skip
+        msgspec.DecodeError,
+        pickle.UnpicklingError,
+        EOFError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+        UnicodeError,
+    ) as error:
         raise ValueError(f"it is damaged: {str(error)[:_MAX_CHARS]}") from error
 
 
@@ -166,7 +216,11 @@ def parse_flight_record(document: object, rank: int) -> FlightRecord:
     listed = root.get("entries", ())
     if "version" not in root or not isinstance(listed, list | tuple):
         raise ValueError("it is no flight record")
-    rows = [row for row in (_ensure_mapping(item) for item in listed[-_MAX_ENTRIES:]) if _get_group(row)[0]]
+    rows = [
+        row
+        for row in (_ensure_mapping(item) for item in listed[-_MAX_ENTRIES:])
+        if _get_group(row)[0]
+    ]
     entries = [_parse_entry(row) for row in rows]
     titles, numbers_of = {}, {}
     for row in rows:
@@ -180,18 +234,24 @@ def parse_flight_record(document: object, rank: int) -> FlightRecord:
     for number, status in _ensure_mapping(root.get("pg_status")).items():
         name = numbers_of.get(str(number)[:_MAX_CHARS], "")
         if name:
-            queued[name] = max(queued[name], _parse_integer(_ensure_mapping(status).get("last_enqueued_collective")))
+            queued[name] = max(
+                queued[name],
+                _parse_integer(_ensure_mapping(status).get("last_enqueued_collective")),
+            )
     members = {}
     for group, config in list(_ensure_mapping(root.get("pg_config")).items())[:_MAX_ENTRIES]:
         text = str(_ensure_mapping(config).get("ranks", ""))[: 8 * _MAX_RANKS]
-        members[str(group)[:_MAX_CHARS]] = tuple(int(member) for member in re.findall(r"\d{1,9}", text)[:_MAX_RANKS])
+        members[str(group)[:_MAX_CHARS]] = tuple(
+            int(member) for member in re.findall(r"\d{1,9}", text)[:_MAX_RANKS]
+        )
     return FlightRecord(
-        rank=rank, entries=tuple(entries),
+        rank=rank,
+        entries=tuple(entries),
         groups={
             name: FlightGroup(title=title, queued=queued[name], members=members.get(name, ()))
             for name, title in titles.items()
         },
-    )  # fmt: skip
+    )
 
 
 def _parse_entry(row: Mapping[object, object]) -> FlightEntry:
@@ -205,12 +265,15 @@ def _parse_entry(row: Mapping[object, object]) -> FlightEntry:
     )
     match = _PARTNERS.search(operation) if is_message else None
     return FlightEntry(
-        group=_get_group(row)[0], operation=operation.partition(" ")[0],
+        group=_get_group(row)[0],
+        operation=operation.partition(" ")[0],
         sequence=_parse_integer(row.get("p2p_seq_id" if is_message else "collective_seq_id")),
-        done=done, started=state == "started" or bool(_parse_integer(row.get("time_discovered_started_ns"))),
-        created_ns=_parse_integer(row.get("time_created_ns")), is_message=is_message,
+        done=done,
+        started=state == "started" or bool(_parse_integer(row.get("time_discovered_started_ns"))),
+        created_ns=_parse_integer(row.get("time_created_ns")),
+        is_message=is_message,
         partner=(int(match[1]), match[2], int(match[3])) if match else None,
-    )  # fmt: skip
+    )
 
 
 def _get_group(row: Mapping[object, object]) -> tuple[str, str]:
@@ -235,29 +298,43 @@ def _parse_integer(value: object) -> int:
 def find_late_ranks(records: Sequence[FlightRecord]) -> FlightVerdict:
     """Which rank the others wait for.
 
-    In the oldest collective that some rank has queued and that is not done, it is who has not queued it. Who has not,
-    but waits in another group itself, is not to blame; where all who are missing wait, they wait for each other.
+    In the oldest collective that some rank has queued and that is not done, it is who has not
+    queued it. Who has not, but waits in another group itself, is not to blame; where all who are
+    missing wait, they wait for each other.
     """
     records_by_rank = {record.rank: record for record in records}
     waits: dict[int, FlightEntry] = {}
     stalls: list[_BlockedCollective] = []
     for group in dict.fromkeys(name for record in records for name in record.groups):
-        pending = {rank: entry for rank, record in records_by_rank.items() if (entry := record.pending(group))}
+        pending = {
+            rank: entry
+            for rank, record in records_by_rank.items()
+            if (entry := record.pending(group))
+        }
         if not pending:
             continue
         first = min(pending.values(), key=lambda entry: (entry.sequence, entry.created_ns))
-        waiting = {rank: entry for rank, entry in pending.items() if entry.sequence == first.sequence}
-        # Of those with a record: as the group says; else all of the one of all ranks, or who has used it.
+        waiting = {
+            rank: entry for rank, entry in pending.items() if entry.sequence == first.sequence
+        }
+        # Of those with a record: as the group says; else all of the one of all ranks, or who has
+        # used it.
         using = {rank for rank, record in records_by_rank.items() if group in record.groups}
         listed = {rank for user in using for rank in records_by_rank[user].groups[group].members}
         is_of_all = any(records_by_rank[rank].groups[group].title == "default_pg" for rank in using)
-        members = tuple(sorted(records_by_rank if is_of_all else (listed & records_by_rank.keys()) | using))
+        members = tuple(
+            sorted(records_by_rank if is_of_all else (listed & records_by_rank.keys()) | using)
+        )
         queued = {
-            rank: records_by_rank[rank].groups[group].queued if group in records_by_rank[rank].groups else 0
+            rank: records_by_rank[rank].groups[group].queued
+            if group in records_by_rank[rank].groups
+            else 0
             for rank in members
         }
         missing = {rank: number for rank, number in queued.items() if number < first.sequence}
-        title = next(records_by_rank[rank].groups[group].title for rank in records_by_rank if rank in using)
+        title = next(
+            records_by_rank[rank].groups[group].title for rank in records_by_rank if rank in using
+        )
         stalls.append(_BlockedCollective(group, title, first, waiting, missing, members))
         for rank, entry in waiting.items():
             waits.setdefault(rank, entry)
@@ -266,25 +343,34 @@ def find_late_ranks(records: Sequence[FlightRecord]) -> FlightVerdict:
             if entry.is_message and not entry.done and entry.partner:
                 waits.setdefault(rank, entry)
     names = {rank: entry.operation for rank, entry in waits.items()}
-    stalls.sort(key=lambda stall: (stall.first.created_ns, stall.group))  # whichever record comes first
+    stalls.sort(
+        key=lambda stall: (stall.first.created_ns, stall.group)
+    )  # whichever record comes first
     for stall in stalls:
         late_ranks = sorted(rank for rank in stall.missing if rank not in waits)
         if late_ranks:
             last = {stall.missing[rank] for rank in late_ranks}
             before = (
-                f"; {'its' if len(late_ranks) == 1 else 'their'} last was number {last.pop()}" if len(last) == 1 else ""
+                f"; {'its' if len(late_ranks) == 1 else 'their'} last was number {last.pop()}"
+                if len(last) == 1
+                else ""
             )
             return FlightVerdict(
-                kind="behind", ranks=tuple(late_ranks), waits=names, group=stall.group, operation=stall.first.operation,
+                kind="behind",
+                ranks=tuple(late_ranks),
+                waits=names,
+                group=stall.group,
+                operation=stall.first.operation,
                 sequence=stall.first.sequence,
                 sentence=f"{_format_ranks(late_ranks)} {'has' if len(late_ranks) == 1 else 'have'} not queued {stall.name}, in which "
                 f"{_format_ranks(stall.inside)} {'waits' if len(stall.inside) == 1 else 'wait'}{before}",
-            )  # fmt: skip
+            )
     if not stalls:
         messages = []
         for rank, entry in sorted(waits.items()):
             assert entry.partner is not None
-            # The rank that it is from or for, of all ranks where the group says who its members are.
+            # The rank that it is from or for, of all ranks where the group says who its members
+            # are.
             groups, other = records_by_rank[rank].groups, entry.partner[2]
             group_members = groups[entry.group].members if entry.group in groups else ()
             other = group_members[other] if other < len(group_members) else other
@@ -297,19 +383,27 @@ def find_late_ranks(records: Sequence[FlightRecord]) -> FlightVerdict:
     stuck = [stall for stall in stalls if stall.missing]
     if stuck:
         parts = [f"{_format_ranks(stall.inside)} in {stall.name}" for stall in stuck]
-        involved_ranks = sorted({rank for stall in stuck for rank in (*stall.inside, *stall.missing)})
+        involved_ranks = sorted(
+            {rank for stall in stuck for rank in (*stall.inside, *stall.missing)}
+        )
         text = f"{_format_ranks(involved_ranks)} wait for each other: {'; '.join(parts)}"
         return FlightVerdict(kind="cycle", sentence=text, ranks=tuple(involved_ranks), waits=names)
     stall = stalls[0]
     has = "has" if len(stall.members) == 1 else "have"
     return FlightVerdict(
-        kind="all-in", waits=names, group=stall.group, operation=stall.first.operation, sequence=stall.first.sequence,
+        kind="all-in",
+        waits=names,
+        group=stall.group,
+        operation=stall.first.operation,
+        sequence=stall.first.sequence,
         sentence=f"{_format_ranks(stall.members)} {has} queued {stall.name}, and it does not end",
-    )  # fmt: skip
+    )
 
 
 class _BlockedCollective(NamedTuple):
-    """A collective that does not end: who is in it, and who of its members on this host has not queued it (-> last)."""
+    """A collective that does not end: who is in it, and who of its members on this host has not
+    queued it (-> last).
+    """
 
     group: str
     title: str
@@ -327,33 +421,51 @@ class _BlockedCollective(NamedTuple):
 def _find_inner_fault(
     stall: _BlockedCollective, records_by_rank: Mapping[int, FlightRecord], waits: dict[int, str]
 ) -> FlightVerdict | None:
-    """Where all are in it: who does another operation under the same number, or whose device has not begun it."""
-    entries = {rank: records_by_rank[rank].at(stall.group, stall.first.sequence) for rank in stall.members}
+    """Where all are in it: who does another operation under the same number, or whose device has
+    not begun it.
+    """
+    entries = {
+        rank: records_by_rank[rank].at(stall.group, stall.first.sequence) for rank in stall.members
+    }
     operations = Counter(entry.operation for entry in entries.values() if entry)
     if len(operations) > 1:
         doing = {
-            name: [rank for rank, entry in entries.items() if entry and entry.operation == name] for name in operations
+            name: [rank for rank, entry in entries.items() if entry and entry.operation == name]
+            for name in operations
         }
         parts = [f"{_format_ranks(ranks)} in `{name}`" for name, ranks in sorted(doing.items())]
         (common_operation, number), (_, second) = operations.most_common(2)
         differing_ranks = (
-            [rank for rank, entry in entries.items() if entry and entry.operation != common_operation]
+            [
+                rank
+                for rank, entry in entries.items()
+                if entry and entry.operation != common_operation
+            ]
             if number > second
             else []
         )
         return FlightVerdict(
-            kind="mismatch", ranks=tuple(differing_ranks), waits=waits, group=stall.group, sequence=stall.first.sequence,
+            kind="mismatch",
+            ranks=tuple(differing_ranks),
+            waits=waits,
+            group=stall.group,
+            sequence=stall.first.sequence,
             sentence=f"under number {stall.first.sequence} of {stall.title} ranks do not do the same: "
             + ", ".join(parts),
-        )  # fmt: skip
+        )
     late = [rank for rank, entry in stall.inside.items() if not entry.started]
     if not late or len(late) == len(stall.inside):
         return None
     text = f"{_format_ranks(late)} {'has' if len(late) == 1 else 'have'} queued {stall.name}, but the device "
     return FlightVerdict(
-        kind="device", ranks=tuple(late), waits=waits, group=stall.group, operation=stall.first.operation,
-        sequence=stall.first.sequence, sentence=text + "has not begun it, as those of the others have",
-    )  # fmt: skip
+        kind="device",
+        ranks=tuple(late),
+        waits=waits,
+        group=stall.group,
+        operation=stall.first.operation,
+        sequence=stall.first.sequence,
+        sentence=text + "has not begun it, as those of the others have",
+    )
 
 
 def _format_ranks(ranks: Iterable[int]) -> str:
@@ -367,7 +479,9 @@ def analyse_flight_files(files: Mapping[str, str]) -> dict[str, object]:
     for rank, path in files.items():
         try:
             with Path(path).open("rb") as file:
-                records.append(parse_flight_record(decode_plain_values(file.read(MAX_BYTES + 1)), int(rank)))
+                records.append(
+                    parse_flight_record(decode_plain_values(file.read(MAX_BYTES + 1)), int(rank))
+                )
         except (OSError, ValueError) as error:  # noqa: PERF203  (one that is bad costs the others nothing)
             errors[rank] = str(error)
     findings: dict[str, object] = msgspec.to_builtins(
@@ -377,7 +491,9 @@ def analyse_flight_files(files: Mapping[str, str]) -> dict[str, object]:
 
 
 _SERVER_TIMEOUT_S = 10.0
-_DUMP_TIMEOUT_S = 20.0  # it looks at its pipe once a second, and may wait for the interpreter to tell stacks
+_DUMP_TIMEOUT_S = (
+    20.0  # it looks at its pipe once a second, and may wait for the interpreter to tell stacks
+)
 _MAX_DESCRIPTORS = 65_536
 _DEFAULT_STEMS = ("/tmp/nccl_trace_rank_", "{home}/.cache/torch/comm_lib_trace_rank_")  # noqa: S108  (torch's own, old and new)
 
@@ -417,7 +533,9 @@ def fetch_flight_record(process: Process, since_ns: int, proc: str = "/proc") ->
             reasons.append(str(error))
         else:
             return FlightDump(data, "json" if data[:1] == b"{" else "pickle", method)
-    raise NoFlightDumpError("; ".join(filter(None, dict.fromkeys(reasons))) or "it was not started for that")
+    raise NoFlightDumpError(
+        "; ".join(filter(None, dict.fromkeys(reasons))) or "it was not started for that"
+    )
 
 
 def _fetch_from_server(process: Process, rank: int, since_ns: int, proc: str) -> tuple[bytes, str]:
@@ -454,13 +572,16 @@ def _fetch_from_pipe(process: Process, rank: int, since_ns: int, proc: str) -> t
     with os.scandir(descriptors) as entries:
         names = [entry.name for entry, _ in zip(entries, range(_MAX_DESCRIPTORS), strict=False)]
     for name in names:
-        # What the process has open itself, whatever lies under the name by now and in whichever container it runs.
+        # What the process has open itself, whatever lies under the name by now and in whichever
+        # container it runs.
         with contextlib.suppress(FileNotFoundError):
             path = descriptors / name
             if str(path.readlink()) == f"{stem}{rank}.pipe" and stat.S_ISFIFO(path.stat().st_mode):
                 break
     else:
-        raise NoFlightDumpError("it has not opened the pipe for dumps: no NCCL, or its recorder is off")
+        raise NoFlightDumpError(
+            "it has not opened the pipe for dumps: no NCCL, or its recorder is off"
+        )
     before = dict(_iterate_dump_files(process, rank, proc))
     handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -488,7 +609,9 @@ def _fetch_from_file(process: Process, rank: int, since_ns: int, proc: str) -> t
     raise NoFlightDumpError("")
 
 
-def _iterate_dump_files(process: Process, rank: int, proc: str) -> Iterator[tuple[str, os.stat_result]]:
+def _iterate_dump_files(
+    process: Process, rank: int, proc: str
+) -> Iterator[tuple[str, os.stat_result]]:
     """Files that a dump of the process may be in, as it sees the file system."""
     stems = [process.declared.get(name, "") for name in DUMP_FILES]
     with contextlib.suppress(KeyError):

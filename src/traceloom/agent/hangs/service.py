@@ -1,4 +1,6 @@
-"""Sees that a job hangs, keeps a bundle of it, notes when it goes on; what it knows survives a restart of the agent."""
+"""Sees that a job hangs, keeps a bundle of it, notes when it goes on; what it knows survives a
+restart of the agent.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ import msgspec
 from traceloom.agent.collectors.collector import read
 from traceloom.agent.collectors.processes import TICKS_PER_S
 from traceloom.agent.config import Config
-from traceloom.agent.hangs.bundle import HangContext, HangEvent, HungDevice, describe_hang, write_bundle
+from traceloom.agent.hangs.bundle import (
+    HangContext,
+    HangEvent,
+    HungDevice,
+    describe_hang,
+    write_bundle,
+)
 from traceloom.agent.hangs.detector import Hang, HangDetector, JobKey
 from traceloom.agent.hangs.stacks import collect_stacks, find_rank_pids, find_waiting_call
 from traceloom.agent.history import History
@@ -50,8 +58,9 @@ State = Literal["hangs", "recovered", "ended", "unknown"]
 class HangRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A hang, and what became of it.
 
-    `ranks`: whom the others wait for. `directory`: the bundle, "" where there is none, and `no_bundle` why. State
-    `unknown`: the host was started again, or the agent did not run when it ended. `over_ns`: when that was seen.
+    `ranks`: whom the others wait for. `directory`: the bundle, "" where there is none, and
+    `no_bundle` why. State `unknown`: the host was started again, or the agent did not run when it
+    ended. `over_ns`: when that was seen.
     """
 
     id: str
@@ -104,10 +113,13 @@ class HangService:
         self.config, self.board, self.history, self.steps = config, board, history, steps
         self.places, self.path, self.boot_id, self.note = places, path, boot_id, note
         self.watch = HangDetector(
-            config.hangs, lambda key: is_same_process_alive(config.collect.proc, *map(int, key.split("@")))
+            config.hangs,
+            lambda key: is_same_process_alive(config.collect.proc, *map(int, key.split("@"))),
         )
         self.records: list[HangRecord] = []  # oldest first
-        self.listeners: list[Callable[[HangRecord], None]] = []  # hear of a hang once it is sure, and when it is over
+        self.listeners: list[
+            Callable[[HangRecord], None]
+        ] = []  # hear of a hang once it is sure, and when it is over
         self.trouble = ""  # why what is known is not on disk
         self._open: dict[JobKey, str] = {}  # job that hangs -> id
         self._counts: Counter[str] = Counter()
@@ -119,7 +131,9 @@ class HangService:
     async def start(self) -> None:
         """Read what the agent before this one knew."""
         try:
-            stored = msgspec.json.decode(await asyncio.to_thread(self.path.read_bytes), type=_StoredHangs)
+            stored = msgspec.json.decode(
+                await asyncio.to_thread(self.path.read_bytes), type=_StoredHangs
+            )
         except FileNotFoundError:
             return
         except (OSError, msgspec.DecodeError) as error:
@@ -168,7 +182,9 @@ class HangService:
                 state: State = "recovered" if recovered else "ended"
                 record = self._replace(number, state=state, over_ns=now_ns)
                 LOG.warning("job %s %s", hang.job, "goes on" if recovered else "has ended")
-                self.note("hang-over", {"hang": number, "job": hang.job, "of": hang.uid, "state": state})
+                self.note(
+                    "hang-over", {"hang": number, "job": hang.job, "of": hang.uid, "state": state}
+                )
                 for listener in list(self.listeners):
                     listener(record)
         for hang in new:
@@ -177,7 +193,9 @@ class HangService:
             task.add_done_callback(self._tasks.discard)
         if now - self._saved >= _SAVE_INTERVAL_S and (self._saving is None or self._saving.done()):
             self._saved = now
-            self._saving = asyncio.get_running_loop().run_in_executor(None, self._write, self._document())
+            self._saving = asyncio.get_running_loop().run_in_executor(
+                None, self._write, self._document()
+            )
 
     def hung_since_ns(self, process: str) -> int | None:
         """Since when a process makes no steps, by its key, if it is part of a hang that is sure."""
@@ -193,7 +211,8 @@ class HangService:
         readings = [Reading("job_hung", (job,), float(job in hung)) for job in sorted(names)]
         # Also where none was: of a counter that begins at 1, Prometheus does not see the first.
         readings += (
-            Reading("job_hangs_total", (job,), float(self._counts[job])) for job in sorted(names | {*self._counts})
+            Reading("job_hangs_total", (job,), float(self._counts[job]))
+            for job in sorted(names | {*self._counts})
         )
         return readings
 
@@ -207,7 +226,14 @@ class HangService:
             if self.watch.hangs.get(hang.key) is not hang:
                 return  # it went on meanwhile
             number = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
-            before = next((old for old in reversed(self.records) if old.hang.key == hang.key and old.directory), None)
+            before = next(
+                (
+                    old
+                    for old in reversed(self.records)
+                    if old.hang.key == hang.key and old.directory
+                ),
+                None,
+            )
             ago_s = (hang.seen_ns - before.hang.seen_ns) / 1e9 if before is not None else -1.0
             reason = "" if self.config.hangs.bundles else "bundles are switched off"
             if before is not None and 0 <= ago_s < self.config.hangs.every:
@@ -235,10 +261,16 @@ class HangService:
             else:
                 scene = await self._scene(hang, processes)
                 directory = await asyncio.to_thread(self.places.prepare_hang, hang.uid, number)
-                report = await write_bundle(hang, scene, directory, int(self.config.hangs.most_mb * 1e6))
+                report = await write_bundle(
+                    hang, scene, directory, int(self.config.hangs.most_mb * 1e6)
+                )
                 await asyncio.to_thread(self.places.hand_over, hang.uid, directory)
                 record = self._replace(
-                    number, sentence=report.sentence, ranks=report.ranks, directory=str(directory), files=report.files
+                    number,
+                    sentence=report.sentence,
+                    ranks=report.ranks,
+                    directory=str(directory),
+                    files=report.files,
                 )
                 await asyncio.to_thread(self._tidy, hang.uid)
         except TraceloomError as error:
@@ -247,10 +279,15 @@ class HangService:
         self.note(
             "hang",
             {
-                "hang": number, "job": hang.job, "of": hang.uid, "pids": [hung_process.pid for hung_process in hang.processes],
-                "sentence": record.sentence, "directory": record.directory, "no_bundle": record.no_bundle,
+                "hang": number,
+                "job": hang.job,
+                "of": hang.uid,
+                "pids": [hung_process.pid for hung_process in hang.processes],
+                "sentence": record.sentence,
+                "directory": record.directory,
+                "no_bundle": record.no_bundle,
             },
-        )  # fmt: skip
+        )
         for listener in list(self.listeners):
             listener(record)
 
@@ -261,7 +298,8 @@ class HangService:
         return self.records[index]
 
     async def _works(self, hang: Hang) -> bool:
-        """Whether a rank that does not wait works: it uses or wants a processor, and is at another place each time.
+        """Whether a rank that does not wait works: it uses or wants a processor, and is at another
+        place each time.
 
         A loop that spins in one function stays where it is, whichever of its lines it is at.
         """
@@ -278,7 +316,9 @@ class HangService:
                 await asyncio.sleep(_BETWEEN_S)
             for pid, dump in (await collect_stacks(ranks)).dumps.items():
                 stacks = (
-                    thread.frames for thread in dump.threads if dump.pid == thread.id or thread.name == "MainThread"
+                    thread.frames
+                    for thread in dump.threads
+                    if dump.pid == thread.id or thread.name == "MainThread"
                 )
                 frames = next(stacks, ())
                 chains[pid].add((*frames[:-1], *(frame[:2] for frame in frames[-1:])))
@@ -294,15 +334,25 @@ class HangService:
 
     async def _scene(self, hang: Hang, processes: Sequence[Process]) -> HangContext:
         """What the board and the history have about the job."""
-        job_devices = {uuid for process in processes for uuid in (*process.devices, *process.owner.devices)}
+        job_devices = {
+            uuid for process in processes for uuid in (*process.devices, *process.owner.devices)
+        }
         values: dict[str, dict[str, float]] = {uuid: {} for uuid in job_devices}
         for (name, labels), value, _ in self.board.values():
             series_labels = dict(zip(METRICS[name].labels, labels, strict=True))
             device = series_labels.pop("device", "")
-            if device in job_devices and METRICS[name].kind != "info" and "process" not in series_labels:
-                label_text = ",".join(f"{label}={text}" for label, text in series_labels.items() if text)
+            if (
+                device in job_devices
+                and METRICS[name].kind != "info"
+                and "process" not in series_labels
+            ):
+                label_text = ",".join(
+                    f"{label}={text}" for label, text in series_labels.items() if text
+                )
                 values[device][
-                    f"{METRICS[name].full_name}{{{label_text}}}" if label_text else METRICS[name].full_name
+                    f"{METRICS[name].full_name}{{{label_text}}}"
+                    if label_text
+                    else METRICS[name].full_name
                 ] = value
         allowed = select_job_labels(self.board, processes[0])
         since_ns = hang.since_ns - int(_HISTORY_S * 1e9)
@@ -316,31 +366,51 @@ class HangService:
             await asyncio.sleep(0)  # each looks through minutes; polls are answered between
         devices = self.board.devices
         return HangContext(
-            host=self.config.host_name, processes=tuple(processes), series=series,
+            host=self.config.host_name,
+            processes=tuple(processes),
+            series=series,
             devices=tuple(
                 HungDevice(
-                    uuid=uuid, index=devices[uuid].index, model=devices[uuid].model, stale=devices[uuid].stale,
+                    uuid=uuid,
+                    index=devices[uuid].index,
+                    model=devices[uuid].model,
+                    stale=devices[uuid].stale,
                     values=values[uuid],
                 )
-                for uuid in sorted(job_devices & devices.keys(), key=lambda uuid: (devices[uuid].index, uuid))
+                for uuid in sorted(
+                    job_devices & devices.keys(), key=lambda uuid: (devices[uuid].index, uuid)
+                )
             ),
             events=tuple(
-                HangEvent(at_ns=event.at_ns, device=event.device, kind=event.kind, text=event.text, code=event.code)
+                HangEvent(
+                    at_ns=event.at_ns,
+                    device=event.device,
+                    kind=event.kind,
+                    text=event.text,
+                    code=event.code,
+                )
                 for event in self.board.events
                 if event.device in job_devices
             ),
-        )  # fmt: skip
+        )
 
     def _tidy(self, uid: int) -> None:
         """Only the newest bundles of a user stay."""
         parent = self.places.hangs(uid)
-        bundles = sorted((path for path in parent.iterdir() if path.is_dir() and not path.is_symlink()), reverse=True)
+        bundles = sorted(
+            (path for path in parent.iterdir() if path.is_dir() and not path.is_symlink()),
+            reverse=True,
+        )
         for path in bundles[self.config.hangs.most_bundles_per_user :]:
             shutil.rmtree(path, ignore_errors=True)
 
     def _document(self) -> bytes:
-        paces = {key: pace for key in self.board.processes if (pace := self.steps.pace(key)) is not None}
-        stored = _StoredHangs(boot_id=self.boot_id, paces=self._resumed | paces, records=self.records)
+        paces = {
+            key: pace for key in self.board.processes if (pace := self.steps.pace(key)) is not None
+        }
+        stored = _StoredHangs(
+            boot_id=self.boot_id, paces=self._resumed | paces, records=self.records
+        )
         return msgspec.json.encode(stored)
 
     def _write(self, document: bytes) -> None:
@@ -350,7 +420,11 @@ class HangService:
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            handle = os.open(
+                temporary,
+                os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC,
+                0o600,
+            )
             with os.fdopen(handle, "wb") as file:
                 file.write(document)
             temporary.replace(self.path)
@@ -363,10 +437,11 @@ class HangService:
 
 
 def _measure_processor_s(process: Process) -> float:
-    """Time for which the main thread of a process has used a processor or waited for one, seconds; 0 if it ended.
+    """Time for which the main thread of a process has used a processor or waited for one, seconds;
+    0 if it ended.
 
-    On a host that is overloaded, what works waits for most of its time. Where the kernel does not count that: the time
-    that the process has used.
+    On a host that is overloaded, what works waits for most of its time. Where the kernel does not
+    count that: the time that the process has used.
     """
     with contextlib.suppress(OSError, ValueError):
         used_ns, waited_ns, _ = read(f"/proc/{process.pid}/schedstat").split()

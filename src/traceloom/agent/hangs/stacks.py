@@ -19,9 +19,7 @@ from traceloom.agent.profilers.base import ProfilerError
 from traceloom.agent.profilers.py_spy import Frame, StackDump, ThreadStack
 
 MAX_DUMPED_PROCESSES = 256
-_MAX_CONCURRENT_DUMPS = (
-    8  # py-spy waits for the disk first (symbols), computes later; ranks of a host are about as many
-)
+_MAX_CONCURRENT_DUMPS = 8  # py-spy waits for the disk first (symbols), computes later; ranks of a host are about as many
 _MAX_CONCURRENT_NATIVE_DUMPS = (
     2  # each holds the symbols of torch: 105 MB of its build for processors, more of that for CUDA
 )
@@ -35,9 +33,14 @@ class StackDumps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def collect_stacks(processes: Sequence[Process], *, native: bool = False) -> StackDumps:
-    """Look at processes, some at once; one that cannot be looked at has a reason, and costs the others nothing."""
+    """Look at processes, some at once; one that cannot be looked at has a reason, and costs the
+    others nothing.
+    """
     dumps: dict[int, StackDump] = {}
-    reasons = {process.pid: f"beyond {MAX_DUMPED_PROCESSES} processes" for process in processes[MAX_DUMPED_PROCESSES:]}
+    reasons = {
+        process.pid: f"beyond {MAX_DUMPED_PROCESSES} processes"
+        for process in processes[MAX_DUMPED_PROCESSES:]
+    }
     semaphore = asyncio.Semaphore(_MAX_CONCURRENT_NATIVE_DUMPS if native else _MAX_CONCURRENT_DUMPS)
 
     async def take(process: Process) -> None:
@@ -68,9 +71,10 @@ _NATIVE_WAIT_PATTERN = re.compile(
 class StackGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Equal stacks of several threads.
 
-    `role`: the main threads of ranks, other threads of them, or other processes of the job (those that load data, the
-    launcher). `frames` begin with the outermost call: function, file, line. `waits_in`: the collective, or the wait for
-    a device, that they are in; "" where they do something else. `elsewhere`: the other ranks are at another place.
+    `role`: the main threads of ranks, other threads of them, or other processes of the job (those
+    that load data, the launcher). `frames` begin with the outermost call: function, file, line.
+    `waits_in`: the collective, or the wait for a device, that they are in; "" where they do
+    something else. `elsewhere`: the other ranks are at another place.
     """
 
     role: Role
@@ -92,7 +96,9 @@ class MissingStack(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupedStacks(msgspec.Struct, frozen=True, kw_only=True):
-    """What all threads of a job did at one moment, where its ranks are in a sentence; groups elsewhere come first."""
+    """What all threads of a job did at one moment, where its ranks are in a sentence; groups
+    elsewhere come first.
+    """
 
     sentence: str
     groups: tuple[StackGroup, ...]
@@ -116,9 +122,9 @@ def group_stacks(
 ) -> GroupedStacks:
     """Put equal stacks together, and find the ranks that are elsewhere.
 
-    Ranks that wait in a collective, or for a device, are where the others have to come; those that do not are
-    elsewhere. Where all wait, those in another collective than most are; where none does, those at another place than
-    most. What is even is not decided.
+    Ranks that wait in a collective, or for a device, are where the others have to come; those that
+    do not are elsewhere. Where all wait, those in another collective than most are; where none
+    does, those at another place than most. What is even is not decided.
 
     Args:
         processes: Of one job, or any.
@@ -126,7 +132,8 @@ def group_stacks(
         reasons: Why there are none, by pid.
         steps: Steps that each process has finished, by pid, where that is known.
         waits: The collective that a process is known to wait in from elsewhere, by pid; it counts for a rank whose own
-            stack shows no wait: `work.wait()` is C++, and Python's calls alone look as if the program computed.
+            stack shows no wait: `work.wait()` is C++, and Python's calls alone look as if the
+            program computed.
         ended: Ranks whose process has ended, and when, in words.
     """
     rank_pids = find_rank_pids(processes)
@@ -135,34 +142,66 @@ def group_stacks(
     for process in processes:
         for thread in dumps[process.pid].threads if process.pid in dumps else ():
             is_main = process.pid == thread.id or thread.name == "MainThread"
-            role: Role = "worker" if process.pid not in rank_pids else "rank" if is_main else "thread"
-            frames = tuple(frame for frame in thread.frames if not _ADDRESS_PATTERN.match(frame.function))
-            waiting_call = find_waiting_call(frames) or (waits.get(process.pid, "") if role == "rank" else "")
+            role: Role = (
+                "worker" if process.pid not in rank_pids else "rank" if is_main else "thread"
+            )
+            frames = tuple(
+                frame for frame in thread.frames if not _ADDRESS_PATTERN.match(frame.function)
+            )
+            waiting_call = find_waiting_call(frames) or (
+                waits.get(process.pid, "") if role == "rank" else ""
+            )
             members[role, "" if is_main else thread.name, frames, waiting_call].append(
                 _GroupMember(process, role, thread)
             )
     groups = [
         StackGroup(
-            role=role, ranks=tuple(sorted({m.process.owner.rank for m in group_members if m.process.owner.rank is not None})),
-            pids=tuple(sorted({m.process.pid for m in group_members})), thread=name, active=any(m.thread.active for m in group_members),
-            waits_in=waiting_call, frames=frames,
+            role=role,
+            ranks=tuple(
+                sorted(
+                    {
+                        m.process.owner.rank
+                        for m in group_members
+                        if m.process.owner.rank is not None
+                    }
+                )
+            ),
+            pids=tuple(sorted({m.process.pid for m in group_members})),
+            thread=name,
+            active=any(m.thread.active for m in group_members),
+            waits_in=waiting_call,
+            frames=frames,
         )
         for (role, name, frames, waiting_call), group_members in members.items()
-    ]  # fmt: skip
+    ]
     rank_groups = [group for group in groups if group.role == "rank"]
     diverging_groups = _find_diverging_groups(rank_groups)
-    groups = [msgspec.structs.replace(group, elsewhere=group in diverging_groups) for group in groups]
-    groups.sort(key=lambda group: (_ROLE_ORDER.index(group.role), not group.elsewhere, group.ranks, group.pids))
+    groups = [
+        msgspec.structs.replace(group, elsewhere=group in diverging_groups) for group in groups
+    ]
+    groups.sort(
+        key=lambda group: (
+            _ROLE_ORDER.index(group.role),
+            not group.elsewhere,
+            group.ranks,
+            group.pids,
+        )
+    )
     unseen = [
         MissingStack(pid=process.pid, rank=process.owner.rank, reason=reasons[process.pid])
         for process in processes
         if process.pid in reasons
     ]
     ended = ended or {}
-    # Ranks that are missing among those of this host: of the whole job, or between its lowest and its highest.
+    # Ranks that are missing among those of this host: of the whole job, or between its lowest and
+    # its highest.
     local_ranks = {process.owner.rank for process in processes if process.owner.rank is not None}
-    world_sizes = {process.owner.world_size for process in processes if process.owner.world_size is not None}
-    local_world_sizes = {int(text) for p in processes if (text := p.declared.get(LOCAL_WORLD_SIZE, "")).isdecimal()}
+    world_sizes = {
+        process.owner.world_size for process in processes if process.owner.world_size is not None
+    }
+    local_world_sizes = {
+        int(text) for p in processes if (text := p.declared.get(LOCAL_WORLD_SIZE, "")).isdecimal()
+    }
     expected = range(0)
     if len(world_sizes) == 1 and world_sizes == local_world_sizes:  # the whole job is here
         expected = range(min(*world_sizes, 4096))
@@ -173,13 +212,20 @@ def group_stacks(
         MissingStack(rank=rank, reason=ended.get(rank, "it has no process on this host"))
         for rank in sorted({*absent_ranks, *ended})
     )
-    summary = _summarize_groups([group for group in groups if group.role == "rank"], unseen, steps or {})
+    summary = _summarize_groups(
+        [group for group in groups if group.role == "rank"], unseen, steps or {}
+    )
     return GroupedStacks(sentence=summary, groups=tuple(groups), unseen=tuple(unseen))
 
 
 def find_rank_pids(processes: Iterable[Process]) -> set[int]:
-    """Pids of the ranks: what a rank starts inherits its number, and loads its data. Without ranks, all."""
-    rank_by_pid = {process.pid: process.owner.rank for process in processes if process.owner.rank is not None}
+    """Pids of the ranks: what a rank starts inherits its number, and loads its data.
+
+    Without ranks, all.
+    """
+    rank_by_pid = {
+        process.pid: process.owner.rank for process in processes if process.owner.rank is not None
+    }
     rank_pids = {
         process.pid
         for process in processes
@@ -216,22 +262,36 @@ def _find_diverging_groups(groups: Sequence[StackGroup]) -> list[StackGroup]:
     most_common = process_counts.most_common(2)
     if len(most_common) < 2 or most_common[0][1] == most_common[1][1]:
         return []
-    return [group for location, group in zip(locations, candidates, strict=True) if location != most_common[0][0]]
+    return [
+        group
+        for location, group in zip(locations, candidates, strict=True)
+        if location != most_common[0][0]
+    ]
 
 
 def _describe_location(frames: Sequence[Frame]) -> str:
     """Where a stack is: the innermost call of the program's own code, else the innermost there is."""
-    own_frames = [frame for frame in frames if frame.line and not _INSTALLED_CODE_PATTERN.search(frame.file)]
+    own_frames = [
+        frame for frame in frames if frame.line and not _INSTALLED_CODE_PATTERN.search(frame.file)
+    ]
     python_frames = [frame for frame in frames if frame.line]
     frame = next(reversed(own_frames or python_frames or list(frames)), None)
     if frame is None:
         return "no call that can be seen"
-    location = f"{PurePosixPath(frame.file).name}:{frame.line}" if frame.line else PurePosixPath(frame.file).name
+    location = (
+        f"{PurePosixPath(frame.file).name}:{frame.line}"
+        if frame.line
+        else PurePosixPath(frame.file).name
+    )
     return f"`{frame.function}` ({location})"
 
 
-def _summarize_groups(groups: Sequence[StackGroup], unseen: Sequence[MissingStack], steps: Mapping[int, int]) -> str:
-    """Who is where: those elsewhere first, each with its place and step; who waits together, by what they wait in."""
+def _summarize_groups(
+    groups: Sequence[StackGroup], unseen: Sequence[MissingStack], steps: Mapping[int, int]
+) -> str:
+    """Who is where: those elsewhere first, each with its place and step; who waits together, by
+    what they wait in.
+    """
     parts: list[str] = []
     for is_elsewhere in (True, False):
         groups_by_location: dict[tuple[str, str], list[StackGroup]] = defaultdict(list)
@@ -239,21 +299,32 @@ def _summarize_groups(groups: Sequence[StackGroup], unseen: Sequence[MissingStac
             if group.elsewhere is is_elsewhere:
                 in_general = group.waits_in == UNKNOWN_COLLECTIVE
                 waits = "a collective" if in_general else group.waits_in and f"`{group.waits_in}`"
-                groups_by_location["wait" if waits else "be", waits or _describe_location(group.frames)].append(group)
+                groups_by_location[
+                    "wait" if waits else "be", waits or _describe_location(group.frames)
+                ].append(group)
         for (verb, location), location_groups in groups_by_location.items():
-            numbers = [member for group in location_groups for member in (group.ranks or group.pids)]
+            numbers = [
+                member for group in location_groups for member in (group.ranks or group.pids)
+            ]
             is_single = len(numbers) == 1
-            verb_form = {"wait": "waits" if is_single else "wait", "be": "is" if is_single else "are"}[verb]
+            verb_form = {
+                "wait": "waits" if is_single else "wait",
+                "be": "is" if is_single else "are",
+            }[verb]
             kind = "rank" if location_groups[0].ranks else "process"
             plural = kind + ("" if is_single else "s" if kind == "rank" else "es")
-            own_steps = {steps[pid] for group in location_groups for pid in group.pids if pid in steps}
+            own_steps = {
+                steps[pid] for group in location_groups for pid in group.pids if pid in steps
+            }
             latest = max(steps.values(), default=0)
             after = (
                 f" after {min(own_steps)} steps, the others after {latest}"
                 if len(own_steps) == 1 and min(own_steps) < latest
                 else ""
             )
-            parts.append(f"{plural} {format_ranges(numbers)} {verb_form} in {location}{after if is_elsewhere else ''}")
+            parts.append(
+                f"{plural} {format_ranges(numbers)} {verb_form} in {location}{after if is_elsewhere else ''}"
+            )
     for missing in unseen:
         name = f"process {missing.pid}" if missing.rank is None else f"rank {missing.rank}"
         parts.append(f"{name} is not seen: {missing.reason}")

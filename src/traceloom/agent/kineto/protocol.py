@@ -2,8 +2,8 @@
 
 Protocol: dynolog's `ipcfabric`, as the libkineto of stock PyTorch speaks it.
 
-A line without exactly one `=` makes libkineto schedule half a configuration, which kills the process at its end. So
-every value is refused that holds anything beyond a small set of letters.
+A line without exactly one `=` makes libkineto schedule half a configuration, which kills the
+process at its end. So every value is refused that holds anything beyond a small set of letters.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Hello(msgspec.Struct, frozen=True):
 class Poll(msgspec.Struct, frozen=True):
     """A process asks for a configuration.
 
-    `pids` are the process and its ancestors as its own pid namespace numbers them; `job` is its SLURM_JOB_ID or 0.
+    `pids` are the process and its ancestors as its own pid namespace numbers them; `job` is its
+    SLURM_JOB_ID or 0.
     """
 
     mask: int
@@ -86,17 +87,21 @@ def encode_instances_reply(number: int) -> bytes:
     return _METADATA.pack(_NUMBER.size, b"ctxt") + _NUMBER.pack(number)
 
 
-_PATH = re.compile(r"/[A-Za-z0-9._/@+-]{1,3000}")  # none of `=`, `#`, white space, control characters
+_PATH = re.compile(
+    r"/[A-Za-z0-9._/@+-]{1,3000}"
+)  # none of `=`, `#`, white space, control characters
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class TraceConfiguration(msgspec.Struct, frozen=True, kw_only=True):
-    """One trace of one process. Either `duration_ms` or `steps`; `start_ms` (since the epoch) 0: at once.
+    """One trace of one process. Either `duration_ms` or `steps`; `start_ms` (since the epoch) 0: at
+    once.
 
-    `fallback_ms`: how long a trace by steps is where the process has not stepped yet: libkineto makes it one by time.
-    `start_step`: by the process's own count, of steps; one that has passed is the next. `round_up`: steps begin at a
-    multiple of it, so that ranks that hear of it at different steps begin at the same one.
-    Memory snapshots have no key: on a CPU they make libkineto spin until the process ends.
+    `fallback_ms`: how long a trace by steps is where the process has not stepped yet: libkineto
+    makes it one by time. `start_step`: by the process's own count, of steps; one that has passed is
+    the next. `round_up`: steps begin at a multiple of it, so that ranks that hear of it at
+    different steps begin at the same one. Memory snapshots have no key: on a CPU they make
+    libkineto spin until the process ends.
     """
 
     path: str
@@ -123,11 +128,16 @@ class TraceConfiguration(msgspec.Struct, frozen=True, kw_only=True):
         for value, allowed in ((self.path, _PATH), (self.trace_id, _NAME), (self.group_id, _NAME)):
             if not allowed.fullmatch(value) or ".." in value:
                 raise UsageError(
-                    f"`{value}` cannot be told to PyTorch's profiler", slug="unsafe-value",
+                    f"`{value}` cannot be told to PyTorch's profiler",
+                    slug="unsafe-value",
                     hint="paths and names need letters, digits and `._/@+-` alone",
-                )  # fmt: skip
-        if (self.duration_ms > 0) == (self.steps > 0) or min(self.duration_ms, self.steps, self.start_ms) < 0:
-            raise UsageError("a trace has either a duration or a number of steps", slug="unsafe-value")
+                )
+        if (self.duration_ms > 0) == (self.steps > 0) or min(
+            self.duration_ms, self.steps, self.start_ms
+        ) < 0:
+            raise UsageError(
+                "a trace has either a duration or a number of steps", slug="unsafe-value"
+            )
         lines = {
             "ACTIVITIES_LOG_FILE": self.path,
             "REQUEST_TRACE_ID": self.trace_id,
@@ -147,8 +157,10 @@ class TraceConfiguration(msgspec.Struct, frozen=True, kw_only=True):
             if self.start_ms:
                 lines["PROFILE_START_TIME"] = str(int(self.start_ms))
         flags = {
-            "PROFILE_REPORT_INPUT_SHAPES": self.shapes, "PROFILE_WITH_STACK": self.stacks,
-            "PROFILE_WITH_FLOPS": self.flops, "PROFILE_WITH_MODULES": self.modules,
-        }  # fmt: skip
+            "PROFILE_REPORT_INPUT_SHAPES": self.shapes,
+            "PROFILE_WITH_STACK": self.stacks,
+            "PROFILE_WITH_FLOPS": self.flops,
+            "PROFILE_WITH_MODULES": self.modules,
+        }
         lines |= {key: "true" for key, value in flags.items() if value}
         return "".join(f"{key}={value}\n" for key, value in lines.items())

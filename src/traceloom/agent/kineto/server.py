@@ -1,8 +1,8 @@
 """The sockets per user, and the registered profiler clients.
 
-Whoever can send to a client is obeyed by it. So the directory of a user is that user's alone (mode 0700), and nothing
-is ever sent to a name outside of it. A path must be the same, letter by letter, on both sides: libkineto ends its
-process where the sender's name is another one than it expects.
+Whoever can send to a client is obeyed by it. So the directory of a user is that user's alone (mode
+0700), and nothing is ever sent to a name outside of it. A path must be the same, letter by letter,
+on both sides: libkineto ends its process where the sender's name is another one than it expects.
 """
 
 from __future__ import annotations
@@ -41,11 +41,14 @@ if TYPE_CHECKING:
 MAX_CLIENTS = 8192
 DEFAULT_INTERVAL_S = 5.0  # between polls, where the process has not been told otherwise
 _MAX_ANCESTORS = 10
-_SILENCE_LIMIT_S = 900.0  # a stopped process polls again when it goes on; it is forgotten when it has ended
+_SILENCE_LIMIT_S = (
+    900.0  # a stopped process polls again when it goes on; it is forgotten when it has ended
+)
 
 
 class ProfilerClient(msgspec.Struct, kw_only=True):
-    """A process that polls. Its identity is (boot, pid, start time); `key` is `PID@START` as of processes.
+    """A process that polls. Its identity is (boot, pid, start time); `key` is `PID@START` as of
+    processes.
 
     `pid`, `uid` and `ancestors` are what the kernel says, whatever the process says of itself.
     """
@@ -67,7 +70,8 @@ class ProfilerClient(msgspec.Struct, kw_only=True):
 class PendingConfiguration(msgspec.Struct, kw_only=True):
     """A configuration that waits for the next poll of an idle process.
 
-    `text` gives it when that comes, "" to wait for another poll; `delivered` is called once it has been handed over.
+    `text` gives it when that comes, "" to wait for another poll; `delivered` is called once it has
+    been handed over.
     """
 
     text: Callable[[ProfilerClient], str]
@@ -88,10 +92,13 @@ class ProfilerRegistry:
         self.listeners: list[Callable[[ProfilerClient], None]] = []  # called after each poll
         self._keys: dict[int, str] = {}
 
-    def poll(self, poll: Poll, pid: int, uid: int, gid: int, address: str | bytes = "") -> ProfilerClient | None:
+    def poll(
+        self, poll: Poll, pid: int, uid: int, gid: int, address: str | bytes = ""
+    ) -> ProfilerClient | None:
         """Note a poll of a process; None where it has ended meanwhile, or there are too many.
 
-        Two processes never have the same `address`: where it is that of the last poll of this pid, so is the process.
+        Two processes never have the same `address`: where it is that of the last poll of this pid,
+        so is the process.
         """
         client = self.by_pid(pid)
         if client is None or not address or client.address != address:
@@ -101,7 +108,11 @@ class ProfilerRegistry:
         now = time.monotonic()
         if client.polls:
             client.interval_s = min(max(now - client.polled, 0.1), 60.0)
-        client.uid, client.gid, client.address = uid, gid, address  # it may have given up its rights since
+        client.uid, client.gid, client.address = (
+            uid,
+            gid,
+            address,
+        )  # it may have given up its rights since
         client.busy = poll.busy
         client.polls += 1
         client.polled = now
@@ -122,9 +133,14 @@ class ProfilerRegistry:
                     return None
             self.clients.pop(self._keys.get(pid, ""), None)  # an earlier process of this pid
             client = self.clients[key] = ProfilerClient(
-                key=key, pid=pid, uid=uid, gid=gid, start_ticks=ticks, first_ns=time.time_ns(),
+                key=key,
+                pid=pid,
+                uid=uid,
+                gid=gid,
+                start_ticks=ticks,
+                first_ns=time.time_ns(),
                 ancestors=tuple(iterate_ancestors(self.proc, parent)),
-            )  # fmt: skip
+            )
             self._keys[pid] = key
         return client
 
@@ -216,10 +232,14 @@ _MAX_CLIENT_CHARS = len("dynoconfigclient") + 36
 _MAX_PATH_BYTES = 107  # of a unix socket
 _CREDENTIALS = struct.Struct("3i")
 _SNDBUFFORCE = 32  # of Linux: beyond what anybody may have, for who administers the network
-_UNREAD_BYTES = 8 << 20  # of answers: whoever is stopped, or slow to read, takes some of it from all others
+_UNREAD_BYTES = (
+    8 << 20
+)  # of answers: whoever is stopped, or slow to read, takes some of it from all others
 _MAX_SWEPT = 4096  # names of a directory that are looked at
 _BATCH_WINDOW_S = 0.02  # what comes meanwhile is answered at one wake-up; a client waits for 90 ms
-_MANY = 5  # at one wake-up: half of what the kernel keeps; where so many come, nothing waits for more
+_MANY = (
+    5  # at one wake-up: half of what the kernel keeps; where so many come, nothing waits for more
+)
 
 
 class UserSocket:
@@ -227,7 +247,11 @@ class UserSocket:
 
     def __init__(self, listener: socket.socket, uid: int | None, directory: Path | None) -> None:
         self.listener, self.uid, self.directory = listener, uid, directory
-        self.handle = None if directory is None else os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        self.handle = (
+            None
+            if directory is None
+            else os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        )
         self.pause: asyncio.TimerHandle | None = None  # until it is listened to again
 
     def close(self) -> None:
@@ -242,7 +266,8 @@ class UserSocket:
 
 
 class KinetoSockets:
-    """Takes polls and answers them at once, in the agent's loop; a client that does not read loses its answer.
+    """Takes polls and answers them at once, in the agent's loop; a client that does not read loses
+    its answer.
 
     Args:
         root: The directory with those of the users.
@@ -254,10 +279,20 @@ class KinetoSockets:
     """
 
     def __init__(
-        self, root: Path, registry: ProfilerRegistry, *, abstract: bool = False, interval_s: int = 1,
+        self,
+        root: Path,
+        registry: ProfilerRegistry,
+        *,
+        abstract: bool = False,
+        interval_s: int = 1,
         bound: Callable[[Path], None] = lambda _: None,
-    ) -> None:  # fmt: skip
-        self.root, self.registry, self.abstract, self.interval_s = root, registry, abstract, interval_s
+    ) -> None:
+        self.root, self.registry, self.abstract, self.interval_s = (
+            root,
+            registry,
+            abstract,
+            interval_s,
+        )
         self.malformed = 0  # datagrams that nobody's libkineto sends
         self.strangers = 0  # datagrams and addresses that do not belong to the directory's user
         self.dropped = 0  # answers that a client did not take
@@ -268,17 +303,26 @@ class KinetoSockets:
         self._lock: int | None = None
 
     def start(self) -> None:
-        """Make the directory, and the sockets of the own user and of all whom an earlier agent listened to.
+        """Make the directory, and the sockets of the own user and of all whom an earlier agent
+        listened to.
 
         What goes wrong stands in `trouble`: the agent goes on.
         """
         try:
             self.root.mkdir(mode=0o755, parents=True, exist_ok=True)
             status = self.root.lstat()
-            if status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o022:
+            if (
+                status.st_uid != os.geteuid()
+                or not stat.S_ISDIR(status.st_mode)
+                or status.st_mode & 0o022
+            ):
                 self.trouble = f"{self.root} can be written by others, so no socket is put there"
             else:
-                self._lock = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                self._lock = os.open(
+                    self.root / ".lock",
+                    os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW,
+                    0o600,
+                )
                 try:  # the kernel drops the lock of an agent that has ended
                     fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -286,7 +330,9 @@ class KinetoSockets:
             if self.abstract and not self.trouble:
                 self._listen(None, None)
             if not self.trouble:
-                before = {int(path.name) for path in self.root.iterdir() if path.name.isdigit()}  # jobs poll there
+                before = {
+                    int(path.name) for path in self.root.iterdir() if path.name.isdigit()
+                }  # jobs poll there
                 for uid in sorted({os.geteuid(), *(before if os.geteuid() == 0 else ())}):
                     self.prepare(uid)
         except (OSError, OutputError) as error:
@@ -307,9 +353,11 @@ class KinetoSockets:
             raise OutputError(self.trouble, slug="socket-unusable")
         if len(os.fsencode(directory)) + 1 + _MAX_CLIENT_CHARS > _MAX_PATH_BYTES:
             raise OutputError(
-                "the name is too long for sockets below it", slug="socket-unusable", where=str(directory),
+                "the name is too long for sockets below it",
+                slug="socket-unusable",
+                where=str(directory),
                 hint="set `paths.kineto` of agent.toml to a shorter one",
-            )  # fmt: skip
+            )
         try:
             self._listen(uid, directory)
         except OSError as error:
@@ -319,7 +367,9 @@ class KinetoSockets:
         return directory
 
     def close(self) -> None:
-        """Listen no more, and leave no name behind: it would delay the end of every job that knows it."""
+        """Listen no more, and leave no name behind: it would delay the end of every job that knows
+        it.
+        """
         for user_socket in self._sockets.values():
             asyncio.get_running_loop().remove_reader(user_socket.listener.fileno())
             user_socket.close()
@@ -336,7 +386,10 @@ class KinetoSockets:
             with contextlib.suppress(OSError), os.scandir(user_socket.handle) as entries:
                 names = [entry.name for _, entry in zip(range(_MAX_SWEPT), entries, strict=False)]
                 for name in filter(_CLIENT_NAME.fullmatch, names):
-                    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+                    with (
+                        contextlib.suppress(OSError),
+                        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe,
+                    ):
                         handle = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=user_socket.handle)
                         try:
                             if stat.S_ISSOCK(os.fstat(handle).st_mode):
@@ -347,7 +400,9 @@ class KinetoSockets:
                             os.close(handle)
 
     def _listen(self, uid: int | None, directory: Path | None) -> None:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        listener = socket.socket(
+            socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        )
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             for option in (socket.SO_SNDBUF, _SNDBUFFORCE):
@@ -368,7 +423,9 @@ class KinetoSockets:
             self._bound(directory / SOCKET_NAME)
 
     def _bind(self, listener: socket.socket, uid: int, directory: Path) -> None:
-        """While names are made in the directory it is ours: its user cannot put a link in their place."""
+        """While names are made in the directory it is ours: its user cannot put a link in their
+        place.
+        """
         directory.mkdir(mode=0o700, exist_ok=True)
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -404,12 +461,15 @@ class KinetoSockets:
             loop.remove_reader(listener.fileno())
         elif not listening and not pauses:
             loop.add_reader(listener.fileno(), self._answer, user_socket)
-        user_socket.pause = loop.call_later(_BATCH_WINDOW_S, self._answer, user_socket) if pauses else None
+        user_socket.pause = (
+            loop.call_later(_BATCH_WINDOW_S, self._answer, user_socket) if pauses else None
+        )
 
     def _read(self, user_socket: UserSocket) -> bool:
         """Answer one datagram; whether there was one."""
         try:
-            # Room for the credentials alone: descriptors that a stranger sends along are closed by the kernel.
+            # Room for the credentials alone: descriptors that a stranger sends along are closed by
+            # the kernel.
             datagram, ancillary, _, address = user_socket.listener.recvmsg(
                 MAX_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size), socket.MSG_DONTWAIT
             )
@@ -419,12 +479,16 @@ class KinetoSockets:
             LOG.warning("a datagram could not be read: %s", error)
             return False
         try:
-            message = decode(datagram)  # of a longer one than any its beginning, which is none either
+            message = decode(
+                datagram
+            )  # of a longer one than any its beginning, which is none either
         except MalformedDatagramError:
             self.malformed += 1
             return True
         credentials = [
-            data for level, kind, data in ancillary if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS)
+            data
+            for level, kind, data in ancillary
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS)
         ]
         if not credentials or len(credentials[0]) != _CREDENTIALS.size or not address:
             self.strangers += 1
@@ -446,7 +510,10 @@ class KinetoSockets:
         return True
 
     def _send(self, user_socket: UserSocket, reply: bytes, address: str | bytes) -> bool:
-        """Answer from the socket that was asked, to one of the same kind; never wait. Whether it went."""
+        """Answer from the socket that was asked, to one of the same kind; never wait.
+
+        Whether it went.
+        """
         try:
             if user_socket.handle is None:
                 if not isinstance(address, bytes) or not address.startswith(b"\0"):
@@ -454,11 +521,15 @@ class KinetoSockets:
                     return False
                 user_socket.listener.sendto(reply, socket.MSG_DONTWAIT, address)
                 return True
-            directory, _, name = address.rpartition("/") if isinstance(address, str) else ("", "", "")
+            directory, _, name = (
+                address.rpartition("/") if isinstance(address, str) else ("", "", "")
+            )
             if directory != str(user_socket.directory) or not _CLIENT_NAME.fullmatch(name):
                 self.strangers += 1
                 return False
-            handle = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=user_socket.handle)
+            handle = os.open(
+                name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=user_socket.handle
+            )
             try:
                 status = os.fstat(handle)
                 if not stat.S_ISSOCK(status.st_mode) or status.st_uid != user_socket.uid:

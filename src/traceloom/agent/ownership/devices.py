@@ -1,4 +1,5 @@
-"""What kubelets, schedulers and launchers call the devices of this host, and which of them a process was given.
+"""What kubelets, schedulers and launchers call the devices of this host, and which of them a
+process was given.
 
 A name that may mean several devices means none here: unknown is absent.
 """
@@ -19,7 +20,8 @@ _REPLICA = re.compile(r"::\d+$|/vgpu\d+$")  # of a device that a plugin gives se
 _CDI = re.compile(r"(?P<kind>[^/=]+/[^/=]+)=(?P<name>.+)")
 _DRA = re.compile(r"gpu\.nvidia\.com/(?P<name>gpu-\d+)")
 _PCI = re.compile(r"(?:(?P<domain>[0-9a-f]{4,8}):)?(?P<rest>[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])")
-# These schedulers may or may not number the devices of a job anew; nothing of the process says which.
+# These schedulers may or may not number the devices of a job anew; nothing of the process says
+# which.
 _RENUMBERING_SCHEDULERS = ("LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID")
 _SLURM_VARIABLES = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
 
@@ -35,7 +37,9 @@ class HostDevices:
 
     def __init__(self, devices: Iterable[Device], proc: Path, sys: Path) -> None:
         self.by_uuid = {device.uuid: device for device in devices}
-        self.vendor = next((v for v in ("nvidia", "amd") if any(d.vendor == v for d in self.by_uuid.values())), "")
+        self.vendor = next(
+            (v for v in ("nvidia", "amd") if any(d.vendor == v for d in self.by_uuid.values())), ""
+        )
         self._whole = [device for device in self.by_uuid.values() if not device.parent]
         self._amd_order = list_rocm_addresses(sys) if self.vendor == "amd" else []
         self._names = _drop_ambiguous(self._names_of(proc))
@@ -43,11 +47,14 @@ class HostDevices:
             (device.index, device.uuid)
             for device in self.by_uuid.values()
             # Exporters number partitions otherwise than nvidia-smi does.
-            if device.vendor == self.vendor and (not device.parent or device.uuid.startswith("MIG-"))
+            if device.vendor == self.vendor
+            and (not device.parent or device.uuid.startswith("MIG-"))
         )
 
     def named(self, name: str) -> str:
-        """The uuid of what a device plugin, CDI, DRA or a scheduler calls a device; "" where that is not certain."""
+        """The uuid of what a device plugin, CDI, DRA or a scheduler calls a device; "" where that
+        is not certain.
+        """
         if cdi := _CDI.fullmatch(name):
             is_nvidia = cdi["kind"] == "nvidia.com/gpu"
             return self.named(cdi["name"]) or (self.numbered(cdi["name"]) if is_nvidia else "")
@@ -57,7 +64,9 @@ class HostDevices:
         return self._names.get(_normalise_pci_address(name) or name, "")
 
     def numbered(self, index: str) -> str:
-        """The uuid of a device by the number that nvidia-smi (`0`; `0:1` a partition), else AMD's driver gives it."""
+        """The uuid of a device by the number that nvidia-smi (`0`; `0:1` a partition), else AMD's
+        driver gives it.
+        """
         return self._indices.get(index, "")
 
     def beginning(self, prefix: str) -> str:
@@ -69,13 +78,18 @@ class HostDevices:
         """Devices with the partitions that they are divided into."""
         device_uuids = set(uuids)
         return frozenset(
-            device_uuids | {uuid for uuid, device in self.by_uuid.items() if device.parent in device_uuids}
+            device_uuids
+            | {uuid for uuid, device in self.by_uuid.items() if device.parent in device_uuids}
         )
 
     def all(self) -> list[str]:
         """Devices of the vendor that can be used: of a divided one its partitions."""
         parents = {device.parent for device in self.by_uuid.values()}
-        return [u for u, device in self.by_uuid.items() if device.vendor == self.vendor and u not in parents]
+        return [
+            u
+            for u, device in self.by_uuid.items()
+            if device.vendor == self.vendor and u not in parents
+        ]
 
     def in_order(self, *, pci_order: bool = False) -> list[str]:
         """All devices as CUDA or ROCm counts them; [] where that is not certain.
@@ -88,7 +102,9 @@ class HostDevices:
         undivided = {device.uuid for device in whole_devices} == set(self.all())
         certain = undivided and not any(device.stale for device in whole_devices)
         if self.vendor == "amd":
-            order = [self._names.get(_normalise_pci_address(address), "") for address in self._amd_order]
+            order = [
+                self._names.get(_normalise_pci_address(address), "") for address in self._amd_order
+            ]
             return order if certain and "" not in order and len(order) == len(whole_devices) else []
         certain = certain and all(device.index.isdecimal() for device in whole_devices)
         if not certain or not (pci_order or len({device.model for device in whole_devices}) <= 1):
@@ -98,21 +114,31 @@ class HostDevices:
         ]  # which is that of PCI
 
     def _names_of(self, proc: Path) -> Iterator[tuple[str, str]]:
-        minors: dict[str, str] = {}  # PCI address -> number of the device file, as NVIDIA's driver tells
+        minors: dict[
+            str, str
+        ] = {}  # PCI address -> number of the device file, as NVIDIA's driver tells
         for directory in (proc / "driver/nvidia/gpus").glob("*"):
-            match = re.search(rb"^Device Minor:\s*(\d+)", read_if_there(directory / "information"), re.MULTILINE)
+            match = re.search(
+                rb"^Device Minor:\s*(\d+)", read_if_there(directory / "information"), re.MULTILINE
+            )
             if match:  # else it was taken away just now
                 minors[_normalise_pci_address(directory.name)] = match[1].decode()
         for device in self.by_uuid.values():
             yield device.uuid, device.uuid
             parent = self.by_uuid.get(device.parent, device)
-            minor = minors.get(_normalise_pci_address(parent.pci), "") if parent.vendor == "nvidia" else ""
+            minor = (
+                minors.get(_normalise_pci_address(parent.pci), "")
+                if parent.vendor == "nvidia"
+                else ""
+            )
             instance = _INSTANCE.search(device.partition)
             if not device.parent:
                 yield _normalise_pci_address(device.pci), device.uuid
                 if minor:
                     yield f"nvidia{minor}", device.uuid
-                if minor == device.index:  # DRA's driver numbered by index once, now by the device file
+                if (
+                    minor == device.index
+                ):  # DRA's driver numbered by index once, now by the device file
                     yield f"gpu-{minor}", device.uuid
             elif instance:
                 numbers = f"{instance['instance']}", f"{instance['compute'] or 0}"
@@ -126,11 +152,15 @@ def _drop_ambiguous(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     uuids: dict[str, set[str]] = {}
     for name, uuid in pairs:
         uuids.setdefault(name, set()).add(uuid)
-    return {name: min(candidates) for name, candidates in uuids.items() if name and len(candidates) == 1}
+    return {
+        name: min(candidates) for name, candidates in uuids.items() if name and len(candidates) == 1
+    }
 
 
 def _normalise_pci_address(text: str) -> str:
-    """A PCI address, which drivers write with four or eight digits of the domain, in one spelling; "" of others."""
+    """A PCI address, which drivers write with four or eight digits of the domain, in one spelling;
+    "" of others.
+    """
     match = _PCI.fullmatch(text.lower())
     return f"{int(match['domain'] or '0', 16):x}:{match['rest']}" if match else ""
 
@@ -142,7 +172,8 @@ def find_assigned_devices(
     root: Path | None = None,
     kubelet: frozenset[str] | None = None,
 ) -> tuple[tuple[str, ...], str] | None:
-    """The devices that a process was given, and what says so; None where nothing says it for certain.
+    """The devices that a process was given, and what says so; None where nothing says it for
+    certain.
 
     Args:
         environment: Its listed variables.
@@ -152,30 +183,46 @@ def find_assigned_devices(
     """
     if not devices.vendor:
         return None
-    allowed, source = (kubelet, "kubelet") if kubelet is not None else _find_allowed_devices(environment, devices, root)
+    allowed, source = (
+        (kubelet, "kubelet")
+        if kubelet is not None
+        else _find_allowed_devices(environment, devices, root)
+    )
     order = devices.in_order(pci_order=environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID")
     orders = [] if any(environment.get(name) for name in _RENUMBERING_SCHEDULERS) else [order]
     in_slurm = root is None and any(environment.get(name) for name in _SLURM_VARIABLES)
     if root is not None:
         orders = [[uuid for uuid in order if uuid in allowed]] if allowed is not None else []
     elif in_slurm:
-        # Where Slurm hides the other devices by control groups, those of the step are counted from 0.
+        # Where Slurm hides the other devices by control groups, those of the step are counted from
+        # 0.
         orders = [order, [uuid for uuid in order if uuid in allowed]] if allowed is not None else []
     filters: list[tuple[str, ...]] = [("CUDA_VISIBLE_DEVICES",)]
-    if devices.vendor == "amd":  # HIP counts within what ROCr leaves, and reads CUDA's variable where it has none
+    if (
+        devices.vendor == "amd"
+    ):  # HIP counts within what ROCr leaves, and reads CUDA's variable where it has none
         filters = [("ROCR_VISIBLE_DEVICES",), ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")]
     for names in filters:
         variable = next((name for name in names if name in environment), "")
         if not variable or allowed == frozenset():
             continue
         text = environment[variable]
-        listed = [_parse_visible_devices(text, order, devices, strict=in_slurm) for order in orders or [[]]]
+        listed = [
+            _parse_visible_devices(text, order, devices, strict=in_slurm)
+            for order in orders or [[]]
+        ]
         matches = {
             listed_devices
             for listed_devices in listed
-            if listed_devices is not None and (allowed is None or allowed.issuperset(listed_devices))
+            if listed_devices is not None
+            and (allowed is None or allowed.issuperset(listed_devices))
         }
-        if not matches and in_slurm and allowed is not None and len(text.split(",")) == len(allowed):
+        if (
+            not matches
+            and in_slurm
+            and allowed is not None
+            and len(text.split(",")) == len(allowed)
+        ):
             continue  # Slurm counts the devices of the step, and gave this task some: as many as it names
         if len(matches) != 1:
             return None
@@ -183,7 +230,9 @@ def find_assigned_devices(
         orders, allowed, source = [list(result)], frozenset(result), variable
     if allowed is None:
         return None
-    return tuple(uuid for uuid in (orders[0] if orders else ()) if uuid in allowed) or tuple(sorted(allowed)), source
+    return tuple(uuid for uuid in (orders[0] if orders else ()) if uuid in allowed) or tuple(
+        sorted(allowed)
+    ), source
 
 
 def _find_allowed_devices(
@@ -193,8 +242,12 @@ def _find_allowed_devices(
     if root is None:
         for variable in _SLURM_VARIABLES:
             entries = list(filter(None, map(str.strip, environment.get(variable, "").split(","))))
-            if entries:  # Slurm names devices by their files, in the order of which they need not be counted
-                uuids = [devices.named(f"nvidia{entry}") or devices.named(entry) for entry in entries]
+            if (
+                entries
+            ):  # Slurm names devices by their files, in the order of which they need not be counted
+                uuids = [
+                    devices.named(f"nvidia{entry}") or devices.named(entry) for entry in entries
+                ]
                 return (frozenset(uuids) if all(uuids) else None), variable
         return None, ""
     variable = "NVIDIA_VISIBLE_DEVICES"
@@ -212,9 +265,11 @@ def _find_allowed_devices(
 def _parse_visible_devices(
     text: str, order: Sequence[str], devices: HostDevices, *, strict: bool
 ) -> tuple[str, ...] | None:
-    """The devices of a list as CUDA and ROCm read it: up to the first entry that is none. None: nobody knows.
+    """The devices of a list as CUDA and ROCm read it: up to the first entry that is none. None:
+    nobody knows.
 
-    `strict`: the order is one of several that may be meant, and is not where a number lies beyond it.
+    `strict`: the order is one of several that may be meant, and is not where a number lies beyond
+    it.
     """
     listed: list[str] = []
     for part in text.split(","):
@@ -233,7 +288,9 @@ def _parse_visible_devices(
             uuid = ""
         if not uuid:
             break
-        if uuid in listed:  # what CUDA makes of a list that names a device twice depends on its version
+        if (
+            uuid in listed
+        ):  # what CUDA makes of a list that names a device twice depends on its version
             return None
         listed.append(uuid)
     return tuple(listed)

@@ -1,9 +1,10 @@
 """What environment variables and cgroup paths say of the owner.
 
-Of an environment only the variables that are listed here are ever kept. The tables below are rules, in order: the first
-launcher whose variables are set gives the rank, the first scheduler the job. Launchers stand before what they run in (a
-process that torchrun started inside a Slurm step has its rank from torchrun), schedulers before what runs in them (its
-job is Slurm's). Rank, local rank and world size are always of one launcher.
+Of an environment only the variables that are listed here are ever kept. The tables below are rules,
+in order: the first launcher whose variables are set gives the rank, the first scheduler the job.
+Launchers stand before what they run in (a process that torchrun started inside a Slurm step has its
+rank from torchrun), schedulers before what runs in them (its job is Slurm's). Rank, local rank and
+world size are always of one launcher.
 
 Forms: Slurm's cgroup/v1 and v2 plugins; the kubelet with cgroupfs and systemd drivers; containerd, CRI-O, Docker and
 Podman.
@@ -30,7 +31,10 @@ Claims = dict[str, tuple[Any, str]]
 
 
 class Launcher(NamedTuple):
-    """Which variables a launcher gives each of its processes. Without `mark` they are not those of a process of it."""
+    """Which variables a launcher gives each of its processes.
+
+    Without `mark` they are not those of a process of it.
+    """
 
     name: str
     rank: str
@@ -39,17 +43,26 @@ class Launcher(NamedTuple):
     mark: str
 
 
-# A batch script of Slurm has SLURM_PROCID=0 as its tasks have, but no SLURM_STEP_ID. RANK alone may mean anything.
+# A batch script of Slurm has SLURM_PROCID=0 as its tasks have, but no SLURM_STEP_ID. RANK alone may
+# mean anything.
 LAUNCHERS = (
     Launcher("torchrun", "RANK", "LOCAL_RANK", "WORLD_SIZE", "WORLD_SIZE"),
-    Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", ""),
-    Launcher("MVAPICH2", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE", ""),
-    Launcher("MVAPICH", "MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_LOCAL_RANK", "MVP_COMM_WORLD_SIZE", ""),
+    Launcher(
+        "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", ""
+    ),
+    Launcher(
+        "MVAPICH2", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE", ""
+    ),
+    Launcher(
+        "MVAPICH", "MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_LOCAL_RANK", "MVP_COMM_WORLD_SIZE", ""
+    ),
     Launcher("PALS", "PALS_RANKID", "PALS_LOCAL_RANKID", "PMI_SIZE", ""),
     Launcher("PMI", "PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", ""),
     Launcher("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_SIZE", ""),
     Launcher("Flux", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_SIZE", ""),
-    Launcher("Slurm", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_TASKS"),
+    Launcher(
+        "Slurm", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_TASKS"
+    ),
     Launcher("Slurm", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_ID"),
 )
 
@@ -57,7 +70,9 @@ MPI_LAUNCHERS = LAUNCHERS[1:7]
 
 
 class BatchScheduler(NamedTuple):
-    """Which variables of a scheduler name the job, the first that is set, and what else they say of it."""
+    """Which variables of a scheduler name the job, the first that is set, and what else they say of
+    it.
+    """
 
     name: str
     job: tuple[str, ...]
@@ -67,28 +82,43 @@ class BatchScheduler(NamedTuple):
 # The parts of a heterogeneous job of Slurm have ids of their own; the first one's is that of all.
 SCHEDULERS = (
     BatchScheduler(
-        "slurm", ("SLURM_JOB_ID_HET_GROUP_0", "SLURM_JOB_ID_PACK_GROUP_0", "SLURM_JOB_ID", "SLURM_JOBID"),
+        "slurm",
+        ("SLURM_JOB_ID_HET_GROUP_0", "SLURM_JOB_ID_PACK_GROUP_0", "SLURM_JOB_ID", "SLURM_JOBID"),
         (
-            ("name", "SLURM_JOB_NAME"), ("user", "SLURM_JOB_USER"), ("account", "SLURM_JOB_ACCOUNT"),
-            ("partition", "SLURM_JOB_PARTITION"), ("labels.slurm_cluster", "SLURM_CLUSTER_NAME"),
-            ("labels.slurm_array_job", "SLURM_ARRAY_JOB_ID"), ("labels.slurm_array_task", "SLURM_ARRAY_TASK_ID"),
+            ("name", "SLURM_JOB_NAME"),
+            ("user", "SLURM_JOB_USER"),
+            ("account", "SLURM_JOB_ACCOUNT"),
+            ("partition", "SLURM_JOB_PARTITION"),
+            ("labels.slurm_cluster", "SLURM_CLUSTER_NAME"),
+            ("labels.slurm_array_job", "SLURM_ARRAY_JOB_ID"),
+            ("labels.slurm_array_task", "SLURM_ARRAY_TASK_ID"),
             ("labels.slurm_step", "SLURM_STEP_ID"),
         ),
     ),
     BatchScheduler(
-        "lsf", ("LSB_JOBID",),
+        "lsf",
+        ("LSB_JOBID",),
         (
-            ("name", "LSB_JOBNAME"), ("user", "LSFUSER"), ("account", "LSB_PROJECT_NAME"), ("partition", "LSB_QUEUE"),
+            ("name", "LSB_JOBNAME"),
+            ("user", "LSFUSER"),
+            ("account", "LSB_PROJECT_NAME"),
+            ("partition", "LSB_QUEUE"),
             ("labels.lsf_array_task", "LSB_JOBINDEX"),
         ),
     ),
     BatchScheduler(
-        "pbs", ("PBS_JOBID",),
-        (("name", "PBS_JOBNAME"), ("user", "PBS_O_LOGNAME"), ("account", "PBS_ACCOUNT"), ("partition", "PBS_QUEUE")),
+        "pbs",
+        ("PBS_JOBID",),
+        (
+            ("name", "PBS_JOBNAME"),
+            ("user", "PBS_O_LOGNAME"),
+            ("account", "PBS_ACCOUNT"),
+            ("partition", "PBS_QUEUE"),
+        ),
     ),
     BatchScheduler("flux", ("FLUX_JOB_ID",)),
     BatchScheduler("ray", ("RAY_JOB_ID",), (("labels.ray_cluster", "RAY_CLUSTER_NAME"),)),
-)  # fmt: skip
+)
 
 # Of the downward API of Kubernetes everybody names the variables; these names are usual.
 _POD_VARIABLES = {
@@ -98,8 +128,11 @@ _POD_VARIABLES = {
 }
 _POD_UID_VARIABLES = ("POD_UID", "K8S_POD_UID", "MY_POD_UID")
 _IN_KUBERNETES = "KUBERNETES_SERVICE_HOST"
-# The first worker of a PyTorchJob (Kubeflow), and of a JobSet, which is its own domain, as all workers are told.
-_FIRST_WORKER = re.compile(r"(?P<job>[a-z0-9.-]+)-master-0|(?P<set>[a-z0-9-]+?)-[a-z0-9-]+-0-0\.(?P=set)(?:\..*)?")
+# The first worker of a PyTorchJob (Kubeflow), and of a JobSet, which is its own domain, as all
+# workers are told.
+_FIRST_WORKER = re.compile(
+    r"(?P<job>[a-z0-9.-]+)-master-0|(?P<set>[a-z0-9-]+?)-[a-z0-9-]+-0-0\.(?P=set)(?:\..*)?"
+)
 
 _TORCHELASTIC = "TORCHELASTIC_RUN_ID"
 _MAIN_ADDRESS = ("MASTER_ADDR", "PET_MASTER_ADDR")
@@ -110,12 +143,18 @@ DTYPE_VARIABLE = "TRACELOOM_DTYPE"
 INPUT_BYTES_VARIABLE = "TRACELOOM_INPUT_BYTES_PER_STEP"
 
 DEVICE_VARIABLES = (
-    "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER",
-    "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES",
-)  # fmt: skip
+    "SLURM_STEP_GPUS",
+    "SLURM_JOB_GPUS",
+    "NVIDIA_VISIBLE_DEVICES",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "ROCR_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+)
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"  # how many ranks torchrun started on this host
 HOST_VARIABLE = "HOSTNAME"  # in a pod, the pod's name
-# By which PyTorch's profiler finds whoever asks it for traces. That the first is set counts, whatever its value.
+# By which PyTorch's profiler finds whoever asks it for traces. That the first is set counts,
+# whatever its value.
 POLLS, POLLED_DIRECTORY = "KINETO_USE_DAEMON", "KINETO_IPC_SOCKET_DIR"
 # By which PyTorch tells what its flight recorder of collectives holds.
 WORKER_SERVER, DUMP_PIPE = "TORCH_WORKER_SERVER_SOCKET", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
@@ -125,18 +164,47 @@ DUMP_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 LAUNCH_VARIABLES = ("SLURM_STEP_ID", *_MAIN_ADDRESS, _MAIN_PORT, _TORCHELASTIC, _MPI_JOB)
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 
-LISTED_VARIABLES: frozenset[str] = frozenset({
-    *(variable for launcher in LAUNCHERS for variable in launcher[1:] if variable),
-    *(variable for scheduler in SCHEDULERS for variable in scheduler.job),
-    *(variable for scheduler in SCHEDULERS for _, variable in scheduler.fields),
-    *(variable for variables in _POD_VARIABLES.values() for variable in variables), *_POD_UID_VARIABLES, _IN_KUBERNETES,
-    "JOBSET_NAME", _TORCHELASTIC, *_MAIN_ADDRESS, _MAIN_PORT, _MPI_JOB,
-    JOB_VARIABLE, DTYPE_VARIABLE, INPUT_BYTES_VARIABLE, *DEVICE_VARIABLES, LOCAL_WORLD_SIZE, HOST_VARIABLE, POLLS, POLLED_DIRECTORY,
-    WORKER_SERVER, DUMP_PIPE, *DUMP_FILES,
-})  # fmt: skip
-"""The variables that are kept, beside those that begin with one of `PREFIXES` and those of the configuration."""
+LISTED_VARIABLES: frozenset[str] = frozenset(
+    {
+        *(variable for launcher in LAUNCHERS for variable in launcher[1:] if variable),
+        *(variable for scheduler in SCHEDULERS for variable in scheduler.job),
+        *(variable for scheduler in SCHEDULERS for _, variable in scheduler.fields),
+        *(variable for variables in _POD_VARIABLES.values() for variable in variables),
+        *_POD_UID_VARIABLES,
+        _IN_KUBERNETES,
+        "JOBSET_NAME",
+        _TORCHELASTIC,
+        *_MAIN_ADDRESS,
+        _MAIN_PORT,
+        _MPI_JOB,
+        JOB_VARIABLE,
+        DTYPE_VARIABLE,
+        INPUT_BYTES_VARIABLE,
+        *DEVICE_VARIABLES,
+        LOCAL_WORLD_SIZE,
+        HOST_VARIABLE,
+        POLLS,
+        POLLED_DIRECTORY,
+        WORKER_SERVER,
+        DUMP_PIPE,
+        *DUMP_FILES,
+    }
+)
+"""The variables that are kept, beside those that begin with one of `PREFIXES` and those of the
+configuration.
+"""
 
-_TEXT_FIELDS = {"job", "name", "scheduler", "user", "account", "partition", "namespace", "pod", "container"}
+_TEXT_FIELDS = {
+    "job",
+    "name",
+    "scheduler",
+    "user",
+    "account",
+    "partition",
+    "namespace",
+    "pod",
+    "container",
+}
 _NUMBER_FIELDS = {"rank", "local_rank", "world_size"}
 
 
@@ -150,27 +218,40 @@ def check_variables(variables: Mapping[str, str]) -> None:
     for variable, field in variables.items():
         if field not in fields and not re.fullmatch(r"labels\.[a-z][a-z0-9_]*", field):
             raise InputError(
-                f"an owner has no field `{field}`, which is to be `{variable}`", slug="wrong-config",
+                f"an owner has no field `{field}`, which is to be `{variable}`",
+                slug="wrong-config",
                 where="owners.variables",
-                hint=nearest(field, fields) + f"it has {', '.join(sorted(fields))} and `labels.NAME`",
-            )  # fmt: skip
+                hint=nearest(field, fields)
+                + f"it has {', '.join(sorted(fields))} and `labels.NAME`",
+            )
 
 
 def find_rank_variables(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """What makes a process a rank: the launcher and the values of its variables; () where nothing does.
+    """What makes a process a rank: the launcher and the values of its variables; () where nothing
+    does.
 
-    Whatever a rank starts inherits these: processes that have the same are the rank and its children.
+    Whatever a rank starts inherits these: processes that have the same are the rank and its
+    children.
     """
     for launcher in LAUNCHERS:
         rank, size = environment.get(launcher.rank, ""), environment.get(launcher.world_size, "")
         marked = not launcher.mark or launcher.mark in environment
         if marked and rank.isdecimal() and (size.isdecimal() or not size):
-            return (launcher.name, launcher.rank, rank, environment.get(launcher.local_rank, ""), size)
+            return (
+                launcher.name,
+                launcher.rank,
+                rank,
+                environment.get(launcher.local_rank, ""),
+                size,
+            )
     return ()
 
 
-def extract_claims(environment: Mapping[str, str], variables: Mapping[str, str], *, host: str = "") -> Claims:
-    """All that an environment says of the owner. What it claims of the user is weaker than what the kernel says.
+def extract_claims(
+    environment: Mapping[str, str], variables: Mapping[str, str], *, host: str = ""
+) -> Claims:
+    """All that an environment says of the owner. What it claims of the user is weaker than what the
+    kernel says.
 
     Args:
         environment: The listed variables of a process.
@@ -185,7 +266,11 @@ def extract_claims(environment: Mapping[str, str], variables: Mapping[str, str],
 
     for variable, field in variables.items():
         value = environment.get(variable, "")
-        state(field, variable, (int(value) if value.isdecimal() else "") if field in _NUMBER_FIELDS else value)
+        state(
+            field,
+            variable,
+            (int(value) if value.isdecimal() else "") if field in _NUMBER_FIELDS else value,
+        )
     ranks = find_rank_variables(environment)
     if ranks:
         for field, value in zip(("rank", "local_rank", "world_size"), ranks[2:], strict=True):
@@ -210,7 +295,11 @@ def extract_claims(environment: Mapping[str, str], variables: Mapping[str, str],
     _add_other_jobs(environment, host, state)
     labels = [name for name in sorted(environment) if name.startswith(LABEL_PREFIX)]
     for name in labels[:MAX_LABELS]:
-        state("labels." + re.sub(r"[^a-z0-9_]", "_", name[len(LABEL_PREFIX) :].lower()), name, environment[name])
+        state(
+            "labels." + re.sub(r"[^a-z0-9_]", "_", name[len(LABEL_PREFIX) :].lower()),
+            name,
+            environment[name],
+        )
     return stated
 
 
@@ -223,15 +312,23 @@ def _add_other_jobs(environment: Mapping[str, str], host: str, state: Any) -> No
     if in_kubernetes:
         state("scheduler", _IN_KUBERNETES, "kubernetes")
     if in_kubernetes and name:
-        namespace = next((environment[name] for name in _POD_VARIABLES["namespace"] if environment.get(name)), "")
+        namespace = next(
+            (environment[name] for name in _POD_VARIABLES["namespace"] if environment.get(name)), ""
+        )
         variable = "JOBSET_NAME" if environment.get("JOBSET_NAME") else "MASTER_ADDR"
-        state("job", variable, f"kubernetes-{namespace}/{name}" if namespace else f"kubernetes-{name}")
+        state(
+            "job", variable, f"kubernetes-{namespace}/{name}" if namespace else f"kubernetes-{name}"
+        )
         state("name", variable, name)
     run = environment.get(_TORCHELASTIC, "")
     port = environment.get(_MAIN_PORT, "")
     if run not in ("", "none"):  # what torchrun says without --rdzv-id
         state("job", _TORCHELASTIC, f"torchelastic-{run}")
-    elif (location := host if address in _LOOPBACK else address) and port and environment.get("WORLD_SIZE"):
+    elif (
+        (location := host if address in _LOOPBACK else address)
+        and port
+        and environment.get("WORLD_SIZE")
+    ):
         state("job", "MASTER_ADDR", f"torchrun-{location}:{port}")
     if run or port:
         state("scheduler", _TORCHELASTIC if run else _MAIN_PORT, "torchrun")
@@ -254,15 +351,17 @@ def build_owner(stated: Claims) -> Owner:
             labels[field.removeprefix("labels.")] = value
         else:
             values[field] = value
-    return Owner(labels=labels, sources={field: source for field, (_, source) in stated.items()}, **values)
+    return Owner(
+        labels=labels, sources={field: source for field, (_, source) in stated.items()}, **values
+    )
 
 
 def get_job_variables(locations: AgentPaths, uid: int) -> dict[str, str]:
     """Name -> value, for jobs of a user.
 
-    PyTorch's profiler polls a daemon whose socket lies in the directory; where there is none, it fails at once and
-    costs nothing. The directory is the user's own: nobody else can reach what listens there. The file in it says how
-    often to poll.
+    PyTorch's profiler polls a daemon whose socket lies in the directory; where there is none, it
+    fails at once and costs nothing. The directory is the user's own: nobody else can reach what
+    listens there. The file in it says how often to poll.
     """
     directory = locations.kineto / str(uid)
     return {
@@ -276,16 +375,22 @@ def get_job_variables(locations: AgentPaths, uid: int) -> dict[str, str]:
 def create_flight_variables() -> dict[str, str]:
     """Name -> value, for jobs whose flight record of collectives can be asked for while they run.
 
-    NCCL's process group makes a pipe per rank, and ends the process where it cannot: therefore in `/tmp`, which is
-    there on every host that a launcher takes these variables to, under a name that nobody can take before.
+    NCCL's process group makes a pipe per rank, and ends the process where it cannot: therefore in
+    `/tmp`, which is there on every host that a launcher takes these variables to, under a name that
+    nobody can take before.
     """
     stem = f"/tmp/traceloom-{secrets.token_hex(8)}"  # noqa: S108  (a name that nobody knows)
-    return {"TORCH_FR_BUFFER_SIZE": "2000", DUMP_PIPE: f"{stem}-pipe-", DUMP_FILES[0]: f"{stem}-dump-"}
+    return {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        DUMP_PIPE: f"{stem}-pipe-",
+        DUMP_FILES[0]: f"{stem}-dump-",
+    }
 
 
 _SLURM_CGROUP = re.compile(r"/job_(?P<job>\d+)(?:/|$)")
-# `pod1234-...` below kubepods, whose dashes systemd's driver spells as underscores. Seen from a pod's own namespace of
-# control groups, the path of another one goes up from there, and need not come by kubepods.
+# `pod1234-...` below kubepods, whose dashes systemd's driver spells as underscores. Seen from a
+# pod's own namespace of control groups, the path of another one goes up from there, and need not
+# come by kubepods.
 _POD_IN_CGROUP = re.compile(
     r"(?:kubepods[^/]*|^/\.\.)(?:/[^/]+)*?[/-]pod"
     r"(?P<pod>[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32})"
@@ -296,7 +401,9 @@ _CONTAINER_CGROUP = re.compile(
 
 
 def parse_cgroup_paths(paths: Iterable[str]) -> dict[str, str]:
-    """`job`, `scheduler` and `container` as far as the paths of a process's control groups tell them."""
+    """`job`, `scheduler` and `container` as far as the paths of a process's control groups tell
+    them.
+    """
     facts: dict[str, str] = {}
     for path in paths:
         if match := _SLURM_CGROUP.search(path):

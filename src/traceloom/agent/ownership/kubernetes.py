@@ -1,10 +1,11 @@
 """Pods and containers from the kubelet's pod-resources API.
 
-A task of `traceloom.agent.worker`: gRPC takes 20 MB, which the agent does not keep for an answer now and then. Messages
-are described here, in a pool of their own, as far as they are read: nobody's generated modules are in the way.
+A task of `traceloom.agent.worker`: gRPC takes 20 MB, which the agent does not keep for an answer
+now and then. Messages are described here, in a pool of their own, as far as they are read: nobody's
+generated modules are in the way.
 
-The kubelet tells names and devices, the control group the pod's uid and the container's id, and nothing tells both:
-they are joined by devices.
+The kubelet tells names and devices, the control group the pod's uid and the container's id, and
+nothing tells both: they are joined by devices.
 """
 
 from __future__ import annotations
@@ -32,26 +33,32 @@ MAX_CHARS = 256
 _MESSAGES: dict[str, tuple[tuple[str, int, str, bool], ...]] = {
     "ListPodResourcesResponse": (("pod_resources", 1, "PodResources", True),),
     "PodResources": (
-        ("name", 1, "", False), ("namespace", 2, "", False), ("containers", 3, "ContainerResources", True),
+        ("name", 1, "", False),
+        ("namespace", 2, "", False),
+        ("containers", 3, "ContainerResources", True),
     ),
     "ContainerResources": (
-        ("name", 1, "", False), ("devices", 2, "ContainerDevices", True),
+        ("name", 1, "", False),
+        ("devices", 2, "ContainerDevices", True),
         ("dynamic_resources", 5, "DynamicResource", True),
     ),
     "ContainerDevices": (("resource_name", 1, "", False), ("device_ids", 2, "", True)),
     "DynamicResource": (("claim_resources", 4, "ClaimResource", True),),
     "ClaimResource": (
-        ("cdi_devices", 1, "CDIDevice", True), ("driver_name", 2, "", False), ("device_name", 4, "", False),
+        ("cdi_devices", 1, "CDIDevice", True),
+        ("driver_name", 2, "", False),
+        ("device_name", 4, "", False),
     ),
     "CDIDevice": (("name", 1, "", False),),
-}  # fmt: skip
+}
 
 
 def list_containers(socket: str) -> list[dict[str, Any]]:
-    """The containers that hold devices: `namespace`, `pod`, `container`, and `devices`, as the kubelet names them.
+    """The containers that hold devices: `namespace`, `pod`, `container`, and `devices`, as the
+    kubelet names them.
 
-    Names are those of device plugins (`GPU-...`, `GPU-...::3` of a shared one, a PCI address), of CDI
-    (`nvidia.com/gpu=...`), and of DRA (`driver/device`).
+    Names are those of device plugins (`GPU-...`, `GPU-...::3` of a shared one, a PCI address), of
+    CDI (`nvidia.com/gpu=...`), and of DRA (`driver/device`).
 
     Raises:
         OSError: gRPC is not installed, or the kubelet did not answer, and why.
@@ -61,8 +68,12 @@ def list_containers(socket: str) -> list[dict[str, Any]]:
         import grpc
     except ImportError as error:
         raise OSError("gRPC is not installed: pip install 'traceloom[kubernetes]'") from error
-    # gRPC of Python would name the socket's path as the server's authority, which the kubelet's does not take.
-    options = [("grpc.max_receive_message_length", MAX_BYTES), ("grpc.default_authority", "localhost")]
+    # gRPC of Python would name the socket's path as the server's authority, which the kubelet's
+    # does not take.
+    options = [
+        ("grpc.max_receive_message_length", MAX_BYTES),
+        ("grpc.default_authority", "localhost"),
+    ]
     with grpc.insecure_channel(f"unix:{Path(socket).absolute()}", options=options) as channel:
         call = channel.unary_unary("/v1.PodResourcesLister/List")
         try:
@@ -81,21 +92,28 @@ def decode_containers(answer: bytes) -> list[dict[str, Any]]:
     """
     from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
 
-    file = descriptor_pb2.FileDescriptorProto(name="podresources.proto", package="v1", syntax="proto3")
+    file = descriptor_pb2.FileDescriptorProto(
+        name="podresources.proto", package="v1", syntax="proto3"
+    )
     for name, fields in _MESSAGES.items():
         described = file.message_type.add(name=name)
         for field, number, item_type, repeated in fields:
             described.field.add(
-                name=field, number=number,
-                label=descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED if repeated
+                name=field,
+                number=number,
+                label=descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED
+                if repeated
                 else descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL,
-                type=descriptor_pb2.FieldDescriptorProto.TYPE_MESSAGE if item_type
+                type=descriptor_pb2.FieldDescriptorProto.TYPE_MESSAGE
+                if item_type
                 else descriptor_pb2.FieldDescriptorProto.TYPE_STRING,
                 type_name=f".v1.{item_type}" if item_type else None,
-            )  # fmt: skip
+            )
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    response: Any = message_factory.GetMessageClass(pool.FindMessageTypeByName("v1.ListPodResourcesResponse"))()
+    response: Any = message_factory.GetMessageClass(
+        pool.FindMessageTypeByName("v1.ListPodResourcesResponse")
+    )()
     try:
         response.ParseFromString(answer)
     except message.DecodeError as error:
@@ -109,16 +127,19 @@ def decode_containers(answer: bytes) -> list[dict[str, Any]]:
                     names += [device.name for device in claim.cdi_devices]
                     names.append(f"{claim.driver_name}/{claim.device_name}")
             if names:
-                rows.append({
-                    "namespace": pod.namespace[:MAX_CHARS], "pod": pod.name[:MAX_CHARS],
-                    "container": container.name[:MAX_CHARS],
-                    "devices": [name[:MAX_CHARS] for name in names[:MAX_DEVICES]],
-                })  # fmt: skip
+                rows.append(
+                    {
+                        "namespace": pod.namespace[:MAX_CHARS],
+                        "pod": pod.name[:MAX_CHARS],
+                        "container": container.name[:MAX_CHARS],
+                        "devices": [name[:MAX_CHARS] for name in names[:MAX_DEVICES]],
+                    }
+                )
     return rows[:MAX_CONTAINERS]
 
 
-# The kubelet is asked when a container appears, and then at growing intervals: one that starts anew answers in part or
-# not at all.
+# The kubelet is asked when a container appears, and then at growing intervals: one that starts anew
+# answers in part or not at all.
 FIRST_S, LAST_S = 10.0, 300.0
 
 
@@ -139,14 +160,17 @@ class ContainerLocation(msgspec.Struct, frozen=True):
 
 
 class KubeletAnswer(msgspec.Struct, frozen=True):
-    """What the kubelet said when these containers were there already; of later ones it tells nothing."""
+    """What the kubelet said when these containers were there already; of later ones it tells
+    nothing.
+    """
 
     containers: tuple[PodContainer, ...] = ()
     places: frozenset[ContainerLocation] = frozenset()
 
 
 class Kubelet:
-    """A collector without series: it asks the kubelet, in a process of its own, while there are pods' processes.
+    """A collector without series: it asks the kubelet, in a process of its own, while there are
+    pods' processes.
 
     `places` is for whoever knows where processes are to set; `answer` is replaced whole.
     """
@@ -179,7 +203,9 @@ class Kubelet:
             self._asked = locations
             self._wait_s = FIRST_S if appeared else min(2 * self._wait_s, LAST_S)
             try:
-                rows = worker.run("pod-resources", timeout_s=2 * KUBELET_TIMEOUT_S, socket=str(self._socket))
+                rows = worker.run(
+                    "pod-resources", timeout_s=2 * KUBELET_TIMEOUT_S, socket=str(self._socket)
+                )
                 self.answer, self._error = (
                     KubeletAnswer(tuple(msgspec.convert(rows, list[PodContainer])), locations),
                     "",
@@ -201,7 +227,8 @@ def match_containers(
     evidence: Mapping[ContainerLocation, frozenset[str]],
     hosts: Mapping[ContainerLocation, str],
 ) -> tuple[dict[str, tuple[str, str]], dict[ContainerLocation, str]]:
-    """Which pods and containers there are behind control groups; those that cannot be told apart are left out.
+    """Which pods and containers there are behind control groups; those that cannot be told apart
+    are left out.
 
     Args:
         container_devices: Containers -> devices (uuids) that the kubelet gave them.
@@ -214,7 +241,11 @@ def match_containers(
     """
     possible: dict[str, set[tuple[str, str]]] = {}
     for location, devices in evidence.items():
-        matches = {(c.namespace, c.pod) for c, uuids in container_devices.items() if devices and devices <= uuids}
+        matches = {
+            (c.namespace, c.pod)
+            for c, uuids in container_devices.items()
+            if devices and devices <= uuids
+        }
         host_matches = {match for match in matches if match[1] == hosts.get(location)}
         if matches:
             possible[location.pod] = possible.get(location.pod, matches) & (host_matches or matches)
@@ -223,8 +254,11 @@ def match_containers(
     pods = {pod: name for pod, name in pods.items() if bearers[name] == 1}
     containers: dict[ContainerLocation, str] = {}
     for location, devices in evidence.items():
-        names = [c.container for c, uuids in container_devices.items()
-                 if (c.namespace, c.pod) == pods.get(location.pod) and devices and devices <= uuids]  # fmt: skip
+        names = [
+            c.container
+            for c, uuids in container_devices.items()
+            if (c.namespace, c.pod) == pods.get(location.pod) and devices and devices <= uuids
+        ]
         if len(names) == 1:
             containers[location] = names[0]
     return pods, containers

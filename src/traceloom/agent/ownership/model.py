@@ -16,7 +16,9 @@ from traceloom.agent.accelerators.backend import DeviceProcess
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """Whose a process is. "" or None: not known. `sources`: field -> where it was read."""
 
-    job: str = ""  # the same on all its hosts: `slurm-4242`, `torchelastic-<run id>`, `pod-<uid>` ...
+    job: str = (
+        ""  # the same on all its hosts: `slurm-4242`, `torchelastic-<run id>`, `pod-<uid>` ...
+    )
     name: str = ""
     scheduler: str = ""  # slurm, kubernetes, torchrun, mpi, ray, lsf, pbs, flux, or ""
     rank: int | None = None
@@ -38,8 +40,9 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 class Process(msgspec.Struct, frozen=True, kw_only=True):
     """A process that matters: it uses a device, runs a framework, or belongs to a job.
 
-    Its identity is (boot id of the host, pid, start time); `key` is `PID@START`, where START is in clock ticks since
-    boot. `command` has its secrets masked; `declared` holds the listed variables of its environment alone.
+    Its identity is (boot id of the host, pid, start time); `key` is `PID@START`, where START is in
+    clock ticks since boot. `command` has its secrets masked; `declared` holds the listed variables
+    of its environment alone.
     """
 
     key: str
@@ -60,20 +63,23 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
 MASK = "***"
 _SECRET_KEY = (
-    r"(?:[\w.-]*?(?:token|secret|passw(?:or)?d|passphrase|pwd|credential|api[-_]?key|access[-_]?key|auth|private[-_]?key)"
+    r"(?:[\w.-]*?(?:token|secret|passw(?:or)?d|passphrase|pwd|credential|api[-_]?key|access[-_]?key|auth|private[-_]?key)"  # noqa: S105
     r"[\w.-]*)"
 )
 # `--hf-token=x`, `WANDB_API_KEY=x`, `password: x`
 _ASSIGNED_SECRET = re.compile(
-    rf"(?P<before>(?<![\w-])-{{0,2}}{_SECRET_KEY}\s*[=:]\s*)(?P<secret>(?!\*\*\*).+)", re.IGNORECASE | re.DOTALL
+    rf"(?P<before>(?<![\w-])-{{0,2}}{_SECRET_KEY}\s*[=:]\s*)(?P<secret>(?!\*\*\*).+)",
+    re.IGNORECASE | re.DOTALL,
 )
 # `--token x`, where x is the next word
 _SECRET_OPTION = re.compile(rf"-{{1,2}}{_SECRET_KEY}", re.IGNORECASE)
 _URL_PASSWORD = re.compile(
-    r"(?P<before>[a-z][a-z0-9+.-]*://[^/\s:@]*:)[^/\s@]+(?=@)|(?<=://)(?!\*)[^/\s:@]{16,}(?=@)", re.IGNORECASE
+    r"(?P<before>[a-z][a-z0-9+.-]*://[^/\s:@]*:)[^/\s@]+(?=@)|(?<=://)(?!\*)[^/\s:@]{16,}(?=@)",
+    re.IGNORECASE,
 )
 _BEARER = re.compile(r"(?P<before>\b(?:bearer|basic|token)\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
-# Forms of tokens that say what they are: Hugging Face, OpenAI, GitHub, GitLab, Slack, AWS, Google, JSON web tokens.
+# Forms of tokens that say what they are: Hugging Face, OpenAI, GitHub, GitLab, Slack, AWS, Google,
+# JSON web tokens.
 _KNOWN_TOKENS = re.compile(
     r"\b(?:hf_\w{8,}|sk-[\w-]{8,}|gh[pousr]_\w{8,}|github_pat_\w{8,}|glpat-[\w-]{8,}|xox[abprs]-[\w-]{8,}"
     r"|(?:AKIA|ASIA)[0-9A-Z]{12,}|AIza[\w-]{20,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
@@ -81,7 +87,9 @@ _KNOWN_TOKENS = re.compile(
 
 
 def mask_secrets(command: Sequence[str]) -> str:
-    """The words of a command line in one line, with secrets masked; masking twice changes nothing more."""
+    """The words of a command line in one line, with secrets masked; masking twice changes nothing
+    more.
+    """
     masked = []
     follows = False  # the last word was an option whose value is a secret
     for word in command:
@@ -97,7 +105,9 @@ def mask_secrets(command: Sequence[str]) -> str:
     return " ".join(masked)
 
 
-SHARE_PARTS = 1 << 40  # shares are whole numbers of these, so that their sum is 1 exactly, in any order
+SHARE_PARTS = (
+    1 << 40
+)  # shares are whole numbers of these, so that their sum is 1 exactly, in any order
 
 
 class Share(NamedTuple):
@@ -108,13 +118,16 @@ class Share(NamedTuple):
 
 
 def compute_shares(
-    processes: Iterable[DeviceProcess], keys: Mapping[int, str], busy: Mapping[str, float] | None = None
+    processes: Iterable[DeviceProcess],
+    keys: Mapping[int, str],
+    busy: Mapping[str, float] | None = None,
 ) -> dict[tuple[str, str], Share]:
-    """The share of each process in each device that it is on; of each device they add up to exactly 1.
+    """The share of each process in each device that it is on; of each device they add up to exactly
+    1.
 
-    What processes were busy decides. Those of which that is not known share the rest of the device equally, which is
-    what the device was busy beyond the others, and this is assumed; nothing about memory says who computed. Where
-    nobody was busy, the device is held in equal parts.
+    What processes were busy decides. Those of which that is not known share the rest of the device
+    equally, which is what the device was busy beyond the others, and this is assumed; nothing about
+    memory says who computed. Where nobody was busy, the device is held in equal parts.
 
     Args:
         processes: Who is on which device.
@@ -138,7 +151,9 @@ def compute_shares(
         total = sum(measured.values())
         unmeasured = max((busy or {}).get(device, max(1.0, total)) - total, 0.0)
         unmeasured_count = len(entries) - len(measured)
-        weights = [measured[key] if key in measured else unmeasured / unmeasured_count for key in entries]
+        weights = [
+            measured[key] if key in measured else unmeasured / unmeasured_count for key in entries
+        ]
         idle = not any(weights)
         for key, part in zip(entries, split_by_weights(SHARE_PARTS, weights), strict=True):
             divided[device, key] = Share(part / SHARE_PARTS, idle or key not in measured)
@@ -148,15 +163,17 @@ def compute_shares(
 def split_by_weights(total: int, weights: Sequence[float]) -> list[int]:
     """A whole number, as of milliseconds, in whole parts by weights, which add up to it.
 
-    What rounding leaves goes to the largest remainders. Weights that are all 0 mean equal parts; without weights there
-    are no parts.
+    What rounding leaves goes to the largest remainders. Weights that are all 0 mean equal parts;
+    without weights there are no parts.
 
     Raises:
         ValueError: A weight that is negative or not finite.
     """
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
         raise ValueError(f"weights must be finite and not negative, got {list(weights)}")
-    exact = [Fraction(weight) for weight in weights] if any(weights) else [Fraction(1)] * len(weights)
+    exact = (
+        [Fraction(weight) for weight in weights] if any(weights) else [Fraction(1)] * len(weights)
+    )
     weight_sum = sum(exact)
     ideal = [total * weight / weight_sum for weight in exact]
     parts = [math.floor(part) for part in ideal]

@@ -1,7 +1,7 @@
 """Puts all evidence together: the owner of each process.
 
-dcgm-exporter reads the same directory (`--hpc-job-mapping-dir`). A file is named by the number of a device (`0`), of a
-partition (`0:1`), or by a uuid.
+dcgm-exporter reads the same directory (`--hpc-job-mapping-dir`). A file is named by the number of a
+device (`0`), of a partition (`0:1`), or by a uuid.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _PACKAGES = {
 class FrameworkVersions:
     """A collector without series: `versions` has those that are known, by process and library.
 
-    Directories of users are listed as the process sees them, and may lie on a disk that hangs: nobody waits for it. Of
-    what is there only the name of a distribution is read.
+    Directories of users are listed as the process sees them, and may lie on a disk that hangs:
+    nobody waits for it. Of what is there only the name of a distribution is read.
     """
 
     name = "frameworks"
@@ -56,7 +56,9 @@ class FrameworkVersions:
     def __init__(self, config: Config) -> None:
         self.period_s = config.collect.periods.get(self.name, config.collect.period)
         self.timeout_s = config.collect.timeouts.get(self.name, config.collect.timeout)
-        self.wanted: Mapping[str, ProcessFacts] = {}  # by key; for whoever knows the processes to set
+        self.wanted: Mapping[
+            str, ProcessFacts
+        ] = {}  # by key; for whoever knows the processes to set
         self.versions: Mapping[tuple[str, str], str] = {}  # "" where it is not known
         self._proc = Path(config.collect.proc)
 
@@ -66,7 +68,11 @@ class FrameworkVersions:
         for process in self.wanted.values():
             for framework, library in process.frameworks.items():
                 key = (process.key, library)
-                versions[key] = self.versions[key] if key in self.versions else self._version(process, framework)
+                versions[key] = (
+                    self.versions[key]
+                    if key in self.versions
+                    else self._version(process, framework)
+                )
         self.versions = versions
         return []
 
@@ -83,7 +89,11 @@ class FrameworkVersions:
         pattern = re.compile(rf"{distribution}-(\d[A-Za-z0-9.+!_]{{0,63}})\.dist-info")
         try:
             with os.scandir(f"{self._proc}/{process.pid}/root{directory}") as entries:
-                matches = [match[1] for entry in islice(entries, MAX_NAMES) if (match := pattern.fullmatch(entry.name))]
+                matches = [
+                    match[1]
+                    for entry in islice(entries, MAX_NAMES)
+                    if (match := pattern.fullmatch(entry.name))
+                ]
         except OSError:  # it has ended, or its files are not ours to see
             return ""
         return matches[0] if len(matches) == 1 else ""
@@ -95,7 +105,9 @@ MAX_CHARS = 256  # of a job's name
 
 
 class JobMapping:
-    """A collector without series: `jobs` has the jobs by the name of the file, and is replaced whole."""
+    """A collector without series: `jobs` has the jobs by the name of the file, and is replaced
+    whole.
+    """
 
     name = "job-mapping"
 
@@ -117,12 +129,16 @@ class JobMapping:
         jobs: dict[str, tuple[str, ...]] = {}
         problems = []
         try:
-            paths = sorted(path for path in self._directory.iterdir() if not path.name.startswith("."))
+            paths = sorted(
+                path for path in self._directory.iterdir() if not path.name.startswith(".")
+            )
         except OSError:
             self.jobs = {}  # what was true is not known to be
             raise
         if len(paths) > MAX_FILES:
-            problems.append(f"{self._directory} has {len(paths)} files: only the first {MAX_FILES} are read")
+            problems.append(
+                f"{self._directory} has {len(paths)} files: only the first {MAX_FILES} are read"
+            )
         for path in paths[:MAX_FILES]:
             try:
                 jobs[path.name] = _read_jobs(path)
@@ -146,18 +162,28 @@ def _read_jobs(path: Path) -> tuple[str, ...]:
     if len(text) > MAX_BYTES:
         raise OSError(f"is larger than {MAX_BYTES} bytes")
     lines = (line.strip() for line in text.decode(errors="replace").splitlines())
-    return tuple(dict.fromkeys(line for line in lines if line and len(line) <= MAX_CHARS and line.isprintable()))
+    return tuple(
+        dict.fromkeys(
+            line for line in lines if line and len(line) <= MAX_CHARS and line.isprintable()
+        )
+    )
 
 
-_JOB_FIELDS = ("job", "name", "scheduler", "account", "partition")  # what all processes of a job have in common
+_JOB_FIELDS = (
+    "job",
+    "name",
+    "scheduler",
+    "account",
+    "partition",
+)  # what all processes of a job have in common
 _RANK_FIELDS = ("rank", "local_rank", "world_size")
 
 
 class OwnerResolver:
     """Finds owners. `owners` may wait for the name service: call it from a thread.
 
-    `kubelet`, `job_mapping` and `framework_versions` are collectors of their own: what they wait for holds up nobody
-    else.
+    `kubelet`, `job_mapping` and `framework_versions` are collectors of their own: what they wait
+    for holds up nobody else.
 
     Raises:
         InputError: `wrong-config`: `owners.variables` names a field that an owner has not.
@@ -196,7 +222,11 @@ class OwnerResolver:
         for key, facts in processes.items():
             cgroup_fields = parse_cgroup_paths(facts.cgroups.values())
             if container := cgroup_fields.get("container", ""):
-                pod = cgroup_fields.get("job", "") if cgroup_fields.get("scheduler") == "kubernetes" else ""
+                pod = (
+                    cgroup_fields.get("job", "")
+                    if cgroup_fields.get("scheduler") == "kubernetes"
+                    else ""
+                )
                 locations[key] = ContainerLocation(pod, container)
         stated = {key: self._stated(facts, locations.get(key)) for key, facts in processes.items()}
         granted = self._state_pods(processes, locations, used, stated)
@@ -204,9 +234,12 @@ class OwnerResolver:
         self._state_jobs_of_devices(locations, used, stated)
         for key, facts in processes.items():
             root = self._proc / str(facts.pid) / "root" if key in locations else None
-            if match := find_assigned_devices(facts.environment, self._devices, root=root, kubelet=granted.get(key)):
+            if match := find_assigned_devices(
+                facts.environment, self._devices, root=root, kubelet=granted.get(key)
+            ):
                 stated[key]["devices"] = match
-        # State the devices that mapping files list for a job, where nothing closer says what a process was given
+        # State the devices that mapping files list for a job, where nothing closer says what a
+        # process was given
         jobs = self._mapped_jobs()
         for process_claims in stated.values():
             job = process_claims.get("job", ("", ""))[0]
@@ -218,10 +251,18 @@ class OwnerResolver:
 
     def troubles(self) -> list[str]:
         """What of this does not work here: sentences for the doctor."""
-        granted = {name for container in self.kubelet.answer.containers for name in container.devices}
+        granted = {
+            name for container in self.kubelet.answer.containers for name in container.devices
+        }
         mapped = set(self.job_mapping.jobs)
-        names = {name for name in granted if name.startswith(("GPU-", "MIG-"))} | mapped  # others may be network cards
-        unknown = sorted(name for name in names if not (self._devices.named(name) or self._devices.numbered(name)))
+        names = {
+            name for name in granted if name.startswith(("GPU-", "MIG-"))
+        } | mapped  # others may be network cards
+        unknown = sorted(
+            name
+            for name in names
+            if not (self._devices.named(name) or self._devices.numbered(name))
+        )
         if not unknown:
             return []
         subject = f"{len(unknown)} devices that the kubelet or job mapping names are not known here, as `{unknown[0]}`"
@@ -229,7 +270,8 @@ class OwnerResolver:
 
     def _stated(self, facts: ProcessFacts, location: ContainerLocation | None) -> Claims:
         cgroup_fields = parse_cgroup_paths(facts.cgroups.values())
-        # An address of loopback is everybody's: it is this host's or this container's. A pod tells better.
+        # An address of loopback is everybody's: it is this host's or this container's. A pod tells
+        # better.
         host = "" if "job" in cgroup_fields else location.container if location else self._host
         stated = extract_claims(facts.environment, self._config.owners.variables, host=host)
         if facts.frameworks:
@@ -251,20 +293,28 @@ class OwnerResolver:
         used: Mapping[str, Collection[str]],
         stated: Mapping[str, Claims],
     ) -> dict[str, frozenset[str]]:
-        """State pods and containers as the kubelet names them; the devices that it gave, by process."""
+        """State pods and containers as the kubelet names them; the devices that it gave, by
+        process.
+        """
         in_pods = {key: location for key, location in locations.items() if location.pod}
         answer = self.kubelet.answer
         self.kubelet.places = frozenset(in_pods.values())
         container_devices = {
-            container: self._devices.parts(filter(None, map(self._devices.named, container.devices)))
+            container: self._devices.parts(
+                filter(None, map(self._devices.named, container.devices))
+            )
             for container in answer.containers
         }
         evidence: dict[ContainerLocation, frozenset[str]] = {}
         hosts: dict[ContainerLocation, str] = {}
         for key, location in in_pods.items():
-            if location in answer.places:  # the kubelet gave devices of containers that ended to later ones
+            if (
+                location in answer.places
+            ):  # the kubelet gave devices of containers that ended to later ones
                 environment = processes[key].environment
-                visible_devices = map(self._devices.named, environment.get("NVIDIA_VISIBLE_DEVICES", "").split(","))
+                visible_devices = map(
+                    self._devices.named, environment.get("NVIDIA_VISIBLE_DEVICES", "").split(",")
+                )
                 evidence[location] = evidence.get(location, frozenset()).union(
                     used.get(key, ()), filter(None, visible_devices)
                 )
@@ -292,7 +342,9 @@ class OwnerResolver:
         used: Mapping[str, Collection[str]],
         stated: Mapping[str, Claims],
     ) -> None:
-        """State whose a process is by whose the devices are that it is on, where all of them say the same."""
+        """State whose a process is by whose the devices are that it is on, where all of them say
+        the same.
+        """
         jobs = self._mapped_jobs()
         scheduled = {
             job.partition("-")[2]: job
@@ -305,7 +357,11 @@ class OwnerResolver:
             claims: list[dict[str, tuple[str, str]]] = []
             for uuid in uuids:
                 device = self._devices.by_uuid.get(uuid)
-                claim = {field: (value, "exporter") for field, value in device.owner.items()} if device else {}
+                claim = (
+                    {field: (value, "exporter") for field, value in device.owner.items()}
+                    if device
+                    else {}
+                )
                 listed = [job for job, job_devices in jobs.items() if uuid in job_devices]
                 if len(listed) == 1:
                     claim["job"] = (scheduled.get(listed[0], listed[0]), "job mapping")
@@ -315,7 +371,9 @@ class OwnerResolver:
             in_pod = key in locations and bool(locations[key].pod)
             for field, statement in claims[0].items():
                 is_pod_field = field in ("namespace", "pod", "container")
-                if all(claim.get(field) == statement for claim in claims) and (in_pod or not is_pod_field):
+                if all(claim.get(field) == statement for claim in claims) and (
+                    in_pod or not is_pod_field
+                ):
                     stated[key].setdefault(field, statement)
 
     def _mapped_jobs(self) -> dict[str, list[str]]:
@@ -338,8 +396,12 @@ class OwnerResolver:
         return self._names[uid]
 
 
-def _iterate_ancestors(facts: ProcessFacts, processes_by_pid: Mapping[int, ProcessFacts]) -> Iterator[ProcessFacts]:
-    """The ancestors of a process among those that matter, nearest first; a pid that was given again ends them."""
+def _iterate_ancestors(
+    facts: ProcessFacts, processes_by_pid: Mapping[int, ProcessFacts]
+) -> Iterator[ProcessFacts]:
+    """The ancestors of a process among those that matter, nearest first; a pid that was given again
+    ends them.
+    """
     passed = {facts.pid}
     ancestor = processes_by_pid.get(facts.parent_pid)
     while ancestor is not None and ancestor.pid not in passed:
@@ -349,7 +411,9 @@ def _iterate_ancestors(facts: ProcessFacts, processes_by_pid: Mapping[int, Proce
 
 
 def _inherit_jobs(processes: Mapping[str, ProcessFacts], stated: Mapping[str, Claims]) -> None:
-    """Give a process of no job that of its nearest ancestor that has one: workers whose environment was rewritten."""
+    """Give a process of no job that of its nearest ancestor that has one: workers whose environment
+    was rewritten.
+    """
     processes_by_pid = {facts.pid: facts for facts in processes.values()}
     for key, facts in processes.items():
         if "job" in stated[key]:
@@ -360,7 +424,9 @@ def _inherit_jobs(processes: Mapping[str, ProcessFacts], stated: Mapping[str, Cl
                 for field in _JOB_FIELDS:
                     if field in ancestor_claims:
                         value, source = ancestor_claims[field]
-                        inherited = source if source.startswith("process ") else f"process {ancestor.pid}"
+                        inherited = (
+                            source if source.startswith("process ") else f"process {ancestor.pid}"
+                        )
                         stated[key].setdefault(field, (value, inherited))
                 break
 
@@ -371,17 +437,21 @@ def _deduplicate_ranks(
     used: Mapping[str, Collection[str]],
     locations: Mapping[str, ContainerLocation],
 ) -> None:
-    """Leave the rank to one of the processes that have its variables: the others wrap it, or it started them.
+    """Leave the rank to one of the processes that have its variables: the others wrap it, or it
+    started them.
 
-    It is the first that is on a device, else that has a framework, else that began. Where a rank of one launcher starts
-    those of another, as a task of Slurm does that is torchrun, the inner ones are the ranks.
+    It is the first that is on a device, else that has a framework, else that began. Where a rank of
+    one launcher starts those of another, as a task of Slurm does that is torchrun, the inner ones
+    are the ranks.
     """
     processes_by_pid = {facts.pid: facts for facts in processes.values()}
     ranks = {key: facts for key, facts in processes.items() if "rank" in stated[key]}
 
     def alike(facts: ProcessFacts) -> tuple[object, ...]:
         process_claims = stated[facts.key]
-        numbers = (process_claims[field][0] if field in process_claims else None for field in _RANK_FIELDS)
+        numbers = (
+            process_claims[field][0] if field in process_claims else None for field in _RANK_FIELDS
+        )
         return (
             find_rank_variables(facts.environment),
             *numbers,
@@ -394,11 +464,16 @@ def _deduplicate_ranks(
     identities: dict[str, tuple[object, ...]] = {}
     for key, facts in sorted(ranks.items(), key=lambda item: (item[1].start_ticks, item[1].pid)):
         ranked_ancestors = [
-            ancestor for ancestor in _iterate_ancestors(facts, processes_by_pid) if ancestor.key in ranks
+            ancestor
+            for ancestor in _iterate_ancestors(facts, processes_by_pid)
+            if ancestor.key in ranks
         ]
         job: object = stated[key].get("job", ("", ""))[0]
         if not job:  # two launches of nobody may look alike
-            job = next((other.key for other in reversed(ranked_ancestors) if alike(other) == alike(facts)), key)
+            job = next(
+                (other.key for other in reversed(ranked_ancestors) if alike(other) == alike(facts)),
+                key,
+            )
         identities[key] = (job, *alike(facts))
         same.setdefault(identities[key], []).append(facts)
         launcher = find_rank_variables(facts.environment)[:1]

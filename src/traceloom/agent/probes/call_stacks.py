@@ -1,11 +1,14 @@
-"""The stack of a call, taken in the kernel when a probe is hit: functions of libraries, then those of Python.
+"""The stack of a call, taken in the kernel when a probe is hit: functions of libraries, then those
+of Python.
 
-Libraries are built without frame pointers, and their tables for unwinding are not for the kernel. So it has rules for
-single addresses: how to get from there to the caller. At first there are none. Where one is missing, the program hands
-over a piece of the process's stack too; that is unwound here, and what was needed for it becomes rules. From then on
-the kernel does it alone. It hands over each stack once and knows it by a number.
+Libraries are built without frame pointers, and their tables for unwinding are not for the kernel.
+So it has rules for single addresses: how to get from there to the caller. At first there are none.
+Where one is missing, the program hands over a piece of the process's stack too; that is unwound
+here, and what was needed for it becomes rules. From then on the kernel does it alone. It hands over
+each stack once and knows it by a number.
 
-Frames of Python are a chain in the process's memory, which the program follows from the thread's newest one.
+Frames of Python are a chain in the process's memory, which the program follows from the thread's
+newest one.
 """
 
 from __future__ import annotations
@@ -38,21 +41,30 @@ from traceloom.agent.probes.symbols import Symbols
 from traceloom.agent.probes.unwinding import END_RULE, FrameOrigin, UnwindRule
 
 MOST_NATIVE, MOST_PYTHON = 48, 32
-# So many stacks are taken in so long a time; a call beyond has none. At 5 us each, that is a tenth of a processor.
+# So many stacks are taken in so long a time; a call beyond has none. At 5 us each, that is a tenth
+# of a processor.
 _WINDOW_NS, MOST_IN_WINDOW = 10_000_000, 200
 
 _MOST_THREADS, _MOST_RULES, _MOST_STACKS = 16384, 1 << 16, 1 << 16
 _RULE = struct.Struct("<4q")
 _THREAD = struct.Struct("<QQ")
-_HEAD = struct.Struct("<5Q")  # number, address without a rule, stack register, frame register, bytes of the piece
+_HEAD = struct.Struct(
+    "<5Q"
+)  # number, address without a rule, stack register, frame register, bytes of the piece
 _FRAMES_BYTES = 8 * MOST_NATIVE + 16 * MOST_PYTHON
 _RECORD_BYTES = 8184  # with the ring's own eight, two pages
 _PIECE_AT = _HEAD.size + _FRAMES_BYTES
-_PIECES = (_RECORD_BYTES - _PIECE_AT, 2048, 512)  # near its end a stack has fewer bytes than are asked for
+_PIECES = (
+    _RECORD_BYTES - _PIECE_AT,
+    2048,
+    512,
+)  # near its end a stack has fewer bytes than are asked for
 _RING_BYTES = 1 << 23
 _HASH_FACTOR = 0x5BD1E995  # odd, of 31 bits
 # On the program's stack, below what its caller has there
-_STACK_AT, _FRAME_AT, _ADDRESS_AT, _NUMBER_AT, _CONTEXT_AT, _THREAD_AT, _MISSING_AT = range(-184, -128, 8)
+_STACK_AT, _FRAME_AT, _ADDRESS_AT, _NUMBER_AT, _CONTEXT_AT, _THREAD_AT, _MISSING_AT = range(
+    -184, -128, 8
+)
 _READ_AT = _STACK_AT - FRAME_BYTES
 _ZERO_AT = _READ_AT - 8
 LOWEST_OFFSET = _MISSING_AT + 8
@@ -62,7 +74,9 @@ _Held = TypeVar("_Held", Map, Ring)
 
 
 class CallStack(NamedTuple):
-    """Addresses that functions return to, innermost first; and (code, instruction) of frames of Python."""
+    """Addresses that functions return to, innermost first; and (code, instruction) of frames of
+    Python.
+    """
 
     native: tuple[int, ...]
     python: tuple[tuple[int, int], ...]
@@ -105,7 +119,9 @@ class CallStacks:
                 del self._python_threads[number]
             for number, thread in now.items():
                 if thread is not None and self._python_threads.get(number) != thread:
-                    self._threads.put(struct.pack("<Q", self._process << 32 | number), _THREAD.pack(*thread))
+                    self._threads.put(
+                        struct.pack("<Q", self._process << 32 | number), _THREAD.pack(*thread)
+                    )
                     self._python_threads[number] = thread
 
     def take(self) -> None:
@@ -114,13 +130,24 @@ class CallStacks:
         for start in range(0, len(content), _RECORD_BYTES):
             number, missing, stack, frame, size = _HEAD.unpack_from(content, start)
             values = struct.unpack_from(f"<{MOST_NATIVE}Q", content, start + _HEAD.size)
-            native = values[: next((row for row, word in enumerate(values) if not word), len(values))]
-            values = struct.unpack_from(f"<{2 * MOST_PYTHON}Q", content, start + _HEAD.size + 8 * MOST_NATIVE)
-            python = tuple((code, code_offset) for code, code_offset in zip(values[::2], values[1::2], strict=True))
-            python = python[: next((row for row, (code, _) in enumerate(python) if not code), MOST_PYTHON)]
+            native = values[
+                : next((row for row, word in enumerate(values) if not word), len(values))
+            ]
+            values = struct.unpack_from(
+                f"<{2 * MOST_PYTHON}Q", content, start + _HEAD.size + 8 * MOST_NATIVE
+            )
+            python = tuple(
+                (code, code_offset)
+                for code, code_offset in zip(values[::2], values[1::2], strict=True)
+            )
+            python = python[
+                : next((row for row, (code, _) in enumerate(python) if not code), MOST_PYTHON)
+            ]
             if missing:
                 stack_bytes = content[start + _PIECE_AT : start + _PIECE_AT + size]
-                native += self._unwound(missing, stack, frame, stack_bytes)[: MOST_NATIVE - len(native)]
+                native += self._unwound(missing, stack, frame, stack_bytes)[
+                    : MOST_NATIVE - len(native)
+                ]
             self.stacks[number] = CallStack(native, python)
             if self._python is not None:  # while the process and its functions are there
                 for code, instruction in python:
@@ -137,9 +164,11 @@ class CallStacks:
             resource.close()
 
     def write(self, program: ProbeProgram, to: int) -> None:
-        """Write a program's part that takes the stack of a function that is entered; its number, or 0, goes to `to`.
+        """Write a program's part that takes the stack of a function that is entered; its number, or
+        0, goes to `to`.
 
-        The context is in R6, process and thread in R7, the time in R8. The first two are there afterwards.
+        The context is in R6, process and thread in R7, the time in R8. The first two are there
+        afterwards.
         """
         program.store(R10, to, 0)
         program.store(R10, _THREAD_AT, R7)
@@ -160,7 +189,8 @@ class CallStacks:
         program.jump("no stack")
         program.label("within the budget")
         program.add_at(R0, 8, R1)
-        # R0 = room for frames that is this thread's alone: another one may run on this processor at any time.
+        # R0 = room for frames that is this thread's alone: another one may run on this processor at
+        # any time.
         program.on_map(Helper.MAP_LOOKUP, self._frames.descriptor, _THREAD_AT)
         program.jump_if(R0, "!=", 0, "room")
         program.on_map(Helper.MAP_LOOKUP, self._empty.descriptor, _ZERO_AT)
@@ -300,7 +330,9 @@ class CallStacks:
             program.load(R1, R10, stack_offset)
             program.store(R8, 8 * offset, R1)
         program.store(R8, 8 * 4, 0)
-        for offset in range(0, _FRAMES_BYTES, 8):  # the kernel's function for it is forbidden under its lockdown
+        for offset in range(
+            0, _FRAMES_BYTES, 8
+        ):  # the kernel's function for it is forbidden under its lockdown
             program.load(R1, R9, offset)
             program.store(R8, _HEAD.size + offset, R1)
         program.load(R1, R10, _MISSING_AT)
@@ -326,17 +358,26 @@ class CallStacks:
 
         def read(position: int) -> int | None:
             is_inside = 0 <= position - base <= len(stack_bytes) - 8
-            return int.from_bytes(stack_bytes[position - base : position - base + 8], "little") if is_inside else None
+            return (
+                int.from_bytes(stack_bytes[position - base : position - base + 8], "little")
+                if is_inside
+                else None
+            )
 
         result: list[int] = []
         while len(result) < MOST_NATIVE:
             # The rule of an address that is returned to; the kernel gets it too.
             if address not in self._rules:
-                # The call is before the address; the interpreter's own functions are none that anybody looks for.
-                is_python = self._python is not None and self._symbols.lies_in(address, self._python.file)
+                # The call is before the address; the interpreter's own functions are none that
+                # anybody looks for.
+                is_python = self._python is not None and self._symbols.lies_in(
+                    address, self._python.file
+                )
                 self._rules[address] = END_RULE if is_python else self._symbols.rule(address - 1)
                 with contextlib.suppress(OSError):  # it is full: these stacks will be shorter
-                    self._rules_map.put(struct.pack("<Q", address), _RULE.pack(*self._rules[address]))
+                    self._rules_map.put(
+                        struct.pack("<Q", address), _RULE.pack(*self._rules[address])
+                    )
             rule = self._rules[address]
             end: int | None = None
             if rule.base == FrameOrigin.BEHIND_FRAME:

@@ -32,8 +32,8 @@ from traceloom.agent.probes.ebpf import (
 )
 from traceloom.agent.probes.elf import Elf, Uprobes
 
-# A record: time (monotonic clock, ns), process << 32 | thread, number of the function, number of its stack (0: none),
-# and six values whose meaning is the function's.
+# A record: time (monotonic clock, ns), process << 32 | thread, number of the function, number of
+# its stack (0: none), and six values whose meaning is the function's.
 RECORD = struct.Struct("<4Q6Q")
 
 _RING_BYTES = 1 << 23
@@ -46,9 +46,11 @@ _MAX_DRIVERS = 4  # ranges of addresses
 
 
 class CallValue(NamedTuple):
-    """Where a value of a call is: an argument, so far `above` the stack's end, or `behind` the address that it is.
+    """Where a value of a call is: an argument, so far `above` the stack's end, or `behind` the
+    address that it is.
 
-    `size` bytes count; `shift` of them are left out below. `upper`: it goes into the upper half of the value before.
+    `size` bytes count; `shift` of them are left out below. `upper`: it goes into the upper half of
+    the value before.
     """
 
     argument: int | None = None
@@ -89,8 +91,9 @@ class ProbedCall(NamedTuple):
 class CallProbes:
     """Probes of calls in one process, and their records.
 
-    A record of a function that `ends` is made when it returned; value 4 is its result, or what it stored at the
-    pointer. One that returned an error while it should have stored something makes none.
+    A record of a function that `ends` is made when it returned; value 4 is its result, or what it
+    stored at the pointer. One that returned an error while it should have stored something makes
+    none.
 
     Raises:
         OSError: The kernel does not have them, or does not let us.
@@ -132,7 +135,10 @@ class CallProbes:
         """Addresses (first, one beyond) of the libraries whose calls of each other are their own."""
         addresses = [address for pair in ranges[:_MAX_DRIVERS] for address in pair]
         self._drivers.put(
-            bytes(4), struct.pack(f"<{2 * _MAX_DRIVERS}Q", *addresses, *[0] * (2 * _MAX_DRIVERS - len(addresses)))
+            bytes(4),
+            struct.pack(
+                f"<{2 * _MAX_DRIVERS}Q", *addresses, *[0] * (2 * _MAX_DRIVERS - len(addresses))
+            ),
         )
 
     def lost(self) -> int:
@@ -278,9 +284,13 @@ def _read(program: ProbeProgram, value: CallValue, to: int) -> None:
     program.read_user(to, value.size)
 
 
-_HOST_PROCESSES = "pid:[4026531836]"  # the first namespace, whose numbers the kernel gives to programs
+_HOST_PROCESSES = (
+    "pid:[4026531836]"  # the first namespace, whose numbers the kernel gives to programs
+)
 _CAP_SYS_PTRACE = 19  # CAP_SYS_PTRACE
-_RIGHTS_HINT = "run the agent as root, or with CAP_SYS_ADMIN, which the kernel demands for probes of programs"
+_RIGHTS_HINT = (
+    "run the agent as root, or with CAP_SYS_ADMIN, which the kernel demands for probes of programs"
+)
 
 
 def explain_unsupported() -> tuple[str, str]:
@@ -289,7 +299,10 @@ def explain_unsupported() -> tuple[str, str]:
         get_architecture()
         if not UPROBE_TYPE.exists():
             if not UPROBE_TYPE.parent.parent.exists():
-                return f"{UPROBE_TYPE.parent.parent} is not there", "mount sysfs where the agent runs"
+                return (
+                    f"{UPROBE_TYPE.parent.parent} is not there",
+                    "mount sysfs where the agent runs",
+                )
             return "the kernel has no probes of functions of programs (CONFIG_UPROBE_EVENTS)", ""
         if Path("/proc/self/ns/pid").readlink().name != _HOST_PROCESSES:
             return (
@@ -307,7 +320,10 @@ def explain_unsupported() -> tuple[str, str]:
     try:
         Map(MapKind.RING, 0, 0, os.sysconf("SC_PAGE_SIZE")).close()
     except OSError as error:
-        return f"the kernel has no ring buffers for programs: {_describe_error(error)}", "a kernel of 5.8 or later"
+        return (
+            f"the kernel has no ring buffers for programs: {_describe_error(error)}",
+            "a kernel of 5.8 or later",
+        )
     program = ProbeProgram()
     program.exit()
     try:
@@ -328,7 +344,9 @@ def explain_unsupported() -> tuple[str, str]:
 
 
 def can_trace_others() -> bool:
-    """Whether processes of other users may be looked into: what they have mapped, and their memory (CAP_SYS_PTRACE)."""
+    """Whether processes of other users may be looked into: what they have mapped, and their memory
+    (CAP_SYS_PTRACE).
+    """
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     effective = status.partition("\nCapEff:")[2].split(maxsplit=1)
     return bool(effective and int(effective[0], 16) >> _CAP_SYS_PTRACE & 1)

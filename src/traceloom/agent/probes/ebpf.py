@@ -1,9 +1,9 @@
 """EBPF instructions, bpf(2)/perf_event_open(2), maps, ring buffer.
 
-Nothing else is needed on the host: the programs are assembled here (`instructions`), loaded by bpf(2) (`kernel`),
-attached to functions that are looked up in the symbol tables of libraries (`elf`, `uprobes`), and what they record
-(`call_probes`, with stacks: `call_stacks`) is read from a ring buffer (`ring`). `support` says whether this kernel and
-these rights allow it.
+Nothing else is needed on the host: the programs are assembled here (`instructions`), loaded by
+bpf(2) (`kernel`), attached to functions that are looked up in the symbol tables of libraries
+(`elf`, `uprobes`), and what they record (`call_probes`, with stacks: `call_stacks`) is read from a
+ring buffer (`ring`). `support` says whether this kernel and these rights allow it.
 
 them: eight bytes each, eleven registers. The kernel verifies every program before it runs it.
 """
@@ -25,7 +25,9 @@ from typing import NamedTuple
 
 
 class Register(enum.IntEnum):
-    """R0: results; R1 to R5: arguments, lost by a call; R6 to R9: kept; R10: end of the 512 bytes of stack."""
+    """R0: results; R1 to R5: arguments, lost by a call; R6 to R9: kept; R10: end of the 512 bytes
+    of stack.
+    """
 
     R0, R1, R2, R3, R4, R5, R6, R7, R8, R9, R10 = range(11)
 
@@ -59,7 +61,16 @@ class _Encoded(NamedTuple):
 
 _SIZES = {1: 0x10, 2: 0x08, 4: 0x00, 8: 0x18}
 _LOAD, _STORE_NUMBER, _STORE, _ATOMIC = 0x61, 0x62, 0x63, 0xC3
-_ARITHMETIC = {"+=": 0x07, "-=": 0x17, "*=": 0x27, "|=": 0x47, "&=": 0x57, "<<=": 0x67, ">>=": 0x77, "=": 0xB7}
+_ARITHMETIC = {
+    "+=": 0x07,
+    "-=": 0x17,
+    "*=": 0x27,
+    "|=": 0x47,
+    "&=": 0x57,
+    "<<=": 0x67,
+    ">>=": 0x77,
+    "=": 0xB7,
+}
 _JUMPS = {"==": 0x15, "!=": 0x55, ">": 0x25, ">=": 0x35, "<": 0xA5, "<=": 0xB5, "signed<": 0xC5}
 _BY_REGISTER = 0x08
 _ALWAYS, _CALL, _EXIT, _WIDE = 0x05, 0x85, 0x95, 0x18
@@ -112,7 +123,9 @@ class ProbeProgram:
         self._encoded.append(_Encoded(_CALL, number=helper))
 
     def on_map(self, helper: Helper, descriptor: int, key: int, value: int = 0) -> None:
-        """`R0` = a look-up, an update or a removal in a map; `key` and `value` are offsets on the stack."""
+        """`R0` = a look-up, an update or a removal in a map; `key` and `value` are offsets on the
+        stack.
+        """
         self.map(R1, descriptor)
         self.address(R2, key)
         if helper is Helper.MAP_UPDATE:
@@ -121,7 +134,9 @@ class ProbeProgram:
         self.call(helper)
 
     def read_user(self, to: int, size: int, helper: Helper = Helper.READ_USER) -> None:
-        """Read from the process's memory at `R3` to the stack; `R0` is negative where that cannot be read."""
+        """Read from the process's memory at `R3` to the stack; `R0` is negative where that cannot
+        be read.
+        """
         self.address(R1, to)
         self.do(R2, "=", size)
         self.call(helper)
@@ -136,7 +151,9 @@ class ProbeProgram:
         self._encoded.append(_Encoded(_ALWAYS, to=to))
 
     def jump_if(self, left: Register, comparison: str, right: int | Register, to: str) -> None:
-        """Go on at the label where the comparison holds: ==, !=, >, >=, <, <= without signs, or signed<."""
+        """Go on at the label where the comparison holds: ==, !=, >, >=, <, <= without signs, or
+        signed<.
+        """
         code = _JUMPS[comparison]
         if isinstance(right, Register):
             self._encoded.append(_Encoded(code | _BY_REGISTER, left, right, to=to))
@@ -158,7 +175,9 @@ class ProbeProgram:
         instructions = []
         for position, word in enumerate(self._encoded):
             offset = self._labels[word.to] - position - 1 if word.to else word.offset
-            instructions.append(struct.pack("<BBhi", word.code, word.source << 4 | word.target, offset, word.number))
+            instructions.append(
+                struct.pack("<BBhi", word.code, word.source << 4 | word.target, offset, word.number)
+            )
         return b"".join(instructions)
 
     def _two_words(self, target: Register, source: int, value: int) -> None:
@@ -167,7 +186,8 @@ class ProbeProgram:
 
 
 UPROBE_TYPE = Path("/sys/bus/event_source/devices/uprobe/type")
-# The kernel lends some functions (reading a process's memory, its stack) to programs alone that come under the GPL too.
+# The kernel lends some functions (reading a process's memory, its stack) to programs alone that
+# come under the GPL too.
 _LICENSE = b"Dual BSD/GPL"
 _CREATE_MAP, _LOOKUP, _UPDATE, _DELETE, _NEXT_KEY, _LOAD_PROGRAM = range(6)
 _KPROBE_PROGRAM = 2
@@ -178,14 +198,17 @@ _LOG_BYTES = 1 << 20
 
 
 class Architecture(NamedTuple):
-    """A processor architecture: numbers of system calls, and where the registers of a process lie in pt_regs."""
+    """A processor architecture: numbers of system calls, and where the registers of a process lie
+    in pt_regs.
+    """
 
     bpf: int
     perf_event_open: int
     arguments: tuple[int, ...]
     result: int
     stack: int
-    # Where the address that a function returns to is when it has just been entered: a register, or on the stack.
+    # Where the address that a function returns to is when it has just been entered: a register, or
+    # on the stack.
     returns_to: int | None
     hidden_result: int  # arguments that a function with a large result has before its own
     frame: int  # the register that functions without a fixed frame find theirs by
@@ -217,7 +240,10 @@ _libc.syscall.restype = ctypes.c_long
 def _call_bpf(command: int, attributes: bytes) -> int:
     buffer = ctypes.create_string_buffer(attributes, len(attributes))
     result = _libc.syscall(
-        ctypes.c_long(get_architecture().bpf), ctypes.c_long(command), buffer, ctypes.c_long(len(buffer))
+        ctypes.c_long(get_architecture().bpf),
+        ctypes.c_long(command),
+        buffer,
+        ctypes.c_long(len(buffer)),
     )
     if result < 0:
         number = ctypes.get_errno()
@@ -244,11 +270,16 @@ class Map:
     def __init__(self, kind: MapKind, key_bytes: int, value_bytes: int, entries: int) -> None:
         self.value_bytes, self.entries = value_bytes, entries
         self._key_bytes = key_bytes
-        self.descriptor = _call_bpf(_CREATE_MAP, struct.pack("<5I52x", kind, key_bytes, value_bytes, entries, 0))
+        self.descriptor = _call_bpf(
+            _CREATE_MAP, struct.pack("<5I52x", kind, key_bytes, value_bytes, entries, 0)
+        )
 
     def get(self, key: bytes) -> bytes | None:
         """The value; None where there is none."""
-        key_buffer, value = ctypes.create_string_buffer(key, len(key)), ctypes.create_string_buffer(self.value_bytes)
+        key_buffer, value = (
+            ctypes.create_string_buffer(key, len(key)),
+            ctypes.create_string_buffer(self.value_bytes),
+        )
         try:
             _call_bpf(_LOOKUP, self._element(key_buffer, value))
         except FileNotFoundError:
@@ -261,7 +292,10 @@ class Map:
         Raises:
             OSError: The map is full.
         """
-        keys, values = ctypes.create_string_buffer(key, len(key)), ctypes.create_string_buffer(value, len(value))
+        keys, values = (
+            ctypes.create_string_buffer(key, len(key)),
+            ctypes.create_string_buffer(value, len(value)),
+        )
         _call_bpf(_UPDATE, self._element(keys, values))
 
     def remove(self, key: bytes) -> None:
@@ -271,7 +305,10 @@ class Map:
             _call_bpf(_DELETE, self._element(buffer, None))
 
     def keys(self) -> Iterator[bytes]:
-        """All keys. Programs change maps meanwhile: some may be left out, or come twice; it ends nevertheless."""
+        """All keys.
+
+        Programs change maps meanwhile: some may be left out, or come twice; it ends nevertheless.
+        """
         key, following = None, ctypes.create_string_buffer(self._key_bytes)
         for _ in range(2 * self.entries):
             try:
@@ -285,7 +322,9 @@ class Map:
         """Let go of it."""
         os.close(self.descriptor)
 
-    def _element(self, key: ctypes.Array[ctypes.c_char] | None, value: ctypes.Array[ctypes.c_char] | None) -> bytes:
+    def _element(
+        self, key: ctypes.Array[ctypes.c_char] | None, value: ctypes.Array[ctypes.c_char] | None
+    ) -> bytes:
         addresses = (0 if buffer is None else ctypes.addressof(buffer) for buffer in (key, value))
         return struct.pack("<I4xQQQ", self.descriptor, *addresses, 0)
 
@@ -297,14 +336,25 @@ def load_program(instructions: bytes, name: str) -> int:
         OSError: The kernel refuses it, and says why, or does not let us.
     """
     code = ctypes.create_string_buffer(instructions, len(instructions))
-    license_text, log = ctypes.create_string_buffer(_LICENSE), ctypes.create_string_buffer(_LOG_BYTES)
+    license_text, log = (
+        ctypes.create_string_buffer(_LICENSE),
+        ctypes.create_string_buffer(_LOG_BYTES),
+    )
 
     def attributes(log_level: int) -> bytes:
         return struct.pack(
-            "<IIQQIIQII16s64x", _KPROBE_PROGRAM, len(instructions) // 8, ctypes.addressof(code),
-            ctypes.addressof(license_text), log_level, len(log) if log_level else 0,
-            ctypes.addressof(log) if log_level else 0, 0, 0, name.encode()[:15],
-        )  # fmt: skip
+            "<IIQQIIQII16s64x",
+            _KPROBE_PROGRAM,
+            len(instructions) // 8,
+            ctypes.addressof(code),
+            ctypes.addressof(license_text),
+            log_level,
+            len(log) if log_level else 0,
+            ctypes.addressof(log) if log_level else 0,
+            0,
+            0,
+            name.encode()[:15],
+        )
 
     try:
         return _call_bpf(_LOAD_PROGRAM, attributes(0))
@@ -314,13 +364,21 @@ def load_program(instructions: bytes, name: str) -> int:
         with contextlib.suppress(OSError):  # again, for its reason
             return _call_bpf(_LOAD_PROGRAM, attributes(1))
         reasons = log.value.decode(errors="replace").strip().splitlines()
-        raise OSError(error.errno, f"the kernel refuses the program {name}: {' | '.join(reasons[-3:])}") from error
+        raise OSError(
+            error.errno, f"the kernel refuses the program {name}: {' | '.join(reasons[-3:])}"
+        ) from error
 
 
 def attach_program(
-    program: int | None, path: str, offset: int, *, at_return: bool = False, process: int | None = None
+    program: int | None,
+    path: str,
+    offset: int,
+    *,
+    at_return: bool = False,
+    process: int | None = None,
 ) -> int:
-    """Run a program whenever the function at `offset` of the file `path` is entered, or left; the probe's descriptor.
+    """Run a program whenever the function at `offset` of the file `path` is entered, or left; the
+    probe's descriptor.
 
     Args:
         program: None: it counts for the kernel alone, which tells whether probes are allowed.
@@ -335,15 +393,30 @@ def attach_program(
     name = ctypes.create_string_buffer(os.fsencode(path))
     kind = int(UPROBE_TYPE.read_text(encoding="ascii"))
     attributes = struct.pack(
-        "<IIQQQQQIIQQ", kind, _ATTRIBUTES, int(at_return), 0, 0, 0, 0, 0, 0, ctypes.addressof(name), offset
+        "<IIQQQQQIIQQ",
+        kind,
+        _ATTRIBUTES,
+        int(at_return),
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        ctypes.addressof(name),
+        offset,
     ).ljust(_ATTRIBUTES, b"\0")
     buffer = ctypes.create_string_buffer(attributes, _ATTRIBUTES)
     # A probe of all processes hangs on one processor; its program runs on every one.
     pid, cpu = (-1, 0) if process is None else (process, -1)
     result = _libc.syscall(
-        ctypes.c_long(get_architecture().perf_event_open), buffer, ctypes.c_long(pid), ctypes.c_long(cpu), ctypes.c_long(-1),
+        ctypes.c_long(get_architecture().perf_event_open),
+        buffer,
+        ctypes.c_long(pid),
+        ctypes.c_long(cpu),
+        ctypes.c_long(-1),
         ctypes.c_long(_CLOSE_ON_EXEC),
-    )  # fmt: skip
+    )
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -362,7 +435,8 @@ _POSITION = struct.Struct("<Q")
 
 
 class Ring:
-    """A ring of records that all have the same size; one that finds it full is lost, which its program counts.
+    """A ring of records that all have the same size; one that finds it full is lost, which its
+    program counts.
 
     Args:
         record_bytes: Of a record, a multiple of eight.
@@ -377,24 +451,27 @@ class Ring:
         self._size = size
         self.map = Map(MapKind.RING, 0, 0, size)
         page = mmap.PAGESIZE
-        # One page for us to say how far we have read, one for the kernel to say how far it has written, and the data
-        # twice in a row, so that no record is cut at the end.
+        # One page for us to say how far we have read, one for the kernel to say how far it has
+        # written, and the data twice in a row, so that no record is cut at the end.
         self._read_to = mmap.mmap(self.map.descriptor, page, mmap.MAP_SHARED)
         self._written = mmap.mmap(
             self.map.descriptor, page + 2 * size, mmap.MAP_SHARED, mmap.PROT_READ, offset=page
-        )  # fmt: skip
+        )
         self._position = 0
 
     def take(self) -> bytes:
         """The records that are complete, one after the other, without what stands between them."""
         (written,) = _POSITION.unpack_from(self._written, 0)
-        # The kernel marks a record as unfinished before it moves `written` on. Between the two reads here lie thousands
-        # of instructions of the interpreter, more than any processor holds back: no barrier is needed.
+        # The kernel marks a record as unfinished before it moves `written` on. Between the two
+        # reads here lie thousands of instructions of the interpreter, more than any processor holds
+        # back: no barrier is needed.
         number = (written - self._position) // self._stride
         start = mmap.PAGESIZE + self._position % self._size
         view = memoryview(self._written)[start : start + number * self._stride]
         headers = view.cast("I")[:: self._stride // 4]
-        done = next((position for position, header in enumerate(headers) if header & _BUSY_FLAG), number)
+        done = next(
+            (position for position, header in enumerate(headers) if header & _BUSY_FLAG), number
+        )
         content = bytes(view[: done * self._stride])
         headers.release()
         view.release()

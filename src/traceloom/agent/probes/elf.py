@@ -72,9 +72,21 @@ class Elf:
         header = self._read(0, _HEADER.size)
         if header[:6] != b"\x7fELF\x02\x01" or len(header) < _HEADER.size:
             raise OSError(errno.ENOEXEC, "it is no ELF file of 64 bits")
-        _, _, _, self.entry, segments, sections, _, _, segment_size, segment_number, section_size, number, _ = (
-            _HEADER.unpack(header)
-        )
+        (
+            _,
+            _,
+            _,
+            self.entry,
+            segments,
+            sections,
+            _,
+            _,
+            segment_size,
+            segment_number,
+            section_size,
+            number,
+            _,
+        ) = _HEADER.unpack(header)
         if segment_size != _SEGMENT.size or (number and section_size != _SECTION.size):
             raise OSError(errno.ENOEXEC, "its headers have another size than ELF's")
         parts = [
@@ -84,12 +96,21 @@ class Elf:
             )
         ]
         self.segments = [segment for kind, segment in parts if kind == _LOADED]
-        self.unwind_index = next((segment for kind, segment in parts if kind == _UNWIND_INDEX), None)
-        rows = list(_SECTION.iter_unpack(self._whole(sections, min(number, _MOST_SECTIONS) * _SECTION.size)))
+        self.unwind_index = next(
+            (segment for kind, segment in parts if kind == _UNWIND_INDEX), None
+        )
+        rows = list(
+            _SECTION.iter_unpack(self._whole(sections, min(number, _MOST_SECTIONS) * _SECTION.size))
+        )
         self.tables: list[SymbolTable] = []  # that of exported functions first
         for kind in (_DYNAMIC_SYMBOLS, _SYMBOLS):
             for _, section_kind, _, _, offset, size, link, _, _, entry_size in rows:
-                if section_kind != kind or entry_size != _SYMBOL.size or link >= len(rows) or rows[link][1] != _TEXTS:
+                if (
+                    section_kind != kind
+                    or entry_size != _SYMBOL.size
+                    or link >= len(rows)
+                    or rows[link][1] != _TEXTS
+                ):
                     continue
                 table = SymbolTable(offset, size, rows[link][4], rows[link][5])
                 if max(table) <= _MAX_TABLE_BYTES + self._size and offset + size <= self._size:
@@ -99,7 +120,9 @@ class Elf:
         """The first function whose name begins so; exported ones come before others."""
         word = beginning.encode()
         for table in self.tables:
-            for name in self._occurrences(table.names_offset, min(table.names_size, _MAX_TABLE_BYTES), word):
+            for name in self._occurrences(
+                table.names_offset, min(table.names_size, _MAX_TABLE_BYTES), word
+            ):
                 for position in self._occurrences(
                     table.offset, min(table.size, _MAX_TABLE_BYTES), struct.pack("<I", name)
                 ):
@@ -120,7 +143,11 @@ class Elf:
     def name(self, table: SymbolTable, position: int) -> str:
         """The name at a position of a table's names."""
         length = max(min(_MAX_NAME_BYTES, table.names_size - position), 0)
-        return self._read(table.names_offset + position, length).partition(b"\0")[0].decode(errors="replace")
+        return (
+            self._read(table.names_offset + position, length)
+            .partition(b"\0")[0]
+            .decode(errors="replace")
+        )
 
     def offset_of(self, address: int) -> int | None:
         """Where the byte that is loaded at an address lies in the file."""
@@ -200,21 +227,34 @@ def read_mappings(process: int, proc: Path = Path("/proc")) -> list[Mapping]:
         OSError: It has ended, or is not ours to look at.
     """
     return [
-        Mapping(int(start, 16), int(end, 16), executable == b"x", int(offset, 16), int(inode), os.fsdecode(path))
-        for start, end, executable, offset, inode, path in _LINE.findall(read(f"{proc}/{process}/maps", MAX_MAPS_BYTES))
+        Mapping(
+            int(start, 16),
+            int(end, 16),
+            executable == b"x",
+            int(offset, 16),
+            int(inode),
+            os.fsdecode(path),
+        )
+        for start, end, executable, offset, inode, path in _LINE.findall(
+            read(f"{proc}/{process}/maps", MAX_MAPS_BYTES)
+        )
     ]
 
 
 def open_mapped(process: int, mapping: Mapping, proc: Path = Path("/proc")) -> int:
-    """Open the file of a mapping, where the kernel lets us also one that was replaced or removed since; the descriptor.
+    """Open the file of a mapping, where the kernel lets us also one that was replaced or removed
+    since; the descriptor.
 
     Raises:
         OSError: It is gone, cannot be read, or another file lies there now.
     """
-    # A process may put a pipe there, which would wait for a writer, or a link to what it may not read itself.
+    # A process may put a pipe there, which would wait for a writer, or a link to what it may not
+    # read itself.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        return _check_same_file(os.open(f"{proc}/{process}/root{mapping.path}", flags | os.O_NOFOLLOW), mapping)
+        return _check_same_file(
+            os.open(f"{proc}/{process}/root{mapping.path}", flags | os.O_NOFOLLOW), mapping
+        )
     except OSError:
         mapped = f"{proc}/{process}/map_files/{mapping.start:x}-{mapping.end:x}"
         try:  # whatever lies at its path: the kernel leads to the file itself
@@ -233,7 +273,8 @@ def _check_same_file(descriptor: int, mapping: Mapping) -> int:
 
 
 class Uprobes:
-    """Probes of a file that processes map; each program runs in every process that maps it, or in one.
+    """Probes of a file that processes map; each program runs in every process that maps it, or in
+    one.
 
     Args:
         descriptor: The open file; it is closed with the probes.
@@ -272,7 +313,11 @@ class Uprobes:
         """
         # Of the very file that was looked into, whatever lies at its path now.
         path = f"/proc/self/fd/{self._descriptor}"
-        self._probes.append(attach_program(program, path, function.offset, at_return=at_return, process=self._process))
+        self._probes.append(
+            attach_program(
+                program, path, function.offset, at_return=at_return, process=self._process
+            )
+        )
 
     def close(self) -> None:
         """Take the probes away."""

@@ -1,7 +1,9 @@
-"""Frames of Python in a process, read from outside: where each thread's newest frame is, and what a frame says.
+"""Frames of Python in a process, read from outside: where each thread's newest frame is, and what a
+frame says.
 
-CPython 3.11 to 3.13, which keep frames in one way; from 3.13 on the interpreter says itself where its fields lie. All
-that is read is a stranger's: it is bounded, and what is not as it should be is no frame.
+CPython 3.11 to 3.13, which keep frames in one way; from 3.13 on the interpreter says itself where
+its fields lie. All that is read is a stranger's: it is bounded, and what is not as it should be is
+no frame.
 """
 
 from __future__ import annotations
@@ -58,18 +60,34 @@ class InterpreterLayout(NamedTuple):
     bytes_content: int
 
 
-# As compilers lay out the structures of its headers, on 64 bits; they do not change within a minor version.
+# As compilers lay out the structures of its headers, on 64 bits; they do not change within a minor
+# version.
 _LAYOUTS = {
-    (3, 11): InterpreterLayout(40, 0, 16, 8, 160, 56, 8, 32, 48, 56, 112, 120, 136, 72, 184, 16, 32, 48, 72, 16, 32),
-    (3, 12): InterpreterLayout(40, 0, 72, 8, 144, 56, 0, 0, 8, 56, 112, 120, 136, 68, 192, 16, 32, 40, 56, 16, 32),
+    (3, 11): InterpreterLayout(
+        40, 0, 16, 8, 160, 56, 8, 32, 48, 56, 112, 120, 136, 72, 184, 16, 32, 48, 72, 16, 32
+    ),
+    (3, 12): InterpreterLayout(
+        40, 0, 72, 8, 144, 56, 0, 0, 8, 56, 112, 120, 136, 68, 192, 16, 32, 40, 56, 16, 32
+    ),
 }
 # Of 3.13: which of the numbers after the cookie (`_Py_DebugOffsets`) they are.
 _OFFSETS = struct.Struct("<8s96Q")
 _NUMBERS_3_13 = {
-    "interpreters": 5, "interpreter_next": 8, "threads": 9, "thread_next": 21, "newest": 23, "thread_id": 25,
-    "previous": 29, "code": 30, "instruction": 31, "file": 35, "name": 36, "lines": 38, "first_line": 39,
+    "interpreters": 5,
+    "interpreter_next": 8,
+    "threads": 9,
+    "thread_next": 21,
+    "newest": 23,
+    "thread_id": 25,
+    "previous": 29,
+    "code": 30,
+    "instruction": 31,
+    "file": 35,
+    "name": 36,
+    "lines": 38,
+    "first_line": 39,
     "instructions": 43,
-}  # fmt: skip
+}
 
 
 class PythonThread(NamedTuple):
@@ -91,7 +109,9 @@ class PythonFrames:
         self._inner: dict[int, int] = {}  # numbers of threads in their container
         self._descriptions: dict[tuple[int, int], tuple[str, str, int] | None] = {}
         self.file, elf, bias = self._interpreter()
-        runtime, version, code_type = (elf.find_data(name) for name in ("_PyRuntime", "Py_Version", "PyCode_Type"))
+        runtime, version, code_type = (
+            elf.find_data(name) for name in ("_PyRuntime", "Py_Version", "PyCode_Type")
+        )
         os.close(self._descriptor)
         if runtime is None or version is None or code_type is None:
             raise OSError(errno.ENOTSUP, "its Python is older than 3.11")
@@ -107,7 +127,8 @@ class PythonFrames:
         self._same_numbers = namespaces[0] == namespaces[1]
 
     def threads(self) -> dict[int, PythonThread | None]:
-        """Its threads by their numbers for the kernel; None where one is none of Python, or that could not be made out.
+        """Its threads by their numbers for the kernel; None where one is none of Python, or that
+        could not be made out.
 
         Raises:
             OSError: The process has ended, or its threads changed faster than they were read.
@@ -141,12 +162,17 @@ class PythonFrames:
         layout = self.layout
         result: dict[int, int] = {}
         interpreters = self._chain(
-            self._number(self._runtime + layout.interpreters), layout.interpreter_next, _MOST_INTERPRETERS
+            self._number(self._runtime + layout.interpreters),
+            layout.interpreter_next,
+            _MOST_INTERPRETERS,
         )
         remaining = _MOST_THREADS
         for interpreter in interpreters:
-            # The newest comes first. It has the number of its maker at first, whose own state comes later, and counts.
-            for state in self._chain(self._number(interpreter + layout.threads), layout.thread_next, remaining):
+            # The newest comes first. It has the number of its maker at first, whose own state comes
+            # later, and counts.
+            for state in self._chain(
+                self._number(interpreter + layout.threads), layout.thread_next, remaining
+            ):
                 result[self._number(state + layout.thread_id)] = state
                 remaining -= 1
         return result
@@ -168,7 +194,10 @@ class PythonFrames:
         layout = self.layout
         if self._number(code + _TYPE_AT) != self._code_type:
             return None
-        name, file = self._text(self._number(code + layout.name)), self._text(self._number(code + layout.file))
+        name, file = (
+            self._text(self._number(code + layout.name)),
+            self._text(self._number(code + layout.file)),
+        )
         if file == "<shim>" or name.startswith("<interpreter"):
             return None  # the interpreter's own, where C calls Python
         table = self._number(code + layout.lines)
@@ -184,7 +213,9 @@ class PythonFrames:
         """The file with the interpreter, and where it is loaded beyond the addresses that it names."""
         seen_inodes = set()
         for mapping in read_mappings(self._process, self._proc):
-            if mapping.inode in seen_inodes or not mapping.path.rpartition("/")[2].startswith(("python", "libpython")):
+            if mapping.inode in seen_inodes or not mapping.path.rpartition("/")[2].startswith(
+                ("python", "libpython")
+            ):
                 continue
             seen_inodes.add(mapping.inode)
             with contextlib.suppress(OSError):
@@ -204,7 +235,10 @@ class PythonFrames:
         if version in _LAYOUTS:
             return _LAYOUTS[version]
         if version != (3, 13):
-            raise OSError(errno.ENOTSUP, f"its Python is {version[0]}.{version[1]}: frames of 3.11 to 3.13 are known")
+            raise OSError(
+                errno.ENOTSUP,
+                f"its Python is {version[0]}.{version[1]}: frames of 3.11 to 3.13 are known",
+            )
         cookie, *numbers = _OFFSETS.unpack(self._read(self._runtime, _OFFSETS.size))
         offsets = [0, *numbers]
         if cookie != _COOKIE or offsets[2]:
@@ -225,13 +259,18 @@ class PythonFrames:
 
     def _text(self, address: int) -> str:
         layout = self.layout
-        length, state = self._number(address + layout.text_length), self._number(address + layout.text_state, 4)
+        length, state = (
+            self._number(address + layout.text_length),
+            self._number(address + layout.text_state, 4),
+        )
         kind, ascii_only = state >> 2 & 7, state >> 6 & 1
         if kind not in {1, 2, 4}:
             raise OSError(errno.EINVAL, "no text")
         size = min(length, _MAX_TEXT_BYTES) * kind
         content = self._read(address + (layout.ascii_text if ascii_only else layout.text), size)
-        return content.decode({1: "latin-1", 2: "utf-16-le", 4: "utf-32-le"}[kind], errors="replace")
+        return content.decode(
+            {1: "latin-1", 2: "utf-16-le", 4: "utf-32-le"}[kind], errors="replace"
+        )
 
     def _number(self, address: int, size: int = 8) -> int:
         return int.from_bytes(self._read(address, size), "little")
@@ -246,7 +285,9 @@ class PythonFrames:
 
 
 def find_line(table: bytes, first_line: int, unit: int) -> int:
-    """The line of an instruction, which is so many units of two bytes behind the first (PEP 626); 0: it has none."""
+    """The line of an instruction, which is so many units of two bytes behind the first (PEP 626);
+    0: it has none.
+    """
     at, line, units = 0, first_line, 0
 
     def number() -> int:

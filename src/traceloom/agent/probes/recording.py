@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from traceloom.agent.probes.call_stacks import CallStacks
-from traceloom.agent.probes.calls import RECORD, CallProbes, CallValue, ProbedCall, explain_unsupported
+from traceloom.agent.probes.calls import (
+    RECORD,
+    CallProbes,
+    CallValue,
+    ProbedCall,
+    explain_unsupported,
+)
 from traceloom.agent.probes.elf import Mapping, open_mapped, read_mappings
 from traceloom.agent.probes.python_frames import PythonFrames
 from traceloom.agent.probes.steps import LOADER, StepProbes
@@ -28,10 +34,28 @@ _BATCH_ROWS = 10_000
 _MAX_PLAUSIBLE_VALUE = 1 << 62  # bytes and addresses
 # c10::DeviceType by number
 _DEVICE_TYPES = {
-    0: "cpu", 1: "cuda", 2: "mkldnn", 3: "opengl", 4: "opencl", 5: "ideep", 6: "hip", 7: "fpga", 8: "maia", 9: "xla",
-    10: "vulkan", 11: "metal", 12: "xpu", 13: "mps", 14: "meta", 15: "hpu", 16: "ve", 17: "lazy", 18: "ipu",
-    19: "mtia", 20: "privateuseone",
-}  # fmt: skip
+    0: "cpu",
+    1: "cuda",
+    2: "mkldnn",
+    3: "opengl",
+    4: "opencl",
+    5: "ideep",
+    6: "hip",
+    7: "fpga",
+    8: "maia",
+    9: "xla",
+    10: "vulkan",
+    11: "metal",
+    12: "xpu",
+    13: "mps",
+    14: "meta",
+    15: "hpu",
+    16: "ve",
+    17: "lazy",
+    18: "ipu",
+    19: "mtia",
+    20: "privateuseone",
+}
 
 _SECOND_ARGUMENT = (CallValue(argument=1),)
 _FIRST_ARGUMENT = (CallValue(argument=0),)
@@ -52,7 +76,9 @@ class RecordingSpec(msgspec.Struct, frozen=True):
 
 
 class _MemoryFunction(NamedTuple):
-    """A function that allocates or frees: of which library (how its file's name begins), and on what."""
+    """A function that allocates or frees: of which library (how its file's name begins), and on
+    what.
+    """
 
     library: str
     device: str
@@ -60,7 +86,11 @@ class _MemoryFunction(NamedTuple):
     call: ProbedCall
 
 
-_CUDA_RUNTIME_LIBRARY, _CUDA_DRIVER_LIBRARY, _HIP_LIBRARY = "libcudart.so", "libcuda.so", "libamdhip64.so"
+_CUDA_RUNTIME_LIBRARY, _CUDA_DRIVER_LIBRARY, _HIP_LIBRARY = (
+    "libcudart.so",
+    "libcuda.so",
+    "libamdhip64.so",
+)
 _GPU_LIBRARIES = (
     _CUDA_RUNTIME_LIBRARY,
     _CUDA_DRIVER_LIBRARY,
@@ -76,69 +106,125 @@ def _define_allocators(library: str, device: str, *names: str) -> Iterator[_Memo
 
 def _define_frees(library: str, device: str, *names: str) -> Iterator[_MemoryFunction]:
     for name in names:
-        yield _MemoryFunction(library, device, True, ProbedCall(f"{name}\0", _FIRST_ARGUMENT, own=True))
+        yield _MemoryFunction(
+            library, device, True, ProbedCall(f"{name}\0", _FIRST_ARGUMENT, own=True)
+        )
 
 
-# Of a C++ function the name tells its arguments' types: another signature is another name, and is not found.
+# Of a C++ function the name tells its arguments' types: another signature is another name, and is
+# not found.
 _MEMORY_FUNCTIONS = (
     _MemoryFunction(
-        "libc10.so", "", False,
+        "libc10.so",
+        "",
+        False,
         ProbedCall(
             "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE\0",
-            (*(CallValue(argument=index) for index in range(4)), CallValue(argument=4, size=2)), stacks=True,
+            (*(CallValue(argument=index) for index in range(4)), CallValue(argument=4, size=2)),
+            stacks=True,
         ),
     ),
-    _MemoryFunction("libc10.so", "cpu", False, ProbedCall("_ZN3c109alloc_cpuEm\0", _FIRST_ARGUMENT, pointer=-1, stacks=True)),
-    _MemoryFunction("libc10.so", "cpu", True, ProbedCall("_ZN3c108free_cpuEPv\0", _FIRST_ARGUMENT)),
-    *_define_allocators(_CUDA_RUNTIME_LIBRARY, _CUDA_MEMORY, "cudaMalloc", "cudaMallocAsync", "cudaMallocFromPoolAsync", "cudaMallocManaged"),
-    *_define_frees(_CUDA_RUNTIME_LIBRARY, _CUDA_MEMORY, "cudaFree", "cudaFreeAsync"),
-    *_define_allocators(_CUDA_RUNTIME_LIBRARY, _PINNED_MEMORY, "cudaHostAlloc", "cudaMallocHost"), *_define_frees(_CUDA_RUNTIME_LIBRARY, _PINNED_MEMORY, "cudaFreeHost"),
-    *_define_allocators(
-        _CUDA_DRIVER_LIBRARY, _CUDA_MEMORY,
-        "cuMemAlloc_v2", "cuMemAllocAsync", "cuMemAllocFromPoolAsync", "cuMemAllocManaged", "cuMemCreate",
+    _MemoryFunction(
+        "libc10.so",
+        "cpu",
+        False,
+        ProbedCall("_ZN3c109alloc_cpuEm\0", _FIRST_ARGUMENT, pointer=-1, stacks=True),
     ),
-    *_define_frees(_CUDA_DRIVER_LIBRARY, _CUDA_MEMORY, "cuMemFree_v2", "cuMemFreeAsync", "cuMemRelease"),
-    *_define_allocators(_CUDA_DRIVER_LIBRARY, _PINNED_MEMORY, "cuMemHostAlloc", "cuMemAllocHost_v2"),
+    _MemoryFunction("libc10.so", "cpu", True, ProbedCall("_ZN3c108free_cpuEPv\0", _FIRST_ARGUMENT)),
+    *_define_allocators(
+        _CUDA_RUNTIME_LIBRARY,
+        _CUDA_MEMORY,
+        "cudaMalloc",
+        "cudaMallocAsync",
+        "cudaMallocFromPoolAsync",
+        "cudaMallocManaged",
+    ),
+    *_define_frees(_CUDA_RUNTIME_LIBRARY, _CUDA_MEMORY, "cudaFree", "cudaFreeAsync"),
+    *_define_allocators(_CUDA_RUNTIME_LIBRARY, _PINNED_MEMORY, "cudaHostAlloc", "cudaMallocHost"),
+    *_define_frees(_CUDA_RUNTIME_LIBRARY, _PINNED_MEMORY, "cudaFreeHost"),
+    *_define_allocators(
+        _CUDA_DRIVER_LIBRARY,
+        _CUDA_MEMORY,
+        "cuMemAlloc_v2",
+        "cuMemAllocAsync",
+        "cuMemAllocFromPoolAsync",
+        "cuMemAllocManaged",
+        "cuMemCreate",
+    ),
+    *_define_frees(
+        _CUDA_DRIVER_LIBRARY, _CUDA_MEMORY, "cuMemFree_v2", "cuMemFreeAsync", "cuMemRelease"
+    ),
+    *_define_allocators(
+        _CUDA_DRIVER_LIBRARY, _PINNED_MEMORY, "cuMemHostAlloc", "cuMemAllocHost_v2"
+    ),
     *_define_frees(_CUDA_DRIVER_LIBRARY, _PINNED_MEMORY, "cuMemFreeHost"),
-    *_define_allocators(_HIP_LIBRARY, "hip", "hipMalloc", "hipMallocAsync"), *_define_frees(_HIP_LIBRARY, "hip", "hipFree", "hipFreeAsync"),
-)  # fmt: skip
+    *_define_allocators(_HIP_LIBRARY, "hip", "hipMalloc", "hipMallocAsync"),
+    *_define_frees(_HIP_LIBRARY, "hip", "hipFree", "hipFreeAsync"),
+)
 
-# Values of a launch: the function, or the graph; x and y of the grid, z; x and y of the block, z; the stream.
+# Values of a launch: the function, or the graph; x and y of the grid, z; x and y of the block, z;
+# the stream.
 _RUNTIME_LAUNCH_VALUES = {  # dim3 in two registers: x and y, then z
     "x86_64": (
-        CallValue(argument=0), CallValue(argument=1), CallValue(argument=2, size=4), CallValue(argument=3), CallValue(argument=4, size=4),
+        CallValue(argument=0),
+        CallValue(argument=1),
+        CallValue(argument=2, size=4),
+        CallValue(argument=3),
+        CallValue(argument=4, size=4),
         CallValue(above=16),
     ),
     "aarch64": (
-        CallValue(argument=0), CallValue(argument=1), CallValue(argument=2, size=4), CallValue(argument=3), CallValue(argument=4, size=4),
+        CallValue(argument=0),
+        CallValue(argument=1),
+        CallValue(argument=2, size=4),
+        CallValue(argument=3),
+        CallValue(argument=4, size=4),
         CallValue(argument=7),
     ),
-}  # fmt: skip
+}
 _DRIVER_GRID_VALUES = (
-    CallValue(argument=0), CallValue(argument=1, size=4), CallValue(argument=2, size=4, upper=True), CallValue(argument=3, size=4),
-    CallValue(argument=4, size=4), CallValue(argument=5, size=4, upper=True),
-)  # fmt: skip
+    CallValue(argument=0),
+    CallValue(argument=1, size=4),
+    CallValue(argument=2, size=4, upper=True),
+    CallValue(argument=3, size=4),
+    CallValue(argument=4, size=4),
+    CallValue(argument=5, size=4, upper=True),
+)
 _DRIVER_LAUNCH_VALUES = {
     "x86_64": (*_DRIVER_GRID_VALUES, CallValue(above=8, size=4), CallValue(above=24)),
     "aarch64": (*_DRIVER_GRID_VALUES, CallValue(argument=6, size=4), CallValue(above=0)),
 }
 _LAUNCH_CONFIG_VALUES = (
-    CallValue(argument=1), CallValue(argument=0, behind=0), CallValue(argument=0, behind=8, size=4), CallValue(argument=0, behind=12),
-    CallValue(argument=0, behind=20, size=4), CallValue(argument=0, behind=32),
-)  # fmt: skip
+    CallValue(argument=1),
+    CallValue(argument=0, behind=0),
+    CallValue(argument=0, behind=8, size=4),
+    CallValue(argument=0, behind=12),
+    CallValue(argument=0, behind=20, size=4),
+    CallValue(argument=0, behind=32),
+)
 _GRAPH_LAUNCH_VALUES = (CallValue(argument=0), CallValue(argument=1))
 _WAIT_FUNCTIONS = {
-    _CUDA_RUNTIME_LIBRARY: ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"),
-    _CUDA_DRIVER_LIBRARY: (
-        "cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize", "cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2",
+    _CUDA_RUNTIME_LIBRARY: (
+        "cudaStreamSynchronize",
+        "cudaDeviceSynchronize",
+        "cudaEventSynchronize",
+        "cudaMemcpy",
     ),
-}  # fmt: skip
+    _CUDA_DRIVER_LIBRARY: (
+        "cuStreamSynchronize",
+        "cuCtxSynchronize",
+        "cuEventSynchronize",
+        "cuMemcpyDtoH_v2",
+        "cuMemcpyHtoD_v2",
+    ),
+}
 
 
 class _LaunchFunction(NamedTuple):
     """A function that launches, or waits.
 
-    `kind`: `function` has an address in value 0, `handle` one of the driver's, `graph` has none and its stream next.
+    `kind`: `function` has an address in value 0, `handle` one of the driver's, `graph` has none and
+    its stream next.
     """
 
     library: str
@@ -146,24 +232,44 @@ class _LaunchFunction(NamedTuple):
     call: ProbedCall
 
 
-def _define_launch(library: str, kind: str, name: str, values: tuple[CallValue, ...]) -> _LaunchFunction:
-    return _LaunchFunction(library, kind, ProbedCall(f"{name}\0", values, timed=kind == "wait", stacks=True, own=True))
+def _define_launch(
+    library: str, kind: str, name: str, values: tuple[CallValue, ...]
+) -> _LaunchFunction:
+    return _LaunchFunction(
+        library, kind, ProbedCall(f"{name}\0", values, timed=kind == "wait", stacks=True, own=True)
+    )
 
 
 def _list_launches() -> tuple[_LaunchFunction, ...]:
     machine = os.uname().machine
     return (
-        _define_launch(_CUDA_RUNTIME_LIBRARY, "function", "cudaLaunchKernel", _RUNTIME_LAUNCH_VALUES[machine]),
-        _define_launch(_CUDA_RUNTIME_LIBRARY, "function", "cudaLaunchKernelExC", _LAUNCH_CONFIG_VALUES),
         _define_launch(
-            _CUDA_RUNTIME_LIBRARY, "function", "cudaLaunchCooperativeKernel", _RUNTIME_LAUNCH_VALUES[machine]
+            _CUDA_RUNTIME_LIBRARY, "function", "cudaLaunchKernel", _RUNTIME_LAUNCH_VALUES[machine]
+        ),
+        _define_launch(
+            _CUDA_RUNTIME_LIBRARY, "function", "cudaLaunchKernelExC", _LAUNCH_CONFIG_VALUES
+        ),
+        _define_launch(
+            _CUDA_RUNTIME_LIBRARY,
+            "function",
+            "cudaLaunchCooperativeKernel",
+            _RUNTIME_LAUNCH_VALUES[machine],
         ),
         _define_launch(_CUDA_RUNTIME_LIBRARY, "graph", "cudaGraphLaunch", _GRAPH_LAUNCH_VALUES),
-        _define_launch(_CUDA_DRIVER_LIBRARY, "handle", "cuLaunchKernel", _DRIVER_LAUNCH_VALUES[machine]),
-        _define_launch(_CUDA_DRIVER_LIBRARY, "handle", "cuLaunchCooperativeKernel", _DRIVER_LAUNCH_VALUES[machine]),
+        _define_launch(
+            _CUDA_DRIVER_LIBRARY, "handle", "cuLaunchKernel", _DRIVER_LAUNCH_VALUES[machine]
+        ),
+        _define_launch(
+            _CUDA_DRIVER_LIBRARY,
+            "handle",
+            "cuLaunchCooperativeKernel",
+            _DRIVER_LAUNCH_VALUES[machine],
+        ),
         _define_launch(_CUDA_DRIVER_LIBRARY, "handle", "cuLaunchKernelEx", _LAUNCH_CONFIG_VALUES),
         _define_launch(_CUDA_DRIVER_LIBRARY, "graph", "cuGraphLaunch", _GRAPH_LAUNCH_VALUES),
-        _define_launch(_HIP_LIBRARY, "function", "hipLaunchKernel", _RUNTIME_LAUNCH_VALUES[machine]),
+        _define_launch(
+            _HIP_LIBRARY, "function", "hipLaunchKernel", _RUNTIME_LAUNCH_VALUES[machine]
+        ),
         *(
             _define_launch(library, "wait", name, _FIRST_ARGUMENT)
             for library, names in _WAIT_FUNCTIONS.items()
@@ -173,7 +279,10 @@ def _list_launches() -> tuple[_LaunchFunction, ...]:
 
 
 class _Recording(NamedTuple):
-    """Records by time, and what is needed to read them. `offset_ns`: wall clock - monotonic clock."""
+    """Records by time, and what is needed to read them.
+
+    `offset_ns`: wall clock - monotonic clock.
+    """
 
     records: Iterable[tuple[int, ...]]
     offset_ns: int
@@ -181,7 +290,9 @@ class _Recording(NamedTuple):
     stacks: CallStacks
     python: PythonFrames | None
     counts: dict[str, Any]
-    """How many calls were lost, how many have no stack as they came too quickly; why no frame of Python is in them."""
+    """How many calls were lost, how many have no stack as they came too quickly; why no frame of
+    Python is in them.
+    """
 
 
 def record_allocations(order: dict[str, Any]) -> list[str]:
@@ -218,17 +329,28 @@ def record_allocations(order: dict[str, Any]) -> list[str]:
             if address >= _MAX_PLAUSIBLE_VALUE or size >= _MAX_PLAUSIBLE_VALUE:
                 continue  # no allocator gives these: the process made them up
             row = stacks.number(number, stack) if size > 0 else -1
-            yield time_ns + recording.offset_ns, thread & 0xFFFFFFFF, address, size, device, row, *totals
+            yield (
+                time_ns + recording.offset_ns,
+                thread & 0xFFFFFFFF,
+                address,
+                size,
+                device,
+                row,
+                *totals,
+            )
 
     _write_recording(
-        spec, "traceloom-allocations",
-        {"events": events(), "frames": stacks.frames, "stacks": stacks.stacks}, recording.counts,
-    )  # fmt: skip
+        spec,
+        "traceloom-allocations",
+        {"events": events(), "frames": stacks.frames, "stacks": stacks.stacks},
+        recording.counts,
+    )
     return [spec.path]
 
 
 def record_launches(order: dict[str, Any]) -> list[str]:
-    """Record launches of kernels and graphs, and how long the host waited for devices: `traceloom-launches`.
+    """Record launches of kernels and graphs, and how long the host waited for devices:
+    `traceloom-launches`.
 
     Raises:
         OSError: The process has ended, has no such functions, or the kernel does not let us.
@@ -242,38 +364,67 @@ def record_launches(order: dict[str, Any]) -> list[str]:
 
     def events() -> Iterator[tuple[Any, ...]]:
         for time_ns, thread, number, stack, *values in recording.records:
-            launch, thread_id, row = launch_functions[number], thread & 0xFFFFFFFF, stacks.number(number, stack)
+            launch, thread_id, row = (
+                launch_functions[number],
+                thread & 0xFFFFFFFF,
+                stacks.number(number, stack),
+            )
             launched_frame = (launch.call.beginning.rstrip("\0"), launch.library, 0)
             if launch.kind == "wait":
                 start_ns = values[5]
                 durations.append(
-                    (start_ns + recording.offset_ns, thread_id, stacks.frame(launched_frame), time_ns - start_ns, row)
+                    (
+                        start_ns + recording.offset_ns,
+                        thread_id,
+                        stacks.frame(launched_frame),
+                        time_ns - start_ns,
+                        row,
+                    )
                 )
                 continue
             if launch.kind == "graph":
                 grid, block, stream = [0, 0, 0], [0, 0, 0], values[1]
             else:
                 launched_frame = (
-                    (*recording.symbols.name(values[0]), 0) if launch.kind == "function" else launched_frame
+                    (*recording.symbols.name(values[0]), 0)
+                    if launch.kind == "function"
+                    else launched_frame
                 )
                 grid = [values[1] & 0xFFFFFFFF, values[1] >> 32, values[2]]
                 block = [values[3] & 0xFFFFFFFF, values[3] >> 32, values[4]]
                 stream = values[5]
-            yield time_ns + recording.offset_ns, thread_id, stacks.frame(launched_frame), grid, block, stream, row
+            yield (
+                time_ns + recording.offset_ns,
+                thread_id,
+                stacks.frame(launched_frame),
+                grid,
+                block,
+                stream,
+                row,
+            )
 
     _write_recording(
-        spec, "traceloom-launches",
-        {"events": events(), "durations": durations, "frames": stacks.frames, "stacks": stacks.stacks},
+        spec,
+        "traceloom-launches",
+        {
+            "events": events(),
+            "durations": durations,
+            "frames": stacks.frames,
+            "stacks": stacks.stacks,
+        },
         recording.counts,
-    )  # fmt: skip
+    )
     return [spec.path]
 
 
-def _record_calls(probed_calls: Sequence[tuple[str, ProbedCall]], spec: RecordingSpec) -> _Recording:
+def _record_calls(
+    probed_calls: Sequence[tuple[str, ProbedCall]], spec: RecordingSpec
+) -> _Recording:
     """Probe the process for as long as is asked.
 
-    Nothing is closed here: the worker ends after its task, and the kernel takes each probe away. That waits for all
-    processors, a tenth of a second and more for each of some thirty probes, and the result need not wait for it.
+    Nothing is closed here: the worker ends after its task, and the kernel takes each probe away.
+    That waits for all processors, a tenth of a second and more for each of some thirty probes, and
+    the result need not wait for it.
     """
     reason, hint = explain_unsupported()
     if reason:
@@ -297,7 +448,9 @@ def _record_calls(probed_calls: Sequence[tuple[str, ProbedCall]], spec: Recordin
     libraries = _LibraryProbes(probes, pid, probed_calls)
     if not libraries.attach():
         names = ", ".join(dict.fromkeys(library for library, _ in probed_calls))
-        raise OSError(errno.ENOENT, f"the process has none of the functions that are watched (of {names})")
+        raise OSError(
+            errno.ENOENT, f"the process has none of the functions that are watched (of {names})"
+        )
     start_ns = max(spec.start_ns - offset_ns, time.monotonic_ns())  # when all of them are watched
     chunks: list[bytes] = []
     kept_bytes, dropped_records, refreshed_at = 0, 0, time.monotonic()
@@ -323,21 +476,27 @@ def _record_calls(probed_calls: Sequence[tuple[str, ProbedCall]], spec: Recordin
         if steps is not None and count_steps is not None and count_steps() - steps_before > steps:
             end_ns = time.monotonic_ns()
             break
-        if time.monotonic() - refreshed_at > _LIBRARY_REFRESH_S and _identify_process(pid) == identity:
+        if (
+            time.monotonic() - refreshed_at > _LIBRARY_REFRESH_S
+            and _identify_process(pid) == identity
+        ):
             refreshed_at = time.monotonic()
             with contextlib.suppress(OSError):  # it has ended, which is seen above
                 symbols.look()
                 libraries.attach()
     counts = {
-        "lost": dropped_records + probes.lost() - lost_before, "without_stack": stacks.refused() - stackless_before,
+        "lost": dropped_records + probes.lost() - lost_before,
+        "without_stack": stacks.refused() - stackless_before,
         "without_python": without_python,
-    }  # fmt: skip
+    }
     chunks.append(probes.ring.take())
     if _identify_process(pid) == identity:
         with contextlib.suppress(OSError):
             symbols.look()
     stacks.take()
-    return _Recording(_iterate_records(chunks, start_ns, end_ns), offset_ns, symbols, stacks, python, counts)
+    return _Recording(
+        _iterate_records(chunks, start_ns, end_ns), offset_ns, symbols, stacks, python, counts
+    )
 
 
 def _iterate_records(chunks: list[bytes], start_ns: int, end_ns: int) -> Iterator[tuple[int, ...]]:
@@ -355,9 +514,13 @@ def _iterate_records(chunks: list[bytes], start_ns: int, end_ns: int) -> Iterato
 
 
 class _LibraryProbes:
-    """The libraries of the process whose functions are watched, once per file; also those that it loads later."""
+    """The libraries of the process whose functions are watched, once per file; also those that it
+    loads later.
+    """
 
-    def __init__(self, probes: CallProbes, pid: int, probed_calls: Sequence[tuple[str, ProbedCall]]) -> None:
+    def __init__(
+        self, probes: CallProbes, pid: int, probed_calls: Sequence[tuple[str, ProbedCall]]
+    ) -> None:
         self._probes, self._pid, self._probed_calls = probes, pid, probed_calls
         self._seen_files: set[tuple[int, str]] = set()
 
@@ -379,7 +542,9 @@ class _LibraryProbes:
             self._seen_files.add(file)
             name = file[1].rpartition("/")[2]
             calls = [
-                (number, call) for number, (library, call) in enumerate(self._probed_calls) if name.startswith(library)
+                (number, call)
+                for number, (library, call) in enumerate(self._probed_calls)
+                if name.startswith(library)
             ]
             if calls:
                 attached += self._probes.attach(open_mapped(self._pid, new[file]), calls)
@@ -388,9 +553,15 @@ class _LibraryProbes:
 
 def _create_step_counter(pid: int) -> Callable[[], int]:
     """A function that gives how many steps the process has taken."""
-    library = next((mapping for mapping in read_mappings(pid) if mapping.path.endswith("/libtorch_cpu.so")), None)
+    library = next(
+        (mapping for mapping in read_mappings(pid) if mapping.path.endswith("/libtorch_cpu.so")),
+        None,
+    )
     if library is None:
-        raise OSError(errno.ENOENT, "a process without PyTorch has no steps that can be counted: ask for a duration")
+        raise OSError(
+            errno.ENOENT,
+            "a process without PyTorch has no steps that can be counted: ask for a duration",
+        )
     step_probes = StepProbes()
     step_probes.attach(open_mapped(pid, library), pid)
 
@@ -428,10 +599,14 @@ class _StackTable:
         for address in call_stack.native:
             if python is not None and call_stack.python and symbols.lies_in(address, python.file):
                 break  # its functions stand for those of Python, which follow
-            frames.append((*symbols.name(address - 1), 0))  # the call is before the address that it returns to
+            frames.append(
+                (*symbols.name(address - 1), 0)
+            )  # the call is before the address that it returns to
         if python is not None:
             frames += [
-                frame for python_frame in call_stack.python if (frame := python.describe(*python_frame)) is not None
+                frame
+                for python_frame in call_stack.python
+                if (frame := python.describe(*python_frame)) is not None
             ]
         row = tuple(self.frame(frame) for frame in frames)
         if row not in self._stack_indices:
@@ -446,8 +621,8 @@ class _StackTable:
 
 
 def _identify_process(pid: int) -> tuple[int, int] | None:
-    """When a process began, in ticks since boot, and where its stack does, which is elsewhere in each program that it
-    executes; None of one that has ended.
+    """When a process began, in ticks since boot, and where its stack does, which is elsewhere in
+    each program that it executes; None of one that has ended.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()

@@ -1,8 +1,9 @@
 """Steps and loader waits of every PyTorch process, counted in the kernel.
 
-PyTorch calls `record_function_enter_new(name)` around an optimizer's step, around a data loader's next batch and at
-`profiler.step()`, whether a profiler runs or not. What is counted here is the time between two such calls of a process,
-and how long a loader's call took. The processes themselves are not changed.
+PyTorch calls `record_function_enter_new(name)` around an optimizer's step, around a data loader's
+next batch and at `profiler.step()`, whether a profiler runs or not. What is counted here is the
+time between two such calls of a process, and how long a loader's call took. The processes
+themselves are not changed.
 """
 
 from __future__ import annotations
@@ -36,14 +37,18 @@ BOUNDS = METRICS["step_seconds"].bounds
 PROFILER_STEP, OPTIMIZER_STEP, LOADER = range(3)
 
 _ENTER = "_ZN5torch8autograd8profiler25record_function_enter_newE"
-_EXIT = "_ZN5torch8autograd8profilerL24record_function_exit_newE"  # in the table of all symbols alone
-# How it begins in PyTorch's own builds: two instructions and a jump, which the kernel does itself where a probe lies.
-# For others it has the processor make a single step, which in a virtual machine takes thirty times as long.
+_EXIT = (
+    "_ZN5torch8autograd8profilerL24record_function_exit_newE"  # in the table of all symbols alone
+)
+# How it begins in PyTorch's own builds: two instructions and a jump, which the kernel does itself
+# where a probe lies. For others it has the processor make a single step, which in a virtual machine
+# takes thirty times as long.
 _BEFORE_JUMP, _JUMP = bytes.fromhex("48 8b 3f 48 83 c7 10"), b"\xe9"
 _MAX_MARKS = 4096
 _MAX_WAITING = 16384  # threads that wait for a loader
 _NAME_BYTES = 64
-# Two containers with the same image may show one library as two files, each with its probes: the same call comes twice.
+# Two containers with the same image may show one library as two files, each with its probes: the
+# same call comes twice.
 _DUPLICATE_NS = 20_000
 _KEY = struct.Struct("<IIQ")  # process, kind of mark, which of its kind
 _COUNTED = struct.Struct(f"<QQQQ{len(BOUNDS) + 1}Q")
@@ -54,8 +59,9 @@ _WAIT = struct.Struct("<QQ")  # since when, how many calls deep
 class StepMark(NamedTuple):
     """Calls of one name in one process. Times: monotonic clock of the host, ns.
 
-    `number` durations took `total_ns`; `buckets` has how many are at most each bound of `step_seconds`, not cumulated,
-    the last those beyond. A duration of steps lasts from one call to the next, of a loader as long as the call.
+    `number` durations took `total_ns`; `buckets` has how many are at most each bound of
+    `step_seconds`, not cumulated, the last those beyond. A duration of steps lasts from one call to
+    the next, of a loader as long as the call.
     """
 
     number: int
@@ -93,7 +99,10 @@ class StepProbes:
             probes.attach(probes.find(_ENTER), self._enter)
             exit_symbol = probes.elf.find(_EXIT)
             if exit_symbol is None:
-                return probes, "it is stripped of the symbol table that names the function at the end of a wait"
+                return (
+                    probes,
+                    "it is stripped of the symbol table that names the function at the end of a wait",
+                )
             if probes.elf.at(exit_symbol.address, len(_BEFORE_JUMP) + 1) == _BEFORE_JUMP + _JUMP:
                 exit_symbol = exit_symbol._replace(offset=exit_symbol.offset + len(_BEFORE_JUMP))
             probes.attach(exit_symbol, self._exit)
@@ -110,7 +119,9 @@ class StepProbes:
             if value is not None:
                 process, kind, which = _KEY.unpack(key)
                 number, total, first, last, *buckets = _COUNTED.unpack(value)
-                result.setdefault(process, {})[kind, which] = StepMark(number, total, first, last, tuple(buckets))
+                result.setdefault(process, {})[kind, which] = StepMark(
+                    number, total, first, last, tuple(buckets)
+                )
         return result
 
     def forget(self, process: int) -> None:
@@ -136,7 +147,8 @@ class StepProbes:
         name, pointer, thread, wait = -_NAME_BYTES, -72, -80, -96
         program = ProbeProgram()
         program.do(R6, "=", R1)
-        # A std::string begins with the address of its text, which ends with 0, in both ABIs of libstdc++.
+        # A std::string begins with the address of its text, which ends with 0, in both ABIs of
+        # libstdc++.
         program.load(R3, R6, get_architecture().arguments[get_architecture().hidden_result])
         program.read_user(pointer, 8)
         program.jump_if(R0, "!=", 0, "end")
@@ -205,7 +217,9 @@ class StepProbes:
         return program
 
     def _count(self, program: ProbeProgram, *, since_last: bool) -> None:
-        """Count for the mark (process of R7, kind R2, which R9) at R8: since the last one, or since R6."""
+        """Count for the mark (process of R7, kind R2, which R9) at R8: since the last one, or since
+        R6.
+        """
         key, fresh, zero = -112, -112 - _COUNTED.size, -120 - _COUNTED.size
         program.do(R7, ">>=", 32)
         program.store(R10, key, R7, 4)

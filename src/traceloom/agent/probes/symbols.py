@@ -1,4 +1,7 @@
-"""Names of the functions that addresses of a process lie in. Runs in a worker: it reads whole symbol tables."""
+"""Names of the functions that addresses of a process lie in.
+
+Runs in a worker: it reads whole symbol tables.
+"""
 
 from __future__ import annotations
 
@@ -70,14 +73,18 @@ class Symbols:
         Raises:
             OSError: It has ended; what was taken before is kept.
         """
-        now = [mapping for mapping in read_mappings(self._process, self._proc) if mapping.executable]
+        now = [
+            mapping for mapping in read_mappings(self._process, self._proc) if mapping.executable
+        ]
         self._mappings = now or self._mappings  # one that has just ended has no mappings left
         for mapping in self._mappings:
             key = (mapping.inode, mapping.path)
             if key in self._files or len(self._files) >= _MAX_FILES:
                 continue
             self._files[key] = None
-            with contextlib.suppress(OSError):  # deleted, or no ELF file: its functions have no names
+            with contextlib.suppress(
+                OSError
+            ):  # deleted, or no ELF file: its functions have no names
                 descriptor = open_mapped(self._process, mapping, self._proc)
                 try:
                     self._files[key] = _MappedFile(descriptor)
@@ -85,7 +92,9 @@ class Symbols:
                     os.close(descriptor)
 
     def name(self, address: int) -> tuple[str, str]:
-        """The function at an address and the name of its library; where it has no name, `library+0x12`."""
+        """The function at an address and the name of its library; where it has no name,
+        `library+0x12`.
+        """
         if address not in self._names:
             mapping = self._mapping_of(address)
             self._names[address] = (hex(address), "")
@@ -93,14 +102,21 @@ class Symbols:
                 file, offset = self._file_of(address)
                 library = mapping.path.rpartition("/")[2]
                 name = file.name(offset) if file is not None else ""
-                self._names[address] = (self.plain(name) if name else f"{library}+{offset:#x}"), library
+                self._names[address] = (
+                    (self.plain(name) if name else f"{library}+{offset:#x}"),
+                    library,
+                )
         return self._names[address]
 
     def rule(self, address: int) -> UnwindRule:
         """The way from an instruction to the caller of its function."""
         file, offset = self._file_of(address)
         file_address = file.elf.address_of(offset) if file is not None else None
-        return END_RULE if file is None or file_address is None else find_unwind_rule(file.elf, file_address)
+        return (
+            END_RULE
+            if file is None or file_address is None
+            else find_unwind_rule(file.elf, file_address)
+        )
 
     def lies_in(self, address: int, other: Mapping) -> bool:
         """Whether an address is one of the file of a mapping."""
@@ -120,25 +136,42 @@ class Symbols:
         mapping = self._mapping_of(address)
         if mapping is None:
             return None, 0
-        return self._files.get((mapping.inode, mapping.path)), address - mapping.start + mapping.offset
+        return self._files.get(
+            (mapping.inode, mapping.path)
+        ), address - mapping.start + mapping.offset
 
 
 def _read_functions(elf: Elf, table: SymbolTable) -> _Functions:
     import numpy as np
 
-    row = np.dtype([("name", "<u4"), ("info", "u1"), ("_", "u1"), ("section", "<u2"), ("at", "<u8"), ("size", "<u8")])
+    row = np.dtype(
+        [
+            ("name", "<u4"),
+            ("info", "u1"),
+            ("_", "u1"),
+            ("section", "<u2"),
+            ("at", "<u8"),
+            ("size", "<u8"),
+        ]
+    )
     content = elf.bytes_of(table)
     rows = np.frombuffer(content, row, len(content) // row.itemsize)
-    rows = rows[(rows["info"] & 0xF == _FUNCTION_SYMBOL) & (rows["section"] != 0) & (rows["at"] < 1 << 62)]
+    rows = rows[
+        (rows["info"] & 0xF == _FUNCTION_SYMBOL) & (rows["section"] != 0) & (rows["at"] < 1 << 62)
+    ]
     rows = rows[np.argsort(rows["at"], kind="stable")]
     following = np.append(rows["at"][1:], rows["at"][-1:] + np.uint64(1))
     # Those written in assembler may have no size: they reach to the next one.
-    end_addresses = np.where(rows["size"] == 0, following, rows["at"] + np.minimum(rows["size"], 1 << 32))
+    end_addresses = np.where(
+        rows["size"] == 0, following, rows["at"] + np.minimum(rows["size"], 1 << 32)
+    )
     return _Functions(rows["at"], end_addresses, rows["name"], table)
 
 
 def _load_demangler() -> Callable[[str], str]:
-    """The function of C++'s library that every process with PyTorch has; without it names stay as linkers see them."""
+    """The function of C++'s library that every process with PyTorch has; without it names stay as
+    linkers see them.
+    """
     try:
         library, c = ctypes.CDLL("libstdc++.so.6"), ctypes.CDLL(None)
         demangle, free = library["__cxa_demangle"], c["free"]

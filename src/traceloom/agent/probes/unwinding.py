@@ -1,7 +1,9 @@
-"""How to get from a function's frame to its caller's, from the tables for exceptions that libraries carry.
+"""How to get from a function's frame to its caller's, from the tables for exceptions that libraries
+carry.
 
-Libraries are built without frame pointers; what leads back through them is `.eh_frame` (DWARF 5, section 6.4, and the
-Linux Standard Base). It is a stranger's: all reading is bounded, what is damaged or not understood ends a stack.
+Libraries are built without frame pointers; what leads back through them is `.eh_frame` (DWARF 5,
+section 6.4, and the Linux Standard Base). It is a stranger's: all reading is bounded, what is
+damaged or not understood ends a stack.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class UnwindRule(NamedTuple):
 
     Attributes:
         base: The register that `offset` counts from; `BEHIND_FRAME`: the end of the frame is read from there, and the
-            caller's frame register is what the frame register points to (functions that align their frame).
+            caller's frame register is what the frame register points to (functions that align their
+            frame).
         offset: To the end of the frame, the canonical frame address.
         frame: Where the caller's frame register is kept, from that end; 0: it is unchanged.
         returns_to: Where the address that it returns to is kept, from that end.
@@ -135,7 +138,9 @@ def _compute_unwind_rule(elf: Elf, address: int) -> UnwindRule:
 
 
 def _find_entry(elf: Elf, address: int) -> int | None:
-    """Where the entry of the function with this address is loaded, by the index that is sorted by address."""
+    """Where the entry of the function with this address is loaded, by the index that is sorted by
+    address.
+    """
     if elf.unwind_index is None:
         return None
     start, size = elf.unwind_index.address, elf.unwind_index.size
@@ -201,7 +206,9 @@ def _parse_common_entry(entry: _TableReader) -> _CommonEntry:
         entry.at = after
     elif augmentation:
         raise _DamagedTableError
-    return _CommonEntry(code, data, returns, encoding, augmentation[:1] == b"z", entry.content[entry.at :])
+    return _CommonEntry(
+        code, data, returns, encoding, augmentation[:1] == b"z", entry.content[entry.at :]
+    )
 
 
 class _UnwindRows:
@@ -280,7 +287,11 @@ class _UnwindRows:
         offset, at_frame = self.offset, _BASED + frame
         if self.base in {stack, frame}:
             base = FrameOrigin.STACK if self.base == stack else FrameOrigin.FRAME
-        elif self.base is None and self.expression[:1] == bytes([at_frame]) and saved_frame == bytes([at_frame, 0]):
+        elif (
+            self.base is None
+            and self.expression[:1] == bytes([at_frame])
+            and saved_frame == bytes([at_frame, 0])
+        ):
             expression = _TableReader(self.expression, 0)
             expression.at = 1
             offset, saved_frame = expression.leb(signed=True), 0

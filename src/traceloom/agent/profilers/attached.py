@@ -1,9 +1,10 @@
 """The same, and memory snapshots, in a process that was attached to.
 
-It lies in a directory of the user's, who may put anything there. While it is there the order stands.
+It lies in a directory of the user's, who may put anything there. While it is there the order
+stands.
 
-The evidence of each state: our text is scheduled in the process (delivered), it says that it records (accepted), the
-file has its name (written), and is what was asked for (verified).
+The evidence of each state: our text is scheduled in the process (delivered), it says that it
+records (accepted), the file has its name (written), and is what was asked for (verified).
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from traceloom.agent import worker
 from traceloom.agent.kineto.server import read_process_state
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers.base import ProfilerError, Window
-from traceloom.agent.profilers.timeline import StatusReporter, TimelineOrder, run_store_task, store_trace
+from traceloom.agent.profilers.timeline import (
+    StatusReporter,
+    TimelineOrder,
+    run_store_task,
+    store_trace,
+)
 from traceloom.agent.traces.files import delete_output
 from traceloom.agent.traces.requests import LeaseTable
 from traceloom.errors import TraceloomError
@@ -34,7 +40,10 @@ _LATEST_NS = 2**61
 
 
 class ProgressUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """How far an order is. Times are what the process says, ns of the wall clock; 0: it says none."""
+    """How far an order is.
+
+    Times are what the process says, ns of the wall clock; 0: it says none.
+    """
 
     state: Literal["", "began", "waiting", "ready", "recording", "written", "failed"] = ""
     slug: str = ""
@@ -77,18 +86,28 @@ class ProgressFile:
         return os.path.lexists(self.folder / f"{self.name}.order")
 
     def news(self) -> ProgressUpdate:
-        """The last line that is one; nothing where there is none, or where the file is none of the user's."""
+        """The last line that is one; nothing where there is none, or where the file is none of the
+        user's.
+        """
         try:
             directory = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                handle = os.open(f"{self.name}.order", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
+                handle = os.open(
+                    f"{self.name}.order",
+                    os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK,
+                    dir_fd=directory,
+                )
             finally:
                 os.close(directory)
         except OSError:
             return ProgressUpdate()
         try:
             status = os.fstat(handle)
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != self.uid or status.st_nlink != 1:
+            if (
+                not stat.S_ISREG(status.st_mode)
+                or status.st_uid != self.uid
+                or status.st_nlink != 1
+            ):
                 return ProgressUpdate()
             lines = os.read(handle, _MAX_BYTES).split(b"\n")
         finally:
@@ -118,7 +137,13 @@ class ProgressFile:
                     os.fchown(handle, self.uid, -1)
             finally:
                 os.close(handle)
-            os.link(f"{name}.new", name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
+            os.link(
+                f"{name}.new",
+                name,
+                src_dir_fd=directory,
+                dst_dir_fd=directory,
+                follow_symlinks=False,
+            )
         finally:
             try:
                 os.unlink(f"{name}.new", dir_fd=directory)
@@ -134,7 +159,9 @@ _DEADLINE_GRACE_S = 5.0  # for what a process says at its own deadline
 _DRAIN_S = 120.0  # from the end of the window until the file has its name
 _ATTACH_S = 30.0  # the worker lets the process go by itself after two seconds
 _STORE_TIMEOUT_S = 600.0
-_REPORTED_FAULTS = frozenset({"no-torch", "old-torch", "no-cuda", "not-stepping", "cancelled-by-program", "exited"})
+_REPORTED_FAULTS = frozenset(
+    {"no-torch", "old-torch", "no-cuda", "not-stepping", "cancelled-by-program", "exited"}
+)
 
 
 class AttachedProfiler:
@@ -148,15 +175,20 @@ class AttachedProfiler:
 
     kind: str
 
-    def __init__(self, order: TimelineOrder, report_status: StatusReporter, leases: LeaseTable) -> None:
+    def __init__(
+        self, order: TimelineOrder, report_status: StatusReporter, leases: LeaseTable
+    ) -> None:
         self.order, self.tell, self.leases = order, report_status, leases
 
-    async def written(self, process: Process, window: Window, attempt: int, resumed: bool) -> ProgressUpdate:
+    async def written(
+        self, process: Process, window: Window, attempt: int, resumed: bool
+    ) -> ProgressUpdate:
         """Let the process write its file; when its window was.
 
         Raises:
             ProfilerError: `exited`, `expired`, `not-python`, `not-permitted`, `traced-already`, `not-mounted`,
-                `not-stopped`, `not-reached`, `task-failed`, `cannot-write`, `deadline`, and what the process says.
+                `not-stopped`, `not-reached`, `task-failed`, `cannot-write`, `deadline`, and what
+                the process says.
         """
         order = self.order
         file = ProgressFile(order.incoming, order.name(attempt), process.uid)
@@ -166,7 +198,9 @@ class AttachedProfiler:
             await self._attach(process, window, file, until)
         return await self._followed(process, window, file, until)
 
-    async def _attach(self, process: Process, window: Window, file: ProgressFile, until: float) -> None:
+    async def _attach(
+        self, process: Process, window: Window, file: ProgressFile, until: float
+    ) -> None:
         holder = f"attaching to process {process.pid} for {file.name}"
         last_reason = ""
         while True:
@@ -191,15 +225,28 @@ class AttachedProfiler:
             # Those that wait for others do so until these have given up.
             longest_s = until - time.monotonic() + (seconds or 0) + (order.wait_s if waits else 0)
             attach_order = {
-                "folder": str(file.folder), "name": file.name, "kind": self.kind, "trace_id": order.trace_id,
-                "steps": window.steps, "seconds": seconds, "waits": waits,
-                "begin_ns": 0 if waits else window.start_ns, "until_ns": time.time_ns() + int(longest_s * 1e9),
-                "shapes": order.shapes, "stacks": order.stacks, "flops": order.flops, "modules": order.modules,
-            }  # fmt: skip
+                "folder": str(file.folder),
+                "name": file.name,
+                "kind": self.kind,
+                "trace_id": order.trace_id,
+                "steps": window.steps,
+                "seconds": seconds,
+                "waits": waits,
+                "begin_ns": 0 if waits else window.start_ns,
+                "until_ns": time.time_ns() + int(longest_s * 1e9),
+                "shapes": order.shapes,
+                "stacks": order.stacks,
+                "flops": order.flops,
+                "modules": order.modules,
+            }
             schedule = partial(
-                worker.run, "attach", timeout_s=_ATTACH_S, pid=process.pid, start_ticks=process.start_ticks,
+                worker.run,
+                "attach",
+                timeout_s=_ATTACH_S,
+                pid=process.pid,
+                start_ticks=process.start_ticks,
                 order=attach_order,
-            )  # fmt: skip
+            )
             result = await asyncio.to_thread(schedule)
         except OSError as error:
             detail = f"the order cannot be written: {(error.strerror or str(error)).lower()}"
@@ -212,7 +259,9 @@ class AttachedProfiler:
             raise ProfilerError(result["detail"], slug=result["fault"])
         self.tell("delivered", attached_ns=time.time_ns(), pause_ns=result["pause_ns"])
 
-    async def _followed(self, process: Process, window: Window, file: ProgressFile, until: float) -> ProgressUpdate:
+    async def _followed(
+        self, process: Process, window: Window, file: ProgressFile, until: float
+    ) -> ProgressUpdate:
         last = ProgressUpdate()
         seconds = window.duration_s or 0.0
         end = until + seconds + _DEADLINE_GRACE_S
@@ -229,13 +278,25 @@ class AttachedProfiler:
                 if news.state == "waiting":
                     self.tell("delivered", "waiting", news.detail)
                 elif news.state == "ready" and self.order.start is not None:
-                    self.tell("delivered", "not-all-ready", "waits until all processes of the request are ready")
-                    start_ns = self.order.start_ns or await self.order.start.ready(process.key, _START_LEAD_S)
+                    self.tell(
+                        "delivered",
+                        "not-all-ready",
+                        "waits until all processes of the request are ready",
+                    )
+                    start_ns = self.order.start_ns or await self.order.start.ready(
+                        process.key, _START_LEAD_S
+                    )
                     self.tell("delivered", start_ns=start_ns)
                     with contextlib.suppress(FileExistsError):  # an earlier agent has said so
                         await asyncio.to_thread(file.begin, start_ns)
                     self.order.start_ns = start_ns
-                    end = max(end, time.monotonic() + (start_ns - time.time_ns()) / 1e9 + seconds + _DEADLINE_GRACE_S)
+                    end = max(
+                        end,
+                        time.monotonic()
+                        + (start_ns - time.time_ns()) / 1e9
+                        + seconds
+                        + _DEADLINE_GRACE_S,
+                    )
                 elif news.state == "recording":
                     self.tell("accepted")
                     end = max(end, time.monotonic() + seconds + _DRAIN_S)
@@ -246,14 +307,17 @@ class AttachedProfiler:
             if time.monotonic() > end:
                 if not news.state:
                     raise ProfilerError(
-                        "its main thread has run no Python since: it waits, or works in native code", slug="not-reached"
+                        "its main thread has run no Python since: it waits, or works in native code",
+                        slug="not-reached",
                     )
                 raise ProfilerError("no whole file was written in time", slug="deadline")
             await asyncio.sleep(_POLL_S)
 
 
 class AttachedTimelineProfiler(AttachedProfiler):
-    """The profiler `timeline` for a process that does not poll: PyTorch's profiler, begun in a thread of ours there."""
+    """The profiler `timeline` for a process that does not poll: PyTorch's profiler, begun in a
+    thread of ours there.
+    """
 
     name = "timeline"
     kind = "timeline"
@@ -262,7 +326,9 @@ class AttachedTimelineProfiler(AttachedProfiler):
         """PyTorch's profiler takes one request at a time."""
         return frozenset({f"kineto:{process.pid}"})
 
-    async def record(self, process: Process, window: Window, directory: Path, stem: str) -> list[Path]:
+    async def record(
+        self, process: Process, window: Window, directory: Path, stem: str
+    ) -> list[Path]:
         """Write `directory/STEM.kineto.json.gz`.
 
         Raises:
@@ -283,7 +349,13 @@ class AttachedTimelineProfiler(AttachedProfiler):
                 try:
                     await self.written(process, window, attempt, resumed)
                     facts = await store_trace(
-                        order, process.uid, window, seconds, attempt, path, order.start_ns if seconds else None
+                        order,
+                        process.uid,
+                        window,
+                        seconds,
+                        attempt,
+                        path,
+                        order.start_ns if seconds else None,
                     )
                 except ProfilerError as error:  # noqa: PERF203  (it is tried again)
                     self._drop(process, attempt)
@@ -291,7 +363,13 @@ class AttachedTimelineProfiler(AttachedProfiler):
                         raise
                     tried.add(error.slug)
                     attempt, resumed, order.start_ns = attempt + 1, False, None
-                    self.tell("queued", error.slug, f"once more, as {error.message}", attempt=attempt, start_ns=None)
+                    self.tell(
+                        "queued",
+                        error.slug,
+                        f"once more, as {error.message}",
+                        attempt=attempt,
+                        start_ns=None,
+                    )
                 else:
                     if order.start_ns is not None:
                         facts["skew_ns"] = facts["window_start_ns"] - order.start_ns
@@ -308,7 +386,9 @@ class AttachedTimelineProfiler(AttachedProfiler):
 
 
 class AttachedMemoryProfiler(AttachedProfiler):
-    """The profiler `memory`: CUDA's allocator keeps a history for the window, and its snapshot is the result."""
+    """The profiler `memory`: CUDA's allocator keeps a history for the window, and its snapshot is
+    the result.
+    """
 
     name = "memory"
     kind = "memory"
@@ -317,7 +397,9 @@ class AttachedMemoryProfiler(AttachedProfiler):
         """The allocator keeps one history."""
         return frozenset({f"allocator:{process.pid}"})
 
-    async def record(self, process: Process, window: Window, directory: Path, stem: str) -> list[Path]:
+    async def record(
+        self, process: Process, window: Window, directory: Path, stem: str
+    ) -> list[Path]:
         """Write `directory/STEM.memory.pickle`, as `traceloom record --memory` does.
 
         Raises:
@@ -331,10 +413,17 @@ class AttachedMemoryProfiler(AttachedProfiler):
             news = await self.written(process, window, order.attempt, resumed=False)
             facts: dict[str, Any] = await run_store_task(
                 partial(
-                    worker.run, "keep-memory", timeout_s=_STORE_TIMEOUT_S, folder=str(order.incoming), name=file.name,
-                    uid=process.uid, to=str(path), most_bytes=order.most_bytes, most_kept_bytes=order.most_kept_bytes,
+                    worker.run,
+                    "keep-memory",
+                    timeout_s=_STORE_TIMEOUT_S,
+                    folder=str(order.incoming),
+                    name=file.name,
+                    uid=process.uid,
+                    to=str(path),
+                    most_bytes=order.most_bytes,
+                    most_kept_bytes=order.most_kept_bytes,
                 )
-            )  # fmt: skip
+            )
         finally:
             file.drop()
         facts |= {"window_start_ns": news.start_ns or None, "window_end_ns": news.end_ns or None}

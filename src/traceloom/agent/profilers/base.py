@@ -15,7 +15,8 @@ from traceloom.agent import worker
 from traceloom.agent.ownership.model import Process
 from traceloom.errors import TraceloomError
 
-# Name -> module and class. `timeline`, `memory` and `telemetry` are made by who has the parts that they need.
+# Name -> module and class. `timeline`, `memory` and `telemetry` are made by who has the parts that
+# they need.
 PROFILERS = {
     "timeline": "traceloom.agent.profilers.timeline:TimelineProfiler",
     "stacks": "traceloom.agent.profilers.py_spy:StacksProfiler",
@@ -28,9 +29,11 @@ PROFILERS = {
 
 
 class Window(msgspec.Struct, frozen=True):
-    """What is to be recorded: from `start_ns` of the wall clock (0: at once), for a duration or a number of steps.
+    """What is to be recorded: from `start_ns` of the wall clock (0: at once), for a duration or a
+    number of steps.
 
-    `measured`: of steps that take nobody knows how long, waits for the traces beside it; from when to when these were.
+    `measured`: of steps that take nobody knows how long, waits for the traces beside it; from when
+    to when these were.
     """
 
     start_ns: int
@@ -47,12 +50,15 @@ class Window(msgspec.Struct, frozen=True):
         start_ns, seconds = max(self.start_ns, time.time_ns()), self.duration_s
         if seconds is not None:
             end_ns = start_ns + int(seconds * 1e9)
-            return asyncio.ensure_future(asyncio.sleep((end_ns - time.time_ns()) / 1e9, (start_ns, end_ns)))
+            return asyncio.ensure_future(
+                asyncio.sleep((end_ns - time.time_ns()) / 1e9, (start_ns, end_ns))
+            )
         if self.measured is None:
             raise ProfilerError(
-                "it is recorded for a time, and nobody knows how long a step takes", slug="no-duration",
+                "it is recorded for a time, and nobody knows how long a step takes",
+                slug="no-duration",
                 hint="ask for a duration, or for the timeline beside it",
-            )  # fmt: skip
+            )
         return asyncio.ensure_future(self.measured())
 
 
@@ -70,7 +76,9 @@ class Profiler(Protocol):
     def resources(self, process: Process) -> frozenset[str]:
         """What excludes others while it runs, as `ptrace:PID`, `counters:UUID`, `kineto:PID`."""
 
-    async def record(self, process: Process, window: Window, directory: Path, stem: str) -> list[Path]:
+    async def record(
+        self, process: Process, window: Window, directory: Path, stem: str
+    ) -> list[Path]:
         """Write `directory/STEM.KIND...`; kills what it started when it is cancelled.
 
         Raises:
@@ -105,26 +113,36 @@ class ProbedProfiler:
         """None: any number of probes may be in a function."""
         return frozenset()
 
-    async def record(self, process: Process, window: Window, directory: Path, stem: str) -> list[Path]:
+    async def record(
+        self, process: Process, window: Window, directory: Path, stem: str
+    ) -> list[Path]:
         """Write `directory/STEM.NAME.json.gz`.
 
         Raises:
             ProfilerError: `not-recorded`: the kernel or the rights forbid it, or the process has no such functions.
         """
         if window.duration_s is None and window.steps is None:
-            raise ProfilerError("neither a duration nor a number of steps was asked for", slug="not-recorded")
+            raise ProfilerError(
+                "neither a duration nor a number of steps was asked for", slug="not-recorded"
+            )
         path = directory / f"{stem}.{self.name}.json.gz"
         try:
             written = await worker.run_alone(
                 self.name,
                 order={
-                    "pid": process.pid, "start_ticks": process.start_ticks, "rank": process.owner.rank,
-                    "path": str(path), "start_ns": window.start_ns, "duration_s": window.duration_s,
+                    "pid": process.pid,
+                    "start_ticks": process.start_ticks,
+                    "rank": process.owner.rank,
+                    "path": str(path),
+                    "start_ns": window.start_ns,
+                    "duration_s": window.duration_s,
                     "steps": window.steps,
                 },
-            )  # fmt: skip
+            )
         except TraceloomError as error:
-            raise ProfilerError(error.message, slug="not-recorded", where=f"process {process.pid}") from error
+            raise ProfilerError(
+                error.message, slug="not-recorded", where=f"process {process.pid}"
+            ) from error
         finally:
             path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
         return [Path(text) for text in written]
@@ -137,6 +155,8 @@ class AllocationsProfiler(ProbedProfiler):
 
 
 class LaunchesProfiler(ProbedProfiler):
-    """Launches of kernels and graphs, and waits for devices, by probes of the functions of CUDA's runtime."""
+    """Launches of kernels and graphs, and waits for devices, by probes of the functions of CUDA's
+    runtime.
+    """
 
     name = "launches"

@@ -55,7 +55,9 @@ class PySpy:
         program = find_py_spy()
         if not program:
             raise ProfilerError(
-                "py-spy is not installed beside the agent", slug="no-py-spy", hint="pip install 'traceloom[agent]'"
+                "py-spy is not installed beside the agent",
+                slug="no-py-spy",
+                hint="pip install 'traceloom[agent]'",
             )
         self.check()
         pipe = asyncio.subprocess.PIPE
@@ -87,14 +89,19 @@ class PySpy:
     def failure(self, errors: bytes) -> ProfilerError:
         """Why it gave nothing, from what it said."""
         text = errors.decode(errors="replace").strip()
-        first = text.splitlines()[0].removeprefix("Error: ") if text else "py-spy ended without a word"
+        first = (
+            text.splitlines()[0].removeprefix("Error: ") if text else "py-spy ended without a word"
+        )
         if "Permission Denied" in text or "Operation not permitted" in text:
             return ProfilerError(
-                f"the kernel does not let the agent look into process {self.process.pid}", slug="not-permitted",
+                f"the kernel does not let the agent look into process {self.process.pid}",
+                slug="not-permitted",
                 hint=_HINT_RIGHTS,
-            )  # fmt: skip
+            )
         if "python version" in text:
-            return ProfilerError(f"process {self.process.pid} runs no Python that py-spy knows", slug="not-python")
+            return ProfilerError(
+                f"process {self.process.pid} runs no Python that py-spy knows", slug="not-python"
+            )
         return ProfilerError(f"py-spy failed: {first[:300]}", slug="py-spy-failed")
 
 
@@ -110,24 +117,33 @@ async def run_py_spy(process: Process, *arguments: str, seconds: float, max_byte
             assert running.stdout is not None
             assert running.stderr is not None
             text, errors = await asyncio.wait_for(
-                asyncio.gather(read_limited(running.stdout, max_bytes), read_limited(running.stderr, _ERROR_BYTES)),
+                asyncio.gather(
+                    read_limited(running.stdout, max_bytes),
+                    read_limited(running.stderr, _ERROR_BYTES),
+                ),
                 seconds,
             )
             code = await asyncio.wait_for(running.wait(), seconds)
     except (asyncio.TimeoutError, TimeoutError) as error:
         raise ProfilerError(
-            f"py-spy had not looked at process {process.pid} after {seconds:g} s", slug="py-spy-failed"
+            f"py-spy had not looked at process {process.pid} after {seconds:g} s",
+            slug="py-spy-failed",
         ) from error
     spy.check()
     if code:
         raise spy.failure(errors)
     if len(text) > max_bytes:
-        raise ProfilerError(f"the stacks of process {process.pid} are larger than anybody reads", slug="py-spy-failed")
+        raise ProfilerError(
+            f"the stacks of process {process.pid} are larger than anybody reads",
+            slug="py-spy-failed",
+        )
     return text
 
 
 async def read_limited(stream: asyncio.StreamReader, max_bytes: int) -> bytes:
-    """All of a stream; one byte more than `max_bytes` where it is longer, and the rest of it is dropped."""
+    """All of a stream; one byte more than `max_bytes` where it is longer, and the rest of it is
+    dropped.
+    """
     text = b""
     while chunk := await stream.read(1 << 16):
         if len(text) <= max_bytes:
@@ -137,7 +153,10 @@ async def read_limited(stream: asyncio.StreamReader, max_bytes: int) -> bytes:
 
 VERSION = 1
 _MAX_DUMP_BYTES = 32 << 20  # 1,000 threads with 100 frames each
-_PYTHON_S, _NATIVE_S = 10.0, 60.0  # how long it may take; native symbols of torch are hundreds of MB
+_PYTHON_S, _NATIVE_S = (
+    10.0,
+    60.0,
+)  # how long it may take; native symbols of torch are hundreds of MB
 
 
 class Frame(NamedTuple):
@@ -149,7 +168,10 @@ class Frame(NamedTuple):
 
 
 class ThreadStack(msgspec.Struct, frozen=True, kw_only=True):
-    """What a thread does; `frames` begin with the outermost call. `id`: as the kernel numbers it."""
+    """What a thread does; `frames` begin with the outermost call.
+
+    `id`: as the kernel numbers it.
+    """
 
     id: int
     name: str
@@ -187,7 +209,8 @@ _THREADS_DECODER = msgspec.json.Decoder(list[_DumpedThread])
 
 
 async def dump_stacks(process: Process, *, native: bool = False) -> StackDump:
-    """Look at a process once. Python alone does not stop it; `native` does, for as long as the look takes.
+    """Look at a process once. Python alone does not stop it; `native` does, for as long as the look
+    takes.
 
     Raises:
         ProfilerError: `no-py-spy`, `not-permitted`, `not-python`, `exited`, `py-spy-failed`.
@@ -195,23 +218,39 @@ async def dump_stacks(process: Process, *, native: bool = False) -> StackDump:
     mode = "--native" if native else "--nonblocking"
     limit_s = _NATIVE_S if native else _PYTHON_S
     text = await run_py_spy(
-        process, "dump", "--json", "--full-filenames", mode, seconds=limit_s, max_bytes=_MAX_DUMP_BYTES
+        process,
+        "dump",
+        "--json",
+        "--full-filenames",
+        mode,
+        seconds=limit_s,
+        max_bytes=_MAX_DUMP_BYTES,
     )
     at_ns = time.time_ns()
     try:
         threads = await asyncio.to_thread(_THREADS_DECODER.decode, text)
     except msgspec.DecodeError as error:
-        raise ProfilerError(f"what py-spy says is not understood: {error}", slug="py-spy-failed") from error
+        raise ProfilerError(
+            f"what py-spy says is not understood: {error}", slug="py-spy-failed"
+        ) from error
     return StackDump(
-        time_ns=at_ns, pid=process.pid, rank=process.owner.rank, native=native,
+        time_ns=at_ns,
+        pid=process.pid,
+        rank=process.owner.rank,
+        native=native,
         threads=tuple(
             ThreadStack(
-                id=thread.os_thread_id or thread.thread_id, name=thread.thread_name or "", active=thread.active,
-                frames=tuple(Frame(frame.name, frame.filename, frame.line) for frame in reversed(thread.frames)),
+                id=thread.os_thread_id or thread.thread_id,
+                name=thread.thread_name or "",
+                active=thread.active,
+                frames=tuple(
+                    Frame(frame.name, frame.filename, frame.line)
+                    for frame in reversed(thread.frames)
+                ),
             )
             for thread in threads
         ),
-    )  # fmt: skip
+    )
 
 
 class DumpProfiler:
@@ -230,14 +269,20 @@ class DumpProfiler:
         """It traces the process where native calls are wanted."""
         return frozenset({f"ptrace:{process.pid}"} if self.native else ())
 
-    async def record(self, process: Process, window: Window, directory: Path, stem: str) -> list[Path]:
+    async def record(
+        self, process: Process, window: Window, directory: Path, stem: str
+    ) -> list[Path]:
         """Writes `STEM.dump.json`.
 
         Raises:
             ProfilerError: As `take`.
         """
         await asyncio.sleep(max(0.0, (window.start_ns - time.time_ns()) / 1e9))
-        return [await asyncio.to_thread(write_dump, await dump_stacks(process, native=self.native), directory, stem)]
+        return [
+            await asyncio.to_thread(
+                write_dump, await dump_stacks(process, native=self.native), directory, stem
+            )
+        ]
 
 
 def write_dump(dump: StackDump, directory: Path, stem: str) -> Path:
@@ -267,11 +312,15 @@ _LEAD_S = 0.5  # it is started so long before the window, as it first reads the 
 _READY_TIMEOUT_S = 30.0
 _END_TIMEOUT_S = 60.0
 _MAX_WINDOW_S = 600.0  # of steps that nobody knows the duration of
-_TICK_NS = int(time.clock_getres(5) * 1e9)  # of CLOCK_REALTIME_COARSE, which file systems take their times from
+_TICK_NS = int(
+    time.clock_getres(5) * 1e9
+)  # of CLOCK_REALTIME_COARSE, which file systems take their times from
 
 
 class _SamplingRun(NamedTuple):
-    """What puts py-spy's file onto the wall clock, and the threads that were there at its end (`chrome_stacks`)."""
+    """What puts py-spy's file onto the wall clock, and the threads that were there at its end
+    (`chrome_stacks`).
+    """
 
     began_ns: int
     opened_ns: int
@@ -281,8 +330,9 @@ class _SamplingRun(NamedTuple):
 class StacksProfiler:
     """The profiler `stacks`.
 
-    A sample is a stack and the time for which it was seen again and again; between two looks nothing is known. Times
-    are those of py-spy's own clock; the instant at which it opened its file puts them onto the wall clock.
+    A sample is a stack and the time for which it was seen again and again; between two looks
+    nothing is known. Times are those of py-spy's own clock; the instant at which it opened its file
+    puts them onto the wall clock.
 
     Args:
         rate: Looks per second.
@@ -299,8 +349,11 @@ class StacksProfiler:
         """It traces the process where native calls are wanted; else it only reads its memory."""
         return frozenset({f"ptrace:{process.pid}"} if self.native else ())
 
-    async def record(self, process: Process, window: Window, directory: Path, stem: str) -> list[Path]:
-        """Writes `STEM.stacks.json.gz`; of a process that ends in the window, what it did until then.
+    async def record(
+        self, process: Process, window: Window, directory: Path, stem: str
+    ) -> list[Path]:
+        """Writes `STEM.stacks.json.gz`; of a process that ends in the window, what it did until
+        then.
 
         Raises:
             ProfilerError: `no-duration`; as of `py_spy`; `cannot-write`, `task-failed`.
@@ -316,36 +369,70 @@ class StacksProfiler:
             finally:
                 window_end.cancel()
             convert = partial(
-                worker.run, "stacks", source=f"{name}/samples", target=f"{name}/stacks", pid=process.pid,
-                rank=process.owner.rank, start_ns=start_ns, end_ns=end_ns, rate=self.rate,
-                began_ns=clock.began_ns, opened_ns=clock.opened_ns, threads=clock.threads,
-            )  # fmt: skip
+                worker.run,
+                "stacks",
+                source=f"{name}/samples",
+                target=f"{name}/stacks",
+                pid=process.pid,
+                rank=process.owner.rank,
+                start_ns=start_ns,
+                end_ns=end_ns,
+                rate=self.rate,
+                began_ns=clock.began_ns,
+                opened_ns=clock.opened_ns,
+                threads=clock.threads,
+            )
             try:
                 await asyncio.to_thread(convert)
             except TraceloomError as error:
                 raise ProfilerError(error.message, slug=error.slug) from error
             content = await asyncio.to_thread(Path(name, "stacks").read_bytes)
-        return [await asyncio.to_thread(write_new_file, directory / f"{stem}.stacks.json.gz", content)]
+        return [
+            await asyncio.to_thread(write_new_file, directory / f"{stem}.stacks.json.gz", content)
+        ]
 
     async def _sample(
-        self, process: Process, window_end: asyncio.Future[tuple[int, int]], seconds: float | None, directory: Path
+        self,
+        process: Process,
+        window_end: asyncio.Future[tuple[int, int]],
+        seconds: float | None,
+        directory: Path,
     ) -> _SamplingRun:
-        """Let py-spy write `samples` until then; what is needed to put its clock onto the wall clock."""
+        """Let py-spy write `samples` until then; what is needed to put its clock onto the wall
+        clock.
+        """
         # It ends by itself should the agent be killed meanwhile.
-        longest_s = math.ceil(_LEAD_S + (_MAX_WINDOW_S if seconds is None else seconds) + _READY_TIMEOUT_S)
+        longest_s = math.ceil(
+            _LEAD_S + (_MAX_WINDOW_S if seconds is None else seconds) + _READY_TIMEOUT_S
+        )
         spy = PySpy(
-            process, "record", "--format", "chrometrace", "--threads", "--idle", "--full-filenames",
-            "--native" if self.native else "--nonblocking", "--rate", str(self.rate), "--duration", str(longest_s),
-            "--output", str(directory / "samples"),
-        )  # fmt: skip
-        await asyncio.to_thread(directory.stat)  # kernels since 6.13 give the next change after it its exact time
+            process,
+            "record",
+            "--format",
+            "chrometrace",
+            "--threads",
+            "--idle",
+            "--full-filenames",
+            "--native" if self.native else "--nonblocking",
+            "--rate",
+            str(self.rate),
+            "--duration",
+            str(longest_s),
+            "--output",
+            str(directory / "samples"),
+        )
+        await asyncio.to_thread(
+            directory.stat
+        )  # kernels since 6.13 give the next change after it its exact time
         began_ns = time.time_ns()
         async with spy as running:
             assert running.stdout is not None
             assert running.stderr is not None
             errors = asyncio.create_task(read_limited(running.stderr, 1 << 16))
             try:
-                if await asyncio.wait_for(running.stdout.readline(), _READY_TIMEOUT_S):  # it looks at the process now
+                if await asyncio.wait_for(
+                    running.stdout.readline(), _READY_TIMEOUT_S
+                ):  # it looks at the process now
                     spy.check()
                 endings: list[asyncio.Future[int] | asyncio.Future[tuple[int, int]]]
                 endings = [window_end, asyncio.ensure_future(running.wait())]
@@ -377,7 +464,9 @@ def _list_threads(pid: int) -> list[int]:
 
 
 _MAX_BYTES = 256 << 20
-_THREAD_NAME = re.compile(r"thread \((?:0x([0-9A-Fa-f]{1,16})|([0-9]{1,19}))\)(?:: (.*))?", re.DOTALL)
+_THREAD_NAME = re.compile(
+    r"thread \((?:0x([0-9A-Fa-f]{1,16})|([0-9]{1,19}))\)(?:: (.*))?", re.DOTALL
+)
 
 
 class _SourceLocation(msgspec.Struct):
@@ -394,7 +483,9 @@ class _Event(msgspec.Struct):
 
 
 class _StackRun(NamedTuple):
-    """A stack that was seen again and again: ns since py-spy began, the number of its thread, frames by number."""
+    """A stack that was seen again and again: ns since py-spy began, the number of its thread,
+    frames by number.
+    """
 
     start: int
     end: int
@@ -403,13 +494,23 @@ class _StackRun(NamedTuple):
 
 
 def convert_stacks(
-    source: str, target: str, *, pid: int, rank: int | None, start_ns: int, end_ns: int, rate: int,
-    began_ns: int, opened_ns: int, threads: list[int],
-) -> None:  # fmt: skip
+    source: str,
+    target: str,
+    *,
+    pid: int,
+    rank: int | None,
+    start_ns: int,
+    end_ns: int,
+    rate: int,
+    began_ns: int,
+    opened_ns: int,
+    threads: list[int],
+) -> None:
     """Write the stacks file of a window.
 
-    py-spy ends what is still open when it opens its file, which is the last time in it; so the wall clock at which the
-    file came into being says when its clock began, whatever the machine did meanwhile.
+    py-spy ends what is still open when it opens its file, which is the last time in it; so the wall
+    clock at which the file came into being says when its clock began, whatever the machine did
+    meanwhile.
 
     Args:
         source: py-spy's file.
@@ -432,7 +533,9 @@ def convert_stacks(
     try:
         events = msgspec.json.decode(Path(source).read_bytes(), type=list[_Event])
     except msgspec.DecodeError as error:
-        raise InputError(f"what py-spy wrote is not understood: {error}", slug="py-spy-failed") from error
+        raise InputError(
+            f"what py-spy wrote is not understood: {error}", slug="py-spy-failed"
+        ) from error
     base_ns = max(began_ns, opened_ns - max((event.ts for event in events), default=0) * 1000)
     thread_names, frames, runs = _extract_runs(events)
     last = {run.thread: run for run in runs}
@@ -445,17 +548,25 @@ def convert_stacks(
         if length > 0:
             samples.append([first, run.thread, length, run.frames])
     document = {
-        "format": "traceloom-stacks", "version": VERSION, "pid": pid, "rank": rank, "rate": rate,
+        "format": "traceloom-stacks",
+        "version": VERSION,
+        "pid": pid,
+        "rank": rank,
+        "rate": rate,
         "threads": [
-            {"id": number, "name": name or ("MainThread" if number == pid else "")} for number, name in thread_names
+            {"id": number, "name": name or ("MainThread" if number == pid else "")}
+            for number, name in thread_names
         ],
-        "frames": frames, "samples": samples,
-    }  # fmt: skip
+        "frames": frames,
+        "samples": samples,
+    }
     content = msgspec.json.encode(document)
     write_gzip(Path(target), lambda file: file.write(content), gzip=True)
 
 
-def _extract_runs(events: list[_Event]) -> tuple[list[tuple[int, str]], list[Frame], list[_StackRun]]:
+def _extract_runs(
+    events: list[_Event],
+) -> tuple[list[tuple[int, str]], list[Frame], list[_StackRun]]:
     """Threads (number of the kernel, name), frames, and what was seen of each thread."""
     threads: dict[int, int] = {}
     thread_names: list[tuple[int, str]] = []
@@ -474,7 +585,9 @@ def _extract_runs(events: list[_Event]) -> tuple[list[tuple[int, str]], list[Fra
             if match := _THREAD_NAME.fullmatch(event.name) if not event.args.filename else None:
                 if event.tid not in threads:
                     threads[event.tid] = len(thread_names)
-                    thread_names.append((int(match[1], 16) if match[1] else int(match[2]), match[3] or ""))
+                    thread_names.append(
+                        (int(match[1], 16) if match[1] else int(match[2]), match[3] or "")
+                    )
             else:
                 frame = Frame(event.name, event.args.filename, event.args.line)
                 stack.append(numbers.setdefault(frame, len(numbers)))

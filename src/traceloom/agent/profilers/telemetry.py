@@ -28,8 +28,8 @@ _AGENT_PREFIXES = ("agent_", "collector_")  # metrics about the agent itself
 class TelemetryProfiler:
     """The profiler `telemetry`: one file per host, whichever of a job's processes it is asked for.
 
-    The series are those of the host and its devices, which everybody sees, and of the processes, the job and the
-    control groups of the target alone.
+    The series are those of the host and its devices, which everybody sees, and of the processes,
+    the job and the control groups of the target alone.
 
     Args:
         board: Where the collectors put what they read.
@@ -47,7 +47,9 @@ class TelemetryProfiler:
         del process
         return frozenset()
 
-    async def record(self, process: Process, window: Window, directory: Path, stem: str) -> list[Path]:
+    async def record(
+        self, process: Process, window: Window, directory: Path, stem: str
+    ) -> list[Path]:
         """Writes `STEM.telemetry.json.gz`; the stem is the host's name.
 
         Raises:
@@ -70,7 +72,9 @@ class TelemetryProfiler:
         try:
             await asyncio.sleep(max(0.0, (window.start_ns - time.time_ns()) / 1e9))
             for name, result in self.board.results.items():
-                take(name, result)  # what was last known when it began: of slow collectors that is all there is
+                take(
+                    name, result
+                )  # what was last known when it began: of slow collectors that is all there is
             self.board.listeners.append(take)
             while not window_end.done():
                 self.scheduler.run_fast(_FAST_COLLECTION_S)
@@ -82,17 +86,23 @@ class TelemetryProfiler:
         start_ns, end_ns = await window_end
         for series, (times, numbers) in list(values.items()):
             # With what was last known when it began.
-            in_window = slice(max(bisect_right(times, start_ns) - 1, 0), bisect_right(times, end_ns))
+            in_window = slice(
+                max(bisect_right(times, start_ns) - 1, 0), bisect_right(times, end_ns)
+            )
             values[series] = (times[in_window], numbers[in_window])
             if not values[series][0]:
                 del values[series]
         return [
-            await asyncio.to_thread(write_series, directory / f"{stem}.telemetry.json.gz", self.host, values, room == 0)
+            await asyncio.to_thread(
+                write_series, directory / f"{stem}.telemetry.json.gz", self.host, values, room == 0
+            )
         ]
 
 
 def select_job_labels(snapshot: Snapshot, process: Process) -> Mapping[str, set[str]]:
-    """The values of labels that say whose a series is: those of the processes of the same job and user."""
+    """The values of labels that say whose a series is: those of the processes of the same job and
+    user.
+    """
     job_processes = [
         other
         for other in snapshot.processes.values()
@@ -107,18 +117,24 @@ def select_job_labels(snapshot: Snapshot, process: Process) -> Mapping[str, set[
 
 
 def is_relevant_series(series: SeriesKey, allowed: Mapping[str, set[str]]) -> bool:
-    """Whether a series is kept: about the host, or about what is `allowed`; not about the agent itself."""
+    """Whether a series is kept: about the host, or about what is `allowed`; not about the agent
+    itself.
+    """
     name, labels = series
     metric = METRICS[name]
     if metric.kind == "info" or name.startswith(_AGENT_PREFIXES):
         return False
     return all(
-        label not in allowed or value in allowed[label] for label, value in zip(metric.labels, labels, strict=True)
+        label not in allowed or value in allowed[label]
+        for label, value in zip(metric.labels, labels, strict=True)
     )
 
 
 def write_series(
-    path: Path, host: str, values: Mapping[SeriesKey, tuple[array[int], array[float]]], truncated: bool
+    path: Path,
+    host: str,
+    values: Mapping[SeriesKey, tuple[array[int], array[float]]],
+    truncated: bool,
 ) -> Path:
     """Put series, each with times in ns and values, into a new file; returns its path.
 
@@ -136,18 +152,30 @@ def write_series(
         {"format": "traceloom-telemetry", "version": FORMAT_VERSION, "host": host, "cut": truncated}
     )
     try:
-        with path.open("xb") as file, igzip.IGzipFile(filename="", fileobj=file, mode="wb", mtime=0) as gzip_file:
+        with (
+            path.open("xb") as file,
+            igzip.IGzipFile(filename="", fileobj=file, mode="wb", mtime=0) as gzip_file,
+        ):
             gzip_file.write(header[:-1] + b',"series":[')
             for index, ((name, labels), (times, numbers)) in enumerate(sorted(values.items())):
                 metric = METRICS[name]
                 series = {
-                    "metric": metric.full_name, "unit": metric.unit, "kind": metric.kind,
-                    "labels": {label: text for label, text in zip(metric.labels, labels, strict=True) if text},
-                    "times_ns": list(times), "values": list(numbers),
-                }  # fmt: skip
+                    "metric": metric.full_name,
+                    "unit": metric.unit,
+                    "kind": metric.kind,
+                    "labels": {
+                        label: text
+                        for label, text in zip(metric.labels, labels, strict=True)
+                        if text
+                    },
+                    "times_ns": list(times),
+                    "values": list(numbers),
+                }
                 gzip_file.write((b"," if index else b"") + msgspec.json.encode(series))
             gzip_file.write(b"]}")
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise ProfilerError(f"the file cannot be written: {reason}", slug="cannot-write", where=str(path)) from error
+        raise ProfilerError(
+            f"the file cannot be written: {reason}", slug="cannot-write", where=str(path)
+        ) from error
     return path

@@ -1,8 +1,9 @@
-"""PyTorch's own profiler, asked for a trace of a process that polls; nothing of the process is changed.
+"""PyTorch's own profiler, asked for a trace of a process that polls; nothing of the process is
+changed.
 
-libkineto says little of what it does, so each step has its evidence: the configuration answered a poll (delivered), the
-mask of a later poll is busy or the file has begun (accepted), it has its name (written), it holds what was asked
-for (verified), it is compressed and hashed (kept).
+libkineto says little of what it does, so each step has its evidence: the configuration answered a
+poll (delivered), the mask of a later poll is busy or the file has begun (accepted), it has its name
+(written), it holds what was asked for (verified), it is compressed and hashed (kept).
 """
 
 from __future__ import annotations
@@ -20,21 +21,29 @@ import msgspec
 
 from traceloom.agent import worker
 from traceloom.agent.kineto.protocol import TraceConfiguration
-from traceloom.agent.kineto.server import PendingConfiguration, ProfilerClient, ProfilerRegistry, is_same_process_alive
+from traceloom.agent.kineto.server import (
+    PendingConfiguration,
+    ProfilerClient,
+    ProfilerRegistry,
+    is_same_process_alive,
+)
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers.base import ProfilerError, Window
 from traceloom.agent.traces.files import delete_output
 from traceloom.agent.traces.requests import State
 from traceloom.errors import TraceloomError
 
-# libkineto looks at a start time a second or two after it was told, and drops one that has passed; what it drops so it
-# leaves half done, which can kill its process at the end.
+# libkineto looks at a start time a second or two after it was told, and drops one that has passed;
+# what it drops so it leaves half done, which can kill its process at the end.
 START_LEAD_S = 3.0
 _TYPICAL_LEAD_S = 2.0  # its own, where no start is named
 _GRACE_S = 3.0  # for a busy machine
 _SLOW_STEP_S = 30.0  # it begins with a step, and steps may be slow
-_FALLBACK_MS = 100  # of a trace by steps that libkineto makes one by time, as the process has not stepped yet
-# Of steps by time: the profiler takes a while to begin and slows them down; whoever misses them is traced later, alone.
+_FALLBACK_MS = (
+    100  # of a trace by steps that libkineto makes one by time, as the process has not stepped yet
+)
+# Of steps by time: the profiler takes a while to begin and slows them down; whoever misses them is
+# traced later, alone.
 _SHORTEST_S, _MARGIN = 0.5, 3.0
 _FIRST_GUESS_S = 1.0  # of how long the steps of several ranks take together
 _DRAIN_S = 120.0  # from the end of the window until the file has its name
@@ -47,7 +56,9 @@ _BACK_OFF_S = 3.0  # between tries of a process that does not step yet
 class StatusReporter(Protocol):
     """Takes the news of a target."""
 
-    def __call__(self, state: State, reason: str = "", detail: str = "", **facts: Any) -> Awaitable[None]:
+    def __call__(
+        self, state: State, reason: str = "", detail: str = "", **facts: Any
+    ) -> Awaitable[None]:
         """Its state, why or what for it waits, and fields of `Target` that are known now.
 
         It need not be awaited; who does, waits until it is on disk.
@@ -55,11 +66,13 @@ class StatusReporter(Protocol):
 
 
 class TimelineOrder(msgspec.Struct, kw_only=True):
-    """What a trace is to be. `steps_per_second` says how fast a process steps, None where nobody knows.
+    """What a trace is to be. `steps_per_second` says how fast a process steps, None where nobody
+    knows.
 
-    `resumed`: the state in which an earlier agent left it, with the instant `start_ns` that it had named. `start`:
-    gives the instant at which all begin, once all are ready; None where there is only one. `at_step`: the step with
-    which it begins, as PyTorch counts them; 0: with the next; `steps_made` says how many a process has made.
+    `resumed`: the state in which an earlier agent left it, with the instant `start_ns` that it had
+    named. `start`: gives the instant at which all begin, once all are ready; None where there is
+    only one. `at_step`: the step with which it begins, as PyTorch counts them; 0: with the next;
+    `steps_made` says how many a process has made.
     """
 
     trace_id: str
@@ -106,7 +119,9 @@ class StartBarrier:
         self.first = self._round  # for whoever records beside them
 
     async def ready(self, member: str, ahead_s: float) -> int:
-        """Wait for the others; when to begin, in ns of the wall clock, at least `ahead_s` from then."""
+        """Wait for the others; when to begin, in ns of the wall clock, at least `ahead_s` from
+        then.
+        """
         self._ready[member] = ahead_s
         current = self._round
         self._name_if_all_are_ready()
@@ -140,19 +155,24 @@ class TimelineProfiler:
 
     name = "timeline"
 
-    def __init__(self, registry: ProfilerRegistry, order: TimelineOrder, report_status: StatusReporter) -> None:
+    def __init__(
+        self, registry: ProfilerRegistry, order: TimelineOrder, report_status: StatusReporter
+    ) -> None:
         self.registry, self.order, self.tell = registry, order, report_status
 
     def resources(self, process: Process) -> frozenset[str]:
         """PyTorch's profiler takes one request at a time."""
         return frozenset({f"kineto:{process.pid}"})
 
-    async def record(self, process: Process, window: Window, directory: Path, stem: str) -> list[Path]:
+    async def record(
+        self, process: Process, window: Window, directory: Path, stem: str
+    ) -> list[Path]:
         """Write `directory/STEM.kineto.json.gz`.
 
         Raises:
             ProfilerError: `not-registered`, `expired`, `exited`, `rejected`, `cancelled-by-program`, `deadline`,
-                `damaged`, `empty`, `not-stepping`, `foreign-file`, `disk-full`, `quota`, `cannot-write`.
+                `damaged`, `empty`, `not-stepping`, `foreign-file`, `disk-full`, `quota`,
+                `cannot-write`.
         """
         path = directory / f"{stem}.kineto.json.gz"
         order = self.order
@@ -161,7 +181,9 @@ class TimelineProfiler:
         seconds = window.duration_s
         if is_timed and window.steps is not None:
             rate = order.steps_per_second(process.key)
-            seconds = max(_MARGIN * (window.steps + 1) / rate, _SHORTEST_S) if rate else _FIRST_GUESS_S
+            seconds = (
+                max(_MARGIN * (window.steps + 1) / rate, _SHORTEST_S) if rate else _FIRST_GUESS_S
+            )
             seconds = min(order.most_seconds, seconds)
         retried: set[str] = set()
         resumed, attempt = order.resumed, order.attempt
@@ -169,14 +191,29 @@ class TimelineProfiler:
             resumed in ("written", "verified")
             and not _TraceFileWatch(order.incoming, self.order.name(attempt)).written()
         ):
-            resumed, order.start_ns = "queued", None  # it was thrown away, and the agent killed before it said why
+            resumed, order.start_ns = (
+                "queued",
+                None,
+            )  # it was thrown away, and the agent killed before it said why
         try:
             while True:
                 try:
-                    written_ns = await self._write(process, window, seconds if is_timed else None, attempt, resumed,
-                                                   waited_until)  # fmt: skip
+                    written_ns = await self._write(
+                        process,
+                        window,
+                        seconds if is_timed else None,
+                        attempt,
+                        resumed,
+                        waited_until,
+                    )
                     facts = await store_trace(
-                        order, process.uid, window, seconds if is_timed else None, attempt, path, written_ns
+                        order,
+                        process.uid,
+                        window,
+                        seconds if is_timed else None,
+                        attempt,
+                        path,
+                        written_ns,
                     )
                     if written_ns is not None:
                         facts["skew_ns"] = facts["window_start_ns"] - written_ns
@@ -196,11 +233,21 @@ class TimelineProfiler:
                     else:
                         raise
                     attempt, resumed, order.start_ns = attempt + 1, "queued", None
-                    self.tell("queued", error.slug, f"once more, as {error.message}", attempt=attempt, start_ns=None)
+                    self.tell(
+                        "queued",
+                        error.slug,
+                        f"once more, as {error.message}",
+                        attempt=attempt,
+                        start_ns=None,
+                    )
                     pause_s = 0.0
-                    if error.slug != "cancelled-by-program":  # it did nothing: one that has just begun imports PyTorch
+                    if (
+                        error.slug != "cancelled-by-program"
+                    ):  # it did nothing: one that has just begun imports PyTorch
                         client = self.registry.clients.get(process.key)
-                        polled_s = (time.time_ns() - client.first_ns) / 1e9 if client is not None else 0.0
+                        polled_s = (
+                            (time.time_ns() - client.first_ns) / 1e9 if client is not None else 0.0
+                        )
                         pause_s = max(_BACK_OFF_S, min(_IMPORT_S - polled_s, _IMPORT_S))
                     waited_until = max(waited_until, time.monotonic() + pause_s + _BACK_OFF_S)
                     await asyncio.sleep(pause_s)
@@ -215,7 +262,13 @@ class TimelineProfiler:
                 order.start.leave(process.key)
 
     async def _write(  # noqa: PLR0917  (of one try)
-        self, process: Process, window: Window, seconds: float | None, attempt: int, resumed: State, until: float
+        self,
+        process: Process,
+        window: Window,
+        seconds: float | None,
+        attempt: int,
+        resumed: State,
+        until: float,
     ) -> int | None:
         """Until the file has its name; when it was to begin, where an instant was named."""
         order = self.order
@@ -224,12 +277,17 @@ class TimelineProfiler:
         watch = _TraceFileWatch(self.order.incoming, name)
         if watch.written():
             return start_ns
-        # Where an instant was named it may have been handed over, and an agent that was killed did not write that down.
+        # Where an instant was named it may have been handed over, and an agent that was killed did
+        # not write that down.
         if resumed == "queued" and start_ns is None:
             client = await self._ready(process, window, until)
             if self.order.start is not None:
-                self.tell("queued", "not-all-ready", "waits until all processes of the request are ready")
-                start_ns = await self.order.start.ready(process.key, START_LEAD_S + client.interval_s + 1.0)
+                self.tell(
+                    "queued", "not-all-ready", "waits until all processes of the request are ready"
+                )
+                start_ns = await self.order.start.ready(
+                    process.key, START_LEAD_S + client.interval_s + 1.0
+                )
                 self.tell("queued", start_ns=start_ns)
             configuration = TraceConfiguration(
                 path=str(order.incoming / order.name(attempt)),
@@ -255,7 +313,9 @@ class TimelineProfiler:
         return start_ns
 
     async def _ready(self, process: Process, window: Window, until: float) -> ProfilerClient:
-        """Wait until the process polls, is idle, and steps where steps are wanted and it says whether it does."""
+        """Wait until the process polls, is idle, and steps where steps are wanted and it says
+        whether it does.
+        """
         last_reason = ""
         while True:
             reason, detail = self._hindrance(process, window)
@@ -266,7 +326,9 @@ class TimelineProfiler:
                 last_reason = reason
             self._check_alive(process)
             if time.monotonic() > until:
-                raise ProfilerError(detail, slug="not-registered" if reason == "not-registered" else "expired")
+                raise ProfilerError(
+                    detail, slug="not-registered" if reason == "not-registered" else "expired"
+                )
             await asyncio.sleep(_POLL_S)
 
     def _hindrance(self, process: Process, window: Window) -> tuple[str, str]:
@@ -283,7 +345,12 @@ class TimelineProfiler:
         return reason, detail
 
     async def _deliver(
-        self, process: Process, window: Window, configuration: TraceConfiguration, start_ns: int | None, until: float
+        self,
+        process: Process,
+        window: Window,
+        configuration: TraceConfiguration,
+        start_ns: int | None,
+        until: float,
     ) -> None:
         """Hand it over with the answer to the next poll of an idle process."""
         text = configuration.text()
@@ -293,7 +360,9 @@ class TimelineProfiler:
             late = start_ns is not None and time.time_ns() + int(START_LEAD_S * 1e9) > start_ns
             return "" if late else text
 
-        self.registry.offers[process.key] = PendingConfiguration(text=offered, delivered=delivered.set)
+        self.registry.offers[process.key] = PendingConfiguration(
+            text=offered, delivered=delivered.set
+        )
         last_reason = ""
         while not delivered.is_set():
             reason, detail = self._hindrance(process, window)
@@ -301,7 +370,9 @@ class TimelineProfiler:
                 self.tell("queued", reason, detail)
                 last_reason = reason
             if start_ns is not None and time.time_ns() + int(START_LEAD_S * 1e9) > start_ns:
-                raise ProfilerError("it did not poll early enough before the common start", slug="expired")
+                raise ProfilerError(
+                    "it did not poll early enough before the common start", slug="expired"
+                )
             if start_ns is None and time.monotonic() > until:
                 raise ProfilerError(detail or "it did not become ready in time", slug="expired")
             self._check_alive(process)
@@ -309,7 +380,9 @@ class TimelineProfiler:
                 await asyncio.wait_for(delivered.wait(), _POLL_S)
         self.tell("delivered")
 
-    async def _collected(self, process: Process, watch: _TraceFileWatch, begin_s: float, seconds: float) -> None:
+    async def _collected(
+        self, process: Process, watch: _TraceFileWatch, begin_s: float, seconds: float
+    ) -> None:
         """Watch polls and the file until it has its name."""
         began = time.monotonic()
         quiet_until, deadline = began + begin_s + _GRACE_S, began + begin_s + seconds + _DRAIN_S
@@ -324,7 +397,8 @@ class TimelineProfiler:
                 if polls.idle >= 2 and not watch.written():
                     if polls.was_busy:
                         raise ProfilerError(
-                            "the program started a profile of its own and so cancelled it", slug="cancelled-by-program"
+                            "the program started a profile of its own and so cancelled it",
+                            slug="cancelled-by-program",
                         )
                     raise ProfilerError("PyTorch's profiler did not take it", slug="rejected")
                 if time.monotonic() > deadline:
@@ -344,21 +418,37 @@ class TimelineProfiler:
 
 
 async def store_trace(  # noqa: PLR0917  (of one try)
-    order: TimelineOrder, uid: int, window: Window, seconds: float | None, attempt: int, path: Path,
+    order: TimelineOrder,
+    uid: int,
+    window: Window,
+    seconds: float | None,
+    attempt: int,
+    path: Path,
     start_ns: int | None,
-) -> dict[str, Any]:  # fmt: skip
-    """Verify and compress what a process of a user wrote, in a process of its own; the facts of the kept file.
+) -> dict[str, Any]:
+    """Verify and compress what a process of a user wrote, in a process of its own; the facts of the
+    kept file.
 
     Raises:
         ProfilerError: `damaged`, `empty`, `not-stepping`, `foreign-file`, `disk-full`, `quota`, `cannot-write`,
             `task-failed`.
     """
     task = partial(
-        worker.run, "keep-trace", timeout_s=_STORE_TIMEOUT_S, folder=str(order.incoming), name=order.name(attempt), uid=uid,
-        to=str(path), most_bytes=order.most_bytes, most_kept_bytes=order.most_kept_bytes,
-        most_result_bytes=order.most_result_bytes, trace_id=order.trace_id, start_ns=start_ns,
-        duration_s=seconds, steps=window.steps,
-    )  # fmt: skip
+        worker.run,
+        "keep-trace",
+        timeout_s=_STORE_TIMEOUT_S,
+        folder=str(order.incoming),
+        name=order.name(attempt),
+        uid=uid,
+        to=str(path),
+        most_bytes=order.most_bytes,
+        most_kept_bytes=order.most_kept_bytes,
+        most_result_bytes=order.most_result_bytes,
+        trace_id=order.trace_id,
+        start_ns=start_ns,
+        duration_s=seconds,
+        steps=window.steps,
+    )
     return await run_store_task(task)
 
 
@@ -387,7 +477,9 @@ class _TraceFileWatch:
 
 
 class _PollTracker:
-    """What the polls of a process say after it was told: busy or idle; idle ones count from an instant on."""
+    """What the polls of a process say after it was told: busy or idle; idle ones count from an
+    instant on.
+    """
 
     def __init__(self, key: str, quiet_until: float) -> None:
         self._key, self._quiet_until = key, quiet_until

@@ -1,9 +1,10 @@
 """OpenMetrics text, and DCGM names.
 
-Its counters lack the `_total` that OpenMetrics asks for, so in that format their type is `unknown`; Prometheus treats
-both alike.
+Its counters lack the `_total` that OpenMetrics asks for, so in that format their type is `unknown`;
+Prometheus treats both alike.
 
-The name of the host is a label of `traceloom_host_info` alone: a scraper adds `instance` to everything.
+The name of the host is a label of `traceloom_host_info` alone: a scraper adds `instance` to
+everything.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from traceloom.agent.ownership.model import Process
 
 
 def build_dcgm_families(board: ReadableSnapshot, host: str) -> list[Family]:
-    """Families under the names of dcgm-exporter; series whose device is not known any more are left out."""
+    """Families under the names of dcgm-exporter; series whose device is not known any more are left
+    out.
+    """
     labels = build_device_labels(board, host)
     out: dict[str, Family] = {}
     for (name, values), value, _ in board.values():
@@ -42,24 +45,32 @@ def build_dcgm_families(board: ReadableSnapshot, host: str) -> list[Family]:
             family = out.get(alias.name)
             if family is None:
                 kind = "gauge" if alias.kind == "gauge" else "unknown"
-                family = out[alias.name] = Family(alias.name, f"{metric.help} As {metric.full_name}.", kind)
+                family = out[alias.name] = Family(
+                    alias.name, f"{metric.help} As {metric.full_name}.", kind
+                )
             family.add_sample(alias.name, device, value * alias.factor)
     return list(out.values())
 
 
 def build_device_labels(board: ReadableSnapshot, host: str) -> dict[str, dict[str, str]]:
-    """The labels of each device: of a partition those of the device it is part of, with its profile and number.
+    """The labels of each device: of a partition those of the device it is part of, with its profile
+    and number.
 
-    Pod, container and job are named where a device has exactly those of one: a series for each would count it twice.
+    Pod, container and job are named where a device has exactly those of one: a series for each
+    would count it twice.
     """
     owners: dict[str, set[tuple[str, str, str, str]]] = defaultdict(set)
     for process in board.processes.values():
         process_owner = process.owner
         scheduled = (
-            process_owner.job.partition("-")[2] if process_owner.scheduler in ("slurm", "pbs", "lsf", "flux") else ""
+            process_owner.job.partition("-")[2]
+            if process_owner.scheduler in ("slurm", "pbs", "lsf", "flux")
+            else ""
         )
         for uuid in {*process.devices, *process.owner.devices}:
-            owners[uuid].add((process_owner.pod, process_owner.namespace, process_owner.container, scheduled))
+            owners[uuid].add(
+                (process_owner.pod, process_owner.namespace, process_owner.container, scheduled)
+            )
     out = {}
     for uuid, device in board.devices.items():
         physical_device = board.devices.get(device.parent, device)
@@ -119,7 +130,9 @@ class FamilyCollector:
         return self.families
 
 
-def render_openmetrics(board: ReadableSnapshot, config: Config, accept: str = "") -> tuple[bytes, str]:
+def render_openmetrics(
+    board: ReadableSnapshot, config: Config, accept: str = ""
+) -> tuple[bytes, str]:
     """The text of all series, and its media type.
 
     Args:
@@ -147,7 +160,9 @@ def is_openmetrics_preferred(accept: str) -> bool:
         except ValueError:
             continue
     weight = weights.pop("application/openmetrics-text", 0.0)
-    return weight > 0 and weight >= max((weights.get(kind, 0.0) for kind in ("text/plain", "*/*")), default=0.0)
+    return weight > 0 and weight >= max(
+        (weights.get(kind, 0.0) for kind in ("text/plain", "*/*")), default=0.0
+    )
 
 
 def build_families(board: ReadableSnapshot) -> list[Family]:
@@ -162,15 +177,21 @@ def build_families(board: ReadableSnapshot) -> list[Family]:
     for name, metric in METRICS.items():
         if name not in values_by_metric and name not in histograms:
             continue
-        family = Family(metric.full_name.removesuffix("_total").removesuffix("_info"), metric.help, metric.kind)
+        family = Family(
+            metric.full_name.removesuffix("_total").removesuffix("_info"), metric.help, metric.kind
+        )
         family.unit = metric.unit
         for values, value in values_by_metric[name].items():
             family.add_sample(metric.full_name, _build_labels(metric, values), value)
         for histogram in histograms[name]:
             histogram_labels = _build_labels(metric, histogram.labels)
-            for bound, count in zip((*metric.bounds, math.inf), (*histogram.counts, histogram.number), strict=True):
+            for bound, count in zip(
+                (*metric.bounds, math.inf), (*histogram.counts, histogram.number), strict=True
+            ):
                 bound_text = "+Inf" if bound == math.inf else repr(bound)
-                family.add_sample(f"{metric.full_name}_bucket", {**histogram_labels, "le": bound_text}, count)
+                family.add_sample(
+                    f"{metric.full_name}_bucket", {**histogram_labels, "le": bound_text}, count
+                )
             family.add_sample(f"{metric.full_name}_count", histogram_labels, histogram.number)
             family.add_sample(f"{metric.full_name}_sum", histogram_labels, histogram.total)
         out.append(family)

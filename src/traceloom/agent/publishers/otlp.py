@@ -1,8 +1,9 @@
-"""Metrics to an OpenTelemetry receiver, by OTLP over HTTP: names, units and attributes of the semantic conventions.
+"""Metrics to an OpenTelemetry receiver, by OTLP over HTTP: names, units and attributes of the
+semantic conventions.
 
-The board is turned into the SDK's data points directly, not through instruments: their times are those of the
-collectors, a series that ended is not repeated, and histograms keep their buckets. The SDK's exporter encodes, sends,
-and tries again until `otlp.timeout`.
+The board is turned into the SDK's data points directly, not through instruments: their times are
+those of the collectors, a series that ended is not repeated, and histograms keep their buckets. The
+SDK's exporter encodes, sends, and tries again until `otlp.timeout`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _HARDWARE_TYPES = {"gpu_": "gpu", "rdma_": "network"}  # what `hw.type` is
 class OtlpPublisher:
     """`otlp.endpoint`: sends all of the board.
 
-    A delivery that fails is counted in `failures` and never raised; `trouble` says why the last one failed, or "".
+    A delivery that fails is counted in `failures` and never raised; `trouble` says why the last one
+    failed, or "".
     """
 
     def __init__(self, config: Config) -> None:
@@ -53,15 +55,21 @@ class OtlpPublisher:
             from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         except ImportError as error:
             raise InputError(
-                "OTLP needs the OpenTelemetry SDK", slug="no-extra", where="otlp.endpoint",
+                "OTLP needs the OpenTelemetry SDK",
+                slug="no-extra",
+                where="otlp.endpoint",
                 hint="pip install 'traceloom[otlp]'",
-            ) from error  # fmt: skip
+            ) from error
         logger = logging.getLogger("opentelemetry.exporter")
-        logger.addHandler(self._log)  # what it says becomes our `trouble`: a line per minute in a log helps nobody
+        logger.addHandler(
+            self._log
+        )  # what it says becomes our `trouble`: a line per minute in a log helps nobody
         logger.propagate = False
         otlp = self.config.otlp
         endpoint = (
-            otlp.endpoint if urlsplit(otlp.endpoint).path.strip("/") else otlp.endpoint.rstrip("/") + "/v1/metrics"
+            otlp.endpoint
+            if urlsplit(otlp.endpoint).path.strip("/")
+            else otlp.endpoint.rstrip("/") + "/v1/metrics"
         )
         self._exporter = OTLPMetricExporter(endpoint, headers=otlp.headers, timeout=otlp.timeout)
 
@@ -82,7 +90,9 @@ class OtlpPublisher:
             self.trouble = f"{self.config.otlp.endpoint}: {self._log.words or 'not delivered'}"
 
     def close(self) -> None:
-        """Give up what is on its way; from another thread than `put`, which may be waiting for the receiver."""
+        """Give up what is on its way; from another thread than `put`, which may be waiting for the
+        receiver.
+        """
         if self._exporter is not None:
             self._exporter.shutdown()
         logging.getLogger("opentelemetry.exporter").removeHandler(self._log)
@@ -98,10 +108,11 @@ class _LastMessageHandler(logging.Handler):
 
 
 def build_metrics_data(board: Snapshot, config: Config) -> MetricsData:
-    """The board in the structures of the SDK: cumulative sums with the time they count from, gauges, histograms.
+    """The board in the structures of the SDK: cumulative sums with the time they count from,
+    gauges, histograms.
 
-    Metrics that share a name in the conventions (`hw.errors` of GPUs and of RDMA ports) are one, told apart by
-    attributes.
+    Metrics that share a name in the conventions (`hw.errors` of GPUs and of RDMA ports) are one,
+    told apart by attributes.
     """
     from opentelemetry.sdk.metrics import export
     from opentelemetry.sdk.resources import Resource
@@ -125,11 +136,15 @@ def build_metrics_data(board: Snapshot, config: Config) -> MetricsData:
     cumulative = export.AggregationTemporality.CUMULATIVE
     metrics = [
         export.Metric(
-            name, metric.help, metric.opentelemetry_unit or "1",
-            export.Sum(rows, cumulative, is_monotonic=True) if metric.kind == "counter" else export.Gauge(rows),
+            name,
+            metric.help,
+            metric.opentelemetry_unit or "1",
+            export.Sum(rows, cumulative, is_monotonic=True)
+            if metric.kind == "counter"
+            else export.Gauge(rows),
         )
         for name, (metric, rows) in points_by_name.items()
-    ]  # fmt: skip
+    ]
     histograms: dict[str, list[export.HistogramDataPoint]] = defaultdict(list)
     for histogram, at_ns in board.histograms():
         attributes = _build_attributes((histogram.metric, histogram.labels), board)
@@ -151,14 +166,19 @@ def build_metrics_data(board: Snapshot, config: Config) -> MetricsData:
     for name, rows in histograms.items():
         metric = METRICS[name]
         data = export.Histogram(rows, cumulative)
-        metrics.append(export.Metric(metric.opentelemetry_name, metric.help, metric.opentelemetry_unit, data))
+        metrics.append(
+            export.Metric(metric.opentelemetry_name, metric.help, metric.opentelemetry_unit, data)
+        )
     identity = ""
     with contextlib.suppress(OSError):
         identity = Path("/etc/machine-id").read_text(encoding="ascii").strip()
     resource = {
-        "service.name": "traceloom-agent", "service.version": __version__, "service.instance.id": socket.gethostname(),
-        "host.name": config.host_name, **({"host.id": identity} if identity else {}),
-    }  # fmt: skip
+        "service.name": "traceloom-agent",
+        "service.version": __version__,
+        "service.instance.id": socket.gethostname(),
+        "host.name": config.host_name,
+        **({"host.id": identity} if identity else {}),
+    }
     scope = export.ScopeMetrics(InstrumentationScope("traceloom.agent", __version__), metrics, "")
     return export.MetricsData([export.ResourceMetrics(Resource(resource), [scope], "")])
 
@@ -171,7 +191,9 @@ def _build_attributes(series: SeriesKey, board: Snapshot) -> dict[str, str]:
         **dict(metric.constants),
         **{names.get(label, f"traceloom.{label}"): value for label, value in labels.items()},
     }
-    kind = next((kind for prefix, kind in _HARDWARE_TYPES.items() if metric.name.startswith(prefix)), "")
+    kind = next(
+        (kind for prefix, kind in _HARDWARE_TYPES.items() if metric.name.startswith(prefix)), ""
+    )
     if kind:
         out["hw.type"] = kind
     if kind == "gpu" and (device := board.devices.get(labels["device"])):

@@ -4,11 +4,12 @@ ROOT/UID/incoming/      the user's own: libkineto writes there, as its process
     ROOT/UID/REQUEST/       the agent's: what was read back, verified and compressed
     ROOT/UID/hangs/HANG/    written by the agent, then the user's: what is kept of a job that hangs
 
-What lies in `incoming` is the user's to change at any time: it is opened once, without following links, and only the
-copy counts.
+What lies in `incoming` is the user's to change at any time: it is opened once, without following
+links, and only the copy counts.
 
-Runs in a process of its own (`worker.py`). The directory is the user's, who may be hostile: the file is opened once
-without following links, has to be a plain file of that user with one name, and is copied before it is looked at.
+Runs in a process of its own (`worker.py`). The directory is the user's, who may be hostile: the
+file is opened once without following links, has to be a plain file of that user with one name, and
+is copied before it is looked at.
 """
 
 from __future__ import annotations
@@ -102,13 +103,21 @@ class TraceDirectories:
             os.fchown(handle, uid, -1)
 
     def _make(self, uid: int, *paths: Path) -> None:
-        """Make the directory of a user, and of these, which lie in it, the last for the agent alone."""
+        """Make the directory of a user, and of these, which lie in it, the last for the agent
+        alone.
+        """
         shared = 0o700 if os.geteuid() == uid else 0o711
-        modes = [(self.root, 0o711), (self.root / str(uid), shared), *((path, shared) for path in paths[:-1])]
+        modes = [
+            (self.root, 0o711),
+            (self.root / str(uid), shared),
+            *((path, shared) for path in paths[:-1]),
+        ]
         for path, mode in (*modes, (paths[-1], 0o700)):
             path.mkdir(mode=mode, parents=True, exist_ok=True)
             if path.is_symlink() or path.stat().st_uid != os.geteuid():
-                raise OutputError("that directory is not the agent's", slug="cannot-write", where=str(path))
+                raise OutputError(
+                    "that directory is not the agent's", slug="cannot-write", where=str(path)
+                )
 
     def remove(self, uid: int, request: str) -> None:
         """Delete the result of a request."""
@@ -120,7 +129,11 @@ class TraceDirectories:
         with contextlib.suppress(OSError):
             for path in self.root.iterdir():
                 directory = path / INCOMING_DIRECTORY
-                with contextlib.suppress(OSError), _open_directory(directory) as handle, os.scandir(handle) as entries:
+                with (
+                    contextlib.suppress(OSError),
+                    _open_directory(directory) as handle,
+                    os.scandir(handle) as entries,
+                ):
                     for entry in entries:
                         with contextlib.suppress(OSError):  # a directory, or gone meanwhile
                             if entry.stat(follow_symlinks=False).st_mtime < old:
@@ -142,9 +155,11 @@ def _report_write_errors(root: Path) -> Iterator[None]:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise OutputError(
-            f"traces cannot be written: {reason}", slug="cannot-write", where=str(error.filename or root),
+            f"traces cannot be written: {reason}",
+            slug="cannot-write",
+            where=str(error.filename or root),
             hint="`paths.traces` of agent.toml",
-        ) from error  # fmt: skip
+        ) from error
 
 
 @contextlib.contextmanager
@@ -161,7 +176,9 @@ _COMPRESSION_LEVEL = 2
 _SLACK_NS = 5_000_000_000  # a busy machine begins and ends late
 _LATEST_NS = 2**61  # of what a trace says: sums of two fit into 64 bits
 _BASE_MEMORY_BYTES = 1 << 30  # of addresses, for the interpreter and its libraries
-_MEMORY_FACTOR = 8  # as much as the file has a trace may need as objects; one made to need more is refused
+_MEMORY_FACTOR = (
+    8  # as much as the file has a trace may need as objects; one made to need more is refused
+)
 _DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -186,9 +203,19 @@ class _FaultError(Exception):
 
 
 def verify_and_store(
-    *, folder: str, name: str, uid: int, to: str, most_bytes: int, most_kept_bytes: int, trace_id: str,
-    start_ns: int | None, duration_s: float | None, steps: int | None, most_result_bytes: int | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    *,
+    folder: str,
+    name: str,
+    uid: int,
+    to: str,
+    most_bytes: int,
+    most_kept_bytes: int,
+    trace_id: str,
+    start_ns: int | None,
+    duration_s: float | None,
+    steps: int | None,
+    most_result_bytes: int | None = None,
+) -> dict[str, Any]:
     """Verify a trace, and keep it compressed as `to`.
 
     Args:
@@ -205,8 +232,8 @@ def verify_and_store(
         most_result_bytes: Of the file that is kept; None where that does not matter.
 
     Returns:
-        What it holds (`operators`, `steps`, `window_start_ns`, `window_end_ns`) and the kept file's `bytes` and
-        `sha256`; or `fault` (a slug) and `detail`.
+        What it holds (`operators`, `steps`, `window_start_ns`, `window_end_ns`) and the kept file's
+        `bytes` and `sha256`; or `fault` (a slug) and `detail`.
     """
     target = Path(to)
     copy = target.with_name(f".{target.name}.copy")
@@ -221,8 +248,9 @@ def verify_and_store(
 
 def verify_and_store_memory(
     *, folder: str, name: str, uid: int, to: str, most_bytes: int, most_kept_bytes: int
-) -> dict[str, Any]:  # fmt: skip
-    """Verify a memory snapshot, and keep it as `to`: it is a stranger's pickle, of which nothing is run.
+) -> dict[str, Any]:
+    """Verify a memory snapshot, and keep it as `to`: it is a stranger's pickle, of which nothing is
+    run.
 
     Args:
         folder: Where it was written.
@@ -245,7 +273,10 @@ def verify_and_store_memory(
         read_snapshot(copy)
         size = copy.stat().st_size
         if _count_stored_bytes(target) + size > most_kept_bytes:
-            raise _FaultError(slug="quota", detail=f"more than {most_kept_bytes:,} bytes of this user would be kept")
+            raise _FaultError(
+                slug="quota",
+                detail=f"more than {most_kept_bytes:,} bytes of this user would be kept",
+            )
         with copy.open("rb") as reader:
             digest = compute_sha256(reader)
         copy.replace(target)
@@ -281,12 +312,15 @@ def _copy(source_directory: str, name: str, uid: int, max_bytes: int, copy: Path
             os.close(directory)
     except OSError as error:
         raise _FaultError(
-            slug="foreign-file", detail=f"it cannot be opened: {(error.strerror or str(error)).lower()}"
+            slug="foreign-file",
+            detail=f"it cannot be opened: {(error.strerror or str(error)).lower()}",
         ) from error
     with os.fdopen(source, "rb") as reader, copy.open("wb") as writer:
         status = os.fstat(source)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != uid or status.st_nlink != 1:
-            raise _FaultError(slug="foreign-file", detail=f"it is no file of user {uid} with one name")
+            raise _FaultError(
+                slug="foreign-file", detail=f"it is no file of user {uid} with one name"
+            )
         remaining = max_bytes
         while chunk := reader.read(min(_CHUNK_BYTES, remaining + 1)):
             remaining -= len(chunk)
@@ -306,20 +340,27 @@ def _verify_trace(
         resource.getrlimit(resource.RLIMIT_AS)[1],
     )
     resource.setrlimit(
-        resource.RLIMIT_AS, (memory_limit if hard == resource.RLIM_INFINITY else min(memory_limit, hard), hard)
+        resource.RLIMIT_AS,
+        (memory_limit if hard == resource.RLIM_INFINITY else min(memory_limit, hard), hard),
     )
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
         try:
             trace = msgspec.json.decode(memoryview(text), type=_Trace)
         except MemoryError:
-            raise _FaultError(slug="damaged", detail="it needs more memory than a trace of its size") from None
+            raise _FaultError(
+                slug="damaged", detail="it needs more memory than a trace of its size"
+            ) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _FaultError(
                 slug="damaged", detail=f"it is no whole trace: {error}"
             ) from None  # holds a view of the file
     if trace.trace_id != trace_id:
         raise _FaultError(slug="damaged", detail="it is the trace of another request")
-    windows = [event for event in trace.traceEvents if event.ph == "X" and event.name.startswith("PyTorch Profiler (")]
+    windows = [
+        event
+        for event in trace.traceEvents
+        if event.ph == "X" and event.name.startswith("PyTorch Profiler (")
+    ]
     if not windows:  # PyTorch was still being imported: libkineto recorded alone
         raise _FaultError(slug="empty", detail="PyTorch's profiler was not there yet")
     ts, dur = windows[0].ts, windows[0].dur
@@ -334,22 +375,39 @@ def _verify_trace(
     ended_ns = began_ns + round(dur * 1000)
     if duration_s is not None and not 0 < ended_ns - began_ns < duration_s * 1e9 + _SLACK_NS:
         lasted = (ended_ns - began_ns) / 1e9
-        raise _FaultError(slug="damaged", detail=f"its window is {lasted:.3f} s, asked for were {duration_s} s")
+        raise _FaultError(
+            slug="damaged", detail=f"its window is {lasted:.3f} s, asked for were {duration_s} s"
+        )
     if start_ns is not None and not -_SLACK_NS / 10 < began_ns - start_ns < _SLACK_NS:
         raise _FaultError(
-            slug="damaged", detail=f"its window began {(began_ns - start_ns) / 1e9:+.3f} s from when it was to"
+            slug="damaged",
+            detail=f"its window began {(began_ns - start_ns) / 1e9:+.3f} s from when it was to",
         )
     operators = sum(event.cat == "cpu_op" for event in trace.traceEvents)
-    marks = [event.name for event in trace.traceEvents if event.cat == "user_annotation" and event.ph == "X"]
-    count = max(sum(name.startswith(mark) for name in marks) for mark in ("Optimizer.step#", "ProfilerStep#"))
+    marks = [
+        event.name
+        for event in trace.traceEvents
+        if event.cat == "user_annotation" and event.ph == "X"
+    ]
+    count = max(
+        sum(name.startswith(mark) for name in marks)
+        for mark in ("Optimizer.step#", "ProfilerStep#")
+    )
     if steps is not None and count < steps:
         raise _FaultError(slug="not-stepping", detail=f"it holds {count} of {steps} steps")
     if not operators:
         raise _FaultError(slug="empty", detail="no operator ran in its window")
-    return {"operators": operators, "steps": count, "window_start_ns": began_ns, "window_end_ns": ended_ns}
+    return {
+        "operators": operators,
+        "steps": count,
+        "window_start_ns": began_ns,
+        "window_end_ns": ended_ns,
+    }
 
 
-def _compress_trace(copy: Path, target: Path, max_stored_bytes: int, max_result_bytes: int | None) -> dict[str, Any]:
+def _compress_trace(
+    copy: Path, target: Path, max_stored_bytes: int, max_result_bytes: int | None
+) -> dict[str, Any]:
     stored_bytes = _count_stored_bytes(target)
     part = target.with_name(f".{target.name}.part")
     try:
@@ -364,10 +422,14 @@ def _compress_trace(copy: Path, target: Path, max_stored_bytes: int, max_result_
             size = writer.tell()
             os.fsync(writer.fileno())
         if stored_bytes + size > max_stored_bytes:
-            raise _FaultError(slug="quota", detail=f"more than {max_stored_bytes:,} bytes of this user would be kept")
+            raise _FaultError(
+                slug="quota",
+                detail=f"more than {max_stored_bytes:,} bytes of this user would be kept",
+            )
         if max_result_bytes is not None and size > max_result_bytes:
             raise _FaultError(
-                slug="quota", detail=f"{size:,} bytes are more than {max_result_bytes:,} that it may have"
+                slug="quota",
+                detail=f"{size:,} bytes are more than {max_result_bytes:,} that it may have",
             )
         part.replace(target)
     finally:

@@ -1,6 +1,7 @@
 """A trace request, its targets and states; persistence.
 
-model.py ─► store.py (SQLite) ─► desk.py (runs them) ─► profilers/ ─► keeping.py (a worker: verified, compressed)
+model.py ─► store.py (SQLite) ─► desk.py (runs them) ─► profilers/ ─► keeping.py (a worker:
+verified, compressed)
 """
 
 from __future__ import annotations
@@ -11,18 +12,22 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-State = Literal["queued", "delivered", "accepted", "written", "verified", "kept", "failed", "cancelled"]
+State = Literal[
+    "queued", "delivered", "accepted", "written", "verified", "kept", "failed", "cancelled"
+]
 ENDED_STATES = frozenset({"kept", "failed", "cancelled"})
-ProfilerName = Literal["timeline", "stacks", "dump", "allocations", "launches", "memory", "telemetry"]
+ProfilerName = Literal[
+    "timeline", "stacks", "dump", "allocations", "launches", "memory", "telemetry"
+]
 Pid = Annotated[int, Meta(ge=1, le=2**22)]
 
 
 class TraceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is asked for: of which processes, by which profilers, for how long.
 
-    Targets are those of `pids` (a launcher's chooses its children), of `job`, of `ranks`, or all that poll on `host`;
-    together they narrow each other. Either `steps` or `duration_s`. `at_ns`: when to begin, 0 at once. `attach`: also
-    attach to those that do not poll.
+    Targets are those of `pids` (a launcher's chooses its children), of `job`, of `ranks`, or all
+    that poll on `host`; together they narrow each other. Either `steps` or `duration_s`. `at_ns`:
+    when to begin, 0 at once. `attach`: also attach to those that do not poll.
     """
 
     pids: Annotated[tuple[Pid, ...], Meta(max_length=1024)] = ()
@@ -44,10 +49,11 @@ class TraceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class TraceTarget(msgspec.Struct, kw_only=True):
     """One profiler of one process, and how far it is. `since_ns`: when it came into this state.
 
-    `reason` is the slug of why it failed, or of what it waits for; `detail` the sentence. `start_ns`: when it was to
-    begin, where all begin at one instant; `skew_ns`: how much later its window began. `pause_ns`: how long the main
-    thread was stopped to attach, at `attached_ns`; `held_ns`: how long beginning, ending and writing took in the
-    process. None: not known, or not so.
+    `reason` is the slug of why it failed, or of what it waits for; `detail` the sentence.
+    `start_ns`: when it was to begin, where all begin at one instant; `skew_ns`: how much later its
+    window began. `pause_ns`: how long the main thread was stopped to attach, at `attached_ns`;
+    `held_ns`: how long beginning, ending and writing took in the process. None: not known, or not
+    so.
     """
 
     request: str
@@ -82,7 +88,9 @@ class TraceTarget(msgspec.Struct, kw_only=True):
 
 
 class TriggerCause(msgspec.Struct, frozen=True, kw_only=True):
-    """What made a request that nobody asked for: a rule of agent.toml, what it is about (a job or process), and why."""
+    """What made a request that nobody asked for: a rule of agent.toml, what it is about (a job or
+    process), and why.
+    """
 
     rule: str
     target: str
@@ -92,8 +100,9 @@ class TriggerCause(msgspec.Struct, frozen=True, kw_only=True):
 class TraceRequest(msgspec.Struct, kw_only=True):
     """A request. `uid`: whose the processes are; `files`: what lies in its directory.
 
-    `trigger`: None where somebody asked; `most_bytes`: of each file that is kept, None: as the configuration says.
-    `at_step`: with which step of each process it begins, by its own count; 0: as `wanted.at_ns` says.
+    `trigger`: None where somebody asked; `most_bytes`: of each file that is kept, None: as the
+    configuration says. `at_step`: with which step of each process it begins, by its own count; 0:
+    as `wanted.at_ns` says.
     """
 
     id: str
@@ -136,4 +145,6 @@ class LeaseTable:
 
     def give_back(self, holder: str) -> None:
         """Free all that it has."""
-        self._holders = {resource: name for resource, name in self._holders.items() if name != holder}
+        self._holders = {
+            resource: name for resource, name in self._holders.items() if name != holder
+        }

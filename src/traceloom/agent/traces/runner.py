@@ -22,7 +22,12 @@ import msgspec
 from traceloom import __version__
 from traceloom.agent.config import Config
 from traceloom.agent.database import RequestStore
-from traceloom.agent.kineto.server import ProfilerClient, ProfilerRegistry, is_same_process_alive, iterate_ancestors
+from traceloom.agent.kineto.server import (
+    ProfilerClient,
+    ProfilerRegistry,
+    is_same_process_alive,
+    iterate_ancestors,
+)
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers import base
 from traceloom.agent.profilers.attached import AttachedMemoryProfiler, AttachedTimelineProfiler
@@ -30,7 +35,14 @@ from traceloom.agent.profilers.base import Profiler, ProfilerError, Window
 from traceloom.agent.profilers.timeline import StartBarrier, TimelineOrder, TimelineProfiler
 from traceloom.agent.steps import StepCounter
 from traceloom.agent.traces.files import TraceDirectories, write_document
-from traceloom.agent.traces.requests import LeaseTable, State, TraceRequest, TraceSpec, TraceTarget, TriggerCause
+from traceloom.agent.traces.requests import (
+    LeaseTable,
+    State,
+    TraceRequest,
+    TraceSpec,
+    TraceTarget,
+    TriggerCause,
+)
 from traceloom.errors import OutputError, nearest
 from traceloom.server.problem import HttpError
 
@@ -56,9 +68,16 @@ class TraceService:
     """
 
     def __init__(  # noqa: PLR0917  (the parts of the agent)
-        self, config: Config, registry: ProfilerRegistry, processes: Callable[[], Mapping[str, Process]], steps: StepCounter,
-        store: RequestStore, places: TraceDirectories, boot_id: str, parts: Mapping[str, Callable[[], Profiler]] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        registry: ProfilerRegistry,
+        processes: Callable[[], Mapping[str, Process]],
+        steps: StepCounter,
+        store: RequestStore,
+        places: TraceDirectories,
+        boot_id: str,
+        parts: Mapping[str, Callable[[], Profiler]] | None = None,
+    ) -> None:
         self.parts = parts or {}
         self.config, self.registry, self.processes, self.steps = config, registry, processes, steps
         self.store, self.places, self.boot_id = store, places, boot_id
@@ -90,9 +109,15 @@ class TraceService:
         self.store.close()
 
     async def submit(
-        self, spec: TraceSpec, requester: str, may_trace: Callable[[int], bool], *, trigger: TriggerCause | None = None,
-        max_bytes: int | None = None, at_step: int = 0,
-    ) -> TraceRequest:  # fmt: skip
+        self,
+        spec: TraceSpec,
+        requester: str,
+        may_trace: Callable[[int], bool],
+        *,
+        trigger: TriggerCause | None = None,
+        max_bytes: int | None = None,
+        at_step: int = 0,
+    ) -> TraceRequest:
         """Take a request, write it down, and begin.
 
         Args:
@@ -112,20 +137,33 @@ class TraceService:
         users = {process.uid for process in matching}
         if len(users) != 1:
             raise HttpError(
-                400, f"that matches processes of {len(users)} users", slug="several-users", hint="name --pid or --job"
+                400,
+                f"that matches processes of {len(users)} users",
+                slug="several-users",
+                hint="name --pid or --job",
             )
         uid = users.pop()
         if sum(request.uid == uid and not request.ended for request in self.requests.values()) >= (
             self.config.traces.most_requests_per_user
         ):
             raise HttpError(
-                429, "too many requests of this user run already", slug="quota", retry_s=10,
+                429,
+                "too many requests of this user run already",
+                slug="quota",
+                retry_s=10,
                 hint="`traces.most_requests_per_user` of agent.toml",
-            )  # fmt: skip
+            )
         request = TraceRequest(
-            id=secrets.token_hex(6), who=requester, uid=uid, asked_ns=time.time_ns(), boot_id=self.boot_id, wanted=spec,
-            trigger=trigger, most_bytes=max_bytes, at_step=at_step,
-        )  # fmt: skip
+            id=secrets.token_hex(6),
+            who=requester,
+            uid=uid,
+            asked_ns=time.time_ns(),
+            boot_id=self.boot_id,
+            wanted=spec,
+            trigger=trigger,
+            most_bytes=max_bytes,
+            at_step=at_step,
+        )
         request.targets = list(_create_targets(request, matching, self.config.host_name))
         loop = asyncio.get_running_loop()
         try:
@@ -138,7 +176,9 @@ class TraceService:
         return request
 
     def cancel(self, request: TraceRequest) -> None:
-        """Stop what of it has not ended; what PyTorch's profiler was told already it does, and nobody reads it."""
+        """Stop what of it has not ended; what PyTorch's profiler was told already it does, and
+        nobody reads it.
+        """
         for task in self._targets.get(request.id, []):
             task.cancel("cancelled")
 
@@ -156,9 +196,10 @@ class TraceService:
         """Whether a request for the timeline of a process has not ended."""
         return any(
             target.process == key and target.profiler == "timeline" and not target.ended
-            for request in self.requests.values() if not request.ended
+            for request in self.requests.values()
+            if not request.ended
             for target in request.targets
-        )  # fmt: skip
+        )
 
     def file(self, request: TraceRequest, name: str) -> Path:
         """Where a file of a request lies.
@@ -168,12 +209,17 @@ class TraceService:
         """
         if name not in request.files:
             raise HttpError(
-                404, f"the request has no file `{name}`", slug="no-such-file", hint=nearest(name, request.files)
+                404,
+                f"the request has no file `{name}`",
+                slug="no-such-file",
+                hint=nearest(name, request.files),
             )
         return self.places.of_request(request.uid, request.id) / name
 
     def forget_old(self) -> None:
-        """Delete requests that ended long ago, with their files, and what processes left; in the disk's thread."""
+        """Delete requests that ended long ago, with their files, and what processes left; in the
+        disk's thread.
+        """
         old = time.time_ns() - int(self.config.traces.keep_days * 86_400 * 1e9)
         ended = [request for request in self.requests.values() if request.ended]
         excess = len(self.requests) - _MAX_REQUESTS
@@ -193,9 +239,11 @@ class TraceService:
         """
         if spec.host not in ("", self.config.host_name):
             raise HttpError(
-                404, f"this is {self.config.host_name}, not {spec.host}", slug="no-such-process",
+                404,
+                f"this is {self.config.host_name}, not {spec.host}",
+                slug="no-such-process",
                 hint="ask the agent of that host",
-            )  # fmt: skip
+            )
         candidates = dict(self.processes())
         for client in self.registry.clients.values():
             candidates.setdefault(client.key, _build_minimal_process(client))
@@ -210,12 +258,14 @@ class TraceService:
             if (
                 (not spec.job or process.owner.job == spec.job)
                 and (not spec.ranks or process.owner.rank in spec.ranks)
-                # A launcher's pid chooses its children; of those that do not poll only the process itself.
+                # A launcher's pid chooses its children; of those that do not poll only the process
+                # itself.
                 and (not spec.pids or not {process.pid, *ancestors}.isdisjoint(spec.pids))
                 and (spec.pids or polls is not None or spec.attach)
             ):
                 matches.append(process)
-        # Those that have ended are remembered for a while, as the ranks of a job that was started again.
+        # Those that have ended are remembered for a while, as the ranks of a job that was started
+        # again.
         matches = self._workers(
             [
                 process
@@ -229,18 +279,23 @@ class TraceService:
             hint = "`traceloom agent ps` lists processes; others' are not traced"
             raise HttpError(404, "no process of yours matches", slug="no-such-process", hint=hint)
         if len(matches) > _MAX_TARGETS:
-            raise HttpError(400, f"that matches {len(matches)} processes", slug="too-much", hint="name fewer")
+            raise HttpError(
+                400, f"that matches {len(matches)} processes", slug="too-much", hint="name fewer"
+            )
         return matches
 
     def _workers(self, processes: list[Process]) -> list[Process]:
-        """Without those that only serve others: launchers beside their ranks, and what a rank itself has started."""
+        """Without those that only serve others: launchers beside their ranks, and what a rank
+        itself has started.
+        """
         if any(process.owner.rank is not None for process in processes):
             processes = [process for process in processes if process.owner.rank is not None]
         commands = {process.pid: process.command for process in processes}
         processes = [  # what polls counts; of others those that were forked from one of them do not
             process
             for process in processes
-            if process.key in self.registry.clients or commands.get(process.parent_pid) != process.command
+            if process.key in self.registry.clients
+            or commands.get(process.parent_pid) != process.command
         ]
         clients = self.registry.clients
         ancestors = {
@@ -252,21 +307,28 @@ class TraceService:
         ranks = {(process.pid, process.owner.job, process.owner.rank) for process in processes}
         steps = {process.key: bool(self.steps.per_second(process.key)) for process in processes}
         stepping = {process.pid for process in processes if steps[process.key]}
-        # Whoever has no rank and makes no steps, but started some that do (the launcher of `mp.spawn`) or was started
-        # by one (a worker of a data loader), only serves.
-        launchers = {pid for process in processes if steps[process.key] for pid in ancestors[process.key]}
+        # Whoever has no rank and makes no steps, but started some that do (the launcher of
+        # `mp.spawn`) or was started by one (a worker of a data loader), only serves.
+        launchers = {
+            pid for process in processes if steps[process.key] for pid in ancestors[process.key]
+        }
         return [
             process
             for process in processes
             if (
                 process.owner.rank is None
                 and (
-                    steps[process.key] or (process.pid not in launchers and stepping.isdisjoint(ancestors[process.key]))
+                    steps[process.key]
+                    or (
+                        process.pid not in launchers and stepping.isdisjoint(ancestors[process.key])
+                    )
                 )
             )
             or (
                 process.owner.rank is not None
-                and ranks.isdisjoint((pid, process.owner.job, process.owner.rank) for pid in ancestors[process.key])
+                and ranks.isdisjoint(
+                    (pid, process.owner.job, process.owner.rank) for pid in ancestors[process.key]
+                )
             )
         ]
 
@@ -278,26 +340,41 @@ class TraceService:
         """
         limits = self.config.traces
         if not (spec.pids or spec.job or spec.ranks or spec.host):
-            raise HttpError(400, "of which processes?", slug="wrong-request", hint="name pids, a job, ranks or a host")
+            raise HttpError(
+                400,
+                "of which processes?",
+                slug="wrong-request",
+                hint="name pids, a job, ranks or a host",
+            )
         if (spec.steps is None) == (spec.duration_s is None):
             raise HttpError(400, "either steps or a duration", slug="wrong-request")
         if (spec.duration_s or 0) > limits.most_seconds or (spec.steps or 0) > limits.most_steps:
             raise HttpError(
-                400, f"a trace has at most {limits.most_seconds:g} s or {limits.most_steps} steps", slug="too-much",
+                400,
+                f"a trace has at most {limits.most_seconds:g} s or {limits.most_steps} steps",
+                slug="too-much",
                 hint="`traces.most_seconds` and `traces.most_steps` of agent.toml",
-            )  # fmt: skip
+            )
         if spec.at_ns and not 0 < spec.at_ns - time.time_ns() < 86_400 * 10**9:
-            raise HttpError(400, "it is to begin in the past, or more than a day ahead", slug="wrong-request")
+            raise HttpError(
+                400, "it is to begin in the past, or more than a day ahead", slug="wrong-request"
+            )
         for name in spec.profilers:
             if not base.has_profiler(name):
-                raise HttpError(400, f"there is no profiler `{name}` in this version", slug="no-profiler")
+                raise HttpError(
+                    400, f"there is no profiler `{name}` in this version", slug="no-profiler"
+                )
         if spec.attach and not limits.attach:
             raise HttpError(
-                403, "this agent does not attach to processes", slug="attach-off",
+                403,
+                "this agent does not attach to processes",
+                slug="attach-off",
                 hint="set `attach = true` in the table `traces` of agent.toml, and start the agent again",
-            )  # fmt: skip
+            )
         if "memory" in spec.profilers and not spec.attach:
-            raise HttpError(400, "`memory` attaches to the process", slug="wrong-request", hint="add --attach")
+            raise HttpError(
+                400, "`memory` attaches to the process", slug="wrong-request", hint="add --attach"
+            )
 
     def _run(self, request: TraceRequest) -> None:
         task = asyncio.create_task(self._request(request), name=f"request {request.id}")
@@ -312,7 +389,9 @@ class TraceService:
         waiting = {
             target.process
             for target in open_targets
-            if target.profiler == "timeline" and target.state == "queued" and target.start_ns is None
+            if target.profiler == "timeline"
+            and target.state == "queued"
+            and target.start_ns is None
         }
         has_others = any(target.profiler != "timeline" for target in open_targets)
         start = None
@@ -321,7 +400,9 @@ class TraceService:
             if not waiting:
                 start.leave("")
         tasks = [
-            asyncio.create_task(self._target(request, target, start), name=f"{request.id} {target.stem}")
+            asyncio.create_task(
+                self._target(request, target, start), name=f"{request.id} {target.stem}"
+            )
             for target in open_targets
         ]
         self._targets[request.id] = tasks
@@ -334,20 +415,30 @@ class TraceService:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._targets.pop(request.id, None)
 
-    async def _target(self, request: TraceRequest, target: TraceTarget, start: StartBarrier | None) -> None:
+    async def _target(
+        self, request: TraceRequest, target: TraceTarget, start: StartBarrier | None
+    ) -> None:
         holder = f"{target.profiler} of request {request.id}, process {target.pid}"
         report = partial(self._tell, request, target)
         try:
             if request.boot_id != self.boot_id:
                 raise ProfilerError("the host was started again since", slug="exited")  # noqa: TRY301
-            process, client = self.processes().get(target.process), self.registry.clients.get(target.process)
+            process, client = (
+                self.processes().get(target.process),
+                self.registry.clients.get(target.process),
+            )
             if process is None and client is not None:
                 process = _build_minimal_process(client)
             elif process is None:  # after a restart of the agent nobody has been looked at yet
                 process = Process(
-                    key=target.process, pid=target.pid, start_ticks=int(target.process.partition("@")[2]), started_ns=0,
-                    parent_pid=0, uid=target.uid, command="",
-                )  # fmt: skip
+                    key=target.process,
+                    pid=target.pid,
+                    start_ticks=int(target.process.partition("@")[2]),
+                    started_ns=0,
+                    parent_pid=0,
+                    uid=target.uid,
+                    command="",
+                )
             profiler = self._profiler(request, target, process, start)
             last_holder = ""
             until = time.monotonic() + self.config.traces.wait
@@ -374,38 +465,66 @@ class TraceService:
                 start.leave(target.process)
 
     def _profiler(
-        self, request: TraceRequest, target: TraceTarget, process: Process, start: StartBarrier | None
+        self,
+        request: TraceRequest,
+        target: TraceTarget,
+        process: Process,
+        start: StartBarrier | None,
     ) -> Profiler:
         if target.profiler != "timeline":
             if target.state != "queued":
-                raise ProfilerError("the agent was started again while it recorded", slug="agent-restarted")
+                raise ProfilerError(
+                    "the agent was started again while it recorded", slug="agent-restarted"
+                )
             if target.profiler != "memory":
-                return self.parts.get(target.profiler, partial(base.create_profiler, target.profiler))()
+                return self.parts.get(
+                    target.profiler, partial(base.create_profiler, target.profiler)
+                )()
         spec, limits = request.wanted, self.config.traces
         order = TimelineOrder(
-            trace_id=f"traceloom-{request.id}-{target.stem}" + ("" if target.profiler == "timeline" else ".memory"),
+            trace_id=f"traceloom-{request.id}-{target.stem}"
+            + ("" if target.profiler == "timeline" else ".memory"),
             group_id=f"traceloom-{request.id}",
-            incoming=self.places.incoming(request.uid), stem=target.stem, shapes=spec.shapes, stacks=spec.stacks,
-            flops=spec.flops, modules=spec.modules, wait_s=limits.wait, most_seconds=limits.most_seconds,
-            most_bytes=int(limits.most_file_mb * 1e6), most_kept_bytes=int(limits.most_mb_per_user * 1e6),
+            incoming=self.places.incoming(request.uid),
+            stem=target.stem,
+            shapes=spec.shapes,
+            stacks=spec.stacks,
+            flops=spec.flops,
+            modules=spec.modules,
+            wait_s=limits.wait,
+            most_seconds=limits.most_seconds,
+            most_bytes=int(limits.most_file_mb * 1e6),
+            most_kept_bytes=int(limits.most_mb_per_user * 1e6),
             most_result_bytes=request.most_bytes,
-            resumed=target.state, start_ns=target.start_ns, attempt=target.attempt,
-            at_step=request.at_step, steps_per_second=self.steps.per_second, steps_made=self.steps.total,
+            resumed=target.state,
+            start_ns=target.start_ns,
+            attempt=target.attempt,
+            at_step=request.at_step,
+            steps_per_second=self.steps.per_second,
+            steps_made=self.steps.total,
             start=start if target.profiler == "timeline" else None,
-        )  # fmt: skip
+        )
         report = partial(self._tell, request, target)
         if target.profiler == "memory":
             return AttachedMemoryProfiler(order, report, self._leases)
-        # After a restart of the agent a process that polls has perhaps not polled yet: what it was told it does.
-        polls = process.key in self.registry.clients or (target.state != "queued" and target.attached_ns is None)
+        # After a restart of the agent a process that polls has perhaps not polled yet: what it was
+        # told it does.
+        polls = process.key in self.registry.clients or (
+            target.state != "queued" and target.attached_ns is None
+        )
         if spec.attach and not polls:
             return AttachedTimelineProfiler(order, report, self._leases)
         return TimelineProfiler(self.registry, order, report)
 
     async def _record(  # noqa: PLR0917  (of one target)
-        self, request: TraceRequest, target: TraceTarget, process: Process, profiler: Profiler, start: StartBarrier | None,
+        self,
+        request: TraceRequest,
+        target: TraceTarget,
+        process: Process,
+        profiler: Profiler,
+        start: StartBarrier | None,
         report: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         spec = request.wanted
         directory = self.places.of_request(request.uid, request.id)
         if target.profiler == "timeline":
@@ -421,7 +540,9 @@ class TraceService:
             rate = self.steps.per_second(process.key)
             if rate and spec.steps is not None:
                 window = Window(start_ns, spec.steps / rate, spec.steps)
-            elif spec.steps is not None and any(other.profiler == "timeline" for other in request.targets):
+            elif spec.steps is not None and any(
+                other.profiler == "timeline" for other in request.targets
+            ):
                 window = Window(start_ns, None, spec.steps, partial(self.traced, request))
             paths = await profiler.record(process, window, directory, target.stem)
             if not tells_itself:
@@ -431,13 +552,15 @@ class TraceService:
                     for path in paths:
                         await asyncio.to_thread(path.unlink)
                     raise ProfilerError(
-                        f"{size:,} bytes are more than {request.most_bytes:,} that a trigger may take", slug="quota"
+                        f"{size:,} bytes are more than {request.most_bytes:,} that a trigger may take",
+                        slug="quota",
                     )
                 report("kept", file=paths[0].name if paths else "", bytes=size)
         request.files += sorted({path.name for path in paths} - set(request.files))
 
     async def traced(self, request: TraceRequest) -> tuple[int, int]:
-        """Wait for the timelines of a request; from when the first of them really was to when the last, ns.
+        """Wait for the timelines of a request; from when the first of them really was to when the
+        last, ns.
 
         Raises:
             ProfilerError: `no-duration`: none was kept, or none says when it was.
@@ -446,11 +569,17 @@ class TraceService:
         async with self._changed:
             await self._changed.wait_for(lambda: all(target.ended for target in timelines))
         kept_targets = [target for target in timelines if target.state == "kept"]
-        starts = [target.window_start_ns for target in kept_targets if target.window_start_ns is not None]
-        end_times = [target.window_end_ns for target in kept_targets if target.window_end_ns is not None]
+        starts = [
+            target.window_start_ns for target in kept_targets if target.window_start_ns is not None
+        ]
+        end_times = [
+            target.window_end_ns for target in kept_targets if target.window_end_ns is not None
+        ]
         if not starts or not end_times:
             raise ProfilerError(
-                "no timeline was kept that says how long the steps took", slug="no-duration", hint="ask for a duration"
+                "no timeline was kept that says how long the steps took",
+                slug="no-duration",
+                hint="ask for a duration",
             )
         return min(starts), max(end_times)
 
@@ -462,7 +591,9 @@ class TraceService:
             try:
                 await asyncio.to_thread(write_document, str(path), document)
                 # What an earlier agent kept is there, too.
-                request.files = sorted(path.name for path in path.parent.iterdir() if not path.name.startswith("."))
+                request.files = sorted(
+                    path.name for path in path.parent.iterdir() if not path.name.startswith(".")
+                )
             except OSError as error:
                 LOG.warning("request %s: capture.json cannot be written: %s", request.id, error)
         request.done = True
@@ -473,7 +604,9 @@ class TraceService:
             LOG.warning("request %s: %s", request.id, error)
         await self._notify(request.id)
 
-    def _capture(self, request: TraceRequest, kept_targets: Iterable[TraceTarget]) -> dict[str, Any]:
+    def _capture(
+        self, request: TraceRequest, kept_targets: Iterable[TraceTarget]
+    ) -> dict[str, Any]:
         """capture.json: one entry per process that has a timeline, and what was asked for."""
         entries: list[dict[str, Any]] = []
         for target in kept_targets:
@@ -482,31 +615,56 @@ class TraceService:
             process = self.processes().get(target.process)
             owner = process.owner if process is not None else None
             window = {
-                "file": target.file, "kind": "time" if request.wanted.steps is None else "steps", "first_step": None,
-                "step_count": target.steps, "start_ns": target.window_start_ns, "end_ns": target.window_end_ns,
-            }  # fmt: skip
+                "file": target.file,
+                "kind": "time" if request.wanted.steps is None else "steps",
+                "first_step": None,
+                "step_count": target.steps,
+                "start_ns": target.window_start_ns,
+                "end_ns": target.window_end_ns,
+            }
             entries.append(
                 {
-                    "rank": target.rank, "world_size": owner.world_size if owner else None,
-                    "local_rank": owner.local_rank if owner else None, "job": (owner.job or None) if owner else None,
-                    "name": target.stem, "host": self.config.host_name, "process": target.pid,
-                    "created_ns": request.asked_ns, "written_ns": target.since_ns, "window": window, "notices": [],
+                    "rank": target.rank,
+                    "world_size": owner.world_size if owner else None,
+                    "local_rank": owner.local_rank if owner else None,
+                    "job": (owner.job or None) if owner else None,
+                    "name": target.stem,
+                    "host": self.config.host_name,
+                    "process": target.pid,
+                    "created_ns": request.asked_ns,
+                    "written_ns": target.since_ns,
+                    "window": window,
+                    "notices": [],
                 }
-            )  # fmt: skip
+            )
         request_fields = msgspec.to_builtins(msgspec.structs.replace(request, files=[]))
         sidecars: dict[str, list[str]] = {}
         for target in kept_targets:
             if target.profiler in ("stacks", "telemetry"):
                 sidecars.setdefault(target.profiler, []).append(target.file)
         return {
-            "format": "traceloom-capture", "version": 1, "traceloom": __version__,
-            "stage": "profiled", "run": {}, "ranks": entries, "request": request_fields, **sidecars,
-        }  # fmt: skip
+            "format": "traceloom-capture",
+            "version": 1,
+            "traceloom": __version__,
+            "stage": "profiled",
+            "run": {},
+            "ranks": entries,
+            "request": request_fields,
+            **sidecars,
+        }
 
     def _tell(
-        self, request: TraceRequest, target: TraceTarget, state: State, reason: str = "", detail: str = "", **facts: Any
+        self,
+        request: TraceRequest,
+        target: TraceTarget,
+        state: State,
+        reason: str = "",
+        detail: str = "",
+        **facts: Any,
     ) -> asyncio.Task[None]:
-        """A target is in a state: in memory at once, on disk and to listeners when the task has ended."""
+        """A target is in a state: in memory at once, on disk and to listeners when the task has
+        ended.
+        """
         if state != target.state or reason != target.reason:
             target.since_ns = time.time_ns()
         target.state, target.reason, target.detail = state, reason, detail
@@ -521,7 +679,9 @@ class TraceService:
     async def _write(self, request: str, target: TraceTarget) -> None:
         await self._notify(request)
         with contextlib.suppress(OutputError):  # the store's trouble says it; the request goes on
-            await asyncio.get_running_loop().run_in_executor(self._disk, self.store.put_target, target)
+            await asyncio.get_running_loop().run_in_executor(
+                self._disk, self.store.put_target, target
+            )
 
     async def _notify(self, request: str) -> None:
         self._versions[request] = self._versions.get(request, 0) + 1
@@ -529,10 +689,14 @@ class TraceService:
             self._changed.notify_all()
 
 
-def _create_targets(request: TraceRequest, processes: Iterable[Process], host: str) -> Iterable[TraceTarget]:
+def _create_targets(
+    request: TraceRequest, processes: Iterable[Process], host: str
+) -> Iterable[TraceTarget]:
     stems: set[str] = set()
     once: set[str] = set()
-    for process in sorted(processes, key=lambda process: (process.owner.rank is None, process.owner.rank, process.pid)):
+    for process in sorted(
+        processes, key=lambda process: (process.owner.rank is None, process.owner.rank, process.pid)
+    ):
         rank = process.owner.rank
         stem = f"pid{process.pid}" if rank is None or f"rank{rank}" in stems else f"rank{rank}"
         stems.add(stem)
@@ -542,14 +706,25 @@ def _create_targets(request: TraceRequest, processes: Iterable[Process], host: s
                 continue
             once.add(profiler)
             yield TraceTarget(
-                request=request.id, process=process.key, profiler=profiler, pid=process.pid, uid=process.uid, rank=rank,
-                stem=re.sub(r"[^\w.-]", "_", host) if is_host_wide else stem, since_ns=request.asked_ns,
-            )  # fmt: skip
+                request=request.id,
+                process=process.key,
+                profiler=profiler,
+                pid=process.pid,
+                uid=process.uid,
+                rank=rank,
+                stem=re.sub(r"[^\w.-]", "_", host) if is_host_wide else stem,
+                since_ns=request.asked_ns,
+            )
 
 
 def _build_minimal_process(client: ProfilerClient) -> Process:
     """A process that polls and has not been looked at yet."""
     return Process(
-        key=client.key, pid=client.pid, start_ticks=client.start_ticks, started_ns=client.first_ns,
-        parent_pid=client.ancestors[0] if client.ancestors else 0, uid=client.uid, command="",
-    )  # fmt: skip
+        key=client.key,
+        pid=client.pid,
+        start_ticks=client.start_ticks,
+        started_ns=client.first_ns,
+        parent_pid=client.ancestors[0] if client.ancestors else 0,
+        uid=client.uid,
+        command="",
+    )

@@ -1,4 +1,6 @@
-"""Looks at the rules, asks the desk for what they want as far as cooldown and budget allow it, and counts refusals."""
+"""Looks at the rules, asks the desk for what they want as far as cooldown and budget allow it, and
+counts refusals.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ _REFUSAL_REASONS = (
     "no-such-process",
 )
 # Failures of a target by which its process was not traced at all.
-_UNTRACED_REASONS = frozenset({"not-registered", "expired", "exited", "leased", "no-profiler", "not-stepping"})
+_UNTRACED_REASONS = frozenset(
+    {"not-registered", "expired", "exited", "leased", "no-profiler", "not-stepping"}
+)
 
 
 # By user and target: the same of several ranks of a job is one occurrence.
@@ -78,7 +82,9 @@ _Occurrences = dict[tuple[int, str], tuple[TriggerTarget, list[Occurrence]]]
 
 
 class _Attempt(NamedTuple):
-    """What became of a rule and a target last: which occurrences those were, and from when on they are tried again."""
+    """What became of a rule and a target last: which occurrences those were, and from when on they
+    are tried again.
+    """
 
     episodes: frozenset[str]
     again_ns: int
@@ -100,33 +106,50 @@ class TriggerEngine:
     """
 
     def __init__(  # noqa: PLR0917  (the parts of the agent)
-        self, config: Config, board: Snapshot, desk: TraceService, store: TriggerStore, disk: Executor,
-        audit: AuditLog, now_ns: int, watches: Mapping[str, Callable[[AnyRule], Watch]] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        board: Snapshot,
+        desk: TraceService,
+        store: TriggerStore,
+        disk: Executor,
+        audit: AuditLog,
+        now_ns: int,
+        watches: Mapping[str, Callable[[AnyRule], Watch]] | None = None,
+    ) -> None:
         self.rules: dict[str, AnyRule] = {rule.name: rule for rule in config.triggers}
         self.counts: dict[str, RuleCounts] = {name: RuleCounts() for name in self.rules}
         self.ledger = TriggerLedger(config.trigger_budget)
         self.store = store
         self.now_ns = now_ns  # of the last tick
-        self._config, self._board, self._desk, self._disk, self._audit = config, board, desk, disk, audit
+        self._config, self._board, self._desk, self._disk, self._audit = (
+            config,
+            board,
+            desk,
+            disk,
+            audit,
+        )
         self._values = SeriesValues(
-            board, [match_rule_series(rule) for rule in config.triggers if isinstance(rule, MetricRule)]
-        )  # fmt: skip
+            board,
+            [match_rule_series(rule) for rule in config.triggers if isinstance(rule, MetricRule)],
+        )
         self._more = watches or {}
         self._index = ProcessIndex(board)
         self.watches: dict[str, Watch | None] = {
             name: self._watch(rule, now_ns) for name, rule in self.rules.items()
-        }  # fmt: skip
+        }
         self._defects: dict[str, str] = {}  # rule -> what its watch raised last
         self._tried: dict[tuple[str, int, str], _Attempt] = {}
         self._changed: set[str] = set()  # rules whose counts are not written yet
 
     async def start(self, now_ns: int) -> None:
         """Take up what an earlier agent left; the desk has been started."""
-        charges, counts = await asyncio.get_running_loop().run_in_executor(self._disk, self.store.load)
+        charges, counts = await asyncio.get_running_loop().run_in_executor(
+            self._disk, self.store.load
+        )
         self.counts |= {name: stored for name, stored in counts.items() if name in self.rules}
         self.ledger.add(charges, now_ns)
-        # An agent that was killed between a request and its charge, or whose file was damaged, still has the request.
+        # An agent that was killed between a request and its charge, or whose file was damaged,
+        # still has the request.
         charged = {charge.request for charge in charges}
         missing = [
             charge
@@ -154,7 +177,9 @@ class TriggerEngine:
                 occurrences: _Occurrences = {}
                 for firing in () if watch is None else watch.look(now_ns):
                     for target in self._targets(rule, firing):
-                        occurrences.setdefault((target.uid, target.key), (target, []))[1].append(firing)
+                        occurrences.setdefault((target.uid, target.key), (target, []))[1].append(
+                            firing
+                        )
                 for target, firings in occurrences.values():
                     await self._try(rule, firings, target, now_ns)
             except Exception as error:  # a defect of one rule must not stop the others
@@ -167,7 +192,11 @@ class TriggerEngine:
 
     def readings(self) -> list[Reading]:
         """What rules have done and cost."""
-        readings = [Reading("trigger_budget_left_bytes", (), float(max(self.ledger.bytes_left(self.now_ns), 0)))]
+        readings = [
+            Reading(
+                "trigger_budget_left_bytes", (), float(max(self.ledger.bytes_left(self.now_ns), 0))
+            )
+        ]
         for name, counts in self.counts.items():
             readings += [
                 Reading("trigger_requests_total", (name,), float(counts.fired)),
@@ -175,8 +204,11 @@ class TriggerEngine:
                 Reading("trigger_kept_bytes_total", (name,), float(counts.kept_bytes)),
                 *(
                     Reading("trigger_refusals_total", (name, reason), float(number))
-                    # Also those that never happened: of a counter that begins at 1, Prometheus does not see the first.
-                    for reason, number in (dict.fromkeys(_REFUSAL_REASONS, 0) | counts.refusals).items()
+                    # Also those that never happened: of a counter that begins at 1, Prometheus does
+                    # not see the first.
+                    for reason, number in (
+                        dict.fromkeys(_REFUSAL_REASONS, 0) | counts.refusals
+                    ).items()
                 ),
             ]
         return readings if self.rules else []
@@ -186,7 +218,11 @@ class TriggerEngine:
         problems = {}
         for name, watch in self.watches.items():
             rule = self.rules[name]
-            reason = f"this agent does not watch for `{get_rule_kind(rule)}`" if watch is None else watch.trouble()
+            reason = (
+                f"this agent does not watch for `{get_rule_kind(rule)}`"
+                if watch is None
+                else watch.trouble()
+            )
             try:
                 self._desk.check(_build_trace_spec(rule, (os.getpid(),), ""))
             except HttpError as error:
@@ -199,16 +235,25 @@ class TriggerEngine:
         if get_rule_kind(rule) in self._more:
             return self._more[get_rule_kind(rule)](rule)
         if isinstance(rule, MetricRule):
-            return MetricWatch(rule, self._values, lambda labels: bool(self._index.find_by_labels(labels)))
+            return MetricWatch(
+                rule, self._values, lambda labels: bool(self._index.find_by_labels(labels))
+            )
         if isinstance(rule, OomKillRule):
             return OomKillWatch(self._board)
         if isinstance(rule, XidRule):
             return XidWatch(rule, self._board)
         if isinstance(rule, StepRegressionRule):
             return StepRegressionWatch(
-                rule, self._desk.steps, self._desk.is_traced, lambda key: key in self._board.processes
+                rule,
+                self._desk.steps,
+                self._desk.is_traced,
+                lambda key: key in self._board.processes,
             )
-        return CadenceWatch(rule, self._config.host_name, now_ns) if isinstance(rule, CadenceRule) else None
+        return (
+            CadenceWatch(rule, self._config.host_name, now_ns)
+            if isinstance(rule, CadenceRule)
+            else None
+        )
 
     def _targets(self, rule: TriggerRule, firing: Occurrence) -> Iterable[TriggerTarget]:
         """Whom a rule is to trace; of what only happened it is said where nobody is left."""
@@ -219,19 +264,38 @@ class TriggerEngine:
                 key = next(filter(None, firing.labels.values()), "")
                 return [
                     TriggerTarget(
-                        -1, key, (), TriggerRefusal("no-such-process", "none of its processes is left on this host")
+                        -1,
+                        key,
+                        (),
+                        TriggerRefusal(
+                            "no-such-process", "none of its processes is left on this host"
+                        ),
                     )
                 ]
-        # What the series itself says of them needs no other witness: a rank may be known from its steps alone.
-        owner_filter = {label: value for label, value in rule.where.items() if firing.labels.get(label) != value}
+        # What the series itself says of them needs no other witness: a rank may be known from its
+        # steps alone.
+        owner_filter = {
+            label: value for label, value in rule.where.items() if firing.labels.get(label) != value
+        }
         traceable = [
-            process for process in filter_by_owner(processes, owner_filter) if os.geteuid() in (0, process.uid)
+            process
+            for process in filter_by_owner(processes, owner_filter)
+            if os.geteuid() in (0, process.uid)
         ]
-        return select_targets(rule, traceable, self._index, self._desk.registry.clients.keys(), self._desk.steps)
+        return select_targets(
+            rule, traceable, self._index, self._desk.registry.clients.keys(), self._desk.steps
+        )
 
-    async def _try(self, rule: TriggerRule, firings: list[Occurrence], target: TriggerTarget, now_ns: int) -> None:
-        """Make the request, or count why there is none; once per occurrence, and now and then while it goes on."""
-        key, episodes = (rule.name, target.uid, target.key), frozenset(firing.episode for firing in firings)
+    async def _try(
+        self, rule: TriggerRule, firings: list[Occurrence], target: TriggerTarget, now_ns: int
+    ) -> None:
+        """Make the request, or count why there is none; once per occurrence, and now and then while
+        it goes on.
+        """
+        key, episodes = (
+            (rule.name, target.uid, target.key),
+            frozenset(firing.episode for firing in firings),
+        )
         tried, firing = self._tried.get(key), firings[0]
         if tried is not None and episodes <= tried.episodes and now_ns < tried.again_ns:
             return
@@ -250,15 +314,23 @@ class TriggerEngine:
             counts = self.counts[rule.name]
             counts.refusals[refusal.reason] = counts.refusals.get(refusal.reason, 0) + 1
             counts.last_refusal = LastRefusal(
-                at_ns=now_ns, target=target.key, what=firing.what, uid=target.uid, reason=refusal.reason,
+                at_ns=now_ns,
+                target=target.key,
+                what=firing.what,
+                uid=target.uid,
+                reason=refusal.reason,
                 detail=refusal.detail,
-            )  # fmt: skip
+            )
             self._changed.add(rule.name)
             noted_ns = tried.noted_ns if tried is not None else 0
-            if not noted_ns or now_ns - noted_ns >= _RETRY_AFTER_NS:  # in the audit log once a minute at most
+            if (
+                not noted_ns or now_ns - noted_ns >= _RETRY_AFTER_NS
+            ):  # in the audit log once a minute at most
                 noted_ns = now_ns
                 facts = {"target": target.key, "detail": refusal.detail, "why": firing.what}
-                write = partial(self._audit.write, f"trigger {rule.name}", "trigger", refusal.reason, **facts)
+                write = partial(
+                    self._audit.write, f"trigger {rule.name}", "trigger", refusal.reason, **facts
+                )
                 self._disk.submit(write)
         self._tried.pop(key, None)  # the one that was tried last stands last
         self._tried[key] = _Attempt(episodes, again_ns, noted_ns)
@@ -280,7 +352,9 @@ class TriggerEngine:
             return owner == uid
 
         try:
-            processes = self._desk.matching(spec, may_trace)  # also those that a launcher has started
+            processes = self._desk.matching(
+                spec, may_trace
+            )  # also those that a launcher has started
             if any(self._desk.is_traced(process.key) for process in processes):
                 return TriggerRefusal("traced", "it is being traced already")
             seconds = {process.key: self._seconds(spec, process.key) for process in processes}
@@ -288,7 +362,11 @@ class TriggerEngine:
             if refusal is not None:
                 return refusal
             request = await self._desk.submit(
-                spec, f"trigger {rule.name}", may_trace, trigger=cause, max_bytes=self.ledger.reserve(1)
+                spec,
+                f"trigger {rule.name}",
+                may_trace,
+                trigger=cause,
+                max_bytes=self.ledger.reserve(1),
             )
         except HttpError as error:
             return TriggerRefusal(error.slug, error.message)
@@ -303,7 +381,9 @@ class TriggerEngine:
         self._write(charges)
         pids = sorted({traced_target.pid for traced_target in request.targets})
         facts = {"request": request.id, "of": uid, "pids": pids, "why": firing.what}
-        self._disk.submit(partial(self._audit.write, f"trigger {rule.name}", "trigger", "done", **facts))
+        self._disk.submit(
+            partial(self._audit.write, f"trigger {rule.name}", "trigger", "done", **facts)
+        )
         return None
 
     def _seconds(self, spec: TraceSpec, process: str) -> float:
@@ -317,10 +397,15 @@ class TriggerEngine:
         for process in dict.fromkeys(target.process for target in request.targets):
             files = sum(target.process == process for target in request.targets)
             yield Charge(
-                request=request.id, process=process, rule=cause.rule, uid=request.uid, target=cause.target, at_ns=at_ns,
+                request=request.id,
+                process=process,
+                rule=cause.rule,
+                uid=request.uid,
+                target=cause.target,
+                at_ns=at_ns,
                 seconds=self._seconds(request.wanted, process),
                 bytes=files * (request.most_bytes or self.ledger.reserve(1)),
-            )  # fmt: skip
+            )
 
     def _settle(self) -> None:
         """Put what was measured in the place of what was set aside, for requests that have ended."""
@@ -352,7 +437,9 @@ class TriggerEngine:
         if settled:
             self._write(settled)
 
-    def _write(self, charges: list[Charge] | None = None, removed: list[Charge] | None = None) -> None:
+    def _write(
+        self, charges: list[Charge] | None = None, removed: list[Charge] | None = None
+    ) -> None:
         """Hand copies of what has changed to the disk's thread."""
         changed, self._changed = self._changed, set()
         if charges or removed or changed:
@@ -364,9 +451,14 @@ def _build_trace_spec(rule: TriggerRule, pids: tuple[int, ...], job: str) -> Tra
     """What a rule asks the desk for."""
     steps = DEFAULT_STEPS if rule.steps is None and rule.duration is None else rule.steps
     return TraceSpec(
-        pids=pids, job=job, profilers=rule.profilers, steps=steps, duration_s=rule.duration, shapes=rule.shapes,
+        pids=pids,
+        job=job,
+        profilers=rule.profilers,
+        steps=steps,
+        duration_s=rule.duration,
+        shapes=rule.shapes,
         stacks=rule.stacks,
-    )  # fmt: skip
+    )
 
 
 def get_rule_kind(rule: AnyRule) -> str:

@@ -28,9 +28,11 @@ class TriggerRefusal(NamedTuple):
 
 
 class TriggerTarget(NamedTuple):
-    """Processes of one user that are to be traced together. `key`: the job, or the process where it has none.
+    """Processes of one user that are to be traced together. `key`: the job, or the process where it
+    has none.
 
-    The name of a job is nobody's own: another user's of the same name is another target. `uid`: -1: nobody is left.
+    The name of a job is nobody's own: another user's of the same name is another target. `uid`: -1:
+    nobody is left.
     """
 
     uid: int
@@ -40,7 +42,8 @@ class TriggerTarget(NamedTuple):
 
 
 class ProcessIndex:
-    """The board's processes by job, device and cgroup, so that what a rule sees finds those that it is about.
+    """The board's processes by job, device and cgroup, so that what a rule sees finds those that it
+    is about.
 
     Args:
         board: Whose processes are replaced as a whole when they are looked at again.
@@ -58,8 +61,16 @@ class ProcessIndex:
             return [process] if process is not None else []
         if "device" in labels:
             device_uuid = labels["device"]
-            partitions = [uuid for uuid, device in self._snapshot.devices.items() if device.parent == device_uuid]
-            members = [process for uuid in (device_uuid, *partitions) for process in self._look_up("device", uuid)]
+            partitions = [
+                uuid
+                for uuid, device in self._snapshot.devices.items()
+                if device.parent == device_uuid
+            ]
+            members = [
+                process
+                for uuid in (device_uuid, *partitions)
+                for process in self._look_up("device", uuid)
+            ]
             return list({process.key: process for process in members}.values())
         if "cgroup" in labels:
             return self._look_up("cgroup", labels["cgroup"])
@@ -98,7 +109,8 @@ def filter_by_owner(processes: Iterable[Process], labels: Mapping[str, str]) -> 
         process
         for process in processes
         if all(
-            (_format_rank(process) if label == "rank" else getattr(process.owner, label)) == owner_labels[label]
+            (_format_rank(process) if label == "rank" else getattr(process.owner, label))
+            == owner_labels[label]
             for label in owner_labels
         )
     ]
@@ -133,7 +145,12 @@ def select_targets(
         if "timeline" in rule.profilers:
             candidates = [member for member in candidates if member.key in registered_keys]
         if not candidates:
-            yield TriggerTarget(uid, key, (), TriggerRefusal("not-registered", "its PyTorch does not ask for traces"))
+            yield TriggerTarget(
+                uid,
+                key,
+                (),
+                TriggerRefusal("not-registered", "its PyTorch does not ask for traces"),
+            )
         elif rule.target == "slowest-and-median":
             yield _select_slowest_and_median(rule, uid, key, candidates, step_counter)
         else:
@@ -144,7 +161,9 @@ def _exclude_launchers(processes: list[Process]) -> list[Process]:
     """Without those that have no rank while others of their job have one."""
     jobs_with_ranks = {process.owner.job for process in processes if process.owner.rank is not None}
     return [
-        process for process in processes if process.owner.rank is not None or process.owner.job not in jobs_with_ranks
+        process
+        for process in processes
+        if process.owner.rank is not None or process.owner.job not in jobs_with_ranks
     ]
 
 
@@ -162,7 +181,12 @@ def _select_slowest_and_median(
     if not seconds_per_step:
         quantity = "steps" if rule.ranks_by == "steps" else "waits for the data loader"
         return TriggerTarget(
-            uid, key, (), TriggerRefusal("no-steps", f"{quantity} of its ranks are not known, so none is the slowest")
+            uid,
+            key,
+            (),
+            TriggerRefusal(
+                "no-steps", f"{quantity} of its ranks are not known, so none is the slowest"
+            ),
         )
     seconds_per_step.sort()
     keys = {seconds_per_step[-1][1], seconds_per_step[(len(seconds_per_step) - 1) // 2][1]}
@@ -174,11 +198,15 @@ def _format_rank(process: Process) -> str:
 
 
 DAY_NS = 86_400 * 10**9
-_MIN_BUDGET_AGE_NS = 3600 * 10**9  # a process that is younger may be traced as long as one of this age
+_MIN_BUDGET_AGE_NS = (
+    3600 * 10**9
+)  # a process that is younger may be traced as long as one of this age
 
 
 class Charge(msgspec.Struct, kw_only=True):
-    """What a request of a rule costs a process: seconds traced and bytes kept; until it is `settled`, at most."""
+    """What a request of a rule costs a process: seconds traced and bytes kept; until it is
+    `settled`, at most.
+    """
 
     request: str
     process: str
@@ -201,7 +229,9 @@ class TriggerLedger:
     def __init__(self, budget: TriggerBudget) -> None:
         self._budget = budget
         self.charges: list[Charge] = []  # oldest first
-        self._last_fired_ns: dict[tuple[str, int, str], int] = {}  # rule, user and target -> when last
+        self._last_fired_ns: dict[
+            tuple[str, int, str], int
+        ] = {}  # rule, user and target -> when last
 
     def add(self, charges: Iterable[Charge], now_ns: int) -> None:
         """Take charges; those of the future, as a clock that was set back leaves them, are of now."""
@@ -216,8 +246,12 @@ class TriggerLedger:
         """Drop settled charges of before an instant, at least a day ago; those that were dropped."""
         removed = [charge for charge in self.charges if charge.settled and charge.at_ns < before_ns]
         if removed:
-            self.charges = [charge for charge in self.charges if not charge.settled or charge.at_ns >= before_ns]
-            self._last_fired_ns = {key: at_ns for key, at_ns in self._last_fired_ns.items() if at_ns >= before_ns}
+            self.charges = [
+                charge for charge in self.charges if not charge.settled or charge.at_ns >= before_ns
+            ]
+            self._last_fired_ns = {
+                key: at_ns for key, at_ns in self._last_fired_ns.items() if at_ns >= before_ns
+            }
         return removed
 
     def cooling(self, rule: str, uid: int, target: str, cooldown_s: float, now_ns: int) -> float:
@@ -226,13 +260,21 @@ class TriggerLedger:
         return 0.0 if fired_ns is None else max(0.0, cooldown_s - (now_ns - fired_ns) / 1e9)
 
     def refusal(
-        self, processes: Sequence[Process], seconds: Mapping[str, float], files_per_process: int, now_ns: int
+        self,
+        processes: Sequence[Process],
+        seconds: Mapping[str, float],
+        files_per_process: int,
+        now_ns: int,
     ) -> TriggerRefusal | None:
-        """Why processes cannot be traced for so long (by key), with so many files each; None where they can."""
+        """Why processes cannot be traced for so long (by key), with so many files each; None where
+        they can.
+        """
         for process in processes:
             requested_s = seconds[process.key]
             spent_s = sum(
-                charge.seconds for charge in self._list_counted_charges(now_ns) if charge.process == process.key
+                charge.seconds
+                for charge in self._list_counted_charges(now_ns)
+                if charge.process == process.key
             )
             age_ns = min(max(now_ns - process.started_ns, _MIN_BUDGET_AGE_NS), DAY_NS)
             allowed_s = self._budget.share * age_ns / 1e9
@@ -241,8 +283,11 @@ class TriggerLedger:
                     "budget-share",
                     f"process {process.pid} was traced for {_format_seconds(spent_s)} of the last day, and {_format_seconds(requested_s)} more "
                     f"are above the {_format_seconds(allowed_s)} that `trigger_budget.share` allows",
-                )  # fmt: skip
-        requested_bytes, remaining_bytes = self.reserve(len(processes) * files_per_process), self.bytes_left(now_ns)
+                )
+        requested_bytes, remaining_bytes = (
+            self.reserve(len(processes) * files_per_process),
+            self.bytes_left(now_ns),
+        )
         if requested_bytes > remaining_bytes:
             return TriggerRefusal(
                 "budget-bytes",
@@ -256,10 +301,16 @@ class TriggerLedger:
 
     def bytes_left(self, now_ns: int) -> int:
         """What may be kept now; what runs counts with what it may have."""
-        return int(self._budget.mb_per_day * 1e6) - sum(charge.bytes for charge in self._list_counted_charges(now_ns))
+        return int(self._budget.mb_per_day * 1e6) - sum(
+            charge.bytes for charge in self._list_counted_charges(now_ns)
+        )
 
     def _list_counted_charges(self, now_ns: int) -> Iterable[Charge]:
-        return (charge for charge in self.charges if charge.at_ns > now_ns - DAY_NS or not charge.settled)
+        return (
+            charge
+            for charge in self.charges
+            if charge.at_ns > now_ns - DAY_NS or not charge.settled
+        )
 
 
 def _format_seconds(seconds: float) -> str:
@@ -329,7 +380,9 @@ class TriggerStore:
             self._try_open()
 
     def load(self) -> tuple[list[Charge], dict[str, RuleCounts]]:
-        """Charges, and what each rule has done; nothing where the file cannot be read, which `trouble` says."""
+        """Charges, and what each rule has done; nothing where the file cannot be read, which
+        `trouble` says.
+        """
         with self._lock:
             try:
                 if self._database is None:
@@ -349,8 +402,15 @@ class TriggerStore:
                 return [], {}
             return charges, rules
 
-    def put(self, charges: Sequence[Charge], rules: dict[str, RuleCounts], removed: Sequence[Charge] = ()) -> None:
-        """Write what has changed; what cannot be is said by `trouble`, and told to the next agent by the requests."""
+    def put(
+        self,
+        charges: Sequence[Charge],
+        rules: dict[str, RuleCounts],
+        removed: Sequence[Charge] = (),
+    ) -> None:
+        """Write what has changed; what cannot be is said by `trouble`, and told to the next agent
+        by the requests.
+        """
         with self._lock:
             if self._database is None:
                 self._try_open()
@@ -360,7 +420,10 @@ class TriggerStore:
                 with self._database as database:
                     database.executemany(
                         "INSERT OR REPLACE INTO charges VALUES (?, ?, ?)",
-                        [(charge.request, charge.process, msgspec.json.encode(charge)) for charge in charges],
+                        [
+                            (charge.request, charge.process, msgspec.json.encode(charge))
+                            for charge in charges
+                        ],
                     )
                     database.executemany(
                         "DELETE FROM charges WHERE request = ? AND process = ?",
@@ -387,12 +450,16 @@ class TriggerStore:
     def _try_open(self) -> None:
         try:
             try:
-                self._database = open_database(self.path, _SCHEMA, SCHEMA_VERSION, "database of triggers")
+                self._database = open_database(
+                    self.path, _SCHEMA, SCHEMA_VERSION, "database of triggers"
+                )
             except sqlite3.DatabaseError as error:
                 if not is_corruption(error):
                     raise
                 self._set_aside_damaged_file()
-                self._database = open_database(self.path, _SCHEMA, SCHEMA_VERSION, "database of triggers")
+                self._database = open_database(
+                    self.path, _SCHEMA, SCHEMA_VERSION, "database of triggers"
+                )
             self.trouble = ""
         except (OSError, sqlite3.Error) as error:
             self.trouble = str(error)

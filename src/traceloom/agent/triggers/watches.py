@@ -4,9 +4,10 @@ values.py (the board by metric) ─► metric.py ┐
               events.py, regression.py, cadence.py ┴─► engine.py ─► requests/desk.py
                      targets.py (whom), ledger.py (how much), store.py (SQLite) ┘
 
-Two things must be so. The median of the last N steps is above that of the steps before by the share of the rule. And of
-the last N so many are above the median before as chance gives once in a million looks: had nothing changed, each would
-be above it as often as below. Steps while a trace runs are left out: tracing slows them down.
+Two things must be so. The median of the last N steps is above that of the steps before by the share
+of the rule. And of the last N so many are above the median before as chance gives once in a million
+looks: had nothing changed, each would be above it as often as below. Steps while a trace runs are
+left out: tracing slows them down.
 """
 
 from __future__ import annotations
@@ -26,15 +27,22 @@ from traceloom.agent.metrics import METRICS, PREFIX
 from traceloom.agent.snapshot import CollectorResult, Snapshot
 from traceloom.agent.steps import StepCounter
 from traceloom.errors import nearest
-from traceloom.system.units import format_byte_rate, format_duration, format_percent, format_quantity, format_size
+from traceloom.system.units import (
+    format_byte_rate,
+    format_duration,
+    format_percent,
+    format_quantity,
+    format_size,
+)
 
 
 class Occurrence(NamedTuple):
     """What a rule watches for is so now.
 
-    `labels` say whom it is about: `process` (a key), `device` (a uuid), `cgroup`, or `job` and perhaps `rank`; without
-    any it is the whole host. `episode` is the same text for as long as it is the same occurrence. `what` is the
-    sentence that the request carries. `lasts`: whether another trace is worth having while it goes on.
+    `labels` say whom it is about: `process` (a key), `device` (a uuid), `cgroup`, or `job` and
+    perhaps `rank`; without any it is the whole host. `episode` is the same text for as long as it
+    is the same occurrence. `what` is the sentence that the request carries. `lasts`: whether
+    another trace is worth having while it goes on.
     """
 
     labels: Mapping[str, str]
@@ -80,7 +88,8 @@ def match_series(metric: str, where: Mapping[str, str]) -> MatchingSeries:
     """The series of a metric by those of the labels that it has."""
     names = METRICS[metric].labels
     return MatchingSeries(
-        metric, tuple((names.index(label), value) for label, value in where.items() if label in names)
+        metric,
+        tuple((names.index(label), value) for label, value in where.items() if label in names),
     )
 
 
@@ -116,12 +125,16 @@ class SeriesValues:
                     if columns is None:
                         continue
                     now = value
-                    if METRICS[series[0]].kind == "counter":  # its rate per second, at first sight unknown
+                    if (
+                        METRICS[series[0]].kind == "counter"
+                    ):  # its rate per second, at first sight unknown
                         last = before.values.get(series) if before is not None else None
                         if before is None or last is None or sheet.at_ns <= before.at_ns:
                             continue
                         # One that was set back began anew at 0.
-                        now = (value - last if value >= last else value) / ((sheet.at_ns - before.at_ns) / 1e9)
+                        now = (value - last if value >= last else value) / (
+                            (sheet.at_ns - before.at_ns) / 1e9
+                        )
                     for column in columns:
                         key = (series[0], column, series[1][column] if column >= 0 else "")
                         if key in self._filed:
@@ -147,12 +160,15 @@ _MAX_ENDED_SERIES = 10_000  # series that are absent
 
 @dataclass(slots=True)
 class _SeriesState:
-    """Of a series: its last value; since when it is as the rule says (None: it is not); and when it was there last."""
+    """Of a series: its last value; since when it is as the rule says (None: it is not); and when it
+    was there last.
+    """
 
     value: float
     since_ns: int | None
     at_ns: int
-    # Of the last while, what may still be the least and the greatest, oldest first: (instant, value).
+    # Of the last while, what may still be the least and the greatest, oldest first: (instant,
+    # value).
     least: deque[tuple[int, float]] = field(default_factory=deque)
     greatest: deque[tuple[int, float]] = field(default_factory=deque)
 
@@ -167,7 +183,10 @@ class MetricWatch:
     """
 
     def __init__(
-        self, rule: MetricRule, values: SeriesValues, still_there: Callable[[Mapping[str, str]], bool]
+        self,
+        rule: MetricRule,
+        values: SeriesValues,
+        still_there: Callable[[Mapping[str, str]], bool],
     ) -> None:
         self.rule = rule
         self.matching = match_rule_series(rule)
@@ -176,8 +195,14 @@ class MetricWatch:
         self._looked = -1
         metric = METRICS[self.matching.metric]
         # The `device` of a network card is none that processes are on.
-        owner_labels = () if metric.name.startswith("rdma_") else ("process", "device", "cgroup", "job", "rank")
-        self._whose = [(column, label) for column, label in enumerate(metric.labels) if label in owner_labels]
+        owner_labels = (
+            ()
+            if metric.name.startswith("rdma_")
+            else ("process", "device", "cgroup", "job", "rank")
+        )
+        self._whose = [
+            (column, label) for column, label in enumerate(metric.labels) if label in owner_labels
+        ]
 
     def look(self, now_ns: int) -> Iterator[Occurrence]:
         """Series for which the rule holds, for as long as it does."""
@@ -192,25 +217,39 @@ class MetricWatch:
                 if not self._still_there({label: labels[column] for column, label in self._whose}):
                     del self._series[labels]
                     continue
-                since_ns, description = state.at_ns, f"was absent for {(now_ns - state.at_ns) / 1e9:.0f} s"
-            elif state.since_ns is not None and state.at_ns - state.since_ns >= rule.for_seconds * 1e9:
+                since_ns, description = (
+                    state.at_ns,
+                    f"was absent for {(now_ns - state.at_ns) / 1e9:.0f} s",
+                )
+            elif (
+                state.since_ns is not None
+                and state.at_ns - state.since_ns >= rule.for_seconds * 1e9
+            ):
                 measure, since_ns = get_unit(self.matching.metric), state.since_ns
                 value = _format_measure(state.value, measure)
                 if rule.changed is not None:
                     apart = state.greatest[0][1] - state.least[0][1]
                     description = f"changed by {_format_measure(apart, measure)} within {rule.within:g} s, to {value}"
                 else:
-                    side, limit = ("above", rule.above) if rule.above is not None else ("below", rule.below)
+                    side, limit = (
+                        ("above", rule.above) if rule.above is not None else ("below", rule.below)
+                    )
                     lasting = f" for {rule.for_seconds:g} s" if rule.for_seconds else ""
-                    description = f"is {value}, {side} {_format_measure(limit or 0.0, measure)}{lasting}"
+                    description = (
+                        f"is {value}, {side} {_format_measure(limit or 0.0, measure)}{lasting}"
+                    )
             else:
                 continue
             names = METRICS[self.matching.metric].labels
-            label_text = ", ".join(f"{name} {value}" for name, value in zip(names, labels, strict=True) if value)
+            label_text = ", ".join(
+                f"{name} {value}" for name, value in zip(names, labels, strict=True) if value
+            )
             yield Occurrence(
-                ({label: labels[column] for column, label in self._whose}), f"{labels}@{since_ns}",
-                f"{self.matching.metric}{f' of {label_text}' if label_text else ''} {description}", lasts=True,
-            )  # fmt: skip
+                ({label: labels[column] for column, label in self._whose}),
+                f"{labels}@{since_ns}",
+                f"{self.matching.metric}{f' of {label_text}' if label_text else ''} {description}",
+                lasts=True,
+            )
 
     def trouble(self) -> str:
         """Whether there is any series to look at."""
@@ -219,7 +258,9 @@ class MetricWatch:
         delivered, metric = self._values.delivered(), self.matching.metric
         if metric not in delivered:
             likely = nearest(metric, delivered).removeprefix("did you mean ").rstrip("? ")
-            return f"no collector delivers `{metric}` here now" + (f", but {likely}" if likely else "")
+            return f"no collector delivers `{metric}` here now" + (
+                f", but {likely}" if likely else ""
+            )
         if METRICS[metric].kind == "counter" and not self.matching.labels:
             return ""  # its rate is there when it has been delivered twice
         return f"no series of `{metric}` has the labels of `where`"
@@ -235,7 +276,8 @@ class MetricWatch:
                 state = self._series[labels] = _SeriesState(value, None, now_ns)
             state.value, state.at_ns = value, now_ns
             if rule.changed is not None and rule.within is not None:
-                # How far the values since then are apart; each value enters and leaves each queue once
+                # How far the values since then are apart; each value enters and leaves each queue
+                # once
                 oldest_ns = now_ns - int(rule.within * 1e9)
                 for queue, sign in ((state.least, 1.0), (state.greatest, -1.0)):
                     while queue and queue[0][0] < oldest_ns:
@@ -248,9 +290,12 @@ class MetricWatch:
                 is_met = (rule.above is not None and value > rule.above) or (
                     rule.below is not None and value < rule.below
                 )
-            state.since_ns = (state.since_ns if state.since_ns is not None else now_ns) if is_met else None
+            state.since_ns = (
+                (state.since_ns if state.since_ns is not None else now_ns) if is_met else None
+            )
         missing = [labels for labels in self._series if labels not in present]
-        # What is not there is not above anything; an absent one is kept until those whom it was of are gone.
+        # What is not there is not above anything; an absent one is kept until those whom it was of
+        # are gone.
         for labels in missing if rule.absent is None else missing[:-_MAX_ENDED_SERIES]:
             del self._series[labels]
 
@@ -286,14 +331,21 @@ class OomKillWatch:
         self._last = kills[-1] if kills else last
         for kill in _select_new_events(kills, last):
             yield Occurrence(
-                {"job": kill.job} if kill.job else {"cgroup": kill.cgroup}, f"{kill.cgroup}@{kill.at_ns}",
+                {"job": kill.job} if kill.job else {"cgroup": kill.cgroup},
+                f"{kill.cgroup}@{kill.at_ns}",
                 f"{format_quantity(kill.kills, 'process')} killed for want of memory in {kill.cgroup}",
-            )  # fmt: skip
+            )
 
     def trouble(self) -> str:
         """Whether kills are counted here."""
-        counted_here = any(metric == "oom_kills_total" for (metric, _), _, _ in self._board.values())
-        return "" if counted_here else "no collector counts processes that are killed for want of memory"
+        counted_here = any(
+            metric == "oom_kills_total" for (metric, _), _, _ in self._board.values()
+        )
+        return (
+            ""
+            if counted_here
+            else "no collector counts processes that are killed for want of memory"
+        )
 
 
 class XidWatch:
@@ -317,9 +369,10 @@ class XidWatch:
                 code = "" if event.code is None else f" {event.code}"
                 text = f": {event.text}" if event.text else ""
                 yield Occurrence(
-                    {"device": event.device}, f"{event.device}@{event.at_ns}{code}",
+                    {"device": event.device},
+                    f"{event.device}@{event.at_ns}{code}",
                     f"Xid{code} of device {event.device}{text}",
-                )  # fmt: skip
+                )
 
     def trouble(self) -> str:
         """Whether there are devices that have such errors."""
@@ -344,7 +397,9 @@ class HangRuleWatch:
 
     def __init__(self, hangs: HangService) -> None:
         self._hangs = hangs
-        self._known: frozenset[str] | None = None  # as of the last look; None before it: what an earlier agent saw
+        self._known: frozenset[str] | None = (
+            None  # as of the last look; None before it: what an earlier agent saw
+        )
 
     def look(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
         """Hangs that began since the last look and of which it is known whom the others wait for."""
@@ -356,11 +411,16 @@ class HangRuleWatch:
 
     def trouble(self) -> str:
         """Whether hangs are watched for here."""
-        return "" if self._hangs.config.hangs.watch else "hangs are not watched for: `hangs.watch` is off"
+        return (
+            ""
+            if self._hangs.config.hangs.watch
+            else "hangs are not watched for: `hangs.watch` is off"
+        )
 
 
 class CadenceWatch:
-    """Fires when the next stretch of time begins; in the one in which the agent started it does not.
+    """Fires when the next stretch of time begins; in the one in which the agent started it does
+    not.
 
     Args:
         rule: How often.
@@ -378,7 +438,9 @@ class CadenceWatch:
         """The stretch that is now."""
         period = (now_ns - self.phase_ns) // self._every_ns
         if period != self._first:
-            yield Occurrence({}, f"{self._name}#{period}", f"every {format_duration(self._every_ns)}")
+            yield Occurrence(
+                {}, f"{self._name}#{period}", f"every {format_duration(self._every_ns)}"
+            )
 
     def trouble(self) -> str:
         """A clock always goes on."""
@@ -432,14 +494,19 @@ class StepRegressionWatch:
             before, now = past.slow
             pid = process.partition("@")[0]
             yield Occurrence(
-                {"process": process}, f"{process}#{past.episode}",
+                {"process": process},
+                f"{process}#{past.episode}",
                 f"the last {self._rule.last} steps of process {pid} took {format_duration(int(now * 1e9))} "
                 f"in the median, {format_percent(now / before - 1)} % more than the {format_duration(int(before * 1e9))} before",
-            )  # fmt: skip
+            )
 
     def trouble(self) -> str:
         """Whether steps of any process are known."""
-        return "" if self._past else "no steps of any process are known yet: they are reported, or counted by probes"
+        return (
+            ""
+            if self._past
+            else "no steps of any process are known yet: they are reported, or counted by probes"
+        )
 
     def _hear(self, process: str, durations: Sequence[tuple[float, int]]) -> None:
         if self._is_traced(process):
@@ -449,9 +516,12 @@ class StepRegressionWatch:
             self._past = {key: old for key, old in self._past.items() if self._exists(key)}
             if len(self._past) >= _MAX_PROCESSES:
                 return
-            past = self._past[process] = _StepHistory(deque(maxlen=_HISTORY_FACTOR * self._rule.last))
+            past = self._past[process] = _StepHistory(
+                deque(maxlen=_HISTORY_FACTOR * self._rule.last)
+            )
         for seconds, number in durations:
-            # Steps with one mean, as probes see them, are no witnesses of their own: it takes ten looks at least.
+            # Steps with one mean, as probes see them, are no witnesses of their own: it takes ten
+            # looks at least.
             past.last += [seconds] * min(number, max(self._rule.last // 10, 1))
             while len(past.last) >= self._rule.last:
                 window, past.last = past.last[: self._rule.last], past.last[self._rule.last :]

@@ -1,4 +1,6 @@
-"""Attention: 2 · heads · pairs · (d_qk + d_v), where pairs are the (query, key) pairs that the mask leaves."""
+"""Attention: 2 · heads · pairs · (d_qk + d_v), where pairs are the (query, key) pairs that the mask
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from traceloom.analyze.flops.registry import MODELS, Call, Tensor, Unknown, Work
 FAMILY, PAGED_FAMILY = "attention", "paged attention"
 
 
-def count_unmasked_pairs(queries: int, keys: int, *, bottom_right: bool, left: int = -1, right: int = 0) -> int:
+def count_unmasked_pairs(
+    queries: int, keys: int, *, bottom_right: bool, left: int = -1, right: int = 0
+) -> int:
     """How many (query, key) pairs a causal or sliding mask leaves, exactly.
 
     Args:
@@ -26,7 +30,9 @@ def count_unmasked_pairs(queries: int, keys: int, *, bottom_right: bool, left: i
         (10, 100)
     """
     shift = keys - queries if bottom_right else 0
-    up_to_last = queries * keys if right < 0 else _sum_clipped_range(queries, keys, shift + right + 1)
+    up_to_last = (
+        queries * keys if right < 0 else _sum_clipped_range(queries, keys, shift + right + 1)
+    )
     before_first = 0 if left < 0 else _sum_clipped_range(queries, keys, shift - left)
     return up_to_last - before_first
 
@@ -34,10 +40,12 @@ def count_unmasked_pairs(queries: int, keys: int, *, bottom_right: bool, left: i
 def _sum_clipped_range(count: int, limit: int, first: int) -> int:
     """Sum of `first`, `first` + 1, ... (`count` of them), each cut to 0..`limit`."""
     first_positive = min(max(-first, 0), count)  # position of the first that is above 0
-    first_at_limit = min(max(limit - first, first_positive), count)  # position of the first that reaches the top
-    return (first_at_limit - first_positive) * (2 * first + first_positive + first_at_limit - 1) // 2 + (
-        count - first_at_limit
-    ) * limit
+    first_at_limit = min(
+        max(limit - first, first_positive), count
+    )  # position of the first that reaches the top
+    return (first_at_limit - first_positive) * (
+        2 * first + first_positive + first_at_limit - 1
+    ) // 2 + (count - first_at_limit) * limit
 
 
 class AttentionInputPositions(Struct, frozen=True):
@@ -65,7 +73,9 @@ class AttentionInputPositions(Struct, frozen=True):
 _FORWARD_POSITIONS = {
     "aten::scaled_dot_product_attention": AttentionInputPositions(5, mask=3),
     "aten::_scaled_dot_product_attention_math": AttentionInputPositions(5, mask=3),
-    "aten::_scaled_dot_product_flash_attention": AttentionInputPositions(4, causal_bottom_right=True),
+    "aten::_scaled_dot_product_flash_attention": AttentionInputPositions(
+        4, causal_bottom_right=True
+    ),
     "aten::_scaled_dot_product_flash_attention_for_cpu": AttentionInputPositions(4, mask=5),
     "aten::_scaled_dot_product_efficient_attention": AttentionInputPositions(6, mask=3),
     "aten::_scaled_dot_product_cudnn_attention": AttentionInputPositions(6, mask=3),
@@ -73,7 +83,9 @@ _FORWARD_POSITIONS = {
     "aten::_flash_attention_forward": AttentionInputPositions(
         8, heads_first=False, causal_bottom_right=True, lengths=3, window=11
     ),
-    "aten::_efficient_attention_forward": AttentionInputPositions(9, heads_first=False, mask=3, lengths=4),
+    "aten::_efficient_attention_forward": AttentionInputPositions(
+        9, heads_first=False, mask=3, lengths=4
+    ),
     "flash_attn::_flash_attn_forward": AttentionInputPositions(
         5, heads_first=False, causal_bottom_right=True, window=6
     ),
@@ -85,13 +97,21 @@ _BACKWARD_POSITIONS = {
     "aten::_scaled_dot_product_flash_attention_backward": AttentionInputPositions(
         11, query=1, causal_bottom_right=True
     ),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": AttentionInputPositions(7, query=1, mask=8),
-    "aten::_scaled_dot_product_efficient_attention_backward": AttentionInputPositions(11, query=1, mask=4),
-    "aten::_scaled_dot_product_cudnn_attention_backward": AttentionInputPositions(14, query=1, mask=8),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": AttentionInputPositions(
+        7, query=1, mask=8
+    ),
+    "aten::_scaled_dot_product_efficient_attention_backward": AttentionInputPositions(
+        11, query=1, mask=4
+    ),
+    "aten::_scaled_dot_product_cudnn_attention_backward": AttentionInputPositions(
+        14, query=1, mask=8
+    ),
     "aten::_flash_attention_backward": AttentionInputPositions(
         11, query=1, heads_first=False, causal_bottom_right=True, lengths=6, window=15
     ),
-    "aten::_efficient_attention_backward": AttentionInputPositions(14, query=1, heads_first=False, mask=4, lengths=6),
+    "aten::_efficient_attention_backward": AttentionInputPositions(
+        14, query=1, heads_first=False, mask=4, lengths=6
+    ),
     "flash_attn::_flash_attn_backward": AttentionInputPositions(
         11, query=1, heads_first=False, causal_bottom_right=True, window=12
     ),
@@ -113,13 +133,16 @@ def _count_pairs(call: Call, positions: AttentionInputPositions, queries: int, k
         causal, bottom_right = call.flag(positions.causal_index), positions.causal_bottom_right
     if not causal and left < 0 and right < 0:
         return queries * keys
-    return count_unmasked_pairs(queries, keys, bottom_right=bottom_right, left=left, right=0 if causal else right)
+    return count_unmasked_pairs(
+        queries, keys, bottom_right=bottom_right, left=left, right=0 if causal else right
+    )
 
 
 @MODELS.register(*_FORWARD_POSITIONS, *_BACKWARD_POSITIONS, family=FAMILY)
 def estimate_attention(call: Call) -> Work:
-    """2 · heads · pairs · (d_qk + d_v), where pairs are the (query, key) pairs that the mask leaves; backward five
-    products: the scores again (d_qk), and the gradients of V, of the scores (d_v), of Q and of K (d_qk).
+    """2 · heads · pairs · (d_qk + d_v), where pairs are the (query, key) pairs that the mask
+    leaves; backward five products: the scores again (d_qk), and the gradients of V, of the
+    scores (d_v), of Q and of K (d_qk).
     """
     positions = _FORWARD_POSITIONS.get(call.name) or _BACKWARD_POSITIONS[call.name]
     query, key, value = (call.tensor(positions.query + lengths_index) for lengths_index in range(3))
@@ -128,14 +151,24 @@ def estimate_attention(call: Call) -> Work:
         lengths_index
     ):  # packed sequences: all must have the greatest length, else nobody can tell
         batch, heads = call.tensor(lengths_index).shape[0] - 1, query.shape[-2]
-        key_batch = call.tensor(lengths_index + 1).shape[0] - 1 if call.has(lengths_index + 1) else batch
-        query_tokens, key_tokens = (tensor.numel // (tensor.shape[-1] * tensor.shape[-2]) for tensor in (query, key))
+        key_batch = (
+            call.tensor(lengths_index + 1).shape[0] - 1 if call.has(lengths_index + 1) else batch
+        )
+        query_tokens, key_tokens = (
+            tensor.numel // (tensor.shape[-1] * tensor.shape[-2]) for tensor in (query, key)
+        )
         queries, keys = call.integer(lengths_index + 2), call.integer(lengths_index + 3)
-        if batch < 1 or key_batch != batch or queries * batch != query_tokens or keys * batch != key_tokens:
+        if (
+            batch < 1
+            or key_batch != batch
+            or queries * batch != query_tokens
+            or keys * batch != key_tokens
+        ):
             raise Unknown("the lengths of the packed sequences are not recorded")
     else:
         query_shape, key_shape = (
-            tensor.shape if len(tensor.shape) == 4 else (1, *tensor.shape) for tensor in (query, key)
+            tensor.shape if len(tensor.shape) == 4 else (1, *tensor.shape)
+            for tensor in (query, key)
         )
         length_dim = 2 if positions.heads_first else 1
         batch, queries, keys, heads = (
@@ -151,39 +184,60 @@ def estimate_attention(call: Call) -> Work:
     moved_bytes = (
         operand_bytes
         + out_bytes
-        + sum(mask.bytes for mask in call.optional(*([] if positions.mask is None else [positions.mask])))
+        + sum(
+            mask.bytes
+            for mask in call.optional(*([] if positions.mask is None else [positions.mask]))
+        )
     )
     if call.name in _FORWARD_POSITIONS:
         return Work(flops_per_width * (d_qk + d_v), moved_bytes, query.dtype, matrix=True)
     flops, recomputed_flops = flops_per_width * (3 * d_qk + 2 * d_v), flops_per_width * d_qk
-    return Work(flops, moved_bytes + out_bytes + operand_bytes, query.dtype, matrix=True, recomputed=recomputed_flops)
+    return Work(
+        flops,
+        moved_bytes + out_bytes + operand_bytes,
+        query.dtype,
+        matrix=True,
+        recomputed=recomputed_flops,
+    )
 
 
 _UNIFIED_ATTENTION_OPS = (
-    "vllm::unified_attention", "vllm::unified_attention_with_output", "sglang::unified_attention_with_output",
-)  # fmt: skip
-BATCH_ANNOTATION_PATTERN = re.compile(r"(?:context|generation)_\d+\(sq(\d+)sk(\d+)sqsq(\d+)sqsk(\d+)\)")
+    "vllm::unified_attention",
+    "vllm::unified_attention_with_output",
+    "sglang::unified_attention_with_output",
+)
+BATCH_ANNOTATION_PATTERN = re.compile(
+    r"(?:context|generation)_\d+\(sq(\d+)sk(\d+)sqsq(\d+)sqsk(\d+)\)"
+)
 """How serving engines annotate their steps: sums over the requests."""
 
 
 def parse_batch_annotation(annotation: str) -> tuple[int, int, int, int]:
-    """Sums over the requests of a serving engine's step: queries, keys, queries squared, queries times keys.
+    """Sums over the requests of a serving engine's step: queries, keys, queries squared, queries
+    times keys.
 
-    They stand in annotations such as `execute_32_context_0(sq0sk0sqsq0sqsk0)_generation_32(sq32sk900sqsq32sqsk900)`.
+    They stand in annotations such as
+    `execute_32_context_0(sq0sk0sqsq0sqsk0)_generation_32(sq32sk900sqsq32sqsk900)`.
 
     Raises:
         Unknown: The annotation holds none.
     """
     groups = BATCH_ANNOTATION_PATTERN.findall(annotation)
     if not groups:
-        raise Unknown("the lengths of the requests are not recorded (no annotation describes the batch)")
-    queries, keys, squares, products = (sum(int(group[index]) for group in groups) for index in range(4))
+        raise Unknown(
+            "the lengths of the requests are not recorded (no annotation describes the batch)"
+        )
+    queries, keys, squares, products = (
+        sum(int(group[index]) for group in groups) for index in range(4)
+    )
     return queries, keys, squares, products
 
 
 @MODELS.register(*_UNIFIED_ATTENTION_OPS, family=PAGED_FAMILY)
 def estimate_paged_attention(call: Call) -> Work:
-    """Causal attention over a paged cache: a request with q queries and k keys has q·k - q·(q - 1)/2 pairs."""
+    """Causal attention over a paged cache: a request with q queries and k keys has q·k - q·(q -
+    1)/2 pairs.
+    """
     query, key, value = call.tensor(0), call.tensor(1), call.tensor(2)
     if len(query.shape) != 3 or len(key.shape) != 3:
         raise Unknown("the heads cannot be determined from the recorded shapes")
@@ -198,26 +252,33 @@ _PAGED_DECODE_POSITIONS = {
     "aiter::paged_attention_ragged": (2, -2),
     "sglang_profiler::attention_paged_attention_ragged*": (2, -2),
 }
-"""Place of the query, before both caches, and which dimension of a cache has the heads of the keys."""
+"""Place of the query, before both caches, and which dimension of a cache has the heads of the keys.
+"""
 
 
 @MODELS.register(*_PAGED_DECODE_POSITIONS, family=PAGED_FAMILY, inputs=32)
 def estimate_paged_decode(call: Call) -> Work:
     """Decoding over a paged cache: one query a request, and all keys of it."""
     query_index, heads_dim = next(
-        inputs for name, inputs in _PAGED_DECODE_POSITIONS.items() if call.name.startswith(name.removesuffix("*"))
+        inputs
+        for name, inputs in _PAGED_DECODE_POSITIONS.items()
+        if call.name.startswith(name.removesuffix("*"))
     )
     query, key = call.tensor(query_index), call.tensor(query_index + 1)
     if len(query.shape) != 3 or len(key.shape) < 4:
         raise Unknown("the heads cannot be determined from the recorded shapes")
     _, heads, head_dim = query.shape
-    return _estimate_paged_batch(call, query, key, (heads, key.shape[heads_dim]), (head_dim, head_dim))
+    return _estimate_paged_batch(
+        call, query, key, (heads, key.shape[heads_dim]), (head_dim, head_dim)
+    )
 
 
 def _estimate_paged_batch(
     call: Call, query: Tensor, key: Tensor, heads: tuple[int, int], head_dims: tuple[int, int]
 ) -> Work:
-    """Causal attention of all requests of the batch, with these heads (queries, keys) and widths (keys, values)."""
+    """Causal attention of all requests of the batch, with these heads (queries, keys) and widths
+    (keys, values).
+    """
     queries, keys, query_squares, query_key_products = parse_batch_annotation(call.batch)
     pairs = query_key_products - (query_squares - queries) // 2
     moved_bytes = (queries * heads[0] * query.size + keys * heads[1] * key.size) * sum(head_dims)

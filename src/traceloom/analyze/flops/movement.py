@@ -16,7 +16,9 @@ def estimate_copy(call: Call) -> Work:
     return Work(0, target.bytes + source.bytes, target.dtype)
 
 
-@MODELS.register("aten::clone", "aten::contiguous", "aten::flip", "aten::roll", "aten::alias_copy", family=COPY)
+@MODELS.register(
+    "aten::clone", "aten::contiguous", "aten::flip", "aten::roll", "aten::alias_copy", family=COPY
+)
 def estimate_clone(call: Call) -> Work:
     """The input is read, and written packed."""
     x = call.tensor(0)
@@ -25,7 +27,9 @@ def estimate_clone(call: Call) -> Work:
 
 @MODELS.register("aten::_to_copy", "aten::to", family=COPY)
 def estimate_type_conversion(call: Call) -> Work:
-    """The new element type stands as a number in one of the first places, or is that of another tensor."""
+    """The new element type stands as a number in one of the first places, or is that of another
+    tensor.
+    """
     x = call.tensor(0)
     if call.has(1):
         out: str | None = call.tensor(1).dtype
@@ -38,7 +42,9 @@ def estimate_type_conversion(call: Call) -> Work:
     return Work(0, x.bytes + x.numel * DTYPE_BYTES[out or x.dtype], out or x.dtype)
 
 
-@MODELS.register("aten::cat", "aten::_cat", "aten::concat", "aten::stack", "aten::_stack", family=COPY)
+@MODELS.register(
+    "aten::cat", "aten::_cat", "aten::concat", "aten::stack", "aten::_stack", family=COPY
+)
 def estimate_cat(call: Call) -> Work:
     """Every part is read once and written once."""
     parts = call.tensor_list(0)
@@ -61,9 +67,11 @@ def estimate_pad(call: Call) -> Work:
 
 
 @MODELS.register(
-    "fbgemm::permute_pooled_embs_auto_grad", "fbgemm::recat_embedding_grad_output_mixed_D_batch",
-    "torch::autograd::CppNode<fbgemm_gpu::PermutePooledEmbsFunction*", family=COPY,
-)  # fmt: skip
+    "fbgemm::permute_pooled_embs_auto_grad",
+    "fbgemm::recat_embedding_grad_output_mixed_D_batch",
+    "torch::autograd::CppNode<fbgemm_gpu::PermutePooledEmbsFunction*",
+    family=COPY,
+)
 def estimate_permute(call: Call) -> Work:
     """The first input in another order; the small tables beside it tell the order."""
     x, *tables = call.tensors()
@@ -97,14 +105,23 @@ def estimate_embedding(call: Call) -> Work:
 def estimate_embedding_backward(call: Call) -> Work:
     """Adds the rows of the gradient into a whole table, which is written once."""
     grad, index, rows = call.tensor(0), call.tensor(1), call.integer(2)
-    return Work(grad.numel, grad.bytes + index.bytes + rows * grad.shape[-1] * grad.size, grad.dtype)
+    return Work(
+        grad.numel, grad.bytes + index.bytes + rows * grad.shape[-1] * grad.size, grad.dtype
+    )
 
 
-@MODELS.register("aten::_embedding_bag", "aten::embedding_bag", "aten::_embedding_bag_forward_only", family="embedding")
+@MODELS.register(
+    "aten::_embedding_bag",
+    "aten::embedding_bag",
+    "aten::_embedding_bag_forward_only",
+    family="embedding",
+)
 def estimate_embedding_bag(call: Call) -> Work:
     """One addition per element of each row looked up; one row per bag is written."""
     weight, index, offsets = call.tensor(0), call.tensor(1), call.tensor(2)
-    moved = (index.numel + offsets.numel) * weight.shape[1] * weight.size + index.bytes + offsets.bytes
+    moved = (
+        (index.numel + offsets.numel) * weight.shape[1] * weight.size + index.bytes + offsets.bytes
+    )
     return Work(index.numel * weight.shape[1], moved, weight.dtype)
 
 
@@ -120,11 +137,18 @@ def estimate_select(call: Call) -> Work:
 
 
 @MODELS.register(
-    "aten::scatter_", "aten::scatter", "aten::scatter_add_", "aten::scatter_add", "aten::index_add_", "aten::index_add",
+    "aten::scatter_",
+    "aten::scatter",
+    "aten::scatter_add_",
+    "aten::scatter_add",
+    "aten::index_add_",
+    "aten::index_add",
     family=INDEX,
-)  # fmt: skip
+)
 def estimate_scatter(call: Call) -> Work:
-    """(input, dimension, index, source): who adds reads the source, and reads and writes as many places."""
+    """(input, dimension, index, source): who adds reads the source, and reads and writes as many
+    places.
+    """
     x, index = call.tensor(0), call.tensor(2)
     copied_bytes = 0 if call.name.endswith("_") else 2 * x.bytes
     if "index_add" in call.name:
@@ -132,7 +156,9 @@ def estimate_scatter(call: Call) -> Work:
         return Work(source.numel, index.bytes + 3 * source.bytes + copied_bytes, x.dtype)
     if "scatter_add" in call.name:
         return Work(index.numel, index.bytes + 3 * index.numel * x.size + copied_bytes, x.dtype)
-    source_bytes = index.numel * x.size if call.has(3) and call.tensor(3).shape else 0  # else it is a number
+    source_bytes = (
+        index.numel * x.size if call.has(3) and call.tensor(3).shape else 0
+    )  # else it is a number
     return Work(0, index.bytes + source_bytes + index.numel * x.size + copied_bytes, x.dtype)
 
 
@@ -145,7 +171,9 @@ def estimate_index_copy(call: Call) -> Work:
 
 @MODELS.register("aten::index", family=INDEX)
 def estimate_indexing(call: Call) -> Work:
-    """Only where the shapes of the indices are recorded, and none is a mask (the size of its result is unknown)."""
+    """Only where the shapes of the indices are recorded, and none is a mask (the size of its result
+    is unknown).
+    """
     x = call.tensor(0)
     index_shapes = call.shapes[1] if len(call.shapes) > 1 else []
     shapes = [tuple(shape) for shape in index_shapes if isinstance(shape, list)]
@@ -158,11 +186,16 @@ def estimate_indexing(call: Call) -> Work:
 
 
 @MODELS.register(
-    "_C_cache_ops::reshape_and_cache_flash", "_C_cache_ops::reshape_and_cache", "aiter::reshape_and_cache",
-    "sglang::store_cache", "vllm::unified_kv_cache_update", family="cache update",
-)  # fmt: skip
+    "_C_cache_ops::reshape_and_cache_flash",
+    "_C_cache_ops::reshape_and_cache",
+    "aiter::reshape_and_cache",
+    "sglang::store_cache",
+    "vllm::unified_kv_cache_update",
+    family="cache update",
+)
 def estimate_cache_update(call: Call) -> Work:
-    """(key, value, key cache, value cache, slots, ...): keys and values are read, and written in the cache's type.
+    """(key, value, key cache, value cache, slots, ...): keys and values are read, and written in
+    the cache's type.
 
     Of the unified update neither caches nor slots are inputs.
     """
@@ -179,9 +212,27 @@ _INDEX_RESULT_OPS = ("argmax", "argmin", "count_nonzero")
 _PAIR_RESULT_OPS = ("var_mean", "std_mean")
 _OPS_WITH_INDICES = ("max", "min", "median")  # over a dimension; over all only the value
 _OPS_WITH_DIMS_AT_1 = (
-    "sum", "mean", "prod", "amax", "amin", "max", "min", "all", "any", "argmax", "argmin", "var", "std", "nansum",
-    "logsumexp", "var_mean", "std_mean", "count_nonzero", "median", "nanmean",
-)  # fmt: skip
+    "sum",
+    "mean",
+    "prod",
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "all",
+    "any",
+    "argmax",
+    "argmin",
+    "var",
+    "std",
+    "nansum",
+    "logsumexp",
+    "var_mean",
+    "std_mean",
+    "count_nonzero",
+    "median",
+    "nanmean",
+)
 _OPS_WITH_DIMS_AT_2 = ("norm", "linalg_vector_norm")
 _FLOPS_PER_ELEMENT = {
     "var": 3,
@@ -194,9 +245,13 @@ _FLOPS_PER_ELEMENT = {
 }
 
 
-@MODELS.register(*(f"aten::{name}" for name in (*_OPS_WITH_DIMS_AT_1, *_OPS_WITH_DIMS_AT_2)), family=FAMILY)
+@MODELS.register(
+    *(f"aten::{name}" for name in (*_OPS_WITH_DIMS_AT_1, *_OPS_WITH_DIMS_AT_2)), family=FAMILY
+)
 def estimate_reduction(call: Call) -> Work:
-    """Operations per element of the input; a result for every element of the dimensions that are kept."""
+    """Operations per element of the input; a result for every element of the dimensions that are
+    kept.
+    """
     short = call.name.removeprefix("aten::")
     if short in ("max", "min") and call.has(1):  # the larger of two tensors
         raise Unknown("it is elementwise here, under another name")
@@ -212,7 +267,8 @@ def estimate_reduction(call: Call) -> Work:
     )
     if short == "sum" and x.dtype in ("bool", "int32", "int16", "uint8", "int8"):
         size = 8
-    # All dimensions are reduced where the call has no such input, or an empty one; var(x, unbiased) has none.
+    # All dimensions are reduced where the call has no such input, or an empty one; var(x, unbiased)
+    # has none.
     rank, dims = len(x.shape), list(range(len(x.shape)))
     if not (short in ("sum", "mean", "prod") and len(call.types) == 2):  # sum(x, dtype)
         dims_index = 2 if short in _OPS_WITH_DIMS_AT_2 else 1
@@ -220,7 +276,9 @@ def estimate_reduction(call: Call) -> Work:
             dims_index < len(call.types) and call.types[dims_index] in ("ScalarList", "Scalar"),
             call.text(dims_index),
         )
-        if (listed and not text) or (not listed and len(call.types) > dims_index + 1 and not call.concrete):
+        if (listed and not text) or (
+            not listed and len(call.types) > dims_index + 1 and not call.concrete
+        ):
             raise Unknown("the reduced dimensions are not recorded")
         if listed and text not in ("True", "False", "[]"):
             recorded = call.integers(dims_index)
@@ -233,9 +291,15 @@ def estimate_reduction(call: Call) -> Work:
 
 
 @MODELS.register(
-    "aten::cumsum", "aten::cumprod", "aten::cumsum_", "aten::logcumsumexp", "fbgemm::asynchronous_complete_cumsum",
-    "fb::asynchronous_complete_cumsum", "fb::offsets_range", family="scan",
-)  # fmt: skip
+    "aten::cumsum",
+    "aten::cumprod",
+    "aten::cumsum_",
+    "aten::logcumsumexp",
+    "fbgemm::asynchronous_complete_cumsum",
+    "fb::asynchronous_complete_cumsum",
+    "fb::offsets_range",
+    family="scan",
+)
 def estimate_scan(call: Call) -> Work:
     """One addition or product per element; whole numbers are added up in 64 bits."""
     x = call.tensor(0)
@@ -243,13 +307,20 @@ def estimate_scan(call: Call) -> Work:
         return Work(0, x.bytes + call.tensor(1).numel * x.size, x.dtype)
     if call.name.endswith("complete_cumsum"):  # with a leading zero
         return Work(x.numel, x.bytes + (x.numel + 1) * x.size, x.dtype)
-    size = 8 if x.dtype in ("bool", "int32", "int16", "uint8", "int8") and not call.name.endswith("_") else x.size
+    size = (
+        8
+        if x.dtype in ("bool", "int32", "int16", "uint8", "int8") and not call.name.endswith("_")
+        else x.size
+    )
     return Work(x.numel, x.bytes + x.numel * size, x.dtype)
 
 
 @MODELS.register("aten::topk", "aten::sort", "aten::argsort", family="selection")
 def estimate_selection(call: Call) -> Work:
-    """No arithmetic is counted: comparisons depend on the algorithm. An index (8 bytes) for each value."""
+    """No arithmetic is counted: comparisons depend on the algorithm.
+
+    An index (8 bytes) for each value.
+    """
     x = call.tensor(0)
     result_count, size = x.numel, 0 if call.name == "aten::argsort" else x.size
     if call.name == "aten::topk":
@@ -260,9 +331,11 @@ def estimate_selection(call: Call) -> Work:
 
 
 _POOL_DIMENSIONS = {
-    "aten::max_pool2d_with_indices": 2, "aten::max_pool3d_with_indices": 3, "aten::avg_pool2d": 2,
+    "aten::max_pool2d_with_indices": 2,
+    "aten::max_pool3d_with_indices": 3,
+    "aten::avg_pool2d": 2,
     "aten::avg_pool3d": 3,
-}  # fmt: skip
+}
 
 
 @MODELS.register(*_POOL_DIMENSIONS, family="pooling")
@@ -286,12 +359,18 @@ def estimate_pool(call: Call) -> Work:
     return Work(out * math.prod(kernel), x.bytes + out * (x.size + 8 * is_max), x.dtype)
 
 
-@MODELS.register("aten::max_pool2d_with_indices_backward", "aten::avg_pool2d_backward", family="pooling")
+@MODELS.register(
+    "aten::max_pool2d_with_indices_backward", "aten::avg_pool2d_backward", family="pooling"
+)
 def estimate_pool_backward(call: Call) -> Work:
-    """(gradient, input, ..., indices): the values of the input are not needed, its gradient is written."""
+    """(gradient, input, ..., indices): the values of the input are not needed, its gradient is
+    written.
+    """
     grad, x = call.tensor(0), call.tensor(1)
     indices = call.tensors()[2:] if "max" in call.name else []
-    return Work(grad.numel, grad.bytes + x.numel * x.size + sum(tensor.bytes for tensor in indices), x.dtype)
+    return Work(
+        grad.numel, grad.bytes + x.numel * x.size + sum(tensor.bytes for tensor in indices), x.dtype
+    )
 
 
 @MODELS.register("aten::_adaptive_avg_pool2d", "aten::adaptive_avg_pool2d", family="pooling")
@@ -303,9 +382,14 @@ def estimate_adaptive_pool(call: Call) -> Work:
 
 
 _UPSAMPLE_TAPS = {
-    "nearest1d": (1, 0), "nearest2d": (2, 0), "nearest3d": (3, 0), "linear1d": (1, 2), "bilinear2d": (2, 4),
-    "trilinear3d": (3, 8), "bicubic2d": (2, 16),
-}  # fmt: skip
+    "nearest1d": (1, 0),
+    "nearest2d": (2, 0),
+    "nearest3d": (3, 0),
+    "linear1d": (1, 2),
+    "bilinear2d": (2, 4),
+    "trilinear3d": (3, 8),
+    "bicubic2d": (2, 16),
+}
 """Dimensions, and how many values of the input each value of the result is made of (0: copied)."""
 
 

@@ -1,7 +1,8 @@
 """Elementwise, losses, normalisation, optimizers.
 
 Forward: mean 1, variance 3, subtract and scale 2, weight 1, bias 1 per element; RMS norm: square and sum 2, scale 1,
-weight 1. Backward: two sums over the group (4), the gradient of the input (5), of the weight (2), of the bias (1).
+weight 1. Backward: two sums over the group (4), the gradient of the input (5), of the weight (2),
+of the bias (1).
 """
 
 from __future__ import annotations
@@ -29,9 +30,7 @@ _ONE_FLOP_OPS = (
     "round rsqrt rsub selu sigmoid sign silu sin sinc sinh softplus softshrink sqrt square sub tan tanh threshold "
     "tril triu trunc true_divide xlogy where bitwise_left_shift bitwise_right_shift sgn"
 )
-_COMPARISON_OPS = (
-    "eq ge gt isfinite isinf isnan le logical_and logical_not logical_or logical_xor lt ne isclose isposinf isneginf"
-)
+_COMPARISON_OPS = "eq ge gt isfinite isinf isnan le logical_and logical_not logical_or logical_xor lt ne isclose isposinf isneginf"
 _THREE_FLOP_OPS = "addcmul addcdiv lerp"
 _BACKWARD_OPS = (
     "elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward "
@@ -46,7 +45,19 @@ _UNARY_OPS = (
 )
 _ARITY = {
     **dict.fromkeys(_UNARY_OPS.split(), 1),
-    **dict.fromkeys(("where", "masked_fill", "clamp", "clip", "addcmul", "addcdiv", "lerp", "log_sigmoid_backward"), 3),
+    **dict.fromkeys(
+        (
+            "where",
+            "masked_fill",
+            "clamp",
+            "clip",
+            "addcmul",
+            "addcdiv",
+            "lerp",
+            "log_sigmoid_backward",
+        ),
+        3,
+    ),
 }
 """How many tensors go in; two where nothing else is said."""
 _MAX_UNARY_INPUTS = 5  # inputs with numbers and a tensor for the result: `nan_to_num`
@@ -82,14 +93,25 @@ def _extract_operands(call: Call) -> list[Tensor]:
     family=FAMILY,
 )
 def estimate_arithmetic(call: Call) -> Work:
-    """One operation per element of the result, 3 of `addcmul` and its like, none where values are only chosen."""
+    """One operation per element of the result, 3 of `addcmul` and its like, none where values are
+    only chosen.
+    """
     if call.name == "aten::where" and len(call.shapes) < 3:
         raise Unknown("how many places are found depends on the data")
     operands, name = _extract_operands(call), call.name.removeprefix("aten::")
     out = operands[0]  # an in-place call writes its first input
     if not name.endswith("_"):  # else the shapes broadcast and the types promote
-        dtype = derive_promoted_dtype(operands[1:] if name == "where" and len(operands) > 1 else operands)
-        if name in _FLOAT_RESULT_OPS.split() and dtype in ("bool", "int8", "uint8", "int16", "int32", "int64"):
+        dtype = derive_promoted_dtype(
+            operands[1:] if name == "where" and len(operands) > 1 else operands
+        )
+        if name in _FLOAT_RESULT_OPS.split() and dtype in (
+            "bool",
+            "int8",
+            "uint8",
+            "int16",
+            "int32",
+            "int64",
+        ):
             dtype = "fp32"
         out = Tensor(derive_broadcast_shape(*(operand.shape for operand in operands)), dtype)
     name = name.rstrip("_")
@@ -100,7 +122,9 @@ def estimate_arithmetic(call: Call) -> Work:
 
 @MODELS.register(*_list_spellings(_COMPARISON_OPS), family=FAMILY)
 def estimate_comparison(call: Call) -> Work:
-    """One comparison per element; the result has a byte for each, unless it is written into the first input."""
+    """One comparison per element; the result has a byte for each, unless it is written into the
+    first input.
+    """
     operands = _extract_operands(call)
     shape = (
         operands[0].shape
@@ -127,11 +151,22 @@ def estimate_glu(call: Call) -> Work:
 
 
 @MODELS.register(
-    "_C::silu_and_mul", "_C::gelu_and_mul", "_C::gelu_tanh_and_mul", "_C::mul_and_silu", "_C::swigluoai_and_mul",
-    "sgl_kernel::silu_and_mul", "sgl_kernel::gelu_and_mul", "sgl_kernel::gelu_tanh_and_mul",
-    "flashinfer::silu_and_mul", "flashinfer::gelu_and_mul", "flashinfer::gelu_tanh_and_mul", "aiter::silu_and_mul",
-    "aiter::gelu_and_mul", "aiter::gelu_tanh_and_mul", family="gated activation",
-)  # fmt: skip
+    "_C::silu_and_mul",
+    "_C::gelu_and_mul",
+    "_C::gelu_tanh_and_mul",
+    "_C::mul_and_silu",
+    "_C::swigluoai_and_mul",
+    "sgl_kernel::silu_and_mul",
+    "sgl_kernel::gelu_and_mul",
+    "sgl_kernel::gelu_tanh_and_mul",
+    "flashinfer::silu_and_mul",
+    "flashinfer::gelu_and_mul",
+    "flashinfer::gelu_tanh_and_mul",
+    "aiter::silu_and_mul",
+    "aiter::gelu_and_mul",
+    "aiter::gelu_tanh_and_mul",
+    family="gated activation",
+)
 def estimate_gated_activation(call: Call) -> Work:
     """(result, input twice as wide): one activation and one product per element of the result."""
     out, x = call.tensor(0), call.tensor(1)
@@ -139,9 +174,18 @@ def estimate_gated_activation(call: Call) -> Work:
 
 
 @MODELS.register(
-    "aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_", "aten::random_", "aten::bernoulli_",
-    "aten::exponential_", "aten::log_normal_", "aten::cauchy_", "aten::geometric_", family="fill",
-)  # fmt: skip
+    "aten::fill_",
+    "aten::zero_",
+    "aten::normal_",
+    "aten::uniform_",
+    "aten::random_",
+    "aten::bernoulli_",
+    "aten::exponential_",
+    "aten::log_normal_",
+    "aten::cauchy_",
+    "aten::geometric_",
+    family="fill",
+)
 def estimate_fill(call: Call) -> Work:
     """No arithmetic; the tensor is written once."""
     x = call.tensor(0)
@@ -162,17 +206,21 @@ def estimate_arange(call: Call) -> Work:
     return Work(0, count * out[0].size, out[0].dtype)
 
 
-_SOFTMAX_FLOPS = (
-    5  # largest, difference, exponential, sum, division (log softmax: logarithm and difference for the last)
-)
+_SOFTMAX_FLOPS = 5  # largest, difference, exponential, sum, division (log softmax: logarithm and difference for the last)
 
 
 @MODELS.register(
-    "aten::softmax", "aten::_softmax", "aten::log_softmax", "aten::_log_softmax", "aten::_safe_softmax",
+    "aten::softmax",
+    "aten::_softmax",
+    "aten::log_softmax",
+    "aten::_log_softmax",
+    "aten::_safe_softmax",
     family="softmax",
-)  # fmt: skip
+)
 def estimate_softmax(call: Call) -> Work:
-    """5 per element: largest, difference, exponential, sum, division; half precision may be widened to fp32."""
+    """5 per element: largest, difference, exponential, sum, division; half precision may be widened
+    to fp32.
+    """
     x = call.tensor(0)
     if call.name in ("aten::_softmax", "aten::_log_softmax"):
         out = "fp32" if call.text(2) == "True" else x.dtype
@@ -181,7 +229,9 @@ def estimate_softmax(call: Call) -> Work:
     return Work(_SOFTMAX_FLOPS * x.numel, x.bytes + x.numel * DTYPE_BYTES[out], x.dtype)
 
 
-@MODELS.register("aten::_softmax_backward_data", "aten::_log_softmax_backward_data", family="softmax")
+@MODELS.register(
+    "aten::_softmax_backward_data", "aten::_log_softmax_backward_data", family="softmax"
+)
 def estimate_softmax_backward(call: Call) -> Work:
     """(gradient, result): product, sum, difference and product: 4 per element."""
     grad, y = call.tensor(0), call.tensor(1)
@@ -226,13 +276,22 @@ def estimate_pairwise_loss(call: Call) -> Work:
     shape = derive_broadcast_shape(*(operand.shape for operand in operands))
     dtype = derive_promoted_dtype(operands)
     out = math.prod(shape) if call.integer(_REDUCTION_POSITION[call.name], 1) == 0 else 1
-    return Work(3 * math.prod(shape), sum(operand.bytes for operand in operands) + out * DTYPE_BYTES[dtype], dtype)
+    return Work(
+        3 * math.prod(shape),
+        sum(operand.bytes for operand in operands) + out * DTYPE_BYTES[dtype],
+        dtype,
+    )
 
 
 @MODELS.register(
-    "aten::nll_loss_backward", "aten::nll_loss2d_backward", "aten::mse_loss_backward", "aten::smooth_l1_loss_backward",
-    "aten::huber_loss_backward", "aten::binary_cross_entropy_backward", family="loss",
-)  # fmt: skip
+    "aten::nll_loss_backward",
+    "aten::nll_loss2d_backward",
+    "aten::mse_loss_backward",
+    "aten::smooth_l1_loss_backward",
+    "aten::huber_loss_backward",
+    "aten::binary_cross_entropy_backward",
+    family="loss",
+)
 def estimate_loss_backward(call: Call) -> Work:
     """(gradient, input, target): the gradient of the input is written whole."""
     grad, x, target = call.tensor(0), call.tensor(1), call.tensor(2)
@@ -260,14 +319,22 @@ def _count_rows(call: Call, x: Tensor, dims_index: int) -> int:
 
 @MODELS.register("aten::native_layer_norm", "aten::layer_norm", family=NORMALISATION_FAMILY)
 def estimate_layer_norm(call: Call) -> Work:
-    """(input, shape, weight, bias, ...): 6 per element, 1 more for weight and bias each; mean, deviation in fp32."""
+    """(input, shape, weight, bias, ...): 6 per element, 1 more for weight and bias each; mean,
+    deviation in fp32.
+    """
     x = call.tensor(0)
-    return _estimate_norm(x, call.optional(2, 3), 2 * 4 * _count_rows(call, x, 1), _CENTRED_NORM_FLOPS)
+    return _estimate_norm(
+        x, call.optional(2, 3), 2 * 4 * _count_rows(call, x, 1), _CENTRED_NORM_FLOPS
+    )
 
 
-@MODELS.register("aten::rms_norm", "aten::_fused_rms_norm", "fb::rms_norm", family=NORMALISATION_FAMILY)
+@MODELS.register(
+    "aten::rms_norm", "aten::_fused_rms_norm", "fb::rms_norm", family=NORMALISATION_FAMILY
+)
 def estimate_rms_norm(call: Call) -> Work:
-    """(input, shape, weight, ...): 3 per element, 1 more for a weight; the fused form keeps an fp32 number per row."""
+    """(input, shape, weight, ...): 3 per element, 1 more for a weight; the fused form keeps an fp32
+    number per row.
+    """
     x = call.tensor(0)
     weight_inputs = (1, 2) if call.name.startswith("fb::") else (2,)
     rows = 4 * _count_rows(call, x, 1) if call.name == "aten::_fused_rms_norm" else 0
@@ -275,12 +342,20 @@ def estimate_rms_norm(call: Call) -> Work:
 
 
 @MODELS.register(
-    "aten::batch_norm", "aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm",
-    "aten::_native_batch_norm_legit", "aten::_batch_norm_impl_index", "aten::_batch_norm_with_update",
-    "aten::instance_norm", family=NORMALISATION_FAMILY,
-)  # fmt: skip
+    "aten::batch_norm",
+    "aten::native_batch_norm",
+    "aten::cudnn_batch_norm",
+    "aten::miopen_batch_norm",
+    "aten::_native_batch_norm_legit",
+    "aten::_batch_norm_impl_index",
+    "aten::_batch_norm_with_update",
+    "aten::instance_norm",
+    family=NORMALISATION_FAMILY,
+)
 def estimate_batch_norm(call: Call) -> Work:
-    """(input, weight, bias, running mean, running variance, training, ...): frozen statistics are read, not made."""
+    """(input, weight, bias, running mean, running variance, training, ...): frozen statistics are
+    read, not made.
+    """
     x = call.tensor(0)
     affine, running = call.optional(1, 2), call.optional(3, 4)
     training = call.flag(5)
@@ -290,7 +365,9 @@ def estimate_batch_norm(call: Call) -> Work:
 
 @MODELS.register("aten::group_norm", "aten::native_group_norm", family=NORMALISATION_FAMILY)
 def estimate_group_norm(call: Call) -> Work:
-    """As layer norm; mean and deviation are kept for each sample and group where the call names the groups."""
+    """As layer norm; mean and deviation are kept for each sample and group where the call names the
+    groups.
+    """
     x = call.tensor(0)
     affine = call.optional(*((1, 2) if call.name.endswith("native_group_norm") else (2, 3)))
     groups = call.integer(6) if call.name.endswith("native_group_norm") else 0
@@ -306,7 +383,9 @@ _BACKWARD_INPUTS = {
     "aten::batch_norm_backward": (0, 1, (5, 6), (2,)),
     "aten::native_group_norm_backward": (0, 1, (2, 3), (4,)),
 }
-"""Places of gradient and input, of what the forward pass saved, and of the weight (with a bias, where that is one)."""
+"""Places of gradient and input, of what the forward pass saved, and of the weight (with a bias,
+where that is one).
+"""
 
 
 @MODELS.register(*_BACKWARD_INPUTS, family=NORMALISATION_FAMILY)
@@ -322,32 +401,50 @@ def estimate_norm_backward(call: Call) -> Work:
     elif "layer_norm" not in call.name:  # the bias is no input, and as large as the weight
         written *= 2
     read = sum(tensor.bytes for tensor in (*call.optional(*saved), *affine[:1]))
-    return Work(per_element * x.numel, grad.bytes + x.bytes + x.numel * x.size + read + written, x.dtype)
+    return Work(
+        per_element * x.numel, grad.bytes + x.bytes + x.numel * x.size + read + written, x.dtype
+    )
 
 
 @MODELS.register(
-    "_C::rms_norm", "sgl_kernel::rmsnorm", "sgl_kernel::gemma_rmsnorm", "flashinfer::rmsnorm", "flashinfer::norm",
-    "aiter::rms_norm", "aiter::rmsnorm2d_fwd", "aiter::rmsnorm", family=NORMALISATION_FAMILY,
-)  # fmt: skip
+    "_C::rms_norm",
+    "sgl_kernel::rmsnorm",
+    "sgl_kernel::gemma_rmsnorm",
+    "flashinfer::rmsnorm",
+    "flashinfer::norm",
+    "aiter::rms_norm",
+    "aiter::rmsnorm2d_fwd",
+    "aiter::rmsnorm",
+    family=NORMALISATION_FAMILY,
+)
 def estimate_engine_rms_norm(call: Call) -> Work:
     """Serving engines write the result into their first input; some calls of aiter return it."""
     if call.name in ("aiter::rms_norm", "aiter::rmsnorm2d_fwd"):
         x, weight = call.tensor(0), call.tensor(1)
         return _estimate_norm(x, [weight], 0, _RMS_NORM_FLOPS)
     out, x, weight = call.tensor(0), call.tensor(1), call.tensor(2)
-    return Work((_RMS_NORM_FLOPS + _AFFINE_FLOPS) * x.numel, out.bytes + x.bytes + weight.bytes, x.dtype)
+    return Work(
+        (_RMS_NORM_FLOPS + _AFFINE_FLOPS) * x.numel, out.bytes + x.bytes + weight.bytes, x.dtype
+    )
 
 
 @MODELS.register(
-    "_C::fused_add_rms_norm", "sgl_kernel::fused_add_rmsnorm", "sgl_kernel::gemma_fused_add_rmsnorm",
-    "flashinfer::fused_add_rmsnorm", family=NORMALISATION_FAMILY,
-)  # fmt: skip
+    "_C::fused_add_rms_norm",
+    "sgl_kernel::fused_add_rmsnorm",
+    "sgl_kernel::gemma_fused_add_rmsnorm",
+    "flashinfer::fused_add_rmsnorm",
+    family=NORMALISATION_FAMILY,
+)
 def estimate_engine_add_rms_norm(call: Call) -> Work:
     """(input, residual, weight): both are read and written."""
     x, residual, weight = call.tensor(0), call.tensor(1), call.tensor(2)
     if x.shape != residual.shape:
         raise Unknown("the recorded shapes are no sum and normalisation")
-    return Work((1 + _RMS_NORM_FLOPS + _AFFINE_FLOPS) * x.numel, 2 * (x.bytes + residual.bytes) + weight.bytes, x.dtype)
+    return Work(
+        (1 + _RMS_NORM_FLOPS + _AFFINE_FLOPS) * x.numel,
+        2 * (x.bytes + residual.bytes) + weight.bytes,
+        x.dtype,
+    )
 
 
 @MODELS.register(
@@ -366,9 +463,11 @@ def estimate_aiter_add_rms_norm(call: Call) -> Work:
 
 
 @MODELS.register(
-    "_C::rms_norm_static_fp8_quant", "_C::rms_norm_dynamic_per_token_quant",
-    "_C::fused_add_rms_norm_static_fp8_quant", family=NORMALISATION_FAMILY,
-)  # fmt: skip
+    "_C::rms_norm_static_fp8_quant",
+    "_C::rms_norm_dynamic_per_token_quant",
+    "_C::fused_add_rms_norm_static_fp8_quant",
+    family=NORMALISATION_FAMILY,
+)
 def estimate_engine_rms_norm_quant(call: Call) -> Work:
     """(result, input, ...): everything once, the sum with a residual reads and writes that."""
     out, x = call.tensor(0), call.tensor(1)
@@ -387,22 +486,35 @@ _ONE_FLOP_FOREACH_OPS = (
     "abs add ceil clamp_max clamp_min cos div erf erfc exp expm1 floor frac lgamma log log10 log1p log2 maximum "
     "minimum mul neg pow reciprocal round rsqrt sigmoid sign sin sqrt sub tan tanh trunc"
 )
-_FOREACH_FLOPS = {**dict.fromkeys(_ONE_FLOP_FOREACH_OPS.split(), 1), "addcmul": 3, "addcdiv": 3, "lerp": 3, "copy": 0}
+_FOREACH_FLOPS = {
+    **dict.fromkeys(_ONE_FLOP_FOREACH_OPS.split(), 1),
+    "addcmul": 3,
+    "addcdiv": 3,
+    "lerp": 3,
+    "copy": 0,
+}
 
 
 @MODELS.register(
-    *(f"aten::_foreach_{name}{end}" for name in _FOREACH_FLOPS for end in ("", "_")), family=OPTIMIZER_FAMILY
+    *(f"aten::_foreach_{name}{end}" for name in _FOREACH_FLOPS for end in ("", "_")),
+    family=OPTIMIZER_FAMILY,
 )
 def estimate_foreach(call: Call) -> Work:
     """Every list once; the in-place form writes its first list, `copy` does not read it."""
     lists = [call.tensor_list(index) for index in range(len(call.types)) if call.is_list(index)]
     first = lists[0]
     written = sum(tensor.bytes for tensor in first)
-    read = sum(tensor.bytes for part in lists for tensor in part) + sum(tensor.bytes for tensor in call.tensors())
+    read = sum(tensor.bytes for part in lists for tensor in part) + sum(
+        tensor.bytes for tensor in call.tensors()
+    )
     short = call.name.removeprefix("aten::_foreach_").rstrip("_")
     if short == "copy":
         read -= written
-    return Work(_FOREACH_FLOPS[short] * sum(tensor.numel for tensor in first), read + written, first[0].dtype)
+    return Work(
+        _FOREACH_FLOPS[short] * sum(tensor.numel for tensor in first),
+        read + written,
+        first[0].dtype,
+    )
 
 
 @MODELS.register("aten::_foreach_zero_", "aten::_foreach_norm", family=OPTIMIZER_FAMILY)
@@ -413,22 +525,32 @@ def estimate_foreach_norm(call: Call) -> Work:
     return Work(2 * norm * sum(tensor.numel for tensor in first), moved, first[0].dtype)
 
 
-_ADAM_FLOPS = 14  # weight decay 1, first moment 3, second moment 4, root, division and sum 3, step 3
+_ADAM_FLOPS = (
+    14  # weight decay 1, first moment 3, second moment 4, root, division and sum 3, step 3
+)
 _FUSED_OPTIMIZERS = {
     "aten::_fused_adam_": (_ADAM_FLOPS, (0, 1, 2, 3), 3),
     "aten::_fused_adamw_": (_ADAM_FLOPS, (0, 1, 2, 3), 3),
     "aten::_fused_sgd_": (4, (0, 1, 2), 2),
     "aten::_fused_adagrad_": (7, (0, 1, 2), 2),
 }
-"""Operations per element, the lists that are read, and how many of them are written (not the gradients)."""
+"""Operations per element, the lists that are read, and how many of them are written (not the
+gradients).
+"""
 
 
 @MODELS.register(*_FUSED_OPTIMIZERS, family=OPTIMIZER_FAMILY)
 def estimate_fused_optimizer(call: Call) -> Work:
     """Parameters, gradients, moments: all read; all but the gradients written."""
     per_element, list_inputs, written = _FUSED_OPTIMIZERS[call.name]
-    lists = [call.tensor_list(index) for index in list_inputs if call.is_list(index) and call.shapes[index]]
+    lists = [
+        call.tensor_list(index)
+        for index in list_inputs
+        if call.is_list(index) and call.shapes[index]
+    ]
     parameters = lists[0]
     moved = sum(tensor.bytes for part in lists for tensor in part)
     moved += min(written, len(lists) - 1) * sum(tensor.bytes for tensor in parameters)
-    return Work(per_element * sum(tensor.numel for tensor in parameters), moved, parameters[0].dtype)
+    return Work(
+        per_element * sum(tensor.numel for tensor in parameters), moved, parameters[0].dtype
+    )

@@ -13,23 +13,76 @@ from typing import Any
 from msgspec import Struct
 
 DTYPE_BYTES = {
-    "fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp4": 1, "complex32": 4, "complex64": 8,
-    "complex128": 16, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2,
-    "uint8": 1, "bool": 1, "1-byte": 1, "2-byte": 2, "4-byte": 4, "8-byte": 8, "16-byte": 16,
-}  # fmt: skip
+    "fp64": 8,
+    "fp32": 4,
+    "tf32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "fp8": 1,
+    "fp4": 1,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "bool": 1,
+    "1-byte": 1,
+    "2-byte": 2,
+    "4-byte": 4,
+    "8-byte": 8,
+    "16-byte": 16,
+}
 """Bytes per element; two fp4 values share a byte, and PyTorch's shapes count such bytes."""
 
 _DTYPES_BY_RECORDED_NAME = {
-    "double": "fp64", "float": "fp32", "c10::half": "fp16", "half": "fp16", "c10::bfloat16": "bf16",
-    "bfloat16": "bf16", "long int": "int64", "long": "int64", "int": "int32", "short int": "int16", "short": "int16",
-    "signed char": "int8", "char": "int8", "unsigned char": "uint8", "bool": "bool", "unsigned int": "uint32",
-    "unsigned short": "uint16", "unsigned long": "uint64", "c10::complex<float>": "complex64",
-    "c10::complex<double>": "complex128", "c10::complex<c10::half>": "complex32", "c10::float4_e2m1fn_x2": "fp4",
-}  # fmt: skip
+    "double": "fp64",
+    "float": "fp32",
+    "c10::half": "fp16",
+    "half": "fp16",
+    "c10::bfloat16": "bf16",
+    "bfloat16": "bf16",
+    "long int": "int64",
+    "long": "int64",
+    "int": "int32",
+    "short int": "int16",
+    "short": "int16",
+    "signed char": "int8",
+    "char": "int8",
+    "unsigned char": "uint8",
+    "bool": "bool",
+    "unsigned int": "uint32",
+    "unsigned short": "uint16",
+    "unsigned long": "uint64",
+    "c10::complex<float>": "complex64",
+    "c10::complex<double>": "complex128",
+    "c10::complex<c10::half>": "complex32",
+    "c10::float4_e2m1fn_x2": "fp4",
+}
 _DTYPES_BY_SCALAR_TYPE = {
-    0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "fp16", 6: "fp32", 7: "fp64", 8: "complex32",
-    9: "complex64", 10: "complex128", 11: "bool", 15: "bf16", 23: "fp8", 24: "fp8", 25: "fp8", 26: "fp8",
-}  # fmt: skip
+    0: "uint8",
+    1: "int8",
+    2: "int16",
+    3: "int32",
+    4: "int64",
+    5: "fp16",
+    6: "fp32",
+    7: "fp64",
+    8: "complex32",
+    9: "complex64",
+    10: "complex128",
+    11: "bool",
+    15: "bf16",
+    23: "fp8",
+    24: "fp8",
+    25: "fp8",
+    26: "fp8",
+}
 _TENSOR_LIST_TYPES = ("TensorList", "OptionalTensorList", "GenericList")
 
 
@@ -71,7 +124,11 @@ class Tensor:
         """Elements that lie in memory: an expanded dimension (stride 0) counts once."""
         if self.strides is None or len(self.strides) != len(self.shape):
             return self.numel
-        return math.prod(size for size, stride in zip(self.shape, self.strides, strict=True) if stride or not size)
+        return math.prod(
+            size
+            for size, stride in zip(self.shape, self.strides, strict=True)
+            if stride or not size
+        )
 
 
 def parse_dtype(recorded: str) -> str | None:
@@ -82,7 +139,9 @@ def parse_dtype(recorded: str) -> str | None:
         ('bf16', 'int64', 'fp8', None)
     """
     lower_case = recorded.lower()
-    return "fp8" if lower_case.startswith("c10::float8") else _DTYPES_BY_RECORDED_NAME.get(lower_case)
+    return (
+        "fp8" if lower_case.startswith("c10::float8") else _DTYPES_BY_RECORDED_NAME.get(lower_case)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +181,11 @@ class Call:
 
     def has(self, index: int) -> bool:
         """Whether input `index` is a tensor."""
-        return index < len(self.types) and index < len(self.shapes) and parse_dtype(self.types[index]) is not None
+        return (
+            index < len(self.types)
+            and index < len(self.shapes)
+            and parse_dtype(self.types[index]) is not None
+        )
 
     def tensor(self, index: int) -> Tensor:
         """Input `index`.
@@ -135,7 +198,9 @@ class Call:
         strides = self.strides[index] if index < len(self.strides) else None
         dtype = parse_dtype(self.types[index])
         assert dtype is not None
-        return Tensor(_parse_shape(self.shapes[index]), dtype, _parse_shape(strides) if strides else None)
+        return Tensor(
+            _parse_shape(self.shapes[index]), dtype, _parse_shape(strides) if strides else None
+        )
 
     def tensors(self) -> list[Tensor]:
         """All inputs that are tensors, in order; lists of tensors are left out."""
@@ -200,13 +265,19 @@ class Call:
         return text == "True"
 
     def integers(self, index: int) -> list[int] | None:
-        """The recorded list of whole numbers of input `index`; a single number is a list of one; None where absent."""
+        """The recorded list of whole numbers of input `index`; a single number is a list of one;
+        None where absent.
+        """
         try:
             value = json.loads(self.text(index).replace("True", "1").replace("False", "0"))
         except ValueError:
             return None
         value = [value] if isinstance(value, int) else value
-        return value if isinstance(value, list) and all(isinstance(element, int) for element in value) else None
+        return (
+            value
+            if isinstance(value, list) and all(isinstance(element, int) for element in value)
+            else None
+        )
 
     def sizes(self, index: int, rank: int) -> list[int]:
         """As `integers`, for `rank` dimensions: a list of one stands for all.
@@ -251,7 +322,19 @@ def derive_broadcast_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(out))
 
 
-_PROMOTION_ORDER = ("bool", "uint8", "int8", "int16", "int32", "int64", "fp8", "fp16", "bf16", "fp32", "fp64")
+_PROMOTION_ORDER = (
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "fp8",
+    "fp16",
+    "bf16",
+    "fp32",
+    "fp64",
+)
 _COMPLEX_DTYPES = ("complex32", "complex64", "complex128")
 _MIXED_DTYPE_PROMOTIONS = (
     ({"fp16", "bf16"}, "fp32"),
@@ -262,7 +345,8 @@ _MIXED_DTYPE_PROMOTIONS = (
 def derive_promoted_dtype(tensors: list[Tensor]) -> str:
     """The element type of an elementwise result of several tensors, by PyTorch's rule.
 
-    A tensor without dimensions changes the type only by its category (truth value, integer, floating point, complex).
+    A tensor without dimensions changes the type only by its category (truth value, integer,
+    floating point, complex).
 
     Raises:
         Unknown: There is none.
@@ -276,13 +360,19 @@ def derive_promoted_dtype(tensors: list[Tensor]) -> str:
             dtype = max(dtypes, key=lambda dtype: order.index(dtype) if dtype in order else -1)
             highest.append(dtype)
             categories.append(
-                3 if dtype in _COMPLEX_DTYPES else 2 if dtype.startswith(("fp", "bf")) else int(dtype != "bool")
+                3
+                if dtype in _COMPLEX_DTYPES
+                else 2
+                if dtype.startswith(("fp", "bf"))
+                else int(dtype != "bool")
             )
     if not highest:
         raise Unknown("no input is recorded as a tensor")
     if len(highest) == 1 or categories[1] <= categories[0]:
         return highest[0]
-    return "fp32" if highest[1] == "fp64" else highest[1]  # a Python number is recorded as a double, becomes a float
+    return (
+        "fp32" if highest[1] == "fp64" else highest[1]
+    )  # a Python number is recorded as a double, becomes a float
 
 
 def parse_json_list(text: str | None) -> list[Any]:
@@ -329,7 +419,9 @@ class _RegisteredModel(Struct, frozen=True):
     inside: bool
 
 
-_MAX_WORK = 1 << 56  # minutes of the fastest device for one call; sums of many calls must stay in 64 bits
+_MAX_WORK = (
+    1 << 56
+)  # minutes of the fastest device for one call; sums of many calls must stay in 64 bits
 
 
 class Registry:
@@ -338,7 +430,9 @@ class Registry:
     def __init__(self) -> None:
         self._exact: dict[str, _RegisteredModel] = {}
         self._patterns: dict[str, _RegisteredModel] = {}
-        self.generation = 0  # grows with every change, so that remembered results are not used after it
+        self.generation = (
+            0  # grows with every change, so that remembered results are not used after it
+        )
 
     def register(
         self, *names: str, family: str = "own", inputs: int | None = None, inside: bool = False
@@ -361,7 +455,9 @@ class Registry:
                 return original(call)
 
             for name in names:
-                (self._patterns if "*" in name else self._exact)[name] = _RegisteredModel(model, family, inside)
+                (self._patterns if "*" in name else self._exact)[name] = _RegisteredModel(
+                    model, family, inside
+                )
             self.generation += 1
             return original
 
@@ -393,12 +489,21 @@ class Registry:
         exact = self._exact.get(name)
         if exact is not None:
             return exact
-        return next((registered for pattern, registered in self._patterns.items() if fnmatchcase(name, pattern)), None)
+        return next(
+            (
+                registered
+                for pattern, registered in self._patterns.items()
+                if fnmatchcase(name, pattern)
+            ),
+            None,
+        )
 
     def names(self) -> dict[str, str]:
         """Name or pattern -> family, in the order of registration."""
         return {
-            name: registered.family for table in (self._exact, self._patterns) for name, registered in table.items()
+            name: registered.family
+            for table in (self._exact, self._patterns)
+            for name, registered in table.items()
         }
 
     def work(self, call: Call) -> Work | str:
@@ -410,7 +515,14 @@ class Registry:
             work = model(call)
         except Unknown as why:
             return str(why)
-        except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except (
+            ArithmeticError,
+            AssertionError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ) as error:
             return f"the model cannot read the recorded inputs ({type(error).__name__}: {error})"
         if not isinstance(work, Work) or work.dtype not in DTYPE_BYTES:
             return "the model gave no usable answer"

@@ -1,7 +1,8 @@
 """Found by Python at start-up because `traceloom record` put this directory first on PYTHONPATH.
 
-It costs a process that never imports torch next to nothing: it chains the `sitecustomize` it hides, takes its own
-directory off `sys.path`, and waits for `import torch`. It must run on any Python and never break the program.
+It costs a process that never imports torch next to nothing: it chains the `sitecustomize` it hides,
+takes its own directory off `sys.path`, and waits for `import torch`. It must run on any Python and
+never break the program.
 """
 
 # It runs before anything else, on any Python, in anybody's program: plain old Python on purpose.
@@ -52,7 +53,8 @@ class _TorchFinder:
             execute(module)
             _begin()
 
-        # Whoever only asks whether there is a torch (Polars, transformers) gets a spec too, and never runs it.
+        # Whoever only asks whether there is a torch (Polars, transformers) gets a spec too, and
+        # never runs it.
         loader.exec_module = exec_module
         return spec
 
@@ -66,7 +68,8 @@ def _begin():
             return
         home = os.environ["TRACELOOM_HOME"]
         if "traceloom" not in sys.modules:
-            # The recorder that was asked for, even where the program's environment has another one or none.
+            # The recorder that was asked for, even where the program's environment has another one
+            # or none.
             from importlib.util import module_from_spec, spec_from_file_location
 
             spec = spec_from_file_location(
@@ -79,7 +82,10 @@ def _begin():
 
         begin()
     except Exception as error:
-        sys.stderr.write("traceloom: recording did not start, your program goes on: %r [recorder-failed]\n" % (error,))
+        sys.stderr.write(
+            "traceloom: recording did not start, your program goes on: %r [recorder-failed]\n"
+            % (error,)
+        )
 
 
 def _install_hook():

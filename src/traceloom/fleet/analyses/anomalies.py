@@ -1,8 +1,9 @@
 """Slow hosts and ranks; how common findings are.
 
-A host is held against other hosts that ran the same kernels on the same shapes and model of device; a rank against the
-other ranks of its job. What is compared is the logarithm of a time over the median of the peers, so that nothing has to
-be known of how long anything should take. The distance is a robust z: over 1.4826 times the median of the distances.
+A host is held against other hosts that ran the same kernels on the same shapes and model of device;
+a rank against the other ranks of its job. What is compared is the logarithm of a time over the
+median of the peers, so that nothing has to be known of how long anything should take. The distance
+is a robust z: over 1.4826 times the median of the distances.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Outliers(Result):
 
     Attributes:
         hosts: The slowest first: host, device_model, ratio (the median over its kernels of its mean duration over the
-            median of the hosts), z, outlier, kernels (kernels and shapes that at least 4 hosts ran), jobs (that ran
-            there).
+            median of the hosts), z, outlier, kernels (kernels and shapes that at least 4 hosts
+            ran), jobs (that ran there).
         ranks: The slowest first: job, rank, host (of the last capture), ratio (the median over captures of the time in
             which its compute kernels run, over the median of the ranks), z, outlier, captures.
     """
@@ -52,13 +53,18 @@ def find_outliers(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.Laz
         devices: The same.
     """
     rank_hosts = (
-        devices.select("capture", "rank", "host").unique(["capture", "rank"]).filter(pl.col("host").is_not_null())
+        devices.select("capture", "rank", "host")
+        .unique(["capture", "rank"])
+        .filter(pl.col("host").is_not_null())
     )
     jobs = captures.select("capture", job=pl.coalesce("job", "capture"))
     keys = ["kernel", "shapes", "device_model"]
     # Rows are many and names few: they are grouped as numbers.
-    ranks_of = rank_hosts.join(jobs, on="capture").with_columns(pl.col("host", "job").cast(pl.Categorical))
-    # A job may do less work of the same shape than another, but not shorter: the median over jobs counts.
+    ranks_of = rank_hosts.join(jobs, on="capture").with_columns(
+        pl.col("host", "job").cast(pl.Categorical)
+    )
+    # A job may do less work of the same shape than another, but not shorter: the median over jobs
+    # counts.
     means = (
         kernels.filter(pl.col("count") > 0, pl.col("total_ns") > 0)
         .with_columns(pl.col(keys).cast(pl.Categorical))
@@ -67,7 +73,10 @@ def find_outliers(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.Laz
         .agg(mean=pl.col("total_ns").sum() / pl.col("count").sum())
         .group_by(*keys, "host")
         .agg(pl.col("mean").median())
-        .with_columns(distance=(pl.col("mean") / pl.col("mean").median().over(keys)).log(), peers=pl.len().over(keys))
+        .with_columns(
+            distance=(pl.col("mean") / pl.col("mean").median().over(keys)).log(),
+            peers=pl.len().over(keys),
+        )
         .filter(pl.col("peers") >= MIN_PEERS)
     )
     host_distances = means.group_by(pl.col("host", "device_model").cast(pl.String)).agg(
@@ -76,12 +85,19 @@ def find_outliers(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.Laz
     ran = rank_hosts.join(jobs, on="capture").group_by("host").agg(jobs=pl.col("job").n_unique())
     hosts = _compare_with_peers(host_distances.join(ran, on="host"), ["device_model"])
 
-    times = devices.filter(pl.col("rank").is_not_null()).group_by("capture", "rank").agg(
-        pl.col("compute_ns").sum(), pl.col("host").last()
-    ).filter(pl.col("compute_ns") > 0)  # fmt: skip
+    times = (
+        devices.filter(pl.col("rank").is_not_null())
+        .group_by("capture", "rank")
+        .agg(pl.col("compute_ns").sum(), pl.col("host").last())
+        .filter(pl.col("compute_ns") > 0)
+    )
     rank_distances = (
-        times.with_columns(distance=(pl.col("compute_ns") / pl.col("compute_ns").median().over("capture")).log())
-        .join(captures.select("capture", "start_ns", job=pl.coalesce("job", "capture")), on="capture")
+        times.with_columns(
+            distance=(pl.col("compute_ns") / pl.col("compute_ns").median().over("capture")).log()
+        )
+        .join(
+            captures.select("capture", "start_ns", job=pl.coalesce("job", "capture")), on="capture"
+        )
         .sort("start_ns")
         .group_by("job", "rank")
         .agg(pl.col("distance").median(), pl.col("host").last(), captures=pl.len())
@@ -114,8 +130,8 @@ class CommonFindings(Result):
 
     Attributes:
         rows: One row per rule, the one of most captures first: rule, findings, captures (that have it), fraction (of
-            all captures), jobs, saving_fraction (of the step, mean over its findings that save time), confidence
-            (mean), example (the capture where it saves most).
+            all captures), jobs, saving_fraction (of the step, mean over its findings that save
+            time), confidence (mean), example (the capture where it saves most).
         captures: All captures that were looked at.
     """
 

@@ -25,7 +25,12 @@ DEVICE_DIMENSIONS = ("host", "device_model", "device")
 ATTRIBUTION_DIMENSIONS = (*JOB_DIMENSIONS, *DEVICE_DIMENSIONS)
 """What time can be divided by."""
 
-_STATES = {"busy_ms": BUSY, "idle_ms": ALLOCATED, "unallocated_ms": UNALLOCATED, "unreachable_ms": UNREACHABLE}
+_STATES = {
+    "busy_ms": BUSY,
+    "idle_ms": ALLOCATED,
+    "unallocated_ms": UNALLOCATED,
+    "unreachable_ms": UNREACHABLE,
+}
 _TIME_COLUMNS = ("device_ms", *_STATES)
 _MEASURED_AMOUNTS = {
     "energy_mj": "energy_known_ms",
@@ -46,12 +51,13 @@ class Attribution(Result):
         by: The dimensions, outermost first.
         currency: Of the cost; None without prices.
         leaves: One row per combination of values of `by` (and per stretch of time, `time_ns`, where that is asked for):
-            device_ms, which is busy_ms + idle_ms (a job held the device, and it did nothing) + unallocated_ms +
-            unreachable_ms; then energy_mj, flops_low, flops_high, input_bytes, cost and co2_g, each null where it is
-            known of no device time, and the device time of which it is known: energy_known_ms, flops_known_ms,
-            input_known_ms, cost_known_ms, co2_known_ms. Energy that is not measured costs nothing beside its device
-            hour. Time that no job held has the name of its state as the value of all dimensions of jobs; what nobody
-            says of a job is `unattributed`. Largest time first.
+            device_ms, which is busy_ms + idle_ms (a job held the device, and it did nothing) +
+            unallocated_ms + unreachable_ms; then energy_mj, flops_low, flops_high, input_bytes,
+            cost and co2_g, each null where it is known of no device time, and the device time of
+            which it is known: energy_known_ms, flops_known_ms, input_known_ms, cost_known_ms,
+            co2_known_ms. Energy that is not measured costs nothing beside its device hour. Time
+            that no job held has the name of its state as the value of all dimensions of jobs; what
+            nobody says of a job is `unattributed`. Largest time first.
     """
 
     by: tuple[str, ...]
@@ -59,7 +65,10 @@ class Attribution(Result):
     leaves: pl.DataFrame
 
     def level(self, depth: int) -> pl.DataFrame:
-        """The same by the first dimensions only: 0 is everything in one row. All levels add up to the same."""
+        """The same by the first dimensions only: 0 is everything in one row.
+
+        All levels add up to the same.
+        """
         times = [name for name in ("time_ns",) if name in self.leaves.columns]
         return _add_up_amounts(self.leaves.lazy(), [*times, *self.by[:depth]]).collect()
 
@@ -85,8 +94,13 @@ def divide_device_time(
     """
     for name in by:
         if name not in ATTRIBUTION_DIMENSIONS:
-            hint = nearest(name, ATTRIBUTION_DIMENSIONS) + f"there are {', '.join(ATTRIBUTION_DIMENSIONS)}"
-            raise UsageError(f"device time is not divided by `{name}`", slug="no-such-dimension", hint=hint)
+            hint = (
+                nearest(name, ATTRIBUTION_DIMENSIONS)
+                + f"there are {', '.join(ATTRIBUTION_DIMENSIONS)}"
+            )
+            raise UsageError(
+                f"device time is not divided by `{name}`", slug="no-such-dimension", hint=hint
+            )
     by = tuple(dict.fromkeys(by))
     times, interval_columns = ([], []) if every_ns is None else (["time_ns"], ["stretch_ns"])
     devices = [name for name in by if name in DEVICE_DIMENSIONS]
@@ -94,21 +108,29 @@ def divide_device_time(
         devices.append("device_model")
     measured = [
         pl.when(pl.col(amount).is_not_null()).then("device_ms").otherwise(0).alias(time_column)
-        for time_column, amount in {time_column: amount for amount, time_column in _MEASURED_AMOUNTS.items()}.items()
+        for time_column, amount in {
+            time_column: amount for amount, time_column in _MEASURED_AMOUNTS.items()
+        }.items()
     ]
     rows = usage.with_columns(measured)
     if every_ns is not None:
         rows = rows.with_columns(stretch_ns=pl.col("time_ns") // every_ns * every_ns)
     usage_sums = _add_up_by_owner(
-        rows, owned, ["state", *devices, *interval_columns], [name for name in by if name in JOB_DIMENSIONS]
+        rows,
+        owned,
+        ["state", *devices, *interval_columns],
+        [name for name in by if name in JOB_DIMENSIONS],
     )
     nobody = pl.when(pl.col("state").is_in((UNALLOCATED, UNREACHABLE))).then("state")
     values = [
-        (nobody.otherwise(name) if name in JOB_DIMENSIONS else pl.col(name)).fill_null(UNATTRIBUTED).alias(name)
+        (nobody.otherwise(name) if name in JOB_DIMENSIONS else pl.col(name))
+        .fill_null(UNATTRIBUTED)
+        .alias(name)
         for name in by
     ]
     states = [
-        pl.when(pl.col("state") == state).then("device_ms").otherwise(0).alias(name) for name, state in _STATES.items()
+        pl.when(pl.col("state") == state).then("device_ms").otherwise(0).alias(name)
+        for name, state in _STATES.items()
     ]
     priced = usage_sums.with_columns(*states, *_compute_costs(prices)).with_columns(values)
     if every_ns is not None:
@@ -122,7 +144,8 @@ def _add_up_by_owner(
 ) -> pl.LazyFrame:
     """Usage added up by job and keys, with what these people say of the job at the time.
 
-    Jobs that belong to the same people all the time, nearly all, need no times: a month of them is added up at once.
+    Jobs that belong to the same people all the time, nearly all, need no times: a month of them is
+    added up at once.
     """
     sums = tuple(dict.fromkeys(("device_ms", *_MEASURED_AMOUNTS, *_MEASURED_AMOUNTS.values())))
     facts_of = [name for name in job_dimensions if name != "job"]
@@ -130,13 +153,24 @@ def _add_up_by_owner(
     columns = ("job", *keys, *facts_of, *sums)
     changing = owned.group_by("job").len().filter(pl.col("len") > 1)["job"]
     if not changing.len():
-        return rows.group_by("job", *keys).agg(pl.col(sums).sum()).join(facts, on="job", how="left").select(columns)
+        return (
+            rows.group_by("job", *keys)
+            .agg(pl.col(sums).sum())
+            .join(facts, on="job", how="left")
+            .select(columns)
+        )
     moves = pl.col("job").is_in(changing.implode())
     fixed = rows.filter(~moves.fill_null(False)).group_by("job", *keys).agg(pl.col(sums).sum())
     once = fixed.join(facts.filter(~moves), on="job", how="left")
-    moved = rows.filter(moves).group_by("job", *keys, "time_ns").agg(pl.col(sums).sum()).sort("time_ns")
+    moved = (
+        rows.filter(moves).group_by("job", *keys, "time_ns").agg(pl.col(sums).sum()).sort("time_ns")
+    )
     dated = moved.join_asof(
-        facts.sort("from_ns"), left_on="time_ns", right_on="from_ns", by="job", check_sortedness=False
+        facts.sort("from_ns"),
+        left_on="time_ns",
+        right_on="from_ns",
+        by="job",
+        check_sortedness=False,
     )
     return pl.concat([frame.select(columns) for frame in (once, dated)])
 
@@ -149,7 +183,9 @@ def _compute_costs(prices: Prices | None) -> list[pl.Expr]:
     default = prices.device_hour.get("default")
     hour = pl.lit(default, pl.Float64)
     if prices.of_models:
-        hour = pl.col("device_model").replace_strict(prices.of_models, default=default, return_dtype=pl.Float64)
+        hour = pl.col("device_model").replace_strict(
+            prices.of_models, default=default, return_dtype=pl.Float64
+        )
     kwh = pl.col("energy_mj") / 3.6e9
     priced = {
         "cost": hour * pl.col("device_ms") / 3.6e6 + kwh.fill_null(0.0) * (prices.per_kwh or 0.0),
@@ -160,17 +196,24 @@ def _compute_costs(prices: Prices | None) -> list[pl.Expr]:
     return [
         *(amount.alias(name) for name, amount in priced.items()),
         *(
-            pl.when(has_price[name]).then(time_columns[name]).otherwise(0).alias(_PRICED_AMOUNTS[name])
+            pl.when(has_price[name])
+            .then(time_columns[name])
+            .otherwise(0)
+            .alias(_PRICED_AMOUNTS[name])
             for name in _PRICED_AMOUNTS
         ),
     ]
 
 
 def _add_up_amounts(frame: pl.LazyFrame, keys: Sequence[str]) -> pl.LazyFrame:
-    sums = [pl.col(name).sum() for name in dict.fromkeys((*_TIME_COLUMNS, *_AMOUNTS, *_AMOUNTS.values()))]
+    sums = [
+        pl.col(name).sum()
+        for name in dict.fromkeys((*_TIME_COLUMNS, *_AMOUNTS, *_AMOUNTS.values()))
+    ]
     grouped = frame.group_by(keys).agg(sums) if keys else frame.select(sums)
     return grouped.with_columns(
-        pl.when(pl.col(time_column) > 0).then(amount).alias(amount) for amount, time_column in _AMOUNTS.items()
+        pl.when(pl.col(time_column) > 0).then(amount).alias(amount)
+        for amount, time_column in _AMOUNTS.items()
     ).sort("device_ms", *keys, descending=[True, *(False for _ in keys)])
 
 
@@ -189,7 +232,8 @@ class AttributionTree(Result):
         by: The dimensions, outermost first.
         currency: Of the cost; None without prices.
         rows: Each part before its parts, the largest first: time_ns (of the stretch of time, null where all is in one),
-            values (of the dimensions, outermost first; none for everything), and the columns of `Attribution.leaves`.
+            values (of the dimensions, outermost first; none for everything), and the columns of
+            `Attribution.leaves`.
     """
 
     by: tuple[str, ...]
@@ -213,9 +257,10 @@ def build_attribution_tree(divided: Attribution, top: int) -> AttributionTree:
             return AttributionTree(divided.by, divided.currency, rows)
         if top == 1:
             raise UsageError(
-                f"the answer has {rows.height:,} rows, more than {MAX_ROWS:,}", slug="too-many-rows",
+                f"the answer has {rows.height:,} rows, more than {MAX_ROWS:,}",
+                slug="too-many-rows",
                 hint="ask for less time, longer stretches or fewer dimensions",
-            )  # fmt: skip
+            )
         top //= 2
 
 
@@ -228,9 +273,15 @@ def _build_tree_rows(divided: Attribution, top: int) -> pl.DataFrame:
             leaves.group_by(by[: depth + 1])
             .agg(pl.col("device_ms").sum())
             .sort(pl.col(name) == OTHERS_LABEL, "device_ms", name, descending=[False, True, False])
-            .with_columns((number.over(by[:depth]) if depth else number).clip(upper_bound=top + 1).alias(order))
+            .with_columns(
+                (number.over(by[:depth]) if depth else number)
+                .clip(upper_bound=top + 1)
+                .alias(order)
+            )
         )
-        leaves = leaves.join(ranked.drop("device_ms"), on=by[: depth + 1], nulls_equal=True).with_columns(
+        leaves = leaves.join(
+            ranked.drop("device_ms"), on=by[: depth + 1], nulls_equal=True
+        ).with_columns(
             pl.when(pl.col(order) > top).then(pl.lit(OTHERS_LABEL)).otherwise(inner).alias(inner)
             for inner in by[depth:]
         )
@@ -244,7 +295,11 @@ def _build_tree_rows(divided: Attribution, top: int) -> pl.DataFrame:
     tree_rows = pl.concat(levels, how="diagonal").with_columns(pl.col(orders).fill_null(0))
     if not times:
         tree_rows = tree_rows.with_columns(time_ns=pl.lit(None, pl.Int64))
-    return tree_rows.sort("time_ns", *orders).drop(orders).select("time_ns", "values", pl.exclude("time_ns", "values"))
+    return (
+        tree_rows.sort("time_ns", *orders)
+        .drop(orders)
+        .select("time_ns", "values", pl.exclude("time_ns", "values"))
+    )
 
 
 _VALIDITY_COLUMNS = ("valid_from_ns", "valid_to_ns")
@@ -256,9 +311,10 @@ def compute_ownership_periods(
 ) -> pl.DataFrame:
     """Whose each job is, and since when.
 
-    Of several statements about one time the one that begins last counts; what a job says itself holds back to its
-    beginning and on until it says otherwise. For each dimension the first that says something counts: people, the rules
-    in their order, the job's own field, its label of that name.
+    Of several statements about one time the one that begins last counts; what a job says itself
+    holds back to its beginning and on until it says otherwise. For each dimension the first that
+    says something counts: people, the rules in their order, the job's own field, its label of that
+    name.
 
     Args:
         jobs: Rows of this table: what jobs say themselves.
@@ -266,20 +322,29 @@ def compute_ownership_periods(
         rules: Of `owners.toml`.
 
     Returns:
-        `job`, `from_ns` (ascending within a job), scheduler and all dimensions; null where nobody says it. A job that
-        nobody speaks of has no row.
+        `job`, `from_ns` (ascending within a job), scheduler and all dimensions; null where nobody
+        says it. A job that nobody speaks of has no row.
     """
     job_claims = (
-        jobs.select("job", *_CLAIMED_COLUMNS, "labels", "valid_from_ns", "valid_to_ns").drop_nulls("job").collect()
+        jobs.select("job", *_CLAIMED_COLUMNS, "labels", "valid_from_ns", "valid_to_ns")
+        .drop_nulls("job")
+        .collect()
     )
-    people = owners.select("job", *DIMENSIONS, "valid_from_ns", "valid_to_ns").drop_nulls("job").collect()
+    people = (
+        owners.select("job", *DIMENSIONS, "valid_from_ns", "valid_to_ns")
+        .drop_nulls("job")
+        .collect()
+    )
     first = pl.col("valid_from_ns") == pl.col("valid_from_ns").min().over("job")
     job_claims = job_claims.with_columns(
-        valid_from_ns=pl.when(first).then(EARLIEST).otherwise("valid_from_ns"), valid_to_ns=pl.lit(None, pl.Int64)
+        valid_from_ns=pl.when(first).then(EARLIEST).otherwise("valid_from_ns"),
+        valid_to_ns=pl.lit(None, pl.Int64),
     )
     all_jobs = pl.concat([job_claims["job"], people["job"]]).unique()
     marks = [
-        statements.select("job", from_ns=name) for statements in (job_claims, people) for name in _VALIDITY_COLUMNS
+        statements.select("job", from_ns=name)
+        for statements in (job_claims, people)
+        for name in _VALIDITY_COLUMNS
     ]
     dated = {
         boundary_ns
@@ -299,22 +364,33 @@ def compute_ownership_periods(
     )
     # One that began later and is over hides none that still holds.
     valid = times.join(people, on="job").filter(
-        pl.col("valid_from_ns") <= pl.col("from_ns"), pl.col("valid_to_ns").fill_null(LATEST) > pl.col("from_ns")
+        pl.col("valid_from_ns") <= pl.col("from_ns"),
+        pl.col("valid_to_ns").fill_null(LATEST) > pl.col("from_ns"),
     )
-    latest = valid.sort("valid_from_ns", maintain_order=True).unique(["job", "from_ns"], keep="last")
+    latest = valid.sort("valid_from_ns", maintain_order=True).unique(
+        ["job", "from_ns"], keep="last"
+    )
     stated_owners = times.join(latest, on=["job", "from_ns"], how="left", maintain_order="left")
     columns = []
     for name in DIMENSIONS:
-        rule_values = [pl.when(_match_rule(rule)).then(pl.lit(rule.set[name])) for rule in rules if name in rule.set]
+        rule_values = [
+            pl.when(_match_rule(rule)).then(pl.lit(rule.set[name]))
+            for rule in rules
+            if name in rule.set
+        ]
         label = pl.col("labels").str.json_path_match(f"$['{name}']")
         columns.append(pl.coalesce(stated_owners[name], *rule_values, name, label).alias(name))
     owned = facts.with_columns(columns).select("job", "from_ns", *_CLAIMED_COLUMNS)
     # of the same job: the first row of each is the earliest, which stays
-    changed = pl.any_horizontal(pl.col(name).ne_missing(pl.col(name).shift()) for name in _CLAIMED_COLUMNS)
+    changed = pl.any_horizontal(
+        pl.col(name).ne_missing(pl.col(name).shift()) for name in _CLAIMED_COLUMNS
+    )
     return owned.filter(changed | (pl.col("from_ns") == EARLIEST))
 
 
-def add_owners(captures: pl.LazyFrame, owned: pl.DataFrame, job_dimensions: Sequence[str]) -> pl.LazyFrame:
+def add_owners(
+    captures: pl.LazyFrame, owned: pl.DataFrame, job_dimensions: Sequence[str]
+) -> pl.LazyFrame:
     """Captures with what is said of their job at their start.
 
     Args:
@@ -330,9 +406,13 @@ def add_owners(captures: pl.LazyFrame, owned: pl.DataFrame, job_dimensions: Sequ
 
 
 def match_pattern(text: pl.Expr, pattern: str) -> pl.Expr:
-    """Whether texts are what a pattern says, in which `*` and `?` stand for any signs, one sign; a null never is."""
+    """Whether texts are what a pattern says, in which `*` and `?` stand for any signs, one sign; a
+    null never is.
+    """
     # of Rust's engine, whose time is linear whatever the pattern
-    characters = (".*" if sign == "*" else "." if sign == "?" else re.escape(sign) for sign in pattern)
+    characters = (
+        ".*" if sign == "*" else "." if sign == "?" else re.escape(sign) for sign in pattern
+    )
     return text.str.contains(f"(?s)^{''.join(characters)}$").fill_null(False)
 
 
@@ -357,7 +437,9 @@ class OwnershipMoves(Result):
     rows: pl.DataFrame
 
 
-def compare_ownership(usage: pl.LazyFrame, before: pl.DataFrame, after: pl.DataFrame) -> OwnershipMoves:
+def compare_ownership(
+    usage: pl.LazyFrame, before: pl.DataFrame, after: pl.DataFrame
+) -> OwnershipMoves:
     """Compare two answers to whose jobs are.
 
     Args:
@@ -365,13 +447,23 @@ def compare_ownership(usage: pl.LazyFrame, before: pl.DataFrame, after: pl.DataF
         before: Of `owners.periods`, by the rules as they are.
         after: The same, by other rules.
     """
-    times = pl.concat([before.select("job", "from_ns"), after.select("job", "from_ns")]).unique().sort("job", "from_ns")
+    times = (
+        pl.concat([before.select("job", "from_ns"), after.select("job", "from_ns")])
+        .unique()
+        .sort("job", "from_ns")
+    )
     both = times
     for name, owned in (("before", before), ("after", after)):
-        facts = owned.select("job", "from_ns", *(pl.col(key).alias(f"{key} {name}") for key in DIMENSIONS))
-        both = both.join_asof(facts.sort("job", "from_ns"), on="from_ns", by="job", check_sortedness=False)
+        facts = owned.select(
+            "job", "from_ns", *(pl.col(key).alias(f"{key} {name}") for key in DIMENSIONS)
+        )
+        both = both.join_asof(
+            facts.sort("job", "from_ns"), on="from_ns", by="job", check_sortedness=False
+        )
     until = pl.col("from_ns").shift(-1).over("job").fill_null(LATEST)
-    moved = pl.any_horizontal(pl.col(f"{key} before").ne_missing(pl.col(f"{key} after")) for key in DIMENSIONS)
+    moved = pl.any_horizontal(
+        pl.col(f"{key} before").ne_missing(pl.col(f"{key} after")) for key in DIMENSIONS
+    )
     moved_periods = both.with_columns(until_ns=until).filter(moved).lazy()
     times_of = (
         usage.select("job", "time_ns", "device_ms")
@@ -383,11 +475,14 @@ def compare_ownership(usage: pl.LazyFrame, before: pl.DataFrame, after: pl.DataF
     )
     parts = [
         times_of.select(
-            "job", "device_ms", dimension=pl.lit(key), before=pl.col(f"{key} before").fill_null(UNATTRIBUTED),
+            "job",
+            "device_ms",
+            dimension=pl.lit(key),
+            before=pl.col(f"{key} before").fill_null(UNATTRIBUTED),
             after=pl.col(f"{key} after").fill_null(UNATTRIBUTED),
         )
         for key in DIMENSIONS
-    ]  # fmt: skip
+    ]
     keys = ("dimension", "before", "after")
     rows = (
         pl.concat(parts)

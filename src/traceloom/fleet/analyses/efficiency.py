@@ -1,7 +1,7 @@
 """Topline and where to invest.
 
-None of them says enough alone: a device can be busy and compute nothing, draw power and wait, reach its FLOP/s on work
-that is thrown away.
+None of them says enough alone: a device can be busy and compute nothing, draw power and wait, reach
+its FLOP/s on work that is thrown away.
 """
 
 from __future__ import annotations
@@ -62,7 +62,11 @@ class FleetTopline(Result):
 
 
 def compute_fleet_topline(
-    usage: pl.LazyFrame, owned: pl.DataFrame, captures: pl.LazyFrame, by: str = "", reference: str = REFERENCE_DEVICE
+    usage: pl.LazyFrame,
+    owned: pl.DataFrame,
+    captures: pl.LazyFrame,
+    by: str = "",
+    reference: str = REFERENCE_DEVICE,
 ) -> FleetTopline:
     """Work out the topline.
 
@@ -79,12 +83,24 @@ def compute_fleet_topline(
     if find_device_model(reference) is None:
         raise UsageError(f"there is no data sheet of `{reference}`", slug="no-such-device")
     rows = _compute_topline_rows(usage, owned, captures, by, reference)
-    job_rows = rows if by == "job" else _compute_topline_rows(usage, owned, captures, "job", reference)
+    job_rows = (
+        rows if by == "job" else _compute_topline_rows(usage, owned, captures, "job", reference)
+    )
     pairs = []
     for first, second in combinations(METRICS, 2):
-        both = job_rows.select(first, second).drop_nulls().filter(pl.all_horizontal(pl.all().is_finite()))
-        value = both.select(pl.corr(first, second, method="spearman")).item() if both.height >= MIN_JOBS else None
-        pairs.append((first, second, both.height, None if value is None or value != value else value))  # noqa: PLR0124
+        both = (
+            job_rows.select(first, second)
+            .drop_nulls()
+            .filter(pl.all_horizontal(pl.all().is_finite()))
+        )
+        value = (
+            both.select(pl.corr(first, second, method="spearman")).item()
+            if both.height >= MIN_JOBS
+            else None
+        )
+        pairs.append(
+            (first, second, both.height, None if value is None or value != value else value)  # noqa: PLR0124
+        )
     columns = {"first": pl.String, "second": pl.String, "jobs": pl.Int64, "correlation": pl.Float64}
     return FleetTopline(by, rows, pl.DataFrame(pairs, schema=columns, orient="row"), reference)
 
@@ -99,8 +115,14 @@ def _compute_topline_rows(
     peaks = pl.DataFrame(
         {
             "device_model": list(sheets),
-            "peak": [sheet and sheet.flops.get("bf16", sheet.flops.get("fp16")) for sheet in sheets.values()],
-            "relative": [compute_relative_peak(sheet, find_device_model(reference)) for sheet in sheets.values()],
+            "peak": [
+                sheet and sheet.flops.get("bf16", sheet.flops.get("fp16"))
+                for sheet in sheets.values()
+            ],
+            "relative": [
+                compute_relative_peak(sheet, find_device_model(reference))
+                for sheet in sheets.values()
+            ],
         },
         schema={"device_model": pl.String, "peak": pl.Float64, "relative": pl.Float64},
     )
@@ -133,7 +155,9 @@ def _compute_topline_rows(
         flop_rate_high=_divide_if_positive(pl.col("flops_high"), seconds),
         compute_use=_divide_if_positive(pl.col("flops_low"), pl.col("peak_flops")),
         power_w=_divide_if_positive(pl.col("energy_mj"), pl.col("energy_known_ms")),
-        reference_hours_per_byte=_divide_if_positive(pl.col("reference_hours"), pl.col("input_bytes")),
+        reference_hours_per_byte=_divide_if_positive(
+            pl.col("reference_hours"), pl.col("input_bytes")
+        ),
     )
     means = [pl.col(name).mean() for name in ("roofline_fraction", "mfu")]
     if not keys:
@@ -144,7 +168,9 @@ def _compute_topline_rows(
         ).sort("device_hours", by, descending=[True, False])
     owned_captures = add_owners(captures, owned, [by] if by in JOB_DIMENSIONS else [])
     capture_means = owned_captures.group_by(pl.col(by).fill_null(UNATTRIBUTED)).agg(means).collect()
-    return measured.join(capture_means, on=by, how="left").sort("device_hours", by, descending=[True, False])
+    return measured.join(capture_means, on=by, how="left").sort(
+        "device_hours", by, descending=[True, False]
+    )
 
 
 def _divide_if_positive(amount: pl.Expr, total: pl.Expr) -> pl.Expr:
@@ -163,8 +189,8 @@ class Investment(Result):
     Attributes:
         by: By what it is divided.
         rows: One row per combination of values, the most first: saved_ms (device time that fixing would save), jobs
-            (that have such findings), confidence (mean, weighted by what is saved), example (a capture of the job that
-            would save most).
+            (that have such findings), confidence (mean, weighted by what is saved), example (a
+            capture of the job that would save most).
         held_ms: Device time that jobs held.
         analysed_ms: The part of it of jobs that have captures. Of the rest nothing is known, and nothing in the rows.
     """
@@ -184,9 +210,9 @@ def compute_savings(
 ) -> Investment:
     """Add up what fixing findings would save.
 
-    Of a job it is its device time times the mean over its captures of the share of the step that the findings of a rule
-    save there; findings of one capture are disjoint, so that rules add up. A capture without a finding of the rule
-    counts as 0.
+    Of a job it is its device time times the mean over its captures of the share of the step that
+    the findings of a rule save there; findings of one capture are disjoint, so that rules add up. A
+    capture without a finding of the rule counts as 0.
 
     Args:
         usage: Rows of `usage_minute` or `usage_hour`.
@@ -200,13 +226,24 @@ def compute_savings(
     """
     for name in by:
         if name not in INVESTMENT_DIMENSIONS:
-            hint = nearest(name, INVESTMENT_DIMENSIONS) + f"there are {', '.join(INVESTMENT_DIMENSIONS)}"
-            raise UsageError(f"savings are not divided by `{name}`", slug="no-such-dimension", hint=hint)
+            hint = (
+                nearest(name, INVESTMENT_DIMENSIONS)
+                + f"there are {', '.join(INVESTMENT_DIMENSIONS)}"
+            )
+            raise UsageError(
+                f"savings are not divided by `{name}`", slug="no-such-dimension", hint=hint
+            )
     by = tuple(dict.fromkeys(by))
-    held_usage = usage.filter(~pl.col("state").is_in((UNALLOCATED, UNREACHABLE)), pl.col("job").is_not_null())
-    job_times = divide_device_time(held_usage, owned, ["job"]).leaves.lazy().select("job", "device_ms")
+    held_usage = usage.filter(
+        ~pl.col("state").is_in((UNALLOCATED, UNREACHABLE)), pl.col("job").is_not_null()
+    )
+    job_times = (
+        divide_device_time(held_usage, owned, ["job"]).leaves.lazy().select("job", "device_ms")
+    )
     owned_captures = add_owners(
-        captures.select("capture", "job", "start_ns"), owned, [name for name in by if name != RULE_DIMENSION]
+        captures.select("capture", "job", "start_ns"),
+        owned,
+        [name for name in by if name != RULE_DIMENSION],
     )
     people = [name for name in by if name not in (RULE_DIMENSION, "job")]
     jobs = (

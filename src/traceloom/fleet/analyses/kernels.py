@@ -29,8 +29,8 @@ class GpuTimeBy(Result):
     Attributes:
         by: By what.
         rows: One row per combination of values (and stretch of time, `time_ns`), the longest first: count (pieces of
-            work), total_ns, fraction (of all rows, of one stretch: of it), captures; `unattributed` where nothing says
-            it.
+            work), total_ns, fraction (of all rows, of one stretch: of it), captures; `unattributed`
+            where nothing says it.
     """
 
     by: tuple[str, ...]
@@ -43,9 +43,10 @@ class TopKernels(Result):
 
     Attributes:
         rows: One row per kernel, most first: kind, count, total_ns, fraction (of all GPU time), mean_ns, cycles (of the
-            part whose clock is known, null without any), cycles_known_ns (that part), shapes (how many different),
-            captures, jobs, roofline_known_ns (the part of which there is a model), roofline_ns (what it needs at the
-            peaks), example (a capture of the job that spends most on it, to be looked at).
+            part whose clock is known, null without any), cycles_known_ns (that part), shapes (how
+            many different), captures, jobs, roofline_known_ns (the part of which there is a model),
+            roofline_ns (what it needs at the peaks), example (a capture of the job that spends most
+            on it, to be looked at).
         total_ns: All GPU time, of the kernels that are left out too.
     """
 
@@ -59,7 +60,8 @@ class ShapeCoverage(Result):
 
     Attributes:
         rows: One row per kernel, operator, shapes, types and model of device, the longest first: number (1 for the
-            first), count, total_ns, fraction (of the GPU time that is looked at), covered_fraction (with all before).
+            first), count, total_ns, fraction (of the GPU time that is looked at), covered_fraction
+            (with all before).
         total_ns: The GPU time that is looked at.
         unshaped_ns: The part of it whose shapes are not recorded; it is in no row.
     """
@@ -95,8 +97,12 @@ def divide_gpu_time(
     """
     for name in by:
         if name not in GPU_TIME_DIMENSIONS:
-            hint = nearest(name, GPU_TIME_DIMENSIONS) + f"there are {', '.join(GPU_TIME_DIMENSIONS)}"
-            raise UsageError(f"GPU time is not divided by `{name}`", slug="no-such-dimension", hint=hint)
+            hint = (
+                nearest(name, GPU_TIME_DIMENSIONS) + f"there are {', '.join(GPU_TIME_DIMENSIONS)}"
+            )
+            raise UsageError(
+                f"GPU time is not divided by `{name}`", slug="no-such-dimension", hint=hint
+            )
     by = tuple(dict.fromkeys(by))
     times = [] if every_ns is None else ["time_ns"]
     capture_facts = captures.select("capture", "start_ns", *CAPTURE_DIMENSIONS)
@@ -104,7 +110,9 @@ def divide_gpu_time(
     if owner_dimensions:
         capture_facts = add_owners(capture_facts, owned, owner_dimensions)
     if every_ns is not None:
-        capture_facts = capture_facts.with_columns(time_ns=pl.col("start_ns") // every_ns * every_ns)
+        capture_facts = capture_facts.with_columns(
+            time_ns=pl.col("start_ns") // every_ns * every_ns
+        )
     work_dimensions = [name for name in by if name in WORK_DIMENSIONS]
     capture_dimensions = [name for name in by if name not in WORK_DIMENSIONS]
     # first by capture, which are few, then by what is known of it
@@ -115,16 +123,28 @@ def divide_gpu_time(
         .group_by(*times, *by)
         .agg(pl.col("count", "total_ns").sum(), captures=pl.col("capture").n_unique())
         .with_columns(pl.col(name).cast(pl.String).fill_null(UNATTRIBUTED) for name in by)
-        .with_columns(whole_ns=pl.col("total_ns").sum().over(times) if times else pl.col("total_ns").sum())
-        .with_columns(fraction=pl.when(pl.col("whole_ns") > 0).then(pl.col("total_ns") / pl.col("whole_ns")))
+        .with_columns(
+            whole_ns=pl.col("total_ns").sum().over(times) if times else pl.col("total_ns").sum()
+        )
+        .with_columns(
+            fraction=pl.when(pl.col("whole_ns") > 0).then(pl.col("total_ns") / pl.col("whole_ns"))
+        )
         .drop("whole_ns")
-        .sort(*times, "total_ns", *by, descending=[*(False for _ in times), True, *(False for _ in by)])
+        .sort(
+            *times,
+            "total_ns",
+            *by,
+            descending=[*(False for _ in times), True, *(False for _ in by)],
+        )
     )
     return GpuTimeBy(by, rows.collect())
 
 
 def list_top_kernels(
-    kernels: pl.LazyFrame, captures: pl.LazyFrame, sort: Literal["time", "cycles"] = "time", top: int = 100
+    kernels: pl.LazyFrame,
+    captures: pl.LazyFrame,
+    sort: Literal["time", "cycles"] = "time",
+    top: int = 100,
 ) -> TopKernels:
     """Rank kernels by GPU time or by device cycles.
 
@@ -153,21 +173,40 @@ def list_top_kernels(
         roofline_ns=pl.when(pl.col("roofline_known_ns") > 0).then("roofline_ns"),
     )
     order = "cycles" if sort == "cycles" else "total_ns"
-    ranked = kernel_totals.sort(order, "kernel", descending=[True, False], nulls_last=True).head(top).collect()
-    # What has to be counted is asked of the few that are shown, by number: texts take half as long again.
+    ranked = (
+        kernel_totals.sort(order, "kernel", descending=[True, False], nulls_last=True)
+        .head(top)
+        .collect()
+    )
+    # What has to be counted is asked of the few that are shown, by number: texts take half as long
+    # again.
     number = pl.Enum(ranked["kernel"].drop_nulls())
-    top_rows = kernels.with_columns(pl.col("kernel").cast(number, strict=False)).drop_nulls("kernel")
+    top_rows = kernels.with_columns(pl.col("kernel").cast(number, strict=False)).drop_nulls(
+        "kernel"
+    )
     capture_times = top_rows.group_by("kernel", "capture").agg(ns.sum())
     kernel_usage = (
         capture_times.join(captures.select("capture", "job"), on="capture", how="left")
         .sort("total_ns", "capture", descending=[True, False])
         .group_by("kernel")
-        .agg(captures=pl.len(), jobs=pl.col("job").drop_nulls().n_unique(), example=pl.col("capture").first())
+        .agg(
+            captures=pl.len(),
+            jobs=pl.col("job").drop_nulls().n_unique(),
+            example=pl.col("capture").first(),
+        )
     )
-    shapes = top_rows.select("kernel", "shapes").drop_nulls().unique().group_by("kernel").agg(shapes=pl.len())
+    shapes = (
+        top_rows.select("kernel", "shapes")
+        .drop_nulls()
+        .unique()
+        .group_by("kernel")
+        .agg(shapes=pl.len())
+    )
     rows = ranked.drop("total")
     for frame in pl.collect_all([kernel_usage, shapes]):
-        rows = rows.join(frame.cast({"kernel": pl.String}), on="kernel", how="left", maintain_order="left")
+        rows = rows.join(
+            frame.cast({"kernel": pl.String}), on="kernel", how="left", maintain_order="left"
+        )
     total = int(ranked["total"][0]) if ranked.height else 0
     return TopKernels(rows.with_columns(pl.col("shapes").fill_null(0)), total)
 
@@ -207,8 +246,8 @@ class KernelHistory(Result):
 
     Attributes:
         rows: One row per job, by the time of its first capture, the last 2,000: start_ns, job, mean_ns (median over its
-            captures of the mean duration of a piece of work), count, total_ns (of all its captures), capture (the
-            first), code and torch (of that one).
+            captures of the mean duration of a piece of work), count, total_ns (of all its
+            captures), capture (the first), code and torch (of that one).
         jobs: How many jobs ran it.
     """
 
@@ -230,11 +269,20 @@ def build_kernel_history(
     works = kernels.filter(pl.col("count") > 0, pl.col("kernel") == kernel)
     if shapes is not None:
         works = works.filter(pl.col("shapes") == shapes)
-    capture_facts = captures.select("capture", "start_ns", "code", "torch", job=pl.coalesce("job", "capture"))
-    grouped = collect_by_capture(works, capture_facts).group_by("kernel", "job", "start_ns", "capture")
+    capture_facts = captures.select(
+        "capture", "start_ns", "code", "torch", job=pl.coalesce("job", "capture")
+    )
+    grouped = collect_by_capture(works, capture_facts).group_by(
+        "kernel", "job", "start_ns", "capture"
+    )
     jobs = collect_by_job(grouped.agg(pl.col("count", "total_ns").sum()), ("kernel",))
     rows = jobs.tail(MAX_JOBS).join(
-        capture_facts.select("capture", "code", "torch").collect(), on="capture", how="left", maintain_order="left"
+        capture_facts.select("capture", "code", "torch").collect(),
+        on="capture",
+        how="left",
+        maintain_order="left",
     )
-    history_rows = rows.select("start_ns", "job", "count", "total_ns", "capture", "code", "torch", mean_ns="mean")
+    history_rows = rows.select(
+        "start_ns", "job", "count", "total_ns", "capture", "code", "torch", mean_ns="mean"
+    )
     return KernelHistory(history_rows, jobs.height)

@@ -3,9 +3,10 @@
 The job is the sample: its captures are no independent witnesses of each other. Exact definitions in
 docs/concepts/fleet.md.
 
-A series is of a kernel, the shapes of its inputs and a model of device; its samples are jobs in the order in which
-they were first captured. Where a kernel as a whole changed although no piece of work takes longer than before, the mix
-of its shapes or of the devices did. Exact definitions: docs/concepts/fleet.md.
+A series is of a kernel, the shapes of its inputs and a model of device; its samples are jobs in the
+order in which they were first captured. Where a kernel as a whole changed although no piece of work
+takes longer than before, the mix of its shapes or of the devices did. Exact definitions:
+docs/concepts/fleet.md.
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ MIN_JOBS_PER_SIDE = 5
 """On each side of a change."""
 
 MIN_SEGMENT_JOBS = 2 * MIN_JOBS_PER_SIDE
-"""Jobs of a stretch between two changes back and forth: some odd jobs stand side by side often enough."""
+"""Jobs of a stretch between two changes back and forth: some odd jobs stand side by side often
+enough.
+"""
 
 MIN_RELATIVE_CHANGE = 0.05
 """Changes of the median smaller than this are none."""
 
 FALSE_ALARM_RATE = 0.001
-"""How likely it may be that all series, none of which changed, give an alarm at all: one looks every day."""
+"""How likely it may be that all series, none of which changed, give an alarm at all: one looks
+every day.
+"""
 
 _PRECHECK_P_VALUE = 1e-3  # by chance: not worth to look for where exactly
 _MAX_CANDIDATE_BOUNDS = 200  # between which stretches are looked for; of longer series every n-th
@@ -64,9 +69,11 @@ class ChangePoint:
 
 
 class SignificanceLevels(NamedTuple):
-    """How unlikely by chance a change must be, so that all series together give a false alarm at most so often.
+    """How unlikely by chance a change must be, so that all series together give a false alarm at
+    most so often.
 
-    Half of `ALARM` goes to cuts in two, half to stretches in between, each divided by how many there are.
+    Half of `ALARM` goes to cuts in two, half to stretches in between, each divided by how many
+    there are.
     """
 
     cut: float
@@ -80,7 +87,9 @@ def compute_significance_levels(series_lengths: Iterable[int]) -> SignificanceLe
         splits += max(count - 2 * MIN_JOBS_PER_SIDE + 1, 0)
         inner = max(count - 2 * MIN_JOBS_PER_SIDE - MIN_SEGMENT_JOBS + 1, 0)
         segments += inner * (inner + 1) // 2
-    return SignificanceLevels(FALSE_ALARM_RATE / 2 / max(splits, 1), FALSE_ALARM_RATE / 2 / max(segments, 1))
+    return SignificanceLevels(
+        FALSE_ALARM_RATE / 2 / max(splits, 1), FALSE_ALARM_RATE / 2 / max(segments, 1)
+    )
 
 
 def find_change_points(values: Floats, levels: SignificanceLevels) -> list[ChangePoint]:
@@ -112,7 +121,8 @@ def find_change_points(values: Floats, levels: SignificanceLevels) -> list[Chang
 def _draw_bootstrap_medians(values: Floats, generator: np.random.Generator) -> Floats:
     """Medians of samples drawn again from values, as many as values each; shape (DRAWS,).
 
-    What stands in the middle of uniform numbers has a beta distribution, so that no sample has to be drawn.
+    What stands in the middle of uniform numbers has a beta distribution, so that no sample has to
+    be drawn.
     """
     ordered, count = np.sort(values), values.size
     middle = (count + 1) // 2
@@ -125,7 +135,9 @@ def _draw_bootstrap_medians(values: Floats, generator: np.random.Generator) -> F
 
 
 def _find_splits(log_values: Floats, offset: int, levels: SignificanceLevels) -> Iterator[int]:
-    """Positions at which the level of a series changes, in order: the clearest first, then in the parts around it."""
+    """Positions at which the level of a series changes, in order: the clearest first, then in the
+    parts around it.
+    """
     splits: list[int] = []
     if (split := _find_best_split(log_values)) is not None and compute_p_value(
         log_values[:split], log_values[split:]
@@ -133,7 +145,10 @@ def _find_splits(log_values: Floats, offset: int, levels: SignificanceLevels) ->
         splits = [split]
     elif (segment := _find_shifted_segment(log_values)) is not None:
         segment_slice = slice(*segment)
-        if compute_p_value(np.delete(log_values, segment_slice), log_values[segment_slice]) <= levels.segment:
+        if (
+            compute_p_value(np.delete(log_values, segment_slice), log_values[segment_slice])
+            <= levels.segment
+        ):
             splits = [*segment]
     if splits:
         bounds = [0, *splits, log_values.size]
@@ -144,7 +159,8 @@ def _find_splits(log_values: Floats, offset: int, levels: SignificanceLevels) ->
 
 
 def _find_best_split(log_values: Floats) -> int | None:
-    """Where to cut a series so that its values are nearest to the medians of both parts; None where nothing changes.
+    """Where to cut a series so that its values are nearest to the medians of both parts; None where
+    nothing changes.
 
     Whether anything does is first looked at by ranks, which takes no time.
     """
@@ -152,7 +168,9 @@ def _find_best_split(log_values: Floats) -> int | None:
     candidates = np.arange(MIN_JOBS_PER_SIDE, count - MIN_JOBS_PER_SIDE + 1)
     if not candidates.size:
         return None
-    shift = np.abs(_compute_centered_rank_sums(log_values)[candidates]) / np.sqrt(candidates * (count - candidates))
+    shift = np.abs(_compute_centered_rank_sums(log_values)[candidates]) / np.sqrt(
+        candidates * (count - candidates)
+    )
     split = int(candidates[np.argmax(shift)])
     return (
         _select_best_split(log_values, candidates)
@@ -162,7 +180,9 @@ def _find_best_split(log_values: Floats) -> int | None:
 
 
 def _find_shifted_segment(log_values: Floats) -> tuple[int, int] | None:
-    """The stretch in the middle of a series whose ranks differ most from the others'; None where nothing changes."""
+    """The stretch in the middle of a series whose ranks differ most from the others'; None where
+    nothing changes.
+    """
     count = log_values.size
     first, last = MIN_JOBS_PER_SIDE, count - MIN_JOBS_PER_SIDE
     if last - first < MIN_SEGMENT_JOBS:
@@ -176,17 +196,22 @@ def _find_shifted_segment(log_values: Floats) -> tuple[int, int] | None:
     start, end = (int(bounds[index]) for index in np.unravel_index(np.argmax(shift), shift.shape))
     if (
         end - start < MIN_SEGMENT_JOBS
-        or compute_p_value(np.delete(log_values, slice(start, end)), log_values[start:end]) > _PRECHECK_P_VALUE
+        or compute_p_value(np.delete(log_values, slice(start, end)), log_values[start:end])
+        > _PRECHECK_P_VALUE
     ):
         return None
-    start = _select_best_split(log_values[:end], np.arange(MIN_JOBS_PER_SIDE, end - MIN_SEGMENT_JOBS + 1))
+    start = _select_best_split(
+        log_values[:end], np.arange(MIN_JOBS_PER_SIDE, end - MIN_SEGMENT_JOBS + 1)
+    )
     return start, start + _select_best_split(
         log_values[start:], np.arange(MIN_SEGMENT_JOBS, count - start - MIN_JOBS_PER_SIDE + 1)
     )
 
 
 def _compute_centered_rank_sums(log_values: Floats) -> Floats:
-    """Summed ranks of the values before each position, less what they would be without any order; shape (jobs + 1,)."""
+    """Summed ranks of the values before each position, less what they would be without any order;
+    shape (jobs + 1,).
+    """
     rank = np.empty(log_values.size)
     rank[np.argsort(log_values, kind="stable")] = np.arange(1, log_values.size + 1)
     return np.concatenate([[0.0], np.cumsum(rank - (log_values.size + 1) / 2)])
@@ -205,7 +230,9 @@ def _select_best_split(log_values: Floats, candidates: Ints) -> int:
 
 
 def _compute_prefix_deviations(log_values: Floats) -> Floats:
-    """Sum of the distances of the first values to their median, for each number of them; shape (jobs + 1,)."""
+    """Sum of the distances of the first values to their median, for each number of them; shape
+    (jobs + 1,).
+    """
     ordered: list[float] = []
     total = lower_half_sum = 0.0  # of all values, and of the lower half of them, rounded down
     sums = [0.0]
@@ -225,15 +252,22 @@ def _compute_prefix_deviations(log_values: Floats) -> Floats:
 
 
 def compute_p_value(before: Floats, after: Floats) -> float:
-    """How likely sides of one series are to differ as much as these do: Student's test of their logarithms.
+    """How likely sides of one series are to differ as much as these do: Student's test of their
+    logarithms.
 
-    The smaller one of the differences of means and of medians counts, so that one odd job is no change. The tail is by
-    Wallace's approximation (1959), good to 0.1 % where it matters.
+    The smaller one of the differences of means and of medians counts, so that one odd job is no
+    change. The tail is by Wallace's approximation (1959), good to 0.1 % where it matters.
     """
     degrees_of_freedom = before.size + after.size - 2
-    residual_sum = float(((before - before.mean()) ** 2).sum() + ((after - after.mean()) ** 2).sum())
-    difference = min(abs(float(after.mean() - before.mean())), abs(float(np.median(after) - np.median(before))))
-    standard_error = math.sqrt(residual_sum / degrees_of_freedom * (1 / before.size + 1 / after.size))
+    residual_sum = float(
+        ((before - before.mean()) ** 2).sum() + ((after - after.mean()) ** 2).sum()
+    )
+    difference = min(
+        abs(float(after.mean() - before.mean())), abs(float(np.median(after) - np.median(before)))
+    )
+    standard_error = math.sqrt(
+        residual_sum / degrees_of_freedom * (1 / before.size + 1 / after.size)
+    )
     if standard_error <= difference * 1e-12:
         return 0.0 if difference > 0 else 1.0
     t = difference / standard_error
@@ -257,13 +291,26 @@ MAX_LISTED_JOBS = 20
 _SERIES_KEYS = ("kernel", "shapes", "device_model")
 _CHANGE_SCHEMA = pl.Schema(
     {
-        "kernel": pl.String(), "shapes": pl.String(), "device_model": pl.String(), "cause": pl.String(),
-        "evidence": pl.String(), "since_ns": pl.Int64(), "last_before_ns": pl.Int64(), "before_ns": pl.Float64(),
-        "after_ns": pl.Float64(), "change": pl.Float64(), "low": pl.Float64(), "high": pl.Float64(),
-        "extra_ns": pl.Int64(), "jobs_before": pl.Int64(), "jobs_after": pl.Int64(), "jobs": pl.List(pl.String()),
-        "capture": pl.String(), "healthy_capture": pl.String(),
+        "kernel": pl.String(),
+        "shapes": pl.String(),
+        "device_model": pl.String(),
+        "cause": pl.String(),
+        "evidence": pl.String(),
+        "since_ns": pl.Int64(),
+        "last_before_ns": pl.Int64(),
+        "before_ns": pl.Float64(),
+        "after_ns": pl.Float64(),
+        "change": pl.Float64(),
+        "low": pl.Float64(),
+        "high": pl.Float64(),
+        "extra_ns": pl.Int64(),
+        "jobs_before": pl.Int64(),
+        "jobs_after": pl.Int64(),
+        "jobs": pl.List(pl.String()),
+        "capture": pl.String(),
+        "healthy_capture": pl.String(),
     }
-)  # fmt: skip
+)
 
 
 class ChangeRow(TypedDict):
@@ -295,14 +342,16 @@ class Regressions(Result):
 
     Attributes:
         changes: One row per change, what costs most GPU time first, changes of the mix behind all others: kernel,
-            shapes and device_model (null where they are not recorded, and where the mix over them changed), cause
-            (code, host, device, shapes, unknown), evidence (`shown`: jobs after it that have the old code or hosts are
-            as before; `possible`: it changed with the kernel, and no job can tell; `none`), since_ns (the first job
-            after it), last_before_ns (the last before), before_ns and after_ns (median over jobs of the mean duration
-            of a piece of work), change (after / before - 1), low and high (its 95 % interval), extra_ns (GPU time that
-            the jobs after it spent in captures beyond what they would have before; negative where they save),
-            jobs_before, jobs_after, jobs (the 20 that lose most), capture (of the job nearest to the median after) and
-            healthy_capture (before), to be compared.
+            shapes and device_model (null where they are not recorded, and where the mix over them
+            changed), cause (code, host, device, shapes, unknown), evidence (`shown`: jobs after it
+            that have the old code or hosts are as before; `possible`: it changed with the kernel,
+            and no job can tell; `none`), since_ns (the first job after it), last_before_ns (the
+            last before), before_ns and after_ns (median over jobs of the mean duration of a piece
+            of work), change (after / before - 1), low and high (its 95 % interval), extra_ns (GPU
+            time that the jobs after it spent in captures beyond what they would have before;
+            negative where they save), jobs_before, jobs_after, jobs (the 20 that lose most),
+            capture (of the job nearest to the median after) and healthy_capture (before), to be
+            compared.
         series: Series that were looked at.
         short: Series of fewer than ten jobs, of which nothing is said.
     """
@@ -332,7 +381,9 @@ class _JobSeries:
     capture: list[str]
 
 
-def find_regressions(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyFrame) -> Regressions:
+def find_regressions(
+    kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyFrame
+) -> Regressions:
     """Look for changes in all series.
 
     Args:
@@ -340,7 +391,9 @@ def find_regressions(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.
         captures: The same; a capture of no job is a job of its own.
         devices: The same.
     """
-    capture_jobs = captures.select("capture", "start_ns", "code", "torch", job=pl.coalesce("job", "capture"))
+    capture_jobs = captures.select(
+        "capture", "start_ns", "code", "torch", job=pl.coalesce("job", "capture")
+    )
     work_by_capture = collect_by_capture(kernels, capture_jobs)
     kernel_by_capture = work_by_capture.group_by("kernel", "job", "start_ns", "capture").agg(
         pl.col("count", "total_ns").sum()
@@ -348,13 +401,23 @@ def find_regressions(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.
     work_by_job = collect_by_job(work_by_capture, _SERIES_KEYS)
     shape_series, kernel_series = (
         list(_build_job_series(work_by_job, _SERIES_KEYS)),
-        list(_build_job_series(collect_by_job(kernel_by_capture, _SERIES_KEYS[:1]), _SERIES_KEYS[:1])),
+        list(
+            _build_job_series(collect_by_job(kernel_by_capture, _SERIES_KEYS[:1]), _SERIES_KEYS[:1])
+        ),
     )
     series_per_kernel = Counter(series.kernel for series in shape_series)
     kernel_series = [series for series in kernel_series if series_per_kernel[series.kernel] > 1]
-    levels = compute_significance_levels(series.mean.size for series in (*shape_series, *kernel_series))
-    # job -> what it ran: the code (version of the program and of PyTorch) and the hosts, where they are known
-    hosts = devices.select("capture", "host").unique().group_by("capture").agg(pl.col("host").drop_nulls())
+    levels = compute_significance_levels(
+        series.mean.size for series in (*shape_series, *kernel_series)
+    )
+    # job -> what it ran: the code (version of the program and of PyTorch) and the hosts, where they
+    # are known
+    hosts = (
+        devices.select("capture", "host")
+        .unique()
+        .group_by("capture")
+        .agg(pl.col("host").drop_nulls())
+    )
     job_versions = (
         capture_jobs.join(hosts, on="capture", how="left")
         .group_by("job")
@@ -376,7 +439,9 @@ def find_regressions(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.
         ]
     for series in kernel_series:
         for change in find_change_points(series.mean, levels):
-            cause = _infer_mix_cause(series, change, work_by_job.filter(pl.col("kernel") == series.kernel))
+            cause = _infer_mix_cause(
+                series, change, work_by_job.filter(pl.col("kernel") == series.kernel)
+            )
             if cause is not None:
                 rows.append(_build_change_row(series, change, cause, "shown"))
     rows.sort(
@@ -389,17 +454,25 @@ def find_regressions(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.
         )
     )
     short = sum(series.mean.size < 2 * MIN_JOBS_PER_SIDE for series in shape_series)
-    return Regressions(pl.DataFrame(rows, schema=_CHANGE_SCHEMA, orient="row"), len(shape_series), short)
+    return Regressions(
+        pl.DataFrame(rows, schema=_CHANGE_SCHEMA, orient="row"), len(shape_series), short
+    )
 
 
 def collect_by_capture(kernels: pl.LazyFrame, captures: pl.LazyFrame) -> pl.DataFrame:
-    """Per kernel, shapes, device_model and capture: its job and start_ns, count, total_ns. Names are categories.
+    """Per kernel, shapes, device_model and capture: its job and start_ns, count, total_ns. Names
+    are categories.
 
     Args:
         kernels: Rows of this table.
         captures: capture, start_ns, job.
     """
-    capture_jobs = captures.select("capture", "start_ns", "job").unique("capture").sort("start_ns", "capture").collect()
+    capture_jobs = (
+        captures.select("capture", "start_ns", "job")
+        .unique("capture")
+        .sort("start_ns", "capture")
+        .collect()
+    )
     # Rows are many and names few: what follows groups and compares numbers.
     capture_enum = pl.Enum(capture_jobs["capture"])  # in the order of time
     work = (
@@ -417,11 +490,14 @@ def collect_by_capture(kernels: pl.LazyFrame, captures: pl.LazyFrame) -> pl.Data
     )
     capture_index = work["capture"].to_physical()
     jobs = capture_jobs["job"].cast(pl.Enum(capture_jobs["job"].unique().sort()))
-    return work.with_columns(job=jobs.gather(capture_index), start_ns=capture_jobs["start_ns"].gather(capture_index))
+    return work.with_columns(
+        job=jobs.gather(capture_index), start_ns=capture_jobs["start_ns"].gather(capture_index)
+    )
 
 
 def collect_by_job(work: pl.DataFrame, keys: Sequence[str]) -> pl.DataFrame:
-    """Per key and job: start_ns, mean (median over captures of the mean duration), count, total, capture (the first).
+    """Per key and job: start_ns, mean (median over captures of the mean duration), count, total,
+    capture (the first).
 
     Args:
         work: Of `of_captures`, one row per key and capture.
@@ -430,7 +506,11 @@ def collect_by_job(work: pl.DataFrame, keys: Sequence[str]) -> pl.DataFrame:
     return (
         work.with_columns(mean=pl.col("total_ns") / pl.col("count"))
         .group_by(*keys, "job")
-        .agg(pl.col("start_ns", "capture").min(), pl.col("mean").median(), pl.col("count", "total_ns").sum())
+        .agg(
+            pl.col("start_ns", "capture").min(),
+            pl.col("mean").median(),
+            pl.col("count", "total_ns").sum(),
+        )
         .filter(pl.col("mean") > 0)
         .sort("start_ns", "job")
         .with_columns(pl.col("job", "capture").cast(pl.String))
@@ -439,7 +519,10 @@ def collect_by_job(work: pl.DataFrame, keys: Sequence[str]) -> pl.DataFrame:
 
 def _build_job_series(rows: pl.DataFrame, keys: Sequence[str]) -> Iterator[_JobSeries]:
     for key, jobs in rows.group_by(keys, maintain_order=True):
-        key_values = {name: None if value is None else str(value) for name, value in zip(keys, key, strict=True)}
+        key_values = {
+            name: None if value is None else str(value)
+            for name, value in zip(keys, key, strict=True)
+        }
         yield _JobSeries(
             key_values["kernel"] or "",
             key_values.get("shapes"),
@@ -456,34 +539,45 @@ def _build_job_series(rows: pl.DataFrame, keys: Sequence[str]) -> Iterator[_JobS
 def _infer_cause(
     series: _JobSeries, change: ChangePoint, job_facts: dict[str, dict[Cause, frozenset[str]]]
 ) -> tuple[Cause, Evidence]:
-    """What changed with the kernel: the code or the hosts, if jobs that still have the old ones are as before."""
+    """What changed with the kernel: the code or the hosts, if jobs that still have the old ones are
+    as before.
+    """
     possible: list[Cause] = []
     middle = (change.before * change.after) ** 0.5
     cause_names: tuple[Cause, ...] = ("code", "host")
     for cause in cause_names:
-        facts_before = frozenset().union(*(job_facts[job][cause] for job in series.job[change.first : change.at]))
+        facts_before = frozenset().union(
+            *(job_facts[job][cause] for job in series.job[change.first : change.at])
+        )
         indices_after = range(change.at, change.end)
-        if not facts_before or not all(job_facts[series.job[index]][cause] for index in indices_after):
+        if not facts_before or not all(
+            job_facts[series.job[index]][cause] for index in indices_after
+        ):
             continue  # not known
         unchanged_means = [
-            series.mean[index] for index in indices_after if job_facts[series.job[index]][cause] <= facts_before
+            series.mean[index]
+            for index in indices_after
+            if job_facts[series.job[index]][cause] <= facts_before
         ]
         if not unchanged_means:
             possible.append(cause)
-        elif len(unchanged_means) < len(indices_after) and (np.median(unchanged_means) < middle) == (
-            change.before < middle
-        ):
+        elif len(unchanged_means) < len(indices_after) and (
+            np.median(unchanged_means) < middle
+        ) == (change.before < middle):
             return cause, "shown"
     if not possible:
         return "unknown", "none"
     return possible[0], "possible"
 
 
-def _infer_mix_cause(series: _JobSeries, change: ChangePoint, work_by_job: pl.DataFrame) -> Cause | None:
-    """Whether a kernel as a whole changed since other shapes or devices have more of the work; None: it did not.
+def _infer_mix_cause(
+    series: _JobSeries, change: ChangePoint, work_by_job: pl.DataFrame
+) -> Cause | None:
+    """Whether a kernel as a whole changed since other shapes or devices have more of the work;
+    None: it did not.
 
-    The change of the mean duration is what the shares of the parts change it by, at the durations of before (of after,
-    for parts that were not there), and what the durations change it by.
+    The change of the mean duration is what the shares of the parts change it by, at the durations
+    of before (of after, for parts that were not there), and what the durations change it by.
     """
     sides = [
         work_by_job.filter(pl.col("job").is_in(series.job[start:end]))
@@ -491,7 +585,9 @@ def _infer_mix_cause(series: _JobSeries, change: ChangePoint, work_by_job: pl.Da
     ]
     for cause, keys in zip(MIX_CAUSES, (["device_model"], ["shapes", "device_model"]), strict=True):
         before, after = (
-            side.group_by(keys).agg(mean=pl.col("total_ns").sum() / pl.col("count").sum(), count=pl.col("count").sum())
+            side.group_by(keys).agg(
+                mean=pl.col("total_ns").sum() / pl.col("count").sum(), count=pl.col("count").sum()
+            )
             for side in sides
         )
         joined = before.join(after, on=keys, how="full", coalesce=True, nulls_equal=True)
@@ -504,12 +600,17 @@ def _infer_mix_cause(series: _JobSeries, change: ChangePoint, work_by_job: pl.Da
     return None
 
 
-def _build_change_row(series: _JobSeries, change: ChangePoint, cause: Cause, evidence: Evidence) -> ChangeRow:
+def _build_change_row(
+    series: _JobSeries, change: ChangePoint, cause: Cause, evidence: Evidence
+) -> ChangeRow:
     indices_after = np.arange(change.at, change.end)
     extra = series.total[indices_after] - change.before * series.count[indices_after]
     nearest = [
         start + int(np.argmin(np.abs(series.mean[start:end] - level)))
-        for start, end, level in ((change.first, change.at, change.before), (change.at, change.end, change.after))
+        for start, end, level in (
+            (change.first, change.at, change.before),
+            (change.at, change.end, change.after),
+        )
     ]
     costliest = indices_after[
         np.argsort(-extra * np.sign(change.after - change.before), kind="stable")[:MAX_LISTED_JOBS]

@@ -1,8 +1,9 @@
 """Weeks of a made fleet with planted faults.
 
-Every capture has its file, so that reports and comparisons of it work. Analysing them all would take minutes: rows of a
-capture have the durations that were made, and what else there is to say of it (kinds, bounds, findings) is that of the
-first capture of its team with the same program, which is analysed.
+Every capture has its file, so that reports and comparisons of it work. Analysing them all would
+take minutes: rows of a capture have the durations that were made, and what else there is to say of
+it (kinds, bounds, findings) is that of the first capture of its team with the same program, which
+is analysed.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ WAIT_FRAMES: Mapping[str, str] = {
 }
 """Model -> what its program does at the end of a step, while the device has nothing to do."""
 
-_LAUNCH_US = 15.0  # from one operator to the next: the host is ahead of the device nearly all the time
+_LAUNCH_US = (
+    15.0  # from one operator to the next: the host is ahead of the device nearly all the time
+)
 
 
 class DemoRecording(NamedTuple):
@@ -66,9 +69,16 @@ class DemoRecording(NamedTuple):
 
 
 def build_recording(
-    rows: Iterable[Mapping[str, Any]], *, model: str, busy: float, host: str, process: int, start_ns: int
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    model: str,
+    busy: float,
+    host: str,
+    process: int,
+    start_ns: int,
 ) -> DemoRecording:
-    """Write down steps that run the GPU work of a capture: the pieces of a row in turn, so that all steps are alike.
+    """Write down steps that run the GPU work of a capture: the pieces of a row in turn, so that all
+    steps are alike.
 
     Args:
         rows: Rows of `kernels` of one capture.
@@ -90,13 +100,17 @@ def build_recording(
     for step, kernel_runs in enumerate(work):
         step_us = round(sum(ns for _, ns in kernel_runs) / busy / 1000 + 100, 3)
         builder.step(step, start_us, step_us)
-        builder.python(f"{model}/train.py(41): step", start_us + 1, step_us - 2, python_id=2 * step + 1)
+        builder.python(
+            f"{model}/train.py(41): step", start_us + 1, step_us - 2, python_id=2 * step + 1
+        )
         host_us = start_us + 5
         for row, ns in kernel_runs:
             shapes = json.loads(row["shapes"])
             correlation += 1
             types = ["c10::BFloat16" if shape else "Scalar" for shape in shapes]
-            scalars: dict[str, Any] = {"Concrete Inputs": ["" if shape else "False" for shape in shapes]}
+            scalars: dict[str, Any] = {
+                "Concrete Inputs": ["" if shape else "False" for shape in shapes]
+            }
             builder.op(row["op"], host_us, 12, shapes=shapes, types=types, **scalars)
             builder.launch("cudaLaunchKernel", host_us + 3, 6, correlation=correlation, flow=False)
             begin_us = round(max(device_us, host_us + 10), 3)
@@ -107,7 +121,9 @@ def build_recording(
         waits_us = max(device_us - host_us, 0) + 5
         correlation += 1
         builder.op("aten::item", host_us, waits_us)
-        builder.launch("cudaStreamSynchronize", host_us + 1, waits_us - 2, correlation=correlation, flow=False)
+        builder.launch(
+            "cudaStreamSynchronize", host_us + 1, waits_us - 2, correlation=correlation, flow=False
+        )
         rest_us = host_us + waits_us + 5
         builder.python(
             WAIT_FRAMES[model],
@@ -136,7 +152,9 @@ TRACE_FILE = "rank0.json.gz"
 TEAMS = (
     Team("recommender", "ads", "feed", "ana", "torch 2.9", hosts=4, kernels=10),
     Team("assistant", "ads", "chat", "bo", "torch 2.13", hosts=2, busy=0.9, kernels=10),
-    Team("vision", "research", "", "chen", "torch 2.13", hosts=1, busy=0.05, kernels=10),  # its devices are idle
+    Team(
+        "vision", "research", "", "chen", "torch 2.13", hosts=1, busy=0.05, kernels=10
+    ),  # its devices are idle
     Team("speech", "", "", "", "torch 2.13", hosts=1, kernels=10),  # nobody says whose
 )
 OWNERS_TOML = """\
@@ -190,7 +208,9 @@ _DEMO_REQUESTS: tuple[tuple[str, FleetState, str, str, str], ...] = (
     ("recommender", "cancelled", "cancelled", "it was cancelled", ""),
     ("recommender", "done", "", "", "slower"),
 )
-"""Model, state, reason, detail and the rule that asked of requests for traces that have ended, the newest first."""
+"""Model, state, reason, detail and the rule that asked of requests for traces that have ended, the
+newest first.
+"""
 
 
 def build_recipe(now_ns: int, days: int = DAYS) -> WeeksRecipe:
@@ -202,7 +222,9 @@ def build_recipe(now_ns: int, days: int = DAYS) -> WeeksRecipe:
         KernelChange("recommender", 5, days // 2 + 1, 0.5, "code"),
         KernelChange("assistant", 6, days // 2 - 1, 8.0, "shapes"),
     )
-    return WeeksRecipe(start, days, TEAMS, changes, slow_host=SLOW_HOST, captures=1, usage_days=days)
+    return WeeksRecipe(
+        start, days, TEAMS, changes, slow_host=SLOW_HOST, captures=1, usage_days=days
+    )
 
 
 def fill_demo(
@@ -227,17 +249,22 @@ def fill_demo(
     progress("weeks of eight hosts are made")
     weeks = build_weeks(weeks_recipe)
     jobs = weeks.tables["jobs"].filter(pl.col("valid_from_ns") < now_ns)
-    captures = weeks.tables["captures"].filter(pl.col("start_ns") + _LATEST_NS < now_ns).sort("start_ns")
+    captures = (
+        weeks.tables["captures"].filter(pl.col("start_ns") + _LATEST_NS < now_ns).sort("start_ns")
+    )
     requests = _build_requests(captures, now_ns)
 
     progress(f"{captures.height} captures are written")
-    writing = _CaptureWriter(state, objects, weeks, {request.capture: request.id for request in requests})
+    writing = _CaptureWriter(
+        state, objects, weeks, {request.capture: request.id for request in requests}
+    )
     for capture in captures.iter_rows(named=True):
         writing.add(capture)
 
     progress("tables are filled")
     capture_tables = {
-        name: SCHEMAS[name].complete(frame) for name, frame in (*writing.tables().items(), ("jobs", jobs))
+        name: SCHEMAS[name].complete(frame)
+        for name, frame in (*writing.tables().items(), ("jobs", jobs))
     }
     term = secrets.token_hex(8)
     state.lead(LEADER, term, 600)  # nobody else does: the store was empty
@@ -246,7 +273,11 @@ def fill_demo(
     tables.commit(f"captures {state.identity}", batch.number, capture_tables)
     state.close_batch(batch.number, term)
     usage = compute_usage_minutes(weeks.observed.filter(pl.col("time_ns") + _MINUTE_NS <= now_ns))
-    tables.commit(f"usage {state.identity}", 1, {"usage_minute": usage, "usage_hour": compute_usage_hours(usage)})
+    tables.commit(
+        f"usage {state.identity}",
+        1,
+        {"usage_minute": usage, "usage_hour": compute_usage_hours(usage)},
+    )
 
     state.put_document("owners", "operator", OWNERS_TOML)
     state.put_document("prices", "operator", PRICES_TOML)
@@ -256,7 +287,9 @@ def fill_demo(
     for host in (*weeks.hosts, SILENT_HOST):
         state.put_host(host, secrets.token_urlsafe(32))
     for request in requests:
-        state.put_request(request.id, request.asked_ns, msgspec.json.encode(request).decode(), term, ended=True)
+        state.put_request(
+            request.id, request.asked_ns, msgspec.json.encode(request).decode(), term, ended=True
+        )
     state.resign(term)
 
 
@@ -264,27 +297,46 @@ def _build_requests(captures: pl.DataFrame, now_ns: int) -> list[FleetRequest]:
     """Requests that have ended; those that gave a capture gave one of the latest of their team."""
     requests = []
     for index, (model, state, reason, text, rule) in enumerate(_DEMO_REQUESTS):
-        capture = captures.filter(pl.col("job").str.starts_with(f"{model}-")).row(-1 - index, named=True)
+        capture = captures.filter(pl.col("job").str.starts_with(f"{model}-")).row(
+            -1 - index, named=True
+        )
         gave = state in {"done", "partial"}
         requested_ns = capture["start_ns"] - 15 * 10**9 if gave else now_ns - (index + 1) * _HOUR_NS
         host = f"host{int(capture['job'].split('-')[1]):02}"
         detail = text.format(host=host)
         requester = f"trigger {rule}" if rule else "operator"
         progress = HostStatus(
-            state="uploaded" if gave else "failed", since_ns=requested_ns, reason=reason, detail=detail
+            state="uploaded" if gave else "failed",
+            since_ns=requested_ns,
+            reason=reason,
+            detail=detail,
         )
         requests.append(
             FleetRequest(
-                id=f"{index:016x}", who=requester, asked_ns=requested_ns, wanted=TraceSpec(job=capture["job"], steps=STEPS),
-                hosts={host: progress}, state=state, since_ns=requested_ns + 40 * 10**9, reason=reason, detail=detail,
-                start_ns=capture["start_ns"] if gave else 0, capture=capture["capture"] if gave else "",
-                trigger=TriggerCause(rule=rule, target=capture["job"], what="a kernel takes 10.0× as long") if rule else None,
+                id=f"{index:016x}",
+                who=requester,
+                asked_ns=requested_ns,
+                wanted=TraceSpec(job=capture["job"], steps=STEPS),
+                hosts={host: progress},
+                state=state,
+                since_ns=requested_ns + 40 * 10**9,
+                reason=reason,
+                detail=detail,
+                start_ns=capture["start_ns"] if gave else 0,
+                capture=capture["capture"] if gave else "",
+                trigger=TriggerCause(
+                    rule=rule, target=capture["job"], what="a kernel takes 10.0× as long"
+                )
+                if rule
+                else None,
             )
-        )  # fmt: skip
+        )
     return requests
 
 
-def _build_rule_counts(requests: list[FleetRequest], captures: pl.DataFrame, now_ns: int) -> dict[str, str]:
+def _build_rule_counts(
+    requests: list[FleetRequest], captures: pl.DataFrame, now_ns: int
+) -> dict[str, str]:
     """Rule -> the document of what it did: one asked for traces, one was refused."""
     counts: dict[str, RuleCounts] = {}
     for request in requests:
@@ -292,21 +344,33 @@ def _build_rule_counts(requests: list[FleetRequest], captures: pl.DataFrame, now
             rule_counts = counts.setdefault(cause.rule, RuleCounts())
             rule_counts.fired += 1
             rule_counts.last = LastFiring(
-                at_ns=request.asked_ns, request=request.id, target=cause.target, what=cause.what, uid=-1
-            )  # fmt: skip
+                at_ns=request.asked_ns,
+                request=request.id,
+                target=cause.target,
+                what=cause.what,
+                uid=-1,
+            )
     job = captures.filter(pl.col("job").str.starts_with("vision-")).row(-1, named=True)["job"]
     refused = LastRefusal(
-        at_ns=now_ns - _HOUR_NS, target=job, what="it computed in 5 % of its device time in the last 15 min", uid=-1,
-        reason="cooldown", detail="it was traced of late: not for 1200 s",
-    )  # fmt: skip
-    counts["idle-devices"] = RuleCounts(refusals={"cooldown": 12, "budget-share": 2}, last_refusal=refused)
+        at_ns=now_ns - _HOUR_NS,
+        target=job,
+        what="it computed in 5 % of its device time in the last 15 min",
+        uid=-1,
+        reason="cooldown",
+        detail="it was traced of late: not for 1200 s",
+    )
+    counts["idle-devices"] = RuleCounts(
+        refusals={"cooldown": 12, "budget-share": 2}, last_refusal=refused
+    )
     return {rule: msgspec.json.encode(rule_counts).decode() for rule, rule_counts in counts.items()}
 
 
 class _CaptureWriter:
     """Writes captures, and has their rows."""
 
-    def __init__(self, state: ServiceState, objects: ObjectStore, weeks: Weeks, requests: Mapping[str, str]) -> None:
+    def __init__(
+        self, state: ServiceState, objects: ObjectStore, weeks: Weeks, requests: Mapping[str, str]
+    ) -> None:
         self._state, self._objects, self._requests = state, objects, requests
         self._changes = weeks.recipe.changes
         self._teams = {team.model: team for team in TEAMS}
@@ -325,13 +389,20 @@ class _CaptureWriter:
         name, job, start_ns = capture["capture"], capture["job"], capture["start_ns"]
         model = job.partition("-")[0]
         recording = build_recording(
-            self._work[name], model=model, busy=self._teams[model].busy, host=self._hosts[name],
-            process=int(job.rpartition("-")[2]), start_ns=start_ns,
-        )  # fmt: skip
+            self._work[name],
+            model=model,
+            busy=self._teams[model].busy,
+            host=self._hosts[name],
+            process=int(job.rpartition("-")[2]),
+            start_ns=start_ns,
+        )
         content = gzip.compress(recording.text.encode(), 6, mtime=0)
         self._keep(name, job, start_ns + recording.window_ns + _ARRIVAL_DELAY_NS, content)
         day = (self._began[job] - self._start_ns) // _DAY_NS
-        program = model, sum(change.model == model and day >= change.day for change in self._changes)
+        program = (
+            model,
+            sum(change.model == model and day >= change.day for change in self._changes),
+        )
         if program not in self._analysed:
             self._analysed[program] = _analyse_file(content, start_ns)
         for table, rows_of in self._as_made(capture, recording, self._analysed[program]).items():
@@ -339,15 +410,24 @@ class _CaptureWriter:
 
     def tables(self) -> dict[str, pl.DataFrame]:
         """The rows of all captures."""
-        return {name: pl.DataFrame(rows_of, infer_schema_length=None) for name, rows_of in self._rows.items()}
+        return {
+            name: pl.DataFrame(rows_of, infer_schema_length=None)
+            for name, rows_of in self._rows.items()
+        }
 
     def _keep(self, name: str, job: str, received_ns: int, content: bytes) -> None:
         """The capture arrives, and its analysis waits for its commit."""
         day = datetime.fromtimestamp(received_ns / 1e9, timezone.utc).date().isoformat()
         record = CaptureRecord(
-            id=name, day=day, job=job, uploader="operator", received_ns=received_ns, complete=False,
-            bytes=len(content), files=(CaptureFile(TRACE_FILE, len(content), hashlib.sha256(content).hexdigest()),),
-        )  # fmt: skip
+            id=name,
+            day=day,
+            job=job,
+            uploader="operator",
+            received_ns=received_ns,
+            complete=False,
+            bytes=len(content),
+            files=(CaptureFile(TRACE_FILE, len(content), hashlib.sha256(content).hexdigest()),),
+        )
         self._state.add_capture(record)
         self._objects.put(f"{get_capture_directory(record)}/{TRACE_FILE}", content)
         self._state.complete_capture(name, __version__)
@@ -358,13 +438,22 @@ class _CaptureWriter:
     def _as_made(
         self, capture: dict[str, Any], recording: DemoRecording, analysed: dict[str, pl.DataFrame]
     ) -> dict[str, list[dict[str, Any]]]:
-        """The rows of a capture: durations as they were made, the rest as of the one that was analysed."""
+        """The rows of a capture: durations as they were made, the rest as of the one that was
+        analysed.
+        """
         capture_key = {"day": capture["day"], "capture": capture["capture"]}
         work = self._work[capture["capture"]]
         busy_ns = sum(row["total_ns"] for row in work)
         idle_ns = recording.device_window_ns - busy_ns
-        device = analysed["devices"].row(0, named=True) | capture_key | {"host": self._hosts[capture["capture"]]}
-        causes = sorted((name for name in device if name.startswith("idle_") and name != "idle_ns"), key=device.get)  # type: ignore[arg-type]
+        device = (
+            analysed["devices"].row(0, named=True)
+            | capture_key
+            | {"host": self._hosts[capture["capture"]]}
+        )
+        causes = sorted(
+            (name for name in device if name.startswith("idle_") and name != "idle_ns"),
+            key=device.__getitem__,
+        )
         device |= {
             "window_ns": recording.device_window_ns,
             "busy_ns": busy_ns,
@@ -378,26 +467,46 @@ class _CaptureWriter:
             kind, each_ns = kinds[_get_part_key(row)], row["total_ns"] // row["count"]
             roofline_ns = kind["roofline_ns"]
             kernels.append(
-                kind | capture_key | {
-                    "count": row["count"], "total_ns": row["total_ns"], "min_ns": each_ns,
-                    "max_ns": each_ns + (row["total_ns"] % row["count"] > 0), "clock_hz": None,
-                    "roofline_ns": None if roofline_ns is None else roofline_ns * row["count"] // kind["count"],
+                kind
+                | capture_key
+                | {
+                    "count": row["count"],
+                    "total_ns": row["total_ns"],
+                    "min_ns": each_ns,
+                    "max_ns": each_ns + (row["total_ns"] % row["count"] > 0),
+                    "clock_hz": None,
+                    "roofline_ns": None
+                    if roofline_ns is None
+                    else roofline_ns * row["count"] // kind["count"],
                 }
-            )  # fmt: skip
+            )
         # what has no model counts as if it were at the peaks
-        at_the_peaks = sum(row["total_ns"] if row["roofline_ns"] is None else row["roofline_ns"] for row in kernels)
+        at_the_peaks = sum(
+            row["total_ns"] if row["roofline_ns"] is None else row["roofline_ns"] for row in kernels
+        )
         like = analysed["captures"].row(0, named=True)
         longer = recording.step_ns / like["step_ns"]
         capture_row = capture | {
-            "request": self._requests.get(capture["capture"]), "window_ns": recording.window_ns, "step_ns": recording.step_ns,
-            "mfu": like["mfu"] / longer, "roofline_fraction": at_the_peaks / recording.window_ns,
-            "notices": like["notices"], "version": __version__,
-        }  # fmt: skip
+            "request": self._requests.get(capture["capture"]),
+            "window_ns": recording.window_ns,
+            "step_ns": recording.step_ns,
+            "mfu": like["mfu"] / longer,
+            "roofline_fraction": at_the_peaks / recording.window_ns,
+            "notices": like["notices"],
+            "version": __version__,
+        }
         findings = [
-            finding | capture_key | {"saving_ns": round((finding["saving_fraction"] or 0.0) * recording.step_ns)}
+            finding
+            | capture_key
+            | {"saving_ns": round((finding["saving_fraction"] or 0.0) * recording.step_ns)}
             for finding in analysed["findings"].iter_rows(named=True)
         ]
-        return {"captures": [capture_row], "devices": [device], "kernels": kernels, "findings": findings}
+        return {
+            "captures": [capture_row],
+            "devices": [device],
+            "kernels": kernels,
+            "findings": findings,
+        }
 
 
 def _analyse_file(content: bytes, start_ns: int) -> dict[str, pl.DataFrame]:

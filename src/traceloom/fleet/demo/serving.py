@@ -55,7 +55,9 @@ def open_demo_directory(store: str) -> Iterator[DemoDirectory]:
     """
     if not store:
         with (
-            tempfile.TemporaryDirectory(prefix="traceloom-demo-", ignore_cleanup_errors=True) as temporary,
+            tempfile.TemporaryDirectory(
+                prefix="traceloom-demo-", ignore_cleanup_errors=True
+            ) as temporary,
             process.clean_up_on_exit(lambda: shutil.rmtree(temporary, ignore_errors=True)),
         ):
             yield DemoDirectory(Path(temporary), full=False)
@@ -72,38 +74,61 @@ def _prepare_directory(path: Path) -> DemoDirectory:
         if marker.is_file():
             if marker.read_text(encoding="ascii", errors="replace") == _COMPLETE_MARKER:
                 return DemoDirectory(path, full=True)
-            reason, hint = "a demo was not filled to the end here", "remove the directory, and start again"
+            reason, hint = (
+                "a demo was not filled to the end here",
+                "remove the directory, and start again",
+            )
         elif any(path.iterdir()):
-            reason, hint = "the directory holds other things; no demo is put among them", "name an empty one, or none"
+            reason, hint = (
+                "the directory holds other things; no demo is put among them",
+                "name an empty one, or none",
+            )
         else:
             marker.touch()
             return DemoDirectory(path, full=False)
     except OSError as error:
         reason = f"a demo cannot be kept there: {(error.strerror or str(error)).lower()}"
-        raise OutputError(reason, slug="cannot-write", where=str(path), hint="name another directory") from error
+        raise OutputError(
+            reason, slug="cannot-write", where=str(path), hint="name another directory"
+        ) from error
     raise OutputError(reason, slug="cannot-write", where=str(path), hint=hint)
 
 
 HEARTBEAT_INTERVAL_S = 10.0
 _REGISTRY_POLL_S = 0.1
 _DEVICE_MEMORY_BYTES = 80e9
-_COLLECTOR_ERRORS: Mapping[str, dict[str, str]] = {"host04": {"dcgm": "there is no libdcgm.so.4 on this host"}}
+_COLLECTOR_ERRORS: Mapping[str, dict[str, str]] = {
+    "host04": {"dcgm": "there is no libdcgm.so.4 on this host"}
+}
 """Host -> what its agent cannot do."""
 
 
 def build_last_heartbeats(tables: Tables) -> dict[str, Heartbeat]:
-    """Host -> what it says: its devices as they were in the last minute that the tables have, and who used them."""
+    """Host -> what it says: its devices as they were in the last minute that the tables have, and
+    who used them.
+    """
     usage = tables.scan("usage_minute")
-    last = usage.filter(pl.col("time_ns") == pl.col("time_ns").max(), pl.col("state") != "unreachable")
+    last = usage.filter(
+        pl.col("time_ns") == pl.col("time_ns").max(), pl.col("state") != "unreachable"
+    )
     # what a job was last: a demo that was served before has its hosts' statements beside its own
-    last_jobs = tables.scan("jobs").sort("valid_from_ns").group_by("job").agg(
-        pl.col("scheduler", "user", "framework").last()
-    )  # fmt: skip
+    last_jobs = (
+        tables.scan("jobs")
+        .sort("valid_from_ns")
+        .group_by("job")
+        .agg(pl.col("scheduler", "user", "framework").last())
+    )
     steps = tables.scan("captures").group_by("job").agg(pl.col("step_ns").last())
-    rows = last.join(last_jobs, on="job", how="left").join(steps, on="job", how="left").sort("host", "device", "job")
+    rows = (
+        last.join(last_jobs, on="job", how="left")
+        .join(steps, on="job", how="left")
+        .sort("host", "device", "job")
+    )
     return {
         str(host): _build_heartbeat(str(host), host_index, host_rows)
-        for host_index, ((host,), host_rows) in enumerate(rows.collect().group_by("host", maintain_order=True))
+        for host_index, ((host,), host_rows) in enumerate(
+            rows.collect().group_by("host", maintain_order=True)
+        )
     }
 
 
@@ -114,31 +139,55 @@ def _build_heartbeat(host: str, host_index: int, rows: pl.DataFrame) -> Heartbea
         busy_ratio = sum(device_rows.filter(pl.col("state") == BUSY)["device_ms"]) / MINUTE_MS
         memory_used_ratio = 0.7 if device_rows["job"].drop_nulls().len() else 0.0
         values = {
-            "gpu_busy_ratio": busy_ratio, "gpu_power_watts": 60 + 340 * busy_ratio, "gpu_memory_limit_bytes": _DEVICE_MEMORY_BYTES,
+            "gpu_busy_ratio": busy_ratio,
+            "gpu_power_watts": 60 + 340 * busy_ratio,
+            "gpu_memory_limit_bytes": _DEVICE_MEMORY_BYTES,
             "gpu_memory_used_bytes": memory_used_ratio * _DEVICE_MEMORY_BYTES,
-        }  # fmt: skip
+        }
         model = device_rows["device_model"].drop_nulls().first()
-        devices.append(HostDevice(uuid=str(uuid), index=str(index), model=str(model or ""), values=values))
+        devices.append(
+            HostDevice(uuid=str(uuid), index=str(index), model=str(model or ""), values=values)
+        )
         jobs = device_rows.drop_nulls("job").unique("job", maintain_order=True)
         for job in jobs.iter_rows(named=True):
             pid = 1000 + 10 * host_index + len(processes)
             processes.append(
                 HostProcess(
-                    key=f"{pid}@{job['time_ns']}", pid=pid, uid=1000, job=job["job"], job_name=job["job"],
-                    scheduler=job["scheduler"] or "", rank=index, world_size=rows["device"].n_unique(),
-                    user=job["user"] or "", framework=job["framework"] or "", devices=(str(uuid),),
-                    steps_per_second=None if job["step_ns"] is None else round(1e9 / job["step_ns"], 2),
+                    key=f"{pid}@{job['time_ns']}",
+                    pid=pid,
+                    uid=1000,
+                    job=job["job"],
+                    job_name=job["job"],
+                    scheduler=job["scheduler"] or "",
+                    rank=index,
+                    world_size=rows["device"].n_unique(),
+                    user=job["user"] or "",
+                    framework=job["framework"] or "",
+                    devices=(str(uuid),),
+                    steps_per_second=None
+                    if job["step_ns"] is None
+                    else round(1e9 / job["step_ns"], 2),
                 )
-            )  # fmt: skip
+            )
     return Heartbeat(
-        sent_ns=0, boot_id="demo", version=__version__, devices=devices, processes=processes,
-        clock=ClockOffset(offset_ns=(host_index - 3) * 40_000, error_ns=90_000 + 10_000 * host_index, round_trips=8),
+        sent_ns=0,
+        boot_id="demo",
+        version=__version__,
+        devices=devices,
+        processes=processes,
+        clock=ClockOffset(
+            offset_ns=(host_index - 3) * 40_000,
+            error_ns=90_000 + 10_000 * host_index,
+            round_trips=8,
+        ),
         trouble=_COLLECTOR_ERRORS.get(host, {}),
-    )  # fmt: skip
+    )
 
 
 async def send_heartbeats(service: FleetService, hosts: Mapping[str, Heartbeat]) -> None:
-    """Have hosts say how they are, over and over, while the service talks to hosts; until it is cancelled."""
+    """Have hosts say how they are, over and over, while the service talks to hosts; until it is
+    cancelled.
+    """
     from msgspec.structs import replace
 
     while True:
@@ -173,14 +222,21 @@ class DemoFleet:
             UsageError: `wrong-usage`: a state of its own is asked for, too.
         """
         if state:
-            raise UsageError("a demo keeps its state in its store", slug="wrong-usage", hint="leave --state out")
+            raise UsageError(
+                "a demo keeps its state in its store", slug="wrong-usage", hint="leave --state out"
+            )
         with open_demo_directory(store) as directory:
             yield cls(directory)
 
     def fill(
-        self, state: ServiceState, objects: ObjectStore, tables: Tables, progress: Callable[[str], object]
+        self,
+        state: ServiceState,
+        objects: ObjectStore,
+        tables: Tables,
+        progress: Callable[[str], object],
     ) -> None:
-        """Fill its store, unless it is full, and make a token; progress is called with what is done next.
+        """Fill its store, unless it is full, and make a token; progress is called with what is done
+        next.
 
         The token of this user's own service is left alone.
         """
@@ -195,7 +251,9 @@ class DemoFleet:
     async def hosts(self, service: FleetService) -> AsyncIterator[None]:
         """Let its hosts say how they are, while the service runs."""
         heartbeat_task = asyncio.create_task(
-            send_heartbeats(service, await asyncio.to_thread(build_last_heartbeats, service.tables)),
+            send_heartbeats(
+                service, await asyncio.to_thread(build_last_heartbeats, service.tables)
+            ),
             name="hosts of the demo",
         )
         try:

@@ -16,7 +16,14 @@ from traceloom.errors import InputError, UsageError
 from traceloom.fleet.analyses.attribution import compare_ownership, divide_device_time
 from traceloom.fleet.handlers.captures import FleetRequestContext, FleetRoute
 from traceloom.fleet.questions.declaration import TimeQuery
-from traceloom.fleet.rules import MAX_BYTES, AnyFleetRule, FleetRules, get_rule_kind, parse_prices, parse_rules
+from traceloom.fleet.rules import (
+    MAX_BYTES,
+    AnyFleetRule,
+    FleetRules,
+    get_rule_kind,
+    parse_prices,
+    parse_rules,
+)
 from traceloom.fleet.service.webhooks import WebhookDispatcher, build_fleet_event
 from traceloom.fleet.store.rules import EVENTS, Delivery, DocumentName, EventName, WebhookRecord
 from traceloom.fleet.triggers import FleetTriggerEngine
@@ -69,7 +76,9 @@ class DocumentHistoryAnswer(HttpResponseBody, frozen=True):
 
 
 class MoveAnswer(HttpResponseBody, frozen=True):
-    """Device time of jobs that belonged to `before`, by a dimension, and belongs to `after`, milliseconds."""
+    """Device time of jobs that belonged to `before`, by a dimension, and belongs to `after`,
+    milliseconds.
+    """
 
     dimension: str
     before: str
@@ -79,7 +88,10 @@ class MoveAnswer(HttpResponseBody, frozen=True):
 
 
 class OwnersChangeAnswer(HttpResponseBody, frozen=True):
-    """What other rules change: device time that moves, the most first. `version`: null where nothing was kept."""
+    """What other rules change: device time that moves, the most first.
+
+    `version`: null where nothing was kept.
+    """
 
     since_ns: int
     until_ns: int
@@ -88,7 +100,9 @@ class OwnersChangeAnswer(HttpResponseBody, frozen=True):
 
 
 class CostAnswer(HttpResponseBody, frozen=True):
-    """What the device time of a model of device costs before and after, in their currencies; null: not known."""
+    """What the device time of a model of device costs before and after, in their currencies; null:
+    not known.
+    """
 
     device_model: str
     device_ms: int
@@ -114,11 +128,15 @@ async def _set_owners(context: FleetRequestContext) -> OwnersChangeAnswer:
 
     def compare() -> OwnersChangeAnswer:
         frames = desk.frames(TimeQuery(since=body.since, until=body.until))
-        rows = compare_ownership(frames.usage, frames.owned, frames.owned_by(rules)).rows.head(_MAX_MOVES)
+        rows = compare_ownership(frames.usage, frames.owned, frames.owned_by(rules)).rows.head(
+            _MAX_MOVES
+        )
         return OwnersChangeAnswer(
-            since_ns=frames.period.since_ns, until_ns=frames.period.until_ns, version=None,
+            since_ns=frames.period.since_ns,
+            until_ns=frames.period.until_ns,
+            version=None,
             moves=msgspec.convert(rows.to_dicts(), list[MoveAnswer]),
-        )  # fmt: skip
+        )
 
     answer = await desk.work(compare)
     return msgspec.structs.replace(answer, version=await _store_document(context, "owners", body))
@@ -137,22 +155,29 @@ async def _set_prices(context: FleetRequestContext) -> PricesChangeAnswer:
         )
         old = dict(before.select("device_model", "cost").iter_rows())
         return PricesChangeAnswer(
-            since_ns=frames.period.since_ns, until_ns=frames.period.until_ns, version=None,
-            currency_before=None if frames.prices is None else frames.prices.currency, currency_after=prices.currency,
+            since_ns=frames.period.since_ns,
+            until_ns=frames.period.until_ns,
+            version=None,
+            currency_before=None if frames.prices is None else frames.prices.currency,
+            currency_after=prices.currency,
             costs=[
                 CostAnswer(device_model=model, device_ms=ms, before=old.get(model), after=cost)
                 for model, ms, cost in after.select("device_model", "device_ms", "cost").iter_rows()
             ],
-        )  # fmt: skip
+        )
 
     answer = await desk.work(compare)
     return msgspec.structs.replace(answer, version=await _store_document(context, "prices", body))
 
 
-async def _store_document(context: FleetRequestContext, name: DocumentName, body: DocumentBody) -> int | None:
+async def _store_document(
+    context: FleetRequestContext, name: DocumentName, body: DocumentBody
+) -> int | None:
     if body.dry_run:
         return None
-    version = await asyncio.to_thread(context.service.state.put_document, name, context.token.name, body.text)
+    version = await asyncio.to_thread(
+        context.service.state.put_document, name, context.token.name, body.text
+    )
     await context.note(version=str(version))
     return version
 
@@ -172,45 +197,72 @@ def _build_document_routes(name: DocumentName, summary: str) -> tuple[FleetRoute
             raise HttpError(404, "there is no such version", slug="no-such-version")
         if stored is None:
             return DocumentAnswer(version=0, at_ns=None, who="", text="")
-        return DocumentAnswer(version=stored.version, at_ns=stored.at_ns, who=stored.who, text=stored.document)
+        return DocumentAnswer(
+            version=stored.version, at_ns=stored.at_ns, who=stored.who, text=stored.document
+        )
 
     async def history(context: FleetRequestContext) -> DocumentHistoryAnswer:
         stored_versions = await asyncio.to_thread(context.service.state.documents, name)
         return DocumentHistoryAnswer(
             versions=[
-                DocumentVersion(version=stored_version.version, at_ns=stored_version.at_ns, who=stored_version.who)
+                DocumentVersion(
+                    version=stored_version.version,
+                    at_ns=stored_version.at_ns,
+                    who=stored_version.who,
+                )
                 for stored_version in stored_versions
             ]
         )
 
     return (
         FleetRoute(
-            path=f"/api/v1/{name}", summary=summary, answers=current, answer=DocumentAnswer,
-            parameters=DocumentParameters, refuses=(400, 404),
+            path=f"/api/v1/{name}",
+            summary=summary,
+            answers=current,
+            answer=DocumentAnswer,
+            parameters=DocumentParameters,
+            refuses=(400, 404),
         ),
         FleetRoute(
-            path=f"/api/v1/{name}/history", summary=f"{summary}: all versions", answers=history,
+            path=f"/api/v1/{name}/history",
+            summary=f"{summary}: all versions",
+            answers=history,
             answer=DocumentHistoryAnswer,
         ),
-    )  # fmt: skip
+    )
 
 
 RULE_ROUTES = (
     *_build_document_routes("owners", "Rules that say whose jobs are"),
     FleetRoute(
-        path="/api/v1/owners", summary="Change the rules of owners, or see what a change would do", answers=_set_owners,
-        answer=OwnersChangeAnswer, method="POST", body=DocumentBody, role="operator", refuses=(400, 403, 503),
+        path="/api/v1/owners",
+        summary="Change the rules of owners, or see what a change would do",
+        answers=_set_owners,
+        answer=OwnersChangeAnswer,
+        method="POST",
+        body=DocumentBody,
+        role="operator",
+        refuses=(400, 403, 503),
     ),
     *_build_document_routes("prices", "Prices of device hours and energy"),
     FleetRoute(
-        path="/api/v1/prices", summary="Change the prices, or see what a change would do", answers=_set_prices,
-        answer=PricesChangeAnswer, method="POST", body=DocumentBody, role="operator", refuses=(400, 403, 503),
+        path="/api/v1/prices",
+        summary="Change the prices, or see what a change would do",
+        answers=_set_prices,
+        answer=PricesChangeAnswer,
+        method="POST",
+        body=DocumentBody,
+        role="operator",
+        refuses=(400, 403, 503),
     ),
-)  # fmt: skip
+)
 
 
 class FleetTriggersBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
-    """All rules, as TOML; they take the place of those before. `dry_run`: they are only checked, and those stay."""
+    """All rules, as TOML; they take the place of those before.
+
+    `dry_run`: they are only checked, and those stay.
+    """
 
     toml: Annotated[str, Meta(max_length=200_000)]
     dry_run: bool = False
@@ -235,7 +287,9 @@ class FleetTriggerAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetTriggersAnswer(HttpResponseBody, frozen=True):
-    """All rules, the text that they were set by, and what may still be spent of the budget of 24 hours."""
+    """All rules, the text that they were set by, and what may still be spent of the budget of 24
+    hours.
+    """
 
     toml: str
     rules: list[FleetTriggerAnswer]
@@ -248,25 +302,38 @@ class FleetTriggersAnswer(HttpResponseBody, frozen=True):
 
 
 def _build_triggers_answer(
-    triggers: FleetTriggerEngine, rules: Iterable[AnyFleetRule] | None = None, text: str | None = None
-) -> FleetTriggersAnswer:  # fmt: skip
+    triggers: FleetTriggerEngine,
+    rules: Iterable[AnyFleetRule] | None = None,
+    text: str | None = None,
+) -> FleetTriggersAnswer:
     """The answer about these rules; None: about those that are at work."""
     now_ns, ledger, answers = triggers.desk.clock(), triggers.ledger, []
     for rule in triggers.rules.values() if rules is None else rules:
         counts = triggers.counts.get(rule.name) or RuleCounts()
         answers.append(
             FleetTriggerAnswer(
-                name=rule.name, on=get_rule_kind(rule), jobs=len(triggers.jobs_of(rule)), target=rule.target,
-                cooldown_seconds=rule.cooldown, fired=counts.fired, refusals=dict(counts.refusals),
-                kept_bytes=counts.kept_bytes, last=counts.last, last_refusal=counts.last_refusal,
+                name=rule.name,
+                on=get_rule_kind(rule),
+                jobs=len(triggers.jobs_of(rule)),
+                target=rule.target,
+                cooldown_seconds=rule.cooldown,
+                fired=counts.fired,
+                refusals=dict(counts.refusals),
+                kept_bytes=counts.kept_bytes,
+                last=counts.last,
+                last_refusal=counts.last_refusal,
             )
-        )  # fmt: skip
+        )
     return FleetTriggersAnswer(
-        toml=triggers.text if text is None else text, rules=answers, traces_per_day=ledger.budget.traces_per_day,
-        traces_left=ledger.traces_left(now_ns), bytes_per_day=int(ledger.budget.mb_per_day * 1e6),
-        bytes_left=max(ledger.bytes_left(now_ns), 0), share=ledger.budget.share,
+        toml=triggers.text if text is None else text,
+        rules=answers,
+        traces_per_day=ledger.budget.traces_per_day,
+        traces_left=ledger.traces_left(now_ns),
+        bytes_per_day=int(ledger.budget.mb_per_day * 1e6),
+        bytes_left=max(ledger.bytes_left(now_ns), 0),
+        share=ledger.budget.share,
         trouble="; ".join(filter(None, (triggers.trouble, *triggers.defects.values()))),
-    )  # fmt: skip
+    )
 
 
 async def _set_triggers(context: FleetRequestContext) -> FleetTriggersAnswer:
@@ -276,25 +343,38 @@ async def _set_triggers(context: FleetRequestContext) -> FleetTriggersAnswer:
             return _build_triggers_answer(triggers, FleetRules.of(body.toml).triggers, body.toml)
         await triggers.set_rules(body.toml)
     except InputError as error:
-        raise HttpError(400, f"{error.where}: {error.message}", slug=error.slug, hint=error.hint) from error
+        raise HttpError(
+            400, f"{error.where}: {error.message}", slug=error.slug, hint=error.hint
+        ) from error
     await context.note(rules=", ".join(triggers.rules))
     return _build_triggers_answer(triggers)
 
 
 TRIGGER_ROUTES = (
     FleetRoute(
-        path="/api/v1/triggers", summary="Rules by which jobs are traced though nobody asks, and what they did",
-        answers=lambda asked: _build_triggers_answer(asked.triggers()), answer=FleetTriggersAnswer, refuses=(503,),
+        path="/api/v1/triggers",
+        summary="Rules by which jobs are traced though nobody asks, and what they did",
+        answers=lambda asked: _build_triggers_answer(asked.triggers()),
+        answer=FleetTriggersAnswer,
+        refuses=(503,),
     ),
     FleetRoute(
-        path="/api/v1/triggers", summary="Set all rules, or check them", answers=_set_triggers, answer=FleetTriggersAnswer,
-        method="PUT", body=FleetTriggersBody, role="operator", refuses=(400, 403, 503),
+        path="/api/v1/triggers",
+        summary="Set all rules, or check them",
+        answers=_set_triggers,
+        answer=FleetTriggersAnswer,
+        method="PUT",
+        body=FleetTriggersBody,
+        role="operator",
+        refuses=(400, 403, 503),
     ),
-)  # fmt: skip
+)
 
 
 class WebhookBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
-    """A webhook: what it is called, where it leads, and what it is told (all, where nothing is named)."""
+    """A webhook: what it is called, where it leads, and what it is told (all, where nothing is
+    named).
+    """
 
     name: Annotated[str, Meta(pattern=NAME)]
     url: Annotated[str, Meta(min_length=8, max_length=2000)]
@@ -344,7 +424,12 @@ async def _add_webhook(context: FleetRequestContext) -> NewWebhookAnswer:
 
 
 def _build_no_such_webhook(name: str) -> HttpError:
-    return HttpError(404, f"there is no webhook `{name}`", slug="no-such-webhook", hint="`traceloom fleet webhooks`")
+    return HttpError(
+        404,
+        f"there is no webhook `{name}`",
+        slug="no-such-webhook",
+        hint="`traceloom fleet webhooks`",
+    )
 
 
 async def _remove_webhook(context: FleetRequestContext) -> RemovedWebhookAnswer:
@@ -357,16 +442,29 @@ async def _remove_webhook(context: FleetRequestContext) -> RemovedWebhookAnswer:
 
 async def _send_test_event(context: FleetRequestContext) -> WebhookTestAnswer:
     name, state = context.request.path_params["name"], context.service.state
-    url = next((webhook.url for webhook in await asyncio.to_thread(state.webhooks) if webhook.name == name), "")
+    url = next(
+        (
+            webhook.url
+            for webhook in await asyncio.to_thread(state.webhooks)
+            if webhook.name == name
+        ),
+        "",
+    )
     secret = await asyncio.to_thread(state.webhook_secret, name)
     if secret is None:
         raise _build_no_such_webhook(name)
     now_ns = time.time_ns()
     event = build_fleet_event("test", "test", secrets.token_hex(8), {"webhook": name}, now_ns)
     delivery = Delivery(
-        webhook=name, url=url, secret=secret, id=event.id, event=event.event, document=event.document,
-        created_ns=now_ns, attempts=0,
-    )  # fmt: skip
+        webhook=name,
+        url=url,
+        secret=secret,
+        id=event.id,
+        event=event.event,
+        document=event.document,
+        created_ns=now_ns,
+        attempts=0,
+    )
     error = await WebhookDispatcher(state, context.service.webhook_policy).send(delivery)
     await context.note(webhook=name, error=error)
     return WebhookTestAnswer(name=name, arrived=not error, error=error)
@@ -374,20 +472,41 @@ async def _send_test_event(context: FleetRequestContext) -> WebhookTestAnswer:
 
 WEBHOOK_ROUTES = (
     FleetRoute(
-        path="/api/v1/webhooks", summary="Webhooks, and how they do", answer=WebhooksAnswer,
-        answers=lambda asked: asyncio.to_thread(lambda: WebhooksAnswer(webhooks=asked.service.state.webhooks())),
-        role="admin", refuses=(403,),
+        path="/api/v1/webhooks",
+        summary="Webhooks, and how they do",
+        answer=WebhooksAnswer,
+        answers=lambda asked: asyncio.to_thread(
+            lambda: WebhooksAnswer(webhooks=asked.service.state.webhooks())
+        ),
+        role="admin",
+        refuses=(403,),
     ),
     FleetRoute(
-        path="/api/v1/webhooks", summary="Have the fleet's events sent to an address", answers=_add_webhook,
-        answer=NewWebhookAnswer, method="POST", body=WebhookBody, role="admin", refuses=(400, 403, 409),
+        path="/api/v1/webhooks",
+        summary="Have the fleet's events sent to an address",
+        answers=_add_webhook,
+        answer=NewWebhookAnswer,
+        method="POST",
+        body=WebhookBody,
+        role="admin",
+        refuses=(400, 403, 409),
     ),
     FleetRoute(
-        path="/api/v1/webhooks/{name}", summary="Tell a webhook nothing any more", answers=_remove_webhook,
-        answer=RemovedWebhookAnswer, method="DELETE", role="admin", refuses=(403, 404),
+        path="/api/v1/webhooks/{name}",
+        summary="Tell a webhook nothing any more",
+        answers=_remove_webhook,
+        answer=RemovedWebhookAnswer,
+        method="DELETE",
+        role="admin",
+        refuses=(403, 404),
     ),
     FleetRoute(
-        path="/api/v1/webhooks/{name}/test", summary="Send a webhook an event now, and say whether it arrived",
-        answers=_send_test_event, answer=WebhookTestAnswer, method="POST", role="admin", refuses=(403, 404),
+        path="/api/v1/webhooks/{name}/test",
+        summary="Send a webhook an event now, and say whether it arrived",
+        answers=_send_test_event,
+        answer=WebhookTestAnswer,
+        method="POST",
+        role="admin",
+        refuses=(403, 404),
     ),
-)  # fmt: skip
+)

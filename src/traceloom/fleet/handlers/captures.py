@@ -1,4 +1,5 @@
-"""HTTP: announce, upload (streamed, hash checked), complete, list, report, timeline, compare, backfill, compact.
+"""HTTP: announce, upload (streamed, hash checked), complete, list, report, timeline, compare,
+backfill, compact.
 
 The loop never waits for a database or a store: whatever asks them runs in a thread.
 """
@@ -23,7 +24,14 @@ from traceloom.errors import TraceloomError, UsageError
 from traceloom.fleet import api as forms
 from traceloom.fleet.service.pipeline import get_capture_directory
 from traceloom.fleet.service.tasks import TaskError
-from traceloom.fleet.store.captures import ROLES, CaptureFile, CaptureRecord, Role, TaskRecord, TokenRecord
+from traceloom.fleet.store.captures import (
+    ROLES,
+    CaptureFile,
+    CaptureRecord,
+    Role,
+    TaskRecord,
+    TokenRecord,
+)
 from traceloom.fleet.store.objects import check_object_name
 from traceloom.server.problem import HttpError, HttpResponseBody, make_bad_request
 from traceloom.server.routing import decode_body, decode_query, make_truncated_error
@@ -45,7 +53,8 @@ _UPLOAD_TIMEOUT_S = 3600  # how long a signed address works
 _WRITE_BYTES = 1 << 20
 _METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PAGE_HEADERS = {
-    # The page is made of a stranger's trace: it may run its own scripts, and reach nothing of this service.
+    # The page is made of a stranger's trace: it may run its own scripts, and reach nothing of this
+    # service.
     "Content-Security-Policy": "sandbox allow-scripts allow-downloads",
     "X-Content-Type-Options": "nosniff",
 }
@@ -80,7 +89,9 @@ class FleetRequestContext:
         Raises:
             RequestError: `no-such-capture`.
         """
-        capture = await asyncio.to_thread(self.service.state.capture, self.request.path_params["id"])
+        capture = await asyncio.to_thread(
+            self.service.state.capture, self.request.path_params["id"]
+        )
         if capture is None:
             raise HttpError(404, "there is no such capture", slug="no-such-capture")
         return capture
@@ -115,7 +126,9 @@ class FleetRequestContext:
             RequestError: `not-leading`: another service of this state does; come again.
         """
         if self.service.hosts is None:
-            raise HttpError(503, "another service talks to hosts now", slug="not-leading", retry_s=2)
+            raise HttpError(
+                503, "another service talks to hosts now", slug="not-leading", retry_s=2
+            )
         return self.service.hosts
 
     def triggers(self) -> FleetTriggerEngine:
@@ -144,15 +157,19 @@ class FleetRequestContext:
         """Add to the audit that it was done."""
         await asyncio.to_thread(
             self.service.state.note, self.token.name, self.request.state.what, "done", details
-        )  # fmt: skip
+        )
 
 
 class FleetRoute(msgspec.Struct, frozen=True, kw_only=True):
-    """A route: what it is for, what it takes, what it gives, and which role it needs; None: it is for everybody."""
+    """A route: what it is for, what it takes, what it gives, and which role it needs; None: it is
+    for everybody.
+    """
 
     path: str
     summary: str
-    answers: Callable[[FleetRequestContext], Awaitable[msgspec.Struct | Response] | msgspec.Struct | Response]
+    answers: Callable[
+        [FleetRequestContext], Awaitable[msgspec.Struct | Response] | msgspec.Struct | Response
+    ]
     role: Role | None = "viewer"
     answer: type[msgspec.Struct] | None = None
     content: str = "application/json"  # of an answer that is no structure
@@ -184,7 +201,9 @@ async def _get_health(context: FleetRequestContext) -> forms.FleetHealth:
     try:
         await asyncio.to_thread(context.service.state.counts)
     except TraceloomError as error:
-        raise HttpError(503, "the state does not answer", slug="not-healthy", hint="its log says more") from error
+        raise HttpError(
+            503, "the state does not answer", slug="not-healthy", hint="its log says more"
+        ) from error
     return forms.FleetHealth(healthy=True)
 
 
@@ -200,7 +219,9 @@ async def _announce(context: FleetRequestContext) -> forms.AnnounceAnswer:
     folded = {name.casefold() for name in names}
     folders = {name.rpartition("/")[0] for name in folded}
     if len(folded) < len(names) or folders & folded or any(name.count("/") > 1 for name in names):
-        raise make_bad_request("a file is named twice, is a folder too, or lies deeper than one folder")
+        raise make_bad_request(
+            "a file is named twice, is a folder too, or lies deeper than one folder"
+        )
     total = sum(file.size for file in body.files)
     max_bytes = min(limits.file_bytes, context.service.objects.most_uploaded)
     too_large = max(file.size for file in body.files) > max_bytes or total > limits.capture_bytes
@@ -209,20 +230,30 @@ async def _announce(context: FleetRequestContext) -> forms.AnnounceAnswer:
             413,
             f"a capture has at most {limits.files:,} files of {max_bytes / 1e9:.3g} GB, "
             f"{limits.capture_bytes / 1e9:.3g} GB in all",
-            slug="too-large", hint="record fewer ranks or steps",
-        )  # fmt: skip
+            slug="too-large",
+            hint="record fewer ranks or steps",
+        )
     now_ns = time.time_ns()
-    files = tuple(CaptureFile(file.name, file.size, file.sha256) for file in sorted(body.files, key=lambda f: f.name))
-    # The same files of the same job by the same uploader are the same capture, so an upload can be tried again.
+    files = tuple(
+        CaptureFile(file.name, file.size, file.sha256)
+        for file in sorted(body.files, key=lambda f: f.name)
+    )
+    # The same files of the same job by the same uploader are the same capture, so an upload can be
+    # tried again.
     identity = msgspec.json.encode((context.token.name, body.job, files))
     capture = await asyncio.to_thread(
         context.service.state.add_capture,
         CaptureRecord(
             id=f"c{hashlib.sha256(identity).hexdigest()[:20]}",
             day=datetime.fromtimestamp(now_ns / 1e9, timezone.utc).date().isoformat(),
-            job=body.job, uploader=context.token.name, received_ns=now_ns, complete=False, bytes=total, files=files,
+            job=body.job,
+            uploader=context.token.name,
+            received_ns=now_ns,
+            complete=False,
+            bytes=total,
+            files=files,
         ),
-    )  # fmt: skip
+    )
     if capture.complete:
         return forms.AnnounceAnswer(id=capture.id, complete=True, uploads=[])
 
@@ -231,7 +262,10 @@ async def _announce(context: FleetRequestContext) -> forms.AnnounceAnswer:
         for file in capture.files:
             name = f"{get_capture_directory(capture)}/{file.name}"
             if objects.size(name) != file.size:
-                url = objects.upload_url(name, _UPLOAD_TIMEOUT_S) or f"/api/v1/captures/{capture.id}/files/{file.name}"
+                url = (
+                    objects.upload_url(name, _UPLOAD_TIMEOUT_S)
+                    or f"/api/v1/captures/{capture.id}/files/{file.name}"
+                )
                 targets.append(forms.UploadTarget(name=file.name, url=url))
         return targets
 
@@ -246,13 +280,22 @@ async def _receive_file(context: FleetRequestContext) -> forms.FileAnswer:
     capture = await context.own_capture()
     file, objects = context.file_of(capture), context.service.objects
     if objects.directory is None or capture.complete:
-        raise HttpError(409, "files of this capture are not taken here", slug="not-taken", hint="announce it again")
-    too_long = HttpError(413, f"the file is longer than the {file.size:,} bytes announced", slug="too-large")
+        raise HttpError(
+            409,
+            "files of this capture are not taken here",
+            slug="not-taken",
+            hint="announce it again",
+        )
+    too_long = HttpError(
+        413, f"the file is longer than the {file.size:,} bytes announced", slug="too-large"
+    )
     declared = context.request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > file.size:
         raise too_long
     digest, size, waiting = hashlib.sha256(), 0, bytearray()
-    async with _enter_in_thread(objects.writing(f"{get_capture_directory(capture)}/{file.name}")) as out:
+    async with _enter_in_thread(
+        objects.writing(f"{get_capture_directory(capture)}/{file.name}")
+    ) as out:
         try:
             async for chunk in context.request.stream():
                 size += len(chunk)
@@ -266,7 +309,12 @@ async def _receive_file(context: FleetRequestContext) -> forms.FileAnswer:
         except ClientDisconnect as error:
             raise make_truncated_error() from error
         if size != file.size or digest.hexdigest() != file.sha256:
-            raise HttpError(400, "the file is another than announced", slug="upload-differs", hint="send it again")
+            raise HttpError(
+                400,
+                "the file is another than announced",
+                slug="upload-differs",
+                hint="send it again",
+            )
         await asyncio.to_thread(out.write, bytes(waiting))
     return forms.FileAnswer(name=file.name, size=size)
 
@@ -294,9 +342,11 @@ async def _complete(context: FleetRequestContext) -> forms.CaptureAnswer:
     wrong = await asyncio.to_thread(finish)
     if wrong:
         raise HttpError(
-            409, f"{len(wrong)} files are not there as announced, {wrong[0]} among them", slug="upload-incomplete",
+            409,
+            f"{len(wrong)} files are not there as announced, {wrong[0]} among them",
+            slug="upload-incomplete",
             hint="announce the capture again, and send what is asked for",
-        )  # fmt: skip
+        )
     await context.note(capture=capture.id)
     return await _get_capture(context)
 
@@ -310,14 +360,19 @@ def _build_capture_answer(capture: CaptureRecord, tasks: list[TaskRecord]) -> fo
         received_ns=capture.received_ns,
         bytes=capture.bytes,
         state=tasks[-1].state if tasks else "",
-        tasks=[forms.TaskAnswer(version=t.version, state=t.state, attempts=t.attempts, error=t.error) for t in tasks],
+        tasks=[
+            forms.TaskAnswer(version=t.version, state=t.state, attempts=t.attempts, error=t.error)
+            for t in tasks
+        ],
         files={file.name: file.size for file in capture.files},
     )
 
 
 async def _get_capture(context: FleetRequestContext) -> forms.CaptureAnswer:
     capture = await context.capture()
-    return _build_capture_answer(capture, await asyncio.to_thread(context.service.state.tasks, capture.id))
+    return _build_capture_answer(
+        capture, await asyncio.to_thread(context.service.state.tasks, capture.id)
+    )
 
 
 async def _list_captures(context: FleetRequestContext) -> forms.CapturesAnswer:
@@ -325,7 +380,9 @@ async def _list_captures(context: FleetRequestContext) -> forms.CapturesAnswer:
 
     def rows() -> list[forms.CaptureAnswer]:
         state = context.service.state
-        captures = state.captures(job=parameters.job, before_ns=parameters.before_ns, limit=parameters.most)
+        captures = state.captures(
+            job=parameters.job, before_ns=parameters.before_ns, limit=parameters.most
+        )
         tasks = state.tasks(*(capture.id for capture in captures))
         return [
             _build_capture_answer(capture, [task for task in tasks if task.capture == capture.id])
@@ -341,33 +398,52 @@ async def _send_file(context: FleetRequestContext) -> Response:
     name = f"{get_capture_directory(capture)}/{file.name}"
     if await asyncio.to_thread(context.service.objects.size, name) is None:
         raise HttpError(404, "the file has not arrived", slug="no-such-file")
-    headers = {"Content-Disposition": f'attachment; filename="{file.name.rpartition("/")[2]}"'} | PAGE_HEADERS
+    headers = {
+        "Content-Disposition": f'attachment; filename="{file.name.rpartition("/")[2]}"'
+    } | PAGE_HEADERS
     chunks = context.service.objects.chunks(name)
     return StreamingResponse(chunks, headers=headers, media_type="application/octet-stream")
 
 
 async def _send_rendered(
-    task: Literal["render", "render_timeline"], media_type: str, ending: str, context: FleetRequestContext
-) -> Response:  # fmt: skip
-    """What is made of a capture when it is first asked for; with an `ending` browsers keep it as a file."""
+    task: Literal["render", "render_timeline"],
+    media_type: str,
+    ending: str,
+    context: FleetRequestContext,
+) -> Response:
+    """What is made of a capture when it is first asked for; with an `ending` browsers keep it as a
+    file.
+    """
     capture = await context.capture()
     service = context.service
     tasks = await asyncio.to_thread(service.state.tasks, capture.id)
     if not any(task.state in {"analysed", "committed"} for task in tasks):
         error = tasks[-1].error if tasks else "its files are not all there"
-        raise HttpError(409, "the capture is not analysed" + (f": {error}" if error else ""), slug="not-analysed")
+        raise HttpError(
+            409,
+            "the capture is not analysed" + (f": {error}" if error else ""),
+            slug="not-analysed",
+        )
     async with service.render_lock:
         try:
             name = await asyncio.to_thread(service.pipeline.rendered, capture, task)
         except TaskError as error:
-            raise HttpError(503, f"the report cannot be rendered: {error}", slug="not-rendered") from error
-    download = {"Content-Disposition": f'attachment; filename="{capture.id}{ending}"'} if ending else {}
-    return StreamingResponse(service.objects.chunks(name), headers=download | PAGE_HEADERS, media_type=media_type)
+            raise HttpError(
+                503, f"the report cannot be rendered: {error}", slug="not-rendered"
+            ) from error
+    download = (
+        {"Content-Disposition": f'attachment; filename="{capture.id}{ending}"'} if ending else {}
+    )
+    return StreamingResponse(
+        service.objects.chunks(name), headers=download | PAGE_HEADERS, media_type=media_type
+    )
 
 
 async def _start_backfill(context: FleetRequestContext) -> forms.BackfillAnswer:
     body = await context.body(forms.BackfillBody)
-    captures = await asyncio.to_thread(context.service.state.backfill, __version__, again=body.again)
+    captures = await asyncio.to_thread(
+        context.service.state.backfill, __version__, again=body.again
+    )
     context.service.pipeline.look()
     await context.note(captures=str(captures))
     return forms.BackfillAnswer(version=__version__, captures=captures)
@@ -376,7 +452,9 @@ async def _start_backfill(context: FleetRequestContext) -> forms.BackfillAnswer:
 async def _add_token(context: FleetRequestContext) -> forms.TokenAnswer:
     body = await context.body(forms.TokenBody)
     try:
-        secret = await asyncio.to_thread(context.service.state.add_token, body.name, body.role, days=body.days)
+        secret = await asyncio.to_thread(
+            context.service.state.add_token, body.name, body.role, days=body.days
+        )
     except UsageError as error:
         raise HttpError(409, error.message, slug=error.slug, hint=error.hint) from error
     await context.note(token=body.name, role=body.role)
@@ -393,71 +471,141 @@ async def _revoke(context: FleetRequestContext) -> forms.RevokedAnswer:
 
 FLEET_ROUTES = (
     FleetRoute(
-        path="/healthz", summary="Whether the service lives; needs no token", answers=_get_health, role=None,
-        answer=forms.FleetHealth, refuses=(503,),
+        path="/healthz",
+        summary="Whether the service lives; needs no token",
+        answers=_get_health,
+        role=None,
+        answer=forms.FleetHealth,
+        refuses=(503,),
     ),
     FleetRoute(
-        path="/metrics", summary="The service's own series", content="text/plain",
-        answers=lambda asked: asyncio.to_thread(lambda: Response(asked.service.render_metrics(), media_type=_METRICS_MEDIA_TYPE)),
+        path="/metrics",
+        summary="The service's own series",
+        content="text/plain",
+        answers=lambda asked: asyncio.to_thread(
+            lambda: Response(asked.service.render_metrics(), media_type=_METRICS_MEDIA_TYPE)
+        ),
     ),
     FleetRoute(
-        path="/api/v1/check", summary="What works and what does not", answer=forms.FleetCheckAnswer,
+        path="/api/v1/check",
+        summary="What works and what does not",
+        answer=forms.FleetCheckAnswer,
         answers=lambda asked: asyncio.to_thread(asked.service.check),
     ),
     FleetRoute(
-        path="/api/v1/captures", summary="Captures, newest first", answers=_list_captures, answer=forms.CapturesAnswer,
-        parameters=forms.CapturesParameters, refuses=(400,),
+        path="/api/v1/captures",
+        summary="Captures, newest first",
+        answers=_list_captures,
+        answer=forms.CapturesAnswer,
+        parameters=forms.CapturesParameters,
+        refuses=(400,),
     ),
     FleetRoute(
-        path="/api/v1/captures", summary="Announce a capture, and hear where its files go", answers=_announce,
-        answer=forms.AnnounceAnswer, method="POST", body=forms.AnnounceBody, role="requester", refuses=(400, 403, 413),
+        path="/api/v1/captures",
+        summary="Announce a capture, and hear where its files go",
+        answers=_announce,
+        answer=forms.AnnounceAnswer,
+        method="POST",
+        body=forms.AnnounceBody,
+        role="requester",
+        refuses=(400, 403, 413),
     ),
     FleetRoute(
-        path="/api/v1/captures/{id}", summary="A capture and how far it is", answers=_get_capture,
-        answer=forms.CaptureAnswer, refuses=(404,),
+        path="/api/v1/captures/{id}",
+        summary="A capture and how far it is",
+        answers=_get_capture,
+        answer=forms.CaptureAnswer,
+        refuses=(404,),
     ),
     FleetRoute(
-        path="/api/v1/captures/{id}/complete", summary="All files of a capture are there: analyse it",
-        answers=_complete, answer=forms.CaptureAnswer, method="POST", role="requester", refuses=(403, 404, 409),
+        path="/api/v1/captures/{id}/complete",
+        summary="All files of a capture are there: analyse it",
+        answers=_complete,
+        answer=forms.CaptureAnswer,
+        method="POST",
+        role="requester",
+        refuses=(403, 404, 409),
     ),
     FleetRoute(
-        path="/api/v1/captures/{id}/files/{name:path}", summary="A file of a capture", answers=_send_file,
-        content="application/octet-stream", refuses=(404,),
+        path="/api/v1/captures/{id}/files/{name:path}",
+        summary="A file of a capture",
+        answers=_send_file,
+        content="application/octet-stream",
+        refuses=(404,),
     ),
     FleetRoute(
-        path="/api/v1/captures/{id}/files/{name:path}", summary="Send a file of a capture", answers=_receive_file,
-        answer=forms.FileAnswer, method="PUT", role="requester", refuses=(400, 403, 404, 409, 413),
+        path="/api/v1/captures/{id}/files/{name:path}",
+        summary="Send a file of a capture",
+        answers=_receive_file,
+        answer=forms.FileAnswer,
+        method="PUT",
+        role="requester",
+        refuses=(400, 403, 404, 409, 413),
     ),
     FleetRoute(
-        path="/api/v1/captures/{id}/report", summary="The report of a capture, rendered when it is first asked for",
-        answers=partial(_send_rendered, "render", "text/html", ""), content="text/html", refuses=(404, 409, 503),
+        path="/api/v1/captures/{id}/report",
+        summary="The report of a capture, rendered when it is first asked for",
+        answers=partial(_send_rendered, "render", "text/html", ""),
+        content="text/html",
+        refuses=(404, 409, 503),
     ),
     FleetRoute(
-        path="/api/v1/captures/{id}/timeline", summary="The timeline of a capture for Perfetto",
+        path="/api/v1/captures/{id}/timeline",
+        summary="The timeline of a capture for Perfetto",
         answers=partial(_send_rendered, "render_timeline", "application/gzip", ".perfetto.json.gz"),
-        content="application/gzip", refuses=(404, 409, 503),
+        content="application/gzip",
+        refuses=(404, 409, 503),
     ),
     FleetRoute(
-        path="/api/v1/backfill", summary="Analyse captures again with this version", answers=_start_backfill,
-        answer=forms.BackfillAnswer, method="POST", body=forms.BackfillBody, role="operator", refuses=(400, 403),
+        path="/api/v1/backfill",
+        summary="Analyse captures again with this version",
+        answers=_start_backfill,
+        answer=forms.BackfillAnswer,
+        method="POST",
+        body=forms.BackfillBody,
+        role="operator",
+        refuses=(400, 403),
     ),
     FleetRoute(
-        path="/api/v1/tokens", summary="All tokens", answer=forms.TokensAnswer, role="admin", refuses=(403,),
-        answers=lambda asked: asyncio.to_thread(lambda: forms.TokensAnswer(tokens=asked.service.state.tokens())),
+        path="/api/v1/tokens",
+        summary="All tokens",
+        answer=forms.TokensAnswer,
+        role="admin",
+        refuses=(403,),
+        answers=lambda asked: asyncio.to_thread(
+            lambda: forms.TokensAnswer(tokens=asked.service.state.tokens())
+        ),
     ),
     FleetRoute(
-        path="/api/v1/tokens", summary="Make a token", answers=_add_token, answer=forms.TokenAnswer, method="POST",
-        body=forms.TokenBody, role="admin", refuses=(400, 403, 409),
+        path="/api/v1/tokens",
+        summary="Make a token",
+        answers=_add_token,
+        answer=forms.TokenAnswer,
+        method="POST",
+        body=forms.TokenBody,
+        role="admin",
+        refuses=(400, 403, 409),
     ),
     FleetRoute(
-        path="/api/v1/tokens/{name}", summary="Revoke a token", answers=_revoke, answer=forms.RevokedAnswer,
-        method="DELETE", role="admin", refuses=(403, 404),
+        path="/api/v1/tokens/{name}",
+        summary="Revoke a token",
+        answers=_revoke,
+        answer=forms.RevokedAnswer,
+        method="DELETE",
+        role="admin",
+        refuses=(403, 404),
     ),
     FleetRoute(
-        path="/api/v1/audit", summary="Who did what", answer=forms.AuditAnswer, role="admin", refuses=(403,),
-        answers=lambda asked: asyncio.to_thread(lambda: forms.AuditAnswer(entries=asked.service.state.audit())),
+        path="/api/v1/audit",
+        summary="Who did what",
+        answer=forms.AuditAnswer,
+        role="admin",
+        refuses=(403,),
+        answers=lambda asked: asyncio.to_thread(
+            lambda: forms.AuditAnswer(entries=asked.service.state.audit())
+        ),
     ),
-)  # fmt: skip
+)
 
 
 async def _compare_captures(context: FleetRequestContext) -> Response:
@@ -475,17 +623,23 @@ async def _compare_captures(context: FleetRequestContext) -> Response:
         try:
             page = await asyncio.to_thread(service.pipeline.comparison, *pair)
         except TaskError as error:
-            raise HttpError(503, f"they cannot be compared: {error}", slug="not-rendered") from error
-    return StreamingResponse(service.objects.chunks(page), headers=PAGE_HEADERS, media_type="text/html")
+            raise HttpError(
+                503, f"they cannot be compared: {error}", slug="not-rendered"
+            ) from error
+    return StreamingResponse(
+        service.objects.chunks(page), headers=PAGE_HEADERS, media_type="text/html"
+    )
 
 
 COMPARE_ROUTES = (
     FleetRoute(
         path="/api/v1/captures/{id}/against/{base}",
         summary="A capture against another one, the base: a page, rendered when it is first asked for",
-        answers=_compare_captures, content="text/html", refuses=(404, 409, 503),
+        answers=_compare_captures,
+        content="text/html",
+        refuses=(404, 409, 503),
     ),
-)  # fmt: skip
+)
 
 
 class CompactAnswer(HttpResponseBody, frozen=True):
@@ -506,7 +660,12 @@ async def _compact(context: FleetRequestContext) -> CompactAnswer:
 
 COMPACTION_ROUTES = (
     FleetRoute(
-        path="/api/v1/compact", summary="Make large files of small ones, and remove what has been kept long enough",
-        answers=_compact, answer=CompactAnswer, method="POST", role="operator", refuses=(403, 503),
+        path="/api/v1/compact",
+        summary="Make large files of small ones, and remove what has been kept long enough",
+        answers=_compact,
+        answer=CompactAnswer,
+        method="POST",
+        role="operator",
+        refuses=(403, 503),
     ),
-)  # fmt: skip
+)

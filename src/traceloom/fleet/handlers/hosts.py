@@ -88,10 +88,12 @@ class FleetJobsAnswer(HttpResponseBody, frozen=True):
 
 
 class RequestBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
-    """A trace that is wanted of a job. `choose`: all that match, or only the slowest rank and one in the middle.
+    """A trace that is wanted of a job. `choose`: all that match, or only the slowest rank and one
+    in the middle.
 
-    `start`: all begin at one instant, in `after_s` seconds at the earliest, or with one step, where the steps of all
-    processes are known and agree, `at_step` at the earliest. `mark`: the same within an hour is the same request.
+    `start`: all begin at one instant, in `after_s` seconds at the earliest, or with one step, where
+    the steps of all processes are known and agree, `at_step` at the earliest. `mark`: the same
+    within an hour is the same request.
     """
 
     wanted: TraceSpec
@@ -115,10 +117,12 @@ class RequestHost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetRequestAnswer(HttpResponseBody, frozen=True):
-    """A request and how far it is. `start_ns`: the common instant, 0 before it is set; `capture`: the result.
+    """A request and how far it is. `start_ns`: the common instant, 0 before it is set; `capture`:
+    the result.
 
-    `start_step`: the step that all begin with, 0 where they begin at an instant; `start_detail`: why that is so, why
-    it is a later one, or which hosts began late. `trigger`: the rule that asked, null where somebody did.
+    `start_step`: the step that all begin with, 0 where they begin at an instant; `start_detail`:
+    why that is so, why it is a later one, or which hosts began late. `trigger`: the rule that
+    asked, null where somebody did.
     """
 
     id: str
@@ -172,11 +176,21 @@ def build_request_answer(request: FleetRequest) -> FleetRequestAnswer:
             )
         )
     return FleetRequestAnswer(
-        id=request.id, who=request.who, asked_ns=request.asked_ns, wanted=request.wanted, state=request.state,
-        since_ns=request.since_ns, start_ns=request.start_ns, start_step=request.start_step,
-        start_detail=request.start_detail, reason=request.reason, detail=request.detail,
-        capture=request.capture, trigger=request.trigger, hosts=hosts,
-    )  # fmt: skip
+        id=request.id,
+        who=request.who,
+        asked_ns=request.asked_ns,
+        wanted=request.wanted,
+        state=request.state,
+        since_ns=request.since_ns,
+        start_ns=request.start_ns,
+        start_step=request.start_step,
+        start_detail=request.start_detail,
+        reason=request.reason,
+        detail=request.detail,
+        capture=request.capture,
+        trigger=request.trigger,
+        hosts=hosts,
+    )
 
 
 def build_host_answer(desk: HostRegistry, name: str) -> HostAnswer:
@@ -186,13 +200,18 @@ def build_host_answer(desk: HostRegistry, name: str) -> HostAnswer:
         return HostAnswer(host=name)
     beat = now.heartbeat
     return HostAnswer(
-        host=name, heard_ns=now.received_ns, lost=not desk.is_fresh(now), version=beat.version,
+        host=name,
+        heard_ns=now.received_ns,
+        lost=not desk.is_fresh(now),
+        version=beat.version,
         clock_offset_ns=None if beat.clock is None else beat.clock.offset_ns,
         clock_error_ns=None if beat.clock is None else beat.clock.error_ns,
-        devices=len(beat.devices), stale_devices=sum(bool(device.stale) for device in beat.devices),
-        processes=len(beat.processes), jobs=sorted({process.job for process in beat.processes if process.job}),
+        devices=len(beat.devices),
+        stale_devices=sum(bool(device.stale) for device in beat.devices),
+        processes=len(beat.processes),
+        jobs=sorted({process.job for process in beat.processes if process.job}),
         trouble=beat.trouble,
-    )  # fmt: skip
+    )
 
 
 class RemovedHostAnswer(HttpResponseBody, frozen=True):
@@ -220,21 +239,29 @@ def _list_jobs(context: FleetRequestContext) -> FleetJobsAnswer:
 def build_job_answer(job: str, members: Sequence[tuple[str, HostProcess]]) -> FleetJobAnswer:
     """What is told of a job, by its processes and their hosts."""
     processes = [process for _, process in members]
-    rates = [process.steps_per_second for process in processes if process.steps_per_second is not None]
+    rates = [
+        process.steps_per_second for process in processes if process.steps_per_second is not None
+    ]
     sizes = [process.world_size for process in processes if process.world_size is not None]
 
     def first(name: str) -> str:
         return next((text for process in processes if (text := getattr(process, name))), "")
 
     return FleetJobAnswer(
-        job=job, name=first("job_name"), scheduler=first("scheduler"), user=first("user"),
-        framework=first("framework"), hosts=sorted({host for host, _ in members}), processes=len(processes),
+        job=job,
+        name=first("job_name"),
+        scheduler=first("scheduler"),
+        user=first("user"),
+        framework=first("framework"),
+        hosts=sorted({host for host, _ in members}),
+        processes=len(processes),
         traceable=sum(process.polls for process in processes),
         ranks=len({process.rank for process in processes if process.rank is not None}),
         world_size=max(sizes, default=None),
         devices=len({(host, device) for host, process in members for device in process.devices}),
-        steps_per_second=min(rates, default=None), hung=any(process.hung for process in processes),
-    )  # fmt: skip
+        steps_per_second=min(rates, default=None),
+        hung=any(process.hung for process in processes),
+    )
 
 
 def check_own_job(context: FleetRequestContext, job: str) -> None:
@@ -243,12 +270,17 @@ def check_own_job(context: FleetRequestContext, job: str) -> None:
     Raises:
         RequestError: `not-allowed`.
     """
-    users = context.hosts().users_of(job) - {context.token.name, context.token.name.partition("@")[0]}
+    users = context.hosts().users_of(job) - {
+        context.token.name,
+        context.token.name.partition("@")[0],
+    }
     if users and not has_role(context.token, "operator"):
         raise HttpError(
-            403, f"`{job}` is not the job of `{context.token.name}`", slug="not-allowed",
+            403,
+            f"`{job}` is not the job of `{context.token.name}`",
+            slug="not-allowed",
             hint="a token of a requester is called as its user is; an operator's traces all jobs",
-        )  # fmt: skip
+        )
 
 
 async def _submit_request(context: FleetRequestContext) -> FleetRequestAnswer:
@@ -256,9 +288,14 @@ async def _submit_request(context: FleetRequestContext) -> FleetRequestAnswer:
     desk = context.hosts()
     check_own_job(context, body.wanted.job)
     request = await desk.submit(
-        body.wanted, context.token.name, body.choose, start=body.start, at_step=body.at_step, after_s=body.after_s,
+        body.wanted,
+        context.token.name,
+        body.choose,
+        start=body.start,
+        at_step=body.at_step,
+        after_s=body.after_s,
         mark=f"{context.token.name} {body.mark}" if body.mark else "",
-    )  # fmt: skip
+    )
     await context.note(request=request.id, job=body.wanted.job)
     return build_request_answer(request)
 
@@ -293,24 +330,38 @@ async def _watch_request(context: FleetRequestContext) -> Response:
         finally:
             coming.cancel()
 
-    return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+    return StreamingResponse(
+        events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+    )
 
 
 REQUEST_ROUTES = (
     FleetRoute(
-        path="/api/v1/hosts", summary="Hosts and how they are", answer=HostsAnswer,
+        path="/api/v1/hosts",
+        summary="Hosts and how they are",
+        answer=HostsAnswer,
         answers=lambda asked: HostsAnswer(
             hosts=[build_host_answer(asked.hosts(), name) for name in sorted(asked.hosts().members)]
         ),
     ),
     FleetRoute(
-        path="/api/v1/hosts/{host}", summary="Let a host belong to the fleet no more", answers=_remove_host,
-        answer=RemovedHostAnswer, method="DELETE", role="operator", refuses=(403, 404, 503),
+        path="/api/v1/hosts/{host}",
+        summary="Let a host belong to the fleet no more",
+        answers=_remove_host,
+        answer=RemovedHostAnswer,
+        method="DELETE",
+        role="operator",
+        refuses=(403, 404, 503),
     ),
-    FleetRoute(path="/api/v1/jobs", summary="Jobs that run now", answers=_list_jobs, answer=FleetJobsAnswer),
     FleetRoute(
-        path="/api/v1/requests", summary="Requests for traces, newest first", answer=FleetRequestsAnswer,
-        parameters=RequestsParameters, refuses=(400, 503),
+        path="/api/v1/jobs", summary="Jobs that run now", answers=_list_jobs, answer=FleetJobsAnswer
+    ),
+    FleetRoute(
+        path="/api/v1/requests",
+        summary="Requests for traces, newest first",
+        answer=FleetRequestsAnswer,
+        parameters=RequestsParameters,
+        refuses=(400, 503),
         answers=lambda asked: FleetRequestsAnswer(
             requests=[
                 build_request_answer(request)
@@ -323,22 +374,39 @@ REQUEST_ROUTES = (
         ),
     ),
     FleetRoute(
-        path="/api/v1/requests", summary="Ask for a trace of a job on all of its hosts", answers=_submit_request,
-        answer=FleetRequestAnswer, method="POST", body=RequestBody, role="requester", refuses=(400, 403, 404, 503),
+        path="/api/v1/requests",
+        summary="Ask for a trace of a job on all of its hosts",
+        answers=_submit_request,
+        answer=FleetRequestAnswer,
+        method="POST",
+        body=RequestBody,
+        role="requester",
+        refuses=(400, 403, 404, 503),
     ),
     FleetRoute(
-        path="/api/v1/requests/{id}", summary="A request and how far it is", answer=FleetRequestAnswer,
-        refuses=(404, 503), answers=lambda asked: build_request_answer(asked.fleet_request()),
+        path="/api/v1/requests/{id}",
+        summary="A request and how far it is",
+        answer=FleetRequestAnswer,
+        refuses=(404, 503),
+        answers=lambda asked: build_request_answer(asked.fleet_request()),
     ),
     FleetRoute(
-        path="/api/v1/requests/{id}", summary="Cancel a request", answers=_cancel_request, answer=FleetRequestAnswer,
-        method="DELETE", role="requester", refuses=(403, 404, 503),
+        path="/api/v1/requests/{id}",
+        summary="Cancel a request",
+        answers=_cancel_request,
+        answer=FleetRequestAnswer,
+        method="DELETE",
+        role="requester",
+        refuses=(403, 404, 503),
     ),
     FleetRoute(
-        path="/api/v1/requests/{id}/events", summary="A request after each change, until it has ended",
-        answers=_watch_request, content="text/event-stream", refuses=(404, 503),
+        path="/api/v1/requests/{id}/events",
+        summary="A request after each change, until it has ended",
+        answers=_watch_request,
+        content="text/event-stream",
+        refuses=(404, 503),
     ),
-)  # fmt: skip
+)
 
 AGENTS_PATH = "/api/v1/agents/"
 
@@ -351,7 +419,9 @@ class WorkParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def _require_own_host(
-    answer: Callable[[FleetRequestContext, HostRegistry, str], Awaitable[msgspec.Struct | Response]],
+    answer: Callable[
+        [FleetRequestContext, HostRegistry, str], Awaitable[msgspec.Struct | Response]
+    ],
 ) -> Callable[[FleetRequestContext], Awaitable[msgspec.Struct | Response]]:
     """Answer only the host that the path names."""
 
@@ -372,14 +442,22 @@ async def _enrol(context: FleetRequestContext) -> HostCredentials:
     return await context.hosts().enrol(await context.body(Enrolment))
 
 
-async def _receive_heartbeat(context: FleetRequestContext, desk: HostRegistry, host: str) -> HeartbeatAnswer:
+async def _receive_heartbeat(
+    context: FleetRequestContext, desk: HostRegistry, host: str
+) -> HeartbeatAnswer:
     heartbeat = await context.body(Heartbeat)
-    _check_host(context, desk, host)  # again: it may have been removed while its body was on its way
+    _check_host(
+        context, desk, host
+    )  # again: it may have been removed while its body was on its way
     return await desk.heartbeat(host, heartbeat)
 
 
-async def _receive_report(context: FleetRequestContext, desk: HostRegistry, host: str) -> ReportAnswer:
-    return await desk.report(host, context.request.path_params["id"], await context.body(HostReport))
+async def _receive_report(
+    context: FleetRequestContext, desk: HostRegistry, host: str
+) -> ReportAnswer:
+    return await desk.report(
+        host, context.request.path_params["id"], await context.body(HostReport)
+    )
 
 
 async def _receive_file(context: FleetRequestContext, desk: HostRegistry, host: str) -> Response:
@@ -392,7 +470,10 @@ async def _receive_file(context: FleetRequestContext, desk: HostRegistry, host: 
 
 
 class EnrolmentBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
-    """A token by which a host may join, once: the host of this name, or any. `days`: how long it may be used."""
+    """A token by which a host may join, once: the host of this name, or any.
+
+    `days`: how long it may be used.
+    """
 
     host: Annotated[str, Meta(max_length=253, pattern=OPTIONAL_HOST)] = ""
     days: Annotated[float, Meta(gt=0, le=365)] = 1.0
@@ -414,35 +495,67 @@ async def _add_enrolment(context: FleetRequestContext) -> EnrolmentAnswer:
 
 HOST_ROUTES = (
     FleetRoute(
-        path=AGENTS_PATH.rstrip("/"), summary="Make a token by which a host joins the fleet, once", answers=_add_enrolment,
-        answer=EnrolmentAnswer, method="POST", body=EnrolmentBody, role="operator", refuses=(400, 403),
+        path=AGENTS_PATH.rstrip("/"),
+        summary="Make a token by which a host joins the fleet, once",
+        answers=_add_enrolment,
+        answer=EnrolmentAnswer,
+        method="POST",
+        body=EnrolmentBody,
+        role="operator",
+        refuses=(400, 403),
     ),
     FleetRoute(
-        path=f"{AGENTS_PATH}enrol", summary="Let a host belong to the fleet, by a token that works once", answers=_enrol,
-        answer=HostCredentials, method="POST", body=Enrolment, role=None, refuses=(400, 409, 503),
+        path=f"{AGENTS_PATH}enrol",
+        summary="Let a host belong to the fleet, by a token that works once",
+        answers=_enrol,
+        answer=HostCredentials,
+        method="POST",
+        body=Enrolment,
+        role=None,
+        refuses=(400, 409, 503),
     ),
     FleetRoute(
-        path=f"{AGENTS_PATH}{{host}}/heartbeat", summary="Take how a host is, and what its devices did",
-        answers=_require_own_host(_receive_heartbeat), answer=HeartbeatAnswer, method="POST", body=Heartbeat, role=None,
+        path=f"{AGENTS_PATH}{{host}}/heartbeat",
+        summary="Take how a host is, and what its devices did",
+        answers=_require_own_host(_receive_heartbeat),
+        answer=HeartbeatAnswer,
+        method="POST",
+        body=Heartbeat,
+        role=None,
         refuses=(400, 503),
     ),
     FleetRoute(
-        path=f"{AGENTS_PATH}{{host}}/work", summary="What a host is to do; waits for something new",
+        path=f"{AGENTS_PATH}{{host}}/work",
+        summary="What a host is to do; waits for something new",
         answers=_require_own_host(
-            lambda asked, desk, host: desk.work(host, *msgspec.structs.astuple(asked.parameters(WorkParameters)))
+            lambda asked, desk, host: desk.work(
+                host, *msgspec.structs.astuple(asked.parameters(WorkParameters))
+            )
         ),
-        answer=WorkAnswer, parameters=WorkParameters, role=None, refuses=(400, 503),
+        answer=WorkAnswer,
+        parameters=WorkParameters,
+        role=None,
+        refuses=(400, 503),
     ),
     FleetRoute(
-        path=f"{AGENTS_PATH}{{host}}/requests/{{id}}", summary="How far a host is with a request",
-        answers=_require_own_host(_receive_report), answer=ReportAnswer, method="POST", body=HostReport, role=None,
+        path=f"{AGENTS_PATH}{{host}}/requests/{{id}}",
+        summary="How far a host is with a request",
+        answers=_require_own_host(_receive_report),
+        answer=ReportAnswer,
+        method="POST",
+        body=HostReport,
+        role=None,
         refuses=(400, 404, 503),
     ),
     FleetRoute(
-        path=f"{AGENTS_PATH}{{host}}/requests/{{id}}/files/{{name}}", summary="Send a file that the host has said",
-        answers=_require_own_host(_receive_file), method="PUT", role=None, refuses=(400, 404, 503),
+        path=f"{AGENTS_PATH}{{host}}/requests/{{id}}/files/{{name}}",
+        summary="Send a file that the host has said",
+        answers=_require_own_host(_receive_file),
+        method="PUT",
+        role=None,
+        refuses=(400, 404, 503),
     ),
-)  # fmt: skip
+)
 
 Message: TypeAlias = Annotated[str, Meta(max_length=256, pattern=ONE_LINE)]
 
@@ -469,12 +582,17 @@ async def _store_job_statement(context: FleetRequestContext) -> JobStatementAnsw
     users = context.hosts().users_of(job)
     if not users:
         raise HttpError(
-            404, f"no host of late has processes of `{job[:256]}`", slug="no-such-job", hint="`traceloom fleet jobs`"
+            404,
+            f"no host of late has processes of `{job[:256]}`",
+            slug="no-such-job",
+            hint="`traceloom fleet jobs`",
         )
     check_own_job(context, job)
     stated_facts = {name: value for name, value in msgspec.structs.asdict(body).items() if value}
     facts = JobFacts(**stated_facts, user=min(users))
-    changed = bool(await asyncio.to_thread(context.service.state.say_of_jobs, {job: facts}, time.time_ns()))
+    changed = bool(
+        await asyncio.to_thread(context.service.state.say_of_jobs, {job: facts}, time.time_ns())
+    )
     if changed:
         context.service.pipeline.look()
         await context.note(job=job)
@@ -483,7 +601,13 @@ async def _store_job_statement(context: FleetRequestContext) -> JobStatementAnsw
 
 STATEMENT_ROUTES = (
     FleetRoute(
-        path="/api/v1/jobs/{job:path}", summary="Take what a job says of itself", answers=_store_job_statement,
-        answer=JobStatementAnswer, method="PUT", body=JobStatementBody, role="requester", refuses=(400, 403, 404, 503),
+        path="/api/v1/jobs/{job:path}",
+        summary="Take what a job says of itself",
+        answers=_store_job_statement,
+        answer=JobStatementAnswer,
+        method="PUT",
+        body=JobStatementBody,
+        role="requester",
+        refuses=(400, 403, 404, 503),
     ),
-)  # fmt: skip
+)

@@ -20,7 +20,12 @@ from traceloom.fleet.analyses.efficiency import METRICS, compute_fleet_topline
 from traceloom.fleet.analyses.regressions import MIX_CAUSES, find_regressions
 from traceloom.fleet.api import Job
 from traceloom.fleet.handlers.captures import FleetRequestContext, FleetRoute
-from traceloom.fleet.handlers.hosts import FleetJobAnswer, HostAnswer, build_host_answer, build_job_answer
+from traceloom.fleet.handlers.hosts import (
+    FleetJobAnswer,
+    HostAnswer,
+    build_host_answer,
+    build_job_answer,
+)
 from traceloom.fleet.questions.answering import AnswerCache
 from traceloom.fleet.questions.catalogue import ALL_CHANGES_QUERY, QUESTION
 from traceloom.fleet.service.requests import LastHeartbeat
@@ -42,7 +47,10 @@ BUSY_METRIC = "gpu_busy_ratio"
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A device: what it is in, for which jobs, and what was measured last, by metric. `stale`: why it is silent."""
+    """A device: what it is in, for which jobs, and what was measured last, by metric.
+
+    `stale`: why it is silent.
+    """
 
     host: str
     device: str
@@ -55,7 +63,10 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """A finding of a capture, as in the table of that name. null: it saves no time, or is about no single rank."""
+    """A finding of a capture, as in the table of that name.
+
+    null: it saves no time, or is about no single rank.
+    """
 
     capture: str
     slug: str
@@ -66,7 +77,10 @@ class FleetFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaptureFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A capture as it was analysed last; the table of captures says what each is. null: not known."""
+    """A capture as it was analysed last; the table of captures says what each is.
+
+    null: not known.
+    """
 
     start_ns: int
     window_ns: int
@@ -83,7 +97,8 @@ class CaptureFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostTelemetryInCapture(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent of a host measured in the minutes of a capture: device time of its job by state, and energy.
+    """What the agent of a host measured in the minutes of a capture: device time of its job by
+    state, and energy.
 
     `energy_mj`: null where no device measures it.
     """
@@ -97,7 +112,9 @@ class HostTelemetryInCapture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsagePeriod(msgspec.Struct, frozen=True, kw_only=True):
-    """Device time of a minute or hour in a state, of a job or of none; `energy_mj`: null where nothing measures it."""
+    """Device time of a minute or hour in a state, of a job or of none; `energy_mj`: null where
+    nothing measures it.
+    """
 
     time_ns: int
     job: str | None
@@ -107,7 +124,10 @@ class UsagePeriod(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DailyTopline(msgspec.Struct, frozen=True, kw_only=True):
-    """What the fleet got out of its devices in the last 24 hours; null: not measured. As `traceloom.fleet.analyses.efficiency`."""
+    """What the fleet got out of its devices in the last 24 hours; null: not measured.
+
+    As `traceloom.fleet.analyses.efficiency`.
+    """
 
     device_hours: float | None
     device_use: float | None
@@ -139,71 +159,109 @@ class LiveQueries:
 
     def findings(self, captures: Sequence[str]) -> list[FleetFinding]:
         """Findings of captures, by name; what saves most first."""
-        rows = self.tables.scan("findings").filter(pl.col("capture").is_in(captures)).select(
-            "capture", "slug", "saving_ns", "saving_fraction", "confidence", "rank"
-        )  # fmt: skip
-        ranked = rows.sort("saving_fraction", descending=True, nulls_last=True).head(_MAX_ROWS).collect()
+        rows = (
+            self.tables.scan("findings")
+            .filter(pl.col("capture").is_in(captures))
+            .select("capture", "slug", "saving_ns", "saving_fraction", "confidence", "rank")
+        )
+        ranked = (
+            rows.sort("saving_fraction", descending=True, nulls_last=True).head(_MAX_ROWS).collect()
+        )
         return msgspec.convert(ranked.to_dicts(), list[FleetFinding])
 
     def facts(self, capture: str) -> CaptureFacts | None:
         """A capture as it was analysed last; None where it is not in the tables."""
-        rows = self.tables.scan("captures").filter(pl.col("capture") == capture).collect().to_dicts()
+        rows = (
+            self.tables.scan("captures").filter(pl.col("capture") == capture).collect().to_dicts()
+        )
         return msgspec.convert(rows[-1], CaptureFacts) if rows else None
 
     def beside(self, job: str, start_ns: int, end_ns: int) -> list[HostTelemetryInCapture]:
         """What agents measured of a job in the minutes from `start_ns` to `end_ns`, by host."""
         rows = self.tables.scan("usage_minute", get_utc_day(start_ns), get_utc_day(end_ns)).filter(
-            pl.col("job") == job, pl.col("time_ns") > start_ns - _MINUTE_NS, pl.col("time_ns") < end_ns
+            pl.col("job") == job,
+            pl.col("time_ns") > start_ns - _MINUTE_NS,
+            pl.col("time_ns") < end_ns,
         )
         time_in = {
-            state: pl.col("device_ms").filter(pl.col("state") == state).sum() for state in ("busy", "idle-allocated")
+            state: pl.col("device_ms").filter(pl.col("state") == state).sum()
+            for state in ("busy", "idle-allocated")
         }
         summed = rows.group_by("host").agg(
-            devices=pl.col("device").n_unique(), busy_ms=time_in["busy"], idle_ms=time_in["idle-allocated"],
-            energy_mj=_add_up_known("energy_mj"), flops_low=_add_up_known("flops_low"),
-        )  # fmt: skip
-        return msgspec.convert(summed.sort("host").collect().to_dicts(), list[HostTelemetryInCapture])
+            devices=pl.col("device").n_unique(),
+            busy_ms=time_in["busy"],
+            idle_ms=time_in["idle-allocated"],
+            energy_mj=_add_up_known("energy_mj"),
+            flops_low=_add_up_known("flops_low"),
+        )
+        return msgspec.convert(
+            summed.sort("host").collect().to_dicts(), list[HostTelemetryInCapture]
+        )
 
     def usage(self, *, host: str = "", job: str = "", hours: float) -> list[UsagePeriod]:
-        """Device time of a host or job, by minutes up to six hours, else by hours; 15 s old at most, the last first."""
-        return self._usage.get((host, job, hours), lambda: self._used(host, job, hours), seconds=_USAGE_CACHE_S)
+        """Device time of a host or job, by minutes up to six hours, else by hours; 15 s old at
+        most, the last first.
+        """
+        return self._usage.get(
+            (host, job, hours), lambda: self._used(host, job, hours), seconds=_USAGE_CACHE_S
+        )
 
-    def findings_of_job(self, job: str, captures: Callable[[], Sequence[str]]) -> list[FleetFinding]:
+    def findings_of_job(
+        self, job: str, captures: Callable[[], Sequence[str]]
+    ) -> list[FleetFinding]:
         """Findings of the captures of a job, at most 15 s old."""
         return self._findings.get(job, lambda: self.findings(captures()), seconds=_USAGE_CACHE_S)
 
     def _used(self, host: str, job: str, hours: float) -> list[UsagePeriod]:
         until = self.clock()
         since = until - int(hours * _HOUR_NS)
-        rows = self.tables.scan("usage_minute" if hours <= 6 else "usage_hour", first=get_utc_day(since))
+        rows = self.tables.scan(
+            "usage_minute" if hours <= 6 else "usage_hour", first=get_utc_day(since)
+        )
         rows = rows.filter(pl.col("time_ns") >= since - (_MINUTE_NS if hours <= 6 else _HOUR_NS))
         for name, value in (("host", host), ("job", job)):
             if value:
                 rows = rows.filter(pl.col(name) == value)
-        summed = rows.group_by("time_ns", "job", "state").agg(pl.col("device_ms").sum(), _add_up_known("energy_mj"))
-        last = summed.sort("time_ns", "state", "job", descending=[True, False, False]).head(_MAX_ROWS).collect()
+        summed = rows.group_by("time_ns", "job", "state").agg(
+            pl.col("device_ms").sum(), _add_up_known("energy_mj")
+        )
+        last = (
+            summed.sort("time_ns", "state", "job", descending=[True, False, False])
+            .head(_MAX_ROWS)
+            .collect()
+        )
         return msgspec.convert(last.to_dicts(), list[UsagePeriod])
 
     def _topline(self) -> DailyTopline:
         since = self.clock() - 24 * _HOUR_NS
         first = get_utc_day(since)
-        usage = self.tables.scan("usage_hour", first=first).filter(pl.col("time_ns") > since - _HOUR_NS)
+        usage = self.tables.scan("usage_hour", first=first).filter(
+            pl.col("time_ns") > since - _HOUR_NS
+        )
         captures = self.tables.scan("captures", first=first).filter(pl.col("start_ns") > since)
         [row] = compute_fleet_topline(
-            usage, compute_ownership_periods(self.tables.scan("jobs"), self.tables.scan("owners")), captures
+            usage,
+            compute_ownership_periods(self.tables.scan("jobs"), self.tables.scan("owners")),
+            captures,
         ).rows.to_dicts()
         names = ("device_hours", "flop_rate_high", *METRICS)
         return msgspec.convert({name: row[name] for name in names}, DailyTopline)
 
 
 def find_slower_kernels(tables: Tables, now_ns: int) -> pl.DataFrame:
-    """Kernels that became slower in the last 30 days, as of `Regressions`; where a mix changed, nothing did."""
+    """Kernels that became slower in the last 30 days, as of `Regressions`; where a mix changed,
+    nothing did.
+    """
     first = get_utc_day(now_ns - _SLOWER_DAYS * 24 * _HOUR_NS)
-    changes = find_regressions(*(tables.scan(name, first) for name in ("kernels", "captures", "devices"))).slower
+    changes = find_regressions(
+        *(tables.scan(name, first) for name in ("kernels", "captures", "devices"))
+    ).slower
     return changes.filter(~pl.col("cause").is_in(MIX_CAUSES))
 
 
-def list_devices(now: Mapping[str, LastHeartbeat], fresh: Mapping[str, LastHeartbeat]) -> list[DeviceStatus]:
+def list_devices(
+    now: Mapping[str, LastHeartbeat], fresh: Mapping[str, LastHeartbeat]
+) -> list[DeviceStatus]:
     """All devices, by host; those of hosts that are silent are unreachable."""
     devices = []
     for host in sorted(now):
@@ -223,10 +281,16 @@ def list_devices(now: Mapping[str, LastHeartbeat], fresh: Mapping[str, LastHeart
                 state = "busy" if device.values.get(BUSY_METRIC, 1.0) > 0 else "idle-allocated"
             devices.append(
                 DeviceStatus(
-                    host=host, device=device.uuid, index=device.index, model=device.model, jobs=holding_jobs,
-                    state=state, values=device.values, stale=device.stale,
+                    host=host,
+                    device=device.uuid,
+                    index=device.index,
+                    model=device.model,
+                    jobs=holding_jobs,
+                    state=state,
+                    values=device.values,
+                    stale=device.stale,
                 )
-            )  # fmt: skip
+            )
     return devices
 
 
@@ -243,7 +307,10 @@ def list_job_processes(now: Mapping[str, LastHeartbeat], job: str) -> list[tuple
         for process in last_heartbeat.heartbeat.processes
         if process.job == job
     ]
-    return sorted(members, key=lambda member: (member[1].rank is None, member[1].rank or 0, member[0], member[1].pid))
+    return sorted(
+        members,
+        key=lambda member: (member[1].rank is None, member[1].rank or 0, member[0], member[1].pid),
+    )
 
 
 def _add_up_known(name: str) -> pl.Expr:
@@ -256,7 +323,8 @@ _MAX_WINDOW_NS = 3600 * 10**9  # of a capture, of which usage is looked up
 
 
 class FleetStatusAnswer(HttpResponseBody, frozen=True):
-    """The fleet now: hosts that are silent, devices by state, tasks of the pipeline by state, the last day's topline.
+    """The fleet now: hosts that are silent, devices by state, tasks of the pipeline by state, the
+    last day's topline.
 
     `topline`: null where no device was held in that time.
     """
@@ -276,7 +344,10 @@ class QuarantinedCapture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlowerKernel(msgspec.Struct, frozen=True, kw_only=True):
-    """A kernel that became slower, as the question about regressions tells of it. null: not recorded."""
+    """A kernel that became slower, as the question about regressions tells of it.
+
+    null: not recorded.
+    """
 
     kernel: str
     shapes: str | None
@@ -288,7 +359,9 @@ class SlowerKernel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetProblemsAnswer(HttpResponseBody, frozen=True):
-    """What is wrong with what was captured: kernels that became slower, what costs most first; analyses that failed."""
+    """What is wrong with what was captured: kernels that became slower, what costs most first;
+    analyses that failed.
+    """
 
     slower: list[SlowerKernel]
     quarantined: list[QuarantinedCapture]
@@ -310,7 +383,9 @@ class JobProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobDetailAnswer(HttpResponseBody, frozen=True):
-    """A job that runs now, its processes by rank; `job`: null where it does not run, as far as hosts say."""
+    """A job that runs now, its processes by rank; `job`: null where it does not run, as far as
+    hosts say.
+    """
 
     job: FleetJobAnswer | None
     processes: list[JobProcess]
@@ -330,7 +405,9 @@ class FindingsAnswer(HttpResponseBody, frozen=True):
 
 
 class CaptureFactsAnswer(HttpResponseBody, frozen=True):
-    """What the tables say of a capture, and what agents measured of its job meanwhile; null: not in the tables yet."""
+    """What the tables say of a capture, and what agents measured of its job meanwhile; null: not in
+    the tables yet.
+    """
 
     facts: CaptureFacts | None
     beside: list[HostTelemetryInCapture]
@@ -354,23 +431,31 @@ async def _get_fleet_now(context: FleetRequestContext) -> FleetStatusAnswer:
     desk = context.hosts()
     fresh = desk.fresh()
     tasks, topline = await asyncio.gather(
-        asyncio.to_thread(context.service.state.counts), asyncio.to_thread(context.service.live_queries.topline)
+        asyncio.to_thread(context.service.state.counts),
+        asyncio.to_thread(context.service.live_queries.topline),
     )
     return FleetStatusAnswer(
-        hosts=len(desk.members), lost=sorted(desk.members.keys() - fresh.keys()),
-        devices=count_states(list_devices(desk.now, fresh)), tasks=tasks,
+        hosts=len(desk.members),
+        lost=sorted(desk.members.keys() - fresh.keys()),
+        devices=count_states(list_devices(desk.now, fresh)),
+        tasks=tasks,
         topline=topline if topline.device_hours else None,
-    )  # fmt: skip
+    )
 
 
 async def _get_fleet_problems(context: FleetRequestContext) -> FleetProblemsAnswer:
     regressions, tasks = await asyncio.gather(
-        context.service.questions.ask(QUESTION["regressions"], ALL_CHANGES_QUERY, seconds=_SLOWER_S),
+        context.service.questions.ask(
+            QUESTION["regressions"], ALL_CHANGES_QUERY, seconds=_SLOWER_S
+        ),
         asyncio.to_thread(context.service.state.quarantined),
     )
     slower = (row for row in regressions.changes if row.change > 0 and row.cause not in MIX_CAUSES)  # type: ignore[attr-defined]
     return FleetProblemsAnswer(
-        slower=[msgspec.convert(row, SlowerKernel, from_attributes=True) for row in islice(slower, _MOST_SLOWER)],
+        slower=[
+            msgspec.convert(row, SlowerKernel, from_attributes=True)
+            for row in islice(slower, _MOST_SLOWER)
+        ],
         quarantined=[QuarantinedCapture(capture=task.capture, error=task.error) for task in tasks],
     )
 
@@ -378,7 +463,9 @@ async def _get_fleet_problems(context: FleetRequestContext) -> FleetProblemsAnsw
 async def _get_host(context: FleetRequestContext) -> HostDetailAnswer:
     desk, name = context.hosts(), context.request.path_params["host"]
     if name not in desk.members:
-        raise HttpError(404, f"there is no host `{name}`", slug="no-such-host", hint="`traceloom fleet hosts`")
+        raise HttpError(
+            404, f"there is no host `{name}`", slug="no-such-host", hint="`traceloom fleet hosts`"
+        )
     now, fresh = desk.now.get(name), desk.fresh()
     return HostDetailAnswer(
         host=build_host_answer(desk, name),
@@ -405,7 +492,10 @@ async def _list_findings(context: FleetRequestContext) -> FindingsAnswer:
         return service.live_queries.findings_of_job(
             parameters.job,
             lambda: [
-                capture_record.id for capture_record in service.state.captures(job=parameters.job, limit=_MAX_CAPTURES)
+                capture_record.id
+                for capture_record in service.state.captures(
+                    job=parameters.job, limit=_MAX_CAPTURES
+                )
             ],
         )
 
@@ -420,7 +510,9 @@ async def _get_capture_facts(context: FleetRequestContext) -> CaptureFactsAnswer
         if facts is None or not capture.job:
             return CaptureFactsAnswer(facts=facts, beside=[])
         end_ns = min(facts.start_ns + facts.window_ns, facts.start_ns + _MAX_WINDOW_NS)
-        return CaptureFactsAnswer(facts=facts, beside=watching.beside(capture.job, facts.start_ns, end_ns))
+        return CaptureFactsAnswer(
+            facts=facts, beside=watching.beside(capture.job, facts.start_ns, end_ns)
+        )
 
     return await asyncio.to_thread(answer)
 
@@ -428,42 +520,67 @@ async def _get_capture_facts(context: FleetRequestContext) -> CaptureFactsAnswer
 async def _list_usage(context: FleetRequestContext) -> UsageAnswer:
     parameters = context.parameters(UsageParameters)
     rows = await asyncio.to_thread(
-        context.service.live_queries.usage, host=parameters.host, job=parameters.job, hours=parameters.hours
-    )  # fmt: skip
+        context.service.live_queries.usage,
+        host=parameters.host,
+        job=parameters.job,
+        hours=parameters.hours,
+    )
     return UsageAnswer(usage=rows)
 
 
 WATCH_ROUTES = (
     FleetRoute(
-        path="/api/v1/now", summary="The fleet at this moment, and the last day's topline", answers=_get_fleet_now,
-        answer=FleetStatusAnswer, refuses=(503,),
+        path="/api/v1/now",
+        summary="The fleet at this moment, and the last day's topline",
+        answers=_get_fleet_now,
+        answer=FleetStatusAnswer,
+        refuses=(503,),
     ),
     FleetRoute(
-        path="/api/v1/trouble", summary="Kernels that became slower, and captures that could not be analysed",
-        answers=_get_fleet_problems, answer=FleetProblemsAnswer, refuses=(503,),
+        path="/api/v1/trouble",
+        summary="Kernels that became slower, and captures that could not be analysed",
+        answers=_get_fleet_problems,
+        answer=FleetProblemsAnswer,
+        refuses=(503,),
     ),
     FleetRoute(
-        path="/api/v1/hosts/{host}", summary="A host, its devices and processes", answers=_get_host,
-        answer=HostDetailAnswer, refuses=(404, 503),
+        path="/api/v1/hosts/{host}",
+        summary="A host, its devices and processes",
+        answers=_get_host,
+        answer=HostDetailAnswer,
+        refuses=(404, 503),
     ),
     FleetRoute(
-        path="/api/v1/jobs/{job:path}", summary="A job that runs now, and its processes", answers=_get_job,
-        answer=JobDetailAnswer, refuses=(404, 503),
+        path="/api/v1/jobs/{job:path}",
+        summary="A job that runs now, and its processes",
+        answers=_get_job,
+        answer=JobDetailAnswer,
+        refuses=(404, 503),
     ),
     FleetRoute(
-        path="/api/v1/findings/latest", summary="Findings of a capture, or of the last captures of a job",
+        path="/api/v1/findings/latest",
+        summary="Findings of a capture, or of the last captures of a job",
         answers=_list_findings,
-        answer=FindingsAnswer, parameters=FindingsParameters, refuses=(400,),
+        answer=FindingsAnswer,
+        parameters=FindingsParameters,
+        refuses=(400,),
     ),
     FleetRoute(
-        path="/api/v1/captures/{id}/facts", summary="What the tables say of a capture, and what agents measured beside",
-        answers=_get_capture_facts, answer=CaptureFactsAnswer, refuses=(404,),
+        path="/api/v1/captures/{id}/facts",
+        summary="What the tables say of a capture, and what agents measured beside",
+        answers=_get_capture_facts,
+        answer=CaptureFactsAnswer,
+        refuses=(404,),
     ),
     FleetRoute(
-        path="/api/v1/usage", summary="Device time of a host or job", answers=_list_usage, answer=UsageAnswer,
-        parameters=UsageParameters, refuses=(400,),
+        path="/api/v1/usage",
+        summary="Device time of a host or job",
+        answers=_list_usage,
+        answer=UsageAnswer,
+        parameters=UsageParameters,
+        refuses=(400,),
     ),
-)  # fmt: skip
+)
 
 By = Literal["job", "host", "device"]
 
@@ -472,17 +589,21 @@ class LiveParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """What a row is of, and which jobs and hosts; `*` and `?` stand for any signs."""
 
     by: Annotated[By, Meta(description="what a row is of: job, host or device")] = "job"
-    job: Annotated[str, Meta(max_length=500, description="only these jobs; `*` and `?` stand for any signs")] = ""
-    host: Annotated[str, Meta(max_length=500, description="only these hosts; `*` and `?` stand for any signs")] = ""
+    job: Annotated[
+        str, Meta(max_length=500, description="only these jobs; `*` and `?` stand for any signs")
+    ] = ""
+    host: Annotated[
+        str, Meta(max_length=500, description="only these hosts; `*` and `?` stand for any signs")
+    ] = ""
     top: Annotated[int, Meta(ge=1, le=10_000, description="so many rows")] = 1_000
 
 
 class LiveRow(HttpResponseBody, frozen=True):
     """What is measured now; null: not by all devices, and for `busy` and steps: by none.
 
-    `busy`: share of time in which a kernel runs, mean over devices; power and memory are sums over devices;
-    `steps_per_second`: of the slowest rank, `step_s`: how long its steps are; `heard_ns`: the oldest heartbeat in it.
-    A device that several jobs share counts for each of them.
+    `busy`: share of time in which a kernel runs, mean over devices; power and memory are sums over
+    devices; `steps_per_second`: of the slowest rank, `step_s`: how long its steps are; `heard_ns`:
+    the oldest heartbeat in it. A device that several jobs share counts for each of them.
     """
 
     job: str
@@ -515,7 +636,9 @@ class _LiveGroup:
         self.rates: list[float] = []
         self.heard_ns: list[int] = []
 
-    def add(self, host: str, now: LastHeartbeat, device: HostDevice | None, process: HostProcess | None) -> None:
+    def add(
+        self, host: str, now: LastHeartbeat, device: HostDevice | None, process: HostProcess | None
+    ) -> None:
         self.heard_ns.append(now.received_ns)
         if device is not None:
             self.devices[host, device.uuid] = device
@@ -526,14 +649,18 @@ class _LiveGroup:
 
     def values(self, metric: str) -> list[float]:
         """Of the devices that measure it now."""
-        return [d.values[metric] for d in self.devices.values() if metric in d.values and not d.stale]
+        return [
+            d.values[metric] for d in self.devices.values() if metric in d.values and not d.stale
+        ]
 
     def total(self, metric: str) -> float | None:
         values = self.values(metric)
         return sum(values) if values and len(values) == len(self.devices) else None
 
 
-def build_live_answer(hosts: Mapping[str, LastHeartbeat], parameters: LiveParameters, now_ns: int) -> LiveAnswer:
+def build_live_answer(
+    hosts: Mapping[str, LastHeartbeat], parameters: LiveParameters, now_ns: int
+) -> LiveAnswer:
     """What is measured now.
 
     Args:
@@ -542,7 +669,9 @@ def build_live_answer(hosts: Mapping[str, LastHeartbeat], parameters: LiveParame
         now_ns: Now, Unix time.
     """
     groups: dict[tuple[str, str, str], _LiveGroup] = defaultdict(_LiveGroup)
-    job_pattern, host_pattern = (pattern.replace("[", "[[]") or "*" for pattern in (parameters.job, parameters.host))
+    job_pattern, host_pattern = (
+        pattern.replace("[", "[[]") or "*" for pattern in (parameters.job, parameters.host)
+    )
     for host, now in hosts.items():
         if not fnmatchcase(host, host_pattern):
             continue
@@ -586,8 +715,13 @@ def build_live_answer(hosts: Mapping[str, LastHeartbeat], parameters: LiveParame
 
 LIVE_ROUTES = (
     FleetRoute(
-        path="/api/v1/query", summary="What jobs, hosts and devices do now", answer=LiveAnswer,
-        answers=lambda asked: build_live_answer(asked.hosts().fresh(), asked.parameters(LiveParameters), asked.hosts().clock()),
-        parameters=LiveParameters, refuses=(400, 503),
+        path="/api/v1/query",
+        summary="What jobs, hosts and devices do now",
+        answer=LiveAnswer,
+        answers=lambda asked: build_live_answer(
+            asked.hosts().fresh(), asked.parameters(LiveParameters), asked.hosts().clock()
+        ),
+        parameters=LiveParameters,
+        refuses=(400, 503),
     ),
-)  # fmt: skip
+)

@@ -56,7 +56,9 @@ PAGES: tuple[Page[Any], ...] = (
     admin.WEBHOOKS_PAGE,
     admin.AUDIT_PAGE,
 )
-"""A page is added here, with its module beside this one; those of one part of the menu stand together."""
+"""A page is added here, with its module beside this one; those of one part of the menu stand
+together.
+"""
 
 SESSION_S = 12 * 3600.0
 _TRIES_PER_S = 0.5  # of an address, after the first
@@ -65,7 +67,8 @@ _HEADER_NAME = re.compile(r"[A-Za-z0-9-]{1,100}")
 
 
 class ProxyUsers(msgspec.Struct, frozen=True, kw_only=True):
-    """A proxy that has checked who asks, and says so in a header. `source`: its address, or a network.
+    """A proxy that has checked who asks, and says so in a header. `source`: its address, or a
+    network.
 
     `role`: of users of whom no token says another.
     """
@@ -80,7 +83,9 @@ class ProxyUsers(msgspec.Struct, frozen=True, kw_only=True):
         ipaddress.ip_network(self.source, strict=False)
 
     def name_of(self, request: Request) -> str | None:
-        """The user whom the proxy names; None where the request is not the proxy's, or has not just one name."""
+        """The user whom the proxy names; None where the request is not the proxy's, or has not just
+        one name.
+        """
         try:
             address = ipaddress.ip_address(request.client.host if request.client else "")
         except ValueError:
@@ -124,7 +129,9 @@ class SessionAuthentication:
         self.tries.take(request.client.host if request.client else "")
         token = await asyncio.to_thread(self.state.token, token_text)
         actor = "" if token is None else token.name
-        await asyncio.to_thread(self.state.note, actor, "POST /sign-in", "unknown-token" if token is None else "done")
+        await asyncio.to_thread(
+            self.state.note, actor, "POST /sign-in", "unknown-token" if token is None else "done"
+        )
         if token is None:
             raise HttpError(401, "this token does not open anything", slug="unknown-token")
         return await asyncio.to_thread(self.state.open_session, token_text, SESSION_S)
@@ -136,9 +143,13 @@ class SessionAuthentication:
     def set_cookie(self, request: Request, response: Response, secret: str) -> None:
         """Have the browser keep the secret of a session, or forget it where it is ""."""
         response.set_cookie(
-            _get_cookie_name(request), secret, max_age=int(SESSION_S) if secret else 0, httponly=True, samesite="strict",
+            _get_cookie_name(request),
+            secret,
+            max_age=int(SESSION_S) if secret else 0,
+            httponly=True,
+            samesite="strict",
             secure=request.url.scheme == "https",
-        )  # fmt: skip
+        )
 
     def _of_session(self, secret: str) -> TokenRecord | None:
         sha256 = self.state.session(secret)
@@ -146,9 +157,15 @@ class SessionAuthentication:
 
     def _of_user(self, user: str) -> TokenRecord:
         assert self.proxy is not None
-        user_token = next((token for token in self.state.tokens() if token.name == user and token.opens), None)
+        user_token = next(
+            (token for token in self.state.tokens() if token.name == user and token.opens), None
+        )
         return TokenRecord(
-            name=user, role=user_token.role if user_token else self.proxy.role, created_ns=0, expires_ns=0, revoked_ns=0
+            name=user,
+            role=user_token.role if user_token else self.proxy.role,
+            created_ns=0,
+            expires_ns=0,
+            revoked_ns=0,
         )
 
 
@@ -160,11 +177,17 @@ def check_csrf(request: Request) -> None:
     """
     origin = request.headers.get("origin", "")
     site = request.headers.get("sec-fetch-site", "same-origin")
-    if not origin or urlsplit(origin).netloc != request.headers.get("host", "") or site != "same-origin":
+    if (
+        not origin
+        or urlsplit(origin).netloc != request.headers.get("host", "")
+        or site != "same-origin"
+    ):
         raise HttpError(
-            403, "this was sent from another page", slug="wrong-origin",
+            403,
+            "this was sent from another page",
+            slug="wrong-origin",
             hint="a proxy in front of the service has to leave `Host` as it is",
-        )  # fmt: skip
+        )
 
 
 def _get_cookie_name(request: Request) -> str:
@@ -183,15 +206,18 @@ def _read_cookie(request: Request) -> str:
 
 API_PREFIXES = ("/api/", "/metrics", "/healthz")
 UNTRUSTED_PATHS = (
-    "/captures/{id}/report", "/captures/{id}/against/{base}", "/captures/{id}/timeline",
+    "/captures/{id}/report",
+    "/captures/{id}/against/{base}",
+    "/captures/{id}/timeline",
     "/captures/{id}/files/{name:path}",
-)  # fmt: skip
+)
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
 _PER_SECOND = 50.0  # requests of a reader
 PAGE_WAIT_S = 0.8
 """So long a page waits for answers; after that it says that they are worked out, and asks again."""
 _RETRY_AFTER_S = 2
-# Everything a page needs comes from this service; nothing of it runs that is not a file of it, nor stands in a frame.
+# Everything a page needs comes from this service; nothing of it runs that is not a file of it, nor
+# stands in a frame.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "frame-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
@@ -219,7 +245,9 @@ class Portal:
         proxy: Says who reads, where it is asked through one.
     """
 
-    def __init__(self, service: FleetService, pages: Sequence[Page[object]], proxy: ProxyUsers | None) -> None:
+    def __init__(
+        self, service: FleetService, pages: Sequence[Page[object]], proxy: ProxyUsers | None
+    ) -> None:
         self.service, self.pages = service, pages
         self.readers = SessionAuthentication(service.state, proxy)
         self.rates = RateLimiter(_PER_SECOND, hint="come again later, or less often")
@@ -233,10 +261,17 @@ class Portal:
                 Endpoint("/sign-in", self.sign_in, methods=["GET", "POST"]),
                 Endpoint("/sign-out", self.sign_out, methods=["POST"]),
                 *(Endpoint(path, self._strangers(f"/api/v1{path}")) for path in UNTRUSTED_PATHS),
-                *(Endpoint(page.path, self._page(page), methods=["GET", "POST"]) for page in self.pages),
+                *(
+                    Endpoint(page.path, self._page(page), methods=["GET", "POST"])
+                    for page in self.pages
+                ),
             ],
-            exception_handlers={HTTPException: self.no_page, HttpError: self.refused, Exception: self.failed},
-        )  # fmt: skip
+            exception_handlers={
+                HTTPException: self.no_page,
+                HttpError: self.refused,
+                Exception: self.failed,
+            },
+        )
 
     # What pages refer to.
 
@@ -246,7 +281,9 @@ class Portal:
         if asset is None:
             raise HttpError(404, "there is no such file", slug="no-such-file")
         return Response(
-            asset.content, media_type=asset.kind, headers={"Cache-Control": "public, max-age=31536000, immutable"}
+            asset.content,
+            media_type=asset.kind,
+            headers={"Cache-Control": "public, max-age=31536000, immutable"},
         )
 
     def _strangers(self, path: str) -> Callable[[Request], Awaitable[Response]]:
@@ -254,7 +291,9 @@ class Portal:
 
         async def respond(request: Request) -> Response:
             request.state.route = request.scope["route"].path
-            response = await (await self._visit(request)).fetch_response(path, **request.path_params)
+            response = await (await self._visit(request)).fetch_response(
+                path, **request.path_params
+            )
             response.headers["Content-Security-Policy"] = _UNTRUSTED_POLICY
             response.headers["X-Frame-Options"] = "SAMEORIGIN"
             return response
@@ -268,7 +307,9 @@ class Portal:
         request.state.route = "/sign-in"
         if request.method != "POST":
             next_path = layout.restrict_to_local_path(request.query_params.get("next", "/"))
-            content = layout.build_sign_in_form(next_path, None, expired="ended" in request.query_params)
+            content = layout.build_sign_in_form(
+                next_path, None, expired="ended" in request.query_params
+            )
             return HTMLResponse(layout.render_document(title="Sign in", content=content))
         form = await read_form(request)
         next_path = layout.restrict_to_local_path(form.get("next", ["/"])[0])
@@ -277,7 +318,9 @@ class Portal:
         except HttpError as error:
             content = layout.build_sign_in_form(next_path, error, expired=False)
             retry = {"Retry-After": str(error.retry_s)} if error.retry_s else {}
-            return HTMLResponse(layout.render_document(title="Sign in", content=content), error.status, retry)
+            return HTMLResponse(
+                layout.render_document(title="Sign in", content=content), error.status, retry
+            )
         response = RedirectResponse(next_path, 303)
         self.readers.set_cookie(request, response, secret)
         return response
@@ -332,10 +375,14 @@ class Portal:
         address = PageUrl(quote(request.url.path), request.url.query)
         return PageRequest(self.service, token, address, request.path_params, form)
 
-    async def _shown(self, page: Page[object], visit: PageRequest, notice: Node = None, status: int = 200) -> Response:
+    async def _shown(
+        self, page: Page[object], visit: PageRequest, notice: Node = None, status: int = 200
+    ) -> Response:
         data = await page.compute(visit)
         content = page.content(data)
-        page_content = layout.build_main(content, visit.address, page.controls(visit, data), notice, live=page.live)
+        page_content = layout.build_main(
+            content, visit.address, page.controls(visit, data), notice, live=page.live
+        )
         path = visit.address.path
         text = layout.render_document(
             title=page.title, content=page_content, token=visit.token, pages=self.pages, path=path
@@ -361,7 +408,10 @@ class Portal:
 
         async def look() -> LiveContent:
             content = await page.shown(everybody)
-            head, parts = layout.build_head(content), layout.build_sections(content, everybody.address)
+            head, parts = (
+                layout.build_head(content),
+                layout.build_sections(content, everybody.address),
+            )
             return LiveContent(layout.format_value(head), layout.format_value(parts), content.ended)
 
         self.live.check_room(key)
@@ -374,7 +424,9 @@ class Portal:
         assert isinstance(error, HTTPException)
         request.state.token = token = await self.readers.reader(request)
         hint = "" if token is None else "the menu leads on"
-        refusal = HttpError(error.status_code, "there is no such page", slug="no-such-page", hint=hint)
+        refusal = HttpError(
+            error.status_code, "there is no such page", slug="no-such-page", hint=hint
+        )
         return await self.refused(request, refusal)
 
     async def refused(self, request: Request, error: Exception) -> Response:
@@ -385,27 +437,39 @@ class Portal:
                 request.url.path + (f"?{request.url.query}" if request.url.query else "")
             )
             if request.method == "GET" and request.headers.get("sec-fetch-site") == "cross-site":
-                # Who follows a link from another site is sent here without the cookie; from here they come with it.
+                # Who follows a link from another site is sent here without the cookie; from here
+                # they come with it.
                 return HTMLResponse("", headers={"Refresh": f"0; url={return_path}"})
             query = {} if request.method != "GET" or return_path == "/" else {"next": return_path}
             if "traceloom" in request.headers.get("cookie", ""):
                 query["ended"] = "yes"
             return RedirectResponse(f"/sign-in?{urlencode(query)}" if query else "/sign-in", 303)
         token: TokenRecord | None = getattr(request.state, "token", None)
-        headers = {"Retry-After": str(error.retry_s), "Refresh": str(error.retry_s)} if error.retry_s else {}
+        headers = (
+            {"Retry-After": str(error.retry_s), "Refresh": str(error.retry_s)}
+            if error.retry_s
+            else {}
+        )
         content, path = layout.build_error_page(error), request.url.path
-        document = layout.render_document(title="Refused", content=content, token=token, pages=self.pages, path=path)
+        document = layout.render_document(
+            title="Refused", content=content, token=token, pages=self.pages, path=path
+        )
         return HTMLResponse(document, error.status, headers)
 
     async def failed(self, request: Request, _error: Exception) -> Response:
         """A defect of ours."""
         return await self.refused(
-            request, HttpError(500, "a defect of the service", slug="internal-error", hint="its log says more")
+            request,
+            HttpError(
+                500, "a defect of the service", slug="internal-error", hint="its log says more"
+            ),
         )
 
 
 class PortalMiddleware:
-    """In front of pages and routes: which of them answers, the headers of every page, and what may not be sent here."""
+    """In front of pages and routes: which of them answers, the headers of every page, and what may
+    not be sent here.
+    """
 
     def __init__(self, portal: Portal, api: ASGIApp) -> None:
         self.portal, self.api, self.app = portal, api, portal.app()
@@ -422,10 +486,16 @@ class PortalMiddleware:
             if message["type"] == "http.response.start":
                 code = message["status"]
                 present_names = {name.lower() for name, _ in message["headers"]}
-                default_headers = ((name.lower().encode(), value.encode()) for name, value in _HEADERS.items())
+                default_headers = (
+                    (name.lower().encode(), value.encode()) for name, value in _HEADERS.items()
+                )
                 message["headers"] = [
                     *message["headers"],
-                    *((name, value) for name, value in default_headers if name not in present_names),
+                    *(
+                        (name, value)
+                        for name, value in default_headers
+                        if name not in present_names
+                    ),
                 ]
             await send(message)
 
@@ -450,7 +520,9 @@ def build_portal(
     return PortalMiddleware(Portal(service, pages, proxy), build_fleet_app(service))
 
 
-async def _download(page: Page[object], visit: PageRequest, name: str, file_format: str) -> Response:
+async def _download(
+    page: Page[object], visit: PageRequest, name: str, file_format: str
+) -> Response:
     """All rows of a table of the page."""
     content = await page.shown(visit)
     tables = [part.content for part in content.sections if isinstance(part.content, PageTable)]
@@ -460,4 +532,6 @@ async def _download(page: Page[object], visit: PageRequest, name: str, file_form
     headers = {"Content-Disposition": f'attachment; filename="{table.key}.{file_format}"'}
     if file_format == "json":
         return Response(table.json(visit.address), media_type="application/json", headers=headers)
-    return Response(table.to_csv(visit.address), media_type="text/csv; charset=utf-8", headers=headers)
+    return Response(
+        table.to_csv(visit.address), media_type="text/csv; charset=utf-8", headers=headers
+    )

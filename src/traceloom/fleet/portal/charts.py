@@ -1,6 +1,7 @@
 """Icicle, dots, stacked bars (on the shared figure module).
 
-Places are shares of the width, so that texts keep their size. Nothing says more than the table that stands below.
+Places are shares of the width, so that texts keep their size. Nothing says more than the table that
+stands below.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ _BOX_HEIGHT = 34  # height of a box of an icicle
 
 
 class ChartDot(NamedTuple):
-    """A value at a time. `look`: a colour group of the reports; `says`: what it is; `href`: where it leads."""
+    """A value at a time.
+
+    `look`: a colour group of the reports; `says`: what it is; `href`: where it leads.
+    """
 
     time_ns: int
     value: float
@@ -56,7 +60,9 @@ class ChartLevel(NamedTuple):
 
 
 class ChartColumn(NamedTuple):
-    """Values of a stretch of time on top of each other: colour group and value of each, the lowest first."""
+    """Values of a stretch of time on top of each other: colour group and value of each, the lowest
+    first.
+    """
 
     time_ns: int
     parts: Sequence[tuple[str, float]]
@@ -93,9 +99,13 @@ class IcicleBox:
 
 
 def draw_dots(
-    points: Sequence[ChartDot], levels: Sequence[ChartLevel], marks: Sequence[tuple[int, str]], *, label: str,
+    points: Sequence[ChartDot],
+    levels: Sequence[ChartLevel],
+    marks: Sequence[tuple[int, str]],
+    *,
+    label: str,
     write: Callable[[float], str],
-) -> Node:  # fmt: skip
+) -> Node:
     """Values over time.
 
     Args:
@@ -110,7 +120,9 @@ def draw_dots(
     first, last = min(point.time_ns for point in points), max(point.time_ns for point in points)
     margin_ns = max((last - first) // 50, HOUR_NS // 2)
     first, last = first - margin_ns, last + margin_ns
-    top = _compute_axis_values(max(*(point.value for point in points), *(level.value for level in levels), 0.0))
+    top = _compute_axis_values(
+        max(*(point.value for point in points), *(level.value for level in levels), 0.0)
+    )
 
     def x(time_ns: int) -> float:
         return 100 * (time_ns - first) / (last - first)
@@ -132,13 +144,21 @@ def draw_dots(
             "</circle></a>"
         ).format(point.href, point.look, x(point.time_ns), y(point.value), point.says)
     for level in levels:
-        markup += Markup('<line class="level l-{}" x1="{:.2f}%" x2="{:.2f}%" y1="{:.1f}" y2="{:.1f}"/>').format(
-            level.look, x(max(level.since_ns, first)), x(min(level.until_ns, last)), y(level.value), y(level.value)
+        markup += Markup(
+            '<line class="level l-{}" x1="{:.2f}%" x2="{:.2f}%" y1="{:.1f}" y2="{:.1f}"/>'
+        ).format(
+            level.look,
+            x(max(level.since_ns, first)),
+            x(min(level.until_ns, last)),
+            y(level.value),
+            y(level.value),
         )
     return _draw_plot(markup, top, y, first, last, label, write)
 
 
-def draw_columns(columns: Sequence[ChartColumn], every_ns: int, *, label: str, write: Callable[[float], str]) -> Node:
+def draw_columns(
+    columns: Sequence[ChartColumn], every_ns: int, *, label: str, write: Callable[[float], str]
+) -> Node:
     """Amounts of stretches of time, each as parts on top of each other.
 
     Args:
@@ -162,8 +182,14 @@ def draw_columns(columns: Sequence[ChartColumn], every_ns: int, *, label: str, w
         markup += Markup("<g><title>{}</title>").format(column.says)
         stacked = 0.0
         for colour_group, value in column.parts:
-            markup += Markup('<rect class="f-{}" x="{:.3f}%" y="{:.2f}" width="{:.3f}%" height="{:.2f}"/>').format(
-                colour_group, column_x + width * 0.08, y(stacked + value), width * 0.84, y(stacked) - y(stacked + value)
+            markup += Markup(
+                '<rect class="f-{}" x="{:.3f}%" y="{:.2f}" width="{:.3f}%" height="{:.2f}"/>'
+            ).format(
+                colour_group,
+                column_x + width * 0.08,
+                y(stacked + value),
+                width * 0.84,
+                y(stacked) - y(stacked + value),
             )
             stacked += value
         markup += Markup("</g>")
@@ -182,15 +208,31 @@ def draw_icicle(boxes: Iterable[IcicleBox], label: str) -> Node:
             '<foreignObject width="100%" height="{}"><span class="words"><b>{}</b><span class="amount">{}</span></span>'
             "</foreignObject></svg></a>"
         ).format(
-            box.href, Markup(' aria-current="true"') if box.here else "", " here" if box.here else "", 100 * box.start,
-            box.level * _BOX_HEIGHT, 100 * box.size, _BOX_HEIGHT - 1, box.says, box.look, box.look, _BOX_HEIGHT - 5,
-            100 * box.filled, _BOX_HEIGHT - 5, box.name, box.amount,
-        )  # fmt: skip
-    picture = Markup('<svg class="tree-picture" role="group" aria-label="{}" width="100%" height="{}">{}</svg>')
+            box.href,
+            Markup(' aria-current="true"') if box.here else "",
+            " here" if box.here else "",
+            100 * box.start,
+            box.level * _BOX_HEIGHT,
+            100 * box.size,
+            _BOX_HEIGHT - 1,
+            box.says,
+            box.look,
+            box.look,
+            _BOX_HEIGHT - 5,
+            100 * box.filled,
+            _BOX_HEIGHT - 5,
+            box.name,
+            box.amount,
+        )
+    picture = Markup(
+        '<svg class="tree-picture" role="group" aria-label="{}" width="100%" height="{}">{}</svg>'
+    )
     return figure(".chart.tree")[picture.format(label, levels * _BOX_HEIGHT, markup)]
 
 
-def draw_share_bar(parts: Sequence[tuple[str, str, float]], write: Callable[[float], str], label: str) -> Node:
+def draw_share_bar(
+    parts: Sequence[tuple[str, str, float]], write: Callable[[float], str], label: str
+) -> Node:
     """Parts of a whole side by side, with a legend: name, colour group and amount of each."""
     total = sum(amount for *_, amount in parts)
     if total <= 0:
@@ -202,30 +244,49 @@ def draw_share_bar(parts: Sequence[tuple[str, str, float]], write: Callable[[flo
             '<rect class="f-{}" x="{:.3f}%" width="{:.3f}%" height="100%"><title>{}</title></rect>'
         ).format(colour_group, offset, max(width - 0.12, 0.05), f"{name}: {write(amount)}")
         offset += width
-    picture = Markup('<svg class="share-bar" role="img" aria-label="{}" width="100%" height="22">{}</svg>')
+    picture = Markup(
+        '<svg class="share-bar" role="img" aria-label="{}" width="100%" height="22">{}</svg>'
+    )
     return figure(".chart")[
         picture.format(label, markup),
-        draw_legend((name, colour_group, write(part_amount)) for name, colour_group, part_amount in parts),
+        draw_legend(
+            (name, colour_group, write(part_amount)) for name, colour_group, part_amount in parts
+        ),
     ]
 
 
 def draw_legend(entries: Iterable[tuple[str, str, str]]) -> Node:
     """Name, colour group and amount of each."""
     return ul(".legend")[
-        (li[span(class_=f"swatch b-{colour_group}"), name, " ", Markup("<b>{}</b>").format(amount)]
-         for name, colour_group, amount in entries)
-    ]  # fmt: skip
+        (
+            li[
+                span(class_=f"swatch b-{colour_group}"),
+                name,
+                " ",
+                Markup("<b>{}</b>").format(amount),
+            ]
+            for name, colour_group, amount in entries
+        )
+    ]
 
 
 def _draw_plot(  # noqa: PLR0917  (all are what was just worked out)
-    markup: Markup, top: Sequence[float], y: Callable[[float], float], first: int, last: int, label: str,
+    markup: Markup,
+    top: Sequence[float],
+    y: Callable[[float], float],
+    first: int,
+    last: int,
+    label: str,
     write: Callable[[float], str],
-) -> Node:  # fmt: skip
+) -> Node:
     lines = Markup("").join(
-        Markup('<line class="grid" x1="0" x2="100%" y1="{0:.1f}" y2="{0:.1f}"/>').format(y(value)) for value in top
+        Markup('<line class="grid" x1="0" x2="100%" y1="{0:.1f}" y2="{0:.1f}"/>').format(y(value))
+        for value in top
     )
     scale = Markup("").join(
-        Markup('<text x="100%" dx="-8" y="{:.1f}" dy="4" text-anchor="end">{}</text>').format(y(value), write(value))
+        Markup('<text x="100%" dx="-8" y="{:.1f}" dy="4" text-anchor="end">{}</text>').format(
+            y(value), write(value)
+        )
         for value in top
     )
     times = Markup("")
@@ -236,12 +297,18 @@ def _draw_plot(  # noqa: PLR0917  (all are what was just worked out)
     for time_ns in range(-(-first // step) * step, last + 1, step):
         time_label = f"{datetime.fromtimestamp(time_ns / 1e9, timezone.utc):{time_format}}"
         x_percent = 100 * (time_ns - first) / (last - first)
-        lines += Markup('<line class="grid" x1="{0:.2f}%" x2="{0:.2f}%" y1="0" y2="100%"/>').format(x_percent)
+        lines += Markup('<line class="grid" x1="{0:.2f}%" x2="{0:.2f}%" y1="0" y2="100%"/>').format(
+            x_percent
+        )
         if x_percent < 98:
-            times += Markup('<text x="{:.2f}%" y="14" text-anchor="middle">{}</text>').format(x_percent, time_label)
+            times += Markup('<text x="{:.2f}%" y="14" text-anchor="middle">{}</text>').format(
+                x_percent, time_label
+            )
     return figure(".chart")[
         div(".plot")[
-            Markup('<svg class="scale" aria-hidden="true" height="{}">{}</svg>').format(_HEIGHT, scale),
+            Markup('<svg class="scale" aria-hidden="true" height="{}">{}</svg>').format(
+                _HEIGHT, scale
+            ),
             Markup('<svg class="area" role="group" aria-label="{}" height="{}">{}{}</svg>').format(
                 label, _HEIGHT, lines, markup
             ),
@@ -297,9 +364,13 @@ def draw_bar(parts: Sequence[BarPart]) -> Node:
 
 
 def draw_areas(
-    times: Sequence[int], step_ns: int, parts: Mapping[tuple[str, str], Mapping[int, float]], label: str
+    times: Sequence[int],
+    step_ns: int,
+    parts: Mapping[tuple[str, str], Mapping[int, float]],
+    label: str,
 ) -> Node:
-    """How much of each there was over time, one upon the other; the whole of the highest moment fills the height.
+    """How much of each there was over time, one upon the other; the whole of the highest moment
+    fills the height.
 
     Args:
         times: Starts of the stretches of time to be shown, in order; ns.
@@ -310,13 +381,18 @@ def draw_areas(
     if not times:
         return p(".quiet")["Nothing was measured in this time."]
     first, last = times[0], times[-1] + step_ns
-    max_total = max(sum(part_amounts.get(time, 0.0) for part_amounts in parts.values()) for time in times) or 1.0
+    max_total = (
+        max(sum(part_amounts.get(time, 0.0) for part_amounts in parts.values()) for time in times)
+        or 1.0
+    )
     stacked = dict.fromkeys(times, 0.0)
     paths = Markup("")
     for (_, colour), amounts in parts.items():
         steps = []
         for time in times:
-            left, right = (_WIDTH * (edge_ns - first) / (last - first) for edge_ns in (time, time + step_ns))
+            left, right = (
+                _WIDTH * (edge_ns - first) / (last - first) for edge_ns in (time, time + step_ns)
+            )
             low = stacked[time]
             stacked[time] = high = low + amounts.get(time, 0.0)
             if high > low:

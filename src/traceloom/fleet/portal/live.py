@@ -1,4 +1,6 @@
-"""Pages that change while they are read: each is worked out once a second for all of its readers together."""
+"""Pages that change while they are read: each is worked out once a second for all of its readers
+together.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class LivePage:
         look_s: How often.
     """
 
-    def __init__(self, poll: Callable[[], Coroutine[object, object, LiveContent]], look_s: float) -> None:
+    def __init__(
+        self, poll: Callable[[], Coroutine[object, object, LiveContent]], look_s: float
+    ) -> None:
         self.readers = 0
         self.now: LiveEvent | None = None
         self.gone = False  # there is nothing to look at any more
@@ -52,7 +56,9 @@ class LivePage:
         self._task = asyncio.create_task(self._follow(), name="live page")
 
     async def next(self, name: str) -> LiveEvent | None:
-        """What it shows as soon as that is another than `name`; None when a while has passed without."""
+        """What it shows as soon as that is another than `name`; None when a while has passed
+        without.
+        """
         if self.now is None or (self.now.name == name and not self.gone):
             changed = self._changed
             try:
@@ -79,7 +85,9 @@ class LivePage:
                 body = msgspec.json.encode({"head": content.head, "parts": content.parts})
                 name = hashlib.sha256(body).hexdigest()[:16]
                 if self.now is None or name != self.now.name:
-                    self.now = LiveEvent(name, b"id: " + name.encode() + b"\ndata: " + body + b"\n\n")
+                    self.now = LiveEvent(
+                        name, b"id: " + name.encode() + b"\ndata: " + body + b"\n\n"
+                    )
                     self._tell()
                 self.gone = content.ended
             if not self.gone:
@@ -105,7 +113,8 @@ class LivePages:
     async def events(
         self, key: str, poll: Callable[[], Coroutine[object, object, LiveContent]], name: str
     ) -> AsyncGenerator[bytes, None]:
-        """What a reader is sent: each state of the page that differs from the one before, the first from `name`.
+        """What a reader is sent: each state of the page that differs from the one before, the first
+        from `name`.
 
         Args:
             key: Of the page and what its address asks for: readers with the same see the same.

@@ -1,7 +1,8 @@
 """Page, section, form, layout.
 
-Everything is made of elements whose texts are escaped; there is no way to put text in unescaped. What is invisible or
-steers (control characters, marks that turn the order of letters) is spelled out in the whole document at the end.
+Everything is made of elements whose texts are escaped; there is no way to put text in unescaped.
+What is invisible or steers (control characters, marks that turn the order of letters) is spelled
+out in the whole document at the end.
 """
 
 from __future__ import annotations
@@ -214,7 +215,9 @@ _THEME_ICON = Markup(
 def build_head(content: PageContent) -> Node:
     """The head of a page: where it stands, its heading, key numbers; sent again when it changes."""
     return header(".top")[
-        nav(".trail", aria_label="Where this is")[ol[(li[a(href=href)[name]] for name, href in content.above)]]
+        nav(".trail", aria_label="Where this is")[
+            ol[(li[a(href=href)[name]] for name, href in content.above)]
+        ]
         if content.above
         else None,
         h1[content.heading],
@@ -244,8 +247,13 @@ def build_sections(content: PageContent, address: PageUrl) -> Node:
     return fragment[
         (
             section(id=f"{part.key}-part", aria_labelledby=f"{part.key}-title")[
-                header[h2(id=f"{part.key}-title")[part.title], p(".quiet")[part.note] if part.note else None],
-                part.content.render(address) if isinstance(part.content, PageTable) else part.content,
+                header[
+                    h2(id=f"{part.key}-title")[part.title],
+                    p(".quiet")[part.note] if part.note else None,
+                ],
+                part.content.render(address)
+                if isinstance(part.content, PageTable)
+                else part.content,
             ]
             for part in content.sections
         ),
@@ -290,8 +298,12 @@ def render_document(
     return f"<!doctype html>{format_value(document).removeprefix('<!doctype html>')}"
 
 
-def build_main(content: PageContent, address: PageUrl, controls: Node, notice: Node, *, live: bool) -> Node:
-    """The main part of a page: what is said of what was just done, its head, forms for this reader, its parts."""
+def build_main(
+    content: PageContent, address: PageUrl, controls: Node, notice: Node, *, live: bool
+) -> Node:
+    """The main part of a page: what is said of what was just done, its head, forms for this reader,
+    its parts.
+    """
     return fragment[
         notice,
         div("#head", data_live="yes" if live and not content.ended else None)[build_head(content)],
@@ -303,7 +315,8 @@ def build_main(content: PageContent, address: PageUrl, controls: Node, notice: N
 def build_problem_notice(error: HttpError) -> Node:
     """Why something is refused."""
     return div(".notice.bad", role="alert")[
-        p[_render_sentence(error.message)], p(".quiet")[_render_inline_code(error.hint)] if error.hint else None
+        p[_render_sentence(error.message)],
+        p(".quiet")[_render_inline_code(error.hint)] if error.hint else None,
     ]
 
 
@@ -339,26 +352,40 @@ def build_sign_in_form(next_page: str, error: HttpError | None, *, expired: bool
         p(".quiet")["Your session has ended."] if expired and not error else None,
         form(method="post", action="/sign-in")[
             input_(type="hidden", name="next", value=next_page),
-            input_(type="text", name="user", autocomplete="username", value="token", hidden=True),  # for their keepers
+            input_(
+                type="text", name="user", autocomplete="username", value="token", hidden=True
+            ),  # for their keepers
             label(for_="token")["Token"],
             input_(
-                type="password", id="token", name="token", required=True, autocomplete="current-password",
-                autofocus=True, spellcheck="false", maxlength="500",
+                type="password",
+                id="token",
+                name="token",
+                required=True,
+                autocomplete="current-password",
+                autofocus=True,
+                spellcheck="false",
+                maxlength="500",
             ),
             button(".primary", type="submit")["Sign in"],
         ],
         p(".quiet")[
-            "An administrator makes one: ", code["traceloom fleet token add NAME"],
-            ". Whoever runs the service has theirs in ", code["~/.config/traceloom/fleet-token"], ".",
+            "An administrator makes one: ",
+            code["traceloom fleet token add NAME"],
+            ". Whoever runs the service has theirs in ",
+            code["~/.config/traceloom/fleet-token"],
+            ".",
         ],
-    ]  # fmt: skip
+    ]
 
 
 def restrict_to_local_path(address: str) -> str:
     """An address of this service, without scheme and host; "/" for any other."""
     parts = urlsplit(address)
     is_ours = (
-        not parts.scheme and not parts.netloc and address.startswith("/") and not address.startswith(("//", "/\\"))
+        not parts.scheme
+        and not parts.netloc
+        and address.startswith("/")
+        and not address.startswith(("//", "/\\"))
     )
     return address if is_ours and address.isprintable() else "/"
 
@@ -370,19 +397,26 @@ def format_value(node: Node) -> str:
 
 def build_fold_out(key: str, button_text: str, content: Node, *, is_open: bool) -> Node:
     """A button that unfolds a form."""
-    return details(".fold-out", id=key, open=is_open or None)[summary(".primary")[button_text], div(".panel")[content]]
+    return details(".fold-out", id=key, open=is_open or None)[
+        summary(".primary")[button_text], div(".panel")[content]
+    ]
 
 
 def build_command(command: str) -> Node:
     """A command to be copied."""
-    return div(".command")[code[command], button(type="button", class_="copy", data_copy=command, hidden=True)["Copy"]]
+    return div(".command")[
+        code[command], button(type="button", class_="copy", data_copy=command, hidden=True)["Copy"]
+    ]
 
 
 def _build_menu(token: TokenRecord, pages: Iterable[Page[object]], path: str) -> Node:
     menu_pages = (page for page in pages if page.menu and has_role(token, page.role))
     parts = groupby(menu_pages, key=lambda page: page.menu)
     # The page at the address, and those from which it is reached
-    current_paths = {path, *(path[:index] for index, sign in enumerate(path) if sign == "/" and index)}
+    current_paths = {
+        path,
+        *(path[:index] for index, sign in enumerate(path) if sign == "/" and index),
+    }
     return nav(aria_label="Pages")[
         p(".mark")[_LOGO, "Traceloom"],
         div(".links")[
@@ -391,7 +425,12 @@ def _build_menu(token: TokenRecord, pages: Iterable[Page[object]], path: str) ->
                     span(".group-name")[menu],
                     ul[
                         (
-                            li[a(href=page.path, aria_current="page" if page.path in current_paths else None)[page.title]]
+                            li[
+                                a(
+                                    href=page.path,
+                                    aria_current="page" if page.path in current_paths else None,
+                                )[page.title]
+                            ]
                             for page in group
                         )
                     ],
@@ -404,13 +443,17 @@ def _build_menu(token: TokenRecord, pages: Iterable[Page[object]], path: str) ->
             button(
                 type="button", id="theme", aria_label="Switch the theme", title="Light or dark (t)"
             )[_THEME_ICON],
-            form(method="post", action="/sign-out")[button(type="submit", class_="quiet-button")["Sign out"]],
+            form(method="post", action="/sign-out")[
+                button(type="submit", class_="quiet-button")["Sign out"]
+            ],
         ],
-    ]  # fmt: skip
+    ]
 
 
 def _render_sentence(text: str) -> Node:
-    return _render_inline_code(text[:1].upper() + text[1:] + ("" if text.endswith((".", "?")) else "."))
+    return _render_inline_code(
+        text[:1].upper() + text[1:] + ("" if text.endswith((".", "?")) else ".")
+    )
 
 
 def _render_inline_code(text: str) -> Node:
@@ -476,7 +519,10 @@ def build_choices(
         legend[title],
         div(class_=["choices", "column" if several else ""])[
             (
-                label[input_(type=kind, name=name, value=value, checked=value in selected or None), option_label]
+                label[
+                    input_(type=kind, name=name, value=value, checked=value in selected or None),
+                    option_label,
+                ]
                 for value, option_label in options
             )
         ],

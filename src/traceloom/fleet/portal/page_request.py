@@ -1,4 +1,6 @@
-"""A visit of a page: who reads, what the address says, and the routes of the service, asked as over HTTP."""
+"""A visit of a page: who reads, what the address says, and the routes of the service, asked as over
+HTTP.
+"""
 
 from __future__ import annotations
 
@@ -83,9 +85,15 @@ class PageRequest:
         return self.form.get(name, [""])[0].strip()
 
     async def answer(
-        self, answer_type: type[AnswerT], path: str, *, method: str = "GET", body: object = None,
-        query: Mapping[str, str] | None = None, **path_params: str,
-    ) -> AnswerT:  # fmt: skip
+        self,
+        answer_type: type[AnswerT],
+        path: str,
+        *,
+        method: str = "GET",
+        body: object = None,
+        query: Mapping[str, str] | None = None,
+        **path_params: str,
+    ) -> AnswerT:
         """What a route of the service answers to this reader.
 
         Args:
@@ -135,7 +143,12 @@ class PageRequest:
         return answer
 
     async def _call_route(
-        self, path: str, method: str, body: object, query: Mapping[str, str], path_params: Mapping[str, str]
+        self,
+        path: str,
+        method: str,
+        body: object,
+        query: Mapping[str, str],
+        path_params: Mapping[str, str],
     ) -> msgspec.Struct | Response:
         body_bytes = b"" if body is None else msgspec.json.encode(body)
 
@@ -144,11 +157,17 @@ class PageRequest:
 
         url_path = path.replace(":path}", "}").format(**path_params)
         scope = {
-            "type": "http", "method": method, "path": url_path, "headers": [], "path_params": dict(path_params),
-            "query_string": urlencode(query).encode(), "state": {"token": self.token, "what": f"{method} {url_path}"},
-        }  # fmt: skip
+            "type": "http",
+            "method": method,
+            "path": url_path,
+            "headers": [],
+            "path_params": dict(path_params),
+            "query_string": urlencode(query).encode(),
+            "state": {"token": self.token, "what": f"{method} {url_path}"},
+        }
         return await call_route(
-            _ROUTES_BY_METHOD_AND_PATH[method, path], FleetRequestContext(self.service, Request(scope, receive))
+            _ROUTES_BY_METHOD_AND_PATH[method, path],
+            FleetRequestContext(self.service, Request(scope, receive)),
         )
 
 

@@ -1,7 +1,8 @@
-"""Tables of pages: sorted, filtered and divided into leaves by their address, so that they work without scripts.
+"""Tables of pages: sorted, filtered and divided into leaves by their address, so that they work
+without scripts.
 
-A table named `hosts` takes `hosts.sort=-devices`, `hosts.q=node7` and `hosts.leaf=2`; `?table=hosts&as=csv` (or
-`json`) gives all rows that the filter leaves, with their exact values.
+A table named `hosts` takes `hosts.sort=-devices`, `hosts.q=node7` and `hosts.leaf=2`;
+`?table=hosts&as=csv` (or `json`) gives all rows that the filter leaves, with their exact values.
 """
 
 from __future__ import annotations
@@ -57,12 +58,25 @@ MIN_ROWS_FOR_FILTER = 9
 """Rows from which on there is a filter; one over fewer is clutter."""
 
 _STATES_BY_CSS_CLASS = {
-    "good": ("here", "done", "committed", "kept", "uploaded", "busy", "ready", "active", "fired", "like its peers"),
+    "good": (
+        "here",
+        "done",
+        "committed",
+        "kept",
+        "uploaded",
+        "busy",
+        "ready",
+        "active",
+        "fired",
+        "like its peers",
+    ),
     "bad": ("lost", "failed", "quarantined", "silent", "not-allowed", "revoked", "expired", "slow"),
     "warn": ("partial", "unreachable", "never", "refused"),
     "still": ("cancelled", "free", "unallocated", "incomplete"),
 }
-_CSS_CLASS_BY_STATE = {state: look for look, states in _STATES_BY_CSS_CLASS.items() for state in states}
+_CSS_CLASS_BY_STATE = {
+    state: look for look, states in _STATES_BY_CSS_CLASS.items() for state in states
+}
 
 
 @dataclass(frozen=True)
@@ -91,7 +105,9 @@ class PageColumn:
         return self.kind in units.NUMERIC_UNITS
 
 
-def convert_column(key: str, column: Column, link: Callable[[PageRow], str] | None = None) -> PageColumn:
+def convert_column(
+    key: str, column: Column, link: Callable[[PageRow], str] | None = None
+) -> PageColumn:
     """A column of the fleet's tables or of a report, as it is declared there."""
     return PageColumn(key, column.title, column.unit, column.meaning, column.unknown, link)
 
@@ -120,10 +136,19 @@ class PageTable:
         rows = list(self.rows)
         if words:
             cells = ([row.get(column.key) for column in self.columns] for row in rows)
-            texts = [" ".join(str(cell) for cell in row_cells if cell is not None).casefold() for row_cells in cells]
-            rows = [row for row, text in zip(rows, texts, strict=True) if all(word in text for word in words)]
+            texts = [
+                " ".join(str(cell) for cell in row_cells if cell is not None).casefold()
+                for row_cells in cells
+            ]
+            rows = [
+                row
+                for row, text in zip(rows, texts, strict=True)
+                if all(word in text for word in words)
+            ]
         sort_key = url.query.get(f"{self.key}.sort", "")
-        column = next((column for column in self.columns if column.key == sort_key.removeprefix("-")), None)
+        column = next(
+            (column for column in self.columns if column.key == sort_key.removeprefix("-")), None
+        )
         if column is None:
             return rows
         present: list[tuple[tuple[bool, float, str], PageRow]] = []
@@ -140,19 +165,25 @@ class PageTable:
         return [row for _, row in present] + absent
 
     def to_csv(self, url: PageUrl) -> str:
-        """The chosen rows as CSV, exact; what a spreadsheet would take for a formula begins with an apostrophe."""
+        """The chosen rows as CSV, exact; what a spreadsheet would take for a formula begins with an
+        apostrophe.
+        """
         out = io.StringIO()
         writer = csv.writer(out)
         writer.writerow([column.key for column in self.columns])
         for row in self.chosen(url):
             cells = [row.get(column.key) for column in self.columns]
-            writer.writerow([f"'{c}" if isinstance(c, str) and c[:1] in set("=+-@\t\r") else c for c in cells])
+            writer.writerow(
+                [f"'{c}" if isinstance(c, str) and c[:1] in set("=+-@\t\r") else c for c in cells]
+            )
         return out.getvalue()
 
     def json(self, url: PageUrl) -> bytes:
         """The chosen rows as a list of objects."""
         keys = [column.key for column in self.columns]
-        return msgspec.json.encode([{key: row.get(key) for key in keys} for row in self.chosen(url)])
+        return msgspec.json.encode(
+            [{key: row.get(key) for key in keys} for row in self.chosen(url)]
+        )
 
     def render(self, url: PageUrl) -> Node:
         """The table as it stands in the page."""
@@ -165,41 +196,52 @@ class PageTable:
             max(1, min(int(requested_page[:9]), page_count)) if requested_page.isdecimal() else 1
         )  # it may have thousands of digits
         page_rows = rows[(page_number - 1) * ROWS_PER_PAGE : page_number * ROWS_PER_PAGE]
-        return figure(class_=["table", "narrow" if len(self._visible_columns) <= 4 else ""], id=self.key)[
+        return figure(
+            class_=["table", "narrow" if len(self._visible_columns) <= 4 else ""], id=self.key
+        )[
             self._render_filter(url, len(rows)),
-            self._rows(page_rows, [self._render_header(url, column) for column in self._visible_columns]),
+            self._rows(
+                page_rows, [self._render_header(url, column) for column in self._visible_columns]
+            ),
             None if rows else p(".quiet")["No row has these words."],
             div(".foot")[
-                self._render_pagination(url, page_number, page_count, len(rows)) if page_count > 1 else None,
+                self._render_pagination(url, page_number, page_count, len(rows))
+                if page_count > 1
+                else None,
                 span(".downloads")[
                     (
                         a(
-                            href=url.changed({"table": self.key, "as": file_format}), download=f"{self.key}.{file_format}",
+                            href=url.changed({"table": self.key, "as": file_format}),
+                            download=f"{self.key}.{file_format}",
                             title="all rows that the filter leaves, exact",
                         )[file_format.upper()]
                         for file_format in ("csv", "json")
                     )
                 ],
             ],
-        ]  # fmt: skip
+        ]
 
     def render_static(self) -> Node:
-        """All rows as they are, of what has no address by which they could be sorted, filtered or downloaded."""
+        """All rows as they are, of what has no address by which they could be sorted, filtered or
+        downloaded.
+        """
         if not self.rows:
             return p(".quiet")[self.empty]
         headers = [
             th(class_="n" if c.numeric else None, scope="col", title=c.hint or None)[c.title]
             for c in self._visible_columns
         ]
-        return figure(class_=["table", "narrow" if len(self._visible_columns) <= 4 else ""], id=self.key)[
-            self._rows(self.rows, headers)
-        ]
+        return figure(
+            class_=["table", "narrow" if len(self._visible_columns) <= 4 else ""], id=self.key
+        )[self._rows(self.rows, headers)]
 
     @property
     def _visible_columns(self) -> list[PageColumn]:
         """A column that says nothing of any row is left out; who downloads the table has it."""
         return [
-            c for k, c in enumerate(self.columns) if not k or any(r.get(c.key) not in (None, "") for r in self.rows)
+            c
+            for k, c in enumerate(self.columns)
+            if not k or any(r.get(c.key) not in (None, "") for r in self.rows)
         ]
 
     def _rows(self, rows: Sequence[PageRow], headers: Sequence[Node]) -> Node:
@@ -207,7 +249,12 @@ class PageTable:
             table_[
                 caption(".unseen")[self.label],
                 thead[tr[headers]],
-                tbody[(tr[(_render_cell(column, row) for column in self._visible_columns)] for row in rows)],
+                tbody[
+                    (
+                        tr[(_render_cell(column, row) for column in self._visible_columns)]
+                        for row in rows
+                    )
+                ],
             ]
         ]
 
@@ -216,33 +263,60 @@ class PageTable:
         if len(self.rows) < MIN_ROWS_FOR_FILTER and not filter_text:
             return None
         other_parameters = {
-            name: value for name, value in url.query.items() if name not in {f"{self.key}.q", f"{self.key}.leaf"}
+            name: value
+            for name, value in url.query.items()
+            if name not in {f"{self.key}.q", f"{self.key}.leaf"}
         }
-        return form(".filter", role="search", method="get", action=url.path, aria_label=f"Filter: {self.label}")[
-            (input_(type="hidden", name=name, value=value) for name, value in other_parameters.items()),
+        return form(
+            ".filter",
+            role="search",
+            method="get",
+            action=url.path,
+            aria_label=f"Filter: {self.label}",
+        )[
+            (
+                input_(type="hidden", name=name, value=value)
+                for name, value in other_parameters.items()
+            ),
             input_(
-                type="search", name=f"{self.key}.q", value=filter_text, id=f"{self.key}-q", autocomplete="off",
-                placeholder=f"Filter {units.format_count(len(self.rows))} rows", aria_label=f"Filter: {self.label}",
+                type="search",
+                name=f"{self.key}.q",
+                value=filter_text,
+                id=f"{self.key}-q",
+                autocomplete="off",
+                placeholder=f"Filter {units.format_count(len(self.rows))} rows",
+                aria_label=f"Filter: {self.label}",
                 spellcheck="false",
             ),
             button(".unseen", type="submit")["Filter"],
-            span(".count", role="status")[f"{units.format_count(match_count)} of {units.format_count(len(self.rows))}" if filter_text else ""],
-        ]  # fmt: skip
+            span(".count", role="status")[
+                f"{units.format_count(match_count)} of {units.format_count(len(self.rows))}"
+                if filter_text
+                else ""
+            ],
+        ]
 
     def _render_header(self, url: PageUrl, column: PageColumn) -> Node:
         current_order = url.query.get(f"{self.key}.sort", "")
-        default_order = f"-{column.key}" if column.numeric or column.kind == "instant" else column.key
+        default_order = (
+            f"-{column.key}" if column.numeric or column.kind == "instant" else column.key
+        )
         reverse_order = column.key if default_order.startswith("-") else f"-{column.key}"
         next_order = {default_order: reverse_order, reverse_order: ""}.get(
             current_order, default_order
         )  # the third click gives the first order back
         direction = {column.key: "ascending", f"-{column.key}": "descending"}.get(current_order)
         href = url.changed({f"{self.key}.sort": next_order, f"{self.key}.leaf": ""})
-        return th(class_="n" if column.numeric else None, scope="col", aria_sort=direction, title=column.hint or None)[
-            a(href=href, rel="nofollow")[column.title]
-        ]
+        return th(
+            class_="n" if column.numeric else None,
+            scope="col",
+            aria_sort=direction,
+            title=column.hint or None,
+        )[a(href=href, rel="nofollow")[column.title]]
 
-    def _render_pagination(self, url: PageUrl, page_number: int, page_count: int, row_count: int) -> Node:
+    def _render_pagination(
+        self, url: PageUrl, page_number: int, page_count: int, row_count: int
+    ) -> Node:
         def to(other: int, link_text: str) -> Node:
             if not 1 <= other <= page_count:
                 return span(".quiet", aria_disabled="true")[link_text]
@@ -263,9 +337,9 @@ def render_time(time_ns: int) -> Node:
         when = datetime.fromtimestamp(time_ns / 1e9, timezone.utc)
     except (ValueError, OverflowError, OSError):  # of a stranger's clock
         return f"{time_ns} ns"
-    return time_(datetime=when.isoformat(timespec="milliseconds"), title=f"{when:%Y-%m-%d %H:%M:%S} UTC")[
-        f"{when:%Y-%m-%d %H:%M:%S} UTC"
-    ]
+    return time_(
+        datetime=when.isoformat(timespec="milliseconds"), title=f"{when:%Y-%m-%d %H:%M:%S} UTC"
+    )[f"{when:%Y-%m-%d %H:%M:%S} UTC"]
 
 
 def render_state(state: str) -> Node:

@@ -23,12 +23,15 @@ from traceloom.server.problem import HttpError
 T = TypeVar("T")
 
 MAX_CONCURRENT = 2
-"""Answers of a sort that are worked out at the same time; those of the store keep all cores busy."""
+"""Answers of a sort that are worked out at the same time; those of the store keep all cores busy.
+"""
 
 
 @dataclass(slots=True)
 class _CachedAnswer(Generic[T]):
-    """An answer that is worked out or was; `basis`: what it was made of, None: unknown; `at`: when, in seconds."""
+    """An answer that is worked out or was; `basis`: what it was made of, None: unknown; `at`: when,
+    in seconds.
+    """
 
     basis: Hashable
     answer: Future[T]
@@ -36,7 +39,8 @@ class _CachedAnswer(Generic[T]):
 
 
 class AnswerCache(Generic[T]):
-    """Keeps the last answers. Different questions do not wait for each other, as long as few are asked at once.
+    """Keeps the last answers. Different questions do not wait for each other, as long as few are
+    asked at once.
 
     Args:
         most: Answers that are kept.
@@ -46,11 +50,18 @@ class AnswerCache(Generic[T]):
     def __init__(self, max_entries: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.most, self.clock = max_entries, clock
         self._lock, self._room = threading.Lock(), threading.BoundedSemaphore(MAX_CONCURRENT)
-        self._kept: dict[Hashable, _CachedAnswer[T]] = {}  # the one that was not asked for longest is first
+        self._kept: dict[
+            Hashable, _CachedAnswer[T]
+        ] = {}  # the one that was not asked for longest is first
 
     def get(
-        self, question: Hashable, work_out: Callable[[], T], *, basis: Hashable = None, seconds: float = 0.0
-    ) -> T:  # fmt: skip
+        self,
+        question: Hashable,
+        work_out: Callable[[], T],
+        *,
+        basis: Hashable = None,
+        seconds: float = 0.0,
+    ) -> T:
         """The answer to a question; it blocks while it is worked out.
 
         Args:
@@ -92,7 +103,9 @@ class AnswerCache(Generic[T]):
 MAX_WAITING = 32
 MAX_SECONDS = 60.0
 LATE_S = 60.0
-"""How long an answer that somebody would not wait for is kept for them, though tables change meanwhile."""
+"""How long an answer that somebody would not wait for is kept for them, though tables change
+meanwhile.
+"""
 _MAX_CACHED = 128  # answers, of the last tables
 
 
@@ -119,7 +132,11 @@ class QueryService:
     """
 
     def __init__(
-        self, tables: Tables, state: ServiceState, clock: Callable[[], int] = time.time_ns, seconds: float = MAX_SECONDS
+        self,
+        tables: Tables,
+        state: ServiceState,
+        clock: Callable[[], int] = time.time_ns,
+        seconds: float = MAX_SECONDS,
     ) -> None:
         self.tables, self.state, self.clock, self.seconds = tables, state, clock, seconds
         self._threads = ThreadPoolExecutor(MAX_CONCURRENT, thread_name_prefix="traceloom-question")
@@ -127,8 +144,11 @@ class QueryService:
         self._kept = AnswerCache[msgspec.Struct](_MAX_CACHED)
         self._late: dict[tuple[str, TimeQuery], tuple[float, asyncio.Future[msgspec.Struct]]] = {}
 
-    async def ask(self, question: Question, query: TimeQuery, *, seconds: float = 0.0) -> msgspec.Struct:
-        """The answer; one that was given before is given again until its tables change; errors as of `work`.
+    async def ask(
+        self, question: Question, query: TimeQuery, *, seconds: float = 0.0
+    ) -> msgspec.Struct:
+        """The answer; one that was given before is given again until its tables change; errors as
+        of `work`.
 
         Args:
             question: The question.
@@ -137,7 +157,9 @@ class QueryService:
         """
         return await self.work(lambda: self._answer(question, query, seconds))
 
-    async def ask_again(self, question: Question, query: TimeQuery, patience_s: float) -> msgspec.Struct:
+    async def ask_again(
+        self, question: Question, query: TimeQuery, patience_s: float
+    ) -> msgspec.Struct:
         """The same for who asks again and again until the answer is there; errors as of `work`.
 
         Args:
@@ -150,8 +172,9 @@ class QueryService:
         """
         key, loop = (question.name, query), asyncio.get_running_loop()
         begun_s, working = self._late.get(key) or (
-            loop.time(), self._begin(lambda: self._answer(question, query, 0.0))
-        )  # fmt: skip
+            loop.time(),
+            self._begin(lambda: self._answer(question, query, 0.0)),
+        )
         await asyncio.wait({working}, timeout=patience_s)
         if working.done():
             return await self._answer_of(working)
@@ -176,7 +199,9 @@ class QueryService:
             RequestError: `wrong-request`.
         """
         period = Period.of(query, self.clock())
-        return self._frames(query, period, self.state.document("owners"), self.state.document("prices"))
+        return self._frames(
+            query, period, self.state.document("owners"), self.state.document("prices")
+        )
 
     def close(self) -> None:
         """Take no more questions."""
@@ -195,9 +220,12 @@ class QueryService:
             return await asyncio.wait_for(asyncio.shield(working), self.seconds)
         except (asyncio.TimeoutError, TimeoutError) as error:
             raise HttpError(
-                503, f"the answer takes more than {self.seconds:g} s", slug="slow-question",
-                hint="ask for less time, fewer jobs or fewer dimensions", retry_s=60,
-            ) from error  # fmt: skip
+                503,
+                f"the answer takes more than {self.seconds:g} s",
+                slug="slow-question",
+                hint="ask for less time, fewer jobs or fewer dimensions",
+                retry_s=60,
+            ) from error
         except UsageError as error:
             raise HttpError(400, error.message, slug=error.slug, hint=error.hint) from error
 
@@ -207,10 +235,16 @@ class QueryService:
             working.exception()  # whoever asked may be gone
 
     def _frames(
-        self, query: TimeQuery, period: Period, owners: StoredDocument | None, prices: StoredDocument | None
+        self,
+        query: TimeQuery,
+        period: Period,
+        owners: StoredDocument | None,
+        prices: StoredDocument | None,
     ) -> QuestionFrames:
         rules = parse_rules(owners.document) if owners else ()
-        return QuestionFrames(self.tables, query, period, rules, parse_prices(prices.document) if prices else None)
+        return QuestionFrames(
+            self.tables, query, period, rules, parse_prices(prices.document) if prices else None
+        )
 
     def _answer(self, question: Question, query: TimeQuery, seconds: float) -> msgspec.Struct:
         period = Period.of(query, self.clock())
@@ -219,5 +253,6 @@ class QueryService:
         return self._kept.get(
             msgspec.json.encode((question.name, period, query)),
             lambda: question.ask(self._frames(query, period, *documents), query),
-            basis=(versions, *(document and document.version for document in documents)), seconds=seconds,
-        )  # fmt: skip
+            basis=(versions, *(document and document.version for document in documents)),
+            seconds=seconds,
+        )

@@ -11,7 +11,11 @@ import msgspec
 import polars as pl
 from msgspec import Meta
 
-from traceloom.fleet.analyses.attribution import UNATTRIBUTED, compute_ownership_periods, match_pattern
+from traceloom.fleet.analyses.attribution import (
+    UNATTRIBUTED,
+    compute_ownership_periods,
+    match_pattern,
+)
 from traceloom.fleet.rules import EARLIEST, LATEST, OwnerRule, Prices
 from traceloom.fleet.store.schema import DIMENSIONS, UNALLOCATED, UNREACHABLE, get_utc_day
 from traceloom.fleet.store.tables import Tables
@@ -32,12 +36,18 @@ def _build_pattern_meta(text: str) -> Meta:
 
 
 class TimeQuery(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
-    """A range of time, and filters. Ranges of two days and more begin at midnight in UTC, others at a full hour."""
+    """A range of time, and filters.
+
+    Ranges of two days and more begin at midnight in UTC, others at a full hour.
+    """
 
     since: Annotated[
-        Instant, Meta(description="from when on: a while ago as 30d or 6h, a day as 2026-11-01, an instant as "
-                      "2026-11-01T12:00")
-    ] = "30d"  # fmt: skip
+        Instant,
+        Meta(
+            description="from when on: a while ago as 30d or 6h, a day as 2026-11-01, an instant as "
+            "2026-11-01T12:00"
+        ),
+    ] = "30d"
     until: Annotated[Instant, Meta(description="until when; the same (default: now)")] = ""
     job: Annotated[str, _build_pattern_meta("these jobs")] = ""
     user: Annotated[str, _build_pattern_meta("jobs of these users")] = ""
@@ -59,7 +69,9 @@ class PagedQuery(TimeQuery, frozen=True):
     """The same, and which rows of the answer, which has `more` where these are not the last."""
 
     top: Annotated[int, Meta(ge=1, le=1000, description="so many rows")] = 20
-    skip: Annotated[int, Meta(ge=0, le=100_000, description="leave out so many rows before them")] = 0
+    skip: Annotated[
+        int, Meta(ge=0, le=100_000, description="leave out so many rows before them")
+    ] = 0
 
 
 class TopKernelsQuery(PagedQuery, frozen=True):
@@ -67,7 +79,8 @@ class TopKernelsQuery(PagedQuery, frozen=True):
 
     kernel: Annotated[str, _build_pattern_meta("these kernels")] = ""
     sort: Annotated[
-        Literal["time", "cycles"], Meta(description="by GPU time, or by cycles: time at the clock of the device")
+        Literal["time", "cycles"],
+        Meta(description="by GPU time, or by cycles: time at the clock of the device"),
     ] = "time"
 
 
@@ -78,10 +91,16 @@ class KernelFilterQuery(PagedQuery, frozen=True):
 
 
 class KernelHistoryQuery(TimeQuery, frozen=True, kw_only=True):
-    """Of one kernel by its whole name: of these shapes and model of device; without them over all of them."""
+    """Of one kernel by its whole name: of these shapes and model of device; without them over all
+    of them.
+    """
 
-    kernel: Annotated[str, Meta(min_length=1, max_length=2000, description="the name of the kernel")]
-    shapes: Annotated[str, Meta(max_length=2000, description="shapes of its inputs, as JSON text")] = ""
+    kernel: Annotated[
+        str, Meta(min_length=1, max_length=2000, description="the name of the kernel")
+    ]
+    shapes: Annotated[
+        str, Meta(max_length=2000, description="shapes of its inputs, as JSON text")
+    ] = ""
 
 
 class GroupedQuery(PagedQuery, frozen=True):
@@ -89,38 +108,52 @@ class GroupedQuery(PagedQuery, frozen=True):
 
     kernel: Annotated[str, _build_pattern_meta("these kernels")] = ""
     by: Annotated[
-        str, Meta(pattern=WORD_LIST, description="by what, outermost first: kind, bound, kernel, job, division")
+        str,
+        Meta(
+            pattern=WORD_LIST,
+            description="by what, outermost first: kind, bound, kernel, job, division",
+        ),
     ] = "kind"
 
 
 class AttributionQuery(TimeQuery, frozen=True):
-    """A range of time, filters, and by what device time is divided, outermost first; `over`: told apart by hour or day.
+    """A range of time, filters, and by what device time is divided, outermost first; `over`: told
+    apart by hour or day.
 
-    `top`: so many parts of each part, the largest; the others are one part, so that all levels have the same sum.
+    `top`: so many parts of each part, the largest; the others are one part, so that all levels have
+    the same sum.
     """
 
     by: Annotated[
         str,
         Meta(
-            pattern=WORD_LIST, description="by what, outermost first: division, product, user, job, host, device_model"
+            pattern=WORD_LIST,
+            description="by what, outermost first: division, product, user, job, host, device_model",
         ),
     ] = "division,product,user"
-    over: Annotated[Literal["", "hour", "day"], Meta(description="tell hours or days apart, for a curve")] = ""
-    top: Annotated[int, Meta(ge=1, le=100, description="so many parts of each part; the others are one")] = 20
+    over: Annotated[
+        Literal["", "hour", "day"], Meta(description="tell hours or days apart, for a curve")
+    ] = ""
+    top: Annotated[
+        int, Meta(ge=1, le=100, description="so many parts of each part; the others are one")
+    ] = 20
 
 
 class ToplineQuery(PagedQuery, frozen=True):
     """A range of time, filters, and what a row is of; `by` "": everything in one row."""
 
-    by: Annotated[str, Meta(pattern=OPTIONAL_WORD, description="what a row is of: model, job, user, host")] = ""
+    by: Annotated[
+        str, Meta(pattern=OPTIONAL_WORD, description="what a row is of: model, job, user, host")
+    ] = ""
 
 
 class InvestmentQuery(PagedQuery, frozen=True):
     """A range of time, filters, and by what savings are divided, outermost first."""
 
-    by: Annotated[str, Meta(pattern=WORD_LIST, description="by what, outermost first: rule, job, division, user")] = (
-        "rule"
-    )
+    by: Annotated[
+        str,
+        Meta(pattern=WORD_LIST, description="by what, outermost first: rule, job, division, user"),
+    ] = "rule"
 
 
 class RuleQuery(PagedQuery, frozen=True):
@@ -154,7 +187,8 @@ class Period(NamedTuple):
 def describe_parameters(parameters: type[msgspec.Struct]) -> dict[str, dict[str, object]]:
     """Parameter -> its JSON schema, with its description and, where it has one, its default."""
     return {
-        field.name: msgspec.json.schema(field.type) | ({} if field.required else {"default": field.default})
+        field.name: msgspec.json.schema(field.type)
+        | ({} if field.required else {"default": field.default})
         for field in msgspec.structs.fields(parameters)
     }
 
@@ -171,10 +205,20 @@ class QuestionFrames:
     """
 
     def __init__(
-        self, tables: Tables, query: TimeQuery, period: Period, rules: Sequence[OwnerRule] = (),
+        self,
+        tables: Tables,
+        query: TimeQuery,
+        period: Period,
+        rules: Sequence[OwnerRule] = (),
         prices: Prices | None = None,
-    ) -> None:  # fmt: skip
-        self.tables, self.asked, self.period, self.rules, self.prices = tables, query, period, rules, prices
+    ) -> None:
+        self.tables, self.asked, self.period, self.rules, self.prices = (
+            tables,
+            query,
+            period,
+            rules,
+            prices,
+        )
         self._first = get_utc_day(period.since_ns)
         self._last = None if period.open else get_utc_day(period.until_ns - 1)
 
@@ -185,7 +229,9 @@ class QuestionFrames:
 
     def owned_by(self, rules: Sequence[OwnerRule]) -> pl.DataFrame:
         """The same by other rules."""
-        return compute_ownership_periods(self.tables.scan("jobs", None, self._last), self.tables.scan("owners"), rules)
+        return compute_ownership_periods(
+            self.tables.scan("jobs", None, self._last), self.tables.scan("owners"), rules
+        )
 
     @cached_property
     def captures(self) -> pl.LazyFrame:
@@ -210,7 +256,9 @@ class QuestionFrames:
         if self.asked.device_model:
             kernels = kernels.filter(match_pattern(pl.col("device_model"), self.asked.device_model))
         if self.asked.host:
-            kernels = kernels.join(self._devices, on=["capture", "rank"], how="semi", nulls_equal=True)
+            kernels = kernels.join(
+                self._devices, on=["capture", "rank"], how="semi", nulls_equal=True
+            )
         return self._of_captures(kernels)
 
     @property
@@ -221,7 +269,9 @@ class QuestionFrames:
     @property
     def usage(self) -> pl.LazyFrame:
         """Hours of devices, of the jobs, devices and hosts that are asked for; all without filters."""
-        rows = self._of_places(self._within(self.tables.scan("usage_hour", self._first, self._last), "time_ns"))
+        rows = self._of_places(
+            self._within(self.tables.scan("usage_hour", self._first, self._last), "time_ns")
+        )
         if self.asked.of_jobs:
             rows = rows.filter(~pl.col("state").is_in((UNALLOCATED, UNREACHABLE)))
         return self._of_jobs(rows, "time_ns")
@@ -248,7 +298,9 @@ class QuestionFrames:
         covers_whole_days = not self.period.since_ns % DAY_NS and (
             self.period.open or not self.period.until_ns % DAY_NS
         )
-        if covers_whole_days and not (self.asked.of_jobs or self.asked.host or self.asked.device_model):
+        if covers_whole_days and not (
+            self.asked.of_jobs or self.asked.host or self.asked.device_model
+        ):
             return rows
         return rows.join(self.captures.select("capture"), on="capture", how="semi")
 
@@ -265,9 +317,14 @@ class QuestionFrames:
         # a job of which nobody says anything is nobody's at all times
         dated = rows.join(ownership, on="job", how="left").filter(
             pl.col(time).is_between(
-                pl.col("from_ns").fill_null(EARLIEST), pl.col("until_ns").fill_null(LATEST), closed="left"
+                pl.col("from_ns").fill_null(EARLIEST),
+                pl.col("until_ns").fill_null(LATEST),
+                closed="left",
             ),
-            *(match_pattern(pl.col(name).fill_null(UNATTRIBUTED), pattern) for name, pattern in job_filters.items()),
+            *(
+                match_pattern(pl.col(name).fill_null(UNATTRIBUTED), pattern)
+                for name, pattern in job_filters.items()
+            ),
         )
         return dated.select(columns)
 
@@ -281,7 +338,9 @@ _UNIT_TYPES: Mapping[str, Any] = {
     # a mean time is no whole number of ns
     "time": int | float | None,
 }
-_DIMENSION_TYPE: Any = Annotated[str | msgspec.UnsetType, Meta(description="its value, where it is asked for")]
+_DIMENSION_TYPE: Any = Annotated[
+    str | msgspec.UnsetType, Meta(description="its value, where it is asked for")
+]
 
 
 @dataclass(frozen=True)
@@ -303,13 +362,20 @@ class AnswerTable:
     def row(self, name: str) -> Any:
         """The structure of a row, called so; dimensions that are not asked for are not in it."""
         fields: list[Any] = [(key, _DIMENSION_TYPE, msgspec.UNSET) for key in self.divided]
-        fields += [(key, _build_type(column, self.types.get(key))) for key, column in self.columns.items()]
-        return msgspec.defstruct(name, fields, bases=(HttpResponseBody,), frozen=True, kw_only=True, module=__name__)
+        fields += [
+            (key, _build_type(column, self.types.get(key))) for key, column in self.columns.items()
+        ]
+        return msgspec.defstruct(
+            name, fields, bases=(HttpResponseBody,), frozen=True, kw_only=True, module=__name__
+        )
 
 
 def _build_type(column: Column, kind: Any = None) -> Any:
     unknown = f"; null: {column.unknown}" if column.unknown else ""
-    return Annotated[kind or _UNIT_TYPES.get(column.unit, float | None), Meta(description=column.meaning + unknown)]
+    return Annotated[
+        kind or _UNIT_TYPES.get(column.unit, float | None),
+        Meta(description=column.meaning + unknown),
+    ]
 
 
 @dataclass(frozen=True)
@@ -346,19 +412,36 @@ class Question:
         """The structure of its answer, with a description of each field."""
         title = "".join(word.title() for word in self.name.split("-"))
         fields: list[tuple[str, Any]] = [
-            *((name, Annotated[int, Meta(description=meaning)]) for name, meaning in _TIME_FACTS.items()),
-            *((name, _build_type(column, _FACT_TYPES.get(name))) for name, column in self.facts.items()),
             *(
-                (name, Annotated[list[table.row(f"{title}{name.title()}")], Meta(description=table.meaning)])  # type: ignore[misc]
+                (name, Annotated[int, Meta(description=meaning)])
+                for name, meaning in _TIME_FACTS.items()
+            ),
+            *(
+                (name, _build_type(column, _FACT_TYPES.get(name)))
+                for name, column in self.facts.items()
+            ),
+            *(
+                (
+                    name,
+                    Annotated[
+                        list[table.row(f"{title}{name.title()}")],  # type: ignore[misc]
+                        Meta(description=table.meaning),
+                    ],
+                )
                 for name, table in self.tables.items()
             ),
             ("more", Annotated[bool, Meta(description="whether there are rows after these")]),
         ]
         text = f"{self.summary[0].upper()}{self.summary[1:]}."
         return msgspec.defstruct(
-            f"{title}Answer", fields, bases=(HttpResponseBody,), frozen=True, kw_only=True, namespace={"__doc__": text},
+            f"{title}Answer",
+            fields,
+            bases=(HttpResponseBody,),
+            frozen=True,
+            kw_only=True,
+            namespace={"__doc__": text},
             module=__name__,
-        )  # fmt: skip
+        )
 
     def ask(self, frames: QuestionFrames, query: TimeQuery) -> msgspec.Struct:
         """Work it out, and keep of each table the rows that are asked for.
@@ -367,7 +450,10 @@ class Question:
             UsageError: As of the function that works it out.
         """
         result = self.compute(frames, query)
-        answer: dict[str, object] = {"since_ns": frames.period.since_ns, "until_ns": frames.period.until_ns}
+        answer: dict[str, object] = {
+            "since_ns": frames.period.since_ns,
+            "until_ns": frames.period.until_ns,
+        }
         for name in self.tables:
             answer[name] = getattr(result, name).head(MAX_ROWS).to_dicts()
         first: pl.DataFrame = getattr(result, next(iter(self.tables)))

@@ -1,4 +1,6 @@
-"""The application of the service: the routes, and before them who asks, what they may, and how often."""
+"""The application of the service: the routes, and before them who asks, what they may, and how
+often.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ from traceloom.fleet.handlers.captures import (
     FleetRoute,
     has_role,
 )
-from traceloom.fleet.handlers.hosts import AGENTS_PATH, HOST_ROUTES, REQUEST_ROUTES, STATEMENT_ROUTES
+from traceloom.fleet.handlers.hosts import (
+    AGENTS_PATH,
+    HOST_ROUTES,
+    REQUEST_ROUTES,
+    STATEMENT_ROUTES,
+)
 from traceloom.fleet.handlers.now import LIVE_ROUTES, WATCH_ROUTES
 from traceloom.fleet.questions.catalogue import QUESTION_ROUTES
 from traceloom.fleet.store.captures import Role, TokenRecord
@@ -93,7 +100,9 @@ class FleetAuthenticationMiddleware:
         if other := other_api_version(scope["path"], "the service"):
             self.rates.take(address)
             raise other
-        if scope["path"].startswith(AGENTS_PATH):  # hosts show a credential of their own, which their routes check
+        if scope["path"].startswith(
+            AGENTS_PATH
+        ):  # hosts show a credential of their own, which their routes check
             host = scope["path"].removeprefix(AGENTS_PATH).partition("/")[0]
             self.rates.take(address if host == "enrol" else f"host {host}")
             return _ANONYMOUS_TOKEN
@@ -103,28 +112,35 @@ class FleetAuthenticationMiddleware:
             if scope["path"] in _PUBLIC_PATHS:
                 return _ANONYMOUS_TOKEN
             raise HttpError(
-                401, "a token is needed", slug="unknown-token",
+                401,
+                "a token is needed",
+                slug="unknown-token",
                 hint="commands take it from --token-file or TRACELOOM_TOKEN, programs send "
                 "`Authorization: Bearer TOKEN`; `traceloom fleet token add` makes one",
-            )  # fmt: skip
+            )
         token = await asyncio.to_thread(self.service.state.token, secret.strip())
         if token is None:
             self.rates.take(address)
             raise HttpError(
-                401, "this token is none of ours, has expired or was revoked", slug="unknown-token",
+                401,
+                "this token is none of ours, has expired or was revoked",
+                slug="unknown-token",
                 hint="`traceloom fleet token add` makes one",
-            )  # fmt: skip
+            )
         self.rates.take(f"token {token.name}")
         return token
 
 
 def convert_to_unavailable(error: TraceloomError) -> HttpError:
     """A trouble of the state or a store, which the client need not know more of."""
-    return HttpError(503, error.message, slug=error.slug, hint="its administrator sees more", retry_s=5)
+    return HttpError(
+        503, error.message, slug=error.slug, hint="its administrator sees more", retry_s=5
+    )
 
 
 async def call_route(route: FleetRoute, context: FleetRequestContext) -> msgspec.Struct | Response:
-    """What a route answers to who may ask it; `asked.request.state.what` is what the audit says of it.
+    """What a route answers to who may ask it; `asked.request.state.what` is what the audit says of
+    it.
 
     Raises:
         RequestError: It is refused: `not-allowed` for who has another role, `no-such-route` for names that no
@@ -150,9 +166,16 @@ async def check_role(context: FleetRequestContext, role: Role | None) -> None:
     """
     if role is not None and not has_role(context.token, role):
         await asyncio.to_thread(
-            context.service.state.note, context.token.name, context.request.state.what, "not-allowed"
+            context.service.state.note,
+            context.token.name,
+            context.request.state.what,
+            "not-allowed",
         )
-        raise HttpError(403, f"this needs the role {role}, and the token has {context.token.role}", slug="not-allowed")
+        raise HttpError(
+            403,
+            f"this needs the role {role}, and the token has {context.token.role}",
+            slug="not-allowed",
+        )
 
 
 def build_fleet_app(service: FleetService) -> ASGIApp:
@@ -160,7 +183,10 @@ def build_fleet_app(service: FleetService) -> ASGIApp:
 
     def endpoint(route: FleetRoute) -> Callable[[Request], Awaitable[Response]]:
         async def respond(request: Request) -> Response:
-            request.state.route, request.state.what = route.path, f"{route.method} {request.url.path}"
+            request.state.route, request.state.what = (
+                route.path,
+                f"{route.method} {request.url.path}",
+            )
             answer = await call_route(route, FleetRequestContext(service, request))
             if isinstance(answer, Response):
                 return answer
@@ -169,7 +195,9 @@ def build_fleet_app(service: FleetService) -> ASGIApp:
         return respond
 
     described = msgspec.json.encode(
-        build_openapi_document(ROUTES, "Traceloom fleet", "Captures of whole jobs, analysed by themselves.")
+        build_openapi_document(
+            ROUTES, "Traceloom fleet", "Captures of whole jobs, analysed by themselves."
+        )
     )
 
     async def openapi(_request: Request) -> Response:

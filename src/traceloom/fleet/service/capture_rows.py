@@ -1,4 +1,6 @@
-"""The rows of one capture: what the fleet keeps of it for months, from the analyses that its report is made of."""
+"""The rows of one capture: what the fleet keeps of it for months, from the analyses that its report
+is made of.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ OTHERS_LABEL = "(others)"
 """The kernel of that one."""
 
 _MAX_TEXT_CHARS = 2_000  # characters of a name or of shapes
-_DEVICE_TIME_COLUMNS = ("compute_ns", "communication_ns", "memory_ns", "exposed_communication_ns", "exposed_memory_ns")
+_DEVICE_TIME_COLUMNS = (
+    "compute_ns",
+    "communication_ns",
+    "memory_ns",
+    "exposed_communication_ns",
+    "exposed_memory_ns",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +43,8 @@ class CaptureOrigin:
     Attributes:
         capture: Its name.
         received_ns: When the service got it, Unix time: its time where its own clock is no time of day.
-        request, job, code: The request that it answers, its job, the version of its program; None where not known.
+        request, job, code: The request that it answers, its job, the version of its program; None
+        where not known.
     """
 
     capture: str
@@ -48,15 +57,19 @@ class CaptureOrigin:
 def build_capture_rows(session: Session, origin: CaptureOrigin) -> dict[str, pl.DataFrame]:
     """The rows of a capture by table: captures, devices, kernels, findings.
 
-    Their sums are those of the report: of each device window, busy and idle time and the parts of both, of all kernels
-    the GPU work. What an analysis cannot work out, by a fault of ours, is left out, and `section-failed` is among the
-    notices.
+    Their sums are those of the report: of each device window, busy and idle time and the parts of
+    both, of all kernels the GPU work. What an analysis cannot work out, by a fault of ours, is left
+    out, and `section-failed` is among the notices.
 
     Args:
         session: Its traces, checked.
         origin: Where it comes from.
     """
-    start_times = [trace.start_ns for trace in session.traces if trace.meta.clock == "unix" and trace.events.height]
+    start_times = [
+        trace.start_ns
+        for trace in session.traces
+        if trace.meta.clock == "unix" and trace.events.height
+    ]
     start_ns = min(start_times, default=origin.received_ns)
     try:
         day = get_utc_day(start_ns)
@@ -67,7 +80,11 @@ def build_capture_rows(session: Session, origin: CaptureOrigin) -> dict[str, pl.
     samples = session.telemetry.filter(pl.col("metric") == "gpu_clock_hertz")
     samples = samples.filter(pl.col("labels").str.json_path_match("$.domain") == "sm")
     means = samples.group_by("host").agg(pl.col("value").mean()).iter_rows()
-    hertz = {host: value for host, value in means if host is not None and np.isfinite(value) and value > 0}
+    hertz = {
+        host: value
+        for host, value in means
+        if host is not None and np.isfinite(value) and value > 0
+    }
     tables: dict[str, list[pl.DataFrame]] = {name: [] for name in ("devices", "kernels")}
     shares: dict[str, list[float]] = {"mfu": [], "roofline_fraction": []}
     for trace in session.traces:
@@ -78,20 +95,26 @@ def build_capture_rows(session: Session, origin: CaptureOrigin) -> dict[str, pl.
             if (part := faults.guard(name, build_rows)) is not None:
                 tables[name].append(part)
         roofline = faults.guard("roofline", partial(analyze.roofline, trace))
-        for quantity, mean in () if roofline is None else roofline.spread.select("quantity", "mean").iter_rows():
+        for quantity, mean in (
+            () if roofline is None else roofline.spread.select("quantity", "mean").iter_rows()
+        ):
             if quantity in shares:
                 shares[quantity].append(mean)
     ranked = faults.guard("findings", partial(findings, session))
     answer = faults.guard("answer", partial(analyze.answer, session))
     names = {name for frame in tables["devices"] for name in frame["device_model"]}
     hosts = {trace.meta.host for trace in session.traces} - {None}
-    torch = [_get_torch_version(trace.meta.capture) or trace.meta.versions.get("torch") for trace in session.traces]
+    torch = [
+        _get_torch_version(trace.meta.capture) or trace.meta.versions.get("torch")
+        for trace in session.traces
+    ]
     notices = (*session.all_notices(), *faults.notices())
     head = {
         "request": origin.request,
         "job": origin.job,
         "start_ns": start_ns,
-        "window_ns": max((t.end_ns for t in session.traces if t.events.height), default=0) - session.epoch_ns,
+        "window_ns": max((t.end_ns for t in session.traces if t.events.height), default=0)
+        - session.epoch_ns,
         "ranks": len({trace.rank for trace in session.traces}),
         "hosts": len(hosts) or None,
         "device_model": names.pop() if len(names) == 1 else None,
@@ -113,7 +136,14 @@ def build_capture_rows(session: Session, origin: CaptureOrigin) -> dict[str, pl.
                     "saving_ns": finding.saving_ns,
                     "saving_fraction": finding.saving_fraction,
                     "confidence": finding.confidence,
-                    "rank": next((evidence.rank for evidence in finding.evidence if evidence.rank is not None), None),
+                    "rank": next(
+                        (
+                            evidence.rank
+                            for evidence in finding.evidence
+                            if evidence.rank is not None
+                        ),
+                        None,
+                    ),
                 }
                 for finding in ranked_findings
             ],
@@ -122,7 +152,9 @@ def build_capture_rows(session: Session, origin: CaptureOrigin) -> dict[str, pl.
     }
     capture_key = {"day": pl.lit(day), "capture": pl.lit(origin.capture)}
     return {
-        name: SCHEMAS[name].complete(frame.with_columns(**capture_key)) if frame.height else SCHEMAS[name].empty()
+        name: SCHEMAS[name].complete(frame.with_columns(**capture_key))
+        if frame.height
+        else SCHEMAS[name].empty()
         for name, frame in frames.items()
     }
 
@@ -131,14 +163,21 @@ def _build_device_rows(trace: Trace) -> pl.DataFrame:
     """One row per device of a rank; the causes of idle time that do not occur are 0."""
     times = analyze.gpu_time(trace).devices
     totals = analyze.idle(trace).totals
-    idle_ns = {(device, cause): ns for device, cause, ns in totals.select("device", "cause", "idle_ns").iter_rows()}
+    idle_ns = {
+        (device, cause): ns
+        for device, cause, ns in totals.select("device", "cause", "idle_ns").iter_rows()
+    }
     causes = {
-        f"idle_{cause}_ns": pl.Series([idle_ns.get((device, cause), 0) for device in times["device"]], dtype=pl.Int64)
+        f"idle_{cause}_ns": pl.Series(
+            [idle_ns.get((device, cause), 0) for device in times["device"]], dtype=pl.Int64
+        )
         for cause in CAUSES
     }
     return times.select(
         "device", "window_ns", "busy_ns", "idle_ns", *_DEVICE_TIME_COLUMNS, device_model="name"
-    ).with_columns(rank=pl.lit(trace.rank, pl.Int64), host=pl.lit(trace.meta.host, pl.String), **causes)
+    ).with_columns(
+        rank=pl.lit(trace.rank, pl.Int64), host=pl.lit(trace.meta.host, pl.String), **causes
+    )
 
 
 def _build_kernel_rows(trace: Trace, hertz: dict[str, float]) -> pl.DataFrame:
@@ -151,7 +190,8 @@ def _build_kernel_rows(trace: Trace, hertz: dict[str, float]) -> pl.DataFrame:
         .join(bound, on="event", how="left", maintain_order="left")
         .join(names, on="device", how="left", nulls_equal=True)
         .with_columns(
-            *(pl.col(text).str.slice(0, _MAX_TEXT_CHARS) for text in texts), pl.col("kind", "bound").cast(pl.String)
+            *(pl.col(text).str.slice(0, _MAX_TEXT_CHARS) for text in texts),
+            pl.col("kind", "bound").cast(pl.String),
         )
     )
     keys = ["device_model", "bound", *KEYS]
@@ -160,18 +200,25 @@ def _build_kernel_rows(trace: Trace, hertz: dict[str, float]) -> pl.DataFrame:
         summed = summed.sort("total_ns", *keys, descending=[True, *(False for _ in keys)])
         remaining = summed[MAX_KERNELS - 1 :].with_columns(
             *(pl.lit(None, pl.String).alias(name) for name in ("op", "shapes", "types")),
-            kernel=pl.lit(OTHERS_LABEL), kind=pl.lit("other"), bound=pl.lit("unknown"),
-        )  # fmt: skip
+            kernel=pl.lit(OTHERS_LABEL),
+            kind=pl.lit("other"),
+            bound=pl.lit("unknown"),
+        )
         summed = pl.concat([summed[: MAX_KERNELS - 1], _merge_rows(remaining, keys)])
     clock = hertz.get(trace.meta.host or "")
-    return summed.with_columns(rank=pl.lit(trace.rank, pl.Int64), clock_hz=pl.lit(clock, pl.Float64))
+    return summed.with_columns(
+        rank=pl.lit(trace.rank, pl.Int64), clock_hz=pl.lit(clock, pl.Float64)
+    )
 
 
 def _merge_rows(frame: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
     """Rows with the same keys as one; the time at the peaks is null where that of a part is."""
     roofline = pl.when(pl.col("roofline_ns").is_not_null().all()).then(pl.col("roofline_ns").sum())
     return frame.group_by(keys).agg(
-        pl.col("count", "total_ns").sum(), pl.col("min_ns").min(), pl.col("max_ns").max(), roofline.alias("roofline_ns")
+        pl.col("count", "total_ns").sum(),
+        pl.col("min_ns").min(),
+        pl.col("max_ns").max(),
+        roofline.alias("roofline_ns"),
     )
 
 

@@ -1,7 +1,8 @@
 """Rows of captures, usage minutes, job facts into the tables, exactly once.
 
-Libraries of tables take as much memory as all else that the service has, and what a commit needs they keep. So the
-service has a process of its own write; it ends when there was nothing to do for a while.
+Libraries of tables take as much memory as all else that the service has, and what a commit needs
+they keep. So the service has a process of its own write; it ends when there was nothing to do for a
+while.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ from traceloom.fleet.service.worker import read_jobs
 from traceloom.fleet.store.captures import ServiceState, TaskRecord
 from traceloom.fleet.store.hosts import JobFacts
 from traceloom.fleet.store.objects import ObjectStore
-from traceloom.fleet.store.schema import MINUTE_MS, compute_usage_hours, compute_usage_minutes, get_utc_day
+from traceloom.fleet.store.schema import (
+    MINUTE_MS,
+    compute_usage_hours,
+    compute_usage_minutes,
+    get_utc_day,
+)
 from traceloom.fleet.store.tables import Tables, unpack_rows
 from traceloom.system.processes import WorkerProcess
 
@@ -36,14 +42,17 @@ _MAX_TEXT_CHARS = 500  # signs of a label, of a host that may be anybody's
 
 
 def collect_job_facts(processes: Mapping[str, list[HostProcess]]) -> dict[str, JobFacts]:
-    """Job -> what its processes say of it: of each fact the first that says something, by host and rank.
+    """Job -> what its processes say of it: of each fact the first that says something, by host and
+    rank.
 
     Args:
         processes: Host -> its processes.
     """
     members: dict[str, list[HostProcess]] = defaultdict(list)
     for host in sorted(processes):
-        for process in sorted(processes[host], key=lambda process: (process.rank is None, process.rank, process.key)):
+        for process in sorted(
+            processes[host], key=lambda process: (process.rank is None, process.rank, process.key)
+        ):
             if process.job and "\0" not in process.job:  # which no database keeps
                 members[process.job].append(process)
     facts = {}
@@ -67,8 +76,13 @@ def collect_capture_facts(captures: pl.DataFrame) -> dict[tuple[str, int], JobFa
     Args:
         captures: Rows of this table.
     """
-    rows = captures.filter(pl.col("job").is_not_null() & pl.col("torch").is_not_null()).select("job", "start_ns")
-    return {(job, start_ns): JobFacts(framework="pytorch") for job, start_ns in rows.sort("start_ns").iter_rows()}
+    rows = captures.filter(pl.col("job").is_not_null() & pl.col("torch").is_not_null()).select(
+        "job", "start_ns"
+    )
+    return {
+        (job, start_ns): JobFacts(framework="pytorch")
+        for job, start_ns in rows.sort("start_ns").iter_rows()
+    }
 
 
 def commit_jobs(state: ServiceState, tables: Tables, term: str) -> int:
@@ -82,13 +96,23 @@ def commit_jobs(state: ServiceState, tables: Tables, term: str) -> int:
     number, waiting = batch
     rows = [
         {
-            "day": get_utc_day(pending.since_ns), "job": pending.job, "valid_from_ns": pending.since_ns,
-            **{name: value or None for name, value in msgspec.structs.asdict(pending.facts).items() if name != "labels"},
-            "labels": msgspec.json.encode(pending.facts.labels).decode() if pending.facts.labels else None,
+            "day": get_utc_day(pending.since_ns),
+            "job": pending.job,
+            "valid_from_ns": pending.since_ns,
+            **{
+                name: value or None
+                for name, value in msgspec.structs.asdict(pending.facts).items()
+                if name != "labels"
+            },
+            "labels": msgspec.json.encode(pending.facts.labels).decode()
+            if pending.facts.labels
+            else None,
         }
         for pending in waiting
-    ]  # fmt: skip
-    tables.commit(f"jobs {state.identity}", number, {"jobs": pl.DataFrame(rows, infer_schema_length=None)})
+    ]
+    tables.commit(
+        f"jobs {state.identity}", number, {"jobs": pl.DataFrame(rows, infer_schema_length=None)}
+    )
     state.close_job_facts(number, term)
     return len(waiting)
 
@@ -97,16 +121,27 @@ MAX_USAGE_ROWS_IN_BATCH = 20_000  # minutes of hosts
 _MAX_SILENT_MINUTES = 7 * 1440  # minutes of a host that was away, which are told to be unreachable
 _MINUTE_NS = MINUTE_MS * 1_000_000
 _USAGE_TYPES = {
-    "time_ns": pl.Int64, "host": pl.String, "device": pl.String, "device_model": pl.String, "job": pl.String,
-    "state": pl.String, "device_ms": pl.Int64, "busy_ms": pl.Int64, "energy_mj": pl.Int64, "flops_low": pl.Float64,
-    "flops_high": pl.Float64, "input_bytes": pl.Int64,
-}  # fmt: skip
+    "time_ns": pl.Int64,
+    "host": pl.String,
+    "device": pl.String,
+    "device_model": pl.String,
+    "job": pl.String,
+    "state": pl.String,
+    "device_ms": pl.Int64,
+    "busy_ms": pl.Int64,
+    "energy_mj": pl.Int64,
+    "flops_low": pl.Float64,
+    "flops_high": pl.Float64,
+    "input_bytes": pl.Int64,
+}
 
 
 def commit_usage(state: ServiceState, tables: Tables, term: str) -> int:
-    """Put a batch of minutes into the tables, exactly once; how many there were. `term`: by which this service leads.
+    """Put a batch of minutes into the tables, exactly once; how many there were. `term`: by which
+    this service leads.
 
-    A host sends its minutes in order, so those that it left out it will never send: its devices were unreachable then.
+    A host sends its minutes in order, so those that it left out it will never send: its devices
+    were unreachable then.
     """
     batch = state.open_usage(MAX_USAGE_ROWS_IN_BATCH, term)
     if batch is None:
@@ -117,21 +152,37 @@ def commit_usage(state: ServiceState, tables: Tables, term: str) -> int:
         rows = msgspec.json.decode(pending.document, type=list[UsageRow])
         observed += [
             (
-                pending.minute * _MINUTE_NS, pending.host, row.device, row.device_model or None, row.job or None,
-                row.state, row.device_ms, row.busy_ms, row.energy_mj, row.flops_low, row.flops_high, row.input_bytes,
+                pending.minute * _MINUTE_NS,
+                pending.host,
+                row.device,
+                row.device_model or None,
+                row.job or None,
+                row.state,
+                row.device_ms,
+                row.busy_ms,
+                row.energy_mj,
+                row.flops_low,
+                row.flops_high,
+                row.input_bytes,
             )
             for row in rows
-        ]  # fmt: skip
+        ]
         devices = {row.device: row.device_model or None for row in rows}
         silent += [
             (minute * _MINUTE_NS, pending.host, device, model)
-            for minute in range(max(pending.since, pending.minute - _MAX_SILENT_MINUTES), pending.minute)
+            for minute in range(
+                max(pending.since, pending.minute - _MAX_SILENT_MINUTES), pending.minute
+            )
             for device, model in devices.items()
         ]
     due = pl.DataFrame(silent, schema=dict(list(_USAGE_TYPES.items())[:4]), orient="row")
-    minute_rows = compute_usage_minutes(pl.DataFrame(observed, schema=_USAGE_TYPES, orient="row"), due)
+    minute_rows = compute_usage_minutes(
+        pl.DataFrame(observed, schema=_USAGE_TYPES, orient="row"), due
+    )
     tables.commit(
-        f"usage {state.identity}", number, {"usage_minute": minute_rows, "usage_hour": compute_usage_hours(minute_rows)}
+        f"usage {state.identity}",
+        number,
+        {"usage_minute": minute_rows, "usage_hour": compute_usage_hours(minute_rows)},
     )
     state.close_usage(number, term)
     return len(waiting)
@@ -158,7 +209,8 @@ class TableWriter:
         self.tables.create()
 
     def commit(self, term: str, *, minutes: bool = True) -> int:
-        """Put a batch into the tables: of captures, or where none wait of minutes or jobs; how many there were.
+        """Put a batch into the tables: of captures, or where none wait of minutes or jobs; how many
+        there were.
 
         Args:
             term: By which this service leads.
@@ -171,10 +223,14 @@ class TableWriter:
         if batch is None:
             if not minutes:
                 return 0
-            return commit_usage(self.state, self.tables, term) or commit_jobs(self.state, self.tables, term)
+            return commit_usage(self.state, self.tables, term) or commit_jobs(
+                self.state, self.tables, term
+            )
         frames: dict[str, list[pl.DataFrame]] = defaultdict(list)
         for task in batch.tasks:
-            for name, frame in unpack_rows(b"".join(self.objects.chunks(get_rows_name(task))), task.capture).items():
+            for name, frame in unpack_rows(
+                b"".join(self.objects.chunks(get_rows_name(task))), task.capture
+            ).items():
                 frames[name].append(frame)
         replaced = [task.capture for task in batch.tasks] if batch.again else []
         rows = {name: pl.concat(parts) for name, parts in frames.items()}
@@ -198,7 +254,8 @@ class TableWriter:
 
 
 class WriterProcess:
-    """Writes in a process of its own, which is started when there is something to write. Methods as of `TableWriter`.
+    """Writes in a process of its own, which is started when there is something to write. Methods as
+    of `TableWriter`.
 
     Args:
         state: Address of the state.
@@ -250,14 +307,21 @@ class WriterProcess:
                     self._worker.send(self._stores)
                 self._worker.send({"do": command, **arguments})
                 answer = next(self._worker.answers(), None)
-            except (OSError, ValueError) as error:  # no process is to be had, or it was cut while it wrote
+            except (
+                OSError,
+                ValueError,
+            ) as error:  # no process is to be had, or it was cut while it wrote
                 self._end()
-                raise OutputError(f"no process writes the tables: {error}", slug="cannot-write") from error
+                raise OutputError(
+                    f"no process writes the tables: {error}", slug="cannot-write"
+                ) from error
             self._used_s = time.monotonic()
             if answer is None:
                 code = self._worker.ended()
                 self._worker = None
-                raise OutputError(f"the process that writes the tables ended: {code}", slug="cannot-write")
+                raise OutputError(
+                    f"the process that writes the tables ended: {code}", slug="cannot-write"
+                )
         if "slug" in answer:
             kind = answer.pop("kind")
             raise getattr(errors, kind)(answer.pop("message"), **answer)
@@ -277,7 +341,9 @@ def get_rows_name(task: TaskRecord) -> str:
 
 def main() -> None:
     """Write as this process is told by lines of JSON, until whoever started it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all; the service ends this one
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C in a terminal reaches all; the service ends this one
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints is no answer
     jobs = read_jobs(sys.stdin)
@@ -288,7 +354,9 @@ def main() -> None:
         try:
             if writer is None:
                 writer = TableWriter(
-                    ServiceState(stores["state"]), ObjectStore(stores["store"]), Tables(stores["store"])
+                    ServiceState(stores["state"]),
+                    ObjectStore(stores["store"]),
+                    Tables(stores["store"]),
                 )
             if job["do"] == "commit":
                 answer["count"] = writer.commit(job["term"], minutes=job["minutes"])

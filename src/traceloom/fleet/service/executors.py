@@ -2,10 +2,11 @@
 
 A process of a task knows no secret of the service: it gets files, never where they are kept.
 
-A worker does a task as this host would: its files come into a folder of their own, and a process with limits of memory
-and time, which knows nothing but that folder, works on them. So a capture that crashes, hangs or swells ends that
-process, and not the worker. What goes over the network is the task and its answer: bytes that this module made, and no
-object of a library that read a stranger's file. Dask itself carries them in pickles between its own processes.
+A worker does a task as this host would: its files come into a folder of their own, and a process
+with limits of memory and time, which knows nothing but that folder, works on them. So a capture
+that crashes, hangs or swells ends that process, and not the worker. What goes over the network is
+the task and its answer: bytes that this module made, and no object of a library that read a
+stranger's file. Dask itself carries them in pickles between its own processes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ import msgspec
 
 from traceloom import __version__
 from traceloom.errors import InputError, TraceloomError, UsageError
-from traceloom.fleet.service.tasks import MEMORY_BYTES, Engine, EngineTask, TaskError, run_in_scratch
+from traceloom.fleet.service.tasks import (
+    MEMORY_BYTES,
+    Engine,
+    EngineTask,
+    TaskError,
+    run_in_scratch,
+)
 from traceloom.system.processes import WorkerProcess, count_cores
 
 if TYPE_CHECKING:
@@ -49,9 +56,13 @@ class ProcessEngine:
     """
 
     def __init__(
-        self, slots: int | None = None, *, memory_bytes: int = MEMORY_BYTES, main: str = "traceloom.fleet.service.worker",
+        self,
+        slots: int | None = None,
+        *,
+        memory_bytes: int = MEMORY_BYTES,
+        main: str = "traceloom.fleet.service.worker",
         temporary: Path | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.slots = slots or max(1, count_cores() - 1)
         self._memory_bytes = memory_bytes
         self._main = main
@@ -91,7 +102,9 @@ class ProcessEngine:
             if time.monotonic() > end_s:
                 raise TaskError(f"`{task.name}` took longer than {task.seconds:g} s")
 
-        return run_in_scratch(task, lambda arguments: self._work(task, arguments, end_s), go_on, self._temporary)
+        return run_in_scratch(
+            task, lambda arguments: self._work(task, arguments, end_s), go_on, self._temporary
+        )
 
     def _work(self, task: EngineTask, arguments: dict[str, Any], end_s: float) -> None:
         worker, done = self._taken()
@@ -113,7 +126,12 @@ class ProcessEngine:
             timer.cancel()
         with self._lock:
             self._running.discard(worker)
-            reusable = answer is not None and not late.is_set() and done + 1 < _TASKS_PER_PROCESS and not self._closed
+            reusable = (
+                answer is not None
+                and not late.is_set()
+                and done + 1 < _TASKS_PER_PROCESS
+                and not self._closed
+            )
             if reusable:
                 self._idle.append((worker, done + 1))
         if not reusable:
@@ -164,12 +182,15 @@ def create_engine(address: str, slots: int | None = None, tls: EngineTls | None 
     scheme, _, scheduler = address.partition("://")
     if scheme != "dask":
         raise UsageError(
-            f"there is no engine `{address[:80]}`", slug="unknown-engine",
+            f"there is no engine `{address[:80]}`",
+            slug="unknown-engine",
             hint="it has `processes` and `dask://HOST:PORT`",
-        )  # fmt: skip
+        )
     if importlib.util.find_spec("distributed") is None:
         hint = "pip install 'traceloom[fleet,dask]'"
-        raise InputError("the engine dask needs the package distributed", slug="no-extra", hint=hint)
+        raise InputError(
+            "the engine dask needs the package distributed", slug="no-extra", hint=hint
+        )
 
     return DaskEngine(scheduler, slots, tls)
 
@@ -191,7 +212,9 @@ class EngineTls(msgspec.Struct, frozen=True):
 
 
 class ClusterSettings(msgspec.Struct, frozen=True):
-    """What workers get besides the task: the version of the service, and the limits and module of its process."""
+    """What workers get besides the task: the version of the service, and the limits and module of
+    its process.
+    """
 
     version: str = __version__
     memory_bytes: int = MEMORY_BYTES
@@ -199,7 +222,10 @@ class ClusterSettings(msgspec.Struct, frozen=True):
 
 
 class ClusterAnswer(msgspec.Struct, frozen=True):
-    """What became of a task: its result, or what failed. The `worker` did where it says nothing of the task."""
+    """What became of a task: its result, or what failed.
+
+    The `worker` did where it says nothing of the task.
+    """
 
     result: bytes = b""
     failed: Literal["", "task", "for good", "worker"] = ""
@@ -233,19 +259,25 @@ def _run_task(task: bytes, encoded: bytes, slots: int, temporary: str) -> Cluste
             return ClusterAnswer(failed="worker", error=differs)
         with _lock:
             processes = _get_processes(slots, settings, temporary)
-        return ClusterAnswer(processes.submit(msgspec.msgpack.decode(task, type=EngineTask)).result())
+        return ClusterAnswer(
+            processes.submit(msgspec.msgpack.decode(task, type=EngineTask)).result()
+        )
     except TaskError as error:
         return ClusterAnswer(failed="for good" if error.final else "task", error=str(error))
     except (TraceloomError, OSError) as error:
         return ClusterAnswer(failed="worker", error=f"{socket.gethostname()}: {error}")
     except Exception as error:  # noqa: BLE001  (raised, a cluster would log the task, and with it signed addresses)
-        return ClusterAnswer(failed="worker", error=f"{socket.gethostname()}: {type(error).__name__}: {error}")
+        return ClusterAnswer(
+            failed="worker", error=f"{socket.gethostname()}: {type(error).__name__}: {error}"
+        )
 
 
 @cache
 def _get_processes(slots: int, settings: ClusterSettings, temporary: str) -> ProcessEngine:
     """The processes of this worker, which end with it."""
-    return ProcessEngine(slots, memory_bytes=settings.memory_bytes, main=settings.main, temporary=Path(temporary))
+    return ProcessEngine(
+        slots, memory_bytes=settings.memory_bytes, main=settings.main, temporary=Path(temporary)
+    )
 
 
 class DaskEngine:
@@ -264,9 +296,12 @@ class DaskEngine:
     """
 
     def __init__(
-        self, address: str, slots: int | None = None, tls: EngineTls | None = None,
+        self,
+        address: str,
+        slots: int | None = None,
+        tls: EngineTls | None = None,
         settings: ClusterSettings = ClusterSettings(),  # noqa: B008  (it is frozen)
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.slots = slots or SLOTS
         self._where = f"dask://{address}"
         self._address, self._tls = address, tls
@@ -311,9 +346,11 @@ class DaskEngine:
     def _unavailable(self, reason: str) -> InputError:
         """The error where the cluster does not do its part."""
         return InputError(
-            f"the cluster does not work: {reason}", slug="no-engine", where=self._where,
+            f"the cluster does not work: {reason}",
+            slug="no-engine",
+            where=self._where,
             hint="captures wait until it does",
-        )  # fmt: skip
+        )
 
     def _connected(self) -> Client:
         """The client, connected.
@@ -324,7 +361,9 @@ class DaskEngine:
         with self._lock:
             if self._closed.is_set():
                 raise self._unavailable("the service left it")
-            if time.monotonic() < self._again_s:  # whoever waited here need not wait again, each after the other
+            if (
+                time.monotonic() < self._again_s
+            ):  # whoever waited here need not wait again, each after the other
                 raise self._unavailable(self._reason)
             if self._client is None or self._client.status not in {"running", "connecting"}:
                 try:
@@ -345,16 +384,24 @@ class DaskEngine:
         if self._tls is not None:
             scheme = "tls"
             security = Security(
-                require_encryption=True, tls_ca_file=self._tls.ca, tls_client_cert=self._tls.certificate,
+                require_encryption=True,
+                tls_ca_file=self._tls.ca,
+                tls_client_cert=self._tls.certificate,
                 tls_client_key=self._tls.key,
-            )  # fmt: skip
+            )
         return Client(
-            f"{scheme}://{self._address}", security=security, timeout=_CONNECT_S, set_as_default=False, name="traceloom"
+            f"{scheme}://{self._address}",
+            security=security,
+            timeout=_CONNECT_S,
+            set_as_default=False,
+            name="traceloom",
         )
 
     def _run(self, task: EngineTask) -> bytes:
         try:
-            content = self._request(f"traceloom-{task.name}-{secrets.token_hex(8)}", msgspec.msgpack.encode(task))
+            content = self._request(
+                f"traceloom-{task.name}-{secrets.token_hex(8)}", msgspec.msgpack.encode(task)
+            )
             answer = msgspec.msgpack.decode(content, type=ClusterAnswer)
         except msgspec.MsgspecError as error:
             raise self._unavailable(f"a worker answered something else: {error}") from error
@@ -379,7 +426,9 @@ class DaskEngine:
         from distributed.scheduler import KilledWorker
 
         try:
-            answer: bytes = client.submit(_work_in_worker, task, self._settings, key=name, pure=False).result()
+            answer: bytes = client.submit(
+                _work_in_worker, task, self._settings, key=name, pure=False
+            ).result()
         except KilledWorker as error:
             raise TaskError("workers of the cluster that worked on it were killed") from error
         except CancelledError as error:
@@ -413,9 +462,13 @@ def _host_port(address: str) -> tuple[str, int]:
         UsageError: `wrong-usage`.
     """
     host, colon, port = address.rpartition(":")
-    if not (host and colon and port.isdecimal() and int(port) < 1 << 16) or set(host) & set("/@?# "):
+    if not (host and colon and port.isdecimal() and int(port) < 1 << 16) or set(host) & set(
+        "/@?# "
+    ):
         raise UsageError(
-            f"`{address[:80]}` is no address of a cluster", slug="wrong-usage", hint="it is HOST:PORT, as node1:8786"
+            f"`{address[:80]}` is no address of a cluster",
+            slug="wrong-usage",
+            hint="it is HOST:PORT, as node1:8786",
         )
     return host.strip("[]"), int(port)
 
@@ -429,26 +482,33 @@ def _check_security(location: str, address: str, tls: EngineTls | None) -> None:
     host, port = _host_port(address)
     if tls is None:
         try:
-            numbers = {str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+            numbers = {
+                str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            }
         except OSError:
             numbers = set()
-        if numbers and all(ipaddress.ip_address(number.partition("%")[0]).is_loopback for number in numbers):
+        if numbers and all(
+            ipaddress.ip_address(number.partition("%")[0]).is_loopback for number in numbers
+        ):
             return
         raise UsageError(
             "a cluster beyond this host is used with TLS only: who changes what is sent there runs anything there",
-            slug="engine-without-tls", where=location[:80],
+            slug="engine-without-tls",
+            where=location[:80],
             hint="give --engine-ca, --engine-certificate and --engine-key",
-        )  # fmt: skip
+        )
     if not (tls.ca and tls.certificate and tls.key):
         raise UsageError(
-            "TLS of a cluster needs --engine-ca, --engine-certificate and --engine-key, all three", slug="wrong-usage"
+            "TLS of a cluster needs --engine-ca, --engine-certificate and --engine-key, all three",
+            slug="wrong-usage",
         )
     try:
         context = ssl.create_default_context(cafile=tls.ca)
         context.load_cert_chain(tls.certificate, tls.key)
     except (OSError, ssl.SSLError) as error:
         raise InputError(
-            f"TLS of the cluster cannot be set up: {(error.strerror or str(error)).lower()}", slug="tls-unusable",
+            f"TLS of the cluster cannot be set up: {(error.strerror or str(error)).lower()}",
+            slug="tls-unusable",
             where=f"{tls.ca}, {tls.certificate}, {tls.key}",
             hint="they must be readable PEM files that belong together",
-        ) from error  # fmt: skip
+        ) from error

@@ -1,9 +1,10 @@
 """The way of a capture: `received → checked → analysed → committed`.
 
-Threads take tasks under leases, have an engine work on them, and keep what it gives; one committer for all services
-that share a state puts rows of many captures into the tables at once. Each step can be done again: files are written
-under names that say what they hold, and a batch has a number that the tables note. So a service that is killed loses
-and doubles nothing: tasks it held are taken again when their leases end, and its batch is committed by whoever leads.
+Threads take tasks under leases, have an engine work on them, and keep what it gives; one committer
+for all services that share a state puts rows of many captures into the tables at once. Each step
+can be done again: files are written under names that say what they hold, and a batch has a number
+that the tables note. So a service that is killed loses and doubles nothing: tasks it held are taken
+again when their leases end, and its batch is committed by whoever leads.
 """
 
 from __future__ import annotations
@@ -19,8 +20,21 @@ from typing import Literal
 
 from traceloom import __version__
 from traceloom.errors import TraceloomError
-from traceloom.fleet.service.committer import MAX_IN_BATCH, TableWriter, WriterProcess, get_rows_name
-from traceloom.fleet.service.tasks import BASE, NEW, Engine, EngineTask, TaskError, TaskFile, TaskName
+from traceloom.fleet.service.committer import (
+    MAX_IN_BATCH,
+    TableWriter,
+    WriterProcess,
+    get_rows_name,
+)
+from traceloom.fleet.service.tasks import (
+    BASE,
+    NEW,
+    Engine,
+    EngineTask,
+    TaskError,
+    TaskFile,
+    TaskName,
+)
 from traceloom.fleet.store.captures import CaptureRecord, ServiceState, TaskRecord
 from traceloom.fleet.store.database import LEADER
 from traceloom.fleet.store.objects import ObjectStore
@@ -38,7 +52,9 @@ ADDRESS_LIFETIME_S = 6 * 3600
 """How long a signed address of a file works: a task may wait for a worker before it fetches."""
 
 _DAY_NS = 86_400 * 10**9
-_NIGHT_NS = 2 * 3_600 * 10**9  # after midnight in UTC, when hosts have sent the last minutes of the day
+_NIGHT_NS = (
+    2 * 3_600 * 10**9
+)  # after midnight in UTC, when hosts have sent the last minutes of the day
 _COMPACTED = "compacted"  # the number of the day on which the tables were compacted last
 _POLL_S = 0.5  # between looks for a task, where there was none
 _ERROR_PAUSE_S = 5.0  # before the next try, where the state or a store does not answer
@@ -67,10 +83,18 @@ class CapturePipeline:
     """
 
     def __init__(
-        self, state: ServiceState, objects: ObjectStore, tables: Tables, engine: Engine, *, lease_s: float = LEASE_S,
-        commit_s: float = COMMIT_INTERVAL_S, task_s: float = TASK_TIMEOUT_S, writer: TableWriter | WriterProcess | None = None,
+        self,
+        state: ServiceState,
+        objects: ObjectStore,
+        tables: Tables,
+        engine: Engine,
+        *,
+        lease_s: float = LEASE_S,
+        commit_s: float = COMMIT_INTERVAL_S,
+        task_s: float = TASK_TIMEOUT_S,
+        writer: TableWriter | WriterProcess | None = None,
         clock: Callable[[], int] = time.time_ns,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.state, self.objects, self.engine = state, objects, engine
         self._writer = writer or TableWriter(state, objects, tables)
         self._minutes_s = 0.0  # of the monotonic clock, when minutes and jobs are due
@@ -108,7 +132,9 @@ class CapturePipeline:
 
     @property
     def leads(self) -> bool:
-        """Whether this service talks to hosts and commits; what it writes as such is refused once another one does."""
+        """Whether this service talks to hosts and commits; what it writes as such is refused once
+        another one does.
+        """
         return bool(self.term) and time.monotonic() < self._leads_until
 
     def look(self) -> None:
@@ -129,7 +155,10 @@ class CapturePipeline:
                 self.state.give_back(task.id, self.holder, 0)
             else:
                 self.state.fail(task.id, self.holder, str(error), final=error.final)
-        except (TraceloomError, OSError) as error:  # of the engine, the store or the disk, not of the capture
+        except (
+            TraceloomError,
+            OSError,
+        ) as error:  # of the engine, the store or the disk, not of the capture
             _log.warning("%s: %s", task.id, error)
             self.state.give_back(task.id, self.holder, _ERROR_PAUSE_S)
         return True
@@ -154,7 +183,8 @@ class CapturePipeline:
         return self._writer.commit(self.term, minutes=minutes)
 
     def compact(self, nightly: bool = False) -> bool:
-        """Do what is to be done to the tables once a day; False where it is not time. For who leads alone.
+        """Do what is to be done to the tables once a day; False where it is not time. For who leads
+        alone.
 
         Args:
             nightly: Only once a day, and only from 02:00 in UTC on.
@@ -168,7 +198,8 @@ class CapturePipeline:
         return True
 
     def rendered(self, capture: CaptureRecord, task: Literal["render", "render_timeline"]) -> str:
-        """The name of the report of a capture, or of its timeline for Perfetto, which is made when first asked for.
+        """The name of the report of a capture, or of its timeline for Perfetto, which is made when
+        first asked for.
 
         Raises:
             TaskError: It could not be rendered.
@@ -178,11 +209,14 @@ class CapturePipeline:
         name = f"reports/{capture.day}/{capture.id}.{__version__}.{ending}"
         if self.objects.size(name) is None:
             title = f"{capture.job} · {capture.id}" if capture.job else capture.id
-            self.objects.put(name, self.engine.submit(self._work_on(capture, task, name=title)).result())
+            self.objects.put(
+                name, self.engine.submit(self._work_on(capture, task, name=title)).result()
+            )
         return name
 
     def comparison(self, base: CaptureRecord, new: CaptureRecord) -> str:
-        """The name of the page of a capture against another one, which is made when it is first asked for.
+        """The name of the page of a capture against another one, which is made when it is first
+        asked for.
 
         Raises:
             TaskError: They cannot be compared.
@@ -192,7 +226,10 @@ class CapturePipeline:
         name = f"reports/{new.day}/{both}.{__version__}.html"
         if self.objects.size(name) is None:
             files = (*self._files_of(base, BASE), *self._files_of(new, NEW))
-            names: dict[str, str | int] = {"base_name": base.job or base.id, "new_name": new.job or new.id}
+            names: dict[str, str | int] = {
+                "base_name": base.job or base.id,
+                "new_name": new.job or new.id,
+            }
             work = EngineTask("compare", files, names, self.task_s)
             self.objects.put(name, self.engine.submit(work).result())
         return name
@@ -204,7 +241,7 @@ class CapturePipeline:
                 return  # somebody else has it
         work = self._work_on(
             capture, "analyse", capture=capture.id, job=capture.job, received_ns=capture.received_ns
-        )  # fmt: skip
+        )
         content = self._done(task, work)
         try:
             unpack_rows(content, capture.id)
@@ -223,16 +260,25 @@ class CapturePipeline:
             self.state.renew(task.id, self.holder, self.lease_s)
         return future.result()
 
-    def _work_on(self, record: CaptureRecord, task: TaskName, /, **arguments: str | int) -> EngineTask:
+    def _work_on(
+        self, record: CaptureRecord, task: TaskName, /, **arguments: str | int
+    ) -> EngineTask:
         """A task on all files of a capture, wherever they are kept."""
         return EngineTask(task, tuple(self._files_of(record)), arguments, self.task_s)
 
     def _files_of(self, capture: CaptureRecord, directory: str = "") -> Iterator[TaskFile]:
         for file in capture.files:
-            address = self.objects.readable_at(f"{get_capture_directory(capture)}/{file.name}", ADDRESS_LIFETIME_S)
+            address = self.objects.readable_at(
+                f"{get_capture_directory(capture)}/{file.name}", ADDRESS_LIFETIME_S
+            )
             if address is None:
                 raise TaskError(f"{file.name} is no longer in the store", final=True)
-            yield TaskFile(f"{directory}/{file.name}" if directory else file.name, file.size, file.sha256, address)
+            yield TaskFile(
+                f"{directory}/{file.name}" if directory else file.name,
+                file.size,
+                file.sha256,
+                address,
+            )
 
     def _work_loop(self) -> None:
         while not self._stop.is_set():
@@ -252,7 +298,11 @@ class CapturePipeline:
             try:
                 minutes, max_count = time.monotonic() >= self._minutes_s, 0
                 with self._writing:
-                    while self.leads and not self._stop.is_set() and self.state.rows_wait(minutes=minutes):
+                    while (
+                        self.leads
+                        and not self._stop.is_set()
+                        and self.state.rows_wait(minutes=minutes)
+                    ):
                         count = self.commit(minutes=minutes)
                         if not count:
                             break

@@ -1,10 +1,11 @@
 """Performs it: fan-out, uploads, stitching into one capture.
 
-What hosts say is kept in memory as long as it is fresh; who belongs, requests and usage are in the state, so that a
-service that starts again goes on. Everything here runs in the service's loop; the state and files are used in threads.
+What hosts say is kept in memory as long as it is fresh; who belongs, requests and usage are in the
+state, so that a service that starts again goes on. Everything here runs in the service's loop; the
+state and files are used in threads.
 
-The files stay as they came. The offset of each host's clock stands in `capture.json`, and whoever reads the capture
-adds it; `link` refines it by collectives.
+The files stay as they came. The offset of each host's clock stands in `capture.json`, and whoever
+reads the capture adds it; `link` refines it by collectives.
 """
 
 from __future__ import annotations
@@ -105,17 +106,27 @@ class HostRegistry:
     """
 
     def __init__(
-        self, state: ServiceState, incoming: Path, term: str, clock: Callable[[], int] = time.time_ns
-    ) -> None:  # fmt: skip
+        self,
+        state: ServiceState,
+        incoming: Path,
+        term: str,
+        clock: Callable[[], int] = time.time_ns,
+    ) -> None:
         self.state, self.incoming, self.term, self.clock = state, incoming, term, clock
         self.on_stitching: Callable[[FleetRequest], None] = lambda _: None
         self.on_usage: Callable[[str, list[UsageRow]], None] = lambda _host, _rows: None
         self.members: dict[str, str] = {}  # host -> SHA-256 of its credential
         self.now: dict[str, LastHeartbeat] = {}
-        self.requests: dict[str, FleetRequest] = {}  # that have not ended, and those that ended since the start
-        self._open: dict[str, FleetRequest] = {}  # of these: each host that waits looks through them at every change
+        self.requests: dict[
+            str, FleetRequest
+        ] = {}  # that have not ended, and those that ended since the start
+        self._open: dict[
+            str, FleetRequest
+        ] = {}  # of these: each host that waits looks through them at every change
         self._written: dict[str, FleetRequest] = {}  # what the state has of those that are open
-        self._unwritten: set[str] = set()  # requests that are further than the state says, as it did not answer
+        self._unwritten: set[str] = (
+            set()
+        )  # requests that are further than the state says, as it did not answer
         self.refused_rows: dict[str, int] = defaultdict(int)  # host -> rows of usage that cannot be
         self._said: dict[str, JobFacts] = {}  # job -> what hosts said of it last
         self._changed = asyncio.Condition()  # a request
@@ -127,8 +138,12 @@ class HostRegistry:
     async def start(self) -> None:
         """Go on with what is on record."""
         self._closing = False
-        self.members, documents = await asyncio.to_thread(lambda: (self.state.hosts(), self.state.requests()))
-        requests = [msgspec.json.decode(document, type=FleetRequest) for document in reversed(documents)]
+        self.members, documents = await asyncio.to_thread(
+            lambda: (self.state.hosts(), self.state.requests())
+        )
+        requests = [
+            msgspec.json.decode(document, type=FleetRequest) for document in reversed(documents)
+        ]
         self.requests = {request.id: request for request in requests}
         self._open = {request.id: request for request in requests if not request.ended}
         for request in list(self._open.values()):
@@ -138,14 +153,19 @@ class HostRegistry:
                     host
                     for host, progress in request.hosts.items()
                     if progress.state == "uploaded"
-                    and not all(_has_arrived(self.incoming / request.id / host, file) for file in progress.files)
+                    and not all(
+                        _has_arrived(self.incoming / request.id / host, file)
+                        for file in progress.files
+                    )
                 }
                 if lost:
                     await self.put(repeat_upload(request, lost, self.clock()))
                     continue
             if request.state in {"stitching", "analysing"}:
                 self.on_stitching(request)
-        self._advancing = asyncio.create_task(self._advance_for_ever(), name="requests of the fleet")
+        self._advancing = asyncio.create_task(
+            self._advance_for_ever(), name="requests of the fleet"
+        )
 
     async def close(self) -> None:
         """Stop; requests stay as they are. Hosts that wait for work are answered."""
@@ -166,19 +186,25 @@ class HostRegistry:
         host = await asyncio.to_thread(self.state.take_enrolment, enrolment.token, enrolment.host)
         if host is None:
             raise HttpError(
-                401, "this token is none of ours, was used, or has expired", slug="unknown-token",
+                401,
+                "this token is none of ours, was used, or has expired",
+                slug="unknown-token",
                 hint="`traceloom fleet token enrol` makes one",
-            )  # fmt: skip
+            )
         if host not in {"", enrolment.host}:
             raise HttpError(
-                401, f"this token lets the host `{host}` join, and not `{enrolment.host}`", slug="unknown-token",
+                401,
+                f"this token lets the host `{host}` join, and not `{enrolment.host}`",
+                slug="unknown-token",
                 hint="`traceloom fleet token enrol` with the name of the host, or with none, makes another one",
-            )  # fmt: skip
+            )
         if not host and enrolment.host in self.members:
             raise HttpError(
-                409, f"there is a host `{enrolment.host}` already", slug="host-exists",
+                409,
+                f"there is a host `{enrolment.host}` already",
+                slug="host-exists",
                 hint="a token for this host replaces it: `traceloom fleet token enrol NAME`",
-            )  # fmt: skip
+            )
         credential = secrets.token_urlsafe(32)
         await asyncio.to_thread(self.state.put_host, enrolment.host, credential)
         self.members[enrolment.host] = hash_secret(credential)
@@ -192,9 +218,11 @@ class HostRegistry:
         """
         if not hmac.compare_digest(self.members.get(host, ""), hash_secret(credential)):
             raise HttpError(
-                401, "this host does not belong to the fleet", slug="unknown-host",
+                401,
+                "this host does not belong to the fleet",
+                slug="unknown-host",
                 hint="enrol it with a new token, and remove fleet.json beside the agent's history",
-            )  # fmt: skip
+            )
 
     async def remove(self, host: str) -> None:
         """Let a host belong to the fleet no more.
@@ -203,7 +231,12 @@ class HostRegistry:
             RequestError: `no-such-host`.
         """
         if not await asyncio.to_thread(self.state.remove_host, host):
-            raise HttpError(404, f"there is no host `{host}`", slug="no-such-host", hint="`traceloom fleet hosts`")
+            raise HttpError(
+                404,
+                f"there is no host `{host}`",
+                slug="no-such-host",
+                hint="`traceloom fleet hosts`",
+            )
         self.members.pop(host, None)
         self.now.pop(host, None)
 
@@ -213,7 +246,9 @@ class HostRegistry:
         """Take how a host is, and its usage; what was sent before is acknowledged again."""
         received_ns = self.clock()
         believed = [
-            msgspec.structs.replace(process, steps_per_second=validate_step_rate(process.steps_per_second))
+            msgspec.structs.replace(
+                process, steps_per_second=validate_step_rate(process.steps_per_second)
+            )
             for process in heartbeat.processes
         ]
         # Without usage, which the state keeps.
@@ -224,15 +259,22 @@ class HostRegistry:
             possible = drop_impossible_rows(heartbeat.usage, received_ns)
             self.on_usage(host, possible)
             self.refused_rows[host] += len(heartbeat.usage) - len(possible)
-            # A minute that has not been would pass for the last that the host sent, and what comes before it for old.
+            # A minute that has not been would pass for the last that the host sent, and what comes
+            # before it for old.
             last = compute_last_minute(received_ns)
-            minutes: dict[int, list[UsageRow]] = {row.minute: [] for row in heartbeat.usage if row.minute <= last}
+            minutes: dict[int, list[UsageRow]] = {
+                row.minute: [] for row in heartbeat.usage if row.minute <= last
+            }
             for row in possible:
                 minutes[row.minute].append(row)
-            documents = {minute: msgspec.json.encode(rows).decode() for minute, rows in minutes.items()}
+            documents = {
+                minute: msgspec.json.encode(rows).decode() for minute, rows in minutes.items()
+            }
             await asyncio.to_thread(self.state.add_usage, host, documents)
             through = max(row.minute for row in heartbeat.usage)
-        return HeartbeatAnswer(received_ns=received_ns, answered_ns=self.clock(), usage_through=through)
+        return HeartbeatAnswer(
+            received_ns=received_ns, answered_ns=self.clock(), usage_through=through
+        )
 
     def fresh(self) -> dict[str, LastHeartbeat]:
         """Hosts that spoke of late."""
@@ -244,16 +286,26 @@ class HostRegistry:
 
     def users_of(self, job: str) -> set[str]:
         """Users whose processes a job has, as far as hosts say."""
-        processes = (process for now in self.fresh().values() for process in now.heartbeat.processes)
+        processes = (
+            process for now in self.fresh().values() for process in now.heartbeat.processes
+        )
         return {process.user for process in processes if process.job == job}
 
     # Requests.
 
     async def submit(
-        self, spec: TraceSpec, requester: str, choice: Choice = "", *, hosts: Collection[str] = (),
-        trigger: TriggerCause | None = None, start: StartBy = "instant", at_step: int = 0, after_s: float = 0.0,
+        self,
+        spec: TraceSpec,
+        requester: str,
+        choice: Choice = "",
+        *,
+        hosts: Collection[str] = (),
+        trigger: TriggerCause | None = None,
+        start: StartBy = "instant",
+        at_step: int = 0,
+        after_s: float = 0.0,
         mark: str = "",
-    ) -> FleetRequest:  # fmt: skip
+    ) -> FleetRequest:
         """Take a request for a trace of the processes of a job, on all hosts that have some.
 
         Args:
@@ -279,22 +331,39 @@ class HostRegistry:
         if choice == "slowest-and-median":
             matching = select_slowest_and_median(matching)
             ranks = sorted(
-                {process.rank for matched in matching.values() for process in matched if process.rank is not None}
+                {
+                    process.rank
+                    for matched in matching.values()
+                    for process in matched
+                    if process.rank is not None
+                }
             )
             spec = msgspec.structs.replace(spec, ranks=tuple(ranks))
         if not matching:
             raise HttpError(
-                404, f"no host of late has such processes of `{spec.job}`", slug="no-such-job",
+                404,
+                f"no host of late has such processes of `{spec.job}`",
+                slug="no-such-job",
                 hint="`traceloom fleet jobs` lists jobs",
-            )  # fmt: skip
+            )
         now_ns = self.clock()
         for same in self.requests.values() if mark else ():
-            if (same.mark, same.wanted.job) == (mark, spec.job) and now_ns - same.asked_ns < _SAME_NS:
+            if (same.mark, same.wanted.job) == (
+                mark,
+                spec.job,
+            ) and now_ns - same.asked_ns < _SAME_NS:
                 return same
         request = FleetRequest(
-            id=secrets.token_hex(8), who=requester, asked_ns=now_ns, wanted=spec, trigger=trigger, start=start,
-            at_step=at_step, earliest_ns=now_ns + int(after_s * 1e9) if after_s else 0, mark=mark,
-        )  # fmt: skip
+            id=secrets.token_hex(8),
+            who=requester,
+            asked_ns=now_ns,
+            wanted=spec,
+            trigger=trigger,
+            start=start,
+            at_step=at_step,
+            earliest_ns=now_ns + int(after_s * 1e9) if after_s else 0,
+            mark=mark,
+        )
         host_ranks = {
             host: {matched.rank for matched in processes if matched.rank is not None}
             for host, processes in matching.items()
@@ -326,20 +395,38 @@ class HostRegistry:
             self._open.pop(request.id, None)
         else:
             self._open[request.id] = request
-        async with self._writing:  # in order; what has changed again meanwhile is written as it is now
+        async with (
+            self._writing
+        ):  # in order; what has changed again meanwhile is written as it is now
             now = self.requests[request.id]
             if self._written.get(now.id) is not now:
                 self._unwritten.add(now.id)
                 document, events = msgspec.json.encode(now).decode(), []
                 if now.state in {"done", "partial", "failed"}:
                     content = {
-                        "id": now.id, "job": now.wanted.job, "who": now.who, "state": now.state,
-                        "reason": now.reason, "detail": now.detail, "capture": now.capture,
-                        "asked_ns": now.asked_ns, "start_ns": now.start_ns,
-                    }  # fmt: skip
-                    events = [build_fleet_event(f"request.{now.state}", "request", now.id, content, now.since_ns)]
+                        "id": now.id,
+                        "job": now.wanted.job,
+                        "who": now.who,
+                        "state": now.state,
+                        "reason": now.reason,
+                        "detail": now.detail,
+                        "capture": now.capture,
+                        "asked_ns": now.asked_ns,
+                        "start_ns": now.start_ns,
+                    }
+                    events = [
+                        build_fleet_event(
+                            f"request.{now.state}", "request", now.id, content, now.since_ns
+                        )
+                    ]
                 await asyncio.to_thread(
-                    self.state.put_request, now.id, now.asked_ns, document, self.term, ended=now.ended, events=events
+                    self.state.put_request,
+                    now.id,
+                    now.asked_ns,
+                    document,
+                    self.term,
+                    ended=now.ended,
+                    events=events,
                 )
                 self._unwritten.discard(now.id)
                 self._written[now.id] = now
@@ -399,8 +486,14 @@ class HostRegistry:
             files = report.files or progress.files
             names = set()
             for file in files:
-                if not _FILE_NAME.fullmatch(file.name) or file.name in names or file.bytes > _MAX_FILE_BYTES:
-                    raise HttpError(400, f"a capture has no file `{file.name[:80]}`", slug="wrong-request")
+                if (
+                    not _FILE_NAME.fullmatch(file.name)
+                    or file.name in names
+                    or file.bytes > _MAX_FILE_BYTES
+                ):
+                    raise HttpError(
+                        400, f"a capture has no file `{file.name[:80]}`", slug="wrong-request"
+                    )
                 names.add(file.name)
             directory = self.incoming / request / host
             missing = await asyncio.to_thread(
@@ -411,7 +504,9 @@ class HostRegistry:
         await self._advance(apply_report(self.requests[request], host, report, self.clock()))
         return ReportAnswer(missing=missing)
 
-    async def take_file(self, host: str, request: str, name: str, content: AsyncIterator[bytes]) -> None:
+    async def take_file(
+        self, host: str, request: str, name: str, content: AsyncIterator[bytes]
+    ) -> None:
         """Take a file that a host has said; it counts only whole.
 
         Raises:
@@ -420,7 +515,9 @@ class HostRegistry:
         """
         files = {file.name: file for file in self._progress(host, request).files}
         if name not in files:
-            raise HttpError(404, f"the host did not say that it has a file `{name}`", slug="no-such-file")
+            raise HttpError(
+                404, f"the host did not say that it has a file `{name}`", slug="no-such-file"
+            )
         file = files[name]
         directory = self.incoming / request / host
         part = directory / f".{name}.{secrets.token_hex(4)}"
@@ -435,11 +532,15 @@ class HostRegistry:
                     digest.update(chunk)
                     await asyncio.to_thread(target.write, chunk)
             if size != file.bytes or digest.hexdigest() != file.sha256:
-                raise HttpError(400, f"`{name}` is not what the host said that it is", slug="wrong-file")
+                raise HttpError(
+                    400, f"`{name}` is not what the host said that it is", slug="wrong-file"
+                )
             await asyncio.to_thread(part.replace, directory / name)
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
-            raise OutputError(f"the file cannot be kept: {reason}", slug="cannot-write", where=name) from error
+            raise OutputError(
+                f"the file cannot be kept: {reason}", slug="cannot-write", where=name
+            ) from error
         finally:
             part.unlink(missing_ok=True)
 
@@ -448,7 +549,9 @@ class HostRegistry:
     def _progress(self, host: str, request: str) -> HostStatus:
         now = self.requests.get(request)
         if now is None or now.ended or host not in now.hosts:
-            raise HttpError(404, "this host has nothing to do for that request", slug="no-such-request")
+            raise HttpError(
+                404, "this host has nothing to do for that request", slug="no-such-request"
+            )
         return now.hosts[host]
 
     async def _advance(self, request: FleetRequest) -> None:
@@ -465,7 +568,9 @@ class HostRegistry:
 
     async def _say_of_jobs(self) -> None:
         """Write down what hosts say of jobs, where it is new."""
-        statements = collect_job_facts({host: now.heartbeat.processes for host, now in self.fresh().items()})
+        statements = collect_job_facts(
+            {host: now.heartbeat.processes for host, now in self.fresh().items()}
+        )
         news = {job: facts for job, facts in statements.items() if self._said.get(job) != facts}
         if news:
             await asyncio.to_thread(self.state.say_of_jobs, news, self.clock())
@@ -492,8 +597,12 @@ class HostRegistry:
             await asyncio.sleep(_POLL_S)
 
 
-def select_processes(hosts: Mapping[str, LastHeartbeat], spec: TraceSpec) -> dict[str, list[HostProcess]]:
-    """Host -> its processes that a request is about: of the job, of the ranks, on the host that it names."""
+def select_processes(
+    hosts: Mapping[str, LastHeartbeat], spec: TraceSpec
+) -> dict[str, list[HostProcess]]:
+    """Host -> its processes that a request is about: of the job, of the ranks, on the host that it
+    names.
+    """
     matching = {
         host: [
             process
@@ -506,8 +615,12 @@ def select_processes(hosts: Mapping[str, LastHeartbeat], spec: TraceSpec) -> dic
     return {host: processes for host, processes in matching.items() if processes}
 
 
-def select_slowest_and_median(matching: Mapping[str, list[HostProcess]]) -> dict[str, list[HostProcess]]:
-    """Of all ranks the one that steps slowest and one in the middle; those whose pace nobody knows do not count."""
+def select_slowest_and_median(
+    matching: Mapping[str, list[HostProcess]],
+) -> dict[str, list[HostProcess]]:
+    """Of all ranks the one that steps slowest and one in the middle; those whose pace nobody knows
+    do not count.
+    """
     paced = [
         (process.steps_per_second, process.rank, host, process)
         for host, processes in matching.items()
@@ -555,7 +668,9 @@ class HostPart(msgspec.Struct, frozen=True, kw_only=True):
     clock: ClockOffset | None = None
 
 
-def merge_host_parts(parts: Sequence[HostPart], directory: Path, request: Mapping[str, Any]) -> list[str]:
+def merge_host_parts(
+    parts: Sequence[HostPart], directory: Path, request: Mapping[str, Any]
+) -> list[str]:
     """Join the parts in a new directory, by hard links where the file system has them.
 
     Args:
@@ -578,10 +693,16 @@ def merge_host_parts(parts: Sequence[HostPart], directory: Path, request: Mappin
     targets: list[dict[str, Any]] = []
     sidecars: dict[str, list[str]] = {}
     for part in parts:
-        clock = None if part.clock is None else {"offset_ns": part.clock.offset_ns, "error_ns": part.clock.error_ns}
+        clock = (
+            None
+            if part.clock is None
+            else {"offset_ns": part.clock.offset_ns, "error_ns": part.clock.error_ns}
+        )
         hosts.append({"host": part.host, "clock": clock})
         try:
-            decoded = capture_document.decode((part.folder / CAPTURE_FILE).read_bytes(), CAPTURE_FILE)
+            decoded = capture_document.decode(
+                (part.folder / CAPTURE_FILE).read_bytes(), CAPTURE_FILE
+            )
         except InputError as error:
             faults.append(f"{part.host}: {error.message}")
             continue
@@ -594,7 +715,9 @@ def merge_host_parts(parts: Sequence[HostPart], directory: Path, request: Mappin
         faults += [f"{part.host}: {notice.message}" for notice in notices]
         if not document["ranks"]:
             faults.append(f"{part.host}: its capture.json names no rank")
-        names = _rename_files(sorted(path.name for path in part.folder.iterdir()), used_names, part.host)
+        names = _rename_files(
+            sorted(path.name for path in part.folder.iterdir()), used_names, part.host
+        )
         names = {name: new for name, new in names.items() if new not in used_names}
         used_names |= set(names.values())
         for name, new in names.items():
@@ -609,7 +732,9 @@ def merge_host_parts(parts: Sequence[HostPart], directory: Path, request: Mappin
         for entry in document["ranks"]:
             window = entry.get("window") or {}
             if names.get(str(window.get("file"))) is None:
-                faults.append(f"{part.host}: rank {entry.get('rank')} names a file that did not come")
+                faults.append(
+                    f"{part.host}: rank {entry.get('rank')} names a file that did not come"
+                )
                 continue
             ranks.append(_shift_to_capture_clock(entry, names, part.host, clock))
         host_request = document.get("request")
@@ -618,30 +743,57 @@ def merge_host_parts(parts: Sequence[HostPart], directory: Path, request: Mappin
             if not isinstance(target, dict):
                 continue
             file = target.get("file")
-            targets.append({**target, "host": part.host, "file": names.get(file, "") if isinstance(file, str) else ""})
+            targets.append(
+                {
+                    **target,
+                    "host": part.host,
+                    "file": names.get(file, "") if isinstance(file, str) else "",
+                }
+            )
         for kind in ("stacks", "telemetry"):
             listed = document.get(kind)
-            sent = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+            sent = (
+                [name for name in listed if isinstance(name, str)]
+                if isinstance(listed, list)
+                else []
+            )
             files = [names[name] for name in sent if name in names]
             sidecars.setdefault(kind, []).extend(files)
     if not ranks:
-        raise InputError("no host sent a trace that can be read", slug="no-capture", hint="; ".join(faults)[:500])
-    ranks.sort(key=lambda entry: (entry.get("rank") is None, entry.get("rank") or 0, str(entry.get("host"))))
+        raise InputError(
+            "no host sent a trace that can be read", slug="no-capture", hint="; ".join(faults)[:500]
+        )
+    ranks.sort(
+        key=lambda entry: (
+            entry.get("rank") is None,
+            entry.get("rank") or 0,
+            str(entry.get("host")),
+        )
+    )
     merged = {
-        "format": capture_document.FORMAT, "version": capture_document.VERSION, "traceloom": __version__,
-        "stage": "profiled", "run": {}, "ranks": ranks, "request": {**request, "hosts": hosts, "targets": targets},
+        "format": capture_document.FORMAT,
+        "version": capture_document.VERSION,
+        "traceloom": __version__,
+        "stage": "profiled",
+        "run": {},
+        "ranks": ranks,
+        "request": {**request, "hosts": hosts, "targets": targets},
         **{kind: files for kind, files in sidecars.items() if files},
-    }  # fmt: skip
+    }
     (directory / CAPTURE_FILE).write_text(json.dumps(merged, indent=1), encoding="utf-8")
     return faults
 
 
 def _rename_files(names: Iterable[str], used_names: set[str], host: str) -> dict[str, str]:
-    """New name of each file: its own, with the host before all names of a process where one of them is taken."""
+    """New name of each file: its own, with the host before all names of a process where one of them
+    is taken.
+    """
     usable = [name for name in names if _NAME.fullmatch(name) and name != CAPTURE_FILE]
     clashes = {name.partition(".")[0] for name in usable if name in used_names}
     before = re.sub(r"[^A-Za-z0-9_-]", "_", host)
-    return {name: f"{before}-{name}" if name.partition(".")[0] in clashes else name for name in usable}
+    return {
+        name: f"{before}-{name}" if name.partition(".")[0] in clashes else name for name in usable
+    }
 
 
 def _shift_to_capture_clock(
@@ -660,7 +812,10 @@ def _shift_to_capture_clock(
 
 
 _JOIN_POLL_S = 0.5
-_PAUSE_S, _TROUBLE_S = 5.0, 900.0  # between tries, and for how long, where the state or a store does not answer
+_PAUSE_S, _TROUBLE_S = (
+    5.0,
+    900.0,
+)  # between tries, and for how long, where the state or a store does not answer
 _FINAL_FAULTS = {"no-capture", "unsafe-name"}  # what is wrong with the parts themselves
 
 
@@ -692,7 +847,9 @@ class RequestCompletion:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _through(self, request: FleetRequest) -> None:
-        """Bring it to its end; where the state or a store does not answer it is tried again for a while."""
+        """Bring it to its end; where the state or a store does not answer it is tried again for a
+        while.
+        """
         until = time.monotonic() + _TROUBLE_S
         while True:
             try:
@@ -711,7 +868,9 @@ class RequestCompletion:
                 fault = str(error)
                 if slug in _FINAL_FAULTS or time.monotonic() > until:
                     break
-            except Exception as error:  # of ours; the request ends and says so, it does not stay as it is for ever
+            except (
+                Exception
+            ) as error:  # of ours; the request ends and says so, it does not stay as it is for ever
                 LOG.exception("request %s cannot be joined", request.id)
                 fault = f"a defect of the service: {type(error).__name__}: {error}"
                 break
@@ -730,7 +889,10 @@ class RequestCompletion:
             await asyncio.sleep(_JOIN_POLL_S)
 
     def _join(self, request: FleetRequest) -> tuple[str, list[str]]:
-        """Stitch, and put the capture into the store; its name, and what was wrong. Done again it gives the same."""
+        """Stitch, and put the capture into the store; its name, and what was wrong.
+
+        Done again it gives the same.
+        """
         parts = [
             HostPart(host=host, folder=self.desk.incoming / request.id / host, clock=progress.clock)
             for host, progress in request.hosts.items()
@@ -738,9 +900,11 @@ class RequestCompletion:
         ]
         day = datetime.fromtimestamp(request.asked_ns / 1e9, timezone.utc).date().isoformat()
         request_fields = {
-            "id": request.id, "who": request.who, "asked_ns": request.asked_ns,
+            "id": request.id,
+            "who": request.who,
+            "asked_ns": request.asked_ns,
             "wanted": msgspec.to_builtins(request.wanted),
-        }  # fmt: skip
+        }
         with tempfile.TemporaryDirectory(prefix="traceloom-", dir=self.desk.incoming) as temporary:
             merged_directory = Path(temporary, "capture")
             faults = merge_host_parts(parts, merged_directory, request_fields)
@@ -753,14 +917,21 @@ class RequestCompletion:
                     announced.append(CaptureFile(path.name, file.tell(), sha256))
             files = tuple(announced)
             record = CaptureRecord(
-                id=f"c{hashlib.sha256(request.id.encode()).hexdigest()[:20]}", day=day, job=request.wanted.job,
-                uploader=request.who, received_ns=self.desk.clock(), complete=False,
-                bytes=sum(file.size for file in files), files=files,
-            )  # fmt: skip
+                id=f"c{hashlib.sha256(request.id.encode()).hexdigest()[:20]}",
+                day=day,
+                job=request.wanted.job,
+                uploader=request.who,
+                received_ns=self.desk.clock(),
+                complete=False,
+                bytes=sum(file.size for file in files),
+                files=files,
+            )
             record = self.pipeline.state.add_capture(record)
             if not record.complete:
                 for path in paths:
-                    self.pipeline.objects.put_file(f"{get_capture_directory(record)}/{path.name}", path)
+                    self.pipeline.objects.put_file(
+                        f"{get_capture_directory(record)}/{path.name}", path
+                    )
                 self.pipeline.state.complete_capture(record.id, __version__)
                 self.pipeline.look()
         return record.id, faults

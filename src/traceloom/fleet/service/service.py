@@ -59,40 +59,77 @@ class FleetMetric(msgspec.Struct, frozen=True):
 
 
 _DECLARED_METRICS = (
-    FleetMetric("traceloom_fleet_leads", "gauge", "1 on the service that talks to hosts and commits rows, else 0."),
-    FleetMetric("traceloom_fleet_tasks", "gauge", "Analyses of captures by how far they are.", ("state",)),
     FleetMetric(
-        "traceloom_fleet_requests", "counter", "Requests over HTTP by route and status code.", ("route", "code")
+        "traceloom_fleet_leads",
+        "gauge",
+        "1 on the service that talks to hosts and commits rows, else 0.",
     ),
     FleetMetric(
-        "traceloom_fleet_store_bytes", "gauge",
-        "Space of the disk of the store, free and used. An object store does not say.", ("state",),
-    ),
-    FleetMetric("traceloom_fleet_usage_waiting", "gauge", "Minutes of hosts that are not in the tables yet."),
-    FleetMetric("traceloom_fleet_memory_bytes", "gauge", "Resident memory of the service, without its workers."),
-    FleetMetric(
-        "traceloom_fleet_cpu_seconds", "counter", "Processor time of the service, without its workers that still run."
-    ),
-    FleetMetric("traceloom_fleet_hosts", "gauge", "Hosts by whether they were heard in the last minute.", ("state",)),
-    FleetMetric("traceloom_fleet_host_up", "gauge", "1 where it was heard in the last minute, else 0.", ("host",)),
-    FleetMetric(
-        "traceloom_fleet_host_clock_offset_seconds", "gauge", "How far the service's clock is ahead of the host's.",
-        ("host",),
+        "traceloom_fleet_tasks", "gauge", "Analyses of captures by how far they are.", ("state",)
     ),
     FleetMetric(
-        "traceloom_fleet_devices", "gauge", "Devices of hosts that are there, by whether they can be read.", ("state",)
+        "traceloom_fleet_requests",
+        "counter",
+        "Requests over HTTP by route and status code.",
+        ("route", "code"),
     ),
-    FleetMetric("traceloom_fleet_jobs", "gauge", "Jobs that run on hosts that are there."),
     FleetMetric(
-        "traceloom_fleet_traces", "gauge", "Requests for traces that are open, and the last ones that ended, by state.",
+        "traceloom_fleet_store_bytes",
+        "gauge",
+        "Space of the disk of the store, free and used. An object store does not say.",
         ("state",),
     ),
     FleetMetric(
-        "traceloom_fleet_usage_refused_rows", "counter",
+        "traceloom_fleet_usage_waiting", "gauge", "Minutes of hosts that are not in the tables yet."
+    ),
+    FleetMetric(
+        "traceloom_fleet_memory_bytes",
+        "gauge",
+        "Resident memory of the service, without its workers.",
+    ),
+    FleetMetric(
+        "traceloom_fleet_cpu_seconds",
+        "counter",
+        "Processor time of the service, without its workers that still run.",
+    ),
+    FleetMetric(
+        "traceloom_fleet_hosts",
+        "gauge",
+        "Hosts by whether they were heard in the last minute.",
+        ("state",),
+    ),
+    FleetMetric(
+        "traceloom_fleet_host_up",
+        "gauge",
+        "1 where it was heard in the last minute, else 0.",
+        ("host",),
+    ),
+    FleetMetric(
+        "traceloom_fleet_host_clock_offset_seconds",
+        "gauge",
+        "How far the service's clock is ahead of the host's.",
+        ("host",),
+    ),
+    FleetMetric(
+        "traceloom_fleet_devices",
+        "gauge",
+        "Devices of hosts that are there, by whether they can be read.",
+        ("state",),
+    ),
+    FleetMetric("traceloom_fleet_jobs", "gauge", "Jobs that run on hosts that are there."),
+    FleetMetric(
+        "traceloom_fleet_traces",
+        "gauge",
+        "Requests for traces that are open, and the last ones that ended, by state.",
+        ("state",),
+    ),
+    FleetMetric(
+        "traceloom_fleet_usage_refused_rows",
+        "counter",
         "Rows of usage that cannot be: of minutes that have not been, or of devices with more than 60 s in one.",
         ("host",),
     ),
-)  # fmt: skip
+)
 FLEET_METRICS = {metric.name: metric for metric in _DECLARED_METRICS}
 
 
@@ -108,7 +145,8 @@ class FleetMetricsCollector:
 
         kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
         families = {
-            name: kinds[metric.kind](name, metric.help, labels=metric.labels) for name, metric in FLEET_METRICS.items()
+            name: kinds[metric.kind](name, metric.help, labels=metric.labels)
+            for name, metric in FLEET_METRICS.items()
         }
         for name, labels, value in self._read_metrics():
             families[name].add_metric(labels, value)
@@ -140,20 +178,27 @@ class FleetMetricsCollector:
         devices, jobs = Counter({"well": 0, "stale": 0}), set()
         for host in members:
             yield Reading("traceloom_fleet_host_up", (host,), float(host in hosts_up))
-            # Also where there is none: of a counter that begins at 1, Prometheus does not see the first.
-            yield Reading("traceloom_fleet_usage_refused_rows", (host,), registry.refused_rows.get(host, 0))
+            # Also where there is none: of a counter that begins at 1, Prometheus does not see the
+            # first.
+            yield Reading(
+                "traceloom_fleet_usage_refused_rows", (host,), registry.refused_rows.get(host, 0)
+            )
         for host, host_state in hosts_up.items():
             heartbeat = host_state.heartbeat
             if heartbeat.clock is not None:
                 yield Reading(
-                    "traceloom_fleet_host_clock_offset_seconds", (host,), heartbeat.clock.offset_ns / _NS_PER_S
+                    "traceloom_fleet_host_clock_offset_seconds",
+                    (host,),
+                    heartbeat.clock.offset_ns / _NS_PER_S,
                 )
             devices.update("stale" if device.stale else "well" for device in heartbeat.devices)
             jobs |= {process.job for process in heartbeat.processes if process.job}
         for state, count in devices.items():
             yield Reading("traceloom_fleet_devices", (state,), count)
         yield Reading("traceloom_fleet_jobs", (), len(jobs))
-        for request_state, requests in Counter(request.state for request in list(registry.requests.values())).items():
+        for request_state, requests in Counter(
+            request.state for request in list(registry.requests.values())
+        ).items():
             yield Reading("traceloom_fleet_traces", (request_state,), requests)
 
 
@@ -164,7 +209,10 @@ _log = logging.getLogger(__name__)
 
 
 class ServiceLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What clients may cost. `seconds`: for a request, or each megabyte of it, and to take the answer."""
+    """What clients may cost.
+
+    `seconds`: for a request, or each megabyte of it, and to take the answer.
+    """
 
     files: int = 20_000
     file_bytes: int = 16 << 30
@@ -190,10 +238,19 @@ class FleetService:
     """
 
     def __init__(
-        self, state: ServiceState, objects: ObjectStore, tables: Tables, engine: Engine, limits: ServiceLimits | None = None,
-        *, lease_s: float, commit_s: float, incoming_directory: Path, webhook_policy: WebhookAddressPolicy | None = None,
+        self,
+        state: ServiceState,
+        objects: ObjectStore,
+        tables: Tables,
+        engine: Engine,
+        limits: ServiceLimits | None = None,
+        *,
+        lease_s: float,
+        commit_s: float,
+        incoming_directory: Path,
+        webhook_policy: WebhookAddressPolicy | None = None,
         writer: WriterProcess | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         from prometheus_client import CollectorRegistry, Counter
 
         self.state: ServiceState = state
@@ -201,7 +258,7 @@ class FleetService:
         self.limits = limits or ServiceLimits()
         self.pipeline = CapturePipeline(
             state, objects, tables, engine, lease_s=lease_s, commit_s=commit_s, writer=writer
-        )  # fmt: skip
+        )
         self.questions = QueryService(tables, state)
         self.live_queries = LiveQueries(tables)
         self.render_lock = asyncio.Lock()  # one report at a time
@@ -213,7 +270,9 @@ class FleetService:
         self._webhook_task: asyncio.Task[None] | None = None
         self._registry = CollectorRegistry(auto_describe=False)
         answered = FLEET_METRICS["traceloom_fleet_requests"]
-        self.requests = Counter(answered.name, answered.help, answered.labels, registry=self._registry)
+        self.requests = Counter(
+            answered.name, answered.help, answered.labels, registry=self._registry
+        )
         self._registry.register(FleetMetricsCollector(self))
 
     async def run_host_registry(self) -> None:
@@ -234,7 +293,9 @@ class FleetService:
                         self.triggers = FleetTriggerEngine(registry, self.tables)
                         await self.triggers.start()
                         sender = WebhookDispatcher(self.state, self.webhook_policy)
-                        self._webhook_task = asyncio.create_task(sender.run_forever(), name="webhooks")
+                        self._webhook_task = asyncio.create_task(
+                            sender.run_forever(), name="webhooks"
+                        )
                     except (TraceloomError, OSError) as error:  # of the state, or of the directory
                         _log.warning("hosts cannot be talked to: %s", error)
                         await self._stop_host_registry()
@@ -268,10 +329,14 @@ class FleetService:
         for task in self.state.quarantined(10):
             text = f"{task.capture} by {task.version}: {task.error}"
             help_text = "once its cause is gone: traceloom fleet backfill --again"
-            checks.append(forms.FleetCheck(name="quarantine", works=False, text=text, help=help_text))
+            checks.append(
+                forms.FleetCheck(name="quarantine", works=False, text=text, help=help_text)
+            )
         return forms.FleetCheckAnswer(checks=checks, tasks=counts)
 
-    def _run_check(self, name: str, location: str, action: Callable[[], object]) -> forms.FleetCheck:
+    def _run_check(
+        self, name: str, location: str, action: Callable[[], object]
+    ) -> forms.FleetCheck:
         try:
             answer = action()
         except TraceloomError as error:
@@ -291,7 +356,9 @@ class FleetService:
 
 
 class FleetListener:
-    """The listener of the service: a token in each request says who asks, the connection only where from."""
+    """The listener of the service: a token in each request says who asks, the connection only where
+    from.
+    """
 
     hint = "`traceloom serve` waits 30 s for a request, or each megabyte of it"
 
@@ -305,13 +372,18 @@ class FleetListener:
 
         return Caller(name=f"tcp {transport.get_extra_info('peername')[0]}", sees="host")
 
-    def identify(self, _transport: asyncio.BaseTransport, peer: Caller) -> Callable[[Headers], Caller]:
+    def identify(
+        self, _transport: asyncio.BaseTransport, peer: Caller
+    ) -> Callable[[Headers], Caller]:
         """The same for each request: the application asks for its token."""
         return lambda _headers: peer
 
 
-async def serve(service: FleetService, tcp: Tcp, on_ready: Callable[[str], None], app: ASGIApp | None = None) -> None:
-    """Answer and analyse until a signal; `on_ready` is called with the address when everything listens.
+async def serve(
+    service: FleetService, tcp: Tcp, on_ready: Callable[[str], None], app: ASGIApp | None = None
+) -> None:
+    """Answer and analyse until a signal; `on_ready` is called with the address when everything
+    listens.
 
     Args:
         service: What answers.
@@ -326,7 +398,11 @@ async def serve(service: FleetService, tcp: Tcp, on_ready: Callable[[str], None]
     from uvicorn.server import ServerState
 
     from traceloom.fleet.service.app import build_fleet_app
-    from traceloom.server.listener import TimeoutHttpProtocol, build_tls_context, build_uvicorn_config
+    from traceloom.server.listener import (
+        TimeoutHttpProtocol,
+        build_tls_context,
+        build_uvicorn_config,
+    )
 
     tls, _ = build_tls_context(tcp, asks=True)
     host, port = host_and_port(tcp.address)
@@ -338,14 +414,22 @@ async def serve(service: FleetService, tcp: Tcp, on_ready: Callable[[str], None]
     async with AsyncExitStack() as stack:
         try:
             server = await loop.create_server(
-                lambda: TimeoutHttpProtocol(listener, config=config, server_state=connections, app_state={}),
-                host, port, ssl=tls, backlog=256, ssl_handshake_timeout=service.limits.seconds if tls else None,
-            )  # fmt: skip
+                lambda: TimeoutHttpProtocol(
+                    listener, config=config, server_state=connections, app_state={}
+                ),
+                host,
+                port,
+                ssl=tls,
+                backlog=256,
+                ssl_handshake_timeout=service.limits.seconds if tls else None,
+            )
         except OSError as error:
             raise OutputError(
-                f"the service cannot listen there: {(error.strerror or str(error)).lower()}", slug="socket-unusable",
-                where=tcp.address, hint="another may run there; --address takes another one",
-            ) from error  # fmt: skip
+                f"the service cannot listen there: {(error.strerror or str(error)).lower()}",
+                slug="socket-unusable",
+                where=tcp.address,
+                hint="another may run there; --address takes another one",
+            ) from error
         stack.callback(server.close)
         service.pipeline.start()
         stack.push_async_callback(asyncio.to_thread, service.pipeline.stop)
@@ -370,7 +454,8 @@ async def _cancel_task(task: asyncio.Task[None]) -> None:
 
 
 def ensure_local_token(state: ServiceState, path: Path) -> None:
-    """Have a token of an admin in a file that only this user reads, so that commands of this host need no other.
+    """Have a token of an admin in a file that only this user reads, so that commands of this host
+    need no other.
 
     Raises:
         OutputError: `cannot-write`.

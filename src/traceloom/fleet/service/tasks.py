@@ -31,11 +31,14 @@ BASE, NEW = "base", "new"
 """Folders of two captures that are compared."""
 
 MAX_TEXT_BYTES = 64 << 30
-"""Bytes of a capture when it is unpacked; one that expands beyond all measure is refused by its ratio before."""
+"""Bytes of a capture when it is unpacked; one that expands beyond all measure is refused by its
+ratio before.
+"""
 
 
 def check(*, folder: str, files: list[dict[str, Any]]) -> None:
-    """See that a folder holds just the files that were announced, and that they can be unpacked within bounds.
+    """See that a folder holds just the files that were announced, and that they can be unpacked
+    within bounds.
 
     Args:
         folder: Where they lie.
@@ -48,10 +51,16 @@ def check(*, folder: str, files: list[dict[str, Any]]) -> None:
     for entry in files:
         path = Path(folder) / entry["name"]
         if not stat.S_ISREG(path.lstat().st_mode) or path.stat().st_size != entry["size"]:
-            raise InputError("the file has another size than announced", slug="upload-differs", where=entry["name"])
+            raise InputError(
+                "the file has another size than announced",
+                slug="upload-differs",
+                where=entry["name"],
+            )
         with open_regular(path) as stream:
             if compute_sha256(stream) != entry["sha256"]:
-                raise InputError("the file is another than announced", slug="upload-differs", where=entry["name"])
+                raise InputError(
+                    "the file is another than announced", slug="upload-differs", where=entry["name"]
+                )
             stream.seek(0)
             unpacked = GzipStream(stream)
             if not unpacked.packed:
@@ -82,7 +91,9 @@ def analyse(*, folder: str, out: str, capture: str, received_ns: int, job: str) 
     from traceloom.fleet.store.tables import pack_rows
     from traceloom.formats import load
 
-    tables = build_capture_rows(load(folder, cache=False), CaptureOrigin(capture, received_ns, job=job or None))
+    tables = build_capture_rows(
+        load(folder, cache=False), CaptureOrigin(capture, received_ns, job=job or None)
+    )
     with Path(out).open("xb") as file:
         file.write(pack_rows(tables))
 
@@ -143,7 +154,10 @@ def compare(*, folder: str, out: str, base_name: str, new_name: str) -> None:
     from traceloom.report.comparison import render as page_of
 
     names = {BASE: base_name, NEW: new_name}
-    sides = [replace(load(str(Path(folder, side)), cache=False), name=name) for side, name in names.items()]
+    sides = [
+        replace(load(str(Path(folder, side)), cache=False), name=name)
+        for side, name in names.items()
+    ]
     with Path(out).open("x", encoding="utf-8") as file:
         file.write(page_of(comparison.build(analyze.compare(*sides), *sides)))
 
@@ -172,7 +186,8 @@ class TaskFile(msgspec.Struct, frozen=True):
 
 
 class EngineTask(msgspec.Struct, frozen=True):
-    """What is to be done: a function of `traceloom.fleet.service.tasks`, on which files, and with what else.
+    """What is to be done: a function of `traceloom.fleet.service.tasks`, on which files, and with
+    what else.
 
     Attributes:
         name: The function.
@@ -188,7 +203,10 @@ class EngineTask(msgspec.Struct, frozen=True):
 
 
 class TaskError(TraceloomError):
-    """A task gave no result. `final`: it would not at the next try either, as the files are refused."""
+    """A task gave no result.
+
+    `final`: it would not at the next try either, as the files are refused.
+    """
 
     def __init__(self, message: str, *, final: bool = False) -> None:
         super().__init__(message, slug="task-failed")
@@ -203,8 +221,9 @@ class Engine(Protocol):
     def submit(self, task: EngineTask) -> Future[bytes]:
         """Begin a task; the future has its result.
 
-        It fails with `TaskError`, which counts as a try of the task, or with another `TraceloomError` or an `OSError`
-        where the engine or a store does not answer, which says nothing of the task.
+        It fails with `TaskError`, which counts as a try of the task, or with another
+        `TraceloomError` or an `OSError` where the engine or a store does not answer, which says
+        nothing of the task.
         """
 
     def check(self) -> str:
@@ -223,7 +242,10 @@ _READ_TIMEOUT_S = 60.0  # after which a store that sends nothing is given up
 
 
 def run_in_scratch(
-    task: EngineTask, work: Callable[[dict[str, Any]], None], go_on: Callable[[], None], temporary: Path | None = None
+    task: EngineTask,
+    work: Callable[[dict[str, Any]], None],
+    go_on: Callable[[], None],
+    temporary: Path | None = None,
 ) -> bytes:
     """Have a task done on its files, in a folder that is gone afterwards; returns its result.
 
@@ -244,8 +266,12 @@ def run_in_scratch(
     def do(arguments: dict[str, Any]) -> None:
         try:
             work({"folder": str(directory), **arguments})
-        except TaskError as error:  # whoever reads it knows the names of files, and nothing of this folder
-            text = error.message.replace(f"{directory}{os.sep}", "").replace(str(directory), "the capture")
+        except (
+            TaskError
+        ) as error:  # whoever reads it knows the names of files, and nothing of this folder
+            text = error.message.replace(f"{directory}{os.sep}", "").replace(
+                str(directory), "the capture"
+            )
             raise TaskError(text, final=error.final) from error
 
     try:
@@ -253,14 +279,18 @@ def run_in_scratch(
             go_on()
             _fetch_file(file, directory / check_object_name(file.name), go_on)
         if task.name == "check":
-            announced = [{"name": file.name, "size": file.size, "sha256": file.sha256} for file in task.files]
+            announced = [
+                {"name": file.name, "size": file.size, "sha256": file.sha256} for file in task.files
+            ]
             do({"files": announced})
             return b""
         do({"out": str(out), **task.arguments})
         with open_regular(out) as result:
             content = result.read(MAX_RESULT_BYTES + 1)
         if len(content) > MAX_RESULT_BYTES:
-            raise TaskError(f"the result of `{task.name}` has more than {MAX_RESULT_BYTES >> 20} MiB")
+            raise TaskError(
+                f"the result of `{task.name}` has more than {MAX_RESULT_BYTES >> 20} MiB"
+            )
         return content
     finally:
         shutil.rmtree(home, ignore_errors=True)
@@ -270,7 +300,9 @@ def _fetch_file(file: TaskFile, path: Path, go_on: Callable[[], None]) -> None:
     """Bring a file to a new path: linked where it lies on the same disk, else copied and compared."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not is_address(file.at):
-        with suppress(OSError):  # on another disk; or it is not there, which is seen when it is opened
+        with suppress(
+            OSError
+        ):  # on another disk; or it is not there, which is seen when it is opened
             os.link(file.at, path)
             return
     digest, size = hashlib.sha256(), 0
@@ -283,7 +315,9 @@ def _fetch_file(file: TaskFile, path: Path, go_on: Callable[[], None]) -> None:
             digest.update(chunk)
             out.write(chunk)
     if size != file.size or digest.hexdigest() != file.sha256:
-        raise TaskError(f"the file is another than announced ({file.name}) [upload-differs]", final=True)
+        raise TaskError(
+            f"the file is another than announced ({file.name}) [upload-differs]", final=True
+        )
 
 
 def _open_file(file: TaskFile) -> BinaryIO:
@@ -298,7 +332,9 @@ def _open_file(file: TaskFile) -> BinaryIO:
         error.close()
         if error.code == http.client.NOT_FOUND:
             raise TaskError(f"{file.name} is no longer in the store", final=True) from error
-        raise unreadable(file.name, ValueError(f"its store answers with HTTP status {error.code}")) from error
+        raise unreadable(
+            file.name, ValueError(f"its store answers with HTTP status {error.code}")
+        ) from error
     except (OSError, http.client.HTTPException) as error:
         raise unreadable(file.name, _hide_address(error)) from error
     return stream

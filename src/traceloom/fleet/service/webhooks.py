@@ -1,8 +1,10 @@
-"""Webhooks: events of the fleet, signed and sent to addresses that an administrator named, until they have arrived.
+"""Webhooks: events of the fleet, signed and sent to addresses that an administrator named, until
+they have arrived.
 
-A body is signed with HMAC-SHA256 over `TIMESTAMP.BODY`. Deliveries wait in the state, so that a restart loses none;
-one that was sent twice has the same id. Where a webhook leads is looked up before each delivery, and the connection
-goes to the address that was checked: nobody makes the service talk to a network that its operator did not name.
+A body is signed with HMAC-SHA256 over `TIMESTAMP.BODY`. Deliveries wait in the state, so that a
+restart loses none; one that was sent twice has the same id. Where a webhook leads is looked up
+before each delivery, and the connection goes to the address that was checked: nobody makes the
+service talk to a network that its operator did not name.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class WebhookTarget(NamedTuple):
 
 
 class WebhookAddressPolicy:
-    """Which addresses webhooks may lead to: public ones with TLS, and networks that the operator named, without it too.
+    """Which addresses webhooks may lead to: public ones with TLS, and networks that the operator
+    named, without it too.
 
     Args:
         networks: As `10.1.0.0/16` or `127.0.0.1`.
@@ -60,9 +63,13 @@ class WebhookAddressPolicy:
 
     def __init__(self, allowed_networks: Iterable[str] = ()) -> None:
         try:
-            self._allowed_networks: list[IpNetwork] = [ipaddress.ip_network(network) for network in allowed_networks]
+            self._allowed_networks: list[IpNetwork] = [
+                ipaddress.ip_network(network) for network in allowed_networks
+            ]
         except ValueError as error:
-            raise InputError(f"that is no network: {error}", slug="wrong-config", hint="as 10.1.0.0/16") from error
+            raise InputError(
+                f"that is no network: {error}", slug="wrong-config", hint="as 10.1.0.0/16"
+            ) from error
 
     async def resolve(self, url: str) -> WebhookTarget:
         """Where a URL leads now.
@@ -76,28 +83,45 @@ class WebhookAddressPolicy:
         except ValueError as error:
             raise InputError(f"`{url}` is no address: {error}", slug="wrong-webhook") from error
         has_odd_characters = any(not 33 <= ord(character) <= 126 for character in url)
-        if has_odd_characters or parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
-            raise InputError(f"`{url[:200]}` is no address, as https://chat.example/hook", slug="wrong-webhook")
+        if (
+            has_odd_characters
+            or parts.scheme not in {"http", "https"}
+            or not parts.hostname
+            or "@" in parts.netloc
+        ):
+            raise InputError(
+                f"`{url[:200]}` is no address, as https://chat.example/hook", slug="wrong-webhook"
+            )
         tls = parts.scheme == "https"
         port = port or (443 if tls else 80)
         try:
             answers = await asyncio.get_running_loop().getaddrinfo(parts.hostname, port, type=1)
         except (OSError, UnicodeError) as error:
-            raise InputError(f"`{parts.hostname}` has no address now", slug="wrong-webhook") from error
+            raise InputError(
+                f"`{parts.hostname}` has no address now", slug="wrong-webhook"
+            ) from error
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         for *_, socket_address in answers:
             address = str(socket_address[0]).partition("%")[0]
             ip_address = ipaddress.ip_address(address)
             if isinstance(ip_address, ipaddress.IPv6Address):
                 ip_address = ip_address.ipv4_mapped or ip_address.sixtofour or ip_address
-            is_public = ip_address.is_global and not ip_address.is_multicast and ip_address not in _NAT64_NETWORK
-            if (tls and is_public) or any(ip_address in network for network in self._allowed_networks):
+            is_public = (
+                ip_address.is_global
+                and not ip_address.is_multicast
+                and ip_address not in _NAT64_NETWORK
+            )
+            if (tls and is_public) or any(
+                ip_address in network for network in self._allowed_networks
+            ):
                 return WebhookTarget(address, port, parts.netloc, path, tls)
         raise InputError(
-            f"`{parts.hostname}` is an address that webhooks may not lead to" if tls else "a webhook needs https://",
+            f"`{parts.hostname}` is an address that webhooks may not lead to"
+            if tls
+            else "a webhook needs https://",
             slug="wrong-webhook",
             hint="`traceloom serve --webhooks-to NETWORK` allows addresses within a network, and plain HTTP there",
-        )  # fmt: skip
+        )
 
 
 class WebhookDispatcher:
@@ -111,15 +135,22 @@ class WebhookDispatcher:
     """
 
     def __init__(
-        self, state: WebhookState, address_policy: WebhookAddressPolicy, clock: Callable[[], int] = time.time_ns,
+        self,
+        state: WebhookState,
+        address_policy: WebhookAddressPolicy,
+        clock: Callable[[], int] = time.time_ns,
         tls_context: ssl.SSLContext | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.state, self.targets, self.clock = state, address_policy, clock
         self._tls_context = tls_context
-        self._in_flight: dict[str, asyncio.Task[None]] = {}  # webhook -> its delivery that is under way
+        self._in_flight: dict[
+            str, asyncio.Task[None]
+        ] = {}  # webhook -> its delivery that is under way
 
     async def run_forever(self) -> None:
-        """Send what is due, until it is cancelled; what is under way then is sent again by the next service."""
+        """Send what is due, until it is cancelled; what is under way then is sent again by the next
+        service.
+        """
         try:
             while True:
                 try:
@@ -129,7 +160,9 @@ class WebhookDispatcher:
                     started = False
                 if self._in_flight and started:
                     await asyncio.wait(
-                        self._in_flight.values(), timeout=_POLL_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
+                        self._in_flight.values(),
+                        timeout=_POLL_INTERVAL_S,
+                        return_when=asyncio.FIRST_COMPLETED,
                     )
                 else:
                     await asyncio.sleep(_POLL_INTERVAL_S)
@@ -141,9 +174,13 @@ class WebhookDispatcher:
 
     async def start_due_deliveries(self) -> bool:
         """Begin to send what is due, one of each webhook at a time; whether there was anything."""
-        due = await asyncio.to_thread(self.state.due_deliveries, self.clock(), frozenset(self._in_flight))
+        due = await asyncio.to_thread(
+            self.state.due_deliveries, self.clock(), frozenset(self._in_flight)
+        )
         for delivery in due:
-            task = asyncio.create_task(self._send_and_record(delivery), name=f"webhook {delivery.webhook}")
+            task = asyncio.create_task(
+                self._send_and_record(delivery), name=f"webhook {delivery.webhook}"
+            )
             self._in_flight[delivery.webhook] = task
             task.add_done_callback(lambda _, name=delivery.webhook: self._in_flight.pop(name, None))  # type: ignore[misc]
         return bool(due)
@@ -177,36 +214,52 @@ class WebhookDispatcher:
         head = "".join(
             f"{line}\r\n"
             for line in (
-                f"POST {target.path} HTTP/1.1", f"Host: {target.host}", f"User-Agent: traceloom/{__version__}",
-                "Content-Type: application/json", f"Content-Length: {len(body)}", "Connection: close",
-                f"{EVENT_HEADER}: {delivery.event}", f"{ID_HEADER}: {delivery.id}",
-                f"{SIGNATURE_HEADER}: t={timestamp},v1={sign_body(delivery.secret, timestamp, body)}", "",
+                f"POST {target.path} HTTP/1.1",
+                f"Host: {target.host}",
+                f"User-Agent: traceloom/{__version__}",
+                "Content-Type: application/json",
+                f"Content-Length: {len(body)}",
+                "Connection: close",
+                f"{EVENT_HEADER}: {delivery.event}",
+                f"{ID_HEADER}: {delivery.id}",
+                f"{SIGNATURE_HEADER}: t={timestamp},v1={sign_body(delivery.secret, timestamp, body)}",
+                "",
             )
-        )  # fmt: skip
+        )
         hostname = urlsplit(delivery.url).hostname
         reader, writer = await asyncio.open_connection(
-            target.address, target.port, limit=_MAX_LINE_BYTES,
+            target.address,
+            target.port,
+            limit=_MAX_LINE_BYTES,
             ssl=(self._tls_context or ssl.create_default_context()) if target.tls else None,
             server_hostname=hostname if target.tls else None,
-        )  # fmt: skip
+        )
         try:
             writer.write(head.encode("ascii") + body)
             await writer.drain()
             status_line = (await reader.readuntil(b"\n")).split(maxsplit=2)
         finally:
             writer.close()
-        if len(status_line) < 2 or not status_line[0].startswith(b"HTTP/") or not status_line[1].isdigit():
+        if (
+            len(status_line) < 2
+            or not status_line[0].startswith(b"HTTP/")
+            or not status_line[1].isdigit()
+        ):
             return "what answers there does not speak HTTP"
         status = int(status_line[1])  # a redirect is an error: it could lead anywhere
         return "" if 200 <= status < 300 else f"it answers {status}"
 
 
 def sign_body(secret: str, timestamp: int, body: bytes) -> str:
-    """What proves that a body is of who knows the secret: HMAC-SHA256 of `TIMESTAMP.BODY`, in hexadecimal."""
+    """What proves that a body is of who knows the secret: HMAC-SHA256 of `TIMESTAMP.BODY`, in
+    hexadecimal.
+    """
     return hmac.new(secret.encode(), b"%d." % timestamp + body, hashlib.sha256).hexdigest()
 
 
-def build_fleet_event(name: str, content_key: str, subject: str, content: object, at_ns: int) -> FleetEvent:
+def build_fleet_event(
+    name: str, content_key: str, subject: str, content: object, at_ns: int
+) -> FleetEvent:
     """An event with its body.
 
     Args:

@@ -41,11 +41,16 @@ def main(functions: Mapping[str, Callable[..., None]] = TASKS) -> None:
         try:
             arguments = job["arguments"]
             files = Path(str(arguments["folder"])).rglob("*") if "folder" in arguments else ()
-            is_small = sum(path.lstat().st_size for path in files) <= _SMALL_BYTES  # too little for several cores
+            is_small = (
+                sum(path.lstat().st_size for path in files) <= _SMALL_BYTES
+            )  # too little for several cores
             with pin_to_one_core() if is_small else contextlib.nullcontext():
                 functions[job["task"]](**arguments)
         except MemoryError:
-            answer = {"error": f"`{job['task']}` needs more than {memory / 1e9:.1f} GB of memory", "final": False}
+            answer = {
+                "error": f"`{job['task']}` needs more than {memory / 1e9:.1f} GB of memory",
+                "final": False,
+            }
         except TraceloomError as error:
             refused = isinstance(error, (InputError, UsageError)) and error.slug != "unreadable"
             answer = {"error": f"{error} [{error.slug}]", "final": refused}

@@ -1,7 +1,8 @@
-"""The state of the service: captures, tasks, batches, leases, tokens and the audit, in SQLite or PostgreSQL.
+"""The state of the service: captures, tasks, batches, leases, tokens and the audit, in SQLite or
+PostgreSQL.
 
-Every method is one transaction, and blocks: call it in a thread. Instants are of the database's clock where several
-services share it, so that hosts whose clocks differ agree on what a lease is.
+Every method is one transaction, and blocks: call it in a thread. Instants are of the database's
+clock where several services share it, so that hosts whose clocks differ agree on what a lease is.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ _ERROR_CHARACTERS = 2000
 
 
 class CaptureFile(msgspec.Struct, frozen=True):
-    """A file that belongs to a capture: its name in there, its bytes and their SHA-256 in hexadecimal."""
+    """A file that belongs to a capture: its name in there, its bytes and their SHA-256 in
+    hexadecimal.
+    """
 
     name: str
     size: int
@@ -57,7 +60,10 @@ class CaptureRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The analysis of a capture by one version. `again`: rows of an earlier one are to be replaced."""
+    """The analysis of a capture by one version.
+
+    `again`: rows of an earlier one are to be replaced.
+    """
 
     id: str
     capture: str
@@ -103,7 +109,9 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServiceState(HostState, DocumentState, JobFactState, SessionState):
-    """All of the state: captures, tasks, batches, leases, tokens and the audit, beside hosts, documents and jobs."""
+    """All of the state: captures, tasks, batches, leases, tokens and the audit, beside hosts,
+    documents and jobs.
+    """
 
     # captures
 
@@ -111,8 +119,9 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
         """Announce a capture; what is there under its name already is left as it is, and returned."""
         with self._transaction() as connection:
             values = msgspec.structs.asdict(record) | {
-                "files": msgspec.json.encode(record.files).decode(), "complete": int(record.complete),
-            }  # fmt: skip
+                "files": msgspec.json.encode(record.files).decode(),
+                "complete": int(record.complete),
+            }
             self._change(
                 connection,
                 "INSERT INTO captures (id, day, job, uploader, received_ns, complete, bytes, files) VALUES "
@@ -123,7 +132,9 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             return _build_capture(row)
 
     def complete_capture(self, capture: str, version: str) -> None:
-        """All files of a capture are there: it is to be analysed by `version`, once however often this is called."""
+        """All files of a capture are there: it is to be analysed by `version`, once however often
+        this is called.
+        """
         with self._transaction() as connection:
             statement = "UPDATE captures SET complete = 1 WHERE id = :id AND complete = 0"
             if self._change(connection, statement, id=capture):
@@ -138,15 +149,20 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
     def captures(
         self, *, uploader: str = "", job: str = "", limit: int = 100, before_ns: int = 0
     ) -> list[CaptureRecord]:
-        """Captures that are complete, newest first: of all or of one uploader or job, received before an instant."""
+        """Captures that are complete, newest first: of all or of one uploader or job, received
+        before an instant.
+        """
         with self._transaction() as connection:
             rows = self._rows(
                 connection,
                 "SELECT * FROM captures WHERE complete = 1 AND (:uploader = '' OR uploader = :uploader) "
                 "AND (:job = '' OR job = :job) AND (:before = 0 OR received_ns < :before) "
                 "ORDER BY received_ns DESC, id LIMIT :most",
-                uploader=uploader, job=job, before=before_ns, most=limit,
-            )  # fmt: skip
+                uploader=uploader,
+                job=job,
+                before=before_ns,
+                most=limit,
+            )
             return [_build_capture(row) for row in rows]
 
     # tasks
@@ -157,13 +173,18 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             connection,
             "INSERT INTO tasks (id, capture, version, state, attempts, again, holder, free_at_ns, error, created_ns) "
             "VALUES (:id, :capture, :version, 'received', 0, :again, '', 0, '', :now) ON CONFLICT DO NOTHING",
-            id=f"{capture}.{version}", capture=capture, version=version, again=int(again), now=now,
-        )  # fmt: skip
+            id=f"{capture}.{version}",
+            capture=capture,
+            version=version,
+            again=int(again),
+            now=now,
+        )
 
     def claim(self, holder: str, lease_s: float) -> TaskRecord | None:
         """Take the task that waits longest, for so many seconds; None where none waits.
 
-        One whose lease ended three times is quarantined: whoever worked on it died of it, as far as one can tell.
+        One whose lease ended three times is quarantined: whoever worked on it died of it, as far as
+        one can tell.
         """
         with self._transaction() as connection:
             now = self._now_ns(connection)
@@ -172,8 +193,9 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
                 "UPDATE tasks SET state = 'quarantined', holder = '', error = CASE WHEN error = '' THEN "
                 "'whoever worked on it ended before it did' ELSE error END "
                 "WHERE state IN ('received', 'checked') AND free_at_ns <= :now AND attempts >= :most",
-                now=now, most=ATTEMPTS,
-            )  # fmt: skip
+                now=now,
+                most=ATTEMPTS,
+            )
             skipping = "" if self._lite else " FOR UPDATE SKIP LOCKED"
             rows = self._rows(
                 connection,
@@ -186,8 +208,10 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             self._change(
                 connection,
                 "UPDATE tasks SET holder = :holder, free_at_ns = :until, attempts = attempts + 1 WHERE id = :id",
-                holder=holder, until=now + int(lease_s * 1e9), id=rows[0]["id"],
-            )  # fmt: skip
+                holder=holder,
+                until=now + int(lease_s * 1e9),
+                id=rows[0]["id"],
+            )
             [row] = self._rows(connection, "SELECT * FROM tasks WHERE id = :id", id=rows[0]["id"])
             return _build_task(row)
 
@@ -202,11 +226,16 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
         with self._transaction() as connection:
             done = state == "analysed"
             release = ", holder = '', error = '', attempts = 0" if done else ""
-            return bool(self._held(connection, f"state = :state{release}", task, holder, state=state))
+            return bool(
+                self._held(connection, f"state = :state{release}", task, holder, state=state)
+            )
 
     def fail(self, task: str, holder: str, error: str, *, final: bool = False) -> None:
-        """A task failed: it waits for its next try, or is quarantined after its last, or at once where that is vain."""
-        # PostgreSQL keeps neither zero bytes nor halves of characters, which errors about strange files may quote.
+        """A task failed: it waits for its next try, or is quarantined after its last, or at once
+        where that is vain.
+        """
+        # PostgreSQL keeps neither zero bytes nor halves of characters, which errors about strange
+        # files may quote.
         error = error.encode("utf-8", "replace").decode().replace("\0", " ")
         with self._transaction() as connection:
             now = self._now_ns(connection)
@@ -214,8 +243,14 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
                 connection,
                 "error = :error, holder = '', free_at_ns = :now + :wait * attempts, "
                 "state = CASE WHEN :final = 1 OR attempts >= :most THEN 'quarantined' ELSE state END",
-                task, holder, error=error[:_ERROR_CHARACTERS], now=now, wait=_RETRY_DELAY_NS, final=int(final), most=ATTEMPTS,
-            )  # fmt: skip
+                task,
+                holder,
+                error=error[:_ERROR_CHARACTERS],
+                now=now,
+                wait=_RETRY_DELAY_NS,
+                final=int(final),
+                most=ATTEMPTS,
+            )
 
     def give_back(self, task: str, holder: str, wait_s: float) -> None:
         """Leave a task to others after so many seconds, as if it had not been taken."""
@@ -224,23 +259,34 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             change = "holder = '', free_at_ns = :free_at, attempts = attempts - 1"
             self._held(connection, change, task, holder, free_at=free_at)
 
-    def _held(self, connection: Connection, change: str, task: str, holder: str, **values: object) -> int:
+    def _held(
+        self, connection: Connection, change: str, task: str, holder: str, **values: object
+    ) -> int:
         """Change a task that is still held; the change is SQL of this class, values are bound."""
         return self._change(
             connection,
             f"UPDATE tasks SET {change} WHERE id = :id AND holder = :holder AND state IN ('received', 'checked')",  # noqa: S608
-            id=task, holder=holder, **values,
-        )  # fmt: skip
+            id=task,
+            holder=holder,
+            **values,
+        )
 
     def tasks(self, *captures: str) -> list[TaskRecord]:
         """All tasks of some captures, oldest first."""
         from sqlalchemy import String, bindparam
 
-        statement = self._text("SELECT * FROM tasks WHERE capture IN :captures ORDER BY created_ns, id").bindparams(
-            bindparam("captures", expanding=True, type_=String())  # of what type none is, PostgreSQL wants to know
+        statement = self._text(
+            "SELECT * FROM tasks WHERE capture IN :captures ORDER BY created_ns, id"
+        ).bindparams(
+            bindparam(
+                "captures", expanding=True, type_=String()
+            )  # of what type none is, PostgreSQL wants to know
         )
         with self._transaction() as connection:
-            return [_build_task(row) for row in connection.execute(statement, {"captures": captures}).mappings()]
+            return [
+                _build_task(row)
+                for row in connection.execute(statement, {"captures": captures}).mappings()
+            ]
 
     def quarantined(self, limit: int = 100) -> list[TaskRecord]:
         """Tasks that gave nothing, newest first."""
@@ -282,13 +328,16 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
                 version=version,
             )
             return changed + sum(
-                self._add_task(connection, row["id"], version, again=row["committed"] > 0) for row in rows
+                self._add_task(connection, row["id"], version, again=row["committed"] > 0)
+                for row in rows
             )
 
     # batches
 
     def rows_wait(self, *, minutes: bool) -> bool:
-        """Whether captures wait to be put into the tables, or `minutes` of hosts, or what jobs say of themselves."""
+        """Whether captures wait to be put into the tables, or `minutes` of hosts, or what jobs say
+        of themselves.
+        """
         waiting = ["batches WHERE done = 0", "tasks WHERE state = 'analysed' AND batch IS NULL"]
         if minutes:
             waiting += ["usage_waiting", "job_facts WHERE batch IS NULL OR batch > 0"]
@@ -296,7 +345,8 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             return any(self._rows(connection, f"SELECT 1 FROM {rows} LIMIT 1") for rows in waiting)  # noqa: S608
 
     def open_batch(self, limit: int, term: str) -> Batch | None:
-        """The batch that is to be committed: the one that was begun and not ended, else a new one of tasks that wait.
+        """The batch that is to be committed: the one that was begun and not ended, else a new one
+        of tasks that wait.
 
         A batch either replaces rows in all of its tasks or in none.
 
@@ -328,15 +378,23 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
                         statement = "UPDATE tasks SET batch = :number WHERE id = :id"
                         self._change(connection, statement, number=rows[0]["number"], id=row["id"])
             number = rows[0]["number"]
-            tasks = self._rows(connection, "SELECT * FROM tasks WHERE batch = :number ORDER BY id", number=number)
+            tasks = self._rows(
+                connection, "SELECT * FROM tasks WHERE batch = :number ORDER BY id", number=number
+            )
             return Batch(number, bool(rows[0]["again"]), tuple(_build_task(row) for row in tasks))
 
     def close_batch(self, number: int, term: str) -> None:
         """All tables hold the batch. Errors as of `open_batch`."""
         with self._transaction() as connection:
             self._check_leader(connection, term)
-            self._change(connection, "UPDATE tasks SET state = 'committed' WHERE batch = :number", number=number)
-            self._change(connection, "UPDATE batches SET done = 1 WHERE number = :number", number=number)
+            self._change(
+                connection,
+                "UPDATE tasks SET state = 'committed' WHERE batch = :number",
+                number=number,
+            )
+            self._change(
+                connection, "UPDATE batches SET done = 1 WHERE number = :number", number=number
+            )
 
     def number(self, name: str) -> int:
         """A number that is kept by name; 0 where none is."""
@@ -351,8 +409,9 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
                 connection,
                 "INSERT INTO numbers (name, value) VALUES (:name, :value) "
                 "ON CONFLICT (name) DO UPDATE SET value = :value",
-                name=name, value=value,
-            )  # fmt: skip
+                name=name,
+                value=value,
+            )
 
     # leases
 
@@ -372,10 +431,14 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             )
 
     def keep_leading(self, name: str, holder: str, lease_s: float) -> bool:
-        """Lead for longer, also where the time was over and nobody else took it; False: another one has led since."""
+        """Lead for longer, also where the time was over and nobody else took it; False: another one
+        has led since.
+        """
         with self._transaction() as connection:
             until = self._now_ns(connection) + int(lease_s * 1e9)
-            statement = "UPDATE leases SET until_ns = :until WHERE name = :name AND holder = :holder"
+            statement = (
+                "UPDATE leases SET until_ns = :until WHERE name = :name AND holder = :holder"
+            )
             return bool(self._change(connection, statement, name=name, holder=holder, until=until))
 
     def resign(self, holder: str) -> None:
@@ -400,17 +463,24 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
         secret = secret or f"tl_{secrets.token_urlsafe(32)}"
         with self._transaction() as connection:
             now = time.time_ns()
-            self._change(connection, "DELETE FROM tokens WHERE name = :name AND revoked_ns > 0", name=name)
+            self._change(
+                connection, "DELETE FROM tokens WHERE name = :name AND revoked_ns > 0", name=name
+            )
             added = self._change(
                 connection,
                 "INSERT INTO tokens (name, role, sha256, created_ns, expires_ns, revoked_ns) VALUES "
                 "(:name, :role, :sha256, :now, :expires, 0) ON CONFLICT (name) DO NOTHING",
-                name=name, role=role, sha256=hash_secret(secret), now=now,
+                name=name,
+                role=role,
+                sha256=hash_secret(secret),
+                now=now,
                 expires=now + int(days * 86_400e9) if days else 0,
-            )  # fmt: skip
+            )
         if not added:
             raise UsageError(
-                f"there is a token `{name}`", slug="token-exists", hint="revoke it first, or take another name"
+                f"there is a token `{name}`",
+                slug="token-exists",
+                hint="revoke it first, or take another name",
             )
         return secret
 
@@ -421,7 +491,9 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
     def token_of(self, sha256: str) -> TokenRecord | None:
         """The same by the hash of its secret."""
         with self._transaction() as connection:
-            rows = self._rows(connection, "SELECT * FROM tokens WHERE sha256 = :sha256", sha256=sha256)
+            rows = self._rows(
+                connection, "SELECT * FROM tokens WHERE sha256 = :sha256", sha256=sha256
+            )
         token = msgspec.convert(dict(rows[0]), TokenRecord) if rows else None
         return token if token is not None and token.opens else None
 
@@ -439,30 +511,41 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
 
     # audit
 
-    def note(self, actor: str, action: str, result: str, details: Mapping[str, str] | None = None) -> None:
+    def note(
+        self, actor: str, action: str, result: str, details: Mapping[str, str] | None = None
+    ) -> None:
         """Add a line to the audit, which the database lets nobody change or remove."""
         with self._transaction() as connection:
             self._change(
                 connection,
                 "INSERT INTO audit (id, at_ns, who, what, result, details) "
                 "VALUES (:id, :now, :who, :what, :result, :details)",
-                id=secrets.token_hex(8), now=self._now_ns(connection), who=actor, what=action, result=result,
+                id=secrets.token_hex(8),
+                now=self._now_ns(connection),
+                who=actor,
+                what=action,
+                result=result,
                 details=json.dumps(dict(details or {})),
-            )  # fmt: skip
+            )
 
     def audit(self, limit: int = 1000) -> list[AuditEntry]:
         """The last lines of the audit, newest first."""
         with self._transaction() as connection:
-            rows = self._rows(connection, "SELECT * FROM audit ORDER BY at_ns DESC, id LIMIT :most", most=limit)
+            rows = self._rows(
+                connection, "SELECT * FROM audit ORDER BY at_ns DESC, id LIMIT :most", most=limit
+            )
             return [
-                msgspec.convert({**row, "details": json.loads(row["details"])}, AuditEntry, strict=False)
+                msgspec.convert(
+                    {**row, "details": json.loads(row["details"])}, AuditEntry, strict=False
+                )
                 for row in rows
             ]
 
 
 def _build_capture(row: RowMapping) -> CaptureRecord:
     return msgspec.convert(
-        {**row, "files": msgspec.json.decode(row["files"]), "complete": bool(row["complete"])}, CaptureRecord
+        {**row, "files": msgspec.json.decode(row["files"]), "complete": bool(row["complete"])},
+        CaptureRecord,
     )
 
 

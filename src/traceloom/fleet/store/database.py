@@ -1,9 +1,12 @@
-"""SQLite or PostgreSQL: connection, transactions, migrations; `State` = the tables below side by side.
+"""SQLite or PostgreSQL: connection, transactions, migrations; `State` = the tables below side by
+side.
 
-The statements are of the SQL that SQLite and PostgreSQL share; the guard of the audit is written for each.
+The statements are of the SQL that SQLite and PostgreSQL share; the guard of the audit is written
+for each.
 
-Every method of the state is one transaction, and blocks: call it in a thread. Instants are of the database's clock
-where several services share it, so that hosts whose clocks differ agree on what a lease is.
+Every method of the state is one transaction, and blocks: call it in a thread. Instants are of the
+database's clock where several services share it, so that hosts whose clocks differ agree on what a
+lease is.
 """
 
 from __future__ import annotations
@@ -109,7 +112,9 @@ _GUARD: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
-SCHEMA: Mapping[str, tuple[str, ...]] = {dialect: (*_TABLES, *guard) for dialect, guard in _GUARD.items()}
+SCHEMA: Mapping[str, tuple[str, ...]] = {
+    dialect: (*_TABLES, *guard) for dialect, guard in _GUARD.items()
+}
 """Dialect -> statements that make it."""
 
 LEADER = "committer"  # the lease of who talks to hosts and puts rows into the tables
@@ -137,16 +142,22 @@ class StateDatabase:
             import sqlalchemy
         except ImportError as error:
             hint = "pip install 'traceloom[fleet]'"
-            raise InputError("the state of a fleet needs SQLAlchemy", slug="no-extra", hint=hint) from error
+            raise InputError(
+                "the state of a fleet needs SQLAlchemy", slug="no-extra", hint=hint
+            ) from error
         try:
             address = sqlalchemy.make_url(url if "://" in url else f"sqlite:///{url}")
             if address.drivername == "postgresql":
                 address = address.set(drivername="postgresql+psycopg")
             if address.get_backend_name() not in SCHEMA:
-                raise UsageError("the state is kept in SQLite or PostgreSQL", slug="wrong-usage", where=url[:80])
+                raise UsageError(
+                    "the state is kept in SQLite or PostgreSQL", slug="wrong-usage", where=url[:80]
+                )
             self._engine = sqlalchemy.create_engine(address, pool_pre_ping=True)
         except (sqlalchemy.exc.ArgumentError, ImportError) as error:
-            raise UsageError(f"this is no address of a database here: {error}", slug="wrong-usage") from error
+            raise UsageError(
+                f"this is no address of a database here: {error}", slug="wrong-usage"
+            ) from error
         self.where = address.render_as_string(hide_password=True)
         self._lite = address.get_backend_name() == "sqlite"
         self._text = sqlalchemy.text
@@ -157,7 +168,9 @@ class StateDatabase:
                 except OSError as error:
                     raise _build_unusable_error(error.strerror or str(error), self.where) from error
             sqlalchemy.event.listen(self._engine, "connect", _prepare_sqlite)
-            sqlalchemy.event.listen(self._engine, "begin", lambda connection: connection.exec_driver_sql(_BEGIN))
+            sqlalchemy.event.listen(
+                self._engine, "begin", lambda connection: connection.exec_driver_sql(_BEGIN)
+            )
         try:
             self._prepare()
         except BaseException:
@@ -179,12 +192,16 @@ class StateDatabase:
             reason = str(error.orig).partition("\n")[0]
             if "locked" in reason:
                 raise OutputError(
-                    "another process keeps the database locked", slug="state-busy", where=self.where,
+                    "another process keeps the database locked",
+                    slug="state-busy",
+                    where=self.where,
                     hint="try again; a backup or a shell may hold it",
-                ) from error  # fmt: skip
+                ) from error
             raise _build_unusable_error(reason, self.where) from error
 
-    def _rows(self, connection: Connection, statement: str, **values: object) -> Sequence[RowMapping]:
+    def _rows(
+        self, connection: Connection, statement: str, **values: object
+    ) -> Sequence[RowMapping]:
         return connection.execute(self._text(statement), values).mappings().all()
 
     def _change(self, connection: Connection, statement: str, **values: object) -> int:
@@ -192,9 +209,9 @@ class StateDatabase:
 
     def _open_rows(
         self, table: str, key: tuple[str, ...], series: str, limit: int, term: str
-    ) -> Sequence[RowMapping]:  # fmt: skip
-        """Rows of a table that are to be put into the tables under one number: those that were begun and not ended,
-        else a new batch; none where none waits.
+    ) -> Sequence[RowMapping]:
+        """Rows of a table that are to be put into the tables under one number: those that were
+        begun and not ended, else a new batch; none where none waits.
 
         Args:
             table: It has a column `batch`: its number, 0 once it has ended, and null before it was begun.
@@ -220,20 +237,27 @@ class StateDatabase:
                     "ON CONFLICT (name) DO UPDATE SET value = numbers.value + 1",
                     name=series,
                 )
-                [row] = self._rows(connection, "SELECT value FROM numbers WHERE name = :name", name=series)
+                [row] = self._rows(
+                    connection, "SELECT value FROM numbers WHERE name = :name", name=series
+                )
                 number = row["value"]
-                connection.execute(self._text(assign_statement), [{**row, "number": number} for row in waiting])
+                connection.execute(
+                    self._text(assign_statement), [{**row, "number": number} for row in waiting]
+                )
                 rows = self._rows(connection, begun)
             return rows
 
     def _now_ns(self, connection: Connection) -> int:
         if self._lite:  # which processes of one host share
             return time.time_ns()
-        [row] = self._rows(connection, "SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1e9 AS BIGINT) AS now")
+        [row] = self._rows(
+            connection, "SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1e9 AS BIGINT) AS now"
+        )
         return cast("int", row["now"])
 
     def _check_leader(self, connection: Connection, term: str) -> None:
-        """Let nothing be changed by who led once: the lease stays as it is until this transaction ends.
+        """Let nothing be changed by who led once: the lease stays as it is until this transaction
+        ends.
 
         Raises:
             OutputError: `not-leading`.
@@ -241,7 +265,9 @@ class StateDatabase:
         lock = "" if self._lite else " FOR SHARE"  # SQLite has one writer at a time
         statement = f"SELECT 1 FROM leases WHERE name = :name AND holder = :term{lock}"  # noqa: S608
         if not self._rows(connection, statement, name=LEADER, term=term):
-            raise OutputError("another service of this state leads now", slug="not-leading", where=self.where)
+            raise OutputError(
+                "another service of this state leads now", slug="not-leading", where=self.where
+            )
 
     def _prepare(self) -> None:
         with self._transaction() as connection:
@@ -254,7 +280,9 @@ class StateDatabase:
             if not self._rows(connection, "SELECT version FROM schema_version"):
                 for statement in SCHEMA[self._engine.dialect.name]:
                     connection.exec_driver_sql(statement)
-                statement = "INSERT INTO schema_version (version, identity) VALUES (:version, :identity)"
+                statement = (
+                    "INSERT INTO schema_version (version, identity) VALUES (:version, :identity)"
+                )
                 self._change(connection, statement, version=VERSION, identity=secrets.token_hex(8))
             [row] = self._rows(connection, "SELECT version, identity FROM schema_version")
             if row["version"] != VERSION:
@@ -277,9 +305,11 @@ def _prepare_sqlite(connection: object, _record: object) -> None:
 
 def _build_unusable_error(reason: str, location: str) -> OutputError:
     return OutputError(
-        f"the state of the service cannot be used: {reason.lower()}", slug="state-unusable", where=location,
+        f"the state of the service cannot be used: {reason.lower()}",
+        slug="state-unusable",
+        where=location,
         hint="it needs a disk with room that it may write to, or a PostgreSQL that answers",
-    )  # fmt: skip
+    )
 
 
 def hash_secret(secret: str) -> str:

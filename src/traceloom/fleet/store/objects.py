@@ -1,7 +1,8 @@
 """The files of the service: in a directory, or in S3, Google's or Azure's object store.
 
-`captures/DAY/ID/NAME` are the files of captures, `analysed/TASK.zip` rows that wait for their commit, `reports/` pages
-that were opened. What is written is whole or not there, and never changed afterwards.
+`captures/DAY/ID/NAME` are the files of captures, `analysed/TASK.zip` rows that wait for their
+commit, `reports/` pages that were opened. What is written is whole or not there, and never changed
+afterwards.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ _PARTIAL_PREFIX = ".incoming-"
 _STALE_AFTER_S = 86_400  # after which nobody writes a file any more
 _CLIENT_OPTIONS = {"connect_timeout": "5s", "timeout": "600s"}
 _MAX_UPLOAD_BYTES = 5000 << 20
-"""Bytes that S3 (5 GiB) and Azure (5,000 MiB) both take by one PUT, as who has a signed address sends them."""
+"""Bytes that S3 (5 GiB) and Azure (5,000 MiB) both take by one PUT, as who has a signed address
+sends them.
+"""
 _RETRY_OPTIONS = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
 SCHEMES = ("s3", "gs", "az", "abfss")
 
 
 def check_object_name(name: str) -> str:
-    """The name of an object, or of a file of a capture: parts with `/` between, which lead nowhere else.
+    """The name of an object, or of a file of a capture: parts with `/` between, which lead nowhere
+    else.
 
     Raises:
         UsageError: `unsafe-name`.
@@ -46,9 +50,10 @@ def check_object_name(name: str) -> str:
     parts = name.split("/")
     if len(parts) > _MAX_PARTS or not all(_NAME_PART.fullmatch(part) for part in parts):
         raise UsageError(
-            f"{name[:80]!r} cannot be the name of a file here", slug="unsafe-name",
+            f"{name[:80]!r} cannot be the name of a file here",
+            slug="unsafe-name",
             hint="names have letters, digits and . _ - @ + =, and begin with a letter, a digit or _",
-        )  # fmt: skip
+        )
     return name
 
 
@@ -75,26 +80,42 @@ class ObjectStore:
             from obstore.store import LocalStore, from_url
         except ImportError as error:
             hint = "pip install 'traceloom[fleet]'"
-            raise InputError("the files of a fleet need obstore", slug="no-extra", hint=hint) from error
+            raise InputError(
+                "the files of a fleet need obstore", slug="no-extra", hint=hint
+            ) from error
         if is_address(url) and not url.startswith("file://"):
             scheme = urlsplit(url).scheme
             if scheme not in SCHEMES:
                 hint = f"it has {', '.join(SCHEMES)}, and directories"
-                raise UsageError("no object store has such addresses", slug="wrong-usage", where=url[:80], hint=hint)
+                raise UsageError(
+                    "no object store has such addresses",
+                    slug="wrong-usage",
+                    where=url[:80],
+                    hint=hint,
+                )
             config = dict(options or {})
             allow_http = config.pop(
                 "aws_allow_http", os.environ.get("AWS_ALLOW_HTTP", "")
             )  # the client's options go before
             try:
                 self._store = from_url(  # type: ignore[call-overload]
-                    self.url, config=config, retry_config=_RETRY_OPTIONS,
-                    client_options={**_CLIENT_OPTIONS, "allow_http": allow_http.lower() in {"1", "true"}},
-                )  # fmt: skip
+                    self.url,
+                    config=config,
+                    retry_config=_RETRY_OPTIONS,
+                    client_options={
+                        **_CLIENT_OPTIONS,
+                        "allow_http": allow_http.lower() in {"1", "true"},
+                    },
+                )
             except (BaseError, ValueError) as error:
                 reason = str(error).partition("\n")[0]
-                raise UsageError(f"the address cannot be used: {reason}", slug="wrong-usage", where=url[:80]) from error
+                raise UsageError(
+                    f"the address cannot be used: {reason}", slug="wrong-usage", where=url[:80]
+                ) from error
             return
-        self.directory = Path(unquote(urlsplit(url).path) if url.startswith("file://") else url).absolute()
+        self.directory = Path(
+            unquote(urlsplit(url).path) if url.startswith("file://") else url
+        ).absolute()
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -128,7 +149,10 @@ class ObjectStore:
         return True
 
     def put_file(self, name: str, path: Path) -> None:
-        """Write a file of any size under a name; what is there already is left as it is. Errors as of `put`."""
+        """Write a file of any size under a name; what is there already is left as it is.
+
+        Errors as of `put`.
+        """
         from obstore.exceptions import BaseError
 
         check_object_name(name)
@@ -144,7 +168,8 @@ class ObjectStore:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[NewFile]:
-        """A new file of a directory, which is there under its name once all is written inside, and else not at all.
+        """A new file of a directory, which is there under its name once all is written inside, and
+        else not at all.
 
         Raises:
             OutputError: `cannot-write`.
@@ -185,8 +210,9 @@ class ObjectStore:
         return None if self.directory is not None else self._signed("PUT", name, seconds)
 
     def readable_at(self, name: str, seconds: int) -> str | None:
-        """Where a process without credentials reads this object for so many seconds: an address that is signed for it
-        alone, or the path in a directory; None where a directory has no such file.
+        """Where a process without credentials reads this object for so many seconds: an address
+        that is signed for it alone, or the path in a directory; None where a directory has no
+        such file.
 
         Raises:
             InputError: `unreadable`: there are no credentials to sign with.
@@ -233,7 +259,9 @@ class ObjectStore:
         from obstore.exceptions import BaseError
 
         try:
-            for chunk in self._store.get(check_object_name(name)).stream(min_chunk_size=_READ_BYTES):
+            for chunk in self._store.get(check_object_name(name)).stream(
+                min_chunk_size=_READ_BYTES
+            ):
                 yield bytes(chunk)
         except (BaseError, OSError) as error:
             raise self._unreadable(name, error) from error
@@ -262,7 +290,11 @@ class ObjectStore:
         from obstore.exceptions import BaseError
 
         try:
-            return sorted(entry["path"] for page in self._store.list(check_object_name(prefix)) for entry in page)
+            return sorted(
+                entry["path"]
+                for page in self._store.list(check_object_name(prefix))
+                for entry in page
+            )
         except (BaseError, OSError) as error:
             raise self._unreadable(prefix, error) from error
 
@@ -274,7 +306,10 @@ class ObjectStore:
 
 
 class NewFile:
-    """A file that is being written. `existed`: in the end there was one of its name already, which stays."""
+    """A file that is being written.
+
+    `existed`: in the end there was one of its name already, which stays.
+    """
 
     def __init__(self, handle: BinaryIO) -> None:
         self._handle = handle
@@ -287,4 +322,6 @@ class NewFile:
 
 def _build_write_error(location: object, error: Exception) -> OutputError:
     reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0].lower()
-    return OutputError(f"the object cannot be written: {reason}", slug="cannot-write", where=str(location))
+    return OutputError(
+        f"the object cannot be written: {reason}", slug="cannot-write", where=str(location)
+    )

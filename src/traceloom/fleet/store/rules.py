@@ -37,16 +37,23 @@ class DocumentState(StateDatabase):
         versions = self.documents(name, 1, version)
         return versions[0] if versions else None
 
-    def documents(self, name: DocumentName, limit: int = 1000, version: int | None = None) -> list[StoredDocument]:
+    def documents(
+        self, name: DocumentName, limit: int = 1000, version: int | None = None
+    ) -> list[StoredDocument]:
         """The versions of a document, newest first; of one number where it is named."""
         with self._transaction() as connection:
             rows = self._rows(
                 connection,
                 "SELECT version, at_ns, who, document FROM documents WHERE name = :name "
                 "AND (:version = 0 OR version = :version) ORDER BY version DESC LIMIT :most",
-                name=name, version=version or 0, most=limit,
-            )  # fmt: skip
-            return [StoredDocument(row["version"], row["at_ns"], row["who"], row["document"]) for row in rows]
+                name=name,
+                version=version or 0,
+                most=limit,
+            )
+            return [
+                StoredDocument(row["version"], row["at_ns"], row["who"], row["document"])
+                for row in rows
+            ]
 
     def put_document(self, name: DocumentName, author: str, document: str) -> int:
         """Keep a new version; its number."""
@@ -61,8 +68,12 @@ class DocumentState(StateDatabase):
                 connection,
                 "INSERT INTO documents (name, version, at_ns, who, document) "
                 "VALUES (:name, :version, :now, :who, :document)",
-                name=name, version=row["version"], now=self._now_ns(connection), who=author, document=document,
-            )  # fmt: skip
+                name=name,
+                version=row["version"],
+                now=self._now_ns(connection),
+                who=author,
+                document=document,
+            )
             return int(row["version"])
 
 
@@ -74,7 +85,10 @@ MAX_WAITING = 1000
 
 
 class FleetEvent(NamedTuple):
-    """Something that webhooks are told. `id` is the same however often it is told; `document`: the body, JSON."""
+    """Something that webhooks are told.
+
+    `id` is the same however often it is told; `document`: the body, JSON.
+    """
 
     id: str
     event: str
@@ -82,7 +96,10 @@ class FleetEvent(NamedTuple):
 
 
 class WebhookRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A webhook, without its secret. `failed`: given up after a day; `dropped`: too many waited; `error`: the last."""
+    """A webhook, without its secret.
+
+    `failed`: given up after a day; `dropped`: too many waited; `error`: the last.
+    """
 
     name: str
     url: str
@@ -121,16 +138,26 @@ class WebhookState(StateDatabase):
         with self._transaction() as connection:
             [row] = self._rows(connection, "SELECT COUNT(*) AS number FROM webhooks")
             if row["number"] >= MAX_WEBHOOKS:
-                raise UsageError(f"there are {MAX_WEBHOOKS} webhooks", slug="too-many-webhooks", hint="remove some")
+                raise UsageError(
+                    f"there are {MAX_WEBHOOKS} webhooks",
+                    slug="too-many-webhooks",
+                    hint="remove some",
+                )
             added = self._change(
                 connection,
                 "INSERT INTO webhooks (name, url, secret, events, created_ns, delivered, failed, dropped, error) "
                 "VALUES (:name, :url, :secret, :events, :now, 0, 0, 0, '') ON CONFLICT (name) DO NOTHING",
-                name=name, url=url, secret=secret, events=json.dumps(sorted(events)), now=time.time_ns(),
-            )  # fmt: skip
+                name=name,
+                url=url,
+                secret=secret,
+                events=json.dumps(sorted(events)),
+                now=time.time_ns(),
+            )
         if not added:
             raise UsageError(
-                f"there is a webhook `{name}`", slug="webhook-exists", hint="remove it, or take another name"
+                f"there is a webhook `{name}`",
+                slug="webhook-exists",
+                hint="remove it, or take another name",
             )
         return secret
 
@@ -138,7 +165,9 @@ class WebhookState(StateDatabase):
         """Tell it nothing any more; False where there is none."""
         with self._transaction() as connection:
             self._change(connection, "DELETE FROM deliveries WHERE webhook = :name", name=name)
-            return bool(self._change(connection, "DELETE FROM webhooks WHERE name = :name", name=name))
+            return bool(
+                self._change(connection, "DELETE FROM webhooks WHERE name = :name", name=name)
+            )
 
     def webhooks(self) -> list[WebhookRecord]:
         """All webhooks, by name."""
@@ -148,56 +177,81 @@ class WebhookState(StateDatabase):
                 "SELECT name, url, events, created_ns, delivered, failed, dropped, error, (SELECT COUNT(*) FROM "
                 "deliveries WHERE webhook = webhooks.name) AS waiting FROM webhooks ORDER BY name",
             )
-            return [msgspec.convert({**row, "events": json.loads(row["events"])}, WebhookRecord) for row in rows]
+            return [
+                msgspec.convert({**row, "events": json.loads(row["events"])}, WebhookRecord)
+                for row in rows
+            ]
 
     def webhook_secret(self, name: str) -> str | None:
         """What a webhook's deliveries are signed with; None where there is none of that name."""
         with self._transaction() as connection:
-            rows = self._rows(connection, "SELECT secret FROM webhooks WHERE name = :name", name=name)
+            rows = self._rows(
+                connection, "SELECT secret FROM webhooks WHERE name = :name", name=name
+            )
             return str(rows[0]["secret"]) if rows else None
 
     def due_deliveries(self, now_ns: int, busy: Collection[str] = ()) -> list[Delivery]:
         """Of each webhook the oldest delivery that is due; none of those that are `busy`."""
         with self._transaction() as connection:
-            names = self._rows(connection, "SELECT DISTINCT webhook FROM deliveries WHERE due_ns <= :now", now=now_ns)
+            names = self._rows(
+                connection,
+                "SELECT DISTINCT webhook FROM deliveries WHERE due_ns <= :now",
+                now=now_ns,
+            )
             rows = [
                 self._rows(
                     connection,
                     "SELECT d.webhook, w.url, w.secret, d.id, d.event, d.document, d.created_ns, d.attempts "
                     "FROM deliveries d JOIN webhooks w ON w.name = d.webhook WHERE d.webhook = :name "
                     "AND d.due_ns <= :now ORDER BY d.due_ns, d.created_ns, d.id LIMIT 1",
-                    now=now_ns, name=row["webhook"],
+                    now=now_ns,
+                    name=row["webhook"],
                 )
-                for row in names if row["webhook"] not in busy
-            ]  # fmt: skip
+                for row in names
+                if row["webhook"] not in busy
+            ]
             return [msgspec.convert(dict(row), Delivery) for (row,) in filter(None, rows)]
 
-    def close_delivery(self, delivery: Delivery, error: str = "", due_ns: int | None = None) -> None:
+    def close_delivery(
+        self, delivery: Delivery, error: str = "", due_ns: int | None = None
+    ) -> None:
         """It arrived; or it did not, and is tried again at `due_ns`, or never."""
         delivery_key = {"name": delivery.webhook, "id": delivery.id}
         with self._transaction() as connection:
             self._change(
-                connection, "UPDATE webhooks SET error = :error WHERE name = :name", error=error, name=delivery.webhook
+                connection,
+                "UPDATE webhooks SET error = :error WHERE name = :name",
+                error=error,
+                name=delivery.webhook,
             )
             if due_ns is not None:
                 self._change(
                     connection,
                     "UPDATE deliveries SET due_ns = :due, attempts = attempts + 1 WHERE webhook = :name AND id = :id",
-                    due=due_ns, **delivery_key,
-                )  # fmt: skip
+                    due=due_ns,
+                    **delivery_key,
+                )
                 return
-            self._change(connection, "DELETE FROM deliveries WHERE webhook = :name AND id = :id", **delivery_key)
+            self._change(
+                connection,
+                "DELETE FROM deliveries WHERE webhook = :name AND id = :id",
+                **delivery_key,
+            )
             counted = "failed = failed + 1" if error else "delivered = delivered + 1"
-            self._change(connection, f"UPDATE webhooks SET {counted} WHERE name = :name", name=delivery.webhook)  # noqa: S608
+            self._change(
+                connection,
+                f"UPDATE webhooks SET {counted} WHERE name = :name",  # noqa: S608
+                name=delivery.webhook,
+            )
 
     def _tell(self, connection: Connection, events: Sequence[FleetEvent]) -> None:
-        """Have events told to every webhook that wants them, as part of the change that they are about."""
+        """Have events told to every webhook that wants them, as part of the change that they are
+        about.
+        """
         if not events:
             return
         now = time.time_ns()
-        waiting = (
-            "SELECT name, events, (SELECT COUNT(*) FROM deliveries WHERE webhook = webhooks.name) AS n FROM webhooks"
-        )
+        waiting = "SELECT name, events, (SELECT COUNT(*) FROM deliveries WHERE webhook = webhooks.name) AS n FROM webhooks"
         for row in self._rows(connection, waiting):
             subscribed = [event for event in events if event.event in json.loads(row["events"])]
             free_slots = max(MAX_WAITING - row["n"], 0)
@@ -206,8 +260,12 @@ class WebhookState(StateDatabase):
                     connection,
                     "INSERT INTO deliveries (webhook, id, event, created_ns, due_ns, attempts, document) "
                     "VALUES (:webhook, :id, :event, :now, :now, 0, :document) ON CONFLICT DO NOTHING",
-                    webhook=row["name"], id=event.id, event=event.event, now=now, document=event.document,
-                )  # fmt: skip
+                    webhook=row["name"],
+                    id=event.id,
+                    event=event.event,
+                    now=now,
+                    document=event.document,
+                )
             if dropped := len(subscribed[free_slots:]):
                 statement = "UPDATE webhooks SET dropped = dropped + :more WHERE name = :name"
                 self._change(connection, statement, more=dropped, name=row["name"])
@@ -229,7 +287,9 @@ class TriggerState(WebhookState):
     def trigger_rules(self) -> str:
         """The rules as they were set, TOML; "" where nobody has."""
         with self._transaction() as connection:
-            rows = self._rows(connection, "SELECT document FROM settings WHERE name = :name", name=_RULES)
+            rows = self._rows(
+                connection, "SELECT document FROM settings WHERE name = :name", name=_RULES
+            )
             return str(rows[0]["document"]) if rows else ""
 
     def set_trigger_rules(self, text: str) -> None:
@@ -242,7 +302,9 @@ class TriggerState(WebhookState):
         with self._transaction() as connection:
             charges = self._rows(connection, "SELECT document FROM trigger_charges")
             counts = self._rows(connection, "SELECT name, document FROM trigger_counts")
-            return [row["document"] for row in charges], {row["name"]: row["document"] for row in counts}
+            return [row["document"] for row in charges], {
+                row["name"]: row["document"] for row in counts
+            }
 
     def put_trigger_documents(
         self, charges: Mapping[str, str], counts: Mapping[str, str], removed: Sequence[str] = ()
@@ -254,29 +316,46 @@ class TriggerState(WebhookState):
                     connection,
                     "INSERT INTO trigger_charges (request, document) VALUES (:request, :document) "
                     "ON CONFLICT (request) DO UPDATE SET document = :document",
-                    request=request, document=document,
-                )  # fmt: skip
+                    request=request,
+                    document=document,
+                )
             for request in removed:
-                self._change(connection, "DELETE FROM trigger_charges WHERE request = :request", request=request)
+                self._change(
+                    connection,
+                    "DELETE FROM trigger_charges WHERE request = :request",
+                    request=request,
+                )
             for name, document in counts.items():
                 self._set(connection, "trigger_counts", name, document)
 
     def newly_committed(self, limit: int = 1000) -> tuple[int, list[CommittedCapture]]:
-        """The last batch, and captures that were first analysed in it or since the one that was noted last.
+        """The last batch, and captures that were first analysed in it or since the one that was
+        noted last.
 
         None are new before one was noted.
         """
         with self._transaction() as connection:
-            rows = self._rows(connection, "SELECT document FROM settings WHERE name = :name", name=_BATCH)
-            [last] = self._rows(connection, "SELECT COALESCE(MAX(batch), 0) AS n FROM tasks WHERE state = 'committed'")
-            through = last["n"]
-            new = [] if not rows else self._rows(
+            rows = self._rows(
+                connection, "SELECT document FROM settings WHERE name = :name", name=_BATCH
+            )
+            [last] = self._rows(
                 connection,
-                "SELECT t.capture, c.job FROM tasks t JOIN captures c ON c.id = t.capture WHERE t.state = 'committed' "
-                "AND t.again = 0 AND t.batch > :after AND t.batch <= :through ORDER BY t.batch DESC, t.capture "
-                "LIMIT :most",
-                after=int(rows[0]["document"]), through=through, most=limit,
-            )  # fmt: skip
+                "SELECT COALESCE(MAX(batch), 0) AS n FROM tasks WHERE state = 'committed'",
+            )
+            through = last["n"]
+            new = (
+                []
+                if not rows
+                else self._rows(
+                    connection,
+                    "SELECT t.capture, c.job FROM tasks t JOIN captures c ON c.id = t.capture WHERE t.state = 'committed' "
+                    "AND t.again = 0 AND t.batch > :after AND t.batch <= :through ORDER BY t.batch DESC, t.capture "
+                    "LIMIT :most",
+                    after=int(rows[0]["document"]),
+                    through=through,
+                    most=limit,
+                )
+            )
             return through, [CommittedCapture(row["capture"], row["job"]) for row in new]
 
     def note_committed(self, through: int) -> None:
@@ -298,18 +377,25 @@ class TriggerState(WebhookState):
         At the very first look all are known, and none is new.
         """
         with self._transaction() as connection:
-            first = not self._rows(connection, "SELECT document FROM settings WHERE name = :name", name=_LOOKED)
+            first = not self._rows(
+                connection, "SELECT document FROM settings WHERE name = :name", name=_LOOKED
+            )
             self._set(connection, "settings", _LOOKED, "")
             rows = self._rows(connection, "SELECT series, since_ns FROM regressions_seen")
             seen_ns = {row["series"]: row["since_ns"] for row in rows}
-            new = [name for name, at_ns in since_ns.items() if name not in seen_ns or at_ns > seen_ns[name] + apart_ns]
+            new = [
+                name
+                for name, at_ns in since_ns.items()
+                if name not in seen_ns or at_ns > seen_ns[name] + apart_ns
+            ]
             for name in new:
                 self._change(
                     connection,
                     "INSERT INTO regressions_seen (series, since_ns) VALUES (:series, :since) "
                     "ON CONFLICT (series) DO UPDATE SET since_ns = :since",
-                    series=name, since=since_ns[name],
-                )  # fmt: skip
+                    series=name,
+                    since=since_ns[name],
+                )
             if first:
                 return []
             self._tell(connection, [event(name) for name in new])
@@ -321,5 +407,6 @@ class TriggerState(WebhookState):
             connection,
             f"INSERT INTO {table} (name, document) VALUES (:name, :document) "  # noqa: S608
             "ON CONFLICT (name) DO UPDATE SET document = :document",
-            name=name, document=document,
-        )  # fmt: skip
+            name=name,
+            document=document,
+        )

@@ -1,7 +1,7 @@
 """Columns of the tables; usage minutes that add up.
 
-All tables are partitioned by `day`. Times are int64 nanoseconds, instants Unix time; what is not known is null.
-docs/reference/fleet-tables.md is made of this.
+All tables are partitioned by `day`. Times are int64 nanoseconds, instants Unix time; what is not
+known is null. docs/reference/fleet-tables.md is made of this.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class TableSchema:
         return pl.DataFrame(schema=self.types)
 
     def complete(self, frame: pl.DataFrame) -> pl.DataFrame:
-        """Rows with all columns of the table, in order and of its types; null where the frame has no such column.
+        """Rows with all columns of the table, in order and of its types; null where the frame has
+        no such column.
 
         Raises:
             ValueError: The frame has a column that the table has not.
@@ -72,7 +73,9 @@ class TableSchema:
 
 
 _DAY_COLUMN = Column(
-    "text", "Day", "day in UTC of the start of the capture or of the time, which tables are partitioned by"
+    "text",
+    "Day",
+    "day in UTC of the start of the capture or of the time, which tables are partitioned by",
 )
 _CAPTURE_COLUMN = Column("text", "Capture", "name of the capture")
 _MODEL_COLUMN = Column("text", "Device", "model of the device", _NO_MODEL)
@@ -80,14 +83,22 @@ _JOB_COLUMN = Column("text", "Job", "name of the job", "it belongs to none, or n
 
 _OWNER_COLUMNS: dict[str, Column] = {
     "job": Column("text", "Job", "name of the job"),
-    "scheduler": Column("text", "Scheduler", "what started the job: slurm, kubernetes, ...", "nothing names it"),
+    "scheduler": Column(
+        "text", "Scheduler", "what started the job: slurm, kubernetes, ...", "nothing names it"
+    ),
     "user": Column("text", "User", "who started it", _NOT_SAID),
     "model": Column("text", "Model", "model that is trained or served", _NOT_SAID),
     "product": Column("text", "Product", "product that it is for", _NOT_SAID),
     "division": Column("text", "Division", "division that pays for it", _NOT_SAID),
-    "application": Column("text", "Application", "sort of work: training, inference, evaluation, ...", _NOT_SAID),
-    "framework": Column("text", "Framework", "framework that it runs on", "no framework was seen in its processes"),
-    "labels": Column("text", "Labels", "labels of the job, as JSON text of an object of texts", "it has none"),
+    "application": Column(
+        "text", "Application", "sort of work: training, inference, evaluation, ...", _NOT_SAID
+    ),
+    "framework": Column(
+        "text", "Framework", "framework that it runs on", "no framework was seen in its processes"
+    ),
+    "labels": Column(
+        "text", "Labels", "labels of the job, as JSON text of an object of texts", "it has none"
+    ),
     "valid_from_ns": Column("time", "From", "from when on this holds, Unix time"),
     "valid_to_ns": Column("time", "Until", "when it ceases to hold, Unix time", "it holds on"),
 }
@@ -100,19 +111,29 @@ _USAGE_COLUMNS: dict[str, Column] = {
     "job": _JOB_COLUMN,
     "state": Column("text", "State", f"what the device was in: {', '.join(STATES)}"),
     "device_ms": Column(
-        "count", "Device time, ms",
+        "count",
+        "Device time, ms",
         "share of the device's time, milliseconds: of each device and minute they add up to 60,000",
     ),
     "busy_ms": Column(
-        "count", "Own busy time, ms",
+        "count",
+        "Own busy time, ms",
         "time in which the job itself kept the device busy, ms; what several do at once counts for each",
         "only busy time has it, where it is measured",
     ),
-    "energy_mj": Column("count", "Energy, mJ", "energy of the share, millijoules", "the device does not measure it"),
-    "flops_low": Column("flops", "FLOPs, least", "operations of the share, at least", "they are not measured"),
-    "flops_high": Column("flops", "FLOPs, most", "operations of the share, at most", "they are not measured"),
-    "input_bytes": Column("bytes", "Input", "bytes of input that the job read meanwhile", "nothing says how many"),
-}  # fmt: skip
+    "energy_mj": Column(
+        "count", "Energy, mJ", "energy of the share, millijoules", "the device does not measure it"
+    ),
+    "flops_low": Column(
+        "flops", "FLOPs, least", "operations of the share, at least", "they are not measured"
+    ),
+    "flops_high": Column(
+        "flops", "FLOPs, most", "operations of the share, at most", "they are not measured"
+    ),
+    "input_bytes": Column(
+        "bytes", "Input", "bytes of input that the job read meanwhile", "nothing says how many"
+    ),
+}
 
 _UNIT_TYPES = {
     **dict.fromkeys(("text", "name"), pl.String()),
@@ -122,9 +143,14 @@ _UNIT_TYPES = {
 _OTHER_TYPES = {"day": pl.Date(), "notices": pl.List(pl.String())}
 
 
-def _define_table(name: str, meaning: str, columns: Mapping[str, Column], keep_days: int | None = None) -> TableSchema:
+def _define_table(
+    name: str, meaning: str, columns: Mapping[str, Column], keep_days: int | None = None
+) -> TableSchema:
     declared = {"day": _DAY_COLUMN, **columns}
-    types = {key: _OTHER_TYPES.get(key, _UNIT_TYPES[declaration.unit]) for key, declaration in declared.items()}
+    types = {
+        key: _OTHER_TYPES.get(key, _UNIT_TYPES[declaration.unit])
+        for key, declaration in declared.items()
+    }
     return TableSchema(name, meaning, pl.Schema(types), declared, keep_days)
 
 
@@ -140,19 +166,40 @@ SCHEMAS: dict[str, TableSchema] = {
             "one capture, as it was analysed last",
             {
                 "capture": _CAPTURE_COLUMN,
-                "request": Column("text", "Request", "request that it answers", "it was uploaded unasked"),
+                "request": Column(
+                    "text", "Request", "request that it answers", "it was uploaded unasked"
+                ),
                 "job": _JOB_COLUMN,
                 "start_ns": Column("time", "At", "start of its first event, Unix time"),
-                "window_ns": Column("time", "Window", "from the first to the last event of all its ranks"),
+                "window_ns": Column(
+                    "time", "Window", "from the first to the last event of all its ranks"
+                ),
                 "ranks": Column("count", "Ranks", "ranks that were captured"),
-                "hosts": Column("count", "Hosts", "hosts that they ran on", "no file names its host"),
-                "device_model": Column("text", "Device", "model of its devices, where all are alike", _NO_MODEL),
-                "torch": Column("text", "PyTorch", "version of PyTorch", "the capture does not say it"),
-                "code": Column("text", "Code", "version of the program, such as a commit", "the job does not say it"),
-                "step_ns": Column("time", "Step", "median duration of the whole steps of all ranks", _NO_STEPS),
-                "mfu": Column("share", "MFU", "as in the report, mean over the ranks", "the report has none"),
+                "hosts": Column(
+                    "count", "Hosts", "hosts that they ran on", "no file names its host"
+                ),
+                "device_model": Column(
+                    "text", "Device", "model of its devices, where all are alike", _NO_MODEL
+                ),
+                "torch": Column(
+                    "text", "PyTorch", "version of PyTorch", "the capture does not say it"
+                ),
+                "code": Column(
+                    "text",
+                    "Code",
+                    "version of the program, such as a commit",
+                    "the job does not say it",
+                ),
+                "step_ns": Column(
+                    "time", "Step", "median duration of the whole steps of all ranks", _NO_STEPS
+                ),
+                "mfu": Column(
+                    "share", "MFU", "as in the report, mean over the ranks", "the report has none"
+                ),
                 "roofline_fraction": Column(
-                    "share", "Roofline", "share of the roofline that the steps reach, mean over the ranks",
+                    "share",
+                    "Roofline",
+                    "share of the roofline that the steps reach, mean over the ranks",
                     "the report has none",
                 ),
                 "notices": Column("text", "Notices", "slugs of its notices, each once, in order"),
@@ -170,11 +217,17 @@ SCHEMAS: dict[str, TableSchema] = {
                 "window_ns": Column("time", "Window", "from the first to the last GPU work"),
                 **_get_shared_columns("busy_ns", "idle_ns"),
                 **{
-                    f"idle_{cause}_ns": Column("time", f"Idle: {cause.replace('_', ' ')}", f"idle time: {meaning}")
+                    f"idle_{cause}_ns": Column(
+                        "time", f"Idle: {cause.replace('_', ' ')}", f"idle time: {meaning}"
+                    )
                     for cause, meaning in CAUSES.items()
                 },
                 **_get_shared_columns(
-                    "compute_ns", "communication_ns", "memory_ns", "exposed_communication_ns", "exposed_memory_ns"
+                    "compute_ns",
+                    "communication_ns",
+                    "memory_ns",
+                    "exposed_communication_ns",
+                    "exposed_memory_ns",
                 ),
             },
         ),
@@ -187,21 +240,37 @@ SCHEMAS: dict[str, TableSchema] = {
                 **_get_shared_columns("rank"),
                 "device_model": _MODEL_COLUMN,
                 **_get_shared_columns("kernel"),
-                "kind": Column("text", "Kind", "kind of work: gemm, attention, elementwise, copy, ..."),
-                "bound": Column("text", "Bound by", "what limits it: compute, memory, latency or unknown"),
+                "kind": Column(
+                    "text", "Kind", "kind of work: gemm, attention, elementwise, copy, ..."
+                ),
+                "bound": Column(
+                    "text", "Bound by", "what limits it: compute, memory, latency or unknown"
+                ),
                 **_get_shared_columns("op"),
-                "shapes": Column("name", "Shapes", "shapes of its inputs, as JSON text", "they were not recorded"),
-                "types": Column("text", "Types", "element types of its inputs, as JSON text", "they were not recorded"),
+                "shapes": Column(
+                    "name", "Shapes", "shapes of its inputs, as JSON text", "they were not recorded"
+                ),
+                "types": Column(
+                    "text",
+                    "Types",
+                    "element types of its inputs, as JSON text",
+                    "they were not recorded",
+                ),
                 "count": Column("count", "Count", "pieces of GPU work"),
                 **_get_shared_columns("total_ns"),
                 "min_ns": Column("time", "Min", "shortest piece of work"),
                 "max_ns": Column("time", "Max", "longest piece of work"),
                 "roofline_ns": Column(
-                    "time", "At the peaks", "time that its FLOPs or bytes need at the peaks of the device",
+                    "time",
+                    "At the peaks",
+                    "time that its FLOPs or bytes need at the peaks of the device",
                     "of a part of it there is no model",
                 ),
                 "clock_hz": Column(
-                    "number", "Clock", "mean clock of the device in the window, Hz", "no telemetry was captured"
+                    "number",
+                    "Clock",
+                    "mean clock of the device in the window, Hz",
+                    "no telemetry was captured",
                 ),
             },
         ),
@@ -210,19 +279,35 @@ SCHEMAS: dict[str, TableSchema] = {
             "one finding of a capture",
             {
                 "capture": _CAPTURE_COLUMN,
-                "slug": Column("text", "Rule", "rule that it comes from, as `traceloom explain` names it"),
-                "saving_ns": Column("time", "Saves", "what fixing it saves per step", "it saves no time"),
-                "saving_fraction": Column("share", "Of the step", "the same over the step", "it saves no time"),
+                "slug": Column(
+                    "text", "Rule", "rule that it comes from, as `traceloom explain` names it"
+                ),
+                "saving_ns": Column(
+                    "time", "Saves", "what fixing it saves per step", "it saves no time"
+                ),
+                "saving_fraction": Column(
+                    "share", "Of the step", "the same over the step", "it saves no time"
+                ),
                 "confidence": Column("share", "Confidence", "how sure the rule is, 0 to 1"),
-                "rank": Column("count", "Rank", "rank that its first evidence is of", "it is about no single rank"),
+                "rank": Column(
+                    "count",
+                    "Rank",
+                    "rank that its first evidence is of",
+                    "it is about no single rank",
+                ),
             },
         ),
-        _define_table("usage_minute", "a share of a device's minute, by job and state", _USAGE_COLUMNS, keep_days=30),
+        _define_table(
+            "usage_minute",
+            "a share of a device's minute, by job and state",
+            _USAGE_COLUMNS,
+            keep_days=30,
+        ),
         _define_table("usage_hour", "the same, added up over an hour", _USAGE_COLUMNS),
         _define_table("jobs", "what a job, its scheduler and its agents say of it", _OWNER_COLUMNS),
         _define_table("owners", "what people say of a job, which goes before that", _OWNER_COLUMNS),
     )
-}  # fmt: skip
+}
 """Table -> its declaration, in the order of the documentation."""
 
 
@@ -243,21 +328,24 @@ _TEXT_COLUMNS = ("host", "device", "device_model", "job", "state")
 _AMOUNT_COLUMNS = ("busy_ms", "energy_mj", "flops_low", "flops_high", "input_bytes")
 # Amounts added up; null where none is known.
 _AMOUNT_SUMS = [
-    pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum()).alias(name) for name in _AMOUNT_COLUMNS
+    pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum()).alias(name)
+    for name in _AMOUNT_COLUMNS
 ]
 
 
 def compute_usage_minutes(observed: pl.DataFrame, due: pl.DataFrame | None = None) -> pl.DataFrame:
     """Rows of `usage_minute` from what was seen.
 
-    The parts of a device's minute become whole milliseconds; what rounding leaves goes to the largest remainders, in
-    the order of state and job where these are equal. What is missing to a minute is `unreachable`. Parts of more than a
-    minute, as of an agent that was asked twice or whose clock jumped, are scaled down to one.
+    The parts of a device's minute become whole milliseconds; what rounding leaves goes to the
+    largest remainders, in the order of state and job where these are equal. What is missing to a
+    minute is `unreachable`. Parts of more than a minute, as of an agent that was asked twice or
+    whose clock jumped, are scaled down to one.
 
     Args:
         observed: Columns of `usage_minute` but `day`; `device_ms` and the amounts may have fractions. Rows of one device,
-            minute, job and state are added up. A time inside a minute counts for that minute; parts that are not
-            positive are left out, amounts that are negative or not finite are not known.
+            minute, job and state are added up. A time inside a minute counts for that minute; parts
+            that are not positive are left out, amounts that are negative or not finite are not
+            known.
         due: `time_ns` (start of a minute), `host`, `device`, `device_model` of devices that are to be heard of: those
             of which nothing was seen in the minute are unreachable for all of it.
     """
@@ -265,11 +353,16 @@ def compute_usage_minutes(observed: pl.DataFrame, due: pl.DataFrame | None = Non
     parts = observed.select(
         pl.col("time_ns") // _MINUTE_NS * _MINUTE_NS,
         *(pl.col(name).cast(pl.String) for name in _TEXT_COLUMNS),
-        *(pl.when(amount.is_between(0.0, _MAX_AMOUNT)).then(amount).alias(name) for name, amount in amounts.items()),
+        *(
+            pl.when(amount.is_between(0.0, _MAX_AMOUNT)).then(amount).alias(name)
+            for name, amount in amounts.items()
+        ),
     ).filter(pl.col("device_ms") > 0)
     if due is not None:
         silent = due.select(*_DEVICE_KEYS, "device_model").join(parts, on=_DEVICE_KEYS, how="anti")
-        parts = pl.concat([parts, silent.with_columns(state=pl.lit(UNREACHABLE), device_ms=0.0)], how="diagonal")
+        parts = pl.concat(
+            [parts, silent.with_columns(state=pl.lit(UNREACHABLE), device_ms=0.0)], how="diagonal"
+        )
     # Texts as numbers in their order are grouped and sorted in a fraction of the time.
     values = {name: parts[name].drop_nulls().unique() for name in _TEXT_COLUMNS}
     values["state"] = pl.concat([values["state"], pl.Series([UNREACHABLE])]).unique()
@@ -281,25 +374,37 @@ def compute_usage_minutes(observed: pl.DataFrame, due: pl.DataFrame | None = Non
     )
     lost = (
         summed.group_by(_DEVICE_KEYS)
-        .agg(pl.col("device_model").drop_nulls().first(), device_ms=MINUTE_MS - pl.col("device_ms").sum())
+        .agg(
+            pl.col("device_model").drop_nulls().first(),
+            device_ms=MINUTE_MS - pl.col("device_ms").sum(),
+        )
         .filter(pl.col("device_ms") > 0)
         .with_columns(state=pl.lit(UNREACHABLE, orders["state"]))
     )
     rows = pl.concat([summed, lost], how="diagonal").sort(*_DEVICE_KEYS, "state", "job")
-    rows = rows.with_columns(device_ms=_fit_to_minutes(rows["device_ms"].to_numpy(), rows.select(_DEVICE_KEYS)))
-    return rows.filter(pl.col("device_ms") > 0).lazy().pipe(_cast_to_schema, "usage_minute").collect()
+    rows = rows.with_columns(
+        device_ms=_fit_to_minutes(rows["device_ms"].to_numpy(), rows.select(_DEVICE_KEYS))
+    )
+    return (
+        rows.filter(pl.col("device_ms") > 0).lazy().pipe(_cast_to_schema, "usage_minute").collect()
+    )
 
 
 def _fit_to_minutes(parts: Floats, device_minutes: pl.DataFrame) -> Ints:
-    """Parts as whole milliseconds of which those of a device and minute, which stand together, add up to 60,000."""
+    """Parts as whole milliseconds of which those of a device and minute, which stand together, add
+    up to 60,000.
+    """
     if not parts.size:
         return np.empty(0, dtype=np.int64)
-    group = device_minutes.select(pl.struct(pl.all()).rle_id()).to_series().to_numpy().astype(np.int64)
+    group = (
+        device_minutes.select(pl.struct(pl.all()).rle_id()).to_series().to_numpy().astype(np.int64)
+    )
     first = np.flatnonzero(np.diff(group, prepend=-1))
     exact = parts * (MINUTE_MS / np.add.reduceat(parts, first))[group]
     floor = np.floor(exact)
     missing_ms = MINUTE_MS - np.add.reduceat(floor, first)
-    # by remainder in each group, which ends before the next begins; equal remainders stay in their order
+    # by remainder in each group, which ends before the next begins; equal remainders stay in their
+    # order
     remainder_order = np.argsort(group + (floor - exact), kind="stable")
     rank_in_group = np.empty(parts.size, dtype=np.int64)
     rank_in_group[remainder_order] = np.arange(parts.size) - first[group]
@@ -307,7 +412,9 @@ def _fit_to_minutes(parts: Floats, device_minutes: pl.DataFrame) -> Ints:
 
 
 def compute_usage_hours(usage_minute: pl.DataFrame) -> pl.DataFrame:
-    """Rows of `usage_hour` from those of `usage_minute`, or of `usage_hour`; parts of hours are added up to parts."""
+    """Rows of `usage_hour` from those of `usage_minute`, or of `usage_hour`; parts of hours are
+    added up to parts.
+    """
     rows = (
         usage_minute.with_columns(pl.col("time_ns") // _HOUR_NS * _HOUR_NS)
         .group_by(*_DEVICE_KEYS, "state", "job")
@@ -321,4 +428,6 @@ def _cast_to_schema(frame: pl.LazyFrame, table: str) -> pl.LazyFrame:
     types = SCHEMAS[table].types
     rounded = [pl.col(name).round() for name in ("busy_ms", "energy_mj", "input_bytes")]
     day = pl.from_epoch(pl.col("time_ns"), "ns").dt.date()
-    return frame.with_columns(*rounded, day=day).select(pl.col(name).cast(kind) for name, kind in types.items())
+    return frame.with_columns(*rounded, day=day).select(
+        pl.col(name).cast(kind) for name, kind in types.items()
+    )

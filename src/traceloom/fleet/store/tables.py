@@ -1,9 +1,10 @@
 """Delta tables, rows on their way to them.
 
-Writers of several processes would lose commits of each other, so one writes: a batch of rows for several tables has a
-number, and each table notes the number of the last batch it holds (an application transaction of Delta). A batch that
-was interrupted is committed again under its number: tables that hold it already are left as they are, the others take
-it, so that no row is lost or stands twice.
+Writers of several processes would lose commits of each other, so one writes: a batch of rows for
+several tables has a number, and each table notes the number of the last batch it holds (an
+application transaction of Delta). A batch that was interrupted is committed again under its number:
+tables that hold it already are left as they are, the others take it, so that no row is lost or
+stands twice.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Tables:
     """
 
     def __init__(self, url: str, options: Mapping[str, str] | None = None) -> None:
-        if find_spec("deltalake") is None:  # which is loaded where a table is opened: it takes 60 MB
+        if (
+            find_spec("deltalake") is None
+        ):  # which is loaded where a table is opened: it takes 60 MB
             hint = "pip install 'traceloom[fleet]'"
             raise InputError("the tables of a fleet need deltalake", slug="no-extra", hint=hint)
         self.url = url.rstrip("/")
@@ -71,19 +74,30 @@ class Tables:
 
         for name, schema in SCHEMAS.items():
             try:
-                self._open(name)  # `DeltaTable.is_deltatable` would keep Python's lock while a store is slow
+                self._open(
+                    name
+                )  # `DeltaTable.is_deltatable` would keep Python's lock while a store is slow
             except InputError as error:  # noqa: PERF203  (a dozen tables)
                 if not isinstance(error.__cause__, TableNotFoundError):
                     raise
                 with _report_write_errors(self.address(name)):
                     write_deltalake(
-                        self.address(name), schema.empty(), mode="ignore", partition_by=["day"], name=name,
-                        description=schema.meaning, configuration=_CONFIGURATION, storage_options=self.options,
-                        commit_properties=CommitProperties(app_transactions=[Transaction(_SCHEMA, VERSION)]),
-                    )  # fmt: skip
+                        self.address(name),
+                        schema.empty(),
+                        mode="ignore",
+                        partition_by=["day"],
+                        name=name,
+                        description=schema.meaning,
+                        configuration=_CONFIGURATION,
+                        storage_options=self.options,
+                        commit_properties=CommitProperties(
+                            app_transactions=[Transaction(_SCHEMA, VERSION)]
+                        ),
+                    )
 
     def scan(self, name: str, first: date | None = None, last: date | None = None) -> pl.LazyFrame:
-        """The rows of a table from the first day to the last, both included, with the columns of its schema.
+        """The rows of a table from the first day to the last, both included, with the columns of
+        its schema.
 
         Raises:
             InputError: `other-version`, `unreadable`.
@@ -101,7 +115,11 @@ class Tables:
         return self._open(name).version()
 
     def commit(
-        self, source: str, number: int, rows: Mapping[str, pl.DataFrame], replaced: Iterable[str] = ()
+        self,
+        source: str,
+        number: int,
+        rows: Mapping[str, pl.DataFrame],
+        replaced: Iterable[str] = (),
     ) -> dict[str, int]:
         """Add a batch, exactly once however often it is called.
 
@@ -144,9 +162,15 @@ class Tables:
                 continue
             with _report_write_errors(self.address(name)):
                 if rewritten:
-                    capture_predicate = "capture IN ({})".format(", ".join(f"'{capture}'" for capture in rewritten))
+                    capture_predicate = "capture IN ({})".format(
+                        ", ".join(f"'{capture}'" for capture in rewritten)
+                    )
                     write_deltalake(
-                        table, frame, mode="overwrite", predicate=capture_predicate, commit_properties=noted
+                        table,
+                        frame,
+                        mode="overwrite",
+                        predicate=capture_predicate,
+                        commit_properties=noted,
                     )
                 else:
                     write_deltalake(table, frame, mode="append", commit_properties=noted)
@@ -154,10 +178,11 @@ class Tables:
         return added
 
     def compact(self, today: date) -> None:
-        """What is to be done every night: small files become large ones, old rows and files go, logs are summed up.
+        """What is to be done every night: small files become large ones, old rows and files go,
+        logs are summed up.
 
-        Of the last days before today, to which hosts may still have sent minutes, the parts of hours that came one
-        after the other become one row.
+        Of the last days before today, to which hosts may still have sent minutes, the parts of
+        hours that came one after the other become one row.
 
         Raises:
             InputError: `other-version`, `unreadable`.
@@ -167,11 +192,15 @@ class Tables:
             table = self._open(name)
             with _report_write_errors(self.address(name)):
                 if schema.keep_days is not None:
-                    table.delete(f"day < '{(today - timedelta(days=schema.keep_days)).isoformat()}'")
+                    table.delete(
+                        f"day < '{(today - timedelta(days=schema.keep_days)).isoformat()}'"
+                    )
                 if name == "usage_hour":
                     for ago in range(1, _LATE_DAYS + 1):
                         self._add_up(table, today - timedelta(days=ago))
-                table.optimize.compact(max_concurrent_tasks=1)  # each takes the memory of a large file
+                table.optimize.compact(
+                    max_concurrent_tasks=1
+                )  # each takes the memory of a large file
                 table.vacuum(dry_run=False)  # files that no version of the last seven days has
                 table.create_checkpoint()
                 table.cleanup_metadata()
@@ -186,7 +215,10 @@ class Tables:
             hour_rows = compute_usage_hours(parts)
             if hour_rows.height < parts.height:
                 write_deltalake(
-                    table, hour_rows, mode="overwrite", predicate=f"day = '{day.isoformat()}' AND time_ns = {time_ns}"
+                    table,
+                    hour_rows,
+                    mode="overwrite",
+                    predicate=f"day = '{day.isoformat()}' AND time_ns = {time_ns}",
                 )
 
     def _open(self, name: str) -> DeltaTable:
@@ -214,7 +246,9 @@ def _report_write_errors(address: str) -> Iterator[None]:
         yield
     except (DeltaError, OSError) as error:
         reason = str(error).partition("\n")[0]
-        raise OutputError(f"the table cannot be written: {reason}", slug="cannot-write", where=address) from error
+        raise OutputError(
+            f"the table cannot be written: {reason}", slug="cannot-write", where=address
+        ) from error
 
 
 MAX_ROWS_BYTES = 1 << 30
@@ -229,14 +263,17 @@ def pack_rows(rows: Mapping[str, pl.DataFrame]) -> bytes:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for name, frame in rows.items():
             with archive.open(f"{name}{_SUFFIX}", "w") as file:
-                frame.write_ipc(file, compression="uncompressed")  # so that the archive says how large it is
+                frame.write_ipc(
+                    file, compression="uncompressed"
+                )  # so that the archive says how large it is
     return buffer.getvalue()
 
 
 def unpack_rows(content: bytes, capture: str) -> dict[str, pl.DataFrame]:
     """What `packed_rows` made, by table, with all columns of each.
 
-    Whoever made it has read files of strangers: it is taken for what the schemas allow, and for rows of its capture.
+    Whoever made it has read files of strangers: it is taken for what the schemas allow, and for
+    rows of its capture.
 
     Raises:
         ValueError: It is anything else.
@@ -252,7 +289,15 @@ def unpack_rows(content: bytes, capture: str) -> dict[str, pl.DataFrame]:
                 if name not in SCHEMAS or "capture" not in SCHEMAS[name].types:
                     raise ValueError(f"captures have no rows in `{name[:80]}`")
                 tables[name] = SCHEMAS[name].complete(pl.read_ipc(archive.read(entry)))
-    except (zipfile.BadZipFile, zlib.error, PolarsError, PanicException, RuntimeError, EOFError, OSError) as error:
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        PolarsError,
+        PanicException,
+        RuntimeError,
+        EOFError,
+        OSError,
+    ) as error:
         raise ValueError(f"they cannot be read: {str(error).partition(chr(10))[0]}") from error
     for name, frame in tables.items():
         if frame["day"].null_count() or frame["capture"].unique().to_list() not in ([], [capture]):

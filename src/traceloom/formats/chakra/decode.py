@@ -77,7 +77,11 @@ class Fields:
         """Some of the fields."""
         indices = np.flatnonzero(flags)
         return Fields(
-            self.row[indices], self.number[indices], self.kind[indices], self.value[indices], self.begin[indices]
+            self.row[indices],
+            self.number[indices],
+            self.kind[indices],
+            self.value[indices],
+            self.begin[indices],
         )
 
     def numbered(self, number: int, kind: int) -> Fields:
@@ -105,7 +109,9 @@ def decode_fields(source: Buffer, starts: Ints, stops: Ints) -> Fields:
         unfinished = offset < stop
         rows, offset, stop = rows[unfinished], offset[unfinished], stop[unfinished]
     last = _decode_one_by_one(source, rows, offset, stop)
-    counts = np.bincount(np.concatenate([last.row, *(step.row for step in steps)]), minlength=len(starts))
+    counts = np.bincount(
+        np.concatenate([last.row, *(step.row for step in steps)]), minlength=len(starts)
+    )
     first = np.cumsum(counts) - counts
     # The n-th step holds the n-th field of its messages; what was left is in order already.
     positions = [first[step.row] + number for number, step in enumerate(steps)]
@@ -121,18 +127,25 @@ def decode_fields(source: Buffer, starts: Ints, stops: Ints) -> Fields:
     return Fields(*columns)
 
 
-def _decode_next_fields(source: Buffer, rows: Ints, offset: Ints, stop: Ints) -> tuple[Fields, Ints]:
+def _decode_next_fields(
+    source: Buffer, rows: Ints, offset: Ints, stop: Ints
+) -> tuple[Fields, Ints]:
     """The next field of each message, and where the one after it begins."""
     key, offset = _decode_varints(source, rows, offset)
     kind, number = key & 7, key >> 3
     value, start = np.zeros(len(rows), np.int64), offset.copy()
-    for wire_type, indices in ((t, np.flatnonzero(kind == t)) for t in (VARINT, DELIMITED, FIXED64, FIXED32)):
+    for wire_type, indices in (
+        (t, np.flatnonzero(kind == t)) for t in (VARINT, DELIMITED, FIXED64, FIXED32)
+    ):
         if not len(indices):
             continue
         if wire_type in {VARINT, DELIMITED}:
             value[indices], start[indices] = _decode_varints(source, rows[indices], offset[indices])
         elif wire_type == FIXED64:
-            value[indices], start[indices] = source.words[offset[indices]].view(np.int64), offset[indices] + 8
+            value[indices], start[indices] = (
+                source.words[offset[indices]].view(np.int64),
+                offset[indices] + 8,
+            )
         else:
             value[indices], start[indices] = source.halves[offset[indices]], offset[indices] + 4
     after = start + np.where(kind == DELIMITED, value, 0)
@@ -181,7 +194,9 @@ def _decode_one_by_one(source: Buffer, rows: Ints, offset: Ints, stop: Ints) -> 
             after = position + value if kind == DELIMITED else position
             if after > end or not number:
                 raise DamageError(row)
-            parsed.append((row, number, kind, value if value < 1 << 63 else value - (1 << 64), position))
+            parsed.append(
+                (row, number, kind, value if value < 1 << 63 else value - (1 << 64), position)
+            )
             position = after
     return Fields(*(np.array([f[n] for f in parsed], np.int64) for n in range(5)))
 
@@ -216,7 +231,9 @@ def decode_packed(source: Buffer, start: Ints, length: Ints) -> tuple[Ints, Ints
     value = np.zeros(len(first), np.uint64)
     unfinished = np.arange(len(first))
     for number in range(int(sizes.max(initial=0))):
-        value[unfinished] |= (data[first[unfinished] + number] & 127).astype(np.uint64) << np.uint64(7 * number)
+        value[unfinished] |= (data[first[unfinished] + number] & 127).astype(
+            np.uint64
+        ) << np.uint64(7 * number)
         unfinished = unfinished[sizes[unfinished] > number + 1]
     return counts, value.view(np.int64)
 
@@ -248,7 +265,9 @@ class NameIndex:
             raise ValueError("two names cannot be distinguished")
 
     def find(self, source: Buffer, start: Ints, length: Ints) -> Ints:
-        """The number of the name at each place, or -1; by 64 bits of hash, so that no other name is taken for it."""
+        """The number of the name at each place, or -1; by 64 bits of hash, so that no other name is
+        taken for it.
+        """
         hashes = self._hashes(source, start, np.minimum(length, 25))
         slot = np.minimum(np.searchsorted(self._hashed, hashes), len(self._hashed) - 1)
         return np.where((self._hashed[slot] == hashes) & (length <= 24), self._order[slot], -1)
@@ -278,7 +297,9 @@ def decode_texts(source: Buffer, starts: Ints, length: Ints) -> list[str]:
     interned: dict[bytes, str] = {}
     out: list[str] = []
     data = source.data
-    for number, (start, stop) in enumerate(zip(starts.tolist(), (starts + length).tolist(), strict=True)):
+    for number, (start, stop) in enumerate(
+        zip(starts.tolist(), (starts + length).tolist(), strict=True)
+    ):
         raw = data[start:stop]
         text = interned.get(raw)
         if text is None:
@@ -290,7 +311,10 @@ def decode_texts(source: Buffer, starts: Ints, length: Ints) -> list[str]:
     return out
 
 
-_MEMBERS = {member.number: member.name for member in AttributeProto.DESCRIPTOR.oneofs_by_name["value"].fields}
+_MEMBERS = {
+    member.number: member.name
+    for member in AttributeProto.DESCRIPTOR.oneofs_by_name["value"].fields
+}
 _NUMBER_OF = {name: number for number, name in _MEMBERS.items()}
 _ZIGZAG = [_NUMBER_OF[name] for name in ("sint32_val", "sint64_val")]
 _SIGNED_HALF = _NUMBER_OF["sfixed32_val"]
@@ -350,14 +374,19 @@ class NodeColumns:
         return flags
 
     def numbers(self, name: str) -> pl.Series:
-        """A whole number per node, whichever whole type it is written as; null where it is absent or another type."""
+        """A whole number per node, whichever whole type it is written as; null where it is absent
+        or another type.
+        """
         values, present = np.zeros(len(self), np.int64), np.zeros(len(self), np.bool_)
         if (attribute := self.attributes.get(name)) is not None:
             member, value = attribute.member, attribute.value
             value = np.where(np.isin(member, _ZIGZAG), decode_zigzag(value), value)
             value = np.where(member == _SIGNED_HALF, value.astype(np.int32).astype(np.int64), value)
             is_integer = np.isin(member, _INTEGER_MEMBERS)
-            values[attribute.row[is_integer]], present[attribute.row[is_integer]] = value[is_integer], True
+            values[attribute.row[is_integer]], present[attribute.row[is_integer]] = (
+                value[is_integer],
+                True,
+            )
         return pl.Series(name, values).set(pl.Series(~present), None)
 
     def strings(self, name: str) -> pl.Series:
@@ -377,7 +406,11 @@ class NodeColumns:
         if attribute is None:
             return RaggedColumn(*(np.zeros(0, np.int64) for _ in range(3)))
         matches = attribute.member == _NUMBER_OF[member]
-        rows, start, length = attribute.row[matches], attribute.begin[matches], attribute.value[matches]
+        rows, start, length = (
+            attribute.row[matches],
+            attribute.begin[matches],
+            attribute.value[matches],
+        )
         inner = decode_fields(self.source, start, start + length)
         runs = inner.numbered(1, DELIMITED)
         counts, values = decode_packed(self.source, runs.begin, runs.value)
@@ -388,7 +421,9 @@ class NodeColumns:
 
 @dataclass(frozen=True, slots=True)
 class _Attributes:
-    """The attributes of one name: node, member of the value (0: none), and the value as in `Fields`."""
+    """The attributes of one name: node, member of the value (0: none), and the value as in
+    `Fields`.
+    """
 
     row: Ints
     member: Ints
@@ -429,7 +464,11 @@ class Decoder:
                 except DecodeError:
                     first = last = block.first + number
                     start, end = block.at + block.starts[number], block.at + block.stops[number]
-                subject = f"message {first}" if first == last else f"one of the messages {first} to {last}"
+                subject = (
+                    f"message {first}"
+                    if first == last
+                    else f"one of the messages {first} to {last}"
+                )
                 raise InputError(
                     f"{subject}, bytes {start} to {end}, is no Chakra node",
                     slug="chakra-damaged",
@@ -441,11 +480,15 @@ class Decoder:
     def _columns(self, block: Block) -> NodeColumns:
         source = build_buffer(block.data)
         count = len(block)
-        parsed = decode_fields(source, np.array(block.starts, np.int64), np.array(block.stops, np.int64))
+        parsed = decode_fields(
+            source, np.array(block.starts, np.int64), np.array(block.stops, np.int64)
+        )
         names = [""] * count
         name_fields = parsed.numbered(2, DELIMITED)
         for row, text in zip(
-            name_fields.row.tolist(), decode_texts(source, name_fields.begin, name_fields.value), strict=True
+            name_fields.row.tolist(),
+            decode_texts(source, name_fields.begin, name_fields.value),
+            strict=True,
         ):
             names[row] = text
         # The attributes that are asked for, of all nodes.
@@ -453,10 +496,14 @@ class Decoder:
         inner = decode_fields(source, messages.begin, messages.begin + messages.value)
         attribute_names = inner.numbered(1, DELIMITED)
         code = np.full(len(messages.row), -1, np.int16)
-        code[attribute_names.row] = self._finder.find(source, attribute_names.begin, attribute_names.value)
+        code[attribute_names.row] = self._finder.find(
+            source, attribute_names.begin, attribute_names.value
+        )
         value_fields = inner.where(np.isin(inner.number, list(_MEMBERS)))
         columns = [np.zeros(len(messages.row), np.int64) for _ in range(3)]
-        for column, values in zip(columns, (value_fields.number, value_fields.value, value_fields.begin), strict=True):
+        for column, values in zip(
+            columns, (value_fields.number, value_fields.value, value_fields.begin), strict=True
+        ):
             column[value_fields.row] = values
         order = np.argsort(code, kind="stable")
         edges = np.searchsorted(code[order], np.arange(len(self._names) + 1))
@@ -464,7 +511,9 @@ class Decoder:
         for number, name in enumerate(self._names):
             indices = order[edges[number] : edges[number + 1]]
             if len(indices):
-                attributes[name] = _Attributes(messages.row[indices], *(column[indices] for column in columns))
+                attributes[name] = _Attributes(
+                    messages.row[indices], *(column[indices] for column in columns)
+                )
         return NodeColumns(
             source=source,
             id=_extract_numbers(parsed, 1, count),

@@ -1,7 +1,9 @@
-"""Wire bytes of many messages at once, made from columns: rows of bytes, joined without a Python object per row.
+"""Wire bytes of many messages at once, made from columns: rows of bytes, joined without a Python
+object per row.
 
-A `Rows` holds one run of bytes per row, laid end to end. Fields of a message are `Rows` of equal length, in which an
-absent field is a row of no bytes; `framed` joins them to whole messages. The protobuf encoding is that of
+A `Rows` holds one run of bytes per row, laid end to end. Fields of a message are `Rows` of equal
+length, in which an absent field is a row of no bytes; `framed` joins them to whole messages. The
+protobuf encoding is that of
 https://protobuf.dev/programming-guides/encoding/.
 """
 
@@ -54,7 +56,9 @@ def repeat_bytes(value: bytes, rows: int | Bools) -> ByteRows:
     """The same bytes in every row, or in every row that is flagged."""
     flags = np.ones(rows, np.bool_) if isinstance(rows, int) else rows
     count = int(flags.sum())
-    return ByteRows(np.tile(np.frombuffer(value, np.uint8), count), flags.astype(np.int64) * len(value))
+    return ByteRows(
+        np.tile(np.frombuffer(value, np.uint8), count), flags.astype(np.int64) * len(value)
+    )
 
 
 def encode_varints(values: NDArray[Any]) -> ByteRows:
@@ -65,9 +69,20 @@ def encode_varints(values: NDArray[Any]) -> ByteRows:
     data = np.empty(int(lengths.sum()), np.uint8)
     for number in range(int(lengths.max(initial=0))):
         longer = lengths > number + 1
-        data[offset] = (remaining & np.uint64(127)).astype(np.uint8) | (longer.astype(np.uint8) << 7)
-        remaining, offset, lengths = remaining[longer] >> np.uint64(7), offset[longer] + 1, lengths[longer]
-    return ByteRows(data, count_varint_bytes(np.ascontiguousarray(values).astype(np.int64, copy=False).view(np.uint64)))
+        data[offset] = (remaining & np.uint64(127)).astype(np.uint8) | (
+            longer.astype(np.uint8) << 7
+        )
+        remaining, offset, lengths = (
+            remaining[longer] >> np.uint64(7),
+            offset[longer] + 1,
+            lengths[longer],
+        )
+    return ByteRows(
+        data,
+        count_varint_bytes(
+            np.ascontiguousarray(values).astype(np.int64, copy=False).view(np.uint64)
+        ),
+    )
 
 
 def count_varint_bytes(values: NDArray[np.uint64]) -> Ints:
@@ -128,7 +143,9 @@ def _put(out: Bytes, offset: Ints, data: Bytes, sizes: Ints) -> None:
     starts = np.cumsum(sizes) - sizes
     short = len(data) < _LONG_PIECE_BYTES * len(sizes)
     if max_size >= _MAX_PIECE_BYTES and not short:
-        for target, start, size in zip(offset.tolist(), starts.tolist(), sizes.tolist(), strict=True):
+        for target, start, size in zip(
+            offset.tolist(), starts.tolist(), sizes.tolist(), strict=True
+        ):
             out[target : target + size] = data[start : start + size]
         return
     counts = np.bincount(sizes, minlength=1) if not short else starts
@@ -137,12 +154,16 @@ def _put(out: Bytes, offset: Ints, data: Bytes, sizes: Ints) -> None:
         out[np.repeat(offset - starts, sizes) + np.arange(len(data))] = data
         return
     order = np.argsort(sizes.astype(np.uint16), kind="stable")
-    for size, group in zip(used.tolist(), np.split(order, np.cumsum(counts[used])[:-1]), strict=True):
+    for size, group in zip(
+        used.tolist(), np.split(order, np.cumsum(counts[used])[:-1]), strict=True
+    ):
         _slice_runs(out, size)[offset[group]] = _slice_runs(data, size)[starts[group]]
 
 
 def _slice_runs(data: Bytes, size: int) -> NDArray[np.void]:
-    """Every run of `size` bytes as one value, by where it begins; shape (bytes - size + 1,), no copy."""
+    """Every run of `size` bytes as one value, by where it begins; shape (bytes - size + 1,), no
+    copy.
+    """
     return np.ndarray((len(data) - size + 1,), f"V{size}", data, strides=(1,))
 
 
@@ -161,7 +182,9 @@ def pick_rows(table: ByteRows, number: NDArray[Any]) -> ByteRows:
     starts = np.cumsum(table.lengths) - table.lengths
     for row in np.flatnonzero(np.bincount(number, minlength=len(table))).tolist():
         if size := int(table.lengths[row]):
-            _slice_runs(out, size)[offset[number == row]] = _slice_runs(table.data, size)[starts[row]]
+            _slice_runs(out, size)[offset[number == row]] = _slice_runs(table.data, size)[
+                starts[row]
+            ]
     return ByteRows(out, lengths)
 
 
@@ -183,7 +206,12 @@ def encode_delimited(tag: bytes, part: ByteRows, present: Bools | None = None) -
 def encode_number_field(tag: bytes, values: Ints) -> ByteRows:
     """A varint field; absent where it is 0, as proto3 wants it."""
     rows = np.flatnonzero(values)
-    return join_columns([repeat_bytes(tag, values != 0), expand_rows(encode_varints(values[rows]), rows, len(values))])
+    return join_columns(
+        [
+            repeat_bytes(tag, values != 0),
+            expand_rows(encode_varints(values[rows]), rows, len(values)),
+        ]
+    )
 
 
 def encode_packed_field(tag: bytes, counts: Ints, values: Ints) -> ByteRows:
@@ -207,14 +235,19 @@ def _encode_name(name: str) -> bytes:
 
 
 def encode_number_attribute(name: str, member: str, values: Ints, present: Bools) -> list[ByteRows]:
-    """The fields of an attribute with a whole number (`int64_val`, `bool_val`, ...), in the rows that are `present`."""
+    """The fields of an attribute with a whole number (`int64_val`, `bool_val`, ...), in the rows
+    that are `present`.
+    """
     rows = np.flatnonzero(present)
     numbers = values[rows]
     if member.startswith("sint"):
         numbers = encode_zigzag(numbers)
     value = encode_varints(numbers)
     inner = _encode_name(name) + _encode_key(_FIELD_NUMBERS[member], VARINT)
-    head = [_NODE_ATTRIBUTE + bytes((len(inner) + size,)) + inner for size in range(_MAX_VARINT_BYTES + 1)]
+    head = [
+        _NODE_ATTRIBUTE + bytes((len(inner) + size,)) + inner
+        for size in range(_MAX_VARINT_BYTES + 1)
+    ]
     table = np.frombuffer(b"".join(head), np.uint8).reshape(_MAX_VARINT_BYTES + 1, -1)
     heads = ByteRows(table[value.lengths].ravel(), np.full(len(rows), table.shape[1], np.int64))
     return [expand_rows(heads, rows, len(present)), expand_rows(value, rows, len(present))]
@@ -230,20 +263,30 @@ def encode_text_attribute(name: str, values: pl.Series) -> list[ByteRows]:
 
 
 def encode_list_attribute(name: str, member: str, values: pl.Series) -> list[ByteRows]:
-    """The fields of an attribute with a list of whole numbers, in the rows where it is not null (it may be empty)."""
+    """The fields of an attribute with a list of whole numbers, in the rows where it is not null (it
+    may be empty).
+    """
     present = values.is_not_null().to_numpy()
     counts = values.list.len().fill_null(0).cast(pl.Int64).to_numpy()
-    flat = values.drop_nulls().explode(empty_as_null=False, keep_nulls=False).cast(pl.Int64).to_numpy()
+    flat = (
+        values.drop_nulls().explode(empty_as_null=False, keep_nulls=False).cast(pl.Int64).to_numpy()
+    )
     return encode_number_list_attribute(name, member, counts, flat, present)
 
 
-def encode_number_list_attribute(name: str, member: str, counts: Ints, values: Ints, present: Bools) -> list[ByteRows]:
+def encode_number_list_attribute(
+    name: str, member: str, counts: Ints, values: Ints, present: Bools
+) -> list[ByteRows]:
     """As `list_attribute`, with `counts[i]` of the values for row i."""
     numbers = encode_zigzag(values) if member.startswith("sint") else values
-    return encode_bytes_attribute(name, member, encode_packed_field(b"\x0a", counts, numbers), present)
+    return encode_bytes_attribute(
+        name, member, encode_packed_field(b"\x0a", counts, numbers), present
+    )
 
 
-def encode_bytes_attribute(name: str, member: str, value: ByteRows, present: Bools) -> list[ByteRows]:
+def encode_bytes_attribute(
+    name: str, member: str, value: ByteRows, present: Bools
+) -> list[ByteRows]:
     """The fields of an attribute with a length-delimited value."""
     rows = np.flatnonzero(present)
     inner = _encode_name(name) + _encode_key(_FIELD_NUMBERS[member], DELIMITED)

@@ -27,9 +27,11 @@ from traceloom.system.files import read_small
 from traceloom.system.gzip_stream import GzipStream, open_file, write_gzip
 from traceloom.trace.notice import Notice
 
-# A message larger than this is damage: the largest real ones hold the whole text of an input in their metadata.
+# A message larger than this is damage: the largest real ones hold the whole text of an input in
+# their metadata.
 MAX_MESSAGE_BYTES = 1 << 28
-# A node has a name or a type, an id and a length; whoever needs fewer bytes makes nodes out of nothing.
+# A node has a name or a type, an id and a length; whoever needs fewer bytes makes nodes out of
+# nothing.
 _MIN_MESSAGE_BYTES = 6
 _FEW_MESSAGES = 100_000
 _LENGTH_BYTES = 5  # a length has at most 32 bits
@@ -111,9 +113,13 @@ def read_blocks(chunks: Iterable[bytes], cut: IncompleteTail) -> Iterator[Block]
         data = b"".join([remainder, *waiting])
         waiting = []
         starts, stops, end, missing, damage = _find_messages(data, offset, first)
-        if first + len(starts) > _FEW_MESSAGES and offset + end < _MIN_MESSAGE_BYTES * (first + len(starts)):
+        if first + len(starts) > _FEW_MESSAGES and offset + end < _MIN_MESSAGE_BYTES * (
+            first + len(starts)
+        ):
             raise _make_damage_error(
-                first, offset, f"nothing, as most of the others: {first + len(starts):,} messages hardly say a thing"
+                first,
+                offset,
+                f"nothing, as most of the others: {first + len(starts):,} messages hardly say a thing",
             )
         if starts:
             yield Block(data, starts, stops, offset, first)
@@ -128,18 +134,29 @@ def read_blocks(chunks: Iterable[bytes], cut: IncompleteTail) -> Iterator[Block]
         if head < 0:
             cut.message, cut.at, cut.length, cut.there = first, offset, -1, len(remainder)
         else:
-            cut.message, cut.at, cut.length, cut.there = first, offset, length, len(remainder) - head
+            cut.message, cut.at, cut.length, cut.there = (
+                first,
+                offset,
+                length,
+                len(remainder) - head,
+            )
 
 
-def _find_messages(data: bytes, offset: int, first: int) -> tuple[list[int], list[int], int, int, InputError | None]:
-    """Starts and stops of the whole messages, where the rest begins, how much the next one lacks, and what is wrong."""
+def _find_messages(
+    data: bytes, offset: int, first: int
+) -> tuple[list[int], list[int], int, int, InputError | None]:
+    """Starts and stops of the whole messages, where the rest begins, how much the next one lacks,
+    and what is wrong.
+    """
     starts: list[int] = []
     stops: list[int] = []
     position, size, missing = 0, len(data), 0
     while position < size:
         length = data[position]
         start = position + 1
-        if length > 127 and start < size and data[start] < 128:  # most nodes have two bytes of length
+        if (
+            length > 127 and start < size and data[start] < 128
+        ):  # most nodes have two bytes of length
             length, start = length & 127 | data[start] << 7, start + 1
         elif length > 127:
             start, length = _decode_length(data, position)
@@ -148,9 +165,17 @@ def _find_messages(data: bytes, offset: int, first: int) -> tuple[list[int], lis
                 break
             if start < 0 or length > MAX_MESSAGE_BYTES:
                 claims = (
-                    "no length that a message can have" if start < 0 else f"{length:,} bytes, more than any message has"
+                    "no length that a message can have"
+                    if start < 0
+                    else f"{length:,} bytes, more than any message has"
                 )
-                return starts, stops, position, 0, _make_damage_error(first + len(starts), offset + position, claims)
+                return (
+                    starts,
+                    stops,
+                    position,
+                    0,
+                    _make_damage_error(first + len(starts), offset + position, claims),
+                )
         stop = start + length
         if stop > size:
             missing = stop - size
@@ -162,7 +187,9 @@ def _find_messages(data: bytes, offset: int, first: int) -> tuple[list[int], lis
 
 
 def _decode_length(data: bytes, position: int) -> tuple[int, int]:
-    """Where the message after the length at `position` begins, and the length; (-1, 0) where it has no end."""
+    """Where the message after the length at `position` begins, and the length; (-1, 0) where it has
+    no end.
+    """
     length = shift = 0
     for index in range(position, min(position + _LENGTH_BYTES, len(data))):
         byte = data[index]
@@ -227,8 +254,8 @@ class EtReader:
 
     Raises:
         InputError: `unreadable`; `empty-file`; `not-chakra`: another kind of file; `chakra-damaged`: a message claims
-            more bytes than there can be, or holds something else; `chakra-cut`: not even the metadata is whole, or
-            `strict`; `gzip-bomb`.
+            more bytes than there can be, or holds something else; `chakra-cut`: not even the
+            metadata is whole, or `strict`; `gzip-bomb`.
     """
 
     def __init__(self, path: str | Path, *, strict: bool = False) -> None:
@@ -250,7 +277,10 @@ class EtReader:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._handle.close()
 
@@ -299,13 +329,24 @@ class EtReader:
         except InputError as error:
             if error.where:
                 raise
-            raise InputError(error.message, slug=error.slug, where=str(self.path), hint=error.hint) from error
-        fault = " and ".join(filter(None, [self._pieces.fault, self._cut.sentence() if self._cut.length else ""]))
+            raise InputError(
+                error.message, slug=error.slug, where=str(self.path), hint=error.hint
+            ) from error
+        fault = " and ".join(
+            filter(None, [self._pieces.fault, self._cut.sentence() if self._cut.length else ""])
+        )
         if fault and self._strict:
-            raise InputError(fault, slug="chakra-cut", where=str(self.path), hint="copy the file again")
+            raise InputError(
+                fault, slug="chakra-cut", where=str(self.path), hint="copy the file again"
+            )
         if fault:
             self.notices.append(
-                Notice("chakra-cut", "error", f"{fault}; every whole node before that is read", where=str(self.path))
+                Notice(
+                    "chakra-cut",
+                    "error",
+                    f"{fault}; every whole node before that is read",
+                    where=str(self.path),
+                )
             )
 
     def _head(self) -> tuple[GlobalMetadata, Block | None]:
@@ -321,7 +362,9 @@ class EtReader:
             with suppress(DecodeError):
                 Node.FromString(first)
                 message = "the file begins with a node, not with metadata"
-                self.notices.append(Notice("chakra-no-metadata", "warning", message, where=str(self.path)))
+                self.notices.append(
+                    Notice("chakra-no-metadata", "warning", message, where=str(self.path))
+                )
                 return GlobalMetadata(), Block(block.data, block.starts, block.stops, block.at, 0)
         try:
             metadata = GlobalMetadata.FromString(first)
@@ -347,8 +390,14 @@ class EtReader:
             return error
         if error is None and (self._cut.length or self._pieces.fault):
             fault = self._pieces.fault or self._cut.sentence()
-            return InputError(fault, slug="chakra-cut", where=location, hint="nothing before that can be used")
-        detail = f": {error.message}" if error else ": its first message is no metadata of a Chakra trace"
+            return InputError(
+                fault, slug="chakra-cut", where=location, hint="nothing before that can be used"
+            )
+        detail = (
+            f": {error.message}"
+            if error
+            else ": its first message is no metadata of a Chakra trace"
+        )
         return InputError(f"this is not a Chakra trace{detail}", slug="not-chakra", where=location)
 
 
@@ -375,7 +424,12 @@ class EtWriter:
 
 
 def write(
-    path: str | Path, metadata: GlobalMetadata, nodes: Iterable[Node], *, force: bool = False, gzip: bool | None = None
+    path: str | Path,
+    metadata: GlobalMetadata,
+    nodes: Iterable[Node],
+    *,
+    force: bool = False,
+    gzip: bool | None = None,
 ) -> int:
     """Write a `.et` file: beside its place first, then renamed, so that it is whole or not there.
 
@@ -396,7 +450,11 @@ def write(
 
 
 def write_with(
-    path: str | Path, produce: Callable[[EtWriter], None], *, force: bool = False, gzip: bool | None = None
+    path: str | Path,
+    produce: Callable[[EtWriter], None],
+    *,
+    force: bool = False,
+    gzip: bool | None = None,
 ) -> int:
     """As `write`, for who has messages in another shape: `produce` writes them, the metadata first."""
     return write_gzip(Path(path), lambda handle: produce(EtWriter(handle)), force=force, gzip=gzip)
@@ -437,7 +495,9 @@ def read_groups(path: Path) -> GroupFile:
             f"the group file cannot be read: {reason}", slug="not-a-group-file", where=str(path)
         ) from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"no group file: {error}", slug="not-a-group-file", where=str(path)) from error
+        raise InputError(
+            f"no group file: {error}", slug="not-a-group-file", where=str(path)
+        ) from error
     if not isinstance(document, dict):
         raise InputError("a group file is a JSON object", slug="not-a-group-file", where=str(path))
     members: dict[str, tuple[int, ...]] = {}

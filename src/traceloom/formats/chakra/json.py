@@ -1,12 +1,13 @@
 """Messages as JSON and JSON lines, driven by the descriptor.
 
-Fields have the names of the schema. Absent fields are absent. Whole numbers beyond 2**53, which many readers of JSON
-would round, are texts; so are NaN and the infinities; bytes are base64; types are named, unknown ones are numbers.
-Fields that the schema does not have stand as wire bytes, in base64, under `unknown_fields`. Reading also takes the
-camelCase of protobuf's own JSON.
+Fields have the names of the schema. Absent fields are absent. Whole numbers beyond 2**53, which
+many readers of JSON would round, are texts; so are NaN and the infinities; bytes are base64; types
+are named, unknown ones are numbers. Fields that the schema does not have stand as wire bytes, in
+base64, under `unknown_fields`. Reading also takes the camelCase of protobuf's own JSON.
 
 Written: one object with `metadata` and `nodes`, or JSON lines (the metadata, then a node per line). Read: those, the
-concatenated objects that the `jsonizer` of the Chakra tools writes, and the JSON of its feeder (`workload_graph`).
+concatenated objects that the `jsonizer` of the Chakra tools writes, and the JSON of its feeder
+(`workload_graph`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from traceloom.errors import InputError
 from traceloom.formats.chakra.encode import DELIMITED, FIXED32, FIXED64, VARINT
-from traceloom.formats.chakra.et_pb2 import AttributeProto, CollectiveCommType, GlobalMetadata, Node, NodeType
+from traceloom.formats.chakra.et_pb2 import (
+    AttributeProto,
+    CollectiveCommType,
+    GlobalMetadata,
+    Node,
+    NodeType,
+)
 from traceloom.formats.chakra.files import encode_length
 from traceloom.system.gzip_stream import GzipStream, open_file
 from traceloom.trace.notice import Notice
@@ -41,8 +48,14 @@ _Message = TypeVar("_Message", GlobalMetadata, Node)
 _Kind = TypeVar("_Kind", str, bool)
 _TYPES = {number: name for name, number in NodeType.items()}
 _NUMBERS = dict(NodeType.items())
-_VALUES: dict[str, Any] = {member.name: member for member in AttributeProto.DESCRIPTOR.oneofs_by_name["value"].fields}
-_INT64_TYPES = {FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64, FieldDescriptor.TYPE_SINT64}
+_VALUES: dict[str, Any] = {
+    member.name: member for member in AttributeProto.DESCRIPTOR.oneofs_by_name["value"].fields
+}
+_INT64_TYPES = {
+    FieldDescriptor.TYPE_INT64,
+    FieldDescriptor.TYPE_UINT64,
+    FieldDescriptor.TYPE_SINT64,
+}
 _INT64_TYPES |= {FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_SFIXED64}
 _FLOAT_TYPES = {FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT}
 _NAN = "7ff8000000000000"  # the one that every program writes; others keep their bits
@@ -89,7 +102,11 @@ def convert_to_object(message: GlobalMetadata | Node) -> dict[str, Any]:
         for name in ("inputs", "outputs"):
             if message.HasField(name):
                 info = getattr(message, name)
-                out[name] = {key: text for key in ("values", "shapes", "types") if (text := getattr(info, key))}
+                out[name] = {
+                    key: text
+                    for key in ("values", "shapes", "types")
+                    if (text := getattr(info, key))
+                }
                 if not exact:
                     _add_unknown(out[name], info)
     elif message.version:
@@ -169,7 +186,9 @@ def _encode_unknown_field(field: Any) -> bytes:
         return key + encode_length(len(field.data)) + bytes(field.data)
     if field.wire_type in {FIXED64, FIXED32}:
         return key + int(field.data).to_bytes(8 if field.wire_type == FIXED64 else 4, "little")
-    inner = b"".join(_encode_unknown_field(part) for part in field.data)  # a group, which ends with its own mark
+    inner = b"".join(
+        _encode_unknown_field(part) for part in field.data
+    )  # a group, which ends with its own mark
     return key + inner + encode_length(field.field_number << 3 | 4)
 
 
@@ -231,7 +250,8 @@ def _set(message: Any, name: str, value: Any) -> None:
                     list_field.SetInParent()
                     inner = part["values"] if isinstance(part, dict) and "values" in part else part
                     list_field.values.extend(
-                        _FROM_JSON[key](entry) for entry in _check_list([] if inner == {} else inner, key)
+                        _FROM_JSON[key](entry)
+                        for entry in _check_list([] if inner == {} else inner, key)
                     )
                     if extra is not None:
                         list_field.MergeFromString(_parse_base64(extra))
@@ -324,7 +344,13 @@ _FEEDER_ATTRIBUTES |= {
     "comm_tag": "int32_val",
     "is_cpu_op": "bool_val",
 }
-_FEEDER_FIELDS = {"Id": "id", "Name": "name", "NodeType": "type", "runtime": "duration_micros", "ctrlDeps": "ctrl_deps"}
+_FEEDER_FIELDS = {
+    "Id": "id",
+    "Name": "name",
+    "NodeType": "type",
+    "runtime": "duration_micros",
+    "ctrlDeps": "ctrl_deps",
+}
 _FEEDER_FIELDS |= {"data_deps": "data_deps"}
 _FEEDER_TYPES = dict(CollectiveCommType.items())
 
@@ -336,7 +362,9 @@ def build_feeder_node(value: Any, location: str) -> Node:
         InputError: `chakra-json`.
     """
     if not isinstance(value, dict):
-        raise InputError(f"expected an object, got {type(value).__name__}", slug="chakra-json", where=location)
+        raise InputError(
+            f"expected an object, got {type(value).__name__}", slug="chakra-json", where=location
+        )
     node: dict[str, Any] = {}
     attributes: list[dict[str, Any]] = []
     for key, field_value in value.items():
@@ -438,7 +466,9 @@ class JsonReader:
         # Objects one after the other; the first is the metadata, unless it is a node.
         if members.keys() & {"id", "name", "type", "dataDeps", "data_deps"}:
             message = "the file begins with a node, not with metadata"
-            self.notices.append(Notice("chakra-no-metadata", "warning", message, where=str(self.path)))
+            self.notices.append(
+                Notice("chakra-no-metadata", "warning", message, where=str(self.path))
+            )
             return self._nodes(chain([members], text.values())), GlobalMetadata()
         if "metadata" in members:
             return iter(()), build_message(members["metadata"], GlobalMetadata, location)
@@ -447,32 +477,49 @@ class JsonReader:
         return self._nodes(text.values()), build_message(members, GlobalMetadata, location)
 
     def _listed(self, key: str, members: dict[str, Any]) -> tuple[Iterator[Node], GlobalMetadata]:
-        """One object that holds the nodes in a list; what stands behind the list is read when it is reached."""
+        """One object that holds the nodes in a list; what stands behind the list is read when it is
+        reached.
+        """
         values = self._text.items("]")
         if key == _FEEDER_KEY:
             metadata = GlobalMetadata()
             metadata.attr.add(name="schema", string_val="feeder JSON")
             for name, value in members.items():
-                metadata.attr.add(name=name, string_val=value if isinstance(value, str) else json.dumps(value))
-            return (build_feeder_node(value, f"{self.path}, node {n}") for n, value in enumerate(values)), metadata
+                metadata.attr.add(
+                    name=name, string_val=value if isinstance(value, str) else json.dumps(value)
+                )
+            return (
+                build_feeder_node(value, f"{self.path}, node {n}") for n, value in enumerate(values)
+            ), metadata
         metadata_object = members.pop("metadata", None)
         if "schema" in members:  # the host trace of PyTorch
             raise self._no_chakra(members)
         if members:
-            raise self._refused(f"`{next(iter(members))}` beside the nodes is not known", "chakra-json")
+            raise self._refused(
+                f"`{next(iter(members))}` beside the nodes is not known", "chakra-json"
+            )
         if metadata_object is None:
             self.notices.append(
-                Notice("chakra-no-metadata", "warning", "no metadata stands before the nodes", where=str(self.path))
+                Notice(
+                    "chakra-no-metadata",
+                    "warning",
+                    "no metadata stands before the nodes",
+                    where=str(self.path),
+                )
             )
         metadata = build_message(metadata_object or {}, GlobalMetadata, f"{self.path}, metadata")
         return self._nodes(values, nested=True), metadata
 
     def _nodes(self, values: Iterable[Any], *, nested: bool = False) -> Iterator[Node]:
-        """The nodes of values; with `nested` nothing may follow in the object that holds their list."""
+        """The nodes of values; with `nested` nothing may follow in the object that holds their
+        list.
+        """
         for number, value in enumerate(values):
             yield build_message(value, Node, f"{self.path}, node {number}")
         if nested and (key := self._text.key()) is not None:
-            raise self._refused(f"`{key}` behind the nodes is not known; metadata stands before them", "chakra-json")
+            raise self._refused(
+                f"`{key}` behind the nodes is not known; metadata stands before them", "chakra-json"
+            )
 
 
 class _TruncatedError(Exception):
@@ -534,7 +581,9 @@ class _JsonText:
                 )
                 # An empty rest begins each of the words.
                 unfinished = in_text or any(word.startswith(remainder) for word in _LITERALS)
-                raise (self.cut() if unfinished else self.wrong(f"the text is no JSON: {error}")) from error
+                raise (
+                    self.cut() if unfinished else self.wrong(f"the text is no JSON: {error}")
+                ) from error
             # A number at the end of the piece may go on in the next one.
             if end == len(self._text) and self._text[end - 1] not in '}]"' and self.more():
                 continue

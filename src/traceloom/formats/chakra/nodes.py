@@ -49,10 +49,16 @@ EXPECTED = {
     "pg_name": "string_val",
     "involved_dim": "bool_list",
 }
-SEQUENCE = "comm_seq"  # number of a collective in its group, as recorded; ours, so that nobody expects it
+SEQUENCE = (
+    "comm_seq"  # number of a collective in its group, as recorded; ours, so that nobody expects it
+)
 ADDED = "simulation_deps"  # those of a node's data dependencies that were only added for a target
-NUMBERS = tuple(name for name, kind in EXPECTED.items() if kind.endswith("_val") and kind != "string_val")
-KINDS = {field.number: field.name for field in AttributeProto.DESCRIPTOR.oneofs_by_name["value"].fields}
+NUMBERS = tuple(
+    name for name, kind in EXPECTED.items() if kind.endswith("_val") and kind != "string_val"
+)
+KINDS = {
+    field.number: field.name for field in AttributeProto.DESCRIPTOR.oneofs_by_name["value"].fields
+}
 _MAX_BATCH_BYTES = 1 << 20  # bytes of files that are decoded as one
 _EXPANSION = 16  # of gzip, roughly
 _MEMBER_NUMBERS = {name: number for number, name in KINDS.items()}
@@ -81,8 +87,8 @@ class NodeFrame:
     Attributes:
         path: Where it was read from.
         nodes: `id` (UInt64), `name`, `type` (Int32, as written), `start_us`, `duration_us` (UInt64), and one column per
-            attribute of `NUMBERS`, `comm_seq`, `pg_name`: its value, null where it is absent or no whole number;
-            `involved_dim`: a list of flags, null where it is absent or empty.
+            attribute of `NUMBERS`, `comm_seq`, `pg_name`: its value, null where it is absent or no
+            whole number; `involved_dim`: a list of flags, null where it is absent or empty.
         odd: Known attributes that are not as readers expect them: `row`, `attribute`, `kind` (member of the value that
             holds it), `again` (whether the node has had it before).
         data: Data dependencies.
@@ -108,7 +114,8 @@ class NodeFrame:
 
 
 def read_tables(paths: Iterable[str | Path]) -> Iterator[NodeFrame]:
-    """The tables of many files, in their order; small files are decoded together, which costs a third.
+    """The tables of many files, in their order; small files are decoded together, which costs a
+    third.
 
     Raises:
         InputError: As of `read_table`.
@@ -116,7 +123,8 @@ def read_tables(paths: Iterable[str | Path]) -> Iterator[NodeFrame]:
     batch: list[str | Path] = []
     size = 0
     for path in paths:
-        # What is no file, as a pipe, can be read once only: damage in it must not make it be read again.
+        # What is no file, as a pipe, can be read once only: damage in it must not make it be read
+        # again.
         regular = Path(path).is_file()
         bytes_of = (
             Path(path).stat().st_size * (_EXPANSION if str(path).endswith(".gz") else 1)
@@ -152,9 +160,13 @@ def _read_together(paths: list[str | Path]) -> list[NodeFrame]:
                 offset += len(block.data)
             counts.append(sum(map(len, blocks)))
             readers.append(reader)
-        joined = Block(b"".join(texts), np.concatenate(starts).tolist(), np.concatenate(stops).tolist(), 0, 0)
+        joined = Block(
+            b"".join(texts), np.concatenate(starts).tolist(), np.concatenate(stops).tolist(), 0, 0
+        )
         (columns,) = Decoder([*EXPECTED, SEQUENCE, ADDED], "").columns([joined])
-    except InputError:  # one is damaged, or no Chakra trace: one after the other says which, and keeps what can be
+    except (
+        InputError
+    ):  # one is damaged, or no Chakra trace: one after the other says which, and keeps what can be
         return [read_table(path) for path in paths]
     nodes, unexpected, dependencies = _build_part(columns, 0)
     row_ends = np.cumsum(counts).tolist()
@@ -162,13 +174,14 @@ def _read_together(paths: list[str | Path]) -> list[NodeFrame]:
     for reader, first, end in zip(readers, [0, *row_ends], row_ends, strict=False):
         parts = [(pairs, *np.searchsorted(pairs.row, [first, end])) for pairs in dependencies]
         data, control, added = (
-            NodeDependencies(pairs.row[low:high] - first, pairs.id[low:high]) for pairs, low, high in parts
+            NodeDependencies(pairs.row[low:high] - first, pairs.id[low:high])
+            for pairs, low, high in parts
         )
         file_unexpected = unexpected
         if unexpected.height:  # a query costs more than a small file
-            file_unexpected = unexpected.filter(pl.col("row").is_between(first, end - 1)).with_columns(
-                pl.col("row") - first
-            )
+            file_unexpected = unexpected.filter(
+                pl.col("row").is_between(first, end - 1)
+            ).with_columns(pl.col("row") - first)
         tables.append(
             NodeFrame(
                 str(reader.path),
@@ -207,7 +220,9 @@ def read_table(path: str | Path) -> NodeFrame:
                 for _ in reader.decoded(block) if block is not None else ():
                     count += 1
             if block is not None and count:
-                intact = Block(block.data, block.starts[:count], block.stops[:count], block.at, block.first)
+                intact = Block(
+                    block.data, block.starts[:count], block.stops[:count], block.at, block.first
+                )
                 parts.append(_build_part(next(decoder.columns([intact])), row))
             message = f"{error.message}; what comes before it is read, what comes after it is not"
             damage.append(Notice(error.slug, "error", message, where=str(reader.path)))
@@ -232,7 +247,9 @@ def read_table(path: str | Path) -> NodeFrame:
 
 
 def _build_part(columns: NodeColumns, first: int) -> _Part:
-    """The nodes of a block whose first one has the row `first`: nodes, odd attributes, dependencies."""
+    """The nodes of a block whose first one has the row `first`: nodes, odd attributes,
+    dependencies.
+    """
     nodes = pl.DataFrame(
         {
             "id": columns.id.view(np.uint64),
@@ -242,7 +259,9 @@ def _build_part(columns: NodeColumns, first: int) -> _Part:
             "duration_us": columns.duration_us.view(np.uint64),
             **{name: columns.numbers(name) for name in (*NUMBERS, SEQUENCE)},
             "pg_name": columns.strings("pg_name"),
-            "involved_dim": _build_flag_lists(columns.lists("involved_dim", EXPECTED["involved_dim"]), len(columns)),
+            "involved_dim": _build_flag_lists(
+                columns.lists("involved_dim", EXPECTED["involved_dim"]), len(columns)
+            ),
         },
         schema_overrides={"name": pl.String},
     ).with_columns(pl.col("is_cpu_op").cast(pl.Boolean))
@@ -251,7 +270,9 @@ def _build_part(columns: NodeColumns, first: int) -> _Part:
         if name in EXPECTED:  # where it is not of the expected kind, or stands a second time
             repeated = np.zeros(len(attribute.row), np.bool_)
             repeated[1:] = attribute.row[1:] == attribute.row[:-1]
-            indices = np.flatnonzero((attribute.member != _MEMBER_NUMBERS[EXPECTED[name]]) | repeated)
+            indices = np.flatnonzero(
+                (attribute.member != _MEMBER_NUMBERS[EXPECTED[name]]) | repeated
+            )
             kinds = [KINDS.get(number, "no value") for number in attribute.member[indices].tolist()]
             rows = {
                 "row": attribute.row[indices] + first,
@@ -273,7 +294,9 @@ def _build_flag_lists(lists: RaggedColumn, count: int) -> pl.Series:
         return pl.Series([None], dtype=pl.List(pl.Boolean)).new_from_index(0, count)
     flag_rows = pl.DataFrame({"row": np.repeat(lists.row, lists.count), "flags": lists.values != 0})
     rows = pl.DataFrame({"row": np.arange(count)})
-    return rows.join(flag_rows.group_by("row").agg("flags"), on="row", how="left", maintain_order="left")["flags"]
+    return rows.join(
+        flag_rows.group_by("row").agg("flags"), on="row", how="left", maintain_order="left"
+    )["flags"]
 
 
 _NO_NODES = pl.DataFrame(
@@ -289,7 +312,12 @@ _NO_NODES = pl.DataFrame(
     }
 )
 _NO_UNEXPECTED = pl.DataFrame(
-    schema={"row": pl.Int64, "attribute": pl.Enum(list(EXPECTED)), "kind": pl.String, "again": pl.Boolean}
+    schema={
+        "row": pl.Int64,
+        "attribute": pl.Enum(list(EXPECTED)),
+        "kind": pl.String,
+        "again": pl.Boolean,
+    }
 )
 
 # Larger numbers are dates or job ids.
@@ -325,7 +353,9 @@ class Workload:
 
     @cached_property
     def nodes(self) -> pl.DataFrame:
-        """The nodes of all files, file after file: `file` (its place in `tables`), `row` in it, and their columns."""
+        """The nodes of all files, file after file: `file` (its place in `tables`), `row` in it, and
+        their columns.
+        """
         return self._joined([table.nodes.with_row_index("row") for table in self.tables])
 
     @cached_property
@@ -336,7 +366,9 @@ class Workload:
     def _joined(self, frames: list[pl.DataFrame]) -> pl.DataFrame:
         file = np.repeat(np.arange(len(frames)), [frame.height for frame in frames])
         return pl.concat(frames).select(
-            pl.Series("file", file, dtype=pl.Int64), pl.all().exclude("row"), pl.col("row").cast(pl.Int64)
+            pl.Series("file", file, dtype=pl.Int64),
+            pl.all().exclude("row"),
+            pl.col("row").cast(pl.Int64),
         )
 
     def location(self, file: int) -> tuple[str, int | None]:
@@ -360,12 +392,16 @@ def find_file_sets(inputs: Sequence[str | Path], groups: Path | None = None) -> 
     for path in map(Path, inputs):
         if not path.exists():
             raise UsageError(f"there is no `{path}`", slug="no-file", hint="check the path")
-        members = sorted(p for p in path.iterdir() if p.name.lower().endswith(_ENDINGS)) if path.is_dir() else [path]
+        members = (
+            sorted(p for p in path.iterdir() if p.name.lower().endswith(_ENDINGS))
+            if path.is_dir()
+            else [path]
+        )
         if not members:
-            hint = (
-                "of a recorded run: traceloom link RUN -o job.graph, traceloom convert job.graph DIR --target astra-sim"
+            hint = "of a recorded run: traceloom link RUN -o job.graph, traceloom convert job.graph DIR --target astra-sim"
+            raise InputError(
+                "the directory holds no .et files", slug="no-traces", where=str(path), hint=hint
             )
-            raise InputError("the directory holds no .et files", slug="no-traces", where=str(path), hint=hint)
         for member in members:
             match = _RANK_FILE_NAME.match(member.name)
             key = (member.parent, match["prefix"] if match else member.name)
@@ -406,7 +442,9 @@ def read_workload(location: FileSet, step: Callable[[Path], None] | None = None)
     ranks = tuple(rank for rank, _ in location.files)
     if location.groups:
         remember_input(location.groups)
-    return Workload(location, ranks, tables, read_groups(location.groups) if location.groups else GroupFile())
+    return Workload(
+        location, ranks, tables, read_groups(location.groups) if location.groups else GroupFile()
+    )
 
 
 WINDOW = 1 << 16
@@ -483,21 +521,29 @@ class SimulatorNodes:
             ]
             for name, member in _MEMBERS.items():
                 present = nodes[name].is_not_null().to_numpy()
-                fields += encode.encode_number_attribute(name, member, nodes[name].fill_null(0).to_numpy(), present)
+                fields += encode.encode_number_attribute(
+                    name, member, nodes[name].fill_null(0).to_numpy(), present
+                )
             fields += encode.encode_text_attribute("pg_name", nodes["pg_name"])
             counts, ids = _slice_dependencies(self.added, start, nodes.height)
-            fields += encode.encode_number_list_attribute(ADDED, "uint64_list", counts, ids, counts > 0)
+            fields += encode.encode_number_list_attribute(
+                ADDED, "uint64_list", counts, ids, counts > 0
+            )
             yield encode.encode_messages(fields)
 
 
 def _slice_dependencies(pairs: Pairs, start: int, count: int) -> tuple[Ints, Ints]:
     """How many dependencies each of `count` rows from `start` has, and all of them."""
     first, last = np.searchsorted(pairs.row, [start, start + count])
-    return np.bincount(pairs.row[first:last] - start, minlength=count).astype(np.int64), pairs.id[first:last]
+    return np.bincount(pairs.row[first:last] - start, minlength=count).astype(np.int64), pairs.id[
+        first:last
+    ]
 
 
 def build_metadata(schema: str, extra: Mapping[str, str | int]) -> GlobalMetadata:
-    """The first message of a file: which of our schemas it follows, and what else is to be said, by name."""
+    """The first message of a file: which of our schemas it follows, and what else is to be said, by
+    name.
+    """
     message = GlobalMetadata(version="1.0.0")
     values: dict[str, Any] = {"schema": schema, "traceloom": __version__, **extra}
     for name, value in values.items():
@@ -524,13 +570,17 @@ def write_simulator_nodes(
     def produce(target_directory: Path) -> None:
         for rank, (metadata, nodes) in enumerate(ranks):
 
-            def fill(writer: EtWriter, metadata: GlobalMetadata = metadata, nodes: SimulatorNodes = nodes) -> None:
+            def fill(
+                writer: EtWriter, metadata: GlobalMetadata = metadata, nodes: SimulatorNodes = nodes
+            ) -> None:
                 writer.message(metadata)
                 for window in nodes.windows():
                     writer.framed(window)
 
             write_with(target_directory / f"workload.{rank}.et", fill)
         text = format_groups(groups).encode()
-        files.write(target_directory / GROUP_FILES[0], lambda handle: handle.write(text), force=False)
+        files.write(
+            target_directory / GROUP_FILES[0], lambda handle: handle.write(text), force=False
+        )
 
     return files.write_directory(directory, produce, RANK_FILES_PATTERN, force=force)

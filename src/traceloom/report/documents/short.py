@@ -2,7 +2,14 @@
 
 from typing import TypedDict
 
-from traceloom.report.documents.report import AnswerValue, FindingRow, FindingsGroundValue, InputRow, NoticeRow, RunRow
+from traceloom.report.documents.report import (
+    AnswerValue,
+    FindingRow,
+    FindingsGroundValue,
+    InputRow,
+    NoticeRow,
+    RunRow,
+)
 
 
 class ShortRank(TypedDict):

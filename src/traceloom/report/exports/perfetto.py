@@ -1,10 +1,12 @@
 """Chrome JSON for Perfetto.
 
-Perfetto draws the slices of one track as a stack and drops those that cross. Host events are given up to
-`nested_end_ns`, so they nest; device work that overlaps on one stream is spread over overflow tracks, `stream 7 (2)`.
+Perfetto draws the slices of one track as a stack and drops those that cross. Host events are given
+up to `nested_end_ns`, so they nest; device work that overlaps on one stream is spread over overflow
+tracks, `stream 7 (2)`.
 
-One process per trace, its lanes as named, ordered tracks, the steps on top; launch and forward-backward arrows;
-counters. Written in slices of events, so that memory does not grow with the trace.
+One process per trace, its lanes as named, ordered tracks, the steps on top; launch and
+forward-backward arrows; counters. Written in slices of events, so that memory does not grow with
+the trace.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ if TYPE_CHECKING:
 def format_microseconds(ns: pl.Series) -> pl.Series:
     """Nanoseconds >= 0 as the text of microseconds with three decimals.
 
-    Perfetto multiplies the number by 1000 as a double and cuts off the rest, which can be one nanosecond short; such a
-    number gets a fourth decimal, so that it comes out right there and wherever it is rounded.
+    Perfetto multiplies the number by 1000 as a double and cuts off the rest, which can be one
+    nanosecond short; such a number gets a fourth decimal, so that it comes out right there and
+    wherever it is rounded.
     """
     exact = ns.to_numpy()
     short = pl.Series(
@@ -50,14 +53,20 @@ def format_microseconds(ns: pl.Series) -> pl.Series:
         pl.lit(ns % 1000).cast(pl.String).str.zfill(3),
         pl.when(pl.lit(short)).then(pl.lit("2")).otherwise(pl.lit("")),
     )
-    return pl.select(text.alias(ns.name)).to_series() if ns.len() else pl.Series(ns.name, [], pl.String)
+    return (
+        pl.select(text.alias(ns.name)).to_series()
+        if ns.len()
+        else pl.Series(ns.name, [], pl.String)
+    )
 
 
 def encode_names(names: pl.Series) -> pl.DataFrame:
     """Every different name with its JSON text."""
     unique = names.unique()
     texts = [json.dumps(sanitize(name), ensure_ascii=False) for name in unique.to_list()]
-    return pl.DataFrame({"name": unique, "quoted": texts}, schema={"name": pl.String, "quoted": pl.String})
+    return pl.DataFrame(
+        {"name": unique, "quoted": texts}, schema={"name": pl.String, "quoted": pl.String}
+    )
 
 
 def append_arrows(slices: pl.DataFrame, arrows: pl.DataFrame) -> str:
@@ -69,9 +78,16 @@ def append_arrows(slices: pl.DataFrame, arrows: pl.DataFrame) -> str:
     """
     for end, opening in (("source", '{"ph":"s",'), ("target", '{"ph":"f","bp":"e",')):
         arrow = pl.concat_str(
-            pl.lit(opening), "place", pl.lit(',"name":"'), "arrow", pl.lit('","cat":"'), "arrow", pl.lit('","id":'),
-            "id", pl.lit("}"),
-        )  # fmt: skip
+            pl.lit(opening),
+            "place",
+            pl.lit(',"name":"'),
+            "arrow",
+            pl.lit('","cat":"'),
+            "arrow",
+            pl.lit('","id":'),
+            "id",
+            pl.lit("}"),
+        )
         arrow_texts = (
             arrows.select(pl.col(end).alias("number"), "arrow", "id")
             .join(slices.select("number", "place"), on="number")
@@ -80,12 +96,16 @@ def append_arrows(slices: pl.DataFrame, arrows: pl.DataFrame) -> str:
             .agg(pl.col(end).str.join(",\n"))
         )
         slices = slices.join(arrow_texts, on="number", how="left", maintain_order="left")
-    texts = slices.select(pl.concat_str("text", "source", "target", separator=",\n", ignore_nulls=True))
+    texts = slices.select(
+        pl.concat_str("text", "source", "target", separator=",\n", ignore_nulls=True)
+    )
     return str(texts.to_series().str.join(",\n").item())
 
 
 _ARROW_NAME = "critical_path"
-_FIRST_ARROW_ID = 9 * 10**15  # numbers of these arrows: above those of all others, and whole as doubles
+_FIRST_ARROW_ID = (
+    9 * 10**15
+)  # numbers of these arrows: above those of all others, and whole as doubles
 _ARROW_SCHEMA = build_schema("source target arrow id", {"source": pl.UInt32, "target": pl.UInt32})
 
 
@@ -97,7 +117,8 @@ def find_path_arrows(session: Session, path: CriticalPathValue | None) -> dict[i
         path: `critical_path` of the report document; None without one.
 
     Returns:
-        Frames of `source`, `target` (events; null where that end is in another trace), `arrow`, `id`.
+        Frames of `source`, `target` (events; null where that end is in another trace), `arrow`,
+        `id`.
     """
     number_of: dict[int | None, int] = {}
     for number, trace in enumerate(session.traces):
@@ -113,14 +134,22 @@ def find_path_arrows(session: Session, path: CriticalPathValue | None) -> dict[i
             if source_trace == to:
                 rows[source_trace].append((*arrow_ends, _ARROW_NAME, _FIRST_ARROW_ID + index))
             else:
-                rows[source_trace].append((arrow_ends[0], None, _ARROW_NAME, _FIRST_ARROW_ID + index))
+                rows[source_trace].append(
+                    (arrow_ends[0], None, _ARROW_NAME, _FIRST_ARROW_ID + index)
+                )
                 rows[to].append((None, arrow_ends[1], _ARROW_NAME, _FIRST_ARROW_ID + index))
         before = row
-    return {number: pl.DataFrame(arrows, schema=_ARROW_SCHEMA, orient="row") for number, arrows in rows.items()}
+    return {
+        number: pl.DataFrame(arrows, schema=_ARROW_SCHEMA, orient="row")
+        for number, arrows in rows.items()
+    }
 
 
-def encode_path_track(path: CriticalPathValue | None, process: int, thread: int, shift_ns: int) -> Iterator[str]:
-    """The path as a process of one track, its stretches one after the other; nothing without a path.
+def encode_path_track(
+    path: CriticalPathValue | None, process: int, thread: int, shift_ns: int
+) -> Iterator[str]:
+    """The path as a process of one track, its stretches one after the other; nothing without a
+    path.
 
     Args:
         path: `critical_path` of the report document.
@@ -136,7 +165,12 @@ def encode_path_track(path: CriticalPathValue | None, process: int, thread: int,
     rows: list[dict[str, object]] = [
         {"ph": "M", "pid": process, "name": "process_name", "args": {"name": "critical path"}},
         {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": 0}},
-        {"ph": "M", **track, "name": "thread_name", "args": {"name": f"critical path of {subject}"}},
+        {
+            "ph": "M",
+            **track,
+            "name": "thread_name",
+            "args": {"name": f"critical path of {subject}"},
+        },
     ]
     yield ",\n".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in rows)
     start = format_microseconds(pl.Series("ts", [row["start_ns"] + shift_ns for row in segments]))
@@ -179,7 +213,8 @@ class Tracks:
 def assign_tracks(trace: Trace) -> Tracks:
     """Give every event a track on which it nests."""
     events = trace.events
-    # Host threads first, the busiest on top; then the devices, each with its annotations, streams and waits.
+    # Host threads first, the busiest on top; then the devices, each with its annotations, streams
+    # and waits.
     kind = pl.col("kind").cast(pl.String)
     lanes = trace.lanes.filter(pl.col("events") > 0).sort(
         pl.when(kind.str.starts_with("device")).then(1).when(kind == "other").then(2).otherwise(0),
@@ -195,12 +230,16 @@ def assign_tracks(trace: Trace) -> Tracks:
     track = np.zeros(events.height, dtype=np.int64)
     order = np.argsort(lane, kind="stable")
     numbers, first = np.unique(lane[order], return_index=True)
-    rows_of = dict(zip(numbers.tolist(), np.split(order, first[1:]), strict=True)) if lane.size else {}
+    rows_of = (
+        dict(zip(numbers.tolist(), np.split(order, first[1:]), strict=True)) if lane.size else {}
+    )
     for row in lanes.iter_rows(named=True):
         rows = rows_of[row["lane"]]
         name = sanitize(str(row["name"]))
         if row["kind"].startswith("device"):
-            suffix = {"device_annotation": " annotations", "device_sync": " waits"}.get(row["kind"], "")
+            suffix = {"device_annotation": " annotations", "device_sync": " waits"}.get(
+                row["kind"], ""
+            )
             name = f"GPU {row['device']} {name}{suffix}"
         level = np.zeros(rows.size, dtype=np.int64)
         if row["kind"] not in {"host", "other"}:
@@ -211,12 +250,15 @@ def assign_tracks(trace: Trace) -> Tracks:
                 end[rows] = np.where(rim, np.maximum(following, start[rows]), end[rows])
             level = assign_levels(start[rows], end[rows])
         track[rows] = len(names) + level
-        names += [name if i == 0 else f"{name} ({i + 1})" for i in range(int(level.max(initial=0)) + 1)]
+        names += [
+            name if i == 0 else f"{name} ({i + 1})" for i in range(int(level.max(initial=0)) + 1)
+        ]
     return Tracks(names, track, end)
 
 
 def assign_levels(start: Ints, end: Ints) -> Ints:
-    """The lowest level for each span (sorted by start) on which it overlaps none; 0 where nothing overlaps.
+    """The lowest level for each span (sorted by start) on which it overlaps none; 0 where nothing
+    overlaps.
 
     Only clusters of overlapping spans are walked one by one.
     """
@@ -228,7 +270,9 @@ def assign_levels(start: Ints, end: Ints) -> Ints:
     bounds = np.append(np.flatnonzero(cluster_starts), start.size)
     for low, high in pairwise(bounds.tolist()):
         if high - low > 1:
-            level[low:high] = _assign_cluster_levels(start[low:high].tolist(), end[low:high].tolist())
+            level[low:high] = _assign_cluster_levels(
+                start[low:high].tolist(), end[low:high].tolist()
+            )
     return level
 
 
@@ -246,15 +290,18 @@ def _assign_cluster_levels(start: list[int], end: list[int]) -> list[int]:
 
 
 _BATCH_EVENTS = 32_768  # events encoded at a time
-# Perfetto knows threads by their number alone, so numbers never repeat in a file, nor equal a process's.
+# Perfetto knows threads by their number alone, so numbers never repeat in a file, nor equal a
+# process's.
 _TRACKS_PER_PROCESS = 1_000_000
 
 
-def write(session: Session, epoch_ns: int, handle: BinaryIO, path: CriticalPathValue | None = None) -> None:
+def write(
+    session: Session, epoch_ns: int, handle: BinaryIO, path: CriticalPathValue | None = None
+) -> None:
     """Write the whole session, and what was recorded beside it.
 
-    Every event stands in it exactly once. Times are microseconds after `epoch_ns` with their nanoseconds as decimals.
-    Host events end where their parent ends, where they would outlive it.
+    Every event stands in it exactly once. Times are microseconds after `epoch_ns` with their
+    nanoseconds as decimals. Host events end where their parent ends, where they would outlive it.
 
     Args:
         session: What to write.
@@ -268,15 +315,22 @@ def write(session: Session, epoch_ns: int, handle: BinaryIO, path: CriticalPathV
         frames = (trace.allocations, trace.counters, trace.marks)
         first_times = [frame["time_ns"].min() for frame in frames if frame.height]
         times += (
-            [trace.start_ns, *(time for time in first_times if isinstance(time, int))] if trace.events.height else [0]
+            [trace.start_ns, *(time for time in first_times if isinstance(time, int))]
+            if trace.events.height
+            else [0]
         )
     first = min(times)
     handle.write(b'{"displayTimeUnit":"ns","otherData":{"epoch_ns":"%d"},"traceEvents":[\n' % first)
     separator = b""
     path_process = len(session.traces) + 1
     arrows = find_path_arrows(session, path)
-    parts = [_encode_trace(trace, number + 1, first, arrows.get(number)) for number, trace in enumerate(session.traces)]
-    parts.append(encode_path_track(path, path_process, path_process * _TRACKS_PER_PROCESS, epoch_ns - first))
+    parts = [
+        _encode_trace(trace, number + 1, first, arrows.get(number))
+        for number, trace in enumerate(session.traces)
+    ]
+    parts.append(
+        encode_path_track(path, path_process, path_process * _TRACKS_PER_PROCESS, epoch_ns - first)
+    )
     for text in chain.from_iterable(parts):
         if text:
             handle.write(separator + text.encode("utf-8", "replace"))
@@ -284,7 +338,9 @@ def write(session: Session, epoch_ns: int, handle: BinaryIO, path: CriticalPathV
     handle.write(b"\n]}\n")
 
 
-def _encode_trace(trace: Trace, process: int, epoch_ns: int, extra_arrows: pl.DataFrame | None = None) -> Iterator[str]:
+def _encode_trace(
+    trace: Trace, process: int, epoch_ns: int, extra_arrows: pl.DataFrame | None = None
+) -> Iterator[str]:
     """The parts of one trace, each some rows of JSON."""
     tracks = assign_tracks(trace)
     first_thread = process * _TRACKS_PER_PROCESS
@@ -303,10 +359,16 @@ def _encode_trace(trace: Trace, process: int, epoch_ns: int, extra_arrows: pl.Da
 
     steps = trace.steps
     step_rows = pl.concat_str(
-        pl.lit(f'{{"ph":"X","pid":{process},"tid":{first_thread},"ts":'), format_microseconds(steps["start_ns"] - epoch_ns),
-        pl.lit(',"dur":'), format_microseconds((steps["end_ns"] - steps["start_ns"]).clip(0)),
-        pl.lit(',"name":"step '), "step", pl.lit('","cat":"step","args":{"step":'), "step", pl.lit("}}"),
-    )  # fmt: skip
+        pl.lit(f'{{"ph":"X","pid":{process},"tid":{first_thread},"ts":'),
+        format_microseconds(steps["start_ns"] - epoch_ns),
+        pl.lit(',"dur":'),
+        format_microseconds((steps["end_ns"] - steps["start_ns"]).clip(0)),
+        pl.lit(',"name":"step '),
+        "step",
+        pl.lit('","cat":"step","args":{"step":'),
+        "step",
+        pl.lit("}}"),
+    )
     yield _join_rows(steps, step_rows)
 
     start = trace.events["start_ns"]
@@ -315,12 +377,18 @@ def _encode_trace(trace: Trace, process: int, epoch_ns: int, extra_arrows: pl.Da
         (pl.Series(tracks.end_ns) - start).clip(0).alias("dur"),
         pl.Series("tid", tracks.track + first_thread + 1),
     )
-    # From every launch to its GPU work, from forward to backward, and the file's own others; `id` is unique.
-    launches = trace.gpu_work().drop_nulls("launch").select(source="launch", target="event", arrow=pl.lit("launch"))
+    # From every launch to its GPU work, from forward to backward, and the file's own others; `id`
+    # is unique.
+    launches = (
+        trace.gpu_work()
+        .drop_nulls("launch")
+        .select(source="launch", target="event", arrow=pl.lit("launch"))
+    )
     flows = (
-        trace.flows.filter(pl.col("kind") != "launch").drop_nulls(["source", "target"])
+        trace.flows.filter(pl.col("kind") != "launch")
+        .drop_nulls(["source", "target"])
         .select("source", "target", arrow=pl.col("kind").cast(pl.String))
-    )  # fmt: skip
+    )
     arrows = pl.concat([launches, flows.cast(launches.schema)])
     arrows = arrows.with_columns(id=pl.int_range(pl.len(), dtype=pl.Int64) + process * 10**10)
     if extra_arrows is not None:
@@ -332,20 +400,32 @@ def _encode_trace(trace: Trace, process: int, epoch_ns: int, extra_arrows: pl.Da
     curves = build_counters(trace).filter(pl.col("value").is_finite())
     curves = curves.join(encode_names(curves["name"]), on="name", how="left", maintain_order="left")
     curve_rows = pl.concat_str(
-        pl.lit(f'{{"ph":"C","pid":{process},"ts":'), format_microseconds(curves["time_ns"] - epoch_ns), pl.lit(',"name":'),
-        "quoted", pl.lit(',"args":{"value":'), pl.col("value").round(6).cast(pl.String), pl.lit("}}"),
-    )  # fmt: skip
+        pl.lit(f'{{"ph":"C","pid":{process},"ts":'),
+        format_microseconds(curves["time_ns"] - epoch_ns),
+        pl.lit(',"name":'),
+        "quoted",
+        pl.lit(',"args":{"value":'),
+        pl.col("value").round(6).cast(pl.String),
+        pl.lit("}}"),
+    )
     yield _join_rows(curves, curve_rows)
 
-    marks = trace.marks.join(encode_names(trace.marks["name"]), on="name", how="left", maintain_order="left")
+    marks = trace.marks.join(
+        encode_names(trace.marks["name"]), on="name", how="left", maintain_order="left"
+    )
     mark_rows = pl.concat_str(
-        pl.lit(f'{{"ph":"i","s":"p","pid":{process},"ts":'), format_microseconds(marks["time_ns"] - epoch_ns),
-        pl.lit(',"name":'), "quoted", pl.lit("}"),
-    )  # fmt: skip
+        pl.lit(f'{{"ph":"i","s":"p","pid":{process},"ts":'),
+        format_microseconds(marks["time_ns"] - epoch_ns),
+        pl.lit(',"name":'),
+        "quoted",
+        pl.lit("}"),
+    )
     yield _join_rows(marks, mark_rows)
 
 
-def _encode_slices(trace: Trace, events: pl.DataFrame, names: pl.DataFrame, arrows: pl.DataFrame, process: int) -> str:
+def _encode_slices(
+    trace: Trace, events: pl.DataFrame, names: pl.DataFrame, arrows: pl.DataFrame, process: int
+) -> str:
     """The slices, each followed by its arrows, so that Perfetto binds them to it."""
     # What the side frames say about these events, one row per event.
     in_batch = pl.col("event").is_between(events["event"][0], events["event"][-1])
@@ -357,22 +437,37 @@ def _encode_slices(trace: Trace, events: pl.DataFrame, names: pl.DataFrame, arro
         batch_rows = frame.filter(in_batch).unique("event", keep="first")
         events = events.join(batch_rows, on="event", how="left", maintain_order="left")
     events = events.join(names, on="name", how="left", maintain_order="left")
-    events = events.with_columns(format_microseconds(events["ts"]), format_microseconds(events["dur"]))
+    events = events.with_columns(
+        format_microseconds(events["ts"]), format_microseconds(events["dur"])
+    )
     numbers = {
         name: pl.col("copy_bytes" if name == "bytes" else name).cast(pl.String)
-        for name in ("step", "correlation", "external_id", "sequence", "in_bytes", "out_bytes", "stream", "bytes")
+        for name in (
+            "step",
+            "correlation",
+            "external_id",
+            "sequence",
+            "in_bytes",
+            "out_bytes",
+            "stream",
+            "bytes",
+        )
     }
     texts = {
         name: pl.concat_str(
             pl.lit('"'),
-            pl.col(name).str.replace_all("\\", "\\\\", literal=True).str.replace_all('"', '\\"', literal=True)
+            pl.col(name)
+            .str.replace_all("\\", "\\\\", literal=True)
+            .str.replace_all('"', '\\"', literal=True)
             .str.replace_all(UNSAFE.pattern, "?"),
             pl.lit('"'),
         )
         for name in ("shapes", "types", "collective", "group")
-    }  # fmt: skip
+    }
     args = [
-        pl.when(value.is_not_null()).then(pl.concat_str(pl.lit(f',"{name}":'), value)).otherwise(pl.lit(""))
+        pl.when(value.is_not_null())
+        .then(pl.concat_str(pl.lit(f',"{name}":'), value))
+        .otherwise(pl.lit(""))
         for name, value in (numbers | texts).items()
     ]
     position = pl.concat_str(pl.lit(f'"pid":{process},"tid":'), "tid", pl.lit(',"ts":'), "ts")
@@ -380,11 +475,20 @@ def _encode_slices(trace: Trace, events: pl.DataFrame, names: pl.DataFrame, arro
         number="event",
         place=position,
         text=pl.concat_str(
-            pl.lit('{"ph":"X",'), position, pl.lit(',"dur":'), "dur", pl.lit(',"name":'), "quoted",
-            pl.lit(',"cat":"'), pl.col("category").cast(pl.String), pl.lit('","args":{"event":'), "event",
-            *args, pl.lit("}}"),
-        )
-    )  # fmt: skip
+            pl.lit('{"ph":"X",'),
+            position,
+            pl.lit(',"dur":'),
+            "dur",
+            pl.lit(',"name":'),
+            "quoted",
+            pl.lit(',"cat":"'),
+            pl.col("category").cast(pl.String),
+            pl.lit('","args":{"event":'),
+            "event",
+            *args,
+            pl.lit("}}"),
+        ),
+    )
     return append_arrows(rows, arrows)
 
 
@@ -395,8 +499,8 @@ def _join_rows(frame: pl.DataFrame, rows: pl.Expr) -> str:
 def write_graph(graph: Graph, handle: BinaryIO, counters: pl.DataFrame | None = None) -> None:
     """Write every node that belongs to a lane, and the edges between nodes of different lanes.
 
-    Times are microseconds after the earliest node with their nanoseconds as decimals. Nodes that overlap on one lane
-    (kernels of one stream) stand on tracks of their own, `stream 7 (2)`.
+    Times are microseconds after the earliest node with their nanoseconds as decimals. Nodes that
+    overlap on one lane (kernels of one stream) stand on tracks of their own, `stream 7 (2)`.
 
     Args:
         graph: What to write.
@@ -406,11 +510,15 @@ def write_graph(graph: Graph, handle: BinaryIO, counters: pl.DataFrame | None = 
     """
     earliest = graph.nodes["start_ns"].min()
     first = earliest if isinstance(earliest, int) else 0
-    nodes = graph.nodes.filter(pl.col("lane").is_not_null()).sort("lane", "start_ns", maintain_order=True)
+    nodes = graph.nodes.filter(pl.col("lane").is_not_null()).sort(
+        "lane", "start_ns", maintain_order=True
+    )
     start = nodes["start_ns"].to_numpy()
     end = start + nodes["duration_ns"].to_numpy()
     lane = nodes["lane"].to_numpy()
-    bounds = np.flatnonzero(np.diff(lane, prepend=-1, append=-1)) if len(lane) else np.zeros(0, np.int64)
+    bounds = (
+        np.flatnonzero(np.diff(lane, prepend=-1, append=-1)) if len(lane) else np.zeros(0, np.int64)
+    )
     level = np.zeros(len(lane), np.int64)
     for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         level[low:high] = assign_levels(start[low:high], end[low:high])
@@ -421,26 +529,42 @@ def write_graph(graph: Graph, handle: BinaryIO, counters: pl.DataFrame | None = 
         .join(graph.lanes.select("lane", "kind", "device", "name"), on="lane", how="left")
         .sort("rank", pl.col("kind") == "device", "lane", "level")
         .with_columns(place=pl.int_range(pl.len()).over("rank"))
-        .with_columns(tid=(pl.col("rank").cast(pl.Int64) + 1) * _TRACKS_PER_PROCESS + pl.col("place"))
+        .with_columns(
+            tid=(pl.col("rank").cast(pl.Int64) + 1) * _TRACKS_PER_PROCESS + pl.col("place")
+        )
     )
-    nodes = nodes.join(tracks.select("lane", "level", "tid"), on=["lane", "level"], how="left", maintain_order="left")
+    nodes = nodes.join(
+        tracks.select("lane", "level", "tid"),
+        on=["lane", "level"],
+        how="left",
+        maintain_order="left",
+    )
     nodes = nodes.with_columns(
         pid=pl.col("rank").cast(pl.Int64) + 1,
         ts=format_microseconds(nodes["start_ns"] - first),
         dur=format_microseconds(nodes["duration_ns"]),
     )
     lanes = graph.nodes["lane"]
-    edges = graph.edges.with_columns(of=lanes.gather(graph.edges["source"]), to=lanes.gather(graph.edges["target"]))
+    edges = graph.edges.with_columns(
+        of=lanes.gather(graph.edges["source"]), to=lanes.gather(graph.edges["target"])
+    )
     between = edges.filter(pl.col("of") != pl.col("to"))
-    arrows = between.select("source", "target", arrow=pl.col("kind").cast(pl.String), id=pl.int_range(1, pl.len() + 1))
-    handle.write(b'{"displayTimeUnit":"ns","otherData":{"epoch_ns":"%d"},"traceEvents":[\n' % (graph.epoch_ns + first))
+    arrows = between.select(
+        "source", "target", arrow=pl.col("kind").cast(pl.String), id=pl.int_range(1, pl.len() + 1)
+    )
+    handle.write(
+        b'{"displayTimeUnit":"ns","otherData":{"epoch_ns":"%d"},"traceEvents":[\n'
+        % (graph.epoch_ns + first)
+    )
     separator = ""
     hosts = dict(graph.ranks.select("rank", "host").iter_rows())
     rows = []
     for rank in tracks["rank"].unique(maintain_order=True).to_list():
         name = f"rank {rank}" + (f" on {sanitize(hosts[rank])}" if hosts.get(rank) else "")
         rows.append({"ph": "M", "pid": rank + 1, "name": "process_name", "args": {"name": name}})
-        rows.append({"ph": "M", "pid": rank + 1, "name": "process_sort_index", "args": {"sort_index": rank}})
+        rows.append(
+            {"ph": "M", "pid": rank + 1, "name": "process_sort_index", "args": {"sort_index": rank}}
+        )
     for track in tracks.iter_rows(named=True):
         name = sanitize(track["name"] or "")
         if track["kind"] == "device" and track["device"] is not None:
@@ -453,7 +577,13 @@ def write_graph(graph: Graph, handle: BinaryIO, counters: pl.DataFrame | None = 
         number = int(tracks["rank"].cast(pl.Int64).max() or 0) + 2  # type: ignore[arg-type]
         rows.append({"ph": "M", "pid": number, "name": "process_name", "args": {"name": "links"}})
         rows += [
-            {"ph": "C", "pid": number, "name": sanitize(name), "ts": time / 1000, "args": {"share": value}}
+            {
+                "ph": "C",
+                "pid": number,
+                "name": sanitize(name),
+                "ts": time / 1000,
+                "args": {"share": value},
+            }
             for name, time, value in counters.select("name", "time_ns", "value").iter_rows()
         ]
     for text in (
@@ -466,10 +596,16 @@ def write_graph(graph: Graph, handle: BinaryIO, counters: pl.DataFrame | None = 
     handle.write(b"\n]}\n")
 
 
-def _encode_graph_slices(nodes: pl.DataFrame, quoted: pl.DataFrame, arrows: pl.DataFrame) -> Iterator[str]:
-    """The slices, each followed by the arrows that begin and end in it, so that Perfetto binds them to it."""
+def _encode_graph_slices(
+    nodes: pl.DataFrame, quoted: pl.DataFrame, arrows: pl.DataFrame
+) -> Iterator[str]:
+    """The slices, each followed by the arrows that begin and end in it, so that Perfetto binds them
+    to it.
+    """
     for low in range(0, nodes.height, _BATCH_EVENTS):
-        part = nodes.slice(low, _BATCH_EVENTS).join(quoted, on="name", how="left", maintain_order="left")
+        part = nodes.slice(low, _BATCH_EVENTS).join(
+            quoted, on="name", how="left", maintain_order="left"
+        )
         prefix = pl.concat_str(pl.lit('"pid":'), "pid", pl.lit(',"tid":'), "tid", pl.lit(',"ts":'))
         optional = [
             pl.when(pl.col(name).is_not_null())
@@ -481,16 +617,27 @@ def _encode_graph_slices(nodes: pl.DataFrame, quoted: pl.DataFrame, arrows: pl.D
             number="node",
             place=pl.concat_str(prefix, "ts"),
             text=pl.concat_str(
-                pl.lit('{"ph":"X",'), prefix, "ts", pl.lit(',"dur":'), "dur", pl.lit(',"name":'), "quoted",
-                pl.lit(',"cat":"'), pl.col("kind").cast(pl.String), pl.lit('","args":{"node":'), "node",
-                *optional, pl.lit("}}"),
+                pl.lit('{"ph":"X",'),
+                prefix,
+                "ts",
+                pl.lit(',"dur":'),
+                "dur",
+                pl.lit(',"name":'),
+                "quoted",
+                pl.lit(',"cat":"'),
+                pl.col("kind").cast(pl.String),
+                pl.lit('","args":{"node":'),
+                "node",
+                *optional,
+                pl.lit("}}"),
             ),
-        )  # fmt: skip
+        )
         yield append_arrows(rows, arrows)
 
 
 def write_simulation(answer: Simulation, handle: BinaryIO) -> None:
-    """Write the workload as it would have been recorded on the machine, and counters of its busiest links.
+    """Write the workload as it would have been recorded on the machine, and counters of its busiest
+    links.
 
     Args:
         answer: What was simulated.

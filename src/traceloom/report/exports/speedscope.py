@@ -1,7 +1,9 @@
-"""Export for https://www.speedscope.app: every host thread in time order, and GPU time by the stack that launched it.
+"""Export for https://www.speedscope.app: every host thread in time order, and GPU time by the stack
+that launched it.
 
-The schema is https://www.speedscope.app/file-format-schema.json: frames are shared, a thread is an `evented` profile
-(opened and closed frames, in order, nested), GPU time a `sampled` one (stacks with weights).
+The schema is https://www.speedscope.app/file-format-schema.json: frames are shared, a thread is an
+`evented` profile (opened and closed frames, in order, nested), GPU time a `sampled` one (stacks
+with weights).
 """
 
 from __future__ import annotations
@@ -48,17 +50,28 @@ class _Frames:
 
 
 def write(session: Session, handle: BinaryIO) -> None:
-    """Write the threads of all ranks as one file; times count from the earliest event of the session."""
+    """Write the threads of all ranks as one file; times count from the earliest event of the
+    session.
+    """
     frames = _Frames()
     epoch = min((trace.start_ns for trace in session.traces if trace.events.height), default=0)
     several = len(session.traces) > 1
-    head = {"$schema": SCHEMA, "name": session.name, "exporter": f"traceloom {__version__}", "activeProfileIndex": 0}
+    head = {
+        "$schema": SCHEMA,
+        "name": session.name,
+        "exporter": f"traceloom {__version__}",
+        "activeProfileIndex": 0,
+    }
     handle.write(json.dumps(head)[:-1].encode() + b', "profiles": [')
     between = b"\n"
     for trace in session.traces:
-        rank_prefix = "" if not several else "rank ?: " if trace.rank is None else f"rank {trace.rank}: "
+        rank_prefix = (
+            "" if not several else "rank ?: " if trace.rank is None else f"rank {trace.rank}: "
+        )
         for part in _profiles(trace, epoch, rank_prefix, frames):
-            handle.writelines((between if number == 0 else b"") + chunk for number, chunk in enumerate(part))
+            handle.writelines(
+                (between if number == 0 else b"") + chunk for number, chunk in enumerate(part)
+            )
             between = b",\n"
     if between == b"\n":
         nothing = {"type": "evented", "name": "nothing recorded", "unit": "nanoseconds"}
@@ -66,7 +79,8 @@ def write(session: Session, handle: BinaryIO) -> None:
     handle.write(b'], "shared": {"frames": [')
     fields = ("name", "file", "line")
     frame_entries = (
-        {key: value for key, value in zip(fields, frame, strict=True) if value is not None} for frame in frames.keys
+        {key: value for key, value in zip(fields, frame, strict=True) if value is not None}
+        for frame in frames.keys
     )
     handle.write(b",".join(json.dumps(frame).encode() for frame in frame_entries))
     handle.write(b"]}}\n")
@@ -77,12 +91,16 @@ def _profiles(trace: Trace, epoch: int, before: str, frames: _Frames) -> Iterato
     tree, folded = build_forest(trace), call_tree(trace)
     number = np.array(frames.numbers(parse_frame_places(folded.names)), dtype=np.int64)
     named_lanes = (
-        trace.lanes.select("lane", "kind", name=list_thread_names(trace)).filter(pl.col("kind") == "host").sort("lane")
+        trace.lanes.select("lane", "kind", name=list_thread_names(trace))
+        .filter(pl.col("kind") == "host")
+        .sort("lane")
     )
     for lane, name in named_lanes.select("lane", "name").iter_rows():
         low, high = np.searchsorted(tree.lane, [lane, lane + 1]).tolist()
         if high > low:
-            yield _thread(trace, (low, high), number[folded.name_of[low:high]], epoch, before + name)
+            yield _thread(
+                trace, (low, high), number[folded.name_of[low:high]], epoch, before + name
+            )
     flame_graph = flame(trace)
     if flame_graph.gpu_work_ns:
         # GPU time by stack; a thread is the bottom frame of its stacks
@@ -94,7 +112,10 @@ def _profiles(trace: Trace, epoch: int, before: str, frames: _Frames) -> Iterato
             stacks.append([*([] if parent_row is None else stacks[parent_row]), numbers[row]])
         weights = table["self_device_ns"].to_list()
         weighted_rows = [row for row, weight in enumerate(weights) if weight]
-        samples, values = [stacks[row] for row in weighted_rows], [weights[row] for row in weighted_rows]
+        samples, values = (
+            [stacks[row] for row in weighted_rows],
+            [weights[row] for row in weighted_rows],
+        )
         if flame_graph.unattributed_device_ns:
             samples.append([frames.number(_NO_LAUNCH)])
             values.append(flame_graph.unattributed_device_ns)
@@ -110,8 +131,12 @@ def _profiles(trace: Trace, epoch: int, before: str, frames: _Frames) -> Iterato
         yield iter([json.dumps(profile).encode()])
 
 
-def _thread(trace: Trace, span: tuple[int, int], frame: Ints, epoch: int, name: str) -> Iterator[bytes]:
-    """The events of one lane, opened and closed in order: what has ended is closed before the next one opens."""
+def _thread(
+    trace: Trace, span: tuple[int, int], frame: Ints, epoch: int, name: str
+) -> Iterator[bytes]:
+    """The events of one lane, opened and closed in order: what has ended is closed before the next
+    one opens.
+    """
     tree = build_forest(trace)
     low, high = span
     indices = np.arange(high - low)
@@ -136,9 +161,13 @@ def _thread(trace: Trace, span: tuple[int, int], frame: Ints, epoch: int, name: 
     yield json.dumps(header)[:-1].encode() + b', "events": ['
     for first in range(0, total, _AT_ONCE):
         batch = slice(first, first + _AT_ONCE)
-        text = pl.DataFrame({"open": opens[batch], "frame": event_frame[batch], "at": event_ns[batch]}).select(
+        text = pl.DataFrame(
+            {"open": opens[batch], "frame": event_frame[batch], "at": event_ns[batch]}
+        ).select(
             pl.concat_str(
-                pl.when("open").then(pl.lit('{"type":"O","frame":')).otherwise(pl.lit('{"type":"C","frame":')),
+                pl.when("open")
+                .then(pl.lit('{"type":"O","frame":'))
+                .otherwise(pl.lit('{"type":"C","frame":')),
                 "frame",
                 pl.lit(',"at":'),
                 "at",

@@ -1,6 +1,7 @@
 """The sections of a report, one module per question; see `section.py` for what one is.
 
-A section beyond the core is loaded when it is asked for: a report of the core alone loads none of them.
+A section beyond the core is loaded when it is asked for: a report of the core alone loads none of
+them.
 """
 
 from __future__ import annotations
@@ -17,16 +18,46 @@ if TYPE_CHECKING:
     from traceloom.report.sections.section import Section
 
 CORE_KEYS = (
-    "breakdown", "steps", "idle", "host", "kernels", "operators", "modules", "communication", "memory", "data_loading",
-)  # fmt: skip
+    "breakdown",
+    "steps",
+    "idle",
+    "host",
+    "kernels",
+    "operators",
+    "modules",
+    "communication",
+    "memory",
+    "data_loading",
+)
 """The sections of the core, which every report has, in the order of a terminal."""
 
 EXTRA_KEYS = (
-    "memory_owners", "per_step", "kinds", "kernel_shapes", "copies", "counters", "critical_path", "idle_gaps",
-    "launches", "graph_launches", "patterns", "roofline", "flame", "blocking_calls", "threads", "compile",
-    "collectives", "groups", "rank_matrix", "across_ranks", "slow_steps", "imbalance", "pipeline", "anti_patterns",
+    "memory_owners",
+    "per_step",
+    "kinds",
+    "kernel_shapes",
+    "copies",
+    "counters",
+    "critical_path",
+    "idle_gaps",
+    "launches",
+    "graph_launches",
+    "patterns",
+    "roofline",
+    "flame",
+    "blocking_calls",
+    "threads",
+    "compile",
+    "collectives",
+    "groups",
+    "rank_matrix",
+    "across_ranks",
+    "slow_steps",
+    "imbalance",
+    "pipeline",
+    "anti_patterns",
     "inference",
-)  # fmt: skip
+)
 """The sections beyond the core, in the order of the document; each is the module of that name."""
 
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -34,22 +65,51 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Timeline", ("timeline", "steps", "slow_steps", "critical_path", "per_step", "inference")),
     (
         "GPU",
-        ("kernels", "kinds", "kernel_shapes", "roofline", "idle", "idle_gaps", "launches", "graph_launches", "patterns",
-         "copies", "counters"),
+        (
+            "kernels",
+            "kinds",
+            "kernel_shapes",
+            "roofline",
+            "idle",
+            "idle_gaps",
+            "launches",
+            "graph_launches",
+            "patterns",
+            "copies",
+            "counters",
+        ),
     ),
     (
         "Host",
-        ("operators", "modules", "flame", "host", "threads", "blocking_calls", "data_loading", "compile",
-         "anti_patterns"),
+        (
+            "operators",
+            "modules",
+            "flame",
+            "host",
+            "threads",
+            "blocking_calls",
+            "data_loading",
+            "compile",
+            "anti_patterns",
+        ),
     ),
     ("Memory", ("memory", "memory_owners")),
     (
         "Ranks",
-        ("communication", "collectives", "across_ranks", "groups", "rank_matrix", "imbalance", "pipeline"),
+        (
+            "communication",
+            "collectives",
+            "across_ranks",
+            "groups",
+            "rank_matrix",
+            "imbalance",
+            "pipeline",
+        ),
     ),
     ("Data", ("data",)),
-)  # fmt: skip
-"""The views of the page, in its order: title, keys of sections and of the page's own parts (`findings`, `timeline`,
+)
+"""The views of the page, in its order: title, keys of sections and of the page's own parts
+(`findings`, `timeline`,
 `data`, `runs`). The first one is the answer."""
 
 CORE = "core"
@@ -121,7 +181,8 @@ def load_extra_sections() -> tuple[Section[Any, Any], ...]:
 
 
 def select_sections(only: Sequence[str] | None) -> tuple[Section[Any, Any], ...]:
-    """The sections beyond the core that `--only` asks for; all where it is None, none for `core` alone.
+    """The sections beyond the core that `--only` asks for; all where it is None, none for `core`
+    alone.
 
     Raises:
         UsageError: slug `no-such-section`.
@@ -131,13 +192,18 @@ def select_sections(only: Sequence[str] | None) -> tuple[Section[Any, Any], ...]
     for key in only:
         if key not in SECTION_NAMES:
             hint = nearest(key, SECTION_NAMES) + f"use one of {', '.join(SECTION_NAMES)}"
-            raise UsageError(f"`{key}` is no section of the report", slug="no-such-section", hint=hint)
+            raise UsageError(
+                f"`{key}` is no section of the report", slug="no-such-section", hint=hint
+            )
     return tuple(load_section(key) for key in EXTRA_KEYS if key in only)
 
 
 def summarise_core_sections(document: ReportDocument) -> list[tuple[str, str]]:
     """Title and sentence of the sections of the core that have something to say."""
-    sentences = ((section.title, section.summary(section.value(document))) for section in load_core_sections())
+    sentences = (
+        (section.title, section.summary(section.value(document)))
+        for section in load_core_sections()
+    )
     return [(title, summary) for title, summary in sentences if summary]
 
 

@@ -44,10 +44,35 @@ _SUMMARY = build_schema(
     {"where": WhereType},
 )
 _CALL_COLUMNS = (
-    "rank", "where", "device", "stream", "step", "phase", "start_ns", "duration_ns", "kind", "backend", "name", "group",
-    "group_size", "sequence", "peer", "element_type", "in_bytes", "out_bytes", "size_bytes", "bus_gb_per_s", "link",
-    "link_fraction", "algorithm", "protocol", "name_certain", "channels", "exposed_ns", "blocking_ns",
-)  # fmt: skip
+    "rank",
+    "where",
+    "device",
+    "stream",
+    "step",
+    "phase",
+    "start_ns",
+    "duration_ns",
+    "kind",
+    "backend",
+    "name",
+    "group",
+    "group_size",
+    "sequence",
+    "peer",
+    "element_type",
+    "in_bytes",
+    "out_bytes",
+    "size_bytes",
+    "bus_gb_per_s",
+    "link",
+    "link_fraction",
+    "algorithm",
+    "protocol",
+    "name_certain",
+    "channels",
+    "exposed_ns",
+    "blocking_ns",
+)
 _CALLS = pl.Schema({name: CALL_SCHEMA[name] for name in _CALL_COLUMNS})
 _GB = 1e9
 _NO_BANDWIDTH = "size or group is not known, or the call only submits"
@@ -75,7 +100,15 @@ class CollectivesSection(RanksSection["CollectivesValue"]):
                 "best_bus_byte_rate": _NO_BANDWIDTH,
                 "algorithm_byte_rate": "the size is not known, or the call only submits",
             },
-            ("kind", "backend", "group_size", "size_bytes", "mean_step_ns", "min_step_ns", "max_step_ns"),
+            (
+                "kind",
+                "backend",
+                "group_size",
+                "size_bytes",
+                "mean_step_ns",
+                "min_step_ns",
+                "max_step_ns",
+            ),
             ranked=False,
         ),
         "calls": ListSchema(
@@ -90,15 +123,32 @@ class CollectivesSection(RanksSection["CollectivesValue"]):
                 "phase": "no enclosing event says forward, backward or optimizer",
                 "peer": "only messages and rooted collectives have one, where it is recorded",
             },
-            ("rank", "device", "stream", "step", "kind", "backend", "group", "group_size", "sequence", "element_type",
-             "in_bytes", "out_bytes", "size_bytes", "algorithm", "protocol"),
+            (
+                "rank",
+                "device",
+                "stream",
+                "step",
+                "kind",
+                "backend",
+                "group",
+                "group_size",
+                "sequence",
+                "element_type",
+                "in_bytes",
+                "out_bytes",
+                "size_bytes",
+                "algorithm",
+                "protocol",
+            ),
             ranked=False,
         ),
-    }  # fmt: skip
+    }
     others = {"call_count": {"type": "integer"}}
     unknown = {"": NO_CALLS_REASON}
 
-    def build(self, measurements: Measurements[RankPart], unknowns: UnknownValues) -> CollectivesValue:
+    def build(
+        self, measurements: Measurements[RankPart], unknowns: UnknownValues
+    ) -> CollectivesValue:
         calls = merge_rank_calls(measurements.results)
         if measurements.options.link_peak is not None:
             calls = set_peak(calls, measurements.options.link_peak)
@@ -131,30 +181,75 @@ class CollectivesSection(RanksSection["CollectivesValue"]):
             ]
         )
         step_calls = calls.join(complete_steps, on=["step", "rank"], how="semi", nulls_equal=True)
-        step_totals = step_calls.group_by(*_KEYS, "rank", "step").agg(pl.col("duration_ns").sum().alias("ns"))
+        step_totals = step_calls.group_by(*_KEYS, "rank", "step").agg(
+            pl.col("duration_ns").sum().alias("ns")
+        )
         spread = step_totals.group_by(_KEYS).agg(
             pl.col("ns").mean().alias("mean_step_ns"),
             pl.col("ns").min().alias("min_step_ns"),
             pl.col("ns").max().alias("max_step_ns"),
         )
-        joined = sums.join(spread, on=list(_KEYS), how="left", nulls_equal=True, maintain_order="left")
+        joined = sums.join(
+            spread, on=list(_KEYS), how="left", nulls_equal=True, maintain_order="left"
+        )
         summary = joined.pipe(cast_to_schema, _SUMMARY)
-        summary = summary.sort("total_ns", "kind", "size_bytes", descending=[True, False, False], nulls_last=True)
-        longest = calls.sort("duration_ns", "start_ns", descending=[True, False]).head(_MAX_CALLS).select(list(_CALLS))
+        summary = summary.sort(
+            "total_ns", "kind", "size_bytes", descending=[True, False, False], nulls_last=True
+        )
+        longest = (
+            calls.sort("duration_ns", "start_ns", descending=[True, False])
+            .head(_MAX_CALLS)
+            .select(list(_CALLS))
+        )
         if not calls.height:
             unknowns.say("collectives")
-        return {**self.lists({"summary": summary, "calls": longest}, unknowns), "call_count": calls.height}
+        return {
+            **self.lists({"summary": summary, "calls": longest}, unknowns),
+            "call_count": calls.height,
+        }
 
     def tables(self, value: CollectivesValue) -> Iterator[Table]:
         if not value["summary"]:
             return
-        columns = ["kind", "size_bytes", "+group_size", "count", "total_ns", "exposed_ns", "blocking_ns", "+median_ns",
-                   "+min_ns", "+max_ns", "+mean_step_ns", "bus_byte_rate", "+best_bus_byte_rate", "+link_fraction",
-                   "+link", "+backend", "+where"]  # fmt: skip
+        columns = [
+            "kind",
+            "size_bytes",
+            "+group_size",
+            "count",
+            "total_ns",
+            "exposed_ns",
+            "blocking_ns",
+            "+median_ns",
+            "+min_ns",
+            "+max_ns",
+            "+mean_step_ns",
+            "bus_byte_rate",
+            "+best_bus_byte_rate",
+            "+link_fraction",
+            "+link",
+            "+backend",
+            "+where",
+        ]
         note = "Bandwidth is of the whole duration: where ranks wait for each other it is less than what the link gave."
-        yield build_table("collectives.summary", "Collectives by kind and size", columns, value["summary"], note)
-        columns = ["rank", "step", "kind", "size_bytes", "duration_ns", "exposed_ns", "blocking_ns", "+phase", "+group",
-                   "+group_size", "+algorithm", "+protocol", "+channels", "name"]  # fmt: skip
+        yield build_table(
+            "collectives.summary", "Collectives by kind and size", columns, value["summary"], note
+        )
+        columns = [
+            "rank",
+            "step",
+            "kind",
+            "size_bytes",
+            "duration_ns",
+            "exposed_ns",
+            "blocking_ns",
+            "+phase",
+            "+group",
+            "+group_size",
+            "+algorithm",
+            "+protocol",
+            "+channels",
+            "name",
+        ]
         yield build_table("collectives.calls", "Longest calls", columns, value["calls"])
 
     def summary(self, value: CollectivesValue) -> str | None:
@@ -165,7 +260,9 @@ class CollectivesSection(RanksSection["CollectivesValue"]):
         top = kind_rows[0]
         size = f" of {units.format_size(top['size_bytes'])}" if top["size_bytes"] else ""
         text = f"{units.format_quantity(value['call_count'], 'call')}, {units.format_duration(total)} over all ranks"
-        device = [(ns, row["total_ns"]) for row in kind_rows if (ns := row["exposed_ns"]) is not None]
+        device = [
+            (ns, row["total_ns"]) for row in kind_rows if (ns := row["exposed_ns"]) is not None
+        ]
         if device:
             exposed, device_ns = (sum(times) for times in zip(*device, strict=True))
             text += f", {units.format_share(exposed, device_ns)} of it exposed"
@@ -182,7 +279,9 @@ class CommunicationSection(CoreSection):
     note = "Collectives by kind and group."
     path = "communication.collectives"
 
-    def build(self, measurements: Measurements[RankMeasurements], unknowns: UnknownValues) -> CommunicationValue:
+    def build(
+        self, measurements: Measurements[RankMeasurements], unknowns: UnknownValues
+    ) -> CommunicationValue:
         """Collectives by kind, group, type and place, and what they cost every rank."""
         optional = pl.col("bytes", "exposed_ns")
         collectives = (
@@ -203,7 +302,9 @@ class CommunicationSection(CoreSection):
             "ranks": [
                 {
                     "rank": unknowns.value(rank.trace.rank, "communication.ranks[*].rank"),
-                    "devices": unknowns.rows(rank.communication.devices, "communication.ranks[*].devices"),
+                    "devices": unknowns.rows(
+                        rank.communication.devices, "communication.ranks[*].devices"
+                    ),
                 }
                 for rank in measurements.results
             ],
@@ -222,16 +323,32 @@ class CommunicationSection(CoreSection):
             Col("element_type", "Type", narrow=False),
             Col("count", "Count", "count"),
             Col("bytes", "Bytes", "bytes", "sum over all calls and ranks"),
-            Col("total_ns", "Total", "time", "sum over all ranks; waiting for other ranks is part of it"),
+            Col(
+                "total_ns",
+                "Total",
+                "time",
+                "sum over all ranks; waiting for other ranks is part of it",
+            ),
             Col("mean_ns", "Mean", "time", scale="one"),
             Col("max_ns", "Longest", "time", narrow=False, scale="one"),
             Col("exposed_ns", "Exposed", "time", "time not overlapped by compute"),
-            *select_rank_column(document, Col("ranks", "Ranks", "count", "ranks that ran it", narrow=False)),
+            *select_rank_column(
+                document, Col("ranks", "Ranks", "count", "ranks that ran it", narrow=False)
+            ),
         ]
         if rows:
             # The host's calls of what runs on a device only say how long it took to launch.
-            note = format_sum(on_device or rows, "total_ns", "on devices" if on_device else "on the host")
-            yield Table("collective-table", "Communication", columns, rows, "communication.collectives", note)
+            note = format_sum(
+                on_device or rows, "total_ns", "on devices" if on_device else "on the host"
+            )
+            yield Table(
+                "collective-table",
+                "Communication",
+                columns,
+                rows,
+                "communication.collectives",
+                note,
+            )
 
 
 COMMUNICATION_SECTION = CommunicationSection()
@@ -263,7 +380,9 @@ class GroupsSection(RanksSection["list[GroupsRow]"]):
     schema = _GROUPS.schema()
     reasons = _GROUPS.reasons("groups")
 
-    def build(self, measurements: Measurements[RankPart], unknowns: UnknownValues) -> list[GroupsRow]:
+    def build(
+        self, measurements: Measurements[RankPart], unknowns: UnknownValues
+    ) -> list[GroupsRow]:
         declared = pl.concat([part.groups for part in measurements.results])
         groups = analyze.groups(
             merge_rank_calls(measurements.results), declared, measurements.session.world_size
@@ -278,14 +397,31 @@ class GroupsSection(RanksSection["list[GroupsRow]"]):
         rows = []
         for row in value:
             members, member_label = row["members"], None
-            if members and len(members) > 2 and all(after - before == 1 for before, after in pairwise(members)):
+            if (
+                members
+                and len(members) > 2
+                and all(after - before == 1 for before, after in pairwise(members))
+            ):
                 member_label = f"{members[0]}–{members[-1]}"
             elif members is not None:
-                member_label = ", ".join(map(str, members[:6])) + (", …" if len(members) > 6 else "")
+                member_label = ", ".join(map(str, members[:6])) + (
+                    ", …" if len(members) > 6 else ""
+                )
             rows.append({**row, "who": member_label})
         evidence = Col("evidence", "Evidence", "name", "how the role is known")
-        columns: Columns = ["group", "role", "group_size", Col("who", "Members"), "count", "total_ns",
-                   "+exposed_ns", "+bytes", "+recorded_ranks", "+description", evidence]  # fmt: skip
+        columns: Columns = [
+            "group",
+            "role",
+            "group_size",
+            Col("who", "Members"),
+            "count",
+            "total_ns",
+            "+exposed_ns",
+            "+bytes",
+            "+recorded_ranks",
+            "+description",
+            evidence,
+        ]
         yield build_table("groups", "Process groups", columns, rows, key="groups-groups")
 
     def summary(self, value: list[GroupsRow]) -> str | None:
@@ -293,7 +429,9 @@ class GroupsSection(RanksSection["list[GroupsRow]"]):
         if not used:
             return None
         roles = Counter(row["role"] for row in used)
-        role_counts = ", ".join(f"{units.format_count(number)} {role}" for role, number in roles.most_common())
+        role_counts = ", ".join(
+            f"{units.format_count(number)} {role}" for role, number in roles.most_common()
+        )
         return f"{units.format_count(len(used))} {'group' if len(used) == 1 else 'groups'} in use: {role_counts}"
 
 
@@ -325,10 +463,14 @@ class RankMatrixSection(RanksSection["RankMatrixValue"]):
     }
     others = {"omitted_cell_count": {"type": "integer"}}
 
-    def build(self, measurements: Measurements[RankPart], unknowns: UnknownValues) -> RankMatrixValue:
+    def build(
+        self, measurements: Measurements[RankPart], unknowns: UnknownValues
+    ) -> RankMatrixValue:
         calls = merge_rank_calls(measurements.results)
         cells = analyze.matrix(calls)
-        largest = cells.sort("bytes", "source", "target", descending=[True, False, False]).head(_MAX_CELLS)
+        largest = cells.sort("bytes", "source", "target", descending=[True, False, False]).head(
+            _MAX_CELLS
+        )
         retained = largest.sort("source", "target")
         lists = self.lists({"cells": retained, "exchanges": analyze.exchanges(calls)}, unknowns)
         return {**lists, "omitted_cell_count": cells.height - retained.height}
@@ -337,12 +479,17 @@ class RankMatrixSection(RanksSection["RankMatrixValue"]):
         if value["cells"]:
             columns = ["source", "target", "bytes", "exact_bytes", "duration_ns", "count"]
             rows = sorted(value["cells"], key=lambda row: -row["bytes"])
-            note = (
-                "The way of a collective through the ranks is not recorded: what a rank sends in it is shared evenly."
-            )
+            note = "The way of a collective through the ranks is not recorded: what a rank sends in it is shared evenly."
             yield build_table("rank_matrix.cells", "From rank to rank", columns, rows, note)
         if value["exchanges"]:
-            columns = ["rank", "+group", "count", "sent_bytes", "received_bytes", "peer_max_over_mean"]
+            columns = [
+                "rank",
+                "+group",
+                "count",
+                "sent_bytes",
+                "received_bytes",
+                "peer_max_over_mean",
+            ]
             yield build_table("rank_matrix.exchanges", "All-to-alls", columns, value["exchanges"])
 
     def summary(self, value: RankMatrixValue) -> str | None:
@@ -350,7 +497,10 @@ class RankMatrixSection(RanksSection["RankMatrixValue"]):
         if not cells:
             return None
         top = max(cells, key=lambda row: row["bytes"])
-        exact, total_bytes = sum(row["exact_bytes"] for row in cells), sum(row["bytes"] for row in cells)
+        exact, total_bytes = (
+            sum(row["exact_bytes"] for row in cells),
+            sum(row["bytes"] for row in cells),
+        )
         return (
             f"most goes from rank {top['source']} to rank {top['target']} ({units.format_size(top['bytes'])}); "
             f"{units.format_share(exact, total_bytes)} of all bytes is recorded, the rest shared evenly"

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from traceloom import analyze
-from traceloom.analyze.compiled import BREAKS, COMPILATIONS, GRAPHS, PARTS, REGIONS, STAGES, UNCOMPILED
+from traceloom.analyze.compiled import (
+    BREAKS,
+    COMPILATIONS,
+    GRAPHS,
+    PARTS,
+    REGIONS,
+    STAGES,
+    UNCOMPILED,
+)
 from traceloom.report.document import ListSchema, ReportOptions, Table, UnknownValues, format_yes_no
 from traceloom.report.sections.section import Frames, Measurements, Section, TableSpec, build_table
 from traceloom.system import units
@@ -20,7 +28,9 @@ if TYPE_CHECKING:
 
 _MAX_ROWS = 100  # rows of a table and rank
 _TIME = build_schema("part host_ns device_ns kernel_count", {"part": pl.Enum(PARTS)})
-_COUNTS = build_schema("lookup_count lookup_ns miss_count recompile_count compile_ns compilation_count break_count")
+_COUNTS = build_schema(
+    "lookup_count lookup_ns miss_count recompile_count compile_ns compilation_count break_count"
+)
 _COMPILATIONS = pl.Schema({name: kind for name, kind in COMPILATIONS.items() if name != "event"})
 _PART_LABELS = {
     "compile": "compiling",
@@ -44,9 +54,13 @@ class CompileSection(Section[Frames, "CompileValue"]):
     missing = "nothing of torch.compile was recorded"
     parts = {
         "counts": ListSchema(
-            _COUNTS, "lookups of compiled code, and compilations, by rank", {"recompile_count": _UNNUMBERED_REASON}
+            _COUNTS,
+            "lookups of compiled code, and compilations, by rank",
+            {"recompile_count": _UNNUMBERED_REASON},
         ),
-        "time": ListSchema(_TIME, "host time of the threads that run compiled code, and GPU work, by part"),
+        "time": ListSchema(
+            _TIME, "host time of the threads that run compiled code, and GPU work, by part"
+        ),
         "regions": ListSchema(
             REGIONS,
             "compiled regions, the longest first",
@@ -54,7 +68,9 @@ class CompileSection(Section[Frames, "CompileValue"]):
             ("function", "backward_host_ns", "backward_device_ns"),
         ),
         "graphs": ListSchema(
-            GRAPHS, "compiled graphs", {"region": "backward graphs run in no region, or the trace names none"}
+            GRAPHS,
+            "compiled graphs",
+            {"region": "backward graphs run in no region, or the trace names none"},
         ),
         "breaks": ListSchema(BREAKS, "graph breaks", nullable=("place",)),
         "compilations": ListSchema(
@@ -93,11 +109,15 @@ class CompileSection(Section[Frames, "CompileValue"]):
             "regions": compiled.regions.sort("host_ns", descending=True).head(_MAX_ROWS),
             "graphs": compiled.graphs.head(_MAX_ROWS),
             "breaks": compiled.breaks.head(_MAX_ROWS),
-            "compilations": compilations.sort("duration_ns", descending=True).head(_MAX_ROWS).drop("event"),
+            "compilations": compilations.sort("duration_ns", descending=True)
+            .head(_MAX_ROWS)
+            .drop("event"),
             "uncompiled": compiled.uncompiled.head(_MAX_ROWS),
         }
 
-    def build(self, measurements: Measurements[Frames], unknowns: UnknownValues) -> CompileValue | None:
+    def build(
+        self, measurements: Measurements[Frames], unknowns: UnknownValues
+    ) -> CompileValue | None:
         if not any(frames["counts"].height for frames in measurements.results):
             unknowns.say("compile")
             return None
@@ -105,33 +125,91 @@ class CompileSection(Section[Frames, "CompileValue"]):
 
     def tables(self, value: CompileValue) -> Iterator[Table]:
         gpu = ["device_ns"] if any(row["device_ns"] for row in value["time"]) else []
-        part_rows = [{**row, "part": _PART_LABELS.get(row["part"], row["part"])} for row in value["time"]]
-        compilations = [{**row, "recompile": format_yes_no(row["recompile"])} for row in value["compilations"]]
-        uncompiled = [{**row, "part": _PART_LABELS.get(row["part"], row["part"])} for row in value["uncompiled"]]
+        part_rows = [
+            {**row, "part": _PART_LABELS.get(row["part"], row["part"])} for row in value["time"]
+        ]
+        compilations = [
+            {**row, "recompile": format_yes_no(row["recompile"])} for row in value["compilations"]
+        ]
+        uncompiled = [
+            {**row, "part": _PART_LABELS.get(row["part"], row["part"])}
+            for row in value["uncompiled"]
+        ]
         columns = ["?rank", "part", "host_ns", *gpu]
         yield build_table("compile.time", "Time by part", columns, part_rows, among=value["counts"])
         listed: list[TableSpec] = [
-            ("regions", "Compiled regions", value["regions"], ["?rank", "region", "host_ns", "graph_ns", "+wrapper_ns",
-                "break_ns", *gpu, "+backward_host_ns", "count", "graph_break_count", "function"]),
-            ("breaks", "Graph breaks", value["breaks"], ["?rank", "region", "resumed", "count", "between_ns",
-                "lookup_ns", "place"]),
-            ("compilations", "Compilations", compilations, ["?rank", "region", "direction", "recompile", "duration_ns",
-                *(f"+{stage}" for stage in STAGES)]),
-            ("graphs", "Compiled graphs", value["graphs"], ["?rank", "host_ns", *gpu, "count", "region", "name"]),
-            ("uncompiled", "Not compiled", uncompiled, ["?rank", "host_ns", *gpu, "count", "part", "name"]),
-        ]  # fmt: skip
+            (
+                "regions",
+                "Compiled regions",
+                value["regions"],
+                [
+                    "?rank",
+                    "region",
+                    "host_ns",
+                    "graph_ns",
+                    "+wrapper_ns",
+                    "break_ns",
+                    *gpu,
+                    "+backward_host_ns",
+                    "count",
+                    "graph_break_count",
+                    "function",
+                ],
+            ),
+            (
+                "breaks",
+                "Graph breaks",
+                value["breaks"],
+                ["?rank", "region", "resumed", "count", "between_ns", "lookup_ns", "place"],
+            ),
+            (
+                "compilations",
+                "Compilations",
+                compilations,
+                [
+                    "?rank",
+                    "region",
+                    "direction",
+                    "recompile",
+                    "duration_ns",
+                    *(f"+{stage}" for stage in STAGES),
+                ],
+            ),
+            (
+                "graphs",
+                "Compiled graphs",
+                value["graphs"],
+                ["?rank", "host_ns", *gpu, "count", "region", "name"],
+            ),
+            (
+                "uncompiled",
+                "Not compiled",
+                uncompiled,
+                ["?rank", "host_ns", *gpu, "count", "part", "name"],
+            ),
+        ]
         yield from self.filled(listed, value["counts"])
 
     def summary(self, value: CompileValue) -> str | None:
         counts = value["counts"]
         compile_ns = sum(row["compile_ns"] for row in counts)
-        recompile_counts = [row["recompile_count"] for row in counts if row["recompile_count"] is not None]
+        recompile_counts = [
+            row["recompile_count"] for row in counts if row["recompile_count"] is not None
+        ]
         breaks = sum(row["break_count"] for row in counts)
         graphs = sum(row["host_ns"] for row in value["time"] if row["part"] == "graph")
         clauses = [f"compiled graphs take {units.format_duration(graphs)} of host time"]
-        clauses += [f"{units.format_count(breaks)} graph {'break' if breaks == 1 else 'breaks'}"] if breaks else []
+        clauses += (
+            [f"{units.format_count(breaks)} graph {'break' if breaks == 1 else 'breaks'}"]
+            if breaks
+            else []
+        )
         if compile_ns:
-            recompile_note = f" ({units.format_count(sum(recompile_counts))} again)" if sum(recompile_counts) else ""
+            recompile_note = (
+                f" ({units.format_count(sum(recompile_counts))} again)"
+                if sum(recompile_counts)
+                else ""
+            )
             number = sum(row["compilation_count"] for row in counts)
             clauses.append(
                 f"{units.format_count(number)} {'compilation' if number == 1 else 'compilations'}{recompile_note} "

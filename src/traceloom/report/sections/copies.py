@@ -23,11 +23,16 @@ if TYPE_CHECKING:
 
 
 _MAX_OPS = 50  # of each rank
-_PER_STEP_SCHEMA = build_schema("device kind", build_spread_schema("call_count", "copied_bytes", "total_ns"))
+_PER_STEP_SCHEMA = build_schema(
+    "device kind", build_spread_schema("call_count", "copied_bytes", "total_ns")
+)
 _NO_COPIES_REASON = "no copies or fills were recorded"
 _NO_BYTES_REASON = "the recording does not say how much is copied"
 _NO_RATE_REASON = "no such copy has both a size and a duration"
-_NOT_PINNED = {"pageable": "the recording does not say whether the host's memory is pinned", "bytes": _NO_BYTES_REASON}
+_NOT_PINNED = {
+    "pageable": "the recording does not say whether the host's memory is pinned",
+    "bytes": _NO_BYTES_REASON,
+}
 
 
 class CopiesSection(Section[Frames, "CopiesValue"]):
@@ -44,13 +49,19 @@ class CopiesSection(Section[Frames, "CopiesValue"]):
                 "source_memory": "a fill has no source, or the recording does not say which memory it is",
                 "target_memory": "the recording does not say which memory it is",
                 **_NOT_PINNED,
-                **dict.fromkeys(("bytes_per_s", "min_bytes_per_s", "max_bytes_per_s"), _NO_RATE_REASON),
+                **dict.fromkeys(
+                    ("bytes_per_s", "min_bytes_per_s", "max_bytes_per_s"), _NO_RATE_REASON
+                ),
             },
             ("device",),
             _NO_COPIES_REASON,
         ),
         "operators": ListSchema(
-            OP_SCHEMA, "copies and fills by the operator that launched them", _NOT_PINNED, ("op",), _NO_COPIES_REASON
+            OP_SCHEMA,
+            "copies and fills by the operator that launched them",
+            _NOT_PINNED,
+            ("op",),
+            _NO_COPIES_REASON,
         ),
         "per_step": ListSchema(
             _PER_STEP_SCHEMA,
@@ -73,16 +84,41 @@ class CopiesSection(Section[Frames, "CopiesValue"]):
         kinds = value["kinds"]
         if not kinds:
             return
-        columns = ["?rank", "?device", "kind", "+source_memory", "+target_memory", "+pageable", "bytes", "count",
-                   "total_ns", "bytes_per_s", "+min_bytes_per_s", "+max_bytes_per_s", "+instant_count"]  # fmt: skip
+        columns = [
+            "?rank",
+            "?device",
+            "kind",
+            "+source_memory",
+            "+target_memory",
+            "+pageable",
+            "bytes",
+            "count",
+            "total_ns",
+            "bytes_per_s",
+            "+min_bytes_per_s",
+            "+max_bytes_per_s",
+            "+instant_count",
+        ]
         rows = [{**row, "pageable": format_yes_no(row["pageable"])} for row in kinds]
         yield build_table("copies.kinds", "Copies by direction", columns, rows)
         columns = ["?rank", "kind", "bytes", "count", "total_ns", "op"]
-        yield build_table("copies.operators", "Copies by operator", columns, value["operators"], among=kinds)
+        yield build_table(
+            "copies.operators", "Copies by operator", columns, value["operators"], among=kinds
+        )
         if value["per_step"]:
-            columns = ["?rank", "?device", "kind", "mean_call_count", "mean_copied_bytes", "mean_total_ns",
-                       "min_total_ns", "max_total_ns"]  # fmt: skip
-            yield build_table("copies.per_step", "Copies of a usual step", columns, value["per_step"], among=kinds)
+            columns = [
+                "?rank",
+                "?device",
+                "kind",
+                "mean_call_count",
+                "mean_copied_bytes",
+                "mean_total_ns",
+                "min_total_ns",
+                "max_total_ns",
+            ]
+            yield build_table(
+                "copies.per_step", "Copies of a usual step", columns, value["per_step"], among=kinds
+            )
 
     def summary(self, value: CopiesValue) -> str | None:
         rows = [row for row in value["kinds"] if row["kind"] != "fill"]
@@ -92,7 +128,11 @@ class CopiesSection(Section[Frames, "CopiesValue"]):
         amount = f"{units.format_size(sum(sizes))} in " if sizes else ""
         count = sum(row["count"] for row in rows)
         pageable = sum(row["count"] for row in rows if row["pageable"])
-        pageable_note = f", {units.format_count(pageable)} of them from or to pageable memory" if pageable else ""
+        pageable_note = (
+            f", {units.format_count(pageable)} of them from or to pageable memory"
+            if pageable
+            else ""
+        )
         time = units.format_duration(sum(row["total_ns"] for row in rows))
         return f"{amount}{units.format_count(count)} {'copy' if count == 1 else 'copies'} took {time}{pageable_note}"
 
@@ -107,7 +147,9 @@ class CountersSection(Section[Frames, "CountersValue"]):
     """Hardware counters, over time and by operator."""
 
     key, title = "counters", "Counters"
-    note = "Hardware counters in the recording: over time, and of single kernels with their operators."
+    note = (
+        "Hardware counters in the recording: over time, and of single kernels with their operators."
+    )
     what = "hardware counters that the recording holds"
     parts = {
         "series": ListSchema(
@@ -139,7 +181,9 @@ class CountersSection(Section[Frames, "CountersValue"]):
         return {
             "series": counters.series.head(_MAX_ROWS),
             "operators": counters.operators.head(_MAX_ROWS),
-            "ranges": pl.DataFrame([row] if counters.range_count else [], schema=_RANGES, orient="row"),
+            "ranges": pl.DataFrame(
+                [row] if counters.range_count else [], schema=_RANGES, orient="row"
+            ),
         }
 
     def build(self, measurements: Measurements[Frames], unknowns: UnknownValues) -> CountersValue:

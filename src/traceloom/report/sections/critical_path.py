@@ -1,4 +1,6 @@
-"""The critical path of a step: what decides how long it takes, and what is nearly critical beside it."""
+"""The critical path of a step: what decides how long it takes, and what is nearly critical beside
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ import polars as pl
 from traceloom.analyze.critical_path import CLASS_ROWS, NAMES, RANKS, STRETCHES, critical_path
 from traceloom.analyze.critical_path_pieces import CLASSES, find_median_step
 from traceloom.errors import TraceloomError
-from traceloom.report.document import Col, ListSchema, Table, UnknownValues, build_object_schema, build_type_schema
+from traceloom.report.document import (
+    Col,
+    ListSchema,
+    Table,
+    UnknownValues,
+    build_object_schema,
+    build_type_schema,
+)
 from traceloom.report.sections.section import Columns, Measurements, Section, build_table
 from traceloom.system import units
 from traceloom.trace.frames import build_schema
@@ -33,7 +42,9 @@ _COLOURS = {
     "unrecorded": "idle",
     "residual": "overhead",
 }
-_LAW_SCHEMA = build_schema("exact_error_ns honest_error_ns honest_error holds residual_ns assumed_ns")
+_LAW_SCHEMA = build_schema(
+    "exact_error_ns honest_error_ns honest_error holds residual_ns assumed_ns"
+)
 _NO_LANE_REASON = "the time is of no such thread or stream"
 _NOT_RECORDED_REASON = "nothing is recorded of that time"
 _NO_EVENT_REASON = "nothing in it is a recorded event"
@@ -47,8 +58,15 @@ class CriticalPathSection(Section[None, "CriticalPathValue"]):
     what = "the critical path of one step"
     missing = "the traces hold no timed events"
     parts = {
-        "classes": ListSchema(CLASS_ROWS, "time of the path by class; adds up to window_ns", ranked=False),
-        "ranks": ListSchema(RANKS, "time of the path by rank and class", {"rank": _NOT_RECORDED_REASON}, ranked=False),
+        "classes": ListSchema(
+            CLASS_ROWS, "time of the path by class; adds up to window_ns", ranked=False
+        ),
+        "ranks": ListSchema(
+            RANKS,
+            "time of the path by rank and class",
+            {"rank": _NOT_RECORDED_REASON},
+            ranked=False,
+        ),
         "names": ListSchema(
             NAMES,
             "work of the step by name, on the path and near it",
@@ -62,7 +80,17 @@ class CriticalPathSection(Section[None, "CriticalPathValue"]):
                 "rank": _NOT_RECORDED_REASON,
                 "where": "the time is of no thread or stream",
                 **dict.fromkeys(
-                    ("kind", "process", "thread", "device", "stream", "name", "name_ns", "edge", "evidence"),
+                    (
+                        "kind",
+                        "process",
+                        "thread",
+                        "device",
+                        "stream",
+                        "name",
+                        "name_ns",
+                        "edge",
+                        "evidence",
+                    ),
                     _NO_LANE_REASON,
                 ),
                 "first_event": _NO_EVENT_REASON,
@@ -85,21 +113,30 @@ class CriticalPathSection(Section[None, "CriticalPathValue"]):
     }
     unknown = {"step": "the trace marks no steps; the path is that of the whole window"}
 
-    def build(self, measurements: Measurements[None], unknowns: UnknownValues) -> CriticalPathValue | None:
-        """The path of the usual one of the chosen steps, found in the whole session: what came before may still run."""
+    def build(
+        self, measurements: Measurements[None], unknowns: UnknownValues
+    ) -> CriticalPathValue | None:
+        """The path of the usual one of the chosen steps, found in the whole session: what came
+        before may still run.
+        """
         step = find_median_step(measurements.part.traces)
         session = measurements.session if step is not None else measurements.part
-        # about how many events have to be linked: those of the step and of what it may need before it, of all ranks
+        # about how many events have to be linked: those of the step and of what it may need before
+        # it, of all ranks
         events = 0
         for trace in session.traces:
             share = 1.0
             if step is not None:
                 step_rows = trace.steps.filter(pl.col("step") == step)
-                length = int((step_rows["end_ns"] - step_rows["start_ns"])[0]) if step_rows.height else 0
+                length = (
+                    int((step_rows["end_ns"] - step_rows["start_ns"])[0]) if step_rows.height else 0
+                )
                 share = min(2 * length / max(trace.end_ns - trace.start_ns, 1), 1.0)
             events += round(trace.events.height * share)
         if events > _MAX_EVENTS:
-            size_message = f"about {events:,} events would have to be linked, more than {_MAX_EVENTS:,}"
+            size_message = (
+                f"about {events:,} events would have to be linked, more than {_MAX_EVENTS:,}"
+            )
             unknowns.say("critical_path", f"{size_message}; choose ranks with --rank")
             return None
         try:
@@ -111,8 +148,15 @@ class CriticalPathSection(Section[None, "CriticalPathValue"]):
         segments = path.stretches.with_row_index("row").sort("duration_ns", descending=True)
         longest = segments.head(_MAX_STRETCHES).sort("row").drop("row")
         law = path.law
-        name_rows = path.names.filter((pl.col("path_ns") > 0) | (pl.col("near_count") > 0)).head(_MAX_NAMES)
-        frames = {"classes": path.classes, "ranks": path.ranks, "names": name_rows, "stretches": longest}
+        name_rows = path.names.filter((pl.col("path_ns") > 0) | (pl.col("near_count") > 0)).head(
+            _MAX_NAMES
+        )
+        frames = {
+            "classes": path.classes,
+            "ranks": path.ranks,
+            "names": name_rows,
+            "stretches": longest,
+        }
         return {
             "sentence": path.sentence,
             "step": unknowns.value(path.step, "critical_path.step"),
@@ -133,14 +177,25 @@ class CriticalPathSection(Section[None, "CriticalPathValue"]):
 
     def tables(self, value: CriticalPathValue) -> Iterator[Table]:
         path_classes = sorted(
-            (row for row in value["classes"] if row["duration_ns"]), key=lambda row: -row["duration_ns"]
+            (row for row in value["classes"] if row["duration_ns"]),
+            key=lambda row: -row["duration_ns"],
         )
         classes = [{**row, "meaning": CLASSES.get(row["class"])} for row in path_classes]
         # the two errors of the graph that the path was found in
         law = value["law"]
-        exact = "exactly" if not law["exact_error_ns"] else f"but for {units.format_duration(law['exact_error_ns'])}"
+        exact = (
+            "exactly"
+            if not law["exact_error_ns"]
+            else f"but for {units.format_duration(law['exact_error_ns'])}"
+        )
         honest = f"{law['honest_error']:+.2%}".replace("%", " %")
-        columns: Columns = ["class", "duration_ns", "fraction", "+piece_count", Col("meaning", "Meaning", narrow=False)]
+        columns: Columns = [
+            "class",
+            "duration_ns",
+            "fraction",
+            "+piece_count",
+            Col("meaning", "Meaning", narrow=False),
+        ]
         yield build_table(
             "critical_path.classes",
             "What the path consists of",
@@ -167,7 +222,9 @@ class CriticalPathSection(Section[None, "CriticalPathValue"]):
         if on_path:
             columns = ["path_ns", "path_fraction", "+duration_ns", "+count", "class", "name"]
             yield build_table("critical_path.names", "Work on the path", columns, on_path)
-        near_rows = sorted((row for row in value["names"] if row["near_count"]), key=lambda row: -row["near_ns"])
+        near_rows = sorted(
+            (row for row in value["names"] if row["near_count"]), key=lambda row: -row["near_ns"]
+        )
         if near_rows:
             slack, length = (
                 units.format_duration(value["near_slack_ns"]),
@@ -183,9 +240,26 @@ class CriticalPathSection(Section[None, "CriticalPathValue"]):
                 key="critical-path-near",
             )
         omitted = value["omitted_stretch_count"]
-        note = f"The {units.format_count(omitted)} shortest stretches are left out." if omitted else ""
-        columns = ["start_ns", "duration_ns", "+rank", "where", "+edge", "+evidence", "class", "name"]
-        yield build_table("critical_path.stretches", "The path from lane to lane", columns, value["stretches"], note)
+        note = (
+            f"The {units.format_count(omitted)} shortest stretches are left out." if omitted else ""
+        )
+        columns = [
+            "start_ns",
+            "duration_ns",
+            "+rank",
+            "where",
+            "+edge",
+            "+evidence",
+            "class",
+            "name",
+        ]
+        yield build_table(
+            "critical_path.stretches",
+            "The path from lane to lane",
+            columns,
+            value["stretches"],
+            note,
+        )
 
     def summary(self, value: CriticalPathValue) -> str:
         return str(value["sentence"][0].lower() + value["sentence"][1:].rstrip("."))
@@ -197,7 +271,10 @@ class CriticalPathSection(Section[None, "CriticalPathValue"]):
             render_legend,
         )
 
-        parts = [(row["class"], _COLOURS.get(row["class"], "other"), row["duration_ns"]) for row in value["classes"]]
+        parts = [
+            (row["class"], _COLOURS.get(row["class"], "other"), row["duration_ns"])
+            for row in value["classes"]
+        ]
         way = '<p class="quiet"><a href="#timeline&amp;path=1">Show it in the timeline</a></p>'
         return (
             draw_stacked_bar(parts, value["window_ns"])

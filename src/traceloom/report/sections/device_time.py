@@ -10,7 +10,15 @@ import polars as pl
 
 from traceloom import analyze
 from traceloom.analyze.idle import CAUSES, PARTS_SCHEMA, find_longest_gaps
-from traceloom.report.document import Bar, Cells, Col, ListSchema, ReportOptions, Table, UnknownValues
+from traceloom.report.document import (
+    Bar,
+    Cells,
+    Col,
+    ListSchema,
+    ReportOptions,
+    Table,
+    UnknownValues,
+)
 from traceloom.report.labels import (
     ACTIVITIES,
     AT_EDGES,
@@ -58,7 +66,9 @@ that blocks, a Python frame; unobserved where nothing is recorded). Each of the 
 
 
 class BreakdownSection(CoreSection):
-    """Where the time of every rank went: of its GPUs, and of its main thread by phase and by activity."""
+    """Where the time of every rank went: of its GPUs, and of its main thread by phase and by
+    activity.
+    """
 
     key, title = "breakdown", "Breakdown"
     shows_only = True
@@ -70,7 +80,11 @@ class BreakdownSection(CoreSection):
     def tables(self, document: ReportDocument) -> Iterator[Table]:
         """The GPUs of every rank; the main threads, first by phase, then by activity."""
         names = {id(rank): format_rank_name(rank, k) for k, rank in enumerate(document["ranks"])}
-        models = {device["name"] for _, account in list_gpu_accounts(document) for device in account["devices"]}
+        models = {
+            device["name"]
+            for _, account in list_gpu_accounts(document)
+            for device in account["devices"]
+        }
         rows = [
             {
                 "rank": names[id(rank)],
@@ -84,12 +98,18 @@ class BreakdownSection(CoreSection):
             for device in account["devices"]
         ]
         if rows:
-            devices = [device for _, account in list_gpu_accounts(document) for device in account["devices"]]
+            devices = [
+                device
+                for _, account in list_gpu_accounts(document)
+                for device in account["devices"]
+            ]
             hidden = sum(d["communication_ns"] - d["exposed_communication_ns"] for d in devices)
             notes = [str(model) for model in models if model and len(models) == 1]
             if hidden > 0:
                 total_ns = sum(d["communication_ns"] for d in devices)
-                notes.append(f"{units.format_share(hidden, total_ns)} of communication overlapped by compute")
+                notes.append(
+                    f"{units.format_share(hidden, total_ns)} of communication overlapped by compute"
+                )
             yield Table(
                 "breakdown",
                 "GPU time",
@@ -104,8 +124,12 @@ class BreakdownSection(CoreSection):
                 note="; ".join([*notes, describe_gpu_window(document)]),
             )
         accounts = [(names[id(rank)], get_main_thread_account(rank)) for rank in document["ranks"]]
-        accounts = [(name, account) for name, account in accounts if sum(row["ns"] for row in account)]
-        phased = any(row["phase"] != "other" and row["ns"] for _, account in accounts for row in account)
+        accounts = [
+            (name, account) for name, account in accounts if sum(row["ns"] for row in account)
+        ]
+        phased = any(
+            row["phase"] != "other" and row["ns"] for _, account in accounts for row in account
+        )
         if phased:
             yield _build_main_thread_table(document, accounts, PHASES, "phase")
         if accounts and not (phased and rows):
@@ -113,12 +137,20 @@ class BreakdownSection(CoreSection):
 
     def definition(self, document: ReportDocument) -> str:
         """How the times are counted."""
-        return _DEFINITIONS["device"] + _DEFINITIONS["host"] if list_gpu_accounts(document) else _DEFINITIONS["host"]
+        return (
+            _DEFINITIONS["device"] + _DEFINITIONS["host"]
+            if list_gpu_accounts(document)
+            else _DEFINITIONS["host"]
+        )
 
 
-def compute_shares(parts: tuple[TimeKind, ...], times: Cells, total_ns: int) -> dict[str, float | None]:
+def compute_shares(
+    parts: tuple[TimeKind, ...], times: Cells, total_ns: int
+) -> dict[str, float | None]:
     """The parts as fractions of a window, by colour group; null where it has no length."""
-    return {part.group: (times.get(part.key) or 0) / total_ns if total_ns else None for part in parts}
+    return {
+        part.group: (times.get(part.key) or 0) / total_ns if total_ns else None for part in parts
+    }
 
 
 def build_share_columns(parts: tuple[TimeKind, ...], *, narrow: bool = True) -> list[Col]:
@@ -132,7 +164,9 @@ def _build_main_thread_table(
     parts: tuple[TimeKind, ...],
     key: Literal["phase", "activity"],
 ) -> Table:
-    """The main thread of every rank by phase or by activity; kinds of which there is nothing have no column."""
+    """The main thread of every rank by phase or by activity; kinds of which there is nothing have
+    no column.
+    """
     rows: list[Cells] = []
     for name, account in accounts:
         times: Counter[str] = Counter()
@@ -179,7 +213,9 @@ class IdleSection(CoreSection):
 
     def tables(self, document: ReportDocument) -> Iterator[Table]:
         """The causes over all devices, and of several ranks those of each."""
-        names = {id(rank): (format_rank_name(rank, k), k) for k, rank in enumerate(document["ranks"])}
+        names = {
+            id(rank): (format_rank_name(rank, k), k) for k, rank in enumerate(document["ranks"])
+        }
         ranks = [(*names[id(rank)], account) for rank, account in list_gpu_accounts(document)]
         device_count = sum(len(account["devices"]) for _, _, account in ranks)
         idle_ns: Counter[str] = Counter()
@@ -190,10 +226,15 @@ class IdleSection(CoreSection):
                 if cause.gap_count is not None:
                     gap_counts[cause.cause] += cause.gap_count
         total_ns = sum(idle_ns.values())
-        causes = [IdleCause(None, cause, time, gap_counts.get(cause)) for cause, time in idle_ns.most_common()]
+        causes = [
+            IdleCause(None, cause, time, gap_counts.get(cause))
+            for cause, time in idle_ns.most_common()
+        ]
         if not total_ns:
             return
-        window = sum(device["window_ns"] for _, _, account in ranks for device in account["devices"])
+        window = sum(
+            device["window_ns"] for _, _, account in ranks for device in account["devices"]
+        )
         yield Table(
             "idle-causes",
             "Why the GPU was idle",
@@ -203,15 +244,29 @@ class IdleSection(CoreSection):
             unknown=_UNKNOWN_REASONS,
         )
         for name, position, account in ranks if device_count > 1 else ():
-            windows: dict[int | None, int] = {device["device"]: device["window_ns"] for device in account["devices"]}
-            idle: dict[int | None, int] = {device["device"]: device["idle_ns"] for device in account["devices"]}
+            windows: dict[int | None, int] = {
+                device["device"]: device["window_ns"] for device in account["devices"]
+            }
+            idle: dict[int | None, int] = {
+                device["device"]: device["idle_ns"] for device in account["devices"]
+            }
             rows = [
                 _build_cause_row(cause, windows[cause.device], idle[cause.device])
                 for cause in list_idle_causes(account)
             ]
             columns = _build_cause_columns(several_devices=len(windows) > 1)
             title = f"Causes of idle time of {name}"
-            yield Table(f"idle-{position}", title, columns, rows, "", "", _UNKNOWN_REASONS, position, brief=False)
+            yield Table(
+                f"idle-{position}",
+                title,
+                columns,
+                rows,
+                "",
+                "",
+                _UNKNOWN_REASONS,
+                position,
+                brief=False,
+            )
 
 
 def _build_cause_row(cause: IdleCause, window: int, idle: int) -> Cells:
@@ -254,7 +309,9 @@ _GAPS_SCHEMA = ListSchema(
         "launch": _NO_LAUNCH_REASON,
         "launch_name": _NO_LAUNCH_REASON,
         **dict.fromkeys(("host_event", "host_activity", "stack"), _NOT_HOST_REASON),
-        **dict.fromkeys(("producer", "producer_name", "wait", "wait_name"), "only a dependency has one"),
+        **dict.fromkeys(
+            ("producer", "producer_name", "wait", "wait_name"), "only a dependency has one"
+        ),
     },
     ("device", "step"),
     "no device was ever idle between two pieces of work",
@@ -264,7 +321,11 @@ _GAPS_SCHEMA = ListSchema(
 def _explain_gap(row: IdleGapsRow) -> str | None:
     """What explains a gap, in words."""
     call = row["launch_name"] if row["cause"] in ("launch_latency", "unexplained") else None
-    stack = " > ".join([*(row["stack"] or [])[-2:], row["host_activity"]]) if row["host_activity"] else None
+    stack = (
+        " > ".join([*(row["stack"] or [])[-2:], row["host_activity"]])
+        if row["host_activity"]
+        else None
+    )
     return stack or row["producer_name"] or call
 
 
@@ -279,7 +340,9 @@ class IdleGapsSection(Section[pl.DataFrame, "list[IdleGapsRow]"]):
     def measure(self, trace: Trace, options: ReportOptions) -> pl.DataFrame:
         return _find_longest_gaps(trace).with_columns(pl.col("stack").list.tail(_MAX_FRAMES))
 
-    def build(self, measurements: Measurements[pl.DataFrame], unknowns: UnknownValues) -> list[IdleGapsRow]:
+    def build(
+        self, measurements: Measurements[pl.DataFrame], unknowns: UnknownValues
+    ) -> list[IdleGapsRow]:
         gaps = (
             measurements.concat(lambda gaps: gaps)
             .sort("duration_ns", descending=True, maintain_order=True)
@@ -292,10 +355,26 @@ class IdleGapsSection(Section[pl.DataFrame, "list[IdleGapsRow]"]):
     def tables(self, value: list[IdleGapsRow]) -> Iterator[Table]:
         if not value:
             return
-        rows = [{**row, "cause": row["cause"].replace("_", " "), "because": _explain_gap(row)} for row in value]
-        because = Col("because", "Because", "name",
-                      "the host's event and what it stood in, or the awaited work")  # fmt: skip
-        columns: Columns = ["?rank", "duration_ns", "start_ns", "cause", "+cause_ns", "+evidence", "+step", because]
+        rows = [
+            {**row, "cause": row["cause"].replace("_", " "), "because": _explain_gap(row)}
+            for row in value
+        ]
+        because = Col(
+            "because",
+            "Because",
+            "name",
+            "the host's event and what it stood in, or the awaited work",
+        )
+        columns: Columns = [
+            "?rank",
+            "duration_ns",
+            "start_ns",
+            "cause",
+            "+cause_ns",
+            "+evidence",
+            "+step",
+            because,
+        ]
         yield build_table("idle_gaps", "Longest gaps", columns, rows, key="idle-gaps-longest")
         columns = ["?rank", "duration_ns", "start_ns", "cause", "before_name", "after_name"]
         yield build_table("idle_gaps", "Work around them", columns, rows, key="idle-gaps-work")

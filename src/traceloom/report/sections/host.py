@@ -12,7 +12,16 @@ import polars as pl
 from traceloom import analyze
 from traceloom.analyze.blocking_calls import KINDS, SITES
 from traceloom.analyze.host_time import CONCURRENCY, CURVE, ROLES, THREAD_SCHEMA
-from traceloom.report.document import Bar, Cells, Col, ListSchema, ReportOptions, Table, UnknownValues, format_yes_no
+from traceloom.report.document import (
+    Bar,
+    Cells,
+    Col,
+    ListSchema,
+    ReportOptions,
+    Table,
+    UnknownValues,
+    format_yes_no,
+)
 from traceloom.report.labels import ACTIVITIES, build_time_parts, fit_name, format_rank_name
 from traceloom.report.sections.section import (
     Columns,
@@ -31,7 +40,11 @@ from traceloom.trace.trace import Trace
 if TYPE_CHECKING:
     from traceloom.report.documents import ReportDocument
     from traceloom.report.documents.report import DataLoadingValue
-    from traceloom.report.documents.sections import BlockingCallsSitesRow, BlockingCallsValue, ThreadsValue
+    from traceloom.report.documents.sections import (
+        BlockingCallsSitesRow,
+        BlockingCallsValue,
+        ThreadsValue,
+    )
 
 
 class HostSection(CoreSection):
@@ -63,13 +76,18 @@ class HostSection(CoreSection):
                 )
             columns = [
                 Col("name", "Thread"),
-                *(Col(part.key, part.label, "time", swatch=part.group, scale="activity") for part in ACTIVITIES),
+                *(
+                    Col(part.key, part.label, "time", swatch=part.group, scale="activity")
+                    for part in ACTIVITIES
+                ),
                 Col("events", "Events", "count", narrow=False),
                 Col("bar", "By activity", "bar"),
             ]
             if rows:
                 title = f"Host threads of {format_rank_name(rank, position)}"
-                yield Table(f"host-{position}", title, columns, rows, position=position, brief=False)
+                yield Table(
+                    f"host-{position}", title, columns, rows, position=position, brief=False
+                )
 
 
 HOST_SECTION = HostSection()
@@ -88,7 +106,9 @@ class ThreadsSection(Section[Frames, "ThreadsValue"]):
     missing = "no host events were recorded"
     parts = {
         "threads": ListSchema(THREAD_SCHEMA, "one row per host thread", nullable=("says", "role")),
-        "concurrency": ListSchema(_SUM_SCHEMA, "how long exactly so many threads were active at once"),
+        "concurrency": ListSchema(
+            _SUM_SCHEMA, "how long exactly so many threads were active at once"
+        ),
         "curve": ListSchema(CURVE, "mean number of active threads in equal parts of the window"),
     }
 
@@ -102,13 +122,17 @@ class ThreadsSection(Section[Frames, "ThreadsValue"]):
         )
         return {"threads": threads.threads, "concurrency": concurrency, "curve": threads.curve}
 
-    def build(self, measurements: Measurements[Frames], unknowns: UnknownValues) -> ThreadsValue | None:
+    def build(
+        self, measurements: Measurements[Frames], unknowns: UnknownValues
+    ) -> ThreadsValue | None:
         frames = measurements.frames(self.parts)
         if not frames["threads"].height:
             unknowns.say("threads")
             return None
         curve_ranks = [trace.rank for trace in measurements.part.traces][:MAX_CURVES]
-        frames["curve"] = frames["curve"].filter(pl.col("rank").is_in(curve_ranks, nulls_equal=True))
+        frames["curve"] = frames["curve"].filter(
+            pl.col("rank").is_in(curve_ranks, nulls_equal=True)
+        )
         return self.lists(frames, unknowns)
 
     def tables(self, value: ThreadsValue) -> Iterator[Table]:
@@ -116,17 +140,41 @@ class ThreadsSection(Section[Frames, "ThreadsValue"]):
         for row in value["threads"]:
             role = ROLES.get(row["role"] or "", str(row["role"]))
             # where it only runs some Python, with the name that says so
-            rows.append({**row, "role": f"{role}: {row['says']}" if row["role"] == "python" and row["says"] else role})
-        columns = ["?rank", "name", "active_ns", "blocking_call_ns", "+op_ns", "+launch_ns", "+python_ns",
-                   "+unobserved_ns", "+event_count", "role"]  # fmt: skip
+            rows.append(
+                {
+                    **row,
+                    "role": f"{role}: {row['says']}"
+                    if row["role"] == "python" and row["says"]
+                    else role,
+                }
+            )
+        columns = [
+            "?rank",
+            "name",
+            "active_ns",
+            "blocking_call_ns",
+            "+op_ns",
+            "+launch_ns",
+            "+python_ns",
+            "+unobserved_ns",
+            "+event_count",
+            "role",
+        ]
         yield build_table("threads.threads", "Threads", columns, rows)
         totals: Counter[int | None] = Counter()
         for at_once in value["concurrency"]:
             totals[at_once["rank"]] += at_once["ns"]
-        shares = [{**row, "share": row["ns"] / max(totals[row["rank"]], 1)} for row in value["concurrency"]]
+        shares = [
+            {**row, "share": row["ns"] / max(totals[row["rank"]], 1)}
+            for row in value["concurrency"]
+        ]
         share = Col("share", "Share", "share", "of the window")
         yield build_table(
-            "threads.concurrency", "Threads active at once", ["?rank", "threads", "ns", share], shares, among=rows
+            "threads.concurrency",
+            "Threads active at once",
+            ["?rank", "threads", "ns", share],
+            shares,
+            among=rows,
         )
 
     def summary(self, value: ThreadsValue) -> str | None:
@@ -155,7 +203,11 @@ class ThreadsSection(Section[Frames, "ThreadsValue"]):
             f"L{index * step:.1f} {_HEIGHT - value / max_active * _HEIGHT:.1f}H{(index + 1) * step:.1f}"
             for index, value in enumerate(active)
         )
-        rank_suffix = "" if rank is None or all(row["rank"] == rank for row in value["threads"]) else f" of rank {rank}"
+        rank_suffix = (
+            ""
+            if rank is None or all(row["rank"] == rank for row in value["threads"])
+            else f" of rank {rank}"
+        )
         label = escape(sanitize(f"Active threads{rank_suffix} over time, at most {max_active:.2f}"))
         return (
             f'<figure class="spark"><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%" height="{_HEIGHT}" '
@@ -197,7 +249,9 @@ class BlockingCallsSection(Section[tuple[Frames, int], "BlockingCallsValue"]):
     what = "calls in which the host waits"
     missing = "no call that waits was recorded"
     parts = {
-        "by_kind": ListSchema(_BY_KIND, f"sums by kind: {', '.join(KINDS)}", nullable=("idle_after_ns",)),
+        "by_kind": ListSchema(
+            _BY_KIND, f"sums by kind: {', '.join(KINDS)}", nullable=("idle_after_ns",)
+        ),
         "sites": ListSchema(
             SITES,
             "by place, those in Python last, the longest first; at most 100 of a rank, fewer of many",
@@ -205,7 +259,9 @@ class BlockingCallsSection(Section[tuple[Frames, int], "BlockingCallsValue"]):
                 "op": "no operator is recorded around the call",
                 "frame": _NO_FRAME_REASON,
                 "stack": _NO_FRAME_REASON,
-                **dict.fromkeys(_SPREAD_COLUMNS, "the trace holds no whole step, or the call is in none"),
+                **dict.fromkeys(
+                    _SPREAD_COLUMNS, "the trace holds no whole step, or the call is in none"
+                ),
             },
             ("gpu_busy_ns", "gpu_idle_ns", "idle_after_ns"),
         ),
@@ -217,7 +273,10 @@ class BlockingCallsSection(Section[tuple[Frames, int], "BlockingCallsValue"]):
         idle = pl.col("idle_after_ns")
         kind_totals = (
             calls.sites.group_by("kind")
-            .agg(pl.col("count", "blocked_ns").sum(), pl.when(idle.is_not_null().any()).then(idle.sum()))
+            .agg(
+                pl.col("count", "blocked_ns").sum(),
+                pl.when(idle.is_not_null().any()).then(idle.sum()),
+            )
             .sort("blocked_ns", "kind", descending=[True, False])
             .pipe(cast_to_schema, _BY_KIND)
         )
@@ -231,12 +290,18 @@ class BlockingCallsSection(Section[tuple[Frames, int], "BlockingCallsValue"]):
         if not sites.height:
             unknowns.say("blocking_calls")
             return None
-        lists = self.lists({"by_kind": measurements.concat(lambda of: of[0]["by_kind"]), "sites": sites}, unknowns)
+        lists = self.lists(
+            {"by_kind": measurements.concat(lambda of: of[0]["by_kind"]), "sites": sites}, unknowns
+        )
         return {"blocked_ns": sum(blocked_ns for _, blocked_ns in measurements.results), **lists}
 
     def tables(self, value: BlockingCallsValue) -> Iterator[Table]:
         rows = [
-            {**row, "what": _KIND_LABELS.get(row["kind"], row["kind"]), "where": describe_call_site(row)}
+            {
+                **row,
+                "what": _KIND_LABELS.get(row["kind"], row["kind"]),
+                "where": describe_call_site(row),
+            }
             for row in value["sites"]
         ]
         on_gpu = any(row["gpu_busy_ns"] is not None for row in rows)
@@ -249,7 +314,12 @@ class BlockingCallsSection(Section[tuple[Frames, int], "BlockingCallsValue"]):
             "+max_ns",
             *(["+mean_blocked_ns", "+max_blocked_ns"] if stepped else []),
             Col("what", "Kind"),
-            Col("where", "Where", "name", "the line that asks, the operators around the call, the call"),
+            Col(
+                "where",
+                "Where",
+                "name",
+                "the line that asks, the operators around the call, the call",
+            ),
         ]
         yield build_table("blocking_calls.sites", "Blocking calls", columns, rows)
 
@@ -269,7 +339,9 @@ class BlockingCallsSection(Section[tuple[Frames, int], "BlockingCallsValue"]):
 
 
 def describe_call_site(row: BlockingCallsSitesRow) -> str:
-    """The line (its file without folders), the outermost operator, the call: `train.py(12): step: aten::item, ...`."""
+    """The line (its file without folders), the outermost operator, the call: `train.py(12): step:
+    aten::item, ...`.
+    """
     operator = str(row["op"]).split(" > ", 1)[0] if row["op"] else None
     call = str(row["call"]).removeprefix("<built-in ").removesuffix(">")
     operation = ", ".join(part for part in (operator, call) if part)
@@ -298,7 +370,9 @@ class DataLoadingSection(CoreSection):
     anchor = "loading"
     note = "Waits for the next batch."
 
-    def build(self, measurements: Measurements[RankMeasurements], unknowns: UnknownValues) -> DataLoadingValue | None:
+    def build(
+        self, measurements: Measurements[RankMeasurements], unknowns: UnknownValues
+    ) -> DataLoadingValue | None:
         """Waits for the data loader; null where no rank has a loader."""
         has_loader = [rank.data_loading.waits.height > 0 for rank in measurements.results]
         if not any(has_loader):
@@ -311,10 +385,12 @@ class DataLoadingSection(CoreSection):
                 "data_loading.waits",
             ),
             "steps": unknowns.rows(
-                measurements.concat(lambda rank: rank.data_loading.steps, has_loader), "data_loading.steps"
+                measurements.concat(lambda rank: rank.data_loading.steps, has_loader),
+                "data_loading.steps",
             ),
             "spent": unknowns.rows(
-                measurements.concat(lambda rank: rank.data_loading.spent, has_loader), "data_loading.spent"
+                measurements.concat(lambda rank: rank.data_loading.spent, has_loader),
+                "data_loading.spent",
             ),
         }
 
@@ -323,30 +399,54 @@ class DataLoadingSection(CoreSection):
         loading = document.get("data_loading")
         if not loading or not loading["steps"]:
             return
-        names = {rank["rank"]: format_rank_name(rank, k) for k, rank in enumerate(document["ranks"])}
+        names = {
+            rank["rank"]: format_rank_name(rank, k) for k, rank in enumerate(document["ranks"])
+        }
         columns = [
             *((Col("rank", "Rank"),) if len(names) > 1 else ()),
             Col("step", "Step", "count"),
             Col("wait_ns", "Wait", "time", "time in the data loader's next batch"),
             Col("fraction", "Of the step", "share"),
-            Col("gpu_idle_ns", "GPU idle", "time", "part of the wait in which no device had any work"),
             Col(
-                "holds", "Holds up", "text", "at least 5 % of the step, and the GPU had no work in at least half of it"
+                "gpu_idle_ns",
+                "GPU idle",
+                "time",
+                "part of the wait in which no device had any work",
+            ),
+            Col(
+                "holds",
+                "Holds up",
+                "text",
+                "at least 5 % of the step, and the GPU had no work in at least half of it",
             ),
         ]
         rows = [
-            {**row, "rank": names.get(row["rank"], "–"), "holds": format_yes_no(row.get("bottleneck"))}
+            {
+                **row,
+                "rank": names.get(row["rank"], "–"),
+                "holds": format_yes_no(row.get("bottleneck")),
+            }
             for row in loading["steps"]
         ]
-        yield Table("loading-table", "Loader waits by step", columns, rows, "data_loading.steps", brief=False)
+        yield Table(
+            "loading-table",
+            "Loader waits by step",
+            columns,
+            rows,
+            "data_loading.steps",
+            brief=False,
+        )
 
     def summary(self, document: ReportDocument) -> str | None:
-        """How long the main threads waited, who makes the batches, what the time goes to, whether the GPU waits too."""
+        """How long the main threads waited, who makes the batches, what the time goes to, whether
+        the GPU waits too.
+        """
         loading = document.get("data_loading")
         if not loading:
             return None
         total, waits = loading["total_ns"], loading["waits"]
-        # of the ranks that have a loader: of the time of the answer, their steps; without steps, of their windows
+        # of the ranks that have a loader: of the time of the answer, their steps; without steps, of
+        # their windows
         loaders = {wait["rank"] for wait in waits}
         ranks = [rank for rank in document["ranks"] if rank["rank"] in loaders]
         length = sum(step["duration_ns"] for rank in ranks for step in rank["steps"])
@@ -355,7 +455,9 @@ class DataLoadingSection(CoreSection):
         longest = max(wait["duration_ns"] for wait in waits)
         batches = f"{units.format_count(len(waits))} batch{'es' if len(waits) > 1 else ''}"
         if len(ranks) < len(document["ranks"]):
-            batches += f" of rank {ranks[0]['rank']}" if len(ranks) == 1 else f" of {len(ranks)} ranks"
+            batches += (
+                f" of rank {ranks[0]['rank']}" if len(ranks) == 1 else f" of {len(ranks)} ranks"
+            )
         lead = (
             f"{units.format_duration(waited)} waited for data in {batches} "
             f"({units.format_share(waited, total_ns)} of {'the steps' if length else 'the time'}); "
@@ -368,11 +470,19 @@ class DataLoadingSection(CoreSection):
             parts[row["part"]] = parts.get(row["part"], 0) + row["ns"]
         part, ns = max(parts.items(), key=lambda item: item[1], default=("other", 0))
         if part != "other" and 2 * ns > total:
-            clauses.append(f"{units.format_share(ns, total)} of the waits is {_LOADING_PARTS[part]}")
-        steps = [bottleneck for row in loading["steps"] if (bottleneck := row.get("bottleneck")) is not None]
+            clauses.append(
+                f"{units.format_share(ns, total)} of the waits is {_LOADING_PARTS[part]}"
+            )
+        steps = [
+            bottleneck
+            for row in loading["steps"]
+            if (bottleneck := row.get("bottleneck")) is not None
+        ]
         slow = sum(steps)
         if slow:
-            clauses.append(f"it holds up {slow} of {len(steps)} {'step' if len(steps) == 1 else 'steps'}")
+            clauses.append(
+                f"it holds up {slow} of {len(steps)} {'step' if len(steps) == 1 else 'steps'}"
+            )
         clause_text = "; ".join(clauses)
         return f"{lead} {clause_text[0].upper()}{clause_text[1:]}." if clause_text else lead
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
+
+import polars as pl
 
 from traceloom import analyze
 from traceloom.analyze.inference import MIX, NODES, OPERATORS, RATES, STEPS, Inference
@@ -20,12 +23,25 @@ if TYPE_CHECKING:
 _MAX_ROWS = 500  # steps and nodes of a rank
 _FRAMES = {
     name: {column: kind for column, kind in shape.items() if column != "rank"}
-    for name, shape in (("steps", STEPS), ("mix", MIX), ("rates", RATES), ("operators", OPERATORS), ("nodes", NODES))
+    for name, shape in (
+        ("steps", STEPS),
+        ("mix", MIX),
+        ("rates", RATES),
+        ("operators", OPERATORS),
+        ("nodes", NODES),
+    )
 }
-_NO_CAPTURE_REASON = "no recording of the graphs' capture was given (--graph-capture), or there are no graphs"
+_NO_CAPTURE_REASON = (
+    "no recording of the graphs' capture was given (--graph-capture), or there are no graphs"
+)
 _NOT_ANNOTATED_REASON = "an annotation does not say"
 _TOO_FEW_STEPS_REASON = "fewer than two steps that generate"
 _NOT_MAPPED_REASON = "not mapped; see its reason"
+
+
+def _get_table(name: str, result: Inference) -> pl.DataFrame:
+    table: pl.DataFrame = getattr(result, name)
+    return table.drop("rank")
 
 
 class InferenceSection(Section[Inference, "InferenceValue"]):
@@ -53,11 +69,15 @@ class InferenceSection(Section[Inference, "InferenceValue"]):
             _FRAMES["mix"],
             "steps by kind, over all of them",
             {
-                **dict.fromkeys(("mean_requests", "context_tokens", "generation_tokens"), _NOT_ANNOTATED_REASON),
+                **dict.fromkeys(
+                    ("mean_requests", "context_tokens", "generation_tokens"), _NOT_ANNOTATED_REASON
+                ),
                 **{name: _TOO_FEW_STEPS_REASON for name in MIX if name.startswith("between")},
             },
         ),
-        "rates": ListSchema(_FRAMES["rates"], "tokens and samples per second, from the annotations or declared"),
+        "rates": ListSchema(
+            _FRAMES["rates"], "tokens and samples per second, from the annotations or declared"
+        ),
         "operators": ListSchema(
             _FRAMES["operators"],
             "GPU time of graph replays by operator and module of the capture",
@@ -83,37 +103,88 @@ class InferenceSection(Section[Inference, "InferenceValue"]):
             tokens_per_step=options.tokens_per_step,
             samples_per_step=options.samples_per_step,
         )
-        nodes = measured.nodes.sort("total_ns", descending=True, maintain_order=True).head(_MAX_ROWS)
+        nodes = measured.nodes.sort("total_ns", descending=True, maintain_order=True).head(
+            _MAX_ROWS
+        )
         return replace(measured, steps=measured.steps.head(_MAX_ROWS), nodes=nodes)
 
-    def build(self, measurements: Measurements[Inference], unknowns: UnknownValues) -> InferenceValue | None:
+    def build(
+        self, measurements: Measurements[Inference], unknowns: UnknownValues
+    ) -> InferenceValue | None:
         results = measurements.results
-        if not any(result.steps.height or result.rates.height or result.nodes.height for result in results):
+        if not any(
+            result.steps.height or result.rates.height or result.nodes.height for result in results
+        ):
             unknowns.say("inference")
             return None
-        frames = {
-            name: measurements.concat(lambda of, name=name: getattr(of, name).drop("rank")) for name in self.parts
-        }  # type: ignore[misc]
+        frames = {name: measurements.concat(partial(_get_table, name)) for name in self.parts}
         if not frames["nodes"].height:
             unknowns.say("inference.operators")
-        shares = [result.mapped_fraction for result in results if result.mapped_fraction is not None]
+        shares = [
+            result.mapped_fraction for result in results if result.mapped_fraction is not None
+        ]
         min_fraction = unknowns.value(min(shares, default=None), "inference.mapped_fraction")
         return {**self.lists(frames, unknowns), "mapped_fraction": min_fraction}
 
     def tables(self, value: InferenceValue) -> Iterator[Table]:
         listed: list[TableSpec] = [
-            ("mix", "Steps by kind", value["mix"], ["?rank", "kind", "step_count", "mean_duration_ns", "mean_gpu_ns",
-                "+max_gpu_ns", "gpu_fraction", "mean_requests", "context_tokens", "generation_tokens",
-                "between_median_ns", "+between_p95_ns"]),
-            ("rates", "Per second", value["rates"], ["?rank", "what", "count", "window_ns", "per_second", "evidence"]),
-            ("steps", "Steps of the server", value["steps"], ["?rank", "number", "kind", "+start_ns", "duration_ns",
-                "gpu_ns", "requests", "context_tokens", "generation_tokens", "between_ns", "+lag_ns",
-                "+graph_work_count"]),
-            ("operators", "Operators of graph replays", value["operators"], ["?rank", "gpu_ns", "kernel_count",
-                "+module", "op_name"]),
-            ("nodes", "Nodes of graphs", value["nodes"], ["?rank", "graph", "node", "total_ns", "op_name", "+evidence",
-                "+reason", "name"]),
-        ]  # fmt: skip
+            (
+                "mix",
+                "Steps by kind",
+                value["mix"],
+                [
+                    "?rank",
+                    "kind",
+                    "step_count",
+                    "mean_duration_ns",
+                    "mean_gpu_ns",
+                    "+max_gpu_ns",
+                    "gpu_fraction",
+                    "mean_requests",
+                    "context_tokens",
+                    "generation_tokens",
+                    "between_median_ns",
+                    "+between_p95_ns",
+                ],
+            ),
+            (
+                "rates",
+                "Per second",
+                value["rates"],
+                ["?rank", "what", "count", "window_ns", "per_second", "evidence"],
+            ),
+            (
+                "steps",
+                "Steps of the server",
+                value["steps"],
+                [
+                    "?rank",
+                    "number",
+                    "kind",
+                    "+start_ns",
+                    "duration_ns",
+                    "gpu_ns",
+                    "requests",
+                    "context_tokens",
+                    "generation_tokens",
+                    "between_ns",
+                    "+lag_ns",
+                    "+graph_work_count",
+                ],
+            ),
+            (
+                "operators",
+                "Operators of graph replays",
+                value["operators"],
+                ["?rank", "gpu_ns", "kernel_count", "+module", "op_name"],
+            ),
+            (
+                "nodes",
+                "Nodes of graphs",
+                value["nodes"],
+                ["?rank", "graph", "node", "total_ns", "op_name", "+evidence", "+reason", "name"],
+            ),
+        ]
         everything = [row for _, _, rows, _ in listed for row in rows]
         yield from self.filled(listed, everything)
 
@@ -132,16 +203,24 @@ class InferenceSection(Section[Inference, "InferenceValue"]):
             bound_prefix = "at most " if len(rows) > 1 else ""
             clauses.append(
                 text
-                + (f" ({bound_prefix}{units.format_duration(between)} between tokens)" if between else "")
+                + (
+                    f" ({bound_prefix}{units.format_duration(between)} between tokens)"
+                    if between
+                    else ""
+                )
                 + " on the GPU"
             )
         for rate_unit in dict.fromkeys(row["what"] for row in value["rates"]):
             rates = [row["per_second"] for row in value["rates"] if row["what"] == rate_unit]
             low, high = units.format_number(min(rates)), units.format_number(max(rates))
             rank_suffix = " on each rank" if len(rates) > 1 else ""
-            clauses.append(f"{low if low == high else f'{low} to {high}'} {rate_unit} per second{rank_suffix}")
+            clauses.append(
+                f"{low if low == high else f'{low} to {high}'} {rate_unit} per second{rank_suffix}"
+            )
         if value["mapped_fraction"] is not None:
-            clauses.append(f"{units.format_share(value['mapped_fraction'], 1.0)} of the graphs' time has an operator")
+            clauses.append(
+                f"{units.format_share(value['mapped_fraction'], 1.0)} of the graphs' time has an operator"
+            )
         return "; ".join(clauses[:8])
 
 

@@ -48,12 +48,19 @@ class KernelsSection(CoreSection):
     note = "GPU work by name, summed over ranks."
     in_markdown = True
 
-    def build(self, measurements: Measurements[RankMeasurements], unknowns: UnknownValues) -> list[KernelRow]:
+    def build(
+        self, measurements: Measurements[RankMeasurements], unknowns: UnknownValues
+    ) -> list[KernelRow]:
         """GPU work by name, the longest first; `ranks` is the number of ranks that ran it."""
         summed = (
             pl.concat([rank.kernels.kernels for rank in measurements.results])
             .group_by("name", "category", "rule", "kind", maintain_order=True)
-            .agg(pl.col("count", "total_ns").sum(), pl.col("min_ns").min(), pl.col("max_ns").max(), ranks=pl.len())
+            .agg(
+                pl.col("count", "total_ns").sum(),
+                pl.col("min_ns").min(),
+                pl.col("max_ns").max(),
+                ranks=pl.len(),
+            )
         )
         return unknowns.convert_list(add_shares(summed, "total_ns"), "kernels")
 
@@ -61,14 +68,26 @@ class KernelsSection(CoreSection):
         """All names."""
         columns = [
             Col("name", "Name", "name"),
-            Col("category", "Category", "text", "communication by a table of rules, memory: copies and fills"),
+            Col(
+                "category",
+                "Category",
+                "text",
+                "communication by a table of rules, memory: copies and fills",
+            ),
             Col("total_ns", "Total", "time", "sum of the durations over all ranks"),
-            Col("fraction", "Share", "share", "of the sum of all GPU work; what overlaps counts twice"),
+            Col(
+                "fraction",
+                "Share",
+                "share",
+                "of the sum of all GPU work; what overlaps counts twice",
+            ),
             Col("count", "Count", "count"),
             Col("mean_ns", "Mean", "time", scale="one"),
             Col("min_ns", "Shortest", "time", narrow=False, scale="one"),
             Col("max_ns", "Longest", "time", narrow=False, scale="one"),
-            *select_rank_column(document, Col("ranks", "Ranks", "count", "ranks that ran it", narrow=False)),
+            *select_rank_column(
+                document, Col("ranks", "Ranks", "count", "ranks that ran it", narrow=False)
+            ),
         ]
         rows = document.get("kernels") or []
         if rows:
@@ -79,9 +98,28 @@ class KernelsSection(CoreSection):
 KERNELS_SECTION = KernelsSection()
 
 _OPERATOR_DEVICE_COLUMNS = (
-    Col("self_device_ns", "GPU, self", "time", "GPU work launched directly by the operator", narrow=False, scale="gpu"),
-    Col("device_ns", "GPU", "time", "GPU work launched in the operator or in those it calls", scale="gpu"),
-    Col("kernel_count", "Kernels", "count", "launched in the operator or in those it calls", narrow=False),
+    Col(
+        "self_device_ns",
+        "GPU, self",
+        "time",
+        "GPU work launched directly by the operator",
+        narrow=False,
+        scale="gpu",
+    ),
+    Col(
+        "device_ns",
+        "GPU",
+        "time",
+        "GPU work launched in the operator or in those it calls",
+        scale="gpu",
+    ),
+    Col(
+        "kernel_count",
+        "Kernels",
+        "count",
+        "launched in the operator or in those it calls",
+        narrow=False,
+    ),
 )
 
 
@@ -92,7 +130,9 @@ class OperatorsSection(CoreSection):
     note = "Framework operators by host time."
     in_markdown = True
 
-    def build(self, measurements: Measurements[RankMeasurements], unknowns: UnknownValues) -> list[OperatorRow]:
+    def build(
+        self, measurements: Measurements[RankMeasurements], unknowns: UnknownValues
+    ) -> list[OperatorRow]:
         """Operators by name (and shapes), the longest self time first."""
         frames = pl.concat([rank.operators.operators for rank in measurements.results])
         device_columns = pl.col("device_ns", "self_device_ns", "kernel_count")
@@ -104,7 +144,9 @@ class OperatorsSection(CoreSection):
         return unknowns.convert_list(add_shares(summed, "self_ns"), "operators")
 
     def tables(self, document: ReportDocument) -> Iterator[Table]:
-        """All names; with their input shapes where these are counted apart, with GPU time where there is a GPU."""
+        """All names; with their input shapes where these are counted apart, with GPU time where
+        there is a GPU.
+        """
         rows = document.get("operators") or []
         if not rows:
             return
@@ -121,7 +163,9 @@ class OperatorsSection(CoreSection):
             Col("count", "Count", "count"),
             Col("mean_ns", "Mean", "time", "total by count", narrow=False),
             *(_OPERATOR_DEVICE_COLUMNS if has_device_times else ()),
-            *select_rank_column(document, Col("ranks", "Ranks", "count", "ranks that ran it", narrow=False)),
+            *select_rank_column(
+                document, Col("ranks", "Ranks", "count", "ranks that ran it", narrow=False)
+            ),
         ]
         note = format_sum(rows, "self_ns", "of host time")
         yield Table("operator-table", "Operators", columns, rows, "operators", note)
@@ -172,9 +216,14 @@ class KernelShapesSection(Section[Frames, "KernelShapesValue"]):
             if retained.height
             else []
         )
-        return {"rows": retained, "ranks": pl.DataFrame(remainder_rows, schema=_REMAINDER_SCHEMA, orient="row")}
+        return {
+            "rows": retained,
+            "ranks": pl.DataFrame(remainder_rows, schema=_REMAINDER_SCHEMA, orient="row"),
+        }
 
-    def build(self, measurements: Measurements[Frames], unknowns: UnknownValues) -> KernelShapesValue:
+    def build(
+        self, measurements: Measurements[Frames], unknowns: UnknownValues
+    ) -> KernelShapesValue:
         max_rows = max(min(_MAX_ROWS_PER_RANK, _MAX_ROWS // max(len(measurements.results), 1)), 10)
 
         def rest(frames: Frames) -> pl.DataFrame:
@@ -186,7 +235,10 @@ class KernelShapesSection(Section[Frames, "KernelShapesValue"]):
             )
 
         return self.lists(
-            {"rows": measurements.concat(lambda of: of["rows"].head(max_rows)), "ranks": measurements.concat(rest)},
+            {
+                "rows": measurements.concat(lambda of: of["rows"].head(max_rows)),
+                "ranks": measurements.concat(rest),
+            },
             unknowns,
         )
 
@@ -195,10 +247,29 @@ class KernelShapesSection(Section[Frames, "KernelShapesValue"]):
             return
         remaining_ns = sum(row["rest_ns"] for row in value["ranks"])
         remaining_count = sum(row["rest_count"] for row in value["ranks"])
-        note = f"{remaining_count} more rows take {units.format_duration(remaining_ns)}." if remaining_ns else ""
-        columns = ["?rank", "total_ns", "fraction", "count", "mean_ns", "+min_ns", "+max_ns", "+mean_total_ns",
-                   "+min_total_ns", "+max_total_ns", "op", "+shapes", "kernel"]  # fmt: skip
-        yield build_table("kernel_shapes.rows", "Kernels by operator and shapes", columns, value["rows"], note)
+        note = (
+            f"{remaining_count} more rows take {units.format_duration(remaining_ns)}."
+            if remaining_ns
+            else ""
+        )
+        columns = [
+            "?rank",
+            "total_ns",
+            "fraction",
+            "count",
+            "mean_ns",
+            "+min_ns",
+            "+max_ns",
+            "+mean_total_ns",
+            "+min_total_ns",
+            "+max_total_ns",
+            "op",
+            "+shapes",
+            "kernel",
+        ]
+        yield build_table(
+            "kernel_shapes.rows", "Kernels by operator and shapes", columns, value["rows"], note
+        )
 
     def summary(self, value: KernelShapesValue) -> str | None:
         if not value["rows"]:
@@ -234,13 +305,16 @@ _COLOUR_BY_KIND = {
 }
 _OCCUPANCY_COLUMNS = ("sm_efficiency", "sm_fill", "occupancy")
 _DEVICE_SCHEMA = build_schema(
-    "device window_ns busy_ns idle_ns", *(name for name in FILL_SCHEMA if name not in {"device", "window_ns"})
+    "device window_ns busy_ns idle_ns",
+    *(name for name in FILL_SCHEMA if name not in {"device", "window_ns"}),
 )
 _JOB_SCHEMA = build_schema(
-    "kind rank_count sum_ns mean_exclusive_ns min_exclusive_ns max_exclusive_ns max_rank", {"kind": WorkKindType}
+    "kind rank_count sum_ns mean_exclusive_ns min_exclusive_ns max_exclusive_ns max_rank",
+    {"kind": WorkKindType},
 )
 _PER_STEP_SCHEMA = build_schema(
-    "device kind mean_exclusive_ns min_exclusive_ns max_exclusive_ns step_count", {"kind": WorkKindType}
+    "device kind mean_exclusive_ns min_exclusive_ns max_exclusive_ns step_count",
+    {"kind": WorkKindType},
 )
 _NO_OCCUPANCY_REASON = "the profiler of this vendor does not record it"
 _NO_DURATION_REASONS = {"fraction": "no GPU work of this device has a duration"}
@@ -261,13 +335,26 @@ class KernelKindsSection(Section[Frames, "KindsValue"]):
             _NO_WORK_REASON,
         ),
         "job": ListSchema(
-            _JOB_SCHEMA, "GPU time by kind over all ranks", {}, ("max_rank",), _NO_WORK_REASON, ranked=False
+            _JOB_SCHEMA,
+            "GPU time by kind over all ranks",
+            {},
+            ("max_rank",),
+            _NO_WORK_REASON,
+            ranked=False,
         ),
         "kinds": ListSchema(
-            KINDS_SCHEMA, "GPU time by kind; kinds that occur", _NO_DURATION_REASONS, ("device",), _NO_WORK_REASON
+            KINDS_SCHEMA,
+            "GPU time by kind; kinds that occur",
+            _NO_DURATION_REASONS,
+            ("device",),
+            _NO_WORK_REASON,
         ),
         "rules": ListSchema(
-            RULES_SCHEMA, "GPU time by the rule that decided", _NO_DURATION_REASONS, (), _NO_WORK_REASON
+            RULES_SCHEMA,
+            "GPU time by the rule that decided",
+            _NO_DURATION_REASONS,
+            (),
+            _NO_WORK_REASON,
         ),
         "per_step": ListSchema(
             _PER_STEP_SCHEMA,
@@ -276,9 +363,15 @@ class KernelKindsSection(Section[Frames, "KindsValue"]):
             empty="the trace holds no whole step with GPU work",
         ),
         "bounds": ListSchema(
-            BOUND_SCHEMA, "GPU time by what bounds it", _NO_DURATION_REASONS, ("device",), _NO_WORK_REASON
+            BOUND_SCHEMA,
+            "GPU time by what bounds it",
+            _NO_DURATION_REASONS,
+            ("device",),
+            _NO_WORK_REASON,
         ),
-        "matrix": ListSchema(MATRIX_SCHEMA, "kernel time by use of matrix units", empty=_NO_WORK_REASON),
+        "matrix": ListSchema(
+            MATRIX_SCHEMA, "kernel time by use of matrix units", empty=_NO_WORK_REASON
+        ),
         "kernels": ListSchema(
             KERNEL_SCHEMA,
             f"the kernels that take longest on each rank: {_MAX_KERNELS_PER_RANK}, or fewer where there are many ranks",
@@ -292,11 +385,17 @@ class KernelKindsSection(Section[Frames, "KindsValue"]):
         kinds = analyze.kernel_kinds(trace, options.kind_rules)
         efficiency = analyze.kernel_efficiency(trace)
         devices = kinds.devices[["device", "window_ns", "busy_ns", "idle_ns"]].join(
-            efficiency.devices.drop("window_ns"), on="device", how="left", nulls_equal=True, maintain_order="left"
+            efficiency.devices.drop("window_ns"),
+            on="device",
+            how="left",
+            nulls_equal=True,
+            maintain_order="left",
         )
         return {
             "devices": devices[list(_DEVICE_SCHEMA)],
-            "kinds": kinds.kinds.filter(pl.col("count") > 0).sort("device", "sum_ns", descending=[False, True]),
+            "kinds": kinds.kinds.filter(pl.col("count") > 0).sort(
+                "device", "sum_ns", descending=[False, True]
+            ),
             "rules": kinds.rules,
             "per_step": kinds.per_step.pipe(cast_to_schema, _PER_STEP_SCHEMA),
             "bounds": analyze.kernel_bounds(
@@ -323,7 +422,9 @@ class KernelKindsSection(Section[Frames, "KindsValue"]):
                 rank_count=pl.len(),
                 sum_ns=pl.col("sum_ns").sum(),
                 mean_exclusive_ns=pl.col("exclusive_ns").sum() / rank_count,
-                min_exclusive_ns=pl.when(on_all_ranks).then(pl.col("exclusive_ns").min()).otherwise(0),
+                min_exclusive_ns=pl.when(on_all_ranks)
+                .then(pl.col("exclusive_ns").min())
+                .otherwise(0),
                 max_exclusive_ns=pl.col("exclusive_ns").max(),
                 max_rank=pl.col("rank").first(),
             )
@@ -336,13 +437,29 @@ class KernelKindsSection(Section[Frames, "KindsValue"]):
         if not kinds:
             return
         if len({row["rank"] for row in kinds}) > 1:
-            columns = ["kind", "sum_ns", "mean_exclusive_ns", "min_exclusive_ns", "max_exclusive_ns", "max_rank",
-                       "rank_count"]  # fmt: skip
+            columns = [
+                "kind",
+                "sum_ns",
+                "mean_exclusive_ns",
+                "min_exclusive_ns",
+                "max_exclusive_ns",
+                "max_rank",
+                "rank_count",
+            ]
             yield build_table("kinds.job", "Kinds over all ranks", columns, value["job"])
-        step_row_by_key = {(row["rank"], row["device"], row["kind"]): row for row in value["per_step"]}
-        kind_rows = [{**step_row_by_key.get((row["rank"], row["device"], row["kind"]), {}), **row} for row in kinds]
+        step_row_by_key = {
+            (row["rank"], row["device"], row["kind"]): row for row in value["per_step"]
+        }
+        kind_rows = [
+            {**step_row_by_key.get((row["rank"], row["device"], row["kind"]), {}), **row}
+            for row in kinds
+        ]
         columns = ["?rank", "?device", "kind", "sum_ns", "fraction", "exclusive_ns", "count"]
-        step_columns = ["+mean_exclusive_ns", "+min_exclusive_ns", "+max_exclusive_ns"] if step_row_by_key else []
+        step_columns = (
+            ["+mean_exclusive_ns", "+min_exclusive_ns", "+max_exclusive_ns"]
+            if step_row_by_key
+            else []
+        )
         yield build_table(
             "kinds.kinds",
             "GPU time by kind",
@@ -364,7 +481,10 @@ class KernelKindsSection(Section[Frames, "KindsValue"]):
         matrix = value["matrix"]
         if any(row[name] is not None for row in devices for name in _OCCUPANCY_COLUMNS):
             yield build_table(
-                "kinds.devices", "How full the GPU is", ["?rank", "?device", *_OCCUPANCY_COLUMNS, "kernel_ns"], devices
+                "kinds.devices",
+                "How full the GPU is",
+                ["?rank", "?device", *_OCCUPANCY_COLUMNS, "kernel_ns"],
+                devices,
             )
         yield build_table(
             "kinds.matrix",
@@ -373,13 +493,29 @@ class KernelKindsSection(Section[Frames, "KindsValue"]):
             matrix,
             "Tensor cores or MFMA, recognised by kernel names.",
         )
-        columns = ["?rank", "total_ns", "+count", "kind", "+matrix_units", "+blocks_per_sm", "+sm_fill", "+occupancy",
-                   "name"]  # fmt: skip
+        columns = [
+            "?rank",
+            "total_ns",
+            "+count",
+            "kind",
+            "+matrix_units",
+            "+blocks_per_sm",
+            "+sm_fill",
+            "+occupancy",
+            "name",
+        ]
         yield build_table(
-            "kinds.kernels", "Kernels by kind", columns, value["kernels"], "The longest of each rank.", among=matrix
+            "kinds.kernels",
+            "Kernels by kind",
+            columns,
+            value["kernels"],
+            "The longest of each rank.",
+            among=matrix,
         )
         columns = ["?rank", "kind", "rule", "sum_ns", "count"]
-        yield build_table("kinds.rules", "Which rules decided", columns, value["rules"], among=matrix)
+        yield build_table(
+            "kinds.rules", "Which rules decided", columns, value["rules"], among=matrix
+        )
 
     def summary(self, value: KindsValue) -> str | None:
         totals: dict[str, int] = {}
@@ -407,7 +543,9 @@ class KernelKindsSection(Section[Frames, "KindsValue"]):
         for device in value["devices"][:16]:
             key = (device["rank"], device["device"])
             parts = [
-                (row["kind"], row["exclusive_ns"]) for row in value["kinds"] if (row["rank"], row["device"]) == key
+                (row["kind"], row["exclusive_ns"])
+                for row in value["kinds"]
+                if (row["rank"], row["device"]) == key
             ]
             rank = "" if device["rank"] is None else f"rank {device['rank']} "
             bars.append((f"{rank}GPU {device['device']}", [*parts, ("idle", device["idle_ns"])]))
@@ -417,8 +555,11 @@ class KernelKindsSection(Section[Frames, "KindsValue"]):
 _SVG_WIDTH, _LABEL_WIDTH, _BAR_HEIGHT, _BAR_GAP = 1256, 130, 18, 9
 
 
-def draw_stacked_bars(bars: Sequence[tuple[str, Sequence[tuple[str, int]]]], colours: Mapping[str, str]) -> str:
-    """A figure with one bar per entry; all on one scale, each part with its figures on hover. Empty without time.
+def draw_stacked_bars(
+    bars: Sequence[tuple[str, Sequence[tuple[str, int]]]], colours: Mapping[str, str]
+) -> str:
+    """A figure with one bar per entry; all on one scale, each part with its figures on hover. Empty
+    without time.
 
     Args:
         bars: Label and parts of each: (name, time in ns).
@@ -443,9 +584,12 @@ def draw_stacked_bars(bars: Sequence[tuple[str, Sequence[tuple[str, int]]]], col
             if not ns:
                 continue
             left_x, right = (
-                _LABEL_WIDTH + (_SVG_WIDTH - _LABEL_WIDTH) * end / longest for end in (offset_ns, offset_ns + ns)
+                _LABEL_WIDTH + (_SVG_WIDTH - _LABEL_WIDTH) * end / longest
+                for end in (offset_ns, offset_ns + ns)
             )
-            hover_text = escape(sanitize(f"{name}: {units.format_duration(ns)}, {units.format_share(ns, bar_ns)}"))
+            hover_text = escape(
+                sanitize(f"{name}: {units.format_duration(ns)}, {units.format_share(ns, bar_ns)}")
+            )
             out.append(
                 f'<rect class="f-{colours.get(name, "other")}" x="{left_x:.1f}" y="{top}" '
                 f'width="{max(right - left_x, 0.3):.1f}" height="{_BAR_HEIGHT}"><title>{hover_text}</title></rect>'

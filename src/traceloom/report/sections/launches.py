@@ -27,14 +27,24 @@ from traceloom.analyze.launches import (
 )
 from traceloom.formats import load
 from traceloom.report.document import Cells, ListSchema, ReportOptions, Table, UnknownValues
-from traceloom.report.sections.section import Frames, Measurements, Section, TableSpec, format_rank_suffix
+from traceloom.report.sections.section import (
+    Frames,
+    Measurements,
+    Section,
+    TableSpec,
+    format_rank_suffix,
+)
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
 
 if TYPE_CHECKING:
-    from traceloom.report.documents.sections import GraphLaunchesValue, LaunchesBinsRow, LaunchesValue
+    from traceloom.report.documents.sections import (
+        GraphLaunchesValue,
+        LaunchesBinsRow,
+        LaunchesValue,
+    )
 
 
 _MAX_ROWS = 100  # of each table of a rank
@@ -47,7 +57,13 @@ _LARGEST_FIRST = {  # over all ranks
     "operators": "delay_max_ns",
     "queues": "held_ns",
 }
-_CURVE = {"device": pl.Int32, "stream": pl.Int64, "time_ns": pl.Int64, "launches": pl.Int64, "works": pl.Int64}
+_CURVE = {
+    "device": pl.Int32,
+    "stream": pl.Int64,
+    "time_ns": pl.Int64,
+    "launches": pl.Int64,
+    "works": pl.Int64,
+}
 _NO_LAUNCH_REASON = "no launch of this device's work is recorded"
 _DEVICE_QUEUE_REASONS = {"stream": "all streams of the device together"}
 _DELAY_COLUMNS = [
@@ -70,11 +86,16 @@ class LaunchesSection(Section[Launches, "LaunchesValue"]):
         "totals": ListSchema(
             TOTALS,
             "launches of each device",
-            {name: _NO_LAUNCH_REASON for name in TOTALS if name.endswith(("median_ns", "p95_ns", "max_ns"))},
+            {
+                name: _NO_LAUNCH_REASON
+                for name in TOTALS
+                if name.endswith(("median_ns", "p95_ns", "max_ns"))
+            },
             ("device",),
         ),
         "names": ListSchema(
-            NAMES, "by name of GPU work, the largest total delay first; the first hundred of each rank"
+            NAMES,
+            "by name of GPU work, the largest total delay first; the first hundred of each rank",
         ),
         "operators": ListSchema(
             NAMES,
@@ -87,7 +108,9 @@ class LaunchesSection(Section[Launches, "LaunchesValue"]):
             "late work, long calls, calls held up by a full queue; the hundred longest of each rank",
             nullable=("device", "stream", "step"),
         ),
-        "queues": ListSchema(QUEUES, "the queue of each stream", nullable=("device", "stream", "capacity")),
+        "queues": ListSchema(
+            QUEUES, "the queue of each stream", nullable=("device", "stream", "capacity")
+        ),
         "curve": ListSchema(
             _CURVE,
             "depth of each queue over time: the largest in each of at most 300 parts of the window",
@@ -100,11 +123,15 @@ class LaunchesSection(Section[Launches, "LaunchesValue"]):
             ("device", "capacity"),
         ),
         "device_curve": ListSchema(
-            _CURVE, "depth of each device's queues together over time", _DEVICE_QUEUE_REASONS, ("device",)
+            _CURVE,
+            "depth of each device's queues together over time",
+            _DEVICE_QUEUE_REASONS,
+            ("device",),
         ),
         "bins": ListSchema(BINS, "kernels by duration", nullable=("high_ns",)),
         "short": ListSchema(
-            SHORT_KERNELS, "kernels shorter than their launch call, by name; the first hundred of each rank"
+            SHORT_KERNELS,
+            "kernels shorter than their launch call, by name; the first hundred of each rank",
         ),
         "steps": ListSchema(STEPS, "what a whole step launches, per device", nullable=("device",)),
     }
@@ -121,19 +148,25 @@ class LaunchesSection(Section[Launches, "LaunchesValue"]):
             device_curve=reduce_curve(launches.device_curve, _MAX_CURVE_POINTS),
         )
 
-    def build(self, measurements: Measurements[Launches], unknowns: UnknownValues) -> LaunchesValue | None:
+    def build(
+        self, measurements: Measurements[Launches], unknowns: UnknownValues
+    ) -> LaunchesValue | None:
         if not any(launches.totals.height for launches in measurements.results):
             unknowns.say("launches")
             return None
         frames = measurements.frames(self.parts)
         for name, sort_columns in _LARGEST_FIRST.items():
-            frames[name] = frames[name].sort(sort_columns, descending=True, nulls_last=True, maintain_order=True)
+            frames[name] = frames[name].sort(
+                sort_columns, descending=True, nulls_last=True, maintain_order=True
+            )
         return self.lists(frames, unknowns)
 
     def tables(self, value: LaunchesValue) -> Iterator[Table]:
         # the queues of devices as a whole, where they have several streams
         streams = Counter((row["rank"], row["device"]) for row in value["queues"])
-        shared_queues = [row for row in value["device_queues"] if streams[row["rank"], row["device"]] > 1]
+        shared_queues = [
+            row for row in value["device_queues"] if streams[row["rank"], row["device"]] > 1
+        ]
         queues: list[Cells] = [*value["queues"], *shared_queues]
         bins: dict[int, list[LaunchesBinsRow]] = {}  # by lower bound
         for row in value["bins"]:
@@ -150,22 +183,100 @@ class LaunchesSection(Section[Launches, "LaunchesValue"]):
             if any(row["kernel_count"] for row in rows)
         ]
         listed: list[TableSpec] = [
-            ("totals", "Launches", value["totals"], ["?rank", "+device", "launch_count", "work_count",
-                "+unknown_count", *_DELAY_COLUMNS, "late_count"]),
-            ("queues", "Queues", queues, ["?rank", "+device", "stream", "launch_count", "max_launches",
-                "mean_launches", "empty_ns", "held_count", "held_ns", "+capacity"]),
-            ("calls", "Launch calls", value["calls"], ["?rank", "call_count", "total_ns", "median_ns", "+p95_ns",
-                "max_ns", "long_count", "name"]),
-            ("names", "Delays by name", value["names"], ["?rank", "launch_count", *_DELAY_COLUMNS, "name"]),
-            ("operators", "Delays by operator", value["operators"], ["?rank", "launch_count", *_DELAY_COLUMNS, "name"]),
-            ("outliers", "Late work and long calls", value["outliers"], ["?rank", "kind", "duration_ns", "+start_ns",
-                "+step", "+launch_name", "work_name"]),
-            ("short", "Kernels shorter than their launch", value["short"], ["?rank", "short_count", "kernel_count",
-                "short_ns", "call_ns", "name"]),
-            ("bins", "Kernels by duration", filled, ["low_ns", "high_ns", "kernel_count", "total_ns", "short_count"]),
-            ("steps", "Per step", value["steps"], ["?rank", "+device", "mean_launch_count", "+min_launch_count",
-                "+max_launch_count", "mean_call_ns", "max_call_ns", "mean_short_count", "mean_held_ns", "step_count"]),
-        ]  # fmt: skip
+            (
+                "totals",
+                "Launches",
+                value["totals"],
+                [
+                    "?rank",
+                    "+device",
+                    "launch_count",
+                    "work_count",
+                    "+unknown_count",
+                    *_DELAY_COLUMNS,
+                    "late_count",
+                ],
+            ),
+            (
+                "queues",
+                "Queues",
+                queues,
+                [
+                    "?rank",
+                    "+device",
+                    "stream",
+                    "launch_count",
+                    "max_launches",
+                    "mean_launches",
+                    "empty_ns",
+                    "held_count",
+                    "held_ns",
+                    "+capacity",
+                ],
+            ),
+            (
+                "calls",
+                "Launch calls",
+                value["calls"],
+                [
+                    "?rank",
+                    "call_count",
+                    "total_ns",
+                    "median_ns",
+                    "+p95_ns",
+                    "max_ns",
+                    "long_count",
+                    "name",
+                ],
+            ),
+            (
+                "names",
+                "Delays by name",
+                value["names"],
+                ["?rank", "launch_count", *_DELAY_COLUMNS, "name"],
+            ),
+            (
+                "operators",
+                "Delays by operator",
+                value["operators"],
+                ["?rank", "launch_count", *_DELAY_COLUMNS, "name"],
+            ),
+            (
+                "outliers",
+                "Late work and long calls",
+                value["outliers"],
+                ["?rank", "kind", "duration_ns", "+start_ns", "+step", "+launch_name", "work_name"],
+            ),
+            (
+                "short",
+                "Kernels shorter than their launch",
+                value["short"],
+                ["?rank", "short_count", "kernel_count", "short_ns", "call_ns", "name"],
+            ),
+            (
+                "bins",
+                "Kernels by duration",
+                filled,
+                ["low_ns", "high_ns", "kernel_count", "total_ns", "short_count"],
+            ),
+            (
+                "steps",
+                "Per step",
+                value["steps"],
+                [
+                    "?rank",
+                    "+device",
+                    "mean_launch_count",
+                    "+min_launch_count",
+                    "+max_launch_count",
+                    "mean_call_ns",
+                    "max_call_ns",
+                    "mean_short_count",
+                    "mean_held_ns",
+                    "step_count",
+                ],
+            ),
+        ]
         yield from self.filled(listed, value["totals"])
 
     def summary(self, value: LaunchesValue) -> str | None:
@@ -191,13 +302,24 @@ class LaunchesSection(Section[Launches, "LaunchesValue"]):
         lines: dict[str, list[tuple[int, int]]] = {}
         for row in value["curve"]:
             rank = "" if row["rank"] is None else f"rank {row['rank']}, "
-            lines.setdefault(f"{rank}stream {row['stream']}", []).append((row["time_ns"], row["launches"]))
+            lines.setdefault(f"{rank}stream {row['stream']}", []).append(
+                (row["time_ns"], row["launches"])
+            )
         return draw_step_curves(lines, "launches pending")
 
 
 _WIDTH, _HEIGHT, _TOP, _LEFT, _BOTTOM = 1256, 200, 14, 46, 20
 _MAX_LINES = 8  # lines in one picture
-_COLOURS = ("compute", "communication", "memory", "annotation", "blocking", "forward", "launch", "other")  # of the page
+_COLOURS = (
+    "compute",
+    "communication",
+    "memory",
+    "annotation",
+    "blocking",
+    "forward",
+    "launch",
+    "other",
+)  # of the page
 
 
 def draw_step_curves(lines: Mapping[str, Sequence[tuple[int, int]]], value_label: str) -> str:
@@ -208,7 +330,8 @@ def draw_step_curves(lines: Mapping[str, Sequence[tuple[int, int]]], value_label
         value_label: What the values are, for the title.
     """
     visible_names = sorted(
-        (name for name, line in lines.items() if line), key=lambda name: -max(v for _, v in lines[name])
+        (name for name, line in lines.items() if line),
+        key=lambda name: -max(v for _, v in lines[name]),
     )
     visible_names = visible_names[:_MAX_LINES]
     if not visible_names:
@@ -224,7 +347,9 @@ def draw_step_curves(lines: Mapping[str, Sequence[tuple[int, int]]], value_label
         for number, (time, value) in enumerate(lines[name]):
             x, y = _LEFT + (time - first) * across, _HEIGHT - _BOTTOM - value * up
             path += f"M{x:.1f} {y:.1f}" if number == 0 else f"H{x:.1f}V{y:.1f}"
-        parts.append(f'<path class="l-{colour}" d="{path}"><title>{escape(sanitize(name))}</title></path>')
+        parts.append(
+            f'<path class="l-{colour}" d="{path}"><title>{escape(sanitize(name))}</title></path>'
+        )
     legend = "".join(
         f'<li><i class="swatch b-{colour}"></i>{escape(sanitize(name))}</li>'
         for colour, name in zip(_COLOURS, visible_names, strict=False)
@@ -263,7 +388,9 @@ class GraphLaunchesSection(Section[Frames, "GraphLaunchesValue"]):
             ("step", "deviation"),
         ),
         "nodes": ListSchema(
-            NODES, "one row per graph and node, longest first, at most a thousand of each rank", nullable=("node_id",)
+            NODES,
+            "one row per graph and node, longest first, at most a thousand of each rank",
+            nullable=("node_id",),
         ),
     }
 
@@ -272,7 +399,9 @@ class GraphLaunchesSection(Section[Frames, "GraphLaunchesValue"]):
         if not launches.graphs.height:
             return {name: pl.DataFrame(schema=part.columns) for name, part in self.parts.items()}
         order = launches.replays["deviation"].is_null()
-        replays = launches.replays.with_columns(order.alias("usual")).sort("usual", "span_ns", descending=[False, True])
+        replays = launches.replays.with_columns(order.alias("usual")).sort(
+            "usual", "span_ns", descending=[False, True]
+        )
         nodes = launches.nodes.sort("total_ns", descending=True, maintain_order=True)
         return {
             "graphs": launches.graphs,
@@ -280,7 +409,9 @@ class GraphLaunchesSection(Section[Frames, "GraphLaunchesValue"]):
             "nodes": nodes.head(_MAX_GRAPH_LAUNCHES),
         }
 
-    def build(self, measurements: Measurements[Frames], unknowns: UnknownValues) -> GraphLaunchesValue | None:
+    def build(
+        self, measurements: Measurements[Frames], unknowns: UnknownValues
+    ) -> GraphLaunchesValue | None:
         if not any(frames["graphs"].height for frames in measurements.results):
             unknowns.say("graph_launches")
             return None
@@ -289,14 +420,61 @@ class GraphLaunchesSection(Section[Frames, "GraphLaunchesValue"]):
     def tables(self, value: GraphLaunchesValue) -> Iterator[Table]:
         deviating = [row for row in value["replays"] if row["deviation"]]
         listed: list[TableSpec] = [
-            ("graphs", "Graphs", value["graphs"], ["?rank", "graph", "replay_count", "node_count", "span_median_ns",
-                "+span_min_ns", "span_max_ns", "idle_median_ns", "+call_median_ns", "total_ns", "deviating_count",
-                "+like", "+evidence", "+launch_name"]),
-            ("nodes", "Nodes", value["nodes"], ["?rank", "graph", "node", "+replay_count", "mean_ns", "min_ns",
-                "max_ns", "+gap_mean_ns", "total_ns", "name"]),
-            ("replays", "Replays that deviate", deviating, ["?rank", "graph", "replay", "span_ns", "start_ns", "+step",
-                "worst_node", "worst_excess_ns", "deviation"]),
-        ]  # fmt: skip
+            (
+                "graphs",
+                "Graphs",
+                value["graphs"],
+                [
+                    "?rank",
+                    "graph",
+                    "replay_count",
+                    "node_count",
+                    "span_median_ns",
+                    "+span_min_ns",
+                    "span_max_ns",
+                    "idle_median_ns",
+                    "+call_median_ns",
+                    "total_ns",
+                    "deviating_count",
+                    "+like",
+                    "+evidence",
+                    "+launch_name",
+                ],
+            ),
+            (
+                "nodes",
+                "Nodes",
+                value["nodes"],
+                [
+                    "?rank",
+                    "graph",
+                    "node",
+                    "+replay_count",
+                    "mean_ns",
+                    "min_ns",
+                    "max_ns",
+                    "+gap_mean_ns",
+                    "total_ns",
+                    "name",
+                ],
+            ),
+            (
+                "replays",
+                "Replays that deviate",
+                deviating,
+                [
+                    "?rank",
+                    "graph",
+                    "replay",
+                    "span_ns",
+                    "start_ns",
+                    "+step",
+                    "worst_node",
+                    "worst_excess_ns",
+                    "deviation",
+                ],
+            ),
+        ]
         yield from self.filled(listed, value["graphs"])
 
     def summary(self, value: GraphLaunchesValue) -> str | None:

@@ -25,8 +25,21 @@ from traceloom.report.document import (
 )
 from traceloom.report.figure import render_memory_figure as figure_figure
 from traceloom.report.labels import fit_name, format_memory_name, format_rank_name
-from traceloom.report.memory import UNKNOWN_REASONS, MemoryState, build_peak_memories, build_step_rows, collapse_chains
-from traceloom.report.sections.section import Columns, CoreSection, Measurements, RankMeasurements, Section, build_table
+from traceloom.report.memory import (
+    UNKNOWN_REASONS,
+    MemoryState,
+    build_peak_memories,
+    build_step_rows,
+    collapse_chains,
+)
+from traceloom.report.sections.section import (
+    Columns,
+    CoreSection,
+    Measurements,
+    RankMeasurements,
+    Section,
+    build_table,
+)
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 from traceloom.trace.frames import build_schema
@@ -50,7 +63,9 @@ class MemorySection(CoreSection):
     note = "What the allocator had given out."
     path = "memory.devices"
 
-    def build(self, measurements: Measurements[RankMeasurements], unknowns: UnknownValues) -> MemoryValue:
+    def build(
+        self, measurements: Measurements[RankMeasurements], unknowns: UnknownValues
+    ) -> MemoryValue:
         """Peaks by device, and the curve of each as columns."""
         curves: list[CurveRow] = []
         for rank in measurements.results:
@@ -68,7 +83,9 @@ class MemorySection(CoreSection):
                     }
                 )
         return {
-            "devices": unknowns.convert_list(measurements.concat(lambda rank: rank.memory.devices), "memory.devices"),
+            "devices": unknowns.convert_list(
+                measurements.concat(lambda rank: rank.memory.devices), "memory.devices"
+            ),
             "curve": curves,
         }
 
@@ -79,13 +96,19 @@ class MemorySection(CoreSection):
         if not devices:
             return
         names = {rank["rank"]: format_rank_name(rank, k) for k, rank in enumerate(ranks)}
-        curves = {(c["rank"], c["device_type"], c["device"]): c["allocated_bytes"] for c in memory["curve"]}
+        curves = {
+            (c["rank"], c["device_type"], c["device"]): c["allocated_bytes"]
+            for c in memory["curve"]
+        }
         rows = [
             {
                 **row,
                 "rank": names.get(row["rank"], "–"),
                 "where": format_memory_name(row),
-                "over_time": [value or 0 for value in curves.get((row["rank"], row["device_type"], row["device"]), [])],
+                "over_time": [
+                    value or 0
+                    for value in curves.get((row["rank"], row["device_type"], row["device"]), [])
+                ],
             }
             for row in devices
         ]
@@ -122,10 +145,14 @@ MAX_CURVES = 4  # memories with a curve in the document: those with the highest 
 _MAX_NAME_WIDTH = 60
 _MAIN_OWNER_SHARE = 0.9
 _MIN_SCOPE_SHARE = 0.001  # of the peak; smaller scopes count to the one around them
-_MEMORY_COLUMNS = build_schema("device_type device peak_bytes peak_time_ns peak_step end_bytes unseen_bytes")
+_MEMORY_COLUMNS = build_schema(
+    "device_type device peak_bytes peak_time_ns peak_step end_bytes unseen_bytes"
+)
 _MODULE_COLUMNS = build_schema("name bytes block_count fraction")
 _CATEGORY_COLUMNS = build_schema("category evidence bytes block_count fraction")
-_GROWTH_COLUMNS = pl.Schema({name: kind for name, kind in GROWTH.items() if name not in ("pool", "example")})
+_GROWTH_COLUMNS = pl.Schema(
+    {name: kind for name, kind in GROWTH.items() if name not in ("pool", "example")}
+)
 _STEP_COLUMNS = build_schema("step start_ns end_ns")
 _MEMORY_PATH = "memory_owners.memories[*]"
 _INTEGER_ARRAY_SCHEMA = {"type": "array", "items": {"type": "integer"}}
@@ -137,10 +164,14 @@ def _build_curve_lines_schema(description: str) -> JsonSchema:
 
 
 _LIST_SCHEMAS = {
-    "tree": ListSchema(TREE, "who holds what at the peak; adds up to it", nullable=("parent",), ranked=False),
+    "tree": ListSchema(
+        TREE, "who holds what at the peak; adds up to it", nullable=("parent",), ranked=False
+    ),
     "modules": ListSchema(_MODULE_COLUMNS, "the same by module", ranked=False),
     "categories": ListSchema(_CATEGORY_COLUMNS, "the same by what it is for", ranked=False),
-    "growth": ListSchema(_GROWTH_COLUMNS, "places that leave memory alive step after step", ranked=False),
+    "growth": ListSchema(
+        _GROWTH_COLUMNS, "places that leave memory alive step after step", ranked=False
+    ),
     "steps": ListSchema(_STEP_COLUMNS, "where steps begin and end", ranked=False),
 }
 _CURVE_SCHEMA = build_object_schema(
@@ -157,7 +188,10 @@ _CURVE_SCHEMA = build_object_schema(
 _MEMORY_SCHEMA = build_object_schema(
     {
         "rank": {"type": ["integer", "null"]},
-        **{name: build_type_schema(kind, nullable=name == "peak_step") for name, kind in _MEMORY_COLUMNS.items()},
+        **{
+            name: build_type_schema(kind, nullable=name == "peak_step")
+            for name, kind in _MEMORY_COLUMNS.items()
+        },
         **{name: part.schema() for name, part in _LIST_SCHEMAS.items()},
         "curve": allow_null(_CURVE_SCHEMA, description="the memory over time"),
     }
@@ -179,7 +213,11 @@ class MemoryOwnersSection(Section[RankMemories | None, "MemoryOwnersValue"]):
     what = "who holds the memory"
     missing = "allocations were not recorded (record with --memory, or profile_memory=True)"
     others = {
-        "memories": {"description": "one entry for each device of each rank", "type": "array", "items": _MEMORY_SCHEMA}
+        "memories": {
+            "description": "one entry for each device of each rank",
+            "type": "array",
+            "items": _MEMORY_SCHEMA,
+        }
     }
     unknown = {
         "memories[*].rank": "the file does not say its rank",
@@ -194,21 +232,27 @@ class MemoryOwnersSection(Section[RankMemories | None, "MemoryOwnersValue"]):
         if not trace.allocations.height:
             return None
         explanation, unknowns = explain(trace), UnknownValues(0, UNKNOWN_REASONS)
-        return RankMemories(build_peak_memories(explanation, unknowns), build_step_rows(explanation, unknowns))
+        return RankMemories(
+            build_peak_memories(explanation, unknowns), build_step_rows(explanation, unknowns)
+        )
 
     def build(
         self, measurements: Measurements[RankMemories | None], unknowns: UnknownValues
     ) -> MemoryOwnersValue | None:
         rank_memories = [
             (trace.rank, rank_result.steps, memory)
-            for trace, rank_result in zip(measurements.part.traces, measurements.results, strict=True)
+            for trace, rank_result in zip(
+                measurements.part.traces, measurements.results, strict=True
+            )
             if rank_result is not None
             for memory in rank_result.memories
         ]
         if not rank_memories:
             unknowns.say("memory_owners")
             return None
-        by_peak = sorted(range(len(rank_memories)), key=lambda k: -rank_memories[k][2].totals["peak_bytes"])
+        by_peak = sorted(
+            range(len(rank_memories)), key=lambda k: -rank_memories[k][2].totals["peak_bytes"]
+        )
         with_curve = set(by_peak[:MAX_CURVES])
         origin_ns = unknowns.epoch_ns
         memories: list[MemoryOwnersMemoriesRow] = []
@@ -216,7 +260,10 @@ class MemoryOwnersSection(Section[RankMemories | None, "MemoryOwnersValue"]):
             curve: MemoryCurveRow | None = None
             if index in with_curve:
                 unknowns.value(memory.curve["stacks"], f"{_MEMORY_PATH}.curve.stacks")
-                curve = {**memory.curve, "time_ns": [time - origin_ns for time in memory.curve["time_ns"]]}
+                curve = {
+                    **memory.curve,
+                    "time_ns": [time - origin_ns for time in memory.curve["time_ns"]],
+                }
             totals = memory.totals
             memories.append(
                 {
@@ -231,7 +278,9 @@ class MemoryOwnersSection(Section[RankMemories | None, "MemoryOwnersValue"]):
                     "tree": _prune_tree(unknowns.rows(memory.tree, f"{_MEMORY_PATH}.tree")),
                     "modules": unknowns.rows(memory.modules, f"{_MEMORY_PATH}.modules"),
                     "categories": unknowns.rows(memory.categories, f"{_MEMORY_PATH}.categories"),
-                    "growth": unknowns.rows(memory.growth.select(*_GROWTH_COLUMNS), f"{_MEMORY_PATH}.growth"),
+                    "growth": unknowns.rows(
+                        memory.growth.select(*_GROWTH_COLUMNS), f"{_MEMORY_PATH}.growth"
+                    ),
                     "steps": [
                         {
                             "start_ns": row["start_ns"] - origin_ns,
@@ -248,13 +297,19 @@ class MemoryOwnersSection(Section[RankMemories | None, "MemoryOwnersValue"]):
     def tables(self, value: MemoryOwnersValue) -> Iterator[Table]:
         memories = _drop_small_memories(value["memories"])
         has_several = len(memories) > 1
-        label_columns = [Col("rank", "Rank", "count"), Col("where", "Memory")] if has_several else []
+        label_columns = (
+            [Col("rank", "Rank", "count"), Col("where", "Memory")] if has_several else []
+        )
         value_columns = ["bytes", "fraction", "block_count"]
         path = "memory_owners.memories"
 
-        def rows(part: Callable[[MemoryOwnersMemoriesRow], Sequence[Cells]]) -> list[dict[str, object]]:
+        def rows(
+            part: Callable[[MemoryOwnersMemoriesRow], Sequence[Cells]],
+        ) -> list[dict[str, object]]:
             return [
-                {"rank": memory["rank"], "where": _format_device(memory), **row} if has_several else {**row}
+                {"rank": memory["rank"], "where": _format_device(memory), **row}
+                if has_several
+                else {**row}
                 for memory in memories
                 for row in part(memory)
             ]
@@ -274,10 +329,14 @@ class MemoryOwnersSection(Section[RankMemories | None, "MemoryOwnersValue"]):
         scopes = rows(lambda memory: collapse_chains(memory["tree"]))
         yield build_table(f"{path}.tree", "By scope", columns, scopes, note, key="memory-scopes")
         kinds = rows(
-            lambda memory: [{**row, "kind": row["category"].replace("_", " ")} for row in memory["categories"]]
+            lambda memory: [
+                {**row, "kind": row["category"].replace("_", " ")} for row in memory["categories"]
+            ]
         )
         columns = [*label_columns, Col("kind", "Category"), *value_columns, "evidence"]
-        yield build_table(f"{path}.categories", "By category", columns, kinds, key="memory-categories")
+        yield build_table(
+            f"{path}.categories", "By category", columns, kinds, key="memory-categories"
+        )
         if growth := rows(lambda memory: memory["growth"]):
             note = "Made in a step and never freed, step after step."
             columns = [*label_columns, "bytes_per_step", "step_count", "bytes", "site"]
@@ -288,19 +347,30 @@ class MemoryOwnersSection(Section[RankMemories | None, "MemoryOwnersValue"]):
         # the innermost scope that holds nearly all of what the largest branch holds
         owner: MemoryOwnersMemoriesTreeRow | None = None
         for row in largest["tree"][1:]:  # parents stand before children, the largest child first
-            if owner is None or (row["parent"] == owner["node"] and row["bytes"] >= _MAIN_OWNER_SHARE * owner["bytes"]):
+            if owner is None or (
+                row["parent"] == owner["node"]
+                and row["bytes"] >= _MAIN_OWNER_SHARE * owner["bytes"]
+            ):
                 owner = row
         if owner is None:
             return None
         peak_size = units.format_size(largest["peak_bytes"])
-        rank_suffix = "" if largest["rank"] is None or len(value["memories"]) == 1 else f" of rank {largest['rank']}"
+        rank_suffix = (
+            ""
+            if largest["rank"] is None or len(value["memories"]) == 1
+            else f" of rank {largest['rank']}"
+        )
         return (
             f"of the {peak_size} that {_format_device(largest)}{rank_suffix} holds at its peak, {units.format_size(owner['bytes'])} "
             f"({units.format_share(owner['bytes'], largest['peak_bytes'])}) belong to {fit_name(owner['path'], _MAX_NAME_WIDTH)}"
         )
 
     def picture(self, value: MemoryOwnersValue) -> str:
-        curves = [(memory, curve) for memory in _drop_small_memories(value["memories"]) if (curve := memory["curve"])]
+        curves = [
+            (memory, curve)
+            for memory in _drop_small_memories(value["memories"])
+            if (curve := memory["curve"])
+        ]
         curves.sort(key=lambda pair: -pair[0]["peak_bytes"])
         out = []
         for k, (memory, curve) in enumerate(curves):
@@ -316,7 +386,9 @@ class MemoryOwnersSection(Section[RankMemories | None, "MemoryOwnersValue"]):
 
 
 def _prune_tree(tree: list[MemoryOwnersMemoriesTreeRow]) -> list[MemoryOwnersMemoriesTreeRow]:
-    """The tree without its smallest branches, whose bytes then belong to the scope around them: it still adds up."""
+    """The tree without its smallest branches, whose bytes then belong to the scope around them: it
+    still adds up.
+    """
     min_bytes = _MIN_SCOPE_SHARE * tree[0]["bytes"]
     new_nodes: dict[int | None, int | None] = {None: None}
     retained: list[MemoryOwnersMemoriesTreeRow] = []
@@ -324,7 +396,12 @@ def _prune_tree(tree: list[MemoryOwnersMemoriesTreeRow]) -> list[MemoryOwnersMem
         if row["parent"] in new_nodes and (row["parent"] is None or row["bytes"] >= min_bytes):
             new_nodes[row["node"]] = len(retained)
             retained.append(
-                {**row, "node": len(retained), "parent": new_nodes[row["parent"]], "self_bytes": row["bytes"]}
+                {
+                    **row,
+                    "node": len(retained),
+                    "parent": new_nodes[row["parent"]],
+                    "self_bytes": row["bytes"],
+                }
             )
     for row in retained:
         if row["parent"] is not None:

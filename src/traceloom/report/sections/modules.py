@@ -43,12 +43,16 @@ class ModulesSection(CoreSection):
     key, title = "modules", "Modules"
     note = "Which part of the model the time belongs to."
 
-    def build(self, measurements: Measurements[RankMeasurements], unknowns: UnknownValues) -> list[ModuleRow]:
+    def build(
+        self, measurements: Measurements[RankMeasurements], unknowns: UnknownValues
+    ) -> list[ModuleRow]:
         """The module trees, one after the other; `rank` says whose it is."""
         return unknowns.convert_list(measurements.concat(lambda rank: rank.modules.tree), "modules")
 
     def tables(self, document: ReportDocument) -> Iterator[Table]:
-        """The tree of every rank as an icicle and a table, forward, backward and repeated time apart."""
+        """The tree of every rank as an icicle and a table, forward, backward and repeated time
+        apart.
+        """
         several = len(document["ranks"]) > 1
         trees: dict[int | None, list[ModuleRow]] = {}
         for row in document.get("modules") or []:
@@ -104,29 +108,82 @@ def _build_columns(tree: list[ModuleRow], *, gpu: bool) -> list[Col]:
         Col("host_ns", "Host", "time", "time in it outside the backward pass", scale="host"),
         Col("self_host_ns", "self", "time", "outside child rows", narrow=False, scale="host"),
         *(
-            [Col("backward_host_ns", "backward", "time", "of the nodes its operators made", not gpu, scale="host")]
+            [
+                Col(
+                    "backward_host_ns",
+                    "backward",
+                    "time",
+                    "of the nodes its operators made",
+                    not gpu,
+                    scale="host",
+                )
+            ]
             * backward
         ),
         *(
-            [Col("recompute_host_ns", "repeated", "time", "forward run again by checkpoints", not gpu, scale="host")]
+            [
+                Col(
+                    "recompute_host_ns",
+                    "repeated",
+                    "time",
+                    "forward run again by checkpoints",
+                    not gpu,
+                    scale="host",
+                )
+            ]
             * has_recompute
         ),
     ]
     if gpu:
         columns += [
             Col("device_ns", "GPU", "time", "GPU work launched in it", scale="gpu"),
-            Col("self_device_ns", "self", "time", "launched outside child rows", narrow=False, scale="gpu"),
-            *([Col("backward_device_ns", "backward", "time", "of its backward", scale="gpu")] * backward),
-            *([Col("recompute_device_ns", "repeated", "time", "GPU work run again", scale="gpu")] * has_recompute),
-            Col("kernel_count", "Kernels", "count", "launched in it outside the backward pass", narrow=False),
+            Col(
+                "self_device_ns",
+                "self",
+                "time",
+                "launched outside child rows",
+                narrow=False,
+                scale="gpu",
+            ),
+            *(
+                [Col("backward_device_ns", "backward", "time", "of its backward", scale="gpu")]
+                * backward
+            ),
+            *(
+                [Col("recompute_device_ns", "repeated", "time", "GPU work run again", scale="gpu")]
+                * has_recompute
+            ),
+            Col(
+                "kernel_count",
+                "Kernels",
+                "count",
+                "launched in it outside the backward pass",
+                narrow=False,
+            ),
         ]
     if any(row.get("mean_all_host_ns") is not None for row in tree):
         side, title = ("device", "GPU") if gpu else ("host", "Host")
         hint = "forward, backward and repeated together, mean over the whole steps"
         columns += [
-            Col(f"mean_all_{side}_ns", f"{title} per step", "time", hint, narrow=False, scale="step"),
-            Col(f"min_all_{side}_ns", "min", "time", "min over the whole steps", narrow=False, scale="step"),
-            Col(f"max_all_{side}_ns", "max", "time", "max over the whole steps", narrow=False, scale="step"),
+            Col(
+                f"mean_all_{side}_ns", f"{title} per step", "time", hint, narrow=False, scale="step"
+            ),
+            Col(
+                f"min_all_{side}_ns",
+                "min",
+                "time",
+                "min over the whole steps",
+                narrow=False,
+                scale="step",
+            ),
+            Col(
+                f"max_all_{side}_ns",
+                "max",
+                "time",
+                "max over the whole steps",
+                narrow=False,
+                scale="step",
+            ),
         ]
     return columns
 
@@ -137,17 +194,24 @@ MAX_FRAMES = 1000  # of the tree in the document; exports hold all
 MAX_RANK_FUNCTIONS = 75  # of one rank
 MAX_ROWS = 600  # of all ranks together, but
 MIN_RANK_FUNCTIONS = 10  # of each
-_MIN_FRAME_SHARE = 0.001  # share of the whole that a frame of the tree must have, in host time or in GPU time
+_MIN_FRAME_SHARE = (
+    0.001  # share of the whole that a frame of the tree must have, in host time or in GPU time
+)
 _MAX_NAME_WIDTH = 60
 _WORK_KINDS = ("op", "launch", "module")  # what threads that take part in the program's work record
 _SAME_TIME_SHARE = 0.98  # of a frame's time (host and GPU) that its only child of note has
 _TREE = pl.Schema({name: kind for name, kind in FRAMES.items() if name != "rank"})
-_LIST = build_schema(pl.Schema({name: kind for name, kind in FUNCTIONS.items() if name != "rank"}), "main_self_ns")
+_LIST = build_schema(
+    pl.Schema({name: kind for name, kind in FUNCTIONS.items() if name != "rank"}), "main_self_ns"
+)
 _NO_STEP_REASON = "the trace holds no whole step, or it does not occur in one"
 
 
 class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
-    """The host's time by call stack. Measured is the analysis with the frames kept, and how many there were."""
+    """The host's time by call stack.
+
+    Measured is the analysis with the frames kept, and how many there were.
+    """
 
     key, title = "flame", "Flame graph"
     note = "Python frames, modules, operators and runtime calls by the time spent in them."
@@ -157,7 +221,9 @@ class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
         "functions": ListSchema(
             _LIST,
             "the largest frames by name, wherever they are called from",
-            dict.fromkeys(("mean_self_ns", "min_self_ns", "max_self_ns", "step_count"), _NO_STEP_REASON),
+            dict.fromkeys(
+                ("mean_self_ns", "min_self_ns", "max_self_ns", "step_count"), _NO_STEP_REASON
+            ),
             ("file", "line"),
         ),
         "tree": ListSchema(
@@ -178,32 +244,50 @@ class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
 
     def measure(self, trace: Trace, options: ReportOptions) -> tuple[Flame, int]:
         profile = analyze.flame(trace)
-        gpu_functions = profile.functions.sort("self_device_ns", descending=True).head(MAX_RANK_FUNCTIONS // 4)
+        gpu_functions = profile.functions.sort("self_device_ns", descending=True).head(
+            MAX_RANK_FUNCTIONS // 4
+        )
         gpu_functions = gpu_functions.filter(pl.col("self_device_ns") > 0)
-        functions = pl.concat([profile.functions.head(MAX_RANK_FUNCTIONS), gpu_functions]).unique(maintain_order=True)
+        functions = pl.concat([profile.functions.head(MAX_RANK_FUNCTIONS), gpu_functions]).unique(
+            maintain_order=True
+        )
         key = ["name", "file", "line"]
         on_main = (
             profile.frames.filter(pl.col("lane").eq_missing(find_main_lane(trace)))
             .group_by(key)
             .agg(main_self_ns=pl.col("self_ns").sum())
         )
-        functions = functions.join(on_main, on=key, how="left", nulls_equal=True, maintain_order="left")
+        functions = functions.join(
+            on_main, on=key, how="left", nulls_equal=True, maintain_order="left"
+        )
         functions = functions.with_columns(pl.col("main_self_ns").fill_null(0))[list(_LIST)]
-        # The frames with the most time, each with all above it, numbered anew: what is above a frame has at least its
-        # time, and stands before it, so that the choice is closed upwards.
+        # The frames with the most time, each with all above it, numbered anew: what is above a
+        # frame has at least its time, and stands before it, so that the choice is closed upwards.
         busy, gpu = profile.frames["self_ns"].sum(), profile.frames["self_device_ns"].sum()
-        weight = pl.max_horizontal(pl.col("total_ns") / max(busy, 1), pl.col("device_ns") / max(gpu, 1))
+        weight = pl.max_horizontal(
+            pl.col("total_ns") / max(busy, 1), pl.col("device_ns") / max(gpu, 1)
+        )
         retained = profile.frames.filter(weight >= _MIN_FRAME_SHARE)
         if retained.height > MAX_FRAMES:
-            retained = retained.sort(weight, descending=True, maintain_order=True).head(MAX_FRAMES).sort("node")
+            retained = (
+                retained.sort(weight, descending=True, maintain_order=True)
+                .head(MAX_FRAMES)
+                .sort("node")
+            )
         number = pl.Series("node", range(retained.height), dtype=pl.UInt32)
         numbered = retained.select(parent="node", above=number)
-        parents = retained[["parent"]].join(numbered, on="parent", how="left", maintain_order="left")["above"]
+        parents = retained[["parent"]].join(
+            numbered, on="parent", how="left", maintain_order="left"
+        )["above"]
         tree = retained.with_columns(number, parents.alias("parent")).drop("rank")
         return replace(profile, frames=tree, functions=functions), profile.frames.height
 
-    def build(self, measurements: Measurements[tuple[Flame, int]], unknowns: UnknownValues) -> FlameValue | None:
-        index = next((k for k, (flame, _) in enumerate(measurements.results) if flame.frames.height), None)
+    def build(
+        self, measurements: Measurements[tuple[Flame, int]], unknowns: UnknownValues
+    ) -> FlameValue | None:
+        index = next(
+            (k for k, (flame, _) in enumerate(measurements.results) if flame.frames.height), None
+        )
         if index is None:
             unknowns.say("flame")
             return None
@@ -233,7 +317,10 @@ class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
         ]
         total_ns = max(value["busy_ns"], 1)
         functions = sorted(value["functions"], key=lambda row: -row["self_ns"])
-        rows = [{**row, "share": row["self_ns"] / total_ns, "where": format_frame(row)} for row in functions]
+        rows = [
+            {**row, "share": row["self_ns"] / total_ns, "where": format_frame(row)}
+            for row in functions
+        ]
         note = "Frames, operators and calls by the time spent in themselves."
         yield build_table("flame.functions", "Frames", columns, rows, note)
 
@@ -241,7 +328,10 @@ class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
         top = max(value["functions"], key=lambda row: int(row["main_self_ns"]), default=None)
         if top is None or not top["main_self_ns"]:
             return None
-        name, time = fit_name(format_frame(top), _MAX_NAME_WIDTH), units.format_duration(top["main_self_ns"])
+        name, time = (
+            fit_name(format_frame(top), _MAX_NAME_WIDTH),
+            units.format_duration(top["main_self_ns"]),
+        )
         return f"the main thread{format_rank_suffix(top, value['functions'])} spends the most time of its own, {time}, in {name}"
 
     def picture(self, value: FlameValue) -> str:
@@ -257,13 +347,21 @@ class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
                     tree.append({**row, "parent": number[row["parent"]]})
         gpu = bool(value["gpu_work_ns"])
         nodes = [
-            (row["parent"], row["name"], row["calls"], row["total_ns"], row["device_ns"] if gpu else None)
+            (
+                row["parent"],
+                row["name"],
+                row["calls"],
+                row["total_ns"],
+                row["device_ns"] if gpu else None,
+            )
             for row in collapse_call_chains(tree)
         ]
         left_out = value["tree_frame_count"] - len(value["tree"])
         rank = value["tree_rank"]
         rank_suffix = (
-            "" if rank is None or not any(row["rank"] != rank for row in value["functions"]) else f" of rank {rank}"
+            ""
+            if rank is None or not any(row["rank"] != rank for row in value["functions"])
+            else f" of rank {rank}"
         )
         note = (
             f"The call stacks{rank_suffix}: the thread on top, what it calls below. Frames that do nothing but call the next "
@@ -279,16 +377,20 @@ def format_frame(row: FlameFunctionsRow) -> str:
 
 
 def collapse_call_chains(tree: list[FlameTreeRow]) -> list[FlameTreeRow]:
-    """The rows of a tree (parents before children, `parent` a row number) with chains of single calls made one row.
+    """The rows of a tree (parents before children, `parent` a row number) with chains of single
+    calls made one row.
 
-    The row of a chain carries the name that says most: the last frame of the user's, else the last module, else the
-    last frame; `(+n)` counts the others. Times and calls are those of its outermost frame.
+    The row of a chain carries the name that says most: the last frame of the user's, else the last
+    module, else the last frame; `(+n)` counts the others. Times and calls are those of its
+    outermost frame.
     """
     children: dict[int | None, list[int]] = {}
     for number, row in enumerate(tree):
         children.setdefault(row["parent"], []).append(number)
     out: list[FlameTreeRow] = []
-    stack: list[tuple[int, int | None]] = [(number, None) for number in reversed(children.get(None, []))]
+    stack: list[tuple[int, int | None]] = [
+        (number, None) for number in reversed(children.get(None, []))
+    ]
     while stack:
         first, parent = stack.pop()
         chain = [first]
@@ -297,14 +399,22 @@ def collapse_call_chains(tree: list[FlameTreeRow]) -> list[FlameTreeRow]:
             row = tree[chain[-1]]
             host, device = _SAME_TIME_SHARE * row["total_ns"], _SAME_TIME_SHARE * row["device_ns"]
             following = next(
-                (number for number in children.get(chain[-1], [])
-                 if tree[number]["total_ns"] >= host and tree[number]["device_ns"] >= device), None
-            )  # fmt: skip
+                (
+                    number
+                    for number in children.get(chain[-1], [])
+                    if tree[number]["total_ns"] >= host and tree[number]["device_ns"] >= device
+                ),
+                None,
+            )
             if following is None:
                 break
             chain.append(following)
         rows = [tree[number] for number in chain]
-        users = [row for row in rows if row["file"] and is_user_frame(f"{row['file']}({row['line']}): {row['name']}")]
+        users = [
+            row
+            for row in rows
+            if row["file"] and is_user_frame(f"{row['file']}({row['line']}): {row['name']}")
+        ]
         modules = [row for row in rows if row["kind"] == "module"]
         frame = (modules or users or rows)[-1]
         location = f" {frame['file']}:{frame['line']}" if frame["file"] else ""

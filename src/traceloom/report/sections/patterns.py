@@ -40,24 +40,38 @@ class AntiPatternsSection(Section[Frames, "AntiPatternsValue"]):
     note = "What PyTorch's own profiler warns of, looked for in the recording; and what the recording cannot tell."
     parts = {
         "job": ListSchema(
-            _JOB_SCHEMA, "all known patterns over all ranks", _UNKNOWN_REASONS, ("reason",), ranked=False
+            _JOB_SCHEMA,
+            "all known patterns over all ranks",
+            _UNKNOWN_REASONS,
+            ("reason",),
+            ranked=False,
         ),
         "patterns": ListSchema(
             PATTERNS, "all known patterns of each rank, found or not", _UNKNOWN_REASONS, ("reason",)
         ),
         "matches": ListSchema(
-            MATCHES, "the longest matches, about a hundred of each rank", nullable=("step", "thread")
+            MATCHES,
+            "the longest matches, about a hundred of each rank",
+            nullable=("step", "thread"),
         ),
     }
 
     def measure(self, trace: Trace, options: ReportOptions) -> Frames:
         anti_patterns = analyze.anti_patterns(trace)
-        max_per_pattern = max(_MAX_MATCHES // max(anti_patterns.matches["pattern"].n_unique(), 1), 1)
+        max_per_pattern = max(
+            _MAX_MATCHES // max(anti_patterns.matches["pattern"].n_unique(), 1), 1
+        )
         longest = anti_patterns.matches.sort("duration_ns", "event", descending=[True, False])
-        matches = longest.group_by("pattern", maintain_order=True).head(max_per_pattern).select(list(MATCHES))
+        matches = (
+            longest.group_by("pattern", maintain_order=True)
+            .head(max_per_pattern)
+            .select(list(MATCHES))
+        )
         return {"patterns": anti_patterns.patterns, "matches": matches}
 
-    def build(self, measurements: Measurements[Frames], unknowns: UnknownValues) -> AntiPatternsValue:
+    def build(
+        self, measurements: Measurements[Frames], unknowns: UnknownValues
+    ) -> AntiPatternsValue:
         frames = measurements.frames(("patterns", "matches"))
         # over all ranks; checked where one rank can tell
         checked = pl.col("checked").any()
@@ -85,12 +99,27 @@ class AntiPatternsSection(Section[Frames, "AntiPatternsValue"]):
                 "says": row["reason"] or (row["advice"] if row["match_count"] else "not found"),
             }
             for row in sorted(
-                value["job"], key=lambda row: (not row["match_count"], not row["checked"], -(row["host_ns"] or 0))
+                value["job"],
+                key=lambda row: (
+                    not row["match_count"],
+                    not row["checked"],
+                    -(row["host_ns"] or 0),
+                ),
             )
         ]
         says = Col("says", "What to do, or why it is not known", "name")
-        columns: Columns = [*several, "pattern", "match_count", "host_ns", "gpu_ns", "+evidence", says]
-        yield build_table("anti_patterns.job", "Known patterns", columns, rows, key="anti-patterns-patterns")
+        columns: Columns = [
+            *several,
+            "pattern",
+            "match_count",
+            "host_ns",
+            "gpu_ns",
+            "+evidence",
+            says,
+        ]
+        yield build_table(
+            "anti_patterns.job", "Known patterns", columns, rows, key="anti-patterns-patterns"
+        )
         if value["matches"]:
             longest = sorted(value["matches"], key=lambda row: -row["duration_ns"])
             rows = [{**row, "pattern": row["pattern"].replace("_", " ")} for row in longest]
@@ -105,11 +134,14 @@ class AntiPatternsSection(Section[Frames, "AntiPatternsValue"]):
     def summary(self, value: AntiPatternsValue) -> str | None:
         times = {row["pattern"]: row["match_count"] for row in value["job"] if row["match_count"]}
         unknown = sum(not row["checked"] for row in value["job"])
-        unchecked_note = f"; {unknown} of {len(value['job'])} could not be checked" if unknown else ""
+        unchecked_note = (
+            f"; {unknown} of {len(value['job'])} could not be checked" if unknown else ""
+        )
         if not times:
             return f"none of the known anti-patterns was found{unchecked_note}"
         matches = ", ".join(
-            f"{name.replace('_', ' ')} ({units.format_count(count)} times)" for name, count in times.items()
+            f"{name.replace('_', ' ')} ({units.format_count(count)} times)"
+            for name, count in times.items()
         )
         return f"{matches}{unchecked_note}"
 
@@ -129,12 +161,23 @@ class PatternsSection(Section[Patterns, "PatternsValue"]):
     """Frequent sequences of kernels, of each rank and of the job."""
 
     key, title = "patterns", "Patterns"
-    note = "Sequences of kernels that occur again and again: what could be fused, or put into a graph."
+    note = (
+        "Sequences of kernels that occur again and again: what could be fused, or put into a graph."
+    )
     missing = "no sequence of GPU work occurs three times"
     parts = {
-        "job": ListSchema(_JOB, "sequences of all ranks, equal ones added up", {}, ("mean_call_count",), ranked=False),
+        "job": ListSchema(
+            _JOB,
+            "sequences of all ranks, equal ones added up",
+            {},
+            ("mean_call_count",),
+            ranked=False,
+        ),
         "ranks": ListSchema(
-            {**SEQUENCES, **_PER_STEP}, "frequent sequences of GPU work, of each rank by gain", {}, tuple(_PER_STEP)
+            {**SEQUENCES, **_PER_STEP},
+            "frequent sequences of GPU work, of each rank by gain",
+            {},
+            tuple(_PER_STEP),
         ),
     }
 
@@ -143,7 +186,9 @@ class PatternsSection(Section[Patterns, "PatternsValue"]):
     def measure(self, trace: Trace, options: ReportOptions) -> Patterns:
         return analyze.patterns(trace)
 
-    def build(self, measurements: Measurements[Patterns], unknowns: UnknownValues) -> PatternsValue | None:
+    def build(
+        self, measurements: Measurements[Patterns], unknowns: UnknownValues
+    ) -> PatternsValue | None:
         sequences = measurements.concat(
             lambda of: of.sequences.join(of.steps, on="sequence", how="left", maintain_order="left")
         )
@@ -165,20 +210,41 @@ class PatternsSection(Section[Patterns, "PatternsValue"]):
             .sort("kind", "kernel_ns", descending=[False, True], maintain_order=True)
         )
         lists = self.lists({"job": job.pipe(cast_to_schema, _JOB), "ranks": sequences}, unknowns)
-        return {**lists, "fusible_count": sum(result.fusible_count for result in measurements.results)}
+        return {
+            **lists,
+            "fusible_count": sum(result.fusible_count for result in measurements.results),
+        }
 
     def tables(self, value: PatternsValue) -> Iterator[Table]:
         several = ["rank_count"] if len({row["rank"] for row in value["ranks"]}) > 1 else []
-        columns: Columns = [*several, "count", "length", "kernel_ns", "fraction", "gap_ns", "+launch_count",
-                            "+mean_call_count", Col("shown", "Kernels in order", "name")]  # fmt: skip
-        for kind, title in (("sequence", "Frequent sequences"), ("elementwise", "Runs of elementwise kernels")):
+        columns: Columns = [
+            *several,
+            "count",
+            "length",
+            "kernel_ns",
+            "fraction",
+            "gap_ns",
+            "+launch_count",
+            "+mean_call_count",
+            Col("shown", "Kernels in order", "name"),
+        ]
+        for kind, title in (
+            ("sequence", "Frequent sequences"),
+            ("elementwise", "Runs of elementwise kernels"),
+        ):
             rows = []
             for row in value["job"]:
                 if row["kind"] == kind:
-                    names = [fit_name(name, _MAX_NAME_WIDTH) for name in row["names"][:_MAX_KERNEL_NAMES]]
+                    names = [
+                        fit_name(name, _MAX_NAME_WIDTH) for name in row["names"][:_MAX_KERNEL_NAMES]
+                    ]
                     hidden_count = len(row["names"]) - len(names)
                     rows.append(
-                        {**row, "shown": " | ".join(names) + (f" | … and {hidden_count} more" if hidden_count else "")}
+                        {
+                            **row,
+                            "shown": " | ".join(names)
+                            + (f" | … and {hidden_count} more" if hidden_count else ""),
+                        }
                     )
             if rows:
                 yield build_table("patterns.job", title, columns, rows, key=f"patterns-{kind}")
@@ -190,7 +256,9 @@ class PatternsSection(Section[Patterns, "PatternsValue"]):
         rank_prefix, work_label = "", "the GPU's work"
         length, count, fraction = first["length"], first["count"], first["fraction"]
         ranks = [row for row in value["ranks"] if row["kind"] == "sequence"]
-        if first["rank_count"] < len({row["rank"] for row in ranks}):  # elsewhere it may be part of another one
+        if first["rank_count"] < len(
+            {row["rank"] for row in ranks}
+        ):  # elsewhere it may be part of another one
             longest = max(ranks, key=lambda row: row["kernel_ns"])
             length, count, fraction = longest["length"], longest["count"], longest["fraction"]
             rank_prefix, work_label = f"on rank {longest['rank']} ", "its work"

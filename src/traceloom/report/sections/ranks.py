@@ -28,7 +28,15 @@ from traceloom.analyze.lateness import (
 )
 from traceloom.analyze.matched_collectives import CLOCK_SCHEMA
 from traceloom.analyze.rank_summary import LOAD_MEASURES, RankPart
-from traceloom.report.document import Cells, Col, ListSchema, ReportOptions, Table, UnknownValues, build_object_schema
+from traceloom.report.document import (
+    Cells,
+    Col,
+    ListSchema,
+    ReportOptions,
+    Table,
+    UnknownValues,
+    build_object_schema,
+)
 from traceloom.report.figure import draw_heat_map, pick_block_character
 from traceloom.report.sections.section import Columns, Measurements, Section, Value, build_table
 from traceloom.system import units
@@ -53,15 +61,21 @@ class RanksSection(Section[RankPart, Value]):
 def merge_rank_calls(parts: Sequence[RankPart]) -> pl.DataFrame:
     """The communication of all ranks, with links as their hosts tell."""
     calls = pl.concat([part.calls for part in parts])
-    hosts = {part.rank: part.host for part in parts if part.rank is not None and part.host is not None}
-    links = {part.rank: part.link for part in parts if part.rank is not None and part.link is not None}
+    hosts = {
+        part.rank: part.host for part in parts if part.rank is not None and part.host is not None
+    }
+    links = {
+        part.rank: part.link for part in parts if part.rank is not None and part.link is not None
+    }
     return correct_links_by_host(calls, hosts, links) if len(hosts) > 1 else calls
 
 
 _MAX_COLLECTIVES = 100  # collectives, those with the longest waits
 _MAX_CELLS = 20_000
 _MAX_BLOCKS = 60  # steps that a row of characters shows
-_COLLECTIVES = pl.Schema({name: kind for name, kind in COLLECTIVE_SCHEMA.items() if name != "met_ns"})
+_COLLECTIVES = pl.Schema(
+    {name: kind for name, kind in COLLECTIVE_SCHEMA.items() if name != "met_ns"}
+)
 _UNMATCHED = build_schema("rank kind group count")
 _NO_LAUNCH_REASON = "the launch of the last one is not recorded"
 
@@ -76,12 +90,24 @@ class AcrossRanksSection(RanksSection["AcrossRanksValue"]):
     parts = {
         "ranks": ListSchema(RANK_SCHEMA, "waits of and for each rank", ranked=False),
         "hosts": ListSchema(HOST_SCHEMA, "the same, added over the ranks of a host", ranked=False),
-        "reasons": ListSchema(REASON_SCHEMA, "by rank and cause at the ends of the chains", ranked=False),
+        "reasons": ListSchema(
+            REASON_SCHEMA, "by rank and cause at the ends of the chains", ranked=False
+        ),
         "collectives": ListSchema(
             _COLLECTIVES,
             f"the {_MAX_COLLECTIVES} with the longest waits",
             {"launch_skew_ns": _NO_LAUNCH_REASON, "arrival_wait_ns": _NO_LAUNCH_REASON},
-            ("kind", "group", "group_size", "whole", "sequence", "size_bytes", "step", "transfer_gb_per_s", "evidence"),
+            (
+                "kind",
+                "group",
+                "group_size",
+                "whole",
+                "sequence",
+                "size_bytes",
+                "step",
+                "transfer_gb_per_s",
+                "evidence",
+            ),
             ranked=False,
         ),
         "chains": ListSchema(
@@ -92,8 +118,12 @@ class AcrossRanksSection(RanksSection["AcrossRanksValue"]):
             ranked=False,
         ),
         "heat": ListSchema(HEAT_SCHEMA, "steps × ranks", nullable=("step",), ranked=False),
-        "clocks": ListSchema(CLOCK_SCHEMA, "how clocks were corrected", nullable=("residual_ns",), ranked=False),
-        "unmatched": ListSchema(_UNMATCHED, "calls without a partner", nullable=("kind", "group"), ranked=False),
+        "clocks": ListSchema(
+            CLOCK_SCHEMA, "how clocks were corrected", nullable=("residual_ns",), ranked=False
+        ),
+        "unmatched": ListSchema(
+            _UNMATCHED, "calls without a partner", nullable=("kind", "group"), ranked=False
+        ),
     }
     others = {
         "sentence": {"type": "string"},
@@ -120,14 +150,18 @@ class AcrossRanksSection(RanksSection["AcrossRanksValue"]):
         "notices[*].rank": "the notice is about the whole run",
     }
 
-    def build(self, measurements: Measurements[RankPart], unknowns: UnknownValues) -> AcrossRanksValue | None:
+    def build(
+        self, measurements: Measurements[RankPart], unknowns: UnknownValues
+    ) -> AcrossRanksValue | None:
         if len(measurements.results) < 2:
             unknowns.say("across_ranks")
             return None
         comparison = across_ranks(measurements.results)
         if not comparison.collectives.height:
             unknowns.say("across_ranks.collectives")
-        worst = comparison.collectives.sort("wait_ns", "instance", descending=[True, False]).head(_MAX_COLLECTIVES)
+        worst = comparison.collectives.sort("wait_ns", "instance", descending=[True, False]).head(
+            _MAX_COLLECTIVES
+        )
         frames = {
             "ranks": comparison.ranks,
             "hosts": comparison.hosts,
@@ -152,51 +186,106 @@ class AcrossRanksSection(RanksSection["AcrossRanksValue"]):
     def tables(self, value: AcrossRanksValue) -> Iterator[Table]:
         if value["collectives"]:
             # the ranks with a picture of their steps in characters
-            cells = {(row["step"], row["rank"]): row["root_ns"] for row in value["heat"] if row["step"] is not None}
+            cells = {
+                (row["step"], row["rank"]): row["root_ns"]
+                for row in value["heat"]
+                if row["step"] is not None
+            }
             steps = sorted({step for step, _ in cells})[:_MAX_BLOCKS]
             max_value = max(cells.values(), default=0)
             ranks = [
                 {
                     **row,
                     "steps": "".join(
-                        pick_block_character(cells.get((step, row["rank"]), 0), max_value) for step in steps
+                        pick_block_character(cells.get((step, row["rank"]), 0), max_value)
+                        for step in steps
                     )
                     or None,
                 }
                 for row in sorted(value["ranks"], key=lambda row: -row["root_ns"])
             ]
-            blame = ["root_ns", "blame_ns", "wait_ns", "last_count", "+collective_count", "+alone_ns"]
+            blame = [
+                "root_ns",
+                "blame_ns",
+                "wait_ns",
+                "last_count",
+                "+collective_count",
+                "+alone_ns",
+            ]
             in_steps = Col("steps", "Steps", hint="each step, darker = waited longer because of it")
-            yield build_table("across_ranks.ranks", "Ranks", ["rank", *blame, "+host", in_steps], ranks)
+            yield build_table(
+                "across_ranks.ranks", "Ranks", ["rank", *blame, "+host", in_steps], ranks
+            )
             if 1 < len(value["hosts"]) < len(value["ranks"]):
                 yield build_table("across_ranks.hosts", "Hosts", ["host", *blame], value["hosts"])
             reasons = [{**row, "word": CAUSE_LABELS[row["cause"]]} for row in value["reasons"]]
-            columns: Columns = ["rank", "waited_ns", "collective_count", "+most_late_ns", Col("word", "Cause", "name")]
+            columns: Columns = [
+                "rank",
+                "waited_ns",
+                "collective_count",
+                "+most_late_ns",
+                Col("word", "Cause", "name"),
+            ]
             yield build_table("across_ranks.reasons", "Why ranks were late", columns, reasons)
             chains = []
             for row in value["chains"]:
                 description = "smaller parts together"
                 if row["cause"] is not None:
-                    follows = f" (collective {row['follows']})" if row["follows"] is not None else ""
-                    description = CAUSE_LABELS[row["cause"]] + follows + (f": {row['detail']}" if row["detail"] else "")
+                    follows = (
+                        f" (collective {row['follows']})" if row["follows"] is not None else ""
+                    )
+                    description = (
+                        CAUSE_LABELS[row["cause"]]
+                        + follows
+                        + (f": {row['detail']}" if row["detail"] else "")
+                    )
                 chains.append({**row, "said": description})
-            columns = ["chain", "link", "rank", "late_ns", "ns", Col("said", "What took longer there", "name")]
+            columns = [
+                "chain",
+                "link",
+                "rank",
+                "late_ns",
+                "ns",
+                Col("said", "What took longer there", "name"),
+            ]
             note = (
                 "For the longest waits: what the last rank did longer than the others since they last stood together; "
                 "the parts of a link add up to how late it was."
             )
             yield build_table("across_ranks.chains", "Chains of causes", columns, chains, note)
-            columns = ["instance", "+step", "kind", "+group", "+size_bytes", "+recorded", "start_skew_ns", "wait_ns",
-                       "+launch_skew_ns", "+arrival_wait_ns", "transfer_ns", "last_rank", "late_ns", "+unexplained_ns",
-                       "root_rank", "+root_cause"]  # fmt: skip
-            yield build_table("across_ranks.collectives", "Longest waits", columns, value["collectives"])
+            columns = [
+                "instance",
+                "+step",
+                "kind",
+                "+group",
+                "+size_bytes",
+                "+recorded",
+                "start_skew_ns",
+                "wait_ns",
+                "+launch_skew_ns",
+                "+arrival_wait_ns",
+                "transfer_ns",
+                "last_rank",
+                "late_ns",
+                "+unexplained_ns",
+                "root_rank",
+                "+root_cause",
+            ]
+            yield build_table(
+                "across_ranks.collectives", "Longest waits", columns, value["collectives"]
+            )
             columns = ["host", "ranks", "offset_ns", "drift", "residual_ns", "meetings"]
             yield build_table("across_ranks.clocks", "Clocks", columns, value["clocks"])
         if value["unmatched"]:
             columns = ["rank", "kind", "group", "count"]
             yield build_table("across_ranks.unmatched", "Not joined", columns, value["unmatched"])
         if value["notices"]:
-            yield build_table("across_ranks.notices", "What to know", ["slug", "count", "message"], value["notices"])
+            yield build_table(
+                "across_ranks.notices",
+                "What to know",
+                ["slug", "count", "message"],
+                value["notices"],
+            )
 
     def summary(self, value: AcrossRanksValue) -> str | None:
         if not (value["collectives"] or value["unmatched"]):
@@ -205,7 +294,9 @@ class AcrossRanksSection(RanksSection["AcrossRanksValue"]):
         return text[0].lower() + text[1:].rstrip(".")
 
     def picture(self, value: AcrossRanksValue) -> str:
-        in_steps = {(row["rank"], step): row for row in value["heat"] if (step := row["step"]) is not None}
+        in_steps = {
+            (row["rank"], step): row for row in value["heat"] if (step := row["step"]) is not None
+        }
         cells = {cell: float(row["root_ns"]) for cell, row in in_steps.items()}
         hover_texts = {
             (
@@ -215,9 +306,16 @@ class AcrossRanksSection(RanksSection["AcrossRanksValue"]):
             f"it waited {units.format_duration(row['wait_ns'])}"
             for (rank, step), row in in_steps.items()
         }
-        ranks, steps = sorted({rank for rank, _ in in_steps}), sorted({step for _, step in in_steps})
+        ranks, steps = (
+            sorted({rank for rank, _ in in_steps}),
+            sorted({step for _, step in in_steps}),
+        )
         picture = draw_heat_map(cells, ranks, steps, hover_texts, titles=("rank", "step"))
-        return f'<p class="quiet">How long others waited because of a rank, by step</p>{picture}' if picture else ""
+        return (
+            f'<p class="quiet">How long others waited because of a rank, by step</p>{picture}'
+            if picture
+            else ""
+        )
 
 
 def _describe_waiting(comparison: AcrossRanks) -> str:
@@ -230,12 +328,12 @@ def _describe_waiting(comparison: AcrossRanks) -> str:
         )
         return f"No collective could be joined over ranks{calls}."
     share = units.format_share(comparison.wait_ns, comparison.collective_ns)
-    text = (
-        f"{share} of {units.format_duration(comparison.collective_ns)} in joined collectives is waiting for other ranks"
-    )
+    text = f"{share} of {units.format_duration(comparison.collective_ns)} in joined collectives is waiting for other ranks"
     clauses = []
     if ordered := int(comparison.collectives["schedule_ns"].sum()):
-        clauses.append(f"{units.format_share(ordered, comparison.wait_ns)} of the waiting is the order of the pipeline")
+        clauses.append(
+            f"{units.format_share(ordered, comparison.wait_ns)} of the waiting is the order of the pipeline"
+        )
     if slowest := comparison.slowest:
         share = units.format_share(slowest.waited_ns, comparison.wait_ns)
         clauses.append(
@@ -271,11 +369,16 @@ class ImbalanceSection(RanksSection["ImbalanceValue"]):
             ranked=False,
         ),
         "ranks": ListSchema(
-            LOAD_SCHEMA, "mean per step of each rank", nullable=("host", *_MEASURE_LABELS), ranked=False
+            LOAD_SCHEMA,
+            "mean per step of each rank",
+            nullable=("host", *_MEASURE_LABELS),
+            ranked=False,
         ),
     }
 
-    def build(self, measurements: Measurements[RankPart], unknowns: UnknownValues) -> ImbalanceValue | None:
+    def build(
+        self, measurements: Measurements[RankPart], unknowns: UnknownValues
+    ) -> ImbalanceValue | None:
         if len(measurements.results) < 2:
             unknowns.say("imbalance")
             return None
@@ -296,17 +399,39 @@ class ImbalanceSection(RanksSection["ImbalanceValue"]):
                 else None
             )
             figures = {
-                name: "unknown" if figure is None else write(round(figure)) if write else units.format_number(figure)
-                for name, figure in (("mean", row["mean"]), ("max", row["max"]), ("min", row["min"]))
+                name: "unknown"
+                if figure is None
+                else write(round(figure))
+                if write
+                else units.format_number(figure)
+                for name, figure in (
+                    ("mean", row["mean"]),
+                    ("max", row["max"]),
+                    ("min", row["min"]),
+                )
             }
             rows.append({**row, **figures, "word": _MEASURE_LABELS[measure]})
-        columns: Columns = [Col("word", "Of"), "max_over_mean", Col("mean", "Mean", hint="per rank and step"),
-                   Col("max", "Max"), "max_rank", Col("min", "Min", narrow=False), "+min_rank",
-                   "+worst_max_over_mean", "+worst_step"]  # fmt: skip
+        columns: Columns = [
+            Col("word", "Of"),
+            "max_over_mean",
+            Col("mean", "Mean", hint="per rank and step"),
+            Col("max", "Max"),
+            "max_rank",
+            Col("min", "Min", narrow=False),
+            "+min_rank",
+            "+worst_max_over_mean",
+            "+worst_step",
+        ]
         yield build_table("imbalance.measures", "Balance", columns, rows)
         ranks: Sequence[Cells] = value["ranks"]
         measured = [name for name in LOAD_MEASURES if any(row[name] is not None for row in ranks)]
-        yield build_table("imbalance.ranks", "Load of each rank", ["rank", *measured], ranks, "Means over the steps.")
+        yield build_table(
+            "imbalance.ranks",
+            "Load of each rank",
+            ["rank", *measured],
+            ranks,
+            "Means over the steps.",
+        )
 
     def summary(self, value: ImbalanceValue) -> str | None:
         if not value["measures"]:
@@ -330,26 +455,58 @@ class PipelineSection(RanksSection["PipelineValue"]):
     what = "pipelines"
     parts = {
         "stages": ListSchema(
-            STAGE_SCHEMA, "ranks of pipelines, with their bubbles", empty=_NO_PIPELINE_REASON, ranked=False
+            STAGE_SCHEMA,
+            "ranks of pipelines, with their bubbles",
+            empty=_NO_PIPELINE_REASON,
+            ranked=False,
         ),
         "steps": ListSchema(
-            STEP_SCHEMA, "bubbles of each step and rank", nullable=("step",), empty=_NO_PIPELINE_REASON, ranked=False
+            STEP_SCHEMA,
+            "bubbles of each step and rank",
+            nullable=("step",),
+            empty=_NO_PIPELINE_REASON,
+            ranked=False,
         ),
     }
 
     def build(self, measurements: Measurements[RankPart], unknowns: UnknownValues) -> PipelineValue:
         if len(measurements.results) < 2:
-            return self.lists({"stages": STAGE_SCHEMA.to_frame(), "steps": STEP_SCHEMA.to_frame()}, unknowns)
+            return self.lists(
+                {"stages": STAGE_SCHEMA.to_frame(), "steps": STEP_SCHEMA.to_frame()}, unknowns
+            )
         pipelines = across_ranks(measurements.results).pipeline
-        return self.lists({"stages": pipelines.stages, "steps": pipelines.steps.head(_MAX_PIPELINE_STEPS)}, unknowns)
+        return self.lists(
+            {"stages": pipelines.stages, "steps": pipelines.steps.head(_MAX_PIPELINE_STEPS)},
+            unknowns,
+        )
 
     def tables(self, value: PipelineValue) -> Iterator[Table]:
         if value["stages"]:
-            columns = ["rank", "pipeline", "stage", "bubble_fraction", "mean_bubble_ns", "+min_bubble_ns",
-                       "+max_bubble_ns", "mean_compute_ns", "mean_window_ns"]  # fmt: skip
+            columns = [
+                "rank",
+                "pipeline",
+                "stage",
+                "bubble_fraction",
+                "mean_bubble_ns",
+                "+min_bubble_ns",
+                "+max_bubble_ns",
+                "mean_compute_ns",
+                "mean_window_ns",
+            ]
             yield build_table("pipeline.stages", "Stages", columns, value["stages"])
-            columns = ["step", "rank", "stage", "bubble_ns", "warm_up_ns", "steady_ns", "drain_ns", "in_pairs_ns",
-                       "+compute_ns", "+other_ns", "+window_ns"]  # fmt: skip
+            columns = [
+                "step",
+                "rank",
+                "stage",
+                "bubble_ns",
+                "warm_up_ns",
+                "steady_ns",
+                "drain_ns",
+                "in_pairs_ns",
+                "+compute_ns",
+                "+other_ns",
+                "+window_ns",
+            ]
             yield build_table("pipeline.steps", "Bubbles by step", columns, value["steps"])
 
     def summary(self, value: PipelineValue) -> str | None:

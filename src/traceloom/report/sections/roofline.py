@@ -38,7 +38,9 @@ _UNKNOWN_REASONS = {
     "bound": _NO_PEAK_REASON,
 }
 _STEP_REASONS = {
-    **dict.fromkeys(("flops", "bytes", "hardware_flops"), "no operator in it has a model and recorded shapes"),
+    **dict.fromkeys(
+        ("flops", "bytes", "hardware_flops"), "no operator in it has a model and recorded shapes"
+    ),
     "modelled_fraction": "no GPU work was recorded in it",
     "placed_fraction": "no GPU work was recorded in it",
     "model_flops": "not counted, or repeated forward work cannot be determined; see `reason`",
@@ -65,7 +67,11 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
             "no operator with a model and with recorded shapes launched GPU work",
         ),
         "steps": ListSchema(
-            STEPS, "FLOPs, roofline, MFU and HFU of each step", _STEP_REASONS, ("reason",), "the trace marks no steps"
+            STEPS,
+            "FLOPs, roofline, MFU and HFU of each step",
+            _STEP_REASONS,
+            ("reason",),
+            "the trace marks no steps",
         ),
         "whole": ListSchema(
             STEPS,
@@ -75,7 +81,9 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
             "no trace was read",
         ),
         "spread": ListSchema(
-            SPREAD, "per quantity mean, min and max over the whole steps", empty="the trace holds no whole step"
+            SPREAD,
+            "per quantity mean, min and max over the whole steps",
+            empty="the trace holds no whole step",
         ),
         "unmodelled": ListSchema(
             UNMODELLED, "GPU work without a model, and why", empty="no GPU work is without a model"
@@ -115,7 +123,9 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
         )
         frames = {name: getattr(merged, name) for name in self.parts}
         for name, time in (("operators", "total_ns"), ("unmodelled", "gpu_ns")):
-            frames[name] = frames[name].sort(time, descending=True, nulls_last=True, maintain_order=True)
+            frames[name] = frames[name].sort(
+                time, descending=True, nulls_last=True, maintain_order=True
+            )
         return {**self.lists(frames, unknowns), "timed_on": merged.timed_on}
 
     def tables(self, value: RooflineValue) -> Iterator[Table]:
@@ -124,32 +134,61 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
         if steps:
             reasons = sorted({row["reason"] for row in steps if row["reason"]})
             note = f"MFU or HFU are missing: {'; '.join(reasons)}." if reasons else ""
-            columns: Columns = ["duration_ns", "roofline_fraction", "mfu", "hfu", "modelled_fraction", "flops",
-                                "+bytes", "+reason"]  # fmt: skip
+            columns: Columns = [
+                "duration_ns",
+                "roofline_fraction",
+                "mfu",
+                "hfu",
+                "modelled_fraction",
+                "flops",
+                "+bytes",
+                "+reason",
+            ]
             if value["steps"]:
-                yield build_table("roofline.steps", "Steps", [*several, "step", *columns], steps, note)
+                yield build_table(
+                    "roofline.steps", "Steps", [*several, "step", *columns], steps, note
+                )
             else:
-                yield build_table("roofline.whole", "Whole recording", [*several, *columns], steps, note)
+                yield build_table(
+                    "roofline.whole", "Whole recording", [*several, *columns], steps, note
+                )
         # one row per rank, with mean, least and most of every quantity
         rank_entries: dict[int | None, dict[str, float | None]] = {}
         for row in value["spread"]:
             entry = rank_entries.setdefault(row["rank"], {"rank": row["rank"], "step_count": 0})
             entry["step_count"] = max(entry["step_count"] or 0, row["step_count"])
             quantity = row["quantity"]
-            entry |= {f"mean_{quantity}": row["mean"], f"min_{quantity}": row["min"], f"max_{quantity}": row["max"]}
+            entry |= {
+                f"mean_{quantity}": row["mean"],
+                f"min_{quantity}": row["min"],
+                f"max_{quantity}": row["max"],
+            }
         if any((entry["step_count"] or 0) > 1 for entry in rank_entries.values()):
             columns = [
                 *several,
                 "step_count",
                 Col("mean_duration_ns", "Time", "time", "mean"),
                 *(
-                    Col(f"{statistic}_{key}", f"{title}{title_suffix}", "share", hint, narrow=statistic == "mean")
-                    for key, title in (("roofline_fraction", "Of roofline"), ("mfu", "MFU"), ("hfu", "HFU"))
-                    for statistic, title_suffix, hint in (("mean", "", "mean"), ("min", ", least", "in the lowest step"),
-                                            ("max", ", most", "in the highest step"))
+                    Col(
+                        f"{statistic}_{key}",
+                        f"{title}{title_suffix}",
+                        "share",
+                        hint,
+                        narrow=statistic == "mean",
+                    )
+                    for key, title in (
+                        ("roofline_fraction", "Of roofline"),
+                        ("mfu", "MFU"),
+                        ("hfu", "HFU"),
+                    )
+                    for statistic, title_suffix, hint in (
+                        ("mean", "", "mean"),
+                        ("min", ", least", "in the lowest step"),
+                        ("max", ", most", "in the highest step"),
+                    )
                 ),
                 Col("mean_flops", "FLOPs", "flops", "mean"),
-            ]  # fmt: skip
+            ]
             yield build_table(
                 "roofline.spread",
                 "Usual step",
@@ -159,12 +198,32 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
                 key="roofline-usual",
             )
         if value["operators"]:
-            time = Col("total_ns", "Host time" if value["timed_on"] == "host" else "GPU time", "time")
-            kind = "element type whose peak is used; assumed where the name of the kernel does not say"
-            columns = [*several, time, "roofline_fraction", "bound", "flop_rate", "+byte_rate", "+intensity", "+flops",
-                       "+bytes", "count", Col("type", "Type", "text", kind), "+shapes", "name"]  # fmt: skip
+            time = Col(
+                "total_ns", "Host time" if value["timed_on"] == "host" else "GPU time", "time"
+            )
+            kind = (
+                "element type whose peak is used; assumed where the name of the kernel does not say"
+            )
+            columns = [
+                *several,
+                time,
+                "roofline_fraction",
+                "bound",
+                "flop_rate",
+                "+byte_rate",
+                "+intensity",
+                "+flops",
+                "+bytes",
+                "count",
+                Col("type", "Type", "text", kind),
+                "+shapes",
+                "name",
+            ]
             rows = [
-                {**row, "type": f"{row['arithmetic']}{' (assumed)' if row['evidence'] == 'assumed' else ''}"}
+                {
+                    **row,
+                    "type": f"{row['arithmetic']}{' (assumed)' if row['evidence'] == 'assumed' else ''}",
+                }
                 for row in value["operators"]
             ]
             yield build_table("roofline.operators", "Operators", columns, rows)
@@ -176,7 +235,9 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
             yield build_table("roofline.devices", "Devices", columns, value["devices"])
 
     def summary(self, value: RooflineValue) -> str | None:
-        rows = [row for row in value["steps"] if row["complete"]] or value["steps"] or value["whole"]
+        rows = (
+            [row for row in value["steps"] if row["complete"]] or value["steps"] or value["whole"]
+        )
         modelled = [row for row in rows if row["flops"] is not None]
         flops = [row["flops"] or 0 for row in modelled]
         if not any(flops):
@@ -196,7 +257,11 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
             fractions = [fraction for fraction in values if fraction is not None]
             if fractions and placed >= _MIN_PLACED_SHARE * gpu:
                 text += f", {units.format_share(sum(fractions) / len(fractions), 1)} {name}"
-        return f"{text}; models cover {units.format_share(covered, gpu)} of the GPU work" if gpu else text
+        return (
+            f"{text}; models cover {units.format_share(covered, gpu)} of the GPU work"
+            if gpu
+            else text
+        )
 
     def picture(self, value: RooflineValue) -> str:
         return draw_roofline(value["operators"])

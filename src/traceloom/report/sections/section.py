@@ -1,11 +1,10 @@
 """What a section is.
 
-A section answers one question. Its module holds everything about it: how one rank is measured, what stands in the
-document, why values may be unknown, and which tables show it. The terminal, the page and Markdown draw the same tables
-(`report/table.py`).
-A new section is one module with a `SECTION`, named in `sections/__init__.py`; its columns are declared in
-`traceloom.model.columns`; then `python scripts/report_schema.py` writes its shape into the published schema, and the
-type of its value.
+A section answers one question. Its module holds everything about it: how one rank is measured, what
+stands in the document, why values may be unknown, and which tables show it. The terminal, the page
+and Markdown draw the same tables (`report/table.py`). A new section is one module with a `SECTION`,
+named in `sections/__init__.py`; its columns are declared in `traceloom.model.columns`; then `python
+scripts/report_schema.py` writes its shape into the published schema, and the type of its value.
 
     class CopiesSection(Section[Frames, "CopiesValue"]):
         key, title, note = "copies", "Copies", "How much is copied."
@@ -18,7 +17,8 @@ type of its value.
             return self.lists(study.frames(self.parts), absent)
 
         def tables(self, value: CopiesValue) -> Iterator[Table]:
-            yield table("copies.kinds", "Copies by direction", ["?rank", "kind", "bytes"], value["kinds"])
+            yield table("copies.kinds", "Copies by direction", ["?rank", "kind", "bytes"],
+            value["kinds"])
 
     SECTION = CopiesSection()
 """
@@ -93,14 +93,17 @@ class RankMeasurements:
     @cached_property
     def facts(self) -> AnswerInputs:
         """What the answer is drawn from."""
-        return AnswerInputs(self.trace, self.gpu, self.idle, self.host, self.operators, self.data_loading)
+        return AnswerInputs(
+            self.trace, self.gpu, self.idle, self.host, self.operators, self.data_loading
+        )
 
 
 def measure(trace: Trace, steps: tuple[int, int] | None, *, by_shape: bool) -> RankMeasurements:
     """Run the analyses of a report on one trace.
 
-    With `steps`, the time of devices and host threads is measured on the whole trace and kept for these steps, so
-    that a step has the same figures in every report; everything else is measured on the work these steps launched.
+    With `steps`, the time of devices and host threads is measured on the whole trace and kept for
+    these steps, so that a step has the same figures in every report; everything else is measured on
+    the work these steps launched.
     """
     trim_memory()  # of what reading freed
     part = trace if steps is None else cut_trace_to_steps(trace, steps)
@@ -122,7 +125,9 @@ def measure(trace: Trace, steps: tuple[int, int] | None, *, by_shape: bool) -> R
 
 
 def _trim_after(result: T) -> T:
-    """The result; what was freed on the way to it goes back to the system before the next analysis takes more."""
+    """The result; what was freed on the way to it goes back to the system before the next analysis
+    takes more.
+    """
     trim_memory()
     return result
 
@@ -137,7 +142,9 @@ def _restrict_to_steps(measured: RankMeasurements, steps: tuple[int, int]) -> Ra
     )
     devices = devices.pipe(cast_to_schema, gpu.devices.schema)
     causes = idle.causes.filter(in_steps)
-    totals = causes.group_by("device", "cause", maintain_order=True).agg(pl.col("idle_ns", "gap_count").sum())
+    totals = causes.group_by("device", "cause", maintain_order=True).agg(
+        pl.col("idle_ns", "gap_count").sum()
+    )
     totals = totals.pipe(cast_to_schema, idle.totals.schema)
     account = measured.host.account.filter(in_steps)
     threads = measured.host.threads
@@ -161,7 +168,9 @@ def _restrict_to_steps(measured: RankMeasurements, steps: tuple[int, int]) -> Ra
 Frames = dict[str, pl.DataFrame]
 Columns = list[str | Col]
 TableSpec = tuple[str, str, Sequence[Cells], Sequence[str]]
-"""A list of a section's value as a table: its name, the heading, the rows, the columns (see `table`)."""
+"""A list of a section's value as a table: its name, the heading, the rows, the columns (see
+`table`).
+"""
 Result = TypeVar("Result")
 Value = TypeVar("Value")
 
@@ -182,8 +191,8 @@ def build_table(
         path: See `Table`.
         title: See `Table`.
         columns: Keys of the rows. A key that begins with `+` stands on wide terminals only; one with `?` (as `?rank`)
-            only where not all rows have the same value. A `Col` is what is no column of the document, or has another
-            heading or unit than there.
+            only where not all rows have the same value. A `Col` is what is no column of the
+            document, or has another heading or unit than there.
         rows: See `Table`.
         note: See `Table`.
         key: See `Table`; by default the path with dashes.
@@ -199,7 +208,13 @@ def build_table(
         if not requested.startswith("?") or len({row[name] for row in deciding}) > 1:
             declared = find_column(name, path)
             selected.append(
-                Col(name, declared.title, declared.unit, declared.meaning, narrow=not requested.startswith("+"))
+                Col(
+                    name,
+                    declared.title,
+                    declared.unit,
+                    declared.meaning,
+                    narrow=not requested.startswith("+"),
+                )
             )
     return Table(key or path.replace(".", "-").replace("_", "-"), title, selected, rows, path, note)
 
@@ -220,8 +235,11 @@ class Measurements(Generic[Result]):
     options: ReportOptions
     results: Sequence[Result]
 
-    def concat(self, frame: Callable[[Result], pl.DataFrame], ranks: Sequence[bool] | None = None) -> pl.DataFrame:
-        """One frame of all ranks, rank after rank, first the column `rank` (Int32, null where a file does not say).
+    def concat(
+        self, frame: Callable[[Result], pl.DataFrame], ranks: Sequence[bool] | None = None
+    ) -> pl.DataFrame:
+        """One frame of all ranks, rank after rank, first the column `rank` (Int32, null where a
+        file does not say).
 
         Args:
             frame: result of a rank -> its rows.
@@ -231,7 +249,9 @@ class Measurements(Generic[Result]):
         pairs = list(zip(self.part.traces, self.results, strict=True))
         for trace, result in pairs if ranks is None else compress(pairs, ranks):
             rank_frame = frame(result)
-            numbers = pl.Series("rank", [trace.rank], dtype=pl.Int32).new_from_index(0, rank_frame.height)
+            numbers = pl.Series("rank", [trace.rank], dtype=pl.Int32).new_from_index(
+                0, rank_frame.height
+            )
             frames.append(rank_frame.clone().insert_column(0, numbers))
         return pl.concat(frames)
 
@@ -239,7 +259,9 @@ class Measurements(Generic[Result]):
         """`concat` of each of these frames, where results are `Frames` or have them as attributes."""
         out = {}
         for name in names:
-            out[name] = self.concat(lambda of: of[name] if isinstance(of, dict) else getattr(of, name))  # noqa: B023
+            out[name] = self.concat(
+                lambda of: of[name] if isinstance(of, dict) else getattr(of, name)  # noqa: B023
+            )
         return out
 
 
@@ -301,11 +323,16 @@ class Section(Generic[Result, Value]):
     in_markdown: ClassVar[bool] = False
 
     def measure(self, trace: Trace, options: ReportOptions) -> Result:
-        """What is known of one rank: small. Runs rank by rank, so that no more than a few ranks are in memory."""
+        """What is known of one rank: small.
+
+        Runs rank by rank, so that no more than a few ranks are in memory.
+        """
         return None  # type: ignore[return-value]  # of sections that look at the whole session only
 
     def build(self, measurements: Measurements[Result], unknowns: UnknownValues) -> Any:
-        """The JSON value under `key`; None or empty where nothing is known, with the reason said to `unknowns`."""
+        """The JSON value under `key`; None or empty where nothing is known, with the reason said to
+        `unknowns`.
+        """
         raise NotImplementedError
 
     def value(self, document: ReportDocument) -> Value | None:
@@ -317,7 +344,9 @@ class Section(Generic[Result, Value]):
         raise NotImplementedError
 
     def summary(self, value: Value) -> str | None:
-        """One sentence with the main figure, for the short report; None where there is nothing to say."""
+        """One sentence with the main figure, for the short report; None where there is nothing to
+        say.
+        """
         return None
 
     def picture(self, value: Value) -> str:
@@ -337,11 +366,15 @@ class Section(Generic[Result, Value]):
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Path in the document -> why a value there can be unknown; `key` itself where all may be missing."""
+        """Path in the document -> why a value there can be unknown; `key` itself where all may be
+        missing.
+        """
         out = {self.key: self.missing} if self.missing else {}
         for name, part in self.parts.items():
             out |= part.reasons(f"{self.key}.{name}")
-        return out | {f"{self.key}.{path}".rstrip("."): reason for path, reason in self.unknown.items()}
+        return out | {
+            f"{self.key}.{path}".rstrip("."): reason for path, reason in self.unknown.items()
+        }
 
     def filled(self, listed: Iterable[TableSpec], among: Iterable[Cells]) -> Iterator[Table]:
         """The tables of those lists of the value that have rows; `among` as for `table`."""
@@ -351,7 +384,9 @@ class Section(Generic[Result, Value]):
                 yield build_table(f"{self.key}.{name}", title, columns, rows, among=deciding)
 
     def lists(self, frames: Mapping[str, pl.DataFrame], absent: UnknownValues) -> Value:
-        """The rows of frames as they stand in the document; why there are none, where the part of that name says so."""
+        """The rows of frames as they stand in the document; why there are none, where the part of
+        that name says so.
+        """
         out: dict[str, list[Any]] = {}
         for name, frame in frames.items():
             out[name] = absent.rows(frame, f"{self.key}.{name}")

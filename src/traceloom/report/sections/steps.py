@@ -9,7 +9,15 @@ from traceloom import analyze
 from traceloom.analyze.across_ranks import DIFFERENCE_SCHEMA, MIN_STEPS, SLOW_STEP_SCHEMA
 from traceloom.analyze.kernels import KERNELS, OPERATORS_PER_STEP, WorkPerStep, work_per_step
 from traceloom.analyze.rank_summary import RankPart
-from traceloom.report.document import Bar, Cells, Col, ListSchema, ReportOptions, Table, UnknownValues
+from traceloom.report.document import (
+    Bar,
+    Cells,
+    Col,
+    ListSchema,
+    ReportOptions,
+    Table,
+    UnknownValues,
+)
 from traceloom.report.labels import (
     DEVICE_TIMES,
     PHASES,
@@ -20,7 +28,13 @@ from traceloom.report.labels import (
 )
 from traceloom.report.sections.device_time import build_share_columns, compute_shares
 from traceloom.report.sections.ranks import RanksSection
-from traceloom.report.sections.section import CoreSection, Measurements, Section, build_table, format_rank_suffix
+from traceloom.report.sections.section import (
+    CoreSection,
+    Measurements,
+    Section,
+    build_table,
+    format_rank_suffix,
+)
 from traceloom.system import units
 from traceloom.trace.trace import Trace
 
@@ -45,10 +59,14 @@ class StepsSection(CoreSection):
             for k, rank in enumerate(document["ranks"])
             if rank["step_times"]
         ]
-        times = [(rank_times, name) for rank_times, name in times if rank_times["median_ns"] is not None]
+        times = [
+            (rank_times, name) for rank_times, name in times if rank_times["median_ns"] is not None
+        ]
         if not times:
             return None
-        (fastest, fast), (slowest, slow) = (choose(times, key=lambda of: of[0]["median_ns"]) for choose in (min, max))
+        (fastest, fast), (slowest, slow) = (
+            choose(times, key=lambda of: of[0]["median_ns"]) for choose in (min, max)
+        )
         counts = sorted({rank_times["count"] for rank_times, _ in times})
         count_range = "-".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
         number = f"{count_range} whole step{'' if counts == [1] else 's'}"
@@ -76,7 +94,11 @@ class StepsSection(CoreSection):
                     Col("median_ns", "Median", "time", "of the whole steps", scale="step"),
                     Col("min_ns", "Shortest", "time", scale="step"),
                     Col("max_ns", "Longest", "time", scale="step"),
-                    *((Col("each", "Each", "spark"),) if any(len(rank["steps"]) > 1 for rank in ranks) else ()),
+                    *(
+                        (Col("each", "Each", "spark"),)
+                        if any(len(rank["steps"]) > 1 for rank in ranks)
+                        else ()
+                    ),
                 ],
                 [
                     {
@@ -88,7 +110,9 @@ class StepsSection(CoreSection):
                     for k, rank in enumerate(ranks)
                     if rank["steps"]
                 ],
-                unknown=dict.fromkeys(("median_ns", "min_ns", "max_ns"), "no whole step was recorded"),
+                unknown=dict.fromkeys(
+                    ("median_ns", "min_ns", "max_ns"), "no whole step was recorded"
+                ),
             )
         for position, rank in enumerate(ranks):
             if rank["steps"]:
@@ -107,15 +131,25 @@ def _build_rank_table(rank: RankRow, position: int, *, several: bool) -> Table:
     rows = []
     for step in rank["steps"]:
         if gpu:
-            # the times of all devices together; before its first and after its last work a device is idle
+            # the times of all devices together; before its first and after its last work a device
+            # is idle
             devices: Sequence[Cells] = step["devices"]
-            sums = {part.key: sum(times.get(part.key) or 0 for times in devices) for part in DEVICE_TIMES}
-            edges = sum((d.get("edge_idle_before_ns") or 0) + (d.get("edge_idle_after_ns") or 0) for d in devices)
+            sums = {
+                part.key: sum(times.get(part.key) or 0 for times in devices)
+                for part in DEVICE_TIMES
+            }
+            edges = sum(
+                (d.get("edge_idle_before_ns") or 0) + (d.get("edge_idle_after_ns") or 0)
+                for d in devices
+            )
             sums["idle_ns"] += edges
             total_ns = sum(device.get("window_ns") or 0 for device in devices) + edges
             count = max(len(step["devices"]), 1)
             parts = (
-                [(label, colour, ns // count) for label, colour, ns in build_time_parts(DEVICE_TIMES, sums)]
+                [
+                    (label, colour, ns // count)
+                    for label, colour, ns in build_time_parts(DEVICE_TIMES, sums)
+                ]
                 if total_ns
                 else []
             )
@@ -126,8 +160,12 @@ def _build_rank_table(rank: RankRow, position: int, *, several: bool) -> Table:
             }
             total_ns = total_ns // count
         else:
-            step_rows = [row for row in get_main_thread_account(rank) if row["step"] == step["step"]]
-            sums = {p.key: sum(row["ns"] for row in step_rows if row["phase"] == p.key) for p in PHASES}
+            step_rows = [
+                row for row in get_main_thread_account(rank) if row["step"] == step["step"]
+            ]
+            sums = {
+                p.key: sum(row["ns"] for row in step_rows if row["phase"] == p.key) for p in PHASES
+            }
             parts, share_cells, total_ns = build_time_parts(PHASES, sums), {}, step["duration_ns"]
         rows.append(
             {
@@ -147,7 +185,12 @@ def _build_rank_table(rank: RankRow, position: int, *, several: bool) -> Table:
         f"Steps of {format_rank_name(rank, position)}" if several else "Steps",
         [
             Col("step", "Step", "count"),
-            Col("duration", "Duration", "time", "from the start of the step to the start of the next"),
+            Col(
+                "duration",
+                "Duration",
+                "time",
+                "from the start of the step to the start of the next",
+            ),
             *(build_share_columns(DEVICE_TIMES, narrow=False) if gpu else ()),
             *((lag, launches) if gpu else ()),
             Col("whole", "Whole", "text", "no: the recording cuts the step off", narrow=cut),
@@ -196,7 +239,9 @@ class PerStepSection(Section[WorkPerStep, "PerStepValue"]):
     def measure(self, trace: Trace, options: ReportOptions) -> WorkPerStep:
         return work_per_step(trace)
 
-    def build(self, measurements: Measurements[WorkPerStep], unknowns: UnknownValues) -> PerStepValue:
+    def build(
+        self, measurements: Measurements[WorkPerStep], unknowns: UnknownValues
+    ) -> PerStepValue:
         return self.lists(measurements.frames(self.parts), unknowns)
 
     def tables(self, value: PerStepValue) -> Iterator[Table]:
@@ -206,8 +251,15 @@ class PerStepSection(Section[WorkPerStep, "PerStepValue"]):
         ]
         for name, time, rows in tables:
             if rows:
-                columns = ["?rank", f"mean_{time}", f"+min_{time}", f"max_{time}", "mean_call_count", "+step_count",
-                           "name"]  # fmt: skip
+                columns = [
+                    "?rank",
+                    f"mean_{time}",
+                    f"+min_{time}",
+                    f"max_{time}",
+                    "mean_call_count",
+                    "+step_count",
+                    "name",
+                ]
                 yield build_table(f"per_step.{name}", name.capitalize(), columns, rows)
 
     def summary(self, value: PerStepValue) -> str | None:
@@ -217,7 +269,11 @@ class PerStepSection(Section[WorkPerStep, "PerStepValue"]):
         time = "total_ns" if value["kernels"] else "self_ns"
         top = max(rows, key=lambda row: float(row[f"mean_{time}"]))
         low, high = top[f"min_{time}"], top[f"max_{time}"]
-        spread = "" if low == high else f" ({units.format_duration(low)} to {units.format_duration(high)})"
+        spread = (
+            ""
+            if low == high
+            else f" ({units.format_duration(low)} to {units.format_duration(high)})"
+        )
         mean = units.format_duration(round(top[f"mean_{time}"]))
         return f"the largest is {fit_name(top['name'], _MAX_NAME_WIDTH)}{format_rank_suffix(top, rows)}: {mean} per step{spread}"
 
@@ -243,14 +299,23 @@ class SlowStepsSection(RanksSection["SlowStepsValue"]):
             ranked=False,
         ),
         "differences": ListSchema(
-            DIFFERENCE_SCHEMA, "the account of slow steps against the usual one", empty="no step is slow", ranked=False
+            DIFFERENCE_SCHEMA,
+            "the account of slow steps against the usual one",
+            empty="no step is slow",
+            ranked=False,
         ),
     }
 
-    def build(self, measurements: Measurements[RankPart], unknowns: UnknownValues) -> SlowStepsValue:
+    def build(
+        self, measurements: Measurements[RankPart], unknowns: UnknownValues
+    ) -> SlowStepsValue:
         slow_steps = analyze.slow_steps(list(measurements.results))
         return self.lists(
-            {"steps": slow_steps.steps, "differences": slow_steps.differences.head(_MAX_DIFFERENCES)}, unknowns
+            {
+                "steps": slow_steps.steps,
+                "differences": slow_steps.differences.head(_MAX_DIFFERENCES),
+            },
+            unknowns,
         )
 
     def tables(self, value: SlowStepsValue) -> Iterator[Table]:
@@ -259,7 +324,9 @@ class SlowStepsSection(RanksSection["SlowStepsValue"]):
             columns = ["step", "duration_ns", "over_ns", "median_ns", "limit_ns", "rank"]
             yield build_table("slow_steps.steps", "Slow steps", columns, slow)
             columns = ["step", "rank", "more_ns", "ns", "usual_ns", "class"]
-            yield build_table("slow_steps.differences", "What was different", columns, value["differences"])
+            yield build_table(
+                "slow_steps.differences", "What was different", columns, value["differences"]
+            )
 
     def summary(self, value: SlowStepsValue) -> str | None:
         slow = [row for row in value["steps"] if row["slow"]]
@@ -271,9 +338,7 @@ class SlowStepsSection(RanksSection["SlowStepsValue"]):
         if differences:
             top = differences[0]
             rank_suffix = f" of rank {top['rank']}" if worst["rank_count"] > 1 else ""
-            because = (
-                f", mostly {top['class'].replace('_', ' ')}{rank_suffix} (+{units.format_duration(top['more_ns'])})"
-            )
+            because = f", mostly {top['class'].replace('_', ' ')}{rank_suffix} (+{units.format_duration(top['more_ns'])})"
         return (
             f"{units.format_count(len(slow))} of {units.format_count(len(value['steps']))} steps; step {worst['step']} takes "
             f"{units.format_duration(worst['over_ns'])} longer than the median{because}"

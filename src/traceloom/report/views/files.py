@@ -83,7 +83,6 @@ def write_html(report: Report, handle: BinaryIO) -> None:
 
 def write_json(report: Report, handle: BinaryIO) -> None:
     """The document."""
-
     handle.write(encode(report.document))
 
 
@@ -96,7 +95,6 @@ def write_markdown(report: Report, handle: BinaryIO) -> None:
 
 def write_table_file(report: Report, handle: BinaryIO, name: str = "") -> None:
     """The table of the file's name."""
-
     write_table(report.document, name, report.options.only, handle)
 
 
@@ -104,7 +102,12 @@ def write_perfetto(report: Report, handle: BinaryIO) -> None:
     """The timeline for Perfetto."""
     from traceloom.report.exports.perfetto import write
 
-    write(report.session, int(report.document["epoch_ns"]), handle, report.document.get("critical_path"))
+    write(
+        report.session,
+        int(report.document["epoch_ns"]),
+        handle,
+        report.document.get("critical_path"),
+    )
 
 
 def write_perfetto_gz(report: Report, handle: BinaryIO) -> None:
@@ -127,26 +130,37 @@ def encode(document: Mapping[str, object]) -> bytes:
 
 
 def build_table_frames(document: ReportDocument) -> Iterator[tuple[str, pl.DataFrame]]:
-    """Every table that the report shows: its name (`kernels`, `idle-gaps-longest`), and all its rows in plain columns.
+    """Every table that the report shows: its name (`kernels`, `idle-gaps-longest`), and all its
+    rows in plain columns.
 
-    Times are integer nanoseconds, sizes bytes, shares from 0 to 1; null is unknown. Lists and pictures are left out.
+    Times are integer nanoseconds, sizes bytes, shares from 0 to 1; null is unknown. Lists and
+    pictures are left out.
     """
     for section in (*load_core_sections(), *select_visible_sections(document)):
         if value := section.value(document):
             tables = [table for table in section.tables(value) if table.rows]
             for table in tables:
                 nested = {
-                    key for row in table.rows for key, value in row.items() if isinstance(value, (list, dict, Bar))
+                    key
+                    for row in table.rows
+                    for key, value in row.items()
+                    if isinstance(value, (list, dict, Bar))
                 }
                 frame = pl.DataFrame(
-                    [{key: value for key, value in row.items() if key not in nested} for row in table.rows],
+                    [
+                        {key: value for key, value in row.items() if key not in nested}
+                        for row in table.rows
+                    ],
                     infer_schema_length=None,
                 )
                 yield section.key if len(tables) == 1 else table.key, frame
 
 
-def write_table(document: ReportDocument, name: str, only: Sequence[str] | None, handle: BinaryIO) -> None:
-    """Write one table to a file: that of the file's name, or the only one of the section that was asked for.
+def write_table(
+    document: ReportDocument, name: str, only: Sequence[str] | None, handle: BinaryIO
+) -> None:
+    """Write one table to a file: that of the file's name, or the only one of the section that was
+    asked for.
 
     Raises:
         UsageError: slug `no-such-table`.
@@ -156,7 +170,10 @@ def write_table(document: ReportDocument, name: str, only: Sequence[str] | None,
     if key not in tables and only and len(tables) == 1:
         key = next(iter(tables))
     if key not in tables:
-        hint = nearest(key, tables) + f"name the file after one of {', '.join(tables)}; or write all with -o DIR/"
+        hint = (
+            nearest(key, tables)
+            + f"name the file after one of {', '.join(tables)}; or write all with -o DIR/"
+        )
         raise UsageError(f"the report has no table `{key}`", slug="no-such-table", hint=hint)
     write(tables[key], Path(name).suffix, handle)
 
@@ -171,7 +188,12 @@ FORMATS = (
     Format((".perfetto.json",), write_perfetto, "open it at ui.perfetto.dev"),
     Format((".speedscope.json",), write_speedscope, "open it at www.speedscope.app"),
     Format((".html", ".htm"), write_html, "open it in a browser"),
-    Format((".json",), write_json, "its keys are described in docs/reference/report-json.md", of_runs=True),
+    Format(
+        (".json",),
+        write_json,
+        "its keys are described in docs/reference/report-json.md",
+        of_runs=True,
+    ),
     Format((".md",), write_markdown, "paste it into a pull request", of_runs=True),
     Format((".csv", ".parquet"), write_table_file, "read it with Polars, pandas or a spreadsheet"),
 )
@@ -185,7 +207,8 @@ ResultWriter = Callable[[Any, BinaryIO], object]
 
 @dataclass(frozen=True, slots=True)
 class ResultFiles:
-    """What a result can be written as: documents, pages, and its frames as tables in files that are named after them.
+    """What a result can be written as: documents, pages, and its frames as tables in files that are
+    named after them.
 
     Attributes:
         what: The result, in a word.
@@ -216,20 +239,29 @@ class ResultFiles:
             return self.writers[ending]
         name = path.stem.replace("-", "_")
         if name not in self.tables:
-            hint = nearest(name, self.tables) + f"name the file after one of {', '.join(self.tables)}"
+            hint = (
+                nearest(name, self.tables) + f"name the file after one of {', '.join(self.tables)}"
+            )
             hint += "; or write all with -o DIR/"
-            raise UsageError(f"a {self.what} has no table `{path.stem}`", slug="no-such-table", hint=hint)
+            raise UsageError(
+                f"a {self.what} has no table `{path.stem}`", slug="no-such-table", hint=hint
+            )
         return lambda answer, handle: write(getattr(answer, name), ending, handle)
 
     def write_directory(self, answer: object, path: Path, *, force: bool) -> int:
-        """Write all frames as CSV into a directory, as `files.write_directory` does; the size of its files in bytes."""
+        """Write all frames as CSV into a directory, as `files.write_directory` does; the size of
+        its files in bytes.
+        """
 
         def fill(directory: Path) -> None:
             for name in self.tables:
                 with (directory / f"{name}.csv").open("wb") as handle:
                     write(getattr(answer, name), ".csv", handle)
 
-        return sum(file.stat().st_size for file in write_directory(path, fill, TABLE_FILE_PATTERN, force=force))
+        return sum(
+            file.stat().st_size
+            for file in write_directory(path, fill, TABLE_FILE_PATTERN, force=force)
+        )
 
 
 def write_tables(document: ReportDocument, ending: str, directory: Path) -> None:

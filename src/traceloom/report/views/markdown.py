@@ -10,7 +10,14 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from traceloom.report.comparison import build_tables
-from traceloom.report.document import PICTURES, Cells, ReportOptions, Table, format_cell, select_top_rows
+from traceloom.report.document import (
+    PICTURES,
+    Cells,
+    ReportOptions,
+    Table,
+    format_cell,
+    select_top_rows,
+)
 from traceloom.report.labels import fit_name, list_gpu_accounts, merge_notices
 from traceloom.report.run import build
 from traceloom.report.sections import load_core_sections, select_visible_sections
@@ -37,7 +44,9 @@ def render(document: ReportDocument, options: ReportOptions) -> str:
     """The document as GitHub-flavoured Markdown, ended by a line end."""
     head_lines = list(_render_lines(document, options))
     events = sum(entry["events"] for entry in document["inputs"])
-    footer = f"<sub>traceloom {document['traceloom']}, {units.format_quantity(events, 'event')}</sub>"
+    footer = (
+        f"<sub>traceloom {document['traceloom']}, {units.format_quantity(events, 'event')}</sub>"
+    )
     notices = merge_notices(document["notices"], len(document["ranks"]))
     foot_lines = [""] * bool(notices) + [
         f"- {n.severity}: {escape_markdown(n.sentence)}" for n in notices[:_MAX_NOTICES]
@@ -45,13 +54,18 @@ def render(document: ReportDocument, options: ReportOptions) -> str:
     if len(notices) > _MAX_NOTICES:
         foot_lines.append(f"- … and {len(notices) - _MAX_NOTICES} more")
     foot_lines += ["", footer]
-    # One line per section that has something to say; the last ones are left out where there is no room for them.
+    # One line per section that has something to say; the last ones are left out where there is no
+    # room for them.
     summaries = [
         (section.title, section.summary(value))
         for section in select_visible_sections(document)
         if (value := section.value(document))
     ]
-    lines = [f"- **{escape_markdown(title)}**: {escape_markdown(summary)}" for title, summary in summaries if summary]
+    lines = [
+        f"- **{escape_markdown(title)}**: {escape_markdown(summary)}"
+        for title, summary in summaries
+        if summary
+    ]
     lines_left = _MAX_LINES - len(head_lines) - len(foot_lines)
     between = ["", *lines[: lines_left - 1]] if lines and lines_left > 1 else []
     return "\n".join([*head_lines, *between, *foot_lines]) + "\n"
@@ -64,7 +78,9 @@ def escape_markdown(text: str) -> str:
 
 
 def format_code_span(name: str, width: int = _NAME_WIDTH, *, cell: bool = True) -> str:
-    """A name of at most so many characters as a code span that it cannot leave, nor the cell of a table around it."""
+    """A name of at most so many characters as a code span that it cannot leave, nor the cell of a
+    table around it.
+    """
     fitted_name = fit_name(name, width).replace("|", "\\|" if cell else "|")
     fence = "`" * (max((len(run) for run in re.findall("`+", fitted_name)), default=0) + 1)
     pad = " " if fitted_name.startswith("`") or fitted_name.endswith("`") or not fitted_name else ""
@@ -92,19 +108,32 @@ def _render_lines(document: ReportDocument, options: ReportOptions) -> Iterator[
         yield from ("", "| saves | what | advice |", "|--:|---|---|")
     for row in findings:
         if row["list"] == "time":
-            saves = ("≥ " if row["lower_bound"] else "") + units.format_share(row["saving_fraction"] or 0, 1)
+            saves = ("≥ " if row["lower_bound"] else "") + units.format_share(
+                row["saving_fraction"] or 0, 1
+            )
         else:
             saves = units.format_size(row["saving_bytes"])
         titles = [row["title"], *(other["title"] for other in row["alternatives"])]
-        frames = [f"{units.format_duration(frame['time_ns'])} in {HotFrame(**frame)}" for frame in row["frames"]]
+        frames = [
+            f"{units.format_duration(frame['time_ns'])} in {HotFrame(**frame)}"
+            for frame in row["frames"]
+        ]
         host_time_note = f" Host time: {'; '.join(frames)}." if frames else ""
         yield f"| {escape_markdown(saves)} | {escape_markdown('; or, for the same time: '.join(titles))} | {escape_markdown(row['advice'] + host_time_note)} |"
     # The first table of each section that stands in Markdown, without pictures.
     for section in load_core_sections() if not document["runs"] else ():
-        shown_table = next(iter(section.tables(section.value(document))), None) if section.in_markdown else None
+        shown_table = (
+            next(iter(section.tables(section.value(document))), None)
+            if section.in_markdown
+            else None
+        )
         if shown_table is None:
             continue
-        columns = [column for column in shown_table.columns if column.narrow and column.kind not in PICTURES]
+        columns = [
+            column
+            for column in shown_table.columns
+            if column.narrow and column.kind not in PICTURES
+        ]
         rows = select_top_rows(shown_table, options)[:_MAX_ROWS]
         cells = [
             [
@@ -136,29 +165,48 @@ _MAX_COMPARISON_ROWS = 10
 
 def render_comparison_markdown(document: ComparisonDocument) -> str:
     """The document as GitHub-flavoured Markdown, ended by a line end."""
-    base, new = (format_code_span(side["name"], cell=False) for side in (document["base"], document["new"]))
+    base, new = (
+        format_code_span(side["name"], cell=False) for side in (document["base"], document["new"])
+    )
     lines = [f"### Traceloom: {base} → {new}", ""]
     lines.append(f"**{escape_markdown(document['sentence'])}**")
     for data_table in build_tables(document):
         # What differs, and what the step consists of, is never cut short.
-        max_rows = len(data_table.rows) if data_table.key in ("diff-conditions", "diff-parts") else _MAX_COMPARISON_ROWS
-        lines += render_markdown_table(data_table, max_rows, all_columns=data_table.key == "diff-conditions")
+        max_rows = (
+            len(data_table.rows)
+            if data_table.key in ("diff-conditions", "diff-parts")
+            else _MAX_COMPARISON_ROWS
+        )
+        lines += render_markdown_table(
+            data_table, max_rows, all_columns=data_table.key == "diff-conditions"
+        )
     return "\n".join([*lines, "", f"<sub>traceloom {document['traceloom']}</sub>"]) + "\n"
 
 
-def render_markdown_table(declared: Table, max_rows: int, *, all_columns: bool = False) -> Iterator[str]:
-    """A declared table: at most so many rows, all its columns where `all_columns`, else the narrow ones."""
+def render_markdown_table(
+    declared: Table, max_rows: int, *, all_columns: bool = False
+) -> Iterator[str]:
+    """A declared table: at most so many rows, all its columns where `all_columns`, else the narrow
+    ones.
+    """
     # The first column is text, so what a row is about stands first.
-    columns = sorted((column for column in declared.columns if column.narrow), key=lambda column: column.kind != "name")
+    columns = sorted(
+        (column for column in declared.columns if column.narrow),
+        key=lambda column: column.kind != "name",
+    )
     columns = list(declared.columns) if all_columns else columns
     rows = [
         [
-            (format_code_span if column.kind == "name" else escape_markdown)(format_cell(column, row.get(column.key)))
+            (format_code_span if column.kind == "name" else escape_markdown)(
+                format_cell(column, row.get(column.key))
+            )
             for column in columns
         ]
         for row in declared.rows[:max_rows]
     ]
-    yield from render_table(f"{declared.title}: {columns[0].title}", [column.title for column in columns[1:]], rows)
+    yield from render_table(
+        f"{declared.title}: {columns[0].title}", [column.title for column in columns[1:]], rows
+    )
     if len(declared.rows) > max_rows:
         yield f"| … and {len(declared.rows) - max_rows} more |{' |' * (len(columns) - 1)}"
 
@@ -203,22 +251,37 @@ class DisplayedReport:
                 cells = "".join(
                     f'<div title="{_escape_html(f"{label}: {units.format_duration(ns)}, {units.format_share(ns, total_ns)}")}" '
                     f'style="width:{100 * ns / total_ns:.3f}%;background:{color}"></div>'
-                    for label, ns, color in ((label, times[key], color) for label, key, color in _COLORS)
+                    for label, ns, color in (
+                        (label, times[key], color) for label, key, color in _COLORS
+                    )
                 )
-                name = f"rank {'?' if rank['rank'] is None else rank['rank']}, GPU {device['device']}"
-                text = ", ".join(f"{label} {units.format_share(times[key], total_ns)}" for label, key, _ in _COLORS)
+                name = (
+                    f"rank {'?' if rank['rank'] is None else rank['rank']}, GPU {device['device']}"
+                )
+                text = ", ".join(
+                    f"{label} {units.format_share(times[key], total_ns)}"
+                    for label, key, _ in _COLORS
+                )
                 parts.append(
                     f"<div>{_escape_html(f'{name}: {text}')}</div>"
                     f'<div style="display:flex;height:1em;max-width:50em;margin-bottom:.5em">{cells}</div>'
                 )
         parts.append(
-            _render_html_table("GPU work", self.document["kernels"], ("total_ns", "mean_ns"), self.options.top)
+            _render_html_table(
+                "GPU work", self.document["kernels"], ("total_ns", "mean_ns"), self.options.top
+            )
         )
         parts.append(
-            _render_html_table("Operators", self.document["operators"], ("self_ns", "total_ns"), self.options.top)
+            _render_html_table(
+                "Operators", self.document["operators"], ("self_ns", "total_ns"), self.options.top
+            )
         )
-        notices = "".join(f"<li>{_escape_html(notice['message'])}</li>" for notice in self.document["notices"])
-        return "".join(parts) + (f"<details><summary>Notices</summary><ul>{notices}</ul></details>" if notices else "")
+        notices = "".join(
+            f"<li>{_escape_html(notice['message'])}</li>" for notice in self.document["notices"]
+        )
+        return "".join(parts) + (
+            f"<details><summary>Notices</summary><ul>{notices}</ul></details>" if notices else ""
+        )
 
 
 def show(session: Session, options: ReportOptions | None = None) -> DisplayedReport:
@@ -235,7 +298,9 @@ def _escape_html(text: str) -> str:
     return escape(sanitize(text))
 
 
-def _render_html_table(title: str, rows: Sequence[Cells], columns: tuple[str, ...], top: int) -> str:
+def _render_html_table(
+    title: str, rows: Sequence[Cells], columns: tuple[str, ...], top: int
+) -> str:
     if not rows:
         return ""
     head = "".join(f"<th>{column.removesuffix('_ns')}</th>" for column in columns)

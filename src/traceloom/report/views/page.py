@@ -1,7 +1,8 @@
 """A document as one HTML file: frame, navigation, sections, which ranks are shown one by one.
 
-A page with every event of every rank of a large job would be slow and large, and nobody looks at sixty timelines. It
-shows the rank to blame, the slowest, the median and the fastest one, in one step, and says the command for any other.
+A page with every event of every rank of a large job would be slow and large, and nobody looks at
+sixty timelines. It shows the rank to blame, the slowest, the median and the fastest one, in one
+step, and says the command for any other.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ if TYPE_CHECKING:
 
 MAX_DETAILED_RANKS = 8  # up to here every rank is shown
 MAX_DETAILED_EVENTS = 1_000_000  # of all ranks together
-_SLOW_STEP_RATIO = 1.1  # of the median step: from here on the slowest step is shown, below it the median one
+_SLOW_STEP_RATIO = (
+    1.1  # of the median step: from here on the slowest step is shown, below it the median one
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +69,36 @@ class DetailedRanks:
         """These ranks, cut to the step."""
         traces = (complete_session.traces[position] for position in self.positions)
         selected_traces = tuple(
-            trace if self.step is None else cut_trace_to_steps(trace, (self.step, self.step)) for trace in traces
+            trace if self.step is None else cut_trace_to_steps(trace, (self.step, self.step))
+            for trace in traces
         )
         return replace(complete_session, traces=selected_traces)
 
     def document(self, complete_document: ReportDocument) -> ReportDocument:
         """The document with only these ranks in what is told rank by rank."""
-        return {**complete_document, "ranks": [complete_document["ranks"][position] for position in self.positions]}
+        return {
+            **complete_document,
+            "ranks": [complete_document["ranks"][position] for position in self.positions],
+        }
 
     def sentence(self, document: ReportDocument) -> str:
         """What is shown, and how to see the rest; plain text, the command between backticks."""
         ranks = document["ranks"]
-        rank_list = "; ".join(f"{format_rank_name(ranks[k], k)} ({self.roles[k]})" for k in self.positions)
-        step = "" if self.step is None else f", step {self.step} ({'the slowest' if self.unusual else 'a usual one'})"
+        rank_list = "; ".join(
+            f"{format_rank_name(ranks[k], k)} ({self.roles[k]})" for k in self.positions
+        )
+        step = (
+            ""
+            if self.step is None
+            else f", step {self.step} ({'the slowest' if self.unusual else 'a usual one'})"
+        )
         other = next(
-            (r["rank"] for k, r in enumerate(ranks) if k not in self.positions and r.get("rank") is not None), 0
+            (
+                r["rank"]
+                for k, r in enumerate(ranks)
+                if k not in self.positions and r.get("rank") is not None
+            ),
+            0,
         )
         input_path = shlex.quote(str(document.get("name") or "DIR"))
         steps = "" if self.step is None else f" --steps {self.step}"
@@ -112,21 +130,33 @@ def choose(document: ReportDocument, session: Session) -> DetailedRanks | None:
     # The rank that most of the waiting for other ranks goes back to, where that is known.
     across = document.get("across_ranks")
     blamed_rank = (
-        max(across["ranks"], key=lambda row: (row["root_ns"], row["blame_ns"]), default=None) if across else None
+        max(across["ranks"], key=lambda row: (row["root_ns"], row["blame_ns"]), default=None)
+        if across
+        else None
     )
     if blamed_rank and (blamed_rank["root_ns"] or blamed_rank["blame_ns"]):
-        culprit = next((k for k, rank in enumerate(ranks) if rank["rank"] == blamed_rank["rank"]), None)
+        culprit = next(
+            (k for k, rank in enumerate(ranks) if rank["rank"] == blamed_rank["rank"]), None
+        )
         if culprit is not None:
             roles[culprit] = "the others wait for it most"
-    for position, role in ((order[-1], "computes longest"), (order[len(order) // 2], "median"), (order[0], "shortest")):
+    for position, role in (
+        (order[-1], "computes longest"),
+        (order[len(order) // 2], "median"),
+        (order[0], "shortest"),
+    ):
         roles[position] = f"{roles[position]}, {role}" if position in roles else role
     return DetailedRanks(tuple(roles), roles, step, unusual)
 
 
 def _choose_step(ranks: list[RankRow]) -> tuple[int | None, bool]:
-    """The step to show, and whether it is the slowest: by the longest of all ranks, whole steps before cut ones."""
+    """The step to show, and whether it is the slowest: by the longest of all ranks, whole steps
+    before cut ones.
+    """
     lengths: dict[int, int] = {}
-    for steps in ([s for s in rank.get("steps") or [] if s.get("complete", True)] for rank in ranks):
+    for steps in (
+        [s for s in rank.get("steps") or [] if s.get("complete", True)] for rank in ranks
+    ):
         for step in steps:
             lengths[step["step"]] = max(lengths.get(step["step"], 0), step["duration_ns"])
     if not lengths:
@@ -139,14 +169,42 @@ def _choose_step(ranks: list[RankRow]) -> tuple[int | None, bool]:
 
 # In the order of their imports: a script only uses what stands before it.
 SCRIPTS = (
-    "state.js", "units.js", "element.js", "inflate.js", "unpack.js", "levels.js", "events.js", "palette.js", "scale.js",
-    "draw.js", "tracks.js", "rows.js", "overview.js", "pace.js", "path.js", "sides.js", "timeline.js", "gestures.js",
-    "details.js", "search.js", "links.js", "cells.js", "tables.js", "icicle.js", "curve.js", "owners.js", "views.js",
-    "lookup.js", "page.js", "main.js",
-)  # fmt: skip
+    "state.js",
+    "units.js",
+    "element.js",
+    "inflate.js",
+    "unpack.js",
+    "levels.js",
+    "events.js",
+    "palette.js",
+    "scale.js",
+    "draw.js",
+    "tracks.js",
+    "rows.js",
+    "overview.js",
+    "pace.js",
+    "path.js",
+    "sides.js",
+    "timeline.js",
+    "gestures.js",
+    "details.js",
+    "search.js",
+    "links.js",
+    "cells.js",
+    "tables.js",
+    "icicle.js",
+    "curve.js",
+    "owners.js",
+    "views.js",
+    "lookup.js",
+    "page.js",
+    "main.js",
+)
 STYLES = ("colours.css", "page.css", "views.css", "timeline.css", "print.css")
 _IMPORT = re.compile(r'^import [^;]*? from "\./[a-z]+\.js";\n', re.MULTILINE)
-_COMMENTS_AND_INDENTATION = re.compile(r"^(?: *//.*\n|[ \n]+)", re.MULTILINE)  # comments, indentation, empty lines
+_COMMENTS_AND_INDENTATION = re.compile(
+    r"^(?: *//.*\n|[ \n]+)", re.MULTILINE
+)  # comments, indentation, empty lines
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let) )", re.MULTILINE)
 
 
@@ -181,7 +239,8 @@ def render_page(
     """
     # All modules in one script: their imports and exports resolve to names of one shared scope.
     modules = [
-        _COMMENTS_AND_INDENTATION.sub("", _EXPORT.sub("", _IMPORT.sub("", read_asset(module)))) for module in SCRIPTS
+        _COMMENTS_AND_INDENTATION.sub("", _EXPORT.sub("", _IMPORT.sub("", read_asset(module))))
+        for module in SCRIPTS
     ]
     script = '(() => {\n"use strict";\n' + "\n".join(modules) + "})();\n"
     theme = read_asset("theme.js")
@@ -203,7 +262,9 @@ def render_page(
         data=data,
         script=script,
     )
-    return page.encode("utf-8", "replace").decode("utf-8")  # names from JSON may hold halves of surrogate pairs
+    return page.encode("utf-8", "replace").decode(
+        "utf-8"
+    )  # names from JSON may hold halves of surrogate pairs
 
 
 def list_sections(sections: Iterable[tuple[str, str, str, str]]) -> dict[str, str]:
@@ -216,7 +277,9 @@ def list_sections(sections: Iterable[tuple[str, str, str, str]]) -> dict[str, st
 
 
 def render_key_numbers(items: Iterable[tuple[str, str, str, str]]) -> str:
-    """The numbers at the head of a page: label, value, exact value for hovering (empty: it is exact), what it is of."""
+    """The numbers at the head of a page: label, value, exact value for hovering (empty: it is
+    exact), what it is of.
+    """
     html = ""
     for label, value, exact, detail in items:
         title = f' title="{escape_html(exact)}"' if exact else ""
@@ -226,8 +289,12 @@ def render_key_numbers(items: Iterable[tuple[str, str, str, str]]) -> str:
 
 def render_rank_selector(names: Sequence[str]) -> str:
     """The choice between the ranks that are shown one by one; nothing for a single one."""
-    options = "".join(f'<option value="{k}">{escape_html(name)}</option>' for k, name in enumerate(names))
-    label = f'<label class="rank">Show <select id="rank" aria-label="Rank">{options}</select></label>'
+    options = "".join(
+        f'<option value="{k}">{escape_html(name)}</option>' for k, name in enumerate(names)
+    )
+    label = (
+        f'<label class="rank">Show <select id="rank" aria-label="Rank">{options}</select></label>'
+    )
     return label if len(names) > 1 else ""
 
 
@@ -251,7 +318,9 @@ def build_content_security_policy(scripts: list[str], style: str) -> str:
 def render_section(identity: str, title: str, note: str, body: str) -> str:
     """A section of the page; one line where its body only says why it is missing."""
     is_missing = is_missing_section(body)
-    class_attribute, note_html = (' class="missing"', body) if is_missing else ("", f'<p class="quiet">{note}</p>')
+    class_attribute, note_html = (
+        (' class="missing"', body) if is_missing else ("", f'<p class="quiet">{note}</p>')
+    )
     return (
         f'<section{class_attribute} id="{identity}" aria-labelledby="{identity}-title"><header><h2 id="{identity}-title">{title}'
         f"</h2>{note_html}</header>{'' if is_missing else body}</section>"
@@ -268,7 +337,9 @@ _MIN_FOLDED_SECTIONS = 2  # sections without anything to show that stand as they
 
 @dataclass(frozen=True, slots=True)
 class PageSection:
-    """One section: key in the report, id in the page, title, how to read it, body, its main figure in a sentence."""
+    """One section: key in the report, id in the page, title, how to read it, body, its main figure
+    in a sentence.
+    """
 
     key: str
     anchor: str
@@ -324,7 +395,9 @@ def build_views(sections: Iterable[PageSection]) -> list[PageView]:
         members = [sections_by_key[key] for key in keys if key in sections_by_key]
         if members:
             empty = [section for section in members if is_missing_section(section.body)]
-            out.append(PageView(title, [section for section in members if section not in empty], empty))
+            out.append(
+                PageView(title, [section for section in members if section not in empty], empty)
+            )
     return out
 
 
@@ -333,7 +406,9 @@ def render_navigation(pages: Iterable[PageView]) -> str:
     out = []
     for view in pages:
         quiet = "" if view.shown else ' class="empty" title="Nothing was recorded for it"'
-        section_links = "".join(f'<a href="#{view.key}/{section.anchor}">{section.title}</a>' for section in view.shown)
+        section_links = "".join(
+            f'<a href="#{view.key}/{section.anchor}">{section.title}</a>' for section in view.shown
+        )
         out.append(
             f'<a href="#{view.key}" data-view="{view.key}"{quiet}>{view.title}</a>'
             f'<div class="inside" data-of="{view.key}" hidden>{section_links}</div>'
@@ -363,7 +438,10 @@ def render_summaries(pages: Iterable[PageView]) -> str:
     if not out:
         return ""
     return render_section(
-        "in-short", "In short", "What the other views say.", f'<div class="short">{"".join(out)}</div>'
+        "in-short",
+        "In short",
+        "What the other views say.",
+        f'<div class="short">{"".join(out)}</div>',
     )
 
 
@@ -371,7 +449,9 @@ MAX_RANK_SECTIONS = 64  # whose own tables stand in the page
 _MAX_ROWS_MANY_RANKS = 500  # of one table, where the page is about many ranks
 
 
-def build_sections(document: ReportDocument, detailed: ReportDocument, reasons: Reasons) -> Iterator[PageSection]:
+def build_sections(
+    document: ReportDocument, detailed: ReportDocument, reasons: Reasons
+) -> Iterator[PageSection]:
     """The sections that were made; of many ranks, tables have fewer rows of each.
 
     Args:
@@ -383,43 +463,67 @@ def build_sections(document: ReportDocument, detailed: ReportDocument, reasons: 
         anchor = section.anchor or section.key.replace("_", "-")
         summary = section.summary(value) if (value := section.value(document)) else None
         if summary:
-            summary = summary[0].upper() + summary[1:] + ("" if summary.endswith((".", "!", "?")) else ".")
+            summary = (
+                summary[0].upper()
+                + summary[1:]
+                + ("" if summary.endswith((".", "!", "?")) else ".")
+            )
         body = _render_body(section, document, detailed, reasons, summary or "")
         yield PageSection(section.key, anchor, section.title, section.note, body, summary or "")
 
 
 def _render_body(
-    section: Section[Any, Any], document: ReportDocument, detailed: ReportDocument, reasons: Reasons, summary: str
+    section: Section[Any, Any],
+    document: ReportDocument,
+    detailed: ReportDocument,
+    reasons: Reasons,
+    summary: str,
 ) -> str:
     max_rows = MAX_ROWS if detailed is document else _MAX_ROWS_MANY_RANKS
     value, shown_value = section.value(document), section.value(detailed)
     tables = [t for t in section.tables(value) if t.position is None] if value else []
-    rank_tables = [t for t in section.tables(shown_value) if t.position is not None] if shown_value else []
+    rank_tables = (
+        [t for t in section.tables(shown_value) if t.position is not None] if shown_value else []
+    )
     picture = section.picture(shown_value) if shown_value else ""
     if not tables and not rank_tables and not picture:
         # Why the section is missing, else why something that would stand in it is.
         path = section.path or section.key
-        paths = [entry["path"] for entry in document.get("absent") or [] if entry["path"].startswith(path)]
+        paths = [
+            entry["path"]
+            for entry in document.get("absent") or []
+            if entry["path"].startswith(path)
+        ]
         if section.nothing and path not in paths:
             return f'<p class="quiet">{section.nothing}</p>'
         return reasons.line(path if path in paths else next(iter(paths), path), section.title)
     body = (f'<p class="sentence">{render_inline_code(summary)}</p>' if summary else "") + picture
     if tables:
-        body += render_titled_table(tables[0], reasons, max_rows, standalone=len(tables) == 1 and not rank_tables)
+        body += render_titled_table(
+            tables[0], reasons, max_rows, standalone=len(tables) == 1 and not rank_tables
+        )
     for table in tables[1:]:  # lines that unfold
         size = f"{units.format_count(len(table.rows))} {'row' if len(table.rows) == 1 else 'rows'}"
-        head = f'<summary><h3>{escape(table.title)}</h3> <span class="quiet">{size}</span></summary>'
-        body += (
-            f'<details class="fold">{head}{render_titled_table(table, reasons, max_rows, standalone=True)}</details>'
+        head = (
+            f'<summary><h3>{escape(table.title)}</h3> <span class="quiet">{size}</span></summary>'
         )
+        body += f'<details class="fold">{head}{render_titled_table(table, reasons, max_rows, standalone=True)}</details>'
     for position, rank in enumerate(detailed["ranks"][:MAX_RANK_SECTIONS] if rank_tables else ()):
         own_tables = [table for table in rank_tables if table.position == position]
-        content = "".join(render_titled_table(table, reasons, max_rows, standalone=not tables) for table in own_tables)
+        content = "".join(
+            render_titled_table(table, reasons, max_rows, standalone=not tables)
+            for table in own_tables
+        )
         if not own_tables:
             content = reasons.line(
-                section.path or section.key, f"{section.title} of {format_rank_name(rank, position)}"
+                section.path or section.key,
+                f"{section.title} of {format_rank_name(rank, position)}",
             )
-        body += content if len(detailed["ranks"]) == 1 else f'<div data-of-rank="{position}">{content}</div>'
+        body += (
+            content
+            if len(detailed["ranks"]) == 1
+            else f'<div data-of-rank="{position}">{content}</div>'
+        )
     if definition := section.definition(value):
         body += f'<details class="definition"><summary>How it is counted</summary>{definition}</details>'
     return body
@@ -431,17 +535,23 @@ def render_titled_table(
     """One table with its picture; with heading unless it stands alone in its section."""
     head = "" if standalone else f"<h3>{escape(data_table.title)}</h3>"
     note = f'<p class="quiet">{render_inline_code(data_table.note)}</p>' if data_table.note else ""
-    unknown_reasons = {**(reasons.columns(data_table.path) if data_table.path else {}), **(data_table.unknown or {})}
+    unknown_reasons = {
+        **(reasons.columns(data_table.path) if data_table.path else {}),
+        **(data_table.unknown or {}),
+    }
     figure = render_html_table(
-        data_table.key, data_table.columns, data_table.rows, unknown_reasons, data_table.title, max_rows=max_rows
+        data_table.key,
+        data_table.columns,
+        data_table.rows,
+        unknown_reasons,
+        data_table.title,
+        max_rows=max_rows,
     )
     return head + note + data_table.picture + figure
 
 
 _MAX_KEY_NUMBERS = 4
-_ABOUT_FINDINGS = (
-    "What each fix saves by re-timing the linked graph, with the fixes above it applied; savings do not overlap."
-)
+_ABOUT_FINDINGS = "What each fix saves by re-timing the linked graph, with the fixes above it applied; savings do not overlap."
 
 
 def render_report_page(document: ReportDocument, session: Session) -> str:
@@ -463,7 +573,11 @@ def render_report_page(document: ReportDocument, session: Session) -> str:
         curves = (document.get("memory") or {}).get("curve") or []
         epoch_ns = int(document["epoch_ns"]) if document.get("epoch_ns") else drawn_session.epoch_ns
         view = timeline.build(
-            add_overlay(drawn_session), communication, curves, path=document.get("critical_path"), epoch_ns=epoch_ns
+            add_overlay(drawn_session),
+            communication,
+            curves,
+            path=document.get("critical_path"),
+            epoch_ns=epoch_ns,
         )
     note = (
         ""
@@ -475,7 +589,9 @@ def render_report_page(document: ReportDocument, session: Session) -> str:
         events = note + read_asset("timeline.html")
         if view.omitted:
             largest_first = sorted(view.omitted.items(), key=lambda pair: -pair[1])
-            kinds = ", ".join(f"{units.format_count(number)} {kind}" for kind, number in largest_first)
+            kinds = ", ".join(
+                f"{units.format_count(number)} {kind}" for kind, number in largest_first
+            )
             events += (
                 f'<p class="quiet">The timeline shows {units.format_count(view.shown)} events. The shortest ones are left out '
                 f"to keep the page small ({escape(kinds)}); every table and number counts them. "
@@ -483,8 +599,15 @@ def render_report_page(document: ReportDocument, session: Session) -> str:
             )
     first, *other_views = build_views(_render_sections(document, detailed, reasons, events))
     name = document.get("name") or session.name
-    version, epoch = escape_html(document.get("traceloom", "")), escape_html(document.get("epoch_ns", ""))
-    versions = {f"{k} {v}" for entry in document.get("inputs") or [] for k, v in (entry.get("versions") or {}).items()}
+    version, epoch = (
+        escape_html(document.get("traceloom", "")),
+        escape_html(document.get("epoch_ns", "")),
+    )
+    versions = {
+        f"{k} {v}"
+        for entry in document.get("inputs") or []
+        for k, v in (entry.get("versions") or {}).items()
+    }
     recorded = escape_html(", ".join(sorted(versions))) or "no versions named in the files"
     return render_page(
         title=f"{name} – Traceloom",
@@ -511,7 +634,9 @@ def _render_sections(
     document: ReportDocument, detailed: ReportDocument, reasons: Reasons, events: str
 ) -> list[PageSection]:
     """All sections, in no order; `detailed` has the ranks that are shown one by one."""
-    data = page_head.render_notices(document["notices"], reasons) + page_head.render_inputs(document, reasons)
+    data = page_head.render_notices(document["notices"], reasons) + page_head.render_inputs(
+        document, reasons
+    )
     about_data = "What was read, and what to know about it."
     if document.get("runs"):
         runs = page_head.render_runs(document, reasons)
@@ -522,9 +647,13 @@ def _render_sections(
     ranked = page_head.render_findings(document, reasons)
     return [
         PageSection("findings", "findings", "What to fix first", _ABOUT_FINDINGS, ranked),
-        PageSection("timeline", "timeline", "Timeline", "Every event of every thread and stream.", events),
+        PageSection(
+            "timeline", "timeline", "Timeline", "Every event of every thread and stream.", events
+        ),
         *build_sections(document, detailed, reasons),
-        PageSection("data", "data", "Data", about_data, data + page_head.render_capture(document, reasons)),
+        PageSection(
+            "data", "data", "Data", about_data, data + page_head.render_capture(document, reasons)
+        ),
     ]
 
 
@@ -538,8 +667,13 @@ def render(document: MemoryDocument) -> str:
     reasons = Reasons(document["absent"])
     ranks = document["ranks"]
     named_entries = [(format_rank_name(entry, k), entry) for k, entry in enumerate(ranks)]
-    highest = sorted(range(len(ranks)), key=lambda k: -max((m["peak_bytes"] for m in ranks[k]["memories"]), default=0))
-    visible = [named_entries[k] for k in sorted(highest[:MAX_MEMORY_RANKS])]  # one by one, in their own order
+    highest = sorted(
+        range(len(ranks)),
+        key=lambda k: -max((m["peak_bytes"] for m in ranks[k]["memories"]), default=0),
+    )
+    visible = [
+        named_entries[k] for k in sorted(highest[:MAX_MEMORY_RANKS])
+    ]  # one by one, in their own order
     numbers = ""
     if memories := [(entry, memory) for entry in ranks for memory in entry["memories"]]:
         entry, largest_memory = max(memories, key=lambda pair: int(pair[1]["peak_bytes"]))
@@ -550,13 +684,21 @@ def render(document: MemoryDocument) -> str:
         )
         total_bytes = max(sum(row["bytes"] for row in largest_memory["categories"]), 1)
         peak_location = (
-            "outside all steps" if largest_memory["peak_step"] is None else f"in step {largest_memory['peak_step']}"
+            "outside all steps"
+            if largest_memory["peak_step"] is None
+            else f"in step {largest_memory['peak_step']}"
         )
         grows = sum(row["bytes_per_step"] for row in largest_memory["growth"])
-        growth = (units.format_size(round(grows)), "per step") if grows else ("nothing", "from step to step")
+        growth = (
+            (units.format_size(round(grows)), "per step")
+            if grows
+            else ("nothing", "from step to step")
+        )
         if explain_unknown_growth(entry) is not None:
             growth = ("unknown", f"without {MIN_STEPS + 1} steps")
-        allocations = f"after {units.format_quantity(largest_memory['allocation_count'], 'allocation')}"
+        allocations = (
+            f"after {units.format_quantity(largest_memory['allocation_count'], 'allocation')}"
+        )
         shown_numbers = (
             (
                 "Peak",
@@ -564,10 +706,16 @@ def render(document: MemoryDocument) -> str:
                 f"{format_memory_name(largest_memory)}, {peak_location}",
             ),
             ("At the end", units.format_size(largest_memory["end_bytes"]), allocations),
-            ("Told what it is for", units.format_share(attributed, total_bytes), "of the bytes at the instant shown"),
+            (
+                "Told what it is for",
+                units.format_share(attributed, total_bytes),
+                "of the bytes at the instant shown",
+            ),
             ("Grows", *growth),
         )
-        numbers = render_key_numbers((label, value, "", detail) for label, value, detail in shown_numbers)
+        numbers = render_key_numbers(
+            (label, value, "", detail) for label, value, detail in shown_numbers
+        )
     name = str(document["name"])
     return render_page(
         title=f"{document['sentence']} – {name}",
@@ -589,7 +737,12 @@ def _render_memory_sections(
 ) -> Iterator[RenderedSection]:
     if document["out_of_memory"]:
         body = "".join(_render_out_of_memory(document, reasons))
-        yield "out-of-memory", "Out of memory", "Who held it when it ran out, and what to try.", body
+        yield (
+            "out-of-memory",
+            "Out of memory",
+            "Who held it when it ran out, and what to try.",
+            body,
+        )
     if not visible:
         yield "memory", "Memory", "", reasons.line("ranks", "Memory")
     else:
@@ -602,27 +755,80 @@ def _render_memory_sections(
             else instant_label
         )
         unknown_reasons = reasons.columns("memories[*].largest")
-        section_makers: list[tuple[str, str, str, Callable[[MemoryMemoryRow, MemoryRankRow, str], str]]] = [
-            ("over-time", "Over time", "Click the curve, or use the arrow keys on it.",
-             lambda memory, entry, _key: render_memory_figure(
-                 memory["curve"], entry["steps"], label=f"{format_memory_name(memory)} over time",
-                 chosen_ns=None if document["at"] == "peak" else memory["instant"]["time_ns"],
-             )
-             + (f'<p class="quiet">{escape_html(state)}.</p>' if (state := tables.describe_allocator(memory)) else "")),
-            ("scopes", "Scopes", f"Who holds what at {escape_html(instant_label)}; each row holds the indented ones below it.",
-             lambda memory, _entry, key: render_titled_table(tables.build_scopes_table(memory, key), reasons)),
-            ("modules", "Modules", "The part of the model: parameters with their gradients and states too.",
-             lambda memory, _entry, key: render_titled_table(tables.build_modules_table(memory, key), reasons)),
-            ("categories", "Categories", "What it is for, and how that is known.",
-             lambda memory, _entry, key: render_titled_table(tables.build_categories_table(memory, key), reasons)),
-            ("largest", "Largest allocations", f"The largest blocks alive at {escape_html(instant_label)}.",
-             lambda memory, _entry, key: render_titled_table(tables.build_largest_table(memory, key, unknown_reasons), reasons)),
-            ("growth", "Growth", "Made in a step and never freed, step after step: a leak, or a cache.",
-             lambda memory, entry, key: _render_growth(memory, entry, key, reasons)),
-            ("activations", "Activations", "What checkpointing a module would free, and cost.",
-             lambda memory, _entry, key: render_titled_table(replace(tables.build_activations_table(memory, key), note=""), reasons)
-             if memory["activations"] else '<p class="quiet">No activations are alive at this instant.</p>'),
-        ]  # fmt: skip
+        section_makers: list[
+            tuple[str, str, str, Callable[[MemoryMemoryRow, MemoryRankRow, str], str]]
+        ] = [
+            (
+                "over-time",
+                "Over time",
+                "Click the curve, or use the arrow keys on it.",
+                lambda memory, entry, _key: (
+                    render_memory_figure(
+                        memory["curve"],
+                        entry["steps"],
+                        label=f"{format_memory_name(memory)} over time",
+                        chosen_ns=None
+                        if document["at"] == "peak"
+                        else memory["instant"]["time_ns"],
+                    )
+                    + (
+                        f'<p class="quiet">{escape_html(state)}.</p>'
+                        if (state := tables.describe_allocator(memory))
+                        else ""
+                    )
+                ),
+            ),
+            (
+                "scopes",
+                "Scopes",
+                f"Who holds what at {escape_html(instant_label)}; each row holds the indented ones below it.",
+                lambda memory, _entry, key: render_titled_table(
+                    tables.build_scopes_table(memory, key), reasons
+                ),
+            ),
+            (
+                "modules",
+                "Modules",
+                "The part of the model: parameters with their gradients and states too.",
+                lambda memory, _entry, key: render_titled_table(
+                    tables.build_modules_table(memory, key), reasons
+                ),
+            ),
+            (
+                "categories",
+                "Categories",
+                "What it is for, and how that is known.",
+                lambda memory, _entry, key: render_titled_table(
+                    tables.build_categories_table(memory, key), reasons
+                ),
+            ),
+            (
+                "largest",
+                "Largest allocations",
+                f"The largest blocks alive at {escape_html(instant_label)}.",
+                lambda memory, _entry, key: render_titled_table(
+                    tables.build_largest_table(memory, key, unknown_reasons), reasons
+                ),
+            ),
+            (
+                "growth",
+                "Growth",
+                "Made in a step and never freed, step after step: a leak, or a cache.",
+                lambda memory, entry, key: _render_growth(memory, entry, key, reasons),
+            ),
+            (
+                "activations",
+                "Activations",
+                "What checkpointing a module would free, and cost.",
+                lambda memory, _entry, key: (
+                    render_titled_table(
+                        replace(tables.build_activations_table(memory, key), note=""), reasons
+                    )
+                    if memory["activations"]
+                    else '<p class="quiet">No activations are alive at this instant.</p>'
+                ),
+            ),
+        ]
         for key, title, note, make in section_makers:
             parts = []
             for position, (name, entry) in enumerate(visible):
@@ -633,7 +839,9 @@ def _render_memory_sections(
                     + make(m, entry, f"{key}-{position}-{k}")
                     for k, m in enumerate(memories)
                 )
-                parts.append(f'<div{only} data-rank-name="{escape_html(name)}">{"".join(bodies)}</div>')
+                parts.append(
+                    f'<div{only} data-rank-name="{escape_html(name)}">{"".join(bodies)}</div>'
+                )
             yield key, title, note, "".join(parts)
         lives = [
             render_titled_table(tables.build_lifetimes_table(entry, f"lifetimes-{k}"), reasons)
@@ -641,10 +849,16 @@ def _render_memory_sections(
         ]
         if len(lives) > 1:
             lives = [f'<div data-of-rank="{k}">{body}</div>' for k, body in enumerate(lives)]
-        yield "lifetimes", "Lifetimes", "How long blocks live, of those made and freed here.", "".join(lives)
+        yield (
+            "lifetimes",
+            "Lifetimes",
+            "How long blocks live, of those made and freed here.",
+            "".join(lives),
+        )
     if len(document["ranks"]) > 1:
         job = "".join(
-            f'<p class="quiet">{escape_html(description)}</p>' for description in tables.describe_job(document)
+            f'<p class="quiet">{escape_html(description)}</p>'
+            for description in tables.describe_job(document)
         )
         yield (
             "ranks",
@@ -652,10 +866,17 @@ def _render_memory_sections(
             "The peak of every memory.",
             job + render_titled_table(tables.build_ranks_table(document), reasons),
         )
-    yield "data", "Data", "What to know about the data.", page_head.render_notices(document["notices"], reasons)
+    yield (
+        "data",
+        "Data",
+        "What to know about the data.",
+        page_head.render_notices(document["notices"], reasons),
+    )
 
 
-def _render_growth(memory: MemoryMemoryRow, entry: MemoryRankRow, key: str, reasons: Reasons) -> str:
+def _render_growth(
+    memory: MemoryMemoryRow, entry: MemoryRankRow, key: str, reasons: Reasons
+) -> str:
     if (reason := explain_unknown_growth(entry)) is not None:
         return f'<p class="quiet">What grows from step to step cannot be determined: {escape_html(reason)}.</p>'
     grown = tables.build_growth_table(memory, key, reasons.columns("memories[*].growth"))
@@ -669,17 +890,29 @@ def _render_out_of_memory(document: MemoryDocument, reasons: Reasons) -> Iterato
     entries = document["out_of_memory"]
     for number, entry in enumerate(entries[:_MAX_OUT_OF_MEMORY]):
         rank = "" if entry["rank"] is None else f"rank {entry['rank']}: "
-        request = "" if entry["asked_bytes"] is None else f"{units.format_size(entry['asked_bytes'])} were asked for, "
+        request = (
+            ""
+            if entry["asked_bytes"] is None
+            else f"{units.format_size(entry['asked_bytes'])} were asked for, "
+        )
         step = "" if entry["step"] is None else f", in step {entry['step']}"
         yield f"<h3>{escape_html(rank)}{escape_html(request)}{units.format_size(entry['bytes'])} were alive{escape_html(step)}</h3>"
         if entry["where"]:
             yield f'<p class="quiet">at <code>{escape_html(entry["where"])}</code></p>'
         if entry["advice"]:
-            columns = [Col("bytes", "Frees up to", "bytes"), Col("text", "What to try first"), Col("why", "Because")]
+            columns = [
+                Col("bytes", "Frees up to", "bytes"),
+                Col("text", "What to try first"),
+                Col("why", "Because"),
+            ]
             unknown = {"bytes": "how much it frees is not known"}
-            advice = Table(f"advice-{number}", "What to try first", columns, entry["advice"], unknown=unknown)
+            advice = Table(
+                f"advice-{number}", "What to try first", columns, entry["advice"], unknown=unknown
+            )
             yield render_titled_table(advice, reasons)
-        yield render_titled_table(tables.build_out_of_memory_table(entry, f"alive-{number}"), reasons)
+        yield render_titled_table(
+            tables.build_out_of_memory_table(entry, f"alive-{number}"), reasons
+        )
         if entry["stack"]:
             frames = [{"frame": frame} for frame in reversed(entry["stack"])]
             columns = [Col("frame", "Stack, the innermost frame first", "name")]

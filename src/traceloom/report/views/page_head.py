@@ -42,7 +42,11 @@ class Reasons:
     def columns(self, path: str) -> dict[str, str]:
         """Why single columns of the rows at `path` are unknown, by key."""
         start = f"{path}[*]."
-        return {key[len(start) :]: reason for key, reason in self._reasons.items() if key.startswith(start)}
+        return {
+            key[len(start) :]: reason
+            for key, reason in self._reasons.items()
+            if key.startswith(start)
+        }
 
     def line(self, path: str, label: str) -> str:
         """One quiet line in place of a part that is missing."""
@@ -69,15 +73,17 @@ def render_headline(document: ReportDocument) -> str:
             if len(idle) > 1
             else {}
         )
-        key = render_legend(_assign_cause_colours(_fold_small_parts(parts, total_ns), causes), total_ns)
-        picture = (
-            f'<div class="answer-bar">{draw_stacked_bar(_assign_cause_colours(parts, causes), total_ns)}{key}</div>'
+        key = render_legend(
+            _assign_cause_colours(_fold_small_parts(parts, total_ns), causes), total_ns
         )
+        picture = f'<div class="answer-bar">{draw_stacked_bar(_assign_cause_colours(parts, causes), total_ns)}{key}</div>'
     headline = str(answer.get("sentence") or document.get("name") or "Report")
     return f"<h1>{render_inline_code(headline).replace(' %', NO_BREAK + '%')}</h1>{picture}"
 
 
-def _fold_small_parts(parts: list[tuple[str, str, int]], total_ns: int) -> list[tuple[str, str, int]]:
+def _fold_small_parts(
+    parts: list[tuple[str, str, int]], total_ns: int
+) -> list[tuple[str, str, int]]:
     """The parts with those of the same colour that are too small to see as one."""
     small = [part for part in parts if part[2] < total_ns * _MIN_PART_SHARE]
     out = [part for part in parts if part[2] >= total_ns * _MIN_PART_SHARE]
@@ -91,19 +97,21 @@ def _fold_small_parts(parts: list[tuple[str, str, int]], total_ns: int) -> list[
         elif colour in _PHASES:
             label = colour if only_small else f"{colour}: the rest"
         else:
-            label = (
-                f"{len(same)} {'' if only_small else 'other '}{'causes of idle time' if colour == 'idle' else 'parts'}"
-            )
+            label = f"{len(same)} {'' if only_small else 'other '}{'causes of idle time' if colour == 'idle' else 'parts'}"
         out.append((label, colour, sum(ns for _, _, ns in same)))
     return sorted(out, key=lambda part: get_group_position(part[1]))
 
 
-def _assign_cause_colours(parts: list[tuple[str, str, int]], causes: dict[str, str]) -> list[tuple[str, str, int]]:
+def _assign_cause_colours(
+    parts: list[tuple[str, str, int]], causes: dict[str, str]
+) -> list[tuple[str, str, int]]:
     return [(label, causes.get(label, colour), ns) for label, colour, ns in parts]
 
 
 def list_key_numbers(document: ReportDocument) -> Iterator[tuple[str, str, str, str]]:
-    """All key numbers that are known, those that say most first: label, value, exact value, what it is of."""
+    """All key numbers that are known, those that say most first: label, value, exact value, what it
+    is of.
+    """
     answer, ranks = document["answer"], document["ranks"]
     median = answer["step_ns"]
     times = [times for rank in ranks if (times := rank["step_times"]) and times["median_ns"]]
@@ -114,7 +122,9 @@ def list_key_numbers(document: ReportDocument) -> Iterator[tuple[str, str, str, 
         elif count == 1:
             detail = "the only whole step"
         else:
-            detail = f"median of {count}" + ("" if spread is None else f", interquartile range {spread * 100:.1f} %")
+            detail = f"median of {count}" + (
+                "" if spread is None else f", interquartile range {spread * 100:.1f} %"
+            )
         yield "Step", units.format_duration(median), f"{median} ns", detail
 
     # The time of the answer, as the sentence and the bar have it, by kind.
@@ -142,7 +152,12 @@ def list_key_numbers(document: ReportDocument) -> Iterator[tuple[str, str, str, 
         if causes:
             worst = max(causes, key=lambda part: int(part["ns"]))
             detail = f"of the idle time: {str(worst['label']).removeprefix('idle: ')}"
-            yield "Idle, mostly", units.format_share(worst["ns"], kinds["idle"]), f"{worst['ns']} ns", detail
+            yield (
+                "Idle, mostly",
+                units.format_share(worst["ns"], kinds["idle"]),
+                f"{worst['ns']} ns",
+                detail,
+            )
 
     main = [row for rank in ranks for row in get_main_thread_account(rank)]
     window = sum(row["ns"] for row in main)
@@ -156,12 +171,21 @@ def list_key_numbers(document: ReportDocument) -> Iterator[tuple[str, str, str, 
     loading = sum(row["ns"] for row in main if row["phase"] == "loading")
     yield from of_main("Loading data", loading, "of the main thread's time")
     memories = [
-        (peak, memory) for memory in document["memory"]["devices"] if (peak := memory["peak_bytes"]) is not None
+        (peak, memory)
+        for memory in document["memory"]["devices"]
+        if (peak := memory["peak_bytes"]) is not None
     ]
-    memories = [entry for entry in memories if not entry[1]["device_type"].startswith("cpu")] or memories
+    memories = [
+        entry for entry in memories if not entry[1]["device_type"].startswith("cpu")
+    ] or memories
     if memories:
         peak_bytes, memory = max(memories, key=lambda each: each[0])
-        yield "Peak memory", units.format_size(peak_bytes), f"{peak_bytes} B", format_memory_name(memory)
+        yield (
+            "Peak memory",
+            units.format_size(peak_bytes),
+            f"{peak_bytes} B",
+            format_memory_name(memory),
+        )
     unobserved = sum(row["ns"] for row in main if row["activity"] == "unobserved")
     yield from of_main("Unobserved", unobserved, "of the main thread: Python or waiting")
     longest = max((rank["window_ns"] or 0 for rank in ranks), default=0)
@@ -178,22 +202,23 @@ def render_findings(document: ReportDocument, reasons: Reasons) -> str:
     context = document.get("findings_ground")
     hint = ""
     if context and not context["holds"]:
-        hint += f'<p class="quiet">Take the savings as hints: {render_inline_code(context["law"])}</p>'
+        hint += (
+            f'<p class="quiet">Take the savings as hints: {render_inline_code(context["law"])}</p>'
+        )
     if context and context["limit"]:
         hint += f'<p class="quiet">Of savings: {render_inline_code(context["limit"])}.</p>'
     positions = {rank.get("rank"): k for k, rank in enumerate(document["ranks"])}
     cards = "".join(_render_finding_card(row, positions) for row in rows)
     if context:
-        hint += (
-            f'<p class="quiet">Savings {render_inline_code(context["basis"])}, by re-timing; they do not overlap.</p>'
-        )
+        hint += f'<p class="quiet">Savings {render_inline_code(context["basis"])}, by re-timing; they do not overlap.</p>'
     if any(row["host_ns"] for row in rows) and not (context and context["stacks"]):
         hint += '<p class="quiet">Which code holds the host: record with <code>--stacks</code>.</p>'
     abstained = ""
     if abstentions := context["abstentions"] if context else []:
         reason_of = {row["slug"]: row["reason"] for row in abstentions}
         items = "".join(
-            f"<li>{escape_html(slug)}: {render_inline_code(reason)}</li>" for slug, reason in reason_of.items()
+            f"<li>{escape_html(slug)}: {render_inline_code(reason)}</li>"
+            for slug, reason in reason_of.items()
         )
         abstained = f"<details><summary>Checks that were skipped ({len(abstentions)})</summary>"
         abstained += f'<ul class="quiet">{items}</ul></details>'
@@ -203,7 +228,9 @@ def render_findings(document: ReportDocument, reasons: Reasons) -> str:
 def _render_finding_card(row: FindingRow, positions: dict[int | None, int]) -> str:
     is_time = row["list"] == "time"
     if is_time:
-        figure = ("≥ " if row["lower_bound"] else "") + units.format_share(row["saving_fraction"] or 0, 1)
+        figure = ("≥ " if row["lower_bound"] else "") + units.format_share(
+            row["saving_fraction"] or 0, 1
+        )
         saved = units.format_duration(row["saving_ns"])
     else:
         figure = "risk" if row["saving_bytes"] is None else units.format_size(row["saving_bytes"])
@@ -229,15 +256,21 @@ def _render_finding_card(row: FindingRow, positions: dict[int | None, int]) -> s
     )
     frames = ""
     for frame in (HotFrame(**frame) for frame in row["frames"]):
-        source_location = "" if frame.file is None else f" <code>{escape_html(frame.file)}:{frame.line}</code>"
-        mostly = "" if frame.inside is None else f", mostly <code>{escape_html(frame.inside)}</code>"
+        source_location = (
+            "" if frame.file is None else f" <code>{escape_html(frame.file)}:{frame.line}</code>"
+        )
+        mostly = (
+            "" if frame.inside is None else f", mostly <code>{escape_html(frame.inside)}</code>"
+        )
         frames += (
             f"<li><b>{escape(units.format_duration(frame.time_ns))}</b> of host time ({escape(units.format_share(frame.share, 1))}) "
             f"in <code>{escape_html(frame.name)}</code>{source_location}{mostly}{frame.of_ranks}</li>"
         )
     frames_html = f'<ul class="frames">{frames}</ul>' if frames else ""
     alone_note = (
-        "" if row["alone_ns"] in (None, row["saving_ns"]) else f" · alone {units.format_duration(row['alone_ns'])}"
+        ""
+        if row["alone_ns"] in (None, row["saving_ns"])
+        else f" · alone {units.format_duration(row['alone_ns'])}"
     )
     return (
         f'<li class="finding {escape_html(row["severity"])}">'
@@ -259,9 +292,7 @@ def _render_evidence(evidence: FindingEvidenceRow, positions: dict[int | None, i
         return f"<li>{description}</li>"
     end = evidence["start_ns"] + max(evidence["duration_ns"], 1)
     rank = positions.get(evidence["rank"], 0)
-    return (
-        f'<li><a href="#timeline" data-rank="{rank}" data-range="{evidence["start_ns"]}-{end}">{description}</a></li>'
-    )
+    return f'<li><a href="#timeline" data-rank="{rank}" data-range="{evidence["start_ns"]}-{end}">{description}</a></li>'
 
 
 _STATE_LABELS = {
@@ -283,7 +314,9 @@ def render_capture(document: ReportDocument, reasons: Reasons) -> str:
     if isinstance(command, list):
         line = f"<p>Recorded with <code>{escape_html(shlex.join(map(str, command)))}</code></p>"
     listed = recorded.get("ranks")
-    ranks = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    ranks = (
+        [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    )
     pictures = "".join(_render_rank_picture(entry, ranks, document) for entry in ranks)
     return f"<h3>Recording</h3>{line}{_render_recording_table(ranks)}{pictures}"
 
@@ -303,7 +336,10 @@ def _render_recording_table(ranks: list[dict[str, Any]]) -> str:
         settings, ratio = entry.get("settings"), _get_nested(entry, "overhead", "ratio")
         switched_on = None
         if isinstance(settings, dict):
-            switched_on = ", ".join(key.replace("_", " ") for key, on in settings.items() if on is True) or "none"
+            switched_on = (
+                ", ".join(key.replace("_", " ") for key, on in settings.items() if on is True)
+                or "none"
+            )
         rows.append(
             {
                 "rank": entry.get("rank"),
@@ -329,19 +365,31 @@ def _render_recording_table(ranks: list[dict[str, Any]]) -> str:
         Col("python", "Python"),
         Col("with", "With"),
         Col("recorded_ns", "Step", "time", "median of the recorded steps", scale="step"),
-        Col("bare_ns", "Bare step", "time", "median of the steps of this run that were not recorded", scale="step"),
+        Col(
+            "bare_ns",
+            "Bare step",
+            "time",
+            "median of the steps of this run that were not recorded",
+            scale="step",
+        ),
         Col("ratio", "Overhead", "text", "recorded by bare step: what recording cost, and chance"),
     ]
-    why_unknown = dict.fromkeys(("bare_ns", "ratio"), "no step of this run was left unrecorded after the first ones")
+    why_unknown = dict.fromkeys(
+        ("bare_ns", "ratio"), "no step of this run was left unrecorded after the first ones"
+    )
     return render_html_table("recording-table", columns, rows, why_unknown, "Recording by rank")
 
 
-def _render_rank_picture(entry: dict[str, Any], ranks: list[dict[str, Any]], document: ReportDocument) -> str:
+def _render_rank_picture(
+    entry: dict[str, Any], ranks: list[dict[str, Any]], document: ReportDocument
+) -> str:
     """The picture of one rank, shown when this rank is the chosen one."""
     picture = _draw_steps(entry)
     if not picture or len(ranks) == 1:
         return picture
-    position = next((k for k, r in enumerate(document["ranks"]) if r.get("rank") == entry.get("rank")), None)
+    position = next(
+        (k for k, r in enumerate(document["ranks"]) if r.get("rank") == entry.get("rank")), None
+    )
     if position is None:
         return ""
     only = "" if len(document["ranks"]) == 1 else f' data-of-rank="{position}"'
@@ -350,11 +398,16 @@ def _render_rank_picture(entry: dict[str, Any], ranks: list[dict[str, Any]], doc
 
 def _draw_steps(entry: dict[str, Any]) -> str:
     """Every step of the run as a column as high as its wall time."""
-    durations, states = _get_nested(entry, "steps", "duration_ns"), _get_nested(entry, "steps", "state")
+    durations, states = (
+        _get_nested(entry, "steps", "duration_ns"),
+        _get_nested(entry, "steps", "state"),
+    )
     if not isinstance(durations, list) or not isinstance(states, list) or len(durations) < 2:
         return ""
     visible_steps = [
-        (ns, str(state)) for ns, state in zip(durations, states, strict=False) if isinstance(ns, int) and ns >= 0
+        (ns, str(state))
+        for ns, state in zip(durations, states, strict=False)
+        if isinstance(ns, int) and ns >= 0
     ]
     visible_steps = visible_steps[-_MAX_STEPS:]
     longest = max((ns for ns, _ in visible_steps), default=0) or 1
@@ -384,7 +437,9 @@ def render_notices(rows: Sequence[Cells], reasons: Reasons) -> str:
     marked = [
         {
             **row,
-            "weakens": "; ".join(f"{effect['part']}: {effect['how']}" for effect in row.get("affects", [])),
+            "weakens": "; ".join(
+                f"{effect['part']}: {effect['how']}" for effect in row.get("affects", [])
+            ),
         }
         for row in rows
     ]
@@ -393,7 +448,11 @@ def render_notices(rows: Sequence[Cells], reasons: Reasons) -> str:
         Col("message", "Notice"),
         Col("weakens", "Weakens", "text", "parts of the report that are less certain for it"),
         Col("count", "Events", "count"),
-        *((Col("rank", "Rank", "count"),) if any(row.get("rank") is not None for row in rows) else ()),
+        *(
+            (Col("rank", "Rank", "count"),)
+            if any(row.get("rank") is not None for row in rows)
+            else ()
+        ),
         Col("slug", "Name", "text", "traceloom explain NAME says what it means"),
     ]
     return render_html_table("notice-table", columns, marked, reasons.columns("notices"), "Notices")
@@ -411,7 +470,9 @@ def render_runs(document: ReportDocument, reasons: Reasons) -> str:
         Col("events", "Events", "count"),
         Col("command", "Report it alone", "name"),
     ]
-    return render_html_table("run-table", columns, document["runs"], reasons.columns("runs"), "Runs")
+    return render_html_table(
+        "run-table", columns, document["runs"], reasons.columns("runs"), "Runs"
+    )
 
 
 def render_inputs(document: ReportDocument, reasons: Reasons) -> str:
@@ -419,8 +480,12 @@ def render_inputs(document: ReportDocument, reasons: Reasons) -> str:
     rows = []
     for row in document.get("inputs") or []:
         versions = ", ".join(f"{key} {value}" for key, value in (row.get("versions") or {}).items())
-        settings = {key.replace("_", " "): value for key, value in (row.get("settings") or {}).items()}
-        on = ", ".join(name for name, value in settings.items() if value) or "none of " + ", ".join(settings)
+        settings = {
+            key.replace("_", " "): value for key, value in (row.get("settings") or {}).items()
+        }
+        on = ", ".join(name for name, value in settings.items() if value) or "none of " + ", ".join(
+            settings
+        )
         rows.append({**row, "versions": versions or None, "settings": on if settings else None})
     columns = [
         Col("path", "File", "name"),

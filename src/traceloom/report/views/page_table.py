@@ -4,8 +4,9 @@ Numbers stand there as they are, each distinct text once.
 
 base64( zlib( header length as 4 bytes, little endian | header as JSON | column | column | ... ) )
 
-A column is a row of varints: seven bits per byte, lowest first, the high bit set on all bytes but the last. The header
-lists the columns in order with their length in bytes. The script `unpack.js` reads the same layout.
+A column is a row of varints: seven bits per byte, lowest first, the high bit set on all bytes but
+the last. The header lists the columns in order with their length in bytes. The script `unpack.js`
+reads the same layout.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def render_html_table(
     max_rows: int = MAX_ROWS,
     full_command: str = "traceloom report -o report.json",
 ) -> str:
-    """A figure with one table. Its first name comes first, so that rows are told apart on every screen.
+    """A figure with one table. Its first name comes first, so that rows are told apart on every
+    screen.
 
     Args:
         identity: Its id in the page and in the address.
@@ -55,7 +57,10 @@ def render_html_table(
     """
     visible_rows = rows[:max_rows]
     lead = next((column for column in columns if column.kind == "name"), None)
-    ordered = sorted((column for column in columns if column.kind != "spark"), key=lambda column: column is not lead)
+    ordered = sorted(
+        (column for column in columns if column.kind != "spark"),
+        key=lambda column: column is not lead,
+    )
     packed_columns, zero, unknown = [], [], []
     for column in ordered:
         values = [row.get(column.key) for row in visible_rows]
@@ -76,10 +81,14 @@ def render_html_table(
             f"<code>{escape(full_command)}</code> has all of them."
         )
     if zero or unknown:
-        parts = [", ".join(zero) + ": 0 in all rows"] * bool(zero) + [", ".join(unknown) + ": unknown"] * bool(unknown)
+        parts = [", ".join(zero) + ": 0 in all rows"] * bool(zero) + [
+            ", ".join(unknown) + ": unknown"
+        ] * bool(unknown)
         notes.append(f"Not shown: {render_inline_code('; '.join(parts))}.")
     after = "".join(f'<p class="quiet">{note}</p>' for note in notes)
-    return f'<figure class="table" id="{escape(identity)}">{render_json_script(data)}{after}</figure>'
+    return (
+        f'<figure class="table" id="{escape(identity)}">{render_json_script(data)}{after}</figure>'
+    )
 
 
 def pack_column(column: Col, values: list[Any], reason: str) -> dict[str, Any]:
@@ -90,17 +99,29 @@ def pack_column(column: Col, values: list[Any], reason: str) -> dict[str, Any]:
         values: Of all rows; None where unknown.
         reason: Why they are unknown.
     """
-    entry = {"key": column.key, "title": column.title, "kind": column.kind, "hint": column.hint,
-            "swatch": column.swatch, "scale": column.scale, "why": reason if None in values else ""}  # fmt: skip
+    entry = {
+        "key": column.key,
+        "title": column.title,
+        "kind": column.kind,
+        "hint": column.hint,
+        "swatch": column.swatch,
+        "scale": column.scale,
+        "why": reason if None in values else "",
+    }
     entry = {name: value for name, value in entry.items() if value}
     if column.numeric or column.kind in ("bar", "delta"):
         bars = (
-            [v.whole, v.longest or v.whole, [list(part) for part in v.parts if part[2]]] if isinstance(v, Bar) else v
+            [v.whole, v.longest or v.whole, [list(part) for part in v.parts if part[2]]]
+            if isinstance(v, Bar)
+            else v
             for v in values
         )
         return {**entry, "values": list(bars)}
     index_by_text: dict[Any, int] = {}
-    indices = [-1 if value is None else index_by_text.setdefault(str(value), len(index_by_text)) for value in values]
+    indices = [
+        -1 if value is None else index_by_text.setdefault(str(value), len(index_by_text))
+        for value in values
+    ]
     texts: list[str | list[str]] = []
     for value in index_by_text:  # a name that is too long as [what is shown, all of it]
         clean_text = sanitize(value)
@@ -154,12 +175,16 @@ def encode_varints(values: Ints) -> bytes:
         active = length > byte
         digits = (remaining[active] >> np.uint64(7 * byte)) & np.uint64(0x7F)
         last = length[active] == byte + 1
-        out[starts[active] + byte] = digits.astype(np.uint8) | np.where(last, 0, 0x80).astype(np.uint8)
+        out[starts[active] + byte] = digits.astype(np.uint8) | np.where(last, 0, 0x80).astype(
+            np.uint8
+        )
     return out.tobytes()
 
 
 def pack(header: dict[str, Any], columns: dict[str, Ints]) -> str:
-    """The header (any JSON) and the columns (non-negative integers, one length or another) as one line of base64."""
+    """The header (any JSON) and the columns (non-negative integers, one length or another) as one
+    line of base64.
+    """
     bodies = {name: encode_varints(values) for name, values in columns.items()}
     listing = [[name, len(body), int(columns[name].size)] for name, body in bodies.items()]
     text = json.dumps({**header, "columns": listing}, separators=(",", ":")).encode()

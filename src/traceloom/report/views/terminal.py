@@ -16,7 +16,15 @@ from rich.console import Console
 from rich.text import Text
 
 from traceloom.report import memory as tables
-from traceloom.report.document import PICTURES, Bar, Col, ReportOptions, Table, format_cell, select_top_rows
+from traceloom.report.document import (
+    PICTURES,
+    Bar,
+    Col,
+    ReportOptions,
+    Table,
+    format_cell,
+    select_top_rows,
+)
 from traceloom.report.labels import build_answer_parts, fit_name, format_rank, merge_notices
 from traceloom.report.memory import explain_unknown_growth
 from traceloom.report.memory_sources import MemoryOptions
@@ -54,7 +62,12 @@ from traceloom.system.sanitize import sanitize, unwrap_stream
 if TYPE_CHECKING:
     from traceloom.report.documents import MemoryDocument, ReportDocument
     from traceloom.report.documents.graph import GraphDocument
-    from traceloom.report.documents.memory import MemoryMemoryRow, MemoryNodeRow, MemoryPartRow, MemoryRankRow
+    from traceloom.report.documents.memory import (
+        MemoryMemoryRow,
+        MemoryNodeRow,
+        MemoryPartRow,
+        MemoryRankRow,
+    )
     from traceloom.report.documents.short import ShortReport
     from traceloom.report.sections.section import Section
 
@@ -64,14 +77,14 @@ _CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 
 def show(document: ReportDocument, options: ReportOptions, stream: TextIO) -> None:
-    """Write the report to a stream: with colours where it is a terminal that wants them, in ASCII where it must be."""
-
+    """Write the report to a stream: with colours where it is a terminal that wants them, in ASCII
+    where it must be.
+    """
     print_lines(partial(render, document, options), stream)
 
 
 def show_short(document: ShortReport, stream: TextIO) -> None:
     """Write the short report of a document that was kept, as `show` does."""
-
     print_lines(partial(render_short, document), stream)
 
 
@@ -83,18 +96,28 @@ def show_graph(document: GraphDocument, stream: TextIO) -> None:
 
 
 class _PipeSafeConsole(Console):
-    """A console that leaves it to the command line what a reader who stops reading means; Rich would end with 1."""
+    """A console that leaves it to the command line what a reader who stops reading means; Rich
+    would end with 1.
+    """
 
     def on_broken_pipe(self) -> None:
         raise  # noqa: PLE0704  (Rich calls this while it handles the BrokenPipeError)
 
 
 def print_lines(rendered: Callable[[int], Iterable[Text]], stream: TextIO) -> None:
-    """Write the lines that `rendered` gives for the stream's width; where it is too narrow for them, say so first."""
+    """Write the lines that `rendered` gives for the stream's width; where it is too narrow for
+    them, say so first.
+    """
     stream.flush()  # what went through another layer comes first
-    # In a notebook Rich would show every line as an output of its own, and write nothing to the stream.
+    # In a notebook Rich would show every line as an output of its own, and write nothing to the
+    # stream.
     console = _PipeSafeConsole(
-        file=unwrap_stream(stream), highlight=False, markup=False, emoji=False, soft_wrap=False, force_jupyter=False
+        file=unwrap_stream(stream),
+        highlight=False,
+        markup=False,
+        emoji=False,
+        soft_wrap=False,
+        force_jupyter=False,
     )
     width = max(_MIN_WIDTH, min(console.width, _MAX_WIDTH))
     ascii_only = not (stream.encoding or "utf-8").lower().replace("-", "").startswith("utf")
@@ -105,7 +128,9 @@ def print_lines(rendered: Callable[[int], Iterable[Text]], stream: TextIO) -> No
     for line in truncate_lines(rendered(width), width):
         printed_line = line.copy()
         if ascii_only:
-            printed_line.plain = printed_line.plain.translate(ASCII_FALLBACKS).encode("ascii", "replace").decode()
+            printed_line.plain = (
+                printed_line.plain.translate(ASCII_FALLBACKS).encode("ascii", "replace").decode()
+            )
         # Styles are ours, letters are not; those that are spelled out keep the width of the line.
         printed_line.plain = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", printed_line.plain)
         console.print(printed_line, no_wrap=True, overflow="ignore", crop=False)
@@ -157,7 +182,10 @@ def render_sections(document: ReportDocument, options: ReportOptions, width: int
 def wrap_sentence(text: str, width: int) -> list[str]:
     """Lines of a sentence; numbers stay with their units."""
     protected_text = _SPACE_BEFORE_UNIT.sub("\u00a0", sanitize(text))
-    return [line.replace("\u00a0", " ") for line in textwrap.wrap(protected_text, width, break_on_hyphens=False)]
+    return [
+        line.replace("\u00a0", " ")
+        for line in textwrap.wrap(protected_text, width, break_on_hyphens=False)
+    ]
 
 
 def _render_full_section(
@@ -172,9 +200,12 @@ def _render_full_section(
         reasons = {entry["path"]: entry["reason"] for entry in document["absent"]}
         section_path = section.path or section.key
         nested_reason = next(
-            (reason for path, reason in reasons.items() if path.startswith(section_path)), "not recorded"
+            (reason for path, reason in reasons.items() if path.startswith(section_path)),
+            "not recorded",
         )
-        yield from render_paragraph(f"Nothing to show: {reasons.get(section_path) or nested_reason}.", width)
+        yield from render_paragraph(
+            f"Nothing to show: {reasons.get(section_path) or nested_reason}.", width
+        )
     for part in wrap_sentence(summary or "", width - 2):
         yield Text(" " + part)
     for table in tables:
@@ -182,18 +213,33 @@ def _render_full_section(
 
 
 def render_declared_table(table: Table, options: ReportOptions, width: int) -> Iterator[Text]:
-    """A declared table: heading, as many columns as there is room for, the first `options.top` rows."""
+    """A declared table: heading, as many columns as there is room for, the first `options.top`
+    rows.
+    """
     rows = select_top_rows(table, options)
     if not rows:
         return
-    note = f"{len(rows)} of {units.format_count(len(table.rows))}" if len(rows) < len(table.rows) else ""
-    yield from render_heading(table.title, " · ".join(part for part in (note, table.note) if part), width)
+    note = (
+        f"{len(rows)} of {units.format_count(len(table.rows))}"
+        if len(rows) < len(table.rows)
+        else ""
+    )
+    yield from render_heading(
+        table.title, " · ".join(part for part in (note, table.note) if part), width
+    )
     last = next((c for c in reversed(table.columns) if c.kind in ("name", *PICTURES)), None)
-    tried = [_Column(c, rows) for c in table.columns if c is not last and (c.narrow or width >= _MIN_WIDE_WIDTH)]
+    tried = [
+        _Column(c, rows)
+        for c in table.columns
+        if c is not last and (c.narrow or width >= _MIN_WIDE_WIDTH)
+    ]
     # What is kept, else the first; of the others as many, from the left, as the width has room for.
     selected = [column for column in tried if column.declared.kept] or tried[:1]
     width_left = (
-        width - 1 - (_MIN_NAME_WIDTH if last and last.kind == "name" else 0) - sum(column.size for column in selected)
+        width
+        - 1
+        - (_MIN_NAME_WIDTH if last and last.kind == "name" else 0)
+        - sum(column.size for column in selected)
     )
     while (
         width_left < 0
@@ -214,7 +260,9 @@ def render_declared_table(table: Table, options: ReportOptions, width: int) -> I
         for row in cell_rows:  # texts that have too little room take several lines
             rooms = [column.size - 2 for column in columns]
             wrapped_cells = [
-                textwrap.wrap(cell, width_left) if isinstance(cell, str) and len(cell) > width_left else [cell]
+                textwrap.wrap(cell, width_left)
+                if isinstance(cell, str) and len(cell) > width_left
+                else [cell]
                 for cell, width_left in zip(row, rooms, strict=True)
             ]
             wrapped += zip_longest(*wrapped_cells, fillvalue="")
@@ -226,7 +274,9 @@ def render_declared_table(table: Table, options: ReportOptions, width: int) -> I
             value = rows[i].get(key)
             if isinstance(value, Bar):
                 return draw_stacked_bar(value, cell_width)
-            return Text(draw_sparkline(value or [], min(cell_width, _MAX_SPARK_WIDTH)), MEMORY_CURVE_COLOUR)
+            return Text(
+                draw_sparkline(value or [], min(cell_width, _MAX_SPARK_WIDTH)), MEMORY_CURVE_COLOUR
+            )
 
         yield from render_bar_table(heads, cell_rows, bar, width)
         return
@@ -245,19 +295,27 @@ class _Column:
         # Before a heading stands the pattern of its part of the bar beside it.
         fill = (BAR_FILLS[declared.swatch], " ") if declared.swatch else ()
         self.declared = declared
-        self.head = TextColumn(Text.assemble(*fill, (declared.title, "bold")), right=declared.numeric)
+        self.head = TextColumn(
+            Text.assemble(*fill, (declared.title, "bold")), right=declared.numeric
+        )
         self.cells: list[Cell] = [_format_cell(declared, value) for value in values]
         if declared.kind == "delta":
             differences: list[int] = [row[declared.key] for row in rows]
             largest = max(map(abs, differences))
-            self.cells = [draw_signed_bar(difference, largest, _DELTA_WIDTH) for difference in differences]
+            self.cells = [
+                draw_signed_bar(difference, largest, _DELTA_WIDTH) for difference in differences
+            ]
         self.size = 2 + max(len(self.head.heading), *map(len, self.cells))
 
 
 def _format_cell(column: Col, value: Any) -> str:
     shown_value = format_cell(column, value)
     long = column.kind == "name" or column.kept
-    return shown_value if column.numeric else fit_name(shown_value, _MAX_NAME_WIDTH if long else _MAX_TEXT_WIDTH)
+    return (
+        shown_value
+        if column.numeric
+        else fit_name(shown_value, _MAX_NAME_WIDTH if long else _MAX_TEXT_WIDTH)
+    )
 
 
 _GROUP_LABELS = {"memory": "copies"}  # as short as in the answer
@@ -267,7 +325,9 @@ _MAX_STEPS_SPARKLINE_WIDTH = 40
 
 
 def build_short_report(document: ReportDocument) -> ShortReport:
-    """What the short report draws of a document: the sentences of sections instead of what they are made of."""
+    """What the short report draws of a document: the sentences of sections instead of what they are
+    made of.
+    """
     return {
         "name": document["name"],
         "answer": document["answer"],
@@ -304,10 +364,14 @@ def render(document: ReportDocument, options: ReportOptions, width: int) -> Iter
 
 def render_short(document: ShortReport, width: int) -> Iterator[Text]:
     """The same of the short report, which is of one run."""
-    yield from truncate_lines(chain(_render_head(document, width), render_summary(document, width)), width)
+    yield from truncate_lines(
+        chain(_render_head(document, width), render_summary(document, width)), width
+    )
 
 
-def _render_report_lines(document: ReportDocument, options: ReportOptions, width: int) -> Iterator[Text]:
+def _render_report_lines(
+    document: ReportDocument, options: ReportOptions, width: int
+) -> Iterator[Text]:
     yield from _render_head(document, width)
     if options.wants(FINDINGS):
         yield from terminal_findings.render_findings(document, width, full=options.only is not None)
@@ -316,7 +380,9 @@ def _render_report_lines(document: ReportDocument, options: ReportOptions, width
         yield from render_sections(document, options, width)
     if options.wants(CORE):
         yield from render_recording(document, width)
-        yield from terminal_findings.render_notices(document["notices"], len(document["ranks"]), options, width)
+        yield from terminal_findings.render_notices(
+            document["notices"], len(document["ranks"]), options, width
+        )
 
 
 def _render_head(document: ReportDocument | ShortReport, width: int) -> Iterator[Text]:
@@ -330,7 +396,9 @@ def _render_head(document: ReportDocument | ShortReport, width: int) -> Iterator
                 (f"{rank_count} ranks" if rank_count > 1 else format_rank(ranks[0]["rank"]))
                 + (f" of {world}" if world else "")
             )
-        facts.append(f"{units.format_quantity(sum(rank['event_count'] for rank in ranks), 'event')}")
+        facts.append(
+            f"{units.format_quantity(sum(rank['event_count'] for rank in ranks), 'event')}"
+        )
         end = max(rank["start_ns"] + rank["window_ns"] for rank in ranks)
         facts.append(units.format_duration(end - min(rank["start_ns"] for rank in ranks)))
     fact_text = " · ".join(facts)
@@ -369,23 +437,31 @@ def render_summary(document: ShortReport, width: int) -> Iterator[Text]:
     for _, group, ns in build_answer_parts(document["answer"]):
         times[group] = times.get(group, 0) + ns
     if total_ns := sum(times.values()):
-        bar = Bar([(_GROUP_LABELS.get(group, group), group, ns) for group, ns in times.items()], total_ns)
+        bar = Bar(
+            [(_GROUP_LABELS.get(group, group), group, ns) for group, ns in times.items()], total_ns
+        )
         yield Text(" ") + draw_stacked_bar(bar, width - 2)
         legend = Text("")
         for label, group, ns in bar.parts:
-            entry = Text.assemble(" ", BAR_FILLS[group], f" {label} {units.format_share(ns, total_ns)} ")
+            entry = Text.assemble(
+                " ", BAR_FILLS[group], f" {label} {units.format_share(ns, total_ns)} "
+            )
             if legend.cell_len + entry.cell_len > width:
                 yield legend
                 legend = Text("")
             legend = legend + entry
         yield legend
-    yield from terminal_findings.render_brief_findings(document["findings"], document["findings_ground"], width)
+    yield from terminal_findings.render_brief_findings(
+        document["findings"], document["findings_ground"], width
+    )
     sentences = document["summaries"]
     widest = max((len(title) for title, _ in sentences), default=0)
     if sentences:
         yield Text("")
     for title, summary in sentences:
-        for number, part in enumerate(_truncate(wrap_sentence(summary, width - widest - 4), _MAX_SENTENCE_LINES)):
+        for number, part in enumerate(
+            _truncate(wrap_sentence(summary, width - widest - 4), _MAX_SENTENCE_LINES)
+        ):
             yield Text.assemble((f" {title if number == 0 else '':<{widest}}  ", "bold"), part)
     distinct = merge_notices(document["notices"], len(document["ranks"]))
     errors = [notice for notice in distinct if notice.severity == "error"]
@@ -400,18 +476,28 @@ def render_summary(document: ShortReport, width: int) -> Iterator[Text]:
         slugs = ", ".join(dict.fromkeys(notice.slug for notice in distinct))
         notice_text = f"{units.format_quantity(len(distinct), 'notice')} about the data: {slugs}"
         for line, part in enumerate(
-            _truncate(textwrap.wrap(notice_text, width - 4, break_on_hyphens=False), _MAX_SENTENCE_LINES)
+            _truncate(
+                textwrap.wrap(notice_text, width - 4, break_on_hyphens=False), _MAX_SENTENCE_LINES
+            )
         ):
-            yield Text.assemble(" ", SEVERITY_STYLES[distinct[0].severity] if line == 0 else " ", " ", part)
+            yield Text.assemble(
+                " ", SEVERITY_STYLES[distinct[0].severity] if line == 0 else " ", " ", part
+            )
     names = ", ".join(key for key in SECTION_NAMES if key != CORE)
-    yield from render_heading("More", "--full: the tables, too; --only NAME: one of these in full", width)
+    yield from render_heading(
+        "More", "--full: the tables, too; --only NAME: one of these in full", width
+    )
     for part in _truncate(textwrap.wrap(names, width - 2, break_on_hyphens=False), _MAX_NAME_LINES):
         yield Text(" " + part, DIM_STYLE)
 
 
 def _truncate(lines: Sequence[str], max_lines: int) -> Sequence[str]:
     """The first lines; an ellipsis ends the last of them where there are more."""
-    return lines if len(lines) <= max_lines else [*lines[: max_lines - 1], lines[max_lines - 1].rstrip(" ,.") + " …"]
+    return (
+        lines
+        if len(lines) <= max_lines
+        else [*lines[: max_lines - 1], lines[max_lines - 1].rstrip(" ,.") + " …"]
+    )
 
 
 def render_recording(document: ReportDocument, width: int) -> Iterator[Text]:
@@ -426,11 +512,18 @@ def render_recording(document: ReportDocument, width: int) -> Iterator[Text]:
     command = _get_nested(document["capture"], list, "run", "command")
     if command:
         yield Text(" " + fit_name(shlex.join(map(str, command)), width - 2))
-    first_step, count = _get_nested(first, int, "window", "first_step"), _get_nested(first, int, "window", "step_count")
+    first_step, count = (
+        _get_nested(first, int, "window", "first_step"),
+        _get_nested(first, int, "window", "step_count"),
+    )
     steps = _get_nested(first, list, "steps", "duration_ns") or []
     facts = []
     if first_step is not None and count:
-        window = f"step {first_step}" if count == 1 else f"steps {first_step} to {first_step + count - 1}"
+        window = (
+            f"step {first_step}"
+            if count == 1
+            else f"steps {first_step} to {first_step + count - 1}"
+        )
         facts.append(f"recorded {window}" + (f" of {len(steps)}" if steps else ""))
     ratio = _get_nested(first, (int, float), "overhead", "ratio")
     if ratio is not None:
@@ -445,7 +538,9 @@ def render_recording(document: ReportDocument, width: int) -> Iterator[Text]:
 
 
 def _get_nested(value: Any, kind: Any, *keys: str) -> Any:
-    """What stands below these keys of `capture.json`, which others may have touched: None if it is of another kind."""
+    """What stands below these keys of `capture.json`, which others may have touched: None if it is
+    of another kind.
+    """
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value if isinstance(value, kind) and not isinstance(value, bool) else None
@@ -463,14 +558,18 @@ def render_memory(document: MemoryDocument, options: MemoryOptions, width: int) 
     yield from truncate_lines(_render_memory_report(document, options, width), width)
 
 
-def _render_memory_report(document: MemoryDocument, options: MemoryOptions, width: int) -> Iterator[Text]:
+def _render_memory_report(
+    document: MemoryDocument, options: MemoryOptions, width: int
+) -> Iterator[Text]:
     yield Text(fit_name(document["name"], width), "bold")
     yield Text("")
     yield from render_paragraph(document["sentence"], width, "bold")
     # Where memory ran out, what was alive then and what to try first, the most useful first
     out_of_memory_rows = document["out_of_memory"]
     for end in out_of_memory_rows[:_MAX_OUT_OF_MEMORY]:
-        name = "Out of memory" if end["rank"] is None else f"Out of memory, {format_rank(end['rank'])}"
+        name = (
+            "Out of memory" if end["rank"] is None else f"Out of memory, {format_rank(end['rank'])}"
+        )
         facts = []
         if end["asked_bytes"] is not None:
             facts.append(f"{units.format_size(end['asked_bytes'])} were asked for")
@@ -481,7 +580,9 @@ def _render_memory_report(document: MemoryDocument, options: MemoryOptions, widt
         if end["where"]:
             yield from render_paragraph(f"at {end['where']}", width)
         for device in end["devices"]:
-            index = "" if device["device"] is None or device["device"] < 0 else f":{device['device']}"
+            index = (
+                "" if device["device"] is None or device["device"] < 0 else f":{device['device']}"
+            )
             retries = (
                 f", {units.format_quantity(device['retries'], 'retry')} of the allocator before"
                 if device["retries"]
@@ -504,42 +605,65 @@ def _render_memory_report(document: MemoryDocument, options: MemoryOptions, widt
             yield Text("")
             yield Text(" What to try first", "bold")
         for number, row in enumerate(end["advice"], start=1):
-            frees = "" if row["bytes"] is None else f" – frees up to {units.format_size(row['bytes'])}"
+            frees = (
+                "" if row["bytes"] is None else f" – frees up to {units.format_size(row['bytes'])}"
+            )
             first, *remaining_lines = textwrap.wrap(
-                sanitize(f"{number}. {row['text']}{frees} ({row['why']})"), width - 5, break_on_hyphens=False
+                sanitize(f"{number}. {row['text']}{frees} ({row['why']})"),
+                width - 5,
+                break_on_hyphens=False,
             )
             yield Text("  " + first)
             for line in remaining_lines:
                 yield Text("     " + line)
     if len(out_of_memory_rows) > _MAX_OUT_OF_MEMORY:
         yield from render_paragraph(
-            f"... and {len(out_of_memory_rows) - _MAX_OUT_OF_MEMORY} more times; --rank shows each, --json all", width
+            f"... and {len(out_of_memory_rows) - _MAX_OUT_OF_MEMORY} more times; --rank shows each, --json all",
+            width,
         )
     if not document["ranks"] and not document["out_of_memory"]:
         reasons = {row["path"]: row["reason"] for row in document["absent"]}
-        yield from render_paragraph(f"{reasons.get('ranks', 'nothing was recorded')}.".capitalize(), width)
+        yield from render_paragraph(
+            f"{reasons.get('ranks', 'nothing was recorded')}.".capitalize(), width
+        )
     for text in tables.describe_job(document):
         yield from render_paragraph(text, width)
     for entry in document["ranks"]:
         for memory in tables.select_memories(entry["memories"]):
             yield from _render_memory(entry, memory, document, options, width)
-    untold = [reason for entry in document["ranks"] if (reason := explain_unknown_growth(entry)) is not None]
+    untold = [
+        reason
+        for entry in document["ranks"]
+        if (reason := explain_unknown_growth(entry)) is not None
+    ]
     if untold:  # that nothing is said of growth does not mean that nothing grows
         yield Text("")
-        yield from render_paragraph(f"What grows from step to step cannot be determined: {untold[0]}.", width)
-    messages = [(row["severity"], f"{row['message']} [{row['slug']}]") for row in document["notices"]]
+        yield from render_paragraph(
+            f"What grows from step to step cannot be determined: {untold[0]}.", width
+        )
+    messages = [
+        (row["severity"], f"{row['message']} [{row['slug']}]") for row in document["notices"]
+    ]
     yield from render_notice_lines(messages, width)
 
 
 def _render_memory(
-    entry: MemoryRankRow, memory: MemoryMemoryRow, document: MemoryDocument, options: MemoryOptions, width: int
+    entry: MemoryRankRow,
+    memory: MemoryMemoryRow,
+    document: MemoryDocument,
+    options: MemoryOptions,
+    width: int,
 ) -> Iterator[Text]:
     kind = memory["device_type"] + (f":{memory['device']}" if memory["device"] >= 0 else "")
     memory_label = f"{format_rank(entry['rank'])}, {kind}" if len(document["ranks"]) > 1 else kind
     instant = memory["instant"]
     instant_name = document["at"]
     if instant_name == "peak":
-        when = "the peak" if memory["peak_step"] is None else f"the peak, in step {memory['peak_step']}"
+        when = (
+            "the peak"
+            if memory["peak_step"] is None
+            else f"the peak, in step {memory['peak_step']}"
+        )
     else:
         when = units.format_duration(int(instant_name)) if instant_name.isdigit() else instant_name
     facts = [f"{units.format_size(instant['bytes'])} at {when}"]
@@ -548,7 +672,10 @@ def _render_memory(
     if memory["reserved_at_peak_bytes"]:
         facts.append(f"{units.format_size(memory['reserved_at_peak_bytes'])} reserved at the peak")
     yield from render_heading(memory_label, " · ".join(facts), width)
-    levels = [sum(values) for values in zip(*(kind["bytes"] for kind in memory["curve"]["categories"]), strict=True)]
+    levels = [
+        sum(values)
+        for values in zip(*(kind["bytes"] for kind in memory["curve"]["categories"]), strict=True)
+    ]
     if levels:
         yield Text.assemble(" ", (draw_sparkline(levels, width - 2), _COLOR))
     categories = [
@@ -563,7 +690,10 @@ def _render_memory(
     if is_scope_tree:
         title, visible_rows = "scope and operator", _expand_tree(memory["tree"], options)
     else:
-        title, visible_rows = document["by"], [(0, row["name"], row) for row in memory["parts"][: options.top]]
+        title, visible_rows = (
+            document["by"],
+            [(0, row["name"], row) for row in memory["parts"][: options.top]],
+        )
 
     def name(i: int, width_left: int) -> str | Text:
         depth, label, _ = visible_rows[i]
@@ -583,15 +713,26 @@ def _render_memory(
         ]
         for _, _, row in visible_rows
     ]
-    columns = (TextColumn("bytes"), TextColumn("share"), TextColumn("", right=False), TextColumn("blocks"))
+    columns = (
+        TextColumn("bytes"),
+        TextColumn("share"),
+        TextColumn("", right=False),
+        TextColumn("blocks"),
+    )
     yield from render_table(columns, cells, (title, name), width)
-    yield from render_declared_table(tables.build_growth_table(memory, "growth"), ReportOptions(top=options.top), width)
+    yield from render_declared_table(
+        tables.build_growth_table(memory, "growth"), ReportOptions(top=options.top), width
+    )
     fewer = ReportOptions(top=max(options.top // 2, 1))
-    yield from render_declared_table(tables.build_activations_table(memory, "activations"), fewer, width)
+    yield from render_declared_table(
+        tables.build_activations_table(memory, "activations"), fewer, width
+    )
     yield from render_declared_table(tables.build_largest_table(memory, "largest"), fewer, width)
 
 
-def _expand_tree(rows: list[MemoryNodeRow], options: MemoryOptions) -> list[tuple[int, str, MemoryNodeRow]]:
+def _expand_tree(
+    rows: list[MemoryNodeRow], options: MemoryOptions
+) -> list[tuple[int, str, MemoryNodeRow]]:
     """The tree opened where it is heavy: the largest branches first, chains of one as one line.
 
     Returns:

@@ -13,7 +13,13 @@ from rich.text import Text
 
 from traceloom.report.document import Cells, ReportOptions
 from traceloom.report.labels import merge_notices
-from traceloom.report.views.terminal_table import DIM_STYLE, SEVERITY_STYLES, draw_bar, render_heading, render_paragraph
+from traceloom.report.views.terminal_table import (
+    DIM_STYLE,
+    SEVERITY_STYLES,
+    draw_bar,
+    render_heading,
+    render_paragraph,
+)
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 from traceloom.trace.notice import HotFrame
@@ -32,7 +38,9 @@ _RESERVED_WIDTH = _TITLE_INDENT + 3
 
 
 def render_findings(document: ReportDocument, width: int, *, full: bool) -> Iterator[Text]:
-    """The findings, the first five of them where not asked for in full; with advice, evidence and page in full."""
+    """The findings, the first five of them where not asked for in full; with advice, evidence and
+    page in full.
+    """
     rows = document.get("findings") or []
     ground = document.get("findings_ground")
     if ground is None:
@@ -64,12 +72,20 @@ def render_findings(document: ReportDocument, width: int, *, full: bool) -> Iter
             yield from render_paragraph(f"{', '.join(dict.fromkeys(slugs))}: {reason}", width)
 
 
-def render_brief_findings(rows: list[FindingRow], ground: FindingsGroundValue | None, width: int) -> Iterator[Text]:
-    """The first three findings: two lines of each at most, and one for the frame that holds most of its host time."""
+def render_brief_findings(
+    rows: list[FindingRow], ground: FindingsGroundValue | None, width: int
+) -> Iterator[Text]:
+    """The first three findings: two lines of each at most, and one for the frame that holds most of
+    its host time.
+    """
     if ground is None:
         return
-    count_text = f"{_MAX_BRIEF_FINDINGS} of {len(rows)}; " if len(rows) > _MAX_BRIEF_FINDINGS else ""
-    basis = re.split(" from |, the middle", ground["basis"])[0]  # of what, without how that is counted
+    count_text = (
+        f"{_MAX_BRIEF_FINDINGS} of {len(rows)}; " if len(rows) > _MAX_BRIEF_FINDINGS else ""
+    )
+    basis = re.split(" from |, the middle", ground["basis"])[
+        0
+    ]  # of what, without how that is counted
     yield from render_heading("What to fix first", f"{count_text}savings {basis}", width)
     if not rows:
         yield Text(" Nothing that is worth half a per cent of the time.")
@@ -80,34 +96,57 @@ def render_brief_findings(rows: list[FindingRow], ground: FindingsGroundValue | 
         yield Text("   Take the savings as hints: --only findings says why.", "yellow")
 
 
-def _render_finding(row: FindingRow, width: int, *, full: bool, max_lines: int | None = None) -> Iterator[Text]:
-    """The lines of a finding; the name of its rule stands at the end of so many, which leave out the range it saves."""
+def _render_finding(
+    row: FindingRow, width: int, *, full: bool, max_lines: int | None = None
+) -> Iterator[Text]:
+    """The lines of a finding; the name of its rule stands at the end of so many, which leave out
+    the range it saves.
+    """
     if row["list"] == "time":
         fraction = row["saving_fraction"] or 0.0
-        figure = ("≥ " if row["lower_bound"] else "") + units.format_share(fraction, 1) if row["saving_ns"] else "note"
+        figure = (
+            ("≥ " if row["lower_bound"] else "") + units.format_share(fraction, 1)
+            if row["saving_ns"]
+            else "note"
+        )
     else:
-        figure, fraction = ("memory" if row["saving_bytes"] is None else units.format_size(row["saving_bytes"])), 0.0
+        figure, fraction = (
+            ("memory" if row["saving_bytes"] is None else units.format_size(row["saving_bytes"])),
+            0.0,
+        )
     style = _SEVERITY_STYLES[row["severity"]]
     bar = draw_bar(min(fraction, 1.0), _BAR_WIDTH, style)
-    prefix = Text.assemble(" ", (f"{figure:>8}", f"bold {style}"), " ", bar, " " * (_BAR_WIDTH - bar.cell_len + 1))
+    prefix = Text.assemble(
+        " ", (f"{figure:>8}", f"bold {style}"), " ", bar, " " * (_BAR_WIDTH - bar.cell_len + 1)
+    )
     saving_range = ""  # which values the saving lies between, by the steps of the window
     if max_lines is None and row["saving_ns"] and row["saving_low_ns"] is not None:
-        low, high = units.format_duration(row["saving_low_ns"]), units.format_duration(row["saving_high_ns"])
+        low, high = (
+            units.format_duration(row["saving_low_ns"]),
+            units.format_duration(row["saving_high_ns"]),
+        )
         saving_range = f": saves up to {high}"
         if row["saving_low_ns"]:
             saving_range = f": saves {low}" if low == high else f": saves {low} to {high}"
     slug = f" [{row['slug']}]"
     title = textwrap.wrap(
-        sanitize(f"{row['title']}{saving_range}{slug}"), max(width - _RESERVED_WIDTH, 24), break_on_hyphens=False,
-        max_lines=max_lines, placeholder=f" …{slug}",
-    )  # fmt: skip
+        sanitize(f"{row['title']}{saving_range}{slug}"),
+        max(width - _RESERVED_WIDTH, 24),
+        break_on_hyphens=False,
+        max_lines=max_lines,
+        placeholder=f" …{slug}",
+    )
     for number, line in enumerate(title):
         yield Text.assemble(prefix if number == 0 else " " * _TITLE_INDENT, line)
     if not full:
         if row["alternatives"]:
-            slugs = ", ".join(dict.fromkeys(alternative["slug"] for alternative in row["alternatives"]))
+            slugs = ", ".join(
+                dict.fromkeys(alternative["slug"] for alternative in row["alternatives"])
+            )
             for line in textwrap.wrap(
-                f"or, for the same time: {slugs}", max(width - _RESERVED_WIDTH, 24), break_on_hyphens=False
+                f"or, for the same time: {slugs}",
+                max(width - _RESERVED_WIDTH, 24),
+                break_on_hyphens=False,
             ):
                 yield Text(" " * _TITLE_INDENT + line, DIM_STYLE)
         return
@@ -128,13 +167,26 @@ def _render_hottest_frame(row: FindingRow, width: int) -> Iterator[Text]:
         if f"{hot.file}({hot.line})" in row["title"]:
             continue
         file = (hot.file or "").rpartition("/")[2]
-        display_frames = [hot, *(replace(hot, file=start + file) for start in ("…/", "") if hot.file)]
-        candidates = [f"{units.format_duration(hot.time_ns)} in {frame}" for frame in display_frames]
+        display_frames = [
+            hot,
+            *(replace(hot, file=start + file) for start in ("…/", "") if hot.file),
+        ]
+        candidates = [
+            f"{units.format_duration(hot.time_ns)} in {frame}" for frame in display_frames
+        ]
         if hot.inside is not None and hot.file:
-            candidates.append(f"{units.format_duration(hot.inside_ns)} in {hot.inside}, from {file}:{hot.line}")
+            candidates.append(
+                f"{units.format_duration(hot.inside_ns)} in {hot.inside}, from {file}:{hot.line}"
+            )
         text_width = max(width - _RESERVED_WIDTH, 24)
-        line = sanitize(next((line for line in candidates if len(sanitize(line)) <= text_width), candidates[-1]))
-        yield Text(" " * _TITLE_INDENT + (line if len(line) <= text_width else f"{line[: text_width - 1]}…"), DIM_STYLE)
+        line = sanitize(
+            next((line for line in candidates if len(sanitize(line)) <= text_width), candidates[-1])
+        )
+        yield Text(
+            " " * _TITLE_INDENT
+            + (line if len(line) <= text_width else f"{line[: text_width - 1]}…"),
+            DIM_STYLE,
+        )
 
 
 def _describe_host_frames(row: FindingRow, max_width: int) -> Iterator[str]:
@@ -144,9 +196,15 @@ def _describe_host_frames(row: FindingRow, max_width: int) -> Iterator[str]:
         while (
             "/" in file and len(f"({file}:{hot.line}),") > max_width
         ):  # without folders, so that no line breaks inside
-            file = f"…/{file.removeprefix('…/').partition('/')[2]}" if file.count("/") > 1 else file.rpartition("/")[2]
+            file = (
+                f"…/{file.removeprefix('…/').partition('/')[2]}"
+                if file.count("/") > 1
+                else file.rpartition("/")[2]
+            )
         shortened = replace(hot, file=file or None)
-        descriptions.append(f"{units.format_duration(hot.time_ns)} ({units.format_share(hot.share, 1)}) in {shortened}")
+        descriptions.append(
+            f"{units.format_duration(hot.time_ns)} ({units.format_share(hot.share, 1)}) in {shortened}"
+        )
     if descriptions:
         yield f"Host time: {'; '.join(descriptions)}."
 
@@ -154,10 +212,13 @@ def _describe_host_frames(row: FindingRow, max_width: int) -> Iterator[str]:
 def _describe_evidence(row: FindingRow) -> Iterator[str]:
     descriptions = []
     for entry in row["evidence"][:3]:
-        start_text = "" if entry["start_ns"] is None else f" at {units.format_duration(entry['start_ns'])}"
+        start_text = (
+            "" if entry["start_ns"] is None else f" at {units.format_duration(entry['start_ns'])}"
+        )
         length_ns = entry["duration_ns"] if entry["duration_ns"] is not None else entry["total_ns"]
         descriptions.append(
-            f"{entry['what']}{start_text}" + ("" if length_ns is None else f" ({units.format_duration(length_ns)})")
+            f"{entry['what']}{start_text}"
+            + ("" if length_ns is None else f" ({units.format_duration(length_ns)})")
         )
     if descriptions:
         yield f"See {'; '.join(descriptions)}."
@@ -165,12 +226,16 @@ def _describe_evidence(row: FindingRow) -> Iterator[str]:
         yield f"Or: {alternative['title']} ({units.format_duration(alternative['alone_ns'])}) [{alternative['slug']}]"
     alone_ns = row["alone_ns"]
     alone_text = (
-        "" if alone_ns in (None, row["saving_ns"]) else f"Alone it would save {units.format_duration(alone_ns)}. "
+        ""
+        if alone_ns in (None, row["saving_ns"])
+        else f"Alone it would save {units.format_duration(alone_ns)}. "
     )
     yield f"{alone_text}Confidence {row['confidence']:.1f}; more: traceloom explain {row['slug']}"
 
 
-def render_notices(rows: Sequence[Cells], rank_count: int, options: ReportOptions, width: int) -> Iterator[Text]:
+def render_notices(
+    rows: Sequence[Cells], rank_count: int, options: ReportOptions, width: int
+) -> Iterator[Text]:
     """What the user must know about the data of so many ranks, worst first."""
     distinct = merge_notices(rows, rank_count)
     messages = []
@@ -187,6 +252,8 @@ def render_notice_lines(messages: Sequence[tuple[str, str]], width: int) -> Iter
     if messages:
         yield from render_heading("Notices", "what to know about the data", width)
     for severity, message in messages:
-        first, *remaining_lines = textwrap.wrap(sanitize(message), max(width - 4, 20), break_on_hyphens=False)
+        first, *remaining_lines = textwrap.wrap(
+            sanitize(message), max(width - 4, 20), break_on_hyphens=False
+        )
         yield Text.assemble(" ", SEVERITY_STYLES[severity], " ", first)
         yield from (Text("   " + line) for line in remaining_lines)

@@ -1,7 +1,7 @@
 """Aligned columns, bars, colours.
 
-Every kind of time has a colour and a pattern, so that a bar can be read without colour too. Colours are told apart by
-people with any common colour blindness and on light and dark backgrounds.
+Every kind of time has a colour and a pattern, so that a bar can be read without colour too. Colours
+are told apart by people with any common colour blindness and on light and dark backgrounds.
 """
 
 from __future__ import annotations
@@ -35,18 +35,50 @@ BAR_FILLS = {
 
 SLOWER_COLOUR, FASTER_COLOUR = "#d55e00", "#3b82d6"  # of differences
 MEMORY_CURVE_COLOUR = "#c2578f"  # of curves of memory
-SEVERITY_STYLES = {"error": ("✖", "bold red"), "warning": ("▲", "yellow"), "info": ("•", "bright_black")}
+SEVERITY_STYLES = {
+    "error": ("✖", "bold red"),
+    "warning": ("▲", "yellow"),
+    "info": ("•", "bright_black"),
+}
 DIM_STYLE = "bright_black"
 
 # What an output that knows no Unicode shows instead.
 ASCII_FALLBACKS = str.maketrans(
     {
-        "█": "#", "▓": "=", "▒": "%", "░": ":", "▞": "/", "·": ".", "µ": "u", "\u202f": " ", "…": "~", "✖": "x",
-        "▲": "!", "•": "-", "→": ">", "│": "|", "▕": "|",
-        "▁": "_", "▂": "_", "▃": "-", "▄": "-", "▅": "=", "▆": "=", "▇": "#", "─": "-", "–": "-", "×": "x",
-        "▏": "|", "▎": "|", "▍": "|", "▌": "|", "▋": "|", "▊": "|", "▉": "#",
+        "█": "#",
+        "▓": "=",
+        "▒": "%",
+        "░": ":",
+        "▞": "/",
+        "·": ".",
+        "µ": "u",
+        "\u202f": " ",
+        "…": "~",
+        "✖": "x",
+        "▲": "!",
+        "•": "-",
+        "→": ">",
+        "│": "|",
+        "▕": "|",
+        "▁": "_",
+        "▂": "_",
+        "▃": "-",
+        "▄": "-",
+        "▅": "=",
+        "▆": "=",
+        "▇": "#",
+        "─": "-",
+        "–": "-",
+        "×": "x",
+        "▏": "|",
+        "▎": "|",
+        "▍": "|",
+        "▌": "|",
+        "▋": "|",
+        "▊": "|",
+        "▉": "#",
     }
-)  # fmt: skip
+)
 
 Cell = str | Text
 _GAP = "  "
@@ -55,7 +87,10 @@ _MIN_BAR_WIDTH, _MAX_BAR_WIDTH = 14, 64
 
 
 def render_heading(title: str, note: str, width: int) -> Iterator[Text]:
-    """A section's heading after a blank line; a long note stands below it. Those of strangers are made harmless."""
+    """A section's heading after a blank line; a long note stands below it.
+
+    Those of strangers are made harmless.
+    """
     title, note = sanitize(title), sanitize(note)
     yield Text("")
     if len(title) + len(note) + 2 <= width:
@@ -65,14 +100,17 @@ def render_heading(title: str, note: str, width: int) -> Iterator[Text]:
     yield from render_paragraph(note, width, DIM_STYLE)
 
 
-def render_paragraph(text: str, width: int, style: str = "", indent: int = len(_INDENT)) -> Iterator[Text]:
+def render_paragraph(
+    text: str, width: int, style: str = "", indent: int = len(_INDENT)
+) -> Iterator[Text]:
     """Words as indented lines; those of strangers made harmless."""
     for line in textwrap.wrap(sanitize(text), width - indent - 1, break_on_hyphens=False):
         yield Text(" " * indent + line, style)
 
 
 def truncate_lines(lines: Iterable[Text], width: int) -> Iterator[Text]:
-    """The lines; those that are wider end with an ellipsis, as with names whose letters take two cells each.
+    """The lines; those that are wider end with an ellipsis, as with names whose letters take two
+    cells each.
 
     What has to stand whole, as a command, says so by its `overflow` of "ignore".
     """
@@ -91,7 +129,10 @@ class TextColumn:
 
 
 def render_bar_table(
-    columns: Sequence[TextColumn], rows: Sequence[Sequence[Cell]], draw_row_bar: Callable[[int, int], Text], width: int
+    columns: Sequence[TextColumn],
+    rows: Sequence[Sequence[Cell]],
+    draw_row_bar: Callable[[int, int], Text],
+    width: int,
 ) -> list[Text]:
     """Rows with a bar at the end of each, or below it where too little room is left.
 
@@ -104,10 +145,13 @@ def render_bar_table(
     without_bars = render_table(columns, rows, ("", lambda *_: ""), width)
     bar_width = width - max(line.cell_len for line in without_bars) - len(_GAP)
     if bar_width >= _MIN_BAR_WIDTH:
-        return render_table(columns, rows, ("", lambda i, left: draw_row_bar(i, min(left, _MAX_BAR_WIDTH))), width)
+        return render_table(
+            columns, rows, ("", lambda i, left: draw_row_bar(i, min(left, _MAX_BAR_WIDTH))), width
+        )
     for number in reversed(range(len(rows))):
         without_bars.insert(
-            number + 2, Text(_INDENT) + draw_row_bar(number, min(width - 2 * len(_INDENT), _MAX_BAR_WIDTH))
+            number + 2,
+            Text(_INDENT) + draw_row_bar(number, min(width - 2 * len(_INDENT), _MAX_BAR_WIDTH)),
         )
     return without_bars
 
@@ -158,12 +202,16 @@ _EIGHTH_BLOCKS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 
 
 def allocate_cells(parts: Sequence[int], width: int) -> list[int]:
-    """How many of `width` cells each part gets: by largest remainder, at least one where the part is not zero."""
+    """How many of `width` cells each part gets: by largest remainder, at least one where the part
+    is not zero.
+    """
     total = sum(parts)
     if total <= 0 or width <= 0:
         return [0] * len(parts)
     exact = [part * width / total for part in parts]
-    counts = [max(int(share), 1 if part > 0 else 0) for share, part in zip(exact, parts, strict=True)]
+    counts = [
+        max(int(share), 1 if part > 0 else 0) for share, part in zip(exact, parts, strict=True)
+    ]
     remainder_order = sorted(range(len(parts)), key=lambda i: exact[i] - counts[i])
     while sum(counts) > width:
         counts[max(range(len(counts)), key=lambda i: counts[i])] -= 1
@@ -173,10 +221,20 @@ def allocate_cells(parts: Sequence[int], width: int) -> list[int]:
 
 
 def draw_stacked_bar(bar: Bar, width: int) -> Text:
-    """A stacked bar, as many of `width` cells long as it is of the longest (empty where all parts are nothing)."""
+    """A stacked bar, as many of `width` cells long as it is of the longest (empty where all parts
+    are nothing).
+    """
     bar_text = Text()
-    length = width if bar.longest is None else round(width * bar.whole / bar.longest) if bar.longest else 0
-    for (_, group, _), count in zip(bar.parts, allocate_cells([ns for _, _, ns in bar.parts], length), strict=True):
+    length = (
+        width
+        if bar.longest is None
+        else round(width * bar.whole / bar.longest)
+        if bar.longest
+        else 0
+    )
+    for (_, group, _), count in zip(
+        bar.parts, allocate_cells([ns for _, _, ns in bar.parts], length), strict=True
+    ):
         fill, color = BAR_FILLS[group]
         bar_text.append(fill * count, color)
     return bar_text
@@ -189,15 +247,21 @@ def draw_bar(fraction: float, width: int, style: str) -> Text:
 
 
 def draw_signed_bar(difference: int, largest: int, width: int) -> Text:
-    """A difference as a bar: to the right of the line in the middle what takes longer, to the left what takes less."""
+    """A difference as a bar: to the right of the line in the middle what takes longer, to the left
+    what takes less.
+    """
     half = (width - 1) // 2
     bar = "█" * round(half * abs(difference) / max(largest, 1))
     left_part, right = (bar or "▕", "") if difference < 0 else ("", bar or "▏" * bool(difference))
-    return Text.assemble((left_part.rjust(half), FASTER_COLOUR), ("│", DIM_STYLE), (right.ljust(half), SLOWER_COLOUR))
+    return Text.assemble(
+        (left_part.rjust(half), FASTER_COLOUR), ("│", DIM_STYLE), (right.ljust(half), SLOWER_COLOUR)
+    )
 
 
 def draw_sparkline(values: Sequence[float], width: int) -> str:
-    """The values (>= 0) as at most `width` small bars; neighbours share one, which shows the largest of them."""
+    """The values (>= 0) as at most `width` small bars; neighbours share one, which shows the
+    largest of them.
+    """
     if not values:
         return ""
     count = min(width, len(values))

@@ -1,11 +1,13 @@
 """Events packed for the canvas; stacks and telemetry as overlay.
 
-Events stand lane by lane, in the order of their start. Times are nanoseconds relative to the session's epoch, divided
-by their greatest common divisor (`unit_ns`). References (`launch`, `forward`) are positions in the payload plus one,
+Events stand lane by lane, in the order of their start. Times are nanoseconds relative to the
+session's epoch, divided by their greatest common divisor (`unit_ns`). References (`launch`,
+`forward`) are positions in the payload plus one,
 0 for none. `clip` is what nesting cuts off the end of a span. The script derives rows (nesting, overlap) and steps from
 these, as the reader derives them.
 
-Only views do this: no analysis takes stack samples for events, or telemetry for counters of the trace.
+Only views do this: no analysis takes stack samples for events, or telemetry for counters of the
+trace.
 """
 
 from __future__ import annotations
@@ -26,7 +28,12 @@ from traceloom.analyze.kernels import kernel_launches
 from traceloom.analyze.roofline import select_modelled_work
 from traceloom.report.document import Cells
 from traceloom.report.labels import fit_name
-from traceloom.report.views.page_table import encode_sparse, encode_start_deltas, encode_zigzag, pack
+from traceloom.report.views.page_table import (
+    encode_sparse,
+    encode_start_deltas,
+    encode_zigzag,
+    pack,
+)
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 from traceloom.trace.array_types import Floats, Ints
@@ -56,13 +63,19 @@ _BUCKETS = 500
 def build_counters(trace: Trace) -> pl.DataFrame:
     """All curves of a trace: name, time_ns, value; ordered by curve and time."""
     curves = []
-    for (kind, device), curve in analyze.memory(trace).curve.group_by("device_type", "device", maintain_order=True):
+    for (kind, device), curve in analyze.memory(trace).curve.group_by(
+        "device_type", "device", maintain_order=True
+    ):
         device_name = f"{kind} {device}" if isinstance(device, int) and device >= 0 else str(kind)
         for column, label in (("allocated_bytes", "allocated"), ("reserved_bytes", "reserved")):
             samples = curve.drop_nulls(column)
             value = (samples[column] / 1e6).to_numpy()
             curves.append(
-                _build_curve(f"{sanitize(device_name)} memory {label} MB", samples["time_ns"].to_numpy(), value)
+                _build_curve(
+                    f"{sanitize(device_name)} memory {label} MB",
+                    samples["time_ns"].to_numpy(),
+                    value,
+                )
             )
     return pl.concat([build_non_memory_counters(trace), *curves])
 
@@ -74,7 +87,8 @@ def build_non_memory_counters(trace: Trace) -> pl.DataFrame:
         start = work["start_ns"].to_numpy()
         curves.append(
             _build_curve(
-                f"GPU {device} busy %", *compute_busy_percent(start, start + work["duration_ns"].clip(0).to_numpy())
+                f"GPU {device} busy %",
+                *compute_busy_percent(start, start + work["duration_ns"].clip(0).to_numpy()),
             )
         )
         curves.append(_count_queued_launches(trace, work, f"GPU {device} launches waiting"))
@@ -90,11 +104,14 @@ def build_non_memory_counters(trace: Trace) -> pl.DataFrame:
 
 
 def _build_curve(name: str, time_ns: Ints, value: NDArray[np.float64]) -> pl.DataFrame:
-    return pl.DataFrame({"name": [name] * time_ns.size, "time_ns": time_ns, "value": value}, schema=SCHEMA)
+    return pl.DataFrame(
+        {"name": [name] * time_ns.size, "time_ns": time_ns, "value": value}, schema=SCHEMA
+    )
 
 
 def compute_busy_percent(start: Ints, end: Ints) -> tuple[Ints, NDArray[np.float64]]:
-    """Per cent of each of 500 equal parts of the window in which at least one span runs; ends with 0.
+    """Per cent of each of 500 equal parts of the window in which at least one span runs; ends with
+    0.
 
     Args:
         start: Starts of the spans, sorted.
@@ -105,7 +122,9 @@ def compute_busy_percent(start: Ints, end: Ints) -> tuple[Ints, NDArray[np.float
     low = start[fresh]
     high = reach[np.append(np.flatnonzero(fresh)[1:] - 1, start.size - 1)]
     # From the first start on: nanoseconds since 1970 are beyond what a float holds exactly.
-    edges = np.unique(low[0] + np.linspace(0, int(high[-1] - low[0]), _BUCKETS + 1).astype(np.int64))
+    edges = np.unique(
+        low[0] + np.linspace(0, int(high[-1] - low[0]), _BUCKETS + 1).astype(np.int64)
+    )
     if edges.size < 2:
         return edges, np.zeros(edges.size)
     before = np.append(0, np.cumsum(high - low))
@@ -126,14 +145,23 @@ def _count_queued_launches(trace: Trace, work: pl.DataFrame, name: str) -> pl.Da
             pl.DataFrame({"time_ns": begun, "change": 1}),
             # A kernel that seems to start before its launch (clocks) never waited.
             pl.DataFrame(
-                {"time_ns": pl.select(pl.max_horizontal(begun, launched["start_ns"])).to_series(), "change": -1}
+                {
+                    "time_ns": pl.select(
+                        pl.max_horizontal(begun, launched["start_ns"])
+                    ).to_series(),
+                    "change": -1,
+                }
             ),
         ]
     )
     return (
-        steps.group_by("time_ns").agg(pl.col("change").sum()).sort("time_ns")
-        .select(name=pl.lit(name), time_ns="time_ns", value=pl.col("change").cum_sum().cast(pl.Float64))
-    )  # fmt: skip
+        steps.group_by("time_ns")
+        .agg(pl.col("change").sum())
+        .sort("time_ns")
+        .select(
+            name=pl.lit(name), time_ns="time_ns", value=pl.col("change").cum_sum().cast(pl.Float64)
+        )
+    )
 
 
 MAX_EVENTS = 1_000_000  # events; about 8 MB of page and 60 MB of browser memory
@@ -142,7 +170,12 @@ _MAX_NAME_WIDTH = 60  # characters of a name on the canvas
 _LANE_ORDER = {"device": 0, "device_annotation": 1, "device_sync": 2, "host": 3, "other": 4}
 _EVENT_FACTS = {
     "tensors": {"shapes": "shapes", "types": "types", "concrete": "values"},
-    "copies": {"kind": "direction", "bytes": "bytes", "source_memory": "from", "target_memory": "to"},
+    "copies": {
+        "kind": "direction",
+        "bytes": "bytes",
+        "source_memory": "from",
+        "target_memory": "to",
+    },
     "syncs": {"kind": "waits by", "stream": "stream", "awaited_stream": "awaited stream"},
     "collectives": {
         "kind": "collective",
@@ -212,7 +245,9 @@ def build(
         position_of_event[part["event"].to_numpy()] = np.arange(first + 1, first + 1 + part.height)
         counts = dict(part.group_by("order").len().iter_rows())
         lane_rows = table.drop("lane", "order").to_dicts()
-        lanes += [{**row, "count": counts.get(position, 0)} for position, row in enumerate(lane_rows)]
+        lanes += [
+            {**row, "count": counts.get(position, 0)} for position, row in enumerate(lane_rows)
+        ]
         parts.append(part)
         positions.append(position_of_event)
         first += part.height
@@ -224,7 +259,9 @@ def build(
         collective_names.update(sanitize(name) for name in collectives.unique().to_list())
     coded = {CATEGORIES.index(name) for name in (KERNEL, ANNOTATION, GPU_ANNOTATION, COLLECTIVE)}
     tables["communication"] = [
-        number for number, (name, code) in enumerate(tables["labels"]) if code in coded and name in collective_names
+        number
+        for number, (name, code) in enumerate(tables["labels"])
+        if code in coded and name in collective_names
     ]
     header = {
         "version": 1,
@@ -239,23 +276,32 @@ def build(
     }
     missing: dict[str, int] = {}
     for trace, part in zip(session.traces, parts, strict=True):
-        for sign, frame in ((1, trace.events), (-1, part)) if trace.events.height != part.height else ():
+        for sign, frame in (
+            ((1, trace.events), (-1, part)) if trace.events.height != part.height else ()
+        ):
             for category, count in frame.group_by("category").len().iter_rows():
                 missing[category] = missing.get(category, 0) + sign * count
     omitted = {category: count for category, count in missing.items() if count}
-    return TimelinePayload(pack(header, columns), first, omitted, f"{shift}-{shift + header['span_ns']}")
+    return TimelinePayload(
+        pack(header, columns), first, omitted, f"{shift}-{shift + header['span_ns']}"
+    )
 
 
 def _build_path(
     session: Session, lanes: list[dict[str, Any]], path: CriticalPathValue | None, shift: int
 ) -> dict[str, Any] | None:
-    """The critical path as [lane, start, end]; None where there is none, or where none of it is on a lane."""
+    """The critical path as [lane, start, end]; None where there is none, or where none of it is on
+    a lane.
+    """
     ranks: dict[Any, int] = {}
     for number, trace in enumerate(session.traces):
         ranks.setdefault(0 if trace.rank is None else trace.rank, number)
     keys = ("kind", "process", "thread", "device", "stream")
     visible_lanes = [lane for lane in lanes if lane["count"]]
-    lane_numbers = {(lane["trace"], *(lane[key] for key in keys)): number for number, lane in enumerate(visible_lanes)}
+    lane_numbers = {
+        (lane["trace"], *(lane[key] for key in keys)): number
+        for number, lane in enumerate(visible_lanes)
+    }
     segments = []
     last = max((trace.end_ns for trace in session.traces), default=0) - session.epoch_ns
     rows: Sequence[Cells] = path["stretches"] if path else ()
@@ -276,16 +322,23 @@ def _build_path(
 
 
 def _sort_lanes(trace: Trace, number: int) -> pl.DataFrame:
-    """The trace's lanes in the order they are shown: GPU streams, then host threads, the busiest first."""
+    """The trace's lanes in the order they are shown: GPU streams, then host threads, the busiest
+    first.
+    """
     main = pl.col("process") == pl.col("thread")
     is_gpu = (pl.col("kind") == "device") & pl.col("device").is_not_null()
-    label = pl.when(is_gpu).then(pl.format("{} · GPU {}", "name", "device")).otherwise(pl.col("name"))
+    label = (
+        pl.when(is_gpu).then(pl.format("{} · GPU {}", "name", "device")).otherwise(pl.col("name"))
+    )
     kind = pl.col("kind").cast(pl.String)
     return (
         trace.lanes.with_columns(
             kind.replace_strict(_LANE_ORDER, return_dtype=pl.Int8).alias("_kind"),
             ((kind == "host") & ~main.fill_null(value=False)).alias("_side"),
-            pl.when(kind == "host").then(-pl.col("events").cast(pl.Int64)).otherwise(0).alias("_few"),
+            pl.when(kind == "host")
+            .then(-pl.col("events").cast(pl.Int64))
+            .otherwise(0)
+            .alias("_few"),
         )
         .sort("_kind", "device", "_side", "_few", "stream", "lane", nulls_last=True)
         .select(
@@ -305,9 +358,20 @@ def _sort_lanes(trace: Trace, number: int) -> pl.DataFrame:
 def _select_events(trace: Trace, lanes: pl.DataFrame, share: int) -> pl.DataFrame:
     """The kept events, lane by lane, with their facts.
 
-    Kept are the most useful: GPU work, annotations and collectives first, Python frames last, long before short.
+    Kept are the most useful: GPU work, annotations and collectives first, Python frames last, long
+    before short.
     """
-    columns = ["event", "name", "category", "start_ns", "duration_ns", "nested_end_ns", "lane", "correlation", "launch"]
+    columns = [
+        "event",
+        "name",
+        "category",
+        "start_ns",
+        "duration_ns",
+        "nested_end_ns",
+        "lane",
+        "correlation",
+        "launch",
+    ]
     forward_of_backward = (
         trace.flows.filter(pl.col("kind") == "forward-backward")
         .drop_nulls(["source", "target"])
@@ -325,10 +389,17 @@ def _select_events(trace: Trace, lanes: pl.DataFrame, share: int) -> pl.DataFram
         frame: pl.DataFrame = getattr(trace, name)
         texts = [
             pl.lit(f"{title}\x1f")
-            + pl.col(column).cast(pl.String).str.replace_all("[\x1e\x1f]", " ").str.slice(0, _FACT_LENGTH)
+            + pl.col(column)
+            .cast(pl.String)
+            .str.replace_all("[\x1e\x1f]", " ")
+            .str.slice(0, _FACT_LENGTH)
             for column, title in facts.items()
         ]
-        frames.append(frame.select("event", pl.concat_str(texts, separator="\x1e", ignore_nulls=True).alias("facts")))
+        frames.append(
+            frame.select(
+                "event", pl.concat_str(texts, separator="\x1e", ignore_nulls=True).alias("facts")
+            )
+        )
     facts_of_event = (
         pl.concat(frames)
         .filter(pl.col("facts") != "")
@@ -346,7 +417,9 @@ def _select_events(trace: Trace, lanes: pl.DataFrame, share: int) -> pl.DataFram
 def _build_launch_facts(trace: Trace) -> pl.DataFrame:
     """How the kernels were launched, as texts of facts: event, facts."""
     sizes = {
-        dimension: pl.format("{} × {} × {}", *(f"{dimension}_{axis}" for axis in "xyz")).alias(dimension)
+        dimension: pl.format("{} × {} × {}", *(f"{dimension}_{axis}" for axis in "xyz")).alias(
+            dimension
+        )
         for dimension in ("grid", "block")
     }
     values = {
@@ -354,22 +427,34 @@ def _build_launch_facts(trace: Trace) -> pl.DataFrame:
         "registers per thread": pl.col("registers").cast(pl.String),
         "shared memory": pl.col("shared_bytes").cast(pl.String),
         "blocks per SM": pl.col("blocks_per_sm").round(2).cast(pl.String),
-        "estimated occupancy": pl.format("{} %", (100 * pl.col("occupancy")).round(0).cast(pl.Int64)),
+        "estimated occupancy": pl.format(
+            "{} %", (100 * pl.col("occupancy")).round(0).cast(pl.Int64)
+        ),
     }
     texts = [pl.lit(f"{title}\x1f") + value for title, value in values.items()]
     rows = kernel_launches(trace).rows
-    return rows.select("event", pl.concat_str(texts, separator="\x1e", ignore_nulls=True).alias("facts"))
+    return rows.select(
+        "event", pl.concat_str(texts, separator="\x1e", ignore_nulls=True).alias("facts")
+    )
 
 
 def _build_model_facts(trace: Trace) -> pl.DataFrame:
-    """FLOPs and bytes of GPU work, as models of operators have them, as texts of facts: event, facts."""
+    """FLOPs and bytes of GPU work, as models of operators have them, as texts of facts: event,
+    facts.
+    """
     work = select_modelled_work(trace)
     texts = []
     for column, written in {"flops": units.format_flops, "bytes": units.format_size}.items():
         values = work[column].unique().drop_nulls()
-        fact_texts = pl.Series([f"modelled {column}\x1f{written(value)}" for value in values], dtype=pl.String)
-        texts.append(pl.col(column).replace_strict(values, fact_texts, default=None, return_dtype=pl.String))
-    return work.select("event", pl.concat_str(texts, separator="\x1e", ignore_nulls=True).alias("facts"))
+        fact_texts = pl.Series(
+            [f"modelled {column}\x1f{written(value)}" for value in values], dtype=pl.String
+        )
+        texts.append(
+            pl.col(column).replace_strict(values, fact_texts, default=None, return_dtype=pl.String)
+        )
+    return work.select(
+        "event", pl.concat_str(texts, separator="\x1e", ignore_nulls=True).alias("facts")
+    )
 
 
 def _build_columns(
@@ -390,7 +475,9 @@ def _build_columns(
         "clip": encode_zigzag(clip // unit),
         "label": label - 1,
         "fact": fact,
-        "correlation": encode_sparse(correlation.fill_null(0).to_numpy(), correlation.is_not_null().to_numpy()),
+        "correlation": encode_sparse(
+            correlation.fill_null(0).to_numpy(), correlation.is_not_null().to_numpy()
+        ),
         "launch": _encode_links("launch", parts, positions),
         "forward": _encode_links("forward", parts, positions),
     }
@@ -399,7 +486,9 @@ def _build_columns(
         "unit_ns": unit,
         "labels": [[sanitize(name), codes[category]] for name, category in labels],
         "short": {
-            i: cut for i, (name, _) in enumerate(labels) if (cut := fit_name(name, _MAX_NAME_WIDTH)) != sanitize(name)
+            i: cut
+            for i, (name, _) in enumerate(labels)
+            if (cut := fit_name(name, _MAX_NAME_WIDTH)) != sanitize(name)
         },
         "facts": [text for (text,) in facts],
     }
@@ -416,8 +505,12 @@ def _encode_links(column: str, parts: list[pl.DataFrame], positions: list[Ints])
     return encode_sparse(target, target > 0)
 
 
-def _encode_distinct(events: pl.DataFrame, columns: list[str]) -> tuple[Ints, list[tuple[Any, ...]]]:
-    """Distinct values, the frequent ones first, and for each event the number of its value from 1 (0: null)."""
+def _encode_distinct(
+    events: pl.DataFrame, columns: list[str]
+) -> tuple[Ints, list[tuple[Any, ...]]]:
+    """Distinct values, the frequent ones first, and for each event the number of its value from 1
+    (0: null).
+    """
     distinct = (
         events.select(columns)
         .drop_nulls()
@@ -427,24 +520,32 @@ def _encode_distinct(events: pl.DataFrame, columns: list[str]) -> tuple[Ints, li
         .drop("count")
         .with_row_index("number", offset=1)
     )
-    number = events.select(columns).join(distinct, on=columns, how="left", maintain_order="left")["number"]
+    number = events.select(columns).join(distinct, on=columns, how="left", maintain_order="left")[
+        "number"
+    ]
     return number.fill_null(0).cast(pl.Int64).to_numpy(), distinct.drop("number").rows()
 
 
 def _build_rank(trace: Trace, epoch_ns: int, shift: int, curves: list[CurveRow]) -> dict[str, Any]:
-    """What the timeline shows of a rank beside its events: steps, the memory curves and other curves."""
+    """What the timeline shows of a rank beside its events: steps, the memory curves and other
+    curves.
+    """
     memory = []
     for curve in curves:
         if curve["rank"] != trace.rank or not curve["time_ns"]:
             continue
-        curve_data = {key: curve[key] for key in ("device_type", "device", "time_ns", "allocated_bytes")}
+        curve_data = {
+            key: curve[key] for key in ("device_type", "device", "time_ns", "allocated_bytes")
+        }
         if shift:  # times count from the chosen steps; what lies outside them is left out
             time = np.asarray(curve["time_ns"], dtype=np.int64) - shift
             in_trace = (time >= 0) & (time <= trace.end_ns - trace.start_ns)
             curve_data["time_ns"] = time[in_trace].tolist()
             curve_data["allocated_bytes"] = np.asarray(curve["allocated_bytes"])[in_trace].tolist()
         memory.append(curve_data)
-    steps = trace.steps.select("step", "name", pl.col("start_ns") - epoch_ns, pl.col("end_ns") - epoch_ns)
+    steps = trace.steps.select(
+        "step", "name", pl.col("start_ns") - epoch_ns, pl.col("end_ns") - epoch_ns
+    )
     return {
         "rank": trace.rank,
         "host": trace.meta.host,
@@ -455,7 +556,8 @@ def _build_rank(trace: Trace, epoch_ns: int, shift: int, curves: list[CurveRow])
 
 
 def build_tracks(trace: Trace, epoch_ns: int) -> list[dict[str, Any]]:
-    """The curves of one rank: name, time_ns (relative to the epoch), values; each at most about 600 points.
+    """The curves of one rank: name, time_ns (relative to the epoch), values; each at most about 600
+    points.
 
     A value holds from its time to the next. Curves that are 0 all the time are left out.
     """
@@ -467,39 +569,62 @@ def build_tracks(trace: Trace, epoch_ns: int) -> list[dict[str, Any]]:
             continue
         positions = downsample_extremes(value, _MAX_CURVE_POINTS)
         rounded_values = [float(f"{number:.4g}") for number in value[positions].tolist()]
-        out.append({"name": sanitize(str(name)).strip(), "time_ns": time[positions].tolist(), "values": rounded_values})
+        out.append(
+            {
+                "name": sanitize(str(name)).strip(),
+                "time_ns": time[positions].tolist(),
+                "values": rounded_values,
+            }
+        )
     return out[:MAX_CURVES]
 
 
 def downsample_extremes(value: Floats, limit: int) -> NDArray[np.int64]:
-    """Positions of the first, last, lowest and highest of equal stretches, ascending: at most about `limit`."""
+    """Positions of the first, last, lowest and highest of equal stretches, ascending: at most about
+    `limit`.
+    """
     if value.size <= limit:
         return np.arange(value.size)
     width = -(-value.size * 4 // limit)
     rows = -(-value.size // width)
-    padded = np.concatenate([value, np.full(rows * width - value.size, value[-1])]).reshape(rows, width)
+    padded = np.concatenate([value, np.full(rows * width - value.size, value[-1])]).reshape(
+        rows, width
+    )
     base = np.arange(rows) * width
     positions = [base, base + width - 1, base + padded.argmin(axis=1), base + padded.argmax(axis=1)]
     return np.unique(np.minimum(np.concatenate(positions), value.size - 1))
 
 
 _METRIC_PREFIX = "traceloom_"
-# Of some hundred series those whose shape explains a timeline; the others are in the telemetry file.
+# Of some hundred series those whose shape explains a timeline; the others are in the telemetry
+# file.
 _SHOWN_METRICS = (
-    "gpu_power_watts", "gpu_sm_active_ratio", "gpu_dram_active_ratio", "gpu_busy_ratio",
-    "host_cpu_seconds_total", "host_network_bytes_total", "rdma_bytes_total", "host_disk_bytes_total",
-    "process_cpu_seconds_total", "process_disk_bytes_total",
-)  # fmt: skip
-# A call as it is shown: the function first, and of its file what is not the place where packages, or programs, are.
+    "gpu_power_watts",
+    "gpu_sm_active_ratio",
+    "gpu_dram_active_ratio",
+    "gpu_busy_ratio",
+    "host_cpu_seconds_total",
+    "host_network_bytes_total",
+    "rdma_bytes_total",
+    "host_disk_bytes_total",
+    "process_cpu_seconds_total",
+    "process_disk_bytes_total",
+)
+# A call as it is shown: the function first, and of its file what is not the place where packages,
+# or programs, are.
 _NAME_REPLACEMENTS = (
     (r"^.*/(?:site-packages|dist-packages|lib/python3\.\d+)/", ""),
     (r"^/.*/", ""),
     (r"^(.+?)\((\d+)\): (.+)$", "$3 ($1:$2)"),
 )
 _SPANS = {
-    "name": pl.String, "start_ns": pl.Int64, "nested_end_ns": pl.Int64, "depth": pl.UInt16, "parent": pl.Int64,
+    "name": pl.String,
+    "start_ns": pl.Int64,
+    "nested_end_ns": pl.Int64,
+    "depth": pl.UInt16,
+    "parent": pl.Int64,
     "lane": pl.UInt32,
-}  # fmt: skip
+}
 _IDLE_MODES = ("idle", "iowait")
 _REFERENCES = ("parent", "op", "launch")
 
@@ -515,12 +640,17 @@ class _Span(NamedTuple):
 
 
 def add_overlay(session: Session) -> Session:
-    """The session with stack samples as spans of lanes of their own; telemetry and allocated memory as counters.
+    """The session with stack samples as spans of lanes of their own; telemetry and allocated memory
+    as counters.
 
-    All are cut to the time of the trace. The counters of a host stand in the first of its traces; counters that only
-    grow become rates per second.
+    All are cut to the time of the trace. The counters of a host stand in the first of its traces;
+    counters that only grow become rates per second.
     """
-    if not session.samples.height and not session.telemetry.height and not session.allocations.height:
+    if (
+        not session.samples.height
+        and not session.telemetry.height
+        and not session.allocations.height
+    ):
         return session
     traces, hosts = [], set()
     for trace in session.traces:
@@ -539,7 +669,10 @@ def _add_samples(trace: Trace, samples: pl.DataFrame) -> Trace:
     spans = [
         (*span, len(trace.lanes) + lane)
         for lane, (_, rows) in enumerate(
-            groupby(samples.select("thread", "time_ns", "period_ns", "stack").iter_rows(), key=itemgetter(0))
+            groupby(
+                samples.select("thread", "time_ns", "period_ns", "stack").iter_rows(),
+                key=itemgetter(0),
+            )
         )
         for span in _build_spans((row[1:] for row in rows), trace.start_ns, trace.end_ns)
     ]
@@ -551,19 +684,26 @@ def _add_samples(trace: Trace, samples: pl.DataFrame) -> Trace:
     first = trace.events.height
     # A parent is the number of a span in its lane, from 0.
     lane_bases = (
-        span_frame.with_row_index("at").group_by("lane", maintain_order=True).agg(pl.col("at").min().alias("base"))
+        span_frame.with_row_index("at")
+        .group_by("lane", maintain_order=True)
+        .agg(pl.col("at").min().alias("base"))
     )
-    span_frame = span_frame.join(lane_bases, on="lane", how="left", maintain_order="left").with_columns(
+    span_frame = span_frame.join(
+        lane_bases, on="lane", how="left", maintain_order="left"
+    ).with_columns(
         parent=(pl.col("parent") + pl.col("base").cast(pl.Int64) + first).cast(pl.UInt32),
-        category=pl.lit(OTHER), duration_ns=pl.col("nested_end_ns") - pl.col("start_ns"),
-    )  # fmt: skip
+        category=pl.lit(OTHER),
+        duration_ns=pl.col("nested_end_ns") - pl.col("start_ns"),
+    )
     schema = SCHEMAS["events"]
     added = span_frame.select(
         (pl.col(name) if name in span_frame.columns else pl.lit(None)).cast(kind).alias(name)
         for name, kind in schema.items()
     ).with_columns(event=pl.int_range(first, first + pl.len(), dtype=pl.UInt32))
     events = pl.concat([trace.events, added])
-    order = np.argsort(events["start_ns"].to_numpy(), kind="stable")  # those of the trace keep their order
+    order = np.argsort(
+        events["start_ns"].to_numpy(), kind="stable"
+    )  # those of the trace keep their order
     row = np.empty(events.height, dtype=np.int64)
     row[order] = np.arange(events.height)
     events = update_event_rows(
@@ -585,7 +725,8 @@ def _add_samples(trace: Trace, samples: pl.DataFrame) -> Trace:
 
 
 def _build_spans(samples: Iterable[tuple[int, int, list[str]]], low: int, high: int) -> list[_Span]:
-    """Calls from the samples of a thread (time, period, stack), in order of their start, between two times.
+    """Calls from the samples of a thread (time, period, stack), in order of their start, between
+    two times.
 
     A call goes on for as long as it is seen in sample after sample with the same callers.
     """
@@ -598,7 +739,10 @@ def _build_spans(samples: Iterable[tuple[int, int, list[str]]], low: int, high: 
             continue
         same = 0
         if start == reached:
-            while same < min(len(open_calls), len(stack)) and spans[open_calls[same]].name == stack[same]:
+            while (
+                same < min(len(open_calls), len(stack))
+                and spans[open_calls[same]].name == stack[same]
+            ):
                 same += 1
         del open_calls[same:]
         for depth in range(same, len(stack)):
@@ -615,7 +759,11 @@ def _build_overlay_lanes(samples: pl.DataFrame, spans: pl.DataFrame, first: int)
     counted = spans.group_by("lane").agg(
         events=pl.len(), busy_ns=pl.col("duration_ns").filter(pl.col("depth") == 0).sum()
     )
-    name = pl.when(pl.col("thread_name") == "").then(pl.format("thread {}", "thread")).otherwise("thread_name")
+    name = (
+        pl.when(pl.col("thread_name") == "")
+        .then(pl.format("thread {}", "thread"))
+        .otherwise("thread_name")
+    )
     threads = samples.group_by("thread", maintain_order=True).agg(pl.col("thread_name").first())
     rows = threads.with_row_index("lane", offset=first)
     rows = rows.with_columns(kind=pl.lit("host"), name=pl.format("stacks · {}", name))
@@ -631,10 +779,18 @@ def _build_overlay_lanes(samples: pl.DataFrame, spans: pl.DataFrame, first: int)
 
 def _add_telemetry(trace: Trace, telemetry: pl.DataFrame) -> Trace:
     hosts = telemetry["host"].unique().to_list()
-    host_telemetry = telemetry if len(hosts) == 1 else telemetry.filter(pl.col("host") == (trace.meta.host or ""))
-    selected = host_telemetry.filter(pl.col("metric").is_in([_METRIC_PREFIX + name for name in _SHOWN_METRICS]))
+    host_telemetry = (
+        telemetry
+        if len(hosts) == 1
+        else telemetry.filter(pl.col("host") == (trace.meta.host or ""))
+    )
+    selected = host_telemetry.filter(
+        pl.col("metric").is_in([_METRIC_PREFIX + name for name in _SHOWN_METRICS])
+    )
     curves = []
-    for (metric, labels, kind), curve in selected.group_by("metric", "labels", "kind", maintain_order=True):
+    for (metric, labels, kind), curve in selected.group_by(
+        "metric", "labels", "kind", maintain_order=True
+    ):
         values = msgspec.json.decode(str(labels), type=dict[str, str])
         if values.get("mode") in _IDLE_MODES or values.get("interface") == "lo":
             continue
@@ -650,10 +806,16 @@ def _add_telemetry(trace: Trace, telemetry: pl.DataFrame) -> Trace:
 
 
 def _add_allocations(trace: Trace, allocations: pl.DataFrame) -> Trace:
-    """The bytes that each allocator has given out: as it says itself, else since the recording began."""
+    """The bytes that each allocator has given out: as it says itself, else since the recording
+    began.
+    """
     curves = []
     for (device,), events in allocations.group_by("device_name", maintain_order=True):
-        value = pl.coalesce("allocated_bytes", pl.col("bytes").cum_sum()).cast(pl.Float64).alias("value")
+        value = (
+            pl.coalesce("allocated_bytes", pl.col("bytes").cum_sum())
+            .cast(pl.Float64)
+            .alias("value")
+        )
         curves.append(("allocated_bytes", str(device), events.select("time_ns", value)))
     return _add_counters(trace, curves)
 
@@ -668,7 +830,9 @@ def _add_counters(trace: Trace, curves: list[tuple[str, str, pl.DataFrame]]) -> 
             .tail(1)
             .with_columns(time_ns=pl.lit(trace.start_ns, dtype=pl.Int64))
         )
-        in_trace = pl.concat([before, curve.filter(pl.col("time_ns").is_between(trace.start_ns, trace.end_ns))])
+        in_trace = pl.concat(
+            [before, curve.filter(pl.col("time_ns").is_between(trace.start_ns, trace.end_ns))]
+        )
         added.append(in_trace.select("time_ns", "value", name=pl.lit(name), key=pl.lit(key)))
     if not added:
         return trace
@@ -677,4 +841,6 @@ def _add_counters(trace: Trace, curves: list[tuple[str, str, pl.DataFrame]]) -> 
         (pl.col(name) if name in rows.columns else pl.lit(None)).cast(kind).alias(name)
         for name, kind in SCHEMAS["counters"].items()
     )
-    return replace(trace, counters=pl.concat([trace.counters, rows]).sort("time_ns", maintain_order=True))
+    return replace(
+        trace, counters=pl.concat([trace.counters, rows]).sort("time_ns", maintain_order=True)
+    )

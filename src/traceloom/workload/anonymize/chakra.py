@@ -1,4 +1,6 @@
-"""A Chakra trace (.et), rewritten message by message: a new message with what is known, never the old one changed."""
+"""A Chakra trace (.et), rewritten message by message: a new message with what is known, never the
+old one changed.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,20 @@ from traceloom.workload.anonymize.kineto import Rules
 from traceloom.workload.anonymize.leak_report import HiddenShapes
 from traceloom.workload.anonymize.metadata import check_rank_list
 from traceloom.workload.anonymize.names import FAMILIES
-from traceloom.workload.anonymize.policy import COLLAPSE, KEEP, RewriteStats, is_schema, is_type, list_host_names
-from traceloom.workload.anonymize.tensors import COMMUNICATION_VALUES, GROUP_VALUES, PLAIN_VALUES, Tensors
+from traceloom.workload.anonymize.policy import (
+    COLLAPSE,
+    KEEP,
+    RewriteStats,
+    is_schema,
+    is_type,
+    list_host_names,
+)
+from traceloom.workload.anonymize.tensors import (
+    COMMUNICATION_VALUES,
+    GROUP_VALUES,
+    PLAIN_VALUES,
+    Tensors,
+)
 from traceloom.workload.chakra.graph_layout import is_ours
 
 _SUFFIX = re.compile(
@@ -28,25 +42,87 @@ _SUFFIX = re.compile(
 )  # the parts of one operator, as the upstream converter counts them
 _SCHEMA = re.compile(r"\d{1,2}\.\d{1,2}\.\d{1,2}(-chakra\.\d{1,2}\.\d{1,2}\.\d{1,2})?")
 _VERSION = re.compile(r"\d{1,3}(\.\d{1,3}){0,3}")
-_NODE_TYPE = re.compile(r"(COMP|COMM_SEND|COMM_RECV|COMM_COLL|MEM_LOAD|MEM_STORE|METADATA|INVALID)_NODE")
+_NODE_TYPE = re.compile(
+    r"(COMP|COMM_SEND|COMM_RECV|COMM_COLL|MEM_LOAD|MEM_STORE|METADATA|INVALID)_NODE"
+)
 _COMMUNICATION = (NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE, NodeType.COMM_COLL_NODE)
 _MEMORY = (NodeType.MEM_LOAD_NODE, NodeType.MEM_STORE_NODE)
 _SCALARS = frozenset(
     f"{kind}_val"
-    for kind in ("double", "float", "int32", "int64", "uint32", "uint64", "sint32", "sint64", "fixed32", "fixed64",
-                 "sfixed32", "sfixed64", "bool")
-)  # fmt: skip
-_NEUTRAL_ATTRIBUTES = frozenset((
-    "is_cpu_op", "comm_type", "comm_priority", "comm_src", "comm_dst", "comm_tag", "rf_id", "fw_parent", "seq_id",
-    "scope", "tid", "fw_tid", "device", "correlation", "step", "lane", "op", "host_op", "event", "duration_ns",
-    "work_ns", "residual_ns", "comm_instance", "pg_size", "comm_seq", "peer", "tag", "host_id", "host_parent", "rank",
-    "comm_root", "local_rank", "global_rank_start", "global_rank_stride",
-))  # fmt: skip
+    for kind in (
+        "double",
+        "float",
+        "int32",
+        "int64",
+        "uint32",
+        "uint64",
+        "sint32",
+        "sint64",
+        "fixed32",
+        "fixed64",
+        "sfixed32",
+        "sfixed64",
+        "bool",
+    )
+)
+_NEUTRAL_ATTRIBUTES = frozenset(
+    (
+        "is_cpu_op",
+        "comm_type",
+        "comm_priority",
+        "comm_src",
+        "comm_dst",
+        "comm_tag",
+        "rf_id",
+        "fw_parent",
+        "seq_id",
+        "scope",
+        "tid",
+        "fw_tid",
+        "device",
+        "correlation",
+        "step",
+        "lane",
+        "op",
+        "host_op",
+        "event",
+        "duration_ns",
+        "work_ns",
+        "residual_ns",
+        "comm_instance",
+        "pg_size",
+        "comm_seq",
+        "peer",
+        "tag",
+        "host_id",
+        "host_parent",
+        "rank",
+        "comm_root",
+        "local_rank",
+        "global_rank_start",
+        "global_rank_stride",
+    )
+)
 _SIZES = frozenset(("comm_size", "tensor_size", "num_ops", "bytes", "in_bytes", "out_bytes"))
-_OPERATOR_ATTRIBUTES = frozenset((
-    "op_schema", "rf_id", "seq_id", "scope", "fw_parent", "fw_tid", "op_type", "inputs", "outputs", "op", "host_op",
-    "host_id", "host_parent", "event", "correlation",
-))  # fmt: skip
+_OPERATOR_ATTRIBUTES = frozenset(
+    (
+        "op_schema",
+        "rf_id",
+        "seq_id",
+        "scope",
+        "fw_parent",
+        "fw_tid",
+        "op_type",
+        "inputs",
+        "outputs",
+        "op",
+        "host_op",
+        "host_id",
+        "host_parent",
+        "event",
+        "correlation",
+    )
+)
 _FAMILIES = frozenset(FAMILIES)
 _MAX_TEXTS = 50_000
 
@@ -62,7 +138,9 @@ class ChakraRewriter:
         origin_us: Subtracted from start times.
     """
 
-    def __init__(self, path: Path, rules: Rules, account: RewriteStats, hidden: HiddenShapes, origin_us: int) -> None:
+    def __init__(
+        self, path: Path, rules: Rules, account: RewriteStats, hidden: HiddenShapes, origin_us: int
+    ) -> None:
         self._path = path
         self._rules = rules
         self._account = account
@@ -106,7 +184,11 @@ class ChakraRewriter:
                 new.attr.add(name="start_ts", uint64_val=start if keeps_times else 0)
                 new.attr.add(name="finish_ts", uint64_val=finish if keeps_times else finish - start)
             for name, value in values.items():
-                self._account.drop(f"metadata.{name}", _encode_value(value), unknown=name not in {"time", "input_file"})
+                self._account.drop(
+                    f"metadata.{name}",
+                    _encode_value(value),
+                    unknown=name not in {"time", "input_file"},
+                )
             self._saw(schema, new.version)
             writer.message(new)
             for node in reader:
@@ -124,9 +206,16 @@ class ChakraRewriter:
         cpu, chains = values.get("is_cpu_op"), self._chains
         name = self._name(old.name, old.type, on_host=bool(cpu is not None and _get_value(cpu)))
         start = max(0, old.start_time_micros - self._origin_us) if old.start_time_micros else 0
-        new = Node(id=old.id, name=name, type=old.type, start_time_micros=start, duration_micros=old.duration_micros)
+        new = Node(
+            id=old.id,
+            name=name,
+            type=old.type,
+            start_time_micros=start,
+            duration_micros=old.duration_micros,
+        )
         if chains is not None:
-            # The first node of a chain, or one that stands alone, without what leads back to single operators.
+            # The first node of a chain, or one that stands alone, without what leads back to single
+            # operators.
             new.ctrl_deps.extend(chains.of(list(old.ctrl_deps), old.id))
             new.data_deps.extend(chains.of(list(old.data_deps), old.id))
             if old.id in chains.duration_us:
@@ -140,8 +229,10 @@ class ChakraRewriter:
             kind = COMMUNICATION_VALUES if old.name.startswith("record_param_comms") else kind
             tensors = self._tensors
             rewrites: dict[str, Callable[[Any], Any]] = {
-                "values": partial(tensors.values, kind=kind), "shapes": tensors.shapes, "types": tensors.types,
-            }  # fmt: skip
+                "values": partial(tensors.values, kind=kind),
+                "shapes": tensors.shapes,
+                "types": tensors.types,
+            }
             for side in ("inputs", "outputs"):
                 if not old.HasField(side):
                     continue
@@ -149,7 +240,10 @@ class ChakraRewriter:
                 new_side.SetInParent()
                 listed = {field: _parse_list(getattr(old_side, field)) for field in rewrites}
                 self._hidden.add(listed["shapes"][0], listed["types"][0])
-                for field, rewrite in rewrites.items():  # each text keeps its spelling, of Python or of JSON
+                for (
+                    field,
+                    rewrite,
+                ) in rewrites.items():  # each text keeps its spelling, of Python or of JSON
                     value, python = listed[field]
                     text = repr(rewrite(value)) if python else json.dumps(rewrite(value))
                     quoted = re.findall(r"'([^']*)'|\"([^\"]*)\"", text)
@@ -163,13 +257,17 @@ class ChakraRewriter:
                 member = attribute.WhichOneof("value")
                 if (old.id, attribute.name) in chains.sums and member in _SCALARS:
                     setattr(
-                        attribute, member or "int64_val", _clip_to_field(member, chains.sums[old.id, attribute.name])
+                        attribute,
+                        member or "int64_val",
+                        _clip_to_field(member, chains.sums[old.id, attribute.name]),
                     )
             rewritten = self._attribute(attribute)
             if rewritten is not None:
                 new.attr.append(rewritten)
             elif chains is None:
-                self._account.drop(attribute.name, _encode_value(_get_value(attribute)), unknown=True)
+                self._account.drop(
+                    attribute.name, _encode_value(_get_value(attribute)), unknown=True
+                )
         return new
 
     def _name(self, name: str, kind: int, *, on_host: bool) -> str:
@@ -178,7 +276,9 @@ class ChakraRewriter:
             return self._texts[key]
         names, kernels = self._rules.names, self._rules.kernels
         part = _SUFFIX.fullmatch(name)
-        base, suffix = (part[1], f"({part[2]})") if part and part[1] in list_host_names() else (name, "")
+        base, suffix = (
+            (part[1], f"({part[2]})") if part and part[1] in list_host_names() else (name, "")
+        )
         typed = _NODE_TYPE.match(name)
         copied = re.match(r"mem(cpy|set)\b", base, re.IGNORECASE)
         if base in list_host_names():
@@ -210,7 +310,9 @@ class ChakraRewriter:
             return None
         value = getattr(old, member)
         new = AttributeProto(name=name)
-        if member in _SCALARS and name in _NEUTRAL_ATTRIBUTES | set(self._rules.policy.keep_arguments):
+        if member in _SCALARS and name in _NEUTRAL_ATTRIBUTES | set(
+            self._rules.policy.keep_arguments
+        ):
             setattr(new, member, value)
         elif member in _SCALARS and name == "start_ns" and isinstance(value, int):
             setattr(new, member, max(0, value - 1000 * self._origin_us))
@@ -222,7 +324,9 @@ class ChakraRewriter:
             new.bool_list.values.extend(value.values)
         elif name in ("pg_ranks", "in_splits", "out_splits") and member == "int64_list":
             rewrite_item = (lambda item: item) if name == "pg_ranks" else self._rules.shapes.size
-            new.int64_list.values.extend(_clip_to_field("int64_val", rewrite_item(item)) for item in value.values)
+            new.int64_list.values.extend(
+                _clip_to_field("int64_val", rewrite_item(item)) for item in value.values
+            )
         elif name in ("inputs", "outputs") and member == "string_list":
             # `[name, size, name, size, ...]`, as symbolic generators write tensors.
             for index, item in enumerate(value.values):
@@ -244,7 +348,9 @@ class ChakraRewriter:
         return new
 
     def _saw(self, *texts: Any) -> None:
-        self._account.strings.update(json.dumps(text).encode()[1:-1] for text in texts if isinstance(text, str))
+        self._account.strings.update(
+            json.dumps(text).encode()[1:-1] for text in texts if isinstance(text, str)
+        )
 
 
 def _parse_list(text: str) -> tuple[list[Any], bool]:
@@ -287,7 +393,9 @@ def find_first_start(path: Path) -> int | None:
         is_own = is_ours(reader.metadata)
         for node in reader:
             start = node.start_time_micros
-            has_time = start > 0 or (is_own and any(attribute.name == "start_ns" for attribute in node.attr))
+            has_time = start > 0 or (
+                is_own and any(attribute.name == "start_ns" for attribute in node.attr)
+            )
             if has_time and (earliest is None or start < earliest):
                 earliest = start
     return earliest

@@ -1,10 +1,11 @@
 """`--structure collapse` for device traces and Chakra.
 
-The tree of operators, annotations and Python frames tells how a model is built. What is left is when a thread was in
-any operator at all, so that launches, waits and idle time keep their causes.
+The tree of operators, annotations and Python frames tells how a model is built. What is left is
+when a thread was in any operator at all, so that launches, waits and idle time keep their causes.
 
-A node is joined to the one it waits for where nothing else waits for that one and both run in the same place: then
-the chain takes as long as its nodes together, whatever happens around it, so that times and dependencies stay.
+A node is joined to the one it waits for where nothing else waits for that one and both run in the
+same place: then the chain takes as long as its nodes together, whatever happens around it, so that
+times and dependencies stay.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class FusedThread:
 
 
 def merge_host_work(trace: Trace) -> list[FusedThread]:
-    """For each host thread the time inside operators, without launches and communication, which stay events."""
+    """For each host thread the time inside operators, without launches and communication, which
+    stay events.
+    """
     host = trace.lanes.filter(pl.col("kind") == "host").select("lane", "process", "thread")
     events = trace.events.select("lane", "name", "category", "start_ns", "nested_end_ns")
     steps = pl.col("name").is_in(trace.steps["name"].unique().implode())
@@ -54,11 +57,15 @@ def merge_host_work(trace: Trace) -> list[FusedThread]:
         lane_events = events.filter(pl.col("lane") == lane)
         on_host = pl.col("category").is_in([cat.OP, cat.ANNOTATION, cat.COLLECTIVE])
         talking = on_host & pl.col("name").str.contains(f"^(?:{COMMUNICATION.pattern})")
-        is_step_or_loading = on_host & (pl.col("name").str.contains(f"^(?:{STEP.pattern})$|{LOADING.pattern}") | steps)
+        is_step_or_loading = on_host & (
+            pl.col("name").str.contains(f"^(?:{STEP.pattern})$|{LOADING.pattern}") | steps
+        )
         op_spans, visible_spans = (
             merge_intervals(events["start_ns"].to_numpy(), events["nested_end_ns"].to_numpy())
             for events in (
-                lane_events.filter(pl.col("category").is_in([cat.OP, cat.COLLECTIVE]) & ~is_step_or_loading),
+                lane_events.filter(
+                    pl.col("category").is_in([cat.OP, cat.COLLECTIVE]) & ~is_step_or_loading
+                ),
                 lane_events.filter(pl.col("category").is_in(cat.LAUNCHES) | talking),
             )
         )
@@ -66,14 +73,20 @@ def merge_host_work(trace: Trace) -> list[FusedThread]:
         borders = lane_events.filter(is_step_or_loading)
         if spans.start.size:
             # The same time in more pieces: none of them crosses a border of a step or of loading.
-            cuts = np.unique(np.concatenate([borders["start_ns"].to_numpy(), borders["nested_end_ns"].to_numpy()]))
+            cuts = np.unique(
+                np.concatenate(
+                    [borders["start_ns"].to_numpy(), borders["nested_end_ns"].to_numpy()]
+                )
+            )
             span_index = np.searchsorted(spans.start, cuts, side="right") - 1
             cuts = cuts[
                 (span_index >= 0)
                 & (cuts < spans.end[np.maximum(span_index, 0)])
                 & (cuts > spans.start[np.maximum(span_index, 0)])
             ]
-            borders_with_cuts = (np.sort(np.concatenate([side, cuts])) for side in (spans.start, spans.end))
+            borders_with_cuts = (
+                np.sort(np.concatenate([side, cuts])) for side in (spans.start, spans.end)
+            )
             out.append(FusedThread(process, thread, Spans(*borders_with_cuts)))
     return out
 
@@ -87,9 +100,14 @@ def format_microseconds(time_ns: int) -> bytes:
 
 
 def build_border_events(first_ns: int, last_ns: int) -> list[bytes]:
-    """Two events without length at the ends of the trace, which may have begun with what is left out."""
+    """Two events without length at the ends of the trace, which may have begun with what is left
+    out.
+    """
     head = b'{"ph":"X","cat":"overhead","name":"Resource","pid":-1,"tid":0,"ts":'
-    return [b"".join((head, format_microseconds(time_ns), b',"dur":0}')) for time_ns in (first_ns, last_ns)]
+    return [
+        b"".join((head, format_microseconds(time_ns), b',"dur":0}'))
+        for time_ns in (first_ns, last_ns)
+    ]
 
 
 def format_fused_events(
@@ -129,7 +147,13 @@ def format_fused_events(
 
 
 SUMMED = ("num_ops", "tensor_size")
-_LANE = ("is_cpu_op", "tid", "stream", "device", "lane")  # where a node computes: processor, thread or stream
+_LANE = (
+    "is_cpu_op",
+    "tid",
+    "stream",
+    "device",
+    "lane",
+)  # where a node computes: processor, thread or stream
 
 
 @dataclass(slots=True)
@@ -148,7 +172,11 @@ class Chains:
 
     def of(self, ids: list[int], node_id: int) -> list[int]:
         """Dependencies after joining: once each, and never on the node itself."""
-        return [node for node in dict.fromkeys(self.head.get(node, node) for node in ids) if node != node_id]
+        return [
+            node
+            for node in dict.fromkeys(self.head.get(node, node) for node in ids)
+            if node != node_id
+        ]
 
 
 def find_chains(path: Path) -> Chains:
@@ -174,7 +202,12 @@ def find_chains(path: Path) -> Chains:
     before = {}
     for node_id, (data, control) in waits.items():
         first = data[0] if len(data) == 1 else None
-        if first is None or first == node_id or lanes.get(first) != lanes[node_id] or followers[first] != 1:
+        if (
+            first is None
+            or first == node_id
+            or lanes.get(first) != lanes[node_id]
+            or followers[first] != 1
+        ):
             continue
         if control <= waits[first][1] | {first}:
             before[node_id] = first
@@ -195,7 +228,9 @@ def find_chains(path: Path) -> Chains:
 
 
 def _find_chain_heads(before: dict[int, int]) -> dict[int, int]:
-    """The first node of each chain, by steps that double; a chain that closes upon itself is left alone."""
+    """The first node of each chain, by steps that double; a chain that closes upon itself is left
+    alone.
+    """
     heads = dict(before)
     for start in before:
         trail: list[int] = []

@@ -19,8 +19,21 @@ from traceloom.workload.anonymize.inputs import open_output
 from traceloom.workload.anonymize.kineto import Rules
 from traceloom.workload.anonymize.leak_report import HiddenShapes
 from traceloom.workload.anonymize.names import COMMUNICATION
-from traceloom.workload.anonymize.policy import CALLS, COLLAPSE, KEEP, RewriteStats, is_schema, is_type, list_host_names
-from traceloom.workload.anonymize.tensors import COMMUNICATION_VALUES, GROUP_VALUES, PLAIN_VALUES, Tensors
+from traceloom.workload.anonymize.policy import (
+    CALLS,
+    COLLAPSE,
+    KEEP,
+    RewriteStats,
+    is_schema,
+    is_type,
+    list_host_names,
+)
+from traceloom.workload.anonymize.tensors import (
+    COMMUNICATION_VALUES,
+    GROUP_VALUES,
+    PLAIN_VALUES,
+    Tensors,
+)
 
 T = TypeVar("T", list[Any], dict[str, Any])
 _SCHEMA = re.compile(r"\d{1,2}\.\d{1,2}\.\d{1,2}(-chakra\.\d{1,2}\.\d{1,2}\.\d{1,2})?")
@@ -44,13 +57,17 @@ _NUMBERS = ("global_rank_start", "global_rank_stride", "pg_size")
 class HostRewriter:
     """Rewrites one host trace; nodes are written as schema 1.0.2 and later have them."""
 
-    def __init__(self, path: Path, rules: Rules, account: RewriteStats, hidden: HiddenShapes) -> None:
+    def __init__(
+        self, path: Path, rules: Rules, account: RewriteStats, hidden: HiddenShapes
+    ) -> None:
         self._path = path
         self._rules = rules
         self._account = account
         self._hidden = hidden
         self._tensors = Tensors(rules.names, rules.shapes, rules.policy, account)
-        self._above: dict[int, int] = {}  # with `collapse`: region of the user -> what stands above it
+        self._above: dict[
+            int, int
+        ] = {}  # with `collapse`: region of the user -> what stands above it
         self.envelope: dict[str, Any] = {}
 
     def frames(self) -> Iterator[pl.DataFrame]:
@@ -70,8 +87,14 @@ class HostRewriter:
         """
         if self._rules.policy.structure == COLLAPSE:
             for frame in self.frames():
-                for identity, name, parent, scope in frame.select("id", "name", "parent", "scope").iter_rows():
-                    if scope == _USER_SCOPE and name not in list_host_names() and not COMMUNICATION.match(name):
+                for identity, name, parent, scope in frame.select(
+                    "id", "name", "parent", "scope"
+                ).iter_rows():
+                    if (
+                        scope == _USER_SCOPE
+                        and name not in list_host_names()
+                        and not COMMUNICATION.match(name)
+                    ):
                         self._above[identity] = parent or 0
         with open_output(target) as out:
             out.write(b'{"nodes":[\n')
@@ -93,9 +116,13 @@ class HostRewriter:
                     first = False
             # What stands beside the nodes: the order of keys means nothing to readers.
             old = self.envelope
-            start, finish, process = (parse_whole_number(old.get(key)) for key in ("start_ts", "finish_ts", "pid"))
+            start, finish, process = (
+                parse_whole_number(old.get(key)) for key in ("start_ts", "finish_ts", "pid")
+            )
             schema = str(old.get("schema", ""))
-            new: dict[str, Any] = {"schema": schema if _SCHEMA.fullmatch(schema) else _NEWEST_SCHEMA}
+            new: dict[str, Any] = {
+                "schema": schema if _SCHEMA.fullmatch(schema) else _NEWEST_SCHEMA
+            }
             if process is not None:
                 new["pid"] = self._rules.names.process(process)
             keeps_times = self._rules.policy.times == KEEP
@@ -123,7 +150,11 @@ class HostRewriter:
         )
         extra_attributes = _parse_json(row["attributes"], dict)
         attributes = [
-            {"name": key, "type": kind_of, "value": row[column] if row[column] is not None else nothing}
+            {
+                "name": key,
+                "type": kind_of,
+                "value": row[column] if row[column] is not None else nothing,
+            }
             for key, kind_of, column, nothing in _ATTRIBUTES
         ]
         schema = row["schema"] or ""
@@ -134,10 +165,13 @@ class HostRewriter:
         sides = {}
         for side, word in (("inputs", "input"), ("outputs", "output")):
             values, shapes, types = (
-                _parse_json(row[column], list) for column in (side, f"{word}_shapes", f"{word}_types")
+                _parse_json(row[column], list)
+                for column in (side, f"{word}_shapes", f"{word}_types")
             )
             self._hidden.add(shapes, types)
-            called = side == "inputs" and kind == PLAIN_VALUES and self._rules.policy.scalars == CALLS
+            called = (
+                side == "inputs" and kind == PLAIN_VALUES and self._rules.policy.scalars == CALLS
+            )
             sides[side] = {
                 "values": self._tensors.arguments(values, row["input_types"], schema)
                 if called

@@ -26,7 +26,9 @@ from traceloom.system.process import clean_up_on_exit
 
 ENDINGS = (".json", ".json.gz", ".et", ".et.gz")
 """Of a single file; other names are those of directories."""
-OUTPUT_FILES = r"(capture-\d+/)?(rank\d+|trace-\d+|workload\.\d+|capture|comm_groups)[\w.-]*\.(json|et)(\.gz)?"
+OUTPUT_FILES = (
+    r"(capture-\d+/)?(rank\d+|trace-\d+|workload\.\d+|capture|comm_groups)[\w.-]*\.(json|et)(\.gz)?"
+)
 """What a directory of ours holds, as a regular expression."""
 _GZIP_LEVEL = 1
 _COPY_BYTES = 1 << 20
@@ -34,10 +36,14 @@ _COPY_BYTES = 1 << 20
 
 @contextlib.contextmanager
 def open_output(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, compressed where its name ends in .gz; without the time and the name that gzip would add."""
+    """A file to write, compressed where its name ends in .gz; without the time and the name that
+    gzip would add.
+    """
     with path.open("wb") as handle:
         if path.name.endswith(".gz"):
-            with igzip.IGzipFile("", "wb", compresslevel=_GZIP_LEVEL, fileobj=handle, mtime=0) as packed:
+            with igzip.IGzipFile(
+                "", "wb", compresslevel=_GZIP_LEVEL, fileobj=handle, mtime=0
+            ) as packed:
                 yield cast("BinaryIO", packed)
         else:
             yield handle
@@ -66,13 +72,18 @@ class Staging:
         self._until_done = contextlib.ExitStack()
 
     def __enter__(self) -> Staging:  # noqa: PYI034  (typing.Self is younger than Python 3.10)
-        self._until_done.enter_context(clean_up_on_exit(partial(shutil.rmtree, self.folder, ignore_errors=True)))
+        self._until_done.enter_context(
+            clean_up_on_exit(partial(shutil.rmtree, self.folder, ignore_errors=True))
+        )
         with files.report_write_errors(self.target):
             self.folder.mkdir(parents=True)
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self._until_done.close()
@@ -164,7 +175,9 @@ def find(paths: list[Path]) -> InputFiles:
     seen_paths: set[Path] = set()
     for path in paths:
         if not path.exists():
-            raise InputError("there is no such file or directory", slug="unreadable", where=str(path))
+            raise InputError(
+                "there is no such file or directory", slug="unreadable", where=str(path)
+            )
         directory = path.parent if path.name == "capture.json" else path
         if directory.is_dir():
             _add_directory(directory, sources, seen_paths, _MAX_DEPTH)
@@ -174,9 +187,11 @@ def find(paths: list[Path]) -> InputFiles:
     if not sources.files:
         location = ", ".join(str(path) for path in paths)
         raise InputError("there is no trace in it", slug="no-traces", where=location)
-    # New names: rank and kind, nothing of the old ones; captures in folders of their own where there are several.
+    # New names: rank and kind, nothing of the old ones; captures in folders of their own where
+    # there are several.
     several = len(sources.captures) > 1 or (
-        bool(sources.captures) and any(source.path.parent not in sources.captures for source in sources.files)
+        bool(sources.captures)
+        and any(source.path.parent not in sources.captures for source in sources.files)
     )
     folders = {}
     for number, directory in enumerate(sources.captures, start=1):
@@ -224,7 +239,10 @@ def _add_directory(directory: Path, sources: InputFiles, seen_paths: set[Path], 
                 if isinstance(window, dict)
             ]
             if isinstance(step, dict):
-                listed_files += [(step.get("file"), KINETO, True), (step.get("host_file"), HOST, True)]
+                listed_files += [
+                    (step.get("file"), KINETO, True),
+                    (step.get("host_file"), HOST, True),
+                ]
             for name, kind, graph in listed_files:
                 if not isinstance(name, str):
                     continue
@@ -236,10 +254,16 @@ def _add_directory(directory: Path, sources: InputFiles, seen_paths: set[Path], 
             if path.name in files_by_name:
                 seen_paths.add(path.resolve())
                 sources.files.append(files_by_name[path.name])
-            elif not path.name.endswith("capture.json") and not path.name.startswith(".") and not path.is_dir():
+            elif (
+                not path.name.endswith("capture.json")
+                and not path.name.startswith(".")
+                and not path.is_dir()
+            ):
                 sources.leave("of a capture, but of no kind that can be rewritten")
             elif path.name.endswith("_resources") and path.is_dir():
-                sources.leave("sources of compiled kernels and contents of tensors beside a host trace")
+                sources.leave(
+                    "sources of compiled kernels and contents of tensors beside a host trace"
+                )
         return
     for path in sorted(directory.iterdir(), key=build_natural_key):
         if path.name.startswith("."):
@@ -259,7 +283,8 @@ def _add_directory(directory: Path, sources: InputFiles, seen_paths: set[Path], 
 
 
 def detect_kind(path: Path) -> str:
-    """KINETO, HOST, CHAKRA or GROUPS by the file's first bytes; what is none of them is KINETO, and refused later.
+    """KINETO, HOST, CHAKRA or GROUPS by the file's first bytes; what is none of them is KINETO, and
+    refused later.
 
     Raises:
         InputError: slug `unreadable`, `empty-file`.
@@ -288,7 +313,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(read_small(path, _MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError("the file is no JSON object", slug="unreadable", where=str(path)) from error
+        raise InputError(
+            "the file is no JSON object", slug="unreadable", where=str(path)
+        ) from error
     if not isinstance(document, dict):
         raise InputError("the file is no JSON object", slug="unreadable", where=str(path))
     return document

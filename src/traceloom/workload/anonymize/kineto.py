@@ -29,7 +29,15 @@ from traceloom.workload.anonymize.collapse import (
 from traceloom.workload.anonymize.inputs import concatenate_files, open_output
 from traceloom.workload.anonymize.metadata import MetadataRewriter
 from traceloom.workload.anonymize.names import COMMUNICATION, LOADING, STEP, KernelNames, Pseudonyms
-from traceloom.workload.anonymize.policy import COLLAPSE, DROP, KEEP, Policy, RewriteStats, is_type, read_sections
+from traceloom.workload.anonymize.policy import (
+    COLLAPSE,
+    DROP,
+    KEEP,
+    Policy,
+    RewriteStats,
+    is_type,
+    read_sections,
+)
 from traceloom.workload.anonymize.sizes import Shapes
 
 Rule = Callable[[bytes], bytes | None]
@@ -37,8 +45,16 @@ Rule = Callable[[bytes], bytes | None]
 _NUMBER = re.compile(rb"-?\d{1,20}(\.\d{1,20})?([eE][+-]?\d{1,3})?")
 _QUOTED = re.compile(rb'"-?\d{1,20}"')
 _RANKS = re.compile(rb'"?\[[\d,\s]*(\.\.\.)?\s*\]?"?')
-_TRUE = {b"true": b"true", b"false": b"false", b'"True"': b"true", b'"False"': b"false", b'"true"': b"true",
-         b'"false"': b"false", b"1": b"true", b"0": b"false"}  # fmt: skip
+_TRUE = {
+    b"true": b"true",
+    b"false": b"false",
+    b'"True"': b"true",
+    b'"False"': b"false",
+    b'"true"': b"true",
+    b'"false"': b"false",
+    b"1": b"true",
+    b"0": b"false",
+}
 _COPY_WORD = re.compile(
     r"[HDPM]to[HDPM]|\d{1,3}|Dispatch Kernel|(HOST|DEVICE)_TO_(HOST|DEVICE)"
     r"|Pageable|Pinned|Device|Host|Managed|Array|Unknown"
@@ -49,15 +65,58 @@ _LIST = re.compile(r"\[[\d\s,.\-+eE\[\]]*\]")
 _MAX_CACHED = 50_000
 
 NEUTRAL_KEYS = (  # numbers that say nothing of the model: ids, ranks, properties of the hardware and of the launch
-    "External id", "external id", "Record function id", "correlation", "Ev Idx", "Profiler Event Index",
-    "Sequence number", "Fwd thread id", "Python id", "Python parent id", "Python module id", "Python thread", "device",
-    "cbid", "cid", "graph id", "graph node id", "priority", "channel", "channel_type", "registers per thread",
-    "shared memory", "est. achieved occupancy %", "Device Type", "Device Id", "Group size", "Rank", "Src Rank",
-    "Dst Rank", "Root", "Global rank start", "Global rank stride", "Seq", "Process Group ID", "Trace iteration",
-    "wait_on_cuda_event_record_corr_id", "wait_on_cuda_event_id", "event_id", "num_warps", "num_stages", "seq_num",
-    "sqid", "flags", "memory kind", "Op count", "annotated_stream", "original_stream", "cudaGraphInlineAnnotated",
-    "fromDevice", "inDevice", "toDevice",
-)  # fmt: skip
+    "External id",
+    "external id",
+    "Record function id",
+    "correlation",
+    "Ev Idx",
+    "Profiler Event Index",
+    "Sequence number",
+    "Fwd thread id",
+    "Python id",
+    "Python parent id",
+    "Python module id",
+    "Python thread",
+    "device",
+    "cbid",
+    "cid",
+    "graph id",
+    "graph node id",
+    "priority",
+    "channel",
+    "channel_type",
+    "registers per thread",
+    "shared memory",
+    "est. achieved occupancy %",
+    "Device Type",
+    "Device Id",
+    "Group size",
+    "Rank",
+    "Src Rank",
+    "Dst Rank",
+    "Root",
+    "Global rank start",
+    "Global rank stride",
+    "Seq",
+    "Process Group ID",
+    "Trace iteration",
+    "wait_on_cuda_event_record_corr_id",
+    "wait_on_cuda_event_id",
+    "event_id",
+    "num_warps",
+    "num_stages",
+    "seq_num",
+    "sqid",
+    "flags",
+    "memory kind",
+    "Op count",
+    "annotated_stream",
+    "original_stream",
+    "cudaGraphInlineAnnotated",
+    "fromDevice",
+    "inDevice",
+    "toDevice",
+)
 POINTERS = ("stream", "wait_on_stream", "stream_id", "hsa_queue", "context", "queue")
 SIZES = ("bytes", "size", "In msg nelems", "Out msg nelems", "Bytes")
 TOTALS = ("Total Allocated", "Total Reserved")
@@ -68,19 +127,81 @@ SHAPE_DEPENDENT_KEYS = (
     "occupancy",
 )  # with these the shape comes back
 SENSITIVE = frozenset(  # known, and left out whatever the policy says
-    ("Call stack", "Module Hierarchy", "CallFrom", "kernel_file", "kernel_hash", "kernel_kwargs", "kernel_name",
-     "kernel", "queued", "external ts", "src", "dst", "ptr", "packet_ptr", "k_work_ptr", "host_ctx", "Trace name",
-     "Comms Id",
-     "Input Tensors start", "Output Tensors start", "cmd_name", "executable_name", "mem size", "row", "column")
-)  # fmt: skip
-STRUCTURE_KEYS = frozenset((  # left out with `collapse`; shapes stay, since only those of communication are left
-    "External id", "external id", "Record function id", "Ev Idx", "Profiler Event Index", "Sequence number",
-    "Fwd thread id", "Python id", "Python parent id", "Python module id", "Input Strides", "Concrete Inputs",
-))  # fmt: skip
-KEYS = (*NEUTRAL_KEYS, *POINTERS, *SIZES, *TOTALS, *SHAPE_DEPENDENT_KEYS, "finished", "Is asynchronized op", "Input Dims", "Input dims",
-        "In split size", "Out split size", "kind", "copy kind", "src kind", "dst kind", "direction", "Input Strides",
-        "Input type", "Concrete Inputs", "grid", "block", "Addr", "Collective name", "dtype", "cuda_sync_kind",
-        "kernel_backend", "Process Group Name", "Process Group Description", "Process Group Ranks")  # fmt: skip
+    (
+        "Call stack",
+        "Module Hierarchy",
+        "CallFrom",
+        "kernel_file",
+        "kernel_hash",
+        "kernel_kwargs",
+        "kernel_name",
+        "kernel",
+        "queued",
+        "external ts",
+        "src",
+        "dst",
+        "ptr",
+        "packet_ptr",
+        "k_work_ptr",
+        "host_ctx",
+        "Trace name",
+        "Comms Id",
+        "Input Tensors start",
+        "Output Tensors start",
+        "cmd_name",
+        "executable_name",
+        "mem size",
+        "row",
+        "column",
+    )
+)
+STRUCTURE_KEYS = frozenset(
+    (  # left out with `collapse`; shapes stay, since only those of communication are left
+        "External id",
+        "external id",
+        "Record function id",
+        "Ev Idx",
+        "Profiler Event Index",
+        "Sequence number",
+        "Fwd thread id",
+        "Python id",
+        "Python parent id",
+        "Python module id",
+        "Input Strides",
+        "Concrete Inputs",
+    )
+)
+KEYS = (
+    *NEUTRAL_KEYS,
+    *POINTERS,
+    *SIZES,
+    *TOTALS,
+    *SHAPE_DEPENDENT_KEYS,
+    "finished",
+    "Is asynchronized op",
+    "Input Dims",
+    "Input dims",
+    "In split size",
+    "Out split size",
+    "kind",
+    "copy kind",
+    "src kind",
+    "dst kind",
+    "direction",
+    "Input Strides",
+    "Input type",
+    "Concrete Inputs",
+    "grid",
+    "block",
+    "Addr",
+    "Collective name",
+    "dtype",
+    "cuda_sync_kind",
+    "kernel_backend",
+    "Process Group Name",
+    "Process Group Description",
+    "Process Group Ranks",
+)
 
 
 class Arguments:
@@ -93,7 +214,9 @@ class Arguments:
         account: Told what is left out.
     """
 
-    def __init__(self, names: Pseudonyms, shapes: Shapes, policy: Policy, account: RewriteStats) -> None:
+    def __init__(
+        self, names: Pseudonyms, shapes: Shapes, policy: Policy, account: RewriteStats
+    ) -> None:
         self._shapes = shapes
         self._policy = policy
         self._account = account
@@ -103,7 +226,9 @@ class Arguments:
         def types(value: Any) -> bytes | None:
             if not isinstance(value, list):
                 return None
-            return msgspec.json.encode([item if isinstance(item, str) and is_type(item) else "" for item in value])
+            return msgspec.json.encode(
+                [item if isinstance(item, str) and is_type(item) else "" for item in value]
+            )
 
         def values(value: Any) -> bytes | None:
             if policy.scalars != KEEP or not isinstance(value, list):
@@ -119,12 +244,16 @@ class Arguments:
         table |= dict.fromkeys(POINTERS, _make_integer_rule(names.pointer))
         table |= dict.fromkeys(SIZES, _make_integer_rule(shapes.size))
         table |= dict.fromkeys(TOTALS, _make_integer_rule(shapes.total))
-        table |= dict.fromkeys(SHAPE_DEPENDENT_KEYS, check_number if keeps_shapes else lambda _: None)
+        table |= dict.fromkeys(
+            SHAPE_DEPENDENT_KEYS, check_number if keeps_shapes else lambda _: None
+        )
         table |= dict.fromkeys(("finished", "Is asynchronized op"), _TRUE.get)
         table |= dict.fromkeys(("Input Dims", "Input dims"), shapes.dims)
         table |= dict.fromkeys(("In split size", "Out split size"), shapes.splits)
         copy_word = self._text(lambda text: text if _COPY_WORD.fullmatch(text) else None)
-        table |= dict.fromkeys(("kind", "copy kind", "src kind", "dst kind", "direction"), copy_word)
+        table |= dict.fromkeys(
+            ("kind", "copy kind", "src kind", "dst kind", "direction"), copy_word
+        )
         table |= {
             "Input Strides": shapes.dims,
             "Input type": self._remembered("types", types),
@@ -134,7 +263,9 @@ class Arguments:
             "Addr": _make_integer_rule(names.address),
             "Collective name": self._text(names.operation),
             "dtype": self._text(lambda text: text if is_type(text) else None),
-            "cuda_sync_kind": self._text(lambda text: text if text in read_sections()["regions"] else None),
+            "cuda_sync_kind": self._text(
+                lambda text: text if text in read_sections()["regions"] else None
+            ),
             "kernel_backend": self._text(lambda text: text if text in _BACKENDS else None),
             "Process Group Name": self._text(names.group),
             "Process Group Description": self._text(names.description),
@@ -157,11 +288,15 @@ class Arguments:
             prefix_and_rule = self._rules.get(key)
             value = bytes(raw)
             if prefix_and_rule is None:
-                self._account.drop(key, value, unknown=key not in SENSITIVE and key not in STRUCTURE_KEYS)
+                self._account.drop(
+                    key, value, unknown=key not in SENSITIVE and key not in STRUCTURE_KEYS
+                )
                 continue
             prefix, rule = prefix_and_rule
             if rule is None:
-                new_value: bytes | None = value if value.isdigit() and len(value) <= 20 else check_number(value)
+                new_value: bytes | None = (
+                    value if value.isdigit() and len(value) <= 20 else check_number(value)
+                )
             elif key == "Input Strides":
                 new_value = self._shapes.strides(value, bytes(args.get("Input Dims", b"")))
             else:
@@ -203,7 +338,9 @@ class Arguments:
         return self._remembered(f"text {id(rewrite_text)}", make)
 
     def scalar(self, item: Any) -> str:
-        """One recorded value as text: numbers and truth values; lists are sizes, and treated as shapes are."""
+        """One recorded value as text: numbers and truth values; lists are sizes, and treated as
+        shapes are.
+        """
         text = str(item)[:400]
         if _VALUE.fullmatch(text):
             return text
@@ -245,11 +382,19 @@ def _make_integer_rule(function: Callable[[int], int]) -> Rule:
     return rule
 
 
-_ENTRIES: msgspec.json.Decoder[list[dict[str, msgspec.Raw]]] = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
-_ARGUMENTS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ENTRIES: msgspec.json.Decoder[list[dict[str, msgspec.Raw]]] = msgspec.json.Decoder(
+    list[dict[str, msgspec.Raw]]
+)
+_ARGUMENTS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(
+    dict[str, msgspec.Raw]
+)
 _ENTRY_KEYS = frozenset(("ph", "cat", "name", "pid", "tid", "ts", "dur", "id", "bp", "s", "args"))
-_FLOWS = frozenset(("ac2g", "fwdbwd", "async_cpu_to_gpu", "async_gpu", "async", "launch", "cudaLaunchKernel"))
-_ON_DEVICE = frozenset((cat.KERNEL, cat.COPY, cat.FILL, cat.GPU_ANNOTATION, cat.SYNC, cat.GPU_EVENT, cat.COMMAND))
+_FLOWS = frozenset(
+    ("ac2g", "fwdbwd", "async_cpu_to_gpu", "async_gpu", "async", "launch", "cudaLaunchKernel")
+)
+_ON_DEVICE = frozenset(
+    (cat.KERNEL, cat.COPY, cat.FILL, cat.GPU_ANNOTATION, cat.SYNC, cat.GPU_EVENT, cat.COMMAND)
+)
 _ON_HOST = frozenset((cat.OP, cat.ANNOTATION, cat.COLLECTIVE))
 _LABELS = frozenset(f"GPU {index}" for index in range(1024)) | {"CPU"}
 _SPELLED = frozenset(("Trace", "Operator", "Runtime", "Kernel", "Memcpy", "Memset", "Python"))
@@ -326,7 +471,9 @@ class _Rewriter:
         """The rewritten events, a piece per slice: each event on a line, commas between them."""
         damage, facts, account = DamageLog(), self._facts, self._account
         with open_input(facts.path) as stream:
-            document = Document(partial(read_text_pieces, stream, damage, None), damage, str(facts.path))
+            document = Document(
+                partial(read_text_pieces, stream, damage, None), damage, str(facts.path)
+            )
             for part in document.slices():
                 entries = _decode_entries(part)
                 account.entries_in += len(entries)
@@ -335,7 +482,9 @@ class _Rewriter:
                 start, duration, has_time, long = parse_text_times(starts, lasting)
                 start = start + (facts.base_ns - facts.origin_ns)
                 duration = np.where(long, duration, 0)
-                columns = zip(entries, start.tolist(), duration.tolist(), has_time.tolist(), strict=True)
+                columns = zip(
+                    entries, start.tolist(), duration.tolist(), has_time.tolist(), strict=True
+                )
                 rewritten = (
                     self.entry(entry, start_ns, length, has_time=is_timed)
                     for entry, start_ns, length, is_timed in columns
@@ -346,7 +495,9 @@ class _Rewriter:
                     yield b",\n".join(lines)
             self.metadata = document.metadata
         if facts.window_ns is not None:
-            yield b",\n".join(build_border_events(*(start_ns - facts.origin_ns for start_ns in facts.window_ns)))
+            yield b",\n".join(
+                build_border_events(*(start_ns - facts.origin_ns for start_ns in facts.window_ns))
+            )
             account.entries_out += 2
         ids_by_thread = {}
         for process, thread in {(fused.process, fused.thread) for fused in facts.threads}:
@@ -359,33 +510,46 @@ class _Rewriter:
             account.entries_out += len(events)
             yield b",\n".join(events)
 
-    def entry(self, entry: dict[str, msgspec.Raw], start: int, duration: int, *, has_time: bool) -> bytes | None:
+    def entry(
+        self, entry: dict[str, msgspec.Raw], start: int, duration: int, *, has_time: bool
+    ) -> bytes | None:
         """One event; None where it is left out."""
         if not entry.keys() <= _ENTRY_KEYS:
             for key in entry.keys() - _ENTRY_KEYS:
                 self._account.drop(key, bytes(entry[key]), unknown=True)
         phase, names = bytes(entry.get("ph", _MISSING)), self._rules.names
         if phase == b'"X"':
-            return self.span(entry, start, duration) if has_time else self.left_out("no usable time")
+            return (
+                self.span(entry, start, duration) if has_time else self.left_out("no usable time")
+            )
         if phase == b'"M"':
             kind, args = (decode_json(bytes(entry.get(key, _MISSING))) for key in ("name", "args"))
             key = "labels" if kind == "process_labels" else "name"
             value = args.get(key) if isinstance(args, dict) else None
-            if kind not in ("process_name", "thread_name", "process_labels") or not isinstance(value, str):
+            if kind not in ("process_name", "thread_name", "process_labels") or not isinstance(
+                value, str
+            ):
                 return self.left_out("metadata that no reader needs")
             new_label = names.thread(value) if key == "name" else value if value in _LABELS else ""
             for other in args.keys() - {key}:
                 self._account.drop(other, json.dumps(args[other]).encode(), unknown=True)
             return b'{"ph":"M","name":"%b",%b,"args":{"%b":%b}}' % (
-                encode_utf8(kind), self.where(entry, device=None), encode_utf8(key),
+                encode_utf8(kind),
+                self.where(entry, device=None),
+                encode_utf8(key),
                 encode_utf8(json.dumps(new_label, ensure_ascii=False)),
-            )  # fmt: skip
+            )
         if not has_time:
             return self.left_out("no usable time")
         if phase in (b'"s"', b'"t"', b'"f"'):
             spelled = (bytes(entry.get("cat", _MISSING)), bytes(entry.get("name", _MISSING)))
-            if spelled not in self._arrows:  # category and name, as far as they are known; empty where neither is
-                texts = [(key, decode_json(raw)) for key, raw in zip((b"cat", b"name"), spelled, strict=True)]
+            if (
+                spelled not in self._arrows
+            ):  # category and name, as far as they are known; empty where neither is
+                texts = [
+                    (key, decode_json(raw))
+                    for key, raw in zip((b"cat", b"name"), spelled, strict=True)
+                ]
                 self._arrows[spelled] = b"".join(
                     b',"%b":"%b"' % (key, text.encode())
                     for key, text in texts
@@ -400,16 +564,27 @@ class _Rewriter:
             end = b',"bp":"e"}' if bytes(entry.get("bp", _MISSING)) == b'"e"' else b"}"
             lane = self.where(entry, device=None)
             ts = format_microseconds(start)
-            return b"".join((b'{"ph":', phase, b',"id":', identity, b",", lane, b',"ts":', ts, tail, end))
+            return b"".join(
+                (b'{"ph":', phase, b',"id":', identity, b",", lane, b',"ts":', ts, tail, end)
+            )
         if phase in (b'"i"', b'"I"', b'"R"'):
             name = self.named(self._marks, entry) or b'""'
             args = self.rewritten(entry)
-            category = b'"cat":"cpu_instant_event",' if bytes(entry.get("cat", b"")) == b'"cpu_instant_event"' else b""
+            category = (
+                b'"cat":"cpu_instant_event",'
+                if bytes(entry.get("cat", b"")) == b'"cpu_instant_event"'
+                else b""
+            )
             scope = bytes(entry.get("s", _MISSING))
             lane_ids = self.where(entry, device=False)
             return b'{"ph":"i",%b"s":%b,"name":%b,%b,"ts":%b,"args":{%b}}' % (
-                category, scope if scope in (b'"g"', b'"p"', b'"t"') else b'"t"', name, lane_ids, format_microseconds(start), args
-            )  # fmt: skip
+                category,
+                scope if scope in (b'"g"', b'"p"', b'"t"') else b'"t"',
+                name,
+                lane_ids,
+                format_microseconds(start),
+                args,
+            )
         if phase != b'"C"':
             return self.left_out("unknown phase")
         if self._rules.policy.counters != KEEP:
@@ -422,7 +597,11 @@ class _Rewriter:
         }
         counter = {"name": names.pseudonym("counter", str(title)), "args": values}
         lane_ids = self.where(entry, device=None)
-        return b'{"ph":"C",%b,"ts":%b,%b' % (lane_ids, format_microseconds(start), msgspec.json.encode(counter)[1:])
+        return b'{"ph":"C",%b,"ts":%b,%b' % (
+            lane_ids,
+            format_microseconds(start),
+            msgspec.json.encode(counter)[1:],
+        )
 
     def left_out(self, reason: str) -> bytes | None:
         self._account.dropped_entries[reason] += 1
@@ -483,11 +662,19 @@ class _Rewriter:
         if raw in plan.names:
             return plan.names[raw]
         value = decode_json(raw)
-        text = value if isinstance(value, str) else "" if value is None else raw.decode("utf-8", "replace")
+        text = (
+            value
+            if isinstance(value, str)
+            else ""
+            if value is None
+            else raw.decode("utf-8", "replace")
+        )
         encoded_name: bytes | None = encode_utf8(json.dumps(plan.name(text), ensure_ascii=False))
         if COMMUNICATION.match(text):
             plan.talking.add(raw)
-        elif plan.some and not (STEP.fullmatch(text) or LOADING.match(text) or text in self._facts.steps):
+        elif plan.some and not (
+            STEP.fullmatch(text) or LOADING.match(text) or text in self._facts.steps
+        ):
             encoded_name = None
         plan.names[raw] = encoded_name
         return encoded_name
@@ -500,7 +687,8 @@ class _Rewriter:
             args = _ARGUMENTS.decode(raw)
         except UnicodeDecodeError:  # of a key; what is no UTF-8 is read as U+FFFD
             return self.rewritten(
-                {"args": msgspec.Raw(bytes(raw).decode("utf-8", "replace").encode())}, talking=talking
+                {"args": msgspec.Raw(bytes(raw).decode("utf-8", "replace").encode())},
+                talking=talking,
             )
         except (msgspec.DecodeError, RecursionError):
             self._account.refuse("args", bytes(raw))
@@ -515,7 +703,9 @@ class _Rewriter:
             pid, tid = (decode_json(raw) for raw in key[:2])
             if device is None:
                 hosts = self._facts.hosts
-                device = (str(pid), str(tid)) not in hosts and str(pid) not in {process for process, _ in hosts}
+                device = (str(pid), str(tid)) not in hosts and str(pid) not in {
+                    process for process, _ in hosts
+                }
             id_texts = [self.identity(value, on_device=device) for value in (pid, tid)]
             ids = self._lanes[key] = b'"pid":' + id_texts[0] + b',"tid":' + id_texts[1]
         return ids
@@ -543,22 +733,30 @@ def _decode_entries(part: Slice) -> list[dict[str, msgspec.Raw]]:
         if len(entries) == len(part.entries):
             return entries
     entries = []
-    for offset, length in sorted(set(zip((part.offsets - part.base).tolist(), part.lengths.tolist(), strict=True))):
+    for offset, length in sorted(
+        set(zip((part.offsets - part.base).tolist(), part.lengths.tolist(), strict=True))
+    ):
         body = part.text[offset : offset + length].strip().strip(b",")
         try:
             entries += _ENTRIES.decode(b"[" + body + b"]")
         except PARSE_ERRORS:
             entries += [
-                {str(key): msgspec.Raw(json.dumps(value).encode("utf-8", "replace")) for key, value in entry.items()}
+                {
+                    str(key): msgspec.Raw(json.dumps(value).encode("utf-8", "replace"))
+                    for key, value in entry.items()
+                }
                 for entry in repair_event(body)
             ]
     return entries
 
 
-def write_kineto(facts: TraceFacts, rules: Rules, account: RewriteStats, target: Path, *, unix: bool) -> None:
+def write_kineto(
+    facts: TraceFacts, rules: Rules, account: RewriteStats, target: Path, *, unix: bool
+) -> None:
     """Rewrite a Kineto trace into a new file.
 
-    The entries beside the events are known at the end only, but stand in front: they are written last and joined.
+    The entries beside the events are known at the end only, but stand in front: they are written
+    last and joined.
 
     Raises:
         InputError: The file is no Kineto trace.
@@ -574,7 +772,9 @@ def write_kineto(facts: TraceFacts, rules: Rules, account: RewriteStats, target:
             account.scan(chunk)
             first = False
         out.write(b"\n]}\n")
-    metadata = MetadataRewriter(rules.names, rules.policy, account).rewrite(rewriter.metadata, unix=unix)
+    metadata = MetadataRewriter(rules.names, rules.policy, account).rewrite(
+        rewriter.metadata, unix=unix
+    )
     text = encode_utf8(json.dumps(metadata, ensure_ascii=False))[:-1] + b',"traceEvents":[\n'
     account.scan(text)
     with open_output(head) as out:

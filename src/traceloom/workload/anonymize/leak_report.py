@@ -1,4 +1,6 @@
-"""The leak report: every distinct text that is left, and every hidden shape that something else gives away."""
+"""The leak report: every distinct text that is left, and every hidden shape that something else
+gives away.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,12 @@ class HiddenShapes:
                 if len(self.shapes) < _MAX_SHAPES:
                     self.shapes.add((tuple(dims), get_element_size(inner) or 0))
         for left, right in pairwise(tensor_shapes):
-            if len(left) >= 2 and len(right) >= 2 and left[-1] == right[-2] and len(self.products) < _MAX_SHAPES:
+            if (
+                len(left) >= 2
+                and len(right) >= 2
+                and left[-1] == right[-2]
+                and len(self.products) < _MAX_SHAPES
+            ):
                 flops = 2 * math.prod(left) * right[-1]
                 self.products[flops] = f"{list(left)} x {list(right)}"
 
@@ -90,7 +97,12 @@ class HiddenShapes:
             kept_names: Names that stayed as they are and are not public.
         """
         exact = shapes.exact
-        numbers = {int(text) for string in kept_names for text in _LONG_NUMBER.findall(string) if len(text) < 12}
+        numbers = {
+            int(text)
+            for string in kept_names
+            for text in _LONG_NUMBER.findall(string)
+            if len(text) < 12
+        }
         for dims, size in sorted(self.shapes):
             if shapes.rounds and all(shapes.rounded(n) == n for n in dims):
                 continue  # it stands in the output, as one of many that would look the same
@@ -118,7 +130,8 @@ def build_leak_report(
     unchanged = names.unchanged()
     for text in sorted(_decode_text(raw) for raw in account.strings):
         classes[PUBLIC if text in unchanged else _classify_text(text, names)].append(text)
-    # Words of hidden or dropped texts that stand in the output all the same, with one text that holds each.
+    # Words of hidden or dropped texts that stand in the output all the same, with one text that
+    # holds each.
     text_by_word: dict[str, str] = {}
     for text in classes[OTHER] + classes[PSEUDONYM]:
         for word in _WORD.findall(text.lower()):
@@ -132,18 +145,23 @@ def build_leak_report(
     distinct = {dims for dims, _ in hidden.shapes}
     rounded = {tuple(map(shapes.rounded, dims)) for dims in distinct}
     return {
-        "strings": [{"text": text, "class": kind} for kind, texts in classes.items() for text in texts],
+        "strings": [
+            {"text": text, "class": kind} for kind, texts in classes.items() for text in texts
+        ],
         "counts": {kind: len(texts) for kind, texts in classes.items()},
         "kept_by_policy": sorted(names.kept),
         "echoes": [
-            {"word": word, "of": text[:200], "in": text_by_word[word][:200]} for word, text in sorted(echoes.items())
+            {"word": word, "of": text[:200], "in": text_by_word[word][:200]}
+            for word, text in sorted(echoes.items())
         ],
         "arguments": dict(account.kept_arguments),
         "shapes": {
             "policy": policy.shapes,
             "distinct": len(distinct),
             "distinct_after": 0 if policy.shapes == DROP else len(rounded),
-            "unchanged_by_rounding": sum(all(shapes.rounded(n) == n for n in dims) for dims in distinct)
+            "unchanged_by_rounding": sum(
+                all(shapes.rounded(n) == n for n in dims) for dims in distinct
+            )
             if shapes.rounds
             else None,
             "kept_factors": sorted(shapes.kept_factors or ()) if policy.shapes == FIT else None,

@@ -13,20 +13,41 @@ from traceloom.workload.anonymize.names import Pseudonyms
 from traceloom.workload.anonymize.policy import DROP, KEEP, Policy, RewriteStats, is_type
 from traceloom.workload.anonymize.sizes import Shapes
 
-# A base time that every reader takes for Unix time, and nobody for the truth: 2001-10-01, a multiple of Kineto's unit.
+# A base time that every reader takes for Unix time, and nobody for the truth: 2001-10-01, a
+# multiple of Kineto's unit.
 BASE_NS = 7_889_238 * 127 * 10**9
 
 _FLAGS = ("record_shapes", "with_stack", "profile_memory", "with_flops", "with_modules")
 _VERSIONS = (
-    "cuda_runtime_version", "cuda_driver_version", "cupti_version", "hip_runtime_version", "hip_driver_version",
-    "roctracer_version", "nccl_version", "pytorch_version", "torch_version", "xpu_runtime_version",
-)  # fmt: skip
+    "cuda_runtime_version",
+    "cuda_driver_version",
+    "cupti_version",
+    "hip_runtime_version",
+    "hip_driver_version",
+    "roctracer_version",
+    "nccl_version",
+    "pytorch_version",
+    "torch_version",
+    "xpu_runtime_version",
+)
 _JOBS = ("trace_id", "group_trace_id", "mast_job_name", "tw_job", "job_id", "PT_PROFILER_JOB_ID")
 _PROPERTIES = (
-    "id", "totalGlobalMem", "computeMajor", "computeMinor", "maxThreadsPerBlock", "maxThreadsPerMultiprocessor",
-    "regsPerBlock", "warpSize", "sharedMemPerBlock", "numSms", "regsPerMultiprocessor", "sharedMemPerBlockOptin",
-    "sharedMemPerMultiprocessor", "maxSharedMemoryPerMultiProcessor", "regsPerMultiprocessor",
-)  # fmt: skip
+    "id",
+    "totalGlobalMem",
+    "computeMajor",
+    "computeMinor",
+    "maxThreadsPerBlock",
+    "maxThreadsPerMultiprocessor",
+    "regsPerBlock",
+    "warpSize",
+    "sharedMemPerBlock",
+    "numSms",
+    "regsPerMultiprocessor",
+    "sharedMemPerBlockOptin",
+    "sharedMemPerMultiprocessor",
+    "maxSharedMemoryPerMultiProcessor",
+    "regsPerMultiprocessor",
+)
 KNOWN_KEYS = (*_FLAGS, *_VERSIONS, *_JOBS, *_PROPERTIES, "host_name")
 _VERSION = re.compile(r"v?(\d{1,4}(\.\d{1,4}){0,3})(?![\w.])")
 _LONG_VERSION = re.compile(r"\d{1,9}")
@@ -74,15 +95,27 @@ class MetadataRewriter:
             elif key in _VERSIONS:
                 new_value = self.version(value)
             elif key in _JOBS:
-                new_value = f"job_{self._names.letters(str(value))}" if isinstance(value, (str, int)) else None
+                new_value = (
+                    f"job_{self._names.letters(str(value))}"
+                    if isinstance(value, (str, int))
+                    else None
+                )
             elif key == "host_name":
                 new_value = self.host(value)
             elif key in self._policy.keep_arguments and isinstance(value, (int, float)):
                 new_value = value
             if new_value is None:
                 expected = key in (
-                    "traceName", "metadata", "INFO", "ERROR", "WARNING", "username", *_JOBS, *_VERSIONS, *_FLAGS
-                )  # fmt: skip
+                    "traceName",
+                    "metadata",
+                    "INFO",
+                    "ERROR",
+                    "WARNING",
+                    "username",
+                    *_JOBS,
+                    *_VERSIONS,
+                    *_FLAGS,
+                )
                 self._account.drop(key, encode_json(value), unknown=not expected)
             else:
                 out[key] = new_value
@@ -115,7 +148,9 @@ class MetadataRewriter:
             return ""
         vendor = _VENDOR.search(value)
         form_factors = [match[0] for match in _FORM_FACTOR.finditer(value)]
-        return " ".join(part for part in (vendor[0] if vendor else "", model[1], *form_factors) if part)
+        return " ".join(
+            part for part in (vendor[0] if vendor else "", model[1], *form_factors) if part
+        )
 
     def backend(self, value: Any) -> str | None:
         """A back end of communication, or several with the devices they serve."""
@@ -125,7 +160,9 @@ class MetadataRewriter:
         return ",".join(parts) if all(_BACKEND.fullmatch(part) for part in parts) else None
 
     def _device(self, item: dict[str, Any]) -> dict[str, Any]:
-        properties = {key: item[key] for key in _PROPERTIES if isinstance(item.get(key), (int, float))}
+        properties = {
+            key: item[key] for key in _PROPERTIES if isinstance(item.get(key), (int, float))
+        }
         name = self.device_name(item.get("name"))
         for key in item.keys() - properties.keys() - {"name"}:
             self._account.drop(f"deviceProperties.{key}", encode_json(item[key]), unknown=True)
@@ -134,7 +171,9 @@ class MetadataRewriter:
     def _distributed(self, value: Any) -> Any:
         if not isinstance(value, dict):
             return None
-        out: dict[str, Any] = {key: value[key] for key in _SIMPLE if parse_whole_number(value.get(key)) is not None}
+        out: dict[str, Any] = {
+            key: value[key] for key in _SIMPLE if parse_whole_number(value.get(key)) is not None
+        }
         backend, nccl_version = self.backend(value.get("backend")), value.get("nccl_version")
         if backend is not None:
             out["backend"] = backend
@@ -173,7 +212,9 @@ def check_rank_list(value: Any) -> Any:
     """A list of ranks, or its text; None for anything else."""
     if isinstance(value, str):
         return value if re.fullmatch(r"\[[\d,\s]*(\.\.\.)?\s*\]?", value) else None
-    if isinstance(value, list) and all(isinstance(rank, int) and not isinstance(rank, bool) for rank in value):
+    if isinstance(value, list) and all(
+        isinstance(rank, int) and not isinstance(rank, bool) for rank in value
+    ):
         return value
     return None
 
@@ -186,13 +227,30 @@ _DEVICES = frozenset(("cuda", "xpu", "cpu", "mps"))
 _ENDS = frozenset(("exit", "os._exit", "SIGTERM", "block", "running"))
 _VERSION_KEYS = ("python", "torch", "cuda", "hip", "xpu", "nccl")
 _SETTINGS = (
-    "first_step", "step_count", "after_seconds", "duration_seconds", "stacks", "memory", "module_names", "shapes",
-    "graph_step", "sources",
-)  # fmt: skip
+    "first_step",
+    "step_count",
+    "after_seconds",
+    "duration_seconds",
+    "stacks",
+    "memory",
+    "module_names",
+    "shapes",
+    "graph_step",
+    "sources",
+)
 _OVERHEAD = (
-    "unrecorded_steps", "unrecorded_median_ns", "unrecorded_cpu_median_ns", "recorded_steps", "recorded_median_ns",
-    "recorded_cpu_median_ns", "ratio", "ratio_low", "ratio_high", "graph_step_ns", "graph_step_ratio",
-)  # fmt: skip
+    "unrecorded_steps",
+    "unrecorded_median_ns",
+    "unrecorded_cpu_median_ns",
+    "recorded_steps",
+    "recorded_median_ns",
+    "recorded_cpu_median_ns",
+    "ratio",
+    "ratio_low",
+    "ratio_high",
+    "graph_step_ns",
+    "graph_step_ratio",
+)
 _RATIOS = frozenset(("cpu", "wall"))
 _NOTICES = frozenset(
     (
@@ -256,7 +314,9 @@ class CaptureRewriter:
         for entry in ranks if isinstance(ranks, list) else []:
             if isinstance(entry, dict):  # its name is that of its file, or its number
                 window, rank = entry.get("window"), entry.get("rank")
-                name = f"rank{rank}" if isinstance(rank, int) and not isinstance(rank, bool) else None
+                name = (
+                    f"rank{rank}" if isinstance(rank, int) and not isinstance(rank, bool) else None
+                )
                 file = self._file(window.get("file")) if isinstance(window, dict) else None
                 if file is not None:
                     name = file.rpartition("/")[2].partition(".")[0]
@@ -268,7 +328,9 @@ class CaptureRewriter:
         return text
 
     def _by(self, value: Any, rules: dict[str, Rule], section: str) -> dict[str, Any]:
-        """An object by its rules; a key without a rule, and a value that its rule does not know, are left out."""
+        """An object by its rules; a key without a rule, and a value that its rule does not know,
+        are left out.
+        """
         out: dict[str, Any] = {}
         for key, item in value.items() if isinstance(value, dict) else ():
             rule = rules.get(key)
@@ -286,7 +348,10 @@ class CaptureRewriter:
         names, shapes, metadata = self._names, self._shapes, self._metadata
 
         def objects(rules: dict[str, Rule], section: str) -> Rule:
-            return lambda value: [self._by(item, rules, section) for item in (value if isinstance(value, list) else [])]
+            return lambda value: [
+                self._by(item, rules, section)
+                for item in (value if isinstance(value, list) else [])
+            ]
 
         def columns(rules: dict[str, Rule], section: str) -> Rule:
             list_rules = {key: _make_list_rule(rule) for key, rule in rules.items()}
@@ -299,18 +364,27 @@ class CaptureRewriter:
             return {
                 key: shapes.total(number)
                 for key, number in (value.items() if isinstance(value, dict) else ())
-                if re.fullmatch(r"(cpu|cuda|xpu|hip|mps|meta)(:\d{1,3})?", key) and isinstance(number, int)
+                if re.fullmatch(r"(cpu|cuda|xpu|hip|mps|meta)(:\d{1,3})?", key)
+                and isinstance(number, int)
             }
 
         size, process = _make_integer_rule(shapes.size), _make_integer_rule(names.process)
         device: dict[str, Rule] = {
-            "device": _check_integer, "memory_bytes": _check_integer, "multiprocessors": _check_integer, "name": metadata.device_name,
-            "kind": _make_word_rule(_DEVICES), "current": lambda item: item if isinstance(item, bool) else None,
-        }  # fmt: skip
+            "device": _check_integer,
+            "memory_bytes": _check_integer,
+            "multiprocessors": _check_integer,
+            "name": metadata.device_name,
+            "kind": _make_word_rule(_DEVICES),
+            "current": lambda item: item if isinstance(item, bool) else None,
+        }
         window_rules: dict[str, Rule] = {
-            "file": self._file, "kind": _make_word_rule(_KINDS), "first_step": _check_integer,
-            "step_count": _check_integer, "start_ns": self._time, "end_ns": self._time,
-        }  # fmt: skip
+            "file": self._file,
+            "kind": _make_word_rule(_KINDS),
+            "first_step": _check_integer,
+            "step_count": _check_integer,
+            "start_ns": self._time,
+            "end_ns": self._time,
+        }
         graph_step: dict[str, Rule] = {
             "step": _check_integer,
             "duration_ns": _check_integer,
@@ -319,15 +393,23 @@ class CaptureRewriter:
             "sources": lambda _: None,  # code
         }
         groups: dict[str, Rule] = {
-            "name": group, "group": group, "description": lambda item: names.description(str(item)),
-            "backend": metadata.backend, "ranks": check_rank_list, "size": _check_integer,
-        }  # fmt: skip
+            "name": group,
+            "group": group,
+            "description": lambda item: names.description(str(item)),
+            "backend": metadata.backend,
+            "ranks": check_rank_list,
+            "size": _check_integer,
+        }
         collectives: dict[str, Rule] = {
             **dict.fromkeys(("group", "kind", "type", "sequence", "peer"), _check_integer),
-            "groups": group, "kinds": lambda item: names.operation(str(item)),
+            "groups": group,
+            "kinds": lambda item: names.operation(str(item)),
             "types": lambda item: item if is_type(str(item)) else "",
-            "bytes_in": size, "bytes_out": size, "start_ns": self._time, "thread": process,
-        }  # fmt: skip
+            "bytes_in": size,
+            "bytes_out": size,
+            "start_ns": self._time,
+            "thread": process,
+        }
         steps = {
             "start_ns": self._time,
             "duration_ns": _check_integer,
@@ -335,11 +417,20 @@ class CaptureRewriter:
             "state": _make_word_rule(_STATES),
         }
         overhead = dict.fromkeys(_OVERHEAD, _check_number) | {"ratio_of": _make_word_rule(_RATIOS)}
-        notices = objects({"slug": _make_word_rule(_NOTICES)}, "notices")  # the slug alone: messages hold paths
+        notices = objects(
+            {"slug": _make_word_rule(_NOTICES)}, "notices"
+        )  # the slug alone: messages hold paths
         # Times that are moved stand on the clock of the capture already.
         clock_rule: Rule = _check_integer if self._keeps_times else lambda _: None
         clock = dict.fromkeys(("offset_ns", "error_ns"), clock_rule)
-        counts = ("rank", "world_size", "local_rank", "logical_cpus", "usable_cpus", "torch_threads")
+        counts = (
+            "rank",
+            "world_size",
+            "local_rank",
+            "logical_cpus",
+            "usable_cpus",
+            "torch_threads",
+        )
         return {
             **dict.fromkeys(counts, _check_integer),
             "name": lambda _: name,
@@ -349,14 +440,22 @@ class CaptureRewriter:
             "clock": lambda value: self._by(value, clock, "clock"),
             "process": process,
             "devices": objects(device, "devices"),
-            "versions": lambda value: self._by(value, dict.fromkeys(_VERSION_KEYS, metadata.version), "versions"),
-            "settings": lambda value: self._by(value, dict.fromkeys(_SETTINGS, _check_number), "settings"),
+            "versions": lambda value: self._by(
+                value, dict.fromkeys(_VERSION_KEYS, metadata.version), "versions"
+            ),
+            "settings": lambda value: self._by(
+                value, dict.fromkeys(_SETTINGS, _check_number), "settings"
+            ),
             "groups": objects(groups, "groups"),
             "created_ns": self._time,
             "written_ns": self._time,
             # Of an exception that ended the process not even the name, which may be the user's.
-            "ended": lambda value: "exception" if str(value).startswith("exception") else _make_word_rule(_ENDS)(value),
-            "replay_of": lambda value: "a recorded run" if isinstance(value, str) else None,  # that it is one
+            "ended": lambda value: (
+                "exception" if str(value).startswith("exception") else _make_word_rule(_ENDS)(value)
+            ),
+            "replay_of": lambda value: (
+                "a recorded run" if isinstance(value, str) else None
+            ),  # that it is one
             "window": lambda value: self._by(value, window_rules, "window"),
             "windows": objects(window_rules, "window"),
             "graph_step": lambda value: self._by(value, graph_step, "graph_step"),
@@ -364,9 +463,13 @@ class CaptureRewriter:
             "steps": columns(steps, "steps"),
             "collectives": columns(collectives, "collectives"),
             "live_bytes_at_start": live,
-            "thread_cpu": columns({"thread": process, "time_ns": self._time, "cpu_ns": _check_integer}, "thread_cpu"),
+            "thread_cpu": columns(
+                {"thread": process, "time_ns": self._time, "cpu_ns": _check_integer}, "thread_cpu"
+            ),
             "overhead": lambda value: self._by(value, overhead, "overhead"),
-            "notices": lambda value: [out | {"message": ""} if out else {} for out in notices(value)],
+            "notices": lambda value: [
+                out | {"message": ""} if out else {} for out in notices(value)
+            ],
             **dict.fromkeys(_LEFT_OUT, lambda _: None),
         }
 
@@ -377,7 +480,11 @@ def _make_word_rule(allowed_words: frozenset[str]) -> Rule:
 
 def _make_list_rule(rule: Rule) -> Rule:
     """A rule for every item of a list; None where there is no list."""
-    return lambda items: [None if item is None else rule(item) for item in items] if isinstance(items, list) else None
+    return lambda items: (
+        [None if item is None else rule(item) for item in items]
+        if isinstance(items, list)
+        else None
+    )
 
 
 def _make_integer_rule(function: Callable[[int], int]) -> Rule:
@@ -386,7 +493,11 @@ def _make_integer_rule(function: Callable[[int], int]) -> Rule:
 
 
 def _check_integer(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63 else None
+    return (
+        value
+        if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+        else None
+    )
 
 
 def _check_number(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Pseudonyms of host and device names.
 
-What an analysis reads out of a name (a phase, a step, a call that waits, a collective) is put into the pseudonym as a
-word; the words are few and say nothing else.
+What an analysis reads out of a name (a phase, a step, a call that waits, a collective) is put into
+the pseudonym as a word; the words are few and say nothing else.
 """
 
 from __future__ import annotations
@@ -16,12 +16,21 @@ from traceloom.analyze.host_events import BLOCKING_CALL_PATTERN
 from traceloom.analyze.kernel_rules import load_built_in_category_rules
 from traceloom.formats.links import classify_collective
 from traceloom.trace.vocabulary import copy_kind, parse_memory_kinds
-from traceloom.workload.anonymize.policy import COLLAPSE, KEEP, Key, Policy, list_host_names, read_sections
+from traceloom.workload.anonymize.policy import (
+    COLLAPSE,
+    KEEP,
+    Key,
+    Policy,
+    list_host_names,
+    read_sections,
+)
 
 _EVALUATE = "autograd::engine::evaluate_function: "
 STEP = re.compile(r"(ProfilerStep#\s*|traceloom\.step#\s*)(\d{1,9})")
 _OPTIMIZER = re.compile(r"Optimizer\.(step|zero_grad)#(\w+)\.(step|zero_grad)")
-_LOADER = re.compile(r"enumerate\(DataLoader\)#_(Single|Multi)Process(ing)?DataLoaderIter\.__next__")
+_LOADER = re.compile(
+    r"enumerate\(DataLoader\)#_(Single|Multi)Process(ing)?DataLoaderIter\.__next__"
+)
 _BACKEND = re.compile(r"(nccl|rccl|gloo|mpi|ucc|xccl|oneccl|hccl):\s*(.*)", re.DOTALL)
 _PEER = re.compile(r"(->|<-)\s*(\d{1,6})")
 _MODULE = re.compile(r"nn\.Module: (.*?)(_\d+)?", re.DOTALL)
@@ -43,7 +52,10 @@ _NAMED = (  # a mark at the front of a name, and what it becomes; the first that
     (re.compile(r"^_c10d::"), "_c10d::{}"),
     (re.compile(r"^c10d_functional::"), "c10d_functional::{}"),
     (re.compile(r"^c10d::"), "c10d::{}"),
-    (re.compile(r"^torch(\.|::)distributed(\.ddp)?(\.|::)reducer"), "torch.distributed.ddp.reducer::{}"),
+    (
+        re.compile(r"^torch(\.|::)distributed(\.ddp)?(\.|::)reducer"),
+        "torch.distributed.ddp.reducer::{}",
+    ),
     (re.compile(r"^ProfilerStep"), "ProfilerStep {}"),
     (re.compile(r"^traceloom\.step"), "traceloom.step.{}"),
     (re.compile(r"^traceloom\."), "traceloom.{}"),
@@ -53,10 +65,14 @@ _NAMED = (  # a mark at the front of a name, and what it becomes; the first that
 _WORDS = tuple(
     (re.compile(pattern), word)
     for (_, pattern), word in zip(
-        host_events.WORD_PHASE_PATTERNS, ("data_load", "forward", "backward", "optimizer"), strict=True
+        host_events.WORD_PHASE_PATTERNS,
+        ("data_load", "forward", "backward", "optimizer"),
+        strict=True,
     )
 )
-_PYTHON = tuple((phase, re.compile(pattern)) for phase, pattern in host_events.PYTHON_PHASE_PATTERNS)
+_PYTHON = tuple(
+    (phase, re.compile(pattern)) for phase, pattern in host_events.PYTHON_PHASE_PATTERNS
+)
 _PUBLIC_FRAME = re.compile(
     r"(?:^|/)(torch/_tensor\.py\(\d{1,6}\): backward"
     r"|torch/autograd/(?:__init__|graph)\.py\(\d{1,6}\): (?:backward|grad|_engine_run_backward)"
@@ -73,11 +89,25 @@ _PHASE_PATHS = {
 }
 _BLOCKING = re.compile(BLOCKING_CALL_PATTERN)
 _BLOCKING_ELSEWHERE = re.compile(host_events.BLOCKING_RUNTIME_PATTERN)
-_CALL_WORDS = ("Launch", "Graph", "Memcpy", "Memset", "Malloc", "Free", "EventRecord", "StreamWaitEvent", "Query")
-_THREAD = re.compile(r"python[\d.]{0,8}|pt_main_thread|pt_autograd_\d{1,4}|pt_data_(pin|worker)|stream \d{1,10} *|")
+_CALL_WORDS = (
+    "Launch",
+    "Graph",
+    "Memcpy",
+    "Memset",
+    "Malloc",
+    "Free",
+    "EventRecord",
+    "StreamWaitEvent",
+    "Query",
+)
+_THREAD = re.compile(
+    r"python[\d.]{0,8}|pt_main_thread|pt_autograd_\d{1,4}|pt_data_(pin|worker)|stream \d{1,10} *|"
+)
 _INNER_THREAD = re.compile(r"thread -?\d+ \((.*)\)", re.DOTALL)
 _PLAIN_THREAD = re.compile(r"thread -?\d+")
-_LANE = re.compile(r"Spans|Traces|PyTorch Profiler|__cupti_profiler__|GPU \d{1,3} Counters|GPU \d{1,3}|CPU|")
+_LANE = re.compile(
+    r"Spans|Traces|PyTorch Profiler|__cupti_profiler__|GPU \d{1,3} Counters|GPU \d{1,3}|CPU|"
+)
 
 
 class Pseudonyms:
@@ -92,7 +122,11 @@ class Pseudonyms:
     def __init__(self, key: Key, policy: Policy) -> None:
         self._key = key
         self._policy = policy
-        self._keep = re.compile("|".join(f"(?:{text})" for text in policy.keep_names)) if policy.keep_names else None
+        self._keep = (
+            re.compile("|".join(f"(?:{text})" for text in policy.keep_names))
+            if policy.keep_names
+            else None
+        )
         self._known: dict[tuple[str, str], str] = {}
         self.originals: dict[str, str] = {}
         self.kept: set[str] = set()
@@ -132,7 +166,9 @@ class Pseudonyms:
         return self._key.letters(text)
 
     def pseudonym(self, prefix: str, name: str) -> str:
-        """`prefix_letters`; names that differ in their digits only have the same letters and a number behind."""
+        """`prefix_letters`; names that differ in their digits only have the same letters and a
+        number behind.
+        """
         return self.shown(prefix, name, lambda text: self._numbered(prefix, text))
 
     def _numbered(self, prefix: str, name: str) -> str:
@@ -161,7 +197,12 @@ class Pseudonyms:
         elif name.startswith(host_events.SCOPE_PREFIX):
             # All words of phases stay in their part, so that scopes stay within each other.
             new_name = host_events.SCOPE_PREFIX + ".".join(
-                "".join([self._numbered("scope", part), *(f" ({word})" for mark, word in _WORDS if mark.search(part))])
+                "".join(
+                    [
+                        self._numbered("scope", part),
+                        *(f" ({word})" for mark, word in _WORDS if mark.search(part)),
+                    ]
+                )
                 for part in name[len(host_events.SCOPE_PREFIX) :].split(".")
             )
         elif name.startswith("nn.Module: "):
@@ -171,15 +212,23 @@ class Pseudonyms:
             peer = _PEER.search(operation)
             base_operation, kind = operation.split(" ", 1)[0], classify_collective(operation)
             if base_operation not in OPERATIONS or classify_collective(base_operation) != kind:
-                base_operation = f"{kind if kind in _KNOWN_KINDS else 'call'}_{self._key.letters(operation)}"
+                base_operation = (
+                    f"{kind if kind in _KNOWN_KINDS else 'call'}_{self._key.letters(operation)}"
+                )
             new_name = f"{backend[1]}:{base_operation}" + (f" {peer[1]}{peer[2]}" if peer else "")
         else:
-            new_name = f"op_{self._key.letters(name)}" if "::" in name else self._numbered("region", name)
-            new_name = next((template for mark, template in _NAMED if mark.search(name)), "{}").format(new_name)
+            new_name = (
+                f"op_{self._key.letters(name)}" if "::" in name else self._numbered("region", name)
+            )
+            new_name = next(
+                (template for mark, template in _NAMED if mark.search(name)), "{}"
+            ).format(new_name)
             if name.startswith("[") and not new_name.startswith("["):
                 new_name = f"[{new_name}]"
             new_name += "".join(
-                f" ({word})" for mark, word in _WORDS if mark.search(name) and not mark.search(new_name)
+                f" ({word})"
+                for mark, word in _WORDS
+                if mark.search(name) and not mark.search(new_name)
             )
         return (
             f"{new_name} {_LOADER_ITERATOR}"
@@ -250,7 +299,11 @@ class Pseudonyms:
 
     def lane(self, name: str) -> str:
         """A process or thread that is told by a text and not by a number."""
-        return self.shown("lane", name, lambda text: text if _LANE.fullmatch(text) else self._numbered("lane", text))
+        return self.shown(
+            "lane",
+            name,
+            lambda text: text if _LANE.fullmatch(text) else self._numbered("lane", text),
+        )
 
     def operation(self, text: str) -> str:
         """The name of a collective operation."""
@@ -288,14 +341,19 @@ class Pseudonyms:
     def pointer(self, number: int) -> int:
         """A stream, queue or context that is given by its address."""
         small = -(1 << 16) < number < 1 << 16
-        return number if small or number in (2**32 - 1, 2**64 - 1) else self._key.number(str(number), "pointer")
+        return (
+            number
+            if small or number in (2**32 - 1, 2**64 - 1)
+            else self._key.number(str(number), "pointer")
+        )
 
     def address(self, number: int) -> int:
         """An address of memory: equal ones stay equal, distances are lost."""
         return int.from_bytes(self._key.digest("address", str(number))[:6], "big") if number else 0
 
 
-# A word by which each rule of kernel_rules.json knows its kernels again; the rest of the name is gone.
+# A word by which each rule of kernel_rules.json knows its kernels again; the rest of the name is
+# gone.
 MARKS = {
     "nccl": "nccl",
     "rccl": "rccl",
@@ -313,7 +371,9 @@ MARKS = {
     "rocm-copy": "__amd_rocclr_copy",
     "rocm-fill": "__amd_rocclr_fill",
 }
-_RULES = tuple((rule.name, re.compile(rule.pattern, re.IGNORECASE)) for rule in load_built_in_category_rules())
+_RULES = tuple(
+    (rule.name, re.compile(rule.pattern, re.IGNORECASE)) for rule in load_built_in_category_rules()
+)
 _KINDS = tuple((kind, re.compile(pattern)) for kind, pattern in KERNEL_KINDS)
 
 # What a kernel computes, by the families that libraries name; the first that fits.
@@ -345,7 +405,9 @@ _FAMILIES = tuple(
 )
 FAMILIES = tuple(family for family, _ in _FAMILIES)
 _KINDS_OF_MEMORY = r"(Pageable|Pinned|Device|Host|Array|Managed|Unknown|Peer)"
-_COPY = re.compile(rf"Mem(cpy|set)( [HDPM]to[HDPM])?( \({_KINDS_OF_MEMORY}( -> {_KINDS_OF_MEMORY})?\))?")
+_COPY = re.compile(
+    rf"Mem(cpy|set)( [HDPM]to[HDPM])?( \({_KINDS_OF_MEMORY}( -> {_KINDS_OF_MEMORY})?\))?"
+)
 _MEMORY = frozenset(("pageable", "pinned", "device", "host", "array", "managed", "unknown", "peer"))
 
 

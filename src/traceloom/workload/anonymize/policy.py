@@ -2,8 +2,8 @@
 
 The file is TOML; docs/reference/anonymize.md describes it.
 
-A list, not a pattern: `aten::anything` would let anything through. The list is `public_names.txt` beside this file;
-scripts/public_names.py adds the names of an installed PyTorch.
+A list, not a pattern: `aten::anything` would let anything through. The list is `public_names.txt`
+beside this file; scripts/public_names.py adds the names of an installed PyTorch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,14 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover - the tests run on newer ones
     import tomli as tomllib
 
-KEEP, PSEUDONYM, BUCKET, DROP, CATEGORY, ZERO = "keep", "pseudonym", "bucket", "drop", "category", "zero"
+KEEP, PSEUDONYM, BUCKET, DROP, CATEGORY, ZERO = (
+    "keep",
+    "pseudonym",
+    "bucket",
+    "drop",
+    "category",
+    "zero",
+)
 COLLAPSE = "collapse"
 FIT, CALLS = "fit", "calls"
 FORMAT = "traceloom-anonymize-policy"
@@ -108,7 +115,10 @@ class Policy:
     def to_dict(self) -> dict[str, Any]:
         """As it stands in the reports."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+        }
 
 
 def read_policy(path: Path | None) -> Policy:
@@ -122,20 +132,30 @@ def read_policy(path: Path | None) -> Policy:
     try:
         document = tomllib.loads(read_small(path, _MAX_BYTES).decode("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else str(error)
-        raise InputError(f"the policy cannot be read: {reason}", slug="bad-policy", where=str(path)) from error
+        reason = (
+            (error.strerror or str(error)).lower() if isinstance(error, OSError) else str(error)
+        )
+        raise InputError(
+            f"the policy cannot be read: {reason}", slug="bad-policy", where=str(path)
+        ) from error
     location = str(path)
     settings: dict[str, Any] = {}
     for key, value in document.items():
         if key == "format":
             if value != FORMAT:
-                raise InputError(f"expected the format `{FORMAT}`, got {value!r}", slug="bad-policy", where=location)
+                raise InputError(
+                    f"expected the format `{FORMAT}`, got {value!r}",
+                    slug="bad-policy",
+                    where=location,
+                )
         elif key == "version":
             if value != 1:
                 raise other_version("policy", value, 1, location)
         elif key in ("keep_names", "keep_arguments"):
             if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-                raise InputError(f"expected `{key}` to be a list of texts", slug="bad-policy", where=location)
+                raise InputError(
+                    f"expected `{key}` to be a list of texts", slug="bad-policy", where=location
+                )
             try:
                 re.compile("|".join(f"(?:{item})" for item in value) if key == "keep_names" else "")
             except re.error as error:
@@ -146,16 +166,21 @@ def read_policy(path: Path | None) -> Policy:
             if value not in CHOICES[key]:
                 allowed = ", ".join(f'"{choice}"' for choice in CHOICES[key])
                 raise InputError(
-                    f"expected `{key}` to be one of {allowed}, got {value!r}", slug="bad-policy", where=location
+                    f"expected `{key}` to be one of {allowed}, got {value!r}",
+                    slug="bad-policy",
+                    where=location,
                 )
             settings[key] = value
         else:
             hint = f"a policy has {', '.join([*CHOICES, 'keep_names', 'keep_arguments'])}"
-            raise InputError(f"`{key}` is no part of a policy", slug="bad-policy", where=location, hint=hint)
+            raise InputError(
+                f"`{key}` is no part of a policy", slug="bad-policy", where=location, hint=hint
+            )
     return Policy(**settings)
 
 
-# Sixteen letters without vowels, c, d, l and w: they spell no word, and none of the marks by which names are told.
+# Sixteen letters without vowels, c, d, l and w: they spell no word, and none of the marks by which
+# names are told.
 ALPHABET = "bfghjkmnpqrstvxz"
 LETTERS = 10
 KEY_BYTES = 32
@@ -167,7 +192,8 @@ _LETTERS_OF_BYTE = tuple(ALPHABET[byte >> 4] + ALPHABET[byte & 15] for byte in r
 class Key:
     """Makes pseudonyms by HMAC-SHA-256.
 
-    The same text gives the same pseudonym on all ranks, in all files and, with the same key, in all runs.
+    The same text gives the same pseudonym on all ranks, in all files and, with the same key, in all
+    runs.
 
     Args:
         secret: The key; whoever has it can test guesses of names.
@@ -213,16 +239,22 @@ def read_key(path: Path) -> tuple[Key, bool]:
         secret = secrets.token_hex(KEY_BYTES).encode() + b"\n"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            with os.fdopen(
+                os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
+            ) as file:
                 file.write(secret)
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
-            raise OutputError(f"the key cannot be kept in `{path}`: {reason}", slug="cannot-write") from error
+            raise OutputError(
+                f"the key cannot be kept in `{path}`: {reason}", slug="cannot-write"
+            ) from error
         remember_input(path)
         return Key(secret), True
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise InputError(f"the key cannot be read: {reason}", slug="bad-key", where=str(path)) from error
+        raise InputError(
+            f"the key cannot be read: {reason}", slug="bad-key", where=str(path)
+        ) from error
     if not _MIN_KEY_BYTES <= len(secret.strip()) <= _MAX_KEY_BYTES:
         raise InputError(
             f"expected a key of {_MIN_KEY_BYTES} to {_MAX_KEY_BYTES} bytes, got {len(secret)}",
@@ -245,7 +277,10 @@ def read_sections() -> dict[str, frozenset[str]]:
     names_by_section: dict[str, set[str]] = {}
     section_names: set[str] = set()
     for line in (
-        files("traceloom.workload.anonymize").joinpath("public_names.txt").read_text(encoding="utf-8").splitlines()
+        files("traceloom.workload.anonymize")
+        .joinpath("public_names.txt")
+        .read_text(encoding="utf-8")
+        .splitlines()
     ):
         if line.startswith("=== "):
             section_names = names_by_section.setdefault(line[4:], set())
@@ -269,8 +304,15 @@ def is_schema(text: str) -> bool:
     if name.split(".", 1)[0] not in read_sections()["ops"]:
         return False
     public_words = read_sections()["words"] | read_sections()["types"]
-    schema_words = (word for part in (text.split("(", 1)[1], name.partition(".")[2]) for word in _WORD.findall(part))
-    return all(word in public_words or (word.isdigit() and len(word) <= _NUMBER_LENGTH) for word in schema_words)
+    schema_words = (
+        word
+        for part in (text.split("(", 1)[1], name.partition(".")[2])
+        for word in _WORD.findall(part)
+    )
+    return all(
+        word in public_words or (word.isdigit() and len(word) <= _NUMBER_LENGTH)
+        for word in schema_words
+    )
 
 
 def is_type(text: str) -> bool:
@@ -348,7 +390,12 @@ class RewriteStats:
             "entries_out": self.entries_out,
             "dropped_entries": dict(self.dropped_entries.most_common()),
             "dropped": [
-                {"name": name, "count": count, "unknown": name in self.unknown, "odd": self.odd.get(name, 0)}
+                {
+                    "name": name,
+                    "count": count,
+                    "unknown": name in self.unknown,
+                    "odd": self.odd.get(name, 0),
+                }
                 for name, count in self.dropped.most_common()
             ],
         }

@@ -22,7 +22,15 @@ from traceloom.workload.anonymize.kineto import Rules, TraceFacts, write_kineto
 from traceloom.workload.anonymize.leak_report import HiddenShapes, build_leak_report
 from traceloom.workload.anonymize.metadata import CaptureRewriter
 from traceloom.workload.anonymize.names import KernelNames, Pseudonyms
-from traceloom.workload.anonymize.policy import CALLS, COLLAPSE, FIT, ZERO, Key, Policy, RewriteStats
+from traceloom.workload.anonymize.policy import (
+    CALLS,
+    COLLAPSE,
+    FIT,
+    ZERO,
+    Key,
+    Policy,
+    RewriteStats,
+)
 from traceloom.workload.anonymize.sizes import Shapes
 from traceloom.workload.anonymize.utility_report import (
     Measure,
@@ -77,7 +85,9 @@ class _AnonymizeRun:
         say: Told what is being done.
     """
 
-    def __init__(self, inputs: InputFiles, policy: Policy, key: Key, on_status: StatusCallback) -> None:
+    def __init__(
+        self, inputs: InputFiles, policy: Policy, key: Key, on_status: StatusCallback
+    ) -> None:
         self._inputs = inputs
         self._say = on_status
         names = Pseudonyms(key, policy)
@@ -109,7 +119,9 @@ class _AnonymizeRun:
                 elif source.kind == sources.CHAKRA and self.rules.policy.times == ZERO:
                     first = find_first_start(source.path)
                     if first is not None:
-                        self._origin_us = first if self._origin_us is None else min(first, self._origin_us)
+                        self._origin_us = (
+                            first if self._origin_us is None else min(first, self._origin_us)
+                        )
             except InputError as error:
                 self.refused.append(error)
             else:
@@ -118,7 +130,9 @@ class _AnonymizeRun:
         unsettled = ""
         if self.rules.policy.shapes == FIT:
             self._say("rounding sizes so that they fit each other")
-            unsettled = choose_kept_factors([source for source in usable if source.kind == sources.HOST], self.rules)
+            unsettled = choose_kept_factors(
+                [source for source in usable if source.kind == sources.HOST], self.rules
+            )
         for number, source in enumerate(usable, start=1):
             self._say(f"rewriting file {number} of {len(usable)}")
             try:
@@ -130,19 +144,29 @@ class _AnonymizeRun:
         rules, origin_ns = self.rules, self.origin_ns(unix=True)
         for directory, (document, name) in self._inputs.captures.items():
             target = stage.path(f"{name}capture.json")
-            renamed = {source.path.name: Path(source.name).name for source in usable if source.path.parent == directory}
-            captures = CaptureRewriter(rules.names, rules.shapes, rules.policy, self.account, origin_ns, renamed)
+            renamed = {
+                source.path.name: Path(source.name).name
+                for source in usable
+                if source.path.parent == directory
+            }
+            captures = CaptureRewriter(
+                rules.names, rules.shapes, rules.policy, self.account, origin_ns, renamed
+            )
             target.write_bytes(captures.rewrite(document))
             self.files.append(
-                {"input": str(directory / "capture.json"), "output": target.name, "kind": sources.CAPTURE}
+                {
+                    "input": str(directory / "capture.json"),
+                    "output": target.name,
+                    "kind": sources.CAPTURE,
+                }
             )
         if rules.policy.scalars == CALLS:
             self._say("running all operators dry")
             self.replay = build_dry_run_report(
                 self.written(stage, [source for source in usable if not source.graph]), unsettled
             )
-        # Link all ranks together, before and after, where there is more than one file to link. Collapsed host traces
-        # fit no device trace any more, on purpose.
+        # Link all ranks together, before and after, where there is more than one file to link.
+        # Collapsed host traces fit no device trace any more, on purpose.
         kinds = (sources.KINETO,) if self._collapsed else (sources.KINETO, sources.HOST)
         linked = [source for source in self._inputs.files if source.kind in kinds]
         size = sum(source.path.stat().st_size for source in linked)
@@ -150,7 +174,9 @@ class _AnonymizeRun:
             return
         self._say("linking all ranks, before and after")
         folders = [] if self._collapsed else list(self._inputs.captures)
-        loose = [source for source in linked if source.path.parent not in folders and not source.graph]
+        loose = [
+            source for source in linked if source.path.parent not in folders and not source.graph
+        ]
         before = measure_job([*folders, *(source.path for source in loose)])
         after = measure_job(self.written(stage, linked))
         if not isinstance(before, str):
@@ -159,7 +185,9 @@ class _AnonymizeRun:
     def written(self, stage: Staging, selected: list[InputFile]) -> list[Path]:
         """Rewritten captures, and of the other files those that are chosen."""
         folders = {} if self._collapsed else self._inputs.captures
-        loose = [source for source in selected if source.path.parent not in folders and not source.graph]
+        loose = [
+            source for source in selected if source.path.parent not in folders and not source.graph
+        ]
         return [stage.folder / name for _, name in folders.values()] + [
             stage.folder / source_file.name for source_file in loose
         ]
@@ -176,7 +204,9 @@ class _AnonymizeRun:
         )
         if self._collapsed:
             names = frozenset(trace.steps["name"].to_list())
-            steps = trace.events.filter(trace.events["name"].is_in(list(names))).select("start_ns", "nested_end_ns")
+            steps = trace.events.filter(trace.events["name"].is_in(list(names))).select(
+                "start_ns", "nested_end_ns"
+            )
             facts = replace(
                 facts,
                 threads=tuple(merge_host_work(trace)),
@@ -184,7 +214,10 @@ class _AnonymizeRun:
                 step_ns={start: end - start for start, end in steps.iter_rows()},
                 window_ns=(trace.start_ns, trace.end_ns) if trace.events.height else None,
             )
-        columns = [trace.events["start_ns"], *(f["time_ns"] for f in (trace.allocations, trace.marks, trace.counters))]
+        columns = [
+            trace.events["start_ns"],
+            *(f["time_ns"] for f in (trace.allocations, trace.marks, trace.counters)),
+        ]
         firsts: list[Any] = [column.min() for column in columns]
         first_ns = min((int(first) for first in firsts if first is not None), default=0)
         notices = {notice.slug for notice in trace.notices}
@@ -194,7 +227,9 @@ class _AnonymizeRun:
         """One origin for all files whose times can be compared."""
         if self.rules.policy.times != ZERO:
             return 0
-        firsts = [first_pass.first_ns for first_pass in self._seen.values() if first_pass.unix == unix]
+        firsts = [
+            first_pass.first_ns for first_pass in self._seen.values() if first_pass.unix == unix
+        ]
         return min(firsts) // _GRAIN_NS * _GRAIN_NS if firsts else 0
 
     def rewrite(self, source: InputFile, target: Path) -> None:
@@ -202,11 +237,16 @@ class _AnonymizeRun:
         account = RewriteStats()
         if source.kind == sources.KINETO:
             first_pass = self._seen[source.path]
-            # With `times = "keep"` the file keeps its base time, so only what stands in `ts` is written again.
+            # With `times = "keep"` the file keeps its base time, so only what stands in `ts` is
+            # written again.
             zeroed = self.rules.policy.times == ZERO
             origin_ns = self.origin_ns(unix=first_pass.unix) if zeroed else first_pass.facts.base_ns
             write_kineto(
-                replace(first_pass.facts, origin_ns=origin_ns), self.rules, account, target, unix=first_pass.unix
+                replace(first_pass.facts, origin_ns=origin_ns),
+                self.rules,
+                account,
+                target,
+                unix=first_pass.unix,
             )
             after = read_kineto(target, capture=source.entry)
             fresh = sorted({notice.slug for notice in after.notices} - first_pass.notices)
@@ -218,23 +258,43 @@ class _AnonymizeRun:
         elif source.kind == sources.GROUPS:
             write_groups(source.path, self.rules, account, target)
         else:
-            ChakraRewriter(source.path, self.rules, account, self.hidden, self._origin_us or 0).write(target)
-            self.compare(source.name, source.rank, measure_chakra(source.path), measure_chakra(target), [])
+            ChakraRewriter(
+                source.path, self.rules, account, self.hidden, self._origin_us or 0
+            ).write(target)
+            self.compare(
+                source.name, source.rank, measure_chakra(source.path), measure_chakra(target), []
+            )
         self.account.add(account)
         self.files.append(
-            {"input": str(source.path), "output": source.name, "kind": source.kind, "rank": source.rank}
-            | {"bytes": target.stat().st_size} | account.to_dict()
-        )  # fmt: skip
+            {
+                "input": str(source.path),
+                "output": source.name,
+                "kind": source.kind,
+                "rank": source.rank,
+            }
+            | {"bytes": target.stat().st_size}
+            | account.to_dict()
+        )
 
     def compare(
-        self, file: str | None, rank: int | None, before: Measure, after: Measure, new_notices: list[str]
+        self,
+        file: str | None,
+        rank: int | None,
+        before: Measure,
+        after: Measure,
+        new_notices: list[str],
     ) -> None:
         """Add to the utility report; without a file it is about the job."""
         rounded = self.rules.shapes.rounds
-        parts = [part.to_dict(collapsed=self._collapsed, rounded=rounded) for part in compare(before, after)]
+        parts = [
+            part.to_dict(collapsed=self._collapsed, rounded=rounded)
+            for part in compare(before, after)
+        ]
         if file is None:
             parts = [part | {"part": f"{part['part']} of the job"} for part in parts]
-        self.utility.append({"file": file, "rank": rank, "parts": parts, "new_notices": new_notices})
+        self.utility.append(
+            {"file": file, "rank": rank, "parts": parts, "new_notices": new_notices}
+        )
 
     def report(self) -> dict[str, Any]:
         """The reports as one JSON object."""
@@ -247,10 +307,16 @@ class _AnonymizeRun:
             "files": self.files,
             "left_out": self._inputs.left,
             "refused": [str(error) for error in self.refused],
-            **{key: value for key, value in self.account.to_dict().items() if key.startswith("dropped")},
+            **{
+                key: value
+                for key, value in self.account.to_dict().items()
+                if key.startswith("dropped")
+            },
             "utility": self.utility,
             **({} if self.replay is None else {"replay": self.replay}),
-            "leaks": build_leak_report(self.account, rules.names, rules.shapes, self.hidden, rules.policy),
+            "leaks": build_leak_report(
+                self.account, rules.names, rules.shapes, self.hidden, rules.policy
+            ),
         }
 
     def map(self) -> dict[str, Any]:
@@ -262,7 +328,10 @@ class _AnonymizeRun:
             "names": names.originals,
             "processes": {str(pseudonym): number for pseudonym, number in names.numbers.items()},
             "files": {entry["output"]: entry["input"] for entry in self.files},
-            "origin_ns": {"unix": str(self.origin_ns(unix=True)), "other": str(self.origin_ns(unix=False))},
+            "origin_ns": {
+                "unix": str(self.origin_ns(unix=True)),
+                "other": str(self.origin_ns(unix=False)),
+            },
         }
 
 
@@ -296,11 +365,17 @@ def anonymize(
         all_sources = sources.find(inputs)
         for source in all_sources.files:
             files.remember_input(source.path)
-        single = len(all_sources.files) == 1 and not all_sources.captures and output.name.lower().endswith(ENDINGS)
+        single = (
+            len(all_sources.files) == 1
+            and not all_sources.captures
+            and output.name.lower().endswith(ENDINGS)
+        )
         if single:
             # The name in the stage decides whether the file is compressed: that of the output does.
             source = all_sources.files[0]
-            source.name = source.name.removesuffix(".gz") + (".gz" if output.name.lower().endswith(".gz") else "")
+            source.name = source.name.removesuffix(".gz") + (
+                ".gz" if output.name.lower().endswith(".gz") else ""
+            )
         run = _AnonymizeRun(all_sources, policy, key, on_status)
         report_path = output.with_name(f"{output.name}.anonymize.json")
         staging = Staging(output, single=single, force=force)

@@ -1,7 +1,8 @@
 """Shapes rounded; tensors and arguments rewritten.
 
-Rounding is one function of the number alone, so that equal sizes stay equal on all ranks and in all files. Where
-operators have to run again, it is one of the number's prime factors: what is a product stays the product of the same.
+Rounding is one function of the number alone, so that equal sizes stay equal on all ranks and in all
+files. Where operators have to run again, it is one of the number's prime factors: what is a product
+stays the product of the same.
 
 What an argument means is told by the operator's public schema, by type and name.
 """
@@ -61,7 +62,8 @@ def find_prime_factors(number: int) -> tuple[int, ...]:
 
 
 def round_prime_factors(number: int, kept_factors: Collection[int] = ()) -> int:
-    """The number with each prime factor rounded by `bucket`, but for those that are kept; below 2 as it is.
+    """The number with each prime factor rounded by `bucket`, but for those that are kept; below 2
+    as it is.
 
     Example:
         >>> by_factors(8 * 96), by_factors(8) * by_factors(96), by_factors(768, {3})
@@ -70,7 +72,8 @@ def round_prime_factors(number: int, kept_factors: Collection[int] = ()) -> int:
     if not 2 < number < _MAX_SIZE:
         return number
     return math.prod(
-        factor if factor in kept_factors else round_to_power_of_two(factor) for factor in find_prime_factors(number)
+        factor if factor in kept_factors else round_to_power_of_two(factor)
+        for factor in find_prime_factors(number)
     )
 
 
@@ -104,7 +107,11 @@ class Shapes:
     def rounded(self, number: int) -> int:
         """A size after rounding."""
         if self._mode == FIT:
-            return number if self.kept_factors is None else round_prime_factors(number, self.kept_factors)
+            return (
+                number
+                if self.kept_factors is None
+                else round_prime_factors(number, self.kept_factors)
+            )
         return round_to_power_of_two(number) if self._mode == BUCKET else number
 
     @property
@@ -118,7 +125,9 @@ class Shapes:
         return self._mode == KEEP
 
     def size(self, number: int) -> int:
-        """Bytes or elements of one thing: exact or rounded; the policy `drop` keeps them, and the report says so."""
+        """Bytes or elements of one thing: exact or rounded; the policy `drop` keeps them, and the
+        report says so.
+        """
         if self.rounds:
             return self.rounded(number)
         if len(self.exact) < _MAX_CACHED:
@@ -147,7 +156,9 @@ class Shapes:
         return [self._counted(item) for item in value]
 
     def strides(self, raw: bytes, dims: bytes) -> OptionalBytes:
-        """A nested list of strides beside its dimensions; rounded shapes get the strides of the same order."""
+        """A nested list of strides beside its dimensions; rounded shapes get the strides of the
+        same order.
+        """
 
         def restrided(value: Any) -> Any:
             try:
@@ -181,8 +192,12 @@ class Shapes:
         """Sizes of the parts of an uneven exchange, as a list or as its text."""
         return self._listed(b"p", raw, lambda value: _apply_nested(value, self.size), text=True)
 
-    def _listed(self, kind: bytes, raw: bytes, make: Callable[[Any], Any], *, text: bool = False) -> OptionalBytes:
-        """What `make` makes of a nested list of whole numbers, as JSON; with `text` the list may stand in a text."""
+    def _listed(
+        self, kind: bytes, raw: bytes, make: Callable[[Any], Any], *, text: bool = False
+    ) -> OptionalBytes:
+        """What `make` makes of a nested list of whole numbers, as JSON; with `text` the list may
+        stand in a text.
+        """
         key = kind + raw
         if key in self._known:
             return self._known[key]
@@ -210,7 +225,11 @@ def _is_nested_integers(value: Any, depth: int = 0) -> bool:
 
 
 def _apply_nested(value: Any, function: Any) -> Any:
-    return [_apply_nested(item, function) for item in value] if isinstance(value, list) else function(value)
+    return (
+        [_apply_nested(item, function) for item in value]
+        if isinstance(value, list)
+        else function(value)
+    )
 
 
 def _compute_strides(strides: Any, shape: Any) -> Any:
@@ -219,7 +238,9 @@ def _compute_strides(strides: Any, shape: Any) -> Any:
         return []
     if any(isinstance(item, list) for item in strides):
         pairs = zip(strides, shape + [[]] * len(strides), strict=False)
-        return [_compute_strides(inner_strides, inner_shape) for inner_strides, inner_shape in pairs]
+        return [
+            _compute_strides(inner_strides, inner_shape) for inner_strides, inner_shape in pairs
+        ]
     if len(strides) != len(shape) or any(isinstance(item, list) for item in shape):
         return []
     new_strides, expected, rounded = [0] * len(strides), 1, 1
@@ -233,25 +254,120 @@ def _compute_strides(strides: Any, shape: Any) -> Any:
 
 
 # Texts by which operators choose among ways to compute.
-WORDS = frozenset({
-    "none", "tanh", "mean", "sum", "batchmean", "prod", "amax", "amin", "max", "min", "reflect", "replicate",
-    "constant", "circular", "zeros", "border", "zero", "nearest", "nearest-exact", "linear", "bilinear", "bicubic",
-    "trilinear", "area", "floor", "trunc", "ij", "xy", "L", "U", "fro", "nuc", "inf", "-inf", "valid", "same", "relu",
-    "gelu", "silu", "sigmoid", "swish", "hardswish", "leaky_relu", "hardtanh", "clamp", "logistic", "sqrt", "abs",
-    "square", "elu", "tril", "triu", "left", "right", "lower", "higher", "midpoint", "add", "sub", "mul", "div",
-    "binary", "reduced", "complete",
-})  # fmt: skip
-_SIZES = frozenset({
-    "size", "sizes", "shape", "storage_offset", "split_size", "split_sizes", "start", "end", "length",
-    "normalized_shape", "num_weights", "output_size", "input_sizes", "self_size", "self_sizes", "repeats", "numel",
-    "steps", "vocab_size", "num_classes", "max_q", "max_k", "total_length", "input_split_sizes",
-    "output_split_sizes",
-})  # fmt: skip
+WORDS = frozenset(
+    {
+        "none",
+        "tanh",
+        "mean",
+        "sum",
+        "batchmean",
+        "prod",
+        "amax",
+        "amin",
+        "max",
+        "min",
+        "reflect",
+        "replicate",
+        "constant",
+        "circular",
+        "zeros",
+        "border",
+        "zero",
+        "nearest",
+        "nearest-exact",
+        "linear",
+        "bilinear",
+        "bicubic",
+        "trilinear",
+        "area",
+        "floor",
+        "trunc",
+        "ij",
+        "xy",
+        "L",
+        "U",
+        "fro",
+        "nuc",
+        "inf",
+        "-inf",
+        "valid",
+        "same",
+        "relu",
+        "gelu",
+        "silu",
+        "sigmoid",
+        "swish",
+        "hardswish",
+        "leaky_relu",
+        "hardtanh",
+        "clamp",
+        "logistic",
+        "sqrt",
+        "abs",
+        "square",
+        "elu",
+        "tril",
+        "triu",
+        "left",
+        "right",
+        "lower",
+        "higher",
+        "midpoint",
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "binary",
+        "reduced",
+        "complete",
+    }
+)
+_SIZES = frozenset(
+    {
+        "size",
+        "sizes",
+        "shape",
+        "storage_offset",
+        "split_size",
+        "split_sizes",
+        "start",
+        "end",
+        "length",
+        "normalized_shape",
+        "num_weights",
+        "output_size",
+        "input_sizes",
+        "self_size",
+        "self_sizes",
+        "repeats",
+        "numel",
+        "steps",
+        "vocab_size",
+        "num_classes",
+        "max_q",
+        "max_k",
+        "total_length",
+        "input_split_sizes",
+        "output_split_sizes",
+    }
+)
 # Declared as sizes are, but small numbers that go with kernels and places.
-_NO_SIZES = frozenset({
-    "stride", "padding", "dilation", "groups", "output_padding", "kernel_size", "step", "ignore_index", "diagonal",
-    "offset", "dim", "n",
-})  # fmt: skip
+_NO_SIZES = frozenset(
+    {
+        "stride",
+        "padding",
+        "dilation",
+        "groups",
+        "output_padding",
+        "kernel_size",
+        "step",
+        "ignore_index",
+        "diagonal",
+        "offset",
+        "dim",
+        "n",
+    }
+)
 _PLACES = frozenset({"index", "padding_idx", "seed"})
 _VALUES = frozenset({"Scalar", "number", "float"})
 _EQUATION = re.compile(r"[A-Za-z,.\s]*(?:->[A-Za-z.\s]*)?")
@@ -274,7 +390,9 @@ def rewrite_argument(
     if isinstance(value, int):
         if argument.name in _PLACES:  # the first or the last: every size has these
             return max(min(value, 0), -1)
-        is_size = (argument.type.leaf == "SymInt" or argument.name in _SIZES) and argument.name not in _NO_SIZES
+        is_size = (
+            argument.type.leaf == "SymInt" or argument.name in _SIZES
+        ) and argument.name not in _NO_SIZES
         if argument.name == "stride":  # of a geometry, not of a window
             is_size = any(other.name == "size" for other in schema.arguments)
         if is_size:
@@ -287,8 +405,12 @@ def rewrite_argument(
         if value in _NON_FINITE or (argument.type.leaf == "str" and value in WORDS):
             return value
         if argument.name == "equation" and _EQUATION.fullmatch(value):
-            index_letters = "".join(dict.fromkeys(filter(str.isalpha, value)))  # become the first ones, in this order
-            return value.translate(str.maketrans(index_letters, ascii_letters[: len(index_letters)]))
+            index_letters = "".join(
+                dict.fromkeys(filter(str.isalpha, value))
+            )  # become the first ones, in this order
+            return value.translate(
+                str.maketrans(index_letters, ascii_letters[: len(index_letters)])
+            )
     return None
 
 

@@ -1,4 +1,6 @@
-"""Inputs and outputs of recorded operators: tensors keep their ids, sizes follow the policy, values mostly go."""
+"""Inputs and outputs of recorded operators: tensors keep their ids, sizes follow the policy, values
+mostly go.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from traceloom.workload.replay.values import Kind, parse_kinds
 
 _DEVICE = re.compile(r"(cpu|cuda|hip|xpu|mtia|hpu|npu|mps|meta|privateuseone)(:\d{1,3})?")
 _NULL_VALUES = frozenset(
-    f"<{kind}>" for kind in ("None", "Object", "Generator", "Capsule", "PyObject", "Storage", "Enum")
+    f"<{kind}>"
+    for kind in ("None", "Object", "Generator", "Capsule", "PyObject", "Storage", "Enum")
 )
 _NUMBER = re.compile(r"-?inf|nan|-?\d{1,20}(\.\d{1,20})?([eE][+-]?\d{1,3})?")
 _MAX_DEPTH = 8
@@ -28,7 +31,9 @@ PLAIN_VALUES, COMMUNICATION_VALUES, GROUP_VALUES = "plain", "communication", "gr
 class Tensors:
     """Rewrites the values, shapes, strides and types of one side of an operator."""
 
-    def __init__(self, names: Pseudonyms, shapes: Shapes, policy: Policy, account: RewriteStats) -> None:
+    def __init__(
+        self, names: Pseudonyms, shapes: Shapes, policy: Policy, account: RewriteStats
+    ) -> None:
         self._names = names
         self._shapes = shapes
         self._policy = policy
@@ -57,16 +62,25 @@ class Tensors:
         except UnreadableSchemaError:
             return self.values(values)
         kinds = parse_kinds(types)
-        if not isinstance(values, list) or len(values) != len(kinds) or len(values) > len(operator.arguments):
+        if (
+            not isinstance(values, list)
+            or len(values) != len(kinds)
+            or len(values) > len(operator.arguments)
+        ):
             return self.values(values)
 
         def made(value: Any, kind: Kind, argument: SchemaArgument) -> Any:
             if isinstance(kind, tuple) and isinstance(value, list):
                 kinds_inside = kind if len(kind) == len(value) else (None,) * len(value)
                 return [
-                    made(inner, inner_kind, argument) for inner, inner_kind in zip(value, kinds_inside, strict=True)
+                    made(inner, inner_kind, argument)
+                    for inner, inner_kind in zip(value, kinds_inside, strict=True)
                 ]
-            if isinstance(kind, str) or value is None or (isinstance(value, str) and not self._is_text(value)):
+            if (
+                isinstance(kind, str)
+                or value is None
+                or (isinstance(value, str) and not self._is_text(value))
+            ):
                 return self._one(value, PLAIN_VALUES, 0)
             rewritten = rewrite_argument(value, argument, operator, self._shapes.rounded)
             if rewritten is None:
@@ -75,7 +89,10 @@ class Tensors:
                 self._account.kept_arguments[_VALUE_TYPES[type(rewritten)]] += 1
             return "" if rewritten is None and isinstance(value, str) else rewritten
 
-        return [made(*argument_fields) for argument_fields in zip(values, kinds, operator.arguments, strict=False)]
+        return [
+            made(*argument_fields)
+            for argument_fields in zip(values, kinds, operator.arguments, strict=False)
+        ]
 
     @staticmethod
     def _is_text(item: str) -> bool:
@@ -86,16 +103,22 @@ class Tensors:
         if isinstance(item, list):
             if depth >= _MAX_DEPTH:
                 return None
-            # `[tensor, storage, offset, elements, bytes of each, device]`; old files have no device.
+            # `[tensor, storage, offset, elements, bytes of each, device]`; old files have no
+            # device.
             if (
                 len(item) not in (_TENSOR_FIELDS, _TENSOR_FIELDS + 1)
-                or not all(isinstance(number, int) and not isinstance(number, bool) for number in item[:_TENSOR_FIELDS])
+                or not all(
+                    isinstance(number, int) and not isinstance(number, bool)
+                    for number in item[:_TENSOR_FIELDS]
+                )
                 or not all(isinstance(device, str) for device in item[_TENSOR_FIELDS:])
             ):
                 return [self._one(inner, kind, depth + 1) for inner in item]
             identity, storage, offset, count, width = item[:_TENSOR_FIELDS]
             size = self._shapes.size
-            devices = [device if _DEVICE.fullmatch(device) else "" for device in item[_TENSOR_FIELDS:]]
+            devices = [
+                device if _DEVICE.fullmatch(device) else "" for device in item[_TENSOR_FIELDS:]
+            ]
             return [identity, storage, size(offset) if offset else 0, size(count), width, *devices]
         if isinstance(item, str):
             if kind == GROUP_VALUES:
@@ -117,7 +140,11 @@ class Tensors:
             return None
         if depth == 0 or self._shapes.kept:
             return item
-        return None if self._policy.shapes == DROP or not isinstance(item, int) else self._shapes.rounded(item)
+        return (
+            None
+            if self._policy.shapes == DROP or not isinstance(item, int)
+            else self._shapes.rounded(item)
+        )
 
     def _groups(self, item: str) -> str:
         """The JSON list of process groups that PyTorch writes as a text."""
@@ -141,9 +168,15 @@ class Tensors:
                 out["backend_config"] = backend
             if (ranks := check_rank_list(group.get("ranks"))) is not None:
                 out["ranks"] = ranks
-            out |= {key: group[key] for key in ("group_size", "group_count") if isinstance(group.get(key), int)}
+            out |= {
+                key: group[key]
+                for key in ("group_size", "group_count")
+                if isinstance(group.get(key), int)
+            }
             for key in group.keys() - out.keys():
-                self._account.drop(f"process groups.{key}", json.dumps(group[key]).encode(), unknown=True)
+                self._account.drop(
+                    f"process groups.{key}", json.dumps(group[key]).encode(), unknown=True
+                )
             groups.append(out)
         return json.dumps(groups)
 

@@ -1,8 +1,9 @@
 """What analyses say before and after; replayable sizes.
 
-Sizes are rounded by their prime factors (`by_factors`), so views and matrix products fit by themselves. What adds up
-(parts of a concatenation, windows of a convolution) does so with rounded sizes only by chance. Where an operator does
-not, its smallest factor that is still rounded stays as it is, in all sizes of all files: small ones tell least.
+Sizes are rounded by their prime factors (`by_factors`), so views and matrix products fit by
+themselves. What adds up (parts of a concatenation, windows of a convolution) does so with rounded
+sizes only by chance. Where an operator does not, its smallest factor that is still rounded stays as
+it is, in all sizes of all files: small ones tell least.
 """
 
 from __future__ import annotations
@@ -36,14 +37,43 @@ if TYPE_CHECKING:
 
 
 EXACT, ROUNDED, GIVEN_UP, CHANGED = "equal", "rounded", "given up", "changed"
-_NOT_COMPARED = ("name", "start_ns", "path", "lane", "thread", "process", "peak_time_ns", "node", "parent", "event",
-                 "group", "group_description", "shapes", "fraction", "rule", "evidence")  # fmt: skip
+_NOT_COMPARED = (
+    "name",
+    "start_ns",
+    "path",
+    "lane",
+    "thread",
+    "process",
+    "peak_time_ns",
+    "node",
+    "parent",
+    "event",
+    "group",
+    "group_description",
+    "shapes",
+    "fraction",
+    "rule",
+    "evidence",
+)
 _FEW_EDGES = 0.01
 # Parts that `collapse` gives up: the host's own structure.
-STRUCTURE_PARTS = frozenset((
-    "host time", "idle causes", "operators", "modules", "kernels", "data loading", "nodes and times", "dependencies",
-    "graph nodes", "graph edges", "critical path", "re-timing", "re-timing without residuals",
-))  # fmt: skip
+STRUCTURE_PARTS = frozenset(
+    (
+        "host time",
+        "idle causes",
+        "operators",
+        "modules",
+        "kernels",
+        "data loading",
+        "nodes and times",
+        "dependencies",
+        "graph nodes",
+        "graph edges",
+        "critical path",
+        "re-timing",
+        "re-timing without residuals",
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +135,9 @@ Measure = dict[str, pl.DataFrame]
 
 
 def measure(trace: Trace) -> Measure:
-    """What the analyses say of one trace, as sorted frames of numbers: names, ids and places are left out."""
+    """What the analyses say of one trace, as sorted frames of numbers: names, ids and places are
+    left out.
+    """
     from traceloom.graph.calibrate import calibrate
     from traceloom.graph.rank import link_rank
 
@@ -117,7 +149,9 @@ def measure(trace: Trace) -> Measure:
 
 
 def measure_job(paths: list[Path]) -> Measure | str:
-    """The linked graph of all ranks with their host traces; the slug of the refusal where they cannot be linked."""
+    """The linked graph of all ranks with their host traces; the slug of the refusal where they
+    cannot be linked.
+    """
     from traceloom.graph import link
 
     try:
@@ -135,7 +169,9 @@ def measure_graph(graph: Graph) -> Measure:
     work = graph.nodes["work_ns"].to_numpy()
     halved = np.where((graph.nodes["kind"] == "kernel").to_numpy(), work // 2, work)
     times = Plan(graph).evaluate(work_ns=halved)
-    nodes = graph.nodes.group_by("kind").agg(pl.len(), pl.col("work_ns").sum(), pl.col("duration_ns").sum())
+    nodes = graph.nodes.group_by("kind").agg(
+        pl.len(), pl.col("work_ns").sum(), pl.col("duration_ns").sum()
+    )
     edges = graph.edges.group_by("kind", "evidence").agg(pl.len(), pl.col("delay_ns").sum())
     answers = {
         "window_ns": retiming.window_ns,
@@ -152,8 +188,13 @@ def measure_graph(graph: Graph) -> Measure:
 
 
 def compute_longest_path(durations: dict[int, int], waits: dict[int, set[int]]) -> int | None:
-    """Length of the longest path through nodes that wait for others; None where nodes wait for each other."""
-    waiting = {node: sum(dependency in durations for dependency in before) for node, before in waits.items()}
+    """Length of the longest path through nodes that wait for others; None where nodes wait for each
+    other.
+    """
+    waiting = {
+        node: sum(dependency in durations for dependency in before)
+        for node, before in waits.items()
+    }
     followers: dict[int, list[int]] = {}
     for node, before in waits.items():
         for dependency in before:
@@ -176,8 +217,8 @@ def compute_longest_path(durations: dict[int, int], waits: dict[int, set[int]]) 
 def measure_chakra(path: Path) -> Measure:
     """What a simulator takes from a `.et` file: times, dependencies, sizes; a row per type of node.
 
-    `ideal time` is that of the longest path through the data dependencies, with nothing to share: what any simulator
-    starts from, and what joining chains must not change.
+    `ideal time` is that of the longest path through the data dependencies, with nothing to share:
+    what any simulator starts from, and what joining chains must not change.
     """
     rows: dict[tuple[int, int], list[int]] = {}
     sizes: dict[tuple[int, str], int] = {}
@@ -190,10 +231,17 @@ def measure_chakra(path: Path) -> Measure:
             comm = values.get("comm_type")
             key = (node.type, -1 if comm is None else int(get_number(comm)))
             row = rows.setdefault(key, [0, 0, 0, 0])
-            for column, amount in enumerate((1, node.duration_micros, len(node.data_deps), len(node.ctrl_deps))):
+            for column, amount in enumerate(
+                (1, node.duration_micros, len(node.data_deps), len(node.ctrl_deps))
+            ):
                 row[column] += amount
-            durations[node.id], waits[node.id] = node.duration_micros, {*node.data_deps, *node.ctrl_deps}
-            checksum = (checksum * 31 + hash((node.id, *node.data_deps, -1, *node.ctrl_deps))) % (1 << 61)
+            durations[node.id], waits[node.id] = (
+                node.duration_micros,
+                {*node.data_deps, *node.ctrl_deps},
+            )
+            checksum = (checksum * 31 + hash((node.id, *node.data_deps, -1, *node.ctrl_deps))) % (
+                1 << 61
+            )
             for name in ("comm_size", "tensor_size", "num_ops"):
                 if name in values:
                     size = int(get_number(values[name]))
@@ -202,7 +250,9 @@ def measure_chakra(path: Path) -> Measure:
     columns = ["type", "comm_type", "nodes", "duration_us", "data_deps", "ctrl_deps"]
     listed = [(*key, size) for key, size in sorted(sizes.items())]
     return {
-        "nodes and times": pl.DataFrame(counted, schema=dict.fromkeys(columns, pl.Int128), orient="row"),
+        "nodes and times": pl.DataFrame(
+            counted, schema=dict.fromkeys(columns, pl.Int128), orient="row"
+        ),
         "dependencies": pl.DataFrame({"checksum": [checksum]}),
         "total time": pl.DataFrame({"duration_us": [sum(row[1] for row in rows.values())]}),
         "ideal time": pl.DataFrame({"path_us": [compute_longest_path(durations, waits)]}),
@@ -240,7 +290,11 @@ def compare(before: Measure, after: Measure) -> Iterator[ComparedPart]:
 
 def _select_numbers(frame: pl.DataFrame) -> pl.DataFrame:
     compared = frame.drop([name for name in frame.columns if name in _NOT_COMPARED])
-    compared = compared.with_columns(pl.col(pl.Enum, pl.Categorical).cast(pl.String)) if compared.width else compared
+    compared = (
+        compared.with_columns(pl.col(pl.Enum, pl.Categorical).cast(pl.String))
+        if compared.width
+        else compared
+    )
     return compared.sort(compared.columns, nulls_last=True) if compared.width else compared
 
 
@@ -252,8 +306,10 @@ _PARTS: dict[str, Callable[[Trace], pl.DataFrame]] = {
     "kernel categories": lambda trace: analyze.kernels(trace).categories,
     # How GPU work hangs on the host, and when it runs: dependencies, not names.
     "launches": lambda trace: (
-        trace.gpu_work().select("duration_ns", launched=pl.col("launch").is_not_null())
-        .group_by("launched").agg(pl.len(), pl.col("duration_ns").sum())
+        trace.gpu_work()
+        .select("duration_ns", launched=pl.col("launch").is_not_null())
+        .group_by("launched")
+        .agg(pl.len(), pl.col("duration_ns").sum())
     ),
     "idle causes": lambda trace: analyze.idle(trace).causes,
     "collectives": lambda trace: analyze.communication(trace).collectives.drop("bytes"),
@@ -264,7 +320,7 @@ _PARTS: dict[str, Callable[[Trace], pl.DataFrame]] = {
     "operators": lambda trace: analyze.operators(trace).operators,
     "modules": lambda trace: analyze.modules(trace).tree,
     "data loading": lambda trace: analyze.data_loading(trace).steps,
-}  # fmt: skip
+}
 _SIZES: dict[str, Callable[[Trace], pl.DataFrame]] = {
     "bytes of collectives": lambda trace: analyze.communication(trace).collectives.select(
         "kind", "group_size", "where", "bytes"
@@ -302,7 +358,8 @@ def choose_kept_factors(hosts: Sequence[InputFile], rules: Rules) -> str:
                 if not misfits:
                     break
                 extra_factors = {
-                    node: min(factors - kept_factors, default=0) for node, factors in _list_odd_factors(exact, misfits)
+                    node: min(factors - kept_factors, default=0)
+                    for node, factors in _list_odd_factors(exact, misfits)
                 }
                 excused |= {node for node, factor in extra_factors.items() if not factor}
                 kept_factors |= {factor for factor in extra_factors.values() if factor}
@@ -339,7 +396,9 @@ def build_dry_run_report(paths: Sequence[Path], reason: str) -> dict[str, Any]:
                 "run": rank.ops - sum(part.count for part in skipped),
                 "other_shapes": sum(wrong.count for wrong in rank.wrong),
                 "duration_ns": time,
-                "run_ns": None if time is None else time - sum(part.duration_ns or 0 for part in skipped),
+                "run_ns": None
+                if time is None
+                else time - sum(part.duration_ns or 0 for part in skipped),
                 "left": [msgspec.to_builtins(part) for part in skipped],
             }
         )
@@ -360,16 +419,25 @@ def _build_plan(hosts: Sequence[InputFile], rules: Rules, directory: Path) -> Re
 
 
 def _find_misfits(plan: ReplayPlan) -> set[_Node]:
-    """Nodes that refuse their arguments, give other shapes than recorded, or exchange other parts than they have."""
+    """Nodes that refuse their arguments, give other shapes than recorded, or exchange other parts
+    than they have.
+    """
     from traceloom.workload.replay.dry_run import dry_run
 
     misfits = set()
     for rank, outcome in dry_run(plan).items():
-        misfits |= {(rank, node) for node in (*outcome.refused, *(wrong.node for wrong in outcome.wrong))}
+        misfits |= {
+            (rank, node) for node in (*outcome.refused, *(wrong.node for wrong in outcome.wrong))
+        }
         ops, shapes = plan.ranks[rank].ops, plan.ranks[rank].tensors["shape"]
         for op, splits in plan.ranks[rank].collectives.select("op", "splits_in").iter_rows():
             node, inputs = ops.select("node", "inputs").row(op)
-            if splits and inputs and sum(splits) not in {shapes[tensor][0] for tensor in inputs if len(shapes[tensor])}:
+            if (
+                splits
+                and inputs
+                and sum(splits)
+                not in {shapes[tensor][0] for tensor in inputs if len(shapes[tensor])}
+            ):
                 misfits.add((rank, node))
     return {(rank, node) for rank, node in misfits if node is not None}
 
@@ -382,13 +450,24 @@ def _list_odd_factors(plan: ReplayPlan, nodes: set[_Node]) -> Iterator[tuple[_No
             pl.col("node").is_in([node for node_rank, node in nodes if node_rank == rank])
         )
         for row in selected_ops.iter_rows(named=True):
-            sizes = {size for tensor in (*row["inputs"], *row["outputs"]) if tensor is not None
-                     for size in shapes[tensor]}  # fmt: skip
+            sizes = {
+                size
+                for tensor in (*row["inputs"], *row["outputs"])
+                if tensor is not None
+                for size in shapes[tensor]
+            }
             if row["collective"] is not None:
-                sizes.update(*rank_plan.collectives.select("splits_in", "splits_out").row(row["collective"]))
+                sizes.update(
+                    *rank_plan.collectives.select("splits_in", "splits_out").row(row["collective"])
+                )
             if row["call"] is not None:
                 sizes |= set(_list_numbers(msgspec.json.decode(calls[row["call"]])))
-            factors = {factor for size in sizes if 2 < size < 1 << 48 for factor in find_prime_factors(size)}
+            factors = {
+                factor
+                for size in sizes
+                if 2 < size < 1 << 48
+                for factor in find_prime_factors(size)
+            }
             yield (rank, row["node"]), factors - {2}
 
 

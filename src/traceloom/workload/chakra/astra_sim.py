@@ -1,7 +1,8 @@
 """The files ASTRA-sim takes: nodes, communication, notices of every change.
 
-ASTRA-sim honours dependencies between ends and starts only, runs one CPU operation, one GPU operation and one
-communication of a rank at a time, and starts what is ready in the order of ids. So:
+ASTRA-sim honours dependencies between ends and starts only, runs one CPU operation, one GPU
+operation and one communication of a rank at a time, and starts what is ready in the order of ids.
+So:
 - host nodes run together to units (see `units`), and with `gpu_only` their order is folded into dependencies;
 - what is left out passes on what it waited for (see `order`): nothing dangles, and no order is lost;
 - communication that it does not have becomes something that it has (see `communication`);
@@ -45,7 +46,8 @@ _KNOWN = {
     "reduce_scatter": CollectiveCommType.REDUCE_SCATTER,
     "all_to_all": CollectiveCommType.ALL_TO_ALL,
     "broadcast": CollectiveCommType.BROADCAST,
-    # ASTRA-sim replays a broadcast at its recorded duration: the only stand-in for operations it does not have.
+    # ASTRA-sim replays a broadcast at its recorded duration: the only stand-in for operations it
+    # does not have.
     "reduce": CollectiveCommType.BROADCAST,
     "gather": CollectiveCommType.BROADCAST,
     "scatter": CollectiveCommType.BROADCAST,
@@ -57,7 +59,12 @@ _BARRIER_BYTES_PER_RANK = 8
 _MAX_TAG = 2**31 - 1
 
 # Why a communication is replayed by its rank alone, at its recorded duration.
-ALONE, UNKNOWN_KIND, UNKNOWN_SIZE, UNKNOWN_PEER = "alone", "unknown-kind", "unknown-size", "unknown-peer"
+ALONE, UNKNOWN_KIND, UNKNOWN_SIZE, UNKNOWN_PEER = (
+    "alone",
+    "unknown-kind",
+    "unknown-size",
+    "unknown-peer",
+)
 
 
 @dataclass(frozen=True)
@@ -66,9 +73,9 @@ class WrittenCommunication:
 
     Attributes:
         rows: `node`, `kind`, `instance`, `type` (of the node to write), `comm_type`, `comm_size`, `pg_name`,
-            `comm_src`, `comm_dst`, `comm_tag`, `transfer_ns` (recorded duration once all had come), `met_ns` (when
-            that was), `why` (null, or why the rank replays it alone), `uneven` (sizes of the ranks differ),
-            `left_out` (peers that were not recorded).
+            `comm_src`, `comm_dst`, `comm_tag`, `transfer_ns` (recorded duration once all had come),
+            `met_ns` (when that was), `why` (null, or why the rank replays it alone), `uneven`
+            (sizes of the ranks differ), `left_out` (peers that were not recorded).
         by_order: How many collectives of a graph whose ranks were not joined were joined here, by their order.
         groups: Members by name, ranks as they are numbered in the files.
     """
@@ -90,9 +97,18 @@ def map_communication(graph: Graph, numbers: dict[int, int]) -> WrittenCommunica
     rows = rows.with_columns(
         pl.when(is_joined).then(pl.len().over("instance")).otherwise(1).alias("parts"),
         pl.when(is_joined)
-        .then(pl.col("number").sort().over("instance", mapping_strategy="join").cast(pl.List(pl.String)).list.join(","))
+        .then(
+            pl.col("number")
+            .sort()
+            .over("instance", mapping_strategy="join")
+            .cast(pl.List(pl.String))
+            .list.join(",")
+        )
         .alias("members"),
-        pl.when(is_joined).then(pl.col("size").max().over("instance")).otherwise("size").alias("comm_size"),
+        pl.when(is_joined)
+        .then(pl.col("size").max().over("instance"))
+        .otherwise("size")
+        .alias("comm_size"),
         (is_joined & (pl.col("size").n_unique().over("instance") > 1)).alias("uneven"),
     )
     pair = pl.col("node_kind").is_in([gs.SEND, gs.RECEIVE])
@@ -112,7 +128,10 @@ def map_communication(graph: Graph, numbers: dict[int, int]) -> WrittenCommunica
         .then(pl.lit(UNKNOWN_SIZE))
     )
     rows = rows.with_columns(lone_reason.alias("why")).with_columns(
-        pl.when(barrier).then(pl.col("parts") * _BARRIER_BYTES_PER_RANK).otherwise("comm_size").alias("comm_size")
+        pl.when(barrier)
+        .then(pl.col("parts") * _BARRIER_BYTES_PER_RANK)
+        .otherwise("comm_size")
+        .alias("comm_size")
     )
     fine = pl.col("why").is_null()
     rows = rows.with_columns(
@@ -127,7 +146,10 @@ def map_communication(graph: Graph, numbers: dict[int, int]) -> WrittenCommunica
         .unique(maintain_order=True)
     )
     groups = {members: str(number) for number, members in enumerate(sets.drop_nulls(), start=1)}
-    members = {name: [int(member) for member in member_text.split(",")] for member_text, name in groups.items()}
+    members = {
+        name: [int(member) for member in member_text.split(",")]
+        for member_text, name in groups.items()
+    }
     return WrittenCommunication(_build_attributes(rows, groups), joined_count, members)
 
 
@@ -141,12 +163,22 @@ def _add_times(graph: Graph, numbers: dict[int, int]) -> pl.DataFrame:
         "start_ns",
         (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"),
     )
-    meeting = nodes.filter(pl.col("node_kind") == gs.RENDEZVOUS).select(meeting="node", met="start_ns")
+    meeting = nodes.filter(pl.col("node_kind") == gs.RENDEZVOUS).select(
+        meeting="node", met="start_ns"
+    )
     rendezvous_edges = graph.edges.filter(pl.col("to_end")).select(meeting="source", node="target")
     met = rendezvous_edges.join(meeting, on="meeting").group_by("node").agg(pl.col("met").max())
     rows = (
         graph.communication.select(
-            "node", "instance", "kind", "group", "group_size", "in_bytes", "out_bytes", "peer", "tag"
+            "node",
+            "instance",
+            "kind",
+            "group",
+            "group_size",
+            "in_bytes",
+            "out_bytes",
+            "peer",
+            "tag",
         )
         .join(nodes, on="node", how="left", maintain_order="left")
         .join(met, on="node", how="left", maintain_order="left")
@@ -155,25 +187,50 @@ def _add_times(graph: Graph, numbers: dict[int, int]) -> pl.DataFrame:
     renamed = pl.DataFrame(number, schema={"old": pl.Int64, "new": pl.Int64})
     # Bytes with ASTRA-sim's meaning: what a rank puts in, of all_gather its own part.
     kind, out, ranks = pl.col("kind"), pl.col("out_bytes"), pl.col("group_size").cast(pl.Int64)
-    scaled = pl.when(kind == "all_gather").then(out // ranks).when(kind == "reduce_scatter").then(out * ranks)
+    scaled = (
+        pl.when(kind == "all_gather")
+        .then(out // ranks)
+        .when(kind == "reduce_scatter")
+        .then(out * ranks)
+    )
     from_out = scaled.otherwise(out)
     put_in = pl.when(pl.col("node_kind") == gs.RECEIVE).then(None).otherwise("in_bytes")
-    size = pl.coalesce(pl.when(put_in > 0).then(put_in), pl.when(from_out > 0).then(from_out), "bytes")
+    size = pl.coalesce(
+        pl.when(put_in > 0).then(put_in), pl.when(from_out > 0).then(from_out), "bytes"
+    )
     begun = pl.max_horizontal("start_ns", pl.min_horizontal(pl.col("met"), "end_ns"))
     return (
         rows.with_columns(pl.col("peer").cast(pl.Int64))
-        .join(renamed.rename({"old": "rank", "new": "number"}), on="rank", how="left", maintain_order="left")
-        .join(renamed.rename({"old": "peer", "new": "peer_number"}), on="peer", how="left", maintain_order="left")
-        .with_columns(begun.alias("met_ns"), (pl.col("end_ns") - begun).alias("transfer_ns"), size.alias("size"))
+        .join(
+            renamed.rename({"old": "rank", "new": "number"}),
+            on="rank",
+            how="left",
+            maintain_order="left",
+        )
+        .join(
+            renamed.rename({"old": "peer", "new": "peer_number"}),
+            on="peer",
+            how="left",
+            maintain_order="left",
+        )
+        .with_columns(
+            begun.alias("met_ns"),
+            (pl.col("end_ns") - begun).alias("transfer_ns"),
+            size.alias("size"),
+        )
     )
 
 
 def _join_by_order(rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:
-    """Joins the k-th collectives of a group across ranks, in graphs of several ranks where nothing is joined.
+    """Joins the k-th collectives of a group across ranks, in graphs of several ranks where nothing
+    is joined.
 
-    Such graphs are read from files of other writers. Groups whose ranks differ in number or kinds stay as they are.
+    Such graphs are read from files of other writers. Groups whose ranks differ in number or kinds
+    stay as they are.
     """
-    collective = rows.filter(~pl.col("node_kind").is_in([gs.SEND, gs.RECEIVE]) & pl.col("kind").is_not_null())
+    collective = rows.filter(
+        ~pl.col("node_kind").is_in([gs.SEND, gs.RECEIVE]) & pl.col("kind").is_not_null()
+    )
     if rows["instance"].count() or collective["rank"].n_unique() < 2:
         return rows, 0
     ordered = (
@@ -192,9 +249,12 @@ def _join_by_order(rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:
             pl.col("start_ns").max().over("name", "turn").alias("last"),
         )
     )
-    joined = rows.join(ordered.select("node", "order", "last"), on="node", how="left", maintain_order="left")
+    joined = rows.join(
+        ordered.select("node", "order", "last"), on="node", how="left", maintain_order="left"
+    )
     numbered = joined.with_columns(
-        pl.coalesce("instance", "order").alias("instance"), pl.coalesce("last", "met_ns").alias("met_ns")
+        pl.coalesce("instance", "order").alias("instance"),
+        pl.coalesce("last", "met_ns").alias("met_ns"),
     )
     return numbered.drop("order", "last"), ordered["order"].n_unique()
 
@@ -302,10 +362,17 @@ def list_notices(
         yield Notice("target-replayed-communication", "warning", message, replayed.height)
     barriers = fine.filter(pl.col("kind_of") == "barrier").height
     if barriers:
-        yield Notice("target-barriers", "info", f"{barriers} barriers are all-reduces of 8 bytes per rank", barriers)
+        yield Notice(
+            "target-barriers",
+            "info",
+            f"{barriers} barriers are all-reduces of 8 bytes per rank",
+            barriers,
+        )
     uneven = fine.filter("uneven").height
     if uneven:
-        message = f"{uneven} collectives have other sizes on other ranks; ASTRA-sim gets the largest"
+        message = (
+            f"{uneven} collectives have other sizes on other ranks; ASTRA-sim gets the largest"
+        )
         yield Notice("target-uneven-sizes", "warning", message, uneven)
     left_out = fine.filter("left_out").height
     if left_out:
@@ -321,18 +388,23 @@ def list_notices(
         message = f"{changes.queued} pieces of GPU work that overlapped on one stream run one after the other"
         yield Notice("target-overlap", "info", message, changes.queued)
     if added:
-        message = (
-            f"{added} dependencies only give an order that ASTRA-sim needs; `simulation_deps` of a node lists them"
-        )
+        message = f"{added} dependencies only give an order that ASTRA-sim needs; `simulation_deps` of a node lists them"
         yield Notice("target-added-order", "info", message, added)
     if changes.loose:
-        message = "the communication could not be put into one order on all ranks: ASTRA-sim may hang"
+        message = (
+            "the communication could not be put into one order on all ranks: ASTRA-sim may hang"
+        )
         yield Notice("target-no-order", "warning", message, changes.loose)
     if ranks != list(range(len(ranks))):
         message = f"the recorded ranks {', '.join(map(str, ranks[:8]))} are numbered from 0"
         yield Notice("target-renumbered-ranks", "warning", message, len(ranks))
     if len(ranks) == 1:
-        yield Notice("target-one-rank", "warning", "there is one rank alone: ASTRA-sim simulates two or more", 1)
+        yield Notice(
+            "target-one-rank",
+            "warning",
+            "there is one rank alone: ASTRA-sim simulates two or more",
+            1,
+        )
     if empty:
         reason = (
             "no GPU work was recorded, and that of the host was left out"
@@ -342,7 +414,9 @@ def list_notices(
         message = f"the file of rank {empty[0]} has no nodes, which ASTRA-sim refuses: {reason}"
         yield Notice("target-no-nodes", "warning", message, len(empty))
     edges = changes.graph.edges
-    delay = edges.filter(pl.col("kind").is_in(["launch", "synchronize", "stream", "wait", "cross-thread"]))
+    delay = edges.filter(
+        pl.col("kind").is_in(["launch", "synchronize", "stream", "wait", "cross-thread"])
+    )
     lost_ns = int((delay["delay_ns"].clip(lower_bound=0) + delay["residual_ns"]).sum())
     if lost_ns:
         message = f"delays between nodes (of launches, wake-ups, streams) have no place: {text.format_duration(lost_ns)} in all"
@@ -369,13 +443,16 @@ def _list_host_notices(changes: ConversionSummary, *, gpu_only: bool) -> Iterato
         )
         yield Notice("target-unexplained", "warning", message, changes.delays.height)
     if hosts:
-        yield Notice("target-merged-host", "info", f"{hosts} host nodes run together to {nodes}", hosts - nodes)
+        yield Notice(
+            "target-merged-host",
+            "info",
+            f"{hosts} host nodes run together to {nodes}",
+            hosts - nodes,
+        )
     idle = on_host & ~changes.leading
     if idle.any():
         lanes = changes.frame.filter(pl.Series(idle))["lane"].n_unique()
-        message = (
-            f"{lanes} threads that no GPU work waits for are left out ({text.format_duration(int(work[idle].sum()))})"
-        )
+        message = f"{lanes} threads that no GPU work waits for are left out ({text.format_duration(int(work[idle].sum()))})"
         yield Notice("target-left-out-threads", "info", message, lanes)
     # How long threads of a rank worked at the same time, ns over all ranks.
     spans = changes.frame.filter(pl.Series(on_host & changes.kept)).select(
@@ -392,7 +469,10 @@ def _list_host_notices(changes: ConversionSummary, *, gpu_only: bool) -> Iterato
         yield Notice("target-one-thread", "warning", message)
 
 
-_SERIAL_TYPES = (int(NodeType.COMM_COLL_NODE), int(NodeType.COMM_SEND_NODE))  # one of them at a time
+_SERIAL_TYPES = (
+    int(NodeType.COMM_COLL_NODE),
+    int(NodeType.COMM_SEND_NODE),
+)  # one of them at a time
 _US = 1000
 _MIN_UNEXPLAINED_NS = 10_000  # shorter ones are left to the notice about delays
 
@@ -412,13 +492,18 @@ def build_rank_files(
     """The nodes of every rank's file, the groups, and what was changed."""
     units = build_units(graph)
     communication = map_communication(graph, {rank: number for number, rank in enumerate(ranks)})
-    frame = units.frame.join(communication.rows, on="node", how="left", maintain_order="left", suffix="_of")
+    frame = units.frame.join(
+        communication.rows, on="node", how="left", maintain_order="left", suffix="_of"
+    )
     # Whole microseconds: what a chain of nodes loses in one, the next one gets.
     total = pl.col("work_ns").cum_sum().over("lane")
     chain = total // _US - (total - pl.col("work_ns")) // _US
     transfers = pl.col("transfer_ns").is_not_null() & ~pl.col("on_host")
     frame = frame.with_columns(
-        pl.when(transfers).then((pl.col("transfer_ns") + _US // 2) // _US).otherwise(chain).alias("duration_us"),
+        pl.when(transfers)
+        .then((pl.col("transfer_ns") + _US // 2) // _US)
+        .otherwise(chain)
+        .alias("duration_us"),
         pl.col("type").fill_null(int(NodeType.COMP_NODE)),
     )
     leading = _find_needed_units(units, frame)
@@ -428,41 +513,68 @@ def build_rank_files(
     pairs = np.stack([waits.target, waits.source], axis=1)
     nodes = _Nodes(frame, pairs, np.zeros((0, 2), np.int64))
     job_start_ns = int(graph.nodes["start_ns"].min() or 0)  # type: ignore[arg-type]
-    # Long times before GPU work that nothing explains, of each node: traces without host events have them, and devices
-    # that were busy with something else before the window.
+    # Long times before GPU work that nothing explains, of each node: traces without host events
+    # have them, and devices that were busy with something else before the window.
     from_origin = pl.when(pl.col("kind") == "origin").then("delay_ns").otherwise(0)
-    late = graph.edges.filter(~pl.col("to_end")).select("target", (pl.col("residual_ns") + from_origin).alias("late"))
+    late = graph.edges.filter(~pl.col("to_end")).select(
+        "target", (pl.col("residual_ns") + from_origin).alias("late")
+    )
     late = late.filter(pl.col("late") >= _MIN_UNEXPLAINED_NS)
-    unexplained = late.group_by(pl.col("target").alias("node")).agg(pl.col("late").max().alias("residual_ns"))
-    nodes, retained = _add_idle_delays(nodes, retained, job_start_ns, None if gpu_only else unexplained)
+    unexplained = late.group_by(pl.col("target").alias("node")).agg(
+        pl.col("late").max().alias("residual_ns")
+    )
+    nodes, retained = _add_idle_delays(
+        nodes, retained, job_start_ns, None if gpu_only else unexplained
+    )
     delays = nodes.frame[frame.height :]
     if not gpu_only:
         nodes, retained = _add_start_delays(nodes, retained, job_start_ns)
-    # The communication of every rank in one order, so that all ranks agree; what waits in a circle fits none.
+    # The communication of every rank in one order, so that all ranks agree; what waits in a circle
+    # fits none.
     position = compute_job_order(nodes.frame, nodes.pairs)
     in_turn = nodes.frame["type"].is_in(_SERIAL_TYPES)
-    serial_nodes = nodes.frame.with_columns(pl.Series("place", position)).with_row_index("row").filter(in_turn)
+    serial_nodes = (
+        nodes.frame.with_columns(pl.Series("place", position)).with_row_index("row").filter(in_turn)
+    )
     loose = serial_nodes.filter(pl.col("place") < 0).height
     rows = (
         serial_nodes.filter(pl.col("place") >= 0)
         .sort("rank", "place", "row")
-        .select(pl.col("row").cast(pl.Int64), pl.col("row").shift(1).over("rank").cast(pl.Int64).alias("before"))
+        .select(
+            pl.col("row").cast(pl.Int64),
+            pl.col("row").shift(1).over("rank").cast(pl.Int64).alias("before"),
+        )
         .drop_nulls()
         .to_numpy()
     )
     last = find_last_before(position, in_turn.to_numpy(), nodes.pairs)
     added = rows[last[rows[:, 0]] < position[rows[:, 1]]]  # else a path leads there already
-    nodes = _Nodes(nodes.frame, np.concatenate([nodes.pairs, added]), np.concatenate([nodes.added, added]))
+    nodes = _Nodes(
+        nodes.frame, np.concatenate([nodes.pairs, added]), np.concatenate([nodes.added, added])
+    )
     files = [_build_file(nodes, retained, rank) for rank in ranks]
     changes = ConversionSummary(
-        graph, frame, retained[: frame.height], leading, int(waits.queued.sum()), loose, communication.by_order, delays
+        graph,
+        frame,
+        retained[: frame.height],
+        leading,
+        int(waits.queued.sum()),
+        loose,
+        communication.by_order,
+        delays,
     )
     empty = [rank for rank, file in zip(ranks, files, strict=True) if not file.nodes.height]
-    return files, communication.groups, list(list_notices(changes, ranks, empty, len(nodes.added), gpu_only=gpu_only))
+    return (
+        files,
+        communication.groups,
+        list(list_notices(changes, ranks, empty, len(nodes.added), gpu_only=gpu_only)),
+    )
 
 
 def _find_needed_units(units: Units, frame: pl.DataFrame) -> Bools:
-    """Units of threads that GPU work or communication waits for, over other threads too; all where there is none."""
+    """Units of threads that GPU work or communication waits for, over other threads too; all where
+    there is none.
+    """
     lane = frame["lane"].fill_null(2**31).cast(pl.Int64).to_numpy()
     works = ~frame["on_host"].to_numpy()
     if not works.any():
@@ -482,7 +594,9 @@ def _find_needed_units(units: Units, frame: pl.DataFrame) -> Bools:
 
 
 def _add_start_delays(nodes: _Nodes, retained: Bools, job_start_ns: int) -> tuple[_Nodes, Bools]:
-    """With a node before everything else of each rank that began later than the first: ASTRA-sim starts all at 0."""
+    """With a node before everything else of each rank that began later than the first: ASTRA-sim
+    starts all at 0.
+    """
     retained_nodes = nodes.frame.with_row_index("row").filter(pl.Series(retained))
     rank_starts = retained_nodes.group_by("rank").agg(pl.col("start_ns").min()).sort("rank")
     starts = rank_starts.select(
@@ -505,13 +619,16 @@ def _add_start_delays(nodes: _Nodes, retained: Bools, job_start_ns: int) -> tupl
     )
     frame = pl.concat([nodes.frame, starts], how="diagonal_relaxed")
     everything = np.concatenate([retained, np.ones(starts.height, np.bool_)])
-    return _Nodes(frame, np.concatenate([nodes.pairs, added]), np.concatenate([nodes.added, added])), everything
+    return _Nodes(
+        frame, np.concatenate([nodes.pairs, added]), np.concatenate([nodes.added, added])
+    ), everything
 
 
 def _add_idle_delays(
     nodes: _Nodes, retained: Bools, job_start_ns: int, unexplained: pl.DataFrame | None
 ) -> tuple[_Nodes, Bools]:
-    """With a node for times in which a rank's GPU had nothing to do, before the work that ended them.
+    """With a node for times in which a rank's GPU had nothing to do, before the work that ended
+    them.
 
     It waits for what that work waits for, and for the work that ended last before it.
 
@@ -520,14 +637,19 @@ def _add_idle_delays(
         retained: Which of them are kept.
         job_start_ns: Start of the job, ns: who begins later, does so here too.
         unexplained: `node`, `residual_ns`: where host work is there, only this much of such a time is a node: what
-            neither the host nor anything else explains. None where host work is left out: then all of it is.
+            neither the host nor anything else explains. None where host work is left out: then all
+            of it is.
     """
     work = (
         nodes.frame.with_row_index("row")
         .filter(pl.Series(retained) & ~pl.col("on_host"))
         .sort("rank", "start_ns", "row")
         .with_columns(pl.col("end_ns").cum_max().shift(1).over("rank").alias("free"))
-        .with_columns((pl.col("start_ns") - pl.col("free").fill_null(job_start_ns)).clip(lower_bound=0).alias("gap"))
+        .with_columns(
+            (pl.col("start_ns") - pl.col("free").fill_null(job_start_ns))
+            .clip(lower_bound=0)
+            .alias("gap")
+        )
     )
     if unexplained is not None:
         work = work.join(unexplained, on="node", how="left", maintain_order="left").with_columns(
@@ -546,21 +668,32 @@ def _add_idle_delays(
         pl.lit(int(NodeType.COMP_NODE), dtype=pl.Int64).alias("type"),
     )
     first = nodes.frame.height
-    frame = pl.concat([nodes.frame, delays.cast({"type": nodes.frame.schema["type"]})], how="diagonal_relaxed")
+    frame = pl.concat(
+        [nodes.frame, delays.cast({"type": nodes.frame.schema["type"]})], how="diagonal_relaxed"
+    )
     rows, new = delayed["row"].to_numpy().astype(np.int64), np.arange(delayed.height) + first
     delay_of = np.full(frame.height, -1, np.int64)
     delay_of[rows] = new
     target, source = nodes.pairs[:, 0], nodes.pairs[:, 1]
     moved = np.stack([np.where(delay_of[target] >= 0, delay_of[target], target), source], axis=1)
     # The row of the work that ended last, of all that started before on the same rank.
-    record = pl.when(pl.col("end_ns") > pl.col("free").fill_null(-(2**62))).then("row").forward_fill().over("rank")
-    work = work.with_columns(record.alias("record")).with_columns(pl.col("record").shift(1).over("rank").alias("last"))
+    record = (
+        pl.when(pl.col("end_ns") > pl.col("free").fill_null(-(2**62)))
+        .then("row")
+        .forward_fill()
+        .over("rank")
+    )
+    work = work.with_columns(record.alias("record")).with_columns(
+        pl.col("record").shift(1).over("rank").alias("last")
+    )
     last = work.filter(pl.col("gap_us") > 0)["last"]
     added = np.stack([new, last.fill_null(-1).to_numpy()], axis=1)
     added = added[added[:, 1] >= 0]
     if len(added):  # only pairs that are not there already
         width = 1 + max(int(added.max()), int(moved.max(initial=0)))
-        added = added[~np.isin(added[:, 0] * width + added[:, 1], moved[:, 0] * width + moved[:, 1])]
+        added = added[
+            ~np.isin(added[:, 0] * width + added[:, 1], moved[:, 0] * width + moved[:, 1])
+        ]
     pairs = np.concatenate([moved, np.stack([rows, new], axis=1), added])
     return _Nodes(frame, pairs, added), np.concatenate([retained, np.ones(len(new), np.bool_)])
 
@@ -621,7 +754,12 @@ class AstraSim:
         """
         notices = json.dumps([notice.to_dict() for notice in self.notices])
         parts = [
-            (build_metadata(SCHEMA, {"recorded_rank": rank, "stage": self.stage, "notices": notices}), nodes)
+            (
+                build_metadata(
+                    SCHEMA, {"recorded_rank": rank, "stage": self.stage, "notices": notices}
+                ),
+                nodes,
+            )
             for rank, nodes in zip(self.ranks, self.files, strict=True)
         ]
         return write_simulator_nodes(Path(directory), parts, self.groups, force=force)

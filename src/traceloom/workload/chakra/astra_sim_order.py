@@ -1,14 +1,16 @@
 """Host work merged into units, and the order of all ranks.
 
-The nodes of a host thread follow each other without gaps. A run of them becomes one unit, cut wherever something else
-holds on to it: before a node from whose start work is launched, or that waits for another thread; behind a node for
-which others wait, or that waits for GPU work.
+The nodes of a host thread follow each other without gaps. A run of them becomes one unit, cut
+wherever something else holds on to it: before a node from whose start work is launched, or that
+waits for another thread; behind a node for which others wait, or that waits for GPU work.
 
-What a unit waits for when some units are left out: of every chain, the last kept unit that must have ended.
+What a unit waits for when some units are left out: of every chain, the last kept unit that must
+have ended.
 
-Threads and streams are queues: who waits for the k-th unit waits for all before it. Elsewhere units that wait for each
-other one after the other make chains, with the same property. So the units that must have ended before a point are one
-per chain, and a point with one predecessor shares what that one knows.
+Threads and streams are queues: who waits for the k-th unit waits for all before it. Elsewhere units
+that wait for each other one after the other make chains, with the same property. So the units that
+must have ended before a point are one per chain, and a point with one predecessor shares what that
+one knows.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ class Units:
 
     Attributes:
         frame: `unit` (row number), `node` (the first one), `name`, `rank`, `lane`, `position` (place on its lane),
-            `on_host`, `start_ns`, `end_ns`, `work_ns` (what it takes when nothing is awaited), `members` (nodes in it).
-            Sorted by lane and time.
+            `on_host`, `start_ns`, `end_ns`, `work_ns` (what it takes when nothing is awaited),
+            `members` (nodes in it). Sorted by lane and time.
         source: Unit that is waited for, per edge.
         target: Unit that waits.
         from_end: Whether the edge holds from the end of its source (else from its start).
@@ -55,8 +57,12 @@ class Units:
 
 
 def build_units(graph: Graph) -> Units:
-    """The units of a calibrated graph, of all its ranks; edges between ranks are left to the simulator."""
-    nodes = graph.nodes.filter(~pl.col("kind").is_in(_LANELESS_KINDS)).sort("lane", "start_ns", "node", nulls_last=True)
+    """The units of a calibrated graph, of all its ranks; edges between ranks are left to the
+    simulator.
+    """
+    nodes = graph.nodes.filter(~pl.col("kind").is_in(_LANELESS_KINDS)).sort(
+        "lane", "start_ns", "node", nulls_last=True
+    )
     row_of_node = np.full(graph.nodes.height, -1, dtype=np.int64)
     row_of_node[nodes["node"].to_numpy()] = np.arange(nodes.height)
     edges = graph.edges.select(
@@ -79,7 +85,9 @@ def build_units(graph: Graph) -> Units:
     is_unit_start = ~at_host
     is_unit_start[:1] = True
     is_unit_start[1:] |= (lane[1:] != lane[:-1]) | ~at_host[:-1]
-    is_unit_start |= (nodes["kind"] == gs.WAIT).to_numpy()  # alone, so that the work of a unit lies where the unit does
+    is_unit_start |= (
+        nodes["kind"] == gs.WAIT
+    ).to_numpy()  # alone, so that the work of a unit lies where the unit does
     # Only what holds from an end to the start of the next node on the lane is inside a unit.
     inner = from_end & ~to_end & (target == source + 1)
     is_unit_start[target[~inner & ~to_end]] = True
@@ -90,12 +98,21 @@ def build_units(graph: Graph) -> Units:
     on_host = pl.col("kind").is_in(HOST_KINDS)
     waits = pl.col("kind") == gs.WAIT
     # A thread that waits does nothing itself; GPU work takes what it took.
-    work = pl.when(waits).then(0).when(on_host).then(pl.col("work_ns") + pl.col("residual_ns")).otherwise("duration_ns")
+    work = (
+        pl.when(waits)
+        .then(0)
+        .when(on_host)
+        .then(pl.col("work_ns") + pl.col("residual_ns"))
+        .otherwise("duration_ns")
+    )
     heaviest = pl.col("name").get(pl.col("work").arg_max())
     extra_count = pl.col("name").n_unique() - 1
     frame = (
         nodes.with_columns(
-            pl.Series("unit", unit), work.alias("work"), on_host.alias("on_host"), pl.col("rank").cast(pl.Int64)
+            pl.Series("unit", unit),
+            work.alias("work"),
+            on_host.alias("on_host"),
+            pl.col("rank").cast(pl.Int64),
         )
         .group_by("unit", maintain_order=True)
         .agg(
@@ -114,7 +131,9 @@ def build_units(graph: Graph) -> Units:
     )
     source, target = unit[source], unit[target]
     other = source != target
-    follows = edges["kind"].is_in(["thread", "stream"]) | ((edges["kind"] == "call") & edges["from_end"])
+    follows = edges["kind"].is_in(["thread", "stream"]) | (
+        (edges["kind"] == "call") & edges["from_end"]
+    )
     queues = np.unique(lane[edges["target"].to_numpy()][follows.to_numpy()])
     return Units(frame, source[other], target[other], from_end[other], to_end[other], queues)
 
@@ -182,18 +201,32 @@ def find_awaited_units(units: Units, retained: Bools) -> AwaitedUnits:
     pairs_target = np.repeat(np.arange(count), [len(latest_by_chain) for latest_by_chain in latest])
     pairs_source = unit_at[
         np.fromiter(
-            (latest_position for latest_by_chain in latest for latest_position in latest_by_chain.values()),
+            (
+                latest_position
+                for latest_by_chain in latest
+                for latest_position in latest_by_chain.values()
+            ),
             np.int64,
             len(pairs_target),
         )
     ]
-    overlap = units.frame["end_ns"].to_numpy()[pairs_source] > units.frame["start_ns"].to_numpy()[pairs_target]
-    queued = overlap & (lane[pairs_source] == lane[pairs_target]) & np.isin(lane[pairs_target], units.queues)
+    overlap = (
+        units.frame["end_ns"].to_numpy()[pairs_source]
+        > units.frame["start_ns"].to_numpy()[pairs_target]
+    )
+    queued = (
+        overlap
+        & (lane[pairs_source] == lane[pairs_target])
+        & np.isin(lane[pairs_target], units.queues)
+    )
     return AwaitedUnits(pairs_target, pairs_source, queued, order[order % 2 == 0] // 2)
 
 
-def _assign_chains(order: Ints, source: Ints, target: Ints, retained: Bools, queue_of: Ints) -> list[int]:
-    """A chain for every unit: its queue; elsewhere that of a unit that it directly waits for, if that is its end.
+def _assign_chains(
+    order: Ints, source: Ints, target: Ints, retained: Bools, queue_of: Ints
+) -> list[int]:
+    """A chain for every unit: its queue; elsewhere that of a unit that it directly waits for, if
+    that is its end.
 
     Args:
         order: All points in topological order.
@@ -202,7 +235,12 @@ def _assign_chains(order: Ints, source: Ints, target: Ints, retained: Bools, que
         retained: Which units are kept.
         queue_of: The lane of units on queues, -1 elsewhere.
     """
-    direct = (source & 1).astype(bool) & ~(target & 1).astype(bool) & retained[source >> 1] & retained[target >> 1]
+    direct = (
+        (source & 1).astype(bool)
+        & ~(target & 1).astype(bool)
+        & retained[source >> 1]
+        & retained[target >> 1]
+    )
     direct &= (queue_of[source >> 1] < 0) & (queue_of[target >> 1] < 0)
     target_order = np.flatnonzero(direct)[np.argsort(target[direct], kind="stable")]
     before = (source[target_order] >> 1).tolist()
@@ -221,7 +259,9 @@ def _assign_chains(order: Ints, source: Ints, target: Ints, retained: Bools, que
 
 
 def _merge_latest(current: _Latest, other: _Latest) -> _Latest:
-    """For each chain, the later unit of the two; an input itself is returned where it already has them all."""
+    """For each chain, the later unit of the two; an input itself is returned where it already has
+    them all.
+    """
     if not other or current is other:
         return current
     if not current:
@@ -236,9 +276,11 @@ def _merge_latest(current: _Latest, other: _Latest) -> _Latest:
 
 
 def compute_job_order(frame: pl.DataFrame, pairs: Ints) -> Ints:
-    """The position of every node; the parts of one collective share one; -1 for nodes that wait in a circle.
+    """The position of every node; the parts of one collective share one; -1 for nodes that wait in
+    a circle.
 
-    Among the ready nodes, the earliest by recorded time comes next; a collective counts from when its last part came.
+    Among the ready nodes, the earliest by recorded time comes next; a collective counts from when
+    its last part came.
 
     Args:
         frame: Columns type, rank, start_ns, instance, comm_src, comm_dst, comm_tag.
@@ -247,17 +289,24 @@ def compute_job_order(frame: pl.DataFrame, pairs: Ints) -> Ints:
     rows = frame.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
     # The row that stands for each row: the first part of its collective, itself elsewhere.
     joined = (
-        (pl.col("type") == int(NodeType.COMM_COLL_NODE)) & pl.col("instance").is_not_null() & pl.col("why").is_null()
+        (pl.col("type") == int(NodeType.COMM_COLL_NODE))
+        & pl.col("instance").is_not_null()
+        & pl.col("why").is_null()
     )
-    joined_rows = rows.filter(joined).select("row", pl.col("row").min().over("instance").alias("first"))
+    joined_rows = rows.filter(joined).select(
+        "row", pl.col("row").min().over("instance").alias("first")
+    )
     meets = np.arange(frame.height, dtype=np.int64)
     meets[joined_rows["row"].to_numpy()] = joined_rows["first"].to_numpy()
     # (row of a send, row of its receive): the k-th of one sender, receiver and tag.
     keys = ["comm_src", "comm_dst", "comm_tag"]
     message_rows = rows.sort("start_ns", "row").select("row", "type", *keys)
-    message_rows = message_rows.with_columns(pl.int_range(pl.len()).over("type", *keys).alias("turn"))
+    message_rows = message_rows.with_columns(
+        pl.int_range(pl.len()).over("type", *keys).alias("turn")
+    )
     sends, receives = (
-        message_rows.filter(pl.col("type") == int(kind)) for kind in (NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE)
+        message_rows.filter(pl.col("type") == int(kind))
+        for kind in (NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE)
     )
     messages = sends.join(receives, on=[*keys, "turn"]).select("row", "row_right").to_numpy()
     target = meets[np.concatenate([pairs[:, 0], messages[:, 1]])]
@@ -266,7 +315,9 @@ def compute_job_order(frame: pl.DataFrame, pairs: Ints) -> Ints:
     np.maximum.at(time, meets, frame["start_ns"].to_numpy())
     source_order = np.argsort(source, kind="stable")
     followers = target[source_order].tolist()
-    first: Any = np.concatenate([[0], np.cumsum(np.bincount(source, minlength=frame.height))]).tolist()
+    first: Any = np.concatenate(
+        [[0], np.cumsum(np.bincount(source, minlength=frame.height))]
+    ).tolist()
     waits: Any = np.bincount(target, minlength=frame.height).tolist()
     when: Any = time.tolist()
     ready = [(when[row], row) for row in range(frame.height) if not waits[row]]
@@ -286,7 +337,8 @@ def compute_job_order(frame: pl.DataFrame, pairs: Ints) -> Ints:
 
 
 def find_last_before(order: Ints, counts: Bools, pairs: Ints) -> Ints:
-    """For every node: the highest place of a node that counts, among all that it waits for directly or over others.
+    """For every node: the highest place of a node that counts, among all that it waits for directly
+    or over others.
 
     Args:
         order: As `order_of_job` gives it.

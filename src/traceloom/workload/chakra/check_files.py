@@ -24,7 +24,9 @@ class Arcs:
     target: Ints
 
     def __add__(self, other: Arcs) -> Arcs:
-        return Arcs(np.concatenate([self.source, other.source]), np.concatenate([self.target, other.target]))
+        return Arcs(
+            np.concatenate([self.source, other.source]), np.concatenate([self.target, other.target])
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,9 @@ class Resolved:
 
 
 def resolve(table: NodeFrame) -> Resolved:
-    """Look up the ids that the nodes of a file wait for; of nodes with equal ids the first one counts."""
+    """Look up the ids that the nodes of a file wait for; of nodes with equal ids the first one
+    counts.
+    """
     ids = table.nodes["id"].to_numpy()
     id_order = np.argsort(ids, kind="stable")
     arcs, self_waits, dangling = [], [], []
@@ -58,7 +62,9 @@ def resolve(table: NodeFrame) -> Resolved:
         source = row
         lost = np.zeros(len(row), np.bool_)
         if len(row):
-            source = id_order[np.minimum(np.searchsorted(ids, awaited, sorter=id_order), len(ids) - 1)].astype(np.int64)
+            source = id_order[
+                np.minimum(np.searchsorted(ids, awaited, sorter=id_order), len(ids) - 1)
+            ].astype(np.int64)
             lost = ids[source] != awaited
         dangling.append((row[lost], awaited[lost]))
         source, row = source[~lost], row[~lost]
@@ -81,7 +87,9 @@ class TopologicalOrder:
     stuck: Bools
 
 
-def sort_topologically(count: int, arcs: Arcs, key: Ints, blocked: Ints | None = None) -> TopologicalOrder:
+def sort_topologically(
+    count: int, arcs: Arcs, key: Ints, blocked: Ints | None = None
+) -> TopologicalOrder:
     """Order `count` nodes by their dependencies.
 
     Args:
@@ -94,7 +102,9 @@ def sort_topologically(count: int, arcs: Arcs, key: Ints, blocked: Ints | None =
         return TopologicalOrder(np.argsort(key, kind="stable"), np.zeros(count, dtype=bool))
     source_order = np.argsort(arcs.source, kind="stable")
     follower = arcs.target[source_order].tolist()
-    first: Any = np.concatenate([[0], np.cumsum(np.bincount(arcs.source, minlength=count))]).tolist()
+    first: Any = np.concatenate(
+        [[0], np.cumsum(np.bincount(arcs.source, minlength=count))]
+    ).tolist()
     waits_of = np.bincount(arcs.target, minlength=count)
     if blocked is not None:
         waits_of[blocked] += 1
@@ -112,16 +122,19 @@ def sort_topologically(count: int, arcs: Arcs, key: Ints, blocked: Ints | None =
 
 
 def find_cycles(arcs: Arcs, stuck: Bools) -> list[list[int]]:
-    """Circles among nodes that never start: in each, every row waits for the next one, and the last for the first.
+    """Circles among nodes that never start: in each, every row waits for the next one, and the last
+    for the first.
 
-    From every stuck node, one wait is followed until a row repeats: linear time, and one circle for every group of
-    nodes that wait only for each other.
+    From every stuck node, one wait is followed until a row repeats: linear time, and one circle for
+    every group of nodes that wait only for each other.
     """
     is_stuck_arc = stuck[arcs.source] & stuck[arcs.target]
     awaited = np.full(len(stuck), -1, dtype=np.int64)
     awaited[arcs.target[is_stuck_arc]] = arcs.source[is_stuck_arc]
     next_of = awaited.tolist()
-    walk = np.zeros(len(stuck), dtype=np.int64).tolist()  # the walk on which a row was met first; 0 for none
+    walk = np.zeros(
+        len(stuck), dtype=np.int64
+    ).tolist()  # the walk on which a row was met first; 0 for none
     rings: list[list[int]] = []
     for number, start_row in enumerate(np.flatnonzero(stuck).tolist(), start=1):
         row = start_row
@@ -142,7 +155,9 @@ _MAX_CYCLE_SHOWN = 6
 _MAX_NAME_CHARS = 60
 
 
-def check_file(table: NodeFrame, location: Place, findings: Findings) -> tuple[Resolved, TopologicalOrder]:
+def check_file(
+    table: NodeFrame, location: Place, findings: Findings
+) -> tuple[Resolved, TopologicalOrder]:
     """All rules about one file; returns its dependencies and the order they leave."""
     for notice in table.notices:
         if notice.slug == "chakra-no-metadata":
@@ -178,7 +193,9 @@ def _check_odd(table: NodeFrame, location: Place, findings: Findings) -> None:
     """Attributes that are not as readers expect them."""
     expected = pl.col("attribute").cast(pl.String).replace_strict(EXPECTED)
     wrong = table.odd.filter(pl.col("kind") != expected)
-    for (name, kind), rows in sorted(wrong.group_by("attribute", "kind"), key=lambda group: str(group[0])):
+    for (name, kind), rows in sorted(
+        wrong.group_by("attribute", "kind"), key=lambda group: str(group[0])
+    ):
         row_indices = rows["row"].to_numpy()
         predicate = f"has {name} as {kind}, expected {EXPECTED[str(name)]}"
         findings.add(
@@ -191,9 +208,16 @@ def _check_odd(table: NodeFrame, location: Place, findings: Findings) -> None:
     if twice.height:
         repeats = (
             (table.nodes["id"][row], f"{describe_node(table, row)} has {name} more than once")
-            for row, name in twice.select("row", "attribute").unique(maintain_order=True).iter_rows()
+            for row, name in twice.select("row", "attribute")
+            .unique(maintain_order=True)
+            .iter_rows()
         )
-        findings.add("repeated-attribute", location, repeats, get_ids(table, twice["row"].unique().sort().to_numpy()))
+        findings.add(
+            "repeated-attribute",
+            location,
+            repeats,
+            get_ids(table, twice["row"].unique().sort().to_numpy()),
+        )
 
 
 def describe_node(table: NodeFrame, row: int) -> str:
@@ -215,7 +239,9 @@ def describe_nodes(table: NodeFrame, rows: Any, complaint: str) -> Iterator[tupl
         yield table.nodes["id"][int(row)], f"{describe_node(table, int(row))} {complaint}"
 
 
-def _check_dependencies(table: NodeFrame, location: Place, findings: Findings) -> tuple[Resolved, TopologicalOrder]:
+def _check_dependencies(
+    table: NodeFrame, location: Place, findings: Findings
+) -> tuple[Resolved, TopologicalOrder]:
     resolved = resolve(table)
     for rule, (row_indices, lost), verb in (
         ("dangling-dependency", resolved.dangling, "waits for node"),
@@ -223,13 +249,30 @@ def _check_dependencies(table: NodeFrame, location: Place, findings: Findings) -
     ):
         if len(row_indices):
             examples = (
-                (table.nodes["id"][int(r)], f"{describe_node(table, int(r))} {verb} {i}, which is not there")
+                (
+                    table.nodes["id"][int(r)],
+                    f"{describe_node(table, int(r))} {verb} {i}, which is not there",
+                )
                 for r, i in zip(row_indices, lost, strict=True)
             )
-            findings.add(rule, location, examples, get_ids(table, np.unique(row_indices)), count=len(row_indices))
-    for rows, predicate in ((resolved.own, "waits for itself"), (resolved.own_control, "is its own caller")):
+            findings.add(
+                rule,
+                location,
+                examples,
+                get_ids(table, np.unique(row_indices)),
+                count=len(row_indices),
+            )
+    for rows, predicate in (
+        (resolved.own, "waits for itself"),
+        (resolved.own_control, "is its own caller"),
+    ):
         if len(rows):
-            findings.add("self-dependency", location, describe_nodes(table, rows, predicate), get_ids(table, rows))
+            findings.add(
+                "self-dependency",
+                location,
+                describe_nodes(table, rows, predicate),
+                get_ids(table, rows),
+            )
     for dependencies in (table.data, table.control):
         order = np.lexsort((dependencies.id, dependencies.row))
         row, awaited = dependencies.row[order], dependencies.id[order]
@@ -237,7 +280,8 @@ def _check_dependencies(table: NodeFrame, location: Place, findings: Findings) -
         if len(repeated_rows):
             repeats = describe_nodes(table, repeated_rows, "lists a dependency more than once")
             findings.add("repeated-dependency", location, repeats, get_ids(table, repeated_rows))
-    # The order by data and control dependencies; by data dependencies alone where both together form circles.
+    # The order by data and control dependencies; by data dependencies alone where both together
+    # form circles.
     key = np.empty(len(table), dtype=np.int64)  # the place of each among all, by id
     key[np.argsort(table.nodes["id"].to_numpy(), kind="stable")] = np.arange(len(table))
     blocked = np.union1d(resolved.dangling[0], resolved.own)
@@ -252,7 +296,9 @@ def _check_dependencies(table: NodeFrame, location: Place, findings: Findings) -
     def sentence(ring: list[int]) -> str:
         visible = ring[:_MAX_CYCLE_SHOWN]
         suffix = f" … and {len(ring) - len(visible)} more" if len(visible) < len(ring) else ""
-        chain = ", which waits for ".join(describe_node(table, row) for row in visible).replace(", which", "", 1)
+        chain = ", which waits for ".join(describe_node(table, row) for row in visible).replace(
+            ", which", "", 1
+        )
         return f"{chain}{suffix}, which waits for {describe_node(table, ring[0])}"
 
     if rings:
@@ -274,7 +320,9 @@ def _check_dependencies(table: NodeFrame, location: Place, findings: Findings) -
         is_isolated = np.ones(len(table), dtype=bool)
         for part in (table.data.row, table.control.row, arcs.source):
             is_isolated[part] = False
-        is_isolated &= np.isin(table.nodes["type"].to_numpy(), _WORK) & (table.nodes["duration_us"].to_numpy() > 0)
+        is_isolated &= np.isin(table.nodes["type"].to_numpy(), _WORK) & (
+            table.nodes["duration_us"].to_numpy() > 0
+        )
         rows = np.flatnonzero(is_isolated)
         if len(rows):
             findings.add(
@@ -286,7 +334,11 @@ def _check_dependencies(table: NodeFrame, location: Place, findings: Findings) -
     return resolved, settled
 
 
-COLLECTIVE, SEND, RECEIVE = NodeType.COMM_COLL_NODE, NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE
+COLLECTIVE, SEND, RECEIVE = (
+    NodeType.COMM_COLL_NODE,
+    NodeType.COMM_SEND_NODE,
+    NodeType.COMM_RECV_NODE,
+)
 _NEEDED = {
     COLLECTIVE: ("comm_type", "comm_size"),
     SEND: ("comm_size", "comm_dst", "comm_tag"),
@@ -302,10 +354,16 @@ def find_rows(table: NodeFrame, *kinds: int) -> Ints:
 
 
 def format_collective_type(number: int | None) -> str:
-    """The name of a collective's type, as `ALL_REDUCE`; `type 12` for one that the schema does not have."""
+    """The name of a collective's type, as `ALL_REDUCE`; `type 12` for one that the schema does not
+    have.
+    """
     if number is None:
         return "a collective without type"
-    return CollectiveCommType.Name(number) if number in CollectiveCommType.values() else f"type {number}"
+    return (
+        CollectiveCommType.Name(number)
+        if number in CollectiveCommType.values()
+        else f"type {number}"
+    )
 
 
 def find_wrong_nodes(workload: Workload, broken: pl.Expr) -> Iterator[tuple[int, Ints]]:
@@ -315,11 +373,18 @@ def find_wrong_nodes(workload: Workload, broken: pl.Expr) -> Iterator[tuple[int,
         yield int(str(file)), rows["row"].to_numpy()
 
 
-def check_nodes(workload: Workload, findings: Findings, rule: str, broken: pl.Expr, predicate: str) -> None:
+def check_nodes(
+    workload: Workload, findings: Findings, rule: str, broken: pl.Expr, predicate: str
+) -> None:
     """Say of each file which of its nodes break a rule."""
     for file, rows in find_wrong_nodes(workload, broken):
         table = workload.tables[file]
-        findings.add(rule, workload.location(file), describe_nodes(table, rows, predicate), get_ids(table, rows))
+        findings.add(
+            rule,
+            workload.location(file),
+            describe_nodes(table, rows, predicate),
+            get_ids(table, rows),
+        )
 
 
 def check_attributes(workload: Workload, findings: Findings) -> None:
@@ -330,9 +395,13 @@ def check_attributes(workload: Workload, findings: Findings) -> None:
             broken = (pl.col("type") == kind) & pl.col(name).is_null()
             if name == "comm_size" and kind == COLLECTIVE:
                 broken &= pl.col("comm_type").ne_missing(CollectiveCommType.BARRIER)
-            lacking.append(workload.nodes.filter(broken).select("file", "row", pl.lit(name).alias("attribute")))
+            lacking.append(
+                workload.nodes.filter(broken).select("file", "row", pl.lit(name).alias("attribute"))
+            )
     odd_attributes = workload.odd.with_columns(pl.col("attribute").cast(pl.String))
-    lacks = pl.concat(lacking).join(odd_attributes, on=["file", "row", "attribute"], how="anti", maintain_order="left")
+    lacks = pl.concat(lacking).join(
+        odd_attributes, on=["file", "row", "attribute"], how="anti", maintain_order="left"
+    )
     for (file,), rows in lacks.group_by("file", maintain_order=True):
         table = workload.tables[int(str(file))]
         lacking_by_row = rows.group_by("row", maintain_order=True).agg("attribute").sort("row")
@@ -341,17 +410,25 @@ def check_attributes(workload: Workload, findings: Findings) -> None:
             for row, names in lacking_by_row.iter_rows()
         )
         location = workload.location(int(str(file)))
-        findings.add("communication-attribute", location, examples, get_ids(table, lacking_by_row["row"].to_numpy()))
+        findings.add(
+            "communication-attribute",
+            location,
+            examples,
+            get_ids(table, lacking_by_row["row"].to_numpy()),
+        )
     communication = pl.col("type").is_in([COLLECTIVE, SEND, RECEIVE])
     for rule, broken, predicate in (
         (
             "collective-type",
-            (pl.col("type") == COLLECTIVE) & ~pl.col("comm_type").is_in(CollectiveCommType.values()),
+            (pl.col("type") == COLLECTIVE)
+            & ~pl.col("comm_type").is_in(CollectiveCommType.values()),
             "has a comm_type that is none",
         ),
         (
             "communication-size",
-            communication & (pl.col("comm_size") <= 0) & pl.col("comm_type").ne_missing(CollectiveCommType.BARRIER),
+            communication
+            & (pl.col("comm_size") <= 0)
+            & pl.col("comm_type").ne_missing(CollectiveCommType.BARRIER),
             "has a comm_size that is not above 0",
         ),
         ("communication-on-host", communication & pl.col("is_cpu_op"), "has is_cpu_op true"),
@@ -364,15 +441,26 @@ def check_groups(workload: Workload, findings: Findings) -> None:
     groups = workload.groups
     if groups.faults:
         location = (groups.path, None)
-        findings.add("group-file", location, [(None, fault) for fault in groups.faults], count=len(groups.faults))
+        findings.add(
+            "group-file",
+            location,
+            [(None, fault) for fault in groups.faults],
+            count=len(groups.faults),
+        )
     if groups.members is None:
         return
     used = workload.nodes.filter(
         pl.col("type").is_in([COLLECTIVE, SEND, RECEIVE]) & pl.col("pg_name").is_not_null()
     ).select("file", "row", "pg_name")
-    for (file, name), nodes in sorted(used.group_by("file", "pg_name"), key=lambda part: (part[0][0], str(part[0][1]))):
+    for (file, name), nodes in sorted(
+        used.group_by("file", "pg_name"), key=lambda part: (part[0][0], str(part[0][1]))
+    ):
         members = groups.members.get(str(name))
-        table, (path, rank), rows = workload.tables[file], workload.location(file), nodes["row"].to_numpy()
+        table, (path, rank), rows = (
+            workload.tables[file],
+            workload.location(file),
+            nodes["row"].to_numpy(),
+        )
         if members is None and name not in ALL:
             findings.add(
                 "unknown-group",
@@ -382,14 +470,22 @@ def check_groups(workload: Workload, findings: Findings) -> None:
             )
         elif members is not None and rank is not None and rank not in members:
             predicate = f"of rank {rank} is in group `{name}` of the ranks {format_ranks(members)}"
-            findings.add("not-a-member", (path, rank), describe_nodes(table, rows, predicate), get_ids(table, rows))
+            findings.add(
+                "not-a-member",
+                (path, rank),
+                describe_nodes(table, rows, predicate),
+                get_ids(table, rows),
+            )
 
 
 def check_peers(workload: Workload, findings: Findings) -> None:
     """The peers of messages, where the file alone shows that they are impossible."""
     rank_by_file = pl.Series("rank", workload.ranks, dtype=pl.Int64)
     rank = pl.col("file").replace_strict(range(len(rank_by_file)), rank_by_file)
-    for kind, peer, own_column in ((SEND, "comm_dst", "comm_src"), (RECEIVE, "comm_src", "comm_dst")):
+    for kind, peer, own_column in (
+        (SEND, "comm_dst", "comm_src"),
+        (RECEIVE, "comm_src", "comm_dst"),
+    ):
         is_kind = (pl.col("type") == kind) & rank.is_not_null()
         for broken, predicate in (
             (is_kind & (pl.col(peer) == rank), f"of rank {{0}} has {peer} {{0}}, itself"),
@@ -414,7 +510,9 @@ def find_named_ranks(workload: Workload) -> dict[int, str]:
             location_by_rank.setdefault(rank, f"group `{name}` of {workload.groups.path}")
     for kind, peer in ((SEND, "comm_dst"), (RECEIVE, "comm_src")):
         peers = workload.nodes.filter((pl.col("type") == kind) & (pl.col(peer) >= 0))
-        for rank, file in peers.group_by(peer, maintain_order=True).agg(pl.col("file").first()).iter_rows():
+        for rank, file in (
+            peers.group_by(peer, maintain_order=True).agg(pl.col("file").first()).iter_rows()
+        ):
             location_by_rank.setdefault(rank, f"a message of {workload.tables[file].path}")
     return location_by_rank
 
@@ -441,18 +539,26 @@ def check_astra_sim(workload: Workload, findings: Findings) -> None:
     """All rules that only ASTRA-sim has."""
     for rank, table in zip(workload.ranks, workload.tables, strict=True):
         if rank is None:
-            findings.add("file-name", (table.path, rank), [(None, "the file's name does not end in .RANK.et")])
+            findings.add(
+                "file-name",
+                (table.path, rank),
+                [(None, "the file's name does not end in .RANK.et")],
+            )
         if table.packed:
             findings.add("file-compressed", (table.path, rank), [(None, "the file is compressed")])
     collective = pl.col("type") == COLLECTIVE
     in_group = collective & ~pl.col("pg_name").is_in(ALL)
-    unsupported = pl.col("comm_type").is_in(CollectiveCommType.values()) & ~pl.col("comm_type").is_in(SUPPORTED)
+    unsupported = pl.col("comm_type").is_in(CollectiveCommType.values()) & ~pl.col(
+        "comm_type"
+    ).is_in(SUPPORTED)
     rules = [
         ("unsupported-node", pl.col("type") == NodeType.METADATA_NODE, "is a metadata node"),
         ("unsupported-node", pl.col("type") == NodeType.INVALID_NODE, "is an invalid node"),
         (
             "replayed-broadcast",
-            collective & (pl.col("comm_type") == CollectiveCommType.BROADCAST) & (pl.col("duration_us") == 0),
+            collective
+            & (pl.col("comm_type") == CollectiveCommType.BROADCAST)
+            & (pl.col("duration_us") == 0),
             "is a broadcast without duration",
         ),
         ("memory-node", pl.col("type").is_in(_MEMORY), "loads or stores memory"),
@@ -462,7 +568,9 @@ def check_astra_sim(workload: Workload, findings: Findings) -> None:
     for rule, broken, predicate in rules:
         check_nodes(workload, findings, rule, broken, predicate)
     grouped_nodes = workload.nodes.filter(in_group).select("file", "row", "pg_name")
-    invalid_names = [name for name in grouped_nodes["pg_name"].unique() if not is_number(name, min_value=0)]
+    invalid_names = [
+        name for name in grouped_nodes["pg_name"].unique() if not is_number(name, min_value=0)
+    ]
     nodes_by_group = grouped_nodes.filter(pl.col("pg_name").is_in(invalid_names)).group_by(
         "file", "pg_name", maintain_order=True
     )
@@ -480,21 +588,36 @@ def check_astra_sim(workload: Workload, findings: Findings) -> None:
             )
             for row in rows[:MAX_EXAMPLES].tolist()
         ]
-        findings.add("unsupported-collective", workload.location(file), sentences, get_ids(table, rows))
+        findings.add(
+            "unsupported-collective", workload.location(file), sentences, get_ids(table, rows)
+        )
     host = (pl.col("type") == NodeType.COMP_NODE) & pl.col("is_cpu_op")
-    for file, rows in find_wrong_nodes(workload, host):  # about the simulation as a whole, however many they are
+    for file, rows in find_wrong_nodes(
+        workload, host
+    ):  # about the simulation as a whole, however many they are
         text = f"{len(rows):,} node{'s are' if len(rows) > 1 else ' is'} work of the CPU"
         table = workload.tables[file]
-        findings.add("host-node", workload.location(file), [(None, text)], get_ids(table, rows), count=1)
+        findings.add(
+            "host-node", workload.location(file), [(None, text)], get_ids(table, rows), count=1
+        )
     for file, table in enumerate(workload.tables):
         if len(table.control.row):
             rows = np.unique(table.control.row)
             examples = describe_nodes(table, rows, "has control dependencies")
-            findings.add("control-dependency", workload.location(file), examples, get_ids(table, rows))
+            findings.add(
+                "control-dependency", workload.location(file), examples, get_ids(table, rows)
+            )
     if len(workload.ranks) == 1:
-        severity: Severity | None = None if workload.place.whole else "warning"  # others may lie elsewhere
+        severity: Severity | None = (
+            None if workload.place.whole else "warning"
+        )  # others may lie elsewhere
         lone_rank_examples = [(None, "there is no other rank")]
-        findings.add("one-rank", (workload.tables[0].path, workload.ranks[0]), lone_rank_examples, severity=severity)
+        findings.add(
+            "one-rank",
+            (workload.tables[0].path, workload.ranks[0]),
+            lone_rank_examples,
+            severity=severity,
+        )
     names = workload.groups.members or {}
     wrong = [name for name in names if not is_number(name, min_value=1)]
     if wrong:

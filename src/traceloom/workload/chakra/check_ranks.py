@@ -42,7 +42,9 @@ _UNEVEN = (
 
 @dataclass(frozen=True)
 class OrderedFile:
-    """One rank's file with the order in which its nodes can be issued: position of each row, -1 for never."""
+    """One rank's file with the order in which its nodes can be issued: position of each row, -1 for
+    never.
+    """
 
     rank: int
     table: NodeFrame
@@ -67,7 +69,9 @@ class JoinedOperations:
     messages: pl.DataFrame
 
 
-def build_issue_orders(workload: Workload, settled: Sequence[TopologicalOrder]) -> list[OrderedFile]:
+def build_issue_orders(
+    workload: Workload, settled: Sequence[TopologicalOrder]
+) -> list[OrderedFile]:
     """The files of a set with a rank each; empty where a file has none, or two have the same."""
     ranks = [rank for rank in workload.ranks if rank is not None]
     if len(set(ranks)) < len(workload.ranks):
@@ -83,7 +87,11 @@ def build_issue_orders(workload: Workload, settled: Sequence[TopologicalOrder]) 
 def match(workload: Workload, parts: Sequence[OrderedFile], findings: Findings) -> JoinedOperations:
     """Compare what the ranks say of their common operations."""
     position = pl.Series("position", np.concatenate([part.position for part in parts]))
-    startable = workload.nodes.with_columns(position).filter(pl.col("position") >= 0).sort("file", "position")
+    startable = (
+        workload.nodes.with_columns(position)
+        .filter(pl.col("position") >= 0)
+        .sort("file", "position")
+    )
     sequences_by_group: dict[str, list[_Sequence]] = {}
     collectives = startable.filter(pl.col("type") == COLLECTIVE).with_columns(
         pl.col("pg_name").fill_null(""), pl.col("comm_type", "comm_size").fill_null(_NONE)
@@ -102,7 +110,8 @@ def match(workload: Workload, parts: Sequence[OrderedFile], findings: Findings) 
         )
     frames = [pl.DataFrame(schema={"meeting": pl.Int64, "file": pl.Int64, "row": pl.Int64})]
     for name, issued in sorted(sequences_by_group.items()):
-        # What was recorded knows which operation is which, however its threads and streams stand in the files.
+        # What was recorded knows which operation is which, however its threads and streams stand in
+        # the files.
         all_numbered = all(sequence.numbers is not None for sequence in issued)
         sequences = [sequence.by_number() for sequence in issued] if all_numbered else issued
         first = sequences[0]
@@ -110,7 +119,9 @@ def match(workload: Workload, parts: Sequence[OrderedFile], findings: Findings) 
         if members is None and name in ALL:
             members = tuple(part.rank for part in parts)
         issuing = {parts[s.part].rank for s in sequences}
-        silent = [p for p in parts if members is not None and p.rank in members and p.rank not in issuing]
+        silent = [
+            p for p in parts if members is not None and p.rank in members and p.rank not in issuing
+        ]
         if silent:
             first_file = parts[first.part]
             message = (
@@ -118,7 +129,10 @@ def match(workload: Workload, parts: Sequence[OrderedFile], findings: Findings) 
                 f"rank{'s' if len(silent) > 1 else ''} {format_ranks(p.rank for p in silent)} none"
             )
             findings.add(
-                "collective-count", first_file.location, [(None, message)], get_ids(first_file.table, first.rows)
+                "collective-count",
+                first_file.location,
+                [(None, message)],
+                get_ids(first_file.table, first.rows),
             )
         fits = [_compare(parts, name, first, other, findings) for other in sequences[1:]]
         if fits and all(fits):
@@ -126,7 +140,9 @@ def match(workload: Workload, parts: Sequence[OrderedFile], findings: Findings) 
             count = min(len(s.rows) for s in sequences)
             meeting = (first.part << 40) + first.rows[:count]
             frames += [
-                pl.DataFrame({"meeting": meeting, "file": np.full(count, s.part), "row": s.rows[:count]})
+                pl.DataFrame(
+                    {"meeting": meeting, "file": np.full(count, s.part), "row": s.rows[:count]}
+                )
                 for s in sequences
             ]
     return JoinedOperations(pl.concat(frames), _match_messages(parts, startable, findings))
@@ -147,10 +163,14 @@ class _Sequence:
         if self.numbers is None:
             return self
         order = np.argsort(self.numbers)
-        return _Sequence(self.part, self.rows[order], self.kinds[order], self.sizes[order], self.numbers[order])
+        return _Sequence(
+            self.part, self.rows[order], self.kinds[order], self.sizes[order], self.numbers[order]
+        )
 
 
-def _compare(parts: Sequence[OrderedFile], name: str, first: _Sequence, other: _Sequence, findings: Findings) -> bool:
+def _compare(
+    parts: Sequence[OrderedFile], name: str, first: _Sequence, other: _Sequence, findings: Findings
+) -> bool:
     """Compare two ranks' sequences in a group; False where they cannot be joined."""
     first_part, other_part = parts[first.part], parts[other.part]
 
@@ -169,16 +189,24 @@ def _compare(parts: Sequence[OrderedFile], name: str, first: _Sequence, other: _
                 f"({describe_node(other_part.table, int(other.rows[k]))}){waits}"
             )
 
-        examples = ((first_part.table.nodes["id"][int(first.rows[k])], message(int(k))) for k in positions)
+        examples = (
+            (first_part.table.nodes["id"][int(first.rows[k])], message(int(k))) for k in positions
+        )
         uneven = rule == "collective-size" and bool(np.isin(first.kinds[positions], _UNEVEN).all())
         severity: Severity | None = "warning" if uneven and findings.target == "chakra" else None
         findings.add(
-            rule, first_part.location, examples, get_ids(first_part.table, first.rows[positions]), severity=severity
+            rule,
+            first_part.location,
+            examples,
+            get_ids(first_part.table, first.rows[positions]),
+            severity=severity,
         )
 
     common = min(len(first.rows), len(other.rows))
     if len(first.rows) != len(other.rows):
-        longer, longer_part = (first, first_part) if len(first.rows) > common else (other, other_part)
+        longer, longer_part = (
+            (first, first_part) if len(first.rows) > common else (other, other_part)
+        )
         message = (
             f"rank {first_part.rank} issues {len(first.rows)} collectives in {_describe_group(name)}, "
             f"rank {other_part.rank} {len(other.rows)}: the first one too many is "
@@ -209,7 +237,9 @@ def _describe_group(name: str) -> str:
     return "the group of all ranks" if name in ALL else f"group `{name}`"
 
 
-def _match_messages(parts: Sequence[OrderedFile], startable: pl.DataFrame, findings: Findings) -> pl.DataFrame:
+def _match_messages(
+    parts: Sequence[OrderedFile], startable: pl.DataFrame, findings: Findings
+) -> pl.DataFrame:
     """Compare the two ends of messages.
 
     Args:
@@ -231,14 +261,17 @@ def _match_messages(parts: Sequence[OrderedFile], startable: pl.DataFrame, findi
         ).select("source", "target", "tag", "size", "file", "row")
     keys = ["source", "target", "tag"]
     sent, received = (
-        messages_by_kind[kind].with_columns(pl.int_range(pl.len()).over(keys).alias("turn")) for kind in (SEND, RECEIVE)
+        messages_by_kind[kind].with_columns(pl.int_range(pl.len()).over(keys).alias("turn"))
+        for kind in (SEND, RECEIVE)
     )
     present = [part.rank for part in parts]
     for messages, counterparts, peer, verb in (
         (sent, received, "target", "is never received by"),
         (received, sent, "source", "is never sent by"),
     ):
-        lost = messages.join(counterparts, on=[*keys, "turn"], how="anti").filter(pl.col(peer).is_in(present))
+        lost = messages.join(counterparts, on=[*keys, "turn"], how="anti").filter(
+            pl.col(peer).is_in(present)
+        )
         for (number,), rows in lost.group_by("file", maintain_order=True):
             part = parts[int(str(number))]
             examples = (
@@ -248,9 +281,16 @@ def _match_messages(parts: Sequence[OrderedFile], startable: pl.DataFrame, findi
                 )
                 for row in rows.iter_rows(named=True)
             )
-            findings.add("unmatched-message", part.location, examples, get_ids(part.table, rows["row"].to_numpy()))
+            findings.add(
+                "unmatched-message",
+                part.location,
+                examples,
+                get_ids(part.table, rows["row"].to_numpy()),
+            )
     both = sent.join(received, on=[*keys, "turn"], how="inner", maintain_order="left")
-    for (number,), rows in both.filter(pl.col("size") != pl.col("size_right")).group_by("file", maintain_order=True):
+    for (number,), rows in both.filter(pl.col("size") != pl.col("size_right")).group_by(
+        "file", maintain_order=True
+    ):
         part = parts[int(str(number))]
         examples = (
             (
@@ -263,7 +303,9 @@ def _match_messages(parts: Sequence[OrderedFile], startable: pl.DataFrame, findi
             )
             for row in rows.iter_rows(named=True)
         )
-        findings.add("message-size", part.location, examples, get_ids(part.table, rows["row"].to_numpy()))
+        findings.add(
+            "message-size", part.location, examples, get_ids(part.table, rows["row"].to_numpy())
+        )
     return both
 
 
@@ -272,7 +314,9 @@ _MAX_CYCLE_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """All ranks' nodes under one numbering; `meets` says which are one operation: the lowest number of its parts."""
+    """All ranks' nodes under one numbering; `meets` says which are one operation: the lowest number
+    of its parts.
+    """
 
     first: Ints  # number of each file's first node
     meets: Ints
@@ -285,12 +329,16 @@ class _Job:
 
 
 def check_deadlock(
-    parts: Sequence[OrderedFile], dependencies: Sequence[Arcs], joined: JoinedOperations, findings: Findings
+    parts: Sequence[OrderedFile],
+    dependencies: Sequence[Arcs],
+    joined: JoinedOperations,
+    findings: Findings,
 ) -> None:
     """Name circles in which ranks wait for each other.
 
-    A circle of dependencies is one for every reader. Where there is none, but the order in which ranks issue their
-    communication makes one, those that do one thing after the other (ASTRA-sim does) hang.
+    A circle of dependencies is one for every reader. Where there is none, but the order in which
+    ranks issue their communication makes one, those that do one thing after the other (ASTRA-sim
+    does) hang.
     """
     if joined.meetings.is_empty() and joined.messages.is_empty():
         return
@@ -309,8 +357,8 @@ def check_deadlock(
     lowest = np.full(index.max() + 1 if len(index) else 0, first[-1], dtype=np.int64)
     np.minimum.at(lowest, index, part_of)
     meets[part_of] = lowest[index]
-    # From each collective or send of a rank to the next one that it issues. Where the files hold when each began, that
-    # is their order for those who take it as recorded.
+    # From each collective or send of a rank to the next one that it issues. Where the files hold
+    # when each began, that is their order for those who take it as recorded.
     sources, targets = [], []
     for number, part in enumerate(parts):
         rows = find_rows(part.table, COLLECTIVE, SEND)
@@ -321,12 +369,17 @@ def check_deadlock(
         sources.append(rows[:-1])
         targets.append(rows[1:])
     queue = Arcs(np.concatenate(sources), np.concatenate(targets))
-    for rule, job in (("deadlock", _Job(first, meets, arcs)), ("collective-order", _Job(first, meets, arcs + queue))):
+    for rule, job in (
+        ("deadlock", _Job(first, meets, arcs)),
+        ("collective-order", _Job(first, meets, arcs + queue)),
+    ):
         merged = Arcs(meets[job.arcs.source], meets[job.arcs.target])
         stuck = sort_topologically(len(meets), merged, np.arange(len(meets))).stuck
         is_self_arc = merged.source == merged.target
         rings = (
-            find_cycles(Arcs(merged.source[~is_self_arc], merged.target[~is_self_arc]), stuck) if stuck.any() else []
+            find_cycles(Arcs(merged.source[~is_self_arc], merged.target[~is_self_arc]), stuck)
+            if stuck.any()
+            else []
         )
         several = [ring for ring in rings if len(ring) > 1]
         if several:
@@ -334,24 +387,35 @@ def check_deadlock(
             nodes = [parts[file].table.nodes["id"][row]]
             examples = [(nodes[0], _describe_cycle(parts, job, ring)) for ring in several[:5]]
             queued = rule == "collective-order"
-            severity: Severity | None = "warning" if queued and findings.target == "chakra" else None
-            findings.add(rule, parts[file].location, examples, nodes, count=len(several), severity=severity)
+            severity: Severity | None = (
+                "warning" if queued and findings.target == "chakra" else None
+            )
+            findings.add(
+                rule, parts[file].location, examples, nodes, count=len(several), severity=severity
+            )
         if rings:
             return
 
 
 def _describe_cycle(parts: Sequence[OrderedFile], job: _Job, ring: list[int]) -> str:
     """Who waits for whom: on each rank of the circle, what waits there, and for what before it."""
-    # For every two neighbours of the circle, the dependency between them: what waits, and for what (file, row).
-    arc_rows = np.flatnonzero(np.isin(job.meets[job.arcs.target], ring) & np.isin(job.meets[job.arcs.source], ring))
+    # For every two neighbours of the circle, the dependency between them: what waits, and for what
+    # (file, row).
+    arc_rows = np.flatnonzero(
+        np.isin(job.meets[job.arcs.target], ring) & np.isin(job.meets[job.arcs.source], ring)
+    )
     source, target = job.arcs.source[arc_rows], job.arcs.target[arc_rows]
     first_arc: dict[tuple[int, int], int] = {}
-    for k, pair in enumerate(zip(job.meets[target].tolist(), job.meets[source].tolist(), strict=True)):
+    for k, pair in enumerate(
+        zip(job.meets[target].tolist(), job.meets[source].tolist(), strict=True)
+    ):
         first_arc.setdefault(pair, k)
     arcs = [first_arc[pair] for pair in zip(ring, [*ring[1:], ring[0]], strict=True)]
     steps = [(job.where(int(target[k])), job.where(int(source[k]))) for k in arcs]
 
-    def breaks(k: int) -> bool:  # whether the wait of step k is another one than that of the step before
+    def breaks(
+        k: int,
+    ) -> bool:  # whether the wait of step k is another one than that of the step before
         (from_file, _), middle = steps[k - 1]
         return middle != steps[k][0] or not from_file == middle[0] == steps[k][1][0]
 

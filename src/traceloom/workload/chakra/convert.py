@@ -1,8 +1,9 @@
 """Conversion between all forms; one side alone.
 
-A kept node that waited for a removed one waits for what that one waited for. Done naively this multiplies dependencies:
-a removed node with many before it and many behind it would tie each to each. Such a node stays, without duration, and
-what other dependencies imply is not said, so that the work is linear in nodes and dependencies.
+A kept node that waited for a removed one waits for what that one waited for. Done naively this
+multiplies dependencies: a removed node with many before it and many behind it would tie each to
+each. Such a node stays, without duration, and what other dependencies imply is not said, so that
+the work is linear in nodes and dependencies.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from traceloom.graph.graph import Graph
 from traceloom.system import files
 from traceloom.system.gzip_stream import GzipStream, open_file, write_gzip
 from traceloom.trace.notice import Notice
-from traceloom.workload.chakra.graph_layout import CARRIED_NODES, COMMUNICATION_TYPES, EDGES, EDGES_OUT, SCHEMA
+from traceloom.workload.chakra.graph_layout import (
+    CARRIED_NODES,
+    COMMUNICATION_TYPES,
+    EDGES,
+    EDGES_OUT,
+    SCHEMA,
+)
 from traceloom.workload.chakra.graph_read import (
     build_blocks,
     convert_from_messages,
@@ -38,7 +45,9 @@ from traceloom.workload.chakra.graph_read import (
 from traceloom.workload.chakra.graph_write import GraphWriter
 
 Side = Literal["communication", "compute"]
-_GRAPH_ATTRIBUTES = frozenset({EDGES, EDGES_OUT, CARRIED_NODES})  # attributes that would speak of removed nodes
+_GRAPH_ATTRIBUTES = frozenset(
+    {EDGES, EDGES_OUT, CARRIED_NODES}
+)  # attributes that would speak of removed nodes
 _MAX_PASSED = 64  # of a list that grows along a chain of removed nodes
 
 
@@ -77,7 +86,9 @@ def read_shape(blocks: Iterator[Block], location: str) -> DependencyShape:
             per_node: list[list[int]] = [[] for _ in range(len(columns))]
             values = lists.values.view(np.uint64).tolist()
             list_ends = np.cumsum(lists.count).tolist()
-            for row, end, count in zip(lists.row.tolist(), list_ends, lists.count.tolist(), strict=True):
+            for row, end, count in zip(
+                lists.row.tolist(), list_ends, lists.count.tolist(), strict=True
+            ):
                 per_node[row] = values[end - count : end]
             out.extend(per_node)
     row_of = {number: row for row, number in reversed(list(enumerate(ids)))}
@@ -118,7 +129,8 @@ def separate_side(file: DependencyShape, side: Side, location: str) -> Separated
     communicates = {int(kind) for kind in COMMUNICATION_TYPES}
     keeps_communication = side == "communication"
     is_kept_row = [
-        (kind in communicates) == keeps_communication and kind != NodeType.METADATA_NODE for kind in file.types
+        (kind in communicates) == keeps_communication and kind != NodeType.METADATA_NODE
+        for kind in file.types
     ]
     stays = list(is_kept_row)
     notices: list[Notice] = []
@@ -140,15 +152,21 @@ def separate_side(file: DependencyShape, side: Side, location: str) -> Separated
         )
         if not control_joints and not data_joints:
             break
-        # Both kinds of dependencies go through the same joints, so both are bridged anew; twice in nearly all cases.
+        # Both kinds of dependencies go through the same joints, so both are bridged anew; twice in
+        # nearly all cases.
         for joint in (*control_joints, *data_joints):
             stays[joint] = True
     joints = frozenset(
-        row for row, (is_kept, is_there) in enumerate(zip(is_kept_row, stays, strict=True)) if is_there > is_kept
+        row
+        for row, (is_kept, is_there) in enumerate(zip(is_kept_row, stays, strict=True))
+        if is_there > is_kept
     )
 
     def named(waits: dict[int, list[int]]) -> dict[int, list[int]]:
-        return {row: sorted({file.ids[other] for other in data_joints}) for row, data_joints in waits.items()}
+        return {
+            row: sorted({file.ids[other] for other in data_joints})
+            for row, data_joints in waits.items()
+        }
 
     return SeparatedSide(is_kept_row, joints, named(control), named(data), tuple(notices))
 
@@ -156,7 +174,9 @@ def separate_side(file: DependencyShape, side: Side, location: str) -> Separated
 def _collapse_removed_nodes(
     waits: Sequence[list[int]], stays: Sequence[bool], location: str
 ) -> tuple[dict[int, list[int]], list[int]]:
-    """What each node that stays waits for, directly or through removed nodes, and the removed ones that must stay."""
+    """What each node that stays waits for, directly or through removed nodes, and the removed ones
+    that must stay.
+    """
     followers = [0] * len(waits)
     for needed in waits:
         for other in needed:
@@ -172,7 +192,9 @@ def _collapse_removed_nodes(
         if len(lists) == 1 and not direct:
             through = lists[0]
         else:
-            through = chains.latest([*direct, *(other for passed_on in lists for other in passed_on)])
+            through = chains.latest(
+                [*direct, *(other for passed_on in lists for other in passed_on)]
+            )
         is_joint = len(through) > 1 and (followers[row] > 1 or len(through) > _MAX_PASSED)
         if stays[row]:
             bridged[row] = list(dict.fromkeys([*direct, *through]))
@@ -187,7 +209,9 @@ def _collapse_removed_nodes(
 
 
 class _Chains:
-    """Nodes in chains, in which each waits for the one before: whoever waits for a node waits for its whole chain."""
+    """Nodes in chains, in which each waits for the one before: whoever waits for a node waits for
+    its whole chain.
+    """
 
     def __init__(self) -> None:
         self._place: dict[int, tuple[int, int]] = {}
@@ -275,7 +299,9 @@ def build_side_metadata(metadata: GlobalMetadata, side: Side) -> GlobalMetadata:
     return out
 
 
-_RANK = re.compile(r"(?:^|\.)(\d{1,7})\.(?:et|jsonl?)(?:\.gz)?$", re.IGNORECASE)  # larger numbers are dates or job ids
+_RANK = re.compile(
+    r"(?:^|\.)(\d{1,7})\.(?:et|jsonl?)(?:\.gz)?$", re.IGNORECASE
+)  # larger numbers are dates or job ids
 Messages = tuple[GlobalMetadata, Iterator[Node]]
 # What a directory may hold that is replaced.
 DIRECTORY_FILES = r"[^/]*\.et(\.gz)?|comm_groups?\.json"
@@ -318,7 +344,10 @@ class ConversionInput:
         self._readers: list[EtReader | JsonReader] = []
         if self.path.is_dir():
             self._files = find_rank_files(self.path)
-            for name in (*(path for _, path in self._files), *(self.path / name for name in GROUP_FILES)):
+            for name in (
+                *(path for _, path in self._files),
+                *(self.path / name for name in GROUP_FILES),
+            ):
                 files.remember_input(name)
         elif self.path.name.endswith(graph.GRAPH_SUFFIX) or graph.is_graph(self.path):
             self.say(f"reading {self.path}")
@@ -337,7 +366,11 @@ class ConversionInput:
     @property
     def ranks(self) -> list[int]:
         """The ranks that there are."""
-        return [rank for rank, _ in self._files] if self._graph is None else self._leaving(self._graph).ranks
+        return (
+            [rank for rank, _ in self._files]
+            if self._graph is None
+            else self._leaving(self._graph).ranks
+        )
 
     def graph(self) -> Graph:
         """All of it as a graph.
@@ -352,7 +385,9 @@ class ConversionInput:
         if all(detect_form(path) in {"et", None} for path in paths):
             graph = read_graph(paths, ranks=ranks, strict=self.strict)
         else:
-            graph = convert_from_messages([self.messages(rank) for rank in ranks], ranks, str(self.path))
+            graph = convert_from_messages(
+                [self.messages(rank) for rank in ranks], ranks, str(self.path)
+            )
         self.notices.extend(graph.notices)
         return graph
 
@@ -387,7 +422,10 @@ class ConversionInput:
         location = str(self.path)
         blocks: Iterator[Block] = build_blocks(nodes)
         result = separate_side(read_shape(blocks, location), side, location)
-        self.notices = [*before, *result.notices]  # what is wrong with the file is found again by the second pass
+        self.notices = [
+            *before,
+            *result.notices,
+        ]  # what is wrong with the file is found again by the second pass
         metadata, nodes = self.messages(rank)
         return build_side_metadata(metadata, side), select_remaining(nodes, result)
 
@@ -397,7 +435,9 @@ class ConversionInput:
             return encode_groups(self._graph) if list_groups(self._graph) else None
         if not self.path.is_dir():
             return None
-        group_path = next((self.path / name for name in GROUP_FILES if (self.path / name).is_file()), None)
+        group_path = next(
+            (self.path / name for name in GROUP_FILES if (self.path / name).is_file()), None
+        )
         return files.read_small(group_path, MAX_GROUP_BYTES) if group_path else None
 
     def write_file(self, path: Path, side: Side | None, *, force: bool) -> int:
@@ -453,7 +493,9 @@ class ConversionInput:
 def detect_form(path: Path) -> Form | None:
     """The form that a file's name tells; None for another kind of file."""
     name = path.name.lower().removesuffix(".gz")
-    return next((file_format for ending, file_format in FORMS.items() if name.endswith(ending)), None)
+    return next(
+        (file_format for ending, file_format in FORMS.items() if name.endswith(ending)), None
+    )
 
 
 def open_messages(path: str | Path, *, strict: bool = False) -> EtReader | JsonReader:
@@ -467,7 +509,9 @@ def open_messages(path: str | Path, *, strict: bool = False) -> EtReader | JsonR
     if file_format is None:
         with open_file(path) as handle:
             head = next(iter(GzipStream(handle)), b"")[:64]
-        file_format = "json" if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")) else "et"
+        file_format = (
+            "json" if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")) else "et"
+        )
     if file_format == "et":
         return EtReader(path, strict=strict)
     return JsonReader(path, strict=strict)
@@ -481,7 +525,8 @@ def write_messages(
     file_format: Form | None = None,
     force: bool = False,
 ) -> int:
-    """Write messages in the form that the name tells, whole or not at all; returns the size of the file in bytes.
+    """Write messages in the form that the name tells, whole or not at all; returns the size of the
+    file in bytes.
 
     Args:
         path: The file; gzip where the name ends in `.gz`.

@@ -1,8 +1,9 @@
 """Small workloads with known answers.
 
-Of each layer: attention and MLP, in forward and backward, with the operations of their matrix products, and the
-all-reduces of tensor parallelism behind each; activations between pipeline stages; all-reduces of the gradients over
-data parallel ranks, layer by layer beside the last backward; an optimizer step. Embeddings and the head are not in it.
+Of each layer: attention and MLP, in forward and backward, with the operations of their matrix
+products, and the all-reduces of tensor parallelism behind each; activations between pipeline
+stages; all-reduces of the gradients over data parallel ranks, layer by layer beside the last
+backward; an optimizer step. Embeddings and the head are not in it.
 """
 
 from __future__ import annotations
@@ -48,43 +49,83 @@ class RankProgram:
         return len(self._nodes)
 
     def compute(
-        self, name: str, after: Sequence[int] = (), *, us: int, operations: int | None = None, size: int | None = None
+        self,
+        name: str,
+        after: Sequence[int] = (),
+        *,
+        us: int,
+        operations: int | None = None,
+        size: int | None = None,
     ) -> int:
-        """GPU work of `us` microseconds, with its floating-point operations and the bytes it moves in memory."""
-        return self._add(name, NodeType.COMP_NODE, after, duration_us=us, num_ops=operations, tensor_size=size)
-
-    def collective(
-        self, kind: str, size: int, after: Sequence[int] = (), *, group: str | None = None, name: str = ""
-    ) -> int:
-        """A collective (`ALL_REDUCE`) of `size` bytes, with the meaning of comm_size; `group` None is all ranks."""
-        kind_number = int(CollectiveCommType.Value(kind))
+        """GPU work of `us` microseconds, with its floating-point operations and the bytes it moves
+        in memory.
+        """
         return self._add(
-            name or kind.lower(), NodeType.COMM_COLL_NODE, after, comm_type=kind_number, comm_size=size, pg_name=group
+            name, NodeType.COMP_NODE, after, duration_us=us, num_ops=operations, tensor_size=size
         )
 
-    def send(self, to: int, size: int, after: Sequence[int] = (), *, tag: int, name: str = "") -> int:
+    def collective(
+        self,
+        kind: str,
+        size: int,
+        after: Sequence[int] = (),
+        *,
+        group: str | None = None,
+        name: str = "",
+    ) -> int:
+        """A collective (`ALL_REDUCE`) of `size` bytes, with the meaning of comm_size; `group` None
+        is all ranks.
+        """
+        kind_number = int(CollectiveCommType.Value(kind))
+        return self._add(
+            name or kind.lower(),
+            NodeType.COMM_COLL_NODE,
+            after,
+            comm_type=kind_number,
+            comm_size=size,
+            pg_name=group,
+        )
+
+    def send(
+        self, to: int, size: int, after: Sequence[int] = (), *, tag: int, name: str = ""
+    ) -> int:
         """A message to a rank."""
         label = name or f"send to {to}"
         endpoints = {"comm_src": self.rank, "comm_dst": to}
-        return self._add(label, NodeType.COMM_SEND_NODE, after, comm_size=size, comm_tag=tag, **endpoints)
+        return self._add(
+            label, NodeType.COMM_SEND_NODE, after, comm_size=size, comm_tag=tag, **endpoints
+        )
 
-    def receive(self, source: int, size: int, after: Sequence[int] = (), *, tag: int, name: str = "") -> int:
+    def receive(
+        self, source: int, size: int, after: Sequence[int] = (), *, tag: int, name: str = ""
+    ) -> int:
         """A message from a rank."""
         label = name or f"receive from {source}"
         endpoints = {"comm_src": source, "comm_dst": self.rank}
-        return self._add(label, NodeType.COMM_RECV_NODE, after, comm_size=size, comm_tag=tag, **endpoints)
+        return self._add(
+            label, NodeType.COMM_RECV_NODE, after, comm_size=size, comm_tag=tag, **endpoints
+        )
 
     def _add(self, name: str, kind: int, after: Sequence[int], **attributes: Any) -> int:
         number = len(self._nodes) + 1
         self._nodes.append(
-            {"id": number, "name": name, "type": int(kind), "duration_us": 0, "is_cpu_op": False, **attributes}
+            {
+                "id": number,
+                "name": name,
+                "type": int(kind),
+                "duration_us": 0,
+                "is_cpu_op": False,
+                **attributes,
+            }
         )
         self._awaited.append(sorted(set(after)))
         return number
 
     def sent(self) -> tuple[int, int]:
         """How many messages the rank sends, and their bytes."""
-        sizes = [node["comm_size"] for node in self._nodes if node["type"] == NodeType.COMM_SEND_NODE]
+        sizes = [
+            node["comm_size"] for node in self._nodes if node["type"] == NodeType.COMM_SEND_NODE
+        ]
         return len(sizes), sum(sizes)
 
     def collective_bytes(self) -> dict[str, int]:
@@ -108,7 +149,9 @@ class RankProgram:
         """The columns of the rank's file."""
         row = np.repeat(np.arange(len(self._nodes)), [len(awaited) for awaited in self._awaited])
         ids = np.array([number for awaited in self._awaited for number in awaited], dtype=np.int64)
-        return SimulatorNodes(pl.DataFrame(self._nodes, schema=SIMULATOR_SCHEMA), Pairs(row.astype(np.int64), ids))
+        return SimulatorNodes(
+            pl.DataFrame(self._nodes, schema=SIMULATOR_SCHEMA), Pairs(row.astype(np.int64), ids)
+        )
 
 
 @dataclass(frozen=True)
@@ -208,21 +251,29 @@ def generate_collectives(options: CollectiveOptions) -> Generated:
     else:
         _write(programs, schedule, options)
         sent = [program.sent() for program in programs]
-        totals = {"sent_bytes": [sent_size for _, sent_size in sent], "messages": sum(count for count, _ in sent)}
+        totals = {
+            "sent_bytes": [sent_size for _, sent_size in sent],
+            "messages": sum(count for count, _ in sent),
+        }
     return Generated("collective", asdict(options), programs, {}, totals)
 
 
 def _write(programs: Sequence[RankProgram], schedule: Schedule, options: CollectiveOptions) -> None:
     """The messages of a schedule; they begin after each rank's computation, and end in one node.
 
-    A message waits for what holds the newest data of its sender, and for the sender's message before it, so that they
-    go in their order; messages of one round do not wait for each other.
+    A message waits for what holds the newest data of its sender, and for the sender's message
+    before it, so that they go in their order; messages of one round do not wait for each other.
     """
     newest = [[len(program)] if len(program) else [] for program in programs]
     before = [list(nodes) for nodes in newest]  # what the next send waits for, too
     unawaited: list[list[int]] = [[] for _ in programs]  # sends for which nothing waits yet
     for tag, part in enumerate(schedule.rounds):
-        messages = list(zip(*(c.tolist() for c in (part.source, part.target, part.bytes, part.reduced)), strict=True))
+        messages = list(
+            zip(
+                *(c.tolist() for c in (part.source, part.target, part.bytes, part.reduced)),
+                strict=True,
+            )
+        )
         sent: dict[int, list[int]] = defaultdict(list)
         received: dict[int, list[int]] = defaultdict(list)
         reductions = Counter[int]()
@@ -233,7 +284,10 @@ def _write(programs: Sequence[RankProgram], schedule: Schedule, options: Collect
             received[target].append(programs[target].receive(source, size, newest[target], tag=tag))
             reductions[target] += reduced > 0
         for rank, nodes in sent.items():
-            unawaited[rank] = [*(node for node in unawaited[rank] if node not in before[rank]), *nodes]
+            unawaited[rank] = [
+                *(node for node in unawaited[rank] if node not in before[rank]),
+                *nodes,
+            ]
             before[rank] = nodes if len(nodes) == 1 else []
         for rank, nodes in received.items():
             newest[rank] = nodes
@@ -266,7 +320,9 @@ class PipelineOptions:
     size: int = 1 << 20
 
 
-def build_stage_schedule(schedule: str, stage: int, stages: int, micro_batches: int) -> Iterator[Step]:
+def build_stage_schedule(
+    schedule: str, stage: int, stages: int, micro_batches: int
+) -> Iterator[Step]:
     """What a stage does, one thing after the other."""
     ahead = micro_batches if schedule == "gpipe" else min(stages - 1 - stage, micro_batches)
     for number in range(ahead):
@@ -279,11 +335,12 @@ def build_stage_schedule(schedule: str, stage: int, stages: int, micro_batches: 
 
 
 def generate_pipeline(options: PipelineOptions) -> Generated:
-    """A training step of a pipeline; of a micro-batch a stage takes 100 µs forward and 200 µs backward.
+    """A training step of a pipeline; of a micro-batch a stage takes 100 µs forward and 200 µs
+    backward.
 
-    Known, for messages that take no time: `step_us` = (micro-batches + stages - 1) x (forward + backward), of which
-    (stages - 1) x (forward + backward) are bubble on every stage; and `activations`, the micro-batches that a stage
-    holds at most.
+    Known, for messages that take no time: `step_us` = (micro-batches + stages - 1) x (forward +
+    backward), of which (stages - 1) x (forward + backward) are bubble on every stage; and
+    `activations`, the micro-batches that a stage holds at most.
     """
     programs = [RankProgram(rank) for rank in range(options.ranks)]
     activations = []
@@ -320,7 +377,10 @@ def generate_pipeline(options: PipelineOptions) -> Generated:
     return Generated("pipeline", asdict(options), programs, {}, totals)
 
 
-_ADAM_OPERATIONS, _ADAM_BYTES = 12, 24  # per parameter: moments and update; read and written in 4 bytes each
+_ADAM_OPERATIONS, _ADAM_BYTES = (
+    12,
+    24,
+)  # per parameter: moments and update; read and written in 4 bytes each
 _ACTIVATIONS, _OPTIMIZER_BYTES = 17, 12
 _TOKENS = 1024  # of a micro-batch, which is one sample
 _ELEMENT_BYTES = 2  # of an activation, weight or gradient
@@ -356,14 +416,18 @@ class TransformerOptions:
 
 @dataclass(frozen=True)
 class _Position:
-    """Where a rank stands: tensor parallel ranks are neighbours, then data parallel ones, then stages."""
+    """Where a rank stands: tensor parallel ranks are neighbours, then data parallel ones, then
+    stages.
+    """
 
     tensor: int
     data: int
     stage: int
 
     def rank(self, options: TransformerOptions) -> int:
-        return (self.stage * options.data_parallel + self.data) * options.tensor_parallel + self.tensor
+        return (
+            self.stage * options.data_parallel + self.data
+        ) * options.tensor_parallel + self.tensor
 
 
 def generate_transformer(options: TransformerOptions) -> Generated:
@@ -390,8 +454,12 @@ def generate_transformer(options: TransformerOptions) -> Generated:
     # Groups of one need no communication; a group of all ranks has no name.
     members_by_key: dict[tuple[str, int, int], list[int]] = {}
     for position in positions:
-        members_by_key.setdefault(("tensor", position.data, position.stage), []).append(position.rank(options))
-        members_by_key.setdefault(("data", position.tensor, position.stage), []).append(position.rank(options))
+        members_by_key.setdefault(("tensor", position.data, position.stage), []).append(
+            position.rank(options)
+        )
+        members_by_key.setdefault(("data", position.tensor, position.stage), []).append(
+            position.rank(options)
+        )
     names: dict[tuple[int, ...], str | None] = {}
     for members in members_by_key.values():
         if len(members) > 1 and tuple(members) not in names:
@@ -411,18 +479,22 @@ def generate_transformer(options: TransformerOptions) -> Generated:
 
 
 def estimate_memory(options: TransformerOptions) -> int:
-    """What the rank that needs most memory holds at most, without what libraries and fragments take.
+    """What the rank that needs most memory holds at most, without what libraries and fragments
+    take.
 
-    Weights and gradients of an element each; 12 bytes per parameter of the optimizer (a copy of the weight and two
-    moments, 4 bytes each); and the activations of the micro-batches that are on their way at once, of each layer 17
-    times tokens x width elements, shared by the tensor parallel ranks (attention scores are worked out again).
+    Weights and gradients of an element each; 12 bytes per parameter of the optimizer (a copy of the
+    weight and two moments, 4 bytes each); and the activations of the micro-batches that are on
+    their way at once, of each layer 17 times tokens x width elements, shared by the tensor parallel
+    ranks (attention scores are worked out again).
 
     Source: Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022), equation 2
     without the term of the scores, with sequence parallelism.
     """
     layers = options.layers // options.pipeline_parallel
     weights = sum(_WEIGHTS.values()) * options.hidden**2 * layers // options.tensor_parallel
-    layer_bytes = _ACTIVATIONS * _TOKENS * options.hidden * _ELEMENT_BYTES // options.tensor_parallel
+    layer_bytes = (
+        _ACTIVATIONS * _TOKENS * options.hidden * _ELEMENT_BYTES // options.tensor_parallel
+    )
     ahead = options.micro_batches
     if options.schedule == "1f1b":
         ahead = min(options.pipeline_parallel, ahead)
@@ -440,8 +512,14 @@ class _RankProgram:
         names: dict[tuple[int, ...], str | None],
     ) -> None:
         self.program, self.position, self.options = program, position, options
-        tensor = [_Position(k, position.data, position.stage).rank(options) for k in range(options.tensor_parallel)]
-        data = [_Position(position.tensor, k, position.stage).rank(options) for k in range(options.data_parallel)]
+        tensor = [
+            _Position(k, position.data, position.stage).rank(options)
+            for k in range(options.tensor_parallel)
+        ]
+        data = [
+            _Position(position.tensor, k, position.stage).rank(options)
+            for k in range(options.data_parallel)
+        ]
         self.tensor_group, self.data_group = names.get(tuple(tensor)), names.get(tuple(data))
         self.activation = _TOKENS * options.hidden * _ELEMENT_BYTES
         self.own_layers = options.layers // options.pipeline_parallel
@@ -453,7 +531,10 @@ class _RankProgram:
         options, got = self.options, dict[str, list[int]]()
         steps = list(
             build_stage_schedule(
-                options.schedule, self.position.stage, options.pipeline_parallel, options.micro_batches
+                options.schedule,
+                self.position.stage,
+                options.pipeline_parallel,
+                options.micro_batches,
             )
         )
         for step_index, (direction, number) in enumerate(steps):
@@ -461,20 +542,30 @@ class _RankProgram:
             tag = 2 * number + (not forward)
             source, to = self.neighbour(-1 if forward else 1), self.neighbour(1 if forward else -1)
             if source is not None:
-                got[direction] = [self.program.receive(source, self.activation, got.get(direction, []), tag=tag)]
+                got[direction] = [
+                    self.program.receive(source, self.activation, got.get(direction, []), tag=tag)
+                ]
                 self.last = [*self.last, *got[direction]]
             self.layers(number, forward=forward, final=step_index == len(steps) - 1)
             if to is not None:
                 self.program.send(to, self.activation, self.last, tag=tag)
-        weights = sum(_WEIGHTS.values()) * options.hidden**2 * self.own_layers // options.tensor_parallel
+        weights = (
+            sum(_WEIGHTS.values()) * options.hidden**2 * self.own_layers // options.tensor_parallel
+        )
         operations, size = _ADAM_OPERATIONS * weights, _ADAM_BYTES * weights
         after = [*self.last, *self.gradients]
-        self.program.compute("optimizer", after, us=self.us(operations, size), operations=operations, size=size)
+        self.program.compute(
+            "optimizer", after, us=self.us(operations, size), operations=operations, size=size
+        )
 
     def neighbour(self, step: int) -> int | None:
         stage = self.position.stage + step
         in_pipeline = 0 <= stage < self.options.pipeline_parallel
-        return _Position(self.position.tensor, self.position.data, stage).rank(self.options) if in_pipeline else None
+        return (
+            _Position(self.position.tensor, self.position.data, stage).rank(self.options)
+            if in_pipeline
+            else None
+        )
 
     def layers(self, number: int, *, forward: bool, final: bool) -> None:
         options, program = self.options, self.program
@@ -482,7 +573,8 @@ class _RankProgram:
         layers = range(first, first + self.own_layers)
         for layer in layers if forward else reversed(layers):
             for part in ("attention", "mlp") if forward else ("mlp", "attention"):
-                # Matrix products: 2 operations per weight and token, twice that backward; attention has its scores.
+                # Matrix products: 2 operations per weight and token, twice that backward; attention
+                # has its scores.
                 name = f"layer {layer} {part} {'forward' if forward else 'backward'} {number}"
                 weights = _WEIGHTS[part] * options.hidden**2
                 operations = 2 * weights * _TOKENS
@@ -491,33 +583,56 @@ class _RankProgram:
                 operations = operations * (1 if forward else 2) // options.tensor_parallel
                 size = weights * _ELEMENT_BYTES // options.tensor_parallel + 2 * self.activation
                 us = self.us(operations, size)
-                self.last = [program.compute(name, self.last, us=us, operations=operations, size=size)]
+                self.last = [
+                    program.compute(name, self.last, us=us, operations=operations, size=size)
+                ]
                 if options.tensor_parallel > 1:
                     name, group = f"{name} all-reduce", self.tensor_group
-                    self.last = [program.collective("ALL_REDUCE", self.activation, self.last, group=group, name=name)]
+                    self.last = [
+                        program.collective(
+                            "ALL_REDUCE", self.activation, self.last, group=group, name=name
+                        )
+                    ]
             if final and options.data_parallel > 1:
-                size = sum(_WEIGHTS.values()) * options.hidden**2 // options.tensor_parallel * _ELEMENT_BYTES
+                size = (
+                    sum(_WEIGHTS.values())
+                    * options.hidden**2
+                    // options.tensor_parallel
+                    * _ELEMENT_BYTES
+                )
                 after, name = [*self.last, *self.gradients[-1:]], f"layer {layer} gradients"
-                node = program.collective("ALL_REDUCE", size, after, group=self.data_group, name=name)
+                node = program.collective(
+                    "ALL_REDUCE", size, after, group=self.data_group, name=name
+                )
                 self.gradients.append(node)
 
     def us(self, operations: int, size: int) -> int:
         """Roofline: whichever takes longer, operations or bytes; at least 1 µs."""
-        return max(1, round(operations / (self.options.tflops * 1e6)), round(size / (self.options.memory_gbps * 1e3)))
+        return max(
+            1,
+            round(operations / (self.options.tflops * 1e6)),
+            round(size / (self.options.memory_gbps * 1e3)),
+        )
 
 
 STAGE = "pre-transformed"  # the workload as it is written down; nothing has compiled or run it
 
 
-def write_generated(generated: Generated, directory: str | Path, *, force: bool = False) -> list[Path]:
-    """Write `workload.<rank>.et` and the group file; the metadata of every file describe the whole workload.
+def write_generated(
+    generated: Generated, directory: str | Path, *, force: bool = False
+) -> list[Path]:
+    """Write `workload.<rank>.et` and the group file; the metadata of every file describe the whole
+    workload.
 
     Raises:
         OutputError: `file-exists`, `cannot-write`.
     """
     description = json.dumps(generated.to_dict())
     ranks = [
-        (build_metadata(SCHEMA, {"rank": p.rank, "stage": STAGE, "generated": description}), p.plain())
+        (
+            build_metadata(SCHEMA, {"rank": p.rank, "stage": STAGE, "generated": description}),
+            p.plain(),
+        )
         for p in generated.programs
     ]
     return write_simulator_nodes(Path(directory), ranks, generated.groups, force=force)

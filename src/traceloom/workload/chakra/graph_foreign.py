@@ -1,8 +1,10 @@
-"""`.et` to Graph, for files of other writers: durations in microseconds and dependencies, mostly without start times.
+"""`.et` to Graph, for files of other writers: durations in microseconds and dependencies, mostly
+without start times.
 
-Every edge is `assumed`: the file does not say how it is known. A node starts when all that it depends on has ended,
-and not before the start time that the file gives, if any. What depends on nothing hangs on the origin of its rank. A
-control dependency is an op's place in the call stack: the op starts after the start of its caller, not after its end.
+Every edge is `assumed`: the file does not say how it is known. A node starts when all that it
+depends on has ended, and not before the start time that the file gives, if any. What depends on
+nothing hangs on the origin of its rank. A control dependency is an op's place in the call stack:
+the op starts after the start of its caller, not after its end.
 """
 
 from __future__ import annotations
@@ -86,7 +88,8 @@ class RankFile:
 
 
 def build_graphs(files: Iterable[RankFile]) -> Iterator[Graph]:
-    """The graphs of files, in their order; neighbours that are small become one graph, which costs a tenth.
+    """The graphs of files, in their order; neighbours that are small become one graph, which costs
+    a tenth.
 
     Raises:
         InputError: As `graph_of`.
@@ -112,14 +115,24 @@ def build_graphs(files: Iterable[RankFile]) -> Iterator[Graph]:
 
 
 def _build_merged_graphs(files: list[RankFile]) -> Iterator[Graph]:
-    """One graph of small files; of each its own where something is wrong with one of them, which says what."""
+    """One graph of small files; of each its own where something is wrong with one of them, which
+    says what.
+    """
     if len(files) > 1:
         blocks = [block for file in files for block in file.blocks]
         block_offsets = [0, *accumulate(len(block.data) for block in blocks)]
         joined = Block(
             b"".join(block.data for block in blocks),
-            [start + base for block, base in zip(blocks, block_offsets, strict=False) for start in block.starts],
-            [stop + base for block, base in zip(blocks, block_offsets, strict=False) for stop in block.stops],
+            [
+                start + base
+                for block, base in zip(blocks, block_offsets, strict=False)
+                for start in block.starts
+            ],
+            [
+                stop + base
+                for block, base in zip(blocks, block_offsets, strict=False)
+                for stop in block.stops
+            ],
             0,
             0,
         )
@@ -144,7 +157,9 @@ def build_graph(file: RankFile) -> Graph:
     return replace(_decode_graph(file.blocks, None, [file.rank], file.where), name=file.where)
 
 
-def _decode_graph(blocks: Iterable[Block], counts: Sequence[int] | None, ranks: Sequence[int], location: str) -> Graph:
+def _decode_graph(
+    blocks: Iterable[Block], counts: Sequence[int] | None, ranks: Sequence[int], location: str
+) -> Graph:
     """The graph of files, `counts` nodes each; of all nodes where None."""
     rank = ranks[0]  # of several files nobody is told anything
     frames = [pl.DataFrame(schema=_COLUMNS)]
@@ -153,30 +168,50 @@ def _decode_graph(blocks: Iterable[Block], counts: Sequence[int] | None, ranks: 
     count = 0
     try:
         for columns in Decoder(ATTRIBUTES, location).columns(blocks):
-            base_columns = {name: getattr(columns, name) for name in ("id", "type", "start_us", "duration_us")}
+            base_columns = {
+                name: getattr(columns, name) for name in ("id", "type", "start_us", "duration_us")
+            }
             frame = pl.DataFrame({**base_columns, "name": columns.names}).with_columns(
                 *(columns.numbers(name) for name in _NUMBERS), columns.strings("pg_name")
             )
             frames.append(frame.select(_COLUMNS.names()).cast(_COLUMNS))
             added = columns.lists(ADDED, "uint64_list")
-            for kind, lists in (("call", columns.control), ("data", columns.data), ("added", added)):
+            for kind, lists in (
+                ("call", columns.control),
+                ("data", columns.data),
+                ("added", added),
+            ):
                 rows = np.repeat(lists.row, lists.count) + count
                 pairs[kind].append(pl.DataFrame({"target": rows, "id": lists.values}))
             count += len(columns)
     except DamageError as error:
-        raise InputError("an attribute of a node breaks the encoding", slug="chakra-damaged", where=location) from error
+        raise InputError(
+            "an attribute of a node breaks the encoding", slug="chakra-damaged", where=location
+        ) from error
     nodes = pl.concat(frames)
-    fine = nodes["start_us"].is_between(0, _MAX_DURATION_US) & nodes["duration_us"].is_between(0, _MAX_DURATION_US)
+    fine = nodes["start_us"].is_between(0, _MAX_DURATION_US) & nodes["duration_us"].is_between(
+        0, _MAX_DURATION_US
+    )
     if not fine.all():
-        raise InputError(f"{(~fine).sum()} nodes have times of over 36 years", slug="chakra-times", where=location)
+        raise InputError(
+            f"{(~fine).sum()} nodes have times of over 36 years",
+            slug="chakra-times",
+            where=location,
+        )
     latest_us = (nodes["start_us"].max() or 0) + nodes["duration_us"].cast(pl.Float64).sum()  # type: ignore[operator]
     if latest_us > 4 * _MAX_DURATION_US:
-        raise InputError("the times of the nodes add up to over 146 years", slug="chakra-times", where=location)
+        raise InputError(
+            "the times of the nodes add up to over 146 years", slug="chakra-times", where=location
+        )
     notices: list[Notice] = []
     none = pl.DataFrame(schema={"target": pl.Int64, "id": pl.Int64})
-    dependencies = {kind: pl.concat([none, *frames_of], rechunk=True) for kind, frames_of in pairs.items()}
+    dependencies = {
+        kind: pl.concat([none, *frames_of], rechunk=True) for kind, frames_of in pairs.items()
+    }
     file = np.repeat(np.arange(len(ranks)), [nodes.height] if counts is None else counts)
-    edges, simulated = _build_edges(nodes.select("id", file=pl.Series(file)), dependencies, notices, rank, location)
+    edges, simulated = _build_edges(
+        nodes.select("id", file=pl.Series(file)), dependencies, notices, rank, location
+    )
     try:
         start = _compute_starts(nodes, edges)
     except InvariantError:
@@ -191,23 +226,34 @@ def _decode_graph(blocks: Iterable[Block], counts: Sequence[int] | None, ranks: 
                 hint=f"traceloom validate {location} says which",
             ) from error
         dropped = edges.height - data.height
-        message = f"{dropped:,} control dependencies go against the data dependencies, and are left out"
+        message = (
+            f"{dropped:,} control dependencies go against the data dependencies, and are left out"
+        )
         notices.append(Notice("chakra-control-circle", "warning", message, dropped, rank, location))
         edges = data
     # What the file says that only a target needed is an edge of kind `simulation`.
     edges = edges.join(simulated, on=["source", "target"], how="left", maintain_order="left")
     only = pl.col("only") & (pl.col("kind") == "data")
-    edges = edges.with_columns(kind=pl.when(only).then(pl.lit("simulation")).otherwise("kind")).drop("only")
+    edges = edges.with_columns(
+        kind=pl.when(only).then(pl.lit("simulation")).otherwise("kind")
+    ).drop("only")
     return replace(_assemble_graph(nodes, edges, start, file, ranks), notices=tuple(notices))
 
 
 def _build_edges(
-    ids: pl.DataFrame, dependencies: dict[str, pl.DataFrame], notices: list[Notice], rank: int, location: str
+    ids: pl.DataFrame,
+    dependencies: dict[str, pl.DataFrame],
+    notices: list[Notice],
+    rank: int,
+    location: str,
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Edges between rows of the nodes, and which only a target needed; ids that no node has are counted."""
+    """Edges between rows of the nodes, and which only a target needed; ids that no node has are
+    counted.
+    """
     rows_by_id = ids.with_columns(source=pl.int_range(pl.len(), dtype=pl.Int64))
     dependencies = {
-        kind: frame.with_columns(ids["file"].gather(frame["target"])) for kind, frame in dependencies.items()
+        kind: frame.with_columns(ids["file"].gather(frame["target"]))
+        for kind, frame in dependencies.items()
     }
     if twice := ids.height - ids.n_unique():
         message = f"{twice:,} nodes have the id of an earlier node; what depends on it waits for the earlier one"
@@ -222,10 +268,19 @@ def _build_edges(
         ]
     )
     if dangling := edges["source"].null_count():
-        message = f"{dangling:,} dependencies name nodes that the file does not have, and are left out"
+        message = (
+            f"{dangling:,} dependencies name nodes that the file does not have, and are left out"
+        )
         notices.append(Notice("chakra-dangling", "warning", message, dangling, rank, location))
-    added = dependencies["added"].join(rows_by_id, on=["file", "id"]).select("source", "target", only=True).unique()
-    return edges.drop_nulls().filter(pl.col("source") != pl.col("target")).unique(maintain_order=True), added
+    added = (
+        dependencies["added"]
+        .join(rows_by_id, on=["file", "id"])
+        .select("source", "target", only=True)
+        .unique()
+    )
+    return edges.drop_nulls().filter(pl.col("source") != pl.col("target")).unique(
+        maintain_order=True
+    ), added
 
 
 def _compute_starts(nodes: pl.DataFrame, edges: pl.DataFrame) -> Ints:
@@ -246,8 +301,13 @@ def _compute_starts(nodes: pl.DataFrame, edges: pl.DataFrame) -> Ints:
     return np.array(start, np.int64)
 
 
-def _assemble_graph(decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, file: Ints, ranks: Sequence[int]) -> Graph:
-    """The frames. Before the first row of each file comes its origin, so that all rows of the k-th move by k + 1."""
+def _assemble_graph(
+    decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, file: Ints, ranks: Sequence[int]
+) -> Graph:
+    """The frames.
+
+    Before the first row of each file comes its origin, so that all rows of the k-th move by k + 1.
+    """
     rank = pl.Series(np.asarray(ranks)[file])
     on_host = (decoded["is_cpu_op"] == 1).fill_null(value=False)
     nodes = decoded.select(
@@ -261,7 +321,9 @@ def _assemble_graph(decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, fil
         start_ns=pl.lit(pl.Series(start)),
         duration_ns=pl.col("duration_us") * 1000,
         work_ns=pl.col("duration_us") * 1000,
-        bytes=pl.coalesce(pl.when(pl.col("type").is_in([5, 6, 7])).then("comm_size"), "tensor_size"),
+        bytes=pl.coalesce(
+            pl.when(pl.col("type").is_in([5, 6, 7])).then("comm_size"), "tensor_size"
+        ),
     ).with_columns(residual_ns=pl.lit(0))
     lane, lanes = _assign_lanes(nodes["kind"], decoded, rank)
     moved = np.arange(len(start)) + file + 1
@@ -272,10 +334,16 @@ def _assemble_graph(decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, fil
         name=pl.lit(""),
         kind=pl.lit(ORIGIN),
     )
-    nodes = pl.concat([origins, nodes.with_columns(lane=lane, node=pl.Series(moved))], how="diagonal_relaxed")
+    nodes = pl.concat(
+        [origins, nodes.with_columns(lane=lane, node=pl.Series(moved))], how="diagonal_relaxed"
+    )
     nodes = nodes.sort("node")
-    rank_ends = nodes.group_by("rank").agg((pl.col("start_ns") + pl.col("duration_ns")).max().alias("window_end_ns"))
-    windows = origins.select("rank", window_start_ns="start_ns", clock_offset_ns="start_ns", clock_drift=pl.lit(0.0))
+    rank_ends = nodes.group_by("rank").agg(
+        (pl.col("start_ns") + pl.col("duration_ns")).max().alias("window_end_ns")
+    )
+    windows = origins.select(
+        "rank", window_start_ns="start_ns", clock_offset_ns="start_ns", clock_drift=pl.lit(0.0)
+    )
     windows = windows.join(rank_ends, on="rank", how="left", maintain_order="left")
     # What has no edge of its own waits for the origin, for as long as its file says.
     has_no_edge = np.ones(len(start), np.bool_)
@@ -285,8 +353,12 @@ def _assemble_graph(decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, fil
         pl.Series("target", moved[edges["target"].to_numpy()]),
         residual_ns=pl.lit(0),
     )
-    first = pl.DataFrame({"source": origin_row[file[has_no_edge]], "target": moved[has_no_edge]}).with_columns(
-        kind=pl.lit("origin"), from_end=pl.lit(value=True), residual_ns=pl.Series(start[has_no_edge])
+    first = pl.DataFrame(
+        {"source": origin_row[file[has_no_edge]], "target": moved[has_no_edge]}
+    ).with_columns(
+        kind=pl.lit("origin"),
+        from_end=pl.lit(value=True),
+        residual_ns=pl.Series(start[has_no_edge]),
     )
     edges = pl.concat([edges, first.select(edges.columns)], how="vertical_relaxed").with_columns(
         evidence=pl.lit("assumed"),
@@ -297,14 +369,18 @@ def _assemble_graph(decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, fil
     missing = [name for name in GRAPH_SCHEMAS["nodes"] if name not in nodes.columns]
     nodes = nodes.with_columns(pl.lit(None).alias(name) for name in missing)
     part = nodes["kind"].cast(pl.String).gather(moved)
-    frame = decoded.with_columns(node=pl.Series(moved), part=part).filter(part.is_in(list(COMMUNICATION)))
+    frame = decoded.with_columns(node=pl.Series(moved), part=part).filter(
+        part.is_in(list(COMMUNICATION))
+    )
     sends, receives = pl.col("part") == SEND, pl.col("part") == RECEIVE
     rows = frame.select(
         "node",
         instance=pl.lit(None),
         kind=pl.when(sends | receives)
         .then("part")
-        .otherwise(pl.col("comm_type").replace_strict(_COLLECTIVES, default=None, return_dtype=pl.String)),
+        .otherwise(
+            pl.col("comm_type").replace_strict(_COLLECTIVES, default=None, return_dtype=pl.String)
+        ),
         group=pl.coalesce("pg_name", pl.col("comm_group").cast(pl.String)),
         group_size=pl.lit(None),
         ranks=pl.lit(None),
@@ -317,22 +393,30 @@ def _assemble_graph(decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, fil
         in_splits=pl.lit(None),
         out_splits=pl.lit(None),
     )
-    communication = rows.cast(GRAPH_SCHEMAS["communication"], strict=False)  # a peer that is no rank is unknown
+    communication = rows.cast(
+        GRAPH_SCHEMAS["communication"], strict=False
+    )  # a peer that is no rank is unknown
     return Graph(
         nodes=nodes.select(GRAPH_SCHEMAS["nodes"].names()).cast(GRAPH_SCHEMAS["nodes"]),
         edges=edges.select(schema.names()).cast(schema).sort("target", maintain_order=True),
         lanes=lanes,
         communication=communication,
         ranks=windows.with_columns(
-            pl.lit(None).alias(name) for name in GRAPH_SCHEMAS["ranks"] if name not in windows.columns
+            pl.lit(None).alias(name)
+            for name in GRAPH_SCHEMAS["ranks"]
+            if name not in windows.columns
         )
         .select(GRAPH_SCHEMAS["ranks"].names())
         .cast(GRAPH_SCHEMAS["ranks"]),
     )
 
 
-def _assign_lanes(kind: pl.Series, decoded: pl.DataFrame, rank: pl.Series) -> tuple[pl.Series, pl.DataFrame]:
-    """Threads of the host, streams of the device, and one lane each for what the file puts on no stream."""
+def _assign_lanes(
+    kind: pl.Series, decoded: pl.DataFrame, rank: pl.Series
+) -> tuple[pl.Series, pl.DataFrame]:
+    """Threads of the host, streams of the device, and one lane each for what the file puts on no
+    stream.
+    """
     host = kind == HOST
     lane_keys = decoded.select(
         rank=rank,
@@ -347,7 +431,11 @@ def _assign_lanes(kind: pl.Series, decoded: pl.DataFrame, rank: pl.Series) -> tu
         .otherwise(pl.lit("compute")),
     )
     keys = ["rank", "place", "number", "what"]
-    lanes = lane_keys.unique(keys).sort(keys, descending=[False, True, False, False]).with_row_index("lane")
+    lanes = (
+        lane_keys.unique(keys)
+        .sort(keys, descending=[False, True, False, False])
+        .with_row_index("lane")
+    )
     number = pl.col("number").cast(pl.String)
     at_host = pl.col("place") == "host"
     rows = lanes.select(
@@ -358,7 +446,11 @@ def _assign_lanes(kind: pl.Series, decoded: pl.DataFrame, rank: pl.Series) -> tu
         thread=pl.when(at_host).then(number),
         device=pl.lit(None),
         stream=pl.when(~at_host).then("number"),
-        name=pl.when(at_host).then("thread " + number).otherwise(pl.coalesce("stream " + number, "what")),
+        name=pl.when(at_host)
+        .then("thread " + number)
+        .otherwise(pl.coalesce("stream " + number, "what")),
     )
-    lane = lane_keys.join(lanes, on=keys, how="left", nulls_equal=True, maintain_order="left")["lane"]
+    lane = lane_keys.join(lanes, on=keys, how="left", nulls_equal=True, maintain_order="left")[
+        "lane"
+    ]
     return lane, rows.cast(GRAPH_SCHEMAS["lanes"])

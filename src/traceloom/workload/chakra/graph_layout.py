@@ -1,8 +1,10 @@
 """How a graph lies in `.et`: names of attributes, metadata.
 
-Nodes that take no time and belong to no lane (origin, rendezvous, arrival) are no work, so they are not written as
+Nodes that take no time and belong to no lane (origin, rendezvous, arrival) are no work, so they are
+not written as
 nodes: a neighbour on the same rank carries them in an attribute. The edges of a node are in its attribute `edges`, four
-numbers each (source, code, delay, residual); `ctrl_deps` and `data_deps` tell other tools as much of it as they can.
+numbers each (source, code, delay, residual); `ctrl_deps` and `data_deps` tell other tools as much
+of it as they can.
 """
 
 from __future__ import annotations
@@ -16,7 +18,12 @@ import polars as pl
 
 from traceloom import __version__
 from traceloom.errors import InputError, other_version
-from traceloom.formats.chakra.et_pb2 import AttributeProto, CollectiveCommType, GlobalMetadata, NodeType
+from traceloom.formats.chakra.et_pb2 import (
+    AttributeProto,
+    CollectiveCommType,
+    GlobalMetadata,
+    NodeType,
+)
 from traceloom.graph.graph import (
     ARRIVAL,
     COLLECTIVE,
@@ -90,7 +97,11 @@ COMMUNICATION_NUMBERS = {
 }
 COMMUNICATION_TEXTS = {"comm_kind": "kind", "pg_name": "group", "dtype": "element_type"}
 COMMUNICATION_LISTS = {"pg_ranks": "ranks", "in_splits": "in_splits", "out_splits": "out_splits"}
-TRANSFER_TEXTS = {"copy_kind": "kind", "source_memory": "source_memory", "target_memory": "target_memory"}
+TRANSFER_TEXTS = {
+    "copy_kind": "kind",
+    "source_memory": "source_memory",
+    "target_memory": "target_memory",
+}
 HOST_NUMBERS = {
     "host_row": "row",
     "host_id": "id",
@@ -109,12 +120,15 @@ HOST_OUTPUTS = ("outputs", "output_shapes", "output_types")
 EDGES, EDGES_OUT, CARRIED_NODES = "edges", "edges_out", "carried"
 PER_EDGE = 4  # numbers of an edge in `edges`: source, code, delay, residual
 
-# Which attributes mean a row of a side frame; an attribute without a value stands for a row whose first column is null.
+# Which attributes mean a row of a side frame; an attribute without a value stands for a row whose
+# first column is null.
 COMMUNICATION_MARKER, TRANSFER_MARKER, HOST_OP_MARKER = "comm_kind", "copy_kind", "host_row"
 
 
 def encode_edges(edges: pl.DataFrame) -> pl.Series:
-    """Kind, evidence and ends of each edge as one number: kind * 16 + evidence * 4 + from_end * 2 + to_end."""
+    """Kind, evidence and ends of each edge as one number: kind * 16 + evidence * 4 + from_end * 2 +
+    to_end.
+    """
     return edges.select(
         pl.col("kind").to_physical().cast(pl.Int64) * 16
         + pl.col("evidence").to_physical().cast(pl.Int64) * 4
@@ -129,13 +143,25 @@ def list_code_names() -> dict[str, list[str]]:
 
 
 _DAMAGE = (
-    LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, msgspec.ValidationError,
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+    msgspec.ValidationError,
     pl.exceptions.PolarsError,
-)  # fmt: skip
-_RANK_FRAMES = ("lanes", "ranks", "coverage")  # frames whose rows belong to one rank, or (rank null) to all
+)
+_RANK_FRAMES = (
+    "lanes",
+    "ranks",
+    "coverage",
+)  # frames whose rows belong to one rank, or (rank null) to all
 
 
-def build_metadata(graph: Graph, rank: int, loose_nodes: pl.DataFrame, loose_edges: pl.DataFrame) -> GlobalMetadata:
+def build_metadata(
+    graph: Graph, rank: int, loose_nodes: pl.DataFrame, loose_edges: pl.DataFrame
+) -> GlobalMetadata:
     """The metadata of the file of one rank.
 
     Args:
@@ -160,13 +186,18 @@ def build_metadata(graph: Graph, rank: int, loose_nodes: pl.DataFrame, loose_edg
         "stage": graph.stage,
         "notices": json.dumps([asdict(notice) for notice in graph.notices]),
         "delays": _encode_rows(graph.delays),
-        **{name: _encode_rows(getattr(graph, name).with_row_index("row").filter(in_rank)) for name in _RANK_FRAMES},
+        **{
+            name: _encode_rows(getattr(graph, name).with_row_index("row").filter(in_rank))
+            for name in _RANK_FRAMES
+        },
         "loose_nodes": _encode_rows(loose_nodes),
         "loose_edges": _encode_rows(loose_edges),
     }
     message = GlobalMetadata(version=CHAKRA_VERSION)
     message.attr.extend(AttributeProto(name=name, string_val=text) for name, text in texts.items())
-    message.attr.extend(AttributeProto(name=name, int64_val=number) for name, number in numbers.items())
+    message.attr.extend(
+        AttributeProto(name=name, int64_val=number) for name, number in numbers.items()
+    )
     for name, values in list_code_names().items():
         message.attr.add(name=name).string_list.values.extend(values)
     return message
@@ -178,7 +209,9 @@ def _encode_rows(frame: pl.DataFrame) -> str:
 
 def is_ours(metadata: GlobalMetadata) -> bool:
     """Whether the file is one that a Graph was written to."""
-    return any(attribute.name == "schema" and attribute.string_val == SCHEMA for attribute in metadata.attr)
+    return any(
+        attribute.name == "schema" and attribute.string_val == SCHEMA for attribute in metadata.attr
+    )
 
 
 class Header:
@@ -192,7 +225,9 @@ class Header:
         values: dict[str, Any] = {}
         for attribute in metadata.attr:
             kind = attribute.WhichOneof("value")
-            values[attribute.name] = list(attribute.string_list.values) if kind == "string_list" else None
+            values[attribute.name] = (
+                list(attribute.string_list.values) if kind == "string_list" else None
+            )
             if kind in {"int64_val", "string_val"}:
                 values[attribute.name] = getattr(attribute, kind)
         if values.get("schema_version") != SCHEMA_VERSION:
@@ -207,7 +242,9 @@ class Header:
             self.host_op_count = int(values["host_op_count"])
             self.edge_kinds = msgspec.convert(values["edge_kinds"], list[str])
             self.evidence_kinds = msgspec.convert(values["evidence_kinds"], list[str])
-            self.notices = msgspec.convert(clean_json(json.loads(values["notices"]))[0], tuple[Notice, ...])
+            self.notices = msgspec.convert(
+                clean_json(json.loads(values["notices"]))[0], tuple[Notice, ...]
+            )
             self.frames = {name: _decode_rows(values[name], name, "row") for name in _RANK_FRAMES}
             self.frames["delays"] = _decode_rows(values["delays"], "delays")
             self.loose_nodes = _decode_rows(values["loose_nodes"], "nodes").select(CARRIED_COLUMNS)

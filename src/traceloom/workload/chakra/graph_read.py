@@ -1,7 +1,7 @@
 """A Graph back from its own `.et`.
 
-A Graph that goes out comes back as it was, but for the order of its edges. `traceloom.workload.chakra.graph_layout` says
-what lies where.
+A Graph that goes out comes back as it was, but for the order of its edges.
+`traceloom.workload.chakra.graph_layout` says what lies where.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ ATTRIBUTES = (
     layout.EDGES_OUT,
     layout.CARRIED_NODES,
 )
-_WIDE_EDGES = build_schema("source target code delay_ns residual_ns", {"source": pl.Int64, "target": pl.Int64})
+_WIDE_EDGES = build_schema(
+    "source target code delay_ns residual_ns", {"source": pl.Int64, "target": pl.Int64}
+)
 _HOST_OPS = build_schema("row", GRAPH_SCHEMAS["host_ops"])
 
 
@@ -76,18 +78,34 @@ def read_part(header: Header, blocks: Iterable[Block], location: str) -> GraphPa
     Raises:
         InputError: `chakra-damaged`.
     """
-    collected: dict[str, list[pl.DataFrame]] = {name: [] for name in GraphPart.__annotations__ if name != "header"}
+    collected: dict[str, list[pl.DataFrame]] = {
+        name: [] for name in GraphPart.__annotations__ if name != "header"
+    }
     try:
         for columns in Decoder(ATTRIBUTES, location).columns(blocks):
             for name, frame in _decode_frames(columns, header).items():
                 collected[name].append(frame)
-        part_schemas = {"carried": GRAPH_SCHEMAS["nodes"], "edges": _WIDE_EDGES, "host_ops": _HOST_OPS}
+        part_schemas = {
+            "carried": GRAPH_SCHEMAS["nodes"],
+            "edges": _WIDE_EDGES,
+            "host_ops": _HOST_OPS,
+        }
         empty = GRAPH_SCHEMAS | part_schemas
         return GraphPart(
             header,
-            **{name: pl.concat([pl.DataFrame(schema=empty[name]), *frames]) for name, frames in collected.items()},
+            **{
+                name: pl.concat([pl.DataFrame(schema=empty[name]), *frames])
+                for name, frames in collected.items()
+            },
         )
-    except (pl.exceptions.PolarsError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+    except (
+        pl.exceptions.PolarsError,
+        ValueError,
+        LookupError,
+        TypeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         message = f"its nodes are not those of a graph: {str(error).splitlines()[0]}"
         raise InputError(message, slug="chakra-damaged", where=location) from error
 
@@ -96,18 +114,28 @@ def _decode_frames(columns: NodeColumns, header: Header) -> dict[str, pl.DataFra
     """What a block holds, by the fields of `GraphPart`."""
     nodes = (
         pl.DataFrame({"node": columns.id, "name": columns.names})
-        .with_columns(_collect_attributes(columns, layout.NODE_NUMBERS, layout.NODE_TEXTS), rank=pl.lit(header.rank))
-        .with_columns(pl.col("work_ns").fill_null(pl.col("duration_ns")), pl.col("residual_ns").fill_null(0))
+        .with_columns(
+            _collect_attributes(columns, layout.NODE_NUMBERS, layout.NODE_TEXTS),
+            rank=pl.lit(header.rank),
+        )
+        .with_columns(
+            pl.col("work_ns").fill_null(pl.col("duration_ns")), pl.col("residual_ns").fill_null(0)
+        )
         .select(GRAPH_SCHEMAS["nodes"].names())
         .cast(GRAPH_SCHEMAS["nodes"])
         .filter(pl.Series(columns.id < header.node_count))
     )
-    if missing := next((name for name in ("kind", "start_ns", "duration_ns") if nodes[name].null_count()), None):
+    if missing := next(
+        (name for name in ("kind", "start_ns", "duration_ns") if nodes[name].null_count()), None
+    ):
         raise ValueError(f"one has no `{missing}`")
     carried_texts = columns.strings(layout.CARRIED_NODES).drop_nulls().to_list()
     carried = [row for text in carried_texts for row in json.loads(text)]
     edges = []
-    for name, own_end, other_end in ((layout.EDGES, "target", "source"), (layout.EDGES_OUT, "source", "target")):
+    for name, own_end, other_end in (
+        (layout.EDGES, "target", "source"),
+        (layout.EDGES_OUT, "source", "target"),
+    ):
         lists = columns.lists(name, "sint64_list")
         numbers = lists.values.reshape(-1, layout.PER_EDGE)
         values = {
@@ -125,39 +153,54 @@ def _decode_frames(columns: NodeColumns, header: Header) -> dict[str, pl.DataFra
     }
     for name, row_of, numbers_of, texts_of, lists_of in (
         (
-            "communication", layout.COMMUNICATION_MARKER, layout.COMMUNICATION_NUMBERS, layout.COMMUNICATION_TEXTS,
+            "communication",
+            layout.COMMUNICATION_MARKER,
+            layout.COMMUNICATION_NUMBERS,
+            layout.COMMUNICATION_TEXTS,
             layout.COMMUNICATION_LISTS,
         ),
         ("transfers", layout.TRANSFER_MARKER, {}, layout.TRANSFER_TEXTS, {}),
-    ):  # fmt: skip
+    ):
         schema, present = GRAPH_SCHEMAS[name], columns.has(row_of)
         frames[name] = pl.DataFrame(schema=schema)
         if present.any():
-            frame = pl.DataFrame({"node": columns.id}).with_columns(_collect_attributes(columns, numbers_of, texts_of))
+            frame = pl.DataFrame({"node": columns.id}).with_columns(
+                _collect_attributes(columns, numbers_of, texts_of)
+            )
             for key, column in lists_of.items():
                 lists = columns.lists(key, "int64_list")
                 list_ends = np.cumsum(lists.count)
                 values_by_row: list[list[int] | None] = [None] * len(columns)
                 all_values = lists.values.tolist()
-                for row, end, count in zip(lists.row.tolist(), list_ends.tolist(), lists.count.tolist(), strict=True):
+                for row, end, count in zip(
+                    lists.row.tolist(), list_ends.tolist(), lists.count.tolist(), strict=True
+                ):
                     values_by_row[row] = all_values[end - count : end]
-                frame = frame.with_columns(pl.Series(column, values_by_row, dtype=pl.List(pl.Int64)))
+                frame = frame.with_columns(
+                    pl.Series(column, values_by_row, dtype=pl.List(pl.Int64))
+                )
             frames[name] = frame.filter(pl.Series(present)).select(schema.names()).cast(schema)
     texts: dict[str, list[str | None]] = {}
-    for names, tensors in ((layout.HOST_INPUTS, columns.inputs), (layout.HOST_OUTPUTS, columns.outputs)):
+    for names, tensors in (
+        (layout.HOST_INPUTS, columns.inputs),
+        (layout.HOST_OUTPUTS, columns.outputs),
+    ):
         for name, number in zip(names, (1, 2, 3), strict=True):
             texts[name] = [None] * len(columns)
             for row, text in zip(tensors[number][0].tolist(), tensors[number][1], strict=True):
                 texts[name][row] = text
     host_ops = pl.DataFrame(texts, schema=dict.fromkeys(texts, pl.String)).with_columns(
-        _collect_attributes(columns, layout.HOST_NUMBERS, layout.HOST_TEXTS), rank=pl.lit(header.rank, pl.Int32)
+        _collect_attributes(columns, layout.HOST_NUMBERS, layout.HOST_TEXTS),
+        rank=pl.lit(header.rank, pl.Int32),
     )
     host_ops = host_ops.with_columns(pl.coalesce("name", pl.Series(columns.names)).alias("name"))
     host_ops = host_ops.filter(pl.Series(columns.has(layout.HOST_OP_MARKER)))
     return frames | {"host_ops": host_ops.select(_HOST_OPS.names()).cast(_HOST_OPS)}
 
 
-def _collect_attributes(columns: NodeColumns, numbers: dict[str, str], texts: dict[str, str]) -> list[pl.Series]:
+def _collect_attributes(
+    columns: NodeColumns, numbers: dict[str, str], texts: dict[str, str]
+) -> list[pl.Series]:
     """Columns of whole numbers and of texts, each from the attribute that holds it."""
     return [columns.numbers(name).alias(column) for name, column in numbers.items()] + [
         columns.strings(name).alias(column) for name, column in texts.items()
@@ -165,7 +208,8 @@ def _collect_attributes(columns: NodeColumns, numbers: dict[str, str], texts: di
 
 
 def merge_parts(parts: Sequence[GraphPart], location: str) -> Graph:
-    """The graph of all files. Where ranks are missing, rows are numbered anew and what points to them is left out.
+    """The graph of all files. Where ranks are missing, rows are numbered anew and what points to
+    them is left out.
 
     Raises:
         InputError: `chakra-mixed`: the files are of several graphs, or one is there twice; `chakra-damaged`.
@@ -173,12 +217,20 @@ def merge_parts(parts: Sequence[GraphPart], location: str) -> Graph:
     heads = [part.header for part in parts]
     first = heads[0]
     for head in heads[1:]:
-        if (head.epoch_ns, head.node_count, head.name) != (first.epoch_ns, first.node_count, first.name):
-            raise _make_mixed_error(f"ranks {first.rank} and {head.rank} are of different graphs", location)
+        if (head.epoch_ns, head.node_count, head.name) != (
+            first.epoch_ns,
+            first.node_count,
+            first.name,
+        ):
+            raise _make_mixed_error(
+                f"ranks {first.rank} and {head.rank} are of different graphs", location
+            )
     if len({head.rank for head in heads}) < len(heads):
         raise _make_mixed_error("a rank is there twice", location)
     carried = pl.concat([part.carried for part in parts] + [head.loose_nodes for head in heads])
-    nodes = pl.concat([*(part.nodes for part in parts), carried.unique("node", keep="first")]).sort("node")
+    nodes = pl.concat([*(part.nodes for part in parts), carried.unique("node", keep="first")]).sort(
+        "node"
+    )
     if nodes["node"].is_duplicated().any():
         raise _make_mixed_error("a node is there twice", location)
     lanes = pl.concat([head.frames["lanes"] for head in heads]).sort("lane")
@@ -195,26 +247,46 @@ def merge_parts(parts: Sequence[GraphPart], location: str) -> Graph:
             to_end=code % 2 == 1,
         )
         numbers = ("source", "target")  # they get their type with their new numbers
-        worded.append(frame.select(schema.names()).cast({n: kind for n, kind in schema.items() if n not in numbers}))
+        worded.append(
+            frame.select(schema.names()).cast(
+                {n: kind for n, kind in schema.items() if n not in numbers}
+            )
+        )
     loose = [head.loose_edges.cast({"source": pl.Int64, "target": pl.Int64}) for head in heads]
     edges = pl.concat([*worded, *loose])
-    edges = edges.with_columns(source=_map_to_rows(edges["source"], ids), target=_map_to_rows(edges["target"], ids))
+    edges = edges.with_columns(
+        source=_map_to_rows(edges["source"], ids), target=_map_to_rows(edges["target"], ids)
+    )
     complete = edges.drop_nulls(["source", "target"])
     notices = first.notices
     if lost := edges.height - complete.height:
-        message = f"{lost:,} edges lead to or from ranks that are not among the files, and are left out"
+        message = (
+            f"{lost:,} edges lead to or from ranks that are not among the files, and are left out"
+        )
         notices = (*notices, Notice("chakra-missing-ranks", "warning", message, lost))
-    node_frames = {name: pl.concat([getattr(part, name) for part in parts]) for name in ("communication", "transfers")}
-    rank_frames = {name: pl.concat([head.frames[name] for head in heads]) for name in ("ranks", "coverage")}
+    node_frames = {
+        name: pl.concat([getattr(part, name) for part in parts])
+        for name in ("communication", "transfers")
+    }
+    rank_frames = {
+        name: pl.concat([head.frames[name] for head in heads]) for name in ("ranks", "coverage")
+    }
     return Graph(
         nodes=nodes.with_columns(node=pl.int_range(pl.len())).cast(GRAPH_SCHEMAS["nodes"]),
         edges=complete.select(schema.names()).cast(schema).sort("target", maintain_order=True),
-        lanes=lanes.drop("row").with_columns(lane=pl.int_range(pl.len())).cast(GRAPH_SCHEMAS["lanes"]),
+        lanes=lanes.drop("row")
+        .with_columns(lane=pl.int_range(pl.len()))
+        .cast(GRAPH_SCHEMAS["lanes"]),
         **{
-            name: frame.with_columns(node=_map_to_rows(frame["node"], ids).cast(pl.UInt32)).sort("node")
+            name: frame.with_columns(node=_map_to_rows(frame["node"], ids).cast(pl.UInt32)).sort(
+                "node"
+            )
             for name, frame in node_frames.items()
         },
-        **{name: frame.unique("row", keep="first").sort("row").drop("row") for name, frame in rank_frames.items()},
+        **{
+            name: frame.unique("row", keep="first").sort("row").drop("row")
+            for name, frame in rank_frames.items()
+        },
         host_ops=pl.concat([part.host_ops for part in parts]).sort("row").drop("row"),
         delays=first.frames["delays"],
         name=first.name,
@@ -233,7 +305,8 @@ def _map_to_rows(values: pl.Series, ids: pl.Series) -> pl.Series:
     queries = values.cast(pl.Int64).fill_null(-1).to_numpy()
     positions: Ints = np.searchsorted(id_array, queries)
     matches = (
-        (positions < len(id_array)) & (id_array[np.minimum(positions, len(id_array) - 1)] == queries)
+        (positions < len(id_array))
+        & (id_array[np.minimum(positions, len(id_array) - 1)] == queries)
         if len(id_array)
         else positions < 0
     )
@@ -259,8 +332,11 @@ _SHIFTED = {
 }
 
 
-def convert_to_messages(graph: Graph | GraphWriter, rank: int) -> tuple[GlobalMetadata, Iterator[Node]]:
-    """The messages of the file of one rank; the nodes ascend by id, which is their row in the graph.
+def convert_to_messages(
+    graph: Graph | GraphWriter, rank: int
+) -> tuple[GlobalMetadata, Iterator[Node]]:
+    """The messages of the file of one rank; the nodes ascend by id, which is their row in the
+    graph.
 
     Ids above the number of the graph's nodes are METADATA nodes: host ops that no node stands for.
 
@@ -272,7 +348,9 @@ def convert_to_messages(graph: Graph | GraphWriter, rank: int) -> tuple[GlobalMe
     outgoing = graph if isinstance(graph, GraphWriter) else GraphWriter(graph)
     windows = (data for _, data in outgoing.windows(rank))
     nodes = (
-        Node.FromString(message) for block in read_blocks(windows, IncompleteTail()) for message in block.messages()
+        Node.FromString(message)
+        for block in read_blocks(windows, IncompleteTail())
+        for message in block.messages()
     )
     return outgoing.metadata(rank), nodes
 
@@ -285,7 +363,8 @@ def write_rank(
     force: bool = False,
     step: Step | None = None,
 ) -> int:
-    """Write one rank as `.et`, or `.et.gz` where the name ends so; returns the size of the file in bytes.
+    """Write one rank as `.et`, or `.et.gz` where the name ends so; returns the size of the file in
+    bytes.
 
     Args:
         graph: The graph; as for `to_messages`.
@@ -323,10 +402,11 @@ def write_rank(
 
 
 def write_ranks(graph: Graph, directory: str | Path, *, force: bool = False) -> list[Path]:
-    """Write all ranks as simulators expect them: `workload.<rank>.et`, and `comm_groups.json` with the groups' members.
+    """Write all ranks as simulators expect them: `workload.<rank>.et`, and `comm_groups.json` with
+    the groups' members.
 
-    The directory appears when all of it is written. An existing directory is replaced with `force`, if it holds nothing
-    but such files.
+    The directory appears when all of it is written. An existing directory is replaced with `force`,
+    if it holds nothing but such files.
 
     Returns:
         The files.
@@ -346,7 +426,9 @@ def write_ranks(graph: Graph, directory: str | Path, *, force: bool = False) -> 
 
 def list_groups(graph: Graph) -> dict[str, list[int]]:
     """The members of every group whose members are known, by the group's name."""
-    known_groups = graph.communication.filter(pl.col("group").is_not_null() & pl.col("ranks").is_not_null())
+    known_groups = graph.communication.filter(
+        pl.col("group").is_not_null() & pl.col("ranks").is_not_null()
+    )
     first = known_groups.unique("group", keep="first", maintain_order=True).sort("group")
     return dict(zip(first["group"].to_list(), first["ranks"].to_list(), strict=True))
 
@@ -379,11 +461,13 @@ def convert_from_messages(
     return _build_graph(sources, location)
 
 
-def read_graph(paths: Sequence[str | Path], *, ranks: Sequence[int] | None = None, strict: bool = False) -> Graph:
+def read_graph(
+    paths: Sequence[str | Path], *, ranks: Sequence[int] | None = None, strict: bool = False
+) -> Graph:
     """The graph of the `.et` files of one job, one file per rank.
 
-    Files that a Graph was written to give it back. Those of other writers become nodes in nanoseconds with `assumed`
-    edges; their ranks are not joined.
+    Files that a Graph was written to give it back. Those of other writers become nodes in
+    nanoseconds with `assumed` edges; their ranks are not joined.
 
     Args:
         paths: The files.
@@ -401,7 +485,9 @@ def read_graph(paths: Sequence[str | Path], *, ranks: Sequence[int] | None = Non
         for path, rank in zip(paths, numbers, strict=True):
             readers.append(EtReader(path, strict=strict))
             sources.append(_Source(readers[-1].metadata, readers[-1].blocks(), rank, str(path)))
-        graph = _build_graph(sources, str(paths[0]) if len(paths) == 1 else str(Path(paths[0]).parent))
+        graph = _build_graph(
+            sources, str(paths[0]) if len(paths) == 1 else str(Path(paths[0]).parent)
+        )
     finally:
         for reader in readers:
             reader.__exit__(None, None, None)
@@ -426,7 +512,14 @@ def _build_graph(sources: Sequence[_Source], location: str) -> Graph:
         try:
             graph = merge_parts(parts, location)
             graph.check_columns()
-        except (pl.exceptions.PolarsError, InvariantError, ValueError, LookupError, TypeError, OverflowError) as error:
+        except (
+            pl.exceptions.PolarsError,
+            InvariantError,
+            ValueError,
+            LookupError,
+            TypeError,
+            OverflowError,
+        ) as error:
             message = f"its nodes are not those of a graph: {str(error).splitlines()[0]}"
             raise InputError(message, slug="chakra-damaged", where=location) from error
         return graph
@@ -437,9 +530,18 @@ def _build_graph(sources: Sequence[_Source], location: str) -> Graph:
             where=location,
             hint="give the files of one job",
         )
-    foreign = list(graph_foreign.build_graphs(graph_foreign.RankFile(s.blocks, s.rank, s.where) for s in sources))
+    foreign = list(
+        graph_foreign.build_graphs(
+            graph_foreign.RankFile(s.blocks, s.rank, s.where) for s in sources
+        )
+    )
     # Most writers state no stage, and convert what was recorded.
-    stated = {attr.string_val for source in sources for attr in source.metadata.attr if attr.name == "stage"}
+    stated = {
+        attr.string_val
+        for source in sources
+        for attr in source.metadata.attr
+        if attr.name == "stage"
+    }
     stage: Stage = next((name for name in STAGES if stated == {name}), "profiled")
     return replace(concatenate_graphs(foreign, location), stage=stage)
 
@@ -455,7 +557,8 @@ def build_blocks(nodes: Iterable[Node]) -> Iterator[Block]:
 
 
 def concatenate_graphs(graphs: Sequence[Graph], name: str) -> Graph:
-    """One graph with the rows of all; what belongs to the whole (epoch, stage, delays) is taken from the first.
+    """One graph with the rows of all; what belongs to the whole (epoch, stage, delays) is taken
+    from the first.
 
     Args:
         graphs: At least one; their ranks differ.
@@ -469,9 +572,16 @@ def concatenate_graphs(graphs: Sequence[Graph], name: str) -> Graph:
         for frame, rows_of_it in graph.frames().items():
             shifts = _SHIFTED.get(frame, {})
             frames[frame].append(
-                rows_of_it.with_columns(pl.col(column) + rows[frame_name] for column, frame_name in shifts.items())
+                rows_of_it.with_columns(
+                    pl.col(column) + rows[frame_name] for column, frame_name in shifts.items()
+                )
             )
-        rows = {frame_name: count + getattr(graph, frame_name).height for frame_name, count in rows.items()}
-    merged: dict[str, Any] = {frame: pl.concat(parts) for frame, parts in frames.items() if frame != "delays"}
+        rows = {
+            frame_name: count + getattr(graph, frame_name).height
+            for frame_name, count in rows.items()
+        }
+    merged: dict[str, Any] = {
+        frame: pl.concat(parts) for frame, parts in frames.items() if frame != "delays"
+    }
     notices = tuple(notice for graph in graphs for notice in graph.notices)
     return replace(graphs[0], name=name, notices=notices, **merged)

@@ -1,4 +1,6 @@
-"""Graph to `.et`: the nodes of a rank as wire bytes, made from columns, some ten thousand nodes at a time."""
+"""Graph to `.et`: the nodes of a rank as wire bytes, made from columns, some ten thousand nodes at
+a time.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ _COMMUNICATION = [NODE_KINDS.index(name) for name in COMMUNICATION]
 
 @dataclass(frozen=True, slots=True)
 class _NumberLists:
-    """Numbers of many nodes: those of node `key[i]` are together, keys ascending; `width` numbers for each key."""
+    """Numbers of many nodes: those of node `key[i]` are together, keys ascending; `width` numbers
+    for each key.
+    """
 
     key: Ints
     values: Ints
@@ -34,8 +38,14 @@ class _NumberLists:
         first = np.searchsorted(self.key, nodes, "left")
         last = np.searchsorted(self.key, nodes, "right")
         start, end = (int(first[0]), int(last[-1])) if len(nodes) else (0, 0)
-        in_nodes: Any = np.isin(self.key[start:end], nodes) if end - start > (last - first).sum() else slice(None)
-        values = self.values[start * self.width : end * self.width].reshape(-1, self.width)[in_nodes]
+        in_nodes: Any = (
+            np.isin(self.key[start:end], nodes)
+            if end - start > (last - first).sum()
+            else slice(None)
+        )
+        values = self.values[start * self.width : end * self.width].reshape(-1, self.width)[
+            in_nodes
+        ]
         return (last - first) * self.width, values.ravel()
 
 
@@ -48,9 +58,12 @@ class GraphWriter:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self._written: Bools = graph.nodes.select(~pl.col("kind").is_in(layout.CARRIED)).to_series().to_numpy()
+        self._written: Bools = (
+            graph.nodes.select(~pl.col("kind").is_in(layout.CARRIED)).to_series().to_numpy()
+        )
         self._control, self._data = find_dependencies(graph, self._written)
-        # Rows of nodes that are not written, by the node that carries them (`rows`: JSON), then what nobody carries.
+        # Rows of nodes that are not written, by the node that carries them (`rows`: JSON), then
+        # what nobody carries.
         flags = graph.nodes.select("node", "rank", written=pl.Series(self._written))
         edge_ends = graph.edges.select("source", "target")
         neighbours = pl.concat([edge_ends, edge_ends.select(source="target", target="source")])
@@ -70,13 +83,18 @@ class GraphWriter:
             .agg(("[" + pl.col("row").str.join(",") + "]").alias("rows"))
         )
         unwritten = graph.nodes.filter(~pl.Series(self._written))
-        self._loose_nodes = unwritten.join(carried_pairs, left_on="node", right_on="source", how="anti")
-        unwritten = unwritten.select("node")
-        self._loose_edges = graph.edges.join(unwritten, left_on="source", right_on="node", how="semi").join(
-            unwritten, left_on="target", right_on="node", how="semi"
+        self._loose_nodes = unwritten.join(
+            carried_pairs, left_on="node", right_on="source", how="anti"
         )
-        # The edges of written nodes by their target; then those of written nodes to others, by their source.
-        source, target = (graph.edges[name].to_numpy().astype(np.int64) for name in ("source", "target"))
+        unwritten = unwritten.select("node")
+        self._loose_edges = graph.edges.join(
+            unwritten, left_on="source", right_on="node", how="semi"
+        ).join(unwritten, left_on="target", right_on="node", how="semi")
+        # The edges of written nodes by their target; then those of written nodes to others, by
+        # their source.
+        source, target = (
+            graph.edges[name].to_numpy().astype(np.int64) for name in ("source", "target")
+        )
         code = layout.encode_edges(graph.edges).to_numpy()
         delay, residual = graph.edges["delay_ns"].to_numpy(), graph.edges["residual_ns"].to_numpy()
         enters_written, out = self._written[target], self._written[source] & ~self._written[target]
@@ -86,18 +104,31 @@ class GraphWriter:
             values = np.stack([other[order], code[order], delay[order], residual[order]], axis=1)
             lists.append(_NumberLists(key[order], values.ravel(), layout.PER_EDGE))
         self._in, self._out = lists
-        # Host ops with their row and the node that stands for them: the first of each op; null where there is none.
+        # Host ops with their row and the node that stands for them: the first of each op; null
+        # where there is none.
         first = (
-            graph.nodes.filter(pl.col("host_op").is_not_null() & ~pl.col("kind").is_in(layout.CARRIED))
+            graph.nodes.filter(
+                pl.col("host_op").is_not_null() & ~pl.col("kind").is_in(layout.CARRIED)
+            )
             .select("rank", "host_op", "node")
             .unique(["rank", "host_op"], keep="first", maintain_order=True)
         )
-        ops = graph.host_ops.with_row_index("row").with_columns(first=pl.struct("rank", "id").is_first_distinct())
-        hosts = ops.join(first, left_on=["rank", "id"], right_on=["rank", "host_op"], how="left", maintain_order="left")
+        ops = graph.host_ops.with_row_index("row").with_columns(
+            first=pl.struct("rank", "id").is_first_distinct()
+        )
+        hosts = ops.join(
+            first,
+            left_on=["rank", "id"],
+            right_on=["rank", "host_op"],
+            how="left",
+            maintain_order="left",
+        )
         self._hosts = hosts.with_columns(node=pl.when("first").then("node")).drop("first")
         # Of each lane, and last of nodes of no lane.
         self._of_host = np.append((graph.lanes["kind"] == "host").to_numpy(), True)
-        lane_columns = {name: graph.lanes[name].extend_constant(None, 1) for name in ("device", "stream")}
+        lane_columns = {
+            name: graph.lanes[name].extend_constant(None, 1) for name in ("device", "stream")
+        }
         self._places = [
             encode.join_columns(table)
             for name, column in lane_columns.items()
@@ -110,17 +141,22 @@ class GraphWriter:
             "carried": self._carried,
         }
         self._nodes_beside = {
-            name: frame["node"].drop_nulls().cast(pl.Int64).sort().to_numpy() for name, frame in self._beside.items()
+            name: frame["node"].drop_nulls().cast(pl.Int64).sort().to_numpy()
+            for name, frame in self._beside.items()
         }
 
     @property
     def ranks(self) -> list[int]:
         """The ranks that have a file, ascending."""
-        return sorted({*self.graph.nodes["rank"].unique().to_list(), *self.graph.ranks["rank"].to_list()})
+        return sorted(
+            {*self.graph.nodes["rank"].unique().to_list(), *self.graph.ranks["rank"].to_list()}
+        )
 
     def metadata(self, rank: int) -> GlobalMetadata:
         """The first message of the file of a rank."""
-        loose = self._loose_edges.join(self.graph.nodes.select("node", "rank"), left_on="target", right_on="node")
+        loose = self._loose_edges.join(
+            self.graph.nodes.select("node", "rank"), left_on="target", right_on="node"
+        )
         return build_metadata(
             self.graph,
             rank,
@@ -130,18 +166,25 @@ class GraphWriter:
 
     def windows(self, rank: int) -> Iterator[tuple[int, bytes]]:
         """The nodes of a rank, ascending by id: how many, and their messages with their lengths."""
-        rows = self.graph.nodes.filter(pl.Series(self._written) & (self.graph.nodes["rank"] == rank))
+        rows = self.graph.nodes.filter(
+            pl.Series(self._written) & (self.graph.nodes["rank"] == rank)
+        )
         for start_row in range(0, rows.height, WINDOW):
             window = rows.slice(start_row, WINDOW)
             yield window.height, encode.encode_messages(self._fields(window))
         bare = self._hosts.filter((pl.col("rank") == rank) & pl.col("node").is_null())
         for start_row in range(0, bare.height, WINDOW):
-            # Host ops that no node stands for: metadata nodes, whose ids come after those of all other nodes.
+            # Host ops that no node stands for: metadata nodes, whose ids come after those of all
+            # other nodes.
             ops = bare.slice(start_row, WINDOW).with_columns(node_name=pl.col("name"))
             rows_of_ops = [
-                encode.encode_number_field(b"\x08", ops["row"].cast(pl.Int64).to_numpy() + self.graph.nodes.height),
+                encode.encode_number_field(
+                    b"\x08", ops["row"].cast(pl.Int64).to_numpy() + self.graph.nodes.height
+                ),
                 encode.encode_delimited(b"\x12", encode.encode_texts(ops["name"])),
-                encode.encode_number_field(b"\x18", np.full(ops.height, int(NodeType.METADATA_NODE))),
+                encode.encode_number_field(
+                    b"\x18", np.full(ops.height, int(NodeType.METADATA_NODE))
+                ),
                 _encode_tensors(b"\x42", ops, layout.HOST_INPUTS),
                 _encode_tensors(b"\x4a", ops, layout.HOST_OUTPUTS),
                 *_encode_host_attributes(ops),
@@ -154,7 +197,9 @@ class GraphWriter:
         kind = nodes["kind"].to_physical().to_numpy()
         transfer = self._joined(nodes.select("node"), ids, "transfers")
         host = self._joined(nodes.select("node", node_name="name"), ids, "hosts")
-        types: Ints = np.array([int(layout.NODE_TYPES.get(name, NodeType.COMP_NODE)) for name in NODE_KINDS])[kind]
+        types: Ints = np.array(
+            [int(layout.NODE_TYPES.get(name, NodeType.COMP_NODE)) for name in NODE_KINDS]
+        )[kind]
         if transfer is not None:
             stores = transfer["kind"].is_in(layout.STORES).fill_null(value=False).to_numpy()
             types[stores & (kind == NODE_KINDS.index(COPY))] = int(NodeType.MEM_STORE_NODE)
@@ -168,7 +213,8 @@ class GraphWriter:
             encode.encode_packed_field(b"\x22", *self._control.of(ids)),
             encode.encode_packed_field(b"\x2a", *self._data.of(ids)),
             encode.encode_number_field(b"\x30", micros),
-            # Whole microseconds of a chain of nodes add up to those of the chain: no rounding gathers.
+            # Whole microseconds of a chain of nodes add up to those of the chain: no rounding
+            # gathers.
             encode.encode_number_field(b"\x38", np.maximum(end, 0) // 1000 - micros),
             *([] if host is None else [_encode_tensors(b"\x42", host, layout.HOST_INPUTS)]),
             *([] if host is None else [_encode_tensors(b"\x4a", host, layout.HOST_OUTPUTS)]),
@@ -192,12 +238,22 @@ class GraphWriter:
         fields += [] if host is None else _encode_host_attributes(host)
         for name, lists in ((layout.EDGES, self._in), (layout.EDGES_OUT, self._out)):
             counts, values = lists.of(ids)
-            fields += encode.encode_number_list_attribute(name, "sint64_list", counts, values, counts > 0)
-        carried = self._joined(pl.DataFrame({"node": ids}, schema={"node": pl.UInt32}), ids, "carried")
-        return fields + ([] if carried is None else encode.encode_text_attribute(layout.CARRIED_NODES, carried["rows"]))
+            fields += encode.encode_number_list_attribute(
+                name, "sint64_list", counts, values, counts > 0
+            )
+        carried = self._joined(
+            pl.DataFrame({"node": ids}, schema={"node": pl.UInt32}), ids, "carried"
+        )
+        return fields + (
+            []
+            if carried is None
+            else encode.encode_text_attribute(layout.CARRIED_NODES, carried["rows"])
+        )
 
     def _joined(self, nodes: pl.DataFrame, ids: Ints, name: str) -> pl.DataFrame | None:
-        """The rows of a side frame for these nodes (ascending), null where a node has none; None if none has any."""
+        """The rows of a side frame for these nodes (ascending), null where a node has none; None if
+        none has any.
+        """
         node_ids = self._nodes_beside[name]
         if np.searchsorted(node_ids, ids[0]) == np.searchsorted(node_ids, ids[-1], "right"):
             return None
@@ -205,7 +261,8 @@ class GraphWriter:
 
     def _node_attributes(self, nodes: pl.DataFrame, types: Ints) -> Iterator[encode.ByteRows]:
         lane = nodes["lane"].fill_null(self.graph.lanes.height).to_numpy()
-        # What other tools call a CPU node: compute of the host. Communication is none, wherever it ran.
+        # What other tools call a CPU node: compute of the host. Communication is none, wherever it
+        # ran.
         cpu = self._of_host[lane] & ~np.isin(types, layout.COMMUNICATION_TYPES)
         # `is_cpu_op` and what kind a node is: few differ, so that each combination is spelled once.
         key = cpu.astype(np.int64)
@@ -215,7 +272,10 @@ class GraphWriter:
         _, example, number = np.unique(key, return_index=True, return_inverse=True)
         distinct_texts = nodes.select(list(layout.NODE_TEXTS.values()))[example].cast(pl.String)
         parts = encode.encode_number_attribute(
-            "is_cpu_op", "bool_val", cpu[example].astype(np.int64), np.ones(len(distinct_texts), np.bool_)
+            "is_cpu_op",
+            "bool_val",
+            cpu[example].astype(np.int64),
+            np.ones(len(distinct_texts), np.bool_),
         )
         for name, column in layout.NODE_TEXTS.items():
             parts += encode.encode_text_attribute(name, distinct_texts[column])
@@ -229,23 +289,36 @@ class GraphWriter:
         filled = [name for name in layout.NODE_NUMBERS if missing[name] < nodes.height]
         number_columns = {name: pl.col(layout.NODE_NUMBERS[name]).cast(pl.Int64) for name in filled}
         values = nodes.select(
-            **{name: column.fill_null(0) if missing[name] else column for name, column in number_columns.items()},
-            **{f"{name} there": pl.col(layout.NODE_NUMBERS[name]).is_not_null() for name in filled if missing[name]},
+            **{
+                name: column.fill_null(0) if missing[name] else column
+                for name, column in number_columns.items()
+            },
+            **{
+                f"{name} there": pl.col(layout.NODE_NUMBERS[name]).is_not_null()
+                for name in filled
+                if missing[name]
+            },
         )
         everywhere = np.ones(nodes.height, np.bool_)
         for name in filled:
             flags = changed.get(name)
             if flags is None:
                 flags = values[f"{name} there"].to_numpy() if missing[name] else everywhere
-            yield from encode.encode_number_attribute(name, "int64_val", values[name].to_numpy(), flags)
+            yield from encode.encode_number_attribute(
+                name, "int64_val", values[name].to_numpy(), flags
+            )
         yield from (encode.pick_rows(table, lane) for table in self._places)
 
 
 def _join_rows(nodes: pl.DataFrame, frame: pl.DataFrame) -> pl.DataFrame:
-    return nodes.join(frame, on="node", how="left", maintain_order="left", coalesce=False, suffix="_there")
+    return nodes.join(
+        frame, on="node", how="left", maintain_order="left", coalesce=False, suffix="_there"
+    )
 
 
-def _encode_numbers(name: str, values: pl.Series, present: Bools | None = None) -> list[encode.ByteRows]:
+def _encode_numbers(
+    name: str, values: pl.Series, present: Bools | None = None
+) -> list[encode.ByteRows]:
     missing = values.null_count()
     if missing == len(values):
         return []
@@ -265,31 +338,46 @@ def _encode_communication(frame: pl.DataFrame, nodes: pl.DataFrame) -> Iterator[
         return
     sends, receives = kind == "send", kind == "receive"
     comm_type = frame["kind"].replace_strict(
-        {name: int(number) for name, number in layout.COMM_TYPES.items()}, default=None, return_dtype=pl.Int64
+        {name: int(number) for name, number in layout.COMM_TYPES.items()},
+        default=None,
+        return_dtype=pl.Int64,
     )
     yield from _encode_numbers("comm_type", comm_type.set((kind != "collective"), None))
-    # Bytes as simulators count them: what this rank puts in; what comes out, of a receive or where nothing goes in.
-    sizes = frame.select("in_bytes", "out_bytes").with_columns(bytes=nodes["bytes"], receives=receives)
+    # Bytes as simulators count them: what this rank puts in; what comes out, of a receive or where
+    # nothing goes in.
+    sizes = frame.select("in_bytes", "out_bytes").with_columns(
+        bytes=nodes["bytes"], receives=receives
+    )
     in_bytes, out = pl.col("in_bytes"), pl.col("out_bytes")
-    size = pl.when((in_bytes > 0) & ~pl.col("receives")).then(in_bytes).otherwise(pl.coalesce(out, in_bytes))
+    size = (
+        pl.when((in_bytes > 0) & ~pl.col("receives"))
+        .then(in_bytes)
+        .otherwise(pl.coalesce(out, in_bytes))
+    )
     is_part = pl.lit(kind.is_in(["collective", "send", "receive"]))
-    yield from _encode_numbers("comm_size", sizes.select(pl.when(is_part).then(pl.coalesce(size, "bytes"))).to_series())
+    yield from _encode_numbers(
+        "comm_size", sizes.select(pl.when(is_part).then(pl.coalesce(size, "bytes"))).to_series()
+    )
     rank, peer = nodes["rank"].cast(pl.Int64), frame["peer"].cast(pl.Int64)
     endpoints = pl.DataFrame(
         {"rank": rank, "peer": peer, "sends": sends, "receives": receives, "tag": frame["tag"]}
     ).select(
         comm_src=pl.when("sends").then("rank").when("receives").then("peer"),
         comm_dst=pl.when("sends").then("peer").when("receives").then("rank"),
-        comm_tag=pl.when((pl.col("sends") | pl.col("receives")) & pl.col("tag").is_between(-(2**31), 2**31 - 1)).then(
-            "tag"
-        ),
+        comm_tag=pl.when(
+            (pl.col("sends") | pl.col("receives")) & pl.col("tag").is_between(-(2**31), 2**31 - 1)
+        ).then("tag"),
     )
     for name in endpoints.columns:
         present = endpoints[name].is_not_null().to_numpy()
-        yield from encode.encode_number_attribute(name, "int32_val", endpoints[name].fill_null(0).to_numpy(), present)
+        yield from encode.encode_number_attribute(
+            name, "int32_val", endpoints[name].fill_null(0).to_numpy(), present
+        )
     for name, column in layout.COMMUNICATION_TEXTS.items():
         yield from encode.encode_text_attribute(name, frame[column])
-    yield from encode.encode_bare_attribute(layout.COMMUNICATION_MARKER, (has_row & frame["kind"].is_null()).to_numpy())
+    yield from encode.encode_bare_attribute(
+        layout.COMMUNICATION_MARKER, (has_row & frame["kind"].is_null()).to_numpy()
+    )
     for name, column in layout.COMMUNICATION_NUMBERS.items():
         yield from _encode_numbers(name, frame[column])
     for name, column in layout.COMMUNICATION_LISTS.items():
@@ -301,12 +389,18 @@ def _encode_host_attributes(frame: pl.DataFrame) -> Iterator[encode.ByteRows]:
         return
     for name, column in layout.HOST_NUMBERS.items():
         yield from _encode_numbers(name, frame[column])
-    renamed = frame.select(pl.when(pl.col("name").ne_missing(pl.col("node_name"))).then("name")).to_series()
+    renamed = frame.select(
+        pl.when(pl.col("name").ne_missing(pl.col("node_name"))).then("name")
+    ).to_series()
     for name, column in layout.HOST_TEXTS.items():
-        yield from encode.encode_text_attribute(name, renamed if name == "host_name" else frame[column])
+        yield from encode.encode_text_attribute(
+            name, renamed if name == "host_name" else frame[column]
+        )
 
 
-def _encode_tensors(tag: bytes, frame: pl.DataFrame, columns: tuple[str, str, str]) -> encode.ByteRows:
+def _encode_tensors(
+    tag: bytes, frame: pl.DataFrame, columns: tuple[str, str, str]
+) -> encode.ByteRows:
     """The IOInfo of host ops: values, shapes and types as JSON text."""
     if frame["row"].null_count() == frame.height:
         return encode.build_empty_rows(frame.height)
@@ -318,19 +412,24 @@ def _encode_tensors(tag: bytes, frame: pl.DataFrame, columns: tuple[str, str, st
 
 
 def find_dependencies(graph: Graph, solid: Bools) -> Iterator[_NumberLists]:
-    """Control, then data dependencies between written nodes of the same rank, so that nothing waits in a circle.
+    """Control, then data dependencies between written nodes of the same rank, so that nothing waits
+    in a circle.
 
-    Chakra knows one relation: a node starts after other nodes have ended. An edge of a Graph says more (from start or
-    end, to start or end), so:
+    Chakra knows one relation: a node starts after other nodes have ended. An edge of a Graph says
+    more (from start or end, to start or end), so:
     - end to start is a dependency; a `call` edge is a control dependency, everything else a data dependency;
     - a launch, which holds from the start of the call, is one too: all Chakra tools let the work start after its call;
     - what holds back the *end* of a node (a synchronisation awaits a kernel): a dependency of that node where the
-      awaited one started before it; otherwise (a blocking copy, which the call itself submits) of what follows it;
+      awaited one started before it; otherwise (a blocking copy, which the call itself submits) of
+      what follows it;
     - other edges from a start (kernels that overlap on one stream) order no ends, and are not said.
-    Every dependency points to a node that starts earlier, or at the same time and before it in the order of the graph's
-    points. A circle is therefore impossible; the few edges against the order of the starts are left out.
+    Every dependency points to a node that starts earlier, or at the same time and before it in the
+    order of the graph's points. A circle is therefore impossible; the few edges against the order
+    of the starts are left out.
     """
-    source, target = (graph.edges[name].to_numpy().astype(np.int64) for name in ("source", "target"))
+    source, target = (
+        graph.edges[name].to_numpy().astype(np.int64) for name in ("source", "target")
+    )
     rank, start = graph.nodes["rank"].to_numpy(), graph.nodes["start_ns"].to_numpy()
     is_local = solid[source] & solid[target] & (rank[source] == rank[target]) & (source != target)
     kind, from_end, to_end = (graph.edges[name] for name in ("kind", "from_end", "to_end"))
@@ -344,13 +443,18 @@ def find_dependencies(graph: Graph, solid: Bools) -> Iterator[_NumberLists]:
     late = awaited & ~before
     # What follows a node whose end awaits something later awaits it too.
     awaits = pl.DataFrame({"node": target[late], "awaited": source[late]})
-    pairs = awaits.join(pl.DataFrame({"node": source[is_direct], "follower": target[is_direct]}), on="node")
+    pairs = awaits.join(
+        pl.DataFrame({"node": source[is_direct], "follower": target[is_direct]}), on="node"
+    )
     followers, inherited = pairs["follower"].to_numpy(), pairs["awaited"].to_numpy()
     fine = start[inherited] < start[followers]
     is_control = is_direct & ~call | awaited & before
     for targets, sources in (
         (target[is_direct & call], source[is_direct & call]),
-        (np.concatenate([target[is_control], followers[fine]]), np.concatenate([source[is_control], inherited[fine]])),
+        (
+            np.concatenate([target[is_control], followers[fine]]),
+            np.concatenate([source[is_control], inherited[fine]]),
+        ),
     ):
         order = np.lexsort((sources, targets))
         key, values = targets[order], sources[order]

@@ -66,7 +66,10 @@ def validate(
     problems: list[Problem] = []
     for file_set in find_file_sets(inputs, Path(groups) if groups is not None else None):
         workload = read_workload(file_set, step)
-        files += [(table.path, rank, len(table)) for rank, table in zip(workload.ranks, workload.tables, strict=True)]
+        files += [
+            (table.path, rank, len(table))
+            for rank, table in zip(workload.ranks, workload.tables, strict=True)
+        ]
         problems += validate_workload(workload, target)
     return ValidationResult(target, tuple(files), sort_problems(problems, RULES))
 
@@ -74,9 +77,12 @@ def validate(
 def validate_workload(workload: Workload, target: Target = "chakra") -> Sequence[Problem]:
     """The problems of one set that is already read."""
     findings = Findings(target, RULES)
-    locations = [(table.path, rank) for rank, table in zip(workload.ranks, workload.tables, strict=True)]
+    locations = [
+        (table.path, rank) for rank, table in zip(workload.ranks, workload.tables, strict=True)
+    ]
     checked = [
-        check_file(table, location, findings) for table, location in zip(workload.tables, locations, strict=True)
+        check_file(table, location, findings)
+        for table, location in zip(workload.tables, locations, strict=True)
     ]
     check_attributes(workload, findings)
     check_groups(workload, findings)
@@ -85,7 +91,11 @@ def validate_workload(workload: Workload, target: Target = "chakra") -> Sequence
     numbers, times = np.unique(present, return_counts=True)
     for rank in numbers[times > 1].tolist():
         paths = [t.path for r, t in zip(workload.ranks, workload.tables, strict=True) if r == rank]
-        findings.add("repeated-rank", (paths[0], rank), [(None, f"rank {rank} is in {' and in '.join(paths)}")])
+        findings.add(
+            "repeated-rank",
+            (paths[0], rank),
+            [(None, f"rank {rank} is in {' and in '.join(paths)}")],
+        )
     location_by_rank = find_named_ranks(workload) if present else {}
     last = max(present, default=0)
     gaps = dict.fromkeys(range(last), f"the numbers of the files go up to {last}")
@@ -95,14 +105,19 @@ def validate_workload(workload: Workload, target: Target = "chakra") -> Sequence
         first, several = min(absent), len(absent) > 1
         message = (
             f"rank{'s' if several else ''} {format_ranks(absent)} {'have' if several else 'has'} no file; "
-            f"rank {first} is expected, as {absent[first]}" + (" names it" if first in location_by_rank else "")
+            f"rank {first} is expected, as {absent[first]}"
+            + (" names it" if first in location_by_rank else "")
         )
         severity: Severity | None = None if workload.place.whole else "warning"
-        findings.add("missing-rank", locations[0], [(None, message)], count=len(absent), severity=severity)
+        findings.add(
+            "missing-rank", locations[0], [(None, message)], count=len(absent), severity=severity
+        )
     parts = build_issue_orders(workload, [settled for _, settled in checked])
     if len(parts) > 1:
         joined = match(workload, parts, findings)
-        if not any(settled.stuck.any() for _, settled in checked):  # else every rank hangs already by itself
+        if not any(
+            settled.stuck.any() for _, settled in checked
+        ):  # else every rank hangs already by itself
             check_deadlock(parts, [resolved.data for resolved, _ in checked], joined, findings)
     if target == "astra-sim":
         check_astra_sim(workload, findings)

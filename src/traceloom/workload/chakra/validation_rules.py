@@ -123,11 +123,14 @@ class Findings:
             return
         ids = np.asarray(nodes, dtype=np.uint64)
         first_examples = tuple(
-            Example(node, text) for _, (node, text) in zip(range(MAX_EXAMPLES), examples, strict=False)
+            Example(node, text)
+            for _, (node, text) in zip(range(MAX_EXAMPLES), examples, strict=False)
         )
         times = count if count is not None else max(len(ids), 1)
         self.problems.append(
-            Problem(rule, severity or how_bad, *location, ids, times, first_examples, definition.remedy)
+            Problem(
+                rule, severity or how_bad, *location, ids, times, first_examples, definition.remedy
+            )
         )
 
 
@@ -164,13 +167,17 @@ class ValidationResult:
             "valid": self.errors == 0,
             "errors": self.errors,
             "warnings": self.warnings,
-            "files": [{"path": path, "rank": rank, "nodes": nodes} for path, rank, nodes in self.files],
+            "files": [
+                {"path": path, "rank": rank, "nodes": nodes} for path, rank, nodes in self.files
+            ],
             "problems": [problem.to_dict() for problem in self.problems],
         }
 
 
 def sort_problems(problems: Iterable[Problem], rules: Iterable[str]) -> tuple[Problem, ...]:
-    """Errors before warnings; in each, causes before what follows from them (the order of `rules`), then by count."""
+    """Errors before warnings; in each, causes before what follows from them (the order of `rules`),
+    then by count.
+    """
     order = {rule: index for index, rule in enumerate(rules)}
     return tuple(sorted(problems, key=lambda p: (p.severity != "error", order[p.rule], -p.count)))
 
@@ -185,8 +192,15 @@ _FILE = (
         "copy or write the file again; whatever comes after the damage is lost",
         ERROR,
     ),
-    ValidationRule("no-metadata", "the file does not begin with metadata", "write the metadata message first", ERROR),
-    ValidationRule("no-nodes", "the file has no nodes", "leave the file away, or write its nodes", WARNING),
+    ValidationRule(
+        "no-metadata",
+        "the file does not begin with metadata",
+        "write the metadata message first",
+        ERROR,
+    ),
+    ValidationRule(
+        "no-nodes", "the file has no nodes", "leave the file away, or write its nodes", WARNING
+    ),
     ValidationRule(
         "file-name",
         "the file's name does not end in a rank",
@@ -221,8 +235,12 @@ _NODES = (
         "comm_priority as int32, tensor_size as uint64, pg_name as string, involved_dim as a list of bool",
         ERROR,
     ),
-    ValidationRule("repeated-attribute", "the node has an attribute twice", "keep one of them", ERROR),
-    ValidationRule("duplicate-id", "several nodes have one id", "give every node of a file its own id", ERROR),
+    ValidationRule(
+        "repeated-attribute", "the node has an attribute twice", "keep one of them", ERROR
+    ),
+    ValidationRule(
+        "duplicate-id", "several nodes have one id", "give every node of a file its own id", ERROR
+    ),
 )
 _DEPENDENCIES = (
     ValidationRule(
@@ -256,7 +274,9 @@ _DEPENDENCIES = (
         "repair what it waits for",
         ERROR,
     ),
-    ValidationRule("repeated-dependency", "a dependency is listed twice", "list it once", WARNING, WARNING),
+    ValidationRule(
+        "repeated-dependency", "a dependency is listed twice", "list it once", WARNING, WARNING
+    ),
     ValidationRule(
         "isolated-node",
         "the node takes time, but waits for nothing and nothing waits for it",
@@ -279,7 +299,10 @@ _COMMUNICATION = (
         ERROR,
     ),
     ValidationRule(
-        "communication-size", "the communication moves no bytes", "give comm_size the bytes it moves", WARNING
+        "communication-size",
+        "the communication moves no bytes",
+        "give comm_size the bytes it moves",
+        WARNING,
     ),
     ValidationRule(
         "communication-on-host",
@@ -287,8 +310,18 @@ _COMMUNICATION = (
         "write is_cpu_op as false on communication, or type the node COMP",
         WARNING,
     ),
-    ValidationRule("message-peer", "the message's other end cannot be", "name the rank of the other side", ERROR),
-    ValidationRule("group-file", "the group file is not as it should be", 'write {"1": [0, 1], "2": [2, 3]}', ERROR),
+    ValidationRule(
+        "message-peer",
+        "the message's other end cannot be",
+        "name the rank of the other side",
+        ERROR,
+    ),
+    ValidationRule(
+        "group-file",
+        "the group file is not as it should be",
+        'write {"1": [0, 1], "2": [2, 3]}',
+        ERROR,
+    ),
     ValidationRule(
         "unknown-group",
         "the group is not in the group file",
@@ -407,5 +440,6 @@ _ASTRA_SIM = (
 )
 
 RULES: dict[str, ValidationRule] = {
-    rule.name: rule for rule in (*_FILE, *_NODES, *_DEPENDENCIES, *_COMMUNICATION, *_BETWEEN, *_ASTRA_SIM)
+    rule.name: rule
+    for rule in (*_FILE, *_NODES, *_DEPENDENCIES, *_COMMUNICATION, *_BETWEEN, *_ASTRA_SIM)
 }

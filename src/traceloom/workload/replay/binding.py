@@ -1,8 +1,9 @@
 """A recorded call -> PyTorch's function.
 
-A call names an op by its recorded schema. The op of this PyTorch may have another one: arguments are matched by name,
-those that it does not need are left to their defaults, and what cannot be matched is said. Functions are PyTorch's
-builtins of one overload: of all ways to call an op from Python that cannot end in another overload, the fastest.
+A call names an op by its recorded schema. The op of this PyTorch may have another one: arguments
+are matched by name, those that it does not need are left to their defaults, and what cannot be
+matched is said. Functions are PyTorch's builtins of one overload: of all ways to call an op from
+Python that cannot end in another overload, the fastest.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class ReplacementOp(NamedTuple):
     def values(self, recorded: Mapping[str, Any], argument_names: list[str]) -> dict[str, Any]:
         """Values of its arguments, which have these names, from those of the recorded op."""
         values_by_name = {
-            name: recorded[old] for name in argument_names if (old := self.recorded_names.get(name, name)) in recorded
+            name: recorded[old]
+            for name in argument_names
+            if (old := self.recorded_names.get(name, name)) in recorded
         }
         return {**values_by_name, **self.constants}
 
@@ -58,7 +61,9 @@ _REPLACEMENTS = {
     "aten::_reshape_alias_copy": ReplacementOp("aten::as_strided_copy"),
     # A storage cannot be handed over as such: the twins take a tensor and use its storage.
     "aten::set_.source_Storage": ReplacementOp("aten::set_.source_Tensor"),
-    "aten::set_.source_Storage_storage_offset": ReplacementOp("aten::set_.source_Tensor_storage_offset"),
+    "aten::set_.source_Storage_storage_offset": ReplacementOp(
+        "aten::set_.source_Tensor_storage_offset"
+    ),
     # Where everything is on one device, a copy into pinned memory is a copy.
     **dict.fromkeys(PINNING_OPS, ReplacementOp("aten::clone")),
     # A replay's tensors may be views, which cannot be detached in place.
@@ -76,7 +81,8 @@ _NATIVE_BATCH_NORM_BACKWARD = ReplacementOp(
 _GENERIC_CONVOLUTION = ReplacementOp(
     "aten::convolution", {"input": "self"}, {"transposed": False, "output_padding": [0]}
 )
-# What libraries of GPUs do, and the CPU by other ops. Dropout within attention does not exist there.
+# What libraries of GPUs do, and the CPU by other ops. Dropout within attention does not exist
+# there.
 _CPU_REPLACEMENTS = {
     "aten::cudnn_batch_norm": _NATIVE_BATCH_NORM,
     "aten::miopen_batch_norm": _NATIVE_BATCH_NORM,
@@ -86,7 +92,9 @@ _CPU_REPLACEMENTS = {
         constants={"bias": None, **_GENERIC_CONVOLUTION.constants}
     ),
     "aten::miopen_convolution": _GENERIC_CONVOLUTION,
-    "aten::_scaled_dot_product_flash_attention": ReplacementOp(_CPU_FLASH_ATTENTION, {}, {"dropout_p": 0.0}),
+    "aten::_scaled_dot_product_flash_attention": ReplacementOp(
+        _CPU_FLASH_ATTENTION, {}, {"dropout_p": 0.0}
+    ),
     "aten::_scaled_dot_product_efficient_attention": ReplacementOp(
         _CPU_FLASH_ATTENTION, {"attn_mask": "attn_bias"}, {"dropout_p": 0.0}
     ),
@@ -100,7 +108,9 @@ _CPU_REPLACEMENTS = {
         _CPU_FLASH_ATTENTION + "_backward", {"attn_mask": "attn_bias"}, {"dropout_p": 0.0}
     ),
     "aten::_scaled_dot_product_efficient_attention_backward": ReplacementOp(
-        _CPU_FLASH_ATTENTION + "_backward", {"grad_out": "grad_out_", "attn_mask": "attn_bias"}, {"dropout_p": 0.0}
+        _CPU_FLASH_ATTENTION + "_backward",
+        {"grad_out": "grad_out_", "attn_mask": "attn_bias"},
+        {"dropout_p": 0.0},
     ),
 }
 
@@ -112,10 +122,12 @@ def find_replacement(name: str, device: str) -> ReplacementOp | None:
 
 ArgumentPath = tuple[int | str, ...]
 RECORD_STREAM = "aten::record_stream"
-"""An op whose stream no trace tells: it is run for the stream on which the replay has the next op on that memory."""
+"""An op whose stream no trace tells: it is run for the stream on which the replay has the next op
+on that memory.
+"""
 
 
-class BindError(Exception):  # noqa: N818  (it is no error: the op is left out, with this as the reason)
+class BindError(Exception):
     """An op of the plan that this PyTorch cannot be made to run.
 
     Attributes:
@@ -138,12 +150,15 @@ def require_torch() -> None:
     try:
         import torch  # noqa: F401
     except ImportError as error:
-        raise InputError("a replay needs torch", slug="no-torch", hint="pip install 'traceloom[record]'") from error
+        raise InputError(
+            "a replay needs torch", slug="no-torch", hint="pip install 'traceloom[record]'"
+        ) from error
 
 
 @dataclass(slots=True)
 class BoundCall:
-    """A call as Python makes it: `function(*arguments, **keywords)`, once the tensors stand in their places.
+    """A call as Python makes it: `function(*arguments, **keywords)`, once the tensors stand in
+    their places.
 
     Attributes:
         function: PyTorch's builtin of one overload.
@@ -210,13 +225,18 @@ def bind_call(
         if keeps_host and recorded_schema.qualified in PINNING_OPS
         else find_replacement(recorded_schema.qualified, device.type)
     )
-    function, current_schema = _resolve_overload(recorded_schema.qualified if replacement is None else replacement.name)
+    function, current_schema = _resolve_overload(
+        recorded_schema.qualified if replacement is None else replacement.name
+    )
     if function is None or current_schema is None:
         version = f", and PyTorch {recorded_torch} recorded it" if recorded_torch else ""
         raise BindError(
-            "unknown-op", f"PyTorch {torch.__version__} here has no {recorded_schema.qualified}{version}: {schema}"
+            "unknown-op",
+            f"PyTorch {torch.__version__} here has no {recorded_schema.qualified}{version}: {schema}",
         )
-    if reason := find_refusal(current_schema, allowed_namespaces):  # a trace may write another schema than the op has
+    if reason := find_refusal(
+        current_schema, allowed_namespaces
+    ):  # a trace may write another schema than the op has
         raise BindError(*reason)
     try:
         recorded_values: list[Any] = msgspec.json.decode(arguments, type=list)
@@ -224,15 +244,23 @@ def bind_call(
         raise BindError(
             "unknown-argument", f"the arguments of {recorded_schema.qualified} are no list: {error}"
         ) from None
-    values = dict(zip((argument.name for argument in recorded_schema.arguments), recorded_values, strict=False))
+    values = dict(
+        zip(
+            (argument.name for argument in recorded_schema.arguments), recorded_values, strict=False
+        )
+    )
     if replacement is not None:
-        values = replacement.values(values, [argument.name for argument in current_schema.arguments])
+        values = replacement.values(
+            values, [argument.name for argument in current_schema.arguments]
+        )
     elif recorded_schema.text != current_schema.text:
         values = _map_argument_names(values, recorded_schema, current_schema, recorded_torch)
     bound, positional_count = BoundCall(function), 0
     for argument in current_schema.arguments:
         if argument.name not in values and not argument.has_default:
-            raise _make_schema_error(f"{argument.name!r} has no value", current_schema, recorded_schema, recorded_torch)
+            raise _make_schema_error(
+                f"{argument.name!r} has no value", current_schema, recorded_schema, recorded_torch
+            )
         path = (argument.name,) if argument.keyword_only else (len(bound.arguments),)
         slot_count_before = len(bound.places)
         value = argument.default
@@ -242,7 +270,9 @@ def bind_call(
                 value = torch.device("cpu")
         # Each argument that need not be handed over is time saved.
         is_omittable = (
-            len(bound.places) == slot_count_before and argument.has_default and repr(value) == repr(argument.default)
+            len(bound.places) == slot_count_before
+            and argument.has_default
+            and repr(value) == repr(argument.default)
         )
         if not argument.keyword_only:
             bound.arguments.append(value)
@@ -257,7 +287,9 @@ def bind_call(
 
 
 def _record_current_stream(tensor: torch.Tensor) -> None:
-    """Let the allocator not give the memory of a tensor away while the stream that is current works on it."""
+    """Let the allocator not give the memory of a tensor away while the stream that is current works
+    on it.
+    """
     import torch
 
     tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
@@ -281,11 +313,17 @@ def _resolve_overload(qualified: str) -> tuple[Callable[..., Any] | None, Operat
 
 
 def _map_argument_names(
-    values: dict[str, Any], recorded_schema: OperatorSchema, current_schema: OperatorSchema, recorded_torch: str | None
+    values: dict[str, Any],
+    recorded_schema: OperatorSchema,
+    current_schema: OperatorSchema,
+    recorded_torch: str | None,
 ) -> dict[str, Any]:
-    """The values by the names that this PyTorch gives to the arguments: same names, or another at the same position."""
+    """The values by the names that this PyTorch gives to the arguments: same names, or another at
+    the same position.
+    """
     current_names, recorded_names = (
-        {argument.name for argument in schema.arguments} for schema in (current_schema, recorded_schema)
+        {argument.name for argument in schema.arguments}
+        for schema in (current_schema, recorded_schema)
     )
     mapped = {}
     for position, argument in enumerate(recorded_schema.arguments[: len(values)]):
@@ -293,7 +331,9 @@ def _map_argument_names(
         if argument.name in current_names:
             mapped[argument.name] = value
             continue
-        candidate = current_schema.arguments[position] if position < len(current_schema.arguments) else None
+        candidate = (
+            current_schema.arguments[position] if position < len(current_schema.arguments) else None
+        )
         # It may be another by a new name: of one type, but for integers that became symbols.
         types = {
             candidate.type.leaf.removeprefix("Sym").lower()
@@ -303,12 +343,17 @@ def _map_argument_names(
         if candidate is not None and len(types) == 1 and candidate.name not in recorded_names:
             mapped[candidate.name] = value
         elif not argument.has_default or value != argument.default:
-            raise _make_schema_error(f"it takes no {argument.name!r}", current_schema, recorded_schema, recorded_torch)
+            raise _make_schema_error(
+                f"it takes no {argument.name!r}", current_schema, recorded_schema, recorded_torch
+            )
     return mapped
 
 
 def _make_schema_error(
-    problem: str, current_schema: OperatorSchema, recorded_schema: OperatorSchema, recorded_torch: str | None
+    problem: str,
+    current_schema: OperatorSchema,
+    recorded_schema: OperatorSchema,
+    recorded_torch: str | None,
 ) -> BindError:
     import torch
 
@@ -331,7 +376,8 @@ def _convert_value(
 
     if isinstance(value, list):
         return [
-            _convert_value(part, argument, (*path, index), device, tensor_slots) for index, part in enumerate(value)
+            _convert_value(part, argument, (*path, index), device, tensor_slots)
+            for index, part in enumerate(value)
         ]
     if argument.name in NEVER_GIVEN:
         return None if argument.type.optional else False
@@ -353,7 +399,10 @@ def _convert_value(
         enum = getattr(torch, str(content), None)
         if isinstance(enum, torch.dtype | torch.layout | torch.memory_format):
             return enum
-    raise BindError("unknown-argument", f"{argument.name!r} cannot be given: it was recorded as {kind} {content!r}")
+    raise BindError(
+        "unknown-argument",
+        f"{argument.name!r} cannot be given: it was recorded as {kind} {content!r}",
+    )
 
 
 def _copy_lists(value: Any) -> Any:

@@ -1,7 +1,9 @@
-"""Communication: the process groups of a plan among the ranks that run, and its collectives over torch.distributed.
+"""Communication: the process groups of a plan among the ranks that run, and its collectives over
+torch.distributed.
 
-A collective is started and, unless it was asynchronous, waited for at once; the plan says where the others are waited
-for. Groups are cut to the ranks that run: buffers that hold a part for each rank are used as far as they go.
+A collective is started and, unless it was asynchronous, waited for at once; the plan says where the
+others are waited for. Groups are cut to the ranks that run: buffers that hold a part for each rank
+are used as far as they go.
 """
 
 from __future__ import annotations
@@ -24,8 +26,18 @@ if TYPE_CHECKING:
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
 """What serves a kind of device and the host beside it; gloo the others."""
 _CARRIED = {
-    "bool", "uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
-}  # fmt: skip
+    "bool",
+    "uint8",
+    "int8",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+}
 """What every backend takes; other types go as bytes."""
 _ROOTED_KINDS = ("broadcast", "reduce", "gather", "scatter")
 POINT_TO_POINT = ("send", "recv")
@@ -33,7 +45,8 @@ _SAME_SIZES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduc
 
 
 def check_agreement(plan: ReplayPlan, ranks: Sequence[int]) -> None:
-    """See that the ranks of each group issue the same collectives in the same order, before anything can hang.
+    """See that the ranks of each group issue the same collectives in the same order, before
+    anything can hang.
 
     Args:
         plan: The plan.
@@ -56,7 +69,11 @@ def check_agreement(plan: ReplayPlan, ranks: Sequence[int]) -> None:
         between = group_ops.filter(pl.col("kind").is_in(POINT_TO_POINT))
         for pair, both in between.group_by("source", "target", maintain_order=True):
             lists = {rank: both.filter(pl.col("rank") == rank)["what"] for rank in pair}
-            _check_same(lists, f"group `{name}`, from {pair[0]} to {pair[1]}", "send and receive differently")
+            _check_same(
+                lists,
+                f"group `{name}`, from {pair[0]} to {pair[1]}",
+                "send and receive differently",
+            )
 
 
 def _check_same(lists: Mapping[int, pl.Series], location: str, difference: str) -> None:
@@ -65,7 +82,9 @@ def _check_same(lists: Mapping[int, pl.Series], location: str, difference: str) 
         return
     first, expected = next(iter(lists.items()))
     for rank, actual in lists.items():
-        for nth, (expected_op, right) in enumerate(zip_longest(expected, actual, fillvalue="nothing"), start=1):
+        for nth, (expected_op, right) in enumerate(
+            zip_longest(expected, actual, fillvalue="nothing"), start=1
+        ):
             if expected_op != right:
                 raise InputError(
                     f"ranks {first} and {rank} {difference}: number {nth} is {expected_op} on rank {first}, {right} on rank {rank}",
@@ -76,7 +95,9 @@ def _check_same(lists: Mapping[int, pl.Series], location: str, difference: str) 
 
 
 def _list_issued(plan: RankPlan, ranks: Sequence[int]) -> pl.DataFrame:
-    """What a rank issues, in order: rank, group, kind, source, target, what (in words, alike on all ranks)."""
+    """What a rank issues, in order: rank, group, kind, source, target, what (in words, alike on all
+    ranks).
+    """
     uses = plan.uses()
     elements = plan.tensors["shape"].list.eval(pl.element().product()).list.first().fill_null(1)
     sizes = elements * plan.tensors["dtype"].replace_strict(ITEM_BYTES, return_dtype=pl.Int64)
@@ -120,7 +141,10 @@ class AsyncHandles:
         self._works = [work for work in works if work is not None]
 
     def wait(self) -> None:
-        """Until it is done; on an accelerator, let its current stream wait. Gloo would wait a second time for ever."""
+        """Until it is done; on an accelerator, let its current stream wait.
+
+        Gloo would wait a second time for ever.
+        """
         works, self._works = self._works, []
         for work in works:
             work.wait()
@@ -147,7 +171,9 @@ class RunningGroups:
     members: Mapping[str, tuple[int, ...]]
 
     @staticmethod
-    def join(plan: ReplayPlan, ranks: Sequence[int], backend: str, timeout_s: float) -> RunningGroups:
+    def join(
+        plan: ReplayPlan, ranks: Sequence[int], backend: str, timeout_s: float
+    ) -> RunningGroups:
         """Make the groups of a plan; every process calls it, once torch.distributed is there."""
         import torch.distributed as dist
 
@@ -156,7 +182,9 @@ class RunningGroups:
             members[name] = tuple(group_ranks or range(plan.world_size))
             processes = [ranks.index(rank) for rank in members[name] if rank in ranks]
             group = (
-                dist.new_group(processes, backend=backend, timeout=timedelta(seconds=timeout_s)) if processes else None
+                dist.new_group(processes, backend=backend, timeout=timedelta(seconds=timeout_s))
+                if processes
+                else None
             )
             if dist.get_rank() in processes:
                 groups[name] = group
@@ -167,7 +195,8 @@ class RunningGroups:
         return row["kind"] in POINT_TO_POINT and row["peer"] not in self.ranks
 
     def exchange(self, rows: Sequence[Mapping[str, Any]]) -> Callable[..., list[AsyncHandles]]:
-        """What starts several sends and receives of one tensor each: together, as NCCL would wait for the first.
+        """What starts several sends and receives of one tensor each: together, as NCCL would wait
+        for the first.
 
         Args:
             rows: Of the plan's `collectives`, in one group; the tensors are the arguments of what is returned.
@@ -175,16 +204,27 @@ class RunningGroups:
         import torch.distributed as dist
 
         group = self.groups[rows[0]["group"]]
-        ways = [(dist.isend if row["kind"] == "send" else dist.irecv, self.ranks.index(row["peer"])) for row in rows]
+        ways = [
+            (dist.isend if row["kind"] == "send" else dist.irecv, self.ranks.index(row["peer"]))
+            for row in rows
+        ]
 
         def exchange(*tensors: torch.Tensor) -> list[AsyncHandles]:
-            carried = (tensor if str(tensor.dtype)[6:] in _CARRIED else as_bytes(tensor) for tensor in tensors)
-            parts = [dist.P2POp(way, tensor, peer, group) for (way, peer), tensor in zip(ways, carried, strict=True)]
+            carried = (
+                tensor if str(tensor.dtype)[6:] in _CARRIED else as_bytes(tensor)
+                for tensor in tensors
+            )
+            parts = [
+                dist.P2POp(way, tensor, peer, group)
+                for (way, peer), tensor in zip(ways, carried, strict=True)
+            ]
             return [AsyncHandles(dist.batch_isend_irecv(parts))] * len(rows)
 
         return exchange
 
-    def call(self, row: Mapping[str, Any], inputs: int, dtypes: Iterable[str]) -> Callable[..., AsyncHandles]:
+    def call(
+        self, row: Mapping[str, Any], inputs: int, dtypes: Iterable[str]
+    ) -> Callable[..., AsyncHandles]:
         """What starts a collective, and waits for it unless it was asynchronous.
 
         Args:
@@ -195,11 +235,18 @@ class RunningGroups:
         members = self.members[row["group"]]
         kept_positions = [position for position, rank in enumerate(members) if rank in self.ranks]
         running = [members[position] for position in kept_positions]
-        peer = row["peer"] if row["peer"] in running or row["kind"] in POINT_TO_POINT else running[0]
+        peer = (
+            row["peer"] if row["peer"] in running or row["kind"] in POINT_TO_POINT else running[0]
+        )
         start = _Start(
-            row["kind"], self.groups[row["group"]], kept_positions, len(members),
-            self.ranks.index(peer) if peer is not None else 0, row["splits_in"], row["splits_out"],
-        )  # fmt: skip
+            row["kind"],
+            self.groups[row["group"]],
+            kept_positions,
+            len(members),
+            self.ranks.index(peer) if peer is not None else 0,
+            row["splits_in"],
+            row["splits_out"],
+        )
 
         are_carried = _CARRIED.issuperset(dtypes)
 
@@ -215,7 +262,9 @@ class RunningGroups:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, with one more dimension: those before it, of which splits are counted, stay."""
+    """The bytes of a tensor, with one more dimension: those before it, of which splits are counted,
+    stay.
+    """
     import torch
 
     return tensor.unsqueeze(-1).view(torch.uint8)
@@ -223,7 +272,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Start:
-    """Start one collective: `kept` are the places in its group of the ranks that run, `size` how many it had."""
+    """Start one collective: `kept` are the places in its group of the ranks that run, `size` how
+    many it had.
+    """
 
     kind: str
     group: dist.ProcessGroup
@@ -233,7 +284,9 @@ class _Start:
     splits_in: Sequence[int]
     splits_out: Sequence[int]
 
-    def __call__(self, source: Sequence[torch.Tensor], target: Sequence[torch.Tensor]) -> Iterator[dist.Work | None]:
+    def __call__(
+        self, source: Sequence[torch.Tensor], target: Sequence[torch.Tensor]
+    ) -> Iterator[dist.Work | None]:
         import torch.distributed as dist
 
         group: dict[str, Any] = {"group": self.group, "async_op": True}
@@ -259,16 +312,22 @@ class _Start:
         elif len(source) == len(target):
             for sent, filled in zip(source, target, strict=True):
                 if self.kind == "all_gather":
-                    yield dist.all_gather_into_tensor(self.cut(filled, sent), sent.view(-1), **group)
+                    yield dist.all_gather_into_tensor(
+                        self.cut(filled, sent), sent.view(-1), **group
+                    )
                 else:
-                    yield dist.reduce_scatter_tensor(filled.view(-1), self.cut(sent, filled), **group)
+                    yield dist.reduce_scatter_tensor(
+                        filled.view(-1), self.cut(sent, filled), **group
+                    )
         elif self.kind == "all_gather":
             yield dist.all_gather(self.parts(target), source[0], **group)
         else:
             yield dist.reduce_scatter(target[0], self.parts(source), **group)
 
     def cut(self, buffer: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """The parts of a buffer of the ranks that run; flat, because gloo wants shapes that NCCL does not."""
+        """The parts of a buffer of the ranks that run; flat, because gloo wants shapes that NCCL
+        does not.
+        """
         return buffer.view(-1)[: part.numel() * len(self.kept)]
 
     def parts(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -276,11 +335,15 @@ class _Start:
         parts = tensors if len(tensors) == self.size else tensors[0].view(-1).chunk(self.size)
         return [parts[position] for position in self.kept]
 
-    def all_to_all(self, source: Sequence[torch.Tensor], target: Sequence[torch.Tensor]) -> dist.Work | None:
+    def all_to_all(
+        self, source: Sequence[torch.Tensor], target: Sequence[torch.Tensor]
+    ) -> dist.Work | None:
         import torch.distributed as dist
 
         if len(source) == self.size and len(source) > 1:
-            return dist.all_to_all(self.parts(target), self.parts(source), group=self.group, async_op=True)
+            return dist.all_to_all(
+                self.parts(target), self.parts(source), group=self.group, async_op=True
+            )
         buffers, splits = [], []
         for tensor, rows in ((target[0], self.splits_out), (source[0], self.splits_in)):
             running_rows = [rows[position] for position in self.kept] if rows else []

@@ -1,7 +1,8 @@
 """Replay against recording and simulation.
 
-Both sides are of the same ops on the same ranks. At the pace `fast` a replay has nothing of the host between its ops,
-so nothing of it is left in the simulated graph either; at the pace `recorded` both have it.
+Both sides are of the same ops on the same ranks. At the pace `fast` a replay has nothing of the
+host between its ops, so nothing of it is left in the simulated graph either; at the pace `recorded`
+both have it.
 """
 
 from __future__ import annotations
@@ -89,11 +90,16 @@ def simulate_steps(
     """
     described = read_machine(machine) if isinstance(machine, (str, Path)) else machine
     name = described.name or str(machine)
-    target = described if isinstance(machine, Machine) else machine  # a preset grows with the workload
+    target = (
+        described if isinstance(machine, Machine) else machine
+    )  # a preset grows with the workload
     steps = set.intersection(*(set(rank_plan.steps["step"].to_list()) for rank_plan in plan))
     files = [Path(os.fspath(path)) for path in paths]
     absent = ""
-    if any(path.is_file() and (path.suffix == ENDING or is_plan(path) or graph.is_graph(path)) for path in files):
+    if any(
+        path.is_file() and (path.suffix == ENDING or is_plan(path) or graph.is_graph(path))
+        for path in files
+    ):
         absent = "a plan or a graph does not hold the traces of the steps; name the run"
     elif any(is_chakra(path) for path in files):
         absent = ".et files do not hold the traces of the steps; name the run"
@@ -103,7 +109,9 @@ def simulate_steps(
         return SimulatedSteps(name, RANKS.to_frame(), absent)
     session = load(*paths, cache=cache)
     if missing_ranks := [rank for rank in session.ranks if rank not in plan.ranks]:
-        return SimulatedSteps(name, RANKS.to_frame(), f"not all ranks are replayed, as rank {missing_ranks[0]}")
+        return SimulatedSteps(
+            name, RANKS.to_frame(), f"not all ranks are replayed, as rank {missing_ranks[0]}"
+        )
     rows, notices = [], dict[str, Notice]()
     for step in sorted(steps):
         if on_status is not None:
@@ -113,25 +121,42 @@ def simulate_steps(
             source = replace(source, graph=remove_host_gaps(source.graph, plan))
         answer = run(source, target)
         notices |= {notice.slug: notice for notice in answer.notices}
-        rows.append(answer.nodes.group_by("rank").agg((pl.max("end_ns") - pl.min("start_ns")).alias("simulated_ns")))
+        rows.append(
+            answer.nodes.group_by("rank").agg(
+                (pl.max("end_ns") - pl.min("start_ns")).alias("simulated_ns")
+            )
+        )
     ranks = pl.concat(rows).filter(pl.col("rank").is_in(list(plan.ranks)))
-    medians = ranks.group_by("rank").agg(pl.len().alias("step_count"), pl.median("simulated_ns").round().cast(pl.Int64))
-    return SimulatedSteps(name, cast_to_schema(medians.sort("rank"), RANKS), "", tuple(notices.values()))
+    medians = ranks.group_by("rank").agg(
+        pl.len().alias("step_count"), pl.median("simulated_ns").round().cast(pl.Int64)
+    )
+    return SimulatedSteps(
+        name, cast_to_schema(medians.sort("rank"), RANKS), "", tuple(notices.values())
+    )
 
 
 def remove_host_gaps(graph: Graph, plan: ReplayPlan) -> Graph:
-    """The graph with nothing of the host between ops that a replay could call, and without waits for that.
+    """The graph with nothing of the host between ops that a replay could call, and without waits
+    for that.
 
-    Left are ops by the name spaces of those that are planned, what they call, and the device. Not left are Python, the
-    loader, annotations, and the autograd engine around the ops of the backward pass.
+    Left are ops by the name spaces of those that are planned, what they call, and the device. Not
+    left are Python, the loader, annotations, and the autograd engine around the ops of the backward
+    pass.
 
     Args:
         graph: Of recorded steps.
         plan: What is replayed of them.
     """
-    spaces = {name.partition("::")[0] for rank_plan in plan for name in rank_plan.ops["name"].unique() if "::" in name}
+    spaces = {
+        name.partition("::")[0]
+        for rank_plan in plan
+        for name in rank_plan.ops["name"].unique()
+        if "::" in name
+    }
     space = pl.col("name").str.extract(r"^(\w+)::")
-    is_wrapper = (pl.col("category").cast(pl.String) == "op") & ~space.is_in([*spaces, "aten"]).fill_null(value=False)
+    is_wrapper = (pl.col("category").cast(pl.String) == "op") & ~space.is_in(
+        [*spaces, "aten"]
+    ).fill_null(value=False)
     is_outside_ops = pl.col("op").is_null() | is_wrapper.fill_null(value=False)
     kind = pl.col("kind").cast(pl.String)
     gaps = (
@@ -146,7 +171,13 @@ def remove_host_gaps(graph: Graph, plan: ReplayPlan) -> Graph:
     return changed_graph(graph, scenario, scenario.times(build_plan(graph)))
 
 
-RUN, FAILED, OTHER_SHAPE, STAND_IN, LEFT_OUT = OUTCOMES = ("run", "failed", "other-shape", "stand-in", "left-out")
+RUN, FAILED, OTHER_SHAPE, STAND_IN, LEFT_OUT = OUTCOMES = (
+    "run",
+    "failed",
+    "other-shape",
+    "stand-in",
+    "left-out",
+)
 LONG_NS = 50_000
 """Ops that took as long as this: what is shorter is mostly the call itself."""
 _OP = {"op": pl.UInt32, "node": pl.Int64}
@@ -176,15 +207,25 @@ CONTENTS = build_schema("rank content evidence count bytes", {"content": pl.Stri
 SIMULATED = build_schema("rank step_count replayed_ns simulated_ns difference", {"difference": pl.Float64})
 # fmt: on
 HOLES = build_schema("rank name count recorded_ns")
-TABLES = ("whole", "simulated", "coverage", "not_run", "holes", "ops", "each", "collectives", "contents")
+TABLES = (
+    "whole",
+    "simulated",
+    "coverage",
+    "not_run",
+    "holes",
+    "ops",
+    "each",
+    "collectives",
+    "contents",
+)
 
 
 @dataclass(frozen=True)
 class ReplayComparison(Result):
     """What a replay did, beside what was recorded.
 
-    Times are medians, ns: recorded ones over the timed steps, replayed ones over the passes. A ratio is replayed over
-    recorded; null where one of them is not known.
+    Times are medians, ns: recorded ones over the timed steps, replayed ones over the passes. A
+    ratio is replayed over recorded; null where one of them is not known.
 
     Attributes:
         environment: Of the replay: versions, threads, variables that matter.
@@ -194,33 +235,36 @@ class ReplayComparison(Result):
         device: Where it ran.
         pace: `fast`, or `recorded`.
         whole: Of each rank: rank; step_count and pass_count (how many the medians are of); recorded_ns, replayed_ns,
-            ratio of the whole; the same of processor time; the same of the sums over ops that both sides timed, and of
-            the GPU work of those whose GPU work both sides measured (null where there are none);
-            peak_bytes of the replay's tensors. The recorded times of the whole are null where a part of a step was
-            replayed, or its time is not known.
+            ratio of the whole; the same of processor time; the same of the sums over ops that both
+            sides timed, and of the GPU work of those whose GPU work both sides measured (null where
+            there are none); peak_bytes of the replay's tensors. The recorded times of the whole are
+            null where a part of a step was replayed, or its time is not known.
         coverage: What became of the ops: rank, outcome, reason (null: it ran), count, recorded_ns, recorded_gpu_ns (the
-            GPU work that they launched; null: none), and their shares of all ops of the rank; shares add up to 1. Time
-            shares are null where no op was timed, those of GPU work where none was recorded.
+            GPU work that they launched; null: none), and their shares of all ops of the rank;
+            shares add up to 1. Time shares are null where no op was timed, those of GPU work where
+            none was recorded.
         not_run: Ops that did not run as they are: rank, outcome, reason, name, text, count, recorded_ns.
         holes: Compiled graphs, whose kernels for the CPU no host trace has: rank, name, count and recorded_ns.
         ops: By name and shapes of inputs, over all ranks: calls, recorded_ns and replayed_ns (sums), lost_ns (how much
-            longer the replay took), ratio of the sums, 10th, 50th and 90th percentile of the ratios of the calls.
-            Those where most was lost or won come first. Calls that were not timed on both sides are not counted. The
-            same of the GPU work that they launched, by which they are ordered where there is any: recorded_gpu_ns,
-            replayed_gpu_ns, gpu_lost_ns, gpu_ratio; null where one of the sides launched none.
+            longer the replay took), ratio of the sums, 10th, 50th and 90th percentile of the ratios
+            of the calls. Those where most was lost or won come first. Calls that were not timed on
+            both sides are not counted. The same of the GPU work that they launched, by which they
+            are ordered where there is any: recorded_gpu_ns, replayed_gpu_ns, gpu_lost_ns,
+            gpu_ratio; null where one of the sides launched none.
         each: Every op that ran and was timed on both sides, in order; gap_ns is what its thread did before it when
             recorded.
         collectives: By rank, kind, group and size: count, recorded_ns and replayed_ns of one (medians; of its GPU work
-            where both sides know that, which on_gpu says, else of its calls), bandwidths on the bus (10^9 B/s), which
-            are null for asynchronous ones without GPU work: they end later than their calls.
+            where both sides know that, which on_gpu says, else of its calls), bandwidths on the bus
+            (10^9 B/s), which are null for asynchronous ones without GPU work: they end later than
+            their calls.
         contents: What tensors from outside held: rank, content, evidence (how that is known), count, bytes.
         long_count: Ops of `each` that took `LONG_NS` at least when recorded: by their GPU work where that is known.
         long_ratios: 10th, 50th and 90th percentile of their ratios; None where there are none.
         notices: What must be known about it.
         machine: Name of the machine that the steps were simulated on; None where nobody asked.
         simulated: Of each rank: rank; step_count (the timed steps that were simulated); replayed_ns; simulated_ns, the
-            median of these steps on that machine, of the same ops, with what the host did between them where the pace
-            is `recorded`; difference, (simulated - replayed) / replayed.
+            median of these steps on that machine, of the same ops, with what the host did between
+            them where the pace is `recorded`; difference, (simulated - replayed) / replayed.
         not_simulated: Why there are none, in words; None where there are, or nobody asked.
     """
 
@@ -246,17 +290,26 @@ class ReplayComparison(Result):
     not_simulated: str | None = None
 
     def check(self) -> None:
-        """Raise InvariantError where shares of a rank do not add up to 1, or a count is not what its parts come to."""
-        sums = self.coverage.group_by("rank").agg(pl.sum("count_share", "time_share", "gpu_share", "count"))
+        """Raise InvariantError where shares of a rank do not add up to 1, or a count is not what
+        its parts come to.
+        """
+        sums = self.coverage.group_by("rank").agg(
+            pl.sum("count_share", "time_share", "gpu_share", "count")
+        )
         for share in ("count_share", "time_share", "gpu_share"):
             wrong = sums.filter((pl.col(share) - 1).abs() > 1e-9, pl.col(share) != 0)
             if wrong.height:
-                raise broken("account", f"the shares of coverage of rank {wrong['rank'][0]} do not add up to 1")
+                raise broken(
+                    "account",
+                    f"the shares of coverage of rank {wrong['rank'][0]} do not add up to 1",
+                )
         if int(self.ops["calls"].sum()) != self.each.height:
             raise broken("account", "ops by name and shapes are not all ops")
 
 
-def compare_replay(plan: ReplayPlan, replayed: Replayed, simulated: SimulatedSteps | None = None) -> ReplayComparison:
+def compare_replay(
+    plan: ReplayPlan, replayed: Replayed, simulated: SimulatedSteps | None = None
+) -> ReplayComparison:
     """Hold a replay against the recorded times of its plan.
 
     Args:
@@ -266,14 +319,23 @@ def compare_replay(plan: ReplayPlan, replayed: Replayed, simulated: SimulatedSte
     """
     pairs = [(plan.ranks[rank], result) for rank, result in replayed.ranks.items()]
     op_frames = [_compare_ops(*pair) for pair in pairs]
-    compared_ops = pl.concat([
-        frame.filter(pl.col("outcome") == RUN, pl.col("recorded_ns").is_not_null(), pl.col("replayed_ns").is_not_null())
-        for frame in op_frames
-    ]).with_columns(
-        _compute_ratio("replayed_ns", "recorded_ns"), _compute_ratio("replayed_gpu_ns", "recorded_gpu_ns", "gpu_ratio")
-    )  # fmt: skip
+    compared_ops = pl.concat(
+        [
+            frame.filter(
+                pl.col("outcome") == RUN,
+                pl.col("recorded_ns").is_not_null(),
+                pl.col("replayed_ns").is_not_null(),
+            )
+            for frame in op_frames
+        ]
+    ).with_columns(
+        _compute_ratio("replayed_ns", "recorded_ns"),
+        _compute_ratio("replayed_gpu_ns", "recorded_gpu_ns", "gpu_ratio"),
+    )
     gpu_prefix = "gpu_" if compared_ops["gpu_ratio"].is_not_null().any() else ""
-    long = compared_ops.filter(pl.col(f"recorded_{gpu_prefix}ns") >= LONG_NS)[f"{gpu_prefix}ratio"].drop_nulls()
+    long = compared_ops.filter(pl.col(f"recorded_{gpu_prefix}ns") >= LONG_NS)[
+        f"{gpu_prefix}ratio"
+    ].drop_nulls()
     quantiles = [long.quantile(share, "linear") for share in (0.1, 0.5, 0.9)]
     collectives = [_compare_collectives(*pair, plan.groups) for pair in pairs]
     totals = _concatenate_frames([_compare_totals(*pair, compared_ops) for pair in pairs], TOTALS)
@@ -286,7 +348,10 @@ def compare_replay(plan: ReplayPlan, replayed: Replayed, simulated: SimulatedSte
     ]
     contents = [
         rank_plan.storages.filter("external")
-        .with_columns(pl.col("content", "evidence").cast(pl.String), pl.lit(rank_plan.rank, pl.Int32).alias("rank"))
+        .with_columns(
+            pl.col("content", "evidence").cast(pl.String),
+            pl.lit(rank_plan.rank, pl.Int32).alias("rank"),
+        )
         .group_by("rank", "content", "evidence")
         .agg(pl.len().alias("count"), pl.sum("bytes"))
         .sort(-pl.col("bytes"), "content", "evidence", nulls_last=True)
@@ -294,7 +359,9 @@ def compare_replay(plan: ReplayPlan, replayed: Replayed, simulated: SimulatedSte
     ]
     beside_simulated = SIMULATED.to_frame()
     if simulated:
-        rows = simulated.ranks.join(totals.select("rank", "replayed_ns"), on="rank", maintain_order="left")
+        rows = simulated.ranks.join(
+            totals.select("rank", "replayed_ns"), on="rank", maintain_order="left"
+        )
         difference = (pl.col("simulated_ns") - pl.col("replayed_ns")) / pl.col("replayed_ns")
         has_replayed = pl.when(pl.col("replayed_ns") > 0)
         beside_simulated = cast_to_schema(
@@ -307,9 +374,13 @@ def compare_replay(plan: ReplayPlan, replayed: Replayed, simulated: SimulatedSte
         device=replayed.device,
         pace=replayed.pace,
         whole=totals,
-        coverage=_concatenate_frames([_compute_coverage(op_frame) for op_frame in op_frames], COVERAGE),
+        coverage=_concatenate_frames(
+            [_compute_coverage(op_frame) for op_frame in op_frames], COVERAGE
+        ),
         not_run=_concatenate_frames(not_run, NOT_RUN),
-        holes=_concatenate_frames([of.holes.rename({"duration_ns": "recorded_ns"}) for of, _ in pairs], HOLES),
+        holes=_concatenate_frames(
+            [of.holes.rename({"duration_ns": "recorded_ns"}) for of, _ in pairs], HOLES
+        ),
         ops=cast_to_schema(_compare_by_name(compared_ops), OPS),
         each=cast_to_schema(compared_ops, EACH),
         collectives=_concatenate_frames(collectives, COLLECTIVES),
@@ -332,7 +403,11 @@ def compare_replay(plan: ReplayPlan, replayed: Replayed, simulated: SimulatedSte
 
 
 def _concatenate_frames(frames: list[pl.DataFrame], columns: pl.Schema) -> pl.DataFrame:
-    return pl.concat([cast_to_schema(frame, columns) for frame in frames]) if frames else columns.to_frame()
+    return (
+        pl.concat([cast_to_schema(frame, columns) for frame in frames])
+        if frames
+        else columns.to_frame()
+    )
 
 
 def _compute_ratio(part: str, total: str, name: str = "ratio") -> pl.Expr:
@@ -344,7 +419,9 @@ def _compute_median_ns(column: str) -> pl.Expr:
 
 
 def _compare_ops(plan: RankPlan, replayed: RankReplayed) -> pl.DataFrame:
-    """The recorded ops of a rank, those that are left out too: columns of `EACH`, outcome, reason, text."""
+    """The recorded ops of a rank, those that are left out too: columns of `EACH`, outcome, reason,
+    text.
+    """
     outcomes = [
         frame.select("op", outcome=pl.lit(outcome), reason=reason, text="text")
         for outcome, frame, reason in (
@@ -355,24 +432,42 @@ def _compare_ops(plan: RankPlan, replayed: RankReplayed) -> pl.DataFrame:
     ]
     became = pl.concat(outcomes).unique("op", keep="first", maintain_order=True)
     shapes = (
-        plan.ops.select("op", pl.col("inputs").alias("tensor")).explode("tensor").join(
-            plan.tensors.select("tensor", pl.col("shape").cast(pl.List(pl.String)).list.join(", ").alias("shape")),
-            on="tensor", how="inner", maintain_order="left",
-        ).group_by("op", maintain_order=True).agg(pl.format("[{}]", "shape").str.join(" ").alias("shapes"))
-    )  # fmt: skip
+        plan.ops.select("op", pl.col("inputs").alias("tensor"))
+        .explode("tensor")
+        .join(
+            plan.tensors.select(
+                "tensor", pl.col("shape").cast(pl.List(pl.String)).list.join(", ").alias("shape")
+            ),
+            on="tensor",
+            how="inner",
+            maintain_order="left",
+        )
+        .group_by("op", maintain_order=True)
+        .agg(pl.format("[{}]", "shape").str.join(" ").alias("shapes"))
+    )
     replayed_times = replayed.ops.select(
-        "op", _compute_median_ns("durations_ns").alias("replayed_ns"), pl.col("gpu_ns").alias("replayed_gpu_ns")
+        "op",
+        _compute_median_ns("durations_ns").alias("replayed_ns"),
+        pl.col("gpu_ns").alias("replayed_gpu_ns"),
     )
     ran = (
         plan.ops.filter(pl.col("node").is_not_null())
-        .with_columns(_compute_median_ns("durations_ns").alias("recorded_ns"), pl.col("gpu_ns").alias("recorded_gpu_ns"))
+        .with_columns(
+            _compute_median_ns("durations_ns").alias("recorded_ns"),
+            pl.col("gpu_ns").alias("recorded_gpu_ns"),
+        )
         .join(shapes, on="op", how="left", maintain_order="left")
         .join(became, on="op", how="left", maintain_order="left", suffix="_here")
         .join(replayed_times, on="op", how="left", maintain_order="left")
-        .with_columns(pl.col("outcome").fill_null(RUN), pl.col("reason_here").alias("reason"),
-                      pl.col("shapes").fill_null(""))
-    )  # fmt: skip
-    left_out = plan.left_out.rename({"duration_ns": "recorded_ns"}).with_columns(pl.lit(LEFT_OUT).alias("outcome"))
+        .with_columns(
+            pl.col("outcome").fill_null(RUN),
+            pl.col("reason_here").alias("reason"),
+            pl.col("shapes").fill_null(""),
+        )
+    )
+    left_out = plan.left_out.rename({"duration_ns": "recorded_ns"}).with_columns(
+        pl.lit(LEFT_OUT).alias("outcome")
+    )
     columns = [*(name for name in EACH if not name.endswith("ratio")), "outcome", "reason", "text"]
     return pl.concat([ran.select(columns), left_out], how="diagonal_relaxed").select(columns)
 
@@ -380,12 +475,16 @@ def _compare_ops(plan: RankPlan, replayed: RankReplayed) -> pl.DataFrame:
 def _compute_coverage(op_frame: pl.DataFrame) -> pl.DataFrame:
     gpu = pl.col("recorded_gpu_ns")
     parts = op_frame.group_by("rank", "outcome", "reason").agg(
-        pl.len().alias("count"), pl.sum("recorded_ns"), pl.when(gpu.is_not_null().any()).then(gpu.sum())
+        pl.len().alias("count"),
+        pl.sum("recorded_ns"),
+        pl.when(gpu.is_not_null().any()).then(gpu.sum()),
     )
     order = pl.col("outcome").cast(pl.Enum(OUTCOMES))
     return parts.with_columns(
         (pl.col("count") / pl.sum("count")).alias("count_share"),
-        pl.when(pl.sum("recorded_ns") > 0).then(pl.col("recorded_ns") / pl.sum("recorded_ns")).alias("time_share"),
+        pl.when(pl.sum("recorded_ns") > 0)
+        .then(pl.col("recorded_ns") / pl.sum("recorded_ns"))
+        .alias("time_share"),
         pl.when(gpu.sum() > 0).then(gpu / gpu.sum()).alias("gpu_share"),
     ).sort(order, -pl.col("recorded_ns"), -pl.col("count").cast(pl.Int64), "reason")
 
@@ -398,8 +497,13 @@ def _compare_by_name(compared_ops: pl.DataFrame) -> pl.DataFrame:
         .agg(
             pl.len().alias("calls"),
             pl.sum("recorded_ns", "replayed_ns"),
-            pl.when(on_both.any()).then(pl.col("recorded_gpu_ns", "replayed_gpu_ns").filter(on_both).sum()),
-            *(ratio.quantile(share, "linear").alias(f"p{share * 100:.0f}_ratio") for share in (0.1, 0.5, 0.9)),
+            pl.when(on_both.any()).then(
+                pl.col("recorded_gpu_ns", "replayed_gpu_ns").filter(on_both).sum()
+            ),
+            *(
+                ratio.quantile(share, "linear").alias(f"p{share * 100:.0f}_ratio")
+                for share in (0.1, 0.5, 0.9)
+            ),
         )
         .with_columns(
             (pl.col("replayed_ns") - pl.col("recorded_ns")).alias("lost_ns"),
@@ -407,28 +511,45 @@ def _compare_by_name(compared_ops: pl.DataFrame) -> pl.DataFrame:
             (pl.col("replayed_gpu_ns") - pl.col("recorded_gpu_ns")).alias("gpu_lost_ns"),
             _compute_ratio("replayed_gpu_ns", "recorded_gpu_ns", "gpu_ratio"),
         )
-        .sort(-pl.col("gpu_lost_ns").abs(), -pl.col("lost_ns").abs(), "name", "shapes", nulls_last=True)
+        .sort(
+            -pl.col("gpu_lost_ns").abs(),
+            -pl.col("lost_ns").abs(),
+            "name",
+            "shapes",
+            nulls_last=True,
+        )
     )
 
 
-def _compare_totals(plan: RankPlan, replayed: RankReplayed, compared_ops: pl.DataFrame) -> pl.DataFrame:
+def _compare_totals(
+    plan: RankPlan, replayed: RankReplayed, compared_ops: pl.DataFrame
+) -> pl.DataFrame:
     """One row; a plan of several steps is held against as many."""
     steps = max(plan.ops["step"].drop_nulls().n_unique(), 1)
     rank_ops = compared_ops.filter(rank=plan.rank)
     op_totals = rank_ops.select(pl.sum("recorded_ns", "replayed_ns"))
     on_gpu = rank_ops.drop_nulls("gpu_ratio")
-    recorded = plan.steps.select((pl.col("duration_ns", "cpu_ns").median() * steps).round().cast(pl.Int64))
-    passes = pl.DataFrame({"wall": replayed.iteration_ns, "cpu": replayed.iteration_cpu_ns}, schema=_PASSES)
+    recorded = plan.steps.select(
+        (pl.col("duration_ns", "cpu_ns").median() * steps).round().cast(pl.Int64)
+    )
+    passes = pl.DataFrame(
+        {"wall": replayed.iteration_ns, "cpu": replayed.iteration_cpu_ns}, schema=_PASSES
+    )
     medians = passes.select(pl.all().median().round().cast(pl.Int64))
     row = {
-        "rank": plan.rank, "step_count": plan.steps.height, "pass_count": passes.height,
-        "recorded_ns": recorded["duration_ns"][0], "replayed_ns": medians["wall"][0],
-        "recorded_cpu_ns": recorded["cpu_ns"][0], "replayed_cpu_ns": medians["cpu"][0],
-        "recorded_ops_ns": op_totals["recorded_ns"][0], "replayed_ops_ns": op_totals["replayed_ns"][0],
+        "rank": plan.rank,
+        "step_count": plan.steps.height,
+        "pass_count": passes.height,
+        "recorded_ns": recorded["duration_ns"][0],
+        "replayed_ns": medians["wall"][0],
+        "recorded_cpu_ns": recorded["cpu_ns"][0],
+        "replayed_cpu_ns": medians["cpu"][0],
+        "recorded_ops_ns": op_totals["recorded_ns"][0],
+        "replayed_ops_ns": op_totals["replayed_ns"][0],
         "recorded_gpu_ns": on_gpu["recorded_gpu_ns"].sum() if on_gpu.height else None,
         "replayed_gpu_ns": on_gpu["replayed_gpu_ns"].sum() if on_gpu.height else None,
         "peak_bytes": replayed.peak_bytes,
-    }  # fmt: skip
+    }
     stored_schema = {name: kind for name, kind in TOTALS.items() if not name.endswith("ratio")}
     return pl.DataFrame([row], schema=stored_schema).with_columns(
         _compute_ratio("replayed_ns", "recorded_ns"),
@@ -441,7 +562,9 @@ def _compare_totals(plan: RankPlan, replayed: RankReplayed, compared_ops: pl.Dat
 _PASSES = {"wall": pl.Int64, "cpu": pl.Int64}
 
 
-def _compare_collectives(plan: RankPlan, replayed: RankReplayed, groups: pl.DataFrame) -> pl.DataFrame:
+def _compare_collectives(
+    plan: RankPlan, replayed: RankReplayed, groups: pl.DataFrame
+) -> pl.DataFrame:
     """A collective and the waits for it are one."""
     item_bytes = plan.tensors["dtype"].replace_strict(ITEM_BYTES, return_dtype=pl.Int64)
     elements = plan.tensors["shape"].list.eval(pl.element().product()).list.first().fill_null(1)
@@ -456,7 +579,9 @@ def _compare_collectives(plan: RankPlan, replayed: RankReplayed, groups: pl.Data
         )
     )
     replayed_times = replayed.ops.select(
-        "op", _compute_median_ns("durations_ns").alias("replayed_ns"), pl.col("gpu_ns").alias("replayed_gpu")
+        "op",
+        _compute_median_ns("durations_ns").alias("replayed_ns"),
+        pl.col("gpu_ns").alias("replayed_gpu"),
     )
     sides = ["recorded_ns", "replayed_ns", "recorded_gpu", "replayed_gpu"]
     on_gpu = pl.col("recorded_gpu").is_not_null() & pl.col("replayed_gpu").is_not_null()
@@ -480,7 +605,9 @@ def _compare_collectives(plan: RankPlan, replayed: RankReplayed, groups: pl.Data
             ),
         )
     )
-    ranks = groups.select(pl.col("name").alias("group"), pl.col("ranks").list.len().cast(pl.Int32).alias("group_size"))
+    ranks = groups.select(
+        pl.col("name").alias("group"), pl.col("ranks").list.len().cast(pl.Int32).alias("group_size")
+    )
     calls = add_sizes(
         plan.collectives.join(times, on="collective", how="left", maintain_order="left")
         .join(moved, on="op", how="left", maintain_order="left")
@@ -495,9 +622,26 @@ def _compare_collectives(plan: RankPlan, replayed: RankReplayed, groups: pl.Data
         for side in ("recorded", "replayed")
     ]
     return (
-        calls.group_by("rank", "kind", "group", "group_size", "asynchronous", "size_bytes", "bus_factor", "on_gpu")
-        .agg(pl.len().alias("count"), pl.median("recorded_ns", "replayed_ns").round().cast(pl.Int64))
+        calls.group_by(
+            "rank",
+            "kind",
+            "group",
+            "group_size",
+            "asynchronous",
+            "size_bytes",
+            "bus_factor",
+            "on_gpu",
+        )
+        .agg(
+            pl.len().alias("count"), pl.median("recorded_ns", "replayed_ns").round().cast(pl.Int64)
+        )
         .with_columns(_compute_ratio("replayed_ns", "recorded_ns"), *bandwidths)
         .with_columns(pl.when(ends_with_call).then("ratio").alias("ratio"))
-        .sort(-pl.col("replayed_ns") * pl.col("count").cast(pl.Int64), "kind", "group", "size_bytes", nulls_last=True)
+        .sort(
+            -pl.col("replayed_ns") * pl.col("count").cast(pl.Int64),
+            "kind",
+            "group",
+            "size_bytes",
+            nulls_last=True,
+        )
     )

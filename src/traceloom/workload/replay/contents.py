@@ -1,15 +1,16 @@
 """What outside tensors must hold.
 
-An index must lie within its table, offsets must ascend, what is under a root must not be negative. Such demands are
-looked for from the last op to the first: each op makes its own of what it takes, and where it only copies what it
-takes, those on what it gives are those on what it takes. Demands are on storages, so views need no care. Where several
-ops demand something of one storage, all of it holds: the tightest bounds.
+An index must lie within its table, offsets must ascend, what is under a root must not be negative.
+Such demands are looked for from the last op to the first: each op makes its own of what it takes,
+and where it only copies what it takes, those on what it gives are those on what it takes. Demands
+are on storages, so views need no care. Where several ops demand something of one storage, all of it
+holds: the tightest bounds.
 
-What nobody demands anything of is guessed: floats around 0, weights such that products keep their size, numbers 1,
-integers 0.
+What nobody demands anything of is guessed: floats around 0, weights such that products keep their
+size, numbers 1, integers 0.
 
-`traceloom.workload.replay.script` copies the function into the scripts it writes, so it uses torch alone, and the tensors of a
-script hold what those of the replay held.
+`traceloom.workload.replay.script` copies the function into the scripts it writes, so it uses torch
+alone, and the tensors of a script hold what those of the replay held.
 """
 
 from __future__ import annotations
@@ -126,7 +127,11 @@ class _Use:
         """Length of a dimension, or of the one that an argument names."""
         shape = self.shape(argument_name)
         dim_index = self.call.values.get(dim, 0) if isinstance(dim, str) else dim
-        return shape[dim_index] if isinstance(dim_index, int) and -len(shape) <= dim_index < len(shape) else None
+        return (
+            shape[dim_index]
+            if isinstance(dim_index, int) and -len(shape) <= dim_index < len(shape)
+            else None
+        )
 
 
 # How many values an index may have, by op: the argument that holds it, and how many there are.
@@ -160,74 +165,247 @@ _LIMITS: dict[str, tuple[str, _Count]] = {
     "max_pool3d_with_indices_backward": ("indices", _count_elements("self", 3)),
 }
 _LIMITS |= dict.fromkeys(
-    ("index_select", "index_add", "index_copy", "index_fill", "index_reduce", "gather", "scatter", "scatter_add",
-     "scatter_reduce"), ("index", _count_along("self", "dim")),
-)  # fmt: skip
+    (
+        "index_select",
+        "index_add",
+        "index_copy",
+        "index_fill",
+        "index_reduce",
+        "gather",
+        "scatter",
+        "scatter_add",
+        "scatter_reduce",
+    ),
+    ("index", _count_along("self", "dim")),
+)
 _LIMITS |= dict.fromkeys(
-    ("embedding_backward", "embedding_dense_backward", "embedding_sparse_backward", "_embedding_bag_backward",
-     "_embedding_bag_dense_backward", "_embedding_bag_sparse_backward"),
+    (
+        "embedding_backward",
+        "embedding_dense_backward",
+        "embedding_sparse_backward",
+        "_embedding_bag_backward",
+        "_embedding_bag_dense_backward",
+        "_embedding_bag_sparse_backward",
+    ),
     ("indices", lambda use: use.call.values.get("num_weights")),
-)  # fmt: skip
+)
 _LIMITS |= dict.fromkeys(
-    ("nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward", "nll_loss_backward",
-     "nll_loss2d_backward", "cross_entropy_loss", "multi_margin_loss", "multi_margin_loss_backward"),
+    (
+        "nll_loss",
+        "nll_loss_nd",
+        "nll_loss2d",
+        "nll_loss_forward",
+        "nll_loss2d_forward",
+        "nll_loss_backward",
+        "nll_loss2d_backward",
+        "cross_entropy_loss",
+        "multi_margin_loss",
+        "multi_margin_loss_backward",
+    ),
     ("target", lambda use: use.length("self", 1 if len(use.shape("self")) > 1 else 0)),
-)  # fmt: skip
+)
 # Of any op: arguments whose name says what they are.
-_POSITIVE_NAMES = frozenset({
-    "running_var", "save_var", "save_invstd", "invstd", "rstd", "var", "exp_avg_sqs", "max_exp_avg_sqs", "state_sums",
-    "state_steps", "inv_scale", "current_scale", "scale",
-})  # fmt: skip
-_POSITIVE_OPS = frozenset({
-    "sqrt", "rsqrt", "log", "log2", "log10", "log1p", "xlogy", "lgamma", "digamma", "polygamma", "acosh", "poisson",
-})  # fmt: skip
+_POSITIVE_NAMES = frozenset(
+    {
+        "running_var",
+        "save_var",
+        "save_invstd",
+        "invstd",
+        "rstd",
+        "var",
+        "exp_avg_sqs",
+        "max_exp_avg_sqs",
+        "state_sums",
+        "state_steps",
+        "inv_scale",
+        "current_scale",
+        "scale",
+    }
+)
+_POSITIVE_OPS = frozenset(
+    {
+        "sqrt",
+        "rsqrt",
+        "log",
+        "log2",
+        "log10",
+        "log1p",
+        "xlogy",
+        "lgamma",
+        "digamma",
+        "polygamma",
+        "acosh",
+        "poisson",
+    }
+)
 _PROBABILITY_OPS = {
-    "bernoulli": ("self", "p"), "binary_cross_entropy": ("self", "target"), "multinomial": ("self",),
-    "binary_cross_entropy_backward": ("self", "target"), "logit": ("self",), "binomial": ("prob",),
-}  # fmt: skip
-# Ascending positions in a longer tensor: of bags of indices, of sequences that lie one behind the other.
+    "bernoulli": ("self", "p"),
+    "binary_cross_entropy": ("self", "target"),
+    "multinomial": ("self",),
+    "binary_cross_entropy_backward": ("self", "target"),
+    "logit": ("self",),
+    "binomial": ("prob",),
+}
+# Ascending positions in a longer tensor: of bags of indices, of sequences that lie one behind the
+# other.
 _OFFSETS = {
-    "offsets": ("indices", "values"), "cum_seq_q": ("query",), "cum_seq_k": ("key",), "cu_seqlens_q": ("query",),
+    "offsets": ("indices", "values"),
+    "cum_seq_q": ("query",),
+    "cum_seq_k": ("key",),
+    "cu_seqlens_q": ("query",),
     "cu_seqlens_k": ("key",),
-}  # fmt: skip
+}
 # What they give are values of what they take in these arguments.
-_COPIES = frozenset({
-    "clone", "_to_copy", "to", "copy", "cat", "concat", "concatenate", "stack", "hstack", "vstack", "repeat", "tile",
-    "flip", "roll", "index", "index_select", "gather", "take", "select", "slice", "sort", "topk", "constant_pad_nd",
-    "pad", "masked_fill", "masked_select", "where", "pin_memory", "_pin_memory", "lift", "lift_fresh", "index_put",
-    "_index_put_impl", "slice_scatter", "select_scatter", "scatter", "_unsafe_view", "repeat_interleave", "unique",
-    "_unique2", "contiguous", "reshape", "flatten", "_copy_from", "cuda", "cpu", "type_as", "expand", "view",
-    "masked_scatter", "_cast_Long", "_cast_Int", "flatten_dense_tensors", "unflatten_dense_tensors", "fill",
-})  # fmt: skip
+_COPIES = frozenset(
+    {
+        "clone",
+        "_to_copy",
+        "to",
+        "copy",
+        "cat",
+        "concat",
+        "concatenate",
+        "stack",
+        "hstack",
+        "vstack",
+        "repeat",
+        "tile",
+        "flip",
+        "roll",
+        "index",
+        "index_select",
+        "gather",
+        "take",
+        "select",
+        "slice",
+        "sort",
+        "topk",
+        "constant_pad_nd",
+        "pad",
+        "masked_fill",
+        "masked_select",
+        "where",
+        "pin_memory",
+        "_pin_memory",
+        "lift",
+        "lift_fresh",
+        "index_put",
+        "_index_put_impl",
+        "slice_scatter",
+        "select_scatter",
+        "scatter",
+        "_unsafe_view",
+        "repeat_interleave",
+        "unique",
+        "_unique2",
+        "contiguous",
+        "reshape",
+        "flatten",
+        "_copy_from",
+        "cuda",
+        "cpu",
+        "type_as",
+        "expand",
+        "view",
+        "masked_scatter",
+        "_cast_Long",
+        "_cast_Int",
+        "flatten_dense_tensors",
+        "unflatten_dense_tensors",
+        "fill",
+    }
+)
 _IDENTITY_OPS = frozenset(
-    {"clone", "_to_copy", "to", "contiguous", "cuda", "cpu", "pin_memory", "_pin_memory", "lift_fresh"}
+    {
+        "clone",
+        "_to_copy",
+        "to",
+        "contiguous",
+        "cuda",
+        "cpu",
+        "pin_memory",
+        "_pin_memory",
+        "lift_fresh",
+    }
 )
 _COPIED = ("self", "src", "source", "tensors", "values", "value", "input", "other", "flat")
 _EXCHANGES = frozenset({"broadcast", "all_gather", "all_to_all", "gather", "scatter"})
 # What they give is positive if what they take is.
-_KEEP_SIGN = frozenset({
-    "add", "mul", "div", "addcmul", "addcdiv", "lerp", "sum", "mean", "max", "min", "amax", "amin", "maximum",
-    "minimum", "clamp", "clamp_min", "clamp_max", "cumsum", "prod",
-})  # fmt: skip
+_KEEP_SIGN = frozenset(
+    {
+        "add",
+        "mul",
+        "div",
+        "addcmul",
+        "addcdiv",
+        "lerp",
+        "sum",
+        "mean",
+        "max",
+        "min",
+        "amax",
+        "amin",
+        "maximum",
+        "minimum",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "cumsum",
+        "prod",
+    }
+)
 _SHIFTS = {"add": 1, "sub": -1}
 # Products: what is multiplied, by what, and the dimension that is summed, all of the rest of a filter.
 _PRODUCTS = {
-    "mm": ("self", "mat2", 0), "addmm": ("mat1", "mat2", 0), "bmm": ("self", "mat2", 1),
-    "matmul": ("self", "other", -2), "baddbmm": ("batch1", "batch2", 1), "linear": ("input", "weight", 1),
+    "mm": ("self", "mat2", 0),
+    "addmm": ("mat1", "mat2", 0),
+    "bmm": ("self", "mat2", 1),
+    "matmul": ("self", "other", -2),
+    "baddbmm": ("batch1", "batch2", 1),
+    "linear": ("input", "weight", 1),
 } | dict.fromkeys(
-    ("conv1d", "conv2d", "conv3d", "convolution", "_convolution", "conv_transpose2d"), ("input", "weight", None),
-)  # fmt: skip
+    ("conv1d", "conv2d", "conv3d", "convolution", "_convolution", "conv_transpose2d"),
+    ("input", "weight", None),
+)
 # They change what a tensor says of itself, not what its storage holds.
-_METADATA_OPS = frozenset({
-    "detach", "squeeze", "unsqueeze", "t", "transpose", "swapaxes", "as_strided", "requires_grad", "resize", "set",
-})  # fmt: skip
+_METADATA_OPS = frozenset(
+    {
+        "detach",
+        "squeeze",
+        "unsqueeze",
+        "t",
+        "transpose",
+        "swapaxes",
+        "as_strided",
+        "requires_grad",
+        "resize",
+        "set",
+    }
+)
 _NAMED = _POSITIVE_NAMES | _OFFSETS.keys()
-_CONSTRAINED_OPS = _LIMITS.keys() | _POSITIVE_OPS | _PROBABILITY_OPS.keys() | {
-    "index", "index_put", "_index_put_impl", "floor_divide", "remainder", "fmod", "div", "normal", "pow",
-    "repeat_interleave", "segment_reduce", "_pack_padded_sequence",
-}  # fmt: skip
+_CONSTRAINED_OPS = (
+    _LIMITS.keys()
+    | _POSITIVE_OPS
+    | _PROBABILITY_OPS.keys()
+    | {
+        "index",
+        "index_put",
+        "_index_put_impl",
+        "floor_divide",
+        "remainder",
+        "fmod",
+        "div",
+        "normal",
+        "pow",
+        "repeat_interleave",
+        "segment_reduce",
+        "_pack_padded_sequence",
+    }
+)
 _GEOMETRY_ONLY = re.compile(r"_like$|^new_|^size$|^stride$|^resize|^set_$")
-_EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
+_EMPTY = frozenset(
+    {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+)
 
 
 def settle_contents(
@@ -235,16 +413,17 @@ def settle_contents(
 ) -> tuple[RankPlan, int]:
     """Settle what external storages hold.
 
-    A storage that an op allocates and that is read before any op has written to it becomes an external one: what wrote
-    to it was no op (`torch.tensor([1, 2])`).
+    A storage that an op allocates and that is read before any op has written to it becomes an
+    external one: what wrote to it was no op (`torch.tensor([1, 2])`).
 
     Args:
         plan: The plan of a rank.
         recorded_integers: What integer tensors held, by node and number of the tensor among its inputs, where that is recorded.
 
     Returns:
-        The plan, with columns `content`, `low`, `high` and `evidence` of its storages and the frame `data` filled; and
-        how many tensors were left out of that because they held what their ops must not be given.
+        The plan, with columns `content`, `low`, `high` and `evidence` of its storages and the frame
+        `data` filled; and how many tensors were left out of that because they held what their ops
+        must not be given.
     """
     finder = _ConstraintFinder(plan)
     unwritten = finder.unwritten()
@@ -256,7 +435,8 @@ def settle_contents(
     data_storages = {finder.storage[tensor] for tensor in data}
     first = plan.tensors.group_by("storage", maintain_order=True).first()
     first_tensors = {
-        storage: (dtype, shape) for storage, dtype, shape in first.select("storage", "dtype", "shape").iter_rows()
+        storage: (dtype, shape)
+        for storage, dtype, shape in first.select("storage", "dtype", "shape").iter_rows()
     }
     rows = [
         finder.settled(storage, *first_tensors.get(storage, ("uint8", [0])), ranges.get(storage))
@@ -270,28 +450,45 @@ def settle_contents(
     within = [
         (
             content,
-            *(None if end is None else max(-_MAX_INTEGER, min(end, _MAX_INTEGER)) for end in (low, high)),
+            *(
+                None if end is None else max(-_MAX_INTEGER, min(end, _MAX_INTEGER))
+                for end in (low, high)
+            ),
             evidence,
         )
         for content, low, high, evidence in rows
     ]
-    settled = pl.DataFrame(within, schema={name: plan.storages.schema[name] for name in columns}, orient="row")
+    settled = pl.DataFrame(
+        within, schema={name: plan.storages.schema[name] for name in columns}, orient="row"
+    )
     dumped = pl.DataFrame(
-        {"rank": [plan.rank] * len(data), "tensor": list(data), "values": [v.tobytes() for v in data.values()]},
+        {
+            "rank": [plan.rank] * len(data),
+            "tensor": list(data),
+            "values": [v.tobytes() for v in data.values()],
+        },
         schema=PLAN_SCHEMAS["data"],
     )
-    return replace(plan, storages=plan.storages.with_columns(settled.get_columns()), data=dumped), refused
+    return replace(
+        plan, storages=plan.storages.with_columns(settled.get_columns()), data=dumped
+    ), refused
 
 
 def _mark_external(plan: RankPlan, storages: set[int]) -> RankPlan:
-    """The plan with storages that come from outside; the ops that allocated them still do, and nobody uses that."""
+    """The plan with storages that come from outside; the ops that allocated them still do, and
+    nobody uses that.
+    """
     is_external = plan.storages["storage"].is_in(list(storages))
     tensors = plan.tensors.filter(pl.col("storage").is_in(list(storages)))["tensor"].implode()
     allocates = pl.col("name").str.strip_prefix("aten::").is_in(list(_EMPTY))
-    elsewhere = pl.col("outputs").list.eval(pl.when(~pl.element().is_in(tensors)).then(pl.element()))
+    elsewhere = pl.col("outputs").list.eval(
+        pl.when(~pl.element().is_in(tensors)).then(pl.element())
+    )
     return replace(
         plan,
-        ops=plan.ops.with_columns(pl.when(allocates).then(elsewhere).otherwise("outputs").alias("outputs")),
+        ops=plan.ops.with_columns(
+            pl.when(allocates).then(elsewhere).otherwise("outputs").alias("outputs")
+        ),
         storages=plan.storages.with_columns(external=plan.storages["external"] | is_external),
     )
 
@@ -329,22 +526,33 @@ class _ConstraintFinder:
         floating = dtype.startswith(("float", "bfloat", "complex"))
         if dtype == "bool":
             return "integers", 0, 1, "guess"
-        if recorded is not None and not floating and (demand is None or demand.content not in {"lengths", "offsets"}):
+        if (
+            recorded is not None
+            and not floating
+            and (demand is None or demand.content not in {"lengths", "offsets"})
+        ):
             low, high = recorded
             if (
                 demand is not None and demand.content == "integers"
             ):  # of -100..9, which says that -100 is no class, 0..9
-                low, high = max(low, demand.low), high if demand.high is None else min(high, demand.high)
+                low, high = (
+                    max(low, demand.low),
+                    high if demand.high is None else min(high, demand.high),
+                )
             return "integers", low, high, "range"
         if demand is not None and demand.content == "lengths":
             return demand.content, demand.low, demand.high, "consumer"
         if demand is not None and demand.content in {"integers", "offsets"}:
             high = demand.low if demand.high is None else demand.high
             return demand.content, min(demand.low, high), high, "consumer"
-        if not shape:  # a number such as a factor, a step: 1 neither shrinks nor turns what it meets
+        if (
+            not shape
+        ):  # a number such as a factor, a step: 1 neither shrinks nor turns what it meets
             return "integers", 1, 1, "guess"
         if not floating:
-            return ("zeros", None, None, "guess") if demand is None else ("integers", 1, 1, "consumer")
+            return (
+                ("zeros", None, None, "guess") if demand is None else ("integers", 1, 1, "consumer")
+            )
         if demand is not None:
             return demand.content, None, None, "consumer"
         if storage in self.weights and len(shape) > 1:
@@ -357,7 +565,8 @@ class _ConstraintFinder:
         """What is recorded of external storages before anything writes to them.
 
         Returns:
-            Least and greatest integer by storage; what registers held; and how many of these are left out.
+            Least and greatest integer by storage; what registers held; and how many of these are
+            left out.
         """
         ranges: dict[int, tuple[int, int]] = {}
         data: dict[int, Array] = {}
@@ -374,9 +583,11 @@ class _ConstraintFinder:
                 source = copied.get(tensor, tensor)
                 storage = self.storage[source]
                 if (
-                    number not in node_integers or number in mutated or not self.external[storage]
+                    number not in node_integers
+                    or number in mutated
+                    or not self.external[storage]
                     or {storage, self.storage[tensor]} & written
-                ):  # fmt: skip
+                ):
                     continue
                 low, high, values = node_integers[number]
                 before = ranges.get(storage, (low, high))
@@ -388,9 +599,18 @@ class _ConstraintFinder:
                 if values is not None:
                     data.setdefault(source, values)
             written |= {self.storage[inputs[number]] for number in mutated if number < len(inputs)}
-            if call is not None and call.base in _IDENTITY_OPS and inputs and outputs and outputs[0] is not None:
+            if (
+                call is not None
+                and call.base in _IDENTITY_OPS
+                and inputs
+                and outputs
+                and outputs[0] is not None
+            ):
                 source, output = inputs[0], outputs[0]
-                if (self.shapes[source], self.dtypes[source]) == (self.shapes[output], self.dtypes[output]):
+                if (self.shapes[source], self.dtypes[source]) == (
+                    self.shapes[output],
+                    self.dtypes[output],
+                ):
                     copied[output] = copied.get(source, source)
         return ranges, data, refused
 
@@ -400,7 +620,9 @@ class _ConstraintFinder:
         out: set[int] = set()
         for action, call_row, _, inputs, outputs in self.ops:
             call = None if call_row is None else self.calls[call_row]
-            touched = fresh.intersection([self.storage[tensor] for tensor in inputs]) if fresh else fresh
+            touched = (
+                fresh.intersection([self.storage[tensor] for tensor in inputs]) if fresh else fresh
+            )
             if action != RUN or call is None:
                 fresh -= touched
                 fresh -= {self.storage[tensor] for tensor in outputs if tensor is not None}
@@ -418,7 +640,11 @@ class _ConstraintFinder:
 
     def look_at(self, call: _NamedCall, inputs: list[int], outputs: list[int | None]) -> None:
         # of several results the first has the values, those behind it are where they were
-        demanded = self.demanded_of(outputs if call.schema.is_view else outputs[:1]) if self.demands else None
+        demanded = (
+            self.demanded_of(outputs if call.schema.is_view else outputs[:1])
+            if self.demands
+            else None
+        )
         base = call.base
         if demanded is not None:
             if call.schema.is_view or base in _COPIES:
@@ -456,11 +682,17 @@ class _ConstraintFinder:
                 self.demands[storage] = demand.and_also(self.demands.get(storage))
 
     def signed(self, call: _NamedCall, inputs: list[int]) -> None:
-        """A sum or product that must be positive is made of what is positive; a square is so anyway."""
-        if call.base == "mul" and self.rows_of(call, "self", inputs) == self.rows_of(call, "other", inputs):
+        """A sum or product that must be positive is made of what is positive; a square is so
+        anyway.
+        """
+        if call.base == "mul" and self.rows_of(call, "self", inputs) == self.rows_of(
+            call, "other", inputs
+        ):
             return
         value = call.values.get("value")
-        if call.base == "addcmul" and isinstance(value, int | float) and value < 0:  # variance: squares less a square
+        if (
+            call.base == "addcmul" and isinstance(value, int | float) and value < 0
+        ):  # variance: squares less a square
             self.pass_on(_ZEROS, self.rows_of(call, "tensor1", inputs))
         factors = [self.rows_of(call, name, inputs) for name in ("tensor1", "tensor2")]
         for name in call.inputs:
@@ -468,16 +700,22 @@ class _ConstraintFinder:
                 self.pass_on(_POSITIVE, self.rows_of(call, name, inputs))
 
     def shifted(self, call: _NamedCall, demanded: Constraint, inputs: list[int]) -> None:
-        """Of an index that something is added to or subtracted from: two tensors share what there is."""
+        """Of an index that something is added to or subtracted from: two tensors share what there
+        is.
+        """
         if demanded.high is None:
             return
         other = self.rows_of(call, "other", inputs)
         if other and self.shapes[other[0]]:
-            self.pass_on(Constraint("integers", demanded.low, max(demanded.high // 2, demanded.low)), inputs)
+            self.pass_on(
+                Constraint("integers", demanded.low, max(demanded.high // 2, demanded.low)), inputs
+            )
             return
         number = call.values.get("other")
         offset = _SHIFTS[call.base] * (number if isinstance(number, int) else 1)
-        bounds = Constraint("integers", max(demanded.low - offset, 0), max(demanded.high - offset, 0))
+        bounds = Constraint(
+            "integers", max(demanded.low - offset, 0), max(demanded.high - offset, 0)
+        )
         self.pass_on(bounds, self.rows_of(call, "self", inputs))
 
     def rows_of(self, call: _NamedCall, name: str, inputs: list[int]) -> list[int]:
@@ -506,7 +744,8 @@ def _find_constraints(use: _Use) -> Iterator[tuple[int, Constraint]]:
             if limit and not use.dtypes[number].startswith(("float", "bfloat")):
                 yield number, Constraint("integers", 0, limit - 1, call.values.get("ignore_index"))
     elif base in {"index", "index_put", "_index_put_impl"}:
-        # Of `x[i, :, j]`: each index of integers is along one dimension, a mask along as many as it has.
+        # Of `x[i, :, j]`: each index of integers is along one dimension, a mask along as many as it
+        # has.
         shape, dim = use.shape("self"), 0
         for value in call.values.get("indices") or ():
             index = value.get("tensor") if isinstance(value, dict) else None
@@ -517,17 +756,28 @@ def _find_constraints(use: _Use) -> Iterator[tuple[int, Constraint]]:
                 yield index, Constraint("integers", 0, max(shape[dim] - 1, 0))
             dim += 1
     elif base in _POSITIVE_OPS:
-        yield from ((number, _POSITIVE) for name in ("self", "other") for number in inputs.get(name, ()))
+        yield from (
+            (number, _POSITIVE) for name in ("self", "other") for number in inputs.get(name, ())
+        )
     elif base in _PROBABILITY_OPS:
-        yield from ((number, _PROBABILITY) for name in _PROBABILITY_OPS[base] for number in inputs.get(name, ()))
-    elif base in {"floor_divide", "remainder", "fmod"} or (base == "div" and call.values.get("rounding_mode")):
+        yield from (
+            (number, _PROBABILITY)
+            for name in _PROBABILITY_OPS[base]
+            for number in inputs.get(name, ())
+        )
+    elif base in {"floor_divide", "remainder", "fmod"} or (
+        base == "div" and call.values.get("rounding_mode")
+    ):
         yield from ((number, _POSITIVE) for number in inputs.get("other", ()))
     elif base == "normal":
         yield from ((number, _POSITIVE) for number in inputs.get("std", ()))
     elif base == "segment_reduce":
         total = use.length("data", "axis") or 0
         for number in inputs.get("lengths", ()):
-            yield number, Constraint("lengths", -(-total // max(prod(use.shapes[number]), 1)), total)
+            yield (
+                number,
+                Constraint("lengths", -(-total // max(prod(use.shapes[number]), 1)), total),
+            )
     elif base == "pow":
         exponent = call.values.get("exponent")
         if isinstance(exponent, float) and not exponent.is_integer():
@@ -535,23 +785,42 @@ def _find_constraints(use: _Use) -> Iterator[tuple[int, Constraint]]:
     elif base in {"repeat_interleave", "_pack_padded_sequence"} and use.given and use.given[0]:
         for name in ("repeats", "lengths"):
             for number in inputs.get(name, ()):
-                total = use.given[0][0]  # the steps of the longest sequence are the second of what packing returns
-                longest = use.given[1][0] if len(use.given) > 1 else -(-total // max(prod(use.shapes[number]), 1))
+                total = use.given[0][
+                    0
+                ]  # the steps of the longest sequence are the second of what packing returns
+                longest = (
+                    use.given[1][0]
+                    if len(use.given) > 1
+                    else -(-total // max(prod(use.shapes[number]), 1))
+                )
                 yield number, Constraint("lengths", longest, total)
     for name in _NAMED & inputs.keys():
         for number in inputs[name]:
             if name in _POSITIVE_NAMES:
                 yield number, _POSITIVE
             else:
-                # Ascending positions; the last one is the end itself where the op wants it so, or a start.
+                # Ascending positions; the last one is the end itself where the op wants it so, or a
+                # start.
                 end = prod(
-                    next((use.shape(argument_name) for argument_name in _OFFSETS[name] if argument_name in inputs), [])[
-                        :1
-                    ]
+                    next(
+                        (
+                            use.shape(argument_name)
+                            for argument_name in _OFFSETS[name]
+                            if argument_name in inputs
+                        ),
+                        [],
+                    )[:1]
                 )
                 positions = prod(use.shapes[number])
                 has_end = call.values.get("include_last_offset") or "offsets" not in inputs
-                yield number, Constraint("offsets", 0, end if has_end or positions == 0 else end - -(-end // positions))
+                yield (
+                    number,
+                    Constraint(
+                        "offsets",
+                        0,
+                        end if has_end or positions == 0 else end - -(-end // positions),
+                    ),
+                )
 
 
 _BASE = re.compile(r"^(?:_foreach_)?(.*?)_?$")
@@ -563,10 +832,22 @@ def _call(schema: str, arguments: str) -> _NamedCall | None:
         values = msgspec.json.decode(arguments)
     except (UnreadableSchemaError, msgspec.DecodeError):
         return None
-    values_by_name = dict(zip((argument.name for argument in parsed.arguments), values, strict=False))
-    inputs = {name: numbers for name, value in values_by_name.items() if (numbers := list(_list_inputs(value)))}
+    values_by_name = dict(
+        zip((argument.name for argument in parsed.arguments), values, strict=False)
+    )
+    inputs = {
+        name: numbers
+        for name, value in values_by_name.items()
+        if (numbers := list(_list_inputs(value)))
+    }
     base = _BASE.sub(r"\1", parsed.name)
-    return _NamedCall(parsed, base, values_by_name, inputs, base in _CONSTRAINED_OPS or bool(_NAMED & inputs.keys()))
+    return _NamedCall(
+        parsed,
+        base,
+        values_by_name,
+        inputs,
+        base in _CONSTRAINED_OPS or bool(_NAMED & inputs.keys()),
+    )
 
 
 def _list_inputs(value: Any) -> Iterator[int]:
@@ -574,7 +855,9 @@ def _list_inputs(value: Any) -> Iterator[int]:
     if isinstance(value, list):
         for part in value:
             yield from _list_inputs(part)
-    elif isinstance(value, dict) and isinstance(number := value.get("tensor", value.get("storage")), int):
+    elif isinstance(value, dict) and isinstance(
+        number := value.get("tensor", value.get("storage")), int
+    ):
         yield number
 
 
@@ -583,11 +866,21 @@ def _find_mutated(call: _NamedCall) -> set[int]:
     arguments = call.schema.arguments
     if call.base in _METADATA_OPS:
         return set()
-    return {number for index in call.schema.mutates for number in call.inputs.get(arguments[index].name, ())}
+    return {
+        number
+        for index in call.schema.mutates
+        for number in call.inputs.get(arguments[index].name, ())
+    }
 
 
 def generate_content(
-    elements: int, dtype: torch.dtype, content: str, low: int | None = None, high: int | None = None, *, seed: int
+    elements: int,
+    dtype: torch.dtype,
+    content: str,
+    low: int | None = None,
+    high: int | None = None,
+    *,
+    seed: int,
 ) -> torch.Tensor:
     """A flat tensor on the host.
 
@@ -595,8 +888,8 @@ def generate_content(
         elements: How many.
         dtype: Of which type.
         content: floats (around 0), weights (around 0, such that a sum of `high` products keeps its size), positive,
-            probability (0 to 1), integers (low to high), offsets (ascending from low to high), lengths (descending
-            from `low`, their sum is `high`), zeros.
+            probability (0 to 1), integers (low to high), offsets (ascending from low to high),
+            lengths (descending from `low`, their sum is `high`), zeros.
         low: Of integers and offsets; None: 0.
         high: Of integers and offsets; None: low.
         seed: Of the random numbers.
@@ -624,7 +917,9 @@ def generate_content(
         return lengths.to(dtype)
     if content == "integers":
         max_value = 2**63 - 1 if dtype == torch.int64 else 2**31
-        return torch.randint(low, min(high, max_value - 1) + 1, (elements,), generator=random).to(dtype)
+        return torch.randint(low, min(high, max_value - 1) + 1, (elements,), generator=random).to(
+            dtype
+        )
     if dtype.is_complex:
         return torch.randn(elements, generator=random, dtype=torch.complex64).to(dtype)
     if not dtype.is_floating_point:
@@ -634,7 +929,9 @@ def generate_content(
         "floats",
         "weights",
     }:  # a tenth at the least: products of smaller ones become denormal, which is slow
-        uniform = (0.1 + 0.9 * uniform) * (torch.randint(0, 2, (elements,), generator=random) * 2 - 1)
+        uniform = (0.1 + 0.9 * uniform) * (
+            torch.randint(0, 2, (elements,), generator=random) * 2 - 1
+        )
         uniform *= (3 / max(high, 1)) ** 0.5 if content == "weights" else 1
     elif content == "positive":
         uniform = 0.1 + 0.9 * uniform

@@ -1,8 +1,10 @@
-"""A plan on meta tensors: which ops this PyTorch has, whether they give what was recorded, and the memory they need.
+"""A plan on meta tensors: which ops this PyTorch has, whether they give what was recorded, and the
+memory they need.
 
-Meta tensors have shapes and no content, so a dry run takes seconds, whatever the ops took, and needs no accelerator.
-Each op is called with tensors of the recorded geometries, not with what the op before it gave: one that differs is one
-difference, not all that follow from it. What depends on contents (the length of `nonzero`) is not told by shapes.
+Meta tensors have shapes and no content, so a dry run takes seconds, whatever the ops took, and
+needs no accelerator. Each op is called with tensors of the recorded geometries, not with what the
+op before it gave: one that differs is one difference, not all that follow from it. What depends on
+contents (the length of `nonzero`) is not told by shapes.
 """
 
 from __future__ import annotations
@@ -17,9 +19,23 @@ import polars as pl
 from msgspec import Struct
 from msgspec.structs import replace
 
-from traceloom.workload.replay.binding import RECORD_STREAM, BindError, BoundCall, bind_call, require_torch
+from traceloom.workload.replay.binding import (
+    RECORD_STREAM,
+    BindError,
+    BoundCall,
+    bind_call,
+    require_torch,
+)
 from traceloom.workload.replay.kernels import KERNEL_REASONS
-from traceloom.workload.replay.plan import COLLECTIVE, GUESSED_STRIDES, STAND_IN, VIEW, WAIT, RankPlan, ReplayPlan
+from traceloom.workload.replay.plan import (
+    COLLECTIVE,
+    GUESSED_STRIDES,
+    STAND_IN,
+    VIEW,
+    WAIT,
+    RankPlan,
+    ReplayPlan,
+)
 from traceloom.workload.replay.script import flatten_values
 
 if TYPE_CHECKING:
@@ -130,14 +146,21 @@ def dry_run(plan: ReplayPlan, *, imports: Sequence[str] = ()) -> dict[int, RankD
     guessed = {notice.rank for notice in plan.notices if notice.slug == GUESSED_STRIDES}
     return {
         rank: dry_run_rank(
-            rank_plan, strides=rank not in guessed, recorded=plan.torch, extra_namespaces=extra_namespaces
+            rank_plan,
+            strides=rank not in guessed,
+            recorded=plan.torch,
+            extra_namespaces=extra_namespaces,
         )
         for rank, rank_plan in plan.ranks.items()
     }
 
 
 def dry_run_rank(
-    plan: RankPlan, *, strides: bool = True, recorded: str | None = None, extra_namespaces: frozenset[str] = frozenset()
+    plan: RankPlan,
+    *,
+    strides: bool = True,
+    recorded: str | None = None,
+    extra_namespaces: frozenset[str] = frozenset(),
 ) -> RankDryRun:
     """Run the ops of one rank on meta tensors.
 
@@ -166,7 +189,11 @@ def dry_run_rank(
         .fill_null(value=True),
     )
     out = plan.left_out.select(
-        "name", pl.col("duration_ns").cast(pl.Float64), "reason", "text", covered=pl.lit(value=False)
+        "name",
+        pl.col("duration_ns").cast(pl.Float64),
+        "reason",
+        "text",
+        covered=pl.lit(value=False),
     )
     all_ops = pl.concat([op_outcomes, out])
     skipped = (
@@ -175,7 +202,9 @@ def dry_run_rank(
         .agg(
             pl.col("text").first(),
             pl.len().alias("count"),
-            pl.when(pl.col("duration_ns").is_not_null().any()).then(pl.col("duration_ns").sum().round().cast(pl.Int64)),
+            pl.when(pl.col("duration_ns").is_not_null().any()).then(
+                pl.col("duration_ns").sum().round().cast(pl.Int64)
+            ),
         )
         .sort("duration_ns", "count", descending=True, nulls_last=True, maintain_order=True)
     )
@@ -197,14 +226,19 @@ def dry_run_rank(
     )
 
 
-# Why an op could not be called (slug, text), None where it could; and what it gave otherwise than recorded.
+# Why an op could not be called (slug, text), None where it could; and what it gave otherwise than
+# recorded.
 _Compared = tuple[tuple[str, str] | None, list[WrongOutput]]
 
 
 class _Outcomes:
-    """What became of each op; one call for all ops that call the same with tensors of the same geometries."""
+    """What became of each op; one call for all ops that call the same with tensors of the same
+    geometries.
+    """
 
-    def __init__(self, plan: RankPlan, *, strides: bool, recorded: str | None, further: frozenset[str]) -> None:
+    def __init__(
+        self, plan: RankPlan, *, strides: bool, recorded: str | None, further: frozenset[str]
+    ) -> None:
         self.plan = plan
         self.looked_at = 0
         self._strides = strides
@@ -231,7 +265,10 @@ class _Outcomes:
         bound = self._bind(call, META)  # of a stand-in, too: what --import names may bring it
         if isinstance(bound, tuple):
             return bound
-        geometries = [None if tensor is None else self._alike[tensor] for tensor in (*row["inputs"], *row["outputs"])]
+        geometries = [
+            None if tensor is None else self._alike[tensor]
+            for tensor in (*row["inputs"], *row["outputs"])
+        ]
         key = call, *geometries
         self._calls[key] += 1
         if key not in self._outcome:
@@ -242,8 +279,9 @@ class _Outcomes:
     def _compared(self, row: Mapping[str, Any]) -> _Compared:
         """Call an op on meta tensors; where that does not give what was recorded, as the CPU would.
 
-        Fake tensors know more than meta kernels (strides of a convolution that has its channels last) at a higher
-        price. What they do not know either is called on tensors of zeros, if these are small.
+        Fake tensors know more than meta kernels (strides of a convolution that has its channels
+        last) at a higher price. What they do not know either is called on tensors of zeros, if
+        these are small.
         """
         from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -252,8 +290,13 @@ class _Outcomes:
             with FakeTensorMode(allow_fallback_kernels=False):
                 compared = min(compared, self._call(row, CPU), key=_get_trust_order)
         tensors = [*row["inputs"], *(output for output in row["outputs"] if output is not None)]
-        if _get_trust_order(compared) > 1 and sum(self._geometries[tensor][-1] for tensor in tensors) <= _SMALL_BYTES:
-            on_zeros = self._call(row, CPU)  # which may not be what it needs: only a right answer says anything
+        if (
+            _get_trust_order(compared) > 1
+            and sum(self._geometries[tensor][-1] for tensor in tensors) <= _SMALL_BYTES
+        ):
+            on_zeros = self._call(
+                row, CPU
+            )  # which may not be what it needs: only a right answer says anything
             compared = compared if _get_trust_order(on_zeros) else on_zeros
         return compared
 
@@ -283,9 +326,13 @@ class _Outcomes:
             recorded, actual = self._in_words(dtype, shape, strides), ""
             value = values[number] if number < len(values) else None
             if isinstance(value, torch.Tensor):
-                actual = self._in_words(str(value.dtype).removeprefix("torch."), value.shape, value.stride())
+                actual = self._in_words(
+                    str(value.dtype).removeprefix("torch."), value.shape, value.stride()
+                )
             if recorded != actual:
-                wrong.append(WrongOutput(row["op"], row["node"], row["name"], number, recorded, actual, 0))
+                wrong.append(
+                    WrongOutput(row["op"], row["node"], row["name"], number, recorded, actual, 0)
+                )
         return None, wrong
 
     def wrong_outputs(self) -> Iterator[WrongOutput]:
@@ -299,7 +346,11 @@ class _Outcomes:
             schema, arguments = self.plan.calls.select("schema", "arguments").row(call)
             try:
                 bound = bind_call(
-                    schema, arguments, device, recorded_torch=self._recorded, allowed_namespaces=self._further
+                    schema,
+                    arguments,
+                    device,
+                    recorded_torch=self._recorded,
+                    allowed_namespaces=self._further,
                 )
                 self._bound[call, device] = bound
             except BindError as error:
@@ -311,7 +362,10 @@ class _Outcomes:
         base_text = f"{dtype}[{', '.join(map(str, shape))}]"
         if not self._strides or 0 in shape:
             return base_text
-        stride_texts = (str(stride) if length > 1 else "-" for length, stride in zip(shape, strides, strict=True))
+        stride_texts = (
+            str(stride) if length > 1 else "-"
+            for length, stride in zip(shape, strides, strict=True)
+        )
         return f"{base_text} by [{', '.join(stride_texts)}]"
 
     def _why(self, call: int, error: Exception) -> tuple[str, str]:
@@ -324,18 +378,30 @@ class _Outcomes:
         )
 
         text = (str(error).strip() or type(error).__name__).split("\n")[0][:300]
-        names = {self.plan.calls["schema"][call].partition("(")[0].partition("::")[2].partition(".")[0]}
+        names = {
+            self.plan.calls["schema"][call].partition("(")[0].partition("::")[2].partition(".")[0]
+        }
         names |= set(_FAILING_OP.findall(text))
-        overloads = [getattr(packet, overload) for name in names if (packet := getattr(torch.ops.aten, name, None))
-                     for overload in packet.overloads()]  # fmt: skip
+        overloads = [
+            getattr(packet, overload)
+            for name in names
+            if (packet := getattr(torch.ops.aten, name, None))
+            for overload in packet.overloads()
+        ]
         tags = {tag for overload in overloads for tag in overload.tags}
         if (
             isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
             or tags & {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
             or _READS_CONTENTS.search(text)
         ):
-            return DATA_DEPENDENT, "what it gives depends on contents, which meta tensors do not have"
-        if isinstance(error, NotImplementedError | UnsupportedOperatorException) or "meta" in text.lower():
+            return (
+                DATA_DEPENDENT,
+                "what it gives depends on contents, which meta tensors do not have",
+            )
+        if (
+            isinstance(error, NotImplementedError | UnsupportedOperatorException)
+            or "meta" in text.lower()
+        ):
             return NO_META_KERNEL, "PyTorch has no kernel of it for meta tensors"
         return FAILS, text
 
@@ -345,4 +411,6 @@ def _get_trust_order(compared: _Compared) -> int:
     refusal, wrong = compared
     reason = ("" if wrong else None) if refusal is None else refusal[0]
     order = (None, DATA_DEPENDENT, "", NO_META_KERNEL)
-    return order.index(reason) if reason in order else len(order)  # it fails, or that device has no such op
+    return (
+        order.index(reason) if reason in order else len(order)
+    )  # it fails, or that device has no such op

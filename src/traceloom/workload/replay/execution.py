@@ -1,13 +1,15 @@
 """Runs instructions: threads, streams, timers, failures; GPU times.
 
-A register holds a tensor, a constant, or a work that is waited for later. An instruction is a function, what picks its
-arguments from the registers (all in C), the register of its result, which parts of that go to other registers, and the
-registers that are empty afterwards, so that what nobody uses any more is freed there as it was in the original.
+A register holds a tensor, a constant, or a work that is waited for later. An instruction is a
+function, what picks its arguments from the registers (all in C), the register of its result, which
+parts of that go to other registers, and the registers that are empty afterwards, so that what
+nobody uses any more is freed there as it was in the original.
 
-The first pass, which nobody times, settles what only running can tell: how a result is built, which ops fail here, and
-which give another shape than was recorded. From then on a pass is a fixed list.
+The first pass, which nobody times, settles what only running can tell: how a result is built, which
+ops fail here, and which give another shape than was recorded. From then on a pass is a fixed list.
 
-What a host clock sees of an op on a GPU is its launch; an op that waits for the device takes as long as all before it.
+What a host clock sees of an op on a GPU is its launch; an op that waits for the device takes as
+long as all before it.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ NOT_TIMED = -1
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """A tensor of the plan without its content; `bytes` are those of its storage, `on_host` it stays on processors."""
+    """A tensor of the plan without its content; `bytes` are those of its storage, `on_host` it
+    stays on processors.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -59,7 +63,9 @@ class Geometry:
     on_host: bool = False
 
     def new(self, device: torch.device | str) -> torch.Tensor:
-        """A tensor on a storage of its own, of ones; of zeros where it holds no floats, because they may be indices."""
+        """A tensor on a storage of its own, of ones; of zeros where it holds no floats, because
+        they may be indices.
+        """
         import torch
 
         dtype: torch.dtype = getattr(torch, self.dtype)
@@ -71,7 +77,11 @@ class Geometry:
 
     def is_of(self, value: Any) -> bool:
         """Whether what an op returned has this shape and type."""
-        return hasattr(value, "dtype") and value.shape == self.shape and str(value.dtype) == f"torch.{self.dtype}"
+        return (
+            hasattr(value, "dtype")
+            and value.shape == self.shape
+            and str(value.dtype) == f"torch.{self.dtype}"
+        )
 
 
 @dataclass(slots=True)
@@ -133,7 +143,10 @@ def make_picker(argument_registers: Sequence[int | Sequence[Any]]) -> Pick:
         argument_registers: The register of each argument; a list of them (of lists ...) for an argument that is a list of tensors.
     """
     if any(not isinstance(item, int) for item in argument_registers):
-        parts = [itemgetter(item) if isinstance(item, int) else make_picker(item) for item in argument_registers]
+        parts = [
+            itemgetter(item) if isinstance(item, int) else make_picker(item)
+            for item in argument_registers
+        ]
         return lambda registers: [part(registers) for part in parts]
     if len(argument_registers) > 1:
         return itemgetter(*argument_registers)
@@ -141,7 +154,9 @@ def make_picker(argument_registers: Sequence[int | Sequence[Any]]) -> Pick:
     return itemgetter(slice(first, first + len(argument_registers)))  # type: ignore[operator]
 
 
-def create_tensors(geometries: Sequence[Geometry | None], device: torch.device | str, time_ns: int = 0) -> list[Any]:
+def create_tensors(
+    geometries: Sequence[Geometry | None], device: torch.device | str, time_ns: int = 0
+) -> list[Any]:
     """What stands in for an op: tensors as it gave them, after the time that it took."""
     end = time.perf_counter_ns() + time_ns
     tensors = [geometry.new(device) if geometry else None for geometry in geometries]
@@ -153,7 +168,9 @@ _SLEEPS_LATE_NS = 200_000
 
 
 def hold_until(end_ns: int) -> None:
-    """Do nothing until a time of `time.perf_counter_ns`; the last of it is spun, because sleep is late."""
+    """Do nothing until a time of `time.perf_counter_ns`; the last of it is spun, because sleep is
+    late.
+    """
     remaining_ns = end_ns - time.perf_counter_ns()
     if remaining_ns > 2 * _SLEEPS_LATE_NS:
         time.sleep((remaining_ns - _SLEEPS_LATE_NS) / 1e9)
@@ -161,8 +178,8 @@ def hold_until(end_ns: int) -> None:
         pass
 
 
-# Its place among the instructions, the function, what picks its arguments, the register of its result, which parts of
-# that go to which registers, and registers that are empty afterwards.
+# Its place among the instructions, the function, what picks its arguments, the register of its
+# result, which parts of that go to which registers, and registers that are empty afterwards.
 _Call = tuple[int, Callable[..., Any], Pick, int, tuple[tuple[int, int], ...], tuple[int, ...]]
 
 
@@ -192,7 +209,10 @@ class Program:
         hand_offs: Sequence[ThreadHandOff] = (),
     ) -> None:
         lanes = 1 + max((instruction.lane for instruction in instructions), default=0)
-        self.registers = [*registers, *[None] * lanes]  # each thread has a register for what nobody needs
+        self.registers = [
+            *registers,
+            *[None] * lanes,
+        ]  # each thread has a register for what nobody needs
         self.failures: dict[int, str] = {}
         self.replaced: dict[int, str] = {}
         self.peak_bytes = 0
@@ -229,9 +249,12 @@ class Program:
                     for output in instruction.outputs
                 )
                 output_geometries = [
-                    None if output is None else self._geometries[output] for output in instruction.outputs
+                    None if output is None else self._geometries[output]
+                    for output in instruction.outputs
                 ]
-                instruction.function = partial(create_tensors, output_geometries, self._device, instruction.stand_in_ns)
+                instruction.function = partial(
+                    create_tensors, output_geometries, self._device, instruction.stand_in_ns
+                )
                 instruction.pick = make_picker(())
                 result = instruction.function()
             store, spread, result = self._settle_result(instruction, result)
@@ -240,20 +263,28 @@ class Program:
                 registers[register] = result[part]
             del result
             dead = (*instruction.dead, store) if store >= self._scratch else instruction.dead
-            self._lanes[instruction.lane].append((index, instruction.function, instruction.pick, store, spread, dead))
+            self._lanes[instruction.lane].append(
+                (index, instruction.function, instruction.pick, store, spread, dead)
+            )
             alive.look(output for output in instruction.outputs if output is not None)
             for register in dead:
                 registers[register] = None
             alive.look(dead)
         self.peak_bytes = alive.most_bytes
 
-    def _settle_result(self, instruction: Instruction, result: Any) -> tuple[int, tuple[tuple[int, int], ...], Any]:
-        """Where what an op returns goes from now on: the register of all, those of its parts; and the result itself."""
+    def _settle_result(
+        self, instruction: Instruction, result: Any
+    ) -> tuple[int, tuple[tuple[int, int], ...], Any]:
+        """Where what an op returns goes from now on: the register of all, those of its parts; and
+        the result itself.
+        """
         is_one = not isinstance(result, (list, tuple))
         scratch = self._scratch + instruction.lane
         parts = list(flatten_values(result))
         stored_parts = tuple(
-            (register, part) for part, register in enumerate(instruction.outputs) if register is not None
+            (register, part)
+            for part, register in enumerate(instruction.outputs)
+            if register is not None
         )
         wrong = {
             part: self._geometries[register]
@@ -264,12 +295,18 @@ class Program:
         if wrong:
             tensors = [parts[part] for part in wrong if part < len(parts)]
             gave = ", ".join(
-                f"{str(part.dtype).removeprefix('torch.')} {[*part.shape]}" if hasattr(part, "dtype") else repr(part)
+                f"{str(part.dtype).removeprefix('torch.')} {[*part.shape]}"
+                if hasattr(part, "dtype")
+                else repr(part)
                 for part in tensors
             )
-            recorded = ", ".join(f"{geometry.dtype} {[*geometry.shape]}" for geometry in wrong.values())
+            recorded = ", ".join(
+                f"{geometry.dtype} {[*geometry.shape]}" for geometry in wrong.values()
+            )
             self.replaced[instruction.op] = f"gave {gave or 'nothing'}, recorded {recorded}"
-            instruction.function = partial(_call_and_replace, instruction.function, wrong, self._device)
+            instruction.function = partial(
+                _call_and_replace, instruction.function, wrong, self._device
+            )
             parts = _call_and_replace(lambda: result, wrong, self._device)
         elif is_one:
             return stored_parts[0][0] if stored_parts else scratch, (), result
@@ -286,7 +323,10 @@ class Program:
 
         def run(registers: Registers, calls: Sequence[_Call]) -> None:
             ops = (self._instructions[call[0]].op for call in calls)
-            marked = ((call[0], partial(within, op, call[1]), *call[2:]) for op, call in zip(ops, calls, strict=True))
+            marked = (
+                (call[0], partial(within, op, call[1]), *call[2:])
+                for op, call in zip(ops, calls, strict=True)
+            )
             _run_calls(registers, marked)
 
         self._on_all_lanes(run)
@@ -336,7 +376,9 @@ class Program:
 
     def times(self) -> pl.DataFrame:
         """Of the last timed pass, a row per op: op, duration_ns, cpu_ns."""
-        start, end, cpu_begin, cpu_end = (pl.Series(values, dtype=pl.Int64) for values in self._times)
+        start, end, cpu_begin, cpu_end = (
+            pl.Series(values, dtype=pl.Int64) for values in self._times
+        )
         rows = [instruction.op for instruction in self._instructions]
         return (
             pl.DataFrame({"op": rows, "duration_ns": end - start, "cpu_ns": cpu_end - cpu_begin})
@@ -359,7 +401,10 @@ def _call_and_flatten(function: Callable[..., Any], *arguments: Any) -> list[Any
 
 
 def _call_and_replace(
-    function: Callable[..., Any], wrong: Mapping[int, Geometry], device: torch.device | str, *arguments: Any
+    function: Callable[..., Any],
+    wrong: Mapping[int, Geometry],
+    device: torch.device | str,
+    *arguments: Any,
 ) -> list[Any]:
     parts = _call_and_flatten(function, *arguments)
     parts += [None] * (max(wrong) + 1 - len(parts))
@@ -398,8 +443,11 @@ MARK = "traceloom.replay.op "
 _PASSES = 5
 
 
-def measure_device_times(execution: PlanRunner, wait_for_ranks: Callable[[], None] | None = None) -> pl.DataFrame:
-    """The GPU time of the ops of a plan, the median over some further passes; no rows where it runs on processors.
+def measure_device_times(
+    execution: PlanRunner, wait_for_ranks: Callable[[], None] | None = None
+) -> pl.DataFrame:
+    """The GPU time of the ops of a plan, the median over some further passes; no rows where it runs
+    on processors.
 
     Args:
         execution: The plan, run once.
@@ -449,7 +497,9 @@ def compute_marked_times(trace: Trace) -> pl.DataFrame:
     events = trace.events
     names = events["name"].cast(pl.String)
     is_mark = names.str.starts_with(MARK) & events["device"].is_null()
-    work_by_mark = find_launched_work(trace, is_mark.to_numpy()).group_by("event").agg(pl.sum("duration_ns"))
+    work_by_mark = (
+        find_launched_work(trace, is_mark.to_numpy()).group_by("event").agg(pl.sum("duration_ns"))
+    )
     ops = names.gather(work_by_mark["event"]).str.strip_prefix(MARK).cast(pl.UInt32, strict=False)
     return (
         work_by_mark.with_columns(ops.alias("op"))

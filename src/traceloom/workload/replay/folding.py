@@ -1,8 +1,10 @@
-"""Repeats: stretches of a program that do the same to other registers, distinct once and called many times.
+"""Repeats: stretches of a program that do the same to other registers, distinct once and called
+many times.
 
-Two stretches are the same where they do the same things in the same order and their registers are equal up to
-renaming. The best repeat (the one that saves most lines) becomes a block, its places become calls of it, and so on, in
-the rest and in the blocks themselves: layers within batches within steps.
+Two stretches are the same where they do the same things in the same order and their registers are
+equal up to renaming. The best repeat (the one that saves most lines) becomes a block, its places
+become calls of it, and so on, in the rest and in the blocks themselves: layers within batches
+within steps.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class ProgramLine(NamedTuple):
 
 
 class Renamed(NamedTuple):
-    """A stretch with its registers numbered by their first use: `form` is equal for stretches that are the same."""
+    """A stretch with its registers numbered by their first use: `form` is equal for stretches that
+    are the same.
+    """
 
     form: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
     parameters: tuple[int, ...]
@@ -82,7 +86,9 @@ class FoldedProgram:
 
         def visit(body: int) -> None:
             if body not in order:
-                for inner in sorted({-1 - line.what for line in self.bodies[body] if line.what < 0}):
+                for inner in sorted(
+                    {-1 - line.what for line in self.bodies[body] if line.what < 0}
+                ):
                     visit(inner)
                 order.append(body)
 
@@ -107,13 +113,18 @@ def find_repeats(
         segment = bodies[body][offset : offset + best.length]
         renamed = rename(segment)
         bodies.append(
-            [ProgramLine(*line_form, line.source) for line_form, line in zip(renamed.form, segment, strict=True)]
+            [
+                ProgramLine(*line_form, line.source)
+                for line_form, line in zip(renamed.form, segment, strict=True)
+            ]
         )
         parameters.append(len(renamed.parameters))
         for body, offset in sorted(best.places, reverse=True):
             segment = bodies[body][offset : offset + best.length]
             _, reads, writes = rename(segment)
-            bodies[body][offset : offset + best.length] = [ProgramLine(-1 - number, reads, writes, segment[0].source)]
+            bodies[body][offset : offset + best.length] = [
+                ProgramLine(-1 - number, reads, writes, segment[0].source)
+            ]
     return FoldedProgram(bodies, parameters)
 
 
@@ -128,22 +139,36 @@ def rename(segment: Sequence[ProgramLine]) -> Renamed:
         for register in line.writes:
             if register not in parameters:
                 created.setdefault(register, len(created))
-    numbers = {**parameters, **{register: len(parameters) + number for register, number in created.items()}}
+    numbers = {
+        **parameters,
+        **{register: len(parameters) + number for register, number in created.items()},
+    }
     canonical_lines = tuple(
-        (line.what, tuple(numbers[r] for r in line.reads), tuple(numbers[r] for r in line.writes)) for line in segment
+        (line.what, tuple(numbers[r] for r in line.reads), tuple(numbers[r] for r in line.writes))
+        for line in segment
     )
     return Renamed(canonical_lines, tuple(parameters), tuple(created))
 
 
-def _find_best_repeat(bodies: Sequence[Sequence[ProgramLine]], starts: frozenset[int]) -> _Repeat | None:
+def _find_best_repeat(
+    bodies: Sequence[Sequence[ProgramLine]], starts: frozenset[int]
+) -> _Repeat | None:
     """The repeat that saves most lines."""
     line_positions = [
-        (body, token_indices) for body, lines in enumerate(bodies) for token_indices in range(len(lines) + 1)
+        (body, token_indices)
+        for body, lines in enumerate(bodies)
+        for token_indices in range(len(lines) + 1)
     ]
-    separators = iter(range(2**62, 2**62 + len(bodies)))  # between bodies, so that no stretch goes over
-    tokens = np.array([token for lines in bodies for token in (*(line.what for line in lines), next(separators))])
+    separators = iter(
+        range(2**62, 2**62 + len(bodies))
+    )  # between bodies, so that no stretch goes over
+    tokens = np.array(
+        [token for lines in bodies for token in (*(line.what for line in lines), next(separators))]
+    )
     best: _Repeat | None = None
-    for bound, length, token_indices in sorted(_find_candidates(tokens), key=lambda c: (-c[0], c[1], c[2][0]))[:_TRIED]:
+    for bound, length, token_indices in sorted(
+        _find_candidates(tokens), key=lambda c: (-c[0], c[1], c[2][0])
+    )[:_TRIED]:
         if best and best.score >= bound + 1:
             break
         alike: dict[Renamed, list[tuple[int, int]]] = {}
@@ -152,9 +177,17 @@ def _find_best_repeat(bodies: Sequence[Sequence[ProgramLine]], starts: frozenset
             alike.setdefault(Renamed(renamed.form, (), ()), []).append((body, line))
         for canonical_form, group in alike.items():
             body, line = group[0]
-            parameters = 1 + max((r for _, reads, _ in canonical_form.form for r in reads), default=0)
-            score = _count_saved_lines(length, len(group), parameters) + 0.5 * (bodies[body][line].source in starts)
-            if len(group) > 1 and score >= _MIN_SAVED_LINES and (best is None or score > best.score):
+            parameters = 1 + max(
+                (r for _, reads, _ in canonical_form.form for r in reads), default=0
+            )
+            score = _count_saved_lines(length, len(group), parameters) + 0.5 * (
+                bodies[body][line].source in starts
+            )
+            if (
+                len(group) > 1
+                and score >= _MIN_SAVED_LINES
+                and (best is None or score > best.score)
+            ):
                 best = _Repeat(score, length, group)
     return best
 
@@ -165,10 +198,14 @@ def _count_saved_lines(length: int, count: int, parameters: int = 0) -> float:
 
 
 def _find_candidates(tokens: Ints) -> Iterator[tuple[float, int, list[int]]]:
-    """Stretches of equal tokens: what they save at most, their length, and where they begin, none over another."""
+    """Stretches of equal tokens: what they save at most, their length, and where they begin, none
+    over another.
+    """
     n = tokens.size
     levels = [np.append(np.unique(tokens, return_inverse=True)[1].reshape(-1), n)]
-    while (width := 1 << (len(levels) - 1)) * 2 <= n:  # classes of the stretches of 2, 4, 8, ... tokens at each place
+    while (
+        width := 1 << (len(levels) - 1)
+    ) * 2 <= n:  # classes of the stretches of 2, 4, 8, ... tokens at each place
         last = levels[-1]
         following = np.minimum(np.arange(n) + width, n)
         key = last[:-1] * (2 * n + 1) + np.where(following < n, last[following], n + np.arange(n))

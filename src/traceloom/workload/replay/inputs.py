@@ -1,9 +1,10 @@
 """Host traces, recorded times, files beside them.
 
-PyTorch's observer leaves both there where it is told to; our recorder leaves the sources of compiled kernels.
+PyTorch's observer leaves both there where it is told to; our recorder leaves the sources of
+compiled kernels.
 
-Who made the trace made the directory too. So names are those that PyTorch gives, and what is read are files that lie in
-the directory: no links, no devices, none larger than it may be.
+Who made the trace made the directory too. So names are those that PyTorch gives, and what is read
+are files that lie in the directory: no links, no devices, none larger than it may be.
 """
 
 from __future__ import annotations
@@ -85,7 +86,12 @@ def collect_recorded_times(trace: Trace, matching: Matching, node_ids: Ints) -> 
     start = events["start_ns"].to_numpy()[rows]
     duration = events["duration_ns"].to_numpy()[rows]
     table = pl.DataFrame(
-        {"node": host_op[rows], "lane": events["lane"].to_numpy()[rows], "start": start, "duration": duration}
+        {
+            "node": host_op[rows],
+            "lane": events["lane"].to_numpy()[rows],
+            "start": start,
+            "duration": duration,
+        }
     ).sort("lane", "start")
     before = (pl.col("start") + pl.col("duration")).cum_max().shift(1).over("lane")
     node_times = (
@@ -98,7 +104,12 @@ def collect_recorded_times(trace: Trace, matching: Matching, node_ids: Ints) -> 
     gaps = dict(zip(nodes, node_times["gap"].to_list(), strict=True))
     work = find_launched_work(trace, runs)
     work = work.with_columns(pl.Series("node", host_op[work["event"].to_numpy()]))
-    gpu_times = work.group_by("event", "node").agg(pl.sum("duration_ns")).group_by("node").agg(pl.median("duration_ns"))
+    gpu_times = (
+        work.group_by("event", "node")
+        .agg(pl.sum("duration_ns"))
+        .group_by("node")
+        .agg(pl.median("duration_ns"))
+    )
     return RecordedTimes(
         dict(zip(nodes, node_times["duration"].to_list(), strict=True)),
         {node: gap for node, gap in gaps.items() if gap is not None},
@@ -110,7 +121,8 @@ def collect_recorded_times(trace: Trace, matching: Matching, node_ids: Ints) -> 
 
 
 def find_uncovered_time(trace: Trace, runs: Bools) -> pl.DataFrame:
-    """Host time in compiled graphs that no op explains: kernels for the CPU are no ops, so no host trace has them.
+    """Host time in compiled graphs that no op explains: kernels for the CPU are no ops, so no host
+    trace has them.
 
     Kernels for GPUs are, so that the time between the ops of a graph that has any is Python's.
 
@@ -119,39 +131,56 @@ def find_uncovered_time(trace: Trace, runs: Bools) -> pl.DataFrame:
         runs: Events that are ops which run; shape (events,).
 
     Returns:
-        By name of the graph: count, and duration_ns of all of them without the ops inside, both of a mean step where
-        there are whole ones.
+        By name of the graph: count, and duration_ns of all of them without the ops inside, both of
+        a mean step where there are whole ones.
     """
-    if not build_vocabulary(trace).matching(COMPILED).any() or not (graphs := mark_compiled_events(trace).graph).any():
+    if (
+        not build_vocabulary(trace).matching(COMPILED).any()
+        or not (graphs := mark_compiled_events(trace).graph).any()
+    ):
         return pl.DataFrame(schema=HOLES)
     tree = build_forest(trace)
     in_ops = tree.topmost(runs[tree.row])
     length = tree.end_ns - tree.start_ns
     spent = np.append(0, np.cumsum(np.where(in_ops, length, 0)))
-    for_gpu = gather_rows(build_vocabulary(trace).matching(_FOR_GPU), build_vocabulary(trace).code[tree.row])
+    for_gpu = gather_rows(
+        build_vocabulary(trace).matching(_FOR_GPU), build_vocabulary(trace).code[tree.row]
+    )
     graph_positions = np.flatnonzero(graphs & (tree.subtree_sums(for_gpu.astype(np.int64)) == 0))
     steps = max(int(trace.steps["complete"].sum()), 1)
     empty = length[graph_positions] - (spent[tree.stop[graph_positions]] - spent[graph_positions])
     return (
-        pl.DataFrame({"name": trace.events["name"].gather(tree.row[graph_positions]), "empty": empty})
+        pl.DataFrame(
+            {"name": trace.events["name"].gather(tree.row[graph_positions]), "empty": empty}
+        )
         .filter(pl.col("empty") > 0)
         .group_by("name", maintain_order=True)
-        .agg((pl.len() / steps).ceil().alias("count"), (pl.sum("empty") / steps).round().alias("duration_ns"))
+        .agg(
+            (pl.len() / steps).ceil().alias("count"),
+            (pl.sum("empty") / steps).round().alias("duration_ns"),
+        )
         .cast(HOLES)
     )
 
 
 def _select_complete_steps(trace: Trace) -> pl.DataFrame:
-    """The steps of a window that were recorded whole, with the processor time that a capture knows of them."""
+    """The steps of a window that were recorded whole, with the processor time that a capture knows
+    of them.
+    """
     steps = trace.steps.filter(pl.col("complete")).select(
         "step", (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
     )
     listed = (trace.meta.capture or {}).get("steps")
     spent = listed.get("cpu_ns") if isinstance(listed, dict) else None
     cpu = pl.DataFrame(
-        {"step": range(len(spent or ())), "cpu_ns": spent or []}, schema={"step": STEPS["step"], "cpu_ns": pl.Int64}
+        {"step": range(len(spent or ())), "cpu_ns": spent or []},
+        schema={"step": STEPS["step"], "cpu_ns": pl.Int64},
     )
-    return steps.join(cpu, on="step", how="left", maintain_order="left").select(STEPS.names()).cast(STEPS)
+    return (
+        steps.join(cpu, on="step", how="left", maintain_order="left")
+        .select(STEPS.names())
+        .cast(STEPS)
+    )
 
 
 def find_launched_work(trace: Trace, among: Bools) -> pl.DataFrame:
@@ -175,10 +204,15 @@ def find_launched_work(trace: Trace, among: Bools) -> pl.DataFrame:
 
 def collect_graph_times(graph: Graph, rank: int, _chosen: Ints) -> RecordedTimes:
     """What a saved graph says: of each op the span of its nodes, in every step that it holds."""
-    nodes = graph.nodes.filter((pl.col("rank") == rank) & pl.col("host_op").is_not_null() & pl.col("op").is_not_null())
+    nodes = graph.nodes.filter(
+        (pl.col("rank") == rank) & pl.col("host_op").is_not_null() & pl.col("op").is_not_null()
+    )
     spans = (
         nodes.group_by("host_op", "op")
-        .agg(pl.col("start_ns").min(), (pl.col("start_ns") + pl.col("duration_ns")).max().alias("end_ns"))
+        .agg(
+            pl.col("start_ns").min(),
+            (pl.col("start_ns") + pl.col("duration_ns")).max().alias("end_ns"),
+        )
         .sort("start_ns")
         .group_by("host_op", maintain_order=True)
         .agg(pl.col("end_ns") - pl.col("start_ns"))
@@ -206,8 +240,11 @@ class PlanInput(Struct, frozen=True):
     capture: dict[str, Any] | None = None
 
 
-def open_inputs(paths: Sequence[AnyPath], *, cache: bool) -> tuple[str, list[PlanInput], list[Notice]]:
-    """Read what shall be planned: what the user gave, in a word; the host trace of each rank; what must be known.
+def open_inputs(
+    paths: Sequence[AnyPath], *, cache: bool
+) -> tuple[str, list[PlanInput], list[Notice]]:
+    """Read what shall be planned: what the user gave, in a word; the host trace of each rank; what
+    must be known.
 
     Args:
         paths: A capture; host traces of any ranks, with or without device traces; a `.graph`, or `.et` files of ours.
@@ -227,13 +264,16 @@ def open_inputs(paths: Sequence[AnyPath], *, cache: bool) -> tuple[str, list[Pla
         remember_input(file.path)
     if peeks and all(isinstance(peek, HostTraceHead) for peek in peeks):
         hosts = [read_host_trace(peek.source.path) for peek in peeks]
-        ranks = [host.rank if host.rank is not None else number for number, host in enumerate(hosts)]
+        ranks = [
+            host.rank if host.rank is not None else number for number, host in enumerate(hosts)
+        ]
         if len(set(ranks)) < len(ranks):
             text = f"two host traces are of rank {Counter(ranks).most_common(1)[0][0]}"
             raise InputError(text, slug="two-host-traces", hint="give one for each rank")
         _check_one_run(hosts)
         entries = [
-            PlanInput(rank, host, lambda _chosen: RecordedTimes()) for rank, host in zip(ranks, hosts, strict=True)
+            PlanInput(rank, host, lambda _chosen: RecordedTimes())
+            for rank, host in zip(ranks, hosts, strict=True)
         ]
         text = "there is no device trace: how long the ops took is not known"
         notices = [Notice("no-device-trace", "info", text, len(hosts))]
@@ -271,14 +311,21 @@ def _check_one_run(hosts: Sequence[HostTrace]) -> None:
     members = dict(first.groups.select("group", "ranks").drop_nulls().iter_rows())
     for other in other_hosts:
         groups = other.groups.select("group", "ranks").drop_nulls().iter_rows()
-        differing_groups = [name for name, ranks in groups if members.setdefault(name, ranks) != ranks]
-        apart = [time for host in (first, other) if (time := _parse_time(host.recorded_at)) is not None]
+        differing_groups = [
+            name for name, ranks in groups if members.setdefault(name, ranks) != ranks
+        ]
+        apart = [
+            time for host in (first, other) if (time := _parse_time(host.recorded_at)) is not None
+        ]
         difference = (
-            f"one has the schema {first.schema}, one {other.schema}" if first.schema != other.schema
-            else f"the group {differing_groups[0]!r} has other members" if differing_groups
-            else f"one is of {apart[0]}, one of {apart[1]}" if len(apart) == 2 and abs(apart[0] - apart[1]) > _MAX_TIME_APART
+            f"one has the schema {first.schema}, one {other.schema}"
+            if first.schema != other.schema
+            else f"the group {differing_groups[0]!r} has other members"
+            if differing_groups
+            else f"one is of {apart[0]}, one of {apart[1]}"
+            if len(apart) == 2 and abs(apart[0] - apart[1]) > _MAX_TIME_APART
             else ""
-        )  # fmt: skip
+        )
         if difference:
             text = f"{first.path} and {other.path} are of different runs: {difference}"
             raise UsageError(text, slug="several-runs", hint="give the host traces of one run")
@@ -326,7 +373,9 @@ class Resources:
     def __init__(self, trace: str | Path) -> None:
         base_name = str(trace).removesuffix(".gz")
         names = [f"{base_name.removesuffix('.json')}_resources", f"{base_name}_resources"]
-        self.directory = next((path for path in map(Path, names) if path.is_dir() and not path.is_symlink()), None)
+        self.directory = next(
+            (path for path in map(Path, names) if path.is_dir() and not path.is_symlink()), None
+        )
         self._left = _MAX_DUMP_BYTES
 
     @cached_property
@@ -346,9 +395,11 @@ class Resources:
 
     @cached_property
     def dumps(self) -> Mapping[int, Mapping[int, str]]:
-        """Files with what an integer tensor held when an op began: by node and number of the tensor among its inputs.
+        """Files with what an integer tensor held when an op began: by node and number of the tensor
+        among its inputs.
 
-        PyTorch writes them with ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_DATA=aten::embedding,...
+        PyTorch writes them with
+        ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_DATA=aten::embedding,...
         """
         out: dict[int, dict[int, str]] = defaultdict(dict)
         for name in self.sizes:
@@ -357,10 +408,11 @@ class Resources:
         return out
 
     def dumped(self, name: str, tensor: RecordedTensor) -> Array | None:
-        """What a tensor of integers held; None where the file is not of its size, or of other memory than its own.
+        """What a tensor of integers held; None where the file is not of its size, or of other
+        memory than its own.
 
-        PyTorch writes the memory from the first element on, as many bytes as the tensor has. Of a tensor on a CPU it
-        takes the offset, which is in elements, for one in bytes.
+        PyTorch writes the memory from the first element on, as many bytes as the tensor has. Of a
+        tensor on a CPU it takes the offset, which is in elements, for one in bytes.
         """
         geometry = tensor.geometry
         size = tensor.elements * ITEM_BYTES.get(geometry.dtype, 0)
@@ -373,17 +425,25 @@ class Resources:
             return None
         self._left -= size
         memory = np.frombuffer(data, dtype=np.dtype(geometry.dtype).newbyteorder("<"))
-        strides = compute_contiguous_strides(geometry.shape) if geometry.strides is None else geometry.strides
+        strides = (
+            compute_contiguous_strides(geometry.shape)
+            if geometry.strides is None
+            else geometry.strides
+        )
         steps = [stride * memory.itemsize for stride in strides]
         return np.lib.stride_tricks.as_strided(memory, geometry.shape, steps, writeable=False)
 
     def read(self, name: str, max_bytes: int) -> bytes | None:
-        """A file of the directory; None where it has none of that name, or one of more than `max_bytes` bytes."""
+        """A file of the directory; None where it has none of that name, or one of more than
+        `max_bytes` bytes.
+        """
         if self.directory is None or self.sizes.get(name, max_bytes + 1) > max_bytes:
             return None
         try:
             with open(
-                self.directory / name, "rb", opener=lambda path, flags: os.open(path, flags | _NO_FOLLOW)
+                self.directory / name,
+                "rb",
+                opener=lambda path, flags: os.open(path, flags | _NO_FOLLOW),
             ) as handle:
                 data = handle.read(max_bytes + 1)
         except OSError:

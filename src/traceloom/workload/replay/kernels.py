@@ -1,9 +1,11 @@
-"""Kernels of compiled graphs: Triton programs whose sources the recorder or PyTorch left beside the host trace.
+"""Kernels of compiled graphs: Triton programs whose sources the recorder or PyTorch left beside the
+host trace.
 
-A source is a stranger's code, and to run it is to trust it. So a plan holds sources and their SHA-256 and runs none of
-them; a run does where the user says so (`--trust`), and where there is a GPU and Triton. Otherwise stand-ins take the
-place of the kernels, with the reason. What a kernel takes is what PyTorch recorded: tensors, numbers, the stream behind
-them and, until PyTorch 2.5, the grid before that.
+A source is a stranger's code, and to run it is to trust it. So a plan holds sources and their
+SHA-256 and runs none of them; a run does where the user says so (`--trust`), and where there is a
+GPU and Triton. Otherwise stand-ins take the place of the kernels, with the reason. What a kernel
+takes is what PyTorch recorded: tensors, numbers, the stream behind them and, until PyTorch 2.5, the
+grid before that.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ import msgspec
 from traceloom.system.units import format_quantity
 from traceloom.workload.replay.binding import BindError, BoundCall
 from traceloom.workload.replay.inputs import Resources
-from traceloom.workload.replay.plan import NO_SOURCES, NOT_TRUSTED, SOURCE_NAME, RankPlan, ReplayPlan
+from traceloom.workload.replay.plan import (
+    NO_SOURCES,
+    NOT_TRUSTED,
+    SOURCE_NAME,
+    RankPlan,
+    ReplayPlan,
+)
 from traceloom.workload.replay.schema import Refusal
 from traceloom.workload.replay.values import Kind
 
@@ -54,10 +62,16 @@ class KernelSource(msgspec.Struct, frozen=True):
 
 
 def read_source(resources: Resources, file: str) -> KernelSource | None:
-    """A source that lies beside a host trace; None where there is none, or it is no text, or longer than any."""
+    """A source that lies beside a host trace; None where there is none, or it is no text, or longer
+    than any.
+    """
     data = resources.read(file, _MAX_BYTES) if SOURCE_NAME.fullmatch(file) else None
     try:
-        return None if data is None else KernelSource(file, data.decode(), hashlib.sha256(data).hexdigest())
+        return (
+            None
+            if data is None
+            else KernelSource(file, data.decode(), hashlib.sha256(data).hexdigest())
+        )
     except UnicodeDecodeError:
         return None
 
@@ -70,24 +84,35 @@ def convert_arguments(values: Sequence[Any], kinds: Sequence[Kind]) -> tuple[byt
         kinds: Of each.
     """
     grid, call_arguments = None, list(zip(values, kinds, strict=False))[:-1]
-    if call_arguments and isinstance(call_arguments[-1][0], str) and _GRID.fullmatch(call_arguments[-1][0]):
+    if (
+        call_arguments
+        and isinstance(call_arguments[-1][0], str)
+        and _GRID.fullmatch(call_arguments[-1][0])
+    ):
         grid = call_arguments.pop()[0]
     tensors = iter(range(len(call_arguments)))
     typed = [
-        {"tensor": next(tensors)} if kind and isinstance(kind, str) else None if kind is not None else value
+        {"tensor": next(tensors)}
+        if kind and isinstance(kind, str)
+        else None
+        if kind is not None
+        else value
         for value, kind in call_arguments
     ]
     return msgspec.json.encode(typed), grid
 
 
 def describe_sources(plan: ReplayPlan) -> list[str]:
-    """The sources that a trusted run executes: a line for each, with its hash and how often it is called."""
+    """The sources that a trusted run executes: a line for each, with its hash and how often it is
+    called.
+    """
     calls: Counter[tuple[str, str]] = Counter()
     for rank_plan in plan:
         ops = rank_plan.ops.join(rank_plan.kernels.drop_nulls("source"), on="call")
         calls.update(ops.select("file", "sha256").iter_rows())
     return [
-        f"{file} (sha256 {sha256}), {format_quantity(count, 'call')}" for (file, sha256), count in sorted(calls.items())
+        f"{file} (sha256 {sha256}), {format_quantity(count, 'call')}"
+        for (file, sha256), count in sorted(calls.items())
     ]
 
 
@@ -107,7 +132,9 @@ def get_current_stream(device: torch.device) -> int:
     return int(get_interface_for_device(device.type).get_raw_stream(device.index or 0))
 
 
-def run_kernel(run: Callable[..., Any], stream: Callable[[], int], options: Mapping[str, Any], *arguments: Any) -> None:
+def run_kernel(
+    run: Callable[..., Any], stream: Callable[[], int], options: Mapping[str, Any], *arguments: Any
+) -> None:
     """Call a kernel as the code of a compiled graph does."""
     run(*arguments, stream=stream(), **options)
 
@@ -154,11 +181,17 @@ class KernelLoader:
         if lack := self._lacks(self._device):
             raise BindError(*lack)
         try:
-            module = self._modules.get(kernel["sha256"]) or self._imported(self._folder / kernel["sha256"], kernel)
+            module = self._modules.get(kernel["sha256"]) or self._imported(
+                self._folder / kernel["sha256"], kernel
+            )
         except Exception as error:  # a stranger's module may raise anything
-            raise BindError("other-kernel", f"{kernel['file']}: {type(error).__name__}: {error}") from error
+            raise BindError(
+                "other-kernel", f"{kernel['file']}: {type(error).__name__}: {error}"
+            ) from error
         # It is named `triton_` where PyTorch was not told to give each kernel a name of its own.
-        run = getattr(getattr(module, kernel["name"], getattr(module, "triton_", None)), "run", None)
+        run = getattr(
+            getattr(module, kernel["name"], getattr(module, "triton_", None)), "run", None
+        )
         if run is None:
             raise BindError("other-kernel", f"{kernel['file']} has no kernel {kernel['name']!r}")
         values = msgspec.json.decode(arguments, type=list)
@@ -184,7 +217,9 @@ class KernelLoader:
         return module
 
     def _options(self, grid: str | None) -> dict[str, Any]:
-        """The grid, where PyTorch handed it over with the arguments: itself, or a function of the block's size."""
+        """The grid, where PyTorch handed it over with the arguments: itself, or a function of the
+        block's size.
+        """
         if grid is None or not (match := _GRID.fullmatch(grid)):
             return {}
         numbers = tuple(int(number) for number in re.findall(r"\d+", match[2]))
@@ -194,5 +229,7 @@ class KernelLoader:
 
         function = getattr(triton_heuristics, match[1], None) if match[1] in _GRIDS else None
         if function is None:
-            raise BindError("other-kernel", f"its grid is {grid}, and this PyTorch has no such function")
+            raise BindError(
+                "other-kernel", f"its grid is {grid}, and this PyTorch has no such function"
+            )
         return {"grid": function(*numbers)}

@@ -46,17 +46,25 @@ _UNSURE = 0.1  # of the median, on either side
 def fit_machine(task: Task, recorded: Recorded) -> Calibration:
     """Fit the machine. Its device has its published peaks, else those that kernels reached."""
     samples = _samples(recorded.transfers)
-    transfers = fit_transfers(samples, _medians(recorded.transfers)) if samples.height else TRANSFERS.to_frame()
+    transfers = (
+        fit_transfers(samples, _medians(recorded.transfers))
+        if samples.height
+        else TRANSFERS.to_frame()
+    )
     notices: list[Notice] = []
     dimensions: tuple[Dimension, ...] = ()
     left_out = dict(recorded.left_out)
     if samples.height:
-        dimensions, notices = build_network(task.ranks, task.per_host, transfers, samples, recorded.device)
+        dimensions, notices = build_network(
+            task.ranks, task.per_host, transfers, samples, recorded.device
+        )
     elif task.ranks == 1:
         left_out["the network"] = "one rank has nobody to communicate with"
     if left_out:
         reasons = "; ".join(f"{kind}: {reason}" for kind, reason in left_out.items())
-        notices.append(Notice("transfers-not-measured", "warning", f"not measured: {reasons}", len(left_out)))
+        notices.append(
+            Notice("transfers-not-measured", "warning", f"not measured: {reasons}", len(left_out))
+        )
     all_series = [*recorded.transfers, *recorded.kernels]
     unsure = sum(half_width(np.array(series.times_ns)) > _UNSURE for series in all_series)
     if unsure:
@@ -80,22 +88,36 @@ def fit_machine(task: Task, recorded: Recorded) -> Calibration:
 def _samples(all_series: Sequence[Series]) -> pl.DataFrame:
     """`SAMPLES`: one row per time of each series."""
     parts = [
-        pl.DataFrame({"transfer_ns": np.rint(series.times_ns)}).with_columns(
-            collective=pl.lit(series.what), span=pl.lit(series.variety), ranks=pl.lit(series.ranks),
-            size_bytes=pl.lit(series.size), bus_bytes=pl.lit(series.amount), run=0, whole=True,
-        ).pipe(cast_to_schema, SAMPLES)
+        pl.DataFrame({"transfer_ns": np.rint(series.times_ns)})
+        .with_columns(
+            collective=pl.lit(series.what),
+            span=pl.lit(series.variety),
+            ranks=pl.lit(series.ranks),
+            size_bytes=pl.lit(series.size),
+            bus_bytes=pl.lit(series.amount),
+            run=0,
+            whole=True,
+        )
+        .pipe(cast_to_schema, SAMPLES)
         for series in all_series
-    ]  # fmt: skip
+    ]
     return pl.concat([SAMPLES.to_frame(), *parts])
 
 
 def _medians(all_series: Sequence[Series]) -> pl.DataFrame:
     """The median of each series, with the error that a line may have there."""
     rows = [
-        (series.what, series.variety, series.ranks, series.size, series.amount, float(np.median(series.times_ns)),
-         _MODEL_ERROR + half_width(np.array(series.times_ns)) / 2)
+        (
+            series.what,
+            series.variety,
+            series.ranks,
+            series.size,
+            series.amount,
+            float(np.median(series.times_ns)),
+            _MODEL_ERROR + half_width(np.array(series.times_ns)) / 2,
+        )
         for series in all_series
-    ]  # fmt: skip
+    ]
     columns = ["collective", "span", "ranks", "size_bytes", "bus_bytes", "transfer_ns", "error"]
     return pl.DataFrame(rows, schema=columns, orient="row")
 
@@ -136,7 +158,9 @@ def launched() -> LaunchedProcess | None:
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return None
     ranks = int(os.environ["WORLD_SIZE"])
-    return LaunchedProcess(int(os.environ["RANK"]), ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    return LaunchedProcess(
+        int(os.environ["RANK"]), ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    )
 
 
 def measure(
@@ -168,14 +192,18 @@ def measure(
         PartialError: slug `rank-failed`.
     """
     if find_spec("torch") is None:
-        raise InputError("measuring needs torch", slug="no-torch", hint="pip install 'traceloom[record]'")
+        raise InputError(
+            "measuring needs torch", slug="no-torch", hint="pip install 'traceloom[record]'"
+        )
     process = launched()
     if process and ranks not in (None, process.ranks):
         message = f"{ranks} ranks are asked for, the launcher has started {process.ranks}"
         raise UsageError(message, slug="wrong-usage", hint="leave --ranks out")
     if max_bytes is not None and max_bytes < SMALLEST:
         raise UsageError(
-            f"the largest message is below {SMALLEST:,} bytes", slug="wrong-usage", hint="as --max-size 64MiB"
+            f"the largest message is below {SMALLEST:,} bytes",
+            slug="wrong-usage",
+            hint="as --max-size 64MiB",
         )
     device, usable = _device(device)
     if process:
@@ -213,7 +241,11 @@ def _device(name: str | None) -> tuple[str, int]:
     import torch
 
     kinds = {kind: getattr(torch, kind, None) for kind in BACKENDS}
-    counts = {kind: module.device_count() for kind, module in kinds.items() if module and module.is_available()}
+    counts = {
+        kind: module.device_count()
+        for kind, module in kinds.items()
+        if module and module.is_available()
+    }
     counts["cpu"] = processes.count_cores()
     if name is None:
         name = next(iter(counts))
@@ -227,7 +259,9 @@ def _backend(name: str) -> str:
     import torch.distributed as dist
 
     usable = [
-        candidate for candidate in ("gloo", *BACKENDS.values(), "mpi", "ucc") if dist.is_backend_available(candidate)
+        candidate
+        for candidate in ("gloo", *BACKENDS.values(), "mpi", "ucc")
+        if dist.is_backend_available(candidate)
     ]
     if name not in usable:
         message = f"this torch has no backend `{name}`"

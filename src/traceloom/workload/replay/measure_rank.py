@@ -72,8 +72,8 @@ class Task:
     def groups(self) -> Iterator[Group]:
         """The groups that communicate, one after the other, while nobody else does.
 
-        The ranks of the first host, one rank of every host, and all; of messages the first two ranks of a host, and the
-        first ranks of two hosts.
+        The ranks of the first host, one rank of every host, and all; of messages the first two
+        ranks of a host, and the first ranks of two hosts.
         """
         hosts = self.ranks // self.per_host
         kinds = COLLECTIVES[:-1]
@@ -173,7 +173,9 @@ def collective(
     elif kind == "send":
         sends = dist.get_rank() == members[0]
         calls["send"] = lambda: (
-            dist.send(buffer, members[1], group=group) if sends else dist.recv(buffer, members[0], group=group)
+            dist.send(buffer, members[1], group=group)
+            if sends
+            else dist.recv(buffer, members[0], group=group)
         )
     calls["all_reduce"] = lambda: dist.all_reduce(buffer, group=group)
     calls["broadcast"] = lambda: dist.broadcast(buffer, members[0], group=group)
@@ -207,13 +209,19 @@ class Kernel(NamedTuple):
 
 
 def kernels(device: torch.device) -> Iterator[Kernel]:
-    """The kernels of a device, matrix products from the smallest to the largest; buffers of one live at a time."""
+    """The kernels of a device, matrix products from the smallest to the largest; buffers of one
+    live at a time.
+    """
     import torch
 
     size = _MOVED.get(device.type, _MOVED_ON_DEVICES)
-    first, second, third = (torch.ones(size // torch.float32.itemsize, device=device) for _ in range(3))
+    first, second, third = (
+        torch.ones(size // torch.float32.itemsize, device=device) for _ in range(3)
+    )
     yield Kernel("copy", "fp32", size, 2 * size, partial(third.copy_, first))
-    yield Kernel("triad", "fp32", size, 3 * size, partial(torch.add, first, second, alpha=3.0, out=third))
+    yield Kernel(
+        "triad", "fp32", size, 3 * size, partial(torch.add, first, second, alpha=3.0, out=third)
+    )
     del first, second, third
     low, high = _ROWS.get(device.type, _ROWS_ON_DEVICES)
     before = torch.get_float32_matmul_precision()
@@ -221,8 +229,12 @@ def kernels(device: torch.device) -> Iterator[Kernel]:
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
         rows = low
         while rows <= high:
-            left, right, out = (torch.rand(rows, rows, device=device).to(getattr(torch, dtype)) for _ in range(3))
-            yield Kernel("matrix_product", name, rows, 2 * rows**3, partial(torch.mm, left, right, out=out))
+            left, right, out = (
+                torch.rand(rows, rows, device=device).to(getattr(torch, dtype)) for _ in range(3)
+            )
+            yield Kernel(
+                "matrix_product", name, rows, 2 * rows**3, partial(torch.mm, left, right, out=out)
+            )
             rows *= 2
     torch.set_float32_matmul_precision(before)
 
@@ -236,7 +248,8 @@ _SIGMAS = 1.96  # 95 of 100 intervals hold the median
 
 
 def half_width(times: Floats) -> float:
-    """Half the width of the interval that holds the median (95 %), as a part of it; from `FEWEST` times on.
+    """Half the width of the interval that holds the median (95 %), as a part of it; from `FEWEST`
+    times on.
 
     The interval ends at times of the sample itself, so it assumes nothing of how they scatter.
 
@@ -251,7 +264,10 @@ def half_width(times: Floats) -> float:
 
 
 def enough(times: Floats, precision: float) -> bool:
-    """Whether the median is known, or no more time is to be spent on it. Times of all ranks: all decide alike."""
+    """Whether the median is known, or no more time is to be spent on it.
+
+    Times of all ranks: all decide alike.
+    """
     if times.size < FEWEST:
         return False
     return times.size >= MOST or times.sum() >= LONGEST_NS or half_width(times) <= precision
@@ -268,7 +284,9 @@ def main() -> None:
     """What a process of ours does: one rank."""
     take_part(
         lambda job, say: {
-            "recorded": msgspec.to_builtins(measure_here(msgspec.convert(job["task"], Task), job["process"], say))
+            "recorded": msgspec.to_builtins(
+                measure_here(msgspec.convert(job["task"], Task), job["process"], say)
+            )
         }
     )
 
@@ -302,7 +320,11 @@ def measure_here(task: Task, rank: int, on_status: StatusCallback) -> Recorded:
             left_out: dict[str, str] = {}
             is_known = process.gathered(np.array([isinstance(find(name), Peak)])).all()
             kernel_series = [] if is_known else list(process.kernels(on_status))
-            transfers = [series for group in task.groups() for series in process.transfers(group, left_out, on_status)]
+            transfers = [
+                series
+                for group in task.groups()
+                for series in process.transfers(group, left_out, on_status)
+            ]
             one_clock = process.one_clock
         except RuntimeError as error:  # as torch says whatever fails
             message = f"rank {rank} failed: {first_line(error)}"
@@ -326,9 +348,17 @@ def _add_meetings(task: Task, rank: int) -> Iterator[Any]:
     timeout = timedelta(seconds=task.timeout_s)
     try:
         dist.init_process_group(
-            task.backend, init_method=task.meeting, rank=rank, world_size=task.ranks, timeout=timeout
+            task.backend,
+            init_method=task.meeting,
+            rank=rank,
+            world_size=task.ranks,
+            timeout=timeout,
         )
-        control = dist.group.WORLD if task.backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+        control = (
+            dist.group.WORLD
+            if task.backend == "gloo"
+            else dist.new_group(backend="gloo", timeout=timeout)
+        )
     except (RuntimeError, ValueError, OSError) as error:
         message = f"rank {rank} does not find the others: {first_line(error)}"
         hint = "give torchrun another --master-port; GLOO_SOCKET_IFNAME names the network to use"
@@ -345,7 +375,11 @@ def _name(device: torch.device) -> str:
 
     if device.type != "cpu":
         return str(getattr(torch, device.type).get_device_name(device))
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
+    lines = (
+        Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if Path("/proc/cpuinfo").exists()
+        else []
+    )
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(models, platform.processor() or platform.machine())
 
@@ -368,13 +402,19 @@ class _Process:
 
     @cached_property
     def one_clock(self) -> bool:
-        """Whether all ranks read the same clock: those of one host do, but no event of a device is on it."""
+        """Whether all ranks read the same clock: those of one host do, but no event of a device is
+        on it.
+        """
         boot = _BOOT.read_text(encoding="ascii") if _BOOT.exists() else platform.node()
         boot_id = np.frombuffer(boot.strip().encode()[:40].ljust(40), dtype=np.int64)
         return self.device.type == "cpu" and bool((self.gathered(boot_id) == boot_id).all())
 
-    def transfers(self, group: Group, left_out: dict[str, str], on_status: StatusCallback) -> Iterator[Series]:
-        """The collectives of a group, of all sizes; the reason of a kind that fails goes to `left_out`."""
+    def transfers(
+        self, group: Group, left_out: dict[str, str], on_status: StatusCallback
+    ) -> Iterator[Series]:
+        """The collectives of a group, of all sizes; the reason of a kind that fails goes to
+        `left_out`.
+        """
         import torch.distributed as dist
 
         count = len(group.ranks)
@@ -391,14 +431,27 @@ class _Process:
                         reason = first_line(error)
                 states = self.gathered(np.array([bool(reason), size]))
                 if states[:, 0].any():
-                    left_out[f"{kind} of {count} ranks"] = reason or f"it failed on rank {states[:, 0].argmax()}"
+                    left_out[f"{kind} of {count} ranks"] = (
+                        reason or f"it failed on rank {states[:, 0].argmax()}"
+                    )
                     break
-                times = self.repeated(partial(self.burst, call, joined), group.ranks, one_clock=self.one_clock)
+                times = self.repeated(
+                    partial(self.burst, call, joined), group.ranks, one_clock=self.one_clock
+                )
                 size = int(states[:, 1].max())
-                yield Series(kind, group.span, count, size, size * compute_bus_factor(kind, count), times.tolist())
+                yield Series(
+                    kind,
+                    group.span,
+                    count,
+                    size,
+                    size * compute_bus_factor(kind, count),
+                    times.tolist(),
+                )
 
     def burst(self, call: Callable[[], object] | None, group: Any) -> Ints:
-        """When collectives began and ended on this rank, all ranks being ready; shape (calls, 2), ns."""
+        """When collectives began and ended on this rank, all ranks being ready; shape (calls, 2),
+        ns.
+        """
         import torch
         import torch.distributed as dist
 
@@ -416,7 +469,9 @@ class _Process:
         ready = torch.zeros(1, device=self.device)
         events = [[module.Event(enable_timing=True) for _ in range(2)] for _ in spans]
         for start, end in events:
-            dist.all_reduce(ready, group=group)  # on the stream, as a barrier that no host waits for
+            dist.all_reduce(
+                ready, group=group
+            )  # on the stream, as a barrier that no host waits for
             start.record()
             call()
             end.record()
@@ -441,7 +496,9 @@ class _Process:
                 ended = kind
 
     def bursts(self, call: Callable[[], object], calls: int) -> Floats:
-        """Time of a call in several bursts of so many, as if each began at 0; shape (bursts, 2), ns."""
+        """Time of a call in several bursts of so many, as if each began at 0; shape (bursts, 2),
+        ns.
+        """
         return np.array([(0.0, self.per_call(call, calls)) for _ in range(FEWEST)])
 
     def per_call(self, call: Callable[[], object], calls: int) -> float:
@@ -462,13 +519,23 @@ class _Process:
         module.synchronize()
         return max(float(first.elapsed_time(last)) * 1e6, 1.0) / calls
 
-    def repeated(self, burst: Callable[[], Ints | Floats], members: Sequence[int], *, one_clock: bool) -> Floats:
-        """Times until their median is known: on one clock from the last beginning to the last end, else the longest."""
+    def repeated(
+        self, burst: Callable[[], Ints | Floats], members: Sequence[int], *, one_clock: bool
+    ) -> Floats:
+        """Times until their median is known: on one clock from the last beginning to the last end,
+        else the longest.
+        """
         times = np.empty(0)
         burst()
         while not enough(times, self.task.precision):
-            start_ns, end = np.moveaxis(self.gathered(burst())[list(members)], 2, 0)  # (members, calls) each
-            durations_ns = end.max(axis=0) - start_ns.max(axis=0) if one_clock else (end - start_ns).max(axis=0)
+            start_ns, end = np.moveaxis(
+                self.gathered(burst())[list(members)], 2, 0
+            )  # (members, calls) each
+            durations_ns = (
+                end.max(axis=0) - start_ns.max(axis=0)
+                if one_clock
+                else (end - start_ns).max(axis=0)
+            )
             times = np.concatenate([times, np.maximum(durations_ns, 1)])
         return times
 

@@ -34,9 +34,7 @@ T = TypeVar("T")
 _STEP = r"^(?:ProfilerStep|traceloom\.step)#(\d+)"
 _BACKWARD = "autograd::engine::evaluate_function: "
 # Annotations that are no scope of the user's.
-_NO_SCOPE = (
-    r"^(?:autograd::engine::|torch::autograd::|torch(?:\.|::)distributed|traceloom\.step#|ProfilerStep#|gloo:|nccl:)"
-)
+_NO_SCOPE = r"^(?:autograd::engine::|torch::autograd::|torch(?:\.|::)distributed|traceloom\.step#|ProfilerStep#|gloo:|nccl:)"
 _RECORDER_SCOPES = r"^traceloom\.(?:module|scope):"
 _PHASES = {"Optimizer.": "optimizer", "enumerate(DataLoader)": "loading", _BACKWARD: "backward"}
 
@@ -79,7 +77,9 @@ class NodeTensors:
             return []
 
     def storages(self, rows: Iterable[int]) -> tuple[Ints, Ints]:
-        """The numbers of their storages alone: the row and the number of each; none of what is unreadable."""
+        """The numbers of their storages alone: the row and the number of each; none of what is
+        unreadable.
+        """
         storage_rows: list[int] = []
         numbers: list[int] = []
         for row in rows:
@@ -118,9 +118,15 @@ class Nodes:
         ids = ops["id"].to_numpy()
         parent_ids = ops["parent"].fill_null(-1).to_numpy()
         row = np.minimum(np.searchsorted(ids, parent_ids), max(ids.size - 1, 0))
-        parent = np.where((ids[row] == parent_ids) & (row < np.arange(ids.size)), row, -1) if ids.size else row
+        parent = (
+            np.where((ids[row] == parent_ids) & (row < np.arange(ids.size)), row, -1)
+            if ids.size
+            else row
+        )
         texts = ops["attributes"].unique()  # most nodes have those of another
-        attributes = dict(zip(texts.to_list(), _decode_values(texts, Attributes, "{}"), strict=True))
+        attributes = dict(
+            zip(texts.to_list(), _decode_values(texts, Attributes, "{}"), strict=True)
+        )
         return cls(
             host,
             parent.astype(np.int64),
@@ -140,31 +146,42 @@ class Nodes:
         return self._tensors(self.outputs, "output")
 
     def _tensors(self, values: Sequence[list[Any]], side: str) -> NodeTensors:
-        """Most nodes are recorded with the same types, shapes and strides as another: these are read once."""
+        """Most nodes are recorded with the same types, shapes and strides as another: these are
+        read once.
+        """
         ops = self.host.ops
         texts = [f"{side}_types", f"{side}_shapes", "attributes"]
         first = ops.with_row_index("row").select(pl.col("row").first().over(texts)).to_series()
         rows = first.unique()
         shapes = _decode_values(ops[f"{side}_shapes"].gather(rows), list[Any])
         layouts: dict[int, Layout | str] = {}
-        for row, types, shape in zip(rows.to_list(), ops[texts[0]].gather(rows).to_list(), shapes, strict=True):
+        for row, types, shape in zip(
+            rows.to_list(), ops[texts[0]].gather(rows).to_list(), shapes, strict=True
+        ):
             try:
-                layouts[row] = build_layout(parse_kinds(types), shape, getattr(self.attributes[row], f"{side}_strides"))
+                layouts[row] = build_layout(
+                    parse_kinds(types), shape, getattr(self.attributes[row], f"{side}_strides")
+                )
             except (TypeError, ValueError, IndexError, KeyError) as error:  # noqa: PERF203  (files that are damaged)
                 layouts[row] = str(error)
         return NodeTensors(values, [layouts[row] for row in first.to_list()], self.unreadable)
 
     @cached_property
     def ranges(self) -> dict[int, dict[int, tuple[int, int]]]:
-        """Least and greatest values of integer tensors, by id and number of the tensor among the inputs.
+        """Least and greatest values of integer tensors, by id and number of the tensor among the
+        inputs.
 
         PyTorch writes them with ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE=1.
         """
         out: dict[int, dict[int, tuple[int, int]]] = {}
         for node, attributes in zip(self.host.ops["id"].to_list(), self.attributes, strict=True):
             if attributes.tensor_range:
-                with contextlib.suppress(msgspec.DecodeError, TypeError):  # damaged: the values are guessed
-                    out[node] = msgspec.json.decode(attributes.tensor_range, type=dict[int, tuple[int, int]])
+                with contextlib.suppress(
+                    msgspec.DecodeError, TypeError
+                ):  # damaged: the values are guessed
+                    out[node] = msgspec.json.decode(
+                        attributes.tensor_range, type=dict[int, tuple[int, int]]
+                    )
         return out
 
     @cached_property
@@ -193,8 +210,12 @@ class Nodes:
 
     @cached_property
     def steps(self) -> Ints:
-        """Number of the step that each node is in; -1 before the first, where there is any mark of one."""
-        step_numbers = self.host.ops.select(pl.col("name").str.extract(_STEP).cast(pl.Int64)).to_series()
+        """Number of the step that each node is in; -1 before the first, where there is any mark of
+        one.
+        """
+        step_numbers = self.host.ops.select(
+            pl.col("name").str.extract(_STEP).cast(pl.Int64)
+        ).to_series()
         marks = np.flatnonzero(step_numbers.is_not_null().to_numpy())
         numbers = step_numbers.drop_nulls().to_numpy()
         mark_index = np.searchsorted(marks, np.arange(step_numbers.len()), side="right") - 1
@@ -206,17 +227,23 @@ class Nodes:
 
     @cached_property
     def scopes(self) -> list[str]:
-        """The user's scopes around each node, outermost first; a backward op has those of its forward op."""
+        """The user's scopes around each node, outermost first; a backward op has those of its
+        forward op.
+        """
         ops = self.host.ops
         names = ops["name"].str.replace(_RECORDER_SCOPES, "").to_list()
         labels = (
             ~self.has_schema
             & ~self.host.roots().to_numpy()
-            & ~(ops["name"].str.contains(_NO_SCOPE) | ops["name"].str.contains(r"Backward\d*$")).to_numpy()
+            & ~(
+                ops["name"].str.contains(_NO_SCOPE) | ops["name"].str.contains(r"Backward\d*$")
+            ).to_numpy()
             & (ops["scope"].fill_null(-1) == 7).to_numpy()
         )
         sequence = ops["sequence"].fill_null(-1).to_numpy()
-        in_backward = np.append(ops["name"].str.starts_with(_BACKWARD).to_numpy(), False)[self.parent]
+        in_backward = np.append(ops["name"].str.starts_with(_BACKWARD).to_numpy(), False)[
+            self.parent
+        ]
         # Rows at which the scopes may be others than above them; forward ops are met on the way.
         is_boundary = labels | (in_backward & (sequence >= 0) & ~self.has_schema)
         nearest = find_nearest_ancestor(self.parent, is_boundary)
@@ -246,12 +273,16 @@ class Nodes:
         }
         own_phases = [phases[name] for name in names]
         marked = np.fromiter(map(bool, own_phases), dtype=np.bool_, count=len(own_phases))
-        phase_rows = np.where(marked, np.arange(marked.size), find_nearest_ancestor(self.parent, marked))
+        phase_rows = np.where(
+            marked, np.arange(marked.size), find_nearest_ancestor(self.parent, marked)
+        )
         return [own_phases[row] or "" if row >= 0 else "forward" for row in phase_rows.tolist()]
 
 
 def _decode_values(texts: pl.Series, kind: type[T], nothing: str = "[]") -> list[T]:
-    """Values out of a column of JSON text, all at once where every text is well-formed; `kind()` where one is not."""
+    """Values out of a column of JSON text, all at once where every text is well-formed; `kind()`
+    where one is not.
+    """
     texts = texts.fill_null(nothing)
     with contextlib.suppress(msgspec.DecodeError, UnicodeError):
         values = msgspec.json.decode(f"[{texts.str.join(',').item()}]", type=list[kind])  # type: ignore[valid-type]
@@ -269,16 +300,18 @@ def _decode_values(texts: pl.Series, kind: type[T], nothing: str = "[]") -> list
 def choose(nodes: Nodes, level: Level = "outermost") -> Ints:
     """The rows of the nodes that a replay runs, in the order of their start.
 
-    `outermost`: the ops of the dispatcher that no other one is around; but an op that is nothing but calls of others
-    is opened where its inner results are used outside of it: else nobody would have made them. `leaf`: every such op
-    is opened. Communication is taken as a whole.
+    `outermost`: the ops of the dispatcher that no other one is around; but an op that is nothing
+    but calls of others is opened where its inner results are used outside of it: else nobody would
+    have made them. `leaf`: every such op is opened. Communication is taken as a whole.
     """
     is_runnable = nodes.runs
     caller = find_nearest_ancestor(nodes.parent, is_runnable)
     calls = np.zeros(is_runnable.size, dtype=np.bool_)
     calls[caller[is_runnable & (caller >= 0)]] = True
     # An op that does something itself cannot be replaced by those that it calls.
-    opened = calls & ~nodes.exchanges & nodes.host.ops["name"].is_in(read_composite_ops()).to_numpy()
+    opened = (
+        calls & ~nodes.exchanges & nodes.host.ops["name"].is_in(read_composite_ops()).to_numpy()
+    )
     if level == "outermost" and opened.any():
         opened = _find_leaking_ops(nodes, opened)
     # outermost once the opened ones are no ops any more
@@ -289,22 +322,36 @@ def choose(nodes: Nodes, level: Level = "outermost") -> Ints:
 @cache
 def read_composite_ops() -> list[str]:
     """Ops that are nothing but calls of other ops; written by `scripts/composite_ops.py`."""
-    text = resources.files("traceloom.workload.replay").joinpath("composite_ops.txt").read_text(encoding="utf-8")
+    text = (
+        resources.files("traceloom.workload.replay")
+        .joinpath("composite_ops.txt")
+        .read_text(encoding="utf-8")
+    )
     return [f"aten::{name}" for name in text.split()]
 
 
 def _find_leaking_ops(nodes: Nodes, composite: Bools) -> Bools:
-    """Composite ops that made, deep inside, a storage that is read outside of them, though they do not return it."""
+    """Composite ops that made, deep inside, a storage that is read outside of them, though they do
+    not return it.
+    """
     acts = np.flatnonzero(nodes.runs).tolist()
-    (read_row, read_storage), (made_row, made_storage) = nodes.read.storages(acts), nodes.returned.storages(acts)
+    (read_row, read_storage), (made_row, made_storage) = (
+        nodes.read.storages(acts),
+        nodes.returned.storages(acts),
+    )
     count = composite.size
     outer = find_nearest_ancestor(nodes.parent, composite)
     inner = made_storage[(composite | (outer >= 0))[made_row]]  # no others matter
     is_inner = np.isin(read_storage, inner), np.isin(made_storage, inner)
     read_row, made_row = read_row[is_inner[0]], made_row[is_inner[1]]
-    _, number = np.unique(np.concatenate([read_storage[is_inner[0]], made_storage[is_inner[1]]]), return_inverse=True)
+    _, number = np.unique(
+        np.concatenate([read_storage[is_inner[0]], made_storage[is_inner[1]]]), return_inverse=True
+    )
     # an occurrence: the storage, and within those of it the row
-    read, creations = number[: read_row.size] * count + read_row, number[read_row.size :] * count + made_row
+    read, creations = (
+        number[: read_row.size] * count + read_row,
+        number[read_row.size :] * count + made_row,
+    )
     occurs = np.sort(np.concatenate([read, creations]))
     written = np.sort(creations[~np.isin(creations, read)])
     before = np.searchsorted(written, read) - 1  # the last that wrote to it before it was read
@@ -317,7 +364,8 @@ def _find_leaking_ops(nodes: Nodes, composite: Bools) -> Bools:
     while (is_within := hider_rows >= 0).any():
         storage, row, hider_rows = storage[is_within], row[is_within], hider_rows[is_within]
         hides = np.flatnonzero(
-            occurs[np.searchsorted(occurs, storage + hider_rows) % occurs.size] != storage + hider_rows
+            occurs[np.searchsorted(occurs, storage + hider_rows) % occurs.size]
+            != storage + hider_rows
         )
         for pair in hides.tolist():
             ancestor, hider = int(row[pair]), int(hider_rows[pair])
@@ -331,13 +379,20 @@ def _find_leaking_ops(nodes: Nodes, composite: Bools) -> Bools:
     return opened
 
 
-def filter_rows(nodes: Nodes, rows: Ints, *, steps: Iterable[int] | None = None, scope: str | None = None) -> Ints:
+def filter_rows(
+    nodes: Nodes, rows: Ints, *, steps: Iterable[int] | None = None, scope: str | None = None
+) -> Ints:
     """Those of the rows in some steps, and below a scope of a name."""
     if steps is not None:
         rows = rows[np.isin(nodes.steps[rows], list(steps))]
     if scope is not None:
         scopes = nodes.scopes
-        rows = rows[[scope in scopes[row].split("/") or scopes[row].startswith(f"{scope}.") for row in rows.tolist()]]
+        rows = rows[
+            [
+                scope in scopes[row].split("/") or scopes[row].startswith(f"{scope}.")
+                for row in rows.tolist()
+            ]
+        ]
     return rows
 
 
@@ -352,9 +407,14 @@ _KINDS = {
     "reduce_scatter_tensor_out",
     "all_to_all": "alltoall alltoall_base all_to_all all_to_allv all_to_all_single",
     "broadcast": "broadcast broadcast_coalesced",
-    "reduce": "reduce", "gather": "gather", "scatter": "scatter", "send": "send",
-    "recv": "recv recv_any_source", "barrier": "barrier monitored_barrier", WAIT: "wait wait_tensor",
-}  # fmt: skip
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "send": "send",
+    "recv": "recv recv_any_source",
+    "barrier": "barrier monitored_barrier",
+    WAIT: "wait wait_tensor",
+}
 KINDS = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 _IN_PLACE = {"all_reduce", "broadcast", "reduce"}
 _PEERS = {"root_rank", "dst", "src", "root"}
@@ -386,7 +446,9 @@ class Exchange(NamedTuple):
     asynchronous: bool = True
 
 
-def read_exchange(nodes: Nodes, row: int, schema: OperatorSchema | None, inner: int | None) -> Exchange:
+def read_exchange(
+    nodes: Nodes, row: int, schema: OperatorSchema | None, inner: int | None
+) -> Exchange:
     """What a node of communication does.
 
     Args:
@@ -401,9 +463,15 @@ def read_exchange(nodes: Nodes, row: int, schema: OperatorSchema | None, inner: 
         received = nodes.returned[row] or (nodes.read[row] if kind in _IN_PLACE | {"recv"} else [])
         sent = [] if kind == "recv" else nodes.read[row]
         return Exchange(
-            kind, sent, received, False, details.get("group"), details.get("sequence"), details.get("peer"),
+            kind,
+            sent,
+            received,
+            False,
+            details.get("group"),
+            details.get("sequence"),
+            details.get("peer"),
             details.get("splits", ([], [])),
-        )  # fmt: skip
+        )
     kind = KINDS.get(schema.name.strip("_"))
     values, kinds = nodes.inputs[row], parse_kinds(nodes.host.ops["input_types"][row])
     sides: tuple[list[RecordedTensor], list[RecordedTensor]] = ([], [])
@@ -419,7 +487,9 @@ def read_exchange(nodes: Nodes, row: int, schema: OperatorSchema | None, inner: 
             peer = _parse_rank(value)
         elif argument.name in {"async_op", "asyncOp"}:
             asynchronous = value is not False
-        elif argument.name in {"input_split_sizes", "output_split_sizes"} and isinstance(value, list):
+        elif argument.name in {"input_split_sizes", "output_split_sizes"} and isinstance(
+            value, list
+        ):
             splits[argument.name == "output_split_sizes"].extend(_parse_splits(value))
     sent, received = sides
     functional = schema.namespace != "c10d"
@@ -428,14 +498,24 @@ def read_exchange(nodes: Nodes, row: int, schema: OperatorSchema | None, inner: 
     elif kind in _IN_PLACE:
         received = sent
     group_names = (
-        value for value, declared in zip(values, schema.arguments, strict=False) if declared.name == "group_name"
+        value
+        for value, declared in zip(values, schema.arguments, strict=False)
+        if declared.name == "group_name"
     )
-    group = details.get("group") or next((value for value in group_names if isinstance(value, str)), None)
+    group = details.get("group") or next(
+        (value for value in group_names if isinstance(value, str)), None
+    )
     return Exchange(
-        kind, sent, received, functional and not schema.mutates, group, details.get("sequence"),
-        peer if peer is not None else details.get("peer"), splits if any(splits) else details.get("splits", ([], [])),
+        kind,
+        sent,
+        received,
+        functional and not schema.mutates,
+        group,
+        details.get("sequence"),
+        peer if peer is not None else details.get("peer"),
+        splits if any(splits) else details.get("splits", ([], [])),
         asynchronous and kind != "barrier",
-    )  # fmt: skip
+    )
 
 
 def _parse_rank(value: Any) -> int | None:
@@ -451,11 +531,15 @@ def _parse_splits(values: list[Any]) -> list[int]:
 
 
 def _parse_communication(nodes: Nodes, row: int | None) -> dict[str, Any]:
-    """What `record_param_comms` says: [tensors], sequence, group, rank, name, splits sent, splits received, ..."""
+    """What `record_param_comms` says: [tensors], sequence, group, rank, name, splits sent, splits
+    received, ...
+    """
     if row is None:
         return {}
     values, kinds = nodes.inputs[row], parse_kinds(nodes.host.ops["input_types"][row])
-    other_values = [value for value, kind in zip(values, kinds, strict=False) if not count_tensors(kind)]
+    other_values = [
+        value for value, kind in zip(values, kinds, strict=False) if not count_tensors(kind)
+    ]
     if (
         other_values
         and isinstance(other_values[0], list)
@@ -469,51 +553,84 @@ def _parse_communication(nodes: Nodes, row: int | None) -> dict[str, Any]:
         return out
     sequence, group, rank = other_values[name_index - 3 : name_index]
     out["name"] = other_values[name_index]
-    out["sequence"] = parse_whole_number(sequence[0] if isinstance(sequence, list) and sequence else sequence)
+    out["sequence"] = parse_whole_number(
+        sequence[0] if isinstance(sequence, list) and sequence else sequence
+    )
     out["group"] = str(nodes.attributes[row].pg_name or "") or (
         group[0] if isinstance(group, list) and group else str(group)
     )
     if (
-        other_values[name_index].lower() in {"broadcast", "reduce", "gather", "scatter", "send", "recv"}
+        other_values[name_index].lower()
+        in {"broadcast", "reduce", "gather", "scatter", "send", "recv"}
         and _parse_rank(rank) is not None
     ):
         out["peer"] = rank
-    lists = [value for value in other_values[name_index + 1 : name_index + 3] if isinstance(value, list)]
+    lists = [
+        value for value in other_values[name_index + 1 : name_index + 3] if isinstance(value, list)
+    ]
     if len(lists) == 2:
         out["splits"] = (_parse_splits(lists[0]), _parse_splits(lists[1]))
     return out
 
 
-def list_groups(nodes: Nodes, capture: dict[str, Any] | None, world_size: int, rank: int) -> list[dict[str, Any]]:
-    """Process groups with their ranks: of the capture, else of the host trace, else all ranks as one."""
+def list_groups(
+    nodes: Nodes, capture: dict[str, Any] | None, world_size: int, rank: int
+) -> list[dict[str, Any]]:
+    """Process groups with their ranks: of the capture, else of the host trace, else all ranks as
+    one.
+    """
     listed = (capture or {}).get("groups")
-    rows = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    rows = (
+        [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    )
     out = {
         str(entry.get("name")): {
-            "name": str(entry.get("name")), "description": entry.get("description"), "backend": entry.get("backend"),
+            "name": str(entry.get("name")),
+            "description": entry.get("description"),
+            "backend": entry.get("backend"),
             "ranks": [int(member) for member in entry.get("ranks") or range(world_size)],
         }
         for entry in rows
-    }  # fmt: skip
-    for name, description, members in nodes.host.groups.select("group", "description", "ranks").iter_rows():
+    }
+    for name, description, members in nodes.host.groups.select(
+        "group", "description", "ranks"
+    ).iter_rows():
         ranks = list(members) if members is not None and len(members) else list(range(world_size))
-        out.setdefault(str(name), {"name": str(name), "description": description, "backend": None, "ranks": ranks})
+        out.setdefault(
+            str(name),
+            {"name": str(name), "description": description, "backend": None, "ranks": ranks},
+        )
     if not out:
-        everyone = {"name": "0", "description": "all ranks, since none is recorded", "backend": None}
+        everyone = {
+            "name": "0",
+            "description": "all ranks, since none is recorded",
+            "backend": None,
+        }
         out["0"] = everyone | {"ranks": list(range(max(world_size, rank + 1)))}
     return list(out.values())
 
 
 def read_called_groups(capture: dict[str, Any] | None) -> dict[tuple[str, int], list[str]]:
-    """Groups of the collectives that a capture wrote down, in their order, by kind and bytes put in."""
+    """Groups of the collectives that a capture wrote down, in their order, by kind and bytes put
+    in.
+    """
     calls = (capture or {}).get("collectives")
     out: dict[tuple[str, int], list[str]] = {}
     if not isinstance(calls, dict):
         return out
     try:
-        for group, kind, size in zip(calls["group"], calls["kind"], calls["bytes_in"], strict=False):
-            out.setdefault((str(calls["kinds"][kind]), int(size)), []).append(str(calls["groups"][group]))
-    except (KeyError, IndexError, TypeError, ValueError):  # a part that was changed by hand says nothing
+        for group, kind, size in zip(
+            calls["group"], calls["kind"], calls["bytes_in"], strict=False
+        ):
+            out.setdefault((str(calls["kinds"][kind]), int(size)), []).append(
+                str(calls["groups"][group])
+            )
+    except (
+        KeyError,
+        IndexError,
+        TypeError,
+        ValueError,
+    ):  # a part that was changed by hand says nothing
         return {}
     return out
 

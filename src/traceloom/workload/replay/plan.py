@@ -1,12 +1,13 @@
 """The plan: frames, check, save, load.
 
-A plan is registers and calls. A *storage* here is one version of a recorded storage: from the op that makes it to its
-last use, because the recorded numbers are used again. A *tensor* is a geometry (offset, shape, strides, type) on a
+A plan is registers and calls. A *storage* here is one version of a recorded storage: from the op
+that makes it to its last use, because the recorded numbers are used again. A *tensor* is a geometry
+(offset, shape, strides, type) on a
 storage: two recorded tensors of one geometry are the same register. A *call* is a schema with its arguments, in which
 tensors are numbered; the many ops that call the same share it.
 
-Arguments are JSON, one value for each argument of the schema in its order: numbers, booleans, null, strings and lists
-stand for themselves, and an object for the rest:
+Arguments are JSON, one value for each argument of the schema in its order: numbers, booleans, null,
+strings and lists stand for themselves, and an object for the rest:
 
 | object | is |
 |---|---|
@@ -42,9 +43,22 @@ from traceloom.trace.storage import ArchiveFormat
 
 ENDING = ".plan"
 RUN, VIEW, COLLECTIVE, WAIT, STAND_IN = ACTIONS = ("run", "view", "collective", "wait", "stand-in")
-CONTENTS = ("floats", "weights", "positive", "probability", "integers", "offsets", "lengths", "zeros", "data")
+CONTENTS = (
+    "floats",
+    "weights",
+    "positive",
+    "probability",
+    "integers",
+    "offsets",
+    "lengths",
+    "zeros",
+    "data",
+)
 EVIDENCE = ("data", "range", "consumer", "guess")
-NO_SOURCES, NOT_TRUSTED = "no-sources", "not-trusted"  # why a stand-in takes the place of a compiled kernel
+NO_SOURCES, NOT_TRUSTED = (
+    "no-sources",
+    "not-trusted",
+)  # why a stand-in takes the place of a compiled kernel
 SOURCE_NAME = re.compile(r"\w[\w-]*\.py")  # a file of a directory, never one elsewhere
 GUESSED_STRIDES = "guessed-strides"  # a notice: the host trace has none, so that tensors are taken to be contiguous
 _RowList = pl.List(pl.UInt32)
@@ -52,12 +66,13 @@ _IntegerList = pl.List(pl.Int64)
 
 # fmt: off
 PLAN_SCHEMAS: dict[str, pl.Schema] = {
-    # One row per instruction, in order of execution. `node` is the id in the host trace, null for `view`: a geometry
-    # that no op makes, of a tensor that lives (its only input). `inputs` are rows of `tensors` in the order of their
-    # numbers in the call; `outputs` those of the returned tensors, flattened, null where nothing uses them. The
-    # durations are those of the timed steps, empty where unknown; the gap is what the thread did before, since the end
-    # of its previous op. `gpu_ns` is the time of the GPU work that it launched, null where there is none. `reason`
-    # says why a stand-in takes the place of an op.
+    # One row per instruction, in order of execution. `node` is the id in the host trace, null for
+    # `view`: a geometry that no op makes, of a tensor that lives (its only input). `inputs` are
+    # rows of `tensors` in the order of their numbers in the call; `outputs` those of the returned
+    # tensors, flattened, null where nothing uses them. The durations are those of the timed steps,
+    # empty where unknown; the gap is what the thread did before, since the end of its previous op.
+    # `gpu_ns` is the time of the GPU work that it launched, null where there is none. `reason` says
+    # why a stand-in takes the place of an op.
     "ops": build_schema(
         "rank op node name action call collective inputs outputs thread stream step scope phase durations_ns gap_ns",
         "gpu_ns reason",
@@ -67,14 +82,15 @@ PLAN_SCHEMAS: dict[str, pl.Schema] = {
             "phase": pl.String,
         },
     ),
-    # `flags` says what of the arguments is not what ran: `cut-list`, `rounded-number`, `unknown-object`.
+    # `flags` says what of the arguments is not what ran: `cut-list`, `rounded-number`,
+    # `unknown-object`.
     "calls": build_schema(
         "rank call schema arguments flags",
         {"call": pl.UInt32, "arguments": pl.String, "flags": pl.List(pl.String)},
     ),
-    # Calls of kernels that a compiled graph launched; `schema` of such a call is no schema. Their ops are stand-ins
-    # until somebody trusts the source. `sha256` and `source` are null where that was not captured; `grid` is as
-    # recorded, null since PyTorch 2.6.
+    # Calls of kernels that a compiled graph launched; `schema` of such a call is no schema. Their
+    # ops are stand-ins until somebody trusts the source. `sha256` and `source` are null where that
+    # was not captured; `grid` is as recorded, null since PyTorch 2.6.
     "kernels": build_schema(
         "rank call name file sha256 source grid",
         dict.fromkeys(("file", "sha256", "source", "grid"), pl.String) | {"call": pl.UInt32},
@@ -84,9 +100,10 @@ PLAN_SCHEMAS: dict[str, pl.Schema] = {
         "rank tensor storage offset shape strides dtype",
         {"tensor": pl.UInt32, "storage": pl.UInt32, "shape": _IntegerList, "strides": _IntegerList},
     ),
-    # `recorded` is the number in the host trace. An external one gets its content before the run and is kept over
-    # iterations; the others are made by `first_op` and die after `last_op`. `content` is what an external one must
-    # hold, integers from `low` to `high`, and `evidence` how that is known.
+    # `recorded` is the number in the host trace. An external one gets its content before the run
+    # and is kept over iterations; the others are made by `first_op` and die after `last_op`.
+    # `content` is what an external one must hold, integers from `low` to `high`, and `evidence` how
+    # that is known.
     "storages": build_schema(
         "rank storage recorded bytes device external first_op last_op content low high evidence",
         {
@@ -95,10 +112,12 @@ PLAN_SCHEMAS: dict[str, pl.Schema] = {
             "high": pl.Int64, "evidence": pl.Enum(EVIDENCE),
         },
     ),
-    # What integer tensors on external storages held, where it was dumped: rows one behind the other, in bytes of the
-    # tensor's type, the least significant first. The rest of the storage holds integers from `low` to `high`.
+    # What integer tensors on external storages held, where it was dumped: rows one behind the
+    # other, in bytes of the tensor's type, the least significant first. The rest of the storage
+    # holds integers from `low` to `high`.
     "data": build_schema("rank tensor values", {"tensor": pl.UInt32, "values": pl.Binary}),
-    # `peer` is the root or the peer, a rank of the job. Splits are in rows of the first dimension, empty where equal.
+    # `peer` is the root or the peer, a rank of the job. Splits are in rows of the first dimension,
+    # empty where equal.
     "collectives": build_schema(
         "rank collective op kind group sequence peer splits_in splits_out bytes asynchronous",
         {"collective": pl.UInt32, "op": pl.UInt32, "splits_in": _IntegerList, "splits_out": _IntegerList},
@@ -107,7 +126,8 @@ PLAN_SCHEMAS: dict[str, pl.Schema] = {
     "left_out": build_schema("rank node name reason text duration_ns", {"node": pl.Int64, "text": pl.String}),
     # The timed steps: how long each took, and the processor time of the process in it.
     "steps": build_schema("rank step duration_ns cpu_ns"),
-    # Compiled graphs, whose kernels for the CPU no host trace has: how many in a step, and their time outside of ops.
+    # Compiled graphs, whose kernels for the CPU no host trace has: how many in a step, and their
+    # time outside of ops.
     "holes": build_schema("rank name count duration_ns"),
     "groups": build_schema("name description backend ranks", {"ranks": pl.List(pl.Int32)}),
 }
@@ -120,13 +140,32 @@ _FORMAT = ArchiveFormat(
     version=2,
     schemas=PLAN_SCHEMAS,
     never_null={
-        "ops": ("rank", "op", "name", "action", "inputs", "outputs", "thread", "scope", "durations_ns"),
+        "ops": (
+            "rank",
+            "op",
+            "name",
+            "action",
+            "inputs",
+            "outputs",
+            "thread",
+            "scope",
+            "durations_ns",
+        ),
         "calls": ("rank", "call", "schema", "arguments", "flags"),
         "tensors": tuple(PLAN_SCHEMAS["tensors"]),
         "storages": ("rank", "storage", "bytes", "device", "external", "first_op", "last_op"),
         "data": tuple(PLAN_SCHEMAS["data"]),
         "kernels": ("rank", "call", "name"),
-        "collectives": ("rank", "collective", "op", "kind", "group", "splits_in", "splits_out", "asynchronous"),
+        "collectives": (
+            "rank",
+            "collective",
+            "op",
+            "kind",
+            "group",
+            "splits_in",
+            "splits_out",
+            "asynchronous",
+        ),
         "left_out": ("rank", "node", "name", "reason", "text"),
         "steps": ("rank", "step", "duration_ns"),
         "holes": tuple(PLAN_SCHEMAS["holes"]),
@@ -143,12 +182,18 @@ def build_empty_frame(name: str) -> pl.DataFrame:
 
 
 def build_frame(name: str, columns: Mapping[str, Any]) -> pl.DataFrame:
-    """A frame of a plan from columns of Python values; lists go as JSON, which Polars reads faster than Python's."""
+    """A frame of a plan from columns of Python values; lists go as JSON, which Polars reads faster
+    than Python's.
+    """
     series = {}
     for column, kind in PLAN_SCHEMAS[name].items():
         values = columns[column]
         if isinstance(kind, pl.List):
-            rows = pl.Series(column, [msgspec.json.encode(values).decode()]).str.json_decode(pl.List(kind)).explode()
+            rows = (
+                pl.Series(column, [msgspec.json.encode(values).decode()])
+                .str.json_decode(pl.List(kind))
+                .explode()
+            )
             series[column] = rows.head(len(values))  # of no rows `explode` makes an empty one
         else:
             series[column] = pl.Series(column, values, dtype=kind)
@@ -157,7 +202,8 @@ def build_frame(name: str, columns: Mapping[str, Any]) -> pl.DataFrame:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank runs; the frames as `PLAN_SCHEMAS`, all rows of this rank, `op`, `call`, `tensor`, ... row numbers.
+    """What one rank runs; the frames as `PLAN_SCHEMAS`, all rows of this rank, `op`, `call`,
+    `tensor`, ... row numbers.
 
     Attributes:
         rank: The rank of the job.
@@ -188,23 +234,32 @@ class RankPlan:
     def check(self) -> None:
         """Raise InvariantError where the plan of a rank cannot be run as it stands.
 
-        Numbers are row numbers; references point to rows; an op has a call, or is a view, a collective or a wait; a
-        tensor lies within its storage; a storage that no op makes is external; a tensor is made before it is used, and
-        nothing uses a storage outside its life.
+        Numbers are row numbers; references point to rows; an op has a call, or is a view, a
+        collective or a wait; a tensor lies within its storage; a storage that no op makes is
+        external; a tensor is made before it is used, and nothing uses a storage outside its life.
         """
         for name, number in (
-            ("ops", "op"), ("calls", "call"), ("tensors", "tensor"), ("storages", "storage"),
+            ("ops", "op"),
+            ("calls", "call"),
+            ("tensors", "tensor"),
+            ("storages", "storage"),
             ("collectives", "collective"),
-        ):  # fmt: skip
+        ):
             frame = getattr(self, name)
             if not np.array_equal(frame[number].to_numpy(), np.arange(frame.height)):
                 raise broken("plan", f"the numbers of `{name}` are not 0, 1, 2, ...")
         for name, column, target_frame in (
-            ("ops", "inputs", "tensors"), ("ops", "outputs", "tensors"), ("ops", "call", "calls"),
-            ("ops", "collective", "collectives"), ("tensors", "storage", "storages"), ("collectives", "op", "ops"),
-            ("data", "tensor", "tensors"), ("kernels", "call", "calls"),
-            ("storages", "last_op", "ops"), ("storages", "first_op", "ops"),
-        ):  # fmt: skip
+            ("ops", "inputs", "tensors"),
+            ("ops", "outputs", "tensors"),
+            ("ops", "call", "calls"),
+            ("ops", "collective", "collectives"),
+            ("tensors", "storage", "storages"),
+            ("collectives", "op", "ops"),
+            ("data", "tensor", "tensors"),
+            ("kernels", "call", "calls"),
+            ("storages", "last_op", "ops"),
+            ("storages", "first_op", "ops"),
+        ):
             values = getattr(self, name)[column]
             highest = (values.explode() if isinstance(values.dtype, pl.List) else values).max()
             if highest is not None and int(highest) >= getattr(self, target_frame).height:
@@ -216,8 +271,12 @@ class RankPlan:
             raise broken("plan", "calls are of ops that run, and of these alone")
         for text, sha256, file in {*self.kernels.select("source", "sha256", "file").rows()}:
             is_valid_name = SOURCE_NAME.fullmatch(file or "") is not None
-            if text is not None and not (is_valid_name and hashlib.sha256(text.encode()).hexdigest() == sha256):
-                raise broken("plan", f"the source of a kernel, {file!r}, is not the one that was captured")
+            if text is not None and not (
+                is_valid_name and hashlib.sha256(text.encode()).hexdigest() == sha256
+            ):
+                raise broken(
+                    "plan", f"the source of a kernel, {file!r}, is not the one that was captured"
+                )
         self._check_tensors()
         self._check_order()
 
@@ -225,25 +284,37 @@ class RankPlan:
         last = (pl.col("shape") - 1) * pl.col("strides")
         extents = self.tensors.select(
             "storage",
-            pl.col("dtype").replace_strict(ITEM_BYTES, default=None, return_dtype=pl.Int64).alias("item"),
+            pl.col("dtype")
+            .replace_strict(ITEM_BYTES, default=None, return_dtype=pl.Int64)
+            .alias("item"),
             (pl.col("offset") + last.list.sum()).alias("last"),
             (pl.col("shape").list.min() == 0).fill_null(value=False).alias("empty"),
             (pl.col("offset") < 0).alias("negative"),
         ).with_columns(self.storages["bytes"].gather(self.tensors["storage"]))
         if extents["item"].null_count():
             raise broken("plan", "a tensor is of no type of PyTorch's")
-        exceeds = ~extents["empty"] & ((extents["last"] + 1) * extents["item"] > extents["bytes"]) | extents["negative"]
+        exceeds = (
+            ~extents["empty"] & ((extents["last"] + 1) * extents["item"] > extents["bytes"])
+            | extents["negative"]
+        )
         if exceeds.any():
             raise broken("plan", f"{exceeds.sum()} tensors do not lie within their storages")
         for tensor, values in self.data.select("tensor", "values").iter_rows():
             storage, shape, dtype = self.tensors.select("storage", "shape", "dtype").row(tensor)
-            fits = len(values) == prod(shape) * ITEM_BYTES[dtype] and self.storages["external"][storage]
+            fits = (
+                len(values) == prod(shape) * ITEM_BYTES[dtype]
+                and self.storages["external"][storage]
+            )
             if not fits or not dtype.startswith(("int", "uint")):
-                raise broken("plan", "data are of integer tensors from outside, and as long as these")
+                raise broken(
+                    "plan", "data are of integer tensors from outside, and as long as these"
+                )
 
     def _check_order(self) -> None:
         op, tensor, is_output, storage = (column.to_numpy() for column in self.uses())
-        first, last, external = (self.storages[name].to_numpy() for name in ("first_op", "last_op", "external"))
+        first, last, external = (
+            self.storages[name].to_numpy() for name in ("first_op", "last_op", "external")
+        )
         if ((op < first[storage]) | (op > last[storage])).any():
             raise broken("plan", "a storage is used outside its life")
         first_made = np.full(self.tensors.height, self.ops.height, dtype=op.dtype)
@@ -253,7 +324,9 @@ class RankPlan:
             raise broken("plan", "a tensor is used that nothing has made")
 
     def with_lives(self) -> RankPlan:
-        """The same, each storage living from the first op that uses it to the last; what nothing uses lives nowhere."""
+        """The same, each storage living from the first op that uses it to the last; what nothing
+        uses lives nowhere.
+        """
         op, _, _, storage = (column.to_numpy() for column in self.uses())
         count, end = self.storages.height, self.ops.height
         first, last = np.full(count, end, dtype=op.dtype), np.zeros(count, dtype=op.dtype)
@@ -269,7 +342,8 @@ class RankPlan:
         return not self.storages["device"].is_in(["cpu", "meta"]).all()
 
     def peak_bytes(self, storages: pl.DataFrame | None = None) -> int:
-        """Most bytes of storages that live at the same time; without what ops allocate within themselves.
+        """Most bytes of storages that live at the same time; without what ops allocate within
+        themselves.
 
         Args:
             storages: Rows of `storages`; None: all.
@@ -282,9 +356,13 @@ class RankPlan:
         return int(storages.filter("external")["bytes"].sum()) + int(changes.cumsum().max())
 
     def uses(self) -> pl.DataFrame:
-        """One row per tensor that an op takes or gives: op, tensor, storage, made (it is an output)."""
+        """One row per tensor that an op takes or gives: op, tensor, storage, made (it is an
+        output).
+        """
         parts = [
-            self.ops.select("op", pl.col(side).alias("tensor"), pl.lit(value=side == "outputs").alias("made"))
+            self.ops.select(
+                "op", pl.col(side).alias("tensor"), pl.lit(value=side == "outputs").alias("made")
+            )
             .explode("tensor")
             .drop_nulls("tensor")
             for side in ("inputs", "outputs")
@@ -351,7 +429,8 @@ class ReplayPlan:
             "notices": [asdict(notice) for notice in self.notices],
         }
         frames = {
-            name: pl.concat([build_empty_frame(name), *(getattr(plan, name) for plan in self)]) for name in _RANK_FRAMES
+            name: pl.concat([build_empty_frame(name), *(getattr(plan, name) for plan in self)])
+            for name in _RANK_FRAMES
         }
         _FORMAT.pack(header, {**frames, "groups": self.groups}, handle)
 
@@ -368,15 +447,24 @@ class ReplayPlan:
 def _build_plan(header: dict[str, Any], frames: dict[str, pl.DataFrame]) -> ReplayPlan:
     plan_header = msgspec.convert(header, _Header)
     ranks = {
-        rank: RankPlan(rank, **{name: frames[name].filter(pl.col("rank") == rank) for name in _RANK_FRAMES})
+        rank: RankPlan(
+            rank, **{name: frames[name].filter(pl.col("rank") == rank) for name in _RANK_FRAMES}
+        )
         for rank in sorted(plan_header.ranks)
     }
     if sum(plan.ops.height for plan in ranks.values()) != frames["ops"].height:
         raise ValueError("it has ops of ranks that its header does not name")
     plan = ReplayPlan(
-        ranks, frames["groups"], plan_header.source, plan_header.torch, plan_header.threads, plan_header.level, plan_header.only, plan_header.world_size,
+        ranks,
+        frames["groups"],
+        plan_header.source,
+        plan_header.torch,
+        plan_header.threads,
+        plan_header.level,
+        plan_header.only,
+        plan_header.world_size,
         plan_header.notices,
-    )  # fmt: skip
+    )
     plan.check()
     return plan
 
@@ -394,16 +482,38 @@ class _Header(msgspec.Struct):
 
 # Bytes of one element of each type that PyTorch has, by its name there.
 ITEM_BYTES = {
-    "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
-    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
-    "float4_e2m1fn_x2": 1, "qint8": 1, "quint8": 1, "qint32": 4,
-}  # fmt: skip
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "uint16": 2,
+    "int16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "qint8": 1,
+    "quint8": 1,
+    "qint32": 4,
+}
 
 _TEXT = {"op": pl.UInt32, "node": pl.Int64, "text": pl.String}
 # `cpu_ns`: of the calling thread alone where ops run on one thread, else of the whole process.
 OPS = build_schema(
-    "op durations_ns cpu_ns gpu_ns", {"op": pl.UInt32, "durations_ns": pl.List(pl.Int64), "cpu_ns": pl.List(pl.Int64)}
+    "op durations_ns cpu_ns gpu_ns",
+    {"op": pl.UInt32, "durations_ns": pl.List(pl.Int64), "cpu_ns": pl.List(pl.Int64)},
 )
 FAILURES = build_schema("op node name text", _TEXT)
 REPLACED = build_schema("op node name text", _TEXT)
@@ -420,7 +530,8 @@ class RankReplayed(Result):
         iteration_ns: Time of each pass over the whole plan, nothing within it timed.
         iteration_cpu_ns: What the process computed meanwhile.
         ops: op (row of the plan's `ops`); durations_ns and cpu_ns of it in passes with a timer around each op; gpu_ns,
-            the time of the GPU work that it launched, the median over passes that were profiled, null where none was.
+            the time of the GPU work that it launched, the median over passes that were profiled,
+            null where none was.
         failures: Ops that raised: op, node, name, text. Their outputs were replaced.
         replaced: Ops that gave another shape than recorded, which depends on data: the same columns.
         stand_ins: Ops that were not run as they are: op, node, name, reason, text.
@@ -443,16 +554,32 @@ class RankReplayed(Result):
     def to_dict(self) -> dict[str, Any]:
         """As every result; its frames by columns, which is shorter: `from_dict` reads it."""
         columns = {name: getattr(self, name).to_dict(as_series=False) for name in _FRAMES}
-        return {**super().to_dict(), **columns, "notices": [asdict(notice) for notice in self.notices]}
+        return {
+            **super().to_dict(),
+            **columns,
+            "notices": [asdict(notice) for notice in self.notices],
+        }
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> RankReplayed:
         """What `to_dict` gave, after a way through a file."""
-        frames = {name: pl.DataFrame(values[name], schema=columns) for name, columns in _FRAMES.items()}
-        other_fields = {field.name: values[field.name] for field in fields(RankReplayed) if field.name not in _FRAMES}
-        other_fields |= {name: tuple(other_fields[name]) for name in ("iteration_ns", "iteration_cpu_ns")}
+        frames = {
+            name: pl.DataFrame(values[name], schema=columns) for name, columns in _FRAMES.items()
+        }
+        other_fields = {
+            field.name: values[field.name]
+            for field in fields(RankReplayed)
+            if field.name not in _FRAMES
+        }
+        other_fields |= {
+            name: tuple(other_fields[name]) for name in ("iteration_ns", "iteration_cpu_ns")
+        }
         return RankReplayed(
-            **{**other_fields, **frames, "notices": tuple(Notice(**notice) for notice in values["notices"])}
+            **{
+                **other_fields,
+                **frames,
+                "notices": tuple(Notice(**notice) for notice in values["notices"]),
+            }
         )
 
 

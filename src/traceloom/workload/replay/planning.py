@@ -1,8 +1,8 @@
 """Host traces -> plan; storage versions.
 
-The numbers of a host trace are used again when what they named has died. So a storage here is a version: it begins
-where an op returns a storage that it was not given, or where an op reads one that nothing recorded had made (an
-external one), and ends with its last use.
+The numbers of a host trace are used again when what they named has died. So a storage here is a
+version: it begins where an op returns a storage that it was not given, or where an op reads one
+that nothing recorded had made (an external one), and ends with its last use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from traceloom.trace.array_types import Ints
 from traceloom.trace.arrays import find_nearest_ancestor
 from traceloom.trace.notice import Notice
 from traceloom.workload.replay.contents import RecordedIntegers, settle_contents
-from traceloom.workload.replay.inputs import AnyPath, PlanInput, RecordedTimes, Resources, open_inputs
+from traceloom.workload.replay.inputs import (
+    AnyPath,
+    PlanInput,
+    RecordedTimes,
+    Resources,
+    open_inputs,
+)
 from traceloom.workload.replay.kernels import KernelSource, convert_arguments, read_source
 from traceloom.workload.replay.nodes import (
     WAIT,
@@ -92,10 +98,12 @@ class StorageVersions:
     def read(self, tensor: RecordedTensor) -> tuple[int, int | None]:
         """The register of a tensor that an op is given, a row of `tensors`.
 
-        Beside it another register on the same storage that it must be made of first, where no op made it.
+        Beside it another register on the same storage that it must be made of first, where no op
+        made it.
         """
         version = self._live.get(tensor.identity)
-        # What nothing recorded made may have taken the number of a storage that died: it is larger, or elsewhere.
+        # What nothing recorded made may have taken the number of a storage that died: it is larger,
+        # or elsewhere.
         if version is None or (
             (not self._external[version] and tensor.end_bytes > self._bytes[version])
             or self._device[version] != tensor.device
@@ -121,8 +129,8 @@ class StorageVersions:
     def make(self, tensors: list[RecordedTensor], read: Iterable[RecordedTensor]) -> list[int]:
         """The registers of the tensors that an op returns, of those that it was given.
 
-        What is on a storage that the op was given is a view of it, or was written in place; what is not begins a new
-        version.
+        What is on a storage that the op was given is a view of it, or was written in place; what is
+        not begins a new version.
         """
         numbers = {tensor.identity for tensor in read}
         registers = []
@@ -144,25 +152,43 @@ class StorageVersions:
             self._live.pop(tensor.identity, None)
 
     def frames(self, rank: int) -> tuple[pl.DataFrame, pl.DataFrame]:
-        """The frames `tensors` and `storages` of the plan; lives and what external ones hold are not settled."""
-        versions, offsets, shapes, strides, dtypes = zip(*self._tensors, strict=True) if self._tensors else ((),) * 5
+        """The frames `tensors` and `storages` of the plan; lives and what external ones hold are
+        not settled.
+        """
+        versions, offsets, shapes, strides, dtypes = (
+            zip(*self._tensors, strict=True) if self._tensors else ((),) * 5
+        )
         tensors = build_frame(
             "tensors",
             {
-                "rank": [rank] * len(versions), "tensor": range(len(versions)), "storage": versions,
-                "offset": offsets, "shape": shapes, "strides": strides, "dtype": dtypes,
+                "rank": [rank] * len(versions),
+                "tensor": range(len(versions)),
+                "storage": versions,
+                "offset": offsets,
+                "shape": shapes,
+                "strides": strides,
+                "dtype": dtypes,
             },
-        )  # fmt: skip
+        )
         count = len(self._recorded)
         nothing = [None] * count
         storages = build_frame(
             "storages",
             {
-                "rank": [rank] * count, "storage": range(count), "recorded": self._recorded, "bytes": self._bytes,
-                "device": self._device, "external": self._external, "first_op": [0] * count, "last_op": [0] * count,
-                "content": nothing, "low": nothing, "high": nothing, "evidence": nothing,
+                "rank": [rank] * count,
+                "storage": range(count),
+                "recorded": self._recorded,
+                "bytes": self._bytes,
+                "device": self._device,
+                "external": self._external,
+                "first_op": [0] * count,
+                "last_op": [0] * count,
+                "content": nothing,
+                "low": nothing,
+                "high": nothing,
+                "evidence": nothing,
             },
-        )  # fmt: skip
+        )
         return tensors, storages
 
     def _begin(self, tensor: RecordedTensor, *, external: bool) -> int:
@@ -176,8 +202,8 @@ class StorageVersions:
     def _register(self, version: int, tensor: RecordedTensor, *, by_shape: bool) -> int:
         """The register of a geometry.
 
-        Without strides a transposed square matrix is told from itself by the number of the tensor; but autograd gives
-        what it kept another number, so who reads takes the first of that shape.
+        Without strides a transposed square matrix is told from itself by the number of the tensor;
+        but autograd gives what it kept another number, so who reads takes the first of that shape.
         """
         self._bytes[version] = max(self._bytes[version], tensor.end_bytes)
         geometry, offset = tensor.geometry, tensor.offset
@@ -194,7 +220,13 @@ class StorageVersions:
             self._registers.setdefault(shape_key, register)
             self.guessed_strides += strides is None and len(shape) > 1
             self._tensors.append(
-                (version, offset, shape, compute_contiguous_strides(shape) if strides is None else strides, dtype)
+                (
+                    version,
+                    offset,
+                    shape,
+                    compute_contiguous_strides(shape) if strides is None else strides,
+                    dtype,
+                )
             )
         return register
 
@@ -225,7 +257,10 @@ class Choice(Struct, frozen=True):
 
 
 def make_plan(
-    *paths: AnyPath, choice: Choice | None = None, cache: bool = True, progress: StatusCallback | None = None
+    *paths: AnyPath,
+    choice: Choice | None = None,
+    cache: bool = True,
+    progress: StatusCallback | None = None,
 ) -> ReplayPlan:
     """Plan a replay; a plan that was saved is read.
 
@@ -243,14 +278,21 @@ def make_plan(
     on_status = progress or (lambda _: None)
     if not paths:
         raise UsageError("expected at least one file or directory, got none", slug="no-inputs")
-    if len(paths) == 1 and Path(paths[0]).is_file() and (str(paths[0]).endswith(ENDING) or is_plan(Path(paths[0]))):
+    if (
+        len(paths) == 1
+        and Path(paths[0]).is_file()
+        and (str(paths[0]).endswith(ENDING) or is_plan(Path(paths[0])))
+    ):
         return _load_plan(os.fspath(paths[0]), choice)
     name, inputs, notices = open_inputs(paths, cache=cache)
     if choice.ranks is not None:
         have = {entry.rank for entry in inputs}
         if absent := sorted(set(choice.ranks) - have):
             available = ", ".join(map(str, sorted(have)[:8]))
-            raise UsageError(f"rank {absent[0]} has no host trace; there are those of {available}", slug="no-such-rank")
+            raise UsageError(
+                f"rank {absent[0]} has no host trace; there are those of {available}",
+                slug="no-such-rank",
+            )
         inputs = [entry for entry in inputs if entry.rank in choice.ranks]
     worlds = [int((entry.capture or {}).get("world_size") or 1) for entry in inputs]
     world = max(*worlds, *(entry.rank + 1 for entry in inputs))
@@ -310,14 +352,17 @@ class _RankPlanner:
     _arguments: dict[tuple[Any, ...], tuple[bytes, list[str]]] = field(default_factory=dict)
     _called: dict[tuple[str, int], list[str]] | None = None
     _turns: Counter[tuple[str, int]] = field(default_factory=Counter)
-    # what integer tensors held, by node and number among the op's inputs; how many dumps are not what they should be
+    # what integer tensors held, by node and number among the op's inputs; how many dumps are not
+    # what they should be
     _seen: dict[int, dict[int, RecordedIntegers]] = field(default_factory=dict)
     _unfit_dumps: int = 0
 
     def plan(self) -> RankPlan:
         """The plan of the rank, checked."""
         nodes, choice = self.nodes, self.choice
-        rows = filter_rows(nodes, choose(nodes, choice.level), steps=choice.steps, scope=choice.scope)
+        rows = filter_rows(
+            nodes, choose(nodes, choice.level), steps=choice.steps, scope=choice.scope
+        )
         ids = nodes.host.ops["id"].to_numpy()
         self.originals = self.entry.originals(ids[rows])
         self.names = nodes.host.ops["name"].to_list()
@@ -345,7 +390,9 @@ class _RankPlanner:
         """What of the rank must be known."""
         out = []
         flags = Counter(flag for flags in self.call_flags for flag in set(flags))
-        zeros, cut, objects = (format_quantity(flags[flag], "call") for flag in (ROUNDED, CUT, UNKNOWN))
+        zeros, cut, objects = (
+            format_quantity(flags[flag], "call") for flag in (ROUNDED, CUT, UNKNOWN)
+        )
         if flags[ROUNDED]:
             text = f"{zeros} with an argument 0.0 that may have been smaller than 5e-7: PyTorch writes six digits"
             out.append(Notice("rounded-numbers", "info", text, flags[ROUNDED]))
@@ -357,12 +404,22 @@ class _RankPlanner:
             out.append(Notice("unknown-objects", "info", text, flags[UNKNOWN]))
         if self.kernels:
             captured_count = sum(source is not None for source in self.sources.values())
-            text = f"{format_quantity(len(self.kernels), 'different call')} of compiled kernels: " + (
-                f"{captured_count} of {format_quantity(len(self.sources), 'source')} captured, which run on a GPU with --trust"
-                if captured_count
-                else "no source was captured, so that stand-ins take their places"
+            text = (
+                f"{format_quantity(len(self.kernels), 'different call')} of compiled kernels: "
+                + (
+                    f"{captured_count} of {format_quantity(len(self.sources), 'source')} captured, which run on a GPU with --trust"
+                    if captured_count
+                    else "no source was captured, so that stand-ins take their places"
+                )
             )
-            out.append(Notice("compiled-kernels", "info" if captured_count else "warning", text, len(self.kernels)))
+            out.append(
+                Notice(
+                    "compiled-kernels",
+                    "info" if captured_count else "warning",
+                    text,
+                    len(self.kernels),
+                )
+            )
         if self._unfit_dumps:
             text = (
                 f"{format_quantity(self._unfit_dumps, 'dumped tensor')} left out, and what they held is guessed: the file is "
@@ -397,10 +454,10 @@ class _RankPlanner:
         if strange:
             self.leave_out(row, "unknown-type", f"a tensor is of the type {strange!r}")
             return
-        if not all(map(_STORAGE, (*read, *returned))) and any(tensor.is_symbolic for tensor in (*read, *returned)):
-            text = (
-                "shapes of its tensors are symbols, which PyTorch does not write: record a step that compiles nothing"
-            )
+        if not all(map(_STORAGE, (*read, *returned))) and any(
+            tensor.is_symbolic for tensor in (*read, *returned)
+        ):
+            text = "shapes of its tensors are symbols, which PyTorch does not write: record a step that compiles nothing"
             self.leave_out(row, "symbolic-shape", text)
             return
         if self._pending:
@@ -409,7 +466,8 @@ class _RankPlanner:
         if has_numbers and not all(tensor.geometry.shape for tensor in read):
             numbers = self.plain_numbers(row, schema)
             read = [tensor for tensor in read if tensor.number not in numbers]
-        # Tensors are numbered from 0: calls of one op with the same other values have the same arguments.
+        # Tensors are numbered from 0: calls of one op with the same other values have the same
+        # arguments.
         values = self.nodes.inputs[row]
         key = (text, types, encode((len(values), *compress(values, is_plain))), *numbers.values())
         if key not in self._arguments:
@@ -421,7 +479,9 @@ class _RankPlanner:
         if schema.name == "set_" and b'{"object":"Storage"}' in arguments and returned:
             # A storage that came from elsewhere, as from a worker that loads data: an external one.
             inputs.append(self.registers_of(returned)[0])
-            arguments = arguments.replace(b'{"object":"Storage"}', b'{"storage":%d}' % (len(inputs) - 1))
+            arguments = arguments.replace(
+                b'{"object":"Storage"}', b'{"storage":%d}' % (len(inputs) - 1)
+            )
             flags = [flag for flag in flags if flag != "unknown-object"]
             outputs: list[int | None] = [inputs[-1]]
         else:
@@ -451,10 +511,18 @@ class _RankPlanner:
             self.sources[file] = read_source(self.resources, file)
         source = self.sources[file]
         name = self.names[row]
-        call = self.call_of(f"kernel {name} of {file}{'' if grid is None else f' on {grid}'}", arguments, [])
+        call = self.call_of(
+            f"kernel {name} of {file}{'' if grid is None else f' on {grid}'}", arguments, []
+        )
         source_fields = (source.sha256, source.text) if source else (None, None)
         self.kernels[call] = (name, file or None, *source_fields, grid)
-        self.add(row, STAND_IN, self.registers_of(read), call=call, reason=NOT_TRUSTED if source else NO_SOURCES)
+        self.add(
+            row,
+            STAND_IN,
+            self.registers_of(read),
+            call=call,
+            reason=NOT_TRUSTED if source else NO_SOURCES,
+        )
 
     def integers_of(self, rows: Ints) -> dict[int, list[int]]:
         """By row of what is run: it and rows within it of which integers were recorded."""
@@ -462,7 +530,9 @@ class _RankPlanner:
         runs = np.zeros(nodes.parent.size, dtype=np.bool_)
         runs[rows] = True
         noted = np.flatnonzero(np.isin(self.ids, [*self.ranges, *self.resources.dumps]))
-        running_rows = np.where(runs[noted], noted, find_nearest_ancestor(nodes.parent, runs)[noted])
+        running_rows = np.where(
+            runs[noted], noted, find_nearest_ancestor(nodes.parent, runs)[noted]
+        )
         out: dict[int, list[int]] = defaultdict(list)
         for row, inner in zip(running_rows.tolist(), noted.tolist(), strict=True):
             out[row].append(inner)
@@ -486,12 +556,16 @@ class _RankPlanner:
                     values = self.resources.dumped(dumps[number], tensor)
                     self._unfit_dumps += values is None
                     if values is not None and values.size:
-                        integers[index] = RecordedIntegers(int(values.min()), int(values.max()), values)
+                        integers[index] = RecordedIntegers(
+                            int(values.min()), int(values.max()), values
+                        )
 
     def plain_numbers(self, row: int, schema: OperatorSchema) -> dict[int, tuple[str, float]]:
-        """Tensors that the program gave as plain numbers: by their numbers, the argument and what stands for it.
+        """Tensors that the program gave as plain numbers: by their numbers, the argument and what
+        stands for it.
 
-        PyTorch makes a tensor of one element of the 2 in `x * 2`, and records that, without its value.
+        PyTorch makes a tensor of one element of the 2 in `x * 2`, and records that, without its
+        value.
         """
         out: dict[int, tuple[str, float]] = {}
         tensors = iter(self.nodes.read[row])
@@ -544,10 +618,14 @@ class _RankPlanner:
         durations = self.originals.durations_ns.get(self.ids[row])
         self.left_out.append(
             {
-                "rank": self.entry.rank, "node": self.ids[row], "name": self.names[row], "reason": reason,
-                "text": text, "duration_ns": sorted(durations)[len(durations) // 2] if durations else None,
+                "rank": self.entry.rank,
+                "node": self.ids[row],
+                "name": self.names[row],
+                "reason": reason,
+                "text": text,
+                "duration_ns": sorted(durations)[len(durations) // 2] if durations else None,
             }
-        )  # fmt: skip
+        )
 
     # -- communication --
 
@@ -563,7 +641,12 @@ class _RankPlanner:
         if exchange.kind == WAIT:
             # a wait says the number of what it waits for, but not the group
             collective = next(
-                (number for (_, sequence), number in self._by_sequence.items() if sequence == exchange.sequence), None
+                (
+                    number
+                    for (_, sequence), number in self._by_sequence.items()
+                    if sequence == exchange.sequence
+                ),
+                None,
             )
             if schema is not None:
                 self.wait_for(exchange.sent)
@@ -577,7 +660,11 @@ class _RankPlanner:
             return
         if exchange.kind is None:
             if schema is not None:
-                self.leave_out(row, "unknown-collective", f"`{schema.qualified}` is no collective that is known")
+                self.leave_out(
+                    row,
+                    "unknown-collective",
+                    f"`{schema.qualified}` is no collective that is known",
+                )
             elif self.nodes.read[row] or self.nodes.returned[row]:
                 self.leave_out(row, "unknown-collective", "its kind is not recorded")
             return
@@ -591,12 +678,19 @@ class _RankPlanner:
         op = self.add(row, COLLECTIVE, sent, received, collective=number)
         self.collectives.append(
             {
-                "rank": self.entry.rank, "collective": number, "op": op, "kind": exchange.kind, "group": group,
-                "sequence": exchange.sequence, "peer": peer, "splits_in": exchange.splits[0],
-                "splits_out": exchange.splits[1], "asynchronous": exchange.asynchronous,
+                "rank": self.entry.rank,
+                "collective": number,
+                "op": op,
+                "kind": exchange.kind,
+                "group": group,
+                "sequence": exchange.sequence,
+                "peer": peer,
+                "splits_in": exchange.splits[0],
+                "splits_out": exchange.splits[1],
+                "asynchronous": exchange.asynchronous,
                 "bytes": count_bytes(exchange.sent or exchange.received),
             }
-        )  # fmt: skip
+        )
         if exchange.sequence is not None:
             self._by_sequence[exchange.group, exchange.sequence] = number
         if exchange.asynchronous:
@@ -621,7 +715,9 @@ class _RankPlanner:
         return name, peer
 
     def called_group(self, exchange: Exchange) -> str | None:
-        """The group of the same call in the timed steps, which the capture wrote down; in turn where several fit."""
+        """The group of the same call in the timed steps, which the capture wrote down; in turn
+        where several fit.
+        """
         if self._called is None:
             self._called = read_called_groups(self.entry.capture)
         key = (exchange.kind or "", count_bytes(exchange.sent or exchange.received))
@@ -639,7 +735,9 @@ class _RankPlanner:
                 self.wait(self._pending[tensor.storage])
 
     def wait(self, collective: int, row: int | None = None) -> None:
-        self._pending = {storage: number for storage, number in self._pending.items() if number != collective}
+        self._pending = {
+            storage: number for storage, number in self._pending.items() if number != collective
+        }
         if collective not in self._waited:
             self._waited.add(collective)
             self.add(row, WAIT, collective=collective)
@@ -647,7 +745,9 @@ class _RankPlanner:
     # -- the end --
 
     def ops_frame(self) -> pl.DataFrame:
-        """The instructions, with what is known of their nodes; those of none are where the one before them is."""
+        """The instructions, with what is known of their nodes; those of none are where the one
+        before them is.
+        """
         rows, actions, calls, collectives, inputs, outputs, reasons = (
             zip(*self.ops, strict=True) if self.ops else [()] * 7
         )
@@ -659,22 +759,35 @@ class _RankPlanner:
             pl.Series("phase", nodes.phases, dtype=pl.String),
             pl.Series("step", nodes.steps).replace(-1, None),
         )
-        op_names, surrounding = node_facts["name"].gather(row), node_facts.select(pl.all().gather(before))
+        op_names, surrounding = (
+            node_facts["name"].gather(row),
+            node_facts.select(pl.all().gather(before)),
+        )
         node = nodes.host.ops["id"].gather(row)
         measured, ids = self.originals, node.to_list()
         return build_frame(
             "ops",
             {
-                "rank": [self.entry.rank] * count, "op": range(count), "node": node, "action": actions,
-                "name": op_names.fill_null(pl.Series(actions, dtype=pl.String)), "call": calls, "collective": collectives,
-                "inputs": inputs, "outputs": outputs, "thread": surrounding["thread"].fill_null(0),
-                "stream": [measured.stream.get(number) for number in ids], "step": surrounding["step"],
-                "scope": surrounding["scope"].fill_null(""), "phase": surrounding["phase"],
+                "rank": [self.entry.rank] * count,
+                "op": range(count),
+                "node": node,
+                "action": actions,
+                "name": op_names.fill_null(pl.Series(actions, dtype=pl.String)),
+                "call": calls,
+                "collective": collectives,
+                "inputs": inputs,
+                "outputs": outputs,
+                "thread": surrounding["thread"].fill_null(0),
+                "stream": [measured.stream.get(number) for number in ids],
+                "step": surrounding["step"],
+                "scope": surrounding["scope"].fill_null(""),
+                "phase": surrounding["phase"],
                 "durations_ns": [measured.durations_ns.get(number, ()) for number in ids],
                 "gap_ns": [measured.gap_ns.get(number) for number in ids],
-                "gpu_ns": [measured.gpu_ns.get(number) for number in ids], "reason": reasons,
+                "gpu_ns": [measured.gpu_ns.get(number) for number in ids],
+                "reason": reasons,
             },
-        )  # fmt: skip
+        )
 
     def assembled(self) -> RankPlan:
         rank = self.entry.rank
@@ -683,24 +796,33 @@ class _RankPlanner:
         calls = build_frame(
             "calls",
             {
-                "rank": [rank] * len(texts), "call": range(len(texts)), "schema": [schema for schema, _ in texts],
-                "arguments": [arguments.decode() for _, arguments in texts], "flags": self.call_flags,
+                "rank": [rank] * len(texts),
+                "call": range(len(texts)),
+                "schema": [schema for schema, _ in texts],
+                "arguments": [arguments.decode() for _, arguments in texts],
+                "flags": self.call_flags,
             },
-        )  # fmt: skip
+        )
         tensors, storages = self.storages.frames(rank)
         rank_column = pl.lit(rank, pl.Int32).alias("rank")
         is_whole = not (self.choice.scope or self.choice.only)
         measured = self.originals if is_whole else RecordedTimes()
         plan = RankPlan(
-            rank, ops, calls, tensors, storages,
+            rank,
+            ops,
+            calls,
+            tensors,
+            storages,
             collectives=pl.DataFrame(self.collectives, schema=PLAN_SCHEMAS["collectives"]),
             kernels=pl.DataFrame(
                 [(rank, call, *kernel) for call, kernel in self.kernels.items()],
-                schema=PLAN_SCHEMAS["kernels"], orient="row",
+                schema=PLAN_SCHEMAS["kernels"],
+                orient="row",
             ),
             left_out=pl.DataFrame(self.left_out, schema=PLAN_SCHEMAS["left_out"]),
-            steps=measured.steps.select(rank_column, pl.all()), holes=measured.holes.select(rank_column, pl.all()),
-        ).with_lives()  # fmt: skip
+            steps=measured.steps.select(rank_column, pl.all()),
+            holes=measured.holes.select(rank_column, pl.all()),
+        ).with_lives()
         plan, refused = settle_contents(plan, self._seen)
         self._unfit_dumps += refused
         plan.check()
@@ -711,13 +833,19 @@ def _load_plan(path: str, choice: Choice) -> ReplayPlan:
     """A plan that was saved, or some of its ranks."""
     if choice != Choice(ranks=choice.ranks):
         hint = "give what the plan was made of"
-        raise UsageError("a plan holds what was chosen; only ranks are chosen from it", slug="wrong-usage", hint=hint)
+        raise UsageError(
+            "a plan holds what was chosen; only ranks are chosen from it",
+            slug="wrong-usage",
+            hint=hint,
+        )
     plan = ReplayPlan.load(path)
     if choice.ranks is None:
         return plan
     if absent := sorted(set(choice.ranks) - set(plan.ranks)):
         available = ", ".join(map(str, list(plan.ranks)[:8]))
-        raise UsageError(f"the plan has no rank {absent[0]}; it has {available}", slug="no-such-rank")
+        raise UsageError(
+            f"the plan has no rank {absent[0]}; it has {available}", slug="no-such-rank"
+        )
     return replace(plan, ranks={rank: plan.ranks[rank] for rank in choice.ranks})
 
 

@@ -1,4 +1,6 @@
-"""From the rows of a rank's plan to the instructions of a program: registers, threads, streams, and what stands in."""
+"""From the rows of a rank's plan to the instructions of a program: registers, threads, streams, and
+what stands in.
+"""
 
 from __future__ import annotations
 
@@ -73,14 +75,16 @@ def build_geometries(plan: RankPlan, device: torch.device) -> list[Geometry]:
     ).select(pl.all().gather(plan.tensors["storage"]))
     columns = plan.tensors.select("shape", "strides", "offset", "dtype").hstack(storage_columns)
     return [
-        Geometry(tuple(shape), tuple(strides), *other_fields) for shape, strides, *other_fields in columns.iter_rows()
+        Geometry(tuple(shape), tuple(strides), *other_fields)
+        for shape, strides, *other_fields in columns.iter_rows()
     ]
 
 
 def find_cross_lane_dependencies(
     lanes: Sequence[Hashable], touched_storages: Sequence[Iterable[Hashable]]
 ) -> list[tuple[int, int]]:
-    """Which ops must be done before which others may begin, where work runs on several threads or streams.
+    """Which ops must be done before which others may begin, where work runs on several threads or
+    streams.
 
     An op begins once every earlier op of another lane that touches one of its storages is done.
 
@@ -107,7 +111,9 @@ def find_cross_lane_dependencies(
 
 
 class _GapTimer:
-    """Keeps the recorded gaps: what a thread did between the end of one op and the start of the next."""
+    """Keeps the recorded gaps: what a thread did between the end of one op and the start of the
+    next.
+    """
 
     def __init__(self) -> None:
         self._last_end_ns: dict[int, int] = {}
@@ -169,7 +175,11 @@ class ProgramBuilder:
             else:
                 runs = action == COLLECTIVE and mode.runs(self._collectives[collective])
             if runs:
-                storages = {self._tensor_storages[tensor] for tensor in (*inputs, *outputs) if tensor is not None}
+                storages = {
+                    self._tensor_storages[tensor]
+                    for tensor in (*inputs, *outputs)
+                    if tensor is not None
+                }
                 self.needed |= storages
                 self.kernel_written_storages |= storages if call in kernels else set()
         self._stand_ins: list[tuple[Any, ...]] = []
@@ -192,8 +202,13 @@ class ProgramBuilder:
         uses = plan.uses().filter(pl.col("storage").is_in(list(self.needed)))
         is_external = plan.storages["external"].gather(uses["storage"])
         last_uses = uses.filter(~is_external).group_by("tensor").agg(pl.col("op").max())
-        dead_registers: dict[int, list[int]] = dict(last_uses.group_by("op").agg("tensor").iter_rows())
-        for op, batch in self._p2p_batches.items():  # what they send is taken when the last of them starts
+        dead_registers: dict[int, list[int]] = dict(
+            last_uses.group_by("op").agg("tensor").iter_rows()
+        )
+        for (
+            op,
+            batch,
+        ) in self._p2p_batches.items():  # what they send is taken when the last of them starts
             if op != batch[-1]["op"]:
                 dead_registers.setdefault(batch[-1]["op"], []).extend(dead_registers.pop(op, ()))
         surrounding_calls = self._build_surrounding_calls(uses)
@@ -212,23 +227,30 @@ class ProgramBuilder:
                 instructions += self._build_communication(row)
             else:
                 reason = row["reason"] or "stand-in"
-                instructions.append(self._build_stand_in(row, reason, "the plan has nothing to run here"))
+                instructions.append(
+                    self._build_stand_in(row, reason, "the plan has nothing to run here")
+                )
             instructions[-1].dead += tuple(dead_registers.get(op, ()))
             instructions += surrounding_calls[op].after
             for instruction in instructions[first:]:
                 instruction.lane = lane
         instructions += (
-            _make_untimed_instruction(finish, self._first_work_register + row) for row in self._unfinished_collectives
+            _make_untimed_instruction(finish, self._first_work_register + row)
+            for row in self._unfinished_collectives
         )
         stand_ins = pl.DataFrame(self._stand_ins, schema=STAND_INS, orient="row")
-        return Program(instructions, self._registers, self._geometries, self._mode.device, self._hand_offs), stand_ins
+        return Program(
+            instructions, self._registers, self._geometries, self._mode.device, self._hand_offs
+        ), stand_ins
 
     def _bind_call(self, call: int, schema: str, arguments: str) -> BoundCall | BindError:
         kernels = self._mode.kernels
         try:
             if kernels is not None and call in kernels.calls:
                 return kernels.bind(call, arguments)
-            return self._mode.bind(schema, arguments, self._mode.device, keeps_host=self._stays_on_cpu)
+            return self._mode.bind(
+                schema, arguments, self._mode.device, keeps_host=self._stays_on_cpu
+            )
         except BindError as error:
             return error
 
@@ -244,17 +266,27 @@ class ProgramBuilder:
         # Of most ops PyTorch takes no number where their schema has a tensor.
         takes_numbers = not namespace or torch._C._should_allow_numbers_as_tensors(name)  # noqa: SLF001
         scalar_values = self._scalar_values if takes_numbers else {}
-        assign = partial(self._place, registers=registers, inputs=inputs, scalar_values=scalar_values)
+        assign = partial(
+            self._place, registers=registers, inputs=inputs, scalar_values=scalar_values
+        )
         arguments = [assign(argument, (index,)) for index, argument in enumerate(bound.arguments)]
         keyword_tensors = {path[0] for path in registers if isinstance(path[0], str)}
-        constant_keywords = {name: value for name, value in bound.keywords.items() if name not in keyword_tensors}
-        function = partial(bound.function, **constant_keywords) if constant_keywords else bound.function
+        constant_keywords = {
+            name: value for name, value in bound.keywords.items() if name not in keyword_tensors
+        }
+        function = (
+            partial(bound.function, **constant_keywords) if constant_keywords else bound.function
+        )
         if keyword_tensors:
             names = sorted(keyword_tensors)
             arguments += [assign(bound.keywords[name], (name,)) for name in names]
             function = partial(_call_with_keywords, function, names)
         return Instruction(
-            row["op"], function, make_picker(arguments), tuple(row["outputs"]), stand_in_ns=self._get_stand_in_ns(row)
+            row["op"],
+            function,
+            make_picker(arguments),
+            tuple(row["outputs"]),
+            stand_in_ns=self._get_stand_in_ns(row),
         )
 
     def _place(
@@ -273,16 +305,23 @@ class ProgramBuilder:
                 return register
             argument = scalar_values[register]
         elif isinstance(argument, list) and any(other[: len(path)] == path for other in registers):
-            assign = partial(self._place, registers=registers, inputs=inputs, scalar_values=scalar_values)
+            assign = partial(
+                self._place, registers=registers, inputs=inputs, scalar_values=scalar_values
+            )
             return [assign(part, (*path, index)) for index, part in enumerate(argument)]
         self._registers.append(argument)
         return len(self._registers) - 1
 
     def _find_scalar_values(self, tensors: Mapping[int, torch.Tensor]) -> dict[int, Any]:
-        """Registers of what was a number in the program: PyTorch makes a tensor of it that does not promote types."""
+        """Registers of what was a number in the program: PyTorch makes a tensor of it that does not
+        promote types.
+        """
         plan = self._plan
         tensor_rows = pl.concat(
-            [plan.tensors, plan.storages.select("device").select(pl.all().gather(plan.tensors["storage"]))],
+            [
+                plan.tensors,
+                plan.storages.select("device").select(pl.all().gather(plan.tensors["storage"])),
+            ],
             how="horizontal",
         )
         written = plan.uses().filter("made")["tensor"]
@@ -309,7 +348,9 @@ class ProgramBuilder:
                 self._registers.append(argument)
                 picked.append(len(self._registers) - 1)
             return Instruction(row["op"], torch.as_strided, make_picker(picked), outputs=(output,))
-        return Instruction(row["op"], partial(create_view, geometry), make_picker([source]), outputs=(output,))
+        return Instruction(
+            row["op"], partial(create_view, geometry), make_picker([source]), outputs=(output,)
+        )
 
     def _build_communication(self, row: Mapping[str, Any]) -> list[Instruction]:
         collective = self._collectives[row["collective"]]
@@ -319,19 +360,35 @@ class ProgramBuilder:
             return [self._build_stand_in(row, "no-peers", "no other rank runs that takes part")]
         if row["action"] == WAIT:
             self._unfinished_collectives.pop(row["collective"], None)
-            return [Instruction(row["op"], finish, make_picker([work_register]), dead=(work_register,), fallible=False)]
+            return [
+                Instruction(
+                    row["op"],
+                    finish,
+                    make_picker([work_register]),
+                    dead=(work_register,),
+                    fallible=False,
+                )
+            ]
         output_registers = [output for output in row["outputs"] if output is not None]
-        unfilled_outputs = [output for output in output_registers if output not in self._filled_registers]
+        unfilled_outputs = [
+            output for output in output_registers if output not in self._filled_registers
+        ]
         instructions = []
         if unfilled_outputs:  # a functional collective makes what it receives
             create_outputs = partial(
-                create_tensors, [self._geometries[output] for output in unfilled_outputs], self._mode.device
+                create_tensors,
+                [self._geometries[output] for output in unfilled_outputs],
+                self._mode.device,
             )
-            instructions.append(replace(_make_untimed_instruction(create_outputs), outputs=tuple(unfilled_outputs)))
+            instructions.append(
+                replace(_make_untimed_instruction(create_outputs), outputs=tuple(unfilled_outputs))
+            )
             self._filled_registers.update(unfilled_outputs)
         dtypes = [self._geometries[tensor].dtype for tensor in (*row["inputs"], *output_registers)]
         call = communication.call(collective, len(row["inputs"]), dtypes)
-        instruction = Instruction(row["op"], call, make_picker([*row["inputs"], *output_registers]), fallible=False)
+        instruction = Instruction(
+            row["op"], call, make_picker([*row["inputs"], *output_registers]), fallible=False
+        )
         if collective["asynchronous"]:
             self._unfinished_collectives[row["collective"]] = None
             instruction.outputs = (work_register,)
@@ -340,7 +397,9 @@ class ProgramBuilder:
             if row["op"] == batch[-1]["op"]:
                 tensors = [(*part["inputs"], *part["outputs"])[0] for part in batch]
                 numbers = [part["collective"] for part in batch]
-                instruction.function = communication.exchange([self._collectives[number] for number in numbers])
+                instruction.function = communication.exchange(
+                    [self._collectives[number] for number in numbers]
+                )
                 instruction.pick, instruction.outputs = (
                     make_picker(tensors),
                     tuple(self._first_work_register + number for number in numbers),
@@ -356,7 +415,11 @@ class ProgramBuilder:
         batch: list[dict[str, Any]] = []
         batch_key: tuple[Any, ...] | None = None
         for row in self._plan.ops.filter(pl.col("action") != VIEW).iter_rows(named=True):
-            collective = self._collectives[row["collective"]] if row["action"] == COLLECTIVE else {"kind": ""}
+            collective = (
+                self._collectives[row["collective"]]
+                if row["action"] == COLLECTIVE
+                else {"kind": ""}
+            )
             previous_key, batch_key = batch_key, None
             if (
                 collective["kind"] in POINT_TO_POINT
@@ -374,16 +437,22 @@ class ProgramBuilder:
     def _build_stand_in(self, row: Mapping[str, Any], reason: str, text: str) -> Instruction:
         outputs = tuple(
             None
-            if output is None or output in self._filled_registers or self._tensor_storages[output] not in self.needed
+            if output is None
+            or output in self._filled_registers
+            or self._tensor_storages[output] not in self.needed
             else output
             for output in row["outputs"]
         )
         self._filled_registers.update(output for output in outputs if output is not None)
         self._stand_ins.append((row["op"], row["node"], row["name"], reason, text))
-        output_geometries = [None if output is None else self._geometries[output] for output in outputs]
+        output_geometries = [
+            None if output is None else self._geometries[output] for output in outputs
+        ]
         return Instruction(
             row["op"],
-            partial(create_tensors, output_geometries, self._mode.device, self._get_stand_in_ns(row)),
+            partial(
+                create_tensors, output_geometries, self._mode.device, self._get_stand_in_ns(row)
+            ),
             make_picker(()),
             outputs,
             fallible=False,
@@ -391,7 +460,11 @@ class ProgramBuilder:
 
     def _get_stand_in_ns(self, row: Mapping[str, Any]) -> int:
         """How long takes what stands in for an op."""
-        return round(median(row["durations_ns"])) if self._mode.stand_ins_take_time and row["durations_ns"] else 0
+        return (
+            round(median(row["durations_ns"]))
+            if self._mode.stand_ins_take_time and row["durations_ns"]
+            else 0
+        )
 
     def _build_surrounding_calls(self, uses: pl.DataFrame) -> Mapping[int, _SurroundingCalls]:
         """What keeps the order of threads and streams, and their pace."""
@@ -400,7 +473,9 @@ class ProgramBuilder:
         touched_storages: list[list[Any]] = [[] for _ in range(ops.height)]
         for op, storage in uses.select("op", "storage").unique().sort("op", "storage").iter_rows():
             touched_storages[op].append(storage)
-        for op, work in ops.filter(pl.col("collective").is_not_null()).select("op", "collective").iter_rows():
+        for op, work in (
+            ops.filter(pl.col("collective").is_not_null()).select("op", "collective").iter_rows()
+        ):
             touched_storages[op].append(("work", work))
         if mode.keeps_gaps:
             gap_timer = _GapTimer()
@@ -411,10 +486,14 @@ class ProgramBuilder:
                 if gap_ns:
                     ended_thread = thread if mode.keeps_threads else threads[max(0, op - 1)]
                     surrounding_calls[op].before.append(
-                        _make_untimed_instruction(partial(gap_timer.hold, ended_thread, thread, gap_ns))
+                        _make_untimed_instruction(
+                            partial(gap_timer.hold, ended_thread, thread, gap_ns)
+                        )
                     )
         if mode.keeps_threads:
-            for before, after in find_cross_lane_dependencies(ops["thread"].to_list(), touched_storages):
+            for before, after in find_cross_lane_dependencies(
+                ops["thread"].to_list(), touched_storages
+            ):
                 self._hand_offs.append(hand_off := ThreadHandOff())
                 surrounding_calls[before].after.append(_make_untimed_instruction(hand_off.give))
                 surrounding_calls[after].before.append(_make_untimed_instruction(hand_off.take))
@@ -423,19 +502,27 @@ class ProgramBuilder:
         return surrounding_calls
 
     def _add_stream_calls(
-        self, surrounding_calls: Mapping[int, _SurroundingCalls], touched_storages: Sequence[Iterable[Hashable]]
+        self,
+        surrounding_calls: Mapping[int, _SurroundingCalls],
+        touched_storages: Sequence[Iterable[Hashable]],
     ) -> None:
-        """Let ops be launched on as many streams as recorded, with an event where one needs what another does."""
+        """Let ops be launched on as many streams as recorded, with an event where one needs what
+        another does.
+        """
         import torch
 
         streams = self._plan.ops["stream"].to_list()
-        for op in self._plan.ops.filter(pl.col("name") == RECORD_STREAM, pl.col("stream").is_null())["op"]:
+        for op in self._plan.ops.filter(
+            pl.col("name") == RECORD_STREAM, pl.col("stream").is_null()
+        )["op"]:
             later_uses = (
                 later
                 for later in range(op + 1, len(streams))
                 if not set(touched_storages[op]).isdisjoint(touched_storages[later])
             )
-            streams[op] = next((streams[later] for later in later_uses if streams[later] is not None), None)
+            streams[op] = next(
+                (streams[later] for later in later_uses if streams[later] is not None), None
+            )
         numbers = set(streams) - {None}
         if len(numbers) < 2:
             return
@@ -453,13 +540,23 @@ class ProgramBuilder:
                     _make_untimed_instruction(partial(module.set_stream, stream_by_number[number]))
                 )
                 current = number
-            for register in row["inputs"]:  # the allocator must not give its memory away while this stream uses it
-                if self._tensor_storages[register] not in self.needed or self._geometries[register].on_host:
+            for register in row[
+                "inputs"
+            ]:  # the allocator must not give its memory away while this stream uses it
+                if (
+                    self._tensor_storages[register] not in self.needed
+                    or self._geometries[register].on_host
+                ):
                     continue
-                if stream_of_register.get(register, number) != number and (register, number) not in recorded:
+                if (
+                    stream_of_register.get(register, number) != number
+                    and (register, number) not in recorded
+                ):
                     recorded.add((register, number))
                     surrounding_calls[op].before.append(
-                        _make_untimed_instruction(methodcaller("record_stream", stream_by_number[number]), register)
+                        _make_untimed_instruction(
+                            methodcaller("record_stream", stream_by_number[number]), register
+                        )
                     )
             stream_of_register.update((register, number) for register in row["outputs"])
         for before, after in find_cross_lane_dependencies(streams, touched_storages):
@@ -481,4 +578,6 @@ def create_view(geometry: Geometry, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _call_with_keywords(function: Callable[..., Any], names: Sequence[str], *arguments: Any) -> Any:
-    return function(*arguments[: -len(names)], **dict(zip(names, arguments[-len(names) :], strict=True)))
+    return function(
+        *arguments[: -len(names)], **dict(zip(names, arguments[-len(names) :], strict=True))
+    )

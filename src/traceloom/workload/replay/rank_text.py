@@ -1,7 +1,7 @@
 """The plan of a rank as Python text.
 
-A trace decides what the text calls, and the text is run by whoever gets it: what is no plain name of an operator, and
-what `traceloom.workload.replay.schema` refuses, is never written as code.
+A trace decides what the text calls, and the text is run by whoever gets it: what is no plain name
+of an operator, and what `traceloom.workload.replay.schema` refuses, is never written as code.
 """
 
 from __future__ import annotations
@@ -36,9 +36,20 @@ _PIECE = re.compile(r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^,'"])+(?:, ?|$)
 _TORCH_CONSTANTS = {
     "dtype": frozenset(ITEM_BYTES),
     "layout": frozenset(
-        {"strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "_mkldnn", "jagged"}
+        {
+            "strided",
+            "sparse_coo",
+            "sparse_csr",
+            "sparse_csc",
+            "sparse_bsr",
+            "sparse_bsc",
+            "_mkldnn",
+            "jagged",
+        }
     ),
-    "memory_format": frozenset({"contiguous_format", "preserve_format", "channels_last", "channels_last_3d"}),
+    "memory_format": frozenset(
+        {"contiguous_format", "preserve_format", "channels_last", "channels_last_3d"}
+    ),
 }
 
 
@@ -60,7 +71,12 @@ class CallText:
     """
 
     def __init__(
-        self, schema: str, arguments: str, extra_namespaces: frozenset[str] = frozenset(), *, keeps_host: bool = False
+        self,
+        schema: str,
+        arguments: str,
+        extra_namespaces: frozenset[str] = frozenset(),
+        *,
+        keeps_host: bool = False,
     ) -> None:
         try:
             self.schema = parse_schema(schema)
@@ -79,7 +95,9 @@ class CallText:
     @property
     def is_nested(self) -> bool:
         """Whether it gives lists beside other things."""
-        return len(self.schema.returns) > 1 and any(value.type.base == "list" for value in self.schema.returns)
+        return len(self.schema.returns) > 1 and any(
+            value.type.base == "list" for value in self.schema.returns
+        )
 
     def write(self, names: Sequence[str]) -> str:
         """The call; arguments that are the defaults of the schema are left out.
@@ -91,7 +109,9 @@ class CallText:
         keywords: list[str] = []
         retained_count = 0
         for argument, value in zip(self.schema.arguments, self._values, strict=False):
-            is_default = argument.has_default and (argument.name in NEVER_GIVEN or _is_same(value, argument.default))
+            is_default = argument.has_default and (
+                argument.name in NEVER_GIVEN or _is_same(value, argument.default)
+            )
             if self._keeps_host and value == {"device": "cpu"}:
                 value = "cpu"  # noqa: PLW2901  (as torch takes it)
             if argument.keyword_only:
@@ -130,7 +150,9 @@ def _count_inputs(value: Any) -> int:
     if isinstance(value, list):
         return max(map(_count_inputs, value), default=0)
     if isinstance(value, dict):
-        return 1 + max((n for key in ("tensor", "storage") if isinstance(n := value.get(key), int)), default=-1)
+        return 1 + max(
+            (n for key in ("tensor", "storage") if isinstance(n := value.get(key), int)), default=-1
+        )
     return 0
 
 
@@ -186,13 +208,21 @@ def format_collective(row: Mapping[str, Any], sent: Sequence[str], received: Seq
     calls: list[tuple[str, Sequence[str]]]
     if kind in {"send", "recv"}:
         function = ("i" if row["asynchronous"] else "") + kind
-        calls = [(function, [tensor, peer, group]) for tensor in (sent if kind == "send" else received)]
+        calls = [
+            (function, [tensor, peer, group]) for tensor in (sent if kind == "send" else received)
+        ]
     elif kind in {"all_reduce", "broadcast", "reduce"}:
         root = [] if kind == "all_reduce" else [peer]
         calls = [(kind, [tensor, *root, *extra_arguments]) for tensor in received or sent]
     elif kind in {"gather", "scatter"}:
         root_tensors, parts = (sent, received) if kind == "gather" else (received, sent)
-        all_parts = f"list({parts[0]}.chunk(WORLD))" if len(parts) == 1 else _format_list(parts) if parts else "None"
+        all_parts = (
+            f"list({parts[0]}.chunk(WORLD))"
+            if len(parts) == 1
+            else _format_list(parts)
+            if parts
+            else "None"
+        )
         calls = [(kind, [root_tensors[0], all_parts, peer, *extra_arguments])]
     elif kind == "all_to_all" and len(sent) > 1:
         calls = [(kind, [_format_list(received), _format_list(sent), *extra_arguments])]
@@ -200,11 +230,17 @@ def format_collective(row: Mapping[str, Any], sent: Sequence[str], received: Seq
         splits = [str(list(row[side]) or None) for side in ("splits_out", "splits_in")]
         calls = [("all_to_all_single", [received[0], sent[0], *splits, *extra_arguments])]
     elif kind == "all_gather" and len(sent) == len(received):
-        calls = [("all_gather_into_tensor", [r, g, *extra_arguments]) for g, r in zip(sent, received, strict=True)]
+        calls = [
+            ("all_gather_into_tensor", [r, g, *extra_arguments])
+            for g, r in zip(sent, received, strict=True)
+        ]
     elif kind == "all_gather":
         calls = [(kind, [_format_list(received), sent[0], *extra_arguments])]
     elif kind == "reduce_scatter" and len(sent) == len(received):
-        calls = [("reduce_scatter_tensor", [r, g, *extra_arguments]) for g, r in zip(sent, received, strict=True)]
+        calls = [
+            ("reduce_scatter_tensor", [r, g, *extra_arguments])
+            for g, r in zip(sent, received, strict=True)
+        ]
     elif kind == "reduce_scatter":
         calls = [(kind, [received[0], _format_list(sent), *extra_arguments])]
     else:
@@ -218,7 +254,10 @@ def _format_list(names: Sequence[str]) -> str:
 
 
 def wrap_line(line: str) -> Iterator[str]:
-    """A line of code on as many lines as it needs: broken after commas in brackets. A comment stays one line."""
+    """A line of code on as many lines as it needs: broken after commas in brackets.
+
+    A comment stays one line.
+    """
     if line.startswith("#"):
         yield line
         return
@@ -233,10 +272,19 @@ def wrap_line(line: str) -> Iterator[str]:
 
 
 # Shapes of their results depend on what tensors hold, which is not what they held.
-_BY_CONTENT = frozenset({
-    "nonzero", "masked_select", "unique_dim", "_unique", "_unique2", "unique_consecutive", "bincount",
-    "repeat_interleave", "argwhere",
-})  # fmt: skip
+_BY_CONTENT = frozenset(
+    {
+        "nonzero",
+        "masked_select",
+        "unique_dim",
+        "_unique",
+        "_unique2",
+        "unique_consecutive",
+        "bincount",
+        "repeat_interleave",
+        "argwhere",
+    }
+)
 _MAX_INLINE_BYTES = 1 << 13  # bytes of recorded integers that a script spells out
 Names = Callable[[int], str]
 Op = dict[str, Any]
@@ -257,14 +305,16 @@ class RankScript:
         meanings: What each kind of line does: one of its ops, with the row of its collective.
     """
 
-    def __init__(self, plan: RankPlan, seed: int, extra_namespaces: frozenset[str], *, alone: bool) -> None:
+    def __init__(
+        self, plan: RankPlan, seed: int, extra_namespaces: frozenset[str], *, alone: bool
+    ) -> None:
         self.plan = plan
         self._seed = seed
         self.ops: list[Op] = plan.ops.to_dicts()
         self._tensors = plan.tensors.to_dicts()
         self._storages = plan.storages.to_dicts()
-        # Beside an accelerator the host keeps its tensors, as in the replay: counters of steps that are looked at would
-        # be waited for elsewhere.
+        # Beside an accelerator the host keeps its tensors, as in the replay: counters of steps that
+        # are looked at would be waited for elsewhere.
         self._keeps_host = plan.has_accelerator
         first = plan.tensors.group_by("storage", maintain_order=True).agg(pl.first("dtype"))
         self._dtypes = dict(first.iter_rows())
@@ -276,7 +326,9 @@ class RankScript:
         self._calls: list[CallText | UnwritableError] = []
         for schema, arguments in calls:
             try:
-                self._calls.append(CallText(schema, arguments, extra_namespaces, keeps_host=self._keeps_host))
+                self._calls.append(
+                    CallText(schema, arguments, extra_namespaces, keeps_host=self._keeps_host)
+                )
             except UnwritableError as error:  # noqa: PERF203
                 self._calls.append(error)
         self._numbers: dict[Hashable, int] = {}
@@ -291,14 +343,26 @@ class RankScript:
         for line in [*self.lines]:
             meaning = self.meanings[line.what]
             if meaning["action"] == COLLECTIVE and line.writes and line.writes[0] not in awaited:
-                self._add("wait", {**meaning, "action": WAIT, "op": line.source, "outputs": []}, line.writes, ())
+                self._add(
+                    "wait",
+                    {**meaning, "action": WAIT, "op": line.source, "outputs": []},
+                    line.writes,
+                    (),
+                )
 
     def _add_op(self, op: Op, collectives: Sequence[Op], created: set[int], *, alone: bool) -> None:
         """Add the lines of an op; `created` are the registers that hold something before it."""
-        consumed, received = op["inputs"], [output for output in op["outputs"] if output is not None]
+        consumed, received = (
+            op["inputs"],
+            [output for output in op["outputs"] if output is not None],
+        )
         if op["action"] == RUN and isinstance(self._calls[op["call"]], CallText):
             present = tuple(output is not None for output in op["outputs"])
-            shapes = tuple(map(self._geometry, received)) if op["name"].partition("::")[2] in _BY_CONTENT else ()
+            shapes = (
+                tuple(map(self._geometry, received))
+                if op["name"].partition("::")[2] in _BY_CONTENT
+                else ()
+            )
             self._add((op["call"], present, shapes), op, consumed, received)
         elif op["action"] == VIEW:
             self._add(("view", self._geometry(received[0])), op, consumed, received)
@@ -308,7 +372,15 @@ class RankScript:
                     key = "empty", self._geometry(register), self._device(register)
                     self._add(key, {**op, "action": "empty", "outputs": [register]}, (), [register])
             row = collectives[op["collective"]]
-            key = (row["kind"], row["group"], row["peer"], *row["splits_in"], None, *row["splits_out"], len(consumed))
+            key = (
+                row["kind"],
+                row["group"],
+                row["peer"],
+                *row["splits_in"],
+                None,
+                *row["splits_out"],
+                len(consumed),
+            )
             handles = [len(self._tensors) + op["collective"]] if row["asynchronous"] else []
             wrapped = {**row, **op, "outputs": handles, "sent": len(consumed)}
             self._add((*key, row["asynchronous"]), wrapped, [*consumed, *received], handles)
@@ -349,7 +421,9 @@ class RankScript:
         """Whether a kind of line gives a list, whatever its length."""
         op = self.meanings[kind_number]
         call = self._calls[op["call"]] if op["action"] == RUN else None
-        return op["action"] == "stand-in" or (isinstance(call, CallText) and (call.returns_list or call.is_nested))
+        return op["action"] == "stand-in" or (
+            isinstance(call, CallText) and (call.returns_list or call.is_nested)
+        )
 
     def expression(self, op: Op, names: Sequence[str]) -> str:
         """What an op calls.
@@ -369,16 +443,27 @@ class RankScript:
         if op["action"] == WAIT:
             return f"{names[0]}.wait()"
         if op["action"] == "stand-in":
-            tensors = "".join(f", ({self._like(register)}, {self._device(register)})" for register in op["outputs"])
+            tensors = "".join(
+                f", ({self._like(register)}, {self._device(register)})"
+                for register in op["outputs"]
+            )
             return f"stand_in({self.recorded_ns(op)}{tensors})"
         if op["action"] == COLLECTIVE:
             return format_collective(op, names[: op["sent"]], names[op["sent"] :])
         call = self._calls[op["call"]]
         assert isinstance(call, CallText)
         text = call.write(names)
-        if op["name"].partition("::")[2] in _BY_CONTENT and len(op["outputs"]) == 1 and op["outputs"][0] is not None:
+        if (
+            op["name"].partition("::")[2] in _BY_CONTENT
+            and len(op["outputs"]) == 1
+            and op["outputs"][0] is not None
+        ):
             return f"as_recorded({text}, {self._like(op['outputs'][0])})"
-        return f"flat({text})" if call.is_nested and any(output is not None for output in op["outputs"]) else text
+        return (
+            f"flat({text})"
+            if call.is_nested and any(output is not None for output in op["outputs"])
+            else text
+        )
 
     def external(self, registers: Iterable[int], name: Names) -> Iterator[str]:
         """The lines that make tensors that come from outside, each storage once.
@@ -395,8 +480,14 @@ class RankScript:
                 storage = self._storages[number]
                 storage_dtype = self._dtypes[number]
                 elements = -(-storage["bytes"] // ITEM_BYTES[storage_dtype])
-                content = {None: "floats", "data": "integers"}.get(storage["content"], storage["content"])
-                bounds = "".join(f", {side}={storage[side]}" for side in ("low", "high") if storage[side] is not None)
+                content = {None: "floats", "data": "integers"}.get(
+                    storage["content"], storage["content"]
+                )
+                bounds = "".join(
+                    f", {side}={storage[side]}"
+                    for side in ("low", "high")
+                    if storage[side] is not None
+                )
                 seed = self._seed + number
                 base = f"filled({elements}, {format_dtype(storage_dtype)}, {content!r}{bounds}, seed={seed})"
                 if self._device(register) == "DEVICE":
@@ -407,20 +498,25 @@ class RankScript:
                     and _is_whole(shape, strides, elements)
                 ):
                     on[number] = name(register)
-                    yield f"{name(register)} = {base}" + (f".view({shape})" if len(shape) != 1 else "")
+                    yield f"{name(register)} = {base}" + (
+                        f".view({shape})" if len(shape) != 1 else ""
+                    )
                     continue
                 on[number] = "whole"
                 yield f"whole = {base}"
                 for data_register, values in self._data.get(number, ()):
                     data_dtype, *geometry = self._geometry(data_register)
-                    numbers = np.frombuffer(values, dtype=np.dtype(data_dtype).newbyteorder("<")).tolist()
+                    numbers = np.frombuffer(
+                        values, dtype=np.dtype(data_dtype).newbyteorder("<")
+                    ).tolist()
                     part = f"on_storage(whole, {format_dtype(data_dtype)}, {', '.join(map(str, geometry))})"
                     yield f"{part}.copy_(torch.tensor({numbers}, dtype={format_dtype(data_dtype)}).view({geometry[1]}))"
             yield f"{name(register)} = on_storage({on[number]}, {format_dtype(dtype)}, {offset}, {shape}, {strides})"
             on[number] = name(register)
 
     def case(self, number: int, op: Op, description: str) -> str | None:
-        """An op alone as a function that makes its inputs and gives what calls it; None where no text can.
+        """An op alone as a function that makes its inputs and gives what calls it; None where no
+        text can.
 
         Args:
             number: Of the function.
@@ -430,7 +526,9 @@ class RankScript:
         if not isinstance(self._calls[op["call"]], CallText):
             return None
         names = {register: f"t{k}" for k, register in enumerate(dict.fromkeys(op["inputs"]))}
-        call = self.expression({**op, "outputs": []}, [names[register] for register in op["inputs"]])
+        call = self.expression(
+            {**op, "outputs": []}, [names[register] for register in op["inputs"]]
+        )
         lines = [*self.external(names, names.__getitem__), f"return lambda: {call}"]
         return format_function(f"case_{number}", "", "Callable[[], Any]", description, lines)
 
@@ -445,7 +543,9 @@ def _is_whole(shape: Sequence[int], strides: Sequence[int], elements: int) -> bo
     return expected == elements
 
 
-def format_function(name: str, parameters: str, returns: str, description: str, lines: Iterable[str]) -> str:
+def format_function(
+    name: str, parameters: str, returns: str, description: str, lines: Iterable[str]
+) -> str:
     """A function as text.
 
     Args:
@@ -486,20 +586,30 @@ class Functions:
         for body, last in zip(bodies, self._last, strict=True):
             for position, line in enumerate(body):
                 last.update(dict.fromkeys([*line.reads, *line.writes], position))
-        needed: list[set[int]] = [set() for _ in bodies]  # of its own registers, by somebody after the body
+        needed: list[set[int]] = [
+            set() for _ in bodies
+        ]  # of its own registers, by somebody after the body
         for number in self._order:
             for position, line in enumerate(bodies[number]):
                 if line.what < 0:
-                    used = (self._last[number][r] > position or r in needed[number] for r in line.writes)
+                    used = (
+                        self._last[number][r] > position or r in needed[number] for r in line.writes
+                    )
                     first = self.folded.parameters[-1 - line.what]
-                    needed[-1 - line.what].update(first + k for k, is_used in enumerate(used) if is_used)
+                    needed[-1 - line.what].update(
+                        first + k for k, is_used in enumerate(used) if is_used
+                    )
         self._returned = [sorted(registers) for registers in needed]
-        self._handles: list[set[int]] = [set() for _ in bodies]  # registers that hold what a collective started
+        self._handles: list[set[int]] = [
+            set() for _ in bodies
+        ]  # registers that hold what a collective started
         for number in reversed(self._order):
             for line in bodies[number]:
                 if line.what < 0:
                     block, first = -1 - line.what, self.folded.parameters[-1 - line.what]
-                    handles = {r for k, r in enumerate(line.writes) if first + k in self._handles[block]}
+                    handles = {
+                        r for k, r in enumerate(line.writes) if first + k in self._handles[block]
+                    }
                     self._handles[number].update(handles)
                 elif text.meanings[line.what]["action"] == COLLECTIVE:
                     self._handles[number].update(line.writes)
@@ -511,8 +621,8 @@ class Functions:
                     external_names[register] = f"w[{len(external_names)}]"
             created.update(line.writes)
         self._outside = external_names
-        # Of each block: parameters that all calls give the same tensor from outside, as weights, with its name: these
-        # are not passed.
+        # Of each block: parameters that all calls give the same tensor from outside, as weights,
+        # with its name: these are not passed.
         self._same: list[dict[int, str]] = [dict(external_names), *({} for _ in bodies[1:])]
         seen_blocks: set[int] = set()
         for number in self._order:
@@ -522,7 +632,9 @@ class Functions:
                     block = -1 - line.what
                     names = {k: same[r] for k, r in enumerate(line.reads) if r in same}
                     self._same[block] = (
-                        names if block not in seen_blocks else dict(self._same[block].items() & names.items())
+                        names
+                        if block not in seen_blocks
+                        else dict(self._same[block].items() & names.items())
                     )
                     seen_blocks.add(block)
         self._takes_w = [bool(names) for names in self._same]
@@ -540,26 +652,39 @@ class Functions:
             body: f"block_{number}{suffix}"
             for number, body in enumerate((body for body in reversed(self._order) if body), start=1)
         }
-        external_lines = [*self._text.external(self._outside, self._outside.__getitem__), "return w"]
+        external_lines = [
+            *self._text.external(self._outside, self._outside.__getitem__),
+            "return w",
+        ]
         description = "What comes from outside: parameters, inputs, states."
         external_function = format_function(
-            f"outside{suffix}", "", "dict[int, torch.Tensor]", description, ["w = {}", *external_lines]
+            f"outside{suffix}",
+            "",
+            "dict[int, torch.Tensor]",
+            description,
+            ["w = {}", *external_lines],
         )
         blocks = []
         for body, called in self._names.items():
             first_ns = sum(map(self._time_ns, self.folded.bodies[body]))
             took = f"; the first took {units.format_duration(first_ns)}" if first_ns else ""
             name = self._namer(body)
-            parameter_names = [name(k) for k in range(self.folded.parameters[body]) if k not in self._same[body]]
+            parameter_names = [
+                name(k) for k in range(self.folded.parameters[body]) if k not in self._same[body]
+            ]
             parameters = ", ".join(["w"] * self._takes_w[body] + parameter_names)
             lines = [*self._lines(body)]
             if self._returned[body]:
-                lines.append(f"return {_format_names([name(register) for register in self._returned[body]])}")
+                lines.append(
+                    f"return {_format_names([name(register) for register in self._returned[body]])}"
+                )
             description = f"Called {self.folded.calls()[body]} times{took}."
             blocks.append(format_function(called, parameters, "", description, lines))
         lines = [*self._lines(0)] or ["pass"]
         description = "All that was recorded, in order."
-        step = format_function(f"step{suffix}", "w: dict[int, torch.Tensor]", "None", description, lines)
+        step = format_function(
+            f"step{suffix}", "w: dict[int, torch.Tensor]", "None", description, lines
+        )
         return "\n\n\n".join([external_function, *blocks, step])
 
     def _time_ns(self, line: ProgramLine) -> int:
@@ -568,7 +693,9 @@ class Functions:
         return self._text.recorded_ns(self._text.ops[line.source])
 
     def _namer(self, body: int) -> Names:
-        """What the registers of a body are called: `w[0]` from outside, `p0` given, `t0` made, `h0` being awaited."""
+        """What the registers of a body are called: `w[0]` from outside, `p0` given, `t0` made, `h0`
+        being awaited.
+        """
         counts: Counter[str] = Counter()
         names = dict(self._same[body])
         for register in range(self.folded.parameters[body]):
@@ -585,26 +712,41 @@ class Functions:
 
     def _lines(self, body: int) -> Iterator[str]:
         name = self._namer(body)
-        retained = {*self._returned[body], *(self._outside if body == 0 else range(self.folded.parameters[body]))}
+        retained = {
+            *self._returned[body],
+            *(self._outside if body == 0 else range(self.folded.parameters[body])),
+        }
         region: tuple[str | None, str] = (None, "")
         for position, line in enumerate(self.folded.bodies[body]):
             op = self._text.ops[line.source]
             if region != (region := (op["phase"], op["scope"])) and any(region):
                 yield "# " + ": ".join(ascii(part)[1:-1] for part in region if part)
-            dead = {r for r in (*line.reads, *line.writes) if self._last[body][r] == position and r not in retained}
-            result_registers: list[int | None]  # the registers of what the line gives; None where nothing holds it
+            dead = {
+                r
+                for r in (*line.reads, *line.writes)
+                if self._last[body][r] == position and r not in retained
+            }
+            result_registers: list[
+                int | None
+            ]  # the registers of what the line gives; None where nothing holds it
             if line.what < 0:
                 block, first = -1 - line.what, self.folded.parameters[-1 - line.what]
-                result_registers = [line.writes[register - first] for register in self._returned[block]]
+                result_registers = [
+                    line.writes[register - first] for register in self._returned[block]
+                ]
                 passed = [name(r) for k, r in enumerate(line.reads) if k not in self._same[block]]
                 call = f"{self._names[block]}({', '.join(['w'] * self._takes_w[block] + passed)})"
             else:
                 meaning, written_registers = self._text.meanings[line.what], iter(line.writes)
                 result_registers = [
-                    None if output is None else next(written_registers) for output in meaning["outputs"]
+                    None if output is None else next(written_registers)
+                    for output in meaning["outputs"]
                 ]
                 call = self._text.expression(meaning, [name(r) for r in line.reads])
-            targets = ["_" if r is None or r in line.reads or r in dead else name(r) for r in result_registers]
+            targets = [
+                "_" if r is None or r in line.reads or r in dead else name(r)
+                for r in result_registers
+            ]
             ended = [name(r) for r in dict.fromkeys(line.reads) if r in dead]
             if any(target != "_" for target in targets):
                 is_list = line.what >= 0 and self._text.gives_list(line.what)
@@ -617,5 +759,9 @@ class Functions:
 
 
 def _format_names(names: list[str], *, single: bool = True) -> str:
-    """Several names in brackets, so that the line may be broken; one as it is, unless it is one of a list."""
-    return names[0] if single and len(names) == 1 else f"({', '.join(names)}{',' * (len(names) == 1)})"
+    """Several names in brackets, so that the line may be broken; one as it is, unless it is one of
+    a list.
+    """
+    return (
+        names[0] if single and len(names) == 1 else f"({', '.join(names)}{',' * (len(names) == 1)})"
+    )

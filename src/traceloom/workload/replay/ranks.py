@@ -1,10 +1,10 @@
 """A process per rank, results together.
 
-A process gets its job as a line of JSON and leaves its answer in a file of a folder of ours; what it and its libraries
-print stands in another one there, and is shown should it fail.
+A process gets its job as a line of JSON and leaves its answer in a file of a folder of ours; what
+it and its libraries print stands in another one there, and is shown should it fail.
 
-Our processes find each other through a file, so no port is needed. Under torchrun the results go to rank 0 over its
-store.
+Our processes find each other through a file, so no port is needed. Under torchrun the results go to
+rank 0 over its store.
 """
 
 from __future__ import annotations
@@ -47,7 +47,13 @@ _LAST_LINES = 5
 
 
 def run_processes(
-    main: str, job: dict[str, Any], ranks: Sequence[int], directory: Path, on_status: StatusCallback, *, hint: str
+    main: str,
+    job: dict[str, Any],
+    ranks: Sequence[int],
+    directory: Path,
+    on_status: StatusCallback,
+    *,
+    hint: str,
 ) -> list[dict[str, Any]]:
     """Start a process for each rank and wait for all; when one fails, the others are ended.
 
@@ -85,13 +91,17 @@ def run_processes(
             for process in range(len(ranks)):
                 with leaving.defer_signals():
                     workers.append(WorkerProcess(main, threads=1))
-                workers[-1].send({**job, "folder": str(directory), "process": process, "ranks": list(ranks)})
+                workers[-1].send(
+                    {**job, "folder": str(directory), "process": process, "ranks": list(ranks)}
+                )
             for process, worker in enumerate(workers):
                 threading.Thread(target=listen, args=(process, worker), daemon=True).start()
             until = None
             while running:
                 try:
-                    process, event = heard.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+                    process, event = heard.get(
+                        timeout=None if until is None else max(0.0, until - time.monotonic())
+                    )
                 except queue.Empty:
                     break
                 if isinstance(event, int):
@@ -102,7 +112,9 @@ def run_processes(
                     failed[process] = event
                 elif process == 0:
                     on_status(event["says"])
-                if failed and until is None:  # it pulls the others down, and which was first shows in a moment
+                if (
+                    failed and until is None
+                ):  # it pulls the others down, and which was first shows in a moment
                     until = time.monotonic() + _OTHERS_FAIL_S
         finally:
             kill()
@@ -110,21 +122,32 @@ def run_processes(
                 worker.ended()
     if failed:
         raise _find_first_failure(failed, ranks, directory, hint)
-    return [msgspec.json.decode((directory / f"{process}.json").read_bytes()) for process in range(len(ranks))]
+    return [
+        msgspec.json.decode((directory / f"{process}.json").read_bytes())
+        for process in range(len(ranks))
+    ]
 
 
 def _find_first_failure(
     failed: dict[int, dict[str, Any] | int], ranks: Sequence[int], directory: Path, hint: str
 ) -> TraceloomError:
-    """The failure that the others follow from: of who ended without a word, else the first that was spoken of."""
+    """The failure that the others follow from: of who ended without a word, else the first that was
+    spoken of.
+    """
     suffix = ", and the others were ended" if len(ranks) > 1 else ""
     spoken = {process: failure for process, failure in failed.items() if isinstance(failure, dict)}
     silent = {process: code for process, code in failed.items() if isinstance(code, int)}
     if silent:
         process, code = next(iter(silent.items()))
-        outcome = f"ended with {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        outcome = (
+            f"ended with {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
         log = directory / f"{process}.log"
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+        lines = (
+            log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+        )
         text = " | ".join(lines[-_LAST_LINES:])
     else:
         process, first = min(spoken.items(), key=lambda item: int(item[1]["time_ns"]))
@@ -161,24 +184,39 @@ def take_part(run: Callable[[dict[str, Any], StatusCallback], dict[str, Any]]) -
         answers.flush()
 
     try:
-        os.environ |= {"RANK": str(process), "LOCAL_RANK": str(process), "WORLD_SIZE": str(len(ranks))}
+        os.environ |= {
+            "RANK": str(process),
+            "LOCAL_RANK": str(process),
+            "WORLD_SIZE": str(len(ranks)),
+        }
         if len(ranks) > 1:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         answer = run(job, lambda text: say(says=text))
         (directory / f"{process}.json").write_bytes(msgspec.json.encode(answer))
     except TraceloomError as error:
-        location = ", ".join(filter(None, [error.where, f"rank {ranks[process]}" if len(ranks) > 1 else ""]))
-        say(type=type(error).__name__, error={**error.to_dict(), "where": location}, time_ns=time.time_ns())
+        location = ", ".join(
+            filter(None, [error.where, f"rank {ranks[process]}" if len(ranks) > 1 else ""])
+        )
+        say(
+            type=type(error).__name__,
+            error={**error.to_dict(), "where": location},
+            time_ns=time.time_ns(),
+        )
     except Exception as error:  # noqa: BLE001  (whatever it is, the parent must hear of it)
         traceback.print_exc()
         say(type="", error=f"{type(error).__name__}: {error}", time_ns=time.time_ns())
     finally:
         sys.stdout.flush()
-        os._exit(0)  # without the destructors of process groups, which wait for peers that may be gone
+        os._exit(
+            0
+        )  # without the destructors of process groups, which wait for peers that may be gone
 
 
 def replay(
-    plan: ReplayPlan, options: RunOptions | None = None, *, on_status: StatusCallback = lambda _: None
+    plan: ReplayPlan,
+    options: RunOptions | None = None,
+    *,
+    on_status: StatusCallback = lambda _: None,
 ) -> Replayed | None:
     """Run a plan, each rank in a process of its own.
 
@@ -211,7 +249,9 @@ def replay(
         plan.save(directory / "run.plan")
         job = {"options": asdict(options)}
         hint = "replay it alone with --ranks {rank}"
-        answers = run_processes("traceloom.workload.replay.ranks", job, ranks, directory, on_status, hint=hint)
+        answers = run_processes(
+            "traceloom.workload.replay.ranks", job, ranks, directory, on_status, hint=hint
+        )
     return _merge_results(plan, options, ranks, answers)
 
 
@@ -219,18 +259,32 @@ def _merge_results(
     plan: ReplayPlan, options: RunOptions, ranks: Sequence[int], answers: Sequence[dict[str, Any]]
 ) -> Replayed:
     """The results of all ranks as one."""
-    result_by_rank = {rank: RankReplayed.from_dict(answer["rank"]) for rank, answer in zip(ranks, answers, strict=True)}
+    result_by_rank = {
+        rank: RankReplayed.from_dict(answer["rank"])
+        for rank, answer in zip(ranks, answers, strict=True)
+    }
     missing = tuple(rank for rank in range(plan.world_size) if rank not in ranks)
     notices = [Notice(**notice) for notice in answers[0]["notices"]]
     if missing and any(rank_plan.collectives.height for rank_plan in plan):
-        text = f"{units.format_quantity(len(missing), 'rank')} of {plan.world_size} did not run: " + (
-            "communication was left out" if len(ranks) == 1 else "groups are those of the ranks that ran"
+        text = (
+            f"{units.format_quantity(len(missing), 'rank')} of {plan.world_size} did not run: "
+            + (
+                "communication was left out"
+                if len(ranks) == 1
+                else "groups are those of the ranks that ran"
+            )
         )
         notices.append(Notice("ranks-missing", "warning", text, count=len(missing)))
     return Replayed(
-        plan.source, answers[0]["device"], options.pace, options.seed, answers[0]["environment"], result_by_rank, missing,
+        plan.source,
+        answers[0]["device"],
+        options.pace,
+        options.seed,
+        answers[0]["environment"],
+        result_by_rank,
+        missing,
         tuple(notices),
-    )  # fmt: skip
+    )
 
 
 def main() -> None:
@@ -252,7 +306,9 @@ def _run_job(job: dict[str, Any], on_status: StatusCallback) -> dict[str, Any]:
 
 
 def _has_communication(plan: ReplayPlan, ranks: list[int]) -> bool:
-    """Whether collectives run: among several ranks, and of one whose groups had no other rank when recorded."""
+    """Whether collectives run: among several ranks, and of one whose groups had no other rank when
+    recorded.
+    """
     if len(ranks) > 1:
         return True
     members = dict(plan.groups.select("name", "ranks").iter_rows())
@@ -285,7 +341,13 @@ def _run_under_torchrun(
     try:
         sharing = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         answer = _run_rank(
-            plan, options, ranks, process, store if _has_communication(plan, ranks) else None, sharing, on_status
+            plan,
+            options,
+            ranks,
+            process,
+            store if _has_communication(plan, ranks) else None,
+            sharing,
+            on_status,
         )
     except (RuntimeError, ValueError) as error:
         if isinstance(error, TraceloomError):
@@ -342,13 +404,17 @@ def _run_rank(  # noqa: PLR0917  (each is of another kind)
 
     if store is not None:
         limit = timedelta(seconds=options.timeout_s)
-        dist.init_process_group("gloo", store=store, rank=process, world_size=len(ranks), timeout=limit)
+        dist.init_process_group(
+            "gloo", store=store, rank=process, world_size=len(ranks), timeout=limit
+        )
         backend = options.backend or BACKENDS.get(device.type, "gloo")
         try:
             communication = RunningGroups.join(plan, ranks, backend, options.timeout_s)
         except (RuntimeError, ValueError) as error:
             raise InputError(
-                f"no groups with the backend {backend}: {error}", slug="no-backend", hint="leave --backend out"
+                f"no groups with the backend {backend}: {error}",
+                slug="no-backend",
+                hint="leave --backend out",
             ) from error
         wait_for_ranks = dist.barrier
     on_status("the first pass")
@@ -356,14 +422,26 @@ def _run_rank(  # noqa: PLR0917  (each is of another kind)
     rank_plan = plan.ranks[ranks[process]]
     with tempfile.TemporaryDirectory(prefix="traceloom-kernels-") as directory:
         kernels = KernelLoader(rank_plan, device, Path(directory) if options.trust else None)
-        execution = PlanRunner(rank_plan, device, options, communication, sharing, bind=bound, kernels=kernels)
+        execution = PlanRunner(
+            rank_plan, device, options, communication, sharing, bind=bound, kernels=kernels
+        )
         result = run_passes(
-            execution, options, wait_for_ranks=wait_for_ranks, agree_to_continue=agree, report_progress=on_status
+            execution,
+            options,
+            wait_for_ranks=wait_for_ranks,
+            agree_to_continue=agree,
+            report_progress=on_status,
         )
         if options.record is not None:
             on_status(f"recording into {options.record}")
             source = plan.source or "a plan"
-            record_passes(execution, options.record, source, force=options.force, wait_for_ranks=wait_for_ranks)
+            record_passes(
+                execution,
+                options.record,
+                source,
+                force=options.force,
+                wait_for_ranks=wait_for_ranks,
+            )
     return {
         "rank": result.to_dict(),
         "device": device.type,

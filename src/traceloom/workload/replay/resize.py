@@ -1,9 +1,11 @@
-"""The same workload with other sizes: every op is run on meta tensors of the new sizes, its arguments made to fit.
+"""The same workload with other sizes: every op is run on meta tensors of the new sizes, its
+arguments made to fit.
 
-What has a size is a *symbol*: equal sizes that travel together. The sizes of tensors from outside are changed first;
-what ops give follows from PyTorch itself. Where an op is told sizes (`view`, `expand`, `empty`, `split`), those equal
-to a symbol change with it, and multiples of it only where nothing else fits (8 x 128 tokens are 1,024 rows). An op that
-fits in no way is refused, so what comes out is proven to run.
+What has a size is a *symbol*: equal sizes that travel together. The sizes of tensors from outside
+are changed first; what ops give follows from PyTorch itself. Where an op is told sizes (`view`,
+`expand`, `empty`, `split`), those equal to a symbol change with it, and multiples of it only where
+nothing else fits (8 x 128 tokens are 1,024 rows). An op that fits in no way is refused, so what
+comes out is proven to run.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ import polars as pl
 
 from traceloom.errors import UsageError
 from traceloom.workload.replay.binding import BindError, bind_call
-from traceloom.workload.replay.plan import ITEM_BYTES, RUN, VIEW, RankPlan, ReplayPlan, build_empty_frame, build_frame
+from traceloom.workload.replay.plan import (
+    ITEM_BYTES,
+    RUN,
+    VIEW,
+    RankPlan,
+    ReplayPlan,
+    build_empty_frame,
+    build_frame,
+)
 from traceloom.workload.replay.schema import parse_schema
 from traceloom.workload.replay.script import flatten_values
 from traceloom.workload.replay.values import compute_contiguous_strides
@@ -40,7 +50,10 @@ _INTEGER_TYPES = frozenset({"int", "Scalar", "number"})
 
 
 def scale_plan(
-    plan: ReplayPlan, factors: Mapping[int, Fraction] | None = None, *, batch: Fraction | None = None
+    plan: ReplayPlan,
+    factors: Mapping[int, Fraction] | None = None,
+    *,
+    batch: Fraction | None = None,
 ) -> ReplayPlan:
     """The plan with other sizes.
 
@@ -52,7 +65,10 @@ def scale_plan(
     Raises:
         UsageError: `cannot-resize`: no dimension has that size, a size would be no whole number, or an op does not fit.
     """
-    ranks = {rank: _Scaling(rank_plan, dict(factors or {}), batch).plan() for rank, rank_plan in plan.ranks.items()}
+    ranks = {
+        rank: _Scaling(rank_plan, dict(factors or {}), batch).plan()
+        for rank, rank_plan in plan.ranks.items()
+    }
     return replace(plan, ranks=ranks)
 
 
@@ -64,13 +80,15 @@ def repeat_scope(plan: ReplayPlan, scope: str, times: int) -> ReplayPlan:
     """
     ranks = {}
     for rank, rank_plan in plan.ranks.items():
-        in_scope = rank_plan.ops["scope"].str.split("/").list.contains(scope) | rank_plan.ops["scope"].str.starts_with(
-            f"{scope}."
-        )
+        in_scope = rank_plan.ops["scope"].str.split("/").list.contains(scope) | rank_plan.ops[
+            "scope"
+        ].str.starts_with(f"{scope}.")
         if (rank_plan.ops["action"].is_in(["collective", "wait"]) & in_scope).any():
             text = f"`{scope}` holds collectives, which other ranks would have to repeat too"
             raise UsageError(text, slug="cannot-resize", hint="repeat a scope that computes only")
-        marked_ops = rank_plan.ops.with_columns(in_scope.alias("inside"), in_scope.rle_id().alias("stretch"))
+        marked_ops = rank_plan.ops.with_columns(
+            in_scope.alias("inside"), in_scope.rle_id().alias("stretch")
+        )
         parts = [
             part.drop("inside", "stretch")
             for _, part in marked_ops.group_by("stretch", maintain_order=True)
@@ -78,7 +96,11 @@ def repeat_scope(plan: ReplayPlan, scope: str, times: int) -> ReplayPlan:
         ]
         ops = pl.concat(parts).with_columns(pl.int_range(pl.len(), dtype=pl.UInt32).alias("op"))
         moved = ops.filter(pl.col("action") == "collective").sort("collective")["op"]
-        collectives = rank_plan.collectives.with_columns(moved.alias("op")) if moved.len() else rank_plan.collectives
+        collectives = (
+            rank_plan.collectives.with_columns(moved.alias("op"))
+            if moved.len()
+            else rank_plan.collectives
+        )
         ranks[rank] = replace(rank_plan, ops=ops, collectives=collectives).with_lives()
         ranks[rank].check()
     if all(ranks[rank].ops.height == plan.ranks[rank].ops.height for rank in ranks) and times > 1:
@@ -89,7 +111,9 @@ def repeat_scope(plan: ReplayPlan, scope: str, times: int) -> ReplayPlan:
 class _Scaling:
     """Goes through the ops of a rank with meta tensors of the new sizes."""
 
-    def __init__(self, plan: RankPlan, factors: dict[int, Fraction], batch: Fraction | None) -> None:
+    def __init__(
+        self, plan: RankPlan, factors: dict[int, Fraction], batch: Fraction | None
+    ) -> None:
         self.plan_before = plan
         self.sizes = {size: _scale_size(size, factor) for size, factor in factors.items()}
         self.data: set[int] = set()
@@ -104,25 +128,36 @@ class _Scaling:
         self._laid = self.layouts()
 
     def layouts(self) -> dict[int, tuple[int, int | None]]:
-        """Where parts of a buffer move when those before them grow: by register, the offset; of the whole its length.
+        """Where parts of a buffer move when those before them grow: by register, the offset; of the
+        whole its length.
 
-        Gradients lie one behind the other in the buckets that ranks exchange; a bucket is one flat tensor, too.
+        Gradients lie one behind the other in the buckets that ranks exchange; a bucket is one flat
+        tensor, too.
         """
         out: dict[int, tuple[int, int | None]] = {}
         dense = (
             pl.DataFrame(
-                {"tensor": range(len(self.before)), "storage": [row[0] for row in self.before],
-                 "offset": [row[1] for row in self.before], "rank": [len(row[2]) for row in self.before],
-                 "elements": [prod(row[2]) for row in self.before]}
+                {
+                    "tensor": range(len(self.before)),
+                    "storage": [row[0] for row in self.before],
+                    "offset": [row[1] for row in self.before],
+                    "rank": [len(row[2]) for row in self.before],
+                    "elements": [prod(row[2]) for row in self.before],
+                }
             )
-            .with_columns(self.plan_before.storages["external"].gather(pl.Series([row[0] for row in self.before])))
+            .with_columns(
+                self.plan_before.storages["external"].gather(
+                    pl.Series([row[0] for row in self.before])
+                )
+            )
             .filter("external")
-        )  # fmt: skip
+        )
         for _, registers in dense.group_by("storage", maintain_order=True):
             if registers["offset"].n_unique() < 2:
                 continue
             total_elements = max(
-                start + elements for start, elements in registers.select("offset", "elements").iter_rows()
+                start + elements
+                for start, elements in registers.select("offset", "elements").iter_rows()
             )
             offset = 0
             before = 0
@@ -137,7 +172,9 @@ class _Scaling:
                 moved[int(start[0])] = offset
                 before = int(start[0]) + prod(self.before[first][2])
                 offset += prod(self.sizes_of(first))
-            for tensor, start, elements in registers.select("tensor", "offset", "elements").iter_rows():
+            for tensor, start, elements in registers.select(
+                "tensor", "offset", "elements"
+            ).iter_rows():
                 if elements < total_elements:
                     out[tensor] = (moved[start], None)
                 elif len(self.before[tensor][2]) == 1:
@@ -151,17 +188,20 @@ class _Scaling:
             return tuple(self.sizes.get(length, length) for length in shape)
         changes = storage in self.data
         return tuple(
-            self.sizes.get(length, length) if changes and not dim else length for dim, length in enumerate(shape)
+            self.sizes.get(length, length) if changes and not dim else length
+            for dim, length in enumerate(shape)
         )
 
     def find_batch(self) -> tuple[int, set[int]]:
         """The size of the batch, and the storages that have it: data from outside."""
         plan = self.plan_before
         first = plan.tensors.with_columns(
-            pl.col("shape").list.first().alias("size"), plan.ops["phase"].gather(
-                plan.storages["first_op"].gather(plan.tensors["storage"])).alias("phase"),
+            pl.col("shape").list.first().alias("size"),
+            plan.ops["phase"]
+            .gather(plan.storages["first_op"].gather(plan.tensors["storage"]))
+            .alias("phase"),
             plan.storages["external"].gather(plan.tensors["storage"]).alias("external"),
-        ).filter(pl.col("external") & (pl.col("size") > 0))  # fmt: skip
+        ).filter(pl.col("external") & (pl.col("size") > 0))
         loaded = first.filter(pl.col("phase") == "loading")
         data = loaded if loaded.height else first.filter(pl.col("dtype").str.contains("int"))
         if not data.height:
@@ -180,7 +220,11 @@ class _Scaling:
             sizes = set(before.tensors["shape"].explode().drop_nulls())
             if absent := sorted(set(self.sizes) - sizes):
                 text = f"no tensor has a dimension of {absent[0]}"
-                raise UsageError(text, slug="cannot-resize", hint="take a size that `--plan-only` or the report shows")
+                raise UsageError(
+                    text,
+                    slug="cannot-resize",
+                    hint="take a size that `--plan-only` or the report shows",
+                )
         return self.assembled([self.scaled_op(row) for row in before.ops.iter_rows(named=True)])
 
     def scaled_op(self, row: Mapping[str, Any]) -> int | None:
@@ -194,7 +238,9 @@ class _Scaling:
                 if tensor is not None and tensor not in self.tensors:
                     self.tensors[tensor] = self.like(tensor)
             return None
-        schema, arguments, flags = self.plan_before.calls.select("schema", "arguments", "flags").row(row["call"])
+        schema, arguments, flags = self.plan_before.calls.select(
+            "schema", "arguments", "flags"
+        ).row(row["call"])
         if row["action"] != RUN:
             for tensor in row["outputs"]:
                 if tensor is not None:
@@ -206,11 +252,15 @@ class _Scaling:
             self.call_rows.append((schema, arguments, flags))
         return number
 
-    def run(self, row: Mapping[str, Any], schema: str, arguments: str, inputs: list[torch.Tensor]) -> str:
+    def run(
+        self, row: Mapping[str, Any], schema: str, arguments: str, inputs: list[torch.Tensor]
+    ) -> str:
         """Run an op on meta tensors of the new sizes; its arguments as they fit."""
         import torch
 
-        recorded = [None if tensor is None else tuple(self.before[tensor][2]) for tensor in row["outputs"]]
+        recorded = [
+            None if tensor is None else tuple(self.before[tensor][2]) for tensor in row["outputs"]
+        ]
         changed = any(
             tuple(tensor.shape) != tuple(self.before[number][2])
             for tensor, number in zip(inputs, row["inputs"], strict=True)
@@ -221,7 +271,9 @@ class _Scaling:
                 with torch.no_grad(), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     values = list(
-                        flatten_values(bind_call(schema, tried, "meta")([tensor.detach() for tensor in inputs]))
+                        flatten_values(
+                            bind_call(schema, tried, "meta")([tensor.detach() for tensor in inputs])
+                        )
                     )
             except BindError:
                 self.take_recorded_outputs(row)
@@ -230,7 +282,8 @@ class _Scaling:
                 reason = reason or str(error).split("\n")[0]
                 continue
             if all(
-                shape is None or (isinstance(value, torch.Tensor) and self.fits(shape, tuple(value.shape)))
+                shape is None
+                or (isinstance(value, torch.Tensor) and self.fits(shape, tuple(value.shape)))
                 for shape, value in zip(recorded, values, strict=False)
             ):
                 for tensor, value in zip(row["outputs"], values, strict=False):
@@ -252,11 +305,14 @@ class _Scaling:
         """Whether each length is as it was, or changed by what was asked for."""
         ratios = {Fraction(new, old) for old, new in self.sizes.items()}
         return len(before) == len(after) and all(
-            old == new or (old > 0 and Fraction(new, old) in ratios) for old, new in zip(before, after, strict=True)
+            old == new or (old > 0 and Fraction(new, old) in ratios)
+            for old, new in zip(before, after, strict=True)
         )
 
     def ways(self, schema: str, arguments: str, *, changed: bool) -> Iterator[str]:
-        """The arguments with sizes changed: first those equal to a symbol, then any others, the fewest first."""
+        """The arguments with sizes changed: first those equal to a symbol, then any others, the
+        fewest first.
+        """
         values = msgspec.json.decode(arguments)
         declared = parse_schema(schema).arguments
         numbers_by_path = [
@@ -281,7 +337,11 @@ class _Scaling:
                 if tries > _MAX_TRIES:
                     return
                 selected = likely ^ set(flipped)
-                yield _replace_numbers(values, {path: new[path] for path in selected}) if selected else arguments
+                yield (
+                    _replace_numbers(values, {path: new[path] for path in selected})
+                    if selected
+                    else arguments
+                )
 
     def new_size(self, value: int) -> int | None:
         """A size as it becomes if it changes; None where it is no multiple of what does."""
@@ -310,10 +370,14 @@ class _Scaling:
             dense = compute_contiguous_strides(tuple(new[dim] for dim in order))
             strides = [dense[order.index(dim)] for dim in range(len(shape))]
         torch_dtype: torch.dtype = getattr(torch, dtype)
-        storage = torch.empty(_count_elements(offset, new, strides), dtype=torch_dtype, device="meta")
+        storage = torch.empty(
+            _count_elements(offset, new, strides), dtype=torch_dtype, device="meta"
+        )
         return storage.as_strided(new, strides, offset)
 
-    def view(self, source: int, output: int, tensor: torch.Tensor, row: Mapping[str, Any]) -> torch.Tensor:
+    def view(
+        self, source: int, output: int, tensor: torch.Tensor, row: Mapping[str, Any]
+    ) -> torch.Tensor:
         """Another geometry of a tensor that lives."""
         _, offset, shape, strides, dtype = self.before[output]
         before = self.before[source]
@@ -323,7 +387,11 @@ class _Scaling:
 
             bare = tensor if before[4] == dtype else tensor.view(getattr(torch, dtype))
             return bare.as_strided(shape, strides, offset)
-        if tuple(strides) == compute_contiguous_strides(tuple(shape)) and tensor.is_contiguous() and before[4] == dtype:
+        if (
+            tuple(strides) == compute_contiguous_strides(tuple(shape))
+            and tensor.is_contiguous()
+            and before[4] == dtype
+        ):
             text = msgspec.json.encode([{"tensor": 0}, shape]).decode()
             schema = "aten::view(Tensor(a) self, SymInt[] size) -> Tensor(a)"
             tried = self.run({**row, "name": "a view", "inputs": [source]}, schema, text, [tensor])
@@ -347,18 +415,29 @@ class _Scaling:
         for (storage, *_, dtype), tensor in zip(self.before, tensors, strict=True):
             elements = _count_elements(tensor.storage_offset(), tensor.shape, tensor.stride())
             storages[storage] = max(storages[storage], elements * ITEM_BYTES[dtype])
-        schemas, arguments, flags = zip(*self.call_rows, strict=True) if self.call_rows else ((), (), ())
+        schemas, arguments, flags = (
+            zip(*self.call_rows, strict=True) if self.call_rows else ((), (), ())
+        )
         count = len(schemas)
         exchanged = before.collectives
         if exchanged.height:
             moved = [
-                sum(tensors[tensor].nbytes for tensor in (row["inputs"] or row["outputs"]) if tensor is not None)
+                sum(
+                    tensors[tensor].nbytes
+                    for tensor in (row["inputs"] or row["outputs"])
+                    if tensor is not None
+                )
                 for row in (before.ops.row(op, named=True) for op in exchanged["op"])
             ]
             exchanged = exchanged.with_columns(pl.Series("bytes", moved, dtype=pl.Int64))
-        fits = [list(tensors[tensor].shape) == self.before[tensor][2] for tensor in before.data["tensor"]]
+        fits = [
+            list(tensors[tensor].shape) == self.before[tensor][2]
+            for tensor in before.data["tensor"]
+        ]
         data = before.data.filter(pl.Series(fits, dtype=pl.Boolean))
-        data_storages = data["tensor"].replace_strict(range(len(self.before)), [row[0] for row in self.before])
+        data_storages = data["tensor"].replace_strict(
+            range(len(self.before)), [row[0] for row in self.before]
+        )
         lost = (pl.col("content") == "data") & ~pl.col("storage").is_in(data_storages.implode())
         plan = replace(
             before,
@@ -366,28 +445,40 @@ class _Scaling:
             calls=build_frame(
                 "calls",
                 {
-                    "rank": [rank] * count, "call": range(count), "schema": schemas, "arguments": arguments,
+                    "rank": [rank] * count,
+                    "call": range(count),
+                    "schema": schemas,
+                    "arguments": arguments,
                     "flags": flags,
                 },
             ),
             tensors=build_frame(
                 "tensors",
                 {
-                    "rank": [rank] * len(tensors), "tensor": range(len(tensors)),
-                    "storage": [row[0] for row in self.before], "offset": [t.storage_offset() for t in tensors],
-                    "shape": [list(t.shape) for t in tensors], "strides": [list(t.stride()) for t in tensors],
+                    "rank": [rank] * len(tensors),
+                    "tensor": range(len(tensors)),
+                    "storage": [row[0] for row in self.before],
+                    "offset": [t.storage_offset() for t in tensors],
+                    "shape": [list(t.shape) for t in tensors],
+                    "strides": [list(t.stride()) for t in tensors],
                     "dtype": [row[4] for row in self.before],
                 },
             ),
             storages=before.storages.with_columns(
                 pl.Series("bytes", storages, dtype=pl.Int64),
-                content=pl.when(lost).then(pl.lit("integers", before.storages.schema["content"])).otherwise("content"),
-                evidence=pl.when(lost).then(pl.lit("range", before.storages.schema["evidence"])).otherwise("evidence"),
+                content=pl.when(lost)
+                .then(pl.lit("integers", before.storages.schema["content"]))
+                .otherwise("content"),
+                evidence=pl.when(lost)
+                .then(pl.lit("range", before.storages.schema["evidence"]))
+                .otherwise("evidence"),
             ),
             data=data,
-            kernels=build_empty_frame("kernels"),  # a kernel of other sizes is another one: stand-ins
+            kernels=build_empty_frame(
+                "kernels"
+            ),  # a kernel of other sizes is another one: stand-ins
             collectives=exchanged,
-        )  # fmt: skip
+        )
         plan.check()
         return plan
 
@@ -404,7 +495,11 @@ def _count_elements(offset: int, shape: Any, strides: Any) -> int:
     """Elements of the storage that a geometry needs."""
     if 0 in shape:
         return offset
-    return int(offset + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True)) + 1)
+    return int(
+        offset
+        + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
+        + 1
+    )
 
 
 def _find_numbers(value: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:

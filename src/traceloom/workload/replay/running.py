@@ -1,4 +1,6 @@
-"""Running one rank's plan in this process: memory, contents, the first pass, and passes until their median is known."""
+"""Running one rank's plan in this process: memory, contents, the first pass, and passes until their
+median is known.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ _WARMUP_PASSES, _WARMUP_S = 2, 1.0
 # Passes that are recorded, those before, and those in which the recorder takes its graph step.
 _RECORDED_PASSES, _PASSES_BEFORE_RECORDED, _GRAPH_STEP_PASSES = 5, 3, 3
 _MAX_MEAN_MAGNITUDE = 1e6
-"""Sums of floats that changed over passes: beyond this mean magnitude they get their first content again."""
+"""Sums of floats that changed over passes: beyond this mean magnitude they get their first content
+again.
+"""
 _ENVIRONMENT_VARIABLE_PREFIXES = (
     "OMP_",
     "MKL_",
@@ -110,13 +114,17 @@ class RunOptions:
 
 
 def is_median_precise(values: Sequence[int], tolerance: float = _MEDIAN_TOLERANCE) -> bool:
-    """Whether the median of what these are samples of is known: its interval of 95 % reaches so far to either side.
+    """Whether the median of what these are samples of is known: its interval of 95 % reaches so far
+    to either side.
 
-    The interval lies between two of the values, whatever their distribution; below six values there is none.
+    The interval lies between two of the values, whatever their distribution; below six values there
+    is none.
     """
     count = len(values)
     tail_probability, trimmed_count = 0.0, 0
-    while (tail_probability := tail_probability + math.comb(count, trimmed_count) / 2**count) <= (1 - _CONFIDENCE) / 2:
+    while (tail_probability := tail_probability + math.comb(count, trimmed_count) / 2**count) <= (
+        1 - _CONFIDENCE
+    ) / 2:
         trimmed_count += 1
     if not trimmed_count:
         return False
@@ -148,7 +156,11 @@ def get_free_bytes(device: torch.device) -> int | None:
 
 
 def check_memory(
-    plan: RankPlan, device: torch.device, limit: int | None, process_count: int, needed: Collection[int] | None = None
+    plan: RankPlan,
+    device: torch.device,
+    limit: int | None,
+    process_count: int,
+    needed: Collection[int] | None = None,
 ) -> None:
     """See that the tensors of a plan have room, before the first of them is allocated.
 
@@ -162,7 +174,11 @@ def check_memory(
     Raises:
         InputError: slug `too-little-memory`.
     """
-    storages = plan.storages if needed is None else plan.storages.filter(pl.col("storage").is_in(list(needed)))
+    storages = (
+        plan.storages
+        if needed is None
+        else plan.storages.filter(pl.col("storage").is_in(list(needed)))
+    )
     peak, free = plan.peak_bytes(storages), get_free_bytes(device)
     allowed = [(limit, "--memory-limit allows")] if limit is not None else []
     if free is not None:
@@ -177,7 +193,9 @@ def check_memory(
             )
 
 
-def choose_device(plan: ReplayPlan, options: RunOptions, process_index: int) -> tuple[torch.device, tuple[Notice, ...]]:
+def choose_device(
+    plan: ReplayPlan, options: RunOptions, process_index: int
+) -> tuple[torch.device, tuple[Notice, ...]]:
     """Where a process runs its plan, and what must be said about that.
 
     Raises:
@@ -185,11 +203,17 @@ def choose_device(plan: ReplayPlan, options: RunOptions, process_index: int) -> 
     """
     import torch
 
-    recorded = {str(name).partition(":")[0] for rank_plan in plan for name in rank_plan.storages["device"].unique()} - {
+    recorded = {
+        str(name).partition(":")[0]
+        for rank_plan in plan
+        for name in rank_plan.storages["device"].unique()
+    } - {
         "cpu",
         "meta",
     }
-    kind = options.device or next((name for name in sorted(recorded) if _is_device_available(name)), "cpu")
+    kind = options.device or next(
+        (name for name in sorted(recorded) if _is_device_available(name)), "cpu"
+    )
     if kind != "cpu" and not _is_device_available(kind):
         raise InputError(
             f"this torch ({torch.__version__}) has no device of the kind {kind} here",
@@ -219,7 +243,8 @@ def _is_device_available(kind: str) -> bool:
 
 
 def import_custom_ops(modules: Sequence[str]) -> frozenset[str]:
-    """Import what brings custom ops, also from the current folder; returns the namespaces that came with it.
+    """Import what brings custom ops, also from the current folder; returns the namespaces that came
+    with it.
 
     Raises:
         UsageError: slug `no-such-module`.
@@ -236,16 +261,24 @@ def import_custom_ops(modules: Sequence[str]) -> frozenset[str]:
             importlib.import_module(module)
         except ImportError as error:  # noqa: PERF203  (there are few)
             hint = "install it, or start where it lies"
-            raise UsageError(f"--import {module}: {error}", slug="no-such-module", hint=hint) from error
+            raise UsageError(
+                f"--import {module}: {error}", slug="no-such-module", hint=hint
+            ) from error
     return frozenset(namespaces() - before)
 
 
 def find_async_copied_storages(plan: RankPlan) -> frozenset[int]:
-    """The storages that ops copy without waiting: on the host the program had pinned them, or it would have waited."""
+    """The storages that ops copy without waiting: on the host the program had pinned them, or it
+    would have waited.
+    """
     calls = []
     for call, schema, arguments in plan.calls.select("call", "schema", "arguments").iter_rows():
         try:
-            names = [argument.name for argument in parse_schema(schema).arguments] if "non_blocking" in schema else []
+            names = (
+                [argument.name for argument in parse_schema(schema).arguments]
+                if "non_blocking" in schema
+                else []
+            )
         except UnreadableSchemaError:  # which does not run
             continue
         values = dict(zip(names, msgspec.json.decode(arguments, type=list), strict=False))
@@ -257,16 +290,28 @@ def find_async_copied_storages(plan: RankPlan) -> frozenset[int]:
 class _ExternalStorages:
     """The external storages of a plan that are needed, and the registers on them."""
 
-    def __init__(self, plan: RankPlan, device: torch.device, seed: int, needed: Collection[int]) -> None:
+    def __init__(
+        self, plan: RankPlan, device: torch.device, seed: int, needed: Collection[int]
+    ) -> None:
         self._geometries = build_geometries(plan, device)
-        self._device, self._seed, self._keep_on_host = device, seed, should_stay_on_cpu(plan, device)
+        self._device, self._seed, self._keep_on_host = (
+            device,
+            seed,
+            should_stay_on_cpu(plan, device),
+        )
         self._pinned = find_async_copied_storages(plan) if self._keep_on_host else frozenset()
         external = plan.storages.filter("external", pl.col("storage").is_in(list(needed)))
-        external_tensors = plan.tensors.filter(pl.col("storage").is_in(external["storage"].implode()))
-        self._dtypes = dict(
-            external_tensors.group_by("storage", maintain_order=True).agg(pl.col("dtype").first()).iter_rows()
+        external_tensors = plan.tensors.filter(
+            pl.col("storage").is_in(external["storage"].implode())
         )
-        self._rows = {row["storage"]: row for row in external.to_dicts() if row["storage"] in self._dtypes}
+        self._dtypes = dict(
+            external_tensors.group_by("storage", maintain_order=True)
+            .agg(pl.col("dtype").first())
+            .iter_rows()
+        )
+        self._rows = {
+            row["storage"]: row for row in external.to_dicts() if row["storage"] in self._dtypes
+        }
         self._storage_of = dict(external_tensors.select("tensor", "storage").iter_rows())
         self._data: dict[int, list[tuple[int, bytes]]] = defaultdict(list)
         for tensor, values in plan.data.select("tensor", "values").iter_rows():
@@ -285,7 +330,9 @@ class _ExternalStorages:
         row, dtype = self._rows[storage], getattr(torch, self._dtypes[storage])
         elements = -(-row["bytes"] // dtype.itemsize)
         content = {None: "floats", "data": "integers"}.get(row["content"], row["content"])
-        elements_tensor = generate_content(elements, dtype, content, row["low"], row["high"], seed=self._seed + storage)
+        elements_tensor = generate_content(
+            elements, dtype, content, row["low"], row["high"], seed=self._seed + storage
+        )
         for tensor, values in self._data[storage]:
             view = create_view(self._geometries[tensor], elements_tensor)
             view.copy_(torch.frombuffer(bytearray(values), dtype=view.dtype).view(view.shape))
@@ -297,8 +344,11 @@ class _ExternalStorages:
         # No view of the whole: some ops refuse to work in place on views.
         return create_view(self._geometries[tensor], self._storages[self._storage_of[tensor]])
 
-    def find_changes(self, registers: Sequence[Any], untracked_writes: Collection[int] = ()) -> None:
-        """After a pass: which storages ops write to, and which tensors they gave another geometry or storage.
+    def find_changes(
+        self, registers: Sequence[Any], untracked_writes: Collection[int] = ()
+    ) -> None:
+        """After a pass: which storages ops write to, and which tensors they gave another geometry
+        or storage.
 
         Args:
             registers: As the pass began.
@@ -323,12 +373,16 @@ class _ExternalStorages:
         ]
 
     def restore(self, registers: list[Any], *, check_floats: bool = True) -> None:
-        """Before a pass: integers as they were, because they may be indices; floats that have grown beyond use."""
+        """Before a pass: integers as they were, because they may be indices; floats that have grown
+        beyond use.
+        """
         for storage, content in self._saved_integers.items():
             self._storages[storage].copy_(content)
         for storage in self._written_float_storages if check_floats else ():
             storage_tensor = self._storages[storage]
-            if not float(storage_tensor.float().sum().abs()) < _MAX_MEAN_MAGNITUDE * max(1, storage_tensor.numel()):
+            if not float(storage_tensor.float().sum().abs()) < _MAX_MEAN_MAGNITUDE * max(
+                1, storage_tensor.numel()
+            ):
                 storage_tensor.copy_(self._create_storage(storage))
         for row in self._rebound_tensors:
             registers[row] = self._create_tensor(row)
@@ -365,16 +419,23 @@ class PlanRunner:
         import torch
 
         mode = RunMode(
-            device, bind, communication, kernels or KernelLoader(plan, device), options.pace == "recorded",
-            options.threads == "recorded", options.stand_ins,
-        )  # fmt: skip
+            device,
+            bind,
+            communication,
+            kernels or KernelLoader(plan, device),
+            options.pace == "recorded",
+            options.threads == "recorded",
+            options.stand_ins,
+        )
         lowering = ProgramBuilder(plan, mode)
         check_memory(plan, device, options.memory_limit, process_count, lowering.needed)
         torch.manual_seed(options.seed)
         self.plan = plan
         self.device = device
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        self._cpu_clock = time.thread_time_ns if torch.get_num_threads() == 1 else time.process_time_ns
+        self._cpu_clock = (
+            time.thread_time_ns if torch.get_num_threads() == 1 else time.process_time_ns
+        )
         with torch.no_grad():
             self._contents = _ExternalStorages(plan, device, options.seed, lowering.needed)
             self.program, self.stand_ins = lowering.program(self._contents.tensors)
@@ -440,7 +501,8 @@ def record_passes(
     force: bool = False,
     wait_for_ranks: Callable[[], None] | None = None,
 ) -> None:
-    """Record some passes, each as a step, as `traceloom record` does: one of them as the graph step.
+    """Record some passes, each as a step, as `traceloom record` does: one of them as the graph
+    step.
 
     Args:
         runner: What is recorded.
@@ -453,7 +515,12 @@ def record_passes(
         OutputError: `capture-exists`, `not-writable`.
     """
     with traceloom.record(
-        directory, steps=_RECORDED_PASSES, force=force, memory=True, quiet=True, replay_of=source_run
+        directory,
+        steps=_RECORDED_PASSES,
+        force=force,
+        memory=True,
+        quiet=True,
+        replay_of=source_run,
     ):
         for _ in range(_PASSES_BEFORE_RECORDED + _RECORDED_PASSES + _GRAPH_STEP_PASSES):
             runner.run_pass(is_recording=True, wait_for_ranks=wait_for_ranks)
@@ -468,7 +535,8 @@ def run_passes(
     agree_to_continue: Callable[[bool], bool] = bool,
     report_progress: Callable[[str], None] = lambda _: None,
 ) -> RankReplayed:
-    """Run a rank's plan until its time is known; passes with a timer around each op come in between.
+    """Run a rank's plan until its time is known; passes with a timer around each op come in
+    between.
 
     Args:
         runner: The plan, run once.
@@ -502,7 +570,9 @@ def run_passes(
                 if options.iterations is not None
                 else is_median_precise(wall_times_ns)
             )
-            should_continue = agree_to_continue(not enough and time.monotonic() - started < options.max_time_s)
+            should_continue = agree_to_continue(
+                not enough and time.monotonic() - started < options.max_time_s
+            )
     finally:
         gc.enable()
     ops = (
@@ -518,30 +588,39 @@ def run_passes(
         notices.append(Notice("no-gpu-times", "warning", text, rank=runner.plan.rank))
         device_times = GPU_TIMES.to_frame()
     if options.iterations is None and not is_median_precise(wall_times_ns):
-        text = (
-            f"after {units.format_quantity(len(wall_times_ns), 'pass')} the median time of a pass is not known to 2 %"
-        )
+        text = f"after {units.format_quantity(len(wall_times_ns), 'pass')} the median time of a pass is not known to 2 %"
         notices.append(Notice("median-unsure", "warning", text, rank=runner.plan.rank))
     program = runner.program
-    resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
     return RankReplayed(
-        runner.plan.rank, tuple(wall_times_ns), tuple(cpu_times_ns),
-        ops.join(device_times, on="op", how="left", maintain_order="left"), runner.peak_bytes(), resident_bytes,
-        _build_op_messages(runner.plan, program.failures), _build_op_messages(runner.plan, program.replaced),
-        runner.stand_ins, tuple(notices),
-    )  # fmt: skip
+        runner.plan.rank,
+        tuple(wall_times_ns),
+        tuple(cpu_times_ns),
+        ops.join(device_times, on="op", how="left", maintain_order="left"),
+        runner.peak_bytes(),
+        resident_bytes,
+        _build_op_messages(runner.plan, program.failures),
+        _build_op_messages(runner.plan, program.replaced),
+        runner.stand_ins,
+        tuple(notices),
+    )
 
 
 def _build_op_messages(plan: RankPlan, text_by_op: dict[int, str]) -> pl.DataFrame:
     """Ops about which there is something to say, and the arguments with which they were called."""
     messages = pl.DataFrame(
-        {"op": list(text_by_op), "text": list(text_by_op.values())}, schema={"op": pl.UInt32, "text": pl.String}
+        {"op": list(text_by_op), "text": list(text_by_op.values())},
+        schema={"op": pl.UInt32, "text": pl.String},
     )
     return (
         plan.ops.select("op", "node", "name", "call")
         .join(messages, on="op", maintain_order="left")
         .join(plan.calls.select("call", "arguments"), on="call", how="left", maintain_order="left")
-        .with_columns(pl.concat_str("text", pl.format(" (arguments {})", "arguments"), ignore_nulls=True))
+        .with_columns(
+            pl.concat_str("text", pl.format(" (arguments {})", "arguments"), ignore_nulls=True)
+        )
         .select(*FAILURES)
     )
 
@@ -562,6 +641,8 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "flush_denormal": device.type == "cpu",
         "variables": {
-            key: value for key, value in sorted(os.environ.items()) if key.startswith(_ENVIRONMENT_VARIABLE_PREFIXES)
+            key: value
+            for key, value in sorted(os.environ.items())
+            if key.startswith(_ENVIRONMENT_VARIABLE_PREFIXES)
         },
     }

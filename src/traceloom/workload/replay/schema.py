@@ -2,15 +2,18 @@
 
 Planning reads files and needs no torch; only the modules that run a plan import it, when they do.
 
-A text such as `aten::add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)` says what an operator
-takes, what it returns, and what it writes to. Every spelling since PyTorch 1.13 is read; nothing here needs torch.
+A text such as `aten::add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)`
+says what an operator takes, what it returns, and what it writes to. Every spelling since PyTorch
+1.13 is read; nothing here needs torch.
 
-Allowed is what computes on tensors, and nothing else. An op is refused unless its namespace is allowed, its types are
-those of plain data, it takes or gives a tensor, each text that it takes is a choice (`reduction="mean"`), and it is
-not among the few that follow addresses in their arguments. Whatever PyTorch adds is thereby refused where it takes a
-file's name, an object, or a function. How much memory an op may use is looked at where the plan is run.
+Allowed is what computes on tensors, and nothing else. An op is refused unless its namespace is
+allowed, its types are those of plain data, it takes or gives a tensor, each text that it takes is a
+choice (`reduction="mean"`), and it is not among the few that follow addresses in their arguments.
+Whatever PyTorch adds is thereby refused where it takes a file's name, an object, or a function. How
+much memory an op may use is looked at where the plan is run.
 
-A schema in a trace is the stranger's word too: before an op runs, the same is looked up in PyTorch's own schema of it.
+A schema in a trace is the stranger's word too: before an op runs, the same is looked up in
+PyTorch's own schema of it.
 """
 
 from __future__ import annotations
@@ -21,9 +24,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-# Text in quotes, arrows and ellipses, numbers, names (with `::`, `.` and letters of overloads), single signs.
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|->|\.\.\.|-inf|-?\d[\w.]*(?:(?<=e)[-+]\d+)?|[A-Za-z_][\w.:]*|[^\s]')
-_HOLDERS = frozenset({"Dict", "Future", "RRef", "Await"})  # types stand in their brackets, an alias in others'
+# Text in quotes, arrows and ellipses, numbers, names (with `::`, `.` and letters of overloads),
+# single signs.
+_TOKEN = re.compile(
+    r'"(?:[^"\\]|\\.)*"|->|\.\.\.|-inf|-?\d[\w.]*(?:(?<=e)[-+]\d+)?|[A-Za-z_][\w.:]*|[^\s]'
+)
+_HOLDERS = frozenset(
+    {"Dict", "Future", "RRef", "Await"}
+)  # types stand in their brackets, an alias in others'
 _CONSTANTS = {
     "None": None,
     "True": True,
@@ -183,12 +191,16 @@ class _Scanner:
 
     def need(self, token: str) -> None:
         if not self.passes(token):
-            raise UnreadableSchemaError(f"expected {token!r}, got {self.next!r} in the schema {self.text!r}")
+            raise UnreadableSchemaError(
+                f"expected {token!r}, got {self.next!r} in the schema {self.text!r}"
+            )
 
     def word(self) -> str:
         word = self.next
         if not (word[:1].isalpha() or word[:1] == "_"):
-            raise UnreadableSchemaError(f"expected a name, got {word!r} in the schema {self.text!r}")
+            raise UnreadableSchemaError(
+                f"expected a name, got {word!r} in the schema {self.text!r}"
+            )
         self.at += 1
         return word
 
@@ -196,18 +208,30 @@ class _Scanner:
         qualified = self.word()
         namespace, colons, unqualified = qualified.partition("::")
         if not colons or not unqualified:
-            raise UnreadableSchemaError(f"expected NAMESPACE::NAME, got {qualified!r} in the schema {self.text!r}")
+            raise UnreadableSchemaError(
+                f"expected NAMESPACE::NAME, got {qualified!r} in the schema {self.text!r}"
+            )
         name, _, overload = unqualified.partition(".")
         arguments, varargs = self.arguments()
         self.need("->")
         returns = self.returns()
         if self.next:
-            raise UnreadableSchemaError(f"expected the end, got {self.next!r} in the schema {self.text!r}")
+            raise UnreadableSchemaError(
+                f"expected the end, got {self.next!r} in the schema {self.text!r}"
+            )
         mutates = tuple(index for index, argument in enumerate(arguments) if argument.type.writes)
-        read = {name for argument in arguments for a in argument.type.aliases if not a.write for name in a.sets}
+        read = {
+            name
+            for argument in arguments
+            for a in argument.type.aliases
+            if not a.write
+            for name in a.sets
+        }
         shared = {name for value in returns for alias in value.type.aliases for name in alias.sets}
         is_view = bool(shared & read - {"*"})
-        return OperatorSchema(self.text, namespace, name, overload, arguments, returns, varargs, mutates, is_view)
+        return OperatorSchema(
+            self.text, namespace, name, overload, arguments, returns, varargs, mutates, is_view
+        )
 
     def arguments(self) -> tuple[tuple[SchemaArgument, ...], bool]:
         """The arguments in brackets, and whether `...` stands among them."""
@@ -248,9 +272,7 @@ class _Scanner:
             values.append(SchemaReturn(self.word() if self.next not in {",", ")"} else "", kind))
             if self.next != ")":
                 self.need(",")
-        if (
-            self.next
-        ):  # what stood in brackets was the type of a tuple, such as `((Tensor, t)[])` without its outer ones
+        if self.next:  # what stood in brackets was the type of a tuple, such as `((Tensor, t)[])` without its outer ones
             self.at = start
             return (SchemaReturn("", self.type()),)
         return tuple(values)
@@ -321,49 +343,112 @@ class _Scanner:
         try:
             value = ast.literal_eval(token)
         except (SyntaxError, ValueError):
-            raise UnreadableSchemaError(f"expected a default value, got {token!r} in {self.text!r}") from None
+            raise UnreadableSchemaError(
+                f"expected a default value, got {token!r} in {self.text!r}"
+            ) from None
         return float(value) if kind.leaf == "float" and type(value) is int else value
 
 
 NAMESPACES = frozenset({"aten", "prims"})
 
-# What values may be. Dictionaries, classes, futures, streams, enumerations and values of any type are not data.
-_DATA = frozenset({
-    "Tensor", "int", "SymInt", "float", "SymFloat", "bool", "SymBool", "Scalar", "number", "complex", "str",
-    "ScalarType", "Layout", "MemoryFormat", "Device", "Generator", "QScheme", "Storage",
-})  # fmt: skip
+# What values may be. Dictionaries, classes, futures, streams, enumerations and values of any type
+# are not data.
+_DATA = frozenset(
+    {
+        "Tensor",
+        "int",
+        "SymInt",
+        "float",
+        "SymFloat",
+        "bool",
+        "SymBool",
+        "Scalar",
+        "number",
+        "complex",
+        "str",
+        "ScalarType",
+        "Layout",
+        "MemoryFormat",
+        "Device",
+        "Generator",
+        "QScheme",
+        "Storage",
+    }
+)
 # Arguments whose text chooses among ways to compute.
-CHOICES = frozenset({
-    "UPLO", "activation", "algorithm", "approximate", "attr", "binary_attr", "driver", "equation", "indexing",
-    "interpolation", "mode", "norm", "ord", "p", "pad_mode", "padding", "padding_mode", "padding_side", "reduce",
-    "rounding_mode", "side", "unary_algorithm", "unary_attr",
-})  # fmt: skip
-# Their tensors hold the address of an object, or indices and offsets that nobody checks: with other contents they read
-# and write memory that is not theirs.
-_UNSAFE = frozenset({
-    "aten::_nested_view_from_buffer", "aten::_nested_view_from_buffer_copy", "aten::_sparse_bsc_tensor_unsafe",
-    "aten::_sparse_bsr_tensor_unsafe", "aten::_sparse_compressed_tensor_unsafe", "aten::_sparse_coo_tensor_unsafe",
-    "aten::_sparse_csc_tensor_unsafe", "aten::_sparse_csr_tensor_unsafe", "aten::_unsafe_index",
-    "aten::_unsafe_index_put", "aten::_unsafe_masked_index", "aten::_unsafe_masked_index_put_accumulate",
-    "aten::_wrapped_quantized_linear_prepacked",
-    "aten::fbgemm_linear_fp16_weight", "aten::fbgemm_linear_fp16_weight_fp32_activation",
-    "aten::fbgemm_linear_int8_weight", "aten::fbgemm_linear_int8_weight_fp32_activation",
-    "aten::quantized_gru_cell", "aten::quantized_lstm_cell", "aten::quantized_rnn_relu_cell",
-    "aten::quantized_rnn_tanh_cell",
-})  # fmt: skip
+CHOICES = frozenset(
+    {
+        "UPLO",
+        "activation",
+        "algorithm",
+        "approximate",
+        "attr",
+        "binary_attr",
+        "driver",
+        "equation",
+        "indexing",
+        "interpolation",
+        "mode",
+        "norm",
+        "ord",
+        "p",
+        "pad_mode",
+        "padding",
+        "padding_mode",
+        "padding_side",
+        "reduce",
+        "rounding_mode",
+        "side",
+        "unary_algorithm",
+        "unary_attr",
+    }
+)
+# Their tensors hold the address of an object, or indices and offsets that nobody checks: with other
+# contents they read and write memory that is not theirs.
+_UNSAFE = frozenset(
+    {
+        "aten::_nested_view_from_buffer",
+        "aten::_nested_view_from_buffer_copy",
+        "aten::_sparse_bsc_tensor_unsafe",
+        "aten::_sparse_bsr_tensor_unsafe",
+        "aten::_sparse_compressed_tensor_unsafe",
+        "aten::_sparse_coo_tensor_unsafe",
+        "aten::_sparse_csc_tensor_unsafe",
+        "aten::_sparse_csr_tensor_unsafe",
+        "aten::_unsafe_index",
+        "aten::_unsafe_index_put",
+        "aten::_unsafe_masked_index",
+        "aten::_unsafe_masked_index_put_accumulate",
+        "aten::_wrapped_quantized_linear_prepacked",
+        "aten::fbgemm_linear_fp16_weight",
+        "aten::fbgemm_linear_fp16_weight_fp32_activation",
+        "aten::fbgemm_linear_int8_weight",
+        "aten::fbgemm_linear_int8_weight_fp32_activation",
+        "aten::quantized_gru_cell",
+        "aten::quantized_lstm_cell",
+        "aten::quantized_rnn_relu_cell",
+        "aten::quantized_rnn_tanh_cell",
+    }
+)
 
 NEVER_GIVEN = frozenset({"pin_memory", "unsafe"})
-"""Arguments that are left to their defaults: pinning is of one device alone, and indices are always checked."""
+"""Arguments that are left to their defaults: pinning is of one device alone, and indices are always
+checked.
+"""
 
 
 class Refusal(NamedTuple):
-    """Why an op is not run: `custom-op` where the user may allow its namespace, `refused-op` where nobody may."""
+    """Why an op is not run: `custom-op` where the user may allow its namespace, `refused-op` where
+    nobody may.
+    """
 
     slug: str
     text: str
 
 
-def find_refusal(schema: OperatorSchema, extra_namespaces: frozenset[str] = frozenset()) -> Refusal | None:
+def find_refusal(
+    schema: OperatorSchema, extra_namespaces: frozenset[str] = frozenset()
+) -> Refusal | None:
     """Why an op must not be run; None where it may.
 
     Args:
@@ -376,7 +461,9 @@ def find_refusal(schema: OperatorSchema, extra_namespaces: frozenset[str] = froz
     name = f"{schema.namespace}::{schema.name}"
     if name in _UNSAFE:
         return Refusal("refused-op", f"{name} follows addresses or indices that it does not check")
-    types = [argument.type for argument in schema.arguments] + [value.type for value in schema.returns]
+    types = [argument.type for argument in schema.arguments] + [
+        value.type for value in schema.returns
+    ]
     bases = {base for kind in types for base in kind.bases}
     if schema.varargs or bases - _DATA:
         return Refusal(
@@ -387,5 +474,7 @@ def find_refusal(schema: OperatorSchema, extra_namespaces: frozenset[str] = froz
         return Refusal("refused-op", f"{name} computes on no tensor")
     for argument in schema.arguments:
         if "str" in argument.type.bases and argument.name not in CHOICES:
-            return Refusal("refused-op", f"{name} takes a text that is no choice: {argument.name!r}")
+            return Refusal(
+                "refused-op", f"{name} takes a text that is no choice: {argument.name!r}"
+            )
     return None

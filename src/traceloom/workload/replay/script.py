@@ -1,6 +1,7 @@
 """The same instructions printed as a Python file.
 
-Scripts have `import torch` at their top; the imports within the functions are left out of the copies.
+Scripts have `import torch` at their top; the imports within the functions are left out of the
+copies.
 """
 
 from __future__ import annotations
@@ -26,16 +27,26 @@ if TYPE_CHECKING:
 
 
 def create_storage_view(
-    tensor: torch.Tensor, dtype: torch.dtype, offset: int, shape: Sequence[int], strides: Sequence[int]
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    offset: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
 ) -> torch.Tensor:
     """Another look at the memory of a tensor; offset and strides in elements."""
     import torch
 
-    return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), offset, shape, strides)
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(
+        tensor.untyped_storage(), offset, shape, strides
+    )
 
 
-def run_stand_in(nanoseconds: int, *tensors: tuple[Sequence[int], Sequence[int], torch.dtype, str]) -> list[Any]:
-    """Take the time of an op that cannot be run here, and give tensors of zeros for its own, each on its device."""
+def run_stand_in(
+    nanoseconds: int, *tensors: tuple[Sequence[int], Sequence[int], torch.dtype, str]
+) -> list[Any]:
+    """Take the time of an op that cannot be run here, and give tensors of zeros for its own, each
+    on its device.
+    """
     import torch
 
     end = time.perf_counter_ns() + nanoseconds
@@ -88,7 +99,9 @@ def measure_runs(call: Callable[[], Any], runs: int, device: str) -> list[int]:
     call()
     times: list[int] = []
     began = time.perf_counter()
-    while len(times) < (runs or 5) or (not runs and len(times) < 200 and time.perf_counter() - began < 0.5):
+    while len(times) < (runs or 5) or (
+        not runs and len(times) < 200 and time.perf_counter() - began < 0.5
+    ):
         wait()
         start = time.perf_counter_ns()
         call()
@@ -98,7 +111,9 @@ def measure_runs(call: Callable[[], Any], runs: int, device: str) -> list[int]:
 
 
 def measure_by_op(call: Callable[[], Any]) -> dict[str, float]:
-    """Nanoseconds of the host, in one run, in each op that no other op called; of GPU work that is its launch."""
+    """Nanoseconds of the host, in one run, in each op that no other op called; of GPU work that is
+    its launch.
+    """
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -110,7 +125,9 @@ def measure_by_op(call: Callable[[], Any]) -> dict[str, float]:
     return times
 
 
-def compare_times(recorded: Mapping[str, tuple[int, int]], replayed: Mapping[str, float]) -> Iterator[str]:
+def compare_times(
+    recorded: Mapping[str, tuple[int, int]], replayed: Mapping[str, float]
+) -> Iterator[str]:
     """What the calls of each op took together, recorded and here, as lines."""
     yield f"{'recorded':>13} {'here':>13} {'ratio':>7}  calls of (time of the host)"
     for name, (calls, nanoseconds) in recorded.items():
@@ -123,11 +140,18 @@ def compare_times(recorded: Mapping[str, tuple[int, int]], replayed: Mapping[str
 def summarize_times(times: Sequence[int], recorded: int | None = None) -> str:
     """The median in words, beside what was recorded."""
     median = statistics.median(times)
-    comparison = f"; recorded: {recorded / 1e6:.3f} ms, {median / recorded:.2f} times that" if recorded else ""
+    comparison = (
+        f"; recorded: {recorded / 1e6:.3f} ms, {median / recorded:.2f} times that"
+        if recorded
+        else ""
+    )
     return f"median of {len(times)}: {median / 1e6:.3f} ms{comparison}"
 
 
-_COMMENT_PREFIXES = ("#", '"""')  # scopes and times stand in comments and docstrings: ranks differ in these alone
+_COMMENT_PREFIXES = (
+    "#",
+    '"""',
+)  # scopes and times stand in comments and docstrings: ranks differ in these alone
 _IMPORTS = """\
 from __future__ import annotations
 
@@ -192,7 +216,9 @@ if __name__ == "__main__":
 """
 
 
-def write_script(plan: ReplayPlan, *, seed: int = 0, extra_namespaces: frozenset[str] = frozenset()) -> str:
+def write_script(
+    plan: ReplayPlan, *, seed: int = 0, extra_namespaces: frozenset[str] = frozenset()
+) -> str:
     """A plan as a Python file.
 
     Args:
@@ -207,7 +233,9 @@ def write_script(plan: ReplayPlan, *, seed: int = 0, extra_namespaces: frozenset
     for rank_plan in plan if world > 1 else [first]:
         functions = Functions(RankScript(rank_plan, seed, extra_namespaces, alone=world == 1))
         code = "\n".join(
-            line for line in functions.write().splitlines() if not line.lstrip().startswith(_COMMENT_PREFIXES)
+            line
+            for line in functions.write().splitlines()
+            if not line.lstrip().startswith(_COMMENT_PREFIXES)
         )
         alike.setdefault(code, (functions, []))[1].append(rank_plan.rank)
     parts = [functions.write() for functions, _ in alike.values()]
@@ -216,16 +244,29 @@ def write_script(plan: ReplayPlan, *, seed: int = 0, extra_namespaces: frozenset
     if len(alike) > 1:  # what ranks do differs: each takes its own
         parts = [functions.write(f"_of_{ranks[0]}") for functions, ranks in alike.values()]
         rank_functions = sorted((rank, ranks[0]) for _, ranks in alike.values() for rank in ranks)
-        rows = [f"    {rank}: (outside_of_{first_rank}, step_of_{first_rank})," for rank, first_rank in rank_functions]
+        rows = [
+            f"    {rank}: (outside_of_{first_rank}, step_of_{first_rank}),"
+            for rank, first_rank in rank_functions
+        ]
         parts.append("\n".join(["# what each rank does", "FUNCTIONS = {", *rows, "}"]))
         measure = "    outside, step = FUNCTIONS[rank]\n" + measure
     main = [_format_options(plan)]
     if world > 1:
-        main += [_JOIN, measure, f"    if rank == {first.rank}:\n    {_COMPARE}    dist.destroy_process_group()\n"]
+        main += [
+            _JOIN,
+            measure,
+            f"    if rank == {first.rank}:\n    {_COMPARE}    dist.destroy_process_group()\n",
+        ]
     else:
         main += [measure, _COMPARE]
-    helpers = [contents.generate_content, create_storage_view, run_stand_in, flatten_values, ensure_recorded_shape,
-               PendingWorks]  # fmt: skip
+    helpers = [
+        contents.generate_content,
+        create_storage_view,
+        run_stand_in,
+        flatten_values,
+        ensure_recorded_shape,
+        PendingWorks,
+    ]
     always = [measure_runs, measure_by_op, compare_times, summarize_times]
     parts = [*_copy_sources(helpers, parts), *_copy_sources(always), *parts, "".join(main).rstrip()]
     return _build_file(
@@ -236,7 +277,8 @@ def write_script(plan: ReplayPlan, *, seed: int = 0, extra_namespaces: frozenset
 
 
 def write_worst(plan: ReplayPlan, op: str | None, slowest: int, *, seed: int = 0) -> str:
-    """The ops that took longest as a Python file: each with its shapes, strides and types, timed on its own.
+    """The ops that took longest as a Python file: each with its shapes, strides and types, timed on
+    its own.
 
     Args:
         plan: Whose ops are looked through, those of its first rank.
@@ -255,13 +297,19 @@ def write_worst(plan: ReplayPlan, op: str | None, slowest: int, *, seed: int = 0
         hint = nearest(op, names) + "the table of operators of `traceloom report` has their names"
         raise UsageError(f"no op of the plan is named `{op}`", slug="no-such-op", hint=hint)
     text = RankScript(rank_plan, seed, frozenset(), alone=True)
-    cases = find_distinct_calls(rank_plan, ops).sort("each_ns", "op", descending=[True, False], nulls_last=True)
+    cases = find_distinct_calls(rank_plan, ops).sort(
+        "each_ns", "op", descending=[True, False], nulls_last=True
+    )
     parts: list[str] = []
     for row, calls, median_ns in cases.select("op", "calls", "each_ns").iter_rows():
         if len(parts) == slowest:
             break
         first = text.ops[row]
-        took = "" if median_ns is None else f", recorded: {units.format_duration(round(median_ns))} each"
+        took = (
+            ""
+            if median_ns is None
+            else f", recorded: {units.format_duration(round(median_ns))} each"
+        )
         description = f"{first['name']}: {units.format_quantity(calls, 'call')}{took}"
         if (case := text.case(len(parts) + 1, first, description)) is not None:
             parts.append(case)
@@ -269,10 +317,16 @@ def write_worst(plan: ReplayPlan, op: str | None, slowest: int, *, seed: int = 0
     copies = _copy_sources([contents.generate_content, create_storage_view], parts)
     copies += _copy_sources([measure_runs, summarize_times])
     main = (_format_options(plan) + _MEASURE_CASES).rstrip()
-    head = [f"The slowest ops of {plan.source}, each timed on its own.", *_describe_versions(plan),
-             "", "    python FILE [--runs N] [--device cuda]"]  # fmt: skip
+    head = [
+        f"The slowest ops of {plan.source}, each timed on its own.",
+        *_describe_versions(plan),
+        "",
+        "    python FILE [--runs N] [--device cuda]",
+    ]
     return _build_file(
-        head, [f"DEVICE = {_find_device(rank_plan)!r}"], [*copies, *parts, f"CASES = [{case_names}]", main]
+        head,
+        [f"DEVICE = {_find_device(rank_plan)!r}"],
+        [*copies, *parts, f"CASES = [{case_names}]", main],
     )
 
 
@@ -284,7 +338,8 @@ def find_distinct_calls(plan: RankPlan, ops: pl.DataFrame) -> pl.DataFrame:
         ops: Rows of its ops.
 
     Returns:
-        One row per distinct call: op (the first), calls, each_ns (the median of their recorded times; null: unknown).
+        One row per distinct call: op (the first), calls, each_ns (the median of their recorded
+        times; null: unknown).
     """
     inputs = ops.select("op", pl.col("inputs").alias("tensor")).explode("tensor")
     geometry = pl.struct("shape", "strides", "dtype").alias("geometries")
@@ -311,7 +366,13 @@ def _build_file(header: Sequence[str], numbers: Sequence[str], parts: Iterable[s
 
 
 def _describe_plan(plan: ReplayPlan, world: int, first: RankPlan) -> list[str]:
-    which = "" if plan.world_size == 1 else f", {world} ranks" if world > 1 else f", rank {first.rank} alone"
+    which = (
+        ""
+        if plan.world_size == 1
+        else f", {world} ranks"
+        if world > 1
+        else f", rank {first.rank} alone"
+    )
     return [
         f"A workload that was recorded, as a script that needs torch alone: {plan.source}{which}.",
         *_describe_versions(plan),
@@ -329,7 +390,9 @@ def _describe_versions(plan: ReplayPlan) -> list[str]:
 def _find_device(plan: RankPlan) -> str:
     """The kind of device that most storages of an accelerator are on; cpu where there is none."""
     kinds = Counter(device.partition(":")[0] for device in plan.storages["device"])
-    return next((kind for kind, _ in kinds.most_common() if kind in {"cuda", "xpu", "hip", "mps"}), "cpu")
+    return next(
+        (kind for kind, _ in kinds.most_common() if kind in {"cuda", "xpu", "hip", "mps"}), "cpu"
+    )
 
 
 def _format_constants(plan: ReplayPlan, world: int, first: RankPlan) -> list[str]:
@@ -352,12 +415,20 @@ def _format_constants(plan: ReplayPlan, world: int, first: RankPlan) -> list[str
     if world > 1:
         group_rows = plan.groups.select("name", "ranks").iter_rows()
         groups = [f"    {name!a}: {ranks or list(range(world))}," for name, ranks in group_rows]
-        lines += [f"WORLD = {world}  # processes", "GROUPS = {", *groups, "}", "group: dict[str, Any] = {}"]
+        lines += [
+            f"WORLD = {world}  # processes",
+            "GROUPS = {",
+            *groups,
+            "}",
+            "group: dict[str, Any] = {}",
+        ]
     return lines
 
 
 def _copy_sources(parts: Sequence[Any], within: Sequence[str] | None = None) -> list[str]:
-    """The sources of functions, without the import that a script has at its top; only of those that stand in texts."""
+    """The sources of functions, without the import that a script has at its top; only of those that
+    stand in texts.
+    """
     return [
         inspect.getsource(part).replace("    import torch\n\n", "").rstrip()
         for part in parts

@@ -11,7 +11,13 @@ import msgspec
 from msgspec import Struct
 
 from traceloom.workload.replay.plan import ITEM_BYTES
-from traceloom.workload.replay.schema import OperatorSchema, Refusal, ValueType, find_refusal, parse_schema
+from traceloom.workload.replay.schema import (
+    OperatorSchema,
+    Refusal,
+    ValueType,
+    find_refusal,
+    parse_schema,
+)
 
 MAX_LIST_LENGTH = 4096  # elements of a list that PyTorch writes; it says so by writing one more
 ROUNDED = "rounded-number"
@@ -24,26 +30,98 @@ _WORD = re.compile(r"[A-Za-z]\w*(?:\((?:[^()]|\([^()]*\))*\))?|[\[\],]")
 
 # Names of C++ types in host traces, on any platform, as PyTorch names them in Python.
 DTYPES = {
-    "float": "float32", "double": "float64", "int": "int32", "long int": "int64", "long": "int64",
-    "long long": "int64", "__int64": "int64", "short": "int16", "short int": "int16", "signed char": "int8",
-    "char": "int8", "unsigned char": "uint8", "bool": "bool", "unsigned short": "uint16",
-    "short unsigned int": "uint16", "unsigned int": "uint32", "unsigned long": "uint64", "long unsigned int": "uint64",
-    "c10::Half": "float16", "c10::BFloat16": "bfloat16", "c10::complex<c10::Half>": "complex32",
-    "c10::complex<float>": "complex64", "c10::complex<double>": "complex128",
-    "c10::Float8_e4m3fn": "float8_e4m3fn", "c10::Float8_e5m2": "float8_e5m2",
-    "c10::Float8_e4m3fnuz": "float8_e4m3fnuz", "c10::Float8_e5m2fnuz": "float8_e5m2fnuz",
-    "c10::Float8_e8m0fnu": "float8_e8m0fnu", "c10::Float4_e2m1fn_x2": "float4_e2m1fn_x2",
-    "c10::qint8": "qint8", "c10::quint8": "quint8", "c10::qint32": "qint32",
-}  # fmt: skip
+    "float": "float32",
+    "double": "float64",
+    "int": "int32",
+    "long int": "int64",
+    "long": "int64",
+    "long long": "int64",
+    "__int64": "int64",
+    "short": "int16",
+    "short int": "int16",
+    "signed char": "int8",
+    "char": "int8",
+    "unsigned char": "uint8",
+    "bool": "bool",
+    "unsigned short": "uint16",
+    "short unsigned int": "uint16",
+    "unsigned int": "uint32",
+    "unsigned long": "uint64",
+    "long unsigned int": "uint64",
+    "c10::Half": "float16",
+    "c10::BFloat16": "bfloat16",
+    "c10::complex<c10::Half>": "complex32",
+    "c10::complex<float>": "complex64",
+    "c10::complex<double>": "complex128",
+    "c10::Float8_e4m3fn": "float8_e4m3fn",
+    "c10::Float8_e5m2": "float8_e5m2",
+    "c10::Float8_e4m3fnuz": "float8_e4m3fnuz",
+    "c10::Float8_e5m2fnuz": "float8_e5m2fnuz",
+    "c10::Float8_e8m0fnu": "float8_e8m0fnu",
+    "c10::Float4_e2m1fn_x2": "float4_e2m1fn_x2",
+    "c10::qint8": "qint8",
+    "c10::quint8": "quint8",
+    "c10::qint32": "qint32",
+}
 # c10::ScalarType, c10::Layout and c10::MemoryFormat by number, as they stand in c10/core.
 SCALAR_TYPES = (
-    "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex32", "complex64",
-    "complex128", "bool", "qint8", "quint8", "qint32", "bfloat16", "quint4x2", "quint2x4", "bits1x8", "bits2x4",
-    "bits4x2", "bits8", "bits16", "float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz", "uint16",
-    "uint32", "uint64", "uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7", "int1", "int2", "int3", "int4",
-    "int5", "int6", "int7", "float8_e8m0fnu", "float4_e2m1fn_x2",
-)  # fmt: skip
-LAYOUTS = ("strided", "sparse_coo", "_mkldnn", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged")
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "complex32",
+    "complex64",
+    "complex128",
+    "bool",
+    "qint8",
+    "quint8",
+    "qint32",
+    "bfloat16",
+    "quint4x2",
+    "quint2x4",
+    "bits1x8",
+    "bits2x4",
+    "bits4x2",
+    "bits8",
+    "bits16",
+    "float8_e5m2",
+    "float8_e4m3fn",
+    "float8_e5m2fnuz",
+    "float8_e4m3fnuz",
+    "uint16",
+    "uint32",
+    "uint64",
+    "uint1",
+    "uint2",
+    "uint3",
+    "uint4",
+    "uint5",
+    "uint6",
+    "uint7",
+    "int1",
+    "int2",
+    "int3",
+    "int4",
+    "int5",
+    "int6",
+    "int7",
+    "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
+)
+LAYOUTS = (
+    "strided",
+    "sparse_coo",
+    "_mkldnn",
+    "sparse_csr",
+    "sparse_csc",
+    "sparse_bsr",
+    "sparse_bsc",
+    "jagged",
+)
 MEMORY_FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
 _ENUMS = {"ScalarType": ("dtype", SCALAR_TYPES), "Layout": ("layout", LAYOUTS)} | {
     "MemoryFormat": ("memory_format", MEMORY_FORMATS)
@@ -96,7 +174,9 @@ class RecordedTensor(NamedTuple):
 
     @property
     def is_symbolic(self) -> bool:
-        """Whether its lengths were symbols: PyTorch writes none, and no storage; even a scalar has an element."""
+        """Whether its lengths were symbols: PyTorch writes none, and no storage; even a scalar has
+        an element.
+        """
         return not (self.storage or self.elements or self.geometry.shape)
 
 
@@ -137,13 +217,18 @@ def _parse_kind(text: str) -> Kind:
             open_lists[-1].append(closed_list)
         elif word.startswith("Tensor("):
             dtype_name = word[7:-1]
-            open_lists[-1].append(NO_TENSOR if dtype_name.startswith("nullptr") else DTYPES.get(dtype_name, dtype_name))
+            open_lists[-1].append(
+                NO_TENSOR
+                if dtype_name.startswith("nullptr")
+                else DTYPES.get(dtype_name, dtype_name)
+            )
         elif word != ",":
             open_lists[-1].append(None)
     return open_lists[0][0] if open_lists[0] else None
 
 
-# Where tensors stand among values: the position, and the geometry or, of a list, the same of what it holds.
+# Where tensors stand among values: the position, and the geometry or, of a list, the same of what
+# it holds.
 Layout = tuple[tuple[int, "RecordedGeometry | Layout"], ...]
 
 
@@ -156,7 +241,8 @@ def build_layout(kinds: tuple[Kind, ...], shapes: Any, strides: Any) -> Layout:
         strides: The same; None where the file has none.
 
     Raises:
-        TypeError, ValueError, IndexError, KeyError: The shapes are not what the types say: a damaged file.
+        TypeError, ValueError, IndexError, KeyError: The shapes are not what the types say: a
+        damaged file.
     """
     out: list[tuple[int, RecordedGeometry | Layout]] = []
     for index, kind in enumerate(kinds):
@@ -166,24 +252,35 @@ def build_layout(kinds: tuple[Kind, ...], shapes: Any, strides: Any) -> Layout:
                 out.append((index, build_layout(kind, shapes[index], steps)))
         elif kind:
             out.append(
-                (index, _check_geometry(tuple(shapes[index]), tuple(steps) if isinstance(steps, list) else None, kind))
+                (
+                    index,
+                    _check_geometry(
+                        tuple(shapes[index]),
+                        tuple(steps) if isinstance(steps, list) else None,
+                        kind,
+                    ),
+                )
             )
     return tuple(out)
 
 
 @lru_cache(maxsize=65536)
-def _check_geometry(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: str) -> RecordedGeometry:
+def _check_geometry(
+    shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: str
+) -> RecordedGeometry:
     """Shape, strides and type as a file has them, checked.
 
     Raises:
-        ValueError, TypeError: A length or stride is no whole number from 0 on, or all is larger than any memory.
+        ValueError, TypeError: A length or stride is no whole number from 0 on, or all is larger
+        than any memory.
     """
     shape = _check_lengths(shape)
     steps = None if strides is None else _check_lengths(strides)
     if steps is not None and len(steps) != len(shape):
         steps = None
     spans = (
-        (length - 1) * step for length, step in zip(shape, steps or compute_contiguous_strides(shape), strict=True)
+        (length - 1) * step
+        for length, step in zip(shape, steps or compute_contiguous_strides(shape), strict=True)
     )
     span = 0 if 0 in shape else sum(spans) + 1
     if span > _MAX_ELEMENTS:
@@ -192,13 +289,17 @@ def _check_geometry(shape: tuple[int, ...], strides: tuple[int, ...] | None, dty
 
 
 def list_storages(values: Any, layout: Layout) -> list[int]:
-    """The numbers of the storages of all tensors among recorded values; what is no number is left out."""
+    """The numbers of the storages of all tensors among recorded values; what is no number is left
+    out.
+    """
     out: list[int] = []
     try:
         for index, part in layout:
             if part.__class__ is tuple:
                 out += list_storages(values[index], part)
-            elif (storage := values[index][1]).__class__ is int and -_MAX_ELEMENTS < storage < _MAX_ELEMENTS:
+            elif (
+                storage := values[index][1]
+            ).__class__ is int and -_MAX_ELEMENTS < storage < _MAX_ELEMENTS:
                 out.append(storage)
     except (TypeError, IndexError, KeyError):  # values are not what their types say
         return []
@@ -213,7 +314,8 @@ def list_tensors(values: Any, layout: Layout) -> list[RecordedTensor]:
         layout: As `layout_of` says.
 
     Raises:
-        TypeError, ValueError, IndexError, KeyError: The values are not what their types say: a damaged file.
+        TypeError, ValueError, IndexError, KeyError: The values are not what their types say: a
+        damaged file.
     """
     out: list[RecordedTensor] = []
     for index, geometry in layout:
@@ -221,8 +323,12 @@ def list_tensors(values: Any, layout: Layout) -> list[RecordedTensor]:
         if isinstance(geometry, tuple):
             out += list_tensors(value, geometry)
             continue
-        number, storage, offset, elements, item_bytes, device = value if len(value) == 6 else (*value, "")
-        if not (number.__class__ is storage.__class__ is offset.__class__ is elements.__class__ is int):
+        number, storage, offset, elements, item_bytes, device = (
+            value if len(value) == 6 else (*value, "")
+        )
+        if not (
+            number.__class__ is storage.__class__ is offset.__class__ is elements.__class__ is int
+        ):
             raise TypeError("a tensor's numbers are no whole numbers")
         if not -_MAX_ELEMENTS < storage < _MAX_ELEMENTS:
             raise ValueError("a storage has a number that is none")
@@ -234,7 +340,12 @@ def list_tensors(values: Any, layout: Layout) -> list[RecordedTensor]:
             raise ValueError("a tensor is larger than any memory")
         numbers = number, storage, storage or -number, offset, elements, item_bytes
         # Its own `__new__`, a function of Python, would take three times as long.
-        out.append(_new(RecordedTensor, (*numbers, str(device), part, end * ITEM_BYTES.get(part.dtype, item_bytes))))
+        out.append(
+            _new(
+                RecordedTensor,
+                (*numbers, str(device), part, end * ITEM_BYTES.get(part.dtype, item_bytes)),
+            )
+        )
     return out
 
 
@@ -258,7 +369,10 @@ def compute_contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 @lru_cache(maxsize=65536)
 def find_unknown_type(types: str | None) -> str | None:
     """The first type of a tensor among values that PyTorch does not have."""
-    return next((kind for kind in _flatten_kinds(parse_kinds(types)) if kind and kind not in ITEM_BYTES), None)
+    return next(
+        (kind for kind in _flatten_kinds(parse_kinds(types)) if kind and kind not in ITEM_BYTES),
+        None,
+    )
 
 
 @lru_cache(maxsize=65536)
@@ -281,7 +395,9 @@ def count_tensors(kind: Kind) -> int:
 
 
 def list_observed_numbers(types: str | None) -> list[int]:
-    """The numbers that PyTorch's observer gives to the tensors of a node: it counts those that are not there, too."""
+    """The numbers that PyTorch's observer gives to the tensors of a node: it counts those that are
+    not there, too.
+    """
     tensors = (kind for kind in _flatten_kinds(parse_kinds(types)) if kind is not None)
     return [number for number, kind in enumerate(tensors) if kind]
 
@@ -289,7 +405,8 @@ def list_observed_numbers(types: str | None) -> list[int]:
 def encode_arguments(
     values: list[Any], kinds: tuple[Kind, ...], schema: OperatorSchema, numbers: Mapping[str, float]
 ) -> tuple[bytes, list[str]]:
-    """The arguments of a call as JSON (see `traceloom.workload.replay.plan`), and what of them is not what ran.
+    """The arguments of a call as JSON (see `traceloom.workload.replay.plan`), and what of them is
+    not what ran.
 
     Tensors are numbered in the order of `tensors_of`, without those that are numbers.
 
@@ -309,14 +426,17 @@ def encode_arguments(
             continue
         typed.append(_convert_value(value, kind, argument.type, counter, flags))
         if value == 0 and kind is None and isinstance(value, float) and argument.default != 0:
-            # PyTorch writes six digits after the point: this may have been 1e-8, and nobody divides by nothing.
+            # PyTorch writes six digits after the point: this may have been 1e-8, and nobody divides
+            # by nothing.
             if argument.name in {"eps", "epsilon"}:
                 typed[-1] = argument.default if argument.has_default else 1e-8
             flags.append(ROUNDED)
     return encode(typed), flags
 
 
-def _convert_value(value: Any, kind: Kind, value_type: ValueType, counter: list[int], flags: list[str]) -> Any:
+def _convert_value(
+    value: Any, kind: Kind, value_type: ValueType, counter: list[int], flags: list[str]
+) -> Any:
     if kind == NO_TENSOR:
         return None
     if isinstance(kind, str):
@@ -347,7 +467,11 @@ def _convert_scalar(value: Any, base: str, flags: list[str]) -> Any:
         if base == "Device":
             return {"device": value}
         if value in _NOT_FINITE and base in {"float", "Scalar", "number"}:
-            return {"float": value.replace("Infinity", "inf").replace("NaN", "nan").replace("-nan", "nan")}
+            return {
+                "float": value.replace("Infinity", "inf")
+                .replace("NaN", "nan")
+                .replace("-nan", "nan")
+            }
         return value
     if base in _ENUMS and isinstance(value, int):
         name, names = _ENUMS[base]

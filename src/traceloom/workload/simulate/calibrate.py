@@ -34,7 +34,9 @@ MIN_SIZE_RATIO = 2.0
 """Sizes within this factor of each other are one: a line through them would tell no latency."""
 
 FIT_TOLERANCE = 0.05
-"""A line covers sizes whose usual time it misses by no more than this part, or by what their scatter explains."""
+"""A line covers sizes whose usual time it misses by no more than this part, or by what their
+scatter explains.
+"""
 
 MIN_SIZES = 3
 """Distinct sizes of a range with a line of its own."""
@@ -66,14 +68,18 @@ class LinearFit(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Samples by size, ascending; shape (sizes,) each: size, mean of the middle half of times, its relative error."""
+    """Samples by size, ascending; shape (sizes,) each: size, mean of the middle half of times, its
+    relative error.
+    """
 
     size: Floats
     time: Floats
     deviation: Floats
 
 
-def fit_lines(size: Floats, time: Floats, error: Floats | None = None) -> Iterator[tuple[Ints, LinearFit]]:
+def fit_lines(
+    size: Floats, time: Floats, error: Floats | None = None
+) -> Iterator[tuple[Ints, LinearFit]]:
     """Fit as many lines as the times need, each to a range of sizes; the ranges follow each other.
 
     Robust: of each size only the middle half of its times counts, and a size far off its line counts less.
@@ -87,11 +93,15 @@ def fit_lines(size: Floats, time: Floats, error: Floats | None = None) -> Iterat
         The samples of a range, as places in the arguments, and their line.
     """
     number = np.unique(size, return_inverse=True)[1]
-    if number.size and number.max() >= _MAX_SIZES:  # of uneven sizes those within a few per cent are one
+    if (
+        number.size and number.max() >= _MAX_SIZES
+    ):  # of uneven sizes those within a few per cent are one
         number = np.unique(np.rint(np.log2(np.maximum(size, 1)) * 8), return_inverse=True)[1]
     count = np.bincount(number)
     order = np.lexsort((time, number))
-    time_rank = np.arange(number.size) - np.repeat(np.cumsum(count) - count, count)  # within its size, by time
+    time_rank = np.arange(number.size) - np.repeat(
+        np.cumsum(count) - count, count
+    )  # within its size, by time
     quarter = np.repeat(count // 4, count)
     inner = order[(time_rank >= quarter) & (time_rank < np.repeat(count, count) - quarter)]
     typical = np.bincount(number[inner], time[inner]) / np.bincount(number[inner])
@@ -99,9 +109,13 @@ def fit_lines(size: Floats, time: Floats, error: Floats | None = None) -> Iterat
     several = count[number] > 1
     # medians of few deviations are too small, since their centre was fitted to them
     scatter = (
-        1.4826 * float(np.median((off * count[number] / (count[number] - 0.8))[several])) if several.any() else 0.0
+        1.4826 * float(np.median((off * count[number] / (count[number] - 0.8))[several]))
+        if several.any()
+        else 0.0
     )
-    deviation = 1.1 * scatter / np.sqrt(count) if error is None else np.bincount(number, error) / count
+    deviation = (
+        1.1 * scatter / np.sqrt(count) if error is None else np.bincount(number, error) / count
+    )
     sizes = _Sizes(np.bincount(number, size) / count, typical, np.maximum(deviation, _FLOOR))
     for low, high in _split_ranges(sizes, 0, count.size):
         yield np.flatnonzero((number >= low) & (number < high)), _fit_line(sizes, low, high)
@@ -125,7 +139,9 @@ def _split_ranges(sizes: _Sizes, low: int, high: int) -> Iterator[tuple[int, int
 
 
 def _compute_cost(sizes: _Sizes, low: int, high: int) -> tuple[float, bool]:
-    """Squared deviations of some sizes from their line, single ones limited, and whether it covers them."""
+    """Squared deviations of some sizes from their line, single ones limited, and whether it covers
+    them.
+    """
     part = _Sizes(*(values[low:high] for values in sizes))
     missed = np.abs(part.time / _fit_line(sizes, low, high).times(part.size) - 1)
     is_missed = missed > np.maximum(FIT_TOLERANCE, 3 * part.deviation)
@@ -135,7 +151,9 @@ def _compute_cost(sizes: _Sizes, low: int, high: int) -> tuple[float, bool]:
 
 
 def _fit_line(sizes: _Sizes, low: int, high: int) -> LinearFit:
-    """The line through some sizes, by least squares of the relative deviations; latency and time per byte are >= 0."""
+    """The line through some sizes, by least squares of the relative deviations; latency and time
+    per byte are >= 0.
+    """
     size, time, deviation = (values[low:high] for values in sizes)
     if size[-1] < MIN_SIZE_RATIO * size[0] or not size[-1]:
         typical = float(np.median(time))
@@ -147,7 +165,9 @@ def _fit_line(sizes: _Sizes, low: int, high: int) -> LinearFit:
     weight = base
     alpha = slope = 0.0
     for _ in range(_ITERATIONS):
-        a, b, c = ((weight * product).sum() for product in (constant**2, constant * linear, linear**2))
+        a, b, c = (
+            (weight * product).sum() for product in (constant**2, constant * linear, linear**2)
+        )
         u, v = ((weight * column).sum() for column in (constant, linear))
         determinant = a * c - b * b
         alpha, slope = (u * c - v * b) / determinant, (v * a - u * b) / determinant
@@ -162,12 +182,16 @@ def _fit_line(sizes: _Sizes, low: int, high: int) -> LinearFit:
 
 
 _TEXTS = dict.fromkeys(("collective", "span"), pl.String())
-SAMPLES = build_schema("run collective span ranks size_bytes bus_bytes transfer_ns whole", {"run": pl.Int64, **_TEXTS})
+SAMPLES = build_schema(
+    "run collective span ranks size_bytes bus_bytes transfer_ns whole", {"run": pl.Int64, **_TEXTS}
+)
 TRANSFERS = build_schema(
     "collective span ranks from_bytes to_bytes size_count count form alpha_ns bandwidth",
     "residual_p10 residual_p50 residual_p90 whole",
     {**_TEXTS, "form": pl.String},
-    dict.fromkeys(("alpha_ns", "bandwidth", "residual_p10", "residual_p50", "residual_p90"), pl.Float64),
+    dict.fromkeys(
+        ("alpha_ns", "bandwidth", "residual_p10", "residual_p50", "residual_p90"), pl.Float64
+    ),
 )
 CLASS = ("collective", "span", "ranks")
 """What has a fit of its own."""
@@ -176,7 +200,8 @@ _STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # of a ring, t
 
 
 def fit_transfers(samples: pl.DataFrame, through: pl.DataFrame | None = None) -> pl.DataFrame:
-    """`TRANSFERS` of `SAMPLES`, of which there is at least one: the ranges of sizes of each class leave no gap.
+    """`TRANSFERS` of `SAMPLES`, of which there is at least one: the ranges of sizes of each class
+    leave no gap.
 
     Args:
         samples: What residuals are of.
@@ -195,15 +220,22 @@ def build_measured_transfers(transfers: pl.DataFrame) -> tuple[MeasuredTransfer,
     """The fits as a machine has them, rounded to what they are worth."""
     fields = [name for name in transfers.columns if name not in ("size_count", "form", "whole")]
     rounded = transfers.select(fields).with_columns(
-        pl.col("alpha_ns").round(1), pl.col("bandwidth").round_sig_figs(6), pl.col("^residual.*$").round(4)
+        pl.col("alpha_ns").round(1),
+        pl.col("bandwidth").round_sig_figs(6),
+        pl.col("^residual.*$").round(4),
     )
     return tuple(MeasuredTransfer(**row) for row in rounded.to_dicts())
 
 
 def build_network(
-    ranks: int, per_host: int, transfers: pl.DataFrame, samples: pl.DataFrame, device: str | None = None
+    ranks: int,
+    per_host: int,
+    transfers: pl.DataFrame,
+    samples: pl.DataFrame,
+    device: str | None = None,
 ) -> tuple[tuple[Dimension, ...], list[Notice]]:
-    """The dimensions inside and between hosts, as good as the best of their transfers, and what had to be assumed.
+    """The dimensions inside and between hosts, as good as the best of their transfers, and what had
+    to be assumed.
 
     Args:
         ranks: Of the machine.
@@ -212,7 +244,11 @@ def build_network(
         samples: What they were fitted to.
         device: Its name, which tells a link where nothing was transferred inside a host.
     """
-    spans = [("inside", per_host), ("between", ranks // per_host)] if per_host < ranks else [("inside", ranks)]
+    spans = (
+        [("inside", per_host), ("between", ranks // per_host)]
+        if per_host < ranks
+        else [("inside", ranks)]
+    )
     dimensions, notices = [], []
     for span, members in spans:
         if members == 1 < ranks:
@@ -225,35 +261,56 @@ def build_network(
     return tuple(dimensions), notices
 
 
-def _fit_rows(key: tuple[object, ...], part: pl.DataFrame, points: pl.DataFrame) -> list[tuple[object, ...]]:
+def _fit_rows(
+    key: tuple[object, ...], part: pl.DataFrame, points: pl.DataFrame
+) -> list[tuple[object, ...]]:
     """Rows of `TRANSFERS` of one kind, span and group size; their ranges of sizes leave no gap."""
     columns = ("size_bytes", "bus_bytes", "transfer_ns")
     size, bus, time = (part[name].cast(pl.Float64).to_numpy() for name in columns)
     at_size, at_bus, at_time = (points[name].cast(pl.Float64).to_numpy() for name in columns)
-    ranges = list(fit_lines(at_bus, at_time, points["error"].to_numpy() if "error" in points.columns else None))
+    ranges = list(
+        fit_lines(
+            at_bus, at_time, points["error"].to_numpy() if "error" in points.columns else None
+        )
+    )
     range_starts = [int(at_size[positions].min()) for positions, _ in ranges]
     range_ends = [*(start - 1 for start in range_starts[1:]), int(at_size.max())]
     rows = []
     for (_, line), start, until in zip(ranges, range_starts, range_ends, strict=True):
         in_range = (size >= start) & (size <= until)
         off = np.quantile(time[in_range] / line.times(bus[in_range]) - 1, (0.1, 0.5, 0.9)).tolist()
-        bandwidth = 1 / line.ns_per_byte if line.ns_per_byte else None  # bytes per ns are 10^9 bytes per second
+        bandwidth = (
+            1 / line.ns_per_byte if line.ns_per_byte else None
+        )  # bytes per ns are 10^9 bytes per second
         rows.append(
-            (*key, start, until, np.unique(size[in_range]).size, int(in_range.sum()), line.form, line.alpha_ns, bandwidth,
-             *off, bool(part["whole"].all()))
-        )  # fmt: skip
+            (
+                *key,
+                start,
+                until,
+                np.unique(size[in_range]).size,
+                int(in_range.sum()),
+                line.form,
+                line.alpha_ns,
+                bandwidth,
+                *off,
+                bool(part["whole"].all()),
+            )
+        )
     return rows
 
 
 def _estimate_link(
     span: str, transfers: pl.DataFrame, samples: pl.DataFrame, device: str | None
 ) -> tuple[float, float, str]:
-    """Bandwidth (10^9 B/s) and latency (ns) of the links of a span, and what is assumed where nothing tells them.
+    """Bandwidth (10^9 B/s) and latency (ns) of the links of a span, and what is assumed where
+    nothing tells them.
 
     The best bandwidth on the bus of any kind, and the least latency of a step of a ring.
     """
     measured = transfers.filter(pl.col("span") == span)
-    steps = pl.col("collective").replace_strict(_STEPS, default=None, return_dtype=pl.Int64) * (pl.col("ranks") - 1)
+    steps = pl.col("collective").replace_strict(_STEPS, default=None, return_dtype=pl.Int64) * (
+        pl.col("ranks") - 1
+    )
     steps = steps.fill_null(1)
     latency = measured.select((pl.col("alpha_ns") / steps).min()).item() or 0.0
     best = measured["bandwidth"].max()
@@ -263,7 +320,11 @@ def _estimate_link(
     if link is not None:
         return link.peak_gb_per_s, round(latency), f"that of {link.name} is taken"
     reached = samples.select((pl.col("bus_bytes") / pl.col("transfer_ns")).max()).item()
-    return max(round(reached, 3), _MIN_BANDWIDTH), round(latency), "the highest rate of any collective is taken"
+    return (
+        max(round(reached, 3), _MIN_BANDWIDTH),
+        round(latency),
+        "the highest rate of any collective is taken",
+    )
 
 
 _PAIRS = ("send", "recv", "receive", "send_recv")
@@ -277,10 +338,11 @@ class Calibration(Result):
     Attributes:
         machine: With the fitted transfers; its dimensions by hosts, each with the best bandwidth that was reached.
         transfers: One row per kind, span, group size and range of sizes: collective, span, ranks, from_bytes, to_bytes,
-            size_count (distinct sizes), count (collectives), form (`line`; `latency`: bytes make no difference or are
-            too few; `bandwidth`: one size, or no latency to see), alpha_ns, bandwidth (10^9 B/s on the bus; null for
-            `latency`), residual_p10, residual_p50, residual_p90 ((measured - fitted) / fitted over the collectives),
-            whole (whether all ranks of the groups are recorded; else those that seem to have waited for nobody count).
+            size_count (distinct sizes), count (collectives), form (`line`; `latency`: bytes make no
+            difference or are too few; `bandwidth`: one size, or no latency to see), alpha_ns,
+            bandwidth (10^9 B/s on the bus; null for `latency`), residual_p10, residual_p50,
+            residual_p90 ((measured - fitted) / fitted over the collectives), whole (whether all
+            ranks of the groups are recorded; else those that seem to have waited for nobody count).
         samples: The collectives: run, collective, span, ranks, size_bytes, bus_bytes, transfer_ns (from the last
             arrival), whole.
         notices: What was left out or assumed.
@@ -304,14 +366,23 @@ def calibrate(runs: Sequence[Session], *, ranks_per_host: int | None = None) -> 
     """
     hosts = [_find_hosts(run, ranks_per_host) for run in runs]
     all_calls = pl.concat(
-        [_collect_calls(run).with_columns(run=pl.lit(number, pl.Int64)) for number, run in enumerate(runs)]
+        [
+            _collect_calls(run).with_columns(run=pl.lit(number, pl.Int64))
+            for number, run in enumerate(runs)
+        ]
     )
     members = all_calls.select("run", "members").unique(maintain_order=True)
-    spans = [None if ranks is None else _classify_span(ranks, hosts[run]) for run, ranks in members.rows()]
+    spans = [
+        None if ranks is None else _classify_span(ranks, hosts[run])
+        for run, ranks in members.rows()
+    ]
     placed = all_calls.join(
-        members.with_columns(pl.Series("span", spans, pl.String)), on=["run", "members"], nulls_equal=True,
-        how="left", maintain_order="left",
-    )  # fmt: skip
+        members.with_columns(pl.Series("span", spans, pl.String)),
+        on=["run", "members"],
+        nulls_equal=True,
+        how="left",
+        maintain_order="left",
+    )
     usable = pl.all_horizontal(
         pl.col("collective").is_in(get_args(Collective)),
         pl.col("size_bytes", "span", "bus_factor").is_not_null(),
@@ -326,15 +397,29 @@ def calibrate(runs: Sequence[Session], *, ranks_per_host: int | None = None) -> 
             "hosts are not known"
         )
         notices.append(Notice("collectives-not-calibrated", "warning", text, left_out.height))
-    samples = placed.filter(usable).with_columns(bus_bytes=pl.col("size_bytes") * pl.col("bus_factor"))
-    # Of groups that are not wholly recorded only what seems to have waited for nobody; nothing where others are whole.
+    samples = placed.filter(usable).with_columns(
+        bus_bytes=pl.col("size_bytes") * pl.col("bus_factor")
+    )
+    # Of groups that are not wholly recorded only what seems to have waited for nobody; nothing
+    # where others are whole.
     like = [*CLASS, "size_bytes"]
-    quick = pl.col("transfer_ns") <= _JITTER * pl.col("transfer_ns").quantile(0.25, "lower").over(like)
-    samples = samples.filter("whole" | (~pl.col("whole").any().over(CLASS) & quick)).pipe(cast_to_schema, SAMPLES)
+    quick = pl.col("transfer_ns") <= _JITTER * pl.col("transfer_ns").quantile(0.25, "lower").over(
+        like
+    )
+    samples = samples.filter("whole" | (~pl.col("whole").any().over(CLASS) & quick)).pipe(
+        cast_to_schema, SAMPLES
+    )
     if not samples.height:
-        message = "no collective of these runs has a known kind, size and group, and hosts that are known"
+        message = (
+            "no collective of these runs has a known kind, size and group, and hosts that are known"
+        )
         hint = "PyTorch 2.2 or newer says sizes and groups; --ranks-per-host tells hosts that no trace names"
-        raise InputError(message, slug="nothing-to-calibrate", where=" ".join(run.name for run in runs), hint=hint)
+        raise InputError(
+            message,
+            slug="nothing-to-calibrate",
+            where=" ".join(run.name for run in runs),
+            hint=hint,
+        )
     transfers = fit_transfers(samples)
     partial = transfers.filter(~pl.col("whole"))
     if partial.height:
@@ -348,24 +433,29 @@ def calibrate(runs: Sequence[Session], *, ranks_per_host: int | None = None) -> 
 
 
 def _collect_calls(run: Session) -> pl.DataFrame:
-    """One row per collective: collective, members, ranks, size_bytes, bus_factor, transfer_ns, whole.
+    """One row per collective: collective, members, ranks, size_bytes, bus_factor, transfer_ns,
+    whole.
 
-    The transfer is the time from the last arrival to the end, the median over the recorded ranks; of a collective of
-    which one rank is recorded it is all the time of that rank.
+    The transfer is the time from the last arrival to the end, the median over the recorded ranks;
+    of a collective of which one rank is recorded it is all the time of that rank.
     """
     parts = [rank_part(trace) for trace in run.traces]
-    matched = match_collectives(parts).parts.select("part", "event", "instance", joined_ns="transfer_ns")
+    matched = match_collectives(parts).parts.select(
+        "part", "event", "instance", joined_ns="transfer_ns"
+    )
     calls = pl.concat(
         [
-            part.calls.filter(pl.col("where") == ("device" if part.ledger.device is not None else "host")).with_columns(
-                part=pl.lit(number, pl.Int64)
-            )
+            part.calls.filter(
+                pl.col("where") == ("device" if part.ledger.device is not None else "host")
+            ).with_columns(part=pl.lit(number, pl.Int64))
             for number, part in enumerate(parts)
         ]
     )
     pair, barrier = pl.col("kind").is_in(_PAIRS), pl.col("kind") == "barrier"
     both = pl.concat_list(pl.min_horizontal("rank", "peer"), pl.max_horizontal("rank", "peer"))
-    joined = calls.join(matched, on=["part", "event"], how="left", maintain_order="left").with_columns(
+    joined = calls.join(
+        matched, on=["part", "event"], how="left", maintain_order="left"
+    ).with_columns(
         pl.when(pair).then(pl.lit("send")).otherwise("kind").alias("collective"),
         pl.when(pair).then(2).otherwise("group_size").alias("ranks"),
         pl.when(pair).then(both).otherwise("members").cast(pl.List(pl.Int32)).alias("members"),
@@ -382,38 +472,59 @@ def _collect_calls(run: Session) -> pl.DataFrame:
     # a file that does not say its groups may show that all ranks of the job take part
     world = run.world_size or 0
     ranks = pl.coalesce("ranks", pl.when(pl.col("recorded") == world).then(world))
-    all_ranks = pl.when(ranks == world).then(pl.int_ranges(0, pl.lit(world, pl.Int32), dtype=pl.Int32))
-    grouped = instances.with_columns(ranks.alias("ranks"), pl.coalesce("members", all_ranks).alias("members"))
+    all_ranks = pl.when(ranks == world).then(
+        pl.int_ranges(0, pl.lit(world, pl.Int32), dtype=pl.Int32)
+    )
+    grouped = instances.with_columns(
+        ranks.alias("ranks"), pl.coalesce("members", all_ranks).alias("members")
+    )
     kinds = grouped.select("collective", "ranks").unique().drop_nulls()
     factors = [compute_bus_factor(kind, count) for kind, count in kinds.rows()]
     return (
         grouped.join(
-            kinds.with_columns(pl.Series("bus_factor", factors, pl.Float64)), on=["collective", "ranks"], how="left",
+            kinds.with_columns(pl.Series("bus_factor", factors, pl.Float64)),
+            on=["collective", "ranks"],
+            how="left",
             maintain_order="left",
         )
         .with_columns((pl.col("recorded") >= pl.col("ranks")).fill_null(value=False).alias("whole"))
         .filter(pl.col("ranks").ne_missing(1))
-    )  # fmt: skip
+    )
 
 
 def _find_hosts(run: Session, ranks_per_host: int | None) -> Mapping[int, str]:
-    """The host of each rank: as given, as traces say, else that of its block of as many ranks as a host has devices.
+    """The host of each rank: as given, as traces say, else that of its block of as many ranks as a
+    host has devices.
 
-    Launchers number ranks host by host; where the recorded ranks are not numbered so, nothing is said of the others.
+    Launchers number ranks host by host; where the recorded ranks are not numbered so, nothing is
+    said of the others.
     """
-    recorded = {trace.rank: trace.meta.host for trace in run.traces if trace.rank is not None and trace.meta.host}
+    recorded = {
+        trace.rank: trace.meta.host
+        for trace in run.traces
+        if trace.rank is not None and trace.meta.host
+    }
     visible = max((trace.devices.height for trace in run.traces), default=0)
     world = run.world_size or 0
     if ranks_per_host is not None:
         return {rank: f"host {rank // ranks_per_host}" for rank in range(world)}
     blocks = {rank // visible: host for rank, host in recorded.items()} if visible else {}
-    fits_blocks = all(blocks[rank // visible] == host for rank, host in recorded.items()) if visible else False
+    fits_blocks = (
+        all(blocks[rank // visible] == host for rank, host in recorded.items())
+        if visible
+        else False
+    )
     if world <= visible:  # the whole job is on one host
         names = set(recorded.values())
-        return dict.fromkeys(range(world), next(iter(names), "host")) if len(names) < 2 else recorded
+        return (
+            dict.fromkeys(range(world), next(iter(names), "host")) if len(names) < 2 else recorded
+        )
     if visible < 2 or not fits_blocks or len(set(blocks.values())) < len(blocks):
         return recorded
-    return {rank: blocks.get(rank // visible, f"host of rank {rank - rank % visible}") for rank in range(world)}
+    return {
+        rank: blocks.get(rank // visible, f"host of rank {rank - rank % visible}")
+        for rank in range(world)
+    }
 
 
 def _classify_span(members: Sequence[int], hosts: Mapping[int, str]) -> str | None:
@@ -425,10 +536,15 @@ def _classify_span(members: Sequence[int], hosts: Mapping[int, str]) -> str | No
 
 
 def _build_machine(
-    runs: Sequence[Session], hosts: Sequence[Mapping[int, str]], transfers: pl.DataFrame, samples: pl.DataFrame
+    runs: Sequence[Session],
+    hosts: Sequence[Mapping[int, str]],
+    transfers: pl.DataFrame,
+    samples: pl.DataFrame,
 ) -> tuple[Machine, list[Notice]]:
     """The machine of the run with most ranks, with what was fitted to all of them."""
-    number = max(range(len(runs)), key=lambda number: runs[number].world_size or len(runs[number].traces))
+    number = max(
+        range(len(runs)), key=lambda number: runs[number].world_size or len(runs[number].traces)
+    )
     run, host_by_rank = runs[number], hosts[number]
     world = max(run.world_size or 0, *(rank + 1 for rank in host_by_rank), len(run.traces))
     ranks_by_host: dict[str, list[int]] = {}
@@ -443,7 +559,9 @@ def _build_machine(
             "all ranks"
         )
         notices.append(Notice("hosts-unknown", "warning", text))
-    device = next((name for trace in run.traces for name in trace.devices["name"].drop_nulls()), None)
+    device = next(
+        (name for trace in run.traces for name in trace.devices["name"].drop_nulls()), None
+    )
     dimensions, network_notices = build_network(world, size, transfers, samples, device)
     names = ", ".join(Path(run.name).name for run in runs)
     order = [rank for ranks in ranks_by_host.values() for rank in ranks] if size < world else []
@@ -454,7 +572,13 @@ def _build_machine(
         order=() if order == sorted(order) else tuple(order),
         per_host=size,
         device=next(
-            (peak for trace in run.traces for peak in find_peaks(trace).values() if isinstance(peak, Peak)), None
+            (
+                peak
+                for trace in run.traces
+                for peak in find_peaks(trace).values()
+                if isinstance(peak, Peak)
+            ),
+            None,
         ),
         transfers=build_measured_transfers(transfers),
     )

@@ -1,8 +1,10 @@
-"""Evaluate a graph in which things contend: transfers for links, and work for lanes that do one thing at a time.
+"""Evaluate a graph in which things contend: transfers for links, and work for lanes that do one
+thing at a time.
 
-A point is settled once all that it waits for is. Only what contends must be looked at in the order of time: the starts
-of transfers and of work on such lanes wait in a heap, everything else follows from them at once. Of equal times the
-ends of transfers come first, then starts in the order of communications and nodes: nothing depends on any other order.
+A point is settled once all that it waits for is. Only what contends must be looked at in the order
+of time: the starts of transfers and of work on such lanes wait in a heap, everything else follows
+from them at once. Of equal times the ends of transfers come first, then starts in the order of
+communications and nodes: nothing depends on any other order.
 """
 
 from __future__ import annotations
@@ -52,13 +54,16 @@ class _ActiveTransfers:
         self._bundles = bundles
         self._link_class = link_class
         self._now = 0  # until when the running ones are accounted for
-        # Of each running one: time left at full speed, end, speed, and the bundle that holds it back.
+        # Of each running one: time left at full speed, end, speed, and the bundle that holds it
+        # back.
         self._remaining_ns: dict[int, float] = {}
         self._end: dict[int, int] = {}
         self._speed: dict[int, float] = {}
         self._bottleneck: dict[int, int] = {}
         self._demand: Floats = np.zeros(bundles.count)  # what they ask of each bundle
-        self._end_heap: list[tuple[int, int]] = []  # a heap of their ends, and of ends that they had before
+        self._end_heap: list[
+            tuple[int, int]
+        ] = []  # a heap of their ends, and of ends that they had before
         self._slowed_count = 0  # how many are slower than alone
 
     def begin(self, operation: int, start_ns: int, uncontended_ns: int) -> None:
@@ -117,12 +122,16 @@ class _ActiveTransfers:
         share[row, column] = requested
         speeds, bottlenecks = compute_fair_speeds(share)
         self._slowed_count = int((speeds < 1).sum())
-        for operation, speed, bottleneck in zip(running.tolist(), speeds.tolist(), bottlenecks.tolist(), strict=True):
+        for operation, speed, bottleneck in zip(
+            running.tolist(), speeds.tolist(), bottlenecks.tolist(), strict=True
+        ):
             if speed != self._speed[operation]:
                 self.contended = True
                 self._speed[operation] = speed
                 remaining_ns = max(self._remaining_ns[operation], 0.0)
-                self.schedule_end(operation, self._now + math.ceil(remaining_ns / speed - _ROUNDING_TOLERANCE_NS))
+                self.schedule_end(
+                    operation, self._now + math.ceil(remaining_ns / speed - _ROUNDING_TOLERANCE_NS)
+                )
             self._bottleneck[operation] = int(used_bundles[bottleneck])
 
 
@@ -179,7 +188,9 @@ def simulate_contention(  # noqa: PLR0917  (one loop: a call per point would tak
     in_degrees[end_points] = 1
     order = np.argsort(edge_sources, kind="stable")
     successors, successor_delays = edge_targets[order].tolist(), edge_delays[order].tolist()
-    successor_offsets: list[int] = np.searchsorted(edge_sources[order], np.arange(point_count + 1)).tolist()
+    successor_offsets: list[int] = np.searchsorted(
+        edge_sources[order], np.arange(point_count + 1)
+    ).tolist()
     roots = np.flatnonzero(in_degrees[: 2 * node_count] == 0)
     initial_times = np.full(point_count, _NOT_REACHED, dtype=np.int64)
     initial_times[roots] = unwrap_array(graph.nodes["start_ns"].to_numpy())[roots // 2]

@@ -1,7 +1,8 @@
-"""The same work on another device: how long each kernel would take there, by which rule, and between which limits.
+"""The same work on another device: how long each kernel would take there, by which rule, and
+between which limits.
 
-A kernel keeps the share of its roofline that it was measured to reach: its time times the ratio of the two rooflines.
-What each rule assumes stands in docs/concepts/simulation-device.md.
+A kernel keeps the share of its roofline that it was measured to reach: its time times the ratio of
+the two rooflines. What each rule assumes stands in docs/concepts/simulation-device.md.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ import polars as pl
 
 from traceloom.analyze.kernel_efficiency import LATENCY_SHARE, MAX_SHORT_NS, SHORT_LATENCY_SHARE
 from traceloom.analyze.kernel_kinds import classify_kinds
-from traceloom.analyze.kernel_rules import MATRIX_KINDS, KindMatcher, load_built_in_kind_rules, select_gpu_work
+from traceloom.analyze.kernel_rules import (
+    MATRIX_KINDS,
+    KindMatcher,
+    load_built_in_kind_rules,
+    select_gpu_work,
+)
 from traceloom.analyze.modelled_calls import LINK_COPIES
 from traceloom.analyze.placed_calls import Peak, parse_peak, place_on_roofline
 from traceloom.analyze.roofline import PeakSpec
@@ -49,7 +55,12 @@ RuleType = pl.Enum(list(RULES))
 ACCOUNT_SCHEMA = build_schema("rule kind count here_ns there_ns low_ns high_ns", {"rule": RuleType})
 _TRACE_COLUMNS = build_schema(
     "rank event kind peak roofline_here roofline_there arithmetic matrix",
-    {"peak": pl.Int64, "roofline_here": pl.Float64, "roofline_there": pl.Float64, "matrix": pl.Boolean},
+    {
+        "peak": pl.Int64,
+        "roofline_here": pl.Float64,
+        "roofline_there": pl.Float64,
+        "matrix": pl.Boolean,
+    },
 )
 _MAX_FACTOR = 1e6
 _RECORDED_DEVICE = Peak("the recorded device", {}, 1.0)
@@ -118,7 +129,8 @@ def rescale(
     host_factor: float = 1.0,
     recorded: PeakSpec = None,
 ) -> Rescaled:
-    """Put the work of a graph on another device. On the recorded device all stays as it was, to the nanosecond.
+    """Put the work of a graph on another device. On the recorded device all stays as it was, to the
+    nanosecond.
 
     Args:
         graph: Calibrated, of the traces of the session or of one of its steps.
@@ -134,7 +146,9 @@ def rescale(
     """
     if not 0 < host_factor < _MAX_FACTOR:
         message = f"the host factor {host_factor:g} is not a number above 0"
-        raise UsageError(message, slug="bad-host-factor", hint="0.8 makes host work a fifth shorter")
+        raise UsageError(
+            message, slug="bad-host-factor", hint="0.8 makes host work a fifth shorter"
+        )
     target_peak = _RECORDED_DEVICE if device is None else _complete(parse_peak(device))
     base = Scenario.of(graph)
     work = graph.nodes.filter(pl.Series(base.nodes(*_DEVICE))).select(
@@ -147,7 +161,9 @@ def rescale(
     if device is None or not (work.height or recorded_peak):
         session, recorded_peak = None, target_peak
     traced, devices = _read_traces(graph, session, target_peak, recorded_peak)
-    work = work.join(traced, on=["rank", "event"], how="left", maintain_order="left", nulls_equal=True)
+    work = work.join(
+        traced, on=["rank", "event"], how="left", maintain_order="left", nulls_equal=True
+    )
     scaled = _add_rules(_classify_by_name(work), devices, target_peak)
     if device is None:
         scaled = scaled.with_columns(rule=pl.lit("same device"))
@@ -162,7 +178,8 @@ def rescale(
         works.append(scenario.work_ns)
         graphs.append(changed_graph(graph, scenario, scenario.times(plan)))
     before, after, low, high = (
-        int(np.ptp(get_point_times(case_graph))) if case_graph.nodes.height else 0 for case_graph in graphs
+        int(np.ptp(get_point_times(case_graph))) if case_graph.nodes.height else 0
+        for case_graph in graphs
     )
     account = DeviceChange(
         target_peak.name,
@@ -181,7 +198,9 @@ def _complete(peak: Peak) -> Peak:
     """The peak, which has a bandwidth: no rule does without."""
     if peak.memory is None:
         raise UsageError(
-            f"the peaks of {peak.name} lack the memory bandwidth", slug="bad-peak", hint="add it, as memory=3.35e12"
+            f"the peaks of {peak.name} lack the memory bandwidth",
+            slug="bad-peak",
+            hint="add it, as memory=3.35e12",
         )
     return peak
 
@@ -189,13 +208,22 @@ def _complete(peak: Peak) -> Peak:
 def _read_traces(
     graph: Graph, session: Session | None, target_peak: Peak, recorded: Peak | None
 ) -> tuple[pl.DataFrame, list[Peak]]:
-    """What the traces say of each piece of GPU work (`_KNOWN`; `peak` is a place in the list), and their devices."""
+    """What the traces say of each piece of GPU work (`_KNOWN`; `peak` is a place in the list), and
+    their devices.
+    """
     frames = [pl.DataFrame(schema=_TRACE_COLUMNS)]
     devices: list[Peak] = []
     for trace in () if session is None else session.traces:
         # a trace that is alone need not say its rank: the graph does
-        rank = trace.rank if trace.rank is not None or graph.ranks.height != 1 else graph.ranks["rank"][0]
-        recorded_roofline, other = place_on_roofline(trace, recorded), place_on_roofline(trace, target_peak)
+        rank = (
+            trace.rank
+            if trace.rank is not None or graph.ranks.height != 1
+            else graph.ranks["rank"][0]
+        )
+        recorded_roofline, other = (
+            place_on_roofline(trace, recorded),
+            place_on_roofline(trace, target_peak),
+        )
         numbers: dict[int, int] = {}
         for device, peak in recorded_roofline.devices.items():
             if isinstance(peak, str):
@@ -207,34 +235,50 @@ def _read_traces(
             numbers[device] = devices.index(peak)
         calls = recorded_roofline.calls.select(
             "position", "arithmetic", "matrix", "gpu_ns", roofline_here="roofline_ns"
-        ).join(other.calls.select("position", roofline_there="roofline_ns"), on="position", how="left")
+        ).join(
+            other.calls.select("position", roofline_there="roofline_ns"), on="position", how="left"
+        )
         matrix_times = calls.filter("matrix").group_by("arithmetic").agg(pl.col("gpu_ns").sum())
         typical_arithmetic = (
-            matrix_times.sort("gpu_ns", "arithmetic", descending=[True, False])["arithmetic"].first()
+            matrix_times.sort("gpu_ns", "arithmetic", descending=[True, False])[
+                "arithmetic"
+            ].first()
             if calls.height
             else None
         )
         work = (
-            select_gpu_work(trace).select("event", "device").with_columns(classify_kinds(trace)["kind"].cast(pl.String))
+            select_gpu_work(trace)
+            .select("event", "device")
+            .with_columns(classify_kinds(trace)["kind"].cast(pl.String))
         )
         # each piece of a call's work has its share of the call's roofline
         share = pl.when(pl.col("gpu_ns") > 0).then(pl.col("ns") / pl.col("gpu_ns"))
         traced = (
-            work.join(recorded_roofline.work.select("event", "position", "ns"), on="event", how="left")
+            work.join(
+                recorded_roofline.work.select("event", "position", "ns"), on="event", how="left"
+            )
             .join(calls, on="position", how="left")
             .with_columns(
                 pl.col("roofline_here", "roofline_there") * share,
                 pl.lit(rank).alias("rank"),
-                pl.col("device").replace_strict(numbers, default=None, return_dtype=pl.Int64).alias("peak"),
+                pl.col("device")
+                .replace_strict(numbers, default=None, return_dtype=pl.Int64)
+                .alias("peak"),
                 # matrix work without a model mostly has the element type of that with one
-                pl.coalesce("arithmetic", pl.lit(typical_arithmetic, pl.String)).alias("arithmetic"),
+                pl.coalesce("arithmetic", pl.lit(typical_arithmetic, pl.String)).alias(
+                    "arithmetic"
+                ),
             )
         )
         frames.append(traced.pipe(cast_to_schema, _TRACE_COLUMNS))
     if not devices:
         if recorded is None:
             message = "the recorded device is not known: a graph does not hold its name"
-            raise UsageError(message, slug="no-recorded-device", hint="name it with --recorded-device, as `H100 SXM`")
+            raise UsageError(
+                message,
+                slug="no-recorded-device",
+                hint="name it with --recorded-device, as `H100 SXM`",
+            )
         devices.append(_complete(recorded))
     return pl.concat(frames).unique(["rank", "event"], keep="first"), devices
 
@@ -247,35 +291,56 @@ def _classify_by_name(work: pl.DataFrame) -> pl.DataFrame:
     first = matcher.first(names, np.arange(names.len()), nothing, nothing)
     rules = [*(rule.kind for rule in matcher.rules), "other"]
     table = pl.DataFrame(
-        {"name": names, "by_name": [rules[number] for number in first]}, schema_overrides={"by_name": pl.String}
+        {"name": names, "by_name": [rules[number] for number in first]},
+        schema_overrides={"by_name": pl.String},
     )
     classified = work.join(table, on="name", how="left", maintain_order="left")
     copy = pl.when(pl.col("node_kind") != gs.KERNEL).then(pl.lit("copy"))
-    return classified.with_columns(pl.coalesce("kind", copy, "by_name", pl.lit("other")).alias("kind"))
+    return classified.with_columns(
+        pl.coalesce("kind", copy, "by_name", pl.lit("other")).alias("kind")
+    )
 
 
 def _add_rules(work: pl.DataFrame, devices: list[Peak], target_peak: Peak) -> pl.DataFrame:
-    """Add `rule`, and `ratio`, `low` and `high`: how many times as long each piece takes there, and the interval."""
+    """Add `rule`, and `ratio`, `low` and `high`: how many times as long each piece takes there, and
+    the interval.
+    """
     matrix = pl.col("kind").is_in(MATRIX_KINDS)
     types_by_name = (
-        pl.when(pl.col("name").str.contains(pattern)).then(pl.lit(dtype)) for dtype, pattern in _ELEMENT_TYPES
+        pl.when(pl.col("name").str.contains(pattern)).then(pl.lit(dtype))
+        for dtype, pattern in _ELEMENT_TYPES
     )
     modelled = (pl.col("roofline_here") > 0) & (pl.col("roofline_there") > 0)
     classed = work.with_columns(
         pl.col("peak").fill_null(0),
         modelled.fill_null(value=False).alias("modelled"),
-        pl.when(matrix).then(pl.coalesce(*types_by_name, "arithmetic")).otherwise(pl.lit("fp32")).alias("element_type"),
+        pl.when(matrix)
+        .then(pl.coalesce(*types_by_name, "arithmetic"))
+        .otherwise(pl.lit("fp32"))
+        .alias("element_type"),
         matrix.alias("calculates"),
     )
     keys = ["peak", "element_type", "calculates"]
     ratios = []
     for number, dtype, calculates in classed.select(keys).unique().rows():
         recorded_peak = devices[number]
-        rates = [device.rate(dtype or "", matrix=calculates) for device in (recorded_peak, target_peak)]
+        rates = [
+            device.rate(dtype or "", matrix=calculates) for device in (recorded_peak, target_peak)
+        ]
         peak_ratio = rates[0] / rates[1] if rates[0] and rates[1] else None
-        ratios.append((number, dtype, calculates, (recorded_peak.memory or 0) / (target_peak.memory or 1), peak_ratio))
+        ratios.append(
+            (
+                number,
+                dtype,
+                calculates,
+                (recorded_peak.memory or 0) / (target_peak.memory or 1),
+                peak_ratio,
+            )
+        )
     table = pl.DataFrame(
-        ratios, {**classed.select(keys).schema, "bandwidth": pl.Float64(), "peaks": pl.Float64()}, orient="row"
+        ratios,
+        {**classed.select(keys).schema, "bandwidth": pl.Float64(), "peaks": pl.Float64()},
+        orient="row",
     )
     rows = classed.join(table, on=keys, how="left", maintain_order="left", nulls_equal=True)
     ns, roofline = pl.col("ns"), pl.col("roofline_there") / pl.col("roofline_here")
@@ -285,12 +350,22 @@ def _add_rules(work: pl.DataFrame, devices: list[Peak], target_peak: Peak) -> pl
     )
     has_peak = pl.col("calculates") & pl.col("peaks").is_not_null()
     rule = (
-        pl.when(copy & link.fill_null(value=False)).then(pl.lit("link copy"))
-        .when(pl.col("modelled") & short).then(pl.lit("short of roofline")).when("modelled").then(pl.lit("roofline"))
-        .when(copy).then(pl.lit("device copy")).when(has_peak).then(pl.lit("peak")).otherwise(pl.lit("bandwidth"))
-    )  # fmt: skip
+        pl.when(copy & link.fill_null(value=False))
+        .then(pl.lit("link copy"))
+        .when(pl.col("modelled") & short)
+        .then(pl.lit("short of roofline"))
+        .when("modelled")
+        .then(pl.lit("roofline"))
+        .when(copy)
+        .then(pl.lit("device copy"))
+        .when(has_peak)
+        .then(pl.lit("peak"))
+        .otherwise(pl.lit("bandwidth"))
+    )
     bandwidth, same = pl.col("bandwidth"), pl.lit(1.0)
-    lower_bound = pl.min_horizontal(roofline, pl.col("roofline_there") / ns)  # nothing beats the roofline there
+    lower_bound = pl.min_horizontal(
+        roofline, pl.col("roofline_there") / ns
+    )  # nothing beats the roofline there
     interval_bounds = {  # the ratio, and what else the interval reaches to
         "roofline": (roofline, pl.max_horizontal(same, lower_bound)),
         "short of roofline": (roofline, 1 / roofline),
@@ -300,14 +375,19 @@ def _add_rules(work: pl.DataFrame, devices: list[Peak], target_peak: Peak) -> pl
         "link copy": (same,),
     }
     interval = pl.coalesce(
-        pl.when(pl.col("rule") == name).then(pl.concat_list(*bounds)) for name, bounds in interval_bounds.items()
+        pl.when(pl.col("rule") == name).then(pl.concat_list(*bounds))
+        for name, bounds in interval_bounds.items()
     )
     return rows.with_columns(rule.alias("rule")).with_columns(
-        interval.list.first().alias("ratio"), interval.list.min().alias("low"), interval.list.max().alias("high")
+        interval.list.first().alias("ratio"),
+        interval.list.min().alias("low"),
+        interval.list.max().alias("high"),
     )
 
 
-def _build_account(graph: Graph, scaled: pl.DataFrame, host: Bools, works: Sequence[Ints]) -> pl.DataFrame:
+def _build_account(
+    graph: Graph, scaled: pl.DataFrame, host: Bools, works: Sequence[Ints]
+) -> pl.DataFrame:
     """The work by rule and kind, as it is measured and in each of the three cases."""
     columns = ("here_ns", "there_ns", "low_ns", "high_ns")
     all_works = pl.DataFrame(dict(zip(columns, works, strict=True)))
@@ -326,4 +406,6 @@ def _build_account(graph: Graph, scaled: pl.DataFrame, host: Bools, works: Seque
         .group_by(pl.col("rule").cast(RuleType), "kind")
         .agg(pl.len().alias("count"), pl.col(columns).sum())
     )
-    return sums.sort("rule", "here_ns", descending=[False, True]).pipe(cast_to_schema, ACCOUNT_SCHEMA)
+    return sums.sort("rule", "here_ns", descending=[False, True]).pipe(
+        cast_to_schema, ACCOUNT_SCHEMA
+    )

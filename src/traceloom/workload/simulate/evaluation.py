@@ -45,7 +45,9 @@ def make_deadlock_error(graph: Graph) -> CheckError:
         f"rank {rank}: {name} waits for {awaited}" + (f" of rank {other}" if other != rank else "")
         for (rank, name), (other, awaited) in zip(steps, [*steps[1:], *steps[:1]], strict=True)
     ]
-    suffix = f"; and {len(clauses) - _MAX_CYCLE_SHOWN} more" if len(clauses) > _MAX_CYCLE_SHOWN else ""
+    suffix = (
+        f"; and {len(clauses) - _MAX_CYCLE_SHOWN} more" if len(clauses) > _MAX_CYCLE_SHOWN else ""
+    )
     return CheckError(
         f"deadlock: {'; '.join(clauses[:_MAX_CYCLE_SHOWN])}{suffix}",
         slug="deadlock",
@@ -72,9 +74,13 @@ def build_plan(graph: Graph) -> Plan:
 def find_serial_lanes(graph: Graph) -> Ints:
     """The lane of each node of which a lane does one at a time, -1 for all others; shape (nodes,).
 
-    Of files that do not say in which order the device does its work: what is ready first goes first.
+    Of files that do not say in which order the device does its work: what is ready first goes
+    first.
     """
-    device = np.isin(get_column_array(graph, graph.nodes["kind"]), [gs.NODE_KINDS.index(name) for name in _SERIAL])
+    device = np.isin(
+        get_column_array(graph, graph.nodes["kind"]),
+        [gs.NODE_KINDS.index(name) for name in _SERIAL],
+    )
     lane = graph.nodes["lane"].cast(pl.Int64).fill_null(-1).to_numpy()
     return np.where(device, lane, -1)
 
@@ -122,8 +128,12 @@ def evaluate_on_network(
         scenario = scenario.copy()
         time_ns, bundles = transfers.time_ns, transfers.bundles()
         class_by_operation = np.where(transfers.replaced, transfers.of_class, -1)
-        parts, edges = transfers.replaced[operations.of_part], transfers.replaced[operations.of_edge]
-        # What waits for the meeting takes the transfer after it; the root that goes ahead is busy as long.
+        parts, edges = (
+            transfers.replaced[operations.of_part],
+            transfers.replaced[operations.of_edge],
+        )
+        # What waits for the meeting takes the transfer after it; the root that goes ahead is busy
+        # as long.
         scenario.work_ns[operations.part[parts]] = time_ns[operations.of_part[parts]]
         scenario.delay_ns[operations.edge[edges]] = time_ns[operations.of_edge[edges]]
         waiting = get_column_array(graph, graph.edges["target"])[operations.edge[edges]]
@@ -147,22 +157,32 @@ def evaluate_on_network(
         scenario = scenario.copy()
         shared = np.flatnonzero(class_by_operation[operations.of_edge] >= 0)
         transfer_ends = evaluated.times[
-            2 * get_column_array(graph, graph.edges["target"])[operations.edge[shared]].astype(np.int64) + 1
+            2
+            * get_column_array(graph, graph.edges["target"])[operations.edge[shared]].astype(
+                np.int64
+            )
+            + 1
         ]
         met = evaluated.times[2 * operations.table["meeting"].to_numpy().astype(np.int64)]
         scenario.delay_ns[operations.edge[shared]] = transfer_ends - met[operations.of_edge[shared]]
     after = changed_graph(graph, scenario, evaluated.times)
     if evaluated.contended:
-        after = replace(after, edges=pl.concat([after.edges, _build_turn_edges(lanes, evaluated.times)]))
+        after = replace(
+            after, edges=pl.concat([after.edges, _build_turn_edges(lanes, evaluated.times)])
+        )
     return Evaluation(after, evaluated, transfers, bundles)
 
 
 def _build_turn_edges(lanes: Ints, times: Ints) -> pl.DataFrame:
     """Edges from each work of a lane to the next one, in the order in which they went."""
     node_rows = np.flatnonzero(lanes >= 0)
-    node_rows = node_rows[np.lexsort((node_rows, times[2 * node_rows + 1], times[2 * node_rows], lanes[node_rows]))]
+    node_rows = node_rows[
+        np.lexsort((node_rows, times[2 * node_rows + 1], times[2 * node_rows], lanes[node_rows]))
+    ]
     next_one = lanes[node_rows[1:]] == lanes[node_rows[:-1]]
-    return pl.DataFrame({"source": node_rows[:-1][next_one], "target": node_rows[1:][next_one]}).select(
+    return pl.DataFrame(
+        {"source": node_rows[:-1][next_one], "target": node_rows[1:][next_one]}
+    ).select(
         pl.col("source", "target").cast(gs.Node),
         kind=pl.lit("simulation", dtype=gs.EdgeKind),
         evidence=pl.lit("assumed", dtype=gs.Evidence),

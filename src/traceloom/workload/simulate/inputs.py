@@ -1,7 +1,7 @@
 """What can be simulated, as a graph; foreign files joined; one side alone.
 
-Such files hold durations and dependencies. Communications of a group are one operation by their order in it: the order
-of the files, where dependencies allow it.
+Such files hold durations and dependencies. Communications of a group are one operation by their
+order in it: the order of the files, where dependencies allow it.
 """
 
 from __future__ import annotations
@@ -35,20 +35,25 @@ SIDES = ("communication", "compute")
 def separate_side(graph: Graph, side: str) -> Graph:
     """The graph in which only one side takes time.
 
-    Of `communication` that is the transfers, and the work of communication that meets nobody; of `compute` the work of
-    all other nodes and the delays between them. What waits for the other side waits for what that waited for.
+    Of `communication` that is the transfers, and the work of communication that meets nobody; of
+    `compute` the work of all other nodes and the delays between them. What waits for the other side
+    waits for what that waited for.
 
     Args:
         graph: Any graph.
         side: One of `SIDES`.
     """
-    communicates = pl.col("kind").cast(pl.String).is_in([*gs.COMMUNICATION, gs.RENDEZVOUS, gs.ARRIVAL])
+    communicates = (
+        pl.col("kind").cast(pl.String).is_in([*gs.COMMUNICATION, gs.RENDEZVOUS, gs.ARRIVAL])
+    )
     node_side = graph.nodes.select(communicates).to_series()
     # Out of a meeting, into an arrival, and everything else between the parts of a communication.
     edge_side = graph.edges["kind"].cast(pl.String) == "rendezvous"
     stays = (node_side, edge_side) if side == "communication" else (~node_side, ~edge_side)
     nodes, edges = (
-        frame.with_columns(pl.when(pl.lit(is_kept)).then(name).otherwise(0).alias(name) for name in columns)
+        frame.with_columns(
+            pl.when(pl.lit(is_kept)).then(name).otherwise(0).alias(name) for name in columns
+        )
         for frame, is_kept, columns in (
             (graph.nodes, stays[0], ("work_ns", "residual_ns")),
             (graph.edges, stays[1], ("delay_ns", "residual_ns")),
@@ -61,7 +66,8 @@ _ALL_RANKS_GROUPS = ("", "0")  # names of the group of all ranks
 
 
 def join_communications(graph: Graph, groups: Mapping[str, Sequence[int]] | None) -> Graph:
-    """The graph with the meetings of its communications; their transfers take what their nodes took.
+    """The graph with the meetings of its communications; their transfers take what their nodes
+    took.
 
     Args:
         graph: Of files of other writers, one rank after the other.
@@ -78,13 +84,19 @@ def join_communications(graph: Graph, groups: Mapping[str, Sequence[int]] | None
     nodes = graph.nodes.height
     source, target = (graph.edges[end].to_numpy().astype(np.int64) for end in ("source", "target"))
     position = np.empty(nodes, dtype=np.int64)
-    position[sort_topologically(nodes, Arcs(source, target), np.arange(nodes)).order] = np.arange(nodes)
+    position[sort_topologically(nodes, Arcs(source, target), np.arange(nodes)).order] = np.arange(
+        nodes
+    )
     node_rows = communication["node"].to_numpy()
     world = sorted(set(graph.nodes["rank"].drop_nulls().to_list()))
-    members, notices = _find_members(communication, graph.nodes["rank"].gather(node_rows), groups, world)
+    members, notices = _find_members(
+        communication, graph.nodes["rank"].gather(node_rows), groups, world
+    )
     is_collective = ~communication["kind"].is_in(POINT_TO_POINT).fill_null(value=False)
     sends = pl.col("kind") == "send"
-    group_members = pl.col("group").replace_strict(members, default=None, return_dtype=pl.List(pl.Int32))
+    group_members = pl.col("group").replace_strict(
+        members, default=None, return_dtype=pl.List(pl.Int32)
+    )
     rows = communication.with_columns(
         graph.nodes["rank"].gather(node_rows),
         pl.col("group").fill_null(""),
@@ -100,7 +112,11 @@ def join_communications(graph: Graph, groups: Mapping[str, Sequence[int]] | None
     # The k-th of a rank is the k-th of the others; of messages the k-th send is the k-th receive.
     side, tag = (pl.when(~pl.col("together")).then(name) for name in ("kind", "tag"))
     rows = rows.with_columns(
-        nth=pl.col("position").rank("ordinal").over("rank", side, "of", "source", "target", tag).cast(pl.Int64) - 1
+        nth=pl.col("position")
+        .rank("ordinal")
+        .over("rank", side, "of", "source", "target", tag)
+        .cast(pl.Int64)
+        - 1
     )
     rows = rows.with_columns(
         group_size=pl.col("ranks").list.len().cast(pl.Int32),
@@ -112,10 +128,15 @@ def join_communications(graph: Graph, groups: Mapping[str, Sequence[int]] | None
     _check_messages(rows)
     several = pl.col("node").count().over("key") > 1
     described = rows.with_columns(instance=pl.when(several).then(pl.col("key").cast(pl.Int64) - 1))
-    described = described.select(gs.GRAPH_SCHEMAS["communication"].names()).cast(gs.GRAPH_SCHEMAS["communication"])
-    graph = replace(graph, communication=described, world_size=len(world), notices=(*graph.notices, *notices))
+    described = described.select(gs.GRAPH_SCHEMAS["communication"].names()).cast(
+        gs.GRAPH_SCHEMAS["communication"]
+    )
+    graph = replace(
+        graph, communication=described, world_size=len(world), notices=(*graph.notices, *notices)
+    )
     meeting = add_rendezvous(graph, ["inferred"] * described.height)
-    # Out of a meeting the part takes as long as its node did; what meets nobody, or waits for nobody, stays as it is.
+    # Out of a meeting the part takes as long as its node did; what meets nobody, or waits for
+    # nobody, stays as it is.
     out_of = meeting.edges["to_end"] & (meeting.edges["kind"] == "rendezvous")
     took = meeting.nodes["duration_ns"].gather(meeting.edges["target"])
     waiting = meeting.edges.filter(out_of)["target"].unique()
@@ -128,7 +149,10 @@ def join_communications(graph: Graph, groups: Mapping[str, Sequence[int]] | None
 
 
 def _find_members(
-    communication: pl.DataFrame, ranks: pl.Series, groups: Mapping[str, Sequence[int]] | None, world: Sequence[int]
+    communication: pl.DataFrame,
+    ranks: pl.Series,
+    groups: Mapping[str, Sequence[int]] | None,
+    world: Sequence[int],
 ) -> tuple[dict[str, list[int]], list[Notice]]:
     """The members of every group that is named, and what was assumed."""
     issuing = (
@@ -161,16 +185,33 @@ def _find_members(
 
 
 def _check_attendance(rows: pl.DataFrame) -> None:
-    """Every member of a group comes to each of its communications, or those that come wait for ever."""
-    counts = rows.filter("together").group_by("group", "rank").agg(pl.len().alias("count"), pl.col("ranks").first())
-    for (group,), group_counts in counts.sort("group", "rank").group_by("group", maintain_order=True):
-        issued = dict(zip(group_counts["rank"].to_list(), group_counts["count"].to_list(), strict=True))
+    """Every member of a group comes to each of its communications, or those that come wait for
+    ever.
+    """
+    counts = (
+        rows.filter("together")
+        .group_by("group", "rank")
+        .agg(pl.len().alias("count"), pl.col("ranks").first())
+    )
+    for (group,), group_counts in counts.sort("group", "rank").group_by(
+        "group", maintain_order=True
+    ):
+        issued = dict(
+            zip(group_counts["rank"].to_list(), group_counts["count"].to_list(), strict=True)
+        )
         busiest_rank = max(issued, key=lambda rank: (issued[rank], -rank))
         short = next(
-            (rank for rank in group_counts["ranks"][0].to_list() if issued.get(rank, 0) < issued[busiest_rank]), None
+            (
+                rank
+                for rank in group_counts["ranks"][0].to_list()
+                if issued.get(rank, 0) < issued[busiest_rank]
+            ),
+            None,
         )
         if short is not None:
-            name = f"group `{group}`" if group not in _ALL_RANKS_GROUPS else "the group of all ranks"
+            name = (
+                f"group `{group}`" if group not in _ALL_RANKS_GROUPS else "the group of all ranks"
+            )
             raise CheckError(
                 f"deadlock: rank {busiest_rank} waits for rank {short} at communication {issued.get(short, 0) + 1} of {name}, "
                 f"and rank {short} comes to {issued.get(short, 0)} only",
@@ -181,12 +222,20 @@ def _check_attendance(rows: pl.DataFrame) -> None:
 
 def _check_kinds(rows: pl.DataFrame, location: str) -> None:
     """All ranks do the same in each communication of a group."""
-    differ = rows.filter("together").filter(pl.col("kind").n_unique().over("key") > 1).sort("position", "rank")
+    differ = (
+        rows.filter("together")
+        .filter(pl.col("kind").n_unique().over("key") > 1)
+        .sort("position", "rank")
+    )
     if differ.height:
         first = differ.filter(pl.col("key") == differ["key"][0]).sort("rank")
-        kind_texts = "; ".join(f"rank {row['rank']} does {row['kind']}" for row in first.head(4).to_dicts())
+        kind_texts = "; ".join(
+            f"rank {row['rank']} does {row['kind']}" for row in first.head(4).to_dicts()
+        )
         name = (
-            f"group `{first['group'][0]}`" if first["group"][0] not in _ALL_RANKS_GROUPS else "the group of all ranks"
+            f"group `{first['group'][0]}`"
+            if first["group"][0] not in _ALL_RANKS_GROUPS
+            else "the group of all ranks"
         )
         raise InputError(
             f"communication {first['nth'][0] + 1} of {name} is not one: {kind_texts}",
@@ -262,7 +311,9 @@ def open_input(
         return workload
     if only is not None and only not in SIDES:
         raise UsageError(
-            f"`{only}` is no side of a workload", slug="wrong-usage", hint=f"one side alone is {' or '.join(SIDES)}"
+            f"`{only}` is no side of a workload",
+            slug="wrong-usage",
+            hint=f"one side alone is {' or '.join(SIDES)}",
         )
     chakra = False
     session = None
@@ -272,7 +323,11 @@ def open_input(
         session = workload if isinstance(workload, Session) else None
         name = workload.name
     else:
-        paths = [Path(workload)] if isinstance(workload, (str, Path)) else [Path(path) for path in workload]
+        paths = (
+            [Path(workload)]
+            if isinstance(workload, (str, Path))
+            else [Path(path) for path in workload]
+        )
         name = " ".join(map(str, paths))
         first = paths[0] if paths else Path()
         chakra = any(map(is_chakra, paths))
@@ -294,7 +349,9 @@ def open_input(
                     remember_input(Path(group_path))
                     group_file = read_groups(Path(group_path))
                     if group_file.faults:
-                        raise InputError(group_file.faults[0], slug="not-a-group-file", where=str(group_path))
+                        raise InputError(
+                            group_file.faults[0], slug="not-a-group-file", where=str(group_path)
+                        )
                     members = group_file.members or {}
         else:
             from traceloom.formats import load
@@ -303,10 +360,18 @@ def open_input(
             name = session.name
             graph = link_session(session, step=step)
     if step is not None and session is None:
-        raise UsageError("--step is of recorded runs", slug="wrong-usage", hint="leave it out, or name the run")
+        raise UsageError(
+            "--step is of recorded runs", slug="wrong-usage", hint="leave it out, or name the run"
+        )
     if groups is not None and not chakra:
-        raise UsageError("--groups is of .et files", slug="wrong-usage", hint="leave it out: what is recorded knows")
-    serial = session is None and not graph.delays.height and (graph.edges["evidence"] == "assumed").all()
+        raise UsageError(
+            "--groups is of .et files",
+            slug="wrong-usage",
+            hint="leave it out: what is recorded knows",
+        )
+    serial = (
+        session is None and not graph.delays.height and (graph.edges["evidence"] == "assumed").all()
+    )
     measured = not serial
     graph = replace(graph, name=name)
     if serial:

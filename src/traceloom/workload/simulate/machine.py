@@ -20,9 +20,17 @@ from traceloom.workload.collective_algorithms import KINDS_OF, compute_log2
 
 Topology = Literal["ring", "fully-connected", "switch", "torus", "mesh", "fat-tree", "links"]
 Collective = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "barrier",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "barrier",
     "send",
-]  # fmt: skip
+]
 Algorithm = Literal["ring", "direct", "halving-doubling", "double-tree", "tree", "two-level"]
 Span = Literal["inside", "between"]
 MAX_RANKS = 1 << 20
@@ -36,9 +44,14 @@ Node = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 
 SHAPED = ("torus", "mesh")
 _DEFAULT_ALGORITHMS: dict[str, Algorithm] = {
-    "all_to_all": "direct", "gather": "direct", "scatter": "direct", "send": "direct",
-    "broadcast": "tree", "reduce": "tree", "barrier": "tree",
-}  # fmt: skip
+    "all_to_all": "direct",
+    "gather": "direct",
+    "scatter": "direct",
+    "send": "direct",
+    "broadcast": "tree",
+    "reduce": "tree",
+    "barrier": "tree",
+}
 _SMALL_ALL_REDUCE = 1 << 16  # bytes; below, the number of hops counts more than the bytes
 
 
@@ -105,7 +118,9 @@ class Dimension:
             if not getattr(self, key) and self.topology in owners:
                 raise make_machine_error(f"the topology {self.topology} needs `{key}`")
         if self.oversubscription != 1 and self.topology != "fat-tree":
-            raise make_machine_error(f"`oversubscription` belongs to a fat-tree, not to the topology {self.topology}")
+            raise make_machine_error(
+                f"`oversubscription` belongs to a fat-tree, not to the topology {self.topology}"
+            )
         if self.topology in SHAPED and math.prod(self.shape) != self.size:
             product = " x ".join(map(str, self.shape))
             raise make_machine_error(
@@ -180,7 +195,9 @@ class AlgorithmRule:
         if kind not in KINDS_OF[self.use]:
             able = [name for name, kinds in KINDS_OF.items() if kind in kinds]
             hint = f"{', '.join(able)} can do it" if able else "a send is one message"
-            raise make_machine_error(f"there is no {self.use} algorithm for {self.collective}", hint)
+            raise make_machine_error(
+                f"there is no {self.use} algorithm for {self.collective}", hint
+            )
 
 
 @dataclass(frozen=True)
@@ -239,7 +256,9 @@ class MeasuredTransfer:
         if not all(map(math.isfinite, (self.alpha_ns, self.bandwidth or 1.0, *residuals))):
             raise make_machine_error("numbers of a transfer are finite")
         if self.from_bytes > self.to_bytes:
-            raise make_machine_error(f"`from_bytes` {self.from_bytes:,} is above `to_bytes` {self.to_bytes:,}")
+            raise make_machine_error(
+                f"`from_bytes` {self.from_bytes:,} is above `to_bytes` {self.to_bytes:,}"
+            )
 
     @property
     def group(self) -> tuple[str, str, int]:
@@ -253,7 +272,8 @@ class MeasuredTransfer:
     def time_ns(self, size_bytes: float, ranks: int | None = None) -> float:
         """How long such a collective takes, of any size.
 
-        A group of another size has the same bandwidth on the bus, and the latency of as many more steps of a ring.
+        A group of another size has the same bandwidth on the bus, and the latency of as many more
+        steps of a ring.
         """
         ranks = self.ranks if ranks is None else ranks
         steps = (ranks - 1) / (self.ranks - 1) if self.ranks > 1 else 1.0
@@ -277,7 +297,8 @@ class MeasuredTime(NamedTuple):
 class Machine:
     """A machine: devices and the network that joins them.
 
-    Ranks have places 0, 1, ... Dimension 0 joins neighbouring places: place = c0 + size0 * (c1 + size1 * (c2 + ...)).
+    Ranks have places 0, 1, ... Dimension 0 joins neighbouring places: place = c0 + size0 * (c1 +
+    size1 * (c2 + ...)).
 
     Attributes:
         dimensions: Of the network, the innermost first; none of one rank alone.
@@ -307,28 +328,42 @@ class Machine:
 
     def __post_init__(self) -> None:
         if not self.dimensions and (self.device is None or self.nic is not None):
-            raise make_machine_error("a machine needs at least one `[[network]]`", "one rank alone needs a `[device]`")
+            raise make_machine_error(
+                "a machine needs at least one `[[network]]`", "one rank alone needs a `[device]`"
+            )
         if self.ranks > MAX_RANKS:
-            raise make_machine_error(f"the machine has {self.ranks:,} ranks, more than {MAX_RANKS:,}")
+            raise make_machine_error(
+                f"the machine has {self.ranks:,} ranks, more than {MAX_RANKS:,}"
+            )
         if sum(self.ranks // part.size * part.link_count for part in self.dimensions) > MAX_LINKS:
-            raise make_machine_error(f"the network has more than {MAX_LINKS:,} links", "a switch has fewest")
+            raise make_machine_error(
+                f"the network has more than {MAX_LINKS:,} links", "a switch has fewest"
+            )
         if self.dimensions and self.dimensions[0].shared:
-            raise make_machine_error("the innermost dimension cannot be `shared`: nothing is inside its members")
+            raise make_machine_error(
+                "the innermost dimension cannot be `shared`: nothing is inside its members"
+            )
         if self.price_per_hour is not None and not 0 <= self.price_per_hour < math.inf:
-            raise make_machine_error(f"expected the price to be a number of at least 0, got {self.price_per_hour}")
+            raise make_machine_error(
+                f"expected the price to be a number of at least 0, got {self.price_per_hour}"
+            )
         if self.order and sorted(self.order) != list(range(self.ranks)):
             raise make_machine_error(
                 f"the order of the ranks has not each of 0 to {self.ranks - 1} once",
                 "give one rank for each place, or no order",
             )
         if self.per_host is not None and (self.per_host < 1 or self.ranks % self.per_host):
-            raise make_machine_error(f"{self.ranks} ranks are no number of hosts of {self.per_host}")
+            raise make_machine_error(
+                f"{self.ranks} ranks are no number of hosts of {self.per_host}"
+            )
         for factor in self.slow:
             if max(factor.ranks) >= self.ranks:
                 raise make_machine_error(
                     f"`slow` names rank {max(factor.ranks)}, the machine has ranks 0 to {self.ranks - 1}"
                 )
-        measured = sorted(self.transfers, key=lambda transfer: (*transfer.group, transfer.from_bytes))
+        measured = sorted(
+            self.transfers, key=lambda transfer: (*transfer.group, transfer.from_bytes)
+        )
         for first, second in pairwise(measured):
             if first.group == second.group and second.from_bytes <= first.to_bytes:
                 raise make_machine_error(
@@ -353,18 +388,26 @@ class Machine:
     def _other_size(self, ranks: int, hint: str) -> UsageError:
         sizes = " x ".join(str(dimension.size) for dimension in self.dimensions) or "no network"
         return UsageError(
-            f"the machine has {self.ranks} ranks ({sizes}), the workload has {ranks}", slug="machine-size", hint=hint
+            f"the machine has {self.ranks} ranks ({sizes}), the workload has {ranks}",
+            slug="machine-size",
+            hint=hint,
         )
 
     @property
     def ranks_per_host(self) -> int:
         """Ranks of one host."""
-        return self.per_host or (self.dimensions[0].size if len(self.dimensions) > 1 else self.ranks)
+        return self.per_host or (
+            self.dimensions[0].size if len(self.dimensions) > 1 else self.ranks
+        )
 
     @cached_property
     def places(self) -> Ints:
         """The place of each rank, shape (ranks,)."""
-        return np.argsort(self.order).astype(np.int64) if self.order else np.arange(self.ranks, dtype=np.int64)
+        return (
+            np.argsort(self.order).astype(np.int64)
+            if self.order
+            else np.arange(self.ranks, dtype=np.int64)
+        )
 
     def span(self, members: Sequence[int] | Ints) -> Span:
         """Whether the ranks are inside one host or between several."""
@@ -400,15 +443,20 @@ class Machine:
         if collective == "all_reduce" and size_bytes < _SMALL_ALL_REDUCE:
             default = "double-tree"
         rules = (rule for rule in self.algorithms if rule.collective == collective)
-        use = next((rule.use for rule in rules if rule.below is None or size_bytes < rule.below), default)
+        use = next(
+            (rule.use for rule in rules if rule.below is None or size_bytes < rule.below), default
+        )
         if use == "halving-doubling":
             compute_log2(ranks, use)
         return use
 
-    def transfer(self, collective: str, members: Sequence[int] | Ints, size_bytes: int) -> MeasuredTransfer | None:
+    def transfer(
+        self, collective: str, members: Sequence[int] | Ints, size_bytes: int
+    ) -> MeasuredTransfer | None:
         """What was measured of such a collective, or None where nothing was.
 
-        Where the size was not measured, the entry of the nearest size that was; the answer lies outside its range then.
+        Where the size was not measured, the entry of the nearest size that was; the answer lies
+        outside its range then.
         """
         group = (collective, self.span(members), len(members))
         return min(
@@ -420,22 +468,27 @@ class Machine:
     def transfer_of(self, collective: str, span: Span, ranks: int, size_bytes: int) -> MeasuredTime:
         """How long such a collective takes by what was measured, and what of it was not.
 
-        Where no group of its size was measured, the one nearest in size stands for it; other spans never do.
+        Where no group of its size was measured, the one nearest in size stands for it; other spans
+        never do.
         """
         alike = [transfer for transfer in self.transfers if transfer.collective == collective]
         in_span = [transfer for transfer in alike if transfer.span == span]
         if not in_span:
             return MeasuredTime(None, ("span",) if alike else ("kind",) if self.transfers else ())
         nearest_ranks = min(
-            {transfer.ranks for transfer in in_span}, key=lambda count: (abs(math.log(count / ranks)), count)
+            {transfer.ranks for transfer in in_span},
+            key=lambda count: (abs(math.log(count / ranks)), count),
         )
         group = [transfer for transfer in in_span if transfer.ranks == nearest_ranks]
         nearest = min(group, key=lambda transfer: transfer.outside(size_bytes))
-        flags = ("group",) * (nearest_ranks != ranks) + ("size",) * (nearest.outside(size_bytes) > 0)
+        flags = ("group",) * (nearest_ranks != ranks) + ("size",) * (
+            nearest.outside(size_bytes) > 0
+        )
         return MeasuredTime(nearest.time_ns(size_bytes, ranks), flags)
 
     def for_ranks(self, ranks: int) -> Machine:
-        """The same machine with so many ranks: more or fewer members of the outermost dimension, or a part of one host.
+        """The same machine with so many ranks: more or fewer members of the outermost dimension, or
+        a part of one host.
 
         Raises:
             UsageError: slug `machine-size`: no such number fits.
@@ -454,9 +507,16 @@ class Machine:
         sizes.append(remaining)
         for dimension, size in zip(self.dimensions, sizes, strict=True):
             if dimension.size != size and dimension.topology in (*SHAPED, "links"):
-                raise self._other_size(ranks, f"the size of the {dimension.topology} is its own: write another machine")
+                raise self._other_size(
+                    ranks, f"the size of the {dimension.topology} is its own: write another machine"
+                )
         if self.order or self.slow:
-            raise self._other_size(ranks, "it names single ranks (`order`, `slow`): write another machine")
-        dimensions = (replace(dimension, size=size) for dimension, size in zip(self.dimensions, sizes, strict=True))
+            raise self._other_size(
+                ranks, "it names single ranks (`order`, `slow`): write another machine"
+            )
+        dimensions = (
+            replace(dimension, size=size)
+            for dimension, size in zip(self.dimensions, sizes, strict=True)
+        )
         per_host = self.per_host and min(self.per_host, ranks)
         return replace(self, dimensions=tuple(dimensions), per_host=per_host)

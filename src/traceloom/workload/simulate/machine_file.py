@@ -98,22 +98,42 @@ class _MachineDocument:
 
 # Which tables hold what, so that an unknown key is named with its place.
 _TABLES: dict[str, type] = {
-    "network": Dimension, "nic": Nic, "ranks": _RanksTable, "algorithm": AlgorithmRule, "device": _DeviceTable,
-    "slow": SpeedFactor, "transfer": MeasuredTransfer,
-}  # fmt: skip
+    "network": Dimension,
+    "nic": Nic,
+    "ranks": _RanksTable,
+    "algorithm": AlgorithmRule,
+    "device": _DeviceTable,
+    "slow": SpeedFactor,
+    "transfer": MeasuredTransfer,
+}
 _LISTS = ("network", "algorithm", "slow", "transfer")
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "format": (FORMAT,), "version": (VERSION,), "topology": get_args(Topology), "collective": get_args(Collective),
-    "use": get_args(Algorithm), "span": get_args(Span), "of": ("outer", "all"),
-}  # fmt: skip
+    "format": (FORMAT,),
+    "version": (VERSION,),
+    "topology": get_args(Topology),
+    "collective": get_args(Collective),
+    "use": get_args(Algorithm),
+    "span": get_args(Span),
+    "of": ("outer", "all"),
+}
 
-_TYPE_NAMES = {"int": "a whole number", "float": "a number", "str": "a text", "array": "a list", "object": "a table"}
+_TYPE_NAMES = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "array": "a list",
+    "object": "a table",
+}
 
 
 def presets() -> tuple[str, ...]:
     """Names of the machines that come with Traceloom."""
     return tuple(
-        sorted(entry.name.removesuffix(".toml") for entry in _PRESETS.iterdir() if entry.name.endswith(".toml"))
+        sorted(
+            entry.name.removesuffix(".toml")
+            for entry in _PRESETS.iterdir()
+            if entry.name.endswith(".toml")
+        )
     )
 
 
@@ -145,7 +165,9 @@ def read_machine(path: str | Path, overrides: Sequence[str] = ()) -> Machine:
     try:
         document = tomllib.loads(content.decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise InputError(f"the machine is no TOML: {error}", slug="bad-machine", where=location) from error
+        raise InputError(
+            f"the machine is no TOML: {error}", slug="bad-machine", where=location
+        ) from error
     version = document.get("version", VERSION)
     if isinstance(version, int) and version != VERSION:
         raise other_version("machine", version, VERSION, location)
@@ -171,7 +193,8 @@ def apply_overrides(machine: Machine, overrides: Iterable[str]) -> Machine:
         path, equals, text = override.partition("=")
         if not equals or not path.strip():
             raise _make_override_error(
-                f"expected PATH=VALUE, got `{override}`", "write for example network.0.bandwidth=100"
+                f"expected PATH=VALUE, got `{override}`",
+                "write for example network.0.bandwidth=100",
             )
         try:
             value = tomllib.loads(f"value = {text}")["value"]
@@ -181,7 +204,9 @@ def apply_overrides(machine: Machine, overrides: Iterable[str]) -> Machine:
     try:
         return build_machine(document, f"--set {' '.join(overrides)}")
     except InputError as error:
-        raise UsageError(error.message, slug="bad-override", where=error.where, hint=error.hint) from error
+        raise UsageError(
+            error.message, slug="bad-override", where=error.where, hint=error.hint
+        ) from error
 
 
 def _make_override_error(message: str, hint: str) -> UsageError:
@@ -194,7 +219,9 @@ def _set(document: dict[str, Any], keys: list[str], value: Any, override: str) -
     for depth, key in enumerate(keys[:-1]):
         if isinstance(table, list) and all(isinstance(entry, dict) for entry in table):
             names = [str(entry.get("name", "")) for entry in table]
-            index = names.index(key) if key in names else int(key) if key.isdecimal() else len(table)
+            index = (
+                names.index(key) if key in names else int(key) if key.isdecimal() else len(table)
+            )
             if index >= len(table):
                 path = ".".join(keys[:depth])
                 entries = f"{len(table)} entries" if len(table) != 1 else "1 entry"
@@ -208,7 +235,9 @@ def _set(document: dict[str, Any], keys: list[str], value: Any, override: str) -
         elif isinstance(table, dict):
             table = table.setdefault(key, [] if key in _LISTS else {})
     if not isinstance(table, dict):
-        raise _make_override_error(f"`{override}` names no key", "write for example network.0.bandwidth=100")
+        raise _make_override_error(
+            f"`{override}` names no key", "write for example network.0.bandwidth=100"
+        )
     table[keys[-1]] = value
 
 
@@ -225,7 +254,10 @@ def build_machine(document: dict[str, Any], location: str) -> Machine:
             if unknown is not None:
                 hint = nearest(unknown, names) + f"{path or 'a machine'} has {', '.join(names)}"
                 raise InputError(
-                    f"`{unknown}` is no key of {path or 'a machine'}", slug="bad-machine", where=location, hint=hint
+                    f"`{unknown}` is no key of {path or 'a machine'}",
+                    slug="bad-machine",
+                    where=location,
+                    hint=hint,
                 )
         return msgspec.convert(document, _MachineDocument).machine()
     except msgspec.ValidationError as error:
@@ -248,7 +280,9 @@ def build_machine(document: dict[str, Any], location: str) -> Machine:
             message, slug="bad-machine", where=", ".join(filter(None, (location, path))), hint=hint
         ) from error
     except UsageError as error:
-        raise InputError(error.message, slug="bad-machine", where=location, hint=error.hint) from error
+        raise InputError(
+            error.message, slug="bad-machine", where=location, hint=error.hint
+        ) from error
 
 
 def _get_value(document: Any, path: str) -> Any:
@@ -270,7 +304,11 @@ def _iterate_tables(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, A
         if isinstance(value, dict):
             yield f"`{key}`", value, kind
         elif isinstance(value, list):
-            yield from ((f"`{key}[{n}]`", entry, kind) for n, entry in enumerate(value) if isinstance(entry, dict))
+            yield from (
+                (f"`{key}[{n}]`", entry, kind)
+                for n, entry in enumerate(value)
+                if isinstance(entry, dict)
+            )
 
 
 def build_document(machine: Machine) -> dict[str, Any]:
@@ -301,7 +339,9 @@ def build_document(machine: Machine) -> dict[str, Any]:
 def _build_table(part: Any) -> dict[str, Any]:
     """The fields of a part that are not as by default."""
     values = {
-        field.name: getattr(part, field.name) for field in fields(part) if getattr(part, field.name) != field.default
+        field.name: getattr(part, field.name)
+        for field in fields(part)
+        if getattr(part, field.name) != field.default
     }
     return dict(msgspec.to_builtins(values))
 
@@ -310,12 +350,18 @@ def machine_text(machine: Machine) -> str:
     """The machine as the text of a `machine.toml`."""
     document = build_document(machine)
     for table, dimension in zip(document.get("network", ()), machine.dimensions, strict=True):
-        if dimension.links:  # a list of TOML has no gaps: where only the latency is a link's own, both are written
+        if (
+            dimension.links
+        ):  # a list of TOML has no gaps: where only the latency is a link's own, both are written
             table["links"] = [
-                wire._replace(bandwidth=dimension.bandwidth) if wire[2] is None and wire[3] is not None else wire
+                wire._replace(bandwidth=dimension.bandwidth)
+                if wire[2] is None and wire[3] is not None
+                else wire
                 for wire in dimension.links
             ]
-    lines = [f"{key} = {_format_toml(value)}" for key, value in document.items() if key not in _TABLES]
+    lines = [
+        f"{key} = {_format_toml(value)}" for key, value in document.items() if key not in _TABLES
+    ]
     for key, value in document.items():
         for table in value if isinstance(value, list) else [value] if key in _TABLES else []:
             lines += ["", f"[[{key}]]" if isinstance(value, list) else f"[{key}]"]
@@ -330,7 +376,13 @@ def _format_toml(value: Any) -> str:
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, str):
-        return encode_json(value).decode().replace("\x7f", "\\u007f")  # JSON's texts are TOML's, but for DEL
+        return (
+            encode_json(value).decode().replace("\x7f", "\\u007f")
+        )  # JSON's texts are TOML's, but for DEL
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_format_toml(inner)}" for key, inner in value.items()) + " }"
+        return (
+            "{ "
+            + ", ".join(f"{key} = {_format_toml(inner)}" for key, inner in value.items())
+            + " }"
+        )
     return "[" + ", ".join(map(_format_toml, (inner for inner in value if inner is not None))) + "]"

@@ -75,26 +75,37 @@ def run(
         >>> run("run", "dgx-h100").after_ns  # doctest: +SKIP
     """
     if overrides and machine is None:
-        raise UsageError("--set is of a machine", slug="wrong-usage", hint="name one with --machine")
+        raise UsageError(
+            "--set is of a machine", slug="wrong-usage", hint="name one with --machine"
+        )
     on_status: StatusCallback = progress or (lambda _: None)
     on_status("reading")
     source = open_input(workload, groups=groups, only=only, step=step, cache=cache)
     on_status("evaluating")
     plan = build_plan(source.graph)
     checked = _compare_with_recording(source, plan)
-    before = evaluate_on_network(source.graph, find_operations(source.graph), plan=plan, serial=source.serial)
+    before = evaluate_on_network(
+        source.graph, find_operations(source.graph), plan=plan, serial=source.serial
+    )
     target = None if machine is None else _Target.of(machine, overrides, source.graph)
-    cases = build_device_cases(source, target.machine if target else None, device, host_factor, recorded_device)
+    cases = build_device_cases(
+        source, target.machine if target else None, device, host_factor, recorded_device
+    )
     courses = []
     for graph in cases.graphs:
         operations = find_operations(graph)
         transfers = None  # those that the workload has, if any
         if target is not None and source.only != "compute":
             transfers = compute_transfers(
-                target.machine, operations.table, compute_recorded_transfers(graph, operations), target.measured_on
+                target.machine,
+                operations.table,
+                compute_recorded_transfers(graph, operations),
+                target.measured_on,
             )
         same = plan if plan.graph is graph else None
-        courses.append(evaluate_on_network(graph, operations, transfers, plan=same, serial=source.serial))
+        courses.append(
+            evaluate_on_network(graph, operations, transfers, plan=same, serial=source.serial)
+        )
     after, *interval = courses
     names = [target.name] if target else []
     names += [cases.account.device] if cases.account and device is not None else []
@@ -117,14 +128,21 @@ def run(
 
 
 def _compare_with_recording(source: SimulationInput, plan: Plan) -> dict[str, Any]:
-    """What simulating the workload on its own machine gives, and how far that is from what was measured."""
+    """What simulating the workload on its own machine gives, and how far that is from what was
+    measured.
+    """
     if not source.measured:
         identity_text = (
             "Nothing here was measured: the times follow from the durations in the files."
             if source.only is None
             else f"Nobody measured {source.only} alone: no time can come back."
         )
-        return {"measured_ns": None, "identity_ns": None, "identity_error": None, "identity": identity_text}
+        return {
+            "measured_ns": None,
+            "identity_ns": None,
+            "identity_error": None,
+            "identity": identity_text,
+        }
     conservation = law(source.graph, plan)
     simulated = conservation.window_ns + conservation.honest_error_ns
     identity_text = (
@@ -142,7 +160,9 @@ def _compare_with_recording(source: SimulationInput, plan: Plan) -> dict[str, An
 
 @dataclass(frozen=True)
 class _Target:
-    """The machine, and the one that its measured transfers are of where its network was changed since."""
+    """The machine, and the one that its measured transfers are of where its network was changed
+    since.
+    """
 
     machine: Machine
     name: str
@@ -187,7 +207,11 @@ class DeviceCases:
 
 
 def build_device_cases(
-    source: SimulationInput, machine: Machine | None, device: str | None, host_factor: float, recorded: str | None
+    source: SimulationInput,
+    machine: Machine | None,
+    device: str | None,
+    host_factor: float,
+    recorded: str | None,
 ) -> DeviceCases:
     """The work of the ranks on other devices, and the slow ones of a machine.
 
@@ -214,7 +238,11 @@ def build_device_cases(
                 recorded=recorded,
             )
         except UsageError as error:
-            if device is not None or machine_device is None or error.slug not in {"no-recorded-device", "bad-peak"}:
+            if (
+                device is not None
+                or machine_device is None
+                or error.slug not in {"no-recorded-device", "bad-peak"}
+            ):
                 raise
             text = f"work of the device takes as long as recorded, not as on {machine_device.name}: {error.message}"
             notices = (Notice("device-kept", "warning", text),)
@@ -228,8 +256,8 @@ def build_device_cases(
         rank = graph.nodes["rank"].cast(pl.Int64).fill_null(0).to_numpy()
         is_device_work = scenario.nodes(gs.KERNEL, gs.COPY, gs.FILL)
         speed = machine.device_speeds()[np.minimum(rank, machine.ranks - 1)]
-        scenario.work_ns = np.where(is_device_work, np.rint(scenario.work_ns / speed), scenario.work_ns).astype(
-            np.int64
-        )
+        scenario.work_ns = np.where(
+            is_device_work, np.rint(scenario.work_ns / speed), scenario.work_ns
+        ).astype(np.int64)
         slowed.append(changed_graph(graph, scenario, scenario.times(Plan(graph))))
     return replace(cases, graphs=tuple(slowed))

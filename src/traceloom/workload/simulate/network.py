@@ -1,7 +1,8 @@
 """Links, routes, arrival times (alpha-beta).
 
-A message takes α, the latencies of its links, and β, its bytes at the bandwidth of the narrowest of them. Messages of
-one round that share a link share its bandwidth; a link serves the rounds in their order.
+A message takes α, the latencies of its links, and β, its bytes at the bandwidth of the narrowest of
+them. Messages of one round that share a link share its bandwidth; a link serves the rounds in their
+order.
 """
 
 from __future__ import annotations
@@ -55,14 +56,17 @@ def build_fabric(dimension: Dimension) -> Fabric:
 
 
 class Grid:
-    """A ring, torus or mesh: a ring or line along each axis; a message goes along one axis after the other."""
+    """A ring, torus or mesh: a ring or line along each axis; a message goes along one axis after
+    the other.
+    """
 
     def __init__(self, dimension: Dimension) -> None:
         size = dimension.size
         self.shape = dimension.shape or (size,)
         self.closed = dimension.topology != "mesh"
         members = np.arange(size)
-        # Link (axis * size + member) * 2 leads from that member upwards along the axis, the one after it downwards.
+        # Link (axis * size + member) * 2 leads from that member upwards along the axis, the one
+        # after it downwards.
         links = (len(self.shape), size, 2)
         self.source = np.broadcast_to(members[:, None], links).reshape(-1).astype(np.int64)
         target = np.zeros(links, dtype=np.int64)
@@ -71,7 +75,9 @@ class Grid:
         for axis, length in enumerate(self.shape):
             coordinate = members // stride % length
             for way, step in enumerate((1, -1)):
-                target[axis, :, way] = members + ((coordinate + step) % length - coordinate) * stride
+                target[axis, :, way] = (
+                    members + ((coordinate + step) % length - coordinate) * stride
+                )
                 in_range = (coordinate + step >= 0) & (coordinate + step < length)
                 # Both ways round a ring of two are one link.
                 exists[axis, :, way] = in_range if length == 2 or not self.closed else length > 1
@@ -96,7 +102,9 @@ class Grid:
             message = np.repeat(np.arange(source.size), hops)
             hop = np.arange(message.size) - np.repeat(np.cumsum(hops) - hops, hops)
             ahead = np.where(upwards, 1, -1)[message] * hop
-            hop_position = position[message] + ((first[message] + ahead) % length - first[message]) * stride
+            hop_position = (
+                position[message] + ((first[message] + ahead) % length - first[message]) * stride
+            )
             links.append((axis * size + hop_position) * 2 + ~upwards[message])
             messages.append(message)
             position += (last - first) * stride
@@ -123,7 +131,9 @@ class FullyConnected:
 
 
 class Switched:
-    """A switch, or a fat tree: leaf switches below a spine, with one link each way between a leaf and the spine."""
+    """A switch, or a fat tree: leaf switches below a spine, with one link each way between a leaf
+    and the spine.
+    """
 
     def __init__(self, dimension: Dimension) -> None:
         size = dimension.size
@@ -146,7 +156,10 @@ class Switched:
         """Up to the leaf, to the spine where the target is below another one, and down."""
         first, last = source // self.radix, target // self.radix
         leaf_count = (self.source.size - 2 * self.size) // 2
-        links = np.stack([source, 2 * self.size + first, 2 * self.size + leaf_count + last, self.size + target], axis=1)
+        links = np.stack(
+            [source, 2 * self.size + first, 2 * self.size + leaf_count + last, self.size + target],
+            axis=1,
+        )
         used = np.ones(links.shape, dtype=np.bool_)
         used[:, 1:3] = (first != last)[:, None]
         return used.sum(axis=1), links[used]
@@ -157,7 +170,9 @@ class _Wired:
 
     def __init__(self, dimension: Dimension) -> None:
         wires = dimension.links
-        endpoints = np.array([(wire.first, wire.second, wire.second, wire.first) for wire in wires]).reshape(-1, 2)
+        endpoints = np.array(
+            [(wire.first, wire.second, wire.second, wire.first) for wire in wires]
+        ).reshape(-1, 2)
         self.source, self.target = endpoints[:, 0].copy(), endpoints[:, 1].copy()
         self.exists = np.ones(self.source.size, dtype=np.bool_)
         wire_rates = [(wire.bandwidth or dimension.bandwidth, wire.latency) for wire in wires]
@@ -185,11 +200,15 @@ class _Wired:
             on = position != target[message]
             position, message = position[on], message[on]
         order = np.argsort(np.concatenate(messages), kind="stable")
-        return np.bincount(np.concatenate(messages), minlength=source.size), np.concatenate(steps)[order]
+        return np.bincount(np.concatenate(messages), minlength=source.size), np.concatenate(steps)[
+            order
+        ]
 
     def towards(self, node: int) -> Ints:
         """The link that each node takes towards one node."""
-        distance = np.full(int(max(self.source.max(), self.target.max())) + 1, self.source.size, dtype=np.int64)
+        distance = np.full(
+            int(max(self.source.max(), self.target.max())) + 1, self.source.size, dtype=np.int64
+        )
         distance[node] = 0
         # Distances settle one link further in each pass.
         while True:
@@ -245,9 +264,10 @@ class Routes:
 class MachineNetwork:
     """All links of a machine, numbered from 0.
 
-    A message goes through the dimensions one after the other, the innermost first: in dimension 0 to the rank that has
-    the target's place there, from it in dimension 1, and so on (as over NVLink to the rank whose network card is on the
-    target's rail). What leaves the innermost dimension also takes the network card of its source and of its target.
+    A message goes through the dimensions one after the other, the innermost first: in dimension 0
+    to the rank that has the target's place there, from it in dimension 1, and so on (as over NVLink
+    to the rank whose network card is on the target's rail). What leaves the innermost dimension
+    also takes the network card of its source and of its target.
 
     Attributes:
         machine: The machine.
@@ -257,7 +277,9 @@ class MachineNetwork:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self._fabrics: list[tuple[Fabric, int, int]] = []  # with the first link and the groups of each dimension
+        self._fabrics: list[
+            tuple[Fabric, int, int]
+        ] = []  # with the first link and the groups of each dimension
         speeds = machine.network_speeds()
         bandwidth, latency = [np.empty(0)], [np.empty(0)]
         first = 0
@@ -303,15 +325,20 @@ class MachineNetwork:
         messages = np.arange(source.size)
         parts: list[tuple[Ints, Ints]] = []
         inner_size = 1
-        for dimension, (fabric, first, _) in zip(self.machine.dimensions, self._fabrics, strict=True):
+        for dimension, (fabric, first, _) in zip(
+            self.machine.dimensions, self._fabrics, strict=True
+        ):
             outer_size = inner_size * dimension.size
-            moved = np.flatnonzero(start // inner_size % dimension.size != end // inner_size % dimension.size)
+            moved = np.flatnonzero(
+                start // inner_size % dimension.size != end // inner_size % dimension.size
+            )
             if moved.size:
                 group = start[moved] // outer_size
                 if not dimension.shared:
                     group = group * inner_size + end[moved] % inner_size
                 counts, links = fabric.ways(
-                    start[moved] // inner_size % dimension.size, end[moved] // inner_size % dimension.size
+                    start[moved] // inner_size % dimension.size,
+                    end[moved] // inner_size % dimension.size,
                 )
                 base = first + group * fabric.source.size
                 parts.append((np.repeat(moved, counts), links + np.repeat(base, counts)))
@@ -321,14 +348,22 @@ class MachineNetwork:
             outer = np.flatnonzero(start // block != end // block)
             parts.insert(0, (messages[outer], self._cards + source[outer]))
             parts.append((messages[outer], self._cards + self.machine.ranks + target[outer]))
-        message = np.concatenate([message for message, _ in parts]) if parts else np.empty(0, dtype=np.int64)
-        links = np.concatenate([links for _, links in parts]) if parts else np.empty(0, dtype=np.int64)
+        message = (
+            np.concatenate([message for message, _ in parts])
+            if parts
+            else np.empty(0, dtype=np.int64)
+        )
+        links = (
+            np.concatenate([links for _, links in parts]) if parts else np.empty(0, dtype=np.int64)
+        )
         order = np.argsort(message, kind="stable")
         return Routes(np.bincount(message, minlength=source.size), links[order])
 
     @cached_property
     def links(self) -> pl.DataFrame:
-        """link, name, source, target, bandwidth (10^9 B/s), latency (ns); numbers without a link are left out."""
+        """link, name, source, target, bandwidth (10^9 B/s), latency (ns); numbers without a link
+        are left out.
+        """
         frames = []
         inner_size = 1
         for number, dimension in enumerate(self.machine.dimensions):
@@ -336,12 +371,16 @@ class MachineNetwork:
             inner_size *= dimension.size
         if self.machine.nic is not None:
             rank = pl.Series(np.arange(self.machine.ranks))
-            names = pl.select(rank=pl.format("rank {}", rank), card=pl.format("network card of rank {}", rank))
+            names = pl.select(
+                rank=pl.format("rank {}", rank), card=pl.format("network card of rank {}", rank)
+            )
             for way, (source, target) in enumerate((("rank", "card"), ("card", "rank"))):
                 frames.append(
                     pl.DataFrame(
                         {
-                            "link": self._cards + way * self.machine.ranks + np.arange(self.machine.ranks),
+                            "link": self._cards
+                            + way * self.machine.ranks
+                            + np.arange(self.machine.ranks),
                             "source": names[source],
                             "target": names[target],
                         }
@@ -364,10 +403,14 @@ class MachineNetwork:
         blocks = 1 if dimension.shared else inner_size
         positions = self._places(blocks, dimension.size, groups)
         if dimension.shared:  # a member is a block of ranks
-            ranks = _find_ranks(self.machine, positions[..., None] * inner_size + np.arange(inner_size))
+            ranks = _find_ranks(
+                self.machine, positions[..., None] * inner_size + np.arange(inner_size)
+            )
             rank_bounds = pl.Series(ranks.min(axis=2).ravel()), pl.Series(ranks.max(axis=2).ravel())
             label_format = "rank {}" if inner_size == 1 else "ranks {} to {}"
-            members = pl.select(pl.format(label_format, *rank_bounds[: label_format.count("{}")])).to_series()
+            members = pl.select(
+                pl.format(label_format, *rank_bounds[: label_format.count("{}")])
+            ).to_series()
         else:
             members = pl.select(
                 pl.format("rank {}", pl.Series(_find_ranks(self.machine, positions).ravel()))
@@ -377,13 +420,17 @@ class MachineNetwork:
             group = np.repeat(np.arange(groups), int(fabric.exists.sum()))
             end = np.tile(endpoints[fabric.exists], groups)
             member = end < dimension.size
-            switch = pl.format("{} switch {}.{}", pl.lit(name), pl.Series(group), pl.Series(end - dimension.size))
+            switch = pl.format(
+                "{} switch {}.{}", pl.lit(name), pl.Series(group), pl.Series(end - dimension.size)
+            )
             rank = members.gather(np.where(member, group * dimension.size + end, 0))
             return pl.select(pl.when(pl.Series(member)).then(rank).otherwise(switch)).to_series()
 
         numbers = np.flatnonzero(fabric.exists)
         link = first + np.add.outer(np.arange(groups) * fabric.source.size, numbers).ravel()
-        return pl.DataFrame({"link": link, "source": node(fabric.source), "target": node(fabric.target)})
+        return pl.DataFrame(
+            {"link": link, "source": node(fabric.source), "target": node(fabric.target)}
+        )
 
 
 def _find_ranks(machine: Machine, positions: Ints) -> Ints:
@@ -407,12 +454,18 @@ class LinkUse:
         self.waiting_ns: Floats = np.zeros(network.bandwidth.size)
 
     def frame(self) -> pl.DataFrame:
-        """link, name, source, target, bytes, busy_ns, waiting_ns of every link that carried something."""
+        """link, name, source, target, bytes, busy_ns, waiting_ns of every link that carried
+        something.
+        """
         links = self._network.links.select("link", "name", "source", "target")
         rows = links["link"].to_numpy()
         counts = {
             name: pl.Series(np.rint(values[rows]).astype(np.int64))
-            for name, values in (("bytes", self.bytes), ("busy_ns", self.busy_ns), ("waiting_ns", self.waiting_ns))
+            for name, values in (
+                ("bytes", self.bytes),
+                ("busy_ns", self.busy_ns),
+                ("waiting_ns", self.waiting_ns),
+            )
         }
         return links.with_columns(**counts).filter(self.bytes[rows] > 0)
 
@@ -472,7 +525,9 @@ class _RoundOnLinks:
         self.shared = links.size > 0 and int(np.bincount(links).max()) > 1
 
     def serve(self, start: Floats, free: Floats, use: LinkUse | None) -> Floats:
-        """When the last byte of each message has left its narrowest link; `free` becomes when links are free again."""
+        """When the last byte of each message has left its narrowest link; `free` becomes when links
+        are free again.
+        """
         links = self.routes.links
         begin_ns = np.maximum(start[self.message], free[links])
         end = self.shared_ends(begin_ns) if self.shared else begin_ns + self.own_ns
@@ -490,7 +545,8 @@ class _RoundOnLinks:
     def shared_ends(self, begin_ns: Floats) -> Floats:
         """When each message has left each link, where several share one.
 
-        Messages that overlap in time on a link share it, so all of them end when the link has served the last of them.
+        Messages that overlap in time on a link share it, so all of them end when the link has
+        served the last of them.
         """
         links = self.routes.links
         earliest = np.full(links.max() + 1, np.inf)
@@ -504,7 +560,8 @@ class _RoundOnLinks:
         segment = np.cumsum(first) - 1
         work = np.cumsum(work_ns)
         before = work - work_ns
-        # One after the other: the end of entry i is the latest, over all entries before, of its begin + the work since.
+        # One after the other: the end of entry i is the latest, over all entries before, of its
+        # begin + the work since.
         end = _compute_running_max(begin_ns - before, segment) + work
         starts_period = first.copy()
         starts_period[1:] |= begin_ns[1:] >= end[:-1]

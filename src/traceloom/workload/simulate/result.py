@@ -53,7 +53,8 @@ BECAME = build_schema("what kind rank name count time_ns")
 class Simulation(Result):
     """When everything of a workload happens on a machine.
 
-    Times are ns; those named `start_ns` and `end_ns` count from the beginning of the workload. "Before" is the recorded
+    Times are ns; those named `start_ns` and `end_ns` count from the beginning of the workload.
+    "Before" is the recorded
     machine: as measured, or as the durations in the files say where nothing was measured.
 
     Attributes:
@@ -70,13 +71,14 @@ class Simulation(Result):
         low_ns: With all work of the device as short as the rules for it allow; None on the recorded device.
         high_ns: As long as they allow.
         ranks: rank; before_ns, end_ns (of its last node); communication_ns (whatever else runs meanwhile); compute_ns,
-            exposed_communication_ns (while nothing computes), memory_ns (copies and fills beside neither), host_ns
-            (host work beside none of them) and other_ns, which add up to end_ns.
+            exposed_communication_ns (while nothing computes), memory_ns (copies and fills beside
+            neither), host_ns (host work beside none of them) and other_ns, which add up to end_ns.
         nodes: node (row of the graph), rank, name, kind, start_ns, end_ns, before_start_ns, before_end_ns.
         collectives: instance, kind, group, ranks (how many), bytes (of the whole buffer of a rank), start_ns (first
-            arrival), end_ns, transfer_ns (from the last arrival), waiting_ns (from the first to the last arrival),
-            bandwidth (10^9 B/s on the bus), algorithm (None where a measured transfer was taken), flags, before_ns
-            (transfer before), card_ns (what its bytes take over the network cards at least).
+            arrival), end_ns, transfer_ns (from the last arrival), waiting_ns (from the first to the
+            last arrival), bandwidth (10^9 B/s on the bus), algorithm (None where a measured
+            transfer was taken), flags, before_ns (transfer before), card_ns (what its bytes take
+            over the network cards at least).
         links: link, name, source, target (ranks and switches), bytes, busy_ns, waiting_ns (by which transfers that
             needed it took longer because it was full).
         load: How much of its bandwidth a link gives from a time on: link, time_ns, share. Of the busiest links.
@@ -118,14 +120,18 @@ class Simulation(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """As every result, without the graphs."""
-        return {key: value for key, value in super().to_dict().items() if key not in {"graph", "recorded", "load"}}
+        return {
+            key: value
+            for key, value in super().to_dict().items()
+            if key not in {"graph", "recorded", "load"}
+        }
 
     def check(self) -> None:
         """Raise InvariantError where the answer breaks its own laws.
 
-        Parts of a rank's time are not negative and add up to it exactly; nothing ends before it starts; what the
-        critical path consists of adds up to the whole; no transfer takes less than its bytes take over the network
-        cards.
+        Parts of a rank's time are not negative and add up to it exactly; nothing ends before it
+        starts; what the critical path consists of adds up to the whole; no transfer takes less than
+        its bytes take over the network cards.
         """
         parts = self.ranks.select(_PARTS)
         if self.ranks.height:
@@ -140,7 +146,9 @@ class Simulation(Result):
         if (self.collectives["transfer_ns"] < self.collectives["card_ns"]).any():
             raise broken("network", "a transfer is faster than the network cards of its ranks")
         if self.path.height and int(self.path["after_ns"].sum()) != self.after_ns:
-            raise broken("path", "what the critical path consists of does not add up to the whole time")
+            raise broken(
+                "path", "what the critical path consists of does not add up to the whole time"
+            )
 
 
 # A moment in which several things go on counts for the first of them.
@@ -165,14 +173,17 @@ def build_rank_account(graph: Graph, begin_ns: int) -> pl.DataFrame:
     spans = graph.nodes.select(
         "rank",
         pl.col("kind").to_physical(),
-        low=(pl.col("start_ns") - begin_ns).clip(lower_bound=0),  # by its clock, work may precede its launch
+        low=(pl.col("start_ns") - begin_ns).clip(
+            lower_bound=0
+        ),  # by its clock, work may precede its launch
         high=(pl.col("start_ns") + pl.col("duration_ns") - begin_ns).clip(lower_bound=0),
     ).drop_nulls("rank")
     ranks, number = np.unique(spans["rank"].to_numpy(), return_inverse=True)
     kind, low, high = (spans[name].to_numpy() for name in ("kind", "low", "high"))
     end = np.zeros(ranks.size, dtype=np.int64)
     np.maximum.at(end, number, high)
-    # The ranks one after the other on one line of time, so that one set of spans is that of all of them.
+    # The ranks one after the other on one line of time, so that one set of spans is that of all of
+    # them.
     rank_offset = int(end.max(initial=0)) + 1
     low, high = low + number * rank_offset, high + number * rank_offset
 
@@ -223,14 +234,18 @@ def assemble_simulation(
     times_before, times = get_point_times(before.graph), get_point_times(after.graph)
     begin_ns = int(times_before.min()) if times.size else 0
     own_ends = build_rank_account(before.graph, begin_ns).select("rank", before_ns="end_ns")
-    ranks = build_rank_account(after.graph, begin_ns).join(own_ends, on="rank", maintain_order="left")
+    ranks = build_rank_account(after.graph, begin_ns).join(
+        own_ends, on="rank", maintain_order="left"
+    )
     nodes = after.graph.nodes.with_columns(
         start_ns=pl.Series(times[0::2] - begin_ns),
         end_ns=pl.Series(times[1::2] - begin_ns),
         before_start_ns=pl.Series(times_before[0::2] - begin_ns),
         before_end_ns=pl.Series(times_before[1::2] - begin_ns),
     ).filter(~pl.col("kind").cast(pl.String).is_in(_HIDDEN_KINDS))
-    bound_ends = [int(get_point_times(bound.graph).max(initial=begin_ns)) - begin_ns for bound in interval]
+    bound_ends = [
+        int(get_point_times(bound.graph).max(initial=begin_ns)) - begin_ns for bound in interval
+    ]
     path, became = _compare_paths(before.graph, after.graph, begin_ns)
     result = Simulation(
         mode="native",
@@ -260,10 +275,16 @@ def _compare_paths(before: Graph, after: Graph, begin_ns: int) -> tuple[pl.DataF
         return PATH.to_frame(), BECAME.to_frame()
     first, second = find_critical_path(before), find_critical_path(after)
     consists = [
-        summarize_path(graph, path, begin_ns).select("what", "kind", pl.col("time_ns").alias(column))
+        summarize_path(graph, path, begin_ns).select(
+            "what", "kind", pl.col("time_ns").alias(column)
+        )
         for graph, path, column in ((before, first, "before_ns"), (after, second, "after_ns"))
     ]
-    both = consists[0].join(consists[1], on=["what", "kind"], how="full", coalesce=True, nulls_equal=True).fill_null(0)
+    both = (
+        consists[0]
+        .join(consists[1], on=["what", "kind"], how="full", coalesce=True, nulls_equal=True)
+        .fill_null(0)
+    )
     path = both.sort("after_ns", "before_ns", "what", "kind", descending=[True, True, False, False])
     return path.pipe(cast_to_schema, PATH), _find_new_critical(after, first, second)
 
@@ -275,23 +296,36 @@ def _find_new_critical(after: Graph, first: Path, second: Path) -> pl.DataFrame:
     edge_count = max(after.edges.height, int(first.edges.max(initial=-1)) + 1)
     old_nodes, old_edges = np.zeros(after.nodes.height, np.bool_), np.zeros(edge_count, np.bool_)
     old_nodes[first.nodes], old_edges[first.edges] = True, True
-    new_nodes, new_edges = second.nodes[~old_nodes[second.nodes]], second.edges[~old_edges[second.edges]]
+    new_nodes, new_edges = (
+        second.nodes[~old_nodes[second.nodes]],
+        second.edges[~old_edges[second.edges]],
+    )
     edges = after.edges[new_edges]
     rows = pl.concat(
         [
-            node_facts[new_nodes].with_columns(what=pl.lit("work"), time_ns=after.nodes["work_ns"].gather(new_nodes)),
+            node_facts[new_nodes].with_columns(
+                what=pl.lit("work"), time_ns=after.nodes["work_ns"].gather(new_nodes)
+            ),
             node_facts[edges["target"]].with_columns(
                 edges["kind"].cast(pl.String), what=pl.lit("delay"), time_ns=edges["delay_ns"]
             ),
         ]
     )
     keys = ["what", "kind", "rank", "name"]
-    counted = rows.filter(pl.col("time_ns") != 0).group_by(keys).agg(pl.len().alias("count"), pl.col("time_ns").sum())
-    order = counted.sort("time_ns", "count", *keys, descending=[True, True, False, False, False, False])
+    counted = (
+        rows.filter(pl.col("time_ns") != 0)
+        .group_by(keys)
+        .agg(pl.len().alias("count"), pl.col("time_ns").sum())
+    )
+    order = counted.sort(
+        "time_ns", "count", *keys, descending=[True, True, False, False, False, False]
+    )
     return order.pipe(cast_to_schema, BECAME)
 
 
-def _build_collectives(before: Evaluation, after: Evaluation, operations: Operations, begin_ns: int) -> pl.DataFrame:
+def _build_collectives(
+    before: Evaluation, after: Evaluation, operations: Operations, begin_ns: int
+) -> pl.DataFrame:
     """See `Simulation.collectives`."""
     times = get_point_times(after.graph)
     first, last, end = (np.zeros(len(operations), dtype=np.int64) for _ in range(3))
@@ -311,7 +345,9 @@ def _build_collectives(before: Evaluation, after: Evaluation, operations: Operat
         transfer_ns=pl.Series(np.maximum(transfer, 0)),
         waiting_ns=pl.Series(np.maximum(last - first, 0)),
         algorithm=pl.Series(none if modelled is None else modelled.algorithm, dtype=pl.String),
-        flags=pl.Series([""] * len(operations) if modelled is None else modelled.flags, dtype=pl.String),
+        flags=pl.Series(
+            [""] * len(operations) if modelled is None else modelled.flags, dtype=pl.String
+        ),
         before_ns=pl.Series(compute_recorded_transfers(before.graph, operations)),
         card_ns=pl.Series(
             np.zeros(len(operations), np.int64)
@@ -342,7 +378,9 @@ def _build_links(after: Evaluation, operations: Operations) -> pl.DataFrame:
     row, bounds = row[order], np.searchsorted(bundle[order], np.arange(bundles.count + 1)).tolist()
     for number, (low, high) in enumerate(pairwise(bounds)):
         busy[number] = merge_intervals(met[row[low:high]], end[row[low:high]]).total
-    count = np.bincount(class_by_operation[class_by_operation >= 0], minlength=bundles.first.size - 1)
+    count = np.bincount(
+        class_by_operation[class_by_operation >= 0], minlength=bundles.first.size - 1
+    )
     bytes_of = (
         modelled.share.with_columns(count=pl.Series(count).gather(modelled.share["of_class"]))
         .group_by("link")
@@ -355,7 +393,9 @@ def _build_links(after: Evaluation, operations: Operations) -> pl.DataFrame:
             "waiting_ns": np.rint(after.evaluated.waiting_ns).astype(np.int64)[bundles.of_link],
         }
     )
-    table = modelled.links.join(bytes_of, on="link", how="left").join(bundle_rows, on="link", how="left")
+    table = modelled.links.join(bytes_of, on="link", how="left").join(
+        bundle_rows, on="link", how="left"
+    )
     return (
         table.with_columns(pl.col("bytes", "busy_ns", "waiting_ns").fill_null(0))
         .sort("link")
@@ -363,8 +403,12 @@ def _build_links(after: Evaluation, operations: Operations) -> pl.DataFrame:
     )
 
 
-def _load(after: Evaluation, operations: Operations, links: pl.DataFrame, begin_ns: int) -> pl.DataFrame:
-    """See `Simulation.load`: transfers that share a full link count with what it gives them on the mean."""
+def _load(
+    after: Evaluation, operations: Operations, links: pl.DataFrame, begin_ns: int
+) -> pl.DataFrame:
+    """See `Simulation.load`: transfers that share a full link count with what it gives them on the
+    mean.
+    """
     modelled, bundles = after.transfers, after.bundles
     if modelled is None or bundles is None or not links.height:
         return LOAD.to_frame()
@@ -372,13 +416,17 @@ def _load(after: Evaluation, operations: Operations, links: pl.DataFrame, begin_
     met = times[2 * operations.table["meeting"].to_numpy().astype(np.int64)]
     end = np.zeros(len(operations), dtype=np.int64)
     np.maximum.at(end, operations.of_part, times[2 * operations.part + 1])
-    stretched = np.clip(modelled.time_ns / np.maximum(end - met, 1), 0.0, 1.0)  # by waiting for others
+    stretched = np.clip(
+        modelled.time_ns / np.maximum(end - met, 1), 0.0, 1.0
+    )  # by waiting for others
     class_by_operation = np.where(modelled.replaced, modelled.of_class, -1)
     row, used, part = bundles.uses(class_by_operation)
     bundle_by_link = dict(zip(bundles.link.tolist(), bundles.of_link.tolist(), strict=True))
     steps: dict[int, pl.DataFrame] = {}
     frames = [LOAD.to_frame()]
-    for link in links.sort("busy_ns", "link", descending=[True, False])["link"].head(_MAX_LOADS).to_list():
+    for link in (
+        links.sort("busy_ns", "link", descending=[True, False])["link"].head(_MAX_LOADS).to_list()
+    ):
         bundle = bundle_by_link.get(link)
         if bundle is None:
             continue
@@ -387,13 +435,16 @@ def _load(after: Evaluation, operations: Operations, links: pl.DataFrame, begin_
             operation_rows, share = row[on_bundle], part[on_bundle] * stretched[row[on_bundle]]
             change = pl.DataFrame(
                 {
-                    "time_ns": np.concatenate([met[operation_rows], end[operation_rows]]) - begin_ns,
+                    "time_ns": np.concatenate([met[operation_rows], end[operation_rows]])
+                    - begin_ns,
                     "share": np.concatenate([share, -share]),
                 }
             )
             steps[bundle] = (
-                change.group_by("time_ns").agg(pl.col("share").sum()).sort("time_ns")
+                change.group_by("time_ns")
+                .agg(pl.col("share").sum())
+                .sort("time_ns")
                 .with_columns(pl.col("share").cum_sum().clip(0.0, 1.0))
-            )  # fmt: skip
+            )
         frames.append(steps[bundle].select(pl.lit(link).alias("link"), "time_ns", "share"))
     return pl.concat([frame.pipe(cast_to_schema, LOAD) for frame in frames])

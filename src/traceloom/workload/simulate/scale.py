@@ -1,18 +1,20 @@
 """A recorded job at another number of ranks.
 
-What is done: the ranks' numbers tell which of them are copies of each other (`scaling.replicas`); one copy is cut out
-of the graph; how long its works, delays and transfers take, and how much that varies between steps and between ranks
-that do the same, is measured (`scaling.variation`); then as many copies as asked for are evaluated together, each with
-works of its own, 200 times (`scaling.draws`). Copies meet at their collectives, so the step waits for the slowest of
+What is done: the ranks' numbers tell which of them are copies of each other (`scaling.replicas`);
+one copy is cut out of the graph; how long its works, delays and transfers take, and how much that
+varies between steps and between ranks that do the same, is measured (`scaling.variation`); then as
+many copies as asked for are evaluated together, each with works of its own, 200 times
+(`scaling.draws`). Copies meet at their collectives, so the step waits for the slowest of
 all: the more ranks, the longer, although every one of them works as before.
 
 Rules:
 - Every new rank does what a recorded one of its position does: the batch of a rank stays, that of the job grows.
 - Groups that hold ranks of every copy grow; all others are replicated. An all_reduce keeps its bytes per rank; of
-  all_gather and reduce_scatter the whole buffer stays and the part of a rank shrinks (sharded weights and gradients);
-  an all_to_all keeps what a rank puts in.
+  all_gather and reduce_scatter the whole buffer stays and the part of a rank shrinks (sharded
+  weights and gradients); an all_to_all keeps what a rank puts in.
 - Without a network, the transfer of a group that grows takes so many times as long as its bytes on the bus: that of an
-  all_reduce in proportion to 2 (n - 1) / n. Latency, which grows with the steps of an algorithm, is not in that.
+  all_reduce in proportion to 2 (n - 1) / n. Latency, which grows with the steps of an algorithm, is
+  not in that.
 - Where some members of a group were not recorded, the recorded ones end after a wait for them that nobody saw. The
   wait that the draws of the recorded job show is taken off.
 """
@@ -36,7 +38,12 @@ from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.notice import Notice
 from traceloom.trace.session import Session
 from traceloom.workload.simulate.machine import Machine
-from traceloom.workload.simulate.scale_draws import DrawnJob, MonteCarlo, TransferTimes, can_end_a_step
+from traceloom.workload.simulate.scale_draws import (
+    DrawnJob,
+    MonteCarlo,
+    TransferTimes,
+    can_end_a_step,
+)
 from traceloom.workload.simulate.scale_replicas import (
     ALL,
     PAIRS,
@@ -57,11 +64,17 @@ QUANTILES = build_schema("percent time_ns", {"percent": pl.Int64})
 COLLECTIVES = build_schema(
     "kind copies calls ranks_before ranks_after in_bytes_before in_bytes_after transfer_before_ns transfer_after_ns",
     "waiting_before_ns waiting_after_ns",
-    {"copies": pl.Int64, "ranks_before": pl.Int64, "ranks_after": pl.Int64, "in_bytes_before": pl.Int64,
-     "in_bytes_after": pl.Int64},
-)  # fmt: skip
-# How long meetings take in the scaled job, ns, (meetings,): of their rows after, with the `ranks` of one group each,
-# and of how long they would take by their bytes on the bus; and what must be known of each, "" for nothing.
+    {
+        "copies": pl.Int64,
+        "ranks_before": pl.Int64,
+        "ranks_after": pl.Int64,
+        "in_bytes_before": pl.Int64,
+        "in_bytes_after": pl.Int64,
+    },
+)
+# How long meetings take in the scaled job, ns, (meetings,): of their rows after, with the `ranks`
+# of one group each, and of how long they would take by their bytes on the bus; and what must be
+# known of each, "" for nothing.
 TransferModel = Callable[[pl.DataFrame, Floats], tuple[Floats, list[str]]]
 
 
@@ -85,8 +98,9 @@ class Scaled(Result):
         p90_ns: One of ten steps takes longer.
         quantiles: percent, time_ns: so many steps take no longer.
         collectives: One row per kind of meeting: kind, copies (of the model that meet there), calls (per step),
-            ranks_before, ranks_after (of the group), in_bytes_before, in_bytes_after (of a rank), transfer_before_ns,
-            transfer_after_ns, waiting_before_ns, waiting_after_ns (mean of a rank); means over calls.
+            ranks_before, ranks_after (of the group), in_bytes_before, in_bytes_after (of a rank),
+            transfer_before_ns, transfer_after_ns, waiting_before_ns, waiting_after_ns (mean of a
+            rank); means over calls.
         draws: How many draws; 1 where nothing varied.
         seed: Of chance.
         notices: What is assumed.
@@ -122,7 +136,9 @@ class Scaled(Result):
             f"{'measured ' if self.measured else ''}{units.format_duration(self.before_ns)} with {self.ranks_before}"
         )
         if self.draws > 1 and alike > 0:
-            text += f"; {units.format_duration(alike)} of it because steps wait for the slowest rank"
+            text += (
+                f"; {units.format_duration(alike)} of it because steps wait for the slowest rank"
+            )
         return text + "."
 
 
@@ -166,7 +182,11 @@ class RecordedJob:
         self._before: DrawnJob | None = None
 
     def at(
-        self, *, ranks: int | None = None, data_parallel: int | None = None, transfers: TransferModel | None = None
+        self,
+        *,
+        ranks: int | None = None,
+        data_parallel: int | None = None,
+        transfers: TransferModel | None = None,
     ) -> Scaled:
         """A step with so many ranks, or so many copies of the model; see `scale`."""
         copies = self.copies(ranks=ranks, data_parallel=data_parallel)
@@ -194,8 +214,12 @@ class RecordedJob:
             after_ns=after_ns,
             p10_ns=p10,
             p90_ns=p90,
-            quantiles=pl.DataFrame({"percent": SHOWN_PERCENT, "time_ns": quantile_ns}, schema=QUANTILES),
-            collectives=_compare_collectives(self.replica, after, (self._transfers, transfer), (before, drawn_job)),
+            quantiles=pl.DataFrame(
+                {"percent": SHOWN_PERCENT, "time_ns": quantile_ns}, schema=QUANTILES
+            ),
+            collectives=_compare_collectives(
+                self.replica, after, (self._transfers, transfer), (before, drawn_job)
+            ),
             draws=self._count,
             seed=self._seed,
             notices=(
@@ -206,19 +230,33 @@ class RecordedJob:
         )
 
     def graph_at(
-        self, *, ranks: int | None = None, data_parallel: int | None = None, transfers: TransferModel | None = None
+        self,
+        *,
+        ranks: int | None = None,
+        data_parallel: int | None = None,
+        transfers: TransferModel | None = None,
     ) -> Graph:
-        """The graph of all ranks of the scaled job, each with works of its own where anything varies: one draw."""
+        """The graph of all ranks of the scaled job, each with works of its own where anything
+        varies: one draw.
+        """
         copies = self.copies(ranks=ranks, data_parallel=data_parallel)
         after = grow_meetings(self.replica, copies)
         transfer = self.transfers(after, transfers)[0].mean_ns
         seed = self._seed if self._varied else None
-        return expand_replica(self.replica, self.variation, after, copies, transfer_ns=transfer, seed=seed)
+        return expand_replica(
+            self.replica, self.variation, after, copies, transfer_ns=transfer, seed=seed
+        )
 
-    def transfers(self, after: pl.DataFrame, transfers: TransferModel | None) -> tuple[TransferTimes, list[str]]:
-        """How long the meetings of a scaled job take, and what must be known of each; `after` is of `grown`."""
+    def transfers(
+        self, after: pl.DataFrame, transfers: TransferModel | None
+    ) -> tuple[TransferTimes, list[str]]:
+        """How long the meetings of a scaled job take, and what must be known of each; `after` is of
+        `grown`.
+        """
         mean_ns = self._transfers.mean_ns * compute_bus_factors(self.replica.meetings, after)
-        mean_ns, flags = (mean_ns, [""] * after.height) if transfers is None else transfers(after, mean_ns)
+        mean_ns, flags = (
+            (mean_ns, [""] * after.height) if transfers is None else transfers(after, mean_ns)
+        )
         return replace(self._transfers, mean_ns=mean_ns), flags
 
     def copies(self, *, ranks: int | None, data_parallel: int | None) -> int:
@@ -228,9 +266,13 @@ class RecordedJob:
             UsageError: `cannot-scale`: not a whole number of them, or too many.
         """
         if (ranks is None) == (data_parallel is None):
-            raise UsageError("give either ranks or data_parallel", slug="cannot-scale", hint="as ranks=64")
+            raise UsageError(
+                "give either ranks or data_parallel", slug="cannot-scale", hint="as ranks=64"
+            )
         positions = self.axis.positions
-        copies, remainder = divmod(ranks, positions) if ranks is not None else (data_parallel or 0, 0)
+        copies, remainder = (
+            divmod(ranks, positions) if ranks is not None else (data_parallel or 0, 0)
+        )
         if remainder or copies < 1:
             raise UsageError(
                 f"{ranks or 0} ranks are no whole number of copies of this job, each of which has {positions}",
@@ -316,13 +358,17 @@ def find_roles(session: Session) -> dict[str, str]:
     declared = pl.concat([declared_groups(trace) for trace in session.traces])
     world = max((trace.meta.world_size or 0 for trace in session.traces), default=0)
     table = groups(collectives_of(session).drop("trace"), declared, world or None).groups
-    return dict(table.select("group", pl.col("role").cast(pl.String)).drop_nulls().unique("group").rows())
+    return dict(
+        table.select("group", pl.col("role").cast(pl.String)).drop_nulls().unique("group").rows()
+    )
 
 
 def grow_meetings(replica: Replica, copies: int) -> pl.DataFrame:
-    """The meetings with so many copies: `members`, `in_bytes` and `out_bytes` of groups that hold all of them follow.
+    """The meetings with so many copies: `members`, `in_bytes` and `out_bytes` of groups that hold
+    all of them follow.
 
-    `ranks` are those of one group that meets there (of the first copies), the sender of a message first.
+    `ranks` are those of one group that meets there (of the first copies), the sender of a message
+    first.
 
     Raises:
         UsageError: `cannot-scale`: groups of neighbouring copies do not divide them.
@@ -337,9 +383,18 @@ def grow_meetings(replica: Replica, copies: int) -> pl.DataFrame:
             )
     growing, before = pl.col("span") == ALL, replica.axis.copies
     axis = replace(replica.axis, copies=copies, world=copies * replica.axis.positions)
-    groups = replica.meetings.unique("key", maintain_order=True).select("key", "span", "kind", "positions")
+    groups = replica.meetings.unique("key", maintain_order=True).select(
+        "key", "span", "kind", "positions"
+    )
     ranks = [
-        (key, [axis.rank(position, copy) for copy in range(copies if span == ALL else span) for position in positions])
+        (
+            key,
+            [
+                axis.rank(position, copy)
+                for copy in range(copies if span == ALL else span)
+                for position in positions
+            ],
+        )
         for key, span, _, positions in groups.iter_rows()
     ]
     members = pl.DataFrame(ranks, {"key": pl.String, "ranks": pl.List(pl.Int64)}, orient="row")
@@ -347,18 +402,27 @@ def grow_meetings(replica: Replica, copies: int) -> pl.DataFrame:
     gather, scatter = pl.col("kind") == "all_gather", pl.col("kind") == "reduce_scatter"
     return replica.meetings.join(members, on="key", how="left", maintain_order="left").with_columns(
         members=pl.when(growing).then(pl.col("members") // before * copies).otherwise("members"),
-        in_bytes=pl.when(gather).then((pl.col("in_bytes") * share).round().cast(pl.Int64)).otherwise("in_bytes"),
-        out_bytes=pl.when(scatter).then((pl.col("out_bytes") * share).round().cast(pl.Int64)).otherwise("out_bytes"),
+        in_bytes=pl.when(gather)
+        .then((pl.col("in_bytes") * share).round().cast(pl.Int64))
+        .otherwise("in_bytes"),
+        out_bytes=pl.when(scatter)
+        .then((pl.col("out_bytes") * share).round().cast(pl.Int64))
+        .otherwise("out_bytes"),
     )
 
 
 def compute_bus_factors(before: pl.DataFrame, after: pl.DataFrame) -> Floats:
-    """How many times as long each meeting takes in a group of another size, by the bytes on the bus; (meetings,)."""
+    """How many times as long each meeting takes in a group of another size, by the bytes on the
+    bus; (meetings,).
+    """
     on_bus = []
     for frame in (before, after):
         ranks = frame["members"].to_numpy().astype(np.float64)
         once = (
-            frame["kind"].is_in(["broadcast", "reduce", "send", "receive", "barrier"]).fill_null(value=True).to_numpy()
+            frame["kind"]
+            .is_in(["broadcast", "reduce", "send", "receive", "barrier"])
+            .fill_null(value=True)
+            .to_numpy()
         )
         on_bus.append(np.where(once | (ranks < 2), 1.0, (ranks - 1) / ranks))
     factors: Floats = on_bus[1] / on_bus[0]
@@ -371,16 +435,24 @@ def make_transfer_model(machine: Machine) -> TransferModel:
     def model(after: pl.DataFrame, taken_ns: Floats) -> tuple[Floats, list[str]]:
         messages = pl.col("kind").is_in(PAIRS).fill_null(value=False)
         table = after.select(
-            "key", "in_bytes", "out_bytes", pl.col("ranks").alias("members"), pl.col("members").alias("group_size"),
-            kind=pl.when(messages).then(pl.lit("send")).otherwise("kind"), recorded=pl.Series(taken_ns),
+            "key",
+            "in_bytes",
+            "out_bytes",
+            pl.col("ranks").alias("members"),
+            pl.col("members").alias("group_size"),
+            kind=pl.when(messages).then(pl.lit("send")).otherwise("kind"),
+            recorded=pl.Series(taken_ns),
             splits=pl.lit(None, pl.List(pl.Int64)),
-        )  # fmt: skip
+        )
         alike = ["key", "kind", "in_bytes", "out_bytes"]
         distinct = add_sizes(table.unique(alike, maintain_order=True))
         recorded = distinct["recorded"].round().cast(pl.Int64).to_numpy()
         priced = compute_transfers(machine, distinct, recorded)
         distinct = distinct.select(
-            *alike, priced=pl.Series(priced.time_ns), own=pl.Series(priced.replaced), flags=pl.Series(priced.flags)
+            *alike,
+            priced=pl.Series(priced.time_ns),
+            own=pl.Series(priced.replaced),
+            flags=pl.Series(priced.flags),
         )
         rows = table.join(distinct, on=alike, how="left", maintain_order="left", nulls_equal=True)
         times: Floats = np.where(rows["own"].to_numpy(), rows["priced"].to_numpy(), taken_ns)
@@ -392,22 +464,33 @@ def make_transfer_model(machine: Machine) -> TransferModel:
 def estimate_transfers(job: MonteCarlo, axis: RankNumbering, seed: int) -> TransferTimes:
     """The transfers of the recorded job, without waits for ranks that were not recorded."""
     apparent, pool = job.variation.apparent_ns, job.variation.transfer_pool
-    drawn_job = job.run(axis.copies, DRAWS, seed + 1, TransferTimes(apparent, np.zeros_like(apparent)))
+    drawn_job = job.run(
+        axis.copies, DRAWS, seed + 1, TransferTimes(apparent, np.zeros_like(apparent))
+    )
     later = job.replica.meetings.select(
-        "key", "nth", excess=pl.Series(drawn_job.excess_ns), spread=pl.Series(drawn_job.excess_spread_ns)
+        "key",
+        "nth",
+        excess=pl.Series(drawn_job.excess_ns),
+        spread=pl.Series(drawn_job.excess_spread_ns),
     )
     typical = later.select(pl.col("excess", "spread").median().over("key", "nth"))
     transfer = np.maximum(apparent - typical["excess"].to_numpy(), 0.0)
     # What varies is the transfer and the wait; without the wait's share.
-    varies = np.where(pool >= 0, np.append(job.variation.pools.std(axis=1), 0.0)[pool], 0.0) * apparent
+    varies = (
+        np.where(pool >= 0, np.append(job.variation.pools.std(axis=1), 0.0)[pool], 0.0) * apparent
+    )
     own_spread = np.sqrt(np.maximum(varies**2 - typical["spread"].to_numpy() ** 2, 0.0))
     relative = np.divide(own_spread, transfer, out=np.zeros_like(own_spread), where=transfer > 0)
-    pool_spread = np.divide(varies, apparent, out=np.ones_like(own_spread), where=(varies > 0) & (apparent > 0))
+    pool_spread = np.divide(
+        varies, apparent, out=np.ones_like(own_spread), where=(varies > 0) & (apparent > 0)
+    )
     return TransferTimes(transfer, relative / pool_spread)
 
 
 def find_step_ends(graph: Graph) -> Floats:
-    """When the recorded ranks had ended each step, from the beginning of the window; shape (1, steps)."""
+    """When the recorded ranks had ended each step, from the beginning of the window; shape (1,
+    steps).
+    """
     begin_ns = pl.col("start_ns").min()
     nodes = graph.nodes.with_columns(end=pl.col("start_ns") + pl.col("duration_ns") - begin_ns)
     works = nodes.filter(can_end_a_step(graph), pl.col("step") >= 0)

@@ -1,10 +1,12 @@
-"""Many draws of a scaled job at once: every point of one copy's graph is an array over draws and copies.
+"""Many draws of a scaled job at once: every point of one copy's graph is an array over draws and
+copies.
 
-The graph of one copy is gone through once, point by point, in an order in which each comes after what it waits for. A
-point's time is an array (draws, copies), so the programs of a thousand ranks cost as many NumPy operations as that of
-one. Copies meet at the rendezvous of their groups: there the latest over the copies of a span counts for all of them.
-Factors are looked up in tables of quantiles by numbers from one long row of random numbers, from a position in it that
-is drawn for each node: drawing costs as much as reading.
+The graph of one copy is gone through once, point by point, in an order in which each comes after
+what it waits for. A point's time is an array (draws, copies), so the programs of a thousand ranks
+cost as many NumPy operations as that of one. Copies meet at the rendezvous of their groups: there
+the latest over the copies of a span counts for all of them. Factors are looked up in tables of
+quantiles by numbers from one long row of random numbers, from a position in it that is drawn for
+each node: drawing costs as much as reading.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from traceloom.graph.graph import Graph, get_edge_points, sort_topologically
 from traceloom.trace.array_types import Bools, Floats, Ints
 from traceloom.workload.simulate.scale_replicas import ALL, QUANTILES, Replica, Variation
 
-_BATCH_TIMES = 8_192  # times of a point that are worked on at once: what is in use stays in the caches
+_BATCH_TIMES = (
+    8_192  # times of a point that are worked on at once: what is in use stays in the caches
+)
 _MAX_ERROR = 0.5  # of a mean: beyond that a normal distribution says nothing
 _NUMBERS = 1 << 20  # random numbers in the row
 
@@ -60,7 +64,9 @@ class TransferTimes:
 
 
 def can_end_a_step(graph: Graph) -> Bools:
-    """Which nodes a step may end with: work of devices, where there is some, else of threads that do not wait."""
+    """Which nodes a step may end with: work of devices, where there is some, else of threads that
+    do not wait.
+    """
     kinds = graph.lanes["kind"].cast(pl.String).gather(graph.nodes["lane"].fill_null(0))
     on_lane = graph.nodes["lane"].is_not_null()
     on_device = on_lane & (kinds == "device")
@@ -81,7 +87,9 @@ class MonteCarlo:
         self._order: list[int] = sort_topologically(count, source, target).tolist()
         target_order = np.argsort(target, kind="stable")
         self._edge: list[int] = target_order.tolist()
-        self._first: list[int] = np.searchsorted(target[target_order], np.arange(2 * count + 1)).tolist()
+        self._first: list[int] = np.searchsorted(
+            target[target_order], np.arange(2 * count + 1)
+        ).tolist()
         self._source: list[int] = source.tolist()
         self._uses = np.bincount(source, minlength=2 * count)
         self._uses[0::2] += 1  # a node's end waits for its start
@@ -97,7 +105,9 @@ class MonteCarlo:
         self._step = np.searchsorted(self.steps, step)
         self._step[step < 0] = self.steps.size
         # Only the last work of a lane can end a step.
-        lane = np.where(can_end_a_step(replica.graph), nodes["lane"].cast(int).fill_null(-1).to_numpy(), -1)
+        lane = np.where(
+            can_end_a_step(replica.graph), nodes["lane"].cast(int).fill_null(-1).to_numpy(), -1
+        )
         end = start + nodes["duration_ns"].to_numpy()
         order = np.lexsort((end, self._step, lane))
         last = np.append((np.diff(lane[order]) != 0) | (np.diff(self._step[order]) != 0), True)
@@ -109,10 +119,16 @@ class MonteCarlo:
         self._position: list[int] = position.tolist()
         self._stage = position // replica.axis.stride
         self._span: list[int] = replica.meetings["span"].to_list()
-        seen_by_node = dict(zip(replica.parts["new"].to_list(), variation.seen.tolist(), strict=True))
-        self._seen: dict[int, int] = {2 * node: copy_count for node, copy_count in seen_by_node.items()}
+        seen_by_node = dict(
+            zip(replica.parts["new"].to_list(), variation.seen.tolist(), strict=True)
+        )
+        self._seen: dict[int, int] = {
+            2 * node: copy_count for node, copy_count in seen_by_node.items()
+        }
 
-    def run(self, copies: int, draws: int, seed: int, transfers: TransferTimes, *, varied: bool = True) -> DrawnJob:
+    def run(
+        self, copies: int, draws: int, seed: int, transfers: TransferTimes, *, varied: bool = True
+    ) -> DrawnJob:
         """Draw the job with so many copies.
 
         Args:
@@ -126,14 +142,21 @@ class MonteCarlo:
         draws = draws if varied else 1
         batch = max(1, _BATCH_TIMES // width)
         random = np.random.default_rng(seed)
-        numbers = random.integers(0, QUANTILES, _NUMBERS + batch * width).astype(np.int16) if varied else None
+        numbers = (
+            random.integers(0, QUANTILES, _NUMBERS + batch * width).astype(np.int16)
+            if varied
+            else None
+        )
         batches = [
-            self._batch(min(batch, draws - low), width, random, numbers, transfers) for low in range(0, draws, batch)
+            self._batch(min(batch, draws - low), width, random, numbers, transfers)
+            for low in range(0, draws, batch)
         ]
         step_ends, *means = zip(*batches, strict=True)
         weight = np.array([len(part) for part in step_ends]) / draws
         return DrawnJob(
-            self.steps, np.concatenate(step_ends), *(np.tensordot(weight, np.array(mean), 1) for mean in means)
+            self.steps,
+            np.concatenate(step_ends),
+            *(np.tensordot(weight, np.array(mean), 1) for mean in means),
         )
 
     def _batch(
@@ -147,22 +170,39 @@ class MonteCarlo:
         """Ends of the steps, (draws, steps); waiting, excess and its spread of the meetings."""
         variation = self.variation
         shape, size = (draws, copies), draws * copies
-        offsets: Any = iter(random.integers(0, _NUMBERS, self._uses.size + len(self._edge)).tolist())
+        offsets: Any = iter(
+            random.integers(0, _NUMBERS, self._uses.size + len(self._edge)).tolist()
+        )
         effects = self._effects(random, shape) if numbers is not None else None
         if numbers is None:
             start_times = [np.full(shape, float(began)) for began in self._began]
         else:
             stages = [index // self.replica.axis.stride for index in range(len(self._began))]
-            start_times = [random.choice(variation.starts_ns[stage], shape).astype(np.float64) for stage in stages]
+            start_times = [
+                random.choice(variation.starts_ns[stage], shape).astype(np.float64)
+                for stage in stages
+            ]
         times: list[Any] = [None] * self._uses.size
         remaining = self._uses.tolist()
         step_ends = np.zeros((draws, self.steps.size))
         meeting_stats = np.zeros((3, len(self._span)))
-        work, work_pool, side = variation.work_ns.tolist(), variation.work_pool.tolist(), variation.side.tolist()
+        work, work_pool, side = (
+            variation.work_ns.tolist(),
+            variation.work_pool.tolist(),
+            variation.side.tolist(),
+        )
         spreads = np.append(variation.pools.std(axis=1), 0.0)
-        error = np.minimum(spreads[variation.work_pool] / np.sqrt(variation.work_samples), _MAX_ERROR).tolist()
-        delay, delay_pool, part = variation.delay_ns.tolist(), variation.delay_pool.tolist(), variation.part.tolist()
-        transfers = self._transferred(random, draws, copies, transfer_times, varied=numbers is not None)
+        error = np.minimum(
+            spreads[variation.work_pool] / np.sqrt(variation.work_samples), _MAX_ERROR
+        ).tolist()
+        delay, delay_pool, part = (
+            variation.delay_ns.tolist(),
+            variation.delay_pool.tolist(),
+            variation.part.tolist(),
+        )
+        transfers = self._transferred(
+            random, draws, copies, transfer_times, varied=numbers is not None
+        )
         pools = variation.pools
         taken_by: dict[int, Any] = {}
 
@@ -180,11 +220,20 @@ class MonteCarlo:
                 if mean_work:
                     duration: Any = mean_work
                     if numbers is not None and work_pool[node] >= 0:
-                        # The mean itself is only known as well as its samples tell, for all copies alike.
+                        # The mean itself is only known as well as its samples tell, for all copies
+                        # alike.
                         duration = drawn(work_pool[node])
-                        duration *= mean_work * np.maximum(1 + error[node] * random.standard_normal((draws, 1)), 0.0)
-                    if effects is not None and side[node] >= 0 and self._step[node] < self.steps.size:
-                        duration = duration * effects[self._stage[node]][side[node], self._step[node]]
+                        duration *= mean_work * np.maximum(
+                            1 + error[node] * random.standard_normal((draws, 1)), 0.0
+                        )
+                    if (
+                        effects is not None
+                        and side[node] >= 0
+                        and self._step[node] < self.steps.size
+                    ):
+                        duration = (
+                            duration * effects[self._stage[node]][side[node], self._step[node]]
+                        )
                     latest = times[point - 1] + duration
                     taken_by[node] = duration
                 else:
@@ -200,7 +249,9 @@ class MonteCarlo:
                     if self._meeting[source_node] >= 0:
                         late = times[source] + transfers[self._meeting[source_node]]
                     elif part[edge] == part[edge]:
-                        late = times[source] + part[edge] * taken_by.get(source_node, work[source_node])
+                        late = times[source] + part[edge] * taken_by.get(
+                            source_node, work[source_node]
+                        )
                     elif numbers is not None and delay_pool[edge] >= 0:
                         late = drawn(delay_pool[edge])
                         late += delay[edge]
@@ -222,10 +273,21 @@ class MonteCarlo:
             times[point] = latest if remaining[point] else None
         return np.maximum.accumulate(step_ends, axis=1), *meeting_stats
 
-    def _meet(self, point: int, meeting: int, times: list[Any], remaining: list[int], meeting_stats: Floats) -> Floats:
-        """When the last part has come, for each draw and copy; `meeting_stats` gets waiting, excess and its spread."""
+    def _meet(
+        self,
+        point: int,
+        meeting: int,
+        times: list[Any],
+        remaining: list[int],
+        meeting_stats: Floats,
+    ) -> Floats:
+        """When the last part has come, for each draw and copy; `meeting_stats` gets waiting, excess
+        and its spread.
+        """
         span = self._span[meeting]
-        sources = [self._source[edge] for edge in self._edge[self._first[point] : self._first[point + 1]]]
+        sources = [
+            self._source[edge] for edge in self._edge[self._first[point] : self._first[point + 1]]
+        ]
         arrivals = [times[source] for source in sources]
         latest = arrivals[0] if len(arrivals) == 1 else np.maximum.reduce(arrivals)
         copies = latest.shape[1]
@@ -238,7 +300,9 @@ class MonteCarlo:
             met = latest
         meeting_stats[0] = np.mean([np.mean(met - arrival) for arrival in arrivals])
         recorded = [
-            arrival[:, : self._seen[source] if span == ALL else min(span, self._seen[source])].max(axis=1)
+            arrival[:, : self._seen[source] if span == ALL else min(span, self._seen[source])].max(
+                axis=1
+            )
             for source, arrival in zip(sources, arrivals, strict=True)
             if self._seen.get(source)
         ]
@@ -253,7 +317,9 @@ class MonteCarlo:
         return np.broadcast_to(met, latest.shape)
 
     def _effects(self, random: np.random.Generator, shape: tuple[int, int]) -> dict[int, Any]:
-        """By stage: factors of host and device work, (2, steps, draws, copies): steps drawn for all ranks alike."""
+        """By stage: factors of host and device work, (2, steps, draws, copies): steps drawn for all
+        ranks alike.
+        """
         draws, copies = shape
         recorded = self.variation.steps.size
         steps = random.integers(0, max(recorded, 1), (draws, self.steps.size))
@@ -267,12 +333,25 @@ class MonteCarlo:
         return out
 
     def _transferred(
-        self, random: np.random.Generator, draws: int, copies: int, transfer_times: TransferTimes, *, varied: bool
+        self,
+        random: np.random.Generator,
+        draws: int,
+        copies: int,
+        transfer_times: TransferTimes,
+        *,
+        varied: bool,
     ) -> list[Any]:
-        """Transfer of each meeting: the same for all that meet there, (draws, copies) or (draws, 1)."""
+        """Transfer of each meeting: the same for all that meet there, (draws, copies) or (draws,
+        1).
+        """
         out: list[Any] = []
         variation = self.variation
-        columns = variation.transfer_pool, transfer_times.mean_ns, transfer_times.spread, variation.transfer_samples
+        columns = (
+            variation.transfer_pool,
+            transfer_times.mean_ns,
+            transfer_times.spread,
+            variation.transfer_samples,
+        )
         rows = zip(*(column.tolist() for column in columns), self._span, strict=True)
         for pool, transfer, spread, samples, span in rows:
             if not varied or pool < 0:
@@ -282,5 +361,7 @@ class MonteCarlo:
             quantiles = 1 + spread * (variation.pools[pool] - 1)
             factor = quantiles.take(random.integers(0, QUANTILES, (draws, several)))
             factor *= 1 + quantiles.std() / samples**0.5 * random.standard_normal((draws, 1))
-            out.append(transfer * np.maximum(np.repeat(factor, max(span, 1), axis=1)[:, :copies], 0.0))
+            out.append(
+                transfer * np.maximum(np.repeat(factor, max(span, 1), axis=1)[:, :copies], 0.0)
+            )
         return out

@@ -1,8 +1,8 @@
 """One copy cut out of a job, and put together again.
 
-Ranks are numbered like the digits of a number: `rank = inner + stride x (copy + copies x outer)`. Data parallelism
-counts the middle digit; tensor, context and pipeline parallelism count the others. A rank's position is what is left
-without the copy: ranks of one position run the same program.
+Ranks are numbered like the digits of a number: `rank = inner + stride x (copy + copies x outer)`.
+Data parallelism counts the middle digit; tensor, context and pipeline parallelism count the others.
+A rank's position is what is left without the copy: ranks of one position run the same program.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from traceloom.errors import UsageError
 from traceloom.graph import Plan
 from traceloom.graph import graph as gs
 from traceloom.graph.calibrate import class_delays, classify_edges
-from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, get_edge_points, get_point_times, make_empty_frame
+from traceloom.graph.graph import (
+    GRAPH_SCHEMAS,
+    Graph,
+    get_edge_points,
+    get_point_times,
+    make_empty_frame,
+)
 from traceloom.trace.array_types import Bools, Floats, Ints
 from traceloom.trace.frames import cast_to_schema
 
@@ -58,7 +64,9 @@ class RankNumbering:
 
     def rank(self, position: int, copy: int) -> int:
         """The rank at a position of a copy."""
-        return position % self.stride + self.stride * (copy + self.copies * (position // self.stride))
+        return position % self.stride + self.stride * (
+            copy + self.copies * (position // self.stride)
+        )
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,9 @@ def find_rank_numbering(graph: Graph, roles: Mapping[str, str]) -> RankNumbering
         UsageError: `no-data-parallel`: the run has no such group; `unknown-roles`: nothing tells which group it is;
             `uneven-groups`: its members are not evenly spaced.
     """
-    used = graph.communication.filter(~pl.col("kind").is_in(PAIRS)).unique(["group", "ranks"], maintain_order=True)
+    used = graph.communication.filter(~pl.col("kind").is_in(PAIRS)).unique(
+        ["group", "ranks"], maintain_order=True
+    )
     world = graph.job_ranks
     shapes: dict[str, set[tuple[int, int]]] = {}
     for group, members, size in used.select("group", "ranks", "group_size").iter_rows():
@@ -134,8 +144,11 @@ def find_rank_numbering(graph: Graph, roles: Mapping[str, str]) -> RankNumbering
     return RankNumbering(int(stride), copies, world)
 
 
-def add_keys(graph: Graph, axis: RankNumbering, roles: Mapping[str, str], positions: pl.DataFrame) -> pl.DataFrame:
-    """The communication of some ranks, each at some positions, with what the parts of one operation have in common.
+def add_keys(
+    graph: Graph, axis: RankNumbering, roles: Mapping[str, str], positions: pl.DataFrame
+) -> pl.DataFrame:
+    """The communication of some ranks, each at some positions, with what the parts of one operation
+    have in common.
 
     Args:
         graph: The recorded ranks.
@@ -144,10 +157,11 @@ def add_keys(graph: Graph, axis: RankNumbering, roles: Mapping[str, str], positi
         positions: `rank` and `position` (Int32); a rank may stand for several positions.
 
     Returns:
-        The rows of `communication` with `rank`, `position`, `copy`, `step`, `from_ns`, `to_ns`, `key` (of the group,
-        the same at all positions and in all copies that meet; null where the rank meets nobody), `span` (neighbouring
-        copies that meet; `ALL`), `members` (of the group), `positions` (of one copy in it, the sender first), `nth` in
-        the step of that key, and `peer_position` (of the other side of a message, or of a root).
+        The rows of `communication` with `rank`, `position`, `copy`, `step`, `from_ns`, `to_ns`,
+        `key` (of the group, the same at all positions and in all copies that meet; null where the
+        rank meets nobody), `span` (neighbouring copies that meet; `ALL`), `members` (of the group),
+        `positions` (of one copy in it, the sender first), `nth` in the step of that key, and
+        `peer_position` (of the other side of a message, or of a root).
 
     Raises:
         UsageError: `uneven-groups`: a group holds neither ranks of one copy, nor of neighbouring copies, nor of all.
@@ -156,37 +170,66 @@ def add_keys(graph: Graph, axis: RankNumbering, roles: Mapping[str, str], positi
         "node", "rank", "step", from_ns="start_ns", to_ns=pl.col("start_ns") + pl.col("duration_ns")
     )
     rows = graph.communication.join(nodes, on="node").join(positions, on="rank")
-    key_columns = ["rank", "position", "group", "ranks", "group_size", "peer", "kind_of_pair", "pair"]
+    key_columns = [
+        "rank",
+        "position",
+        "group",
+        "ranks",
+        "group_size",
+        "peer",
+        "kind_of_pair",
+        "pair",
+    ]
     rows = rows.with_columns(pair=pl.col("kind").is_in(PAIRS).fill_null(value=False)).with_columns(
         peer=pl.when("pair").then("peer"),
         kind_of_pair=pl.when("pair").then("kind"),
         copy=pl.col("rank").map_elements(axis.copy, pl.Int64),
-        root_position=pl.when(~pl.col("kind").is_in(PAIRS)).then(pl.col("peer").map_elements(axis.position, pl.Int64)),
+        root_position=pl.when(~pl.col("kind").is_in(PAIRS)).then(
+            pl.col("peer").map_elements(axis.position, pl.Int64)
+        ),
     )
     distinct = rows.unique(key_columns, maintain_order=True).select(key_columns)
     names: dict[object, list[str]] = {}
     keys = [_build_key(row, axis, roles, names) for row in distinct.iter_rows(named=True)]
-    schema: dict[str, Any] = {"key": pl.String, "span": pl.Int64, "members": pl.Int64, "positions": pl.List(pl.Int64)}
+    schema: dict[str, Any] = {
+        "key": pl.String,
+        "span": pl.Int64,
+        "members": pl.Int64,
+        "positions": pl.List(pl.Int64),
+    }
     group_keys = distinct.hstack(pl.DataFrame(keys, schema, orient="row"))
-    rows = rows.join(group_keys, on=key_columns, how="left", nulls_equal=True, maintain_order="left")
+    rows = rows.join(
+        group_keys, on=key_columns, how="left", nulls_equal=True, maintain_order="left"
+    )
     # A message has its own key for each direction; its two sides count it alike.
     sends = pl.col("kind") == "send"
     direction = (
-        pl.when(sends).then(pl.format("{}>{}", "position", "key")).otherwise(pl.format("{}>{}", "key", "position"))
+        pl.when(sends)
+        .then(pl.format("{}>{}", "position", "key"))
+        .otherwise(pl.format("{}>{}", "key", "position"))
     )
     way = pl.when("pair").then(direction).otherwise("key")
     rows = rows.with_columns(
         key=way,
-        peer_position=pl.when("pair").then(pl.col("key").cast(pl.Int64, strict=False)).otherwise("root_position"),
+        peer_position=pl.when("pair")
+        .then(pl.col("key").cast(pl.Int64, strict=False))
+        .otherwise("root_position"),
     ).sort("position", "rank", "from_ns", "node")
-    return rows.with_columns(nth=pl.int_range(pl.len()).over("position", "rank", "step", "key", "kind_of_pair"))
+    return rows.with_columns(
+        nth=pl.int_range(pl.len()).over("position", "rank", "step", "key", "kind_of_pair")
+    )
 
 
 def _build_key(
-    row: Mapping[str, object], axis: RankNumbering, roles: Mapping[str, str], names: dict[object, list[str]]
+    row: Mapping[str, object],
+    axis: RankNumbering,
+    roles: Mapping[str, str],
+    names: dict[object, list[str]],
 ) -> tuple[str | None, int, int, list[int]]:
     """Key, span, members and positions of a group or message: columns of `keyed`."""
-    rank, position, group, members, peer = (row[name] for name in ("rank", "position", "group", "ranks", "peer"))
+    rank, position, group, members, peer = (
+        row[name] for name in ("rank", "position", "group", "ranks", "peer")
+    )
     assert isinstance(rank, int)
     assert isinstance(position, int)
     moved = position - axis.position(rank)
@@ -195,9 +238,20 @@ def _build_key(
         if not same_copy or not isinstance(peer, int):
             return None, 1, 1, [position]
         other = axis.position(peer) + moved
-        return str(other), 1, 2, [position, other] if row["kind_of_pair"] == "send" else [other, position]
+        return (
+            str(other),
+            1,
+            2,
+            [position, other] if row["kind_of_pair"] == "send" else [other, position],
+        )
     size = axis.world if row["group_size"] is None else row["group_size"]
-    ranks = list(members) if isinstance(members, list) else [*range(axis.world)] if size == axis.world else [rank]
+    ranks = (
+        list(members)
+        if isinstance(members, list)
+        else [*range(axis.world)]
+        if size == axis.world
+        else [rank]
+    )
     if ranks == [rank] and size != 1:
         raise UsageError(
             f"no trace says which {size} ranks are in group {group}",
@@ -208,7 +262,11 @@ def _build_key(
         return None, 1, 1, [position]
     own_positions = {axis.position(member) for member in ranks}
     group_positions = tuple(
-        sorted(own_positions if position in own_positions else {other + moved for other in own_positions})
+        sorted(
+            own_positions
+            if position in own_positions
+            else {other + moved for other in own_positions}
+        )
     )
     copies = sorted({axis.copy(member) for member in ranks})
     span = copies[-1] - copies[0] + 1
@@ -223,24 +281,36 @@ def _build_key(
     same = names.setdefault((rank, span, group_positions), [])
     if str(group) not in same:
         same.append(str(group))
-    return f"{span} {group_positions} {same.index(str(group))}", span, len(ranks), list(group_positions)
+    return (
+        f"{span} {group_positions} {same.index(str(group))}",
+        span,
+        len(ranks),
+        list(group_positions),
+    )
 
 
 def extract_replica(graph: Graph, axis: RankNumbering, roles: Mapping[str, str]) -> Replica:
     """Cut one copy of the job out of a graph.
 
-    Each position is that of the lowest copy which was recorded. One that was not recorded is copied from one with the
-    same outer digit: a tensor parallel neighbour does the same with other weights.
+    Each position is that of the lowest copy which was recorded. One that was not recorded is copied
+    from one with the same outer digit: a tensor parallel neighbour does the same with other
+    weights.
 
     Raises:
         UsageError: `unrecorded-role`: no rank of some stage was recorded; `uneven-groups`.
     """
     rank_by_position: dict[int, int] = {}
-    for rank in sorted((int(rank) for rank in graph.nodes["rank"].drop_nulls().unique()), key=axis.copy):
+    for rank in sorted(
+        (int(rank) for rank in graph.nodes["rank"].drop_nulls().unique()), key=axis.copy
+    ):
         rank_by_position.setdefault(axis.position(rank), rank)
     copied = {}
     for position in sorted(set(range(axis.positions)) - set(rank_by_position)):
-        alike = [rank for other, rank in rank_by_position.items() if other // axis.stride == position // axis.stride]
+        alike = [
+            rank
+            for other, rank in rank_by_position.items()
+            if other // axis.stride == position // axis.stride
+        ]
         if not alike:
             raise UsageError(
                 f"no recorded rank does what rank {axis.rank(position, 0)} does",
@@ -251,10 +321,19 @@ def extract_replica(graph: Graph, axis: RankNumbering, roles: Mapping[str, str])
     templates = sorted({**rank_by_position, **copied}.items())
     positions = pl.DataFrame(templates, {"position": pl.Int32, "rank": pl.Int32}, orient="row")
 
-    nodes = graph.nodes.filter(~pl.col("kind").is_in(_JOINTS)).join(positions, on="rank").sort("position", "node")
-    lanes = graph.lanes.join(positions, on="rank").sort("position", "lane").with_row_index("new_lane")
+    nodes = (
+        graph.nodes.filter(~pl.col("kind").is_in(_JOINTS))
+        .join(positions, on="rank")
+        .sort("position", "node")
+    )
+    lanes = (
+        graph.lanes.join(positions, on="rank").sort("position", "lane").with_row_index("new_lane")
+    )
     nodes = nodes.with_row_index("new").join(
-        lanes.select("lane", "position", "new_lane"), on=["lane", "position"], how="left", maintain_order="left"
+        lanes.select("lane", "position", "new_lane"),
+        on=["lane", "position"],
+        how="left",
+        maintain_order="left",
     )
     number = nodes.select("node", "position", "new")
     edges = (
@@ -263,43 +342,64 @@ def extract_replica(graph: Graph, axis: RankNumbering, roles: Mapping[str, str])
         .join(number.select("position", target="node", new_target="new"), on=["target", "position"])
         .sort("new_target", "edge")
     )
-    parts = add_keys(graph, axis, roles, positions).join(number, on=["node", "position"]).sort("new")
+    parts = (
+        add_keys(graph, axis, roles, positions).join(number, on=["node", "position"]).sort("new")
+    )
     met = ["key", "step", "nth"]
     meetings = (
         parts.drop_nulls("key")
         .group_by(met, maintain_order=True)
-        .agg(pl.col("span", "members", "positions", "kind", "in_bytes", "out_bytes").first(), pl.col("from_ns").max(),
-             pl.col("position").first())
+        .agg(
+            pl.col("span", "members", "positions", "kind", "in_bytes", "out_bytes").first(),
+            pl.col("from_ns").max(),
+            pl.col("position").first(),
+        )
         .with_row_index("meeting", offset=0)
-    )  # fmt: skip
-    parts = parts.join(meetings.select(*met, "meeting"), on=met, how="left", nulls_equal=True, maintain_order="left")
+    )
+    parts = parts.join(
+        meetings.select(*met, "meeting"),
+        on=met,
+        how="left",
+        nulls_equal=True,
+        maintain_order="left",
+    )
     joint = meetings.select(
-        pl.lit(gs.RENDEZVOUS).alias("kind"), pl.col("position").alias("rank"), pl.col("from_ns").alias("start_ns"),
+        pl.lit(gs.RENDEZVOUS).alias("kind"),
+        pl.col("position").alias("rank"),
+        pl.col("from_ns").alias("start_ns"),
         "step",
         *(pl.lit(0, pl.Int64).alias(name) for name in ("duration_ns", "work_ns", "residual_ns")),
-    )  # fmt: skip
-    replica_nodes = nodes.with_columns(pl.col("new_lane").alias("lane"), pl.col("position").alias("rank")).select(
-        *GRAPH_SCHEMAS["nodes"]
     )
-    all_nodes = pl.concat([replica_nodes, joint.cast({"kind": gs.NodeKind})], how="diagonal_relaxed").with_columns(
-        node=pl.int_range(pl.len())
+    replica_nodes = nodes.with_columns(
+        pl.col("new_lane").alias("lane"), pl.col("position").alias("rank")
+    ).select(*GRAPH_SCHEMAS["nodes"])
+    all_nodes = pl.concat(
+        [replica_nodes, joint.cast({"kind": gs.NodeKind})], how="diagonal_relaxed"
+    ).with_columns(node=pl.int_range(pl.len()))
+    meets = parts.drop_nulls("meeting").select(
+        "new", at=pl.col("meeting").cast(pl.Int64) + nodes.height
     )
-    meets = parts.drop_nulls("meeting").select("new", at=pl.col("meeting").cast(pl.Int64) + nodes.height)
-    assumed = pl.DataFrame({"kind": "rendezvous", "evidence": "assumed", "delay_ns": 0, "residual_ns": 0})
+    assumed = pl.DataFrame(
+        {"kind": "rendezvous", "evidence": "assumed", "delay_ns": 0, "residual_ns": 0}
+    )
     entering = meets.select(source="new", target="at", from_end=False, to_end=False)
     out_of = meets.select(source="at", target="new", from_end=True, to_end=True)
-    rendezvous = pl.concat([entering.cast(pl.Int64, strict=False), out_of.cast(pl.Int64, strict=False)]).join(
-        assumed, how="cross"
-    )
+    rendezvous = pl.concat(
+        [entering.cast(pl.Int64, strict=False), out_of.cast(pl.Int64, strict=False)]
+    ).join(assumed, how="cross")
     inner = edges.with_columns(source="new_source", target="new_target")
     frames = {
         "nodes": all_nodes,
-        "edges": pl.concat([cast_to_schema(frame, GRAPH_SCHEMAS["edges"]) for frame in (inner, rendezvous)]),
+        "edges": pl.concat(
+            [cast_to_schema(frame, GRAPH_SCHEMAS["edges"]) for frame in (inner, rendezvous)]
+        ),
         "lanes": lanes.with_columns(lane="new_lane", rank="position"),
         "communication": parts.with_columns(node="new", instance=pl.col("meeting").cast(pl.Int64)),
         "transfers": graph.transfers.join(number, on="node").sort("new").with_columns(node="new"),
     }
-    declared: dict[str, Any] = {name: cast_to_schema(frame, GRAPH_SCHEMAS[name]) for name, frame in frames.items()}
+    declared: dict[str, Any] = {
+        name: cast_to_schema(frame, GRAPH_SCHEMAS[name]) for name, frame in frames.items()
+    }
     declared |= {name: make_empty_frame(name) for name in ("host_ops", "ranks", "coverage")}
     return Replica(
         graph=replace(graph, **declared, world_size=axis.positions),
@@ -383,9 +483,10 @@ class _Pools:
 def measure_variation(graph: Graph, replica: Replica, roles: Mapping[str, str]) -> Variation:
     """Measure the variation of a calibrated graph.
 
-    The same work is that of one name and kind, the n-th of it in its step, on ranks of one stage. How a rank's step
-    differs as a whole (the median factor of all its works) is told apart from how single works differ; factors of few
-    samples are corrected for having been compared with a mean of which they are a part.
+    The same work is that of one name and kind, the n-th of it in its step, on ranks of one stage.
+    How a rank's step differs as a whole (the median factor of all its works) is told apart from how
+    single works differ; factors of few samples are corrected for having been compared with a mean
+    of which they are a part.
     """
     axis, pools = replica.axis, _Pools()
     nodes = _add_work_numbers(graph, axis)
@@ -394,8 +495,15 @@ def measure_variation(graph: Graph, replica: Replica, roles: Mapping[str, str]) 
     node_rows, edge_rows = replica.node, replica.edge
     inner, is_recorded_edge = node_rows >= 0, edge_rows >= 0
 
-    apparent, transfer_pool, transfer_samples, seen_copies = _measure_transfers(graph, replica, roles, pools)
-    first = nodes.drop_nulls("rank").group_by("stage", "rank").agg(pl.col("start_ns").min()).sort("stage", "rank")
+    apparent, transfer_pool, transfer_samples, seen_copies = _measure_transfers(
+        graph, replica, roles, pools
+    )
+    first = (
+        nodes.drop_nulls("rank")
+        .group_by("stage", "rank")
+        .agg(pl.col("start_ns").min())
+        .sort("stage", "rank")
+    )
     first = first.with_columns(pl.col("start_ns") - pl.col("start_ns").min())
     return Variation(
         work_ns=np.where(inner, works["work"].to_numpy()[node_rows], 0.0),
@@ -423,16 +531,24 @@ def _add_work_numbers(graph: Graph, axis: RankNumbering) -> pl.DataFrame:
     """All nodes with their stage and `same`, a number that works which do the same have in common."""
     stage = pl.col("rank").fill_null(0) // (axis.stride * axis.copies)
     nodes = graph.nodes.select(
-        "node", "rank", stage.alias("stage"), pl.col("step").fill_null(-1), "kind", pl.col("name").fill_null(""),
-        (pl.col("work_ns") + pl.col("residual_ns")).cast(pl.Float64).alias("measured"), "start_ns",
-    ).sort("start_ns", "node")  # fmt: skip
+        "node",
+        "rank",
+        stage.alias("stage"),
+        pl.col("step").fill_null(-1),
+        "kind",
+        pl.col("name").fill_null(""),
+        (pl.col("work_ns") + pl.col("residual_ns")).cast(pl.Float64).alias("measured"),
+        "start_ns",
+    ).sort("start_ns", "node")
     nodes = nodes.with_columns(nth=pl.int_range(pl.len()).over("rank", "step", "kind", "name"))
     key = ["stage", "kind", "name", "nth"]
     numbers = nodes.unique(key, maintain_order=True).select(key).with_row_index("same")
     return nodes.join(numbers, on=key, how="left", maintain_order="left").sort("node")
 
 
-def _measure_works(nodes: pl.DataFrame, pools: _Pools) -> tuple[pl.DataFrame, Ints, dict[int, Floats], Ints]:
+def _measure_works(
+    nodes: pl.DataFrame, pools: _Pools
+) -> tuple[pl.DataFrame, Ints, dict[int, Floats], Ints]:
     """Mean work and pool of every recorded node, its side, and what steps and ranks have in common."""
     device = pl.col("kind").is_in(_DEVICE)
     joint = pl.col("kind").is_in([gs.RENDEZVOUS, gs.ARRIVAL, gs.ORIGIN, *gs.COMMUNICATION])
@@ -444,13 +560,22 @@ def _measure_works(nodes: pl.DataFrame, pools: _Pools) -> tuple[pl.DataFrame, In
     usable = (pl.col("samples") > 1) & (pl.col("work") > 0) & (pl.col("side") >= 0)
     cells = works.filter(usable, pl.col("step") >= 0)
     spread = cells.select(pl.col("ratio").std().over("side")).to_series()
-    cells = cells.with_columns(scatter=spread).group_by("stage", "side", "rank", "step").agg(
-        pl.col("ratio").median(), noise=(1.5 * pl.col("scatter").first() ** 2 / pl.len()).fill_null(0.0)
-    )  # fmt: skip
+    cells = (
+        cells.with_columns(scatter=spread)
+        .group_by("stage", "side", "rank", "step")
+        .agg(
+            pl.col("ratio").median(),
+            noise=(1.5 * pl.col("scatter").first() ** 2 / pl.len()).fill_null(0.0),
+        )
+    )
     # What medians of so many works differ by without any cause is not an effect.
-    cells = cells.with_columns(effect=pl.col("ratio") / pl.col("ratio").mean().over("stage", "side"))
+    cells = cells.with_columns(
+        effect=pl.col("ratio") / pl.col("ratio").mean().over("stage", "side")
+    )
     variance = pl.col("effect").var().over("stage", "side").fill_null(0.0)
-    real = (1 - pl.col("noise").mean().over("stage", "side") / pl.max_horizontal(variance, 1e-12)).clip(lower_bound=0)
+    real = (
+        1 - pl.col("noise").mean().over("stage", "side") / pl.max_horizontal(variance, 1e-12)
+    ).clip(lower_bound=0)
     cells = cells.with_columns(effect=1 + (pl.col("effect") - 1) * real.sqrt())
     works = works.join(
         cells.select("stage", "side", "rank", "step", "effect"),
@@ -461,34 +586,53 @@ def _measure_works(nodes: pl.DataFrame, pools: _Pools) -> tuple[pl.DataFrame, In
     ).with_columns(pl.col("effect").fill_null(1.0))
     count = pl.col("samples")
     residuals = works.filter(usable).with_columns(
-        left=(1 + (pl.col("ratio") / pl.col("effect") - 1) * (count / (count - 1)).sqrt()).clip(lower_bound=0)
+        left=(1 + (pl.col("ratio") / pl.col("effect") - 1) * (count / (count - 1)).sqrt()).clip(
+            lower_bound=0
+        )
     )
     numbers, pool_by_kind = [], {}
     for (kind,), rows in residuals.group_by("kind", maintain_order=True):
         pool_by_kind[kind] = pools.add(rows["left"].to_numpy())
         for (name,), same in rows.group_by("name", maintain_order=True):
-            number = pools.add(same["left"].to_numpy()) if same.height >= _MIN_SAMPLES else pool_by_kind[kind]
+            number = (
+                pools.add(same["left"].to_numpy())
+                if same.height >= _MIN_SAMPLES
+                else pool_by_kind[kind]
+            )
             numbers.append((kind, name, number))
-    pool_by_name = pl.DataFrame(numbers, {"kind": gs.NodeKind, "name": pl.String, "pool": pl.Int64}, orient="row")
+    pool_by_name = pl.DataFrame(
+        numbers, {"kind": gs.NodeKind, "name": pl.String, "pool": pl.Int64}, orient="row"
+    )
     works = works.join(pool_by_name, on=["kind", "name"], how="left", maintain_order="left")
-    kind_pool = pl.col("kind").cast(pl.String).replace_strict(pool_by_kind, default=-1, return_dtype=pl.Int64)
-    works = works.with_columns(pool=pl.when(pl.col("side") >= 0).then(pl.coalesce("pool", kind_pool)).otherwise(-1))
+    kind_pool = (
+        pl.col("kind")
+        .cast(pl.String)
+        .replace_strict(pool_by_kind, default=-1, return_dtype=pl.Int64)
+    )
+    works = works.with_columns(
+        pool=pl.when(pl.col("side") >= 0).then(pl.coalesce("pool", kind_pool)).otherwise(-1)
+    )
     steps = np.unique(cells["step"].to_numpy()).astype(np.int64)
     effects = {}
     for (stage,), rows in cells.group_by("stage", maintain_order=True):
         ranks = np.unique(rows["rank"].to_numpy())
         table = np.ones((_SIDES, ranks.size, steps.size))
-        position = np.searchsorted(ranks, rows["rank"].to_numpy()), np.searchsorted(steps, rows["step"].to_numpy())
+        position = (
+            np.searchsorted(ranks, rows["rank"].to_numpy()),
+            np.searchsorted(steps, rows["step"].to_numpy()),
+        )
         table[rows["side"].to_numpy(), position[0], position[1]] = rows["effect"].to_numpy()
         effects[int(str(stage))] = table
     return works, works["side"].to_numpy().astype(np.int64), effects, steps
 
 
-def _measure_delays(graph: Graph, nodes: pl.DataFrame, pools: _Pools) -> tuple[Floats, Ints, Floats]:
+def _measure_delays(
+    graph: Graph, nodes: pl.DataFrame, pools: _Pools
+) -> tuple[Floats, Ints, Floats]:
     """Delay, pool and part of the source's work of every recorded edge.
 
-    What an edge took is seen only where nothing else held its target back later. Where the same edge is so in most
-    steps and ranks, it takes their mean; else what its class takes.
+    What an edge took is seen only where nothing else held its target back later. Where the same
+    edge is so in most steps and ranks, it takes their mean; else what its class takes.
     """
     edge_classes = classify_edges(graph)
     constant = class_delays(graph).astype(np.float64)
@@ -519,11 +663,17 @@ def _measure_delays(graph: Graph, nodes: pl.DataFrame, pools: _Pools) -> tuple[F
     ).with_columns(delay=pl.when("often").then("mean").otherwise("constant"))
     delay = np.where(fixed, constant, edges["delay"].to_numpy())
     pool = np.full(delay.size, -1, dtype=np.int64)
-    binds = edges.with_row_index("row").filter("binding").with_columns(off=pl.col("took") - pl.col("delay"))
+    binds = (
+        edges.with_row_index("row")
+        .filter("binding")
+        .with_columns(off=pl.col("took") - pl.col("delay"))
+    )
     for (_, edge_class), rows in binds.group_by("kind", "of", maintain_order=True):
         number = pools.add(rows["off"].to_numpy())
         if number >= 0:
-            same_class = (edges["of"] == edge_class).to_numpy() & (edges["kind"] == rows["kind"][0]).to_numpy()
+            same_class = (edges["of"] == edge_class).to_numpy() & (
+                edges["kind"] == rows["kind"][0]
+            ).to_numpy()
             pool[same_class & ~fixed] = number
     return delay, pool, part
 
@@ -531,7 +681,9 @@ def _measure_delays(graph: Graph, nodes: pl.DataFrame, pools: _Pools) -> tuple[F
 def _measure_transfers(
     graph: Graph, replica: Replica, roles: Mapping[str, str], pools: _Pools
 ) -> tuple[Floats, Ints, Ints, Ints]:
-    """Apparent transfer of each meeting, its pool and samples, and how many copies of each part were recorded."""
+    """Apparent transfer of each meeting, its pool and samples, and how many copies of each part
+    were recorded.
+    """
     axis = replica.axis
     ranks = graph.nodes.select("rank").drop_nulls().unique("rank").sort("rank")
     positions = ranks.with_columns(position=pl.col("rank").map_elements(axis.position, pl.Int32))
@@ -540,11 +692,25 @@ def _measure_transfers(
     seen_copies = replica.parts.select("key", "position").join(
         copies, on=["key", "position"], how="left", maintain_order="left"
     )
-    block = pl.when(pl.col("span") == ALL).then(0).otherwise(pl.col("copy") // pl.max_horizontal("span", 1))
-    operation = parts.drop_nulls("key").with_columns(block=block).group_by("key", "block", "step", "nth").agg(
-        pl.col("kind").first(), pl.col("span").first(), pl.col("in_bytes").first(), pl.col("members").first(),
-        present=pl.len(), apparent=(pl.col("to_ns").median() - pl.col("from_ns").max()).clip(lower_bound=0),
-    ).with_columns(whole=pl.col("present") >= pl.col("members"))  # fmt: skip
+    block = (
+        pl.when(pl.col("span") == ALL)
+        .then(0)
+        .otherwise(pl.col("copy") // pl.max_horizontal("span", 1))
+    )
+    operation = (
+        parts.drop_nulls("key")
+        .with_columns(block=block)
+        .group_by("key", "block", "step", "nth")
+        .agg(
+            pl.col("kind").first(),
+            pl.col("span").first(),
+            pl.col("in_bytes").first(),
+            pl.col("members").first(),
+            present=pl.len(),
+            apparent=(pl.col("to_ns").median() - pl.col("from_ns").max()).clip(lower_bound=0),
+        )
+        .with_columns(whole=pl.col("present") >= pl.col("members"))
+    )
     alike = ["kind", "span", "in_bytes", "members"]
     # Parts that were all recorded show the transfer itself.
     visible = operation.filter(pl.col("whole").any().over(alike) == pl.col("whole"))
@@ -553,17 +719,25 @@ def _measure_transfers(
     rows = (
         replica.meetings.join(means, on=["key", "nth"], how="left", maintain_order="left")
         .join(fallback, on=alike, how="left", maintain_order="left", nulls_equal=True)
-        .with_columns(pl.col("samples").fill_null(1), apparent=pl.coalesce("own", "usual", pl.lit(0.0)))
+        .with_columns(
+            pl.col("samples").fill_null(1), apparent=pl.coalesce("own", "usual", pl.lit(0.0))
+        )
     )
-    visible = visible.join(means, on=["key", "nth"], how="left", maintain_order="left").with_columns(
-        count=pl.len().over("key", "nth")
-    )
+    visible = visible.join(
+        means, on=["key", "nth"], how="left", maintain_order="left"
+    ).with_columns(count=pl.len().over("key", "nth"))
     numbers = {}
     for kind, alike_rows in visible.group_by(alike, maintain_order=True):
         several = alike_rows.filter(pl.col("count") > 1, pl.col("own") > 0)
-        factor = 1 + (several["apparent"] / several["own"] - 1) * (several["count"] / (several["count"] - 1)).sqrt()
+        factor = (
+            1
+            + (several["apparent"] / several["own"] - 1)
+            * (several["count"] / (several["count"] - 1)).sqrt()
+        )
         numbers[kind] = pools.add(factor.clip(lower_bound=0).to_numpy())
-    pool = np.array([numbers.get(row, -1) for row in rows.select(alike).iter_rows()], dtype=np.int64)
+    pool = np.array(
+        [numbers.get(row, -1) for row in rows.select(alike).iter_rows()], dtype=np.int64
+    )
     apparent = rows["apparent"].to_numpy().astype(np.float64)
     samples = rows["samples"].to_numpy().astype(np.int64)
     return apparent, pool, samples, seen_copies["seen"].fill_null(0).to_numpy().astype(np.int64)
@@ -589,7 +763,8 @@ def expand_replica(
         seed: Of the works that each rank draws for itself; None: all ranks take the mean.
 
     Returns:
-        A graph without notices of its own; its communication has an `instance` and no list of ranks.
+        A graph without notices of its own; its communication has an `instance` and no list of
+        ranks.
     """
     single = replica.graph
     axis = RankNumbering(replica.axis.stride, copies, replica.axis.positions * copies)
@@ -597,9 +772,13 @@ def expand_replica(
     lanes = single.lanes.height
     copy = np.arange(copies)
     rank_of = np.array(
-        [[axis.rank(position, number) for position in range(axis.positions)] for number in range(copies)]
+        [
+            [axis.rank(position, number) for position in range(axis.positions)]
+            for number in range(copies)
+        ]
     )
-    # Meetings of all copies come once, of neighbours once per block, of one copy as often as there are copies.
+    # Meetings of all copies come once, of neighbours once per block, of one copy as often as there
+    # are copies.
     span = meetings["span"].to_numpy().astype(np.int64)
     several = np.where(span == ALL, 1, copies // np.maximum(span, 1))
     first = inner * copies + np.cumsum(several) - several
@@ -607,8 +786,12 @@ def expand_replica(
     def moved(node: Ints) -> Ints:
         """Numbers of nodes in every copy, (copies, nodes) as one row."""
         meeting = np.maximum(node - inner, 0)
-        block = np.where(span[meeting] == ALL, 0, copy[:, np.newaxis] // np.maximum(span[meeting], 1))
-        numbers: Ints = np.where(node < inner, node + copy[:, np.newaxis] * inner, first[meeting] + block).ravel()
+        block = np.where(
+            span[meeting] == ALL, 0, copy[:, np.newaxis] // np.maximum(span[meeting], 1)
+        )
+        numbers: Ints = np.where(
+            node < inner, node + copy[:, np.newaxis] * inner, first[meeting] + block
+        ).ravel()
         return numbers
 
     def tiled(frame: pl.DataFrame) -> pl.DataFrame:
@@ -619,7 +802,9 @@ def expand_replica(
         random = np.random.default_rng(seed)
         pool = variation.work_pool[:inner]
         varied = np.flatnonzero(pool >= 0)
-        work[:, varied] *= variation.pools[pool[varied], random.integers(0, QUANTILES, (copies, varied.size))]
+        work[:, varied] *= variation.pools[
+            pool[varied], random.integers(0, QUANTILES, (copies, varied.size))
+        ]
     nodes = tiled(single.nodes[:inner])
     position = nodes["rank"].fill_null(0).to_numpy()
     nodes = nodes.with_columns(
@@ -632,12 +817,17 @@ def expand_replica(
     block = np.arange(several.sum()) - np.repeat(np.cumsum(several) - several, several)
     joints = joints.with_columns(
         rank=pl.Series(
-            rank_of[block * np.maximum(np.repeat(span, several), 1), joints["rank"].fill_null(0).to_numpy()]
+            rank_of[
+                block * np.maximum(np.repeat(span, several), 1),
+                joints["rank"].fill_null(0).to_numpy(),
+            ]
             if joints.height
             else block
         )
     )
-    all_nodes = pl.concat([nodes, joints], how="diagonal_relaxed").with_columns(node=pl.int_range(pl.len()))
+    all_nodes = pl.concat([nodes, joints], how="diagonal_relaxed").with_columns(
+        node=pl.int_range(pl.len())
+    )
     source, target = (single.edges[end].to_numpy().astype(np.int64) for end in ("source", "target"))
     out_of = source >= inner
     delay = variation.delay_ns.copy()
@@ -655,7 +845,11 @@ def expand_replica(
     communication = single.communication
     part_meeting = replica.parts["meeting"].cast(pl.Int64)
     meets = pl.col("instance").is_not_null()
-    grown = meetings.select("members", "in_bytes", "out_bytes")[part_meeting.fill_null(0)] if meetings.height else None
+    grown = (
+        meetings.select("members", "in_bytes", "out_bytes")[part_meeting.fill_null(0)]
+        if meetings.height
+        else None
+    )
     if grown is not None:
         growing = meets & pl.Series((span == ALL)[part_meeting.fill_null(0).to_numpy()])
         communication = communication.with_columns(
@@ -667,12 +861,18 @@ def expand_replica(
     instance = moved(part_meeting.fill_null(0).to_numpy() + inner)
     # The peer of a message is in its own copy, the root of a larger group in the first one.
     peer_position = replica.parts["peer_position"].fill_null(0).to_numpy().astype(np.int64)
-    within_copy = replica.parts.select(pl.col("pair") | (pl.col("span") == 1)).to_series().to_numpy()
+    within_copy = (
+        replica.parts.select(pl.col("pair") | (pl.col("span") == 1)).to_series().to_numpy()
+    )
     has_peer = replica.parts["peer_position"].is_not_null().to_numpy()
-    peer = rank_of[np.where(within_copy, copy[:, np.newaxis], 0).ravel(), np.tile(peer_position, copies)]
+    peer = rank_of[
+        np.where(within_copy, copy[:, np.newaxis], 0).ravel(), np.tile(peer_position, copies)
+    ]
     communication = communication.with_columns(
         node=pl.Series(moved(single.communication["node"].to_numpy().astype(np.int64))),
-        instance=pl.when(pl.col("instance").is_not_null()).then(pl.Series(instance - inner * copies)),
+        instance=pl.when(pl.col("instance").is_not_null()).then(
+            pl.Series(instance - inner * copies)
+        ),
         peer=pl.when(pl.Series(np.tile(has_peer, copies))).then(pl.Series(peer)),
     )
     frames: dict[str, Any] = {
@@ -680,18 +880,24 @@ def expand_replica(
         "edges": edges,
         "lanes": tiled(single.lanes).with_columns(
             lane=pl.int_range(pl.len()),
-            rank=pl.Series(rank_of[np.repeat(copy, lanes), np.tile(single.lanes["rank"].to_numpy(), copies)]),
+            rank=pl.Series(
+                rank_of[np.repeat(copy, lanes), np.tile(single.lanes["rank"].to_numpy(), copies)]
+            ),
         ),
         "communication": communication,
         "transfers": tiled(single.transfers).with_columns(
             node=pl.Series(moved(single.transfers["node"].to_numpy().astype(np.int64)))
         ),
     }
-    declared: dict[str, Any] = {name: cast_to_schema(frame, GRAPH_SCHEMAS[name]) for name, frame in frames.items()}
+    declared: dict[str, Any] = {
+        name: cast_to_schema(frame, GRAPH_SCHEMAS[name]) for name, frame in frames.items()
+    }
     graph = replace(single, **declared, delays=make_empty_frame("delays"), world_size=axis.world)
     times = Plan(graph).evaluate()
     start, end = times[0::2], times[1::2]
     return replace(
         graph,
-        nodes=graph.nodes.with_columns(pl.Series("start_ns", start), pl.Series("duration_ns", end - start)),
+        nodes=graph.nodes.with_columns(
+            pl.Series("start_ns", start), pl.Series("duration_ns", end - start)
+        ),
     )

@@ -1,8 +1,9 @@
 """Points of a grid on any engine, over the common pool.
 
-An axis is written as `KEY=VALUES`: `network.0.bandwidth=50,100,200`, `ranks=8..1024*2`, `layers=4..32+4`. Values are
-numbers or words, separated by commas; `a..b` counts up by 1, `a..b+step` by a step, `a..b*factor` by a factor. The
-points of a sweep are all combinations of its axes.
+An axis is written as `KEY=VALUES`: `network.0.bandwidth=50,100,200`, `ranks=8..1024*2`,
+`layers=4..32+4`. Values are numbers or words, separated by commas; `a..b` counts up by 1,
+`a..b+step` by a step, `a..b*factor` by a factor. The points of a sweep are all combinations of its
+axes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from traceloom.errors import CheckError, InputError, TraceloomError, UsageError, nearest, other_version
+from traceloom.errors import (
+    CheckError,
+    InputError,
+    TraceloomError,
+    UsageError,
+    nearest,
+    other_version,
+)
 from traceloom.formats.chakra.files import EtReader
 from traceloom.system import units
 from traceloom.system.process import block_signals
@@ -55,7 +63,13 @@ ANSWERS = pl.Schema(
 )
 SENSITIVITIES = build_schema(
     "parameter median low high pairs",
-    {"parameter": pl.String, "median": pl.Float64, "low": pl.Float64, "high": pl.Float64, "pairs": pl.Int64},
+    {
+        "parameter": pl.String,
+        "median": pl.Float64,
+        "low": pl.Float64,
+        "high": pl.Float64,
+        "pairs": pl.Int64,
+    },
 )
 _RANGE = re.compile(r"(?P<first>[^.]+(?:\.\d+)?)\.\.(?P<last>[^*+]+)(?:(?P<sign>[*+])(?P<by>.+))?")
 
@@ -99,9 +113,13 @@ def _parse_values(part: str, text: str) -> list[SweptValue]:
     match = _RANGE.fullmatch(part)
     if match is None:
         if not part or ".." in part:
-            raise _make_sweep_error(text, f"`{part}` is no range" if part else "a value between commas is missing")
+            raise _make_sweep_error(
+                text, f"`{part}` is no range" if part else "a value between commas is missing"
+            )
         return [_parse_value(part)]
-    first, last, increment = (_parse_value((match[name] or "1").strip()) for name in ("first", "last", "by"))
+    first, last, increment = (
+        _parse_value((match[name] or "1").strip()) for name in ("first", "last", "by")
+    )
     if isinstance(first, str) or isinstance(last, str) or isinstance(increment, str):
         raise _make_sweep_error(text, f"`{part}` is no range of numbers")
     grows = match["sign"] == "*"
@@ -111,7 +129,10 @@ def _parse_values(part: str, text: str) -> list[SweptValue]:
     if steps >= MAX_POINTS:
         raise _make_size_error(f"`{part}` has {steps + 1:,.0f} values")
     count = math.floor(steps + 1e-9) + 1
-    return [first * increment**number if grows else first + increment * number for number in range(count)]
+    return [
+        first * increment**number if grows else first + increment * number
+        for number in range(count)
+    ]
 
 
 def _parse_value(text: str) -> SweptValue:
@@ -154,7 +175,9 @@ def list_points(axes: Sequence[SweepAxis]) -> Iterator[SweepPoint]:
     count = math.prod(len(axis.values) for axis in axes)
     if count > MAX_POINTS:
         raise _make_size_error(f"the sweep has {count:,} points")
-    return (dict(zip(keys, values, strict=True)) for values in product(*(axis.values for axis in axes)))
+    return (
+        dict(zip(keys, values, strict=True)) for values in product(*(axis.values for axis in axes))
+    )
 
 
 @dataclass(frozen=True)
@@ -164,13 +187,15 @@ class SweepTable(Result):
     Attributes:
         keys: The parameters, in the order of the user.
         points: One row per point: the parameters; ranks, samples (that a step works on: of a generated transformer
-            their number, else as many times as many as the recorded step), time_ns (of a step, or of what is
-            simulated), p10_ns and p90_ns (where steps were drawn), cost (of that time on all ranks, where the machine
-            has a price), memory_bytes (of the rank that needs most, where it is known), flags (what lies outside of
-            what was measured), reason (why there is no time), pareto: whether no other point is as good in time and
-            cost per sample and in ranks, and better in one of them.
+            their number, else as many times as many as the recorded step), time_ns (of a step, or
+            of what is simulated), p10_ns and p90_ns (where steps were drawn), cost (of that time on
+            all ranks, where the machine has a price), memory_bytes (of the rank that needs most,
+            where it is known), flags (what lies outside of what was measured), reason (why there is
+            no time), pareto: whether no other point is as good in time and cost per sample and in
+            ranks, and better in one of them.
         sensitivities: One row per parameter with several numbers: by how many per cent the time changes per per cent of
-            it, between neighbouring values with all else equal: median, low and high, and of how many pairs.
+            it, between neighbouring values with all else equal: median, low and high, and of how
+            many pairs.
     """
 
     keys: tuple[str, ...]
@@ -178,7 +203,9 @@ class SweepTable(Result):
     sensitivities: pl.DataFrame
 
     @classmethod
-    def of(cls, axes: Sequence[SweepAxis], rows: Sequence[Mapping[str, SweptValue | None]]) -> SweepTable:
+    def of(
+        cls, axes: Sequence[SweepAxis], rows: Sequence[Mapping[str, SweptValue | None]]
+    ) -> SweepTable:
         """The table of points with their answers (`ANSWERS`), in any order of keys."""
         keys = tuple(axis.key for axis in axes)
         parameters = []
@@ -186,7 +213,9 @@ class SweepTable(Result):
             values = [row.get(key) for row in rows]
             strings = any(isinstance(value, str) for value in values)
             parameters.append(
-                pl.Series(f"{key}", [str(value) for value in values] if strings else values, strict=False)
+                pl.Series(
+                    f"{key}", [str(value) for value in values] if strings else values, strict=False
+                )
             )
         answers = [
             pl.Series(name, [row.get(name) for row in rows], dtype=kind, strict=False)
@@ -199,16 +228,25 @@ class SweepTable(Result):
 
 
 def find_pareto_front(points: pl.DataFrame) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which points nobody beats in time and cost per sample and in ranks, (points,); none without a time."""
+    """Which points nobody beats in time and cost per sample and in ranks, (points,); none without a
+    time.
+    """
     answered = points["time_ns"].is_not_null().to_numpy()
     samples = pl.col("samples").fill_null(1.0)
-    ranks = pl.col("ranks").cast(pl.Float64, strict=False)  # a word among those asked for makes all of them words
+    ranks = pl.col("ranks").cast(
+        pl.Float64, strict=False
+    )  # a word among those asked for makes all of them words
     costs = points.select(pl.col("time_ns") / samples, ranks, pl.col("cost") / samples)
     table = costs.fill_null(0.0).to_numpy()
     front = np.zeros(len(table), dtype=np.bool_)
     answered_rows = np.flatnonzero(answered)
-    # By time, then ranks, then cost: a point can be beaten only by those before it, and then by one of the front.
-    order = answered_rows[np.lexsort(table[answered_rows].T[::-1])] if answered_rows.size else answered_rows
+    # By time, then ranks, then cost: a point can be beaten only by those before it, and then by one
+    # of the front.
+    order = (
+        answered_rows[np.lexsort(table[answered_rows].T[::-1])]
+        if answered_rows.size
+        else answered_rows
+    )
     best = np.zeros((0, table.shape[1]))
     for row in order.tolist():
         as_good = (best <= table[row]).all(axis=1)
@@ -226,11 +264,18 @@ def compute_sensitivities(points: pl.DataFrame, keys: Sequence[str]) -> pl.DataF
             continue
         other_keys = [other for other in keys if other != key]
         log = points.filter(pl.col("time_ns") > 0, pl.col(key) > 0).select(
-            *other_keys, x=pl.col(key).cast(pl.Float64).log(), y=pl.col("time_ns").cast(pl.Float64).log()
+            *other_keys,
+            x=pl.col(key).cast(pl.Float64).log(),
+            y=pl.col("time_ns").cast(pl.Float64).log(),
         )
         log = log.sort("x")
         slope = pl.col("y").diff() / pl.col("x").diff()
-        slopes = log.select(slope.over(other_keys) if other_keys else slope).to_series().drop_nulls().drop_nans()
+        slopes = (
+            log.select(slope.over(other_keys) if other_keys else slope)
+            .to_series()
+            .drop_nulls()
+            .drop_nans()
+        )
         if slopes.len():
             rows.append((key, slopes.median(), slopes.min(), slopes.max(), slopes.len()))
     return pl.DataFrame(rows, schema=SENSITIVITIES, orient="row")
@@ -245,8 +290,10 @@ _GENERATED: dict[str, tuple[Any, Any]] = {
     "transformer": (generate.TransformerOptions, generate.generate_transformer),
 }
 _NAMES: dict[str, Sequence[str]] = {
-    "collective": generate.KINDS, "algorithm": generate.ALGORITHMS, "schedule": generate.SCHEDULES,
-}  # fmt: skip
+    "collective": generate.KINDS,
+    "algorithm": generate.ALGORITHMS,
+    "schedule": generate.SCHEDULES,
+}
 _MAY_BE_0 = ("size", "compute_us")
 
 
@@ -314,7 +361,9 @@ class SweepEvaluator:
         if not first.is_file():
             return None
         with EtReader(first) as reader:
-            stored_options = [attr.string_val for attr in reader.metadata.attr if attr.name == "generated"]
+            stored_options = [
+                attr.string_val for attr in reader.metadata.attr if attr.name == "generated"
+            ]
         if not stored_options:
             return None
         try:
@@ -324,7 +373,9 @@ class SweepEvaluator:
         if not isinstance(document, dict) or document.get("format") != generate.SCHEMA:
             return None
         if document.get("version") != generate.VERSION:
-            raise other_version("generated workload", document.get("version"), generate.VERSION, first)
+            raise other_version(
+                "generated workload", document.get("version"), generate.VERSION, first
+            )
         kind, options = document.get("kind"), document.get("options")
         return (kind, options) if kind in list(_GENERATED) and isinstance(options, dict) else None
 
@@ -332,7 +383,13 @@ class SweepEvaluator:
     def source(self) -> SimulationInput:
         """The workload."""
         query = self.question
-        return open_input(list(query.inputs), groups=query.groups, only=query.only, step=query.step, cache=query.cache)
+        return open_input(
+            list(query.inputs),
+            groups=query.groups,
+            only=query.only,
+            step=query.step,
+            cache=query.cache,
+        )
 
     def check(self, keys: Sequence[str]) -> None:
         """Refuse keys that mean nothing here.
@@ -347,17 +404,24 @@ class SweepEvaluator:
                 raise UsageError(
                     f"`{key}` is nothing that can be swept here",
                     slug="bad-sweep",
-                    hint=nearest(key, names) + f"there are {', '.join(names)} and other keys of the machine",
+                    hint=nearest(key, names)
+                    + f"there are {', '.join(names)} and other keys of the machine",
                 )
             if "." in key and self.question.machine is None and "machine" not in keys:
-                raise UsageError(f"`{key}` is of a machine", slug="bad-sweep", hint="name one with --machine")
+                raise UsageError(
+                    f"`{key}` is of a machine", slug="bad-sweep", hint="name one with --machine"
+                )
         if self.generated and self.question.machine is None and "machine" not in keys:
             raise UsageError(
-                "a generated workload has no network of its own", slug="bad-sweep", hint="name one with --machine"
+                "a generated workload has no network of its own",
+                slug="bad-sweep",
+                hint="name one with --machine",
             )
 
     def __call__(self, point: SweepPoint) -> SweepRow:
-        """The answer at a point: columns of `ANSWERS`; a `reason` instead of a time where there is none."""
+        """The answer at a point: columns of `ANSWERS`; a `reason` instead of a time where there is
+        none.
+        """
         row: SweepRow = dict.fromkeys(ANSWERS)
         try:
             row |= self._generated(point) if self.generated else self._recorded(point)
@@ -366,7 +430,10 @@ class SweepEvaluator:
         return row
 
     def _machine(self, point: SweepPoint) -> tuple[str | None, list[str]]:
-        overrides = [*self.question.overrides, *(f"{key}={value}" for key, value in point.items() if "." in key)]
+        overrides = [
+            *self.question.overrides,
+            *(f"{key}={value}" for key, value in point.items() if "." in key),
+        ]
         machine = point.get("machine", self.question.machine)
         return None if machine is None else str(machine), overrides
 
@@ -376,28 +443,49 @@ class SweepEvaluator:
         machine, overrides = self._machine(point)
         device = point.get("device", query.device)
         device = None if device is None else str(device)
-        host_factor = float(_parse_axis_value("host_factor", point.get("host_factor", query.host_factor), 1.0))
-        size = {name: _parse_axis_value(name, point[name], 1) if name in point else None for name in _SIZES}
+        host_factor = float(
+            _parse_axis_value("host_factor", point.get("host_factor", query.host_factor), 1.0)
+        )
+        size = {
+            name: _parse_axis_value(name, point[name], 1) if name in point else None
+            for name in _SIZES
+        }
         if size["ranks"] is None and size["data_parallel"] is None:
             size = {"ranks": query.ranks, "data_parallel": query.data_parallel}
         if size["ranks"] is None and size["data_parallel"] is None:
-            workload = self.source.session or (self.source.graph if self.source.measured else list(query.inputs))
+            workload = self.source.session or (
+                self.source.graph if self.source.measured else list(query.inputs)
+            )
             answer = run(
-                workload, machine, overrides=overrides, device=device, host_factor=host_factor,
-                groups=None if self.source.measured else query.groups, only=query.only, step=query.step,
+                workload,
+                machine,
+                overrides=overrides,
+                device=device,
+                host_factor=host_factor,
+                groups=None if self.source.measured else query.groups,
+                only=query.only,
+                step=query.step,
                 recorded_device=query.recorded_device,
-            )  # fmt: skip
+            )
             ranks = answer.ranks.height
             priced = read_machine(machine, overrides) if machine else None
             return _build_row(ranks, answer.after_ns, priced, answer.notices)
         unsized_machine = read_machine(machine, overrides) if machine else None
         job = self._job(unsized_machine, device, host_factor)
-        ranks = job.copies(**{name: None if value is None else int(value) for name, value in size.items()})
-        described = unsized_machine.for_ranks(ranks * job.axis.positions) if unsized_machine else None
-        scaled = job.at(data_parallel=ranks, transfers=make_transfer_model(described) if described else None)
+        ranks = job.copies(
+            **{name: None if value is None else int(value) for name, value in size.items()}
+        )
+        described = (
+            unsized_machine.for_ranks(ranks * job.axis.positions) if unsized_machine else None
+        )
+        scaled = job.at(
+            data_parallel=ranks, transfers=make_transfer_model(described) if described else None
+        )
         interval: SweepRow = {
-            "p10_ns": scaled.p10_ns, "p90_ns": scaled.p90_ns, "samples": scaled.data_parallel / job.axis.copies,
-        }  # fmt: skip
+            "p10_ns": scaled.p10_ns,
+            "p90_ns": scaled.p90_ns,
+            "samples": scaled.data_parallel / job.axis.copies,
+        }
         return _build_row(scaled.ranks, scaled.after_ns, described, scaled.notices) | interval
 
     def _job(self, machine: Machine | None, device: str | None, host_factor: float) -> RecordedJob:
@@ -406,11 +494,19 @@ class SweepEvaluator:
         if key not in self._jobs:
             source, query = self.source, self.question
             if not source.measured:
-                raise UsageError("only recorded runs can be scaled", slug="cannot-scale", hint="name a recorded run")
+                raise UsageError(
+                    "only recorded runs can be scaled",
+                    slug="cannot-scale",
+                    hint="name a recorded run",
+                )
             cases = build_device_cases(source, machine, device, host_factor, query.recorded_device)
             roles = find_roles(source.session) if source.session else {}
             self._jobs[key] = RecordedJob(
-                cases.graphs[0], {**roles, **query.roles}, draws=query.draws, seed=query.seed, notices=cases.notices
+                cases.graphs[0],
+                {**roles, **query.roles},
+                draws=query.draws,
+                seed=query.seed,
+                notices=cases.notices,
             )
         return self._jobs[key]
 
@@ -450,10 +546,14 @@ class SweepEvaluator:
         return row | _build_row(ranks, answer.after_ns, described, answer.notices)
 
     def _planned(self, option_values: dict[str, Any], point: SweepPoint) -> dict[str, Any]:
-        """Options of a transformer: what is not swept follows from the ranks and the batch of the whole job."""
+        """Options of a transformer: what is not swept follows from the ranks and the batch of the
+        whole job.
+        """
         ranks, copies = (
             None if value is None else int(_parse_axis_value(name, value, 1))
-            for name, value in ((name, point.get(name, getattr(self.question, name))) for name in _SIZES)
+            for name, value in (
+                (name, point.get(name, getattr(self.question, name))) for name in _SIZES
+            )
         )
         ranks_per_copy = option_values["tensor_parallel"] * option_values["pipeline_parallel"]
         if copies is not None:
@@ -462,15 +562,19 @@ class SweepEvaluator:
             option_values["data_parallel"], remainder = divmod(ranks, ranks_per_copy)
             if remainder or not option_values["data_parallel"]:
                 raise UsageError(
-                    f"{ranks} ranks are no multiple of the {ranks_per_copy} of one copy", slug="cannot-generate"
+                    f"{ranks} ranks are no multiple of the {ranks_per_copy} of one copy",
+                    slug="cannot-generate",
                 )
         if ranks is not None and option_values["data_parallel"] * ranks_per_copy != ranks:
             raise UsageError(
-                f"{option_values['data_parallel'] * ranks_per_copy} ranks, not {ranks}", slug="cannot-generate"
+                f"{option_values['data_parallel'] * ranks_per_copy} ranks, not {ranks}",
+                slug="cannot-generate",
             )
         if "global_batch" in point:
             global_batch = int(_parse_axis_value("global_batch", point["global_batch"], 1))
-            option_values["micro_batches"], remainder = divmod(global_batch, option_values["data_parallel"])
+            option_values["micro_batches"], remainder = divmod(
+                global_batch, option_values["data_parallel"]
+            )
             if remainder or not option_values["micro_batches"]:
                 text = f"a batch of {global_batch} is no multiple of {option_values['data_parallel']} samples that go at once"
                 raise UsageError(text, slug="cannot-generate")
@@ -489,7 +593,11 @@ def _parse_axis_value(key: str, value: object, default: float | str) -> Any:
             raise UsageError(f"`{value}` is no {key}", slug="bad-sweep", hint=hint)
         return value
     is_whole = isinstance(default, int)
-    if isinstance(value, (int, float)) and math.isfinite(value) and (value > 0 or (value == 0 and key in _MAY_BE_0)):
+    if (
+        isinstance(value, (int, float))
+        and math.isfinite(value)
+        and (value > 0 or (value == 0 and key in _MAY_BE_0))
+    ):
         if not is_whole:
             return float(value)
         if value == int(value):
@@ -499,7 +607,9 @@ def _parse_axis_value(key: str, value: object, default: float | str) -> Any:
     raise UsageError(f"`{key}` is a {kind} {bound_text}, not {value}", slug="bad-sweep")
 
 
-def _build_row(ranks: int, time_ns: int, machine: Machine | None, notices: Sequence[Notice]) -> SweepRow:
+def _build_row(
+    ranks: int, time_ns: int, machine: Machine | None, notices: Sequence[Notice]
+) -> SweepRow:
     price = machine.price_per_hour if machine else None
     cost = None if price is None else price * ranks * time_ns / _NS_PER_HOUR
     flags = "; ".join(notice.message for notice in notices if notice.slug == "transfer-flag")
@@ -529,7 +639,9 @@ def evaluate_points(
         return
     with (
         start_workers("traceloom.workload.simulate.sweep_worker") as workers,
-        ThreadPoolExecutor(at_once, thread_name_prefix="traceloom-sweep", initializer=block_signals) as pool,
+        ThreadPoolExecutor(
+            at_once, thread_name_prefix="traceloom-sweep", initializer=block_signals
+        ) as pool,
     ):
         evaluate_point = partial(_evaluate_in_process, asdict(question), beside=workers)
         jobs = {pool.submit(evaluate_point, point): number for number, point in points.items()}
@@ -542,7 +654,9 @@ def evaluate_points(
             raise
 
 
-def _evaluate_in_process(question: dict[str, Any], point: SweepPoint, *, beside: ProcessPool) -> SweepRow:
+def _evaluate_in_process(
+    question: dict[str, Any], point: SweepPoint, *, beside: ProcessPool
+) -> SweepRow:
     with beside.idle() as process:
         process.send({"question": question, "point": point})
         for answer in process.answers():
@@ -554,5 +668,7 @@ def _evaluate_in_process(question: dict[str, Any], point: SweepPoint, *, beside:
     raise TraceloomError(
         f"the process that simulated a point ended with code {code}",
         slug="worker-died",
-        hint="it may have run out of memory; sweep fewer ranks at a time" if code < 0 else "please report it",
+        hint="it may have run out of memory; sweep fewer ranks at a time"
+        if code < 0
+        else "please report it",
     )

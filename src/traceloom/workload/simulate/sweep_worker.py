@@ -21,7 +21,9 @@ def main() -> None:
         job = json.loads(line)
         if evaluator is None:
             lists = ("inputs", "overrides")
-            question: dict[str, Any] = {k: tuple(v) if k in lists else v for k, v in job["question"].items()}
+            question: dict[str, Any] = {
+                k: tuple(v) if k in lists else v for k, v in job["question"].items()
+            }
             evaluator = SweepEvaluator(SweepQuestion(**question))
         try:
             answer: dict[str, Any] = {"row": evaluator(job["point"])}

@@ -1,7 +1,8 @@
 """Communications of a graph and what they cost on a machine.
 
-A transfer that the machine holds as measured counts before schedule and topology. Where the network is another one than
-that of the measurement (`--set network.0.bandwidth=100`), the measured time changes as the modelled one does.
+A transfer that the machine holds as measured counts before schedule and topology. Where the network
+is another one than that of the measurement (`--set network.0.bandwidth=100`), the measured time
+changes as the modelled one does.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class Operations:
 
     Attributes:
         table: meeting (node), instance, kind (`send` for messages), group, group_size, members (ranks, the root or
-            sender first; null where unknown), size_bytes and bus_factor as of `analyze.collective`, parts (recorded
-            ones), splits (of an all_to_all that is not even: bytes from each member, row by row, to each).
+            sender first; null where unknown), size_bytes and bus_factor as of `analyze.collective`,
+            parts (recorded ones), splits (of an all_to_all that is not even: bytes from each
+            member, row by row, to each).
         edge: Edges out of the meetings, to the end of a part each.
         of_edge: Row of `table` of each.
         part: Nodes of all parts.
@@ -59,7 +61,9 @@ def find_operations(graph: Graph) -> Operations:
     meeting = np.flatnonzero(kind == gs.NODE_KINDS.index(gs.RENDEZVOUS))
     number = np.full(graph.nodes.height, -1, dtype=np.int64)
     number[meeting] = np.arange(meeting.size)
-    source, target = (get_column_array(graph, graph.edges[end]).astype(np.int64) for end in ("source", "target"))
+    source, target = (
+        get_column_array(graph, graph.edges[end]).astype(np.int64) for end in ("source", "target")
+    )
     to_end = graph.edges["to_end"].to_numpy()
     edge = np.flatnonzero((number[source] >= 0) & to_end)
     communicates = np.isin(kind, [gs.NODE_KINDS.index(name) for name in gs.COMMUNICATION])
@@ -87,7 +91,11 @@ def _build_table(graph: Graph, meeting: Ints, part: Ints, part_operation: Ints) 
     message = pl.col("kind").is_in(["send", "receive"])
     sender = pl.when(pl.col("kind") == "receive").then("peer").otherwise("rank")
     receiver = pl.when(pl.col("kind") == "receive").then("rank").otherwise("peer")
-    split = (pl.col("kind") == "all_to_all") & (pl.col("in_splits").list.sum() > 0) & pl.col("in_bytes").is_not_null()
+    split = (
+        (pl.col("kind") == "all_to_all")
+        & (pl.col("in_splits").list.sum() > 0)
+        & pl.col("in_bytes").is_not_null()
+    )
     table = (
         part_table.group_by("row")
         .agg(
@@ -125,23 +133,40 @@ def _build_table(graph: Graph, meeting: Ints, part: Ints, part_operation: Ints) 
         pl.when(is_message).then(pl.lit("send")).otherwise("kind").alias("kind"),
     )
     root_first = pl.concat_list(
-        pl.concat_list("peer"), pl.col("members").list.set_difference(pl.concat_list("peer")).list.sort()
+        pl.concat_list("peer"),
+        pl.col("members").list.set_difference(pl.concat_list("peer")).list.sort(),
     )
     rooted = pl.col("kind").is_in(ROOTED) & pl.col("members").list.contains(pl.col("peer"))
     table = add_sizes(table).with_columns(
-        pl.when(rooted.fill_null(value=False)).then(root_first).otherwise("members").alias("members"),
+        pl.when(rooted.fill_null(value=False))
+        .then(root_first)
+        .otherwise("members")
+        .alias("members"),
         meeting=pl.Series(meeting).gather(table["row"]),
         splits=_build_splits(table),
     )
     return table.select(
-        "meeting", "instance", "kind", "group", "group_size", "members", "size_bytes", "bus_factor", "parts", "splits"
+        "meeting",
+        "instance",
+        "kind",
+        "group",
+        "group_size",
+        "members",
+        "size_bytes",
+        "bus_factor",
+        "parts",
+        "splits",
     )
 
 
 def _build_splits(table: pl.DataFrame) -> pl.Series:
     """See `Operations.table`; what nobody recorded is as even as the mean of the others."""
     matrices: list[list[int] | None] = [None] * table.height
-    rows = table.with_row_index("at").filter(pl.col("split_ranks").list.len() > 0).drop_nulls("members")
+    rows = (
+        table.with_row_index("at")
+        .filter(pl.col("split_ranks").list.len() > 0)
+        .drop_nulls("members")
+    )
     columns = ("at", "members", "split_ranks", "split_lists", "put_in")
     for row, members, split_ranks, split_lists, put_in in rows.select(columns).iter_rows():
         even = len({part for split in split_lists for part in split}) == 1
@@ -155,11 +180,14 @@ def _build_splits(table: pl.DataFrame) -> pl.Series:
 
 
 def compute_recorded_transfers(graph: Graph, operations: Operations) -> Ints:
-    """How long each communication took from its meeting to the end of its middle part; shape (communications,), ns."""
+    """How long each communication took from its meeting to the end of its middle part; shape
+    (communications,), ns.
+    """
     times = get_point_times(graph)
     target = get_column_array(graph, graph.edges["target"]).astype(np.int64)[operations.edge]
     took = (
-        times[2 * target + 1] - times[2 * operations.table["meeting"].to_numpy().astype(np.int64)[operations.of_edge]]
+        times[2 * target + 1]
+        - times[2 * operations.table["meeting"].to_numpy().astype(np.int64)[operations.of_edge]]
     )
     rows = pl.DataFrame({"row": operations.of_edge, "took": np.maximum(took, 0)})
     middle = rows.group_by("row").agg(pl.col("took").quantile(0.5, "lower").cast(pl.Int64))
@@ -203,10 +231,20 @@ class Transfers:
         if not self.share.height:  # latencies alone
             return LinkBundles.none(classes)
         shares_by_link = (
-            self.share.sort("link", "of_class").group_by("link", maintain_order=True).agg("of_class", "share")
+            self.share.sort("link", "of_class")
+            .group_by("link", maintain_order=True)
+            .agg("of_class", "share")
         )
-        alike = shares_by_link.group_by("of_class", "share", maintain_order=True).agg("link").with_row_index("bundle")
-        rows = alike.select("bundle", "of_class", "share").explode("of_class", "share").sort("of_class", "bundle")
+        alike = (
+            shares_by_link.group_by("of_class", "share", maintain_order=True)
+            .agg("link")
+            .with_row_index("bundle")
+        )
+        rows = (
+            alike.select("bundle", "of_class", "share")
+            .explode("of_class", "share")
+            .sort("of_class", "bundle")
+        )
         return LinkBundles(
             np.searchsorted(rows["of_class"].to_numpy(), np.arange(classes + 1)),
             rows["bundle"].to_numpy().astype(np.int64),
@@ -255,7 +293,11 @@ class LinkBundles:
         linked_rows = np.flatnonzero(class_by_operation >= 0)
         count = np.diff(self.first)[class_by_operation[linked_rows]]
         row = np.repeat(linked_rows, count)
-        entry = self.first[class_by_operation[row]] + np.arange(row.size) - np.repeat(np.cumsum(count) - count, count)
+        entry = (
+            self.first[class_by_operation[row]]
+            + np.arange(row.size)
+            - np.repeat(np.cumsum(count) - count, count)
+        )
         return row, self.bundle[entry], self.share[entry]
 
     def overfull(self, class_by_operation: Ints, start: Ints, end: Ints) -> bool:
@@ -271,8 +313,8 @@ class LinkBundles:
 def compute_fair_speeds(share: Floats) -> tuple[Floats, Ints]:
     """How fast transfers get on that share links, as fractions of their speed alone: max-min fair.
 
-    All get more at once, until a link is full: whoever needs that link gets no more, and the others go on. What counts
-    is the bandwidth on the link of which a transfer takes most.
+    All get more at once, until a link is full: whoever needs that link gets no more, and the others
+    go on. What counts is the bandwidth on the link of which a transfer takes most.
 
     Args:
         share: Of each link that each transfer takes alone, at most 1; shape (transfers, links).
@@ -305,7 +347,9 @@ def compute_fair_speeds(share: Floats) -> tuple[Floats, Ints]:
     return speed, held_by
 
 
-SHARES = build_schema("of_class link share bytes", {"of_class": pl.Int64, "link": pl.Int64, "share": pl.Float64})
+SHARES = build_schema(
+    "of_class link share bytes", {"of_class": pl.Int64, "link": pl.Int64, "share": pl.Float64}
+)
 _PIPELINED = ("tree", "double-tree")
 _CHUNK = 1 << 19  # bytes that trees and chains hand on at once
 _MAX_CHUNKS = 64
@@ -344,7 +388,9 @@ class _Pricing:
 
     machine: Machine
     network: MachineNetwork = field(init=False)
-    _known: dict[tuple[str, tuple[int, ...], int, tuple[int, ...]], ModelledTransfer] = field(default_factory=dict)
+    _known: dict[tuple[str, tuple[int, ...], int, tuple[int, ...]], ModelledTransfer] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         self.network = MachineNetwork(self.machine)
@@ -362,30 +408,47 @@ class _Pricing:
         """
         key = (kind, tuple(members), size_bytes, tuple(splits))
         if key not in self._known:
-            if kind not in {"send", "barrier"} and all(kind not in kinds for kinds in KINDS_OF.values()):
+            if kind not in {"send", "barrier"} and all(
+                kind not in kinds for kinds in KINDS_OF.values()
+            ):
                 return None
             self._known[key] = self.model(*key)
         return self._known[key]
 
-    def model(self, kind: str, members: tuple[int, ...], size_bytes: int, splits: tuple[int, ...]) -> ModelledTransfer:
+    def model(
+        self, kind: str, members: tuple[int, ...], size_bytes: int, splits: tuple[int, ...]
+    ) -> ModelledTransfer:
         machine = self.machine
         positions = machine.places[list(members)]
         order = np.asarray(members)
         if kind in ROOTED:
             order = np.concatenate([order[:1], order[1:][np.argsort(positions[1:])]])
         position_order = np.argsort(positions)
-        matrix = np.array(splits).reshape(len(members), -1)[np.ix_(position_order, position_order)] if splits else None
+        matrix = (
+            np.array(splits).reshape(len(members), -1)[np.ix_(position_order, position_order)]
+            if splits
+            else None
+        )
         if kind not in {*ROOTED, "send"}:
             order = order[position_order]
         hosts = np.unique(positions // machine.ranks_per_host, return_counts=True)[1]
-        algorithm: str = "direct" if kind == "send" else machine.algorithm(kind, size_bytes, len(members))
-        stated = any(r.collective == kind and (r.below is None or size_bytes < r.below) for r in machine.algorithms)
+        algorithm: str = (
+            "direct" if kind == "send" else machine.algorithm(kind, size_bytes, len(members))
+        )
+        stated = any(
+            r.collective == kind and (r.below is None or size_bytes < r.below)
+            for r in machine.algorithms
+        )
         # One ring over several hosts would use one network card of each.
         if not stated and algorithm == "ring" and kind in KINDS_OF["two-level"]:
             several = hosts.size > 1 and hosts.min() == hosts.max() > 1
             algorithm = "two-level" if several else algorithm
         size = size_bytes // len(members) if kind == "all_gather" else size_bytes
-        chunks = min(max(size // _CHUNK, 1), _MAX_CHUNKS) if algorithm in _PIPELINED or kind in ROOTED else 1
+        chunks = (
+            min(max(size // _CHUNK, 1), _MAX_CHUNKS)
+            if algorithm in _PIPELINED or kind in ROOTED
+            else 1
+        )
         plan = build_schedule(
             "broadcast" if kind == "send" else kind,
             algorithm,
@@ -399,11 +462,18 @@ class _Pricing:
         memory = machine.device.memory if machine.device else None
         reduction = _REDUCED * 1e9 / memory if memory else 0.0
         end_ns = finish_times(
-            plan, self.network, order, np.zeros(len(members)), reduction_ns_per_byte=reduction, use=use
+            plan,
+            self.network,
+            order,
+            np.zeros(len(members)),
+            reduction_ns_per_byte=reduction,
+            use=use,
         )
         links = np.flatnonzero(use.bytes > 0)
         carried = np.rint(np.minimum(use.bytes[links], _MAX_BYTES)).astype(np.int64)
-        return ModelledTransfer(float(end_ns.max(initial=0.0)), links, carried, self.card_ns(plan, order), algorithm)
+        return ModelledTransfer(
+            float(end_ns.max(initial=0.0)), links, carried, self.card_ns(plan, order), algorithm
+        )
 
     def card_ns(self, plan: Schedule, order: Ints) -> float:
         """What the bytes of the busiest network card take, whatever links there are."""
@@ -437,7 +507,9 @@ def compute_transfers(
     pricing = _Pricing(machine)
     base = pricing if measured_on is None else _Pricing(measured_on)
     request_columns = ["kind", "members", "size_bytes", "splits"]
-    requests = table.select(request_columns).with_columns(key=pl.struct(request_columns).rank("dense"))
+    requests = table.select(request_columns).with_columns(
+        key=pl.struct(request_columns).rank("dense")
+    )
     distinct = requests.unique("key", keep="first").sort("key")
     priced = [_compute_price(pricing, base, row) for row in distinct.iter_rows(named=True)]
     class_by_operation = requests["key"].to_numpy().astype(np.int64) - 1
@@ -449,7 +521,11 @@ def compute_transfers(
             continue
         links, carried = price.modelled.links, price.modelled.bytes
         share = np.minimum(carried / (pricing.network.bandwidth[links] * price.time_ns), 1.0)
-        shares.append(pl.DataFrame({"link": links, "share": share, "bytes": carried}).with_columns(of_class=number))
+        shares.append(
+            pl.DataFrame({"link": links, "share": share, "bytes": carried}).with_columns(
+                of_class=number
+            )
+        )
     columns = list(SHARES)
     replaced = priceable[class_by_operation]
     return Transfers(
@@ -467,7 +543,11 @@ def compute_transfers(
 def list_transfer_notices(flags: Iterable[str]) -> tuple[Notice, ...]:
     """What must be known of transfers: how many of them each flag is about."""
     single = [flag for text in flags for flag in text.split("; ") if flag]
-    counts = pl.Series("flag", single, dtype=pl.String).value_counts().sort("count", "flag", descending=[True, False])
+    counts = (
+        pl.Series("flag", single, dtype=pl.String)
+        .value_counts()
+        .sort("count", "flag", descending=[True, False])
+    )
     return tuple(
         Notice("transfer-flag", "warning", f"{count:,} communications: {flag}", count)
         for flag, count in counts.iter_rows()
@@ -476,7 +556,9 @@ def list_transfer_notices(flags: Iterable[str]) -> tuple[Notice, ...]:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Price:
-    """The time of one communication (None where it stays as recorded), where it is from, and what must be known."""
+    """The time of one communication (None where it stays as recorded), where it is from, and what
+    must be known.
+    """
 
     time_ns: int | None
     modelled: ModelledTransfer | None = None
@@ -487,7 +569,9 @@ class _Price:
 
 def _compute_price(pricing: _Pricing, base: _Pricing, request: dict[str, Any]) -> _Price:
     """What one communication takes; `request` is a row of the table."""
-    kind, members, size_bytes, splits = (request[name] for name in ("kind", "members", "size_bytes", "splits"))
+    kind, members, size_bytes, splits = (
+        request[name] for name in ("kind", "members", "size_bytes", "splits")
+    )
     if kind == "barrier":
         size_bytes = 0
     if kind is None or members is None or size_bytes is None:

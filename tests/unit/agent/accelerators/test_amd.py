@@ -26,8 +26,17 @@ def test_each_die_of_a_card_is_a_device(tmp_path: Path) -> None:
     mi250x(tmp_path)
     first, second = _back_end(tmp_path).devices()
     assert (first.uuid, second.uuid) == (FIRST, SECOND)
-    assert (first.model, first.pci, first.index, first.vendor) == ("AMD Instinct MI250X", "0000:c1:00.0", "0", "amd")
-    assert (first.multiprocessors, first.architecture, first.highest_clock_hz) == (110, "cdna2", 1.7e9)
+    assert (first.model, first.pci, first.index, first.vendor) == (
+        "AMD Instinct MI250X",
+        "0000:c1:00.0",
+        "0",
+        "amd",
+    )
+    assert (first.multiprocessors, first.architecture, first.highest_clock_hz) == (
+        110,
+        "cdna2",
+        1.7e9,
+    )
     assert (first.memory_bytes, first.driver, first.partition) == (68702699520, "6.12.12", "")
 
 
@@ -38,7 +47,9 @@ def test_every_metric_has_the_value_of_its_file(tmp_path: Path) -> None:
     readings = back_end.sample()
     Snapshot().put("accelerators", readings, 1)
     of_first = {
-        (reading.metric, *reading.labels[1:]): reading.value for reading in readings if reading.labels[0] == FIRST
+        (reading.metric, *reading.labels[1:]): reading.value
+        for reading in readings
+        if reading.labels[0] == FIRST
     }
     assert of_first == {
         ("gpu_busy_ratio",): 0.9,
@@ -65,7 +76,9 @@ def test_traffic_is_measured_aside_for_the_next_sample(tmp_path: Path) -> None:
     mi250x(tmp_path)
     back_end = _back_end(tmp_path)
     back_end.devices()
-    assert not values(back_end.sample(), "gpu_link_bytes_per_second"), "nobody waits for the second that it takes"
+    assert not values(back_end.sample(), "gpu_link_bytes_per_second"), (
+        "nobody waits for the second that it takes"
+    )
     assert back_end._traffic_thread is not None
     back_end._traffic_thread.join(30)
     rates = values(back_end.sample(), "gpu_link_bytes_per_second")
@@ -90,8 +103,16 @@ def test_a_device_with_other_sensors(tmp_path: Path) -> None:
     back_end = _back_end(tmp_path)
     (device,) = back_end.devices()
     readings = back_end.sample()
-    assert (device.uuid, device.model, device.partition) == ("GPU-ccff74a180e0c6d4", "AMD Instinct MI300X OAM", "")
-    assert (device.multiprocessors, device.architecture, device.highest_clock_hz) == (304, "cdna3", 2.1e9)
+    assert (device.uuid, device.model, device.partition) == (
+        "GPU-ccff74a180e0c6d4",
+        "AMD Instinct MI300X OAM",
+        "",
+    )
+    assert (device.multiprocessors, device.architecture, device.highest_clock_hz) == (
+        304,
+        "cdna3",
+        2.1e9,
+    )
     assert values(readings, "gpu_power_watts") == {(device.uuid,): pytest.approx(650.0)}
     assert values(readings, "gpu_energy_joules_total") == {(device.uuid,): 77.0}
     assert values(readings, "gpu_temperature_celsius") == {(device.uuid, "hotspot"): 71.0}
@@ -116,8 +137,12 @@ def test_without_a_unique_number_the_address_identifies(tmp_path: Path) -> None:
     assert uuids == ["amd-0000:0a:00.0", "GPU-77", "GPU-77-0000:0c:00.0", "amd-0000:0d:00.0"]
 
 
-@pytest.mark.parametrize(("revision", "joules"), [(1, 5.0), (4, 5.0), (5, 5.0), (0, None), (9, None)])
-def test_the_energy_counter_of_known_revisions_alone(tmp_path: Path, revision: int, joules: float | None) -> None:
+@pytest.mark.parametrize(
+    ("revision", "joules"), [(1, 5.0), (4, 5.0), (5, 5.0), (0, None), (9, None)]
+)
+def test_the_energy_counter_of_known_revisions_alone(
+    tmp_path: Path, revision: int, joules: float | None
+) -> None:
     device = mi300x(tmp_path)
     metrics_file(device, revision, 5.0)
     back_end = _back_end(tmp_path)
@@ -126,7 +151,9 @@ def test_the_energy_counter_of_known_revisions_alone(tmp_path: Path, revision: i
     assert list(energy.values()) == ([] if joules is None else [joules])
 
 
-@pytest.mark.parametrize("content", [b"", b"\x10\x00\x01\x04", struct.pack("<HBB", 256, 1, 4) + b"\xff" * 60])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x10\x00\x01\x04", struct.pack("<HBB", 256, 1, 4) + b"\xff" * 60]
+)
 def test_damaged_or_empty_metrics_give_no_energy(tmp_path: Path, content: bytes) -> None:
     device = mi300x(tmp_path)
     (device / "gpu_metrics").write_bytes(content)
@@ -167,7 +194,9 @@ def amdsmi_get_gpu_metrics_info(handle):
     mi300x(tmp_path)
     back_end = _back_end(tmp_path)
     (device,) = back_end.devices()
-    assert values(back_end.sample(), "gpu_link_bytes_total") == {(device.uuid, "xgmi", "receive"): 3 * 1024}
+    assert values(back_end.sample(), "gpu_link_bytes_total") == {
+        (device.uuid, "xgmi", "receive"): 3 * 1024
+    }
     back_end.close()
     assert (packages / "amdsmi.py.closed").exists()
     monkeypatch.delitem(sys.modules, "amdsmi")

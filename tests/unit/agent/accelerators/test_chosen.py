@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from support.devices import values
-from traceloom.agent.accelerators.backend import BUILTIN_BACKENDS, ENTRY_POINT_GROUP, create_backends
+from traceloom.agent.accelerators.backend import (
+    BUILTIN_BACKENDS,
+    ENTRY_POINT_GROUP,
+    create_backends,
+)
 from traceloom.agent.accelerators.collector import AcceleratorCollector
 from traceloom.agent.config import Accelerators, Config
 from traceloom.errors import InputError
@@ -41,27 +45,39 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "acme_asic.py").write_text(MODULE, encoding="utf-8")
     information = tmp_path / "acme_asic-1.0.dist-info"
     information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-asic\nVersion: 1.0\n", encoding="utf-8")
+    (information / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: acme-asic\nVersion: 1.0\n", encoding="utf-8"
+    )
     (information / "entry_points.txt").write_text(
-        f"[{ENTRY_POINT_GROUP}]\nasic = acme_asic:Asic\nbroken = acme_missing:Asic\n", encoding="utf-8"
+        f"[{ENTRY_POINT_GROUP}]\nasic = acme_asic:Asic\nbroken = acme_missing:Asic\n",
+        encoding="utf-8",
     )
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
 def test_ours_are_declared_for_others_to_see() -> None:
-    project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text(encoding="utf-8"))
+    project = tomllib.loads(
+        (Path(__file__).parents[4] / "pyproject.toml").read_text(encoding="utf-8")
+    )
     assert project["project"]["entry-points"][ENTRY_POINT_GROUP] == BUILTIN_BACKENDS
 
 
 def test_those_that_need_a_setting_run_where_it_is_set() -> None:
     assert [each.name for each in create_backends(Config())] == ["nvml", "amd"]
-    settings = Accelerators(scrape=("http://127.0.0.1:9400/metrics",), simulated=2, recorded="samples.jsonl")
-    assert [each.name for each in create_backends(Config(accelerators=settings))] == list(BUILTIN_BACKENDS)
+    settings = Accelerators(
+        scrape=("http://127.0.0.1:9400/metrics",), simulated=2, recorded="samples.jsonl"
+    )
+    assert [each.name for each in create_backends(Config(accelerators=settings))] == list(
+        BUILTIN_BACKENDS
+    )
 
 
 def test_those_named_run_in_their_order() -> None:
     settings = Accelerators(backends=("simulated", "nvml"))
-    assert [each.name for each in create_backends(Config(accelerators=settings))] == ["simulated", "nvml"]
+    assert [each.name for each in create_backends(Config(accelerators=settings))] == [
+        "simulated",
+        "nvml",
+    ]
 
 
 def test_a_name_that_is_not_installed_is_refused_with_the_nearest() -> None:
@@ -72,7 +88,9 @@ def test_a_name_that_is_not_installed_is_refused_with_the_nearest() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_a_back_end_of_others_is_sampled() -> None:
-    collector = AcceleratorCollector(Config(host="h1", accelerators=Accelerators(backends=("asic",))))
+    collector = AcceleratorCollector(
+        Config(host="h1", accelerators=Accelerators(backends=("asic",)))
+    )
     readings = collector.collect()
     assert values(readings, "gpu_busy_ratio") == {("ASIC-h1",): 0.25}
     assert collector.devices["ASIC-h1"].vendor == "acme"
@@ -86,5 +104,7 @@ def test_a_back_end_that_cannot_be_imported_is_a_trouble_not_a_crash() -> None:
     collector = AcceleratorCollector(Config(accelerators=settings))
     collector.collect()
     assert len(collector.devices) == 1
-    assert collector.trouble() == ["broken: it failed: ModuleNotFoundError: No module named 'acme_missing'"]
+    assert collector.trouble() == [
+        "broken: it failed: ModuleNotFoundError: No module named 'acme_missing'"
+    ]
     collector.close()

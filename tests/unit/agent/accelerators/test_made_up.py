@@ -8,7 +8,11 @@ import msgspec
 import pytest
 
 from support.devices import values
-from traceloom.agent.accelerators.backend import BackendUnavailable, DeviceProcess, TimeLimitedBackend
+from traceloom.agent.accelerators.backend import (
+    BackendUnavailable,
+    DeviceProcess,
+    TimeLimitedBackend,
+)
 from traceloom.agent.accelerators.collector import AcceleratorCollector
 from traceloom.agent.accelerators.simulated import (
     RECORDING_ENDED,
@@ -40,7 +44,9 @@ def test_the_load_depends_on_the_time_alone() -> None:
     clocks[0].now += 10
     assert first.sample() != second.sample()
     other = SimulatedAccelerator(Config(host="g", accelerators=Accelerators(simulated=8)))
-    assert not {device.uuid for device in first.devices()} & {device.uuid for device in other.devices()}
+    assert not {device.uuid for device in first.devices()} & {
+        device.uuid for device in other.devices()
+    }
 
 
 def test_all_of_it_can_be_put_on_the_board_and_is_plausible() -> None:
@@ -50,9 +56,12 @@ def test_all_of_it_can_be_put_on_the_board_and_is_plausible() -> None:
         clock.now += 10
         readings = back_end.sample()
         Snapshot().put("accelerators", readings, 1)
-        assert all(0 <= reading.value <= 1 for reading in readings if reading.metric.endswith("_ratio"))
+        assert all(
+            0 <= reading.value <= 1 for reading in readings if reading.metric.endswith("_ratio")
+        )
         used, free, reserved, limit = (
-            sum(values(readings, f"gpu_memory_{part}_bytes").values()) for part in ("used", "free", "reserved", "limit")
+            sum(values(readings, f"gpu_memory_{part}_bytes").values())
+            for part in ("used", "free", "reserved", "limit")
         )
         assert used + free + reserved == limit
     assert len(readings) / 8 >= 35, "a benchmark of 400 series needs as many"
@@ -71,7 +80,9 @@ def test_energy_is_power_over_time() -> None:
 def test_a_planted_load_is_what_is_read() -> None:
     back_end = SimulatedAccelerator(EIGHT)
     process = DeviceProcess(device="", pid=5, busy_ratio=0.5)
-    back_end.overrides[3] = DeviceLoad(busy=0.25, pipes={"hmma": 0.5}, power_watts=321.0, processes=[process])
+    back_end.overrides[3] = DeviceLoad(
+        busy=0.25, pipes={"hmma": 0.5}, power_watts=321.0, processes=[process]
+    )
     readings = back_end.sample()
     uuid = back_end.uuid(3)
     assert values(readings, "gpu_busy_ratio")[uuid,] == 0.25
@@ -136,7 +147,11 @@ def _record(path: Path, times: tuple[float, ...]) -> None:
                 devices=back_end.devices(),
                 readings=back_end.sample(),
                 processes=[DeviceProcess(device=back_end.uuid(0), pid=int(second))],
-                events=[DeviceEvent(at_ns=int(second * 1e9), device=back_end.uuid(0), kind="xid", code=79)],
+                events=[
+                    DeviceEvent(
+                        at_ns=int(second * 1e9), device=back_end.uuid(0), kind="xid", code=79
+                    )
+                ],
                 capabilities={"gpu_busy_ratio": ""},
             )
         )
@@ -155,7 +170,12 @@ def test_samples_come_back_as_far_apart_as_they_were(tmp_path: Path) -> None:
         clock.now = 1000.0 + later
         devices = played.devices()
         busy = values(played.sample(), "gpu_busy_ratio").get((uuid,))
-        seen[later] = (busy, devices[0].stale, [event.code for event in played.events()], len(played.processes()))
+        seen[later] = (
+            busy,
+            devices[0].stale,
+            [event.code for event in played.events()],
+            len(played.processes()),
+        )
     assert seen == {
         0.0: (0.1, "", [79], 1),
         9.0: (0.1, "", [], 1),

@@ -27,7 +27,9 @@ def old_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_metric_has_the_value_that_the_driver_gives(library: Path, tmp_path: Path) -> None:
     (answer,) = steps(library, tmp_path, {"script": "count 1\n" + H100})
     device = answer["devices"][GPU]
-    assert {key: device[key] for key in ("index", "vendor", "model", "pci", "driver", "memory_bytes")} == {
+    assert {
+        key: device[key] for key in ("index", "vendor", "model", "pci", "driver", "memory_bytes")
+    } == {
         "index": "0",
         "vendor": "nvidia",
         "model": "NVIDIA H100 80GB HBM3",
@@ -35,7 +37,11 @@ def test_every_metric_has_the_value_that_the_driver_gives(library: Path, tmp_pat
         "driver": "580.65.06",
         "memory_bytes": 80 << 30,
     }
-    assert (device["multiprocessors"], device["highest_clock_hz"], device["architecture"]) == (132, 1.98e9, "hopper")
+    assert (device["multiprocessors"], device["highest_clock_hz"], device["architecture"]) == (
+        132,
+        1.98e9,
+        "hopper",
+    )
     expected = {
         ("gpu_up",): 1.0,
         ("gpu_busy_ratio",): 0.97,
@@ -79,7 +85,13 @@ def test_every_metric_has_the_value_that_the_driver_gives(library: Path, tmp_pat
         ("gpu_throttled", "thermal"): 1.0,
         **{
             ("gpu_throttled", reason): 0.0
-            for reason in ("application-clocks", "hardware-slowdown", "sync-boost", "hardware-thermal", "power-brake")
+            for reason in (
+                "application-clocks",
+                "hardware-slowdown",
+                "sync-boost",
+                "hardware-thermal",
+                "power-brake",
+            )
         },
         ("gpu_throttled_seconds_total", "power"): 2.5,
         ("gpu_throttled_seconds_total", "thermal"): 1.0,
@@ -90,16 +102,26 @@ def test_every_metric_has_the_value_that_the_driver_gives(library: Path, tmp_pat
         ("gpu_throttled_seconds_total", "power-brake"): 7.0,
         ("gpu_pipe_active_ratio", "tensor"): 0.5,
         ("gpu_pipe_active_ratio", "hmma"): 0.5,
-        **{("gpu_pipe_active_ratio", pipe): 0.0 for pipe in ("imma", "dmma", "dfma", "fp64", "fp16")},
+        **{
+            ("gpu_pipe_active_ratio", pipe): 0.0
+            for pipe in ("imma", "dmma", "dfma", "fp64", "fp16")
+        },
         ("gpu_pipe_active_ratio", "fp32"): 0.1,
         ("gpu_pipe_active_ratio", "int"): 0.1,
     }
     estimates = ("gpu_flops", "gpu_flop_utilization_ratio", "gpu_integer_ops", "gpu_info")
     measured = {
-        (metric, *labels): value for (metric, _, *labels), value in answer["values"].items() if metric not in estimates
+        (metric, *labels): value
+        for (metric, _, *labels), value in answer["values"].items()
+        if metric not in estimates
     }
-    assert measured == pytest.approx(expected, rel=1e-12), "and nothing else: no Xid, no reason that is not supported"
-    assert answer["capabilities"]["gpu_cycles_total{tensor}"] == "this device, or its driver, does not have it"
+    assert measured == pytest.approx(expected, rel=1e-12), (
+        "and nothing else: no Xid, no reason that is not supported"
+    )
+    assert (
+        answer["capabilities"]["gpu_cycles_total{tensor}"]
+        == "this device, or its driver, does not have it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,7 +151,10 @@ def test_multiprocessors_are_counted_by_architecture(
     device = answer["devices"]["G"]
     assert (device["multiprocessors"], device["architecture"]) == (multiprocessors, architecture)
     model = find_device_model(name)
-    assert model is None or (model.multiprocessors, model.architecture) == (multiprocessors, architecture)
+    assert model is None or (model.multiprocessors, model.architecture) == (
+        multiprocessors,
+        architecture,
+    )
 
 
 def test_known_activity_gives_known_flops(library: Path, tmp_path: Path) -> None:
@@ -144,12 +169,18 @@ def test_known_activity_gives_known_flops(library: Path, tmp_path: Path) -> None
     )
     matrix, vector = 132 * 1.5e9 * 0.5 * 4096, 132 * 1.5e9 * 0.1 * 256
     for bound in ("low", "high"):
-        assert bf16["values"]["gpu_flops", GPU, "declared", bound] == pytest.approx(matrix + vector, rel=1e-14)
-        assert fp8["values"]["gpu_flops", GPU, "declared", bound] == pytest.approx(2 * matrix + vector, rel=1e-14)
-    assert unknown["values"]["gpu_flops", GPU, "bounds", "low"] == pytest.approx(matrix / 2 + vector, rel=1e-14), (
-        "FP32 work: TF32 at least"
+        assert bf16["values"]["gpu_flops", GPU, "declared", bound] == pytest.approx(
+            matrix + vector, rel=1e-14
+        )
+        assert fp8["values"]["gpu_flops", GPU, "declared", bound] == pytest.approx(
+            2 * matrix + vector, rel=1e-14
+        )
+    assert unknown["values"]["gpu_flops", GPU, "bounds", "low"] == pytest.approx(
+        matrix / 2 + vector, rel=1e-14
+    ), "FP32 work: TF32 at least"
+    assert unknown["values"]["gpu_flops", GPU, "bounds", "high"] == pytest.approx(
+        2 * matrix + vector, rel=1e-14
     )
-    assert unknown["values"]["gpu_flops", GPU, "bounds", "high"] == pytest.approx(2 * matrix + vector, rel=1e-14)
     assert bf16["values"]["gpu_flop_utilization_ratio", GPU] == 0.5 * 1500 / 1980
     assert bf16["values"]["gpu_integer_ops", GPU] == 0.0
 
@@ -158,36 +189,65 @@ def test_integer_operations_of_the_matrix_units_are_no_flops(library: Path, tmp_
     script = "count 1\n" + H100.replace("gpm.7 50", "gpm.7 0").replace("gpm.9 0", "gpm.9 25")
     (answer,) = steps(library, tmp_path, {"script": script, "types": {GPU: [{"bf16": 1.0}]}})
     assert answer["values"]["gpu_integer_ops", GPU] == 132 * 1.5e9 * 0.25 * 8192
-    assert answer["values"]["gpu_flops", GPU, "declared", "high"] == 132 * 1.5e9 * 0.1 * 256, "the FP32 pipe alone"
+    assert answer["values"]["gpu_flops", GPU, "declared", "high"] == 132 * 1.5e9 * 0.1 * 256, (
+        "the FP32 pipe alone"
+    )
 
 
-def test_cumulative_cycles_are_counters_where_the_driver_has_them(library: Path, tmp_path: Path) -> None:
+def test_cumulative_cycles_are_counters_where_the_driver_has_them(
+    library: Path, tmp_path: Path
+) -> None:
     counters = "".join(f"g0.gpm.{number} {number}000000\n" for number in range(248, 261))
     script = "count 1\n" + H100.replace("g0.field.197.0 1000000\n", "") + counters
     (answer,) = steps(library, tmp_path, {"script": script})
-    cycles = {labels[2]: value for labels, value in answer["values"].items() if labels[0] == "gpu_cycles_total"}
+    cycles = {
+        labels[2]: value
+        for labels, value in answer["values"].items()
+        if labels[0] == "gpu_cycles_total"
+    }
     assert cycles == {
-        "elapsed": 248e6, "active": 249e6, "tensor": 250e6, "dmma": 251e6, "hmma": 252e6, "imma": 253e6, "dfma": 254e6,
-        "int": 257e6, "fp64": 258e6, "fp32": 259e6, "fp16": 260e6,
-    }  # fmt: skip
-    assert answer["values"]["gpu_link_bytes_total", GPU, "pcie", "transmit"] == 255e6, "where the field is not there"
+        "elapsed": 248e6,
+        "active": 249e6,
+        "tensor": 250e6,
+        "dmma": 251e6,
+        "hmma": 252e6,
+        "imma": 253e6,
+        "dfma": 254e6,
+        "int": 257e6,
+        "fp64": 258e6,
+        "fp32": 259e6,
+        "fp16": 260e6,
+    }
+    assert answer["values"]["gpu_link_bytes_total", GPU, "pcie", "transmit"] == 255e6, (
+        "where the field is not there"
+    )
     assert answer["values"]["gpu_link_bytes_total", GPU, "pcie", "receive"] == 2e6
-    script = script.replace("g0.field.198.0 2000000\n", "").replace("g0.field.269.0 1000000000\n", "")
+    script = script.replace("g0.field.198.0 2000000\n", "").replace(
+        "g0.field.269.0 1000000000\n", ""
+    )
     (answer,) = steps(library, tmp_path, {"script": script})
     assert answer["values"]["gpu_link_bytes_total", GPU, "pcie", "receive"] == 256e6
-    assert answer["values"]["gpu_throttled_seconds_total", GPU, "thermal"] == 9.0, "as older drivers call it"
+    assert answer["values"]["gpu_throttled_seconds_total", GPU, "thermal"] == 9.0, (
+        "as older drivers call it"
+    )
 
 
 def test_what_changes_slowly_is_asked_for_seldom(library: Path, tmp_path: Path) -> None:
     script = "count 1\n" + H100
-    changed = script.replace("ecc.corrected 5", "ecc.corrected 6").replace("power 650250", "power 100000")
-    _, soon, later = steps(library, tmp_path, {"script": script}, {"script": changed, "later": 1.0}, {"later": 5.0})
+    changed = script.replace("ecc.corrected 5", "ecc.corrected 6").replace(
+        "power 650250", "power 100000"
+    )
+    _, soon, later = steps(
+        library, tmp_path, {"script": script}, {"script": changed, "later": 1.0}, {"later": 5.0}
+    )
     for answer, errors in ((soon, 5), (later, 6)):
         assert answer["values"]["gpu_power_watts", GPU] == 100.0
         assert answer["values"]["gpu_errors_total", GPU, "ecc-corrected", ""] == errors
 
 
-def test_the_rate_of_the_counters_goes_before_the_drivers_own_measurement(library: Path, tmp_path: Path) -> None:
+def test_the_rate_of_the_counters_goes_before_the_drivers_own_measurement(
+    library: Path, tmp_path: Path
+) -> None:
     script = H100.replace("g0.field.197.0 1000000\n", "") + "g0.pcie-rate.tx 7\ng0.pcie-rate.rx 8\n"
     (answer,) = steps(library, tmp_path, {"script": "count 1\n" + script})
     assert answer["values"]["gpu_link_bytes_per_second", GPU, "pcie", "transmit"] == 100 * MIB
@@ -195,14 +255,18 @@ def test_the_rate_of_the_counters_goes_before_the_drivers_own_measurement(librar
 
 def test_links_of_newer_devices_are_added_up(library: Path, tmp_path: Path) -> None:
     script = "\n".join(line for line in H100.splitlines() if ".field.13" not in line)
-    script += "\n" + "".join(f"g0.field.202.{link} 100\ng0.field.204.{link} 7\n" for link in range(18))
+    script += "\n" + "".join(
+        f"g0.field.202.{link} 100\ng0.field.204.{link} 7\n" for link in range(18)
+    )
     (answer,) = steps(library, tmp_path, {"script": "count 1\n" + script})
     assert answer["values"]["gpu_link_bytes_total", GPU, "nvlink", "transmit"] == 1800
     assert answer["values"]["gpu_link_bytes_total", GPU, "nvlink", "receive"] == 126
 
 
 def test_a_number_that_is_none_is_absent(library: Path, tmp_path: Path) -> None:
-    (answer,) = steps(library, tmp_path, {"script": "count 1\n" + H100.replace("gpm.2 90", "gpm.2 nan")})
+    (answer,) = steps(
+        library, tmp_path, {"script": "count 1\n" + H100.replace("gpm.2 90", "gpm.2 nan")}
+    )
     assert ("gpu_sm_active_ratio", GPU) not in answer["values"]
     assert answer["capabilities"]["gpu_sm_active_ratio"] == "the device gave no number"
 
@@ -222,13 +286,24 @@ def test_what_a_device_does_not_have_is_absent_with_a_reason(library: Path, tmp_
 
 
 def test_a_driver_without_the_newer_calls(old_library: Path, tmp_path: Path) -> None:
-    (answer,) = steps(old_library, tmp_path, {"script": "count 1\n" + H100 + "g0.pcie-rate.tx 7\ng0.pcie-rate.rx 8\n"})
+    (answer,) = steps(
+        old_library,
+        tmp_path,
+        {"script": "count 1\n" + H100 + "g0.pcie-rate.tx 7\ng0.pcie-rate.rx 8\n"},
+    )
     values, reasons = answer["values"], answer["capabilities"]
     assert values["gpu_busy_ratio", GPU] == 0.97
-    assert values["gpu_memory_used_bytes", GPU] == 42320527360 + (600 << 20), "as version 1 of the call has it"
+    assert values["gpu_memory_used_bytes", GPU] == 42320527360 + (600 << 20), (
+        "as version 1 of the call has it"
+    )
     assert ("gpu_memory_reserved_bytes", GPU) not in values
     assert values["gpu_link_bytes_per_second", GPU, "pcie", "transmit"] == 7 * 1024
-    for metric in ("gpu_memory_reserved_bytes", "gpu_energy_joules_total", "gpu_remapped_rows", "gpu_throttled"):
+    for metric in (
+        "gpu_memory_reserved_bytes",
+        "gpu_energy_joules_total",
+        "gpu_remapped_rows",
+        "gpu_throttled",
+    ):
         assert "too old" in reasons[metric], metric
     assert not any(metric in ("gpu_pipe_active_ratio", "gpu_flops") for metric, *_ in values)
 
@@ -241,18 +316,34 @@ def test_two_processes_of_a_device_and_a_process_on_two(library: Path, tmp_path:
     first, second, third = steps(library, tmp_path, {"script": script}, {"script": later}, {})
     of = {(process["device"], process["pid"]): process for process in first["processes"]}
     assert {key: process["memory_bytes"] for key, process in of.items()} == {
-        (GPU, 100): 1048576, (GPU, 200): 2097152, (GPU, 300): 5, ("GPU-1", 100): 4194304,
-    }  # fmt: skip
+        (GPU, 100): 1048576,
+        (GPU, 200): 2097152,
+        (GPU, 300): 5,
+        ("GPU-1", 100): 4194304,
+    }
     assert [of[GPU, pid]["busy_ratio"] for pid in (100, 200, 300)] == [0.4, 0.2, 0.0]
     assert of["GPU-1", 100]["busy_ratio"] is None, "this device does not tell"
-    use_of = {process["pid"]: process["busy_ratio"] for process in second["processes"] if process["device"] == GPU}
+    use_of = {
+        process["pid"]: process["busy_ratio"]
+        for process in second["processes"]
+        if process["device"] == GPU
+    }
     assert use_of == {100: 0.0, 200: 0.9, 300: 0.0}, "since the last time"
-    assert {process["busy_ratio"] for process in third["processes"]} == {None}, "nothing new is told"
+    assert {process["busy_ratio"] for process in third["processes"]} == {None}, (
+        "nothing new is told"
+    )
 
 
-def test_processes_of_a_server_that_shares_a_device_count_too(library: Path, tmp_path: Path) -> None:
-    (answer,) = steps(library, tmp_path, {"script": "count 1\n" + H100 + "g0.processes 1 2\ng0.mps 7 8, 1 2\n"})
-    assert {process["pid"]: process["memory_bytes"] for process in answer["processes"]} == {1: 2, 7: 8}
+def test_processes_of_a_server_that_shares_a_device_count_too(
+    library: Path, tmp_path: Path
+) -> None:
+    (answer,) = steps(
+        library, tmp_path, {"script": "count 1\n" + H100 + "g0.processes 1 2\ng0.mps 7 8, 1 2\n"}
+    )
+    assert {process["pid"]: process["memory_bytes"] for process in answer["processes"]} == {
+        1: 2,
+        7: 8,
+    }
 
 
 PARTITIONS = (
@@ -265,41 +356,76 @@ PARTITIONS = (
 )
 
 
-def test_partitions_have_identities_metrics_and_processes_of_their_own(library: Path, tmp_path: Path) -> None:
-    (answer,) = steps(library, tmp_path, {"script": "count 1\n" + H100 + PARTITIONS, "types": {"MIG-x": [{"bf16": 1}]}})
+def test_partitions_have_identities_metrics_and_processes_of_their_own(
+    library: Path, tmp_path: Path
+) -> None:
+    (answer,) = steps(
+        library,
+        tmp_path,
+        {"script": "count 1\n" + H100 + PARTITIONS, "types": {"MIG-x": [{"bf16": 1}]}},
+    )
     devices, values = answer["devices"], answer["values"]
     assert list(devices) == [GPU, "MIG-x", "MIG-y"]
     partition = devices["MIG-x"]
-    assert (partition["parent"], partition["partition"], partition["index"]) == (GPU, "1g.10gb gi=3 ci=0", "0:0")
+    assert (partition["parent"], partition["partition"], partition["index"]) == (
+        GPU,
+        "1g.10gb gi=3 ci=0",
+        "0:0",
+    )
     assert (partition["multiprocessors"], partition["memory_bytes"]) == (16, 9984 * MIB)
     assert values["gpu_memory_used_bytes", "MIG-x"] == 1e10
     assert values["gpu_sm_active_ratio", "MIG-x"] == 1.0
     assert values["gpu_pipe_active_ratio", "MIG-y", "tensor"] == 0.25
     assert ("gpu_power_watts", "MIG-x") not in values
-    assert values["gpu_flops", "MIG-x", "declared", "low"] == 16 * 1.5e9 * 0.5 * 4096, "at the clock of its device"
+    assert values["gpu_flops", "MIG-x", "declared", "low"] == 16 * 1.5e9 * 0.5 * 4096, (
+        "at the clock of its device"
+    )
     assert not any(key[:2] == ("gpu_flops", GPU) for key in values), "not counted twice"
-    assert [(process["device"], process["pid"]) for process in answer["processes"]] == [("MIG-x", 100)]
+    assert [(process["device"], process["pid"]) for process in answer["processes"]] == [
+        ("MIG-x", 100)
+    ]
 
 
 def test_partitions_come_and_go(library: Path, tmp_path: Path) -> None:
     without = "count 1\n" + H100
     first, second, third = steps(
-        library, tmp_path, {"script": without}, {"script": without + PARTITIONS}, {"script": without}
+        library,
+        tmp_path,
+        {"script": without},
+        {"script": without + PARTITIONS},
+        {"script": without},
     )
-    assert [list(answer["devices"]) for answer in (first, second, third)] == [[GPU], [GPU, "MIG-x", "MIG-y"], [GPU]]
+    assert [list(answer["devices"]) for answer in (first, second, third)] == [
+        [GPU],
+        [GPU, "MIG-x", "MIG-y"],
+        [GPU],
+    ]
     assert third["events"] == [["MIG-x", "lost", None], ["MIG-y", "lost", None]]
 
 
-def test_a_device_that_falls_off_the_bus_is_stale_while_the_others_go_on(library: Path, tmp_path: Path) -> None:
+def test_a_device_that_falls_off_the_bus_is_stale_while_the_others_go_on(
+    library: Path, tmp_path: Path
+) -> None:
     script = "count 2\n" + H100 + with_device(1)
     first, lost, still, back = steps(
-        library, tmp_path, {"script": script}, {"script": script + "g1.lost 1\n"}, {}, {"script": script}
+        library,
+        tmp_path,
+        {"script": script},
+        {"script": script + "g1.lost 1\n"},
+        {},
+        {"script": script},
     )
     assert first["values"]["gpu_up", "GPU-1"] == 1.0
     for answer in (lost, still):
         assert answer["values"]["gpu_up", "GPU-1"] == 0.0
-        assert answer["devices"]["GPU-1"]["stale"] == "GPU is lost: restart the host, or reset the device"
-        assert {metric for metric, device, *_ in answer["values"] if device == "GPU-1"} == {"gpu_up", "gpu_info"}
+        assert (
+            answer["devices"]["GPU-1"]["stale"]
+            == "GPU is lost: restart the host, or reset the device"
+        )
+        assert {metric for metric, device, *_ in answer["values"] if device == "GPU-1"} == {
+            "gpu_up",
+            "gpu_info",
+        }
         assert answer["values"]["gpu_busy_ratio", GPU] == 0.97, "the other goes on"
         assert answer["values"]["gpu_pipe_active_ratio", GPU, "hmma"] == 0.5
     assert back["values"]["gpu_busy_ratio", "GPU-1"] == 0.97
@@ -307,15 +433,25 @@ def test_a_device_that_falls_off_the_bus_is_stale_while_the_others_go_on(library
     assert back["events"] == [["GPU-1", "lost", None], ["GPU-1", "back", None]]
 
 
-def test_the_partitions_of_a_lost_device_are_lost_and_come_back_with_it(library: Path, tmp_path: Path) -> None:
+def test_the_partitions_of_a_lost_device_are_lost_and_come_back_with_it(
+    library: Path, tmp_path: Path
+) -> None:
     script = "count 1\n" + H100 + PARTITIONS
-    _, lost, back = steps(library, tmp_path, {"script": script}, {"script": script + "g0.lost 1\n"}, {"script": script})
+    _, lost, back = steps(
+        library,
+        tmp_path,
+        {"script": script},
+        {"script": script + "g0.lost 1\n"},
+        {"script": script},
+    )
     assert [lost["values"]["gpu_up", uuid] for uuid in (GPU, "MIG-x", "MIG-y")] == [0.0] * 3
     assert [back["values"]["gpu_up", uuid] for uuid in (GPU, "MIG-x", "MIG-y")] == [1.0] * 3
     assert back["values"]["gpu_sm_active_ratio", "MIG-x"] == 1.0
 
 
-def test_a_device_that_was_lost_before_the_agent_started_is_told_of(library: Path, tmp_path: Path) -> None:
+def test_a_device_that_was_lost_before_the_agent_started_is_told_of(
+    library: Path, tmp_path: Path
+) -> None:
     script = "count 2\n" + H100 + with_device(1)
     answer, back = steps(library, tmp_path, {"script": script + "g1.lost 1\n"}, {"script": script})
     assert list(answer["devices"]) == [GPU]
@@ -328,7 +464,12 @@ def test_a_driver_that_hangs_is_given_up_and_tried_again(library: Path, tmp_path
     script = "count 1\n" + H100
     hanging = script.replace("g0.power 650250", "g0.power ~600")
     first, hangs, waits, again = steps(
-        library, tmp_path, {"script": script}, {"script": hanging, "limit": 0.3}, {"script": script}, {"later": 10.0}
+        library,
+        tmp_path,
+        {"script": script},
+        {"script": hanging, "limit": 0.3},
+        {"script": script},
+        {"later": 10.0},
     )
     assert first["values"]["gpu_up", GPU] == 1.0
     for answer in (hangs, waits):
@@ -351,7 +492,10 @@ def test_a_driver_that_is_reloaded_is_initialised_again(library: Path, tmp_path:
     assert first["values"]["gpu_busy_ratio", GPU] == 0.97
     assert "Uninitialized" in gone["devices"][GPU]["stale"]
     assert unloaded["values"]["gpu_up", GPU] == 0.0, "it stays, stale, for alerts to see"
-    assert any("not loaded" in line for line in unloaded["trouble"]) or unloaded["devices"][GPU]["stale"]
+    assert (
+        any("not loaded" in line for line in unloaded["trouble"])
+        or unloaded["devices"][GPU]["stale"]
+    )
     assert back["values"]["gpu_busy_ratio", GPU] == 0.97
     assert [event[1] for event in back["events"]] == ["lost", "back"]
 
@@ -360,20 +504,30 @@ def test_xid_errors_are_events_and_counted(library: Path, tmp_path: Path) -> Non
     none = 0xFFFFFFFF
     script = "count 1\n" + H100 + PARTITIONS
     events = f"event.0 0 8 79 {none}\nevent.1 0 8 13 5\nevent.2 0 2 0 {none}\nevent.3 0 8 79 {none}\nevent.4 0 8 999 {none}\n"
-    first, second, third = steps(library, tmp_path, {"script": script}, {"script": script + events}, {})
+    first, second, third = steps(
+        library, tmp_path, {"script": script}, {"script": script + events}, {}
+    )
     assert first["events"] == []
     for answer in (second, third):
         assert answer["events"] == [
-            [GPU, "xid", 79], ["MIG-y", "xid", 13], [GPU, "ecc", None], [GPU, "xid", 79], [GPU, "xid", None],
-        ], "each once"  # fmt: skip
+            [GPU, "xid", 79],
+            ["MIG-y", "xid", 13],
+            [GPU, "ecc", None],
+            [GPU, "xid", 79],
+            [GPU, "xid", None],
+        ], "each once"
         assert answer["values"]["gpu_errors_total", GPU, "xid", "79"] == 2
         assert answer["values"]["gpu_errors_total", "MIG-y", "xid", "13"] == 1
-        assert answer["values"]["gpu_errors_total", GPU, "xid", ""] == 1, "one whose number the driver does not know"
+        assert answer["values"]["gpu_errors_total", GPU, "xid", ""] == 1, (
+            "one whose number the driver does not know"
+        )
     assert second["values"]["gpu_last_xid", "MIG-y"] == 13
     assert second["values"]["gpu_last_xid", GPU] == 79
 
 
-def test_the_error_that_took_a_device_down_is_told_while_it_is_down(library: Path, tmp_path: Path) -> None:
+def test_the_error_that_took_a_device_down_is_told_while_it_is_down(
+    library: Path, tmp_path: Path
+) -> None:
     script = "count 1\n" + H100
     _, lost, back = steps(
         library,

@@ -44,10 +44,23 @@ def test_dcgm_exporter_3() -> None:
         back_end = ScrapedAccelerator(_config(exporter.address))
         whole, partition = back_end.devices()
         readings = back_end.sample()
-    assert (whole.uuid, whole.index, whole.vendor, whole.model) == ("GPU-aaaa", "0", "nvidia", "NVIDIA A100-SXM4-80GB")
-    assert (whole.multiprocessors, whole.architecture, whole.highest_clock_hz) == (108, "ampere", 1.41e9)
+    assert (whole.uuid, whole.index, whole.vendor, whole.model) == (
+        "GPU-aaaa",
+        "0",
+        "nvidia",
+        "NVIDIA A100-SXM4-80GB",
+    )
+    assert (whole.multiprocessors, whole.architecture, whole.highest_clock_hz) == (
+        108,
+        "ampere",
+        1.41e9,
+    )
     assert whole.owner == {"pod": "train-0", "namespace": "ml", "container": "trainer"}
-    assert (partition.uuid, partition.parent, partition.partition) == ("GPU-aaaa/2", "GPU-aaaa", "3g.40gb gi=2")
+    assert (partition.uuid, partition.parent, partition.partition) == (
+        "GPU-aaaa/2",
+        "GPU-aaaa",
+        "3g.40gb gi=2",
+    )
     assert partition.owner == {"job": "4242"}
     assert {(reading.metric, *reading.labels): reading.value for reading in readings} == {
         ("gpu_clock_hertz", "GPU-aaaa", "sm"): 1.41e9,
@@ -66,9 +79,17 @@ def test_dcgm_exporter_3() -> None:
 def test_the_names_of_dcgm_4_6() -> None:
     devices, readings = parse_exporter_text(DCGM_4)
     device = devices["GPU-bbbb"]
-    assert (device.pci, device.driver, device.architecture) == ("00000000:1B:00.0", "580.65.06", "hopper")
-    expected = {(metric, "GPU-bbbb", *labels): value for _, metric, labels, value in DCGM_4_SERIES.values()}
-    assert {(reading.metric, *reading.labels): reading.value for reading in readings} == expected, "FP16 is blank"
+    assert (device.pci, device.driver, device.architecture) == (
+        "00000000:1B:00.0",
+        "580.65.06",
+        "hopper",
+    )
+    expected = {
+        (metric, "GPU-bbbb", *labels): value for _, metric, labels, value in DCGM_4_SERIES.values()
+    }
+    assert {(reading.metric, *reading.labels): reading.value for reading in readings} == expected, (
+        "FP16 is blank"
+    )
 
 
 def test_the_exporter_of_amd() -> None:
@@ -79,9 +100,15 @@ def test_the_exporter_of_amd() -> None:
     uuid = "ccff74a1-0000-1000-80e0-c6d49f5b0d86"
     assert (whole.uuid, whole.vendor, whole.model) == (uuid, "amd", "AMD Instinct MI300X OAM")
     assert (whole.multiprocessors, whole.architecture, whole.owner) == (
-        304, "cdna3", {"job": "8", "user": "ada", "partition": "gpu"},
-    )  # fmt: skip
-    assert (divided.uuid, divided.partition, divided.multiprocessors) == (f"{uuid}/5", "cpx 5", None)
+        304,
+        "cdna3",
+        {"job": "8", "user": "ada", "partition": "gpu"},
+    )
+    assert (divided.uuid, divided.partition, divided.multiprocessors) == (
+        f"{uuid}/5",
+        "cpx 5",
+        None,
+    )
     assert {(reading.metric, *reading.labels): reading.value for reading in readings} == {
         ("gpu_busy_ratio", uuid): 0.88,
         ("gpu_busy_ratio", f"{uuid}/5"): 0.12,
@@ -101,19 +128,27 @@ def test_the_exporter_of_amd() -> None:
         ("gpu_memory_free_bytes", uuid): 1024.0 * MIB,
     }
     prefixed = "".join(
-        line if line.startswith("#") else "amd_" + line for line in AMD.splitlines(keepends=True) if line[0] != "#"
+        line if line.startswith("#") else "amd_" + line
+        for line in AMD.splitlines(keepends=True)
+        if line[0] != "#"
     )
     assert parse_exporter_text(prefixed)[1] == readings, "newer ones print a prefix"
 
 
 def test_what_is_no_number_is_absent() -> None:
     for value in ("NaN", "+Inf"):
-        assert parse_exporter_text(f'DCGM_FI_DEV_POWER_USAGE{{UUID="G",gpu="0"}} {value}\n')[1] == []
+        assert (
+            parse_exporter_text(f'DCGM_FI_DEV_POWER_USAGE{{UUID="G",gpu="0"}} {value}\n')[1] == []
+        )
 
 
 def test_power_is_the_first_that_the_exporter_of_amd_has() -> None:
-    lines = {name: f'{name}{{gpu_id="0",serial_number="7"}} {value}\n' for value, name in enumerate(
-        ("gpu_power_usage", "gpu_average_package_power", "gpu_package_power"), 1)}  # fmt: skip
+    lines = {
+        name: f'{name}{{gpu_id="0",serial_number="7"}} {value}\n'
+        for value, name in enumerate(
+            ("gpu_power_usage", "gpu_average_package_power", "gpu_package_power"), 1
+        )
+    }
     told = []
     while lines:
         told += values(parse_exporter_text("".join(lines.values()))[1], "gpu_power_watts").values()
@@ -124,7 +159,12 @@ def test_power_is_the_first_that_the_exporter_of_amd_has() -> None:
 def test_the_exporter_of_tpus() -> None:
     devices, readings = parse_exporter_text(TPU)
     used, other = devices["1234567890123456789-4"], devices["1234567890123456789-0"]
-    assert (used.vendor, used.model, used.index, used.owner["pod"]) == ("google", "tpu-v6e-slice", "4", "serve-0")
+    assert (used.vendor, used.model, used.index, used.owner["pod"]) == (
+        "google",
+        "tpu-v6e-slice",
+        "4",
+        "serve-0",
+    )
     assert other.owner == {}
     assert values(readings, "gpu_busy_ratio") == {(used.uuid,): 0.42, (other.uuid,): 0.0}
     assert values(readings, "gpu_pipe_active_ratio") == {(used.uuid, "tensor"): 0.25}
@@ -137,9 +177,15 @@ def test_every_alias_is_read_back() -> None:
     """What we publish under a name of dcgm-exporter has the value that we would read from it."""
     for metric in METRICS.values():
         for alias in metric.dcgm_aliases:
-            _, readings = parse_exporter_text(f'{alias.name}{{UUID="G",gpu="0"}} {3 * alias.factor}\n')
-            assert [(reading.metric, reading.value) for reading in readings] == [(metric.name, 3.0)], alias.name
-            assert all(label in ("G", "", *dict(alias.where).values()) for label in readings[0].labels)
+            _, readings = parse_exporter_text(
+                f'{alias.name}{{UUID="G",gpu="0"}} {3 * alias.factor}\n'
+            )
+            assert [(reading.metric, reading.value) for reading in readings] == [
+                (metric.name, 3.0)
+            ], alias.name
+            assert all(
+                label in ("G", "", *dict(alias.where).values()) for label in readings[0].labels
+            )
 
 
 def test_flops_of_a_device_whose_exporter_knows_only_all_matrix_units() -> None:
@@ -160,7 +206,9 @@ def test_flops_of_a_device_whose_exporter_knows_only_all_matrix_units() -> None:
     cycles = 108 * 1.41e9
     flops = values(readings, "gpu_flops")
     assert flops["GPU-aaaa", "declared", "low"] == pytest.approx(cycles * 0.25 * 2048, rel=1e-12)
-    assert flops["GPU-aaaa", "declared", "high"] == pytest.approx(cycles * (0.25 * 2048 + 0.5 * 512), rel=1e-12)
+    assert flops["GPU-aaaa", "declared", "high"] == pytest.approx(
+        cycles * (0.25 * 2048 + 0.5 * 512), rel=1e-12
+    )
 
 
 def test_pipes_come_from_the_exporter_where_the_driver_does_not_count_them() -> None:
@@ -182,7 +230,9 @@ def test_pipes_come_from_the_exporter_where_the_driver_does_not_count_them() -> 
     assert collector.devices["GPU-aaaa"].model == "by NVML"
     assert collector.capabilities()["gpu_pipe_active_ratio{tensor}"] == "", "as one of them has it"
     assert values(readings, "gpu_busy_ratio")["GPU-aaaa",] == 0.5, "as the driver says"
-    assert values(readings, "gpu_pipe_active_ratio")["GPU-aaaa", "tensor"] == 0.25, "as the exporter adds"
+    assert values(readings, "gpu_pipe_active_ratio")["GPU-aaaa", "tensor"] == 0.25, (
+        "as the exporter adds"
+    )
 
 
 @pytest.mark.parametrize("computes", [1, 2])
@@ -194,7 +244,11 @@ def test_partitions_of_an_exporter_are_those_of_the_driver(computes: int) -> Non
     whole = Device(uuid="GPU-a", index="0", vendor="nvidia", model="A", architecture="ampere")
     by_hand.sampled.devices[:] = [whole] + [
         msgspec.structs.replace(
-            whole, uuid=f"MIG-{n}", parent="GPU-a", partition=f"3g.40gb gi=2 ci={n}", multiprocessors=42
+            whole,
+            uuid=f"MIG-{n}",
+            parent="GPU-a",
+            partition=f"3g.40gb gi=2 ci={n}",
+            multiprocessors=42,
         )
         for n in range(computes)
     ]
@@ -211,7 +265,9 @@ def test_partitions_of_an_exporter_are_those_of_the_driver(computes: int) -> Non
         readings = collector.collect()
         collector.close()
     if computes == 2:
-        assert list(collector.devices) == ["GPU-a", "MIG-0", "MIG-1", "GPU-a/2"], "of two, nobody knows which it is"
+        assert list(collector.devices) == ["GPU-a", "MIG-0", "MIG-1", "GPU-a/2"], (
+            "of two, nobody knows which it is"
+        )
         return
     assert list(collector.devices) == ["GPU-a", "MIG-0"]
     assert collector.devices["MIG-0"].owner == {"pod": "p"}
@@ -221,7 +277,9 @@ def test_partitions_of_an_exporter_are_those_of_the_driver(computes: int) -> Non
 def test_an_exporter_that_stops_leaves_stale_devices_while_others_go_on() -> None:
     with serving(text(DCGM_4)) as stays:
         with serving(text(TPU)) as stops:
-            back_end = ScrapedAccelerator(_config(stays.address, stops.address), count(step=10).__next__)
+            back_end = ScrapedAccelerator(
+                _config(stays.address, stops.address), count(step=10).__next__
+            )
             assert [device.stale for device in back_end.devices()] == ["", "", ""]
         stale = {device.uuid: device.stale for device in back_end.devices()}
         assert stale["GPU-bbbb"] == ""

@@ -117,7 +117,9 @@ def test_a_failing_back_end_is_closed_and_made_afresh() -> None:
     assert not made.sample().devices[0].stale
 
 
-@pytest.mark.parametrize("reading", [Reading("gpu_magic", ("GPU-1",), 1.0), Reading("gpu_busy_ratio", (), 1.0)])
+@pytest.mark.parametrize(
+    "reading", [Reading("gpu_magic", ("GPU-1",), 1.0), Reading("gpu_busy_ratio", (), 1.0)]
+)
 def test_a_back_end_that_says_what_nobody_declared_fails_alone(reading: Reading) -> None:
     bad, good = Made(), Made()
     bad.sample()
@@ -191,7 +193,9 @@ def test_all_back_ends_are_sampled_at_the_same_time() -> None:
         each.all[0].meet = both
     collector = AcceleratorCollector(Config(), [each.watched for each in made])
     collector.collect()
-    assert [each.watched.trouble for each in made] == ["", ""], "neither waited for the other to end"
+    assert [each.watched.trouble for each in made] == ["", ""], (
+        "neither waited for the other to end"
+    )
 
 
 def test_events_say_when_a_device_is_lost_and_back_again() -> None:
@@ -202,11 +206,16 @@ def test_events_say_when_a_device_is_lost_and_back_again() -> None:
     assert ("GPU-1", "0", "nvidia", "H", "", "", "", "") in values(readings, "gpu_info")
     device = made.all[0].sampled.devices.pop()
     readings = collector.collect()
-    assert values(readings, "gpu_up") == {("GPU-1",): 0.0}, "one that vanished stays for alerts to see"
+    assert values(readings, "gpu_up") == {("GPU-1",): 0.0}, (
+        "one that vanished stays for alerts to see"
+    )
     assert collector.devices["GPU-1"].stale == "its driver no longer lists it"
     made.all[0].sampled.devices.append(device)
     collector.collect()
-    assert [(event.kind, event.device) for event in collector.events] == [("lost", "GPU-1"), ("back", "GPU-1")]
+    assert [(event.kind, event.device) for event in collector.events] == [
+        ("lost", "GPU-1"),
+        ("back", "GPU-1"),
+    ]
 
 
 def test_the_earlier_back_end_has_its_say_first_and_the_later_adds() -> None:
@@ -234,7 +243,9 @@ def test_a_device_that_any_back_end_sees_is_not_stale() -> None:
     assert values(readings, "gpu_up") == {("GPU-1",): 1.0}
     second.all[0].error = OSError("gone, too")
     assert values(collector.collect(), "gpu_up") == {("GPU-1",): 0.0}
-    assert not any("clock" in line for line in collector.trouble()), "no estimate is missed of what does not answer"
+    assert not any("clock" in line for line in collector.trouble()), (
+        "no estimate is missed of what does not answer"
+    )
 
 
 def test_the_doctor_hears_of_what_matters() -> None:

@@ -23,7 +23,9 @@ def test_the_last_line_counts(file: ProgressFile) -> None:
     path = file.folder / "a.trace.order"
     assert (file.exists(), file.news()) == (True, ProgressUpdate())
     assert path.stat().st_mode & 0o777 == 0o600
-    path.write_bytes(b'{"state": "began"}\n' + FAR + b'{"state": "written", "st')  # it writes just now
+    path.write_bytes(
+        b'{"state": "began"}\n' + FAR + b'{"state": "written", "st'
+    )  # it writes just now
     assert file.news() == ProgressUpdate(state="recording", start_ns=5)
     with pytest.raises(FileExistsError):
         file.create()
@@ -38,11 +40,18 @@ def test_the_last_line_counts(file: ProgressFile) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        b"\xff\n", b"{\n", b"[]\n", b'{"state": "kept"}\n', b'{"state": 3}\n', b'{"state": "written", "start_ns": -1}\n',
-        b'{"state": "written", "end_ns": 9999999999999999999}\n', b'{"state": "written", "held_ns": 1e400}\n', b"[" * 9000 + b"\n",
+        b"\xff\n",
+        b"{\n",
+        b"[]\n",
+        b'{"state": "kept"}\n',
+        b'{"state": 3}\n',
+        b'{"state": "written", "start_ns": -1}\n',
+        b'{"state": "written", "end_ns": 9999999999999999999}\n',
+        b'{"state": "written", "held_ns": 1e400}\n',
+        b"[" * 9000 + b"\n",
     ],
     ids=range(9),
-)  # fmt: skip
+)
 def test_a_line_that_is_none_is_passed_over(file: ProgressFile, line: bytes) -> None:
     (file.folder / "a.trace.order").write_bytes(FAR + line)
     assert file.news().state == "recording"
@@ -57,7 +66,9 @@ def test_what_is_long_is_cut(file: ProgressFile) -> None:
 
 
 @pytest.mark.parametrize("kind", ["symbolic", "hard", "pipe", "directory"])
-def test_only_a_plain_file_of_the_user_is_read(file: ProgressFile, tmp_path: Path, kind: str) -> None:
+def test_only_a_plain_file_of_the_user_is_read(
+    file: ProgressFile, tmp_path: Path, kind: str
+) -> None:
     path, other = file.folder / "a.trace.order", tmp_path / "other"
     path.unlink()
     other.write_bytes(FAR)

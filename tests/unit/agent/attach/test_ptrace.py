@@ -45,7 +45,11 @@ print("rounds", rounds)
 def program(code: str) -> Iterator[subprocess.Popen[str]]:
     """It runs until its input ends, and must end in order after it did something."""
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         assert process.stdout is not None
@@ -74,7 +78,9 @@ def instruction_and(pid: int, function: str) -> tuple[int, int]:
     raise AssertionError("it has no libc")
 
 
-@pytest.mark.parametrize("code", [BUSY, WAITING.format(0.002), WAITING.format(30)], ids=["busy", "sleeping", "waiting"])
+@pytest.mark.parametrize(
+    "code", [BUSY, WAITING.format(0.002), WAITING.format(30)], ids=["busy", "sleeping", "waiting"]
+)
 def test_it_goes_on_where_it_was(code: str) -> None:
     with program(code) as process:
         instruction, function = instruction_and(process.pid, "getppid")
@@ -82,7 +88,10 @@ def test_it_goes_on_where_it_was(code: str) -> None:
             with StoppedThread(process.pid, 60.0) as thread:
                 assert thread.system_call(GETPID, instruction) == process.pid
                 assert thread.function_call(function, instruction) == int(
-                    Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[1]
+                    Path(f"/proc/{process.pid}/stat")
+                    .read_text(encoding="ascii")
+                    .rpartition(")")[2]
+                    .split()[1]
                 )
                 assert tracer_of(process.pid) > 0
             assert thread.pause_ns > 0
@@ -112,7 +121,9 @@ def test_one_that_is_traced_already_is_left_alone() -> None:
             f"try:\n    with StoppedThread({process.pid}, 5.0): print('stopped')\nexcept PermissionError: print('refused')"
         )
         with StoppedThread(process.pid, 60.0):
-            other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+            other = subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, check=True
+            )
         assert other.stdout == "refused\n"
 
 

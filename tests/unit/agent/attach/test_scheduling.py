@@ -14,7 +14,18 @@ from hypothesis import strategies as some
 from traceloom.agent.attach import injection
 
 SOURCE = Path(injection.__file__).with_name("payload.py").read_text(encoding="utf-8")
-HOSTILE = ['"}))\nimport os; os.abort()\n', "'''", '"""', "\\", "\\x27", "\0", "{source}", "\u2028", "\ud800", "日本"]
+HOSTILE = [
+    '"}))\nimport os; os.abort()\n',
+    "'''",
+    '"""',
+    "\\",
+    "\\x27",
+    "\0",
+    "{source}",
+    "\u2028",
+    "\ud800",
+    "日本",
+]
 
 
 def _given(order: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -34,12 +45,21 @@ def _given(order: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 def test_no_value_becomes_code(value: str) -> None:
     source, names = _given({"folder": value, "name": value})
     assert source == SOURCE
-    assert json.loads(names.pop("ORDER")) == {"folder": value, "name": value, "text_at": 4096, "text_bytes": 8192}
+    assert json.loads(names.pop("ORDER")) == {
+        "folder": value,
+        "name": value,
+        "text_at": 4096,
+        "text_bytes": 8192,
+    }
     assert names == {"__name__": "traceloom_attached"}
 
 
 @given(
-    some.dictionaries(some.text(max_size=20), some.text() | some.integers() | some.none() | some.booleans(), max_size=5)
+    some.dictionaries(
+        some.text(max_size=20),
+        some.text() | some.integers() | some.none() | some.booleans(),
+        max_size=5,
+    )
 )
 def test_every_order_arrives_as_it_was(order: dict[str, Any]) -> None:
     source, names = _given(order)

@@ -20,12 +20,15 @@ NOBODY, ROOT = "0000000000000000", "000001ffffffffff"
 @pytest.mark.parametrize(
     ("scope", "rights", "why", "helps"),
     [
-        (None, NOBODY, "", ""), ("0\n", NOBODY, "", ""), ("1\n", ROOT, "", ""), ("2\n", ROOT, "", ""),
+        (None, NOBODY, "", ""),
+        ("0\n", NOBODY, "", ""),
+        ("1\n", ROOT, "", ""),
+        ("2\n", ROOT, "", ""),
         ("1\n", NOBODY, "lets parents and root alone", "run the agent as root"),
         ("2\n", NOBODY, "lets parents and root alone", "ptrace_scope to 0"),
         ("3\n", ROOT, "forbids it to everybody", "started again"),
     ],
-)  # fmt: skip
+)
 def test_yama(tmp_path: Path, scope: str | None, rights: str, why: str, helps: str) -> None:
     if not is_call_allowed():
         pytest.skip("ptrace(2) is refused here")
@@ -44,7 +47,14 @@ def test_yama(tmp_path: Path, scope: str | None, rights: str, why: str, helps: s
 def test_the_doctor_says_whether_it_is_switched_on(tmp_path: Path, on: bool) -> None:
     tree = HostTree(tmp_path)
     config = Config(collect=tree.config().collect, traces=Traces(attach=on))
-    (check,) = [check for check in examine_without_agent(config, locations_in(tmp_path)) if check.name == "attach"]
-    assert (check.area, check.works) == ("traces", "yes" if on and not explain_attach_refusal()[0] else "no")
+    (check,) = [
+        check
+        for check in examine_without_agent(config, locations_in(tmp_path))
+        if check.name == "attach"
+    ]
+    assert (check.area, check.works) == (
+        "traces",
+        "yes" if on and not explain_attach_refusal()[0] else "no",
+    )
     if not on:
         assert "switched off" in check.why

@@ -38,14 +38,19 @@ def opened(path: Path) -> Elf:
 @needs_compiler
 @pytest.mark.parametrize("name", ["hidden", "counted_twice", "uses"])
 def test_functions_are_where_the_linker_put_them(library: Path, name: str) -> None:
-    lines = subprocess.run(["nm", str(library)], capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = subprocess.run(
+        ["nm", str(library)], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     address = next(int(line.split()[0], 16) for line in lines if line.split()[-1] == name)
     function = opened(library).find(name)
     assert function is not None
     assert (function.name, function.address) == (name, address)
     content = library.read_bytes()
     code = subprocess.run(
-        ["objdump", "-d", f"--disassemble={name}", str(library)], capture_output=True, text=True, check=True
+        ["objdump", "-d", f"--disassemble={name}", str(library)],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     first = next(line for line in code.splitlines() if line.strip().startswith(f"{address:x}:"))
     begins = bytes.fromhex(first.split("\t")[1])
@@ -72,14 +77,20 @@ def test_a_stripped_library_has_its_exported_functions_alone(library: Path, tmp_
 
 
 @needs_compiler
-def test_a_long_table_is_searched_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_table_is_searched_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from traceloom.agent.probes import elf as module
 
-    source = "".join(f"int function_{number}(void) {{ return {number}; }}\n" for number in range(100))
+    source = "".join(
+        f"int function_{number}(void) {{ return {number}; }}\n" for number in range(100)
+    )
     elf = opened(compiled(source, tmp_path / "lib.so", "-shared", "-fPIC"))
     whole = [elf.find(f"function_{number}") for number in range(100)]
     assert None not in whole
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 24 * 3)  # names and rows are cut at every possible place
+    monkeypatch.setattr(
+        module, "_CHUNK_BYTES", 24 * 3
+    )  # names and rows are cut at every possible place
     assert [elf.find(f"function_{number}") for number in range(100)] == whole
 
 

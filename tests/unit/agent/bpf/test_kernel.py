@@ -105,7 +105,10 @@ def test_a_probe_sees_arguments_and_results_of_every_process(tmp_path: Path) -> 
     # Round and round, every size of a lap; then more than it holds.
     for number in range(300):
         assert twice(number) == 2 * number
-        assert [value for _, value in struct.iter_unpack("<Qq", ring.take())] == [number, 2 * number]
+        assert [value for _, value in struct.iter_unpack("<Qq", ring.take())] == [
+            number,
+            2 * number,
+        ]
     assert lost.get(bytes(4)) == bytes(8)
     for number in range(200):
         twice(number)
@@ -141,7 +144,9 @@ def test_a_probe_of_one_process_leaves_others_alone(tmp_path: Path) -> None:
         "for line in sys.stdin:\n    for _ in range(int(line)): call(1)\n    print('done', flush=True)\n"
     )
     jobs = [
-        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(2)
     ]
     probes = Uprobes(os.open(path, os.O_RDONLY), jobs[0].pid)

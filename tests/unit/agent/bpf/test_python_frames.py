@@ -29,7 +29,9 @@ def functions_of(code: CodeType) -> list[CodeType]:
 
 
 @current
-@pytest.mark.parametrize("module", [ast, asyncio.base_events, re, subprocess], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [ast, asyncio.base_events, re, subprocess], ids=lambda module: module.__name__
+)
 def test_lines_are_those_of_the_code(module: object) -> None:
     path = Path(str(module.__file__))  # type: ignore[attr-defined]
     checked = 0
@@ -58,7 +60,11 @@ def test_frames_of_this_process_are_those_that_it_has() -> None:
             at = frames._number(at + layout.newest_behind)
         result = []
         while at:
-            result.append(frames.describe(frames._number(at + layout.code), frames._number(at + layout.instruction)))
+            result.append(
+                frames.describe(
+                    frames._number(at + layout.code), frames._number(at + layout.instruction)
+                )
+            )
             at = frames._number(at + layout.previous)
         return [frame for frame in result if frame is not None]
 

@@ -31,7 +31,9 @@ program = ctypes.create_string_buffer(struct.pack("<H6xQ", len(rules), ctypes.ad
 assert libc.prctl(38, 1, 0, 0, 0) == 0
 assert libc.prctl(22, 2, program, 0, 0) == 0
 """
-SYSTEM_CALLS = {"x86_64": (321, 298), "aarch64": (280, 241)}[os.uname().machine]  # bpf, perf_event_open
+SYSTEM_CALLS = {"x86_64": (321, 298), "aarch64": (280, 241)}[
+    os.uname().machine
+]  # bpf, perf_event_open
 
 
 def answer(*command: str) -> tuple[str, str]:
@@ -73,11 +75,16 @@ def test_calls_that_a_container_forbids(call: int, error: int, why: str) -> None
     ("change", "why"),
     [
         ("mount -t tmpfs none /sys", "/sys/bus/event_source/devices is not there"),
-        ("mount -t tmpfs none /sys/bus/event_source/devices", "the kernel has no probes of functions of programs"),
+        (
+            "mount -t tmpfs none /sys/bus/event_source/devices",
+            "the kernel has no probes of functions of programs",
+        ),
     ],
 )
 def test_files_of_the_kernel_that_are_hidden(change: str, why: str) -> None:
-    assert answer("unshare", "-m", "sh", "-c", f'{change} && exec "$0" -c "$1"', sys.executable, ASK)[0].startswith(why)
+    assert answer(
+        "unshare", "-m", "sh", "-c", f'{change} && exec "$0" -c "$1"', sys.executable, ASK
+    )[0].startswith(why)
 
 
 def test_numbers_of_processes_of_its_own() -> None:
@@ -90,17 +97,34 @@ def test_numbers_of_processes_of_its_own() -> None:
     ("rights", "works", "words"),
     [
         (
-            "-bpf,-sys_admin", "no",
+            "-bpf,-sys_admin",
+            "no",
             {
-                "steps": "steps count where processes report them", "launches": "--profilers timeline",
+                "steps": "steps count where processes report them",
+                "launches": "--profilers timeline",
                 "allocations": "record --memory",
             },
         ),
-        ("-sys_ptrace", "partly", dict.fromkeys(("steps", "launches", "allocations"), "of your own processes alone")),
+        (
+            "-sys_ptrace",
+            "partly",
+            dict.fromkeys(("steps", "launches", "allocations"), "of your own processes alone"),
+        ),
     ],
-)  # fmt: skip
-def test_the_doctor_says_what_there_is_instead(rights: str, works: str, words: dict[str, str]) -> None:
-    command = ["setpriv", f"--bounding-set={rights}", sys.executable, "-m", "traceloom", "agent", "doctor", "--json"]
+)
+def test_the_doctor_says_what_there_is_instead(
+    rights: str, works: str, words: dict[str, str]
+) -> None:
+    command = [
+        "setpriv",
+        f"--bounding-set={rights}",
+        sys.executable,
+        "-m",
+        "traceloom",
+        "agent",
+        "doctor",
+        "--json",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     checks = json.loads(result.stdout)["checks"]
     probes = {check["name"]: check for check in checks if check["area"] == "probes"}

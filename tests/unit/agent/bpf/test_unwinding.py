@@ -48,13 +48,18 @@ REGISTERS = {"rsp": FrameOrigin.STACK, "rbp": FrameOrigin.FRAME}
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("unwound") / "lib.so"
-    return compiled(SOURCE, path, "-shared", "-fPIC", "-fomit-frame-pointer", "-fno-optimize-sibling-calls")
+    return compiled(
+        SOURCE, path, "-shared", "-fPIC", "-fomit-frame-pointer", "-fno-optimize-sibling-calls"
+    )
 
 
 def rows_of(library: Path) -> Iterator[tuple[int, int, str, str, str]]:
     """Rows of the tables: from an address to another, the frame's end, where the frame register and the return are."""
     text = subprocess.run(
-        ["readelf", "--wide", "--debug-dump=frames-interp", str(library)], capture_output=True, text=True, check=True
+        ["readelf", "--wide", "--debug-dump=frames-interp", str(library)],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     for entry in text.split("\n\n"):
         match = re.search(r"FDE .*pc=[0-9a-f]+\.\.([0-9a-f]+)\n(.+)", entry, re.DOTALL)
@@ -117,7 +122,12 @@ def test_what_no_table_has_leads_nowhere(library: Path, tmp_path: Path) -> None:
         assert find_unwind_rule(Elf(descriptor), address).base == FrameOrigin.END
         os.close(descriptor)
     bare = compiled(
-        "int f(void) { return 1; }", tmp_path / "bare.so", "-shared", "-fPIC", "-nostdlib", "-Wl,--no-eh-frame-hdr"
+        "int f(void) { return 1; }",
+        tmp_path / "bare.so",
+        "-shared",
+        "-fPIC",
+        "-nostdlib",
+        "-Wl,--no-eh-frame-hdr",
     )
     descriptor = os.open(bare, os.O_RDONLY)
     elf = Elf(descriptor)
@@ -136,9 +146,13 @@ def test_damaged_tables_give_a_rule_or_none(library: Path, data: st.DataObject) 
     os.close(descriptor)
     assert whole.unwind_index is not None
     # The tables lie behind their index.
-    damaged = st.integers(whole.unwind_index.offset, min(whole.unwind_index.offset + 1200, len(content) - 1))
+    damaged = st.integers(
+        whole.unwind_index.offset, min(whole.unwind_index.offset + 1200, len(content) - 1)
+    )
     for position in data.draw(st.lists(damaged, min_size=1, max_size=12)):
-        content[position] = data.draw(st.sampled_from([0, 1, 0x0F, 0x7F, 0x80, 0xFF, data.draw(st.integers(0, 255))]))
+        content[position] = data.draw(
+            st.sampled_from([0, 1, 0x0F, 0x7F, 0x80, 0xFF, data.draw(st.integers(0, 255))])
+        )
     descriptor = os.memfd_create("damaged")
     os.write(descriptor, content)
     elf = Elf(descriptor)
@@ -159,7 +173,9 @@ class Watched:
         self.symbols.look()
         self.stacks = CallStacks(os.getpid(), self.symbols, None)
         self.probes = CallProbes(os.getpid(), self.stacks)
-        self.probes.attach(os.open(library, os.O_RDONLY), [(7, ProbedCall("watched\0", (), stacks=True))])
+        self.probes.attach(
+            os.open(library, os.O_RDONLY), [(7, ProbedCall("watched\0", (), stacks=True))]
+        )
 
     def numbers(self) -> list[int]:
         numbers = [number for _, _, _, number, *_ in RECORD.iter_unpack(self.probes.ring.take())]
@@ -193,7 +209,10 @@ def test_a_stack_is_unwound_here_first_and_by_the_kernel_then(watched: Watched) 
     second, third = watched.numbers()
     assert second == third
     assert watched.names(second)[: len(CHAIN)] == CHAIN
-    assert watched.stacks.stacks[second].native[: len(CHAIN)] == watched.stacks.stacks[first].native[: len(CHAIN)]
+    assert (
+        watched.stacks.stacks[second].native[: len(CHAIN)]
+        == watched.stacks.stacks[first].native[: len(CHAIN)]
+    )
     watched.functions.deep(2)
     (other,) = watched.numbers()
     assert watched.names(other)[: len(CHAIN) - 1] == CHAIN[:-1]
@@ -216,7 +235,9 @@ def test_a_stack_that_is_too_deep_ends(watched: Watched) -> None:
 
 @needs_probes
 @needs_compiler
-def test_calls_that_come_too_quickly_are_recorded_without_stacks_and_counted(watched: Watched) -> None:
+def test_calls_that_come_too_quickly_are_recorded_without_stacks_and_counted(
+    watched: Watched,
+) -> None:
     total = 30_000
     numbers: list[int] = []
     for _ in range(total // 1000):

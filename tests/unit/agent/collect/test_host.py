@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.host_tree import TICKS_PER_S, HostTree
-from traceloom.agent.collectors.collector import Collector, create_host_collectors
+from traceloom.agent.collectors.collector import Collector
 from traceloom.agent.collectors.host import (
     CpuCollector,
     DiskCollector,
@@ -16,6 +16,7 @@ from traceloom.agent.collectors.host import (
     NetworkCollector,
     PressureCollector,
     RdmaCollector,
+    create_host_collectors,
 )
 from traceloom.agent.config import Config
 from traceloom.agent.snapshot import Snapshot
@@ -47,10 +48,20 @@ def test_processor_time_is_in_seconds_and_guests_count_once(tmp_path: Path) -> N
     tree.write("proc/stat", f"cpu  {' '.join(map(str, ticks))}\ncpu0 1 1 1\ncpu1 1 1 1\nctxt 5\n")
     tree.write("proc/loadavg", "3.00 2.0 1.0 1/100 999\n")
     values = _values(CpuCollector(tree.config()))
-    modes = {"user": 10, "nice": 2, "system": 3, "idle": 100, "iowait": 5, "interrupt": 1, "softirq": 4, "steal": 6}
+    modes = {
+        "user": 10,
+        "nice": 2,
+        "system": 3,
+        "idle": 100,
+        "iowait": 5,
+        "interrupt": 1,
+        "softirq": 4,
+        "steal": 6,
+    }
     assert values == {
-        **{("host_cpu_seconds_total", mode): float(spent) for mode, spent in modes.items()}, ("host_load_ratio",): 1.5,
-    }  # fmt: skip
+        **{("host_cpu_seconds_total", mode): float(spent) for mode, spent in modes.items()},
+        ("host_load_ratio",): 1.5,
+    }
 
 
 def test_states_of_memory_add_up(tmp_path: Path) -> None:
@@ -58,10 +69,20 @@ def test_states_of_memory_add_up(tmp_path: Path) -> None:
     tree.write("proc/meminfo", MEMINFO)
     tree.write("proc/vmstat", "nr_free_pages 7\noom_kill 3\n")
     values = _values(MemoryCollector(tree.config()))
-    memory = {state: values["host_memory_bytes", state] for state in ("used", "free", "cached", "buffers")}
-    assert memory == {"used": 410 * 1024, "free": 300 * 1024, "cached": 240 * 1024, "buffers": 50 * 1024}
+    memory = {
+        state: values["host_memory_bytes", state] for state in ("used", "free", "cached", "buffers")
+    }
+    assert memory == {
+        "used": 410 * 1024,
+        "free": 300 * 1024,
+        "cached": 240 * 1024,
+        "buffers": 50 * 1024,
+    }
     assert sum(memory.values()) == 1000 * 1024
-    assert (values["host_swap_bytes", "used"], values["host_swap_bytes", "free"]) == (380 * 1024, 120 * 1024)
+    assert (values["host_swap_bytes", "used"], values["host_swap_bytes", "free"]) == (
+        380 * 1024,
+        120 * 1024,
+    )
     assert values["oom_kills_total", "", ""] == 3
     assert MemoryCollector(tree.config()).trouble() == []
 
@@ -139,7 +160,19 @@ Inter-|   Receive                                                |  Transmit
 def test_a_remote_file_system_is_not_asked_for_its_space(tmp_path: Path) -> None:
     """Its server may be gone, and then the question has no end."""
     tree, lines = HostTree(tmp_path), []
-    for kind in ("nfs", "nfs4", "lustre", "ceph", "gpfs", "beegfs", "fuse.sshfs", "cifs", "9p", "xfs", "ext4"):
+    for kind in (
+        "nfs",
+        "nfs4",
+        "lustre",
+        "ceph",
+        "gpfs",
+        "beegfs",
+        "fuse.sshfs",
+        "cifs",
+        "9p",
+        "xfs",
+        "ext4",
+    ):
         (tmp_path / kind).mkdir()
         lines.append(f"dev-{kind} {tmp_path / kind} {kind} rw,relatime 0 0\n")
     odd = tmp_path / "a\nline\t\\"
@@ -152,7 +185,10 @@ def test_a_remote_file_system_is_not_asked_for_its_space(tmp_path: Path) -> None
     values = _values(DiskCollector(tree.config()))
     assert {key[1] for key in values} == {str(tmp_path / "xfs"), str(tmp_path / "ext4"), str(odd)}
     for mount in (str(tmp_path / "xfs"), str(odd)):
-        space = {state: values["host_filesystem_bytes", mount, state] for state in ("used", "free", "reserved")}
+        space = {
+            state: values["host_filesystem_bytes", mount, state]
+            for state in ("used", "free", "reserved")
+        }
         status = os.statvfs(mount)
         assert sum(space.values()) == pytest.approx(status.f_blocks * status.f_frsize)
         assert min(space.values()) >= 0
@@ -165,11 +201,15 @@ def test_interfaces_of_hardware(tmp_path: Path) -> None:
     tree.write("sys/class/net/veth1/mtu", "1500\n")
     values = _values(NetworkCollector(tree.config()))
     assert values == {
-        ("host_network_bytes_total", "eth0", "receive"): 1000, ("host_network_bytes_total", "eth0", "transmit"): 2000,
-        ("host_network_packets_total", "eth0", "receive"): 10, ("host_network_packets_total", "eth0", "transmit"): 20,
-        ("host_network_errors_total", "eth0", "receive"): 1, ("host_network_errors_total", "eth0", "transmit"): 3,
-        ("host_network_dropped_total", "eth0", "receive"): 2, ("host_network_dropped_total", "eth0", "transmit"): 4,
-    }  # fmt: skip
+        ("host_network_bytes_total", "eth0", "receive"): 1000,
+        ("host_network_bytes_total", "eth0", "transmit"): 2000,
+        ("host_network_packets_total", "eth0", "receive"): 10,
+        ("host_network_packets_total", "eth0", "transmit"): 20,
+        ("host_network_errors_total", "eth0", "receive"): 1,
+        ("host_network_errors_total", "eth0", "transmit"): 3,
+        ("host_network_dropped_total", "eth0", "receive"): 2,
+        ("host_network_dropped_total", "eth0", "transmit"): 4,
+    }
 
 
 def test_a_card_may_have_any_name(tmp_path: Path) -> None:
@@ -206,11 +246,15 @@ def test_rdma_counts_words_of_four_bytes(tmp_path: Path) -> None:
     tree.write(f"{port}/hw_counters/np_cnp_sent", "6\n")
     tree.write("sys/class/infiniband/mlx5_1/ports/1/state", "1: DOWN\n")
     assert _values(RdmaCollector(tree.config())) == {
-        ("rdma_port_up", "mlx5_0", "1"): 1, ("rdma_port_up", "mlx5_1", "1"): 0,
-        ("rdma_bytes_total", "mlx5_0", "1", "receive"): 400, ("rdma_bytes_total", "mlx5_0", "1", "transmit"): 800,
-        ("rdma_packets_total", "mlx5_0", "1", "receive"): 3, ("rdma_packets_total", "mlx5_0", "1", "transmit"): 4,
-        ("rdma_errors_total", "mlx5_0", "1", "port_rcv_errors"): 5, ("rdma_errors_total", "mlx5_0", "1", "np_cnp_sent"): 6,
-    }  # fmt: skip
+        ("rdma_port_up", "mlx5_0", "1"): 1,
+        ("rdma_port_up", "mlx5_1", "1"): 0,
+        ("rdma_bytes_total", "mlx5_0", "1", "receive"): 400,
+        ("rdma_bytes_total", "mlx5_0", "1", "transmit"): 800,
+        ("rdma_packets_total", "mlx5_0", "1", "receive"): 3,
+        ("rdma_packets_total", "mlx5_0", "1", "transmit"): 4,
+        ("rdma_errors_total", "mlx5_0", "1", "port_rcv_errors"): 5,
+        ("rdma_errors_total", "mlx5_0", "1", "np_cnp_sent"): 6,
+    }
 
 
 @pytest.mark.parametrize("name", [collector.name for collector in create_host_collectors(Config())])

@@ -42,14 +42,33 @@ def _facts(processes: Processes) -> ProcessFacts:
 
 def test_a_process_of_a_job(tree: HostTree) -> None:
     tree.process(
-        77, start_ticks=5 * TICKS_PER_S, environment=RANK, user_ticks=250, system_ticks=50, threads=9, io=(4096, 512),
-        resident_pages=10, cgroup="0::/system.slice/slurmstepd.scope/job_42/step_0\n", uid=1234, name="pt (main)",
-    )  # fmt: skip
+        77,
+        start_ticks=5 * TICKS_PER_S,
+        environment=RANK,
+        user_ticks=250,
+        system_ticks=50,
+        threads=9,
+        io=(4096, 512),
+        resident_pages=10,
+        cgroup="0::/system.slice/slurmstepd.scope/job_42/step_0\n",
+        uid=1234,
+        name="pt (main)",
+    )
     processes = Processes(tree.config(), listed={"RANK"})
     readings = processes.collect()
     facts = _facts(processes)
-    assert (facts.key, facts.pid, facts.uid, facts.parent_pid) == (f"77@{5 * TICKS_PER_S}", 77, 1234, 1)
-    assert (facts.name, facts.command, facts.state, facts.threads) == ("pt (main)", ("python3", "train.py"), "S", 9)
+    assert (facts.key, facts.pid, facts.uid, facts.parent_pid) == (
+        f"77@{5 * TICKS_PER_S}",
+        77,
+        1234,
+        1,
+    )
+    assert (facts.name, facts.command, facts.state, facts.threads) == (
+        "pt (main)",
+        ("python3", "train.py"),
+        "S",
+        9,
+    )
     assert facts.environment == {"RANK": "3", "LOCAL_RANK": "1"}  # listed ones alone
     assert facts.cgroup == "/system.slice/slurmstepd.scope/job_42/step_0"
     assert facts.started_ns == pytest.approx(time.time_ns() - 995e9, abs=60e9)
@@ -68,11 +87,23 @@ def test_a_process_of_a_job(tree: HostTree) -> None:
 @pytest.mark.parametrize(
     "variable",
     [
-        "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK",
-        "RAY_JOB_ID", "LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID", "JOB_COMPLETION_INDEX", "TRACELOOM_JOB",
+        "SLURM_JOB_ID",
+        "TORCHELASTIC_RUN_ID",
+        "LOCAL_RANK",
+        "OMPI_COMM_WORLD_RANK",
+        "PMI_RANK",
+        "PMIX_RANK",
+        "RAY_JOB_ID",
+        "LSB_JOBID",
+        "PBS_JOBID",
+        "FLUX_JOB_ID",
+        "JOB_COMPLETION_INDEX",
+        "TRACELOOM_JOB",
     ],
-)  # fmt: skip
-def test_a_variable_that_only_a_job_has_makes_a_process_matter(tree: HostTree, variable: str) -> None:
+)
+def test_a_variable_that_only_a_job_has_makes_a_process_matter(
+    tree: HostTree, variable: str
+) -> None:
     tree.process(77, environment={variable: "1"})
     tree.process(78, environment={variable.lower(): "1", "WORLD_SIZE": "1"})
     processes = Processes(tree.config())
@@ -91,11 +122,15 @@ def test_a_variable_that_only_a_job_has_makes_a_process_matter(tree: HostTree, v
         ("/x/lib/libtorture.so", None),
     ],
 )
-def test_frameworks_are_known_by_their_libraries(tree: HostTree, library: str, framework: str | None) -> None:
+def test_frameworks_are_known_by_their_libraries(
+    tree: HostTree, library: str, framework: str | None
+) -> None:
     tree.process(77, maps=("/usr/bin/python3.12", library))
     processes = Processes(tree.config())
     processes.collect()
-    assert [facts.frameworks for facts in processes.processes.values()] == ([{framework: library}] if framework else [])
+    assert [facts.frameworks for facts in processes.processes.values()] == (
+        [{framework: library}] if framework else []
+    )
 
 
 def test_who_does_not_matter_is_not_kept_and_who_uses_a_device_is(tree: HostTree) -> None:
@@ -110,7 +145,10 @@ def test_who_does_not_matter_is_not_kept_and_who_uses_a_device_is(tree: HostTree
 
 def test_a_variable_that_the_configuration_calls_the_job(tree: HostTree) -> None:
     tree.process(77, environment={"OUR_JOB": "a", "OUR_TEAM": "b"})
-    config = Config(collect=tree.config().collect, owners=Owners(variables={"OUR_JOB": "job", "OUR_TEAM": "account"}))
+    config = Config(
+        collect=tree.config().collect,
+        owners=Owners(variables={"OUR_JOB": "job", "OUR_TEAM": "account"}),
+    )
     processes = Processes(config)
     processes.collect()
     assert _facts(processes).environment == {"OUR_JOB": "a", "OUR_TEAM": "b"}
@@ -126,7 +164,9 @@ def test_a_framework_that_is_loaded_later(tree: HostTree) -> None:
     assert _facts(processes).frameworks == {"pytorch": TORCH}
 
 
-def test_an_old_process_is_looked_at_again_in_its_turn(tree: HostTree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_process_is_looked_at_again_in_its_turn(
+    tree: HostTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "RESCAN_PERIOD_S", 0.0)
     processes = Processes(tree.config())
     tree.process(77, start_ticks=0)
@@ -166,7 +206,10 @@ def test_a_process_that_runs_another_program(tree: HostTree) -> None:
     processes.collect()
     tree.process(77, name="python3", environment={"LOCAL_RANK": "5"})
     processes.collect()
-    assert (_facts(processes).command, _facts(processes).environment) == (("python3", "train.py"), {"LOCAL_RANK": "5"})
+    assert (_facts(processes).command, _facts(processes).environment) == (
+        ("python3", "train.py"),
+        {"LOCAL_RANK": "5"},
+    )
 
 
 def test_a_process_whose_program_was_being_loaded_when_it_was_looked_at(tree: HostTree) -> None:
@@ -176,7 +219,9 @@ def test_a_process_whose_program_was_being_loaded_when_it_was_looked_at(tree: Ho
     tree.write("proc/77/environ", b"")
     processes.collect()
     assert not processes.processes
-    tree.process(77, name="sleep", start_ticks=999 * TICKS_PER_S, environment={"TRACELOOM_JOB": "theirs"})
+    tree.process(
+        77, name="sleep", start_ticks=999 * TICKS_PER_S, environment={"TRACELOOM_JOB": "theirs"}
+    )
     processes.collect()
     assert _facts(processes).environment == {"TRACELOOM_JOB": "theirs"}
 
@@ -190,11 +235,21 @@ def test_a_process_that_vanishes_while_it_is_read(tree: HostTree) -> None:
     assert [facts.pid for facts in processes.processes.values()] == [79]
 
 
-def test_a_process_that_ends_is_gone_and_one_that_is_no_more_than_its_entry_stays(tree: HostTree) -> None:
+def test_a_process_that_ends_is_gone_and_one_that_is_no_more_than_its_entry_stays(
+    tree: HostTree,
+) -> None:
     tree.process(77, start_ticks=999 * TICKS_PER_S, environment=RANK)
     processes = Processes(tree.config())
     processes.collect()
-    tree.process(77, start_ticks=999 * TICKS_PER_S, state="Z", resident_pages=0, user_ticks=100, command=(), maps=())
+    tree.process(
+        77,
+        start_ticks=999 * TICKS_PER_S,
+        state="Z",
+        resident_pages=0,
+        user_ticks=100,
+        command=(),
+        maps=(),
+    )
     (tree.proc / "77" / "environ").write_bytes(b"")
     processes.collect()
     assert (_facts(processes).state, _facts(processes).environment["LOCAL_RANK"]) == ("Z", "1")
@@ -204,7 +259,9 @@ def test_a_process_that_ends_is_gone_and_one_that_is_no_more_than_its_entry_stay
 
 
 def test_odd_bytes_and_a_long_command(tree: HostTree) -> None:
-    tree.process(77, command=("python3", b"\xff\xfe", "x" * (1 << 20)), environment={"LOCAL_RANK": b"\xe9"})
+    tree.process(
+        77, command=("python3", b"\xff\xfe", "x" * (1 << 20)), environment={"LOCAL_RANK": b"\xe9"}
+    )
     processes = Processes(tree.config())
     processes.collect()
     command = _facts(processes).command
@@ -228,7 +285,10 @@ def test_a_process_that_waits_in_the_kernel_is_not_read_yet(tree: HostTree) -> N
     tree.process(77, state="R", environment=RANK)
     tree.process(78, state="R", environment=RANK)
     processes.collect()
-    assert {facts.pid: facts.unreadable for facts in processes.processes.values()} == {77: "", 78: ""}
+    assert {facts.pid: facts.unreadable for facts in processes.processes.values()} == {
+        77: "",
+        78: "",
+    }
 
 
 def test_more_than_can_be_kept(tree: HostTree, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +301,10 @@ def test_more_than_can_be_kept(tree: HostTree, monkeypatch: pytest.MonkeyPatch) 
     processes.device_pids = frozenset({14})
     processes.collect()
     assert [facts.pid for facts in processes.processes.values()] == [14, 13]
-    assert any(trouble.startswith("3 processes that matter are left out") for trouble in processes.trouble())
+    assert any(
+        trouble.startswith("3 processes that matter are left out")
+        for trouble in processes.trouble()
+    )
 
 
 def test_new_processes_that_there_is_no_time_for_wait(tree: HostTree) -> None:
@@ -251,7 +314,9 @@ def test_new_processes_that_there_is_no_time_for_wait(tree: HostTree) -> None:
     processes.device_pids = frozenset({12})
     processes.collect()
     assert [facts.pid for facts in processes.processes.values()] == [12]
-    assert any(trouble.startswith("20 processes are not looked at yet") for trouble in processes.trouble())
+    assert any(
+        trouble.startswith("20 processes are not looked at yet") for trouble in processes.trouble()
+    )
     processes.timeout_s = 60.0
     processes.collect()
     assert len(processes.processes) == 20
@@ -262,7 +327,9 @@ def test_twenty_thousand_processes(tree: HostTree) -> None:
     for pid in range(1000, 20_800):
         at = tree.proc / str(pid)
         at.mkdir()
-        (at / "stat").write_text(f"{pid} (x) S 1 1 1 0 -1 2097152 0 0 0 0 0 0 0 0 20 0 1 0 5 0 0 0 0\n")
+        (at / "stat").write_text(
+            f"{pid} (x) S 1 1 1 0 -1 2097152 0 0 0 0 0 0 0 0 20 0 1 0 5 0 0 0 0\n"
+        )
     for pid in range(30_000, 30_200):
         tree.process(pid, start_ticks=5, environment=RANK)
     processes = Processes(tree.config(timeout=600.0))
@@ -278,7 +345,9 @@ def test_twenty_thousand_processes(tree: HostTree) -> None:
     sys.addaudithook(count)
     processes.collect()
     counting = False
-    assert opened < 200 * 2 + module.MAX_RESCANS_PER_TURN * 2  # what matters, and some whose turn it is
+    assert (
+        opened < 200 * 2 + module.MAX_RESCANS_PER_TURN * 2
+    )  # what matters, and some whose turn it is
 
 
 @pytest.mark.parametrize(
@@ -286,11 +355,19 @@ def test_twenty_thousand_processes(tree: HostTree) -> None:
     [
         ({"": "/a"}, "/a"),
         (
-            {"memory": "/slurm/uid_1/job_2", "name=systemd": "/system.slice/slurmd.service", "": "/"},
+            {
+                "memory": "/slurm/uid_1/job_2",
+                "name=systemd": "/system.slice/slurmd.service",
+                "": "/",
+            },
             "/slurm/uid_1/job_2",
         ),
         (
-            {"": "/system.slice/containerd.service", "memory": "/docker/1", "name=systemd": "/system.slice/x.service"},
+            {
+                "": "/system.slice/containerd.service",
+                "memory": "/docker/1",
+                "name=systemd": "/system.slice/x.service",
+            },
             "/docker/1",
         ),
         ({"memory": "/", "cpu": "/", "name=systemd": "/user.slice", "": "/"}, "/user.slice"),
@@ -304,8 +381,10 @@ def test_the_main_cgroup(lines: dict[str, str], path: str) -> None:
 
 def test_cgroups_of_version_1(tree: HostTree) -> None:
     tree.process(
-        77, environment=RANK, cgroup="5:cpu,cpuacct:/job_1\n4:memory:/a:b (deleted)\n1:name=systemd:/\n0::/\n"
-    )  # fmt: skip
+        77,
+        environment=RANK,
+        cgroup="5:cpu,cpuacct:/job_1\n4:memory:/a:b (deleted)\n1:name=systemd:/\n0::/\n",
+    )
     processes = Processes(tree.config())
     processes.collect()
     assert _facts(processes).cgroup == "/a:b"
@@ -328,7 +407,10 @@ def test_troubles_of_a_container(tree: HostTree) -> None:
 
 def test_troubles_of_hidden_processes(tree: HostTree, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    tree.write("proc/self/mounts", f"sysfs /sys sysfs rw 0 0\nproc {tree.proc} proc rw,relatime,hidepid=2,gid=7 0 0\n")
+    tree.write(
+        "proc/self/mounts",
+        f"sysfs /sys sysfs rw 0 0\nproc {tree.proc} proc rw,relatime,hidepid=2,gid=7 0 0\n",
+    )
     assert "mounted with hidepid" in " ".join(Processes(tree.config()).trouble())
     tree.write("proc/self/mounts", f"proc {tree.proc} proc rw,hidepid=invisible 0 0\n")
     assert "mounted with hidepid" in " ".join(Processes(tree.config()).trouble())
@@ -367,7 +449,11 @@ def test_a_real_process(sleeper: subprocess.Popen[bytes]) -> None:
     processes.collect()
     facts = _named(processes, sleeper.pid)
     assert facts is not None
-    assert (facts.command, facts.parent_pid, facts.uid) == (("sleep", "600"), os.getpid(), os.getuid())
+    assert (facts.command, facts.parent_pid, facts.uid) == (
+        ("sleep", "600"),
+        os.getpid(),
+        os.getuid(),
+    )
     assert abs(facts.started_ns - time.time_ns()) < 60e9
     assert facts.environment["LOCAL_RANK"] == "1"
     assert facts.resident_bytes > 0
@@ -410,12 +496,18 @@ def test_a_user_that_may_not_read_the_processes_of_others(sleeper: subprocess.Po
     )
     ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     first, second = ran.stdout.splitlines()
-    assert first == "environment: permission denied; libraries: permission denied ('sleep', '600') 0 True None"
+    assert (
+        first
+        == "environment: permission denied; libraries: permission denied ('sleep', '600') 0 True None"
+    )
     assert "cannot be read" in second
     assert second.endswith("needs root")
 
 
-@pytest.mark.skipif(not os.access("/proc/sys/kernel/ns_last_pid", os.W_OK), reason="the next pid cannot be chosen here")
+@pytest.mark.skipif(
+    not os.access("/proc/sys/kernel/ns_last_pid", os.W_OK),
+    reason="the next pid cannot be chosen here",
+)
 def test_a_real_pid_that_is_given_again() -> None:
     processes = Processes(Config())
     last = Path("/proc/sys/kernel/ns_last_pid")

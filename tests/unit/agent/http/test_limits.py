@@ -94,7 +94,9 @@ def test_a_body_within_its_limit(declared: str) -> None:
     assert asyncio.run(read_limited_body(_chunks(b"he", b"llo"), declared, 5)) == b"hello"
 
 
-@pytest.mark.parametrize(("parts", "declared"), [((b"hello", b"!"), ""), ((b"he",), "6"), ((b"hello!",), "2")])
+@pytest.mark.parametrize(
+    ("parts", "declared"), [((b"hello", b"!"), ""), ((b"he",), "6"), ((b"hello!",), "2")]
+)
 def test_a_body_beyond_it(parts: tuple[bytes, ...], declared: str) -> None:
     with pytest.raises(HttpError) as raised:
         asyncio.run(read_limited_body(_chunks(*parts), declared, 5))
@@ -102,9 +104,10 @@ def test_a_body_beyond_it(parts: tuple[bytes, ...], declared: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [b'"\\ud800"', b'"\xff"', b"[" * 5000 + b"]" * 5000, b'{"a":' * 5000 + b"1" + b"}" * 5000],
+    "more",
+    [b'"\\ud800"', b'"\xff"', b"[" * 5000 + b"]" * 5000, b'{"a":' * 5000 + b"1" + b"}" * 5000],
     ids=["half a letter", "no text", "lists", "objects"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("field", [b"token", b"of_a_newer_host"])
 def test_no_body_of_a_stranger_is_a_defect(field: bytes, more: bytes) -> None:
     """The service takes fields that it does not have, as newer hosts may send them."""

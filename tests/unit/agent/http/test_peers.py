@@ -16,11 +16,15 @@ from traceloom.server.listener import is_local_name
 from traceloom.server.problem import HttpError
 from traceloom.server.settings import Token
 
-OWNED = {name for name, metric in METRICS.items() if {"process", "job", "cgroup"} & set(metric.labels)}
+OWNED = {
+    name for name, metric in METRICS.items() if {"process", "job", "cgroup"} & set(metric.labels)
+}
 
 
 def _names(view: VisibleSnapshot) -> set[str]:
-    return {name for (name, _), _, _ in view.values()} | {histogram.metric for histogram, _ in view.histograms()}
+    return {name for (name, _), _, _ in view.values()} | {
+        histogram.metric for histogram, _ in view.histograms()
+    }
 
 
 def test_a_user_sees_the_host_and_what_is_own() -> None:
@@ -52,7 +56,8 @@ def test_a_group_that_users_share_and_kills_in_it_are_for_nobody_in_particular()
     board = full_board()
     for uid, kills in ((ANNA, ["slurm-7"]), (BERT, [])):
         assert [
-            kill.job for kill in VisibleSnapshot(board, Caller(name="user", uid=uid, sees="own")).oom_kills
+            kill.job
+            for kill in VisibleSnapshot(board, Caller(name="user", uid=uid, sees="own")).oom_kills
         ] == kills
     assert VisibleSnapshot(board, Caller(name="tcp", sees="host")).oom_kills == []
     assert len(VisibleSnapshot(board, Caller(name="root", uid=0, sees="all")).oom_kills) == 2
@@ -66,8 +71,13 @@ def test_a_group_that_users_share_and_kills_in_it_are_for_nobody_in_particular()
 
 def test_who_only_reads_sees_whose_processes_are_but_no_commands() -> None:
     board = full_board()
-    reader, root = Caller(name="token", sees="all"), Caller(name="root", uid=0, sees="all", commands=True)
-    assert {process.command for process in VisibleSnapshot(board, reader).processes.values()} == {""}
+    reader, root = (
+        Caller(name="token", sees="all"),
+        Caller(name="root", uid=0, sees="all", commands=True),
+    )
+    assert {process.command for process in VisibleSnapshot(board, reader).processes.values()} == {
+        ""
+    }
     names = METRICS["process_info"].labels
 
     def infos(peer: Caller) -> list[dict[str, str]]:
@@ -77,18 +87,25 @@ def test_who_only_reads_sees_whose_processes_are_but_no_commands() -> None:
             if name == "process_info"
         ]
 
-    assert [(row["process"], row["command"]) for row in infos(reader)] == [("11@100", ""), ("22@100", "")]
+    assert [(row["process"], row["command"]) for row in infos(reader)] == [
+        ("11@100", ""),
+        ("22@100", ""),
+    ]
     assert all(row["command"] for row in infos(root))
     from traceloom.agent.config import Config
 
-    assert b"train.py" not in render_openmetrics(VisibleSnapshot(board, reader), Config(compat=("dcgm",)))[0]
+    assert (
+        b"train.py"
+        not in render_openmetrics(VisibleSnapshot(board, reader), Config(compat=("dcgm",)))[0]
+    )
 
 
 def test_labels_of_dcgm_exporter_name_no_job_of_another() -> None:
     from traceloom.agent.config import Config
 
     text, _ = render_openmetrics(
-        VisibleSnapshot(full_board(), Caller(name="bert", uid=BERT, sees="own")), Config(compat=("dcgm",))
+        VisibleSnapshot(full_board(), Caller(name="bert", uid=BERT, sees="own")),
+        Config(compat=("dcgm",)),
     )
     assert b'hpc_job="8"' in text
     assert b'hpc_job="7"' not in text
@@ -102,10 +119,24 @@ TOKENS = (
 
 @pytest.mark.parametrize("loopback", [True, False])
 def test_tokens_say_what_their_bearer_may(loopback: bool) -> None:
-    reader = authenticate_tcp_caller("10.0.0.1", "Bearer for-prometheus", TOKENS, loopback=loopback, certified="")
-    assert (reader.name, reader.sees, reader.acts, reader.commands) == ("token prometheus", "all", False, False)
-    operator = authenticate_tcp_caller("10.0.0.1", "bearer  for-operators ", TOKENS, loopback=loopback, certified="")
-    assert (operator.name, operator.sees, operator.acts, operator.commands) == ("token operators", "all", True, True)
+    reader = authenticate_tcp_caller(
+        "10.0.0.1", "Bearer for-prometheus", TOKENS, loopback=loopback, certified=""
+    )
+    assert (reader.name, reader.sees, reader.acts, reader.commands) == (
+        "token prometheus",
+        "all",
+        False,
+        False,
+    )
+    operator = authenticate_tcp_caller(
+        "10.0.0.1", "bearer  for-operators ", TOKENS, loopback=loopback, certified=""
+    )
+    assert (operator.name, operator.sees, operator.acts, operator.commands) == (
+        "token operators",
+        "all",
+        True,
+        True,
+    )
     assert operator.uid is None
     assert not operator.unlimited
 
@@ -118,16 +149,31 @@ def test_another_token_is_refused_even_on_loopback(header: str) -> None:
 
 
 def test_without_a_token() -> None:
-    assert authenticate_tcp_caller("127.0.0.1", "", TOKENS, loopback=True, certified="").sees == "host"
-    assert authenticate_tcp_caller("10.0.0.1", "", (), loopback=False, certified="prometheus").sees == "all"
+    assert (
+        authenticate_tcp_caller("127.0.0.1", "", TOKENS, loopback=True, certified="").sees == "host"
+    )
+    assert (
+        authenticate_tcp_caller("10.0.0.1", "", (), loopback=False, certified="prometheus").sees
+        == "all"
+    )
     for tokens, certified in (((), ""), (TOKENS, "prometheus"), (TOKENS, "")):
         with pytest.raises(HttpError, match="a token is needed"):
-            authenticate_tcp_caller("10.0.0.1", "Basic abc", tokens, loopback=False, certified=certified)
+            authenticate_tcp_caller(
+                "10.0.0.1", "Basic abc", tokens, loopback=False, certified=certified
+            )
 
 
 @pytest.mark.parametrize(
     ("host", "local"),
-    [("localhost", True), ("localhost:9465", True), ("127.0.0.1:9465", True), ("[::1]:9465", True), ("[::1]", True), ("evil.example:9465", False), ("", False)],
-)  # fmt: skip
+    [
+        ("localhost", True),
+        ("localhost:9465", True),
+        ("127.0.0.1:9465", True),
+        ("[::1]:9465", True),
+        ("[::1]", True),
+        ("evil.example:9465", False),
+        ("", False),
+    ],
+)
 def test_names_of_this_host(host: str, local: bool) -> None:
     assert is_local_name(host) == local

@@ -25,12 +25,25 @@ OTHER = 4_000_000  # a user that nobody is
 
 def request(number: str, uid: int, files: list[str], *, done: bool = True) -> TraceRequest:
     target = TraceTarget(
-        request=number, process="7@1", profiler="timeline", pid=7, uid=uid, stem="rank0", state="kept" if done else "queued"
-    )  # fmt: skip
+        request=number,
+        process="7@1",
+        profiler="timeline",
+        pid=7,
+        uid=uid,
+        stem="rank0",
+        state="kept" if done else "queued",
+    )
     return TraceRequest(
-        id=number, who=f"uid {uid}", uid=uid, asked_ns=1, boot_id="", wanted=TraceSpec(pids=(7,), steps=3), targets=[target],
-        files=files, done=done,
-    )  # fmt: skip
+        id=number,
+        who=f"uid {uid}",
+        uid=uid,
+        asked_ns=1,
+        boot_id="",
+        wanted=TraceSpec(pids=(7,), steps=3),
+        targets=[target],
+        files=files,
+        done=done,
+    )
 
 
 class Served:
@@ -83,13 +96,27 @@ def test_a_file_is_fetched_as_it_is(served: Served) -> None:
     reply = ask(served.socket, "/api/v1/requests/own/files/rank0.kineto.json.gz")
     assert (reply.status, reply.body) == (200, CONTENT)
     assert reply.headers["content-type"] == "application/octet-stream"
-    assert ask(served.socket, "/api/v1/requests/own").json()["files"] == ["capture.json", "rank0.kineto.json.gz"]
+    assert ask(served.socket, "/api/v1/requests/own").json()["files"] == [
+        "capture.json",
+        "rank0.kineto.json.gz",
+    ]
 
 
 @pytest.mark.parametrize(
     "name",
-    ["secret", "rank1.kineto.json.gz", "..", ".", "%2e%2e", "..%2fopen", "%2fetc%2fpasswd", "capture.json%00", "CAPTURE.JSON", "capture.json%20"],
-)  # fmt: skip
+    [
+        "secret",
+        "rank1.kineto.json.gz",
+        "..",
+        ".",
+        "%2e%2e",
+        "..%2fopen",
+        "%2fetc%2fpasswd",
+        "capture.json%00",
+        "CAPTURE.JSON",
+        "capture.json%20",
+    ],
+)
 def test_a_file_that_is_not_listed_is_none(served: Served, name: str) -> None:
     reply = ask(served.socket, f"/api/v1/requests/own/files/{name}")
     assert reply.status == 404
@@ -103,9 +130,12 @@ def test_the_nearest_name_is_said(served: Served) -> None:
     assert "rank0.kineto.json.gz" in reply.json()["error"]["hint"]
 
 
-@pytest.mark.parametrize("number", ["nobody", "own2", "%00", "a" * 3000, "..", "own%20", quote("ö"), "1e9", "null"])
 @pytest.mark.parametrize(
-    ("method", "more"), [("GET", ""), ("GET", "/events"), ("GET", "/files/capture.json"), ("DELETE", "")]
+    "number", ["nobody", "own2", "%00", "a" * 3000, "..", "own%20", quote("ö"), "1e9", "null"]
+)
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [("GET", ""), ("GET", "/events"), ("GET", "/files/capture.json"), ("DELETE", "")],
 )
 def test_a_request_that_there_is_not(served: Served, number: str, method: str, more: str) -> None:
     reply = ask(served.socket, f"/api/v1/requests/{number}{more}", method=method)
@@ -119,7 +149,9 @@ def test_events_of_a_request_that_has_ended_are_one(served: Served) -> None:
     assert reply.headers["content-type"].startswith("text/event-stream")
     # In chunks, as it is not known how long it will be.
     lines = [
-        line for line in reply.body.decode().replace("\r\n", "\n").split("\n") if line.startswith(("event:", "data:"))
+        line
+        for line in reply.body.decode().replace("\r\n", "\n").split("\n")
+        if line.startswith(("event:", "data:"))
     ]
     assert lines[0] == "event: request"
     (data,) = [line.removeprefix("data: ") for line in lines if line.startswith("data:")]
@@ -129,34 +161,54 @@ def test_events_of_a_request_that_has_ended_are_one(served: Served) -> None:
 def test_cancelling_is_noted(served: Served) -> None:
     reply = ask(served.socket, "/api/v1/requests/open", method="DELETE")
     assert (reply.status, reply.json()["id"]) == (200, "open")
-    assert [route for _, _, route, allowed in served.agent.acted if allowed] == ["/api/v1/requests/{id}"]
+    assert [route for _, _, route, allowed in served.agent.acted if allowed] == [
+        "/api/v1/requests/{id}"
+    ]
 
 
 @pytest.mark.parametrize(
     ("body", "slug"),
     [
-        (b"", "wrong-request"), (b"null", "wrong-request"), (b"[]", "wrong-request"), (b"{}", "wrong-request"),
-        (b'{"steps": 3}', "wrong-request"), (b'{"pids": [7], "steps": 3, "duration_s": 1}', "wrong-request"),
-        (b'{"pids": [7]}', "wrong-request"), (b'{"pids": [0], "steps": 3}', "wrong-request"),
-        (b'{"pids": [-1], "steps": 3}', "wrong-request"), (b'{"pids": [7.5], "steps": 3}', "wrong-request"),
-        (b'{"pids": ["7"], "steps": 3}', "wrong-request"), (b'{"pids": [99999999999], "steps": 3}', "wrong-request"),
-        (b'{"pids": [7], "steps": 0}', "wrong-request"), (b'{"pids": [7], "steps": -3}', "wrong-request"),
-        (b'{"pids": [7], "steps": 1e99}', "wrong-request"), (b'{"pids": [7], "duration_s": 0}', "wrong-request"),
-        (b'{"pids": [7], "duration_s": 1e99}', "too-much"), (b'{"pids": [7], "duration_s": NaN}', "wrong-request"),
-        (b'{"pids": [7], "steps": 1000000}', "too-much"), (b'{"pids": [7], "steps": 3, "profilers": []}', "wrong-request"),
+        (b"", "wrong-request"),
+        (b"null", "wrong-request"),
+        (b"[]", "wrong-request"),
+        (b"{}", "wrong-request"),
+        (b'{"steps": 3}', "wrong-request"),
+        (b'{"pids": [7], "steps": 3, "duration_s": 1}', "wrong-request"),
+        (b'{"pids": [7]}', "wrong-request"),
+        (b'{"pids": [0], "steps": 3}', "wrong-request"),
+        (b'{"pids": [-1], "steps": 3}', "wrong-request"),
+        (b'{"pids": [7.5], "steps": 3}', "wrong-request"),
+        (b'{"pids": ["7"], "steps": 3}', "wrong-request"),
+        (b'{"pids": [99999999999], "steps": 3}', "wrong-request"),
+        (b'{"pids": [7], "steps": 0}', "wrong-request"),
+        (b'{"pids": [7], "steps": -3}', "wrong-request"),
+        (b'{"pids": [7], "steps": 1e99}', "wrong-request"),
+        (b'{"pids": [7], "duration_s": 0}', "wrong-request"),
+        (b'{"pids": [7], "duration_s": 1e99}', "too-much"),
+        (b'{"pids": [7], "duration_s": NaN}', "wrong-request"),
+        (b'{"pids": [7], "steps": 1000000}', "too-much"),
+        (b'{"pids": [7], "steps": 3, "profilers": []}', "wrong-request"),
         (b'{"pids": [7], "steps": 3, "profilers": ["everything"]}', "wrong-request"),
         (b'{"pids": [7], "steps": 3, "profilers": ["memory"]}', "wrong-request"),
-        (b'{"pids": [7], "steps": 3, "at_ns": 1}', "wrong-request"), (b'{"pids": [7], "steps": 3, "at_ns": -1}', "wrong-request"),
+        (b'{"pids": [7], "steps": 3, "at_ns": 1}', "wrong-request"),
+        (b'{"pids": [7], "steps": 3, "at_ns": -1}', "wrong-request"),
         (b'{"pids": [7], "steps": 3, "at_ns": 9223372036854775807}', "wrong-request"),
-        (b'{"pids": [7], "steps": 3, "uid": 0}', "wrong-request"), (b'{"ranks": [-1], "steps": 3}', "wrong-request"),
+        (b'{"pids": [7], "steps": 3, "uid": 0}', "wrong-request"),
+        (b'{"ranks": [-1], "steps": 3}', "wrong-request"),
         (b'{"pids": [7], "steps": 3, "most_processes": 0}', "wrong-request"),
-        (b'{"job": "' + b"x" * 300 + b'", "steps": 3}', "wrong-request"), (b'{"pids": [7], "steps": 3', "wrong-request"),
-        (b'{"pids": [7], "steps": true}', "wrong-request"), (b"\xff\xfe", "wrong-request"), (b"[" * 4000, "wrong-request"),
-        (b'{"job": "\\ud800", "steps": 3}', "wrong-request"), (b'{"host": "elsewhere", "steps": 3}', "no-such-process"),
-        (b'{"job": "no-such-job", "steps": 3}', "no-such-process"), (b'{"pids": [4194303], "steps": 3}', "no-such-process"),
+        (b'{"job": "' + b"x" * 300 + b'", "steps": 3}', "wrong-request"),
+        (b'{"pids": [7], "steps": 3', "wrong-request"),
+        (b'{"pids": [7], "steps": true}', "wrong-request"),
+        (b"\xff\xfe", "wrong-request"),
+        (b"[" * 4000, "wrong-request"),
+        (b'{"job": "\\ud800", "steps": 3}', "wrong-request"),
+        (b'{"host": "elsewhere", "steps": 3}', "no-such-process"),
+        (b'{"job": "no-such-job", "steps": 3}', "no-such-process"),
+        (b'{"pids": [4194303], "steps": 3}', "no-such-process"),
         (b" " * 6000, "too-large"),
     ],
-)  # fmt: skip
+)
 def test_what_is_asked_wrongly_is_refused_and_noted(served: Served, body: bytes, slug: str) -> None:
     before = list(served.agent.desk.requests)
     reply = ask(served.socket, "/api/v1/requests", method="POST", body=body)
@@ -170,8 +222,16 @@ def test_what_is_asked_wrongly_is_refused_and_noted(served: Served, body: bytes,
 
 @pytest.mark.parametrize(
     "query",
-    ["since=" + "9" * 400 + "d", "since=99999999999999999999d", "since=1e18", "since=-1e18", "since=0001-01-01", "since=9999-12-31", "since=0s"],
-)  # fmt: skip
+    [
+        "since=" + "9" * 400 + "d",
+        "since=99999999999999999999d",
+        "since=1e18",
+        "since=-1e18",
+        "since=0001-01-01",
+        "since=9999-12-31",
+        "since=0s",
+    ],
+)
 def test_times_beyond_all_times_are_no_defect(served: Served, query: str) -> None:
     events = ask(served.socket, f"/api/v1/events?{query}")
     assert events.status == 200
@@ -185,8 +245,23 @@ def test_times_beyond_all_times_are_no_defect(served: Served, query: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "text", ["9" * 400, "1e400", "-", "m", "10 m", "1m1m", "١٠x", "2026-02-30", "2026-01-31T25:00", "T", "1__0", "0x10", "\0"],
-)  # fmt: skip
+    "text",
+    [
+        "9" * 400,
+        "1e400",
+        "-",
+        "m",
+        "10 m",
+        "1m1m",
+        "١٠x",
+        "2026-02-30",
+        "2026-01-31T25:00",
+        "T",
+        "1__0",
+        "0x10",
+        "\0",
+    ],
+)
 def test_what_is_no_time(text: str) -> None:
     with pytest.raises(HttpError) as refusal:
         parse_time(text, 10**18)
@@ -195,7 +270,8 @@ def test_what_is_no_time(text: str) -> None:
 
 @pytest.mark.parametrize("now_ns", [0, 10**18, 2**62])
 @pytest.mark.parametrize(
-    "text", ["1s", "0.001s", "36500d", "0", "-5", "1e9", "1970-01-01", "2026-01-31T12:00+14:00", "5."]
+    "text",
+    ["1s", "0.001s", "36500d", "0", "-5", "1e9", "1970-01-01", "2026-01-31T12:00+14:00", "5."],
 )
 def test_every_time_fits(text: str, now_ns: int) -> None:
     assert 0 <= parse_time(text, now_ns) <= 2**62
@@ -204,16 +280,28 @@ def test_every_time_fits(text: str, now_ns: int) -> None:
 @pytest.mark.parametrize(
     ("path", "status"),
     [
-        ("/api/v1/query?metric=gpu_busy_ratio&where=a=b=c", 200), ("/api/v1/query?metric=gpu_busy_ratio&where==", 200),
-        ("/api/v1/query?metric=gpu_busy_ratio&where=,,", 200), ("/api/v1/query?metric=gpu_busy_ratio&by=,,job,", 200),
-        ("/api/v1/query?metric=gpu_busy_ratio&raw=maybe", 400), ("/api/v1/query?metric=" + "x" * 2000, 404),
-        ("/api/v1/query?metric=%00", 404), ("/api/v1/query?metric=gpu_busy_ratio&since=10m&since=1h", 200),
-        ("/api/v1/stacks", 400), ("/api/v1/stacks?pid=0", 400), ("/api/v1/stacks?pid=x", 400), ("/api/v1/stacks?job=a&pid=3", 400),
-        ("/api/v1/stacks?pid=99999999999999999999", 404), ("/api/v1/stacks?job=%F0%9F", 404),
-        ("/api/v1/hangs?job=" + "j" * 1000, 200), ("/api/v1/hangs?jobs=a", 400), ("/api/v1/events?since=", 400),
-        ("/api/v1/events?until=now", 400), ("/api/v1//jobs", 404), ("/API/V1/JOBS", 404),
+        ("/api/v1/query?metric=gpu_busy_ratio&where=a=b=c", 200),
+        ("/api/v1/query?metric=gpu_busy_ratio&where==", 200),
+        ("/api/v1/query?metric=gpu_busy_ratio&where=,,", 200),
+        ("/api/v1/query?metric=gpu_busy_ratio&by=,,job,", 200),
+        ("/api/v1/query?metric=gpu_busy_ratio&raw=maybe", 400),
+        ("/api/v1/query?metric=" + "x" * 2000, 404),
+        ("/api/v1/query?metric=%00", 404),
+        ("/api/v1/query?metric=gpu_busy_ratio&since=10m&since=1h", 200),
+        ("/api/v1/stacks", 400),
+        ("/api/v1/stacks?pid=0", 400),
+        ("/api/v1/stacks?pid=x", 400),
+        ("/api/v1/stacks?job=a&pid=3", 400),
+        ("/api/v1/stacks?pid=99999999999999999999", 404),
+        ("/api/v1/stacks?job=%F0%9F", 404),
+        ("/api/v1/hangs?job=" + "j" * 1000, 200),
+        ("/api/v1/hangs?jobs=a", 400),
+        ("/api/v1/events?since=", 400),
+        ("/api/v1/events?until=now", 400),
+        ("/api/v1//jobs", 404),
+        ("/API/V1/JOBS", 404),
     ],
-)  # fmt: skip
+)
 def test_no_question_is_a_defect(served: Served, path: str, status: int) -> None:
     reply = ask(served.socket, path)
     assert reply.status == status, reply.body

@@ -84,7 +84,9 @@ ANSWERED = [
 @pytest.mark.parametrize("route", ANSWERED, ids=[route.path for route in ANSWERED])
 def test_an_answer_is_as_documented(running: Running, route: Any) -> None:
     body = msgspec.json.encode(BODIES[route.path]) if route.body else b""
-    reply = ask(running.socket, route.path + QUERIES.get(route.path, ""), method=route.method, body=body)
+    reply = ask(
+        running.socket, route.path + QUERIES.get(route.path, ""), method=route.method, body=body
+    )
     assert reply.status == 200, reply.body
     assert reply.headers["content-type"] == "application/json"
     _check(reply.json(), route.answer.__name__)
@@ -102,10 +104,16 @@ def test_devices_with_their_values_and_who_is_on_them(running: Running) -> None:
     devices = {row["uuid"]: row for row in ask(running.socket, "/api/v1/devices").json()["devices"]}
     assert set(devices) == {"GPU-0", "GPU-1", "MIG-1"}
     assert (devices["GPU-0"]["processes"], devices["GPU-0"]["jobs"]) == (["11@100"], ["slurm-7"])
-    values = {(row["metric"], row["labels"].get("pipe")): row["value"] for row in devices["GPU-0"]["values"]}
+    values = {
+        (row["metric"], row["labels"].get("pipe")): row["value"]
+        for row in devices["GPU-0"]["values"]
+    }
     stored = {series: value for series, value, _ in running.agent.board.values()}
     assert values["traceloom_gpu_busy_ratio", None] == stored["gpu_busy_ratio", ("GPU-0",)]
-    assert values["traceloom_gpu_pipe_active_ratio", "tensor"] == stored["gpu_pipe_active_ratio", ("GPU-0", "tensor")]
+    assert (
+        values["traceloom_gpu_pipe_active_ratio", "tensor"]
+        == stored["gpu_pipe_active_ratio", ("GPU-0", "tensor")]
+    )
     assert not any(metric.endswith("_info") for metric, _ in values)
 
 
@@ -118,18 +126,29 @@ def test_processes_and_jobs(running: Running) -> None:
     assert processes["hidden"] == 0
     assert processes["processes"][0]["owner"]["rank"] == 0
     jobs = ask(running.socket, "/api/v1/jobs").json()["jobs"]
-    assert [(job["job"], job["user"], job["ranks"], job["world_size"], job["devices"]) for job in jobs] == [
-        ("slurm-7", "user4001", [0], 2, ["GPU-0"]), ("slurm-8", "user4002", [1], 2, ["GPU-1"]),
-    ]  # fmt: skip
+    assert [
+        (job["job"], job["user"], job["ranks"], job["world_size"], job["devices"]) for job in jobs
+    ] == [
+        ("slurm-7", "user4001", [0], 2, ["GPU-0"]),
+        ("slurm-8", "user4002", [1], 2, ["GPU-1"]),
+    ]
     assert [job["steps_per_second"] for job in jobs] == [None, 2.0]
 
 
 def test_what_happened_in_order_of_time(running: Running) -> None:
     events = ask(running.socket, "/api/v1/events").json()["events"]
-    assert [(event["kind"], event["device"] or event["cgroup"], event["code"], event["count"]) for event in events] == [
-        ("xid", "GPU-0", 79, None), ("oom-kill", "/slurm-7", None, 2), ("oom-kill", "/shared", None, 1),
-    ]  # fmt: skip
-    assert events[1]["text"] == "2 processes killed for want of memory in /slurm-7, which may have 1.00 GB"
+    assert [
+        (event["kind"], event["device"] or event["cgroup"], event["code"], event["count"])
+        for event in events
+    ] == [
+        ("xid", "GPU-0", 79, None),
+        ("oom-kill", "/slurm-7", None, 2),
+        ("oom-kill", "/shared", None, 1),
+    ]
+    assert (
+        events[1]["text"]
+        == "2 processes killed for want of memory in /slurm-7, which may have 1.00 GB"
+    )
     assert ask(running.socket, f"/api/v1/events?since={time.time() + 60}").json()["events"] == []
     assert "yesterday" in running.refused("/api/v1/events?since=yesterday", 400)["message"]
     running.refused("/api/v1/events?until=1h", 400)
@@ -139,7 +158,11 @@ def test_a_query_reaches_the_history_as_it_was_meant(running: Running) -> None:
     before = time.time_ns()
     path = "/api/v1/query?metric=traceloom_gpu_busy_ratio&since=2h&until=1m&by=job,rank&where=device=GPU-0,pipe=a=b"
     answer = ask(running.socket, path).json()
-    assert (answer["metric"], answer["kind"], answer["unit"]) == ("traceloom_gpu_busy_ratio", "gauge", "ratio")
+    assert (answer["metric"], answer["kind"], answer["unit"]) == (
+        "traceloom_gpu_busy_ratio",
+        "gauge",
+        "ratio",
+    )
     question = running.agent.questions[-1]
     assert (question.metric, question.by, question.where) == (
         "gpu_busy_ratio",
@@ -155,8 +178,16 @@ def test_a_query_reaches_the_history_as_it_was_meant(running: Running) -> None:
 
 @pytest.mark.parametrize(
     ("text", "at_s"),
-    [("30s", 970), ("1.5m", 910), ("0.25", 0.25), ("100", 100), ("1970-01-01T00:10:00Z", 600), ("1970-01-01T00:10:00", 600), ("1970-01-01T01:10:00+01:00", 600)],
-)  # fmt: skip
+    [
+        ("30s", 970),
+        ("1.5m", 910),
+        ("0.25", 0.25),
+        ("100", 100),
+        ("1970-01-01T00:10:00Z", 600),
+        ("1970-01-01T00:10:00", 600),
+        ("1970-01-01T01:10:00+01:00", 600),
+    ],
+)
 def test_times(text: str, at_s: float) -> None:
     assert parse_time(text, 1000 * 10**9) == at_s * 10**9
 
@@ -172,16 +203,38 @@ def test_no_times(text: str) -> None:
     [
         ("/api/v1/proceses", 404, "no-such-route", "did you mean `/api/v1/processes`"),
         ("/", 404, "no-such-route", "openapi.json"),
-        ("/api/v2/status", 404, "other-version", "version 2, and the agent answers those of version 1"),
-        ("/api/v1/query?metric=gpu_bussy_ratio", 404, "no-such-metric", "did you mean `gpu_busy_ratio`"),
+        (
+            "/api/v2/status",
+            404,
+            "other-version",
+            "version 2, and the agent answers those of version 1",
+        ),
+        (
+            "/api/v1/query?metric=gpu_bussy_ratio",
+            404,
+            "no-such-metric",
+            "did you mean `gpu_busy_ratio`",
+        ),
         ("/api/v1/query", 400, "wrong-request", "missing required field `metric`"),
-        ("/api/v1/query?metric=gpu_busy_ratio&form=1", 400, "wrong-request", "unknown field `form`"),
-        ("/api/v1/query?metric=gpu_busy_ratio&since=soon", 400, "wrong-request", "`soon` is no time"),
+        (
+            "/api/v1/query?metric=gpu_busy_ratio&form=1",
+            400,
+            "wrong-request",
+            "unknown field `form`",
+        ),
+        (
+            "/api/v1/query?metric=gpu_busy_ratio&since=soon",
+            400,
+            "wrong-request",
+            "`soon` is no time",
+        ),
         ("/api/v1/query?metric=gpu_busy_ratio&where=GPU-0", 400, "wrong-request", "GPU-0"),
         ("/api/v1/steps", 405, "wrong-method", "GET"),
     ],
 )
-def test_what_is_asked_wrongly_is_refused(running: Running, path: str, status: int, slug: str, words: str) -> None:
+def test_what_is_asked_wrongly_is_refused(
+    running: Running, path: str, status: int, slug: str, words: str
+) -> None:
     problem = running.refused(path, status)
     assert problem["slug"] == slug
     assert words in problem["message"] + problem["hint"]
@@ -206,10 +259,18 @@ def test_bodies_that_are_wrong(running: Running, body: bytes, words: str) -> Non
 
 
 def test_a_body_that_is_too_large(running: Running) -> None:
-    assert running.refused("/api/v1/steps", 413, method="POST", body=b" " * 1001)["slug"] == "too-large"
+    assert (
+        running.refused("/api/v1/steps", 413, method="POST", body=b" " * 1001)["slug"]
+        == "too-large"
+    )
     chunked = b"3e9\r\n" + b" " * 1001 + b"\r\n0\r\n\r\n"
     with_chunks = running.refused(
-        "/api/v1/steps", 413, method="POST", Transfer_Encoding="chunked", body=chunked, Content_Length=""
+        "/api/v1/steps",
+        413,
+        method="POST",
+        Transfer_Encoding="chunked",
+        body=chunked,
+        Content_Length="",
     )
     assert with_chunks["slug"] == "too-large"
 
@@ -217,11 +278,17 @@ def test_a_body_that_is_too_large(running: Running) -> None:
 def test_steps_come_with_the_process_that_tells_them(running: Running) -> None:
     import os
 
-    for text, waited in ((b'{"steps": [0.5], "loader_wait_seconds": 0.1}', 0.1), (b'{"steps": [0.5]}', None)):
+    for text, waited in (
+        (b'{"steps": [0.5], "loader_wait_seconds": 0.1}', 0.1),
+        (b'{"steps": [0.5]}', None),
+    ):
         ask(running.socket, "/api/v1/steps", method="POST", body=text)
         pid, uid, body = running.agent.told[-1]
         assert (pid, uid) == (os.getpid(), os.getuid())
-        assert (body.steps, body.loader_wait_seconds) == ([0.5], waited)  # what is not known is not 0
+        assert (body.steps, body.loader_wait_seconds) == (
+            [0.5],
+            waited,
+        )  # what is not known is not 0
 
 
 def test_a_trace_is_read_as_the_user_who_asks(running: Running) -> None:
@@ -250,7 +317,9 @@ def test_traces_that_are_not_taken(running: Running, body: bytes, status: int, s
 def test_stacks_are_those_of_a_job_or_a_process(running: Running) -> None:
     reply = ask(running.socket, "/api/v1/stacks?job=slurm-8&native=true").json()
     assert running.agent.looked_at[-1] == ([22], True)
-    assert [(group["ranks"], group["frames"]) for group in reply["groups"]] == [([1], [["main", "/a/train.py", 3]])]
+    assert [(group["ranks"], group["frames"]) for group in reply["groups"]] == [
+        ([1], [["main", "/a/train.py", 3]])
+    ]
     assert ask(running.socket, "/api/v1/stacks?pid=11").status == 200
     assert running.agent.looked_at[-1] == ([11], False)
     assert running.agent.acted[-1][2:] == ("/api/v1/stacks", True)
@@ -266,7 +335,9 @@ def test_stacks_are_those_of_a_job_or_a_process(running: Running) -> None:
         ("?pid=1", 404, "no-such-process"),
     ],
 )
-def test_stacks_that_are_not_looked_at(running: Running, query: str, status: int, slug: str) -> None:
+def test_stacks_that_are_not_looked_at(
+    running: Running, query: str, status: int, slug: str
+) -> None:
     before = len(running.agent.looked_at)
     assert running.refused(f"/api/v1/stacks{query}", status)["slug"] == slug
     assert len(running.agent.looked_at) == before
@@ -275,8 +346,9 @@ def test_stacks_that_are_not_looked_at(running: Running, query: str, status: int
 def test_processes_of_no_job_are_not_those_of_a_pid(tmp_path: Path) -> None:
     board = full_board()
     board.processes = {
-        key: msgspec.structs.replace(process, owner=Owner()) for key, process in board.processes.items()
-    }  # fmt: skip
+        key: msgspec.structs.replace(process, owner=Owner())
+        for key, process in board.processes.items()
+    }
     agent = SmallAgent(board=board)
     with listening(agent, tmp_path) as listeners:
         assert ask(listeners.socket_path, "/api/v1/stacks?pid=11").status == 200
@@ -285,30 +357,50 @@ def test_processes_of_no_job_are_not_those_of_a_pid(tmp_path: Path) -> None:
 
 def test_who_only_reads_sees_no_stacks(tmp_path: Path) -> None:
     digests = [hashlib.sha256(secret).hexdigest() for secret in (b"reads", b"acts")]
-    tokens = (Token(sha256=digests[0], name="reads"), Token(sha256=digests[1], name="acts", may="all"))
+    tokens = (
+        Token(sha256=digests[0], name="reads"),
+        Token(sha256=digests[1], name="acts", may="all"),
+    )
     agent = SmallAgent(Config(tcp=Tcp(address="127.0.0.1:0", tokens=tokens)))
     with listening(agent, tmp_path) as listeners:
         assert listeners.tcp_address is not None
         replies = [
-            ask(listeners.tcp_address, "/api/v1/stacks?job=slurm-7", Authorization=f"Bearer {secret}")
+            ask(
+                listeners.tcp_address,
+                "/api/v1/stacks?job=slurm-7",
+                Authorization=f"Bearer {secret}",
+            )
             for secret in ("reads", "acts")
         ]
-        assert ask(listeners.tcp_address, "/api/v1/stacks?job=slurm-7").status == 404  # it sees no jobs at all
+        assert (
+            ask(listeners.tcp_address, "/api/v1/stacks?job=slurm-7").status == 404
+        )  # it sees no jobs at all
     assert [reply.status for reply in replies] == [403, 200]
     assert replies[0].json()["error"]["slug"] == "not-allowed"
     assert agent.looked_at == [([11], False)]
     assert [allowed for *_, allowed in agent.acted] == [False, True]
 
 
-def test_hangs_are_those_of_the_own_jobs_and_who_only_reads_sees_no_stacks_of_them(tmp_path: Path) -> None:
+def test_hangs_are_those_of_the_own_jobs_and_who_only_reads_sees_no_stacks_of_them(
+    tmp_path: Path,
+) -> None:
     digests = [hashlib.sha256(secret).hexdigest() for secret in (b"reads", b"acts")]
-    tokens = (Token(sha256=digests[0], name="reads"), Token(sha256=digests[1], name="acts", may="all"))
+    tokens = (
+        Token(sha256=digests[0], name="reads"),
+        Token(sha256=digests[1], name="acts", may="all"),
+    )
     agent = SmallAgent(Config(tcp=Tcp(address="127.0.0.1:0", tokens=tokens)))
     for uid, job, pid in ((ANNA, "slurm-7", 11), (BERT, "slurm-8", 22)):
         member = HungProcess(key=f"{pid}@100", pid=pid, rank=0, steps=9)
         hang = Hang(job=job, uid=uid, processes=(member,), since_ns=1, seen_ns=61, median_s=0.5)
         agent.hangs.records.append(
-            HangRecord(id=f"of-{uid}", hang=hang, sentence="rank 0 is in `f`", directory="/t/1", files=("hang.md",))
+            HangRecord(
+                id=f"of-{uid}",
+                hang=hang,
+                sentence="rank 0 is in `f`",
+                directory="/t/1",
+                files=("hang.md",),
+            )
         )
     agent.hangs.watch.hangs[hang.key] = hang
     agent.hangs._open[hang.key] = f"of-{BERT}"
@@ -319,8 +411,13 @@ def test_hangs_are_those_of_the_own_jobs_and_who_only_reads_sees_no_stacks_of_th
             ask(address, "/api/v1/hangs", Authorization=f"Bearer {secret}").json()["hangs"]
             for secret in ("reads", "acts")
         )
-        (of_job,) = ask(address, "/api/v1/hangs?job=slurm-8", Authorization="Bearer acts").json()["hangs"]
-        assert ask(address, "/api/v1/hangs").json() == {"hangs": [], "watched": []}  # it sees the host alone
+        (of_job,) = ask(address, "/api/v1/hangs?job=slurm-8", Authorization="Bearer acts").json()[
+            "hangs"
+        ]
+        assert ask(address, "/api/v1/hangs").json() == {
+            "hangs": [],
+            "watched": [],
+        }  # it sees the host alone
         rows = ask(address, "/api/v1/processes", Authorization="Bearer acts").json()["processes"]
     _check(act[0], "HangAnswer")
     assert [(row["id"], row["sentence"], row["directory"], row["files"]) for row in act] == [
@@ -346,9 +443,17 @@ def test_a_user_sees_the_own_hangs_alone() -> None:
 
 
 def test_the_clock(running: Running) -> None:
-    before, answer, after = time.monotonic_ns(), ask(running.socket, "/api/v1/clock").json(), time.monotonic_ns()
+    before, answer, after = (
+        time.monotonic_ns(),
+        ask(running.socket, "/api/v1/clock").json(),
+        time.monotonic_ns(),
+    )
     assert before < answer["monotonic_ns"] < after
-    assert answer["boot_id"] == read_boot_id() == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert (
+        answer["boot_id"]
+        == read_boot_id()
+        == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    )
 
 
 def test_an_agent_whose_collectors_stopped_is_not_healthy(tmp_path: Path) -> None:
@@ -368,7 +473,9 @@ def test_a_defect_is_an_answer_too(
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_a_query_with_too_large_an_answer(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_with_too_large_an_answer(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("traceloom.agent.handlers.telemetry._MAX_QUERY_POINTS", 1)
     assert running.refused("/api/v1/query?metric=gpu_busy_ratio", 400)["slug"] == "too-many-values"
 
@@ -392,12 +499,19 @@ def test_rules_are_told_as_documented_and_what_they_did_to_whose_processes_it_wa
     counts.fired, counts.refusals = 1, {"cooldown": 2}
     counts.last = LastFiring(at_ns=1, request="0a", target="slurm-7", what="it is hot", uid=ANNA)
     counts.last_refusal = LastRefusal(
-        at_ns=2, target="slurm-8", what="it is hot", uid=BERT, reason="cooldown", detail="not for 5 s"
+        at_ns=2,
+        target="slurm-8",
+        what="it is hot",
+        uid=BERT,
+        reason="cooldown",
+        detail="not for 5 s",
     )
 
     def told(peer: Caller) -> tuple[bool, bool, bool]:
         answer = msgspec.json.decode(
-            msgspec.json.encode(build_triggers_answer(agent.triggers, agent.config.trigger_budget, peer))
+            msgspec.json.encode(
+                build_triggers_answer(agent.triggers, agent.config.trigger_budget, peer)
+            )
         )
         _check(answer, "TriggersAnswer")
         (rule,) = answer["rules"]

@@ -29,7 +29,9 @@ PATIENCE_S = 60.0  # of these tests; that of the agent is far shorter
 @pytest.fixture(scope="module")
 def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The socket of an agent that gives a client half a second."""
-    with listening(SmallAgent(Config(access=Access(seconds=0.5))), tmp_path_factory.mktemp("agent")) as listeners:
+    with listening(
+        SmallAgent(Config(access=Access(seconds=0.5))), tmp_path_factory.mktemp("agent")
+    ) as listeners:
         yield listeners.socket_path
 
 
@@ -56,7 +58,10 @@ def _dripped(connection: socket.socket, text: bytes) -> bytes:
     [
         (b"GET /api/v1/status HTTP/1.1\r\nHost: x\r\nX-Slow: ", b"a"),
         (b"POST /api/v1/steps HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n[", b" "),
-        (b"POST /api/v1/steps HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+        (
+            b"POST /api/v1/steps HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n",
+            b"1\r\n \r\n",
+        ),
     ],
     ids=["headers", "body", "chunks"],
 )
@@ -101,7 +106,9 @@ def test_a_client_that_never_reads_is_cut_off(impatient: Path) -> None:
 
 def test_a_thousand_connections(tmp_path: Path) -> None:
     """One peer has half of them; the others are refused at once, and root is answered over the unix socket."""
-    config = Config(tcp=Tcp(address="127.0.0.1:0"), access=Access(connections=64, seconds=PATIENCE_S))
+    config = Config(
+        tcp=Tcp(address="127.0.0.1:0"), access=Access(connections=64, seconds=PATIENCE_S)
+    )
     with listening(SmallAgent(config), tmp_path) as listeners, contextlib.ExitStack() as open_ones:
         assert listeners.tcp_address is not None
         refused = 0
@@ -140,11 +147,18 @@ def test_requests_of_one_peer_are_limited_over_a_real_connection(tmp_path: Path)
 def test_what_is_no_http(impatient: Path, caplog: pytest.LogCaptureFixture) -> None:
     rng = random.Random(7)
     planted = [
-        b"\x16\x03\x01\x02\x00\x01\x00\x01", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x00" * 100, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 5000 + b"\r\n",
-        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n", b"GET /" + b"a" * 70_000,
-        b"POST /api/v1/steps HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n", b"GET /%00%ff/../../etc/passwd HTTP/1.1\r\nHost: a\r\n\r\n",
-    ]  # fmt: skip
+        b"\x16\x03\x01\x02\x00\x01\x00\x01",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"\x00" * 100,
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 5000 + b"\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"GET /" + b"a" * 70_000,
+        b"POST /api/v1/steps HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
+        b"GET /%00%ff/../../etc/passwd HTTP/1.1\r\nHost: a\r\n\r\n",
+    ]
     for number in range(300):
         text = planted[number] if number < len(planted) else rng.randbytes(rng.randrange(1, 200))
         with connect(impatient) as connection:
@@ -152,7 +166,9 @@ def test_what_is_no_http(impatient: Path, caplog: pytest.LogCaptureFixture) -> N
                 connection.sendall(text)
                 connection.shutdown(socket.SHUT_WR)
             with contextlib.suppress(ConnectionResetError):
-                reply = Reply(b"".join(iter(lambda connection=connection: connection.recv(65_536), b"")))
+                reply = Reply(
+                    b"".join(iter(lambda connection=connection: connection.recv(65_536), b""))
+                )
                 assert reply.status in {0, 400, 404, 408}, text
     assert ask(impatient, "/api/v1/status").status == 200
     assert not caplog.records
@@ -218,13 +234,17 @@ def test_beyond_loopback_nobody_listens_without_tls(address: str) -> None:
         assert raised.value.slug == "tcp-without-tls"
 
 
-def test_beyond_loopback_nobody_listens_without_tokens_or_client_certificates(certificate: Certificates) -> None:
+def test_beyond_loopback_nobody_listens_without_tokens_or_client_certificates(
+    certificate: Certificates,
+) -> None:
     path, key = certificate("server", "server")
     with pytest.raises(InputError) as raised:
         build_tls_context(Tcp(address="0.0.0.0:0", certificate=path, key=key))
     assert raised.value.slug == "tcp-without-tokens"
     for more in ({"tokens": (TOKEN,)}, {"client_ca": path}):
-        context, loopback = build_tls_context(Tcp(address="0.0.0.0:0", certificate=path, key=key, **more))  # type: ignore[arg-type]
+        context, loopback = build_tls_context(
+            Tcp(address="0.0.0.0:0", certificate=path, key=key, **more)
+        )  # type: ignore[arg-type]
         assert context is not None
         assert not loopback
 
@@ -249,7 +269,17 @@ def test_tokens_that_are_none(token: Token) -> None:
 def test_the_agent_itself_refuses_to_start(tmp_path: Path) -> None:
     config = tmp_path / "agent.toml"
     config.write_text(f'[paths]\nsocket = "{tmp_path}/a.sock"\nhistory = "{tmp_path}/agent.db"\n')
-    command = [sys.executable, "-m", "traceloom", "agent", "run", "--tcp", "0.0.0.0:0", "--config", str(config)]
+    command = [
+        sys.executable,
+        "-m",
+        "traceloom",
+        "agent",
+        "run",
+        "--tcp",
+        "0.0.0.0:0",
+        "--config",
+        str(config),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 3
     assert "tcp-without-tls" in done.stderr
@@ -297,20 +327,26 @@ def test_tls_with_client_certificates(certificate: Certificates, tmp_path: Path)
         address = "127.0.0.1", listeners.tcp_address[1]
         assert len(_ask_over_tls(address, ca, known).json()["processes"]) == 2
         for client in (None, stranger):
-            with contextlib.suppress(ssl.SSLError, ConnectionError):  # or nothing comes, when the alert is late
+            with contextlib.suppress(
+                ssl.SSLError, ConnectionError
+            ):  # or nothing comes, when the alert is late
                 assert _ask_over_tls(address, ca, client).status == 0
 
 
 def test_a_client_that_never_shakes_hands(certificate: Certificates, tmp_path: Path) -> None:
     path, key = certificate("quiet", "quiet")
     config = Config(
-        tcp=Tcp(address="127.0.0.1:0", certificate=path, key=key, tokens=(TOKEN,)), access=Access(seconds=0.5)
+        tcp=Tcp(address="127.0.0.1:0", certificate=path, key=key, tokens=(TOKEN,)),
+        access=Access(seconds=0.5),
     )
     with listening(SmallAgent(config), tmp_path) as listeners:
         assert listeners.tcp_address is not None
         with connect(listeners.tcp_address) as silent:
             silent.settimeout(PATIENCE_S)
-            assert _ask_over_tls(listeners.tcp_address, path, Authorization="Bearer secret").status == 200
+            assert (
+                _ask_over_tls(listeners.tcp_address, path, Authorization="Bearer secret").status
+                == 200
+            )
             assert silent.recv(1) == b""
 
 

@@ -40,50 +40,84 @@ PEERS = {
 def renamed(labels: tuple[str, ...]) -> tuple[str, ...]:
     """Labels with all that is Bert's called so."""
     words = {"slurm-8": f"{NEEDLE}-job", "/slurm-8": f"/{NEEDLE}-job", "22@100": f"{NEEDLE}@100"}
-    return tuple(words.get(label, label).replace("python b.py", f"{NEEDLE} {COMMAND}") for label in labels)
+    return tuple(
+        words.get(label, label).replace("python b.py", f"{NEEDLE} {COMMAND}") for label in labels
+    )
 
 
 def of_two_users() -> SmallAgent:
     """An agent whose every answer is about Anna and Bert."""
     board = full_board()
     for sheet in board.results.values():
-        sheet.values = {(name, renamed(labels)): value for (name, labels), value in sheet.values.items()}
+        sheet.values = {
+            (name, renamed(labels)): value for (name, labels), value in sheet.values.items()
+        }
         sheet.histograms = {
             (name, renamed(labels)): each._replace(labels=renamed(each.labels))
             for (name, labels), each in sheet.histograms.items()
         }
-    words = {name: f"{NEEDLE}-{name}" for name in ("job", "name", "user", "account", "partition", "namespace", "pod")}
-    owner = Owner(**words, container=f"{NEEDLE}-c", rank=1, labels={NEEDLE: NEEDLE}, sources={"job": NEEDLE})
+    words = {
+        name: f"{NEEDLE}-{name}"
+        for name in ("job", "name", "user", "account", "partition", "namespace", "pod")
+    }
+    owner = Owner(
+        **words, container=f"{NEEDLE}-c", rank=1, labels={NEEDLE: NEEDLE}, sources={"job": NEEDLE}
+    )
     of_bert = Process(
-        key=f"{NEEDLE}@100", pid=22, start_ticks=100, started_ns=1, parent_pid=1, uid=BERT, owner=owner,
-        command=f"{NEEDLE} {COMMAND}", cgroup=f"/{NEEDLE}-job", declared={"TRACELOOM_X": NEEDLE}, devices=("GPU-1",),
+        key=f"{NEEDLE}@100",
+        pid=22,
+        start_ticks=100,
+        started_ns=1,
+        parent_pid=1,
+        uid=BERT,
+        owner=owner,
+        command=f"{NEEDLE} {COMMAND}",
+        cgroup=f"/{NEEDLE}-job",
+        declared={"TRACELOOM_X": NEEDLE},
+        devices=("GPU-1",),
         unreadable=f"{NEEDLE} cannot be read",
-    )  # fmt: skip
+    )
     anna = next(process for process in board.processes.values() if process.uid == ANNA)
     anna = msgspec.structs.replace(anna, command=f"{COMMAND} of anna")
     board.processes = {anna.key: anna, of_bert.key: of_bert}
     board.devices["GPU-1"] = Device(
         uuid="GPU-1", index="1", vendor="nvidia", model="H100", owner={"pod": f"{NEEDLE}-pod"}
-    )  # fmt: skip
-    board.oom_kills.append(OomKill(at_ns=9**17, cgroup=f"/{NEEDLE}-job", job=f"{NEEDLE}-job", uid=BERT, kills=1))
-    agent = SmallAgent(Config(triggers=(MetricRule(name="hot", metric="gpu_busy_ratio", above=0.5),)), board)
+    )
+    board.oom_kills.append(
+        OomKill(at_ns=9**17, cgroup=f"/{NEEDLE}-job", job=f"{NEEDLE}-job", uid=BERT, kills=1)
+    )
+    agent = SmallAgent(
+        Config(triggers=(MetricRule(name="hot", metric="gpu_busy_ratio", above=0.5),)), board
+    )
     counts = agent.triggers.counts["hot"]
     counts.last = LastFiring(at_ns=1, request="r", target=f"{NEEDLE}-job", what=NEEDLE, uid=BERT)
     counts.last_refusal = LastRefusal(
         at_ns=1, target=NEEDLE, what=NEEDLE, uid=BERT, reason="cooldown", detail=NEEDLE
-    )  # fmt: skip
+    )
     member = HungProcess(key=of_bert.key, pid=22, rank=1, steps=9)
-    hang = Hang(job=f"{NEEDLE}-job", uid=BERT, processes=(member,), since_ns=1, seen_ns=61, median_s=0.5)
+    hang = Hang(
+        job=f"{NEEDLE}-job", uid=BERT, processes=(member,), since_ns=1, seen_ns=61, median_s=0.5
+    )
     agent.hangs.records.append(
         HangRecord(id=NEEDLE, hang=hang, sentence=NEEDLE, directory=f"/{NEEDLE}", files=(NEEDLE,))
     )
     agent.hangs.watch.hangs[hang.key] = hang
     agent.hangs.watch.stepping = {JobKey(f"{NEEDLE}-job", BERT)}
-    target = TraceTarget(request=NEEDLE, process=of_bert.key, profiler="timeline", pid=22, uid=BERT, stem=NEEDLE)
+    target = TraceTarget(
+        request=NEEDLE, process=of_bert.key, profiler="timeline", pid=22, uid=BERT, stem=NEEDLE
+    )
     agent.desk.requests[NEEDLE] = TraceRequest(
-        id=NEEDLE, who=NEEDLE, uid=BERT, asked_ns=1, boot_id="", wanted=TraceSpec(job=NEEDLE, steps=3), targets=[target],
-        files=[f"{NEEDLE}.json"], trigger=TriggerCause(rule="hot", target=NEEDLE, what=NEEDLE), done=True,
-    )  # fmt: skip
+        id=NEEDLE,
+        who=NEEDLE,
+        uid=BERT,
+        asked_ns=1,
+        boot_id="",
+        wanted=TraceSpec(job=NEEDLE, steps=3),
+        targets=[target],
+        files=[f"{NEEDLE}.json"],
+        trigger=TriggerCause(rule="hot", target=NEEDLE, what=NEEDLE),
+        done=True,
+    )
     return agent
 
 
@@ -100,8 +134,12 @@ def answer(agent: SmallAgent, peer: Caller, route: Route, query: str = "", **pat
 
     async def run() -> str:
         scope = {
-            "type": "http", "query_string": query.encode(), "headers": [], "path_params": path, "state": {"peer": peer}
-        }  # fmt: skip
+            "type": "http",
+            "query_string": query.encode(),
+            "headers": [],
+            "path_params": path,
+            "state": {"peer": peer},
+        }
         try:
             result = route.answers(AgentRequest(agent, Request(scope, receive)))
             if inspect.isawaitable(result):
@@ -126,27 +164,46 @@ def questions() -> Iterator[tuple[Route, str]]:
                 for label in metric.labels:
                     yield route, f"metric={metric.name}&by={label}"
         elif route.path.endswith("/stacks"):
-            yield from ((route, query) for query in ("pid=22", "job=slurm-7", "job=nobodys", "pid=11"))
+            yield from (
+                (route, query) for query in ("pid=22", "job=slurm-7", "job=nobodys", "pid=11")
+            )
         else:
             yield route, ""
 
 
 @pytest.mark.parametrize("who", ["anna", "loopback"])
 def test_no_answer_says_anything_of_another_user(agent: SmallAgent, who: str) -> None:
-    texts = {(route.path, query): answer(agent, PEERS[who], route, query) for route, query in questions()}
-    texts["/metrics", ""] = render_openmetrics(VisibleSnapshot(agent.board, PEERS[who]), Config(compat=("dcgm",)))[
-        0
-    ].decode()
+    texts = {
+        (route.path, query): answer(agent, PEERS[who], route, query) for route, query in questions()
+    }
+    texts["/metrics", ""] = render_openmetrics(
+        VisibleSnapshot(agent.board, PEERS[who]), Config(compat=("dcgm",))
+    )[0].decode()
     assert [asked for asked, text in texts.items() if NEEDLE in text] == []
     if who == "loopback":  # nor of anybody
-        assert [asked for asked, text in texts.items() if COMMAND in text or ("slurm-7" in text and not asked[1])] == []
+        assert [
+            asked
+            for asked, text in texts.items()
+            if COMMAND in text or ("slurm-7" in text and not asked[1])
+        ] == []
 
 
-def test_no_answer_to_who_only_reads_has_a_command_or_a_place_in_a_program(agent: SmallAgent) -> None:
+def test_no_answer_to_who_only_reads_has_a_command_or_a_place_in_a_program(
+    agent: SmallAgent,
+) -> None:
     reader = PEERS["reader"]
-    texts = {(route.path, query): answer(agent, reader, route, query) for route, query in questions()}
-    assert [asked for asked, text in texts.items() if COMMAND in text or "/a/train.py" in text] == []
-    assert COMMAND not in render_openmetrics(VisibleSnapshot(agent.board, reader), Config(compat=("dcgm",)))[0].decode()
+    texts = {
+        (route.path, query): answer(agent, reader, route, query) for route, query in questions()
+    }
+    assert [
+        asked for asked, text in texts.items() if COMMAND in text or "/a/train.py" in text
+    ] == []
+    assert (
+        COMMAND
+        not in render_openmetrics(VisibleSnapshot(agent.board, reader), Config(compat=("dcgm",)))[
+            0
+        ].decode()
+    )
 
 
 def test_root_is_told_all_of_it(agent: SmallAgent) -> None:
@@ -154,17 +211,29 @@ def test_root_is_told_all_of_it(agent: SmallAgent) -> None:
     texts = {route.path: answer(agent, PEERS["root"], route, query) for route, query in questions()}
     silent = {path for path, text in texts.items() if NEEDLE not in text}
     assert silent <= {
-        "/healthz", "/api/v1/status", "/api/v1/doctor", "/api/v1/query", "/api/v1/events", "/api/v1/clock", "/api/v1/environment",
+        "/healthz",
+        "/api/v1/status",
+        "/api/v1/doctor",
+        "/api/v1/query",
+        "/api/v1/events",
+        "/api/v1/clock",
+        "/api/v1/environment",
         "/api/v1/stacks",
-    }  # fmt: skip
+    }
     assert COMMAND in texts["/api/v1/processes"]
-    assert NEEDLE in answer(agent, PEERS["root"], *next(q for q in questions() if q[1] == "metric=job_info"))
-    assert "/a/train.py" in answer(agent, PEERS["root"], *next(q for q in questions() if q[1] == "pid=22"))
+    assert NEEDLE in answer(
+        agent, PEERS["root"], *next(q for q in questions() if q[1] == "metric=job_info")
+    )
+    assert "/a/train.py" in answer(
+        agent, PEERS["root"], *next(q for q in questions() if q[1] == "pid=22")
+    )
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
 @pytest.mark.parametrize("who", ["anna", "loopback", "reader"])
-def test_a_request_of_another_is_as_one_that_there_is_not(agent: SmallAgent, who: str, method: str) -> None:
+def test_a_request_of_another_is_as_one_that_there_is_not(
+    agent: SmallAgent, who: str, method: str
+) -> None:
     """Nor can it be cancelled."""
     for route in ROUTES:
         if "{id}" not in route.path or route.method != method:
@@ -172,7 +241,7 @@ def test_a_request_of_another_is_as_one_that_there_is_not(agent: SmallAgent, who
         name = {"name": f"{NEEDLE}.json"} if "{name}" in route.path else {}
         of_another, of_nobody = (
             answer(agent, PEERS[who], route, id=number, **name) for number in (NEEDLE, "nobodys")
-        )  # fmt: skip
+        )
         assert of_another == of_nobody
         assert of_another.startswith("refused: ")
     assert agent.desk.requests[NEEDLE].targets[0].state == "queued"
@@ -181,10 +250,11 @@ def test_a_request_of_another_is_as_one_that_there_is_not(agent: SmallAgent, who
 @pytest.mark.parametrize(
     ("path", "label", "guess", "other"),
     [
-        ("/api/v1/stacks", "job", f"{NEEDLE}-job", "nobodys"), ("/api/v1/stacks", "pid", "22", "23"),
+        ("/api/v1/stacks", "job", f"{NEEDLE}-job", "nobodys"),
+        ("/api/v1/stacks", "pid", "22", "23"),
         ("/api/v1/hangs", "job", f"{NEEDLE}-job", "nobodys"),
     ],
-)  # fmt: skip
+)
 def test_what_is_guessed_is_answered_as_what_is_made_up(
     agent: SmallAgent, path: str, label: str, guess: str, other: str
 ) -> None:

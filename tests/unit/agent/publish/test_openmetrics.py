@@ -34,10 +34,16 @@ def test_every_series_is_in_the_text_with_kind_unit_and_help() -> None:
     assert len(families) == len(METRICS)
     for metric in METRICS.values():
         family = families[metric.full_name.removesuffix("_total").removesuffix("_info")]
-        assert (family.type, family.unit, family.documentation) == (metric.kind, metric.unit, metric.help)
+        assert (family.type, family.unit, family.documentation) == (
+            metric.kind,
+            metric.unit,
+            metric.help,
+        )
     samples = _samples(text)
     for (name, labels), value, _ in board.values():
-        pairs = [(label, text) for label, text in zip(METRICS[name].labels, labels, strict=True) if text]
+        pairs = [
+            (label, text) for label, text in zip(METRICS[name].labels, labels, strict=True) if text
+        ]
         assert samples["traceloom_" + name, tuple(sorted(pairs))] == value
 
 
@@ -45,13 +51,19 @@ def test_the_plain_format_has_the_same_series() -> None:
     board = full_board()
     plain, kind = render_openmetrics(board, Config(), "text/plain")
     assert kind.startswith("text/plain; version=0.0.4")
-    assert _samples(plain, parse_plain) == _samples(render_openmetrics(board, Config(), OPENMETRICS)[0])
+    assert _samples(plain, parse_plain) == _samples(
+        render_openmetrics(board, Config(), OPENMETRICS)[0]
+    )
 
 
 def test_a_histogram_is_cumulative_and_ends_with_all() -> None:
     samples = _samples(render_openmetrics(full_board(), Config(), OPENMETRICS)[0])
     labels = (("job", "slurm-7"), ("rank", "0"))
-    buckets = {dict(key[1])["le"]: value for key, value in samples.items() if key[0] == "traceloom_step_seconds_bucket"}
+    buckets = {
+        dict(key[1])["le"]: value
+        for key, value in samples.items()
+        if key[0] == "traceloom_step_seconds_bucket"
+    }
     assert [buckets["0.001"], buckets["0.01"], buckets["60.0"], buckets["+Inf"]] == [0, 3, 3, 5]
     assert samples["traceloom_step_seconds_count", labels] == 5
     assert samples["traceloom_step_seconds_sum", labels] == 1.25
@@ -59,7 +71,9 @@ def test_a_histogram_is_cumulative_and_ends_with_all() -> None:
 
 def test_values_of_labels_are_escaped() -> None:
     text, _ = render_openmetrics(full_board(), Config(), OPENMETRICS)
-    commands = {dict(key[1])["command"] for key in _samples(text) if key[0] == "traceloom_process_info"}
+    commands = {
+        dict(key[1])["command"] for key in _samples(text) if key[0] == "traceloom_process_info"
+    }
     assert 'python "train".py\n\\' in commands
 
 
@@ -97,19 +111,30 @@ def test_the_format_that_the_scraper_prefers(accept: str, openmetrics: bool) -> 
 
 def test_every_alias_of_dcgm_exporter_is_published_with_its_labels_and_unit() -> None:
     board = full_board()
-    samples = _samples(render_openmetrics(board, Config(host="node1", compat=("dcgm",)), OPENMETRICS)[0])
+    samples = _samples(
+        render_openmetrics(board, Config(host="node1", compat=("dcgm",)), OPENMETRICS)[0]
+    )
     aliases = {alias.name for metric in METRICS.values() for alias in metric.dcgm_aliases}
     published = {name for name, _ in samples if name.startswith("DCGM_FI_")}
     assert published <= aliases
     values = {name: value for (name, labels), value, _ in board.values() if "GPU-0" in labels}
     labels = {
-        "gpu": "0", "UUID": "GPU-0", "device": "nvidia0", "pci_bus_id": "00000000:1A:00.0", "modelName": "H100",
-        "Hostname": "node1", "DCGM_FI_DRIVER_VERSION": "570.1", "hpc_job": "7",
-    }  # fmt: skip
+        "gpu": "0",
+        "UUID": "GPU-0",
+        "device": "nvidia0",
+        "pci_bus_id": "00000000:1A:00.0",
+        "modelName": "H100",
+        "Hostname": "node1",
+        "DCGM_FI_DRIVER_VERSION": "570.1",
+        "hpc_job": "7",
+    }
     key = tuple(sorted(labels.items()))
     assert samples["DCGM_FI_DEV_GPU_UTIL", key] == 100 * values["gpu_busy_ratio"]
     assert samples["DCGM_FI_DEV_FB_USED", key] == values["gpu_memory_used_bytes"] / 2**20
-    assert samples["DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", key] == 1000 * values["gpu_energy_joules_total"]
+    assert (
+        samples["DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", key]
+        == 1000 * values["gpu_energy_joules_total"]
+    )
     assert samples["DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", key] == values["gpu_pipe_active_ratio"]
 
 
@@ -119,14 +144,22 @@ def test_without_the_switch_there_is_no_name_of_dcgm() -> None:
 
 def test_a_partition_has_the_labels_of_its_device_with_profile_and_number() -> None:
     board = full_board()
-    board.put("mig", [Reading("gpu_busy_ratio", ("MIG-1",), 0.5), Reading("gpu_busy_ratio", ("gone",), 0.5)], 1)
+    board.put(
+        "mig",
+        [Reading("gpu_busy_ratio", ("MIG-1",), 0.5), Reading("gpu_busy_ratio", ("gone",), 0.5)],
+        1,
+    )
     board.results.pop("all")
     samples = _samples(render_openmetrics(board, Config(compat=("dcgm",)), OPENMETRICS)[0])
     ((name, pairs),) = [key for key in samples if key[0].startswith("DCGM")]
     labels = dict(pairs)
     assert (name, labels["UUID"], labels["gpu"], labels["GPU_I_PROFILE"], labels["GPU_I_ID"]) == (
-        "DCGM_FI_DEV_GPU_UTIL", "GPU-1", "1", "1g.10gb", "7",
-    )  # fmt: skip
+        "DCGM_FI_DEV_GPU_UTIL",
+        "GPU-1",
+        "1",
+        "1g.10gb",
+        "7",
+    )
 
 
 def test_a_device_of_two_jobs_names_none() -> None:
@@ -137,7 +170,9 @@ def test_a_device_of_two_jobs_names_none() -> None:
     board.processes[other.key] = other
     samples = _samples(render_openmetrics(board, Config(compat=("dcgm",)), OPENMETRICS)[0])
     jobs = {
-        dict(labels)["UUID"]: dict(labels).get("hpc_job") for name, labels in samples if name == "DCGM_FI_DEV_GPU_UTIL"
+        dict(labels)["UUID"]: dict(labels).get("hpc_job")
+        for name, labels in samples
+        if name == "DCGM_FI_DEV_GPU_UTIL"
     }
     assert jobs == {"GPU-0": None, "GPU-1": "8"}
 
@@ -146,5 +181,7 @@ def test_prometheus_finds_nothing_wrong_with_any_metric() -> None:
     if shutil.which("promtool") is None:
         pytest.skip("Debian's package prometheus is not installed")
     text, _ = render_openmetrics(full_board(), Config())
-    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=text, capture_output=True, check=False
+    )
     assert (done.returncode, done.stdout + done.stderr) == (0, b"")

@@ -57,7 +57,9 @@ def receiver(*statuses: int) -> Iterator[Receiver]:
 def _publisher(server: Receiver, timeout: float = 10.0) -> OtlpPublisher:
     endpoint = f"http://127.0.0.1:{server.server_port}"
     publisher = OtlpPublisher(
-        Config(host="node1", otlp=Otlp(endpoint=endpoint, headers={"x-team": "ml"}, timeout=timeout))
+        Config(
+            host="node1", otlp=Otlp(endpoint=endpoint, headers={"x-team": "ml"}, timeout=timeout)
+        )
     )
     publisher.start()
     return publisher
@@ -107,17 +109,32 @@ def test_names_units_and_values_are_those_of_the_conventions(delivered) -> None:
         for point in [*metric.gauge.data_points, *metric.sum.data_points]
     }
     assert len(points) == len(values) - 1  # all are there; what the host is, is in the resource
-    described = {"hw.type": "gpu", "hw.id": "GPU-0", "hw.name": "H100 0", "hw.vendor": "nvidia", "hw.model": "H100"}
+    described = {
+        "hw.type": "gpu",
+        "hw.id": "GPU-0",
+        "hw.name": "H100 0",
+        "hw.vendor": "nvidia",
+        "hw.model": "H100",
+    }
 
     def of(name: str, **attributes: str) -> float:
-        return points[name, tuple(sorted({k.replace("_", "."): v for k, v in attributes.items()}.items()))]
+        return points[
+            name, tuple(sorted({k.replace("_", "."): v for k, v in attributes.items()}.items()))
+        ]
 
     assert of("system.cpu.time", cpu_mode="user") == values["host_cpu_seconds_total", ("user",)]
     assert of("hw.power", **described) == values["gpu_power_watts", ("GPU-0",)]
-    assert of("hw.gpu.utilization", **described, hw_gpu_task="general") == values["gpu_busy_ratio", ("GPU-0",)]
+    assert (
+        of("hw.gpu.utilization", **described, hw_gpu_task="general")
+        == values["gpu_busy_ratio", ("GPU-0",)]
+    )
     assert of("hw.status", **described, hw_state="ok") == values["gpu_up", ("GPU-0",)]
     units = {name: metric.unit for name, metric in metrics.items()}
-    assert (units["system.cpu.time"], units["hw.energy"], units["hw.gpu.memory.usage"]) == ("s", "J", "By")
+    assert (units["system.cpu.time"], units["hw.energy"], units["hw.gpu.memory.usage"]) == (
+        "s",
+        "J",
+        "By",
+    )
 
 
 def test_counters_are_cumulative_sums_and_gauges_are_gauges(delivered) -> None:
@@ -126,14 +143,23 @@ def test_counters_are_cumulative_sums_and_gauges_are_gauges(delivered) -> None:
         if not metric.opentelemetry_name:
             continue
         sent = metrics[metric.opentelemetry_name]
-        assert sent.WhichOneof("data") == {"counter": "sum", "gauge": "gauge", "histogram": "histogram"}[metric.kind]
+        assert (
+            sent.WhichOneof("data")
+            == {"counter": "sum", "gauge": "gauge", "histogram": "histogram"}[metric.kind]
+        )
         if metric.kind == "counter":
             assert sent.sum.is_monotonic
-            assert sent.sum.aggregation_temporality == AggregationTemporality.AGGREGATION_TEMPORALITY_CUMULATIVE
+            assert (
+                sent.sum.aggregation_temporality
+                == AggregationTemporality.AGGREGATION_TEMPORALITY_CUMULATIVE
+            )
             assert all(0 < p.start_time_unix_nano < p.time_unix_nano for p in sent.sum.data_points)
     (first, _) = metrics["process.disk.io"].sum.data_points
     assert first.start_time_unix_nano == board.processes["11@100"].started_ns
-    assert metrics["traceloom.dataloader.wait"].sum.data_points[0].start_time_unix_nano == board.started_ns
+    assert (
+        metrics["traceloom.dataloader.wait"].sum.data_points[0].start_time_unix_nano
+        == board.started_ns
+    )
     assert metrics["system.cpu.time"].sum.data_points[0].start_time_unix_nano < board.started_ns
 
 
@@ -143,16 +169,23 @@ def test_a_histogram_keeps_its_buckets(delivered) -> None:
     point = sent.data_points[0]
     assert _attributes(point) == {"traceloom.job": "slurm-7", "traceloom.rank": "0"}
     assert list(point.explicit_bounds) == list(METRICS["step_seconds"].bounds)
-    assert (list(point.bucket_counts)[:5], sum(point.bucket_counts), point.sum) == ([0, 1, 1, 1, 0], 5, 1.25)
+    assert (list(point.bucket_counts)[:5], sum(point.bucket_counts), point.sum) == (
+        [0, 1, 1, 1, 0],
+        5,
+        1.25,
+    )
 
 
 def test_metrics_that_share_a_name_agree_in_kind_and_unit() -> None:
     kinds: dict[str, tuple[str, str]] = {}
     for metric in METRICS.values():
         if metric.opentelemetry_name:
-            assert kinds.setdefault(metric.opentelemetry_name, (metric.kind, metric.opentelemetry_unit)) == (
-                metric.kind, metric.opentelemetry_unit,
-            ), metric.name  # fmt: skip
+            assert kinds.setdefault(
+                metric.opentelemetry_name, (metric.kind, metric.opentelemetry_unit)
+            ) == (
+                metric.kind,
+                metric.opentelemetry_unit,
+            ), metric.name
 
 
 def test_a_receiver_that_is_busy_is_tried_again() -> None:
@@ -194,10 +227,14 @@ def test_counters_say_when_they_began_to_count(delivered) -> None:
     starts: dict[str, set[int]] = {}
     for metric in METRICS.values():
         if metric.kind == "counter":
-            points = metrics[metric.opentelemetry_name or f"traceloom.{metric.name.replace('_', '.')}"].sum.data_points
+            points = metrics[
+                metric.opentelemetry_name or f"traceloom.{metric.name.replace('_', '.')}"
+            ].sum.data_points
             starts[metric.name] = {point.start_time_unix_nano for point in points}
             assert all(point.time_unix_nano >= point.start_time_unix_nano for point in points)
-    assert starts["process_cpu_seconds_total"] == {process.started_ns for process in board.processes.values()}
+    assert starts["process_cpu_seconds_total"] == {
+        process.started_ns for process in board.processes.values()
+    }
     for name in ("agent_requests_total", "collector_failures_total", "job_energy_joules_total"):
         assert starts[name] == {board.started_ns}
     for name in ("host_cpu_seconds_total", "gpu_energy_joules_total", "cgroup_cpu_seconds_total"):

@@ -29,23 +29,35 @@ class Host:
         self.registry = ProfilerRegistry(str(self.proc))
         self.folder = folder
 
-    def process(self, pid: int, parent: int, command: str, rank: int | None = None, *, polls: bool = False) -> None:
+    def process(
+        self, pid: int, parent: int, command: str, rank: int | None = None, *, polls: bool = False
+    ) -> None:
         (self.proc / str(pid)).mkdir(parents=True)
         line = f"{pid} (python) S {parent} " + " ".join(["0"] * 17) + " 100 0"
         (self.proc / str(pid) / "stat").write_text(line, encoding="ascii")
         made = Process(
-            key=f"{pid}@100", pid=pid, start_ticks=100, started_ns=1, parent_pid=parent, uid=7, command=command,
+            key=f"{pid}@100",
+            pid=pid,
+            start_ticks=100,
+            started_ns=1,
+            parent_pid=parent,
+            uid=7,
+            command=command,
             owner=Owner(job="j", rank=rank),
-        )  # fmt: skip
+        )
         self.processes[made.key] = made
         if polls:
-            client = ProfilerClient(key=made.key, pid=pid, uid=7, gid=7, start_ticks=100, ancestors=(parent,))
+            client = ProfilerClient(
+                key=made.key, pid=pid, uid=7, gid=7, start_ticks=100, ancestors=(parent,)
+            )
             self.registry.clients[made.key] = client
 
     def desk(self, attach: bool = True) -> TraceService:
         config = Config(traces=Traces(attach=attach))
         store, places = RequestStore(None), TraceDirectories(self.folder / "traces")
-        return TraceService(config, self.registry, lambda: self.processes, StepCounter(), store, places, "boot")
+        return TraceService(
+            config, self.registry, lambda: self.processes, StepCounter(), store, places, "boot"
+        )
 
     def matching(self, **wanted: object) -> list[int]:
         asked = msgspec.convert({"steps": 1, **wanted}, TraceSpec)
@@ -87,10 +99,11 @@ def test_what_was_forked_from_one_that_matches_is_left_out(host: Host) -> None:
 @pytest.mark.parametrize(
     ("attach", "wanted", "slug"),
     [
-        (False, {"attach": True}, "attach-off"), (False, {"attach": True, "profilers": ["memory"]}, "attach-off"),
+        (False, {"attach": True}, "attach-off"),
+        (False, {"attach": True, "profilers": ["memory"]}, "attach-off"),
         (True, {"profilers": ["memory"]}, "wrong-request"),
     ],
-)  # fmt: skip
+)
 def test_refused(host: Host, attach: bool, wanted: dict[str, object], slug: str) -> None:
     host.process(10, 1, "a", 0)
 
@@ -99,7 +112,9 @@ def test_refused(host: Host, attach: bool, wanted: dict[str, object], slug: str)
         try:
             with pytest.raises(HttpError) as refusal:
                 await desk.submit(
-                    msgspec.convert({"pids": [10], "steps": 1, **wanted}, TraceSpec), "uid 7", lambda _: True
+                    msgspec.convert({"pids": [10], "steps": 1, **wanted}, TraceSpec),
+                    "uid 7",
+                    lambda _: True,
                 )
         finally:
             await desk.close()

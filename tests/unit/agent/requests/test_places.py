@@ -38,7 +38,11 @@ def test_directories_of_a_user_are_its_own(tmp_path: Path) -> None:
     places.prepare(UID, "r2")
     assert mode(places.of_request(UID, "r1")) == mode(places.incoming(UID)) == 0o700
     assert mode(tmp_path / "traces") & 0o022 == 0
-    assert {path.name for path in (tmp_path / "traces" / str(UID)).iterdir()} == {"incoming", "r1", "r2"}
+    assert {path.name for path in (tmp_path / "traces" / str(UID)).iterdir()} == {
+        "incoming",
+        "r1",
+        "r2",
+    }
     places.remove(UID, "r1")
     places.remove(UID, "r1")  # it is gone already
     assert not places.of_request(UID, "r1").exists()
@@ -142,18 +146,32 @@ def desk_of(tmp_path: Path, processes: list[Process], **traces: object) -> Trace
     config = msgspec.convert({"host": "node 1/a", "traces": traces}, Config)
     table = {each.key: each for each in processes}
     return TraceService(
-        config, ProfilerRegistry(str(proc)), lambda: table, StepCounter(), RequestStore(None), TraceDirectories(tmp_path / "traces"), "b"
-    )  # fmt: skip
+        config,
+        ProfilerRegistry(str(proc)),
+        lambda: table,
+        StepCounter(),
+        RequestStore(None),
+        TraceDirectories(tmp_path / "traces"),
+        "b",
+    )
 
 
 def process(pid: int, rank: int | None, uid: int = UID) -> Process:
     return Process(
-        key=f"{pid}@100", pid=pid, start_ticks=100, started_ns=1, parent_pid=1, uid=uid, command=f"python {pid}",
+        key=f"{pid}@100",
+        pid=pid,
+        start_ticks=100,
+        started_ns=1,
+        parent_pid=1,
+        uid=uid,
+        command=f"python {pid}",
         owner=Owner(job="job", rank=rank),
-    )  # fmt: skip
+    )
 
 
-def submitted(desk: TraceService, wanted: TraceSpec, may_trace: Callable[[int], bool] = lambda _: True) -> TraceRequest:
+def submitted(
+    desk: TraceService, wanted: TraceSpec, may_trace: Callable[[int], bool] = lambda _: True
+) -> TraceRequest:
     async def live() -> TraceRequest:
         try:
             return await desk.submit(wanted, "test", may_trace)
@@ -166,30 +184,43 @@ def submitted(desk: TraceService, wanted: TraceSpec, may_trace: Callable[[int], 
 def test_each_process_has_a_name_of_its_own_and_the_host_one_for_all(tmp_path: Path) -> None:
     processes = [process(41, 1), process(42, 0), process(43, 1), process(44, 0)]
     desk = desk_of(tmp_path, processes, attach=True)
-    wanted = TraceSpec(job="job", steps=2, attach=True, profilers=("timeline", "telemetry", "dump", "timeline"))
+    wanted = TraceSpec(
+        job="job", steps=2, attach=True, profilers=("timeline", "telemetry", "dump", "timeline")
+    )
     request = submitted(desk, wanted)
     names = [(target.stem, target.profiler, target.pid) for target in request.targets]
     assert names == [
-        ("rank0", "timeline", 42), ("node_1_a", "telemetry", 42), ("rank0", "dump", 42), ("pid44", "timeline", 44),
-        ("pid44", "dump", 44), ("rank1", "timeline", 41), ("rank1", "dump", 41), ("pid43", "timeline", 43), ("pid43", "dump", 43),
-    ]  # fmt: skip
+        ("rank0", "timeline", 42),
+        ("node_1_a", "telemetry", 42),
+        ("rank0", "dump", 42),
+        ("pid44", "timeline", 44),
+        ("pid44", "dump", 44),
+        ("rank1", "timeline", 41),
+        ("rank1", "dump", 41),
+        ("pid43", "timeline", 43),
+        ("pid43", "dump", 43),
+    ]
     assert all("/" not in stem and " " not in stem for stem, _, _ in names)
 
 
 @pytest.mark.parametrize(
     ("uids", "allowed", "slug"),
     [
-        ([UID, UID + 7], None, "several-users"), ([UID, UID + 7], [UID], ""), ([UID + 7], [UID], "no-such-process"),
+        ([UID, UID + 7], None, "several-users"),
+        ([UID, UID + 7], [UID], ""),
+        ([UID + 7], [UID], "no-such-process"),
         ([], None, "no-such-process"),
     ],
-)  # fmt: skip
+)
 def test_a_request_is_about_processes_of_one_user(
     tmp_path: Path, uids: list[int], allowed: list[int] | None, slug: str
 ) -> None:
     processes = [process(50 + number, number, uid) for number, uid in enumerate(uids)]
     desk = desk_of(tmp_path, processes, attach=True)
     wanted = TraceSpec(job="job", duration_s=1.0, attach=True, profilers=("dump",))
-    may_trace: Callable[[int], bool] = (lambda _: True) if allowed is None else (lambda uid: uid in allowed)
+    may_trace: Callable[[int], bool] = (
+        (lambda _: True) if allowed is None else (lambda uid: uid in allowed)
+    )
     if slug:
         with pytest.raises(HttpError) as refused:
             submitted(desk, wanted, may_trace)
@@ -226,9 +257,19 @@ def test_old_requests_are_forgotten_with_their_files_and_open_ones_never(tmp_pat
     ages_days = {"new": 0.5, "old": 2.0, "open": 9.0}
     for name, days in ages_days.items():
         desk.requests[name] = TraceRequest(
-            id=name, who="test", uid=UID, asked_ns=now_ns - int(days * 86_400e9), boot_id="b", wanted=TraceSpec(pids=(7,), steps=1),
-            targets=[TraceTarget(request=name, process="7@1", profiler="dump", pid=7, uid=UID, stem="pid7")], done=name != "open",
-        )  # fmt: skip
+            id=name,
+            who="test",
+            uid=UID,
+            asked_ns=now_ns - int(days * 86_400e9),
+            boot_id="b",
+            wanted=TraceSpec(pids=(7,), steps=1),
+            targets=[
+                TraceTarget(
+                    request=name, process="7@1", profiler="dump", pid=7, uid=UID, stem="pid7"
+                )
+            ],
+            done=name != "open",
+        )
         desk.places.prepare(UID, name)
         (desk.places.of_request(UID, name) / "capture.json").write_text("{}")
     desk.forget_old()
@@ -242,13 +283,19 @@ def test_old_requests_are_forgotten_with_their_files_and_open_ones_never(tmp_pat
 @pytest.mark.parametrize(
     ("wanted", "slug"),
     [
-        (TraceSpec(job="job", steps=11), "too-much"), (TraceSpec(job="job", duration_s=5.5), "too-much"), (TraceSpec(steps=1), "wrong-request"),
-        (TraceSpec(job="job"), "wrong-request"), (TraceSpec(job="job", steps=1, duration_s=1.0), "wrong-request"),
-        (TraceSpec(job="job", steps=1, at_ns=1), "wrong-request"), (TraceSpec(job="job", steps=1, at_ns=2**62), "wrong-request"),
-        (TraceSpec(job="job", steps=1, attach=True), "attach-off"), (TraceSpec(job="job", steps=1, profilers=("memory",)), "wrong-request"),
-        (TraceSpec(job="job", steps=10), ""), (TraceSpec(host="node", duration_s=5.0), ""),
+        (TraceSpec(job="job", steps=11), "too-much"),
+        (TraceSpec(job="job", duration_s=5.5), "too-much"),
+        (TraceSpec(steps=1), "wrong-request"),
+        (TraceSpec(job="job"), "wrong-request"),
+        (TraceSpec(job="job", steps=1, duration_s=1.0), "wrong-request"),
+        (TraceSpec(job="job", steps=1, at_ns=1), "wrong-request"),
+        (TraceSpec(job="job", steps=1, at_ns=2**62), "wrong-request"),
+        (TraceSpec(job="job", steps=1, attach=True), "attach-off"),
+        (TraceSpec(job="job", steps=1, profilers=("memory",)), "wrong-request"),
+        (TraceSpec(job="job", steps=10), ""),
+        (TraceSpec(host="node", duration_s=5.0), ""),
     ],
-)  # fmt: skip
+)
 def test_what_a_request_may_ask_for(tmp_path: Path, wanted: TraceSpec, slug: str) -> None:
     desk = desk_of(tmp_path, [], attach=False, most_steps=10, most_seconds=5.0)
     if not slug:
@@ -300,12 +347,21 @@ def test_the_window_of_several_ranks_is_from_the_first_to_the_last(tmp_path: Pat
     windows = [(100, 200, "kept"), (90, 180, "kept"), (1, 900, "failed"), (None, None, "kept")]
     targets = [
         TraceTarget(
-            request="r", process=f"{row}@1", profiler="timeline", pid=row, uid=UID, stem=f"rank{row}", state=state,  # type: ignore[arg-type]
-            window_start_ns=start, window_end_ns=end,
+            request="r",
+            process=f"{row}@1",
+            profiler="timeline",
+            pid=row,
+            uid=UID,
+            stem=f"rank{row}",
+            state=state,  # type: ignore[arg-type]
+            window_start_ns=start,
+            window_end_ns=end,
         )
         for row, (start, end, state) in enumerate(windows)
-    ]  # fmt: skip
-    beside = TraceTarget(request="r", process="0@1", profiler="telemetry", pid=0, uid=UID, stem="host")
+    ]
+    beside = TraceTarget(
+        request="r", process="0@1", profiler="telemetry", pid=0, uid=UID, stem="host"
+    )
     made = TraceRequest(
         id="r",
         who="test",

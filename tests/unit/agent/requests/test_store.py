@@ -14,12 +14,28 @@ from traceloom.errors import InputError, OutputError
 
 def _request(number: int) -> TraceRequest:
     target = TraceTarget(
-        request=f"r{number}", process="7@100", profiler="timeline", pid=7, uid=1, rank=3, stem="rank3", since_ns=5,
-        skew_ns=-4, sha256="ab", file="rank3.kineto.json.gz", bytes=2**40,
-    )  # fmt: skip
+        request=f"r{number}",
+        process="7@100",
+        profiler="timeline",
+        pid=7,
+        uid=1,
+        rank=3,
+        stem="rank3",
+        since_ns=5,
+        skew_ns=-4,
+        sha256="ab",
+        file="rank3.kineto.json.gz",
+        bytes=2**40,
+    )
     wanted = TraceSpec(pids=(7,), steps=3)
     return TraceRequest(
-        id=f"r{number}", who="uid 1", uid=1, asked_ns=number, boot_id="b", wanted=wanted, targets=[target]
+        id=f"r{number}",
+        who="uid 1",
+        uid=1,
+        asked_ns=number,
+        boot_id="b",
+        wanted=wanted,
+        targets=[target],
     )
 
 

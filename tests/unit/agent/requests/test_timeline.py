@@ -42,7 +42,9 @@ EVERY_S = 0.05  # between polls of the stand-in
 class StandIn:
     """Polls in a thread; `obeys(number, configuration)` does what libkineto does and gives the masks of the next polls."""
 
-    def __init__(self, directory: Path, obeys: Callable[[int, dict[str, str]], list[int]], masks: list[int]) -> None:
+    def __init__(
+        self, directory: Path, obeys: Callable[[int, dict[str, str]], list[int]], masks: list[int]
+    ) -> None:
         self.client = KinetoClient(directory)
         self.obeys, self.masks = obeys, masks
         self.told: list[dict[str, str]] = []
@@ -77,7 +79,9 @@ class Outcome:
         self.slug = ""
         self.told: list[dict[str, str]] = []
 
-    def tell(self, state: str, reason: str = "", detail: str = "", **facts: Any) -> asyncio.Future[None]:
+    def tell(
+        self, state: str, reason: str = "", detail: str = "", **facts: Any
+    ) -> asyncio.Future[None]:
         if (state, reason) not in self.states[-1:]:
             self.states.append((state, reason))
         self.facts |= facts
@@ -96,9 +100,14 @@ def place() -> Iterator[Path]:
 
 
 def traced(
-    place: Path, obeys: Callable[[int, dict[str, str]], list[int]], window: Window, masks: tuple[int, ...] = (),
-    common: bool = False, outcome: Outcome | None = None, **order: Any,
-) -> Outcome:  # fmt: skip
+    place: Path,
+    obeys: Callable[[int, dict[str, str]], list[int]],
+    window: Window,
+    masks: tuple[int, ...] = (),
+    common: bool = False,
+    outcome: Outcome | None = None,
+    **order: Any,
+) -> Outcome:
     outcome = outcome or Outcome()
 
     async def live() -> None:
@@ -109,13 +118,21 @@ def traced(
         stand_in = StandIn(place / "k" / str(os.geteuid()), obeys, list(masks))
         ticks = read_parent_and_start("/proc", os.getpid())[1]
         process = Process(
-            key=f"{os.getpid()}@{ticks}", pid=os.getpid(), start_ticks=ticks, started_ns=1, parent_pid=1,
-            uid=os.geteuid(), command="",
-        )  # fmt: skip
+            key=f"{os.getpid()}@{ticks}",
+            pid=os.getpid(),
+            start_ticks=ticks,
+            started_ns=1,
+            parent_pid=1,
+            uid=os.geteuid(),
+            command="",
+        )
         wanted = TimelineOrder(
-            trace_id="traceloom-1-rank0", group_id="traceloom-1", incoming=place / "incoming", stem="rank0",
+            trace_id="traceloom-1-rank0",
+            group_id="traceloom-1",
+            incoming=place / "incoming",
+            stem="rank0",
             **{"wait_s": 30.0, "start": StartBarrier([process.key]) if common else None, **order},
-        )  # fmt: skip
+        )
         try:
             profiler = TimelineProfiler(registry, wanted, outcome.tell)
             await profiler.record(process, window, place / "kept" / "request", "rank0")
@@ -144,10 +161,20 @@ def test_from_queued_to_kept(place: Path) -> None:
     outcome = traced(place, written, STEPS)
     assert outcome.slug == ""
     states = [state for state, _ in outcome.states]
-    assert [state for state in states if state != "accepted"] == ["queued", "delivered", "written", "verified", "kept"]
+    assert [state for state in states if state != "accepted"] == [
+        "queued",
+        "delivered",
+        "written",
+        "verified",
+        "kept",
+    ]
     packed = (place / "kept" / "request" / "rank0.kineto.json.gz").read_bytes()
     assert json.loads(gzip.decompress(packed))["trace_id"] == "traceloom-1-rank0"
-    assert (outcome.facts["bytes"], outcome.facts["steps"], outcome.facts["operators"]) == (len(packed), 3, 3)
+    assert (outcome.facts["bytes"], outcome.facts["steps"], outcome.facts["operators"]) == (
+        len(packed),
+        3,
+        3,
+    )
     assert outcome.told[0]["ACTIVITIES_ITERATIONS"] == "3"
 
 
@@ -216,12 +243,19 @@ def test_steps_are_waited_for(place: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("how", "slug"),
     [
-        ({"text": '{"trace_id": "traceloom-1-rank0", "traceEvents": [{"name"'}, "damaged"), ({"text": ""}, "damaged"),
-        ({"trace_id": "another"}, "damaged"), ({"seconds": 50.0}, "damaged"), ({"seconds": 1e300}, "damaged"), ({"link": "symbolic"}, "foreign-file"),
-        ({"link": "hard"}, "foreign-file"), ({"link": "pipe"}, "foreign-file"), ({"most_bytes": 10}, "quota"),
-        ({"most_kept_bytes": 10}, "quota"), ({"most_result_bytes": 10}, "quota"),
+        ({"text": '{"trace_id": "traceloom-1-rank0", "traceEvents": [{"name"'}, "damaged"),
+        ({"text": ""}, "damaged"),
+        ({"trace_id": "another"}, "damaged"),
+        ({"seconds": 50.0}, "damaged"),
+        ({"seconds": 1e300}, "damaged"),
+        ({"link": "symbolic"}, "foreign-file"),
+        ({"link": "hard"}, "foreign-file"),
+        ({"link": "pipe"}, "foreign-file"),
+        ({"most_bytes": 10}, "quota"),
+        ({"most_kept_bytes": 10}, "quota"),
+        ({"most_result_bytes": 10}, "quota"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_the_trace_is_not_kept(place: Path, how: dict[str, Any], slug: str) -> None:
     secret = place / "secret"
     secret.write_text(trace_text("traceloom-1-rank0"), encoding="utf-8")
@@ -254,7 +288,9 @@ def test_what_was_written_stays_until_it_is_on_disk_that_it_is_kept(place: Path)
     """An agent that is killed in between finds it again."""
 
     class SlowDisk(Outcome):
-        def tell(self, state: str, reason: str = "", detail: str = "", **facts: Any) -> asyncio.Future[None]:
+        def tell(
+            self, state: str, reason: str = "", detail: str = "", **facts: Any
+        ) -> asyncio.Future[None]:
             on_disk = super().tell(state, reason, detail, **facts)
             if state != "kept":
                 return on_disk
@@ -295,12 +331,20 @@ print(json.dumps(facts))
 """
 
 
-@pytest.mark.parametrize(("events", "fault"), [(3_000_000, "damaged"), (0, "")], ids=["swells", "ordinary"])
+@pytest.mark.parametrize(
+    ("events", "fault"), [(3_000_000, "damaged"), (0, "")], ids=["swells", "ordinary"]
+)
 def test_a_file_that_swells_in_memory_is_refused(place: Path, events: int, fault: str) -> None:
     text = trace_text("traceloom-1-rank0", operators=30_000)
     text = text.replace('"traceEvents": [', '"traceEvents": [' + "{}," * events)
     (place / "incoming" / "trace").write_text(text, encoding="utf-8")
-    command = [sys.executable, "-c", KEEPS, str(place / "incoming"), str(place / "kept" / "request" / "a.gz")]
+    command = [
+        sys.executable,
+        "-c",
+        KEEPS,
+        str(place / "incoming"),
+        str(place / "kept" / "request" / "a.gz"),
+    ]
     facts = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert facts.get("fault", "") == fault, facts
     (place / "incoming" / "trace").unlink()
@@ -347,7 +391,9 @@ def test_what_is_recorded_beside_steps_of_no_known_pace_is_of_the_traces_window(
     def at_the_instant(_: int, lines: dict[str, str]) -> list[int]:
         start_ns = int(lines["PROFILE_START_TIME"]) * 1_000_000 + 200_000_000
         time.sleep((start_ns - time.time_ns()) / 1e9 + 0.6)
-        write_trace(lines if is_kept else lines | {"REQUEST_TRACE_ID": "another"}, start_ns=start_ns)
+        write_trace(
+            lines if is_kept else lines | {"REQUEST_TRACE_ID": "another"}, start_ns=start_ns
+        )
         return [1]
 
     async def live() -> TraceRequest:
@@ -359,17 +405,30 @@ def test_what_is_recorded_beside_steps_of_no_known_pace_is_of_the_traces_window(
         scheduler.start()
         ticks = read_parent_and_start("/proc", os.getpid())[1]
         process = Process(
-            key=f"{os.getpid()}@{ticks}", pid=os.getpid(), start_ticks=ticks, started_ns=1, parent_pid=1,
-            uid=os.geteuid(), command="",
-        )  # fmt: skip
+            key=f"{os.getpid()}@{ticks}",
+            pid=os.getpid(),
+            start_ticks=ticks,
+            started_ns=1,
+            parent_pid=1,
+            uid=os.geteuid(),
+            command="",
+        )
         desk = TraceService(
-            Config(), registry, lambda: {process.key: process}, StepCounter(), RequestStore(None), TraceDirectories(place / "traces"), "",
+            Config(),
+            registry,
+            lambda: {process.key: process},
+            StepCounter(),
+            RequestStore(None),
+            TraceDirectories(place / "traces"),
+            "",
             {"telemetry": lambda: TelemetryProfiler(board, scheduler, "node1")},
-        )  # fmt: skip
+        )
         stand_in = StandIn(place / "k" / str(os.geteuid()), at_the_instant, [])
         try:
             clients = registry.clients  # how often it polls is known from its second time on
-            await asyncio.to_thread(until, lambda: process.key in clients and clients[process.key].interval_s < 1)
+            await asyncio.to_thread(
+                until, lambda: process.key in clients and clients[process.key].interval_s < 1
+            )
             wanted = TraceSpec(pids=(process.pid,), steps=3, profilers=("timeline", "telemetry"))
             request = await desk.submit(wanted, "test", lambda _: True)
             async for _ in desk.changes(request):
@@ -387,7 +446,11 @@ def test_what_is_recorded_beside_steps_of_no_known_pace_is_of_the_traces_window(
         assert (timeline.state, timeline.reason) == ("failed", "damaged")
         assert (telemetry.state, telemetry.reason) == ("failed", "no-duration")
         return
-    assert (timeline.state, telemetry.state, telemetry.file) == ("kept", "kept", f"{telemetry.stem}.telemetry.json.gz")
+    assert (timeline.state, telemetry.state, telemetry.file) == (
+        "kept",
+        "kept",
+        f"{telemetry.stem}.telemetry.json.gz",
+    )
     start_ns, end_ns = timeline.window_start_ns, timeline.window_end_ns
     assert start_ns is not None
     assert end_ns is not None
@@ -421,7 +484,9 @@ def test_ranks_meet_in_each_round() -> None:
     asyncio.run(live())
 
 
-def test_a_profile_that_never_ends_is_given_up(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_that_never_ends_is_given_up(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("traceloom.agent.profilers.timeline._DRAIN_S", 0.3)
     outcome = traced(place, lambda *_: [1] * 10_000, TIME)
     assert outcome.slug == "deadline"
@@ -432,12 +497,17 @@ def test_a_process_that_does_not_poll_is_not_registered(place: Path) -> None:
     outcome = Outcome()
     ticks = read_parent_and_start("/proc", os.getpid())[1]
     process = Process(
-        key=f"{os.getpid()}@{ticks}", pid=os.getpid(), start_ticks=ticks, started_ns=1, parent_pid=1,
-        uid=os.geteuid(), command="",
-    )  # fmt: skip
+        key=f"{os.getpid()}@{ticks}",
+        pid=os.getpid(),
+        start_ticks=ticks,
+        started_ns=1,
+        parent_pid=1,
+        uid=os.geteuid(),
+        command="",
+    )
     order = TimelineOrder(
         trace_id="t", group_id="g", incoming=place / "incoming", stem="rank0", wait_s=0.3
-    )  # fmt: skip
+    )
     with pytest.raises(ProfilerError) as error:
         asyncio.run(
             TimelineProfiler(ProfilerRegistry(), order, outcome.tell).record(

@@ -17,7 +17,14 @@ from traceloom.agent.metrics import Reading
 from traceloom.agent.ownership.model import Owner, Process
 from traceloom.agent.snapshot import Snapshot
 from traceloom.agent.steps import StepCounter, StepsTaken
-from traceloom.agent.triggers.store import DAY_NS, Charge, ProcessIndex, TriggerLedger, filter_by_owner, select_targets
+from traceloom.agent.triggers.store import (
+    DAY_NS,
+    Charge,
+    ProcessIndex,
+    TriggerLedger,
+    filter_by_owner,
+    select_targets,
+)
 from traceloom.agent.triggers.watches import (
     CadenceWatch,
     MetricWatch,
@@ -49,7 +56,11 @@ class Watched:
 
     def deliver(self, at_ns: int, values: dict[str, float]) -> set[str]:
         """Devices for which the rule holds after this delivery."""
-        self.board.put("gpu", [Reading("gpu_power_watts", (device,), value) for device, value in values.items()], at_ns)
+        self.board.put(
+            "gpu",
+            [Reading("gpu_power_watts", (device,), value) for device, value in values.items()],
+            at_ns,
+        )
         self.history.append((at_ns, values))
         self.values.refresh()
         return {firing.labels["device"] for firing in self.watch.look(at_ns)}
@@ -82,10 +93,16 @@ class Watched:
 @pytest.mark.parametrize(
     "condition",
     [
-        "above = 5.0", "below = 5.0", "above = 6.0\nfor = 35", "below = 4.0\nfor = 20", "changed = 6.0\nwithin = 45",
-        "changed = 8.5\nwithin = 100", "absent = 30", "absent = 55",
+        "above = 5.0",
+        "below = 5.0",
+        "above = 6.0\nfor = 35",
+        "below = 4.0\nfor = 20",
+        "changed = 6.0\nwithin = 45",
+        "changed = 8.5\nwithin = 100",
+        "absent = 30",
+        "absent = 55",
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_rule_holds_when_the_whole_history_says_so(condition: str, seed: int) -> None:
     chance = random.Random(f"{condition} {seed}")
@@ -93,7 +110,9 @@ def test_a_rule_holds_when_the_whole_history_says_so(condition: str, seed: int) 
     present = 0.4 if "absent" in condition else 0.85
     for _ in range(300):
         now_ns += chance.choice((5, 10, 10, 15)) * S
-        values = {device: float(chance.randrange(11)) for device in DEVICES if chance.random() < present}
+        values = {
+            device: float(chance.randrange(11)) for device in DEVICES if chance.random() < present
+        }
         held = watched.deliver(now_ns, values)
         assert held == {device for device in DEVICES if watched.held(device, now_ns)}
         ever.add(bool(held))
@@ -123,8 +142,12 @@ def test_counters_are_rates_between_two_deliveries_of_their_collector(seed: int)
         [(f"eth{card}", way) for card in range(3) for way in ("receive", "transmit")],
     )
     board = Snapshot()
-    asked = [match_series(metric, {}), match_series(metric, {"interface": "eth1"}), match_series(metric, {"direction": "transmit"}),
-             match_series(metric, {"direction": "receive", "interface": "eth2"})]  # fmt: skip
+    asked = [
+        match_series(metric, {}),
+        match_series(metric, {"interface": "eth1"}),
+        match_series(metric, {"direction": "transmit"}),
+        match_series(metric, {"direction": "receive", "interface": "eth2"}),
+    ]
     values = SeriesValues(board, asked)
     before: dict[str, tuple[int, dict[tuple[str, str], float]]] = {}
     rates: dict[str, dict[tuple[str, str], float]] = {}
@@ -139,7 +162,9 @@ def test_counters_are_rates_between_two_deliveries_of_their_collector(seed: int)
             rates.pop(collector, None)
         else:
             totals = {name: float(chance.randrange(10**6)) for name in own if chance.random() < 0.9}
-            board.put(collector, [Reading(metric, name, total) for name, total in totals.items()], now_ns)
+            board.put(
+                collector, [Reading(metric, name, total) for name, total in totals.items()], now_ns
+            )
             at_ns, old = before.get(collector, (now_ns, {}))
             rates[collector] = {}
             for name, total in totals.items():
@@ -153,10 +178,14 @@ def test_counters_are_rates_between_two_deliveries_of_their_collector(seed: int)
             asked, (("", ""), ("eth1", ""), ("", "transmit"), ("eth2", "receive")), strict=True
         ):
             expected = {
-                name: rate for name, rate in everything.items() if name[0] == (card or name[0]) and name[1] == (way or name[1])
-            }  # fmt: skip
+                name: rate
+                for name, rate in everything.items()
+                if name[0] == (card or name[0]) and name[1] == (way or name[1])
+            }
             assert dict(values.of(wanted)) == pytest.approx(expected)
-        assert values.delivered() == ({metric} if any(totals for _, totals in before.values()) else set())
+        assert values.delivered() == (
+            {metric} if any(totals for _, totals in before.values()) else set()
+        )
 
 
 # What may be spent.
@@ -165,12 +194,18 @@ def test_counters_are_rates_between_two_deliveries_of_their_collector(seed: int)
 def charges(chance: random.Random, number: int, now_ns: int) -> list[Charge]:
     return [
         Charge(
-            request=f"r{row}", process=worker(chance.randrange(4)).key, rule=chance.choice(("a", "b")),
-            uid=chance.randrange(2), target=chance.choice(("job", "other")), at_ns=now_ns - chance.randrange(3 * DAY_NS),
-            seconds=chance.uniform(0, 200), bytes=chance.randrange(10**8), settled=chance.random() < 0.8,
+            request=f"r{row}",
+            process=worker(chance.randrange(4)).key,
+            rule=chance.choice(("a", "b")),
+            uid=chance.randrange(2),
+            target=chance.choice(("job", "other")),
+            at_ns=now_ns - chance.randrange(3 * DAY_NS),
+            seconds=chance.uniform(0, 200),
+            bytes=chance.randrange(10**8),
+            settled=chance.random() < 0.8,
         )
         for row in range(number)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -194,7 +229,11 @@ def test_budgets_are_sums_over_the_charges_of_a_day(seed: int) -> None:
             refusal = ledger.refusal([process], {process.key: more}, 1, now_ns)
             reason = "" if refusal is None else refusal.reason
             expected = (
-                "budget-share" if spent + more > allowed else "budget-bytes" if 10**9 - spent_bytes < 64_000_000 else ""
+                "budget-share"
+                if spent + more > allowed
+                else "budget-bytes"
+                if 10**9 - spent_bytes < 64_000_000
+                else ""
             )
             assert reason == expected
             results.add(reason)
@@ -205,13 +244,23 @@ def test_budgets_are_sums_over_the_charges_of_a_day(seed: int) -> None:
                 fired = [c.at_ns for c in made if (c.rule, c.uid, c.target) == (name, uid, target)]
                 for cooldown_s in (60.0, 86_400.0):
                     left_s = max(0.0, cooldown_s - (now_ns - max(fired)) / 1e9) if fired else 0.0
-                    assert ledger.cooling(name, uid, target, cooldown_s, now_ns) == pytest.approx(left_s)
+                    assert ledger.cooling(name, uid, target, cooldown_s, now_ns) == pytest.approx(
+                        left_s
+                    )
 
 
 @pytest.mark.parametrize("age_s", [1, 600, 3600, 7200, 86_400, 10 * 86_400])
 def test_a_young_process_may_be_traced_as_long_as_one_of_an_hour(age_s: int) -> None:
     ledger = TriggerLedger(TriggerBudget(share=0.01))
-    process = Process(key="7@1", pid=7, start_ticks=1, started_ns=START_NS - age_s * S, parent_pid=1, uid=0, command="")
+    process = Process(
+        key="7@1",
+        pid=7,
+        start_ticks=1,
+        started_ns=START_NS - age_s * S,
+        parent_pid=1,
+        uid=0,
+        command="",
+    )
     allowed = 0.01 * min(max(age_s, 3600), 86_400)
     assert ledger.refusal([process], {"7@1": allowed - 0.001}, 1, START_NS) is None
     refusal = ledger.refusal([process], {"7@1": allowed + 0.001}, 1, START_NS)
@@ -226,7 +275,9 @@ def test_charges_that_are_forgotten_are_old_and_settled() -> None:
     left_before = ledger.bytes_left(START_NS)
     old_ns = START_NS - 2 * DAY_NS
     gone = ledger.forget(old_ns)
-    assert {charge.request for charge in gone} == {c.request for c in made if c.settled and c.at_ns < old_ns}
+    assert {charge.request for charge in gone} == {
+        c.request for c in made if c.settled and c.at_ns < old_ns
+    }
     assert len(gone) + len(ledger.charges) == 60
     assert gone
     assert ledger.bytes_left(START_NS) == left_before  # they counted no more
@@ -236,9 +287,20 @@ def test_charges_that_are_forgotten_are_old_and_settled() -> None:
 def test_a_clock_that_was_set_back_keeps_no_rule_waiting_longer_than_its_cooldown() -> None:
     ledger = TriggerLedger(TriggerBudget())
     ledger.add(
-        [Charge(request="r", process="1@1", rule="a", uid=0, target="job", at_ns=START_NS + 10 * DAY_NS, seconds=1.0, bytes=1)],
+        [
+            Charge(
+                request="r",
+                process="1@1",
+                rule="a",
+                uid=0,
+                target="job",
+                at_ns=START_NS + 10 * DAY_NS,
+                seconds=1.0,
+                bytes=1,
+            )
+        ],
         START_NS,
-    )  # fmt: skip
+    )
     assert ledger.cooling("a", 0, "job", 600.0, START_NS) == 600.0
     assert ledger.cooling("a", 0, "job", 600.0, START_NS + 600 * S) == 0.0
 
@@ -249,7 +311,10 @@ def test_a_clock_that_was_set_back_keeps_no_rule_waiting_longer_than_its_cooldow
 def crowd(chance: random.Random) -> Snapshot:
     board = Snapshot()
     board.devices = {
-        **{uuid: Device(uuid=uuid, index=str(row), vendor="nvidia", model="H100") for row, uuid in enumerate(DEVICES)},
+        **{
+            uuid: Device(uuid=uuid, index=str(row), vendor="nvidia", model="H100")
+            for row, uuid in enumerate(DEVICES)
+        },
         "MIG-1": Device(uuid="MIG-1", index="0:1", vendor="nvidia", model="H100", parent="GPU-0"),
     }
     processes = {}
@@ -258,9 +323,17 @@ def crowd(chance: random.Random) -> Snapshot:
         job = chance.choice(("", "j1", "j2"))
         rank = chance.choice((None, 0, 1, 2)) if job else None
         made = Process(
-            key=f"{number}@1", pid=number + 10, start_ticks=1, started_ns=1, parent_pid=1, uid=chance.randrange(2), command="",
-            cgroup=chance.choice(("", "/a", "/b")), devices=devices[:1], owner=Owner(job=job, rank=rank, devices=devices[1:]),
-        )  # fmt: skip
+            key=f"{number}@1",
+            pid=number + 10,
+            start_ticks=1,
+            started_ns=1,
+            parent_pid=1,
+            uid=chance.randrange(2),
+            command="",
+            cgroup=chance.choice(("", "/a", "/b")),
+            devices=devices[:1],
+            owner=Owner(job=job, rank=rank, devices=devices[1:]),
+        )
         processes[made.key] = made
     board.processes = processes
     return board
@@ -280,21 +353,29 @@ def test_the_processes_that_labels_name(seed: int) -> None:
         expected = {p.key for p in everybody if of & {*p.devices, *p.owner.devices}}
         assert keys(index.find_by_labels({"device": device})) == expected
     for group in ("/a", "/b", "/c"):
-        assert keys(index.find_by_labels({"cgroup": group})) == {p.key for p in everybody if p.cgroup == group}
+        assert keys(index.find_by_labels({"cgroup": group})) == {
+            p.key for p in everybody if p.cgroup == group
+        }
     for job in ("j1", "j2", "j3"):
         members = [p for p in everybody if p.owner.job == job]
         assert keys(index.find_by_labels({"job": job})) == {p.key for p in members}
         assert keys(index.list_job_processes(1, job)) == {p.key for p in members if p.uid == 1}
         for rank in ("0", "1", "2", "7"):
-            of_rank = [p for p in members if str(p.owner.rank) == rank] or [p for p in members if p.owner.rank is None]
-            assert keys(index.find_by_labels({"job": job, "rank": rank})) == {p.key for p in of_rank}
+            of_rank = [p for p in members if str(p.owner.rank) == rank] or [
+                p for p in members if p.owner.rank is None
+            ]
+            assert keys(index.find_by_labels({"job": job, "rank": rank})) == {
+                p.key for p in of_rank
+            }
     assert keys(index.find_by_labels({"process": "3@1", "device": "GPU-0"})) == {"3@1"}
     assert index.find_by_labels({"process": "99@1"}) == []
     assert keys(index.find_by_labels({})) == set(board.processes)
     assert keys(filter_by_owner(everybody, {"job": "j1", "rank": "1", "device": "GPU-0"})) == {
         p.key for p in everybody if p.owner.job == "j1" and p.owner.rank == 1
     }
-    assert keys(filter_by_owner(everybody, {"rank": ""})) == {p.key for p in everybody if p.owner.rank is None}
+    assert keys(filter_by_owner(everybody, {"rank": ""})) == {
+        p.key for p in everybody if p.owner.rank is None
+    }
 
 
 def test_the_index_follows_the_board() -> None:
@@ -318,14 +399,21 @@ def test_the_slowest_and_the_median_rank_by_sorted_means(seed: int) -> None:
         steps.report(each.key, "job", each.owner.rank, durations)
         means[each.key] = sum(durations) / len(durations)
     made = rule('on = "cadence"\nevery = 3600\ntarget = "slowest-and-median"')
-    (target,) = select_targets(made, [launcher, *ranks[:1]], ProcessIndex(board), set(board.processes), steps)
+    (target,) = select_targets(
+        made, [launcher, *ranks[:1]], ProcessIndex(board), set(board.processes), steps
+    )
     ordered = sorted(means, key=lambda key: means[key])
-    assert {each.key for each in target.processes} == {ordered[-1], ordered[(len(ordered) - 1) // 2]}
+    assert {each.key for each in target.processes} == {
+        ordered[-1],
+        ordered[(len(ordered) - 1) // 2],
+    }
     assert target.refusal is None
     (nobody,) = select_targets(made, ranks[:1], ProcessIndex(board), set(), steps)
     assert nobody.refusal is not None
     assert nobody.refusal.reason == "not-registered"
-    (unknown,) = select_targets(made, ranks[:1], ProcessIndex(board), set(board.processes), StepCounter())
+    (unknown,) = select_targets(
+        made, ranks[:1], ProcessIndex(board), set(board.processes), StepCounter()
+    )
     assert unknown.refusal is not None
     assert (unknown.refusal.reason, unknown.processes) == ("no-steps", ())
 
@@ -362,7 +450,10 @@ def looped(durations: list[float], last: int, by: float) -> Iterator[bool]:
             else:
                 usual = median(kept)
                 above = sum(each > usual for each in window)
-                is_slow = median(window) > usual * (1 + by) and (above - last / 2) / (math.sqrt(last) / 2) >= 4.9
+                is_slow = (
+                    median(window) > usual * (1 + by)
+                    and (above - last / 2) / (math.sqrt(last) / 2) >= 4.9
+                )
                 if not is_slow:
                     before += window
             window = []
@@ -403,10 +494,16 @@ def test_means_of_many_steps_are_fewer_witnesses() -> None:
     for seconds, looks in ((1.0, 30), (2.0, 9)):  # 120 witnesses, then 36: not a window yet
         for _ in range(looks):
             steps.count(
-                StepsTaken("7@1", (0,) * 10 + (100,) + (0,) * (len(_bounds()) - 10), 100 * seconds, None), "job", 0
+                StepsTaken(
+                    "7@1", (0,) * 10 + (100,) + (0,) * (len(_bounds()) - 10), 100 * seconds, None
+                ),
+                "job",
+                0,
             )
     assert list(watch.look(START_NS)) == []
-    steps.count(StepsTaken("7@1", (0,) * 10 + (100,) + (0,) * (len(_bounds()) - 10), 200.0, None), "job", 0)
+    steps.count(
+        StepsTaken("7@1", (0,) * 10 + (100,) + (0,) * (len(_bounds()) - 10), 200.0, None), "job", 0
+    )
     assert len(list(watch.look(START_NS))) == 1
 
 

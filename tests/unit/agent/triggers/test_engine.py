@@ -49,14 +49,23 @@ def test_a_request_names_its_trigger_everywhere(tmp_path: Path) -> None:
         rules.run(WORKER)
         (request,) = await hot(rules, 2)
         assert (request.who, request.uid) == ("trigger rule", WORKER.uid)
-        assert (request.wanted.steps, request.wanted.shapes, request.wanted.pids) == (7, True, (WORKER.pid,))
+        assert (request.wanted.steps, request.wanted.shapes, request.wanted.pids) == (
+            7,
+            True,
+            (WORKER.pid,),
+        )
         document = rules.desk._capture(request, request.targets)
         assert document["request"]["trigger"] == {
-            "rule": "rule", "target": "job", "what": "gpu_power_watts of device GPU-0 is 9 watts, above 5 watts",
-        }  # fmt: skip
+            "rule": "rule",
+            "target": "job",
+            "what": "gpu_power_watts of device GPU-0 is 9 watts, above 5 watts",
+        }
         assert (tmp_path / "traces" / str(WORKER.uid) / request.id).is_dir()
         await rules.close()
-        (line,) = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text(encoding="utf-8").splitlines()]
+        (line,) = [
+            json.loads(line)
+            for line in (tmp_path / "audit.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         assert (line["who"], line["what"], line["result"], line["request"]) == (
             "trigger rule",
             "trigger",
@@ -79,7 +88,9 @@ def test_refusals_are_counted_by_reason_and_noted_once_a_minute(tmp_path: Path) 
         assert [await hot(rules, 2) != [] for _ in range(4)] == [True, False, False, False]
         assert rules.refusals() == {"not-registered": 2, "cooldown": 3}
         values = {
-            (each.metric, each.labels): each.value for each in rules.triggers.readings() if isinstance(each, Reading)
+            (each.metric, each.labels): each.value
+            for each in rules.triggers.readings()
+            if isinstance(each, Reading)
         }
         assert values["trigger_refusals_total", ("rule", "cooldown")] == 3
         assert values["trigger_requests_total", ("rule",)] == 1
@@ -87,8 +98,16 @@ def test_refusals_are_counted_by_reason_and_noted_once_a_minute(tmp_path: Path) 
         assert refusal is not None
         assert (refusal.reason, refusal.target, refusal.uid) == ("cooldown", "job", WORKER.uid)
         await rules.close()
-        lines = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text(encoding="utf-8").splitlines()]
-        assert [line["result"] for line in lines] == ["not-registered", "not-registered", "done", "cooldown"]
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / "audit.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
+        assert [line["result"] for line in lines] == [
+            "not-registered",
+            "not-registered",
+            "done",
+            "cooldown",
+        ]
 
     asyncio.run(live())
 
@@ -159,14 +178,18 @@ class Writes:
     def resources(self, process: Process) -> frozenset[str]:
         return frozenset()
 
-    async def record(self, process: Process, window: Window, directory: Path, stem: str) -> list[Path]:
+    async def record(
+        self, process: Process, window: Window, directory: Path, stem: str
+    ) -> list[Path]:
         path = directory / f"{stem}.dump.json"
         path.write_bytes(b"x" * 100)
         return [path]
 
 
 @pytest.mark.parametrize(("mb", "state"), [(0.0001, "kept"), (0.00009, "failed")])
-def test_a_file_that_is_larger_than_a_trace_may_be_is_not_kept(tmp_path: Path, mb: float, state: str) -> None:
+def test_a_file_that_is_larger_than_a_trace_may_be_is_not_kept(
+    tmp_path: Path, mb: float, state: str
+) -> None:
     async def live() -> None:
         text = HOT + 'profilers = ["dump"]\nduration = 0.1'
         rules = Rules(rule(text), folder=tmp_path, budget=TriggerBudget(mb_per_trace=mb))
@@ -191,19 +214,28 @@ def test_a_job_of_two_users_is_traced_for_each_apart(tmp_path: Path) -> None:
     async def live() -> None:
         rules = Rules(rule('on = "cadence"\nevery = 60'), folder=tmp_path)
         users = (40_001, 40_002)
-        rules.run(*(msgspec.structs.replace(worker(number, rank=number), uid=uid) for number, uid in enumerate(users)))
+        rules.run(
+            *(
+                msgspec.structs.replace(worker(number, rank=number), uid=uid)
+                for number, uid in enumerate(users)
+            )
+        )
         made = await rules.after(60)
         assert sorted(request.uid for request in made) == list(users)
         for request in made:
             assert [target.uid for target in request.targets] == [request.uid]
-            assert (tmp_path / "traces" / str(request.uid) / "incoming").stat().st_uid == request.uid
+            assert (
+                tmp_path / "traces" / str(request.uid) / "incoming"
+            ).stat().st_uid == request.uid
         await rules.ended()
         await rules.close()
 
     asyncio.run(live())
 
 
-def test_an_agent_of_a_user_leaves_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_of_a_user_leaves_others_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("os.geteuid", lambda: WORKER.uid + 1)
 
     async def live() -> None:
@@ -223,7 +255,11 @@ class Stuck:
 
     def look(self, now_ns: int) -> list[Occurrence]:
         hangs = now_ns >= self.since_ns
-        return [Occurrence({"job": "job"}, f"job@{self.since_ns}", "no step for 10 medians")] if hangs else []
+        return (
+            [Occurrence({"job": "job"}, f"job@{self.since_ns}", "no step for 10 medians")]
+            if hangs
+            else []
+        )
 
     def trouble(self) -> str:
         return ""
@@ -232,7 +268,9 @@ class Stuck:
 def test_a_watch_of_another_part_of_the_agent(tmp_path: Path) -> None:
     async def live() -> None:
         watches = {"hang": lambda _: Stuck(START_NS + 60 * 10**9)}
-        rules = Rules(rule('on = "hang"\nwhere = { job = "job" }'), folder=tmp_path, watches=watches)
+        rules = Rules(
+            rule('on = "hang"\nwhere = { job = "job" }'), folder=tmp_path, watches=watches
+        )
         rules.run(WORKER, worker(1, "other"))
         assert rules.triggers.trouble() == {}
         assert [len(await rules.after(30)) for _ in range(5)] == [0, 1, 0, 0, 0]
@@ -260,7 +298,9 @@ def test_cooldown_budget_and_counts_outlive_the_agent(tmp_path: Path) -> None:
         budget = TriggerBudget(mb_per_day=10.0, mb_per_trace=4.0, share=1.0)
 
         def begun(now_ns: int) -> Rules:
-            rules = Rules(rule(HOT + "duration = 0.1\ncooldown = 100"), folder=tmp_path, budget=budget)
+            rules = Rules(
+                rule(HOT + "duration = 0.1\ncooldown = 100"), folder=tmp_path, budget=budget
+            )
             rules.now_ns = now_ns
             rules.run(WORKER)
             return rules

@@ -21,12 +21,20 @@ from traceloom.agent.triggers.watches import HangRuleWatch
 def desk(tmp_path: Path) -> HangService:
     config = Config()
     return HangService(
-        config, Snapshot(), History(None, config.history), StepCounter(), places=TraceDirectories(tmp_path), path=tmp_path / "hangs.json",
-        boot_id="", note=lambda _what, _details: None,
-    )  # fmt: skip
+        config,
+        Snapshot(),
+        History(None, config.history),
+        StepCounter(),
+        places=TraceDirectories(tmp_path),
+        path=tmp_path / "hangs.json",
+        boot_id="",
+        note=lambda _what, _details: None,
+    )
 
 
-def record(number: str, sentence: str = "rank 1 is elsewhere", state: State = "hangs") -> HangRecord:
+def record(
+    number: str, sentence: str = "rank 1 is elsewhere", state: State = "hangs"
+) -> HangRecord:
     hang = Hang(job="slurm-7", uid=0, processes=(), since_ns=1, seen_ns=2, median_s=0.1)
     return HangRecord(id=number, hang=hang, sentence=sentence, state=state)
 
@@ -39,7 +47,11 @@ def test_each_hang_fires_once_when_it_is_described(desk: HangService) -> None:
     assert list(watch.look(0)) == []  # it is being looked at
     desk.records[-1] = record("new")
     [firing] = watch.look(0)
-    assert (firing.labels, firing.episode, firing.what) == ({"job": "slurm-7"}, "new", "rank 1 is elsewhere")
+    assert (firing.labels, firing.episode, firing.what) == (
+        {"job": "slurm-7"},
+        "new",
+        "rank 1 is elsewhere",
+    )
     assert list(watch.look(0)) == []
     desk.records.append(record("over", state="recovered"))
     assert list(watch.look(0)) == []

@@ -39,7 +39,14 @@ def of(*texts: str) -> Callable[[], Rules]:
     return make
 
 
-async def fires(rules: Rules, values: list[float | None], *, every_s: float = 10.0, metric: str, labels: tuple[str, ...]) -> list[int]:  # fmt: skip
+async def fires(
+    rules: Rules,
+    values: list[float | None],
+    *,
+    every_s: float = 10.0,
+    metric: str,
+    labels: tuple[str, ...],
+) -> list[int]:
     """Deliver values one after the other; the numbers of those at which a request was made."""
     at = []
     for number, value in enumerate(values):
@@ -87,7 +94,9 @@ def test_a_counter_counts_as_its_rate() -> None:
     async def test(rules: Rules) -> None:
         # 1, 2, 5 seconds of each ten; then the counter begins anew and has 1.
         totals: list[float | None] = [100.0, 101.0, 103.0, 108.0, 1.0]
-        assert await fires(rules, totals, metric="dataloader_wait_seconds_total", labels=("job", "1")) == [3]
+        assert await fires(
+            rules, totals, metric="dataloader_wait_seconds_total", labels=("job", "1")
+        ) == [3]
         (request,) = rules.desk.requests.values()
         assert request.trigger is not None
         assert (
@@ -135,7 +144,10 @@ def test_a_launcher_that_polls_too_is_not_traced_beside_its_ranks(target: str) -
     async def test(rules: Rules) -> None:
         rules.run(worker(0), worker(1, rank=0), worker(2, rank=1))
         made = await rules.after(3600)
-        assert sorted(each.pid for request in made for each in request.targets) == [worker(2).pid, worker(1).pid]
+        assert sorted(each.pid for request in made for each in request.targets) == [
+            worker(2).pid,
+            worker(1).pid,
+        ]
 
     live(of(f'on = "cadence"\nevery = 3600\ntarget = "{target}"'), test)
 
@@ -183,7 +195,9 @@ def test_while_it_lasts_it_is_traced_again_after_the_cooldown() -> None:
 
 def test_a_kill_for_want_of_memory_is_of_its_job_and_happens_once() -> None:
     async def test(rules: Rules) -> None:
-        assert rules.triggers.trouble() == {"rule": "no collector counts processes that are killed for want of memory"}
+        assert rules.triggers.trouble() == {
+            "rule": "no collector counts processes that are killed for want of memory"
+        }
         rules.put("oom_kills_total", {("/job", "job"): 1.0})
         assert rules.triggers.trouble() == {}
         assert await rules.after(1) == []
@@ -193,7 +207,10 @@ def test_a_kill_for_want_of_memory_is_of_its_job_and_happens_once() -> None:
         assert request.trigger is not None
         assert request.trigger.what == "1 process killed for want of memory in /job"
         assert await rules.after(10_000) == []
-        rules.board.oom_kills = [kill, OomKill(at_ns=START_NS + 1, cgroup="/gone", job="gone", uid=0, kills=1)]
+        rules.board.oom_kills = [
+            kill,
+            OomKill(at_ns=START_NS + 1, cgroup="/gone", job="gone", uid=0, kills=1),
+        ]
         assert await rules.after(1) == []
         assert rules.refusals() == {"no-such-process": 1}
 
@@ -205,10 +222,16 @@ def test_errors_of_devices() -> None:
         assert "NVIDIA" in rules.triggers.trouble()["rule"]
         rules.board.devices = {"GPU-1": Device(uuid="GPU-1", index="1", vendor="nvidia", model="")}
         assert rules.triggers.trouble() == {}
-        events = [DeviceEvent(at_ns=1, device="GPU-1", kind="xid", code=13), DeviceEvent(at_ns=2, device="GPU-1", kind="ecc", code=79)]  # fmt: skip
+        events = [
+            DeviceEvent(at_ns=1, device="GPU-1", kind="xid", code=13),
+            DeviceEvent(at_ns=2, device="GPU-1", kind="ecc", code=79),
+        ]
         rules.board.events = events
         assert await rules.after(1) == []
-        rules.board.events = [*events, DeviceEvent(at_ns=3, device="GPU-1", kind="xid", code=79, text="fell off")]
+        rules.board.events = [
+            *events,
+            DeviceEvent(at_ns=3, device="GPU-1", kind="xid", code=79, text="fell off"),
+        ]
         (request,) = await rules.after(1)
         assert [target.rank for target in request.targets] == [1]
         assert request.trigger is not None
@@ -282,7 +305,9 @@ def test_steps_under_a_trace_do_not_count() -> None:
         assert after.trigger.rule == "slower"
 
     def make() -> Rules:
-        always = rule('on = "metric"\nmetric = "gpu_power_watts"\nabove = 5.0\ncooldown = 600000', "always")
+        always = rule(
+            'on = "metric"\nmetric = "gpu_power_watts"\nabove = 5.0\ncooldown = 600000', "always"
+        )
         return Rules(always, rule('on = "step-regression"', "slower"), steps=steps)
 
     live(make, test)
@@ -346,7 +371,9 @@ def _waits(waits: dict[int, float | None]) -> StepCounter:
         ("waits", {0: None, 1: None}, []),
     ],
 )
-def test_the_slowest_rank_and_a_median_one(by: str, waits: dict[int, float | None], ranks: list[int]) -> None:
+def test_the_slowest_rank_and_a_median_one(
+    by: str, waits: dict[int, float | None], ranks: list[int]
+) -> None:
     steps = _waits(waits)
 
     async def test(rules: Rules) -> None:
@@ -364,13 +391,19 @@ def test_the_slowest_rank_and_a_median_one(by: str, waits: dict[int, float | Non
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('on = "metric"\nmetric = "gpu_power_watts"\nabove = 5.0', "no collector delivers `gpu_power_watts` here now, but `gpu_power_limit_watts`"),
-        ('on = "metric"\nmetric = "gpu_power_limit_watts"\nabove = 5.0\nwhere = { device = "GPU-9" }', "no series of `gpu_power_limit_watts` has the labels"),
+        (
+            'on = "metric"\nmetric = "gpu_power_watts"\nabove = 5.0',
+            "no collector delivers `gpu_power_watts` here now, but `gpu_power_limit_watts`",
+        ),
+        (
+            'on = "metric"\nmetric = "gpu_power_limit_watts"\nabove = 5.0\nwhere = { device = "GPU-9" }',
+            "no series of `gpu_power_limit_watts` has the labels",
+        ),
         ('on = "step-regression"', "no steps of any process are known"),
         ('on = "hang"', "this agent does not watch for `hang`"),
         ('on = "cadence"\nevery = 60\nsteps = 5000', "a trace has at most 60 s or 1000 steps"),
     ],
-)  # fmt: skip
+)
 def test_a_rule_that_can_never_fire_is_known(text: str, words: str) -> None:
     async def test(rules: Rules) -> None:
         rules.put("gpu_power_limit_watts", {("GPU-0",): 9.0})
@@ -397,7 +430,10 @@ def test_a_defect_of_one_rule_leaves_the_others(caplog: pytest.LogCaptureFixture
         assert caplog.text.count("trigger bad has a defect") == 1
 
     def rules() -> Rules:
-        every: list[AnyRule] = [rule('on = "hang"', "bad"), rule('on = "cadence"\nevery = 3600', "good")]
+        every: list[AnyRule] = [
+            rule('on = "hang"', "bad"),
+            rule('on = "cadence"\nevery = 3600', "good"),
+        ]
         return Rules(*every)
 
     live(rules, test)

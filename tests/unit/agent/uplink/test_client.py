@@ -22,13 +22,18 @@ def test_questions_go_over_one_connection_with_the_credential_below_the_prefix()
     enrolled = Reply(b'{"host": "node1", "credential": "secret"}')
     with scripted(lambda question: WORK if question.method == "GET" else enrolled) as service:
         client = ServiceClient(f"{service.url}/behind/a/proxy/")
-        assert client.get("agents/node1/work?version=&wait=30", WorkAnswer) == WorkAnswer(version="7")
+        assert client.get("agents/node1/work?version=&wait=30", WorkAnswer) == WorkAnswer(
+            version="7"
+        )
         enrolment = Enrolment(token="once", host="node1")
         client.credential = client.post("agents/enrol", enrolment, HostCredentials).credential
         client.get("agents/node1/work", WorkAnswer)
         client.close()
     first, second, third = service.questions
-    assert (first.method, first.path) == ("GET", "/behind/a/proxy/api/v1/agents/node1/work?version=&wait=30")
+    assert (first.method, first.path) == (
+        "GET",
+        "/behind/a/proxy/api/v1/agents/node1/work?version=&wait=30",
+    )
     assert (first.credential, first.body) == ("", b"")
     assert (second.method, second.path) == ("POST", "/behind/a/proxy/api/v1/agents/enrol")
     assert msgspec.json.decode(second.body, type=Enrolment) == enrolment
@@ -43,21 +48,33 @@ def test_a_file_arrives_as_it_is(tmp_path: Path, size: int) -> None:
     with scripted(lambda _: Reply()) as service:
         client = ServiceClient(service.url, credential="secret")
         client.put_file("agents/node1/requests/r/files/rank0.kineto.json.gz", path, size)
-        client.get("agents/node1/work", msgspec.Raw)  # what follows on the connection is a question of its own
+        client.get(
+            "agents/node1/work", msgspec.Raw
+        )  # what follows on the connection is a question of its own
         client.close()
     put, get = service.questions
-    assert (put.method, put.body == path.read_bytes(), put.credential) == ("PUT", True, "Bearer secret")
+    assert (put.method, put.body == path.read_bytes(), put.credential) == (
+        "PUT",
+        True,
+        "Bearer secret",
+    )
     assert (get.method, get.connection) == ("GET", put.connection)
 
 
 def test_a_refusal_is_told_in_the_services_words() -> None:
-    with scripted(lambda _: refusal(409, "host-known", "node1 belongs to the fleet", "name it otherwise")) as service:
+    with scripted(
+        lambda _: refusal(409, "host-known", "node1 belongs to the fleet", "name it otherwise")
+    ) as service:
         client = ServiceClient(service.url)
         with pytest.raises(ServiceError) as raised:
             client.get("agents/node1/work", WorkAnswer)
         client.close()
     error = raised.value
-    assert (error.status, error.slug, error.message) == (409, "host-known", "node1 belongs to the fleet")
+    assert (error.status, error.slug, error.message) == (
+        409,
+        "host-known",
+        "node1 belongs to the fleet",
+    )
     assert error.hint == "name it otherwise"
 
 
@@ -68,12 +85,28 @@ def test_a_refusal_is_told_in_the_services_words() -> None:
         pytest.param(Reply(b'{"version": 7}'), "service-unclear", 0, id="a number for a text"),
         pytest.param(Reply(b'{"work": []}'), "service-unclear", 0, id="half an answer"),
         pytest.param(Reply(b'{"version": "\xff\xfe"}'), "service-unclear", 0, id="no text"),
-        pytest.param(Reply(b'{"error": {"slug": "\xff"}}', 400), "service-unclear", 400, id="a refusal without text"),
-        pytest.param(Reply(b"<html>Bad Gateway</html>", 502), "service-unclear", 502, id="a page of a proxy"),
-        pytest.param(Reply(b'{"error": "no"}', 403), "service-unclear", 403, id="a refusal of another form"),
+        pytest.param(
+            Reply(b'{"error": {"slug": "\xff"}}', 400),
+            "service-unclear",
+            400,
+            id="a refusal without text",
+        ),
+        pytest.param(
+            Reply(b"<html>Bad Gateway</html>", 502), "service-unclear", 502, id="a page of a proxy"
+        ),
+        pytest.param(
+            Reply(b'{"error": "no"}', 403), "service-unclear", 403, id="a refusal of another form"
+        ),
         pytest.param(Reply(b"[" * 100_000, 500), "service-unclear", 500, id="depth"),
-        pytest.param(Reply(b'{"version": "7", "more": %b}' % DEEP), "service-unclear", 0, id="depth that is skipped"),
-        pytest.param(Reply(b'{"more": %b}' % DEEP, 403), "service-unclear", 403, id="a refusal of such depth"),
+        pytest.param(
+            Reply(b'{"version": "7", "more": %b}' % DEEP),
+            "service-unclear",
+            0,
+            id="depth that is skipped",
+        ),
+        pytest.param(
+            Reply(b'{"more": %b}' % DEEP, 403), "service-unclear", 403, id="a refusal of such depth"
+        ),
         pytest.param(Reply(b" " * (16 * MEBI + 1)), "no-service", 0, id="an answer without end"),
     ],
 )
@@ -181,7 +214,9 @@ def test_a_question_that_waits_is_ended_from_another_thread(before: int) -> None
     assert len(service.questions) == before + 1
 
 
-@pytest.mark.parametrize("url", ["http://10.0.0.1:9466", "ftp://127.0.0.1", "fleet.example", "http://user@127.0.0.1"])
+@pytest.mark.parametrize(
+    "url", ["http://10.0.0.1:9466", "ftp://127.0.0.1", "fleet.example", "http://user@127.0.0.1"]
+)
 def test_an_address_that_would_give_the_credential_away_is_refused(url: str) -> None:
     with pytest.raises(InputError) as raised:
         ServiceClient(url)

@@ -55,7 +55,9 @@ class Fleet:
             self.enrolments.append(msgspec.json.decode(question.body, type=Enrolment))
             if self.enrolments[-1].token != "once":
                 return refusal(403, "wrong-token", "that token is none")
-            return Reply(encode(HostCredentials(host="node1", credential=f"secret{len(self.enrolments)}")))
+            return Reply(
+                encode(HostCredentials(host="node1", credential=f"secret{len(self.enrolments)}"))
+            )
         if question.credential != f"Bearer secret{len(self.enrolments) or 1}":
             self.strangers += 1
             return refusal(401, "no-credential", "who is that?")
@@ -64,7 +66,11 @@ class Fleet:
             self.kept = max([self.kept, *(row.minute for row in self.beats[-1].usage)])
             answered_ns = time.time_ns() + HOUR_NS
             return Reply(
-                encode(HeartbeatAnswer(received_ns=received_ns, answered_ns=answered_ns, usage_through=self.kept))
+                encode(
+                    HeartbeatAnswer(
+                        received_ns=received_ns, answered_ns=answered_ns, usage_through=self.kept
+                    )
+                )
             )
         if "/work?" in question.path:
             version = re.findall("version=([^&]*)", question.path)[0]
@@ -73,7 +79,9 @@ class Fleet:
                 time.sleep(0.01)
             return Reply(encode(WorkAnswer(version=str(self.version), work=self.work)))
         if match := re.search("/requests/([^/]+)$", question.path):
-            self.reports.setdefault(match[1], []).append(msgspec.json.decode(question.body, type=HostReport))
+            self.reports.setdefault(match[1], []).append(
+                msgspec.json.decode(question.body, type=HostReport)
+            )
             return Reply(encode(ReportAnswer()))
         return refusal(404, "no-such-route", question.path)
 
@@ -89,8 +97,13 @@ class Host:
         self.rules = Rules(folder=folder)
         link = replace(FleetLink(server=service.url, heartbeat=0.05), **changes)
         self.uplink = FleetConnection(
-            replace(self.rules.config, fleet=link), folder, self.rules.board, self.rules.desk, JobAccounting("H100"), "boot7"
-        )  # fmt: skip
+            replace(self.rules.config, fleet=link),
+            folder,
+            self.rules.board,
+            self.rules.desk,
+            JobAccounting("H100"),
+            "boot7",
+        )
 
     def until(self, condition: Callable[[], object]) -> None:
         """Belong to the fleet until something is so."""
@@ -107,14 +120,18 @@ class Host:
         asyncio.run(run())
 
 
-def test_a_host_enrols_once_and_keeps_what_it_got_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_enrols_once_and_keeps_what_it_got_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, " once\n")
     fleet = Fleet()
     with scripted(fleet) as service:
         Host(tmp_path, service).until(lambda: fleet.beats)
         monkeypatch.delenv(TOKEN_VARIABLE)
         before = len(fleet.beats)
-        Host(tmp_path, service).until(lambda: len(fleet.beats) > before + 1)  # it needs no token any more
+        Host(tmp_path, service).until(
+            lambda: len(fleet.beats) > before + 1
+        )  # it needs no token any more
         (enrolment,) = fleet.enrolments
         assert (enrolment.token, enrolment.host, enrolment.boot_id) == ("once", "node1", "boot7")
         path = tmp_path / "fleet.json"
@@ -152,32 +169,45 @@ def test_a_token_that_comes_later_is_enough(
         host.until(belongs)
     (trouble,) = troubles
     assert ("that token is none" if token == "other" else str(path)) in trouble
-    assert [each.token for each in fleet.enrolments] == [*(["other"] if token == "other" else []), "once"]
+    assert [each.token for each in fleet.enrolments] == [
+        *(["other"] if token == "other" else []),
+        "once",
+    ]
     assert host.uplink.trouble == ""
 
 
 def test_a_membership_of_another_version_is_refused_and_kept(tmp_path: Path) -> None:
-    (tmp_path / "fleet.json").write_bytes(msgspec.json.encode(Membership(version=2, server="", host="", credential="")))
+    (tmp_path / "fleet.json").write_bytes(
+        msgspec.json.encode(Membership(version=2, server="", host="", credential=""))
+    )
     fleet = Fleet()
     with scripted(fleet) as service:
         host = Host(tmp_path, service)
         host.until(lambda: host.uplink.trouble)
-    assert host.uplink.trouble.startswith("the membership of the fleet has format version 2, this Traceloom reads")
+    assert host.uplink.trouble.startswith(
+        "the membership of the fleet has format version 2, this Traceloom reads"
+    )
     assert msgspec.json.decode((tmp_path / "fleet.json").read_bytes())["version"] == 2
     assert not fleet.enrolments
 
 
-def test_without_any_token_it_says_where_one_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_any_token_it_says_where_one_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     fleet = Fleet()
     with scripted(fleet) as service:
         host = Host(tmp_path, service)
         host.until(lambda: host.uplink.trouble)
-    assert host.uplink.trouble.startswith("this host does not belong to the fleet yet, and there is no token")
+    assert host.uplink.trouble.startswith(
+        "this host does not belong to the fleet yet, and there is no token"
+    )
     assert fleet.enrolments == []
 
 
-def test_a_heartbeat_says_what_the_board_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_says_what_the_board_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "once")
     fleet = Fleet()
     with scripted(fleet) as service:
@@ -185,11 +215,13 @@ def test_a_heartbeat_says_what_the_board_does(tmp_path: Path, monkeypatch: pytes
         board = host.rules.board
         board.devices = {
             "GPU-0": Device(uuid="GPU-0", index="0", vendor="nvidia", model="H100"),
-            "GPU-1": Device(uuid="GPU-1", index="1", vendor="nvidia", model="H100", stale="lost: " + "x" * 1000),
+            "GPU-1": Device(
+                uuid="GPU-1", index="1", vendor="nvidia", model="H100", stale="lost: " + "x" * 1000
+            ),
         }
         host.rules.put(
             "gpu_busy_ratio", {("GPU-0",): 0.75, ("GPU-1",): 0.5, ("GPU-9",): 1.0}, "devices"
-        )  # fmt: skip
+        )
         host.rules.put("job_hung", {("stuck",): 1.0, ("fine",): 0.0}, "hangs")
         host.rules.run(worker(0, "stuck", 0, ("GPU-0",)), worker(1, "fine"))
         host.rules.registry.clients.pop(worker(1).key)
@@ -199,12 +231,16 @@ def test_a_heartbeat_says_what_the_board_does(tmp_path: Path, monkeypatch: pytes
     first, last = fleet.beats[0], fleet.beats[-1]
     assert (first.boot_id, first.clock) == ("boot7", None)
     assert {device.uuid: device.values for device in last.devices} == {
-        "GPU-0": {"gpu_busy_ratio": 0.75}, "GPU-1": {"gpu_busy_ratio": 0.5},
-    }  # fmt: skip
+        "GPU-0": {"gpu_busy_ratio": 0.75},
+        "GPU-1": {"gpu_busy_ratio": 0.5},
+    }
     assert [len(device.stale) for device in last.devices] == [0, 256]
-    assert {(process.job, process.rank, process.polls, process.hung) for process in last.processes} == {
-        ("stuck", 0, True, True), ("fine", None, False, False),
-    }  # fmt: skip
+    assert {
+        (process.job, process.rank, process.polls, process.hung) for process in last.processes
+    } == {
+        ("stuck", 0, True, True),
+        ("fine", None, False, False),
+    }
     # The service's clock is an hour ahead, and what is said of it holds.
     assert last.clock is not None
     assert offset is not None
@@ -212,12 +248,18 @@ def test_a_heartbeat_says_what_the_board_does(tmp_path: Path, monkeypatch: pytes
     assert abs(ahead_ns - HOUR_NS) <= offset.error_ns + 10**8
 
 
-def test_minutes_are_sent_until_they_are_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minutes_are_sent_until_they_are_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "once")
     fleet, down = Fleet(), [True]
 
     def answers(question: Question) -> Reply:
-        return refusal(503, "busy", "later") if down and question.path.endswith("/heartbeat") else fleet(question)
+        return (
+            refusal(503, "busy", "later")
+            if down and question.path.endswith("/heartbeat")
+            else fleet(question)
+        )
 
     rows = {
         minute: [UsageRow(minute=minute, device="GPU-0", state="unallocated", device_ms=60_000)]
@@ -227,7 +269,9 @@ def test_minutes_are_sent_until_they_are_acknowledged(tmp_path: Path, monkeypatc
         host = Host(tmp_path, service)
         host.uplink.backlog.put(rows)
         host.until(lambda: host.uplink.trouble)
-        assert host.uplink.backlog.oldest()[0].minute == 1000  # nothing is lost while the service is down
+        assert (
+            host.uplink.backlog.oldest()[0].minute == 1000
+        )  # nothing is lost while the service is down
         down.clear()
         again = Host(tmp_path, service)  # nor when the agent starts again
         again.until(lambda: fleet.kept == 1129 and not again.uplink.backlog.oldest())
@@ -277,21 +321,29 @@ def test_work_is_armed_told_once_and_ends_where_the_service_wants_it_no_more(
     assert fleet.strangers == 0
 
 
-def test_what_cannot_be_traced_is_told_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_traced_is_told_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "once")
     fleet = Fleet()
     wanted = TraceSpec(job="job", steps=3)
     fleet.offer(
         HostWork(request="nobody", step="start", wanted=replace(wanted, job="no-such-job")),
-        HostWork(request="odd", step="start", wanted=replace(wanted, profilers=("timeline", "memory"))),
+        HostWork(
+            request="odd", step="start", wanted=replace(wanted, profilers=("timeline", "memory"))
+        ),
         HostWork(request="long", step="start", wanted=TraceSpec(job="job", duration_s=1e6)),
     )
     with scripted(fleet) as service:
         host = Host(tmp_path, service)
         host.rules.run(worker(0, rank=0))
         host.until(lambda: len(fleet.reports) == 3)
-    assert {name: [(each.state, each.reason) for each in reports] for name, reports in fleet.reports.items()} == {
-        "nobody": [("failed", "no-such-process")], "odd": [("failed", "wrong-request")],
+    assert {
+        name: [(each.state, each.reason) for each in reports]
+        for name, reports in fleet.reports.items()
+    } == {
+        "nobody": [("failed", "no-such-process")],
+        "odd": [("failed", "wrong-request")],
         "long": [("failed", "too-much")],
-    }  # fmt: skip
+    }
     assert all(report.detail for reports in fleet.reports.values() for report in reports)

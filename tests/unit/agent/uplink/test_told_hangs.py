@@ -16,10 +16,14 @@ from traceloom.agent.topline import JobAccounting
 def test_processes_of_a_job_that_hangs_are_told_as_such_and_no_others(tmp_path: Path) -> None:
     async def told() -> dict[str, bool]:
         rules = Rules(folder=tmp_path)
-        rules.run(worker(0, job="stuck", rank=0), worker(1, job="stuck", rank=1), worker(2, job="fine"))
+        rules.run(
+            worker(0, job="stuck", rank=0), worker(1, job="stuck", rank=1), worker(2, job="fine")
+        )
         rules.put("job_hung", {("stuck",): 1.0, ("fine",): 0.0}, "hangs")
         config = replace(rules.config, fleet=FleetLink(server="http://127.0.0.1:1"))
-        uplink = FleetConnection(config, tmp_path, rules.board, rules.desk, JobAccounting("H100"), "boot")
+        uplink = FleetConnection(
+            config, tmp_path, rules.board, rules.desk, JobAccounting("H100"), "boot"
+        )
         beat = uplink._heartbeat([])
         await rules.close()
         return {f"{process.job} {process.rank}": process.hung for process in beat.processes}

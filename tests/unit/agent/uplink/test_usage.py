@@ -23,7 +23,9 @@ FIRST = 28_333_333  # a minute of 2023
 TICK = st.tuples(
     st.integers(1, 200_000),  # ms
     st.lists(
-        st.tuples(st.sampled_from(["a", "b", None]), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=3
+        st.tuples(st.sampled_from(["a", "b", None]), st.integers(0, 9), st.integers(0, 9)),
+        min_size=1,
+        max_size=3,
     ),
 )
 
@@ -38,7 +40,9 @@ def times(device: str, ms: int, shares: list[tuple[str | None, int, int]]) -> li
 
 
 @given(st.lists(TICK, min_size=1, max_size=20), st.integers(0, MINUTE_MS))
-def test_the_rows_are_the_ticks(ticks: list[tuple[int, list[tuple[str | None, int, int]]]], begin: int) -> None:
+def test_the_rows_are_the_ticks(
+    ticks: list[tuple[int, list[tuple[str | None, int, int]]]], begin: int
+) -> None:
     usage, end = UsageAccumulator(), FIRST * MINUTE_MS + begin
     expected: Counter[tuple[str, str]] = Counter()
     for ms, shares in ticks:
@@ -47,7 +51,9 @@ def test_the_rows_are_the_ticks(ticks: list[tuple[int, list[tuple[str | None, in
         usage.add(end * MS, of_tick, {"a": 1000.0})
         for time in of_tick:
             expected[time.job or "", "busy"] += time.busy_ms
-            expected[time.job or "", "unallocated" if time.job is None else "idle-allocated"] += time.idle_ms
+            expected[time.job or "", "unallocated" if time.job is None else "idle-allocated"] += (
+                time.idle_ms
+            )
     minutes = usage.take((end + MINUTE_MS) * MS, {"g": "H100"})
     assert usage.dropped_ms == 0
     spent: Counter[tuple[str, str]] = Counter()
@@ -60,21 +66,29 @@ def test_the_rows_are_the_ticks(ticks: list[tuple[int, list[tuple[str | None, in
             spent[row.job, row.state] += row.device_ms
     assert spent == +expected
     if any(row.job == "a" for rows in minutes.values() for row in rows):
-        read = sum(row.input_bytes or 0 for rows in minutes.values() for row in rows if row.job == "a")
+        read = sum(
+            row.input_bytes or 0 for rows in minutes.values() for row in rows if row.job == "a"
+        )
         assert read <= 1000 * len(ticks) + len(minutes)
 
 
 def test_a_tick_is_cut_at_the_minute_and_its_energy_with_it() -> None:
     usage = UsageAccumulator()
     tick = [JobDeviceTime("g", "a", 5000, 5000, 0, 3000.0, (1e12, 4e12))]
-    usage.add((FIRST * MINUTE_MS + 4000) * MS, tick, {"a": 900.0})  # 6 s before the minute, 4 s in it
+    usage.add(
+        (FIRST * MINUTE_MS + 4000) * MS, tick, {"a": 900.0}
+    )  # 6 s before the minute, 4 s in it
     minutes = usage.take((FIRST + 1) * MINUTE_MS * MS, {"g": "H100"})
-    assert {minute: [(row.state, row.device_ms, row.energy_mj, row.input_bytes) for row in rows]
-            for minute, rows in minutes.items()} == {
+    assert {
+        minute: [(row.state, row.device_ms, row.energy_mj, row.input_bytes) for row in rows]
+        for minute, rows in minutes.items()
+    } == {
         FIRST - 1: [("busy", 3000, 900_000, 270), ("idle-allocated", 3000, 900_000, 270)],
         FIRST: [("busy", 2000, 600_000, 180), ("idle-allocated", 2000, 600_000, 180)],
-    }  # fmt: skip
-    assert sum(row.flops_low or 0 for rows in minutes.values() for row in rows) == pytest.approx(1e12)
+    }
+    assert sum(row.flops_low or 0 for rows in minutes.values() for row in rows) == pytest.approx(
+        1e12
+    )
 
 
 def test_no_minute_gets_more_than_it_has_and_none_is_given_twice() -> None:
@@ -119,11 +133,15 @@ def damage_by_row(path: Path, content: bytes) -> None:
     [
         pytest.param(lambda path: path.write_bytes(b"no database" * 1000), id="no database"),
         pytest.param(lambda path: damage_by_row(path, b"\xc1"), id="a row that is none"),
-        pytest.param(lambda path: damage_by_row(path, b"\x91\x81\xa6minute\xa1\xff"), id="a row without text"),
+        pytest.param(
+            lambda path: damage_by_row(path, b"\x91\x81\xa6minute\xa1\xff"), id="a row without text"
+        ),
         pytest.param(lambda path: damage_by_row(path, b"\x91" * 5000), id="a row of depth"),
     ],
 )
-def test_a_damaged_file_is_put_aside_and_new_minutes_are_kept(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+def test_a_damaged_file_is_put_aside_and_new_minutes_are_kept(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
     """Else the host would say nothing to its fleet any more: each heartbeat begins with what lies there."""
     path = tmp_path / "usage.db"
     row = UsageRow(minute=FIRST, device="g", state="busy", device_ms=1)

@@ -18,7 +18,9 @@ def refused(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str
     return code, capsys.readouterr().err
 
 
-def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_cannot_be_measured_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     code, said = refused(capsys, "--backend", "telepathy")
     assert (code, "no-backend" in said, "it has gloo" in said) == (3, True, True)
     code, said = refused(capsys, "--max-size", "1B")
@@ -31,8 +33,15 @@ def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str], 
     assert (code, "file-exists" in said) == (3, True)
 
 
-def test_ranks_of_a_launcher_are_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+def test_ranks_of_a_launcher_are_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     assert measure.launched() == (3, 8, 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

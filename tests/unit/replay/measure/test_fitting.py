@@ -15,7 +15,16 @@ from traceloom.cli import main
 from traceloom.report import calibration as report
 from traceloom.report.documents.calibration import CalibrationDocument
 from traceloom.workload.replay.measure import fit_machine
-from traceloom.workload.replay.measure_rank import COLLECTIVES, FEWEST, MOST, Recorded, Series, Task, enough, half_width
+from traceloom.workload.replay.measure_rank import (
+    COLLECTIVES,
+    FEWEST,
+    MOST,
+    Recorded,
+    Series,
+    Task,
+    enough,
+    half_width,
+)
 from traceloom.workload.simulate.machine_file import machine_text, read_machine
 
 PLANTED = {  # latency in ns, bus bandwidth in 10^9 B/s
@@ -28,7 +37,11 @@ def task(ranks: int = 2, per_host: int | None = None, *, max_bytes: int = 1 << 2
 
 
 def recorded(
-    of: Task, noise: float = 0.05, times: int = 25, one_clock: bool = True, device: str = "A processor"
+    of: Task,
+    noise: float = 0.05,
+    times: int = 25,
+    one_clock: bool = True,
+    device: str = "A processor",
 ) -> Recorded:
     """What ranks would record on a machine with the planted figures; every 20th time is disturbed by 4 ms."""
     chance = np.random.default_rng(0)
@@ -44,11 +57,22 @@ def recorded(
             latency, bandwidth = PLANTED[kind]
             for size in of.sizes:
                 bus = size * compute_bus_factor(kind, count)
-                times_ns = repeated(latency * (1 if group.span == "inside" else 3) + bus / bandwidth)
+                times_ns = repeated(
+                    latency * (1 if group.span == "inside" else 3) + bus / bandwidth
+                )
                 transfers.append(Series(kind, group.span, count, size, bus, times_ns))
     kernels = [Series("copy", "fp32", of.ranks, 1 << 28, 2 << 28, repeated(500 + (2 << 28) / 20))]
-    kernels += [Series("matrix_product", "bf16", of.ranks, rows, 2 * rows**3, repeated(3_000 + 2 * rows**3 / 400))
-                for rows in (128, 256, 512, 1024)]  # fmt: skip
+    kernels += [
+        Series(
+            "matrix_product",
+            "bf16",
+            of.ranks,
+            rows,
+            2 * rows**3,
+            repeated(3_000 + 2 * rows**3 / 400),
+        )
+        for rows in (128, 256, 512, 1024)
+    ]
     return Recorded(transfers, kernels, {}, device, one_clock)
 
 
@@ -66,7 +90,9 @@ def test_planted_latency_and_bandwidth_come_back() -> None:
     assert answer.machine.device.memory == pytest.approx(20e9, rel=0.05)
 
 
-def test_the_machine_predicts_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_machine_predicts_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     answer = fit_machine(task(), recorded(task()))
     (tmp_path / "machine.toml").write_text(machine_text(answer.machine), encoding="utf-8")
     machine = read_machine(tmp_path / "machine.toml")
@@ -79,10 +105,23 @@ def test_the_machine_predicts_what_was_measured(tmp_path: Path, capsys: pytest.C
         assert answered.time_ns == pytest.approx(median, rel=0.1)
     for kind, size, own in (("all_reduce", 4 << 20, 4 << 20), ("all_gather", 16 << 20, 8 << 20)):
         workload = tmp_path / kind  # its files tell what each rank gives
-        options = ["--collective", kind, "--ranks", "2", "--size", str(own), "-o", str(workload), "-q"]
+        options = [
+            "--collective",
+            kind,
+            "--ranks",
+            "2",
+            "--size",
+            str(own),
+            "-o",
+            str(workload),
+            "-q",
+        ]
         assert main(["generate", "collective", *options]) == 0
         capsys.readouterr()
-        assert main(["simulate", str(workload), "--machine", str(tmp_path / "machine.toml"), "--json"]) == 0
+        assert (
+            main(["simulate", str(workload), "--machine", str(tmp_path / "machine.toml"), "--json"])
+            == 0
+        )
         simulated = json.loads(capsys.readouterr().out)["after_ns"]
         fit = answer.transfers.filter(collective=kind).row(0, named=True)
         measured = medians.filter(collective=kind, size_bytes=size)["transfer_ns"].item()
@@ -91,13 +130,19 @@ def test_the_machine_predicts_what_was_measured(tmp_path: Path, capsys: pytest.C
 
 def test_groups_lie_inside_hosts_and_between_them() -> None:
     assert [(group.span, group.ranks, len(group.kinds)) for group in task(4, 2).groups()] == [
-        ("inside", (0, 1), 5), ("inside", (0, 1), 1), ("between", (0, 2), 5), ("between", (0, 2), 1),
+        ("inside", (0, 1), 5),
+        ("inside", (0, 1), 1),
+        ("between", (0, 2), 5),
+        ("between", (0, 2), 1),
         ("between", (0, 1, 2, 3), 5),
-    ]  # fmt: skip
+    ]
     assert [group.span for group in task(3, 1).groups()] == ["between", "between"]
     assert list(task(1).groups()) == []
     answer = fit_machine(task(4, 2), recorded(task(4, 2)))
-    assert [(part.name, part.size) for part in answer.machine.dimensions] == [("inside", 2), ("between", 2)]
+    assert [(part.name, part.size) for part in answer.machine.dimensions] == [
+        ("inside", 2),
+        ("between", 2),
+    ]
     assert (answer.machine.ranks, answer.machine.ranks_per_host) == (4, 2)
     rows = answer.transfers.filter(collective="all_reduce").select("span", "ranks").rows()
     assert sorted(rows) == [("between", 2), ("between", 4), ("inside", 2)]
@@ -125,7 +170,10 @@ def test_what_a_library_cannot_do_is_said() -> None:
 def test_what_disturbs_and_what_is_assumed_is_said() -> None:
     of = task(2, 1)
     wild = recorded(of, noise=1.5, times=FEWEST, one_clock=False)
-    assert {notice.slug for notice in fit_machine(of, wild).notices} == {"medians-unsure", "no-common-clock"}
+    assert {notice.slug for notice in fit_machine(of, wild).notices} == {
+        "medians-unsure",
+        "no-common-clock",
+    }
 
 
 def test_a_known_device_keeps_its_peaks() -> None:

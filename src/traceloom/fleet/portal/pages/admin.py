@@ -9,7 +9,22 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 import msgspec
-from htpy import Node, a, button, code, details, div, form, fragment, label, option, p, select, summary, textarea
+from htpy import (
+    Node,
+    a,
+    button,
+    code,
+    details,
+    div,
+    form,
+    fragment,
+    label,
+    option,
+    p,
+    select,
+    summary,
+    textarea,
+)
 from markupsafe import Markup, escape
 
 from traceloom.errors import InputError
@@ -96,7 +111,11 @@ AUDIT_PAGE = Page(
 TOKENS_COLUMNS = (
     PageColumn("name", "Token"),
     PageColumn("state", "State", "state"),
-    PageColumn("role", "Role", hint="each may do what those before it may: viewer, requester, operator, admin"),
+    PageColumn(
+        "role",
+        "Role",
+        hint="each may do what those before it may: viewer, requester, operator, admin",
+    ),
     PageColumn("created_ns", "Made", "instant"),
     PageColumn("expires_ns", "Until", "instant", unknown="it does not expire"),
 )
@@ -143,17 +162,24 @@ def build_tokens_controls(visit: PageRequest, tokens: list[TokenRecord]) -> Node
     content = form(method="post")[
         div(".fields")[
             build_text_field(
-                "name", "Name", "As the user is called whose jobs it traces.", value=visit.field("name"),
-                required="required", maxlength="80",
+                "name",
+                "Name",
+                "As the user is called whose jobs it traces.",
+                value=visit.field("name"),
+                required="required",
+                maxlength="80",
             ),
-            build_text_field("days", "Days", "After so many it expires; empty: never.", value=visit.field("days")),
+            build_text_field(
+                "days", "Days", "After so many it expires; empty: never.", value=visit.field("days")
+            ),
             build_choices("role", "Role", roles, [visit.field("role") or "requester"]),
         ],
         div(".buttons")[button(".primary", type="submit")["Make it"]],
-    ]  # fmt: skip
+    ]
     names = [token.name for token in tokens if _get_token_state(token) == "active"]
     choice = div(".field")[
-        label(for_="revoke")["Token"], select(id="revoke", name="revoke")[(option(value=name)[name] for name in names)]
+        label(for_="revoke")["Token"],
+        select(id="revoke", name="revoke")[(option(value=name)[name] for name in names)],
     ]
     return [
         build_fold_out("make", "Make a token", content, is_open=bool(visit.form)),
@@ -172,7 +198,9 @@ async def handle_tokens_action(visit: PageRequest) -> str | Node:
         return visit.address.path
     days = parse_positive_number(visit.field("days"), "the number of days", float) or 0.0
     try:
-        body = TokenBody(name=visit.field("name"), role=msgspec.convert(visit.field("role"), Role), days=days)
+        body = TokenBody(
+            name=visit.field("name"), role=msgspec.convert(visit.field("role"), Role), days=days
+        )
     except msgspec.ValidationError as error:
         raise make_bad_request(str(error)) from error
     answer = await visit.answer(TokenAnswer, "/api/v1/tokens", method="POST", body=body)
@@ -198,7 +226,9 @@ WEBHOOK_COLUMNS = (
     PageColumn("name", "Webhook"),
     PageColumn("url", "Leads to"),
     PageColumn("events", "Is told of"),
-    PageColumn("waiting", "Waiting", "count", f"events that have not arrived yet; {MAX_WAITING} at most"),
+    PageColumn(
+        "waiting", "Waiting", "count", f"events that have not arrived yet; {MAX_WAITING} at most"
+    ),
     PageColumn("delivered", "Arrived", "count"),
     PageColumn("lost", "Lost", "count", "given up after a day, or dropped as too many waited"),
     PageColumn("error", "Last error", unknown="the last event arrived, or there was none"),
@@ -215,28 +245,45 @@ def build_webhooks_content(webhooks: list[WebhookRecord]) -> PageContent:
     """What is shown of them."""
     rows: list[PageRow] = [
         {
-            "name": webhook.name, "url": webhook.url, "events": ", ".join(webhook.events), "waiting": webhook.waiting,
-            "delivered": webhook.delivered, "lost": webhook.failed + webhook.dropped, "error": webhook.error,
+            "name": webhook.name,
+            "url": webhook.url,
+            "events": ", ".join(webhook.events),
+            "waiting": webhook.waiting,
+            "delivered": webhook.delivered,
+            "lost": webhook.failed + webhook.dropped,
+            "error": webhook.error,
             "created_ns": webhook.created_ns,
         }
         for webhook in webhooks
-    ]  # fmt: skip
+    ]
     empty = fragment[
-        p["Nobody is told of anything. A webhook has the service post an event to an address when a trace has ended or "
-          "a kernel became slower. Add one above, or by a command:"],
+        p[
+            "Nobody is told of anything. A webhook has the service post an event to an address when a trace has ended or "
+            "a kernel became slower. Add one above, or by a command:"
+        ],
         build_command("traceloom fleet webhooks add chat https://chat.example/hook"),
-    ]  # fmt: skip
+    ]
     lead = "Each event is signed with the webhook's secret, and is tried again for a day."
-    sections = [ContentSection("webhooks", "By name", PageTable("webhooks", "Webhooks", WEBHOOK_COLUMNS, rows, empty))]
+    sections = [
+        ContentSection(
+            "webhooks", "By name", PageTable("webhooks", "Webhooks", WEBHOOK_COLUMNS, rows, empty)
+        )
+    ]
     if not webhooks:
         return PageContent("No webhooks", sections, lead=lead)
     lost = sum(webhook.failed + webhook.dropped for webhook in webhooks)
     numbers = [
-        KeyFigure("Waiting", units.format_count(sum(webhook.waiting for webhook in webhooks)), "events"),
-        KeyFigure("Arrived", units.format_count(sum(webhook.delivered for webhook in webhooks)), "events"),
+        KeyFigure(
+            "Waiting", units.format_count(sum(webhook.waiting for webhook in webhooks)), "events"
+        ),
+        KeyFigure(
+            "Arrived", units.format_count(sum(webhook.delivered for webhook in webhooks)), "events"
+        ),
         KeyFigure("Lost", units.format_count(lost), "events", "bad" if lost else ""),
     ]
-    return PageContent(units.format_quantity(len(webhooks), "webhook"), sections, numbers=numbers, lead=lead)
+    return PageContent(
+        units.format_quantity(len(webhooks), "webhook"), sections, numbers=numbers, lead=lead
+    )
 
 
 def build_webhooks_controls(visit: PageRequest, webhooks: list[WebhookRecord]) -> Node:
@@ -244,15 +291,34 @@ def build_webhooks_controls(visit: PageRequest, webhooks: list[WebhookRecord]) -
     selected_events = visit.form.get("events", EVENTS)
     content = form(method="post")[
         div(".fields")[
-            build_text_field("name", "Name", "Letters, digits, dots, dashes.", value=visit.field("name"),
-                       required="required", maxlength="63"),
-            build_text_field("url", "Address", "It has to be https and public, unless the service allows its network.",
-                       value=visit.field("url"), required="required", maxlength="2000", placeholder="https://"),
-            build_choices("events", "Events", [(event, event) for event in EVENTS], selected_events, several=True,
-                    hint="None: all of them."),
+            build_text_field(
+                "name",
+                "Name",
+                "Letters, digits, dots, dashes.",
+                value=visit.field("name"),
+                required="required",
+                maxlength="63",
+            ),
+            build_text_field(
+                "url",
+                "Address",
+                "It has to be https and public, unless the service allows its network.",
+                value=visit.field("url"),
+                required="required",
+                maxlength="2000",
+                placeholder="https://",
+            ),
+            build_choices(
+                "events",
+                "Events",
+                [(event, event) for event in EVENTS],
+                selected_events,
+                several=True,
+                hint="None: all of them.",
+            ),
         ],
         div(".buttons")[button(".primary", type="submit", name="do", value="add")["Add it"]],
-    ]  # fmt: skip
+    ]
     names = [webhook.name for webhook in webhooks]
     adding = visit.field("do") == "add"
     if not names:
@@ -260,19 +326,25 @@ def build_webhooks_controls(visit: PageRequest, webhooks: list[WebhookRecord]) -
     trial = details(".sure")[
         summary["Send an event for a test …"],
         form(method="post")[
-            _build_webhook_select("try", names), button(type="submit", name="do", value="try")["Send it"]
+            _build_webhook_select("try", names),
+            button(type="submit", name="do", value="try")["Send it"],
         ],
     ]
     return [
-        build_fold_out("add", "Add a webhook", content, is_open=adding), trial,
-        build_confirm_button("Remove a webhook", _build_webhook_select("remove", names), {"do": "remove"}),
-    ]  # fmt: skip
+        build_fold_out("add", "Add a webhook", content, is_open=adding),
+        trial,
+        build_confirm_button(
+            "Remove a webhook", _build_webhook_select("remove", names), {"do": "remove"}
+        ),
+    ]
 
 
 def _build_webhook_select(name: str, names: Sequence[str]) -> Node:
     return div(".field")[
         label(for_=name)["Webhook"],
-        select(id=name, name=name)[(option(value=webhook_name)[webhook_name] for webhook_name in names)],
+        select(id=name, name=name)[
+            (option(value=webhook_name)[webhook_name] for webhook_name in names)
+        ],
     ]
 
 
@@ -284,15 +356,22 @@ async def handle_webhooks_action(visit: PageRequest) -> str | Node:
     """
     if visit.field("do") == "remove":
         name = visit.field("remove")
-        await visit.answer(RemovedWebhookAnswer, f"{WEBHOOKS_ROUTE}/{{name}}", method="DELETE", name=name)
+        await visit.answer(
+            RemovedWebhookAnswer, f"{WEBHOOKS_ROUTE}/{{name}}", method="DELETE", name=name
+        )
         return visit.address.path
     if visit.field("do") == "try":
         tried = await visit.answer(
-            WebhookTestAnswer, f"{WEBHOOKS_ROUTE}/{{name}}/test", method="POST", name=visit.field("try")
+            WebhookTestAnswer,
+            f"{WEBHOOKS_ROUTE}/{{name}}/test",
+            method="POST",
+            name=visit.field("try"),
         )
         if tried.arrived:
             return div(".notice", role="status")[p[code[tried.name], " took the event."]]
-        return div(".notice.bad", role="alert")[p["The event did not arrive at ", code[tried.name], f": {tried.error}"]]
+        return div(".notice.bad", role="alert")[
+            p["The event did not arrive at ", code[tried.name], f": {tried.error}"]
+        ]
     try:
         events = msgspec.convert(visit.form.get("events", EVENTS), tuple[EventName, ...])
     except msgspec.ValidationError as error:
@@ -310,12 +389,21 @@ async def handle_webhooks_action(visit: PageRequest) -> str | Node:
 
 
 WEBHOOKS_PAGE = Page(
-    "/webhooks", "Webhooks", "Where the fleet's events go: what waits, what has arrived, what was lost and why.",
-    compute_webhooks, build_webhooks_content, build_webhooks_controls, role="admin", act=handle_webhooks_action, menu="Administration",
-)  # fmt: skip
+    "/webhooks",
+    "Webhooks",
+    "Where the fleet's events go: what waits, what has arrived, what was lost and why.",
+    compute_webhooks,
+    build_webhooks_content,
+    build_webhooks_controls,
+    role="admin",
+    act=handle_webhooks_action,
+    menu="Administration",
+)
 
 
-def build_document_form(visit: PageRequest, button_text: str, file: str, text: str, hint: Node) -> Node:
+def build_document_form(
+    visit: PageRequest, button_text: str, file: str, text: str, hint: Node
+) -> Node:
     """The form by which a document is changed: what would change is shown, or it is saved.
 
     Args:
@@ -332,8 +420,12 @@ def build_document_form(visit: PageRequest, button_text: str, file: str, text: s
         div(".field")[
             label(for_="text")[file],
             textarea(
-                "#text", name="text", rows=max(10, min(30, text.count("\n") + 3)), spellcheck="false",
-                autocomplete="off", aria_describedby="text-about",
+                "#text",
+                name="text",
+                rows=max(10, min(30, text.count("\n") + 3)),
+                spellcheck="false",
+                autocomplete="off",
+                aria_describedby="text-about",
             )[lines],
             p("#text-about.quiet")[hint],
         ],
@@ -341,7 +433,7 @@ def build_document_form(visit: PageRequest, button_text: str, file: str, text: s
             button(type="submit", name="do", value="try")["Show what would change"],
             button(".primary", type="submit", name="do", value="save")["Save"],
         ],
-    ]  # fmt: skip
+    ]
     return build_fold_out("change", button_text, content, is_open=bool(visit.form))
 
 
@@ -350,8 +442,12 @@ def get_submitted_text(visit: PageRequest) -> str:
     return visit.form.get("text", [""])[0].replace("\r\n", "\n")
 
 
-def describe_older_version(path: str, document: DocumentAnswer, history: DocumentHistoryAnswer) -> Node | None:
-    """What a page says of a version that counts no more; None where it shows the last one, or none was written."""
+def describe_older_version(
+    path: str, document: DocumentAnswer, history: DocumentHistoryAnswer
+) -> Node | None:
+    """What a page says of a version that counts no more; None where it shows the last one, or none
+    was written.
+    """
     if document.version in {0, history.versions[0].version if history.versions else 0}:
         return None
     when, to_last = render_time(document.at_ns or 0), a(href=path)["To the last"]
@@ -361,12 +457,15 @@ def describe_older_version(path: str, document: DocumentAnswer, history: Documen
 def build_versions_section(path: str, history: DocumentHistoryAnswer) -> ContentSection:
     """All versions of a document, each of which the page shows at its address."""
     columns = (
-        PageColumn("version", "Version", "count", link=lambda row: f"{path}?version={row['version']}"),
+        PageColumn(
+            "version", "Version", "count", link=lambda row: f"{path}?version={row['version']}"
+        ),
         PageColumn("at_ns", "Since", "instant", "since when it counts"),
         PageColumn("who", "By"),
     )
     rows: list[PageRow] = [
-        {"version": version.version, "at_ns": version.at_ns, "who": version.who} for version in history.versions
+        {"version": version.version, "at_ns": version.at_ns, "who": version.who}
+        for version in history.versions
     ]
     table = PageTable("versions", "Versions", columns, rows, "Nobody has written one yet.")
     return ContentSection("versions", "History", table, "every version is kept")
@@ -400,23 +499,48 @@ _TARGET_TEXTS = {"job": "all ranks", "slowest-and-median": "slowest rank and one
 _RULE_COLUMNS = (
     PageColumn("name", "Rule"),
     PageColumn("on", "Fires on"),
-    PageColumn("jobs", "Jobs", "count", "that run now and that the rule is about", link=lambda _row: "/jobs"),
+    PageColumn(
+        "jobs",
+        "Jobs",
+        "count",
+        "that run now and that the rule is about",
+        link=lambda _row: "/jobs",
+    ),
     PageColumn("target", "Traces"),
-    PageColumn("fired", "Fired", "count", "traces that it asked for",
-               link=lambda row: f"/requests?requests.q=trigger+{row['name']}"),
-    PageColumn("refusals", "Refused", hint="how often it wanted a trace and there was none, by reason",
-               unknown="it was never refused"),
+    PageColumn(
+        "fired",
+        "Fired",
+        "count",
+        "traces that it asked for",
+        link=lambda row: f"/requests?requests.q=trigger+{row['name']}",
+    ),
+    PageColumn(
+        "refusals",
+        "Refused",
+        hint="how often it wanted a trace and there was none, by reason",
+        unknown="it was never refused",
+    ),
     PageColumn("kept_bytes", "Kept", "bytes", "files of its traces"),
     PageColumn("cooldown", "Cooldown", "time", "until it may trace the same job again"),
-)  # fmt: skip
+)
 _LAST_COLUMNS = (
     PageColumn("at_ns", "When", "instant"),
     PageColumn("name", "Rule"),
     PageColumn("result", "Result", "state"),
-    PageColumn("job", "Job", "name", unknown="it is about no job", link=lambda row: build_job_url(str(row["job"]))),
+    PageColumn(
+        "job",
+        "Job",
+        "name",
+        unknown="it is about no job",
+        link=lambda row: build_job_url(str(row["job"])),
+    ),
     PageColumn("what", "What it saw"),
     PageColumn(
-        "request", "Request", "name", unknown="there is none", link=lambda row: build_request_url(str(row["request"]))
+        "request",
+        "Request",
+        "name",
+        unknown="there is none",
+        link=lambda row: build_request_url(str(row["request"])),
     ),
     PageColumn("detail", "Why not", unknown="it fired"),
 )
@@ -431,47 +555,90 @@ def build_triggers_content(answer: FleetTriggersAnswer) -> PageContent:
     """What is shown of them."""
     lead = [
         "For what a host sees by itself (errors, slower steps, hangs) its agent has rules, in ",
-        code["agent.toml"], ".",
-    ]  # fmt: skip
+        code["agent.toml"],
+        ".",
+    ]
     if not answer.rules:
         empty = fragment[
-            p["Nothing is traced unless somebody asks. Rules ask for traces of jobs whose devices idle, in which "
-              "something was found, whose kernels became slower; or of a share of all jobs each day."],
+            p[
+                "Nothing is traced unless somebody asks. Rules ask for traces of jobs whose devices idle, in which "
+                "something was found, whose kernels became slower; or of a share of all jobs each day."
+            ],
             p["Write rules above, or from a file:"],
             build_command("traceloom fleet triggers set fleet-triggers.toml"),
-        ]  # fmt: skip
+        ]
         return PageContent(
-            "There are no rules yet", [ContentSection("rules", "Rules", div(".empty", id="rules")[empty])], lead=lead
+            "There are no rules yet",
+            [ContentSection("rules", "Rules", div(".empty", id="rules")[empty])],
+            lead=lead,
         )
     fired = sum(rule.fired for rule in answer.rules)
     happened: list[PageRow] = []  # the last that each rule did and was refused
     for rule in answer.rules:
         if (last := rule.last) is not None:
-            happened.append({"at_ns": last.at_ns, "name": rule.name, "result": "fired", "job": last.target,
-                             "what": last.what, "request": last.request})  # fmt: skip
+            happened.append(
+                {
+                    "at_ns": last.at_ns,
+                    "name": rule.name,
+                    "result": "fired",
+                    "job": last.target,
+                    "what": last.what,
+                    "request": last.request,
+                }
+            )
         if (refusal := rule.last_refusal) is not None:
-            happened.append({"at_ns": refusal.at_ns, "name": rule.name, "result": "refused", "job": refusal.target,
-                             "what": refusal.what, "detail": f"{refusal.reason}: {refusal.detail}"})  # fmt: skip
+            happened.append(
+                {
+                    "at_ns": refusal.at_ns,
+                    "name": rule.name,
+                    "result": "refused",
+                    "job": refusal.target,
+                    "what": refusal.what,
+                    "detail": f"{refusal.reason}: {refusal.detail}",
+                }
+            )
     happened.sort(key=lambda row: -int(row["at_ns"] or 0))
     sections = [
-        ContentSection("rules", "Rules", PageTable("rules", "Rules", _RULE_COLUMNS, [_build_rule_row(rule) for rule in answer.rules])),
         ContentSection(
-            "last", "What happened last",
-            PageTable("last", "What rules did last", _LAST_COLUMNS, happened, "No rule has fired yet."),
+            "rules",
+            "Rules",
+            PageTable(
+                "rules", "Rules", _RULE_COLUMNS, [_build_rule_row(rule) for rule in answer.rules]
+            ),
+        ),
+        ContentSection(
+            "last",
+            "What happened last",
+            PageTable(
+                "last", "What rules did last", _LAST_COLUMNS, happened, "No rule has fired yet."
+            ),
             "of each rule",
         ),
-    ]  # fmt: skip
+    ]
     if answer.trouble:
         sections.insert(0, ContentSection("trouble", "What is wrong", p(".bad")[answer.trouble]))
     traces_grade = "warn" if not answer.traces_left else ""
     numbers = [
-        KeyFigure("Fired", units.format_count(fired), "since these rules are there", leads="/requests?requests.q=trigger"),
-        KeyFigure("Traces left", units.format_count(answer.traces_left),
-                  f"of {units.format_count(answer.traces_per_day)} in 24 hours", traces_grade),
-        KeyFigure("Bytes left", units.format_size(answer.bytes_left), f"of {units.format_size(answer.bytes_per_day)} in 24 hours",
-                  "" if answer.bytes_left else "warn"),
+        KeyFigure(
+            "Fired",
+            units.format_count(fired),
+            "since these rules are there",
+            leads="/requests?requests.q=trigger",
+        ),
+        KeyFigure(
+            "Traces left",
+            units.format_count(answer.traces_left),
+            f"of {units.format_count(answer.traces_per_day)} in 24 hours",
+            traces_grade,
+        ),
+        KeyFigure(
+            "Bytes left",
+            units.format_size(answer.bytes_left),
+            f"of {units.format_size(answer.bytes_per_day)} in 24 hours",
+            "" if answer.bytes_left else "warn",
+        ),
         KeyFigure("Share", units.format_share(answer.share, 1.0), "of the steps of a job, at most"),
-    ]  # fmt: skip
+    ]
     rules = units.format_quantity(len(answer.rules), "rule")
     heading = f"{rules} asked for {units.format_quantity(fired, 'trace')}"
     return PageContent(heading, sections, numbers=numbers, lead=lead)
@@ -480,11 +647,17 @@ def build_triggers_content(answer: FleetTriggersAnswer) -> PageContent:
 def _build_rule_row(rule: FleetTriggerAnswer) -> PageRow:
     refusals = sorted(rule.refusals.items(), key=lambda item: -item[1])
     return {
-        "name": rule.name, "on": f"{rule.on}: {_KIND_TEXTS[rule.on]}", "jobs": rule.jobs,
-        "target": _TARGET_TEXTS[rule.target], "fired": rule.fired,
-        "refusals": ", ".join(f"{reason} {units.format_count(times)}×" for reason, times in refusals),
-        "kept_bytes": rule.kept_bytes, "cooldown": int(rule.cooldown_seconds * 1e9),
-    }  # fmt: skip
+        "name": rule.name,
+        "on": f"{rule.on}: {_KIND_TEXTS[rule.on]}",
+        "jobs": rule.jobs,
+        "target": _TARGET_TEXTS[rule.target],
+        "fired": rule.fired,
+        "refusals": ", ".join(
+            f"{reason} {units.format_count(times)}×" for reason, times in refusals
+        ),
+        "kept_bytes": rule.kept_bytes,
+        "cooldown": int(rule.cooldown_seconds * 1e9),
+    }
 
 
 def build_triggers_controls(visit: PageRequest, answer: FleetTriggersAnswer) -> Node:
@@ -496,7 +669,9 @@ def build_triggers_controls(visit: PageRequest, answer: FleetTriggersAnswer) -> 
         "Each may have where (job, user, account, scheduler, framework), target, profilers, steps or duration, shapes, "
         "stacks, cooldown."
     )
-    return build_document_form(visit, "Set rules", "fleet-triggers.toml", answer.toml or TRIGGERS_EXAMPLE, hint)
+    return build_document_form(
+        visit, "Set rules", "fleet-triggers.toml", answer.toml or TRIGGERS_EXAMPLE, hint
+    )
 
 
 async def handle_triggers_action(visit: PageRequest) -> str | Node:
@@ -512,18 +687,31 @@ async def handle_triggers_action(visit: PageRequest) -> str | Node:
         return visit.address.path
     names = {"name", "on", "jobs", "target", "cooldown"}
     columns = [column for column in _RULE_COLUMNS if column.key in names]
-    table = PageTable("checked", "Rules of the form", columns, [_build_rule_row(rule) for rule in answer.rules],
-                      "There would be no rules: nothing would be traced unless somebody asks.")  # fmt: skip
+    table = PageTable(
+        "checked",
+        "Rules of the form",
+        columns,
+        [_build_rule_row(rule) for rule in answer.rules],
+        "There would be no rules: nothing would be traced unless somebody asks.",
+    )
     return div(".notice.wide", role="status")[
-        p["The rules are right, and are about so many jobs that run now. Nothing is saved yet."], table.render_static()
+        p["The rules are right, and are about so many jobs that run now. Nothing is saved yet."],
+        table.render_static(),
     ]
 
 
 TRIGGERS_PAGE = Page(
-    "/triggers", "Triggers", "Rules by which jobs are traced though nobody asks: what each did, why it did not, what "
-    "may still be spent; they are checked before they are set.", compute_triggers, build_triggers_content, build_triggers_controls, act=handle_triggers_action, live=True,
+    "/triggers",
+    "Triggers",
+    "Rules by which jobs are traced though nobody asks: what each did, why it did not, what "
+    "may still be spent; they are checked before they are set.",
+    compute_triggers,
+    build_triggers_content,
+    build_triggers_controls,
+    act=handle_triggers_action,
+    live=True,
     menu="Traces",
-)  # fmt: skip
+)
 
 OWNERS_ROUTE = "/api/v1/owners"
 OWNERS_EXAMPLE = """[[rule]]
@@ -535,7 +723,9 @@ _UNATTRIBUTED_PAGE = PageUrl("/attribution", "").changed(
     {"by": "division,job", "at": json.dumps([UNATTRIBUTED]), "since": _SINCE}
 )
 _OWNER_RULE_COLUMNS = (
-    PageColumn("number", "Rule", "count", "the first that matches and says something of a dimension counts"),
+    PageColumn(
+        "number", "Rule", "count", "the first that matches and says something of a dimension counts"
+    ),
     PageColumn("match", "Jobs", hint="all of it has to match what the job says itself"),
     PageColumn("set", "Are of"),
     PageColumn("first", "From", unknown="always"),
@@ -552,7 +742,10 @@ _MOVE_COLUMNS = (
 
 @dataclass(frozen=True)
 class OwnersView:
-    """What the page shows. `text`: of the version that the address names; `last`: the number of the last."""
+    """What the page shows.
+
+    `text`: of the version that the address names; `last`: the number of the last.
+    """
 
     document: DocumentAnswer
     rules: tuple[OwnerRule, ...]
@@ -568,35 +761,55 @@ async def compute_owners(visit: PageRequest) -> OwnersView:
         RequestError: `no-such-version`.
     """
     version = visit.address.query.get("version", "")
-    document = await visit.answer(DocumentAnswer, OWNERS_ROUTE, query={"version": version} if version else {})
+    document = await visit.answer(
+        DocumentAnswer, OWNERS_ROUTE, query={"version": version} if version else {}
+    )
     versions = await visit.answer(DocumentHistoryAnswer, f"{OWNERS_ROUTE}/history")
     try:
         rules = parse_rules(document.text)
     except InputError as error:
-        raise HttpError(500, f"the rules that are kept are none: {error}", slug=error.slug) from error
-    parts = (await fetch_answer(visit, "attribution", by="division", since=_SINCE, until="", top="100")).tables["rows"]
-    held_by_division = {row["values"][0]: row["busy_ms"] + row["idle_ms"] for row in parts if row["values"]}
-    return OwnersView(document, rules, versions, held_by_division.get(UNATTRIBUTED, 0), sum(held_by_division.values()))
+        raise HttpError(
+            500, f"the rules that are kept are none: {error}", slug=error.slug
+        ) from error
+    parts = (
+        await fetch_answer(visit, "attribution", by="division", since=_SINCE, until="", top="100")
+    ).tables["rows"]
+    held_by_division = {
+        row["values"][0]: row["busy_ms"] + row["idle_ms"] for row in parts if row["values"]
+    }
+    return OwnersView(
+        document,
+        rules,
+        versions,
+        held_by_division.get(UNATTRIBUTED, 0),
+        sum(held_by_division.values()),
+    )
 
 
 def build_owners_content(view: OwnersView) -> PageContent:
     """What is shown of them."""
     rows: list[PageRow] = [
         {
-            "number": number, "match": ", ".join(f"{name} = {value}" for name, value in rule.match.items()) or "all",
+            "number": number,
+            "match": ", ".join(f"{name} = {value}" for name, value in rule.match.items()) or "all",
             "set": ", ".join(f"{name} = {value}" for name, value in rule.set.items()),
             "first": None if rule.first is None else rule.first.isoformat(),
             "until": None if rule.until is None else rule.until.isoformat(),
         }
         for number, rule in enumerate(view.rules, 1)
-    ]  # fmt: skip
+    ]
     empty = fragment[
-        p["There are no rules: jobs are of whom they say themselves, or their labels. Write rules, as:"],
+        p[
+            "There are no rules: jobs are of whom they say themselves, or their labels. Write rules, as:"
+        ],
         div(".command")[code[OWNERS_EXAMPLE.splitlines()[1]], code[OWNERS_EXAMPLE.splitlines()[2]]],
     ]
     sections = [
         ContentSection(
-            "rules", "Rules", PageTable("rules", "Rules", _OWNER_RULE_COLUMNS, rows, empty), "the first counts"
+            "rules",
+            "Rules",
+            PageTable("rules", "Rules", _OWNER_RULE_COLUMNS, rows, empty),
+            "the first counts",
         ),
         build_versions_section("/owners", view.versions),
     ]
@@ -605,15 +818,26 @@ def build_owners_content(view: OwnersView) -> PageContent:
         heading = "1 rule says whose jobs are"
     share = units.format_share(view.unattributed_ms, view.held_ms)
     numbers = [
-        KeyFigure("Rules", units.format_count(len(rows)), f"version {view.document.version}" if rows else "none was written"),
-        KeyFigure("Nobody's", share, "of the device time that jobs held, last 90 days",
-                  "warn" if view.unattributed_ms else "", _UNATTRIBUTED_PAGE),
-    ]  # fmt: skip
+        KeyFigure(
+            "Rules",
+            units.format_count(len(rows)),
+            f"version {view.document.version}" if rows else "none was written",
+        ),
+        KeyFigure(
+            "Nobody's",
+            share,
+            "of the device time that jobs held, last 90 days",
+            "warn" if view.unattributed_ms else "",
+            _UNATTRIBUTED_PAGE,
+        ),
+    ]
     lead = (
         describe_older_version("/owners", view.document, view.versions)
         or "They are applied when somebody asks: a rule that is put right puts the past right."
     )
-    return PageContent(heading, sections, numbers=numbers, lead=lead, above=[("Device time", "/attribution")])
+    return PageContent(
+        heading, sections, numbers=numbers, lead=lead, above=[("Device time", "/attribution")]
+    )
 
 
 def build_owners_controls(visit: PageRequest, view: OwnersView) -> Node:
@@ -624,7 +848,9 @@ def build_owners_controls(visit: PageRequest, view: OwnersView) -> Node:
         "match: job, scheduler, user, model, product, division, application, framework or label.NAME, with * and ?. "
         "set: division, product, application, model, user, framework. from, until: days in UTC."
     )
-    return build_document_form(visit, "Change the rules", "owners.toml", view.document.text or OWNERS_EXAMPLE, hint)
+    return build_document_form(
+        visit, "Change the rules", "owners.toml", view.document.text or OWNERS_EXAMPLE, hint
+    )
 
 
 async def handle_owners_action(visit: PageRequest) -> str | Node:
@@ -640,12 +866,19 @@ async def handle_owners_action(visit: PageRequest) -> str | Node:
         return f"/owners?saved={change.version}"
     since = ["From ", render_time(change.since_ns), " on, "]
     if not change.moves:
-        return div(".notice", role="status")[p[since, "nothing would be another's. Nothing is saved yet."]]
+        return div(".notice", role="status")[
+            p[since, "nothing would be another's. Nothing is saved yet."]
+        ]
     rows: list[PageRow] = [
-        {"dimension": move.dimension, "before": move.before, "after": move.after, "jobs": move.jobs,
-         "hours": move.device_ms / 3.6e6}
+        {
+            "dimension": move.dimension,
+            "before": move.before,
+            "after": move.after,
+            "jobs": move.jobs,
+            "hours": move.device_ms / 3.6e6,
+        }
         for move in change.moves
-    ]  # fmt: skip
+    ]
     return div(".notice.wide", role="status")[
         p[since, "this would move. Nothing is saved yet."],
         PageTable("moves", "What would move", _MOVE_COLUMNS, rows).render_static(),
@@ -653,9 +886,15 @@ async def handle_owners_action(visit: PageRequest) -> str | Node:
 
 
 OWNERS_PAGE = Page(
-    "/owners", "Owners", "Whose jobs are: the rules, what other rules would move before they are saved, all versions.",
-    compute_owners, build_owners_content, build_owners_controls, act=handle_owners_action, menu="Account",
-)  # fmt: skip
+    "/owners",
+    "Owners",
+    "Whose jobs are: the rules, what other rules would move before they are saved, all versions.",
+    compute_owners,
+    build_owners_content,
+    build_owners_controls,
+    act=handle_owners_action,
+    menu="Account",
+)
 
 PRICES_ROUTE = "/api/v1/prices"
 PRICES_EXAMPLE = """currency = "EUR"
@@ -666,12 +905,17 @@ co2_g_per_kwh = 350
 "NVIDIA H100 80GB HBM3" = 2.60
 default = 2.00
 """
-_HOURS_COLUMN = PageColumn("hours", "Device hours", "number", "of devices that hosts told of, last 90 days")
+_HOURS_COLUMN = PageColumn(
+    "hours", "Device hours", "number", "of devices that hosts told of, last 90 days"
+)
 
 
 @dataclass(frozen=True)
 class PricesView:
-    """What the page shows. `parts`: device time by model of device; `prices`: None where none were written."""
+    """What the page shows.
+
+    `parts`: device time by model of device; `prices`: None where none were written.
+    """
 
     document: DocumentAnswer
     prices: Prices | None
@@ -687,17 +931,25 @@ async def compute_prices(visit: PageRequest) -> PricesView:
         RequestError: `no-such-version`.
     """
     version = visit.address.query.get("version", "")
-    document = await visit.answer(DocumentAnswer, PRICES_ROUTE, query={"version": version} if version else {})
+    document = await visit.answer(
+        DocumentAnswer, PRICES_ROUTE, query={"version": version} if version else {}
+    )
     versions = await visit.answer(DocumentHistoryAnswer, f"{PRICES_ROUTE}/history")
     try:
         prices = parse_prices(document.text) if document.version else None
     except InputError as error:
-        raise HttpError(500, f"the prices that are kept are none: {error}", slug=error.slug) from error
-    rows = (await fetch_answer(visit, "attribution", by="device_model", since=_SINCE, until="", top="100")).tables[
-        "rows"
-    ]
+        raise HttpError(
+            500, f"the prices that are kept are none: {error}", slug=error.slug
+        ) from error
+    rows = (
+        await fetch_answer(
+            visit, "attribution", by="device_model", since=_SINCE, until="", top="100"
+        )
+    ).tables["rows"]
     parts = [row for row in rows if row["values"]]
-    return PricesView(document, prices, versions, parts, next((row for row in rows if not row["values"]), None))
+    return PricesView(
+        document, prices, versions, parts, next((row for row in rows if not row["values"]), None)
+    )
 
 
 def build_prices_content(view: PricesView) -> PageContent:
@@ -706,34 +958,63 @@ def build_prices_content(view: PricesView) -> PageContent:
     older = describe_older_version("/prices", view.document, view.versions)
     since = PageUrl("/prices", f"since={_SINCE}")
     columns = [
-        PageColumn("model", "Device", link=lambda row: build_page_url(
-            "/attribution", since, by="job", device_model=str(row["model"])
-        )), _HOURS_COLUMN,
-        PageColumn("hour", "An hour", "number", "of one device; `default` where its model has no price",
-                   "it has no price"),
-    ]  # fmt: skip
+        PageColumn(
+            "model",
+            "Device",
+            link=lambda row: build_page_url(
+                "/attribution", since, by="job", device_model=str(row["model"])
+            ),
+        ),
+        _HOURS_COLUMN,
+        PageColumn(
+            "hour",
+            "An hour",
+            "number",
+            "of one device; `default` where its model has no price",
+            "it has no price",
+        ),
+    ]
     if older is None:  # the service counts with the last prices alone
-        columns.append(PageColumn("cost", "Cost", "number", "of these hours, with their energy", "it has no price"))
+        columns.append(
+            PageColumn(
+                "cost", "Cost", "number", "of these hours, with their energy", "it has no price"
+            )
+        )
     hour = {} if prices is None else prices.device_hour
     rows: list[PageRow] = [
         {
-            "model": row["values"][0], "hours": row["device_ms"] / 3.6e6, "cost": row["cost"],
+            "model": row["values"][0],
+            "hours": row["device_ms"] / 3.6e6,
+            "cost": row["cost"],
             "hour": hour.get(row["values"][0], hour.get("default")),
         }
         for row in view.parts
-    ]  # fmt: skip
+    ]
     empty = fragment[
-        p["No host has told of device time in the last 90 days. Hosts with devices do, once their agent has joined:"],
+        p[
+            "No host has told of device time in the last 90 days. Hosts with devices do, once their agent has joined:"
+        ],
         p[a(href="/hosts")["Let a host join"]],
     ]
     note = "last 90 days" if prices is None else f"last 90 days, in {prices.currency}"
     sections = [
-        ContentSection("devices", "Devices", PageTable("devices", "What devices cost", columns, rows, empty), note),
+        ContentSection(
+            "devices",
+            "Devices",
+            PageTable("devices", "What devices cost", columns, rows, empty),
+            note,
+        ),
         build_versions_section("/prices", view.versions),
-    ]  # fmt: skip
+    ]
     if prices is None:
-        lead: Node = ["No prices are set, so cost is not known. Set them as in ", code["prices.toml"], " below."]
-        return PageContent("Nothing has a price yet", sections, above=[("Device time", "/attribution")], lead=lead)
+        lead: Node = [
+            "No prices are set, so cost is not known. Set them as in ",
+            code["prices.toml"],
+            " below.",
+        ]
+        return PageContent(
+            "Nothing has a price yet", sections, above=[("Device time", "/attribution")], lead=lead
+        )
     kwh = (
         "in the price of the hour"
         if prices.per_kwh is None
@@ -741,17 +1022,30 @@ def build_prices_content(view: PricesView) -> PageContent:
     )
     numbers = [KeyFigure("A kilowatt hour", kwh)]
     if prices.co2_g_per_kwh is not None:
-        numbers.append(KeyFigure("CO₂", f"{units.format_number(prices.co2_g_per_kwh)} g", "of a kilowatt hour"))
+        numbers.append(
+            KeyFigure("CO₂", f"{units.format_number(prices.co2_g_per_kwh)} g", "of a kilowatt hour")
+        )
     heading = f"Prices in {prices.currency}"
     if older is None and total_row is not None and total_row["device_ms"]:
         priced = units.format_share(total_row["cost_known_ms"], total_row["device_ms"])
-        attribution_url = PageUrl("/attribution", "").changed({"by": "device_model", "since": _SINCE})
+        attribution_url = PageUrl("/attribution", "").changed(
+            {"by": "device_model", "since": _SINCE}
+        )
         grade = "" if total_row["cost_known_ms"] == total_row["device_ms"] else "warn"
-        numbers.append(KeyFigure("Priced", priced, "of device time, last 90 days", grade, attribution_url))
+        numbers.append(
+            KeyFigure("Priced", priced, "of device time, last 90 days", grade, attribution_url)
+        )
         if total_row["cost"] is not None:
-            heading = f"{units.format_number(total_row['cost'])} {prices.currency} in the last 90 days"
-    lead = older or "Prices are applied when somebody asks: prices that are put right put the past right."
-    return PageContent(heading, sections, numbers=numbers, lead=lead, above=[("Device time", "/attribution")])
+            heading = (
+                f"{units.format_number(total_row['cost'])} {prices.currency} in the last 90 days"
+            )
+    lead = (
+        older
+        or "Prices are applied when somebody asks: prices that are put right put the past right."
+    )
+    return PageContent(
+        heading, sections, numbers=numbers, lead=lead, above=[("Device time", "/attribution")]
+    )
 
 
 def build_prices_controls(visit: PageRequest, view: PricesView) -> Node:
@@ -762,7 +1056,9 @@ def build_prices_controls(visit: PageRequest, view: PricesView) -> Node:
         "currency; device_hour: an hour of each model of device, default: of all others; per_kwh: where energy is paid "
         "beside the hour; co2_g_per_kwh: grams of CO₂."
     )
-    return build_document_form(visit, "Change the prices", "prices.toml", view.document.text or PRICES_EXAMPLE, hint)
+    return build_document_form(
+        visit, "Change the prices", "prices.toml", view.document.text or PRICES_EXAMPLE, hint
+    )
 
 
 async def handle_prices_action(visit: PageRequest) -> str | Node:
@@ -777,10 +1073,21 @@ async def handle_prices_action(visit: PageRequest) -> str | Node:
     if saves:
         return f"/prices?saved={change.version}"
     columns = (
-        PageColumn("model", "Device"), _HOURS_COLUMN,
-        PageColumn("before", " ".join(("Cost now", change.currency_before or "")), "number", unknown="it has no price"),
-        PageColumn("after", f"Cost then {change.currency_after}", "number", unknown="it would have no price"),
-    )  # fmt: skip
+        PageColumn("model", "Device"),
+        _HOURS_COLUMN,
+        PageColumn(
+            "before",
+            " ".join(("Cost now", change.currency_before or "")),
+            "number",
+            unknown="it has no price",
+        ),
+        PageColumn(
+            "after",
+            f"Cost then {change.currency_after}",
+            "number",
+            unknown="it would have no price",
+        ),
+    )
     rows: list[PageRow] = [
         {
             "model": model_cost.device_model,
@@ -790,14 +1097,27 @@ async def handle_prices_action(visit: PageRequest) -> str | Node:
         }
         for model_cost in change.costs
     ]
-    table = PageTable("costs", "What would cost how much", columns, rows, "No device time is known since then.")
+    table = PageTable(
+        "costs", "What would cost how much", columns, rows, "No device time is known since then."
+    )
     return div(".notice.wide", role="status")[
-        p["From ", render_time(change.since_ns), " on, this would be the cost. Nothing is saved yet."],
+        p[
+            "From ",
+            render_time(change.since_ns),
+            " on, this would be the cost. Nothing is saved yet.",
+        ],
         table.render_static(),
     ]
 
 
 PRICES_PAGE = Page(
-    "/prices", "Prices", "What device hours and energy cost: what other prices would make of it before they are saved, "
-    "all versions.", compute_prices, build_prices_content, build_prices_controls, act=handle_prices_action, menu="Account",
-)  # fmt: skip
+    "/prices",
+    "Prices",
+    "What device hours and energy cost: what other prices would make of it before they are saved, "
+    "all versions.",
+    compute_prices,
+    build_prices_content,
+    build_prices_controls,
+    act=handle_prices_action,
+    menu="Account",
+)

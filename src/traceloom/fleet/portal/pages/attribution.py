@@ -26,7 +26,14 @@ from traceloom.fleet.portal.charts import (
     draw_icicle,
     draw_legend,
 )
-from traceloom.fleet.portal.page import ContentSection, KeyFigure, Page, PageContent, build_host_url, build_job_url
+from traceloom.fleet.portal.page import (
+    ContentSection,
+    KeyFigure,
+    Page,
+    PageContent,
+    build_host_url,
+    build_job_url,
+)
 from traceloom.fleet.portal.page_request import PageRequest, PageUrl
 from traceloom.fleet.portal.tables import PageColumn, PageRow, PageTable
 from traceloom.server.problem import HttpError
@@ -42,7 +49,12 @@ STATE_COLOURS = {
 }
 """Part of device time -> its colour group."""
 
-_STATE_LABELS = {"busy_ms": "Busy", "idle_ms": "Held, idle", "unallocated_ms": "Free", "unreachable_ms": "Unreachable"}
+_STATE_LABELS = {
+    "busy_ms": "Busy",
+    "idle_ms": "Held, idle",
+    "unallocated_ms": "Free",
+    "unreachable_ms": "Unreachable",
+}
 _MIN_BOX_SHARE = 0.002  # boxes narrower than this share of the whole are left out of the picture
 _TOP_N_CHOICES = {
     "10": "10 largest parts",
@@ -79,11 +91,15 @@ async def fetch_attribution(request: PageRequest) -> AttributionView:
     try:
         selected_path = msgspec.json.decode(request.address.query.get("at", "[]"), type=PartPath)
     except msgspec.MsgspecError as error:
-        raise HttpError(400, f"`at` names no part of device time: {error}", slug="wrong-request") from error
+        raise HttpError(
+            400, f"`at` names no part of device time: {error}", slug="wrong-request"
+        ) from error
     totals = await fetch_answer(request, "attribution", by=dimensions)
     bucket = "hour" if totals.fact("until_ns") - totals.fact("since_ns") <= 3 * DAY_NS else "day"
     over_time = await fetch_answer(request, "attribution", by=dimensions, over=bucket)
-    return AttributionView(selected_path, totals, over_time, HOUR_NS if bucket == "hour" else DAY_NS)
+    return AttributionView(
+        selected_path, totals, over_time, HOUR_NS if bucket == "hour" else DAY_NS
+    )
 
 
 def build_attribution_content(view: AttributionView) -> PageContent:
@@ -108,7 +124,11 @@ def build_attribution_content(view: AttributionView) -> PageContent:
             asking=filters,
         )
     depth = len(view.at)
-    parts = [row for row in rows if len(row["values"]) == depth + 1 and tuple(row["values"][:depth]) == view.at]
+    parts = [
+        row
+        for row in rows
+        if len(row["values"]) == depth + 1 and tuple(row["values"][:depth]) == view.at
+    ]
     bucket = "day" if view.bucket_ns == DAY_NS else "hour"
     sections = [
         ContentSection(
@@ -117,11 +137,15 @@ def build_attribution_content(view: AttributionView) -> PageContent:
             _draw_icicle_chart(view, tree),
             "as wide as the device time; the line: jobs compute",
         ),
-        ContentSection("over", "Over time", _draw_time_chart(view), f"device hours by {bucket}, UTC"),
+        ContentSection(
+            "over", "Over time", _draw_time_chart(view), f"device hours by {bucket}, UTC"
+        ),
     ]
     if parts:
         dimension = _get_dimension_label(view.by[depth])
-        sections.append(ContentSection("divided", f"By {dimension}", _build_parts_table(view, parts, selected)))
+        sections.append(
+            ContentSection("divided", f"By {dimension}", _build_parts_table(view, parts, selected))
+        )
     heading = f"{view.at[-1]}: " if view.at else ""
     heading += f"{_format_hours(selected['device_ms'])} device hours"
     if allocated_ms := selected["busy_ms"] + selected["idle_ms"]:
@@ -129,9 +153,16 @@ def build_attribution_content(view: AttributionView) -> PageContent:
     else:
         heading += " that no job held"
     return PageContent(
-        heading, sections, above=_build_breadcrumbs(view, address), numbers=_build_key_figures(view, selected), asking=filters,
-        lead=[a(href="/owners")["Rules"], f" say whose a job is; what nobody says is {UNATTRIBUTED}."],
-    )  # fmt: skip
+        heading,
+        sections,
+        above=_build_breadcrumbs(view, address),
+        numbers=_build_key_figures(view, selected),
+        asking=filters,
+        lead=[
+            a(href="/owners")["Rules"],
+            f" say whose a job is; what nobody says is {UNATTRIBUTED}.",
+        ],
+    )
 
 
 def _build_key_figures(view: AttributionView, selected: Mapping[str, Any]) -> list[KeyFigure]:
@@ -150,7 +181,9 @@ def _build_key_figures(view: AttributionView, selected: Mapping[str, Any]) -> li
     if selected["energy_mj"] is not None:
         measured = units.format_share(selected["energy_known_ms"], selected["device_ms"])
         kwh = selected["energy_mj"] / 3.6e9
-        figures.append(KeyFigure("Energy", f"{units.format_number(kwh)} kWh", f"of {measured} of the time"))
+        figures.append(
+            KeyFigure("Energy", f"{units.format_number(kwh)} kWh", f"of {measured} of the time")
+        )
     return figures
 
 
@@ -170,40 +203,66 @@ def _draw_icicle_chart(view: AttributionView, tree: Mapping[PartPath, Mapping[st
             boxes.append(_build_box(view, row, len(values), start, size))
     label = f"Device time by {', then '.join(map(_get_dimension_label, view.by))}"
     entries = [
-        (state_label, STATE_COLOURS[name], "") for name, state_label in _STATE_LABELS.items() if tree[view.at][name]
+        (state_label, STATE_COLOURS[name], "")
+        for name, state_label in _STATE_LABELS.items()
+        if tree[view.at][name]
     ]
     return fragment[draw_icicle(boxes, label), draw_legend(entries)]
 
 
-def _build_box(view: AttributionView, row: Mapping[str, Any], level: int, start: float, size: float) -> IcicleBox:
+def _build_box(
+    view: AttributionView, row: Mapping[str, Any], level: int, start: float, size: float
+) -> IcicleBox:
     values = tuple(row["values"])
     hours = f"{_format_hours(row['device_ms'])} h"
     allocated_ms = row["busy_ms"] + row["idle_ms"]
-    busy_text = f", {units.format_share(row['busy_ms'], allocated_ms)} of those held compute" if allocated_ms else ""
+    busy_text = (
+        f", {units.format_share(row['busy_ms'], allocated_ms)} of those held compute"
+        if allocated_ms
+        else ""
+    )
     name = values[-1] if values else "All devices"
     largest = max(STATE_COLOURS, key=lambda part: row[part])
     colour = "compute" if allocated_ms else STATE_COLOURS[largest]
     return IcicleBox(
-        level, start, size, name, f"{name}: {hours}{busy_text}", hours, row["busy_ms"] / row["device_ms"] if allocated_ms else 1.0,
-        colour, build_part_url(view.whole.address, values), here=values == view.at,
-    )  # fmt: skip
+        level,
+        start,
+        size,
+        name,
+        f"{name}: {hours}{busy_text}",
+        hours,
+        row["busy_ms"] / row["device_ms"] if allocated_ms else 1.0,
+        colour,
+        build_part_url(view.whole.address, values),
+        here=values == view.at,
+    )
 
 
 def _draw_time_chart(view: AttributionView) -> Node:
     rows = [row for row in view.over.tables["rows"] if tuple(row["values"]) == view.at]
     columns = [
         ChartColumn(
-            row["time_ns"], [(STATE_COLOURS[name], row[name] / 3.6e6) for name in STATE_COLOURS],
-            ", ".join(f"{_STATE_LABELS[name].lower()} {_format_hours(row[name])} h" for name in STATE_COLOURS if row[name]),
+            row["time_ns"],
+            [(STATE_COLOURS[name], row[name] / 3.6e6) for name in STATE_COLOURS],
+            ", ".join(
+                f"{_STATE_LABELS[name].lower()} {_format_hours(row[name])} h"
+                for name in STATE_COLOURS
+                if row[name]
+            ),
         )
         for row in rows
-    ]  # fmt: skip
+    ]
     name = view.at[-1] if view.at else "all devices"
     entries = [
-        (label, STATE_COLOURS[name], "") for name, label in _STATE_LABELS.items() if any(row[name] for row in rows)
+        (label, STATE_COLOURS[name], "")
+        for name, label in _STATE_LABELS.items()
+        if any(row[name] for row in rows)
     ]
     picture = draw_columns(
-        columns, view.bucket_ns, label=f"Device hours of {name} over time", write=units.format_number
+        columns,
+        view.bucket_ns,
+        label=f"Device hours of {name} over time",
+        write=units.format_number,
     )
     return fragment[picture, draw_legend(entries)]
 
@@ -215,36 +274,68 @@ def _build_parts_table(
     dimension = view.by[depth]
     rows: list[PageRow] = [
         {
-            "part": row["values"][-1], "hours": row["device_ms"] / 3.6e6,
+            "part": row["values"][-1],
+            "hours": row["device_ms"] / 3.6e6,
             "share": row["device_ms"] / selected["device_ms"],
-            "use": row["busy_ms"] / allocated_ms if (allocated_ms := row["busy_ms"] + row["idle_ms"]) else None,
-            "idle": row["idle_ms"] / 3.6e6, "energy": None if row["energy_mj"] is None else row["energy_mj"] / 3.6e9,
-            "cost": row["cost"], "about": "about it",
+            "use": row["busy_ms"] / allocated_ms
+            if (allocated_ms := row["busy_ms"] + row["idle_ms"])
+            else None,
+            "idle": row["idle_ms"] / 3.6e6,
+            "energy": None if row["energy_mj"] is None else row["energy_mj"] / 3.6e9,
+            "cost": row["cost"],
+            "about": "about it",
         }
         for row in parts
-    ]  # fmt: skip
+    ]
     columns = [
-        PageColumn("part", _get_dimension_label(dimension).capitalize(), "name",
-                   link=lambda row: build_part_url(view.whole.address, (*view.at, str(row["part"])))),
+        PageColumn(
+            "part",
+            _get_dimension_label(dimension).capitalize(),
+            "name",
+            link=lambda row: build_part_url(view.whole.address, (*view.at, str(row["part"]))),
+        ),
         PageColumn("hours", "Device hours", "number", "hours of devices, whatever they did"),
         PageColumn("share", "Share", "share", "of the part above"),
-        PageColumn("use", "Use", "share", "share of the time that jobs held in which they computed",
-                   "no job held devices"),
-        PageColumn("idle", "Held, idle, h", "number", "hours in which a job held the device, and nothing ran"),
+        PageColumn(
+            "use",
+            "Use",
+            "share",
+            "share of the time that jobs held in which they computed",
+            "no job held devices",
+        ),
+        PageColumn(
+            "idle",
+            "Held, idle, h",
+            "number",
+            "hours in which a job held the device, and nothing ran",
+        ),
         PageColumn("energy", "Energy, kWh", "number", "what was measured", "no device measures it"),
-        PageColumn("cost", f"Cost, {view.whole.fact('currency')}", "number", "at the prices", "it has no price")
+        PageColumn(
+            "cost",
+            f"Cost, {view.whole.fact('currency')}",
+            "number",
+            "at the prices",
+            "it has no price",
+        )
         if view.whole.fact("currency")
         else None,
-    ]  # fmt: skip
+    ]
     if dimension in {"job", "host"}:
         build_url = build_job_url if dimension == "job" else build_host_url
         columns.append(PageColumn("about", "", link=lambda row: build_url(str(row["part"]))))
-    return PageTable("of-part", f"Device time by {_get_dimension_label(dimension)}", list(filter(None, columns)), rows)
+    return PageTable(
+        "of-part",
+        f"Device time by {_get_dimension_label(dimension)}",
+        list(filter(None, columns)),
+        rows,
+    )
 
 
 def build_part_url(address: PageUrl, values: PartPath) -> str:
     """The page of a part of device time."""
-    return address.changed({"at": msgspec.json.encode(values).decode() if values else "", "of-part.leaf": ""})
+    return address.changed(
+        {"at": msgspec.json.encode(values).decode() if values else "", "of-part.leaf": ""}
+    )
 
 
 def _build_breadcrumbs(view: AttributionView, address: PageUrl) -> list[tuple[str, str]]:
@@ -252,7 +343,10 @@ def _build_breadcrumbs(view: AttributionView, address: PageUrl) -> list[tuple[st
         return []
     return [
         ("All devices", build_part_url(address, ())),
-        *((value, build_part_url(address, view.at[: index + 1])) for index, value in enumerate(view.at[:-1])),
+        *(
+            (value, build_part_url(address, view.at[: index + 1]))
+            for index, value in enumerate(view.at[:-1])
+        ),
     ]
 
 
@@ -265,28 +359,42 @@ def _build_dimension_picker(address: PageUrl, dimensions: Sequence[str]) -> Node
     chips = []
     for index, name in enumerate(dimensions):
         moved_outward = (
-            [*dimensions[: index - 1], name, dimensions[index - 1], *dimensions[index + 1 :]] if index else None
+            [*dimensions[: index - 1], name, dimensions[index - 1], *dimensions[index + 1 :]]
+            if index
+            else None
         )
         without_it = [other for other in dimensions if other != name]
         chips.append(
             li(".chip")[
-                a(href=to(moved_outward), title=f"{_get_dimension_label(name)} before {_get_dimension_label(dimensions[index - 1])}", aria_label=f"{name} outer")["‹"]
+                a(
+                    href=to(moved_outward),
+                    title=f"{_get_dimension_label(name)} before {_get_dimension_label(dimensions[index - 1])}",
+                    aria_label=f"{name} outer",
+                )["‹"]
                 if moved_outward
                 else None,
                 _get_dimension_label(name),
-                a(href=to(without_it), title=f"Do not divide by {_get_dimension_label(name)}", aria_label=f"Drop {name}")["×"]
+                a(
+                    href=to(without_it),
+                    title=f"Do not divide by {_get_dimension_label(name)}",
+                    aria_label=f"Drop {name}",
+                )["×"]
                 if without_it
                 else None,
             ]
-        )  # fmt: skip
+        )
     addable = (
-        [name for name in ATTRIBUTION_DIMENSIONS if name not in dimensions] if len(dimensions) < MAX_DIMENSIONS else []
+        [name for name in ATTRIBUTION_DIMENSIONS if name not in dimensions]
+        if len(dimensions) < MAX_DIMENSIONS
+        else []
     )
     return div(".order")[
         span(".quiet")["Divided by"],
         ol[chips],
         span(".quiet")["then by"] if addable else None,
-        div(".more")[(a(href=to((*dimensions, name)))[_get_dimension_label(name)] for name in addable)],
+        div(".more")[
+            (a(href=to((*dimensions, name)))[_get_dimension_label(name)] for name in addable)
+        ],
     ]
 
 
@@ -299,7 +407,11 @@ def _format_hours(ms: float) -> str:
 
 
 ATTRIBUTION_PAGE = Page(
-    "/attribution", "Device time", "Whose the time of devices was, by division, product, user, job, host or device, in "
+    "/attribution",
+    "Device time",
+    "Whose the time of devices was, by division, product, user, job, host or device, in "
     "any order, drilled down and over time; with energy and cost. All levels have the same sum.",
-    fetch_attribution, build_attribution_content, menu="Account",
-)  # fmt: skip
+    fetch_attribution,
+    build_attribution_content,
+    menu="Account",
+)

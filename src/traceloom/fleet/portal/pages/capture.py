@@ -29,7 +29,9 @@ FILE_COLUMNS = (
         "name",
         "File",
         "name",
-        link=lambda row: f"{build_capture_url(str(row['capture']))}/files/{quote(str(row['name']))}",
+        link=lambda row: (
+            f"{build_capture_url(str(row['capture']))}/files/{quote(str(row['name']))}"
+        ),
     ),
     PageColumn("bytes", "Size", "bytes"),
 )
@@ -38,8 +40,16 @@ TELEMETRY_COLUMNS = (
     PageColumn("devices", "Devices", "count"),
     PageColumn("busy", "Busy", "share", "share of the device time that the job held"),
     PageColumn("busy_ns", "Busy time", "time", "of all its devices together"),
-    PageColumn("power_w", "Power, W", "number", "of a device that the job held", "no device measures it"),
-    PageColumn("flop_rate", "FLOP/s", "flop_rate", "of a device that the job held, at least", "they are not measured"),
+    PageColumn(
+        "power_w", "Power, W", "number", "of a device that the job held", "no device measures it"
+    ),
+    PageColumn(
+        "flop_rate",
+        "FLOP/s",
+        "flop_rate",
+        "of a device that the job held, at least",
+        "they are not measured",
+    ),
 )
 _MAX_OTHERS = 30
 
@@ -58,10 +68,14 @@ async def compute_capture(visit: PageRequest) -> CaptureView:
     """Ask the routes."""
     name = visit.names["id"]
     capture = await visit.answer(CaptureAnswer, "/api/v1/captures/{id}", id=name)
-    if not any(task.state == "committed" for task in capture.tasks):  # the tables do not have it yet
+    if not any(
+        task.state == "committed" for task in capture.tasks
+    ):  # the tables do not have it yet
         return CaptureView(capture, CaptureFactsAnswer(facts=None, beside=[]), [], [])
     facts = await visit.answer(CaptureFactsAnswer, "/api/v1/captures/{id}/facts", id=name)
-    findings_answer = await visit.answer(FindingsAnswer, "/api/v1/findings/latest", query={"capture": name})
+    findings_answer = await visit.answer(
+        FindingsAnswer, "/api/v1/findings/latest", query={"capture": name}
+    )
     job_query = {"job": capture.job, "most": str(_MAX_OTHERS)}
     other_captures: dict[str, CaptureAnswer] = {}
     for query in ([job_query] if capture.job else []) + [{"most": str(_MAX_OTHERS)}]:
@@ -71,7 +85,9 @@ async def compute_capture(visit: PageRequest) -> CaptureView:
             for candidate in last
             if candidate.state == "committed" and candidate.id not in {name, *other_captures}
         }
-    return CaptureView(capture, facts, findings_answer.findings, list(other_captures.values())[:_MAX_OTHERS])
+    return CaptureView(
+        capture, facts, findings_answer.findings, list(other_captures.values())[:_MAX_OTHERS]
+    )
 
 
 def build_capture_content(view: CaptureView) -> PageContent:
@@ -79,11 +95,19 @@ def build_capture_content(view: CaptureView) -> PageContent:
     capture, facts = view.capture, view.of_tables.facts
     is_analysed = any(task.state in {"analysed", "committed"} for task in capture.tasks)
     sections = [
-        ContentSection("report", "Report", _build_report_frame(view) if is_analysed else _build_waiting_notice(capture))
+        ContentSection(
+            "report",
+            "Report",
+            _build_report_frame(view) if is_analysed else _build_waiting_notice(capture),
+        )
     ]
     if facts is not None:
         sections.append(
-            ContentSection("findings", "What to fix first", build_findings_table(view.findings, show_capture=False))
+            ContentSection(
+                "findings",
+                "What to fix first",
+                build_findings_table(view.findings, show_capture=False),
+            )
         )
         sections.append(
             ContentSection(
@@ -94,16 +118,23 @@ def build_capture_content(view: CaptureView) -> PageContent:
             )
         )
     files: list[PageRow] = [
-        {"capture": capture.id, "name": name, "bytes": size} for name, size in sorted(capture.files.items())
+        {"capture": capture.id, "name": name, "bytes": size}
+        for name, size in sorted(capture.files.items())
     ]
-    sections.append(ContentSection("files", "Files", PageTable("files", "Files of the capture", FILE_COLUMNS, files)))
+    sections.append(
+        ContentSection(
+            "files", "Files", PageTable("files", "Files of the capture", FILE_COLUMNS, files)
+        )
+    )
     return PageContent(
         capture.id,
         sections,
         above=[("Captures", "/captures")],
         numbers=_build_key_figures(view),
         lead=[
-            a(href=build_job_url(capture.job))[capture.job] if capture.job else "of no job that is known",
+            a(href=build_job_url(capture.job))[capture.job]
+            if capture.job
+            else "of no job that is known",
             ", received ",
             render_time(capture.received_ns),
             f" from {capture.uploader}",
@@ -122,18 +153,36 @@ def _build_key_figures(view: CaptureView) -> list[KeyFigure]:
                 "of its analysis",
                 "bad" if capture.state == "quarantined" else "",
             ),
-            KeyFigure("Size", units.format_size(capture.bytes), units.format_quantity(len(capture.files), "file")),
+            KeyFigure(
+                "Size",
+                units.format_size(capture.bytes),
+                units.format_quantity(len(capture.files), "file"),
+            ),
         ]
-    hosts = f"on {units.format_quantity(facts.hosts, 'host')}" if facts.hosts else "no file names its host"
+    hosts = (
+        f"on {units.format_quantity(facts.hosts, 'host')}"
+        if facts.hosts
+        else "no file names its host"
+    )
     numbers = [
         KeyFigure("Ranks", units.format_count(facts.ranks), hosts),
-        KeyFigure("Window", units.format_duration(facts.window_ns), fragment["from ", render_time(facts.start_ns)]),
+        KeyFigure(
+            "Window",
+            units.format_duration(facts.window_ns),
+            fragment["from ", render_time(facts.start_ns)],
+        ),
     ]
     if facts.step_ns is not None:
-        numbers.append(KeyFigure("Step", units.format_duration(facts.step_ns), "median of whole steps"))
+        numbers.append(
+            KeyFigure("Step", units.format_duration(facts.step_ns), "median of whole steps")
+        )
     if facts.roofline_fraction is not None:
         numbers.append(
-            KeyFigure("Roofline", units.format_share(facts.roofline_fraction, 1.0), "that steps reach, mean")
+            KeyFigure(
+                "Roofline",
+                units.format_share(facts.roofline_fraction, 1.0),
+                "that steps reach, mean",
+            )
         )
     if facts.mfu is not None:
         numbers.append(KeyFigure("MFU", units.format_share(facts.mfu, 1.0), "mean over the ranks"))
@@ -142,19 +191,25 @@ def _build_key_figures(view: CaptureView) -> list[KeyFigure]:
 
 
 def _build_report_frame(view: CaptureView) -> Node:
-    """The report, which is of a stranger's trace: in a frame that has no part in this page, and reaches nothing."""
+    """The report, which is of a stranger's trace: in a frame that has no part in this page, and
+    reaches nothing.
+    """
     capture = view.capture
     report_url = f"{build_capture_url(capture.id)}/report"
     return fragment[
         div(".buttons.above")[
             a(".button", href=report_url)["Open it alone"],
-            a(".button", href=f"{build_capture_url(capture.id)}/timeline", title="open it at ui.perfetto.dev")[
-                "Timeline for Perfetto"
-            ],
+            a(
+                ".button",
+                href=f"{build_capture_url(capture.id)}/timeline",
+                title="open it at ui.perfetto.dev",
+            )["Timeline for Perfetto"],
             form(method="get", action="/compare")[
                 input_(type="hidden", name="new", value=capture.id),
                 label(for_="base")["Hold it against"],
-                select(name="base", id="base")[(option(value=other.id)[other.id] for other in view.others)],
+                select(name="base", id="base")[
+                    (option(value=other.id)[other.id] for other in view.others)
+                ],
                 button(type="submit")["Compare"],
             ]
             if view.others
@@ -191,8 +246,12 @@ def _build_telemetry_table(view: CaptureView) -> PageTable:
                 "devices": host.devices,
                 "busy": host.busy_ms / held_ms if held_ms else None,
                 "busy_ns": host.busy_ms * 1_000_000,
-                "power_w": None if host.energy_mj is None or not held_ms else host.energy_mj / held_ms,
-                "flop_rate": None if host.flops_low is None or not held_ms else host.flops_low / (held_ms / 1e3),
+                "power_w": None
+                if host.energy_mj is None or not held_ms
+                else host.energy_mj / held_ms,
+                "flop_rate": None
+                if host.flops_low is None or not held_ms
+                else host.flops_low / (held_ms / 1e3),
             }
         )
     empty = p[

@@ -21,7 +21,13 @@ from traceloom.system import units
 CAPTURE_COLUMNS = (
     PageColumn("id", "Capture", link=lambda row: build_capture_url(str(row["id"]))),
     PageColumn("received_ns", "Received", "instant"),
-    PageColumn("job", "Job", "name", unknown="nothing says which", link=lambda row: build_job_url(str(row["job"]))),
+    PageColumn(
+        "job",
+        "Job",
+        "name",
+        unknown="nothing says which",
+        link=lambda row: build_job_url(str(row["job"])),
+    ),
     PageColumn("state", "State", "state", "how far its analysis is", "its files are not all there"),
     PageColumn("uploader", "By"),
     PageColumn("files", "Files", "count"),
@@ -31,7 +37,9 @@ CAPTURE_COLUMNS = (
 _MAX_CAPTURES = 1000
 
 
-def build_captures_table(captures: list[CaptureAnswer], empty: Node, *, single_job: bool = False) -> PageTable:
+def build_captures_table(
+    captures: list[CaptureAnswer], empty: Node, *, single_job: bool = False
+) -> PageTable:
     """The table of captures; `single_job`: all are of one, which need not be named."""
     rows: list[PageRow] = [
         {
@@ -60,7 +68,11 @@ async def compute_captures(visit: PageRequest) -> list[CaptureAnswer]:
 def build_captures_content(captures: list[CaptureAnswer]) -> PageContent:
     """What is shown of them."""
     empty = fragment[
-        p["Nothing is kept yet. ", a(href="/jobs")["Ask for a trace of a job"], ", or upload what was recorded:"],
+        p[
+            "Nothing is kept yet. ",
+            a(href="/jobs")["Ask for a trace of a job"],
+            ", or upload what was recorded:",
+        ],
         build_command("traceloom upload run --job JOB"),
     ]
     states = [capture.state for capture in captures]
@@ -84,7 +96,9 @@ def build_captures_content(captures: list[CaptureAnswer]) -> PageContent:
             "bad" if quarantined else "",
             "/captures?captures.q=quarantined",
         ),
-        KeyFigure("Size", units.format_size(sum(capture.bytes for capture in captures)), "of their files"),
+        KeyFigure(
+            "Size", units.format_size(sum(capture.bytes for capture in captures)), "of their files"
+        ),
     ]
     older = (
         p[a(href=f"/captures?before={captures[-1].received_ns}")["Older captures"]]

@@ -12,7 +12,13 @@ from htpy import Node, a, button, code, div, form, fragment, li, ol, p, span
 from traceloom.agent.traces.requests import ProfilerName, TraceSpec
 from traceloom.fleet.api import CaptureAnswer, CapturesAnswer
 from traceloom.fleet.handlers.hosts import FleetRequestAnswer, FleetRequestsAnswer, RequestBody
-from traceloom.fleet.handlers.now import FindingsAnswer, FleetFinding, JobDetailAnswer, UsageAnswer, UsagePeriod
+from traceloom.fleet.handlers.now import (
+    FindingsAnswer,
+    FleetFinding,
+    JobDetailAnswer,
+    UsageAnswer,
+    UsagePeriod,
+)
 from traceloom.fleet.portal.page import (
     ContentSection,
     KeyFigure,
@@ -32,7 +38,14 @@ from traceloom.fleet.portal.page import (
 )
 from traceloom.fleet.portal.page_request import PageRequest
 from traceloom.fleet.portal.pages import captures, overview
-from traceloom.fleet.portal.tables import PageColumn, PageRow, PageTable, convert_column, render_state, render_time
+from traceloom.fleet.portal.tables import (
+    PageColumn,
+    PageRow,
+    PageTable,
+    convert_column,
+    render_state,
+    render_time,
+)
 from traceloom.fleet.service.request_plan import ENDED_FLEET_STATES, FleetState
 from traceloom.fleet.service.requests import Choice
 from traceloom.fleet.store.schema import SCHEMAS
@@ -47,7 +60,10 @@ REQUEST_COLUMNS = (
     PageColumn("what", "What"),
     PageColumn("hosts", "Hosts", "count"),
     PageColumn(
-        "capture", "Capture", unknown="there is none yet", link=lambda row: build_capture_url(str(row["capture"]))
+        "capture",
+        "Capture",
+        unknown="there is none yet",
+        link=lambda row: build_capture_url(str(row["capture"])),
     ),
     PageColumn("detail", "Why", unknown="there is nothing to say of it"),
 )
@@ -60,7 +76,9 @@ def describe_length(request: FleetRequestAnswer) -> str:
     return units.format_duration(int((request.wanted.duration_s or 0.0) * 1e9))
 
 
-def build_requests_table(requests: list[FleetRequestAnswer], *, single_job: bool = False) -> PageTable:
+def build_requests_table(
+    requests: list[FleetRequestAnswer], *, single_job: bool = False
+) -> PageTable:
     """The table of requests, newest first; `single_job`: all are of one, which need not be named."""
     rows: list[PageRow] = [
         {
@@ -90,7 +108,9 @@ def build_requests_table(requests: list[FleetRequestAnswer], *, single_job: bool
 
 async def compute_requests(visit: PageRequest) -> list[FleetRequestAnswer]:
     """Requests, newest first."""
-    return (await visit.answer(FleetRequestsAnswer, "/api/v1/requests", query={"most": "1000"})).requests
+    return (
+        await visit.answer(FleetRequestsAnswer, "/api/v1/requests", query={"most": "1000"})
+    ).requests
 
 
 def build_requests_content(requests: list[FleetRequestAnswer]) -> PageContent:
@@ -99,7 +119,12 @@ def build_requests_content(requests: list[FleetRequestAnswer]) -> PageContent:
     running = sum(state not in ENDED_FLEET_STATES for state in states)
     numbers = [
         KeyFigure("Being taken", units.format_count(running), "have not ended"),
-        KeyFigure("Done", units.format_count(states.count("done")), "whole", leads=_build_state_url("done")),
+        KeyFigure(
+            "Done",
+            units.format_count(states.count("done")),
+            "whole",
+            leads=_build_state_url("done"),
+        ),
         KeyFigure(
             "Partial",
             units.format_count(states.count("partial")),
@@ -155,12 +180,18 @@ assert {name for name, _ in PROFILER_CHOICES} == set(get_args(ProfilerName))
 
 _FINDINGS = SCHEMAS["findings"].columns
 FINDING_COLUMNS = (
-    convert_column("slug", _FINDINGS["slug"], lambda row: f"https://traceloom.readthedocs.io/findings/{row['slug']}/"),
+    convert_column(
+        "slug",
+        _FINDINGS["slug"],
+        lambda row: f"https://traceloom.readthedocs.io/findings/{row['slug']}/",
+    ),
     convert_column("saving_fraction", _FINDINGS["saving_fraction"]),
     convert_column("saving_ns", _FINDINGS["saving_ns"]),
     convert_column("confidence", _FINDINGS["confidence"]),
     convert_column("rank", _FINDINGS["rank"]),
-    convert_column("capture", _FINDINGS["capture"], lambda row: build_capture_url(str(row["capture"]))),
+    convert_column(
+        "capture", _FINDINGS["capture"], lambda row: build_capture_url(str(row["capture"]))
+    ),
 )
 PROCESS_COLUMNS = (
     PageColumn("rank", "Rank", "count", unknown="nothing says it"),
@@ -184,8 +215,12 @@ class JobView:
 async def compute_job(visit: PageRequest) -> JobView:
     """Ask the routes."""
     job = visit.names["job"]
-    requests_answer = await visit.answer(FleetRequestsAnswer, "/api/v1/requests", query={"most": "1000"})
-    captures_answer = await visit.answer(CapturesAnswer, "/api/v1/captures", query={"job": job, "most": "200"})
+    requests_answer = await visit.answer(
+        FleetRequestsAnswer, "/api/v1/requests", query={"most": "1000"}
+    )
+    captures_answer = await visit.answer(
+        CapturesAnswer, "/api/v1/captures", query={"job": job, "most": "200"}
+    )
     findings = await visit.answer(FindingsAnswer, "/api/v1/findings/latest", query={"job": job})
     used = await visit.answer(UsageAnswer, "/api/v1/usage", query={"job": job, "hours": "6"})
     return JobView(
@@ -202,29 +237,45 @@ def build_job_content(view: JobView) -> PageContent:
     """What is shown of it."""
     job = view.detail.job
     no_captures = fragment[
-        p["Nothing of this job is kept yet. Ask for a trace while it runs, or upload what was recorded:"],
+        p[
+            "Nothing of this job is kept yet. Ask for a trace while it runs, or upload what was recorded:"
+        ],
         build_command(f"traceloom upload run --job {shlex.quote(view.name)}"),
     ]
     processes = [
-        {"host": member.host, **overview.build_process_row(member.process)} for member in view.detail.processes
+        {"host": member.host, **overview.build_process_row(member.process)}
+        for member in view.detail.processes
     ]
     sections = [
         ContentSection(
-            "findings", "What to fix first", build_findings_table(view.findings), "Findings of its captures."
+            "findings",
+            "What to fix first",
+            build_findings_table(view.findings),
+            "Findings of its captures.",
         )
         if view.findings
         else None,
         ContentSection(
-            "captures", "Captures", captures.build_captures_table(view.captures, no_captures, single_job=True)
+            "captures",
+            "Captures",
+            captures.build_captures_table(view.captures, no_captures, single_job=True),
         ),
-        ContentSection("requests", "Traces asked for", build_requests_table(view.requests, single_job=True))
+        ContentSection(
+            "requests", "Traces asked for", build_requests_table(view.requests, single_job=True)
+        )
         if view.requests
         else None,
-        ContentSection("usage", "Device time, last 6 h", overview.draw_usage(view.usage, f"Device time of {view.name}"))
+        ContentSection(
+            "usage",
+            "Device time, last 6 h",
+            overview.draw_usage(view.usage, f"Device time of {view.name}"),
+        )
         if view.usage
         else None,
         ContentSection(
-            "processes", "Processes", PageTable("processes", "Processes of the job", PROCESS_COLUMNS, processes)
+            "processes",
+            "Processes",
+            PageTable("processes", "Processes of the job", PROCESS_COLUMNS, processes),
         )
         if job
         else None,
@@ -255,14 +306,22 @@ def _build_key_figures(view: JobView) -> list[KeyFigure]:
     assert job is not None
     steps = job.steps_per_second
     rank_note = (
-        f"of {units.format_count(job.world_size)}" if job.world_size is not None else "the world size is not known"
+        f"of {units.format_count(job.world_size)}"
+        if job.world_size is not None
+        else "the world size is not known"
     )
     return [
         KeyFigure(
-            "Ranks", units.format_count(job.ranks), f"{rank_note}, on {units.format_quantity(len(job.hosts), 'host')}"
+            "Ranks",
+            units.format_count(job.ranks),
+            f"{rank_note}, on {units.format_quantity(len(job.hosts), 'host')}",
         ),
         KeyFigure("Devices", units.format_count(job.devices), "that its processes hold"),
-        *([KeyFigure("Hangs", "yes", "it makes no steps any more", "bad", "#processes-part")] if job.hung else []),
+        *(
+            [KeyFigure("Hangs", "yes", "it makes no steps any more", "bad", "#processes-part")]
+            if job.hung
+            else []
+        ),
         KeyFigure(
             "Steps/s",
             "–" if steps is None else units.format_number(steps),
@@ -288,7 +347,9 @@ def build_job_controls(visit: PageRequest, view: JobView) -> Node:
         ]
     elif not view.detail.job.traceable:
         content = fragment[
-            p["None of its processes is prepared for traces on demand. Start it in a shell that is:"],
+            p[
+                "None of its processes is prepared for traces on demand. Start it in a shell that is:"
+            ],
             build_command('eval "$(traceloom agent env)"'),
         ]
     else:
@@ -302,7 +363,9 @@ def _build_request_form(visit: PageRequest) -> Node:
     return form(method="post")[
         div(".fields")[
             div[
-                build_choices("by", "How long", [("steps", "Steps"), ("seconds", "Seconds")], [length]),
+                build_choices(
+                    "by", "How long", [("steps", "Steps"), ("seconds", "Seconds")], [length]
+                ),
                 build_text_field(
                     "length",
                     "That many",
@@ -317,15 +380,26 @@ def _build_request_form(visit: PageRequest) -> Node:
                 build_choices(
                     "choose",
                     "Which ranks",
-                    [("", "All, or these:"), ("slowest-and-median", "The slowest and one in the middle")],
+                    [
+                        ("", "All, or these:"),
+                        ("slowest-and-median", "The slowest and one in the middle"),
+                    ],
                     [visit.field("choose")],
                 ),
                 build_text_field(
-                    "ranks", "Ranks", "Such as 0, 3, 8-11. Empty: all.", value=visit.field("ranks"), maxlength="2000"
+                    "ranks",
+                    "Ranks",
+                    "Such as 0, 3, 8-11. Empty: all.",
+                    value=visit.field("ranks"),
+                    maxlength="2000",
                 ),
             ],
             build_choices(
-                "profilers", "What is recorded", PROFILER_CHOICES, sent.get("profilers", ["timeline"]), several=True
+                "profilers",
+                "What is recorded",
+                PROFILER_CHOICES,
+                sent.get("profilers", ["timeline"]),
+                several=True,
             ),
             build_choices(
                 "details",
@@ -360,7 +434,8 @@ async def handle_job_action(visit: PageRequest) -> str:
         raise make_bad_request("nothing is chosen to be recorded")
     try:
         body = RequestBody(
-            wanted=msgspec.convert(spec_fields, TraceSpec), choose=msgspec.convert(visit.field("choose"), Choice)
+            wanted=msgspec.convert(spec_fields, TraceSpec),
+            choose=msgspec.convert(visit.field("choose"), Choice),
         )
     except msgspec.ValidationError as error:
         raise make_bad_request(str(error)) from error
@@ -434,19 +509,27 @@ def build_request_content(request: FleetRequestAnswer) -> PageContent:
         KeyFigure("What", describe_length(request), ", ".join(spec.profilers)),
         KeyFigure("Asked by", request.who, render_time(request.asked_ns)),
         KeyFigure(
-            "Begins", render_time(request.start_ns) if request.start_ns else "–", "the same instant on all hosts"
+            "Begins",
+            render_time(request.start_ns) if request.start_ns else "–",
+            "the same instant on all hosts",
         ),
     ]
     sections = [
         ContentSection(
             "hosts",
             "Hosts",
-            PageTable("hosts", "Hosts of the request", HOST_COLUMNS, hosts, "No host has such processes."),
+            PageTable(
+                "hosts", "Hosts of the request", HOST_COLUMNS, hosts, "No host has such processes."
+            ),
         )
     ]
     if targets:
         sections.append(
-            ContentSection("targets", "Ranks", PageTable("targets", "Ranks and profilers", TARGET_COLUMNS, targets))
+            ContentSection(
+                "targets",
+                "Ranks",
+                PageTable("targets", "Ranks and profilers", TARGET_COLUMNS, targets),
+            )
         )
     return PageContent(
         _STATE_TEXTS[request.state],
@@ -515,7 +598,9 @@ async def handle_request_action(visit: PageRequest) -> str:
     Raises:
         RequestError: `not-allowed`, `no-such-request`.
     """
-    await visit.answer(FleetRequestAnswer, "/api/v1/requests/{id}", method="DELETE", id=visit.names["id"])
+    await visit.answer(
+        FleetRequestAnswer, "/api/v1/requests/{id}", method="DELETE", id=visit.names["id"]
+    )
     return visit.address.path
 
 

@@ -20,7 +20,14 @@ from traceloom.fleet.portal.asking import (
     fetch_answer,
 )
 from traceloom.fleet.portal.charts import ChartDot, ChartLevel, draw_dots, draw_legend
-from traceloom.fleet.portal.page import ContentSection, KeyFigure, Page, PageContent, build_capture_url, build_job_url
+from traceloom.fleet.portal.page import (
+    ContentSection,
+    KeyFigure,
+    Page,
+    PageContent,
+    build_capture_url,
+    build_job_url,
+)
 from traceloom.fleet.portal.page_request import PageRequest, PageUrl
 from traceloom.fleet.portal.tables import PageColumn, PageTable, render_time
 from traceloom.fleet.questions.catalogue import ALL_CHANGES_QUERY
@@ -28,8 +35,18 @@ from traceloom.server.problem import HttpError
 from traceloom.system import units
 
 REGRESSION_COLUMNS = (
-    "kernel", "shapes", "change", "low", "high", "since_ns", "before_ns", "after_ns", "extra_ns", "jobs_after", "cause",
-)  # fmt: skip
+    "kernel",
+    "shapes",
+    "change",
+    "low",
+    "high",
+    "since_ns",
+    "before_ns",
+    "after_ns",
+    "extra_ns",
+    "jobs_after",
+    "cause",
+)
 _CAUSE_TEXTS = {
     "code": "with another version of the program or of PyTorch",
     "host": "on other hosts",
@@ -47,7 +64,9 @@ async def compute_regressions(visit: PageRequest) -> QueryResult:
 def build_change_url(address: PageUrl, row: Mapping[str, Any]) -> str:
     """The page of a change, about the same time and filters."""
     names = {name: str(row[name]) for name in ("shapes", "device_model") if row[name] is not None}
-    return build_page_url("/regressions/change", address, kernel=str(row["kernel"]), at=str(row["since_ns"]), **names)
+    return build_page_url(
+        "/regressions/change", address, kernel=str(row["kernel"]), at=str(row["since_ns"]), **names
+    )
 
 
 def format_change(change: float) -> str:
@@ -76,23 +95,36 @@ def build_regressions_content(result: QueryResult) -> PageContent:
     }
     columns = result.columns("changes", REGRESSION_COLUMNS, links)
     series, short = result.fact("series"), result.fact("short")
-    series_note = f"{units.format_count(series)} kernels with their shapes and devices were looked at"
+    series_note = (
+        f"{units.format_count(series)} kernels with their shapes and devices were looked at"
+    )
     empty = (
         f"No kernel became slower by more than chance explains: {series_note}, of which {units.format_count(short)} ran in fewer "
         "than ten jobs. Ask for more time to look at more jobs."
     )
     sections = [
         ContentSection(
-            "slower", "Slower", PageTable("slower-changes", "Kernels that became slower", columns, slower, empty),
+            "slower",
+            "Slower",
+            PageTable("slower-changes", "Kernels that became slower", columns, slower, empty),
             "what costs most GPU time first",
         )
-    ]  # fmt: skip
+    ]
     for key, title, group_rows, note in (
-        ("mixed", "Another mix", mixed, "each piece of work takes as long as before, but longer ones became more"),
+        (
+            "mixed",
+            "Another mix",
+            mixed,
+            "each piece of work takes as long as before, but longer ones became more",
+        ),
         ("faster", "Faster", faster, ""),
     ):
         if group_rows:
-            sections.append(ContentSection(key, title, PageTable(f"{key}-changes", title, columns, group_rows), note))
+            sections.append(
+                ContentSection(
+                    key, title, PageTable(f"{key}-changes", title, columns, group_rows), note
+                )
+            )
     costs = sum(row["extra_ns"] for row in slower)
     numbers = [
         KeyFigure(
@@ -110,7 +142,9 @@ def build_regressions_content(result: QueryResult) -> PageContent:
             leads="#faster-part" if faster else "",
         ),
         KeyFigure(
-            "Looked at", units.format_count(series - short), f"series; {units.format_count(short)} have too few jobs"
+            "Looked at",
+            units.format_count(series - short),
+            f"series; {units.format_count(short)} have too few jobs",
         ),
     ]
     heading = "No kernel became slower"
@@ -120,9 +154,14 @@ def build_regressions_content(result: QueryResult) -> PageContent:
 
 
 REGRESSIONS_PAGE = Page(
-    "/regressions", "Regressions", "Kernels that became slower or faster: since when, by how much, with its interval, "
-    "what changed with them, and what that costs.", compute_regressions, build_regressions_content, menu="Understand",
-)  # fmt: skip
+    "/regressions",
+    "Regressions",
+    "Kernels that became slower or faster: since when, by how much, with its interval, "
+    "what changed with them, and what that costs.",
+    compute_regressions,
+    build_regressions_content,
+    menu="Understand",
+)
 
 VERSION_COLOURS = ("compute", "communication", "memory", "annotation", "launch", "other")
 """Colours of versions of a program, by the time of their first job; the last is of all others."""
@@ -152,15 +191,18 @@ async def compute_kernel(visit: PageRequest) -> KernelView:
     """
     kernel, shapes = visit.address.query.get("kernel", ""), visit.address.query.get("shapes", "")
     if not kernel:
-        raise HttpError(400, "of which kernel?", slug="wrong-request", hint="the list of kernels leads here")
+        raise HttpError(
+            400, "of which kernel?", slug="wrong-request", hint="the list of kernels leads here"
+        )
     history = await fetch_answer(visit, "kernel-history")
     pattern = build_name_filter(kernel)
     changed = await fetch_answer(visit, "regressions", kernel=pattern, top="200")
     coverage = await fetch_answer(visit, "coverage", kernel=pattern, top="200")
     changes = [
-        row for row in changed.tables["changes"]
+        row
+        for row in changed.tables["changes"]
         if row["kernel"] == kernel and (not shapes or row["shapes"] in {shapes, None})
-    ]  # fmt: skip
+    ]
     return KernelView(kernel, shapes, history, coverage, changes, changed)
 
 
@@ -169,45 +211,92 @@ def build_kernel_content(view: KernelView) -> PageContent:
     asking = build_filter_form(view.history.address, preserved=("kernel", "shapes"))
     address, rows = view.history.address, view.history.tables["rows"]
     jobs = PageTable(
-        "jobs", "Jobs that ran it",
+        "jobs",
+        "Jobs that ran it",
         view.history.columns(
-            "rows", _JOB_COLUMNS,
-            {"job": lambda row: build_job_url(str(row["job"])), "capture": lambda row: build_capture_url(str(row["capture"]))},
+            "rows",
+            _JOB_COLUMNS,
+            {
+                "job": lambda row: build_job_url(str(row["job"])),
+                "capture": lambda row: build_capture_url(str(row["capture"])),
+            },
         ),
-        list(reversed(rows)), build_empty_notice("job that ran this kernel"),
-    )  # fmt: skip
+        list(reversed(rows)),
+        build_empty_notice("job that ran this kernel"),
+    )
     shaped = [row for row in view.coverage.tables["rows"] if row["kernel"] == view.kernel]
     shapes = PageTable(
-        "shapes", "Shapes of its inputs",
-        view.coverage.columns("rows", _SHAPE_COLUMNS, {"shapes": lambda row: address.changed({"shapes": str(row["shapes"])})}),
-        shaped, "No shapes were recorded: `traceloom record --shapes` does.",
-    )  # fmt: skip
+        "shapes",
+        "Shapes of its inputs",
+        view.coverage.columns(
+            "rows",
+            _SHAPE_COLUMNS,
+            {"shapes": lambda row: address.changed({"shapes": str(row["shapes"])})},
+        ),
+        shaped,
+        "No shapes were recorded: `traceloom record --shapes` does.",
+    )
     changes = PageTable(
-        "changes", "When it changed",
-        view.changed.columns("changes", _CHANGE_COLUMNS, {"since_ns": lambda row: build_change_url(address, row)}),
-        view.changes, "It did not change by more than chance explains.",
-    )  # fmt: skip
+        "changes",
+        "When it changed",
+        view.changed.columns(
+            "changes", _CHANGE_COLUMNS, {"since_ns": lambda row: build_change_url(address, row)}
+        ),
+        view.changes,
+        "It did not change by more than chance explains.",
+    )
     breadcrumbs = [("Kernels", build_page_url("/kernels", address))]
     if view.shapes:
         breadcrumbs.append((view.kernel, address.changed({"shapes": ""})))
     sections = [
-        ContentSection("time", "Duration over time", draw_history(view), "one dot per job, coloured by version; UTC"),
+        ContentSection(
+            "time",
+            "Duration over time",
+            draw_history(view),
+            "one dot per job, coloured by version; UTC",
+        ),
         ContentSection("changed", "Changes", changes),
         ContentSection("of-shapes", "Shapes", shapes, "a shape leads to its own history"),
         ContentSection("of-jobs", "Jobs", jobs, "the latest first"),
     ]
     if not rows:
         sections = [ContentSection("of-jobs", "Jobs", jobs)]
-    numbers = [
-        KeyFigure("Jobs", units.format_count(view.history.fact("jobs")), "ran it", leads="#of-jobs-part"),
-        KeyFigure("Now", units.format_duration(rows[-1]["mean_ns"]), "mean of a piece of work in the last job"),
-        KeyFigure("GPU time", units.format_duration(sum(row["total_ns"] for row in rows)), "in captures of these jobs"),
-        *(KeyFigure("Changes", units.format_count(len(view.changes)), describe_change(row), "bad" if row["change"] > 0 else "",
-                    "#changed-part")
-          for row in view.changes[:1]),
-    ] if rows else []  # fmt: skip
+    numbers = (
+        [
+            KeyFigure(
+                "Jobs",
+                units.format_count(view.history.fact("jobs")),
+                "ran it",
+                leads="#of-jobs-part",
+            ),
+            KeyFigure(
+                "Now",
+                units.format_duration(rows[-1]["mean_ns"]),
+                "mean of a piece of work in the last job",
+            ),
+            KeyFigure(
+                "GPU time",
+                units.format_duration(sum(row["total_ns"] for row in rows)),
+                "in captures of these jobs",
+            ),
+            *(
+                KeyFigure(
+                    "Changes",
+                    units.format_count(len(view.changes)),
+                    describe_change(row),
+                    "bad" if row["change"] > 0 else "",
+                    "#changed-part",
+                )
+                for row in view.changes[:1]
+            ),
+        ]
+        if rows
+        else []
+    )
     lead = f"Only of the shapes {view.shapes}." if view.shapes else None
-    return PageContent(view.kernel, sections, above=breadcrumbs, lead=lead, numbers=numbers, asking=asking)
+    return PageContent(
+        view.kernel, sections, above=breadcrumbs, lead=lead, numbers=numbers, asking=asking
+    )
 
 
 def draw_history(view: KernelView) -> Node:
@@ -216,33 +305,51 @@ def draw_history(view: KernelView) -> Node:
     if not rows:
         return None
     versions = list(dict.fromkeys(row["code"] or row["torch"] or "" for row in rows))
-    colours = {version: VERSION_COLOURS[min(index, len(VERSION_COLOURS) - 1)] for index, version in enumerate(versions)}
+    colours = {
+        version: VERSION_COLOURS[min(index, len(VERSION_COLOURS) - 1)]
+        for index, version in enumerate(versions)
+    }
     points = [
         ChartDot(
-            row["start_ns"], row["mean_ns"], colours[row["code"] or row["torch"] or ""],
-            f"{row['job']}: {units.format_duration(row['mean_ns'])}", build_job_url(row["job"]),
+            row["start_ns"],
+            row["mean_ns"],
+            colours[row["code"] or row["torch"] or ""],
+            f"{row['job']}: {units.format_duration(row['mean_ns'])}",
+            build_job_url(row["job"]),
         )
         for row in rows
-    ]  # fmt: skip
+    ]
     levels = []
     for change in view.changes if view.shapes else ():
         levels += [
-            ChartLevel(rows[0]["start_ns"], change["last_before_ns"], change["before_ns"], "before"),
+            ChartLevel(
+                rows[0]["start_ns"], change["last_before_ns"], change["before_ns"], "before"
+            ),
             ChartLevel(change["since_ns"], rows[-1]["start_ns"], change["after_ns"], "after"),
         ]
     marks = [(change["since_ns"], units.format_change(change["change"])) for change in view.changes]
     label = f"Mean duration of a piece of work of {view.kernel} in {units.format_quantity(len(rows), 'job')} over time"
     picture = draw_dots(
-        points, levels, list(dict(marks).items()), label=label, write=lambda ns: units.format_value(ns, "time")
+        points,
+        levels,
+        list(dict(marks).items()),
+        label=label,
+        write=lambda ns: units.format_value(ns, "time"),
     )
-    names = [(version or "version not known", colours[version], "") for version in versions[: len(VERSION_COLOURS)]]
+    names = [
+        (version or "version not known", colours[version], "")
+        for version in versions[: len(VERSION_COLOURS)]
+    ]
     return [picture, draw_legend(names) if len(versions) > 1 else None]
 
 
 KERNEL_PAGE = Page(
-    "/kernels/history", "Kernel", "One kernel: its duration in each job over time, its shapes, its changes, its jobs.",
-    compute_kernel, build_kernel_content,
-)  # fmt: skip
+    "/kernels/history",
+    "Kernel",
+    "One kernel: its duration in each job over time, its shapes, its changes, its jobs.",
+    compute_kernel,
+    build_kernel_content,
+)
 
 
 def build_comparison_url(base: str, new: str) -> str:
@@ -267,10 +374,15 @@ async def compute_comparison(visit: PageRequest) -> CapturePair:
     query = visit.address.query
     if not query.get("base") or not query.get("new"):
         raise HttpError(
-            404, "two captures are compared, and no two are named", slug="no-such-capture",
+            404,
+            "two captures are compared, and no two are named",
+            slug="no-such-capture",
             hint="a page of a capture lets one choose another to hold it against; one of a regression has both",
-        )  # fmt: skip
-    base, new = [await visit.answer(CaptureAnswer, "/api/v1/captures/{id}", id=query[side]) for side in ("base", "new")]
+        )
+    base, new = [
+        await visit.answer(CaptureAnswer, "/api/v1/captures/{id}", id=query[side])
+        for side in ("base", "new")
+    ]
     return CapturePair(base, new)
 
 
@@ -292,11 +404,20 @@ def build_comparison_content(both: CapturePair) -> PageContent:
     lead: list[Node] = []
     for side_label, capture in (("Base: ", both.base), (" New: ", both.new)):
         name = capture.job or capture.id
-        lead += [side_label, a(href=build_job_url(capture.job))[name] if capture.job else name, ", received ",
-                 render_time(capture.received_ns), "."]  # fmt: skip
+        lead += [
+            side_label,
+            a(href=build_job_url(capture.job))[name] if capture.job else name,
+            ", received ",
+            render_time(capture.received_ns),
+            ".",
+        ]
     return PageContent(
         f"{both.new.job or both.new.id} against {both.base.job or both.base.id}",
-        [ContentSection("comparison", "What changed", [frame, buttons], "as traceloom diff shows it")],
+        [
+            ContentSection(
+                "comparison", "What changed", [frame, buttons], "as traceloom diff shows it"
+            )
+        ],
         above=[("Captures", "/captures")],
         lead=lead,
     )
@@ -330,17 +451,25 @@ async def compute_regression(visit: PageRequest) -> ChangeView:
     """
     query = visit.address.query
     kernel, shapes = query.get("kernel", ""), query.get("shapes")
-    changed = await fetch_answer(visit, "regressions", kernel=build_name_filter(kernel), top="1000", shapes="")
-    model = query.get("device_model")  # a filter too: of a mix over models of devices the row itself has none
+    changed = await fetch_answer(
+        visit, "regressions", kernel=build_name_filter(kernel), top="1000", shapes=""
+    )
+    model = query.get(
+        "device_model"
+    )  # a filter too: of a mix over models of devices the row itself has none
     matches = [
-        dict(row) for row in changed.tables["changes"]
+        dict(row)
+        for row in changed.tables["changes"]
         if (row["kernel"], row["shapes"], str(row["since_ns"])) == (kernel, shapes, query.get("at"))
         and row["device_model"] in {None, model}
-    ]  # fmt: skip
+    ]
     change = max(matches, key=lambda row: row["device_model"] == model, default=None)
     if change is None:
         raise HttpError(
-            404, "there is no such change, or not any more", slug="no-such-change", hint="see the list of regressions"
+            404,
+            "there is no such change, or not any more",
+            slug="no-such-change",
+            hint="see the list of regressions",
         )
     return ChangeView(change, changed, await fetch_answer(visit, "kernel-history"))
 
@@ -351,8 +480,10 @@ def build_regression_content(view: ChangeView) -> PageContent:
     rows = view.history.tables["rows"]
     rows_by_job = {row["job"]: row for row in rows}
     affected_jobs = [
-        {**rows_by_job[job], "compare": "beside a healthy one"} for job in change["jobs"] if job in rows_by_job
-    ]  # fmt: skip
+        {**rows_by_job[job], "compare": "beside a healthy one"}
+        for job in change["jobs"]
+        if job in rows_by_job
+    ]
     links = {
         "job": lambda row: build_job_url(str(row["job"])),
         "capture": lambda row: build_capture_url(str(row["capture"])),
@@ -360,13 +491,22 @@ def build_regression_content(view: ChangeView) -> PageContent:
     columns = [
         *view.history.columns("rows", _REGRESSION_JOB_COLUMNS, links),
         PageColumn(
-            "compare", "Compare", hint="its capture held against one from before",
+            "compare",
+            "Compare",
+            hint="its capture held against one from before",
             link=lambda row: build_comparison_url(change["healthy_capture"], str(row["capture"])),
         ),
-    ]  # fmt: skip
+    ]
     table = PageTable("jobs", "Jobs behind it", columns, affected_jobs, build_empty_notice("job"))
     chart = draw_history(
-        KernelView(change["kernel"], change["shapes"] or "all", view.history, view.history, [change], view.changed)
+        KernelView(
+            change["kernel"],
+            change["shapes"] or "all",
+            view.history,
+            view.history,
+            [change],
+            view.changed,
+        )
     )
     captures = div(".buttons")[
         a(".primary", href=build_comparison_url(change["healthy_capture"], change["capture"]))[
@@ -374,33 +514,60 @@ def build_regression_content(view: ChangeView) -> PageContent:
         ],
         a(".button", href=build_capture_url(change["capture"]))["A capture after it"],
         a(".button", href=build_capture_url(change["healthy_capture"]))["A capture before it"],
-        a(".button", href=build_page_url("/kernels/history", address, kernel=change["kernel"]))["All of this kernel"],
+        a(".button", href=build_page_url("/kernels/history", address, kernel=change["kernel"]))[
+            "All of this kernel"
+        ],
     ]
-    shapes, change_text = f"On inputs of {change['shapes']}. " if change["shapes"] else "", describe_change(change)
+    shapes, change_text = (
+        f"On inputs of {change['shapes']}. " if change["shapes"] else "",
+        describe_change(change),
+    )
     numbers = [
-        KeyFigure("Change", units.format_change(change["change"]),
-                  f"95 % interval {units.format_change(change['low'])} to {units.format_change(change['high'])}",
-                  "bad" if change["change"] > 0 else ""),
-        KeyFigure("A piece of work", units.format_duration(change["after_ns"]),
-                  f"{units.format_duration(change['before_ns'])} before"),
-        KeyFigure("Costs" if change["extra_ns"] > 0 else "Saves", units.format_duration(abs(change["extra_ns"])),
-                  "GPU time in captures since"),
-        KeyFigure("Jobs", units.format_count(change["jobs_after"]), f"after it, {units.format_count(change['jobs_before'])} before"),
+        KeyFigure(
+            "Change",
+            units.format_change(change["change"]),
+            f"95 % interval {units.format_change(change['low'])} to {units.format_change(change['high'])}",
+            "bad" if change["change"] > 0 else "",
+        ),
+        KeyFigure(
+            "A piece of work",
+            units.format_duration(change["after_ns"]),
+            f"{units.format_duration(change['before_ns'])} before",
+        ),
+        KeyFigure(
+            "Costs" if change["extra_ns"] > 0 else "Saves",
+            units.format_duration(abs(change["extra_ns"])),
+            "GPU time in captures since",
+        ),
+        KeyFigure(
+            "Jobs",
+            units.format_count(change["jobs_after"]),
+            f"after it, {units.format_count(change['jobs_before'])} before",
+        ),
         KeyFigure("Cause", change["cause"], f"evidence: {change['evidence']}"),
-    ]  # fmt: skip
+    ]
     return PageContent(
         f"{change['kernel']} takes {format_change(change['change'])}",
         [
-            ContentSection("time", "Duration over time", [chart, captures], "one dot per job; lines are medians; UTC"),
+            ContentSection(
+                "time",
+                "Duration over time",
+                [chart, captures],
+                "one dot per job; lines are medians; UTC",
+            ),
             ContentSection("of-jobs", "Jobs behind it", table, "those that lose most by it"),
         ],
         above=[("Regressions", build_page_url("/regressions", address))],
         lead=f"{shapes}{change_text[:1].upper()}{change_text[1:]}.",
         numbers=numbers,
-    )  # fmt: skip
+    )
 
 
 REGRESSION_PAGE = Page(
-    "/regressions/change", "Regression", "One change of a kernel: its curve over jobs, the jobs behind it, and a "
-    "capture beside a healthy one.", compute_regression, build_regression_content,
-)  # fmt: skip
+    "/regressions/change",
+    "Regression",
+    "One change of a kernel: its curve over jobs, the jobs behind it, and a "
+    "capture beside a healthy one.",
+    compute_regression,
+    build_regression_content,
+)

@@ -61,7 +61,9 @@ JOBS_COLUMNS = (
     PageColumn("devices", "Devices", "count", "devices that its processes hold"),
     PageColumn("ranks", "Ranks", "count", "ranks that were seen"),
     PageColumn("world_size", "Of", "count", "world size that they say", "they do not say it"),
-    PageColumn("steps_per_second", "Steps/s", "number", "of its slowest rank", "nobody measures it"),
+    PageColumn(
+        "steps_per_second", "Steps/s", "number", "of its slowest rank", "nobody measures it"
+    ),
     PageColumn("traceable", "Traceable", hint="processes that are prepared for traces on demand"),
     PageColumn("framework", "Framework", unknown="no framework was seen in its processes"),
     PageColumn("scheduler", "Scheduler", unknown="nothing names it"),
@@ -83,7 +85,9 @@ def build_job_row(job: FleetJobAnswer) -> PageRow:
         "ranks": job.ranks,
         "world_size": job.world_size,
         "steps_per_second": job.steps_per_second,
-        "traceable": "all" if job.traceable == job.processes else f"{job.traceable} of {job.processes}",
+        "traceable": "all"
+        if job.traceable == job.processes
+        else f"{job.traceable} of {job.processes}",
         "framework": job.framework,
         "scheduler": job.scheduler,
     }
@@ -92,11 +96,19 @@ def build_job_row(job: FleetJobAnswer) -> PageRow:
 def build_jobs_table(jobs: list[FleetJobAnswer]) -> PageTable:
     """The table of jobs."""
     empty = fragment[
-        p["No job runs on hosts of the fleet, as far as they say. Prepare one on a host where an agent runs:"],
+        p[
+            "No job runs on hosts of the fleet, as far as they say. Prepare one on a host where an agent runs:"
+        ],
         build_command('eval "$(traceloom agent env)"'),
-        p["and start the program in that shell. ", code["TRACELOOM_JOB"], " names the job where no scheduler does."],
+        p[
+            "and start the program in that shell. ",
+            code["TRACELOOM_JOB"],
+            " names the job where no scheduler does.",
+        ],
     ]
-    return PageTable("jobs", "Jobs that run now", JOBS_COLUMNS, [build_job_row(job) for job in jobs], empty)
+    return PageTable(
+        "jobs", "Jobs that run now", JOBS_COLUMNS, [build_job_row(job) for job in jobs], empty
+    )
 
 
 def build_jobs_content(jobs: list[FleetJobAnswer]) -> PageContent:
@@ -104,12 +116,22 @@ def build_jobs_content(jobs: list[FleetJobAnswer]) -> PageContent:
     ready = sum(job.traceable > 0 for job in jobs)
     numbers = [
         KeyFigure("Jobs", units.format_count(len(jobs)), "that run now"),
-        KeyFigure("Traceable", units.format_count(ready), "have processes that are prepared for traces"),
-        KeyFigure("Devices", units.format_count(sum(job.devices for job in jobs)), "that jobs hold"),
-        KeyFigure("Users", units.format_count(len({job.user for job in jobs if job.user})), "whose jobs run"),
+        KeyFigure(
+            "Traceable", units.format_count(ready), "have processes that are prepared for traces"
+        ),
+        KeyFigure(
+            "Devices", units.format_count(sum(job.devices for job in jobs)), "that jobs hold"
+        ),
+        KeyFigure(
+            "Users",
+            units.format_count(len({job.user for job in jobs if job.user})),
+            "whose jobs run",
+        ),
     ]
     return PageContent(
-        "Jobs", [ContentSection("jobs", "Running now", build_jobs_table(jobs))], numbers=numbers if jobs else ()
+        "Jobs",
+        [ContentSection("jobs", "Running now", build_jobs_table(jobs))],
+        numbers=numbers if jobs else (),
     )
 
 
@@ -152,13 +174,17 @@ async def compute_overview(visit: PageRequest) -> FleetView:
     now = await visit.answer(FleetStatusAnswer, "/api/v1/now")
     hosts = await visit.answer(HostsAnswer, "/api/v1/hosts")
     running = await visit.answer(FleetJobsAnswer, "/api/v1/jobs")
-    requests = (await visit.answer(FleetRequestsAnswer, "/api/v1/requests", query={"most": "1000"})).requests
+    requests = (
+        await visit.answer(FleetRequestsAnswer, "/api/v1/requests", query={"most": "1000"})
+    ).requests
     since = time.time_ns() - _DAY_NS
     ended = {"done", "cancelled", "partial", "failed"}
     problems: FleetProblemsAnswer | HttpError
     try:
         problems = await visit.answer(FleetProblemsAnswer, "/api/v1/trouble")
-    except HttpError as error:  # it takes most work; what runs and who is silent are known without it
+    except (
+        HttpError
+    ) as error:  # it takes most work; what runs and who is silent are known without it
         problems = error
     return FleetView(
         now,
@@ -177,7 +203,9 @@ def build_overview_content(view: FleetView) -> PageContent:
     sections = [
         ContentSection("devices", "Devices now", _draw_devices(view)),
         ContentSection(
-            "wrong", "What is wrong", ul(".wrong")[wrong] if wrong else p(".quiet")["Nothing that is known of."]
+            "wrong",
+            "What is wrong",
+            ul(".wrong")[wrong] if wrong else p(".quiet")["Nothing that is known of."],
         ),
         ContentSection("jobs", "Running now", build_jobs_table(view.jobs)),
     ]
@@ -193,29 +221,46 @@ def _describe_fleet(view: FleetView) -> str:
     if not devices:
         return f"{hosts}, {units.format_quantity(len(view.jobs), 'job')}, no devices"
     jobs_now = units.format_quantity(len(view.jobs), "job")
-    return (
-        f"{units.format_count(busy)} of {units.format_quantity(devices, 'device')} on {hosts} are busy, for {jobs_now}"
-    )
+    return f"{units.format_count(busy)} of {units.format_quantity(devices, 'device')} on {hosts} are busy, for {jobs_now}"
 
 
-def _build_key_figures(now: FleetStatusAnswer, requests: list[FleetRequestAnswer]) -> list[KeyFigure]:
+def _build_key_figures(
+    now: FleetStatusAnswer, requests: list[FleetRequestAnswer]
+) -> list[KeyFigure]:
     day, note = now.topline, "of the device time that jobs held, last 24 h"
     waiting = sum(now.tasks.get(state, 0) for state in ("received", "checked", "analysed"))
     numbers = []
     if day is not None:
         if day.device_use is not None:
-            numbers.append(KeyFigure("Device use", units.format_share(day.device_use, 1.0), note, leads=_TOPLINE_URL))
+            numbers.append(
+                KeyFigure(
+                    "Device use", units.format_share(day.device_use, 1.0), note, leads=_TOPLINE_URL
+                )
+            )
         if day.flop_rate is not None:
             rate = units.format_flop_rate(day.flop_rate)
-            numbers.append(KeyFigure("FLOP/s", rate, "of a held device, at least, last 24 h", leads=_TOPLINE_URL))
+            numbers.append(
+                KeyFigure(
+                    "FLOP/s", rate, "of a held device, at least, last 24 h", leads=_TOPLINE_URL
+                )
+            )
         if day.power_w is not None:
             watts = f"{units.format_number(round(day.power_w))} W"
-            numbers.append(KeyFigure("Power", watts, "of a held device, last 24 h", leads=_TOPLINE_URL))
+            numbers.append(
+                KeyFigure("Power", watts, "of a held device, last 24 h", leads=_TOPLINE_URL)
+            )
     analysed = units.format_count(now.tasks.get("committed", 0))
     return [
         *numbers,
-        KeyFigure("Requests", units.format_count(len(requests)), "traces that are being taken", leads="/requests"),
-        KeyFigure("Captures", analysed, f"analysed; {units.format_count(waiting)} wait", leads="/captures"),
+        KeyFigure(
+            "Requests",
+            units.format_count(len(requests)),
+            "traces that are being taken",
+            leads="/requests",
+        ),
+        KeyFigure(
+            "Captures", analysed, f"analysed; {units.format_count(waiting)} wait", leads="/captures"
+        ),
     ]
 
 
@@ -235,9 +280,13 @@ def _draw_devices(view: FleetView) -> Node:
 
 
 def _list_problems(view: FleetView) -> list[Node]:
-    """What to look at, of each kind the first, and how many there are more; what stops work stands first."""
+    """What to look at, of each kind the first, and how many there are more; what stops work stands
+    first.
+    """
     lost = [host for host in view.hosts if host.lost]
-    troubled = [host for host in view.hosts if not host.lost and (host.trouble or host.stale_devices)]
+    troubled = [
+        host for host in view.hosts if not host.lost and (host.trouble or host.stale_devices)
+    ]
     unknown: list[Node] = []
     problems = view.trouble
     if isinstance(problems, HttpError):
@@ -248,20 +297,41 @@ def _list_problems(view: FleetView) -> list[Node]:
         slower.setdefault(kernel.kernel, kernel)
     hung = [job.job for job in view.jobs if job.hung]
     kinds: list[tuple[str, str, list[Node]]] = [
-        ("bad", "/jobs", [[a(href=build_job_url(job))[job], " hangs: it makes no steps any more"] for job in hung]),
+        (
+            "bad",
+            "/jobs",
+            [
+                [a(href=build_job_url(job))[job], " hangs: it makes no steps any more"]
+                for job in hung
+            ],
+        ),
         ("bad", "/hosts", [_describe_silent_host(host) for host in lost]),
         ("warn", "/hosts", [_describe_troubled_host(host) for host in troubled]),
         ("bad", "/regressions", [_describe_slower_kernel(kernel) for kernel in slower.values()]),
-        ("bad", "/requests?requests.q=failed", [
-            [a(href=build_request_url(failure.id))[f"Trace of {failure.wanted.job}"], f" failed: {failure.detail or failure.reason}"]
-            for failure in view.failed
-        ]),
-        ("bad", "/captures?captures.q=quarantined", [
-            [a(href=build_capture_url(failure.capture))[failure.capture], f" could not be analysed: {failure.error}"]
-            for failure in problems.quarantined
-        ]),
+        (
+            "bad",
+            "/requests?requests.q=failed",
+            [
+                [
+                    a(href=build_request_url(failure.id))[f"Trace of {failure.wanted.job}"],
+                    f" failed: {failure.detail or failure.reason}",
+                ]
+                for failure in view.failed
+            ],
+        ),
+        (
+            "bad",
+            "/captures?captures.q=quarantined",
+            [
+                [
+                    a(href=build_capture_url(failure.capture))[failure.capture],
+                    f" could not be analysed: {failure.error}",
+                ]
+                for failure in problems.quarantined
+            ],
+        ),
         ("warn", "/regressions", unknown),
-    ]  # fmt: skip
+    ]
     return [
         item
         for css_class, href, items in kinds
@@ -283,14 +353,24 @@ def _describe_silent_host(host: HostAnswer) -> Node:
 
 
 def _describe_troubled_host(host: HostAnswer) -> Node:
-    silent = [f"{units.format_quantity(host.stale_devices, 'device')} silent"] if host.stale_devices else []
-    reason = "; ".join([*silent, *(f"{name}: {reason}" for name, reason in sorted(host.trouble.items()))])
+    silent = (
+        [f"{units.format_quantity(host.stale_devices, 'device')} silent"]
+        if host.stale_devices
+        else []
+    )
+    reason = "; ".join(
+        [*silent, *(f"{name}: {reason}" for name, reason in sorted(host.trouble.items()))]
+    )
     return [a(href=build_host_url(host.host))[host.host], f": {reason}"]
 
 
 def _describe_slower_kernel(kernel: SlowerKernel) -> Node:
     change = build_change_url(PageUrl("/", ""), msgspec.structs.asdict(kernel))
-    since = [" since ", render_time(kernel.since_ns), f", in {units.format_quantity(kernel.jobs_after, 'job')}"]
+    since = [
+        " since ",
+        render_time(kernel.since_ns),
+        f", in {units.format_quantity(kernel.jobs_after, 'job')}",
+    ]
     return [a(href=change)[kernel.kernel], f" takes {format_change(kernel.change)}", since]
 
 
@@ -310,17 +390,25 @@ HOST_COLUMNS = (
     PageColumn("heard_ns", "Heard", "instant", unknown="not since the service started"),
     PageColumn("devices", "Devices", "count"),
     PageColumn("stale_devices", "Silent", "count", "devices that cannot be read now"),
-    PageColumn("processes", "Processes", "count", "that matter: they hold devices, or belong to a job"),
+    PageColumn(
+        "processes", "Processes", "count", "that matter: they hold devices, or belong to a job"
+    ),
     PageColumn(
         "jobs",
         "Jobs",
         unknown="no job runs there",
         link=lambda row: (
-            build_host_url(str(row["host"])) if ", " in str(row["jobs"]) else build_job_url(str(row["jobs"]))
+            build_host_url(str(row["host"]))
+            if ", " in str(row["jobs"])
+            else build_job_url(str(row["jobs"]))
         ),
     ),
     PageColumn(
-        "clock_offset_ns", "Clock", "time", "how far its clock is behind that of the service", "not measured yet"
+        "clock_offset_ns",
+        "Clock",
+        "time",
+        "how far its clock is behind that of the service",
+        "not measured yet",
     ),
     PageColumn("clock_error_ns", "±", "time", "at most", "not measured yet"),
     PageColumn("version", "Version", unknown="not heard of yet"),
@@ -352,12 +440,16 @@ def build_hosts_content(hosts: list[HostAnswer]) -> PageContent:
             "clock_offset_ns": host.clock_offset_ns,
             "clock_error_ns": host.clock_error_ns,
             "version": host.version,
-            "trouble": "; ".join(f"{name}: {reason}" for name, reason in sorted(host.trouble.items())),
+            "trouble": "; ".join(
+                f"{name}: {reason}" for name, reason in sorted(host.trouble.items())
+            ),
         }
         for host in hosts
     ]
     empty = fragment[
-        p["No host belongs to the fleet yet. A host joins by a token that works once. Beside the service:"],
+        p[
+            "No host belongs to the fleet yet. A host joins by a token that works once. Beside the service:"
+        ],
         build_command("traceloom fleet token enrol node7 > node7.token"),
         p["and on the host:"],
         build_command("traceloom agent run --server URL --token-file node7.token"),
@@ -366,12 +458,24 @@ def build_hosts_content(hosts: list[HostAnswer]) -> PageContent:
     silent = sum(host.stale_devices for host in hosts)
     numbers = [
         KeyFigure("Hosts", units.format_count(len(hosts)), "belong to the fleet"),
-        KeyFigure("Lost", units.format_count(lost), "were not heard of for a minute", "bad" if lost else ""),
+        KeyFigure(
+            "Lost",
+            units.format_count(lost),
+            "were not heard of for a minute",
+            "bad" if lost else "",
+        ),
         KeyFigure("Devices", units.format_count(sum(host.devices for host in hosts)), "on them"),
-        KeyFigure("Silent", units.format_count(silent), "devices that cannot be read", "warn" if silent else ""),
+        KeyFigure(
+            "Silent",
+            units.format_count(silent),
+            "devices that cannot be read",
+            "warn" if silent else "",
+        ),
     ]
     table = PageTable("hosts", "Hosts of the fleet", HOST_COLUMNS, rows, empty)
-    return PageContent("Hosts", [ContentSection("hosts", "By name", table)], numbers=numbers if hosts else ())
+    return PageContent(
+        "Hosts", [ContentSection("hosts", "By name", table)], numbers=numbers if hosts else ()
+    )
 
 
 def build_hosts_controls(visit: PageRequest, _hosts: list[HostAnswer]) -> Node:
@@ -380,8 +484,19 @@ def build_hosts_controls(visit: PageRequest, _hosts: list[HostAnswer]) -> Node:
         return None
     content = form(method="post")[
         div(".fields")[
-            build_text_field("host", "Host", "Its name; empty: any host.", value=visit.field("host"), maxlength="253"),
-            build_text_field("days", "Days", "For so many it may be used, once.", value=visit.field("days") or "1"),
+            build_text_field(
+                "host",
+                "Host",
+                "Its name; empty: any host.",
+                value=visit.field("host"),
+                maxlength="253",
+            ),
+            build_text_field(
+                "days",
+                "Days",
+                "For so many it may be used, once.",
+                value=visit.field("days") or "1",
+            ),
         ],
         div(".buttons")[button(".primary", type="submit")["Make a token"]],
     ]
@@ -398,7 +513,11 @@ async def handle_hosts_action(visit: PageRequest) -> Node:
     body = EnrolmentBody(host=visit.field("host"), days=days)
     answer = await visit.answer(EnrolmentAnswer, "/api/v1/agents", method="POST", body=body)
     return div(".notice", role="status")[
-        p["The token is shown only now. Put it into a file on ", code[answer.host] if answer.host else "the host", ":"],
+        p[
+            "The token is shown only now. Put it into a file on ",
+            code[answer.host] if answer.host else "the host",
+            ":",
+        ],
         build_command(answer.token),
         p["and start the agent with it; URL is the address of this page, as far as the port:"],
         build_command("traceloom agent run --server URL --token-file FILE"),
@@ -428,8 +547,16 @@ DEVICE_COLUMNS = (
         unknown="no job holds it",
         link=lambda row: "/jobs" if ", " in str(row["jobs"]) else build_job_url(str(row["jobs"])),
     ),
-    PageColumn("busy", "Busy", "share", "share of time in which at least one kernel ran", _NOT_MEASURED),
-    PageColumn("sm_active", "SM active", "share", "cycles in which a multiprocessor had work", _NOT_MEASURED),
+    PageColumn(
+        "busy", "Busy", "share", "share of time in which at least one kernel ran", _NOT_MEASURED
+    ),
+    PageColumn(
+        "sm_active",
+        "SM active",
+        "share",
+        "cycles in which a multiprocessor had work",
+        _NOT_MEASURED,
+    ),
     PageColumn("power_w", "Power, W", "number", "", _NOT_MEASURED),
     PageColumn("memory", "Memory", "bytes", "in use", _NOT_MEASURED),
     PageColumn("memory_limit", "Of", "bytes", "all memory of the device", _NOT_MEASURED),
@@ -438,7 +565,13 @@ DEVICE_COLUMNS = (
 )
 PROCESS_COLUMNS = (
     PageColumn("pid", "Process", "text"),
-    PageColumn("job", "Job", "name", unknown="it belongs to none", link=lambda row: build_job_url(str(row["job"]))),
+    PageColumn(
+        "job",
+        "Job",
+        "name",
+        unknown="it belongs to none",
+        link=lambda row: build_job_url(str(row["job"])),
+    ),
     PageColumn("rank", "Rank", "count", unknown="nothing says it"),
     PageColumn("user", "User", unknown="nothing says it"),
     PageColumn("account", "Account", unknown="nothing says it"),
@@ -486,7 +619,11 @@ def draw_usage(usage: list[UsagePeriod], label: str) -> Node:
     for row in usage:
         usage_by_state[row.state][row.time_ns] += row.device_ms
     times = sorted({row.time_ns for row in usage})
-    parts = {(name, colour): usage_by_state[state] for state, name, colour in DEVICE_STATES if state in usage_by_state}
+    parts = {
+        (name, colour): usage_by_state[state]
+        for state, name, colour in DEVICE_STATES
+        if state in usage_by_state
+    }
     return draw_areas(times, 60 * 10**9, parts, label)
 
 
@@ -502,12 +639,17 @@ def build_host_content(view: HostView) -> PageContent:
     ]
     if not is_heard:
         without_devices = [
-            "Its agent was not heard of since the service started. On the host ", code["traceloom agent status"],
+            "Its agent was not heard of since the service started. On the host ",
+            code["traceloom agent status"],
             " says whether it runs, and how the service answers it.",
-        ]  # fmt: skip
-    problem_items = [li(".warn")[f"{name}: {reason}"] for name, reason in sorted(host.trouble.items())]
+        ]
+    problem_items = [
+        li(".warn")[f"{name}: {reason}"] for name, reason in sorted(host.trouble.items())
+    ]
     sections = [
-        ContentSection("trouble", "Trouble", ul(".wrong")[problem_items]) if problem_items else None,
+        ContentSection("trouble", "Trouble", ul(".wrong")[problem_items])
+        if problem_items
+        else None,
         ContentSection(
             "devices",
             "Devices",
@@ -527,10 +669,16 @@ def build_host_content(view: HostView) -> PageContent:
                 "Processes of the host",
                 PROCESS_COLUMNS,
                 rows,
-                "No process there holds a device or belongs to a job." if is_heard else "Nothing was heard of it yet.",
+                "No process there holds a device or belongs to a job."
+                if is_heard
+                else "Nothing was heard of it yet.",
             ),
         ),
-        ContentSection("usage", "Device time, last 6 h", draw_usage(view.usage, f"Device time of {host.host} by state"))
+        ContentSection(
+            "usage",
+            "Device time, last 6 h",
+            draw_usage(view.usage, f"Device time of {host.host} by state"),
+        )
         if devices
         else None,
     ]
@@ -545,7 +693,11 @@ def build_host_content(view: HostView) -> PageContent:
             else "not since the service started",
         ),
         KeyFigure("Devices", units.format_count(len(devices)), f"{units.format_count(busy)} busy"),
-        KeyFigure("Processes", units.format_count(host.processes), units.format_quantity(len(host.jobs), "job")),
+        KeyFigure(
+            "Processes",
+            units.format_count(host.processes),
+            units.format_quantity(len(host.jobs), "job"),
+        ),
         KeyFigure(
             "Clock",
             "–" if offset is None else units.format_duration(abs(offset)),
@@ -555,7 +707,9 @@ def build_host_content(view: HostView) -> PageContent:
         ),
         KeyFigure("Agent", host.version or "–", "its version"),
     ]
-    return PageContent(host.host, [part for part in sections if part], above=[("Hosts", "/hosts")], numbers=numbers)
+    return PageContent(
+        host.host, [part for part in sections if part], above=[("Hosts", "/hosts")], numbers=numbers
+    )
 
 
 def _build_device_row(device: DeviceStatus) -> PageRow:
@@ -591,7 +745,9 @@ async def handle_host_action(visit: PageRequest) -> str:
     Raises:
         RequestError: `not-allowed`, `no-such-host`.
     """
-    await visit.answer(RemovedHostAnswer, "/api/v1/hosts/{host}", method="DELETE", host=visit.names["host"])
+    await visit.answer(
+        RemovedHostAnswer, "/api/v1/hosts/{host}", method="DELETE", host=visit.names["host"]
+    )
     return "/hosts"
 
 

@@ -83,7 +83,8 @@ class Dimensions:
         return any(name[-1].isdigit() for names in self.implementations.values() for name in names)
 
     def chunks(self, kind: str, size: int) -> tuple[int, int]:
-        """How many chunks, and their bytes: no chunk but an all_gather's has fewer bytes than there are ranks.
+        """How many chunks, and their bytes: no chunk but an all_gather's has fewer bytes than there
+        are ranks.
 
         Raises:
             UsageError: `bad-collective`: an all_gather of fewer bytes than chunks, which ASTRA-sim never ends.
@@ -100,7 +101,12 @@ class Dimensions:
         return -(-size // chunk), chunk
 
     def phases(
-        self, kind: str, chunk: int, members: int, trees: Counter[tuple[str, int]], dimensions: Sequence[bool] | None
+        self,
+        kind: str,
+        chunk: int,
+        members: int,
+        trees: Counter[tuple[str, int]],
+        dimensions: Sequence[bool] | None,
     ) -> list[CollectivePhase]:
         """The phases of one chunk.
 
@@ -118,12 +124,21 @@ class Dimensions:
         names = self.implementations.get(kind)
         if not names:
             raise UsageError(
-                f"the system file has no {kind.replace('_', '-')}-implementation", slug="bad-astra-sim-config"
+                f"the system file has no {kind.replace('_', '-')}-implementation",
+                slug="bad-astra-sim-config",
             )
         if members < self.ranks:
-            return [self._phase(kind, names[0] if len(names) == 1 else "ring", chunk, (0, members, 0), 0)]
+            return [
+                self._phase(
+                    kind, names[0] if len(names) == 1 else "ring", chunk, (0, members, 0), 0
+                )
+            ]
         along = self._along(names)
-        order = [d for d in range(len(along)) if dimensions is None or (d < len(dimensions) and dimensions[d])]
+        order = [
+            d
+            for d in range(len(along))
+            if dimensions is None or (d < len(dimensions) and dimensions[d])
+        ]
         if not order:
             raise UsageError(
                 f"ASTRA-sim never ends an {kind} along none of its dimensions",
@@ -138,16 +153,24 @@ class Dimensions:
         for part, d in phase_order:
             ranks, stride = along[d]
             phase = self._phase(part, names[d], chunk, (d, ranks, stride), trees[kind, d])
-            if names[d] == "doubleBinaryTree":  # an all_reduce of the chunk, whatever the phase should be
+            if (
+                names[d] == "doubleBinaryTree"
+            ):  # an all_reduce of the chunk, whatever the phase should be
                 phases.append(phase)
                 trees[kind, d] += 1
             else:
-                phases.append(replace(phase, backwards=kind == "all_reduce" and part == "all_gather"))
-                chunk = {"reduce_scatter": chunk // ranks, "all_gather": chunk * ranks}.get(part, chunk)
+                phases.append(
+                    replace(phase, backwards=kind == "all_reduce" and part == "all_gather")
+                )
+                chunk = {"reduce_scatter": chunk // ranks, "all_gather": chunk * ranks}.get(
+                    part, chunk
+                )
         return phases
 
     def _along(self, names: Sequence[str]) -> list[tuple[int, int]]:
-        """Ranks of each dimension, and the step between neighbours; a `one...` takes all ranks, and is the last."""
+        """Ranks of each dimension, and the step between neighbours; a `one...` takes all ranks, and
+        is the last.
+        """
         along: list[tuple[int, int]] = []
         stride = 1
         for name, size in zip(names, self.sizes, strict=False):
@@ -157,7 +180,9 @@ class Dimensions:
             stride *= size
         return along
 
-    def _phase(self, kind: str, name: str, chunk: int, along: tuple[int, int, int], tree: int) -> CollectivePhase:
+    def _phase(
+        self, kind: str, name: str, chunk: int, along: tuple[int, int, int], tree: int
+    ) -> CollectivePhase:
         """One phase along (dimension, ranks, stride)."""
         dimension, ranks, stride = along
         if name == "doubleBinaryTree" and (not stride or ranks & (ranks - 1)):
@@ -170,13 +195,20 @@ class Dimensions:
         algorithm = name[3].lower() + name[4:] if name.startswith("one") else name
         if not algorithm.startswith("direct"):
             schedule = _build_phase(kind, algorithm, ranks, chunk, tree=tree % 2)
-            return CollectivePhase(dimension, schedule, stride, self.delay_ns if stride else FAST_DELAY_NS)
+            return CollectivePhase(
+                dimension, schedule, stride, self.delay_ns if stride else FAST_DELAY_NS
+            )
         peer_count = ranks - 1
         window = min(int(algorithm.removeprefix("direct") or peer_count), peer_count)
         schedule, reduced = _build_direct_phase(kind, ranks, chunk, window, is_whole=bool(stride))
         rounds = window == peer_count and kind != "all_reduce"
         return CollectivePhase(
-            dimension, schedule, stride, self.delay_ns if stride else FAST_DELAY_NS, 0 if rounds else window, reduced
+            dimension,
+            schedule,
+            stride,
+            self.delay_ns if stride else FAST_DELAY_NS,
+            0 if rounds else window,
+            reduced,
         )
 
 
@@ -186,24 +218,32 @@ def _build_direct_phase(
 ) -> tuple[Schedule, tuple[int, ...]]:
     """Messages to all others, and the bytes that are reduced of each one that arrives.
 
-    The first messages of a window follow from nothing. ASTRA-sim takes all that follow in turns of a window for nothing
-    and a window of reductions (in a group, of as many windows of them as there are others); an all_reduce reduces in
-    every second turn only.
+    The first messages of a window follow from nothing. ASTRA-sim takes all that follow in turns of
+    a window for nothing and a window of reductions (in a group, of as many windows of them as there
+    are others); an all_reduce reduces in every second turn only.
     """
     schedule = build_direct(kind, ranks, chunk if kind == "all_gather" else chunk // ranks * ranks)
     if not window:
-        text = "with direct0" if ranks > 1 else f"a direct {kind} of one rank, which has nothing to send"
+        text = (
+            "with direct0"
+            if ranks > 1
+            else f"a direct {kind} of one rank, which has nothing to send"
+        )
         hint = "use direct" if ranks > 1 else "use ring, or leave the collective out"
         raise UsageError(f"ASTRA-sim never begins {text}", slug="bad-collective", hint=hint)
     peer_count = ranks - 1
     round_number, position = np.divmod(
         window + np.arange(len(schedule.rounds) * peer_count), window * (2 if is_whole else ranks)
     )
-    reduces = (position >= window) & ((kind == "reduce_scatter") | ((kind == "all_reduce") & (round_number % 2 == 0)))
+    reduces = (position >= window) & (
+        (kind == "reduce_scatter") | ((kind == "all_reduce") & (round_number % 2 == 0))
+    )
     reduced = np.where(reduces, chunk // ranks, 0)
     rounds = tuple(
         replace(part, reduced=np.repeat(reduced_bytes, ranks))
-        for part, reduced_bytes in zip(schedule.rounds, reduced.reshape(-1, peer_count), strict=True)
+        for part, reduced_bytes in zip(
+            schedule.rounds, reduced.reshape(-1, peer_count), strict=True
+        )
     )
     return replace(schedule, rounds=rounds), tuple(reduced.tolist())
 
@@ -223,15 +263,20 @@ def _build_phase(kind: str, name: str, ranks: int, chunk: int, *, tree: int) -> 
         return replace(  # who hands on what comes from above pays for a reduction of it
             schedule,
             rounds=tuple(
-                part if part.reduced.any() else replace(part, reduced=np.where(inner[part.target], chunk, 0))
+                part
+                if part.reduced.any()
+                else replace(part, reduced=np.where(inner[part.target], chunk, 0))
                 for part in schedule.rounds
             ),
         )
-    raise UsageError(f"ASTRA-sim does no {kind} with {name}", slug="bad-collective", hint="use ring or direct")
+    raise UsageError(
+        f"ASTRA-sim does no {kind} with {name}", slug="bad-collective", hint="use ring or direct"
+    )
 
 
 def _build_halving_phase(kind: str, ranks: int, chunk: int) -> Schedule:
-    """Halving and doubling: a message is reduced at the price of the next, smaller one, the last one for nothing.
+    """Halving and doubling: a message is reduced at the price of the next, smaller one, the last
+    one for nothing.
 
     Raises:
         UsageError: slugs `bad-collective`, `no-such-schedule`.
@@ -244,7 +289,10 @@ def _build_halving_phase(kind: str, ranks: int, chunk: int) -> Schedule:
     halves = [chunk >> (k + 1) for k in range(steps)]
     sizes = {
         "reduce_scatter": halves,
-        "all_reduce": [*halves, *(chunk >> (steps + 1) << (k + 1) for k in range(steps))],  # what was rounded is lost
+        "all_reduce": [
+            *halves,
+            *(chunk >> (steps + 1) << (k + 1) for k in range(steps)),
+        ],  # what was rounded is lost
         "all_gather": [chunk << k for k in range(steps)],
     }[kind]
     if not min(sizes):
@@ -254,7 +302,11 @@ def _build_halving_phase(kind: str, ranks: int, chunk: int) -> Schedule:
             slug="bad-collective",
             hint="use ring",
         )
-    reduced = [0] * len(sizes) if kind == "all_gather" else [*halves[1:], 0, *([0] * (len(sizes) - steps))]
+    reduced = (
+        [0] * len(sizes)
+        if kind == "all_gather"
+        else [*halves[1:], 0, *([0] * (len(sizes) - steps))]
+    )
     return replace(
         schedule,
         rounds=tuple(
@@ -327,7 +379,9 @@ class Clock:
         """Let everything happen."""
         while self._times:
             self.now = time = self._times[0]
-            for event, payload in self._events[time]:  # grows while it runs: what is asked for at once
+            for event, payload in self._events[
+                time
+            ]:  # grows while it runs: what is asked for at once
                 event(payload)
             heappop(self._times)
             del self._events[time]
@@ -358,7 +412,9 @@ class AnalyticalNetwork:
         return self.bandwidths[dimension] * (1 << 30) / 1_000_000_000
 
     def delays(self, source: Ints, target: Ints, size: Ints) -> Ints:
-        """How long messages take that meet no others, in ns: each within the first dimension that it must cross."""
+        """How long messages take that meet no others, in ns: each within the first dimension that
+        it must cross.
+        """
         delay = np.zeros(len(source), np.float64)
         stride = 1
         open_yet = np.ones(len(source), np.bool_)
@@ -366,7 +422,9 @@ class AnalyticalNetwork:
             forward = (target // stride - source // stride) % count
             crosses = open_yet & (forward != 0)
             open_yet &= ~crosses
-            hops = {"Ring": np.minimum(forward, count - forward), "FullyConnected": 1, "Switch": 2}[self.topologies[d]]
+            hops = {"Ring": np.minimum(forward, count - forward), "FullyConnected": 1, "Switch": 2}[
+                self.topologies[d]
+            ]
             time: Floats = hops * self.latencies[d] + size / self.bytes_per_ns(d)
             delay = np.where(crosses, time, delay)
             stride *= count
@@ -377,13 +435,17 @@ class AnalyticalNetwork:
         for d, count in enumerate(self.sizes):
             forward = (target - source) % count
             if forward:
-                hops = {"Ring": min(forward, count - forward), "FullyConnected": 1, "Switch": 2}[self.topologies[d]]
+                hops = {"Ring": min(forward, count - forward), "FullyConnected": 1, "Switch": 2}[
+                    self.topologies[d]
+                ]
                 return int(hops * self.latencies[d] + size / self.bytes_per_ns(d))
             source, target = source // count, target // count
         return 0
 
     def route(self, source: int, target: int) -> list[Link]:
-        """The links from one rank to another in one dimension; the switch is the rank after the last one."""
+        """The links from one rank to another in one dimension; the switch is the rank after the
+        last one.
+        """
         count = self.sizes[0]
         if self.topologies[0] == "FullyConnected":
             return [(source, target)]
@@ -391,14 +453,18 @@ class AnalyticalNetwork:
             return [(source, count), (count, target)]
         forward = (target - source) % count
         step, hops = (1, forward) if forward <= count - forward else (-1, count - forward)
-        return [((source + k * step) % count, (source + (k + 1) * step) % count) for k in range(hops)]
+        return [
+            ((source + k * step) % count, (source + (k + 1) * step) % count) for k in range(hops)
+        ]
 
 
 class Links:
-    """The links of a one-dimensional machine: each serves one message after the other, in the order they come.
+    """The links of a one-dimensional machine: each serves one message after the other, in the order
+    they come.
 
-    A message occupies a link for its bytes over the bandwidth, rounded down, and is at the other end of it that time
-    and the latency after it was taken, rounded down together; then it asks for its next link.
+    A message occupies a link for its bytes over the bandwidth, rounded down, and is at the other
+    end of it that time and the latency after it was taken, rounded down together; then it asks for
+    its next link.
 
     Args:
         fabric: One dimension.

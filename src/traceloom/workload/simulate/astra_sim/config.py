@@ -15,22 +15,38 @@ from traceloom.analyze.placed_calls import Peak
 from traceloom.errors import InputError, UsageError, nearest, unreadable
 from traceloom.system.files import read_small, remember_input
 from traceloom.trace.notice import Notice
-from traceloom.workload.simulate.machine import Algorithm, AlgorithmRule, Collective, Dimension, Machine, Topology
+from traceloom.workload.simulate.machine import (
+    Algorithm,
+    AlgorithmRule,
+    Collective,
+    Dimension,
+    Machine,
+    Topology,
+)
 
 MAX_BYTES = 1 << 24
 GIB = 2**30 / 1e9  # what its "GB/s" are, in 10^9 B/s
-TOPOLOGIES: dict[str, Topology] = {"Ring": "ring", "FullyConnected": "fully-connected", "Switch": "switch"}
+TOPOLOGIES: dict[str, Topology] = {
+    "Ring": "ring",
+    "FullyConnected": "fully-connected",
+    "Switch": "switch",
+}
 KINDS: dict[str, Collective] = {
-    "all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter",
+    "all-reduce": "all_reduce",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
     "all-to-all": "all_to_all",
-}  # fmt: skip
+}
 _IMPLEMENTATION = re.compile(
     r"ring|oneRing|(?:direct|oneDirect)(?:\d{1,5})?|halvingDoubling|oneHalvingDoubling|doubleBinaryTree"
 )
 _IMPLEMENTATIONS = "ring, direct, halvingDoubling, doubleBinaryTree"
 _ALGORITHMS: dict[str, Algorithm] = {
-    "ring": "ring", "direct": "direct", "halvingDoubling": "halving-doubling", "doubleBinaryTree": "double-tree",
-}  # fmt: skip
+    "ring": "ring",
+    "direct": "direct",
+    "halvingDoubling": "halving-doubling",
+    "doubleBinaryTree": "double-tree",
+}
 # What ASTRA-sim reads but what changes no time, and what it takes and ignores.
 _WITHOUT_EFFECT = ("trace-enabled", "track-local-mem", "local-mem-trace-filename")
 _IGNORED = ("boost-mode", "inter-dimension-scheduling", "intra-dimension-scheduling")
@@ -131,11 +147,15 @@ def read_network(path: str | Path) -> AstraSimNetwork:
         raise _make_config_error(f"the network is no YAML: {reason}", location) from error
     keys = ("topology", "npus_count", "bandwidth", "latency")
     if not isinstance(document, dict):
-        raise _make_config_error(f"expected a network with {', '.join(keys)}, got {document!r:.40}", location)
+        raise _make_config_error(
+            f"expected a network with {', '.join(keys)}, got {document!r:.40}", location
+        )
     for key in document:
         if key not in keys:
             raise _make_config_error(
-                f"`{key}` is no key of a network", location, nearest(str(key), keys) + f"it has {', '.join(keys)}"
+                f"`{key}` is no key of a network",
+                location,
+                nearest(str(key), keys) + f"it has {', '.join(keys)}",
             )
     lists = {}
     for key in keys:
@@ -144,17 +164,24 @@ def read_network(path: str | Path) -> AstraSimNetwork:
         values = document[key]
         if not isinstance(values, list) or not values:
             raise _make_config_error(
-                f"expected `{key}` to be a list with one value per dimension, got {values!r:.40}", location
+                f"expected `{key}` to be a list with one value per dimension, got {values!r:.40}",
+                location,
             )
         if len(values) != len(document["topology"]):
             raise _make_config_error(
-                f"`{key}` has {len(values)} values for {len(document['topology'])} dimensions of `topology`", location
+                f"`{key}` has {len(values)} values for {len(document['topology'])} dimensions of `topology`",
+                location,
             )
         lists[key] = values
     for position, name in enumerate(lists["topology"]):
         if not isinstance(name, str) or name not in TOPOLOGIES:
-            hint = nearest(str(name), TOPOLOGIES) + f"the analytical network has {', '.join(TOPOLOGIES)}"
-            raise _make_config_error(f"`{name}` is no topology", f"{location}, topology[{position}]", hint)
+            hint = (
+                nearest(str(name), TOPOLOGIES)
+                + f"the analytical network has {', '.join(TOPOLOGIES)}"
+            )
+            raise _make_config_error(
+                f"`{name}` is no topology", f"{location}, topology[{position}]", hint
+            )
     for key, min_value, expected in (
         ("npus_count", 2, "a whole number of at least 2"),
         ("bandwidth", math.ulp(0.0), "a number above 0"),
@@ -162,8 +189,14 @@ def read_network(path: str | Path) -> AstraSimNetwork:
     ):
         for position, value in enumerate(lists[key]):
             types = (int,) if key == "npus_count" else (int, float)
-            if isinstance(value, bool) or not isinstance(value, types) or not min_value <= value < math.inf:
-                raise _make_config_error(f"expected {expected}, got {value!r:.40}", f"{location}, {key}[{position}]")
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, types)
+                or not min_value <= value < math.inf
+            ):
+                raise _make_config_error(
+                    f"expected {expected}, got {value!r:.40}", f"{location}, {key}[{position}]"
+                )
     return AstraSimNetwork(
         topologies=tuple(lists["topology"]),
         sizes=tuple(lists["npus_count"]),
@@ -190,7 +223,9 @@ def read_system(path: str | Path) -> AstraSimSystem:
     for key, (name, fits, expected) in _KEYS.items():
         if key in document:
             if not fits(document[key]):
-                raise _make_config_error(f"expected {expected}, got {document[key]!r:.40}", f"{location}, {key}")
+                raise _make_config_error(
+                    f"expected {expected}, got {document[key]!r:.40}", f"{location}, {key}"
+                )
             values[name] = document[key]
     if "splits" not in values:
         hint = "ASTRA-sim divides by it: write for example 4"
@@ -198,7 +233,9 @@ def read_system(path: str | Path) -> AstraSimSystem:
     if "per-node-custom-implementation" in document:
         hint = "give one algorithm for all collectives of a kind: all-reduce-implementation-custom"
         raise _make_config_error(
-            "algorithms of single nodes are not simulated", f"{location}, per-node-custom-implementation", hint
+            "algorithms of single nodes are not simulated",
+            f"{location}, per-node-custom-implementation",
+            hint,
         )
     for flag in ("roofline", "replay_only"):
         values[flag] = bool(values.get(flag, False))
@@ -212,16 +249,21 @@ def read_system(path: str | Path) -> AstraSimSystem:
                 message = f"expected a list with one algorithm per dimension, got {names!r:.40}"
                 raise _make_config_error(message, f"{location}, {key}")
             for implementation in names:
-                if not isinstance(implementation, str) or not _IMPLEMENTATION.fullmatch(implementation):
+                if not isinstance(implementation, str) or not _IMPLEMENTATION.fullmatch(
+                    implementation
+                ):
                     message = f"{implementation!r:.40} is no algorithm of ASTRA-sim"
-                    raise _make_config_error(message, f"{location}, {key}", f"it has {_IMPLEMENTATIONS}")
+                    raise _make_config_error(
+                        message, f"{location}, {key}", f"it has {_IMPLEMENTATIONS}"
+                    )
             implementations[kind] = tuple(names)
         key += "-custom"
         if key in document:
             prefixes = document[key] if isinstance(document[key], list) else [document[key]]
             if len(prefixes) != 1 or not isinstance(prefixes[0], str):
                 raise _make_config_error(
-                    f"expected the prefix of `.et` files, got {document[key]!r:.40}", f"{location}, {key}"
+                    f"expected the prefix of `.et` files, got {document[key]!r:.40}",
+                    f"{location}, {key}",
                 )
             custom[kind] = prefixes[0]
     return AstraSimSystem(
@@ -234,28 +276,64 @@ def read_system(path: str | Path) -> AstraSimSystem:
 
 
 def _make_number_check(min_value: float, *types: type[int | float]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, types) and not isinstance(value, bool) and min_value <= value < 2**31
+    return lambda value: (
+        isinstance(value, types) and not isinstance(value, bool) and min_value <= value < 2**31
+    )
 
 
 _KEYS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
-    "preferred-dataset-splits": ("splits", _make_number_check(1, int), "a whole number of at least 1"),
-    "active-chunks-per-dimension": ("active_chunks", _make_number_check(1, int), "a whole number of at least 1"),
-    "endpoint-delay": ("endpoint_delay", _make_number_check(0, int), "a whole number of at least 0 (ns)"),
-    "local-reduction-delay": ("local_reduction_delay", _make_number_check(0, int), "a whole number of at least 0 (ns)"),
-    "local-mem-bw": ("local_mem_bw", _make_number_check(0, int, float), "a number of at least 0 (GB/s)"),
-    "peak-perf": ("peak_perf", _make_number_check(0, int, float), "a number of at least 0 (TFLOPS)"),
+    "preferred-dataset-splits": (
+        "splits",
+        _make_number_check(1, int),
+        "a whole number of at least 1",
+    ),
+    "active-chunks-per-dimension": (
+        "active_chunks",
+        _make_number_check(1, int),
+        "a whole number of at least 1",
+    ),
+    "endpoint-delay": (
+        "endpoint_delay",
+        _make_number_check(0, int),
+        "a whole number of at least 0 (ns)",
+    ),
+    "local-reduction-delay": (
+        "local_reduction_delay",
+        _make_number_check(0, int),
+        "a whole number of at least 0 (ns)",
+    ),
+    "local-mem-bw": (
+        "local_mem_bw",
+        _make_number_check(0, int, float),
+        "a number of at least 0 (GB/s)",
+    ),
+    "peak-perf": (
+        "peak_perf",
+        _make_number_check(0, int, float),
+        "a number of at least 0 (TFLOPS)",
+    ),
     "roofline-enabled": ("roofline", lambda value: value in (0, 1), "0 or 1"),
     "replay-only": ("replay_only", lambda value: value in (0, 1), "0 or 1"),
     "collective-optimization": (
-        "optimization", lambda value: value in ("baseline", "localBWAware"), "baseline or localBWAware",
+        "optimization",
+        lambda value: value in ("baseline", "localBWAware"),
+        "baseline or localBWAware",
     ),
-    "scheduling-policy": ("scheduling", lambda value: value in ("LIFO", "FIFO", "EXPLICIT"), "LIFO, FIFO or EXPLICIT"),
-}  # fmt: skip
+    "scheduling-policy": (
+        "scheduling",
+        lambda value: value in ("LIFO", "FIFO", "EXPLICIT"),
+        "LIFO, FIFO or EXPLICIT",
+    ),
+}
 
 
 def _list_notices(document: dict[str, Any], location: str) -> tuple[Notice, ...]:
     """What of a system has no effect."""
-    read = {*_KEYS, *_WITHOUT_EFFECT, *(f"{name}-implementation{tail}" for name in KINDS for tail in ("", "-custom"))}
+    read = {
+        *_KEYS,
+        *_WITHOUT_EFFECT,
+        *(f"{name}-implementation{tail}" for name in KINDS for tail in ("", "-custom")),
+    }
     ignored = [key for key in _IGNORED if document.get(key)]
     unknown = [key for key in document if key not in read and key not in (*_IGNORED, *_BUS)]
     bus = [key for key in _BUS if document.get(key)]
@@ -263,19 +341,29 @@ def _list_notices(document: dict[str, Any], location: str) -> tuple[Notice, ...]
     if ignored or unknown:
         keys = ", ".join(f"`{key}`" for key in (*ignored, *unknown))
         message = f"ASTRA-sim does not read {keys}: without effect"
-        notices.append(Notice("astra-sim-key-ignored", "info", message, len(ignored) + len(unknown), where=location))
+        notices.append(
+            Notice(
+                "astra-sim-key-ignored",
+                "info",
+                message,
+                len(ignored) + len(unknown),
+                where=location,
+            )
+        )
     if bus:
         keys = ", ".join(f"`{key}`" for key in bus)
         message = f"the shared bus of an NPU is not simulated: {keys} without effect"
-        notices.append(Notice("astra-sim-bus-ignored", "warning", message, len(bus), where=location))
+        notices.append(
+            Notice("astra-sim-bus-ignored", "warning", message, len(bus), where=location)
+        )
     return tuple(notices)
 
 
 def build_machine(network: AstraSimNetwork, system: AstraSimSystem | None = None) -> Machine:
     """The machine of a network YAML and a system JSON, for the mode `native`.
 
-    Splits, endpoint delays and the order in which chunks are started have no counterpart there. Where dimensions use
-    different algorithms, that of the first counts.
+    Splits, endpoint delays and the order in which chunks are started have no counterpart there.
+    Where dimensions use different algorithms, that of the first counts.
     """
     dimensions = tuple(
         Dimension(TOPOLOGIES[topology], size, bandwidth * GIB, latency)
@@ -283,7 +371,10 @@ def build_machine(network: AstraSimNetwork, system: AstraSimSystem | None = None
             network.topologies, network.sizes, network.bandwidths, network.latencies, strict=True
         )
     )
-    name = " x ".join(f"{topology} {size}" for topology, size in zip(network.topologies, network.sizes, strict=True))
+    name = " x ".join(
+        f"{topology} {size}"
+        for topology, size in zip(network.topologies, network.sizes, strict=True)
+    )
     if system is None:
         return Machine(dimensions, name=name, source=network.source)
     rules = []

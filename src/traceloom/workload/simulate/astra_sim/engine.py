@@ -50,7 +50,9 @@ from traceloom.workload.simulate.astra_sim.streams import (
 
 Algorithm = Callable[[int], Sequence[RankNodes]]  # ranks of the group -> what each position does
 
-_MIN_ROTATION_MESSAGES = 10_000  # messages of one chunk: from here on it is worth while to look for a rotation
+_MIN_ROTATION_MESSAGES = (
+    10_000  # messages of one chunk: from here on it is worth while to look for a rotation
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -166,9 +168,13 @@ class AstraEngine:
         apart = len(fabric.sizes) == 1 and (not aware or fabric.topologies[0] == "FullyConnected")
         self._rotates = whole and width == 1 and not dimensions.windows
         self._whole = self._rotates and apart
-        self._apart_in_time = not aware or self._whole  # what ranks do at one time is the same in any order
+        self._apart_in_time = (
+            not aware or self._whole
+        )  # what ranks do at one time is the same in any order
         self._recorded = recorded
-        self._link_free = np.zeros((len(ranks), len(ranks)), np.int64) if aware and self._whole else None
+        self._link_free = (
+            np.zeros((len(ranks), len(ranks)), np.int64) if aware and self._whole else None
+        )
         self._took: dict[Any, Ints] = {}
         self.ranks: list[RunningRank] = []
         never = array("q", [-1])
@@ -225,7 +231,11 @@ class AstraEngine:
             if slot != NOTHING:
                 busy[slot] = node
             if kind == TIMED:
-                if self._apart_in_time and len(selected) == rank.under_way == 1 and not any(rank.ready):
+                if (
+                    self._apart_in_time
+                    and len(selected) == rank.under_way == 1
+                    and not any(rank.ready)
+                ):
                     self._follow(rank, node)
                 else:
                     rank.queues.after(rank.nodes.duration_ns[node], rank.end, node)
@@ -234,21 +244,33 @@ class AstraEngine:
             elif kind == COLLECTIVE:
                 self._collective(rank, node)
             else:
-                message, own_rank, ended = rank.nodes.messages[node], rank.nodes.rank, partial(self._end, rank, node)
+                message, own_rank, ended = (
+                    rank.nodes.messages[node],
+                    rank.nodes.rank,
+                    partial(self._end, rank, node),
+                )
                 if kind == RECEIVE:
-                    self._mailbox.receive((message.tag, message.peer, own_rank, message.size), ended)
+                    self._mailbox.receive(
+                        (message.tag, message.peer, own_rank, message.size), ended
+                    )
                 else:
                     key = (message.tag, own_rank, message.peer, message.size)
                     took = rank.nodes.duration_ns[node] if self._recorded else None
                     self._mailbox.send(key, own_rank, message.peer, message.size, ended, took)
 
     def _follow(self, rank: RunningRank, node: int) -> None:
-        """A node that takes a time, and those that come one after the other after it, where the rank does nothing else.
+        """A node that takes a time, and those that come one after the other after it, where the
+        rank does nothing else.
 
         Nothing can come between them, and only their end is an event.
         """
         nodes, remaining = rank.nodes, rank.left
-        first, follower, action, duration = nodes.first, nodes.follower, nodes.action, nodes.duration_ns
+        first, follower, action, duration = (
+            nodes.first,
+            nodes.follower,
+            nodes.action,
+            nodes.duration_ns,
+        )
         first_node, time = node, self.clock.now
         while first[node + 1] - first[node] == 1:
             after = follower[first[node]]
@@ -288,13 +310,19 @@ class AstraEngine:
 
     # Messages
 
-    def _transmit(self, source: int, target: int, size: int, arrive: Callable[[Any], None], payload: Any) -> None:
+    def _transmit(
+        self, source: int, target: int, size: int, arrive: Callable[[Any], None], payload: Any
+    ) -> None:
         if self.links is None:
-            self.clock.at(self.clock.now + self._fabric.delay(source, target, size), arrive, payload)
+            self.clock.at(
+                self.clock.now + self._fabric.delay(source, target, size), arrive, payload
+            )
         elif self._link_free is None:
             self.links.send(source, target, size, arrive, payload)
         else:
-            (arrival_ns,) = self._own_links(*(np.array([k]) for k in (source, target, size, self.clock.now))).tolist()
+            (arrival_ns,) = self._own_links(
+                *(np.array([k]) for k in (source, target, size, self.clock.now))
+            ).tolist()
             self.clock.at(arrival_ns, arrive, payload)
 
     # Collectives
@@ -309,19 +337,38 @@ class AstraEngine:
         algorithm = self._algorithms.get(message.kind)
         if meeting is None:
             counts, begin_ns, nodes, end = ([-1] * len(group) for _ in range(4))
-            chunks = [] if algorithm or self._recorded else self._chunks(message, len(group), all_ranks=not label)
+            chunks = (
+                []
+                if algorithm or self._recorded
+                else self._chunks(message, len(group), all_ranks=not label)
+            )
             meeting = Meeting(
-                label, issue_index, group, message.kind, message.size, chunks, rank.count, counts, begin_ns, nodes, end
+                label,
+                issue_index,
+                group,
+                message.kind,
+                message.size,
+                chunks,
+                rank.count,
+                counts,
+                begin_ns,
+                nodes,
+                end,
             )
             self.meetings[label, issue_index] = meeting
         meeting.begin_ns[position], meeting.node[position] = self.clock.now, node
         meeting.counts[position] = rank.count
         if message.kind != meeting.kind:
             return  # as below
-        chunks_of = self._dimensions.chunks  # other sizes may come to the same chunks; an algorithm has its own
+        chunks_of = (
+            self._dimensions.chunks
+        )  # other sizes may come to the same chunks; an algorithm has its own
         if message.size != meeting.size and (
             self._recorded
-            or not (algorithm or chunks_of(message.kind, message.size) == chunks_of(message.kind, meeting.size))
+            or not (
+                algorithm
+                or chunks_of(message.kind, message.size) == chunks_of(message.kind, meeting.size)
+            )
         ):
             return  # each waits for what the others do not do: the run ends there, and says so
         matches_by_count = not label and not algorithm and not self._recorded
@@ -330,12 +377,16 @@ class AstraEngine:
         meeting.came += 1
         if self._recorded:
             if meeting.came == len(group):
-                took = (self.ranks[r].nodes.duration_ns[n] for r, n in zip(group, meeting.node, strict=True))
+                took = (
+                    self.ranks[r].nodes.duration_ns[n]
+                    for r, n in zip(group, meeting.node, strict=True)
+                )
                 self._end_at(meeting, np.full(len(group), self.clock.now + max(took)))
             return
         rank.count += len(meeting.chunks) or 1
         if algorithm:
-            # A rank's own position is that among the group's ranks in ascending order, its peers' in the group's order.
+            # A rank's own position is that among the group's ranks in ascending order, its peers'
+            # in the group's order.
             Carried(
                 algorithm(len(group))[sorted(meeting.group).index(rank.nodes.rank)],
                 find_group_ranks(message.group, self._groups, len(self.ranks)) or self._everybody,
@@ -353,7 +404,9 @@ class AstraEngine:
             self._begin_chunks(rank, meeting, position)
 
     def group_of(self, message: Message) -> tuple[str, tuple[int, ...]]:
-        """Name of a collective's group, empty for all ranks, and its ranks; the group's order counts for some ranks."""
+        """Name of a collective's group, empty for all ranks, and its ranks; the group's order
+        counts for some ranks.
+        """
         members = find_group_ranks(message.group, self._groups, len(self.ranks))
         if members is None:
             return "", self._everybody
@@ -363,15 +416,21 @@ class AstraEngine:
         meeting.end_ns[position] = self.clock.now
         self._end(rank, meeting.node[position])
 
-    def _chunks(self, message: Message, ranks: int, *, all_ranks: bool) -> list[list[CollectivePhase]]:
+    def _chunks(
+        self, message: Message, ranks: int, *, all_ranks: bool
+    ) -> list[list[CollectivePhase]]:
         """The phases of each chunk of a collective; one of a group does not choose its dimensions."""
         count, chunk = self._dimensions.chunks(message.kind, message.size)
         along = message.dimensions if all_ranks else None
         if not self._memory_rate:
             raise UsageError(
-                "the system file has no `local-mem-bw`, at which collectives reduce", slug="bad-astra-sim-config"
+                "the system file has no `local-mem-bw`, at which collectives reduce",
+                slug="bad-astra-sim-config",
             )
-        return [self._dimensions.phases(message.kind, chunk, ranks, self._trees, along) for _ in range(count)]
+        return [
+            self._dimensions.phases(message.kind, chunk, ranks, self._trees, along)
+            for _ in range(count)
+        ]
 
     def _begin_chunks(self, rank: RunningRank, meeting: Meeting, position: int) -> None:
         """Message by message."""
@@ -385,19 +444,32 @@ class AstraEngine:
         for number, phases in enumerate(meeting.chunks):
             tag = (meeting.name, meeting.turn, number)
             stream = CollectiveStream(
-                rank.queues, self._mailbox, tag, meeting.group, phases, memory_rate=self._memory_rate, done=done
+                rank.queues,
+                self._mailbox,
+                tag,
+                meeting.group,
+                phases,
+                memory_rate=self._memory_rate,
+                done=done,
             )
             stream.proceed()
 
     def _may_rotate(self, meeting: Meeting) -> bool:
         """Whether all ranks may do the same at the same time, and it is much."""
-        if self.links is None or meeting.apart or len(meeting.group) < len(self.ranks) or not self._rotates:
+        if (
+            self.links is None
+            or meeting.apart
+            or len(meeting.group) < len(self.ranks)
+            or not self._rotates
+        ):
             return False
         ((phase,), *_) = meeting.chunks
         return is_rotation(phase.schedule) and phase.schedule.messages > _MIN_ROTATION_MESSAGES
 
     def _rotate(self, meeting: Meeting) -> None:
-        """Work a collective out on one rank, where all have begun it just now and no message is under way."""
+        """Work a collective out on one rank, where all have begun it just now and no message is
+        under way.
+        """
         now = self.clock.now
         assert self.links is not None
         if set(meeting.begin_ns) == {now} and self.links.idle:
@@ -418,21 +490,31 @@ class AstraEngine:
         if self._link_free is not None:
             end = self._chunk_after_chunk(phases, meeting.group, begin_ns, self._own_links)
         else:
-            key = (meeting.group, tuple((p.schedule, p.delay_ns) for p in phases), (begin_ns - first).tobytes())
+            key = (
+                meeting.group,
+                tuple((p.schedule, p.delay_ns) for p in phases),
+                (begin_ns - first).tobytes(),
+            )
             took = self._took.get(key)
             if took is None:
                 took = self._chunk_after_chunk(
                     phases,
                     meeting.group,
                     begin_ns - first,
-                    lambda source, target, size, sent_ns: sent_ns + self._fabric.delays(source, target, size),
+                    lambda source, target, size, sent_ns: (
+                        sent_ns + self._fabric.delays(source, target, size)
+                    ),
                 )
                 self._took[key] = took
             end = took + first
         self._end_at(meeting, end)
 
     def _chunk_after_chunk(
-        self, phases: Sequence[CollectivePhase], group: tuple[int, ...], begin_ns: Ints, transmit: Transmit
+        self,
+        phases: Sequence[CollectivePhase],
+        group: tuple[int, ...],
+        begin_ns: Ints,
+        transmit: Transmit,
     ) -> Ints:
         """When the ranks of a collective are done, which began at different times."""
         is_direct = any(phase.window for phase in phases)
@@ -466,7 +548,8 @@ _MAX_SENTENCES = 6
 
 
 def check_begun(engine: AstraEngine, delay_ns: int) -> None:
-    """Raise UsageError `not-for-astra-sim` where an event is asked for at time 0, which ASTRA-sim cannot have.
+    """Raise UsageError `not-for-astra-sim` where an event is asked for at time 0, which ASTRA-sim
+    cannot have.
 
     Args:
         engine: After its run.
@@ -501,7 +584,11 @@ def check_ended(engine: AstraEngine) -> None:
     sentences: list[str] = []
     visited: set[int] = set()
     current_rank = min(open_ranks)
-    while current_rank in open_ranks and current_rank not in visited and len(sentences) < _MAX_SENTENCES:
+    while (
+        current_rank in open_ranks
+        and current_rank not in visited
+        and len(sentences) < _MAX_SENTENCES
+    ):
         visited.add(current_rank)
         description, awaited = _describe_wait(engine, open_ranks[current_rank])
         sentences.append(f"rank {current_rank}: {description}")
@@ -519,19 +606,33 @@ def check_ended(engine: AstraEngine) -> None:
 def _describe_wait(engine: AstraEngine, rank: RunningRank) -> tuple[str, int]:
     """What a rank waits in, and for which rank; -1 for none."""
     own_rank = rank.nodes.rank
-    under_way = [node for node in range(len(rank.nodes)) if rank.begin_ns[node] >= 0 > rank.end_ns[node]]
-    for node in sorted(under_way, key=lambda node: rank.nodes.action[node] != COLLECTIVE):  # others wait for these
+    under_way = [
+        node for node in range(len(rank.nodes)) if rank.begin_ns[node] >= 0 > rank.end_ns[node]
+    ]
+    for node in sorted(
+        under_way, key=lambda node: rank.nodes.action[node] != COLLECTIVE
+    ):  # others wait for these
         label, action = rank.nodes.label(node), rank.nodes.action[node]
         if action == COLLECTIVE:
-            meeting = next(m for m in engine.meetings.values() if (own_rank, node) in zip(m.group, m.node, strict=True))
-            absent = [peer for peer, begin_ns in zip(meeting.group, meeting.begin_ns, strict=True) if begin_ns < 0]
+            meeting = next(
+                m
+                for m in engine.meetings.values()
+                if (own_rank, node) in zip(m.group, m.node, strict=True)
+            )
+            absent = [
+                peer
+                for peer, begin_ns in zip(meeting.group, meeting.begin_ns, strict=True)
+                if begin_ns < 0
+            ]
             if absent:
                 return f"{label} waits for rank {absent[0]}, which does not come to it", absent[0]
             for peer, other in zip(meeting.group, meeting.node, strict=True):
                 peer_nodes = engine.ranks[peer].nodes
                 own_message, message = rank.nodes.messages[node], peer_nodes.messages[other]
                 if (message.kind, message.size) != (own_message.kind, own_message.size):
-                    own_text, peer_text = (f"{m.kind} of {m.size:,} bytes" for m in (own_message, message))
+                    own_text, peer_text = (
+                        f"{m.kind} of {m.size:,} bytes" for m in (own_message, message)
+                    )
                     return (
                         f"{label} is {own_text}, where rank {peer} does {peer_text} in its {peer_nodes.label(other)}",
                         peer,
@@ -552,5 +653,8 @@ def _describe_wait(engine: AstraEngine, rank: RunningRank) -> tuple[str, int]:
             )
     waiting = next(node for node in range(len(rank.nodes)) if rank.begin_ns[node] < 0)
     if not rank.left[waiting]:
-        return f"{rank.nodes.label(waiting)} is never begun: it is ready when the last other node has ended", -1
+        return (
+            f"{rank.nodes.label(waiting)} is never begun: it is ready when the last other node has ended",
+            -1,
+        )
     return f"{rank.nodes.label(waiting)} waits in a circle with other nodes of its file", -1

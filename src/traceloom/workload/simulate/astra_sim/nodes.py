@@ -16,7 +16,9 @@ from traceloom.formats.chakra.nodes import NodeFrame, read_table
 from traceloom.trace.array_types import Ints
 from traceloom.workload.simulate.astra_sim.streams import Mailbox, RankQueues
 
-CPU, GPU, COMMUNICATION, NOTHING = range(4)  # what a node occupies on its rank: one node at a time each
+CPU, GPU, COMMUNICATION, NOTHING = range(
+    4
+)  # what a node occupies on its rank: one node at a time each
 TIMED, COLLECTIVE, SEND, RECEIVE, SKIP = range(5)  # how a node ends
 KINDS = {
     int(CollectiveCommType.ALL_REDUCE): "all_reduce",
@@ -108,17 +110,30 @@ def build_rank_nodes(rank: int, table: NodeFrame, compute: Compute) -> RankNodes
     nodes = table.nodes
     ids = nodes["id"].to_numpy()
     order = np.argsort(ids, kind="stable")
-    _refuse(table, np.flatnonzero(np.diff(ids[order]) == 0), order, "has an id that another node has, too")
+    _refuse(
+        table,
+        np.flatnonzero(np.diff(ids[order]) == 0),
+        order,
+        "has an id that another node has, too",
+    )
     action, slot = _classify_actions(table, compute)
     duration = _compute_durations(table, compute)
     if compute.roofline:
         is_gpu = slot == GPU
         for name in ("num_ops", "tensor_size"):
-            _refuse(table, np.flatnonzero(is_gpu & nodes[name].is_null().to_numpy()), None, f"has no {name}")
-        action = np.where(is_gpu & (nodes["tensor_size"].fill_null(0).to_numpy() == 0), SKIP, action)
+            _refuse(
+                table,
+                np.flatnonzero(is_gpu & nodes[name].is_null().to_numpy()),
+                None,
+                f"has no {name}",
+            )
+        action = np.where(
+            is_gpu & (nodes["tensor_size"].fill_null(0).to_numpy() == 0), SKIP, action
+        )
     ranked = np.empty(len(order), np.int64)
     ranked[order] = np.arange(len(order))
-    # Dependencies as pairs of positions in the order of ids, each pair once; a query of Polars would take longer.
+    # Dependencies as pairs of positions in the order of ids, each pair once; a query of Polars
+    # would take longer.
     rows = np.concatenate([table.data.row, table.control.row])
     awaited = np.concatenate([table.data.id, table.control.id])
     position = np.minimum(np.searchsorted(ids[order], awaited), max(len(order) - 1, 0))
@@ -151,10 +166,20 @@ def build_rank_nodes(rank: int, table: NodeFrame, compute: Compute) -> RankNodes
 def _build_messages(rank: int, table: NodeFrame, order: Ints, action: Ints) -> dict[int, Message]:
     """What the nodes communicate, by their position in the order of ids."""
     positions = np.flatnonzero((action[order] >= COLLECTIVE) & (action[order] <= RECEIVE))
-    names = ("comm_type", "comm_size", "comm_src", "comm_dst", "comm_tag", "pg_name", "involved_dim")
+    names = (
+        "comm_type",
+        "comm_size",
+        "comm_src",
+        "comm_dst",
+        "comm_tag",
+        "pg_name",
+        "involved_dim",
+    )
     rows = zip(*(table.nodes[name][order[positions]].to_list() for name in names), strict=True)
     messages = {}
-    for node, kind, row in zip(positions.tolist(), action[order[positions]].tolist(), rows, strict=True):
+    for node, kind, row in zip(
+        positions.tolist(), action[order[positions]].tolist(), rows, strict=True
+    ):
         comm_type, size, source, target, tag, group, dimensions = row
         name = KINDS.get(comm_type, "") if kind == COLLECTIVE else ""
         own_rank, peer = (source, target) if kind == SEND else (target, source)
@@ -172,7 +197,12 @@ def _build_messages(rank: int, table: NodeFrame, order: Ints, action: Ints) -> d
         if absent:
             _refuse(table, order[[node]], None, "communicates no bytes")
         messages[node] = Message(
-            name, size, -1 if kind == COLLECTIVE else peer, tag or 0, group, dimensions and tuple(dimensions)
+            name,
+            size,
+            -1 if kind == COLLECTIVE else peer,
+            tag or 0,
+            group,
+            dimensions and tuple(dimensions),
         )
     return messages
 
@@ -180,28 +210,41 @@ def _build_messages(rank: int, table: NodeFrame, order: Ints, action: Ints) -> d
 def _classify_actions(table: NodeFrame, compute: Compute) -> tuple[Ints, Ints]:
     nodes = table.nodes
     kind = nodes["type"].to_numpy()
-    filled = nodes.select(pl.col("is_cpu_op").fill_null(value=False), pl.col("comm_type").fill_null(-1))
+    filled = nodes.select(
+        pl.col("is_cpu_op").fill_null(value=False), pl.col("comm_type").fill_null(-1)
+    )
     on_cpu, comm_type = filled["is_cpu_op"].to_numpy(), filled["comm_type"].to_numpy()
     communicates = (kind >= NodeType.COMM_SEND_NODE) & (kind <= NodeType.COMM_COLL_NODE)
     memory = (kind == NodeType.MEM_LOAD_NODE) | (kind == NodeType.MEM_STORE_NODE)
     if not compute.recorded:
         _refuse(table, np.flatnonzero(communicates & on_cpu), None, "is communication of the CPU")
-        _refuse(table, np.flatnonzero(memory), None, "is of remote memory, which has no configuration")
+        _refuse(
+            table, np.flatnonzero(memory), None, "is of remote memory, which has no configuration"
+        )
     computes = kind == NodeType.COMP_NODE
     collective = kind == NodeType.COMM_COLL_NODE
     is_done = np.logical_or.reduce([comm_type == done_type for done_type in (*KINDS, _BROADCAST)])
     _refuse(table, np.flatnonzero(kind == NodeType.METADATA_NODE), None, "is metadata")
     if not compute.recorded:
-        _refuse(table, np.flatnonzero(collective & ~is_done), None, "is a collective that ASTRA-sim does not do")
+        _refuse(
+            table,
+            np.flatnonzero(collective & ~is_done),
+            None,
+            "is a collective that ASTRA-sim does not do",
+        )
         is_unknown = ~(computes | communicates | (kind == NodeType.INVALID_NODE) | memory)
-        _refuse(table, np.flatnonzero(is_unknown), None, "is of a kind that ASTRA-sim does not know")
+        _refuse(
+            table, np.flatnonzero(is_unknown), None, "is of a kind that ASTRA-sim does not know"
+        )
     replayed = computes | (collective & (comm_type == _BROADCAST)) | compute.recorded
     action = np.select(
         [replayed, collective, kind == NodeType.COMM_SEND_NODE, kind == NodeType.COMM_RECV_NODE],
         [TIMED, COLLECTIVE, SEND, RECEIVE],
         SKIP,
     )
-    slot = np.select([on_cpu, computes, kind == NodeType.COMM_RECV_NODE], [CPU, GPU, NOTHING], COMMUNICATION)
+    slot = np.select(
+        [on_cpu, computes, kind == NodeType.COMM_RECV_NODE], [CPU, GPU, NOTHING], COMMUNICATION
+    )
     return action, slot
 
 
@@ -212,8 +255,13 @@ def _compute_durations(table: NodeFrame, compute: Compute) -> Ints:
     if not compute.roofline:
         return recorded
     peak, bandwidth = compute.roofline
-    operations, size = (nodes[name].fill_null(0).to_numpy().astype(np.float64) for name in ("num_ops", "tensor_size"))
-    is_gpu = (nodes["type"] == NodeType.COMP_NODE).to_numpy() & ~nodes["is_cpu_op"].fill_null(value=False).to_numpy()
+    operations, size = (
+        nodes[name].fill_null(0).to_numpy().astype(np.float64)
+        for name in ("num_ops", "tensor_size")
+    )
+    is_gpu = (nodes["type"] == NodeType.COMP_NODE).to_numpy() & ~nodes["is_cpu_op"].fill_null(
+        value=False
+    ).to_numpy()
     with np.errstate(divide="ignore", invalid="ignore"):
         reach = np.minimum(operations / size * bandwidth, peak)
         modelled = np.where((size > 0) & (operations > 0), operations / reach * 1e9, 0.0)
@@ -232,7 +280,9 @@ def _refuse(table: NodeFrame, wrong: Ints, order: Ints | None, reason: str) -> N
         )
 
 
-def find_group_ranks(name: str | None, groups: dict[str, tuple[int, ...]] | None, ranks: int) -> tuple[int, ...] | None:
+def find_group_ranks(
+    name: str | None, groups: dict[str, tuple[int, ...]] | None, ranks: int
+) -> tuple[int, ...] | None:
     """The ranks of a node's group in the order of the group file, None for all ranks.
 
     Raises:
@@ -243,10 +293,15 @@ def find_group_ranks(name: str | None, groups: dict[str, tuple[int, ...]] | None
     members = (groups or {}).get(str(name))
     if members is None:
         raise UsageError(
-            f"no group file says who is in group `{name}`", slug="no-such-group", hint="give it with --groups FILE"
+            f"no group file says who is in group `{name}`",
+            slug="no-such-group",
+            hint="give it with --groups FILE",
         )
     if max(members, default=0) >= ranks:
-        raise UsageError(f"group `{name}` has rank {max(members)}, but there are {ranks} ranks", slug="no-such-group")
+        raise UsageError(
+            f"group `{name}` has rank {max(members)}, but there are {ranks} ranks",
+            slug="no-such-group",
+        )
     return members
 
 
@@ -262,7 +317,11 @@ def find_position(group: tuple[int, ...], nodes: RankNodes, node: int) -> int:
             slug="no-such-group",
             where=nodes.table.path,
         )
-    return nodes.rank if len(group) > nodes.rank and group[nodes.rank] == nodes.rank else group.index(nodes.rank)
+    return (
+        nodes.rank
+        if len(group) > nodes.rank and group[nodes.rank] == nodes.rank
+        else group.index(nodes.rank)
+    )
 
 
 def read_algorithm(prefix: str, ranks: int) -> list[RankNodes]:

@@ -18,7 +18,13 @@ from traceloom.trace.frames import cast_to_schema
 from traceloom.trace.notice import Notice
 from traceloom.workload.simulate.astra_sim.collectives import AnalyticalNetwork, Dimensions
 from traceloom.workload.simulate.astra_sim.config import KINDS, AstraSimNetwork, AstraSimSystem
-from traceloom.workload.simulate.astra_sim.engine import Algorithm, AstraEngine, RunningRank, check_begun, check_ended
+from traceloom.workload.simulate.astra_sim.engine import (
+    Algorithm,
+    AstraEngine,
+    RunningRank,
+    check_begun,
+    check_ended,
+)
 from traceloom.workload.simulate.astra_sim.nodes import (
     COMMUNICATION,
     CPU,
@@ -58,7 +64,9 @@ def simulate(
         CheckError: `deadlock`: ranks wait for each other; ASTRA-sim ends without a word there.
     """
     roofline = (system.peak_perf * 1e12, system.local_mem_bw * 1e9) if system.roofline else None
-    compute = Compute(recorded=system.replay_only, roofline=None if system.replay_only else roofline)
+    compute = Compute(
+        recorded=system.replay_only, roofline=None if system.replay_only else roofline
+    )
     if congestion_aware and len(network.sizes) > 1:
         raise UsageError(
             "ASTRA-sim's congestion-aware back end knows machines of one dimension only",
@@ -104,14 +112,22 @@ def simulate(
         memory_rate=system.local_mem_bw * 1e9,
         width=system.active_chunks,
         algorithms={
-            **{kind: _make_rejected_algorithm(kind, prefix, system.splits) for kind, prefix in system.custom.items()},
-            **{kind: cache(partial(read_algorithm, prefix)) for kind, prefix in algorithm_prefixes.items()},
+            **{
+                kind: _make_rejected_algorithm(kind, prefix, system.splits)
+                for kind, prefix in system.custom.items()
+            },
+            **{
+                kind: cache(partial(read_algorithm, prefix))
+                for kind, prefix in algorithm_prefixes.items()
+            },
         },
     )
     engine.run()
     check_ended(engine)
     check_begun(engine, system.endpoint_delay)
-    return _assemble_simulation(workload, network, system, engine, congestion_aware=congestion_aware)
+    return _assemble_simulation(
+        workload, network, system, engine, congestion_aware=congestion_aware
+    )
 
 
 def _make_rejected_algorithm(kind: str, prefix: str, splits: int) -> Algorithm:
@@ -132,14 +148,21 @@ def find_measured_end_times(graph: Graph) -> dict[int, int]:
         end=pl.col("start_ns") + pl.col("duration_ns")
     )
     job_start_ns = recorded_nodes["start_ns"].min()
-    rows = recorded_nodes.group_by("rank").agg(pl.col("end").max() - job_start_ns).drop_nulls("rank").sort("rank")
+    rows = (
+        recorded_nodes.group_by("rank")
+        .agg(pl.col("end").max() - job_start_ns)
+        .drop_nulls("rank")
+        .sort("rank")
+    )
     return {int(rank): int(end) for rank, end in rows.rows()}
 
 
 def simulate_with_recorded_transfers(workload: Workload) -> list[int]:
-    """When each rank ends on ASTRA-sim's machine if every transfer takes as long as its node says, in ns.
+    """When each rank ends on ASTRA-sim's machine if every transfer takes as long as its node says,
+    in ns.
 
-    What differs from the recording is then due to the machine: its few resources per rank, its order.
+    What differs from the recording is then due to the machine: its few resources per rank, its
+    order.
 
     Raises:
         UsageError, InputError, CheckError: As of `simulate`.
@@ -160,11 +183,15 @@ def simulate_with_recorded_transfers(workload: Workload) -> list[int]:
     return [rank.last_ns or 0 for rank in engine.ranks]
 
 
-def _build_nodes_of_all_ranks(workload: Workload, rank_count: int, compute: Compute) -> list[RankNodes]:
+def _build_nodes_of_all_ranks(
+    workload: Workload, rank_count: int, compute: Compute
+) -> list[RankNodes]:
     """The nodes of all ranks, from 0."""
     recorded_ranks = sorted(rank for rank in workload.ranks if rank is not None)
     if recorded_ranks != list(range(rank_count)) or len(workload.ranks) != rank_count:
-        present = ", ".join(map(str, recorded_ranks[:8])) + (", ..." if len(recorded_ranks) > 8 else "")
+        present = ", ".join(map(str, recorded_ranks[:8])) + (
+            ", ..." if len(recorded_ranks) > 8 else ""
+        )
         raise UsageError(
             f"the network has {units.format_quantity(rank_count, 'rank')}, the workload {len(workload.ranks)}: {present or 'none'}",
             slug="ranks-differ",
@@ -175,10 +202,14 @@ def _build_nodes_of_all_ranks(workload: Workload, rank_count: int, compute: Comp
     ranks = []
     for rank in range(rank_count):
         table = table_by_rank[rank]
-        error_notice = next((notice for notice in table.notices if notice.severity == "error"), None)
+        error_notice = next(
+            (notice for notice in table.notices if notice.severity == "error"), None
+        )
         if error_notice or not len(table):
             raise InputError(
-                error_notice.message if error_notice else "the file has no nodes, at which ASTRA-sim stops",
+                error_notice.message
+                if error_notice
+                else "the file has no nodes, at which ASTRA-sim stops",
                 slug="not-for-astra-sim",
                 where=table.path,
             )
@@ -195,7 +226,12 @@ def _build_nodes_of_all_ranks(workload: Workload, rank_count: int, compute: Comp
 
 
 def _assemble_simulation(
-    workload: Workload, network: AstraSimNetwork, system: AstraSimSystem, engine: AstraEngine, *, congestion_aware: bool
+    workload: Workload,
+    network: AstraSimNetwork,
+    system: AstraSimSystem,
+    engine: AstraEngine,
+    *,
+    congestion_aware: bool,
 ) -> Simulation:
     backend = "congestion-aware" if congestion_aware else "congestion-unaware"
     shape = " x ".join(f"{t} {n}" for t, n in zip(network.topologies, network.sizes, strict=True))
@@ -204,7 +240,11 @@ def _assemble_simulation(
         "astra-sim-machine",
         "info",
         "one CPU operation, one GPU operation and one communication of a rank at a time; a link's GB/s are 2^30 B/s"
-        + ("" if congestion_aware else "; messages do not slow each other down, not even those of one rank"),
+        + (
+            ""
+            if congestion_aware
+            else "; messages do not slow each other down, not even those of one rank"
+        ),
     )
     return Simulation(
         mode="astra-sim",
@@ -216,7 +256,9 @@ def _assemble_simulation(
         identity_error=None,
         before_ns=None,
         after_ns=end,
-        ranks=pl.DataFrame([_build_rank_row(rank) for rank in engine.ranks]).pipe(_fill_and_cast_columns, RANKS),
+        ranks=pl.DataFrame([_build_rank_row(rank) for rank in engine.ranks]).pipe(
+            _fill_and_cast_columns, RANKS
+        ),
         nodes=_build_node_table(engine.ranks),
         collectives=pl.DataFrame(
             [
@@ -246,7 +288,8 @@ def _build_rank_row(rank: RunningRank) -> dict[str, int]:
     slot = np.asarray(rank.nodes.slot)
 
     compute, communication, host = (
-        merge_intervals(start_ns[mask], end[mask]) for mask in (slot == GPU, slot >= COMMUNICATION, slot == CPU)
+        merge_intervals(start_ns[mask], end[mask])
+        for mask in (slot == GPU, slot >= COMMUNICATION, slot == CPU)
     )
     exposed = subtract_spans(communication, compute)
     exposed_host = subtract_spans(host, merge_spans(compute, communication))
@@ -265,9 +308,13 @@ def _build_rank_row(rank: RunningRank) -> dict[str, int]:
 
 def _build_node_table(ranks: list[RunningRank]) -> pl.DataFrame:
     """`Simulation.nodes`: the node is its id in its rank's file."""
-    names = [rank.nodes.table.nodes.select(node=pl.col("id"), name="name")[rank.nodes.row] for rank in ranks]
+    names = [
+        rank.nodes.table.nodes.select(node=pl.col("id"), name="name")[rank.nodes.row]
+        for rank in ranks
+    ]
     start_bytes, end = (
-        b"".join(times) for times in zip(*((rank.begin_ns, rank.end_ns) for rank in ranks), strict=True)
+        b"".join(times)
+        for times in zip(*((rank.begin_ns, rank.end_ns) for rank in ranks), strict=True)
     )
     slots = pl.Series([slot for rank in ranks for slot in rank.nodes.slot], dtype=pl.Int64)
     return (
@@ -305,5 +352,11 @@ def _build_link_table(engine: AstraEngine, network: AstraSimNetwork) -> pl.DataF
 
 def _fill_and_cast_columns(frame: pl.DataFrame, schema: pl.Schema) -> pl.DataFrame:
     """As declared; what this mode does not know is null."""
-    null_columns = [pl.lit(None, kind).alias(name) for name, kind in schema.items() if name not in frame.columns]
-    return frame.with_columns(null_columns).pipe(cast_to_schema, schema) if frame.width else schema.to_frame()
+    null_columns = [
+        pl.lit(None, kind).alias(name) for name, kind in schema.items() if name not in frame.columns
+    ]
+    return (
+        frame.with_columns(null_columns).pipe(cast_to_schema, schema)
+        if frame.width
+        else schema.to_frame()
+    )

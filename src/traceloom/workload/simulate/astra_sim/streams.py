@@ -1,8 +1,8 @@
 """Collectives message by message; closed forms where they hold.
 
-Where all ranks of a ring, a switch or a full mesh begin at once, and each sends to the ranks at the same distances,
-every link of one kind sees the same messages at the same times. What the one rank sends to a distance arrives at
-itself, as what the rank at that distance before it has sent.
+Where all ranks of a ring, a switch or a full mesh begin at once, and each sends to the ranks at the
+same distances, every link of one kind sees the same messages at the same times. What the one rank
+sends to a distance arrives at itself, as what the rank at that distance before it has sent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from traceloom.workload.simulate.astra_sim.collectives import (
     get_members,
 )
 
-# Of one position in one round: messages out (position, bytes) and in (position, bytes, reduced bytes), in their order.
+# Of one position in one round: messages out (position, bytes) and in (position, bytes, reduced
+# bytes), in their order.
 Step = tuple[list[tuple[int, int]], list[tuple[int, int, int]]]
 
 
@@ -47,10 +48,17 @@ def build_steps(schedule: Schedule) -> list[list[Step]]:
 
 
 def _split_round(part: Round, ranks: int) -> list[tuple[int, Step]]:
-    source_order, target_order = (np.argsort(endpoints, kind="stable") for endpoints in (part.source, part.target))
-    out = list(zip(part.target[source_order].tolist(), part.bytes[source_order].tolist(), strict=True))
+    source_order, target_order = (
+        np.argsort(endpoints, kind="stable") for endpoints in (part.source, part.target)
+    )
+    out = list(
+        zip(part.target[source_order].tolist(), part.bytes[source_order].tolist(), strict=True)
+    )
     incoming = list(
-        zip(*(column[target_order].tolist() for column in (part.source, part.bytes, part.reduced)), strict=True)
+        zip(
+            *(column[target_order].tolist() for column in (part.source, part.bytes, part.reduced)),
+            strict=True,
+        )
     )
     source_offsets, target_offsets = (
         np.searchsorted(endpoints, np.arange(ranks + 1)).tolist()
@@ -71,7 +79,8 @@ def _split_round(part: Round, ranks: int) -> list[tuple[int, Step]]:
 
 
 class Mailbox:
-    """Messages under way or arrived, and who waits for them: the k-th send of a key is the k-th receive of it.
+    """Messages under way or arrived, and who waits for them: the k-th send of a key is the k-th
+    receive of it.
 
     Args:
         clock: When things happen.
@@ -92,14 +101,18 @@ class Mailbox:
         sent: Callable[[], None] | None = None,
         took_ns: int | None = None,
     ) -> None:
-        """Send now; `sent` is called when the message is there, received or not; `took_ns` goes past the network."""
+        """Send now; `sent` is called when the message is there, received or not; `took_ns` goes
+        past the network.
+        """
         if took_ns is None:
             self._transmit(source, target, size, self._arrive, (key, sent))
         else:
             self._clock.at(self._clock.now + took_ns, self._arrive, (key, sent))
 
     def receive(self, key: Any, received: Callable[[], None]) -> None:
-        """Wait for a message; of one that is there already `received` is called at this time, but later."""
+        """Wait for a message; of one that is there already `received` is called at this time, but
+        later.
+        """
         if self._arrived.get(key):
             self._arrived[key] -= 1
             self._clock.at(self._clock.now, lambda _: received(), None)
@@ -312,14 +325,22 @@ class NoRecurrenceError(Exception):
 
 
 def simulate_messages(
-    phases: Sequence[CollectivePhase], group: tuple[int, ...], begin_ns: Ints, memory_rate: float, transmit: Transmit
+    phases: Sequence[CollectivePhase],
+    group: tuple[int, ...],
+    begin_ns: Ints,
+    memory_rate: float,
+    transmit: Transmit,
 ) -> Ints:
-    """When each rank is done with all chunks of a collective, message by message; arguments as of `ends`."""
+    """When each rank is done with all chunks of a collective, message by message; arguments as of
+    `ends`.
+    """
     clock = Clock()
     end = begin_ns.copy()
 
     def send(source: int, target: int, size: int, arrive: Event, payload: Any) -> None:
-        (arrival_ns,) = transmit(*(np.array([k]) for k in (source, target, size, clock.now))).tolist()
+        (arrival_ns,) = transmit(
+            *(np.array([k]) for k in (source, target, size, clock.now))
+        ).tolist()
         clock.at(arrival_ns, arrive, payload)
 
     mailbox = Mailbox(clock, send)
@@ -334,7 +355,9 @@ def simulate_messages(
                 end[position] = clock.now
 
         for number, phase in enumerate(phases):
-            CollectiveStream(queues, mailbox, number, group, [phase], memory_rate=memory_rate, done=done).proceed()
+            CollectiveStream(
+                queues, mailbox, number, group, [phase], memory_rate=memory_rate, done=done
+            ).proceed()
 
     for position, time in enumerate(begin_ns.tolist()):
         clock.at(time, begin, position)
@@ -362,9 +385,18 @@ def compute_phase_ends(
     if phase.window:
         return _compute_all_to_all_ends(phase, members, ready, memory_rate, transmit)
     for part in schedule.rounds:
-        arrival_ns = transmit(members[part.source], members[part.target], part.bytes, ready[part.source])
-        have = np.maximum(arrival_ns, ready[part.target]) + delay + _compute_reduction_ns(part, memory_rate)
-        if len(part.target) == schedule.ranks and (np.bincount(part.target, minlength=schedule.ranks) == 1).all():
+        arrival_ns = transmit(
+            members[part.source], members[part.target], part.bytes, ready[part.source]
+        )
+        have = (
+            np.maximum(arrival_ns, ready[part.target])
+            + delay
+            + _compute_reduction_ns(part, memory_rate)
+        )
+        if (
+            len(part.target) == schedule.ranks
+            and (np.bincount(part.target, minlength=schedule.ranks) == 1).all()
+        ):
             after = np.empty_like(ready)
             after[part.target] = have
         else:
@@ -396,13 +428,24 @@ def _compute_reduction_ns(part: Round, memory_rate: float) -> Ints:
 def _compute_all_to_all_ends(
     phase: CollectivePhase, members: Ints, ready: Ints, memory_rate: float, transmit: Transmit
 ) -> Ints:
-    """Two rounds of everybody to everybody; the second one begins once all of the first has arrived."""
+    """Two rounds of everybody to everybody; the second one begins once all of the first has
+    arrived.
+    """
     ranks = phase.schedule.ranks
     first, second = phase.schedule.rounds
-    senders, receivers = (column.reshape(ranks - 1, ranks) for column in (first.source, first.target))  # by distance
-    arrival_ns = transmit(members[first.source], members[first.target], first.bytes, ready[first.source])
+    senders, receivers = (
+        column.reshape(ranks - 1, ranks) for column in (first.source, first.target)
+    )  # by distance
+    arrival_ns = transmit(
+        members[first.source], members[first.target], first.bytes, ready[first.source]
+    )
     arrived = np.empty((ranks - 1, ranks), np.int64)
-    np.put_along_axis(arrived, receivers, np.maximum(arrival_ns, ready[first.target]).reshape(senders.shape), axis=1)
+    np.put_along_axis(
+        arrived,
+        receivers,
+        np.maximum(arrival_ns, ready[first.target]).reshape(senders.shape),
+        axis=1,
+    )
     have = np.sort(arrived, axis=0) + phase.delay_ns + _compute_reduction_ns(first, memory_rate)[0]
     last = arrived.max(axis=0)
     begun = np.where(have >= last, have, np.iinfo(np.int64).max).min(axis=0)
@@ -410,7 +453,9 @@ def _compute_all_to_all_ends(
     source_sent = np.take_along_axis(sent, senders, axis=1).ravel()
     arrival_ns = transmit(members[second.source], members[second.target], second.bytes, source_sent)
     posted = np.take_along_axis(sent, receivers, axis=1).ravel()
-    done = np.maximum(arrival_ns, posted) + phase.delay_ns + _compute_reduction_ns(second, memory_rate)
+    done = (
+        np.maximum(arrival_ns, posted) + phase.delay_ns + _compute_reduction_ns(second, memory_rate)
+    )
     if (have == last).any() or (done < have[-1][second.target]).any():
         raise NoRecurrenceError  # what comes first at one time matters, or what comes back early makes room to send
     end: Ints = have[-1].copy()
@@ -446,7 +491,10 @@ def _select_first_position(schedule: Schedule) -> Schedule:
         if id(part) not in selected_rounds:
             is_first = (part.source == 0) | (part.target == 0)
             selected_rounds[id(part)] = Round(
-                part.source[is_first], part.target[is_first], part.bytes[is_first], part.reduced[is_first]
+                part.source[is_first],
+                part.target[is_first],
+                part.bytes[is_first],
+                part.reduced[is_first],
             )
     return Schedule(schedule.ranks, tuple(selected_rounds[id(part)] for part in schedule.rounds))
 
@@ -481,7 +529,9 @@ def simulate_synchronous(
 
     def transmit(source: int, target: int, size: int, arrive: Arrive, payload: Any) -> None:
         (tag, _, _, _), sent = payload
-        links.send(source, target, size, arrive, ((tag, (source - target) % ranks, source, size), sent))
+        links.send(
+            source, target, size, arrive, ((tag, (source - target) % ranks, source, size), sent)
+        )
 
     remaining = [len(chunks)]
     queues = RankQueues(0, clock, 1)
@@ -493,7 +543,10 @@ def simulate_synchronous(
             remaining.append(clock.now)
 
     for number, chunk_phases in enumerate(chunks):
-        phases = [replace(phase, schedule=_select_first_position(phase.schedule)) for phase in chunk_phases]
+        phases = [
+            replace(phase, schedule=_select_first_position(phase.schedule))
+            for phase in chunk_phases
+        ]
         stream = CollectiveStream(
             queues, mailbox, number, tuple(range(ranks)), phases, memory_rate=memory_rate, done=done
         )
