@@ -334,8 +334,8 @@ def polls(directory: Path, args: argparse.Namespace) -> None:
     sockets = directory / "kineto" / str(os.geteuid())
     torch = importlib.util.find_spec("torch")
     assert torch is not None
-    assert torch.launch_position is not None
-    library = os.open(Path(torch.launch_position).parent / "lib" / "libtorch_cpu.so", os.O_RDONLY)
+    assert torch.origin is not None
+    library = os.open(Path(torch.origin).parent / "lib" / "libtorch_cpu.so", os.O_RDONLY)
     mapped = mmap.mmap(
         library, 4096, prot=mmap.PROT_READ
     )  # which clients inherit, and the step clock looks for

@@ -125,7 +125,7 @@ WALKS = {
         analyze.steps:summarize_durations < analyze.kernels:kernels
         report.sections.kernels:KernelsSection.build
         report.sections.section:add_shares < report.sections.kernels:KernelsSection.build
-        report.document:UnknownValues.listed < report.sections.kernels:KernelsSection.build
+        report.document:UnknownValues.convert_list < report.sections.kernels:KernelsSection.build
         report.sections.kernels:KernelsSection.tables
         report.views.page_table:render_html_table < report.views.page:build_sections
         """,

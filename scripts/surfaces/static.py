@@ -47,10 +47,10 @@ PACKAGES = (
     "traceloom",
     "traceloom.analyze",
     "traceloom.analyze.gate",
-    "traceloom.model",
-    "traceloom.link",
-    "traceloom.retime",
-    "traceloom.simulate",
+    "traceloom.trace",
+    "traceloom.graph",
+    "traceloom.changes",
+    "traceloom.workload.simulate",
     "traceloom.testing",
 )
 _VARIABLE = re.compile(r"TRACELOOM_[A-Z][A-Z_]*[A-Z]")

@@ -11,7 +11,7 @@ import traceloom
 
 SOURCE = Path(traceloom.__file__).parent
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "messages.md"
-SPEAKERS = {"Notice", "say_once", "_Kind"}  # their first argument is the slug
+SPEAKERS = {"Notice", "print_once", "_DamageKind"}  # their first argument is the slug
 _SPEAKS = re.compile("slug|" + "|".join(SPEAKERS))
 _SPOKEN = re.compile(r"\[([a-z]+(?:-[a-z]+)+)\]")  # a line of the start-up hook ends with it
 SLUG = re.compile(r"^[a-z][a-z0-9]*(-[a-z0-9]+)+$|^[a-z]+$")
@@ -85,7 +85,7 @@ def slugs_in_code() -> dict[str, str]:
             ]
             if name in SPEAKERS and node.args:
                 slugs += _text(node.args[0])
-            if name == "tell" and len(node.args) > 1:  # a state, then why
+            if name in {"report", "tell"} and len(node.args) > 1:  # a state, then why
                 slugs += _text(node.args[1])
             for slug in slugs:
                 found[slug] = f"{path.relative_to(SOURCE)}:{node.lineno}"

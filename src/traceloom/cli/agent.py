@@ -331,7 +331,7 @@ def _show_top(args: argparse.Namespace) -> int:
     from traceloom.system.sanitize import unwrap_stream
 
     client = create_agent_client(args)
-    live = not (args.run_pass or args.json) and sys.stdout.isatty()
+    live = not (args.once or args.json) and sys.stdout.isatty()
 
     def drawn(width: int) -> Iterator[Text]:
         """As many lines as the terminal has."""
@@ -360,7 +360,7 @@ def _show_top(args: argparse.Namespace) -> int:
                 unwrap_stream(sys.stdout).write("\x1b[H\x1b[2J")
             terminal.print_lines(drawn, sys.stdout)
         sys.stdout.flush()
-        if args.run_pass:
+        if args.once:
             return 0
         time.sleep(args.interval)
 

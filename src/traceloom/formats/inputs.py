@@ -66,7 +66,7 @@ class Source(Protocol):
         step: Step | None,
         processes: int | None,
     ) -> Trace:
-        """The trace; arguments and errors as of `traceloom.read.read_kineto`."""
+        """The trace; arguments and errors as of `traceloom.formats.read_kineto`."""
 
 
 class KinetoSource:

@@ -233,7 +233,7 @@ class ListSchema:
         columns: Name -> Polars type.
         what: What the list holds.
         unknown: Column -> why it can be null.
-        nullable: Columns that can be null for the reason that `traceloom.model.columns` gives.
+        nullable: Columns that can be null for the reason that `traceloom.trace.columns` gives.
         empty: Why the list may be empty; empty where that needs no reason.
         ranked: Whether the column `rank` stands before the others, as `Study.concat` makes it.
     """

@@ -19,8 +19,9 @@ from traceloom.report.document import Cells, Col, ReportOptions, Table, format_y
 from traceloom.report.figure import draw_scatter, escape_html, render_inline_code
 from traceloom.report.labels import fit_name, merge_rank_notices
 from traceloom.report.sections.section import Columns, build_table
+from traceloom.report.views import read_asset
 from traceloom.report.views.files import ResultFiles, encode
-from traceloom.report.views.page import list_sections, read_asset, render_key_numbers, render_page
+from traceloom.report.views.page import list_sections, render_key_numbers, render_page
 from traceloom.report.views.terminal import render_declared_table
 from traceloom.report.views.terminal_table import render_heading, render_paragraph
 from traceloom.system import units

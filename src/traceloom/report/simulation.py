@@ -18,8 +18,9 @@ from traceloom.report.before_after import BeforeAfterTimeline, pack_both
 from traceloom.report.document import Col
 from traceloom.report.figure import draw_heat_map, escape_html, render_inline_code
 from traceloom.report.labels import fit_name, format_rank
+from traceloom.report.views import read_asset
 from traceloom.report.views.files import ResultFiles, encode
-from traceloom.report.views.page import list_sections, read_asset, render_key_numbers, render_page
+from traceloom.report.views.page import list_sections, render_key_numbers, render_page
 from traceloom.report.views.page_table import render_html_table
 from traceloom.report.views.terminal_table import (
     Cell,

@@ -17,8 +17,9 @@ from traceloom.report.document import Col
 from traceloom.report.figure import escape_html as figure_text
 from traceloom.report.figure import render_inline_code
 from traceloom.report.labels import fit_name, format_rank
+from traceloom.report.views import read_asset
 from traceloom.report.views.markdown import escape_markdown, format_code_span
-from traceloom.report.views.page import list_sections, read_asset, render_key_numbers, render_page
+from traceloom.report.views.page import list_sections, render_key_numbers, render_page
 from traceloom.report.views.page_table import render_html_table
 from traceloom.report.views.terminal_table import (
     TextColumn,

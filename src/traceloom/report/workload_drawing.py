@@ -16,7 +16,8 @@ import polars as pl
 from traceloom import __version__
 from traceloom.report.figure import escape_html
 from traceloom.report.labels import fit_name
-from traceloom.report.views.page import build_content_security_policy, read_asset
+from traceloom.report.views import read_asset
+from traceloom.report.views.page import build_content_security_policy
 from traceloom.report.workload import NodeNetwork
 from traceloom.system import units
 

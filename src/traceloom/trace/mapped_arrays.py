@@ -4,7 +4,7 @@ Arrays of very large traces lie in mapped files (`ondisk`) and become Polars col
 (`mapped`); columns that are still being gathered go to files too (`spill`); `cache` keeps folders
 by the content they were made from.
 
-An array of this kind behaves as any NumPy array. Results from `LEAST_BYTES` on are written piece by
+An array of this kind behaves as any NumPy array. Results from `MIN_MAPPED_BYTES` on are written piece by
 piece into a file that has no name any more (it vanishes with the process, however that ends) and is
 mapped into memory, so that the system can take the pages back whenever it needs room. Whoever makes
 a new large array beside such a one gives it to NumPy's `like`, as in `np.full(n, -1, like=start)`.

@@ -633,12 +633,10 @@ def test_what_pytorchs_device_allocator_reports(
     """Its function is called as the allocator of CUDA does for each block: on device 1 (type 1), then on the host."""
     torch = importlib.util.find_spec("torch")
     assert torch is not None
-    assert torch.launch_position is not None
+    assert torch.origin is not None
     script = tmp_path / "reporting.py"
     script.write_text(REPORTING, encoding="utf-8")
-    job = Talking(
-        sys.executable, str(script), str(Path(torch.launch_position).parent / "lib" / "libc10.so")
-    )
+    job = Talking(sys.executable, str(script), str(Path(torch.origin).parent / "lib" / "libc10.so"))
     try:
         assert job.line() == "ready\n"
         document = record(AllocationsProfiler(), job, tmp_path, seconds=1.0)

@@ -115,7 +115,7 @@ def test_a_rank_that_dies_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
             if job.get("process") == 1:
                 self.kill()
 
-    monkeypatch.setattr("traceloom.workload.replay.ranks.Worker", Mortal)
+    monkeypatch.setattr("traceloom.workload.replay.ranks.WorkerProcess", Mortal)
     with pytest.raises(PartialError, match="rank 1 ended with SIGKILL"):
         measure.measure(ranks=2, device="cpu", max_bytes=1024)
     assert all(process.ended() != 0 for process in started)

@@ -27,7 +27,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Session:
 @pytest.fixture(autouse=True)
 def worth(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(findings, "MIN_PROCESS_EVENTS", 1)
-    monkeypatch.setattr(findings, "cores", lambda: 2)
+    monkeypatch.setattr(findings, "count_cores", lambda: 2)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
@@ -57,7 +57,7 @@ def test_no_process_is_started_where_it_would_not_pay(
     def refused(*_: object) -> None:
         pytest.fail("a process was started")
 
-    monkeypatch.setattr(findings, "Worker", refused)
+    monkeypatch.setattr(findings, "WorkerProcess", refused)
     alone = job.of_rank(0)
     for session, options in ((alone, OPTIONS), (job, ReportOptions(only=("core",)))):
         with findings.start_findings(session, options, 0, separate_process=True) as findings_of:

@@ -65,17 +65,17 @@ print(here.meta == ahead_of_us.meta, here.notices == ahead_of_us.notices, len(he
 
 
 def test_the_trace_is_the_same_and_the_process_is_gone(trace: Path) -> None:
-    code = f"with ahead.decoding([path.parent, path, 'elsewhere', '-'], None):\n    print(bool(ahead._running))\n{COMPARE}"
+    code = f"with ahead.decode_ahead([path.parent, path, 'elsewhere', '-'], None):\n    print(bool(ahead._running))\n{COMPARE}"
     assert run(code, trace) == ["True"] * 6
 
 
 def test_a_process_that_is_killed_costs_nothing_but_time(trace: Path) -> None:
     kill = "    os.kill(ahead._running[path][0]._forks[0]._process, signal.SIGKILL)\n"
-    assert run(f"with ahead.decoding([path], None):\n{kill}{COMPARE}", trace) == ["True"] * 5
+    assert run(f"with ahead.decode_ahead([path], None):\n{kill}{COMPARE}", trace) == ["True"] * 5
 
 
 def test_a_system_that_allows_no_process_or_ends_it_unseen_is_no_obstacle(trace: Path) -> None:
-    begin = "with ahead.decoding([path], None):\n    print(bool(ahead._running))\n"
+    begin = "with ahead.decode_ahead([path], None):\n    print(bool(ahead._running))\n"
     ignored = "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
     assert run(ignored + begin + COMPARE, trace) == ["True"] * 6
     assert run(ignored + begin, trace) == ["True"]
@@ -85,7 +85,7 @@ def test_a_system_that_allows_no_process_or_ends_it_unseen_is_no_obstacle(trace:
 
 def test_a_process_whose_answer_nobody_wants_is_ended(trace: Path) -> None:
     assert run(
-        "with ahead.decoding([path], None):\n    print(alone())\nprint(alone(), ahead._running)",
+        "with ahead.decode_ahead([path], None):\n    print(alone())\nprint(alone(), ahead._running)",
         trace,
     ) == [
         "False",
@@ -97,7 +97,7 @@ def test_a_process_whose_answer_nobody_wants_is_ended(trace: Path) -> None:
 def test_what_is_no_trace_is_refused_as_ever(trace: Path) -> None:
     trace.write_text("<html>" + " " * 200_000)
     refused = """
-with ahead.decoding([path], None):
+with ahead.decode_ahead([path], None):
     print(bool(ahead._running))
     from traceloom.formats import read_kineto
     try:
@@ -112,17 +112,17 @@ def test_nothing_is_decoded_ahead_that_is_small_or_cached_or_too_late(trace: Pat
     code = """
 from traceloom.trace.cache import Cache
 if sys.argv[2:] == ["long ago"]:
-    cache._TICK_NS = 0
+    cache._CLOCK_GRANULARITY_NS = 0
 kept = Cache(path.parent / "cache")
 (path.parent / "small").write_bytes(path.read_bytes()[:10_000])
 for given in ([path.parent / "small"], [], [path]):
-    with ahead.decoding(given, kept):
+    with ahead.decode_ahead(given, kept):
         print(bool(ahead._running))
 from traceloom.formats import read_kineto
 from functools import partial
 from traceloom.trace import storage as trace_store
 kept.entry(path, None).put(partial(trace_store.save, read_kineto(path)))
-with ahead.decoding([path], None):
+with ahead.decode_ahead([path], None):
     print(bool(ahead._running))
 """
     assert run(code, trace, "long ago") == ["False", "False", "True", "False"]
@@ -132,7 +132,7 @@ with ahead.decoding([path], None):
 def test_nothing_is_decoded_ahead_for_the_cache_that_may_change_unseen(trace: Path) -> None:
     code = """
 path.touch()  # it may have been written a while ago
-with ahead.decoding([path], cache.Cache(path.parent / "cache")):
+with ahead.decode_ahead([path], cache.Cache(path.parent / "cache")):
     print(bool(ahead._running))
 """
     assert run(code, trace) == ["False"]
@@ -140,7 +140,7 @@ with ahead.decoding([path], cache.Cache(path.parent / "cache")):
 
 def test_a_file_that_changes_before_it_is_read_is_decoded_anew(trace: Path) -> None:
     code = """
-with ahead.decoding([path], None):
+with ahead.decode_ahead([path], None):
     print(bool(ahead._running))
     path.write_bytes(path.read_bytes()[:-1000])
     from traceloom.formats import read_kineto

@@ -256,7 +256,9 @@ def test_what_was_unused_for_longest_goes_first(
     server: tuple[str, Path, type[_Handler]], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address, folder, _ = server
-    monkeypatch.setattr(remote, "CAP_BYTES", int(1.5 * (folder / "rank0.json").stat().st_size))
+    monkeypatch.setattr(
+        remote, "MAX_CACHE_BYTES", int(1.5 * (folder / "rank0.json").stat().st_size)
+    )
     for rank in range(2):
         remote.fetch_copy(f"{address}/rank{rank}.json")
     assert [path.name for path in cache.rglob("rank*.json")] == ["rank1.json"]

@@ -256,7 +256,7 @@ def test_what_cannot_be_bound_says_why(
     schema: str, arguments: list[Any], slug: str, says: str
 ) -> None:
     with pytest.raises(BindError) as caught:
-        bound(schema, *arguments, recorded="1.9")
+        bound(schema, *arguments, recorded_torch="1.9")
     assert caught.value.slug == slug
     assert says in caught.value.text
 

@@ -367,8 +367,13 @@ def test_recorded_ranges_come_before_what_consumers_allow() -> None:
         101: {0: RecordedIntegers(5, 10**15)},
         102: {0: RecordedIntegers(0, 0)},
     }
-    assert build.of(indices, seen=seen) == ("integers", 3, 17, "range")
-    assert build.of(counts, seen=seen) == ("zeros", None, None, "guess")  # it was written first
+    assert build.of(indices, recorded_integers=seen) == ("integers", 3, 17, "range")
+    assert build.of(counts, recorded_integers=seen) == (
+        "zeros",
+        None,
+        None,
+        "guess",
+    )  # it was written first
 
 
 def test_what_is_read_before_any_op_wrote_to_it_comes_from_outside() -> None:
@@ -414,7 +419,7 @@ def test_dumped_data_are_what_a_tensor_holds() -> None:
     indices = build.integers(3)
     build.lookup(indices)  # node 100
     values = np.array([7, 49, 0])
-    assert build.of(indices, seen={100: {1: RecordedIntegers(0, 49, values)}}) == (
+    assert build.of(indices, recorded_integers={100: {1: RecordedIntegers(0, 49, values)}}) == (
         "data",
         0,
         49,
@@ -443,15 +448,15 @@ def test_data_that_an_op_must_not_be_given_are_guessed() -> None:
     }
     plan, refused = settle_contents(build.build(), seen)
     assert refused == 1
-    assert build.of(indices, seen=seen) == ("integers", 0, 49, "consumer")
-    assert build.of(classes, seen=seen) == (
+    assert build.of(indices, recorded_integers=seen) == ("integers", 0, 49, "consumer")
+    assert build.of(classes, recorded_integers=seen) == (
         "data",
         0,
         8,
         "data",
     )  # what stands for no class may be among them
     assert plan.data["tensor"].to_list() == [classes]
-    assert build.of(classes, seen={101: {1: RecordedIntegers(-100, 8)}}) == (
+    assert build.of(classes, recorded_integers={101: {1: RecordedIntegers(-100, 8)}}) == (
         "integers",
         0,
         8,
@@ -464,7 +469,9 @@ def test_data_of_a_copy_are_those_of_what_was_copied() -> None:
     indices, copied = build.integers(3), build.made(3, dtype="int64")
     build.run("aten::_to_copy(Tensor self) -> Tensor", T[:1], [indices], [copied])
     build.lookup(copied)  # node 101
-    assert build.of(indices, seen={101: {1: RecordedIntegers(1, 3, np.array([1, 2, 3]))}}) == (
+    assert build.of(
+        indices, recorded_integers={101: {1: RecordedIntegers(1, 3, np.array([1, 2, 3]))}}
+    ) == (
         "data",
         1,
         3,

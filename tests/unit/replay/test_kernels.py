@@ -83,16 +83,16 @@ def recorded(
     return plan
 
 
-def executed(plan: RankPlan, folder: Path | None, **about: Any) -> PlanRunner:
+def executed(plan: RankPlan, directory: Path | None, **about: Any) -> PlanRunner:
     device = torch.device("cpu")
     return PlanRunner(
-        plan, device, RunOptions(), kernels=KernelLoader(plan, device, folder, **about)
+        plan, device, RunOptions(), kernels=KernelLoader(plan, device, directory, **about)
     )
 
 
 def anywhere(folder: Path) -> dict[str, Any]:
     """As if the machine had all that a kernel needs."""
-    return {"folder": folder, "lacks": lambda _: None, "stream": lambda _: 7}
+    return {"directory": folder, "lacks": lambda _: None, "stream": lambda _: 7}
 
 
 def reasons(execution: PlanRunner) -> list[str]:

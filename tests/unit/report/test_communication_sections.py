@@ -167,7 +167,7 @@ def test_blocks_and_maps_of_nothing() -> None:
 def test_sections_compare_the_ranks_once(job: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     comparison = sys.modules[analyze.across_ranks.__module__]
     asked = []
-    monkeypatch.setattr(comparison, "_LAST", None)
+    monkeypatch.setattr(comparison, "_last_comparison", None)
     monkeypatch.setattr(
         comparison, "match_collectives", lambda parts: asked.append(1) or match_collectives(parts)
     )

@@ -40,12 +40,12 @@ def test_a_section_that_fails_is_null_with_its_error(
     broken = copy(load_section("threads"))
     monkeypatch.setattr(broken, at, fails(error))
     monkeypatch.setattr(
-        module, "section_of", lambda key: broken if key == "threads" else load_section(key)
+        module, "load_section", lambda key: broken if key == "threads" else load_section(key)
     )
     monkeypatch.setattr(
         module,
-        "chosen",
-        lambda only: tuple(module.section_of(one.key) for one in select_sections(only)),
+        "select_sections",
+        lambda only: tuple(module.load_section(one.key) for one in select_sections(only)),
     )
     document = build(session)
     assert document["threads"] is None

@@ -291,7 +291,9 @@ def test_what_is_not_there_is_refused(options: MemoryOptions, slug: str) -> None
 
 def csv(session: Session, *, whole: bool, **options: Any) -> pl.DataFrame:
     handle = io.BytesIO()
-    write_csv(read_session_memory_sources(session), MemoryOptions(**options), handle, whole=whole)
+    write_csv(
+        read_session_memory_sources(session), MemoryOptions(**options), handle, all_columns=whole
+    )
     return pl.read_csv(io.BytesIO(handle.getvalue()), infer_schema_length=None)
 
 

@@ -41,10 +41,10 @@ def folder(tmp_path: Path) -> Path:
 
 def in_files(patch: pytest.MonkeyPatch) -> None:
     for place, name in (
-        (arrays, "LARGE"),
-        (mapped_arrays, "LEAST_BYTES"),
-        (graph, "_MOST_LISTED"),
-        (storage, "_LEAST_ROWS"),
+        (arrays, "MIN_LARGE_ELEMENTS"),
+        (mapped_arrays, "MIN_MAPPED_BYTES"),
+        (graph, "_MAX_LISTED"),
+        (storage, "_MIN_ROWS"),
     ):
         patch.setattr(place, name, 1)
     patch.setattr(storage, "MAX_IN_MEMORY_BYTES", 0)

@@ -332,7 +332,7 @@ BUILTIN_BACKENDS = {
     "amd": f"{_PACKAGE}.amd:AmdAccelerator",
     "scrape": f"{_PACKAGE}.scrape:ScrapedAccelerator",
     "simulated": f"{_PACKAGE}.simulated:SimulatedAccelerator",
-    "recorded": f"{_PACKAGE}.recorded:RecordedAccelerator",
+    "recorded": f"{_PACKAGE}.simulated:RecordedAccelerator",
 }
 
 

@@ -148,7 +148,7 @@ class GpmRing:
         request.version = self._nvml.NVML_GPM_METRICS_GET_VERSION
         request.numMetrics = len(GPM_METRICS)
         request.sample1, request.sample2 = before[-1], newest
-        for metric, number in zip(request.render_metrics, GPM_METRICS, strict=False):
+        for metric, number in zip(request.metrics, GPM_METRICS, strict=False):
             metric.metricId = number
         self._nvml.nvmlGpmMetricsGet(request)
         return {
@@ -157,7 +157,7 @@ class GpmRing:
             else metric.value
             if math.isfinite(metric.value)
             else "the device gave no number"
-            for metric in request.render_metrics[: len(GPM_METRICS)]
+            for metric in request.metrics[: len(GPM_METRICS)]
         }
 
     def free(self) -> None:

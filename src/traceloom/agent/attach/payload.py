@@ -218,11 +218,9 @@ class AttachedWork:
         self._tell(state="ready")
         while self.order["waits"] and not begin_ns:
             self._wait()
-            with (
-                contextlib.suppress(OSError, ValueError),
-                open(self.path + ".begin", encoding="ascii") as file,  # noqa: PTH123
-            ):
-                begin_ns = int(file.read(32))
+            with contextlib.suppress(OSError, ValueError):  # noqa: SIM117 - parentheses are of Python 3.9
+                with open(self.path + ".begin", encoding="ascii") as file:  # noqa: PTH123
+                    begin_ns = int(file.read(32))
         while time.time_ns() < begin_ns:
             self._wait(min(_LOOK_S, (begin_ns - time.time_ns()) / 1e9))
 

@@ -6,7 +6,7 @@ never break the program.
 """
 
 # It runs before anything else, on any Python, in anybody's program: plain old Python on purpose.
-# ruff: noqa: ANN001, ANN202, BLE001, PTH100, PTH118, PTH120, UP031, UP036
+# ruff: noqa: ANN001, ANN202, BLE001, PTH100, PTH118, PTH120, UP031
 # mypy: ignore-errors
 import os
 import sys

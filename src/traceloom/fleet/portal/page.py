@@ -61,7 +61,7 @@ from traceloom.fleet.handlers.captures import has_role
 from traceloom.fleet.portal.page_request import PageRequest, PageUrl
 from traceloom.fleet.portal.tables import PageTable
 from traceloom.fleet.store.captures import Role, TokenRecord
-from traceloom.report.views.page import read_asset as of_reports
+from traceloom.report.views import read_asset as read_report_asset
 from traceloom.server.problem import HttpError, make_bad_request
 from traceloom.system.sanitize import sanitize
 
@@ -77,13 +77,13 @@ class PortalAsset(NamedTuple):
 def load_assets() -> dict[str, PortalAsset]:
     """Name -> file."""
     styles = [
-        *map(of_reports, ("colours.css", "page.css", "views.css")),
+        *map(read_report_asset, ("colours.css", "page.css", "views.css")),
         _read_asset("portal.css"),
         _read_asset("charts.css"),
     ]
     texts = {
         "portal.css": ("\n".join(styles), "text/css; charset=utf-8"),
-        "theme.js": (of_reports("theme.js"), "text/javascript; charset=utf-8"),
+        "theme.js": (read_report_asset("theme.js"), "text/javascript; charset=utf-8"),
         "portal.js": (_read_asset("portal.js"), "text/javascript; charset=utf-8"),
     }
     return {name: PortalAsset(text.encode(), kind) for name, (text, kind) in texts.items()}

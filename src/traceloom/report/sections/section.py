@@ -3,7 +3,7 @@
 A section answers one question. Its module holds everything about it: how one rank is measured, what
 stands in the document, why values may be unknown, and which tables show it. The terminal, the page
 and Markdown draw the same tables (`report/table.py`). A new section is one module with a `SECTION`,
-named in `sections/__init__.py`; its columns are declared in `traceloom.model.columns`; then `python
+named in `sections/__init__.py`; its columns are declared in `traceloom.trace.columns`; then `python
 scripts/report_schema.py` writes its shape into the published schema, and the type of its value.
 
     class CopiesSection(Section[Frames, "CopiesValue"]):
@@ -185,7 +185,7 @@ def build_table(
     key: str = "",
     among: Iterable[Cells] | None = None,
 ) -> Table:
-    """A table whose columns are declared in `traceloom.model.columns`.
+    """A table whose columns are declared in `traceloom.trace.columns`.
 
     Args:
         path: See `Table`.

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from importlib.resources import files
 from itertools import islice
 from string import Template
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ from traceloom.report.labels import format_memory_name, format_rank_name
 from traceloom.report.memory import explain_unknown_growth
 from traceloom.report.sections import GROUPS, load_core_sections, select_visible_sections
 from traceloom.report.sections.section import Section
-from traceloom.report.views import page_head, timeline
+from traceloom.report.views import page_head, read_asset, timeline
 from traceloom.report.views.page_head import Reasons
 from traceloom.report.views.page_table import MAX_ROWS, render_html_table
 from traceloom.report.views.timeline import add_overlay
@@ -296,11 +295,6 @@ def render_rank_selector(names: Sequence[str]) -> str:
         f'<label class="rank">Show <select id="rank" aria-label="Rank">{options}</select></label>'
     )
     return label if len(names) > 1 else ""
-
-
-def read_asset(name: str) -> str:
-    """A file of the page's own: a style, a script, a piece of HTML."""
-    return files("traceloom.report.views").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def build_content_security_policy(scripts: list[str], style: str) -> str:

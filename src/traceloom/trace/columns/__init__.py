@@ -240,5 +240,5 @@ def find_column(name: str, path: str = "") -> Column:
         prefix = prefix.rpartition(".")[0]
     declared = COLUMNS.get(f"{prefix}.{name}" if prefix else name)
     if declared is None:
-        raise KeyError(f"no column `{name}` of `{path}` is declared in traceloom.model.columns")
+        raise KeyError(f"no column `{name}` of `{path}` is declared in traceloom.trace.columns")
     return declared

@@ -195,7 +195,7 @@ def format_dtype(name: str) -> str:
 
 
 def format_collective(row: Mapping[str, Any], sent: Sequence[str], received: Sequence[str]) -> str:
-    """A collective over torch.distributed; several, where it is of several tensors, as `Awaited`.
+    """A collective over torch.distributed; several, where it is of several tensors, as `PendingWorks`.
 
     Args:
         row: Of the plan's `collectives`.
@@ -246,7 +246,7 @@ def format_collective(row: Mapping[str, Any], sent: Sequence[str], received: Seq
     else:
         calls = [("barrier", extra_arguments)]
     texts = [f"dist.{function}({', '.join(arguments)})" for function, arguments in calls]
-    return texts[0] if len(texts) == 1 else f"Awaited({_format_list(texts)})"
+    return texts[0] if len(texts) == 1 else f"PendingWorks({_format_list(texts)})"
 
 
 def _format_list(names: Sequence[str]) -> str:
@@ -434,7 +434,7 @@ class RankScript:
         """
         if op["action"] == VIEW:
             dtype, *geometry = self._geometry(op["outputs"][0])
-            return f"on_storage({', '.join([names[0], format_dtype(dtype), *map(str, geometry)])})"
+            return f"create_storage_view({', '.join([names[0], format_dtype(dtype), *map(str, geometry)])})"
         if op["action"] == "empty":
             (register,) = op["outputs"]
             dtype, _, shape, strides = self._geometry(register)
@@ -447,7 +447,7 @@ class RankScript:
                 f", ({self._like(register)}, {self._device(register)})"
                 for register in op["outputs"]
             )
-            return f"stand_in({self.recorded_ns(op)}{tensors})"
+            return f"run_stand_in({self.recorded_ns(op)}{tensors})"
         if op["action"] == COLLECTIVE:
             return format_collective(op, names[: op["sent"]], names[op["sent"] :])
         call = self._calls[op["call"]]
@@ -458,9 +458,9 @@ class RankScript:
             and len(op["outputs"]) == 1
             and op["outputs"][0] is not None
         ):
-            return f"as_recorded({text}, {self._like(op['outputs'][0])})"
+            return f"ensure_recorded_shape({text}, {self._like(op['outputs'][0])})"
         return (
-            f"flat({text})"
+            f"flatten_values({text})"
             if call.is_nested and any(output is not None for output in op["outputs"])
             else text
         )
@@ -489,7 +489,7 @@ class RankScript:
                     if storage[side] is not None
                 )
                 seed = self._seed + number
-                base = f"filled({elements}, {format_dtype(storage_dtype)}, {content!r}{bounds}, seed={seed})"
+                base = f"generate_content({elements}, {format_dtype(storage_dtype)}, {content!r}{bounds}, seed={seed})"
                 if self._device(register) == "DEVICE":
                     base += ".to(DEVICE)"
                 if (
@@ -509,9 +509,9 @@ class RankScript:
                     numbers = np.frombuffer(
                         values, dtype=np.dtype(data_dtype).newbyteorder("<")
                     ).tolist()
-                    part = f"on_storage(whole, {format_dtype(data_dtype)}, {', '.join(map(str, geometry))})"
+                    part = f"create_storage_view(whole, {format_dtype(data_dtype)}, {', '.join(map(str, geometry))})"
                     yield f"{part}.copy_(torch.tensor({numbers}, dtype={format_dtype(data_dtype)}).view({geometry[1]}))"
-            yield f"{name(register)} = on_storage({on[number]}, {format_dtype(dtype)}, {offset}, {shape}, {strides})"
+            yield f"{name(register)} = create_storage_view({on[number]}, {format_dtype(dtype)}, {offset}, {shape}, {strides})"
             on[number] = name(register)
 
     def case(self, number: int, op: Op, description: str) -> str | None:

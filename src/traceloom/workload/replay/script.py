@@ -196,17 +196,17 @@ _MEASURE = """\
     with torch.no_grad():
         for _ in range(3):
             step(w)
-        times = timed(lambda: step(w), RUNS, DEVICE)
-        here = by_name(lambda: step(w))
-    print(f"WHAT: {summary(times, STEP_NS)}")
+        times = measure_runs(lambda: step(w), RUNS, DEVICE)
+        here = measure_by_op(lambda: step(w))
+    print(f"WHAT: {summarize_times(times, STEP_NS)}")
 """
 _COMPARE = """\
-    print(*compared(RECORDED, here), sep="\\n")
+    print(*compare_times(RECORDED, here), sep="\\n")
 """
 _MEASURE_CASES = """\
     with torch.no_grad():
         for case in CASES:
-            print(f"{case.__doc__}\\n    here: {summary(timed(case(), options.runs, DEVICE))}")
+            print(f"{case.__doc__}\\n    here: {summarize_times(measure_runs(case(), options.runs, DEVICE))}")
 """
 _RUN = """
 

@@ -46,7 +46,7 @@ class Running:
     def refused(self, path: str, status: int, **more: Any) -> dict[str, str]:
         reply = ask(self.socket, path, **more)
         assert reply.status == status, reply.body
-        _check(reply.json(), "ProblemAnswer")
+        _check(reply.json(), "ProblemResponse")
         return reply.json()["error"]
 
 

@@ -70,7 +70,7 @@ def _metrics(body: bytes):
     request.ParseFromString(gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body)
     (of_resource,) = request.resource_metrics
     (of_scope,) = of_resource.scope_metrics
-    return of_resource.resource, {metric.name: metric for metric in of_scope.render_metrics}
+    return of_resource.resource, {metric.name: metric for metric in of_scope.metrics}
 
 
 def _attributes(holder):

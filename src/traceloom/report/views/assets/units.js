@@ -1,4 +1,4 @@
-// Numbers for people, as `traceloom.model.units` writes them: three digits, thin spaces, honest rounding.
+// Numbers for people, as `traceloom.system.units` writes them: three digits, thin spaces, honest rounding.
 
 const THIN = "\u202f";
 const TIME_UNITS = [[1e9, "s"], [1e6, "ms"], [1e3, "µs"], [1, "ns"]];
