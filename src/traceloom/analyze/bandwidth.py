@@ -65,7 +65,7 @@ def find_device_link(device: str | None) -> DeviceLink | None:
     """The link of a device by the name that the driver gives it; None where it is not known.
 
     Example:
-        >>> link_of("NVIDIA H100 80GB HBM3")
+        >>> find_device_link("NVIDIA H100 80GB HBM3")
         DeviceLink(name='NVLink 4', peak_gb_per_s=450.0)
     """
     if not device:

@@ -270,7 +270,7 @@ def classify_collective(name: str) -> str:
     know.
 
     Example:
-        >>> kind_of("_allgather_base"), kind_of("nccl:all_to_allv"), kind_of("init")
+        >>> classify_collective("_allgather_base"), classify_collective("nccl:all_to_allv"), classify_collective("init")
         ('all_gather', 'all_to_all', 'init')
     """
     normalized = re.sub(r"[\s_]", "", name.rsplit(":", maxsplit=1)[-1].lower())

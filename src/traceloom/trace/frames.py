@@ -60,7 +60,7 @@ def build_schema(*columns: str | Mapping[str, pl.DataType | type[pl.DataType]]) 
         ValueError: a name stands twice, a type is of no column, or a column has no type: no word says what it holds.
 
     Example:
-        >>> schema("rank cause mean_wait_ns", {"cause": pl.Enum(["host", "device"])})
+        >>> build_schema("rank cause mean_wait_ns", {"cause": pl.Enum(["host", "device"])})
         Schema({'rank': Int32, 'cause': Enum(categories=['host', 'device']), 'mean_wait_ns':
         Float64})
     """

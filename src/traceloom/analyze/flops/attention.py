@@ -26,7 +26,7 @@ def count_unmasked_pairs(
         right: How many keys after its own; 0 is causal, -1 for all.
 
     Example:
-        >>> unmasked_pairs(4, 4, bottom_right=False), unmasked_pairs(1, 100, bottom_right=True)
+        >>> count_unmasked_pairs(4, 4, bottom_right=False), count_unmasked_pairs(1, 100, bottom_right=True)
         (10, 100)
     """
     shift = keys - queries if bottom_right else 0

@@ -135,7 +135,7 @@ def parse_dtype(recorded: str) -> str | None:
     """Our name of a recorded element type (`c10::BFloat16` is bf16); None for what is no tensor.
 
     Example:
-        >>> dtype_of("c10::BFloat16"), dtype_of("long int"), dtype_of("c10::Float8_e4m3fnuz"), dtype_of("Scalar")
+        >>> parse_dtype("c10::BFloat16"), parse_dtype("long int"), parse_dtype("c10::Float8_e4m3fnuz"), parse_dtype("Scalar")
         ('bf16', 'int64', 'fp8', None)
     """
     lower_case = recorded.lower()

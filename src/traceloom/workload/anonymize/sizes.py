@@ -33,7 +33,7 @@ def round_to_power_of_two(number: int) -> int:
     """The power of two that is nearest by ratio, with the sign of the number; 0 stays 0.
 
     Example:
-        >>> bucket(768), bucket(700), bucket(-50257), bucket(3)
+        >>> round_to_power_of_two(768), round_to_power_of_two(700), round_to_power_of_two(-50257), round_to_power_of_two(3)
         (1024, 512, -65536, 4)
     """
     size = abs(number)
@@ -49,7 +49,7 @@ def find_prime_factors(number: int) -> tuple[int, ...]:
     """The prime factors of a number from 1 on, ascending.
 
     Example:
-        >>> prime_factors(768)
+        >>> find_prime_factors(768)
         (2, 2, 2, 2, 2, 2, 2, 2, 3)
     """
     factors, factor = [], 2
@@ -66,7 +66,7 @@ def round_prime_factors(number: int, kept_factors: Collection[int] = ()) -> int:
     as it is.
 
     Example:
-        >>> by_factors(8 * 96), by_factors(8) * by_factors(96), by_factors(768, {3})
+        >>> round_prime_factors(8 * 96), round_prime_factors(8) * round_prime_factors(96), round_prime_factors(768, {3})
         (1024, 1024, 768)
     """
     if not 2 < number < _MAX_SIZE:

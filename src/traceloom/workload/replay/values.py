@@ -191,7 +191,7 @@ def parse_kinds(types: str | None) -> tuple[Kind, ...]:
     """Which of the values are tensors: from the text of `input_types` or `output_types`.
 
     Example:
-        >>> kinds_of('["GenericList[Tensor(float),Tensor(float)]","Int"]')
+        >>> parse_kinds('["GenericList[Tensor(float),Tensor(float)]","Int"]')
         (('float32', 'float32'), None)
     """
     try:
