@@ -108,7 +108,7 @@ def timed(file: Path) -> gate_summary.RunSummary:
     """The processor times of a run that was not recorded."""
     took = [float(ns) for ns in json.loads(file.read_text(encoding="utf-8"))][WARM_UP_STEPS:]
     return gate_summary.RunSummary(
-        file.stem, [], OperatorCalls([], [], []), took, [0], {"step_time": took[:1]}, {}
+        file.stem, [], OperatorCalls([], [], []), took, [0], {"step_time": took[:1]}, {}, None
     )
 
 

@@ -11,9 +11,6 @@ from traceloom.findings import (
     stragglers,
     transfers,
 )
-from traceloom.findings import communication as links
-from traceloom.findings import host_bound as host_operators
-from traceloom.findings import stragglers as pipeline
 from traceloom.findings.context import Context
 from traceloom.findings.ranking import Ranked, rank
 from traceloom.findings.rule import FindingRule
@@ -27,10 +24,10 @@ RULES: tuple[FindingRule, ...] = (
     *host_waits.RULES,
     *transfers.RULES,
     *host_waits.SYNCHRONISATION_RULES,
-    *pipeline.PIPELINE_RULES,
-    *links.RULES,
+    *stragglers.PIPELINE_RULES,
+    *communication.RULES,
     *communication.COMMUNICATION_RULES,
-    *host_operators.HOST_OPERATORS_RULES,
+    *host_bound.HOST_OPERATORS_RULES,
     *host_bound.RULES,
     *kernels.RULES,
     *transfers.MEMORY_RULES,
@@ -52,4 +49,4 @@ def findings(session: Session) -> Ranked:
     return rank(Context.of(session), RULES)
 
 
-__all__ = ["RULES", "Context", "Ranked", "Rule", "findings", "rank"]
+__all__ = ["RULES", "Context", "FindingRule", "Ranked", "findings", "rank"]

@@ -61,8 +61,7 @@ def build_schema(*columns: str | Mapping[str, pl.DataType | type[pl.DataType]]) 
 
     Example:
         >>> build_schema("rank cause mean_wait_ns", {"cause": pl.Enum(["host", "device"])})
-        Schema({'rank': Int32, 'cause': Enum(categories=['host', 'device']), 'mean_wait_ns':
-        Float64})
+        Schema([('rank', Int32), ('cause', Enum(categories=['host', 'device'])), ('mean_wait_ns', Float64)])
     """
     types: dict[str, pl.DataType | type[pl.DataType] | None] = {}
     for part in columns:
