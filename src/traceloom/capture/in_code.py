@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Any
 
 from traceloom.capture import manifest, writing
-from traceloom.capture import writing as lock
 from traceloom.capture.attach import attach, get_recorder, is_torch_supported
 from traceloom.capture.settings import Settings, check_times, parse_steps, print_message, print_once
 from traceloom.capture.writing import Lock
@@ -44,7 +43,7 @@ class Recording:
         self._recorder: Any = None
         self._made = not self.path.exists()
         self._old: dict[str, int] = {}
-        self._lock = Lock(self.path / writing.NOTES / lock.NAME)
+        self._lock = Lock(self.path / writing.NOTES / writing.NAME)
 
     def __enter__(self) -> Recording:  # noqa: PYI034  (never subclassed)
         if importlib.util.find_spec("torch") is None:
@@ -75,10 +74,10 @@ class Recording:
                 slug="capture-exists",
                 hint="choose another name, or pass force=True",
             )
-        self._lock = Lock(notes / f"{lock.NAME}.rank{rank or 0}")
+        self._lock = Lock(notes / f"{writing.NAME}.rank{rank or 0}")
         try:
             self._lock.take()
-            lock.check_free(notes, lock.NAME)
+            writing.check_free(notes, writing.NAME)
             old = manifest.list_files(self.path) if self._force else {}
             if old:
                 self._old = {} if rank else old
@@ -135,7 +134,7 @@ class Recording:
         with contextlib.suppress(OSError):
             notes = self.path / writing.NOTES
             self._lock.release()
-            if not any(notes.glob(f"{lock.NAME}*")):
+            if not any(notes.glob(f"{writing.NAME}*")):
                 made = notes / "new"
                 if made.is_dir() and manifest.list_parts(made):
                     kept = manifest.set_aside_incomplete(made, self.path)

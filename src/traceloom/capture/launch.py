@@ -16,7 +16,6 @@ from typing import Any
 
 import traceloom
 from traceloom.capture import manifest, writing
-from traceloom.capture import writing as lock
 from traceloom.capture.settings import VARIABLE, Settings
 from traceloom.capture.writing import Lock
 from traceloom.errors import OutputError, UsageError
@@ -34,7 +33,7 @@ class Launch:
         self._command = command
         self._directory = Path(settings.directory)
         self._made = not self._directory.exists()
-        self._lock = Lock(self._directory / writing.NOTES / lock.NAME)
+        self._lock = Lock(self._directory / writing.NOTES / writing.NAME)
         self._old: dict[str, int] = {}
         self.recorded = False
         self._status = 0
@@ -52,7 +51,7 @@ class Launch:
         try:
             self._holds_capture(force=force)
             self._lock.take()
-            lock.check_free(notes, f"{lock.NAME}.*")
+            writing.check_free(notes, f"{writing.NAME}.*")
             replaces = self._holds_capture(force=force)
             if beside.is_dir() and manifest.list_parts(
                 beside

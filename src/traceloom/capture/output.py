@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from traceloom.capture import distributed, environment, manifest, memory, writing
-from traceloom.capture import manifest as kernel_sources
 from traceloom.capture.main_thread import is_child_of_multiprocessing
 from traceloom.capture.memory import AllocatorHistory, count_live_bytes
 from traceloom.capture.settings import WARM_UP_STEPS, Settings, print_once
@@ -303,9 +302,9 @@ class CaptureOutput:
         """Put the sources of compiled kernels beside the host trace, wherever that is."""
         folder = (
             self.directory / table["host_file"]
-        ).parent / f"{self.stem()}{kernel_sources.SOURCES_SUFFIX}"
+        ).parent / f"{self.stem()}{manifest.SOURCES_SUFFIX}"
         try:
-            copied = kernel_sources.copy_sources(plain, folder)
+            copied = manifest.copy_sources(plain, folder)
         except OSError as error:
             self._notices.append(
                 {

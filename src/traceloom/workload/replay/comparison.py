@@ -20,7 +20,7 @@ from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import changed_graph
 from traceloom.errors import broken
 from traceloom.formats import load
-from traceloom.graph import ABSENT, graph
+from traceloom.graph import ABSENT
 from traceloom.graph import graph as gs
 from traceloom.graph.graph import Graph
 from traceloom.trace.frames import Result, build_schema, cast_to_schema
@@ -97,7 +97,7 @@ def simulate_steps(
     files = [Path(os.fspath(path)) for path in paths]
     absent = ""
     if any(
-        path.is_file() and (path.suffix == ENDING or is_plan(path) or graph.is_graph(path))
+        path.is_file() and (path.suffix == ENDING or is_plan(path) or gs.is_graph(path))
         for path in files
     ):
         absent = "a plan or a graph does not hold the traces of the steps; name the run"

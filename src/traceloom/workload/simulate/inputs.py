@@ -15,7 +15,6 @@ import polars as pl
 
 from traceloom.errors import CheckError, InputError, UsageError
 from traceloom.formats.chakra.files import GROUP_FILES, read_groups
-from traceloom.graph import graph as graph_store
 from traceloom.graph import graph as gs
 from traceloom.graph import link_session
 from traceloom.graph.communication import POINT_TO_POINT
@@ -331,7 +330,7 @@ def open_input(
         name = " ".join(map(str, paths))
         first = paths[0] if paths else Path()
         chakra = any(map(is_chakra, paths))
-        if chakra or any(path.name.endswith(graph_store.GRAPH_SUFFIX) for path in paths):
+        if chakra or any(path.name.endswith(gs.GRAPH_SUFFIX) for path in paths):
             if len(paths) > 1:
                 raise UsageError(
                     "a workload is one directory of .et files, or one graph",
