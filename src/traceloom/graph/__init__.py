@@ -1,7 +1,6 @@
 """One graph of all ranks, host and device: how it is made from traces, and new times for it.
 
-Names are loaded when they are first used: who needs a table of this package does not load the
-linker.
+Names are loaded on first use, so that importing a table of this package does not load the linker.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Delays of edge classes; work that starts while the one before runs."""
+"""Calibration of a graph: the delay of each class of edges, the own work of waiting nodes, and the
+residuals.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _overlap_cache: LastGraphCache[Ints] = LastGraphCache()
 
 
 def find_overlapping_edges(graph: Graph) -> Ints:
-    """Rows of the edges from the start of a work to the start of the next one on its stream."""
+    """Returns the rows of the edges from the start of a work to the start of the next one on its
+    stream.
+    """
     remembered = _overlap_cache.of(graph)
     if remembered is not None:
         return remembered
@@ -38,12 +42,12 @@ def find_overlapping_edges(graph: Graph) -> Ints:
 
 
 def estimate_overlap_ns(graph: Graph) -> Ints:
-    """After how much of the source's work the target usually starts, for each edge of `running`;
-    ns, never negative.
+    """Returns after how much of the source's work the target usually starts, for each edge of
+    `find_overlapping_edges`; ns, never negative.
 
-    What lets the next work begin is a place in the program of the kernel before: the same part of
-    all kernels of one name. Late launches make it look later, so a low one of the measured parts is
-    taken.
+    The next work can begin once the kernel before it reaches a certain point of its program, which
+    is the same fraction of all kernels of one name. Late launches make it look later, so a low
+    quantile of the measured fractions is used.
     """
     rows = find_overlapping_edges(graph)
     if not rows.size:
@@ -64,7 +68,8 @@ def estimate_overlap_ns(graph: Graph) -> Ints:
 
 
 def scale_overlap(graph: Graph, work: Ints, delay: Ints) -> Ints:
-    """Delays with other works: those of `running` are the part of the source's work that they were.
+    """Returns the delays for other works: the delay of an overlapping edge stays the same fraction
+    of its source's work.
 
     Args:
         graph: The graph.
@@ -82,7 +87,7 @@ def scale_overlap(graph: Graph, work: Ints, delay: Ints) -> Ints:
     measured = (
         graph.nodes["work_ns"].gather(source) + graph.nodes["residual_ns"].gather(source)
     ).to_numpy()
-    # What is no work of its own, as one rank's part of a communication, has no parts.
+    # Work that is not a node's own, such as one rank's part of a communication, has no fraction.
     changed = (np.atleast_2d(work)[:, source] != measured).any(axis=0) & (measured > 0)
     if not changed.any():
         return delay
@@ -96,16 +101,15 @@ def scale_overlap(graph: Graph, work: Ints, delay: Ints) -> Ints:
     return scaled
 
 
-# Kinds whose edges take time of their own; all others only order. `place` of each: which ends are
-# named, and how.
+# Kinds whose edges take time of their own; all others only order. The comment of each says which
+# ends `place` names.
 _FROM_CALL_KINDS = ("launch",)  # call > kind of work
 _TO_CALL_KINDS = ("synchronize", "queue")  # kind of work > call
 _NODE_TO_NODE_KINDS = ("stream", "wait", "occupancy", "cross-thread")  # kind > kind
 TIMED_KINDS = (*_FROM_CALL_KINDS, *_TO_CALL_KINDS, *_NODE_TO_NODE_KINDS)
 ANY_PLACE = ""  # place of the row that stands for all of a kind
-TRANSFER_PLACE = (
-    "transfer"  # place of what leads out of a meeting: takes what this one communication took
-)
+# Place of what leads out of a meeting: takes what this one communication took
+TRANSFER_PLACE = "transfer"
 # Where no edge of a kind shows how long it takes, in ns: medians of public traces of H100, A100 and
 # V100.
 _DEFAULT_DELAYS_NS = {"launch": 6_500, "synchronize": 5_000, "stream": 1_000, "wait": 1_500}
@@ -113,15 +117,16 @@ _START_SUFFIX = " start"  # of a source whose start is what counts
 
 
 class EdgeClasses(Struct, frozen=True):
-    """Which edge is of which class.
+    """The class of each edge.
 
     Attributes:
-        of: Number of each edge's class; -1 where the edge only orders, or its time is its own.
+        of: Number of each edge's class; -1 where the edge only orders, or has a time of its own.
         table: `kind` and `place` of each class.
         transfer: Edges from a rendezvous to the end of a part.
-        given: Edges whose time is given from outside: from the origin, into an assumed arrival, and where it is a guess
-            who woke a thread.
-        running: Rows of the edges to work that starts while the one before on its stream runs: a part of that work.
+        given: Edges whose time is given from outside: from the origin, into an assumed arrival, and
+            where it is a guess which thread woke another.
+        running: Rows of the edges to work that starts while the work before it on its stream runs,
+            after a fraction of that work.
     """
 
     of: NDArray[np.int32]
@@ -135,15 +140,15 @@ _classes_cache: LastGraphCache[EdgeClasses] = LastGraphCache()
 
 
 def share_classes(graph: Graph, edge_classes: EdgeClasses) -> None:
-    """Remember these classes for a graph that differs from theirs only in its times."""
+    """Remembers these classes for a graph that differs from theirs only in its times."""
     _classes_cache.put(graph, edge_classes)
 
 
 def classify_edges(graph: Graph) -> EdgeClasses:
-    """Sort the edges of a graph into classes.
+    """Sorts the edges of a graph into classes.
 
-    A class is the kind of edge and its place: for launches the call and the kind of work, for what
-    a call waits for the kind of work and the call, else the kinds of both nodes.
+    A class is the kind of edge and its place: for launches the call and the kind of work, for calls
+    that wait the kind of work and the call, else the kinds of both nodes.
     """
     remembered = _classes_cache.of(graph)
     if remembered is not None:
@@ -161,7 +166,7 @@ def classify_edges(graph: Graph) -> EdgeClasses:
     guessed = get_column_array(graph, edges["evidence"]) == gs.EVIDENCE.index("assumed")
     external |= guessed & (kind == gs.EDGE_KINDS.index("cross-thread"))
     has_class = np.isin(kind, _get_kind_codes(TIMED_KINDS)) & ~transfer & ~external
-    # What orders the ends of works that overlap takes no time.
+    # The order of the ends of works that overlap takes no time.
     has_class &= ~(edges["to_end"].to_numpy() & (kind == gs.EDGE_KINDS.index("stream")))
     meanwhile = find_overlapping_edges(graph)
     has_class[meanwhile] = False
@@ -186,7 +191,7 @@ def classify_edges(graph: Graph) -> EdgeClasses:
     _, example, number = np.unique(key, return_index=True, return_inverse=True)
     class_of_edge = np.full(edges.height, -1, dtype=np.int32, like=kind)
     class_of_edge[rows] = number
-    # The kind and place of each class, as one of its edges tells.
+    # The kind and place of each class, taken from one of its edges.
     examples = edges[rows[example]]
     end_names = []
     for end, call_kinds in (("source", _FROM_CALL_KINDS), ("target", _TO_CALL_KINDS)):
@@ -214,7 +219,7 @@ def _get_kind_codes(kinds: tuple[str, ...]) -> list[int]:
 
 
 def get_default_delays_ns(table: pl.DataFrame) -> Ints:
-    """What edges of each class usually take on any machine; 0 where nothing is usual.
+    """Returns the default delay of each class on any machine; 0 where there is none.
 
     Shape (classes,).
     """
@@ -230,11 +235,12 @@ def get_default_delays_ns(table: pl.DataFrame) -> Ints:
 
 
 def class_delays(graph: Graph) -> Ints:
-    """The delay of each edge by calibration alone: its class's, nothing that only this edge showed.
+    """Returns the calibrated delay of the class of each edge, without anything that only this edge
+    showed.
 
-    Of edges with a time of their own (transfers, times given from outside) see `own_times`. Shape
-    (edges,), ns; 0 for edges that only order, and for classes that the graph's `delays` do not
-    know.
+    For edges with a time of their own (transfers, times given from outside) see
+    `compute_own_times`. Shape (edges,), ns; 0 for edges that only order, and for classes that are
+    not in the graph's `delays`.
     """
     edge_classes = classify_edges(graph)
     table = edge_classes.table.join(
@@ -249,7 +255,7 @@ def class_delays(graph: Graph) -> Ints:
 
 
 def expand_class_delays(edge_classes: EdgeClasses, median: Ints, own_times: Ints) -> Ints:
-    """The constant of each edge from that of its class; `own_times` where it has no class."""
+    """Returns the constant of each edge from that of its class; `own_times` where it has no class."""
     constant: Ints = np.where(
         edge_classes.of >= 0, gather_rows(np.append(median, 0), edge_classes.of), own_times
     )
@@ -257,14 +263,14 @@ def expand_class_delays(edge_classes: EdgeClasses, median: Ints, own_times: Ints
 
 
 def compute_own_times(graph: Graph, edge_classes: EdgeClasses) -> Ints:
-    """Times of edges that stand for work of their own, as measured; 0 for all others. Shape
+    """Returns the measured times of edges that stand for work of their own; 0 for all others. Shape
     (edges,), ns.
 
     A transfer takes the median over the parts of its communication: it is work of that
-    communication, as the duration of a kernel is work of that kernel. What is given from outside
-    (when a lane that nothing else explains begins, how long peers that were not recorded kept us
-    waiting) stays as it was. Work that starts while the one before runs does so after a part of
-    that, see `usual_parts`.
+    communication, as the duration of a kernel is work of that kernel. Times given from outside
+    (when a lane that nothing else explains begins, how long unrecorded peers kept this rank
+    waiting) stay as measured. Work that starts while the one before it runs does so after a
+    fraction of that, see `estimate_overlap_ns`.
     """
     own_times = np.zeros(edge_classes.of.size, dtype=np.int64, like=edge_classes.of)
     own_times[edge_classes.running] = estimate_overlap_ns(graph)
@@ -288,23 +294,22 @@ def compute_own_times(graph: Graph, edge_classes: EdgeClasses) -> Ints:
     return own_times
 
 
-_MAX_ROUNDS = (
-    4  # which edge was the last depends on the delays, which depend on which edge was the last
-)
+# Which edge was the last depends on the delays, which depend on which edge was the last
+_MAX_ROUNDS = 4
 _CALL_KINDS = (gs.BLOCK, gs.LAUNCH)
 _MIN_TIME = np.iinfo(np.int64).min // 2
 
 
 class _MeasuredEdges(Struct, frozen=True):
-    """A graph's edges by the point they hold back, with measured times.
+    """A graph's edges by their target points, with measured times.
 
     Attributes:
         source: Time of each edge's source point.
         target: Time of each edge's target point.
         point: Target point of each edge.
-        order: Edges by target point; None where they stand in that order.
-        first: First of them for each point that is held back.
-        held: These points.
+        order: Edges by target point; None where they are already in that order.
+        first: First edge of each held point.
+        held: Points that at least one edge holds back.
         start: Start of each node.
         duration: Duration of each node.
         waits: Nodes whose ends are held back.
@@ -321,7 +326,7 @@ class _MeasuredEdges(Struct, frozen=True):
     waits: Bools
 
     def of_points(self, points: Bools) -> tuple[_MeasuredEdges, Ints]:
-        """The same with the edges into some of the points alone, and which edges these are."""
+        """Returns the edges into some of the points alone, and their rows."""
         rows = np.flatnonzero(points[self.point])
         order, first, has_edge = _sort_by_point(self.point[rows])
         selected = structs.replace(
@@ -336,7 +341,8 @@ class _MeasuredEdges(Struct, frozen=True):
         return selected, rows
 
     def latest(self, values: Ints) -> Ints:
-        """The highest value over the edges into each point; a very low one where there are none.
+        """Returns the highest value over the edges into each point; a very low one where there are
+        none.
 
         Shape (points,).
         """
@@ -346,13 +352,15 @@ class _MeasuredEdges(Struct, frozen=True):
         return highest
 
     def winners(self, values: Ints) -> Ints:
-        """For each held point the edge with the highest value; of equals the first in the order of
-        edges.
+        """Returns for each held point the edge with the highest value; of equal ones the first in
+        the order of edges.
         """
         return self.first_equal(values, self.latest(values)[self.point])
 
     def first_equal(self, values: Ints, highest: Ints) -> Ints:
-        """For each held point its first edge whose value is the highest, which is given by edge."""
+        """Returns for each held point its first edge whose value equals `highest`, which has a
+        value per edge.
+        """
         winning = np.flatnonzero(self.ordered(values == highest))
         winning = winning if self.order is None else self.order[winning]
         points = self.point[winning]
@@ -365,8 +373,8 @@ class _MeasuredEdges(Struct, frozen=True):
         return values if self.order is None else values[self.order]
 
     def others(self, values: Ints) -> Ints:
-        """For each edge the highest value over the other edges into its point; a very low one where
-        there are none.
+        """Returns for each edge the highest value over the other edges into its point; a very low
+        one where there are none.
         """
         highest = self.latest(values)[self.point]
         winners = self.first_equal(values, highest)
@@ -377,16 +385,16 @@ class _MeasuredEdges(Struct, frozen=True):
 
 
 def calibrate(graph: Graph) -> Graph:
-    """Fill in delays, the own work of waiting nodes, and residuals.
+    """Fills in delays, the own work of waiting nodes, and residuals.
 
-    The delay of a class of edges is the median over those of its edges that held something back:
-    whose source came after all else that the point waited for, with the delays of that. Of an edge
-    it is at most its observed slack. A node whose end waits for something costs as much as calls of
-    its name cost that had nothing to wait for. What is left over is the residual of the edge that
-    was satisfied last, or of the node where that is its own work.
+    The delay of a class is the median over those of its edges that held something back: whose
+    source came after everything else that the point waited for, including the delays of that. The
+    delay of an edge is at most its observed slack. A node whose end waits for something costs as
+    much as calls of its name that had nothing to wait for. The remainder is the residual of the
+    edge that was satisfied last, or of the node where its own work ended last.
 
     Args:
-        graph: A linked graph; what an earlier calibration found is replaced.
+        graph: A linked graph; results of an earlier calibration are replaced.
 
     Returns:
         The graph with `work_ns`, `residual_ns`, `delay_ns` and `delays` filled in.
@@ -410,8 +418,8 @@ def calibrate(graph: Graph) -> Graph:
     blocked = measured.latest(measured.source + constant)[1::2] > measured.start + cost
     work = np.where(measured.waits & blocked, cost, measured.duration)
     delay = np.minimum(constant, slack)
-    # What is left over is on the last satisfied edge into each point, or on the node whose work
-    # ends last.
+    # The remainder goes to the last satisfied edge into each point, or to the node whose work ends
+    # last.
     arrival = measured.source + delay
     edge_residual = np.zeros(delay.size, dtype=np.int64, like=delay)
     node_residual = np.zeros(work.size, dtype=np.int64, like=work)
@@ -467,8 +475,8 @@ def calibrate(graph: Graph) -> Graph:
 
 
 def _sort_by_point(point: Ints) -> tuple[Ints | None, Ints, Ints]:
-    """Edges by target point: their order (None where they stand in it), the first of each point,
-    and these points.
+    """Returns the order of edges by target point (None where they are already in it), the first
+    edge of each held point, and these points.
     """
     order = None if (point[1:] >= point[:-1]).all() else np.argsort(point, kind="stable")
     ordered = point if order is None else point[order]
@@ -479,16 +487,17 @@ def _sort_by_point(point: Ints) -> tuple[Ints | None, Ints, Ints]:
 
 
 def _compute_call_costs(graph: Graph, measured: _MeasuredEdges) -> Ints:
-    """What each waiting node takes when it has nothing to wait for: shape (nodes,), ns, at most its
-    duration.
+    """Returns what each waiting node takes when it has nothing to wait for; shape (nodes,), ns, at
+    most its duration.
 
-    The median over calls of its name that waited for nothing, or for what was done when they began;
-    where there are none, over all launches that did not wait. Communication and waiting for other
-    threads cost nothing themselves.
+    This is the median over calls of its name that waited for nothing, or for work that was done
+    when they began; where there are none, over all launches that did not wait. Communication and
+    waiting for other threads cost nothing themselves.
     """
     kind = get_column_array(graph, graph.nodes["kind"])
     on_device = np.isin(kind, [gs.NODE_KINDS.index(name) for name in (gs.KERNEL, gs.COPY, gs.FILL)])
-    # How much of a kernel that ends after the one before it was waiting for that, nobody says.
+    # Nothing shows how much of a kernel that ends after the one before it was spent waiting for
+    # that.
     cost = np.where(on_device, measured.duration, 0)
     call = np.isin(kind, [gs.NODE_KINDS.index(name) for name in _CALL_KINDS])
     waiting_calls = np.flatnonzero(call & measured.waits)
@@ -511,12 +520,12 @@ def _compute_call_costs(graph: Graph, measured: _MeasuredEdges) -> Ints:
 def _compute_class_medians(
     graph: Graph, measured: _MeasuredEdges, edge_classes: EdgeClasses, own_times: Ints, cost: Ints
 ) -> tuple[Ints, Ints]:
-    """The median delay of each class, and over how many edges; of classes without any, that of
-    their kind.
+    """Returns the median delay of each class, and the number of edges it rests on; for classes
+    without any, the median of their kind.
 
-    Where no edge of the file tells (a stream that never had work queued does not show the time
-    between two works), a usual figure is taken; without samples of its own a class takes no more
-    than the least slack of its edges.
+    Where no edge of the file shows it (a stream on which work never queued does not show the time
+    between two works), a default is used; a class without samples of its own takes no more than the
+    least slack of its edges.
 
     Launches count only where their stream had done something before: the first work of a stream may
     wait for what was submitted before the window.
@@ -528,15 +537,14 @@ def _compute_class_medians(
     min_slack = np.full(size, np.iinfo(np.int64).max)
     np.minimum.at(min_slack, edge_classes.of[has_class], slack[has_class])
     kind = get_column_array(graph, graph.edges["kind"])
-    follows = np.zeros(
-        2 * measured.start.size, dtype=np.bool_, like=kind
-    )  # points behind other work of their stream
+    # Points behind other work of their stream
+    follows = np.zeros(2 * measured.start.size, dtype=np.bool_, like=kind)
     follows[measured.point[kind == gs.EDGE_KINDS.index("stream")]] = True
     usable = has_class & ((kind != gs.EDGE_KINDS.index("launch")) | follows[measured.point])
     own_end = np.full(2 * measured.start.size, _MIN_TIME, dtype=np.int64, like=measured.start)
     own_end[1::2] = measured.start + cost
-    # Most edges only order; what they hold back is looked at where an edge of a class leads to it,
-    # too.
+    # Most edges only order; what they hold back matters where an edge of a class leads to the same
+    # point.
     relevant = np.zeros(own_end.size, dtype=np.bool_, like=own_end)
     relevant[measured.point[usable]] = True
     measured, rows = measured.of_points(relevant)
@@ -546,8 +554,8 @@ def _compute_class_medians(
     count, several = median, np.zeros(len(gs.EDGE_KINDS), dtype=np.int64)
     for _ in range(_MAX_ROUNDS):
         arrival = measured.source + expand_class_delays(edge_classes, median, own_times)
-        # The source came after all else with its delay: an edge that is last only by its own
-        # class's delay would confirm that.
+        # The source came after everything else with its delay: an edge that is last only because of
+        # its own class's delay would confirm that delay.
         binding = usable & (
             measured.source >= np.maximum(measured.others(arrival), own_end[measured.point])
         )
@@ -559,7 +567,7 @@ def _compute_class_medians(
         median = np.where(count > 0, median, kinds[kind_codes])
         if (median == before).all():
             break
-    # A guess does not decide about what held something back.
+    # A default does not decide what held something back.
     guess = np.where(several[kind_codes] > 0, median, get_default_delays_ns(edge_classes.table))
     return np.where(count > 0, median, np.minimum(guess, min_slack)), count
 
@@ -567,12 +575,12 @@ def _compute_class_medians(
 def compute_medians(
     class_codes: NDArray[np.signedinteger[Any]], values: Ints, classes: int
 ) -> tuple[Ints, Ints]:
-    """The lower median of the values of each class, and how many there are; 0 for a class without
+    """Returns the lower median of the values of each class, and their count; 0 for a class without
     values.
 
     Args:
         class_codes: Class of each value, 0 <= class < `classes`; shape (values,).
-        values: Anything; shape (values,).
+        values: Integers; shape (values,).
         classes: Number of classes.
 
     Returns:

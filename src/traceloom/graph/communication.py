@@ -1,7 +1,7 @@
-"""Communication nodes; parts that belong together.
+"""Communication nodes of a rank, and the matching of the parts of one operation across ranks.
 
 Parts are joined by group and sequence number where all have one; else by their order within the
-group, as long as kind and size agree. What does not agree is said, never guessed.
+group, as long as kind and size agree. Disagreement is reported, never guessed around.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from traceloom.graph.rank import RankParts
 
 
-# First match wins; kernel names in lower case. NCCL's names are of the first operation that was
-# grouped, a hint.
+# First match wins; kernel names in lower case. NCCL names a kernel after the first operation of its
+# group, so the name is only a hint.
 _KERNEL_KINDS = (
     ("reduce_scatter", r"reduce_?scatter"),
     ("all_reduce", r"all_?reduce|cross_device_reduce"),
@@ -63,10 +63,11 @@ class RankCommunication(Struct, frozen=True):
     """Communication of one rank.
 
     Attributes:
-        work: Numbers of the work that is communication.
+        work: Numbers of the GPU work that is communication.
         work_kind: Kind of node of each: number in NODE_KINDS.
         host_event: Positions (in the tree) of host events that are communication.
-        about: One row per work, then per host event, with the columns of `communication` but `node` and `instance`.
+        about: One row per work, then per host event, with the columns of `communication` but `node`
+            and `instance`.
     """
 
     work: Ints
@@ -75,13 +76,13 @@ class RankCommunication(Struct, frozen=True):
     about: pl.DataFrame
 
     def nodes(self, parts: RankParts) -> Ints:
-        """Node of each row."""
+        """Returns the node of each row."""
         return np.concatenate(
             [parts.work_node[self.work], parts.segment_node[parts.host.first[self.host_event]]]
         )
 
     def rows(self, parts: RankParts) -> pl.DataFrame:
-        """The `communication` frame."""
+        """Returns the rows of the `communication` frame."""
         nodes = self.nodes(parts)
         order = np.argsort(nodes, kind="stable")
         instance = pl.Series("instance", [None], dtype=pl.Int64).new_from_index(0, nodes.size)
@@ -91,7 +92,7 @@ class RankCommunication(Struct, frozen=True):
 
 @lru_cache(maxsize=1)
 def _build_kernel_pattern() -> str:
-    """The table of kernels' names that say communication, as one expression."""
+    """Returns the table of kernel names of communication as one expression."""
     table = json.loads(
         (files("traceloom") / "analyze" / "kernel_rules.json").read_text(encoding="utf-8")
     )
@@ -101,11 +102,11 @@ def _build_kernel_pattern() -> str:
 
 
 def find_communication(trace: Trace, tree: HostTree, work: DeviceWork) -> RankCommunication:
-    """Find the communication of a rank.
+    """Finds the communication of a rank.
 
     On devices: kernels by the table of names. On hosts: calls of back ends that work there
-    (`gloo:all_reduce`). What is known of one is taken from its own arguments, else from the nearest
-    op or annotation around its launch that describes a collective, else from its name.
+    (`gloo:all_reduce`). The details come from its own arguments, else from the nearest op or
+    annotation around its launch that describes a collective, else from its name.
     """
     category = trace.events["category"][work.row]
     names = trace.events["name"][work.row]
@@ -113,7 +114,7 @@ def find_communication(trace: Trace, tree: HostTree, work: DeviceWork) -> RankCo
         match_names(names, _build_kernel_pattern()) & (category == cat.KERNEL).to_numpy()
     )
     selected = np.flatnonzero(is_communication)
-    # outermost calls of back ends that communicate from the host, without GPU work of their own
+    # Outermost calls of back ends that communicate from the host, without GPU work of their own.
     outermost = tree.named(HOST_BACKENDS) & ~tree.call
     outermost &= find_nearest_ancestor(tree.parent, outermost) < 0
     submitted = np.zeros(tree.row.size + 1, dtype=np.int64)
@@ -125,7 +126,7 @@ def find_communication(trace: Trace, tree: HostTree, work: DeviceWork) -> RankCo
         return RankCommunication(
             selected, selected, host, make_empty_frame("communication").select(_FIELDS)
         )
-    # what the file says of each event that describes a collective; columns `event` and _FIELDS
+    # The description of each event that describes a collective; columns `event` and _FIELDS.
     members = trace.groups.select("group", pl.col("ranks").alias("members"))
     described = (
         trace.collectives.filter(~pl.col("kind").is_in(_NON_OPERATIONS) | pl.col("kind").is_null())
@@ -156,8 +157,8 @@ def find_communication(trace: Trace, tree: HostTree, work: DeviceWork) -> RankCo
 
 
 def parse_number_list(column: str, dtype: type[pl.DataType]) -> pl.Expr:
-    """Text such as `[0, 8, 16]` as a list of numbers; null where the file cut it, and for empty
-    ones.
+    """Parses text such as `[0, 8, 16]` as a list of numbers; null where the file truncated it, and
+    for empty ones.
     """
     items = (
         pl.col(column)
@@ -180,15 +181,17 @@ def _fill_from_context(
     names: pl.Series,
     own_rows: Ints | None = None,
 ) -> pl.DataFrame:
-    """The fields of communications: their own, completed by those of the described events around
-    them, and by names.
+    """Returns the fields of communications: their own, completed by those of the described events
+    around them, and by names.
 
     Args:
         tree: Host events.
         described: Events that describe a collective.
-        position: Where each communication, or the call that launched it, stands in the tree; -1 for nowhere.
+        position: Position in the tree of each communication, or of the call that launched it; -1
+            for none.
         names: Its name.
-        own_rows: The row of `described` that is about itself, -1 for none; None where `position` says that.
+        own_rows: The row of `described` about the communication itself, -1 for none; None where
+            `position` gives it.
     """
     number = np.full(tree.row.size + 1, -1)
     positions = tree.position[described["event"].to_numpy()]
@@ -197,9 +200,8 @@ def _fill_from_context(
     outer = np.append(find_nearest_ancestor(tree.parent, is_described[:-1]), -1)
     parts = [] if own_rows is None else [described[build_event_column(own_rows)]]
     current = position
-    for _ in range(
-        3
-    ):  # the call of the back end, the op that describes it, the op of the framework
+    # The call of the back end, the op that describes it, the op of the framework
+    for _ in range(3):
         current = np.where(is_described[current], current, outer[current])
         parts.append(described[build_event_column(number[current])])
         current = outer[current]
@@ -217,19 +219,19 @@ def _fill_from_context(
 
 
 POINT_TO_POINT = ("send", "receive")
-# Of these every rank gives and gets the same number of bytes, so that parts of another size are no
-# parts of it; an all-to-all with splits is uneven on purpose.
+# Every rank gives and gets the same number of bytes in these, so that parts of another size do not
+# belong to them; an all-to-all with splits is uneven on purpose.
 _SAME_SIZE_KINDS = ("all_reduce", "reduce_scatter", "all_to_all", "barrier")
 _MAX_SHIFTS = 4096
 
 
 class MatchedParts(Struct, frozen=True):
-    """The outcome.
+    """The result of `match_parts`.
 
     Attributes:
         instance: One per row of the parts; -1 where it is not joined to anything.
         evidence: One per row: `measured` (sequence numbers), `inferred` (order), or null.
-        notices: What did not agree.
+        notices: Disagreements that were found.
     """
 
     instance: Ints
@@ -238,12 +240,12 @@ class MatchedParts(Struct, frozen=True):
 
 
 def match_parts(parts: pl.DataFrame) -> MatchedParts:
-    """Join the parts of communications.
+    """Joins the parts of communications.
 
     Args:
-        parts: One row per communication node of every rank: `part` (which rank's graph), `rank`, `kind`, `group`,
-            `group_size`, `ranks`, `sequence`, `in_bytes`, `in_splits`, `peer`, `tag`, `start_ns`,
-            `end_ns`.
+        parts: One row per communication node of every rank: `part` (which rank's graph), `rank`,
+            `kind`, `group`, `group_size`, `ranks`, `sequence`, `in_bytes`, `in_splits`, `peer`,
+            `tag`, `start_ns`, `end_ns`.
     """
     if not parts.height:
         return MatchedParts(np.zeros(0, dtype=np.int64), [], ())
@@ -261,8 +263,8 @@ def match_parts(parts: pl.DataFrame) -> MatchedParts:
     instance = np.full(parts.height, -1, dtype=np.int64)
     evidence: list[str | None] = [None] * parts.height
     notices: list[Notice] = []
-    # rows that have partners, with a `key` that is equal within each operation, and how that is
-    # known
+    # Rows that have partners, with a `key` that is equal within each operation, and the evidence
+    # for it.
     matches: list[tuple[pl.DataFrame, str]] = []
     collectives = table.filter(~pl.col("kind").is_in(POINT_TO_POINT))
     for (group, _), rows in collectives.group_by("group", "members", maintain_order=True):
@@ -270,8 +272,8 @@ def match_parts(parts: pl.DataFrame) -> MatchedParts:
             continue
         name = str(group) or "unnamed"
         if rows["sequence"].null_count() == 0:
-            # Parts of one sequence number, not those that are not of one kind.
-            # Calls that are coalesced share a sequence number: their order tells them apart.
+            # Parts of one sequence number, not those that are not of one kind. Calls that are
+            # coalesced share a sequence number: their order tells them apart.
             keyed = rows.with_columns(
                 pl.int_range(pl.len()).over("part", "sequence").alias("nth")
             ).with_columns(pl.struct("sequence", "nth").alias("key"))
@@ -303,7 +305,7 @@ def match_parts(parts: pl.DataFrame) -> MatchedParts:
             matches.append((matched, "measured"))
         else:
             matches.append((_match_by_order(rows, name, notices), "inferred"))
-    # sends and receives between the same two ranks, group and tag, in order
+    # Sends and receives between the same two ranks, group and tag, in order.
     sends = pl.col("kind") == "send"
     pairs = (
         table.filter(
@@ -334,8 +336,8 @@ def match_parts(parts: pl.DataFrame) -> MatchedParts:
 
 
 def _match_by_order(rows: pl.DataFrame, group: str, notices: list[Notice]) -> pl.DataFrame:
-    """Every rank's list against the longest one; windows may begin and end at other times, lists
-    may not skip.
+    """Aligns every rank's list with the longest one; windows may begin and end at different times,
+    lists may not skip.
     """
     sized = rows["in_bytes"].null_count() == 0
     label = pl.struct("kind", "size") if sized else pl.col("kind")
@@ -380,15 +382,15 @@ def _match_by_order(rows: pl.DataFrame, group: str, notices: list[Notice]) -> pl
 
 
 def _find_alignment(reference: pl.DataFrame, part_rows: pl.DataFrame) -> tuple[int, int]:
-    """The shift of a list against the reference (negative: it begins earlier), and how far both
-    agree from there.
+    """Returns the shift of a list against the reference (negative: it begins earlier), and how far
+    both agree from there.
 
     The longest overlap that agrees is taken, unless another one makes the ends meet much better:
-    two windows of equal length may be cut one operation apart.
+    two windows of equal length may be one operation apart.
     """
     codes, own_codes = reference["code"].to_numpy(), part_rows["code"].to_numpy()
     reference_ends, own_ends = reference["end_ns"].to_numpy(), part_rows["end_ns"].to_numpy()
-    overlaps: list[tuple[int, float, int]] = []  # length, how much the ends scatter, shift
+    overlaps: list[tuple[int, float, int]] = []  # length, scatter of the ends, shift
     for shift in sorted(range(1 - len(own_codes), len(codes)), key=abs)[:_MAX_SHIFTS]:
         start, own_start = max(shift, 0), max(-shift, 0)
         length = min(len(codes) - start, len(own_codes) - own_start)

@@ -1,4 +1,4 @@
-"""What each point waited for last; slack."""
+"""Binding edges, the critical path of a graph, and the slack of its nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_CAUSE = -2
 
 
 class Path(Struct, frozen=True):
-    """A way through the graph on which each point waits for the one before, the last first.
+    """A path through the graph on which each point waits for the one before it, the last first.
 
     Attributes:
         edges: Rows of the edges on it.
@@ -45,8 +45,8 @@ def find_binding_edges(
     work_ns: Ints | None = None,
     delay_ns: Ints | None = None,
 ) -> Ints:
-    """For each point the row of the edge that was satisfied last; -1: the node's own work; -2:
-    nothing leads there.
+    """Returns for each point the row of the edge that was satisfied last; -1 where the node's own
+    work was last, -2 where no edge leads to the point.
 
     Args:
         graph: A calibrated graph.
@@ -74,8 +74,8 @@ def find_binding_edges(
     bound[1::2] = _OWN_WORK
     if not target.size:
         return bound
-    # For each point with edges, ascending, the edge that reaches it last; of equals the last in the
-    # order of edges.
+    # For each point with edges, ascending, the edge that reaches it last; of equal ones the last in
+    # the order of edges.
     order = None if (target[1:] >= target[:-1]).all() else np.argsort(target, kind="stable")
     sorted_target, sorted_reached = (
         (target, reached) if order is None else (target[order], reached[order])
@@ -93,24 +93,26 @@ def find_binding_edges(
     return bound
 
 
-_binding_cache: LastGraphCache[Ints] = (
-    LastGraphCache()
-)  # `binding_edges` by the measured times, for the graph that was asked for last
+# `find_binding_edges` by the measured times, for the most recent graph
+_binding_cache: LastGraphCache[Ints] = LastGraphCache()
 
 
 def walk_back(
     graph: Graph, last: int, *, times: Ints | None = None, until: int | None = None
 ) -> tuple[Ints, Ints]:
-    """Walk back from a point over what each point waited for last.
+    """Walks back from a point over what each point waited for last.
 
     Args:
         graph: A calibrated graph.
         last: The point to begin with.
         times: Times of its points; the measured ones where None.
-        until: Stop at the first point that is not later than this; at the first that waits for nothing where None.
+        until: Stop at the first point that is not later than this; at the first that waits for
+            nothing where None.
 
     Returns:
         The points, `last` first, and for each what bound it: the row of an edge (the next point is
+            its source), -1 for the node's own work (the next point is the node's start), -2 for
+            nothing.
         its source), -1 for the node's own work (the next point is the node's start), -2 for
         nothing.
     """
@@ -124,7 +126,7 @@ def walk_back(
         times = get_point_times(graph)
     else:
         bound = find_binding_edges(graph, times)
-    # Of a point the one before it on the path, and itself where there is none.
+    # For each point the one before it on the path; itself where there is none.
     before = np.arange(len(times), like=bound)
     before -= bound == _OWN_WORK
     has_edge = bound >= 0
@@ -132,7 +134,7 @@ def walk_back(
     is_stop = before == np.arange(len(times), like=bound)
     if until is not None:
         is_stop |= times <= until
-    # Where each point comes after its neighbour, a whole run is walked at once.
+    # A run in which each point follows its neighbour is walked at once.
     run = np.arange(len(before), like=before)
     run[(before == run - 1) & ~is_stop] = 0
     np.maximum.accumulate(run, out=run)
@@ -152,7 +154,7 @@ def walk_back(
 
 
 def find_critical_path(graph: Graph, times: Ints | None = None) -> Path:
-    """Walk back from the point that is reached last.
+    """Walks back from the point that is reached last.
 
     Args:
         graph: A calibrated graph with at least one node.
@@ -165,13 +167,13 @@ def find_critical_path(graph: Graph, times: Ints | None = None) -> Path:
 
 
 def summarize_path(graph: Graph, path: Path, begin_ns: int | None = None) -> pl.DataFrame:
-    """What a path consists of; the times add up to the time from the first point of the graph to
+    """Summarizes a path by kind; the times add up to the time from the first point of the graph to
     the path's last.
 
     Args:
         graph: The graph.
         path: The path.
-        begin_ns: Since when it is counted; since the first point of the graph where None.
+        begin_ns: Start of the summarized time; the first point of the graph where None.
 
     Returns:
         `what` (work, delay, residual, before the path begins), `kind` (of the node or edge),
@@ -202,10 +204,11 @@ def summarize_path(graph: Graph, path: Path, begin_ns: int | None = None) -> pl.
 
 
 def list_largest_residuals(graph: Graph, path: Path, limit: int = 5) -> pl.DataFrame:
-    """The largest residuals on a path.
+    """Returns the largest residuals on a path.
 
     Returns:
-        `time_ns`, `kind` (of the edge or node that bears it), `node`, `name`, `rank` and `start_ns`
+        `time_ns`, `kind` (of the edge or node that bears it), and `node`, `name`, `rank` and
+            `start_ns` of the node that came so much later than its causes explain.
         of the node that came so much later than its causes say.
     """
     on_edges = graph.edges.select("kind", pl.col("target").alias("node"), "residual_ns")[path.edges]
@@ -225,9 +228,7 @@ _PARTS_SCHEMA = {"what": pl.String, "kind": pl.String, "count": pl.Int64, "time_
 
 
 def _add_up_by_kind(frame: pl.DataFrame, label: str, column: str) -> pl.DataFrame:
-    """How many rows of each kind have a time, and the sum of it; kinds in the order in which they
-    come.
-    """
+    """Returns how many rows of each kind have a time, and its sum, in order of first appearance."""
     nonzero = frame.filter(pl.col(column) != 0).group_by("kind", maintain_order=True)
     return nonzero.agg(pl.len().alias("count"), pl.col(column).sum().alias("time_ns")).select(
         pl.lit(label).alias("what"),
@@ -238,16 +239,17 @@ def _add_up_by_kind(frame: pl.DataFrame, label: str, column: str) -> pl.DataFram
 
 
 def compute_latest_times(graph: Graph, end_ns: int | None = None) -> Ints:
-    """The latest time of each point at which nothing that follows from it comes after the end.
+    """Returns the latest time of each point at which nothing that follows from it comes after the
+    end.
 
-    What nothing waits for may come as late as `end_ns`, or as late as it came where that was later.
-    From there the graph is evaluated backwards: a point comes no later than each of its targets
-    less the delay (with residual) of the edge, and a node starts no later than its end less its
-    work.
+    Points that nothing waits for may come as late as `end_ns`, or as late as they came where that
+    was later. From there the graph is evaluated backwards: a point comes no later than each of its
+    targets less the delay (with residual) of the edge, and a node starts no later than its end less
+    its work.
 
     Args:
         graph: A calibrated graph.
-        end_ns: The end that shall stay; the last time of all points where None.
+        end_ns: The end to keep; the last time of all points where None.
 
     Returns:
         Times of points 2i (start of node i) and 2i + 1 (its end), ns; never earlier than the
@@ -258,9 +260,9 @@ def compute_latest_times(graph: Graph, end_ns: int | None = None) -> Ints:
         return times
     last = int(times.max())
     until = last if end_ns is None else end_ns
-    # The graph with time running backwards from `last`: ends become starts, and every edge turns
-    # round. It has one node
-    # more: the end, which gives its time to every node that nothing waits for.
+    # The graph with time running backwards from `last`: ends become starts, and every edge is
+    # reversed. It has one node more, the end, which gives its time to every node that nothing waits
+    # for.
     nodes, edges = graph.nodes, graph.edges
     source, _ = get_edge_points(graph)
     awaited = np.zeros(times.size, dtype=np.bool_, like=times)
@@ -269,7 +271,7 @@ def compute_latest_times(graph: Graph, end_ns: int | None = None) -> Ints:
     end_delay = last - np.maximum(times[1::2][free], until)
     lane = nodes["lane"].cast(pl.Int64)
     turned = nodes.select(
-        # Mirrored with the time, so that lanes stay runs of neighbours.
+        # Mirrored with the time, so that lanes stay contiguous.
         pl.Series("lane", (lane.max() or 0) - lane, dtype=pl.Int64),
         pl.Series("start_ns", last - times[1::2]),
         pl.Series("duration_ns", times[1::2] - times[0::2]),
@@ -302,13 +304,13 @@ def compute_latest_times(graph: Graph, end_ns: int | None = None) -> Ints:
 
 
 def compute_slack_ns(graph: Graph, end_ns: int | None = None) -> Ints:
-    """How much later each node could end without the end coming later; shape (nodes,), ns, never
-    below 0.
+    """Returns how much later each node could end without delaying the end; shape (nodes,), ns,
+    never negative.
 
     A node may take longer by its slack, but only one of the nodes of a chain may: they share it.
 
     Args:
         graph: A calibrated graph.
-        end_ns: As for `latest_times`.
+        end_ns: As for `compute_latest_times`.
     """
     return (compute_latest_times(graph, end_ns) - get_point_times(graph))[1::2]

@@ -1,4 +1,4 @@
-"""What ops get from each other: tensors, by who wrote a storage last, and forward ops to their
+"""Data flow between ops: tensors, by the last writer of each storage, and forward ops to their
 backward ops.
 """
 
@@ -20,19 +20,19 @@ from traceloom.trace.trace import Trace
 # missing in old files.
 _TENSOR_PATTERN = r'\[\s*\d+\s*,\s*\d+\s*,\s*-?\d+\s*,\s*\d+\s*,\s*\d+\s*(?:,\s*"[^"]*"\s*)?\]'
 _TENSOR_FIELDS = r'^\[\s*\d+\s*,\s*(?<storage>\d+)\s*,.*?(?:"(?<device>[a-z]+)[^"]*"\s*)?\]$'
-_COMMUNICATION_PATTERN = (
-    r"^(?:record_param_comms|nccl:|gloo:|mpi:|ucc:|hccl:|xccl:)"  # reads and writes its inputs
-)
+# Reads and writes its inputs
+_COMMUNICATION_PATTERN = r"^(?:record_param_comms|nccl:|gloo:|mpi:|ucc:|hccl:|xccl:)"
 
 
 class DataFlow(Struct, frozen=True):
-    """Who reads what whom wrote.
+    """Edges from the writer of a storage to its readers.
 
     Attributes:
-        source: Node of each edge that wrote.
-        target: Node that read.
+        source: Node of each edge that wrote the storage.
+        target: Node that read it.
         unplaced: Reads of storages that nothing recorded had written.
-        late: Reads that began, by the recorded times, before the write had ended; no edges.
+        late: Reads that began, by the recorded times, before the write had ended; these have no
+            edges.
     """
 
     source: Ints
@@ -50,12 +50,12 @@ def find_data_flow(  # noqa: PLR0917  (the parts of a rank)
     host_op: Ints,
     ops: pl.DataFrame,
 ) -> DataFlow:
-    """Find the last writer of each storage that an op reads.
+    """Finds the last writer of each storage that an op reads.
 
     Storage numbers are reused after a storage is freed. That does no harm here: what fills it again
     comes in time between its old and its new readers, and becomes the last writer of these. Ops
-    that only make views write nothing. Allocations on a device write nothing, but the old content
-    is gone.
+    that only make views write nothing. Allocations on a device write nothing, but discard the old
+    content.
 
     Args:
         tree: Host events.
@@ -66,8 +66,8 @@ def find_data_flow(  # noqa: PLR0917  (the parts of a rank)
         host_op: Id in the host trace of each host event; -1 where it has none.
         ops: The ops of the host trace: columns as `host_ops`.
     """
-    # Ops that do something themselves, the innermost ops around launches and ops without ops
-    # inside; with the first and the last GPU work of each (-1: none).
+    # Ops that act: the innermost ops around launches, and ops without ops inside; with the first
+    # and the last GPU work of each (-1: none).
     matched = host_op >= 0
     matched_ancestor = find_nearest_ancestor(tree.parent, matched)
     owner = np.where(matched, np.arange(matched.size), matched_ancestor)
@@ -99,7 +99,7 @@ def find_data_flow(  # noqa: PLR0917  (the parts of a rank)
     reads = np.flatnonzero(~write & written)
     unplaced = int((~write & ~written).sum())
     writers, reader, on_device = position[last[reads]], position[reads], on_device[reads]
-    # what a device op without GPU work "writes" is memory that it was given
+    # A device op without GPU work "writes" memory that it was given.
     real = (writers != reader) & ~(on_device & (last_work[writers] < 0))
     writers, reader, on_device = writers[real], reader[real], on_device[real]
     source = np.where(
@@ -122,12 +122,14 @@ def find_data_flow(  # noqa: PLR0917  (the parts of a rank)
 
 
 def _take_or_default(values: Ints, rows: Ints) -> Ints:
-    """Values at rows, anything where there is no row."""
+    """Returns the values at rows; any value where the row is -1."""
     return values[np.maximum(rows, 0)] if values.size else np.zeros(rows.size, dtype=np.int64)
 
 
 def _list_tensor_uses(host_op: Ints, acts: Bools, ops: pl.DataFrame) -> pl.DataFrame:
-    """One row per tensor that an acting op reads or writes: position, storage, on_device, write."""
+    """Returns one row per tensor that an acting op reads or writes: position, storage, on_device,
+    write.
+    """
     position = np.flatnonzero(acts)
     placed = pl.DataFrame({"id": host_op[position], "position": position})
     op_fields = ops.unique("id", keep="first", maintain_order=True).select(
@@ -142,8 +144,7 @@ def _list_tensor_uses(host_op: Ints, acts: Bools, ops: pl.DataFrame) -> pl.DataF
     )
     read = _parse_tensors(op_fields, "inputs", "input_types")
     outputs = _parse_tensors(op_fields, "outputs", "output_types")
-    # outputs in the storage of an input are views, unless the op says that it changes what it was
-    # given
+    # Outputs in the storage of an input are views, unless the op is known to change its inputs.
     input_storages = read.select("id", "storage", pl.lit(value=True).alias("given")).unique()
     changes = op_fields.select(
         "id",
@@ -178,7 +179,7 @@ def _list_tensor_uses(host_op: Ints, acts: Bools, ops: pl.DataFrame) -> pl.DataF
 
 
 def _parse_tensors(op_fields: pl.DataFrame, values: str, types: str) -> pl.DataFrame:
-    """The tensors in a list of values: id, storage, on_device."""
+    """Returns the tensors in a list of values: id, storage, on_device."""
     parts = pl.col("tensor").str.extract_groups(_TENSOR_FIELDS)
     return (
         op_fields.filter(pl.col(types).str.contains("Tensor", literal=True))
@@ -199,13 +200,12 @@ def _parse_tensors(op_fields: pl.DataFrame, values: str, types: str) -> pl.DataF
 def forward_backward_edges(
     edges: Edges, trace: Trace, tree: HostTree, host: Segments, segment_node: Ints
 ) -> None:
-    """From the end of each forward op to the start of its backward op.
+    """Adds edges from the end of each forward op to the start of its backward op.
 
     Arrows of the file come first. Else ops are joined by process and sequence number, which counts
-    within one forward
-    thread: only where a process has one such thread is it known which is meant. Several ops can have one number, since
-    it is read when an op begins: of forward ops the last to begin made the node, of backward ops
-    the outermost stands for it.
+    within one forward thread, so only in a process with one such thread. Several ops can have one
+    number, since it is read when an op begins: of forward ops the last to begin made the node, of
+    backward ops the outermost stands for it.
     """
     columns = trace.events[["process", "sequence", "forward_thread", "category", "lane"]]
     numbered = columns.hstack([pl.Series("position", tree.position)]).filter(
@@ -243,7 +243,7 @@ def forward_backward_edges(
     source, target = (tree.position[arrows[name].to_numpy()] for name in ("source", "target"))
     has_both = (source >= 0) & (target >= 0)
     source, target = source[has_both], target[has_both]
-    # an arrow may end at an op inside the one that stands for the node
+    # An arrow may end at an op inside the one that stands for the node.
     arrows_before = np.concatenate([[0], np.cumsum(np.bincount(target, minlength=tree.row.size))])
     numbered_target = matched["position"].to_numpy()
     has_arrow = arrows_before[tree.stop[numbered_target]] > arrows_before[numbered_target]

@@ -1,7 +1,7 @@
-"""What holds GPU work back: its launch, its stream, events of other streams, a full device; and
-full queues.
+"""Edges that hold GPU work back (its launch, its stream, events of other streams, a full device),
+and launches that a full queue holds back.
 
-Every function adds edges of its kind.
+Every function adds the edges of its kind.
 """
 
 from __future__ import annotations
@@ -19,27 +19,26 @@ from traceloom.graph.syncs import MISSING_VALUE, SyncRecords, find_last_on_threa
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.trace import Trace
 
-_MIN_LONG_CALL_NS = (
-    50_000  # a call this long did more than submit: it loaded code, or waited for room in the queue
-)
+# A call this long did more than submit: it loaded code, or waited for room in the queue
+_MIN_LONG_CALL_NS = 50_000
 _MAX_EARLY_START_NS = 10_000  # its work can start this long before it returns
 _CLOCK_TOLERANCE_NS = 2_000  # streams of one device agree about time this well
 
 _MIN_QUEUE_DEPTH = 900  # launches that are pending when a queue is full (about 1,022 on CUDA)
-_MIN_HELD_UP_NS = 8_000  # a launch that is longer than others of its name by this, and this many times, was held up
+# A launch that is longer than others of its name by this, and this many times, was held up
+_MIN_HELD_UP_NS = 8_000
 _HELD_UP_FACTOR = 2.5
-_MIN_CONSISTENT_SHARE = (
-    0.95  # of the launches into a deep queue must keep to what it is said to hold
-)
+# Of the launches into a deep queue must keep to what it is said to hold
+_MIN_CONSISTENT_SHARE = 0.95
 _MAX_RETURN_DELAY_NS = 100_000  # it returns this soon after the work that made room
 
-_MIN_LATE_NS = 100_000  # work that starts this long after all that is known to hold it back waits for something else
+# Work that starts this long after all that is known to hold it back waits for something else
+_MIN_LATE_NS = 100_000
 _MAX_START_DELAY_NS = 10_000  # it starts this soon after room was made
 _MAX_TAIL_NS = 20_000  # or this long before the other ends: its last blocks leave room
 _MAX_TAIL_SHARE = 0.03  # or this share of the other's duration
-BEGINNING_SHARE = (
-    0.05  # of the window: who was launched so early can be behind what was launched before
-)
+# Of the window: who was launched so early can be behind what was launched before
+BEGINNING_SHARE = 0.05
 MIN_NOTICED_SHARE = 0.01  # of the window: time that nothing recorded explains is worth a word
 
 
@@ -52,11 +51,11 @@ def add_launch_edges(  # noqa: PLR0917  (both ends of the edges)
     segment_node: Ints,
     work_node: Ints,
 ) -> None:
-    """From each launch to the start of each work that it submitted.
+    """Adds edges from each launch to the start of each work that it submitted.
 
-    The work can begin before the call returns, so the call's start is what holds it back; but not
-    where a call was long and its work began when it returned. One graph launch submits all the
-    kernels of its graph. Where calls are not recorded, the op that the file names stands for them.
+    The work can begin before the call returns, so the call's start holds it back, except where a
+    call was long and its work began when it returned. One graph launch submits all the kernels of
+    its graph. Where calls are not recorded, the op that the file names stands for them.
 
     Args:
         edges: Where to add.
@@ -96,19 +95,19 @@ def add_launch_edges(  # noqa: PLR0917  (both ends of the edges)
 
 
 def add_stream_edges(edges: Edges, work: DeviceWork, work_node: Ints) -> int:
-    """Order the work of each stream.
+    """Orders the work of each stream.
 
     A work starts after the end of the one before it. Where works of one stream overlap, it starts
-    after the start of the one it overlaps, and after the end of the last one that had ended; and
-    where it ended after that one, that is an order, too: what a programmatic launch lets begin
-    early waits for the end of the work before.
+    after the start of the one it overlaps, and after the end of the last one that had ended. Where
+    it ended after the overlapped one, its end is ordered, too: work that a programmatic launch lets
+    begin early waits for the end of the work before it.
 
     Returns:
-        How many pairs of neighbours overlap.
+        The number of pairs of neighbours that overlap.
     """
     size = work.row.size
     before = np.arange(-1, size - 1)
-    # for each work the one before it on its stream that ends last; -1 for the first
+    # For each work the one before it on its stream that ends last; -1 for the first.
     longest = np.full(size, -1, dtype=np.int64)
     _, bounds = work.lanes()
     for low, high in pairwise(bounds.tolist()):
@@ -120,9 +119,8 @@ def add_stream_edges(edges: Edges, work: DeviceWork, work_node: Ints) -> int:
     follows[follows] = work.lane[before[follows]] == work.lane[follows]
     rows = np.flatnonzero(follows)
     previous, reaching = before[rows], longest[rows]
-    ended = (
-        work.end[reaching] <= work.start[rows]
-    )  # of one that has not, its neighbours' starts tell
+    # Of one that has not, its neighbours' starts tell
+    ended = work.end[reaching] <= work.start[rows]
     pairs = np.concatenate([previous, reaching[ended]])
     target = np.concatenate([rows, rows[ended]])
     done = work.end[pairs] <= work.start[target]
@@ -152,11 +150,11 @@ def add_stream_edges(edges: Edges, work: DeviceWork, work_node: Ints) -> int:
 def wait_edges(
     edges: Edges, tree: HostTree, times: WorkTimeline, work_node: Ints, records: SyncRecords
 ) -> None:
-    """From the work before a recorded event to the first work after the wait for it.
+    """Adds edges from the work before a recorded event to the first work after the wait for it.
 
-    Where the file does not say which event was awaited, it is inferred: of what other streams had
-    been asked to do when the event was recorded, the work that ends last before the waiting work
-    starts.
+    Where the file does not say which event was awaited, it is inferred: of the work that other
+    streams had been given when the event was recorded, the one that ends last before the waiting
+    work starts.
     """
     if not work_node.size:
         return
@@ -176,7 +174,7 @@ def wait_edges(
         ("measured", (source[valid], target[valid])),
         ("inferred", _infer_stream_waits(tree, times, waits)),
     ):
-        # only pairs whose source had ended when the target started
+        # Only pairs whose source had ended when the target started.
         possible = times.work.end[before] <= times.work.start[after] + _CLOCK_TOLERANCE_NS
         edges.add(
             "wait",
@@ -189,10 +187,11 @@ def wait_edges(
 
 
 def _infer_stream_waits(tree: HostTree, times: WorkTimeline, waits: Ints) -> tuple[Ints, Ints]:
-    """One source per wait: with k waits before a work, the k streams whose fitting work ends last.
+    """Returns one source per wait: with k waits before a work, the k streams whose fitting work
+    ends last.
 
-    The stream that waits is the one that the thread submits to next; what waits is what anybody
-    submits to it next, as the backward pass does on a thread of its own.
+    The stream that waits is the one that the thread submits to next; its next work waits, whichever
+    thread submits it, as the backward pass does on a thread of its own.
     """
     own_lane = times.thread_launches_after(tree.lane[waits], tree.start[waits])
     target = times.launches_on_after(
@@ -205,7 +204,7 @@ def _infer_stream_waits(tree: HostTree, times: WorkTimeline, waits: Ints) -> tup
     records = records[tree.named(host_tree.RECORDS, records)]
     before = find_last_on_thread(tree, records, waits)
     until = np.where(before >= 0, tree.start[before], tree.start[waits])
-    # of each work that waits: the last record it can mean, and how many waits stand before it
+    # For each waiting work the last record it can mean, and how many waits come before it.
     target, index, count = np.unique(target, return_inverse=True, return_counts=True)
     latest = np.full(target.size, np.iinfo(np.int64).min)
     np.maximum.at(latest, index, until)
@@ -216,7 +215,7 @@ def _infer_stream_waits(tree: HostTree, times: WorkTimeline, waits: Ints) -> tup
         lane = np.full(target.size, number)
         launched = times.launched_before(lane, latest)
         ended = times.ended_by(lane, start + _CLOCK_TOLERANCE_NS)
-        # in a stream's order the earlier of the two: what was recorded, as far as it was done
+        # Of the two, the earlier in the stream's order: the recorded work, as far as it was done.
         source = np.where(times.work.end[launched] <= times.work.end[ended], launched, ended)
         candidates[row] = np.where((launched < 0) | (ended < 0) | (own_lane == number), -1, source)
     end_ns = np.where(candidates >= 0, times.work.end[candidates], np.iinfo(np.int64).min // 2)
@@ -230,8 +229,8 @@ def _infer_stream_waits(tree: HostTree, times: WorkTimeline, waits: Ints) -> tup
 
 
 def add_command_waits(edges: Edges, trace: Trace, work: DeviceWork, work_node: Ints) -> Ints:
-    """Commands that hold their stream until an event of another stream: from the last event
-    recorded before they end.
+    """Adds edges into commands that hold their stream until an event of another stream, from the
+    last event recorded before they end.
 
     Returns:
         Numbers of the commands that wait.
@@ -278,11 +277,12 @@ def add_command_waits(edges: Edges, trace: Trace, work: DeviceWork, work_node: I
 def add_queue_edges(
     edges: Edges, tree: HostTree, work: DeviceWork, last_node: Ints, work_node: Ints
 ) -> int:
-    """From the end of the work that makes room to the end of the launch that needs it.
+    """Adds edges from the end of the work that makes room in a queue to the end of the launch that
+    needs it.
 
-    How much a queue holds is taken from the launches that were held up. Where none was, it is not
-    known, and there are no edges. Launches that found room wait for the work which, by that count,
-    made it, as long as the launches keep to that count.
+    The capacity of a queue is taken from the launches that were held up; where there are none, it
+    is unknown, and there are no edges. Launches that found room wait for the work which, by that
+    capacity, made it, as long as the launches are consistent with it.
 
     Args:
         edges: Where to add.
@@ -292,9 +292,9 @@ def add_queue_edges(
         work_node: Node of each work.
 
     Returns:
-        How many launches were held up.
+        The number of launches that were held up.
     """
-    # work whose call submitted nothing else: graph launches have a cost of their own
+    # Work whose call submitted nothing else: graph launches have a cost of their own.
     is_only_work = work.call >= 0
     is_only_work[is_only_work] = np.bincount(work.call[is_only_work])[work.call[is_only_work]] == 1
     held_up = 0
@@ -313,8 +313,8 @@ def add_queue_edges(
         deep = pending >= _MIN_QUEUE_DEPTH
         if not deep.any():
             continue
-        # of each launch the median duration of those of its name that found room; 0 for names
-        # without any
+        # For each launch the median duration of those of its name that found room; 0 for names
+        # without any.
         sample = np.arange(launch.size) if deep.all() else np.flatnonzero(~deep)
         code = tree.word[launch]
         sample = sample[np.lexsort((span[sample], code[sample]))]
@@ -352,10 +352,11 @@ class LateWork(NamedTuple):
     """Work that started long after all that is known to hold it back.
 
     Attributes:
-        crowded: How many found the device full.
+        crowded: How many works found the device full.
         unexplained: Numbers of the work that nothing recorded explains.
         waited_ns: How long each of those had been ready.
-        before: Numbers of the first work of streams that what lies before the window must have held back.
+        before: Numbers of the first work of streams that work from before the window must have held
+            back.
         before_ns: How long each of those had been ready.
     """
 
@@ -369,25 +370,25 @@ class LateWork(NamedTuple):
 def add_occupancy_edges(
     edges: Edges, work: DeviceWork, kernel: Bools, work_node: Ints, times: Ints
 ) -> LateWork:
-    """From the end of long work of one stream to the start of work of another that had been ready
-    for long.
+    """Adds edges from the end of long work of one stream to the start of work of another that had
+    been ready for long.
 
     Kernels wait for kernels, copies for copies.
 
     Args:
-        edges: All edges so far; those into work say when it was ready.
+        edges: All edges so far; those into work determine when it was ready.
         work: GPU work.
         kernel: Which of it runs on multiprocessors (kernels and fills), not on copy engines.
         work_node: Node of each work.
         times: Measured time of each point, ns.
 
     Returns:
-        What waited for room, and what waited for nothing that is known.
+        The work that waited for room, and the work whose waiting nothing explains.
     """
     lanes, bounds = work.lanes()
     begun = times[2 * work_node]
-    # of each point the latest time of what holds it back; the earliest time there is where nothing
-    # does
+    # For each point the latest time of what holds it back; the earliest time of all where nothing
+    # does.
     held_until = np.full(times.size, times.min(initial=0))
     for source, target in zip(edges.source, edges.target, strict=True):
         np.maximum.at(held_until, target, times[source])
@@ -425,8 +426,8 @@ def add_occupancy_edges(
         to_end=False,
     )
     unexplained = late[~is_explained]
-    # First of its stream, launched at the window's beginning, and ready while its device did
-    # nothing that is recorded: the device was busy with what had been launched before.
+    # First of its stream, launched at the window's beginning, and ready while nothing was recorded
+    # on its device: the device was busy with work launched before the window.
     first, last = int(times.min(initial=0)), int(times.max(initial=0))
     launched_ns = work.asked[unexplained] - work.start[unexplained] + begun[unexplained]
     early = np.isin(unexplained, bounds[:-1]) & (

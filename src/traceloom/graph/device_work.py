@@ -1,4 +1,6 @@
-"""GPU work by stream with its calls; by time."""
+"""GPU work of a trace with the calls that submitted it, and look-ups of it by stream, thread and
+time.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,10 @@ from traceloom.trace.arrays import extract_column
 from traceloom.trace.trace import Trace
 from traceloom.trace.vocabulary import COMMAND, GPU_WORK, LAUNCHES
 
-BEFORE_WINDOW = (
-    np.iinfo(np.int64).min // 4
-)  # time of a launch that was not recorded: before everything
-_MAX_SKEW_NS = (
-    1_000_000  # a work that starts earlier than this before its launch is not of that launch
-)
+# Time of a launch that was not recorded: before everything
+BEFORE_WINDOW = np.iinfo(np.int64).min // 4
+# A work that starts earlier than this before its launch is not of that launch
+_MAX_SKEW_NS = 1_000_000
 
 
 class DeviceWork(Struct, frozen=True):
@@ -34,10 +34,11 @@ class DeviceWork(Struct, frozen=True):
         start: Starts, ns.
         end: Ends, ns.
         call: Position (in the tree) of the call that submitted it; -1 where none is recorded.
-        asked: Start of that call, ns; BEFORE where none is recorded.
-        correlated: Whether the call is known by a shared number; else by an arrow.
+        asked: Start of that call, ns; BEFORE_WINDOW where none is recorded.
+        correlated: Whether the call is known by a correlation id; else by an arrow.
         orphans: Why each work without a call has none: number in ORPHANS; -1 for the others.
-        op: Position of the op that submitted it, where no call is recorded but the file names the op; else -1.
+        op: Position of the op that submitted it, where no call is recorded but the file names the
+            op; else -1.
         command: Whether it is a command of an accelerator's command processor.
     """
 
@@ -54,7 +55,9 @@ class DeviceWork(Struct, frozen=True):
     command: Bools
 
     def lanes(self) -> tuple[Ints, Ints]:
-        """The lanes that hold work, and where each begins (with the size at the end)."""
+        """Returns the lanes that hold work, and the index at which each begins (with the size at
+        the end).
+        """
         lanes, first = np.unique(self.lane, return_index=True)
         return lanes.astype(np.int64), np.append(first, self.lane.size)
 
@@ -69,7 +72,7 @@ LAUNCHED_BY_OP = len(ORPHANS)
 
 
 def collect_device_work(trace: Trace, tree: HostTree) -> DeviceWork:
-    """The GPU work of a trace with its launches: by correlation, else by arrow."""
+    """Collects the GPU work of a trace with its launches, by correlation, else by arrow."""
     columns = [
         "event",
         "lane",
@@ -119,13 +122,13 @@ def collect_device_work(trace: Trace, tree: HostTree) -> DeviceWork:
     lost = call < 0
     unnumbered = work["correlation"].is_null().to_numpy()
     orphans[lost] = np.where(unnumbered[lost], 1, 2)
-    # what runs before any work with a launch does on its stream was launched before the window
+    # Work before the first work with a launch on its stream was launched before the window.
     lane = work["lane"].to_numpy()
     earliest = np.full(int(lane.max(initial=0)) + 1, np.iinfo(np.int64).max)
     np.minimum.at(earliest, lane[~lost], start[~lost])
     orphans[lost & ~unnumbered & (start <= earliest[lane])] = 0
     orphans[wrong] = 3
-    # the op that the file names for a work without a call, where it began before the work
+    # The op that the file names for a work without a call, where it began before the work.
     op = (
         np.where(lost & (named_op >= 0), tree.position[named_op], -1)
         if tree.position.size
@@ -152,9 +155,7 @@ def collect_device_work(trace: Trace, tree: HostTree) -> DeviceWork:
 
 
 class WorkTimeline:
-    """GPU work sorted for questions of "before when"; every answer is a number of a work, or -1 for
-    none.
-    """
+    """GPU work sorted for look-ups by time; every result is the number of a work, or -1 for none."""
 
     def __init__(self, work: DeviceWork, tree: HostTree) -> None:
         self.work = work
@@ -171,23 +172,23 @@ class WorkTimeline:
         )
 
     def launched_before(self, lane: Ints, time: Ints) -> Ints:
-        """Of the work of a stream that was launched before a time, the one that ends last; shapes
-        as given.
+        """Returns, of the work of a stream that was launched before a time, the one that ends last;
+        shapes as given.
         """
         return self._asked_streams("launched_before", lane, time)
 
     def ended_by(self, lane: Ints, time: Ints) -> Ints:
-        """Of the work of a stream that had ended by a time, the one that ends last; shapes as
-        given.
+        """Returns, of the work of a stream that had ended by a time, the one that ends last; shapes
+        as given.
         """
         return self._asked_streams("ended_by", lane, time)
 
     def launches_on_after(self, lane: Ints, time: Ints) -> Ints:
-        """The first work of a stream that is launched at or after a time; shapes as given."""
+        """Returns the first work of a stream that is launched at or after a time; shapes as given."""
         return self._asked_streams("launched_after", lane, time)
 
     def _asked_streams(self, question: str, lane: Ints, time: Ints) -> Ints:
-        """Of each stream at once; only those that are asked for are looked at."""
+        """Looks up all times of one stream at once, with the method `question` of `_StreamWork`."""
         out = np.full(lane.shape, -1, dtype=np.int64)
         if not lane.size:
             return out
@@ -202,14 +203,14 @@ class WorkTimeline:
         return out
 
     def thread_launched_before(self, thread: Ints, time: Ints) -> Ints:
-        """The last work that a host thread launched before a time."""
+        """Returns the last work that a host thread launched before a time."""
         index = self._insertion_point(thread, time) - 1
         valid = index >= 0
         valid[valid] = self._thread[index[valid]] == thread[valid]
         return np.where(valid, self._submitted[index] if self._submitted.size else -1, -1)
 
     def thread_launches_after(self, thread: Ints, time: Ints) -> Ints:
-        """The first work that a host thread launches at or after a time."""
+        """Returns the first work that a host thread launches at or after a time."""
         index = self._insertion_point(thread, time)
         valid = index < self._thread.size
         valid[valid] = self._thread[index[valid]] == thread[valid]
@@ -217,7 +218,7 @@ class WorkTimeline:
         return np.where(valid, self._submitted[index] if self._submitted.size else -1, -1)
 
     def _insertion_point(self, thread: Ints, time: Ints) -> Ints:
-        """Where (thread, time) would stand among the launches."""
+        """Returns the index at which (thread, time) would be inserted among the launches."""
         out = np.zeros(thread.size, dtype=np.int64)
         for number in np.unique(thread).tolist():
             on_thread = thread == number
@@ -228,9 +229,7 @@ class WorkTimeline:
 
 
 class _StreamWork:
-    """One stream's work: what of it ends last among all that was launched, or had ended, before a
-    time.
-    """
+    """The work of one stream, sorted by launch and by end."""
 
     def __init__(self, work: DeviceWork, low: int, high: int) -> None:
         launched, end = work.asked[low:high], work.end[low:high]

@@ -1,4 +1,4 @@
-"""Edges while they are found, and which of them can stand together without a circle."""
+"""Edges while they are collected, and the selection of those that form no cycle."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from traceloom.graph.graph import (
 )
 from traceloom.trace.array_types import Bools, Ints
 
-_MAX_PACKED_POINTS = (
-    1 << 29
-)  # points below which both ends and the kind of an edge fit into 64 bits
+# Points below which both ends and the kind of an edge fit into 64 bits
+_MAX_PACKED_POINTS = 1 << 29
 
 
 class Edges(Struct):
     """Edges in columns; a node has the points 2 x node (start) and 2 x node + 1 (end).
 
     *Firm* edges are the order of calls on threads, launches and the order of streams: these lead
-    from hosts to devices and forward on each, so they never close a circle. All others may, where
+    from hosts to devices and forward on each, so they never form a cycle. All others may, where
     times are coarse or clocks disagree, and are only kept where they fit.
     """
 
@@ -50,7 +49,7 @@ class Edges(Struct):
         to_end: Any,
         firm: bool = False,
     ) -> None:
-        """Add edges of one kind; `evidence`, `from_end` and `to_end` are one value, or one per
+        """Adds edges of one kind; `evidence`, `from_end` and `to_end` are one value, or one per
         edge.
         """
         count = source.size
@@ -65,11 +64,11 @@ class Edges(Struct):
         self.firm.append(np.full(count, firm))
 
     def frame(self, times: Ints) -> tuple[pl.DataFrame, pl.DataFrame]:
-        """The `edges` frame, sorted by target, and how many edges of each kind did not fit (kind,
-        count).
+        """Returns the `edges` frame, sorted by target, and how many edges of each kind did not fit
+        (kind, count).
 
-        What was added is given up. Whose start nothing holds back is held by the origin, which is
-        node 0.
+        Releases the edges that were added. Nodes whose start nothing holds back are held by the
+        origin, which is node 0.
 
         Args:
             times: Measured time of each point, ns; shape (2 x nodes,).
@@ -92,8 +91,8 @@ class Edges(Struct):
             [evidence[retained], np.full(free.size, EVIDENCE.index("assumed"), dtype=np.uint8)],
             np.uint8,
         )
-        # by target, source and kind; of those that are alike the first, since one between two
-        # points is enough
+        # By target, source and kind; of duplicates the first, since one edge between two points is
+        # enough.
         columns: tuple[NDArray[Any], ...] = (target, source, kind)
         if times.size < _MAX_PACKED_POINTS:
             columns = ((target * times.size + source) * len(EDGE_KINDS) + kind,)
@@ -116,7 +115,7 @@ class Edges(Struct):
                 "to_end": target % 2 == 1,
                 "delay_ns": np.minimum(
                     times[target] - times[source], 0
-                ),  # clocks: some effects precede their causes
+                ),  # clocks disagree: some effects precede their causes
                 "residual_ns": np.zeros(order.size, dtype=np.int64),
             },
             schema_overrides=GRAPH_SCHEMAS["edges"],
@@ -132,18 +131,18 @@ class Edges(Struct):
 
 
 def _join_parts(parts: list[Any], dtype: Any) -> NDArray[Any]:
-    """One array of all parts, which are given up."""
+    """Joins the parts into one array, and releases them."""
     joined = np.concatenate([np.zeros(0, dtype=dtype), *parts])
     parts.clear()
     return joined
 
 
 def select_acyclic_edges(source: Ints, target: Ints, firm: Bools, times: Ints) -> Bools:
-    """Which edges fit together without a cycle: the firm ones, and what agrees with the order they
-    make.
+    """Returns which edges form no cycle together: the firm ones, and those that agree with the
+    order they define.
 
     Edges that take no time, or go back in time (a call that returned, by its clock, before what it
-    awaited), are held against the firm ones first. The order that these make, with times moved on
+    awaited), are checked against the firm ones first. The resulting order, with times moved on
     where they must be, decides about all others.
     """
     nodes = times.size // 2
@@ -165,7 +164,7 @@ def select_acyclic_edges(source: Ints, target: Ints, firm: Bools, times: Ints) -
         basis &= ~in_cycle
     position = np.empty(times.size, dtype=np.int64)
     position[order] = np.arange(times.size)
-    # times moved on until no edge goes back and no node ends before it starts
+    # Move times on until no edge goes back and no node ends before it starts.
     moved, before, after = times.copy(), source[rows], target[rows]
     while True:
         late = np.flatnonzero(moved[after] < moved[before])
@@ -181,8 +180,8 @@ def select_acyclic_edges(source: Ints, target: Ints, firm: Bools, times: Ints) -
 
 
 def _drop_cycles(nodes: int, source: Ints, target: Ints) -> Bools:
-    """Points that a repeated removal of points without predecessors, then without successors,
-    leaves over.
+    """Returns the points left over when points without predecessors, then without successors, are
+    removed repeatedly.
     """
     starts = np.arange(nodes, dtype=np.int64) * 2
     before, after = np.concatenate([source, starts]), np.concatenate([target, starts + 1])

@@ -1,4 +1,6 @@
-"""New times from durations: layout, one pass."""
+"""Evaluation of a graph: its layout for fast passes, and new times of its points from works and
+delays.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,14 @@ from traceloom.graph.graph import (
 )
 from traceloom.trace.array_types import Bools, Ints
 
-_MAX_PIECES = 256  # pieces of chains in one slice at most: each is lifted above the last, and 64 bits must hold that
-_MAX_SCALAR_LINKS = (
-    24  # with fewer links than this a slice takes longer in array operations than link by link
-)
+# Pieces of chains in one slice at most: each is lifted above the last, and 64 bits must hold that
+_MAX_PIECES = 256
+# With fewer links than this a slice takes longer in array operations than link by link
+_MAX_SCALAR_LINKS = 24
 
 
 class LinkTerms(Struct, frozen=True):
-    """What links ask for, as indices: a link's weight is the delay of an edge plus the work of a
-    node.
+    """The weight of each link as indices: the delay of an edge plus the work of a node.
 
     Attributes:
         edge: Edge of each link; the number of edges where the link has none.
@@ -42,12 +43,12 @@ class LinkTerms(Struct, frozen=True):
     node: Ints
 
     def at(self, index: Ints) -> LinkTerms:
-        """The terms of some links."""
+        """Returns the terms of some links."""
         return LinkTerms(unwrap_array(self.edge[index]), unwrap_array(self.node[index]))
 
 
 class LayerSlice(Struct, frozen=True):
-    """Entries that are evaluated together: those of some pieces of chains, which wait for earlier
+    """Entries that are evaluated together: those of some pieces of chains, which depend on earlier
     slices only.
 
     Attributes:
@@ -73,15 +74,15 @@ class PassLayout(Struct, frozen=True):
     """The places of a graph (starts of nodes, and ends that wait for something) in the order of
     evaluation.
 
-    An end that waits for nothing but its node's work is no place: it follows from the start. An
+    An end that waits for nothing but its node's work is not a place: it follows from the start. An
     entry is a place that begins a chain, or waits for something outside it; all other places follow
     from the entry before them.
 
     Attributes:
         nodes: Number of nodes.
         start: Place of each node's start.
-        end: Place of each node's end; that of its start where the end is no place.
-        derived: Whether the end is no place.
+        end: Place of each node's end; that of its start where the end is not a place.
+        derived: Whether the end is not a place.
         chain: Terms of the link from the place before, per place; none where a piece begins.
         entry: Place of each entry; first those that wait for nothing, then by slices.
         entry_of: The entry at or before each place.
@@ -89,12 +90,12 @@ class PassLayout(Struct, frozen=True):
         piece: Number of each entry's piece within its slice.
         begins: Whether a piece begins with the entry.
         source: Place of each link from outside, by the entry that it holds back.
-        source_entry: The entry at or before it.
-        target_entry: The entry that it holds back.
+        source_entry: The entry at or before that place.
+        target_entry: The entry that the link holds back.
         link: Terms of these links.
         offset: First link of each entry, and the number of links.
         slices: In the order of evaluation.
-        stretches: The same with neighbours that have few links joined, for going link by link.
+        stretches: The same with neighbours that have few links joined, for evaluation link by link.
     """
 
     nodes: int
@@ -117,7 +118,7 @@ class PassLayout(Struct, frozen=True):
 
 
 def build_pass_layout(graph: Graph) -> PassLayout:
-    """Lay out a graph.
+    """Lays out a graph.
 
     Raises:
         InvariantError: `broken-cycle`: nodes wait for each other.
@@ -128,7 +129,8 @@ def build_pass_layout(graph: Graph) -> PassLayout:
     waits[target[target % 2 == 1] // 2] = True
     start, end = _assign_item_numbers(graph, waits)
     count = nodes + int(waits.sum())
-    # Links: those of the edges, then from start to end of every node whose end is an item of its own.
+    # Links: those of the edges, then from start to end of every node whose end is an item of its
+    # own.
     from_node, to = source // 2, target // 2
     from_end, to_end = source % 2 == 1, target % 2 == 1
     waiting = np.flatnonzero(waits)
@@ -168,7 +170,7 @@ def build_pass_layout(graph: Graph) -> PassLayout:
     source_entry = unwrap_array(entry_of[source_position])
     target_entry = entry_of[position[link_target[outer_links]]]
     starts_chain = chain[entry] < 0
-    # What waits for nothing is all that layer 0 has of entries.
+    # Layer 0 holds exactly the entries that wait for nothing.
     roots = int((layer[order][entry] == 0).sum())
     offset = unwrap_array(np.searchsorted(target_entry, np.arange(entry.size + 1, like=source)))
     piece_number, slices = _cut_into_slices(
@@ -197,8 +199,8 @@ def build_pass_layout(graph: Graph) -> PassLayout:
 
 
 def _assign_item_numbers(graph: Graph, waits: Bools) -> tuple[Ints, Ints]:
-    """Number of each start, and of each end that waits (else of its start): by lane, then in the
-    order of time.
+    """Returns the number of each start, and of each end that waits (else that of its start): by
+    lane, then by time.
     """
     lane = get_column_array(graph, graph.nodes["lane"].cast(int).fill_null(-1))
     start = get_column_array(graph, graph.nodes["start_ns"])
@@ -215,8 +217,8 @@ def _assign_item_numbers(graph: Graph, waits: Bools) -> tuple[Ints, Ints]:
 def _cut_into_slices(
     layer: Ints, starts_chain: Bools, roots: int, source: Ints, offset: Ints
 ) -> tuple[Ints, list[LayerSlice]]:
-    """Cut the entries into slices of one layer and few pieces; and the number of each entry's piece
-    in its slice.
+    """Cuts the entries into slices of one layer and few pieces; also returns the number of each
+    entry's piece in its slice.
     """
     piece_number = np.zeros(layer.size, dtype=np.int64, like=layer)
     if roots == layer.size:
@@ -246,7 +248,7 @@ def _cut_into_slices(
 
 
 def _merge_small_slices(slices: list[LayerSlice]) -> list[LayerSlice]:
-    """The slices with neighbours that have few links joined; only their bounds mean anything then."""
+    """Joins neighbouring slices that have few links; of the result only the bounds have a meaning."""
     joined: list[LayerSlice] = []
     for part in slices:
         if part.few and joined and joined[-1].few:
@@ -275,14 +277,14 @@ MAX_DURATION_NS = 2**53  # ns; 256 pieces of a slice this far apart are within i
 
 
 class Plan:
-    """A graph made ready for many passes.
+    """A graph prepared for many passes.
 
     The time of a point is the latest of what it waits for: `time(source) + delay` over its edges
-    and, for the end of a node, `time(start) + work`. What waits for nothing keeps its measured
-    time. All times are integers.
+    and, for the end of a node, `time(start) + work`. Points that wait for nothing keep their
+    measured time. All times are integers.
 
     Args:
-        graph: Any graph without a circle, calibrated or not.
+        graph: Any graph without a cycle, calibrated or not.
 
     Raises:
         InvariantError: `broken-cycle`: nodes wait for each other.
@@ -299,13 +301,13 @@ class Plan:
 
     @property
     def slices(self) -> int:
-        """How many times a pass stops to see what other chains have come to."""
+        """The number of slices of a pass."""
         return len(self._layout.slices)
 
     @property
     def constants(self) -> Ints:
-        """The delay that each edge's class has by calibration, whatever the edge itself showed;
-        shape (edges,), ns.
+        """The calibrated delay of each edge's class, whatever the edge itself showed; shape
+        (edges,), ns.
         """
         if self._constants is None:
             self._constants = class_delays(self.graph)
@@ -318,21 +320,21 @@ class Plan:
         *,
         residuals: bool = True,
     ) -> Ints:
-        """New times of all points.
+        """Returns new times of all points.
 
         Shapes: N nodes, E edges, S scenarios.
 
-        Where the next work of a stream starts while one still runs, that is after so much of its
-        work, not after so much time: with other works the delays of these edges are other ones in
+        Where the next work of a stream starts while one still runs, it starts after a fraction of
+        that work, not after a fixed time: with other works the delays of these edges change in
         proportion.
 
         Args:
             work_ns: Work of each node, (N,) or (S, N); as in the graph where not given.
-            delay_ns: Delay of each edge without its residual, (E,) or (S, E); `ABSENT` for an edge that shall not hold,
-                as if it were not in the graph. Where not given: with residuals the graph's delays,
-                without residuals the constants of the edges' classes.
-            residuals: Whether what no known cause explains takes as long as it took. With residuals the times of a
-                calibrated graph are the measured ones to the nanosecond.
+            delay_ns: Delay of each edge without its residual, (E,) or (S, E); `ABSENT` for an edge
+                that shall not hold, as if it were not in the graph. Where not given: with residuals
+                the graph's delays, without residuals the constants of the edges' classes.
+            residuals: Whether to add the residuals. With them the times of a calibrated graph are
+                the measured ones to the nanosecond.
 
         Returns:
             Times in ns, int64, of points 2i (start of node i) and 2i + 1 (its end): (2N,), or (S,
@@ -362,13 +364,14 @@ class Plan:
         return times[0] if is_single else times
 
     def _times(self, work: Ints, delay: Ints) -> Ints:
-        """Times of all points, (S, 2N), with works and delays as they stand here, (S or 1, N) and
-        (S or 1, E).
+        """Returns the times of all points, (S, 2N), for exactly these works and delays, (S or 1, N)
+        and (S or 1, E).
         """
         nodes = self.graph.nodes
         scenarios = max(work.shape[0], delay.shape[0])
         times = allocate_matrix(scenarios, 2 * nodes.height, large=self._large)
-        # Together they share what each slice costs; apart they stay within the caches.
+        # Scenarios evaluated together share the fixed cost of each slice; separate ones stay within
+        # the caches.
         batch_size = (
             _BATCH_SCENARIOS
             if nodes.height < max(_MAX_SMALL_NODES, _MAX_NODES_PER_SLICE * self.slices)
@@ -387,8 +390,8 @@ class Plan:
             row_delay = delay[row % len(delay)]
             absent = row_delay < _ABSENT_LIMIT
             edge_count = np.bincount(target[~absent], minlength=times.shape[1])
-            # Where an absent edge was all that held a point, that waits for nothing now: it is
-            # evaluated anew.
+            # Where an absent edge was all that held a point, that point now waits for nothing: the
+            # graph is evaluated anew.
             if (edge_count[target[absent & (target % 2 == 0)]] == 0).any():
                 present = np.flatnonzero(~absent)
                 reduced = Plan(replace(self.graph, edges=self.graph.edges[present]))
@@ -398,22 +401,22 @@ class Plan:
         return times
 
     def _pass(self, work: Ints, delay: Ints, points: Ints) -> None:
-        """Fill in the times of all points; all arguments have a row per scenario, or one for all."""
+        """Fills in the times of all points; all arguments have a row per scenario, or one for all."""
         plan = self._layout
         work, delay = self._padded(work), self._padded(delay)
         absent = delay < _ABSENT_LIMIT
         delay[absent] = 0
-        # No two times, and no sums along pieces, are further apart than this. As doubles these do
-        # not wrap around, and are exact as far as they are not refused.
+        # No two times, and no sums along pieces, are further apart than this. Computed as doubles,
+        # which do not wrap around, and are exact within the accepted range.
         max_reach = sum(
             int(np.abs(part).sum(axis=1, dtype=np.float64).max()) for part in (work, delay)
         )
         max_reach += int(self._roots.max()) - int(self._roots.min()) if self._roots.size else 0
-        never = -4 * max_reach - 1  # never the last, as long as something else holds that point
+        never = -4 * max_reach - 1  # never the latest, as long as anything else holds that point
         max_reach -= never * int(absent.sum(axis=1).max())
-        # Along a piece: time = highest of (what holds an entry back - sum of links so far) + sum of
-        # links so far. The term in brackets is the level of an entry. All pieces of a slice are
-        # gone through as one, each lifted above the one before.
+        # Along a piece: time = max of (what holds an entry back - sum of links so far) + sum of
+        # links so far. The term in brackets is the level of an entry. One running max covers all
+        # pieces of a slice, each of which is lifted above the one before.
         lift = 2 * max_reach + 1
         if lift > MAX_DURATION_NS:
             raise UsageError("these times add up to more than 100 days", slug="times-too-long")
@@ -452,7 +455,7 @@ class Plan:
         return allocate_matrix(rows, columns, large=self._large)
 
     def _take(self, values: Ints, index: Ints) -> Ints:
-        """Some columns of the values; shape (scenarios, columns)."""
+        """Returns some columns of the values; shape (scenarios, columns)."""
         return values.take(index, axis=1, out=self._room(len(values), index.size), mode="clip")
 
     def _weights(self, terms: LinkTerms, work: Ints, delay: Ints) -> Ints:
@@ -463,7 +466,7 @@ class Plan:
         return edge_weights
 
     def _padded(self, values: Ints) -> Ints:
-        """With a last column of zeros, for links that have no such term."""
+        """Appends a column of zeros, for links that have no such term."""
         padded = self._room(values.shape[0], values.shape[1] + 1)
         padded[:, :-1], padded[:, -1] = values, 0
         return padded
@@ -493,5 +496,5 @@ def _convert_to_integers(values: ArrayLike, count: int, name: str) -> NDArray[An
             f"`{name}` has shape {array.shape}, expected ({count},) or (scenarios, {count})",
             slug="wrong-shape",
         )
-    # Rounded, not cut off: a half of 3 ns is 2 ns as often as 1 ns.
+    # Rounded to even, not truncated: half of 3 ns becomes 2 ns as often as 1 ns.
     return array if array.dtype == np.int64 else np.rint(array).astype(np.int64)

@@ -1,11 +1,12 @@
-"""Graph: nodes, edges, points in order, schemas, `memo`; `.graph` files.
+"""The graph: its nodes, edges and schemas, the order of its points, the cache of its last values,
+and `.graph` files.
 
 Times are int64 nanoseconds since the graph's `epoch_ns` on the clock of the job (a rank's clock
 plus its offset), byte counts int64. `node`, `source`, `target` are row numbers of `nodes`; `event`
 and `op` are rows of the rank's trace.
 
-What is computed from arrays of `traceloom.trace.mapped_arrays` lies in files too, so that a pass
-over a large graph does not take more memory the more ranks it has.
+What is computed from arrays of `traceloom.trace.mapped_arrays` is stored in files too, so that a
+pass over a large graph does not take more memory the more ranks it has.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ from traceloom.trace.trace import HOST_OPS, CategoryType
 
 Node = pl.UInt32
 
-# What a node is, and with that what makes its end move.
+# Kinds of nodes; the kind determines what makes a node's end move.
 ORIGIN = "origin"  # the start of a rank's window; zero length, no predecessors
-HOST = "host"  # self time of an op, annotation or runtime call on a host thread, before, between or after its children
+# Self time of an op, annotation or runtime call on a host thread, before, between or after its
+# children
+HOST = "host"
 THINK = "think"  # a host thread outside every recorded event, at work that nothing names
 WAIT = "wait"  # a host thread that waits for another thread, process or peer: ends when that comes
 LAUNCH = "launch"  # a runtime or driver call that submits GPU work
@@ -83,8 +86,8 @@ EDGE_KINDS = (
     "rendezvous",  # into and out of the meeting of a collective's ranks; a send and its receive
     "simulation",  # order added only for a target
 )
-# How an edge is known: the file says so by id or arrow; two records share an id; a rule found it; a
-# convention.
+# How an edge is known: the file says so by id or arrow; two records share an id; a rule inferred
+# it; a convention.
 EVIDENCE = ("measured", "correlated", "inferred", "assumed")
 
 NodeKind = pl.Enum(list(NODE_KINDS))
@@ -138,17 +141,17 @@ GRAPH_SCHEMAS: dict[str, pl.Schema] = {
         "clock_residual_ns",
         {"process": pl.Int64},
     ),
-    # `place` is what the class is told apart by: device, vendor, call name.
+    # `place` distinguishes the classes of a kind: device, vendor, call name.
     "delays": build_schema("kind place count median_ns", {"kind": EdgeKind, "place": pl.String}),
-    # subject: host-ops, gpu-work, collectives, time, ...; outcome: matched, attached, orphan: launch before the window,
-    # ...; the time is null where it has no meaning for the subject.
+    # subject: host-ops, gpu-work, collectives, time, ...; outcome: matched, attached, orphan:
+    # launch before the window, ...; the time is null where it has no meaning for the subject.
     "coverage": build_schema("rank subject outcome count time_ns"),
 }
 
 
 @cache
 def make_empty_frame(name: str) -> pl.DataFrame:
-    """The graph frame `name` without rows."""
+    """Returns the graph frame `name` without rows."""
     return pl.DataFrame(schema=GRAPH_SCHEMAS[name])
 
 
@@ -156,15 +159,16 @@ _MAX_LISTED = 200_000  # runs; a list takes four times the room of an array
 
 
 class PointOrder(Struct, frozen=True):
-    """Items in runs, and in which order the runs can be gone through.
+    """Items in runs, and an order in which the runs can be evaluated.
 
-    A run is a stretch of neighbouring items, each of which waits for the one before it and for
+    A run is a series of neighbouring items, each of which waits for the one before it and for
     nothing else.
 
     Attributes:
         run: Number of the run of each item.
-        rank: Place of each run in an order in which each comes after what it waits for.
-        layer: Of each run, how many links that are not between neighbours lead to it at most, one after the other.
+        rank: Position of each run in an order in which each comes after what it waits for.
+        layer: For each run the largest number of links, not counting those between neighbours, on
+            any way that leads to it.
     """
 
     run: Ints
@@ -173,9 +177,9 @@ class PointOrder(Struct, frozen=True):
 
 
 def sort_into_layers(chained: Bools, source: Ints, target: Ints) -> PointOrder | None:
-    """Order items that wait for each other; None if there is a cycle.
+    """Orders items that wait for each other; None if there is a cycle.
 
-    The work outside NumPy is one step per run and link, so that long chains cost next to nothing.
+    The work outside NumPy is one step per run and link, so that long chains cost almost nothing.
 
     Args:
         chained: Whether each item waits for the one before it; shape (items,).
@@ -234,22 +238,23 @@ def sort_into_layers(chained: Bools, source: Ints, target: Ints) -> PointOrder |
 
 
 def _convert_to_sequence(values: NDArray[Any], use_arrays: bool) -> Any:
-    """The values as a list, or as a view of the array, which is slower but takes no object for
-    each.
+    """Returns the values as a list, or as a view of the array, which is slower but takes no object
+    for each.
     """
     return values.data if use_arrays else values.tolist()
 
 
 def sort_topologically(nodes: int, source: Ints, target: Ints) -> Ints:
-    """All 2 x `nodes` points in topological order.
+    """Returns all 2 x `nodes` points in topological order.
 
     Args:
-        nodes: Number of nodes; point 2i is the start of node i, 2i + 1 its end, and an end comes after its start.
+        nodes: Number of nodes; point 2i is the start of node i, 2i + 1 its end, and an end comes
+            after its start.
         source: Point of each edge that is waited for.
         target: Point of each edge that waits.
 
     Raises:
-        InvariantError: `broken-cycle`: there is none.
+        InvariantError: `broken-cycle`: there is no such order.
     """
     layering = _sort_points(nodes, source, target)
     if layering is None:
@@ -258,7 +263,7 @@ def sort_topologically(nodes: int, source: Ints, target: Ints) -> Ints:
 
 
 def is_acyclic(nodes: int, source: Ints, target: Ints) -> bool:
-    """Whether there is such an order; arguments as of `topological`."""
+    """Whether the points have a topological order; arguments as for `sort_topologically`."""
     return _sort_points(nodes, source, target) is not None
 
 
@@ -271,7 +276,7 @@ def _sort_points(nodes: int, source: Ints, target: Ints) -> PointOrder | None:
 
 
 def describe_cycle(nodes: int, source: Ints, target: Ints) -> InvariantError:
-    """The error that names the points which wait for each other."""
+    """Returns the error that names the points which wait for each other."""
     starts = np.arange(nodes, dtype=np.int64) * 2
     from_point, to_point = np.concatenate([source, starts]), np.concatenate([target, starts + 1])
     source_order = np.argsort(from_point, kind="stable")
@@ -285,7 +290,7 @@ def describe_cycle(nodes: int, source: Ints, target: Ints) -> InvariantError:
             waits[follower] -= 1
             if not waits[follower]:
                 ready.append(follower)
-    stuck = np.flatnonzero(waits)  # points that are on a circle or behind one
+    stuck = np.flatnonzero(waits)  # points that are in a cycle or behind one
     return InvariantError(
         f"{stuck.size} points wait for each other, one of them is of node {int(stuck[0]) // 2}",
         slug="broken-cycle",
@@ -308,20 +313,20 @@ class Graph:
     start plus its work.
 
     Attributes:
-        nodes: What takes time.
-        edges: What waits for what, how that is known, and how long it takes.
+        nodes: Everything that takes time.
+        edges: Which point waits for which, how that is known, and how long it takes.
         lanes: Host threads and device streams of all ranks.
         communication: What is known of each communication node.
         transfers: Kinds of memory of copies and fills.
-        host_ops: What the host traces say of the ops, for writers of other formats.
+        host_ops: The ops of the host traces, for writers of other formats.
         ranks: The recorded ranks and their clocks.
         delays: The calibrated delays of the edge classes.
         coverage: What was matched, attached and left over, and why.
-        name: What the user gave.
+        name: Name of what the user gave.
         epoch_ns: Unix time of time 0 in ns, where the traces know it.
         world_size: Ranks of the job, where known; not the number of recorded ranks.
         stage: Which of Chakra's kinds of graph this is.
-        notices: What must be known about the data.
+        notices: Notices about the data.
     """
 
     nodes: pl.DataFrame
@@ -340,7 +345,7 @@ class Graph:
     notices: tuple[Notice, ...] = ()
 
     def frames(self) -> dict[str, pl.DataFrame]:
-        """All frames by name."""
+        """Returns all frames by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name in GRAPH_SCHEMAS}
 
     def nodes_of(self, *kinds: str) -> Bools:
@@ -360,14 +365,14 @@ class Graph:
 
     @cached_property
     def events(self) -> Array:
-        """The row of its trace that each node stands for, shape (nodes,); for others more than any
-        row.
+        """The row of its trace that each node stands for, shape (nodes,); a number larger than any
+        row where it stands for none.
         """
         return self.nodes["event"].fill_null(_NO_EVENT).to_numpy()
 
     @cached_property
     def name_numbers(self) -> Array:
-        """The number of each node's name in `names`, shape (nodes,); as many as there are for nodes
+        """The index of each node's name in `names`, shape (nodes,); the length of `names` for nodes
         without a name.
         """
         numbers = self.nodes["name"].cast(pl.Enum(self.names)).to_physical()
@@ -394,23 +399,23 @@ class Graph:
 
     @property
     def job_ranks(self) -> int:
-        """How many ranks the job has, recorded or not: as many as are stated, or as nodes, groups
-        and peers need.
+        """The number of ranks of the job, recorded or not: the largest that is stated, or that
+        nodes, groups and peers need.
         """
         members = self.communication["ranks"].explode().max()
         highest = (self.nodes["rank"].max(), members, self.communication["peer"].max())
         return max([self.world_size or 1, *(rank + 1 for rank in highest if isinstance(rank, int))])
 
     def save(self, path: str | Path, *, force: bool = False) -> int:
-        """Write the graph as `NAME.graph`; returns the size of the file in bytes.
+        """Writes the graph as `NAME.graph`; returns the size of the file in bytes.
 
-        See `traceloom.graph.graph`.
+        See `traceloom.graph.graph.save`.
         """
         return save(self, path, force=force)
 
     @staticmethod
     def load(path: str | Path) -> Graph:
-        """Read a graph that was saved. See `traceloom.graph.graph`."""
+        """Reads a graph that was saved; see `traceloom.graph.graph.load`."""
         return load(path)
 
     def __repr__(self) -> str:
@@ -418,10 +423,10 @@ class Graph:
         return f"<Graph {self.name}: {self.nodes.height:,} nodes, {self.edges.height:,} edges, {ranks} ranks>"
 
     def check(self) -> None:
-        """Raise InvariantError where the graph breaks its own laws.
+        """Raises InvariantError where the graph breaks its invariants.
 
         Columns are as declared; ids are row numbers; references point to rows; no time is negative;
-        work and residual of a node are within its duration; no edge asks for more than the measured
+        work and residual of a node are within its duration; no edge requires more than the measured
         times show; there is no cycle.
         """
         self.check_columns()
@@ -449,8 +454,8 @@ class Graph:
         sort_topologically(self.nodes.height, source, target)
 
     def check_columns(self) -> None:
-        """The part of `check` that costs little: columns as declared, ids that are row numbers,
-        references to rows.
+        """Runs the cheap part of `check`: columns as declared, ids that are row numbers, references
+        to rows.
         """
         for name, frame in self.frames().items():
             if frame.schema != GRAPH_SCHEMAS[name]:
@@ -475,14 +480,15 @@ class Graph:
                 )
 
     def points(self) -> tuple[Ints, Ints]:
-        """Source and target point of each edge: 2 x node for its start, 2 x node + 1 for its end.
+        """Returns the source and target point of each edge: 2 x node for its start, 2 x node + 1
+        for its end.
 
         Read-only.
         """
         return self._points
 
     def point_times(self) -> Ints:
-        """The measured time of every point (see `points`). Read-only."""
+        """Returns the measured time of every point (see `points`). Read-only."""
         return self._point_times
 
     @cached_property
@@ -505,16 +511,17 @@ class Graph:
         return times
 
 
-MIN_LARGE_ELEMENTS = 500_000  # nodes and edges of a graph from which on its arrays lie in files: about twelve ranks of 20 MB
+# Nodes and edges of a graph from which on its arrays lie in files: about twelve ranks of 20 MB
+MIN_LARGE_ELEMENTS = 500_000
 
 
 def is_large(graph: Graph) -> bool:
-    """Whether the graph's arrays lie in files."""
+    """Whether the graph's arrays are stored in files."""
     return graph.nodes.height + graph.edges.height >= MIN_LARGE_ELEMENTS
 
 
 def get_edge_points(graph: Graph) -> tuple[Ints, Ints]:
-    """Source and target point of each edge; see `Graph.points`."""
+    """Returns the source and target point of each edge; see `Graph.points`."""
     if not is_large(graph):
         return graph.points()
     source, target = (
@@ -526,7 +533,7 @@ def get_edge_points(graph: Graph) -> tuple[Ints, Ints]:
 
 
 def get_point_times(graph: Graph) -> Ints:
-    """The measured time of every point; see `Graph.point_times`."""
+    """Returns the measured time of every point; see `Graph.point_times`."""
     if not is_large(graph):
         return graph.point_times()
     start, duration = (
@@ -538,8 +545,8 @@ def get_point_times(graph: Graph) -> Ints:
 
 
 def get_column_array(graph: Graph, column: pl.Series) -> Array:
-    """A column of the graph without nulls, kinds as their numbers; what is computed from it lies
-    where it lies.
+    """Returns a column of the graph without nulls, kinds as their numbers; a mapped array where the
+    graph's arrays are mapped.
     """
     values: Array = (
         column.to_physical() if isinstance(column.dtype, pl.Enum) else column
@@ -548,12 +555,12 @@ def get_column_array(graph: Graph, column: pl.Series) -> Array:
 
 
 def unwrap_array(values: Array) -> Array:
-    """The same array, wherever it lies; what is computed from it lies in memory."""
+    """Returns the same array as a plain one; what is computed from it is in memory."""
     return values.view(np.ndarray)
 
 
 def allocate_matrix(rows: int, columns: int, *, large: bool) -> Ints:
-    """A plain array without values, of which the data lie in a file where it is large.
+    """Returns an uninitialized plain array, backed by a file where it is large.
 
     Shape (rows, columns).
     """
@@ -594,7 +601,7 @@ is_graph = _FORMAT.holds
 
 
 def save(graph: Graph, path: str | Path, *, force: bool = False) -> int:
-    """Write a graph, whole or not at all; returns the size of the file in bytes.
+    """Writes a graph, whole or not at all; returns the size of the file in bytes.
 
     Raises:
         OutputError: `file-exists`, `cannot-write`.
@@ -610,12 +617,12 @@ def save(graph: Graph, path: str | Path, *, force: bool = False) -> int:
 
 
 def load(path: str | Path) -> Graph:
-    """Read a graph that `save` wrote. `Graph.check` is not run, but columns, ids and references are
-    right.
+    """Reads a graph that `save` wrote. `Graph.check` is not run, but columns, ids and references
+    are checked.
 
     Raises:
-        InputError: `unreadable`; `not-a-graph`: another kind of file; `graph-damaged`: cut, or not as its header says;
-            `other-version`.
+        InputError: `unreadable`; `not-a-graph`: another kind of file; `graph-damaged`: truncated,
+            or not as its header says; `other-version`.
     """
     return _FORMAT.load(path, _build_graph)
 
@@ -638,17 +645,17 @@ T = TypeVar("T")
 
 
 class LastGraphCache(Generic[T]):
-    """A value of one graph, by the identity of its nodes and edges, whatever else is said of it.
+    """A value of one graph, keyed by the identity of its nodes and edges alone.
 
-    Forgotten with them, and when another graph's value is put. Several steps of one analysis need
-    it, and nobody may change it.
+    It is dropped with these frames, and when another graph's value is stored. Several steps of one
+    analysis share it, and none may change it.
     """
 
     def __init__(self) -> None:
         self._kept: tuple[weakref.ref[pl.DataFrame], weakref.ref[pl.DataFrame], T] | None = None
 
     def of(self, graph: Graph) -> T | None:
-        """The value of this graph; None where it is not there."""
+        """Returns the value of this graph; None where it is not cached."""
         cached = self._kept
         return (
             cached[2]
@@ -657,7 +664,7 @@ class LastGraphCache(Generic[T]):
         )
 
     def put(self, graph: Graph, value: T) -> T:
-        """Remember the value of a graph, and give it back."""
+        """Stores and returns the value of a graph."""
         self._kept = (
             weakref.ref(graph.nodes, self._forget),
             weakref.ref(graph.edges, self._forget),

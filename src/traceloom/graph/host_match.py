@@ -1,4 +1,4 @@
-"""Host trace joined to device trace."""
+"""The join of a host trace to a device trace of the same process."""
 
 from __future__ import annotations
 
@@ -63,15 +63,18 @@ class Matching:
 
     Attributes:
         host: The host trace.
-        host_op: Id in the host trace of each event of the device trace, -1 where it has none; shape (events,).
-        outcome: What became of each row of `host.ops`; one of OUTCOMES.
-        exact: Ids join them; else the order of names does.
-        iterations: How many iterations of the device trace the host trace fits; 1 where ids say which one it is.
-        threads: Thread of the host trace, lane of the device trace, `ops` of the thread, how many of them `matched`.
-        carried: Where a host trace of another step than those of the device trace was carried over to these by the
-            order of names: how many of the device trace's ops that gave a host op, and how many
-            stay without.
-        notices: What must be known about the host trace and the join.
+        host_op: Id in the host trace of each event of the device trace, -1 where it has none; shape
+            (events,).
+        outcome: The outcome for each row of `host.ops`; one of OUTCOMES.
+        exact: Whether ids join them; else the order of names does.
+        iterations: How many iterations of the device trace the host trace fits; 1 where ids
+            identify it.
+        threads: Thread of the host trace, lane of the device trace, `ops` of the thread, and how
+            many of them were `matched`.
+        carried: Where a host trace of another step was carried over to the steps of the device
+            trace by the order of names: how many of the device trace's ops got a host op that way,
+            and how many have none.
+        notices: Notices about the host trace and the join.
         rank: The rank of the device trace.
     """
 
@@ -87,17 +90,17 @@ class Matching:
 
     @property
     def evidence(self) -> str:
-        """Of what the graph says because of the host trace: `correlated` or `inferred`."""
+        """The evidence of what the graph takes from the host trace: `correlated` or `inferred`."""
         return "correlated" if self.exact else "inferred"
 
     @property
     def ops(self) -> int:
-        """Host ops that there are to match: all nodes but processes, threads and lists of groups."""
+        """The number of host ops to match: all nodes but processes, threads and lists of groups."""
         return int((~self.outcome.is_in([ROOT, GROUP_LIST_NODE])).sum())
 
     @property
     def matched(self) -> int:
-        """Host ops that were matched."""
+        """The number of host ops that were matched."""
         return int(self.outcome.cast(pl.String).str.starts_with("matched").sum())
 
     def coverage(self) -> pl.DataFrame:
@@ -119,14 +122,14 @@ class Matching:
         ).select(pl.col(name).cast(kind) for name, kind in GRAPH_SCHEMAS["coverage"].items())
 
     def with_notices(self, *notices: Notice) -> Matching:
-        """The same with more to be known."""
+        """Returns the same matching with more notices."""
         return replace(
             self, notices=(*self.notices, *(notice.of_rank(self.rank) for notice in notices))
         )
 
 
 def explain_non_ops(host: HostTrace) -> pl.Series:
-    """For each row of `host.ops` why it is no op; null for ops."""
+    """Returns for each row of `host.ops` why it is not an op; null for ops."""
     group_list = host.ops["name"] == GROUP_LIST
     return (
         pl.select(
@@ -151,12 +154,12 @@ _MAX_LANES = 64  # tried for each thread: those with most ops
 
 
 class _TracePair(Struct, frozen=True):
-    """The two traces with what is compared.
+    """The two traces with the columns that are compared.
 
     Attributes:
         trace: The device trace.
         host: The host trace.
-        no_op: Why a row of the host trace is no op; null for ops.
+        no_op: Why a row of the host trace is not an op; null for ops.
         op: Which rows of the host trace are ops.
         event: Which events can be ops.
         host_code: Numbers of the names of host ops.
@@ -173,17 +176,17 @@ class _TracePair(Struct, frozen=True):
 
     @property
     def ops(self) -> int:
-        """Host ops to match."""
+        """The number of host ops to match."""
         return int(self.op.sum())
 
 
 def match(trace: Trace, host: HostTrace) -> Matching:
-    """Find the event of each host op.
+    """Finds the event of each host op.
 
     Exactly by record function id; by the older key, where `External id` is the record function id
-    and the names agree; else by the order of the names of each thread, with the ops around them
-    where that fits, all threads in the same iteration. Where several iterations fit, the first is
-    taken, and a notice says so.
+    and the names agree; else by the order of the names of each thread, including the ops around
+    them where that fits, all threads in the same iteration. Where several iterations fit, the first
+    is taken, and a notice says so.
 
     Args:
         trace: The device trace.
@@ -193,7 +196,8 @@ def match(trace: Trace, host: HostTrace) -> Matching:
         The join, with an outcome for every host op.
 
     Raises:
-        InputError: `host-mismatch`: the host trace is of another run, process or rank; `empty-host-trace`.
+        InputError: `host-mismatch`: the host trace is of another run, process or rank;
+            `empty-host-trace`.
     """
     no_op = explain_non_ops(host)
     host_code, event_code = encode_shared_names(host.ops["name"], trace.events["name"])
@@ -202,8 +206,8 @@ def match(trace: Trace, host: HostTrace) -> Matching:
         raise InputError("the host trace holds no op", slug="empty-host-trace", where=host.path)
     both = _TracePair(trace, host, no_op, op, is_op(trace), host_code, event_code)
     op_events = trace.events.filter(pl.Series(both.event))
-    # Quickly, by how often each name occurs: no more can be matched than that. Fewer have to be
-    # where every event has an id: the device trace may be cut.
+    # A quick check by how often each name occurs, which bounds the matches. Fewer are required
+    # where every event has an id: the device trace may be truncated.
     size = int(max(host_code.max(initial=0), event_code.max(initial=0))) + 1
     host_counts = np.bincount(host_code[op], minlength=size)
     event_counts = np.bincount(event_code[both.event], minlength=size)
@@ -213,8 +217,8 @@ def match(trace: Trace, host: HostTrace) -> Matching:
     )
     if max_matches < min_share * both.ops:
         raise _describe_mismatch(both, max_matches, "are in the device trace at all", min_share)
-    # The process id, where both have it: ranks of one job run the same ops, so names do not tell
-    # them apart.
+    # By the process id, where both have it: ranks of one job run the same ops, so names do not
+    # distinguish them.
     processes = op_events["process"].unique().drop_nulls()
     if host.process is not None and processes.len() and host.process not in processes:
         device_process = trace.meta.process if trace.meta.process is not None else processes[0]
@@ -244,15 +248,15 @@ def _describe_mismatch(both: _TracePair, count: int, clause: str, min_share: flo
 
 
 def _match_by_ids(both: _TracePair) -> Matching | None:
-    """By record function id, or by `External id`, which was the record function id in some older
-    versions.
+    """Matches by record function id, or by `External id`, which was the record function id in some
+    older versions.
 
-    The former is exact, whatever the names; most have to agree, to show that it is one run. The
-    latter only counts where the names agree.
+    The former is exact, whatever the names; most names have to agree, to show that it is one run.
+    The latter only counts where the names agree.
     """
     host_ids = both.host.ops["record_function_id"]
     for column in ("record_function_id", "external_id"):
-        # rows of host ops and of events whose ids are equal; of several with one id the first
+        # Rows of host ops and of events whose ids are equal; of several with one id the first.
         ids = both.trace.events[column]
         event = np.flatnonzero(both.event & ids.is_not_null().to_numpy())
         row = np.flatnonzero(both.op & host_ids.is_not_null().to_numpy())
@@ -267,8 +271,8 @@ def _match_by_ids(both: _TracePair) -> Matching | None:
         same = both.host_code[row] == both.event_code[event]
         if not row.size or same.sum() < MIN_MATCHED_SHARE * row.size:
             continue
-        # before the first id or after the last of the device trace: the profiler begins a little
-        # later
+        # Before the first id or after the last of the device trace: the profiler begins a little
+        # later.
         recorded = ids.filter(pl.Series(both.event))
         is_outside = ((host_ids < recorded.min()) | (host_ids > recorded.max())).fill_null(
             value=False
@@ -303,7 +307,7 @@ def _match_by_ids(both: _TracePair) -> Matching | None:
 
 
 def _match_by_names(both: _TracePair) -> Matching:
-    """By the order of the names of each thread, all threads in the same iteration."""
+    """Matches by the order of the names of each thread, all threads in the same iteration."""
     in_trace = np.isin(both.host_code, both.event_code[both.event])
     in_host = np.isin(both.event_code, both.host_code[both.op])
     threads = split_by_thread(both.host, both.host_code, both.op & in_trace)
@@ -340,8 +344,8 @@ def _build_matching(
     exact: bool,
     iterations: int = 1,
 ) -> Matching:
-    """The result from rows that belong together, and what became of which rows of the host trace;
-    the last counts.
+    """Builds the result from matching rows, and the outcomes of rows of the host trace; a later
+    outcome overrides an earlier one.
     """
     outcome = both.no_op.to_physical().cast(pl.Int64).fill_null(0).to_numpy().copy()
     for word, rows in outcomes:
@@ -377,13 +381,13 @@ def _build_matching(
 
 
 class _ThreadMatch(Struct, frozen=True):
-    """Where the ops of one host thread stand.
+    """The positions of the ops of one host thread in a lane.
 
     Attributes:
         line: The thread.
         lane: The lane.
         start: Where in the lane they begin, for each iteration that fits.
-        slack: How far off that may be; 0: exactly there, one after the other.
+        slack: How far off that may be; 0 where the ops are exactly there, one after the other.
     """
 
     line: ThreadOps
@@ -396,7 +400,7 @@ class _LaneAssignment(Struct):
     """A choice of lanes for threads.
 
     Attributes:
-        placed: Of each thread that has a place.
+        placed: The match of each thread that has a place.
         ops: How many ops these threads hold.
     """
 
@@ -405,11 +409,11 @@ class _LaneAssignment(Struct):
 
     @classmethod
     def of(cls, threads: list[ThreadOps], lanes: list[ThreadOps]) -> _LaneAssignment:
-        """Choose a lane for every thread, so that as many ops as possible fit in the same
+        """Chooses a lane for every thread, so that as many ops as possible fit in the same
         iterations.
 
-        The thread with most ops comes first. The ids of the host trace count ops of all threads in
-        the order in which they began, so they say between which of its ops each other thread
+        The thread with the most ops comes first. The ids of the host trace count ops of all threads
+        in the order in which they began, so they show between which of its ops each other thread
         begins.
 
         Args:
@@ -427,7 +431,7 @@ class _LaneAssignment(Struct):
             )
             used_lanes = {first_lane}
             for thread, thread_places in zip(threads[1:], positions[1:], strict=True):
-                # the lane in which the thread fits most of the iterations, if there is one
+                # The lane in which the thread fits most of the iterations, if there is one.
                 best_match: tuple[Bools, Ints, int] | None = None
                 for lane_index, in_lane in thread_places.items():
                     if lane_index in used_lanes:
@@ -457,16 +461,17 @@ class _LaneAssignment(Struct):
 
     @property
     def iterations(self) -> int:
-        """In how many iterations all of them fit."""
+        """The number of iterations in which all of them fit."""
         return self.placed[0].start.size if self.placed else 0
 
     def pairs(self, iteration: int = 0, *, shifted: bool = True) -> tuple[Ints, Ints]:
-        """Rows of host ops and of events that belong together, in one of the iterations that fit.
+        """Returns the matching rows of host ops and of events, in one of the iterations that fit.
 
         Args:
             iteration: Which of those that fit.
-            shifted: Trust that most ops stand as far apart in both as the place says. Where a short pattern repeats and
-                ops are missing, that pairs repetitions wrongly.
+            shifted: Whether to assume that most ops are as far apart in both as the position
+                implies. Where a short pattern repeats and ops are missing, that pairs repetitions
+                wrongly.
         """
         host_rows, event_rows = [], []
         for placed in self.placed:
@@ -491,8 +496,8 @@ class _LaneAssignment(Struct):
 
 
 def _find_positions(thread: ThreadOps, lanes: list[ThreadOps]) -> dict[int, SimilarStretches]:
-    """Lane -> where the thread's ops stand in it: exactly with the ops around them, exactly, or
-    nearly.
+    """Returns lane -> the positions of the thread's ops in it: exact with the ops around them,
+    exact, or approximate.
     """
     for nested in (True, False):
         exact = {
@@ -522,7 +527,9 @@ def _find_positions(thread: ThreadOps, lanes: list[ThreadOps]) -> dict[int, Simi
 def _match_iterations(
     first: _ThreadMatch, thread: ThreadOps, lane: ThreadOps, stretches: SimilarStretches
 ) -> tuple[Bools, Ints]:
-    """For each iteration of the first thread: whether the other has a place in it, and which."""
+    """Returns for each iteration of the first thread whether the other has a position in it, and
+    which.
+    """
 
     def times(lane: ThreadOps, index: Ints) -> Ints:
         return lane.order[np.clip(index, 0, lane.size - 1)]
@@ -542,15 +549,14 @@ def _match_iterations(
         valid = (selected <= last) & (
             (early[np.minimum(selected, last)] <= high + _MAX_RACE_NS) | (not bounded)
         )
-        # Only where none comes after, one that came a little before.
+        # One that came a little before, only where none comes after.
         nearly_valid = (
             ~valid & (selected > 0) & (late[np.maximum(selected - 1, 0)] >= low - _MAX_RACE_NS)
         )
         selected = np.where(nearly_valid, selected - 1, selected)
         valid |= nearly_valid
     selected = np.clip(selected, 0, stretches.start.size - 1)
-    repeated = np.flatnonzero(
-        selected[1:] == selected[:-1]
-    )  # one place cannot belong to two iterations
+    # One position cannot belong to two iterations
+    repeated = np.flatnonzero(selected[1:] == selected[:-1])
     valid[repeated if before >= 0 else repeated + 1] = False
     return valid, selected

@@ -1,4 +1,4 @@
-"""Host events that become nodes; what runtime calls do; segments of threads."""
+"""Host events that become nodes, the names of runtime calls, and the segments of host threads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOT_LAUNCHES = r"(?i)configure|callconfiguration|hostfunc|getlast|attribute|occu
 DEVICE_WAITS = r"(?i)(device|ctx|thread)_?synchronize|^synchronize$"
 STREAM_WAITS = r"(?i)stream_?synchronize|synchronize_?stream|queue_?(finish|synchronize)|commandlisthostsynchronize"
 EVENT_WAITS = r"(?i)event_?(host)?_?synchronize|^(ur|pi|ze|sycl)events?wait|fencehostsynchronize"
-# Copies that return when they are done, whatever kind of memory.
+# Copies that return when they are done, whatever the kind of memory.
 BLOCKING_COPIES = (
     r"(?i)^(cuda|hip|mu)memcpy(2d|3d|peer|(to|from)(symbol|array))?(_ptsz?|_ptds)?$"
     r"|^cuMemcpy(htod|dtoh|dtod|htoa|atoh|2d|3d|peer)?(_v2)?(_ptds)?$|memcpywithstream"
@@ -57,18 +57,18 @@ HOST_PATTERNS = (
     PLAIN_OP,
     COLLECTIVE,
 )
-"""What is asked of the names of host events: of all together, which takes less than one by one."""
+"""All patterns of names of host events, matched together, which is faster than one by one."""
 
 
 def encode_distinct_names(names: pl.Series) -> tuple[pl.Series, Array]:
-    """The distinct names, and for each name the index of it there, shape (names,); no name is an
-    empty one.
+    """Returns the distinct names, and the index into them of each name, shape (names,); a missing
+    name counts as an empty one.
     """
     return encode_names(names.fill_null("") if names.null_count() else names)
 
 
 def match_names(names: pl.Series, pattern: str) -> Bools:
-    """Which of the names match the pattern, looked at once per distinct name; shape (names,)."""
+    """Returns which names match the pattern, evaluated once per distinct name; shape (names,)."""
     distinct_names, word = encode_distinct_names(names)
     matches: Bools = contains(distinct_names, pattern).to_numpy()[word]
     return matches
@@ -79,13 +79,13 @@ _MIN_POLLING_SHARE = 0.5  # share of a thread's calls; such a thread holds nothi
 
 
 class HostTree(Struct, frozen=True):
-    """Host events in lane order, in which the descendants of an event follow it; arrays of shape
-    (events kept,).
+    """Host events in lane order, each followed by its descendants; arrays of shape (events kept,).
 
     Attributes:
         row: Row in `trace.events`.
-        position: For every row of `trace.events` its position here; a driver call inside another call, and what lies
-            inside a communication on the host, have the position of that; -1 for what is not here.
+        position: For every row of `trace.events` its position here; a driver call inside another
+            call, and events inside a communication on the host, have the position of that; -1 for
+            events that are left out.
         lane: Lane of the trace.
         start: Starts, ns.
         end: Ends, clipped to the parents'.
@@ -96,7 +96,7 @@ class HostTree(Struct, frozen=True):
         name: Names.
         words: The distinct names.
         word: For each event the index of its name in `words`.
-        polling: Events left out, because their threads only ask again and again whether something is done.
+        polling: Number of events left out, because their threads only poll for completion.
         polling_ns: Their time.
     """
 
@@ -120,8 +120,8 @@ class HostTree(Struct, frozen=True):
         return self.end - self.start
 
     def named(self, pattern: str, position: Ints | None = None) -> Bools:
-        """Which events, of all or of those at some positions, have a name that holds a pattern of
-        `calls.OF_HOST`.
+        """Returns which events, of all or of those at some positions, have a name that matches one
+        of `HOST_PATTERNS`.
         """
         hits = contains_any(self.words, HOST_PATTERNS)[HOST_PATTERNS.index(pattern)].to_numpy()
         matches: Bools = hits[self.word if position is None else self.word[position]]
@@ -129,10 +129,10 @@ class HostTree(Struct, frozen=True):
 
 
 def build_host_tree(trace: Trace) -> HostTree:
-    """The host events of a trace that make nodes.
+    """Collects the host events of a trace that make nodes.
 
-    Python frames are left out (they name what others measure), so are driver calls inside other
-    calls, what lies inside a communication that the host does itself (the call as a whole waits for
+    Python frames are left out (they name what others measure), as are driver calls inside other
+    calls, events inside a communication that the host does itself (the call as a whole waits for
     its peers), and threads that only poll.
     """
     events = trace.events
@@ -146,11 +146,11 @@ def build_host_tree(trace: Trace) -> HostTree:
         np.isin(cat.CATEGORIES, _NODE_CATEGORIES)[category]
         & (trace.lanes["kind"] == "host").to_numpy()[lane_of]
     )
-    # of each driver call the nearest call around it
+    # For each driver call the nearest call around it.
     driver = np.flatnonzero(category == cat.CATEGORIES.index(cat.DRIVER))
     ancestor = parent[driver]
     todo = np.flatnonzero(ancestor >= 0)
-    while (todo := todo[~call[ancestor[todo]]]).size:  # one turn per level of nesting
+    while (todo := todo[~call[ancestor[todo]]]).size:  # one iteration per level of nesting
         ancestor[todo] = parent[ancestor[todo]]
         todo = todo[ancestor[todo] >= 0]
     outer = np.full(parent.size, -1, dtype=np.int64)
@@ -166,7 +166,7 @@ def build_host_tree(trace: Trace) -> HostTree:
     position = np.full(events.height, -1, dtype=np.int64)
     position[row] = np.arange(row.size)
     nested = np.flatnonzero(outer >= 0)
-    # the outermost call: the nearest one may itself stand in another
+    # The outermost call: the nearest one may itself be nested in another.
     while nested.size and (outer[outer[nested]] >= 0).any():
         outer[nested] = np.where(outer[outer[nested]] >= 0, outer[outer[nested]], outer[nested])
     position[nested] = position[outer[nested]]
@@ -198,8 +198,7 @@ def build_host_tree(trace: Trace) -> HostTree:
 def _find_enclosing_communication(trace: Trace, parent: Ints, call: Bools) -> Ints:
     """For each event the outermost communication on the host around it; -1 for none.
 
-    One in which something calls a device does not count: what it gives the device to do is work of
-    its own.
+    A communication in which something calls a device does not count: the device work is its own.
     """
     outer = np.full(parent.size, -1, dtype=np.int64)
     is_communication = (
@@ -210,7 +209,8 @@ def _find_enclosing_communication(trace: Trace, parent: Ints, call: Bools) -> In
         return outer
     nested = np.flatnonzero(parent >= 0)
     ancestor = parent[nested]
-    while nested.size:  # one turn per level of nesting: the last communication met is the outermost
+    # One iteration per level of nesting: the last communication met is the outermost
+    while nested.size:
         outer[nested] = np.where(is_communication[ancestor], ancestor, outer[nested])
         ancestor = parent[ancestor]
         nested, ancestor = nested[ancestor >= 0], ancestor[ancestor >= 0]
@@ -222,7 +222,7 @@ def _find_enclosing_communication(trace: Trace, parent: Ints, call: Bools) -> In
 
 
 def _find_polling_lanes(trace: Trace, retained: Bools, call: Bools) -> Bools:
-    """Lanes that hold calls and nothing else, most of them polls for completion."""
+    """Returns the lanes that hold calls and nothing else, most of them polls for completion."""
     lanes = trace.lanes.height
     lane_of = trace.events["lane"].to_numpy()
     polls = np.zeros(lane_of.size, dtype=np.bool_)
@@ -236,20 +236,21 @@ def _find_polling_lanes(trace: Trace, retained: Bools, call: Bools) -> Bools:
 
 
 class Segments(Struct, frozen=True):
-    """Consecutive stretches of host threads, each with its innermost event; arrays of shape
+    """Consecutive segments of host threads, each with its innermost event; arrays of shape
     (segments,).
 
     Every thread is tiled from its first event to the end of its last one. Each event has one
-    segment that begins where it begins, be it without length, so that nothing is lost and the order
+    segment that begins where it begins, even if of length 0, so that no event is lost and the order
     is that of the calls.
 
     Attributes:
         owner: Position (in the tree) of the innermost event; -1 in gaps.
         lane: Lane of the trace; segments are sorted by lane, then in the order of time.
         start: Starts, ns.
-        end: Ends, ns; that of one is the start of the next on its lane.
+        end: Ends, ns; the end of one is the start of the next on its lane.
         first: For each event of the tree its first segment.
-        last: For each event the last segment of it and its descendants; ends where the event ends.
+        last: For each event the last segment of it and its descendants; it ends where the event
+            ends.
     """
 
     owner: Ints
@@ -260,10 +261,10 @@ class Segments(Struct, frozen=True):
     last: Ints
 
     def cut(self, segments: Ints, times: Ints) -> tuple[Segments, Ints]:
-        """Cut segments in two.
+        """Cuts segments in two.
 
         Args:
-            segments: Segments, ascending; one may stand several times.
+            segments: Segments, ascending; one may occur several times.
             times: Where to cut each, ascending for one segment, within it.
 
         Returns:
@@ -274,9 +275,8 @@ class Segments(Struct, frozen=True):
         number = np.cumsum(part_counts) - part_counts
         source_segment = np.repeat(np.arange(self.owner.size), part_counts)
         start, end = self.start[source_segment], self.end[source_segment]
-        part_index = (
-            np.arange(segments.size) + 1 + segments
-        )  # each cut before, and each whole segment before, is one part
+        # Each earlier cut, and each whole segment before, adds one part
+        part_index = np.arange(segments.size) + 1 + segments
         start[part_index] = times
         end[part_index - 1] = times
         after = number + part_counts - 1
@@ -292,14 +292,15 @@ class Segments(Struct, frozen=True):
 
 
 def build_segments(tree: HostTree) -> Segments:
-    """Tile each host thread with segments."""
+    """Tiles each host thread with segments."""
     size = tree.row.size
     events = np.arange(size)
-    # Place of every begin and end in a walk around the forest: what began before it plus what ended
-    # before it.
+    # Index of every begin and end in a walk around the forest: the number of begins and ends before
+    # it.
     start_index = 2 * events - tree.depth
     end_index = 2 * tree.stop - 1 - tree.depth
-    # Ancestors belong to one lane, so that lanes follow each other in this numbering.
+    # The ancestors of an event belong to one lane, so that lanes follow each other in this
+    # numbering.
     owner, time, lane = (np.full(2 * size, -1, dtype=np.int64) for _ in range(3))
     owner[start_index], owner[end_index] = events, tree.parent
     time[start_index], time[end_index] = tree.start, tree.end

@@ -1,5 +1,5 @@
-"""What the user gave, by rank: device trace, host trace, and of a capture the graph step that joins
-the two.
+"""The user's input files by rank: device trace, host trace, and for a capture the graph step that
+joins the two.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from traceloom.trace.notice import Notice
 AnyPath = str | os.PathLike[str]
 Window = Literal["timed", "graph"]
 
-_IGNORED_ERRORS = ("not-a-trace", "empty-file")  # files that may lie beside traces in a directory
+_IGNORED_ERRORS = ("not-a-trace", "empty-file")  # files that may be in a directory of traces
 _SUFFIXES = re.compile(r"(\.(json|gz|pt|zip|et))+$", re.IGNORECASE)
 _SEPARATORS = re.compile(r"[^a-z0-9]+")
-# Words in names of files that say which of the two traces it is.
+# Words in file names that indicate the kind of trace.
 _KIND_WORDS = frozenset(
     {
         "host",
@@ -62,11 +62,11 @@ class RankInput(Struct, frozen=True):
     """The files of one rank.
 
     Attributes:
-        rank: The rank; 0 where the only device trace does not say it.
+        rank: The rank; 0 where the only device trace does not state it.
         device: The device trace that becomes the graph.
         host: The host trace of that process.
-        graph_step: Of a capture: the device trace of the step that the host trace is of, where that is another than
-            `device`.
+        graph_step: For a capture: the device trace of the step that the host trace is of, where
+            that is another than `device`.
     """
 
     rank: int
@@ -76,12 +76,12 @@ class RankInput(Struct, frozen=True):
 
 
 class Inputs(Struct):
-    """What there is to link.
+    """The files to link.
 
     Attributes:
-        name: What the user gave, in a word.
+        name: Short name of what the user gave.
         ranks: One entry per rank, ascending.
-        notices: What is missing or left out.
+        notices: Notices about what is missing or left out.
         refused: Files that could not be used.
     """
 
@@ -92,19 +92,20 @@ class Inputs(Struct):
 
 
 def find_inputs(*paths: AnyPath, window: Window = "timed") -> Inputs:
-    """Find out which files belong to which rank; kinds are told by content, so files may come in
-    any order.
+    """Finds out which files belong to which rank; kinds are recognized by content, so files may
+    come in any order.
 
     Host traces go to the device trace of the same process id, else of the same rank, else of the
     same name.
 
     Args:
         paths: Files, directories, captures; `-` is a device trace from standard input.
-        window: Of a capture, what to link: the timed window, or the graph step.
+        window: For a capture, what to link: the timed window, or the graph step.
 
     Raises:
         UsageError: `no-inputs`, `several-runs`, `stdin-among-files`.
-        InputError: Nothing given is a device trace; a rank has two of something; ranks cannot be distinguished.
+        InputError: Nothing given is a device trace; a rank has two of something; ranks cannot be
+            distinguished.
     """
     if not paths:
         raise UsageError("expected at least one file or directory, got none", slug="no-inputs")
@@ -165,7 +166,7 @@ def find_inputs(*paths: AnyPath, window: Window = "timed") -> Inputs:
 
 
 def _map_by_rank(devices: list[FileHead]) -> dict[int, FileHead]:
-    """Device traces by rank; each rank has one."""
+    """Returns device traces by rank; each rank has one."""
     unknown = [device for device in devices if device.rank is None]
     if unknown and len(devices) > 1 and len({device.process for device in devices}) == len(devices):
         raise InputError(
@@ -207,7 +208,7 @@ def _match_host_traces(
             pairs[rank] = host
     free = [rank for rank in ranks if rank not in pairs]
     if len(unmatched) == 1 and len(free) == 1:
-        # Whether they belong together is seen when they are matched.
+        # The match itself checks whether they belong together.
         pairs[free[0]] = unmatched.pop()
     if unmatched:
         count_text = "1 host trace" if len(unmatched) == 1 else f"{len(unmatched)} host traces"
@@ -225,7 +226,7 @@ def _match_host_traces(
 
 
 def _find_rank(host: HostTraceHead, ranks: dict[int, FileHead]) -> int | None:
-    """The rank whose device trace is of the same process, rank or name."""
+    """Returns the rank whose device trace is of the same process, rank or name."""
     if host.process is not None:
         same = [rank for rank, device in ranks.items() if device.process == host.process]
         if len(same) == 1:
@@ -240,7 +241,7 @@ def _find_rank(host: HostTraceHead, ranks: dict[int, FileHead]) -> int | None:
 
 
 def _normalize_name(path: Path) -> tuple[str, ...]:
-    """What is left of a name without the words that say what kind of trace it is."""
+    """Returns the parts of a name without the words that indicate the kind of trace."""
     parts = _SEPARATORS.split(_SUFFIXES.sub("", path.name).lower())
     return tuple(word for word in parts if word and word not in _KIND_WORDS)
 
@@ -251,7 +252,7 @@ def _normalize_name(path: Path) -> tuple[str, ...]:
 def _list_capture_inputs(sources: InputSet, paths: tuple[str, ...], window: Window) -> Inputs:
     folders = {
         directory.resolve() for directory in sources.captures
-    }  # files in there may be named beside the capture
+    }  # files in there may also be given next to the capture
     if len(sources.captures) > 1 or any(
         file.capture is None and file.path.resolve().parent not in folders
         for file in sources.inputs
@@ -371,7 +372,9 @@ def _add_entry(out: Inputs, directory: Path, entry: dict[str, Any], window: Wind
 
 
 def _find_capture_file(directory: Path, part: Any, key: str = "file") -> Path | None:
-    """A file that capture.json names, if it is there; a name never leads out of the directory."""
+    """Returns a file that capture.json names, if it exists; a name never leads out of the
+    directory.
+    """
     name = part.get(key) if isinstance(part, dict) else None
     if not isinstance(name, str) or Path(name).name != name or not (directory / name).is_file():
         return None

@@ -1,4 +1,4 @@
-"""Ranks joined: one clock, collectives that meet.
+"""Graphs of single ranks joined into one: the clocks of the hosts, and collectives that meet.
 
 One offset and drift per host. The fit is robust (medians of differences, Theil-Sen for the drift):
 a rank whose thread or kernel ended late by chance does not move it.
@@ -26,7 +26,7 @@ from traceloom.trace.array_types import Ints
 from traceloom.trace.frames import cast_to_schema
 from traceloom.trace.notice import Notice
 
-# Nobody leaves these before everybody has come.
+# No part of these ends before all parts have begun.
 ENDS_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 _MIN_DRIFT_MEETINGS = 8  # meetings, and
 _MIN_DRIFT_SPAN_NS = 10_000_000  # time between the first and the last, before a drift is fitted
@@ -34,14 +34,15 @@ _MAX_PAIRS = 400  # points of the Theil-Sen estimate, spread evenly; it is quadr
 
 
 class HostClock(Struct, frozen=True):
-    """How a host's clock is corrected: `corrected = time + offset_ns + drift * (time - since_ns)`.
+    """The correction of a host's clock: `corrected = time + offset_ns + drift * (time - since_ns)`.
 
     Attributes:
         offset_ns: Added to its times.
         drift: Nanoseconds per nanosecond.
-        since_ns: Where the drift is 0.
-        residual_ns: Largest of the usual differences that remain (95th percentile); None where nothing was fitted.
-        meetings: Number of collectives the fit stands on.
+        since_ns: The time at which the drift is 0.
+        residual_ns: 95th percentile of the usual differences that remain; None where nothing was
+            fitted.
+        meetings: Number of collectives that the fit is based on.
     """
 
     offset_ns: int = 0
@@ -51,7 +52,7 @@ class HostClock(Struct, frozen=True):
     meetings: int = 0
 
     def corrected(self, times: Ints) -> Ints:
-        """Times on the job's clock; never changes the order of times."""
+        """Returns times on the job's clock; never changes the order of times."""
         if not self.drift:
             return times + self.offset_ns
         bent: Ints = np.floor(self.drift * (times - self.since_ns)).astype(np.int64)
@@ -59,14 +60,13 @@ class HostClock(Struct, frozen=True):
 
 
 def fit_clocks(meetings: pl.DataFrame, hosts: list[str]) -> dict[str, HostClock]:
-    """One clock per host; the first host of each connected set is the reference.
+    """Fits one clock per host; the first host of each connected set is the reference.
 
     Args:
         meetings: `instance`, `host`, `end_ns`: ends of joined collectives of `ENDS_TOGETHER`.
         hosts: Every host, the reference first.
     """
-    # medians of differences: times since 1970 are too large for their nanoseconds to survive as
-    # floating point numbers
+    # Medians of differences: nanoseconds since 1970 are too large for floating point numbers.
     earliest = pl.col("end_ns").min()
     instance_ends = meetings.group_by("instance", "host").agg(
         earliest + (pl.col("end_ns") - earliest).median().cast(pl.Int64)
@@ -79,7 +79,7 @@ def fit_clocks(meetings: pl.DataFrame, hosts: list[str]) -> dict[str, HostClock]
     for first in hosts:
         if first in clocks:
             continue
-        # how far the ranks of the host disagree about the ends
+        # How far the ranks of the host disagree about the ends.
         apart = (
             meetings.filter(pl.col("host") == first)
             .group_by("instance")
@@ -88,7 +88,7 @@ def fit_clocks(meetings: pl.DataFrame, hosts: list[str]) -> dict[str, HostClock]
         several = apart.filter(pl.col("len") > 1)["apart"].to_numpy()
         residual = _compute_p95(several) if len(several) else None
         clocks[first] = HostClock(residual_ns=residual, meetings=len(host_ends.get(first, {})))
-        # every host that shares meetings with one that is fitted, those with most meetings first
+        # Every host that shares meetings with a fitted one, those with the most meetings first.
         on_job_clock: dict[int, list[int]] = defaultdict(list)
         host = first
         while True:
@@ -115,7 +115,7 @@ def fit_clocks(meetings: pl.DataFrame, hosts: list[str]) -> dict[str, HostClock]
 
 
 def _fit(own_ends: Ints, job_ends: Ints) -> HostClock:
-    """The correction that makes the ends of a host those of the job."""
+    """Returns the correction that maps the ends of a host to those of the job."""
     order = np.argsort(own_ends, kind="stable")
     own_ends, job_ends = own_ends[order], job_ends[order]
     offsets = job_ends - own_ends
@@ -123,7 +123,7 @@ def _fit(own_ends: Ints, job_ends: Ints) -> HostClock:
     deviations = np.abs(offsets - offset)
     residual = _compute_p95(deviations)
     since = int(own_ends[0])
-    # the Theil-Sen slope, where the meetings are not too few or too close
+    # The Theil-Sen slope, where the meetings are not too few or too close.
     drift = 0.0
     if len(own_ends) >= _MIN_DRIFT_MEETINGS and own_ends[-1] - since >= _MIN_DRIFT_SPAN_NS:
         sample = np.unique(
@@ -141,19 +141,20 @@ def _fit(own_ends: Ints, job_ends: Ints) -> HostClock:
         drifted = offsets - np.floor(drift * (own_ends - since)).astype(np.int64)
         drifted_offset = _compute_median(drifted)
         drifted_left = np.abs(drifted - drifted_offset)
-        # A drift that explains little is chance: it would bend every time for nothing.
+        # A drift that explains little is noise.
         if np.median(drifted_left) < 0.5 * np.median(deviations):
             return HostClock(
                 drifted_offset, drift, since, _compute_p95(drifted_left), len(own_ends)
             )
-    # An offset within the noise of its own measurement is none: ranks of one machine share a clock.
+    # An offset within the noise of its own measurement is taken as 0: ranks of one machine share a
+    # clock.
     if abs(offset) <= residual and len(own_ends) > 1:
         return HostClock(0, 0.0, 0, _compute_p95(np.abs(offsets)), len(own_ends))
     return HostClock(offset, 0.0, 0, residual, len(own_ends))
 
 
 def _compute_median(times: Ints) -> int:
-    """The median of times of any size, halves towards 0."""
+    """Returns the median of times of any size, halves rounded towards 0."""
     low, high = (
         int(np.partition(times, index)[index]) for index in ((times.size - 1) // 2, times.size // 2)
     )
@@ -166,30 +167,30 @@ def _compute_p95(differences: Ints) -> int:
 
 FROM_ROOT = ("broadcast", "scatter")
 TO_ROOT = ("reduce", "gather")
-_MAX_JITTER = (
-    1.5  # of what a transfer usually takes: one that takes no longer has waited for nobody
-)
+# Of what a transfer usually takes: one that takes no longer has waited for nobody
+_MAX_JITTER = 1.5
+# Operations that should take equally long
 _SIMILARITY_KEYS = [
     "kind",
     "in_bytes",
     "group",
     "group_size",
     "name",
-]  # operations that should take equally long
-_LINK_KEYS = ["pattern", "group", "group_size"]  # those that go the same way
+]
+_LINK_KEYS = ["pattern", "group", "group_size"]  # operations that use the same links
 
 
 def add_rendezvous(graph: Graph, evidence: list[str | None]) -> Graph:
-    """Add the nodes and edges by which communications wait for their peers.
+    """Adds the nodes and edges by which communications wait for their peers.
 
     Args:
         graph: All ranks, with `instance` set in `communication` where parts were joined.
-        evidence: Of the join, per row of `communication`.
+        evidence: Evidence of the join, per row of `communication`.
     """
     if not graph.communication.height:
         return graph
     parts = _collect_communication_nodes(graph, evidence)
-    # one row per operation that has, or must have had, several parts
+    # One row per operation that has, or must have had, several parts.
     sender_start = pl.col("from").filter(pl.col("gives"))
     meetings = (
         parts.group_by("key", maintain_order=True)
@@ -218,9 +219,9 @@ def add_rendezvous(graph: Graph, evidence: list[str | None]) -> Graph:
         (pl.int_range(pl.len(), dtype=pl.Int64) + first + meetings.height).alias("arrival")
     )
     arrivals = _estimate_arrival_times(arrivals, parts)
-    # Into an arrival from the start of the last recorded part, and on to the meeting. Peers of
-    # which nothing is known are taken to do as we do: if we come earlier, so do they, and what we
-    # waited for them stays. The other assumption, that they keep their pace, would nail a graph of
+    # Into an arrival from the start of the last recorded part, and on to the meeting. Unrecorded
+    # peers are assumed to behave like this rank: if it comes earlier, so do they, and the time it
+    # waited for them stays. The other assumption, that they keep their pace, would tie a graph of
     # few ranks to measured times.
     last = (
         parts.sort("from", descending=True, maintain_order=True)
@@ -271,8 +272,8 @@ def add_rendezvous(graph: Graph, evidence: list[str | None]) -> Graph:
 
 
 def _collect_communication_nodes(graph: Graph, evidence: list[str | None]) -> pl.DataFrame:
-    """One row per communication node: times, which operation, whom it waits for, whether others
-    wait for it.
+    """Returns one row per communication node: times, its operation, whom it waits for, and whether
+    others wait for it.
     """
     nodes = graph.nodes.select("rank", "name", "start_ns", "duration_ns")[
         graph.communication["node"]
@@ -310,24 +311,22 @@ def _collect_communication_nodes(graph: Graph, evidence: list[str | None]) -> pl
 
 
 def _estimate_arrival_times(arrivals: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
-    """When the unrecorded peers must have come: the end, less the time that such an operation takes
-    alone.
+    """Estimates when the unrecorded peers must have come: the end, less the time that such an
+    operation takes alone.
 
-    That is the lower quartile of what operations of its kind, size, group and name took after the
-    last recorded part
-    came: some of them waited for nobody. The shortest one would take every jitter of the transfer for waiting. Where
-    all of them waited, as at the first communication of a step for a peer that always begins late,
-    other sizes in the same group know better: a transfer takes no longer than a larger one, nor
-    longer per byte than a smaller one.
+    That time is the lower quartile of what operations of its kind, size, group and name took after
+    the last recorded part came: some of them waited for no peer. The shortest one would count every
+    jitter of the transfer as waiting. Where all of them waited, as at the first communication of a
+    step for a peer that always begins late, other sizes in the same group give a bound: a transfer
+    takes no longer than a larger one, nor longer per byte than a smaller one.
     """
     took = pl.col("to") - pl.max_horizontal("from", "start")
     size = pl.max_horizontal("in_bytes", "out_bytes").max().alias("size")
     typical = parts.group_by(_SIMILARITY_KEYS).agg(
         took.quantile(0.25, "lower").cast(pl.Int64).alias("transfer"), size
     )
-    pattern = pl.col("kind").replace(
-        {"reduce_scatter": "all_gather"}
-    )  # the same ring, with and without arithmetic
+    # The same ring, with and without arithmetic
+    pattern = pl.col("kind").replace({"reduce_scatter": "all_gather"})
     sized = (
         typical.filter(pl.col("size") > 0, pl.col("transfer") >= 0)
         .with_columns(pattern.alias("pattern"))
@@ -395,8 +394,8 @@ def _build_point_nodes(kind: str, frame: pl.DataFrame, number: str, time: str) -
 
 
 def _build_edges(frame: pl.DataFrame, *, from_end: bool, to_end: bool) -> pl.DataFrame:
-    """Edges from `source`, `target`, `slack`, `evidence`; until it is calibrated, none asks for
-    more than it got.
+    """Builds edges from `source`, `target`, `slack`, `evidence`; until calibration, none requires
+    more than its measured slack.
     """
     return _fill_schema(
         "edges",
@@ -414,7 +413,7 @@ def _build_edges(frame: pl.DataFrame, *, from_end: bool, to_end: bool) -> pl.Dat
 
 
 def _build_coverage(graph: Graph, parts: pl.DataFrame) -> pl.DataFrame:
-    """What became of the communication of each rank."""
+    """Returns the outcomes of the communication of each rank."""
     joined = pl.format("joined over {} ranks", pl.col("present"))
     unrecorded = (
         pl.when(pl.col("expected") > 1)
@@ -431,12 +430,12 @@ def _build_coverage(graph: Graph, parts: pl.DataFrame) -> pl.DataFrame:
     return pl.concat([graph.coverage, _fill_schema("coverage", counted)])
 
 
-# Frames whose rows point to nodes, and with which columns.
+# Frames whose rows refer to nodes, and the columns that do.
 _NODE_COLUMNS = {"edges": ("source", "target"), "communication": ("node",), "transfers": ("node",)}
 
 
 def join_ranks(parts: Sequence[Graph], name: str = "") -> Graph:
-    """Join the graphs of single ranks.
+    """Joins the graphs of single ranks.
 
     Times become those of one clock, starting at 0. Parts of a collective on several ranks get one
     `instance` and meet in a `rendezvous` node; peers that were not recorded are an `arrival`,
@@ -444,20 +443,20 @@ def join_ranks(parts: Sequence[Graph], name: str = "") -> Graph:
 
     Args:
         parts: One uncalibrated graph per rank, at least one.
-        name: What to call the result.
+        name: Name of the result.
 
     Returns:
         The uncalibrated graph of the job.
     """
     own_ranks = [part.ranks["rank"][0] if part.ranks.height else None for part in parts]
     free = iter(number for number in range(2 * len(parts)) if number not in own_ranks)
-    # a part that does not state its rank gets the lowest free one
+    # A part that does not state its rank gets the lowest free one.
     ranks = [next(free) if rank is None else rank for rank in own_ranks]
     parts = [_ensure_rank(part, rank) for part, rank in zip(parts, ranks, strict=True)]
     first_epoch = min(part.epoch_ns for part in parts)
-    # a rank that does not state its host may have a clock of its own
+    # A rank that does not state its host may have a clock of its own.
     hosts = [part.ranks["host"][0] or f"rank {number}" for number, part in enumerate(parts)]
-    # the communication of all ranks in one frame, in the order of the parts, on a common epoch
+    # The communication of all ranks in one frame, in the order of the parts, on a common epoch.
     frames = []
     for number, (part, host) in enumerate(zip(parts, hosts, strict=True)):
         nodes = part.nodes[["rank", "start_ns", "duration_ns"]][part.communication["node"]]
@@ -496,7 +495,7 @@ def join_ranks(parts: Sequence[Graph], name: str = "") -> Graph:
 
 
 def _ensure_rank(part: Graph, rank: int) -> Graph:
-    """A part with its rank; the given one, with a notice, where it has none."""
+    """Returns a part with its rank; with the given one, and a notice, where it has none."""
     if part.ranks.height and part.ranks["rank"][0] is not None:
         return part
     rank_column = pl.lit(rank, dtype=pl.Int32).alias("rank")
@@ -525,11 +524,11 @@ def _ensure_rank(part: Graph, rank: int) -> Graph:
 
 
 def _add_meetings(merged: Graph, joined: MatchedParts) -> tuple[Graph, list[Notice]]:
-    """The graph with its meetings; wrongly joined ones show in ranks that wait for each other in a
-    circle.
+    """Returns the graph with its meetings; wrongly joined ones show up as ranks that wait for each
+    other in a cycle.
 
-    Then what was joined by the order of names is not, and in the end nothing is: what does not meet
-    is ordered as each rank is.
+    In that case the joins by the order of names are undone, and if that is not enough, all joins:
+    parts that do not meet are ordered as each rank is.
     """
     is_measured = np.array([basis == "measured" for basis in joined.evidence], dtype=np.bool_)
     for retained in (np.ones_like(is_measured), is_measured, np.zeros_like(is_measured)):
@@ -550,7 +549,7 @@ def _add_meetings(merged: Graph, joined: MatchedParts) -> tuple[Graph, list[Noti
 
 
 def _merge_ranks(parts: Sequence[Graph], epoch: int, clocks: list[HostClock], name: str) -> Graph:
-    """All ranks in one graph, on one clock."""
+    """Merges all ranks into one graph, on one clock."""
     frames: dict[str, list[pl.DataFrame]] = {key: [] for key in GRAPH_SCHEMAS}
     nodes = lanes = 0
     notices: list[Notice] = []
@@ -572,7 +571,7 @@ def _merge_ranks(parts: Sequence[Graph], epoch: int, clocks: list[HostClock], na
         stage=parts[0].stage,
         notices=tuple(notices),
     )
-    # A correction may have moved the first node away from 0.
+    # A clock correction may have moved the first node away from 0.
     first = int(merged.nodes["start_ns"].min()) if merged.nodes.height else 0  # type: ignore[arg-type]
     if not first:
         return merged
@@ -589,8 +588,8 @@ def _merge_ranks(parts: Sequence[Graph], epoch: int, clocks: list[HostClock], na
 def _shift_frame(
     key: str, frame: pl.DataFrame, before: tuple[int, int], shift: int, clock: HostClock
 ) -> pl.DataFrame:
-    """A frame of one rank with the numbers and times of the job; `before`: nodes and lanes of the
-    ranks before it.
+    """Returns a frame of one rank with the numbers and times of the job; `before`: nodes and lanes
+    of the ranks before it.
     """
     nodes, lanes = before
     if not frame.height or (

@@ -1,10 +1,10 @@
-"""The law: a graph must give back the measured times from works and delays alone, nothing pinned to
-its start.
+"""The law: re-timing a graph from works and delays alone must reproduce the measured times.
 
-Two errors are told. With residuals the measurement must come back to the nanosecond: that proves
-the evaluation, not the graph. With nothing but the delay of each edge's class the window should
-come back within 2 %: that is the honest error, which says what the edges explain. The residuals'
-share of the critical path says what they do not, and the assumed share what is only taken as given.
+Two errors are reported. With residuals the measurement must come back to the nanosecond: that
+proves the evaluation, not the graph. With nothing but the delay of each edge's class the window
+should come back within 2 %: that is the honest error, which shows how much the edges explain. The
+residuals' share of the critical path shows how much they do not, and the assumed share how much is
+only taken as given.
 """
 
 from __future__ import annotations
@@ -28,35 +28,38 @@ from traceloom.trace.frames import Result
 
 MAX_ERROR_SHARE = 0.02  # of the window
 MAX_POINT_ERROR_SHARE = 0.05  # of the window
-_MAX_SAMPLE = 2_000_000  # points at most that the usual error is taken from
-_MAX_NAME_CHARS = 60  # letters of a name in a sentence
+_MAX_SAMPLE = 2_000_000  # points sampled at most for the usual error
+_MAX_NAME_CHARS = 60  # characters of a name in a sentence
 
 
 @dataclass(frozen=True)
 class Law(Result):
-    """What re-timing a graph gave.
+    """The result of re-timing a graph.
 
     Attributes:
-        sentence: The verdict.
-        holds: Exact with residuals, and within `HONEST` without.
+        sentence: The verdict in words.
+        holds: Exact with residuals, and within `MAX_ERROR_SHARE` without.
         window_ns: From the first to the last point, as measured.
         exact_error_ns: Largest difference of any point, with residuals.
         honest_error_ns: Difference of the window, with class delays alone.
         honest_error: The same as a fraction of the window.
-        point_error_ns: What 95 % of all points are off by at most, with class delays alone: the window may come back
-            while what happens within it does not.
+        point_error_ns: The error that 95 % of all points stay within, with class delays alone: the
+            window may come back while points within it do not.
         point_error: The same as a fraction of the window.
-        points_hold: Exact with residuals, and points within `POINTS` without: what rests on single moments can be
-            trusted.
+        points_hold: Exact with residuals, and points within `MAX_POINT_ERROR_SHARE` without:
+            results that depend on single points can be trusted.
         residual_ns: Residuals on the critical path.
         residual_share: The same as a fraction of the window.
-        assumed_ns: Delays of `assumed` edges on the critical path: what is taken as given without being recorded.
+        assumed_ns: Delays of `assumed` edges on the critical path, which are taken as given without
+            being recorded.
         assumed_share: The same as a fraction of the window.
         pass_ns: Processor time of one evaluation.
-        ranks: `rank`, `window_ns`, `exact_error_ns` (largest of its points), `honest_error_ns` (of its last point) and
-            `honest_error` (fraction of its window) of each rank.
-        path: What the critical path consists of: `what`, `kind`, `count`, `time_ns`; the times add up to the window.
-        unexplained: The largest residuals on it: `time_ns`, `kind`, `node`, `name`, `rank`, `start_ns`.
+        ranks: `rank`, `window_ns`, `exact_error_ns` (largest of its points), `honest_error_ns` (of
+            its last point) and `honest_error` (fraction of its window) of each rank.
+        path: What the critical path consists of: `what`, `kind`, `count`, `time_ns`; the times add
+            up to the window.
+        unexplained: The largest residuals on it: `time_ns`, `kind`, `node`, `name`, `rank`,
+            `start_ns`.
     """
 
     sentence: str
@@ -82,13 +85,13 @@ _law_cache: LastGraphCache[Law] = LastGraphCache()
 
 
 def law(graph: Graph, plan: Plan | None = None) -> Law:
-    """Evaluate a calibrated graph with and without residuals, and walk its critical path.
+    """Evaluates a calibrated graph with and without residuals, and walks its critical path.
 
-    That of the graph asked for last is remembered.
+    The result for the most recent graph is cached.
 
     Args:
         graph: A calibrated graph.
-        plan: Of that graph, where there is one already.
+        plan: The plan of that graph, where there is one already.
     """
     remembered = _law_cache.of(graph)
     if remembered is not None:

@@ -1,4 +1,4 @@
-"""Files or a session -> one calibrated graph."""
+"""Links files or a session into one calibrated graph."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from traceloom.trace.vocabulary import COMMAND, GPU_WORK
 
 ProgressCallback = Callable[[str], None]
 
-_MIN_MATCHED_SHARE = (
-    0.5  # of the ops of the timed steps; below, the graph step is no picture of them
-)
+# Of the ops of the timed steps; below, the graph step is no picture of them
+_MIN_MATCHED_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Linked:
-    """What linking gave.
+    """The result of linking.
 
     Attributes:
         graph: All ranks, calibrated.
-        refused: One notice (`refused-input`) per file that could not be used; the command exits with 4 then.
+        refused: One notice (`refused-input`) per file that could not be used; the command exits
+            with 4 then.
     """
 
     graph: Graph
@@ -59,23 +59,24 @@ def link(
     cache: bool = True,
     progress: ProgressCallback | None = None,
 ) -> Linked:
-    """Link host and device traces of the ranks of one run into one graph.
+    """Links host and device traces of the ranks of one run into one graph.
 
     Args:
-        paths: A capture, directories, or files in any order; what each is, is told by its content. Device traces alone
-            are enough, but say less.
-        window: Of a capture: the `timed` steps, with details of the host trace carried over by the order of ops; or
-            the `graph` step, in which every op is known by its id, but which was slowed down by
-            observing it.
-        cache: Look into the cache of read traces, and fill it.
-        progress: Told in words what is being done.
+        paths: A capture, directories, or files in any order; the kind of each is recognized by its
+            content. Device traces alone are enough, but give less detail.
+        window: For a capture: the `timed` steps, with details of the host trace carried over by the
+            order of ops; or the `graph` step, in which every op is known by its id, but which was
+            slowed down by observing it.
+        cache: Whether to use and fill the cache of read traces.
+        progress: Called with a description of each step.
 
     Returns:
         The graph, with delays calibrated, and the files that were refused.
 
     Raises:
         UsageError: `several-runs`, `no-inputs`.
-        InputError: Nothing given is a device trace; `host-mismatch`: a host trace is of another run.
+        InputError: Nothing given is a device trace; `host-mismatch`: a host trace is of another
+            run.
 
     Example:
         >>> import traceloom
@@ -92,7 +93,7 @@ def link(
     report_progress("reading")
     loaded = load_ranks(*paths, window=window, cache=cache, progress=tell)
     trim_memory()
-    # not before: what is refused needs nothing of it
+    # Not earlier: refused input does not need it.
     from traceloom.graph import calibrate
     from traceloom.graph.job import join_ranks
     from traceloom.graph.rank import link_rank
@@ -130,11 +131,7 @@ class LoadedRank(Struct, frozen=True):
 class LoadedRanks(Struct):
     """All ranks.
 
-    Attributes:
-        name: What the user gave.
-        ranks: Ascending.
-        notices: What is missing or left out.
-        refused: Files that could not be used.
+    name: Short name of what the user gave.
     """
 
     name: str
@@ -146,24 +143,23 @@ class LoadedRanks(Struct):
 def load_ranks(
     *paths: AnyPath, window: Window = "timed", cache: bool = True, progress: Report | None = None
 ) -> LoadedRanks:
-    """Read the traces of one run and join host and device traces.
+    """Reads the traces of one run and joins host and device traces.
 
     Args:
         paths: As for `traceloom.graph.inputs.find_inputs`.
-        window: Of a capture, what to link.
-        cache: Look into the cache of read traces, and fill it.
-        progress: Told how far the reading is.
+        window: For a capture, what to link.
+        cache: Whether to use and fill the cache of read traces.
+        progress: Called with how far the reading is.
 
     Raises:
         UsageError, InputError: As `find_inputs`; `host-mismatch` where a host trace that was given
-        belongs to another
-            process; the refusal of the only device trace.
+        belongs to another process; the refusal of the only device trace.
     """
     inputs = find_inputs(*fetch_remote(paths, cache=cache), window=window)
     out = LoadedRanks(
         restore_addresses(inputs.name), notices=list(inputs.notices), refused=list(inputs.refused)
     )
-    # Host traces first: a device trace may be decoded beside until then (see
+    # Host traces first: a device trace may be decoded in parallel until then (see
     # `traceloom.formats.ahead`).
     hosts: list[HostTrace | InputError | None] = []
     for rank_input in inputs.ranks:
@@ -188,9 +184,8 @@ def load_ranks(
                 raise host_trace
             if host_trace is not None and graph_step is None:
                 matching = match(trace, host_trace)
-            elif (
-                host_trace is not None and graph_step is not None
-            ):  # joined over the graph step of a capture
+            elif host_trace is not None and graph_step is not None:
+                # Joined via the graph step of a capture
                 step = read_kineto(graph_step.path, capture=graph_step.entry)
                 matching = _propagate_matching(trace, step, match(step, host_trace))
         except InputError as error:
@@ -207,7 +202,7 @@ def load_ranks(
 
 
 def _propagate_matching(timed_trace: Trace, graph: Trace, matching: Matching) -> Matching:
-    """Give every op of the timed steps the host op that the same op of the graph step has.
+    """Gives every op of the timed steps the host op that the same op of the graph step has.
 
     Host ops and the graph step are joined by ids, the graph step and each timed step by the order
     of names.
@@ -251,14 +246,16 @@ _MIN_LEAD_SHARE = 0.01  # of the step: GPU work from before that goes on for les
 
 
 class _GraphCache:
-    """Graphs of the traces asked for last; forgotten with the first of the traces that goes."""
+    """Graphs of the most recent traces; dropped with the first of these traces that is freed."""
 
     def __init__(self) -> None:
         self._traces: tuple[weakref.ref[Trace], ...] = ()
         self._graphs: dict[tuple[int, int] | None, Graph] = {}
 
     def of(self, traces: tuple[Trace, ...]) -> dict[tuple[int, int] | None, Graph]:
-        """The graphs of these traces by first and last step, to be read and added to."""
+        """Returns the cached graphs of these traces by first and last step; callers read and add to
+        it.
+        """
         if len(traces) != len(self._traces) or any(
             ref() is not trace for ref, trace in zip(self._traces, traces, strict=True)
         ):
@@ -282,21 +279,21 @@ def link_session(
     progress: ProgressCallback | None = None,
     remember: bool = True,
 ) -> Graph:
-    """Link the traces of a loaded session into one calibrated graph; the files are not read again.
+    """Links the traces of a loaded session into one calibrated graph; the files are not read again.
 
     With a `step`, every rank is cut to that step before it is linked, so that a step of a large job
-    fits in memory. What the host did from the step's beginning to its end is in the graph, the GPU
+    fits in memory. The graph holds what the host did from the step's beginning to its end, the GPU
     work that this launched, however late it ran, and what ran before it on the same devices.
-    `event` and `op` of the nodes are rows of the whole traces. Host traces are not looked at.
+    `event` and `op` of the nodes are rows of the whole traces. Host traces are not used.
 
-    The most recent graphs are remembered as long as the traces live: do not change them.
+    The most recent graphs are cached as long as the traces live: do not change them.
 
     Args:
         session: The run.
         step: The number of a step; None links all of it.
         last: The last of several steps of which `step` is the first; one step where None.
-        progress: Told in words what is being done.
-        remember: Whether the graph is kept for the next caller.
+        progress: Called with a description of each step.
+        remember: Whether the graph is cached for the next caller.
 
     Returns:
         The graph, as `traceloom.graph.link` gives it.
@@ -304,7 +301,7 @@ def link_session(
     Raises:
         UsageError: `no-such-step`: no trace has that step.
         InputError: `several-windows`: one rank has several traces (and `step` is not given);
-            `unknown-ranks`: several traces do not say their rank.
+            `unknown-ranks`: several traces do not state their rank.
 
     Example:
         >>> import traceloom
@@ -330,7 +327,7 @@ def link_session(
         parts.append(storage.graph(part) if several else part)
     report_progress("joining ranks and calibrating")
     merged = join_ranks(parts, session.name)
-    parts.clear()  # calibrating needs as much again
+    parts.clear()  # calibrating needs as much memory again
     merged = MappedFiles().graph(merged) if several else merged
     trim_memory()
     graph = calibrate(replace(merged, notices=(*notices, *merged.notices)))
@@ -346,8 +343,8 @@ def link_session(
 def _select_traces(
     session: Session, steps: tuple[int, int] | None
 ) -> tuple[list[Trace], list[Notice]]:
-    """One trace per rank: with steps the first that has the first and the last of them; one may not
-    say its rank.
+    """Returns one trace per rank: with steps the first trace that has the first and the last of them;
+    one trace may not state its rank.
     """
     having = list(session.traces)
     step_label = ""
@@ -386,7 +383,7 @@ def _select_traces(
             hint="a graph is of one window; give one device trace per rank, or ask for one step",
         )
     unnumbered = first.get(None)
-    if unnumbered is not None and 0 in first:  # beside others it gets the lowest free number
+    if unnumbered is not None and 0 in first:  # next to others it gets the lowest free number
         free = next(number for number in range(len(first) + 1) if number not in first)
         first[None] = replace(unnumbered, meta=replace(unnumbered.meta, rank=free))
     lacking = sorted(
@@ -400,11 +397,11 @@ def _select_traces(
 
 
 def _link_steps(trace: Trace, first: int, last: int) -> Graph:
-    """The graph of some steps; a function of its own, so that the part of the trace is freed."""
+    """Returns the graph of some steps; a separate function, so that the part of the trace is freed."""
     bounds = trace.steps.filter(pl.col("step").is_in((first, last)))  # ascending
     part, row = _cut(trace, int(bounds["start_ns"][0]), int(bounds["end_ns"][-1]))
     graph = link_rank(part)
-    rows = pl.Series(row, dtype=pl.UInt32)  # events are named by their rows in the whole trace
+    rows = pl.Series(row, dtype=pl.UInt32)  # events are identified by their rows in the whole trace
     nodes = graph.nodes.with_columns(
         rows[graph.nodes[column]].alias(column) for column in ("event", "op")
     )
@@ -412,24 +409,22 @@ def _link_steps(trace: Trace, first: int, last: int) -> Graph:
 
 
 def _cut(trace: Trace, low: int, high: int) -> tuple[Trace, Ints]:
-    """Cut a trace to [low, high) of its host time, to the GPU work that belongs to that, and to a
-    lead.
+    """Cuts a trace to [low, high) of its host time, the GPU work that belongs to that, and a lead.
 
     Kept are: what the host does until `high`; GPU work that it launched, however late it runs, and
     GPU work launched before that still runs. The lead begins where the first GPU work that still
-    runs in the step was launched, at most as long before the step as the step is long: waits
-    between streams are told by calls that come before the work. Where such work goes on for a
-    moment only there is no lead: it would hold what the host did meanwhile, up to a whole step of
-    one rank without its peers. Host events that cross a bound are shortened to it.
+    runs in the step was launched, at most one step length before the step: waits between streams
+    are known from calls that come before the work. There is no lead where such work goes on for a
+    moment only: it would hold what the host did meanwhile, up to a whole step of one rank without
+    its peers. Host events that cross a bound are shortened to it.
 
     Args:
         trace: The whole trace.
         low: Start of the step, ns.
         high: Its end, ns.
 
-    Returns:
-        The part, with rows of its own, for linking (accounts of lanes are those of the whole
-        trace); and the row in the whole trace of each of its events.
+    The part, with rows of its own, for linking (summaries of lanes are those of the whole trace);
+    and the row in the whole trace of each of its events.
     """
     events = trace.events
     start = events["start_ns"].to_numpy()
@@ -445,7 +440,7 @@ def _cut(trace: Trace, low: int, high: int) -> tuple[Trace, Ints]:
     launched_ns = np.where(launch >= 0, start[launch], start) if start.size else start
     own_work = device & (launched_ns >= from_ns) & (launched_ns < high)
     until = max(high, int(end[own_work].max(initial=high)))
-    # What was launched after the step came after its work on each stream: it held nothing of it
+    # Work launched after the step comes after the step's work on each stream: it held nothing of it
     # back.
     ran = device & (end > from_ns) & (start < until) & ((launch < 0) | (launched_ns < high))
     host = (
@@ -454,18 +449,18 @@ def _cut(trace: Trace, low: int, high: int) -> tuple[Trace, Ints]:
         else device
     )
     bound = np.where(host, high, until)
-    # What has no length counts where it stands; the first moment belongs to the part, the last does
+    # Events of length 0 count by their start; the lower bound belongs to the part, the upper does
     # not.
     retained = own_work | ran | (~device & (start < bound) & ((end > from_ns) | (start >= from_ns)))
     parent = extract_column(events, "parent", NO_ROW, large=False)
-    # parents stand above all children that stood under them
+    # Keep the parents of all retained events.
     while (missing := parent[retained & (parent >= 0) & ~retained[parent]]).size:
         retained[missing] = True
     row = np.flatnonzero(retained)
     first = np.where(host[row], np.maximum(start[row], from_ns), start[row])
     order = np.argsort(first, kind="stable")
     row, first = row[order], first[order]
-    # the events of these rows and all that goes with them
+    # The events of these rows and everything that refers to them.
     number = np.full(events.height + 1, -1, dtype=np.int64)  # the last for rows that are null
     number[row] = np.arange(row.size)
     events, host = events[row], host[row]
@@ -506,7 +501,9 @@ def _cut(trace: Trace, low: int, high: int) -> tuple[Trace, Ints]:
 
 
 def _map_to_part_rows(rows: pl.Series, number: Ints) -> Ints:
-    """References to rows of the whole trace as rows of the part; -1 where the row is not in it."""
+    """Returns references to rows of the whole trace as rows of the part; -1 where the row is not in
+    it.
+    """
     moved: Ints = number[
         (rows.fill_null(number.size - 1) if rows.null_count() else rows).to_numpy()
     ]

@@ -1,6 +1,4 @@
-"""The graph of one rank: what its threads and streams did, what each thing waited for, and what is
-left over.
-"""
+"""The graph of one rank: the nodes of its threads and streams, and the edges between them."""
 
 from __future__ import annotations
 
@@ -53,14 +51,14 @@ _MAX_NAME_CHARS = 60
 
 
 class RankParts(Struct, frozen=True):
-    """What the nodes of a rank are made of, and their numbers: the origin is 0, then segments, then
-    GPU work.
+    """The parts that the nodes of a rank are made of, and the numbers of these nodes: the origin is
+    0, then segments, then GPU work.
 
     Attributes:
         tree: Host events.
         host: Their segments.
-        kinds: Kind of each segment: number in NODE_KINDS. Gaps think, calls launch or block, the rest is the
-            host's own work.
+        kinds: Kind of each segment: number in NODE_KINDS. Gaps think, calls launch or block, the
+            rest is the host's own work.
         work: GPU work.
         communication: Which of the work, and which host events, are communication.
         segment_node: Node of each segment.
@@ -77,15 +75,16 @@ class RankParts(Struct, frozen=True):
 
 
 class EdgeCounts(Struct, frozen=True):
-    """Counts of what was seen while edges were made.
+    """Counts of findings made while edges were added.
 
     Attributes:
-        overlapping: Neighbours on one stream that overlap.
+        overlapping: Pairs of neighbours on one stream that overlap.
         queued: Launches that found their queue full.
         held: Numbers of commands that hold their stream until another's event.
-        unknown: Positions of synchronising calls that took long although nothing is known that they waited for.
-        spins: Segments in which the host looks at memory until GPU work is done.
-        flow: Who reads what whom wrote; None without a host trace.
+        unknown: Positions of synchronising calls that took long although it is unknown what they
+            waited for.
+        spins: Segments in which the host polls memory until GPU work is done.
+        flow: Data flow between ops; None without a host trace.
     """
 
     overlapping: int
@@ -97,14 +96,15 @@ class EdgeCounts(Struct, frozen=True):
 
 
 def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
-    """Link one process's trace into a graph.
+    """Links one process's trace into a graph.
 
     Args:
         trace: The device trace.
-        matching: Which of its events are which ops of the host trace, where there is one.
+        matching: The host trace joined to it, where there is one.
 
     Returns:
-        A graph of one rank, not calibrated: no delays, work as long as it took, nothing left over.
+        A graph of one rank, not calibrated: no delays, work equal to the durations, no residuals.
+            Times start at 0, which is `trace.start_ns`.
         Times start at 0, which is `trace.start_ns`.
     """
     tree = build_host_tree(trace)
@@ -137,7 +137,7 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
         work_node=np.arange(host.owner.size + 1, host.owner.size + 1 + work.row.size),
     )
     edges = Edges()
-    # each segment after the one before it on its thread
+    # Each segment after the one before it on its thread.
     index = np.flatnonzero(host.lane[1:] == host.lane[:-1])
     before, after = host.owner[index], host.owner[index + 1]
     low, high = np.minimum(before, after), np.maximum(before, after)
@@ -197,8 +197,8 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
 def _assemble_graph(
     trace: Trace, parts: RankParts, edges: Edges, edge_counts: EdgeCounts, matching: Matching | None
 ) -> Graph:
-    """The graph from its nodes and edges; what waited for room on the device is seen last, after
-    all other edges.
+    """Assembles the graph from its nodes and edges; waits for room on the device are found last,
+    since they depend on all other edges.
     """
     meta, rank, work_node = trace.meta, trace.meta.rank or 0, parts.work_node
     nodes, lanes = _build_nodes(trace, parts, edge_counts.held, matching)
@@ -259,7 +259,7 @@ def _assemble_graph(
 def _build_nodes(
     trace: Trace, parts: RankParts, delayed: Ints, matching: Matching | None
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """The `nodes` and `lanes` of a rank; commands that hold their stream (`delayed`) wait."""
+    """Returns the `nodes` and `lanes` of a rank; commands that hold their stream (`delayed`) wait."""
     host, work, tree = parts.host, parts.work, parts.tree
     owned = host.owner >= 0
     row = np.full(host.owner.size, -1, dtype=np.int64)
@@ -290,7 +290,7 @@ def _build_nodes(
         )
         .pipe(cast_to_schema, GRAPH_SCHEMAS["lanes"])
     )
-    # the step by the time at which a node began; -1 outside the steps
+    # The step by the time at which a node began; -1 outside the steps.
     step = np.full(start.size, -1, dtype=np.int64)
     steps = trace.steps.sort("start_ns")
     if steps.height:
@@ -298,7 +298,7 @@ def _build_nodes(
         index = np.searchsorted(steps["start_ns"].to_numpy(), time, side="right") - 1
         in_step = (index >= 0) & (time < steps["end_ns"].to_numpy()[index])
         step = np.where(in_step, steps["step"].to_numpy()[index], -1)
-    # bytes of copies, fills and communication; -1 unknown
+    # Bytes of copies, fills and communication; -1 unknown.
     sizes = np.full(trace.events.height + 1, -1, dtype=np.int64)
     copies = trace.copies.drop_nulls("bytes")
     sizes[copies["event"].to_numpy()] = copies["bytes"].to_numpy()
@@ -335,12 +335,12 @@ def _build_nodes(
 def _build_coverage(
     rank: int, parts: RankParts, edge_counts: EdgeCounts, late: LateWork, refused: pl.DataFrame
 ) -> pl.DataFrame:
-    """The `coverage` rows of a rank, except those of its host trace.
+    """Returns the `coverage` rows of a rank, except those of its host trace.
 
     Args:
         rank: The rank.
-        parts: What its nodes are made of.
-        edge_counts: What was seen on the way.
+        parts: The parts of its nodes.
+        edge_counts: Counts made while edges were added.
         late: Work that started long after it was ready.
         refused: Edges that contradict the order of others: kind, count.
     """
@@ -441,11 +441,12 @@ def _build_coverage(
 def _build_late_notices(
     names: pl.Series, late: LateWork, window_ns: int, rank: int
 ) -> list[Notice]:
-    """Warn where much of the window is spent before GPU work that nothing recorded holds back.
+    """Returns a notice where much of the window is spent before GPU work that nothing recorded
+    holds back.
 
     Args:
         names: Name of each work.
-        late: What waited.
+        late: The work that waited.
         window_ns: Length of the rank's window.
         rank: The rank.
     """

@@ -1,4 +1,4 @@
-"""What the host waits for on devices."""
+"""Waits of the host for the device: which work each call, copy or spin waits for."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class SyncRecords(Struct, frozen=True):
     Attributes:
         kind: Context Sync, Stream Sync, Event Sync or Stream Wait Event.
         call: Position (in the tree) of the call.
-        device: Device; -1 where it is not said.
-        lane: Lane (of the trace) of the stream it is about: awaited by the host, or made to wait; -1 unknown.
+        device: Device; -1 where it is unknown.
+        lane: Lane (of the trace) of the stream that the host waits for, or that is made to wait; -1
+            unknown.
         awaited: Lane of the stream whose event is awaited; -1 unknown.
         recorded: When the awaited event was recorded: start of the call, ns; -1 unknown.
     """
@@ -37,14 +38,14 @@ class SyncRecords(Struct, frozen=True):
     recorded: Ints
 
     def of(self, kind: str) -> SyncRecords:
-        """The records of one kind."""
+        """Returns the records of one kind."""
         rows = np.flatnonzero((self.kind == kind).to_numpy())
         arrays = (self.call, self.device, self.lane, self.awaited, self.recorded)
         return SyncRecords(self.kind[rows], *(array[rows] for array in arrays))
 
 
 def sync_records(trace: Trace, tree: HostTree) -> SyncRecords:
-    """The records of waits whose calls are recorded as well."""
+    """Returns the records of waits whose calls are recorded as well."""
     if not trace.syncs.height:
         none: Ints = np.zeros(0, dtype=np.int64)
         return SyncRecords(trace.syncs["kind"], none, none, none, none, none)
@@ -88,29 +89,30 @@ def sync_records(trace: Trace, tree: HostTree) -> SyncRecords:
     return SyncRecords(frame["kind"], *numbers)
 
 
-_Pairs = tuple[Ints, Ints, str]  # calls, the work that each waits for (-1: none), how that is known
+_Pairs = tuple[Ints, Ints, str]  # calls, the work that each waits for (-1: none), evidence
 
-_MAX_EARLY_RETURN_NS = (
-    20_000  # a call may return, by its clock, this long before what it awaited is done
-)
+# A call may return, by its clock, this long before what it awaited is done
+_MAX_EARLY_RETURN_NS = 20_000
 _MAX_RETURN_DELAY_NS = 25_000  # a call that waited returns within this time
 _MIN_WAIT_NS = 20_000  # a call this long did wait
 
 _MIN_SPIN_NS = 200_000
-_MAX_DISTANCE_SHARE = 0.05  # of the segment's length, and not more than the next two, lie between its end and the work's
-_MAX_BEFORE_NS = 100_000  # the count that is looked for stands in memory before the kernel that writes it has ended
+# Of the segment's length: the largest distance between its end and the work's, which the next two
+# limit as well
+_MAX_DISTANCE_SHARE = 0.05
+_MAX_BEFORE_NS = 100_000  # the polled value is in memory before the kernel that writes it has ended
 _MAX_AFTER_NS = 20_000
 
 
 class SyncTargets(Struct, frozen=True):
-    """What calls wait for.
+    """The work that calls wait for.
 
     Attributes:
         call: Position (in the tree) of the waiting call, one per pair.
         work: Number of the work that it waits for.
         evidence: One word per pair.
-        calls: Positions of all calls that synchronise, also of those that found everything done.
-        unknown: Those of them that took long although nothing is known that they waited for.
+        calls: Positions of all calls that synchronise, including those that found everything done.
+        unknown: Those of them that took long although it is unknown what they waited for.
     """
 
     call: Ints
@@ -123,9 +125,9 @@ class SyncTargets(Struct, frozen=True):
 def find_awaited_work(
     trace: Trace, tree: HostTree, work: DeviceWork, times: WorkTimeline, records: SyncRecords
 ) -> SyncTargets:
-    """Find the work that each synchronising call and each blocking copy waits for.
+    """Finds the work that each synchronising call and each blocking copy waits for.
 
-    Where the file has records of what was awaited, these are taken. Else a device is awaited on all
+    Records of what was awaited are used where the file has them. Else a device is awaited on all
     its streams, and which stream or event was meant is inferred from the work that ends when the
     call returns, or, where the call did not wait, from the last launch of its thread.
     """
@@ -137,8 +139,8 @@ def find_awaited_work(
     waiting = np.concatenate([device, stream, event])
     parts: list[_Pairs] = []
     if work.row.size:
-        # records of stream and event synchronisation; questions that do not wait have such records,
-        # too
+        # Records of stream and event synchronisation; queries that do not wait have such records,
+        # too.
         stream_records, event_records = records.of("Stream Sync"), records.of("Event Sync")
         call = np.concatenate([stream_records.call, event_records.call])
         lane = np.concatenate([stream_records.lane, event_records.awaited])
@@ -162,7 +164,7 @@ def find_awaited_work(
     evidence = np.concatenate(
         [np.zeros(0, dtype=np.str_), *(np.full(part[0].size, part[2]) for part in parts)]
     )
-    # A call is only held back by what can end no later than it returns.
+    # A call is only held back by work that can end no later than it returns.
     possible = awaited >= 0
     possible[possible] = (
         work.end[awaited[possible]] <= tree.end[call[possible]] + _MAX_EARLY_RETURN_NS
@@ -180,8 +182,8 @@ def find_awaited_work(
 def _wait_for_device(
     tree: HostTree, times: WorkTimeline, call: Ints, records: SyncRecords | None
 ) -> _Pairs:
-    """The last work of every stream; of one thread's calls the first after a work waits for it,
-    later ones need not.
+    """Returns the last work of every stream; of one thread's calls only the first after a work
+    waits for it.
     """
     call = np.repeat(call, times.lanes.size)
     lane = np.tile(times.lanes, call.size // max(times.lanes.size, 1))
@@ -203,15 +205,15 @@ def _wait_for_device(
 def _wait_for_stream(
     tree: HostTree, times: WorkTimeline, call: Ints, *, until_event: bool
 ) -> _Pairs:
-    """The work that calls wait for which wait for one stream: as far as it has been filled, or
-    until an event of it.
+    """Returns the work that calls which wait for one stream wait for: all work submitted to it, or
+    the work up to an event of it.
 
     Where a call waited, it is the work, on any stream, that was launched before and ended when the
-    call returned; else what its thread had launched last (`until_event`: before the last event was
-    recorded, which may lie far back).
+    call returned; else the last work that its thread had launched (`until_event`: before the last
+    event was recorded, which may be much earlier).
     """
     explains = np.full(call.size, -1, dtype=np.int64)
-    # the streams on which work ends when a long call returns: indices into `call`, and lanes
+    # The streams on which work ends when a long call returns: indices into `call`, and lanes.
     long = np.flatnonzero(tree.end[call] - tree.start[call] >= _MIN_WAIT_NS)
     returned = tree.end[call[long]]
     end_order = np.argsort(times.work.end, kind="stable")
@@ -233,7 +235,7 @@ def _wait_for_stream(
         & (finished <= end + _MAX_EARLY_RETURN_NS)
         & (finished >= end - _MAX_RETURN_DELAY_NS)
     )
-    # The last one written stays: the latest end, and the first stream of those that end at once.
+    # The last assignment wins: the latest end, and the first stream of those that end at once.
     order = fits[np.lexsort((-lane[fits], finished[fits]))]
     explains[call_index[order]] = awaited[order]
     until, end = tree.start[call], tree.end[call]
@@ -257,8 +259,8 @@ def _wait_for_stream(
 
 
 def find_last_on_thread(tree: HostTree, events: Ints, call: Ints) -> Ints:
-    """The last of `events` (positions, ascending) on the thread of each call before it; -1 where
-    there is none.
+    """Returns the last of `events` (positions, ascending) on the thread of each call before it; -1
+    where there is none.
     """
     index = np.searchsorted(events, call) - 1
     last = np.where(index >= 0, events[index] if events.size else -1, -1)
@@ -266,11 +268,11 @@ def find_last_on_thread(tree: HostTree, events: Ints, call: Ints) -> Ints:
 
 
 def _find_blocking_copies(trace: Trace, tree: HostTree, work: DeviceWork) -> _Pairs:
-    """Copies whose calls return when they are done: of pageable memory to the host, and calls that
-    never return early.
+    """Returns copies whose calls return when they are done: those of pageable memory to the host,
+    and calls that never return early.
 
-    Copies from pageable memory to the device are staged: the call returns when the last piece
-    stands in the buffer.
+    Copies from pageable memory to the device are staged: the call returns when the last piece is in
+    the buffer.
     """
     number = np.full(trace.events.height + 1, -1, dtype=np.int64)
     number[work.row] = np.arange(work.row.size)
@@ -287,7 +289,7 @@ def _find_blocking_copies(trace: Trace, tree: HostTree, work: DeviceWork) -> _Pa
             pinned=pl.col("source_memory").is_in(["pinned", "device"]).fill_null(value=False),
         )
     )
-    # a call that returned no earlier than its copy ended did wait
+    # A call that returned no earlier than its copy ended did wait.
     waited = (
         ~pinned
         & (tree.end[call] >= work.end[copy_work])
@@ -300,10 +302,10 @@ def _find_blocking_copies(trace: Trace, tree: HostTree, work: DeviceWork) -> _Pa
 def find_spin_waits(
     trace: Trace, tree: HostTree, host: Segments, times: WorkTimeline, waits: Ints
 ) -> tuple[Ints, Ints]:
-    """Find long self time, right after a launch, that ends when the work of that launch does.
+    """Finds long self time, right after a launch, that ends when the work of that launch does.
 
-    DeepEP's dispatch is such: the host reads from memory how much will arrive, as soon as a kernel
-    has written that.
+    DeepEP's dispatch does this: the host reads from memory how much will arrive, as soon as a
+    kernel has written it.
 
     Args:
         trace: The trace.
@@ -327,7 +329,7 @@ def find_spin_waits(
     submits = np.zeros(tree.row.size + 1, dtype=np.bool_)
     submits[times.work.call[times.work.call >= 0]] = True
     before = np.append(-1, host.owner[:-1])
-    # right after a call that submitted GPU work
+    # Right after a call that submitted GPU work.
     fits &= submits[before] & np.append(False, host.lane[1:] == host.lane[:-1])
     segments = np.flatnonzero(fits)
     awaited = times.thread_launched_before(host.lane[segments], host.start[segments])

@@ -1,4 +1,4 @@
-"""Work that threads hand over to each other: who waits for whom, also inside the self time of an
+"""Hand-offs of work between threads: which thread waits for which, also inside the self time of an
 event.
 """
 
@@ -21,21 +21,20 @@ from traceloom.trace.session import ThreadClock, read_thread_clocks
 from traceloom.trace.trace import Trace
 
 _MIN_QUIET_NS = 20_000  # a thread that does nothing named for this long may be waiting
-_MIN_FILLED_SHARE = (
-    0.5  # of a quiet time that another thread's work must fill to be what was waited for
-)
+# Of a quiet time that another thread's work must fill to be what was waited for
+_MIN_FILLED_SHARE = 0.5
 _MIN_BUSY_SHARE = 0.3  # of that work's span in which something is recorded
-_MAX_WAKEUP_NS = 30_000  # who was waited for, woke the main thread: it goes on this soon
+_MAX_WAKEUP_NS = 30_000  # the awaited thread woke the main thread, which goes on this soon
 _MAX_WAKEUP_SHARE = 0.15  # or after this share of its quiet time
 _MIN_AUTOGRAD_SHARE = 0.9  # of a thread's outermost events are of the backward pass
 _DOMINANCE_FACTOR = 10  # times as many calls and operators
 _MIN_IDLE_NS = 100_000  # a thread that has had nothing to do for this long was given something
-_MAX_WAKER_AGE_NS = 1_000_000  # by what ended no longer ago than this, for all that is known
+_MAX_WAKER_AGE_NS = 1_000_000  # by what ended no longer ago than this
 _MIN_WORKED_SHARE = 0.5  # in which it ran at least: it worked
 
 
 class ThreadHandOffs(Struct, frozen=True):
-    """Segments after quiet times were cut, and what was handed over.
+    """Segments after quiet times were cut, and the hand-offs between them.
 
     Attributes:
         host: The segments.
@@ -44,7 +43,8 @@ class ThreadHandOffs(Struct, frozen=True):
         target: Segment that is held back.
         to_end: Whether its end is held back (it waits), else its start.
         certain: Whether a hand-off is more than a guess.
-        unknown: Segments in which a thread waits for what nothing tells: they end when they ended.
+        unknown: Segments in which a thread waits for an unknown cause: they keep their measured
+            end.
     """
 
     host: Segments
@@ -57,12 +57,12 @@ class ThreadHandOffs(Struct, frozen=True):
 
 
 class _Wakeups(Struct, frozen=True):
-    """Work that begins after an idle time, with what another thread did when it was handed over.
+    """Work that begins after an idle time, with the activity of another thread that handed it over.
 
     Attributes:
         head: Segments that begin such work.
-        source: For each the segment of another thread that hands over; -1 where nothing tells.
-        cut_ns: When it does, inside a quiet time of that thread; -1 where at its end.
+        source: For each the segment of another thread that hands over; -1 where it is unknown.
+        cut_ns: Time of the hand-off, inside a quiet time of that thread; -1 where it is at its end.
         certain: Whether that is more than a guess.
     """
 
@@ -72,7 +72,7 @@ class _Wakeups(Struct, frozen=True):
     certain: Bools
 
     def of(self, selected: Bools) -> _Wakeups:
-        """Some of them."""
+        """Returns the selected ones."""
         return _Wakeups(
             self.head[selected],
             self.source[selected],
@@ -82,7 +82,7 @@ class _Wakeups(Struct, frozen=True):
 
 
 class _BusyIntervals(Struct, frozen=True):
-    """Spells of work of one thread, disjoint and ascending.
+    """Busy intervals of one thread, disjoint and ascending.
 
     Attributes:
         start: Starts, ns.
@@ -98,13 +98,14 @@ class _BusyIntervals(Struct, frozen=True):
 
 
 def find_hand_offs(trace: Trace, tree: HostTree, host: Segments) -> ThreadHandOffs:
-    """Find where the main thread waits for others, and where others begin what they were given.
+    """Finds where the main thread waits for others, and where others begin work that was handed to
+    them.
 
     A quiet time of the main thread (a gap, or self time of an annotation) that another thread's
-    work fills is cut in
-    three: until that work begins, which is when it was handed over; the waiting; and what the main thread did alone
-    after it. A worker's work after a gap waits for that, else for who woke it (see `_wakers`). In
-    its self time any thread may wait for communication that another one does.
+    work fills is cut in three: until that work begins, which is when it was handed over; the
+    waiting; and what the main thread did alone after it. A worker's work after a gap waits for
+    that, else for the thread that woke it (see `_find_wakeups`). In its self time any thread may
+    wait for communication that another one does.
 
     Args:
         trace: The trace.
@@ -144,7 +145,7 @@ def find_hand_offs(trace: Trace, tree: HostTree, host: Segments) -> ThreadHandOf
         quiet & (host.owner >= 0) & (host.lane != main) & ~np.isin(host.lane, tree.lane[backend])
     )
     backend = np.setdiff1d(backend, explained)
-    # quiet self times of other threads that end about when communication of another one does
+    # Quiet self times of other threads that end about when communication of another one does.
     for lane in lanes[lanes != main]:
         segment = np.flatnonzero(is_unexplained & (host.lane == lane))
         start, done, head, tail = (np.full(segment.size, -1, dtype=np.int64) for _ in range(4))
@@ -169,8 +170,8 @@ def find_hand_offs(trace: Trace, tree: HostTree, host: Segments) -> ThreadHandOf
     still = _find_unexplained_segments(trace, tree, cut)
     still[waiting] = False
     works = np.isin(host.lane[tail], list(busy_intervals))  # not communication, which waits itself
-    # Segments that begin while another thread waits for their thread's work: it was at work, with
-    # or without a name.
+    # Segments that begin while another thread waits for their thread's work: it was busy, with or
+    # without a recorded name.
     awaited, worker = [heads], host.lane[tail[works]]
     for thread in np.unique(worker).tolist():
         thread_segments = np.flatnonzero(cut.lane == thread)
@@ -188,11 +189,11 @@ def find_hand_offs(trace: Trace, tree: HostTree, host: Segments) -> ThreadHandOf
 
 
 def _find_main_lane(trace: Trace, tree: HostTree, lanes: Ints) -> int:
-    """The thread that runs the program: the one that has the process's number, or another that does
-    far more.
+    """Returns the thread that runs the program: the one that has the process's number, or another
+    that does far more.
 
-    Programs train in other threads, too, while the first one waits or serves. The threads of the
-    backward pass do what they are given, and nothing else.
+    Some programs train in other threads, while the first one waits or serves. The threads of the
+    backward pass only do what they are given.
     """
     if not lanes.size:
         return -1
@@ -214,7 +215,7 @@ def _find_main_lane(trace: Trace, tree: HostTree, lanes: Ints) -> int:
 
 
 def _find_unexplained_segments(trace: Trace, tree: HostTree, host: Segments) -> Bools:
-    """Gaps and self times, of some length, in which nothing says what the thread does."""
+    """Returns gaps and self times of some length in which it is unknown what the thread does."""
     category = trace.events["category"][tree.row]
     is_plain_op = (category == "op").to_numpy() & tree.named(PLAIN_OP)
     works = tree.call | is_plain_op | tree.named(HOST_BACKENDS)
@@ -225,8 +226,8 @@ def _find_unexplained_segments(trace: Trace, tree: HostTree, host: Segments) -> 
 def _explain_by_other_threads(
     host: Segments, segment: Ints, busy_intervals: dict[int, _BusyIntervals], autograd: set[int]
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """For each quiet segment: when the work that fills it begins and ends (-1: none does), and with
-    which segments.
+    """Returns for each quiet segment when the work that fills it begins and ends (-1: none does),
+    and the segments of that work.
 
     The first segment of that work is -1 where it had begun before the quiet time.
     """
@@ -235,12 +236,10 @@ def _explain_by_other_threads(
     for lane, intervals in busy_intervals.items():
         if not intervals.start.size:
             continue
-        first = np.searchsorted(
-            intervals.end, low, side="right"
-        )  # the first spell that ends inside or later
-        last = (
-            np.searchsorted(intervals.end, high, side="right") - 1
-        )  # the last one that ends inside
+        # The first interval that ends inside or later
+        first = np.searchsorted(intervals.end, low, side="right")
+        # The last one that ends inside
+        last = np.searchsorted(intervals.end, high, side="right") - 1
         overlaps = (first <= last) & (last >= 0)
         first, last = np.minimum(first, intervals.end.size - 1), np.maximum(last, 0)
         running = intervals.start[first] < low
@@ -267,12 +266,12 @@ def _explain_by_communication(
     backend: Ints,
     filled: tuple[Ints, Ints, Ints, Ints],
 ) -> Ints:
-    """Quiet times in which another thread communicates, in place; returns the communication that
-    was waited for.
+    """Fills in the quiet times in which another thread communicates, in place; returns the
+    communication that was waited for.
 
-    Of all quiet times that a communication shares and fills, the one in which it ends waited for
-    it, else the one that shares most of it: that may end before, since the thread that communicates
-    wakes the waiting one, and ends its own event when it is its turn again.
+    Of all quiet times that a communication overlaps and fills, the one in which it ends waited for
+    it, else the one that overlaps it most: that may end before, since the communicating thread
+    wakes the waiting one, and ends its own event when it is scheduled again.
     """
     filled_start, done, head, tail = filled
     low, high = host.start[segment], host.end[segment]
@@ -283,9 +282,8 @@ def _explain_by_communication(
         np.arange(event.size) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
     )
     call = np.repeat(_find_framework_calls(tree, backend), count)
-    early = (call >= 0) & (
-        tree.start[np.maximum(call, 0)] < low[quiet]
-    )  # before the quiet time: all of it is waiting
+    # Before the quiet time: all of it is waiting
+    early = (call >= 0) & (tree.start[np.maximum(call, 0)] < low[quiet])
     since = np.where(early, low[quiet], np.maximum(tree.start[event], low[quiet]))
     until = np.minimum(tree.end[event], high[quiet])
     fits = until - since >= np.maximum(
@@ -308,18 +306,18 @@ def _explain_by_communication(
 def _find_wakeups(  # noqa: PLR0917
     host: Segments, tree: HostTree, quiet: Bools, has_waker: Ints, main: int, cpu: CpuTime
 ) -> _Wakeups:
-    """Find who woke the threads beside the main one: a thread with nothing to do waits for that,
-    however long it takes.
+    """Finds which thread woke the threads other than the main one: a thread with nothing to do
+    waits for that, however long it takes.
 
-    Communication was handed over by the call of the framework that began last before it. All else
-    by what ended last on another thread; where that is long ago, by whoever did that, at that
-    moment: it may have handed over in Python, which nothing records. What ended before the idle
-    time began woke nobody.
+    Communication was handed over by the call of the framework that began last before it. Other work
+    was handed over by what ended last on another thread; where that is long ago, by the same
+    thread, at that moment: it may have handed over in Python, which nothing records. What ended
+    before the idle time began woke no thread.
 
     Args:
         host: All segments.
         tree: Their events.
-        quiet: Segments in which nothing says what the thread does, shape (segments,).
+        quiet: Segments in which it is unknown what the thread does, shape (segments,).
         has_waker: Segments whose waker is known already.
         main: The main thread.
         cpu: How long threads ran: one that ran all the time was not idle.
@@ -333,8 +331,8 @@ def _find_wakeups(  # noqa: PLR0917
     starts_idle = np.zeros(host.owner.size, dtype=np.bool_)
     starts_idle[after] = True
     since = np.where(starts_idle[head], host.start[np.maximum(head - 1, 0)], np.iinfo(np.int64).min)
-    # for work that is communication, the call that asked for it, after the idle time had begun;
-    # else -1
+    # For work that is communication, the call that started it, after the idle time had begun; else
+    # -1.
     called = np.full(head.size, -1, dtype=np.int64)
     owner = host.owner[head]
     backend = np.flatnonzero((owner >= 0) & tree.named(HOST_BACKENDS)[np.maximum(owner, 0)])
@@ -342,7 +340,7 @@ def _find_wakeups(  # noqa: PLR0917
     fits = (event >= 0) & (tree.end[np.maximum(event, 0)] >= since[backend])
     called[backend[fits]] = event[fits]
     # The event of another thread that ended last before each head, after its idle time had begun;
-    # else -1. Where the one that ended last is of the head's own thread, it is the one before the
+    # else -1. Where the event that ended last is of the head's own thread, it is the one before the
     # run of that thread's events.
     end_order = np.argsort(tree.end, kind="stable")
     lane = tree.lane[end_order]
@@ -358,7 +356,7 @@ def _find_wakeups(  # noqa: PLR0917
     event = np.where(called >= 0, called, ended)
     source = np.where(event >= 0, host.last[np.maximum(event, 0)], -1)
     certain = (called >= 0) | just
-    # where that is a guess, the quiet segment of its thread within which the head begins; else -1
+    # Where that is a guess, the quiet segment of its thread within which the head begins; else -1.
     in_segment = np.full(head.size, -1, dtype=np.int64)
     guessed = np.where(certain | (event < 0), -1, tree.lane[np.maximum(event, 0)])
     for number in np.unique(guessed[guessed >= 0]).tolist():
@@ -372,14 +370,13 @@ def _find_wakeups(  # noqa: PLR0917
         in_segment[heads[within]] = index[within]
     cut = np.where(in_segment >= 0, host.start[head], -1)
     woken = _Wakeups(head, np.where(in_segment >= 0, in_segment, source), cut, certain)
-    return woken.of(
-        starts_idle[head] | certain
-    )  # what begins a thread for the first time may have begun by itself
+    # The first work of a thread may have begun by itself
+    return woken.of(starts_idle[head] | certain)
 
 
 def _find_framework_calls(tree: HostTree, backend: Ints) -> Ints:
-    """The framework's call on another thread that began last before each communication; -1 where
-    there is none.
+    """Returns the framework's call on another thread that began last before each communication; -1
+    where there is none.
     """
     calls = np.flatnonzero(tree.named(COLLECTIVE) & ~tree.call)
     if not calls.size:
@@ -393,8 +390,8 @@ def _find_framework_calls(tree: HostTree, backend: Ints) -> Ints:
 def _add_wakeups(
     cut: Segments, waiting: Ints, source: Ints, heads: Ints, woken: _Wakeups
 ) -> ThreadHandOffs:
-    """All hand-overs: what was found of quiet times that work fills, and who woke threads that were
-    idle.
+    """Collects all hand-offs: those of quiet times that work fills, and those that woke idle
+    threads.
 
     Args:
         cut: Segments.
@@ -430,7 +427,7 @@ def _add_wakeups(
 
 
 def _count_following_parts(host: Segments, number: Ints, segment: Ints) -> Ints:
-    """How many parts of a segment follow its first."""
+    """Returns how many parts of a segment follow its first."""
     bounds = np.append(number, number[-1] + 1 if number.size else 0)
     last = segment + 1 == host.owner.size
     return np.where(
@@ -439,8 +436,8 @@ def _count_following_parts(host: Segments, number: Ints, segment: Ints) -> Ints:
 
 
 def _find_held_back(host: Segments, head: Ints) -> tuple[Ints, Bools]:
-    """What of a head's thread is held back: the gap before it, which waits; or its start, where
-    there is no gap.
+    """Returns what is held back on a head's thread: the gap before it, which waits; or its start,
+    where there is no gap.
     """
     before = np.maximum(head - 1, 0)
     gap = (head > 0) & (host.lane[before] == host.lane[head]) & (host.owner[before] < 0)
@@ -448,8 +445,8 @@ def _find_held_back(host: Segments, head: Ints) -> tuple[Ints, Bools]:
 
 
 def add_hand_off_edges(edges: Edges, hand_offs: ThreadHandOffs, segment_node: Ints) -> None:
-    """From the end of what hands over to what is held back by it; from the origin where that is
-    unknown.
+    """Adds edges from the end of what hands over to what it holds back; from the origin where that
+    is unknown.
     """
     edges.add(
         "cross-thread",
@@ -470,18 +467,18 @@ def add_hand_off_edges(edges: Edges, hand_offs: ThreadHandOffs, segment_node: In
 
 
 class CpuTime(Struct, frozen=True):
-    """ThreadClock of the threads of a trace.
+    """Processor time of the threads of a trace.
 
     Attributes:
-        lanes: By lane, of the threads that were sampled.
+        lanes: By lane, the clocks of the threads that were sampled.
     """
 
     lanes: dict[int, ThreadClock]
 
     @classmethod
     def of(cls, trace: Trace) -> CpuTime:
-        """The samples of a trace; of no lane where its clock is not that of the samples, or nobody
-        took any.
+        """Returns the samples of a trace; empty where its clock is not that of the samples, or
+        there are none.
         """
         if trace.meta.clock != "unix":
             return cls({})
@@ -494,7 +491,7 @@ class CpuTime(Struct, frozen=True):
         return cls({lane: samples[thread] for lane, thread in hosts if thread in samples})
 
     def worked(self, lane: Ints, low: Ints, high: Ints) -> Bools:
-        """Stretches in which the thread certainly ran most of the time."""
+        """Returns in which intervals the thread certainly ran most of the time."""
         min_ran_ns = np.zeros_like(low)
         for number, samples in self.lanes.items():
             rows = np.flatnonzero(lane == number)
