@@ -1,6 +1,6 @@
 """What changes would save: changes, scenarios, bounds.
 
-Names are loaded when they are first used.
+Names are loaded on first use.
 """
 
 from __future__ import annotations

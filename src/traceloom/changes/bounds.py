@@ -1,4 +1,6 @@
-"""What no answer can go beyond; lower bounds; without recording overhead."""
+"""Bounds on the saving of a change: lower bounds of a scenario's time, and savings without
+recording overhead.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +28,23 @@ def compute_lower_bound_ns(graph: Graph, scenario: Scenario, total_ns: int) -> i
     """The shortest time that a scenario can take.
 
     Args:
-        graph: As it was measured.
-        scenario: With the changes.
-        total_ns: How long the graph takes without them.
+        graph: The measured graph.
+        scenario: The scenario with the changes.
+        total_ns: The length of the graph without them.
 
     Returns:
         The work that is left on the busiest stream or thread, or the whole time less the time in
+            which something that changed went on, whichever is longer; ns.
         which something that changed went on, whichever is longer; ns.
     """
     return max(compute_busiest_lane_ns(scenario), total_ns - most_saved_ns(graph, scenario))
 
 
 def compute_busiest_lane_ns(scenario: Scenario) -> int:
-    """The work that a scenario leaves on the lane that has most of it, ns.
+    """Returns the work that a scenario leaves on the lane that has the most of it, ns.
 
-    Of work that the next one on its lane overlaps the part before that counts. What runs beside its
-    stream is on none; waiting is no work.
+    For work that the next one on its lane overlaps, the part before the overlap counts. Work beside
+    its stream is on no lane; waiting is not work.
     """
     nodes = scenario.graph.nodes
     order = (
@@ -69,11 +72,11 @@ def compute_busiest_lane_ns(scenario: Scenario) -> int:
 
 
 def most_saved_ns(graph: Graph, scenario: Scenario) -> int:
-    """The time in which, on any rank, something went on that a scenario makes shorter or lets
-    nobody wait for, ns.
+    """Returns the time in which, on any rank, something went on that a scenario shortens or no
+    longer waits for, ns.
 
     A chain of waits leads back from the last moment to the first without a gap; a change shortens
-    it by no more than those of its links take that it touches.
+    it by no more than the length of the links that it affects.
     """
     base = Scenario.of(graph)
     times = get_point_times(graph)
@@ -82,7 +85,7 @@ def most_saved_ns(graph: Graph, scenario: Scenario) -> int:
     source, target = get_edge_points(graph)
     delay = scenario.delay_ns[: target.size]
     less = base.delay_ns - delay
-    if scenario.beside.any():  # what waits for the start of work now, waits for what covers it, too
+    if scenario.beside.any():  # waits for the start of work become waits for what covers it
         moved = (
             graph.edges["from_end"].to_numpy()
             & ~scenario.graph.edges["from_end"].to_numpy()[: target.size]
@@ -100,10 +103,10 @@ def most_saved_ns(graph: Graph, scenario: Scenario) -> int:
 
 
 def find_unknown_wakeups(graph: Graph) -> Bools:
-    """Edges that end an idle time when it ended, since nothing tells for certain who woke the
-    thread; shape (edges,).
+    """Returns the edges that end an idle time at its measured end, since it is uncertain what woke
+    the thread; shape (edges,).
 
-    Those of the origin hold a wait's end; guesses hold it by what another thread did long before.
+    Edges of the origin hold a wait's end; guesses hold it by what another thread did long before.
     """
     edges = graph.edges
     pinned = graph.edges_of("origin") & edges["to_end"].to_numpy()
@@ -119,11 +122,11 @@ def is_lower_bound(
     """Whether a change would save more if threads whose waker is unknown waited for nothing.
 
     Args:
-        before: Without the change.
-        after: With it.
-        saved_ns: What it saves as the graph stands.
-        min_difference_ns: A difference that counts, ns.
-        *plans: Of the graph of each; or one for both, that of the measured graph.
+        before: The scenario without the change.
+        after: The scenario with it.
+        saved_ns: Its saving in the graph as it is.
+        min_difference_ns: The smallest difference that counts, ns.
+        *plans: The plan of the graph of each; or one for both, that of the measured graph.
     """
     edges = find_unknown_wakeups(before.graph)
     if not edges.any():
@@ -137,38 +140,40 @@ def is_lower_bound(
 
 
 _HOST_KINDS = (gs.HOST, gs.THINK, gs.LAUNCH, gs.BLOCK)
-_MAX_RECORDING_SHARE = (
-    2 / 3
-)  # of a saving: a loop of `item`, the cheapest there is, takes three times as long when it is recorded
+# Of a saving: a loop of `item`, the cheapest operator, takes three times as long when it is
+# recorded
+_MAX_RECORDING_SHARE = 2 / 3
+# Actions that reduce what is recorded with the work
 _ACTIONS_WITH_FEWER_EVENTS = (
     "scale",
     "remove",
     "workers",
-)  # what is recorded becomes less with the work
+)
+# Actions after which the step no longer waits for the host, nor for its recording
 _ACTIONS_FREEING_HOST = (
     "graph",
     "idle",
-)  # the step is the host's no longer, so neither is what recording made it wait
+)
 
 
 def unrecorded_saving_ns(
     graph: Graph, changes: Sequence[Change], saved_ns: int, *, total_ns: int, ratio: float | None
 ) -> int:
-    """A saving of a recorded run, as it is when nobody records.
+    """Returns a saving of a recorded run, corrected for the cost of recording.
 
     Recording lengthens a step by the time it takes to write down each host event, so a saving loses
-    what it cost to write down the events of the work that is taken away. Work in which little is
-    recorded, such as a pause, loses little; work of the device nothing. The ratio is of few steps,
-    and of early ones: where nearly all events are those of the work that goes, as in a loop over
+    what it cost to write down the events of the work that is removed. Work in which little is
+    recorded, such as a pause, loses little; work of the device loses nothing. The ratio is measured
+    on few and early steps: where nearly all events are those of the removed work, as in a loop over
     the elements of a tensor, all of it would seem to be recording.
 
-    Ranks record side by side: the one that loses most events counts. The delay of a rank is no more
-    recorded than what it does more than the others.
+    Ranks record side by side: the one that loses the most events counts. The delay of a rank is
+    recorded only as far as it does more than the others.
 
     Args:
-        graph: What the saving was evaluated on.
-        changes: What saves.
-        saved_ns: What they save on the graph, ns; negative where they cost time.
+        graph: The graph that the saving was evaluated on.
+        changes: The changes that save.
+        saved_ns: Their saving on the graph, ns; negative where they cost time.
         total_ns: The recorded step or window that the saving is of, ns.
         ratio: Recorded step / unrecorded step, as measured; None where nobody measured it.
 

@@ -1,11 +1,11 @@
-"""Changes as they are written, and which nodes they select.
+"""Changes as they are written, and the nodes that they select.
 
 A selection is written as words: `kernels`, `kernels ~ gemm`, `rank 7 host`, `collectives ~
 all_reduce`.
 
 A change is written as `[rank N[,M]] TARGET [~ REGEX] ACTION`, for example `kernels ~ gemm * 0.5`,
 `copies async`, `syncs ~ cudaDeviceSynchronize remove`, `rank 7 delay remove`, `network * 2`, `idle
-remove`. What each assumes is said in `ASSUMES`, and in docs/concepts/what-if.md.
+remove`. What each assumes is stated in `ASSUMES`, and in docs/concepts/what-if.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NODE_TARGETS: dict[str, tuple[tuple[str, ...], str]] = {
     "syncs": ((gs.BLOCK,), "calls that wait for the device"),
     "loading": ((gs.HOST, gs.THINK), "host work inside the data loader"),
 }
-"""Word -> the kinds of nodes it means, and its meaning."""
+"""Word -> the kinds of nodes that it stands for, and its meaning."""
 DEVICE_TARGETS = ("kernels", "copies", "gpu", "collectives")
 
 DATA_LOADING_PATTERN = r"enumerate\(DataLoader\)#|_BaseDataLoaderIter|DataLoader"
@@ -48,7 +48,8 @@ class Selection:
 
     Attributes:
         target: A key of `TARGETS`.
-        pattern: A regular expression that the name holds somewhere, ignoring case; empty for all.
+        pattern: A regular expression that the name contains somewhere, ignoring case; empty for
+            all.
         ranks: Only these ranks; empty for all.
     """
 
@@ -57,10 +58,10 @@ class Selection:
     ranks: tuple[int, ...] = ()
 
     def nodes(self, graph: Graph) -> Bools:
-        """Which nodes are meant, shape (nodes,).
+        """Returns the selected nodes, shape (nodes,).
 
         Raises:
-            UsageError: slug `bad-change`: the pattern is none.
+            UsageError: slug `bad-change`: the pattern is not a regular expression.
         """
         kinds, _ = NODE_TARGETS[self.target]
         selected = graph.nodes_of(*kinds)
@@ -73,8 +74,8 @@ class Selection:
         return selected
 
     def nearest(self, graph: Graph, limit: int = 3) -> list[str]:
-        """Names that the selection could mean where it means nothing: the most alike, else those of
-        the most work.
+        """Returns names close to the pattern of a selection without nodes: the most similar ones,
+        else those of the most work.
         """
         is_candidate = pl.Series(Selection(self.target, "", self.ranks).nodes(graph))
         work = (
@@ -98,13 +99,13 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeSelection:
-    """Nodes chosen by a program, with words that say which.
+    """Nodes chosen by a program, with a description.
 
     Attributes:
-        words: What they are, as it stands in a sentence.
-        mask: Which nodes, shape (nodes,).
+        words: Their description, as part of a sentence.
+        mask: The selected nodes, shape (nodes,).
         target: The key of `TARGETS` that describes them best.
-        ranks: Whose they are; empty for all.
+        ranks: Their ranks; empty for all.
     """
 
     words: str
@@ -113,7 +114,7 @@ class NodeSelection:
     ranks: tuple[int, ...] = ()
 
     def nodes(self, graph: Graph) -> Bools:
-        """Which nodes are meant, shape (nodes,)."""
+        """Returns the selected nodes, shape (nodes,)."""
         assert self.mask.size == graph.nodes.height
         return self.mask
 
@@ -122,7 +123,7 @@ class NodeSelection:
 
 
 def select_event_nodes(graph: Graph, rank: int | None, events: pl.Series) -> Bools:
-    """The nodes that stand for some events (rows) of one rank's trace, shape (nodes,)."""
+    """Returns the nodes that stand for some events (rows) of one rank's trace, shape (nodes,)."""
     event_rows = (events.drop_nulls() if events.null_count() else events).to_numpy()
     is_selected_event: Bools = np.zeros(
         int(event_rows.max()) + 1 if event_rows.size else 0, dtype=np.bool_
@@ -137,8 +138,8 @@ def select_event_nodes(graph: Graph, rank: int | None, events: pl.Series) -> Boo
 
 
 def match_node_names(graph: Graph, pattern: str) -> Bools:
-    """Which nodes have a name that holds the pattern, or are communication or kernels of that kind;
-    shape (nodes,).
+    """Returns the nodes whose name contains the pattern, or that are communication or kernels of
+    that kind; shape (nodes,).
     """
     try:
         re.compile(pattern)
@@ -148,9 +149,8 @@ def match_node_names(graph: Graph, pattern: str) -> Bools:
         raise UsageError(
             f"`{pattern}` is no regular expression: {error}", slug="bad-change"
         ) from error
-    if (
-        pattern.lower() in WORK_KINDS and pattern.lower() != "other"
-    ):  # matrix products are seldom called `gemm`
+    # Matrix products are seldom called `gemm`
+    if pattern.lower() in WORK_KINDS and pattern.lower() != "other":
         matcher = KindMatcher.of(load_built_in_kind_rules())
         no_context = np.zeros(distinct_names.len(), dtype=np.uint64)
         first_rules = matcher.first(
@@ -187,6 +187,7 @@ ASSUMPTIONS = {
     "balance": "kernels of each name take as long on every rank as on the mean one, step by step",
     "workers": "so many processes make batches beside the step; the step waits only for what they cannot keep up with",
 }
+# Actions without a number
 _ACTIONS_WITHOUT_FACTOR = (
     "remove",
     "async",
@@ -194,8 +195,8 @@ _ACTIONS_WITHOUT_FACTOR = (
     "fuse",
     "graph",
     "balance",
-)  # without a number
-_DEVICE_ONLY_ACTIONS = ("async", "overlap", "fuse", "graph")  # of what the device does
+)
+_DEVICE_ONLY_ACTIONS = ("async", "overlap", "fuse", "graph")  # of work of the device
 _CHANGE_PATTERN = re.compile(
     r"^\s*(?:ranks?\s+(?P<ranks>\d+(?:\s*,\s*\d+)*)\s+)?(?P<target>[a-z]+)(?:\s*~\s*(?P<pattern>.+?))?"
     r"\s+(?:(?P<sign>[*x×])\s*(?P<factor>\d+(?:\.\d+)?)|(?P<action>[a-z]+)(?:\s+(?P<number>\d+))?)\s*$"
@@ -209,8 +210,9 @@ class Change:
 
     Attributes:
         action: A key of `ASSUMES`.
-        selection: What it is about.
-        factor: Of `scale` (times as long), `network` (times as fast) and `workers` (how many); 1 else.
+        selection: The nodes that it changes.
+        factor: For `scale` (times as long), `network` (times as fast) and `workers` (how many); 1
+            otherwise.
     """
 
     action: str
@@ -233,15 +235,15 @@ class Change:
 
 
 def format_factor(factor: float) -> str:
-    """A factor as a change is written with it: all its digits, no exponent."""
+    """Returns a factor as it is written in a change: all its digits, no exponent."""
     return np.format_float_positional(factor, trim="-")
 
 
 def parse(text: str) -> Change:
-    """Read a change.
+    """Parses a change.
 
     Raises:
-        UsageError: slug `bad-change`, with what is understood.
+        UsageError: slug `bad-change`, with the accepted forms.
     """
     match = _CHANGE_PATTERN.match(text)
     if match is None:

@@ -1,4 +1,4 @@
-"""Works and delays with changes applied; overlapping work."""
+"""Scenarios: works and delays with changes applied, including work that overlaps its stream."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _DEVICE_KINDS = (gs.KERNEL, gs.COPY, gs.FILL)
 
 
 def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tuple[Graph, Ints]:
-    """The graph with some work of the device out of the order of its streams.
+    """Returns the graph with some device work taken out of the order of its streams.
 
-    Who waited for the end of hidden work waits for its start, and for as long as other work of the
-    device covered it: only what was exposed is saved. Hidden work stays in its own order; the host,
-    other communication and the optimizer of its step wait for its end as before.
+    Waits for the end of hidden work become waits for its start, and for as long as other work of
+    the device covered it: only what was exposed is saved. Hidden work stays in its own order; the
+    host, other communication and the optimizer of its step wait for its end as before.
 
     Args:
         graph: The graph.
-        hidden: Which work, shape (nodes,).
+        hidden: The work to take out, shape (nodes,).
         work_ns: Work of each node, shape (nodes,).
         delay_ns: Delay of each edge, shape (edges,).
 
@@ -48,7 +48,8 @@ def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tu
     delay[moved] += compute_covered_ns(graph, hidden)[source[moved]]
     edges = graph.edges.with_columns(
         from_end=pl.Series(from_end & ~moved),
-        # between starts `stream` means a part of the work before: see retime/running.py
+        # Between starts `stream` means a fraction of the work before: see
+        # `traceloom.graph.calibrate`.
         kind=pl.when(pl.Series(moved))
         .then(pl.lit("wait", dtype=gs.EdgeKind))
         .otherwise(pl.col("kind")),
@@ -73,7 +74,7 @@ def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tu
     pairs = lane * graph.nodes.height + first
     retained = np.sort(last.size - 1 - np.unique(pairs[::-1], return_index=True)[1])
     last, first = last[retained], first[retained]
-    # What each node takes itself: its work, or the transfer of its communication.
+    # The own time of each node: its work, or the transfer of its communication.
     own_ns = work_ns.copy()
     transfers = graph.edges_of("rendezvous") & to_end
     np.maximum.at(own_ns, target[transfers], delay_ns[transfers])
@@ -98,8 +99,8 @@ def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tu
 
 
 def find_exposed_time(graph: Graph, nodes: Bools) -> list[Spans]:
-    """The time in which some work runs on a device and no other kernel of its rank does, for each
-    of its ranks.
+    """Returns for each rank the time in which some work runs on a device and no other kernel of the
+    rank does.
     """
     out: list[Spans] = []
     if not nodes.any():
@@ -118,8 +119,8 @@ def find_exposed_time(graph: Graph, nodes: Bools) -> list[Spans]:
 
 
 def compute_covered_ns(graph: Graph, nodes: Bools) -> Ints:
-    """How long another kernel of its rank runs during each chosen work, shape (nodes,); 0 for all
-    others.
+    """Returns how long another kernel of its rank runs during each chosen work, shape (nodes,); 0
+    for all others.
     """
     start, end, rank = _get_node_times(graph)
     kernels = graph.nodes_of(gs.KERNEL) & ~nodes
@@ -142,7 +143,7 @@ def _get_node_times(graph: Graph) -> tuple[Ints, Ints, Ints]:
 
 
 def compute_rank_step_keys(graph: Graph) -> Ints:
-    """For each node a number that only nodes of its step on its rank have, shape (nodes,)."""
+    """Returns for each node a number that only nodes of its step on its rank have, shape (nodes,)."""
     numbers: Ints = (
         graph.rank_numbers.astype(np.int64) * 2**32 + graph.nodes["step"].fill_null(-1).to_numpy()
     )
@@ -150,7 +151,9 @@ def compute_rank_step_keys(graph: Graph) -> Ints:
 
 
 def find_optimizer_work(graph: Graph) -> Bools:
-    """Work that is launched in a step from the beginning of its optimizer on, shape (nodes,)."""
+    """Returns work that is launched in a step from the beginning of its optimizer on, shape
+    (nodes,).
+    """
     in_optimizer = np.zeros(graph.nodes.height, dtype=np.bool_)
     optimizers = np.append(graph.names.str.starts_with("Optimizer.step#").to_numpy(), False)[
         graph.name_numbers
@@ -177,9 +180,10 @@ class Scenario:
     """Works and delays to evaluate a graph with; changes are applied one after the other.
 
     Attributes:
-        graph: The graph; with other edges than the measured one where work runs beside its stream.
+        graph: The graph; its edges differ from the measured ones where work runs beside its stream.
         work_ns: Work of each node, residual included, shape (nodes,).
-        delay_ns: Delay of each edge, residual included, shape (edges,); `ABSENT` where it does not hold.
+        delay_ns: Delay of each edge, residual included, shape (edges,); `ABSENT` where it does not
+            hold.
         beside: Nodes that are out of the order of their streams, shape (nodes,).
     """
 
@@ -190,7 +194,7 @@ class Scenario:
 
     @classmethod
     def of(cls, graph: Graph) -> Scenario:
-        """The graph as it was measured."""
+        """Returns the scenario of the graph as it was measured."""
         nodes, edges = graph.nodes, graph.edges
         work = get_column_array(graph, nodes["work_ns"]) + get_column_array(
             graph, nodes["residual_ns"]
@@ -201,28 +205,28 @@ class Scenario:
         return cls(graph, work, delay, np.zeros(nodes.height, dtype=np.bool_))
 
     def copy(self) -> Scenario:
-        """One to change further."""
+        """Returns a copy to change further."""
         return Scenario(self.graph, self.work_ns.copy(), self.delay_ns.copy(), self.beside)
 
     def times(self, plan: Plan) -> Ints:
-        """When everything happens, shape (2 x nodes,); `plan` is that of the measured graph, or of
-        its own.
+        """Returns the times of all points, shape (2 x nodes,); `plan` is that of the measured
+        graph, or of the scenario's own graph.
         """
         return self.own_plan(plan).evaluate(self.work_ns, self.delay_ns, residuals=False)
 
     def own_plan(self, plan: Plan) -> Plan:
-        """The plan of its graph: this one, or where work runs beside its stream a new one."""
+        """Returns the plan of its graph: this one, or where work runs beside its stream a new one."""
         return plan if plan.graph is self.graph else Plan(self.graph)
 
     def apply(self, change: Change, within: Bools | None = None) -> Scenario:
-        """The same with one more change; this one is left as it is.
+        """Returns a copy with one more change applied.
 
         Args:
             change: What changes.
-            within: Of what it is about only these nodes, shape (nodes,); all where None.
+            within: Apply the change only to these nodes, shape (nodes,); to all where None.
 
         Raises:
-            UsageError: slug `nothing-chosen`: the graph has nothing that the change is about.
+            UsageError: slug `nothing-chosen`: the graph has nothing to apply the change to.
         """
         selected = change.selection.nodes(self.graph)
         if not selected.any():
@@ -238,9 +242,8 @@ class Scenario:
             )
         out = self.copy()
         selected = selected if within is None else selected & within
-        if (
-            change.action == "overlap"
-        ):  # what came behind the chosen work waits for what came before it
+        # Waits for the chosen work become waits for what came before it
+        if change.action == "overlap":
             on_device = selected & self.nodes(gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)
             out.graph, out.delay_ns = set_beside(out.graph, on_device, out.work_ns, out.delay_ns)
             out.beside = out.beside | on_device
@@ -249,11 +252,11 @@ class Scenario:
         return out
 
     def edges(self, *kinds: str) -> Bools:
-        """Which edges are of these kinds, shape (edges,)."""
+        """Returns which edges are of these kinds, shape (edges,)."""
         return self.graph.edges_of(*kinds)
 
     def ends(self) -> tuple[Ints, Ints]:
-        """Source and target of each edge, shape (edges,) each."""
+        """Returns source and target of each edge, shape (edges,) each."""
         source, target = (
             get_column_array(self.graph, self.graph.edges[end]).astype(np.int64)
             for end in ("source", "target")
@@ -261,18 +264,20 @@ class Scenario:
         return source, target
 
     def nodes(self, *kinds: str) -> Bools:
-        """Which nodes are of these kinds, shape (nodes,)."""
+        """Returns which nodes are of these kinds, shape (nodes,)."""
         return self.graph.nodes_of(*kinds)
 
     def overlapping(self) -> Bools:
-        """Edges whose delay is no pause, since the work before them runs; shape (edges,)."""
+        """Returns the edges whose delay is not a pause, since the work before them runs; shape
+        (edges,).
+        """
         mask = np.zeros(self.graph.edges.height, dtype=np.bool_)
         mask[find_overlapping_edges(self.graph)] = True
         return mask
 
 
 def scale(out: Scenario, change: Change, selected: Bools) -> None:
-    """The chosen work takes so many times as long; of communication its transfer."""
+    """Multiplies the chosen work by the factor; of communication its transfer."""
     factor = (
         0.0
         if change.action == "remove"
@@ -281,7 +286,7 @@ def scale(out: Scenario, change: Change, selected: Bools) -> None:
         else change.factor
     )
     out.work_ns[selected] = np.rint(out.work_ns[selected] * factor).astype(np.int64)
-    # What leads out of a meeting to the end of a part is that communication's transfer.
+    # Edges out of a meeting to the end of a part hold that communication's transfer.
     _, target = out.ends()
     transfer = out.edges("rendezvous") & out.graph.edges["to_end"].to_numpy() & selected[target]
     transfer &= out.delay_ns > ABSENT // 2
@@ -289,8 +294,8 @@ def scale(out: Scenario, change: Change, selected: Bools) -> None:
 
 
 def stop_waiting(out: Scenario, change: Change, selected: Bools) -> None:
-    """`drop`: the chosen calls wait for nothing; `async`: no call waits for the chosen copies
-    alone.
+    """Removes waits. `drop`: the chosen calls wait for nothing; `async`: no call waits for the
+    chosen copies alone.
     """
     source, target = out.ends()
     waits = out.edges("synchronize")
@@ -303,7 +308,7 @@ def stop_waiting(out: Scenario, change: Change, selected: Bools) -> None:
 
 
 def reduce_to_median_rank(out: Scenario, change: Change, _selected: Bools) -> None:
-    """The chosen ranks' work of each name in each step, at most that of the median rank."""
+    """Reduces the chosen ranks' work of each name in each step to at most that of the median rank."""
     ranks = np.unique(out.graph.rank_numbers)
     late = np.isin(ranks, change.selection.ranks)
     other_ranks = ranks[~late & (ranks >= 0)].tolist()
@@ -318,14 +323,14 @@ def reduce_to_median_rank(out: Scenario, change: Change, _selected: Bools) -> No
         same * (out.graph.names.len() + 1) + out.graph.name_numbers[rows], return_inverse=True
     )[1]
     rank_index = np.searchsorted(ranks, out.graph.rank_numbers[rows])
-    # who does not do it at all does it in no time
+    # Ranks without such work count as 0.
     sums = np.zeros((int(alike.max(initial=-1)) + 1, ranks.size), dtype=np.int64)
     np.add.at(sums, (alike, rank_index), out.work_ns[rows])
     typical = np.median(sums[:, np.isin(ranks, other_ranks)], axis=1, keepdims=True)
     factor = np.minimum(typical / np.maximum(sums, 1), 1.0)[alike, rank_index]
     is_late = late[rank_index]
     out.work_ns[rows[is_late]] = np.rint(out.work_ns[rows] * factor)[is_late].astype(np.int64)
-    # who begins later than the middle one of the others begins when that does
+    # Ranks that begin later than the median of the others begin when that does.
     first_starts = find_first_starts(out.graph, gs.HOST, gs.THINK, gs.LAUNCH)
     middle = float(
         np.median([first_starts[rank] for rank in other_ranks if rank in first_starts] or [0])
@@ -337,14 +342,13 @@ def reduce_to_median_rank(out: Scenario, change: Change, _selected: Bools) -> No
         if later_ns > 0:
             origin = out.edges("origin") & (rank_of == rank)
             delay, start = out.delay_ns[origin], out.graph.nodes["start_ns"].to_numpy()
-            earliest = (
-                start.min() - start[source[origin]]
-            )  # nothing of the rank begins before the job
+            # Nothing of the rank begins before the job
+            earliest = start.min() - start[source[origin]]
             out.delay_ns[origin] = np.maximum(delay - later_ns, np.minimum(delay, earliest))
 
 
 def find_first_starts(graph: Graph, *kinds: str) -> dict[int, int]:
-    """When the first node of some kinds begins on each rank that has one, ns."""
+    """Returns the start of the first node of some kinds on each rank that has one, ns."""
     nodes = graph.nodes_of(*kinds)
     ranks, rank_index = np.unique(graph.rank_numbers[nodes], return_inverse=True)
     first = np.full(ranks.size, np.iinfo(np.int64).max)
@@ -353,7 +357,7 @@ def find_first_starts(graph: Graph, *kinds: str) -> dict[int, int]:
 
 
 def remove_launch_delays(out: Scenario, change: Change, selected: Bools) -> None:
-    """Host work costs nothing, and what launches or waits is never late."""
+    """Makes host work cost nothing, and lets nothing that launches or waits be late."""
     out.work_ns[selected] = 0
     delayed = out.edges("launch", "synchronize", "stream", "queue") & ~out.overlapping()
     if change.selection.ranks:
@@ -363,7 +367,7 @@ def remove_launch_delays(out: Scenario, change: Change, selected: Bools) -> None
 
 
 def merge_neighbours(out: Scenario, _change: Change, selected: Bools) -> None:
-    """Neighbours on a stream: no pause between them; only the first of a run is launched."""
+    """Merges neighbours on a stream: no pause between them; only the first of a run is launched."""
     source, target = out.ends()
     between = out.edges("stream") & selected[source] & selected[target]
     out.delay_ns[between & (out.delay_ns > 0) & ~out.overlapping()] = 0
@@ -376,8 +380,8 @@ def merge_neighbours(out: Scenario, _change: Change, selected: Bools) -> None:
 
 
 def merge_launches(out: Scenario, _change: Change, selected: Bools) -> None:
-    """The launches of the chosen work, and the operators that made them, cost nothing but the
-    first.
+    """Lets the launches of the chosen work, and the operators that made them, cost nothing except
+    the first.
     """
     source, target = out.ends()
     launches = out.edges("launch") & selected[target]
@@ -398,8 +402,8 @@ def merge_launches(out: Scenario, _change: Change, selected: Bools) -> None:
 
 
 def assign_even_work(out: Scenario, _change: Change, selected: Bools) -> None:
-    """Kernels of one name take as long on every rank that has them: what is spread unevenly is
-    often one kernel.
+    """Makes kernels of one name take equally long on every rank that has them, since uneven work is
+    often in one kernel.
     """
     rows = np.flatnonzero(selected)
     work = out.work_ns[rows]
@@ -419,7 +423,9 @@ def assign_even_work(out: Scenario, _change: Change, selected: Bools) -> None:
 
 
 def load_beside(out: Scenario, change: Change, selected: Bools) -> None:
-    """N processes load beside the step: what remains is what they cannot finish in the rest of it."""
+    """Loads data with N processes beside the step: only what they cannot finish in the rest of the
+    step remains.
+    """
     steps, step_of = np.unique(compute_rank_step_keys(out.graph), return_inverse=True)
     loading, end = (np.zeros(steps.size, dtype=np.int64) for _ in range(2))
     start = np.full(steps.size, np.iinfo(np.int64).max)

@@ -1,4 +1,4 @@
-"""What would a change save? The graph evaluated with it."""
+"""What-if analysis: a graph evaluated with changes, and sweeps of one change over several factors."""
 
 from __future__ import annotations
 
@@ -27,25 +27,28 @@ PARTS = build_schema("what kind before_ns after_ns")
 
 @dataclass(frozen=True)
 class WhatIf(Result):
-    """What some changes together do.
+    """The effect of some changes together.
 
     Attributes:
-        changes: As they are written.
-        before_ns: From the first to the last moment of the graph: of a step, where the graph is of one.
+        changes: The changes as they are written.
+        before_ns: From the first to the last moment of the graph; of a step, where the graph is of
+            one.
         after_ns: The same with the changes.
         saved_ns: The difference; negative where it takes longer.
-        saved_fraction: Of `before_ns`.
-        host_ratio: Measured cost of recording: recorded step / unrecorded step. Host work in the trace is so much
-            longer than without a profiler; None where nobody measured it.
-        rescaled_saved_ns: `saved_ns` without what recording cost the work that is saved (see `unrecorded_saving_ns`);
-            `saved_ns` where nobody measured that.
+        saved_fraction: The saving as a fraction of `before_ns`.
+        host_ratio: Measured cost of recording: recorded step / unrecorded step. Host work in the
+            trace takes that many times as long as without a profiler; None where it was not
+            measured.
+        rescaled_saved_ns: `saved_ns` without what recording cost the work that is saved (see
+            `unrecorded_saving_ns`); `saved_ns` where that was not measured.
         ranks: rank, before_ns, after_ns, saved_ns.
-        path: What the critical path consists of, before and after: what, kind, before_ns, after_ns; each adds up to the
-            window.
+        path: What the critical path consists of, before and after: what, kind, before_ns, after_ns;
+            each adds up to the window.
         times: New times of all points (2i start, 2i + 1 end of node i), ns since the graph's epoch.
         error_ns: The graph's honest error: how far it is off without any change.
         trusted: Whether the saving is larger than that error, and the law holds.
-        lower_bound: Whether it may save more: threads wait for what nothing recorded tells, which is taken as given.
+        lower_bound: Whether it may save more: threads wait for unrecorded causes, which are taken
+            as given.
     """
 
     changes: tuple[str, ...]
@@ -71,17 +74,17 @@ def whatif(
     kept: Law | None = None,
     host_ratio: float | None = None,
 ) -> WhatIf:
-    """Evaluate the graph with some changes together.
+    """Evaluates the graph with some changes together.
 
     Args:
         graph: A calibrated graph, or a session, which is linked first.
         changes: Applied one after the other, as the command line takes them.
-        plan: Of that graph, where there is one.
-        kept: Its law, where it was looked at.
-        host_ratio: How much longer a recorded step takes than an unrecorded one, where that was measured.
+        plan: The plan of that graph, where there is one.
+        kept: Its law, where it was computed.
+        host_ratio: Recorded step / unrecorded step, where that was measured.
 
     Raises:
-        UsageError: slug `nothing-chosen`: a change is about nothing in this graph.
+        UsageError: slug `nothing-chosen`: a change selects nothing in this graph.
 
     Example:
         >>> traceloom.whatif(traceloom.load("run"), "kernels ~ gemm * 0.5").saved_ns  # doctest: +SKIP
@@ -144,7 +147,7 @@ def whatif(
 
 
 def whatif_many(graph: Graph, scenarios: Iterable[Scenario], plan: Plan | None = None) -> Ints:
-    """The whole time (first to last moment) of each scenario, ns, shape (scenarios,)."""
+    """Returns the total time (first to last moment) of each scenario, ns, shape (scenarios,)."""
     measured = get_point_times(graph)
     start_ns = int(measured.min()) if measured.size else 0
     total_ns = _measure_span(measured, start_ns)
@@ -156,10 +159,10 @@ def whatif_many(graph: Graph, scenarios: Iterable[Scenario], plan: Plan | None =
 
 
 def evaluations(scenarios: Iterable[Scenario], plan: Plan) -> Iterator[tuple[Scenario, Ints]]:
-    """When everything happens in each scenario, shape (2 x nodes,); a few with the plan's graph are
-    evaluated together.
+    """Yields the times of all points in each scenario, shape (2 x nodes,); a few with the plan's
+    graph are evaluated together.
 
-    Of scenarios made one after the other no more than these few are held at once.
+    Lazily made scenarios are held only in batches of these few.
     """
     graph = plan.graph
     batch_size = max(
@@ -169,10 +172,11 @@ def evaluations(scenarios: Iterable[Scenario], plan: Plan) -> Iterator[tuple[Sce
     waiting = iter(scenarios)
     while batch := list(islice(waiting, batch_size)):
         if all(scenario.graph is graph for scenario in batch):
+            # A single array as it is, wherever it is stored
             works, delays = (
                 batch[0].work_ns,
                 batch[0].delay_ns,
-            )  # a single array as it is, wherever it is stored
+            )
             if len(batch) > 1:
                 works = np.stack([unwrap_array(scenario.work_ns) for scenario in batch])
                 delays = np.stack([unwrap_array(scenario.delay_ns) for scenario in batch])
@@ -190,7 +194,7 @@ _MAX_BATCH_VALUES = 2_000_000  # works and delays evaluated together
 
 
 def scenario_of(graph: Graph, changes: Sequence[Change]) -> Scenario:
-    """The graph with all of the changes applied."""
+    """Returns the graph with all of the changes applied."""
     scenario = Scenario.of(graph)
     for change in changes:
         scenario = scenario.apply(change)
@@ -198,14 +202,14 @@ def scenario_of(graph: Graph, changes: Sequence[Change]) -> Scenario:
 
 
 def _measure_span(times: Ints, start_ns: int) -> int:
-    """From the beginning of the measurement: by its clock, work may precede its launch, and would
-    precede it then.
+    """Returns the time from the beginning of the measurement: by its clock, work may precede its
+    launch.
     """
     return int(times.max()) - start_ns if times.size else 0
 
 
 def _compare_critical_paths(graph: Graph, scenario: Scenario, times: Ints) -> pl.DataFrame:
-    """Kinds of time on the critical path, before and after."""
+    """Returns the kinds of time on the critical path, before and after."""
     if not times.size:
         return PARTS.to_frame()
     start_ns = int(get_point_times(graph).min())
@@ -223,7 +227,9 @@ def _compare_critical_paths(graph: Graph, scenario: Scenario, times: Ints) -> pl
 
 
 def changed_graph(graph: Graph, scenario: Scenario, times: Ints) -> Graph:
-    """The graph as if it had been measured with the changes: to walk its critical path, to draw it."""
+    """Returns the graph as if it had been measured with the changes, to walk its critical path or
+    to draw it.
+    """
     start, end = times[0::2], times[1::2]
     work = np.minimum(scenario.work_ns, end - start)
     nodes = graph.nodes.with_columns(
@@ -241,10 +247,10 @@ def changed_graph(graph: Graph, scenario: Scenario, times: Ints) -> Graph:
 
 
 def changed_nodes(graph: Graph, scenario: Scenario) -> Bools:
-    """What a scenario is about, shape (nodes,).
+    """Returns the nodes that a scenario changes, shape (nodes,).
 
-    Nodes whose work is another; parts of communication whose transfer is; calls whose wait for the
-    device is; and what others no longer wait for.
+    These are nodes with other work; parts of communication with another transfer; calls with
+    another wait for the device; and nodes that others no longer wait for.
     """
     base = Scenario.of(graph)
     changed: Bools = (scenario.work_ns != base.work_ns) | scenario.beside
@@ -270,7 +276,7 @@ class Sweep(Result):
 def sweep(
     graph: Graph, template: str, factors: Sequence[float], *, plan: Plan | None = None
 ) -> Sweep:
-    """Evaluate a change with several factors: `sweep(graph, "network * {}", [1, 2, 4, 8])`.
+    """Evaluates a change with several factors: `sweep(graph, "network * {}", [1, 2, 4, 8])`.
 
     Raises:
         UsageError: slugs `bad-change`, `nothing-chosen`.

@@ -34,13 +34,14 @@ RULES: tuple[FindingRule, ...] = (
 )
 """All rules.
 
-Of two fixes that save the same, the one whose rule comes first is told: causes before symptoms.
+Of two fixes with the same saving, the one whose rule comes first is reported: causes come before
+symptoms.
 """
 
 
 def findings(session: Session) -> Ranked:
-    """What to fix first in a run: findings about time, ranked and disjoint, and about memory; and
-    who abstained.
+    """Returns what to fix first in a run: findings about time, ranked and disjoint, findings about
+    memory, and abstentions.
 
     Example:
         >>> for finding in findings(traceloom.load("run")).time:  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""Exposed and small transfers, slow links."""
+"""Rules about communication: slow links, exposed and small collectives, uneven exchanges."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from traceloom.system import units
 from traceloom.trace.notice import Abstention
 
 _SLOW_FACTOR = 1.5  # times as long as in the other groups
-_SLOW_LINK_FACTOR = (
-    3.0  # times as long as the link takes for it: less may be other traffic, or kernels beside it
-)
-_MIN_LARGE_BYTES = 4 * 2**20  # bytes, from which on the link decides and not what it takes to begin
-_MIN_TRANSFERS = 2  # transfers of a group that have to be seen
-# What NCCL's own model of a ring of large messages takes beside the bytes: at the beginning, and
-# per step over NVLink (src/graph/tuning.cc: baseLat and hwLat of ring/simple). Of the line rate its
-# protocol leaves four fifths, as its maintainers say (nccl-tests, issue 212).
+# Times as long as the link needs for it: less may be other traffic, or kernels beside it
+_SLOW_LINK_FACTOR = 3.0
+_MIN_LARGE_BYTES = 4 * 2**20  # bytes, from which on the link decides and not the start-up time
+_MIN_TRANSFERS = 2  # transfers of a group that are required
+# NCCL's own model of a ring of large messages adds to the time of the bytes: a start-up time, and a
+# time per step over NVLink (src/graph/tuning.cc: baseLat and hwLat of ring/simple). Its protocol
+# reaches four fifths of the line rate, as its maintainers state (nccl-tests, issue 212).
 _STARTUP_NS, _STEP_NS, _REACHED_RATE = 8_400, 3_400, 0.8
 _RING_STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times (members - 1)
+# Every device of these is linked to every other: older ones may be linked to a few only
 _SWITCHED_LINKS = (
     "NVLink 4",
     "NVLink 5",
-)  # all of a device's links lead to every other: older ones may lead to a few only
+)
 
 
 class SlowTransfers(Struct, frozen=True):
     """Transfers of one kind and size that take too long.
 
     Attributes:
-        kind: Of the communication.
-        size_bytes: Of each message.
-        ranks: The groups that are slow, each by its members.
-        times: How much too long, the median over groups.
-        against: With what they are compared, in words.
-        certain: Whether that was seen in the run.
-        changes: As long as they should take, one change per group.
-        nodes: All of them, shape (nodes,).
+        kind: Kind of the communication.
+        size_bytes: Size of each message.
+        ranks: The slow groups, each by its members.
+        times: How many times as long as it should take, the median over groups.
+        against: The comparison, in words.
+        certain: Whether the comparison is with other groups of the run.
+        changes: One change per group to the time that it should take.
+        nodes: All slow transfers, shape (nodes,).
     """
 
     kind: str
@@ -61,8 +61,8 @@ class SlowTransfers(Struct, frozen=True):
 
 
 def find_slow_links(context: Context) -> list[SlowTransfers]:
-    """Transfers that take too long, by kind and size, those that lose longest first."""
-    # communication whose transfer is known
+    """Returns transfers that take too long, by kind and size, those that lose the most time first."""
+    # Communication whose transfer is known.
     edges = context.graph.edges
     is_transfer = pl.Series(context.graph.edges_of("rendezvous")) & edges["to_end"]
     transfers = edges.filter(is_transfer).select(
@@ -110,7 +110,7 @@ def find_slow_links(context: Context) -> list[SlowTransfers]:
 def _compute_target(
     context: Context, row: dict[str, Any], peers: pl.DataFrame, *, certain: bool
 ) -> dict[str, Any] | None:
-    """The group with `should_ns` and `against`, where it takes far longer; None where not."""
+    """Returns the group with `should_ns` and `against` where it takes far longer; else None."""
     if certain:
         other_times = [
             peer["takes_ns"] for peer in peers.to_dicts() if peer["ranks"] != row["ranks"]
@@ -124,7 +124,7 @@ def _compute_target(
             if row["takes_ns"] > _SLOW_FACTOR * should
             else None
         )
-    # the link between ranks that are known to be on one host, where it is known and switched
+    # The link between ranks that are known to be on one host, where it is known and switched.
     members = [context.find_trace(rank) for rank in row["ranks"]]
     hosts = {trace.meta.host if trace is not None else None for trace in members}
     if len(hosts) != 1 or None in hosts or len(context.traces) < 2:
@@ -150,7 +150,7 @@ def _compute_target(
 def _build_slow_transfers(
     context: Context, targets: list[dict[str, Any]], *, certain: bool
 ) -> SlowTransfers:
-    """What is slow of one kind and size, with a change for each group."""
+    """Returns the slow transfers of one kind and size, with a change for each group."""
     all_nodes = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     changes = []
     for target in targets:
@@ -181,8 +181,8 @@ def _build_slow_transfers(
 
 
 def check_slow_links(context: Context) -> Iterator[Message]:
-    """Transfers that take longer than elsewhere in the run, or than the link between the devices
-    takes.
+    """Reports transfers that take longer than elsewhere in the run, or than the link between the
+    devices needs.
     """
     if context.rank_count < 2:
         yield Abstention(
@@ -209,15 +209,14 @@ RULES = (FindingRule("slow-link", "a link slower than it should be", check_slow_
 _MAX_SMALL_BYTES = 256 * 1024
 _MIN_CALLS_PER_STEP = 8
 _MAX_IMBALANCE = 1.5  # times the mean: the largest part of an exchange
-# What the next operation does not need at once; the results of the others are used right behind
-# them.
+# Results of these are not needed at once by the next operation; results of the others are.
 _POINT_TO_POINT_KINDS = ("send", "receive")
 _HAS_SPLITS = (pl.col("in_splits").list.len() > 1) & (pl.col("in_splits").list.sum() > 0)
 _OVERLAPPABLE_KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
 def find_exposed_communication(context: Context) -> Iterator[Message]:
-    """Communication that no computing hides, by kind."""
+    """Reports communication that no compute hides, by kind."""
     if not context.select_kinds(*gs.COMMUNICATION).any():
         yield Abstention("exposed-communication", "no communication was recorded")
         return
@@ -226,7 +225,7 @@ def find_exposed_communication(context: Context) -> Iterator[Message]:
         return
     rows = context.graph.communication
     links = [change for slow in find_slow_links(context) for change in slow.changes]
-    # what a stage waits for is the schedule's: see pipeline-bubbles
+    # The waits of a pipeline stage belong to the schedule: see pipeline-bubbles.
     for kind in rows["kind"].drop_nulls().unique().sort().to_list():
         mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
         mask[rows.filter(pl.col("kind") == kind)["node"].to_numpy()] = True
@@ -239,9 +238,9 @@ def find_exposed_communication(context: Context) -> Iterator[Message]:
         movable = kind in _OVERLAPPABLE_KINDS
         change = Change("overlap", NodeSelection(f"{kind}, beside computing", mask, "collectives"))
         at_most_ns = exposed_ns
-        if (
-            links
-        ):  # what it saves when slow links are as fast as they should be: what these cost is theirs
+        # Its saving when slow links are as fast as they should be: their cost belongs to
+        # `slow-link`
+        if links:
             fixed = context.changed(Scenario.of(context.graph), links)
             times = whatif_many(
                 context.graph, (fixed, context.changed(fixed, [change])), context.plan
@@ -264,7 +263,7 @@ def find_exposed_communication(context: Context) -> Iterator[Message]:
 
 
 def find_small_collectives(context: Context) -> Iterator[Message]:
-    """Many small collectives that could be one."""
+    """Reports many small collectives that could be one."""
     rows = context.graph.communication.filter(
         pl.col("in_bytes").is_not_null(),
         pl.col("in_bytes") > 0,
@@ -298,7 +297,7 @@ def find_small_collectives(context: Context) -> Iterator[Message]:
 
 
 def find_uneven_exchanges(context: Context) -> Iterator[Message]:
-    """All-to-alls in which one peer gets far more than the others."""
+    """Reports all-to-alls in which one peer gets far more than the others."""
     rows = context.graph.communication.filter(pl.col("kind") == "all_to_all")
     if not rows.height:
         return
@@ -321,13 +320,15 @@ def find_uneven_exchanges(context: Context) -> Iterator[Message]:
 
 
 def build_balanced_exchange(context: Context) -> Change | None:
-    """Uneven all-to-alls, as fast as they would be with equal parts; None where none is uneven."""
+    """Returns a change that makes uneven all-to-alls as fast as with equal parts; None where none
+    is uneven.
+    """
     split = context.graph.communication.filter(pl.col("kind") == "all_to_all", _HAS_SPLITS)
     ratios = split.with_columns(
         given=pl.col("in_splits").list.max() / pl.col("in_splits").list.mean(),
         got=pl.col("out_splits").list.max() / pl.col("out_splits").list.mean(),
     )
-    # one part is sent by one rank and received by another; the slowest of both decides
+    # One rank sends a part and another receives it; the slower of both decides.
     worst = ratios.with_columns(
         worst=pl.max_horizontal("given", "got").fill_nan(1.0).fill_null(1.0)
     )

@@ -1,4 +1,6 @@
-"""The steps, graph and analyses that rules ask; how names stand in a sentence."""
+"""The context of rules: the steps that are analysed, their graph and analyses, and names in
+sentences.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,12 @@ _NAMESPACE_PATTERN = re.compile(r"\b(?:[A-Za-z_]\w*::)+")
 _ADDRESS_PATTERN = re.compile(r" at 0x[0-9a-fA-F]+")
 _OPERATOR_NAMESPACE_PATTERN = re.compile(r"^(aten|torch|autograd|c10d|prims|quantized)::")
 _MAX_NAME_CHARS = 60
-_MAX_PARSED_CHARS = 2_000  # characters that are looked at
+_MAX_PARSED_CHARS = 2_000  # characters that are parsed
 
 
 def shorten_name(name: str) -> str:
-    """A name without what only a compiler needs: arguments, templates, namespaces; at most 60
-    characters.
+    """Returns a name without what only a compiler needs (arguments, templates, namespaces), at most
+    60 characters.
     """
     name = _ADDRESS_PATTERN.sub("", name[:_MAX_PARSED_CHARS])
     if (
@@ -63,7 +65,7 @@ def shorten_name(name: str) -> str:
 
 
 def get_outermost_operator(path: str) -> str:
-    """The outermost of nested operators."""
+    """Returns the outermost of nested operators."""
     return shorten_name(path.split(" > ", 1)[0])
 
 
@@ -76,19 +78,21 @@ HOST_KINDS = (gs.HOST, gs.THINK, gs.WAIT, gs.LAUNCH, gs.BLOCK)
 UNNAMED_HOST_TIME = "host time outside any recorded event"
 _DEVICE_KINDS = (gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)
 _MIN_INT64 = int(np.iinfo(np.int64).min)
-_MAX_STEP_GAP_SHARE = 0.1  # of the steps: more time between them is not theirs
-_MIN_NAME_COVERAGE = 0.6  # of a stretch of host time: what it is called by covers so much of it
+# Of the steps: with more time than this between them, they are not consecutive
+_MAX_STEP_GAP_SHARE = 0.1
+# Of an interval of host time: the frame that names it covers at least this much
+_MIN_NAME_COVERAGE = 0.6
 
 
 @dataclass
 class Context:
-    """Steps of a session, ready to be asked; most often one.
+    """Consecutive steps of a session that rules analyse; usually one.
 
     Attributes:
         session: The run.
-        steps: Their numbers, which follow each other; None where there are no steps: then the whole window is looked
-            at.
-        caches_graph: Whether others may ask for its graph.
+        steps: Their consecutive numbers; None where there are no steps: then the whole window is
+            analysed.
+        caches_graph: Whether the graph is cached for others.
     """
 
     session: Session
@@ -100,12 +104,12 @@ class Context:
 
     @classmethod
     def of(cls, session: Session) -> Context:
-        """The step of median length, or the whole window where there are no steps."""
+        """Returns the step of median length, or the whole window where there are no steps."""
         step = find_median_step(session.traces)
         return cls(session, None if step is None else (step,))
 
     def around(self, max_count: int) -> tuple[int, ...]:
-        """At most so many whole steps that follow each other, with those that are looked at in the
+        """Returns at most `max_count` whole consecutive steps, with the analysed ones in the
         middle.
         """
         if self.steps is None:
@@ -120,7 +124,9 @@ class Context:
         return tuple(range(first, min(first + max_count, high + 1)))
 
     def over(self, steps: tuple[int, ...]) -> Context:
-        """Other steps of the same session; analyses of whole traces are shared."""
+        """Returns a context of other steps of the same session; analyses of whole traces are
+        shared.
+        """
         other = Context(self.session, steps, self._analysis_cache, caches_graph=False)
         other.__dict__.update(rank_comparison=self.rank_comparison, host_ratio=self.host_ratio)
         return other
@@ -136,7 +142,7 @@ class Context:
 
     @cached_property
     def plan(self) -> Plan:
-        """The graph made ready for many evaluations."""
+        """The graph prepared for many evaluations."""
         return Plan(self.graph)
 
     @cached_property
@@ -146,8 +152,8 @@ class Context:
 
     @cached_property
     def whole_ns(self) -> int:
-        """From the first to the last moment of the graph; of steps that stand apart, the sum of
-        each.
+        """From the first to the last moment of the graph; of steps with time between them, the sum
+        of their lengths.
         """
         times = get_point_times(self.graph)
         if self.apart:
@@ -156,8 +162,8 @@ class Context:
 
     @cached_property
     def apart(self) -> bool:
-        """Whether there are several steps and time between them that is of none: a server's
-        requests.
+        """Whether there are several steps with time between them that belongs to none, such as a
+        server's requests.
         """
         if self.step_count == 1:
             return False
@@ -171,16 +177,17 @@ class Context:
         return False
 
     def compute_step_lengths(self, times: Ints) -> Ints:
-        """How long each step takes in a graph with these times of its points, shape (steps,); ns.
+        """Returns the length of each step in a graph with these times of its points, shape
+        (steps,); ns.
 
-        From where the step before it ends, on the last rank, to where it does; of steps that stand
-        apart, from its own beginning. A step ends with its work on the device: what a thread does
-        at its end may wait for the next one. Without a device it ends with its work on the host: a
-        helper waits until the next step has something for it.
+        From the end of the step before it, on the last rank, to its own end; of steps with time
+        between them, from its own beginning. A step ends with its work on the device: work of a
+        thread at its end may wait for the next step. Without a device it ends with its work on the
+        host: a helper thread waits until the next step has something for it.
         """
         if self.step_count == 1:
-            # since the measurement began: nothing of the step can be before it, whatever the clock
-            # of its work says
+            # Since the measurement began: nothing of the step can be before it, whatever the clock
+            # of its work shows.
             start = self.graph.nodes["start_ns"].min()
             return np.array([int(times.max()) - start if times.size else 0], dtype=np.int64)  # type: ignore[operator]
         step_index, start, end = self.node_step_index, times[0::2], times[1::2]
@@ -200,31 +207,31 @@ class Context:
 
     @cached_property
     def step_ns(self) -> int:
-        """How long a step takes, the mean of those that are looked at.
+        """The mean length of the analysed steps.
 
         From the end of the device's work of earlier steps (or the beginning of the first step) to
         the end of their own.
 
-        The graph spans more where the host runs ahead of the device: what the device still has to
-        do of earlier steps. Stages of a pipeline are in a step at different times: there it is the
-        step of the rank where it takes longest.
+        The graph spans more where the host runs ahead of the device: it also holds what the device
+        still has to do of earlier steps. Stages of a pipeline are in a step at different times:
+        there it is the step of the rank where it takes longest.
         """
         return self._total_length_ns // self.step_count
 
     @property
     def step(self) -> int | None:
-        """The step that is looked at; None where it is none or several."""
+        """The analysed step; None where there is none, or several."""
         return self.steps[0] if self.steps is not None and len(self.steps) == 1 else None
 
     @property
     def step_count(self) -> int:
-        """Steps that are looked at; 1 where there are none."""
+        """The number of analysed steps; 1 where there are none."""
         return 1 if self.steps is None else len(self.steps)
 
     @cached_property
     def node_step_index(self) -> Ints:
-        """For each node which of the steps it is of, shape (nodes,): 0 for the first; -1 for nodes
-        of others.
+        """For each node the index of its step, shape (nodes,): 0 for the first; -1 for nodes of
+        other steps.
         """
         node_step = self.graph.nodes["step"].fill_null(-1).to_numpy().astype(np.int64)
         index = node_step - (self.steps[0] if self.steps else 0)
@@ -233,7 +240,7 @@ class Context:
 
     @cached_property
     def _total_length_ns(self) -> int:
-        """Of the steps: of all ranks together, or of the longest stage's."""
+        """The sum over the steps: of all ranks together, or of the longest stage's."""
         if not self.is_pipeline:
             return self._measure_length_ns(np.ones(self.graph.nodes.height, dtype=np.bool_))
         rank = self.graph.rank_numbers
@@ -259,17 +266,17 @@ class Context:
 
     @cached_property
     def elsewhere(self) -> Bools | None:
-        """Nodes of other steps than those looked at, shape (nodes,); None where there are none."""
+        """Nodes of other steps than those analysed, shape (nodes,); None where there are none."""
         if self.steps is None:
             return None
         other_steps: Bools = self.node_step_index < 0
-        if not self.apart:  # what lies between steps that follow each other costs each of them
+        if not self.apart:  # time between consecutive steps counts for each of them
             other_steps &= self.graph.nodes["step"].is_not_null().to_numpy()
         return other_steps if other_steps.any() else None
 
     @cached_property
     def host_ratio(self) -> float | None:
-        """How much longer recorded steps take than unrecorded ones, where that was measured."""
+        """Recorded step / unrecorded step, where that was measured."""
         return self.session.recording_overhead_ratio
 
     @property
@@ -279,19 +286,19 @@ class Context:
 
     @property
     def where(self) -> str:
-        """What is looked at, as it stands in a sentence."""
+        """The analysed part, as it stands in a sentence."""
         if self.steps is None:
             return "the window"
         return f"the {self.unit}" if self.step_count == 1 else f"{self.step_count} {self.unit}s"
 
     @property
     def unit(self) -> str:
-        """What the steps are: steps, or the requests of a server."""
+        """The unit of the steps: steps, or requests of a server."""
         return "request" if any(has_request_steps(trace) for trace in self.traces) else "step"
 
     def ran_ns(self, nodes: Bools) -> tuple[int, int] | None:
-        """How long the threads of some nodes ran in them, at least and at most, ns; None where
-        nobody knows of one.
+        """Returns how long the threads of some nodes ran in them, at least and at most, ns; None
+        where it is unknown for all of them.
         """
         min_ns, max_ns = self._compute_cpu_time_bounds(nodes)
         return (
@@ -301,7 +308,7 @@ class Context:
         )
 
     def select_sleeping_nodes(self, nodes: Bools, max_cpu_share: float) -> Bools:
-        """Those of some nodes whose threads ran at most this share of them, for certain."""
+        """Returns those of some nodes whose threads certainly ran at most this share of them."""
         min_ns, max_ns = self._compute_cpu_time_bounds(nodes)
         sleeping: Bools = (
             nodes
@@ -311,8 +318,8 @@ class Context:
         return sleeping
 
     def _compute_cpu_time_bounds(self, nodes: Bools) -> tuple[Ints, Ints]:
-        """How long their threads ran in some nodes, at least and at most, ns, shape (nodes,); -1
-        where nobody knows.
+        """Returns how long their threads ran in some nodes, at least and at most, ns, shape
+        (nodes,); -1 where it is unknown.
         """
         min_ns, max_ns = (np.full(nodes.size, -1, dtype=np.int64) for _ in range(2))
         rows = self.graph.nodes.with_row_index("at").filter(pl.Series(nodes))
@@ -338,8 +345,8 @@ class Context:
 
     @cached_property
     def step_thread_cpu_ns(self) -> int | None:
-        """How long the thread that makes the steps ran in them, on the rank where most; None where
-        nobody knows.
+        """The processor time of the thread that makes the steps in them, on the rank with the most;
+        None where it is unknown.
         """
         max_ran = 0
         for trace in self.traces:
@@ -354,8 +361,8 @@ class Context:
 
     @cached_property
     def running(self) -> float | None:
-        """How much of the window the threads of the busiest process run, all together; None where
-        nobody knows.
+        """The share of the window that the threads of the busiest process run, all together; None
+        where it is unknown.
         """
         shares = []
         for trace in self.traces:
@@ -372,7 +379,7 @@ class Context:
         return max(shares, default=None)
 
     def ask(self, subject: S, analysis: Callable[[S], T]) -> T:
-        """An analysis of a trace, or of this, made once."""
+        """Returns an analysis of a trace, or of this context, computed once."""
         key = (id(subject), analysis)
         if key not in self._analysis_cache:
             self._analysis_cache[key] = analysis(subject)
@@ -380,14 +387,14 @@ class Context:
         return result
 
     def in_step(self, rows: pl.DataFrame) -> pl.DataFrame:
-        """The rows of the steps that are looked at, of a frame with a column `step`."""
+        """Returns the rows of the analysed steps, of a frame with a column `step`."""
         if self.steps is None or not rows.height:
             return rows
         return rows.filter(pl.col("step").is_between(self.steps[0], self.steps[-1]))
 
     def select_anti_pattern(self, pattern: str) -> tuple[pl.DataFrame, pl.DataFrame]:
-        """What `AntiPatterns.patterns` and `.matches` say of one pattern in all traces, with
-        `trace`.
+        """Returns the rows of `AntiPatterns.patterns` and `.matches` of one pattern in all traces,
+        with `trace`.
         """
         analyses = [self.ask(trace, anti_patterns) for trace in self.traces]
         is_pattern = pl.col("pattern") == pattern
@@ -399,13 +406,13 @@ class Context:
         ).filter(is_pattern)
 
     def split_by_trace(self, rows: pl.DataFrame) -> Iterator[tuple[Trace, pl.DataFrame]]:
-        """Each trace that has rows, and these, in their order; `rows` is `stacked`."""
+        """Yields each trace that has rows, and these, in their order; `rows` is stacked."""
         for trace_rows in rows.partition_by("trace", maintain_order=True):
             yield self.traces[trace_rows["trace"][0]], trace_rows
 
     def select_nodes_of_stacked_events(self, rows: pl.DataFrame) -> Bools:
-        """The graph's nodes for events of all traces, shape (nodes,); `rows` (`stacked`) have a
-        column `event`.
+        """Returns the graph's nodes for events of all traces, shape (nodes,); `rows` (stacked) have
+        a column `event`.
         """
         mask = np.zeros(self.graph.nodes.height, dtype=np.bool_)
         for trace, trace_rows in self.split_by_trace(rows):
@@ -414,16 +421,14 @@ class Context:
 
     @cached_property
     def gaps(self) -> pl.DataFrame:
-        """The parts of gaps of all devices in the steps that are looked at: as `Idle.gaps`, with
-        `trace`.
-        """
+        """The parts of gaps of all devices in the analysed steps: as `Idle.gaps`, with `trace`."""
         return self.in_step(
             concatenate_by_trace(self.ask(trace, idle).gaps for trace in self.traces)
         )
 
     @cached_property
     def rank_comparison(self) -> AcrossRanks | None:
-        """The ranks compared; None where there is only one."""
+        """The comparison of the ranks; None where there is only one."""
         return (
             across_ranks(self.session) if len({trace.rank for trace in self.traces}) > 1 else None
         )
@@ -435,7 +440,7 @@ class Context:
 
     @cached_property
     def rank_count(self) -> int:
-        """Ranks of the graph."""
+        """The number of ranks of the graph."""
         return self.graph.nodes["rank"].drop_nulls().n_unique()
 
     @cached_property
@@ -454,7 +459,7 @@ class Context:
         return self.graph.nodes["kind"].cast(pl.String)
 
     def select_kinds(self, *kinds: str) -> Bools:
-        """The nodes of some kinds, shape (nodes,)."""
+        """Returns the nodes of some kinds, shape (nodes,)."""
         return self.graph.nodes_of(*kinds)
 
     @cached_property
@@ -464,32 +469,32 @@ class Context:
 
     @cached_property
     def stacks(self) -> bool:
-        """Whether Python's frames were recorded."""
+        """Whether Python frames were recorded."""
         return any(bool((trace.events["category"] == cat.PYTHON).any()) for trace in self.traces)
 
     @cached_property
     def sampled(self) -> bool:
-        """Whether most operators were left out of a file, so that nobody knows what lies between
-        those in it.
+        """Whether most operators were left out of a file, so that it is unknown what lies between
+        the recorded ones.
         """
         checks = (check_sampled_operators(trace) for trace in self.traces)
         return any(check is not None and check.affected for check in checks)
 
     @cached_property
     def allocations(self) -> list[tuple[Trace, Allocations]]:
-        """Whose memory it is, for each trace with allocations."""
+        """The owners of memory, for each trace with allocations."""
         return [
             (trace, explain_allocations(trace)) for trace in self.traces if trace.allocations.height
         ]
 
     def nodes_of(self, trace: Trace, events: pl.Series) -> Bools:
-        """The graph's nodes for some events (rows) of one trace, shape (nodes,)."""
+        """Returns the graph's nodes for some events (rows) of one trace, shape (nodes,)."""
         several = len(self.session.traces) > 1
         return select_event_nodes(self.graph, trace.rank if several else None, events)
 
     def below(self, trace: Trace, events: pl.Series) -> Bools:
-        """The nodes for some host events, what lies inside them, and the GPU work launched there,
-        shape (nodes,).
+        """Returns the nodes for some host events, for events inside them, and for the GPU work
+        launched there, shape (nodes,).
         """
         tree = build_forest(trace)
         roots = np.zeros(tree.row.size, dtype=np.bool_)
@@ -500,21 +505,20 @@ class Context:
         return self.inside(trace, roots)
 
     def inside(self, trace: Trace, roots: Bools) -> Bools:
-        """The same for positions in the trace's forest."""
+        """Returns the same for positions in the trace's forest."""
         tree = build_forest(trace)
         host = pl.Series(tree.row[tree.outermost_or_self(roots) >= 0], dtype=pl.UInt32)
         if not host.len():
             return np.zeros(self.graph.nodes.height, dtype=np.bool_)
-        calls = np.zeros(
-            trace.events.height + 1, dtype=np.bool_
-        )  # the last for events without a call: NO_ROW
+        # The last for events without a call: NO_ROW
+        calls = np.zeros(trace.events.height + 1, dtype=np.bool_)
         calls[host.to_numpy()] = True
         launched = np.flatnonzero(gather_rows(calls, get_event_column(trace, "launch", NO_ROW)))
         return self.nodes_of(trace, pl.concat([host, pl.Series(launched, dtype=pl.UInt32)]))
 
     def changed(self, base: Scenario, changes: Sequence[Change]) -> Scenario:
-        """The scenario with changes in the step that is looked at, and in no other of which the
-        graph has work.
+        """Returns the scenario with changes in the analysed steps only, even if the graph has work
+        of other steps.
         """
         if self.elsewhere is None:
             for change in changes:
@@ -523,57 +527,55 @@ class Context:
         out = base
         for change in changes:
             before, out = out, out.apply(change, ~self.elsewhere)
-            if out.graph is before.graph:  # some changes are about more than what was chosen
+            if out.graph is before.graph:  # some changes affect more than the selected nodes
                 out.work_ns[self.elsewhere] = before.work_ns[self.elsewhere]
                 edges = self.elsewhere[out.graph.edges["target"].to_numpy()]
                 out.delay_ns[edges] = before.delay_ns[edges]
         return out
 
     def list_ranks(self, nodes: Bools) -> list[int]:
-        """The ranks that some nodes are of, ascending."""
+        """Returns the ranks of some nodes, ascending."""
         return [rank for rank in np.unique(self.graph.rank_numbers[nodes]).tolist() if rank >= 0]
 
     def work_ns(self, nodes: Bools) -> int:
-        """Summed work of some nodes."""
+        """Returns the summed work of some nodes, ns."""
         return int(self.graph.nodes["work_ns"].to_numpy()[nodes].sum())
 
     def compute_work_by_rank(self, nodes: Bools) -> dict[int, int]:
-        """Summed work of some nodes by rank, ns, the smallest rank first."""
+        """Returns the summed work of some nodes by rank, ns, the smallest rank first."""
         ranks, rank_index = np.unique(self.graph.rank_numbers[nodes], return_inverse=True)
         sums = np.zeros(ranks.size, dtype=np.int64)
         np.add.at(sums, rank_index, self.graph.nodes["work_ns"].to_numpy()[nodes])
         return dict(zip(ranks.tolist(), sums.tolist(), strict=True))
 
     def own(self, nodes: Bools) -> Bools:
-        """Those of some nodes that are of the steps looked at, not of those that the device still
-        had to do.
+        """Returns those of some nodes that belong to the analysed steps, without leftover device
+        work of earlier steps.
         """
         return nodes if self.elsewhere is None else nodes & ~self.elsewhere
 
     def format_time_per_step(self, time_ns: int) -> str:
-        """A time of the steps, as what it comes to in one of them."""
+        """Formats a time of all steps as the time per step."""
         return units.format_duration(round(time_ns / self.step_count))
 
     def many(self, count: int, noun: str = "") -> str:
-        """A number of things in the steps, as what it comes to in one of them; with the things,
-        where they are told.
-        """
+        """Formats a count of all steps as the count per step, with the noun where given."""
         per_step = max(round(count / self.step_count), 1)
         return units.format_quantity(per_step, noun) if noun else units.format_count(per_step)
 
     @property
     def rank_sum_suffix(self) -> str:
-        """What to say behind a sum over ranks."""
+        """Returns the suffix for a sum over ranks."""
         return f", summed over {self.rank_count} ranks" if self.rank_count > 1 else ""
 
     def compute_exposed_ns(self, nodes: Bools) -> int:
-        """Time in which these run on the device and no kernel of the same rank computes, summed
-        over ranks.
+        """Returns the time in which these run on the device and no kernel of the same rank
+        computes, summed over ranks.
         """
         return sum(spans.total for spans in find_exposed_time(self.graph, nodes))
 
     def evidence(self, nodes: Bools, max_count: int = 4) -> tuple[Evidence, ...]:
-        """The longest of some nodes, as they stand in their traces."""
+        """Returns the longest of some nodes, as they are in their traces."""
         node_rows = np.flatnonzero(nodes)
         longest = np.argsort(-self.graph.nodes["duration_ns"].to_numpy()[node_rows], kind="stable")[
             :max_count
@@ -608,8 +610,8 @@ class Context:
         return tuple(entries)
 
     def stretches(self, nodes: Bools) -> pl.DataFrame:
-        """The host time of some nodes in the steps looked at, `STRETCHES` with rank, as it stands
-        in their traces.
+        """Returns the host time of some nodes in the analysed steps, as `HOST_INTERVALS_SCHEMA`
+        with rank, in the times of their traces.
         """
         selected = np.flatnonzero(self.own(nodes) & self.select_kinds(*HOST_KINDS))
         rows = self.graph.nodes[["rank", "lane", "start_ns", "duration_ns"]][selected].drop_nulls(
@@ -628,10 +630,9 @@ class Context:
 
     @cached_property
     def _trace_lanes_and_shifts(self) -> tuple[Ints, Ints]:
-        """For each lane of the graph the lane of the same thread of the host in the trace of its
-        rank, -1 for none.
-
-        And what makes times of the graph times of that trace, ns; shape (lanes,) each.
+        """For each lane of the graph the lane of the same host thread in the trace of its rank, -1
+        for none; and the offset from times of the graph to times of that trace, ns; shape (lanes,)
+        each.
         """
         threads = {
             (rank, process, thread): lane
@@ -654,13 +655,15 @@ class Context:
         return dict(rows)
 
     def find_trace(self, rank: int | None) -> Trace | None:
-        """The trace of a rank; None where several claim it: nobody knows whose events are meant."""
+        """Returns the trace of a rank; None where several claim it, since it is unknown whose
+        events are meant.
+        """
         traces = [trace for trace in self.traces if len(self.traces) == 1 or trace.rank == rank]
         return traces[0] if len(traces) == 1 else None
 
     def _find_covering_frame(self, trace: Trace, row: dict[str, Any], start: int) -> str | None:
-        """The innermost Python frame of a node's thread that covers most of it; None where none is
-        recorded.
+        """Returns the innermost Python frame of a node's thread that covers most of it; None where
+        none is recorded.
         """
         if row["lane"] is None:
             return None
@@ -681,7 +684,7 @@ class Context:
 
 
 def _read_thread_clocks(trace: Trace) -> dict[str, ThreadClock]:
-    """Processor time by thread, where the trace shows the same clock."""
+    """Returns processor time by thread, where the trace uses the same clock."""
     return read_thread_clocks(trace.meta) if trace.meta.clock == "unix" else {}
 
 

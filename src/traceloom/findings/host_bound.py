@@ -1,4 +1,6 @@
-"""Launch-bound, Python-bound, operators that need not be."""
+"""Rules about steps that the host limits: launches, Python, element loops, small kernels, copies
+and operators that need not be.
+"""
 
 from __future__ import annotations
 
@@ -31,29 +33,31 @@ from traceloom.trace.trace import Trace
 
 _MIN_PYTHON_SHARE = 0.15  # of the window
 _MIN_GAP_SHARE = 0.02  # of the window
-_PYTHON_LEFT = (
-    0.3  # of the time of many short stretches of Python: what compiled or vectorised code leaves
-)
-_MIN_LOOP_CALLS = 64  # calls in a row, from which on somebody loops over the elements of a tensor
-# What Python calls for one element; runs of others may be a loop in C++ over many tensors.
+# Of the time of many short stretches of Python: what compiled or vectorised code leaves
+_PYTHON_LEFT = 0.3
+_MIN_LOOP_CALLS = 64  # calls in a row, from which on a run is a loop over the elements of a tensor
+# The operators that Python calls for one element; runs of others may be a loop in C++ over many
+# tensors.
 _ELEMENT_OPS = ("aten::item", "aten::select", "aten::index", "aten::is_nonzero", "aten::equal")
-_MAX_LOOPS = 16  # of a trace that are looked at, those of the most calls
+_MAX_LOOPS = 16  # loops analysed per trace, those with the most calls
 _LATE_CAUSES = ("host_op", "host_launch", "host_python", "host_unobserved")
 _SINGLE_CALL_CAUSES = ("host_op", "host_launch")
+# Long ones are pauses: other launches do not shorten them
 _PYTHON_CAUSES = (
     "host_python",
     "host_unobserved",
-)  # long ones are pauses: other launches do not shorten them
+)
+# Pauses that a single submission of everything shortens as well
 _LAUNCH_COST_CAUSES = (
     "launch_latency",
     "kernel_to_kernel",
-)  # pauses that one submission of everything shortens as well
+)
 _ELEMENTWISE_PATTERN = r"elementwise|pointwise|triton_poi"
 _MIN_KERNELS_PER_STEP = 20
 
 
 def find_launch_bound(context: Context) -> Iterator[Message]:
-    """Kernels wait for their launches."""
+    """Reports kernels that wait for their launches."""
     if not context.has_gpu_work:
         yield Abstention("launch-bound", "no GPU work was recorded")
         return
@@ -69,7 +73,7 @@ def find_launch_bound(context: Context) -> Iterator[Message]:
     for parts in (late, also):
         np.add.at(rank_idle_ns, parts["trace"].to_numpy(), parts["duration_ns"].to_numpy())
     total_idle_ns = int(rank_idle_ns.sum())
-    # what better launching could win at most on one rank; a pause may go on into the next step
+    # The most that better launching could save on one rank; a pause may go on into the next step.
     max_saving_ns = min(int(rank_idle_ns.max()), context.step_ns * context.step_count)
     longest = late.sort("duration_ns", descending=True, maintain_order=True)
     gaps = [
@@ -105,7 +109,9 @@ def find_launch_bound(context: Context) -> Iterator[Message]:
 
 
 def _select_late_gaps(context: Context) -> pl.DataFrame:
-    """Parts of gaps, as in `Context.gaps`, in which the GPU waits for a launch that comes late."""
+    """Returns parts of gaps, as in `Context.gaps`, in which the GPU waits for a launch that comes
+    late.
+    """
     cause, long = pl.col("cause"), compute_min_pause_ns(context)
     late = context.gaps.filter(
         cause.is_in(list(_LATE_CAUSES)),
@@ -113,7 +119,7 @@ def _select_late_gaps(context: Context) -> pl.DataFrame:
     )
     if context.steps is not None or not late.height:
         return late
-    # one call or operator that takes long, at the start say, does not come again
+    # One call or operator that takes long, for example at the start, does not occur again.
     took = pl.concat(
         trace.events["duration_ns"].gather(part["host_event"])
         for trace, part in context.split_by_trace(late)
@@ -123,10 +129,10 @@ def _select_late_gaps(context: Context) -> pl.DataFrame:
 
 
 def _select_host_work_during_gaps(context: Context) -> pl.DataFrame:
-    """What the threads that launch do while the GPU waits for them, `Context.stretches`."""
+    """Returns what the launching threads do while the GPU waits for them, as `Context.stretches`."""
     host = context.stretches(context.select_kinds(gs.HOST, gs.THINK, gs.LAUNCH))
     parts = [host.clear()]
-    # of each gap as much as is late, from where that begins
+    # Of each gap the late part, from where it begins.
     all_late = (
         _select_late_gaps(context)
         .drop_nulls("launch")
@@ -136,7 +142,7 @@ def _select_host_work_during_gaps(context: Context) -> pl.DataFrame:
     rank = host["rank"].to_numpy()
     for trace, late in context.split_by_trace(all_late):
         rows = host[np.flatnonzero(rank == trace.rank)] if len(context.traces) > 1 else host
-        # lanes one after the other on one axis
+        # Lanes one after the other on one axis.
         width = trace.end_ns - trace.start_ns + 1
         offset = trace.events["lane"][late["launch"]].to_numpy().astype(np.int64) * width
         start = late["start_ns"].to_numpy() + offset
@@ -156,11 +162,11 @@ def _select_host_work_during_gaps(context: Context) -> pl.DataFrame:
 
 
 def _find_element_loops(trace: Trace) -> pl.DataFrame:
-    """Loops over the elements of a tensor, as runs of one operator: name, calls, step, first and
-    last (events).
+    """Returns loops over the elements of a tensor, as runs of one operator: name, calls, step,
+    first and last (events).
 
     `for value in tensor` begins with `aten::unbind`, after which any operator may be the loop's.
-    What a data loader does is its own matter.
+    Loops of a data loader are left out.
     """
     vocabulary, is_op = build_vocabulary(trace), (trace.events["category"] == cat.OP).to_numpy()
     parent, lane = get_event_column(trace, "parent", NO_ROW), get_event_column(trace, "lane")
@@ -169,7 +175,7 @@ def _find_element_loops(trace: Trace) -> pl.DataFrame:
     )
     row = np.flatnonzero(is_op & ((parent < 0) | ~is_nested))
     row = row[np.argsort(lane[row], kind="stable")]
-    # where a run begins: what comes before it is of another lane, step, parent or name
+    # A run begins where the event before it is of another lane, step, parent or name.
     is_run_start = np.ones(row.size, dtype=np.bool_)
     columns = [
         values[row]
@@ -192,8 +198,8 @@ def _find_element_loops(trace: Trace) -> pl.DataFrame:
 
 
 def find_loops(context: Context) -> tuple[Bools, dict[str, int]]:
-    """The nodes of such loops from start to end, with what they launch, and how often each call is
-    made.
+    """Returns the nodes of such loops from start to end, with what they launch, and how often each
+    call is made.
     """
     nodes, edges = context.graph.nodes, context.graph.edges
     in_loops = np.zeros(nodes.height, dtype=np.bool_)
@@ -225,7 +231,7 @@ def find_loops(context: Context) -> tuple[Bools, dict[str, int]]:
 
 
 def find_python_bound(context: Context) -> Iterator[Message]:
-    """Python between operators holds up the step."""
+    """Reports Python between operators that delays the step."""
     if (
         not context.select_kinds(gs.HOST).any()
         or not (context.graph.nodes["category"] == cat.OP).any()
@@ -263,7 +269,8 @@ def find_python_bound(context: Context) -> Iterator[Message]:
         return
     time = context.work_ns(short)
     if time < _MIN_PYTHON_SHARE * context.whole_ns * max(context.rank_count, 1):
-        return  # as much lies between the operators of any step, most of it the cost of recording them
+        # As much lies between the operators of any step, most of it the cost of recording them
+        return
     slower = "; recording stacks makes it look longer than it is" if context.stacks else ""
     yield Candidate(
         title=f"Python between operators takes {units.format_duration(time)} of {context.where}{context.rank_sum_suffix}{slower}",
@@ -276,12 +283,12 @@ def find_python_bound(context: Context) -> Iterator[Message]:
         advice="Compile the model or replay it as a CUDA graph; vectorise loops over tensors, cache what does not "
         "change, log less often.",
         evidence=context.evidence(short),
-        at_most_ns=context.step_thread_cpu_ns,  # who waits runs no Python
+        at_most_ns=context.step_thread_cpu_ns,  # a waiting thread runs no Python
     )
 
 
 def find_small_kernels(context: Context) -> Iterator[Message]:
-    """Runs of elementwise kernels that one kernel could do."""
+    """Reports runs of elementwise kernels that one kernel could do."""
     selection = Selection("kernels", _ELEMENTWISE_PATTERN)
     mask = selection.nodes(context.graph)
     count = int(mask.sum())
@@ -318,20 +325,20 @@ Ints = NDArray[np.int64]
 _COPY_OPS = r"^aten::(?:clone|contiguous|to|_to_copy|copy_|reshape|flatten|repeat)$"
 _BACKWARD_COPY_OPS = r"^autograd::engine::evaluate_function: (?:CloneBackward|ToCopyBackward|CopyBackwards|CopySlices)"
 _COPYING_OPS = r"^aten::(?:copy_|clone|_to_copy)$"
-# Copies that these make are theirs: the bytes have to get from one place to another.
+# Copies inside these belong to them: the bytes have to get from one place to another.
 _OWN_COPIES_PATTERN = r"^(?:Optimizer\.|FSDP::|gloo:|enumerate\(DataLoader\))"
 _MIN_SHARE = 0.02
 _MAX_SHORT_NS = 100_000  # Python behind an operator that takes no longer is part of calling it
 _NO_LANE = 2**32 - 1
-_MAX_PERIOD = 6  # operators at most of which a stretch of tiny ones is made
-_MIN_REPETITIONS = 24  # at least that these come one after the other
-_MAX_TINY_NS = 40_000  # most of them take no longer, recorded
+_MAX_PERIOD = 6  # operators at most in the repeated pattern of tiny ones
+_MIN_REPETITIONS = 24  # minimum repetitions in a row
+_MAX_TINY_NS = 40_000  # the median of their recorded times
 _MIN_TINY_SHARE = 0.05  # of the step
 _HOST_KINDS = (gs.HOST, gs.THINK)
 
 
 def find_host_copies(context: Context) -> Iterator[Message]:
-    """Copies that the program asks for itself."""
+    """Reports copies that the program makes itself."""
     if context.has_gpu_work:
         yield Abstention(
             "host-copies", "the device computes: see device-copies and needless-copies"
@@ -345,7 +352,8 @@ def find_host_copies(context: Context) -> Iterator[Message]:
         name_times = pl.concat([name_times, rows.select("name", "duration_ns")])
         if rows.height:
             mask |= context.below(trace, rows["event"])
-    # the short stretch of Python behind each: it calls the next one, and gives the memory back
+    # The short interval of Python behind each copy: it calls the next operator, and releases the
+    # memory.
     nodes = context.graph.nodes
     order = nodes.select("rank", "lane", "start_ns", "node").with_row_index("at")
     order = order.sort("rank", "lane", "start_ns", "node")
@@ -374,7 +382,9 @@ def find_host_copies(context: Context) -> Iterator[Message]:
 
 
 def _find_copy_operators(trace: Trace) -> pl.DataFrame:
-    """Outermost operators that copy, without those of the optimizer, of FSDP and of the loader."""
+    """Returns outermost operators that copy, without those of the optimizer, of FSDP and of the
+    loader.
+    """
     events = trace.events
     names, parent = events["name"], events["parent"].cast(pl.Int64).fill_null(-1).to_numpy()
     is_op = (events["category"] == cat.OP).to_numpy()
@@ -384,7 +394,7 @@ def _find_copy_operators(trace: Trace) -> pl.DataFrame:
     outer = candidate[(parent[candidate] < 0) | ~is_op[np.maximum(parent[candidate], 0)]]
     has_copying = np.zeros(parent.size, dtype=np.bool_)  # inside
     ancestors = parent[np.flatnonzero(copying)]
-    while (ancestors := ancestors[ancestors >= 0]).size:  # one turn per level of nesting
+    while (ancestors := ancestors[ancestors >= 0]).size:  # one iteration per level of nesting
         has_copying[ancestors] = True
         ancestors = parent[ancestors]
     does_copy = has_copying[outer] | copying[outer] | back[outer]
@@ -399,7 +409,7 @@ def _find_copy_operators(trace: Trace) -> pl.DataFrame:
 
 
 def _is_inside_marked(parent: Ints, marked: Bools, events: Ints) -> Bools:
-    """Which of some events lie inside a marked one."""
+    """Returns which of some events lie inside a marked one."""
     is_inside = np.zeros(events.size, dtype=np.bool_)
     ancestor = parent[events]
     while (ancestor >= 0).any():
@@ -409,7 +419,7 @@ def _is_inside_marked(parent: Ints, marked: Bools, events: Ints) -> Bools:
 
 
 def find_tiny_operators(context: Context) -> Iterator[Message]:
-    """The same few small operators again and again."""
+    """Reports the same few small operators, repeated many times."""
     if context.has_gpu_work:
         yield Abstention(
             "tiny-operators", "the device computes: see launch-bound and small-kernels"
@@ -457,10 +467,10 @@ def find_tiny_operators(context: Context) -> Iterator[Message]:
 
 
 def _find_repeated_operators(trace: Trace) -> pl.DataFrame:
-    """Stretches in which a few outermost operators repeat: first and last (events), step, calls,
-    times.
+    """Returns intervals in which a few outermost operators repeat: first and last (events), step,
+    calls, times.
 
-    Those that make a batch are the loader's: `data-starved` has them.
+    Operators that make a batch belong to the loader: `data-starved` reports them.
     """
     schema = {
         "first": pl.UInt32,

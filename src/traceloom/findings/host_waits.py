@@ -1,4 +1,4 @@
-"""Pauses, needless syncs, waits for data."""
+"""Rules about waits of the host: pauses, blocking calls and waits for data."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from traceloom.trace.batch import concatenate_by_trace
 from traceloom.trace.notice import Abstention, Evidence
 from traceloom.trace.trace import Trace
 
-_MIN_PAUSE_SHARE = 0.02  # of the window: one stretch of host time this long is a pause,
+_MIN_PAUSE_SHARE = 0.02  # of the window: one interval of host time this long is a pause,
 _MIN_PAUSE_NS = 500_000  # if it also takes this long: shorter ones are Python between operators
 _STEP_PATTERN = re.compile(r"^(ProfilerStep|traceloom\.step)#\d+$")
 _MIN_BUSY_SHARE = 0.5  # of its time a thread runs at least: it works
 _MAX_RANKS = 4
-_OUTLIER_FACTOR = 2.0  # times as long as the middle one of the others: the pause is this rank's
+_OUTLIER_FACTOR = 2.0  # times the median of the others: the pause is specific to this rank
 _MAX_ASLEEP_SHARE = 0.2  # at most: it waits
 _BACKWARD_PATTERN = next(pattern for phase, pattern in WORD_PHASE_PATTERNS if phase == BACKWARD)
 _COLLECTIVES_PATTERN = "|".join(
@@ -65,7 +65,7 @@ PROGRAM_WAITS = "the program waits most of the time, for requests or for somethi
 
 
 def find_pauses(context: Context) -> Iterator[Message]:
-    """The host does one other thing for long: a pause, a write, a log."""
+    """Reports long intervals in which the host does one other thing: a pause, a write, a log."""
     if waits_for_requests(context):
         yield Abstention("host-pause", PROGRAM_WAITS)
         return
@@ -77,8 +77,8 @@ def find_pauses(context: Context) -> Iterator[Message]:
     long = python & (work >= compute_min_pause_ns(context))
     if not long.any():
         return
-    # regions named backward, on ranks of whose backward pass no derivative was recorded: they run
-    # elsewhere
+    # Regions named backward, on ranks of whose backward pass no derivative was recorded: they run
+    # elsewhere.
     nodes = context.graph.nodes
     name, node_rank = nodes["name"].cast(pl.String).fill_null(""), nodes["rank"].fill_null(-1)
     recorded_ranks = node_rank.filter(
@@ -94,16 +94,14 @@ def find_pauses(context: Context) -> Iterator[Message]:
     if unseen.any():
         yield Abstention("host-pause", _BACKWARD_NOT_RECORDED)
         long &= ~unseen
-    if (
-        context.steps is None
-    ):  # threads of a program without steps that sleep, wait for work: that is no pause
+    # Threads of a program without steps that sleep wait for work: that is not a pause
+    if context.steps is None:
         long &= ~context.select_sleeping_nodes(long, _MAX_ASLEEP_SHARE)
     if not long.any():
         return
     ranks = context.list_ranks(long)
-    if (
-        len(ranks) > 1
-    ):  # one rank alone may be the cause: told first, where it saves as much as all of them
+    # One rank alone may be the cause: it is reported first, where it saves as much as all of them
+    if len(ranks) > 1:
         rank_of = context.graph.rank_numbers
         times = {rank: context.work_ns(long & (rank_of == rank)) for rank in ranks}
         ordered_ranks = sorted(ranks, key=lambda rank: (-times[rank], rank))
@@ -113,12 +111,12 @@ def find_pauses(context: Context) -> Iterator[Message]:
             context.rank_count - len(ranks)
         )
         if times[ordered_ranks[0]] >= _OUTLIER_FACTOR * float(np.median(other_times)):
-            return  # the others pause now and then
+            return  # the others pause occasionally
     yield _pause(context, long, tuple(ranks))
 
 
 def select_time_between_operators(context: Context) -> Bools:
-    """Host time between operators that no other rule is about."""
+    """Returns host time between operators that no other rule covers."""
     nodes = context.graph.nodes
     frames = pl.Series(context.select_kinds(gs.HOST)) & nodes["category"].cast(pl.String).is_in(
         [cat.ANNOTATION, cat.PYTHON]
@@ -133,8 +131,8 @@ def select_time_between_operators(context: Context) -> Bools:
 
 
 def waits_for_requests(context: Context) -> bool:
-    """Whether a program without steps mostly waits: how long its window is, does not depend on what
-    it does.
+    """Whether a program without steps mostly waits, so that the length of its window does not
+    depend on its work.
     """
     return (
         context.steps is None and context.running is not None and context.running < _MIN_BUSY_SHARE
@@ -142,12 +140,12 @@ def waits_for_requests(context: Context) -> bool:
 
 
 def compute_min_pause_ns(context: Context) -> float:
-    """From how long on a stretch of host time is a pause."""
+    """Returns the length from which on an interval of host time is a pause, ns."""
     return max(_MIN_PAUSE_SHARE * context.whole_ns / context.step_count, _MIN_PAUSE_NS)
 
 
 def _pause(context: Context, long: Bools, ranks: tuple[int, ...]) -> Candidate:
-    """The long stretches of some ranks."""
+    """Returns the candidate for the long intervals of some ranks."""
     time = context.work_ns(long)
     evidence = context.evidence(long)
     label = evidence[0].what
@@ -156,7 +154,7 @@ def _pause(context: Context, long: Bools, ranks: tuple[int, ...]) -> Candidate:
     single_rank = context.rank_count > 1 and len(ranks) == 1
     subject = f"the host of rank {ranks[0]}" if single_rank else "the host"
     ranks_note = "" if len(ranks) == 1 else context.rank_sum_suffix
-    # whether the host works or waits, as far as the processor time of its threads tells
+    # Whether the host works or waits, as far as the processor time of its threads shows it.
     ran = context.ran_ns(long)
     if ran is None:
         verb = "spends"
@@ -225,11 +223,12 @@ _TITLES = {
     "device-allocation": "device memory is allocated in the step",
     "module-loading": "code is loaded onto the device in the step",
 }
+# The calls themselves go, not only their waiting
 _REMOVABLE_CALLS = (
     "device-allocation",
     "module-loading",
-)  # the calls themselves go, not only their waiting
-# A profiler waits for the device when it begins and ends: that is no part of the program.
+)
+# A profiler waits for the device when it begins and ends: that is not part of the program.
 _PROFILER_PATTERN = re.compile(r"(?i)profil|traceloom/capture")
 
 
@@ -247,7 +246,7 @@ class _WaitingSite:
 
 
 def _find_blocking_calls(slug: str, context: Context) -> Iterator[Message]:
-    """One candidate per place in the code."""
+    """Yields one candidate per place in the code."""
     if not context.has_gpu_work:
         yield Abstention(slug, "no GPU work was recorded")
         return
@@ -261,8 +260,8 @@ def _find_blocking_calls(slug: str, context: Context) -> Iterator[Message]:
             if row["frame"]
             else get_outermost_operator(row["op"] or row["call"])
         )
-        # an op's copy and the synchronisation behind it wait for the same: only both together can
-        # go
+        # An op's copy and the synchronisation behind it wait for the same work: removing only one
+        # saves nothing.
         nowhere = np.zeros(context.graph.nodes.height, dtype=np.bool_)
         site = waiting.setdefault(
             (row["kind"], location), _WaitingSite(row["kind"], row["call"], location, nowhere)
@@ -295,8 +294,8 @@ def _find_blocking_calls(slug: str, context: Context) -> Iterator[Message]:
 
 
 def _list_waiting_sites(context: Context) -> list[tuple[Trace, dict[str, Any], pl.DataFrame]]:
-    """Places in the code that wait in the steps: trace, row of its sites, and their calls, the
-    longest first.
+    """Returns places in the code that wait in the steps (trace, row of its sites, and their calls),
+    the longest first.
     """
     blocking = [context.ask(trace, analyze.blocking_calls) for trace in context.traces]
     calls = context.in_step(concatenate_by_trace(trace_calls.calls for trace_calls in blocking))
@@ -325,7 +324,7 @@ _ASSUMED_WORKERS = 4
 
 
 def find_data_starvation(context: Context) -> Iterator[Message]:
-    """The main thread waits for, or makes, its batches."""
+    """Reports a main thread that waits for its batches, or makes them."""
     masks = Selection("loading").nodes(context.graph)
     waits = concatenate_by_trace(
         context.ask(trace, analyze.data_loading).waits for trace in context.traces

@@ -1,5 +1,5 @@
-"""What interrupts the step, or distorts what is seen of it: collections, compilation, graph breaks,
-recording.
+"""Rules about what interrupts the step or distorts its recording: garbage collection, compilation,
+autotuning, graph breaks, recording overhead, slow steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _AUTOTUNING_PATTERN = (
     r"autotune|do_bench|benchmark_all_configs|benchmark_gpu|cudnnFind|find_algorithm"
 )
 _HOST_WORK_KINDS = (gs.HOST, gs.THINK, gs.LAUNCH)
-_MIN_OVERHEAD_RATIO = 1.05  # recording that makes steps this many times longer is told
+# Recording is reported from this ratio of recorded to unrecorded steps on
+_MIN_OVERHEAD_RATIO = 1.05
 
 
 def find_garbage_collections(context: Context) -> Iterator[Message]:
@@ -37,12 +38,12 @@ def find_garbage_collections(context: Context) -> Iterator[Message]:
         gs.HOST, gs.THINK
     )
     nodes = context.graph.nodes
-    # frames and annotations that the graph knows only as time of something else
+    # Frames and annotations that the graph only has as time of other nodes.
     pauses = context.gaps.filter(pl.col("cause") == "host_garbage_collection")
     for trace, gaps in context.split_by_trace(pauses):
         if mask.any():
             break
-        # host nodes that hold such a pause of the device
+        # Host nodes that hold such a pause of the device.
         start = nodes["start_ns"].to_numpy() + context.graph.epoch_ns
         end = start + nodes["duration_ns"].to_numpy()
         for gap_start_ns, gap_ns in gaps.select("start_ns", "duration_ns").iter_rows():
@@ -65,13 +66,13 @@ def find_garbage_collections(context: Context) -> Iterator[Message]:
 
 
 def _report_unrecorded_host(context: Context, slug: str) -> Iterator[Abstention]:
-    """What the host did not do cannot be determined where nothing of it was recorded."""
+    """Abstains where nothing of the host was recorded."""
     if not context.select_kinds(gs.HOST).any():
         yield Abstention(slug, "nothing was recorded of the host")
 
 
 def find_compilations(context: Context) -> Iterator[Message]:
-    """torch.compile compiles in the step."""
+    """Reports compilations of torch.compile in the step."""
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     compilations = (context.ask(trace, analyze.compiled).compilations for trace in context.traces)
     compilations_in_step = context.in_step(concatenate_by_trace(compilations))
@@ -99,7 +100,7 @@ def find_compilations(context: Context) -> Iterator[Message]:
 
 
 def find_autotuning(context: Context) -> Iterator[Message]:
-    """Kernels are tried out in the step."""
+    """Reports autotuning of kernels in the step."""
     mask = match_node_names(context.graph, _AUTOTUNING_PATTERN) & context.select_kinds(
         *_HOST_WORK_KINDS, gs.KERNEL
     )
@@ -127,7 +128,7 @@ def find_autotuning(context: Context) -> Iterator[Message]:
 
 
 def find_graph_breaks(context: Context) -> Iterator[Message]:
-    """Compiled regions fall apart."""
+    """Reports graph breaks of compiled regions."""
     uses_compile, break_ns, break_count = False, 0.0, 0
     evidence: list[Evidence] = []
     for trace in context.traces:
@@ -170,12 +171,12 @@ def find_graph_breaks(context: Context) -> Iterator[Message]:
         at_most_ns=round(break_ns),
         host=partial(
             context.stretches, np.zeros_like(host)
-        ),  # which part of the host's time these are is not known
+        ),  # it is unknown which part of the host's time these are
     )
 
 
 def check_recording_overhead(context: Context) -> Iterator[Message]:
-    """Recording makes steps longer: what it shows of the host is too long."""
+    """Reports recording that makes steps longer, so that host times in the trace are too long."""
     ratio = context.host_ratio
     if ratio is None:
         yield Abstention(
@@ -201,7 +202,7 @@ def _compute_slow_steps(session: Session) -> SlowSteps | None:
 
 
 def find_slow_steps(context: Context) -> Iterator[Message]:
-    """Steps beyond the spread of the others: savings are not estimated on them."""
+    """Reports steps beyond the spread of the others, which savings are not estimated on."""
     slow_steps = (
         context.ask(context.session, _compute_slow_steps)
         if context.rank_comparison is None

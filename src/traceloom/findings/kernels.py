@@ -1,4 +1,6 @@
-"""Slow kernels, unused matrix units, work done twice."""
+"""Rules about kernels: slow matrix products and kernels, unused matrix units, recomputation,
+unfused optimizers and norms.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,14 @@ from traceloom.trace.notice import Abstention, Evidence
 from traceloom.trace.trace import Trace
 
 _GOOD_ROOFLINE_SHARE = 0.7  # of the roofline: what good kernels reach
-_MIN_TIME_FACTOR = 0.05  # of the time of kernels, however far they are from it
+_MIN_TIME_FACTOR = 0.05  # of the time of kernels: the lower bound of the factor
 _LOW_ROOFLINE_SHARE = 0.4  # of the roofline: below this there is something to gain
 _MAX_OPERATORS = 6
 _MIN_SHARE = 0.01  # of the step
 _SLOW_FACTOR = 1.5  # times the median of the same kernel
-_MIN_OCCURRENCES = 5  # times that a kernel with these shapes has to be seen
-_MATRIX_UNITS_FACTOR = 0.5  # of the time: what matrix units and aligned sizes at least bring, where no roofline is known
+_MIN_OCCURRENCES = 5  # kernels with the same shapes that are required
+# Of the time: the least gain from matrix units and aligned sizes, where no roofline is known
+_MATRIX_UNITS_FACTOR = 0.5
 _MIN_TF32_CAPABILITY = 8.0  # compute capability from which on there is TF32
 _HINTS = {
     r"softmax": "Fuse attention: scaled_dot_product_attention never writes the scores that this reads and writes.",
@@ -46,10 +49,10 @@ _DEFAULT_HINT = "Fuse it with its neighbours (torch.compile) or use a fused impl
 
 
 def _find_slow_matmuls(context: Context) -> tuple[Bools, Bools, bool]:
-    """Matrix products that a known reason makes slow, and whether sizes could be looked at.
+    """Returns matrix products that a known reason makes slow, and whether their sizes are known.
 
-    Those whose sizes do not fit, by operator; and of the others those that use no matrix units;
-    shape (nodes,).
+    The first mask holds those with unaligned sizes, by operator; the second, of the others, those
+    that use no matrix units; shape (nodes,).
     """
     size = context.graph.nodes.height
     unaligned, unused = np.zeros(size, dtype=np.bool_), np.zeros(size, dtype=np.bool_)
@@ -63,7 +66,7 @@ def _find_slow_matmuls(context: Context) -> tuple[Bools, Bools, bool]:
 
 
 def _select_scalar_matmuls(trace: Trace) -> pl.Series:
-    """Events of matrix products on scalar or vector units."""
+    """Returns events of matrix products on scalar or vector units."""
     kernels = classify_kinds(trace).hstack([trace.events["name"][classify_kinds(trace)["event"]]])
     names = kernels[["name", "kind"]].unique()
     unused = names.filter(classify_matrix_units(names) == "unused")
@@ -75,8 +78,8 @@ def _select_scalar_matmuls(trace: Trace) -> pl.Series:
 
 
 def _collect_modelled_work(context: Context) -> pl.DataFrame:
-    """Modelled work with a known roofline: rank, event, op_name, ns, roofline_ns, bound; rank after
-    rank.
+    """Returns modelled work with a known roofline: rank, event, op_name, ns, roofline_ns, bound;
+    rank after rank.
     """
     parts = []
     for trace in context.traces:
@@ -93,14 +96,16 @@ def _collect_modelled_work(context: Context) -> pl.DataFrame:
 
 
 def _select_modelled_nodes(context: Context) -> pl.DataFrame:
-    """Nodes of such work: node, op_name, duration_ns, roofline_ns (what the roofline allows)."""
+    """Returns nodes of such work: node, op_name, duration_ns, roofline_ns (the time at the
+    roofline).
+    """
     keys = ["rank", "event"] if len(context.traces) > 1 else ["event"]
     work = context.ask(context, _collect_modelled_work).select(*keys, "op_name", "roofline_ns")
     return context.graph.nodes.select(*keys, "node", "duration_ns").join(work, on=keys)
 
 
 def _compute_roofline_share(context: Context, mask: Bools) -> float | None:
-    """The share of the roofline that some kernels reach; None where no peak is known."""
+    """Returns the share of the roofline that some kernels reach; None where no peak is known."""
     nodes = context.ask(context, _select_modelled_nodes)
     selected = mask[nodes["node"].to_numpy()]
     ns, roof = (
@@ -110,12 +115,14 @@ def _compute_roofline_share(context: Context, mask: Bools) -> float | None:
 
 
 def _compute_time_factor(reached: float) -> float:
-    """The factor on the time of kernels that reach so much, if they ran as well as good ones."""
+    """Returns the factor on the time of kernels that reach this share of the roofline, if they ran
+    as well as good ones.
+    """
     return min(max(reached / _GOOD_ROOFLINE_SHARE, _MIN_TIME_FACTOR), 1.0)
 
 
 def find_unaligned_matmuls(context: Context) -> Iterator[Message]:
-    """Matrix products in half precision whose sizes are no multiples of 8."""
+    """Reports matrix products in half precision with sizes that are no multiples of 8."""
     if not context.has_gpu_work:
         yield Abstention("unaligned-matmul", "no GPU work was recorded")
         return
@@ -144,7 +151,7 @@ def find_unaligned_matmuls(context: Context) -> Iterator[Message]:
 
 
 def find_unused_matrix_units(context: Context) -> Iterator[Message]:
-    """Matrix products on scalar units."""
+    """Reports matrix products on scalar units."""
     if not context.has_gpu_work:
         yield Abstention("matrix-units-unused", "no GPU work was recorded")
         return
@@ -180,7 +187,7 @@ def find_unused_matrix_units(context: Context) -> Iterator[Message]:
 
 
 def find_low_roofline(context: Context) -> Iterator[Message]:
-    """Modelled operators far below what the device could do, that no other rule explains."""
+    """Reports modelled operators far below what the device can do, that no other rule explains."""
     if not context.has_gpu_work:
         yield Abstention("low-roofline", "no GPU work was recorded")
         return
@@ -226,7 +233,7 @@ def find_low_roofline(context: Context) -> Iterator[Message]:
 
 
 def find_slow_kernels(context: Context) -> Iterator[Message]:
-    """Kernels of the step that take longer than the same kernels elsewhere in the run."""
+    """Reports kernels of the step that take longer than the same kernels elsewhere in the run."""
     for trace in context.traces:
         slow = context.ask(trace, _select_slow_kernels)
         computing = context.select_kinds(gs.KERNEL)  # communication waits for others
@@ -238,7 +245,7 @@ def find_slow_kernels(context: Context) -> Iterator[Message]:
         )
         lost = int((slow["duration_ns"] - slow["usual"]).sum())
         factor = float(slow["usual"].sum()) / max(float(slow["duration_ns"].sum()), 1.0)
-        # for how long communication of the same rank runs beside them
+        # How long communication of the same rank runs beside them.
         nodes = context.graph.nodes.with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns"))
         kernels = nodes.filter(pl.Series(mask))
         communication = nodes.filter(
@@ -272,10 +279,10 @@ def find_slow_kernels(context: Context) -> Iterator[Message]:
 
 
 def _select_slow_kernels(trace: Trace) -> pl.DataFrame:
-    """Kernels with `usual`, the median of their name, shapes and grid in the trace, that take far
-    longer than that.
+    """Returns kernels that take far longer than `usual`, the median of their name, shapes and grid
+    in the trace.
 
-    Shapes without a size (`[[], []]`: lists, no tensors) say nothing about how much there is to do.
+    Shapes without a size (`[[], []]`: lists, no tensors) do not determine how much there is to do.
     """
     shapes = trace.tensors.select("shapes", op="event").filter(
         pl.col("shapes").str.contains("[0-9]")
@@ -307,15 +314,15 @@ RULES = (
     ),
 )
 
-_OPTIMIZER_LEFT = (
-    0.15  # of the host time of an optimizer that goes tensor by tensor, when it is fused
-)
+# Of the host time of an optimizer that goes tensor by tensor, when it is fused
+_OPTIMIZER_LEFT = 0.15
 _NORM_LEFT = 0.35  # of the time of a normalisation made of several operators, when it is one
 _ADD_OPS = ("aten::add", "aten::add_")
+# Operators around the root of a normalisation that may belong to it
 _OPS_BEFORE_ROOT, _OPS_AFTER_ROOT = (
     5,
     4,
-)  # operators around the root of a normalisation that may belong to it
+)
 _NORM_OPS = (
     "aten::pow",
     "aten::square",
@@ -335,7 +342,7 @@ _NORM_OPS = (
 
 
 def find_recomputation(context: Context) -> Iterator[Message]:
-    """What activation checkpointing does a second time."""
+    """Reports the recomputation of activation checkpointing."""
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     for trace in context.traces:
         repeated = find_recomputed_work(trace)
@@ -358,8 +365,8 @@ def find_recomputation(context: Context) -> Iterator[Message]:
 
 
 def _select_recomputing_nodes(context: Context, trace: Trace, roots: Bools) -> Bools:
-    """What the autograd nodes that repeat do themselves until the repetition is over: the Python of
-    the checkpoint.
+    """Returns what the autograd nodes that repeat do themselves until the repetition is over: the
+    Python of the checkpoint.
     """
     tree = build_forest(trace)
     parents = tree.parent[roots]
@@ -386,7 +393,7 @@ def _select_recomputing_nodes(context: Context, trace: Trace, roots: Bools) -> B
 
 
 def find_unfused_optimizer(context: Context) -> Iterator[Message]:
-    """An optimizer that goes through its parameters one by one."""
+    """Reports an optimizer that updates its parameters one by one."""
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     rules, matches = context.select_anti_pattern("single_tensor_optimizer")
     if not rules["checked"].any():
@@ -421,8 +428,8 @@ def find_unfused_optimizer(context: Context) -> Iterator[Message]:
 
 
 def find_unfused_norms(context: Context) -> Iterator[Message]:
-    """Normalisations made of single operators: a root, and the powers, means and products around
-    it.
+    """Reports normalisations made of single operators: a root, and the powers, means and products
+    around it.
     """
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     count = 0
@@ -456,7 +463,7 @@ def find_unfused_norms(context: Context) -> Iterator[Message]:
 
 
 def _find_norm_operators(trace: Trace) -> pl.DataFrame:
-    """Operators of normalisations made by hand: norm (number), event, step.
+    """Returns operators of normalisations made by hand: norm (number), event, step.
 
     `aten::rsqrt` after a mean (or a variance) and before a product, with only such operators
     between them.
@@ -483,9 +490,8 @@ def _find_norm_operators(trace: Trace) -> pl.DataFrame:
             and lanes[low - 1] == lanes[index]
         ):
             low -= 1
-        while (
-            names[low] in _ADD_OPS and low < index
-        ):  # a residual connection: the sum that is normalised
+        # A residual connection: the sum that is normalised
+        while names[low] in _ADD_OPS and low < index:
             low += 1
         high = index
         while (

@@ -1,10 +1,10 @@
-"""Ranking: what each fix saves, one after the other, so that the savings never add up to more than
-the step.
+"""The ranking of findings: what each fix saves on top of those before it, so that the savings never
+add up to more than the step.
 
-What a fix saves is evaluated per step of a steady run, over steps that follow each other. A step
-that is looked at alone ends with all that it launched. In a run the host begins the next step
-meanwhile: what holds the host back at the end of a step costs what the next step could have begun
-earlier.
+The saving of a fix is evaluated per step of a steady run, over consecutive steps. A step that is
+evaluated alone ends with everything that it launched. In a run the host begins the next step
+meanwhile: what delays the host at the end of a step costs the time by which the next step could
+have begun earlier.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from traceloom.trace.notice import Abstention, Alternative, Finding
 Ints = NDArray[np.int64]
 Key = tuple[str, tuple[tuple[str, str], ...], int]
 
-MIN_SAVING_SHARE = 0.005  # of the step; less is not worth a line
+MIN_SAVING_SHARE = 0.005  # of the step; less is not reported
 HIGH_SHARE, MEDIUM_SHARE = 0.10, 0.03
 MAX_STEPS = 5
 _MAX_NODES = 150_000  # of all steps together: of larger ones fewer are looked at
-_MIN_STEP_LENGTH = 0.5  # of the usual step: steps that take less are none of its kind
+_MIN_STEP_LENGTH = 0.5  # of the typical step: shorter steps are of another kind
 _MIN_COUNTED_SHARE = 0.01  # of the step: a saving that may be larger by this much is a lower bound
-_EQUAL_SAVING_SHARE = 0.98  # of the largest saving: as large, for all that steps differ; then causes come before symptoms
-_SIMILAR_SAVING_SHARE = (
-    0.7  # of the largest saving: a cause comes before a symptom that is about the same time, too
-)
+# Of the largest saving: counts as equal, given how steps vary; then causes come before symptoms
+_EQUAL_SAVING_SHARE = 0.98
+# Of the largest saving: a cause comes before a symptom that is about the same time
+_SIMILAR_SAVING_SHARE = 0.7
 _ONE_STEP_LIMIT = (
     "one step was evaluated: what a fix saves because the next step begins earlier is not in it"
 )
@@ -50,10 +50,10 @@ class Ranked(Struct, frozen=True):
     """Findings of one run.
 
     Attributes:
-        time: By what they save, the most first; their savings are disjoint. Last, what only has to be known: it saves
-            nothing.
+        time: By their saving, the largest first; their savings are disjoint. Remarks, which save
+            nothing, come last.
         memory: By risk, then bytes.
-        abstentions: Rules that could not know, and why.
+        abstentions: Rules that could not decide, and why.
         limit: What the savings leave out; empty where they leave out nothing.
     """
 
@@ -64,16 +64,16 @@ class Ranked(Struct, frozen=True):
 
 
 def rank(context: Context, rules: Sequence[FindingRule], *, steps: int = MAX_STEPS) -> Ranked:
-    """Ask all rules, and put their candidates in order.
+    """Evaluates all rules, and ranks their candidates.
 
-    Greedy: the fix that saves the most is taken, the others are evaluated again on top of it, and so on. What is left
-    of a saving is what the fix adds to those above it. All is evaluated over steps that follow each
-    other, and the middle one of them counts.
+    Greedy: the fix that saves the most is taken, the others are evaluated again on top of it, and
+    so on. The remaining saving of a fix is what it adds to those above it. All is evaluated over
+    consecutive steps, of which the median counts.
 
     Args:
-        context: The usual step.
-        rules: Who is asked.
-        steps: Steps to evaluate at most; 1 for the usual one alone.
+        context: The typical step.
+        rules: The rules to evaluate.
+        steps: Steps to evaluate at most; 1 for the typical one alone.
     """
     time: list[tuple[FindingRule, Candidate]] = []
     memory: list[Finding] = []
@@ -120,7 +120,8 @@ def rank(context: Context, rules: Sequence[FindingRule], *, steps: int = MAX_STE
         else ([], "")
     )
     findings = add_frames(ranked)
-    # why something that looks large is no finding: without it the step would take as long
+    # The reason why something that looks large is not a finding: without it the step would take as
+    # long.
     slugs = {finding.slug for finding in findings}
     slugs |= {alternative.slug for finding in findings for alternative in finding.alternatives}
     abstained += [
@@ -141,15 +142,16 @@ def rank(context: Context, rules: Sequence[FindingRule], *, steps: int = MAX_STE
 def _rank_greedily(
     context: Context, typical: dict[Key, Candidate], rules: Sequence[FindingRule], max_findings: int
 ) -> tuple[list[tuple[Finding, Candidate, Context]], str]:
-    """Fix what saves most in the middle one of the steps, then what saves most on top of that, and
-    so on.
+    """Fixes what saves the most in the median of the steps, then what saves the most on top of
+    that, and so on.
 
     Returns:
         The findings, each with the candidate that its words are from and the steps that these are
+            about; and what the savings leave out.
         about; and what the savings leave out.
     """
-    # steps around the usual one, with what the rules find in them; the usual one alone where there
-    # are no others
+    # Steps around the typical one, with their candidates; the typical one alone where there are no
+    # others.
     fitting = min(max_findings + 1, _MAX_NODES // max(context.graph.nodes.height, 1))
     step_window = context.around(fitting) if max_findings > 1 and fitting > 1 else ()
     steps: _StepCandidates | None = None
@@ -162,9 +164,8 @@ def _rank_greedily(
                 (rule, message) for rule, message in outcomes if isinstance(message, Candidate)
             ),
         )
-    if (
-        steps is None or compute_median_floor(steps.now_ns) < _MIN_STEP_LENGTH * context.step_ns
-    ):  # in those next to nothing is done
+    # In those almost nothing is done
+    if steps is None or compute_median_floor(steps.now_ns) < _MIN_STEP_LENGTH * context.step_ns:
         steps = _StepCandidates(context, typical)
     order = {rule.slug: number for number, rule in enumerate(rules)}
     remaining = sorted(steps.candidates, key=lambda key: order[key[0]])
@@ -182,8 +183,8 @@ def _rank_greedily(
         if not first_saved:
             first_saved = saved
         else:
-            # what saves next to nothing now that the last fix is made, but saved more before, is
-            # about the same time
+            # A candidate that saves almost nothing after the last fix, but saved more before, is
+            # about the same time.
             same = [
                 key
                 for key in remaining
@@ -220,7 +221,7 @@ def _rank_greedily(
             remaining_ns,
         )
         remaining_ns -= finding.saving_ns or 0
-        # whether threads whose waker is unknown hold the saving back
+        # Whether threads whose waker is unknown limit the saving.
         fixed = steps.context.changed(steps.base, steps.candidates[best].changes)
         plan, before_ns = fixed.own_plan(steps.plan), span_ns
         span_ns = int(np.ptp(fixed.times(plan)))
@@ -235,8 +236,8 @@ def _rank_greedily(
         steps.base, steps.plan, steps.now_ns = fixed, plan, after[best]
         before = saved
         remaining.remove(best)
-    # what recording made slower saves less than it looks: that may change the order, and what is
-    # worth a line
+    # Work that recording slowed down saves less than it seems: that may change the order, and which
+    # findings are large enough.
     retained = [
         (fix, *source)
         for fix, source in zip(ranked, sources, strict=True)
@@ -253,12 +254,12 @@ def _rank_greedily(
 
 
 def _choose_next_fix(steps: _StepCandidates, saved: dict[Key, int]) -> Key:
-    """What to fix first: what saves most, or a cause of it that saves nearly as much of the same
-    time.
+    """Returns the next fix: the one that saves the most, or a cause of it that saves nearly as much
+    of the same time.
 
     Args:
-        steps: With what is fixed so far.
-        saved: What each fix saves on top of that, ns; causes before symptoms.
+        steps: The steps with the fixes so far.
+        saved: The saving of each fix on top of those, ns; causes before symptoms.
     """
     largest = max(saved.values())
     largest_key = next(
@@ -282,18 +283,17 @@ def _build_finding(
     savings: tuple[Ints, Ints],
     remaining_ns: int,
 ) -> Finding:
-    """A finding from what it saves in each step: the middle one, and between which values that
-    lies.
+    """Builds a finding from its savings in each step: the median, and its interval.
 
-    Its words are those of the usual step, else of all that were evaluated. No more is saved than
-    what they say could be, and together no more than the usual step takes.
+    The words are those of the typical step, else of all that were evaluated. The saving is at most
+    the time that the words state, and all savings together are at most the typical step.
 
     Args:
-        steps: What was evaluated.
-        key: What is to be fixed.
-        typical: The same in the usual step, and that step.
-        savings: On top of what is above it, and alone; ns, shape (counted steps,).
-        remaining_ns: What is left of the usual step, ns.
+        steps: The evaluated steps.
+        key: The key of the candidate.
+        typical: The candidate in the typical step, and that step.
+        savings: On top of those above it, and alone; ns, shape (counted steps,).
+        remaining_ns: The remaining time of the typical step, ns.
     """
     on_top, first = (
         [steps.unrecorded_ns(key, max(value, 0)) for value in values.tolist()] for values in savings
@@ -331,14 +331,14 @@ def _build_finding(
 
 @dataclass
 class _StepCandidates:
-    """Steps, and what could be fixed in them.
+    """Steps, and the candidates in them.
 
     Attributes:
-        context: Steps that follow each other, or one step.
-        candidates: By what they are about.
-        base: The steps with what was fixed so far.
-        plan: Of its graph.
-        now_ns: How long each counted step takes with that, shape (counted steps,).
+        context: Consecutive steps, or one step.
+        candidates: The candidates by key.
+        base: The steps with the fixes so far.
+        plan: The plan of its graph.
+        now_ns: The length of each counted step with these fixes, shape (counted steps,).
     """
 
     context: Context
@@ -348,19 +348,19 @@ class _StepCandidates:
     now_ns: Ints = field(init=False)
 
     def __post_init__(self) -> None:
-        """Nothing is fixed yet."""
+        """Starts without fixes."""
         self.base, self.plan = Scenario.of(self.context.graph), self.context.plan
         self.now_ns = self.lengths(get_point_times(self.context.graph))
 
     @property
     def count(self) -> int:
-        """Steps that count."""
+        """The number of steps that count."""
         return int(self.now_ns.size)
 
     def after(self, keys: Sequence[Key]) -> dict[Key, Ints]:
-        """How long each step takes with each of these fixed, too; ns."""
+        """Returns the length of each step with each of these fixed, too; ns."""
         graph = self.context.graph
-        # one after the other: each scenario is large
+        # One at a time: each scenario is large.
         scenarios = (self.context.changed(self.base, self.candidates[key].changes) for key in keys)
         measured = get_point_times(graph)
         lengths = {}
@@ -371,13 +371,13 @@ class _StepCandidates:
         return lengths
 
     def after_both(self, first: Key, second: Key) -> Ints:
-        """How long each step takes with two of these fixed, too; ns."""
+        """Returns the length of each step with two of these fixed, too; ns."""
         changes = (*self.candidates[first].changes, *self.candidates[second].changes)
         return self.lengths(self.context.changed(self.base, changes).times(self.plan))
 
     def saved_ns(self, key: Key, after_ns: Ints) -> Ints:
-        """What a fix saves in each step on top of those before it, together at most what it can;
-        ns.
+        """Returns the saving of a fix in each step on top of those before it, bounded by what it
+        can save in total; ns.
         """
         saved = self.now_ns - after_ns
         max_saving_ns, total_ns = self.candidates[key].at_most_ns, int(saved.sum())
@@ -391,7 +391,7 @@ class _StepCandidates:
         return saved
 
     def unrecorded_ns(self, key: Key, saved_ns: int) -> int:
-        """A saving of one step when nobody records."""
+        """Returns a saving of one step, corrected for the cost of recording."""
         context = self.context
         return unrecorded_saving_ns(
             context.graph,
@@ -402,15 +402,15 @@ class _StepCandidates:
         )
 
     def lengths(self, times: Ints) -> Ints:
-        """How long each step that counts takes."""
+        """Returns the length of each step that counts."""
         lengths = self.context.compute_step_lengths(times)
-        # the first one may begin with what others left behind: it counts where there are too few
-        # others
+        # The first step may begin with leftover work of others: it counts only where there are too
+        # few others.
         return lengths[1:] if lengths.size == 2 or lengths.size > MAX_STEPS else lengths
 
 
 def _collect_by_key(candidates: Iterable[tuple[FindingRule, Candidate]]) -> dict[Key, Candidate]:
-    """Candidates by rule and what they change, figures left out."""
+    """Returns candidates by rule and what they change, without figures."""
     collected: dict[Key, Candidate] = {}
     for rule, candidate in candidates:
         changes_key = tuple((change.action, str(change.selection)) for change in candidate.changes)
@@ -420,19 +420,21 @@ def _collect_by_key(candidates: Iterable[tuple[FindingRule, Candidate]]) -> dict
 
 
 def compute_median_floor(values: ArrayLike) -> int:
-    """The median; of an even number the mean of the two in the middle, rounded down."""
+    """Returns the median; of an even number of values the mean of the two in the middle, rounded
+    down.
+    """
     return int(np.median(np.asarray(values, dtype=np.int64)))
 
 
 def compute_median_interval(values: Sequence[int]) -> tuple[int, int]:
-    """Between which values the median of all such steps lies, nine times of ten where there are at
-    least five.
+    """Returns the interval that holds the median of all such steps with a confidence of 90 %, where
+    there are at least five.
 
-    By the order of the values alone; of fewer than five it is the smallest and the largest. As many
-    are left out at each end as a coin shows heads in one of twenty throws at most.
+    Order statistics alone: of fewer than five values it is the smallest and the largest. As many
+    values are left out at each end as heads of a fair coin have a probability of at most 1/20.
     """
     ordered = np.sort(np.array(values, dtype=np.int64))
-    chances = np.ones(1)  # of each number of heads
+    chances = np.ones(1)  # probabilities of each number of heads
     for _ in range(ordered.size):
         chances = (np.append(chances, 0.0) + np.append(0.0, chances)) / 2
     low_index = max(int(np.searchsorted(np.cumsum(chances), 0.05, side="right")) - 1, 0)

@@ -1,4 +1,4 @@
-"""What a rule is; the Python frames behind a finding."""
+"""Rules and their candidates, and the Python frames that hold the host time of a finding."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from traceloom.trace.notice import Abstention, Evidence, Finding, HotFrame
 
 
 class Candidate(Struct, frozen=True):
-    """Something that could be fixed, before it is known what that saves.
+    """Something that could be fixed, before its saving is known.
 
     Attributes:
         title: One line with the main figure.
-        changes: What the fix does to works and delays; evaluated by re-timing.
+        changes: The effect of the fix on works and delays; evaluated by re-timing.
         confidence: From 0 to 1.
         advice: What to do.
-        evidence: Things to look at.
-        at_most_ns: A bound on what it can save, where re-timing would promise more than the fix can; None for none.
-        seen_ns: The time that looks as if it could be saved, where a reader sees it elsewhere and asks why it is not
-            told; None where there is none.
-        host: Works out the host time that it is about, as `Context.stretches` does; None where that is the host time of
-            what the changes are about. Asked of findings alone.
-        hot_advice: What to do instead where one Python frame holds most of that time; `{frame}` stands for how much of
-            it which one holds.
+        evidence: Events and places to inspect.
+        at_most_ns: A bound on the saving, where re-timing would promise more than the fix can; None
+            for none.
+        seen_ns: The time that seems to be saveable, where a reader sees it elsewhere and asks why
+            it is not reported; None where there is none.
+        host: Computes the host time of the finding, as `Context.stretches` does; None where that is
+            the host time of the changed nodes. Called for findings alone.
+        hot_advice: What to do instead where one Python frame holds most of that time; `{frame}`
+            stands for how much of it which one holds.
     """
 
     title: str
@@ -53,11 +54,11 @@ class MemoryCandidate(Struct, frozen=True):
     Attributes:
         title: One line with the main figure.
         saving_bytes: What the fix frees; None where it is only a risk.
-        risk: What will go wrong, and on which context.
+        risk: What will go wrong, and in which context.
         severe: Whether the run will fail.
         confidence: From 0 to 1.
         advice: What to do.
-        evidence: Things to look at.
+        evidence: Events and places to inspect.
     """
 
     title: str
@@ -70,13 +71,13 @@ class MemoryCandidate(Struct, frozen=True):
 
 
 class Remark(Struct, frozen=True):
-    """Something that has to be known when the others are read; it saves nothing on its own.
+    """Information that is needed to read the other findings; it saves nothing on its own.
 
     Attributes:
         title: One line with the main figure.
         confidence: From 0 to 1.
         advice: What to do.
-        evidence: Things to look at.
+        evidence: Events and places to inspect.
     """
 
     title: str
@@ -94,7 +95,7 @@ class FindingRule(Struct, frozen=True):
     Attributes:
         slug: Stable name.
         title: What it looks for, in a few words.
-        look: Context -> candidates, or why it cannot know. Nothing where all is well.
+        look: Context -> candidates, or an abstention; nothing where all is well.
     """
 
     slug: str
@@ -104,16 +105,16 @@ class FindingRule(Struct, frozen=True):
 
 MAX_FRAMES = 3
 MIN_FRAME_SHARE = 0.05  # of the host time of a finding
-_MAJORITY = 0.5  # of that, or of a frame's time, is most of it
+_MAJORITY = 0.5  # of that, or of a frame's time
 _BUILT_IN_PATTERN = re.compile(r"^<built-in (?:function|method) ([^ >]+).*$")
 
 
 def add_frames(findings: Sequence[tuple[Finding, Candidate, Context]]) -> tuple[Finding, ...]:
-    """Findings with the frames that hold their host time, worked out for all of them together: rank
-    by rank.
+    """Adds to findings the frames that hold their host time, computed for all of them together,
+    rank by rank.
 
     Args:
-        findings: With what each was made from, and the steps that its words are about.
+        findings: Each with its candidate, and the context of its words.
     """
     if not findings:
         return ()
@@ -147,7 +148,7 @@ def _add_hot_frames(
     table: pl.DataFrame,
     several: bool,
 ) -> Finding:
-    """The finding with the frames of its table (rank and `HELD`) that hold most."""
+    """Returns the finding with the frames of its table (rank and `HELD`) that hold the most."""
     if not intervals.height:
         return finding
     late = {
@@ -156,12 +157,12 @@ def _add_hot_frames(
         if change.action == "delay"
         for rank in change.selection.ranks
     }
-    if late:  # it is about what these ranks do beyond the middle one of the others
+    if late:  # it is about what these ranks do beyond the median of the others
         is_late = pl.col("rank").is_in(list(late))
         other_count = intervals.filter(~is_late)["rank"].n_unique()
         keys = ["frame", "inside"]
         typical = table.filter(~is_late).group_by(keys).agg("ns")
-        typical = typical.with_columns(  # who does not do it at all does it in no time
+        typical = typical.with_columns(  # ranks without it count as 0
             usual=pl.col("ns")
             .list.concat(pl.lit(0).repeat_by(other_count - pl.col("ns").list.len()))
             .list.median()
@@ -224,5 +225,5 @@ def _add_hot_frames(
 
 
 def _format_function_name(name: str) -> str:
-    """The name of a function, an operator or a call as it stands in a sentence."""
+    """Returns the name of a function, an operator or a call as it stands in a sentence."""
     return shorten_name(_BUILT_IN_PATTERN.sub(r"\1", name))

@@ -1,4 +1,4 @@
-"""Late ranks, uneven work, pipeline bubbles."""
+"""Rules about differences between ranks: stragglers, uneven work and shards, pipeline bubbles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_RANKS = 4
 _NO_SHARED_COMMUNICATION = "the ranks share no communication, so none waits for another"
 _MIN_IMBALANCE = 1.05
 _WORK_KINDS = (gs.HOST, gs.THINK, gs.LAUNCH, gs.KERNEL, gs.COPY, gs.FILL)
-_MIN_BLAME_SHARE = 0.1  # of all waiting at least: what goes back to a rank that is called slow
+_MIN_BLAME_SHARE = 0.1  # of all waiting: the least share that is due to a rank that is called slow
 _ADVICE = {
     "compute": "its share of the work, its clocks and power, what else runs on its device.",
     "host_data_loading": "its data: more workers, its storage, the size of its files.",
@@ -43,15 +43,15 @@ _MEASURES = {
 
 
 def find_stragglers(context: Context) -> Iterator[Message]:
-    """Ranks that begin late or work longer than the middle one."""
+    """Reports ranks that begin late or work longer than the median."""
     if context.rank_count < 2 or context.rank_comparison is None:
         yield Abstention("straggler", "only one rank was recorded")
         return
     if not context.meeting:
         yield Abstention("straggler", _NO_SHARED_COMMUNICATION)
         return
-    # collectives of the step at which others waited, with the rank and cause where the chain of
-    # reasons ends
+    # Collectives of the step at which others waited, with the rank and cause at the end of the
+    # chain of reasons.
     roots = context.rank_comparison.collectives.filter(
         pl.col("wait_ns") > 0, pl.col("root_rank").is_not_null()
     )
@@ -61,12 +61,12 @@ def find_stragglers(context: Context) -> Iterator[Message]:
         for slow_rank in find_slow_ranks(context.rank_comparison.collectives)
         if slow_rank.fraction >= _MIN_BLAME_SHARE
     }
-    # else those whose work, from when they begin, ends last
+    # Else those whose work, from when they begin, ends last.
     works = context.compute_work_by_rank(context.select_kinds(*_WORK_KINDS))
     first_starts = find_first_starts(context.graph, *_WORK_KINDS)
     latest = slow or sorted(works, key=lambda rank: -(works[rank] + first_starts[rank]))
     ranks = [rank for rank in latest if rank in context.meeting][:_MAX_RANKS]
-    # ranks that were given more to do, by more than they compute for longer in all
+    # Ranks that were given more to do, by more than their compute takes longer in total.
     kernels = context.select_kinds(gs.KERNEL)
     worst = _find_busiest_rank(context, kernels) if kernels.any() else None
     measures = _select_uneven_measures(context)
@@ -78,12 +78,12 @@ def find_stragglers(context: Context) -> Iterator[Message]:
     uneven = measures["max_rank"].to_list()
     for rank in ranks:
         cause = slow[rank].cause if rank in slow else None
-        # who has more to do is not slow: see compute-imbalance and shard-imbalance
+        # A rank with more to do is not slow: see compute-imbalance and shard-imbalance.
         if not (rank in uneven and cause == "compute"):
             yield _build_straggler(
                 context, (rank,), f"rank {rank}", roots.filter(pl.col("root_rank") == rank), cause
             )
-    # hosts with several ranks of which more than one is late, where there are other hosts
+    # Hosts with several ranks of which more than one is late, where there are other hosts.
     hosts = {trace.rank: trace.meta.host for trace in context.traces if trace.rank is not None}
     for host in dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts):
         members = tuple(sorted(rank for rank, name in hosts.items() if name == host))
@@ -94,7 +94,7 @@ def find_stragglers(context: Context) -> Iterator[Message]:
         ):
             continue
         slow_members = [slow[rank] for rank in members if rank in slow]
-        # that of most of the waiting for these ranks
+        # The cause of most of the waiting for these ranks.
         cause = max(slow_members, key=lambda slow_rank: slow_rank.waited_ns).cause if slow else None
         yield _build_straggler(
             context,
@@ -108,10 +108,12 @@ def find_stragglers(context: Context) -> Iterator[Message]:
 def _build_straggler(
     context: Context, ranks: tuple[int, ...], subject: str, roots: pl.DataFrame, cause: str | None
 ) -> Candidate:
-    """Ranks that begin late or work longer, with the collectives at which others waited for them."""
+    """Returns the candidate for ranks that begin late or work longer, with the collectives at which
+    others waited for them.
+    """
     cause_note = "" if cause is None else f": {CAUSE_LABELS[cause]}"
     assert context.rank_comparison is not None
-    # the waits of the ranks that waited longest, on their own clocks
+    # The waits of the ranks that waited longest, on their own clocks.
     waits = []
     for row in roots.sort("wait_ns", descending=True).head(3).to_dicts():
         parts = context.rank_comparison.parts.filter(pl.col("instance") == row["instance"]).sort(
@@ -148,18 +150,18 @@ def _build_straggler(
 
 
 def _select_host_stretches(context: Context, *, host: bool) -> pl.DataFrame:
-    """What the hosts of all ranks do, to compare late ones with the others; nothing where the host
-    is not why.
+    """Returns what the hosts of all ranks do, to compare late ones with the others; empty where the
+    host is not the cause.
     """
     work = context.select_kinds(gs.HOST, gs.THINK, gs.LAUNCH)
     return context.stretches(work if host else np.zeros_like(work))
 
 
 def _compute_lag_ns(context: Context, ranks: tuple[int, ...]) -> int:
-    """By how much these ranks together work more than the median of the others; a bound on what
-    they cost.
+    """Returns by how much these ranks together work more than the median of the others, a bound on
+    what they cost; ns.
 
-    Work of each name differs from rank to rank by chance, and is as often more as it is less.
+    Work of each name differs from rank to rank by chance, as often upwards as downwards.
     """
     in_step = True if context.elsewhere is None else ~context.elsewhere
     lag_ns = 0
@@ -168,7 +170,7 @@ def _compute_lag_ns(context: Context, ranks: tuple[int, ...]) -> int:
         other_works = [work for rank, work in works.items() if rank not in ranks]
         max_work = max((works.get(rank, 0) for rank in ranks), default=0)
         lag_ns += max(max_work - round(float(np.median(other_works or [max_work]))), 0)
-    if context.is_pipeline:  # where a stage begins its step is the schedule's
+    if context.is_pipeline:  # when a stage begins its step is up to the schedule
         return lag_ns
     first_starts = find_first_starts(context.graph, gs.HOST, gs.THINK, gs.LAUNCH)
     typical = float(
@@ -181,7 +183,7 @@ def _compute_lag_ns(context: Context, ranks: tuple[int, ...]) -> int:
 
 
 def find_compute_imbalance(context: Context) -> Iterator[Message]:
-    """Ranks compute for different lengths of time."""
+    """Reports ranks that compute for different lengths of time."""
     selection = Selection("kernels")
     mask = selection.nodes(context.graph)
     if context.rank_count < 2 or not mask.any():
@@ -200,7 +202,7 @@ def find_compute_imbalance(context: Context) -> Iterator[Message]:
         return
     largest, ratio, rank = worst
     measures, also = _select_uneven_measures(context), ""
-    if measures.height:  # what is uneven besides time: tokens, bytes, tables
+    if measures.height:  # measures other than time that are uneven: tokens, bytes, tables
         row = measures.row(0, named=True)
         also = f"; so are {_MEASURES[row['measure']]} (rank {row['max_rank']}: {row['max_over_mean']:.2f} ×)"
     yield Candidate(
@@ -219,8 +221,8 @@ def find_compute_imbalance(context: Context) -> Iterator[Message]:
 
 
 def _find_busiest_rank(context: Context, mask: Bools) -> tuple[int, float, int] | None:
-    """Work of the rank that works longest, times the mean, and which it is; None where all are
-    about even.
+    """Returns the work of the rank that works longest, its ratio to the mean, and the rank; None
+    where all are about even.
     """
     works = context.compute_work_by_rank(mask)
     rank = max(works, key=lambda rank: works[rank])
@@ -229,7 +231,7 @@ def _find_busiest_rank(context: Context, mask: Bools) -> tuple[int, float, int] 
 
 
 def _select_uneven_measures(context: Context) -> pl.DataFrame:
-    """Measures of what ranks were given that differ, the most uneven first."""
+    """Returns measures of what ranks were given that differ, the most uneven first."""
     assert context.rank_comparison is not None
     return context.rank_comparison.balance.measures.filter(
         pl.col("measure").is_in(list(_MEASURES)), pl.col("max_over_mean") > _MIN_IMBALANCE
@@ -237,7 +239,7 @@ def _select_uneven_measures(context: Context) -> pl.DataFrame:
 
 
 def find_shard_imbalance(context: Context) -> Iterator[Message]:
-    """Embedding tables that are spread unevenly."""
+    """Reports embedding tables that are spread unevenly."""
     if context.rank_count < 2:
         yield Abstention("shard-imbalance", "only one rank was recorded")
         return
@@ -271,17 +273,17 @@ RULES = (
 
 _MIN_BUBBLE_SHARE = 0.05  # of a stage's window
 _BUBBLES_LEFT = 0.5  # of the bubbles, with two chunks per stage
+# Iterations until the step is shorter by what the schedule saves, and the tolerance
 _MAX_TRIES, _TOLERANCE = (
     6,
     0.01,
-)  # until a step is shorter by what the schedule saves, and how near is near enough
-_MICROBATCHES_PER_STAGE = (
-    4  # microbatches, from which on bubbles hardly matter (Huang et al., GPipe, 2019, section 2)
 )
+# Microbatches, from which on bubbles hardly matter (Huang et al., GPipe, 2019, section 2)
+_MICROBATCHES_PER_STAGE = 4
 
 
 def find_pipeline_bubbles(context: Context) -> Iterator[Message]:
-    """Stages wait for each other at the beginning and end of each step."""
+    """Reports stages that wait for each other at the beginning and end of each step."""
     if context.rank_comparison is None:
         yield Abstention("pipeline-bubbles", "only one rank was recorded")
         return
@@ -316,12 +318,12 @@ def find_pipeline_bubbles(context: Context) -> Iterator[Message]:
 def _build_shorter_step(
     context: Context, share: float, bubble_ns: float, target_ns: float
 ) -> Change:
-    """Everything takes less time, so that the step gets as much shorter as the bubbles that go are
-    long.
+    """Returns a change that shortens everything, so that the step gets as much shorter as the
+    removed bubbles are long.
 
     All stages wait in turn, so that a shorter bubble shortens the whole step evenly. Stages are in
     different steps at the same time: where the graph of one step also holds a part of others, which
-    the change leaves as they are, it takes a smaller factor for the same time.
+    the change leaves as they are, a smaller factor is needed for the same time.
     """
     everything = np.ones(context.graph.nodes.height, dtype=np.bool_)
     base = Scenario.of(context.graph)
@@ -344,18 +346,21 @@ def _build_shorter_step(
 
 
 def _estimate_better_schedule(context: Context, rows: pl.DataFrame) -> tuple[float, float, str]:
-    """Four microbatches per stage where there are fewer; else two chunks per stage.
+    """Estimates a better schedule: four microbatches per stage where there are fewer; else two
+    chunks per stage.
 
     With m microbatches each stage waits (stages - 1) / m of the time it computes for the pipeline
-    to fill and to drain; smaller ones fill it sooner. What the stage that waits least waits between
-    two microbatches is for messages, and comes once for each microbatch, however small.
+    to fill and to drain; smaller ones fill it sooner. The least wait of any stage between two
+    microbatches is for messages, and occurs once for each microbatch, however small.
 
     Source: Huang et al., GPipe (2019), and Narayanan et al., Megatron-LM (2021), section 2.2.
 
     Returns:
-        Bubbles of a stage, the mean over stages, and what is left of them, ns; and how, in words.
+        Bubbles of a stage, the mean over stages; what is left of them, ns; and the schedule, in
+            words.
     """
-    # how many activations each rank of the last stages gets in the step, where that is one number
+    # The number of activations that each rank of the last stages gets in the step, where it is
+    # unique.
     now = None
     if context.steps is not None:
         last = rows.filter(pl.col("stage") == pl.col("stage").max().over("pipeline"))["rank"]

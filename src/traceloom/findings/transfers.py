@@ -1,4 +1,4 @@
-"""Needless copies; leaks, nearly full memory, fragmentation."""
+"""Rules about copies and memory: needless copies, growth, fragmentation, nearly full devices."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from traceloom.system import units
 from traceloom.trace.batch import concatenate_by_trace
 from traceloom.trace.notice import Abstention, Evidence
 
-_MIN_BYTES = 4096  # less is a value that is read, not data that is moved
+_MIN_BYTES = 4096  # fewer bytes are a value that is read, not data that is moved
 _MIN_SHARE = 0.02
 _HOST_COPY_KINDS = ("HtoD", "DtoH")
 
 
 def _collect_copies(context: Context) -> pl.DataFrame:
-    """Copies of all traces, of each in order: trace, event, kind, bytes, start_ns, duration_ns, op,
-    launch, step.
+    """Returns copies of all traces, of each in order: trace, event, kind, bytes, start_ns,
+    duration_ns, op, launch, step.
     """
     columns = ["start_ns", "duration_ns", "op", "launch", "step"]
     copies = (
@@ -33,13 +33,13 @@ def _collect_copies(context: Context) -> pl.DataFrame:
 
 
 def _select_host_device_copies(context: Context) -> pl.DataFrame:
-    """Those that move data between host and device."""
+    """Returns those that move data between host and device."""
     data = pl.col("kind").is_in(list(_HOST_COPY_KINDS)) & (pl.col("bytes") >= _MIN_BYTES)
     return context.ask(context, _collect_copies).filter(data)
 
 
 def find_round_trip_copies(context: Context) -> Iterator[Message]:
-    """The same number of bytes goes to the host and comes back."""
+    """Reports bytes that go to the host and come back."""
     if not context.select_kinds(gs.COPY).any():
         if not context.has_gpu_work:
             yield Abstention("needless-copies", "no GPU work was recorded")
@@ -48,7 +48,7 @@ def find_round_trip_copies(context: Context) -> Iterator[Message]:
     pairs = 0
     copies = context.in_step(_select_host_device_copies(context))
     for trace, trace_copies in context.split_by_trace(copies):
-        # a copy to the host, and the next copy of as many bytes back
+        # A copy to the host, and the next copy of as many bytes back.
         paired: list[int] = []
         waiting: dict[int, list[int]] = {}
         for event, kind, size in trace_copies[["event", "kind", "bytes"]].iter_rows():
@@ -75,7 +75,7 @@ def find_round_trip_copies(context: Context) -> Iterator[Message]:
 
 
 def find_device_copies(context: Context) -> Iterator[Message]:
-    """Copies from the device to itself."""
+    """Reports copies from the device to itself."""
     op_times: dict[str, int] = {}
     copies = context.ask(context, _collect_copies).filter(pl.col("kind") == "DtoD")
     mask = context.select_nodes_of_stacked_events(copies)
@@ -84,7 +84,7 @@ def find_device_copies(context: Context) -> Iterator[Message]:
     ):
         names, parents = (context.traces[number].events[column] for column in ("name", "parent"))
         name = "no operator" if op is None else names[op]
-        if name == "aten::copy_" and parents[op] is not None:  # who asked for the copy
+        if name == "aten::copy_" and parents[op] is not None:  # the operator that made the copy
             name = names[parents[op]]
         op_times[shorten_name(name)] = op_times.get(shorten_name(name), 0) + duration_ns
     mask &= context.select_kinds(gs.COPY)
@@ -105,7 +105,7 @@ def find_device_copies(context: Context) -> Iterator[Message]:
 
 
 def find_exposed_copies(context: Context) -> Iterator[Message]:
-    """Copies between host and device while nothing computes."""
+    """Reports copies between host and device while nothing computes."""
     mask = context.select_nodes_of_stacked_events(
         _select_host_device_copies(context)
     ) & context.select_kinds(gs.COPY)
@@ -141,16 +141,15 @@ RULES = (
 )
 
 _NEARLY_FULL_SHARE = 0.9  # of the device
-_MIN_GROWTH_BYTES = (
-    10_000  # bytes per step; less takes more than 100,000 steps to become a gigabyte
-)
+# Bytes per step; less takes more than 100,000 steps to become a gigabyte
+_MIN_GROWTH_BYTES = 10_000
 _ORDINALS = {2: "second", 3: "third"}
 _NOT_RECORDED = "allocations were not recorded"
 _MIN_FRAGMENTED_SHARE = 0.25  # of what is reserved, unused at the peak
 
 
 def find_memory_growth(context: Context) -> Iterator[Message]:
-    """Memory that every step leaves behind, or every second or third."""
+    """Reports memory that every step leaves behind, or every second or third."""
     if not context.allocations:
         yield Abstention("memory-growth", _NOT_RECORDED)
     for trace, allocations in context.allocations:
@@ -171,7 +170,7 @@ def find_memory_growth(context: Context) -> Iterator[Message]:
 
 
 def find_fragmentation(context: Context) -> Iterator[Message]:
-    """Memory that the allocator holds and cannot give out."""
+    """Reports memory that the allocator holds and cannot give out."""
     if not context.allocations:
         yield Abstention("memory-fragmentation", _NOT_RECORDED)
     for trace, allocations in context.allocations:
@@ -191,7 +190,7 @@ def find_fragmentation(context: Context) -> Iterator[Message]:
 
 
 def find_nearly_full_memory(context: Context) -> Iterator[Message]:
-    """A device that is nearly full."""
+    """Reports a device that is nearly full."""
     if not context.allocations:
         yield Abstention("memory-nearly-full", _NOT_RECORDED)
     for trace, allocations in context.allocations:

@@ -131,7 +131,11 @@ class LoadedRank(Struct, frozen=True):
 class LoadedRanks(Struct):
     """All ranks.
 
-    name: Short name of what the user gave.
+    Attributes:
+        name: Short name of what the user gave.
+        ranks: The ranks, ascending.
+        notices: Notices about what is missing or left out.
+        refused: Files that could not be used.
     """
 
     name: str
@@ -423,8 +427,9 @@ def _cut(trace: Trace, low: int, high: int) -> tuple[Trace, Ints]:
         low: Start of the step, ns.
         high: Its end, ns.
 
-    The part, with rows of its own, for linking (summaries of lanes are those of the whole trace);
-    and the row in the whole trace of each of its events.
+    Returns:
+        The part, with rows of its own, for linking (summaries of lanes are those of the whole
+        trace); and the row in the whole trace of each of its events.
     """
     events = trace.events
     start = events["start_ns"].to_numpy()
