@@ -1,4 +1,4 @@
-"""Stragglers, imbalance, slow steps, pipelines."""
+"""Comparison of ranks: stragglers, imbalance of load, slow steps and pipeline bubbles."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ class Imbalance(Result):
     """Balance of a job. Measures: docs/concepts/imbalance.md.
 
     Attributes:
-        measures: One row per measure (compute_ns, embedding_ns, exchanged_bytes, tokens, memory_bytes) that at least
-            two ranks have: mean, max, min per rank (means over the steps that all of them hold),
-            max_over_mean (1 is even), and the step that is worst with its ratio and rank.
+        measures: One row per measure (compute_ns, embedding_ns, exchanged_bytes, tokens,
+            memory_bytes) that at least two ranks have: mean, max, min per rank (means over the
+            steps that all of them hold), max_over_mean (1 is even), and the step that is worst with
+            its ratio and rank.
         ranks: Mean per step of each measure, per rank; null where it is not known.
     """
 
@@ -52,7 +53,7 @@ class Imbalance(Result):
 
 
 def imbalance(parts: Sequence[RankPart]) -> Imbalance:
-    """Compare the load of ranks, in the mean and step by step."""
+    """Compares the load of ranks, in the mean and step by step."""
     loads = pl.concat(
         part.load.select(pl.lit(rank, pl.Int32).alias("rank"), pl.all())
         for part, rank in zip(parts, assign_rank_numbers(parts), strict=True)
@@ -79,9 +80,8 @@ def imbalance(parts: Sequence[RankPart]) -> Imbalance:
             .sort("value", "rank", descending=[True, False])
         )
         mean = rank_means["value"].mean()
-        if (
-            rank_count < 2 or not isinstance(mean, float) or mean <= 0
-        ):  # below 0 are totals of a damaged file
+        # Totals below 0 are of a damaged file
+        if rank_count < 2 or not isinstance(mean, float) or mean <= 0:
             continue
         steps = (
             common.sort("value", "rank", descending=[True, False])
@@ -130,14 +130,15 @@ class Pipeline(Result):
     """Stages and bubbles. Definitions: docs/concepts/pipeline.md.
 
     Attributes:
-        stages: One row per rank of a pipeline: pipeline (number), stage (0 first), stage_count, and over the steps the
-            window, compute, bubble (mean, least, most) and bubble_fraction (bubble / window).
-        steps: One row per step and rank: window_ns (first start to last end of compute over the ranks of the pipeline),
-            compute_ns, other_ns (other communication between the rank's computes), warm_up_ns
-            (before its first compute), steady_ns (between, neither computing nor in other
-            communication), drain_ns (after its last), and bubble_ns = warm_up_ns + steady_ns +
-            drain_ns; all but in_pairs_ns (the part of the bubble that it stood in sends and
-            receives, unhidden) add up: compute + other + bubble = window.
+        stages: One row per rank of a pipeline: pipeline (number), stage (0 first), stage_count, and
+            over the steps the window, compute, bubble (mean, least, most) and bubble_fraction
+            (bubble / window).
+        steps: One row per step and rank: window_ns (first start to last end of compute over the
+            ranks of the pipeline), compute_ns, other_ns (other communication between the rank's
+            computes), warm_up_ns (before its first compute), steady_ns (between, neither computing
+            nor in other communication), drain_ns (after its last), and bubble_ns = warm_up_ns +
+            steady_ns + drain_ns; all but in_pairs_ns (the part of the bubble that it stood in sends
+            and receives, unhidden) add up: compute + other + bubble = window.
     """
 
     stages: pl.DataFrame
@@ -145,7 +146,7 @@ class Pipeline(Result):
 
 
 def find_pipelines(parts: Sequence[RankPart], matched: MatchedCollectives) -> Pipeline:
-    """Find pipelines by who sends to whom first, and their bubbles, on the job's clock."""
+    """Finds pipelines by which rank sends to which first, and their bubbles, on the job's clock."""
     frames = []
     for number, part in enumerate(parts):
         clock = matched.clock_of[number]
@@ -204,11 +205,10 @@ def find_pipelines(parts: Sequence[RankPart], matched: MatchedCollectives) -> Pi
 
 
 def _assign_stages(rows: pl.DataFrame) -> dict[int, tuple[int, int]]:
-    """Rank -> pipeline and stage: a rank stands behind the one that it first receives from.
+    """Returns rank -> pipeline and stage: a rank comes after the one that it first receives from.
 
     The first receive of a step brings activations, which come from the stage before. The first
-    stage sends before it
-    receives: what it then gets are gradients.
+    stage sends before it receives: what it then gets are gradients.
     """
     first = rows.sort("rank", "step", nulls_last=True).group_by("rank", maintain_order=True).first()
     receivers = first.filter(
@@ -233,8 +233,8 @@ def _assign_stages(rows: pl.DataFrame) -> dict[int, tuple[int, int]]:
 
 
 # A step is slow where it is longer than the median by more than this many standard deviations,
-# which are estimated by
-# 1.4826 × the median absolute deviation, and by more than 2 % of the median: with few equal steps the deviation is 0.
+# which are estimated by 1.4826 × the median absolute deviation, and by more than 2 % of the median:
+# with few equal steps the deviation is 0.
 MAX_DEVIATIONS = 3.5
 MIN_SHARE = 0.02
 MIN_STEPS = 4
@@ -247,16 +247,18 @@ DIFFERENCE_SCHEMA = build_schema("step rank class ns usual_ns more_ns", {"class"
 
 @dataclass(frozen=True)
 class SlowSteps(Result):
-    """Which steps were slow. The rule: docs/concepts/slow-steps.md.
+    """Slow steps of a run. The rule: docs/concepts/slow-steps.md.
 
     Attributes:
-        steps: One row per step that every recorded rank holds completely: duration_ns (of the rank that took longest),
-            rank (that one), rank_count, median_ns (over the steps), limit_ns (what is still usual;
-            null where there are fewer than four steps), slow, over_ns (beyond the median).
-        differences: For each slow step the account of the rank that did most more than usual, waiting in communication
-            apart; of the one that took longest, where that explains less than half of over_ns.
-            class, ns, usual_ns (median of the same class over the steps that are not slow, on that
-            rank), more_ns; the largest difference first. Classes that are 0 in both are left out.
+        steps: One row per step that every recorded rank holds completely: duration_ns (of the rank
+            that took longest), rank (that one), rank_count, median_ns (over the steps), limit_ns
+            (the longest that is not slow; null where there are fewer than four steps), slow,
+            over_ns (beyond the median).
+        differences: For each slow step the account of the rank whose time without waiting in
+            communication grew the most; of the rank that took longest, where that explains less
+            than half of over_ns. class, ns, usual_ns (median of the same class over the steps that
+            are not slow, on that rank), more_ns; the largest difference first. Classes that are 0
+            in both are left out.
     """
 
     steps: pl.DataFrame
@@ -264,7 +266,7 @@ class SlowSteps(Result):
 
 
 def slow_steps(parts: Sequence[RankPart]) -> SlowSteps:
-    """Find slow steps of a run of any number of ranks."""
+    """Finds slow steps of a run of any number of ranks."""
     ranks = assign_rank_numbers(parts)
     rank_rows = pl.concat(
         part.steps.filter("complete").select(
@@ -313,8 +315,8 @@ def slow_steps(parts: Sequence[RankPart]) -> SlowSteps:
     every_rank = pl.concat(differences).sort(
         "step", "more_ns", "class", "rank", descending=[False, True, False, False]
     )
-    # who waits for a late rank is as late: the account is that of the rank that did most more, if
-    # that explains half
+    # A rank that waits for a late rank is as late: the account is that of the rank whose other time
+    # grew the most, if that explains half.
     busy = every_rank.filter(pl.col("class") != COMMUNICATION).unique(
         "step", keep="first", maintain_order=True
     )
@@ -328,8 +330,8 @@ def slow_steps(parts: Sequence[RankPart]) -> SlowSteps:
 
 
 def compute_step_limit(lengths: np.ndarray) -> tuple[int | None, int | None]:
-    """Median of step lengths, and the longest that still belongs to it; None with fewer than four
-    steps.
+    """Returns the median of step lengths, and the longest that is not slow; None with fewer than
+    four steps.
     """
     if not lengths.size:
         return None, None
@@ -345,16 +347,17 @@ CHAIN_COUNT = 20
 
 @dataclass(frozen=True)
 class AcrossRanks(Result):
-    """The ranks of a job against each other. Definitions: docs/concepts/across-ranks.md.
+    """The comparison of the ranks of a job. Definitions: docs/concepts/across-ranks.md.
 
     Attributes:
-        collectives: One row per collective that at least two ranks hold, by order: who came first and last, how long
-            the others waited (wait_ns = launch_skew_ns + arrival_wait_ns), the transfer, how late
-            the last one was (late_ns = explained_ns + unexplained_ns), its main cause, and the rank
-            and cause where the chain ends.
+        collectives: One row per collective that at least two ranks hold, by order: which rank came
+            first and last, how long the others waited (wait_ns = launch_skew_ns + arrival_wait_ns),
+            the transfer, how late the last one was (late_ns = explained_ns + unexplained_ns), its
+            main cause, and the rank and cause where the chain ends.
         parts: One row per rank of each: wait_ns + transfer_ns = duration_ns.
-        chains: The links of the longest waits (`chain.py`).
-        ranks: Per rank: own waits, waits of others for it (blame_ns), those that chains end at (root_ns).
+        chains: The links of the longest waits, see `traceloom.analyze.lateness`.
+        ranks: Per rank: own waits, waits of others for it (blame_ns), those that chains end at
+            (root_ns).
         hosts: The same per host.
         reasons: By rank and cause at the ends of the chains.
         heat: Steps × ranks.
@@ -363,7 +366,7 @@ class AcrossRanks(Result):
         slow: Slow steps.
         balance: Imbalance of load.
         pipeline: Stages and bubbles.
-        notices: What did not match, and what the result cannot see.
+        notices: Mismatches, and limits of the result.
     """
 
     collectives: pl.DataFrame
@@ -382,29 +385,30 @@ class AcrossRanks(Result):
 
     @property
     def collective_ns(self) -> int:
-        """Time in matched collectives, added over ranks."""
+        """Time in matched collectives, summed over ranks."""
         return int(self.parts["duration_ns"].sum())
 
     @property
     def slowest(self) -> lateness.SlowRank | None:
-        """The rank that most of the waiting goes back to; None where nobody waits for another."""
+        """The rank that most of the waiting goes back to; None where no rank waits for another."""
         return next(iter(lateness.find_slow_ranks(self.collectives)), None)
 
     @property
     def wait_ns(self) -> int:
-        """The part of it that was waiting."""
+        """The part of `collective_ns` that was waiting."""
         return int(self.parts["wait_ns"].sum())
 
 
 def across_ranks(
     session: Session | Sequence[RankPart], *, chain_count: int = CHAIN_COUNT
 ) -> AcrossRanks:
-    """Compare the ranks of a job; the last comparison is remembered as long as what was taken of
-    its ranks lives.
+    """Compares the ranks of a job; the last comparison is cached as long as the parts of its ranks
+    live.
 
     Args:
-        session: The run; or what `rank_part` took from each of its traces, so that ranks can be read one by one.
-        chain_count: For how many of the longest waits the chain of causes is written out.
+        session: The run; or the result of `rank_part` for each of its traces, so that ranks can be
+            read one by one.
+        chain_count: The number of longest waits whose chain of causes is written out.
     """
     global _last_comparison
     all_parts = (
@@ -420,7 +424,7 @@ def across_ranks(
         return _last_comparison[2]
     best: dict[
         object, RankPart
-    ] = {}  # of several windows of a rank the one with most communication
+    ] = {}  # of several windows of a rank the one with the most communication
     for number, part in enumerate(all_parts):
         key: object = part.rank if part.rank is not None else f"unknown {number}"
         if key not in best or part.calls.height > best[key].calls.height:

@@ -1,8 +1,8 @@
-"""Who stands above whom on the host: nearest and outermost ancestors, subtree sums, the time nobody
-below explains.
+"""Ancestry of host events: nearest and outermost ancestors, subtree sums, self times, segments and
+pieces of lanes.
 
 All arrays are in lane order (by lane, then start), in which the descendants of a row follow it
-without a gap. That turns most questions about a forest into running maxima and prefix sums, with no
+without a gap. That turns most operations on the forest into running maxima and prefix sums, with no
 step per event or per level.
 """
 
@@ -26,18 +26,19 @@ from traceloom.trace.arrays import (
 from traceloom.trace.batch import cache_per_trace
 from traceloom.trace.trace import Trace
 
-_SPARSE_FACTOR = 4  # where fewer than one in so many events is wanted, looking at these alone is faster than jumping over others
-_POSITION_TYPE: Any = (
-    np.int32
-)  # of positions of events that are kept long or used by twos: half of the memory
+# Where fewer than one in this many events is selected, visiting these alone is faster than jumping
+# over others
+_SPARSE_FACTOR = 4
+# For positions of events that are kept long or used in pairs: half of the memory
+_POSITION_TYPE: Any = np.int32
 
 
 class HostSegments(Struct, frozen=True):
-    """Stretches of lanes, each with its innermost event; they tile every lane's window.
+    """Segments of lanes, each with its innermost event; they tile every lane's window.
 
     Attributes:
         owner: Position (in the forest) of the innermost event; -1 where nothing is recorded.
-        lane: Lane of each stretch.
+        lane: Lane of each segment.
         start_ns: Starts.
         end_ns: Ends, > starts.
     """
@@ -87,17 +88,17 @@ class Forest(Struct, frozen=True):
     stop: Ints
 
     def nearest(self, mask: Bools) -> Ints:
-        """Position of the nearest proper ancestor that is wanted; -1 where there is none."""
+        """Returns the position of the nearest selected proper ancestor; -1 where there is none."""
         positions = np.flatnonzero(mask)
         if type(self.stop) is not np.ndarray or positions.size * _SPARSE_FACTOR > mask.size:
             return find_nearest_ancestor(self.parent, mask)
         return find_innermost_stretch(positions, self.stop[positions], mask.size)
 
     def nearest_or_self(self, mask: Bools, ancestor: Ints | None = None) -> Ints:
-        """Position of the event itself where it is wanted, else of its nearest wanted ancestor; -1
-        for none.
+        """Returns the position of the event itself where it is selected, else of its nearest
+        selected ancestor; -1 for none.
 
-        `ancestor` is `nearest(wanted)`, where it is known already.
+        `ancestor` is `nearest(mask)`, where it is known already.
         """
         return np.where(
             mask,
@@ -106,18 +107,19 @@ class Forest(Struct, frozen=True):
         )
 
     def topmost(self, mask: Bools) -> Bools:
-        """Which wanted events have no wanted ancestor."""
+        """Returns which selected events have no selected ancestor."""
         positions = np.flatnonzero(mask)
         free = np.zeros(mask.size, dtype=np.bool_, like=mask)
-        if positions.size:  # free is what begins after all subtrees of the wanted events before it
+        # An event is free where it begins after all subtrees of the selected events before it
+        if positions.size:
             reach = np.maximum.accumulate(self.stop[positions])
             free[positions[positions >= np.concatenate([[0], reach[:-1]])]] = True
         return free
 
     def topmost_of_kind(self, kind: Ints) -> Bools:
-        """Which events have no ancestor of their own kind; kinds are numbers >= 0."""
+        """Returns which events have no ancestor of their own kind; kinds are numbers >= 0."""
         size = kind.size
-        # numbers this short are sorted by their digits, not by comparing them
+        # Numbers this short are radix-sorted instead of compared.
         short = size and type(kind) is np.ndarray and kind.max() < 1 << 16
         order = np.argsort(kind.astype(np.uint16) if short else kind, kind="stable")
         base = kind[order] * (size + 1)
@@ -128,7 +130,9 @@ class Forest(Struct, frozen=True):
         return out
 
     def outermost_or_self(self, mask: Bools) -> Ints:
-        """Position of the outermost wanted event among an event and its ancestors; -1 for none."""
+        """Returns the position of the outermost selected event among an event and its ancestors; -1
+        for none.
+        """
         top = np.flatnonzero(self.topmost(mask))
         out = np.full(mask.size, -1, dtype=np.int64, like=mask)
         size = self.stop[top] - top
@@ -139,19 +143,20 @@ class Forest(Struct, frozen=True):
         return out
 
     def subtree_sums(self, values: Ints) -> Ints:
-        """For each event the sum of `values` over it and all its descendants."""
+        """Returns for each event the sum of `values` over it and all its descendants."""
         total: Ints = np.concatenate([[0], np.cumsum(values)])
         sums: Ints = total[self.stop] - total[:-1]
         return sums
 
     def span_ns(self) -> Ints:
-        """Durations, clipped to the parents' ends; >= 0."""
+        """Returns the durations, clipped to the parents' ends; >= 0."""
         return self.end_ns - self.start_ns
 
     def self_ns(self, mask: Bools, ancestor: Ints) -> Ints:
-        """For wanted events the time in which they are the innermost wanted event; 0 for others.
+        """Returns for selected events the time in which they are the innermost selected event; 0
+        for others.
 
-        `ancestor` is `nearest(wanted)`.
+        `ancestor` is `nearest(mask)`.
         """
         span = np.where(mask, self.span_ns(), 0)
         child = np.flatnonzero(mask & (ancestor >= 0))
@@ -159,16 +164,17 @@ class Forest(Struct, frozen=True):
         return span
 
     def segments(self, lanes: Ints, start_ns: int, end_ns: int) -> HostSegments:
-        """Tile each of `lanes` from start to end with stretches of one innermost event.
+        """Tiles each of `lanes` from start to end with segments of one innermost event.
 
-        A stretch begins where an event begins (it is then innermost) or ends (then its parent is),
+        A segment begins where an event begins (it is then innermost) or ends (then its parent is),
         and lasts until the next child begins or the innermost event ends. `lanes` are the host
         lanes in ascending order.
         """
         positions = np.arange(self.row.size, dtype=_POSITION_TYPE, like=self.row)
         next_start = np.append(self.start_ns, end_ns)
         lead_end = np.where(positions + 1 < self.stop, next_start[1:], self.end_ns)
-        # what follows a subtree on its lane begins in the parent, or else after the parent's end
+        # The event after a subtree on its lane begins in the parent, or else after the parent's
+        # end.
         follows = np.append(self.lane, -1)[self.stop] == self.lane
         after_end = np.where(follows, next_start[self.stop], end_ns)
         after_end = np.minimum(after_end, np.append(self.end_ns, end_ns)[self.parent])
@@ -194,7 +200,7 @@ class Forest(Struct, frozen=True):
 
 @cache_per_trace
 def build_forest(trace: Trace) -> Forest:
-    """The host events of a trace, in lane order."""
+    """Returns the host events of a trace, in lane order."""
     host = trace.lanes.filter(pl.col("kind") == "host")["lane"].to_numpy()
     events = trace.events
     lane_of = get_event_column(trace, "lane")
@@ -214,14 +220,14 @@ def build_forest(trace: Trace) -> Forest:
 
 @cache_per_trace
 def build_host_segments(trace: Trace) -> HostSegments:
-    """The window of the trace on every host lane, tiled by innermost events."""
+    """Returns the window of the trace on every host lane, tiled by innermost events."""
     lanes = trace.lanes.filter(pl.col("kind") == "host")["lane"].cast(pl.Int64).sort().to_numpy()
     return build_forest(trace).segments(lanes, trace.start_ns, trace.end_ns)
 
 
 @cache_per_trace
 def build_host_pieces(trace: Trace) -> HostPieces:
-    """The recorded stretches of the host threads, cut at the bounds of steps."""
+    """Returns the recorded segments of the host threads, cut at the bounds of steps."""
     segments = build_host_segments(trace)
     rows = np.flatnonzero(segments.owner >= 0)
     step_spans, step = split_at_steps(trace, segments.start_ns[rows], segments.end_ns[rows])

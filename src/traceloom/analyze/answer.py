@@ -1,4 +1,4 @@
-"""Where does the time go? One sentence first, and parts that add up to the whole."""
+"""The answer to where the time of a run goes: one sentence, and parts that add up to the whole."""
 
 from __future__ import annotations
 
@@ -70,19 +70,20 @@ _AWAITED_CLAUSES = {
 }
 _MIN_SHARE = 0.005
 _MIN_IDLE_SHARE = 0.05
-_MAX_RUNNING_SHARE = 0.8  # of the time that a thread runs at most: it waits, too
-_MAX_STEP_DIFFERENCE = (
-    0.02  # of the longer one: steps of two ranks that a sentence needs not tell apart
-)
-_MAX_STEP_RATIO = 1.5  # times the shortest step: the middle one does not stand for the longest
-_MIN_STEPS = 4  # steps that tell what a usual one takes
-_MIN_FIRST_STEP_EXCESS = 2.0  # usual steps that the first one takes longer by,
-_MIN_RUN_SHARE = 0.05  # and of the time of all steps: worth a sentence
+_MAX_RUNNING_SHARE = 0.8  # of the time that a thread runs at most: it also waits
+# Of the longer one: steps of two ranks that a sentence does not distinguish
+_MAX_STEP_DIFFERENCE = 0.02
+_MAX_STEP_RATIO = 1.5  # times the shortest step: the median does not represent the longest
+_MIN_STEPS = 4  # steps that determine the length of a usual one
+_MIN_FIRST_STEP_EXCESS = 2.0  # usual steps by which the first one takes longer,
+_MIN_RUN_SHARE = 0.05  # and of the time of all steps: reported from here on
 
 
 @dataclass(frozen=True)
 class AnswerInputs:
-    """What the answer is made of, for one trace; a report that has them already passes them on."""
+    """The analyses that the answer is made of, for one trace; a report that has them already passes
+    them on.
+    """
 
     trace: Trace
     gpu: GpuTime
@@ -103,12 +104,14 @@ class Answer(Result):
 
     Attributes:
         sentence: One sentence for people.
-        parts: label, kind (compute, communication, memory, idle for GPUs; op, launch, blocking_call, python,
-            unobserved for the main threads of a run without GPU work), ns, fraction; the largest
-            first. They add up to `whole_ns` exactly.
-        step_ns: The middle one of the whole steps of all ranks (of all steps, where none is whole); None without steps.
-        whole_ns: Time of all devices (without GPU work: of all main threads) in all steps; without steps, from the
-            first to the last GPU work of each device (without GPU work: the window of the traces).
+        parts: label, kind (compute, communication, memory, idle for GPUs; op, launch,
+            blocking_call, python, unobserved for the main threads of a run without GPU work), ns,
+            fraction; the largest first. They add up to `whole_ns` exactly.
+        step_ns: The median of the whole steps of all ranks (of all steps, where none is whole);
+            None without steps.
+        whole_ns: Time of all devices (without GPU work: of all main threads) in all steps; without
+            steps, from the first to the last GPU work of each device (without GPU work: the window
+            of the traces).
     """
 
     sentence: str
@@ -118,19 +121,19 @@ class Answer(Result):
 
 
 def gather_inputs(trace: Trace) -> AnswerInputs:
-    """Run the analyses that the answer needs."""
+    """Runs the analyses that the answer needs."""
     return AnswerInputs(
         trace, gpu_time(trace), idle(trace), host(trace), operators(trace), data_loading(trace)
     )
 
 
 def answer(session: Session, facts_of_traces: Sequence[AnswerInputs] | None = None) -> Answer:
-    """Say where the time of a run goes, for any number of ranks, with or without GPUs, with or
-    without steps.
+    """Describes where the time of a run goes, for any number of ranks, with or without GPUs and
+    steps.
 
     Args:
         session: The run.
-        facts_of_traces: The facts of its traces, where they are at hand.
+        facts_of_traces: The analyses of its traces, where they exist already.
     """
     all_facts = (
         [gather_inputs(trace) for trace in session.traces]
@@ -139,7 +142,7 @@ def answer(session: Session, facts_of_traces: Sequence[AnswerInputs] | None = No
     )
     on_gpu = [fact for fact in all_facts if fact.gpu.devices.height]
     rows: list[tuple[str, str, int]] = []  # label, kind, ns
-    for fact in on_gpu:  # what the devices did in the window of the account; idle time by cause
+    for fact in on_gpu:  # work of the devices in the window of the account; idle time by cause
         account = fact.account
         rows += [
             (label, kind, int(account.devices[field].sum())) for kind, label, field in _GPU_PARTS
@@ -149,9 +152,8 @@ def answer(session: Session, facts_of_traces: Sequence[AnswerInputs] | None = No
             for cause, ns in account.idle[["cause", "idle_ns"]].rows()
         ]
         rows.append((f"idle: {_EDGE}", "idle", int(account.devices["edge_idle_ns"].sum())))
-    for fact in (
-        () if on_gpu else all_facts
-    ):  # what the main thread did in the steps (without: in the whole window)
+    # Activity of the main thread in the steps (without: in the whole window)
+    for fact in () if on_gpu else all_facts:
         threads = fact.host.threads.filter("main")[["lane"]]
         if has_request_steps(fact.trace):  # whichever thread serves it
             served = fact.host.account.filter(
@@ -164,8 +166,8 @@ def answer(session: Session, facts_of_traces: Sequence[AnswerInputs] | None = No
         for phase, kind, ns in (
             did.group_by(pl.col("phase", "activity").cast(pl.String)).agg(pl.col("ns").sum()).rows()
         ):
-            # only a thread that records nothing while another one communicates gets this pair: see
-            # `host`
+            # Only a thread that records nothing while another one communicates has this pair: see
+            # `host`.
             waits = phase == "communication" and kind == "unobserved"
             rows.append(
                 ("communication: waiting" if waits else f"{phase}: {_ACTIVITIES[kind]}", kind, ns)
@@ -200,11 +202,11 @@ def answer(session: Session, facts_of_traces: Sequence[AnswerInputs] | None = No
 
 
 def _describe_first_step(all_facts: list[AnswerInputs]) -> str:
-    """What the first step of the run cost, where the answer does not cover it and it took unusually
-    long.
+    """Returns the cost of the first step of the run, where the answer does not cover it and it took
+    unusually long.
 
-    It compiles, loads code and allocates, and is in no usual window. A usual step is the median of
-    the steps after it that the recorder did not disturb.
+    The first step compiles, loads code and allocates, and is in no usual window. A usual step is
+    the median of the steps after it that the recorder did not disturb.
     """
     costs = []
     for fact in all_facts:
@@ -237,7 +239,7 @@ def _describe_first_step(all_facts: list[AnswerInputs]) -> str:
 
 
 def _describe_scope(all_facts: list[AnswerInputs]) -> str:
-    """Ranks, and the time that the parts add up to: `Ranks 0-7, 5 steps of 212 ms`."""
+    """Returns the ranks, and the time that the parts add up to: `Ranks 0-7, 5 steps of 212 ms`."""
     traces = [fact.trace for fact in all_facts]
     ranks = sorted({trace.rank for trace in traces if trace.rank is not None})
     if len(ranks) == 1 and len(traces) == 1 and (traces[0].meta.world_size or 1) == 1:
@@ -259,12 +261,14 @@ def _describe_scope(all_facts: list[AnswerInputs]) -> str:
             span += f" ({format_duration(min(rank_medians))} to {format_duration(max(rank_medians))} by rank)"
         elif (min_ns := int(lengths.min())) * _MAX_STEP_RATIO < (max_ns := int(lengths.max())):  # type: ignore[arg-type]
             span += f" ({format_duration(min_ns)} to {format_duration(max_ns)})"
-        if word == "request":  # in the rest of the window there is none
+        if word == "request":  # there is none in the rest of the window
             served_ns = sum(int((steps["end_ns"] - steps["start_ns"]).sum()) for steps in stepped)
             window = max(trace.end_ns - trace.start_ns for trace in traces)
             served = f"{format_share(served_ns, window)} of a window of {format_duration(window)}"
             span += f" ({served}; the program waits between them)"
-    else:  # the longest window; with GPU work its part from the first to the last of it, which the shares are of
+    # The longest window; with GPU work its part from the first to the last of it, which the shares
+    # refer to
+    else:
         span = (
             f"a window of {format_duration(max(trace.end_ns - trace.start_ns for trace in traces))}"
         )
@@ -291,13 +295,12 @@ def _describe_scope(all_facts: list[AnswerInputs]) -> str:
 
 
 def _compute_median_step_ns(traces: list[Trace]) -> int | None:
-    """The middle one of them."""
     middle = _collect_step_durations(traces).median()
     return None if middle is None else int(middle)  # type: ignore[arg-type]
 
 
 def _collect_step_durations(traces: list[Trace]) -> pl.Series:
-    """Durations of the whole steps of all ranks; of all steps, where none is whole."""
+    """Returns durations of the whole steps of all ranks; of all steps, where none is whole."""
     steps = pl.concat([step_times(trace).steps[["duration_ns", "complete"]] for trace in traces])
     is_complete = pl.col("complete") | ~pl.col("complete").any()
     return steps.filter(is_complete, pl.col("duration_ns") > 0)["duration_ns"]
@@ -334,7 +337,9 @@ def _describe_gpus(parts: pl.DataFrame, total_ns: int, all_facts: list[AnswerInp
 
 
 def _describe_threads(parts: pl.DataFrame, total_ns: int, all_facts: list[AnswerInputs]) -> str:
-    """The main activity with its phase and largest operator, then communication and the DataLoader."""
+    """Returns the main activity with its phase and largest operator, then communication and the
+    DataLoader.
+    """
     sums = (
         parts.group_by("kind").agg(pl.col("ns").sum()).sort("ns", "kind", descending=[True, False])
     )
@@ -363,7 +368,7 @@ def _describe_threads(parts: pl.DataFrame, total_ns: int, all_facts: list[Answer
     if talking >= _MIN_SHARE * total_ns and "communication" not in text:
         clauses.append(f"{format_share(talking, total_ns)} is spent on communication")
     if any(fact.data_loading.total_ns is not None for fact in all_facts):
-        # the waits in the steps, where there are steps
+        # The waits in the steps, where there are steps.
         in_steps = [
             fact.data_loading.steps["wait_ns"].sum()
             for fact in all_facts
@@ -384,8 +389,8 @@ def _describe_threads(parts: pl.DataFrame, total_ns: int, all_facts: list[Answer
 
 
 def _compute_run_time(all_facts: list[AnswerInputs]) -> tuple[int, int] | None:
-    """Time that the threads of the recorded steps ran, and the duration of these steps; None where
-    any is unknown.
+    """Returns the time that the threads of the recorded steps ran, and the duration of these steps;
+    None where any is unknown.
     """
     ran = total_ns = 0
     for fact in all_facts:
@@ -403,5 +408,5 @@ def _compute_run_time(all_facts: list[AnswerInputs]) -> tuple[int, int] | None:
 
 
 def _join_items(items: list[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """Returns `a`, `a and b`, `a, b and c`."""
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"

@@ -1,7 +1,7 @@
-"""PyTorch's eight known anti-patterns, looked for in what a file records.
+"""PyTorch's eight known anti-patterns, detected in recorded traces.
 
 They are those of `torch/profiler/_pattern_matcher.py`, which needs the live profiler; here every
-rule says what it matches with its evidence, or why it cannot tell. Definitions:
+rule reports its matches with their evidence, or why it cannot decide. Definitions:
 docs/concepts/anti-patterns.md.
 """
 
@@ -37,14 +37,14 @@ _TF32_KERNEL = r"(?i)tf32|tensorop"
 
 @dataclass(frozen=True)
 class RuleMatches:
-    """What a rule matches, or why it abstains.
+    """The matches of a rule, or why it abstains.
 
     Attributes:
         position: Positions (in the forest) of the events that match.
         evidence: `correlated` (the recording shows it) or `inferred`, one for all.
         detail: A few words per match.
         last: Last event that each match covers, positions; None where a match is one event.
-        reason: Why nothing can be said; None where it can.
+        reason: Why the rule cannot decide; None where it can.
     """
 
     position: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -55,7 +55,7 @@ class RuleMatches:
 
 
 def find_extra_copies(host: HostEventIndex) -> RuleMatches:
-    """A tensor is filled on the CPU and moved to the GPU at once."""
+    """Finds tensors that are filled on the CPU and moved to the GPU at once."""
     to = host.ops(r"^aten::to$")
     if not host.is_op.any():
         return RuleMatches(reason="no operators were recorded")
@@ -80,7 +80,8 @@ def find_extra_copies(host: HostEventIndex) -> RuleMatches:
     ]
     fits = names[0][to_copy] & names[1][copied] & moved[copied] & (host.parent_op[to] < 0)
     to, copied = to[fits], copied[fits]
-    # the outermost operator that ended before it on its thread; both come from the same Python code
+    # The outermost operator that ended before it on its thread; both come from the same Python
+    # code.
     top = np.flatnonzero(host.is_op & (host.parent_op < 0))
     index = np.searchsorted(top, to) - 1
     before = np.where(index >= 0, top[index], -1)
@@ -88,15 +89,15 @@ def find_extra_copies(host: HostEventIndex) -> RuleMatches:
     if host.has_stacks:
         outer = np.append(host.tree.parent, -1)
         fits &= outer[outer[to]] == outer[outer[before]]
-    # the filling operator at or below it along last children
+    # The filling operator at or below it along last children.
     fills = np.append(host.named(r"^aten::(fill_|zero_|normal_|uniform_)$") & host.is_op, False)
     current, fill_op = before, np.full(to.size, -1, dtype=np.int64)
-    while (current >= 0).any():  # one turn per level of nesting
+    while (current >= 0).any():  # one iteration per level of nesting
         fill_op = np.where((fill_op < 0) & fills[current], current, fill_op)
         current = np.where(fill_op < 0, last_child[current], -1)
     fits &= fill_op >= 0
     to, copied, fill_op = to[fits], copied[fits], fill_op[fits]
-    # target and source have one element type, or the types were not recorded
+    # Target and source have one element type, or the types were not recorded.
     types: list[list[str]] = [
         json.loads(text) if text else [] for text in host.inputs(copied)["types"].to_list()
     ]
@@ -108,13 +109,13 @@ def find_extra_copies(host: HostEventIndex) -> RuleMatches:
 
 
 def find_loop_indexing(host: HostEventIndex) -> RuleMatches:
-    """The same few operators around `aten::select`, ten times and more in a row, beside each other."""
+    """Finds the same few operators around `aten::select`, ten times and more in a row, as siblings."""
     if not host.is_op.any():
         return RuleMatches(reason="no operators were recorded")
     if not host.ops(r"^aten::select$").size:
         return RuleMatches()
-    # beside each other: below the same operator, or called by the same Python code (built-in
-    # functions are no code)
+    # Siblings are below the same operator, or called by the same Python code (built-in functions
+    # are not code).
     frames = ~(host.is_python & host.named(r"^<built-in "))
     nearest_frame = host.tree.nearest(frames)
     ops = np.flatnonzero(host.is_op)
@@ -135,7 +136,7 @@ def find_loop_indexing(host: HostEventIndex) -> RuleMatches:
     same[candidates] = hashed.number(select[candidates], length[candidates]) == hashed.number(
         select[candidates + 1], length[candidates]
     )
-    # a run goes on as long as each part equals the next and has its length
+    # A run goes on as long as each part equals the next and has its length.
     goes_on = np.append(same[1:] & (length[1:] == length[:-1]) & same[:-1], False)
     starts = np.flatnonzero(same & ~np.append(False, goes_on[:-1]))
     stops = np.flatnonzero(same & ~goes_on)
@@ -156,7 +157,7 @@ def find_loop_indexing(host: HostEventIndex) -> RuleMatches:
 
 
 def find_fp32_matmuls(host: HostEventIndex) -> RuleMatches:
-    """A matrix product in plain FP32 on a GPU that has TF32."""
+    """Finds matrix products in plain FP32 on a GPU that has TF32."""
     trace = host.trace
     ops = host.ops(_MATMULS)
     if not ops.size:
@@ -196,7 +197,7 @@ def find_fp32_matmuls(host: HostEventIndex) -> RuleMatches:
 
 
 def find_single_tensor_optimizers(host: HostEventIndex) -> RuleMatches:
-    """An optimizer goes through its parameters one by one."""
+    """Finds optimizers that update their parameters one by one."""
     frames = np.flatnonzero(host.named(r"_single_tensor_[0-9A-Za-z_]+$"))
     if host.has_stacks:
         names = host.words.names.gather(host.code[frames]).to_list()
@@ -211,9 +212,8 @@ def find_single_tensor_optimizers(host: HostEventIndex) -> RuleMatches:
         )
     fused_count = host.inside(host.is_op & host.named(r"_foreach_|_fused_|multi_tensor"))
     updates = host.inside(host.is_op & host.named(r"^aten::(addcdiv_|addcmul_|lerp_|add_|mul_)$"))
-    is_single = (fused_count[step_rows] == 0) & (
-        updates[step_rows] >= 2
-    )  # at least two parameters, or two updates of one
+    # At least two parameters, or two updates of one
+    is_single = (fused_count[step_rows] == 0) & (updates[step_rows] >= 2)
     step_rows = step_rows[is_single]
     return RuleMatches(
         step_rows,
@@ -223,7 +223,7 @@ def find_single_tensor_optimizers(host: HostEventIndex) -> RuleMatches:
 
 
 def find_synchronous_loaders(host: HostEventIndex) -> RuleMatches:
-    """A DataLoader without workers: the training loop makes its own batches."""
+    """Finds DataLoaders without workers: the training loop makes its own batches."""
     spans = np.flatnonzero(host.tree.topmost(host.named(r"_SingleProcessDataLoaderIter")))
     if spans.size:
         return RuleMatches(spans, "correlated", ("_SingleProcessDataLoaderIter",) * spans.size)
@@ -244,7 +244,7 @@ def find_synchronous_loaders(host: HostEventIndex) -> RuleMatches:
 
 
 def find_zeroed_gradients(host: HostEventIndex) -> RuleMatches:
-    """`zero_grad` writes zeros instead of dropping the gradients."""
+    """Finds `zero_grad` calls that write zeros instead of dropping the gradients."""
     calls = host.named(r"^Optimizer\.zero_grad#") | (host.named(r": zero_grad$") & host.is_python)
     call_rows = np.flatnonzero(host.tree.topmost(calls))
     if not call_rows.size:
@@ -265,14 +265,14 @@ def find_zeroed_gradients(host: HostEventIndex) -> RuleMatches:
 
 
 def find_bias_before_norm(host: HostEventIndex) -> RuleMatches:
-    """A convolution adds a bias that the batch normalisation after it takes away again."""
+    """Finds convolutions with a bias that the batch normalisation after them removes again."""
     convolution = host.ops(r"^aten::conv2d$")
     if not convolution.size:
         return RuleMatches()
     if host.has_shapes:
         texts = host.inputs(convolution).select("types", "shapes")
         inputs = [[json.loads(text or "[]") for text in row] for row in texts.iter_rows()]
-        # the third input is the bias; where there is none its type and shape are empty
+        # The third input is the bias; where there is none its type and shape are empty.
         bias = np.array(
             [all(len(values) > 2 and values[2] for values in row) for row in inputs], dtype=np.bool_
         )
@@ -284,9 +284,8 @@ def find_bias_before_norm(host: HostEventIndex) -> RuleMatches:
         bias = host.inside(host.is_op & host.named(r"^aten::add_$"))[convolution] > 0
     modules = host.named(r"^nn\.Module: Conv2d")
     has_modules = bool(modules.any())
-    if (
-        has_modules
-    ):  # the next module that begins is one; frames of Python may stand between the two calls
+    # The next module that begins is one; Python frames may be between the two calls
+    if has_modules:
         enclosing_module = host.find_nearest_ancestor(convolution, modules)
         after = np.where(enclosing_module >= 0, np.append(host.tree.stop, -1)[enclosing_module], -1)
         order = np.flatnonzero(host.named(r"^nn\.Module: "))
@@ -308,7 +307,7 @@ def find_bias_before_norm(host: HostEventIndex) -> RuleMatches:
 
 
 def find_unaligned_matmuls(host: HostEventIndex) -> RuleMatches:
-    """A matrix product in half precision whose dimensions are not multiples of 8."""
+    """Finds matrix products in half precision whose dimensions are not multiples of 8."""
     ops = host.ops(r"^aten::(mm|bmm|addmm)$")
     if not ops.size:
         return RuleMatches()
@@ -316,7 +315,8 @@ def find_unaligned_matmuls(host: HostEventIndex) -> RuleMatches:
         return RuleMatches(reason="shapes and types of inputs were not recorded (record_shapes)")
     inputs = host.inputs(ops).filter(pl.col("shapes").is_not_null() & pl.col("types").is_not_null())
     kinds = inputs.select("shapes", "types").unique()
-    details = []  # the shapes where the first type is half precision and one of the last two dimensions is odd
+    # Shapes where the first type is half precision and one of the last two dimensions is unaligned
+    details = []
     for shapes, types in kinds.iter_rows():
         half = json.loads(types)[:1] in (["c10::Half"], ["c10::BFloat16"])
         sizes = [shape for shape in json.loads(shapes) if isinstance(shape, list)] if half else []
@@ -365,7 +365,7 @@ RULES: dict[str, tuple[Callable[[HostEventIndex], RuleMatches], str]] = {
         "pad the dimensions of half-precision matrices to multiples of 8",
     ),
 }
-"""Name of each anti-pattern -> how it is found, and what to do about it."""
+"""Name of each anti-pattern -> the function that finds it, and its advice."""
 
 PatternName = pl.Enum(list(RULES))
 PATTERNS = build_schema(
@@ -383,13 +383,14 @@ class AntiPatterns(Result):
     """Anti-patterns of one trace.
 
     Attributes:
-        patterns: One row per known anti-pattern, always all eight: pattern, checked (False where the file does not
-            tell), match_count, host_ns and gpu_ns (time of the matches on the host, and of the GPU
-            work launched in them; null where it is not checked), evidence (correlated: the
-            recording shows it; inferred: concluded from the order of operators; null without
-            matches), reason (why it is not checked), advice.
-        matches: One row per match: pattern, event (its row), name, start_ns, duration_ns, gpu_ns, step, thread,
-            evidence, detail (what was seen). Matches of different patterns may share time.
+        patterns: One row per known anti-pattern, always all eight: pattern, checked (False where
+            the file does not allow it), match_count, host_ns and gpu_ns (time of the matches on the
+            host, and of the GPU work launched in them; null where it is not checked), evidence
+            (correlated: the recording shows it; inferred: concluded from the order of operators;
+            null without matches), reason (why it is not checked), advice.
+        matches: One row per match: pattern, event (its row), name, start_ns, duration_ns, gpu_ns,
+            step, thread, evidence, detail (what was seen). Matches of different patterns may share
+            time.
     """
 
     patterns: pl.DataFrame
@@ -398,7 +399,7 @@ class AntiPatterns(Result):
 
 @cache_per_trace
 def anti_patterns(trace: Trace) -> AntiPatterns:
-    """Look for each of the known anti-patterns, or say why it cannot be looked for."""
+    """Looks for each of the known anti-patterns, or reports why it cannot be checked."""
     host = build_host_event_index(trace)
     rows, matches = [], [MATCHES.to_frame()]
     for name, (rule, advice) in RULES.items():

@@ -1,4 +1,4 @@
-"""Backward op -> forward op; recomputation."""
+"""Autograd: matches of backward ops with their forward ops, and recomputed forward work."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from traceloom.trace.batch import (
 )
 from traceloom.trace.trace import Trace
 
-_MIN_SEQUENCE_SHARE = (
-    0.5  # of a forward thread's sequence numbers that a lane must hold to be taken for it
-)
+# Of a forward thread's sequence numbers that a lane must hold to be identified with it
+_MIN_SEQUENCE_SHARE = 0.5
 
 
 class BackwardMatches(Struct, frozen=True):
-    """Backward ops whose forward op is known; arrays of shape (joined backward ops,).
+    """Backward ops with a known forward op; arrays of shape (joined backward ops,).
 
     Attributes:
-        backward: Position (in the forest) of the backward op; where several of one node enclose each other, of each.
+        backward: Position (in the forest) of the backward op; where several of one node are nested,
+            of each.
         forward: Position of the forward op that made the node.
     """
 
@@ -42,15 +42,15 @@ class BackwardMatches(Struct, frozen=True):
 
 @cache_per_trace
 def match_backward_ops(trace: Trace) -> BackwardMatches | None:
-    """Join backward ops to forward ops by forward thread and sequence number; None where nothing
+    """Joins backward ops to forward ops by forward thread and sequence number; None where nothing
     can be joined.
 
     A sequence number is unique only within the thread that ran the forward pass, and the file
-    numbers those threads in a way of its own (`Fwd thread id`). Which lane such a number means is
-    known from the file's forward-backward arrows; where there are none, from the only lane of the
-    process with forward ops; where there are several, from the one lane that holds (nearly) all of
-    the thread's sequence numbers. Otherwise its ops are not joined. Several ops can carry one
-    number, since it is read when an op begins: the one that began last made the node.
+    numbers those threads in a way of its own (`Fwd thread id`). The lane of such a number is known
+    from the file's forward-backward arrows; where there are none, from the only lane of the process
+    with forward ops; where there are several, from the one lane that holds (nearly) all of the
+    thread's sequence numbers. Otherwise its ops are not joined. Several ops can carry one number,
+    since it is read when an op begins: the one that began last made the node.
     """
     return _match_by_sequence(trace)
 
@@ -64,7 +64,7 @@ def _match_by_sequence(traces: Sequence[Trace]) -> Iterable[BackwardMatches | No
         return [None for _ in traces]
     # The lane of each (trace, process, forward_thread)
     keys = [TRACE_COLUMN, "process", "forward_thread"]
-    # each arrow joins a forward op (its lane) to a backward op (its forward thread)
+    # Each arrow joins a forward op (its lane) to a backward op (its forward thread).
     flows = concatenate_by_trace(trace.flows for trace in traces).filter(
         pl.col("kind") == "forward-backward"
     )
@@ -114,8 +114,8 @@ def _match_by_sequence(traces: Sequence[Trace]) -> Iterable[BackwardMatches | No
 
 
 def _select_sequenced_ops(trace: Trace) -> pl.DataFrame:
-    """The ops with a sequence number: process, sequence, forward_thread, lane, position (in the
-    forest).
+    """Returns the ops with a sequence number: process, sequence, forward_thread, lane, position (in
+    the forest).
     """
     tree = build_forest(trace)
     is_op = get_event_column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.OP)
@@ -125,7 +125,7 @@ def _select_sequenced_ops(trace: Trace) -> pl.DataFrame:
 
 
 def _keep_earlier_forward_ops(trace: Trace, joined: pl.DataFrame) -> BackwardMatches | None:
-    """Those whose forward op began earlier; None for none."""
+    """Keeps the pairs whose forward op began earlier; None for none."""
     row = build_forest(trace).row
     backward_positions, forward_positions = (
         joined["position"].to_numpy(),
@@ -139,28 +139,32 @@ def _keep_earlier_forward_ops(trace: Trace, joined: pl.DataFrame) -> BackwardMat
     )
 
 
-# The frame that repeats the forward (use_reentrant=False), and the backward of the older way, whose
-# node says it.
+# The frame that repeats the forward (use_reentrant=False), and the name of the backward node of the
+# older, reentrant way.
 RECOMPUTE_FRAME_PATTERN = r"(^|/)torch/utils/checkpoint\.py\(\d+\): recompute_fn$"
 REENTRANT_NODE_PATTERN = r"^CheckpointFunctionBackward$"
-# What the checkpoint does itself: our own marks around each checkpointed part, and its frames.
+# The checkpoint's own work: Traceloom's marks around each checkpointed part, and the checkpoint's
+# frames.
 CHECKPOINT_MARK_PATTERN = r"^traceloom\.checkpoint$"
 CHECKPOINT_FRAME_PATTERN = r"(^|/)torch/utils/checkpoint\.py\(\d+\): (_checkpoint_without_reentrant_generator|pack_hook|unpack_hook)$"
 ENGINE_NODE_PATTERN = r"^autograd::engine::evaluate_function: "
-_MAX_RECOMPUTING_NODE_SHARE = 0.5  # that may hold forward ops; where more do, the backward pass is being recorded for a second one
+# Of nodes that may hold forward ops; where more do, the backward pass is being recorded for a
+# second one
+_MAX_RECOMPUTING_NODE_SHARE = 0.5
 
 
 class RecomputedWork(Struct, frozen=True):
     """Repeated forward work.
 
     Attributes:
-        root: For each host event whether a repetition begins with it; what lies below is part of it, except the
-            backward pass that the older way of checkpointing runs inside. Shape (host events,).
-        own: For each host event whether it is what the checkpoint does itself, mostly in the forward pass: keeping the
-            state of chance, making contexts, hooks. Told by the marks of `traceloom record`, and by
-            frames.
-        evidence: `frames` where Python frames or autograd nodes name it, `operators` where it is inferred from ops that
-            autograd recorded inside the backward pass, `none`.
+        root: For each host event whether a repetition begins with it; events below are part of it,
+            except the backward pass that the older way of checkpointing runs inside. Shape (host
+            events,).
+        own: For each host event whether it is the checkpoint's own work, mostly in the forward
+            pass: keeping the RNG state, making contexts, hooks. Known by the marks of `traceloom
+            record`, and by frames.
+        evidence: `frames` where Python frames or autograd nodes name it, `operators` where it is
+            inferred from ops that autograd recorded inside the backward pass, `none`.
     """
 
     root: Bools
@@ -170,12 +174,12 @@ class RecomputedWork(Struct, frozen=True):
 
 @cache_per_trace
 def find_recomputed_work(trace: Trace) -> RecomputedWork:
-    """Recognise repeated forward work by its frame or its autograd node, else by forward ops inside
-    the backward pass.
+    """Finds repeated forward work by its frame or its autograd node, else by forward ops inside the
+    backward pass.
 
     An op inside a backward node that has a sequence number and no forward thread was recorded by
-    autograd there. That happens when a checkpoint repeats its forward; and in a backward pass that
-    is itself to be differentiated, which is told apart by two things: then most nodes hold such
+    autograd there. That happens when a checkpoint repeats its forward, and in a backward pass that
+    is itself to be differentiated; the latter is recognized by two things: most nodes hold such
     ops, and their sequence numbers come back in a later backward.
     """
     tree = build_forest(trace)
@@ -205,8 +209,8 @@ def find_recomputed_work(trace: Trace) -> RecomputedWork:
 
 
 def _infer_recomputation(trace: Trace, tree: Forest, is_engine_node: Bools) -> Bools:
-    """Outermost ops that autograd recorded inside a backward node, and that no later backward
-    belongs to.
+    """Returns outermost ops that autograd recorded inside a backward node, and that no later
+    backward belongs to.
     """
     events = trace.events
     is_autograd_op = gather_rows(events["sequence"].is_not_null().to_numpy(), tree.row)
@@ -229,7 +233,8 @@ def _infer_recomputation(trace: Trace, tree: Forest, is_engine_node: Bools) -> B
         return np.zeros_like(is_recomputed)
     matches = match_backward_ops(trace)
     if matches is not None:
-        # not those that carry the sequence number of an op on their lane whose backward is recorded
+        # Not those that carry the sequence number of an op on their lane whose backward is
+        # recorded.
         lane_count = int(tree.lane.max(initial=0)) + 1
         sequence_and_lane = (
             get_event_column(trace, "sequence", -1)[tree.row] * lane_count + tree.lane

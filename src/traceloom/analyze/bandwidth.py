@@ -1,4 +1,4 @@
-"""Bandwidth of collectives: which size counts, by which factor, and against which link."""
+"""Bandwidth of collectives: the size that counts, the bus factor, and the peak of the link."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from traceloom.trace.trace import Trace
 _GROUP_SIZE = pl.when(pl.col("group_size") > 0).then(pl.col("group_size").cast(pl.Int64))
 _SHARE = (_GROUP_SIZE - 1) / _GROUP_SIZE
 _IN, _OUT = pl.col("in_bytes"), pl.col("out_bytes")
-# Where only the side of one rank is recorded, the whole is that times the ranks.
+# Where only the part of one rank is recorded, the whole is that times the ranks.
 _SIZES = {
     "all_reduce": pl.coalesce(_IN, _OUT),
     "all_gather": pl.coalesce(_OUT, _IN * _GROUP_SIZE),
@@ -30,8 +30,8 @@ _SIZES = {
     "send": pl.coalesce(_IN, _OUT),
     "recv": pl.coalesce(_OUT, _IN),
 }
-# Bytes on the bus of each rank, in parts of the size: so many times (ranks - 1) / ranks, or all of
-# it.
+# Bytes on the bus of each rank as a multiple of the size: this factor times (ranks - 1) / ranks, or
+# the whole size.
 _BUS_FACTORS = {
     "all_reduce": 2.0,
     **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"), 1.0),
@@ -44,12 +44,14 @@ _FACTOR_EXPRESSIONS = {
 
 
 def compute_bus_factor(kind: str, ranks: int) -> float:
-    """Bytes on the bus of one rank / size of the collective; 0 for what moves no bytes (a barrier)."""
+    """Returns the bytes on the bus of one rank / size of the collective; 0 for kinds that move no
+    bytes (a barrier).
+    """
     return 1.0 if kind in _FULL_SIZE_KINDS else _BUS_FACTORS.get(kind, 0.0) * (ranks - 1) / ranks
 
 
 class DeviceLink(Struct, frozen=True):
-    """What joins the devices of one host.
+    """The link between the devices of one host.
 
     Attributes:
         name: NVLink, xGMI, PCIe ...
@@ -62,7 +64,8 @@ class DeviceLink(Struct, frozen=True):
 
 @lru_cache(maxsize=64)
 def find_device_link(device: str | None) -> DeviceLink | None:
-    """The link of a device by the name that the driver gives it; None where it is not known.
+    """Returns the link of a device by the name that the driver gives it; None where it is not
+    known.
 
     Example:
         >>> find_device_link("NVIDIA H100 80GB HBM3")
@@ -78,7 +81,7 @@ def find_device_link(device: str | None) -> DeviceLink | None:
 
 
 def add_sizes(calls: pl.DataFrame) -> pl.DataFrame:
-    """Add `size_bytes` and `bus_factor` (docs/concepts/collectives.md); null where kind, bytes or
+    """Adds `size_bytes` and `bus_factor` (docs/concepts/collectives.md); null where kind, bytes or
     group are unknown.
     """
     return calls.with_columns(
@@ -94,13 +97,14 @@ def _select_by_kind(table: dict[str, Any]) -> pl.Expr:
 def add_link_peaks(
     calls: pl.DataFrame, traces: Sequence[Trace], peak_gb_per_s: float | None = None
 ) -> pl.DataFrame:
-    """Add `link`, `link_peak_gb_per_s` and `link_fraction`; null where the group may leave the
+    """Adds `link`, `link_peak_gb_per_s` and `link_fraction`; null where the group may leave the
     host.
 
     Args:
-        calls: With `trace` (see `stacked`), `members`, `group_size`, `device`, `bus_gb_per_s`.
-        traces: Whose calls they are.
-        peak_gb_per_s: The user's own: of one device in one direction, for every group.
+        calls: With `trace` (see `traceloom.trace.batch`), `members`, `group_size`, `device`,
+            `bus_gb_per_s`.
+        traces: The traces of the calls.
+        peak_gb_per_s: The user's value for one device in one direction, used for every group.
     """
     if peak_gb_per_s is not None:
         return set_peak(calls, peak_gb_per_s)
@@ -133,7 +137,7 @@ def add_link_peaks(
 
 
 def set_peak(calls: pl.DataFrame, peak_gb_per_s: float) -> pl.DataFrame:
-    """The calls with the same peak for every group, as the user gives it."""
+    """Returns the calls with the same peak, given by the user, for every group."""
     kernels = pl.when(pl.col("where") == "device")
     return _add_link_fraction(
         calls, kernels.then(pl.lit("given")), kernels.then(pl.lit(float(peak_gb_per_s)))
@@ -143,15 +147,16 @@ def set_peak(calls: pl.DataFrame, peak_gb_per_s: float) -> pl.DataFrame:
 def correct_links_by_host(
     calls: pl.DataFrame, hosts: Mapping[int, str], links: Mapping[int, DeviceLink]
 ) -> pl.DataFrame:
-    """Correct what single traces could only assume, by the hosts of several ranks.
+    """Corrects the assumptions of single traces by the hosts of several ranks.
 
     Args:
-        calls: Of `collectives(...).calls`, of any ranks.
+        calls: `collectives(...).calls` of any ranks.
         hosts: Rank -> host, where files name it.
         links: Rank -> link of its device, where it is known.
 
     Returns:
-        The calls: with the link where all members are known to be on one host, without where they
+        The calls: with the link where all members are known to be on one host, without it where
+            they are known to be on several; else unchanged.
         are known to be on several; else as they were.
     """
     member_list = pl.col("members").cast(pl.List(pl.String)).list.join(",")
@@ -191,7 +196,7 @@ def _add_link_fraction(calls: pl.DataFrame, link: pl.Expr, peak: pl.Expr) -> pl.
 
 
 def _map_column(column: str, values: Mapping[Any, object], kind: pl.DataType) -> pl.Expr:
-    """The value of each key in a column; null where there is none."""
+    """Returns the value of each key in a column; null where there is none."""
     if not values:
         return pl.lit(None, kind)
     return pl.col(column).replace_strict(values, default=None, return_dtype=kind)

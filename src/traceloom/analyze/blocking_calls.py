@@ -1,5 +1,5 @@
-"""Where does the program stop and wait: which line asks for it, and what does the GPU do meanwhile
-and after?
+"""Blocking calls: where host threads wait, which line of code makes them wait, and what the GPU
+does meanwhile and after.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ SITES = build_schema(
 CALLS = build_schema("event site step start_ns", *_TIMES, {"site": pl.UInt32})
 _MAX_STACK_DEPTH = 8
 
-# The first that fits: by the operators around the call, then by its own name.
+# First match wins: by the operators around the call, then by its own name.
 _KIND_BY_OP = (
     ("item", re.compile(r"^aten::(item|_local_scalar_dense|is_nonzero|equal)$")),
     (
@@ -88,15 +88,16 @@ class BlockingCalls(Result):
     """Calls in which host threads wait, by place.
 
     Attributes:
-        sites: One row per place, waits in Python last, the longest first: what kind of wait (`KINDS`), the call, the
-            operators around it from outermost to innermost, the innermost Python frame that is
-            neither the framework's nor the standard library's, and up to eight such frames above it
-            (outermost first, one per line); `op` and `frame` are null where none is recorded.
-            `pageable_count` are calls that copy from or to pageable memory. `blocked_ns` is the
-            host time in the calls; `gpu_busy_ns` and `gpu_idle_ns` are its parts in which any GPU
-            work ran and none did. `idle_after_ns` is the time after the calls in which the GPU had
-            nothing to do, until its next work or the thread's next such call. The GPU's three are
-            null without GPU work. `mean_blocked_ns` and so on are per whole step.
+        sites: One row per place, waits in Python last, the longest first: what kind of wait
+            (`KINDS`), the call, the operators around it from outermost to innermost, the innermost
+            Python frame that is neither the framework's nor the standard library's, and up to eight
+            such frames above it (outermost first, one per line); `op` and `frame` are null where
+            none is recorded. `pageable_count` are calls that copy from or to pageable memory.
+            `blocked_ns` is the host time in the calls; `gpu_busy_ns` and `gpu_idle_ns` are its
+            parts in which any GPU work ran and none did. `idle_after_ns` is the time after the
+            calls in which the GPU had nothing to do, until its next work or the thread's next such
+            call. The GPU's three are null without GPU work. `mean_blocked_ns` and so on are per
+            whole step.
         calls: One row per call, in time order; `site` is the row of `sites`.
         blocked_ns: Sum over all calls; calls inside each other count once.
         idle_after_ns: Sum over all calls; None without GPU work.
@@ -110,10 +111,10 @@ class BlockingCalls(Result):
 
 @cache_per_trace
 def blocking_calls(trace: Trace) -> BlockingCalls:
-    """Find every call that waits and say who asked for it.
+    """Finds every call that waits, with the operators and frames around it.
 
-    Which calls wait is decided in `phases.meaning` (docs/concepts/host-time.md); that the main
-    thread waits for autograd's threads (`run_backward`) is no such call.
+    Which calls wait is decided in `traceloom.analyze.host_events` (docs/concepts/host-time.md);
+    that the main thread waits for autograd's threads (`run_backward`) is not such a call.
     """
     return _find_blocking_calls(trace)
 
@@ -172,8 +173,8 @@ def _find_blocking_calls(traces: Sequence[Trace]) -> Iterable[BlockingCalls]:
 
 
 def _classify_calls(traces: Sequence[Trace], calls: pl.DataFrame) -> pl.DataFrame:
-    """What kind of wait each call is (`KINDS`), and whether it copies from or to pageable memory:
-    kind, pageable.
+    """Returns the kind of wait of each call (`KINDS`), and whether it copies from or to pageable
+    memory: kind, pageable.
     """
     copied = _find_call_copies(traces, calls)
     kind_of = {
@@ -194,11 +195,12 @@ def _classify_calls(traces: Sequence[Trace], calls: pl.DataFrame) -> pl.DataFram
 
 
 def _list_calls(trace: Trace, busy: Spans) -> pl.DataFrame:
-    """Calls of the program that wait, in time order: who asks, when, and what the GPU did.
+    """Returns the calls of the program that wait, in time order, with the code around them, their
+    times, and the activity of the GPU.
 
     Args:
         trace: The trace.
-        busy: When its GPUs work.
+        busy: The time in which its GPUs work.
 
     Returns:
         Columns event, lane, step, start_ns, `_TIMES`, python and starting (what the call is), by_op
@@ -212,7 +214,7 @@ def _list_calls(trace: Trace, busy: Spans) -> pl.DataFrame:
     ]
     rows = np.flatnonzero(tree.topmost(waits))
     rows = rows[np.argsort(tree.row[rows], kind="stable")]
-    # Kind, call, op path, frame and stack of each call, worked out once per distinct path
+    # Kind, call, op path, frame and stack of each call, computed once per distinct path.
     used, path_index = np.unique(folded.node[rows], return_inverse=True)
     path_rows, is_program = [], []
     for path in folded.paths(used) if used.size else ():  # from the thread down
@@ -247,9 +249,8 @@ def _list_calls(trace: Trace, busy: Spans) -> pl.DataFrame:
         same = lane[order][1:] == lane[order][:-1]
         next_call = np.full(lane.size, np.iinfo(np.int64).max)
         next_call[order[:-1][same]] = start[order][1:][same]
-        after = np.searchsorted(
-            busy.end, end, side="right"
-        )  # the first stretch of GPU work that ends later
+        # The first interval of GPU work that ends later
+        after = np.searchsorted(busy.end, end, side="right")
         next_work = np.append(busy.start, end.max())[after]
         idle = np.maximum(np.minimum(next_work, next_call) - end, 0)
         idle_after = np.where(after == busy.start.size, 0, idle)
@@ -278,8 +279,8 @@ def _list_calls(trace: Trace, busy: Spans) -> pl.DataFrame:
 
 
 def _find_call_copies(traces: Sequence[Trace], calls: pl.DataFrame) -> pl.DataFrame:
-    """Direction of the copy, and whether it is pageable, for calls that submit one or wait under
-    the same operator.
+    """Returns the direction of the copy, and whether it is pageable, for calls that submit one or
+    wait under the same operator.
 
     A copy that is not to block is submitted and then waited for in one operator (`aten::copy_`),
     which has both calls.

@@ -1,4 +1,6 @@
-"""What names of kernels and calls tell of a collective."""
+"""Names of communication kernels and calls: algorithm, protocol, back end, kind, and the
+description of each collective.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,10 @@ _OLD_SIMPLE = r"(?i)^nccl[A-Za-z]+(ring|tree)kernel_"
 
 
 def add_algorithms(kernels: pl.DataFrame) -> pl.DataFrame:
-    """Add `algorithm`, `protocol` and `name_certain` to rows with a column `name`.
+    """Adds `algorithm`, `protocol` and `name_certain` to rows with a column `name`.
 
     `name_certain` is False where the library launches a kernel of this name for other algorithms
-    and protocols too, null where the name says neither.
+    and protocols too, null where the name states neither.
     """
     parsed = _parse_kernel_names(tuple(kernels["name"].unique().sort().to_list()))
     return kernels.join(parsed, on="name", how="left", maintain_order="left")
@@ -53,12 +55,12 @@ def add_algorithms(kernels: pl.DataFrame) -> pl.DataFrame:
 
 @lru_cache(maxsize=8)
 def _parse_kernel_names(kernel_names: tuple[str, ...]) -> pl.DataFrame:
-    """name, algorithm, protocol, name_certain; remembered, since the next rank mostly runs the same
-    kernels.
+    """Returns name, algorithm, protocol, name_certain; cached, since the next rank mostly runs the
+    same kernels.
     """
     names = pl.DataFrame({"name": kernel_names}, schema={"name": pl.String})
     names = names.with_columns(pl.col("name").str.to_uppercase().alias("upper"))
-    # Arguments of the function say nothing, and may hold any word.
+    # Arguments of the function carry no information, and may contain any word.
     upper = pl.col("upper").str.replace(r"\(.*$", "")
     algorithm = _match_first(_ALGORITHMS, upper)
     protocol = pl.coalesce(
@@ -80,7 +82,7 @@ def _match_first(table: tuple[tuple[str, str], ...], text: pl.Expr) -> pl.Expr:
     )
 
 
-# What a backend is called, by the rule of the table of kernels that decided.
+# Name of the back end, by the rule of the table of kernels that decided.
 BACKENDS = {
     "nccl": "nccl",
     "rccl": "rccl",
@@ -99,15 +101,15 @@ BACKENDS = {
 
 
 def derive_backend(rule: str, *, amd: pl.Series) -> pl.Expr:
-    """The backend by the column of the rule; NCCL's kernels on a device of AMD (shape (rows,)) are
-    RCCL's.
+    """Returns the back end by the column of the rule; NCCL kernels on an AMD device (shape (rows,))
+    are RCCL's.
     """
     backend = pl.col(rule).replace_strict(BACKENDS, default=pl.col(rule), return_dtype=pl.String)
     return pl.when(amd & (backend == "nccl")).then(pl.lit("rccl")).otherwise(backend)
 
 
-# First match wins; kernel names in lower case. NCCL's names are of the first operation that was
-# grouped, a hint.
+# First match wins; kernel names in lower case. NCCL names a kernel after the first operation of its
+# group, so the name is only a hint.
 KERNEL_KINDS = (
     ("layout", r"(\b|_)ep::(\w+::)*get_dispatch_layout"),
     ("notify", r"(\b|_)ep::(\w+::)*\w*notify"),
@@ -141,15 +143,16 @@ _TYPE_NAMES = {
     "bool": "Bool",
 }
 
-# The tensor at hand is smaller than the message by a factor that the call does not show.
+# The recorded tensor is smaller than the message by a factor that the call does not show.
 _KINDS_WITHOUT_SIZE = ("all_gather", "gather")
 
 
 @lru_cache(maxsize=8)
 def derive_collective_kinds(kernel_names: tuple[str, ...]) -> pl.DataFrame:
-    """name, kind: that of a collective by the name of its kernel, null where it does not tell.
+    """Returns name, kind: that of a collective by the name of its kernel, null where the name does
+    not show it.
 
-    Remembered, since the next rank mostly runs the same kernels.
+    Cached, since the next rank mostly runs the same kernels.
     """
     lower = pl.col("name").str.to_lowercase()
     kind = pl.coalesce(
@@ -161,11 +164,11 @@ def derive_collective_kinds(kernel_names: tuple[str, ...]) -> pl.DataFrame:
 
 
 def describe_collectives(traces: Sequence[Trace]) -> pl.DataFrame:
-    """What the files say of each collective: trace, event, kind, group, group_size, members,
-    sequence, element_type, in_bytes, out_bytes, peer, in_splits, out_splits, bytes.
+    """Returns the recorded description of each collective: trace, event, kind, group, group_size,
+    members, sequence, element_type, in_bytes, out_bytes, peer, in_splits, out_splits, bytes.
 
-    `members` (global ranks) is null where the file cuts the list. `bytes` is the larger of what
-    goes in and what comes out; null where that is not known.
+    `members` (global ranks) is null where the file truncates the list. `bytes` is the larger of
+    what goes in and what comes out; null where that is not known.
     """
     incoming, outgoing = pl.col("in_bytes"), pl.col("out_bytes")
     fallback_bytes = pl.when(~pl.col("kind").is_in(_KINDS_WITHOUT_SIZE)).then(incoming)
@@ -195,15 +198,16 @@ def describe_collectives(traces: Sequence[Trace]) -> pl.DataFrame:
 
 
 def find_host_calls(traces: Sequence[Trace], arguments: pl.DataFrame) -> pl.DataFrame:
-    """Calls of communication back ends on host threads (`gloo:all_reduce`), the outermost of nested
-    ones.
+    """Returns calls of communication back ends on host threads (`gloo:all_reduce`), the outermost
+    of nested ones.
 
     Args:
         traces: Traces.
-        arguments: Of `described`.
+        arguments: The result of `describe_collectives`.
 
     Returns:
-        The columns of `arguments` (what the call itself does not say comes from the op around it),
+        The columns of `arguments` (fields that the call itself lacks come from the op around it),
+            start_ns, end_ns.
         start_ns, end_ns.
     """
     spans = [

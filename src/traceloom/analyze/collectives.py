@@ -1,4 +1,6 @@
-"""Every collective as a row: size, bandwidth, exposed time."""
+"""Collectives of a trace as rows with size, bandwidth and exposed time, and communication summed by
+kind.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ FIELDS = (
     "out_splits",
     "bytes",
 )
-"""What the file can say of a collective."""
+"""Columns that the file can provide for a collective."""
 
 _OWN_BYTES = ("in_bytes", "out_bytes", "in_splits", "out_splits", "bytes", "sequence")
 _AMD_DEVICE = re.compile(r"\bMI\d|AMD|Radeon", re.IGNORECASE)
@@ -83,7 +85,7 @@ _MAX_LEVELS = 4  # annotation > (op >) launch; more than enough, and bounded
 
 
 def list_communication_calls(trace: Trace, rules: Iterable[Rule] = ()) -> pl.DataFrame:
-    """Communication of a trace, kernels first, each by start.
+    """Returns the communication of a trace, kernels first, each by start.
 
     Returns:
         Columns where (device, host), event, name, backend, device, stream (null on the host), step,
@@ -95,7 +97,7 @@ def list_communication_calls(trace: Trace, rules: Iterable[Rule] = ()) -> pl.Dat
 
 
 def add_up_or_null(column: str) -> pl.Expr:
-    """The sum of a column; null where a value is not recorded."""
+    """Returns the sum of a column; null where a value is not recorded."""
     return pl.when(pl.col(column).is_not_null().all()).then(pl.col(column).sum())
 
 
@@ -111,8 +113,8 @@ def _collect_calls(traces: Sequence[Trace], rules: tuple[Rule, ...] = ()) -> lis
     annotations = pl.concat(
         [build_event_column(_find_annotations(*trace_rows)) for trace_rows in rows_by_trace]
     )
-    # a kernel's own arguments, else those of the op that launched it, else those of the annotation,
-    # else its name
+    # From a kernel's own arguments, else those of the op that launched it, else those of the
+    # annotation, else its name.
     sources = []
     keys = [TRACE_COLUMN, "event"]
     for events, descriptions_of in (
@@ -120,7 +122,7 @@ def _collect_calls(traces: Sequence[Trace], rules: tuple[Rule, ...] = ()) -> lis
         (kernels["op"], descriptions),
         (annotations, on_host),
     ):
-        # sizes only where the event comes once, or they would count several times
+        # Sizes only where the event occurs once, or they would count several times.
         rows = pl.DataFrame([kernels[TRACE_COLUMN], events.alias("event")])
         joined = rows.with_columns(once=pl.struct(keys).is_unique() & pl.col("event").is_not_null())
         joined = joined.join(descriptions_of, on=keys, how="left", maintain_order="left")
@@ -167,8 +169,8 @@ def _is_amd(trace: Trace) -> bool:
 
 
 def _find_annotations(trace: Trace, kernels: pl.DataFrame, on_host: pl.DataFrame) -> Ints:
-    """The annotation (`nccl:all_to_all`) around the launch of each kernel, within a few levels; -1
-    for none.
+    """Returns the annotation (`nccl:all_to_all`) around the launch of each kernel, within a few
+    levels; -1 for none.
     """
     annotation = np.full(kernels.height, -1)
     if on_host.height and kernels.height:
@@ -185,7 +187,9 @@ def _find_annotations(trace: Trace, kernels: pl.DataFrame, on_host: pl.DataFrame
 
 
 def _compute_nested_ns(trace: Trace, on_host: pl.DataFrame) -> Ints:
-    """How much longer each call takes because it is a region around other parts of the step."""
+    """Returns how much longer each call takes because it is a region around other parts of the
+    step.
+    """
     if not on_host.height or not mark_communication_scopes(trace).any():
         return np.zeros(on_host.height, dtype=np.int64)
     tree = build_forest(trace)
@@ -200,7 +204,7 @@ def _compute_nested_ns(trace: Trace, on_host: pl.DataFrame) -> Ints:
 
 
 def _add_step_and_phase(traces: Sequence[Trace], rows: pl.DataFrame, where: str) -> pl.DataFrame:
-    """With step and phase: of the kernel's launch, or of the call itself."""
+    """Returns the rows with step and phase: of the kernel's launch, or of the call itself."""
     members = concatenate_by_trace(
         trace.groups.select("group", of_group="ranks", of_size="size") for trace in traces
     )
@@ -241,8 +245,8 @@ def _add_step_and_phase(traces: Sequence[Trace], rows: pl.DataFrame, where: str)
 
 
 def _find_phases(trace: Trace, events: pl.Series) -> pl.Series:
-    """Forward, backward or optimizer, where something around the event says so, or where a call
-    that is alone on its thread begins while the backward pass runs on another; null elsewhere.
+    """Returns forward, backward or optimizer, where an enclosing event determines it, or where a
+    call that is alone on its thread begins while the backward pass runs on another; null elsewhere.
     """
     none = pl.Series("phase", [None] * events.len(), dtype=PhaseType)
     tree = build_forest(trace)
@@ -254,8 +258,8 @@ def _find_phases(trace: Trace, events: pl.Series) -> pl.Series:
     phased = np.isin(phase_of, (FORWARD, BACKWARD, OPTIMIZER))
     nearest = tree.nearest_or_self(phased)
     source = np.where(positions >= 0, nearest[np.maximum(positions, 0)], -1)
-    # gloo's calls stand alone on threads of their own: their phase is what autograd's thread does
-    # meanwhile
+    # Gloo's calls are alone on threads of their own: their phase is that of autograd's thread at
+    # the time.
     standalone = np.flatnonzero(
         (positions >= 0) & (source < 0) & (tree.parent[np.maximum(positions, 0)] < 0)
     )
@@ -285,19 +289,21 @@ SUMMARY_SCHEMA = build_schema(
     {"where": WhereType},
 )
 
+# Back ends whose host calls only submit kernels
 _SUBMITTING_BACKENDS = (
     "nccl",
     "rccl",
     "hccl",
     "xccl",
     "oneccl",
-)  # back ends whose host calls only submit kernels
-# Work that was ready starts this soon after what it waited for; later, something else held it back.
+)
+# Work that was ready starts this soon after what it waited for; if later, something else held it
+# back.
 _MAX_START_DELAY_NS = 30_000
 # A host call that waits for a stream returns this soon after the stream's work is done.
 _MAX_RETURN_DELAY_NS = 100_000
 _GRID = re.compile(rb'"grid"\s*:\s*\[\s*(\d{1,18})')
-_MAX_BYTES = 256 << 20  # of text: to read more of it a second time is not worth this number
+_MAX_BYTES = 256 << 20  # of text: reading more a second time is not worth this number
 
 
 @dataclass(frozen=True)
@@ -305,15 +311,15 @@ class Collectives(Result):
     """The collectives of one trace. Definitions: docs/concepts/collectives.md.
 
     Attributes:
-        calls: One row per communication kernel, and per collective that runs on a host thread, by start. `size_bytes`
-            is the message that bandwidth is defined on; `algorithm_gb_per_s` and `bus_gb_per_s`
-            (10^9 bytes/s) are over the whole duration, waiting for other ranks included;
-            `link_fraction` is of the link's peak in one direction, null where the group may leave
-            the host; `name_certain` says whether the library launches kernels of that name for
-            nothing else; `exposed_ns` and `blocking_ns` are null on the host.
-        summary: One row per place, kind, group and size, largest total first, with the spread of single calls
-            (min_ns, median_ns, max_ns), the median and best bus bandwidth, and per whole step
-            mean_total_ns, min_total_ns, max_total_ns, mean_call_count.
+        calls: One row per communication kernel, and per collective that runs on a host thread, by
+            start. `size_bytes` is the message that bandwidth is defined on; `algorithm_gb_per_s`
+            and `bus_gb_per_s` (10^9 bytes/s) are over the whole duration, waiting for other ranks
+            included; `link_fraction` is of the link's peak in one direction, null where the group
+            may leave the host; `name_certain` says whether the library launches kernels of that
+            name for nothing else; `exposed_ns` and `blocking_ns` are null on the host.
+        summary: One row per place, kind, group and size, largest total first, with the spread of
+            single calls (min_ns, median_ns, max_ns), the median and best bus bandwidth, and per
+            whole step mean_total_ns, min_total_ns, max_total_ns, mean_call_count.
     """
 
     calls: pl.DataFrame
@@ -323,12 +329,13 @@ class Collectives(Result):
 def collectives(
     trace: Trace, rules: Iterable[Rule] = (), *, peak_gb_per_s: float | None = None
 ) -> Collectives:
-    """Describe every collective of a trace.
+    """Describes every collective of a trace.
 
     Args:
         trace: One process's trace.
-        rules: Kernel rules of the user's, before the built-in table.
-        peak_gb_per_s: Peak of the link of one device in one direction, for groups of which it is not known.
+        rules: The user's kernel rules, before the built-in table.
+        peak_gb_per_s: Peak of the link of one device in one direction, for groups whose peak is not
+            known.
     """
     if peak_gb_per_s is None and not rules:
         return _summarize_by_default_rules(trace)
@@ -383,7 +390,7 @@ def _summarize_collectives(
 
 
 def collectives_of(session: Session) -> pl.DataFrame:
-    """The calls of all traces of a session in one frame, with `trace` (its place in
+    """Returns the calls of all traces of a session in one frame, with `trace` (its index in
     `session.traces`) before them.
     """
     return pl.concat(
@@ -398,7 +405,7 @@ def _build_call_rows(
     traces: Sequence[Trace], rules: tuple[Rule, ...] = (), peak_gb_per_s: float | None = None
 ) -> list[pl.DataFrame]:
     calls = concatenate_by_trace(list_communication_calls(trace, rules) for trace in traces)
-    # where kernels communicate, host calls that only submit them communicate nothing themselves
+    # Where kernels communicate, host calls that only submit them communicate nothing themselves.
     on_device = pl.col("where") == "device"
     calls = calls.filter(
         on_device
@@ -408,9 +415,8 @@ def _build_call_rows(
     if not calls.height:
         return [CALL_SCHEMA.to_frame() for _ in traces]
     duration = pl.col("end_ns") - pl.col("start_ns")
-    submits = (pl.col("where") == "host") & pl.col("backend").is_in(
-        _SUBMITTING_BACKENDS
-    )  # its duration is not the transfer's
+    # Its duration is not the transfer's
+    submits = (pl.col("where") == "host") & pl.col("backend").is_in(_SUBMITTING_BACKENDS)
     # bytes per ns are 10^9 bytes per second
     rate = pl.when(duration > 0, ~submits).then(pl.col("size_bytes") / duration)
     calls = add_sizes(_add_channels(add_algorithms(calls), traces)).with_columns(
@@ -419,7 +425,7 @@ def _build_call_rows(
     calls = add_link_peaks(calls, traces, peak_gb_per_s)
     kernels = calls.filter(on_device)
     # Communication that compute does not hide, and the part of it that the next compute really
-    # waited for
+    # waited for.
     exposed_ns, blocking_ns = np.zeros((2, kernels.height), dtype=np.int64)
     work = concatenate_by_trace(select_gpu_work(trace, rules) for trace in traces)
     columns = [TRACE_COLUMN, "event", "device", "stream", "start_ns", "end_ns", "launch"]
@@ -455,7 +461,7 @@ def _build_call_rows(
 
 
 def _add_channels(calls: pl.DataFrame, traces: Sequence[Trace]) -> pl.DataFrame:
-    """Add `channels`: NCCL and RCCL launch one thread block per channel; null for other back ends
+    """Adds `channels`: NCCL and RCCL launch one thread block per channel; null for other back ends
     and without a grid.
 
     The grid is in no column of a trace: it is read again from the file, in one pass and for the
@@ -495,7 +501,9 @@ def _add_channels(calls: pl.DataFrame, traces: Sequence[Trace]) -> pl.DataFrame:
 def _compute_blocking_ns(
     trace: Trace, kernels: pl.DataFrame, compute: pl.DataFrame, spans: Spans
 ) -> Ints:
-    """Of the exposed time at the end of each kernel, what the compute that follows waited for."""
+    """Returns the part of the exposed time at the end of each kernel that the following compute
+    waited for.
+    """
     start, end = kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()
     compute_starts = compute["start_ns"].to_numpy()
     order = np.argsort(compute_starts, kind="stable")
@@ -503,9 +511,8 @@ def _compute_blocking_ns(
     after = np.searchsorted(compute_starts, end, side="left")
     exists = after < compute_starts.size
     following = order[np.minimum(after, compute_starts.size - 1)]
-    compute_ends = np.append(
-        np.iinfo(np.int64).min, spans.end
-    )  # of the compute that began before, if any did (or took time)
+    # Of the compute that began before, if any did (or took time)
+    compute_ends = np.append(np.iinfo(np.int64).min, spans.end)
     quiet = np.maximum(compute_ends[np.searchsorted(spans.start, end, side="left")], start)
     open_end = quiet < end  # no compute runs when the kernel ends
     prompt = (
@@ -514,7 +521,8 @@ def _compute_blocking_ns(
         & (compute_starts[np.minimum(after, compute_starts.size - 1)] - end <= _MAX_START_DELAY_NS)
     )
     next_event = compute["event"].to_numpy()[following].astype(np.int64)
-    # several kernels may have the same next compute: it is looked up once, and in the order of rows
+    # Several kernels may have the same next compute: it is looked up once, and in the order of
+    # rows.
     different, inverse = np.unique(next_event, return_inverse=True)
     waited = find_stream_waits(trace)[0][different]
     streams = compute["stream"].fill_null(-1).to_numpy()[following]
@@ -532,8 +540,8 @@ def _compute_blocking_ns(
 
 
 def _find_host_waits(trace: Trace, launch: Ints, end: Ints) -> tuple[Bools, Ints]:
-    """Whether the launching thread was in a waiting call that ended with the kernel, and since
-    when.
+    """Returns whether the launching thread was in a waiting call that ended with the kernel, and
+    since when.
     """
     calls = np.flatnonzero(mark_blocking_calls(trace))
     none = np.zeros(launch.size, dtype=np.bool_)
@@ -578,19 +586,19 @@ DEVICE_SCHEMA = build_schema("device count total_ns union_ns exposed_ns")
 
 @dataclass(frozen=True)
 class Communication(Result):
-    """Communication of one trace. What the numbers mean, and that none of them is bandwidth: see
-    docs/concepts/communication.md.
+    """Communication of one trace. Definitions: docs/concepts/communication.md; none of the numbers
+    is a bandwidth.
 
     Attributes:
-        collectives: One row per kind, group, element type and place, largest total first: kind (all_reduce, ...;
-            null where neither arguments nor name tell), group, group_description, group_size,
-            element_type (null where the file does not say), where (device: kernels; host: calls
-            that run on the host), count, bytes (sum of message sizes; null where one of them is
-            unknown), total_ns (sum of durations), mean_ns (rounded down), min_ns, max_ns,
+        collectives: One row per kind, group, element type and place, largest total first: kind
+            (all_reduce, ...; null where neither arguments nor name tell), group, group_description,
+            group_size, element_type (null where the file does not say), where (device: kernels;
+            host: calls that run on the host), count, bytes (sum of message sizes; null where one of
+            them is unknown), total_ns (sum of durations), mean_ns (rounded down), min_ns, max_ns,
             exposed_ns (device time in which such a kernel runs and no compute does, summed over
             devices; null on the host).
-        devices: device, count (kernels), total_ns (sum), union_ns and exposed_ns (`communication_ns` and
-            `exposed_communication_ns` of gpu_time).
+        devices: device, count (kernels), total_ns (sum), union_ns and exposed_ns
+            (`communication_ns` and `exposed_communication_ns` of gpu_time).
     """
 
     collectives: pl.DataFrame
@@ -598,7 +606,9 @@ class Communication(Result):
 
 
 def communication(trace: Trace, rules: Iterable[Rule] = ()) -> Communication:
-    """Add up communication kernels, and collectives that run on the host, by what they did."""
+    """Sums communication kernels, and collectives that run on the host, by kind, group and element
+    type.
+    """
     return _summarize_communication(trace, tuple(rules))
 
 

@@ -1,4 +1,4 @@
-"""Two runs: what changed, under which conditions.
+"""Comparison of two runs: what changed, under which conditions.
 
 Exact definitions: docs/concepts/comparison.md.
 """
@@ -31,10 +31,11 @@ _SETTINGS = ("record_shapes", "with_stack", "profile_memory", "with_flops", "wit
 
 
 def compare_conditions(base: Session, new: Session) -> pl.DataFrame:
-    """What both runs say of themselves.
+    """Compares the recorded conditions of both runs.
 
     Returns:
         `condition`, `base`, `new` (as text), `same`, `weight`: `decisive` where times cannot be
+            compared when it differs, else `minor`.
         held against each other when it differs, else `minor`.
     """
     versions = sorted(
@@ -51,12 +52,11 @@ def compare_conditions(base: Session, new: Session) -> pl.DataFrame:
 
 
 def _list_conditions(run: Session, versions: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Each condition of a run: its name, weight, and value as text."""
+    """Yields each condition of a run: its name, weight, and value as text."""
     names = []
     for trace in run.traces:
         used = trace.devices.filter("used")["name"].drop_nulls()
-        # A process that sees one device of many may call it by a number that the list does not
-        # have.
+        # A process that sees one device of many may call it by a number that is not in the list.
         names += (
             used if used.len() else trace.devices["name"].drop_nulls().unique(maintain_order=True)
         ).to_list()
@@ -89,17 +89,17 @@ def _list_conditions(run: Session, versions: list[str]) -> Iterator[tuple[str, s
 
 
 def _format_distinct(values: Iterable[str | None]) -> str:
-    """Distinct values in order, as text."""
+    """Returns distinct values in order, as text."""
     return ", ".join(dict.fromkeys(value for value in values if value)) or _UNKNOWN
 
 
 def compare_programs(union: TreeUnion, base: Ints, new: Ints) -> pl.DataFrame:
-    """Conditions that only the alignment tells: whether both ran the same program on inputs of the
-    same shapes.
+    """Returns conditions that only the alignment shows: whether both ran the same program on inputs
+    of the same shapes.
 
     Args:
         union: Both sides on one tree.
-        base: How often each place was reached by the base.
+        base: How often the base reached each place.
         new: The same of the new run.
     """
     both, base_count, new_count = (
@@ -121,7 +121,7 @@ def compare_programs(union: TreeUnion, base: Ints, new: Ints) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=CONDITIONS, orient="row")
 
 
-_MIN_COMMON_SHARE = 0.9  # of the places; less, and it is another program
+_MIN_COMMON_SHARE = 0.9  # of the places; below, it is another program
 
 _HOST_OPERATORS = "operators on the step's thread"
 _HOST_OUTSIDE_OPERATORS = "the step's thread outside operators"
@@ -132,34 +132,35 @@ class Comparison(Result):
     """A new run against a base; all times are means per step (and per device, of what devices did).
 
     Attributes:
-        sentence: Conditions first, where they differ; then what changed most.
+        sentence: Conditions first, where they differ; then the largest changes.
         comparable: Whether no decisive condition differs.
-        account: `device`: the step is accounted for by what the devices did; `host`: one side has no GPU work, and it
-            is accounted for by what the thread of the step did.
+        account: `device`: the step is accounted for by the work of the devices; `host`: one side
+            has no GPU work, and the step is accounted for by the work of its thread.
         base_ns: Mean length of a compared step, rounded to whole nanoseconds (halves up).
         new_ns: The same of the new run.
         difference_ns: `new_ns - base_ns`.
         conditions: `condition`, `base`, `new`, `same`, `weight`.
-        change: Of the step: new over base, less 1 (0.25: a quarter longer). That of a row is null where the base has
-            none of it.
-        breakdown: `part`, `meaning`, `base_ns`, `new_ns`, `difference_ns`: adds up to `base_ns`, `new_ns` and
-            `difference_ns`; `change` of the row, and its `of_step`: its difference over the base's
-            step, which adds up to the change of the step.
-        kernels: GPU work by path and names: `status`, `operator`, `path`, `kind`, `base_kernel`, `new_kernel` (null
-            where that side has none); of what a step launched, whenever it ran, `base_count`,
-            `new_count`, `base_duration_ns`, `new_duration_ns`; of the time of the steps themselves
-            `base_ns`, `new_ns`, `difference_ns`, which add up to the step with the idle parts of
-            `breakdown`, with `change` and `of_step`. The status is by durations.
-        operators: Operators by path and shapes: `status`, `operator`, `path`, `base_shapes`, `new_shapes`,
-            `base_count`, `new_count`; of the GPU work that they launched themselves, whenever it
-            ran, `base_duration_ns`, `new_duration_ns`, `duration_difference_ns`, `duration_change`,
-            `duration_of_step`; what of it lies in the time of the steps `base_device_ns`,
-            `new_device_ns`, `device_difference_ns` (adds up to `kernels`); of the step's thread in
-            them, not in operators below, `base_host_ns`, `new_host_ns`, `host_difference_ns` (adds
-            up to the mean step), `host_change`, `host_of_step`, `host_status`.
-        tree: The call tree: `parent` (number of a row before it; null of the first, which holds all), `name`,
-            `base_count`, `new_count`; of it and all below it `base_duration_ns`, `new_duration_ns`,
-            `base_host_ns`, `new_host_ns`.
+        change: Of the step: new over base, less 1 (0.25: a quarter longer). That of a row is null
+            where the base has none of it.
+        breakdown: `part`, `meaning`, `base_ns`, `new_ns`, `difference_ns`: adds up to `base_ns`,
+            `new_ns` and `difference_ns`; `change` of the row, and its `of_step`: its difference
+            over the base's step, which adds up to the change of the step.
+        kernels: GPU work by path and names: `status`, `operator`, `path`, `kind`, `base_kernel`,
+            `new_kernel` (null where that side has none); of what a step launched, whenever it ran,
+            `base_count`, `new_count`, `base_duration_ns`, `new_duration_ns`; of the time of the
+            steps themselves `base_ns`, `new_ns`, `difference_ns`, which add up to the step with the
+            idle parts of `breakdown`, with `change` and `of_step`. The status is by durations.
+        operators: Operators by path and shapes: `status`, `operator`, `path`, `base_shapes`,
+            `new_shapes`, `base_count`, `new_count`; of the GPU work that they launched themselves,
+            whenever it ran, `base_duration_ns`, `new_duration_ns`, `duration_difference_ns`,
+            `duration_change`, `duration_of_step`; what of it lies in the time of the steps
+            `base_device_ns`, `new_device_ns`, `device_difference_ns` (adds up to `kernels`); of the
+            step's thread in them, not in operators below, `base_host_ns`, `new_host_ns`,
+            `host_difference_ns` (adds up to the mean step), `host_change`, `host_of_step`,
+            `host_status`.
+        tree: The call tree: `parent` (number of a row before it; null of the first, which holds
+            all), `name`, `base_count`, `new_count`; of it and all below it `base_duration_ns`,
+            `new_duration_ns`, `base_host_ns`, `new_host_ns`.
         steps: `side` (base, new), `rank`, `step`, `duration_ns` of every compared step.
     """
 
@@ -178,7 +179,7 @@ class Comparison(Result):
     steps: pl.DataFrame
 
     def check(self) -> None:
-        """Raise AssertionError where a sum does not come out."""
+        """Raises AssertionError where a sum does not match."""
         totals = {
             "base_ns": self.base_ns,
             "new_ns": self.new_ns,
@@ -201,7 +202,7 @@ class Comparison(Result):
 
 
 def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
-    """Compare two runs, step by step of the same program: of any vendors and versions, with any
+    """Compares two runs, step by step of the same program: of any vendors and versions, with any
     number of ranks.
 
     All whole steps of both are compared (of a trace without steps its window). Operators are
@@ -209,8 +210,8 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
     launched it.
 
     Args:
-        base: What it was.
-        new: What it is now.
+        base: The run to compare with.
+        new: The run that is compared.
 
     Raises:
         UsageError: `nothing-to-compare`: one of them holds no timed events.
@@ -330,7 +331,8 @@ def _describe_difference(  # noqa: PLR0917  (what the sentence is made of)
     if not differ.height:
         return text + "."
     subject = ", ".join(
-        f"{name} ({old if old == now else f'{old} → {now}'})"  # some are of both sides together
+        # Some names are of both sides together
+        f"{name} ({old if old == now else f'{old} → {now}'})"
         for name, old, now in differ.head(3).select("condition", "base", "new").rows()
     )
     extra = f" and {differ.height - 3} more" if differ.height > 3 else ""

@@ -1,5 +1,5 @@
-"""The tables of a comparison, from two sides laid on one tree; every column of times adds up to the
-usual step.
+"""The tables of a comparison, from two sides aligned on one tree; every column of times adds up to
+the usual step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STATUSES = (ADDED, REMOVED, REPLACED, MORE, FEWER, SLOWER, FASTER, SAME)
 StatusType = pl.Enum(list(STATUSES))
 OUTSIDE_OPERATORS, ALL_NODES = "(outside operators)", "(all)"
 SEPARATOR = " > "
-MIN_DIFFERENCE_NS = 1_000  # a smaller difference of the mean is none
+MIN_DIFFERENCE_NS = 1_000  # a smaller difference of the mean counts as none
 MIN_DIFFERENCE_SHARE = 0.02  # of the larger side
 
 PARTS = build_schema("part meaning base_ns new_ns difference_ns", {"part": pl.String})
@@ -47,14 +47,14 @@ TREE = build_schema(
 
 
 def compute_rounded_mean(total: int, count: int) -> int:
-    """A mean as whole nanoseconds, halves up."""
+    """Returns a mean as whole nanoseconds, halves up."""
     return (2 * total + count) // (2 * count) if count else 0
 
 
 def round_to_sum(totals: Ints, count: int) -> Ints:
-    """Means of totals as whole nanoseconds that add up to the mean of their sum.
+    """Returns means of totals as whole nanoseconds that add up to the mean of their sum.
 
-    Each is rounded down, and the nanoseconds that are missing go to those with the largest rests.
+    Each is rounded down, and the missing nanoseconds go to those with the largest remainders.
     """
     if not count or not totals.size:
         return np.zeros_like(totals)
@@ -69,9 +69,9 @@ class MatchedDevice(Struct, frozen=True):
     """The device account, matched and rounded.
 
     Attributes:
-        kernels: `place`, `base_name`, `new_name` (numbers; null on the side that does not have it), `kind`,
-            `base_count`, `new_count`, `base_sum`, `new_sum` (totals of what was launched, and of
-            its durations), `base_ns`, `new_ns` (per step and device).
+        kernels: `place`, `base_name`, `new_name` (numbers; null on the side that does not have it),
+            `kind`, `base_count`, `new_count`, `base_sum`, `new_sum` (totals of what was launched,
+            and of its durations), `base_ns`, `new_ns` (per step and device).
         waiting: `cause`, `base_ns`, `new_ns`.
     """
 
@@ -80,9 +80,9 @@ class MatchedDevice(Struct, frozen=True):
 
 
 def match_devices(base: ComparedSide, new: ComparedSide) -> MatchedDevice:
-    """Match GPU work place by place, and round all of it at once so that it adds up to the step."""
-    # Both sides' GPU work: first what has the same name and order at a place, then what is left in
-    # its order
+    """Matches GPU work place by place, and rounds all of it at once so that it adds up to the step."""
+    # GPU work of both sides: first work of the same name and order at a place, then the remaining
+    # work in its order.
     sides = {
         name: frame.sort("place", "nth", "name").rename(
             {"count": f"{name}_count", "ns": f"{name}_total", "sum_ns": f"{name}_sum"}
@@ -98,8 +98,9 @@ def match_devices(base: ComparedSide, new: ComparedSide) -> MatchedDevice:
         .rename({"name": f"{name}_name"})
         for name, frame in sides.items()
     }
-    # At the same place something else of its kind does the same: kernels of other vendors, versions
-    # and choices. What no operator launched has no place, so that only its name tells what it is.
+    # At the same place other work of the same kind does the same: kernels of other vendors,
+    # versions and choices. Work that no operator launched has no place, so that only its name
+    # identifies it.
     placed = pl.col("place") >= 0
     order_keys = ["place", "kind", "order"]
     replaced = (
@@ -142,7 +143,7 @@ def match_devices(base: ComparedSide, new: ComparedSide) -> MatchedDevice:
 
 
 def build_breakdown(device: MatchedDevice) -> pl.DataFrame:
-    """Busy time by kind and idle time by cause; adds up to the step on both sides."""
+    """Returns busy time by kind and idle time by cause; adds up to the step on both sides."""
     labels = {
         "compute": "kernels that compute",
         "communication": "exposed communication",
@@ -165,14 +166,14 @@ def build_breakdown(device: MatchedDevice) -> pl.DataFrame:
 
 
 class PlaceGroups(Struct, frozen=True):
-    """The places of a union, grouped: those with the same path, shapes and sides stand for one row.
+    """The places of a union, grouped: places with the same path, shapes and sides share one row.
 
     Attributes:
-        group: Group of each place; the last one is that of what no operator did.
+        group: Group of each place; the last one is for work of no operator.
         operator: Name of each group.
         path: Names from the outermost operator to it.
         base_shapes: Input shapes on the base's side; null where not recorded.
-        new_shapes: On the new side.
+        new_shapes: Input shapes on the new side.
     """
 
     group: Ints
@@ -185,7 +186,7 @@ class PlaceGroups(Struct, frozen=True):
 def build_place_groups(
     union: TreeUnion, name_codes: NameCodes, base: Ints, new: Ints
 ) -> PlaceGroups:
-    """Group the places; `base` and `new` are how often each was reached."""
+    """Groups the places; `base` and `new` are how often each was reached."""
     names = list(name_codes.names)
     shapes = list(name_codes.shapes)
     keys: dict[tuple[object, ...], int] = {}
@@ -203,7 +204,7 @@ def build_place_groups(
         if number == len(operator):
             label = next((names[name] for name in reversed(side_names) if name >= 0), "")
             operator.append(label or OUTSIDE_OPERATORS)
-            # The root has no name; below it stand the threads.
+            # The root has no name; below it are the threads.
             path.append(
                 label
                 if parent_group < 0 or not path[parent_group]
@@ -228,7 +229,7 @@ def build_kernel_table(
     base: ComparedSide,
     new: ComparedSide,
 ) -> pl.DataFrame:
-    """GPU work by path and by the names it has on both sides; the largest differences first."""
+    """Returns GPU work by path and by its names on both sides; the largest differences first."""
     text = pl.Series(list(name_codes.names), dtype=pl.String)
     rows = device.kernels.with_columns(
         pl.Series("group", place_groups.group[device.kernels["place"].to_numpy()])
@@ -277,8 +278,8 @@ def _derive_status(
     oftener: pl.Expr,
     durations: tuple[str, str],
 ) -> pl.Expr:
-    """What became of a row: a change of name before one of its count (more or less often per step),
-    and of its time.
+    """Returns the status of a row: a change of name takes precedence over one of its count (more or
+    less often per step), and that over one of its time.
     """
     base, new = durations
     difference = pl.col(new) - pl.col(base)
@@ -307,14 +308,16 @@ def _derive_status(
 def sum_by_place(
     device: MatchedDevice, size: int, base: ComparedSide, new: ComparedSide
 ) -> pl.DataFrame:
-    """How often each place of the union is reached, and what it costs itself; the last row is what
-    no operator did.
+    """Returns how often each place of the union is reached, and its own cost; the last row is for
+    work of no operator.
 
-    What a place launched is compared whenever it ran: a host that runs ahead has the device do it
-    after its step.
+    The work that a place launched is compared whenever it ran: where the host runs ahead, the
+    device does it after the step.
 
     Returns:
         `base_count` (total), and means per step: `base_duration_ns` of the GPU work that it
+            launched, `base_device_ns` of the part of it in the steps, `base_host_ns`; the same of
+            `new`.
         launched, `base_device_ns` of what of it lies in the steps, `base_host_ns`; the same of
         `new`.
     """
@@ -341,8 +344,8 @@ def sum_by_place(
 def build_operator_table(
     place_sums: pl.DataFrame, place_groups: PlaceGroups, base: ComparedSide, new: ComparedSide
 ) -> pl.DataFrame:
-    """Operators by path and shapes, with the time of what they launched themselves, and of the host
-    in them.
+    """Returns operators by path and shapes, with the time of the work that they launched
+    themselves, and of the host in them.
     """
     summed = (
         place_sums.with_columns(group=place_groups.group)
@@ -378,7 +381,7 @@ def build_operator_table(
     rows = rows.with_columns(
         status=pl.when(has_device_time).then("status").otherwise("host_status")
     )
-    # The root and the threads are no operators: they are never reached.
+    # The root and the threads are not operators: they are never reached.
     rows = rows.filter(is_outside | (pl.col("base_count") > 0) | (pl.col("new_count") > 0))
     primary = (
         "duration_difference_ns" if base.device_steps and new.device_steps else "host_difference_ns"
@@ -395,8 +398,8 @@ def build_call_tree(
     base: ComparedSide,
     new: ComparedSide,
 ) -> pl.DataFrame:
-    """The call tree of both sides: places with the same names above them are one node, with the
-    time of all below it.
+    """Returns the call tree of both sides: places with the same names above them are one node, with
+    the time of everything below it.
 
     Returns:
         `parent` (row; null of the first, which holds all), `name`, `base_count`, `new_count`,
@@ -425,12 +428,13 @@ def build_call_tree(
 
 
 def compute_relative_changes(step_ns: int, prefix: str = "") -> list[pl.Expr]:
-    """`change`: the new time of a row over that of the base, less 1; `of_step`: its difference over
-    the base's step.
+    """Returns `change`: the new time of a row over that of the base, less 1; and `of_step`: its
+    difference over the base's step.
 
     Args:
-        step_ns: Of the base.
-        prefix: Which time, `host_` for `base_host_ns`; the columns are named alike.
+        step_ns: Length of the base's step.
+        prefix: The time to use, as `host_` for `base_host_ns`; it is also the prefix of the new
+            columns.
     """
     base, new = pl.col(f"base_{prefix}ns"), pl.col(f"new_{prefix}ns")
     return [
@@ -440,7 +444,7 @@ def compute_relative_changes(step_ns: int, prefix: str = "") -> list[pl.Expr]:
 
 
 def pad_with_zeros(values: Ints, size: int) -> Ints:
-    """The values with zeros behind them."""
+    """Appends zeros to the values."""
     filled = np.zeros(size, dtype=np.int64)
     filled[: values.size] = values
     return filled

@@ -1,12 +1,12 @@
-"""The steps that are compared; call trees of both sides laid on one.
+"""The steps that are compared, and the alignment of the call trees of both sides.
 
-Two operators are the same where they stand at the same place: under the same parents, with the same
-name and shapes, in the same order among their neighbours. Lists of children are aligned as
-sequences, so that one more operator does not shift all that follow it.
+Two operators are the same where they are at the same place: under the same parents, with the same
+name and shapes, in the same order among their siblings. Lists of children are aligned as sequences,
+so that one more operator does not shift all that follow it.
 
-A replay runs the operators of a run without what stood around them: no modules, no annotations, no
-backward pass, often one thread. Of these two only the operators themselves are held against each
-other, by name, shapes and order.
+A replay runs the operators of a run without the events around them: no modules, no annotations, no
+backward pass, often one thread. Of a run and its replay only the operators themselves are compared,
+by name, shapes and order.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Ints = NDArray[np.int64]
 
 COMPUTE, COMMUNICATION, COPIES = "compute", "communication", "copies"
 BUSY = (COMPUTE, COMMUNICATION, COPIES)
-"""Kinds of busy time, in the order in which a nanosecond with several of them is counted."""
+"""Kinds of busy time, in the order in which a nanosecond with several of them is assigned."""
 KIND_BY_CATEGORY = {
     "compute": COMPUTE,
     "communication": COMMUNICATION,
@@ -62,7 +62,7 @@ class ComparedSteps(Struct, frozen=True):
     Attributes:
         trace: The trace.
         step: Number of each step; the one row of a trace without steps has none (null).
-        spans: When each begins and ends: ascending, disjoint; neighbours may touch.
+        spans: Start and end of each: ascending, disjoint; neighbours may touch.
     """
 
     trace: Trace
@@ -71,14 +71,14 @@ class ComparedSteps(Struct, frozen=True):
 
     @property
     def durations(self) -> Ints:
-        """Length of each step, ns."""
+        """Lengths of the steps, ns."""
         lengths: Ints = self.spans.end - self.spans.start
         return lengths
 
 
 def select_compared_steps(trace: Trace) -> ComparedSteps:
-    """The whole steps of a trace; where none is whole all that take time, and without steps its
-    window.
+    """Returns the whole steps of a trace; where none is whole all that take time, and without steps
+    its window.
     """
     cut = build_tiles(trace)
     complete = trace.steps["complete"].to_numpy()
@@ -105,11 +105,12 @@ class DeviceTime(Struct, frozen=True):
 
     Attributes:
         devices: Number of devices with GPU work.
-        work: `event`, `sample` (row of the step), `ns`: time in the step that counts to this piece of GPU work. A
-            nanosecond in which several run counts to one of them: computing before communicating
-            before copying, and of these to the one that began first.
-        waiting: `cause`, `ns`: idle time by cause; `edge` is before the first and after the last GPU work. Together
-            with `work` it is the number of devices times the length of the steps.
+        work: `event`, `sample` (row of the step), `ns`: time in the step that counts to this piece
+            of GPU work. A nanosecond in which several run counts to one of them: compute before
+            communication before copies, and among these to the one that began first.
+        waiting: `cause`, `ns`: idle time by cause; `edge` is before the first and after the last
+            GPU work. Together with `work` it is the number of devices times the length of the
+            steps.
     """
 
     devices: int
@@ -118,7 +119,7 @@ class DeviceTime(Struct, frozen=True):
 
 
 def measure_device_time(compared_steps: ComparedSteps) -> DeviceTime:
-    """Account for the time of every device in the compared steps."""
+    """Accounts for the time of every device in the compared steps."""
     work = select_gpu_work(compared_steps.trace)
     columns = work.select(
         "event", "device", "start_ns", "end_ns", pl.col("category").cast(pl.String)
@@ -132,7 +133,7 @@ def measure_device_time(compared_steps: ComparedSteps) -> DeviceTime:
         for category in KIND_BY_CATEGORY:
             category_rows = rows.filter(pl.col("category") == category)
             start, end = category_rows["start_ns"].to_numpy(), category_rows["end_ns"].to_numpy()
-            # the time of each piece, without what earlier ones and other categories take
+            # The time of each piece, without what earlier ones and other categories take.
             reach = np.append(np.iinfo(np.int64).min, np.maximum.accumulate(end))[: end.size]
             shared = find_overlaps(np.maximum(start, reach), end, compared_steps.spans)
             ns = shared.end - shared.start - compute_coverage(covered, shared.start, shared.end)
@@ -163,7 +164,7 @@ def measure_device_time(compared_steps: ComparedSteps) -> DeviceTime:
 
 
 def describe_idle_cause(cause: str) -> str:
-    """What a cause of idle time means, in a few words."""
+    """Returns the meaning of a cause of idle time in a few words."""
     return _EDGE_MEANING if cause == EDGE else CAUSES.get(cause, cause)
 
 
@@ -175,7 +176,7 @@ _REPLAYABLE_OPS = r"^\w+::|^triton_"
 _CONTAINER_OPS = r"^(torch::)?(autograd|distributed)::"
 _HASH_MODULUS = (1 << 61) - 1
 _HASH_BASE = 1_000_003
-_MAX_BLOCK = 2_048  # elements of each of two lists in one table of all ways to pair them
+_MAX_BLOCK = 2_048  # elements of each of two lists in one dynamic programming table
 
 
 @dataclass(slots=True)
@@ -186,11 +187,11 @@ class NameCodes:
     shapes: dict[str | None, int] = field(default_factory=lambda: {None: 0})
 
     def name(self, text: str) -> int:
-        """The number of a name."""
+        """Returns the number of a name."""
         return self.names.setdefault(text, len(self.names))
 
     def shape(self, text: str | None) -> int:
-        """The number of the shapes of an operator's inputs; 0 where they are not recorded."""
+        """Returns the number of the shapes of an operator's inputs; 0 where they are not recorded."""
         return self.shapes.setdefault(text, len(self.shapes))
 
 
@@ -199,10 +200,10 @@ class ListItems(Struct, frozen=True):
 
     Attributes:
         name: Only elements of one name can be the same.
-        shape: Those of one shape are rather the same than others.
-        work: So are those that launch the same GPU work.
-        mark: Equal where all that is below the elements is equal.
-        size: How much is below them.
+        shape: Elements of one shape are preferred to others.
+        work: Elements that launch the same GPU work are preferred, too.
+        mark: Equal where the subtrees of the elements are equal.
+        size: The number of nodes below them.
     """
 
     name: Ints
@@ -212,7 +213,7 @@ class ListItems(Struct, frozen=True):
     size: Ints
 
     def part(self, low: int, high: int) -> ListItems:
-        """The elements from `low` to `high`."""
+        """Returns the elements from `low` to `high`."""
         return ListItems(*(getattr(self, name)[low:high] for name in self.__struct_fields__))
 
 
@@ -223,7 +224,7 @@ class StepTree(Struct, frozen=True):
     Attributes:
         name: Number of each node's name.
         shape: Number of its shapes.
-        work: Equal where it launches GPU work of equal names itself.
+        work: Equal where the node itself launches GPU work of equal names.
         parent: Its parent; -1 of the root.
         stop: Node after its last descendant.
         mark: A number that is equal for equal subtrees.
@@ -239,7 +240,7 @@ class StepTree(Struct, frozen=True):
     event: Ints
 
     def items(self, nodes: list[int]) -> ListItems:
-        """Some nodes as a list to be aligned."""
+        """Returns some nodes as a list to be aligned."""
         name, shape, work, mark = (
             np.array([column[node] for node in nodes], dtype=np.int64)
             for column in (self.name, self.shape, self.work, self.mark)
@@ -253,7 +254,7 @@ class StepTree(Struct, frozen=True):
         )
 
     def children(self, node: int) -> list[int]:
-        """The children of a node, in order."""
+        """Returns the children of a node, in order."""
         nodes, child, last = [], node + 1, self.stop[node]
         while child < last:
             nodes.append(child)
@@ -266,11 +267,15 @@ class CallTrees(Struct, frozen=True):
 
     Attributes:
         trees: One per step.
-        node: Of each host event (position in the forest) its node in the tree of its step; -1 outside all.
-        above: Of each host event the nearest operator around it, itself included, as position; -1 for none.
-        self_ns: Time of each host event, within its step, in which it is the innermost operator of its thread (in one
-            sequence: also without the time in which an operator runs on a thread before its own).
-        sample: Of each host event the row of the step in which it begins; -1 outside the compared steps.
+        node: For each host event (position in the forest) its node in the tree of its step; -1
+            outside all.
+        above: For each host event the position of the nearest operator around it, itself included;
+            -1 for none.
+        self_ns: Time of each host event, within its step, in which it is the innermost operator of
+            its thread (in one sequence: also without the time in which an operator runs on a thread
+            before its own).
+        sample: For each host event the row of the step in which it begins; -1 outside the compared
+            steps.
         main: Operators on the thread of their step; all where they are one sequence.
     """
 
@@ -285,13 +290,13 @@ class CallTrees(Struct, frozen=True):
 def build_trees(
     compared_steps: ComparedSteps, name_codes: NameCodes, *, is_sequence: bool = False
 ) -> CallTrees:
-    """The call trees of a trace, step by step.
+    """Builds the call trees of a trace, step by step.
 
     Args:
         compared_steps: The steps.
-        name_codes: Gets the names and shapes that it does not have.
-        is_sequence: Only operators that a replay can run, one after the other in order of their starts, whatever stood
-            around them and on whichever thread.
+        name_codes: Names and shapes that are missing are added to it.
+        is_sequence: Use only operators that a replay can run, one after the other by start, on
+            whichever thread and without the events around them.
     """
     tree, roles = build_forest(compared_steps.trace), classify_events(compared_steps.trace)
     annotation = get_event_column(compared_steps.trace, "category")[
@@ -307,11 +312,11 @@ def build_trees(
         in_tree &= roles.op & gather_rows(runs_again, vocab.code[tree.row])
     ancestor = tree.nearest(in_tree)
     parent = np.where((ancestor >= 0) & (sample[ancestor] == sample), ancestor, -1)
-    # An event that runs on into the next step counts up to the end of its own step.
+    # An event that continues into the next step counts up to the end of its own step.
     end = np.minimum(tree.end_ns, step_ends[sample])
     span = np.where(in_tree, np.maximum(end - tree.start_ns, 0), 0)
-    # A number of each thread (0 for that of the steps, then by the number of events), and what to
-    # call each
+    # A number for each thread (0 for that of the steps, then by the number of events), and its
+    # label.
     trace = compared_steps.trace
     host = trace.events.filter(
         pl.col("lane").is_in(trace.lanes.filter(pl.col("kind") == "host")["lane"].implode())
@@ -357,7 +362,7 @@ def build_trees(
     owner = tree.nearest_or_self(in_tree, ancestor)
     owner = np.where((owner >= 0) & (np.append(sample, -2)[owner] == sample), owner, -1)
     # A number for the names of the GPU work that each event launched itself, in any order; 0 for
-    # none. Squares, so that two names together are not taken for two others with the same sum.
+    # none. Squares, so that two names together are not confused with two others with the same sum.
     work = np.zeros(owner.size + 1, dtype=np.int64)
     launched = np.append(owner, -1)[attribute_to_launches(compared_steps.trace).launch_position]
     np.add.at(
@@ -376,7 +381,7 @@ def build_trees(
 
 
 def encode_work_names(trace: Trace, name_codes: NameCodes) -> Ints:
-    """Number of the name of each kernel, copy and fill, in the order of events."""
+    """Returns the number of the name of each kernel, copy and fill, in the order of events."""
     vocab = build_vocabulary(trace)
     category = get_event_column(trace, "category")
     code = vocab.code[
@@ -391,8 +396,8 @@ def encode_work_names(trace: Trace, name_codes: NameCodes) -> Ints:
 def _encode_event_names(
     trace: Trace, row: Ints, in_tree: Bools, annotation: Bools, name_codes: NameCodes
 ) -> Ints:
-    """Number of each event's name; numbers in the names of annotations count steps or calls, and
-    are left out.
+    """Returns the number of each event's name; numbers in the names of annotations count steps or
+    calls, and are left out.
     """
     vocab = build_vocabulary(trace)
     code = np.where(in_tree, vocab.code[row].astype(np.int64) * 2 + annotation, -1)
@@ -411,11 +416,12 @@ def _encode_event_names(
 def _build_tree(
     rows: Ints, event_columns: tuple[Ints, ...], labels: list[int], node: Ints
 ) -> StepTree:
-    """The tree of one step; fills in the `node` of each of its events.
+    """Builds the tree of one step; fills in the `node` of each of its events.
 
     Args:
         rows: Its operators, thread after thread, parents before their children.
-        event_columns: Of each host event its name, shape, work, parent, thread and row of `trace.events`.
+        event_columns: Name, shape, work, parent, thread and row of `trace.events` of each host
+            event.
         labels: Number of the name of each thread.
         node: Of each host event its node.
     """
@@ -440,8 +446,8 @@ def _build_tree(
         parents.append(root if parent < 0 else node_numbers[parent])
         events.append(event)
     node[rows] = np.fromiter(node_numbers.values(), dtype=np.int64, count=len(node_numbers))
-    # where each subtree ends, and its mark: from the last node to the first, so that children come
-    # before parents
+    # The end of each subtree, and its mark: from the last node to the first, so that children come
+    # before parents.
     size = len(names)
     stop, inner, mark = [0] * size, [7] * size, [0] * size
     for index in range(size - 1, -1, -1):
@@ -458,7 +464,7 @@ def _build_tree(
 
 
 def align_trees(base: StepTree, new: StepTree) -> list[int]:
-    """For each node of `new` the node of `base` at the same place; -1 where there is none."""
+    """Returns for each node of `new` the node of `base` at the same place; -1 where there is none."""
     nodes = [-1] * len(new.name)
     if not new.name or not base.name:
         return nodes
@@ -481,10 +487,10 @@ def align_trees(base: StepTree, new: StepTree) -> list[int]:
 
 
 def match_items(base: ListItems, new: ListItems) -> list[tuple[int, int]]:
-    """Places of elements that are the same in both lists, both ascending.
+    """Returns the indices of elements that are the same in both lists, both ascending.
 
-    Equal ends are taken as they are. Between them, of all ways to pair elements of one name in
-    their order, the one is taken that has the largest sum: large subtrees count more than small
+    Equal ends are matched as they are. Between them, of all ways to pair elements of one name in
+    order, the one with the largest sum of weights is taken: large subtrees count more than small
     ones; equal shapes, equal GPU work and equal subtrees more than others. (Wagner and Fischer's
     table, a row at a time.)
     """
@@ -495,8 +501,8 @@ def match_items(base: ListItems, new: ListItems) -> list[tuple[int, int]]:
     equal = base.mark[base.mark.size - back :][::-1] == new.mark[new.mark.size - back :][::-1]
     high = back if equal.all() else int(np.argmin(equal))
     matched = [(index, index) for index in range(low)]
-    # lists of any length block by block; of the pairs of each block only those in its first half
-    # are kept
+    # Lists of any length are matched block by block; of the pairs of each block only those in its
+    # first half are kept.
     left_position = to = low
     left_end, right_end = base.mark.size - high, new.mark.size - high
     while left_position < left_end and to < right_end:
@@ -516,11 +522,11 @@ def match_items(base: ListItems, new: ListItems) -> list[tuple[int, int]]:
 
 
 def _find_best_matching(left: ListItems, right: ListItems) -> list[tuple[int, int]]:
-    """The pairing with the largest sum of weights, as early in both as possible."""
+    """Returns the pairing with the largest sum of weights, as early in both as possible."""
     rows, columns = left.name.size, right.name.size
     best = np.zeros((rows + 1, columns + 1), dtype=np.int32)
     for row in range(rows - 1, -1, -1):
-        # the weight of pairing element `row` with each on the right; 0 where the names differ
+        # The weight of pairing element `row` with each on the right; 0 where the names differ.
         gained = 8 + 4 * np.log2(np.minimum(left.size[row], right.size)).astype(np.int32)
         gained += 4 * (left.shape[row] == right.shape)
         gained += 3 * (left.work[row] == right.work) + 3 * (left.mark[row] == right.mark)
@@ -542,12 +548,12 @@ def _find_best_matching(left: ListItems, right: ListItems) -> list[tuple[int, in
 
 @dataclass(slots=True)
 class TreeUnion:
-    """Places, parents before their children.
+    """Places of both sides, parents before their children.
 
     The first tree that is added is the reference of its side; the reference of the second side is
-    laid on that of the first, all other trees on that of their side. What has no place there gets
-    one, which is found again by the same parent, name, shapes and order, so that what several steps
-    have in common stands at one place.
+    aligned with that of the first, all other trees with that of their side. Nodes without a place
+    there get a new one, which later trees find by the same parent, name, shapes and order, so that
+    the common nodes of several steps share one place.
 
     Attributes:
         parent: Parent of each place; -1 of the root.
@@ -565,7 +571,7 @@ class TreeUnion:
     _more: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
 
     def add(self, tree: StepTree, side: int) -> list[int]:
-        """The place of each node of a tree.
+        """Returns the place of each node of a tree, adding missing ones.
 
         Args:
             tree: The call tree of one step.
@@ -588,7 +594,7 @@ class TreeUnion:
         return union_nodes
 
     def _fill(self, tree: StepTree, side: int, union_nodes: list[int]) -> None:
-        """Give a place to every node that has none."""
+        """Gives a place to every node that has none."""
         count: dict[tuple[int, int, int], int] = {}
         used_nodes = set(union_nodes)
         for node, name in enumerate(tree.name):
@@ -624,13 +630,14 @@ class ComparedSide:
     """One side of a comparison, summed over its compared steps.
 
     Attributes:
-        steps: `rank`, `step` (null without steps), `duration_ns` of every compared step of every trace.
+        steps: `rank`, `step` (null without steps), `duration_ns` of every compared step of every
+            trace.
         device_steps: Number of pairs of a device and a step; 0 without GPU work.
         device_ns: Time of all devices in all compared steps.
-        kernels: GPU work by place, name, and how many of that name come before it at the place in its step: `count`
-            (launched in the steps), `ns` (time in the steps that counts to it, whenever it was
-            launched), `sum_ns` (durations of what was launched in the steps, whenever it ran).
-            Place -1: launched by no operator of a step.
+        kernels: GPU work by place, name, and how many of that name come before it at the place in
+            its step: `count` (launched in the steps), `ns` (time in the steps that counts to it,
+            whenever it was launched), `sum_ns` (durations of what was launched in the steps,
+            whenever it ran). Place -1: launched by no operator of a step.
         waiting: `cause`, `ns`: idle time of the devices.
         count: How often each place was reached.
         host_ns: Time of the steps' own threads at each place itself, not below it.
@@ -657,14 +664,15 @@ def build_side(
     *,
     is_sequence: bool = False,
 ) -> ComparedSide:
-    """Lay the steps of a run on the union.
+    """Aligns the steps of a run with the union.
 
     Args:
         session: The run.
         number: 0 for base, 1 for new.
-        union: Gets the places that it does not have.
-        name_codes: Gets the names and shapes that it does not have.
-        is_sequence: Whether only the operators themselves are compared, as of a run and its replay; see `trees`.
+        union: Missing places are added to it.
+        name_codes: Missing names and shapes are added to it.
+        is_sequence: Whether only the operators themselves are compared, as for a run and its
+            replay; see `build_trees`.
     """
     steps, kernels, waiting = [], [], []
     reached: list[Ints] = []
@@ -674,7 +682,7 @@ def build_side(
         select_compared_steps(trace) for trace in session.traces if trace.events.height
     ):
         call_trees = build_trees(compared_steps, name_codes, is_sequence=is_sequence)
-        # the place of each host event that is an operator of a step; -1 of the others
+        # The place of each host event that is an operator of a step; -1 for the others.
         event_places = np.full(call_trees.node.size, -1, dtype=np.int64)
         for sample, tree in enumerate(call_trees.trees):
             step_rows = np.flatnonzero((call_trees.node >= 0) & (call_trees.sample == sample))
@@ -723,7 +731,7 @@ def _assign_work_to_places(
     event_places: Ints,
     name_codes: NameCodes,
 ) -> pl.DataFrame:
-    """GPU work that was launched in the steps, or counts to them, by place."""
+    """Returns GPU work that was launched in the steps, or counts to them, by place."""
     trace = compared_steps.trace
     origin = attribute_to_launches(trace).launch_position
     owner = np.append(call_trees.above, -1)[origin]
@@ -735,8 +743,8 @@ def _assign_work_to_places(
     began = np.where(
         (began >= 0) & (start < np.append(compared_steps.spans.end, 0)[began]), began, -1
     )
-    # Work belongs to the step that launched it; what no operator of a step launched, to that in
-    # which it began.
+    # Work belongs to the step that launched it; work that no operator of a step launched, to the
+    # step in which it began.
     owning_step = np.where(owner >= 0, np.append(call_trees.sample, -1)[owner], began)
     spent = devices.work.group_by("event").agg(pl.col("ns").sum())
     kind = select_gpu_work(trace).select(

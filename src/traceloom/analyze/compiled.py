@@ -1,7 +1,7 @@
-"""Torch.compile: graphs, breaks, compilations.
+"""Torch.compile in a trace: compiled regions and graphs, graph breaks, lookups and compilations.
 
-The marks say which events compile, look up, run compiled graphs, or wrap them. Names are those of
-torch 2.0 to 2.13, read from recorded runs; docs/concepts/compile.md shows them.
+Marks classify events as compiling, looking up, running compiled graphs, or wrapping them. Names are
+those of torch 2.0 to 2.13, read from recorded runs; docs/concepts/compile.md shows them.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ _NAMES = {
     "wrapper": r"^(Pregraph bytecode|AOTDispatcher Runtime Wrapper Prologue)$",
 }
 COMPILED = f"{_NAMES['region']}|{_NAMES['graph']}"
-"""What runs something compiled: regions, and graphs without one."""
+"""Events that run something compiled: regions, and graphs without one."""
 
 _BACKWARD = r"^(entire_backward_compile|backward\._backward_impl)"
 
-# Phases by the names the compiler gives them; code lies in Inductor, Inductor in the back end.
+# Phases by the names that the compiler gives them; code generation is nested in Inductor, Inductor
+# in the back end.
 _PHASES = {
     "guards": r"^build_guards( |$)",
     "backend": r"^(backend_compile|OutputGraph\.call_user_compiler \(dynamo_timed\)|call_user_compiler)$|"
@@ -64,11 +65,12 @@ COMPILATIONS = build_schema(
 
 
 class CompiledEvents(Struct, frozen=True):
-    """Arrays of shape (host events,), in the forest's order.
+    """Marks of the host events; arrays of shape (host events,), in the forest's order.
 
     Attributes:
         region: Events that are compiled regions.
-        graph: Outermost events of compiled graphs, forward and backward; operators that stand for them, see `marks`.
+        graph: Outermost events of compiled graphs, forward and backward; operators that stand for
+            them, see `marks`.
         compiling: Outermost events of compilations.
         looking_up: Lookups in the cache of compiled code.
         within: The innermost region around each event (or itself); -1 outside regions.
@@ -87,7 +89,7 @@ class CompiledEvents(Struct, frozen=True):
 
 @cache_per_trace
 def mark_compiled_events(trace: Trace) -> CompiledEvents:
-    """Read the names of the host events.
+    """Marks the host events by their names.
 
     Time belongs to the nearest mark above it, but all of a compilation is compilation. Operators
     directly in a region run uncompiled, unless the region holds no graph at all: then its back end
@@ -134,21 +136,21 @@ def mark_compiled_events(trace: Trace) -> CompiledEvents:
 
 
 def list_compilations(trace: Trace, marks: CompiledEvents) -> pl.DataFrame:
-    """Tell every compilation, in time order.
+    """Returns every compilation, in time order.
 
-    Columns: event; region (`frame/number`, null where the trace does not number compilations: torch before 2.6),
-    number, recompile (a number above 0), direction (backward graphs are compiled when they are
-    first run), step, lane, start_ns, duration_ns, and its stages, which add up to it: dynamo_ns
-    (reading the bytecode, and all that is not told apart), guards_ns, autograd_ns (the back end
-    before Inductor: tracing forward and backward), inductor_ns (lowering and scheduling), code_ns
-    (writing, compiling and loading code).
+    Columns: event; region (`frame/number`, null where the trace does not number compilations: torch
+    before 2.6), number, recompile (a number above 0), direction (backward graphs are compiled when
+    they are first run), step, lane, start_ns, duration_ns, and its stages, which add up to it:
+    dynamo_ns (reading the bytecode, and all that is not told apart), guards_ns, autograd_ns (the
+    back end before Inductor: tracing forward and backward), inductor_ns (lowering and scheduling),
+    code_ns (writing, compiling and loading code).
     """
     tree, vocabulary = build_forest(trace), build_vocabulary(trace)
     rows = np.flatnonzero(marks.compiling)
     rows = rows[np.argsort(tree.row[rows], kind="stable")]
     name_of = vocabulary.code[tree.row]
-    # phases lie in each other; one that is not recorded belongs to the one around it, what lies in
-    # several to the last
+    # Phases are nested; time of one that is not recorded belongs to the one around it, and time in
+    # several to the innermost.
     stage = np.zeros(tree.row.size, dtype=np.int64)
     for number, pattern in enumerate(_PHASES.values(), start=1):
         stage[tree.nearest_or_self(gather_rows(vocabulary.matching(pattern), name_of)) >= 0] = (
@@ -159,7 +161,7 @@ def list_compilations(trace: Trace, marks: CompiledEvents) -> pl.DataFrame:
         tree.subtree_sums(np.where(stage == number, own_ns, 0))[rows]
         for number in range(len(_PHASES) + 1)
     ]
-    # region and number by the first note inside the compilation that names its id
+    # Region and number by the first note inside the compilation that contains its id.
     notes = np.flatnonzero(
         gather_rows(vocabulary.names.str.contains(_COMPILE_ID).to_numpy(), name_of)
     )
@@ -211,36 +213,38 @@ _PLACE = r"^(.*)\((\d+)\): (torch_dynamo_resume_in_.*)$"
 
 @dataclass(frozen=True)
 class Compiled(Result):
-    """What a trace shows of torch.compile. All frames are empty where it shows nothing.
+    """The record of torch.compile in a trace. All frames are empty where there is none.
 
     Attributes:
-        time: Time of the main thread and of every thread that runs compiled code, by lane, step (null outside all
-            steps) and part; adds up to the window of the trace on each lane. The parts: `compile`
-            (compiling), `lookup` (checking guards), `graph` (compiled graphs, forward and
-            backward), `wrapper` (compiled regions outside their graphs: bytecode, prologues,
-            Python), `break` (operators in a region that run uncompiled, at graph breaks), `outside`
-            (recorded, in no compiled region), `unobserved`.
+        time: Time of the main thread and of every thread that runs compiled code, by lane, step
+            (null outside all steps) and part; adds up to the window of the trace on each lane. The
+            parts: `compile` (compiling), `lookup` (checking guards), `graph` (compiled graphs,
+            forward and backward), `wrapper` (compiled regions outside their graphs: bytecode,
+            prologues, Python), `break` (operators in a region that run uncompiled, at graph
+            breaks), `outside` (recorded, in no compiled region), `unobserved`.
         device: Summed GPU work by the part that launched it; work of no known launch is `outside`.
-        regions: One row per compiled region `frame/number`: a number above 0 is a recompilation of that frame.
-            `host_ns` is its time without compilations, lookups and regions inside it, in the other
-            three parts. `function` is the Python frame it runs, null without stacks.
+        regions: One row per compiled region `frame/number`: a number above 0 is a recompilation of
+            that frame. `host_ns` is its time without compilations, lookups and regions inside it,
+            in the other three parts. `function` is the Python frame it runs, null without stacks.
             `graph_break_count`: continuations that ran inside its calls. `device_ns` is GPU work
             launched in it; `backward_` that of the backward graphs of its graphs (null where these
             cannot be joined).
-        graphs: Compiled graphs by name and region (null outside regions, as backward graphs are): calls, host time and
-            GPU work launched in them. Where a back end runs graphs operator by operator, its
-            outermost operators.
-        breaks: One row per pair of a region and the continuation that ran inside it: a graph break. `place` is the line
-            at which it resumes. `between_ns` is the host time from the end of the region's graph to
-            the continuation, `lookup_ns` the part of it that looked the continuation up, both
-            without compiling; `uncompiled_device_ns` the GPU work launched there.
+        graphs: Compiled graphs by name and region (null outside regions, as backward graphs are):
+            calls, host time and GPU work launched in them. Where a back end runs graphs operator by
+            operator, its outermost operators.
+        breaks: One row per pair of a region and the continuation that ran inside it: a graph break.
+            `place` is the line at which it resumes. `between_ns` is the host time from the end of
+            the region's graph to the continuation, `lookup_ns` the part of it that looked the
+            continuation up, both without compiling; `uncompiled_device_ns` the GPU work launched
+            there.
         compilations: One row per compilation in the window; see `compilations`.
         uncompiled: Outermost operators that ran in no compiled graph, by part and name.
         lookup_count: Lookups of compiled code.
         lookup_ns: Host time in them.
-        miss_count: Lookups that a compilation followed: the first of a frame, or a guard that failed.
-        recompile_count: Compilations of a frame that had been compiled before; None where the trace does not number
-            them.
+        miss_count: Lookups that a compilation followed: the first of a frame, or a guard that
+            failed.
+        recompile_count: Compilations of a frame that had been compiled before; None where the trace
+            does not number them.
         seen: Whether the trace shows anything of torch.compile.
     """
 
@@ -277,7 +281,7 @@ def _build_empty_result() -> Compiled:
 
 
 def compiled(trace: Trace) -> Compiled:
-    """Account for torch.compile: regions, graph breaks, lookups, compilations, and what ran
+    """Accounts for torch.compile: regions, graph breaks, lookups, compilations, and what ran
     uncompiled.
     """
     event_marks = mark_compiled_events(trace)
@@ -311,7 +315,7 @@ def compiled(trace: Trace) -> Compiled:
             "kernel_count": work.kernel,
         }
     ).pipe(cast_to_schema, DEVICE)
-    # of each host event alone, without what lies below it
+    # Of each host event alone, without what is below it.
     own_ns = tree.self_ns(np.ones(tree.row.size, dtype=np.bool_), tree.parent)
     own_device_ns, _, _ = work.sum_by_owner(np.arange(tree.row.size))
     lookups = np.flatnonzero(event_marks.looking_up)
@@ -336,7 +340,7 @@ def compiled(trace: Trace) -> Compiled:
 
 
 def _get_event_names(trace: Trace, rows: Ints) -> pl.Series:
-    """Names of host events, by their positions in the forest; null for -1."""
+    """Returns names of host events, by their positions in the forest; null for -1."""
     vocabulary = build_vocabulary(trace)
     return vocabulary.names.gather(
         pl.Series(vocabulary.code[build_forest(trace).row[rows]]).set(pl.Series(rows < 0), None)
@@ -344,7 +348,7 @@ def _get_event_names(trace: Trace, rows: Ints) -> pl.Series:
 
 
 def _find_region_functions(trace: Trace, rows: Ints) -> pl.Series:
-    """The Python frame right inside each region; null without one."""
+    """Returns the Python frame directly inside each region; null without one."""
     tree = build_forest(trace)
     child = np.minimum(rows + 1, tree.row.size - 1)
     python = get_event_column(trace, "category")[tree.row[child]] == cat.CATEGORIES.index(
@@ -354,7 +358,7 @@ def _find_region_functions(trace: Trace, rows: Ints) -> pl.Series:
 
 
 def _get_region_ids(trace: Trace, rows: Ints) -> pl.Series:
-    """`frame/number` of compiled regions; null for -1."""
+    """Returns `frame/number` of compiled regions; null for -1."""
     names = _get_event_names(trace, rows)
     return names.str.extract(REGION_NAME, 1) + "/" + names.str.extract(REGION_NAME, 2)
 
@@ -381,7 +385,7 @@ def _summarize_regions(
     break_ns = by_region(regions, np.where(part == BREAK, self_ns, 0))
     host_ns = by_region(regions, np.where((part == COMPILE) | (part == LOOKUP), 0, self_ns))
     outer_region = tree.nearest(event_marks.region)[rows]
-    # the backward of each region's graphs, without compiling it; null where unknown
+    # The backward of each region's graphs, without compiling it; null where unknown.
     backward = dict.fromkeys(
         ("backward_host_ns", "backward_device_ns"), pl.Series([None] * rows.size, dtype=pl.Int64)
     )
@@ -472,7 +476,8 @@ def _find_graph_breaks(
     )
     since = np.where(own_graph, tree.end_ns[last], tree.start_ns[parent])
     until = tree.start_ns[child]
-    # of the time between, what went into compiling and looking up on the lane of each child
+    # The part of the time in between that went into compiling and looking up on the lane of each
+    # child.
     spent = np.zeros((2, child.size), dtype=np.int64)
     for values, mask in zip(spent, (event_marks.compiling, event_marks.looking_up), strict=True):
         rows = np.flatnonzero(mask)
@@ -514,8 +519,8 @@ def _find_graph_breaks(
 def _list_uncompiled_ops(
     trace: Trace, event_marks: CompiledEvents, own_ns: Ints, own_device_ns: Ints
 ) -> pl.DataFrame:
-    """Outermost operators outside compiled graphs; the time of compiled work inside them is left
-    out.
+    """Returns outermost operators outside compiled graphs; the time of compiled work inside them is
+    left out.
     """
     tree = build_forest(trace)
     loose = (event_marks.part == BREAK) | (event_marks.part == OUTSIDE)

@@ -1,4 +1,6 @@
-"""How much is copied and filled, in which direction, how fast, and for whom?"""
+"""Copies and fills of GPU memory: amounts, directions, bandwidth, and the operators that launch
+them.
+"""
 
 from __future__ import annotations
 
@@ -36,21 +38,23 @@ class Copies(Result):
     """Copies and fills of GPU memory. Definitions: docs/concepts/copies.md.
 
     Attributes:
-        kinds: One row per device, direction and kinds of memory, the longest total first: device, kind (HtoD, DtoH,
-            DtoD, PtoP, HtoH, fill, unknown), source_memory and target_memory (pageable, pinned,
-            device ...; null where not said), by_kernel (done by a kernel, as on ROCm 7; its bytes
-            are not recorded), pageable (null where the host's memory is not described), count,
-            bytes (of those whose size is recorded; null where none is), unsized_count (the others),
-            total_ns (sum), union_ns (time in which at least one such copy runs), instant_count and
-            instant_bytes (of duration 0: too short for the clock; in no bandwidth), bytes_per_s
-            (bytes of the sized, timed copies over their summed time), min_bytes_per_s,
-            max_bytes_per_s (of single ones). Null where nothing is timed and sized. 1 GB/s is 10^9
-            bytes per second.
-        ops: The same by the operator that launched it: op (null for none), kind, pageable, count, bytes, total_ns.
-        per_step: Per device and kind the mean, least and most over whole steps of call_count, copied_bytes (null where
-            not all sizes are recorded) and total_ns.
-        curve: Bandwidth over time, per device and kind: from time_ns on, bytes_per_s flow, until the next row; the sum
-            over the copies that run. The area below it is the bytes of the timed copies.
+        kinds: One row per device, direction and kinds of memory, the longest total first: device,
+            kind (HtoD, DtoH, DtoD, PtoP, HtoH, fill, unknown), source_memory and target_memory
+            (pageable, pinned, device ...; null where not said), by_kernel (done by a kernel, as on
+            ROCm 7; its bytes are not recorded), pageable (null where the host's memory is not
+            described), count, bytes (of those whose size is recorded; null where none is),
+            unsized_count (the others), total_ns (sum), union_ns (time in which at least one such
+            copy runs), instant_count and instant_bytes (of duration 0: too short for the clock; in
+            no bandwidth), bytes_per_s (bytes of the sized, timed copies over their summed time),
+            min_bytes_per_s, max_bytes_per_s (of single ones). Null where nothing is timed and
+            sized. 1 GB/s is 10^9 bytes per second.
+        ops: The same by the operator that launched it: op (null for none), kind, pageable, count,
+            bytes, total_ns.
+        per_step: Per device and kind the mean, min and max over whole steps of call_count,
+            copied_bytes (null where not all sizes are recorded) and total_ns.
+        curve: Bandwidth over time, per device and kind: from time_ns until the next row,
+            bytes_per_s flow, the sum over the copies that run. The area below it is the bytes of
+            the timed copies.
     """
 
     kinds: pl.DataFrame
@@ -66,7 +70,7 @@ _TOTAL_BYTES = (
 
 
 def copies(trace: Trace) -> Copies:
-    """Add up copies and fills."""
+    """Summarizes copies and fills."""
     return _summarize_copies(trace)
 
 
@@ -135,7 +139,7 @@ def _summarize_copies(traces: Sequence[Trace]) -> Iterable[Copies]:
         rate.min().alias("min_bytes_per_s"),
         rate.max().alias("max_bytes_per_s"),
     )
-    # Up by the copy's own bandwidth where it begins, down where it ends
+    # Up by the copy's own bandwidth where it begins, down where it ends.
     curves: list[list[pl.DataFrame]] = [[CURVE_SCHEMA.to_frame()] for _ in traces]
     for part in rows.filter(_HAS_BANDWIDTH).partition_by(keys):
         number, device, kind = part[keys].row(0)
@@ -152,7 +156,7 @@ def _summarize_copies(traces: Sequence[Trace]) -> Iterable[Copies]:
         flow = np.cumsum(
             np.bincount(index, weights=np.concatenate([rate, -rate]), minlength=time.size)
         )
-        # what is left of a sum of floats when nothing runs is not a flow
+        # A remainder of a sum of floats while nothing runs is not a flow.
         flow = np.where(running > 0.5, np.maximum(flow, 0.0), 0.0)
         curves[number].append(
             pl.DataFrame(
@@ -180,7 +184,9 @@ def _summarize_copies(traces: Sequence[Trace]) -> Iterable[Copies]:
 
 
 def _collect_copies(traces: Sequence[Trace]) -> pl.DataFrame:
-    """One row per copy or fill: trace, the keys, bytes, start_ns, end_ns, op, ns, step, pageable."""
+    """Returns one row per copy or fill: trace, the keys, bytes, start_ns, end_ns, op, ns, step,
+    pageable.
+    """
     work = select_gpu_work_with_steps(traces).filter(pl.col("category") == "memory")
     recorded = concatenate_by_trace(trace.copies for trace in traces).rename({"kind": "direction"})
     kernel_names = work.filter(pl.col("kind") == "kernel")[["name"]].unique()

@@ -1,4 +1,4 @@
-"""The critical path of a step and its tables.
+"""The critical path of a step, and its tables.
 
 Exact definitions: docs/concepts/critical-path.md.
 """
@@ -81,7 +81,7 @@ _CLASS_CODE_BY_KIND = np.array(
 
 
 def build_path_table(graph: Graph, pieces: PathPieces) -> pl.DataFrame:
-    """The pieces with what they are of."""
+    """Returns the pieces with their nodes, events and edges."""
     node, edge = pl.Series(pieces.node).replace(-1, None), pl.Series(pieces.edge).replace(-1, None)
     columns = ("node", "kind", "name", "rank", "lane", "event")
     node_fields = pl.DataFrame([graph.nodes[column][node.cast(pl.UInt32)] for column in columns])
@@ -94,7 +94,7 @@ def build_path_table(graph: Graph, pieces: PathPieces) -> pl.DataFrame:
         else pl.Series([None] * node.len())
     )
     return node_fields.with_columns(
-        # What comes before the path begins is waiting for the rank that it begins on.
+        # Time before the path begins is waiting for the rank that it begins on.
         pl.col("rank").fill_null(strategy="backward"),
         pl.Series("start_ns", pieces.start + graph.epoch_ns),
         pl.Series("duration_ns", pieces.end - pieces.start),
@@ -107,7 +107,7 @@ def build_path_table(graph: Graph, pieces: PathPieces) -> pl.DataFrame:
 
 
 def merge_path_stretches(graph: Graph, rows: pl.DataFrame) -> pl.DataFrame:
-    """The path lane by lane: neighbouring pieces of one lane as one."""
+    """Merges neighbouring pieces of one lane."""
     run = (
         pl.col("lane").is_null() | (pl.col("lane") != pl.col("lane").shift(1)).fill_null(value=True)
     ).cum_sum()
@@ -138,7 +138,7 @@ def merge_path_stretches(graph: Graph, rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def build_class_table(rows: pl.DataFrame, length: int) -> pl.DataFrame:
-    """Time by class; every class has a row."""
+    """Returns time by class; every class has a row."""
     summed = rows.group_by("class").agg(pl.col("duration_ns").sum(), pl.len().alias("piece_count"))
     all_classes = pl.DataFrame({"class": list(CLASSES)}, schema={"class": ClassType})
     filled = all_classes.join(summed, on="class", how="left", maintain_order="left").with_columns(
@@ -150,7 +150,7 @@ def build_class_table(rows: pl.DataFrame, length: int) -> pl.DataFrame:
 
 
 def build_rank_table(rows: pl.DataFrame, length: int) -> pl.DataFrame:
-    """Time by rank and class, the ranks with the most of the path first."""
+    """Returns time by rank and class, the ranks with the most of the path first."""
     summed = rows.group_by("rank", "class").agg(pl.col("duration_ns").sum())
     rank_total = pl.col("duration_ns").sum().over("rank")
     ordered = summed.sort(
@@ -164,9 +164,11 @@ def build_rank_table(rows: pl.DataFrame, length: int) -> pl.DataFrame:
 def build_name_table(
     graph: Graph, window: PathWindow, rows: pl.DataFrame, slack: Ints, near_slack_ns: int
 ) -> pl.DataFrame:
-    """Work of the window by name, with its part of the path and the slack of what is not on it."""
-    # Of the way along edges only the transfer of a communication is its own time; the rest is
-    # between things.
+    """Returns the work of the window by name, with its part of the path and the slack of work that
+    is not on it.
+    """
+    # Of the time along edges only the transfer of a communication is a node's own time; the rest is
+    # between nodes.
     work_rows = rows.filter(
         ~pl.col("along_edge") | (pl.col("class") == COMMUNICATION), pl.col("class") != RESIDUAL
     )
@@ -211,7 +213,7 @@ def build_name_table(
     return (
         summed.with_columns(
             (pl.col("path_ns") / length).alias("path_fraction"),
-            # What the loop waits for its data in is mostly one name: it is told as that.
+            # Work that is mostly waiting for data is labelled as that.
             pl.when(2 * pl.col("data_ns") > pl.col("path_ns"))
             .then(pl.lit(DATA, ClassType))
             .otherwise("class")
@@ -238,32 +240,33 @@ class CriticalPath(Result):
     """The critical path of a step.
 
     Attributes:
-        sentence: Where its time goes.
+        sentence: A summary of where its time goes.
         step: The step; None for the whole window.
-        start_ns: Where the window begins, on the session's clock: where the first rank begins the step.
-        window_ns: To where the last rank ends it.
-        path: The path as pieces that follow each other without a gap, from the window's start to its end: `start_ns`
-            (on the session's clock), `duration_ns`, `class` (see CLASSES), `node` (row of the
-            graph; null before the path begins and after it ends), `kind` (of the node), `name`,
-            `rank`, `lane` (row of the graph's lanes), `thread` (name of the lane), `event` (row of
-            the rank's trace), `edge` (the kind of edge by which the path came to it, or along which
-            the time went by), `along_edge`, `evidence` (of the edge).
-        stretches: The same, neighbouring pieces of one lane as one: `start_ns`, `duration_ns`, `rank`, `where` (name of
-            the lane), what tells the lane apart (`kind`, `process`, `thread`, `device`, `stream`),
-            `class` and `name` with the most of its time (`class_ns`, `name_ns`), `piece_count`,
-            `first_event` and `last_event` (rows of the rank's trace), `edge` and `evidence` (how
-            the path came there).
-        classes: `class`, `duration_ns`, `fraction`, `piece_count`: every class, in the order of CLASSES. The
-            durations add up to `window_ns`.
-        ranks: `rank`, `class`, `duration_ns`, `fraction`: which ranks the path goes through; adds up to `window_ns`.
-            Time before the path begins counts to the rank it begins on: the others waited for it.
-        names: What lies in the window, by name: `class`, `name`, `count` (nodes), `duration_ns` (of all of them),
-            `path_ns` (of the path), `path_fraction`, `least_slack_ns` (of those that are not on the
-            path; null where all are), `near_count` and `near_ns` (those not on the path whose slack
-            is at most `near_slack_ns`). The most of the path first.
-        node_slack: `node`, `rank`, `event`, `slack_ns` of every node of the graph: how much later it could end
-            without the step ending later; 0 where its work is on the path.
-        near_slack_ns: What counts as nearly critical: 1 % of the window.
+        start_ns: Start of the window, where the first rank begins the step, on the session's clock.
+        window_ns: Length of the window, up to where the last rank ends the step.
+        path: The path as pieces that follow each other without a gap, from the window's start to
+            its end: `start_ns` (on the session's clock), `duration_ns`, `class` (see CLASSES),
+            `node` (row of the graph; null before the path begins and after it ends), `kind` (of the
+            node), `name`, `rank`, `lane` (row of the graph's lanes), `thread` (name of the lane),
+            `event` (row of the rank's trace), `edge` (the kind of edge by which the path came to
+            it, or along which the time went by), `along_edge`, `evidence` (of the edge).
+        stretches: The same, neighbouring pieces of one lane as one: `start_ns`, `duration_ns`,
+            `rank`, `where` (name of the lane), the identity of the lane (`kind`, `process`,
+            `thread`, `device`, `stream`), `class` and `name` with the most of its time (`class_ns`,
+            `name_ns`), `piece_count`, `first_event` and `last_event` (rows of the rank's trace),
+            `edge` and `evidence` (how the path came there).
+        classes: `class`, `duration_ns`, `fraction`, `piece_count`: every class, in the order of
+            CLASSES. The durations add up to `window_ns`.
+        ranks: `rank`, `class`, `duration_ns`, `fraction`: the ranks on the path; adds up to
+            `window_ns`. Time before the path begins counts to the rank it begins on: the others
+            waited for it.
+        names: Work in the window, by name: `class`, `name`, `count` (nodes), `duration_ns` (of all
+            of them), `path_ns` (of the path), `path_fraction`, `least_slack_ns` (of those that are
+            not on the path; null where all are), `near_count` and `near_ns` (those not on the path
+            whose slack is at most `near_slack_ns`). The most of the path first.
+        node_slack: `node`, `rank`, `event`, `slack_ns` of every node of the graph: how much later
+            it could end without the step ending later; 0 where its work is on the path.
+        near_slack_ns: The slack up to which nodes are nearly critical: 1 % of the window.
         law: How well the graph explains the run that it was made from: both errors.
     """
 
@@ -281,8 +284,8 @@ class CriticalPath(Result):
     law: Law
 
     def check(self) -> None:
-        """Raise AssertionError where the pieces do not tile the window, or a sum does not add up to
-        it.
+        """Raises AssertionError where the pieces do not tile the window, or a sum does not add up
+        to it.
         """
         start, length = self.path["start_ns"].to_numpy(), self.path["duration_ns"].to_numpy()
         assert (length > 0).all()
@@ -294,15 +297,16 @@ class CriticalPath(Result):
 
 
 def critical_path(of: Session | Trace | Graph, step: int | None = None) -> CriticalPath:
-    """Find the critical path of a step over host, devices and all ranks.
+    """Finds the critical path of a step over host, devices and all ranks.
 
-    The path begins with the last thing of the step (the end of its thread's time, or of GPU work it
-    launched that ended later), goes back over what each thing waited for last, and is cut to the
+    The path begins with the last point of the step (the end of its thread's time, or of GPU work it
+    launched that ended later), goes back over what each node waited for last, and is cut to the
     time of the step.
 
     Args:
         of: A session or a trace, of which only the step is linked; or a linked graph.
-        step: The step; None takes the whole step of median length, and without steps the whole window.
+        step: The step; None selects the whole step of median length, and without steps the whole
+            window.
 
     Raises:
         UsageError: `no-such-step`; `nothing-to-link`: there is nothing in the graph.
@@ -328,7 +332,7 @@ def critical_path(of: Session | Trace | Graph, step: int | None = None) -> Criti
     window = find_path_window(graph, step, session)
     path_pieces = build_path_pieces(graph, window)
     if session is not None:
-        # Host time on the path in which the loop waits for its data
+        # Host time on the path in which the loop waits for its data.
         lane_of = np.append(graph.nodes["lane"].cast(pl.Int64).fill_null(-1).to_numpy(), -1)
         code = list(CLASSES).index(HOST)
         ranks = set(

@@ -1,4 +1,4 @@
-"""The window it is asked for; the way back as pieces without gaps."""
+"""The window of a critical path, and the path as contiguous pieces of time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HOST_KINDS = (gs.HOST, gs.THINK, gs.WAIT, gs.LAUNCH, gs.BLOCK)
 _NO_LANE = 2**32 - 1
 _SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
 _MAX_TIME = int(np.iinfo(np.int64).max)
-_CLOCK_EVENTS = 16  # events that tell how a trace's clock relates to the graph's
+_CLOCK_EVENTS = 16  # events that relate a trace's clock to the graph's
 
 
 class PathWindow(Struct, frozen=True):
@@ -32,9 +32,10 @@ class PathWindow(Struct, frozen=True):
 
     Attributes:
         step: The step; None for everything.
-        low: From, ns: where the first rank begins the step.
-        high: To, ns: where the last rank ends it.
-        last: The point that the path leads to: the last thing of the step, be it work it launched that ended later.
+        low: Start, ns: where the first rank begins the step.
+        high: End, ns: where the last rank ends it.
+        last: The point that the path leads to: the end of the step, or of work that it launched and
+            that ended later.
     """
 
     step: int | None
@@ -44,18 +45,20 @@ class PathWindow(Struct, frozen=True):
 
 
 def find_median_step(traces: Iterable[Trace]) -> int | None:
-    """The step of median length among the whole ones that most ranks have; None without steps that
-    take time.
+    """Returns the step of median length among the whole ones that most ranks have; None without
+    steps that take time.
 
-    The length of a step is that of its slowest rank. Of an even number the longer of the two in the
-    middle is taken.
+    The length of a step is that of its slowest rank. Of an even number of steps the longer of the
+    two in the middle is taken.
     """
     common = find_common_steps(traces)
     return common[len(common) // 2] if common else None
 
 
 def find_common_steps(traces: Iterable[Trace]) -> list[int]:
-    """The whole steps that most ranks have, from the shortest to the longest on their slowest rank."""
+    """Returns the whole steps that most ranks have, from the shortest to the longest on their
+    slowest rank.
+    """
     steps = [trace.steps[["step", "complete", "start_ns", "end_ns"]] for trace in traces]
     lengths = pl.concat(steps) if steps else pl.DataFrame()
     if not lengths.height:
@@ -77,7 +80,7 @@ def find_common_steps(traces: Iterable[Trace]) -> list[int]:
 
 
 def find_median_graph_step(graph: Graph) -> int | None:
-    """The same for a graph alone, which does not say which steps are whole."""
+    """Returns the median step of a graph alone, where it is unknown which steps are whole."""
     spans = _find_step_spans(graph)
     if not spans.height:
         return None
@@ -89,13 +92,13 @@ def find_median_graph_step(graph: Graph) -> int | None:
 
 
 def find_path_window(graph: Graph, step: int | None, session: Session | None = None) -> PathWindow:
-    """The window of a step, or of the whole graph.
+    """Returns the window of a step, or of the whole graph.
 
     Args:
         graph: A linked graph with at least one node.
         step: The step; None for everything.
-        session: The traces that it was linked from, which know when steps begin and end; without them a step is what
-            the nodes of its thread cover.
+        session: The traces that it was linked from, which determine when steps begin and end;
+            without them a step is the time that the nodes of its thread cover.
 
     Raises:
         UsageError: `no-such-step`.
@@ -106,9 +109,8 @@ def find_path_window(graph: Graph, step: int | None, session: Session | None = N
             None, int(times.min()), int(times.max()), int(np.flatnonzero(times == times.max())[-1])
         )
     spans = _find_step_spans(graph).filter(pl.col("step") == step)
-    if (
-        session is not None
-    ):  # as the traces say them, on the graph's clock; the thread is that of the step's own event
+    # As in the traces, on the graph's clock; the thread is that of the step's own event
+    if session is not None:
         thread = dict(spans.select("rank", "lane").iter_rows())
         rows = []
         for trace, clock in match_clocks(graph, session, step):
@@ -131,7 +133,7 @@ def find_path_window(graph: Graph, step: int | None, session: Session | None = N
     if not spans.height:
         raise UsageError(f"there is no step {step} in the graph", slug="no-such-step")
     low, high = int(spans["low"].min()), int(spans["high"].max())  # type: ignore[arg-type]
-    # The last point of a step: the end of its thread's time, or of GPU work that it launched
+    # The last point of a step: the end of its thread's time, or of GPU work that it launched.
     in_step = np.flatnonzero((graph.nodes["step"] == step).fill_null(value=False).to_numpy())
     launched = in_step[
         graph.nodes["category"][in_step].is_in(list(GPU_WORK)).fill_null(value=False).to_numpy()
@@ -141,7 +143,7 @@ def find_path_window(graph: Graph, step: int | None, session: Session | None = N
     for span in spans.iter_rows(named=True):
         if span["lane"] is None:
             continue
-        # The stretch of the thread in which the step ends; stretches follow each other without a
+        # The segment of the thread in which the step ends; segments follow each other without a
         # gap.
         on_lane = np.flatnonzero(
             (lane_of == span["lane"]) & (times[0::2] < max(span["high"], span["low"] + 1))
@@ -154,8 +156,8 @@ def find_path_window(graph: Graph, step: int | None, session: Session | None = N
 
 
 def _find_step_spans(graph: Graph) -> pl.DataFrame:
-    """`rank`, `step`, `lane`, `low`, `high` of each step on each rank: the thread on which it
-    begins first.
+    """Returns `rank`, `step`, `lane`, `low`, `high` of each step on each rank, on the thread on
+    which it begins first.
     """
     columns = graph.nodes.select("rank", "step", "lane", "kind", "start_ns", "duration_ns")
     on_threads = columns.filter(
@@ -176,10 +178,10 @@ def _find_step_spans(graph: Graph) -> pl.DataFrame:
 
 
 class RankClock(Struct, frozen=True):
-    """How the times of a trace become times of the graph.
+    """The relation of the times of a trace to times of the graph.
 
     Attributes:
-        rank: What the graph calls the rank.
+        rank: The rank in the graph.
         shift: Added to its times near the step (near its start, without a step).
     """
 
@@ -190,8 +192,8 @@ class RankClock(Struct, frozen=True):
 def match_clocks(
     graph: Graph, session: Session, step: int | None
 ) -> Iterator[tuple[Trace, RankClock]]:
-    """The traces that are in the graph (one per rank; with a step, those that have it), and their
-    clocks.
+    """Yields the traces that are in the graph (one per rank; with a step, those that have it), and
+    their clocks.
     """
     done: set[int] = set()
     for trace in session.traces:
@@ -211,7 +213,7 @@ def match_clocks(
         done.add(rank)
         nodes = _select_event_nodes(graph, trace, rank)
         shift = -graph.epoch_ns
-        if nodes.size:  # as the events that begin next to the step tell
+        if nodes.size:  # by the events that begin next to the step
             first = np.full(trace.events.height, _MAX_TIME)
             start_ns = graph.nodes["start_ns"][nodes].to_numpy()
             np.minimum.at(first, graph.nodes["event"][nodes].to_numpy(), start_ns)
@@ -222,14 +224,14 @@ def match_clocks(
             nearest = np.flatnonzero(distance <= np.partition(distance, last_near)[last_near])[
                 : last_near + 1
             ]
-            # The node of an event that was cut at a bound begins later than the event: never
+            # The node of an event that was cut at a bound begins later than the event, never
             # earlier.
             shift = int((first[event] - recorded)[nearest].min())
         yield trace, RankClock(rank, shift)
 
 
 def _select_event_nodes(graph: Graph, trace: Trace, rank: int) -> Ints:
-    """Nodes of the recorded events of a rank."""
+    """Returns nodes of the recorded events of a rank."""
     return np.flatnonzero((graph.events < trace.events.height) & (graph.rank_numbers == rank))
 
 
@@ -293,7 +295,8 @@ class PathPieces(Struct, frozen=True):
     Attributes:
         start: Starts on the graph's clock, ns.
         end: Ends, > starts.
-        node: Node whose time it is; of the time along an edge the node that was held back; -1 before the path begins.
+        node: Node of the time; for time along an edge the node that was held back; -1 before the
+            path begins.
         edge: Edge along which the time went by, or by which the path came to the node; -1 for none.
         along: Whether the time is that of the edge.
         kind: Number of its class in CLASSES.
@@ -307,14 +310,14 @@ class PathPieces(Struct, frozen=True):
     kind: Ints
 
     def take(self, rows: Ints) -> PathPieces:
-        """Some of the pieces."""
+        """Returns some of the pieces."""
         return PathPieces(*(getattr(self, name)[rows] for name in self.__struct_fields__))
 
 
 def build_path_pieces(graph: Graph, window: PathWindow) -> PathPieces:
-    """Walk back from the last point of a window to its beginning.
+    """Walks back from the last point of a window to its beginning.
 
-    Each node on the way gives the time of its work, each edge its delay, and what is left over on
+    Each node on the way contributes the time of its work, each edge its delay, and the remainder on
     either is a residual. Where an edge goes back in time (a call returned, by the clocks, before
     what it awaited was over), the earlier piece is shortened, so that no time counts twice and none
     is negative.
@@ -324,7 +327,7 @@ def build_path_pieces(graph: Graph, window: PathWindow) -> PathPieces:
     points, bound = points[::-1], bound[::-1]
     is_own_work, edge = bound[1:] == _OWN_WORK, np.where(bound[1:] >= 0, bound[1:], -1)
     node = points[1:] >> 1
-    # What the path came along before the node's own work: the edge into its start.
+    # The edge by which the path came to the node's own work: the one into its start.
     incoming_edge = np.where(is_own_work, bound[:-1], edge)
     start, finish = times[points[:-1]], times[points[1:]]
     length = np.where(
@@ -344,7 +347,7 @@ def build_path_pieces(graph: Graph, window: PathWindow) -> PathPieces:
     edge_class = np.array(
         [_get_class_number(_EDGE_CLASSES.get(kind, HOST)) for kind in gs.EDGE_KINDS]
     )[edge_kind[edge]]
-    # Into an assumed arrival goes what the peers that were not recorded kept us waiting.
+    # Edges into an assumed arrival hold the time that unrecorded peers kept this rank waiting.
     edge_class = np.where(
         node_kind[node] == gs.NODE_KINDS.index(gs.ARRIVAL),
         _get_class_number(UNRECORDED),
@@ -386,19 +389,19 @@ def _get_class_number(name: str) -> int:
 
 
 def split(pieces: PathPieces, may_cut: Bools, start: Ints, end: Ints, kind: str) -> PathPieces:
-    """Give the parts of some pieces that lie in spans of time another class.
+    """Gives the parts of some pieces that lie in intervals of time another class.
 
     Args:
         pieces: The pieces.
         may_cut: Which of them may be cut; shape (pieces,).
-        start: Starts of the spans, ascending; they do not overlap.
+        start: Starts of the intervals, ascending; they do not overlap.
         end: Their ends.
-        kind: The class of what lies in a span.
+        kind: The class of time in an interval.
     """
     if not may_cut.any() or not start.size:
         return pieces
-    # Cut all of these pieces at all bounds of spans that lie in them, then look where each part
-    # lies.
+    # Cut all of these pieces at all bounds of intervals that lie in them, then look up where each
+    # part lies.
     cuts = np.sort(np.concatenate([start, end]))
     low = np.where(may_cut, np.searchsorted(cuts, pieces.start, side="right"), 0)
     high = np.where(may_cut, np.searchsorted(cuts, pieces.end, side="left"), 0)
@@ -422,12 +425,12 @@ def split(pieces: PathPieces, may_cut: Bools, start: Ints, end: Ints, kind: str)
 def find_data_waits(
     graph: Graph, trace: Trace, rank: int, shift: int
 ) -> Iterator[tuple[int, Ints, Ints]]:
-    """When a rank waits for its DataLoader, thread by thread.
+    """Returns when a rank waits for its DataLoader, thread by thread.
 
     Args:
         graph: The graph.
         trace: The trace of the rank.
-        rank: What the graph calls it.
+        rank: The rank in the graph.
         shift: Added to a time of the trace to get a time of the graph.
 
     Yields:

@@ -1,4 +1,6 @@
-"""How long does the main loop wait for its data, who makes it, and does the GPU wait too?"""
+"""Waits for the DataLoader: how long the main loop waits for its data, who makes it, and whether
+the GPU waits too.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ WAITS = build_schema(
 STEPS = build_schema("step wait_ns fraction gpu_idle_ns bottleneck")
 TIME_PARTS = build_schema("step part ns", {"part": pl.Enum(PARTS)})
 
-# What the training loop calls: PyTorch's own span around it, or the frame of the iterator where
+# Calls of the training loop: PyTorch's own span around them, or the frame of the iterator where
 # stacks are recorded.
 LOADER_SPAN = r"^enumerate\(DataLoader\)#|^enumerate\(.*DataLoader.*\)#"
 LOADER_FRAME = r"(^|/)torch/utils/data/dataloader\.py\(\d+\): __next__$"
@@ -53,17 +55,17 @@ class DataLoading(Result):
     """Waits for the DataLoader: the time from asking for a batch to having it, whoever makes it.
 
     Attributes:
-        waits: One row per call; `step` is that of its start (null outside all steps). `maker` is who makes the batch:
-            the main thread itself, or worker processes it waits for; null where neither name nor
-            frames tell. `gpu_idle_ns` is the part of the wait in which no device had any work; null
-            without GPU work.
-        steps: One row per step; a wait across a border counts to both sides. Null where no call is recorded at all.
-            `bottleneck`: the wait is at least 5 % of the step, and the GPU had nothing to do in at
-            least half of it (without GPU work only the first counts).
-        spent: What the waiting thread did meanwhile, by step (null outside all steps): in the data set and its
-            fetcher, collating, pinning, waiting for workers, in operators outside of these, or
-            anything else; adds up to `total_ns`. Without Python stacks only operators and calls
-            that wait can be told apart.
+        waits: One row per call; `step` is that of its start (null outside all steps). `maker` makes
+            the batch: the main thread itself, or worker processes it waits for; null where neither
+            name nor frames show it. `gpu_idle_ns` is the part of the wait in which no device had
+            any work; null without GPU work.
+        steps: One row per step; a wait across a border counts to both sides. Null where no call is
+            recorded at all. `bottleneck`: the wait is at least 5 % of the step, and the GPU had
+            nothing to do in at least half of it (without GPU work only the first counts).
+        spent: Activity of the waiting thread meanwhile, by step (null outside all steps): in the
+            data set and its fetcher, collating, pinning, waiting for workers, in operators outside
+            of these, or anything else; adds up to `total_ns`. Without Python stacks only operators
+            and calls that wait can be distinguished.
         total_ns: Union of the waits; None where no call is recorded.
         evidence: `annotations`, `python-frames` or `none`: how the calls are known.
     """
@@ -77,7 +79,7 @@ class DataLoading(Result):
 
 @cache_per_trace
 def data_loading(trace: Trace) -> DataLoading:
-    """Find the waits of the training loop for its DataLoader, per step."""
+    """Finds the waits of the training loop for its DataLoader, per step."""
     tree, vocabulary = build_forest(trace), build_vocabulary(trace)
     evidence, called = _mark_loader_calls(trace)
     rows = np.flatnonzero(called)
@@ -86,7 +88,7 @@ def data_loading(trace: Trace) -> DataLoading:
     on_gpu = merge_intervals(work["start_ns"].to_numpy(), work["end_ns"].to_numpy())
     idle = invert_spans(on_gpu, trace.start_ns, trace.end_ns) if work.height else None
     waiting = merge_intervals(tree.start_ns[rows], tree.end_ns[rows])
-    # who makes the batch of each call: by its name or by the names inside it
+    # Who makes the batch of each call, by its name or by the names inside it.
     made_by_workers, in_the_loop = (
         pl.Series(
             tree.subtree_sums(gather_rows(matches, vocabulary.code[tree.row]).astype(np.int64))[
@@ -147,7 +149,7 @@ def data_loading(trace: Trace) -> DataLoading:
 
 
 def _measure_wait_parts(trace: Trace, called: Bools) -> pl.DataFrame:
-    """Tile the waits by what the thread did: by the code around it, else by the activity."""
+    """Tiles the waits by the activity of the thread: by the code around it, else by its class."""
     if not called.any():
         return TIME_PARTS.to_frame()
     tree, vocabulary, host_pieces = (
@@ -178,14 +180,16 @@ def _measure_wait_parts(trace: Trace, called: Bools) -> pl.DataFrame:
 
 
 def find_loader_calls(trace: Trace) -> Ints:
-    """Rows of `trace.events` in which the training loop waits for its DataLoader, ascending."""
+    """Returns rows of `trace.events` in which the training loop waits for its DataLoader,
+    ascending.
+    """
     tree = build_forest(trace)
     return np.sort(tree.row[_mark_loader_calls(trace)[1]])
 
 
 @cache_per_trace
 def _mark_loader_calls(trace: Trace) -> tuple[str, Bools]:
-    """Which host events are calls of a DataLoader, the outermost where several enclose each other."""
+    """Returns which host events are calls of a DataLoader, the outermost of nested ones."""
     tree = build_forest(trace)
     vocabulary, category_of = build_vocabulary(trace), trace.events["category"]
     for evidence, category, pattern in (

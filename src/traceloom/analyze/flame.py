@@ -1,4 +1,4 @@
-"""Host time by call path."""
+"""Host time and GPU work by call path: the folded call stacks of host threads."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from traceloom.trace.trace import Trace
 KINDS = ("thread", "python", "module", "op", "annotation", "launch", "other")
 THREAD = 0
 MODULE = "nn.Module: "
-MAX_DEPTH = 1024  # levels; what lies deeper counts to the level above
+MAX_DEPTH = 1024  # levels; deeper frames count to the level above
 
-# Differs from call to call and names no other place.
+# Varies from call to call and identifies no other place.
 _STEP_PATTERN = r"^(ProfilerStep|traceloom\.step)#.*$"
 
 
 class CallTree(Struct, frozen=True):
-    """Paths of calls, one level after the other: parents stand before their children.
+    """Paths of calls, level by level: parents come before their children.
 
     Attributes:
         node: For each host event (in the forest's order) its node; shape (host events,).
         parent: For each node its parent; -1 for threads. Shape (nodes,).
         label: For each node the index of its name in `names`; -1 for threads.
         kind: For each node its index in KINDS.
-        lane: For each node the lane it stands on.
-        level: First node of each level, and the number of nodes at the end; level 0 are the threads.
+        lane: For each node its lane.
+        level: First node of each level, and the number of nodes at the end; level 0 are the
+            threads.
         names: The distinct names, without addresses and step numbers.
         name_of: For each host event the index of its name.
     """
@@ -54,21 +55,21 @@ class CallTree(Struct, frozen=True):
     name_of: Ints
 
     def sums(self, values: Ints) -> Ints:
-        """Per node the sum of `values`, given per host event."""
+        """Returns per node the sum of `values`, given per host event."""
         total = np.zeros(self.parent.size, dtype=np.int64)
         np.add.at(total, self.node, values)
         return total
 
     def totals(self, self_values: Ints) -> Ints:
-        """Per node its own value and those of all nodes below it."""
+        """Returns per node its own value and those of all nodes below it."""
         total = self_values.copy()
         for low, high in reversed(list(zip(self.level[1:-1], self.level[2:], strict=True))):
             np.add.at(total, self.parent[low:high], total[low:high])
         return total
 
     def paths(self, nodes: Ints) -> list[list[int]]:
-        """For each of `nodes` the path from its thread down to the node itself; for a few nodes,
-        since it walks up.
+        """Returns for each of `nodes` the path from its thread down to the node itself; for a few
+        nodes, since it walks up.
         """
         paths = []
         for node in nodes.tolist():
@@ -95,14 +96,14 @@ _KIND_BY_CATEGORY_CODE = np.array(
 
 @cache_per_trace
 def call_tree(trace: Trace) -> CallTree:
-    """Fold the host events of a trace.
+    """Folds the host events of a trace.
 
-    Goes down level by level, where a path is known by its parent's node and its own name; the work
+    Goes down level by level, where a path is known by its parent's node and its own name; the cost
     is that of sorting the events once.
     """
     tree, vocabulary = build_forest(trace), build_vocabulary(trace)
-    # names without what differs from call to call, and for each name of the vocabulary the index of
-    # its plain one
+    # Names without what varies from call to call, and for each name of the vocabulary the index of
+    # its plain one.
     text = (
         pl.col("name")
         .fill_null("")
@@ -133,9 +134,8 @@ def call_tree(trace: Trace) -> CallTree:
         distinct, first, number = np.unique(
             up * width + name_of[events], return_index=True, return_inverse=True
         )
-        call_order = np.argsort(
-            first, kind="stable"
-        )  # nodes are numbered in the order in which they are first called
+        # Nodes are numbered in the order in which they are first called
+        call_order = np.argsort(first, kind="stable")
         position = np.empty_like(call_order)
         position[call_order] = np.arange(call_order.size)
         node[events] = count + position[number]
@@ -146,7 +146,7 @@ def call_tree(trace: Trace) -> CallTree:
         count += distinct.size
     if bounds.size > MAX_DEPTH:
         node = node[tree.nearest_or_self(depth < MAX_DEPTH)]
-    # kind and lane of a node are those of its first event; threads have none
+    # Kind and lane of a node are those of its first event; threads have none.
     example = np.concatenate([np.zeros(0, dtype=np.int64), *examples])
     kind = _KIND_BY_CATEGORY_CODE[get_event_column(trace, "category")[tree.row[example]]]
     if example.size:
@@ -180,18 +180,18 @@ class Flame(Result):
     """The folded call stacks of host threads.
 
     Attributes:
-        frames: One row per path; parents before their children, a thread is the root of its calls. `calls` counts the
-            events of the path, `self_ns` the time in which one of them is innermost, `total_ns`
-            that of the path and all below. `self_device_ns` is the summed duration of the GPU work
-            launched right there, `device_ns` there and below. `name` of a Python frame is the
-            function, with `file` and `line`; null for others.
-        functions: The same summed by name wherever it is called from; `total_ns` and `device_ns` count a function that
-            calls itself once. `mean_self_ns`, `min_self_ns`, `max_self_ns` are per whole step; null
-            without steps.
+        frames: One row per path; parents before their children, a thread is the root of its calls.
+            `calls` counts the events of the path, `self_ns` the time in which one of them is
+            innermost, `total_ns` that of the path and all below. `self_device_ns` is the summed
+            duration of the GPU work launched right there, `device_ns` there and below. `name` of a
+            Python frame is the function, with `file` and `line`; null for others.
+        functions: The same summed by name wherever it is called from; `total_ns` and `device_ns`
+            count a function that calls itself once. `mean_self_ns`, `min_self_ns`, `max_self_ns`
+            are per whole step; null without steps.
         busy_ns: Sum of all `self_ns`: the time in which anything is recorded on the threads.
         gpu_work_ns: Summed duration of the GPU work of the chosen steps.
-        unattributed_device_ns: The part of it that no host event is known to have launched; with all
-            `self_device_ns` it is `gpu_work_ns`.
+        unattributed_device_ns: The part of it that no host event is known to have launched; with
+            all `self_device_ns` it is `gpu_work_ns`.
     """
 
     frames: pl.DataFrame
@@ -204,13 +204,14 @@ class Flame(Result):
 def flame(
     run: Trace | Session, steps: tuple[int, int] | None = None, lane: int | None = None
 ) -> Flame:
-    """Fold the call stacks: Python frames, modules, operators, annotations and runtime calls in one
-    tree.
+    """Folds the call stacks: Python frames, modules, operators, annotations and runtime calls in
+    one tree.
 
     Args:
-        run: One process's trace, or a session (its ranks stand one after the other, nodes numbered on).
-        steps: First and last step to count, both included; None for all time. Host time is cut at the steps' bounds,
-            calls count where they start, GPU work where it was launched.
+        run: One process's trace, or a session (its ranks come one after the other, with consecutive
+            node numbers).
+        steps: First and last step to count, both included; None for all time. Host time is cut at
+            the steps' bounds, calls count where they start, GPU work where it was launched.
         lane: Only this thread; None for all.
     """
     if isinstance(run, Trace):
@@ -263,11 +264,10 @@ def _build_trace_flame(trace: Trace, steps: tuple[int, int] | None, lane: int | 
     total, device_total = folded.totals(self_ns), folded.totals(device)
     values = dict(zip(_TIMES, (calls, self_ns, total, device, device_total), strict=True))
     used = (folded.totals(calls) > 0) | (total > 0) | (device_total > 0)
-    frame_places = parse_frame_places(
-        pl.concat([folded.names.cast(pl.String), pl.Series([""])])
-    )  # the last is that of threads
+    # The last is that of threads
+    frame_places = parse_frame_places(pl.concat([folded.names.cast(pl.String), pl.Series([""])]))
     gpu_work = int(work.duration_ns[selected_work].sum())
-    # Own time of each name in a usual step
+    # Own time of each name in a usual step.
     rows = np.flatnonzero(step != NO_STEP)
     numbers = np.sort(trace.steps["step"].cast(pl.Int64).to_numpy())
     step_index = (
@@ -306,8 +306,8 @@ def _add_at_index(size: int, index: Ints, values: Ints) -> Ints:
 
 
 def list_thread_names(trace: Trace) -> pl.Series:
-    """What to call each lane: its name, with process and thread where several have one name; shape
-    (lanes,).
+    """Returns the label of each lane: its name, with process and thread where several have one
+    name; shape (lanes,).
     """
     qualified = pl.format("{} ({}, {})", "name", "process", "thread")
     return trace.lanes.select(
@@ -350,7 +350,7 @@ def _summarize_functions(
     frame_places: pl.DataFrame,
     typical: pl.DataFrame,
 ) -> pl.DataFrame:
-    """Sums by name; of nested calls of one name only the outermost counts to the totals."""
+    """Returns sums by name; of nested calls of one name only the outermost counts to the totals."""
     top = np.zeros(folded.parent.size, dtype=np.bool_)
     if folded.node.size:
         top[folded.node] = build_forest(trace).topmost_of_kind(folded.name_of)

@@ -1,9 +1,10 @@
-"""Is the new run worse than the base, or is it chance? Verdicts with intervals, on one run or on
-several of each side.
+"""Verdicts on whether new runs are worse than a base, with intervals, from one run or several of
+each side.
 
 Exact definitions: docs/concepts/verdicts.md.
 
-Source: Cohen, Statistical Power Analysis for the Behavioral Sciences (1988), section 2.4: two groups of equal size.
+Source: Cohen, Statistical Power Analysis for the Behavioral Sciences (1988), section 2.4: two
+groups of equal size.
 """
 
 from __future__ import annotations
@@ -52,14 +53,13 @@ SCALARS = {
     "launches": "count",
     "memory_peak": "bytes",
 }
-"""Metrics of a whole step, with what they are measured in."""
+"""Metrics of a whole step, with their measures."""
 TABLES = {"kernel": "time", "kind": "time", "op": "time", "op_gpu": "time"}
-"""Metrics of a part of a step: what follows the colon chooses it."""
+"""Metrics of a part of a step: the text after the colon selects it."""
 DEFAULT_CONDITION = "step_time > 3%"
 PERCENT = "%"
 UNDISTURBED_STATISTIC = "p10"
-"""A low percentile: what others on the machine do to a program makes steps longer, never shorter.
-"""
+"""A low percentile: other processes on the machine make steps longer, never shorter."""
 _UNITS = {
     "time": {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9},
     "bytes": {
@@ -87,10 +87,13 @@ class Condition(Struct, frozen=True):
     Attributes:
         text: As the user wrote it.
         metric: One of `SCALARS` or `TABLES`.
-        chosen: Of a table: the regular expression (of `kind` the name) that chooses rows; else empty.
-        statistic: What is taken over the steps of a run: `mean`, `median`, or a percentile from `p1` to `p99`.
+        chosen: For a table the regular expression (for `kind` the name) that selects rows; else
+            empty.
+        statistic: The statistic over the steps of a run: `mean`, `median`, or a percentile from
+            `p1` to `p99`.
         above: The check fails where the change is above the limit; else where it is below.
-        limit: The change, new less base: a fraction of the base where `relative`, else ns, bytes or a count per step.
+        limit: The change, new less base: a fraction of the base where `relative`, else ns, bytes or
+            a count per step.
         relative: Whether the limit is relative to the base.
     """
 
@@ -104,7 +107,7 @@ class Condition(Struct, frozen=True):
 
     @property
     def measure(self) -> str:
-        """What the metric is measured in: time (ns), bytes or count."""
+        """The measure of the metric: time (ns), bytes or count."""
         return SCALARS.get(self.metric) or TABLES[self.metric]
 
     @property
@@ -115,12 +118,12 @@ class Condition(Struct, frozen=True):
 
     @property
     def name_of_metric(self) -> str:
-        """The same without the statistic."""
+        """The metric without the statistic."""
         return f"{self.metric}:{self.chosen}" if self.metric in TABLES else self.metric
 
 
 def parse(text: str) -> Condition:
-    """Read a condition.
+    """Parses a condition.
 
     Raises:
         UsageError: `bad-condition`.
@@ -172,7 +175,7 @@ _PARTS = {"idle": "idle time of the GPUs", "exposed_communication": "exposed com
 
 
 def find_causes(base: Sequence[RunSummary], new: Sequence[RunSummary]) -> pl.DataFrame:
-    """Means per recorded step, ranked by the size of the difference.
+    """Returns means per recorded step, ranked by the size of the difference.
 
     Returns:
         `what` (part, kernel, operator), `name`, `base_ns`, `new_ns`, `difference_ns`; the 20
@@ -197,8 +200,8 @@ def find_causes(base: Sequence[RunSummary], new: Sequence[RunSummary]) -> pl.Dat
 
 
 def find_comparison_causes(comparison: Comparison) -> pl.DataFrame:
-    """The same from two runs that were compared: kernels with their operators, and idle time, add
-    up to the step.
+    """Returns the same columns for two compared runs: kernels with their operators, and idle time,
+    which add up to the step.
     """
     if comparison.account == "device":
         rows = []
@@ -224,7 +227,7 @@ def _sort_by_difference(rows: Sequence[tuple[str, str, int, int]]) -> pl.DataFra
 
 
 def _compute_means(runs: Sequence[RunSummary], table: str) -> dict[str, float]:
-    """Mean per step and run of every name of a table."""
+    """Returns the mean per step and run of every name of a table."""
     sums: dict[str, float] = {}
     for run in runs:
         for name, values in run.tables.get(table, {}).items():
@@ -234,12 +237,13 @@ def _compute_means(runs: Sequence[RunSummary], table: str) -> dict[str, float]:
 
 PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"
 OVER_RUNS, OVER_PAIRS, WITHIN_RUN = "runs", "pairs of runs", "within one run only"
-MIN_RUNS = 4  # of both sides together: fewer say next to nothing about how runs scatter
+MIN_RUNS = 4  # of both sides together: fewer do not show how runs scatter
 _MIN_PAIRS = 4
 MIN_STEPS = 5
 WALL_TIMES, RECORDED_STEPS = "wall times of undisturbed steps", "recorded steps"
 PROGRAM = "program"
-"""Weight of conditions that a change of the code may change: told, but no reason against a verdict.
+"""Weight of conditions that a change of the code may change: reported, but no reason against a
+verdict.
 """
 _MIN_COMMON_SHARE = 0.98  # of the calls of operators
 _UNKNOWN = "not recorded"
@@ -263,22 +267,23 @@ CHECKS = build_schema(
 
 @dataclass(frozen=True)
 class Verdict(Result):
-    """A new run, or several, held against a base. Definitions: docs/concepts/verdicts.md.
+    """The comparison of a new run, or several, with a base. Definitions: docs/concepts/verdicts.md.
 
     Attributes:
         verdict: `fail` where a condition fails; else `inconclusive` where one is; else `pass`.
-        sentence: What it says, the worst first.
+        sentence: The verdict in words, the worst first.
         comparable: Whether no decisive condition differs; if one does, every check is inconclusive.
-        checks: One row per condition. `base`, `new`: value per step (ns, bytes or a count, as `measure` says);
-            `change`: new less base, as a fraction of the base where `relative`, else in the unit of
-            the measure; `low`, `high`: its 95 % interval; `limit`: what it was held against;
-            `effect_size`: the difference in standard deviations of a sample (null without noise);
-            `scatter`: standard deviation of a run as a fraction of its side, of pairs that of their
-            ratio (null within one run); `sample`: `runs`, `pairs of runs` where runs of both sides
-            took turns, or `within one run only`; `source`: wall times of undisturbed steps, or
-            recorded steps. Unknown is null, and `reason` says why.
+        checks: One row per condition. `base`, `new`: value per step (ns, bytes or a count, as
+            `measure` says); `change`: new less base, as a fraction of the base where `relative`,
+            else in the unit of the measure; `low`, `high`: its 95 % interval; `limit`: what it was
+            held against; `effect_size`: the difference in standard deviations of a sample (null
+            without noise); `scatter`: standard deviation of a run as a fraction of its side, of
+            pairs that of their ratio (null within one run); `sample`: `runs`, `pairs of runs` where
+            runs of both sides took turns, or `within one run only`; `source`: wall times of
+            undisturbed steps, or recorded steps. Unknown is null, and `reason` says why.
         conditions: `condition`, `base`, `new`, `same`, `weight` (decisive, program, minor).
-        causes: `what`, `name`, `base_ns`, `new_ns`, `difference_ns` per recorded step, the largest differences first.
+        causes: `what`, `name`, `base_ns`, `new_ns`, `difference_ns` per recorded step, the largest
+            differences first.
     """
 
     verdict: str
@@ -292,15 +297,15 @@ class Verdict(Result):
 def judge(
     base: Sequence[RunSummary], new: Sequence[RunSummary], conditions: Sequence[Condition]
 ) -> Verdict:
-    """Hold the runs of a new version against those of a base.
+    """Compares the runs of a new version with those of a base.
 
     Args:
         base: At least one run.
         new: At least one run.
-        conditions: What must not be; at least one.
+        conditions: Changes that fail the check; at least one.
 
     Raises:
-        UsageError: `nothing-measured`: a condition is about something that neither side has.
+        UsageError: `nothing-measured`: a condition refers to something that neither side has.
 
     Example:
         >>> from traceloom.analyze import gate
@@ -332,8 +337,8 @@ def judge(
 
 
 def compare_run_conditions(base: Sequence[RunSummary], new: Sequence[RunSummary]) -> pl.DataFrame:
-    """What the runs say of themselves: `condition`, `base`, `new`, `same`, `weight` (decisive,
-    program, minor).
+    """Returns the recorded conditions of the runs: `condition`, `base`, `new`, `same`, `weight`
+    (decisive, program, minor).
     """
     weights = {stated.condition: stated.weight for run in (*base, *new) for stated in run.stated}
     rows = []
@@ -426,7 +431,7 @@ def _check(
     row |= {"base": old, "new": now}
     run_count = len(base) + len(new)
     step_count = min(base_values[0].size, new_values[0].size)
-    # what never varies needs no more samples
+    # A value that never varies needs no more samples.
     constant = several and all(
         np.ptp(np.concatenate(side)) == 0 for side in (base_values, new_values)
     )
@@ -453,7 +458,7 @@ def _check(
         and condition.measure == "time"
         and condition.statistic in ("mean", "median")
     ):
-        # where steps scatter too much: whether the undisturbed steps give a verdict
+        # Where steps scatter too much: whether the undisturbed steps give a verdict.
         calm = _check(structs.replace(condition, statistic=UNDISTURBED_STATISTIC), base, new, [])[
             "verdict"
         ]
@@ -466,14 +471,16 @@ def _check(
 def collect_samples(
     condition: Condition, base: Sequence[RunSummary], new: Sequence[RunSummary]
 ) -> tuple[list[Floats] | None, list[Floats] | None, str]:
-    """Take what a condition is about from the runs.
+    """Collects the values of a condition from the runs.
 
     Returns:
-        Of the base and of the new side: per run the value in each step, None where a run of the
+        For the base and the new side: per run the value in each step, None where a run of the side
+            did not measure it. And the source of the values: `WALL` or `RECORDED`.
         side did not measure it. And what the values are of: `WALL` or `RECORDED`.
 
     Raises:
-        UsageError: `nothing-measured`: neither side has it, as when a regular expression matches no name.
+        UsageError: `nothing-measured`: neither side has it, for example because a regular
+            expression matches no name.
     """
     source = RECORDED_STEPS
     if condition.metric == "step_time" and all(
@@ -481,9 +488,8 @@ def collect_samples(
     ):
         source = WALL_TIMES
     sides = [[_extract_values(condition, run, source) for run in side] for side in (base, new)]
-    if all(
-        values is None for side in sides for values in side
-    ):  # a typing error must not pass a check
+    # A typing error must not pass a check
+    if all(values is None for side in sides for values in side):
         if condition.metric not in TABLES:
             reason = _MISSING_REASONS.get(condition.metric, "the runs have no GPU work in steps")
             raise UsageError(
@@ -532,11 +538,13 @@ def _extract_values(condition: Condition, run: RunSummary, source: str) -> Float
 def arrange_in_pairs(
     base: Sequence[RunSummary], new: Sequence[RunSummary]
 ) -> tuple[Sequence[RunSummary], Sequence[RunSummary], bool]:
-    """Both sides in the order in which they ran, where their runs took turns: a base, a new one, or
-    the other way.
+    """Returns both sides in the order in which they ran, where their runs alternated: base and new,
+    or new and base.
 
     Returns:
-        Both sides, and whether the n-th of one is the partner of the n-th of the other: so many of
+        Both sides, and whether the n-th run of one is the partner of the n-th of the other: both
+            have the same number of runs, at least four, whose times of day are known, and of each
+            two consecutive runs one is of each side.
         both, at least four, whose times of day are known, and of each two that follow each other
         one of each side.
     """
@@ -561,7 +569,7 @@ def _evaluate_condition(
     condition: Condition, resampled: Resampled, base: float, new: float
 ) -> dict[str, object]:
     change = float(_change(base, new, relative=condition.relative))
-    if not math.isfinite(change):  # of nothing: more than any share of it
+    if not math.isfinite(change):  # relative to 0: exceeds any limit
         outcome = {
             "verdict": FAIL if condition.above else PASS,
             "reason": "the base has none of it",
@@ -572,7 +580,7 @@ def _evaluate_condition(
     low, high = (
         compute_interval(draws, change, resampled.freedom) if draws.size else (change, change)
     )
-    low = max(low, -1.0 if condition.relative else -base)  # nothing falls below nothing
+    low = max(low, -1.0 if condition.relative else -base)  # no value falls below 0
     beyond, within = (low > condition.limit, high <= condition.limit)
     if not condition.above:
         beyond, within = high < condition.limit, low >= condition.limit
@@ -589,8 +597,8 @@ def _evaluate_condition(
 
 
 def _change(base: Floats | float, new: Floats | float, *, relative: bool) -> Floats:
-    """New less base; relative to the base, where that is asked for (infinite of nothing, 0 of
-    nothing to nothing).
+    """Returns new less base; relative to the base where requested (infinite where only the base is
+    0, 0 where both are).
     """
     old, now = np.asarray(base, dtype=np.float64), np.asarray(new, dtype=np.float64)
     if not relative:
@@ -599,21 +607,22 @@ def _change(base: Floats | float, new: Floats | float, *, relative: bool) -> Flo
         return np.where((old == 0) & (now == 0), 0.0, now / old - 1)
 
 
-TARGET_POWER = 0.8  # how often the change is to be found
-_POWER_QUANTILE = 0.8416  # quantile of the normal distribution at POWER
+TARGET_POWER = 0.8  # probability of finding the change
+_POWER_QUANTILE = 0.8416  # quantile of the normal distribution at TARGET_POWER
 _MAX_RUNS = 1_000
 
 POWER_SCHEMA = build_schema("condition effect scatter runs reason")
 
 
 def compute_runs_needed(scatter: float, margin: float, *, paired: bool = False) -> int | None:
-    """Runs a side with which a change beyond the limit by `margin` fails the check eight times of
-    ten.
+    """Returns the runs per side with which a change beyond the limit by `margin` fails the check
+    with a probability of 80 %.
 
     Args:
-        scatter: Standard deviation of a run, as a fraction of the base; of pairs, that of their ratio.
+        scatter: Standard deviation of a run, as a fraction of the base; for pairs, that of their
+            ratio.
         margin: The change less the limit, as a fraction of the base.
-        paired: Whether runs of both sides take turns.
+        paired: Whether runs of both sides alternate.
 
     Returns:
         At least 2; None where no number of runs up to 1,000 is enough.
@@ -635,14 +644,16 @@ def compute_runs_needed(scatter: float, margin: float, *, paired: bool = False) 
 
 
 def compute_power(checks: pl.DataFrame, effect: float) -> pl.DataFrame:
-    """How many runs a side each check needs to fail for a change of this size.
+    """Returns how many runs per side each check needs to fail for a change of this size.
 
     Args:
-        checks: Of a verdict.
-        effect: The change, as a fraction of the base; positive, for conditions with `<` a decrease of that size.
+        checks: The checks of a verdict.
+        effect: The change, as a fraction of the base; positive, for conditions with `<` a decrease
+            of that size.
 
     Returns:
-        Columns of `ROWS`: the `effect`, the `scatter` of runs as measured (null where one run a
+        Columns of `ROWS`: the `effect`, the `scatter` of runs as measured (null where one run per
+            side does not show it), `runs` per side, and the `reason` where that is null.
         side says nothing of it), `runs` a side, and the `reason` where that is null.
     """
     rows = []

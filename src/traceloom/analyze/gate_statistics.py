@@ -1,14 +1,14 @@
-"""Intervals by the bootstrap: over runs and their steps, or over blocks of the steps of one run.
+"""Bootstrap intervals: over runs and their steps, or over blocks of the steps of one run.
 
-A side of a comparison is a list of samples, one per run. `resample` draws both sides many times
-over and gives the value of each side in each draw; `interval` reads the 95 % interval of any
-difference of the two from them.
+A side of a comparison is a list of samples, one per run. The `estimate_...` functions resample both
+sides and return the value of each side in each draw; `compute_interval` reads the 95 % interval of
+any difference of the two from them.
 
-Sources: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapters 8 and 13; Davison and Hinkley,
-Bootstrap Methods and their Application (1997), section 3.8 (samples in groups); Politis and Romano
-(1992), circular blocks; Politis and White (2004, corrected by Patton, Politis and White 2009),
-length of the blocks; Hesterberg (2015), What Teachers Should Know About the Bootstrap, section 5
-(why small samples need wider intervals).
+Sources: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapters 8 and 13; Davison
+and Hinkley, Bootstrap Methods and their Application (1997), section 3.8 (samples in groups);
+Politis and Romano (1992), circular blocks; Politis and White (2004, corrected by Patton, Politis
+and White 2009), length of the blocks; Hesterberg (2015), What Teachers Should Know About the
+Bootstrap, section 5 (why small samples need wider intervals).
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ Statistic = Callable[[Floats], Floats]  # along the last axis
 DRAW_COUNT = 4_000
 SEED = 20_240_229
 CONFIDENCE_LEVEL = 0.95
-_NORMAL_HALF_WIDTH = (
-    1.959963984540054  # half-width of the interval of a normal value, in standard deviations
-)
-_MAX_CELLS = 1 << 22  # of steps drawn at once, so that memory stays bounded
+# Half-width of the interval of a normal value, in standard deviations
+_NORMAL_HALF_WIDTH = 1.959963984540054
+_MAX_CELLS = 1 << 22  # of steps drawn at once, to bound the memory
 
 
 def get_statistic(name: str) -> Statistic:
-    """What is taken over the steps of a run: `mean`, `median`, or a percentile as `p95`."""
+    """Returns the statistic over the steps of a run: `mean`, `median`, or a percentile as `p95`."""
     if name == "mean":
         return lambda values: np.asarray(values.mean(axis=-1))
     percentile = 50 if name == "median" else int(name[1:])
@@ -41,14 +40,16 @@ def get_statistic(name: str) -> Statistic:
 
 
 class Resampled(Struct, frozen=True):
-    """Both sides, drawn again and again.
+    """Both sides, resampled.
 
     Attributes:
         base: Value of the base in each draw. Shape (draws,).
         new: Of the new run.
-        freedom: Degrees of freedom of the noise: what the samples know about it.
-        effect: Difference of the sides in standard deviations of a sample (Cohen's d); None without any noise.
-        scatter: Standard deviation of a run, as a fraction of its side's value; None where nobody knows.
+        freedom: Degrees of freedom of the noise.
+        effect: Difference of the sides in standard deviations of a sample (Cohen's d); None without
+            any noise.
+        scatter: Standard deviation of a run, as a fraction of its side's value; None where it is
+            unknown.
     """
 
     base: Floats
@@ -61,16 +62,17 @@ class Resampled(Struct, frozen=True):
 def estimate_from_runs(
     base: Sequence[Floats], new: Sequence[Floats], statistic: Statistic
 ) -> Resampled:
-    """The sample is the run: draw runs, then blocks of their steps.
+    """Resamples runs, then blocks of their steps.
 
-    Runs of both sides are thought to scatter alike, in relation to their side's value, so that one
-    run on a side is enough where the other has several. What is drawn is scaled to the scatter of
-    the runs, without bias, and never below what the steps of a run alone make uncertain.
+    Runs of both sides are assumed to scatter alike, relative to their side's value, so that one run
+    on a side is enough where the other has several. The draws are scaled to the scatter of the
+    runs, without bias, and never below the uncertainty from the steps of a run alone.
 
     Args:
-        base: Steps of each run, ns or bytes or a count; each shape (steps,). At least three runs together.
+        base: Steps of each run, ns or bytes or a count; each shape (steps,). At least three runs
+            together.
         new: The same.
-        statistic: What is taken over the steps of a run.
+        statistic: The statistic over the steps of a run.
     """
     generator = np.random.default_rng(SEED)
     runs = [*base, *new]
@@ -82,7 +84,7 @@ def estimate_from_runs(
     freedom = len(runs) - 2
     scatter = _divide_by_centre(values, run_centres) - 1
     variance = float((scatter**2).sum()) / freedom
-    # Each run again from its own steps, in relation to its side.
+    # Each run again from its own steps, relative to its side.
     draws = np.stack(
         [
             _divide_by_centre(_draw_step_values(generator, run, statistic), run_centre)
@@ -108,16 +110,16 @@ def estimate_from_runs(
 def estimate_from_pairs(
     base: Sequence[Floats], new: Sequence[Floats], statistic: Statistic
 ) -> Resampled:
-    """The sample is a pair of runs, one of each side, that were made one after the other.
+    """Resamples pairs of runs, one of each side, that were made one after the other.
 
-    What both runs of a pair have in common (the machine of that hour) is in neither; what is left
-    scatters from pair to pair. It is never taken to be less than what the steps of the two runs
-    make uncertain.
+    What both runs of a pair have in common (the machine at that hour) cancels; the remainder
+    scatters from pair to pair. It is never assumed to be less than the uncertainty from the steps
+    of the two runs.
 
     Args:
         base: Steps of each run; each shape (steps,). At least two runs.
         new: The same; its runs are those of the base's pairs, in their order.
-        statistic: What is taken over the steps of a run.
+        statistic: The statistic over the steps of a run.
     """
     generator = np.random.default_rng(SEED)
     values = np.array([[float(statistic(run)) for run in side] for side in (base, new)])
@@ -143,12 +145,12 @@ def estimate_from_pairs(
 
 
 def estimate_within_runs(base: Floats, new: Floats, statistic: Statistic) -> Resampled:
-    """One run a side: draw blocks of steps. Says nothing about what differs from run to run.
+    """Resamples blocks of steps of one run per side. Does not cover differences from run to run.
 
     Args:
         base: The steps of the run. Shape (steps,), at least two.
         new: The same.
-        statistic: What is taken over them.
+        statistic: The statistic over them.
     """
     generator = np.random.default_rng(SEED)
     draws, variances, freedoms = [], [], []
@@ -157,7 +159,7 @@ def estimate_within_runs(base: Floats, new: Floats, statistic: Statistic) -> Res
         blocks = max(steps.size / length, 2.0)
         value = float(statistic(steps))
         step_draws = _draw_step_values(generator, steps, statistic)
-        # A sample knows its own scatter from one block fewer than it has.
+        # The scatter of a sample has one degree of freedom less than it has blocks.
         step_draws = value + (step_draws - value) * math.sqrt(blocks / (blocks - 1))
         draws.append(step_draws)
         variances.append(float(step_draws.var()))
@@ -173,7 +175,7 @@ def estimate_within_runs(base: Floats, new: Floats, statistic: Statistic) -> Res
 
 
 def compute_interval(draws: Floats, value: float, freedom: float) -> tuple[float, float]:
-    """The 95 % interval of a value from its draws, widened to what so few samples can know.
+    """Returns the 95 % interval of a value from its draws, widened for small samples.
 
     The distances of the percentiles from the value are stretched by the ratio of Student's to the
     normal quantile.
@@ -187,8 +189,8 @@ def compute_interval(draws: Floats, value: float, freedom: float) -> tuple[float
 
 
 def choose_block_length(steps: Floats) -> int:
-    """Length of the blocks so that steps in different ones are as good as independent (Politis and
-    White, circular).
+    """Returns a block length with which steps in different blocks are nearly independent (Politis
+    and White, circular).
 
     At least 1 and at most a quarter of the steps (at least 1).
     """
@@ -239,8 +241,8 @@ _STUDENT_T_QUANTILES = {
 
 
 def compute_student_t_quantile(freedom: float) -> float:
-    """The 97.5 % quantile of Student's distribution, from 1 degree of freedom on; interpolated to
-    0.5 %.
+    """Returns the 97.5 % quantile of Student's distribution, from 1 degree of freedom on;
+    interpolated to 0.5 %.
     """
     inverses = sorted(1 / degrees for degrees in _STUDENT_T_QUANTILES)
     logs = [
@@ -253,7 +255,7 @@ def compute_student_t_quantile(freedom: float) -> float:
 def _draw_step_values(
     generator: np.random.Generator, steps: Floats, statistic: Statistic
 ) -> Floats:
-    """The value of a run whose steps are drawn again in circular blocks. Shape (draws,)."""
+    """Returns the value of a run whose steps are resampled in circular blocks. Shape (draws,)."""
     length = choose_block_length(steps)
     blocks = -(-steps.size // length)
     rows = max(_MAX_CELLS // (blocks * length), 1)
@@ -266,7 +268,7 @@ def _draw_step_values(
 
 
 def _divide_by_centre(values: Floats, centre: Floats | float) -> Floats:
-    """Values in relation to a centre; 1 where the centre is 0."""
+    """Returns values relative to a centre; 1 where the centre is 0."""
     centre = np.asarray(centre, dtype=np.float64)
     return np.divide(values, centre, out=np.ones(np.shape(values)), where=centre != 0)
 

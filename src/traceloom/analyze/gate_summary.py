@@ -1,4 +1,4 @@
-"""The few numbers of a run that a verdict needs."""
+"""The summary of a run that a verdict needs, and its storage as a baseline."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ from traceloom.trace.session import Session, find_unrecorded_steps
 
 FORMAT = "traceloom-baseline"
 VERSION = 1
-_MAX_BYTES = 1 << 28  # a summary of a large job has a few MB; what unfolds to more is none
-# Thirty years in ns, an exabyte; with more, sums and squares of them are no numbers.
+# A summary of a large job has a few MB; anything that decompresses to more is not a summary
+_MAX_BYTES = 1 << 28
+# Thirty years in ns, an exabyte; beyond, sums and squares overflow.
 _BoundedFloat = Annotated[float, Meta(ge=-1e18, le=1e18)]
 _BoundedInt = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _UnixSeconds = Annotated[int, Meta(ge=0, le=253_402_300_799)]  # of Unix time, up to the year 9999
 
 
 class StatedCondition(msgspec.Struct, frozen=True):
-    """A condition of a run: what it says of itself, and whether times can be compared where it
-    differs.
-    """
+    """A recorded condition of a run, and whether times can be compared where it differs."""
 
     condition: str
     value: str
@@ -55,18 +54,20 @@ class OperatorCalls(msgspec.Struct, frozen=True):
 
 
 class RunSummary(msgspec.Struct, frozen=True):
-    """One run. Times are nanoseconds; a value of a step is the mean over ranks (of what devices do,
-    their sum).
+    """Summary of one run. Times are nanoseconds; a value of a step is the mean over ranks (for work
+    of devices, their sum).
 
     Attributes:
-        name: Where it came from.
-        stated: What it says of its conditions.
+        name: Where the run came from.
+        stated: Its recorded conditions.
         program: Its operators.
-        wall_ns: Wall time of every undisturbed, unrecorded step after the warm-up, in order; null where none was kept.
-        steps: Numbers of the recorded steps; the columns of what follows.
+        wall_ns: Wall time of every undisturbed, unrecorded step after the warm-up, in order; null
+            where none was kept.
+        steps: Numbers of the recorded steps; the columns of `scalars` and `tables`.
         scalars: By metric one value per recorded step; a metric that was not measured is absent.
         tables: By metric and name one value per recorded step.
-        began_unix_ns: When the recording of its steps began; null where its traces do not tell the time of day.
+        began_unix_ns: When the recording of its steps began; null where its traces do not record
+            the time of day.
     """
 
     name: str
@@ -90,11 +91,11 @@ class Baseline(msgspec.Struct, frozen=True):
     runs: list[RunSummary]
 
     def check(self) -> None:
-        """Check that there are runs, that each has steps and their times, and that all its columns
+        """Checks that there are runs, that each has steps and their times, and that all its columns
         have one length.
 
         Raises:
-            ValueError: they have not.
+            ValueError: A check fails.
         """
         if not self.runs:
             raise ValueError("no runs")
@@ -116,15 +117,15 @@ class Baseline(msgspec.Struct, frozen=True):
 
 
 def encode(baseline: Baseline) -> bytes:
-    """The baseline as compressed JSON; the same bytes for the same content."""
+    """Returns the baseline as compressed JSON; the same bytes for the same content."""
     return gzip.compress(encode_json(baseline), mtime=0)
 
 
 def decode(data: bytes, location: str) -> Baseline:
-    """Read a baseline.
+    """Decodes a baseline.
 
     Raises:
-        InputError: `damaged-baseline`: it is not one, or is cut short; `other-version`.
+        InputError: `damaged-baseline`: it is not one, or is truncated; `other-version`.
     """
     try:
         unfolder = zlib.decompressobj(wbits=31)
@@ -137,7 +138,7 @@ def decode(data: bytes, location: str) -> Baseline:
             baseline.check()
             return baseline
     except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError):
-        pass  # one sentence for all of them, below
+        pass  # one message for all of them, below
     raise InputError(
         "this is no baseline, or it is damaged",
         slug="damaged-baseline",
@@ -149,7 +150,7 @@ def decode(data: bytes, location: str) -> Baseline:
 _LONG_SCHEMA = build_schema("metric name step value")
 _MEMORY_METRIC = "memory_peak"
 _MAX_OPERATORS = 5_000
-_IGNORED_CONDITIONS = ("whole steps", "steps known by")  # they differ with how long was recorded
+_IGNORED_CONDITIONS = ("whole steps", "steps known by")  # they depend on how long was recorded
 _MACHINE_CONDITIONS = {
     "processor": "processor",
     "usable_cpus": "usable processor cores",
@@ -158,7 +159,7 @@ _MACHINE_CONDITIONS = {
 
 
 def summarise(run: Session) -> RunSummary:
-    """Measure one run, step by step.
+    """Measures one run, step by step.
 
     Raises:
         UsageError: `nothing-to-compare`: it holds no timed events.
@@ -171,7 +172,9 @@ def summarise(run: Session) -> RunSummary:
         *({*_get_step_numbers(compared_steps).to_list()} for compared_steps in all_compared)
     )
     steps = sorted(common)
-    if not steps:  # ranks that were recorded at other times: the n-th step of one stands for the n-th of the other
+    # Ranks that were recorded at other times: the n-th step of one corresponds to the n-th of the
+    # other
+    if not steps:
         steps = list(range(min(compared_steps.step.len() for compared_steps in all_compared)))
         for index, compared_steps in enumerate(all_compared):
             order = pl.DataFrame(
@@ -182,7 +185,8 @@ def summarise(run: Session) -> RunSummary:
             )
             numbered = rank_values[index].join(order, on="step").drop("step").rename({"at": "step"})
             rank_values[index] = numbered.select(list(_LONG_SCHEMA))
-    # one column per metric and name: the mean over ranks (of memory the most); missing values are 0
+    # One column per metric and name: the mean over ranks (for memory the max); missing values are
+    # 0.
     step_rows = pl.DataFrame({"step": steps}, schema={"step": pl.Int32}).with_row_index("at")
     values = pl.concat(rank_values).join(step_rows, on="step").group_by("metric", "name", "at")
     over_ranks = values.agg(
@@ -203,8 +207,8 @@ def summarise(run: Session) -> RunSummary:
     began = min(
         (trace.start_ns for trace in run.traces if trace.meta.clock == "unix"), default=None
     )
-    # Operators with their input shapes, calls per step and rank; those called most where there are
-    # very many
+    # Operators with their input shapes, calls per step and rank; the most frequent where there are
+    # very many.
     parts = []
     for compared_steps in all_compared:
         trace = compared_steps.trace
@@ -225,7 +229,7 @@ def summarise(run: Session) -> RunSummary:
     program = OperatorCalls(
         calls["name"].to_list(), calls["shapes"].to_list(), calls["count"].to_list()
     )
-    # The recorded conditions of the run and its machine; unknown ones are left out
+    # The recorded conditions of the run and its machine; unknown ones are left out.
     rows = compare_conditions(run, run).filter(~pl.col("condition").is_in(_IGNORED_CONDITIONS))
     stated = [
         StatedCondition(name, value, weight)
@@ -246,12 +250,14 @@ def summarise(run: Session) -> RunSummary:
 
 
 def _get_step_numbers(compared_steps: ComparedSteps) -> pl.Series:
-    """Number of each compared step; the window of a trace without steps is -1."""
+    """Returns the number of each compared step; the window of a trace without steps is -1."""
     return compared_steps.step.fill_null(-1).cast(pl.Int32)
 
 
 def _measure_rank(compared_steps: ComparedSteps) -> pl.DataFrame:
-    """All that is measured of one rank: `metric`, `name` (null of a whole step), `step`, `value`."""
+    """Returns everything that is measured of one rank: `metric`, `name` (null of a whole step),
+    `step`, `value`.
+    """
     trace = compared_steps.trace
     parts = [
         _convert_to_long(
@@ -264,7 +270,7 @@ def _measure_rank(compared_steps: ComparedSteps) -> pl.DataFrame:
     if trace.gpu_work().height:
         times = gpu_time(trace)
         if compared_steps.step.null_count():
-            edge = pl.lit(0)  # the window of a device is all there is
+            edge = pl.lit(0)  # without steps only the window of a device exists
             device_times = times.devices.with_columns(pl.lit(-1, pl.Int32).alias("step"))
         else:
             edge = pl.col("edge_idle_before_ns") + pl.col("edge_idle_after_ns")
@@ -299,7 +305,7 @@ def _measure_rank(compared_steps: ComparedSteps) -> pl.DataFrame:
             _convert_to_long("kind", work.drop("name").join(kind, on="event", how="left")),
             _convert_to_long("op_gpu", work.join(owner, on="op").with_columns(name="operator")),
         ]
-    # host time in which an operator is the innermost one
+    # Host time in which an operator is the innermost one.
     tree, is_op = build_forest(trace), classify_events(trace).op
     operators = np.flatnonzero(is_op)
     self_ns = tree.self_ns(is_op, tree.nearest(is_op))[operators]
@@ -307,18 +313,17 @@ def _measure_rank(compared_steps: ComparedSteps) -> pl.DataFrame:
         pl.Series("value", self_ns)
     )
     parts.append(_convert_to_long("op", _filter_compared_steps(rows, compared_steps)))
-    # Highest memory in each step, of the device with most of it, where an amount is known
+    # Highest memory in each step, of the device with the most of it, where an amount is known.
     usage = memory(compared_steps.trace)
-    devices = usage.devices.filter(
-        pl.col("evidence") != "running-sum"
-    )  # relative to an unknown amount
+    # Relative to an unknown amount
+    devices = usage.devices.filter(pl.col("evidence") != "running-sum")
     on_device = devices.filter(~pl.col("device_type").str.starts_with("cpu"))
     devices = on_device if on_device.height else devices
     peaks = np.zeros(compared_steps.spans.start.size)
     for kind, device, before in devices.select("device_type", "device", "start_bytes").rows():
         curve = usage.curve.filter((pl.col("device_type") == kind) & (pl.col("device") == device))
         time, level = curve["time_ns"].to_numpy(), curve["allocated_bytes"].to_numpy()
-        level = np.append(level, before or 0)  # the last one stands for before the first
+        level = np.append(level, before or 0)  # the last one stands for the time before the first
         first = np.searchsorted(time, compared_steps.spans.start, side="right")
         last = np.searchsorted(time, compared_steps.spans.end, side="left")
         for step_index, (low, high) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
@@ -335,8 +340,8 @@ def _measure_rank(compared_steps: ComparedSteps) -> pl.DataFrame:
 
 
 def _convert_to_long(metric: str, rows: pl.DataFrame) -> pl.DataFrame:
-    """Rows of step, value and, where it is of a part of the step, name: in the columns of `_LONG`,
-    names added up.
+    """Returns rows of step, value and, where it is of a part of the step, name in the columns of
+    `_LONG`, with names summed.
     """
     if "name" in rows.columns:
         rows = rows.group_by("name", "step").agg(pl.col("value").sum())
@@ -346,14 +351,14 @@ def _convert_to_long(metric: str, rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _filter_compared_steps(rows: pl.DataFrame, compared_steps: ComparedSteps) -> pl.DataFrame:
-    """Rows of the compared steps; of a trace without steps all, as step -1."""
+    """Returns rows of the compared steps; of a trace without steps all, as step -1."""
     if compared_steps.step.null_count():
         return rows.with_columns(pl.lit(-1, pl.Int32).alias("step"))
     return rows.filter(pl.col("step").is_in(compared_steps.step.implode()))
 
 
 def _collect_wall_times(run: Session) -> list[float] | None:
-    """Wall times of the undisturbed steps that every rank has, mean over ranks."""
+    """Returns wall times of the undisturbed steps that every rank has, mean over ranks."""
     frames = []
     for trace in {
         trace.rank: trace for trace in run.traces

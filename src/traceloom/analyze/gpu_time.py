@@ -1,4 +1,4 @@
-"""Compute, communication, copies, idle per device and step.
+"""Compute, communication, copies and idle time per device and step.
 
 The parts of a row add up exactly: compute + exposed communication + exposed memory + idle = window.
 """
@@ -55,15 +55,15 @@ class GpuTime(Result):
     """GPU time of a trace, per device and per step. Definitions: docs/concepts/gpu-time.md.
 
     Attributes:
-        devices: One row per device with GPU work: device, name, start_ns (of its first GPU work), window_ns (first
-            start to last end), busy_ns, idle_ns, compute_ns, communication_ns, memory_ns (unions),
-            exposed_communication_ns (not covered by compute), exposed_memory_ns (covered by
-            neither), gpu_work_count, kernel_count, kernel_ns (sum of durations),
+        devices: One row per device with GPU work: device, name, start_ns (of its first GPU work),
+            window_ns (first start to last end), busy_ns, idle_ns, compute_ns, communication_ns,
+            memory_ns (unions), exposed_communication_ns (not covered by compute), exposed_memory_ns
+            (covered by neither), gpu_work_count, kernel_count, kernel_ns (sum of durations),
             edge_idle_before_ns and edge_idle_after_ns (trace time before the first and after the
             last GPU work; not part of the window).
-        steps: The same fields clipped to each step's time, for every device; the row with step null is the time
-            outside all steps, which has no start of its own. GPU work counts where it starts.
-            window_ns + edge_idle_before_ns + edge_idle_after_ns = duration_ns.
+        steps: The same fields clipped to each step's time, for every device; the row with step null
+            is the time outside all steps, which has no start of its own. GPU work counts where it
+            starts. window_ns + edge_idle_before_ns + edge_idle_after_ns = duration_ns.
     """
 
     devices: pl.DataFrame
@@ -71,11 +71,11 @@ class GpuTime(Result):
 
 
 def gpu_time(trace: Trace, rules: Iterable[Rule] = ()) -> GpuTime:
-    """Account for every nanosecond of every device.
+    """Accounts for every nanosecond of every device.
 
     Args:
         trace: One process's trace.
-        rules: Kernel rules of the user's, before the built-in table.
+        rules: The user's kernel rules, before the built-in table.
     """
     rules = tuple(rules)
     return _compute_gpu_time(trace, rules) if rules else _gpu_time_by_default_rules(trace)
@@ -87,9 +87,8 @@ def _compute_gpu_time(trace: Trace, rules: tuple[Rule, ...] = ()) -> GpuTime:
     names = dict(
         zip(trace.devices["device"].to_list(), trace.devices["name"].to_list(), strict=True)
     )
-    in_time = np.append(
-        np.argsort(trace.steps["start_ns"].to_numpy(), kind="stable"), -1
-    )  # the last is outside
+    # The last is outside
+    in_time = np.append(np.argsort(trace.steps["start_ns"].to_numpy(), kind="stable"), -1)
     moments = {name: [*trace.steps[name].to_list(), None] for name in ("step", "start_ns")}
     moments = {name: [values[row] for row in in_time.tolist()] for name, values in moments.items()}
     devices, steps = [DEVICE_SCHEMA.to_frame()], [STEP_SCHEMA.to_frame()]
@@ -97,7 +96,7 @@ def _compute_gpu_time(trace: Trace, rules: tuple[Rule, ...] = ()) -> GpuTime:
         "device", maintain_order=True
     ):
         device = part["device"][0]
-        # The additive fields of one device in each tile, with the tile's duration
+        # The additive fields of one device in each tile, with the tile's duration.
         start, end = part["start_ns"].to_numpy(), part["end_ns"].to_numpy()
         category = part["category"].to_physical().to_numpy()
         compute, communication, memory = (
@@ -112,9 +111,8 @@ def _compute_gpu_time(trace: Trace, rules: tuple[Rule, ...] = ()) -> GpuTime:
             compute_coverage(spans, low, high) for spans in (busy, compute, visible)
         )
         is_kernel = (part["kind"] == "kernel").to_numpy()
-        tile = (
-            np.searchsorted(low, start, side="right") - 1
-        )  # a start on the last bound belongs to the last tile
+        # A start on the last bound belongs to the last tile
+        tile = np.searchsorted(low, start, side="right") - 1
         field_values = {
             "duration_ns": high - low,
             "window_ns": window,
@@ -148,14 +146,16 @@ SHARES = ("count", "sum_ns", "exclusive_ns")
 
 
 class TimeShares(Struct, frozen=True):
-    """The time of devices, shared among parts; all frames begin with `trace` (see `stacked`).
+    """The time of devices, divided among parts; all frames begin with `trace` (see
+    `traceloom.trace.batch`).
 
     Attributes:
         devices: device, window_ns (first start to last end), busy_ns, idle_ns, sum_ns, count.
-        parts: device, the key, count, sum_ns, exclusive_ns, fraction (of the device's sum); one row per device and
-            part, also where it is 0. Exclusive times and idle time of a device add up to its
-            window.
-        steps: device, step (null outside all steps), the key, count, sum_ns, exclusive_ns; rows of zeros left out.
+        parts: device, the key, count, sum_ns, exclusive_ns, fraction (of the device's sum); one row
+            per device and part, also where it is 0. Exclusive times and idle time of a device add
+            up to its window.
+        steps: device, step (null outside all steps), the key, count, sum_ns, exclusive_ns; rows of
+            zeros left out.
     """
 
     devices: pl.DataFrame
@@ -166,20 +166,22 @@ class TimeShares(Struct, frozen=True):
 def compute_shares(
     traces: Sequence[Trace], work: pl.DataFrame, key: str, priority: Sequence[str]
 ) -> TimeShares:
-    """Share the time of each device.
+    """Divides the time of each device among the values of a key.
 
     Args:
-        traces: For their steps.
-        work: GPU work of all of them (`stacked`) with trace, device, start_ns, end_ns and the Enum column `key`.
-        key: The column that names the part.
-        priority: All values of the key; a nanosecond in which several run belongs to the first of them.
+        traces: The traces, for their steps.
+        work: GPU work of all of them with trace, device, start_ns, end_ns and the Enum column
+            `key`.
+        key: The column that identifies the part.
+        priority: All values of the key; a nanosecond in which several run belongs to the first of
+            them.
     """
     cuts = [build_tiles(trace) for trace in traces]
     label = work.schema[key]
     assert isinstance(label, pl.Enum)
     names = label.categories.to_list()
     order = [names.index(name) for name in priority]
-    # the last of tiles outside all steps, whose row is -1
+    # The last is that of tiles outside all steps, whose row is -1.
     step_numbers = [[*trace.steps["step"].to_list(), None] for trace in traces]
     fields = dict.fromkeys(SHARES, pl.Int64())
     devices, parts = [], []
@@ -228,7 +230,7 @@ def compute_shares(
 
 
 def _measure(start: Ints, end: Ints, code: Ints, cut: Tiles, order: list[int]) -> Ints:
-    """Count, sum and exclusive time of each part in each tile; shape (3, parts, tiles)."""
+    """Returns count, sum and exclusive time of each part in each tile; shape (3, parts, tiles)."""
     low, high = cut.spans
     out = np.zeros((len(SHARES), len(order), low.size), dtype=np.int64)
     covered, before = EMPTY_SPANS, np.zeros(low.size, dtype=np.int64)
@@ -262,12 +264,13 @@ class DeviceAccount(Result):
     work of each.
 
     Attributes:
-        window: `steps` or `gpu_work`: what the times are of.
-        devices: One row per device with GPU work: device, name, window_ns (in steps: the duration of all of them),
-            compute_ns, exposed_communication_ns, exposed_memory_ns, idle_ns (which add up to it),
-            communication_ns (hidden or not), edge_idle_ns (of idle_ns: before the first and after
-            the last GPU work of the trace).
-        idle: device, cause, idle_ns, gap_count; the largest first. With edge_idle_ns it adds up to idle_ns.
+        window: `steps` or `gpu_work`: what the times cover.
+        devices: One row per device with GPU work: device, name, window_ns (in steps: the duration
+            of all of them), compute_ns, exposed_communication_ns, exposed_memory_ns, idle_ns (which
+            add up to it), communication_ns (hidden or not), edge_idle_ns (of idle_ns: before the
+            first and after the last GPU work of the trace).
+        idle: device, cause, idle_ns, gap_count; the largest first. With edge_idle_ns it adds up to
+            idle_ns.
     """
 
     window: str
@@ -288,8 +291,8 @@ def has_step_time(trace: Trace) -> bool:
 
 
 def build_device_account(trace: Trace, gpu: GpuTime, idle: Idle) -> DeviceAccount:
-    """The time of the devices in the steps of a trace; of all their GPU work where no step holds
-    any time.
+    """Returns the time of the devices in the steps of a trace; of all their GPU work where no step
+    holds any time.
     """
     if not has_step_time(trace):
         devices = gpu.devices.with_columns(edge_idle_ns=0)

@@ -1,4 +1,5 @@
-"""GPU work with its launch and owner.
+"""GPU work with its launches and owners, gaps of devices, stream waits, and an index of host
+events.
 
 Gaps of devices; stream waits; ops next to each other with the work they launch.
 """
@@ -53,7 +54,7 @@ class IdleGaps(Struct, frozen=True):
 
 
 def find_idle_gaps(trace: Trace) -> IdleGaps:
-    """Find the gaps.
+    """Finds the gaps.
 
     Work without duration (or with a negative one, in a damaged file) bounds them like any other.
     """
@@ -64,9 +65,8 @@ def find_idle_gaps(trace: Trace) -> IdleGaps:
     start = get_event_column(trace, "start_ns")[row]
     end = start + np.maximum(get_event_column(trace, "duration_ns")[row], 0)
     is_same_device = device[1:] == device[:-1]
-    last_ended = np.zeros(
-        start.size, dtype=np.int64, like=start
-    )  # position of the work that ended last
+    # Position of the work that ended last
+    last_ended = np.zeros(start.size, dtype=np.int64, like=start)
     busy_until = np.zeros(start.size, dtype=np.int64, like=start)
     bounds = np.concatenate(([0], 1 + np.flatnonzero(~is_same_device), [start.size]))
     for low, high in pairwise(bounds):  # devices
@@ -95,7 +95,7 @@ def find_idle_gaps(trace: Trace) -> IdleGaps:
 
 
 def find_gpu_event_rows(trace: Trace) -> Ints:
-    """Rows of `events` that are GPU work."""
+    """Returns rows of `events` that are GPU work."""
     return np.flatnonzero(np.isin(get_event_column(trace, "category"), _GPU_WORK_CODES))
 
 
@@ -124,7 +124,8 @@ class LaunchedWork(Struct, frozen=True):
         call_start: Start of that call; the start of the work where it is not recorded.
         call_end: End of that call; the start of the work where it is not recorded.
         kernel: True for kernels, False for copies and fills.
-        first: True for the first work of its launch on its device: the one that a launch delay is of.
+        first: True for the first work of its launch on its device, which the launch delay refers
+            to.
         many: True where the launch submitted other work to the device, too (graphs).
         step: Row of `trace.steps` of the launch; -1 outside.
     """
@@ -145,26 +146,26 @@ class LaunchedWork(Struct, frozen=True):
 
     @property
     def known(self) -> Bools:
-        """Where the launch is recorded."""
+        """Returns where the launch is recorded."""
         return self.launch >= 0
 
     def bounds(self) -> Ints:
-        """Where each lane begins, and the end of the last; shape (lanes + 1,)."""
+        """Returns where each lane begins, and the end of the last; shape (lanes + 1,)."""
         return np.searchsorted(
             self.lane, np.arange((int(self.lane[-1]) if self.lane.size else -1) + 2)
         )
 
 
 def convert_to_ndarray(values: NDArray[Any]) -> NDArray[Any]:
-    """The same array; what is computed from it lies in memory, also where the array is that of a
-    very large trace.
+    """Returns the same array as a plain one, so that what is computed from it is in memory even for
+    a mapped array of a very large trace.
     """
     return values.view(np.ndarray)
 
 
 @cache_per_trace
 def collect_launched_work(trace: Trace) -> LaunchedWork:
-    """All GPU work of the trace with its launches."""
+    """Returns all GPU work of the trace with its launches."""
     row = convert_to_ndarray(find_gpu_event_rows(trace))
     device, stream, launch = (
         convert_to_ndarray(get_event_column(trace, name, MISSING_VALUE)[row])
@@ -183,7 +184,7 @@ def collect_launched_work(trace: Trace) -> LaunchedWork:
     call_row = np.where(has_launch, launch, row)
     call_start = starts[call_row]
     call_end = call_start + np.where(has_launch, np.maximum(durations[call_row], 0), 0)
-    # which work is the first of its launch on its device, and which launch has several
+    # Which work is the first of its launch on its device, and which launch has several.
     first, has_siblings = np.zeros((2, row.size), dtype=np.bool_)
     by_launch = np.lexsort((start, device, launch))
     starts_launch = np.ones(row.size, dtype=np.bool_)
@@ -193,7 +194,7 @@ def collect_launched_work(trace: Trace) -> LaunchedWork:
     first[by_launch] = starts_launch
     group = np.cumsum(starts_launch) - 1
     has_siblings[by_launch] = np.bincount(group)[group] > 1 if group.size else False
-    # step numbers are unique and ascending
+    # Step numbers are unique and ascending.
     numbers = trace.steps["step"].to_numpy()
     step_row = np.full(row.size, MISSING_VALUE)
     if numbers.size:
@@ -224,7 +225,8 @@ class AttributedWork(Struct, frozen=True):
     """The GPU work of a trace; arrays of shape (GPU work,).
 
     Attributes:
-        origin: Position (in the forest) of the launch, else of the op it is known to belong to; -1 for orphans.
+        origin: Position (in the forest) of the launch, else of the op it is known to belong to; -1
+            for orphans.
         duration_ns: Durations; a negative one in a damaged file counts as 0.
         kernel: True for kernels, False for copies and fills.
     """
@@ -234,11 +236,11 @@ class AttributedWork(Struct, frozen=True):
     kernel: Bools
 
     def sum_by_owner(self, owner_of: Ints) -> tuple[Ints, Ints, Ints]:
-        """Time, kernels and count of the work that each host event owns; arrays of shape (host
-        events,).
+        """Returns time, kernels and count of the work that each host event owns; arrays of shape
+        (host events,).
 
-        `owner_of` names for each host event the one that owns what is launched there; -1 for
-        nobody.
+        `owner_of` holds for each host event the position of the event that owns what is launched
+        there; -1 for none.
         """
         owner = np.append(owner_of, -1)[self.launch_position]
         owned = owner >= 0
@@ -256,7 +258,7 @@ class AttributedWork(Struct, frozen=True):
 
 @cache_per_trace
 def attribute_to_launches(trace: Trace) -> AttributedWork:
-    """All GPU work of the trace with its origin on the host."""
+    """Returns all GPU work of the trace with its origin on the host."""
     tree = build_forest(trace)
     work = select_gpu_work(trace)
     origin = (
@@ -275,7 +277,7 @@ STREAM_WAIT_RECORD = "Stream Wait Event"
 
 
 def collect_call_times(trace: Trace) -> pl.DataFrame:
-    """When each launch call began: correlation, call_ns."""
+    """Returns when each launch call began: correlation, call_ns."""
     launches = trace.events.lazy().filter(
         pl.col("category").is_in(LAUNCHES), pl.col("correlation").is_not_null()
     )
@@ -284,8 +286,8 @@ def collect_call_times(trace: Trace) -> pl.DataFrame:
 
 
 def add_wait_times(trace: Trace, waits: pl.DataFrame) -> pl.DataFrame:
-    """Recorded waits with their device, and `wait_ns`: when the host asked for it, without its call
-    the record.
+    """Returns recorded waits with their device, and `wait_ns`: the start of the call of the wait,
+    else of the record.
     """
     return (
         waits.join(
@@ -298,8 +300,8 @@ def add_wait_times(trace: Trace, waits: pl.DataFrame) -> pl.DataFrame:
 
 @cache_per_trace
 def find_stream_waits(trace: Trace) -> tuple[Bools, bool]:
-    """Was a wait for an event put on the stream between the launches of its previous work and of
-    this one?
+    """Returns whether a wait for an event was put on the stream between the launches of its
+    previous work and of this one.
 
     Returns:
         One boolean per event, shape (events,), and whether the waits themselves are recorded. Else
@@ -327,7 +329,8 @@ def find_stream_waits(trace: Trace) -> tuple[Bools, bool]:
     if not waits.height:
         return is_after_wait, has_wait_records
 
-    # device, stream, lane and start of the launch call of each work, and that of the work before it
+    # Device, stream, lane and start of the launch call of each work, and that of the work before
+    # it.
     work = select_gpu_work(trace)[["event", "device", "stream", "launch"]]
     launch_calls = trace.events[["lane", "start_ns"]][work["launch"]].get_columns()
     previous = (
@@ -349,9 +352,7 @@ def find_stream_waits(trace: Trace) -> tuple[Bools, bool]:
 
 @dataclass(frozen=True)
 class HostEventIndex:
-    """The host events of a trace with the questions that patterns ask; positions are those of the
-    forest.
-    """
+    """The host events of a trace with look-ups for patterns; positions are those of the forest."""
 
     trace: Trace
     tree: Forest
@@ -362,26 +363,26 @@ class HostEventIndex:
     is_launch: Bools
 
     def named(self, pattern: str) -> Bools:
-        """Host events whose name holds the pattern."""
+        """Returns host events whose name matches the pattern."""
         return self.words.matching(pattern)[self.code] if self.code.size else self.is_op
 
     def ops(self, pattern: str) -> Ints:
-        """Positions of the operators whose name holds the pattern, ascending."""
+        """Returns positions of the operators whose name matches the pattern, ascending."""
         positions, code = self._all_ops
         return positions[self.words.matching(pattern)[code]] if positions.size else positions
 
     @cached_property
     def _all_ops(self) -> tuple[Ints, Ints]:
-        """The positions of all operators, and their names."""
+        """Returns the positions of all operators, and their names."""
         positions = np.flatnonzero(self.is_op)
         return positions, self.code[positions]
 
     def inside(self, is_wanted: Bools) -> Ints:
-        """How many wanted events stand below each event (itself not counted)."""
+        """Returns how many selected events are below each event (itself not counted)."""
         return self.tree.subtree_sums(is_wanted.astype(np.int64)) - is_wanted
 
     def find_last_child(self, is_wanted: Bools) -> Ints:
-        """For every event the position of its last wanted child; -1 where it has none."""
+        """Returns for every event the position of its last selected child; -1 where it has none."""
         last = np.full(self.code.size, -1, dtype=np.int64)
         child = np.flatnonzero(is_wanted)
         parent = self.parent_op[child] if is_wanted is self.is_op else self.tree.parent[child]
@@ -390,10 +391,10 @@ class HostEventIndex:
         return last
 
     def find_nearest_ancestor(self, positions: Ints, is_wanted: Bools) -> Ints:
-        """For a few events the nearest wanted event above each; -1 for none."""
+        """Returns for a few events the nearest selected event above each; -1 for none."""
         parent, is_match = np.append(self.tree.parent, -1), np.append(is_wanted, False)
         current = parent[positions]
-        while ((current >= 0) & ~is_match[current]).any():  # one turn per level of nesting
+        while ((current >= 0) & ~is_match[current]).any():  # one iteration per level of nesting
             current = np.where(is_match[current], current, parent[current])
         return current
 
@@ -426,8 +427,8 @@ class HostEventIndex:
         return row[:-1]
 
     def inputs(self, positions: Ints) -> pl.DataFrame:
-        """Shapes and types (JSON text) of the inputs of these operators; null where they were not
-        recorded.
+        """Returns shapes and types (JSON text) of the inputs of these operators; null where they
+        were not recorded.
         """
         row = to_nullable_series(self._tensor_rows[positions], pl.UInt32, absent=-1)
         columns = [self.trace.tensors[name][row] for name in ("shapes", "types")]
@@ -445,7 +446,7 @@ class HostEventIndex:
 
 
 def build_host_event_index(trace: Trace) -> HostEventIndex:
-    """The host events of a trace."""
+    """Returns the index of the host events of a trace."""
     tree = build_forest(trace)
     vocabulary = build_vocabulary(trace)
     row = convert_to_ndarray(tree.row)

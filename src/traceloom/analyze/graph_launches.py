@@ -1,10 +1,9 @@
-"""CUDA graph replays; their kernels joined to a second recording.
+"""CUDA graph replays, and their kernels joined to the operators of a second recording.
 
-Definitions: docs/concepts/graph-launches.md.
+Definitions: docs/concepts/graph-launches.md and docs/concepts/inference.md.
 
-A replay knows only the call that launched it. The recording of the capture (or of the same model
-run eagerly) knows, for each kernel in the same order, the operator that launched it. Definitions:
-docs/concepts/inference.md.
+A replay only has the call that launched it. The recording of the capture (or of the same model run
+eagerly) has, for each kernel in the same order, the operator that launched it.
 """
 
 from __future__ import annotations
@@ -56,12 +55,13 @@ REPLAYS = build_schema(
 NODES = build_schema(
     "graph node node_id name replay_count mean_ns min_ns max_ns total_ns gap_mean_ns example"
 )
+# Identity of a node: its id where there is one, else position and name
 _NODE_KEYS = [
     "graph",
     "node_id",
     "place",
     "code",
-]  # what tells a node: its id where there is one, else position and name
+]
 
 
 @dataclass(frozen=True)
@@ -69,22 +69,23 @@ class GraphLaunches(Result):
     """Graph launches of one trace.
 
     Attributes:
-        graphs: One row per graph, by first launch: graph (a number from 0), graph_id (the recorder's; null where there
-            is none), evidence (correlated: replays are joined by graph id; inferred: by the
-            sequence of names), launch_name, replay_count, node_count (of most replays),
-            stream_count, then over replays median, min and max of span (first start to last end),
-            medians of work (sum of durations), idle (time of the span in which nothing of the
-            replay runs) and of the call; total_ns (work of all replays), deviating_count, like (the
-            graph of more replays that shares at least 80 % of its nodes; null without one).
-        replays: One row per launch: graph, replay (its number within the graph), launch (row of the call), step,
-            start_ns (of the first work), span_ns, work_ns, idle_ns, call_ns, delay_ns (start - end
-            of the call, at least 0), node_count, deviation (in words; null where it is as the
-            others), worst_node (the node that is most above its median over the replays, null where
-            none is) and worst_excess_ns (by how much).
-        nodes: One row per graph and node: node (position), node_id (the recorder's), name, replay_count, mean_ns,
-            min_ns, max_ns and total_ns of its work, gap_mean_ns (time before it in which nothing of
-            the replay ran), example (row of its work in the first replay that has it). The totals
-            of a graph add up to its `total_ns`.
+        graphs: One row per graph, by first launch: graph (a number from 0), graph_id (the
+            recorder's; null where there is none), evidence (correlated: replays are joined by graph
+            id; inferred: by the sequence of names), launch_name, replay_count, node_count (of most
+            replays), stream_count, then over replays median, min and max of span (first start to
+            last end), medians of work (sum of durations), idle (time of the span in which nothing
+            of the replay runs) and of the call; total_ns (work of all replays), deviating_count,
+            like (the graph of more replays that shares at least 80 % of its nodes; null without
+            one).
+        replays: One row per launch: graph, replay (its number within the graph), launch (row of the
+            call), step, start_ns (of the first work), span_ns, work_ns, idle_ns, call_ns, delay_ns
+            (start - end of the call, at least 0), node_count, deviation (in words; null where it is
+            as the others), worst_node (the node that is most above its median over the replays,
+            null where none is) and worst_excess_ns (by how much).
+        nodes: One row per graph and node: node (position), node_id (the recorder's), name,
+            replay_count, mean_ns, min_ns, max_ns and total_ns of its work, gap_mean_ns (time before
+            it in which nothing of the replay ran), example (row of its work in the first replay
+            that has it). The totals of a graph add up to its `total_ns`.
         work_count: GPU work of graph launches.
         fraction: Its share of the summed durations of all GPU work; None without GPU work.
     """
@@ -114,7 +115,7 @@ class _LaunchedWork(Struct, frozen=True):
 
 
 class _AlignedReplays(Struct, frozen=True):
-    """Replays laid upon each other; `graph`, `graph_id` and `sequence` per replay."""
+    """Replays aligned with each other; `graph`, `graph_id` and `sequence` per replay."""
 
     work: _LaunchedWork
     graph: Ints
@@ -124,7 +125,7 @@ class _AlignedReplays(Struct, frozen=True):
 
 
 def graph_launches(trace: Trace) -> GraphLaunches:
-    """Find the graph launches and lay their replays upon each other."""
+    """Finds the graph launches and aligns their replays."""
     laid = _align_replays(trace)
     work_ns, all_ns = int(laid.work.length.sum()), laid.work.all_ns
     fraction = work_ns / all_ns if all_ns else None
@@ -144,7 +145,7 @@ def graph_launches(trace: Trace) -> GraphLaunches:
 
 
 def list_replayed_work(trace: Trace) -> pl.DataFrame:
-    """The GPU work of graph launches: event, launch (row of the call), graph and node as in
+    """Returns the GPU work of graph launches: event, launch (row of the call), graph and node as in
     `graph_launches`.
     """
     laid = _align_replays(trace)
@@ -172,8 +173,8 @@ def _align_replays(trace: Trace) -> _AlignedReplays:
         submitted.end[known_rows],
         submitted.row[known_rows],
     )
-    # replays one after the other on a clock that begins anew with each, so that none reaches into
-    # the next
+    # Replays one after the other on a clock that restarts with each, so that none reaches into the
+    # next.
     zero = start[first][replay]
     shift = replay * (int((end - zero).max(initial=0)) + 1) - zero
     reach = np.maximum.accumulate(end + shift)
@@ -197,7 +198,7 @@ def _align_replays(trace: Trace) -> _AlignedReplays:
     order = np.lexsort((work.start, work.stream, work.replay))
     position = np.empty(order.size, dtype=np.int64)
     position[order] = np.arange(order.size) - work.first[work.replay[order]]
-    # one number per replay that stands for its names in order: equal for equal sequences
+    # One number per replay for its names in order: equal for equal sequences.
     with np.errstate(over="ignore"):
         mixed = work.code.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + position.astype(
             np.uint64
@@ -207,7 +208,7 @@ def _align_replays(trace: Trace) -> _AlignedReplays:
         sequence = np.zeros(work.launch.size, dtype=np.uint64)
         np.add.at(sequence, work.replay, mixed ^ (mixed >> np.uint64(31)))
     has_id = graph_id >= 0
-    # numbers of graphs in the order of their first launch
+    # Numbers of graphs in the order of their first launch.
     key = np.where(has_id, graph_id, -1 - np.unique(sequence, return_inverse=True)[1])
     _, first, graph = np.unique(key, return_index=True, return_inverse=True)
     graph = np.argsort(np.argsort(first, kind="stable"), kind="stable")[graph]
@@ -229,8 +230,8 @@ def _align_replays(trace: Trace) -> _AlignedReplays:
 
 
 def _read_graph_ids(trace: Trace, work: _LaunchedWork) -> tuple[Ints, Ints]:
-    """Graph id of each replay and node id of each piece, where the recorder wrote them; -1
-    elsewhere.
+    """Returns the graph id of each replay and the node id of each piece, where the recorder wrote
+    them; -1 elsewhere.
     """
     graph_id = np.full(work.launch.size, -1, dtype=np.int64)
     node_id = np.full(work.row.size, -1, dtype=np.int64)
@@ -255,7 +256,7 @@ def _read_graph_ids(trace: Trace, work: _LaunchedWork) -> tuple[Ints, Ints]:
 
 
 def _summarize_nodes(trace: Trace, placed: pl.DataFrame) -> pl.DataFrame:
-    """The nodes of every graph in their order, with what tells them and their median."""
+    """Returns the nodes of every graph in their order, with their identity and their median."""
     length = pl.col("length")
     added = (
         placed.group_by(_NODE_KEYS)
@@ -298,7 +299,7 @@ def _build_replays(trace: Trace, laid: _AlignedReplays, nodes: pl.DataFrame) -> 
             "sequence": laid.sequence,
         }
     )
-    # the most frequent sequence of each graph; of equals the one that came first
+    # The most frequent sequence of each graph; of equally frequent ones the first.
     counted = (
         frame.with_row_index("at")
         .group_by("graph", "sequence")
@@ -329,7 +330,7 @@ def _build_replays(trace: Trace, laid: _AlignedReplays, nodes: pl.DataFrame) -> 
         .when(longer & enough)
         .then(pl.format("{} times as long as the median", times))
     )
-    # of each replay the node that is most above its median
+    # For each replay the node that is most above its median.
     medians = nodes.select(
         pl.col("own_id").alias("node_id"), "graph", "place", "code", "node", "median"
     )
@@ -354,7 +355,7 @@ def _build_replays(trace: Trace, laid: _AlignedReplays, nodes: pl.DataFrame) -> 
 
 
 def _summarize_graphs(trace: Trace, laid: _AlignedReplays, replays: pl.DataFrame) -> pl.DataFrame:
-    """The columns of `GRAPHS` but `like`."""
+    """Returns the columns of `GRAPHS` except `like`."""
     span, schema = (
         pl.col("span_ns"),
         pl.Schema({name: kind for name, kind in GRAPHS.items() if name != "like"}),
@@ -386,8 +387,8 @@ def _summarize_graphs(trace: Trace, laid: _AlignedReplays, replays: pl.DataFrame
 
 
 def _find_similar_graphs(graphs: pl.DataFrame, nodes: pl.DataFrame) -> list[int | None]:
-    """For each graph the one of more replays (or more nodes) whose names are nearly the same; few
-    graphs only.
+    """Returns for each graph the one of more replays (or more nodes) whose names are nearly the
+    same; few graphs only.
     """
     ordered = graphs.sort("replay_count", "node_count", "graph", descending=[True, True, False])[
         "graph"
@@ -422,12 +423,13 @@ MAPPED_NODES_SCHEMA = build_schema(
 )
 """Nodes of graphs with the operator that launched the same kernel in the capture: op (row of the
 CAPTURE's events), its name, the module around it; evidence (correlated: the whole graph's names
-stand in the capture in this order; inferred:
-an alignment in order), reason (why there is no operator)."""
+occur in the capture in this order; inferred: an alignment in order), reason (why there is no
+operator).
+"""
 
 
 def select_rank_trace(capture: Session | Trace | None, trace: Trace) -> Trace | None:
-    """Of a recorded session the trace of the same rank, else its first."""
+    """Returns of a recorded session the trace of the same rank, else its first."""
     if capture is None or isinstance(capture, Trace):
         return capture
     return next(
@@ -439,16 +441,16 @@ def select_rank_trace(capture: Session | Trace | None, trace: Trace) -> Trace | 
 def map_nodes(
     graph_launches: GraphLaunches, capture: Trace, *, launches: bool = False
 ) -> pl.DataFrame:
-    """The nodes of all graphs with the operators of the capture: `MAPPED`.
+    """Returns the nodes of all graphs with the operators of the capture: `MAPPED`.
 
     With `launches` also `kernel`: the capture's event of that kernel, or the call that captured it.
     """
     shape = pl.Schema({**MAPPED_NODES_SCHEMA, **({"kernel": pl.UInt32()} if launches else {})})
-    # What the capture launched: its kernels, else, where nothing ran, the launch calls that name
-    # their kernel
+    # The launches of the capture: its kernels, else, where nothing ran, the launch calls that name
+    # their kernel.
     events = capture.events
     kernels = events.filter(pl.col("category") == KERNEL, pl.col("launch").is_not_null())
-    # replays of graphs know no operator here either
+    # Replays of graphs have no operator here either.
     kernels = kernels.filter(~events["name"].gather(kernels["launch"]).str.contains(GRAPH_CALLS))
     call_start = events["start_ns"].gather(kernels["launch"])
     order = np.lexsort((kernels["start_ns"].to_numpy(), call_start.to_numpy()))
@@ -481,7 +483,7 @@ def map_nodes(
             "event",
             pl.col("op").cast(pl.Int64).fill_null(-1),
         )
-        # a recording of the capture holds both: what ran, and what was only captured
+        # A recording of the capture holds both: what ran, and what was only captured.
         both = pl.concat([kernels, named_kernels.cast(kernels.schema)])
         kernels = both[
             np.argsort(events["start_ns"].gather(both["launch"]).to_numpy(), kind="stable")
@@ -549,8 +551,8 @@ def map_nodes(
 def _find_best_alignment(
     graph_codes: Ints, capture_codes: Ints, captures: list[tuple[int, int]]
 ) -> tuple[Ints, bool]:
-    """Position in the capture of each node, -1 for none; and whether all names appear there in this
-    order.
+    """Returns the position in the capture of each node, -1 for none; and whether all names occur
+    there in this order.
     """
     graph_matches = find_occurrences(graph_codes, capture_codes)
     if graph_matches.size:
@@ -562,17 +564,17 @@ def _find_best_alignment(
             best = np.where(aligned >= 0, aligned + low, -1)
     if (
         best >= 0
-    ).sum() < _MIN_JOINED_SHARE * graph_codes.size:  # a few kernels of everyday names prove nothing
+    ).sum() < _MIN_JOINED_SHARE * graph_codes.size:  # a few kernels of common names prove nothing
         best[:] = -1
     return best, False
 
 
 def _align_by_names(graph_codes: Ints, capture_codes: Ints) -> Ints:
-    """Positions in `capture_codes` for as many of `graph_codes` as can be joined in order by equal
-    names; else -1.
+    """Returns positions in `capture_codes` for as many of `graph_codes` as can be joined in order
+    by equal names; else -1.
 
     The k-th kernel of a name is joined with the k-th of that name, counted from the front or from
-    the back; of these pairs the longest sequence that goes forward on both sides is kept.
+    the back; of these pairs the longest sequence that is ascending on both sides is kept.
     """
     best = np.full(graph_codes.size, -1, dtype=np.int64)
     kth = pl.int_range(pl.len()).over("code").alias("k")

@@ -1,4 +1,4 @@
-"""Groups, what they are for, who sends how much to whom."""
+"""Process groups with their roles, and the traffic between ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _KIND, _PHASE = pl.col("kind").fill_null(""), pl.col("phase").cast(pl.String).fi
 _IS_WEIGHT_OR_GRADIENT_CALL = _KIND.is_in(
     ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"]
 )
-# The calls of which a share speaks for a role.
+# The kinds of calls whose share indicates a role.
 _ROLE_INDICATORS = {
     "pairs": _KIND.is_in(["send", "recv", "send_recv"]),
     "exchange": _KIND.is_in(["all_to_all", "dispatch", "combine", "notify", "layout"]),
@@ -54,7 +54,7 @@ _ROLE_INDICATORS = {
     "scatters": _KIND == "reduce_scatter",
     "reduces": _KIND == "all_reduce",
 }
-_MIN_CALL_SHARE = 0.6  # share of a group's calls that decides what it is for
+_MIN_CALL_SHARE = 0.6  # share of a group's calls that decides its role
 
 
 @dataclass(frozen=True)
@@ -62,25 +62,25 @@ class ProcessGroups(Result):
     """The groups of a job. Rules of the roles: docs/concepts/groups.md.
 
     Attributes:
-        groups: One row per group (name and members): group, description, backend, group_size, members (null where no
-            file has the whole list), stride (distance of neighbours; null where it is not even),
-            recorded_ranks (ranks at hand that call it), kinds (what was called, the most frequent
-            first), count, bytes, total_ns and exposed_ns over the recorded ranks, role and the
-            evidence for it.
+        groups: One row per group (name and members): group, description, backend, group_size,
+            members (null where no file has the whole list), stride (distance of neighbours; null
+            where it is not even), recorded_ranks (ranks at hand that call it), kinds (what was
+            called, the most frequent first), count, bytes, total_ns and exposed_ns over the
+            recorded ranks, role and the evidence for it.
     """
 
     groups: pl.DataFrame
 
 
 def declared_groups(trace: Trace) -> pl.DataFrame:
-    """The groups that the file lists: group, description, backend, size, members."""
+    """Returns the groups that the file lists: group, description, backend, size, members."""
     return trace.groups.select(
         "group", "description", "backend", pl.col("size"), pl.col("ranks").alias("members")
     )
 
 
 def groups(calls: pl.DataFrame, declared: pl.DataFrame, world_size: int | None) -> ProcessGroups:
-    """Find the groups of a job and their roles.
+    """Finds the groups of a job and their roles.
 
     Args:
         calls: Rows of `collectives(...).calls`, of any number of ranks.
@@ -120,7 +120,7 @@ def groups(calls: pl.DataFrame, declared: pl.DataFrame, world_size: int | None) 
     called_groups = called_groups.join(
         kinds, on=["key", "whom"], how="left", maintain_order="left"
     ).join(descriptions, on="group", how="left", maintain_order="left")
-    # groups that the files list and nobody called in the window are rows too
+    # Groups that the files list and that were not called in the window are rows too.
     uncalled_groups = declared.filter(
         ~pl.col("group").is_in(called_groups["group"].drop_nulls().implode())
     ).select(
@@ -146,8 +146,8 @@ def groups(calls: pl.DataFrame, declared: pl.DataFrame, world_size: int | None) 
 
 
 def _infer_role(row: dict[str, object], world_size: int | None) -> tuple[str, str]:
-    """Role of a group and what speaks for it: its name or description first, then its calls, then
-    its members.
+    """Returns the role of a group and the evidence for it: its name or description first, then its
+    calls, then its members.
     """
     for source in ("description", "group"):
         label = str(row.get(source) or "").lower()
@@ -166,9 +166,8 @@ def _infer_role(row: dict[str, object], world_size: int | None) -> tuple[str, st
         return "unknown", f"{evidence}; the file does not say their groups"
     has_all_ranks = row["group_size"] is not None and row["group_size"] == world_size
     call_shares = {name: float(str(row[name])) for name in _ROLE_INDICATORS}
-    is_in_both_passes = (
-        call_shares["forward"] >= 0.25 and call_shares["backward"] >= 0.25
-    )  # calls of a layer: about as many each way
+    # Calls of a layer: about as many each way
+    is_in_both_passes = call_shares["forward"] >= 0.25 and call_shares["backward"] >= 0.25
     if call_shares["pairs"] >= _MIN_CALL_SHARE:
         return "pipeline", f"{evidence}; sends and receives between single ranks"
     if call_shares["exchange"] >= _MIN_CALL_SHARE:
@@ -221,7 +220,7 @@ ALL_TO_ALL_SCHEMA = build_schema(
 _SYMMETRIC_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _FROM_ROOT_KINDS, _TO_ROOT_KINDS = ("broadcast", "scatter"), ("reduce", "gather")
 _ONE_CALL = pl.lit(1, pl.Int64).alias("count")
-# all-to-alls that say how many rows of the first dimension each member gets
+# All-to-alls that record how many rows of the first dimension each member gets.
 _HAS_SPLITS = (
     (pl.col("kind") == "all_to_all")
     & pl.col("members").is_not_null()
@@ -232,12 +231,12 @@ _HAS_SPLITS = (
 
 
 def matrix(calls: pl.DataFrame) -> pl.DataFrame:
-    """Bytes from rank to rank.
+    """Returns the bytes from rank to rank.
 
-    Sends, receives and all-to-alls with recorded splits say exactly who got what. Of every other
-    collective the ring or tree that ran is not in the trace: what a rank sends (`bus_factor` ×
-    `size_bytes`) is shared evenly among the other members; a root that is known sends to (or gets
-    from) each of them. Time is shared like bytes.
+    Sends, receives and all-to-alls with recorded splits state exactly which rank got what. For
+    every other collective the ring or tree that ran is not in the trace: what a rank sends
+    (`bus_factor` × `size_bytes`) is divided evenly among the other members; a root that is known
+    sends to (or gets from) each of them. Time is divided like bytes.
 
     Args:
         calls: Rows of `collectives(...).calls`, of any number of ranks.
@@ -251,7 +250,7 @@ def matrix(calls: pl.DataFrame) -> pl.DataFrame:
     size, time = pl.col("size_bytes"), pl.col("duration_ns")
     sent = calls.filter(pl.col("kind") == "send").drop_nulls(["rank", "peer", "size_bytes"])
     received = calls.filter(pl.col("kind") == "recv").drop_nulls(["rank", "peer", "size_bytes"])
-    # receives count where their sender is not recorded
+    # Receives count where their sender is not recorded.
     unmatched_received = received.join(
         sent.select("rank", "peer").unique(),
         left_on=["peer", "rank"],
@@ -306,8 +305,8 @@ def _build_transfer_columns(
 
 
 def _estimate_collective_transfers(calls: pl.DataFrame) -> pl.DataFrame:
-    """Collectives whose way through the ranks is not recorded; those with a known root go from or
-    to it.
+    """Estimates the transfers of collectives whose route through the ranks is not recorded; those
+    with a known root go from or to it.
     """
     collectives = calls.filter(
         pl.col("kind").is_in([*_SYMMETRIC_KINDS, *_FROM_ROOT_KINDS, *_TO_ROOT_KINDS]),
@@ -322,14 +321,14 @@ def _estimate_collective_transfers(calls: pl.DataFrame) -> pl.DataFrame:
         pl.col("size_bytes") / member_count
     )
     bytes_per_peer = (
-        # without a root every rank stands for its share of the one way through all
+        # Without a root every rank has its share of the one route through all.
         pl.when(has_root_kind & pl.col("peer").is_null())
         .then(rooted_bytes.otherwise("size_bytes") / member_count)
         .when(has_root_kind)
         .then(rooted_bytes.otherwise("size_bytes"))
         .otherwise(pl.col("size_bytes") * pl.col("bus_factor") / (member_count - 1))
     )
-    # calls of one group and size fill the same cells
+    # Calls of one group and size fill the same cells.
     member_list = pl.col("members").cast(pl.List(pl.String)).list.join(",").alias("whom")
     merged_calls = collectives.group_by(
         "rank", "peer", member_list, "kind", "size_bytes", maintain_order=True
@@ -365,7 +364,8 @@ def _estimate_collective_transfers(calls: pl.DataFrame) -> pl.DataFrame:
 
 
 def exchanges(calls: pl.DataFrame) -> pl.DataFrame:
-    """How much each rank sends and receives in all-to-alls, and how unevenly over its peers.
+    """Returns how much each rank sends and receives in all-to-alls, and how unevenly over its
+    peers.
 
     Returns:
         group, rank, count, sent_bytes, received_bytes (null where unknown), peer_max_over_mean (of

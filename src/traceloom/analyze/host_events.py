@@ -1,4 +1,5 @@
-"""What a host event means: phase, activity, whether it blocks, whose Python frame.
+"""Classification of host events: phase, activity, blocking calls, device set-up, and user code
+among Python frames.
 
 One table of name patterns each for phases and for blocking calls; docs/concepts/host-time.md shows
 them. Names are PyTorch's own (torch 1.8 to 2.13), CUDA's, HIP's, Level Zero's and MTIA's.
@@ -28,25 +29,26 @@ from traceloom.trace.frames import cast_to_schema
 from traceloom.trace.trace import Trace
 from traceloom.trace.vocabulary import COPY, GPU_WORK, LAUNCHES
 
-# Waiting for the device, copying synchronously, and what the driver does under its own lock (it may
+# Waits for the device, synchronous copies, and driver calls under the driver's own lock (they may
 # stall the device).
 BLOCKING_CALL_PATTERN = (
     r"(?i:synchronize)|QueueFinish|Events?Wait$"
     r"|Memcpy|Memset|Malloc|Free|HostAlloc|HostRegister|HostUnregister"
     r"|ModuleLoad|ModuleUnload|LibraryLoad|LibraryUnload"
 )
-# Longer than a thread is kept from running now and then.
+# Longer than a thread is occasionally descheduled.
 _MIN_SETUP_NS = 5_000_000
 _MAX_GPU_BUSY_SHARE = 0.1  # of a call at most: no device had anything to do
-_CALLS_BEFORE_FREE_PATTERN = "Malloc|Event|Synchronize|LastError|MemGetInfo"  # what PyTorch's allocator calls before it frees
+# The calls of PyTorch's allocator before it frees
+_CALLS_BEFORE_FREE_PATTERN = "Malloc|Event|Synchronize|LastError|MemGetInfo"
 
 
 @cache_per_trace
 def mark_blocking_calls(trace: Trace) -> NDArray[np.bool_]:
-    """True for every event that is a blocking runtime or driver call; shape (events,).
+    """Returns True for every event that is a blocking runtime or driver call; shape (events,).
 
     Blocking are, by name, synchronising calls, copies and fills that are not asynchronous, and
-    allocations; and, by what happened, asynchronous copies that returned no earlier than their copy
+    allocations; and, by their times, asynchronous copies that returned no earlier than their copy
     ended (copies of pageable memory), and calls that start the device.
     """
     events = trace.events.lazy()
@@ -81,20 +83,19 @@ def mark_blocking_calls(trace: Trace) -> NDArray[np.bool_]:
 
 @cache_per_trace
 def mark_device_setup_calls(trace: Trace) -> NDArray[np.bool_]:
-    """True for every call of CUDA or HIP in which the device is set up or code is loaded; shape
-    (events,).
+    """Returns True for every call of CUDA or HIP in which the device is set up or code is loaded;
+    shape (events,).
 
-    The first call that needs it does it, whatever it is called: it takes 5 ms and more though no
-    device has anything to do. Calls that wait by name are none, but for the `cudaFree` of an
-    operator that did not ask for memory or look at events right before: the allocator gives back
-    only then, and libraries call it to have the device set up.
+    The first call that needs it does it, whatever its name: it takes 5 ms and more though no device
+    has anything to do. Calls that wait by name are excluded, except the `cudaFree` of an operator
+    that neither allocated memory nor queried events right before: the allocator frees only after
+    such calls, while libraries call it to set up the device.
     """
     is_setup = np.zeros(trace.events.height, dtype=np.bool_)
     gpu_work = select_gpu_work(trace)
     name, is_free = pl.col("name"), pl.col("name").str.contains("^(cuda|hip)Free$")
-    previous_call = (
-        pl.when(~is_free).then(name).shift(1).forward_fill().over("lane").fill_null("")
-    )  # several may be freed
+    # Several may be freed
+    previous_call = pl.when(~is_free).then(name).shift(1).forward_fill().over("lane").fill_null("")
     setup_frees = (
         is_free
         & ~previous_call.str.contains(_CALLS_BEFORE_FREE_PATTERN)
@@ -127,16 +128,15 @@ ACTIVITIES = ("op", "launch", "blocking_call", "python", "unobserved")
 LOADING, FORWARD, BACKWARD, OPTIMIZER, COMMUNICATION, OTHER = range(6)
 OP, LAUNCH, BLOCKING_CALL, PYTHON, UNOBSERVED = range(5)
 _NO_CODE = -1
-_CODE_TYPE: Any = np.int8  # what is remembered of every event takes no more than it needs
+_CODE_TYPE: Any = np.int8  # values kept for every event take no more than they need
 
 SCOPE_PREFIX = "traceloom.scope:"
-MODULE_PREFIX = (
-    "traceloom.module:"  # of the mark around the call of a module, where memory is followed
-)
+# Of the mark around the call of a module, where memory is tracked
+MODULE_PREFIX = "traceloom.module:"
 TRACELOOM_ANNOTATION_PATTERN = r"^traceloom\."
 STEP_MARK_PATTERN = r"^(ProfilerStep|traceloom\.step)"
 
-# Spans that PyTorch names itself: (phase, pattern), the first that matches counts.
+# Spans that PyTorch names itself: (phase, pattern), first match wins.
 SPAN_PHASE_PATTERNS = (
     (LOADING, r"^enumerate\(DataLoader\)#|_BaseDataLoaderIter"),
     (BACKWARD, r"^autograd::engine::"),
@@ -152,7 +152,7 @@ SPAN_PHASE_PATTERNS = (
     ),
 )
 
-# Regions that people name: the word decides, where exactly one phase is named.
+# Regions that users name: the word decides, where exactly one phase is named.
 WORD_PHASE_PATTERNS = (
     (LOADING, r"(?i)\b(data_?load(er|ing)?|load_(data|batch)|get_batch|next_batch)\b"),
     (FORWARD, r"(?i)\bforward\b"),
@@ -172,7 +172,7 @@ PYTHON_PHASE_PATTERNS = (
     (FORWARD, r"^nn\.Module: "),
 )
 
-# Calls in which the host waits: those of `blocking.py` (CUDA, HIP), and these of MTIA and oneAPI.
+# Calls in which the host waits: `BLOCKING_CALL_PATTERN` (CUDA, HIP), and these of MTIA and oneAPI.
 BLOCKING_RUNTIME_PATTERN = (
     r"^synchronize(Stream)?$"
     r"|^ze(EventHost|CommandQueue|CommandList(Host)?|Fence(Host)?)Synchronize$"
@@ -181,20 +181,21 @@ BLOCKING_RUNTIME_PATTERN = (
 BLOCKING_PYTHON_PATTERN = (
     r"^<built-in (method|function) "
     r"(acquire|wait|poll|select|sleep|waitpid|wait4|recv|recv_into|accept|barrier|run_backward)( |>)"
-    # where the frame of the lock itself is missing, as in threads that waited before the recording
-    # began
+    # Where the frame of the lock itself is missing, as in threads that waited before the recording
+    # began.
     r"|(^|/)threading\.py\(\d+\): (wait|_wait_for_tstate_lock)$"
 )
 
 
 class EventClasses(Struct, frozen=True):
-    """What each host event says; arrays of shape (host events,), in the forest's order.
+    """The class of each host event; arrays of shape (host events,), in the forest's order.
 
     Attributes:
-        phase: Number of the phase the event opens by itself; -1 where it opens none.
-        activity: Number of what the thread does while the event is innermost; -1 where a region only frames others.
+        phase: Number of the phase that the event opens by itself; -1 where it opens none.
+        activity: Number of the thread's activity while the event is innermost; -1 where a region
+            only frames others.
         mark: True for step marks.
-        op: True for framework operators; scopes and step marks are none.
+        op: True for framework operators, without scopes and step marks.
     """
 
     phase: Ints
@@ -205,10 +206,10 @@ class EventClasses(Struct, frozen=True):
 
 @cache_per_trace
 def mark_communication_scopes(trace: Trace) -> Bools:
-    """Which host events, in the forest's order, are named communication and hold a part of the step
-    of another kind.
+    """Returns which host events, in the forest's order, are named communication and hold a part of
+    the step of another kind.
 
-    They are regions around that part, not calls: only what is left of them communicates.
+    They are regions around that part, not calls: only the remainder of them communicates.
     """
     phase = classify_events(trace).phase
     is_other_phase = np.isin(phase, (LOADING, FORWARD, BACKWARD, OPTIMIZER))
@@ -220,7 +221,7 @@ def mark_communication_scopes(trace: Trace) -> Bools:
 
 @cache_per_trace
 def classify_events(trace: Trace) -> EventClasses:
-    """Read names and categories of the host events."""
+    """Classifies the host events by names and categories."""
     tree = build_forest(trace)
     vocabulary = build_vocabulary(trace)
     name_codes = vocabulary.code[tree.row]
@@ -253,7 +254,7 @@ def classify_events(trace: Trace) -> EventClasses:
     is_runtime_call = np.isin(
         category, (_get_category_code(cat.RUNTIME), _get_category_code(cat.DRIVER))
     )
-    # events that hold a whole step are around the loop, whatever their name says
+    # Events that hold a whole step are around the loop, whatever their name.
     starts = trace.steps["start_ns"].to_numpy()
     steps_begun_at_start = np.searchsorted(
         starts, get_event_column(trace, "start_ns"), side="right"
@@ -287,8 +288,8 @@ def classify_events(trace: Trace) -> EventClasses:
 
 @cache_per_trace
 def classify_activity(trace: Trace) -> Ints:
-    """What the thread does while each host event is innermost: regions take the activity of what
-    they stand in.
+    """Returns the activity of the thread while each host event is innermost: regions take the
+    activity of their surroundings.
     """
     activities = classify_events(trace).activity
     return np.append(activities, activities.dtype.type(UNOBSERVED))[
@@ -303,7 +304,7 @@ def _get_category_code(category: str) -> int:
 def _match_first_pattern(
     phase_patterns: tuple[tuple[int, str], ...], vocabulary: Vocabulary
 ) -> Ints:
-    """Number of the first pattern of the table that each name holds; -1 for none."""
+    """Returns the number of the first pattern of the table that matches each name; -1 for none."""
     codes, patterns = zip(*phase_patterns, strict=True)
     return np.select(vocabulary.matching_each(patterns), codes, _NO_CODE)
 
@@ -312,18 +313,16 @@ HOST_INTERVALS_SCHEMA = pl.Schema(
     {"lane": pl.UInt32(), "start_ns": pl.Int64(), "end_ns": pl.Int64()}
 )
 FRAME_TIME_SCHEMA = pl.Schema({"frame": pl.String(), "inside": pl.String(), "ns": pl.Int64()})
-RECORDER_FRAME_PATTERN = (
-    r"(^|/)traceloom/capture/"  # what the recorder does is none of the program's
-)
-ADDRESS_PATTERN = (
-    r" (?:object )?at 0x[0-9a-fA-F]+"  # differs from call to call, and names no other place
-)
+# Work of the recorder is not the program's
+RECORDER_FRAME_PATTERN = r"(^|/)traceloom/capture/"
+# Varies from call to call, and identifies no other place
+ADDRESS_PATTERN = r" (?:object )?at 0x[0-9a-fA-F]+"
 _FRAME_PATTERN = r"^(.*)\((\d+)\): (.*)$"  # file.py(12): function
 _FRAMEWORK_FRAME_PATTERN = re.compile(
     r"^(<|nn\.Module: |torch/|.*/(torch|site-packages|dist-packages)/|.*/lib/python3[^/]*/)"
 )
-# Kineto cuts off the folder that packages are installed in. These are called for a piece of work
-# and call nobody back: their caller tells more.
+# Kineto removes the folder that packages are installed in. These packages do a piece of work and
+# never call back into user code: their caller is more informative.
 _UTILITY_PACKAGES = frozenset(
     (
         "PIL",
@@ -366,8 +365,8 @@ def is_user_frame(frame: str) -> bool:
 
 
 def parse_frame_places(names: pl.Series) -> pl.DataFrame:
-    """Columns name, file and line of the names of events; file and line are null for what is no
-    Python function.
+    """Returns columns name, file and line of the names of events; file and line are null for names
+    that are no Python function.
     """
     return (
         names.cast(pl.String)
@@ -381,18 +380,21 @@ def parse_frame_places(names: pl.Series) -> pl.DataFrame:
 
 
 def measure_frame_time(trace: Trace, interval_sets: Sequence[pl.DataFrame]) -> list[pl.DataFrame]:
-    """How long each Python frame holds stretches of host time: exclusive, so that the times of
-    frames add up to them.
+    """Measures how long each Python frame holds intervals of host time: exclusive, so that the
+    times of frames add up to them.
 
-    Time is given to the innermost frame of the user's own code around it, else to the innermost
-    frame of all.
+    Time counts to the innermost frame of the user's own code around it, else to the innermost frame
+    of all.
 
     Args:
         trace: The trace.
-        interval_sets: Sets of stretches of host threads, `STRETCHES`; those of one set and lane are counted once.
+        interval_sets: Sets of intervals of host threads, `HOST_INTERVALS_SCHEMA`; those of one set
+            and lane are counted once.
 
     Returns:
-        A table for each set, `HELD`: the Python frame as recorded, what is innermost inside it
+        A table for each set, `HELD`: the Python frame as recorded, the innermost event inside it
+            (null where it is the frame itself) and nanoseconds, > 0. Time in which no Python frame
+            is recorded is left out.
         (null where it is itself) and nanoseconds, > 0. Time in which no Python frame is recorded is
         left out.
     """
@@ -416,7 +418,7 @@ def measure_frame_time(trace: Trace, interval_sets: Sequence[pl.DataFrame]) -> l
     )
     rows = np.flatnonzero(frame_of_position[segments.owner] >= 0)
     innermost = segments.owner[rows]
-    # lanes one after the other on one axis
+    # Lanes one after the other on one axis.
     lane_span = trace.end_ns - trace.start_ns + 1
     offset = segments.lane[rows].astype(np.int64) * lane_span - trace.start_ns
     low, high = segments.start_ns[rows] + offset, segments.end_ns[rows] + offset
@@ -445,7 +447,7 @@ def measure_frame_time(trace: Trace, interval_sets: Sequence[pl.DataFrame]) -> l
             }
         )
         summed = codes.group_by("frame", "inside", "own").agg(pl.col("ns").sum())
-        # names without addresses: several are one
+        # Names without addresses: several become one.
         named_times = summed.with_columns(
             vocabulary.names.gather(summed[name]).str.replace_all(ADDRESS_PATTERN, "").alias(name)
             for name in ("frame", "inside")

@@ -1,4 +1,4 @@
-"""What host threads do; their roles and concurrency."""
+"""Time of host threads by step, phase and activity, their roles, and their concurrency."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _CODE_TYPE: Any = np.int8  # of phases and activities
 
 
 class _LaneParts(NamedTuple):
-    """Stretches of lanes, each within one step; arrays of one length."""
+    """Segments of lanes, each within one step; arrays of one length."""
 
     lane: Ints
     start_ns: Ints
@@ -63,7 +63,7 @@ class _LaneParts(NamedTuple):
     activity: Ints
 
     def take(self, rows: Ints) -> _LaneParts:
-        """Some of the pieces, in the order of `rows`."""
+        """Returns some of the segments, in the order of `rows`."""
         return _LaneParts(*(column[rows] for column in self))
 
 
@@ -72,10 +72,12 @@ class HostTime(Result):
     """The host account of one trace.
 
     Attributes:
-        threads: One row per host lane. `window_ns` is the trace's (first to last event of any lane), `busy_ns` the
-            union of the lane's events; `main` marks the thread that runs the program.
-        account: Nanoseconds by lane, step (null outside all steps), phase and activity; the rows of a lane add up to
-            its `window_ns`, and those of a lane and step to the step's part of the window.
+        threads: One row per host lane. `window_ns` is the trace's (first to last event of any
+            lane), `busy_ns` the union of the lane's events; `main` marks the thread that runs the
+            program.
+        account: Nanoseconds by lane, step (null outside all steps), phase and activity; the rows of
+            a lane add up to its `window_ns`, and those of a lane and step to the step's part of the
+            window.
     """
 
     threads: pl.DataFrame
@@ -83,13 +85,13 @@ class HostTime(Result):
 
 
 def host(trace: Trace) -> HostTime:
-    """Account for the time of every host thread.
+    """Accounts for the time of every host thread.
 
-    The phase is that of the outermost event that says one; the activity that of the innermost
-    event. On the main thread, time without a phase of its own is given one by three rules, in this
-    order: another thread of the process runs the backward pass meanwhile; the thread records
-    nothing while another one communicates; what lies between two stretches of one phase within a
-    step belongs to it. docs/concepts/host-time.md has the definitions.
+    The phase is that of the outermost event that has one; the activity that of the innermost event.
+    On the main thread, time without a phase of its own is given one by three rules, in this order:
+    another thread of the process runs the backward pass meanwhile; the thread records nothing while
+    another one communicates; time between two segments of one phase within a step belongs to it.
+    docs/concepts/host-time.md has the definitions.
     """
     lanes = trace.lanes.filter(pl.col("kind") == "host").sort("lane")
     main = find_main_lane(trace)
@@ -106,7 +108,7 @@ def host(trace: Trace) -> HostTime:
     ).pipe(cast_to_schema, THREADS)
     engine = choose_engine(trace)
     rows = []
-    while lane_parts:  # no two sets share a lane; each is given up once it is added up
+    while lane_parts:  # no two sets share a lane; each is released once it is summed
         rows.append(_add_up_parts(lane_parts.pop(), engine))
     account = pl.concat(rows).sort("lane", "step", "phase", "activity")
     account = account.with_columns(pl.col("step").replace(int(NO_STEP), None))
@@ -115,7 +117,7 @@ def host(trace: Trace) -> HostTime:
 
 @cache_per_trace
 def is_in_passes(trace: Trace) -> Bools:
-    """Which host events, in the forest's order, are of the forward or the backward pass."""
+    """Returns which host events, in the forest's order, are of the forward or the backward pass."""
     in_passes: Bools = np.isin(
         _assign_phases(trace, build_forest(trace), classify_events(trace)), (FORWARD, BACKWARD)
     )
@@ -124,10 +126,10 @@ def is_in_passes(trace: Trace) -> Bools:
 
 @cache_per_trace
 def find_main_lane(trace: Trace) -> int | None:
-    """The lane that runs the program: a process's first thread where it has ops or calls, else the
-    lane with most.
+    """Returns the lane that runs the program: a process's first thread where it has ops or calls,
+    else the lane with the most.
 
-    Ops of the backward pass do not count, so that an autograd thread is never taken for it.
+    Ops of the backward pass do not count, so that an autograd thread is never chosen.
     """
     tree = build_forest(trace)
     if not tree.row.size:
@@ -146,13 +148,15 @@ def find_main_lane(trace: Trace) -> int | None:
 
 
 def _build_lane_parts(trace: Trace, main: int | None) -> list[_LaneParts]:
-    """Pieces of lanes with their step, phase and activity; together they tile every lane's window."""
+    """Returns segments of lanes with their step, phase and activity; together they tile every
+    lane's window.
+    """
     tree = build_forest(trace)
     segments = build_host_segments(trace)
     phase_of = _assign_phases(trace, tree, classify_events(trace))
     cuts, step = split_at_steps(trace, segments.start_ns, segments.end_ns)
     owner, lane = segments.owner[cuts.source], segments.lane[cuts.source]
-    # one more entry at the end, which the owner -1 (nothing recorded) finds
+    # One more entry at the end, for the owner -1 (nothing recorded).
     phase = np.append(phase_of, _UNKNOWN).astype(_CODE_TYPE)[owner]
     activity_code = np.append(classify_activity(trace), UNOBSERVED).astype(_CODE_TYPE)[owner]
     lane_parts = _LaneParts(
@@ -170,8 +174,8 @@ def _build_lane_parts(trace: Trace, main: int | None) -> list[_LaneParts]:
 
 
 def _assign_phases(trace: Trace, tree: Forest, event_meaning: EventClasses) -> Ints:
-    """Phase of each host event: that of the outermost event above it that has one; -1 where none
-    does.
+    """Returns the phase of each host event: that of the outermost event above it that has one; -1
+    where none does.
 
     An op that autograd recorded (it has a sequence number and no forward thread) is forward where
     nothing above it has a phase; in a trace without any backward pass every op inside a step is.
@@ -207,15 +211,16 @@ def _assign_phases(trace: Trace, tree: Forest, event_meaning: EventClasses) -> I
 def _infer(
     trace: Trace, tree: Forest, phase_of: Ints, main: int, lane_parts: _LaneParts
 ) -> _LaneParts:
-    """Give phases to the main thread's time that has none (see `host`); pieces are sorted by start."""
+    """Assigns phases to the main thread's time that has none (see `host`); segments are sorted by
+    start.
+    """
     lanes = trace.lanes
     process = lanes.filter(pl.col("lane") == main)["process"][0]
     other_lanes = lanes.filter(
         (pl.col("kind") == "host") & (pl.col("process") == process) & (pl.col("lane") != main)
     )
-    is_other = np.zeros(
-        int(lanes["lane"].to_numpy().max(initial=0)) + 1, dtype=np.bool_
-    )  # for every lane number
+    # For every lane number
+    is_other = np.zeros(int(lanes["lane"].to_numpy().max(initial=0)) + 1, dtype=np.bool_)
     is_other[other_lanes["lane"].to_numpy()] = True
     elsewhere = gather_rows(is_other, tree.lane)
     for new_phase in (BACKWARD, COMMUNICATION):
@@ -228,7 +233,7 @@ def _infer(
             free = (lane_parts.phase < 0) | ((lane_parts.phase == OPTIMIZER) & unobserved)
         else:
             free = (lane_parts.phase < 0) & unobserved
-        # the parts of free pieces that lie in the busy time; others are left whole
+        # The parts of free segments that lie in the busy time; others are left whole.
         narrow = cut(
             np.where(free, lane_parts.start_ns, lane_parts.end_ns),
             lane_parts.end_ns,
@@ -238,7 +243,7 @@ def _infer(
         start = np.where(free, narrow.start_ns, parts.start_ns)
         phase = np.where(free & contains(busy, start), new_phase, parts.phase)
         lane_parts = parts._replace(start_ns=start, end_ns=narrow.end_ns, phase=phase)
-    # phaseless pieces between two pieces of one phase in one step take that phase
+    # Segments without a phase between two segments of one phase in one step take that phase.
     phase, step = lane_parts.phase, lane_parts.step
     has_phase = phase >= 0
     positions = np.arange(phase.size, like=phase)
@@ -254,11 +259,12 @@ def _infer(
 
 
 def _add_up_parts(lane_parts: _LaneParts, engine: Engine) -> pl.DataFrame:
-    """Sums by lane, step, phase and activity; one number stands for the four while they are added."""
+    """Returns sums by lane, step, phase and activity; one number encodes the four while they are
+    summed.
+    """
     lane, start, end, step, phase, activity_code = lane_parts
-    steps = np.unique(
-        step[np.flatnonzero(np.diff(step, prepend=NO_STEP - 1))]
-    )  # few: neighbours share theirs
+    # Few, since neighbours share theirs
+    steps = np.unique(step[np.flatnonzero(np.diff(step, prepend=NO_STEP - 1))])
     step_index = np.searchsorted(steps, step)
     kinds = len(PHASES) * len(ACTIVITIES)
     kind = np.where(phase < 0, OTHER, phase) * len(ACTIVITIES) + activity_code
@@ -316,12 +322,13 @@ class Threads(Result):
     """The host threads.
 
     Attributes:
-        threads: One row per host lane, the main thread first, then by busy time. `role` is one of `ROLES`; `says` is
-            what it was told by: a name recorded on the thread. `busy_ns` is the time with any event
-            open, `active_ns` the part of it in which the thread does not stand in a call that
-            waits; the five columns by activity (docs/concepts/host-time.md) add up to `window_ns`.
-        concurrency: How long exactly so many threads were active at once, by step (null outside all steps); adds up to
-            the window of the trace.
+        threads: One row per host lane, the main thread first, then by busy time. `role` is one of
+            `ROLES`; `says` is its evidence: a name recorded on the thread. `busy_ns` is the time
+            with any event open, `active_ns` the part of it in which the thread is not in a call
+            that waits; the five columns by activity (docs/concepts/host-time.md) add up to
+            `window_ns`.
+        concurrency: How long exactly this many threads were active at once, by step (null outside
+            all steps); adds up to the window of the trace.
         curve: Mean number of active threads in each of up to 200 equal parts of the window.
         most: The largest number of threads active at once.
         mean: Mean number over the window; None for a window without length.
@@ -335,7 +342,7 @@ class Threads(Result):
 
 
 def threads(trace: Trace) -> Threads:
-    """Say of every host thread what it is for and what it did, and how many were active over time."""
+    """Returns the role and activities of every host thread, and how many were active over time."""
     lanes = trace.lanes.filter(pl.col("kind") == "host").sort("lane")
     segments = build_host_segments(trace)
     doing = np.append(classify_activity(trace), UNOBSERVED)[segments.owner]
@@ -373,7 +380,7 @@ def threads(trace: Trace) -> Threads:
         }
     ).pipe(cast_to_schema, THREAD_SCHEMA)
     is_main = (pl.col("role") == "main").fill_null(False)
-    # A thread is active whenever it does not rest: +1 where it begins to be, -1 where it ends.
+    # A thread is active except while it rests: +1 where it begins to be active, -1 where it ends.
     resting = np.flatnonzero((doing == UNOBSERVED) | (doing == BLOCKING_CALL))
     resting = resting[np.argsort(segments.lane[resting], kind="stable")]
     low, high = (
@@ -393,10 +400,11 @@ def threads(trace: Trace) -> Threads:
     order = np.argsort(start, kind="stable")
     start, count = start[order], np.cumsum(np.concatenate(change)[order])
     is_last = np.append(start[1:] != start[:-1], True)
+    # The instants at which the number changes, and the end
     start, count = (
         start[is_last],
         count[is_last],
-    )  # the instants at which the number changes, and the end
+    )
     total = int((count[:-1] * np.diff(start)).sum()) if start.size else 0
     if start.size < 2:
         concurrency = CONCURRENCY.to_frame()
@@ -430,9 +438,8 @@ def _compute_concurrency_curve(trace: Trace, start: Ints, count: Ints) -> pl.Dat
     if start.size < 2 or not parts:
         return CURVE.to_frame()
     edges = trace.start_ns + window * np.arange(parts + 1) // parts
-    spent = np.concatenate(
-        [[0], np.cumsum(count[:-1] * np.diff(start))]
-    )  # thread-nanoseconds up to each instant
+    # Thread-nanoseconds up to each instant
+    spent = np.concatenate([[0], np.cumsum(count[:-1] * np.diff(start))])
     position = np.searchsorted(start, edges, side="right") - 1
     until = spent[position] + count[position] * (edges - start[position])
     return pl.DataFrame({"start_ns": edges[:-1], "active": np.diff(until) / np.diff(edges)}).pipe(
@@ -442,7 +449,7 @@ def _compute_concurrency_curve(trace: Trace, start: Ints, count: Ints) -> pl.Dat
 
 @cache_per_trace
 def _infer_roles(trace: Trace) -> dict[int, tuple[str, str | None]]:
-    """Role of every host lane, and the name that shows it."""
+    """Returns the role of every host lane, and the name that shows it."""
     tree = build_forest(trace)
     main = find_main_lane(trace)
     vocabulary = build_vocabulary(trace)
@@ -473,8 +480,8 @@ def _infer_roles(trace: Trace) -> dict[int, tuple[str, str | None]]:
         for lane, row in zip(lanes.tolist(), rows[first].tolist(), strict=True):
             roles.setdefault(lane, (role, str(vocabulary.names[int(code[row])])))
     for lane in [lane for lane, (role, _) in roles.items() if role == "python"]:
-        # what it was started to do: its outermost frame that is not the machinery of starting
-        # threads
+        # The function that it was started to run: its outermost frame that is not part of starting
+        # threads.
         folded = call_tree(trace)
         frames = np.flatnonzero((folded.lane == lane) & (folded.kind == NODE_KINDS.index("python")))
         names = folded.names[pl.Series(folded.label[frames], dtype=pl.UInt32)]

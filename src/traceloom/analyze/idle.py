@@ -1,9 +1,9 @@
-"""Idle time by cause; what the host did meanwhile; the longest gaps.
+"""Idle time of devices by cause, the activity of the host meanwhile, and the longest gaps.
 
-A gap is time in a device's window in which no stream runs anything. The work that ends a gap tells
-why there was one: its launch came late (then the host's doings until the launch are the causes),
-the launch itself took its time, or the work was queued and waited, for some other work where it was
-told to. Exact definitions: docs/concepts/idle-time.md.
+A gap is time in a device's window in which no stream runs anything. The work that ends a gap
+determines its cause: its launch came late (then the host's activities until the launch are the
+causes), the launch itself took its time, or the work was queued and waited, possibly for other
+work. Exact definitions: docs/concepts/idle-time.md.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ HOST_CAUSES = {
     "host_python": "the host ran Python",
     "host_unobserved": "nothing is recorded of what the host did",
 }
-"""What the host was doing when a launch came late."""
+"""Activities of the host when a launch came late."""
 
 LAUNCH_LATENCY = "launch_latency"
 DEPENDENCY = "dependency"
@@ -91,13 +91,13 @@ _CAUSE_BY_ACTIVITY = {
     PYTHON: _HOST_CAUSE_NAMES.index("host_python"),
 }
 _UNOBSERVED = len(_HOST_CAUSE_NAMES) - 1
-# What the collector is called in recordings: Python's own event, annotations of it, and calls of
+# Names of garbage collections in recordings: Python's own event, annotations of it, and calls of
 # `gc.collect`.
 GARBAGE_COLLECTION_PATTERN = (
     r"^(Python )?GC\b|^gc($|[.: (])|^garbage[ _]collect"
     r"|^<built-in (function|method) collect( of module '?gc'?.*)?>$|(^|/)gc\.py\(\d+\): "
 )
-# Waiting for a lock, a condition or a semaphore; `run_backward` and synchronisations are no locks.
+# Waits for a lock, a condition or a semaphore; `run_backward` and synchronisations are not locks.
 LOCK_PATTERN = (
     r"^<built-in method (acquire|__enter__|_acquire_restore) of _?(thread|multiprocessing|threading)\."
     r"|(^|/)threading\.py\(\d+\): (acquire|wait|wait_for|_wait_for_tstate_lock|_acquire_restore|join)$"
@@ -123,10 +123,10 @@ class GapIntervals(NamedTuple):
 
 
 class _WaitParts(NamedTuple):
-    """Stretches of stretches with one innermost host event each; arrays of one length.
+    """Parts of intervals with one innermost host event each; arrays of one length.
 
     Attributes:
-        part: Row of the stretches.
+        part: Row of the interval.
         owner: Position of the event in the forest; -1 where none is open.
         start: Starts.
         end: Ends.
@@ -143,16 +143,16 @@ class _WaitParts(NamedTuple):
 def split_by_activity(
     trace: Trace, waiting: GapIntervals, lane: Ints, device: Ints
 ) -> pl.DataFrame:
-    """Split time in which the GPU waited for a launch by what the launching thread did.
+    """Splits time in which the GPU waited for a launch by the activity of the launching thread.
 
-    Where the launching thread has nothing open (an autograd thread before its first work, say),
-    what the main thread did is taken instead, and is not sure.
+    Where the launching thread has nothing open (an autograd thread before its first work, for
+    example), the activity of the main thread is used instead, and is not sure.
 
     Args:
         trace: One process's trace.
         waiting: The time until the launches.
-        lane: Lane of the launching thread of each stretch.
-        device: Device of each stretch; those of one device are disjoint.
+        lane: Lane of the launching thread of each interval.
+        device: Device of each interval; those of one device are disjoint.
 
     Returns:
         Columns gap, step_row, start_ns, duration_ns, cause (number in HOST_CAUSES), sure, activity
@@ -163,7 +163,7 @@ def split_by_activity(
     wait_parts = _split_by_innermost_event(trace, waiting, lane, device)
     cause = np.full(wait_parts.owner.size, _UNOBSERVED)
     observed = wait_parts.owner >= 0
-    # the cause that each host event stands for, by itself and what it stands in
+    # The cause of each host event, by itself and its enclosing events.
     vocabulary, activities = build_vocabulary(trace), classify_activity(trace)
     cause_of = np.full(tree.row.size, _UNOBSERVED, like=tree.row)
     for code, number in _CAUSE_BY_ACTIVITY.items():
@@ -185,7 +185,7 @@ def split_by_activity(
     event_row = np.where(observed, rows, -1)
     length = wait_parts.end - wait_parts.start
     kind = wait_parts.part * len(_HOST_CAUSE_NAMES) + cause
-    order = np.lexsort((-length, kind))  # the longest of each part and cause first
+    order = np.lexsort((-length, kind))  # The longest of each part and cause first.
     ordered = kind[order]
     first = np.flatnonzero(np.diff(ordered, prepend=-1))
     part = wait_parts.part[order[first]]
@@ -206,10 +206,10 @@ def split_by_activity(
 def _split_by_innermost_event(
     trace: Trace, waiting: GapIntervals, lane: Ints, device: Ints
 ) -> _WaitParts:
-    """Cut the stretches at every change of the innermost event of the launching thread.
+    """Cuts the intervals at every change of the innermost event of the launching thread.
 
-    Where that has nothing open, the main thread's events are taken. That the main thread waits for
-    autograd's threads does not count: those are the launching threads.
+    Where that thread has nothing open, the main thread's events are used. The main thread's wait
+    for autograd's threads does not count: those are the launching threads.
     """
     nothing = np.zeros(0, dtype=np.int64)
     parts = [_WaitParts(nothing, nothing, nothing, nothing, np.zeros(0, dtype=np.bool_))]
@@ -264,9 +264,9 @@ EvidenceType = pl.Enum(EVIDENCE)
 _CAUSE_CODES = {cause: code for code, cause in enumerate(CAUSES)}
 _NONE = -1
 
-# Longest pause that the hardware needs between two queued pieces of work: 99 % stay below 3 µs on
-# NVIDIA and below
-# 18 µs on AMD; none of some 30,000 in complete public traces was longer than 24 µs.
+# Longest pause that the hardware needs between two queued pieces of work: 99 % are below 3 µs on
+# NVIDIA and below 18 µs on AMD; none of some 30,000 in complete public traces was longer than 24
+# µs.
 KERNEL_TO_KERNEL_NS = 30_000
 # Longest time from the return of a launch call to the start of its work on an idle device that
 # still is latency.
@@ -282,18 +282,20 @@ GAP_SCHEMA = build_schema(
 
 @dataclass(frozen=True)
 class Idle(Result):
-    """Idle time of each device by cause; the time before the first and after the last GPU work is
-    not in it.
+    """Idle time of each device by cause, without the time before the first and after the last GPU
+    work.
 
     Attributes:
-        gaps: The parts of each gap, one row per (gap, step, cause), by device and start: gap (number of the gap),
-            device, start_ns (first nanosecond of the part), duration_ns (all time of that cause in
-            that gap and step; the host's doings alternate, so a part need not be contiguous),
-            cause, evidence, before and after (the GPU work around the gap), launch (call that
-            submitted `after`), step, host_activity (the longest thing the host did in the part;
-            null where it is not the host's or nothing is recorded).
-        causes: device, step (null = outside all steps), cause, idle_ns, gap_count (gaps that have this cause).
-        totals: device, cause, idle_ns, gap_count. Adds up to `idle_ns` of `gpu_time`, as does `causes` per step.
+        gaps: The parts of each gap, one row per (gap, step, cause), by device and start: gap
+            (number of the gap), device, start_ns (first nanosecond of the part), duration_ns (all
+            time of that cause in that gap and step; the host's activities alternate, so a part need
+            not be contiguous), cause, evidence, before and after (the GPU work around the gap),
+            launch (call that submitted `after`), step, host_activity (the longest activity of the
+            host in the part; null where the cause is not the host's or nothing is recorded).
+        causes: device, step (null = outside all steps), cause, idle_ns, gap_count (gaps that have
+            this cause).
+        totals: device, cause, idle_ns, gap_count. Adds up to `idle_ns` of `gpu_time`, as does
+            `causes` per step.
     """
 
     gaps: pl.DataFrame
@@ -303,9 +305,9 @@ class Idle(Result):
 
 @cache_per_trace
 def idle(trace: Trace) -> Idle:
-    """Split the idle time of every device by cause."""
+    """Splits the idle time of every device by cause."""
     all_gaps = find_idle_gaps(trace)
-    # Cut each gap in three: the host before the launch call, the launch, what came after
+    # Cut each gap in three: the host before the launch call, the launch, and the time after.
     low, high = all_gaps.low, all_gaps.high
     start, duration = (get_event_column(trace, name) for name in ("start_ns", "duration_ns"))
     caused = (all_gaps.launch >= 0) & all_gaps.first
@@ -315,18 +317,19 @@ def idle(trace: Trace) -> Idle:
         if start.size
         else low
     )
-    # a copy whose call waits for the end of the copy was submitted when the call began
+    # A copy whose call waits for the end of the copy was submitted when the call began.
     ended = start[all_gaps.after] + duration[all_gaps.after]
     waits = is_copy(trace, all_gaps.after) & (back >= ended) & (call < low)
     called = np.clip(call, low, high)
     returned = np.where(waits, low, np.clip(back, called, high))
-    # a call that takes longer than work takes to begin keeps the host: it loads code, say
+    # A call that takes longer than work takes to begin keeps the host busy: it loads code, for
+    # example.
     called = np.where(~waits & (returned - called > LAUNCH_LATENCY_NS), returned, called)
     prompt = caused & ~waits & (back > low) & (high - returned <= LAUNCH_LATENCY_NS)
     queued_ns = np.where(prompt, high, returned)
     steps = build_tiles(trace)
 
-    # What the host did until its launch call.
+    # The activity of the host until its launch call.
     shared = find_overlaps(all_gaps.low, called, steps.spans)
     cut = GapIntervals(shared.left, gather_rows(steps.row, shared.right), shared.start, shared.end)
     lane = get_event_column(trace, "lane")[all_gaps.launch[cut.gap]].astype(np.int64)
@@ -401,7 +404,7 @@ def idle(trace: Trace) -> Idle:
 
 
 def _classify_queued(trace: Trace, all_gaps: IdleGaps) -> tuple[Ints, Ints, Bools]:
-    """Per gap: cause and evidence (as numbers) of the time after the work was submitted, and
+    """Returns per gap cause and evidence (as numbers) of the time after the work was submitted, and
     whether it is a wait.
     """
     waited, recorded = find_stream_waits(trace)
@@ -436,8 +439,8 @@ def _classify_queued(trace: Trace, all_gaps: IdleGaps) -> tuple[Ints, Ints, Bool
 
 
 def _find_producers(trace: Trace, gaps: IdleGaps, waited: Bools) -> tuple[Ints, Ints]:
-    """What the work after those gaps that are waits had waited for; rows of `events`, -1 for none;
-    shape (gaps,).
+    """Returns what the work after those gaps that are waits had waited for; rows of `events`, -1
+    for none; shape (gaps,).
 
     A recorded wait names the stream and the record of the event: the last work that was launched on
     that stream before the event was recorded is what was waited for; of several waits the one whose
@@ -446,6 +449,7 @@ def _find_producers(trace: Trace, gaps: IdleGaps, waited: Bools) -> tuple[Ints, 
 
     Returns:
         The GPU work that had to end first, and the record of the wait, or the last call before the
+            launch, on its thread, that requested one.
         launch, on its thread, that asked for one.
     """
     producer, wait = (np.full(waited.size, _NONE, dtype=np.int64) for _ in range(2))
@@ -502,7 +506,7 @@ def _find_producers(trace: Trace, gaps: IdleGaps, waited: Bools) -> tuple[Ints, 
 
 
 def _build_gap_rows(trace: Trace, all_gaps: IdleGaps, frames: list[pl.DataFrame]) -> pl.DataFrame:
-    """The parts with names for numbers, by device and start; `frames` is emptied."""
+    """Returns the parts with names for numbers, by device and start; `frames` is emptied."""
     parts = pl.concat(frames).sort("gap", "start_ns", "cause")
     frames.clear()
     gap = parts["gap"].to_numpy()
@@ -536,8 +540,8 @@ def _replace_negative_with_null(rows: Ints) -> pl.Series:
 
 
 def _find_recorded_waits(trace: Trace) -> pl.DataFrame:
-    """Recorded waits: after (work that waited, ascending), wait (row of the record), producer,
-    producer_end.
+    """Returns recorded waits: after (work that waited, ascending), wait (row of the record),
+    producer, producer_end.
     """
     waits = trace.syncs.filter(pl.col("kind") == STREAM_WAIT_RECORD)
     if not waits.height:
@@ -603,18 +607,26 @@ _EVENT_COLUMNS = ("before", "after", "launch", "producer", "wait")
 
 
 def longest_gaps(trace: Trace, idle_time: Idle, count: int = 20) -> pl.DataFrame:
-    """The longest gaps, longest first, with their main cause and what stands for it.
+    """Returns the longest gaps, longest first, with their main cause and its event.
 
     Args:
         trace: The trace.
-        idle_time: What `idle` found in it.
-        count: How many.
+        idle_time: The result of `idle` for it.
+        count: Number of gaps.
 
     Returns:
         One row per gap: gap, device, step (of its main part), start_ns, duration_ns (of the whole
+            gap), cause (the one with most of the gap's time), cause_ns (its time in the gap),
+            evidence; then rows of `trace.events` with their names: before and after (the GPU work
+            around it), launch (the call that submitted `after`), host_event (the longest activity
+            of the host in the cause's time) with host_activity (its name) and stack (names of its
+            enclosing events, outermost first), producer (the GPU work that a dependency waited
+            for), wait (the record of the wait or the call that requested it). Null where there is
+            none.
         gap), cause (the one with most of the gap's time), cause_ns (its time in the gap), evidence;
         then rows of `trace.events` with their
-        names: before and after (the GPU work around it), launch (the call that submitted `after`), host_event (the
+        names: before and after (the GPU work around it), launch (the call that submitted `after`),
+            host_event (the
         longest thing the host did in the cause's time) with host_activity (its name) and stack
         (names of what it stood in, outermost first), producer (the GPU work that a dependency
         waited for), wait (the record of the wait or the call that asked for it). Null where there
@@ -626,7 +638,7 @@ def longest_gaps(trace: Trace, idle_time: Idle, count: int = 20) -> pl.DataFrame
 def find_longest_gaps(
     traces: Sequence[Trace], idle_times: Iterable[Idle], count: int
 ) -> Iterable[pl.DataFrame]:
-    """The same of each of several traces."""
+    """Returns the same for each of several traces."""
     parts = concatenate_by_trace(idle_time.gaps for idle_time in idle_times)
     keys = [TRACE_COLUMN, "gap"]
     order, falling = [TRACE_COLUMN, "whole_ns", "gap"], [False, True, False]
@@ -667,7 +679,7 @@ def find_longest_gaps(
 
 
 def _list_enclosing_events(trace: Trace, event: int | None) -> list[str] | None:
-    """Names of the events around an event, outermost first; the event itself is not among them."""
+    """Returns names of the events around an event, outermost first, without the event itself."""
     if event is None:
         return None
     parent, name = trace.events["parent"], trace.events["name"]

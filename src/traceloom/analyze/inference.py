@@ -1,5 +1,5 @@
-"""Steps of an inference server: prefill and decode, their batches, the time between tokens, what
-graphs replayed.
+"""Steps of an inference server (prefill and decode, batches, time between tokens), and the
+operators of replayed graphs.
 
 Definitions: docs/concepts/inference.md.
 """
@@ -46,7 +46,7 @@ ANNOTATIONS = build_schema(
 
 # Names of vLLM (`execute_context_2(300)_generation_5(5)`, with and without the detailed sums, and
 # the older `execute_new_1_cached_3`), SGLang (`step[DECODE bs=32]`, with and without sums) and ATOM
-# (`prefill[bs=2 tok=8192]`). A number of more than 15 digits is no count.
+# (`prefill[bs=2 tok=8192]`). A number of more than 15 digits is not a count.
 _VLLM = re.compile(
     r"^execute(?:_\d+)?_context_(\d{1,15})\(([^()]*)\)_generation_(\d{1,15})\(([^()]*)\)", re.ASCII
 )
@@ -96,25 +96,30 @@ OPERATORS = build_schema("rank op_name module kernel_count gpu_ns")
 
 @dataclass(frozen=True)
 class Inference(Result):
-    """Inference, rank by rank.
+    """Inference of a run, rank by rank.
 
     Attributes:
-        steps: One row per step of the server: number (from 0), framework, kind, event (its annotation), name, start_ns
-            and duration_ns (of the annotation); the facts of its batch (null where the annotation
-            does not say): requests, context_requests, context_tokens (computed), context_kv_tokens
-            (attended to), and the same of generation; then of the GPU work launched in it gpu_ns
-            (union), gpu_span_ns (first start to last end), work_count, graph_work_count (of graph
-            launches), lag_ns (from the end of the annotation to that of the work, at least 0);
-            between_ns (from the end of the work of the last step that generated to the end of this
-            one's, for steps that generate; null for the first and others).
-        mix: The same by kind: number of steps, mean, min and max of duration and GPU time, its sum and share of all
-            steps' GPU time, mean number of requests, tokens, and median, 95th percentile and
-            maximum of `between_ns`.
-        rates: Tokens (or samples) per second: what, count, window_ns (first start to the last end of steps and of their
-            work), per_second, evidence (annotation: counted from the names; declared: by the user).
-        nodes: Kernels of graphs with the operators of the capture, see `graph_capture.MAPPED`. Empty without a capture.
-        operators: The same added up by operator and module, longest first; null op_name is what is not mapped.
-        mapped_fraction: Share of the time of graph replays that has an operator; None without a capture or graphs.
+        steps: One row per step of the server: number (from 0), framework, kind, event (its
+            annotation), name, start_ns and duration_ns (of the annotation); the facts of its batch
+            (null where the annotation does not say): requests, context_requests, context_tokens
+            (computed), context_kv_tokens (attended to), and the same of generation; then of the GPU
+            work launched in it gpu_ns (union), gpu_span_ns (first start to last end), work_count,
+            graph_work_count (of graph launches), lag_ns (from the end of the annotation to that of
+            the work, at least 0); between_ns (from the end of the work of the last step that
+            generated to the end of this one's, for steps that generate; null for the first and
+            others).
+        mix: The same by kind: number of steps, mean, min and max of duration and GPU time, its sum
+            and share of all steps' GPU time, mean number of requests, tokens, and median, 95th
+            percentile and maximum of `between_ns`.
+        rates: Tokens (or samples) per second: what, count, window_ns (first start to the last end
+            of steps and of their work), per_second, evidence (annotation: counted from the names;
+            declared: by the user).
+        nodes: Kernels of graphs with the operators of the capture, see `graph_capture.MAPPED`.
+            Empty without a capture.
+        operators: The same added up by operator and module, longest first; null op_name is what is
+            not mapped.
+        mapped_fraction: Share of the time of graph replays that has an operator; None without a
+            capture or graphs.
     """
 
     steps: pl.DataFrame
@@ -132,14 +137,14 @@ def inference(
     tokens_per_step: int | None = None,
     samples_per_step: int | None = None,
 ) -> Inference:
-    """Read the steps of an inference server, and map its graph replays.
+    """Reads the steps of an inference server, and maps its graph replays.
 
     Args:
         session: The run, or one trace.
-        capture: The recording of the graphs' capture, or of the same model without graphs; of a session the trace of
-            the same rank, else its first.
-        tokens_per_step: Tokens that a step makes, where the user knows; a step is one of the server, else a
-            marked step of the trace.
+        capture: The recording of the graphs' capture, or of the same model without graphs; of a
+            session the trace of the same rank, else its first.
+        tokens_per_step: Tokens that a step makes, if the user knows; a step is one of the server,
+            else a marked step of the trace.
         samples_per_step: The same for samples (sequences, images).
 
     Raises:
@@ -176,7 +181,7 @@ def inference(
             )
             .sort("gpu_ns", "op_name", "module", descending=[True, False, False], nulls_last=True)
         )
-        # Tokens and samples per second over the window of the steps
+        # Tokens and samples per second over the window of the steps.
         rows = []
         if steps.height:
             end = (pl.col("start_ns") + pl.col("duration_ns") + pl.col("lag_ns").fill_null(0)).max()
@@ -222,14 +227,14 @@ def inference(
 
 
 def _build_steps(trace: Trace) -> pl.DataFrame:
-    """The steps with their GPU work."""
+    """Returns the steps with their GPU work."""
     annotated = _find_annotations(trace)
     if not annotated.height:
         return STEPS.to_frame()
     submitted = collect_launched_work(trace)
     on_gpu = bool(annotated["on_gpu"].any())
-    # work belongs to the step that launched it; where only the GPU's annotations are known, to that
-    # in which it starts
+    # Work belongs to the step that launched it; where only the GPU's annotations are known, to the
+    # step in which it starts.
     assigned_ns = (
         submitted.start
         if on_gpu
@@ -253,9 +258,8 @@ def _build_steps(trace: Trace) -> pl.DataFrame:
             "graph": in_graph,
         }
     )
-    busy = (
-        [0] * annotated.height
-    )  # time in which at least one piece of work of each step runs, on any stream
+    # Time in which at least one piece of work of each step runs, on any stream
+    busy = [0] * annotated.height
     for part in work.partition_by("step"):
         busy[part["step"][0]] = merge_intervals(
             part["start"].to_numpy(), part["end"].to_numpy()
@@ -288,7 +292,7 @@ def _build_steps(trace: Trace) -> pl.DataFrame:
         & pl.col("kind").is_in(["decode", "mixed", "verify"])
     )
     done = pl.when(generates).then("done")
-    # steps whose work overlaps on several streams may end in another order than they began
+    # Steps whose work overlaps on several streams may end in another order than they began.
     between = pl.when(generates).then(
         (pl.col("done") - done.cum_max().forward_fill().shift(1)).clip(lower_bound=0)
     )
@@ -330,10 +334,11 @@ def _summarize_mix(steps: pl.DataFrame) -> pl.DataFrame:
 
 
 def _find_annotations(trace: Trace) -> pl.DataFrame:
-    """The annotations of server steps, by start: `ANNOTATIONS`; none within another of its thread.
+    """Returns the annotations of server steps, by start: `ANNOTATIONS`; none within another of its
+    thread.
 
     The facts of an annotation within another are added to the outer one: some servers write two for
-    one step. Where the host recorded none, those of the GPU are taken; one that stands on several
+    one step. Where the host recorded none, those of the GPU are used; one that occurs on several
     streams is one step.
     """
     vocabulary = build_vocabulary(trace)
@@ -368,13 +373,12 @@ def _find_annotations(trace: Trace) -> pl.DataFrame:
             rows.append({**row, **facts, "on_gpu": not on_host.height})
             continue
         outer = rows[-1]
-        if (
-            not on_host.height
-        ):  # on the GPU a further annotation of the same step may last longer on another stream
+        # On the GPU a further annotation of the same step may last longer on another stream
+        if not on_host.height:
             outer["end_ns"] = max(outer["end_ns"], row["end_ns"])
         if facts["framework"] == "sglang":
             outer["framework"] = (
-                "sglang"  # its name tells the server; the other form is used by several
+                "sglang"  # its name identifies the server; the other form is used by several
             )
         outer |= {name: facts[name] for name in FIELD_NAMES if outer[name] is None}
     frame = (
@@ -386,7 +390,7 @@ def _find_annotations(trace: Trace) -> pl.DataFrame:
 
 
 def _parse_annotation(name: str) -> AnnotationFields | None:
-    """Framework, kind and facts in a name; None for other names."""
+    """Returns framework, kind and facts in a name; None for other names."""
     facts: AnnotationFields = dict.fromkeys(FIELD_NAMES)
     sglang = _SGLANG.match(name)
     if batch := sglang or _ATOM.match(name):
@@ -436,7 +440,7 @@ def _parse_annotation(name: str) -> AnnotationFields | None:
 
 
 def _parse_token_counts(text: str) -> tuple[int | None, int | None]:
-    """Tokens that are computed, and tokens that these attend to."""
+    """Returns tokens that are computed, and tokens that these attend to."""
     match = _TOKEN_COUNTS.match(text)
     if match is None:
         return None, None

@@ -53,8 +53,8 @@ EMPTY_SPANS = Spans(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 def merge_intervals(start: Ints, end: Ints) -> Spans:
-    """All time that lies in at least one interval; intervals without length (`end <= start`) hold
-    no time.
+    """Returns all time that lies in at least one interval; intervals without length (`end <=
+    start`) hold no time.
     """
     nonempty = end > start
     if not nonempty.all():
@@ -70,14 +70,15 @@ def merge_intervals(start: Ints, end: Ints) -> Spans:
 
 
 def merge_spans(*sets: Spans) -> Spans:
-    """The union of sets."""
+    """Returns the union of sets."""
     return merge_intervals(
         np.concatenate([s.start for s in sets]), np.concatenate([s.end for s in sets])
     )
 
 
 def find_overlaps(start: Ints, end: Ints, spans: Spans) -> Overlaps:
-    """Where any intervals (in any order, they may overlap each other) share time with a set.
+    """Returns where any intervals (in any order, they may overlap each other) share time with a
+    set.
 
     The result has at most one row per interval and per span that begins or ends inside it.
     """
@@ -93,13 +94,13 @@ def find_overlaps(start: Ints, end: Ints, spans: Spans) -> Overlaps:
 
 
 def intersect_spans(left: Spans, right: Spans) -> Spans:
-    """The time in both sets."""
+    """Returns the time in both sets."""
     shared = find_overlaps(left.start, left.end, right)
     return Spans(shared.start, shared.end)
 
 
 def invert_spans(spans: Spans, low: int, high: int) -> Spans:
-    """The time of [low, high) that is not in the set."""
+    """Returns the time of [low, high) that is not in the set."""
     clipped = clip_spans(spans, low, high)
     edges_start = np.concatenate(([low], clipped.end)).astype(np.int64)
     edges_end = np.concatenate((clipped.start, [high])).astype(np.int64)
@@ -108,21 +109,23 @@ def invert_spans(spans: Spans, low: int, high: int) -> Spans:
 
 
 def subtract_spans(left: Spans, right: Spans) -> Spans:
-    """The time of `left` that is not in `right`."""
+    """Returns the time of `left` that is not in `right`."""
     if not left.start.size:
         return EMPTY_SPANS
     return intersect_spans(left, invert_spans(right, int(left.start[0]), int(left.end[-1])))
 
 
 def clip_spans(spans: Spans, low: int, high: int) -> Spans:
-    """The part of the set in [low, high)."""
+    """Returns the part of the set in [low, high)."""
     start, end = np.maximum(spans.start, low), np.minimum(spans.end, high)
     nonempty = end > start
     return Spans(start[nonempty], end[nonempty])
 
 
 def compute_coverage(spans: Spans, low: Ints, high: Ints) -> Ints:
-    """Nanoseconds of the set in each [low, high); 0 where `high <= low`. Shape of `low`."""
+    """Returns the nanoseconds of the set in each [low, high); 0 where `high <= low`. Shape of
+    `low`.
+    """
     covered: Ints = np.maximum(
         _compute_covered_before(spans, high) - _compute_covered_before(spans, low), 0
     )
@@ -140,8 +143,8 @@ def _compute_covered_before(spans: Spans, time: Ints) -> Ints:
 
 
 def sum_clipped_durations(start: Ints, end: Ints, low: Ints, high: Ints) -> Ints:
-    """Nanoseconds of each [low, high) counted once *per interval*: the sum of all clipped
-    durations, not their union.
+    """Returns the nanoseconds of each [low, high) counted once *per interval*: the sum of all
+    clipped durations, not their union.
 
     Intervals may overlap; those with `end <= start` count as 0.
     """
@@ -150,8 +153,8 @@ def sum_clipped_durations(start: Ints, end: Ints, low: Ints, high: Ints) -> Ints
 
 
 def _sum_durations_before(start: Ints, end: Ints, time: Ints) -> Ints:
-    # sum of min(end, t) - min(start, t); int64 wraps around modulo 2^64, and the difference comes
-    # out right again
+    # Sum of min(end, t) - min(start, t); int64 wraps around modulo 2^64, and the difference is
+    # correct again.
     result = np.zeros(np.shape(time), dtype=np.int64)
     for values, sign in ((np.sort(start), 1), (np.sort(end), -1)):
         sums = np.concatenate(([0], np.cumsum(values)))

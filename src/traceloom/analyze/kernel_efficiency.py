@@ -1,4 +1,6 @@
-"""What bounds kernels, how full they make the device; hardware counters."""
+"""Efficiency of kernels: how full they make the device, what bounds them, and recorded hardware
+counters.
+"""
 
 from __future__ import annotations
 
@@ -45,20 +47,22 @@ class KernelEfficiency(Result):
     """How kernels fill the GPU. Definitions: docs/concepts/kernel-efficiency.md.
 
     Attributes:
-        devices: device, window_ns (first start to last end of its GPU work), kernel_count, kernel_ns (sum),
-            measured_ns (sum over kernels whose blocks per SM are recorded), estimated_ns (sum over
-            kernels whose occupancy is known), sm_efficiency (share of the window's SM time that has
-            a block: at every instant the blocks per SM of all running kernels, at most 1), sm_fill
-            (the same over the time of the measured kernels, each by itself), occupancy (mean of the
-            estimated achieved occupancy, 0 to 1, weighted by time). The last three are null where
-            the writer does not record them.
+        devices: device, window_ns (first start to last end of its GPU work), kernel_count,
+            kernel_ns (sum), measured_ns (sum over kernels whose blocks per SM are recorded),
+            estimated_ns (sum over kernels whose occupancy is known), sm_efficiency (share of the
+            window's SM time that has a block: at every instant the blocks per SM of all running
+            kernels, at most 1), sm_fill (the same over the time of the measured kernels, each by
+            itself), occupancy (mean of the estimated achieved occupancy, 0 to 1, weighted by time).
+            The last three are null where the writer does not record them.
         steps: device, step, duration_ns, sm_efficiency of each whole step; null as above.
-        kernels: Per name and kind, the largest total first: name, kind, matrix_units (used, unused, unknown, none),
-            count, total_ns, blocks_per_sm, sm_fill and occupancy (means weighted by time; null
-            where not recorded).
-        matrix: All kernels by use of matrix units: matrix_units, count, total_ns. They add up to all `kernel_ns`.
-        matrix_share: used / (used + unused) of the time; None where no product's name tells.
-        absent: Why blocks per SM and occupancy are unknown: `not-recorded`; None where they are known.
+        kernels: Per name and kind, the largest total first: name, kind, matrix_units (used, unused,
+            unknown, none), count, total_ns, blocks_per_sm, sm_fill and occupancy (means weighted by
+            time; null where not recorded).
+        matrix: All kernels by use of matrix units: matrix_units, count, total_ns. They add up to
+            all `kernel_ns`.
+        matrix_share: used / (used + unused) of the time; None where no product's name shows it.
+        absent: Why blocks per SM and occupancy are unknown: `not-recorded`; None where they are
+            known.
     """
 
     devices: pl.DataFrame
@@ -70,7 +74,7 @@ class KernelEfficiency(Result):
 
 
 def kernel_efficiency(trace: Trace) -> KernelEfficiency:
-    """Measure how kernels fill the GPU."""
+    """Measures how kernels fill the GPU."""
     return _measure_efficiency(trace)
 
 
@@ -126,7 +130,7 @@ def _measure_efficiency(traces: Sequence[Trace]) -> Iterable[KernelEfficiency]:
 
 
 def _compute_weighted_mean(value: pl.Expr, name: str) -> pl.Expr:
-    """A mean weighted by time, over what is known."""
+    """Returns a mean weighted by time, over the known values."""
     weight = pl.col("ns").filter(value.is_not_null())
     return ((value * pl.col("ns")).sum() / weight.sum()).fill_nan(None).alias(name)
 
@@ -199,8 +203,8 @@ def _summarize_devices(
 
 
 def _compute_sm_time(runs: pl.DataFrame, low: Ints, high: Ints) -> Floats:
-    """SM time with a block in each [low, high), in ns of the whole device: the area below blocks
-    per SM, up to 1.
+    """Returns SM time with a block in each [low, high), in ns of the whole device: the area below
+    blocks per SM, up to 1.
     """
     start, end = runs["start_ns"].to_numpy(), runs["end_ns"].to_numpy()
     blocks = runs["blocks_per_sm"].to_numpy()
@@ -208,7 +212,7 @@ def _compute_sm_time(runs: pl.DataFrame, low: Ints, high: Ints) -> Floats:
     change = np.concatenate([blocks, -blocks])
     order = np.argsort(time, kind="stable")
     time = time[order]
-    # what is left of a sum of floats after all has ended is not a block
+    # A remainder of a sum of floats after all has ended is not a block.
     level = np.where(
         np.cumsum(np.concatenate([np.ones(start.size), -np.ones(end.size)])[order]) > 0.5, 1.0, 0.0
     )
@@ -237,7 +241,7 @@ SHORT_LATENCY_SHARE = 0.25
 
 LATENCY_SHARE = 0.05
 """Work of any length that would need less than this is bound by neither: too little runs at once,
-or in turn.
+or it runs serially.
 """
 
 BOUND_SCHEMA = build_schema("device bound count sum_ns exclusive_ns fraction", {"bound": BoundType})
@@ -248,15 +252,16 @@ KIND_SCHEMA = build_schema(
 
 @dataclass(frozen=True)
 class KernelBounds(Result):
-    """GPU time by what bounds it. Definitions: docs/concepts/kernel-kinds.md.
+    """GPU time by bound. Definitions: docs/concepts/kernel-kinds.md.
 
     Attributes:
-        bounds: One row per device and bound, also where it is 0: device, bound (compute, memory, latency, unknown),
-            count, sum_ns, exclusive_ns, fraction (of the sum; null without any). Sums add up to all
-            GPU work, exclusive times to the device's busy time.
-        kinds: The same sums per kind, all devices together: kind, bound, count, sum_ns, roofline_ns (time at the nearer
-            ceiling; null where unknown).
-        per_step: Per device and bound the mean, least and most over whole steps of count, sum_ns and exclusive_ns.
+        bounds: One row per device and bound, also where it is 0: device, bound (compute, memory,
+            latency, unknown), count, sum_ns, exclusive_ns, fraction (of the sum; null without any).
+            Sums add up to all GPU work, exclusive times to the device's busy time.
+        kinds: The same sums per kind, all devices together: kind, bound, count, sum_ns, roofline_ns
+            (time at the nearer ceiling; null where unknown).
+        per_step: Per device and bound the mean, min and max over whole steps of count, sum_ns and
+            exclusive_ns.
         known_fraction: Share of the summed time whose bound is known; None without GPU work.
     """
 
@@ -269,11 +274,11 @@ class KernelBounds(Result):
 def kernel_bounds(
     trace: Trace, peak: PeakSpec = None, capture: Trace | None = None
 ) -> KernelBounds:
-    """Account for the time of each GPU by what bounds it.
+    """Accounts for the time of each GPU by what bounds it.
 
     Args:
         trace: The trace.
-        peak: The device's peak where the trace does not name a known one, as for `roofline`.
+        peak: The device's peak where the trace does not name a known device, as for `roofline`.
         capture: The recording of the capture of its graphs, as for `roofline`.
     """
     return _summarize_bounds(trace, peak, capture)
@@ -314,8 +319,8 @@ def _summarize_bounds(
 def classify_bounds(
     trace: Trace, peak: PeakSpec = None, capture: Trace | None = None
 ) -> pl.DataFrame:
-    """The bound of every piece of GPU work: event, device, start_ns, end_ns, ns, kind, roofline_ns,
-    bound.
+    """Returns the bound of every piece of GPU work: event, device, start_ns, end_ns, ns, kind,
+    roofline_ns, bound.
     """
     return _classify_bounds([trace], peak, capture).drop(TRACE_COLUMN)
 
@@ -363,16 +368,16 @@ class Counters(Result):
     """Recorded counters. Definitions: docs/concepts/counters.md.
 
     Attributes:
-        series: Counters sampled over time (`hardware_counters` and others): source (the process they stand under),
+        series: Counters sampled over time (`hardware_counters` and others): source (their process),
             counter, samples, first_ns, last_ns, min, mean (of the samples), max.
-        ranges: Counters of single kernels, as CUPTI's range profiler writes them (`cuda_profiler_range`): range (its
-            number, in order), kernel (null where the writer could not name it), launch (row of the
-            call that launched it), op (the operator around the launch), counter, value. The times
-            of such ranges are equal parts of the recording, no measurement, so the k-th range
-            belongs to the k-th launch.
+        ranges: Counters of single kernels, as CUPTI's range profiler writes them
+            (`cuda_profiler_range`): range (its number, in order), kernel (null where the writer
+            could not name it), launch (row of the call that launched it), op (the operator around
+            the launch), counter, value. The times of such ranges are equal parts of the recording,
+            no measurement, so the k-th range belongs to the k-th launch.
         operators: Sums over the ranges of each operator: op, counter, ranges, value.
-        unpaired: Why ranges have no launch: `counts-differ` (as many ranges as kernel launches are needed); None where
-            they have, or where there are no ranges.
+        unpaired: Why ranges have no launch: `counts-differ` (as many ranges as kernel launches are
+            needed); None where they have one, or where there are no ranges.
         range_count: Ranges in the trace.
         launch_count: Calls in the trace that launch one kernel.
         absent: Why the values of ranges are unknown: `file-gone`; None where they are known.
@@ -388,7 +393,7 @@ class Counters(Result):
 
 
 def counters(trace: Trace) -> Counters:
-    """Gather counters, and pair those of kernels with their launches."""
+    """Collects counters, and pairs those of kernels with their launches."""
     rows = np.flatnonzero(
         get_event_column(trace, "category") == cat.CATEGORIES.index(cat.COUNTER_RANGE)
     )
@@ -455,8 +460,8 @@ def counters(trace: Trace) -> Counters:
 
 
 def find_launch_calls(trace: Trace) -> Ints:
-    """Rows of the calls that launch one kernel, by time; a driver call inside a runtime call is the
-    same launch.
+    """Returns rows of the calls that launch one kernel, by time; a driver call inside a runtime
+    call is the same launch.
     """
     is_call = np.isin(
         get_event_column(trace, "category"), [cat.CATEGORIES.index(name) for name in cat.LAUNCHES]

@@ -1,8 +1,9 @@
-"""What kind of work takes the time of each GPU?
+"""GPU time by kind of work.
 
-Every piece of GPU work has one kind, told by its name and, where that is ambiguous, by who launched
-it. Two accounts: the *sum* of durations, and the *exclusive* time, in which every busy nanosecond
-of a device belongs to one kind only, so that all kinds and the idle time are the window.
+Every piece of GPU work has one kind, determined by its name and, where that is ambiguous, by the
+operator that launched it. Two accounts: the *sum* of durations, and the *exclusive* time, in which
+every busy nanosecond of a device belongs to one kind only, so that all kinds and the idle time are
+the window.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ PRIORITY: tuple[str, ...] = (
     "communication",
     "copy",
 )
-"""Who owns a nanosecond in which several kinds run at once: the first of these that does.
-Calculating comes before
-communicating and that before copying, as in `gpu_time`, so that hidden communication stays hidden.
+"""The order of kinds for a nanosecond in which several run at once: the first of them owns it.
+Compute comes before communication and that before copies, as in `gpu_time`, so that hidden
+communication stays hidden.
 """
 
 KINDS_SCHEMA = build_schema(
@@ -72,15 +73,18 @@ class KernelKinds(Result):
     """GPU time by kind. Definitions: docs/concepts/kernel-kinds.md.
 
     Attributes:
-        devices: device, window_ns (first start to last end), busy_ns, idle_ns, sum_ns (of all durations), count.
-        kinds: One row per device and kind, also of kinds that do not occur: device, kind, count, sum_ns,
-            exclusive_ns, fraction (of the sum; null without any). Per device the sums add up to
-            `sum_ns`, and the exclusive times and `idle_ns` to `window_ns`.
-        rules: Which rules decided: kind, rule (`category`: the event's own category or the rule for communication and
-            memory named `category:...`; `none`: no rule knows the name), count, sum_ns, fraction.
-        steps: Per device, step (null outside all steps) and kind: count (of what starts there), sum_ns, exclusive_ns,
-            clipped to the step.
-        per_step: Per device and kind the mean, least and most over whole steps of count, sum_ns and exclusive_ns.
+        devices: device, window_ns (first start to last end), busy_ns, idle_ns, sum_ns (of all
+            durations), count.
+        kinds: One row per device and kind, also of kinds that do not occur: device, kind, count,
+            sum_ns, exclusive_ns, fraction (of the sum; null without any). Per device the sums add
+            up to `sum_ns`, and the exclusive times and `idle_ns` to `window_ns`.
+        rules: The deciding rules: kind, rule (`category`: the event's own category or the rule for
+            communication and memory named `category:...`; `none`: no rule matches the name), count,
+            sum_ns, fraction.
+        steps: Per device, step (null outside all steps) and kind: count (of what starts there),
+            sum_ns, exclusive_ns, clipped to the step.
+        per_step: Per device and kind the mean, min and max over whole steps of count, sum_ns and
+            exclusive_ns.
     """
 
     devices: pl.DataFrame
@@ -90,7 +94,7 @@ class KernelKinds(Result):
     per_step: pl.DataFrame
 
     def check(self) -> None:
-        """Raise AssertionError where the parts do not add up."""
+        """Raises AssertionError where the parts do not add up."""
         for row in self.devices.rows(named=True):
             part = self.kinds.filter(pl.col("device").eq_missing(row["device"]))
             assert part["sum_ns"].sum() == row["sum_ns"]
@@ -98,7 +102,7 @@ class KernelKinds(Result):
 
 
 def kernel_kinds(trace: Trace, rules: Iterable[KindRule] = ()) -> KernelKinds:
-    """Account for the time of each GPU by kind; `rules` of the user's come before the table."""
+    """Accounts for the time of each GPU by kind; the user's `rules` come before the table."""
     return _summarize_kinds(trace, tuple(rules))
 
 
@@ -135,7 +139,7 @@ def _summarize_kinds(traces: Sequence[Trace], rules: tuple[KindRule, ...]) -> It
 
 
 def classify_kinds(trace: Trace, rules: Iterable[KindRule] = ()) -> pl.DataFrame:
-    """The kind of every piece of GPU work.
+    """Returns the kind of every piece of GPU work.
 
     Returns:
         Columns event, kind, rule; one row per kernel, copy and fill, in the order of `events`.
@@ -162,7 +166,8 @@ def _classify_kinds(trace: Trace, rules: tuple[KindRule, ...]) -> pl.DataFrame:
     first = matcher.first(vocabulary.ordered[used], name.astype(np.int64), op_bits, enclosing_bits)
     is_user_rule = first < len(rules)
     category = work["category"].to_physical().to_numpy()
-    settled = ~is_user_rule & (category > 0)  # 0 is compute: only the name and the launch can tell
+    # 0 is compute: only the name and the launch can refine it
+    settled = ~is_user_rule & (category > 0)
     labels = [*matcher.rules, KindRule("none", "other", "")]
     kind = np.array([WORK_KINDS.index(label.kind) for label in labels], dtype=np.uint32)[first]
     kind[settled] = np.array(
@@ -181,17 +186,18 @@ def _classify_kinds(trace: Trace, rules: tuple[KindRule, ...]) -> pl.DataFrame:
 def _collect_context_bits(
     trace: Trace, op: Ints, launch: Ints, bits_of_name: NDArray[np.uint64]
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Bits of the operator that launched each piece of work, and of all operators and annotations
-    around it.
+    """Returns bits of the operator that launched each piece of work, and of all operators and
+    annotations around it.
 
     Args:
         trace: The trace.
         op: Row of the operator of each piece; -1 for none.
         launch: Row of its launch; -1 for none.
-        bits_of_name: Bits of each name of `vocabulary(trace)`.
+        bits_of_name: Bits of each name of the trace's vocabulary.
 
     Returns:
-        Two arrays of shape (work,): of the innermost operator, and of it and whatever stands above
+        Two arrays of shape (work,): of the innermost operator, and of it and everything above the
+            launch. Python frames have no bits: their names are paths.
         the launch. Python frames have no bits: their names are paths.
     """
     names = build_vocabulary(trace).code
@@ -203,7 +209,7 @@ def _collect_context_bits(
     gathered = np.zeros(origin.size, dtype=np.uint64)
     rows = np.flatnonzero(origin >= 0)
     current = origin[rows]
-    while rows.size:  # one turn per level of nesting
+    while rows.size:  # one iteration per level of nesting
         gathered[rows] |= np.where(
             _NAMED_CATEGORIES[category[current]], bits_of_name[names[current]], np.uint64(0)
         )

@@ -1,14 +1,10 @@
 """Category, kind and matrix units of GPU work, by rules.
 
-The rules stand in one table, `kernel_rules.json` beside this file. The event's own category comes
-first (copies and fills are memory), then the user's rules, then the table, first match wins; what
-matches nothing is compute.
-
-They stand in one table, `kind_rules.json` beside this file; the first that matches decides.
-
-The rules stand in one table, `matrix_rules.json` beside this file; the first that matches decides.
-Only matrix products can use these units, so only kernels of the kinds gemm, attention and
-convolution are asked.
+The rules are in three tables beside this file; first match wins. `kernel_rules.json` gives
+categories: the event's own category comes first (copies and fills are memory), then the user's
+rules, then the table; what matches nothing is compute. `kind_rules.json` gives kinds.
+`matrix_rules.json` gives the use of matrix units; only kernels of the kinds gemm, attention and
+convolution are looked up, since only matrix products can use these units.
 """
 
 from __future__ import annotations
@@ -45,9 +41,8 @@ WORK_CATEGORIES: tuple[str, ...] = get_args(Category)
 CategoryType = pl.Enum(WORK_CATEGORIES)
 EventKindType = pl.Enum([KERNEL, COPY, FILL])
 
-EVENT_CATEGORY_RULE = (
-    "category"  # rule name of copies and fills: the event's category decided, not its name
-)
+# Rule name of copies and fills: the event's category decided, not its name
+EVENT_CATEGORY_RULE = "category"
 NO_RULE = "none"  # rule name of kernels that match nothing
 
 
@@ -55,10 +50,10 @@ class Rule(Struct, frozen=True):
     """One row of the table.
 
     Attributes:
-        name: Shown beside every kernel that it decided.
+        name: Shown with every kernel that it decided.
         category: compute, communication or memory.
-        pattern: Regular expression (linear-time dialect: no look-around, no back references), found anywhere in the
-            kernel's name, upper and lower case alike.
+        pattern: Regular expression (linear-time dialect: no look-around, no back references), found
+            anywhere in the kernel's name, upper and lower case alike.
     """
 
     name: str
@@ -77,16 +72,16 @@ class Rule(Struct, frozen=True):
 
 @lru_cache(maxsize=1)
 def load_built_in_category_rules() -> tuple[Rule, ...]:
-    """The table that comes with Traceloom, in order."""
+    """Returns the table that comes with Traceloom, in order."""
     return _parse_category_rules(names.read_built_in("kernel_rules.json"), "kernel_rules.json")
 
 
 def read_rules(path: str | Path) -> tuple[Rule, ...]:
-    """A table of the user's: a JSON list of objects with `rule`, `category` and `pattern`.
+    """Reads a user's table: a JSON list of objects with `rule`, `category` and `pattern`.
 
     Raises:
         InputError: The file is not such a list.
-        UsageError: A pattern or a category in it cannot be right.
+        UsageError: A pattern or a category in it is invalid.
     """
     return _parse_category_rules(names.read(path), str(path))
 
@@ -104,10 +99,11 @@ def _parse_category_rules(rows: list[Any], location: str) -> tuple[Rule, ...]:
 
 
 def assign_categories(work: pl.DataFrame, rules: Iterable[Rule] = ()) -> pl.DataFrame:
-    """Category and rule of each (name, kind).
+    """Returns category and rule of each (name, kind).
 
     Args:
-        work: Columns `name` and `kind` (kernel, copy or fill), one row per pair: give unique names, not events.
+        work: Columns `name` and `kind` (kernel, copy or fill), one row per pair: give unique names,
+            not events.
         rules: The user's rules; they come before the table.
 
     Returns:
@@ -130,7 +126,7 @@ def assign_categories(work: pl.DataFrame, rules: Iterable[Rule] = ()) -> pl.Data
 
 
 def select_gpu_work(trace: Trace, rules: Iterable[Rule] = ()) -> pl.DataFrame:
-    """All kernels, copies and fills of a trace with their categories, by start.
+    """Returns all kernels, copies and fills of a trace with their categories, by start.
 
     Returns:
         Columns event, name, kind, category, rule, device, stream, start_ns, end_ns (>= start:
@@ -141,7 +137,7 @@ def select_gpu_work(trace: Trace, rules: Iterable[Rule] = ()) -> pl.DataFrame:
 
 
 def select_gpu_work_with_steps(traces: Sequence[Trace]) -> pl.DataFrame:
-    """The same of several traces (`stacked`), with the step that launched it and its duration:
+    """Returns the same of several traces, with the step that launched the work and its duration:
     step, ns.
     """
     work = concatenate_by_trace(map(select_gpu_work, traces))
@@ -203,14 +199,15 @@ WorkKindType = pl.Enum(WORK_KINDS)
 
 
 class KindRule(Struct, frozen=True):
-    """One row of the table; all that it states must hold.
+    """One row of the table; all conditions that it states must hold.
 
     Attributes:
-        name: Shown beside the GPU work that it decided.
+        name: Shown with the GPU work that it decided.
         kind: One of KINDS.
-        pattern: Regular expression (linear-time dialect: no look-around, no back references), found anywhere in the
-            kernel's name, upper and lower case alike; empty for any name.
-        op: The same for the name of the operator that launched it, the innermost one; empty for any, also none.
+        pattern: Regular expression (linear-time dialect: no look-around, no back references), found
+            anywhere in the kernel's name, upper and lower case alike; empty for any name.
+        op: The same for the name of the operator that launched it, the innermost one; empty for
+            any, also none.
         under: The same for the operator or any operator or annotation around it.
     """
 
@@ -233,17 +230,17 @@ class KindRule(Struct, frozen=True):
 
 @lru_cache(maxsize=1)
 def load_built_in_kind_rules() -> tuple[KindRule, ...]:
-    """The table that comes with Traceloom, in order."""
+    """Returns the table that comes with Traceloom, in order."""
     return _parse_kind_rules(names.read_built_in("kind_rules.json"), "kind_rules.json")
 
 
 def read_kind_rules(path: str | Path) -> tuple[KindRule, ...]:
-    """A table of the user's: a JSON list of objects with `rule`, `kind` and `pattern`, `op`,
-    `under` as wanted.
+    """Reads a user's table: a JSON list of objects with `rule`, `kind` and optionally `pattern`,
+    `op`, `under`.
 
     Raises:
         InputError: The file is not such a list.
-        UsageError: A pattern or a kind in it cannot be right.
+        UsageError: A pattern or a kind in it is invalid.
     """
     return _parse_kind_rules(names.read(path), str(path))
 
@@ -267,11 +264,11 @@ def _parse_kind_rules(rows: list[Any], location: str) -> tuple[KindRule, ...]:
 
 
 class KindMatcher(Struct, frozen=True):
-    """Which rules apply; patterns are compared once per distinct name.
+    """Matches rules; patterns are compared once per distinct name.
 
     Attributes:
         rules: In order.
-        contexts: The distinct patterns of launching operators; a pattern's place here is its bit.
+        contexts: The distinct patterns of launching operators; the index of a pattern is its bit.
     """
 
     rules: tuple[KindRule, ...]
@@ -279,7 +276,7 @@ class KindMatcher(Struct, frozen=True):
 
     @classmethod
     def of(cls, rules: Iterable[KindRule]) -> KindMatcher:
-        """The matcher of some rules."""
+        """Returns the matcher of some rules."""
         rules = tuple(rules)
         contexts = tuple(
             dict.fromkeys(text for rule in rules for text in (rule.op, rule.under) if text)
@@ -292,7 +289,7 @@ class KindMatcher(Struct, frozen=True):
         return cls(rules, contexts)
 
     def compute_op_bits(self, names: pl.Series) -> NDArray[np.uint64]:
-        """For each name, a bit per context that it matches; shape (names,)."""
+        """Returns for each name a bit per context that it matches; shape (names,)."""
         bits = np.zeros(names.len(), dtype=np.uint64)
         for bit, matches in enumerate(match_patterns(names, self.op_patterns)):
             bits |= matches.astype(np.uint64) << np.uint64(bit)
@@ -305,8 +302,8 @@ class KindMatcher(Struct, frozen=True):
         op_bits: NDArray[np.uint64],
         ancestor_bits: NDArray[np.uint64],
     ) -> NDArray[np.int64]:
-        """The index of the first rule that holds for each piece of work; `len(rules)` where none
-        does.
+        """Returns the index of the first rule that holds for each piece of work; `len(rules)` where
+        none does.
 
         Args:
             names: Distinct names of kernels.
@@ -330,27 +327,28 @@ class KindMatcher(Struct, frozen=True):
 
 
 def match_patterns(names: pl.Series, patterns: Sequence[str]) -> list[NDArray[np.bool_]]:
-    """For each expression, which names hold it, upper and lower case alike."""
+    """Returns for each expression which names match it, upper and lower case alike."""
     return [
         column.to_numpy() for column in contains_any(names, [f"(?i){text}" for text in patterns])
     ]
 
 
 def load_rules(paths: Iterable[str | Path]) -> tuple[KindRule, ...]:
-    """Read files of rules.
+    """Reads files of rules.
 
-    A `.py` file is run as a program is: it is expected to register models of operators (see
+    A `.py` file is run as a program: it is expected to register models of operators (see
     `analyze.flops`), which stay registered as long as the process lives. A `.json` file is a list
     of rules for kinds of kernels.
 
     Args:
-        paths: The files, in the order in which they count.
+        paths: The files, in order of precedence.
 
     Returns:
         The rules for kinds of kernels, of all `.json` files.
 
     Raises:
-        InputError: slugs `rules-failed` (a `.py` file cannot be read, or fails), `kernel-rules-unreadable`.
+        InputError: slugs `rules-failed` (a `.py` file cannot be read, or fails),
+            `kernel-rules-unreadable`.
         UsageError: slugs `no-such-rules` (any other ending), `bad-kernel-rule`.
     """
     rules: list[KindRule] = []
@@ -361,7 +359,7 @@ def load_rules(paths: Iterable[str | Path]) -> tuple[KindRule, ...]:
             try:
                 runpy.run_path(str(path))
             except (Exception, SystemExit) as error:
-                # Whatever a program of the user's raises is said of that program.
+                # Any error of a user's program is reported as an error of that program.
                 frames = traceback.extract_tb(error.__traceback__)
                 lines = [frame.lineno for frame in frames if frame.filename == str(path)]
                 location = f"{path}, line {lines[-1]}" if lines else str(path)
@@ -385,26 +383,26 @@ _MATRIX_STATE_BY_USE = {"yes": "used", "no": "unused", "none": "none"}
 
 @lru_cache(maxsize=1)
 def load_built_in_matrix_rules() -> tuple[dict[str, str], ...]:
-    """The table: rule, uses (yes, no, none: no matrix product), pattern, example, why."""
+    """Returns the table: rule, uses (yes, no, none: no matrix product), pattern, example, why."""
     return tuple(names.read_built_in("matrix_rules.json"))
 
 
 def classify_matrix_units(kernels: pl.DataFrame) -> pl.Series:
-    """Whether kernels use matrix units; shape (kernels,).
+    """Classifies whether kernels use matrix units; shape (kernels,).
 
     Args:
         kernels: Columns `name` and `kind` (see `kernel_kinds`); give unique pairs, not events.
 
     Returns:
         `used`; `unused`: a matrix product on scalar or vector units; `unknown`: a matrix product
+            whose name does not show it; `none`: not a matrix product.
         whose name does not tell; `none`: no matrix product.
     """
     state = np.full(kernels.height, MATRIX_UNIT_STATES.index("none"), dtype=np.uint32)
     eligible = np.flatnonzero(kernels["kind"].cast(pl.String).is_in(MATRIX_KINDS).to_numpy())
     if eligible.size:
-        eligible = eligible[
-            kernels["name"][eligible].arg_sort().to_numpy()
-        ]  # as the next rank will ask
+        # Also for the next rank
+        eligible = eligible[kernels["name"][eligible].arg_sort().to_numpy()]
         uses = [
             MATRIX_UNIT_STATES.index(_MATRIX_STATE_BY_USE[rule["uses"]])
             for rule in load_built_in_matrix_rules()

@@ -1,4 +1,4 @@
-"""Kernels and operators by name, shape, launch, step."""
+"""Kernels and operators by name, input shapes, launch and step."""
 
 from __future__ import annotations
 
@@ -55,12 +55,13 @@ class Kernels(Result):
     """GPU work by name and by category, all devices of the trace together.
 
     Attributes:
-        kernels: One row per name and kind, largest total first: name, category, rule (which rule decided, see
-            docs/concepts/kernel-categories.md), kind, count, total_ns (sum of durations), mean_ns
-            (rounded down), min_ns, max_ns, fraction (of the sum of all GPU work).
-        categories: category, count, total_ns (sum), union_ns (time in which at least one such piece of work runs,
-            per device, added over devices). A sum above its union is work that overlaps its own
-            kind.
+        kernels: One row per name and kind, largest total first: name, category, rule (the rule that
+            decided, see docs/concepts/kernel-categories.md), kind, count, total_ns (sum of
+            durations), mean_ns (rounded down), min_ns, max_ns, fraction (of the sum of all GPU
+            work).
+        categories: category, count, total_ns (sum), union_ns (time in which at least one such piece
+            of work runs, per device, added over devices). A sum above its union is work that
+            overlaps its own kind.
     """
 
     kernels: pl.DataFrame
@@ -68,7 +69,7 @@ class Kernels(Result):
 
 
 def kernels(trace: Trace, rules: Iterable[Rule] = ()) -> Kernels:
-    """Add up GPU work by name and by category; `rules` come before the built-in table."""
+    """Sums GPU work by name and by category; `rules` come before the built-in table."""
     work = select_gpu_work(trace, rules).with_columns(
         (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
     )
@@ -116,12 +117,12 @@ class KernelShapes(Result):
     """GPU work by the operator that launched it and the shapes of its inputs.
 
     Attributes:
-        rows: One row per operator, input shapes, input types and kernel, the largest total first: op (the innermost
-            operator around the launch; null where none is recorded), shapes and types (JSON text;
-            null where not recorded), kernel, kind, count, total_ns, mean_ns (rounded down), min_ns,
-            max_ns (of single pieces of work), fraction (of all GPU work), then per whole step
-            mean_total_ns, min_total_ns, max_total_ns and step_count (in how many of them it
-            occurs); null without whole steps.
+        rows: One row per operator, input shapes, input types and kernel, the largest total first:
+            op (the innermost operator around the launch; null where none is recorded), shapes and
+            types (JSON text; null where not recorded), kernel, kind, count, total_ns, mean_ns
+            (rounded down), min_ns, max_ns (of single pieces of work), fraction (of all GPU work),
+            then per whole step mean_total_ns, min_total_ns, max_total_ns and step_count (in how
+            many of them it occurs); null without whole steps.
         total_ns: Summed duration of all GPU work; the rows add up to it.
     """
 
@@ -130,7 +131,7 @@ class KernelShapes(Result):
 
 
 def kernel_shapes(trace: Trace) -> KernelShapes:
-    """Add up GPU work by operator, input shapes and kernel."""
+    """Sums GPU work by operator, input shapes and kernel."""
     return _summarize_shapes(trace)
 
 
@@ -165,8 +166,8 @@ def _summarize_shapes(traces: Sequence[Trace]) -> Iterable[KernelShapes]:
 
 
 def collect_shaped_work(traces: Sequence[Trace]) -> pl.DataFrame:
-    """Every piece of GPU work with the operator around its launch: trace, event, step, op, kernel,
-    ns, shapes, types, kind; see `stacked`.
+    """Returns every piece of GPU work with the operator around its launch: trace, event, step, op,
+    kernel, ns, shapes, types, kind; see `traceloom.trace.batch`.
     """
     work = select_gpu_work_with_steps(traces).select(
         TRACE_COLUMN, "event", "step", "op", "ns", kernel="name"
@@ -200,12 +201,12 @@ class KernelLaunches(Result):
     """The launch of each kernel, as the profiler recorded it.
 
     Attributes:
-        rows: One row per kernel, in the order of events: event; grid_x, grid_y, grid_z (blocks); block_x, block_y,
-            block_z (threads); registers (per thread); shared_bytes (per block); blocks_per_sm,
-            warps_per_sm (of the whole grid, over the multiprocessors of the device); occupancy
-            (estimated by the profiler, 0 to 1). Null where not recorded.
-        absent: Why grids, blocks, registers and shared memory are all unknown: `no-file`, since they are read again
-            from it, or `not-recorded`; None where some are known.
+        rows: One row per kernel, in the order of events: event; grid_x, grid_y, grid_z (blocks);
+            block_x, block_y, block_z (threads); registers (per thread); shared_bytes (per block);
+            blocks_per_sm, warps_per_sm (of the whole grid, over the multiprocessors of the device);
+            occupancy (estimated by the profiler, 0 to 1). Null where not recorded.
+        absent: Why grids, blocks, registers and shared memory are all unknown: `no-file`, since
+            they are read again from it, or `not-recorded`; None where some are known.
     """
 
     rows: pl.DataFrame
@@ -213,8 +214,8 @@ class KernelLaunches(Result):
 
 
 def kernel_launches(trace: Trace) -> KernelLaunches:
-    """Grid, block, registers, shared memory and occupancy of each kernel; the file is read again
-    for them.
+    """Returns grid, block, registers, shared memory and occupancy of each kernel; the file is read
+    again for them.
     """
     kernel = (trace.events["category"] == KERNEL).to_numpy()
     events = np.flatnonzero(kernel).astype(np.int64)
@@ -247,17 +248,17 @@ OPERATORS = build_schema(
 
 @dataclass(frozen=True)
 class Operators(Result):
-    """Operators by name (and by input shapes where asked for), the largest self time first.
+    """Operators by name (and by input shapes where requested), the largest self time first.
 
     Attributes:
-        operators: `self_ns` is the host time in which the op is the innermost one (its launch calls and Python frames
-            count to it); self times add up to the time the host spends in ops. `total_ns` counts
-            nested calls of the same row once; `mean_ns` is the mean duration of a call.
-            `self_device_ns` is the summed duration of the GPU work launched under the op with no
-            other op between, `device_ns` and `kernel_count` that of any descendant, once where
-            calls nest. `shapes` is null unless asked for, and for ops recorded without them.
-        unattributed_device_ns: GPU work of no op: orphans, and work launched outside ops. Together with all
-            `self_device_ns` it is `gpu_work_ns`.
+        operators: `self_ns` is the host time in which the op is the innermost one (its launch calls
+            and Python frames count to it); self times add up to the time the host spends in ops.
+            `total_ns` counts nested calls of the same row once; `mean_ns` is the mean duration of a
+            call. `self_device_ns` is the summed duration of the GPU work launched under the op with
+            no other op between, `device_ns` and `kernel_count` that of any descendant, once where
+            calls nest. `shapes` is null unless requested, and for ops recorded without them.
+        unattributed_device_ns: GPU work of no op: orphans, and work launched outside ops. Together
+            with all `self_device_ns` it is `gpu_work_ns`.
         unattributed_count: How many pieces of GPU work these are.
         gpu_work_ns: Summed duration of all GPU work.
     """
@@ -269,10 +270,10 @@ class Operators(Result):
 
 
 def operators(trace: Trace, by_shape: bool = False) -> Operators:
-    """Account for ops by name, or by name and input shapes.
+    """Accounts for ops by name, or by name and input shapes.
 
     In the backward pass `autograd::engine::evaluate_function: X` encloses the op `X`, which
-    encloses the ATen ops: the three are rows of their own, self times tell them apart.
+    encloses the ATen ops: the three are rows of their own, separated by self times.
 
     Args:
         trace: A checked trace; without ops the table is empty.
@@ -285,9 +286,8 @@ def operators(trace: Trace, by_shape: bool = False) -> Operators:
     direct_ns, direct_kernels, direct_count = work.sum_by_owner(
         tree.nearest_or_self(is_op, enclosing_op)
     )
-    kind = (
-        build_vocabulary(trace).code[tree.row].astype(np.int64)
-    )  # for each host event the row of the table, by its name
+    # For each host event the row of the table, by its name
+    kind = build_vocabulary(trace).code[tree.row].astype(np.int64)
     shapes = pl.Series("shapes", [], dtype=pl.String)  # of the inputs of every event, as JSON text
     if by_shape:
         shapes = trace.events[["event"]].join(
@@ -351,13 +351,14 @@ KERNELS, OPERATORS_PER_STEP = (
 
 @dataclass(frozen=True)
 class WorkPerStep(Result):
-    """Kernels and operators of a usual step.
+    """Kernels and operators per usual step.
 
     Attributes:
         steps: Number of whole steps that the figures are taken over.
-        kernels: name, mean_total_ns, min_total_ns, max_total_ns (summed duration of such GPU work launched in one
-            step), mean_call_count, min_call_count, max_call_count, step_count (steps in which it
-            occurs); the largest mean first. Over the steps, `mean * steps` is the sum.
+        kernels: name, mean_total_ns, min_total_ns, max_total_ns (summed duration of such GPU work
+            launched in one step), mean_call_count, min_call_count, max_call_count, step_count
+            (steps in which it occurs); the largest mean first. Over the steps, `mean * steps` is
+            the sum.
         operators: The same with the operators' self time on the host.
     """
 
@@ -367,7 +368,7 @@ class WorkPerStep(Result):
 
 
 def work_per_step(trace: Trace) -> WorkPerStep:
-    """Add up kernels and operators per step; work belongs to the step that launched it.
+    """Sums kernels and operators per step; work belongs to the step that launched it.
 
     Without steps: no rows.
     """
@@ -399,7 +400,7 @@ def _compute_work_per_step(traces: Sequence[Trace]) -> Iterable[WorkPerStep]:
 
 
 def _list_operator_calls(trace: Trace) -> pl.DataFrame:
-    """Each call of an operator: name, step, self_ns."""
+    """Returns each call of an operator: name, step, self_ns."""
     tree = build_forest(trace)
     is_op = classify_events(trace).op
     ops = np.flatnonzero(is_op)
