@@ -1,7 +1,6 @@
 """One question, one function: from a trace (or a session) to a frozen result whose frames add up.
 
-Each name is loaded when it is first used: a report of one question does not load the code of all
-others.
+Names are loaded on first use, so that one analysis does not load the code of all others.
 """
 
 from __future__ import annotations

@@ -109,7 +109,9 @@ def find_extra_copies(host: HostEventIndex) -> RuleMatches:
 
 
 def find_loop_indexing(host: HostEventIndex) -> RuleMatches:
-    """Finds the same few operators around `aten::select`, ten times and more in a row, as siblings."""
+    """Finds the same few operators around `aten::select`, ten times and more in a row, as
+    siblings.
+    """
     if not host.is_op.any():
         return RuleMatches(reason="no operators were recorded")
     if not host.ops(r"^aten::select$").size:

@@ -218,7 +218,8 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
 
     Example:
         >>> import traceloom
-        >>> comparison = traceloom.analyze.compare(traceloom.load("before"), traceloom.load("after"))  # doctest: +SKIP
+        >>> base, new = traceloom.load("before"), traceloom.load("after")  # doctest: +SKIP
+        >>> comparison = traceloom.analyze.compare(base, new)  # doctest: +SKIP
         >>> print(comparison.sentence)  # doctest: +SKIP
     """
     runs = [

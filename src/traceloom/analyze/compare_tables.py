@@ -80,7 +80,9 @@ class MatchedDevice(Struct, frozen=True):
 
 
 def match_devices(base: ComparedSide, new: ComparedSide) -> MatchedDevice:
-    """Matches GPU work place by place, and rounds all of it at once so that it adds up to the step."""
+    """Matches GPU work place by place, and rounds all of it at once so that it adds up to the
+    step.
+    """
     # GPU work of both sides: first work of the same name and order at a place, then the remaining
     # work in its order.
     sides = {

@@ -191,7 +191,9 @@ class NameCodes:
         return self.names.setdefault(text, len(self.names))
 
     def shape(self, text: str | None) -> int:
-        """Returns the number of the shapes of an operator's inputs; 0 where they are not recorded."""
+        """Returns the number of the shapes of an operator's inputs; 0 where they are not
+        recorded.
+        """
         return self.shapes.setdefault(text, len(self.shapes))
 
 
@@ -464,7 +466,9 @@ def _build_tree(
 
 
 def align_trees(base: StepTree, new: StepTree) -> list[int]:
-    """Returns for each node of `new` the node of `base` at the same place; -1 where there is none."""
+    """Returns for each node of `new` the node of `base` at the same place; -1 where there is
+    none.
+    """
     nodes = [-1] * len(new.name)
     if not new.name or not base.name:
         return nodes

@@ -1,5 +1,5 @@
-"""Verdicts on whether new runs are worse than a base, with intervals, from one run or several of
-each side.
+"""Is the new run worse than the base, or is it chance? Verdicts with intervals, on one run or on
+several of each side.
 
 Exact definitions: docs/concepts/verdicts.md.
 
@@ -309,7 +309,8 @@ def judge(
 
     Example:
         >>> from traceloom.analyze import gate
-        >>> base, new = [gate.summarise(traceloom.load(p)) for p in ("before", "after")]  # doctest: +SKIP
+        >>> runs = [traceloom.load(path) for path in ("before", "after")]  # doctest: +SKIP
+        >>> base, new = map(gate.summarise, runs)  # doctest: +SKIP
         >>> gate.judge([base], [new], [gate.parse("step_time > 3%")]).sentence  # doctest: +SKIP
     """
     stated = compare_run_conditions(base, new)

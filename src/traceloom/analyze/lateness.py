@@ -1,4 +1,6 @@
-"""Why the last arriver was late; blame and chains."""
+"""Causes of lateness: why the last arriver of each collective was late, chains of causes, and blame
+by rank and host.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 BEGAN_LATER = "began_later"
-"""What it was late by already where counting begins, beyond what standing in the anchor made up
+"""Lateness that exists already where counting begins, beyond what standing in the anchor made up
 for.
 """
 
@@ -29,8 +31,8 @@ PIPELINE_SCHEDULE = "pipeline_schedule"
 """The part of a wait for a message that the same stages of other pipelines wait as well."""
 
 PEER_CAME_EARLY = "peer_came_early"
-"""What the account of the last arriver does not hold, because its peer came earlier than those of
-other pipelines.
+"""Lateness that the account of the last arriver does not contain, because its peer came earlier
+than those of other pipelines.
 """
 
 CAUSE_LABELS = {
@@ -53,37 +55,39 @@ NOT_EXPLAINED = (
     PEER_CAME_EARLY,
     BEGAN_LATER,
 )
-"""Causes that name no reason."""
+"""Causes without a reason."""
 
 _ANCHOR_KINDS = (*ENDS_TOGETHER, "send_recv")
 _COMMUNICATION_CODE = TIME_CLASSES.index(COMMUNICATION)
 _SCHEDULE_CODE, _PEER_CODE, _BEGAN_CODE = (
     CAUSE_NAMES.index(name) for name in (PIPELINE_SCHEDULE, PEER_CAME_EARLY, BEGAN_LATER)
 )
-_MIN_IDLE_SHARE = (
-    0.5  # of the waiting that nothing hides at least: the ranks stood, and began again together
-)
+# Of the waiting, at least, that nothing hides: the ranks stood, and began again together
+_MIN_IDLE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class Lateness:
-    """Of each collective, in the order of `instances`; arrays of shape (collectives,) or
-    (collectives, causes).
+    """The lateness of each collective, in the order of `instances`; arrays of shape (collectives,)
+    or (collectives, causes).
 
     Attributes:
-        late_ns: How much later the last arriver came than the middle half of the others, on average.
-        excess_ns: Parts of it by `CAUSE_NAMES`: what the last arriver spent on each since the anchor, less what the
-            others did. They add up to `late_ns`.
-        follow: The earlier collective that made the last arriver late: of other ranks, where waiting in it is the main
-            cause; the anchor, where this rank was last there too and that is the main cause; else
-            -1.
+        late_ns: How much later the last arriver came than the middle half of the others, on
+            average.
+        excess_ns: Parts of it by `CAUSE_NAMES`: the time of the last arriver in each since the
+            anchor, less that of the others. They add up to `late_ns`.
+        follow: The earlier collective that made the last arriver late: of other ranks, where
+            waiting in it is the main cause; the anchor, where this rank was last there too and that
+            is the main cause; else -1.
         cause: Number of the main cause.
-        excess_cause: The same without the order of the pipeline and what peers did.
+        excess_cause: The same without the order of the pipeline and the effect of peers.
         last_part: Row (of `parts`) of the last arriver.
-        others: For each row of `parts` whether it is one of those that the last arriver is compared with.
-        base_of_part: Place in its ledger where counting begins, for each row of `parts`; -1 where it cannot be told.
-        stood_of_part: Place where counting of communication begins: the end of the anchor.
-        start_of_part: Place in its ledger where it came.
+        others: For each row of `parts` whether it is one of those that the last arriver is compared
+            with.
+        base_of_part: Position in its ledger where counting begins, for each row of `parts`; -1
+            where it is unknown.
+        stood_of_part: Position where counting of communication begins: the end of the anchor.
+        start_of_part: Position in its ledger where it came.
     """
 
     late_ns: Ints
@@ -114,12 +118,12 @@ class _Arrivals(Struct, frozen=True):
 def compute_lateness(
     ranks: Sequence[RankPart], matched: MatchedCollectives, stages: pl.DataFrame
 ) -> Lateness:
-    """Compare every last arriver with the others. Definition: docs/concepts/across-ranks.md.
+    """Compares every last arriver with the others. Definition: docs/concepts/across-ranks.md.
 
     Args:
         ranks: The ranks.
         matched: Their collectives.
-        stages: rank, pipeline, stage (of `pipeline`); may be empty.
+        stages: rank, pipeline, stage (of `Pipeline.stages`); may be empty.
     """
     collective_count = matched.instances.height
     part = matched.parts["part"].to_numpy()
@@ -129,7 +133,7 @@ def compute_lateness(
         rank_rows = np.flatnonzero(part == number)
         calls = rank.calls.select("event", "start_ns").unique("event", keep="first")
         events = matched.parts["event"][rank_rows].to_frame()
-        # on the rank's own clock, as its ledger is
+        # On the rank's own clock, like its ledger.
         starts = events.join(calls, on="event", how="left", maintain_order="left")[
             "start_ns"
         ].to_numpy()
@@ -148,12 +152,11 @@ def compute_lateness(
     anchor = _find_anchors(ranks, matched, rows)
     base, counting_start = _find_counting_start(ranks, rows, anchor)
     last = np.flatnonzero(rows.last)
-    # the last arriver is compared with the middle half, by arrival, of those that were not last
+    # The last arriver is compared with the middle half, by arrival, of those that were not last.
     size = np.bincount(rows.inst)
     first = np.concatenate([[0], np.cumsum(size)[:-1]])[: size.size]
-    order = np.lexsort(
-        (rows.begun, rows.last, rows.inst)
-    )  # in each collective by arrival, the last at the end
+    # In each collective by arrival, the last at the end
+    order = np.lexsort((rows.begun, rows.last, rows.inst))
     arrival_index = np.empty(order.size, dtype=np.int64)
     arrival_index[order] = np.arange(order.size) - first[rows.inst[order]]
     last_index = size[rows.inst] - 1
@@ -162,14 +165,13 @@ def compute_lateness(
         & (arrival_index < last_index - last_index // 4)
         & (base >= 0)
     )
-    spent = np.zeros(
-        (rows.part.size, len(TIME_CLASSES)), dtype=np.int64
-    )  # by each row of parts since counting began
+    # By each row of parts since counting began
+    spent = np.zeros((rows.part.size, len(TIME_CLASSES)), dtype=np.int64)
     for number, rank in enumerate(ranks):
         own_rows = np.flatnonzero(rows.part == number)
         begun = rank.ledger.sums[np.maximum(base[own_rows], 0)]
-        # standing in the anchor is no cause; what was computed beside it need not be computed after
-        # it
+        # Standing in the anchor is not a cause; work computed beside it need not be computed after
+        # it.
         begun[:, _COMMUNICATION_CODE] = rank.ledger.sums[
             np.maximum(counting_start[own_rows], 0), _COMMUNICATION_CODE
         ]
@@ -207,12 +209,12 @@ def compute_lateness(
 
 
 def _find_anchors(ranks: Sequence[RankPart], matched: MatchedCollectives, rows: _Arrivals) -> Ints:
-    """Of each collective its anchor: the latest one before at whose end all its ranks stood
-    together; -1 without.
+    """Returns for each collective its anchor: the latest earlier one at whose end all its ranks
+    stood together; -1 without.
 
-    It held all recorded ranks of the collective, they stood idle while they waited in it, and it
-    was over when the last one came. Who computes on beside a collective does not stand: what it was
-    late by there, it is late by afterwards.
+    The anchor held all recorded ranks of the collective, they stood idle while they waited in it,
+    and it was over when the last one came. A rank that computes on beside a collective does not
+    stand: its lateness there persists afterwards.
     """
     parts, instances = matched.parts, matched.instances
     collective_count = instances.height
@@ -225,7 +227,7 @@ def _find_anchors(ranks: Sequence[RankPart], matched: MatchedCollectives, rows: 
     np.add.at(waited, rows.inst, rows.wait)
     np.add.at(idle_ns, rows.inst, np.minimum(exposed, rows.wait))
     is_idle = idle_ns >= _MIN_IDLE_SHARE * waited
-    masks: list[int] = [0] * collective_count  # of the ranks of each collective
+    masks: list[int] = [0] * collective_count  # Bit masks of the ranks of each collective.
     for number, part in zip(rows.inst.tolist(), parts["part"].to_list(), strict=True):
         masks[number] |= 1 << part
     usable = instances["kind"].is_in(_ANCHOR_KINDS).fill_null(value=True).to_numpy() & is_idle
@@ -254,8 +256,8 @@ def _find_anchors(ranks: Sequence[RankPart], matched: MatchedCollectives, rows: 
 def _find_counting_start(
     ranks: Sequence[RankPart], rows: _Arrivals, anchor: Ints
 ) -> tuple[Ints, Ints]:
-    """Where counting begins, in places of the ledgers: arrival at the anchor; and the end of
-    standing in it.
+    """Returns where counting begins, as positions in the ledgers: arrival at the anchor; and the
+    end of standing in it.
 
     Without an anchor both are the start of the step, if all have it, else of the recording.
     """
@@ -263,7 +265,7 @@ def _find_counting_start(
     order = np.argsort(key, kind="stable")
     if not order.size:
         return order, order
-    # for each row of parts the row of the same rank in the anchor
+    # For each row of parts the row of the same rank in the anchor.
     anchor_key = np.where(anchor[rows.inst] >= 0, anchor[rows.inst] * len(ranks) + rows.part, -1)
     candidate = order[np.minimum(np.searchsorted(key[order], anchor_key), order.size - 1)]
     free = (anchor_key < 0) | (key[candidate] != anchor_key)
@@ -285,7 +287,7 @@ def _find_counting_start(
     all_know = np.ones(int(rows.inst.max()) + 1, dtype=np.bool_)
     np.logical_and.at(all_know, rows.inst[free], in_step[free] >= 0)
     base[free] = np.where(all_know[rows.inst[free]], in_step[free], 0)
-    # a receive may stand on its stream already when the rank comes to the anchor on another
+    # A receive may be waiting on its stream already when the rank comes to the anchor on another.
     counting_start = np.where(free, base, rows.end_place[candidate])
     return np.minimum(base, rows.start_place), np.minimum(counting_start, rows.start_place)
 
@@ -293,14 +295,14 @@ def _find_counting_start(
 def _compute_excess(
     rows: _Arrivals, spent: Ints, is_peer: Bools, collective_count: int
 ) -> tuple[Ints, Ints]:
-    """Lateness against the mean of the others, and its parts; what the classes do not hold lies
-    before the base.
+    """Returns lateness against the mean of the others, and its parts; the remainder that the
+    classes do not contain comes from before the base.
     """
     inst, last = rows.inst[is_peer], np.flatnonzero(rows.last)
     count = np.maximum(np.bincount(inst, minlength=collective_count), 1)
 
     def beyond(values: Ints) -> Ints:
-        # against the last arriver's own, so that times since 1970 keep their digits
+        # Relative to the last arriver's own, so that times since 1970 keep their digits.
         less = np.zeros(collective_count, dtype=np.int64)
         np.add.at(less, inst, values[last][inst] - values[is_peer])
         difference: Ints = np.rint(less / count).astype(np.int64)
@@ -319,17 +321,18 @@ def _compute_excess(
 def _compute_pair_excess(
     matched: MatchedCollectives, stages: pl.DataFrame, spent: Ints, base: Ints, last: Ints
 ) -> tuple[Ints, Ints, Ints]:
-    """What the last arrivers of pairs spent more than the same stage of the other pipelines in the
-    same step.
+    """Returns the excess of the last arrivers of pairs over the same stage of the other pipelines
+    in the same step.
 
-    In a pipeline one stage computes while the next waits for it: comparing the two says nothing.
-    The counterpart of a pair is the pair of another pipeline between the same stages, as many pairs
-    into the same step.
+    In a pipeline one stage computes while the next waits for it, so comparing the two is
+    meaningless. The counterpart of a pair is the pair of another pipeline between the same stages,
+    as many pairs into the same step.
 
     Args:
         matched: The collectives.
-        stages: rank, pipeline, stage (of `pipeline`).
-        spent: What each row of `parts` spent since counting began; shape (parts, classes).
+        stages: rank, pipeline, stage (of `Pipeline.stages`).
+        spent: Time of each row of `parts` in each class since counting began; shape (parts,
+            classes).
         base: Where counting began for each row; -1 where that is not known.
         last: The row of the last arriver of each instance.
 
@@ -384,8 +387,8 @@ def _compute_pair_excess(
 def _find_earlier_collective(
     rows: _Arrivals, counting_start: Ints, cause: Ints, wait: Ints
 ) -> Ints:
-    """Where communication made a rank late: the collective in which it then waited longest, beyond
-    what is usual.
+    """Returns the collective that made a rank late where communication did: the one in which it
+    then waited longest, beyond the usual wait.
     """
     last = np.flatnonzero(rows.last)
     follow = np.full(last.size, -1, dtype=np.int64)
@@ -409,8 +412,8 @@ def _find_earlier_collective(
 
 
 def follow_to_root(late: Lateness, met_ns: Ints) -> tuple[Ints, Ints]:
-    """The collective at the end of each chain, and its cause; a chain goes back in time, so it has
-    an end.
+    """Returns the collective at the end of each chain, and its cause; a chain goes back in time, so
+    it ends.
     """
     identity = np.arange(met_ns.size)
     if not met_ns.size:
@@ -440,13 +443,14 @@ REASON_SCHEMA = build_schema(
     "rank cause collective_count waited_ns late_ns most_late_ns", {"cause": CauseType}
 )
 
-_UNSCHEDULED_WAIT = pl.col("wait_ns") - pl.col(
-    "schedule_ns"
-)  # what the order of a pipeline does not ask for
+# Causes that the order of a pipeline does not require
+_UNSCHEDULED_WAIT = pl.col("wait_ns") - pl.col("schedule_ns")
 
 
 def add_causes(matched: MatchedCollectives, lateness: Lateness) -> pl.DataFrame:
-    """The instances with why their last rank was late and where the chain of causes ends."""
+    """Returns the instances with why their last rank was late and where the chain of causes
+    ends.
+    """
     frame = matched.instances
     rows = np.arange(frame.height)
     root, root_cause = follow_to_root(lateness, frame["met_ns"].to_numpy())
@@ -463,7 +467,7 @@ def add_causes(matched: MatchedCollectives, lateness: Lateness) -> pl.DataFrame:
         pl.Series("cause_ns", lateness.excess_ns[rows, lateness.cause] if rows.size else rows),
         pl.Series("explained_ns", lateness.late_ns - lost),
         pl.Series("unexplained_ns", lost),
-        # who waits longer only because it came earlier waits for the order, too
+        # A longer wait only because of an earlier arrival is a wait for the order, too.
         pl.min_horizontal(
             pl.Series("schedule_ns", schedule_ns + np.maximum(peer, 0)), "wait_ns"
         ).alias("schedule_ns"),
@@ -474,7 +478,7 @@ def add_causes(matched: MatchedCollectives, lateness: Lateness) -> pl.DataFrame:
 
 
 def summarize_by_rank(matched: MatchedCollectives, collectives: pl.DataFrame) -> pl.DataFrame:
-    """How long each rank waited, and how long the others waited for it."""
+    """Returns how long each rank waited, and how long the others waited for it."""
     schema = {"rank": pl.Int32(), "host": pl.String()}
     hosts = pl.DataFrame({"rank": matched.ranks, "host": matched.hosts}, schema=schema)
     waits = matched.parts.group_by("rank").agg(
@@ -496,7 +500,7 @@ def summarize_by_rank(matched: MatchedCollectives, collectives: pl.DataFrame) ->
 
 
 def summarize_by_host(ranks: pl.DataFrame) -> pl.DataFrame:
-    """The same, added over the ranks of each host."""
+    """Returns the same, summed over the ranks of each host."""
     sums = ranks.group_by("host", maintain_order=True).agg(
         pl.col(name).sum() for name in HOST_SCHEMA if name != "host"
     )
@@ -504,7 +508,9 @@ def summarize_by_host(ranks: pl.DataFrame) -> pl.DataFrame:
 
 
 def wait_heat_map(matched: MatchedCollectives, collectives: pl.DataFrame) -> pl.DataFrame:
-    """Steps × ranks: how long each rank waited in a step, and how long it kept others waiting."""
+    """Returns steps × ranks: how long each rank waited in a step, and how long it kept others
+    waiting.
+    """
     waits = matched.parts.group_by("step", "rank").agg(pl.col("wait_ns").sum())
     blame = collectives.group_by("step", rank="last_rank").agg(
         pl.col("wait_ns").sum().alias("blame_ns")
@@ -527,11 +533,12 @@ class SlowRank:
     """A rank that waiting goes back to.
 
     Attributes:
-        rank: Which one.
-        waited_ns: How long others waited for it, added up over them, beyond what the order of a pipeline asks for.
-        fraction: Of all such waiting.
-        collective_count: At how many collectives.
-        cause: What most of it is there for, one of CAUSE_NAMES.
+        rank: The rank.
+        waited_ns: How long others waited for it, summed over them, beyond what the order of a
+            pipeline requires.
+        fraction: Its share of all such waiting.
+        collective_count: The number of collectives at which others waited for it.
+        cause: The main cause, one of CAUSE_NAMES.
     """
 
     rank: int
@@ -542,7 +549,9 @@ class SlowRank:
 
 
 def find_slow_ranks(collectives: pl.DataFrame) -> list[SlowRank]:
-    """The ranks where the chains of these collectives end, the one with the most waiting first."""
+    """Returns the ranks where the chains of these collectives end, the one with the most waiting
+    first.
+    """
     waits = collectives.filter(_UNSCHEDULED_WAIT > 0, pl.col("root_rank").is_not_null())
     total_ns = int(waits.select(_UNSCHEDULED_WAIT.sum()).item())
     causes = (
@@ -561,11 +570,10 @@ def find_slow_ranks(collectives: pl.DataFrame) -> list[SlowRank]:
 
 
 def summarize_reasons(collectives: pl.DataFrame) -> pl.DataFrame:
-    """By the rank and the cause where chains end: how long others waited for that, the largest
+    """Returns how long others waited, by the rank and the cause where chains end, the largest
     first.
 
-    The part of a wait that is the order of a pipeline is told apart, with the rank that was
-    awaited.
+    The part of a wait that is the order of a pipeline is separate, with the rank that was awaited.
     """
     beyond = pl.col("late_ns") - pl.col("schedule_ns")
     chained = collectives.select(
@@ -595,7 +603,7 @@ LINK_SCHEMA = build_schema(
     {"link": pl.Int32, "cause": CauseType},
 )
 _MAX_CHAIN_LENGTH = 8
-_MIN_PART_SHARE = 0.02  # of the lateness: smaller parts are told together
+_MIN_PART_SHARE = 0.02  # of the lateness: smaller parts are summed
 
 
 def build_chains(
@@ -605,7 +613,7 @@ def build_chains(
     lateness: Lateness,
     limit: int,
 ) -> pl.DataFrame:
-    """The chains of the `limit` collectives with the longest waits.
+    """Returns the chains of the `limit` collectives with the longest waits.
 
     Returns:
         chain (instance it explains), link (0 = the last arriver of that), instance (whose last
@@ -665,8 +673,8 @@ def _describe_detail(
     collective: int,
     cause: str,
 ) -> str | None:
-    """What the last arriver spent more time on than the others within a class: its collectives, or
-    the largest.
+    """Returns where the last arriver spent more time than the others within a class: its
+    collectives, or the largest.
     """
     if cause not in TIME_CLASSES:
         return None
@@ -692,8 +700,8 @@ def _describe_detail(
     instance = parts["instance"].to_numpy()
     low, high = (int(np.searchsorted(instance, instance[row], side)) for side in ("left", "right"))
     peers = low + np.flatnonzero(lateness.others[low:high])
-    # time in the class since counting began, by name: its own less that of the others, times their
-    # number
+    # Time in the class since counting began, by name: its own less that of the others, times their
+    # number.
     times = []
     for part_row in (row, *peers.tolist()):
         details = ranks[parts["part"][part_row]].ledger.details

@@ -1,4 +1,4 @@
-"""Launch delay, queue depth, held calls.
+"""Launches of GPU work: delays, latencies, queue depths, and calls that a full queue held up.
 
 Definitions: docs/concepts/launches.md.
 """
@@ -36,10 +36,11 @@ from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.trace import Trace
 
 MIN_QUEUE_DEPTH = 900
-"""Launches that are pending where a queue is (nearly) full: CUDA takes about 1,022 to 1,024 per
+"""Pending launches from which on a queue is (nearly) full: CUDA takes about 1,022 to 1,024 per
 stream.
 """
-_MIN_HELD_UP_NS = 8_000  # a launch that is longer than others of its name by this, and this many times, was held up
+# A launch that is longer than others of its name by this, and by this factor, was held up
+_MIN_HELD_UP_NS = 8_000
 _HELD_UP_FACTOR = 2.5
 _MAX_RETURN_DELAY_NS = 100_000  # it returns this soon after the work that made room
 _CLOCK_TOLERANCE_NS = 2_000
@@ -50,9 +51,10 @@ QUEUES = build_schema(
 )
 """Per stream: its launches, its work, work of unknown launches (not in the depths); the largest
 number of pending launches and pieces of work and their means over the window (first call or work
-.. last end); empty_ns in which nothing is pending, deep_ns with at least 900 launches pending;
-launch calls that were held up by a full queue, for how long
-beyond the usual, and how many launches the queue held then (null where none was held up)."""
+... last end); empty_ns in which nothing is pending, deep_ns with at least 900 launches pending;
+launch calls that were held up by a full queue, for how long beyond the usual, and how many launches
+the queue held then (null where none was held up).
+"""
 CURVE = build_schema("device stream time_ns launches works")
 
 
@@ -80,7 +82,9 @@ class _Curve(NamedTuple):
 
 
 def build_depth_curve(submitted: LaunchedWork) -> pl.DataFrame:
-    """How many launches and pieces of work are pending on each stream after every change: `CURVE`."""
+    """Returns how many launches and pieces of work are pending on each stream after every change:
+    `CURVE`.
+    """
     depths = _compute_depths(submitted)
     bounds = submitted.bounds()[:-1]
     lane_start = bounds[depths.lane] if bounds.size else depths.lane
@@ -97,16 +101,15 @@ def build_depth_curve(submitted: LaunchedWork) -> pl.DataFrame:
 
 
 def _compute_depths(submitted: LaunchedWork) -> _Curve:
-    """+1 where a call begins, -1 where its work starts: per piece of work, and per launch where its
-    first one starts.
+    """Computes depths from +1 where a call begins and -1 where its work starts: per piece of work,
+    and per launch where its first work starts.
 
     Work that seems to start before its call (clocks differ) starts with it, so that no depth is
     negative.
     """
     recorded = np.flatnonzero(submitted.known)
-    first = np.zeros(
-        recorded.size, dtype=np.int64
-    )  # 1 for the first work of its launch on its lane
+    # 1 for the first work of its launch on its lane
+    first = np.zeros(recorded.size, dtype=np.int64)
     if recorded.size:
         pair = (
             submitted.launch[recorded] * (int(submitted.lane.max()) + 1) + submitted.lane[recorded]
@@ -123,15 +126,15 @@ def _compute_depths(submitted: LaunchedWork) -> _Curve:
     lane, time = lane[order], time[order]
     last = np.ones(lane.size, dtype=np.bool_)
     last[:-1] = (lane[1:] != lane[:-1]) | (time[1:] != time[:-1])
-    # every +1 has its -1 on the same lane: the running sums begin and end at 0 on each
+    # Every +1 has its -1 on the same lane: the running sums begin and end at 0 on each.
     return _Curve(
         lane[last], time[last], np.cumsum(launches[order])[last], np.cumsum(works[order])[last]
     )
 
 
 def merge_streams(submitted: LaunchedWork) -> LaunchedWork:
-    """The same with all streams of a device as one lane: for the depths of whole devices, whose
-    stream is null.
+    """Returns the same with all streams of a device as one lane, whose stream is null: for the
+    depths of whole devices.
     """
     opens = np.diff(submitted.device, prepend=submitted.device[:1] - 1) != 0
     return structs.replace(
@@ -142,7 +145,7 @@ def merge_streams(submitted: LaunchedWork) -> LaunchedWork:
 
 
 def find_blocked_launches(trace: Trace, submitted: LaunchedWork) -> BlockedLaunches:
-    """Launch calls that a full queue held up.
+    """Finds launch calls that a full queue held up.
 
     Such a call finds at least 900 launches pending, is longer than calls of its name usually are
     (by 8 µs and 2.5 times), and returns within 100 µs after the end of earlier work of its stream,
@@ -156,7 +159,9 @@ def find_blocked_launches(trace: Trace, submitted: LaunchedWork) -> BlockedLaunc
     nothing = np.zeros(0, dtype=np.int64)
     parts = [(nothing, nothing, nothing)]
     typical_ns = nothing
-    if lanes:  # for each work the median duration of the calls that have the name of its call; 0 without a call
+    # For each work the median duration of the calls that have the name of its call; 0 without a
+    # call
+    if lanes:
         typical_ns = np.zeros(submitted.row.size, dtype=np.int64)
         launch_rows = np.flatnonzero(submitted.first)
         code = convert_to_ndarray(build_vocabulary(trace).code)[
@@ -168,9 +173,8 @@ def find_blocked_launches(trace: Trace, submitted: LaunchedWork) -> BlockedLaunc
         for low, high in pairwise(bounds.tolist()):  # names
             typical_ns[launch_rows[order[low:high]]] = span[order[(low + high) // 2]]
     for low, high in lanes:
-        call_order = low + np.argsort(
-            submitted.call_start[low:high], kind="stable"
-        )  # in the order of launches
+        # In the order of launches
+        call_order = low + np.argsort(submitted.call_start[low:high], kind="stable")
         end_times = np.maximum.accumulate(np.sort(submitted.end[low:high]))
         number = np.flatnonzero(submitted.first[call_order] & ~submitted.many[call_order])
         launch_rows = call_order[number]
@@ -195,7 +199,7 @@ def find_blocked_launches(trace: Trace, submitted: LaunchedWork) -> BlockedLaunc
 
 
 def summarize_queues(submitted: LaunchedWork, blocked: BlockedLaunches) -> pl.DataFrame:
-    """The queues of all streams: `QUEUES`."""
+    """Returns the queues of all streams: `QUEUES`."""
     depths = _compute_depths(submitted)
     bounds = submitted.bounds()
     changes = np.searchsorted(depths.lane, np.arange(bounds.size))
@@ -232,8 +236,8 @@ def summarize_queues(submitted: LaunchedWork, blocked: BlockedLaunches) -> pl.Da
 
 
 def reduce_curve(curve: pl.DataFrame, points: int) -> pl.DataFrame:
-    """A `CURVE` with at most `points` rows per stream: of each equal part of the window its first
-    time and the most.
+    """Returns a `CURVE` with at most `points` rows per stream: of each equal part of the window its
+    first time and the max.
     """
     keys = ["device", "stream"]
     time = pl.col("time_ns")
@@ -248,7 +252,7 @@ def reduce_curve(curve: pl.DataFrame, points: int) -> pl.DataFrame:
 
 
 LONG_CALL_NS = 50_000
-"""A launch call this long is listed: it usually takes 2 to 10 µs."""
+"""Launch calls from this length on are listed: a call usually takes 2 to 10 µs."""
 LONG_DELAY_NS = 100_000
 """Work that starts this long after nothing held it back any more is listed."""
 
@@ -271,15 +275,13 @@ STEPS = build_schema("device", build_spread_schema(*_PER_STEP))
 _BIN_EDGES = 1_000 << np.arange(15)  # 1 µs, 2 µs, ... 16.4 ms
 BINS = build_schema("low_ns high_ns kernel_count total_ns short_count")
 """Kernels with low_ns <= duration < high_ns (null: no upper bound), their summed time, and how many
-of them are shorter
-than their launch call. The bounds double from 1 µs on; the counts add up to all kernels of the
-trace.
+of them are shorter than their launch call. The bounds double from 1 µs on; the counts add up to all
+kernels of the trace.
 """
 SHORT_KERNELS = build_schema("name short_count kernel_count short_ns call_ns kernel_ns")
 """Kernels by name: how many are shorter than their launch call, of how many that were launched one
-by one; time of the
-short ones, time of their calls, time of all. Graph launches are not in it: their call submits many
-kernels.
+by one; time of the short ones, time of their calls, time of all. Graph launches are not in it:
+their call submits many kernels.
 """
 
 
@@ -288,28 +290,30 @@ class Launches(Result):
     """Launching of one trace. Times are of the first GPU work of each launch on its device.
 
     Attributes:
-        totals: Per device: work_count (all GPU work), launch_count (calls whose work is recorded), graph_work_count
-            (work after the first of its launch), unknown_count (work whose launch is not recorded),
-            early_count (work that seems to start before its call returned); then median, 95th
-            percentile and maximum of delay (start of the work - end of the call, at least 0), span
-            (start - start of the call) and latency (the part of the delay in which no earlier work
-            of the stream ran), and late_count (latency >= 100 µs). Null without one.
+        totals: Per device: work_count (all GPU work), launch_count (calls whose work is recorded),
+            graph_work_count (work after the first of its launch), unknown_count (work whose launch
+            is not recorded), early_count (work that seems to start before its call returned); then
+            median, 95th percentile and maximum of delay (start of the work - end of the call, at
+            least 0), span (start - start of the call) and latency (the part of the delay in which
+            no earlier work of the stream ran), and late_count (latency >= 100 µs). Null without
+            one.
         names: The same per name of GPU work, the largest total delay first.
-        operators: The same per name of the operator that launched it (the innermost around the call; null where there
-            is none): what each operator's kernels wait for.
-        calls: Launch calls by name: call_count, total_ns, median_ns, p95_ns, max_ns, long_count and long_ns (calls of
-            at least 50 µs).
-        outliers: Work with a latency of at least 100 µs (late work; waiting work where its stream was told to wait for
-            another before it), calls of at least 50 µs, and calls held up by a full queue,
-            the longest first; a call that was held up is not listed as long, too.
-        queues: Per stream, see `queue_depth.QUEUES`.
-        curve: device, stream, time_ns, launches and works (how many are pending from then on), by stream and time.
-        device_queues: The same of each device as a whole (its streams together; `stream` is null): a launch is pending
-            until the first of its work starts on any stream.
+        operators: The same per name of the operator that launched it (the innermost around the
+            call; null where there is none).
+        calls: Launch calls by name: call_count, total_ns, median_ns, p95_ns, max_ns, long_count and
+            long_ns (calls of at least 50 µs).
+        outliers: Work with a latency of at least 100 µs (late work; waiting work where its stream
+            had to wait for another before it), calls of at least 50 µs, and calls held up by a full
+            queue, the longest first; a call that was held up is not listed as long, too.
+        queues: Per stream, see `QUEUES`.
+        curve: device, stream, time_ns, launches and works (how many are pending from then on), by
+            stream and time.
+        device_queues: The same of each device as a whole (its streams together; `stream` is null):
+            a launch is pending until the first of its work starts on any stream.
         device_curve: The curve of each device as a whole.
         bins: Histogram of kernel durations, see `BINS`.
         short: Kernels shorter than their launch call, by name, see `SHORT`.
-        steps: Per device what a whole step launches, as mean, min and max over the steps.
+        steps: Launches of a whole step per device, as mean, min and max over the steps.
     """
 
     totals: pl.DataFrame
@@ -327,7 +331,7 @@ class Launches(Result):
 
 
 def launches(trace: Trace) -> Launches:
-    """Look at the way of every launch from the call to the start of its work."""
+    """Measures every launch from the call to the start of its work."""
     return _summarize_launches(trace)
 
 
@@ -338,9 +342,8 @@ def _summarize_launches(traces: Sequence[Trace]) -> Iterable[Launches]:
         find_blocked_launches(trace, submitted)
         for trace, submitted in zip(traces, all_made, strict=True)
     ]
-    names = [
-        build_vocabulary(trace).names for trace in traces
-    ]  # gathered by code: those of all events would fill the memory
+    # Gathered by code: those of all events would fill the memory
+    names = [build_vocabulary(trace).names for trace in traces]
     pairs = list(zip(traces, all_made, strict=True))
     keys = [TRACE_COLUMN, "device"]
     times = concatenate_by_trace(_measure_launch_times(*pair) for pair in pairs)
@@ -444,10 +447,10 @@ def _summarize_launches(traces: Sequence[Trace]) -> Iterable[Launches]:
 
 
 def _measure_launch_times(trace: Trace, submitted: LaunchedWork) -> pl.DataFrame:
-    """One row per launch and device: its first work (`at`), delay, span and latency."""
+    """Returns one row per launch and device: its first work (`at`), delay, span and latency."""
     first_rows = np.flatnonzero(submitted.first)
     start, returned = submitted.start[first_rows], submitted.call_end[first_rows]
-    # what the stream did before: the end of everything that began earlier on it
+    # The end of everything that began earlier on the stream.
     reach = np.zeros(submitted.row.size, dtype=np.int64)
     for low, high in zip(
         submitted.bounds()[:-1].tolist(), submitted.bounds()[1:].tolist(), strict=True
@@ -473,8 +476,8 @@ def _measure_launch_times(trace: Trace, submitted: LaunchedWork) -> pl.DataFrame
 
 
 def _list_calls(trace: Trace, submitted: LaunchedWork) -> pl.DataFrame:
-    """Every call that submitted GPU work: its first work (`at`), its row, the code of its name, its
-    duration.
+    """Returns every call that submitted GPU work: its first work (`at`), its row, the code of its
+    name, its duration.
     """
     first_rows = np.flatnonzero(submitted.first)
     launch, first_index = np.unique(submitted.launch[first_rows], return_index=True)
@@ -506,8 +509,8 @@ _TIME_STATISTICS = (
 
 
 def _summarize_by_name(names: Sequence[pl.Series], times: pl.DataFrame, key: str) -> pl.DataFrame:
-    """Statistics by name of the work (`code`) or of its operator (`op`), the largest sum of delays
-    first.
+    """Returns statistics by name of the work (`code`) or of its operator (`op`), the largest sum of
+    delays first.
     """
     code = pl.when(pl.col(key) >= 0).then(key).cast(pl.UInt32).alias("code")
     table = times.group_by(TRACE_COLUMN, code, maintain_order=True).agg(
@@ -562,8 +565,8 @@ def _list_outliers(
 def _select_stepped_work(
     trace: Trace, submitted: LaunchedWork, blocked: BlockedLaunches
 ) -> pl.DataFrame:
-    """Of work in steps: whether it is a launch's first, time in launch calls, short kernels, time
-    held up.
+    """Returns work in steps: whether it is a launch's first, time in launch calls, short kernels,
+    time held up.
     """
     stepped = np.flatnonzero(submitted.step >= 0)
     held_ns = np.zeros(submitted.row.size, dtype=np.int64)
@@ -589,7 +592,7 @@ def _select_stepped_work(
 
 
 def _build_histogram(submitted: LaunchedWork) -> pl.DataFrame:
-    """Durations of kernels in bins that double: `BINS`."""
+    """Returns durations of kernels in bins that double: `BINS`."""
     length = (submitted.end - submitted.start)[submitted.kernel]
     call = (submitted.call_end - submitted.call_start)[submitted.kernel]
     is_single = (submitted.first & ~submitted.many)[submitted.kernel]
@@ -610,8 +613,8 @@ def _build_histogram(submitted: LaunchedWork) -> pl.DataFrame:
 
 
 def _select_single_launches(trace: Trace, submitted: LaunchedWork) -> pl.DataFrame:
-    """Kernels that were launched one by one: the code of their name, their duration, that of the
-    call.
+    """Returns kernels that were launched one by one: the code of their name, their duration, that
+    of the call.
     """
     single_rows = np.flatnonzero(submitted.kernel & submitted.first & ~submitted.many)
     length, call = (
@@ -628,7 +631,7 @@ def _select_single_launches(trace: Trace, submitted: LaunchedWork) -> pl.DataFra
 
 
 def _list_short_kernels(names: Sequence[pl.Series], single_launches: pl.DataFrame) -> pl.DataFrame:
-    """Kernels shorter than their launch, by name, the most time in calls first: `SHORT`."""
+    """Returns kernels shorter than their launch, by name, the most time in calls first: `SHORT`."""
     short = pl.col("length") < pl.col("call")
     code_table = (
         single_launches.group_by(TRACE_COLUMN, "code", maintain_order=True)

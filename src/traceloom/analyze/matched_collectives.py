@@ -1,6 +1,4 @@
-"""Collectives joined over ranks, on one clock: who came when, who waited for whom, and how long the
-transfer took.
-"""
+"""Collectives joined over ranks, on one clock, split into waiting and transfer."""
 
 from __future__ import annotations
 
@@ -37,19 +35,19 @@ class MatchedCollectives:
     """Collectives of several ranks that belong together.
 
     Attributes:
-        parts: One row per rank of each collective, by instance, then arrival (last arriver last): times on the job's
-            clock, duration_ns = wait_ns + transfer_ns, wait_ns = launch_skew_ns + arrival_wait_ns
-            (both null where the launch of the last arriver is not recorded), late_ns (own start -
-            first start), last, sends (of pairs: whether this rank sends; null for others); step is
-            this rank's.
-        instances: One row per collective. `recorded` ranks of `group_size`; `whole` where all are recorded (null where
-            the size of the group is not known). `alone_ns`: how much later the last came than the
-            last but one. `transfer_ns`: median over the ranks. `transfer_gb_per_s`: bus bandwidth
-            of the transfer alone.
-        clocks: One row per host: what was added to its times, and the residual of the fit.
-        ranks: The rank of each part (ranks that the files do not say get free numbers).
+        parts: One row per rank of each collective, by instance, then arrival (last arriver last):
+            times on the job's clock, duration_ns = wait_ns + transfer_ns, wait_ns = launch_skew_ns
+            + arrival_wait_ns (both null where the launch of the last arriver is not recorded),
+            late_ns (own start - first start), last, sends (for pairs: whether this rank sends; null
+            for others); step is this rank's.
+        instances: One row per collective. `recorded` ranks of `group_size`; `whole` where all are
+            recorded (null where the size of the group is not known). `alone_ns`: how much later the
+            last came than the last but one. `transfer_ns`: median over the ranks.
+            `transfer_gb_per_s`: bus bandwidth of the transfer alone.
+        clocks: One row per host: the offset added to its times, and the residual of the fit.
+        ranks: The rank of each part (ranks that the files do not state get free numbers).
         hosts: The host of each part.
-        notices: What did not match.
+        notices: Mismatches.
         unmatched: Calls that found no partner on another recorded rank: rank, kind, group, count.
     """
 
@@ -64,23 +62,22 @@ class MatchedCollectives:
 
 
 def assign_rank_numbers(parts: Sequence[RankPart]) -> tuple[int, ...]:
-    """The rank of each part; a part without one gets the lowest free number."""
+    """Returns the rank of each part; a part without one gets the lowest free number."""
     recorded = [part.rank for part in parts]
     free = iter(number for number in range(2 * len(parts) + 1) if number not in recorded)
     return tuple(next(free) if rank is None else rank for rank in recorded)
 
 
 def match_collectives(parts: Sequence[RankPart]) -> MatchedCollectives:
-    """Join the collectives of ranks, correct their clocks by them, and split each into waiting and
-    transfer.
+    """Joins the collectives of ranks, corrects their clocks by them, and splits each into waiting
+    and transfer.
     """
     ranks = assign_rank_numbers(parts)
     hosts = tuple(part.host or f"rank {rank}" for part, rank in zip(parts, ranks, strict=True))
     frames = []
     for number, (part, rank) in enumerate(zip(parts, ranks, strict=True)):
-        where = (
-            "device" if part.ledger.device is not None else "host"
-        )  # of a rank with kernels only the kernels
+        # For a rank with kernels only the kernels
+        where = "device" if part.ledger.device is not None else "host"
         own_calls = part.calls.filter(pl.col("where") == where, pl.col("kind").ne_missing("layout"))
         part_and_rank = pl.lit(number, pl.Int64).alias("part"), pl.lit(rank, pl.Int32).alias("rank")
         end = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
@@ -103,7 +100,7 @@ def match_collectives(parts: Sequence[RankPart]) -> MatchedCollectives:
     fitted = fit_clocks(end_calls.select("instance", "host", "end_ns"), list(dict.fromkeys(hosts)))
     clock_of = tuple(fitted[host] for host in hosts)
     part_of = matched_calls["part"].to_numpy()
-    moved = []  # to the job's clock
+    moved = []  # on the job's clock
     for name in ("start_ns", "end_ns", "launch_ns"):
         times = matched_calls[name].fill_null(0).to_numpy().copy()
         for number, clock in enumerate(clock_of):
@@ -154,7 +151,7 @@ _COLUMNS = (
 
 
 def _split(calls: pl.DataFrame) -> pl.DataFrame:
-    """Waiting and transfer of every part; rows by instance and arrival."""
+    """Returns waiting and transfer of every part; rows by instance and arrival."""
     kind, is_own_peer = pl.col("kind").fill_null(""), pl.col("peer") == pl.col("rank")
     root, rootless = is_own_peer.fill_null(value=False), pl.col("peer").is_null()
     is_giver = ~kind.is_in(FROM_ROOT) | root | rootless

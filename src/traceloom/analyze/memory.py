@@ -1,4 +1,6 @@
-"""Levels and peaks per device; allocator state; censuses."""
+"""Memory per device: levels and peaks over time, the state of allocators, and censuses of live
+storages.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ DEVICES = build_schema(
 )
 CURVE = build_schema("device_type device time_ns allocated_bytes reserved_bytes")
 SHARED_MEMORY = "cpu-shared"
-"""Device type given to shared memory that DataLoader workers made and this process maps."""
+"""Device type of shared memory that DataLoader workers made and this process maps."""
 
 MAX_POINTS = 4000
 _KEY = ["device_type", "device"]
@@ -30,15 +32,16 @@ class Memory(Result):
     """Memory of each device; empty where allocations were not recorded.
 
     Attributes:
-        devices: `evidence` is `allocator-totals` where the allocator's own running total was recorded with every event:
-            it knows what existed before the window (`start_bytes`). The CPU's allocator keeps no
-            total: its events are added up, onto the live tensors that `traceloom record` counted at
-            the start (`census-and-sum`) or, without a count, onto an unknown amount taken as 0
-            (`running-sum`; `start_bytes` is null and the figures relative). Memory of other threads
-            is not seen there, nor the freeing of what existed before the window.
-        curve: Memory after each event, in time order, at most 4000 points per device; where there are more events,
-            each of 1000 parts keeps its first, last, lowest and highest. `reserved_bytes` is null
-            where unknown.
+        devices: `evidence` is `allocator-totals` where the allocator's own running total was
+            recorded with every event: it includes what existed before the window (`start_bytes`).
+            The CPU's allocator keeps no total: its events are summed, starting from the live
+            tensors that `traceloom record` counted at the start (`census-and-sum`) or, without a
+            count, from an unknown amount taken as 0 (`running-sum`; `start_bytes` is null and the
+            figures relative). That sum includes neither memory of other threads, nor the freeing of
+            what existed before the window.
+        curve: Memory after each event, in time order, at most 4000 points per device; where there
+            are more events, each of 1000 parts keeps its first, last, lowest and highest.
+            `reserved_bytes` is null where unknown.
     """
 
     devices: pl.DataFrame
@@ -46,13 +49,13 @@ class Memory(Result):
 
 
 def memory(trace: Trace) -> Memory:
-    """Follow the memory of each device through the trace (recorded with `profile_memory`)."""
+    """Computes the memory of each device through the trace (recorded with `profile_memory`)."""
     if not trace.allocations.height:
         return Memory(DEVICES.to_frame(), CURVE.to_frame())
     census = (trace.meta.capture or {}).get("live_bytes_at_start")
     live = census.get("cpu") if isinstance(census, dict) else None
     # Each event with `level` (memory in use after it), `before` (before it; null where unknown) and
-    # `known`
+    # `known`.
     allocations = trace.allocations.with_row_index("row")
     counted = allocations.with_columns(
         pl.when(is_shared_memory(allocations))
@@ -96,9 +99,8 @@ def memory(trace: Trace) -> Memory:
     selected_rows = []
     for part in events.select("row", "level", *_KEY).partition_by(_KEY, include_key=False):
         row, level = part["row"].to_numpy(), part["level"].to_numpy()
-        if (
-            row.size > MAX_POINTS
-        ):  # first, last, lowest and highest of each of equal parts, which may be the same
+        # First, last, lowest and highest of each of equal parts, which may be the same
+        if row.size > MAX_POINTS:
             bounds = -(-np.arange(MAX_POINTS // 4 + 1) * level.size // (MAX_POINTS // 4))
             bin_levels = [level[low:high] for low, high in pairwise(bounds)]
             lowest = bounds[:-1] + [int(part.argmin()) for part in bin_levels]
@@ -113,11 +115,11 @@ def memory(trace: Trace) -> Memory:
 
 
 def is_shared_memory(allocations: pl.DataFrame) -> pl.Series:
-    """Which events are about shared memory of DataLoader workers.
+    """Returns which events are about shared memory of DataLoader workers.
 
     The map allocator reports a new block with its size as the reserved total and nothing as the
     allocated one, which no other allocator of the CPU does; its free shows both as 0, so that it is
-    known by the block's address. A free of a block from before the window is reported by this
+    recognized by the block's address. A free of a block from before the window is reported by this
     allocator alone.
     """
     is_shared = (
@@ -158,10 +160,16 @@ _IS_FREE = pl.col("state") == "inactive"
 
 
 def compute_fragmentation(snapshot: MemorySnapshot) -> pl.DataFrame:
-    """The state of each device's allocator when the snapshot was taken.
+    """Returns the state of each device's allocator when the snapshot was taken.
 
     Returns:
         `FRAGMENTS`, one row per device: reserved_bytes (all segments), allocated_bytes (blocks
+            given out, as rounded by the allocator), requested_bytes (the requested size of these),
+            pending_bytes (given back, but another stream may still use them), free_bytes,
+            largest_free_bytes (the largest free block: what could be given out without new memory
+            from the device), split_bytes (free blocks in segments that also hold others: they
+            cannot be returned to the device), fragmentation (1 - largest_free / free; null where
+            nothing is free).
         given out, as rounded by the allocator), requested_bytes (what was asked for in them),
         pending_bytes (given back, but another stream may still use them), free_bytes,
         largest_free_bytes (the largest free block: what could be given out without new memory from
@@ -195,26 +203,26 @@ def compute_fragmentation(snapshot: MemorySnapshot) -> pl.DataFrame:
 CENSUS = build_schema("address bytes device_type device owner name", {"address": pl.UInt64})
 
 ACTIVATION_PREFIX = "kept for backward by "
-"""How the name of an activation begins: a node of a graph has saved it for its backward pass."""
+"""Prefix of the name of an activation, which a node of a graph has saved for its backward pass."""
 
 
 def read_first_census(trace: Trace) -> pl.DataFrame:
-    """The live storages at the start, `CENSUS`; no rows where nobody counted, or what stands there
-    is no census.
-    """
+    """Returns the live storages at the start, `CENSUS`; no rows where there is no valid census."""
     return parse_census((trace.meta.capture or {}).get("live_storages_at_start"))
 
 
 def read_last_census(trace: Trace) -> pl.DataFrame:
-    """The live storages when the recording ended, `CENSUS`; no rows where nobody counted."""
+    """Returns the live storages when the recording ended, `CENSUS`; no rows where they were not
+    counted.
+    """
     return parse_census((trace.meta.capture or {}).get("live_storages_at_end"))
 
 
 def parse_census(columns: Any) -> pl.DataFrame:
-    """The columns of a census as a frame; what is malformed is left out.
+    """Returns the columns of a census as a frame; malformed rows are left out.
 
-    Rows without an address (many small storages added up) are kept; else each address of a device
-    comes once.
+    Rows without an address (many small storages summed) are kept; else each address of a device
+    occurs once.
     """
     if not isinstance(columns, dict):
         return CENSUS.to_frame()

@@ -1,4 +1,6 @@
-"""Peak, largest, growth, activations."""
+"""Summaries of explained memory: holders at the peak, largest blocks, growth over steps, and
+activations by module.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,9 @@ from traceloom.trace.trace import Trace
 
 _DEVICE = "cuda"
 _CLOCK_RESOLUTION_NS = 2_000
-"""The history has microseconds: nothing nearer can be told apart."""
+"""The history has microseconds: no finer difference can be distinguished."""
 _MAX_CLOCK_SHIFT_NS = 10_000_000
-"""Clocks that are farther apart are not believed."""
+"""A larger shift between the clocks is rejected as implausible."""
 _ADDRESS_KEY = ["device", "address"]
 
 
@@ -51,14 +53,14 @@ class ExplainedMemory:
     """Blocks with names, categories and owners.
 
     Attributes:
-        trace: The trace they are of.
+        trace: The trace of the blocks.
         named: Their names.
         kinds: Their categories.
         whose: Their owners.
-        stacks: The stack of each block as text, the innermost frame first, where the source gives them with the blocks;
-            None where frames are events of the trace.
-        lines: The stacks by the history of the GPU's allocator, null where none is certain: for blocks of whom the
-            trace has no frames. None without a history.
+        stacks: The stack of each block as text, the innermost frame first, where the source gives
+            them with the blocks; None where frames are events of the trace.
+        lines: The stacks by the history of the GPU's allocator, null where none is certain: for
+            blocks without frames in the trace. None without a history.
     """
 
     trace: Trace
@@ -72,8 +74,8 @@ class ExplainedMemory:
     )
 
     def by(self, grouping: str, depth: int | None = None) -> Partition:
-        """Divide the blocks by scope, module, category, op, stack or dtype; made once, so nobody
-        may change it.
+        """Divides the blocks by scope, module, category, op, stack or dtype; cached, so it must not
+        be changed.
         """
         partitions = self._divided
         if (grouping, depth) not in partitions:
@@ -89,8 +91,8 @@ class ExplainedMemory:
         return partitions[grouping, depth]
 
     def stack_reader(self) -> Callable[[Ints], pl.Series]:
-        """Gives the Python stacks of some blocks, the innermost frame first; null where none was
-        recorded.
+        """Returns a function that gives the Python stacks of some blocks, the innermost frame
+        first; null where none was recorded.
         """
         if self.stacks is not None:
             return self.stacks.gather
@@ -114,16 +116,16 @@ class ExplainedMemory:
 def explain(
     trace: Trace, *, full_op_names: bool = False, snapshot: MemorySnapshot | None = None
 ) -> ExplainedMemory:
-    """Pair, name and explain the allocations of a trace.
+    """Pairs, names and explains the allocations of a trace.
 
     Args:
         trace: Recorded with `profile_memory`; without allocation events there are no blocks.
         full_op_names: Keep the namespaces of operators in names: `aten::relu`.
-        snapshot: Of the allocator in the same process, taken later: its history holds the stacks.
+        snapshot: Snapshot of the allocator in the same process, taken later: its history holds the
+            stacks.
     """
-    trace = keep_in_memory(
-        trace
-    )  # blocks are held there, so the columns that describe them are too
+    # Blocks are held there, so the columns that describe them are too
+    trace = keep_in_memory(trace)
     named_blocks = name_blocks(trace, full_op_names=full_op_names)
     named_blocks.blocks.check()
     owners = find_owners(trace, named_blocks.blocks)
@@ -137,18 +139,19 @@ def explain(
 
 
 def _match_stacks(blocks: Blocks, snapshot: MemorySnapshot, start_ns: int) -> Ints:
-    """The number of the stack (of `snapshot.stacks`) that made each block; 0, which is none, where
-    that is not certain.
+    """Returns the number of the stack (of `snapshot.stacks`) that made each block; 0, which is
+    none, where that is not certain.
 
-    A trace recorded without stacks knows who made a block by operator and module; the allocator's
-    history knows the lines, also of blocks from before the recording. Both tell addresses, which
-    are given out again and again, and times, which may be a little apart. Blocks whose address
-    occurs once in both tell how far the clocks are apart; by that the others are matched, and what
-    could be two blocks stays without a stack.
+    A trace recorded without stacks has the operator and module that made a block; the allocator's
+    history has the lines, also for blocks from before the recording. Both record addresses, which
+    are reused again and again, and times, which may differ a little. Blocks whose address occurs
+    once in both give the offset between the clocks; by that the others are matched, and ambiguous
+    blocks stay without a stack.
 
     Args:
-        blocks: Of a trace; only those of GPUs are looked up.
-        snapshot: Of the same process, taken later; its history may begin after the blocks do.
+        blocks: Blocks of a trace; only those of GPUs are looked up.
+        snapshot: Snapshot of the same process, taken later; its history may begin after the blocks
+            do.
         start_ns: When the recording began.
 
     Returns:
@@ -157,9 +160,8 @@ def _match_stacks(blocks: Blocks, snapshot: MemorySnapshot, start_ns: int) -> In
     allocations = snapshot.entries.filter(
         (pl.col("action") == "alloc") & pl.col("time_us").is_not_null()
     )
-    twice = (
-        pl.len().over(*_ADDRESS_KEY, "time_us") > 1
-    )  # within one microsecond: nobody knows which is which
+    # Within one microsecond: they cannot be distinguished
+    twice = pl.len().over(*_ADDRESS_KEY, "time_us") > 1
     history = allocations.select(
         *_ADDRESS_KEY,
         pl.col("bytes").alias("asked"),
@@ -183,7 +185,7 @@ def _match_stacks(blocks: Blocks, snapshot: MemorySnapshot, start_ns: int) -> In
         }
     )
     out = np.zeros(blocks.made.size, dtype=np.int64)
-    # how far the history is ahead of the trace, and how surely
+    # How far the history is ahead of the trace, and the spread of that.
     once = [
         frame.filter(pl.len().over(_ADDRESS_KEY) == 1)
         for frame in (gpu_blocks.filter("inside"), history)
@@ -209,8 +211,7 @@ def _match_stacks(blocks: Blocks, snapshot: MemorySnapshot, start_ns: int) -> In
     )
     first = _find_nearest(in_window, history, -reach, "forward").select("block", first="told")
     unambiguous = last.join(first, on="block").filter(pl.col("told") == pl.col("first"))
-    # Blocks from before: the last allocation at their address, if that did not come after the
-    # beginning.
+    # Blocks from before: the last allocation at their address, unless it came after the beginning.
     earlier = _find_nearest(before, history, reach, "backward").filter(
         pl.col("told") <= pl.col("time") - reach
     )
@@ -226,8 +227,8 @@ def _find_nearest(
     shift: int,
     strategy: Literal["backward", "forward"],
 ) -> pl.DataFrame:
-    """Each block with the next allocation at its address, seen from `shift` behind its time; `told`
-    is its time.
+    """Returns each block with the next allocation at its address, seen from `shift` behind its
+    time; `told` is its time.
     """
     columns = history.select(*_ADDRESS_KEY, "asked", "stack", "time", told="time")
     shifted = gpu_blocks.with_columns(at=pl.col("time") + shift).sort("at")
@@ -248,13 +249,13 @@ MIN_STEPS = 3
 
 
 def find_growth(trace: Trace, named_blocks: NamedBlocks) -> pl.DataFrame:
-    """Places in the code that leave memory alive in one step after the other, or in every second or
-    third of them.
+    """Finds places in the code that leave memory alive in one step after the other, or in every
+    second or third of them.
 
     A block counts where it was made in a step and is alive when the recording ends, its step being
     over. The last step does not count: what it made may be in use. A place grows where at least
-    `LEAST_STEPS` steps leave something, at equal distances but for one that may be up to twice as
-    long, and up to the end of the recording; what only the first step leaves (optimizer state,
+    `LEAST_STEPS` steps leave something, at equal distances except for one that may be up to twice
+    as long, and up to the end of the recording; what only the first step leaves (optimizer state,
     caches) does not grow.
 
     Returns:
@@ -304,7 +305,7 @@ def find_growth(trace: Trace, named_blocks: NamedBlocks) -> pl.DataFrame:
         )
         .filter(
             pl.col("longest") <= 2 * pl.col("period"),
-            # All distances but one are the period.
+            # All distances except one are the period.
             pl.col("span") == pl.col("period") * (pl.col("step_count") - 2) + pl.col("longest"),
             pl.col("last_step") >= last - 1 - pl.col("period"),
         )
@@ -339,17 +340,18 @@ modules and scopes inside it are gone"""
 
 @dataclass(frozen=True)
 class Allocations(Result):
-    """Whose memory it is, in one trace.
+    """The owners of memory in one trace.
 
     Attributes:
-        pools: One row per memory (a device, or the shared memory of loader workers): peak, its time, step and row;
-            `unseen_bytes` (what the allocator held before the recording and was never seen), start,
-            end, counts.
-        peak: At the peak of each pool, who holds what: pool and `TREE`.
+        pools: One row per memory (a device, or the shared memory of loader workers): peak, its
+            time, step and row; `unseen_bytes` (memory that the allocator held before the recording
+            and that was never seen), start, end, counts.
+        peak: The holders at the peak of each pool: pool and `TREE`.
         categories: At the peak: pool, category, evidence, bytes, block_count, fraction.
-        largest: The largest blocks alive at the peak: pool, name, bytes, category, time_ns, end_ns, step.
-        growth: Places that leave memory alive step after step; see `growth`.
-        notices: What to know about the pairing.
+        largest: The largest blocks alive at the peak: pool, name, bytes, category, time_ns, end_ns,
+            step.
+        growth: Places that leave memory alive step after step; see `find_growth`.
+        notices: Notices about the pairing.
     """
 
     pools: pl.DataFrame
@@ -366,7 +368,7 @@ LARGEST = build_schema("pool name owner bytes category backward time_ns end_ns s
 
 
 def explain_allocations(trace: Trace, *, full_op_names: bool = False) -> Allocations:
-    """Pair, name and explain the allocations of a trace (recorded with `profile_memory`).
+    """Pairs, names and explains the allocations of a trace (recorded with `profile_memory`).
 
     Args:
         trace: The trace; without allocation events all frames are empty.
@@ -381,12 +383,14 @@ def build_allocations(
     *,
     max_blocks: int = MAX_LARGEST,
 ) -> Allocations:
-    """The same for blocks that are explained already, and for other instants than the peaks.
+    """Returns the same for blocks that are explained already, and for other instants than the
+    peaks.
 
     Args:
         explained: The blocks.
-        rows: Row of `trace.allocations` just after which each memory is looked at; the peak where none is given.
-        max_blocks: How many of the largest blocks to list; 0 for none.
+        rows: Row of `trace.allocations` just after which each memory is inspected; the peak where
+            none is given.
+        max_blocks: The number of largest blocks to list; 0 for none.
     """
     trace, named_blocks, kinds, owners = (
         explained.trace,
@@ -451,7 +455,7 @@ def build_allocations(
             }
         )
         largest.append(table.select(pool_column, pl.all()).cast(LARGEST))
-    # What pairing and naming had to assume, and what the recording cannot have seen
+    # The assumptions of pairing and naming, and what the recording cannot have seen.
     blocks = named_blocks.blocks
     early = np.flatnonzero((blocks.start_ns == EXISTED_BEFORE) & (blocks.owner < 0))
     without_address = int(((blocks.address == 0) & (blocks.owner < 0)).sum())
@@ -556,11 +560,11 @@ ACTIVATIONS = build_schema("module call_count bytes block_count saved_bytes host
 
 
 def summarize_activations(explained: ExplainedMemory, pool: int, row: int) -> pl.DataFrame:
-    """Activations alive at an instant by the module that made them.
+    """Returns activations alive at an instant by the module that made them.
 
     Args:
         explained: The blocks.
-        pool: Which memory.
+        pool: Number of the memory.
         row: The instant: just after this row of `trace.allocations`.
 
     Returns:
@@ -581,7 +585,7 @@ def summarize_activations(explained: ExplainedMemory, pool: int, row: int) -> pl
         & (explained.kinds.category == ACTIVATION)
         & (blocks.made >= 0)
     )
-    # every pair of a module call and a block that was made in it, at any depth
+    # Every pair of a module call and a block that was made in it, at any depth.
     is_call = find_module_calls(explained.trace, tree)
     parent_call = tree.nearest(is_call)
     block = np.flatnonzero(is_saved)
@@ -609,9 +613,8 @@ def summarize_activations(explained: ExplainedMemory, pool: int, row: int) -> pl
         tree.position[work["launch"].to_numpy()] if work.height else np.zeros(0, dtype=np.int64)
     )
     has_launch = position >= 0
-    launched_ns = np.zeros(
-        tree.row.size, dtype=np.int64
-    )  # of the GPU work that each host event launched itself
+    # Of the GPU work that each host event launched itself
+    launched_ns = np.zeros(tree.row.size, dtype=np.int64)
     np.add.at(
         launched_ns, position[has_launch], np.maximum(work["duration_ns"].to_numpy()[has_launch], 0)
     )

@@ -1,4 +1,4 @@
-"""Allocations paired with frees; lifetimes; levels over time."""
+"""Blocks of memory: allocations paired with frees, their lifetimes, and levels over time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from traceloom.trace.trace import Trace
 
 _INDEX_TYPE: Any = np.int32  # of numbers of rows and blocks: half of the memory
 STILL_ALIVE = np.iinfo(np.int64).max
-"""End of a block that nobody frees while the recording lasts."""
+"""End of a block that is not freed during the recording."""
 EXISTED_BEFORE = np.iinfo(np.int64).min
 """Start of a block that existed when the recording began."""
 
@@ -40,17 +40,19 @@ class Blocks(Struct, frozen=True):
     """Paired allocations, in the order in which they were made; arrays of shape (blocks,).
 
     Attributes:
-        pools: What `pool` counts.
-        pool: Which memory.
-        made: Row of the allocation in `trace.allocations`; -1 for a block that existed before, known by its free.
-        ended: Row of the event that ends it, its free if that was recorded; the number of rows where nothing ends it.
+        pools: The memories that `pool` numbers.
+        pool: Number of the memory.
+        made: Row of the allocation in `trace.allocations`; -1 for a block that existed before,
+            known by its free.
+        ended: Row of the event that ends it, its free if that was recorded; the number of rows
+            where nothing ends it.
         start_ns: Time of the allocation; `EXISTED` for one from before.
         end_ns: Time of the free; `ALIVE` where there is none.
         bytes: Size, > 0.
-        address: Where; 0 where it is unknown.
-        owner: Number of the row of the census that tells whose a block from before is; -1 for none.
-        lost_frees: Allocations at an address that was still given out: its free was not recorded. The older block ends
-            there.
+        address: Address; 0 where it is unknown.
+        owner: Row of the census with the owner of a block from before; -1 for none.
+        lost_frees: Allocations at an address that was still given out: its free was not recorded.
+            The older block ends there.
         resized: Frees whose size is not that of the allocation.
     """
 
@@ -67,28 +69,31 @@ class Blocks(Struct, frozen=True):
     resized: int
 
     def check(self) -> None:
-        """Raise AssertionError where a block ends before it begins, or is neither made nor ended."""
+        """Raises AssertionError where a block ends before it begins, or is neither made nor
+        ended.
+        """
         assert (self.end_ns >= self.start_ns).all()
         assert (self.ended > self.made).all()
         assert (self.bytes > 0).all()
 
     def alive(self, row: int) -> Bools:
-        """Which blocks exist just after a row of `trace.allocations`; -1 for before the first."""
+        """Returns which blocks exist just after a row of `trace.allocations`; -1 for before the
+        first.
+        """
         exists: Bools = (self.made <= row) & (self.ended > row)
         return exists
 
     def levels(self, pool: int, rows: int) -> Ints:
-        """Bytes of all blocks of one memory after each row, shape (rows + 1,); the first is before
-        the first row.
+        """Returns bytes of all blocks of one memory after each row, shape (rows + 1,); the first is
+        before the first row.
         """
         in_pool = self.pool == pool
         change = np.zeros(rows + 1, dtype=np.int64)
         made_inside = self.made >= 0
         change[0] = self.bytes[in_pool & ~made_inside].sum()
         selected = np.flatnonzero(in_pool & made_inside)
-        change[self.made[selected] + 1] += self.bytes[
-            selected
-        ]  # a row makes one block at most, and ends one at most
+        # A row makes one block at most, and ends one at most
+        change[self.made[selected] + 1] += self.bytes[selected]
         selected = np.flatnonzero(in_pool & (self.ended < rows))
         change[self.ended[selected] + 1] -= self.bytes[selected]
         levels: Ints = np.cumsum(change, out=change)
@@ -96,22 +101,21 @@ class Blocks(Struct, frozen=True):
 
 
 def build_blocks(trace: Trace) -> Blocks:
-    """Pair allocations and frees of each memory by address over time.
+    """Pairs allocations and frees of each memory by address over time.
 
     An address is given out again after a free, so at each address events alternate. Two allocations
-    in a row mean that a free went unrecorded: the older block ends with the younger one's start. A
+    in a row mean that a free was not recorded: the older block ends with the younger one's start. A
     free without an allocation is of a block from before the recording.
 
     Events without an address (writers of 2021) are paired by size: a free ends the youngest block
-    of its size. Sums are those of the events all the same, but which of several equal blocks stays
-    is a guess.
+    of its size. Sums are still those of the events, but which of several equal blocks stays is a
+    guess.
     """
     rows = trace.allocations
     if (rows["bytes"] == 0).any():
         rows = rows.with_row_index("row").filter(pl.col("bytes") != 0)
-    early = (
-        read_first_census(trace) if rows.height else read_first_census(trace).clear()
-    )  # allocations before all others
+    # Allocations before all others
+    early = read_first_census(trace) if rows.height else read_first_census(trace).clear()
     early_count = early.height
     pools, pool = _find_pools(early, rows)
     address = rows["address"].to_numpy()
@@ -127,7 +131,7 @@ def build_blocks(trace: Trace) -> Blocks:
         )
         following[without] = np.where(next_one >= 0, without[next_one], -1)
     lone_frees, make = np.flatnonzero(is_free & ~after_one), np.flatnonzero(~is_free)
-    # blocks from before come first: those of the census, then those known by their free
+    # Blocks from before come first: those of the census, then those known by their free.
     first = early_count + lone_frees.size
     event = np.concatenate(
         [make[:early_count], lone_frees, make[early_count:]], dtype=_INDEX_TYPE, casting="same_kind"
@@ -180,10 +184,10 @@ def build_blocks(trace: Trace) -> Blocks:
 
 
 def _find_neighbours(pool: Array, address: Array, is_free: Bools) -> tuple[Array, Bools]:
-    """The next event at the same address of the same memory, -1 for none; and whether the one
-    before it made a block.
+    """Returns the next event at the same address of the same memory, -1 for none; and whether the
+    one before it made a block.
 
-    Nothing is known to follow at address 0.
+    Nothing follows at address 0, which means an unknown address.
     """
     order = np.argsort(address, kind="stable").astype(_INDEX_TYPE)
     if pool.size and (pool != pool[0]).any():
@@ -203,7 +207,7 @@ def _find_neighbours(pool: Array, address: Array, is_free: Bools) -> tuple[Array
 
 
 def _places_by_size(pool: Array, size: Ints) -> NDArray[np.uint64]:
-    """Numbers, from 1 on, that stand for addresses: allocations and frees of each alternate,
+    """Returns numbers, from 1 on, to use as addresses: allocations and frees of each alternate,
     whatever their order.
 
     A number stands for one size and one count of blocks of that size: an allocation raises the
@@ -219,7 +223,7 @@ def _places_by_size(pool: Array, size: Ints) -> NDArray[np.uint64]:
 
 
 def _find_pools(early: pl.DataFrame, rows: pl.DataFrame) -> tuple[tuple[Pool, ...], Array]:
-    """The memories, and which of them each storage of the census and each event is about."""
+    """Returns the memories, and the memory of each storage of the census and of each event."""
     key = ["device_type", "device", "shared"]
     shared = is_shared_memory(rows).alias("shared")
     events = rows.select("device_type", pl.col("device").fill_null(-1), shared)
@@ -227,9 +231,8 @@ def _find_pools(early: pl.DataFrame, rows: pl.DataFrame) -> tuple[tuple[Pool, ..
         [early.select("device_type", "device", pl.lit(False).alias("shared")), events]
     )
     kinds = events.unique(maintain_order=True)
-    first_row = (
-        pl.int_range(pl.len()).first().over("device_type")
-    )  # types of devices in the order in which they appear
+    # Types of devices in order of first appearance
+    first_row = pl.int_range(pl.len()).first().over("device_type")
     kinds = kinds.sort(first_row, "shared", "device").with_row_index("pool")
     if kinds.height == 1:
         pool = np.zeros(events.height, dtype=np.int16)
@@ -251,8 +254,8 @@ _MAX_DECADES = 13  # up to 10^12 ns, a quarter of an hour
 
 
 def count_by_lifetime(blocks: Blocks) -> pl.DataFrame:
-    """Blocks by the decade of their lifetime; those whose start or end lies outside the recording
-    are not among them.
+    """Counts blocks by the decade of their lifetime, without those that start or end outside the
+    recording.
 
     Returns:
         `LIFETIMES`: [from_ns, to_ns), the shortest first; decades without blocks are left out.
@@ -281,16 +284,17 @@ def count_by_lifetime(blocks: Blocks) -> pl.DataFrame:
 
 
 MAX_INSTANTS = 480
-"""About how many instants a curve has; the highest of all is among them."""
+"""Approximate number of instants of a curve; the highest of all is among them."""
 
 
 def choose_instants(levels: Ints, max_instants: int = MAX_INSTANTS) -> Ints:
-    """Rows at which a curve is drawn: first and highest of each of so many equal parts, and the
+    """Returns rows at which a curve is drawn: first and highest of each of equal parts, and the
     last row.
 
     Args:
-        levels: Bytes after each row, with the start before the first row, as `Blocks.levels` gives them.
-        max_instants: About how many.
+        levels: Bytes after each row, with the start before the first row, as `Blocks.levels` gives
+            them.
+        max_instants: Approximate number of instants.
 
     Returns:
         Row numbers, sorted; -1 is the start.
@@ -306,25 +310,25 @@ def choose_instants(levels: Ints, max_instants: int = MAX_INSTANTS) -> Ints:
 
 
 def compute_levels(blocks: Blocks, key: Ints, keys: int, rows: Ints, pool: int) -> Ints:
-    """Bytes of the blocks of one memory by key just after each of the rows, shape (keys, rows).
+    """Returns bytes of the blocks of one memory by key just after each of the rows, shape (keys,
+    rows).
 
     Args:
         blocks: The blocks.
         key: A number from 0 below `keys` for each block.
-        keys: How many there are.
+        keys: Number of keys.
         rows: Sorted row numbers; -1 for before the first.
-        pool: Which memory.
+        pool: Number of the memory.
     """
     in_pool = np.flatnonzero(blocks.pool == pool)
     width = rows.size + 1
     present = np.bincount(key[in_pool], minlength=keys) > 0
     used = np.flatnonzero(present)
-    first = ((np.cumsum(present) - 1) * width)[
-        key[in_pool]
-    ]  # offset of each block's key among those in use
+    # Offset of each block's key among those in use
+    first = ((np.cumsum(present) - 1) * width)[key[in_pool]]
     change = np.zeros(used.size * width)
     for change_rows, sign in ((blocks.made[in_pool], 1), (blocks.ended[in_pool], -1)):
-        # weights are summed as doubles, which are exact below 2^53 bytes
+        # Weights are summed as doubles, which are exact below 2^53 bytes.
         cell = first + np.searchsorted(rows, change_rows)
         change += sign * np.bincount(cell, weights=blocks.bytes[in_pool], minlength=change.size)
     levels = np.zeros((keys, rows.size), dtype=np.int64)
@@ -333,10 +337,11 @@ def compute_levels(blocks: Blocks, key: Ints, keys: int, rows: Ints, pool: int) 
 
 
 def select_largest_keys(levels: Ints, max_keys: int) -> tuple[Ints, Ints]:
-    """The keys with the highest levels, and a row that adds up all others.
+    """Returns the keys with the highest levels, and a row that sums all others.
 
     Returns:
         Their numbers (at most `max_keys`, the highest first), and the levels of these and of the
+            rest, shape (<= max_keys + 1, rows); the last row is the rest.
         rest, shape (<= most + 1, rows); the last row is the rest.
     """
     order = np.argsort(-levels.max(axis=1, initial=0), kind="stable")

@@ -1,4 +1,4 @@
-"""Scope and op of each block."""
+"""Names of blocks: the scope and op that allocated each, found from the host events."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ NO_OP = "none"
 UNKNOWN_BACKWARD = "backward.unknown"
 PYTHON_MODULE = "nn.Module: "
 _WRAPPER = r"^nn\.Module: (?:(?:Distributed|FullySharded)?DataParallel|CheckpointWrapper|OffloadWrapper)_\d+$"
-_WRAPPER_ANNOTATION = (
-    r"^(?:Distributed|FullySharded)?DataParallel\.forward$"  # their annotation of the whole call
-)
+# Their annotation of the whole call
+_WRAPPER_ANNOTATION = r"^(?:Distributed|FullySharded)?DataParallel\.forward$"
 _PREFIXES = (SCOPE_PREFIX, MODULE_PREFIX)
 _EVALUATE_PREFIX = "autograd::engine::evaluate_function: "
 _ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
@@ -41,13 +40,13 @@ _MAX_DEPTH = 256
 
 
 class EventScopes(Struct, frozen=True):
-    """What every host event is part of; arrays of shape (host events,), in the forest's order.
+    """Scope and op of every host event; arrays of shape (host events,), in the forest's order.
 
     Attributes:
         paths: Distinct scope paths, dotted; number 0 is the empty one.
         modules: For each of them the path of its innermost module; empty outside modules.
-        path: Number of the path of the innermost scope at or above each event (of its forward op, in a backward node
-            that is known).
+        path: Number of the path of the innermost scope at or above each event (of its forward op,
+            in a backward node that is known).
         labels: Distinct names of ops, without namespace; number 0 is `none`.
         label: Number of the outermost op inside that scope, at or above each event.
         op: Position of that op; -1 for none.
@@ -68,10 +67,10 @@ class EventScopes(Struct, frozen=True):
 
 
 def find_scopes(trace: Trace, tree: Forest, *, full_op_names: bool = False) -> EventScopes:
-    """Find scope and op of every host event."""
+    """Finds scope and op of every host event."""
     vocabulary, is_op = build_vocabulary(trace), classify_events(trace).op
     code = vocabulary.code[tree.row]
-    # scopes: ours, modules, and regions that the user or PyTorch annotates
+    # Scopes: Traceloom's own, modules, and regions that the user or PyTorch annotates.
     no_scope = gather_rows(
         vocabulary.matching(STEP_MARK_PATTERN) | vocabulary.matching(_WRAPPER_ANNOTATION), code
     )
@@ -84,14 +83,14 @@ def find_scopes(trace: Trace, tree: Forest, *, full_op_names: bool = False) -> E
     paths, modules, path_of = _build_paths(trace, tree, is_scope)
     path = np.append(path_of, 0)[scope]
     is_node = gather_rows(vocabulary.names.str.starts_with(_EVALUATE_PREFIX).to_numpy(), code)
-    own_kinds = np.arange(is_op.size) + is_op.size + 1  # kinds of their own, for what is no op
-    top_ops = is_op & tree.topmost_of_kind(
-        np.where(is_op, scope + 1, own_kinds)
-    )  # no other op between them and the scope
+    # A kind of its own for each event that is not an op
+    own_kinds = np.arange(is_op.size) + is_op.size + 1
+    # No other op between them and the scope
+    top_ops = is_op & tree.topmost_of_kind(np.where(is_op, scope + 1, own_kinds))
     top = top_ops | is_node  # a backward pass may run inside a node of another
     op = tree.nearest_or_self(top)
     op = np.where((op >= 0) & (scope[op] == scope), op, -1)
-    # names of ops as they are in identifiers
+    # Names of ops as they are in identifiers.
     base_names = vocabulary.names.str.strip_prefix(_EVALUATE_PREFIX)
     if not full_op_names:
         base_names = base_names.str.replace(r"^(?:[A-Za-z_]\w*::)+", "")
@@ -103,14 +102,13 @@ def find_scopes(trace: Trace, tree: Forest, *, full_op_names: bool = False) -> E
     node, home, unknown = _find_backward_nodes(trace, tree, is_node)
     backward = node >= 0
     has_home = home >= 0
-    inner = has_home & (scope > node)  # a scope opened inside the backward node: what it recomputes
+    inner = has_home & (scope > node)  # a scope opened inside the backward node: it is recomputed
     paths, modules, path = _merge_recomputed_paths(
         paths, modules, path, np.where(inner, path[home], -1)
     )
     source = np.where(has_home & ~inner, home, np.arange(home.size))
-    for _ in range(
-        _MAX_DEPTH.bit_length()
-    ):  # the forward op may itself be one that a checkpoint has run again
+    # The forward op may itself be one that a checkpoint has run again
+    for _ in range(_MAX_DEPTH.bit_length()):
         source = source[source]
     path = path[source]
     if unknown:
@@ -122,8 +120,8 @@ def find_scopes(trace: Trace, tree: Forest, *, full_op_names: bool = False) -> E
 
 
 def find_module_calls(trace: Trace, tree: Forest) -> Bools:
-    """Which events are calls of modules: the scopes that `record --memory` opens, else Python
-    frames.
+    """Returns which events are calls of modules: the scopes that `record --memory` opens, else
+    Python frames.
 
     Frames of wrappers that only pass calls on (`DistributedDataParallel`) do not count.
     """
@@ -141,20 +139,21 @@ def find_module_calls(trace: Trace, tree: Forest) -> Bools:
 
 
 def _build_paths(trace: Trace, tree: Forest, is_scope: Bools) -> tuple[list[str], list[str], Ints]:
-    """The distinct dotted paths, the path of the innermost module of each, and the number of each
-    scope's path.
+    """Returns the distinct dotted paths, the path of the innermost module of each, and the number
+    of each scope's path.
 
-    0 stands where there is no scope.
+    0 means no scope.
     """
     vocabulary = build_vocabulary(trace)
     code = vocabulary.code[tree.row].astype(np.int64)
     outer_scope = tree.nearest(is_scope)
     out = np.zeros(is_scope.size, dtype=np.int64)
+    # Own: the recorded name of the path's last scope
     paths, modules, recorded_names = (
         [""],
         [""],
         [""],
-    )  # own: the recorded name of the path's last scope
+    )
     path_numbers: dict[tuple[int, int], int] = {}
     level = np.flatnonzero(is_scope & (outer_scope < 0))
     for _ in range(_MAX_DEPTH):
@@ -167,8 +166,7 @@ def _build_paths(trace: Trace, tree: Forest, is_scope: Bools) -> tuple[list[str]
             if (outer_path, name) not in path_numbers:
                 recorded = str(vocabulary.names[name])
                 path_numbers[outer_path, name] = len(paths)
-                # One of Traceloom's own scopes already carries the names of its own scopes around
-                # it.
+                # One of Traceloom's own scopes already has the names of its enclosing own scopes.
                 dotted, outer_name = (
                     next(
                         (text[len(prefix) :] for prefix in _PREFIXES if text.startswith(prefix)),
@@ -176,15 +174,14 @@ def _build_paths(trace: Trace, tree: Forest, is_scope: Bools) -> tuple[list[str]
                     )
                     for text in (recorded, recorded_names[outer_path])
                 )
-                if dotted is None:  # `Optimizer.step#Adam.step` is `Adam.step`
+                if dotted is None:  # `Optimizer.step#Adam.step` becomes `Adam.step`
                     last = _OPTIMIZER_PATTERN.sub("", recorded.removeprefix(PYTHON_MODULE))
                 else:
                     last = (
                         dotted.removeprefix(f"{outer_name}.") if outer_name is not None else dotted
                     )
-                module = modules[
-                    outer_path
-                ]  # of the innermost module: without the scopes between them
+                # Of the innermost module: without the scopes between them
+                module = modules[outer_path]
                 if recorded.startswith((MODULE_PREFIX, PYTHON_MODULE)):
                     module = f"{module}.{last}" if module else last
                 modules.append(module)
@@ -201,10 +198,10 @@ def _build_paths(trace: Trace, tree: Forest, is_scope: Bools) -> tuple[list[str]
 def _merge_recomputed_paths(
     paths: list[str], modules: list[str], path: Ints, home: Ints
 ) -> tuple[list[str], list[str], Ints]:
-    """The paths of what a backward node recomputes, as they are in the forward pass.
+    """Returns the paths of what a backward node recomputes, as they are in the forward pass.
 
-    There only the modules stand around it. The path of the node's forward op says what stood around
-    these: up to where it names the same outermost module.
+    In the backward node only modules enclose it. The path of the node's forward op gives what
+    enclosed these in the forward pass: up to where it names the same outermost module.
     """
     rows = np.flatnonzero(home >= 0)
     if not rows.size:
@@ -228,8 +225,8 @@ def _merge_recomputed_paths(
 
 
 def _find_backward_nodes(trace: Trace, tree: Forest, node: Bools) -> tuple[Ints, Ints, int]:
-    """The backward node (position) each event is part of, -1 for none; its forward op; how many
-    nodes lack one.
+    """Returns the backward node (position) that each event is part of, -1 for none; its forward op;
+    and how many nodes lack one.
 
     A node that only adds to a gradient inherits from the node before it on its thread, which made
     that gradient: autograd runs it at once.
@@ -240,8 +237,8 @@ def _find_backward_nodes(trace: Trace, tree: Forest, node: Bools) -> tuple[Ints,
     home = np.full(node.size, -1, dtype=np.int64)
     if joined is not None:
         home[joined.backward] = joined.forward
-        # a node with hooks (as FSDP's) does not carry the number itself, but the call of the
-        # function in it does
+        # A node with hooks (as FSDP's) does not carry the number itself, but the call of the
+        # function in it does.
         inner = np.flatnonzero((home >= 0) & ~node & (tree.parent >= 0))[::-1]
         inner = inner[node[tree.parent[inner]] & (home[tree.parent[inner]] < 0)]
         home[tree.parent[inner]] = home[inner]
@@ -257,15 +254,15 @@ def _find_backward_nodes(trace: Trace, tree: Forest, node: Bools) -> tuple[Ints,
     same = (source >= 0) & (tree.lane[nodes[np.maximum(source, 0)]] == tree.lane[nodes])
     home[nodes] = np.where(inherits & same, home[nodes[np.maximum(source, 0)]], home[nodes])
     backward = first >= 0
-    # a backward op may be recorded without the engine's span around it
+    # A backward op may be recorded without the engine's span around it.
     is_standalone = (home >= 0) & ~backward
     owner = tree.nearest_or_self(node | is_standalone)
     return owner, np.where(owner >= 0, np.append(home, -1)[owner], -1), int((home[nodes] < 0).sum())
 
 
 def _match_nested_nodes(trace: Trace, tree: Forest, node: Bools, home: Ints) -> Ints:
-    """Forward ops of nodes inside other nodes: by sequence number, among the ops that the outer
-    node has run again.
+    """Returns forward ops of nodes inside other nodes: by sequence number, among the ops that the
+    outer node has run again.
 
     A backward pass runs inside a node of another one where checkpointing is reentrant.
     """
@@ -279,8 +276,8 @@ def _match_nested_nodes(trace: Trace, tree: Forest, node: Bools, home: Ints) -> 
     reruns = reruns[forward]
     if not reruns.size:
         return home
-    # the last before the node: threads count each for itself, and come one after the other in the
-    # forest
+    # The last before the node: threads count separately, and come one after the other in the
+    # forest.
     numbers, code = np.unique(sequence[reruns], return_inverse=True)
     number_index = np.minimum(np.searchsorted(numbers, sequence[nested]), numbers.size - 1)
     keys = np.sort(code * node.size + reruns)
@@ -300,8 +297,8 @@ _POSITION_TYPE: Any = np.int32  # of positions that are kept: half of the memory
 
 
 def find_innermost_events(trace: Trace, tree: Forest, rows: pl.DataFrame) -> Ints:
-    """Position (in the forest) of the innermost host event open at each row's time on its thread;
-    -1 for none.
+    """Returns the position (in the forest) of the innermost host event open at each row's time on
+    its thread; -1 for none.
 
     Args:
         trace: The trace.
@@ -334,7 +331,7 @@ def find_innermost_events(trace: Trace, tree: Forest, rows: pl.DataFrame) -> Int
 
 
 def _find_lanes(trace: Trace, rows: pl.DataFrame) -> Ints:
-    """The host lane of each row's thread; -1 where nothing of that thread was recorded."""
+    """Returns the host lane of each row's thread; -1 where nothing of that thread was recorded."""
     lanes = trace.lanes.filter(pl.col("kind") == "host").select(
         pl.col("process", "thread").cast(pl.Int64, strict=False), "lane"
     )
@@ -354,8 +351,8 @@ def _find_lanes(trace: Trace, rows: pl.DataFrame) -> Ints:
 
 
 MAX_CACHED_ALLOCATIONS = 200_000
-"""Names of so many allocations are kept for whoever asks again: the section and the findings of one
-report.
+"""Names are cached up to this number of allocations: the section and the findings of one report
+both need them.
 """
 
 
@@ -368,9 +365,11 @@ class NamedBlocks(Struct, frozen=True):
         position: Innermost host event (in the forest) at the allocation; -1 for none or unknown.
         path: Number of the scope path (`places.paths`).
         label: Number of the op's name (`places.labels`).
-        counter: Which invocation of that op in that scope path it was, from 1; 0 for blocks from before.
-        in_step: The same count, restarting with every step (outside all steps: over all of that).
-        extra: Which allocation of that invocation, from 1.
+        counter: Index of the invocation of that op in that scope path, from 1; 0 for blocks from
+            before.
+        in_step: The same count, restarting with every step (events outside all steps count
+            together).
+        extra: Index of the allocation within that invocation, from 1.
         backward: Whether the backward pass made it.
         freed: Innermost host event at the free; -1 for none or unknown.
     """
@@ -387,8 +386,8 @@ class NamedBlocks(Struct, frozen=True):
     freed: Ints
 
     def names(self, rows: Ints | None = None, *, sites: bool = False) -> pl.Series:
-        """The identifiers `scope.op.counter` (`#2`, `#3` for further allocations of one invocation)
-        of some blocks.
+        """Returns the identifiers `scope.op.counter` (`#2`, `#3` for further allocations of one
+        invocation) of some blocks.
 
         With `sites` the counter restarts with every step, so that the same line of code has the
         same name in each.
@@ -414,10 +413,10 @@ class NamedBlocks(Struct, frozen=True):
 
 
 def name_blocks(trace: Trace, *, full_op_names: bool = False) -> NamedBlocks:
-    """Name every block of the trace.
+    """Names every block of the trace.
 
-    The counter counts invocations of an op in a scope path over the whole recording, also those
-    that allocate nothing; what is allocated outside of any op counts one by one.
+    The counter counts invocations of an op in a scope path over the whole recording, including
+    those that allocate nothing; allocations outside of any op count one by one.
     """
     if full_op_names or trace.allocations.height > MAX_CACHED_ALLOCATIONS:
         return _build_named_blocks(trace, full_op_names=full_op_names)
@@ -431,8 +430,7 @@ def _build_named_blocks(trace: Trace, *, full_op_names: bool = False) -> NamedBl
     positions = find_innermost_events(
         trace, tree, trace.allocations.select("time_ns", "process", "thread")
     )
-    # blocks from before have -1, and where nothing ends a block, that is what stands behind the
-    # last row
+    # Blocks from before have -1; where nothing ends a block, it takes the entry after the last row.
     positions = np.append(positions, _POSITION_TYPE(-1))
     position, freed = positions[all_blocks.made], positions[all_blocks.ended]
     del positions
@@ -451,7 +449,7 @@ def _build_named_blocks(trace: Trace, *, full_op_names: bool = False) -> NamedBl
         .cast(pl.Int64)
         .to_numpy()
     )
-    # which occurrence of its label in its path each counted op is, by start
+    # The index of each counted op among those of its label in its path, by start.
     ops = np.flatnonzero(host_places.op == np.arange(host_places.op.size))
     ops = ops[np.argsort(tree.start_ns[ops], kind="stable")]
     keys = host_places.path[ops] * len(host_places.labels) + host_places.label[ops]
@@ -459,9 +457,8 @@ def _build_named_blocks(trace: Trace, *, full_op_names: bool = False) -> NamedBl
     different = len(host_places.labels) * len(host_places.paths)
     counters = []
     for restarts in (False, True):
-        invocation = np.zeros(
-            host_places.op.size + 1, dtype=_POSITION_TYPE
-        )  # the last is that of no op
+        # The last is that of no op
+        invocation = np.zeros(host_places.op.size + 1, dtype=_POSITION_TYPE)
         invocation[ops] = count_occurrences(keys + (op_step + 1) * different * restarts)
         counter = invocation[op]
         counter[without_op] = count_occurrences(
@@ -485,7 +482,7 @@ def _build_named_blocks(trace: Trace, *, full_op_names: bool = False) -> NamedBl
 
 
 def count_occurrences(keys: Ints) -> Ints:
-    """1, 2, 3, ... for the occurrences of each key, in order."""
+    """Returns 1, 2, 3, ... for the occurrences of each key, in order."""
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
     first = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: keys.size])

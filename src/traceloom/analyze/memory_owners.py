@@ -1,4 +1,6 @@
-"""Category and owner of each block; partitions; who holds what; the table of blocks."""
+"""Owners and categories of blocks, partitions of blocks, the tree of holders, and the table of
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,16 @@ from traceloom.trace.trace import Trace
 
 
 class BlockOwners(Struct, frozen=True):
-    """What the censuses say.
+    """Owners by the censuses.
 
     Attributes:
         table: `CENSUS`: that of the start, then that of the end.
-        of: Row of the table for each block, shape (blocks,); -1 where no census knows it.
-        unseen: Rows of the table: storages alive at the end that no block explains. Their allocation was not recorded:
-            a thread that is not recorded made them, or another allocator than PyTorch's.
-        gone: Numbers of blocks that the first census found and that nothing freed, but that the last one misses.
+        of: Row of the table for each block, shape (blocks,); -1 where no census has it.
+        unseen: Rows of the table: storages alive at the end without a block. Their allocation was
+            not recorded: a thread that is not recorded made them, or another allocator than
+            PyTorch's.
+        gone: Numbers of blocks that the first census found and that nothing freed, but that the
+            last one misses.
     """
 
     table: pl.DataFrame
@@ -42,10 +46,10 @@ class BlockOwners(Struct, frozen=True):
 
 
 def find_owners(trace: Trace, blocks: Blocks) -> BlockOwners:
-    """Find the owners: a block from before is known by the first census, one alive at the end by
-    the last, by address.
+    """Finds the owners by address: of a block from before in the first census, of one alive at the
+    end in the last.
 
-    The last one also shows what became of blocks from before.
+    The last census also shows which blocks from before are gone.
     """
     first, last = read_first_census(trace), read_last_census(trace)
     table = pl.concat([first, last]) if last.height else first
@@ -71,12 +75,11 @@ def find_owners(trace: Trace, blocks: Blocks) -> BlockOwners:
     unseen = listed.join(
         alive_blocks, on=["address", "device_type"], how="anti", maintain_order="left"
     )
-    # nothing is known of devices without events
+    # Devices without events are unknown.
     unseen = unseen.filter(pl.col("device_type").is_in(recorded.implode()))
     counted = alive[blocks.owner[alive] >= 0]
-    is_complete = (
-        listed.height == last.height
-    )  # small ones may be added up in a row without an address
+    # Small ones may be summed in a row without an address
+    is_complete = listed.height == last.height
     freed_rows = (
         counted[(owner_rows[counted] < first.height) & (blocks.address[counted] != 0)]
         if is_complete
@@ -130,10 +133,10 @@ class BlockCategories(Struct, frozen=True):
 def classify_blocks(
     trace: Trace, named_blocks: NamedBlocks, owners: BlockOwners
 ) -> BlockCategories:
-    """Tell what each block is for, from the part of the step that made it and the part that freed
-    it.
+    """Determines the category of each block, from the part of the step that made it and the part
+    that freed it.
 
-    What a census knows by its owner is known; else:
+    Blocks whose owner is in a census are known by it; else:
 
     - made inside an optimizer's step: optimizer state where it outlives that step, else temporary;
     - made by the backward pass: a gradient where it outlives the pass, else temporary;
@@ -141,22 +144,21 @@ def classify_blocks(
     - made otherwise and freed by the backward pass: an activation that was kept for it;
     - made and freed with no backward pass between: temporary.
 
-    All of these are inferred. What is alive at the end without a reason, or lived through a
-    backward pass that did not need it, is unknown.
+    All of these are inferred. Blocks that are alive at the end without a reason, or that lived
+    through a backward pass that did not need them, are unknown.
     """
     tree, phase, blocks = build_forest(trace), classify_events(trace).phase, named_blocks.blocks
-    # of each host event (the last entry is of none): its phase, when the outermost optimizer step
-    # around it ends
-    opener = tree.nearest_or_self(
-        phase >= 0
-    )  # the innermost event at or above each that opens a phase
+    # For each host event (the last entry is for none): its phase, and when the outermost optimizer
+    # step around it ends. The innermost event at or above each that opens a phase
+    opener = tree.nearest_or_self(phase >= 0)
     phase_of = np.append(np.append(phase, -1)[opener], -1)
     optimizer_end_ns = np.append(
         np.append(tree.end_ns, EXISTED_BEFORE)[tree.outermost_or_self(phase == OPTIMIZER)],
         EXISTED_BEFORE,
     )
     in_backward = np.append(named_blocks.places.backward, False)
-    # starts of backward nodes, sorted: a block with none of them in its life saw no backward pass
+    # Starts of backward nodes, sorted: a block with none of them in its lifetime saw no backward
+    # pass.
     passes = np.sort(tree.start_ns[tree.topmost(named_blocks.places.backward)])
     shared = np.array([pool.device_type == SHARED_MEMORY for pool in blocks.pools], dtype=np.bool_)
     owner = (
@@ -221,8 +223,8 @@ _FRAME_SEPARATOR = " < "
 def build_block_names(
     named_blocks: NamedBlocks, owners: BlockOwners, rows: np.ndarray, *, sites: bool = False
 ) -> pl.Series:
-    """Names of some blocks; those from before the recording are called by their owner, where a
-    census knows it.
+    """Returns names of some blocks; those from before the recording are named after their owner,
+    where a census has it.
     """
     base_names = named_blocks.names(rows, sites=sites)
     early = named_blocks.blocks.made[rows] < 0
@@ -248,8 +250,8 @@ def iterate_block_tables(
     *,
     full_table: bool,
 ) -> Iterator[pl.DataFrame]:
-    """The table of blocks in the order they were made: `name` and `bytes` of those made in the
-    recording.
+    """Yields the table of blocks in the order they were made: `name` and `bytes` of those made in
+    the recording.
 
     With `full_table` all columns of `LONG`, and the blocks from before the recording too.
 
@@ -267,7 +269,7 @@ def iterate_block_tables(
         ],
         dtype=pl.String,
     )
-    first = 0 if full_table else int((blocks.made < 0).sum())  # blocks from before stand first
+    first = 0 if full_table else int((blocks.made < 0).sum())  # blocks from before come first
     for low in range(first, max(blocks.made.size, first + 1), SLICE_BLOCKS):
         rows = np.arange(low, min(low + SLICE_BLOCKS, blocks.made.size))
         frame = pl.DataFrame(
@@ -320,27 +322,27 @@ class StackTexts:
         self._above = self._tree.nearest(self._python)
 
     def reader(self, position: Ints) -> Callable[[Ints], pl.Series]:
-        """Gives the stacks of some blocks by the position of each block."""
+        """Returns a function that gives the stacks of some blocks by the position of each block."""
         return lambda rows: self.of(position[rows])
 
     def of(self, position: np.ndarray) -> pl.Series:
-        """The stack of each position; null where no frames were recorded."""
+        """Returns the stack of each position; null where no frames were recorded."""
         texts, number = self.divided(position)
         return pl.Series(texts, dtype=pl.String).gather(number)
 
     def divided(self, position: np.ndarray) -> tuple[list[str | None], Ints]:
-        """The distinct stacks of some positions, null where no frames were recorded, and the number
-        of each position's.
+        """Returns the distinct stacks of some positions, null where no frames were recorded, and
+        the number of each position's.
 
-        Goes down level by level: a stack is known by that of its caller and the name of its frame,
-        so that the steps are as many as levels and stacks, not as frames.
+        Goes down level by level: a stack is identified by that of its caller and the name of its
+        frame, so that the steps are as many as levels and stacks, not as frames.
         """
         frame = np.where(
             np.append(self._python, False)[position], position, np.append(self._above, -1)[position]
         )
         if not (frame >= 0).any():
             return [None] * bool(frame.size), np.zeros(frame.size, dtype=np.int64)
-        stack = np.zeros(self._above.size + 1, dtype=np.int64)  # 0 is none; so is what stands at -1
+        stack = np.zeros(self._above.size + 1, dtype=np.int64)  # 0 is none; so is the entry at -1
         pairs, count, width = [np.zeros(1, dtype=np.int64)], 1, len(self._words.names)
         for level in self._levels(frame):
             key = stack[self._above[level]] * width + self._words.code[self._tree.row[level]]
@@ -361,7 +363,7 @@ class StackTexts:
         return texts, number
 
     def _levels(self, frame: Ints) -> Iterator[Ints]:
-        """These frames and those above them, by the number of frames above each, from 0."""
+        """Yields these frames and those above them, by the number of frames above each, from 0."""
         needed = np.zeros(self._above.size, dtype=np.bool_)
         new = sort_unique(frame[frame >= 0])
         while new.size:
@@ -412,15 +414,16 @@ def partition(
     *,
     depth: int | None = None,
 ) -> Partition:
-    """Divide the blocks.
+    """Divides the blocks.
 
     Args:
         grouping: One of `BY`.
         trace: The trace.
         named_blocks: Its blocks with names.
         kinds: Their categories.
-        owners: Their owners: a parameter, its gradient and its states belong to the module that the name tells.
-        depth: For scopes and modules: so many parts of the path, from the root; None for all.
+        owners: Their owners: a parameter, its gradient and its states belong to the module in its
+            name.
+        depth: For scopes and modules: this many parts of the path, from the root; None for all.
     """
     match grouping:
         case "scope":
@@ -432,10 +435,11 @@ def partition(
             )
             return _add_early_part(named_blocks, names, number[named_blocks.path])
         case "module":
-            # The module whose call made it; parameters and what belongs to them: the module that
-            # holds them
+            # The module whose call made it; for parameters and what belongs to them the module that
+            # holds them.
             path_modules = named_blocks.places.modules[: len(named_blocks.places.paths)]
-            owner_modules = []  # the path of the module in the name of a parameter, buffer, gradient or state
+            # The path of the module in the name of a parameter, buffer, gradient or state
+            owner_modules = []
             for owner, name in zip(owners.table["owner"], owners.table["name"], strict=True):
                 target = name.rpartition(" of ")[2]
                 target = target.removesuffix(".grad") if owner == "gradient" else target
@@ -471,7 +475,7 @@ def partition(
             )
         case "dtype":
             # A guess: the element type of the first tensor that the op around it, or its nearest
-            # caller, works on
+            # caller, works on.
             tree = build_forest(trace)
             types = trace.events.select("event").join(
                 trace.tensors.select("event", "types"),
@@ -480,7 +484,7 @@ def partition(
                 maintain_order="left",
             )["types"]
             distinct = types.drop_nulls().unique(maintain_order=True)
-            first_types = []  # of each list the first type that is a tensor's
+            first_types = []  # of each list the first type of a tensor
             for text in distinct:
                 try:
                     listed = json.loads(text)
@@ -520,21 +524,21 @@ def partition(
 
 
 def _add_early_part(named_blocks: NamedBlocks, names: list[str], number: Ints) -> Partition:
-    """Blocks from before the recording as a part of their own."""
+    """Adds blocks from before the recording as a part of their own."""
     return [*names, BEFORE_RECORDING_LABEL], np.where(
         named_blocks.blocks.made < 0, len(names), number
     )
 
 
 def _encode_texts(texts: list[str]) -> tuple[list[str], Ints]:
-    """The distinct texts, and the number of each."""
+    """Returns the distinct texts, and the number of each."""
     numbers: dict[str, int] = {}
     number = np.array([numbers.setdefault(text, len(numbers)) for text in texts], dtype=np.int64)
     return list(numbers), number
 
 
 def partition_by_stack(named_blocks: NamedBlocks, texts: pl.Series) -> Partition:
-    """Divide the blocks by their Python stacks, given as texts."""
+    """Divides the blocks by their Python stacks, given as texts."""
     names = texts.unique(maintain_order=True)
     code = pl.int_range(names.len(), eager=True, dtype=pl.Int64)
     number = texts.replace_strict(names, code) if names.len() else code
@@ -544,8 +548,8 @@ def partition_by_stack(named_blocks: NamedBlocks, texts: pl.Series) -> Partition
 def _partition_stacks(
     named_blocks: NamedBlocks, texts: Sequence[str | None], number: Ints
 ) -> Partition:
-    """Stacks in the order in which they first allocate; also of blocks from before the recording,
-    where known.
+    """Returns stacks in the order in which they first allocate; also of blocks from before the
+    recording, where known.
     """
     _, first = np.unique(number, return_index=True)
     order = np.argsort(first, kind="stable")
@@ -573,17 +577,20 @@ TREE = build_schema("node parent depth name path bytes self_bytes block_count fr
 def build_scope_tree(
     named_blocks: NamedBlocks, selected: Bools, unseen_bytes: int, owners: BlockOwners
 ) -> pl.DataFrame:
-    """The chosen blocks by scope, then op, as a tree; parents stand before children, the largest
-    child first.
+    """Returns the chosen blocks by scope, then op, as a tree; parents come before children, the
+    largest child first.
 
     Args:
         named_blocks: Blocks with names.
-        selected: Which of them.
-        owners: BlockOwners: blocks from before that a census knows stand under their owner's name.
-        unseen_bytes: What the allocator's total holds beyond all blocks: memory from before the recording.
+        selected: The chosen blocks.
+        owners: The owners: blocks from before that a census has are listed under their owner's
+            name.
+        unseen_bytes: What the allocator's total holds beyond all blocks: memory from before the
+            recording.
 
     Returns:
-        `TREE`. The root has depth 0 and everything; `self_bytes` is what no child holds; they add
+        `TREE`. The root has depth 0 and everything; `self_bytes` is held by no child; the values
+            add up to the root.
         up to the root.
     """
     rows = np.flatnonzero(selected)
@@ -620,7 +627,7 @@ def build_scope_tree(
 
 
 def build_tree(entries: list[tuple[tuple[str, ...], int, int]]) -> pl.DataFrame:
-    """A tree from (names from the root, bytes, blocks); rows as `TREE`."""
+    """Returns a tree from (names from the root, bytes, blocks); rows as `TREE`."""
     total: dict[tuple[str, ...], list[int]] = {(): [0, 0, 0]}
     for names, size, count in entries:
         for depth in range(len(names) + 1):
@@ -662,8 +669,8 @@ def build_tree(entries: list[tuple[tuple[str, ...], int, int]]) -> pl.DataFrame:
 def summarize_blocks(
     named_blocks: NamedBlocks, selected: Bools, key: Ints, names: pl.Series
 ) -> pl.DataFrame:
-    """Bytes and blocks of the chosen blocks by any number per block; name, bytes, block_count,
-    fraction.
+    """Returns bytes and blocks of the chosen blocks by any number per block: name, bytes,
+    block_count, fraction.
     """
     rows = np.flatnonzero(selected)
     sums = (

@@ -1,7 +1,7 @@
-"""The same out of allocator snapshots; why memory ran out.
+"""Allocations explained from allocator snapshots, and advice where memory ran out.
 
-A snapshot has no operators and scopes but call stacks: Python's functions stand for scopes, and
-where C++ frames were recorded, the outermost dispatched operator for the op.
+A snapshot has no operators and scopes but call stacks: Python's functions are used as scopes, and
+where C++ frames were recorded, the outermost dispatched operator as the op.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ _OPERATOR = re.compile(r"^at::_ops::(\w+?)(?:::|$)")
 _NODE = re.compile(r"\b(\w+Backward\d*)::apply")
 _CALL_WRAPPERS = frozenset(("_call_impl", "_wrapped_call_impl"))
 _MAX_DEPTH = 64
-# Part of the path of a file -> what its allocations are for, if they outlive it; else temporary.
+# Part of the path of a file -> category of its allocations, if they outlive it; else temporary.
 _CATEGORY_BY_FILE = (("torch/optim/", STATE), ("torch/utils/data/", INPUT))
 
 
 def explain_snapshot(snapshot: MemorySnapshot, rank: int | None = None) -> ExplainedMemory:
-    """Pair, name and explain the allocations of a snapshot.
+    """Pairs, names and explains the allocations of a snapshot.
 
-    Bytes are those that were asked for; they count as allocated until they are given back
-    (`free_requested`), as `torch.cuda.memory_allocated` counts. Blocks that the history does not
-    show being made were there before it. Without a history the blocks of the segments are all there
-    is: made at one instant, in the order of their addresses.
+    Bytes are the requested ones; they count as allocated until they are given back
+    (`free_requested`), as `torch.cuda.memory_allocated` counts. Blocks whose allocation is not in
+    the history existed before it. Without a history there are only the blocks of the segments: made
+    at one instant, in the order of their addresses.
 
     Categories are inferred from the stack, where it runs through an optimizer, a data loader or a
     backward node.
     """
-    # `allocations` of the snapshot, by time, and the number of the stack of each
+    # `allocations` of the snapshot, by time, and the number of the stack of each.
     rows = snapshot.entries.with_row_index("order")
     if not rows.filter(pl.col("action") == "alloc").height:
         rows = _select_allocated_blocks(snapshot)
@@ -79,7 +79,7 @@ def explain_snapshot(snapshot: MemorySnapshot, rank: int | None = None) -> Expla
         .then(-pl.col("bytes"))
         .otherwise(0),
     )
-    # by device: bytes allocated and reserved when the snapshot was taken
+    # By device: bytes allocated and reserved when the snapshot was taken.
     device_segments = snapshot.segments.group_by("device").agg(
         pl.col("bytes").sum().alias("reserved")
     )
@@ -101,11 +101,10 @@ def explain_snapshot(snapshot: MemorySnapshot, rank: int | None = None) -> Expla
         reserved=pl.col("reserved_before") + pl.col("held").cum_sum().over("device"),
     )
     order, time_us = pl.col("order").cast(pl.Int64), pl.col("time_us")
-    time_ns = (
-        pl.when(time_us.is_null().any()).then(order).otherwise(time_us * 1000)
-    )  # some versions tell no times
+    # Some versions record no times
+    time_ns = pl.when(time_us.is_null().any()).then(order).otherwise(time_us * 1000)
     events = levels.filter(pl.col("change") != 0).with_columns(time=time_ns).sort("time", "order")
-    # increasing times: entries of one microsecond keep their order by its nanoseconds
+    # Increasing times: entries of one microsecond keep their order by its nanoseconds.
     index = np.arange(events.height)
     times = events["time"].cast(pl.Int64).to_numpy()
     times = np.maximum.accumulate(times - index) + index if index.size else times
@@ -145,8 +144,8 @@ def explain_snapshot(snapshot: MemorySnapshot, rank: int | None = None) -> Expla
 
 
 def _select_allocated_blocks(snapshot: MemorySnapshot) -> pl.DataFrame:
-    """The allocated blocks of a snapshot without a history, as if they were made one after the
-    other.
+    """Returns the allocated blocks of a snapshot without a history, as if they were made one after
+    the other.
     """
     return (
         snapshot.blocks.filter(pl.col("state") == _ALLOCATED)
@@ -163,7 +162,7 @@ def _select_allocated_blocks(snapshot: MemorySnapshot) -> pl.DataFrame:
 
 
 def _build_trace(snapshot: MemorySnapshot, history: pl.DataFrame, rank: int | None) -> Trace:
-    """A trace that holds the allocations and the time they span, and nothing else."""
+    """Returns a trace that holds the allocations and the time they span, and nothing else."""
     frames = {name: make_empty_frame(name) for name in SCHEMAS}
     if history.height:
         first, last = int(history["time_ns"][0]), int(history["time_ns"][-1])
@@ -198,14 +197,14 @@ def _build_trace(snapshot: MemorySnapshot, history: pl.DataFrame, rank: int | No
 
 
 def _build_early_census(snapshot: MemorySnapshot, history: pl.DataFrame) -> dict[str, list[object]]:
-    """The blocks that were there before the history and are still there, as a census."""
+    """Returns the blocks that existed before the history and still exist, as a census."""
     last = history.group_by("device", "address").agg(pl.col("bytes").last())
     created = last.filter(pl.col("bytes") > 0).select("device", pl.col("address").cast(pl.Int64))
     early = snapshot.blocks.filter(pl.col("state") == _ALLOCATED).join(
         created, on=["device", "address"], how="anti"
     )
     early = early.filter(pl.col("requested_bytes") > 0)
-    texts = []  # of each stack the innermost Python frame that is none of PyTorch's own, else the innermost
+    texts = []  # of each stack the innermost Python frame outside PyTorch, else the innermost
     for stack in snapshot.stacks:
         python = [frame for frame in stack if is_python_frame(frame)]
         users = [frame for frame in python if "/torch/" not in frame[0].replace("\\", "/")]
@@ -222,7 +221,7 @@ def _build_early_census(snapshot: MemorySnapshot, history: pl.DataFrame) -> dict
 
 
 def _build_named_blocks(snapshot: MemorySnapshot, all_blocks: Blocks, numbers: Ints) -> NamedBlocks:
-    """Names from the stacks; the counter counts the allocations of each."""
+    """Returns names from the stacks; the counter counts the allocations of each."""
     path_of, label_of, backward_of = [], [], []
     path_numbers, label_numbers = {"": 0}, {NO_OP: 0}
     for stack in snapshot.stacks:
@@ -301,7 +300,7 @@ _LIBRARY_FRAME = re.compile(
     r"[/\\](?:site-packages|dist-packages|torch|traceloom|lib[/\\]python[\d.]+)[/\\]|^<frozen|^<string"
 )
 _BACKWARD_FRAME = re.compile(r"\): (?:backward|_engine_run_backward)$")
-_MIN_ADVICE_SHARE = 0.01  # of what was alive; advice that frees less is not worth a line
+_MIN_ADVICE_SHARE = 0.01  # of what was alive; advice that frees less is left out
 
 
 @dataclass(frozen=True)
@@ -309,12 +308,13 @@ class Advice:
     """Something to try.
 
     Attributes:
-        action: Stable name: `shrink-request`, `release-gradients`, `drop-kept-tensors`, `checkpoint-activations`,
-            `smaller-batch`, `shard-optimizer-state`, `expandable-segments`, `other-processes`,
-            `stop-growth`.
-        text: What to do.
-        bytes: What it would free at most; None where it frees nothing but makes the request smaller.
-        why: What in the data says so.
+        action: Stable name: `shrink-request`, `release-gradients`, `drop-kept-tensors`,
+            `checkpoint-activations`, `smaller-batch`, `shard-optimizer-state`,
+            `expandable-segments`, `other-processes`, `stop-growth`.
+        text: The advice.
+        bytes: What it would free at most; None where it frees nothing but makes the request
+            smaller.
+        why: The evidence for it in the data.
     """
 
     action: str
@@ -324,7 +324,7 @@ class Advice:
 
 
 class AllocatorState(TypedDict):
-    """What an allocator said of its device; `free_bytes` and `total_bytes` are the device's."""
+    """The state of an allocator as reported; `free_bytes` and `total_bytes` are the device's."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -333,14 +333,16 @@ class AllocatorState(TypedDict):
 
 
 def parse_report_census(document: dict[str, Any]) -> pl.DataFrame:
-    """The live storages of a report on memory that ran out, `CENSUS`; rows that are none are left
+    """Returns the live storages of a report on memory that ran out, `CENSUS`; invalid rows are left
     out.
     """
     return parse_census(document.get("live_storages"))
 
 
 def build_live_tree(live: pl.DataFrame) -> pl.DataFrame:
-    """Live storages by kind of owner, then by module, or by type; `holders.TREE`."""
+    """Returns live storages by kind of owner, then by module, or by type; as `TREE` of
+    `memory_owners`.
+    """
     entries: list[tuple[tuple[str, ...], int, int]] = []
     for owner, name, size in live.select(
         "owner", "name", "bytes"
@@ -373,7 +375,9 @@ def compute_bytes_by_kind(live: pl.DataFrame) -> dict[str, int]:
 
 
 def find_user_frame(stack: list[str]) -> str | None:
-    """The innermost frame of the user's own code; the innermost of all where there is none."""
+    """Returns the innermost frame of the user's own code; the innermost of all where there is
+    none.
+    """
     user_frames = [line for line in stack if not _LIBRARY_FRAME.search(line.partition("(")[0])]
     return (user_frames or stack)[-1] if stack else None
 
@@ -388,16 +392,16 @@ def list_advice(
     ranks: int | None,
     growing: list[tuple[str, float, int]],
 ) -> list[Advice]:
-    """What to try first, the largest saving first; each only where the data supports it.
+    """Returns advice, the largest saving first; each only where the data supports it.
 
     Args:
-        bytes_by_kind: Bytes by kind, as `kinds` gives them.
+        bytes_by_kind: Bytes by kind of owner, as `compute_bytes_by_kind` returns them.
         live: The live storages; no rows without a census.
         requested_bytes: Bytes of the request that failed.
-        stack: Where, the outermost frame first.
-        devices: What the allocators say.
+        stack: The stack of the request, the outermost frame first.
+        devices: The states of the allocators.
         ranks: How many ranks the job has.
-        growing: (site, bytes per step, bytes so far) of what grows with every step.
+        growing: (site, bytes per step, bytes so far) of every site that grows with every step.
     """
     total = sum(bytes_by_kind.values())
     out = []

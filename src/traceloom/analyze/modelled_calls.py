@@ -1,5 +1,5 @@
-"""Calls of operators whose FLOPs and bytes are known, and the GPU work that belongs to each: every
-FLOP once.
+"""Calls of operators whose FLOPs and bytes are known, and the GPU work of each; every FLOP counts
+once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TYPE_IN_NAME = (
 )
 TF32_KERNEL = r"(?i)tf32|s1688|xf32|_S_MX_B|xmma_gemm_f32_tf32"
 FP32_KERNEL = r"(?i)sgemm|simt|scudnn|winograd|gemv|f32f32_f32f32|_SB_|_S_B_|dot_kernel|fft"
-"""Names of kernels that tell the arithmetic of fp32 matrix work: tf32, or fp32 itself."""
+"""Kernel names that show the arithmetic of fp32 matrix work: tf32, or fp32 itself."""
 
 _INPUTS = ("name", "shapes", "types", "concrete", "strides", "list_type", "batch")
 UNMAPPED = build_schema("event reason")
@@ -57,22 +57,23 @@ GROUPS = build_schema(
 
 
 class ModelledCalls(Struct, frozen=True):
-    """What is modelled in one trace.
+    """The modelled calls of one trace.
 
     Attributes:
-        groups: One row per distinct (name, shapes, types, values): FLOPs and bytes of one call, its element type,
-            whether matrix units can do it; else null with the reason.
+        groups: One row per distinct (name, shapes, types, values): FLOPs and bytes of one call, its
+            element type, whether matrix units can do it; else null with the reason.
         group: For each host event (position in the forest) its group; -1 for none.
-        owner: For each host event the outermost modelled call around it or it itself; -1 for none. Only calls with GPU
-            work count; in a trace without GPU work all do.
-        work_owner: For each piece of GPU work (rows of `trace.gpu_work()`) the modelled call it belongs to; -1 for
-            none, and for copies that a link bounds.
+        owner: For each host event the outermost modelled call around it or it itself; -1 for none.
+            Only calls with GPU work count; in a trace without GPU work all do.
+        work_owner: For each piece of GPU work (rows of `trace.gpu_work()`) the modelled call it
+            belongs to; -1 for none, and for copies that a link bounds.
         link: Which GPU work is such a copy.
-        above: For each host event itself; for calls that were read from another recording (see `with_replays`), which
-            come after these in `group` and `owner`, the position of the graph launch that made
-            them.
-        unmapped: Work of graph replays (event) for which the other recording tells no call, with the reason.
-        recorded: What was recorded of each group, as its model saw it.
+        above: For each host event itself; for calls that were read from another recording (see
+            `add_graph_replays`), which come after these in `group` and `owner`, the position of the
+            graph launch that made them.
+        unmapped: Work of graph replays (event) without a call in the other recording, with the
+            reason.
+        recorded: The recorded call of each group, as its model received it.
     """
 
     groups: pl.DataFrame
@@ -87,12 +88,12 @@ class ModelledCalls(Struct, frozen=True):
 
 @cache_per_trace
 def _get_cache(_trace: Trace) -> dict[int, ModelledCalls]:
-    """Holds the last result by the number of registered models."""
+    """Returns a dictionary that holds the last result by the number of registered models."""
     return {}
 
 
 def find_modelled_calls(trace: Trace) -> ModelledCalls:
-    """Model the operators of a trace; remembered for the last trace, until a model is registered."""
+    """Models the operators of a trace; cached for the last trace, until a model is registered."""
     cache = _get_cache(trace)
     if MODELS.generation not in cache:
         calls = _find_calls(trace)
@@ -102,8 +103,8 @@ def find_modelled_calls(trace: Trace) -> ModelledCalls:
 
 
 def _find_batch_annotations(trace: Trace, events: pl.Series) -> pl.Series:
-    """Of host events the innermost annotation around each that tells the batch of a serving engine,
-    else "".
+    """Returns for host events the innermost annotation around each that states the batch of a
+    serving engine, else "".
     """
     tree = build_forest(trace)
     vocabulary = build_vocabulary(trace)
@@ -124,13 +125,13 @@ def _find_batch_annotations(trace: Trace, events: pl.Series) -> pl.Series:
 
 
 def _find_calls(trace: Trace, positions: Ints | None = None, batch: str = "") -> ModelledCalls:
-    """The modelled calls of a recording, remembered nowhere.
+    """Returns the modelled calls of a recording, without caching.
 
     Args:
         trace: The recording.
-        positions: Only those around some of its host events (positions in the forest), with work or not; else all that
-            have GPU work.
-        batch: That of the calls around which no annotation tells it.
+        positions: Only those around some of its host events (positions in the forest), with work or
+            not; else all that have GPU work.
+        batch: The batch of calls without an annotation that states it.
     """
     tree = build_forest(trace)
     work = attribute_to_launches(trace)
@@ -143,7 +144,7 @@ def _find_calls(trace: Trace, positions: Ints | None = None, batch: str = "") ->
     relevant = (
         np.ones(tree.row.size, dtype=np.bool_) if all_calls else tree.subtree_sums(launches) > 0
     )
-    # Calls with recorded inputs that launch GPU work and whose operator has a model
+    # Calls with recorded inputs that launch GPU work and whose operator has a model.
     tensors = trace.tensors
     position = tree.position[tensors["event"].to_numpy()]
     launches_work = (position >= 0) & np.append(relevant, np.False_)[position]
@@ -204,11 +205,11 @@ def _find_calls(trace: Trace, positions: Ints | None = None, batch: str = "") ->
 def _collect_call_contents(
     trace: Trace, tree: Forest, calls: pl.DataFrame
 ) -> dict[int, tuple[tuple[Call, ...], tuple[LaunchedKernel, ...]]]:
-    """By group what is inside its first call: calls with recorded inputs, and kernels with their
-    grids.
+    """Returns by group what is inside its first call: calls with recorded inputs, and kernels with
+    their grids.
 
-    Only of operators whose model asks for it; calls with the same inputs do the same. Of captures,
-    which run no kernels, the launching calls tell the grids.
+    Only for operators whose model needs it; calls with the same inputs do the same. For captures,
+    which run no kernels, the launching calls have the grids.
     """
     names = [name for name in calls["name"].unique().to_list() if MODELS.looks_inside(name)]
     if not names:
@@ -259,7 +260,7 @@ def _collect_call_contents(
 def _apply_models(
     calls: pl.DataFrame, insides: Mapping[int, tuple[tuple[Call, ...], tuple[LaunchedKernel, ...]]]
 ) -> pl.DataFrame:
-    """Each distinct call goes through its model once."""
+    """Computes the work of each distinct call by its model."""
     rows: list[tuple[object, ...]] = []
     for group, *values in calls[["group", *_INPUTS]].rows():
         nested_calls, kernels = insides.get(group, ((), ()))
@@ -284,7 +285,7 @@ def _apply_models(
 
 @lru_cache(maxsize=4096)
 def _compute_work(_generation: int, *values: str) -> Work | str:
-    """What such a call has to do; remembered, since the next rank mostly makes the same."""
+    """Returns the work of such a call; cached, since the next rank mostly makes the same calls."""
     return MODELS.work(_call(*values))
 
 
@@ -312,24 +313,24 @@ def _call(  # noqa: PLR0917  (what is recorded of a call)
 
 
 def add_graph_replays(trace: Trace, capture: Trace) -> ModelledCalls:
-    """The modelled calls of a trace and those that its graph replays make, by the operators of the
-    capture.
+    """Returns the modelled calls of a trace and those that its graph replays make, by the operators
+    of the capture.
 
     Each replay of a graph makes the calls of the capture anew: the operator's FLOPs and bytes count
-    once per replay, of attention those of the batch that is replayed: the annotation around the
-    launch tells it, the capture has none. Where both recordings tell the grid of a kernel they must
-    agree: other grids mean other shapes, as in the capture of the same graph for another batch
-    size.
+    once per replay; for attention those of the batch that is replayed, which the annotation around
+    the launch states, since the capture has none. Where both recordings have the grid of a kernel
+    they must agree: other grids mean other shapes, as in the capture of the same graph for another
+    batch size.
 
     The calls of replays follow those of the forest: `above` is the graph launch that made them,
-    `unmapped` says of the rest of the replayed work why it has none.
+    `unmapped` gives the reason for the rest of the replayed work.
     """
     base = find_modelled_calls(trace)
     work = list_replayed_work(trace).with_columns(pl.col("graph", "node").cast(pl.UInt32))
     if not work.height:
         return base
-    # by graph and node the position of the operator in the capture's forest, or the reason why
-    # there is none
+    # By graph and node the position of the operator in the capture's forest, or the reason why
+    # there is none.
     replays = graph_launches(trace)
     mapped = map_nodes(replays, capture, launches=True)
     grids = _read_grids(capture, mapped["kernel"]), _read_grids(trace, replays.nodes["example"])
@@ -394,11 +395,11 @@ def add_graph_replays(trace: Trace, capture: Trace) -> ModelledCalls:
 def _split_by_batch(
     captured_calls: ModelledCalls, calls: pl.DataFrame, batch_names: list[str]
 ) -> tuple[pl.DataFrame, Ints]:
-    """The groups of the calls that launches made (`captured`, `batch`): of attention one for each
-    batch.
+    """Returns the groups of the calls that launches made (`captured`, `batch`): for attention one
+    for each batch.
 
     Args:
-        captured_calls: The calls of the capture, attention as it is with the first batch.
+        captured_calls: The calls of the capture, attention with the first batch.
         calls: One row per call.
         batch_names: The batches.
 
@@ -431,7 +432,7 @@ def _split_by_batch(
 
 
 def _read_grids(trace: Trace, rows: pl.Series) -> pl.Series:
-    """The grid of each of these events as text; null where it is not recorded."""
+    """Returns the grid of each of these events as text; null where it is not recorded."""
     none = pl.Series("grid", [None], dtype=pl.String).new_from_index(0, rows.len())
     distinct = rows.drop_nulls().unique().sort()
     if not distinct.len() or not can_reread_events(trace):

@@ -1,6 +1,4 @@
-"""Which module, scope or annotation the time belongs to, as a tree: forward, backward and what is
-computed again.
-"""
+"""Time by module, scope or annotation, as a tree: forward, backward and recomputation."""
 
 from __future__ import annotations
 
@@ -38,25 +36,25 @@ REGION_KINDS = ("module", "scope", "annotation")
 PHASES = ("forward", "backward", "recompute")
 FORWARD, BACKWARD, RECOMPUTE = range(3)
 MODULE_FRAME_PREFIX = "nn.Module: "
-MAX_DEPTH = 256  # levels of nested regions; what lies deeper counts to the region above
+MAX_DEPTH = 256  # levels of nested regions; deeper events count to the region above
 
-# The compiler's notes on its own phases (torch.compile); they are told under `compiled`.
+# The compiler's notes on its own phases (torch.compile); see `compiled`.
 _COMPILER_ANNOTATION = r"_data: (fn_name=.*, )?compile_id="
 _RUN_BACKWARD = r"^<built-in method run_backward "
 
 
 class EventRegions(Struct, frozen=True):
-    """Arrays of shape (host events,), in the forest's order; regions are named by the position of
-    their event.
+    """The region and part of each host event, in the forest's order; shape (host events,). Regions
+    are named by the position of their event.
 
     Attributes:
         evidence: `python-modules`, `annotations` or `none`.
-        kind: Index in KINDS; -1 for events that are no region.
+        kind: Index in KINDS; -1 for events that are not regions.
         region: The region of each event; -1 for none. A region is its own.
-        above: For regions the region they stand in; -1 for roots and for what is none.
+        above: For regions the enclosing region; -1 for roots and for other events.
         part: Index in PARTS.
         backward: Whether any backward op could be joined to its forward op.
-        recompute: How repeated work was recognised: `frames`, `operators`, `none`.
+        recompute: The evidence for repeated work: `frames`, `operators`, `none`.
     """
 
     evidence: str
@@ -86,26 +84,27 @@ class Modules(Result):
     """The tree of regions; parents stand before their children, siblings by all their time.
 
     Attributes:
-        tree: One row per path; calls of one path are one row. `host_ns` is the time its threads spend in the region
-            outside the backward pass, `device_ns` the summed duration of the GPU work launched in
-            that time, `self_` the part outside child rows. `backward_` is the same of the backward
-            pass: of the nodes that the region's forward ops made, on whatever thread they run.
-            `recompute_` is the same of forward work repeated inside the backward pass by activation
-            checkpointing. In each of the three the self times of a row and of all rows below it add
-            up to its total. `backward_` and `recompute_` are null where no backward op could be
-            joined to the forward op it belongs to. `mean_all_host_ns` and so on: all three parts
-            together, per whole step.
-        steps: All three parts together by node and step (null outside all steps); rows without time are left out.
-        outside_host_ns: Time of the threads in which something is recorded, in no region; with the `self_` columns of
-            all rows it is the busy time of the threads.
-        outside_device_ns: GPU work launched in no region, or not known to be launched; with the `self_` columns it is
-            all GPU work.
-        unjoined_host_ns: The part of `outside_host_ns` in the backward pass: of forward ops in no region, of gradients
-            being accumulated, or of ops that could not be joined.
+        tree: One row per path; calls of one path are one row. `host_ns` is the time its threads
+            spend in the region outside the backward pass, `device_ns` the summed duration of the
+            GPU work launched in that time, `self_` the part outside child rows. `backward_` is the
+            same of the backward pass: of the nodes that the region's forward ops made, on whatever
+            thread they run. `recompute_` is the same of forward work repeated inside the backward
+            pass by activation checkpointing. In each of the three the self times of a row and of
+            all rows below it add up to its total. `backward_` and `recompute_` are null where no
+            backward op could be joined to the forward op it belongs to. `mean_all_host_ns` and so
+            on: all three parts together, per whole step.
+        steps: All three parts together by node and step (null outside all steps); rows without time
+            are left out.
+        outside_host_ns: Time of the threads in which something is recorded, in no region; with the
+            `self_` columns of all rows it is the busy time of the threads.
+        outside_device_ns: GPU work launched in no region, or not known to be launched; with the
+            `self_` columns it is all GPU work.
+        unjoined_host_ns: The part of `outside_host_ns` in the backward pass: of forward ops in no
+            region, of gradients being accumulated, or of ops that could not be joined.
         unjoined_device_ns: The same of `outside_device_ns`.
-        evidence: `python-modules` (module calls, with annotations and scopes), `annotations` (annotations and scopes)
-            or `none`.
-        recompute_evidence: `frames`, `operators` or `none`; see `recompute.recomputed`.
+        evidence: `python-modules` (module calls, with annotations and scopes), `annotations`
+            (annotations and scopes) or `none`.
+        recompute_evidence: `frames`, `operators` or `none`; see `find_recomputed_work`.
     """
 
     tree: pl.DataFrame
@@ -118,15 +117,14 @@ class Modules(Result):
     recompute_evidence: str
 
 
-_NODE_DTYPE: Any = (
-    np.int32
-)  # of one value per stretch of host time: short numbers take half of the memory and less
+# Of one value per segment of host time: short numbers take at most half of the memory
+_NODE_DTYPE: Any = np.int32
 _PHASE_DTYPE: Any = np.int8
 
 
 class _AttributedValues(Struct, frozen=True):
-    """What is added up; all values are numbers of nodes, parts (of PARTS) and steps (NO_STEP
-    outside) of one length.
+    """Values to sum, with numbers of nodes, parts (of PARTS) and steps (NO_STEP outside) of one
+    length.
     """
 
     node: Ints
@@ -135,20 +133,21 @@ class _AttributedValues(Struct, frozen=True):
     value: Ints
 
     def by(self, node_count: int, width: int, column_index: Any) -> Ints:
-        """The values added up by node and place (below `width`), shape (nodes, width); nodes of -1
-        are left out.
+        """Returns the values summed by node and column (below `width`), shape (nodes, width); nodes
+        of -1 are left out.
         """
         key = self.node.astype(np.int64)
         key *= width
         key += column_index
         self_values = np.zeros((node_count + 1) * width, dtype=np.int64)
-        np.add.at(self_values, key, self.value)  # -1 counts from the end, where a row more stands
+        # -1 counts from the end, where there is one more row
+        np.add.at(self_values, key, self.value)
         return self_values.reshape(node_count + 1, width)[:-1]
 
 
 def modules(trace: Trace) -> Modules:
-    """Build the tree from `nn.Module` calls where Python frames were recorded, from annotations and
-    from scopes.
+    """Builds the tree from `nn.Module` calls where Python frames were recorded, from annotations
+    and from scopes.
     """
     tree = build_forest(trace)
     all_regions = _assign_regions(trace)
@@ -159,7 +158,7 @@ def modules(trace: Trace) -> Modules:
         else _build_paths(trace, tree, all_regions)
     )
     node_of_event = np.append(np.append(node, -1)[all_regions.region], -1).astype(_NODE_DTYPE)
-    # every stretch in which something is recorded belongs to its innermost event
+    # Every segment in which something is recorded belongs to its innermost event.
     host_pieces, phase_of_event = build_host_pieces(trace), all_regions.part.astype(_PHASE_DTYPE)
     host = _AttributedValues(
         node_of_event[host_pieces.owner],
@@ -167,7 +166,7 @@ def modules(trace: Trace) -> Modules:
         host_pieces.step,
         host_pieces.ns,
     )
-    # GPU work belongs to the host event that launched it
+    # GPU work belongs to the host event that launched it.
     work = attribute_to_launches(trace)
     work_step = get_event_column(trace, "step", int(NO_STEP))[find_gpu_event_rows(trace)]
     work_node, work_phase = (
@@ -212,7 +211,7 @@ def modules(trace: Trace) -> Modules:
             for name, column in numbers.items()
             if not name.startswith(("backward_", "recompute_"))
         }
-    # Totals of all parts by node and step, in columns node, step, all_host_ns, all_device_ns
+    # Totals of all parts by node and step, in columns node, step, all_host_ns, all_device_ns.
     all_steps = np.unique(np.concatenate([trace.steps["step"].to_numpy(), device.step, [NO_STEP]]))
     totals = []
     for sums in (host, device):
@@ -251,7 +250,9 @@ def modules(trace: Trace) -> Modules:
 
 
 def _add_up_descendants(table: pl.DataFrame, self_values: Ints) -> Ints:
-    """Values of the nodes with those of all below; nodes are numbered level by level."""
+    """Returns values of the nodes with those of all nodes below; nodes are numbered level by
+    level.
+    """
     totals = self_values.copy()
     parent, depth = table["parent"].to_numpy(), table["depth"].to_numpy()
     for level in range(int(depth.max(initial=0)), 0, -1):
@@ -263,10 +264,11 @@ def _add_up_descendants(table: pl.DataFrame, self_values: Ints) -> Ints:
 def _build_paths(
     trace: Trace, tree: Forest, all_regions: EventRegions
 ) -> tuple[Ints, pl.DataFrame]:
-    """For each host event the number of its path, and the paths: node, parent, depth, name, kind.
+    """Returns for each host event the number of its path, and the paths: node, parent, depth, name,
+    kind.
 
-    Goes down level by level: a path is known by its parent's number and its own name, and nesting
-    is shallow.
+    Goes down level by level: a path is identified by its parent's number and its own name, and
+    nesting is shallow.
     """
     vocabulary = build_vocabulary(trace)
     kind, parent_region = all_regions.kind, all_regions.above
@@ -280,9 +282,8 @@ def _build_paths(
         at_depth = np.flatnonzero(level == depth)
         path = (node[parent_region[at_depth]] + 1) * label_count + label[at_depth]
         distinct, first, number = np.unique(path, return_index=True, return_inverse=True)
-        call_order = np.empty_like(
-            first
-        )  # nodes are numbered in the order in which they are first called
+        # Nodes are numbered in the order in which they are first called
+        call_order = np.empty_like(first)
         call_order[np.argsort(first)] = np.arange(first.size)
         node[at_depth] = count + call_order[number]
         first_event = at_depth[np.sort(first)]
@@ -302,7 +303,7 @@ def _build_paths(
 
 
 def _sort_tree(table: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
-    """Name the paths and number the rows so that parents come before their children, the largest
+    """Names the paths and numbers the rows so that parents come before their children, the largest
     child first.
 
     Returns the rows and, for each node of `table`, its new number.
@@ -322,8 +323,8 @@ def _sort_tree(table: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
     while stack:
         index, parent, path, parent_name = stack.pop()
         row = rows[index]
-        # the name without the prefix of its kind, and without the dotted name of the scope around
-        # it
+        # The name without the prefix of its kind, and without the dotted name of the scope around
+        # it.
         name = row["name"]
         if name.startswith(SCOPE_PREFIX):
             name = name.removeprefix(
@@ -353,7 +354,7 @@ def _sort_tree(table: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
 
 
 def _assign_regions(trace: Trace) -> EventRegions:
-    """Give every host event its region and its part.
+    """Returns the region and the part of every host event.
 
     Forward work belongs to the innermost region around it; backward work to the region of the op
     that made its autograd node, wherever it runs; repeated work to the regions it repeats.
@@ -377,7 +378,7 @@ def _assign_regions(trace: Trace) -> EventRegions:
     kind[module] = REGION_KINDS.index("module")
     kind[scope & (op | annotation)] = REGION_KINDS.index("scope")
     kind[annotation & ~scope & ~is_excluded] = REGION_KINDS.index("annotation")
-    # a module call has a mark of ours, a Python frame, or both: then it counts once
+    # A module call has one of Traceloom's marks, a Python frame, or both: then it counts once.
     is_module_mark = (op | annotation) & gather_rows(is_module_mark_name, code)
     kind[is_module_mark] = -1 if module.any() else REGION_KINDS.index("module")
     evidence = "python-modules" if module.any() else "annotations" if (kind >= 0).any() else "none"
@@ -390,9 +391,8 @@ def _assign_regions(trace: Trace) -> EventRegions:
         phase[backward_ops.backward] = BACKWARD
     phase[gather_rows(vocabulary.matching(ENGINE_NODE_PATTERN), code)] = BACKWARD
     phase[recomputed.root] = RECOMPUTE
-    if (
-        recomputed.root.any()
-    ):  # the older way of checkpointing runs a backward pass of its own inside
+    # The older way of checkpointing runs a backward pass of its own inside
+    if recomputed.root.any():
         inner = np.flatnonzero(gather_rows(vocabulary.matching(_RUN_BACKWARD), code))
         ancestor = tree.nearest(phase != FORWARD)[inner]
         phase[inner[(ancestor >= 0) & (phase[ancestor] == RECOMPUTE)]] = BACKWARD
@@ -404,7 +404,7 @@ def _assign_regions(trace: Trace) -> EventRegions:
         if not (level > MAX_DEPTH).any():
             break
         kind[level > MAX_DEPTH] = -1
-    if backward_ops is None:  # then nothing can be told apart inside regions
+    if backward_ops is None:  # then nothing inside regions can be distinguished
         phase = np.where(region >= 0, FORWARD, phase)
     return EventRegions(
         evidence, kind, region, ancestor, phase, backward_ops is not None, recomputed.evidence
@@ -412,8 +412,8 @@ def _assign_regions(trace: Trace) -> EventRegions:
 
 
 def _compute_region_depths(parent: Ints, is_region: Bools) -> Ints:
-    """How many regions stand above each region, at most one more than the deepest level; -1 for
-    what is none.
+    """Returns how many regions are above each region, at most one more than the deepest level; -1
+    for other events.
     """
     depths = np.where(is_region, 0, -1)
     rows = np.flatnonzero(is_region & (parent >= 0))
@@ -435,7 +435,7 @@ def _resolve_regions(  # noqa: PLR0917
     is_recompute_root: Bools,
     phase: Ints,
 ) -> tuple[Ints, Ints]:
-    """The region of each event, and that above each region.
+    """Returns the region of each event, and that above each region.
 
     Marks are regions, joined backward ops and the roots of repetitions; each event takes the region
     of the nearest one. A region is its own, a backward op has that of its forward op, a repetition
@@ -466,7 +466,7 @@ def _resolve_regions(  # noqa: PLR0917
             & np.append(is_recompute_root & ~is_region, False)[nearest_mark_above]
         )
         # For regions that repeat one: the latest earlier region of the same name in the forward
-        # pass; -1 for none
+        # pass; -1 for none.
         code = build_vocabulary(trace).code[tree.row].astype(np.int64)
         first = np.flatnonzero((kind >= 0) & (phase == FORWARD))
         if not first.size or not inner.size:
@@ -480,13 +480,13 @@ def _resolve_regions(  # noqa: PLR0917
         has_original = original >= 0
         inner, original = inner[has_original], original[has_original]
         parent_mark[inner] = nearest_mark_above[original]
-        source[nearest_mark_above[inner][::-1]] = nearest_mark_above[original][
-            ::-1
-        ]  # the first region inside shows where the repetition belongs
+        # The first region inside shows where the repetition belongs
+        source[nearest_mark_above[inner][::-1]] = nearest_mark_above[original][::-1]
     # Follow `source` from every mark to a region; -1 where it ends without one.
     resolved = np.where(is_region, np.arange(size, like=source), source)
     unresolved = np.flatnonzero((resolved >= 0) & ~is_region[resolved]) if size else resolved
-    while unresolved.size:  # ends: each source began earlier than the mark that refers to it
+    # Terminates, since each source began earlier than the mark that refers to it
+    while unresolved.size:
         resolved[unresolved] = source[resolved[unresolved]]
         unresolved = unresolved[resolved[unresolved] >= 0]
         unresolved = unresolved[~is_region[resolved[unresolved]]]

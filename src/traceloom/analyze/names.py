@@ -1,4 +1,4 @@
-"""Patterns matched once per distinct name; rule tables of users."""
+"""Names of events with patterns matched once per distinct name, and rule tables."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Vocabulary:
     Attributes:
         names: The distinct names.
         code: For each row of `trace.events` the index of its name; shape (events,).
-        ordered: The distinct names of all traces that are looked at together, in the order of the alphabet: a pattern
-            is matched for all of them at once.
+        ordered: The distinct names of all traces that are analysed together, in alphabetical order:
+            a pattern is matched for all of them at once.
         place: For each name its index there; shape (names,).
     """
 
@@ -45,14 +45,16 @@ class Vocabulary:
     _matched: dict[str, NDArray[np.bool_]] = field(default_factory=dict, repr=False, compare=False)
 
     def matching(self, pattern: str) -> NDArray[np.bool_]:
-        """Which names hold the regular expression; shape (names,).
+        """Returns which names match the regular expression; shape (names,).
 
-        Remembered, so nobody may change it.
+        Cached, so the result must not be changed.
         """
         return self.matching_each([pattern])[0]
 
     def matching_each(self, patterns: Sequence[str]) -> list[NDArray[np.bool_]]:
-        """The same for each of several expressions; in one go, which takes less than one by one."""
+        """Returns the same for each of several expressions, in one pass, which is faster than one
+        by one.
+        """
         new = [pattern for pattern in patterns if pattern not in self._matched]
         for pattern, matches in zip(
             new, contains_any(self.ordered, new) if new else (), strict=True
@@ -62,28 +64,30 @@ class Vocabulary:
         return [self._matched[pattern] for pattern in patterns]
 
     def events(self, pattern: str) -> NDArray[np.bool_]:
-        """Which events have a name that holds the regular expression; shape (events,)."""
+        """Returns which events have a name that matches the regular expression; shape (events,)."""
         matches: NDArray[np.bool_] = gather_rows(self.matching(pattern), self.code)
         return matches
 
 
 @cache_per_trace
 def build_vocabulary(trace: Trace) -> Vocabulary:
-    """The distinct names of the events."""
+    """Returns the distinct names of the events."""
     names, code = _encode_distinct(trace)
     return Vocabulary(names, code, *_sort_names(trace))
 
 
 @cache_per_trace
 def _encode_distinct(trace: Trace) -> tuple[pl.Series, NDArray[np.uint32]]:
-    """The distinct names, and for each event the index of its own."""
+    """Returns the distinct names, and for each event the index of its own."""
     names = trace.events["name"]
     return encode_names_by_piece(names) if is_large(trace) else encode_names(names)
 
 
 @run_in_batches
 def _sort_names(traces: Sequence[Trace]) -> Iterable[tuple[pl.Series, NDArray[np.int64]]]:
-    """The names of all the traces, and for each of one's own its place among them."""
+    """Yields the names of all the traces in order, and the index of each trace's own names in
+    them.
+    """
     rows = concatenate_by_trace(_encode_distinct(trace)[0].to_frame() for trace in traces)
     ordered = rows["name"].unique().sort()
     index = ordered.to_frame().with_row_index("place")
@@ -97,11 +101,12 @@ def _sort_names(traces: Sequence[Trace]) -> Iterable[tuple[pl.Series, NDArray[np
 
 
 _MAX_BYTES = 1 << 26
-_trusted_patterns: set[str] = set()  # patterns of our own tables, which need no check in every run
+# Patterns of the built-in tables, which need no check in every run
+_trusted_patterns: set[str] = set()
 
 
 def read_built_in(name: str) -> list[Any]:
-    """The rows of a table that comes with Traceloom."""
+    """Returns the rows of a table that comes with Traceloom."""
     rows = check_list(
         json.loads(files("traceloom.analyze").joinpath(name).read_text(encoding="utf-8")), name
     )
@@ -112,10 +117,10 @@ def read_built_in(name: str) -> list[Any]:
 
 
 def read(path: str | Path) -> list[Any]:
-    """The rows of a table of the user's.
+    """Reads the rows of a user's table.
 
     Raises:
-        InputError: slug `kernel-rules-unreadable`: the file is no JSON list.
+        InputError: slug `kernel-rules-unreadable`: the file is not a JSON list.
     """
     try:
         rows = json.loads(read_small(path, _MAX_BYTES))
@@ -127,7 +132,7 @@ def read(path: str | Path) -> list[Any]:
 
 
 def check_list(rows: Any, location: str) -> list[Any]:
-    """The rows, where they are a list."""
+    """Returns the rows if they are a list, and raises `kernel-rules-unreadable` otherwise."""
     if not isinstance(rows, list):
         raise InputError(
             "expected a JSON list of kernel rules", slug="kernel-rules-unreadable", where=location
@@ -136,7 +141,7 @@ def check_list(rows: Any, location: str) -> list[Any]:
 
 
 def check_pattern(rule: str, pattern: str) -> None:
-    """Refuse a pattern that is no regular expression.
+    """Rejects a pattern that is not a regular expression.
 
     Raises:
         UsageError: slug `bad-kernel-rule`.

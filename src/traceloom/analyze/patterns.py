@@ -1,4 +1,4 @@
-"""Which sequences of kernels occur again and again? What could be fused, or put into a graph.
+"""Frequent sequences of kernels: candidates for fusion, or for a graph.
 
 Definitions: docs/concepts/patterns.md.
 """
@@ -51,20 +51,21 @@ class Patterns(Result):
     """Frequent sequences of GPU work on one stream.
 
     Attributes:
-        sequences: The largest gain first, `sequence` kind before `elementwise`: sequence (its number), kind (sequence:
-            among all work; elementwise: among runs of elementwise kernels only, the candidates for
-            fusion), count (occurrences that do not overlap), length (pieces of work), launch_count
-            (calls that launch one of them, in all occurrences), kernel_ns (summed durations),
-            gap_ns (time inside in which nothing of the stream runs), span_ns (first start to last
-            end, summed), fraction (of the summed durations of all GPU work), elementwise (whether
-            all are elementwise kernels), example (row of the first work of the first one), names
-            (in order).
-        occurrences: Where they are: sequence, device, stream, step, first and last (rows of work), start_ns, span_ns.
+        sequences: The largest gain first, `sequence` kind before `elementwise`: sequence (its
+            number), kind (sequence: among all work; elementwise: among runs of elementwise kernels
+            only, the candidates for fusion), count (occurrences that do not overlap), length
+            (pieces of work), launch_count (calls that launch one of them, in all occurrences),
+            kernel_ns (summed durations), gap_ns (time inside in which nothing of the stream runs),
+            span_ns (first start to last end, summed), fraction (of the summed durations of all GPU
+            work), elementwise (whether all are elementwise kernels), example (row of the first work
+            of the first one), names (in order).
+        occurrences: Positions of the occurrences: sequence, device, stream, step, first and last
+            (rows of work), start_ns, span_ns.
         steps: Per sequence calls and span per whole step, as mean, min and max.
         work_count: GPU work that was searched.
         work_ns: Its summed durations.
-        fusible_count: Kernels fewer, if each occurrence of an `elementwise` sequence were one kernel; those that two
-            sequences share count once.
+        fusible_count: Kernels fewer, if each occurrence of an `elementwise` sequence were one
+            kernel; those that two sequences share count once.
     """
 
     sequences: pl.DataFrame
@@ -78,19 +79,19 @@ class Patterns(Result):
 def patterns(
     trace: Trace, *, shortest: int = 2, longest: int = MAX_LENGTH, least: int = 3, most: int = 25
 ) -> Patterns:
-    """Find the sequences of GPU work that occur often.
+    """Finds the sequences of GPU work that occur often.
 
     Args:
         trace: The trace.
-        shortest: Fewest pieces of work in a sequence.
-        longest: Most pieces of work in a sequence.
-        least: Fewest occurrences.
-        most: How many sequences of each kind.
+        shortest: Minimum number of pieces of work in a sequence.
+        longest: Maximum number of pieces of work in a sequence.
+        least: Minimum number of occurrences.
+        most: Maximum number of sequences of each kind.
     """
     submitted = collect_launched_work(trace)
     vocabulary = build_vocabulary(trace)
     code = convert_to_ndarray(vocabulary.code)[submitted.row].astype(np.int64)
-    # kernels that go through their data element by element: by name, or by their kind
+    # Kernels that process their data element by element: by name, or by their kind.
     is_elementwise = (
         vocabulary.matching(ELEMENTWISE)[code] if code.size else np.zeros(0, dtype=np.bool_)
     )
@@ -111,20 +112,19 @@ def patterns(
             total_ns,
         )
 
-    # where the occurrences of all sequences begin and end
+    # Where the occurrences of all sequences begin and end.
     counts = [start.size for start, _ in repeats]
     low = np.concatenate([start for start, _ in repeats])
     high = low + np.repeat([size for _, size in repeats], counts)
-    # What is added up of each occurrence [low, high): `Patterns.sequences`
-    gap = np.zeros(
-        submitted.row.size, dtype=np.int64
-    )  # before each piece, in which its stream did nothing
+    # The sums of each occurrence [low, high): `Patterns.sequences`. Before each piece, in which its
+    # stream did nothing
+    gap = np.zeros(submitted.row.size, dtype=np.int64)
     for lane_start, end in pairwise(submitted.bounds().tolist()):
         reach = np.maximum.accumulate(submitted.end[lane_start:end])
         gap[lane_start + 1 : end] = np.maximum(
             submitted.start[lane_start + 1 : end] - reach[:-1], 0
         )
-    # a piece has a launch of its own, or is the first of its graph; unknown launches count as own
+    # A piece has a launch of its own, or is the first of its graph; unknown launches count as own.
     own_launch = (submitted.first | ~submitted.known).astype(np.int64)
     launched, busy, idle = (
         np.append(0, np.cumsum(values))
@@ -158,7 +158,7 @@ def patterns(
             ],
         }
     ).with_columns((pl.col("kernel_ns") / max(total_ns, 1)).alias("fraction"))
-    # a kernel is fused with the next one where any occurrence holds both
+    # A kernel is fused with the next one where any occurrence holds both.
     joins = np.zeros(code.size + 1, dtype=np.int64)
     fused_slice = slice(sum(counts[: len(sequences_found)]), None)
     np.add.at(joins, low[fused_slice], 1)
@@ -188,14 +188,14 @@ def patterns(
 def _search(
     code: Ints, submitted: LaunchedWork, border: Bools, bounds: tuple[int, int, int, int]
 ) -> list[tuple[Ints, int]]:
-    """The chosen repeats between borders, as starts and lengths, longest first; streams are
-    searched together.
+    """Returns the selected repeats between borders, as starts and lengths, longest first; streams
+    are searched together.
     """
     shortest, longest, min_count, limit = bounds
     if not code.size:
         return []
     opens = np.flatnonzero(np.diff(submitted.lane, prepend=-1))
-    # one border before every stream, and one in the place of every piece that is left out
+    # One border before every stream, and one in place of every piece that is left out.
     text = np.insert(np.where(border, -1, code), opens, -1)
     position = np.insert(np.arange(code.size), opens, 0)
     weight = np.insert(np.where(border, 0, submitted.end - submitted.start), opens, 0)

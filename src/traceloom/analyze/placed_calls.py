@@ -1,4 +1,4 @@
-"""Calls against the peaks of their device."""
+"""Peaks of devices, and modelled calls placed on the roofline of their device."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ PEAK_TYPES = (
     "int8",
     "fp4",
 )
-"""What `flops` of a peak may hold."""
+"""The keys that `flops` of a peak may have."""
 
 
 class Peak(Struct, frozen=True):
     """Dense peaks of one device.
 
     Attributes:
-        name: What to call it.
-        flops: FLOP/s (integer operations for int8) by element type; `fp32_matrix` and `fp64_matrix` where matrix units
-            differ from vector units.
+        name: Display name.
+        flops: FLOP/s (integer operations for int8) by element type; `fp32_matrix` and `fp64_matrix`
+            where matrix units differ from vector units.
         memory: Bytes/s of the device memory; None where unknown.
     """
 
@@ -66,7 +66,7 @@ class Peak(Struct, frozen=True):
     memory: float | None
 
     def rate(self, dtype: str, *, matrix: bool) -> float | None:
-        """FLOP/s of this element type, or None.
+        """Returns FLOP/s of this element type, or None.
 
         Vector units compute 16-bit floats, integers and comparisons at the rate of fp32 at best.
         """
@@ -84,7 +84,9 @@ class Peak(Struct, frozen=True):
 
 @cache
 def _load_peaks() -> dict[str, tuple[Peak, int | None]]:
-    """Peaks and number of multiprocessors by each name of a device, all as `_plain` gives it."""
+    """Returns peaks and number of multiprocessors by each name of a device, normalized by
+    `_normalize_name`.
+    """
     text = resources.files("traceloom.analyze").joinpath("peaks.json").read_text(encoding="utf-8")
     return {
         _normalize_name(name): (
@@ -97,21 +99,23 @@ def _load_peaks() -> dict[str, tuple[Peak, int | None]]:
 
 
 def _normalize_name(name: str) -> str:
-    """Capitals and blanks do not tell devices apart; everything else does."""
+    """Returns the name without differences in case and spaces; everything else distinguishes
+    devices.
+    """
     return re.sub(r"\s+", " ", name).strip().lower()
 
 
 def list_known_devices() -> tuple[str, ...]:
-    """The devices whose peaks come with Traceloom."""
+    """Returns the devices whose peaks come with Traceloom."""
     return tuple(dict.fromkeys(peak.name for peak, _ in _load_peaks().values()))
 
 
 def find(name: str | None, multiprocessors: int | None = None) -> Peak | str:
-    """The peaks of a device by its name as it stands in a trace, or the reason why there are none.
+    """Returns the peaks of a device by its name in a trace, or the reason why there are none.
 
     Only whole names match: a part of a name can be another device. Where the number of
-    multiprocessors is told and is another one, the device is a part of the known one (MIG,
-    partitions) or something else.
+    multiprocessors is given and differs, the device is a part of the known one (MIG, partitions) or
+    something else.
     """
     if not name:
         return "the trace does not name the device"
@@ -125,7 +129,7 @@ def find(name: str | None, multiprocessors: int | None = None) -> Peak | str:
 
 
 def parse_peak(spec: Peak | str | Mapping[str, float]) -> Peak:
-    """The peaks that a user gives: themselves, a device's name, or numbers.
+    """Returns the peaks that a user gives: themselves, a device's name, or numbers.
 
     Args:
         spec: `H100 SXM`, or `bf16=989e12,memory=3.35e12`, or the same as a mapping.
@@ -170,7 +174,7 @@ def _describe_bad_peak(message: str) -> UsageError:
 
 
 def find_peaks(trace: Trace, peak: Peak | None = None) -> dict[int, Peak | str]:
-    """The peaks of every device with GPU work, or the reason why they are unknown.
+    """Returns the peaks of every device with GPU work, or the reason why they are unknown.
 
     A device that the file does not describe takes the name that all devices it describes share: a
     process that sees one device of many may number it differently.
@@ -196,14 +200,15 @@ class PlacedCalls(Struct, frozen=True):
     """The modelled calls of a trace on the roofline of their device.
 
     Attributes:
-        calls: One row per modelled call: position (in the forest), group, device, step (of its first launch), gpu_ns
-            (sum of its GPU work), time_ns (the same; host time in a trace without a device, null
-            where the device's work is not recorded), arithmetic (its element type, tf32 told from
-            fp32), evidence (recorded type, kernel name, assumed), flops, recomputed, bytes, matrix,
-            rate (FLOP/s at peak), memory_rate (bytes/s), compute_ns, memory_ns, roofline_ns
-            (floats, null where unknown), bound.
-        work: One row per piece of GPU work that belongs to one: event, name, device, step, ns, position.
-        devices: The peaks of each device, or why they are unknown.
+        calls: One row per modelled call: position (in the forest), group, device, step (of its
+            first launch), gpu_ns (sum of its GPU work), time_ns (the same; host time in a trace
+            without a device, null where the device's work is not recorded), arithmetic (its element
+            type, with tf32 distinguished from fp32), evidence (recorded type, kernel name,
+            assumed), flops, recomputed, bytes, matrix, rate (FLOP/s at peak), memory_rate
+            (bytes/s), compute_ns, memory_ns, roofline_ns (floats, null where unknown), bound.
+        work: One row per piece of GPU work that belongs to one: event, name, device, step, ns,
+            position.
+        devices: The peaks of each device, or the reason why they are unknown.
         known: Whether there are peaks for any of the work.
         modelled: The calls that were placed.
     """
@@ -218,8 +223,8 @@ class PlacedCalls(Struct, frozen=True):
 def place_on_roofline(
     trace: Trace, peak: Peak | None = None, capture: Trace | None = None
 ) -> PlacedCalls:
-    """Place every modelled call on the roofline; without a given peak or capture remembered for the
-    last trace.
+    """Places every modelled call on the roofline; cached for the last trace, without a given peak
+    or capture.
 
     With the recording of the `capture` of its graphs also the calls that their replays make.
     """
@@ -235,7 +240,7 @@ def place_on_roofline(
 
 @cache_last_result
 def _compare_by_names(trace: Trace, _modelled: ModelledCalls) -> PlacedCalls:
-    """With the peaks that the devices' names tell; registering a model changes the calls, and so
+    """Compares with the peaks by the devices' names; registering a model changes the calls, and so
     the result.
     """
     return _compare_all(trace)
@@ -286,9 +291,8 @@ def _compare_with_peaks(
             for calls_of_trace, position in zip(modelled, positions, strict=True)
         ]
     )
-    first = np.cumsum(
-        [0, *(calls_of_trace.groups.height for calls_of_trace in modelled)]
-    )  # of the groups of each trace among all
+    # Of the groups of each trace among all
+    first = np.cumsum([0, *(calls_of_trace.groups.height for calls_of_trace in modelled)])
     all_groups = pl.concat([calls_of_trace.groups for calls_of_trace in modelled]).drop(
         "group", "name", "shapes", "types", "reason"
     )
@@ -296,7 +300,7 @@ def _compare_with_peaks(
         group + np.repeat(first[:-1], [position.size for position in positions])
     ]
     device_peaks = [find_peaks(trace, peak) for trace in traces]
-    # What the kernels' names reveal about fp32 matrix work: tf32 where any kernel's name shows it.
+    # Kernel names show the arithmetic of fp32 matrix work: tf32 where any kernel's name shows it.
     single = (pl.col("dtype") == "fp32") & pl.col("matrix")
     calls = calls.hstack([pl.Series("group", group, dtype=pl.UInt32), *group_fields]).with_columns(
         arithmetic=pl.when(single & pl.col("tensor_float")).then(pl.lit("tf32")).otherwise("dtype"),
@@ -360,7 +364,7 @@ def _compare_with_peaks(
 
 
 def _detect_arithmetic(trace: Trace, work: Ints) -> pl.DataFrame:
-    """Whether the name of each piece of GPU work tells its arithmetic: tensor_float (tf32),
+    """Returns whether the name of each piece of GPU work shows its arithmetic: tensor_float (tf32),
     plain_float (fp32).
     """
     patterns = {"tensor_float": TF32_KERNEL, "plain_float": FP32_KERNEL}
@@ -376,12 +380,14 @@ def _detect_arithmetic(trace: Trace, work: Ints) -> pl.DataFrame:
 
 
 def _list_host_calls(trace: Trace, modelled: ModelledCalls) -> pl.DataFrame:
-    """The modelled calls of a trace without GPU work, with the time that the host spends in them."""
+    """Returns the modelled calls of a trace without GPU work, with the time that the host spends in
+    them.
+    """
     call_positions = np.flatnonzero(modelled.owner == np.arange(modelled.owner.size)).astype(
         np.int64
     )
     tree = build_forest(trace)
-    # host times are not those of work that went to a device on which nothing is recorded
+    # Host times are not those of work that went to a device without recorded work.
     sent = trace.events["category"].is_in([*cat.LAUNCHES, cat.COMMAND, cat.GPU_EVENT]).any()
     return pl.DataFrame(
         {"position": call_positions, "step": trace.events["step"][tree.row[call_positions]]}

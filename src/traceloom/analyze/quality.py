@@ -1,6 +1,5 @@
-"""Can the capture be trusted; which results a fault weakens.
-
-With the checks of the recording as a whole: steps, ranks, what recording cost.
+"""Quality of a capture: its checks as a whole (steps, ranks, recording cost), and which results
+each fault weakens.
 """
 
 from __future__ import annotations
@@ -185,19 +184,19 @@ EFFECTS: dict[str, dict[str, str]] = {
     },
     "duplicate-rank": {"communication": "ranks cannot be matched"},
 }
-"""Slug of a notice -> part of the report -> what is weaker there."""
+"""Slug of a notice -> part of the report -> how it is weakened."""
 
 
 class Effect(TypedDict):
-    """What a notice weakens: a part of the document, and how."""
+    """The effect of a notice: a part of the document, and how it is weakened."""
 
     part: str
     how: str
 
 
 def list_affected(slug: str) -> list[Effect]:
-    """What a notice weakens, as it stands in report JSON: `part` of the document and `how`; empty
-    for nothing.
+    """Returns the effects of a notice, as in report JSON: `part` of the document and `how`; empty
+    for none.
     """
     return [{"part": part, "how": effect} for part, effect in EFFECTS.get(slug, {}).items()]
 
@@ -211,20 +210,20 @@ UNEVEN_FACTOR = 1.5
 """A step is uneven where it is this many times longer or shorter than the median."""
 
 MIN_OVERHEAD_RATIO = 1.05
-"""Recording that makes steps this many times longer is said; twice that excess is a warning."""
+"""Recording that makes steps this many times longer is reported; twice that excess is a warning."""
 
 
 @dataclass(frozen=True)
 class Quality(Result):
-    """What was checked about a capture, and what the user must know of it.
+    """The checks of a capture, and the notices for the user.
 
     Attributes:
-        notices: One for each check that found something and that the reader has not said (`trace.notices`), the worst
-            first.
-        checks: Every check that applies to this trace, with how many of how many events it found; severity `ok` where
-            it found none. A check that cannot be made here (no GPU work, no collectives) has no
-            row. `affects` says which parts of the report are weaker for what it found, and how;
-            empty where it found nothing.
+        notices: One for each check that found something and that the reader has not reported
+            (`trace.notices`), the worst first.
+        checks: Every check that applies to this trace, with how many of how many events it found;
+            severity `ok` where it found none. A check that cannot be made here (no GPU work, no
+            collectives) has no row. `affects` states which parts of the report are weaker for what
+            it found, and how; empty where it found nothing.
     """
 
     notices: tuple[Notice, ...]
@@ -232,7 +231,7 @@ class Quality(Result):
 
 
 def quality(trace: Trace) -> Quality:
-    """Check the capture. The checks and their limits: docs/concepts/capture-quality.md."""
+    """Checks the capture. The checks and their limits: docs/concepts/capture-quality.md."""
     results = (rule(trace) for rule in (*GPU_CHECKS, *EVENT_CHECKS, *_RUN_CHECKS))
     done: list[QualityCheck] = [check for check in results if check is not None]
     rows = [
@@ -258,7 +257,7 @@ def quality(trace: Trace) -> Quality:
 
 
 def check_missing_steps(trace: Trace) -> QualityCheck | None:
-    """No steps: nothing can be said per step."""
+    """Reports a trace without steps, which allows no results per step."""
     if not trace.events.height:
         return None
     message = (
@@ -269,7 +268,7 @@ def check_missing_steps(trace: Trace) -> QualityCheck | None:
 
 
 def check_warm_up_step(trace: Trace) -> QualityCheck | None:
-    """A first step that is much longer than the others."""
+    """Reports a first step that is much longer than the others."""
     lengths = _compute_step_lengths(trace)
     if len(lengths) < 3:
         return None
@@ -284,7 +283,9 @@ def check_warm_up_step(trace: Trace) -> QualityCheck | None:
 
 
 def check_uneven_steps(trace: Trace) -> QualityCheck | None:
-    """Steps far from the median; the first one is the business of `warm_up_step`."""
+    """Reports steps far from the median, without the first one, which `check_warm_up_step`
+    covers.
+    """
     lengths = _compute_step_lengths(trace)
     if len(lengths) < 3:
         return None
@@ -300,7 +301,7 @@ def check_uneven_steps(trace: Trace) -> QualityCheck | None:
 
 
 def cut_steps(trace: Trace) -> QualityCheck | None:
-    """Steps that the recording cuts off."""
+    """Reports steps that the recording cuts off."""
     if not trace.steps.height:
         return None
     affected = int((~trace.steps["complete"]).sum())
@@ -309,7 +310,7 @@ def cut_steps(trace: Trace) -> QualityCheck | None:
 
 
 def check_unknown_rank(trace: Trace) -> QualityCheck | None:
-    """A trace of a distributed job that does not say its rank."""
+    """Reports a trace of a distributed job that does not state its rank."""
     distributed = (trace.meta.world_size or 1) > 1 or trace.collectives.height > 0
     if not distributed:
         return None
@@ -321,7 +322,7 @@ def check_unknown_rank(trace: Trace) -> QualityCheck | None:
 
 
 def check_rank_outside_world(trace: Trace) -> QualityCheck | None:
-    """A rank that the job cannot have."""
+    """Reports a rank that the job cannot have."""
     size = trace.meta.world_size
     if trace.rank is None or size is None:
         return None
@@ -334,7 +335,7 @@ def check_rank_outside_world(trace: Trace) -> QualityCheck | None:
 
 
 def check_recording_cost(trace: Trace) -> QualityCheck | None:
-    """What recording cost, as `traceloom record` measured it against unrecorded steps."""
+    """Reports the cost of recording, as `traceloom record` measured it against unrecorded steps."""
     overhead = (trace.meta.capture or {}).get("overhead")
     ratio = overhead.get("ratio") if isinstance(overhead, dict) else None
     if not isinstance(ratio, (int, float)):
@@ -347,7 +348,7 @@ def check_recording_cost(trace: Trace) -> QualityCheck | None:
 
 
 def check_coarse_clock(trace: Trace) -> QualityCheck | None:
-    """Times in whole microseconds: short events are rounded."""
+    """Reports times in whole microseconds, which round short events."""
     if trace.meta.unit_ns <= 1:
         return None
     has_times = np.isin(

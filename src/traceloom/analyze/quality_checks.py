@@ -1,7 +1,8 @@
-"""Checks of events, GPU side, clocks.
+"""Checks of recorded events, GPU work, launches, synchronisations and clocks.
 
 Rules 1 to 4 of PyTorch's trace validator are among them (`torch/profiler/_trace_validator.py`,
-torch 2.13), made with correlation ids, which say more than the external ids used there.
+torch 2.13), based on correlation ids, which carry more information than the external ids used
+there.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from traceloom.trace.trace import Trace
 
 
 class QualityCheck(Struct, frozen=True):
-    """One check: `affected` of `total` things are so; the message is for when some are.
+    """One check: `affected` of `total` things were found; the message applies when there are any.
 
     Attributes:
         affected: How many were found.
         total: Of how many.
-        severity: How bad it is, if any were found.
+        severity: The severity if any were found.
         message: One sentence with its numbers.
         slug: Name of the check and of its notice.
     """
@@ -53,23 +54,24 @@ class QualityCheck(Struct, frozen=True):
 
 
 def choose_severity(affected: int, total: int, limit: float) -> NoticeSeverity:
-    """`warning` where the share is above the limit, else `info`."""
+    """Returns `warning` where the share is above the limit, else `info`."""
     return "warning" if total and affected > limit * total else "info"
 
 
 def format_counted(number: int, singular: str, plural: str | None = None) -> str:
-    """`1 piece`, `2 pieces`."""
+    """Returns `1 piece`, `2 pieces`."""
     return f"{format_count(number)} {singular if number == 1 else plural or singular + 's'}"
 
 
 _MIN_IDS = 500  # operators
 _MAX_SAMPLED_SHARE = 0.05  # of the numbers are in the file: recorded traces have 13 % and more
 MIN_ABSURD_NS = 24 * 3600 * 10**9
-"""A span this long is no measurement: profiles last seconds, and overflowed counters give days."""
+"""A span this long is not a measurement: profiles last seconds, and overflowed counters give days.
+"""
 
 
 def check_missing_ops(trace: Trace) -> QualityCheck | None:
-    """GPU work or calls without a single framework operator."""
+    """Reports GPU work or calls without a single framework operator."""
     work_count = _count(trace, *cat.GPU_WORK, *cat.LAUNCHES)
     if not work_count:
         return None
@@ -84,8 +86,8 @@ def check_missing_ops(trace: Trace) -> QualityCheck | None:
 
 
 def check_sampled_operators(trace: Trace) -> QualityCheck | None:
-    """Operators that were numbered one by one, of which a file holds a few: what lies between them
-    is unknown.
+    """Reports operators that were numbered one by one, of which a file holds a few, so that it is
+    unknown what lies between them.
     """
     ids = trace.events["external_id"].filter(trace.events["category"] == cat.OP).drop_nulls()
     if ids.len() < _MIN_IDS:
@@ -106,7 +108,7 @@ def check_sampled_operators(trace: Trace) -> QualityCheck | None:
 
 
 def check_missing_shapes(trace: Trace) -> QualityCheck | None:
-    """Ops without the shapes of their inputs."""
+    """Reports ops without the shapes of their inputs."""
     is_op = (trace.events["category"] == cat.OP).to_numpy() & ~build_vocabulary(trace).events(
         TRACELOOM_ANNOTATION_PATTERN
     )
@@ -120,13 +122,13 @@ def check_missing_shapes(trace: Trace) -> QualityCheck | None:
         f"{format_count(without)} of {format_count(ops)} operators have no input shapes: they cannot be distinguished by size; "
         "record with shapes to see them"
     )
-    # where shapes are on, some operators still have no tensors to speak of
+    # Where shapes are on, some operators still have no tensors.
     affected = without if without == ops else 0
     return QualityCheck(affected, ops, "info", message, slug="missing-shapes")
 
 
 def check_missing_stacks(trace: Trace) -> QualityCheck | None:
-    """No Python frames: what runs between operators is unknown."""
+    """Reports missing Python frames, without which it is unknown what runs between operators."""
     ops = _count(trace, cat.OP)
     if not ops:
         return None
@@ -139,7 +141,7 @@ def check_missing_stacks(trace: Trace) -> QualityCheck | None:
 
 
 def check_shortened_events(trace: Trace) -> QualityCheck | None:
-    """Events that overran the one they lie in."""
+    """Reports events that overran their enclosing event."""
     host = trace.lanes["lane"].filter(trace.lanes["kind"] == "host")
     on_host = np.isin(get_event_column(trace, "lane"), host.to_numpy())
     events = int(on_host.sum())
@@ -161,7 +163,7 @@ def check_shortened_events(trace: Trace) -> QualityCheck | None:
 
 
 def check_negative_durations(trace: Trace) -> QualityCheck | None:
-    """Events that end before they start."""
+    """Reports events that end before they start."""
     total = trace.events.height
     affected = int((trace.events["duration_ns"] < 0).sum())
     message = f"{format_counted(affected, 'event')} with a negative duration, counted as 0 ns: the recording is damaged there"
@@ -173,7 +175,7 @@ def check_negative_durations(trace: Trace) -> QualityCheck | None:
 
 
 def check_absurd_durations(trace: Trace) -> QualityCheck | None:
-    """Events of a day and more."""
+    """Reports events of a day and more."""
     total = trace.events.height
     affected = int((trace.events["duration_ns"] >= MIN_ABSURD_NS).sum())
     message = (
@@ -186,7 +188,7 @@ def check_absurd_durations(trace: Trace) -> QualityCheck | None:
 
 
 def check_unknown_categories(trace: Trace) -> QualityCheck | None:
-    """Events of a category that this version does not know."""
+    """Reports events of a category that this version does not know."""
     total = trace.events.height
     unknown = trace.events["name"].filter(trace.events["category"] == cat.OTHER)
     names = ", ".join(sorted(unknown.unique().to_list())[:3])
@@ -202,7 +204,7 @@ def check_unknown_categories(trace: Trace) -> QualityCheck | None:
 
 
 def check_profiler_overhead(trace: Trace) -> QualityCheck | None:
-    """Time that the profiler says it took itself."""
+    """Reports time that the profiler itself took, by its own record."""
     window = trace.end_ns - trace.start_ns
     if not window:
         return None
@@ -233,17 +235,18 @@ _DETAIL_LABELS = {
 
 
 def check_collective_details(trace: Trace) -> QualityCheck | None:
-    """Collective calls that do not say what they move (rule 5 of PyTorch's trace validator)."""
+    """Reports collective calls without a description of what they move (rule 5 of PyTorch's trace
+    validator).
+    """
     calls = np.flatnonzero(build_vocabulary(trace).events(r"^record_param_comms$"))
     if not calls.size:
         return None
-    present = np.zeros(
-        (trace.events.height + 1, len(_DETAIL_LABELS)), dtype=np.bool_
-    )  # of each event, and of none
+    # Of each event, and of none
+    present = np.zeros((trace.events.height + 1, len(_DETAIL_LABELS)), dtype=np.bool_)
     events = trace.collectives["event"].to_numpy()
     details = trace.collectives.select(pl.col(list(_DETAIL_LABELS)).is_not_null()).to_numpy()
     np.logical_or.at(present, events, details)
-    # what a call does not say itself, an annotation inside it may: `nccl:all_reduce`
+    # The description that a call lacks may be in an annotation inside it: `nccl:all_reduce`.
     np.logical_or.at(present, get_event_column(trace, "parent", -1)[events], details)
     missing = ~present[calls]
     lacking = dict(zip(_DETAIL_LABELS.values(), missing.sum(axis=0).tolist(), strict=True))
@@ -261,7 +264,9 @@ def check_collective_details(trace: Trace) -> QualityCheck | None:
 
 
 def check_ambiguous_backward(trace: Trace) -> QualityCheck | None:
-    """Sequence numbers with more than one backward op (rule 6 of PyTorch's trace validator)."""
+    """Reports sequence numbers with more than one backward op (rule 6 of PyTorch's trace
+    validator).
+    """
     names = _count_names_by_sequence(trace)
     if not names.len():
         return None
@@ -275,7 +280,7 @@ def check_ambiguous_backward(trace: Trace) -> QualityCheck | None:
 
 @run_in_batches
 def _count_names_by_sequence(traces: Sequence[Trace]) -> Iterable[pl.Series]:
-    """For each sequence number of the backward pass how many names its nodes have."""
+    """Returns for each sequence number of the backward pass how many names its nodes have."""
     parts = []
     for trace in traces:
         nodes = np.flatnonzero(
@@ -314,10 +319,10 @@ EVENT_CHECKS: tuple[Callable[[Trace], QualityCheck | None], ...] = (
     check_ambiguous_backward,
 )
 
-# Not fills: those of nothing (cuBLAS makes them) submit no work.
+# Without fills: those of size 0 (cuBLAS makes them) submit no work.
 _SUBMITTING_CALLS = r"LaunchKernel|LaunchCooperativeKernel|GraphLaunch|Memcpy"
 _STREAM_WAIT = "Stream Wait Event"
-_MAX_COLD_START_NS = 200_000  # the first launch of a kernel may take so long until it runs
+_MAX_COLD_START_NS = 200_000  # the first launch of a kernel may take this long until it runs
 
 
 class _WorkFigures(Struct, frozen=True):
@@ -334,7 +339,7 @@ class _WorkFigures(Struct, frozen=True):
 
 
 def check_orphan_gpu_work(trace: Trace) -> QualityCheck | None:
-    """GPU work that no launch in the file explains."""
+    """Reports GPU work without a launch in the file."""
     work = _compute_figures(trace)
     if not work.work_count:
         return None
@@ -348,7 +353,7 @@ def check_orphan_gpu_work(trace: Trace) -> QualityCheck | None:
 
 
 def check_missing_gpu_work(trace: Trace) -> QualityCheck | None:
-    """Launches were recorded, but nothing that ran on a GPU."""
+    """Reports launches in a trace without work on a GPU."""
     launches = _list_submitting_calls(trace)
     if not launches.height or _select_gpu_work(trace).height:
         return None
@@ -362,7 +367,7 @@ def check_missing_gpu_work(trace: Trace) -> QualityCheck | None:
 
 
 def check_busy_before_window(trace: Trace) -> QualityCheck | None:
-    """GPUs that did nothing recorded at first, though work had been launched (`link` takes that
+    """Reports GPUs without recorded work at first, though work had been launched (`link` takes that
     time as given).
     """
     work = _select_gpu_work(trace)
@@ -390,12 +395,12 @@ def check_busy_before_window(trace: Trace) -> QualityCheck | None:
 
 
 def check_launches_without_work(trace: Trace) -> QualityCheck | None:
-    """Launches whose GPU work is not in the file."""
+    """Reports launches whose GPU work is not in the file."""
     work = _select_gpu_work(trace)
     launches = _list_submitting_calls(trace)
     if not work.height or not launches.height:
         return None
-    # by correlation: a driver call inside a runtime call repeats its number
+    # By correlation: a driver call inside a runtime call repeats its number.
     done = np.isin(launches["correlation"].to_numpy(), work["correlation"].drop_nulls().to_numpy())
     lost = launches["start_ns"].to_numpy()[~done]
     late = int((lost > work["start_ns"].to_numpy().max()).sum())
@@ -415,7 +420,7 @@ def check_launches_without_work(trace: Trace) -> QualityCheck | None:
 
 
 def check_work_before_launch(trace: Trace) -> QualityCheck | None:
-    """GPU work that starts before its launch: the two clocks disagree (rule 1)."""
+    """Reports GPU work that starts before its launch: the two clocks disagree (rule 1)."""
     work = _compute_figures(trace)
     launched = work.work_count - work.orphan_count
     if not launched:
@@ -430,7 +435,7 @@ def check_work_before_launch(trace: Trace) -> QualityCheck | None:
 
 
 def check_overlapping_work(trace: Trace) -> QualityCheck | None:
-    """GPU work that begins before the work before it on the same stream has ended."""
+    """Reports GPU work that begins before the work before it on the same stream has ended."""
     work = _compute_figures(trace)
     if not work.timed_count:
         return None
@@ -445,7 +450,7 @@ def check_overlapping_work(trace: Trace) -> QualityCheck | None:
 
 
 def check_instant_work(trace: Trace) -> QualityCheck | None:
-    """GPU work that was too short for the clock."""
+    """Reports GPU work that was too short for the clock."""
     work = _compute_figures(trace)
     if not work.work_count:
         return None
@@ -460,7 +465,7 @@ def check_instant_work(trace: Trace) -> QualityCheck | None:
 
 
 def check_unpaired_counters(trace: Trace) -> QualityCheck | None:
-    """Counters of kernels that cannot be joined to launches."""
+    """Reports counters of kernels that cannot be joined to launches."""
     ranges = int((trace.events["category"] == cat.COUNTER_RANGE).sum())
     if not ranges:
         return None
@@ -475,7 +480,7 @@ def check_unpaired_counters(trace: Trace) -> QualityCheck | None:
 
 
 def check_waits_without_record(trace: Trace) -> QualityCheck | None:
-    """Waits for an event that do not say which record they await (rule 2)."""
+    """Reports waits for an event that do not state which record they await (rule 2)."""
     kind = trace.syncs["kind"]
     awaited = trace.syncs["record_correlation"].filter(
         (kind == _STREAM_WAIT) | (kind == "Event Sync")
@@ -491,7 +496,9 @@ def check_waits_without_record(trace: Trace) -> QualityCheck | None:
 
 
 def check_syncs_while_running(trace: Trace) -> QualityCheck | None:
-    """Stream synchronisations that are said to begin while a kernel of the stream runs (rule 3)."""
+    """Reports stream synchronisations whose recorded start is while a kernel of the stream runs
+    (rule 3).
+    """
     is_stream_sync = trace.syncs["kind"] == "Stream Sync"
     if not is_stream_sync.any():
         return None
@@ -523,7 +530,7 @@ def check_syncs_while_running(trace: Trace) -> QualityCheck | None:
 
 
 def check_waits_for_unknown_record(trace: Trace) -> QualityCheck | None:
-    """Waits whose event record is not in the file, or lies in the future (rule 4)."""
+    """Reports waits whose event record is not in the file, or lies in the future (rule 4)."""
     awaits = (trace.syncs["kind"] == _STREAM_WAIT) & (trace.syncs["record_correlation"] >= 0)
     if not awaits.any():
         return None

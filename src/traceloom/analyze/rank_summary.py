@@ -1,4 +1,6 @@
-"""What of a rank is needed to compare it: calls, ledger, load, stages."""
+"""Summary of a rank for comparisons: communication, time breakdown, load per step, and stage
+times.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,12 @@ COMPUTE = "compute"
 COMMUNICATION = "communication"
 COPIES = "copies"
 TIME_CLASSES = (COMPUTE, COMMUNICATION, COPIES, *CAUSES)
-"""What the time of a rank is split into: its device's busy time, then its idle time by cause."""
+"""The classes of a rank's time: its device's busy time, then its idle time by cause."""
 
 TimeClassType = pl.Enum(TIME_CLASSES)
 DETAIL_SCHEMA = build_schema("stretch class name ns", {"class": TimeClassType})
 _HOST_CAUSE_NAMES = list(HOST_CAUSES)
-_MAX_NAMES_PER_CLASS = 6  # per stretch and class: what else ran there is in the sums
+_MAX_NAMES_PER_CLASS = 6  # per interval and class: the sums include the rest
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,15 @@ class TimeBreakdown:
     """The account of one rank between its first and its last event.
 
     Attributes:
-        time_ns: Moments, ascending: starts and ends of communication and of steps; shape (moments,).
-        sums: Nanoseconds of each of `CLASSES` from the first moment to each; shape (moments, classes). The sums of a
-            row add up to the time since the first moment.
-        details: stretch (from that moment to the next), class, name (kernel, copy or what the host did), ns: the
-            largest of each stretch and class. Kernels count where they start. Empty without
-            communication, where there is nothing to compare.
-        device: The device it is about; None for a rank without GPU work, whose main thread it is then about.
+        time_ns: Moments, ascending: starts and ends of communication and of steps; shape
+            (moments,).
+        sums: Nanoseconds of each of `CLASSES` from the first moment to each; shape (moments,
+            classes). The sums of a row add up to the time since the first moment.
+        details: stretch (from that moment to the next), class, name (kernel, copy or host
+            activity), ns: the largest of each stretch and class. Kernels count where they start.
+            Empty without communication, where there is nothing to compare.
+        device: The device of the account; None for a rank without GPU work, whose account is that
+            of the main thread.
     """
 
     time_ns: Ints
@@ -65,20 +69,21 @@ class TimeBreakdown:
     device: int | None
 
     def at(self, time_ns: Ints) -> Ints:
-        """Place of each time, which must be one of the moments."""
+        """Returns the index of each time, which must be one of the moments."""
         return np.searchsorted(self.time_ns, time_ns)
 
 
 def build_time_breakdowns(traces: Sequence[Trace], calls: pl.DataFrame) -> list[TimeBreakdown]:
-    """Account for the time of each rank.
+    """Accounts for the time of each rank.
 
     Args:
-        traces: Their traces.
-        calls: Their communication, of `collectives(...).calls` (`stacked`).
+        traces: The traces of the ranks.
+        calls: Their communication, `collectives(...).calls` with `trace` (see
+            `traceloom.trace.batch`).
     """
     work = select_gpu_work_with_steps(traces)
-    # the device that communicates most, else the one that works most; one whose work takes no time
-    # is none
+    # The device that communicates most, else the one that works most; a device whose work takes no
+    # time does not count.
     keys = [TRACE_COLUMN, "device"]
     timed_work = work.filter(pl.col("ns") > 0).drop_nulls("device")
     communicating = calls.join(timed_work[keys].unique(), on=keys, how="semi")
@@ -132,8 +137,8 @@ def build_time_breakdowns(traces: Sequence[Trace], calls: pl.DataFrame) -> list[
 def _build_time_breakdown(
     trace: Trace, calls: pl.DataFrame, work: pl.DataFrame | None
 ) -> tuple[Ints, Ints, pl.DataFrame]:
-    """The moments and sums of a `Ledger`, and all that ran in its stretches: stretch, class, name,
-    ns.
+    """Returns the moments and sums of a `TimeBreakdown`, and everything that ran in its intervals:
+    stretch, class, name, ns.
 
     Args:
         trace: The trace.
@@ -160,7 +165,8 @@ def _build_time_breakdown(
         idling = gaps.select(
             "start_ns", "duration_ns", pl.col("cause").cast(pl.String), name="host_activity"
         )
-        # before the first and after the last GPU work: what the main thread did, cut at the moments
+        # Before the first and after the last GPU work: activity of the main thread, cut at the
+        # moments.
         first, last = work["start_ns"].to_numpy().min(), work["end_ns"].to_numpy().max()
         before, after = boundaries[:-1] < first, boundaries[1:] > last
         start = np.concatenate([boundaries[:-1][before], np.maximum(boundaries[:-1][after], last)])
@@ -186,7 +192,7 @@ def _build_time_breakdown(
             pl.when(is_communication).then(pl.lit(COMMUNICATION)).otherwise("cause").alias("cause")
         )
     cause = waits["cause"].cast(TimeClassType).to_physical().to_numpy()
-    wait_sums = np.zeros_like(sums)  # a wait counts from the end of its stretch on
+    wait_sums = np.zeros_like(sums)  # a wait counts from the end of its interval on
     np.add.at(
         wait_sums,
         (np.minimum(interval + 1, boundaries.size - 1), cause),
@@ -202,7 +208,7 @@ def _build_time_breakdown(
 
 
 def _compute_busy_time(work: pl.DataFrame, boundaries: Ints) -> tuple[Ints, pl.DataFrame]:
-    """What a device does: the sums of its three busy classes at each moment, and its work as
+    """Returns the sums of the three busy classes of a device at each moment, and its work as
     details.
     """
     start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
@@ -233,8 +239,8 @@ def _compute_busy_time(work: pl.DataFrame, boundaries: Ints) -> tuple[Ints, pl.D
 
 
 def _classify_main_thread_time(trace: Trace, start: Ints, end: Ints) -> pl.DataFrame:
-    """start_ns (of the stretch), duration_ns, cause, name: what the main thread did in each
-    stretch.
+    """Returns start_ns (of the interval), duration_ns, cause, name: the activity of the main thread
+    in each interval.
     """
     lane = find_main_lane(trace)
     if lane is None or not start.size:
@@ -268,11 +274,13 @@ NON_EMBEDDING_PATTERN = r"(?i)rotary|rope|position"
 
 
 def compute_step_loads(traces: Sequence[Trace], calls: pl.DataFrame) -> pl.DataFrame:
-    """The load of each step of each trace; one row with step null for a trace without steps.
+    """Returns the load of each step of each trace; one row with step null for a trace without
+    steps.
 
     Args:
-        traces: Traces.
-        calls: Their communication, of `collectives(...).calls` (`stacked`).
+        traces: The traces.
+        calls: Their communication, `collectives(...).calls` with `trace` (see
+            `traceloom.trace.batch`).
 
     Returns:
         trace, step, compute_ns (sum of compute kernels launched in the step), embedding_ns (of
@@ -309,7 +317,7 @@ def compute_step_loads(traces: Sequence[Trace], calls: pl.DataFrame) -> pl.DataF
                 pl.when(~unstepped[part[TRACE_COLUMN]]).then("step").alias("step")
             )
         values = [name for name in rows.columns if name not in {TRACE_COLUMN, "step"}]
-        # a sum that lacks a value is not known
+        # A sum that lacks a value is unknown.
         null_if_incomplete = [add_up_or_null(name) for name in values]
         sums = rows.group_by(TRACE_COLUMN, "step").agg(
             [pl.col("memory_bytes").max()] if part is memory else null_if_incomplete
@@ -333,8 +341,8 @@ def _match_embedding_names(vocabulary: Vocabulary) -> NDArray[np.bool_]:
 
 
 def _mark_embedding_work(trace: Trace, work: pl.DataFrame) -> NDArray[np.bool_]:
-    """Which pieces of work are of embedding tables, by name or because the op that launched them
-    lies inside one.
+    """Returns which pieces of work are of embedding tables, by name or because the op that launched
+    them lies inside one.
     """
     vocabulary = build_vocabulary(trace)
     name_matches: NDArray[np.bool_] = _match_embedding_names(vocabulary)[
@@ -344,7 +352,7 @@ def _mark_embedding_work(trace: Trace, work: pl.DataFrame) -> NDArray[np.bool_]:
 
 
 def _mark_work_inside_embedding_ops(trace: Trace, op: pl.Series) -> NDArray[np.bool_]:
-    """Whether the op that launched each piece of work lies inside an op of embedding tables
+    """Returns whether the op that launched each piece of work lies inside an op of embedding tables
     (index_select does).
     """
     tree, vocabulary = build_forest(trace), build_vocabulary(trace)
@@ -370,7 +378,9 @@ def _mark_work_inside_embedding_ops(trace: Trace, op: pl.Series) -> NDArray[np.b
 
 
 def _count_tokens(trace: Trace) -> pl.DataFrame:
-    """step, tokens: how many indices each lookup in the largest table of `aten::embedding` takes."""
+    """Returns step, tokens: how many indices each lookup in the largest table of `aten::embedding`
+    takes.
+    """
     is_op = get_event_column(trace, "category") == cat.CATEGORIES.index(cat.OP)
     lookup_rows = np.flatnonzero(is_op & build_vocabulary(trace).events(r"^aten::embedding$"))
     if not lookup_rows.size:
@@ -417,19 +427,20 @@ STAGE_TIMES_SCHEMA = build_schema(
 
 @dataclass(frozen=True)
 class RankPart:
-    """One rank of a job; everything else of its trace may be forgotten.
+    """The part of one rank that comparisons need; its trace may be dropped.
 
     Attributes:
-        rank: Its rank; None where the file does not say.
-        host: Its host; None where the file does not say.
+        rank: Its rank; None where the file does not state it.
+        host: Its host; None where the file does not state it.
         world_size: Ranks of the job, where known.
-        calls: Its communication, of `collectives(...).calls`.
+        calls: Its communication, `collectives(...).calls`.
         groups: The groups that its file lists.
         steps: step, name, start_ns, end_ns, complete.
-        ledger: What it did up to each of its communications.
-        load: What it had to do, per step (`load_per_step`).
-        link: What joins its device with others of its host, by the device's name; None where it is not known.
-        stages: When it computed, sent and received, per step (`stage_times`).
+        ledger: Its time breakdown up to each of its communications.
+        load: Its load per step (`compute_step_loads`).
+        link: The link between its device and others of its host, by the device's name; None where
+            it is not known.
+        stages: When it computed, sent and received, per step (`measure_stage_times`).
     """
 
     rank: int | None
@@ -445,7 +456,7 @@ class RankPart:
 
 
 def rank_part(trace: Trace) -> RankPart:
-    """Take from a trace what a comparison of ranks needs; remembered as long as the trace lives,
+    """Extracts from a trace what a comparison of ranks needs; cached as long as the trace lives,
     since it is small.
     """
     number = id(trace)
@@ -488,8 +499,8 @@ def _summarize_ranks(traces: Sequence[Trace]) -> Iterable[RankPart]:
 
 
 def compute_step_breakdown(part: RankPart) -> pl.DataFrame:
-    """step, class, ns: the account of each step of a rank; the classes of a step add up to its
-    length.
+    """Returns step, class, ns: the account of each step of a rank; the classes of a step add up to
+    its length.
     """
     steps = part.steps.filter(pl.col("end_ns") > pl.col("start_ns"))
     first, last = (part.ledger.at(steps[name].to_numpy()) for name in ("start_ns", "end_ns"))
@@ -506,8 +517,8 @@ def compute_step_breakdown(part: RankPart) -> pl.DataFrame:
 
 
 def measure_stage_times(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
-    """When a rank computed in each step in which it sends or receives (step null for a trace
-    without steps).
+    """Measures when a rank computed in each step in which it sends or receives (step null for a
+    trace without steps).
 
     Returns:
         step, first_ns and last_ns (first start and last end of compute launched in the step),

@@ -1,9 +1,9 @@
-"""Sequences that occur again and again in a row of numbers, in n log n time.
+"""Repeated sequences in an array of numbers, found in n log n time.
 
-A *maximal repeat* is a stretch of at least two occurrences that can be made longer on neither side
-without losing one. All of them follow from the sorted suffixes: by prefix doubling the suffixes are
-sorted, their common prefixes and the intervals of equal prefixes follow, all with array operations
-and no step per element.
+A *maximal repeat* is a sequence with at least two occurrences that cannot be extended on either
+side without losing one. All of them follow from the sorted suffixes: by prefix doubling the
+suffixes are sorted, then their common prefixes and the intervals of equal prefixes are computed,
+all with array operations and no step per element.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from traceloom.trace.array_types import Bools, Ints
 
-_MAX_CANDIDATES = 200  # repeats that are looked at closely, by what they seem to cover
+_MAX_CANDIDATES = 200  # repeats that are evaluated in detail, by their approximate coverage
 
 
 class Repeats(Struct, frozen=True):
@@ -22,7 +22,7 @@ class Repeats(Struct, frozen=True):
 
     Attributes:
         order: Positions of the suffixes, sorted; shape (n,).
-        low: First place in `order` of the occurrences of each repeat.
+        low: First index in `order` of the occurrences of each repeat.
         count: Number of occurrences; they may overlap.
         length: Length.
     """
@@ -33,16 +33,17 @@ class Repeats(Struct, frozen=True):
     length: Ints
 
     def occurrences(self, repeat: int) -> Ints:
-        """Where a repeat begins, ascending."""
+        """Returns where a repeat begins, ascending."""
         low = int(self.low[repeat])
         return np.sort(self.order[low : low + int(self.count[repeat])])
 
 
 def find_maximal_repeats(codes: Ints, shortest: int, longest: int) -> Repeats:
-    """All maximal repeats of a row of numbers with `shortest <= length <= longest`.
+    """Returns all maximal repeats of an array of numbers with `shortest <= length <= longest`.
 
     Args:
-        codes: Numbers >= 0; negative numbers are borders: no repeat crosses one, and no two borders are equal.
+        codes: Numbers >= 0; negative numbers are borders: no repeat crosses one, and no two borders
+            are equal.
         shortest: At least 1.
         longest: At least `shortest`.
     """
@@ -53,7 +54,7 @@ def find_maximal_repeats(codes: Ints, shortest: int, longest: int) -> Repeats:
     numbers = codes.astype(np.int64)
     border = np.flatnonzero(numbers < 0)
     numbers[border] = numbers.max(initial=0) + 1 + np.arange(border.size)
-    # ranks of the stretches of length 1, 2, 4, ... from every position, until all differ
+    # Ranks of the sequences of length 1, 2, 4, ... from every position, until all differ.
     levels = [np.unique(numbers, return_inverse=True)[1].astype(np.int64)]
     reach = 1
     while reach < size and int(levels[-1].max()) < size - 1:
@@ -64,8 +65,8 @@ def find_maximal_repeats(codes: Ints, shortest: int, longest: int) -> Repeats:
         )
         reach *= 2
     order = np.argsort(levels[-1], kind="stable")
-    # length of the common prefix of each suffix with the one sorted before it; shape (n,), 0 for
-    # the first
+    # Length of the common prefix of each suffix with the one sorted before it; shape (n,), 0 for
+    # the first.
     suffix, following = order[:-1].copy(), order[1:].copy()
     for level in range(len(levels) - 1, -1, -1):
         in_text = (suffix < size) & (following < size)
@@ -84,7 +85,9 @@ def find_maximal_repeats(codes: Ints, shortest: int, longest: int) -> Repeats:
 
 
 def _find_intervals(common: Ints, shortest: int, longest: int) -> tuple[Ints, Ints, Ints]:
-    """Places in the order that share a prefix which no neighbour shares: first, last, its length."""
+    """Returns intervals in the order that share a prefix which no neighbour shares: first, last,
+    its length.
+    """
     rows = np.flatnonzero((common >= shortest) & (common <= longest))
     if not rows.size:
         return rows, rows, rows
@@ -96,7 +99,7 @@ def _find_intervals(common: Ints, shortest: int, longest: int) -> tuple[Ints, In
         tables.append(np.minimum(tables[-1][:-half], tables[-1][half:]))
     for level in range(len(tables) - 1, -1, -1):
         width, table = 1 << level, tables[level]
-        # as long as a block of this width beside the interval shares the prefix, take it in
+        # While a block of this width next to the interval shares the prefix, include it.
         start = first - width
         can_extend = start >= 1
         can_extend[can_extend] = table[start[can_extend]] >= length[can_extend]
@@ -110,23 +113,20 @@ def _find_intervals(common: Ints, shortest: int, longest: int) -> tuple[Ints, In
 
 
 def drop_overlapping(start: Ints, length: int) -> Ints:
-    """The occurrences that are left when, from the first on, each that overlaps the last kept one
-    is dropped.
-    """
+    """Drops each occurrence, from the first on, that overlaps the last kept one."""
     if start.size < 2 or int((start[1:] - start[:-1]).min()) >= length:
         return start
     jump = np.append(np.searchsorted(start, start + length), start.size)
     retained = np.zeros(1, dtype=np.int64)
-    while (
-        retained[-1] < start.size
-    ):  # each round doubles the number of kept ones: those of the rounds before, then theirs
+    # Each round doubles the number of kept ones: those of the rounds before, then theirs
+    while retained[-1] < start.size:
         retained = np.concatenate([retained, jump[retained]])
         jump = jump[jump]
     return start[retained[retained < start.size]]
 
 
 def is_periodic(codes: Ints) -> bool:
-    """Whether a sequence is a shorter one, two times or more (the last time perhaps in part)."""
+    """Whether a sequence is a shorter one, two times or more (the last time possibly in part)."""
     size = codes.size
     return any(
         (codes[period:] == codes[: size - period]).all() for period in range(1, size // 2 + 1)
@@ -136,21 +136,21 @@ def is_periodic(codes: Ints) -> bool:
 def select_repeats(
     codes: Ints, repeats: Repeats, weight: Ints, min_count: int, limit: int, *, shortest: int = 2
 ) -> list[tuple[Ints, int]]:
-    """The repeats that say most, none of which only repeats what others say.
+    """Selects the most informative repeats, none of which only repeats others.
 
-    In the order of the weight they cover, less the share of one of each (so that a long sequence
-    comes before a frequent pair in it; of equals the shorter first), they are taken as long as they
-    occur `min_count` times without overlap, are not periodic, and at least half of what they cover
-    is new. A repeat whose occurrences overlap (the last kernels of a layer are the first of the
-    next) is cut to the distance of its occurrences, where it then covers more.
+    They are taken in order of the weight they cover, less the share of one of each (so that a long
+    sequence comes before a frequent pair in it; of equals the shorter first), as long as they occur
+    `min_count` times without overlap, are not periodic, and at least half of what they cover is
+    new. A repeat whose occurrences overlap (the last kernels of a layer are the first of the next)
+    is cut to the distance of its occurrences, where it then covers more.
 
     Args:
-        codes: The row of numbers.
+        codes: The array of numbers.
         repeats: Its repeats.
         weight: Weight of each number (time), shape (n,).
-        min_count: Least number of occurrences that do not overlap.
-        limit: How many to take.
-        shortest: Least length of one that is cut.
+        min_count: Minimum number of occurrences that do not overlap.
+        limit: Maximum number of repeats.
+        shortest: Minimum length of one that is cut.
 
     Returns:
         Starts of the occurrences, ascending and without overlap, and the length of each repeat.
@@ -165,9 +165,8 @@ def select_repeats(
     for index in order.tolist():
         start, length = repeats.occurrences(index), int(repeats.length[index])
         starts = drop_overlapping(start, length)
-        if (
-            starts.size < start.size
-        ):  # they overlap: of the whole length, or cut to their distance, what covers more
+        # They overlap: the whole length, or cut to their distance, whichever covers more
+        if starts.size < start.size:
             distance = int(np.diff(start).min())
             short = drop_overlapping(start, distance)
             if distance >= shortest and short.size * distance > starts.size * length:
@@ -199,7 +198,7 @@ _HASH_FACTOR = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
 
 
 class StretchNumbers:
-    """Numbers for stretches of a row of numbers: equal stretches have equal ones, others almost
+    """Hashes of sub-sequences of an array of numbers: equal ones have equal hashes, others almost
     surely not.
     """
 
@@ -216,8 +215,8 @@ class StretchNumbers:
         self._sums = np.append(np.zeros(1, dtype=np.uint64), sums)
 
     def number(self, start: Ints, length: Ints | int) -> NDArray[np.uint64]:
-        """The number of each stretch; it does not depend on where the stretch stands, nor on the
-        row around it.
+        """Returns the hash of each sub-sequence, independent of its position and of its
+        surroundings.
         """
         with np.errstate(over="ignore"):
             numbers: NDArray[np.uint64] = (
@@ -227,7 +226,7 @@ class StretchNumbers:
 
 
 def find_occurrences(pattern: Ints, codes: Ints) -> Ints:
-    """Where all of one row stands in another, ascending, in linear time."""
+    """Returns where the whole of one array occurs in another, ascending, in linear time."""
     last = codes.size - pattern.size
     if not pattern.size or last < 0:
         return np.zeros(0, dtype=np.int64)

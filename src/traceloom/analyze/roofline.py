@@ -1,4 +1,6 @@
-"""How close does the work come to what the device could do? FLOPs, bytes, roofline, MFU and HFU."""
+"""Roofline of a run: FLOPs and bytes of the modelled work against the peaks of its devices, with
+MFU and HFU.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ QUANTITIES = (
     "mfu",
     "hfu",
 )
-"""What `spread` tells: per step, over the whole steps."""
+"""The quantities of `spread`: per step, over the whole steps."""
 
 
 @dataclass(frozen=True)
@@ -64,26 +66,29 @@ class Roofline(Result):
     `rank`.
 
     Attributes:
-        operators: One row per modelled operator, shapes and types, the longest first. `count` calls; `total_ns` is the
-            sum of the GPU work of the calls, `fraction` its share of all GPU work. In a trace
-            without a device (`timed_on` is `host`) it is the host time of the calls; null where
-            `timed_on` is `nothing`, because the device's work is not recorded. `intensity` is FLOPs
-            per byte; `flop_rate` and `byte_rate` what was achieved. `arithmetic` is the element
-            type whose peak was used, `evidence` how that is known: `recorded type`, `kernel name`
-            (tf32 against fp32), `assumed` (fp32 where the kernel's name does not tell).
-            `roofline_ns` is the time at the peaks, `roofline_fraction` its share of `total_ns`
-            (above 1: the data came from a cache), `bound` what limits it; the four are null where
-            the peaks are unknown.
-        steps: One row per step: `duration_ns`; `gpu_ns` (sum of the GPU work that runs in it), `modelled_ns` and its
-            fraction; `flops` and `bytes` of all modelled work that it launched, `hardware_flops` of
-            its matrix work, `model_flops` the same without what repeats the forward pass;
-            `roofline_ns` of the work on the roofline that runs in it, `rest_ns` the time in which
-            only other GPU work runs, `roofline_fraction` their sum over the step, `placed_fraction`
-            the share of GPU work on the roofline; `mfu` and `hfu`: time that model and hardware
-            FLOPs need at their peaks, over the step. `reason` says why a value is null.
+        operators: One row per modelled operator, shapes and types, the longest first. `count`
+            calls; `total_ns` is the sum of the GPU work of the calls, `fraction` its share of all
+            GPU work. In a trace without a device (`timed_on` is `host`) it is the host time of the
+            calls; null where `timed_on` is `nothing`, because the device's work is not recorded.
+            `intensity` is FLOPs per byte; `flop_rate` and `byte_rate` are the achieved rates.
+            `arithmetic` is the element type whose peak was used, `evidence` how that is known:
+            `recorded type`, `kernel name` (tf32 against fp32), `assumed` (fp32 where the kernel's
+            name does not show it). `roofline_ns` is the time at the peaks, `roofline_fraction` its
+            share of `total_ns` (above 1: the data came from a cache), `bound` what limits it; the
+            four are null where the peaks are unknown.
+        steps: One row per step: `duration_ns`; `gpu_ns` (sum of the GPU work that runs in it),
+            `modelled_ns` and its fraction; `flops` and `bytes` of all modelled work that it
+            launched, `hardware_flops` of its matrix work, `model_flops` the same without what
+            repeats the forward pass; `roofline_ns` of the work on the roofline that runs in it,
+            `rest_ns` the time in which only other GPU work runs, `roofline_fraction` their sum over
+            the step, `placed_fraction` the share of GPU work on the roofline; `mfu` and `hfu`: time
+            that model and hardware FLOPs need at their peaks, over the step. `reason` says why a
+            value is null.
         whole: The same once per trace, over the time from the first to the last GPU work.
-        spread: Per step: mean, min and max over the whole steps of each quantity (see `QUANTITIES`).
-        unmodelled: GPU work without a model by operator (without one, by kernel), with the reason; the longest first.
+        spread: Per step: mean, min and max over the whole steps of each quantity (see
+            `QUANTITIES`).
+        unmodelled: GPU work without a model by operator (without one, by kernel), with the reason;
+            the longest first.
         devices: The devices with GPU work and the peaks used, or why there are none.
         timed_on: `gpu`, `host`, or `nothing`.
     """
@@ -105,16 +110,16 @@ class Roofline(Result):
 def roofline(
     run: Trace | Session, peak: PeakSpec = None, capture: Session | Trace | None = None
 ) -> Roofline:
-    """Compare the modelled work of a trace, or of all ranks of a session, with the peaks of its
+    """Compares the modelled work of a trace, or of all ranks of a session, with the peaks of its
     devices.
 
     Args:
         run: A checked trace or a session.
-        peak: Peaks to use instead of those of the devices' names: a device's name (`H100 SXM`), numbers
-            (`bf16=989e12,memory=3.35e12`, or such a mapping), or a `Peak`.
-        capture: The recording of the capture of its CUDA or HIP graphs, or of the same model without graphs (of a
-            session the trace of the same rank, else the first): it tells which operators the
-            replays run, and on what.
+        peak: Peaks to use instead of those of the devices' names: a device's name (`H100 SXM`),
+            numbers (`bf16=989e12,memory=3.35e12`, or such a mapping), or a `Peak`.
+        capture: The recording of the capture of its CUDA or HIP graphs, or of the same model
+            without graphs (of a session the trace of the same rank, else the first): it provides
+            the operators of the replays, and their inputs.
 
     Raises:
         UsageError: slugs `no-such-device`, `bad-peak`.
@@ -127,7 +132,7 @@ def roofline(
 
 
 def merge_ranks(parts: Sequence[Roofline]) -> Roofline:
-    """The results of several ranks as one, rank after rank."""
+    """Merges the results of several ranks, rank after rank."""
     frames = {
         field.name: pl.concat([getattr(part, field.name) for part in parts])
         for field in fields(Roofline)
@@ -146,12 +151,12 @@ def _compute_roofline(
 ) -> list[Roofline]:
     placements = [place_on_roofline(trace, peak, capture) for trace in traces]
     utilised = compute_utilisation(traces, placements)
-    # over the whole steps in which the quantity is known; no row where none is
+    # Over the whole steps in which the quantity is known; no row where none is.
     step_rows = concatenate_by_trace(steps for steps, _ in utilised).filter("complete")
     quantities = split_by_trace(
         step_rows.select(TRACE_COLUMN, pl.col(QUANTITIES).cast(pl.Float64)), traces
     )
-    # GPU work that no modelled call owns, with the first reason that holds
+    # GPU work that no modelled call owns, with the first reason that holds.
     all_work = select_gpu_work_with_steps(traces).with_columns(
         link=pl.Series(np.concatenate([placed.modelled.link for placed in placements])),
         owner=pl.Series(np.concatenate([placed.modelled.work_owner for placed in placements])),
@@ -326,16 +331,16 @@ def _summarize_operators(
 def select_modelled_work(
     trace: Trace, peak: PeakSpec = None, capture: Trace | None = None
 ) -> pl.DataFrame:
-    """The GPU work that a model of its operator covers, with its share of the operator's FLOPs and
-    bytes.
+    """Returns the GPU work that a model of its operator covers, with its share of the operator's
+    FLOPs and bytes.
 
-    An operator that launches several kernels shares its FLOPs, bytes and roofline time over them by
-    their durations; the shares add up to the operator's exactly.
+    The FLOPs, bytes and roofline time of an operator that launches several kernels are divided
+    among them by their durations; the shares add up to the operator's exactly.
 
     Args:
         trace: A checked trace.
-        peak: Peaks to use instead of those of the device's name: a device's name, `bf16=989e12,memory=3.35e12`, a
-            mapping of such numbers, or a `Peak`.
+        peak: Peaks to use instead of those of the device's name: a device's name,
+            `bf16=989e12,memory=3.35e12`, a mapping of such numbers, or a `Peak`.
         capture: As for `roofline`.
 
     Returns:
@@ -351,15 +356,16 @@ def select_modelled_work(
 
 @cache_last_result
 def _split_over_kernels(trace: Trace, placement: PlacedCalls) -> pl.DataFrame:
-    """The shares of the work of each call; another peak, capture or model places the calls anew."""
+    """Returns the shares of the work of each call; another peak, capture or model places the calls
+    anew.
+    """
     work = placement.work
     position = work["position"].to_numpy()
     order = np.argsort(position, kind="stable")  # the work of a call together, each call's in order
     position, ns = position[order], work["ns"].to_numpy()[order]
     opens = np.flatnonzero(np.append(True, position[1:] != position[:-1])[: position.size])
-    call_start = np.repeat(
-        opens, np.diff(np.append(opens, position.size))
-    )  # first work of its call
+    # First work of its call
+    call_start = np.repeat(opens, np.diff(np.append(opens, position.size)))
     sums = np.cumsum(ns) - ns
     rows = pl.DataFrame(
         {
@@ -378,7 +384,7 @@ def _split_over_kernels(trace: Trace, placement: PlacedCalls) -> pl.DataFrame:
         how="left",
         maintain_order="left",
     )
-    # Which part of its call is done after each piece of work: by time, by count where no time is
+    # The part of its call that is done after each piece of work: by time, by count where no time is
     # recorded.
     has_time = pl.col("gpu_ns") > 0
     part = (
@@ -392,7 +398,7 @@ def _split_over_kernels(trace: Trace, placement: PlacedCalls) -> pl.DataFrame:
         (shares * pl.col("done")).round(0).cast(pl.Int64),
     )
     until = pl.when(pl.col("done") >= 1.0).then(total).otherwise(running)
-    # differences of the rounded running share, so that the sum is exact
+    # Differences of the rounded running share, so that the sum is exact.
     rows = rows.with_columns(done=part).with_columns(
         until - pl.when("opens").then(0).otherwise(until.shift(1))
     )

@@ -1,4 +1,4 @@
-"""Step times; cutting at steps; mean, least and most per step."""
+"""Step times, cuts at the bounds of steps, and spreads (mean, min and max) per step."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ class StepTimes(Result):
     any.
 
     Attributes:
-        steps: step, name, start_ns, duration_ns (to the start of the next step), complete, lag_ns (from the end of the
-            step to the end of the last GPU work launched in it, 0 where that ended before; null
-            without GPU work), launch_count (calls in the step that submitted GPU work).
+        steps: step, name, start_ns, duration_ns (to the start of the next step), complete, lag_ns
+            (from the end of the step to the end of the last GPU work launched in it, 0 where that
+            ended before; null without GPU work), launch_count (calls in the step that submitted GPU
+            work).
         count: Number of complete steps.
         median_ns: Median duration, rounded down.
         min_ns: Shortest.
@@ -60,11 +61,12 @@ def has_request_steps(trace: Trace) -> bool:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The whole trace, cut at the bounds of its steps: disjoint, sorted, without holes.
+    """The whole trace, cut at the bounds of its steps: disjoint, sorted, without gaps.
 
     Attributes:
         row: Row of `trace.steps` for each tile; -1 outside all steps.
-        spans: Start and end of each tile. (Neighbours touch, unlike in other Spans; `overlaps` allows that.)
+        spans: Start and end of each tile. (Neighbours touch, unlike in other Spans; `find_overlaps`
+            allows that.)
     """
 
     row: Ints
@@ -72,7 +74,7 @@ class Tiles:
 
 
 def build_tiles(trace: Trace) -> Tiles:
-    """Cut the time of the trace, first start to last end, at its steps.
+    """Cuts the time of the trace, first start to last end, at its steps.
 
     Steps that overlap are cut at the next start.
     """
@@ -95,7 +97,7 @@ def build_tiles(trace: Trace) -> Tiles:
 
 @cache_per_trace
 def step_times(trace: Trace) -> StepTimes:
-    """Durations of the steps, their spread, and the lag of the GPU behind each."""
+    """Returns durations of the steps, their spread, and the lag of the GPU behind each."""
     return _compute_step_times(trace)
 
 
@@ -147,7 +149,7 @@ NO_STEP = np.int64(-(2**31))
 
 
 class CutStretches(Struct, frozen=True):
-    """Stretches cut into pieces; `source` is the index of the stretch each piece comes from."""
+    """Intervals cut into pieces; `source` is the index of the interval each piece comes from."""
 
     source: Ints
     start_ns: Ints
@@ -155,7 +157,9 @@ class CutStretches(Struct, frozen=True):
 
 
 def cut(start_ns: Ints, end_ns: Ints, at_ns: Ints) -> CutStretches:
-    """Cut every stretch [start, end) at the sorted instants `at_ns` that lie strictly inside it."""
+    """Cuts every interval [start, end) at the sorted instants `at_ns` that lie strictly inside
+    it.
+    """
     first = np.searchsorted(at_ns, start_ns, side="right")
     last = np.searchsorted(at_ns, end_ns, side="left")
     cut_count = np.maximum(last - first, 0)
@@ -175,10 +179,10 @@ def cut(start_ns: Ints, end_ns: Ints, at_ns: Ints) -> CutStretches:
 
 
 def split_at_steps(trace: Trace, start_ns: Ints, end_ns: Ints) -> tuple[CutStretches, Ints]:
-    """Cut every stretch at the bounds of steps; the pieces, and the step of each (NO_STEP outside
-    all steps).
+    """Cuts every interval at the bounds of steps; returns the pieces, and the step of each (NO_STEP
+    outside all steps).
 
-    The stretches lie in the trace's window and are not empty; whole ones come first, in their
+    The intervals lie in the trace's window and are not empty; whole ones come first, in their
     order.
     """
     plan = build_tiles(trace)
@@ -205,7 +209,7 @@ def split_at_steps(trace: Trace, start_ns: Ints, end_ns: Ints) -> tuple[CutStret
 
 
 def contains(spans: Spans, time_ns: Ints) -> Bools:
-    """Which instants lie in a set of time."""
+    """Returns which instants lie in a set of time."""
     if not spans.start.size:
         return np.zeros(time_ns.size, dtype=np.bool_)
     index = np.searchsorted(spans.start, time_ns, side="right") - 1
@@ -214,20 +218,20 @@ def contains(spans: Spans, time_ns: Ints) -> Bools:
 
 @cache_per_trace
 def select_whole_steps(trace: Trace) -> pl.DataFrame:
-    """The steps that a spread is taken over: step (Int32), how `many` there are; all that are
-    recorded completely.
+    """Returns the completely recorded steps, which a spread is computed over: step (Int32), how
+    `many` there are.
     """
     return trace.steps.filter("complete").select("step", many=pl.len())
 
 
 def summarize_durations(ns: pl.Expr) -> list[pl.Expr]:
-    """Number, sum, mean (rounded down), least and most of the durations in a group."""
+    """Returns number, sum, mean (rounded down), min and max of the durations in a group."""
     values = {"total": ns.sum(), "mean": ns.sum() // pl.len(), "min": ns.min(), "max": ns.max()}
     return [pl.len().alias("count"), *(value.alias(f"{name}_ns") for name, value in values.items())]
 
 
 def build_spread_schema(*values: str) -> pl.Schema:
-    """The columns that `per_step` gives for these values, without the keys."""
+    """Returns the columns that `summarize_per_step` adds for these values, without the keys."""
     return build_schema(
         *(f"{statistic}_{value}" for value in values for statistic in ("mean", "min", "max")),
         "step_count",
@@ -237,15 +241,17 @@ def build_spread_schema(*values: str) -> pl.Schema:
 def summarize_per_step(
     frame: pl.DataFrame, keys: Sequence[str], values: Sequence[str], steps: pl.DataFrame
 ) -> pl.DataFrame:
-    """Sums per key and step, told as mean, least and most over the steps.
+    """Returns mean, min and max over the steps of the sums per key and step.
 
     Args:
-        frame: Rows with the `keys`, a column `step` (null outside all steps; such rows are left out) and `values`.
-        keys: What a row of the answer stands for.
-        values: Integer columns to add up, each named `something_ns`, `something_bytes` or `something_count`.
-        steps: Of `whole_steps`. A step in which a key does not occur counts as 0, because there it was not done. Of
-            several traces (`stacked`) the frame has the column `trace`, too, which is one of the
-            keys.
+        frame: Rows with the `keys`, a column `step` (null outside all steps; such rows are left
+            out) and `values`.
+        keys: The columns that identify a row of the result.
+        values: Integer columns to add up, each named `something_ns`, `something_bytes` or
+            `something_count`.
+        steps: The result of `select_whole_steps`. A step in which a key does not occur counts as 0.
+            With the steps of several traces the frame has the column `trace`, too, which is one of
+            the keys.
 
     Returns:
         The keys, then for every value `mean_<value>` (Float64), `min_<value>` and `max_<value>`

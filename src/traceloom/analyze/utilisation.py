@@ -1,4 +1,4 @@
-"""FLOPs, roofline, MFU and HFU of steps."""
+"""Utilisation of steps: FLOPs, roofline, MFU and HFU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from traceloom.trace.trace import Trace
 MATRIX_KINDS = ("gemm", "attention", "convolution")
 MAX_UNMODELLED_SHARE = 0.05
 """Share of the GPU work launched in a step that unmodelled matrix work may take before MFU and HFU
-are not told.
+are withheld.
 """
 
 _HIDDEN_REASON = (
@@ -41,11 +41,11 @@ STEPS = build_schema(
 def compute_utilisation(
     traces: Sequence[Trace], placed: Sequence[PlacedCalls]
 ) -> list[tuple[pl.DataFrame, pl.DataFrame]]:
-    """Of each trace (steps, whole): one row per step, and one row for the whole trace, from its
-    first to its last GPU work.
+    """Returns for each trace (steps, whole): one row per step, and one row for the whole trace,
+    from its first to its last GPU work.
 
     FLOPs belong to the step that launched them; times are those of the GPU work that runs in the
-    step. Columns as `STEPS`; see `Roofline` for what they mean.
+    step. Columns as `STEPS`; see `Roofline` for their meaning.
     """
     work = _collect_work(traces, placed)
     repeated, in_steps = [], []
@@ -56,8 +56,8 @@ def compute_utilisation(
         repeats, reason = _find_repeated_calls(trace, trace_calls)
         repeated.append(repeats)
         facts.append((trace_calls.known, len(trace_calls.devices), reason))
-        # the work cut at the bounds of steps, with the step in which each piece runs; null outside
-        # all steps
+        # The work cut at the bounds of steps, with the step in which each piece runs; null outside
+        # all steps.
         long = trace_work.filter(pl.col("ns") > 0)
         step_spans, step = split_at_steps(
             trace, long["start_ns"].to_numpy(), long["end_ns"].to_numpy()
@@ -83,8 +83,8 @@ def compute_utilisation(
     calls = concatenate_by_trace(placed_calls.calls for placed_calls in placed).with_columns(
         again=pl.Series(np.concatenate(repeated))
     )
-    # the whole trace is the row without a step: all rows count in it, not those outside all steps
-    # alone
+    # The whole trace is the row without a step: all rows count in it, not only those outside all
+    # steps.
     everywhere = pl.lit(None, pl.Int32).alias("step")
     run_work = work.with_columns(everywhere)
     calls, launched, running = (
@@ -104,9 +104,8 @@ def compute_utilisation(
 
 
 def _find_repeated_calls(trace: Trace, placed: PlacedCalls) -> tuple[Bools, str | None]:
-    """Which modelled calls repeat forward work inside the backward pass (activation checkpointing);
-    shape (calls,). And why nobody can tell which FLOPs repeat the forward pass, where that is
-    so.
+    """Returns which modelled calls repeat forward work inside the backward pass (activation
+    checkpointing), shape (calls,); and the reason where that is unknown.
     """
     vocabulary, recomputed = build_vocabulary(trace), find_recomputed_work(trace)
     repeated = np.zeros(placed.calls.height, dtype=np.bool_)
@@ -139,8 +138,8 @@ def _find_repeated_calls(trace: Trace, placed: PlacedCalls) -> tuple[Bools, str 
 
 
 def _collect_work(traces: Sequence[Trace], placed: Sequence[PlacedCalls]) -> pl.DataFrame:
-    """All GPU work: trace, device, step of its launch, start_ns, end_ns, ns, modelled, placed,
-    roofline density, matrix.
+    """Returns all GPU work: trace, device, step of its launch, start_ns, end_ns, ns, modelled,
+    placed, roofline density, matrix.
     """
     owner = np.concatenate([placed_calls.modelled.work_owner for placed_calls in placed])
     density = pl.when(pl.col("gpu_ns") > 0).then(pl.col("roofline_ns") / pl.col("gpu_ns"))
@@ -167,8 +166,8 @@ def _collect_work(traces: Sequence[Trace], placed: Sequence[PlacedCalls]) -> pl.
 
 
 def _compute_sums(calls: pl.DataFrame, launched: pl.DataFrame, work: pl.DataFrame) -> pl.DataFrame:
-    """Per trace and step the FLOPs of the calls that it launched, and the times of the `work` that
-    runs in it.
+    """Returns per trace and step the FLOPs of the calls that it launched, and the times of the
+    `work` that runs in it.
     """
     keys = [TRACE_COLUMN, "step"]
     ideal = pl.col("compute_ns")
@@ -195,7 +194,7 @@ def _compute_sums(calls: pl.DataFrame, launched: pl.DataFrame, work: pl.DataFram
         launched_ns=pl.col("ns").sum(),
         unmodelled_matrix_ns=pl.col("ns").filter(pl.col("matrix") & ~pl.col("modelled")).sum(),
     )
-    # the time in which any of the work runs, per device, added over devices
+    # The time in which any of the work runs, per device, summed over devices.
     new = {
         name: (end - pl.max_horizontal(start, end.cum_max().shift(1))).clip(lower_bound=0).sum()
         for name, (start, end) in {
@@ -221,12 +220,13 @@ def _compute_sums(calls: pl.DataFrame, launched: pl.DataFrame, work: pl.DataFram
 def _compute_fractions(
     bounds: pl.DataFrame, sums: pl.DataFrame, trace_facts: pl.DataFrame
 ) -> pl.DataFrame:
-    """Fractions of the step, each null with a reason where it cannot be computed.
+    """Returns fractions of the step, each null with a reason where it cannot be computed.
 
     Args:
-        bounds: Of all steps: trace, step, duration_ns, complete.
-        sums: Of `_sums`.
-        trace_facts: One row per trace: known (whether there are peaks), device_count, why (see `_repeated`).
+        bounds: All steps: trace, step, duration_ns, complete.
+        sums: The result of `_compute_sums`.
+        trace_facts: One row per trace: known (whether there are peaks), device_count, why (see
+            `_find_repeated_calls`).
     """
     counts = [name for name in sums.columns if name.endswith(("_ns", "flops", "bytes"))]
     rows = (
@@ -237,7 +237,7 @@ def _compute_fractions(
         .with_columns(pl.col(counts).fill_null(0), pl.col("matrix_unknown").fill_null(value=False))
     )
     long = pl.col("duration_ns") > 0
-    # a step that launched nothing did no FLOPs; for one whose work has no model they are unknown
+    # A step that launched nothing did no FLOPs; for one whose work has no model they are unknown.
     counted = pl.col("calls").is_not_null() | (
         (pl.col("launched_ns") == 0) & (pl.col("device_count") > 0)
     )

@@ -143,7 +143,9 @@ def _get_node_times(graph: Graph) -> tuple[Ints, Ints, Ints]:
 
 
 def compute_rank_step_keys(graph: Graph) -> Ints:
-    """Returns for each node a number that only nodes of its step on its rank have, shape (nodes,)."""
+    """Returns for each node a number that only nodes of its step on its rank have, shape
+    (nodes,).
+    """
     numbers: Ints = (
         graph.rank_numbers.astype(np.int64) * 2**32 + graph.nodes["step"].fill_null(-1).to_numpy()
     )
@@ -215,7 +217,9 @@ class Scenario:
         return self.own_plan(plan).evaluate(self.work_ns, self.delay_ns, residuals=False)
 
     def own_plan(self, plan: Plan) -> Plan:
-        """Returns the plan of its graph: this one, or where work runs beside its stream a new one."""
+        """Returns the plan of its graph: this one, or where work runs beside its stream a new
+        one.
+        """
         return plan if plan.graph is self.graph else Plan(self.graph)
 
     def apply(self, change: Change, within: Bools | None = None) -> Scenario:
@@ -308,7 +312,9 @@ def stop_waiting(out: Scenario, change: Change, selected: Bools) -> None:
 
 
 def reduce_to_median_rank(out: Scenario, change: Change, _selected: Bools) -> None:
-    """Reduces the chosen ranks' work of each name in each step to at most that of the median rank."""
+    """Reduces the chosen ranks' work of each name in each step to at most that of the median
+    rank.
+    """
     ranks = np.unique(out.graph.rank_numbers)
     late = np.isin(ranks, change.selection.ranks)
     other_ranks = ranks[~late & (ranks >= 0)].tolist()

@@ -1,4 +1,6 @@
-"""What-if analysis: a graph evaluated with changes, and sweeps of one change over several factors."""
+"""What-if analysis: a graph evaluated with changes, and sweeps of one change over several
+factors.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,8 @@ def whatif(
         UsageError: slug `nothing-chosen`: a change selects nothing in this graph.
 
     Example:
-        >>> traceloom.whatif(traceloom.load("run"), "kernels ~ gemm * 0.5").saved_ns  # doctest: +SKIP
+        >>> run = traceloom.load("run")  # doctest: +SKIP
+        >>> traceloom.whatif(run, "kernels ~ gemm * 0.5").saved_ns  # doctest: +SKIP
     """
     if isinstance(graph, Session):
         if host_ratio is None:

@@ -61,7 +61,9 @@ class SlowTransfers(Struct, frozen=True):
 
 
 def find_slow_links(context: Context) -> list[SlowTransfers]:
-    """Returns transfers that take too long, by kind and size, those that lose the most time first."""
+    """Returns transfers that take too long, by kind and size, those that lose the most time
+    first.
+    """
     # Communication whose transfer is known.
     edges = context.graph.edges
     is_transfer = pl.Series(context.graph.edges_of("rendezvous")) & edges["to_end"]

@@ -129,7 +129,9 @@ def _select_late_gaps(context: Context) -> pl.DataFrame:
 
 
 def _select_host_work_during_gaps(context: Context) -> pl.DataFrame:
-    """Returns what the launching threads do while the GPU waits for them, as `Context.stretches`."""
+    """Returns what the launching threads do while the GPU waits for them, as
+    `Context.stretches`.
+    """
     host = context.stretches(context.select_kinds(gs.HOST, gs.THINK, gs.LAUNCH))
     parts = [host.clear()]
     # Of each gap the late part, from where it begins.

@@ -255,7 +255,9 @@ def class_delays(graph: Graph) -> Ints:
 
 
 def expand_class_delays(edge_classes: EdgeClasses, median: Ints, own_times: Ints) -> Ints:
-    """Returns the constant of each edge from that of its class; `own_times` where it has no class."""
+    """Returns the constant of each edge from that of its class; `own_times` where it has no
+    class.
+    """
     constant: Ints = np.where(
         edge_classes.of >= 0, gather_rows(np.append(median, 0), edge_classes.of), own_times
     )

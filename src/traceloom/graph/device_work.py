@@ -155,7 +155,9 @@ def collect_device_work(trace: Trace, tree: HostTree) -> DeviceWork:
 
 
 class WorkTimeline:
-    """GPU work sorted for look-ups by time; every result is the number of a work, or -1 for none."""
+    """GPU work sorted for look-ups by time; every result is the number of a work, or -1 for
+    none.
+    """
 
     def __init__(self, work: DeviceWork, tree: HostTree) -> None:
         self.work = work
@@ -184,7 +186,9 @@ class WorkTimeline:
         return self._asked_streams("ended_by", lane, time)
 
     def launches_on_after(self, lane: Ints, time: Ints) -> Ints:
-        """Returns the first work of a stream that is launched at or after a time; shapes as given."""
+        """Returns the first work of a stream that is launched at or after a time; shapes as
+        given.
+        """
         return self._asked_streams("launched_after", lane, time)
 
     def _asked_streams(self, question: str, lane: Ints, time: Ints) -> Ints:

@@ -248,7 +248,9 @@ def _cut_into_slices(
 
 
 def _merge_small_slices(slices: list[LayerSlice]) -> list[LayerSlice]:
-    """Joins neighbouring slices that have few links; of the result only the bounds have a meaning."""
+    """Joins neighbouring slices that have few links; of the result only the bounds have a
+    meaning.
+    """
     joined: list[LayerSlice] = []
     for part in slices:
         if part.few and joined and joined[-1].few:
@@ -401,7 +403,9 @@ class Plan:
         return times
 
     def _pass(self, work: Ints, delay: Ints, points: Ints) -> None:
-        """Fills in the times of all points; all arguments have a row per scenario, or one for all."""
+        """Fills in the times of all points; all arguments have a row per scenario, or one for
+        all.
+        """
         plan = self._layout
         work, delay = self._padded(work), self._padded(delay)
         absent = delay < _ABSENT_LIMIT

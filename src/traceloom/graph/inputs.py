@@ -162,7 +162,7 @@ def find_inputs(*paths: AnyPath, window: Window = "timed") -> Inputs:
     return out
 
 
-# -- plain files ------------------------------------------------------------------------------------------------------
+# -- plain files -----------------------------------------------------------------------------------
 
 
 def _map_by_rank(devices: list[FileHead]) -> dict[int, FileHead]:
@@ -246,7 +246,7 @@ def _normalize_name(path: Path) -> tuple[str, ...]:
     return tuple(word for word in parts if word and word not in _KIND_WORDS)
 
 
-# -- captures ---------------------------------------------------------------------------------------------------------
+# -- captures --------------------------------------------------------------------------------------
 
 
 def _list_capture_inputs(sources: InputSet, paths: tuple[str, ...], window: Window) -> Inputs:
@@ -381,7 +381,7 @@ def _find_capture_file(directory: Path, part: Any, key: str = "file") -> Path | 
     return directory / name
 
 
-# -- what is missing --------------------------------------------------------------------------------------------------
+# -- what is missing -------------------------------------------------------------------------------
 
 
 def _add_missing_notices(out: Inputs, world: int) -> None:

@@ -347,8 +347,8 @@ def link_session(
 def _select_traces(
     session: Session, steps: tuple[int, int] | None
 ) -> tuple[list[Trace], list[Notice]]:
-    """Returns one trace per rank: with steps the first trace that has the first and the last of them;
-    one trace may not state its rank.
+    """Returns one trace per rank: with steps the first trace that has the first and the last of
+    them; one trace may not state its rank.
     """
     having = list(session.traces)
     step_label = ""
@@ -401,7 +401,9 @@ def _select_traces(
 
 
 def _link_steps(trace: Trace, first: int, last: int) -> Graph:
-    """Returns the graph of some steps; a separate function, so that the part of the trace is freed."""
+    """Returns the graph of some steps; a separate function, so that the part of the trace is
+    freed.
+    """
     bounds = trace.steps.filter(pl.col("step").is_in((first, last)))  # ascending
     part, row = _cut(trace, int(bounds["start_ns"][0]), int(bounds["end_ns"][-1]))
     graph = link_rank(part)

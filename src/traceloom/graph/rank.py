@@ -259,7 +259,9 @@ def _assemble_graph(
 def _build_nodes(
     trace: Trace, parts: RankParts, delayed: Ints, matching: Matching | None
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Returns the `nodes` and `lanes` of a rank; commands that hold their stream (`delayed`) wait."""
+    """Returns the `nodes` and `lanes` of a rank; commands that hold their stream (`delayed`)
+    wait.
+    """
     host, work, tree = parts.host, parts.work, parts.tree
     owned = host.owner >= 0
     row = np.full(host.owner.size, -1, dtype=np.int64)

@@ -16,18 +16,21 @@ FAMILY, PAGED_FAMILY = "attention", "paged attention"
 def count_unmasked_pairs(
     queries: int, keys: int, *, bottom_right: bool, left: int = -1, right: int = 0
 ) -> int:
-    """How many (query, key) pairs a causal or sliding mask leaves, exactly.
+    """Returns the exact number of (query, key) pairs that a causal or sliding mask leaves.
 
     Args:
         queries: Number of queries.
         keys: Number of keys.
-        bottom_right: The last query sees the last key (decode, chunked prefill); else the first sees the first.
+        bottom_right: The last query sees the last key (decode, chunked prefill); else the first
+            sees the first.
         left: How many keys before its own a query sees; -1 for all.
         right: How many keys after its own; 0 is causal, -1 for all.
 
     Example:
-        >>> count_unmasked_pairs(4, 4, bottom_right=False), count_unmasked_pairs(1, 100, bottom_right=True)
-        (10, 100)
+        >>> count_unmasked_pairs(4, 4, bottom_right=False)
+        10
+        >>> count_unmasked_pairs(1, 100, bottom_right=True)
+        100
     """
     shift = keys - queries if bottom_right else 0
     up_to_last = (
@@ -38,27 +41,30 @@ def count_unmasked_pairs(
 
 
 def _sum_clipped_range(count: int, limit: int, first: int) -> int:
-    """Sum of `first`, `first` + 1, ... (`count` of them), each cut to 0..`limit`."""
+    """Returns the sum of `first`, `first` + 1, ... (`count` of them), each clipped to
+    0..`limit`.
+    """
     first_positive = min(max(-first, 0), count)  # position of the first that is above 0
-    first_at_limit = min(
-        max(limit - first, first_positive), count
-    )  # position of the first that reaches the top
+    # Position of the first that reaches the limit
+    first_at_limit = min(max(limit - first, first_positive), count)
     return (first_at_limit - first_positive) * (
         2 * first + first_positive + first_at_limit - 1
     ) // 2 + (count - first_at_limit) * limit
 
 
 class AttentionInputPositions(Struct, frozen=True):
-    """Where the inputs of one spelling stand.
+    """Positions of the inputs in one signature.
 
     Attributes:
-        causal: Place of the flag (of the kind of mask for efficient attention); None for full attention.
+        causal: Position of the flag (of the kind of mask for efficient attention); None for full
+            attention.
         heads_first: (batch, heads, length, size) instead of (batch, length, heads, size).
-        query: Place of the query; key and value follow it.
-        mask: Place of a mask or bias that is read.
+        query: Position of the query; key and value follow it.
+        mask: Position of a mask or bias that is read.
         bottom_right: The causal mask ends at the last key.
-        lengths: Place of the first of: offsets of the queries, of the keys, longest of each; None without them.
-        window: Place of the left reach of a sliding window; the right one follows.
+        lengths: Position of the first of: offsets of the queries, of the keys, longest of each;
+            None without them.
+        window: Position of the left reach of a sliding window; the right one follows.
     """
 
     causal_index: int | None
@@ -147,9 +153,8 @@ def estimate_attention(call: Call) -> Work:
     positions = _FORWARD_POSITIONS.get(call.name) or _BACKWARD_POSITIONS[call.name]
     query, key, value = (call.tensor(positions.query + lengths_index) for lengths_index in range(3))
     lengths_index = positions.lengths
-    if lengths_index is not None and call.has(
-        lengths_index
-    ):  # packed sequences: all must have the greatest length, else nobody can tell
+    # Packed sequences: all must have the greatest length, else the number of pairs is unknown
+    if lengths_index is not None and call.has(lengths_index):
         batch, heads = call.tensor(lengths_index).shape[0] - 1, query.shape[-2]
         key_batch = (
             call.tensor(lengths_index + 1).shape[0] - 1 if call.has(lengths_index + 1) else batch
@@ -209,14 +214,14 @@ _UNIFIED_ATTENTION_OPS = (
 BATCH_ANNOTATION_PATTERN = re.compile(
     r"(?:context|generation)_\d+\(sq(\d+)sk(\d+)sqsq(\d+)sqsk(\d+)\)"
 )
-"""How serving engines annotate their steps: sums over the requests."""
+"""Annotations of steps by serving engines: sums over the requests."""
 
 
 def parse_batch_annotation(annotation: str) -> tuple[int, int, int, int]:
-    """Sums over the requests of a serving engine's step: queries, keys, queries squared, queries
-    times keys.
+    """Returns sums over the requests of a serving engine's step: queries, keys, queries squared,
+    queries times keys.
 
-    They stand in annotations such as
+    They are in annotations such as
     `execute_32_context_0(sq0sk0sqsq0sqsk0)_generation_32(sq32sk900sqsq32sqsk900)`.
 
     Raises:
@@ -252,7 +257,8 @@ _PAGED_DECODE_POSITIONS = {
     "aiter::paged_attention_ragged": (2, -2),
     "sglang_profiler::attention_paged_attention_ragged*": (2, -2),
 }
-"""Place of the query, before both caches, and which dimension of a cache has the heads of the keys.
+"""Position of the query, before both caches, and the dimension of a cache with the heads of the
+keys.
 """
 
 
@@ -276,8 +282,8 @@ def estimate_paged_decode(call: Call) -> Work:
 def _estimate_paged_batch(
     call: Call, query: Tensor, key: Tensor, heads: tuple[int, int], head_dims: tuple[int, int]
 ) -> Work:
-    """Causal attention of all requests of the batch, with these heads (queries, keys) and widths
-    (keys, values).
+    """Computes causal attention of all requests of the batch, with these heads (queries, keys) and
+    widths (keys, values).
     """
     queries, keys, query_squares, query_key_products = parse_batch_annotation(call.batch)
     pairs = query_key_products - (query_squares - queries) // 2

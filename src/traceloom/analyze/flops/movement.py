@@ -1,4 +1,4 @@
-"""Data movement, reductions."""
+"""FLOPs and bytes of data movement and reductions."""
 
 from __future__ import annotations
 
@@ -156,9 +156,8 @@ def estimate_scatter(call: Call) -> Work:
         return Work(source.numel, index.bytes + 3 * source.bytes + copied_bytes, x.dtype)
     if "scatter_add" in call.name:
         return Work(index.numel, index.bytes + 3 * index.numel * x.size + copied_bytes, x.dtype)
-    source_bytes = (
-        index.numel * x.size if call.has(3) and call.tensor(3).shape else 0
-    )  # else it is a number
+    # Else it is a number
+    source_bytes = index.numel * x.size if call.has(3) and call.tensor(3).shape else 0
     return Work(0, index.bytes + source_bytes + index.numel * x.size + copied_bytes, x.dtype)
 
 
@@ -390,7 +389,9 @@ _UPSAMPLE_TAPS = {
     "trilinear3d": (3, 8),
     "bicubic2d": (2, 16),
 }
-"""Dimensions, and how many values of the input each value of the result is made of (0: copied)."""
+"""Dimensions, and how many values of the input each value of the result is computed from (0:
+copied).
+"""
 
 
 @MODELS.register(*(f"aten::upsample_{name}" for name in _UPSAMPLE_TAPS), family="resampling")

@@ -1,8 +1,8 @@
-"""Elementwise, losses, normalisation, optimizers.
+"""FLOPs and bytes of elementwise operators, losses, normalisation and optimizers.
 
-Forward: mean 1, variance 3, subtract and scale 2, weight 1, bias 1 per element; RMS norm: square and sum 2, scale 1,
-weight 1. Backward: two sums over the group (4), the gradient of the input (5), of the weight (2),
-of the bias (1).
+Forward: mean 1, variance 3, subtract and scale 2, weight 1, bias 1 per element; RMS norm: square
+and sum 2, scale 1, weight 1. Backward: two sums over the group (4), the gradient of the input (5),
+of the weight (2), of the bias (1).
 """
 
 from __future__ import annotations
@@ -59,24 +59,26 @@ _ARITY = {
         3,
     ),
 }
-"""How many tensors go in; two where nothing else is said."""
+"""Number of input tensors; two where nothing else is stated."""
 _MAX_UNARY_INPUTS = 5  # inputs with numbers and a tensor for the result: `nan_to_num`
 _MAX_INPUTS = {"elu_backward": 7}
 _FLOAT_RESULT_OPS = (
     "acos acosh angle asin asinh atan atan2 atanh copysign cos cosh deg2rad div erf erfc erfinv exp exp2 expm1 lgamma "
     "log log10 log1p log2 logit reciprocal rsqrt sigmoid sin sinc sinh sqrt tan tanh true_divide xlogy"
 )
-"""Those whose result is a floating-point number where the inputs are whole numbers."""
+"""Operators whose result is a floating-point number where the inputs are whole numbers."""
 _COPYING_OPS = ("where", "masked_fill", "tril", "triu")
 
 
 def _list_spellings(names: str) -> list[str]:
-    """Each name, and with the underscore of its in-place form."""
+    """Returns each name, and the name of its in-place form."""
     return [f"aten::{name}{end}" for name in names.split() for end in ("", "_")]
 
 
 def _extract_operands(call: Call) -> list[Tensor]:
-    """The inputs; a tensor after them is the caller's output tensor, which is only written."""
+    """Returns the inputs; a tensor after them is the caller's output tensor, which is only
+    written.
+    """
     tensors = call.tensors()
     if not tensors:
         raise Unknown("no input is recorded as a tensor")
@@ -206,7 +208,9 @@ def estimate_arange(call: Call) -> Work:
     return Work(0, count * out[0].size, out[0].dtype)
 
 
-_SOFTMAX_FLOPS = 5  # largest, difference, exponential, sum, division (log softmax: logarithm and difference for the last)
+# Largest, difference, exponential, sum, division (log softmax: logarithm and difference for the
+# last)
+_SOFTMAX_FLOPS = 5
 
 
 @MODELS.register(
@@ -251,7 +255,9 @@ def estimate_cross_entropy(call: Call) -> Work:
 
 @MODELS.register("aten::nll_loss_forward", "aten::nll_loss2d_forward", family="loss")
 def estimate_nll(call: Call) -> Work:
-    """One value of the input for each target; a result each, or one in all, and the weight in all."""
+    """One value of the input for each target; a result each, or one in all, and the weight in
+    all.
+    """
     x, target = call.tensor(0), call.tensor(1)
     out = target.numel if call.integer(3, 1) == 0 else 1
     return Work(target.numel, target.numel * x.size + target.bytes + (out + 1) * x.size, x.dtype)
@@ -266,7 +272,7 @@ _REDUCTION_POSITION = {
     "aten::binary_cross_entropy": 3,
     "aten::binary_cross_entropy_with_logits": 4,
 }
-"""Where the reduction stands: 0 keeps every element, 1 and 2 leave one."""
+"""Position of the reduction: 0 keeps every element, 1 and 2 leave one."""
 
 
 @MODELS.register(*_REDUCTION_POSITION, family="loss")
@@ -383,14 +389,16 @@ _BACKWARD_INPUTS = {
     "aten::batch_norm_backward": (0, 1, (5, 6), (2,)),
     "aten::native_group_norm_backward": (0, 1, (2, 3), (4,)),
 }
-"""Places of gradient and input, of what the forward pass saved, and of the weight (with a bias,
-where that is one).
+"""Positions of gradient and input, of what the forward pass saved, and of the weight (with a bias,
+where there is one).
 """
 
 
 @MODELS.register(*_BACKWARD_INPUTS, family=NORMALISATION_FAMILY)
 def estimate_norm_backward(call: Call) -> Work:
-    """Reads gradient, input, statistics and weight; writes the gradients of input, weight and bias."""
+    """Reads gradient, input, statistics and weight; writes the gradients of input, weight and
+    bias.
+    """
     at_grad, at_input, saved, at_affine = _BACKWARD_INPUTS[call.name]
     grad, x = call.tensor(at_grad), call.tensor(at_input)
     affine = call.optional(*at_affine)
@@ -398,7 +406,7 @@ def estimate_norm_backward(call: Call) -> Work:
     written = sum(tensor.bytes for tensor in affine)
     if "rms_norm" in call.name:  # it has no bias
         per_element = _RMS_BACKWARD_FLOPS + 2 * len(affine)
-    elif "layer_norm" not in call.name:  # the bias is no input, and as large as the weight
+    elif "layer_norm" not in call.name:  # the bias is not an input, and as large as the weight
         written *= 2
     read = sum(tensor.bytes for tensor in (*call.optional(*saved), *affine[:1]))
     return Work(
@@ -525,9 +533,8 @@ def estimate_foreach_norm(call: Call) -> Work:
     return Work(2 * norm * sum(tensor.numel for tensor in first), moved, first[0].dtype)
 
 
-_ADAM_FLOPS = (
-    14  # weight decay 1, first moment 3, second moment 4, root, division and sum 3, step 3
-)
+# Weight decay 1, first moment 3, second moment 4, root, division and sum 3, step 3
+_ADAM_FLOPS = 14
 _FUSED_OPTIMIZERS = {
     "aten::_fused_adam_": (_ADAM_FLOPS, (0, 1, 2, 3), 3),
     "aten::_fused_adamw_": (_ADAM_FLOPS, (0, 1, 2, 3), 3),

@@ -1,4 +1,4 @@
-"""Matrix products, convolutions."""
+"""FLOPs and bytes of matrix products and convolutions."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def estimate_product(
 
 
 def _choose_arithmetic(a: Tensor, b: Tensor) -> str:
-    """The type the matrix units work in: that of the wider operand (8-bit weights are widened for
-    16-bit inputs).
+    """Returns the type the matrix units work in: that of the wider operand (8-bit weights are
+    widened for 16-bit inputs).
     """
     wide = a if a.size >= b.size else b
     return "int8" if wide.dtype == "uint8" else wide.dtype
@@ -180,8 +180,8 @@ _LIBRARY_INPUTS = {
         (0, (2, 3), True),
     ),
 }
-"""Place of the first operand (1: behind the result), those of scales and biases, and whether b is
-(N, K).
+"""Position of the first operand (1: behind the result), those of scales and biases, and whether b
+is (N, K).
 """
 
 
@@ -248,7 +248,9 @@ CONVOLUTION_FAMILY = "convolution"
 
 
 class ConvolutionInputs(Struct, frozen=True):
-    """Where the inputs of one spelling of convolution stand; None for what it does not have."""
+    """Positions of the inputs in one signature of convolution; None for inputs that it does not
+    have.
+    """
 
     stride: int
     padding: int
@@ -293,8 +295,8 @@ _CONVOLUTION_INPUTS = {
 def _count_macs(
     x: tuple[int, ...], weight: tuple[int, ...], out: tuple[int, ...], *, transposed: bool
 ) -> int:
-    """Multiply-adds: every position of the output (transposed: of the input) meets the whole filter
-    once.
+    """Returns the multiply-adds: every position of the output (transposed: of the input) meets the
+    whole filter once.
     """
     return x[0] * math.prod((x if transposed else out)[2:]) * math.prod(weight)
 

@@ -1,4 +1,4 @@
-"""Operator -> model of its work; the recorded call."""
+"""Registry of models of operators' work, and the recorded calls that models receive."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ _TENSOR_LIST_TYPES = ("TensorList", "OptionalTensorList", "GenericList")
 
 
 class Unknown(Exception):  # noqa: N818  (it is no error: a model that cannot tell says so)
-    """Raised by a model that cannot tell; the message is the reason, for people."""
+    """Raised by a model that cannot compute the work; the message is the reason, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +116,12 @@ class Tensor:
 
     @property
     def bytes(self) -> int:
-        """Bytes that lie in memory: an expanded dimension (stride 0) counts once."""
+        """Bytes in memory: an expanded dimension (stride 0) counts once."""
         return self.stored * self.size
 
     @property
     def stored(self) -> int:
-        """Elements that lie in memory: an expanded dimension (stride 0) counts once."""
+        """Elements in memory: an expanded dimension (stride 0) counts once."""
         if self.strides is None or len(self.strides) != len(self.shape):
             return self.numel
         return math.prod(
@@ -132,11 +132,13 @@ class Tensor:
 
 
 def parse_dtype(recorded: str) -> str | None:
-    """Our name of a recorded element type (`c10::BFloat16` is bf16); None for what is no tensor.
+    """Returns Traceloom's name of a recorded element type (`c10::BFloat16` is bf16); None for types
+    that are no tensors.
 
     Example:
-        >>> parse_dtype("c10::BFloat16"), parse_dtype("long int"), parse_dtype("c10::Float8_e4m3fnuz"), parse_dtype("Scalar")
-        ('bf16', 'int64', 'fp8', None)
+        >>> recorded = ["c10::BFloat16", "long int", "c10::Float8_e4m3fnuz", "Scalar"]
+        >>> [parse_dtype(name) for name in recorded]
+        ['bf16', 'int64', 'fp8', None]
     """
     lower_case = recorded.lower()
     return (
@@ -154,18 +156,21 @@ class LaunchedKernel:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One recorded call: what a model is given.
+    """One recorded call, the input of a model.
 
     Attributes:
         name: Name of the op.
         shapes: The recorded shapes, one entry per input; a list of tensors has a list of shapes.
-        types: The recorded types as they stand in the file: `c10::BFloat16`, `Scalar`, `TensorList`, "" for nothing.
+        types: The recorded types as in the file: `c10::BFloat16`, `Scalar`, `TensorList`, "" for
+            nothing.
         concrete: The recorded values of inputs that are no tensors, as text; "" where not recorded.
         strides: The recorded strides, or nothing.
-        list_type: Element type of the tensors in lists, which the profiler does not record; from the name of the
-            kernel where that tells, else "".
-        batch: Text of the innermost annotation around the call that tells the batch of a serving engine, else "".
-        inside: For operators whose model looks inside: the calls below it, in their order, themselves without `inside`.
+        list_type: Element type of the tensors in lists, which the profiler does not record; from
+            the name of the kernel where that shows it, else "".
+        batch: Text of the innermost annotation around the call that states the batch of a serving
+            engine, else "".
+        inside: For operators whose model looks inside: the calls below it, in their order,
+            themselves without `inside`.
         kernels: The same: the kernels that it launched, where their grids are recorded.
     """
 
@@ -188,10 +193,10 @@ class Call:
         )
 
     def tensor(self, index: int) -> Tensor:
-        """Input `index`.
+        """Returns input `index`.
 
         Raises:
-            Unknown: It is no tensor, or not recorded.
+            Unknown: It is not a tensor, or not recorded.
         """
         if not self.has(index):
             raise Unknown(f"input {index} is not recorded as a tensor")
@@ -203,15 +208,15 @@ class Call:
         )
 
     def tensors(self) -> list[Tensor]:
-        """All inputs that are tensors, in order; lists of tensors are left out."""
+        """Returns all inputs that are tensors, in order; lists of tensors are left out."""
         return self.optional(*range(len(self.types)))
 
     def optional(self, *indices: int) -> list[Tensor]:
-        """Those of some inputs that are tensors."""
+        """Returns those of some inputs that are tensors."""
         return [self.tensor(index) for index in indices if self.has(index)]
 
     def tensor_list(self, index: int) -> list[Tensor]:
-        """Input `index`, a list of tensors.
+        """Returns input `index`, a list of tensors.
 
         Raises:
             Unknown: Shapes or the element type are not recorded.
@@ -230,11 +235,11 @@ class Call:
         return index < len(self.types) and self.types[index] in _TENSOR_LIST_TYPES
 
     def text(self, index: int) -> str:
-        """The recorded value of input `index`; "" where there is none."""
+        """Returns the recorded value of input `index`; "" where there is none."""
         return self.concrete[index].strip() if index < len(self.concrete) else ""
 
     def integer(self, index: int, default: int | None = None) -> int:
-        """The recorded whole number of input `index`.
+        """Returns the recorded whole number of input `index`.
 
         Raises:
             Unknown: None is recorded, and there is no default.
@@ -247,14 +252,14 @@ class Call:
             return default
 
     def number(self, index: int, default: float) -> float:
-        """The recorded number of input `index`."""
+        """Returns the recorded number of input `index`."""
         try:
             return float(self.text(index))
         except ValueError:
             return default
 
     def flag(self, index: int) -> bool:
-        """The recorded yes or no of input `index`.
+        """Returns the recorded boolean of input `index`.
 
         Raises:
             Unknown: None is recorded.
@@ -265,8 +270,8 @@ class Call:
         return text == "True"
 
     def integers(self, index: int) -> list[int] | None:
-        """The recorded list of whole numbers of input `index`; a single number is a list of one;
-        None where absent.
+        """Returns the recorded list of whole numbers of input `index`; a single number is a list of
+        one; None where absent.
         """
         try:
             value = json.loads(self.text(index).replace("True", "1").replace("False", "0"))
@@ -280,7 +285,7 @@ class Call:
         )
 
     def sizes(self, index: int, rank: int) -> list[int]:
-        """As `integers`, for `rank` dimensions: a list of one stands for all.
+        """As `integers`, for `rank` dimensions: a list of one applies to all.
 
         Raises:
             Unknown: None is recorded, or of another length.
@@ -294,7 +299,7 @@ class Call:
         return values
 
     def dtype_code(self, index: int) -> str | None:
-        """The element type whose number stands in input `index`; None where there is none."""
+        """Returns the element type whose number is in input `index`; None where there is none."""
         try:
             return _DTYPES_BY_SCALAR_TYPE.get(int(self.text(index)))
         except ValueError:
@@ -308,7 +313,7 @@ def _parse_shape(shape: Any) -> tuple[int, ...]:
 
 
 def derive_broadcast_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that PyTorch gives an elementwise result.
+    """Returns the shape that PyTorch gives an elementwise result.
 
     Raises:
         Unknown: The shapes do not fit each other.
@@ -336,14 +341,15 @@ _PROMOTION_ORDER = (
     "fp64",
 )
 _COMPLEX_DTYPES = ("complex32", "complex64", "complex128")
+# Neither holds the values of the other
 _MIXED_DTYPE_PROMOTIONS = (
     ({"fp16", "bf16"}, "fp32"),
     ({"uint8", "int8"}, "int16"),
-)  # neither holds the values of the other
+)
 
 
 def derive_promoted_dtype(tensors: list[Tensor]) -> str:
-    """The element type of an elementwise result of several tensors, by PyTorch's rule.
+    """Returns the element type of an elementwise result of several tensors, by PyTorch's rule.
 
     A tensor without dimensions changes the type only by its category (truth value, integer,
     floating point, complex).
@@ -370,13 +376,12 @@ def derive_promoted_dtype(tensors: list[Tensor]) -> str:
         raise Unknown("no input is recorded as a tensor")
     if len(highest) == 1 or categories[1] <= categories[0]:
         return highest[0]
-    return (
-        "fp32" if highest[1] == "fp64" else highest[1]
-    )  # a Python number is recorded as a double, becomes a float
+    # A Python number is recorded as a double, becomes a float
+    return "fp32" if highest[1] == "fp64" else highest[1]
 
 
 def parse_json_list(text: str | None) -> list[Any]:
-    """A list from its JSON text; empty where there is none."""
+    """Parses a list from its JSON text; empty where there is none."""
     if not text:
         return []
     try:
@@ -387,14 +392,15 @@ def parse_json_list(text: str | None) -> list[Any]:
 
 
 class Work(Struct, frozen=True):
-    """What one call has to do, whatever the kernel.
+    """The work of one call, whatever the kernel.
 
     Attributes:
         flops: Floating-point operations (integer ones for integer types); a multiply-add counts 2.
         bytes: Least traffic with the device's memory: every operand is read or written once.
         dtype: Element type of the arithmetic: fp64, fp32, bf16, fp16, fp8, fp4, int8, ...
         matrix: The arithmetic can run on matrix units (tensor cores, matrix cores).
-        recomputed: How many of `flops` do again what the forward pass did (attention backward without stored scores).
+        recomputed: How many of `flops` repeat the forward pass (attention backward without stored
+            scores).
     """
 
     flops: int
@@ -412,16 +418,15 @@ WorkModel = Callable[[Call], Work]
 
 
 class _RegisteredModel(Struct, frozen=True):
-    """A model, what kind of operator it is for, and whether it asks for what is inside a call."""
+    """A model, the family of its operators, and whether it needs the contents of a call."""
 
     model: WorkModel
     family: str
     inside: bool
 
 
-_MAX_WORK = (
-    1 << 56
-)  # minutes of the fastest device for one call; sums of many calls must stay in 64 bits
+# Minutes of the fastest device for one call; sums of many calls must fit into 64 bits
+_MAX_WORK = 1 << 56
 
 
 class Registry:
@@ -430,21 +435,21 @@ class Registry:
     def __init__(self) -> None:
         self._exact: dict[str, _RegisteredModel] = {}
         self._patterns: dict[str, _RegisteredModel] = {}
-        self.generation = (
-            0  # grows with every change, so that remembered results are not used after it
-        )
+        # Increases with every change, so that cached results become invalid
+        self.generation = 0
 
     def register(
         self, *names: str, family: str = "own", inputs: int | None = None, inside: bool = False
     ) -> Callable[[WorkModel], WorkModel]:
-        """Give operators a model; a later one replaces an earlier one.
+        """Registers a model for operators; a later one replaces an earlier one.
 
         Args:
-            names: Names as they stand in traces; `*` stands for anything (an exact name goes before a pattern).
-            family: What kind of operator it is; for tables.
-            inside: The model asks for the calls and kernels inside.
-            inputs: The most inputs that it has. Old profilers sometimes record those of another operator before its
-                own; such a call is then not modelled.
+            names: Names as in traces; `*` matches anything (an exact name takes precedence over a
+                pattern).
+            family: Family of the operators; for tables.
+            inside: Whether the model needs the calls and kernels inside a call.
+            inputs: Maximum number of inputs. Old profilers sometimes record inputs of another
+                operator before its own; such a call is then not modelled.
         """
 
         def add(original: WorkModel) -> WorkModel:
@@ -464,24 +469,24 @@ class Registry:
         return add
 
     def remove(self, *names: str) -> None:
-        """Take models away; names without one are passed over."""
+        """Removes models; names without one are ignored."""
         for name in names:
             self._exact.pop(name, None)
             self._patterns.pop(name, None)
         self.generation += 1
 
     def looks_inside(self, name: str) -> bool:
-        """Whether the model of an operator asks for what is inside a call."""
+        """Whether the model of an operator needs the contents of a call."""
         registered = self._find_registered(name)
         return registered is not None and registered.inside
 
     def family(self, name: str) -> str | None:
-        """What kind of operator has that name; None where it has no model."""
+        """Returns the family of an operator; None where it has no model."""
         registered = self._find_registered(name)
         return registered.family if registered else None
 
     def find(self, name: str) -> WorkModel | None:
-        """The model of an operator, or None."""
+        """Returns the model of an operator, or None."""
         registered = self._find_registered(name)
         return registered.model if registered else None
 
@@ -499,7 +504,7 @@ class Registry:
         )
 
     def names(self) -> dict[str, str]:
-        """Name or pattern -> family, in the order of registration."""
+        """Returns name or pattern -> family, in the order of registration."""
         return {
             name: registered.family
             for table in (self._exact, self._patterns)
@@ -507,7 +512,7 @@ class Registry:
         }
 
     def work(self, call: Call) -> Work | str:
-        """What the call has to do, or the reason why that is not known."""
+        """Returns the work of the call, or the reason why it is not known."""
         model = self.find(call.name)
         if model is None:
             return "no model for this operator"

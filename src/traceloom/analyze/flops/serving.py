@@ -1,4 +1,4 @@
-"""Serving engines, Inductor kernels."""
+"""FLOPs and bytes of operators of serving engines, and of Inductor kernels."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ def estimate_fused_experts(call: Call) -> Work:
     """Each token goes through its chosen experts: 2·K·N1 + 2·N2·K; no more experts are read than
     are chosen.
     """
-    tokens, first, second, routing = (
-        call.tensor(index) for index in range(4)
-    )  # routing: tokens by experts per token
+    # Routing: tokens by experts per token
+    tokens, first, second, routing = (call.tensor(index) for index in range(4))
     if len(first.shape) != 3 or len(second.shape) != 3 or len(routing.shape) != 2:
         raise Unknown("the recorded shapes are no mixture of experts")
     routed_count = routing.numel
@@ -89,7 +88,9 @@ def estimate_triton_experts(call: Call) -> Work:
 
 
 def _count_row_tiles(rows: int, experts: int, block: int) -> int:
-    """The most tiles of rows that so many rows need, however they are spread over the experts."""
+    """Returns the most tiles of rows that this many rows need, however they are spread over the
+    experts.
+    """
     return rows if rows <= experts else experts - 1 - (experts - rows - 1) // block
 
 
@@ -112,7 +113,9 @@ def estimate_gating(call: Call) -> Work:
     "_moe_C::moe_sum", "sgl_kernel::moe_sum", "aiter::moe_sum", family="mixture of experts"
 )
 def estimate_combine(call: Call) -> Work:
-    """(tokens by experts per token by width, result): the outputs of a token's experts are added."""
+    """(tokens by experts per token by width, result): the outputs of a token's experts are
+    added.
+    """
     x, out = call.tensor(0), call.tensor(1)
     return Work(x.numel, x.bytes + out.bytes, x.dtype)
 
@@ -132,7 +135,7 @@ _ROTARY_INPUTS = {
         4,
     ),  # the results are inputs 2 and 3
 }
-"""Places of the positions, of query and key, and of the table of cosines."""
+"""Positions of the positions, of query and key, and of the table of cosines."""
 
 
 @MODELS.register(*_ROTARY_INPUTS, family="rotary embedding")
@@ -282,15 +285,14 @@ def estimate_inductor_kernel(call: Call) -> Work:
     for number in numbers or [max(tensor.numel for tensor in tensors)]:
         elements *= max(number, 1)
     moved = sum(min(tensor.bytes, elements * tensor.size) for tensor in tensors)
-    names = match[
-        "ops"
-    ]  # of operators, joined by underscores; those of `_SEVERAL` may hold some themselves
+    # Of operators, joined by underscores; those of `_SEVERAL` may contain some themselves
+    names = match["ops"]
     operations = sum(count for name, count in _FLOPS_PER_ELEMENT.items() if name in names)
     for name in _FLOPS_PER_ELEMENT:
         names = names.replace(name, "")
     operations += sum(word not in _OPS_WITHOUT_ARITHMETIC for word in names.split("_"))
     floats = {tensor.dtype for tensor in tensors if tensor.dtype.startswith(("fp", "bf"))}
-    # compiled kernels compute 16-bit floats in 32 bits
+    # Compiled kernels compute 16-bit floats in 32 bits.
     dtype = "fp64" if "fp64" in floats else "fp32" if floats else tensors[0].dtype
     return Work(operations * elements, moved, dtype)
 
