@@ -137,8 +137,8 @@ class Pipeline(Result):
             ranks of the pipeline), compute_ns, other_ns (other communication between the rank's
             computes), warm_up_ns (before its first compute), steady_ns (between, neither computing
             nor in other communication), drain_ns (after its last), and bubble_ns = warm_up_ns +
-            steady_ns + drain_ns; all but in_pairs_ns (the part of the bubble that it stood in sends
-            and receives, unhidden) add up: compute + other + bubble = window.
+            steady_ns + drain_ns; all but in_pairs_ns (the part of the bubble spent in sends and
+            receives, not hidden) add up: compute + other + bubble = window.
     """
 
     stages: pl.DataFrame

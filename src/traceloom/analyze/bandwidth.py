@@ -156,8 +156,7 @@ def correct_links_by_host(
 
     Returns:
         The calls: with the link where all members are known to be on one host, without it where
-            they are known to be on several; else unchanged.
-        are known to be on several; else as they were.
+        they are known to be on several; else unchanged.
     """
     member_list = pl.col("members").cast(pl.List(pl.String)).list.join(",")
     groups = (

@@ -207,7 +207,6 @@ def find_host_calls(traces: Sequence[Trace], arguments: pl.DataFrame) -> pl.Data
 
     Returns:
         The columns of `arguments` (fields that the call itself lacks come from the op around it),
-            start_ns, end_ns.
         start_ns, end_ns.
     """
     spans = [

@@ -591,12 +591,12 @@ class Communication(Result):
 
     Attributes:
         collectives: One row per kind, group, element type and place, largest total first: kind
-            (all_reduce, ...; null where neither arguments nor name tell), group, group_description,
-            group_size, element_type (null where the file does not say), where (device: kernels;
-            host: calls that run on the host), count, bytes (sum of message sizes; null where one of
-            them is unknown), total_ns (sum of durations), mean_ns (rounded down), min_ns, max_ns,
-            exposed_ns (device time in which such a kernel runs and no compute does, summed over
-            devices; null on the host).
+            (all_reduce, ...; null where neither arguments nor name show it), group,
+            group_description, group_size, element_type (null where the file does not state it),
+            where (device: kernels; host: calls that run on the host), count, bytes (sum of message
+            sizes; null where one of them is unknown), total_ns (sum of durations), mean_ns (rounded
+            down), min_ns, max_ns, exposed_ns (device time in which such a kernel runs and no
+            compute does, summed over devices; null on the host).
         devices: device, count (kernels), total_ns (sum), union_ns and exposed_ns
             (`communication_ns` and `exposed_communication_ns` of gpu_time).
     """

@@ -35,8 +35,7 @@ def compare_conditions(base: Session, new: Session) -> pl.DataFrame:
 
     Returns:
         `condition`, `base`, `new` (as text), `same`, `weight`: `decisive` where times cannot be
-            compared when it differs, else `minor`.
-        held against each other when it differs, else `minor`.
+        compared when it differs, else `minor`.
     """
     versions = sorted(
         {name for run in (base, new) for trace in run.traces for name in trace.meta.versions}
@@ -153,7 +152,7 @@ class Comparison(Result):
         operators: Operators by path and shapes: `status`, `operator`, `path`, `base_shapes`,
             `new_shapes`, `base_count`, `new_count`; of the GPU work that they launched themselves,
             whenever it ran, `base_duration_ns`, `new_duration_ns`, `duration_difference_ns`,
-            `duration_change`, `duration_of_step`; what of it lies in the time of the steps
+            `duration_change`, `duration_of_step`; the part of it in the time of the steps
             `base_device_ns`, `new_device_ns`, `device_difference_ns` (adds up to `kernels`); of the
             step's thread in them, not in operators below, `base_host_ns`, `new_host_ns`,
             `host_difference_ns` (adds up to the mean step), `host_change`, `host_of_step`,
@@ -306,7 +305,7 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
     )
 
 
-def _describe_difference(  # noqa: PLR0917  (what the sentence is made of)
+def _describe_difference(  # noqa: PLR0917  (the parts of the sentence)
     base: int,
     new: int,
     differ: pl.DataFrame,

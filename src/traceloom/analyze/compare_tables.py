@@ -318,9 +318,7 @@ def sum_by_place(
 
     Returns:
         `base_count` (total), and means per step: `base_duration_ns` of the GPU work that it
-            launched, `base_device_ns` of the part of it in the steps, `base_host_ns`; the same of
-            `new`.
-        launched, `base_device_ns` of what of it lies in the steps, `base_host_ns`; the same of
+        launched, `base_device_ns` of the part of it in the steps, `base_host_ns`; the same of
         `new`.
     """
     columns: dict[str, Ints] = {}

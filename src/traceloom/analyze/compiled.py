@@ -69,8 +69,8 @@ class CompiledEvents(Struct, frozen=True):
 
     Attributes:
         region: Events that are compiled regions.
-        graph: Outermost events of compiled graphs, forward and backward; operators that stand for
-            them, see `marks`.
+        graph: Outermost events of compiled graphs, forward and backward; or the operators that
+            replace them, see `mark_compiled_events`.
         compiling: Outermost events of compilations.
         looking_up: Lookups in the cache of compiled code.
         within: The innermost region around each event (or itself); -1 outside regions.
@@ -141,9 +141,9 @@ def list_compilations(trace: Trace, marks: CompiledEvents) -> pl.DataFrame:
     Columns: event; region (`frame/number`, null where the trace does not number compilations: torch
     before 2.6), number, recompile (a number above 0), direction (backward graphs are compiled when
     they are first run), step, lane, start_ns, duration_ns, and its stages, which add up to it:
-    dynamo_ns (reading the bytecode, and all that is not told apart), guards_ns, autograd_ns (the
-    back end before Inductor: tracing forward and backward), inductor_ns (lowering and scheduling),
-    code_ns (writing, compiling and loading code).
+    dynamo_ns (reading the bytecode, and everything that is not distinguished), guards_ns,
+    autograd_ns (the back end before Inductor: tracing forward and backward), inductor_ns (lowering
+    and scheduling), code_ns (writing, compiling and loading code).
     """
     tree, vocabulary = build_forest(trace), build_vocabulary(trace)
     rows = np.flatnonzero(marks.compiling)

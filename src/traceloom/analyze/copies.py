@@ -40,8 +40,8 @@ class Copies(Result):
     Attributes:
         kinds: One row per device, direction and kinds of memory, the longest total first: device,
             kind (HtoD, DtoH, DtoD, PtoP, HtoH, fill, unknown), source_memory and target_memory
-            (pageable, pinned, device ...; null where not said), by_kernel (done by a kernel, as on
-            ROCm 7; its bytes are not recorded), pageable (null where the host's memory is not
+            (pageable, pinned, device ...; null where not recorded), by_kernel (done by a kernel, as
+            on ROCm 7; its bytes are not recorded), pageable (null where the host's memory is not
             described), count, bytes (of those whose size is recorded; null where none is),
             unsized_count (the others), total_ns (sum), union_ns (time in which at least one such
             copy runs), instant_count and instant_bytes (of duration 0: too short for the clock; in

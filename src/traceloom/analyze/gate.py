@@ -275,12 +275,12 @@ class Verdict(Result):
         comparable: Whether no decisive condition differs; if one does, every check is inconclusive.
         checks: One row per condition. `base`, `new`: value per step (ns, bytes or a count, as
             `measure` says); `change`: new less base, as a fraction of the base where `relative`,
-            else in the unit of the measure; `low`, `high`: its 95 % interval; `limit`: what it was
-            held against; `effect_size`: the difference in standard deviations of a sample (null
-            without noise); `scatter`: standard deviation of a run as a fraction of its side, of
-            pairs that of their ratio (null within one run); `sample`: `runs`, `pairs of runs` where
-            runs of both sides took turns, or `within one run only`; `source`: wall times of
-            undisturbed steps, or recorded steps. Unknown is null, and `reason` says why.
+            else in the unit of the measure; `low`, `high`: its 95 % interval; `limit`: the limit
+            that it is compared with; `effect_size`: the difference in standard deviations of a
+            sample (null without noise); `scatter`: standard deviation of a run as a fraction of its
+            side, of pairs that of their ratio (null within one run); `sample`: `runs`, `pairs of
+            runs` where runs of both sides took turns, or `within one run only`; `source`: wall
+            times of undisturbed steps, or recorded steps. Unknown is null, and `reason` states why.
         conditions: `condition`, `base`, `new`, `same`, `weight` (decisive, program, minor).
         causes: `what`, `name`, `base_ns`, `new_ns`, `difference_ns` per recorded step, the largest
             differences first.
@@ -476,8 +476,7 @@ def collect_samples(
 
     Returns:
         For the base and the new side: per run the value in each step, None where a run of the side
-            did not measure it. And the source of the values: `WALL` or `RECORDED`.
-        side did not measure it. And what the values are of: `WALL` or `RECORDED`.
+        did not measure it. And the source of the values: `WALL` or `RECORDED`.
 
     Raises:
         UsageError: `nothing-measured`: neither side has it, for example because a regular
@@ -544,10 +543,8 @@ def arrange_in_pairs(
 
     Returns:
         Both sides, and whether the n-th run of one is the partner of the n-th of the other: both
-            have the same number of runs, at least four, whose times of day are known, and of each
-            two consecutive runs one is of each side.
-        both, at least four, whose times of day are known, and of each two that follow each other
-        one of each side.
+        have the same number of runs, at least four, whose times of day are known, and of each two
+        consecutive runs one is of each side.
     """
     has_times = all(run.began_unix_ns is not None for run in (*base, *new))
     if not has_times or len(base) != len(new) or len(base) < _MIN_PAIRS:
@@ -654,8 +651,7 @@ def compute_power(checks: pl.DataFrame, effect: float) -> pl.DataFrame:
 
     Returns:
         Columns of `ROWS`: the `effect`, the `scatter` of runs as measured (null where one run per
-            side does not show it), `runs` per side, and the `reason` where that is null.
-        side says nothing of it), `runs` a side, and the `reason` where that is null.
+        side does not show it), `runs` per side, and the `reason` where that is null.
     """
     rows = []
     for check in checks.to_dicts():

@@ -323,7 +323,7 @@ def _measure_rank(compared_steps: ComparedSteps) -> pl.DataFrame:
     for kind, device, before in devices.select("device_type", "device", "start_bytes").rows():
         curve = usage.curve.filter((pl.col("device_type") == kind) & (pl.col("device") == device))
         time, level = curve["time_ns"].to_numpy(), curve["allocated_bytes"].to_numpy()
-        level = np.append(level, before or 0)  # the last one stands for the time before the first
+        level = np.append(level, before or 0)  # the last one is for the time before the first
         first = np.searchsorted(time, compared_steps.spans.start, side="right")
         last = np.searchsorted(time, compared_steps.spans.end, side="left")
         for step_index, (low, high) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):

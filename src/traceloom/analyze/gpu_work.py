@@ -305,7 +305,7 @@ def find_stream_waits(trace: Trace) -> tuple[Bools, bool]:
 
     Returns:
         One boolean per event, shape (events,), and whether the waits themselves are recorded. Else
-        they are known from calls of the launching thread, which do not say on which stream.
+        they are known from calls of the launching thread, which do not show the stream.
     """
     waits = trace.syncs.filter(pl.col("kind") == STREAM_WAIT_RECORD)
     if waits.height:

@@ -64,7 +64,7 @@ class ProcessGroups(Result):
     Attributes:
         groups: One row per group (name and members): group, description, backend, group_size,
             members (null where no file has the whole list), stride (distance of neighbours; null
-            where it is not even), recorded_ranks (ranks at hand that call it), kinds (what was
+            where it is not even), recorded_ranks (recorded ranks that call it), kinds (what was
             called, the most frequent first), count, bytes, total_ns and exposed_ns over the
             recorded ranks, role and the evidence for it.
     """

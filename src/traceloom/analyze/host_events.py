@@ -366,7 +366,7 @@ def is_user_frame(frame: str) -> bool:
 
 def parse_frame_places(names: pl.Series) -> pl.DataFrame:
     """Returns columns name, file and line of the names of events; file and line are null for names
-    that are no Python function.
+    that are not Python functions.
     """
     return (
         names.cast(pl.String)
@@ -393,10 +393,8 @@ def measure_frame_time(trace: Trace, interval_sets: Sequence[pl.DataFrame]) -> l
 
     Returns:
         A table for each set, `HELD`: the Python frame as recorded, the innermost event inside it
-            (null where it is the frame itself) and nanoseconds, > 0. Time in which no Python frame
-            is recorded is left out.
-        (null where it is itself) and nanoseconds, > 0. Time in which no Python frame is recorded is
-        left out.
+        (null where it is the frame itself) and nanoseconds, > 0. Time in which no Python frame is
+        recorded is left out.
     """
     tree, vocabulary, segments = (
         build_forest(trace),

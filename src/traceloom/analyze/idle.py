@@ -449,8 +449,7 @@ def _find_producers(trace: Trace, gaps: IdleGaps, waited: Bools) -> tuple[Ints, 
 
     Returns:
         The GPU work that had to end first, and the record of the wait, or the last call before the
-            launch, on its thread, that requested one.
-        launch, on its thread, that asked for one.
+        launch, on its thread, that requested one.
     """
     producer, wait = (np.full(waited.size, _NONE, dtype=np.int64) for _ in range(2))
     waited_gaps = np.flatnonzero(waited)
@@ -616,21 +615,12 @@ def longest_gaps(trace: Trace, idle_time: Idle, count: int = 20) -> pl.DataFrame
 
     Returns:
         One row per gap: gap, device, step (of its main part), start_ns, duration_ns (of the whole
-            gap), cause (the one with most of the gap's time), cause_ns (its time in the gap),
-            evidence; then rows of `trace.events` with their names: before and after (the GPU work
-            around it), launch (the call that submitted `after`), host_event (the longest activity
-            of the host in the cause's time) with host_activity (its name) and stack (names of its
-            enclosing events, outermost first), producer (the GPU work that a dependency waited
-            for), wait (the record of the wait or the call that requested it). Null where there is
-            none.
         gap), cause (the one with most of the gap's time), cause_ns (its time in the gap), evidence;
-        then rows of `trace.events` with their
-        names: before and after (the GPU work around it), launch (the call that submitted `after`),
-            host_event (the
-        longest thing the host did in the cause's time) with host_activity (its name) and stack
-        (names of what it stood in, outermost first), producer (the GPU work that a dependency
-        waited for), wait (the record of the wait or the call that asked for it). Null where there
-        is none.
+        then rows of `trace.events` with their names: before and after (the GPU work around it),
+        launch (the call that submitted `after`), host_event (the longest activity of the host in
+        the cause's time) with host_activity (its name) and stack (names of its enclosing events,
+        outermost first), producer (the GPU work that a dependency waited for), wait (the record of
+        the wait or the call that requested it). Null where there is none.
     """
     return next(iter(find_longest_gaps([trace], [idle_time], count)))
 

@@ -101,13 +101,13 @@ class Inference(Result):
     Attributes:
         steps: One row per step of the server: number (from 0), framework, kind, event (its
             annotation), name, start_ns and duration_ns (of the annotation); the facts of its batch
-            (null where the annotation does not say): requests, context_requests, context_tokens
-            (computed), context_kv_tokens (attended to), and the same of generation; then of the GPU
-            work launched in it gpu_ns (union), gpu_span_ns (first start to last end), work_count,
-            graph_work_count (of graph launches), lag_ns (from the end of the annotation to that of
-            the work, at least 0); between_ns (from the end of the work of the last step that
-            generated to the end of this one's, for steps that generate; null for the first and
-            others).
+            (null where the annotation does not state it): requests, context_requests,
+            context_tokens (computed), context_kv_tokens (attended to), and the same of generation;
+            then of the GPU work launched in it gpu_ns (union), gpu_span_ns (first start to last
+            end), work_count, graph_work_count (of graph launches), lag_ns (from the end of the
+            annotation to that of the work, at least 0); between_ns (from the end of the work of the
+            last step that generated to the end of this one's, for steps that generate; null for the
+            first and others).
         mix: The same by kind: number of steps, mean, min and max of duration and GPU time, its sum
             and share of all steps' GPU time, mean number of requests, tokens, and median, 95th
             percentile and maximum of `between_ns`.

@@ -197,8 +197,7 @@ def _collect_context_bits(
 
     Returns:
         Two arrays of shape (work,): of the innermost operator, and of it and everything above the
-            launch. Python frames have no bits: their names are paths.
-        the launch. Python frames have no bits: their names are paths.
+        launch. Python frames have no bits: their names are paths.
     """
     names = build_vocabulary(trace).code
     if not op.size or not names.size:

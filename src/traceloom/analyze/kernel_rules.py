@@ -395,8 +395,7 @@ def classify_matrix_units(kernels: pl.DataFrame) -> pl.Series:
 
     Returns:
         `used`; `unused`: a matrix product on scalar or vector units; `unknown`: a matrix product
-            whose name does not show it; `none`: not a matrix product.
-        whose name does not tell; `none`: no matrix product.
+        whose name does not show it; `none`: not a matrix product.
     """
     state = np.full(kernels.height, MATRIX_UNIT_STATES.index("none"), dtype=np.uint32)
     eligible = np.flatnonzero(kernels["kind"].cast(pl.String).is_in(MATRIX_KINDS).to_numpy())

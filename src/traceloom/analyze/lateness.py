@@ -62,7 +62,7 @@ _COMMUNICATION_CODE = TIME_CLASSES.index(COMMUNICATION)
 _SCHEDULE_CODE, _PEER_CODE, _BEGAN_CODE = (
     CAUSE_NAMES.index(name) for name in (PIPELINE_SCHEDULE, PEER_CAME_EARLY, BEGAN_LATER)
 )
-# Of the waiting, at least, that nothing hides: the ranks stood, and began again together
+# Of the waiting, at least, that nothing hides: the ranks were blocked, and began again together
 _MIN_IDLE_SHARE = 0.5
 
 

@@ -164,13 +164,7 @@ def compute_fragmentation(snapshot: MemorySnapshot) -> pl.DataFrame:
 
     Returns:
         `FRAGMENTS`, one row per device: reserved_bytes (all segments), allocated_bytes (blocks
-            given out, as rounded by the allocator), requested_bytes (the requested size of these),
-            pending_bytes (given back, but another stream may still use them), free_bytes,
-            largest_free_bytes (the largest free block: what could be given out without new memory
-            from the device), split_bytes (free blocks in segments that also hold others: they
-            cannot be returned to the device), fragmentation (1 - largest_free / free; null where
-            nothing is free).
-        given out, as rounded by the allocator), requested_bytes (what was asked for in them),
+        given out, as rounded by the allocator), requested_bytes (the requested size of these),
         pending_bytes (given back, but another stream may still use them), free_bytes,
         largest_free_bytes (the largest free block: what could be given out without new memory from
         the device), split_bytes (free blocks in segments that also hold others: they cannot be

@@ -210,7 +210,7 @@ def _places_by_size(pool: Array, size: Ints) -> NDArray[np.uint64]:
     """Returns numbers, from 1 on, to use as addresses: allocations and frees of each alternate,
     whatever their order.
 
-    A number stands for one size and one count of blocks of that size: an allocation raises the
+    A number encodes one size and one count of blocks of that size: an allocation raises the
     count to it, and the next free that lowers the count from it is of that block.
     """
     events = pl.DataFrame({"pool": pool, "bytes": np.abs(size), "change": np.sign(size)})
@@ -341,8 +341,7 @@ def select_largest_keys(levels: Ints, max_keys: int) -> tuple[Ints, Ints]:
 
     Returns:
         Their numbers (at most `max_keys`, the highest first), and the levels of these and of the
-            rest, shape (<= max_keys + 1, rows); the last row is the rest.
-        rest, shape (<= most + 1, rows); the last row is the rest.
+        rest, shape (<= max_keys + 1, rows); the last row is the rest.
     """
     order = np.argsort(-levels.max(axis=1, initial=0), kind="stable")
     largest = order[:max_keys]

@@ -198,7 +198,7 @@ def _build_paths(trace: Trace, tree: Forest, is_scope: Bools) -> tuple[list[str]
 def _merge_recomputed_paths(
     paths: list[str], modules: list[str], path: Ints, home: Ints
 ) -> tuple[list[str], list[str], Ints]:
-    """Returns the paths of what a backward node recomputes, as they are in the forward pass.
+    """Returns the paths of recomputation in backward nodes, as they are in the forward pass.
 
     In the backward node only modules enclose it. The path of the node's forward op gives what
     enclosed these in the forward pass: up to where it names the same outermost module.

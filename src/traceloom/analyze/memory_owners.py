@@ -590,8 +590,7 @@ def build_scope_tree(
 
     Returns:
         `TREE`. The root has depth 0 and everything; `self_bytes` is held by no child; the values
-            add up to the root.
-        up to the root.
+        add up to the root.
     """
     rows = np.flatnonzero(selected)
     recorded = rows[named_blocks.blocks.made[rows] >= 0]

@@ -312,7 +312,7 @@ class Advice:
             `checkpoint-activations`, `smaller-batch`, `shard-optimizer-state`,
             `expandable-segments`, `other-processes`, `stop-growth`.
         text: The advice.
-        bytes: What it would free at most; None where it frees nothing but makes the request
+        bytes: The most that it would free; None where it frees nothing but makes the request
             smaller.
         why: The evidence for it in the data.
     """

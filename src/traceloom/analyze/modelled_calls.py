@@ -289,7 +289,7 @@ def _compute_work(_generation: int, *values: str) -> Work | str:
     return MODELS.work(_call(*values))
 
 
-def _call(  # noqa: PLR0917  (what is recorded of a call)
+def _call(  # noqa: PLR0917  (the recorded fields of a call)
     name: str,
     shapes: str,
     types: str,

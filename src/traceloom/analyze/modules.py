@@ -81,7 +81,8 @@ STEP_SCHEMA = build_schema("node step all_host_ns all_device_ns")
 
 @dataclass(frozen=True)
 class Modules(Result):
-    """The tree of regions; parents stand before their children, siblings by all their time.
+    """The tree of regions; parents come before their children, siblings are sorted by all their
+    time.
 
     Attributes:
         tree: One row per path; calls of one path are one row. `host_ns` is the time its threads

@@ -82,7 +82,7 @@ class Roofline(Result):
             repeats the forward pass; `roofline_ns` of the work on the roofline that runs in it,
             `rest_ns` the time in which only other GPU work runs, `roofline_fraction` their sum over
             the step, `placed_fraction` the share of GPU work on the roofline; `mfu` and `hfu`: time
-            that model and hardware FLOPs need at their peaks, over the step. `reason` says why a
+            that model and hardware FLOPs need at their peaks, over the step. `reason` states why a
             value is null.
         whole: The same once per trace, over the time from the first to the last GPU work.
         spread: Per step: mean, min and max over the whole steps of each quantity (see

@@ -42,7 +42,7 @@ class StepTimes(Result):
         min_ns: Shortest.
         max_ns: Longest.
         spread_fraction: (third quartile - first quartile) / median.
-        evidence: What the steps were taken from: profiler-step, mark, annotation, request, or none.
+        evidence: The source of the steps: profiler-step, mark, annotation, request, or none.
     """
 
     steps: pl.DataFrame

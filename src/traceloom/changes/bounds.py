@@ -34,7 +34,6 @@ def compute_lower_bound_ns(graph: Graph, scenario: Scenario, total_ns: int) -> i
 
     Returns:
         The work that is left on the busiest stream or thread, or the whole time less the time in
-            which something that changed went on, whichever is longer; ns.
         which something that changed went on, whichever is longer; ns.
     """
     return max(compute_busiest_lane_ns(scenario), total_ns - most_saved_ns(graph, scenario))
@@ -175,7 +174,7 @@ def unrecorded_saving_ns(
         changes: The changes that save.
         saved_ns: Their saving on the graph, ns; negative where they cost time.
         total_ns: The recorded step or window that the saving is of, ns.
-        ratio: Recorded step / unrecorded step, as measured; None where nobody measured it.
+        ratio: Recorded step / unrecorded step, as measured; None where it was not measured.
 
     Returns:
         ns, between a third of `saved_ns` and all of it; `saved_ns` where the ratio is unknown or at

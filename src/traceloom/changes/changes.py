@@ -123,7 +123,7 @@ class NodeSelection:
 
 
 def select_event_nodes(graph: Graph, rank: int | None, events: pl.Series) -> Bools:
-    """Returns the nodes that stand for some events (rows) of one rank's trace, shape (nodes,)."""
+    """Returns the nodes of some events (rows) of one rank's trace, shape (nodes,)."""
     event_rows = (events.drop_nulls() if events.null_count() else events).to_numpy()
     is_selected_event: Bools = np.zeros(
         int(event_rows.max()) + 1 if event_rows.size else 0, dtype=np.bool_

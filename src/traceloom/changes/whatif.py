@@ -268,7 +268,7 @@ class Sweep(Result):
     """One change with several factors.
 
     Attributes:
-        template: The change with `{}` where the factor stands.
+        template: The change with `{}` in place of the factor.
         table: factor, time_ns, saved_ns, saved_fraction.
     """
 

@@ -286,7 +286,7 @@ class Context:
 
     @property
     def where(self) -> str:
-        """The analysed part, as it stands in a sentence."""
+        """The analysed part, as part of a sentence."""
         if self.steps is None:
             return "the window"
         return f"the {self.unit}" if self.step_count == 1 else f"{self.step_count} {self.unit}s"

@@ -33,7 +33,7 @@ from traceloom.trace.trace import Trace
 
 _MIN_PYTHON_SHARE = 0.15  # of the window
 _MIN_GAP_SHARE = 0.02  # of the window
-# Of the time of many short stretches of Python: what compiled or vectorised code leaves
+# Of the time of many short intervals of Python: the part that compiled or vectorised code leaves
 _PYTHON_LEFT = 0.3
 _MIN_LOOP_CALLS = 64  # calls in a row, from which on a run is a loop over the elements of a tensor
 # The operators that Python calls for one element; runs of others may be a loop in C++ over many

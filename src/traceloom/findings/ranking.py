@@ -147,7 +147,6 @@ def _rank_greedily(
 
     Returns:
         The findings, each with the candidate that its words are from and the steps that these are
-            about; and what the savings leave out.
         about; and what the savings leave out.
     """
     # Steps around the typical one, with their candidates; the typical one alone where there are no

@@ -33,8 +33,8 @@ class Candidate(Struct, frozen=True):
             it is not reported; None where there is none.
         host: Computes the host time of the finding, as `Context.stretches` does; None where that is
             the host time of the changed nodes. Called for findings alone.
-        hot_advice: What to do instead where one Python frame holds most of that time; `{frame}`
-            stands for how much of it which one holds.
+        hot_advice: What to do instead where one Python frame holds most of that time; `{frame}` is
+            replaced by the share and the name of that frame.
     """
 
     title: str
@@ -225,5 +225,5 @@ def _add_hot_frames(
 
 
 def _format_function_name(name: str) -> str:
-    """Returns the name of a function, an operator or a call as it stands in a sentence."""
+    """Returns the name of a function, an operator or a call as part of a sentence."""
     return shorten_name(_BUILT_IN_PATTERN.sub(r"\1", name))

@@ -357,7 +357,7 @@ def _estimate_better_schedule(context: Context, rows: pl.DataFrame) -> tuple[flo
 
     Returns:
         Bubbles of a stage, the mean over stages; what is left of them, ns; and the schedule, in
-            words.
+        words.
     """
     # The number of activations that each rank of the last stages gets in the step, where it is
     # unique.

@@ -25,7 +25,7 @@ from traceloom.trace.arrays import gather_rows
 
 RUNNING_PLACE = "while running"  # place of these edges in `delays`
 _OVERLAP_QUANTILE = 0.1  # of a name's fractions: a launch that came late only makes them larger
-_MAX_DELAY_NS = 2**60  # a delay beyond this says that the edge does not hold
+_MAX_DELAY_NS = 2**60  # a delay beyond this means that the edge does not hold
 _overlap_cache: LastGraphCache[Ints] = LastGraphCache()
 
 
@@ -107,13 +107,13 @@ _FROM_CALL_KINDS = ("launch",)  # call > kind of work
 _TO_CALL_KINDS = ("synchronize", "queue")  # kind of work > call
 _NODE_TO_NODE_KINDS = ("stream", "wait", "occupancy", "cross-thread")  # kind > kind
 TIMED_KINDS = (*_FROM_CALL_KINDS, *_TO_CALL_KINDS, *_NODE_TO_NODE_KINDS)
-ANY_PLACE = ""  # place of the row that stands for all of a kind
-# Place of what leads out of a meeting: takes what this one communication took
+ANY_PLACE = ""  # place of the row for all classes of a kind
+# Place of edges out of a meeting, which take as long as this communication took
 TRANSFER_PLACE = "transfer"
 # Where no edge of a kind shows how long it takes, in ns: medians of public traces of H100, A100 and
 # V100.
 _DEFAULT_DELAYS_NS = {"launch": 6_500, "synchronize": 5_000, "stream": 1_000, "wait": 1_500}
-_START_SUFFIX = " start"  # of a source whose start is what counts
+_START_SUFFIX = " start"  # of a source whose start counts
 
 
 class EdgeClasses(Struct, frozen=True):

@@ -273,7 +273,7 @@ def match_parts(parts: pl.DataFrame) -> MatchedParts:
         name = str(group) or "unnamed"
         if rows["sequence"].null_count() == 0:
             # Parts of one sequence number, not those that are not of one kind. Calls that are
-            # coalesced share a sequence number: their order tells them apart.
+            # coalesced share a sequence number: their order distinguishes them.
             keyed = rows.with_columns(
                 pl.int_range(pl.len()).over("part", "sequence").alias("nth")
             ).with_columns(pl.struct("sequence", "nth").alias("key"))

@@ -111,8 +111,6 @@ def walk_back(
 
     Returns:
         The points, `last` first, and for each what bound it: the row of an edge (the next point is
-            its source), -1 for the node's own work (the next point is the node's start), -2 for
-            nothing.
         its source), -1 for the node's own work (the next point is the node's start), -2 for
         nothing.
     """
@@ -208,8 +206,7 @@ def list_largest_residuals(graph: Graph, path: Path, limit: int = 5) -> pl.DataF
 
     Returns:
         `time_ns`, `kind` (of the edge or node that bears it), and `node`, `name`, `rank` and
-            `start_ns` of the node that came so much later than its causes explain.
-        of the node that came so much later than its causes say.
+        `start_ns` of the node that came so much later than its causes explain.
     """
     on_edges = graph.edges.select("kind", pl.col("target").alias("node"), "residual_ns")[path.edges]
     on_nodes = graph.nodes.select("kind", "node", "residual_ns")[path.nodes]

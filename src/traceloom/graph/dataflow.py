@@ -205,7 +205,7 @@ def forward_backward_edges(
     Arrows of the file come first. Else ops are joined by process and sequence number, which counts
     within one forward thread, so only in a process with one such thread. Several ops can have one
     number, since it is read when an op begins: of forward ops the last to begin made the node, of
-    backward ops the outermost stands for it.
+    backward ops the outermost represents it.
     """
     columns = trace.events[["process", "sequence", "forward_thread", "category", "lane"]]
     numbered = columns.hstack([pl.Series("position", tree.position)]).filter(
@@ -243,7 +243,7 @@ def forward_backward_edges(
     source, target = (tree.position[arrows[name].to_numpy()] for name in ("source", "target"))
     has_both = (source >= 0) & (target >= 0)
     source, target = source[has_both], target[has_both]
-    # An arrow may end at an op inside the one that stands for the node.
+    # An arrow may end at an op inside the one that represents the node.
     arrows_before = np.concatenate([[0], np.cumsum(np.bincount(target, minlength=tree.row.size))])
     numbered_target = matched["position"].to_numpy()
     has_arrow = arrows_before[tree.stop[numbered_target]] > arrows_before[numbered_target]

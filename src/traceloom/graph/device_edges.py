@@ -28,7 +28,7 @@ _MIN_QUEUE_DEPTH = 900  # launches that are pending when a queue is full (about 
 # A launch that is longer than others of its name by this, and this many times, was held up
 _MIN_HELD_UP_NS = 8_000
 _HELD_UP_FACTOR = 2.5
-# Of the launches into a deep queue must keep to what it is said to hold
+# Of the launches into a deep queue must be consistent with its inferred capacity
 _MIN_CONSISTENT_SHARE = 0.95
 _MAX_RETURN_DELAY_NS = 100_000  # it returns this soon after the work that made room
 
@@ -37,9 +37,9 @@ _MIN_LATE_NS = 100_000
 _MAX_START_DELAY_NS = 10_000  # it starts this soon after room was made
 _MAX_TAIL_NS = 20_000  # or this long before the other ends: its last blocks leave room
 _MAX_TAIL_SHARE = 0.03  # or this share of the other's duration
-# Of the window: who was launched so early can be behind what was launched before
+# Of the window: work launched this early can be queued behind work from before
 BEGINNING_SHARE = 0.05
-MIN_NOTICED_SHARE = 0.01  # of the window: time that nothing recorded explains is worth a word
+MIN_NOTICED_SHARE = 0.01  # of the window: unexplained time from here on gets a notice
 
 
 def add_launch_edges(  # noqa: PLR0917  (both ends of the edges)
@@ -55,7 +55,7 @@ def add_launch_edges(  # noqa: PLR0917  (both ends of the edges)
 
     The work can begin before the call returns, so the call's start holds it back, except where a
     call was long and its work began when it returned. One graph launch submits all the kernels of
-    its graph. Where calls are not recorded, the op that the file names stands for them.
+    its graph. Where calls are not recorded, the op that the file names replaces them.
 
     Args:
         edges: Where to add.
@@ -119,7 +119,7 @@ def add_stream_edges(edges: Edges, work: DeviceWork, work_node: Ints) -> int:
     follows[follows] = work.lane[before[follows]] == work.lane[follows]
     rows = np.flatnonzero(follows)
     previous, reaching = before[rows], longest[rows]
-    # Of one that has not, its neighbours' starts tell
+    # For a reached work that has not ended, the starts of its neighbours decide
     ended = work.end[reaching] <= work.start[rows]
     pairs = np.concatenate([previous, reaching[ended]])
     target = np.concatenate([rows, rows[ended]])

@@ -58,7 +58,7 @@ class LayerSlice(Struct, frozen=True):
         last: Link after the last.
         source: Entry that each link comes from.
         offset: First link of each entry, counted from `first`.
-        few: Whether the slice, or each of the slices that it stands for, has few links.
+        few: Whether the slice, or each of the slices that it joins, has few links.
     """
 
     low: int
@@ -333,8 +333,8 @@ class Plan:
         Args:
             work_ns: Work of each node, (N,) or (S, N); as in the graph where not given.
             delay_ns: Delay of each edge without its residual, (E,) or (S, E); `ABSENT` for an edge
-                that shall not hold, as if it were not in the graph. Where not given: with residuals
-                the graph's delays, without residuals the constants of the edges' classes.
+                to leave out. Where not given: with residuals the graph's delays, without residuals
+                the constants of the edges' classes.
             residuals: Whether to add the residuals. With them the times of a calibrated graph are
                 the measured ones to the nanosecond.
 

@@ -86,7 +86,7 @@ EDGE_KINDS = (
     "rendezvous",  # into and out of the meeting of a collective's ranks; a send and its receive
     "simulation",  # order added only for a target
 )
-# How an edge is known: the file says so by id or arrow; two records share an id; a rule inferred
+# How an edge is known: the file states it by id or arrow; two records share an id; a rule inferred
 # it; a convention.
 EVIDENCE = ("measured", "correlated", "inferred", "assumed")
 
@@ -365,8 +365,8 @@ class Graph:
 
     @cached_property
     def events(self) -> Array:
-        """The row of its trace that each node stands for, shape (nodes,); a number larger than any
-        row where it stands for none.
+        """The row of its trace that each node represents, shape (nodes,); a number larger than any
+        row where it represents none.
         """
         return self.nodes["event"].fill_null(_NO_EVENT).to_numpy()
 

@@ -186,7 +186,7 @@ def match(trace: Trace, host: HostTrace) -> Matching:
     Exactly by record function id; by the older key, where `External id` is the record function id
     and the names agree; else by the order of the names of each thread, including the ops around
     them where that fits, all threads in the same iteration. Where several iterations fit, the first
-    is taken, and a notice says so.
+    is taken, and a notice reports it.
 
     Args:
         trace: The device trace.

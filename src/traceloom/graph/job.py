@@ -167,7 +167,7 @@ def _compute_p95(differences: Ints) -> int:
 
 FROM_ROOT = ("broadcast", "scatter")
 TO_ROOT = ("reduce", "gather")
-# Of what a transfer usually takes: one that takes no longer has waited for nobody
+# Of what a transfer usually takes: one that takes no longer did not wait
 _MAX_JITTER = 1.5
 # Operations that should take equally long
 _SIMILARITY_KEYS = [

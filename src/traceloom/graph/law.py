@@ -171,7 +171,7 @@ _EMPTY_PARTS = pl.DataFrame(
 )
 
 
-def _describe_law(  # noqa: PLR0917  (the figures in the order in which they are told)
+def _describe_law(  # noqa: PLR0917  (the figures in the order of the sentence)
     exact_error: int,
     errors: tuple[float, float],
     window: int,

@@ -35,7 +35,7 @@ from traceloom.trace.vocabulary import COMMAND, GPU_WORK
 
 ProgressCallback = Callable[[str], None]
 
-# Of the ops of the timed steps; below, the graph step is no picture of them
+# Of the ops of the timed steps; below, the graph step does not represent them
 _MIN_MATCHED_SHARE = 0.5
 
 
@@ -238,7 +238,7 @@ def _propagate_matching(timed_trace: Trace, graph: Trace, matching: Matching) ->
     )
 
 
-_MAX_CACHED_GRAPHS = 2  # graphs remembered: of one run, the whole and a step
+_MAX_CACHED_GRAPHS = 2  # for one run the whole and one step
 _EVENT_COLUMNS = {
     **dict.fromkeys(("collectives", "copies", "syncs", "python", "tensors"), ("event",)),
     "flows": ("source", "target"),

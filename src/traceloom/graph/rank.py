@@ -104,7 +104,6 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
 
     Returns:
         A graph of one rank, not calibrated: no delays, work equal to the durations, no residuals.
-            Times start at 0, which is `trace.start_ns`.
         Times start at 0, which is `trace.start_ns`.
     """
     tree = build_host_tree(trace)

@@ -86,7 +86,7 @@ _DTYPES_BY_SCALAR_TYPE = {
 _TENSOR_LIST_TYPES = ("TensorList", "OptionalTensorList", "GenericList")
 
 
-class Unknown(Exception):  # noqa: N818  (it is no error: a model that cannot tell says so)
+class Unknown(Exception):  # noqa: N818  (not an error: a model without an answer raises it)
     """Raised by a model that cannot compute the work; the message is the reason, for people."""
 
 
@@ -133,7 +133,7 @@ class Tensor:
 
 def parse_dtype(recorded: str) -> str | None:
     """Returns Traceloom's name of a recorded element type (`c10::BFloat16` is bf16); None for types
-    that are no tensors.
+    that are not tensors.
 
     Example:
         >>> recorded = ["c10::BFloat16", "long int", "c10::Float8_e4m3fnuz", "Scalar"]
@@ -163,7 +163,8 @@ class Call:
         shapes: The recorded shapes, one entry per input; a list of tensors has a list of shapes.
         types: The recorded types as in the file: `c10::BFloat16`, `Scalar`, `TensorList`, "" for
             nothing.
-        concrete: The recorded values of inputs that are no tensors, as text; "" where not recorded.
+        concrete: The recorded values of inputs that are not tensors, as text; "" where not
+            recorded.
         strides: The recorded strides, or nothing.
         list_type: Element type of the tensors in lists, which the profiler does not record; from
             the name of the kernel where that shows it, else "".
@@ -355,7 +356,7 @@ def derive_promoted_dtype(tensors: list[Tensor]) -> str:
     floating point, complex).
 
     Raises:
-        Unknown: There is none.
+        Unknown: There is no such type.
     """
     order = [*_PROMOTION_ORDER, *_COMPLEX_DTYPES]
     highest, categories = [], []  # of the tensors with dimensions, and of those without
