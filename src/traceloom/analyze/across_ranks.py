@@ -298,13 +298,13 @@ def slow_steps(parts: Sequence[RankPart]) -> SlowSteps:
     normal_steps = rated.filter(~pl.col("slow"))["step"].implode()
     differences = [pl.DataFrame(schema=DIFFERENCE_SCHEMA)]
     for part, rank in zip(parts, ranks, strict=True) if slow.height else ():
-        spent = compute_step_breakdown(part)
+        breakdown = compute_step_breakdown(part)
         normal = (
-            spent.filter(pl.col("step").is_in(normal_steps))
+            breakdown.filter(pl.col("step").is_in(normal_steps))
             .group_by("class")
             .agg(pl.col("ns").median().alias("usual_ns"))
         )
-        rows = spent.filter(pl.col("step").is_in(slow["step"].implode())).join(
+        rows = breakdown.filter(pl.col("step").is_in(slow["step"].implode())).join(
             normal, on="class", how="left"
         )
         rows = rows.with_columns(

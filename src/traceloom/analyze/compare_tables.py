@@ -110,7 +110,7 @@ def match_devices(base: ComparedSide, new: ComparedSide) -> MatchedDevice:
         .filter(placed)
         .join(unmatched["new"].filter(placed), on=order_keys, how="full", coalesce=True)
     )
-    loose = [frame.filter(~placed) for frame in unmatched.values()]
+    unplaced = [frame.filter(~placed) for frame in unmatched.values()]
     columns = [
         "place",
         "kind",
@@ -120,7 +120,7 @@ def match_devices(base: ComparedSide, new: ComparedSide) -> MatchedDevice:
         frame.with_columns(
             pl.lit(None, pl.Int64).alias(name) for name in columns if name not in frame.columns
         )
-        for frame in (same, replaced, *loose)
+        for frame in (same, replaced, *unplaced)
     ]
     counted = pl.col(
         *(f"{name}_{column}" for name in sides for column in ("count", "total", "sum"))
@@ -325,16 +325,18 @@ def sum_by_place(
     for name, side in (("base", base), ("new", new)):
         host = pad_with_zeros(side.host_ns, size)
         host[-1] = side.outside_ns
-        launched, took = np.zeros((2, size), dtype=np.int64)
+        launched, duration_sums = np.zeros((2, size), dtype=np.int64)
         np.add.at(
             launched, device.kernels["place"].to_numpy(), device.kernels[f"{name}_ns"].to_numpy()
         )
         np.add.at(
-            took, device.kernels["place"].to_numpy(), device.kernels[f"{name}_sum"].to_numpy()
+            duration_sums,
+            device.kernels["place"].to_numpy(),
+            device.kernels[f"{name}_sum"].to_numpy(),
         )
         columns |= {
             f"{name}_count": pad_with_zeros(side.count, size),
-            f"{name}_duration_ns": round_to_sum(took, side.device_steps),
+            f"{name}_duration_ns": round_to_sum(duration_sums, side.device_steps),
             f"{name}_device_ns": launched,
             f"{name}_host_ns": round_to_sum(host, side.steps.height),
         }

@@ -531,11 +531,11 @@ def _find_best_matching(left: ListItems, right: ListItems) -> list[tuple[int, in
     best = np.zeros((rows + 1, columns + 1), dtype=np.int32)
     for row in range(rows - 1, -1, -1):
         # The weight of pairing element `row` with each on the right; 0 where the names differ.
-        gained = 8 + 4 * np.log2(np.minimum(left.size[row], right.size)).astype(np.int32)
-        gained += 4 * (left.shape[row] == right.shape)
-        gained += 3 * (left.work[row] == right.work) + 3 * (left.mark[row] == right.mark)
-        gained = np.where(left.name[row] == right.name, gained, 0).astype(np.int32)
-        gains = np.maximum(best[row + 1, :-1], np.where(gained > 0, best[row + 1, 1:] + gained, 0))
+        weight = 8 + 4 * np.log2(np.minimum(left.size[row], right.size)).astype(np.int32)
+        weight += 4 * (left.shape[row] == right.shape)
+        weight += 3 * (left.work[row] == right.work) + 3 * (left.mark[row] == right.mark)
+        weight = np.where(left.name[row] == right.name, weight, 0).astype(np.int32)
+        gains = np.maximum(best[row + 1, :-1], np.where(weight > 0, best[row + 1, 1:] + weight, 0))
         best[row, :-1] = np.maximum.accumulate(gains[::-1])[::-1]
     matched: list[tuple[int, int]] = []
     row = column = 0
@@ -680,7 +680,7 @@ def build_side(
     """
     steps, kernels, waiting = [], [], []
     reached: list[Ints] = []
-    spent: list[tuple[Ints, Ints]] = []
+    host_times: list[tuple[Ints, Ints]] = []
     out = ComparedSide(pl.DataFrame(schema=STEPS))
     for compared_steps in (
         select_compared_steps(trace) for trace in session.traces if trace.events.height
@@ -702,7 +702,7 @@ def build_side(
         tree_rows = np.flatnonzero(call_trees.node >= 0)
         reached.append(event_places[tree_rows])
         main = np.flatnonzero(call_trees.main)
-        spent.append((event_places[main], call_trees.self_ns[main]))
+        host_times.append((event_places[main], call_trees.self_ns[main]))
         out.outside_ns += int(compared_steps.durations.sum()) - int(call_trees.self_ns[main].sum())
         devices = measure_device_time(compared_steps)
         if devices.devices:
@@ -718,7 +718,7 @@ def build_side(
     out.steps = pl.concat(steps).cast(STEPS) if steps else out.steps
     out.count = np.bincount(np.concatenate([*reached, np.zeros(0, dtype=np.int64)]), minlength=size)
     out.host_ns = np.zeros(size, dtype=np.int64)
-    for place_index, ns in spent:
+    for place_index, ns in host_times:
         np.add.at(out.host_ns, place_index, ns)
     if kernels:
         keys = ["place", "name", "nth", "kind"]

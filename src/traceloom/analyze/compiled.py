@@ -118,11 +118,11 @@ def mark_compiled_events(trace: Trace) -> CompiledEvents:
     nearest = tree.nearest_or_self(marked_part >= 0)
     part = np.append(marked_part, OUTSIDE)[nearest]
     is_op = classify_events(trace).op & (marked_part < 0)
-    loose = (tree.nearest_or_self(is_op) > nearest) & (part == WRAPPER)
+    is_uncompiled = (tree.nearest_or_self(is_op) > nearest) & (part == WRAPPER)
     has_graph = np.zeros(code.size + 1, dtype=np.bool_)
     has_graph[within[graph]] = True
-    part = np.where(loose, np.where(has_graph[within], BREAK, GRAPH), part)
-    graph |= tree.topmost(is_op & loose & ~has_graph[within] & ~in_compiling)
+    part = np.where(is_uncompiled, np.where(has_graph[within], BREAK, GRAPH), part)
+    graph |= tree.topmost(is_op & is_uncompiled & ~has_graph[within] & ~in_compiling)
     part[in_compiling] = COMPILE
     return CompiledEvents(
         region,
@@ -478,24 +478,26 @@ def _find_graph_breaks(
     until = tree.start_ns[child]
     # The part of the time in between that went into compiling and looking up on the lane of each
     # child.
-    spent = np.zeros((2, child.size), dtype=np.int64)
-    for values, mask in zip(spent, (event_marks.compiling, event_marks.looking_up), strict=True):
+    overhead_ns = np.zeros((2, child.size), dtype=np.int64)
+    for values, mask in zip(
+        overhead_ns, (event_marks.compiling, event_marks.looking_up), strict=True
+    ):
         rows = np.flatnonzero(mask)
         for lane in np.unique(tree.lane[child]).tolist():
             lane_rows, on_lane = rows[tree.lane[rows] == lane], tree.lane[child] == lane
             busy = merge_intervals(tree.start_ns[lane_rows], tree.end_ns[lane_rows])
             values[on_lane] = compute_coverage(busy, since[on_lane], until[on_lane])
-    loose = (event_marks.part == BREAK) & (event_marks.within >= 0)
-    loose_ns = np.append(0, np.cumsum(np.where(loose, own_device_ns, 0)))
+    is_uncompiled = (event_marks.part == BREAK) & (event_marks.within >= 0)
+    uncompiled_ns = np.append(0, np.cumsum(np.where(is_uncompiled, own_device_ns, 0)))
     first = np.where(own_graph, np.append(tree.stop, 0)[last], parent)
     frame = pl.DataFrame(
         {
             "region": _get_region_ids(trace, parent),
             "resumed": _get_region_ids(trace, child),
             "function": _find_region_functions(trace, child),
-            "between_ns": until - since - spent[0],
-            "lookup_ns": spent[1],
-            "uncompiled_device_ns": loose_ns[child] - loose_ns[np.minimum(first, child)],
+            "between_ns": until - since - overhead_ns[0],
+            "lookup_ns": overhead_ns[1],
+            "uncompiled_device_ns": uncompiled_ns[child] - uncompiled_ns[np.minimum(first, child)],
         }
     )
     location = pl.format(
@@ -523,14 +525,14 @@ def _list_uncompiled_ops(
     left out.
     """
     tree = build_forest(trace)
-    loose = (event_marks.part == BREAK) | (event_marks.part == OUTSIDE)
-    rows = np.flatnonzero(tree.topmost(classify_events(trace).op & loose))
+    is_uncompiled = (event_marks.part == BREAK) | (event_marks.part == OUTSIDE)
+    rows = np.flatnonzero(tree.topmost(classify_events(trace).op & is_uncompiled))
     frame = pl.DataFrame(
         {
             "part": pl.Series(PARTS).gather(event_marks.part[rows]),
             "name": _get_event_names(trace, rows),
-            "host_ns": tree.subtree_sums(np.where(loose, own_ns, 0))[rows],
-            "device_ns": tree.subtree_sums(np.where(loose, own_device_ns, 0))[rows],
+            "host_ns": tree.subtree_sums(np.where(is_uncompiled, own_ns, 0))[rows],
+            "device_ns": tree.subtree_sums(np.where(is_uncompiled, own_device_ns, 0))[rows],
         }
     )
     return (

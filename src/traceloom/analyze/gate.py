@@ -460,11 +460,11 @@ def _check(
         and condition.statistic in ("mean", "median")
     ):
         # Where steps scatter too much: whether the undisturbed steps give a verdict.
-        calm = _check(structs.replace(condition, statistic=UNDISTURBED_STATISTIC), base, new, [])[
-            "verdict"
-        ]
-        if calm != INCONCLUSIVE:
-            undisturbed = f"{UNDISTURBED_STATISTIC}({condition.name_of_metric}), the steps that nothing disturbed, would {calm}"
+        verdict = _check(
+            structs.replace(condition, statistic=UNDISTURBED_STATISTIC), base, new, []
+        )["verdict"]
+        if verdict != INCONCLUSIVE:
+            undisturbed = f"{UNDISTURBED_STATISTIC}({condition.name_of_metric}), the steps that nothing disturbed, would {verdict}"
             judged["reason"] = f"{judged['reason']}; {undisturbed}"
     return judged
 

@@ -126,34 +126,34 @@ class _AlignedReplays(Struct, frozen=True):
 
 def graph_launches(trace: Trace) -> GraphLaunches:
     """Finds the graph launches and aligns their replays."""
-    laid = _align_replays(trace)
-    work_ns, all_ns = int(laid.work.length.sum()), laid.work.all_ns
+    aligned = _align_replays(trace)
+    work_ns, all_ns = int(aligned.work.length.sum()), aligned.work.all_ns
     fraction = work_ns / all_ns if all_ns else None
-    if not laid.work.launch.size:
+    if not aligned.work.launch.size:
         graphs, replays, nodes = (
             pl.DataFrame(schema=columns) for columns in (GRAPHS, REPLAYS, NODES)
         )
         return GraphLaunches(graphs, replays, nodes, 0, fraction)
-    laid_nodes = _summarize_nodes(trace, laid.placed)
-    replays = _build_replays(trace, laid, laid_nodes)
-    nodes = laid_nodes.pipe(cast_to_schema, NODES)
-    graphs = _summarize_graphs(trace, laid, replays)
+    aligned_nodes = _summarize_nodes(trace, aligned.placed)
+    replays = _build_replays(trace, aligned, aligned_nodes)
+    nodes = aligned_nodes.pipe(cast_to_schema, NODES)
+    graphs = _summarize_graphs(trace, aligned, replays)
     graphs = graphs.with_columns(
         pl.Series("like", _find_similar_graphs(graphs, nodes), dtype=pl.UInt32)
     )
-    return GraphLaunches(graphs, replays, nodes, laid.work.row.size, fraction)
+    return GraphLaunches(graphs, replays, nodes, aligned.work.row.size, fraction)
 
 
 def list_replayed_work(trace: Trace) -> pl.DataFrame:
     """Returns the GPU work of graph launches: event, launch (row of the call), graph and node as in
     `graph_launches`.
     """
-    laid = _align_replays(trace)
-    nodes = _summarize_nodes(trace, laid.placed)
+    aligned = _align_replays(trace)
+    nodes = _summarize_nodes(trace, aligned.placed)
     node_numbers = nodes.select(pl.col("own_id").alias("node_id"), "graph", "place", "code", "node")
-    return laid.placed.join(node_numbers, on=_NODE_KEYS, how="left", maintain_order="left").select(
-        pl.col("row").alias("event"), "launch", "graph", "node"
-    )
+    return aligned.placed.join(
+        node_numbers, on=_NODE_KEYS, how="left", maintain_order="left"
+    ).select(pl.col("row").alias("event"), "launch", "graph", "node")
 
 
 def _align_replays(trace: Trace) -> _AlignedReplays:
@@ -464,19 +464,19 @@ def map_nodes(
     )
     index = np.searchsorted(end, capture_start)
     capture_start, end = capture_start[index < end.size], end[index[index < end.size]]
-    silent = calls.filter(
+    unrecorded = calls.filter(
         pl.col("name").str.contains(_LAUNCH_CALL),
         ~pl.col("event").is_in(kernels["launch"].implode()),
     )
-    if silent.height and can_reread_events(capture):
+    if unrecorded.height and can_reread_events(capture):
         kernel_names = [
             args.get("kernel")
-            for args in read_all_arguments(capture, silent["event"].to_numpy().astype(np.int64))
+            for args in read_all_arguments(capture, unrecorded["event"].to_numpy().astype(np.int64))
         ]
         texts = [name if isinstance(name, str) else None for name in kernel_names]
-        named_kernels = silent.with_columns(pl.Series("name", texts, dtype=pl.String)).drop_nulls(
-            "name"
-        )
+        named_kernels = unrecorded.with_columns(
+            pl.Series("name", texts, dtype=pl.String)
+        ).drop_nulls("name")
         named_kernels = named_kernels.select(
             "name",
             pl.col("event").alias("launch"),

@@ -345,11 +345,11 @@ def threads(trace: Trace) -> Threads:
     """Returns the role and activities of every host thread, and how many were active over time."""
     lanes = trace.lanes.filter(pl.col("kind") == "host").sort("lane")
     segments = build_host_segments(trace)
-    doing = np.append(classify_activity(trace), UNOBSERVED)[segments.owner]
+    activity = np.append(classify_activity(trace), UNOBSERVED)[segments.owner]
     ns = segments.end_ns - segments.start_ns
     size = int(trace.lanes["lane"].to_numpy().max(initial=0)) + 1
     activity_ns = np.zeros((size, len(ACTIVITIES)), dtype=np.int64)
-    np.add.at(activity_ns, (segments.lane, doing), ns)
+    np.add.at(activity_ns, (segments.lane, activity), ns)
     host_lanes = lanes["lane"].to_numpy()
     roles = _infer_roles(trace)
     launches = [cat.CATEGORIES.index(category) for category in cat.LAUNCHES]
@@ -381,7 +381,7 @@ def threads(trace: Trace) -> Threads:
     ).pipe(cast_to_schema, THREAD_SCHEMA)
     is_main = (pl.col("role") == "main").fill_null(False)
     # A thread is active except while it rests: +1 where it begins to be active, -1 where it ends.
-    resting = np.flatnonzero((doing == UNOBSERVED) | (doing == BLOCKING_CALL))
+    resting = np.flatnonzero((activity == UNOBSERVED) | (activity == BLOCKING_CALL))
     resting = resting[np.argsort(segments.lane[resting], kind="stable")]
     low, high = (
         np.searchsorted(segments.lane[resting], host_lanes, side=side) for side in ("left", "right")
@@ -439,9 +439,9 @@ def _compute_concurrency_curve(trace: Trace, start: Ints, count: Ints) -> pl.Dat
         return CURVE.to_frame()
     edges = trace.start_ns + window * np.arange(parts + 1) // parts
     # Thread-nanoseconds up to each instant
-    spent = np.concatenate([[0], np.cumsum(count[:-1] * np.diff(start))])
+    thread_ns = np.concatenate([[0], np.cumsum(count[:-1] * np.diff(start))])
     position = np.searchsorted(start, edges, side="right") - 1
-    until = spent[position] + count[position] * (edges - start[position])
+    until = thread_ns[position] + count[position] * (edges - start[position])
     return pl.DataFrame({"start_ns": edges[:-1], "active": np.diff(until) / np.diff(edges)}).pipe(
         cast_to_schema, CURVE
     )

@@ -237,11 +237,11 @@ def _split_by_innermost_event(
             continue
         blank = np.flatnonzero(lane_parts.owner < 0)
         blank = blank[np.argsort(lane_parts.start[blank], kind="stable")]
-        helped = on_lane(
+        main_parts = on_lane(
             main, lane_parts.part[blank], Spans(lane_parts.start[blank], lane_parts.end[blank])
         )
-        names = trace.events["name"][tree.row[np.maximum(helped.owner, 0)]]
-        counts = (helped.owner >= 0) & ~names.str.starts_with(
+        names = trace.events["name"][tree.row[np.maximum(main_parts.owner, 0)]]
+        counts = (main_parts.owner >= 0) & ~names.str.starts_with(
             "<built-in method run_backward"
         ).to_numpy()
         has_owner = lane_parts.owner >= 0
@@ -254,7 +254,9 @@ def _split_by_innermost_event(
                 lane_parts.other[has_owner],
             )
         )
-        parts.append(helped._replace(owner=np.where(counts, helped.owner, -1), other=counts))
+        parts.append(
+            main_parts._replace(owner=np.where(counts, main_parts.owner, -1), other=counts)
+        )
     return _WaitParts(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 

@@ -426,10 +426,10 @@ def counters(trace: Trace) -> Counters:
     records = []
     if readable_ and rows.size:
         names, ops = trace.events["name"], trace.events["op"]
-        nobody: list[Any] = [None] * rows.size
+        missing: list[Any] = [None] * rows.size
         kernels = [None if name == "__missing__" else name for name in names.gather(rows).to_list()]
-        launch_of = launches.tolist() if paired else nobody
-        op_of = names.gather(ops.gather(launches)).to_list() if paired else nobody
+        launch_of = launches.tolist() if paired else missing
+        op_of = names.gather(ops.gather(launches)).to_list() if paired else missing
         records = [  # one per range and counter
             (number, kernel, launch, op, key, float(amount))
             for number, (args, kernel, launch, op) in enumerate(

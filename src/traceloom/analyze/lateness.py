@@ -166,7 +166,7 @@ def compute_lateness(
         & (base >= 0)
     )
     # By each row of parts since counting began
-    spent = np.zeros((rows.part.size, len(TIME_CLASSES)), dtype=np.int64)
+    class_ns = np.zeros((rows.part.size, len(TIME_CLASSES)), dtype=np.int64)
     for number, rank in enumerate(ranks):
         own_rows = np.flatnonzero(rows.part == number)
         begun = rank.ledger.sums[np.maximum(base[own_rows], 0)]
@@ -175,11 +175,11 @@ def compute_lateness(
         begun[:, _COMMUNICATION_CODE] = rank.ledger.sums[
             np.maximum(counting_start[own_rows], 0), _COMMUNICATION_CODE
         ]
-        spent[own_rows] = rank.ledger.sums[rows.start_place[own_rows]] - begun
+        class_ns[own_rows] = rank.ledger.sums[rows.start_place[own_rows]] - begun
     compared = (base[last] >= 0) & (np.bincount(rows.inst[is_peer], minlength=collective_count) > 0)
-    late, excess = _compute_excess(rows, spent, is_peer, collective_count)
+    late, excess = _compute_excess(rows, class_ns, is_peer, collective_count)
     late[~compared], excess[~compared] = 0, 0
-    pairs, pair_excess, schedule_ns = _compute_pair_excess(matched, stages, spent, base, last)
+    pairs, pair_excess, schedule_ns = _compute_pair_excess(matched, stages, class_ns, base, last)
     excess[pairs, : len(TIME_CLASSES)], excess[pairs, -1] = pair_excess, 0
     excess[pairs, _SCHEDULE_CODE] = np.clip(schedule_ns, 0, late[pairs])
     excess[pairs, _PEER_CODE] = (

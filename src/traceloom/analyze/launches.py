@@ -211,7 +211,7 @@ def summarize_queues(submitted: LaunchedWork, blocked: BlockedLaunches) -> pl.Da
         start = min(int(submitted.start[low:high].min()), int(submitted.call_start[low:high].min()))
         end = int(submitted.end[low:high].max())
         window = end - start
-        lasts = np.maximum(np.diff(time, append=end), 0)
+        durations = np.maximum(np.diff(time, append=end), 0)
         recorded = submitted.known[low:high]
         rows.append(
             {
@@ -221,12 +221,12 @@ def summarize_queues(submitted: LaunchedWork, blocked: BlockedLaunches) -> pl.Da
                 "work_count": high - low,
                 "unknown_count": int((~recorded).sum()),
                 "max_launches": int(launches.max(initial=0)),
-                "mean_launches": float((launches * lasts).sum() / window) if window else 0.0,
+                "mean_launches": float((launches * durations).sum() / window) if window else 0.0,
                 "max_works": int(works.max(initial=0)),
-                "mean_works": float((works * lasts).sum() / window) if window else 0.0,
+                "mean_works": float((works * durations).sum() / window) if window else 0.0,
                 "window_ns": window,
-                "empty_ns": window - int(lasts[launches > 0].sum()),
-                "deep_ns": int(lasts[launches >= MIN_QUEUE_DEPTH].sum()),
+                "empty_ns": window - int(durations[launches > 0].sum()),
+                "deep_ns": int(durations[launches >= MIN_QUEUE_DEPTH].sum()),
                 "held_count": int(on_lane.sum()),
                 "held_ns": int(blocked.ns[on_lane].sum()),
                 "capacity": int(counts[::-1][often[::-1].argmax()]) if counts.size else None,

@@ -463,8 +463,8 @@ def partition(
                 np.array([bool(path) for path in owner_modules], dtype=np.bool_), False
             )[owners.of]
             out = np.where(has_module, owner_number, path_number)
-            nobody = (named_blocks.blocks.made < 0) & ~has_module
-            return [*names, BEFORE_RECORDING_LABEL], np.where(nobody, len(names), out)
+            has_no_owner = (named_blocks.blocks.made < 0) & ~has_module
+            return [*names, BEFORE_RECORDING_LABEL], np.where(has_no_owner, len(names), out)
         case "category":
             return list(CATEGORIES), kinds.category
         case "op":
@@ -610,7 +610,7 @@ def build_scope_tree(
         ((*scopes[path], labels[label]), size, count) for path, label, size, count in sums.rows()
     ]
     early = rows[named_blocks.blocks.made[rows] < 0]
-    counted, nobodys = early[owners.of[early] >= 0], early[owners.of[early] < 0]
+    counted, unowned = early[owners.of[early] >= 0], early[owners.of[early] < 0]
     owner_rows = owners.table[owners.of[counted]]
     for kind, name, size in zip(
         owner_rows["owner"],
@@ -619,9 +619,9 @@ def build_scope_tree(
         strict=True,
     ):
         entries.append(((HOLDERS_BEFORE, OWNER_LABELS.get(kind, kind), name), size, 1))
-    unknown = int(named_blocks.blocks.bytes[nobodys].sum()) + unseen_bytes
+    unknown = int(named_blocks.blocks.bytes[unowned].sum()) + unseen_bytes
     if unknown:
-        entries.append(((HOLDERS_BEFORE, "unknown"), unknown, nobodys.size))
+        entries.append(((HOLDERS_BEFORE, "unknown"), unknown, unowned.size))
     return build_tree(entries)
 
 

@@ -279,8 +279,8 @@ def _classify_blocks(
     ]
     maker = np.array(makers, dtype=np.int64)[numbers]
     maker = np.where(named_blocks.backward & (maker < 0), GRADIENT, maker)
-    lasts = blocks.end_ns == STILL_ALIVE
-    category = np.where(maker < 0, UNKNOWN, np.where(lasts | (maker == INPUT), maker, TEMPORARY))
+    is_alive = blocks.end_ns == STILL_ALIVE
+    category = np.where(maker < 0, UNKNOWN, np.where(is_alive | (maker == INPUT), maker, TEMPORARY))
     category = np.where(blocks.start_ns == EXISTED_BEFORE, BEFORE_RECORDING, category)
     inferred = (category != UNKNOWN) & (category != BEFORE_RECORDING)
     assert category.max(initial=0) < len(CATEGORIES)
@@ -470,15 +470,17 @@ def list_advice(
         )
         for site, per_step, size in growing[:2]
     ]
-    worth = [
+    advice = [
         item
         for item in out
         if item.bytes is not None and item.bytes >= max(_MIN_ADVICE_SHARE * total, 1)
     ]
-    worth.sort(key=lambda item: -(item.bytes or 0))
+    advice.sort(key=lambda item: -(item.bytes or 0))
     if requested_bytes is not None and requested_bytes > total:
         reason = f"alone it asks for {units.format_size(requested_bytes)}, more than all that was alive ({units.format_size(total)})"
         location = find_user_frame(stack)
         suffix = f" at {location}" if location else ""
-        worth.insert(0, Advice("shrink-request", f"check the request itself{suffix}", None, reason))
-    return worth
+        advice.insert(
+            0, Advice("shrink-request", f"check the request itself{suffix}", None, reason)
+        )
+    return advice

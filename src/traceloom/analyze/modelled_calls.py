@@ -215,7 +215,7 @@ def _collect_call_contents(
     if not names:
         return {}
     events = trace.events.lazy()
-    insides = {}
+    contents = {}
     for group, event in (
         calls.filter(pl.col("name").is_in(names))
         .select("group", pl.col("event").list.first())
@@ -253,8 +253,8 @@ def _collect_call_contents(
                 )
                 if isinstance(name, str) and grid and is_grid:
                     launched.append(LaunchedKernel(name, tuple(grid)))
-        insides[group] = nested_calls, tuple(launched)
-    return insides
+        contents[group] = nested_calls, tuple(launched)
+    return contents
 
 
 def _apply_models(

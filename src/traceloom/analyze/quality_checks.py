@@ -249,8 +249,8 @@ def check_collective_details(trace: Trace) -> QualityCheck | None:
     # The description that a call lacks may be in an annotation inside it: `nccl:all_reduce`.
     np.logical_or.at(present, get_event_column(trace, "parent", -1)[events], details)
     missing = ~present[calls]
-    lacking = dict(zip(_DETAIL_LABELS.values(), missing.sum(axis=0).tolist(), strict=True))
-    counts = {word: number for word, number in lacking.items() if number}
+    missing_counts = dict(zip(_DETAIL_LABELS.values(), missing.sum(axis=0).tolist(), strict=True))
+    counts = {word: number for word, number in missing_counts.items() if number}
     parts = [
         f"{', '.join(w for w, n in counts.items() if n == number)} in {format_count(number)}"
         for number in sorted(set(counts.values()), reverse=True)
@@ -518,10 +518,10 @@ def check_syncs_while_running(trace: Trace) -> QualityCheck | None:
         pl.col("start_ns") + 1,
         end_ns=pl.col("start_ns") + pl.col("duration_ns"),
     ).sort("start_ns")
-    met = syncs.join_asof(
+    matched = syncs.join_asof(
         kernel_ends, on="start_ns", by=["device", "stream"], check_sortedness=False
     )
-    affected = int(met.select((pl.col("end_ns") > pl.col("start_ns")).sum()).item())
+    affected = int(matched.select((pl.col("end_ns") > pl.col("start_ns")).sum()).item())
     message = (
         f"{format_count(affected)} of {format_count(syncs.height)} stream synchronisations are recorded as begun while a kernel of "
         "their stream still ran: their times cannot be trusted"

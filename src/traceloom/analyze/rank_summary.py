@@ -504,13 +504,13 @@ def compute_step_breakdown(part: RankPart) -> pl.DataFrame:
     """
     steps = part.steps.filter(pl.col("end_ns") > pl.col("start_ns"))
     first, last = (part.ledger.at(steps[name].to_numpy()) for name in ("start_ns", "end_ns"))
-    spent = part.ledger.sums[last] - part.ledger.sums[first]
+    class_ns = part.ledger.sums[last] - part.ledger.sums[first]
     number = steps["step"].to_numpy()
     return pl.DataFrame(
         {
             "step": np.repeat(number, len(TIME_CLASSES)),
             "class": pl.Series(list(TIME_CLASSES) * steps.height, dtype=TimeClassType),
-            "ns": spent.ravel(),
+            "ns": class_ns.ravel(),
         },
         schema_overrides={"step": pl.Int32()},
     )

@@ -116,12 +116,12 @@ def drop_overlapping(start: Ints, length: int) -> Ints:
     """Drops each occurrence, from the first on, that overlaps the last kept one."""
     if start.size < 2 or int((start[1:] - start[:-1]).min()) >= length:
         return start
-    jump = np.append(np.searchsorted(start, start + length), start.size)
+    successor = np.append(np.searchsorted(start, start + length), start.size)
     retained = np.zeros(1, dtype=np.int64)
     # Each round doubles the number of kept ones: those of the rounds before, then theirs
     while retained[-1] < start.size:
-        retained = np.concatenate([retained, jump[retained]])
-        jump = jump[jump]
+        retained = np.concatenate([retained, successor[retained]])
+        successor = successor[successor]
     return start[retained[retained < start.size]]
 
 

@@ -196,7 +196,7 @@ def _compute_roofline(
         .join(replays, on=[TRACE_COLUMN, "event"], how="left")
     )
     in_graph = pl.col("op").is_null() & pl.col("call").str.contains("GraphLaunch", literal=True)
-    whys = (
+    conditions = (
         (pl.col("category") == "communication", "communication, which has its own analysis"),
         (pl.col("link"), "a copy between host and device: the link bounds it"),
         (pl.col("launch").is_null(), "its launch is not in the recording"),
@@ -209,7 +209,7 @@ def _compute_roofline(
     )
     reason = pl.coalesce(
         pl.when(in_graph).then("replay"),
-        *(pl.when(condition).then(pl.lit(gap_reason)) for condition, gap_reason in whys),
+        *(pl.when(condition).then(pl.lit(gap_reason)) for condition, gap_reason in conditions),
         "failed",
         pl.lit("no model for this operator"),
     )

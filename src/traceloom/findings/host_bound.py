@@ -120,11 +120,11 @@ def _select_late_gaps(context: Context) -> pl.DataFrame:
     if context.steps is not None or not late.height:
         return late
     # One call or operator that takes long, for example at the start, does not occur again.
-    took = pl.concat(
+    durations = pl.concat(
         trace.events["duration_ns"].gather(part["host_event"])
         for trace, part in context.split_by_trace(late)
     )
-    once = pl.min_horizontal("duration_ns", took) >= long
+    once = pl.min_horizontal("duration_ns", durations) >= long
     return late.filter(~(once & cause.is_in(list(_SINGLE_CALL_CAUSES))))
 
 

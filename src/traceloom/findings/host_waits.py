@@ -262,9 +262,9 @@ def _find_blocking_calls(slug: str, context: Context) -> Iterator[Message]:
         )
         # An op's copy and the synchronisation behind it wait for the same work: removing only one
         # saves nothing.
-        nowhere = np.zeros(context.graph.nodes.height, dtype=np.bool_)
+        no_nodes = np.zeros(context.graph.nodes.height, dtype=np.bool_)
         site = waiting.setdefault(
-            (row["kind"], location), _WaitingSite(row["kind"], row["call"], location, nowhere)
+            (row["kind"], location), _WaitingSite(row["kind"], row["call"], location, no_nodes)
         )
         site.nodes |= context.nodes_of(trace, site_calls["event"])
         site.blocked_ns += int(site_calls["blocked_ns"].sum())

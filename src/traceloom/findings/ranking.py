@@ -433,8 +433,8 @@ def compute_median_interval(values: Sequence[int]) -> tuple[int, int]:
     values are left out at each end as heads of a fair coin have a probability of at most 1/20.
     """
     ordered = np.sort(np.array(values, dtype=np.int64))
-    chances = np.ones(1)  # probabilities of each number of heads
+    probabilities = np.ones(1)  # of each number of heads
     for _ in range(ordered.size):
-        chances = (np.append(chances, 0.0) + np.append(0.0, chances)) / 2
-    low_index = max(int(np.searchsorted(np.cumsum(chances), 0.05, side="right")) - 1, 0)
+        probabilities = (np.append(probabilities, 0.0) + np.append(0.0, probabilities)) / 2
+    low_index = max(int(np.searchsorted(np.cumsum(probabilities), 0.05, side="right")) - 1, 0)
     return int(ordered[low_index]), int(ordered[ordered.size - 1 - low_index])

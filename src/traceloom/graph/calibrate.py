@@ -33,9 +33,9 @@ def find_overlapping_edges(graph: Graph) -> Ints:
     """Returns the rows of the edges from the start of a work to the start of the next one on its
     stream.
     """
-    remembered = _overlap_cache.of(graph)
-    if remembered is not None:
-        return remembered
+    cached = _overlap_cache.of(graph)
+    if cached is not None:
+        return cached
     kind = graph.edges["kind"].to_physical().to_numpy() == gs.EDGE_KINDS.index("stream")
     started = ~graph.edges["from_end"].to_numpy() & ~graph.edges["to_end"].to_numpy()
     return _overlap_cache.put(graph, np.flatnonzero(kind & started))
@@ -150,9 +150,9 @@ def classify_edges(graph: Graph) -> EdgeClasses:
     A class is the kind of edge and its place: for launches the call and the kind of work, for calls
     that wait the kind of work and the call, else the kinds of both nodes.
     """
-    remembered = _classes_cache.of(graph)
-    if remembered is not None:
-        return remembered
+    cached = _classes_cache.of(graph)
+    if cached is not None:
+        return cached
     nodes, edges = graph.nodes, graph.edges
     source, target, kind = (
         get_column_array(graph, edges[column]) for column in ("source", "target", "kind")

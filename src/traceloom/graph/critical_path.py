@@ -88,8 +88,8 @@ def find_binding_edges(
     winners = sorted_target[winning]
     last = winning[np.append(winners[1:] != winners[:-1], True)]
     last = last if order is None else order[last]
-    wins = reached[last] > own_end[target[last]]
-    bound[target[last[wins]]] = last[wins]
+    is_last = reached[last] > own_end[target[last]]
+    bound[target[last[is_last]]] = last[is_last]
     return bound
 
 
@@ -115,12 +115,8 @@ def walk_back(
         nothing.
     """
     if times is None:
-        remembered = _binding_cache.of(graph)
-        bound = (
-            _binding_cache.put(graph, find_binding_edges(graph))
-            if remembered is None
-            else remembered
-        )
+        cached = _binding_cache.of(graph)
+        bound = _binding_cache.put(graph, find_binding_edges(graph)) if cached is None else cached
         times = get_point_times(graph)
     else:
         bound = find_binding_edges(graph, times)

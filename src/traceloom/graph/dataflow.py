@@ -160,12 +160,12 @@ def _list_tensor_uses(host_op: Ints, acts: Bools, ops: pl.DataFrame) -> pl.DataF
     written = outputs.filter(pl.col("given").is_null() | pl.col("changes")).select(
         "id", "storage", "on_device"
     )
-    silent = (
+    in_place_ops = (
         changes.filter("changes")
         .join(outputs.select("id").unique(), on="id", how="anti")
         .select("id")
     )
-    changed = read.join(silent, on="id", how="semi").select("id", "storage", "on_device")
+    changed = read.join(in_place_ops, on="id", how="semi").select("id", "storage", "on_device")
     table = pl.concat(
         [
             read.with_columns(pl.lit(value=False).alias("write")),

@@ -477,7 +477,7 @@ class Plan:
 
     def _link_by_link(self, part: LayerSlice, level: Ints, ahead: Ints) -> None:
         plan = self._layout
-        reached, gained, source = level.data, ahead.data, plan.source_entry.data
+        reached, link_weight, source = level.data, ahead.data, plan.source_entry.data
         offset = plan.offset[part.low : part.high + 1].tolist()
         chain_starts = plan.begins[part.low : part.high].tolist()
         first = offset[0]
@@ -486,7 +486,7 @@ class Plan:
         ):
             best = _MIN_TIME if starts_chain else reached[entry - 1]
             for link in range(first, last):
-                candidate = reached[source[link]] + gained[link]
+                candidate = reached[source[link]] + link_weight[link]
                 if candidate > best:  # noqa: PLR1730  (max() takes three times as long)
                     best = candidate
             reached[entry] = best

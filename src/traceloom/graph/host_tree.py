@@ -123,8 +123,8 @@ class HostTree(Struct, frozen=True):
         """Returns which events, of all or of those at some positions, have a name that matches one
         of `HOST_PATTERNS`.
         """
-        hits = contains_any(self.words, HOST_PATTERNS)[HOST_PATTERNS.index(pattern)].to_numpy()
-        matches: Bools = hits[self.word if position is None else self.word[position]]
+        is_match = contains_any(self.words, HOST_PATTERNS)[HOST_PATTERNS.index(pattern)].to_numpy()
+        matches: Bools = is_match[self.word if position is None else self.word[position]]
         return matches
 
 

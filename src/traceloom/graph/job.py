@@ -55,8 +55,8 @@ class HostClock(Struct, frozen=True):
         """Returns times on the job's clock; never changes the order of times."""
         if not self.drift:
             return times + self.offset_ns
-        bent: Ints = np.floor(self.drift * (times - self.since_ns)).astype(np.int64)
-        return times + self.offset_ns + bent
+        drift_ns: Ints = np.floor(self.drift * (times - self.since_ns)).astype(np.int64)
+        return times + self.offset_ns + drift_ns
 
 
 def fit_clocks(meetings: pl.DataFrame, hosts: list[str]) -> dict[str, HostClock]:
@@ -80,12 +80,12 @@ def fit_clocks(meetings: pl.DataFrame, hosts: list[str]) -> dict[str, HostClock]
         if first in clocks:
             continue
         # How far the ranks of the host disagree about the ends.
-        apart = (
+        disagreements = (
             meetings.filter(pl.col("host") == first)
             .group_by("instance")
             .agg((pl.col("end_ns").max() - pl.col("end_ns").min()).alias("apart"), pl.len())
         )
-        several = apart.filter(pl.col("len") > 1)["apart"].to_numpy()
+        several = disagreements.filter(pl.col("len") > 1)["apart"].to_numpy()
         residual = _compute_p95(several) if len(several) else None
         clocks[first] = HostClock(residual_ns=residual, meetings=len(host_ends.get(first, {})))
         # Every host that shares meetings with a fitted one, those with the most meetings first.

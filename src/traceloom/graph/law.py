@@ -93,9 +93,9 @@ def law(graph: Graph, plan: Plan | None = None) -> Law:
         graph: A calibrated graph.
         plan: The plan of that graph, where there is one already.
     """
-    remembered = _law_cache.of(graph)
-    if remembered is not None:
-        return remembered
+    cached = _law_cache.of(graph)
+    if cached is not None:
+        return cached
     measured = get_point_times(graph)
     plan = plan or Plan(graph)
     started = time.thread_time_ns()  # other threads may be writing the graph

@@ -312,10 +312,10 @@ def link_session(
         >>> from traceloom.graph.linking import link_session
         >>> graph = link_session(traceloom.load("run"), step=12)  # doctest: +SKIP
     """
-    remembered = _graph_cache.of(session.traces)
+    cached = _graph_cache.of(session.traces)
     steps = None if step is None else (step, step if last is None else last)
-    if steps in remembered:
-        return remembered[steps]
+    if steps in cached:
+        return cached[steps]
     report_progress: ProgressCallback = progress or (lambda _: None)
     selected, notices = _select_traces(session, steps)
     several = is_large_session(selected)
@@ -338,9 +338,9 @@ def link_session(
     trim_memory()
     if not remember:
         return graph
-    if len(remembered) >= _MAX_CACHED_GRAPHS:
-        del remembered[next(iter(remembered))]
-    remembered[steps] = graph
+    if len(cached) >= _MAX_CACHED_GRAPHS:
+        del cached[next(iter(cached))]
+    cached[steps] = graph
     return graph
 
 
@@ -350,16 +350,18 @@ def _select_traces(
     """Returns one trace per rank: with steps the first trace that has the first and the last of
     them; one trace may not state its rank.
     """
-    having = list(session.traces)
+    candidates = list(session.traces)
     step_label = ""
     if steps is not None:
         step_label = (
             f"step {steps[0]}" if steps[0] == steps[1] else f"step {steps[0]} to {steps[1]}"
         )
-        having = [
-            trace for trace in having if trace.steps["step"].is_in(steps).sum() == len(set(steps))
+        candidates = [
+            trace
+            for trace in candidates
+            if trace.steps["step"].is_in(steps).sum() == len(set(steps))
         ]
-        if not having:
+        if not candidates:
             recorded = sorted(
                 {number for trace in session.traces for number in trace.steps["step"].to_list()}
             )
@@ -369,9 +371,9 @@ def _select_traces(
                 else ": the traces have no steps"
             )
             raise UsageError(f"there is no {step_label}{recorded_text}", slug="no-such-step")
-    unique = steps is None or any(trace.rank is None for trace in having)
+    unique = steps is None or any(trace.rank is None for trace in candidates)
     first: dict[int | None, Trace] = {}
-    for trace in having:
+    for trace in candidates:
         if first.setdefault(trace.rank, trace) is trace or not unique:
             continue
         both = f"{first[trace.rank].meta.path}, {trace.meta.path}"
@@ -390,14 +392,14 @@ def _select_traces(
     if unnumbered is not None and 0 in first:  # next to others it gets the lowest free number
         free = next(number for number in range(len(first) + 1) if number not in first)
         first[None] = replace(unnumbered, meta=replace(unnumbered.meta, rank=free))
-    lacking = sorted(
+    incomplete = sorted(
         {trace.rank for trace in session.traces if trace.rank is not None} - set(first)
     )
-    if not lacking:
+    if not incomplete:
         return list(first.values()), []
-    rank_list = ", ".join(map(str, lacking[:8])) + ("…" if len(lacking) > 8 else "")
-    text = f"{step_label} is not in the traces of {len(lacking)} ranks ({rank_list}); they are not in the graph"
-    return list(first.values()), [Notice("step-missing", "warning", text, len(lacking))]
+    rank_list = ", ".join(map(str, incomplete[:8])) + ("…" if len(incomplete) > 8 else "")
+    text = f"{step_label} is not in the traces of {len(incomplete)} ranks ({rank_list}); they are not in the graph"
+    return list(first.values()), [Notice("step-missing", "warning", text, len(incomplete))]
 
 
 def _link_steps(trace: Trace, first: int, last: int) -> Graph:

@@ -363,9 +363,11 @@ def _build_coverage(
     submitted = np.unique(work.call[launched]).size
     is_launch = parts.kinds == gs.NODE_KINDS.index(gs.LAUNCH)
     rows.append(("launches", "with GPU work", submitted, None))
-    silent = int(is_launch.sum()) - int(is_launch[host.first[np.unique(work.call[launched])]].sum())
-    if silent:
-        rows.append(("launches", "without GPU work in the window", silent, None))
+    without_work_count = int(is_launch.sum()) - int(
+        is_launch[host.first[np.unique(work.call[launched])]].sum()
+    )
+    if without_work_count:
+        rows.append(("launches", "without GPU work in the window", without_work_count, None))
     if edge_counts.overlapping:
         rows.append(("streams", "neighbours that overlap", edge_counts.overlapping, None))
     if edge_counts.queued:
@@ -398,23 +400,23 @@ def _build_coverage(
             ("streams", "work that waited for nothing recorded", late.unexplained.size, waited)
         )
     if edge_counts.unknown.size:
-        took = int(parts.tree.span()[edge_counts.unknown].sum())
+        total_ns = int(parts.tree.span()[edge_counts.unknown].sum())
         rows.append(
             (
                 "synchronisations",
                 "long, and not known what was awaited",
                 edge_counts.unknown.size,
-                took,
+                total_ns,
             )
         )
     if edge_counts.spins.size:
-        took = int((host.end - host.start)[edge_counts.spins].sum())
+        total_ns = int((host.end - host.start)[edge_counts.spins].sum())
         rows.append(
             (
                 "synchronisations",
                 "self time that ends with the work launched before it",
                 edge_counts.spins.size,
-                took,
+                total_ns,
             )
         )
     lengths = host.end - host.start

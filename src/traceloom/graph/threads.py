@@ -165,8 +165,10 @@ def find_hand_offs(trace: Trace, tree: HostTree, host: Segments) -> ThreadHandOf
     cut, number = host.cut(np.repeat(segment, 2), np.stack([start, done], axis=1).ravel())
     waiting = number[segment] + 1
     handed_over = head >= 0
-    heads, givers = number[head[handed_over]], number[segment[handed_over]]
-    source = np.concatenate([number[tail] + _count_following_parts(host, number, tail), givers])
+    heads, source_parts = number[head[handed_over]], number[segment[handed_over]]
+    source = np.concatenate(
+        [number[tail] + _count_following_parts(host, number, tail), source_parts]
+    )
     still = _find_unexplained_segments(trace, tree, cut)
     still[waiting] = False
     works = np.isin(host.lane[tail], list(busy_intervals))  # not communication, which waits itself
@@ -182,9 +184,9 @@ def find_hand_offs(trace: Trace, tree: HostTree, host: Segments) -> ThreadHandOf
             np.sort(done[works][worker == thread]), cut.start[thread_segments], side="left"
         )
         awaited.append(thread_segments[begun > ended])
-    awake = np.unique(np.concatenate(awaited))
+    working = np.unique(np.concatenate(awaited))
     return _add_wakeups(
-        cut, waiting, source, heads, _find_wakeups(cut, tree, still, awake, main, cpu)
+        cut, waiting, source, heads, _find_wakeups(cut, tree, still, working, main, cpu)
     )
 
 
@@ -351,11 +353,13 @@ def _find_wakeups(  # noqa: PLR0917
     index = np.where(same_lane, before_run[index], index)
     ended = np.where(index >= 0, end_order[index], -1)
     ended[(ended >= 0) & (tree.end[ended] < since)] = -1
-    just = ended >= 0
-    just[just] = host.start[head[just]] - tree.end[ended[just]] <= _MAX_WAKER_AGE_NS
+    has_previous = ended >= 0
+    has_previous[has_previous] = (
+        host.start[head[has_previous]] - tree.end[ended[has_previous]] <= _MAX_WAKER_AGE_NS
+    )
     event = np.where(called >= 0, called, ended)
     source = np.where(event >= 0, host.last[np.maximum(event, 0)], -1)
-    certain = (called >= 0) | just
+    certain = (called >= 0) | has_previous
     # Where that is a guess, the quiet segment of its thread within which the head begins; else -1.
     in_segment = np.full(head.size, -1, dtype=np.int64)
     guessed = np.where(certain | (event < 0), -1, tree.lane[np.maximum(event, 0)])
@@ -406,9 +410,9 @@ def _add_wakeups(
     cut_again = cut_again[np.lexsort((woken.cut_ns[cut_again], woken.source[cut_again]))]
     segment = woken.source[cut_again]
     host, number = cut.cut(segment, woken.cut_ns[cut_again])
-    givers = number[woken.source] + _count_following_parts(cut, number, woken.source)
+    source_parts = number[woken.source] + _count_following_parts(cut, number, woken.source)
     first = np.searchsorted(segment, segment, side="left")
-    givers[cut_again] = number[segment] + np.arange(segment.size) - first
+    source_parts[cut_again] = number[segment] + np.arange(segment.size) - first
     target, to_end = _find_held_back(host, number[np.concatenate([heads, woken.head])])
     unknown, idle = _find_held_back(host, number[nothing_known.head])
     waiting = number[waiting]
@@ -417,7 +421,7 @@ def _add_wakeups(
         host,
         waits=np.unique(np.concatenate([waiting, target[to_end], unknown[idle]])),
         source=np.concatenate(
-            [number[source] + _count_following_parts(cut, number, source), givers]
+            [number[source] + _count_following_parts(cut, number, source), source_parts]
         ),
         target=np.concatenate([waiting, target]),
         to_end=np.concatenate([np.ones(waiting.size, dtype=np.bool_), to_end]),
