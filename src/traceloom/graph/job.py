@@ -4,7 +4,8 @@ One offset and drift per host. The fit is robust (medians of differences, Theil-
 a rank whose thread or kernel ended late by chance does not move it.
 
 Rules (a part ends once those it waits for have begun, plus the transfer):
-- all_reduce, all_gather, reduce_scatter, all_to_all, barrier, and kinds that are not known: every part waits for all;
+- all_reduce, all_gather, reduce_scatter, all_to_all, barrier, and unknown kinds: every part waits
+  for all;
 - broadcast, scatter: the others wait for the root; reduce, gather: the root waits for the others;
 - send and receive: each waits for the other (both occupy their device until the data has passed).
 """
