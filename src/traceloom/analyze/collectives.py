@@ -162,7 +162,6 @@ def _collect_calls(traces: Sequence[Trace], rules: tuple[Rule, ...] = ()) -> lis
 
 
 def _is_amd(trace: Trace) -> bool:
-    """Whether the devices of a trace are AMD's."""
     return any(name.startswith(("hip", "roc")) for name in trace.meta.versions) or any(
         _AMD_DEVICE.search(name or "") is not None for name in trace.devices["name"]
     )

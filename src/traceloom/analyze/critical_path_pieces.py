@@ -231,7 +231,6 @@ def match_clocks(
 
 
 def _select_event_nodes(graph: Graph, trace: Trace, rank: int) -> Ints:
-    """Returns nodes of the recorded events of a rank."""
     return np.flatnonzero((graph.events < trace.events.height) & (graph.rank_numbers == rank))
 
 

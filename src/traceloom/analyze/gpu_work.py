@@ -100,7 +100,7 @@ def find_gpu_event_rows(trace: Trace) -> Ints:
 
 
 def is_copy(trace: Trace, row: Ints) -> Bools:
-    """True where the rows of `events` are copies."""
+    """Returns which rows of `events` are copies."""
     category: NDArray[np.uint8] = trace.events["category"].to_physical().to_numpy()[row]
     return np.equal(category, CATEGORIES.index(COPY))
 

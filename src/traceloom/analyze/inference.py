@@ -227,7 +227,6 @@ def inference(
 
 
 def _build_steps(trace: Trace) -> pl.DataFrame:
-    """Returns the steps with their GPU work."""
     annotated = _find_annotations(trace)
     if not annotated.height:
         return STEPS.to_frame()

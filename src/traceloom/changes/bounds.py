@@ -25,7 +25,7 @@ from traceloom.trace.array_types import Bools
 
 
 def compute_lower_bound_ns(graph: Graph, scenario: Scenario, total_ns: int) -> int:
-    """The shortest time that a scenario can take.
+    """Returns a lower bound of the time that a scenario can take.
 
     Args:
         graph: The measured graph.

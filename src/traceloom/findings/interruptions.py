@@ -33,7 +33,7 @@ _MIN_OVERHEAD_RATIO = 1.05
 
 
 def find_garbage_collections(context: Context) -> Iterator[Message]:
-    """Python collects garbage in the step."""
+    """Reports garbage collections of Python in the step."""
     mask = match_node_names(context.graph, GARBAGE_COLLECTION_PATTERN) & context.select_kinds(
         gs.HOST, gs.THINK
     )
@@ -66,7 +66,6 @@ def find_garbage_collections(context: Context) -> Iterator[Message]:
 
 
 def _report_unrecorded_host(context: Context, slug: str) -> Iterator[Abstention]:
-    """Abstains where nothing of the host was recorded."""
     if not context.select_kinds(gs.HOST).any():
         yield Abstention(slug, "nothing was recorded of the host")
 

@@ -347,7 +347,6 @@ class _StepCandidates:
     now_ns: Ints = field(init=False)
 
     def __post_init__(self) -> None:
-        """Starts without fixes."""
         self.base, self.plan = Scenario.of(self.context.graph), self.context.plan
         self.now_ns = self.lengths(get_point_times(self.context.graph))
 

@@ -33,7 +33,6 @@ def _collect_copies(context: Context) -> pl.DataFrame:
 
 
 def _select_host_device_copies(context: Context) -> pl.DataFrame:
-    """Returns those that move data between host and device."""
     data = pl.col("kind").is_in(list(_HOST_COPY_KINDS)) & (pl.col("bytes") >= _MIN_BYTES)
     return context.ask(context, _collect_copies).filter(data)
 

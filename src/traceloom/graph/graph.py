@@ -349,12 +349,12 @@ class Graph:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name in GRAPH_SCHEMAS}
 
     def nodes_of(self, *kinds: str) -> Bools:
-        """Which nodes are of these kinds, shape (nodes,)."""
+        """Returns which nodes are of these kinds, shape (nodes,)."""
         selected: Bools = np.isin(NODE_KINDS, kinds)[self._node_kinds]
         return selected
 
     def edges_of(self, *kinds: str) -> Bools:
-        """Which edges are of these kinds, shape (edges,)."""
+        """Returns which edges are of these kinds, shape (edges,)."""
         selected: Bools = np.isin(EDGE_KINDS, kinds)[self._edge_kinds]
         return selected
 

@@ -196,7 +196,7 @@ def build_host_tree(trace: Trace) -> HostTree:
 
 
 def _find_enclosing_communication(trace: Trace, parent: Ints, call: Bools) -> Ints:
-    """For each event the outermost communication on the host around it; -1 for none.
+    """Returns for each event the outermost communication on the host around it; -1 for none.
 
     A communication in which something calls a device does not count: the device work is its own.
     """

@@ -191,7 +191,6 @@ def _map_by_rank(devices: list[FileHead]) -> dict[int, FileHead]:
 def _match_host_traces(
     ranks: dict[int, FileHead], hosts: list[HostTraceHead], notices: list[Notice]
 ) -> dict[int, InputFile]:
-    """The host trace of each rank."""
     pairs: dict[int, HostTraceHead] = {}
     unmatched = []
     for host in hosts:

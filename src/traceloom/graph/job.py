@@ -414,7 +414,6 @@ def _build_edges(frame: pl.DataFrame, *, from_end: bool, to_end: bool) -> pl.Dat
 
 
 def _build_coverage(graph: Graph, parts: pl.DataFrame) -> pl.DataFrame:
-    """Returns the outcomes of the communication of each rank."""
     joined = pl.format("joined over {} ranks", pl.col("present"))
     unrecorded = (
         pl.when(pl.col("expected") > 1)
@@ -550,7 +549,6 @@ def _add_meetings(merged: Graph, joined: MatchedParts) -> tuple[Graph, list[Noti
 
 
 def _merge_ranks(parts: Sequence[Graph], epoch: int, clocks: list[HostClock], name: str) -> Graph:
-    """Merges all ranks into one graph, on one clock."""
     frames: dict[str, list[pl.DataFrame]] = {key: [] for key in GRAPH_SCHEMAS}
     nodes = lanes = 0
     notices: list[Notice] = []
